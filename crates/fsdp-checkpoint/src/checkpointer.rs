@@ -20,7 +20,7 @@ use crate::catalog::{StepCheckpoint, latest_checkpoint, step_name, step_of};
 use crate::load::{LOAD, open};
 use crate::memory_tier::MemoryTier;
 use crate::parent::parent_of_step;
-use crate::retention::{Retention, prune};
+use crate::retention::{Retention, prune, prune_up_to};
 use crate::{AsyncSaver, CheckpointError, SaveOptions, SaveProgress, SaveReport, Stateful};
 
 /// The name of a checkpoint: the number of steps done, for one in the run's directory, or a path or URL anywhere.
@@ -115,6 +115,8 @@ pub struct Checkpointer {
     facts: RunFacts,
     /// `true` if a save ended while old checkpoints were still being removed, so that there may be more to remove.
     prune_again: bool,
+    /// The step of the last checkpoint that was saved under a step.
+    saved_step: Option<u64>,
 }
 
 impl fmt::Debug for Checkpointer {
@@ -150,6 +152,7 @@ impl Checkpointer {
             saving: None,
             facts: RunFacts::default(),
             prune_again: false,
+            saved_step: None,
         })
     }
 
@@ -204,7 +207,7 @@ impl Checkpointer {
         let state = CheckpointError::agree(&self.group, "save", None, run.state_dict())?;
         let report = self.saver.save_now(path, &state, &self.save_options(step))?;
         self.set_parent(Parent::of(step, report.digest));
-        self.start_pruning();
+        self.start_pruning(step);
         Ok(report)
     }
 
@@ -338,7 +341,7 @@ impl Checkpointer {
         let report = self.saver.wait()?;
         if let Some(report) = &report {
             self.set_parent(Parent::of(step, report.digest));
-            self.start_pruning();
+            self.start_pruning(step);
         }
         Ok(report)
     }
@@ -446,10 +449,11 @@ impl Checkpointer {
         StepCheckpoint { step, path: self.run.join(&name) }
     }
 
-    /// Starts a thread that removes old checkpoints, on rank 0. Training does not wait for it, and a failure does not
+    /// Starts a thread that removes old checkpoints after the save of `step`, on rank 0. Training does not wait for it, and a failure does not
     /// end training. If the thread of an earlier save is still running, the removal is left to the next save or to the
     /// drop.
-    fn start_pruning(&mut self) {
+    fn start_pruning(&mut self, step: Option<u64>) {
+        self.saved_step = step.or(self.saved_step);
         if self.group.rank() > 0 || self.options.retention.keep_last.is_none() {
             return;
         }
@@ -457,9 +461,9 @@ impl Checkpointer {
         if self.prune_again {
             return;
         }
-        let (run, retention) = (self.run.clone(), self.options.retention);
+        let (run, retention, step) = (self.run.clone(), self.options.retention, self.saved_step);
         let thread = Builder::new().name("prune".to_owned());
-        self.pruning = thread.spawn(move || prune_and_log(&run, &retention)).ok();
+        self.pruning = thread.spawn(move || prune_and_log(&run, &retention, step)).ok();
         // If no thread can be started, old checkpoints are removed when the checkpointer is dropped.
         self.prune_again = self.pruning.is_none();
     }
@@ -471,7 +475,7 @@ impl Checkpointer {
             pruning.join().ok();
         }
         if self.prune_again {
-            prune_and_log(&self.run, &self.options.retention);
+            prune_and_log(&self.run, &self.options.retention, self.saved_step);
         }
     }
 }
@@ -490,9 +494,10 @@ fn step_and_name(checkpoint: &StepCheckpoint) -> Option<(u64, String)> {
     Some((checkpoint.step, checkpoint.path.name().file_name()?.to_str()?.to_owned()))
 }
 
-/// Removes old checkpoints. A failure is only logged, because a run can continue with too many checkpoints.
-fn prune_and_log(run: &Location, retention: &Retention) {
-    if let Err(error) = prune(run, retention) {
+/// Removes old checkpoints after the save of `step`; `None` if no checkpoint with a step was saved. A failure is only logged,
+/// because a run can continue with too many checkpoints.
+fn prune_and_log(run: &Location, retention: &Retention, step: Option<u64>) {
+    if let Err(error) = prune_up_to(run, retention, step.unwrap_or(u64::MAX)) {
         warn!(path = %run, %error, "failed to remove old checkpoints");
     }
 }

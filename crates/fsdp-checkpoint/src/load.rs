@@ -120,7 +120,8 @@ pub fn load_in_place(
     fill(&*checkpoint, state, &group, options, true)
 }
 
-/// Opens a checkpoint on every rank of a group, and returns the group with the deadline of loads. Collective: one agreement.
+/// Opens a checkpoint on every rank of a group, and returns it with the group, which now has the deadline of the load.
+/// Collective: one agreement.
 pub(crate) fn open(
     operation: &str,
     path: &Location,
@@ -143,9 +144,9 @@ pub(crate) fn fill(
 ) -> Result<LoadReport, CheckpointError> {
     let _span = info_span!("load", rank = group.rank(), path = %checkpoint.path().display()).entered();
     // A checkpoint's keys are flat, whatever paths its state dict had.
-    let flattened = flatten_state_dict(state).and_then(|FlatStateDict { values, paths }| {
+    let flattened = flatten_state_dict(state).map(|FlatStateDict { values, paths }| {
         let flat: StateDict = values.into_iter().map(|(key, value)| (key, as_leaf(value))).collect();
-        Ok((flat, paths))
+        (flat, paths)
     });
     let (flat, paths) = flattened.or_else(|error| CheckpointError::refuse(group, LOAD, error.into()))?;
     let target = DictTarget::new(&flat, options.device.clone());
@@ -161,7 +162,9 @@ pub(crate) fn fill(
     Ok(report)
 }
 
-/// Returns a placeholder for a list or a tuple that is one value in a checkpoint; other values as they are.
+/// Returns a placeholder for a list, a tuple or a dict that flattening has left whole, and other values as they are. A
+/// checkpoint holds such a container as one plain value, so a plain value is what the target must request. The saved
+/// value then replaces the whole container, whatever was in it.
 fn as_leaf(value: StateValue) -> StateValue {
     match value {
         StateValue::List(_) | StateValue::Tuple(_) | StateValue::Dict(_) => StateValue::Plain(PlainValue::None),

@@ -53,15 +53,25 @@ impl Retention {
 /// # Errors
 /// A directory that cannot be read, files that cannot be removed.
 pub fn prune(dir: impl Into<Location>, retention: &Retention) -> Result<Vec<StepCheckpoint>, CheckpointError> {
+    prune_up_to(&dir.into(), retention, u64::MAX)
+}
+
+/// Removes checkpoints like [`prune`], after the save of `step`. Checkpoints of later steps are damaged, or belong to a branch
+/// that the run has left by going back: they neither count nor are removed.
+pub(crate) fn prune_up_to(
+    dir: &Location,
+    retention: &Retention,
+    step: u64,
+) -> Result<Vec<StepCheckpoint>, CheckpointError> {
     if retention.keep_last.is_none() {
         return Ok(Vec::new());
     }
-    let dir = &dir.into();
     let _span = info_span!("prune", path = %dir).entered();
-    let (all, uncommitted) = list_steps(dir)?;
+    let (mut all, uncommitted) = list_steps(dir)?;
+    all.retain(|checkpoint| checkpoint.step <= step);
     let Some(newest) = all.last() else { return Ok(Vec::new()) };
-    // A save that is in progress has a later step than the newest checkpoint, so what belongs to earlier steps was left
-    // by a crash. In a file system it lies beside the checkpoint's directory.
+    // A save that is in progress has a later step than the newest of these checkpoints, so what belongs to earlier steps was
+    // left by a crash. In a file system it lies beside the checkpoint's directory.
     for step in steps_with_leftovers(dir)?.range(..=newest.step) {
         clean_stale(dir.join(step_name(*step)))?;
     }

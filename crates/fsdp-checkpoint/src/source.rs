@@ -10,6 +10,7 @@ use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_dcp::metadata::Entry;
 use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions};
 use fsdp_dcp::reader::{Destination, ReadOptions};
+use fsdp_flat::ShardedTensor;
 use fsdp_flat::storage::StorageGuard;
 use fsdp_layout::{ErrorKind, Failure as _, KeyPath, PathPart, TensorBox};
 use fsdp_state::engine::{LoadCall, Wanted, WantedOn};
@@ -167,12 +168,12 @@ impl<'a> Reading<'a> {
         memories: &mut [Memory],
     ) -> Result<(), CheckpointError> {
         for index in overlapping {
-            let wanted = &wanted[index];
-            let mut copy = [Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes)?];
-            self.fill(std::slice::from_ref(wanted), &mut copy)?;
-            if let [Memory::Tensors(values)] = &copy {
-                memories[index].fill_from(values)?;
-            }
+            // Only tensors share elements. The copy has their dtype, which candle may hold where fresh memory for files
+            // does not have it (`F8E4M3`).
+            let Memory::Tensors(home) = &memories[index] else { continue };
+            let values = ShardedTensor::zeros(home.dtype(), home.shape(), &home.boxes())?;
+            self.fill(std::slice::from_ref(&wanted[index]), &mut [Memory::Tensors(values.clone())])?;
+            memories[index].fill_from(&values)?;
         }
         Ok(())
     }
@@ -269,7 +270,10 @@ impl<'a> Reading<'a> {
         }
         drop(places);
         drop(guard);
-        Ok(outcome.and_then(|()| self.fill_overlapping(overlapping, wanted, memories)))
+        // The shares of tensors that share elements are in the comparison already, so they are read again without it.
+        let options = ReadOptions { digest: false, ..self.options };
+        let mut uncompared = Reading { source: self.source, options, comparison: None };
+        Ok(outcome.and_then(|()| uncompared.fill_overlapping(overlapping, wanted, memories)))
     }
 
     /// Reads this rank's share of the boxes of several tensors.
@@ -389,7 +393,8 @@ impl Source for CheckpointSource<'_> {
     fn read(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], lend: &mut dyn Lend) -> Result<(), CheckpointError> {
         let options = ReadOptions { threads: call.options.threads, ..ReadOptions::default() };
         let mut reading = Reading::new(self, options);
-        let mut read = reading.read_windows(wanted, lend)?;
+        // An error of a collective among the replicas is known to them alone. So it counts as this rank's error here.
+        let mut read = reading.read_windows(wanted, lend).unwrap_or_else(|error| Err(error.into()));
         if self.replicas.is_some() {
             // If a rank failed to read its share, the others lack it too, so all of them have to fail.
             read = CheckpointError::agree(call.group, call.operation, None, read);

@@ -119,6 +119,26 @@ fn a_step_without_leading_zeros_is_found_opened_and_removed() {
 }
 
 #[test]
+fn a_run_that_goes_back_keeps_what_it_saves_then() {
+    let dir = tempfile::tempdir().unwrap();
+    save_steps(dir.path(), &[800, 900, 1000]);
+    run_local(1, |group| {
+        let options = CheckpointerOptions { retention: last(2), ..CheckpointerOptions::default() };
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
+        let weight = Tensor::zeros(1000, candle_core::DType::F32, &Device::Cpu).unwrap();
+        let mut state: StateDict = [("weight", weight.into())].into_iter().collect();
+        checkpointer.load(800u64, &mut state).unwrap();
+        for step in [850u64, 860] {
+            checkpointer.save(step, &state).unwrap();
+        }
+        // Dropping the checkpointer waits for the removal.
+    })
+    .unwrap();
+    // The two newest of the run as it is now; later steps are of the branch that it has left, and are not touched.
+    assert_eq!(steps(dir.path()), [850, 860, 900, 1000]);
+}
+
+#[test]
 fn a_checkpoint_after_one_of_another_program_names_no_parent() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {

@@ -101,13 +101,53 @@ fn a_job_of_processes_that_is_told_to_stop_saves_its_step() {
 }
 
 #[test]
+fn signals_that_come_together_are_one_request() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    let mut child = start(&[], &out, &["--nproc", "2"]);
+    wait_for_steps(&mut child, &out);
+    // All are there when it goes on.
+    [Signal::STOP, Signal::TERM, Signal::HUP, Signal::INT, Signal::CONT]
+        .into_iter()
+        .for_each(|next| signal(&child, next));
+    assert_stopped_and_goes_on(child, &out, "2");
+}
+
+#[test]
+fn a_run_that_ignores_a_terminal_that_closes_goes_on() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    // As `nohup` does.
+    let script = r#"trap "" HUP; exec "$@""#;
+    let mut command = Command::new("sh");
+    command.args(["-c", script, "sh", FSDP, "train", "--steps", "1000000", "--out", out.to_str().unwrap()]);
+    let mut child =
+        command.args(SMALL).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_for_steps(&mut child, &out);
+    let before = losses(&out).len();
+    signal(&child, Signal::HUP);
+    let limit = Instant::now() + HANG;
+    while losses(&out).len() < before + 20 {
+        assert!(child.try_wait().unwrap().is_none(), "the run ended");
+        assert!(Instant::now() < limit, "the run stands still");
+        thread::sleep(Duration::from_millis(5));
+    }
+    signal(&child, Signal::TERM);
+    assert_stopped_and_goes_on(child, &out, "1");
+}
+
+#[test]
 fn a_second_signal_ends_a_run_at_once() {
     let dir = TempDir::new().unwrap();
     let out = dir.path().join("out");
     let mut child = start_model(&SLOW, &[], &out, &[]);
     wait_for_steps(&mut child, &out);
-    // Both are there when it goes on, and the second one is seen before the step is done.
-    [Signal::STOP, Signal::INT, Signal::TERM, Signal::CONT].into_iter().for_each(|next| signal(&child, next));
+    signal(&child, Signal::INT);
+    // The time between the signals passes while the run is stopped, so the second one comes before the step is done.
+    thread::sleep(Duration::from_millis(100));
+    signal(&child, Signal::STOP);
+    thread::sleep(Duration::from_millis(1200));
+    [Signal::TERM, Signal::CONT].into_iter().for_each(|next| signal(&child, next));
     let status = child.wait().unwrap();
     assert!(status.signal().is_some(), "{status}");
     assert!(latest_checkpoint(&out).unwrap().is_none());

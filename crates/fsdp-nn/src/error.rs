@@ -221,6 +221,15 @@ pub enum NnError {
         /// The name.
         fqn: String,
     },
+    /// An optimizer was to step while gradients had come to a unit that were not reduced yet.
+    #[error(
+        "the backward of {} has not ended: run it by `FullyShardedDataParallel::backward`, not by candle's `loss.backward()`",
+        unit_name(unit)
+    )]
+    BackwardNotEnded {
+        /// The unit's name; empty for the root.
+        unit: String,
+    },
     /// Two parameter groups hold one parameter.
     #[error("parameter `{fqn}` is in more than one parameter group")]
     DuplicateParameter {

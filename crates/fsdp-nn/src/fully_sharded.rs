@@ -168,7 +168,7 @@ impl<M> FullyShardedDataParallel<M> {
         })?)
     }
 
-    /// Runs the backward of a loss. The gradients are averaged over all ranks and added to the existing ones, sharded
+    /// Runs the backward of a loss, in place of candle's `loss.backward()`. The gradients are averaged over all ranks and added to the existing ones, sharded
     /// like the parameters. Collectives for each unit that the backward reaches: one all-gather (full sharding), one
     /// reduce-scatter over the shard group, and one all-reduce over the replicas (without sharding, over all ranks).
     /// The reductions also run for units that it does not reach, if earlier backwards inside [`Self::no_sync`] have

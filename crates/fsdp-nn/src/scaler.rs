@@ -1,5 +1,7 @@
 //! Loss scaling, for gradients that `f16` cannot hold as they are.
 
+use std::sync::Arc;
+
 use candle_core::{Tensor, WithDType};
 use fsdp_comm::ReduceOp;
 use fsdp_flat::storage::HostSliceMut;
@@ -77,8 +79,19 @@ pub struct GradScaler {
     /// A number of `f32`, as in torch.
     scale: f32,
     growth_tracker: u32,
-    /// `true` if gradients of this step were not finite on some rank; `None` before they have been unscaled.
-    found_non_finite: Option<bool>,
+    /// The models whose gradients have been unscaled since the last update.
+    unscaled: Vec<Unscaled>,
+}
+
+/// The gradients of one model, once they have been unscaled.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Unscaled {
+    /// The identity of the model: the address of what its units share.
+    model: usize,
+    /// The number of the model's reductions of gradients up to then.
+    reductions: u64,
+    /// `true` if the gradients of all ranks were finite.
+    is_finite: bool,
 }
 
 impl GradScaler {
@@ -99,7 +112,7 @@ impl GradScaler {
                 return Err(ScalerError::OutOfRange { key, value, range }.into());
             }
         }
-        Ok(GradScaler { options, scale, growth_tracker: 0, found_non_finite: None })
+        Ok(GradScaler { options, scale, growth_tracker: 0, unscaled: Vec::new() })
     }
 
     /// Returns the scale; 1 if the scaler is not enabled.
@@ -121,12 +134,12 @@ impl GradScaler {
     /// ranks.
     ///
     /// # Errors
-    /// [`ScalerError::UnscaledTwice`]; the all-reduce's.
+    /// [`ScalerError::UnscaledTwice`], [`ScalerError::NewGradients`]; the all-reduce's.
     pub fn unscale(&mut self, parameters: &ShardedParameters) -> Result<bool> {
         if !self.options.enabled {
             return Ok(true);
         }
-        if self.found_non_finite.is_some() {
+        if self.unscaled_of(parameters)?.is_some() {
             return Err(ScalerError::UnscaledTwice.into());
         }
         let is_finite = parameters.unscale_gradients((1.0 / f64::from(self.scale)) as f32);
@@ -134,22 +147,40 @@ impl GradScaler {
         let mut found = [f32::from(u8::from(!*is_finite.as_ref().unwrap_or(&false)))];
         parameters.group().all_reduce(&mut found, ReduceOp::Max)?;
         is_finite?;
-        self.found_non_finite = Some(found[0] > 0.0);
-        Ok(found[0] == 0.0)
+        let (model, reductions) = (Arc::as_ptr(&parameters.shared).addr(), parameters.shared.reductions());
+        let is_finite = found[0] == 0.0;
+        self.unscaled.push(Unscaled { model, reductions, is_finite });
+        Ok(is_finite)
+    }
+
+    /// Returns what is known of a model's gradients; `None` if they have not been unscaled since the last update.
+    ///
+    /// # Errors
+    /// [`ScalerError::NewGradients`].
+    fn unscaled_of(&self, parameters: &ShardedParameters) -> Result<Option<Unscaled>> {
+        let model = Arc::as_ptr(&parameters.shared).addr();
+        let found = self.unscaled.iter().find(|unscaled| unscaled.model == model).copied();
+        if found.is_some_and(|found| found.reductions != parameters.shared.reductions()) {
+            return Err(ScalerError::NewGradients.into());
+        }
+        Ok(found)
     }
 
     /// Steps an optimizer if all gradients of all ranks are finite, and returns `true` if it did. Unscales the
-    /// gradients first unless [`Self::unscale`] was called since the last [`Self::update`]. Several optimizers of one
-    /// model may step one after the other. Collectives: as [`Self::unscale`], and the optimizer's.
+    /// gradients first unless [`Self::unscale`] was called since the last [`Self::update`]. Several optimizers, of one
+    /// model or of several, may step one after the other. Collectives: as [`Self::unscale`], and the optimizer's.
     ///
     /// # Errors
     /// The errors of the optimizer and of [`Self::unscale`].
     pub fn step(&mut self, optimizer: &mut Optimizer) -> Result<bool> {
-        if self.options.enabled && self.found_non_finite.is_none() {
-            self.unscale(&std::sync::Arc::clone(optimizer.parameters()))?;
-        }
-        if self.found_non_finite == Some(true) {
-            return Ok(false);
+        if self.options.enabled {
+            let is_finite = match self.unscaled_of(optimizer.parameters())? {
+                Some(unscaled) => unscaled.is_finite,
+                None => self.unscale(optimizer.parameters())?,
+            };
+            if !is_finite {
+                return Ok(false);
+            }
         }
         optimizer.step()?;
         Ok(true)
@@ -164,19 +195,20 @@ impl GradScaler {
         if !self.options.enabled {
             return Ok(());
         }
-        match self.found_non_finite.take() {
-            None => return Err(ScalerError::NothingToUpdate.into()),
-            Some(true) => {
-                // A scale of 0 could not grow again.
-                self.scale = (self.scale * self.options.backoff_factor as f32).max(f32::MIN_POSITIVE);
-                self.growth_tracker = 0;
-            }
-            Some(false) if self.growth_tracker + 1 < self.options.growth_interval => self.growth_tracker += 1,
-            Some(false) => {
-                let grown = self.scale * self.options.growth_factor as f32;
-                self.scale = if grown.is_finite() { grown } else { self.scale };
-                self.growth_tracker = 0;
-            }
+        if self.unscaled.is_empty() {
+            return Err(ScalerError::NothingToUpdate.into());
+        }
+        let is_finite = self.unscaled.drain(..).all(|unscaled| unscaled.is_finite);
+        if !is_finite {
+            // A scale of 0 could not grow again.
+            self.scale = (self.scale * self.options.backoff_factor as f32).max(f32::MIN_POSITIVE);
+            self.growth_tracker = 0;
+        } else if self.growth_tracker + 1 < self.options.growth_interval {
+            self.growth_tracker += 1;
+        } else {
+            let grown = self.scale * self.options.growth_factor as f32;
+            self.scale = if grown.is_finite() { grown } else { self.scale };
+            self.growth_tracker = 0;
         }
         Ok(())
     }

@@ -19,6 +19,12 @@ pub enum ScalerError {
     /// Gradients would be divided by the scale twice.
     #[error("the gradients of this step have been unscaled already: call `update` after each step")]
     UnscaledTwice,
+    /// A backward has run between unscaling and the step.
+    #[error(
+        "a backward has run since the gradients were unscaled: call `update` after each step, and `unscale` after the last \
+         backward of a step"
+    )]
+    NewGradients,
     /// An update without a step.
     #[error("the scale cannot be updated before `unscale` or `step` has looked at gradients")]
     NothingToUpdate,

@@ -25,6 +25,8 @@ pub(crate) struct Shared {
     forwards: AtomicU64,
     /// Changes of values so far.
     changes: AtomicU64,
+    /// Reductions of gradients so far.
+    reductions: AtomicU64,
     /// The units in the order in which they were made.
     units: Mutex<Vec<UnitState>>,
     /// Bytes of parameters that this rank holds now.
@@ -60,6 +62,16 @@ impl Shared {
     /// Turns the reduction of gradients off or on, and returns the previous setting.
     pub(crate) fn set_no_sync(&self, no_sync: bool) -> bool {
         self.no_sync.swap(no_sync, Ordering::Relaxed)
+    }
+
+    /// Counts a reduction of gradients.
+    pub(crate) fn count_reduction(&self) {
+        self.reductions.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns the number of reductions of gradients so far.
+    pub(crate) fn reductions(&self) -> u64 {
+        self.reductions.load(Ordering::Relaxed)
     }
 
     /// Returns `true` if a backward reduces gradients over replicas too.

@@ -101,6 +101,40 @@ fn unscaled_gradients_are_those_of_the_loss_itself() {
 }
 
 #[test]
+fn one_scaler_unscales_the_gradients_of_each_model_by_itself() {
+    run_local(2, |group| {
+        let sgd = || Algorithm::Sgd(SgdOptions { lr: 0.5, ..SgdOptions::default() });
+        let weights_after = |scaler: &mut GradScaler| {
+            let models = [(); 2].map(|()| model(&group, ShardingStrategy::FullShard));
+            for model in &models {
+                backward(model, scaler, 1.0);
+            }
+            for model in &models {
+                let mut optimizer = Optimizer::new(model.parameters(), sgd()).unwrap();
+                assert!(scaler.step(&mut optimizer).unwrap());
+            }
+            models.map(|model| bits(&model, |fqn| model.parameters().parameter(fqn).unwrap()))
+        };
+        let options = GradScalerOptions { init_scale: 8.0, ..GradScalerOptions::default() };
+        let mut scaler = GradScaler::new(options).unwrap();
+        let mut off = GradScaler::new(GradScalerOptions { enabled: false, ..options }).unwrap();
+        assert_eq!(weights_after(&mut scaler), weights_after(&mut off));
+        scaler.update().unwrap();
+
+        // Without an update, a second backward's gradients would be taken for unscaled ones.
+        let model = model(&group, ShardingStrategy::FullShard);
+        let mut optimizer = Optimizer::new(model.parameters(), sgd()).unwrap();
+        backward(&model, &scaler, 1.0);
+        scaler.step(&mut optimizer).unwrap();
+        model.parameters().zero_grad();
+        backward(&model, &scaler, 1.0);
+        let error = scaler.step(&mut optimizer).unwrap_err();
+        assert!(matches!(error, NnError::Scaler(ScalerError::NewGradients)), "{error}");
+    })
+    .unwrap();
+}
+
+#[test]
 fn its_state_has_torchs_keys_and_comes_back() {
     let mut scaler = GradScaler::new(GradScalerOptions::default()).unwrap();
     let expected = [

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear};
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_flat::storage::{refill, release};
-use fsdp_nn::algorithm::AdamOptions;
+use fsdp_nn::algorithm::{AdamOptions, ScheduleFreeOptions, SgdOptions};
 use fsdp_nn::torch::{StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict};
 use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ShardingStrategy};
 use fsdp_state::StateValue;
@@ -123,4 +123,52 @@ fn gradients_that_are_not_finite_on_one_rank_are_an_error_on_all_and_change_noth
             .unwrap();
         }
     }
+}
+
+#[test]
+fn an_optimizer_of_another_ones_groups_steps_each_parameter_once() {
+    run_local(2, |group| {
+        let sgd = || Algorithm::Sgd(SgdOptions { lr: 0.1, ..SgdOptions::default() });
+        let (one, other) = (model(&group), model(&group));
+        let mut first = Optimizer::new(one.parameters(), sgd()).unwrap();
+        let mut again = Optimizer::with_groups(other.parameters(), first.groups().to_vec()).unwrap();
+        for (model, optimizer) in [(&one, &mut first), (&other, &mut again)] {
+            backward(model);
+            optimizer.step().unwrap();
+        }
+        assert_eq!(weights(&one), weights(&other));
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_step_without_gradients_does_not_count_for_schedule_free_adamw() {
+    run_local(2, |group| {
+        let algorithm = Algorithm::ScheduleFreeAdamW(ScheduleFreeOptions::default());
+        let model = model(&group);
+        let mut optimizer = Optimizer::new(model.parameters(), algorithm).unwrap();
+        optimizer.train().unwrap();
+        let before = format!("{:?}", optimizer.groups()[0].algorithm);
+        optimizer.step().unwrap();
+        assert_eq!(format!("{:?}", optimizer.groups()[0].algorithm), before);
+        backward(&model);
+        optimizer.step().unwrap();
+        assert_ne!(format!("{:?}", optimizer.groups()[0].algorithm), before);
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_backward_that_candle_ran_alone_is_an_error_if_it_left_gradients_behind() {
+    run_local(2, |group| {
+        let model = model(&group);
+        let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+        // The loss reaches the weight only, so the unit's backward is not over.
+        let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+        let loss = model.forward(|layer| x.matmul(&layer.weight().t()?)?.sqr()?.sum_all()).unwrap();
+        loss.backward().unwrap();
+        let error = optimizer.step().unwrap_err();
+        assert!(matches!(error, NnError::BackwardNotEnded { .. }), "{error}");
+    })
+    .unwrap();
 }

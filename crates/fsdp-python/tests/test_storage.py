@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 import cases  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from fsdp_checkpoint import UsageError  # noqa: E402
 from fsdp_checkpoint.torch import StorageReader, StorageWriter  # noqa: E402
 
 SECONDS = 180
@@ -53,6 +54,46 @@ def test_a_tensor_of_one_layout_loads_into_another(tmp_path):
     loaded = {"t": torch.zeros(4, 3)}
     dcp.load(loaded, storage_reader=StorageReader(tmp_path / "c"))
     assert torch.equal(loaded["t"], saved.t())
+
+
+def test_a_reader_that_is_used_again_sees_the_checkpoint_that_is_there_now(tmp_path):
+    reader = StorageReader(tmp_path / "c")
+    for value in [1.0, 2.0]:
+        dcp.save({"t": torch.full((3,), value)}, storage_writer=StorageWriter(tmp_path / "c"))
+        loaded = {"t": torch.zeros(3)}
+        dcp.load(loaded, storage_reader=reader)
+        assert loaded["t"].tolist() == [value] * 3
+    # The one that was replaced is not kept for the reader.
+    assert [place.name for place in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_backward_of_values_from_before_a_load_is_an_error(tmp_path):
+    dcp.save({"w": torch.ones(3)}, storage_writer=StorageWriter(tmp_path / "c"))
+    weight = torch.zeros(3, requires_grad=True)
+    loss = (weight.exp() * weight).sum()
+    dcp.load({"w": weight}, storage_reader=StorageReader(tmp_path / "c"))
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
+def test_saves_of_one_writer_that_overlap_are_an_error(tmp_path):
+    writer = StorageWriter(tmp_path / "a")
+    dcp.save({"t": torch.ones(3)}, storage_writer=StorageWriter(tmp_path / "b"))
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner({"t": torch.zeros(3)}, writer.storage_meta(), True)
+    writer.set_up_storage_writer(True)
+    plan, metadata = planner.create_global_plan([planner.create_local_plan()])
+    [plan] = writer.prepare_global_plan(plan)
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    # Another save begins before the first has ended.
+    writer.reset(tmp_path / "b")
+    writer.set_up_storage_writer(True)
+    with pytest.raises(UsageError, match="another save"):
+        writer.finish(metadata, [results])
+    writer.reset()
+    loaded = {"t": torch.zeros(3)}
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path / "b"))
+    assert loaded["t"].tolist() == [1.0] * 3
 
 
 def test_extensions_of_torchs_writer_are_read(tmp_path):

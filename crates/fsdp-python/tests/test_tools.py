@@ -78,6 +78,11 @@ def test_convert_selects_renames_and_casts(dcp_checkpoint, tmp_path):
     assert not any(tensor["name"].startswith("model.") for tensor in inspected["tensors"])
 
 
+def test_a_prefix_with_an_equals_sign_is_refused(dcp_checkpoint, tmp_path):
+    with pytest.raises(fc.UsageError, match="cannot contain"):
+        fc.convert(dcp_checkpoint, tmp_path / "m.safetensors", rename={"a=b.": "x."})
+
+
 def test_one_glob_is_a_string_or_a_list(dcp_checkpoint, tmp_path):
     reports = [
         fc.convert(dcp_checkpoint, tmp_path / str(number), to="torch", include=include, exclude=exclude)

@@ -17,7 +17,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use fsdp::comm::BLAME_DIR;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 pub(crate) use self::arguments::LaunchArguments;
@@ -30,6 +29,7 @@ use crate::exit_codes;
 use crate::failure::Stopped;
 use crate::job_failure::{JobError, RankEnded};
 use crate::output;
+use crate::stop::signals_to_stop;
 
 /// The longest duration that is used in computations with time. Longer ones are cut to it, so that no point in time
 /// overflows.
@@ -46,7 +46,7 @@ pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
     arguments.place(processes.most, 0)?;
     let (events, happened) = mpsc::channel();
     // Listen for signals, before there is a process that a signal to this one would leave behind.
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("failed to listen for signals")?;
+    let mut signals = Signals::new(signals_to_stop()).context("failed to listen for signals")?;
     let to = events.clone();
     let forward = move || signals.forever().try_for_each(|signal| to.send(Event::Signal(signal)));
     thread::Builder::new().name("signals".to_owned()).spawn(forward).context("failed to start a thread")?;

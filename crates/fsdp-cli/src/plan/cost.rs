@@ -24,8 +24,8 @@ pub(super) struct Traffic {
 
 impl Links {
     /// Returns how long ranks take to copy what they save to their hosts' memory. Training stands still meanwhile.
-    pub(super) fn stall(&self, save: &Traffic) -> f64 {
-        save.rank as f64 / self.staging
+    pub(super) fn stall(&self, held: &Traffic) -> f64 {
+        held.rank as f64 / self.staging
     }
 
     /// Returns how long it takes to move bytes between hosts and storage: as long as the busiest host, or the storage,

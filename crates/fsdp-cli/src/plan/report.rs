@@ -93,7 +93,8 @@ impl Report {
         let load = links.transfer(&held);
         let job = Job {
             mtbf: interval::mtbf_of_job(machines.host_mtbf, hosts),
-            stall: links.stall(&written),
+            // A save in the background copies all that a rank holds, before the ranks divide copies among them.
+            stall: links.stall(&held),
             tail: links.transfer(&written),
             restart: machines.restart + load,
         };

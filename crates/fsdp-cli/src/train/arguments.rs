@@ -314,6 +314,20 @@ pub(crate) struct TrainArguments {
 }
 
 impl TrainArguments {
+    /// Returns the options that must be the same on all ranks, as text: they decide what ranks compute together, and in
+    /// which order they call collectives.
+    pub(super) fn of_all_ranks(&self) -> String {
+        let Self { steps, save_every, memory_tier, memory_every, incremental, async_save, read_once, .. } = self;
+        let Self { strategy, replicas, use_orig_params, flat, mixed_precision, cpu_offload, .. } = self;
+        let Self { clip_grad_norm, nonfinite, accumulate, activation_checkpointing, check_replicas, sample, .. } = self;
+        format!(
+            "{:?} {:?} {:?}",
+            (steps, save_every, memory_tier.is_some(), memory_every, incremental, async_save, read_once),
+            (strategy, replicas, use_orig_params, flat, mixed_precision, cpu_offload),
+            (clip_grad_norm, nonfinite, accumulate, activation_checkpointing, check_replicas, sample),
+        )
+    }
+
     /// Returns which checkpoint to continue from. A process that a launcher has started again goes on, whatever it did
     /// the first time.
     pub(super) fn resume_mode(&self) -> ResumeMode {

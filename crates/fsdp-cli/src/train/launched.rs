@@ -85,10 +85,12 @@ impl Launched {
 /// # Errors
 /// The error of this rank, or that of another rank.
 pub(super) fn run(group: &ProcessGroup, ranks: &Ranks, job: &Job<'_>) -> Result<Ended> {
-    // Each process has read its own command line, and found its own newest checkpoint, so compare them.
+    // Each process has read its own command line and its own copy of the text, and found its own newest checkpoint, so
+    // compare them.
     let mut hasher = DefaultHasher::new();
-    format!("{:?} {} {:?}", job.settings, job.start(), job.batches).hash(&mut hasher);
-    let start = format!("train from step {}", job.start());
+    format!("{:?} {} {:?} {}", job.settings, job.start(), job.batches, job.text.digest()).hash(&mut hasher);
+    job.arguments.of_all_ranks().hash(&mut hasher);
+    let start = format!("train from step {} with the same options and the same text", job.start());
     group.agree_on(&start, hasher.finish(), Ok::<_, CommError>(()))?;
     let result = ranks.run_one(group.rank(), || rank::run(group.clone(), job))?;
     result.inspect_err(|error| {

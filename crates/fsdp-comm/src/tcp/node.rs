@@ -213,9 +213,9 @@ impl Node {
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
         }
-        let Err(error) = self.write(to, kind, (group, round.number), body, || Instant::now() < round.until) else {
-            return Ok(());
-        };
+        // While the other rank does not read, this looks whether it is lost, and whether the group has failed.
+        let go_on = || self.failure(group, round, &[to]).is_none();
+        let Err(error) = self.write(to, kind, (group, round.number), body, go_on) else { return Ok(()) };
         let failure = self.failure(group, round, &[to]);
         // The connection may be in the middle of a frame, so it cannot be used any more.
         self.inbox.lose(to, &error);

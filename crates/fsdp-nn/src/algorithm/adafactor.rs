@@ -145,7 +145,7 @@ impl Squares {
             (Squares::Factored { rows, columns }, [.., height, width]) if height * width > 0 => {
                 let matrices = rows.chunks_exact(*height).zip(columns.chunks_exact(*width));
                 let estimate = matrices.flat_map(|(rows, columns)| {
-                    let mean = (rows.iter().sum::<f64>() / rows.len() as f64).max(eps);
+                    let mean = at_least(rows.iter().sum::<f64>() / rows.len() as f64, eps);
                     rows.iter().flat_map(move |row| columns.iter().map(move |column| row * column / mean))
                 });
                 estimate.collect()
@@ -158,6 +158,11 @@ impl Squares {
 
 fn move_to(value: &mut f64, end: f64, weight: f64) {
     *value += weight * (end - *value);
+}
+
+/// Returns the larger of two numbers, or NaN if the first is NaN, as torch's `clamp` does.
+fn at_least(value: f64, least: f64) -> f64 {
+    if value < least { least } else { value }
 }
 
 fn root_mean_square(values: &[f64]) -> f64 {
@@ -228,16 +233,16 @@ impl AdafactorOptions {
             _ => f64::from(f32::EPSILON),
         });
         let rate = self.lr.min(step.powf(-0.5));
-        let alpha = root_mean_square(param).max(self.eps.1) * rate;
+        let alpha = at_least(root_mean_square(param), self.eps.1) * rate;
         if self.weight_decay != 0.0 {
             param.iter_mut().for_each(|p| *p *= 1.0 - self.lr * self.weight_decay);
         }
         squares.average(grad, shape, step.powf(self.beta2_decay));
         let sign = if self.maximize { -1.0 } else { 1.0 };
         let estimate = squares.estimate(shape, eps1);
-        let update = estimate.into_iter().zip(grad).map(|(v, g)| sign * g / v.max(eps1 * eps1).sqrt());
+        let update = estimate.into_iter().zip(grad).map(|(v, g)| sign * g / at_least(v, eps1 * eps1).sqrt());
         let update: Vec<f64> = update.collect();
-        let factor = alpha / (root_mean_square(&update) / self.d).max(1.0);
+        let factor = alpha / at_least(root_mean_square(&update) / self.d, 1.0);
         param.iter_mut().zip(update).for_each(|(p, u)| *p -= factor * u);
     }
 }

@@ -161,6 +161,7 @@ impl FlatParamHandle {
     fn add_reduced(&self, state: &mut HandleState, reduction: Reduction) -> Result<()> {
         state.partial = reduction.partial;
         let Some(reduced) = reduction.reduced else { return Ok(()) };
+        self.shared.count_reduction();
         // The ranks agreed on which parameters have gradients before these came, so they must agree again.
         state.has_gradient.clear();
         self.exchange.add_to(&mut state.grad, reduced)

@@ -259,6 +259,17 @@ impl FlatParamHandle {
         state.ends_last = false;
     }
 
+    /// Checks that no backward has left gradients here that it has not reduced.
+    ///
+    /// # Errors
+    /// [`NnError::BackwardNotEnded`].
+    pub(crate) fn check_backward_ended(&self) -> Result<()> {
+        if self.state().received.is_empty() {
+            return Ok(());
+        }
+        Err(NnError::BackwardNotEnded { unit: self.exchange.name.clone() })
+    }
+
     /// Returns `true` for each parameter that got a gradient on this rank since the last `zero_grad`.
     pub(crate) fn touched(&self) -> Vec<bool> {
         let mut touched = self.state().touched.clone();

@@ -149,6 +149,8 @@ impl Optimizer {
         let mut flat_locals: HashMap<usize, usize> = HashMap::new();
         for (index, mut group) in groups.into_iter().enumerate() {
             group.algorithm.validate()?;
+            // The group may come from another optimizer, with the positions of that one's parameters.
+            group.params.clear();
             for fqn in &mut group.fqns {
                 *fqn = parameters.canonical_fqn(fqn).to_owned();
                 let Location { handle, .. } = parameters.location(fqn)?;
@@ -310,15 +312,26 @@ impl Optimizer {
         for group in &self.groups {
             group.algorithm.validate()?;
             let mut algorithm = group.algorithm.clone();
-            algorithm.begin_step()?;
-            begun.push(algorithm);
+            // A step without gradients does not count.
+            let has_gradients = group
+                .params
+                .iter()
+                .map(|&index| &self.locals[index])
+                .any(|local| local.requires_grad() && local.has_gradient());
+            if has_gradients {
+                algorithm.begin_step()?;
+            }
+            begun.push((algorithm, has_gradients));
         }
+        self.parameters.handles.iter().try_for_each(|handle| handle.check_backward_ended())?;
         // Release all gathered parameters before shards change, also those of units without a gradient.
         self.parameters.reshard()?;
-        for (group, algorithm) in self.groups.iter_mut().zip(begun) {
+        let mut has_gradients_of = Vec::with_capacity(begun.len());
+        for (group, (algorithm, has_gradients)) in self.groups.iter_mut().zip(begun) {
             group.algorithm = algorithm;
+            has_gradients_of.push(has_gradients);
         }
-        for group in &mut self.groups {
+        for (group, has_gradients) in self.groups.iter_mut().zip(has_gradients_of) {
             let (parameters, locals) = (&self.parameters, &mut self.locals);
             match &group.algorithm {
                 Algorithm::Muon(options) => {
@@ -345,7 +358,9 @@ impl Optimizer {
                     return Err(candle_core::Error::UnsupportedDTypeForOp(local.handle.dtype(), "optimizer step").into());
                 });
             }
-            group.algorithm.end_step();
+            if has_gradients {
+                group.algorithm.end_step();
+            }
         }
         Ok(())
     }

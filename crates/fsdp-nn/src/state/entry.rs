@@ -94,14 +94,14 @@ pub(crate) struct EntryTensor {
     pub(crate) position: usize,
     /// The dtype that it becomes.
     pub(crate) becomes: DType,
-    /// The entry that it becomes, or becomes a part of.
+    /// The name of the entry that it becomes, or that it becomes a part of.
     pub(crate) name: String,
-    /// The parameter that it is shaped like, and its memory, live or fresh. `None` for a tensor of another shape: it
-    /// becomes an entry once it is there.
+    /// The parameter that it is shaped like, and the memory to fill, live or fresh. `None` for a tensor of another shape,
+    /// which becomes an entry once it has been read.
     pub(crate) like: Option<(String, ShardedTensor)>,
 }
 
-/// The state of one local parameter on its way in: complete once all its tensors are filled.
+/// The state of one local parameter while it is loaded. It is complete once all its tensors are filled.
 #[derive(Debug)]
 pub(crate) struct EntryPlan {
     pub(crate) state: ParamState,
@@ -161,7 +161,7 @@ impl EntryPlan {
         order.sort_by_key(|name| known.iter().position(|entry| entry == name).unwrap_or(known.len()));
         let mut plan = EntryPlan { state: ParamState::default(), tensors: Vec::new(), missing: Vec::new() };
         for name in order {
-            // The algorithm tells which entries are shaped like the parameter; others are kept as they are.
+            // The algorithm knows which entries are shaped like the parameter; others are kept as they are.
             let kind = params.first().and_then(|&param| algorithm.kind_of(name, &shapes[param]));
             let values = saved.iter().zip(&params);
             let values =
@@ -235,7 +235,7 @@ impl EntryPlan {
         let (params, fqns) = (local.params(), local.fqns());
         let shapes = local.handle.layout().shapes();
         let mut dtypes: BTreeSet<DType> = BTreeSet::new();
-        // Look at all values before deciding which error it is. The first value that does not fit is named in it.
+        // Look at all values before choosing the error. It names the first value that does not fit.
         let (mut wrong, mut absent_scalar) = (None, None);
         for ((&param, fqn), value) in params.iter().zip(&fqns).zip(values) {
             let Some(Saved::Tensor { dtype, shape, .. }) = value else {
@@ -253,9 +253,9 @@ impl EntryPlan {
             let (fqn, name, kind) = (local.name(), name.to_owned(), format!("tensor of {dtype}"));
             return Err(NnError::UnexpectedState { fqn, name, kind });
         }
-        if wrong.is_some() && !is_like && is_shared(values) {
-            // A FlatParameter has one such tensor, and all its parameters must have saved the same. Until it is there,
-            // a placeholder keeps its place among the entries.
+        if wrong.is_some() && !is_like && have_one_dtype_and_shape(values) {
+            // The FlatParameter has one such tensor, and the state of each of its parameters was saved with a copy of it.
+            // Until the copies are read and compared, a placeholder keeps the entry's place.
             self.state.entries.insert(name.to_owned(), LocalState::Plain(PlainValue::None));
             for value in values.iter().flatten() {
                 let Saved::Tensor { position, dtype, .. } = value else { continue };
@@ -321,7 +321,8 @@ impl EntryPlan {
         }
     }
 
-    /// Takes a tensor over as an entry. All parameters of a FlatParameter must bring the same one.
+    /// Sets an entry to a tensor that has been read. It is called once for each parameter of a FlatParameter, and all
+    /// parameters must have the same tensor.
     pub(crate) fn take_whole(&mut self, local: &LocalParam, name: &str, tensor: Tensor) -> Result<()> {
         if let Some(LocalState::Whole(first)) = self.state.entries.get(name)
             && *HostBytes::read(first)? != *HostBytes::read(&tensor)?
@@ -335,12 +336,12 @@ impl EntryPlan {
     }
 }
 
-/// Returns `true` if all values are tensors of the same dtype and shape.
-fn is_shared(values: &[Option<Saved>]) -> bool {
-    let mut kinds = values.iter().map(|value| match value {
-        Some(Saved::Tensor { dtype, shape, .. }) => Some((dtype, shape)),
-        _ => None,
-    });
-    let first = kinds.next().flatten();
-    first.is_some() && kinds.all(|kind| kind == first)
+/// Returns `true` if there is a value for every parameter, and all are tensors of the same dtype and shape. Then they may
+/// be copies of one tensor, which the FlatParameter has as a whole.
+fn have_one_dtype_and_shape(values: &[Option<Saved>]) -> bool {
+    let Some(Some(Saved::Tensor { dtype: first_dtype, shape: first_shape, .. })) = values.first() else { return false };
+    values.iter().all(|value| match value {
+        Some(Saved::Tensor { dtype, shape, .. }) => dtype == first_dtype && shape == first_shape,
+        _ => false,
+    })
 }

@@ -23,9 +23,9 @@ pub(crate) struct SavedGroup {
 }
 
 impl SavedGroup {
-    /// Returns a live group under the names or ids of its parameters: its hyperparameters in torch's order, then the keys
-    /// that its algorithm does not know.
-    pub(crate) fn of(group: &ParamGroup, params: Vec<String>, key_type: OptimStateKeyType) -> Self {
+    /// Returns a live group as a state dict has it. `params` are the names or ids of its parameters. Its hyperparameters come
+    /// in torch's order, and after them the keys that its algorithm does not know.
+    pub(crate) fn of_live(group: &ParamGroup, params: Vec<String>, key_type: OptimStateKeyType) -> Self {
         let hyperparameters = group.algorithm.to_group().into_iter().chain(group.extra.iter().cloned()).collect();
         SavedGroup { hyperparameters, params, key_type: Some(key_type) }
     }
@@ -37,7 +37,7 @@ impl SavedGroup {
     }
 }
 
-/// Returns an optimizer state dict: the only writer of one.
+/// Makes an optimizer state dict of its two parts. Every optimizer state dict is made here.
 pub(crate) fn optim_dict(states: StateDict, groups: Vec<SavedGroup>) -> StateDict {
     let mut dict = StateDict::new();
     dict.insert("state", states);
@@ -45,7 +45,7 @@ pub(crate) fn optim_dict(states: StateDict, groups: Vec<SavedGroup>) -> StateDic
     dict
 }
 
-/// Returns groups as state dicts have them: the only writer of them.
+/// Returns the value of `param_groups` in an optimizer state dict. Every such value is made here.
 pub(crate) fn group_dicts(groups: Vec<SavedGroup>) -> StateValue {
     StateValue::List(groups.into_iter().map(group_dict).collect())
 }
@@ -55,7 +55,7 @@ fn group_dict(group: SavedGroup) -> StateValue {
         group.hyperparameters.into_iter().map(|(key, value)| (key, StateValue::Plain(value))).collect();
     let mut params = Vec::with_capacity(group.params.len());
     for key in group.params {
-        // Ids stay ids, so that a load tells them from names.
+        // Ids are written as numbers, so that a load can tell them from names.
         params.push(match (group.key_type, key.parse()) {
             (Some(OptimStateKeyType::ParamId), Ok(id)) => PlainValue::Int(id),
             _ => PlainValue::Str(key),
@@ -65,7 +65,7 @@ fn group_dict(group: SavedGroup) -> StateValue {
     StateValue::Dict(dict)
 }
 
-/// Reads the `param_groups` of an optimizer state dict; none if it has no such key.
+/// Reads the `param_groups` of an optimizer state dict. Without this key there are no groups.
 ///
 /// # Errors
 /// [`NnError::MalformedGroup`] for anything but a list of dicts with names or ids.
@@ -163,12 +163,14 @@ impl SavedGroups {
         SavedGroups { groups, of_parameter, empty }
     }
 
-    /// Returns the hyperparameters that each of an optimizer's groups takes over: those of the saved groups that name
-    /// its parameters, which must agree. Groups without parameters are matched in order, over all optimizers.
+    /// Returns the new hyperparameters of each of an optimizer's groups: those of the saved groups that name its
+    /// parameters. If several do, their hyperparameters must be the same. Groups without parameters are matched in order,
+    /// over all optimizers.
     ///
-    /// `missing` gets hyperparameters that a saved group lacks, groups none of whose trained parameters is named, and
-    /// trained parameters that no saved group names unless `is_missed` says that their state is missed already; these
-    /// share what the others of their group get.
+    /// The following is added to `missing`: hyperparameters that a saved group lacks; groups with trained parameters of
+    /// which no saved group names any; and trained parameters that no saved group names, in a group of which others are
+    /// named. The last get the hyperparameters of their group. They are not added if `is_missed` returns `true`, because
+    /// their state is reported as missing already.
     pub(crate) fn match_with(
         &mut self,
         optimizer: &Optimizer,
@@ -188,7 +190,7 @@ impl SavedGroups {
                     None => {}
                 }
             }
-            // No name leads to a group without parameters, so that its place among such groups does.
+            // A group without parameters cannot be found by name. It is matched by its position among such groups.
             if group.fqns().is_empty() {
                 sources.extend(self.empty.pop_front());
             }
@@ -222,11 +224,11 @@ impl SavedGroups {
     }
 }
 
-/// Adds the hyperparameters that each parameter gets to what ranks must have alike: groups may come in another order on
-/// each rank.
+/// Adds the new hyperparameters of an optimizer's groups to the values that must be the same on all ranks. Each group is
+/// named by one of its parameters, because the order of groups may differ between ranks.
 pub(crate) fn agree_on_groups(optimizer: &Optimizer, groups: &[GroupUpdate], agreed: &mut Vec<(String, String)>) {
     for (group, (algorithm, extra)) in optimizer.groups().iter().zip(groups) {
-        // The order of parameters in a group may differ too.
+        // The order of parameters in a group may differ too, so take the first by name.
         let Some(first) = group.fqns().iter().min() else { continue };
         for (key, value) in algorithm.to_group().iter().chain(extra) {
             agreed.push((format!("param_groups.{first}.{key}"), format!("{value:?}")));

@@ -1,5 +1,5 @@
-//! An optimizer's local state dict: by ids or by its own names, with flat pieces of this rank. torch's
-//! `Optimizer.state_dict` and `load_state_dict`.
+//! An optimizer's local state dict: the state of this rank only, in which a parameter is a flat piece of the model's, under
+//! an id or a name. torch's `Optimizer.state_dict` and `load_state_dict`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,9 +16,10 @@ use crate::algorithm::Initial;
 use crate::optimizer::{LocalParam, LocalState, Optimizer, initial_state};
 use crate::{NnError, Result};
 
-/// The key in a local state dict of the state of parameters that a rank has nothing of, by the keys of `state`.
+/// The key in a local state dict under which the state of empty pieces is: of parameters of which this rank has no element.
+/// Below it are the same keys as in `state`.
 ///
-/// torch has no such thing: its ranks forget how often these parameters have been stepped.
+/// torch does not have this key: its ranks forget how many steps these parameters have made.
 const EMPTY_PIECES: &str = "state_of_empty_pieces";
 
 /// A local optimizer state dict, taken apart. Tensors are shared with it.
@@ -27,7 +28,7 @@ pub(crate) struct LocalStates {
     /// The local parameters that have state, by their positions in the optimizer: their keys and their states, in the
     /// dict's order.
     pub(crate) states: Vec<(usize, String, StateDict)>,
-    /// The states of local parameters that a rank has nothing of.
+    /// The states of local parameters of which this rank has no element, by their positions in the optimizer.
     of_empty: Vec<(usize, StateDict)>,
     /// State under other keys.
     pub(crate) user_state: StateDict,
@@ -51,8 +52,11 @@ impl LocalStates {
         })
     }
 
-    /// Takes apart a dict whose groups have the sizes of this optimizer's. As in torch, a saved parameter belongs to the
-    /// local one at the same position of the same group, whatever its key.
+    /// Takes apart a dict whose groups are matched with this optimizer's by position. As in torch, a saved parameter is
+    /// loaded into the local parameter at the same position of the same group, whatever its key.
+    ///
+    /// # Errors
+    /// [`OptimStateError`]: a missing key; another number of groups, or of parameters in a group.
     fn read_by_position(optimizer: &Optimizer, state: StateDict) -> Result<Self> {
         if let Some(key) = ["state", "param_groups"].into_iter().find(|key| !state.contains_key(key)) {
             return Err(OptimStateError::MissingKey { key: key.to_owned() }.into());
@@ -74,7 +78,8 @@ impl LocalStates {
         Self::sorted(optimizer, state, groups, |key, _| positions.get(key).copied())
     }
 
-    /// Sorts the parts of a dict. `find` returns the local parameter of a key; it is told whether keys are names.
+    /// Sorts the parts of a dict. `find` returns the position of the local parameter that has a key. Its second argument is
+    /// `true` if keys are names, and `false` if they are ids.
     fn sorted(
         optimizer: &Optimizer,
         mut state: StateDict,
@@ -85,7 +90,7 @@ impl LocalStates {
             return Err(OptimStateError::MissingKey { key: "state".to_owned() }.into());
         };
         let locals = optimizer.locals();
-        // Without groups to tell, numbers are ids and all else is names.
+        // The groups determine whether keys are ids or names. Without groups, keys that are numbers count as ids.
         let of_groups = groups.iter().filter_map(|group| group.key_type);
         let by_name = key_type_of(&StateDict::new(), of_groups)? == Some(OptimStateKeyType::ParamName);
         let mut read = LocalStates::default();
@@ -106,7 +111,7 @@ impl LocalStates {
             let index = find(key, by_name).filter(|&at| locals[at].is_empty());
             read.of_empty.extend(index.zip(value.as_dict().cloned()));
         }
-        // Groups name local parameters; everything else goes by the model's.
+        // Groups list local parameters. Replace them by the names of the model's parameters, which all other code uses.
         if state.contains_key("param_groups") {
             for (index, group) in groups.iter_mut().enumerate() {
                 let mut names = Vec::new();
@@ -161,8 +166,9 @@ pub(crate) fn portable_state(
     Ok(states)
 }
 
-/// Loads state by the model's names into an optimizer that nobody uses yet. The first thing that does not fit is an error of
-/// its own. A trained parameter may lack state that others of its unit have, if `allow_missing_state`.
+/// Loads state by the model's names into an optimizer that is not in use yet. The first value that does not fit is returned
+/// as an error, instead of a report of all. With `allow_missing_state`, a trained parameter may lack state that others of its
+/// unit have.
 pub(crate) fn load_exactly(
     operation: &'static str,
     group: &ProcessGroup,
@@ -178,8 +184,8 @@ pub(crate) fn load_exactly(
     Ok(())
 }
 
-/// Loads states by the model's names, of which this rank has all that it needs, as [`load_exactly`] does. No
-/// communication.
+/// Loads states by the model's names, like [`load_exactly`], from this rank alone: the states hold everything that it
+/// needs. No communication.
 pub(crate) fn load_here(states: StateDict, optimizer: &mut Optimizer) -> Result<()> {
     let state: StateDict = [("state", states.into())].into_iter().collect();
     load_exactly("load_state_dict", &ProcessGroup::alone(), &mut DictSource::on_every_rank(&state)?, optimizer, true)
@@ -189,12 +195,15 @@ impl Optimizer {
     /// Returns the state of this rank: `{"state": {"0": {…}}, "param_groups": [{…, "params": [0, 1]}]}`, as torch's
     /// `Optimizer.state_dict` gives it. Ids are positions over all groups, and are text as keys of `state`.
     ///
-    /// A parameter is what this rank steps on. With `use_orig_params` it is the flat piece of one of the model's
-    /// parameters, of shape `[elements on this rank]`, or the whole parameter in its own shape where nothing is
-    /// sharded; a piece without elements has an id but no state there: its scalars, which this rank must know to save
-    /// the same as others, are under a key of their own, `state_of_empty_pieces`. Without, it is a rank's whole shard
-    /// of a FlatParameter, right padding (zeros) included. Parameters that have not been stepped have no state. Tensors
-    /// are copies.
+    /// A parameter here is a tensor that this rank's optimizer updates:
+    ///
+    /// - With `use_orig_params` it is this rank's piece of one of the model's parameters, flat, of shape `[elements on this
+    ///   rank]`. Where nothing is sharded it is the whole parameter in its own shape.
+    /// - Without `use_orig_params` it is this rank's shard of a FlatParameter, with the zeros of its right padding.
+    ///
+    /// A piece without elements has an id, but no entry in `state`, as in torch. Its step count and other scalars are under a
+    /// key of their own, `state_of_empty_pieces`, because all ranks must save the same scalars for a parameter. A parameter
+    /// that has not made a step has no state. Tensors are copies.
     ///
     /// # Errors
     /// candle's errors.
@@ -211,7 +220,7 @@ impl Optimizer {
         Ok(self.state_dict_views(OptimStateKeyType::ParamName)?.copy()?)
     }
 
-    /// Returns the local state dict, its tensors views of the live state: the only writer of one.
+    /// Returns the local state dict. Its tensors are views of the live state. Every local state dict is made here.
     pub(crate) fn state_dict_views(&self, key_type: OptimStateKeyType) -> Result<StateDict> {
         let key = |index: usize| match key_type {
             OptimStateKeyType::ParamId => index.to_string(),
@@ -220,7 +229,7 @@ impl Optimizer {
         let (mut state, mut of_empty) = (StateDict::new(), StateDict::new());
         for (index, local) in self.locals().iter().enumerate() {
             let Some(entries) = local.local_entries()? else { continue };
-            // torch's dicts have no state of pieces without elements, so that it is kept apart.
+            // torch's state dicts have no state of pieces without elements, so it goes under a key of its own.
             let state = if local.is_empty() { &mut of_empty } else { &mut state };
             state.insert_new(key(index), entries)?;
         }
@@ -228,7 +237,7 @@ impl Optimizer {
         let mut groups = Vec::with_capacity(self.groups().len());
         for (index, group) in self.groups().iter().enumerate() {
             let params = self.params_of_group(index).iter().map(|&local| key(local)).collect();
-            groups.push(SavedGroup::of(group, params, key_type));
+            groups.push(SavedGroup::of_live(group, params, key_type));
         }
         let mut dict = optim_dict(state, groups);
         if self.locals().iter().any(LocalParam::is_empty) {
@@ -237,18 +246,17 @@ impl Optimizer {
         Ok(dict)
     }
 
-    /// Takes over a state dict as [`Self::state_dict`] or [`Self::named_state_dict`] gives it: torch's
-    /// `Optimizer.load_state_dict`. All or nothing; tensors are copied, and nothing is cast. State under keys that are
-    /// neither ids nor names is kept, and given out again.
+    /// Loads a state dict that [`Self::state_dict`] or [`Self::named_state_dict`] returned: torch's
+    /// `Optimizer.load_state_dict`. Tensors are copied, and nothing is cast. If there is an error, nothing has changed. State
+    /// under keys that are neither ids nor names is kept, and is part of later state dicts.
     ///
-    /// Groups and their parameters are matched by position, as in torch. Parameters that the dict has no state for get
-    /// none. Where this rank has nothing of a parameter and the dict (one of torch's) has no `state_of_empty_pieces`,
-    /// the parameter counts as having been stepped as often as the others of its group, if those agree.
+    /// Groups and their parameters are matched by position, as in torch. A parameter for which the dict has no state has
+    /// none afterwards. A dict of torch has no `state_of_empty_pieces`. Then a parameter of which this rank has no element
+    /// gets the step count of the other parameters of its group, if that is the same for all of them.
     ///
     /// # Errors
-    /// [`OptimStateError`]: another number of groups or parameters, tensors of another shape or
-    /// dtype than this rank's piece, entries that the algorithm needs and that are missing; malformed groups and
-    /// hyperparameters.
+    /// [`OptimStateError`]: another number of groups or parameters, tensors of another shape or dtype than this rank's
+    /// piece, entries that the algorithm needs and that are missing; malformed groups and hyperparameters.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let read = LocalStates::read_by_position(self, state.clone())?;
         let mut groups = Vec::with_capacity(self.groups().len());
@@ -256,7 +264,7 @@ impl Optimizer {
             let read = group.algorithm.with_group(&saved.hyperparameters)?;
             groups.push((read.algorithm, read.unknown));
         }
-        // The new hyperparameters decide which entries there must be, so that states come after groups.
+        // Load the groups before the states: the new hyperparameters determine which entries there must be.
         let mut loaded = self.without_state();
         loaded.replace_state(Vec::new(), groups)?;
         let mut states = StateDict::new();
@@ -274,7 +282,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Names the FlatParameter in an error of a local state dict, which has one tensor for all of its parameters.
+    /// Replaces the name of a parameter in an error by that of its FlatParameter: a local state dict has one tensor for all
+    /// parameters of a FlatParameter.
     fn name_flat_parameter(&self, mut error: NnError) -> NnError {
         if let NnError::OptimState { error: OptimStateError::WrongDType { fqn, .. }, .. } = &mut error
             && let Some(local) = self.local_index(fqn)
@@ -284,14 +293,14 @@ impl Optimizer {
         error
     }
 
-    /// Sets the state of parameters of which this rank has no element, and of which nothing is known, from the states of the
-    /// other parameters of their groups.
+    /// Makes state for parameters of which this rank has no element and that have no state, from the states of the other
+    /// parameters of their groups.
     fn deduce_empty(&mut self) -> Result<()> {
         for group in 0..self.groups().len() {
             let params = self.params_of_group(group).to_vec();
             let mut steps =
                 params.iter().filter_map(|&local| self.locals()[local].state.as_ref()).map(|state| state.step);
-            // Where the others differ, nothing tells how often this one has been stepped.
+            // If the others differ, it is not known how many steps this one has made.
             let Some(first) = steps.next().filter(|&first| steps.all(|step| step == first)) else { continue };
             // Entries that begin with the first gradient are there if the others have them.
             let begun = self.groups()[group].algorithm.state_entries();

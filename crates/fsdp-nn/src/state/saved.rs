@@ -17,13 +17,13 @@ use crate::{NnError, Result};
 
 /// Optimizer state of a source, by the model's names.
 pub(crate) struct SavedOptim {
-    /// State of parameters of the model, by their own names.
+    /// The state of the model's parameters, by their names; of a tied parameter by its first name.
     pub(crate) states: HashMap<String, SavedEntries>,
     /// The groups, by the model's names.
     pub(crate) groups: SavedGroups,
     /// State under keys that are no parameter's: its path below `state`, and its position.
     pub(crate) user_state: Vec<(KeyPath, usize)>,
-    /// Keys that name nothing that is known here.
+    /// Keys that no parameter of the model has, though a saved group names them.
     pub(crate) unexpected: Vec<String>,
 }
 
@@ -89,17 +89,17 @@ impl SavedOptim {
         groups.extend(flat_groups.into_values());
         let mut new_names = NewNames::default();
         for name in groups.iter_mut().flat_map(|group| &mut group.params) {
-            *name = new_names.of(name, rename)?;
+            *name = new_names.add(name, rename)?;
         }
         let groups = SavedGroups::new(groups, parameters);
         let mut saved = SavedOptim { states: HashMap::new(), groups, user_state: Vec::new(), unexpected: Vec::new() };
         let mut new_names = NewNames::default();
-        let named = by_key.into_iter().map(|(key, parts)| Ok((new_names.of(key, rename)?, parts)));
+        let named = by_key.into_iter().map(|(key, parts)| Ok((new_names.add(key, rename)?, parts)));
         let named: Vec<(String, Vec<Part<'_>>)> = named.collect::<Result<_>>()?;
-        // A tied parameter may be there under several names, of which one counts.
+        // A tied parameter may have been saved under several of its names. One of them is used.
         let names = named.iter().map(|(name, _)| name.as_str()).filter(|name| parameters.contains(name));
         let chosen = names_that_count(parameters, names);
-        // The order of the source keeps what is reported the same on every rank.
+        // Go in the order of the source, so that every rank reports the same.
         for (name, parts) in &named {
             let fqn = parameters.canonical_fqn(name);
             if chosen.get(fqn) == Some(&name.as_str()) {
@@ -116,8 +116,8 @@ impl SavedOptim {
         self.states.get(fqn).is_some_and(|entries| !entries.is_empty())
     }
 
-    /// Takes state under a key that is not a parameter's of this model: a user's, or that of another model's parameter,
-    /// which some group names.
+    /// Adds state under a key that no parameter of the model has. If a saved group names the key, it is a parameter of another
+    /// model, and is unexpected. Otherwise it is state that a user has added.
     fn add_unknown(&mut self, name: &str, parts: &[Part<'_>]) {
         if self.groups.of_parameter.contains_key(name) {
             self.unexpected.push(name.to_owned());
@@ -135,20 +135,24 @@ impl SavedOptim {
     }
 }
 
-/// The names that a source's names have become in the model, and the source's name of each.
+/// The names in the model that names of a source have been turned into, each with its name in the source.
 #[derive(Default)]
 struct NewNames(HashMap<String, String>);
 
 impl NewNames {
-    /// Returns what `rename` makes of a name, and refuses a name that it has made of another.
-    fn of(&mut self, name: &str, rename: &dyn Fn(&str) -> String) -> Result<String> {
+    /// Turns a name of the source into the model's with `rename`.
+    ///
+    /// # Errors
+    /// [`StateError::DuplicateKey`] if another name of the source has become the same name.
+    fn add(&mut self, name: &str, rename: &dyn Fn(&str) -> String) -> Result<String> {
         let new = rename(name);
         let first = self.0.entry(new.clone()).or_insert_with(|| name.to_owned());
         if first == name { Ok(new) } else { Err(StateError::DuplicateKey { key: new }.into()) }
     }
 }
 
-/// Returns one parameter's entries: the tensors to move, and the scalars and plain values, which are here.
+/// Returns one parameter's entries: positions of tensors, which are read later, and the scalars and plain values
+/// themselves.
 fn entries(fqn: &str, name: &str, load: &LoadContext<'_>, parts: &[Part<'_>]) -> Result<SavedEntries> {
     let mut entries = SavedEntries::new();
     let mut nested = StateDict::new();

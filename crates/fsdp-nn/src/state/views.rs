@@ -81,7 +81,7 @@ pub(crate) fn live_states_and_groups(
                 }
             }
             let params = group.fqns().iter().map(|fqn| rename(fqn)).collect();
-            groups.push(SavedGroup::of(group, params, OptimStateKeyType::ParamName));
+            groups.push(SavedGroup::of_live(group, params, OptimStateKeyType::ParamName));
         }
         for (key, value) in optimizer.user_state() {
             state.insert_new(rename(key), value.clone())?;

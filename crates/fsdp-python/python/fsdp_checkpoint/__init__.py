@@ -233,7 +233,11 @@ def convert(
     options = ["convert", "--to", to, *_option("--world-size", world_size), *_option("--prefix", prefix)]
     options += _option("--max-shard-size", max_shard_size)
     options += [*_globs("--include", include), *_globs("--exclude", exclude)]
-    options += [option for old, new in (rename or {}).items() for option in _option("--rename", f"{old}={new}")]
+    for old, new in (rename or {}).items():
+        # In the command's `OLD=NEW` the first `=` ends OLD.
+        if "=" in old:
+            raise UsageError(f"a prefix to rename cannot contain `=`: `{old}`")
+        options += _option("--rename", f"{old}={new}")
     options += [*_option("--dtype", dtype), *_option("--threads", threads), *_map(map, map_reverse, set)]
     options += [*_option("--tp", tp), *_globs("--tp-rule", tp_rule), *_option("--with", _text(with_))]
     flags = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from . import _native
-from .errors import DifferenceError, UsageError
+from .errors import DifferenceError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +115,7 @@ def _empty_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[Any, n
     if not isinstance(found, torch.dtype) or dtype.startswith(("qint", "quint")):
         raise UsageError(f"torch cannot make a tensor of the dtype of `{name}` ({dtype}) from its elements")
     # The memory is allocated as bytes, which NumPy can view whatever the dtype, and then viewed as the dtype.
-    memory = torch.empty(prod(shape) * found.itemsize, dtype=torch.uint8)
+    memory = torch.empty(prod(shape) * found.itemsize, dtype=torch.uint8, device="cpu")
     return memory.view(found).reshape(shape), memory.numpy()
 
 
@@ -154,9 +154,16 @@ def _typed_for_torch(of: str, described: Any) -> Any:
     import torch
 
     if of in ("torch.dtype", "torch.qscheme"):
-        return getattr(torch, described.removeprefix("torch."))
+        # The text comes from a file, and must not name anything else of torch.
+        made = getattr(torch, described.removeprefix("torch."), None)
+        if not isinstance(made, (torch.dtype, torch.qscheme)):
+            raise UnsupportedError(f"this torch has no {of} `{described}`")
+        return made
     if of == "torch.device":
-        return torch.device(described)
+        try:
+            return torch.device(described)
+        except RuntimeError as error:
+            raise UnsupportedError(f"this torch has no device `{described}`") from error
     if of == "torch.Size":
         return torch.Size(described)
     return _typed(of, described)

@@ -31,12 +31,15 @@ from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
     LoadPlanner,
+    ReadItem,
     SavePlan,
     SavePlanner,
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.autograd.graph import increment_version
 from torch.futures import Future
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _native
 from ._load import bytes_of
@@ -45,6 +48,9 @@ from .errors import UsageError
 __all__ = ["StorageReader", "StorageWriter"]
 
 _VERSION = "1.0.0"
+
+_BATCH = 256 << 20
+"""The bytes that are read to other memory than the tensors' own before they are copied to their places."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +66,10 @@ class _RankReport(WriteResult):
     """The hashes of a rank's file, which travel to the coordinator as one more result."""
 
     report: bytes = b""
+    staging: str = ""
+
+
+_ANOTHER_SAVE = "another save has begun with this writer: each save that runs at the same time needs its own"
 
 
 class _Storage:
@@ -127,6 +137,8 @@ class StorageWriter(_Storage, storage.StorageWriter):
         if self._staging is None:
             raise UsageError("`prepare_global_plan` is for the coordinator, after `set_up_storage_writer`")
         name = self._staging.name
+        if not all(getattr(plan, "usable", True) for plan in plans):
+            raise UsageError("this writer sends each rank a new plan for each save: `enable_plan_caching=True` is not supported")
         return [
             dataclasses.replace(plan, storage_data=_RankPlan(rank, name)) for rank, plan in enumerate(plans)
         ]
@@ -135,6 +147,8 @@ class StorageWriter(_Storage, storage.StorageWriter):
         """Write this rank's file, durably."""
         rank_plan: _RankPlan = plan.storage_data
         staging = self._staging or _native.Staging.join(self.path, rank_plan.staging)
+        if staging.name != rank_plan.staging:
+            raise UsageError(_ANOTHER_SAVE)
         tensors, values, indices = [], [], []
         # Tensors first: the places that come back count in this order.
         by_kind = sorted(plan.items, key=lambda item: item.type == WriteItemType.BYTE_IO)
@@ -147,8 +161,13 @@ class StorageWriter(_Storage, storage.StorageWriter):
             if item.tensor_data is None:
                 raise UsageError(f"the plan does not say where `{item.index.fqn}` goes")
             chunk, size = item.tensor_data.chunk, item.tensor_data.size
-            if data.layout is not torch.strided or data.is_quantized:
-                raise UsageError(f"`{item.index.fqn}` is sparse or quantized, which this writer cannot save")
+            if data.layout is not torch.strided or data.is_quantized or data.is_meta:
+                raise UsageError(f"`{item.index.fqn}` is sparse, quantized or on the meta device, which this writer cannot save")
+            if is_traceable_wrapper_subclass(data):
+                raise UsageError(f"`{item.index.fqn}` is a `{type(data).__name__}`, which is made of several tensors: save those")
+            planned = item.tensor_data.properties.dtype
+            if data.dtype != planned:
+                raise UsageError(f"`{item.index.fqn}` is of dtype {data.dtype}, planned was {planned}")
             if data.size() != chunk.sizes:
                 raise UsageError(f"`{item.index.fqn}` has shape {tuple(data.size())}, planned was {tuple(chunk.sizes)}")
             data = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -158,24 +177,26 @@ class StorageWriter(_Storage, storage.StorageWriter):
         results: list[WriteResult] = [
             WriteResult(indices[at], length, _StorageInfo(file, offset, length)) for at, file, offset, length in placed
         ]
-        results.append(_RankReport(MetadataIndex(""), 0, None, report))
+        results.append(_RankReport(MetadataIndex(""), 0, None, report, rank_plan.staging))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata and the hashes, and commit."""
-        staging, self._staging = self._staging, None
-        if staging is None:
+        if self._staging is None:
             raise UsageError("`finish` is for the coordinator, after `set_up_storage_writer`")
         everything = [result for of_rank in results for result in of_rank]
-        reports = [result.report for result in everything if isinstance(result, _RankReport)]
+        reports = [result for result in everything if isinstance(result, _RankReport)]
+        if any(report.staging != self._staging.name for report in reports):
+            raise UsageError(_ANOTHER_SAVE)
+        staging, self._staging = self._staging, None
         metadata.version = _VERSION
         metadata.storage_data = {
             result.index: result.storage_data for result in everything if not isinstance(result, _RankReport)
         }
         metadata.storage_meta = self.storage_meta()
-        staging.finish(pickle.dumps(metadata), reports)
+        staging.finish(pickle.dumps(metadata), [report.report for report in reports])
 
     def _discard(self) -> None:
         staging, self._staging = self._staging, None
@@ -208,6 +229,47 @@ class Spans:
         return True
 
 
+class _Batch:
+    """Tensors that are read at the same time."""
+
+    def __init__(self, checkpoint: _native.Checkpoint, planner: LoadPlanner) -> None:
+        self._checkpoint = checkpoint
+        self._planner = planner
+        self._spans = Spans()
+        self._reads: list[Any] = []
+        self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+        self.staged = 0
+        """The bytes of memory that are not the tensors' own."""
+
+    def add(self, item: ReadItem, dtype: torch.dtype) -> None:
+        """Add an item of the plan, which is stored in this dtype."""
+        name = item.storage_index.fqn
+        start = item.storage_index.offset or [0] * len(item.lengths)
+        offsets = [at + within for at, within in zip(start, item.storage_offsets, strict=True)]
+        target = self._planner.resolve_tensor(item).detach()
+        if target.size() != item.lengths:
+            raise UsageError(f"`{name}`: {tuple(target.size())} elements wanted, {tuple(item.lengths)} planned")
+        direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+        direct = direct and not (target.is_conj() or target.is_neg())
+        # Tied weights are one memory under two keys, which only one read may fill.
+        direct = direct and self._spans.add(target.data_ptr(), target.numel() * target.element_size())
+        memory = target if direct else torch.empty(tuple(item.lengths), dtype=dtype, device="cpu")
+        self.staged += 0 if direct else memory.nbytes
+        self._reads.append((name, offsets, [*item.lengths], bytes_of(memory)))
+        self._targets.append((item, target, memory))
+
+    def read(self) -> None:
+        """Read the tensors, and put them in their places."""
+        self._checkpoint.read(self._reads)
+        for item, target, memory in self._targets:
+            if memory is target:
+                # Autograd does not see what is written past it: a backward of the old values must be an error.
+                increment_version(target)
+            else:
+                target.copy_(memory)
+            self._planner.commit_tensor(item, target)
+
+
 class StorageReader(_Storage, storage.StorageReader):
     """Reads checkpoints of any format: DCP directories, safetensors, files of ``torch.save``.
 
@@ -234,6 +296,8 @@ class StorageReader(_Storage, storage.StorageReader):
 
     def read_metadata(self) -> Metadata:
         """Return the metadata of the checkpoint, rebuilt without executing its pickle."""
+        # Each load begins here, and must see what is at the path now. torch calls `reset` for a new `checkpoint_id` only.
+        self._checkpoint = None
         metadata: Metadata = pickle.loads(self._opened().metadata())
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -254,33 +318,23 @@ class StorageReader(_Storage, storage.StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all that the plan asks for, by several threads."""
         checkpoint = self._opened()
-        reads, targets = [], []
-        taken = Spans()
-        for item in plan.items:
-            name = item.storage_index.fqn
-            if item.type == LoadItemType.BYTE_IO:
-                stored = checkpoint.stored_item(name) if self.run_pickles else checkpoint.item(name)
-                planner.load_bytes(item, io.BytesIO(stored))
-                continue
-            saved = self._metadata.state_dict_metadata[name]
-            start = item.storage_index.offset or [0] * len(item.lengths)
-            offsets = [at + within for at, within in zip(start, item.storage_offsets, strict=True)]
-            target = planner.resolve_tensor(item).detach()
-            if target.size() != item.lengths:
-                raise UsageError(f"`{name}`: {tuple(target.size())} elements wanted, {tuple(item.lengths)} planned")
-            dtype = saved.properties.dtype
-            direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
-            direct = direct and not (target.is_conj() or target.is_neg())
-            # Tied weights are one memory under two keys, which only one read may fill.
-            direct = direct and taken.add(target.data_ptr(), target.numel() * target.element_size())
-            memory = target if direct else torch.empty(tuple(item.lengths), dtype=dtype)
-            reads.append((name, offsets, [*item.lengths], bytes_of(memory)))
-            targets.append((item, target, memory))
-        checkpoint.read(reads)
-        for item, target, memory in targets:
-            if memory is not target:
-                target.copy_(memory)
-            planner.commit_tensor(item, target)
+        is_value = [item.type == LoadItemType.BYTE_IO for item in plan.items]
+        values = [item for item, is_value in zip(plan.items, is_value) if is_value]
+        # All values are decoded first: one that is refused is refused before anything has changed.
+        decode = checkpoint.stored_item if self.run_pickles else checkpoint.item
+        decoded = [decode(item.storage_index.fqn) for item in values]
+        batch = _Batch(checkpoint, planner)
+        for item in (item for item, is_value in zip(plan.items, is_value) if not is_value):
+            batch.add(item, self._metadata.state_dict_metadata[item.storage_index.fqn].properties.dtype)
+            # Memory that tensors are copied from is bounded.
+            if batch.staged >= _BATCH:
+                batch.read()
+                batch = _Batch(checkpoint, planner)
+        batch.read()
+        for item, stored in zip(values, decoded, strict=True):
+            planner.load_bytes(item, io.BytesIO(stored))
+        # The checkpoint stays locked, and its files open, no longer than this.
+        self._checkpoint = None
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -24,10 +24,11 @@ pub struct DictSource<'a> {
     schema: Schema,
     /// This rank's values, by their positions in the schema. Small values are there on every rank.
     values: Values<'a>,
-    /// The rank whose values they are; `None` if each rank has its own part, or all of them.
+    /// The rank that has the state dict; `None` if every rank has one, whole or sharded.
     root: Option<usize>,
+    /// Computes the boxes of other ranks, if it is given.
     boxes_on: Option<&'a BoxesOn<'a>>,
-    /// The places of the elements that are wanted, once they have been located.
+    /// For each wanted tensor, the boxes that each rank has and wants. Empty until the tensors have been located.
     layouts: Vec<Layout>,
 }
 
@@ -120,17 +121,19 @@ impl<'a> DictSource<'a> {
         Ok(Some((Outline { schema, small }, values)))
     }
 
-    /// Sets a function that computes which boxes of a value a rank has, so that ranks need not tell each other. It must
-    /// know all sharded values.
+    /// Sets a function that computes which boxes of a value a rank has, so that ranks need not send each other their boxes.
+    /// It must know all sharded values.
     pub(crate) const fn with_boxes_on(mut self, boxes_on: Option<&'a BoxesOn<'a>>) -> Self {
         self.boxes_on = boxes_on;
         self
     }
 
+    /// Returns this rank's value at a position of the schema.
     fn value(&self, position: usize) -> Option<&StateValue> {
         self.values.get(position).and_then(|value| value.as_deref())
     }
 
+    /// Returns the boxes of a value that this rank has.
     fn have(&self, position: usize) -> Vec<TensorBox> {
         self.value(position).map(boxes_of_value).unwrap_or_default()
     }
@@ -139,8 +142,8 @@ impl<'a> DictSource<'a> {
         self.schema.get(position).is_some_and(|(_, leaf)| leaf.is_sharded())
     }
 
-    /// Returns the boxes held and wanted of a tensor for which this rank needs no other: its own, and none for the
-    /// other ranks.
+    /// Returns the boxes of a tensor that does not move: this rank's own, and none for the other ranks, because this rank
+    /// needs nothing from them.
     fn local(&self, group: &ProcessGroup, wanted: &Wanted) -> HaveWantOfRanks {
         let only = |boxes| PerRank::only(group.rank(), group.world_size(), boxes);
         (only(self.have(wanted.position)), only(wanted.boxes.clone()))

@@ -18,8 +18,11 @@ use crate::{Schema, StateDict, StateError, StateValue, get_element_mut};
 /// own.
 pub struct DictTarget<'a> {
     template: &'a StateDict,
+    /// `true` if each rank reads from a checkpoint for itself.
     is_of_checkpoint: bool,
+    /// `true` if the template's own tensors are filled.
     is_in_place: bool,
+    /// `true` if ranks may have different whole tensors under one name.
     has_own_tensors: bool,
     schema: Schema,
     values: Vec<&'a StateValue>,
@@ -39,7 +42,7 @@ impl<'a> DictTarget<'a> {
         Ok(DictTarget { template, is_of_checkpoint, is_in_place, has_own_tensors, schema, values, device, loaded })
     }
 
-    /// Makes it the target of a checkpoint, from which each rank reads for itself: ranks may ask for different names, and
+    /// Makes this a target for a checkpoint, from which each rank reads for itself. Ranks may ask for different names, and
     /// names that only the checkpoint has are no error. With `in_place` the template's own tensors are filled, instead of
     /// new ones.
     #[must_use]
@@ -67,7 +70,8 @@ impl<'a> DictTarget<'a> {
         state
     }
 
-    /// Returns the values that were loaded, by their paths. Tensors that were filled where they are are not among them.
+    /// Returns the values that were loaded, by their paths. The template's own tensors, if they were filled, are not among
+    /// them.
     #[must_use]
     pub fn into_loaded(self) -> IndexMap<KeyPath, StateValue> {
         self.loaded
@@ -176,6 +180,8 @@ fn fresh(value: &StateValue, wanted: &Wanted) -> Result<Memory, StateError> {
 }
 
 /// A target of whole tensors on some ranks. Each tensor goes to a sink as soon as it is complete, and is not kept here.
+///
+/// The source must be a [`DictSource`](super::DictSource) of the same state dict: positions are the same in both.
 pub struct Whole<'a> {
     keep_on: KeepOn,
     device: Option<Device>,
@@ -192,7 +198,7 @@ pub struct Whole<'a> {
 pub(crate) type Sink<'a> = dyn FnMut(&KeyPath, StateValue) -> Result<(), StateError> + 'a;
 
 impl<'a> Whole<'a> {
-    /// Returns a target that gathers the values of `state` and hands each of them, whole, to `sink`, sorted by path.
+    /// Returns a target that gathers the values of `state`, and passes each of them, whole, to `sink`, sorted by path.
     ///
     /// `sink` is called only on the ranks that `keep_on` names. `rank` and `world_size` are those of this rank in its
     /// group. Tensors go to `device`; without one, each goes where this rank's part of it is.

@@ -61,7 +61,7 @@ impl LoadError for StateError {
 /// 4. **Read**: the source fills it, from files, from this rank's own values, or from other ranks.
 /// 5. **Commit**: the target takes over the small values.
 ///
-/// Collective over `group`: two agreements, and those of [`Source::locate`] and [`Source::read`]; where ranks differ, also an
+/// Collective over `group`: two agreements (three for a live target), and those of [`Source::locate`] and [`Source::read`]; where ranks differ, also an
 /// object all-gather, an object broadcast, an all-reduce and an agreement. The report is the same on every rank, except for
 /// missing values that a rank has of its own.
 ///
@@ -102,16 +102,17 @@ where
     if !is_live && outcome.is_ok() {
         outcome = target.commit().map_err(E::from);
     }
-    // A rank that failed to read has still taken part in the collectives. Now the others get its error.
+    // A rank that failed to read has still taken part in the collectives. This agreement gives its error to the others.
     E::agree(group, operation, None, outcome).map_err(|error| partly_loaded(is_live && !is_staged, error))?;
 
-    // Commit. The staged values are copied to the live memory, which cannot fail: they were made to fit it.
-    for (memory, values) in staged {
-        memory.fill_from(&values)?;
+    if !is_live {
+        return Ok(plan.report);
     }
-    if is_live {
-        target.commit()?;
-    }
+    // Commit. The staged values are copied to the live memory. They were made to fit it, but a device may still refuse them,
+    // so the ranks agree once more.
+    let filled = staged.into_iter().try_for_each(|(memory, values)| memory.fill_from(&values));
+    let committed = filled.map_err(E::from).and_then(|()| target.commit().map_err(E::from));
+    E::agree(group, operation, None, committed).map_err(|error| partly_loaded(true, error))?;
     Ok(plan.report)
 }
 
@@ -189,13 +190,15 @@ fn agree<E: LoadError>(call: &LoadCall<'_>, compared: Result<Plan, E>) -> Result
     Err(difference(call, &first, other, &second).map_or(error, E::from))
 }
 
-/// Checks the plans of ranks that differ only in what they have of their own. What does not fit one rank is every rank's error,
-/// and a name is unexpected if no rank has a place for it. Collectives: an object broadcast, an all-reduce and an agreement.
+/// Checks the plans of ranks that differ only in their reports, because each rank asks for names of its own. If something
+/// does not fit on one rank, all ranks get its error. A name of the source is unexpected only if no rank asks for it.
+/// Collectives: an object broadcast, an all-reduce and an agreement.
 fn agree_on_own<E: LoadError>(call: &LoadCall<'_>, mut plan: Plan) -> Result<Plan, E> {
     let group = call.group;
     // Only names that are unexpected on the first rank can be so on all.
     let here = &plan.report.unexpected;
     let mut names: Vec<String> = group.broadcast_object((group.rank() == 0).then_some(here), 0)?;
+    // 1 for each name that this rank asks for; after the reduction, for each that any rank asks for. Reports are sorted.
     let mut has_place: Vec<u8> = names.iter().map(|name| here.binary_search(name).is_err().into()).collect();
     group.all_reduce(&mut has_place, ReduceOp::Max)?;
     let mut has_place = has_place.into_iter();

@@ -153,6 +153,8 @@ impl<'g> Exchange<'g> {
         Ok(())
     }
 
+    /// Moves one bucket into borrowed memory: reads this rank's boxes, takes the storages out of the tensors to be filled, and
+    /// runs the collective of the route.
     fn move_bucket(
         &mut self,
         items: &[Item<'_>],
@@ -198,6 +200,7 @@ impl<'g> Exchange<'g> {
         self.route(&mut transfers, route)
     }
 
+    /// Runs the collective of a route.
     fn route(&mut self, transfers: &mut [Transfer<'_>], route: &Route) -> Result<(), CommError> {
         match route {
             Route::Local => {
@@ -223,8 +226,8 @@ impl<'g> Exchange<'g> {
         }
     }
 
-    /// Moves a tensor that is larger than a bucket in windows of a bucket's size, so that no rank packs more than that
-    /// at once.
+    /// Runs a collective on a bucket. A tensor that is larger than a bucket moves in windows of a bucket's size, so that no
+    /// rank packs all of it at once. Before that, each rank copies the elements that it has itself.
     fn in_windows(
         &mut self,
         transfers: &mut [Transfer<'_>],
@@ -270,6 +273,7 @@ impl<'g> Exchange<'g> {
         moved
     }
 
+    /// Sends whole tensors from the root to all ranks.
     fn broadcast(&mut self, transfers: &mut [Transfer<'_>], root: usize) -> Result<(), CommError> {
         let is_root = self.group.rank() == root;
         if is_root {
@@ -306,8 +310,9 @@ impl<'g> Exchange<'g> {
         Ok(())
     }
 
-    /// Sends each rank what it wants from the root. If several ranks want the same elements, this takes several rounds,
-    /// so that the root does not pack much more than the size of the tensors at once.
+    /// Sends each rank what it wants from the root. If all of it together is larger than a bucket, because several ranks want
+    /// the same elements, this takes several rounds. So the root never packs more than a bucket at once, or what one rank
+    /// wants if that is more.
     fn scatter(&mut self, transfers: &mut [Transfer<'_>], root: usize) -> Result<(), CommError> {
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
         let mut wanted: Vec<usize> =
@@ -423,7 +428,7 @@ impl Transfer<'_> {
         Ok(())
     }
 
-    /// Copies the bytes of a piece to where they are wanted.
+    /// Copies the bytes of a piece into the slot of the box that wants it.
     fn place(&mut self, piece: &Piece, bytes: &[u8]) {
         if let Some(slot) = self.slots.get_mut(piece.target) {
             let element = self.layout.element;
@@ -442,7 +447,7 @@ fn in_sender_order(transfers: &[Transfer<'_>], pieces_of: impl Fn(&Transfer<'_>)
     pieces
 }
 
-/// Returns what comes to a rank from others.
+/// Returns the pieces that a rank receives from others, in the order in which they arrive.
 fn incoming(transfers: &[Transfer<'_>], rank: usize) -> Vec<(usize, Piece)> {
     let mut pieces = in_sender_order(transfers, |transfer| transfer.layout.pieces_for(rank));
     pieces.retain(|(_, piece)| piece.source != rank);

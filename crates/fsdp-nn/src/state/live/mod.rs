@@ -140,8 +140,8 @@ impl<'a> LiveTarget<'a> {
         self
     }
 
-    /// Makes the first thing that does not fit the optimizers an error of its own. They are optimizers that nobody uses
-    /// yet.
+    /// Lets the load end with an error at the first value that does not fit the optimizers, instead of a report of all such
+    /// values. The optimizers must not be in use yet.
     pub(crate) const fn exact(mut self, allow_missing_state: bool) -> Self {
         self.exact = Some(Exact { allow_missing_state });
         self
