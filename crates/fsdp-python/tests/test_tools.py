@@ -50,6 +50,20 @@ def test_verify_reports_damage_and_does_not_raise(dcp_checkpoint, tmp_path):
     assert fc.verify(tmp_path / "sealed", "structure")["ok"]
 
 
+def test_verify_raises_where_there_is_nothing_to_verify(dcp_checkpoint, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for place in [tmp_path / "none", tmp_path / "empty"]:
+        with pytest.raises(fc.IncompleteError):
+            fc.verify(place)
+    with pytest.raises(fc.CheckpointError, match="regular file"):
+        fc.verify("/dev/null")
+    # A file that is missing from a checkpoint is damage.
+    copy = tmp_path / "copy"
+    shutil.copytree(dcp_checkpoint, copy)
+    next(copy.glob("*.distcp")).unlink()
+    assert not fc.verify(copy)["ok"]
+
+
 def test_diff_lists_what_differs(dcp_checkpoint, bf16_checkpoint, tmp_path):
     fc.convert(dcp_checkpoint, tmp_path / "copy", to="dcp", world_size=3)
     assert fc.diff(dcp_checkpoint, tmp_path / "copy") == fc.diff(dcp_checkpoint, tmp_path / "copy") | {"equal": True}
@@ -80,7 +94,7 @@ def test_convert_selects_renames_and_casts(dcp_checkpoint, tmp_path):
 
 def test_a_prefix_with_an_equals_sign_is_refused(dcp_checkpoint, tmp_path):
     with pytest.raises(fc.UsageError, match="cannot contain"):
-        fc.convert(dcp_checkpoint, tmp_path / "m.safetensors", rename={"a=b.": "x."})
+        fc.convert(dcp_checkpoint, tmp_path / "m.safetensors", to="safetensors", rename={"a=b.": "x."})
 
 
 def test_one_glob_is_a_string_or_a_list(dcp_checkpoint, tmp_path):
@@ -189,7 +203,7 @@ def test_convert_has_the_options_of_the_command(tmp_path):
     assert report["tensors"] == 3
     assert (tmp_path / "two" / "config.json").exists()
     fc.convert(source, tmp_path / "whole", to="hf", tp=2, tp_rule="q_proj=replicate", set={"kv_heads": 4})
-    with pytest.raises(fc.UsageError, match="kv_heads"):
+    with pytest.raises(fc.UsageError, match="needs the number `heads`"):
         fc.convert(source, tmp_path / "none", to="hf", tp=2)
     (tmp_path / "rules").write_text("self_attn.{x}_proj.weight -> {x}.weight\n")
     fc.convert(source, tmp_path / "mapped", to="safetensors", map=tmp_path / "rules")

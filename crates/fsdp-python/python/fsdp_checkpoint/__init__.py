@@ -106,6 +106,8 @@ def verify(
 
     Raises:
         IncompleteError: There is no committed checkpoint.
+        StorageError: The checkpoint, or the key, cannot be read.
+        UnsupportedError: The checkpoint cannot be checked, such as one of an unknown format.
         UnsafeError: The checkpoint names files outside of itself.
     """
     options = ["verify", "--level", level, *_flag("--seal", seal), *_option("--threads", threads)]
@@ -282,6 +284,10 @@ def _report(options: list[str], places: list[Place], finding: str | None = None)
     output, error = _native.report([*options, "--json", "--", *(os.fspath(place) for place in places)])
     report: Report | None = json.loads(output) if output else None
     is_finding = report is not None and finding is not None and not report[finding]
+    if isinstance(error, (IncompleteError, StorageError, UnsafeError, UnsupportedError, UsageError)):
+        # A checkpoint that is not there or cannot be read is no finding. One that lacks a file is: its problem names the file.
+        problems = (report or {}).get("problems", [])
+        is_finding = is_finding and isinstance(error, IncompleteError) and any(problem["file"] for problem in problems)
     if error is not None and not is_finding:
         raise error
     if report is None:
