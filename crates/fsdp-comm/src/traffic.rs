@@ -88,10 +88,12 @@ impl Counters {
         }
     }
 
+    /// Counts bytes of records, which ranks send to agree on what they do.
     pub(crate) fn control(&self, sent: usize) {
         self.control_sent.fetch_add(sent as u64, Ordering::Relaxed);
     }
 
+    /// Counts the bytes of tensors or objects that an operation has sent to other ranks and received from them.
     pub(crate) fn moved(&self, operation: Operation, sent: usize, received: usize) {
         let (to, from) = if operation.moves_tensors() {
             (&self.tensor_sent, &self.tensor_received)
@@ -102,6 +104,7 @@ impl Counters {
         from.fetch_add(received as u64, Ordering::Relaxed);
     }
 
+    /// Returns the counts so far.
     pub(crate) fn read(&self) -> Traffic {
         Traffic {
             tensor_bytes_sent: self.tensor_sent.load(Ordering::Relaxed),

@@ -238,7 +238,8 @@ impl MemoryTier {
         joined
     }
 
-    /// Does the work of [`Self::join`].
+    /// Sends each host the parts that it lacks, and joins all parts to a checkpoint on every host. If this fails, parts that
+    /// were received stay.
     fn receive_and_join(
         &self,
         group: &ProcessGroup,
