@@ -117,7 +117,7 @@ fn signals_that_come_together_are_one_request() {
 fn a_run_that_ignores_a_terminal_that_closes_goes_on() {
     let dir = TempDir::new().unwrap();
     let out = dir.path().join("out");
-    // As `nohup` does.
+    // The shell starts the program with SIGHUP ignored, as `nohup` does.
     let script = r#"trap "" HUP; exec "$@""#;
     let mut command = Command::new("sh");
     command.args(["-c", script, "sh", FSDP, "train", "--steps", "1000000", "--out", out.to_str().unwrap()]);

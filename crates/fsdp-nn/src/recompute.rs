@@ -250,7 +250,7 @@ impl Part {
             Target::Variable(tensor) => found.remove(tensor),
         });
         *self.gradients() = gradients.collect();
-        // What is left are gradients of parameters that the first forward did not use.
+        // The remaining gradients are of parameters that the first forward did not use.
         if parameters.is_empty() { Ok(()) } else { Err(not_the_same()) }
     }
 }

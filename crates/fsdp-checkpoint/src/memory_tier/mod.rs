@@ -187,7 +187,12 @@ impl MemoryTier {
         let removed = if leads { remove_parts(&root, |part| passed.contains(&part.of)) } else { Ok(()) };
         CheckpointError::agree(&group, OPERATION, None, removed)?;
         let Some((step, copies)) = found else { return Ok(None) };
-        Ok(Some(self.join(&group, &root, &hosts, step, &copies)?))
+        let joined = self.join(&group, &root, &hosts, step, &copies);
+        if joined.is_err() {
+            // Parts that were received would leave less space for the next attempt.
+            remove_received(&root, &hosts, &copies, group.rank());
+        }
+        joined.map(Some)
     }
 
     /// Returns the newest step of which all parts exist. They are not read, and nothing is changed.
@@ -216,31 +221,8 @@ impl MemoryTier {
     }
 
     /// Joins the parts of a step to a checkpoint on every host, after each host has received the parts that it lacks. If
-    /// that fails, the received parts are removed, because they would leave less space for the next attempt.
+    /// this fails, parts that were received stay.
     fn join(
-        &self,
-        group: &ProcessGroup,
-        root: &Location,
-        hosts: &[usize],
-        step: MemoryStep,
-        copies: &[PartCopy],
-    ) -> Result<StepCheckpoint, CheckpointError> {
-        let joined = self.receive_and_join(group, root, hosts, step, copies);
-        if joined.is_err() {
-            let rank = group.rank();
-            for transfer in transfers(copies, hosts).iter().filter(|transfer| transfer.to == rank) {
-                let place = place_of(root, rank, transfer.part);
-                if let Err(error) = remove(&place) {
-                    warn!(path = %place, %error, "failed to remove a part that was received");
-                }
-            }
-        }
-        joined
-    }
-
-    /// Sends each host the parts that it lacks, and joins all parts to a checkpoint on every host. If this fails, parts that
-    /// were received stay.
-    fn receive_and_join(
         &self,
         group: &ProcessGroup,
         root: &Location,
@@ -284,6 +266,16 @@ impl MemoryTier {
             self.run_directory = RunDirectory::find(&self.directory, &self.run, group, create)?;
         }
         Ok(self.run_directory.clone())
+    }
+}
+
+/// Removes the parts that a rank receives so that its host has all parts of a step. A failure is only logged.
+fn remove_received(root: &Location, hosts: &[usize], copies: &[PartCopy], rank: usize) {
+    for transfer in transfers(copies, hosts).iter().filter(|transfer| transfer.to == rank) {
+        let place = place_of(root, rank, transfer.part);
+        if let Err(error) = remove(&place) {
+            warn!(path = %place, %error, "failed to remove a part that was received");
+        }
     }
 }
 

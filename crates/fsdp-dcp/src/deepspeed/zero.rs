@@ -179,8 +179,8 @@ impl Shards {
                 }
                 parts.insert(name.clone(), of);
             }
-            // What is left is padding at the end. More of it than DeepSpeed can have added means that parameters are
-            // missing from the list of shapes.
+            // The elements after the last parameter are padding. If there are more of them than DeepSpeed can have added,
+            // parameters are missing from the list of shapes.
             let left: usize = lengths.iter().skip(rank).filter_map(|lengths| lengths.get(group)).sum::<usize>() - at;
             if left >= 2 * self.ranks.len().max(1) * ALIGNMENT {
                 let reason = format!("group {group} has {left} elements more than its parameters");

@@ -141,7 +141,7 @@ fn a_view_keeps_the_containers_of_what_it_selects() {
         "model.none" => Rename::Keep,
         _ => Rename::Drop,
     };
-    // What is renamed keeps its place in the order.
+    // A renamed key keeps its place in the order.
     let expected = dict([("weight".into(), tensor(1)), ("model".into(), dict([("none".into(), empty())]))]);
     assert_eq!(selected(&renamed), expected);
     // Renaming a container takes all below it along, and a prefix is put before the outermost key.

@@ -308,30 +308,24 @@ impl Optimizer {
     /// collectives. Hyperparameters are checked before anything is changed. A parameter whose update fails keeps its
     /// state.
     pub fn step(&mut self) -> Result<()> {
+        // A step without gradients does not count.
+        let has_gradients: Vec<bool> = self.groups.iter().map(|group| self.has_gradients(group)).collect();
         let mut begun = Vec::with_capacity(self.groups.len());
-        for group in &self.groups {
+        for (group, has_gradients) in self.groups.iter().zip(&has_gradients) {
             group.algorithm.validate()?;
             let mut algorithm = group.algorithm.clone();
-            // A step without gradients does not count.
-            let has_gradients = group
-                .params
-                .iter()
-                .map(|&index| &self.locals[index])
-                .any(|local| local.requires_grad() && local.has_gradient());
-            if has_gradients {
+            if *has_gradients {
                 algorithm.begin_step()?;
             }
-            begun.push((algorithm, has_gradients));
+            begun.push(algorithm);
         }
         self.parameters.handles.iter().try_for_each(|handle| handle.check_backward_ended())?;
         // Release all gathered parameters before shards change, also those of units without a gradient.
         self.parameters.reshard()?;
-        let mut has_gradients_of = Vec::with_capacity(begun.len());
-        for (group, (algorithm, has_gradients)) in self.groups.iter_mut().zip(begun) {
+        for (group, algorithm) in self.groups.iter_mut().zip(begun) {
             group.algorithm = algorithm;
-            has_gradients_of.push(has_gradients);
         }
-        for (group, has_gradients) in self.groups.iter_mut().zip(has_gradients_of) {
+        for (group, has_gradients) in self.groups.iter_mut().zip(has_gradients) {
             let (parameters, locals) = (&self.parameters, &mut self.locals);
             match &group.algorithm {
                 Algorithm::Muon(options) => {
@@ -363,6 +357,12 @@ impl Optimizer {
             }
         }
         Ok(())
+    }
+
+    /// Returns `true` if a trained parameter of a group has a gradient.
+    fn has_gradients(&self, group: &ParamGroup) -> bool {
+        let mut locals = group.params.iter().map(|&index| &self.locals[index]);
+        locals.any(|local| local.requires_grad() && local.has_gradient())
     }
 
     /// Returns a parameter's state under torch's names: `step` as a 0-d f32 tensor, tensors shaped like the parameter

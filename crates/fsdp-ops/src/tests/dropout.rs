@@ -56,7 +56,7 @@ fn as_many_are_dropped_as_asked_and_the_mean_stays() {
         assert!((dropped - p).abs() < 5.0 * (p * (1.0 - p) / 1e5).sqrt(), "{dropped} of {p}");
         let scale = (1.0 / (1.0 - p)) as f32;
         assert!(values.iter().all(|value| *value == 0.0 || *value == scale));
-        // Whether an element is dropped does not depend on its neighbours in the row and in the column.
+        // Elements are dropped independently of their neighbours in the row and in the column.
         for distance in [1, 1000] {
             let pairs = values.iter().zip(&values[distance..]);
             let count = (values.len() - distance) as f64;

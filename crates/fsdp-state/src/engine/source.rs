@@ -35,8 +35,8 @@ pub trait Source {
         Ok(None)
     }
 
-    /// Returns `true` if ranks give each other what they want, so that all must want the same tensors. If not, each rank
-    /// reads for itself.
+    /// Returns `true` if a read sends values from rank to rank, so that all ranks must want the same tensors. The default is
+    /// `false`: each rank reads its own values, such as from files.
     fn moves_between_ranks(&self) -> bool {
         false
     }

@@ -35,7 +35,8 @@ pub trait Target {
     /// An error of this rank only.
     fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError>;
 
-    /// Takes memory back that has been filled.
+    /// Takes back the memory that [`Self::memory`] returned for these boxes, now with the new values in it. The default does
+    /// nothing, for targets whose live memory was filled.
     ///
     /// # Errors
     /// An error of this rank only.
