@@ -1,0 +1,158 @@
+//! A save in the background holds what the state was when it was asked for, and its errors are not lost.
+
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+
+use candle_core::{Device, Tensor};
+use fsdp_checkpoint::{AsyncSaver, LoadOptions, SaveOptions, load_whole};
+use fsdp_comm::run_local;
+use fsdp_dcp::storage::{Durable, Step, StepHook};
+use fsdp_flat::storage::{HostSliceMut, release};
+use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_layout::TensorBox;
+use fsdp_state::{StateDict, StateValue};
+
+/// Makes the state of a rank: one row of a matrix, and a number.
+fn state(rank: usize, world: usize, value: f32) -> StateDict {
+    let tensor = Tensor::full(value, (1, 1000), &Device::Cpu).unwrap();
+    let bounds = TensorBox::new(vec![rank, 0], vec![1, 1000]);
+    let matrix = ShardedTensor::new(tensor.dtype(), vec![world, 1000], vec![LocalShard { bounds, tensor }]).unwrap();
+    let mut state = StateDict::new();
+    state.insert("matrix", matrix);
+    state.insert("step", f64::from(value));
+    state
+}
+
+fn overwrite(state: &StateDict, value: f32) {
+    for shard in state.get("matrix").and_then(StateValue::as_sharded).unwrap().shards() {
+        HostSliceMut::<f32>::write(&shard.tensor).unwrap().fill(value);
+    }
+}
+
+fn saved(path: &Path) -> Vec<f32> {
+    let state = load_whole(path, &[], &LoadOptions::default()).unwrap();
+    let values = state.get("matrix").and_then(StateValue::as_tensor).unwrap().flatten_all().unwrap();
+    let step = state.plain_at(&["step"]).unwrap().as_float().unwrap();
+    let values = values.to_vec1::<f32>().unwrap();
+    assert!(values.iter().all(|&value| f64::from(value) == step));
+    values
+}
+
+/// Holds every durable step up until the gate is opened.
+#[derive(Default)]
+struct Gate {
+    open: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl StepHook for Gate {
+    fn before(&self, _: Step, _: &Path) -> io::Result<()> {
+        let open = self.open.lock().unwrap();
+        drop(self.changed.wait_while(open, |open| !*open).unwrap());
+        Ok(())
+    }
+}
+
+#[test]
+fn training_may_change_everything_as_soon_as_the_call_returns() {
+    let dir = tempfile::tempdir().unwrap();
+    let gate = Arc::new(Gate::default());
+    run_local(3, |group| {
+        let mut saver = AsyncSaver::new(&group).unwrap();
+        let state = state(group.rank(), 3, 1.0);
+        let options = SaveOptions { durable: Durable::with_hook(gate.clone()), ..SaveOptions::default() };
+        saver.save(dir.path().join("first"), &state, &options).unwrap();
+        assert!(saver.is_saving(), "the disk is held up, yet the call has returned");
+        overwrite(&state, 7.0);
+        // Collectives of training go on meanwhile.
+        group.barrier().unwrap();
+        *gate.open.lock().unwrap() = true;
+        gate.changed.notify_all();
+        let report = saver.wait().unwrap().unwrap();
+        assert!(report.total_bytes >= 3 * 4000, "{report:?}");
+        assert!(saver.wait().unwrap().is_none());
+        // The next one waits for nothing, and uses the same buffers.
+        saver.save(dir.path().join("second"), &self::state(group.rank(), 3, 2.0), &options).unwrap();
+        saver.save(dir.path().join("third"), &self::state(group.rank(), 3, 3.0), &options).unwrap();
+    })
+    .unwrap();
+    for (name, value) in [("first", 1.0), ("second", 2.0), ("third", 3.0)] {
+        assert_eq!(saved(&dir.path().join(name)), vec![value; 3000]);
+    }
+}
+
+/// Fails every step while it is set.
+#[derive(Default)]
+struct Broken(AtomicBool);
+
+impl StepHook for Broken {
+    fn before(&self, _: Step, _: &Path) -> io::Result<()> {
+        if self.0.load(Ordering::SeqCst) { Err(io::Error::from_raw_os_error(5)) } else { Ok(()) }
+    }
+}
+
+#[test]
+fn a_failure_is_the_next_calls_error_on_every_rank_and_then_it_works_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let broken = Arc::new(Broken(AtomicBool::new(true)));
+    run_local(2, |group| {
+        let mut saver = AsyncSaver::new(&group).unwrap();
+        let options = SaveOptions { durable: Durable::with_hook(broken.clone()), ..SaveOptions::default() };
+        let state = state(group.rank(), 2, 4.0);
+        saver.save(dir.path().join("lost"), &state, &options).unwrap();
+        let error = saver.save(dir.path().join("never-started"), &state, &options).unwrap_err().to_string();
+        assert!(error.contains("save"), "{error}");
+        group.barrier().unwrap();
+        broken.0.store(false, Ordering::SeqCst);
+        group.barrier().unwrap();
+        saver.save(dir.path().join("saved"), &state, &options).unwrap();
+        saver.wait().unwrap();
+    })
+    .unwrap();
+    let names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["saved"]);
+    assert_eq!(saved(&dir.path().join("saved")), vec![4.0; 2000]);
+}
+
+#[test]
+fn what_cannot_be_copied_on_one_rank_starts_no_save_on_any() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let mut saver = AsyncSaver::new(&group).unwrap();
+        let (lost, whole) = (state(group.rank(), 2, 1.0), state(group.rank(), 2, 2.0));
+        if group.rank() == 1 {
+            let matrix = lost.get("matrix").and_then(StateValue::as_sharded).unwrap();
+            release(&matrix.shards()[0].tensor).unwrap();
+        }
+        let error = saver.save(dir.path().join("lost"), &lost, &SaveOptions::default()).unwrap_err();
+        assert!(error.to_string().contains("freed"), "{error}");
+        assert!(saver.wait().unwrap().is_none());
+        saver.save(dir.path().join("whole"), &whole, &SaveOptions::default()).unwrap();
+        saver.wait().unwrap().unwrap();
+    })
+    .unwrap();
+    assert!(!dir.path().join("lost").exists());
+    assert_eq!(saved(&dir.path().join("whole")), [2.0; 2000]);
+}
+
+/// Whoever calls may be a task of a runtime, whose threads must not block on another one.
+#[test]
+fn a_rank_may_be_an_async_task() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let mut saver = AsyncSaver::new(&group).unwrap();
+            for step in 1..=2 {
+                let state = state(group.rank(), 2, step as f32);
+                saver.save(dir.path().join(format!("{step}")), &state, &SaveOptions::default()).unwrap();
+            }
+            // The second one is waited for by the drop.
+        });
+    })
+    .unwrap();
+    assert_eq!(saved(&dir.path().join("1")), [1.0; 2000]);
+    assert_eq!(saved(&dir.path().join("2")), [2.0; 2000]);
+}

@@ -1,0 +1,10 @@
+//! Loads into the memory of live tensors, and resumes through them.
+
+#![expect(clippy::disallowed_methods, reason = "the tests damage files on purpose")]
+
+mod digests;
+mod load;
+mod replicas;
+mod resume;
+mod silent;
+mod training;

@@ -1,0 +1,401 @@
+//! `fsdp launch`, and `fsdp train` with ranks that are processes.
+
+#![cfg(unix)]
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::Stdio;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use assert_cmd::Command;
+use fsdp::checkpoint::latest_checkpoint;
+use fsdp_cli::exit_codes;
+use predicates::prelude::*;
+use predicates::str::contains;
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::common::{FSDP, fsdp};
+use crate::metrics::losses;
+
+const SMALL: [&str; 12] =
+    ["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--batch", "12", "--sample", "8"];
+
+fn launch(nproc: &str, program: &[&str]) -> Command {
+    let mut command = fsdp(&["launch", "--grace", "1", "--nproc", nproc, "--"]);
+    command.args(program);
+    command
+}
+
+fn launch_train(nproc: &str, out: &Path, arguments: &[&str]) -> Command {
+    let mut command = launch(nproc, &[FSDP, "train", "--timeout", "20", "--out", out.to_str().unwrap()]);
+    command.args(arguments);
+    command
+}
+
+fn train(out: &Path, arguments: &[&str]) {
+    fsdp(&["train", "--out", out.to_str().unwrap()]).args(arguments).assert().success();
+}
+
+#[test]
+fn processes_get_the_losses_of_threads_bit_for_bit_and_checkpoints_cross() {
+    let dir = TempDir::new().unwrap();
+    let (threads, processes) = (dir.path().join("threads"), dir.path().join("processes"));
+    train(&threads, &[&SMALL[..], &["--nproc", "3", "--steps", "6"]].concat());
+    let output = launch_train("3", &processes, &SMALL).args(["--steps", "6", "--backend", "tcp"]).assert().success();
+    assert_eq!(losses(&processes), losses(&threads));
+    // Only rank 0 talks.
+    let talk = String::from_utf8_lossy(&output.get_output().stderr).into_owned();
+    assert!(talk.contains("[0] step 6/6") && !talk.contains("[1]") && !talk.contains("[2]"), "{talk}");
+
+    let ahead = dir.path().join("ahead");
+    let prefetch = ["--backward-prefetch", "pre", "--forward-prefetch", "--limit-all-gathers", "false"];
+    launch_train("3", &ahead, &SMALL).args(["--steps", "6"]).args(prefetch).assert().success();
+    assert_eq!(losses(&ahead), losses(&threads), "units that are gathered ahead");
+
+    // To threads at another number of ranks, and back; a launched `train` needs no `--backend`.
+    for out in [&threads, &processes] {
+        train(out, &["--nproc", "2", "--steps", "9", "--resume"]);
+    }
+    launch_train("4", &processes, &["--steps", "12", "--resume"]).assert().success();
+    train(&threads, &["--nproc", "4", "--steps", "12", "--resume"]);
+    assert_eq!(losses(&processes), losses(&threads));
+    assert_eq!(losses(&processes).len(), 12);
+}
+
+#[test]
+fn programs_get_their_share_of_the_cores_unless_the_user_has_set_it() {
+    let script = ["sh", "-c", "echo $RAYON_NUM_THREADS"];
+    let cores = thread::available_parallelism().unwrap().get();
+    launch("1", &script).assert().success().stdout(format!("[0] {cores}\n"));
+    let many = launch("64", &script).assert().success();
+    let share = (cores / 64).max(1);
+    assert!(
+        String::from_utf8_lossy(&many.get_output().stdout).lines().all(|line| line.ends_with(&format!("] {share}")))
+    );
+    launch("1", &script).env("RAYON_NUM_THREADS", "7").assert().success().stdout("[0] 7\n");
+}
+
+#[test]
+fn output_has_its_rank_and_variables_are_torchruns() {
+    let script = "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR $MASTER_PORT \
+                  $FSDP_JOB_ID; printf torn >&2";
+    let several = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--master-port", "7", "--job-id", "j"];
+    fsdp(&["launch", "--nproc", "2"])
+        .env("FSDP_SECRET", "a secret of this test")
+        .args(several)
+        .args(["--", "sh", "-c", script])
+        .assert()
+        .success()
+        .stdout(contains("[2] 2 4 0 2 1 h 7 j\n").and(contains("[3] 3 4 1 2 1 h 7 j\n")))
+        .stderr(contains("[2] torn\n").and(contains("[3] torn\n")));
+}
+
+#[test]
+fn each_job_has_a_secret_and_several_nodes_must_be_given_one() {
+    let one_node = || {
+        let output = launch("2", &["sh", "-c", "echo $FSDP_SECRET"]).assert().success();
+        let lines = String::from_utf8_lossy(&output.get_output().stdout).into_owned();
+        let secrets: Vec<String> = lines.lines().map(|line| line.split(' ').nth(1).unwrap().to_owned()).collect();
+        assert!(secrets.len() == 2 && secrets[0] == secrets[1] && secrets[0].len() >= 32, "{lines}");
+        secrets[0].clone()
+    };
+    assert_ne!(one_node(), one_node());
+
+    let nodes = |options: &[&str]| {
+        let mut command = fsdp(&["launch", "--nproc", "1", "--nnodes", "2", "--master-addr", "node0"]);
+        command.args(options).args(["--", "sh", "-c", "echo ${FSDP_SECRET:-none} $FSDP_INSECURE"]);
+        command
+    };
+    nodes(&[]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("FSDP_SECRET"));
+    nodes(&["--insecure"]).assert().success().stdout("[0] none true\n");
+    let secret = "a secret of this test";
+    nodes(&[]).env("FSDP_SECRET", secret).assert().success().stdout(format!("[0] {secret} false\n"));
+}
+
+#[test]
+fn the_first_failure_ends_all_and_its_exit_code_is_returned() {
+    let dir = TempDir::new().unwrap();
+    let pids = dir.path().join("pids");
+    // Rank 0 does not hear TERM, and has a child of its own; rank 1 fails once they are there.
+    let script = format!(
+        "if [ $RANK = 0 ]; then trap '' TERM; sleep 600 & echo $$ $! > {0}.new; mv {0}.new {0}; wait; sleep 600; \
+         else while ! [ -e {0} ]; do sleep 0.05; done; exit 7; fi",
+        pids.display()
+    );
+    launch("2", &["sh", "-c", &script]).assert().code(7).stderr(contains("rank 1 failed with exit code 7"));
+    for pid in fs::read_to_string(&pids).unwrap().split_whitespace() {
+        assert_ended(pid.parse().unwrap());
+    }
+    launch("2", &["sh", "-c", "kill -9 $$"]).assert().code(137).stderr(contains("was ended by signal 9"));
+    launch("2", &["./no-such-program"]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("no-such-program"));
+}
+
+#[test]
+fn the_rank_that_failed_first_is_blamed_although_others_end_before_it() {
+    // Ranks 0 and 2 fail because of rank 1, which takes longer to say why it failed.
+    let script = "if [ $RANK = 1 ]; then sleep 0.5; echo the reason >&2; exit 7; fi; \
+                  printf 1 > $FSDP_BLAME_DIR/$RANK; echo lost rank 1 >&2; exit 16";
+    let blamed =
+        contains("error: rank 1 failed with exit code 7").and(contains("the last lines of rank 1:\n  the reason\n"));
+    let listed = contains("all exits: ranks 0, 2 failed with exit code 16; rank 1 failed with exit code 7");
+    launch("3", &["sh", "-c", script]).assert().code(7).stderr(blamed.and(listed));
+    // A rank that does not end by itself is not the one that is reported, but it is named.
+    let script = "if [ $RANK = 1 ]; then exec sleep 600; fi; printf 1 > $FSDP_BLAME_DIR/$RANK; exit 16";
+    let listed = contains("rank 1 was ended by signal 15 after it was told to end");
+    let blamed = contains("error: rank 0 failed with exit code 16 because of rank 1");
+    launch("2", &["sh", "-c", script]).assert().code(16).stderr(blamed.and(listed));
+}
+
+#[test]
+fn the_longest_times_are_times() {
+    let longest = u64::MAX.to_string();
+    let script = "if [ $RANK = 1 ]; then exit 3; fi; sleep 1";
+    fsdp(&["launch", "--nproc", "2", "--grace", &longest, "--", "sh", "-c", script]).assert().code(3);
+    let elastic = ["launch", "--nproc", "1:2", "--max-restarts", "1", "--grace", "1", "--regrow-after", &longest];
+    fsdp(&[&elastic[..], &["--", "sh", "-c", "exit 3"]].concat()).assert().code(3);
+}
+
+/// Its process is gone, or will be once its new parent has waited for it.
+fn assert_ended(pid: i32) {
+    let limit = Instant::now() + Duration::from_secs(20);
+    let is_zombie = || fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") Z "));
+    while test_kill_process(Pid::from_raw(pid).unwrap()).is_ok() && !is_zombie() {
+        assert!(Instant::now() < limit, "process {pid} still runs");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A launch that is running: each rank writes its process id to a file `R` of the directory first.
+fn start(dir: &Path, nproc: usize, then: &str) -> (std::process::Child, Vec<i32>) {
+    let script = format!("echo $$ > {0}/$RANK.new; mv {0}/$RANK.new {0}/$RANK; {then}", dir.display());
+    let mut command = std::process::Command::new(FSDP);
+    command.args(["launch", "--grace", "5", "--nproc", &nproc.to_string(), "--", "sh", "-c", &script]);
+    command.env_remove("FSDP_BACKEND").stdout(Stdio::null()).stderr(Stdio::piped());
+    let child = command.spawn().unwrap();
+    (child, (0..nproc).map(|rank| wait_for_pid(&dir.join(rank.to_string()))).collect())
+}
+
+/// Waits until a process has written its id to this file.
+fn wait_for_pid(file: &Path) -> i32 {
+    let limit = Instant::now() + Duration::from_secs(60);
+    loop {
+        match fs::read_to_string(file) {
+            Ok(pid) => return pid.trim().parse().unwrap(),
+            Err(_) => assert!(Instant::now() < limit, "{} was not written", file.display()),
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn signals_are_passed_on() {
+    let dir = TempDir::new().unwrap();
+    let (mut launch, pids) = start(dir.path(), 2, "exec sleep 600");
+    kill_process(Pid::from_child(&launch), Signal::TERM).unwrap();
+    assert_eq!(launch.wait().unwrap().code(), Some(143));
+    pids.into_iter().for_each(assert_ended);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_killed_launch_leaves_no_process() {
+    let dir = TempDir::new().unwrap();
+    let (mut launch, pids) = start(dir.path(), 2, "exec sleep 600");
+    launch.kill().unwrap();
+    launch.wait().unwrap();
+    pids.into_iter().for_each(assert_ended);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_killed_launch_leaves_nothing_that_its_processes_started() {
+    let dir = TempDir::new().unwrap();
+    let then = format!(
+        "sleep 600 & echo $! > {0}/child-$RANK.new; mv {0}/child-$RANK.new {0}/child-$RANK; wait",
+        dir.path().display()
+    );
+    let (mut launch, pids) = start(dir.path(), 2, &then);
+    let children: Vec<i32> = (0..2).map(|rank| wait_for_pid(&dir.path().join(format!("child-{rank}")))).collect();
+    launch.kill().unwrap();
+    launch.wait().unwrap();
+    pids.into_iter().chain(children).for_each(assert_ended);
+}
+
+#[test]
+fn a_rank_killed_in_training_ends_all_and_the_newest_checkpoint_resumes() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    let train_forever = format!(
+        "exec {FSDP} train --backend tcp --timeout 10 --steps 1000000 --save-every 2 --out {} {}",
+        out.display(),
+        SMALL.join(" ")
+    );
+    let (launch, pids) = start(dir.path(), 3, &train_forever);
+    let limit = Instant::now() + Duration::from_secs(60);
+    while !out.exists() || latest_checkpoint(&out).unwrap().is_none() {
+        assert!(Instant::now() < limit, "no checkpoint within a minute");
+        thread::sleep(Duration::from_millis(10));
+    }
+    kill_process(Pid::from_raw(pids[1]).unwrap(), Signal::KILL).unwrap();
+    let output = launch.wait_with_output().unwrap();
+    let talk = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(137), "{talk}");
+    assert!(talk.contains("rank 1 was ended by signal 9"), "{talk}");
+    pids.into_iter().for_each(assert_ended);
+    let step = latest_checkpoint(&out).unwrap().unwrap().step;
+    train(&out, &["--nproc", "2", "--resume", "--steps", &(step + 1).to_string()]);
+    assert_eq!(losses(&out).len() as u64, step + 1);
+}
+
+#[test]
+fn a_restarted_job_goes_on_from_its_newest_checkpoint_as_if_nothing_had_happened() {
+    let dir = TempDir::new().unwrap();
+    let (out, straight, failed) = (dir.path().join("out"), dir.path().join("straight"), dir.path().join("failed"));
+    // Rank 1 is killed once, as soon as there is a checkpoint; then again before there is anything to save.
+    let script = format!(
+        "{FSDP} train --backend tcp --timeout 20 --steps 200 --save-every 10 --out {out} {small} & train=$!\n\
+         if [ $RANK = 1 ] && [ $TORCHELASTIC_RESTART_COUNT -lt 2 ]; then\n\
+         while [ $TORCHELASTIC_RESTART_COUNT = 0 ] && ! [ -e {out}/step-00000010 ]; do sleep 0.01; done\n\
+         echo $TORCHELASTIC_RESTART_COUNT >> {failed}; kill -9 $train; fi\n\
+         wait $train",
+        out = out.display(),
+        failed = failed.display(),
+        small = SMALL.join(" "),
+    );
+    let mut command =
+        fsdp(&["launch", "--grace", "1", "--nproc", "3", "--max-restarts", "2", "--", "sh", "-c", &script]);
+    let told = contains("rank 1 failed with exit code 137").and(contains("(restart 2 of 2)"));
+    command.assert().success().stderr(told);
+    assert_eq!(fs::read_to_string(failed).unwrap(), "0\n1\n");
+    train(&straight, &[&SMALL[..], &["--nproc", "3", "--steps", "200"]].concat());
+    assert_eq!(losses(&out), losses(&straight));
+
+    // There is no restart without need: after the last one, a mistake on the command line, or a signal.
+    launch("1", &["false"]).assert().code(1).stderr(contains("restart").not());
+    let restarting = |script: &str| fsdp(&["launch", "--nproc", "1", "--max-restarts", "3", "--", "sh", "-c", script]);
+    restarting("exit 2").assert().code(2).stderr(contains("restart").not());
+    restarting("kill -TERM $PPID; sleep 600").assert().code(143).stderr(contains("restart").not());
+    restarting("exit 5").assert().code(5).stderr(contains("(restart 3 of 3)"));
+}
+
+#[test]
+fn a_launcher_that_is_told_to_end_while_a_failure_ends_its_processes_does_not_restart_them() {
+    let dir = TempDir::new().unwrap();
+    // Rank 1 waits until the launcher knows of rank 0's end.
+    let script = format!(
+        "if [ $RANK = 0 ]; then echo $$ > {pid}.new; mv {pid}.new {pid}; exit 5; fi\n\
+         while ! [ -e {pid} ]; do sleep 0.01; done\n\
+         while kill -0 $(cat {pid}); do sleep 0.01; done 2> /dev/null\n\
+         kill -TERM $PPID; exec sleep 600",
+        pid = dir.path().join("pid").display(),
+    );
+    let options = ["launch", "--grace", "1", "--nproc", "2", "--max-restarts", "3", "--", "sh", "-c", &script];
+    fsdp(&options).assert().code(5).stderr(contains("restart").not());
+}
+
+#[test]
+fn an_elastic_job_goes_on_with_the_processes_that_are_left_and_takes_them_back() {
+    let dir = TempDir::new().unwrap();
+    let worlds = dir.path().join("worlds");
+    // Rank 1 of 3 fails once. The 2 that are left work until they are told to stop; the 3 after that succeed.
+    let script = format!(
+        "[ $RANK = 0 ] && echo $WORLD_SIZE >> {worlds}\n\
+         case $TORCHELASTIC_RESTART_COUNT$RANK in 01) exit 7;; 0*) sleep 600;; esac\n\
+         [ $WORLD_SIZE = 3 ] && exit 0\n\
+         trap 'exit {stopped}' TERM; sleep 600 & wait",
+        worlds = worlds.display(),
+        stopped = exit_codes::STOPPED,
+    );
+    let options = ["launch", "--grace", "20", "--nproc", "2:3", "--max-restarts", "1", "--regrow-after", "1"];
+    let mut command = fsdp(&[&options[..], &["--", "sh", "-c", &script]].concat());
+    let told = contains("2 processes are started again").and(contains("saved: 3 processes are started again"));
+    command.assert().success().stderr(told);
+    assert_eq!(fs::read_to_string(worlds).unwrap(), "3\n2\n3\n");
+
+    // There are never fewer than the least, and nothing changes on several nodes.
+    let script = "echo $WORLD_SIZE >> $0; exit 5";
+    let least = dir.path().join("least");
+    let options = ["launch", "--nproc", "1:2", "--max-restarts", "3", "--", "sh", "-c", script];
+    fsdp(&[&options[..], &[least.to_str().unwrap()]].concat()).assert().code(5).stderr(contains("(restart 3 of 3)"));
+    assert!(fs::read_to_string(least).unwrap().ends_with("1\n1\n1\n"));
+    let nodes = ["launch", "--nproc", "1:2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--", "true"];
+    fsdp(&nodes).assert().code(2).stderr(contains("can change only on one node"));
+    for wrong in ["0", "3:2", "1:2:3", "2:", "2000"] {
+        launch(wrong, &["true"]).assert().code(2).stderr(contains("or two as MIN:MAX"));
+    }
+}
+
+#[test]
+fn a_job_that_has_lost_a_rank_trains_on_with_the_others() {
+    let dir = TempDir::new().unwrap();
+    let (out, straight) = (dir.path().join("out"), dir.path().join("straight"));
+    let script = format!(
+        "{FSDP} train --backend tcp --timeout 20 --steps 60 --save-every 10 --out {out} {small} & train=$!\n\
+         if [ $RANK = 1 ] && [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then\n\
+         while ! [ -e {out}/step-00000010 ]; do sleep 0.01; done; kill -9 $train; fi\n\
+         wait $train",
+        out = out.display(),
+        small = SMALL.join(" "),
+    );
+    // 12 rows are shared by 8 ranks at first, and by 7 then.
+    let options = ["launch", "--grace", "1", "--nproc", "6:8", "--max-restarts", "1", "--", "sh", "-c", &script];
+    fsdp(&options).assert().success().stderr(contains("7 processes are started again"));
+    train(&straight, &[&SMALL[..], &["--nproc", "1", "--steps", "60"]].concat());
+    let (losses, expected) = (losses(&out), losses(&straight));
+    assert_eq!(losses.len(), expected.len());
+    for (step, (loss, expected)) in losses.iter().zip(&expected).enumerate() {
+        assert!((loss - expected).abs() < 1e-3 * expected, "step {step}: loss {loss} is not {expected}");
+    }
+}
+
+#[test]
+fn a_rendezvous_that_fails_is_told_with_its_exit_code() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    let alone = |variables: &[(&str, &str)], arguments: &[&str]| {
+        let mut command = fsdp(&["train", "--timeout", "1", "--out", out.to_str().unwrap()]);
+        command.envs(variables.iter().copied()).args(arguments);
+        command
+    };
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let place = [
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", port.as_str()),
+        ("FSDP_JOB_ID", "test"),
+    ];
+    let lost = i32::from(exit_codes::RANK_LOST);
+    let usage = i32::from(exit_codes::USAGE);
+    alone(&place, &[]).assert().code(lost).stderr(contains(format!("rendezvous at `127.0.0.1:{port}` failed")));
+    alone(&place, &["--nproc", "3"]).assert().code(usage).stderr(contains("the launcher has started 2 ranks"));
+    drop(taken);
+    alone(&place, &[]).assert().code(lost).stderr(contains("connected: rank 0; missing: rank 1"));
+    alone(&[("RANK", "0"), ("WORLD_SIZE", "none")], &[]).assert().code(usage).stderr(contains("`WORLD_SIZE`"));
+    alone(&[], &["--backend", "tcp"]).assert().code(usage).stderr(contains("`RANK` is not set"));
+    assert!(!out.exists());
+}
+
+#[test]
+fn doctor_tells_backends_and_launcher() {
+    let report = |variables: &[(&str, &str)]| -> Value {
+        let output = fsdp(&["doctor", "--json"]).envs(variables.iter().copied()).assert().success();
+        serde_json::from_slice(&output.get_output().stdout).unwrap()
+    };
+    let alone = report(&[]);
+    assert_eq!(alone["backends"][1]["name"], "tcp");
+    assert_eq!(alone["backends"][1]["compiled_in"], true);
+    assert_eq!((&alone["launcher"], alone["cpu_cores"].as_u64() > Some(0)), (&Value::Null, true));
+    assert!(alone["libraries"].get("libnccl.so.2").is_some());
+    let launched = report(&[("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "node0")]);
+    assert_eq!(launched["launcher"]["name"], "torchrun");
+    assert_eq!((&launched["launcher"]["rank"], &launched["variables"]["RANK"]), (&1.into(), &"1".into()));
+    let broken = report(&[("RANK", "5"), ("WORLD_SIZE", "2")]);
+    assert!(broken["hints"][0].as_str().unwrap().contains("`RANK`"), "{broken}");
+    fsdp(&["doctor"]).assert().success().stdout(contains("nccl: not compiled in"));
+}

@@ -1,0 +1,35 @@
+//! The `fsdp` command from outside.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+#[path = "../common/mod.rs"]
+mod common;
+#[cfg(feature = "train")]
+#[path = "../metrics/mod.rs"]
+mod metrics;
+
+mod commands;
+mod digest;
+mod lossless;
+mod overwrite;
+mod pictures;
+mod plan;
+mod runs;
+mod sign;
+
+#[cfg(feature = "train")]
+mod equivalence;
+#[cfg(feature = "train")]
+mod failures;
+#[cfg(feature = "train")]
+mod kill;
+#[cfg(feature = "train")]
+mod launch;
+#[cfg(feature = "train")]
+mod memory_tier;
+#[cfg(feature = "train")]
+mod report;
+#[cfg(feature = "train")]
+mod stop;
+#[cfg(feature = "train")]
+mod train;

@@ -1,0 +1,111 @@
+//! `--overwrite` replaces checkpoints, and nothing that is not the checkpoint's.
+
+#![expect(clippy::disallowed_methods, reason = "the tests put files of others beside checkpoints")]
+
+use std::fs;
+use std::path::Path;
+
+use predicates::str::contains;
+use tempfile::TempDir;
+
+use crate::common::fsdp;
+
+const SOURCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/fsdp2_adamw_ws2/dcp");
+
+/// Writes the model of the fixture as a directory of Hugging Face, with a configuration beside it, and returns its path.
+fn model_directory(parent: &TempDir) -> String {
+    let path = parent.path().join("model").to_str().unwrap().to_owned();
+    let convert = ["convert", SOURCE, &path, "--to", "hf", "--include", "model.*"];
+    fsdp(&convert).assert().success();
+    for name in ["config.json", "tokenizer.json", "README.md"] {
+        fs::write(Path::new(&path).join(name), "{}").unwrap();
+    }
+    path
+}
+
+fn convert_again(path: &str) -> assert_cmd::assert::Assert {
+    fsdp(&["convert", SOURCE, path, "--to", "hf", "--include", "model.*", "--overwrite"]).assert()
+}
+
+#[test]
+fn the_files_of_a_framework_go_with_its_checkpoint() {
+    let parent = TempDir::new().unwrap();
+    let path = model_directory(&parent);
+    convert_again(&path).success();
+    assert!(!Path::new(&path).join("config.json").exists());
+}
+
+#[test]
+fn files_of_others_are_never_taken_away() {
+    for other in ["checkpoint-500/optimizer.pt", ".git/config", "thesis.tex", "other-model.safetensors.bak"] {
+        let parent = TempDir::new().unwrap();
+        let path = model_directory(&parent);
+        let other_path = Path::new(&path).join(other);
+        fs::create_dir_all(other_path.parent().unwrap()).unwrap();
+        fs::write(&other_path, "precious").unwrap();
+        let name = other.split('/').next().unwrap();
+        convert_again(&path).code(2).stderr(contains(format!("`{name}`")));
+        assert_eq!(fs::read(&other_path).unwrap(), b"precious");
+        assert!(Path::new(&path).join("config.json").exists());
+    }
+}
+
+#[test]
+fn a_configuration_stays_where_it_is_asked_for() {
+    let parent = TempDir::new().unwrap();
+    let path = model_directory(&parent);
+    let convert = ["convert", SOURCE, &path, "--to", "hf", "--include", "model.*", "--with", &path, "--overwrite"];
+    fsdp(&convert).assert().success();
+    assert_eq!(fs::read(Path::new(&path).join("config.json")).unwrap(), b"{}");
+}
+
+#[test]
+fn a_damaged_checkpoint_is_replaced_but_no_directory_beside_it() {
+    let parent = TempDir::new().unwrap();
+    let path = model_directory(&parent);
+    fs::write(first_safetensors(Path::new(&path)), "cut off").unwrap();
+    let other = Path::new(&path).join("checkpoint-500");
+    fs::create_dir(&other).unwrap();
+    convert_again(&path).code(2).stderr(contains("`checkpoint-500`"));
+    fs::remove_dir(other).unwrap();
+    convert_again(&path).success();
+}
+
+#[test]
+fn an_adapter_that_is_read_is_not_replaced() {
+    let parent = TempDir::new().unwrap();
+    let path = model_directory(&parent);
+    let adapter = parent.path().join("adapter");
+    fs::create_dir(&adapter).unwrap();
+    let settings = adapter.join("adapter_config.json");
+    fs::write(&settings, r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#).unwrap();
+    fs::copy(first_safetensors(Path::new(&path)), adapter.join("adapter_model.safetensors")).unwrap();
+    let adapter = adapter.to_str().unwrap();
+    let merge = ["merge", "--from", &path, "--lora", adapter, adapter, "--to", "hf", "--overwrite"];
+    fsdp(&merge).assert().code(2).stderr(contains("overlap"));
+    assert!(settings.exists());
+}
+
+fn first_safetensors(directory: &Path) -> std::path::PathBuf {
+    let mut entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    entries.find(|path| path.extension().is_some_and(|end| end == "safetensors")).unwrap()
+}
+
+#[test]
+fn a_file_that_is_no_checkpoint_stays() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("file");
+    let to = path.to_str().unwrap();
+    let convert =
+        || fsdp(&["convert", SOURCE, to, "--to", "safetensors", "--include", "model.*", "--overwrite"]).assert();
+    std::fs::write(&path, "notes of somebody").unwrap();
+    convert().code(2).stderr(contains("cannot be replaced"));
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "notes of somebody");
+    // An empty file is nobody's, and a checkpoint may be damaged.
+    std::fs::write(&path, "").unwrap();
+    convert().success();
+    let bytes = std::fs::read(&path).unwrap();
+    std::fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
+    convert().success();
+    assert!(std::fs::read(&path).unwrap() == bytes);
+}

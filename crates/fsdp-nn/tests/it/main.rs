@@ -1,0 +1,28 @@
+//! Sharded models: building, training, and their state.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod accumulation;
+mod buffers;
+mod building;
+mod clipping;
+mod comm_hook;
+mod equivalence;
+mod frozen;
+mod get_set;
+mod ignored;
+mod mixed_precision;
+mod offload;
+mod optimizers;
+mod prefetch;
+mod recompute;
+mod scaling;
+mod schedules;
+mod stale;
+mod state_dicts;
+mod stepping;
+mod summon;
+mod units;
+mod unreached;
+mod wrap;
+mod wrapped_pairs;
