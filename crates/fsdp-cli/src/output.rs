@@ -13,7 +13,8 @@ use super::text::{escaped, escaped_lines};
 #[error("stdout is closed")]
 pub(crate) struct StdoutClosed;
 
-fn told(written: io::Result<()>) -> Result<()> {
+/// Turns the error of a write to stdout into the one that commands return; a closed pipe becomes [`StdoutClosed`].
+fn stdout_result(written: io::Result<()>) -> Result<()> {
     written.map_err(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => StdoutClosed.into(),
         _ => Error::new(error).context("failed to write to stdout"),
@@ -36,15 +37,24 @@ pub(crate) fn raw(bytes: &[u8]) -> Result<()> {
     if capture::keep(bytes) {
         return Ok(());
     }
-    let mut stdout = io::stdout().lock();
-    told(stdout.write_all(bytes).and_then(|()| stdout.flush()))
+    stdout_result(write_stdout(bytes))
 }
 
-/// Writes lines of data.
+/// Writes bytes to stdout at once, without keeping a part of them back for a later line.
+fn write_stdout(bytes: &[u8]) -> io::Result<()> {
+    let mut stdout = io::stdout().lock();
+    stdout.write_all(bytes)?;
+    stdout.flush()
+}
+
+/// Writes lines of data; nothing if there are none.
 ///
 /// # Errors
 /// The same as [`data`].
 pub(crate) fn lines(lines: &[String]) -> Result<()> {
+    if lines.is_empty() {
+        return Ok(());
+    }
     let mut text = lines.join("\n");
     text.push('\n');
     raw(text.as_bytes())
@@ -73,10 +83,7 @@ pub(crate) enum Stream {
 #[cfg(feature = "train")]
 pub(crate) fn pass_on(stream: Stream, bytes: &[u8]) -> io::Result<()> {
     match stream {
-        Stream::Stdout => {
-            let mut stdout = io::stdout().lock();
-            stdout.write_all(bytes).and_then(|()| stdout.flush())
-        }
+        Stream::Stdout => write_stdout(bytes),
         Stream::Stderr => io::stderr().lock().write_all(bytes),
     }
 }

@@ -4,6 +4,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use fsdp_digest::DigestError;
 use thiserror::Error;
 
 use crate::pickle::{PickleError, PickleErrorKind};
@@ -321,6 +322,12 @@ pub enum FileError {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+}
+
+/// Returns the error of a box that is not one of its tensor.
+pub(crate) fn wrong_box(fqn: &str, error: &DigestError) -> FileError {
+    let source = FormatError::unexpected("a box of the tensor", error.to_string());
+    FileError::Encode { fqn: fqn.to_owned(), source }
 }
 
 /// Lists the first few files for a message.

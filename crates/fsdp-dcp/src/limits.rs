@@ -46,6 +46,8 @@ pub(crate) const MAX_INTEGRITY_BYTES: u64 = 4 << 30;
 pub(crate) const MAX_SAFETENSORS_HEADER_BYTES: u64 = 100_000_000;
 /// Bytes of a JSON index (`model.safetensors.index.json`).
 pub(crate) const MAX_INDEX_BYTES: u64 = 256 << 20;
+/// The most missing files that an error names: the number of files that are expected may come from a file.
+pub(crate) const MAX_LISTED_FILES: usize = 1000;
 
 /// Returns `true` if some machine could hold a tensor of this shape.
 pub(crate) fn is_sane_shape(shape: &[usize]) -> bool {

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use fsdp_digest::Digest;
 
+use crate::dcp::reader::CheckpointReader;
 use crate::error::FileError;
-use crate::formats::read::OpenOptions;
-use crate::open::open;
+use crate::formats::checkpoint::Checkpoint as _;
 pub use crate::storage::lineage::{DataPosition, Lineage, Parent};
 use crate::storage::location::Location;
 use crate::storage::names::METADATA_FILE;
@@ -83,7 +83,8 @@ pub fn chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
         if name.starts_with('.') || !path.join(METADATA_FILE).is_file()? {
             continue;
         }
-        let checkpoint = open(&path, OpenOptions::default())?;
+        // The directory itself, without files of other programs beside its own, of which no digests were recorded.
+        let checkpoint = CheckpointReader::open(&path)?;
         let digest = checkpoint.digests().map(|digests| digests.root());
         links.push(Link { name, digest, lineage: checkpoint.lineage().cloned(), notes: Vec::new() });
     }

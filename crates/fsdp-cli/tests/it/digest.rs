@@ -176,8 +176,12 @@ fn every_checkpoint_of_a_run_names_its_parent_and_a_broken_chain_is_seen() {
     assert_eq!(rows.len(), 5);
     assert!(rows.iter().all(|row| row["notes"] == Value::Array(Vec::new())), "{rows:?}");
     fsdp(&["log", &out]).assert().success().stdout(contains("begins the run"));
-    // Another state takes the place of step 4.
     let steps = |step: u64| format!("{out}/step-{step:08}");
+    // A file of another program beside a checkpoint's own has no part in the chain.
+    let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../fsdp-dcp/tests/fixtures/lightning/meta.pt");
+    fs::copy(beside, format!("{}/meta.pt", steps(4))).unwrap();
+    assert_eq!(log(&out), rows);
+    // Another state takes the place of step 4.
     fs::remove_dir_all(steps(4)).unwrap();
     fsdp(&["log", &out]).assert().success().stdout(contains("its parent is not here"));
     let other = directory.path().join("other").to_str().unwrap().to_owned();

@@ -30,8 +30,7 @@ pub fn check(part: impl Into<Location>) -> Result<(), FileError> {
     let directory = reader.directory();
     for name in covered(&reader)? {
         let file = directory.file(&name)?;
-        let verified = file.parts().and_then(|parts| parts.into_iter().try_for_each(|part| file.verify(part, None)));
-        verified.map_err(|source| directory.file_error(&name, source))?;
+        file.verify_whole().map_err(|source| directory.file_error(&name, source))?;
     }
     Ok(())
 }

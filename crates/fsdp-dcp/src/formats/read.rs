@@ -9,7 +9,7 @@ use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, TensorBox};
 use tracing::{debug_span, info_span};
 
-use crate::error::{FileError, FormatError};
+use crate::error::{FileError, wrong_box};
 use crate::metadata::Metadata;
 use crate::payload::slot::{Slot, SlotDigest};
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
@@ -116,8 +116,7 @@ impl Files<'_> {
         let names: BTreeSet<&str> = stored.map(|stored| stored.relative_path.as_str()).collect();
         for name in names {
             let file = self.directory.file(name)?;
-            let checked = file.parts().and_then(|parts| parts.into_iter().try_for_each(|part| file.verify(part, None)));
-            checked.map_err(|source| self.directory.file_error(name, source))?;
+            file.verify_whole().map_err(|source| self.directory.file_error(name, source))?;
         }
         Ok(())
     }
@@ -191,10 +190,8 @@ fn sum_over(job: &mut Job<'_>, metadata: &Metadata, request: &LoadRequest) -> Re
     let Some(tensor) = metadata.tensor(&request.fqn) else { return Ok(()) };
     for slot in &mut job.slots {
         let element = tensor.properties.dtype.size_in_bytes() as usize;
-        let place = BoxPlace::new(&tensor.shape, &slot.bounds, element).map_err(|error| {
-            let source = FormatError::unexpected("a box of the tensor", error.to_string());
-            FileError::Encode { fqn: request.fqn.clone(), source }
-        })?;
+        let place = BoxPlace::new(&tensor.shape, &slot.bounds, element);
+        let place = place.map_err(|error| wrong_box(&request.fqn, &error))?;
         slot.digest = Some(SlotDigest::new(place));
     }
     Ok(())

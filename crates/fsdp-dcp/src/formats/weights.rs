@@ -13,6 +13,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::{FileError, FormatError};
+use crate::limits::MAX_LISTED_FILES;
 use crate::storage::checked_directory::CheckedDirectory;
 
 /// The stems that libraries look for, in their order of preference.
@@ -21,8 +22,6 @@ const STEMS: [&str; 4] = ["model", "diffusion_pytorch_model", "adapter_model", "
 const SINGLE_FIRST: [&str; 2] = ["model", "pytorch_model"];
 /// The words for variants after other stems than [`STEMS`]. Any other dot is a part of a name, as in `llama-3.1`.
 const VARIANTS: [&str; 7] = ["bf16", "ema", "fp16", "fp32", "fp8", "int8", "non_ema"];
-/// The largest number of missing files that an error names.
-const MAX_LISTED: usize = 1000;
 /// The stem of files in Mistral's own format. They hold the same weights as the files of [`STEMS`] beside them, under
 /// other keys.
 const CONSOLIDATED: &str = "consolidated";
@@ -75,7 +74,7 @@ impl Weights {
         let parts = groups.values().flat_map(|group| group.parts.values());
         let expected = parts.flat_map(|part| part.names_of_all(ending));
         let missing = expected.filter(|name| names.binary_search(name).is_err());
-        directory.check_missing(missing.take(MAX_LISTED).collect())?;
+        directory.check_missing(missing.take(MAX_LISTED_FILES).collect())?;
         let mut files: Vec<String> = groups.into_values().flat_map(|group| group.files).collect();
         files.sort_unstable();
         Ok(Weights::Files(files))

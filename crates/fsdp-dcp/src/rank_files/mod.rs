@@ -29,6 +29,7 @@ use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
 use crate::formats::read::OpenOptions;
 use crate::formats::structure::Structure;
+use crate::limits::MAX_LISTED_FILES;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
@@ -119,7 +120,7 @@ fn add_item(
         }
     }
     // A mesh tells how many ranks there were, where the names do not.
-    let missing = (0..ranks).filter(|rank| !files.contains_key(rank)).take(names::MAX_LISTED);
+    let missing = (0..ranks).filter(|rank| !files.contains_key(rank)).take(MAX_LISTED_FILES);
     let missing = missing.filter_map(|rank| Some(files.values().next()?.of_rank(rank)));
     assembler.directory().check_missing(missing.collect())?;
     if of_each_rank {
@@ -163,7 +164,7 @@ fn check_ranks(
     if last > world_size {
         return Err(two_saves(directory, first, &first.of_rank(last - 1)));
     }
-    let missing = (0..world_size).filter(|rank| !files.contains_key(rank)).take(names::MAX_LISTED);
+    let missing = (0..world_size).filter(|rank| !files.contains_key(rank)).take(MAX_LISTED_FILES);
     directory.check_missing(missing.map(|rank| first.of_rank(rank)).collect())
 }
 

@@ -3,9 +3,6 @@
 /// The item that is a state of its own on each rank.
 pub(super) const EXTRA_STATE: &str = "extra_state";
 
-/// The number of missing files that an error names at most.
-pub(super) const MAX_LISTED: usize = 1000;
-
 /// The most ranks that are believed.
 const MAX_RANKS: usize = 1 << 20;
 

@@ -27,7 +27,7 @@ use crate::formats::lookup::{check_length, no_value, tensor_of};
 use crate::formats::read::OpenOptions;
 use crate::formats::replicas::check_replicas;
 use crate::formats::weights::Weights;
-use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK, is_sane_shape};
+use crate::limits::{MAX_INDEX_BYTES, MAX_LISTED_FILES, MAX_TENSOR_RANK, is_sane_shape};
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties};
 use crate::payload::slot::Slot;
 use crate::storage::backend::Links;
@@ -58,9 +58,6 @@ pub(crate) struct SafetensorsCheckpoint {
 
 /// The ending of the names of safetensors files.
 const ENDING: &str = ".safetensors";
-
-/// The number of missing shards that an error names at most.
-const MAX_LISTED: usize = 1000;
 
 /// The memory that a part of a tensor takes, besides the first.
 const PART: u64 = 512;
@@ -195,7 +192,7 @@ impl SafetensorsCheckpoint {
         }
         // The number comes from a file and may be absurdly large, so only the first few names are made.
         let missing = (0..shards).map(shard_name).filter(|name| names.binary_search(name).is_err());
-        self.directory.check_missing(missing.take(MAX_LISTED).collect())
+        self.directory.check_missing(missing.take(MAX_LISTED_FILES).collect())
     }
 
     /// Checks that a file is of the same ranks as the first one.
@@ -211,7 +208,7 @@ impl SafetensorsCheckpoint {
     fn check_rank_files(&self, names: &[String], note: Option<&RankNote>) -> Result<(), FileError> {
         // The numbers come from a file: only the first few names are kept.
         let missing = note.into_iter().flat_map(RankNote::names).filter(|name| names.binary_search(name).is_err());
-        self.directory.check_missing(missing.take(MAX_LISTED).collect())
+        self.directory.check_missing(missing.take(MAX_LISTED_FILES).collect())
     }
 
     /// Adds the tensors that an index names, each from the file that it gives.

@@ -12,7 +12,7 @@ use super::sidecar::{
 };
 use super::values;
 use crate::digest::check_copy;
-use crate::error::{FileError, FormatError};
+use crate::error::{FileError, FormatError, wrong_box};
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::CopiedFiles;
 use crate::metadata::Metadata;
@@ -161,10 +161,7 @@ impl<'w> Files<'w> {
         let place = |piece: &Piece<'_>| {
             let Some(tensor) = self.digested.tensor(piece.fqn) else { return Ok(None) };
             let place = BoxPlace::new(&tensor.shape, &piece.bounds, piece.dtype.size_in_bytes() as usize);
-            place.map(Some).map_err(|error| {
-                let source = FormatError::unexpected("a box of the tensor", error.to_string());
-                FileError::Encode { fqn: piece.fqn.to_owned(), source }
-            })
+            place.map(Some).map_err(|error| wrong_box(piece.fqn, &error))
         };
         pieces.iter().map(place).collect()
     }

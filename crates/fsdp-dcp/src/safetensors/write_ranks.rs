@@ -13,7 +13,7 @@ use indexmap::IndexMap;
 use super::sidecar::VALUES_FILE;
 use super::slices::{RANK_NOTE, RankNote, SliceNote, rank_file_name};
 use super::write::{Aside, Files, Piece, Sums, digests, files_of, finish, whole_tensors};
-use crate::error::{FileError, FormatError};
+use crate::error::{FileError, FormatError, wrong_box};
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::CopiedFiles;
 use crate::formats::lookup::tensor_of;
@@ -60,10 +60,7 @@ impl RankSlices<'_> {
             if let Some(progress) = self.streamed.options.progress {
                 progress(bytes.len() as u64);
             }
-            sum.add_box(&tensor.shape, bounds, element, bytes).map_err(|error| {
-                let source = FormatError::unexpected("a box of the tensor", error.to_string());
-                FileError::Encode { fqn: fqn.to_owned(), source }
-            })
+            sum.add_box(&tensor.shape, bounds, element, bytes).map_err(|error| wrong_box(fqn, &error))
         };
         if slice.ranges.is_empty() {
             source.read_box(fqn, part, dst)?;

@@ -85,6 +85,11 @@ impl CheckedFile {
         Ok(parts)
     }
 
+    /// Reads the whole file, and checks it against its hashes. The first block that differs is the error.
+    pub(crate) fn verify_whole(&self) -> Result<(), FormatError> {
+        self.parts()?.into_iter().try_for_each(|part| self.verify(part, None))
+    }
+
     /// Reads and checks one of its [`parts`](Self::parts), a block at a time. Fails at the first block that does not
     /// have its hash. `progress` is called with the number of bytes of each block that has been checked.
     pub(crate) fn verify(&self, part: Range<u64>, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), FormatError> {

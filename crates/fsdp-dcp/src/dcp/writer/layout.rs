@@ -4,7 +4,7 @@ use fsdp_digest::{BoxPlace, Digest};
 use fsdp_layout::TensorBox;
 
 use crate::dcp::item::TensorItem;
-use crate::error::{FileError, FormatError};
+use crate::error::{FileError, wrong_box};
 use crate::payload::source::PayloadSource;
 use crate::plan::{LocalPlan, SelectedItem, Selection, WriteContent};
 use crate::torch::value::encode_value;
@@ -96,9 +96,9 @@ impl<'p> FileLayout<'p> {
                     let around = TensorItem::new(properties.dtype, &bounds.sizes).map_err(encode)?;
                     let place = digests.then(|| {
                         let place = BoxPlace::new(shape, bounds, properties.dtype.size_in_bytes() as usize);
-                        place.map_err(|error| FormatError::unexpected("a box of the tensor", error.to_string()))
+                        place.map_err(|error| wrong_box(&of.fqn, &error))
                     });
-                    let place = place.transpose().map_err(encode)?;
+                    let place = place.transpose()?;
                     tensors.push(placed(around.length(), Content::Tensor { bounds, place, around }));
                 }
             }
