@@ -260,27 +260,27 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
         let (count, name) = (written.aside.len(), destination.name);
         let are = if written.dry_run { "would be" } else { "are" };
         output::talk(&format!("{count} values that `{name}` cannot hold {are} in `{file}`:"));
-        output::talk_keys(&written.aside);
+        written.aside.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
     }
     if !written.quantized.is_empty() {
         let count = written.quantized.len();
         output::talk(&format!(
             "{count} quantized tensors were written as integers, with a value `KEY.quantizer` for each:"
         ));
-        output::talk_keys(&written.quantized);
+        written.quantized.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
     }
     if !written.containers.is_empty() {
         let (count, name) = (written.containers.len(), destination.name);
         output::talk(&format!(
             "{count} places of the state dict that `{name}` cannot tell (keys become text, tuples lists, empty dicts go):"
         ));
-        output::talk_keys(&written.containers);
+        written.containers.iter().for_each(|place| output::talk(&format!("  {}", escaped(place))));
     }
     if !written.dropped.is_empty() {
         let count = written.dropped.len();
         let were = if count == 1 { "item was" } else { "items were" };
         output::talk(&format!("{count} opaque {were} left out:"));
-        output::talk_keys(&written.dropped);
+        written.dropped.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
     }
     let names =
         |files: &[String]| files.iter().map(|file| format!("`{}`", escaped(file))).collect::<Vec<_>>().join(", ");
