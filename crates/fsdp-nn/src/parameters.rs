@@ -106,7 +106,7 @@ impl ShardedParameters {
         for handle in &self.handles {
             // The root unit is reduced last on all ranks, whatever parameters the backward reaches on each of them.
             if handle.is_root {
-                handle.end_last();
+                handle.reduce_last();
             } else {
                 handle.begin_backward(&reached);
             }
