@@ -322,6 +322,13 @@ impl ShardedParameters {
         units
     }
 
+    /// Returns `true` while the model has the average of its weights in the place of the weights: see
+    /// [`AveragedModel::swap`](crate::AveragedModel::swap).
+    #[must_use]
+    pub fn has_average(&self) -> bool {
+        self.shared.has_average()
+    }
+
     /// Prepares a change of all values: a backward of an earlier forward becomes an error. No communication.
     pub(crate) fn begin_change_of_all(&self) -> Result<()> {
         self.handles.iter().try_for_each(|handle| handle.begin_change())
