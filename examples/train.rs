@@ -108,8 +108,8 @@ fn train(group: &ProcessGroup, options: &Options) -> Result<f64> {
         let samples = sampler.next_batch(group.rank(), group.world_size());
         let (x, y) = batch(&samples)?;
         // Gradients are averaged over ranks. Where ranks have different numbers of samples, each sample counts the same.
-        let weight = samples.len() as f64 * group.world_size() as f64 / BATCH as f64;
-        let mine = run.model.forward(|net| (net.forward(&x)? - &y)?.sqr()?.mean_all()? * weight)?;
+        let weight = sampler.weight_of_sample(group.world_size());
+        let mine = run.model.forward(|net| (net.forward(&x)? - &y)?.sqr()?.sum_all()? * weight)?;
         run.model.backward(&mine)?;
         run.model.parameters().clip_grad_norm(1.0)?;
         run.optimizers[0].step()?;

@@ -244,6 +244,10 @@ fn set_sampler_and_scaler(
 impl<M> Stateful for TrainState<M> {
     fn state_dict(&self) -> Result<StateDict, CheckpointError> {
         let parameters = self.model.parameters();
+        // They would be saved as the weights, which are elsewhere.
+        if parameters.has_average() {
+            return Err(NnError::Swapped.into());
+        }
         let views = StateDictOptions { share_storage: true, ..StateDictOptions::default() };
         let mut state = StateDict::new();
         state.insert(MODEL, get_model_state_dict(parameters, &views)?);

@@ -68,10 +68,14 @@ impl AveragedModel {
     /// Makes an average that begins as a copy of the weights. It takes as much memory as the shards.
     ///
     /// # Errors
-    /// [`NnError::EmaDecay`] for a decay that is not between 0 and 1; candle's errors.
+    /// [`NnError::EmaDecay`] for a decay that is not between 0 and 1; [`NnError::Swapped`] while the model has another average;
+    /// candle's errors.
     pub fn new(parameters: &Arc<ShardedParameters>, decay: f64) -> Result<Self> {
         if !(0.0..=1.0).contains(&decay) {
             return Err(NnError::EmaDecay { decay });
+        }
+        if parameters.has_average() {
+            return Err(NnError::Swapped);
         }
         let copy = |fqn: &str| {
             let piece = parameters.local_piece(fqn)?;
@@ -90,9 +94,9 @@ impl AveragedModel {
     /// Updates the average with the current weights. Call it after each optimizer step, on every rank.
     ///
     /// # Errors
-    /// [`NnError::Swapped`] while the model has the average; candle's errors.
+    /// [`NnError::Swapped`] while the model has this average or another one; candle's errors.
     pub fn update(&mut self) -> Result<()> {
-        if self.is_swapped {
+        if self.parameters.has_average() {
             return Err(NnError::Swapped);
         }
         let weight = if self.n_averaged == 0 { 1.0 } else { 1.0 - self.decay };
@@ -107,16 +111,23 @@ impl AveragedModel {
                 lerp(&mut HostSliceMut::<T>::write(average)?, &HostSlice::<T>::read(&param)?, weight);
             }, else ());
         }
-        self.n_averaged += 1;
+        self.n_averaged = self.n_averaged.saturating_add(1);
         Ok(())
     }
 
-    /// Exchanges the weights of the model with the average. Until it is called again, the model computes with the average,
-    /// and its optimizers must not step. Every rank must call it.
+    /// Exchanges the weights of the model with the average. Until it is called again, the model computes with the average. Its
+    /// state dict is that of the average then, for a model to be published, but a step of an optimizer, a save or load of a
+    /// run, and a load of the model are errors. Every rank must call it.
+    ///
+    /// If the average is dropped while the model has it, the weights are lost: the model keeps the average, and cannot be
+    /// trained any more.
     ///
     /// # Errors
-    /// [`NnError::UnitInUse`] inside a forward; candle's errors.
+    /// [`NnError::UnitInUse`] inside a forward; [`NnError::Swapped`] while the model has another average; candle's errors.
     pub fn swap(&mut self) -> Result<()> {
+        if self.parameters.has_average() && !self.is_swapped {
+            return Err(NnError::Swapped);
+        }
         self.parameters.reshard()?;
         for (fqn, average) in &self.average {
             self.parameters.begin_change(fqn)?;
@@ -134,6 +145,7 @@ impl AveragedModel {
             }, else ());
         }
         self.is_swapped = !self.is_swapped;
+        self.parameters.shared.set_has_average(self.is_swapped);
         Ok(())
     }
 
@@ -205,13 +217,14 @@ impl AveragedModel {
     }
 }
 
-/// Returns the number that a value holds.
+/// Returns the number of updates that a value holds.
 fn count_of(value: &StateValue) -> Option<i64> {
-    match value {
+    let count: Option<i64> = match value {
         StateValue::Tensor(tensor) if tensor.elem_count() == 1 => {
             tensor.flatten_all().ok()?.to_dtype(DType::I64).ok()?.get(0).ok()?.to_scalar().ok()
         }
         StateValue::Plain(value) => value.as_int(),
         _ => None,
-    }
+    };
+    count.filter(|count| *count >= 0)
 }

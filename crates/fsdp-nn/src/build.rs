@@ -96,8 +96,10 @@ impl Built {
         let align = if config.use_orig_params { aligned_numel(file_dtype(dtype)?) } else { 0 };
         let shapes = declared.iter().map(|(fqn, p)| ((*fqn).clone(), p.tensor.dims().to_vec())).collect();
         let layout = FlatLayout::new(shapes, align, self.groups.shards())?;
-        let params =
-            declared.iter().map(|(fqn, p)| Parameter::new((*fqn).clone(), p.tensor.clone(), p.requires_grad)).collect();
+        let params = declared
+            .iter()
+            .map(|(fqn, p)| Parameter::new((*fqn).clone(), p.tensor.clone(), p.requires_grad, p.is_in_graph))
+            .collect();
         let precision = unit.precision;
         if let Some(reduce) = precision.reduce
             && !file_dtype(reduce).is_ok_and(|dtype| dtype.is_float())

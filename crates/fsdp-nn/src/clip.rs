@@ -23,7 +23,7 @@ pub enum OnNonFinite {
     /// Every rank gets the same error, and the gradients stay as they are: torch's `error_if_nonfinite=True`.
     #[default]
     Error,
-    /// Every rank forgets its gradients, so that the next optimizer step changes nothing and counts for nothing.
+    /// Every rank drops its gradients. The next optimizer step then updates no parameter and no state.
     Skip,
     /// The gradients are scaled all the same, by zero or by NaN, and a step would spread that to all parameters: torch's
     /// default, `error_if_nonfinite=False`. For those who look at the norm before they step.
@@ -49,8 +49,8 @@ impl ShardedParameters {
         self.grad_norm_of(GradNorm::L2)
     }
 
-    /// Returns a norm of all gradients together, the same on every rank; 0 without gradients. Not a number if any gradient is
-    /// none. Collectives: as [`Self::grad_norm`].
+    /// Returns a norm of all gradients together, the same on every rank; 0 without gradients, NaN if any gradient is NaN.
+    /// Collectives: as [`Self::grad_norm`].
     ///
     /// # Errors
     /// The all-reduce's.
@@ -90,7 +90,8 @@ impl ShardedParameters {
     /// as [`Self::grad_norm`].
     ///
     /// # Errors
-    /// The errors of [`Self::finite_grad_norm`]; the gradients are unchanged then.
+    /// [`NnError::MaxNorm`] for a norm that is negative or NaN; the errors of [`Self::finite_grad_norm`]. The gradients are
+    /// unchanged then.
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
         self.clip_grad_norm_with(max_norm, ClipOptions::default())
     }
@@ -99,8 +100,12 @@ impl ShardedParameters {
     /// finite. The norm that is returned tells every rank of that: it is infinite or NaN on all of them, or on none.
     ///
     /// # Errors
-    /// The all-reduce's; with [`OnNonFinite::Error`] also [`NnError::NonFiniteGradients`].
+    /// [`NnError::MaxNorm`] for a norm that is negative or NaN; the all-reduce's; with [`OnNonFinite::Error`] also
+    /// [`NnError::NonFiniteGradients`].
     pub fn clip_grad_norm_with(&self, max_norm: f64, options: ClipOptions) -> Result<f64> {
+        if max_norm.is_nan() || max_norm < 0.0 {
+            return Err(NnError::MaxNorm { max_norm });
+        }
         let norm = self.grad_norm_of(options.norm)?;
         match options.on_non_finite {
             _ if norm.is_finite() => {}

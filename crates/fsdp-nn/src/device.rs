@@ -1,6 +1,6 @@
 //! Parameters and gradients on GPUs: what is done where they are, rather than on the host.
 //!
-//! Collectives here say whether they could: where the process group moves only host memory they have done nothing.
+//! The collectives here return `None` or `false`, and do nothing, if the process group cannot move GPU memory.
 
 use std::ops::Range;
 

@@ -1,7 +1,5 @@
 //! The errors of sharded modules and optimizers.
 
-use std::io;
-
 use fsdp_comm::CommError;
 use fsdp_flat::FlatError;
 use fsdp_layout::{ErrorKind, Failure, FlatLayoutError};
@@ -51,8 +49,16 @@ pub enum NnError {
         decay: f64,
     },
     /// The model computes with the average of its weights.
-    #[error("the model has the average of its weights now: call `AveragedModel::swap` again first")]
+    #[error(
+        "the model has the average of its weights now: call `swap` of the `AveragedModel` that has the weights first"
+    )]
     Swapped,
+    /// Gradients are to be clipped by a norm that no norm can be.
+    #[error("gradients cannot be clipped to a norm of {max_norm}: it must be at least 0, and not NaN")]
+    MaxNorm {
+        /// The norm.
+        max_norm: f64,
+    },
     /// Gradients of some rank hold NaN or infinities, which an update would spread to the parameters of all.
     #[error("the norm of the gradients is {norm}: gradients of some rank are not finite")]
     NonFiniteGradients {
@@ -161,6 +167,14 @@ pub enum NnError {
         /// The shape in the checkpoint.
         found: Vec<usize>,
     },
+    /// A buffer is registered under a name that the model has already, or after the model has been built.
+    #[error("buffer `{name}` is registered {problem}")]
+    Buffer {
+        /// The buffer.
+        name: String,
+        /// The circumstance that is wrong.
+        problem: &'static str,
+    },
     /// A model is complete once it has been sharded.
     #[error("parameter `{fqn}` is requested after the model has been built")]
     LateParameter {
@@ -229,6 +243,15 @@ pub enum NnError {
     BackwardNotEnded {
         /// The unit's name; empty for the root.
         unit: String,
+    },
+    /// The parameters of a group are others than when the optimizer was made.
+    #[error(
+        "parameter group {index} has been replaced by one of other parameters: change the hyperparameters of a group, or make \
+         a new optimizer"
+    )]
+    OtherParameters {
+        /// The position of the group.
+        index: usize,
     },
     /// Two parameter groups hold one parameter.
     #[error("parameter `{fqn}` is in more than one parameter group")]
@@ -403,86 +426,6 @@ impl From<NnError> for StateError {
 
 /// The result of this crate's functions.
 pub type Result<T, E = NnError> = std::result::Result<T, E>;
-
-impl NnError {
-    /// Returns the error of a computation, which is [`NnError::ParametersSharded`] if candle read released memory.
-    /// `sharded` returns the parameters that are not there, and their units.
-    pub(crate) fn of_computation(
-        error: candle_core::Error,
-        sharded: impl FnOnce() -> (Vec<String>, Vec<String>),
-    ) -> Self {
-        if !reads_released(&error) {
-            return error.into();
-        }
-        let (parameters, units) = sharded();
-        if parameters.is_empty() {
-            return error.into();
-        }
-        NnError::ParametersSharded { parameters, units, error: operation(&error) }
-    }
-
-    /// Turns this into candle's error, to pass through code that candle calls. `From` turns it back into this error.
-    pub(crate) fn into_candle(self) -> candle_core::Error {
-        match self {
-            NnError::Candle(error) => error,
-            // candle's variant for I/O is the one that keeps the type of the error inside.
-            other => candle_core::Error::Io(io::Error::other(other)),
-        }
-    }
-}
-
-impl From<candle_core::Error> for NnError {
-    /// Takes candle's error, or the one of this crate that went through candle.
-    fn from(error: candle_core::Error) -> Self {
-        use candle_core::Error;
-        match error {
-            Error::Io(error) => match error.downcast::<NnError>() {
-                Ok(error) => error,
-                Err(error) => NnError::Candle(Error::Io(error)),
-            },
-            Error::WithBacktrace { inner, .. } if is_ours(&inner) => Self::from(*inner),
-            Error::Context { inner, .. } if is_ours(&inner) => Self::from(*inner),
-            error => NnError::Candle(error),
-        }
-    }
-}
-
-/// Returns `true` if an operation met the dummy dtype of released memory, or may have.
-fn reads_released(error: &candle_core::Error) -> bool {
-    use candle_core::{DType::F4, Error};
-    match error {
-        Error::UnexpectedDType { got, .. } => *got == F4,
-        Error::DTypeMismatchBinaryOp { lhs, rhs, .. } => *lhs == F4 || *rhs == F4,
-        // candle's fused norms name the dtype of their input, and not that of the weight that is not there.
-        Error::UnsupportedDTypeForOp(dtype, _) => *dtype == F4 || dtype.is_float(),
-        Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } | Error::WithPath { inner, .. } => {
-            reads_released(inner)
-        }
-        _ => false,
-    }
-}
-
-/// Returns the operation that met released memory, for messages: its dtype says nothing to whoever wrote the model.
-fn operation(error: &candle_core::Error) -> String {
-    use candle_core::Error;
-    match error {
-        Error::UnexpectedDType { msg, .. } => (*msg).to_owned(),
-        Error::DTypeMismatchBinaryOp { op, .. } | Error::UnsupportedDTypeForOp(_, op) => format!("in {op}"),
-        Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } | Error::WithPath { inner, .. } => {
-            operation(inner)
-        }
-        error => error.to_string(),
-    }
-}
-
-fn is_ours(error: &candle_core::Error) -> bool {
-    use candle_core::Error;
-    match error {
-        Error::Io(error) => error.get_ref().is_some_and(|inner| inner.is::<NnError>()),
-        Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } => is_ours(inner),
-        _ => false,
-    }
-}
 
 impl Failure for NnError {
     fn kind(&self) -> ErrorKind {

@@ -168,12 +168,18 @@ impl<M> FullyShardedDataParallel<M> {
         })?)
     }
 
-    /// Runs the backward of a loss, in place of candle's `loss.backward()`. The gradients are averaged over all ranks and added to the existing ones, sharded
-    /// like the parameters. Collectives for each unit that the backward reaches: one all-gather (full sharding), one
-    /// reduce-scatter over the shard group, and one all-reduce over the replicas (without sharding, over all ranks).
-    /// The reductions also run for units that it does not reach, if earlier backwards inside [`Self::no_sync`] have
-    /// left gradients there. At the end one all-reduce of a byte per parameter tells all ranks which parameters got a
-    /// gradient on any rank.
+    /// Runs the backward of a loss, in place of candle's `loss.backward()`. The gradients are averaged over all ranks and added
+    /// to the existing ones, sharded like the parameters. Collectives for each unit that the backward reaches: one all-gather
+    /// (full sharding), one reduce-scatter over the shard group, and one all-reduce over the replicas (without sharding,
+    /// over all ranks). Before the last of them, those of the root unit, one all-reduce of a byte for each unit and each
+    /// parameter tells all ranks which parameters got a gradient on any rank. The reductions also run for units that this
+    /// backward does not reach, if it reaches them on other ranks, or if earlier backwards inside [`Self::no_sync`] have left
+    /// gradients there.
+    ///
+    /// Ranks may reach different parameters of a unit, or none of the root. Every other unit must be reached on all ranks or
+    /// on none, because they gather and reduce it together in the middle of the backward. If the batches of some ranks have
+    /// no use for a unit, let its output enter their losses times a tensor of zeros. (A product with the number 0 is no part of
+    /// candle's graph.)
     ///
     /// After the first backward a warning (`tracing`) names the trained parameters that got no gradient. This is
     /// usually caused by operations of candle that have no backward and silently stop gradients.
@@ -182,25 +188,16 @@ impl<M> FullyShardedDataParallel<M> {
     ///
     /// # Errors
     /// candle's errors, and those of the collectives; [`NnError::ChangedSinceForward`] if the values of a unit have
-    /// changed since the forward. All gradients are dropped then.
+    /// changed since the forward. All gradients of this rank are dropped then.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
-        let grads = match self.compute_gradients(loss) {
-            Ok(grads) => grads,
-            Err(error) => {
-                self.parameters.zero_grad();
-                // Units in use by a forward around this backward refuse, and stay gathered. Ignore that: the error to return
-                // is that of the backward.
-                for handle in &self.parameters.handles {
-                    let _ = handle.reshard();
-                }
-                return Err(error);
+        self.compute_gradients(loss).inspect_err(|_| {
+            self.parameters.zero_grad();
+            // Units in use by a forward around this backward refuse, and stay gathered. Ignore that: the error to return
+            // is that of the backward.
+            for handle in &self.parameters.handles {
+                let _ = handle.reshard();
             }
-        };
-        let shared = &self.parameters.shared;
-        if shared.syncs() && (shared.all_reduces() || self.parameters.replicate_group().is_none()) {
-            self.parameters.agree_on_gradients()?;
-        }
-        Ok(grads)
+        })
     }
 
     /// Runs the backward of a loss, and waits until all gradients are reduced.
@@ -218,11 +215,7 @@ impl<M> FullyShardedDataParallel<M> {
         if let Some(phase) = &phase {
             phase.complete()?;
         }
-        // Each unit may still have gradients to reduce. All ranks go through the units in the same order.
-        for handle in self.parameters.handles.iter().rev() {
-            handle.finish_backward()?;
-        }
-        self.parameters.handles.iter().try_for_each(|handle| handle.take_reduced())?;
+        self.parameters.finish_backward()?;
         Ok(grads)
     }
 
@@ -257,7 +250,8 @@ impl<M> FullyShardedDataParallel<M> {
     /// `set_requires_all_reduce`. While it is off, backwards with [`HybridShard`](crate::ShardingStrategy::HybridShard)
     /// reduce-scatter gradients inside of each replica, and accumulate them there as shards. The first backward after
     /// it is on again reduces the sum over the replicas. Like [`Self::set_requires_gradient_sync`] it avoids traffic
-    /// between replicas, but takes less memory. Strategies without replicas ignore it. Every rank must set the same; no
+    /// between replicas, but takes less memory. With [`NoShard`](crate::ShardingStrategy::NoShard), where every rank is a
+    /// replica, it avoids all traffic. Other strategies have no replicas, and ignore it. Every rank must set the same; no
     /// communication.
     pub fn set_requires_all_reduce(&self, requires_all_reduce: bool) {
         self.parameters.shared.set_no_all_reduce(!requires_all_reduce);

@@ -42,6 +42,15 @@ pub(crate) fn is_anchor(tensor: &Tensor) -> bool {
     matches!(leaves().get(&tensor.id()), Some(Leaf::Anchor))
 }
 
+/// Returns `true` if a tensor is computed from a parameter that was built to be trained, or from a variable that is no
+/// parameter.
+pub(crate) fn depends_on_trainable(tensor: &Tensor) -> bool {
+    tensor.sorted_nodes().into_iter().any(|node| match parameter_of(node) {
+        Some(slot) => slot.is_trainable(),
+        None => node.is_variable() && !is_anchor(node),
+    })
+}
+
 thread_local! {
     /// The gradients of parameters from backwards that run inside another backward, the innermost last.
     static INNER: RefCell<Vec<HashMap<TensorId, Tensor>>> = const { RefCell::new(Vec::new()) };
@@ -129,6 +138,12 @@ impl ParameterSlot {
         self.owner.get().and_then(|owner| owner.unit.upgrade())
     }
 
+    /// Returns `true` if the parameter was built to be trained, or may have been.
+    fn is_trainable(&self) -> bool {
+        let Some(Owner { unit, param }) = self.owner.get() else { return true };
+        unit.upgrade().is_none_or(|unit| unit.params[*param].is_trainable)
+    }
+
     /// Returns the number of the last change of values.
     pub(crate) fn last_change(&self) -> u64 {
         self.unit().map_or(0, |unit| unit.last_change())
@@ -186,7 +201,7 @@ impl CustomOp1 for ParameterOp {
     }
 }
 
-/// The identity, whose backward makes sure of a unit's parameters.
+/// The identity. Its backward gathers a unit's parameters, and checks that they have not changed since the forward.
 pub(crate) struct PreBackwardOp {
     /// The unit that is gathered, and checked; `None` for a model without a root unit.
     handle: Option<Weak<FlatParamHandle>>,

@@ -106,7 +106,7 @@ impl ShardedParameters {
         for handle in &self.handles {
             // The root unit is reduced last on all ranks, whatever parameters the backward reaches on each of them.
             if handle.is_root {
-                handle.end_last();
+                handle.reduce_last();
             } else {
                 handle.begin_backward(&reached);
             }
@@ -320,6 +320,13 @@ impl ShardedParameters {
         let mut units = self.wrapped.handles();
         units.extend(self.handles.iter().filter(|handle| !handle.needs_gather() && !handle.is_root).cloned());
         units
+    }
+
+    /// Returns `true` while the model has the average of its weights in the place of the weights: see
+    /// [`AveragedModel::swap`](crate::AveragedModel::swap).
+    #[must_use]
+    pub fn has_average(&self) -> bool {
+        self.shared.has_average()
     }
 
     /// Prepares a change of all values: a backward of an earlier forward becomes an error. No communication.

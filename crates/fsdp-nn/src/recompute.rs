@@ -16,8 +16,9 @@ use crate::hooks::{InnerBackward, ParameterSlot, is_anchor, parameter_of};
 /// A module whose activations are not kept: torch's `checkpoint_wrapper`. Its forward is computed again in the backward, from
 /// the same input. Between the two only the input takes memory.
 ///
-/// Put it inside of a unit, as in torch: then the unit is gathered once for the backward. Around a unit it works too,
-/// but the unit is gathered twice. Gradients are bit for bit those of the module itself. It adds no communication.
+/// Put it inside of a unit, as in torch: then the unit is gathered once for the backward. Around units it works too, but each
+/// of them is gathered twice, and all units of the part and their gradients are in memory together in the backward. Gradients
+/// are bit for bit those of the module itself. It adds no communication.
 ///
 /// Both forwards must compute the same; a dropout, for example, must use the same mask. State that a forward changes,
 /// such as batch norm's running statistics, is changed twice.
@@ -95,8 +96,8 @@ impl<M: Module + Send + Sync + 'static> Module for Recomputed<M> {
     }
 }
 
-/// Computes `f` of some tensors without keeping its activations, which the backward computes again: torch's `checkpoint`,
-/// without re-entrance. Gradients go to the inputs, to the parameters of sharded models that `f` uses, and to candle's
+/// Computes `f` of some tensors without keeping its activations, which the backward computes again: torch's `checkpoint`
+/// with `use_reentrant=False`. Gradients go to the inputs, to the parameters of sharded models that `f` uses, and to candle's
 /// variables, and are bit for bit those of a call of `f`.
 ///
 /// `f` must compute the same both times. Tensors with gradients that depend on earlier parts of the model should be among

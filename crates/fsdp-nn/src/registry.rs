@@ -9,9 +9,9 @@ use candle_nn::var_builder::SimpleBackend;
 use fsdp_flat::storage::{release, zeroed_vec};
 use fsdp_flat::with_float;
 use indexmap::{IndexMap, IndexSet};
+use tracing::warn;
 
 use crate::config::FsdpConfig;
-use crate::handle::takes_part_in_backward;
 use crate::hooks::{ParameterOp, ParameterSlot};
 use crate::unit::UnitSlot;
 use crate::wrap::{WrappedUnits, unit_of};
@@ -27,6 +27,8 @@ pub(crate) struct Declared {
     pub(crate) slot: Arc<ParameterSlot>,
     pub(crate) unit: usize,
     pub(crate) requires_grad: bool,
+    /// `true` if candle records what is computed with it.
+    pub(crate) is_in_graph: bool,
 }
 
 /// The declarations of a model so far, in order.
@@ -44,8 +46,9 @@ pub(crate) struct Registry {
     pub(crate) buffers: IndexMap<String, (Tensor, bool)>,
     /// The names of those buffers that are parameters selected by `FsdpConfig::ignored_states`.
     pub(crate) ignored: IndexSet<String>,
-    /// The first invalid tie. `Scope::tie` cannot return an error, so it is reported when the model is complete.
-    wrong_tie: Option<NnError>,
+    /// The first invalid tie or buffer. `Scope::tie` and `Scope::buffer` cannot return an error, so it is reported when the
+    /// model is complete.
+    wrong: Option<NnError>,
     /// `true` once the model has been sharded.
     is_complete: bool,
     /// `true` if parameters will be sharded.
@@ -87,7 +90,7 @@ impl Registry {
             announced: IndexSet::new(),
             buffers: IndexMap::new(),
             ignored: IndexSet::new(),
-            wrong_tie: None,
+            wrong: None,
             is_complete: false,
             is_sharded,
             requires_grad: Arc::clone(&config.requires_grad),
@@ -104,7 +107,7 @@ impl Registry {
     }
 
     /// Returns the unit that a requested name belongs to: the unit that is being built, or else that of a pattern.
-    fn asking_unit(&mut self, name: &str) -> usize {
+    fn unit_of_request(&mut self, name: &str) -> usize {
         if let Some(&open) = self.open.last() {
             return open;
         }
@@ -143,10 +146,15 @@ impl Registry {
     /// Ends the declarations, and returns the other names of parameters: alias to parameter.
     pub(crate) fn complete(&mut self) -> Result<IndexMap<String, String>> {
         self.is_complete = true;
-        if let Some(error) = self.wrong_tie.take() {
+        if let Some(error) = self.wrong.take() {
             return Err(error);
         }
         self.check_patterns()?;
+        if let Some(name) =
+            self.buffers.keys().find(|name| self.params.contains_key(*name) || self.aliases.contains_key(*name))
+        {
+            return Err(NnError::Buffer { name: name.clone(), problem: "under the name of a parameter" });
+        }
         let mut resolved = IndexMap::new();
         for alias in self.aliases.keys() {
             let fqn = self.resolve(alias)?;
@@ -206,7 +214,7 @@ impl Registry {
         match self.aliases.get(&alias) {
             Some(first) if first != fqn => {
                 let error = NnError::TiedTwice { alias, first: first.clone(), second: fqn.to_owned() };
-                self.wrong_tie.get_or_insert(error);
+                self.wrong.get_or_insert(error);
             }
             _ => {
                 self.aliases.insert(alias, fqn.to_owned());
@@ -214,9 +222,20 @@ impl Registry {
         }
     }
 
+    /// Registers a buffer of the model's own. The first one whose name another buffer has is kept as an error.
+    pub(crate) fn add_buffer(&mut self, name: String, value: Tensor, persistent: bool) {
+        if self.is_complete {
+            warn!("buffer `{name}` is registered after the model has been built, so it is in no state dict");
+        } else if self.buffers.contains_key(&name) {
+            self.wrong.get_or_insert(NnError::Buffer { name, problem: "twice" });
+        } else {
+            self.buffers.insert(name, (value, persistent));
+        }
+    }
+
     /// Checks that a parameter is gathered whenever the unit that requests it (`here`) computes: it must belong to that
     /// unit, to the root, or to a unit around it.
-    fn check_reach(&self, fqn: &str, owner: usize, here: usize) -> Result<()> {
+    fn check_is_gathered_in(&self, fqn: &str, owner: usize, here: usize) -> Result<()> {
         if self.is_complete || owner == 0 || owner == here || self.open.contains(&owner) {
             return Ok(());
         }
@@ -237,15 +256,15 @@ impl Registry {
         }
         if let Some(existing) = self.params.get(&name) {
             check_same(&name, &existing.tensor, &shape, dtype)?;
-            return self.again(asked, &name);
+            return self.request_again(asked, &name);
         }
         if self.is_complete {
             return Err(NnError::LateParameter { fqn: name });
         }
         self.check_saved(&name, &shape)?;
-        let unit = self.asking_unit(&name);
-        let here = self.asking_unit(asked);
-        self.check_reach(&name, unit, here)?;
+        let unit = self.unit_of_request(&name);
+        let here = self.unit_of_request(asked);
+        self.check_is_gathered_in(&name, unit, here)?;
         let requires_grad = (self.requires_grad)(&name);
         let precision = self.units[unit].precision;
         let shard_dtype = if precision.param == Some(dtype) { self.dtype } else { dtype };
@@ -253,16 +272,31 @@ impl Registry {
         let slot = Arc::new(ParameterSlot::default());
         let op = ParameterOp { shape, dtype, slot: Arc::clone(&slot) };
         let anchor = Var::zeros(1, DType::F32, device)?;
-        let tensor = if takes_part_in_backward(requires_grad, unit == 0, is_gathered) {
-            anchor.as_tensor().apply_op1(op)?
-        } else {
-            anchor.as_tensor().apply_op1_no_bwd(&op)?
-        };
+        let is_in_graph = requires_grad || self.is_frozen_in_graph(unit, is_gathered);
+        let tensor =
+            if is_in_graph { anchor.as_tensor().apply_op1(op)? } else { anchor.as_tensor().apply_op1_no_bwd(&op)? };
         release(&tensor)?;
         slot.set_tensors(&tensor, anchor.as_tensor());
-        self.params
-            .insert(name, Declared { tensor: tensor.clone(), dtype: shard_dtype, init, slot, unit, requires_grad });
+        self.params.insert(
+            name,
+            Declared { tensor: tensor.clone(), dtype: shard_dtype, init, slot, unit, requires_grad, is_in_graph },
+        );
         Ok(tensor)
+    }
+
+    /// Returns `true` if candle is to record what is computed with the frozen parameters of a unit.
+    fn is_frozen_in_graph(&self, unit: usize, is_gathered: bool) -> bool {
+        // The root stays gathered until the end of the backward, which need not come to it.
+        if unit == 0 {
+            return false;
+        }
+        // Gradients of earlier layers need the values of a gathered unit, and a backward that comes to the unit's parameters
+        // shows when it has finished with them.
+        //
+        // Where nothing is gathered, candle would keep a gradient of a frozen parameter that is not in the graph until the
+        // end of the backward. `Unit` cuts the graph after a unit that nothing trained comes before. Units by pattern have no
+        // such place.
+        is_gathered || !self.by_pattern.values().any(|by_pattern| *by_pattern == unit)
     }
 
     /// Returns `true` if initial values must be computed.
@@ -291,12 +325,12 @@ impl Registry {
     }
 
     /// Returns the tensor of an existing parameter, which is requested again by the name `asked`.
-    fn again(&mut self, asked: &str, fqn: &str) -> Result<Tensor> {
-        let here = self.asking_unit(asked);
+    fn request_again(&mut self, asked: &str, fqn: &str) -> Result<Tensor> {
+        let here = self.unit_of_request(asked);
         let Some(existing) = self.params.get(fqn) else {
             return Err(NnError::UnknownParameter { fqn: fqn.to_owned() });
         };
-        self.check_reach(fqn, existing.unit, here)?;
+        self.check_is_gathered_in(fqn, existing.unit, here)?;
         Ok(existing.tensor.clone())
     }
 
@@ -311,7 +345,7 @@ impl Registry {
             Some(shape) if !self.params.contains_key(&fqn) => {
                 self.parameter(shape.into(), asked, Init::Const(0.0), dtype, device)
             }
-            _ => self.again(asked, &fqn),
+            _ => self.request_again(asked, &fqn),
         }
     }
 
@@ -326,7 +360,7 @@ impl Registry {
             return Err(NnError::LateParameter { fqn: name.to_owned() });
         }
         self.check_saved(name, shape)?;
-        let here = self.asking_unit(name);
+        let here = self.unit_of_request(name);
         let precision = self.units[here].precision;
         let full = if precision.param == Some(dtype) { self.dtype } else { dtype };
         let dtype = if self.ignored.contains(name) { dtype } else { precision.buffer.unwrap_or(full) };

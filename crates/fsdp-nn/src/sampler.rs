@@ -111,8 +111,36 @@ impl ShardedSampler {
         self.consumed
     }
 
+    /// Returns the weight that each sample has in the loss of its rank: `ranks / batch`.
+    ///
+    /// Gradients are averaged over ranks, and ranks may have different numbers of samples. Let a rank's loss be the *sum* of the
+    /// losses of its samples times this weight. Then each sample of a global batch counts the same, on any number of ranks.
+    /// With the mean of a rank's samples it would not, and a rank without samples would make all gradients NaN.
+    ///
+    /// ```
+    /// use fsdp_nn::sampler::{SamplerOptions, ShardedSampler};
+    /// let options = SamplerOptions { samples: 10, batch: 5, ..SamplerOptions::default() };
+    /// let loss_of_sample = |sample: u64| sample as f64;
+    /// let loss_of_batch = |ranks: usize| -> Result<f64, Box<dyn std::error::Error>> {
+    ///     let mut losses = 0.0;
+    ///     for rank in 0..ranks {
+    ///         let mut sampler = ShardedSampler::new(options)?;
+    ///         let sum: f64 = sampler.next_batch(rank, ranks).into_iter().map(loss_of_sample).sum();
+    ///         losses += sum * sampler.weight_of_sample(ranks);
+    ///     }
+    ///     Ok(losses / ranks as f64)
+    /// };
+    /// assert_eq!(loss_of_batch(2)?, loss_of_batch(1)?);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn weight_of_sample(&self, ranks: usize) -> f64 {
+        ranks as f64 / self.options.batch as f64
+    }
+
     /// Returns one rank's samples of the next global batch, as indices into the data set, and advances to the batch
-    /// after it. The numbers of samples of two ranks differ by at most one. Every rank must call it for each batch.
+    /// after it. The numbers of samples of two ranks differ by at most one, and a rank has none if there are more ranks than
+    /// samples in a batch: see [`Self::weight_of_sample`]. Every rank must call it for each batch.
     pub fn next_batch(&mut self, rank: usize, ranks: usize) -> Vec<u64> {
         let batch = self.options.batch;
         let start = |rank: usize| (u128::from(batch) * rank as u128 / ranks.max(1) as u128) as u64;
@@ -241,6 +269,18 @@ mod tests {
                 epoch.sort_unstable();
                 prop_assert_eq!(epoch, (0..samples).collect::<Vec<_>>());
             }
+        }
+    }
+
+    #[test]
+    fn the_weights_of_all_samples_of_a_batch_are_those_of_its_mean() {
+        for (batch, ranks) in [(10, 1), (10, 4), (2, 5), (1, 3)] {
+            let of_rank = |rank: usize| {
+                let mut sampler = sampler(100, batch, 1);
+                sampler.next_batch(rank, ranks).len() as f64 * sampler.weight_of_sample(ranks)
+            };
+            let mean = (0..ranks).map(of_rank).sum::<f64>() / ranks as f64;
+            assert!((mean - 1.0).abs() < 1e-12, "{mean} for {batch} on {ranks}");
         }
     }
 

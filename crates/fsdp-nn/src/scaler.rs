@@ -17,15 +17,16 @@ use crate::{NnError, Result, device};
 /// Options of a [`GradScaler`], with torch's defaults; the same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GradScalerOptions {
-    /// The scale at the beginning, 65536.
+    /// The scale at the beginning; 65536 by default.
     pub init_scale: f64,
-    /// The factor by which the scale grows, 2.
+    /// The factor by which the scale grows; 2 by default.
     pub growth_factor: f64,
-    /// The factor by which the scale falls after gradients that were not finite, 0.5.
+    /// The factor by which the scale falls after gradients that were not finite; 0.5 by default.
     pub backoff_factor: f64,
-    /// The number of consecutive steps with finite gradients after which the scale grows, 2000.
+    /// The number of consecutive steps with finite gradients after which the scale grows; 2000 by default.
     pub growth_interval: u32,
-    /// `true` (the default) if losses are scaled at all. If not, every method does what it would without a scaler.
+    /// `true` (the default) to scale losses. With `false`, [`GradScaler::scale`] returns the loss as it is, and
+    /// [`GradScaler::step`] always steps the optimizer.
     pub enabled: bool,
 }
 
@@ -203,7 +204,7 @@ impl GradScaler {
             // A scale of 0 could not grow again.
             self.scale = (self.scale * self.options.backoff_factor as f32).max(f32::MIN_POSITIVE);
             self.growth_tracker = 0;
-        } else if self.growth_tracker + 1 < self.options.growth_interval {
+        } else if self.growth_tracker.saturating_add(1) < self.options.growth_interval {
             self.growth_tracker += 1;
         } else {
             let grown = self.scale * self.options.growth_factor as f32;

@@ -109,9 +109,13 @@ impl Scope {
     ///
     /// Batch norm's running statistics, which candle requests as `running_mean` and `running_var`, are persistent
     /// buffers automatically. Each rank keeps the statistics of its own batches.
+    ///
+    /// A name that another buffer or a parameter has makes
+    /// [`FullyShardedDataParallel::new`](crate::FullyShardedDataParallel::new) fail. A buffer that comes after the model has been
+    /// built is returned as it is, with a warning, and is in no state dict.
     pub fn buffer(&self, name: &str, value: Tensor, persistent: bool) -> Tensor {
         if let Some(registry) = &self.registry {
-            lock(registry).buffers.insert(self.full_name(name), (value.clone(), persistent));
+            lock(registry).add_buffer(self.full_name(name), value.clone(), persistent);
         }
         value
     }

@@ -27,6 +27,8 @@ pub(crate) struct Shared {
     changes: AtomicU64,
     /// Reductions of gradients so far.
     reductions: AtomicU64,
+    /// `true` while the parameters have the values of an average, which has theirs.
+    has_average: AtomicBool,
     /// The units in the order in which they were made.
     units: Mutex<Vec<UnitState>>,
     /// Bytes of parameters that this rank holds now.
@@ -72,6 +74,16 @@ impl Shared {
     /// Returns the number of reductions of gradients so far.
     pub(crate) fn reductions(&self) -> u64 {
         self.reductions.load(Ordering::Relaxed)
+    }
+
+    /// Returns `true` while the parameters have the values of an average.
+    pub(crate) fn has_average(&self) -> bool {
+        self.has_average.load(Ordering::Relaxed)
+    }
+
+    /// Records whether the parameters have the values of an average.
+    pub(crate) fn set_has_average(&self, has_average: bool) {
+        self.has_average.store(has_average, Ordering::Relaxed);
     }
 
     /// Returns `true` if a backward reduces gradients over replicas too.

@@ -96,8 +96,8 @@ impl FullParameters<'_> {
         Ok(())
     }
 
-    /// Writes what has been [`set`](Self::set) into the model: each rank its own part. Collectives: one agreement, since
-    /// parts of different values would make a model that no rank has seen.
+    /// Writes what has been [`set`](Self::set) into the model: each rank its own part. Collectives: one agreement,
+    /// because each rank writes its own part: different values would be mixed in one parameter.
     ///
     /// # Errors
     /// [`NnError::DifferentModels`] if the ranks have set different parameters or values, and [`NnError::UnitInUse`] while

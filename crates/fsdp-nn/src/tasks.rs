@@ -18,8 +18,8 @@ thread_local! {
     static IS_ALONE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Lets this thread do all work itself from now on. A thread of ours is in no pool: what it shared would go to rayon's global
-/// one, whose threads would take the cores of the ranks' own pools.
+/// Makes this thread do all of its work itself. It belongs to no rayon pool, so work that it shared would run in rayon's global
+/// pool and take cores from the ranks' own pools.
 pub(crate) fn stay_on_this_thread() {
     IS_ALONE.set(true);
 }

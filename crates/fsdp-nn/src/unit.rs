@@ -6,7 +6,7 @@ use candle_core::{Module, Tensor};
 
 use crate::NnError;
 use crate::handle::FlatParamHandle;
-use crate::hooks::PreBackwardOp;
+use crate::hooks::{PreBackwardOp, depends_on_trainable};
 
 /// The handle of a unit; empty for a unit without parameters of its own.
 #[derive(Default)]
@@ -84,13 +84,22 @@ impl<M> Unit<M> {
         let output = f(&self.module).map_err(|error| handle.explain(error).into_candle())?;
         drop(whole);
         let output = output.map_tensors(&mut |tensor| handle.cast_output(tensor))?;
+        if !handle.needs_gather() && handle.is_built_frozen() {
+            return cut_graph(output);
+        }
         if !handle.needs_gather() || handle.is_root {
             return Ok(output);
         }
-        // Also where the parameters stay: by the time of the backward they may have been released, by another backward or
-        // by a change of values.
+        // Attach the hook even if the parameters stay gathered after the forward: another backward, or a change of values,
+        // may release them before this unit's backward.
         output.map_tensors(&mut |tensor| tensor.apply_op1(PreBackwardOp::new(&handle)))
     }
+}
+
+/// Cuts candle's graph after a frozen unit, unless something that can be trained comes before. Then no backward has to come here,
+/// and the activations are not kept. Only for a unit whose backward does not communicate: ranks may decide differently.
+fn cut_graph<O: UnitOutput>(output: O) -> candle_core::Result<O> {
+    output.map_tensors(&mut |tensor| Ok(if depends_on_trainable(&tensor) { tensor } else { tensor.detach() }))
 }
 
 impl<M: Module> Module for Unit<M> {

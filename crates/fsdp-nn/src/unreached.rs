@@ -1,6 +1,5 @@
 //! Parameters that get no gradient: optimizers leave them alone, and a warning names them.
 
-use fsdp_comm::ReduceOp;
 use tracing::warn;
 
 use crate::Result;
@@ -10,12 +9,11 @@ use crate::parameters::ShardedParameters;
 const NAMED: usize = 8;
 
 impl ShardedParameters {
-    /// Returns `true` if a gradient has come to the parameter, on any rank, since gradients were last forgotten. One that
+    /// Returns `true` if the parameter has got a gradient on any rank since the last [`Self::zero_grad`]. One that
     /// the loss does not depend on, or only through operations without a backward, has none: its [`Self::gradient`] is zero
     /// where its unit has gradients, and optimizers leave it as it is. No communication.
     ///
-    /// The ranks agree on it in [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward). After a
-    /// `loss.backward()` without that, all parameters of a unit count as having a gradient if any has.
+    /// The ranks agree on it in [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`](crate::NnError::UnknownParameter).
@@ -24,30 +22,23 @@ impl ShardedParameters {
         Ok(self.handles[location.handle].has_gradient(location.param))
     }
 
-    /// Tells all ranks which parameters a gradient has come to on any of them, and warns, once, of those without one.
-    /// Collectives: one all-reduce of a byte for each parameter.
-    pub(crate) fn agree_on_gradients(&self) -> Result<()> {
-        let touched = self.handles.iter().flat_map(|handle| handle.touched());
-        let mut touched: Vec<u8> = touched.map(u8::from).collect();
-        if self.group().world_size() > 1 {
-            self.group().all_reduce(&mut touched, ReduceOp::Max)?;
-        }
-        let mut rest = touched.as_slice();
+    /// Records which parameters got a gradient on any rank, and warns, once, of those without one. No communication.
+    pub(crate) fn set_has_gradient(&self, has_gradient: &[bool]) {
+        let mut rest = has_gradient;
         for handle in &self.handles {
             let of_unit;
             (of_unit, rest) = rest.split_at(handle.params.len());
-            handle.set_has_gradient(of_unit.iter().map(|&touched| touched != 0).collect());
+            handle.set_has_gradient(of_unit.to_vec());
         }
         // Every rank has the same result, so one warning is enough.
         if self.shared.begin_look_for_unreached() && self.group().rank() == 0 {
-            self.warn_of_unreached(&touched);
+            self.warn_of_unreached(has_gradient);
         }
-        Ok(())
     }
 
-    fn warn_of_unreached(&self, touched: &[u8]) {
-        let params = self.handles.iter().flat_map(|handle| &handle.params).zip(touched);
-        let unreached = params.filter(|(param, touched)| param.requires_grad() && **touched == 0);
+    fn warn_of_unreached(&self, has_gradient: &[bool]) {
+        let params = self.handles.iter().flat_map(|handle| &handle.params).zip(has_gradient);
+        let unreached = params.filter(|(param, has_gradient)| param.requires_grad() && !**has_gradient);
         let unreached: Vec<&str> = unreached.map(|(param, _)| param.fqn.as_str()).collect();
         if unreached.is_empty() {
             return;

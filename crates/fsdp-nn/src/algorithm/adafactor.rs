@@ -8,24 +8,25 @@ use super::state::{StateEntries, StateEntry};
 
 /// Hyperparameters of Adafactor; the defaults are torch's.
 ///
-/// Its averages are as small as a row and a column of the parameter, and then whole on every rank: `row_var` and `col_var`, or
-/// `variance` of a parameter of one dimension. Its optimizer must see the model's own parameters (`use_orig_params`).
+/// For a parameter of two or more dimensions it keeps one average for each row and one for each column (`row_var`, `col_var`),
+/// whole on every rank. For one of one dimension it keeps `variance`, sharded like the parameter. Its optimizer must see the
+/// model's own parameters (`use_orig_params`).
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdafactorOptions {
-    /// Largest relative learning rate, 0.01.
+    /// The largest relative learning rate; 0.01 by default.
     pub lr: f64,
-    /// The power of the step in the weight of new squares, -0.8.
+    /// The power of the step in the weight of new squares; -0.8 by default.
     pub beta2_decay: f64,
-    /// The least average of squares, by its root, and the least scale of a parameter: (`None`, 1e-3). `None` is the
-    /// smallest number that makes a difference to 1 in the parameter's dtype.
+    /// Two lower bounds: of the root of an average of squares, and of the root mean square of a parameter; (`None`, 1e-3) by
+    /// default. `None` stands for the distance from 1 to the next larger number of the parameter's dtype.
     pub eps: (Option<f64>, f64),
-    /// The norm of an update above which it is clipped, relative to its size, 1.
+    /// The clipping threshold: an update whose root mean square is larger is scaled down to it; 1 by default.
     pub d: f64,
-    /// The parameter shrinks by `lr` times this at each step, 0.
+    /// The weight decay: the parameter shrinks by `lr` times this at each step; 0 by default.
     pub weight_decay: f64,
-    /// Kept, not acted on.
+    /// A switch of torch's implementations. It is saved and loaded, and has no effect.
     pub foreach: Option<bool>,
-    /// Climbs instead of descending.
+    /// `true` to maximize the objective instead of minimizing it; `false` by default.
     pub maximize: bool,
 }
 

@@ -10,19 +10,19 @@ use super::state::{StateEntries, StateEntry};
 /// Hyperparameters of Adagrad; the defaults are torch's.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdagradOptions {
-    /// Learning rate, 1e-2.
+    /// The learning rate; 1e-2 by default.
     pub lr: f64,
-    /// The rate of update n is `lr / (1 + (n - 1) * lr_decay)`, 0.
+    /// The decay of the learning rate, which is `lr / (1 + (n - 1) * lr_decay)` in update n; 0 by default.
     pub lr_decay: f64,
-    /// Added to the denominator, 1e-10.
+    /// The number that is added to the denominator; 1e-10 by default.
     pub eps: f64,
-    /// L2 penalty, added to the gradient, 0.
+    /// The factor of the L2 penalty, which is added to the gradient; 0 by default.
     pub weight_decay: f64,
-    /// The value that the state entry `sum` starts from, 0.
+    /// The value that the state entry `sum` starts from; 0 by default.
     pub initial_accumulator_value: f64,
-    /// Climbs instead of descending.
+    /// `true` to maximize the objective instead of minimizing it; `false` by default.
     pub maximize: bool,
-    /// Kept, not acted on; Adagrad has no `capturable`.
+    /// Switches of torch's implementations. They are saved and loaded, and have no effect. Adagrad has no `capturable`.
     pub switches: Switches,
 }
 

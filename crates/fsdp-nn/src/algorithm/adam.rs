@@ -10,19 +10,20 @@ use super::state::{StateEntries, StateEntry};
 /// Hyperparameters of Adam and AdamW; [`Default`] has torch's for Adam, [`AdamOptions::adamw`] those for AdamW.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdamOptions {
-    /// Learning rate, 1e-3.
+    /// The learning rate; 1e-3 by default.
     pub lr: f64,
-    /// Decay rates of the running averages of the gradient and of its square, (0.9, 0.999).
+    /// The decay rates of the running averages of the gradient and of its square; (0.9, 0.999) by default.
     pub betas: (f64, f64),
-    /// Added to the denominator, 1e-8.
+    /// The number that is added to the denominator; 1e-8 by default.
     pub eps: f64,
-    /// Adam: L2 penalty, added to the gradient, 0. AdamW: the parameter shrinks by `lr` times this at each step, 0.01.
+    /// The weight decay. Adam adds the parameter times this to the gradient; 0 by default. AdamW shrinks the parameter by `lr`
+    /// times this at each step; 0.01 by default.
     pub weight_decay: f64,
-    /// Divides by the largest average of squares so far; makes the state entry `max_exp_avg_sq`.
+    /// `true` to divide by the largest average of squares so far, which is the state entry `max_exp_avg_sq`; `false` by default.
     pub amsgrad: bool,
-    /// Climbs instead of descending.
+    /// `true` to maximize the objective instead of minimizing it; `false` by default.
     pub maximize: bool,
-    /// Kept, not acted on.
+    /// Switches of torch's implementations. They are saved and loaded, and have no effect.
     pub switches: Switches,
 }
 
@@ -160,7 +161,7 @@ struct Scalars<T: Float> {
     descent: T::Real,
 }
 
-/// Returns the part of an average's weight that the gradients of the steps so far have; the rest is that of its zero start.
+/// Returns Adam's bias correction, `1 - beta^step`: a running average that starts at zero is divided by it.
 pub(crate) fn bias_correction(beta: f64, step: f32) -> f64 {
     1.0 - beta.powf(f64::from(step))
 }

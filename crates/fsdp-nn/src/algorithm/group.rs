@@ -18,7 +18,7 @@ pub struct Switches {
     pub fused: Option<bool>,
 }
 
-/// Takes hyperparameters out of a param group, and keeps account of the keys.
+/// Reads hyperparameters from a param group, and records which keys it knew and which were missing.
 pub(super) struct Reader<'a> {
     algorithm: &'static str,
     group: &'a [(String, PlainValue)],

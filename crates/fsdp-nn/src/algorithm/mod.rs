@@ -18,8 +18,8 @@
 //! - Where a tensor's elements do not fill torch's last vector, its `add(alpha=…)` rounds half types once more for those.
 //!   Here all elements are treated alike, so that a result does not depend on how a parameter was cut.
 //!
-//! `f16` with a small `eps` is a trap that torch leaves open: 1e-8 rounds to zero, and a zero gradient then divides zero
-//! by zero. [`Algorithm::check_dtype`] refuses it.
+//! With `f16` an `eps` of 1e-8 rounds to zero. A zero gradient is then divided by zero, which torch does not check.
+//! [`Algorithm::check_dtype`] refuses it.
 //!
 //! # Speed
 //! The loops are vectorised, also for the x86-64 baseline. `f32` comes near the memory's speed. `f64` calls the C library's
@@ -253,6 +253,11 @@ impl Algorithm {
     #[must_use]
     pub const fn state_exists_from_construction(&self) -> bool {
         matches!(self, Algorithm::Adagrad(_))
+    }
+
+    /// Returns `true` if an update needs the whole parameter, and not only a rank's part of it.
+    pub(crate) const fn needs_whole_parameters(&self) -> bool {
+        matches!(self, Algorithm::Adafactor(_) | Algorithm::Muon(_))
     }
 
     /// Updates one parameter, or a piece of it, in place: `torch.optim.Optimizer.step` for its elements.

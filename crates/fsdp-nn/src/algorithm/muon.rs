@@ -36,19 +36,19 @@ impl MuonAdjust {
 /// to AdamW.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MuonOptions {
-    /// Learning rate, 1e-3.
+    /// The learning rate; 1e-3 by default.
     pub lr: f64,
-    /// The parameter shrinks by `lr` times this at each step, 0.1.
+    /// The weight decay: the parameter shrinks by `lr` times this at each step; 0.1 by default.
     pub weight_decay: f64,
-    /// The part of the momentum that stays, 0.95.
+    /// The momentum factor; 0.95 by default.
     pub momentum: f64,
-    /// Looks one momentum step ahead; `true`.
+    /// `true` (the default) for Nesterov momentum.
     pub nesterov: bool,
-    /// The coefficients of the polynomial that makes a matrix orthogonal, (3.4445, -4.775, 2.0315).
+    /// The coefficients of the polynomial that makes a matrix orthogonal; (3.4445, -4.775, 2.0315) by default.
     pub ns_coefficients: (f64, f64, f64),
-    /// The least norm by which a matrix is divided, 1e-7.
+    /// The least norm by which a matrix is divided; 1e-7 by default.
     pub eps: f64,
-    /// The number of times the polynomial is applied, 5.
+    /// The number of times that the polynomial is applied; 5 by default.
     pub ns_steps: u64,
     /// The fit of the learning rate to the matrix; `None` is [`MuonAdjust::Original`].
     pub adjust_lr_fn: Option<MuonAdjust>,

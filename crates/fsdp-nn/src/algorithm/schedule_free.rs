@@ -17,19 +17,20 @@ use super::state::{Initial, StateEntries, StateEntry, StateKind};
 /// at first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScheduleFreeOptions {
-    /// Learning rate, 0.0025.
+    /// The learning rate; 0.0025 by default.
     pub lr: f64,
-    /// The weight of the average `x` in `y`, and the decay rate of the running average of squared gradients, (0.9, 0.999).
+    /// The weight of the average `x` in `y`, and the decay rate of the running average of squared gradients; (0.9, 0.999) by
+    /// default.
     pub betas: (f64, f64),
-    /// Added to the denominator, 1e-8.
+    /// The number that is added to the denominator; 1e-8 by default.
     pub eps: f64,
-    /// The power of the step in the weight of an iterate, 0.
+    /// The power of the step in the weight of an iterate; 0 by default.
     pub r: f64,
-    /// Steps in which the learning rate rises from 0, 0.
+    /// The number of steps in which the learning rate rises from 0; 0 by default.
     pub warmup_steps: u64,
-    /// The power of the learning rate in the weight of an iterate, 2.
+    /// The power of the learning rate in the weight of an iterate; 2 by default.
     pub weight_lr_power: f64,
-    /// Weight decay, computed at `y` like the gradients, 0.
+    /// The weight decay, computed at `y` like the gradients; 0 by default.
     pub weight_decay: f64,
     /// torch's switch between two implementations. It is saved and loaded, and has no effect.
     pub foreach: Option<bool>,

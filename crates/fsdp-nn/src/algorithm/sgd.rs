@@ -10,19 +10,19 @@ use super::state::{Initial, StateEntries, StateEntry, StateKind};
 /// Hyperparameters of SGD; the defaults are torch's.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SgdOptions {
-    /// Learning rate, 1e-3.
+    /// The learning rate; 1e-3 by default.
     pub lr: f64,
-    /// The part of the previous update that stays, 0. Anything else makes the state entry `momentum_buffer`.
+    /// The momentum factor; 0 by default. With any other value the state has the entry `momentum_buffer`.
     pub momentum: f64,
-    /// The part of the gradient that does not enter the momentum, 0.
+    /// The dampening: the gradient enters the momentum times `1 - dampening`; 0 by default.
     pub dampening: f64,
-    /// L2 penalty, added to the gradient, 0.
+    /// The factor of the L2 penalty, which is added to the gradient; 0 by default.
     pub weight_decay: f64,
-    /// Looks one momentum step ahead; needs momentum without dampening.
+    /// `true` for Nesterov momentum, which needs a momentum and no dampening; `false` by default.
     pub nesterov: bool,
-    /// Climbs instead of descending.
+    /// `true` to maximize the objective instead of minimizing it; `false` by default.
     pub maximize: bool,
-    /// Kept, not acted on; SGD has no `capturable`.
+    /// Switches of torch's implementations. They are saved and loaded, and have no effect. SGD has no `capturable`.
     pub switches: Switches,
 }
 

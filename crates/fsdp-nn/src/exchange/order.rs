@@ -41,7 +41,7 @@ impl Order {
     }
 
     /// Records that the phase uses a unit.
-    pub(super) fn come_to(&mut self, unit: usize) {
+    pub(super) fn record_use(&mut self, unit: usize) {
         self.follows &= self.known.get(self.current.len()) == Some(&unit);
         self.current.push(unit);
     }
@@ -68,7 +68,7 @@ mod tests {
     fn pass(order: &mut Order, units: &[usize]) -> Vec<Vec<usize>> {
         order.begin();
         let nexts = units.iter().map(|&unit| {
-            order.come_to(unit);
+            order.record_use(unit);
             order.next().to_vec()
         });
         let nexts = nexts.collect();

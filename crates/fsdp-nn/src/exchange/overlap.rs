@@ -149,7 +149,7 @@ impl Overlap {
     pub(crate) fn gather(&self, unit: &Arc<UnitExchange>) -> Result<Gathered> {
         let mut state = self.state();
         if let Some(order) = state.order() {
-            order.come_to(unit.number);
+            order.record_use(unit.number);
         }
         if state.gathers.front().is_some_and(|(number, _)| *number == unit.number)
             && let Some((_, ticket)) = state.gathers.pop_front()

@@ -140,7 +140,8 @@ impl UnitExchange {
         // earlier reductions (`partial`).
         if let Some(unsharded) = reduction.unsharded.take() {
             trace!(unit = %self.name, "reduce gradients");
-            let sent = cast(unsharded, reduction.sent_dtype)?;
+            // Gradients that stay on this rank are not rounded.
+            let sent = if self.groups.shard.is_some() { cast(unsharded, reduction.sent_dtype)? } else { unsharded };
             let scattered =
                 with_float!(sent.dtype(), T => self.reduce_scatter::<T>(sent)?, else return self.unsupported());
             self.add_to(&mut reduction.partial, cast(scattered, Some(self.reduce_dtype))?)?;

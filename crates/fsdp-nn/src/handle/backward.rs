@@ -6,32 +6,71 @@ use candle_core::{Tensor, TensorId};
 use fsdp_flat::storage::{HostSliceMut, zeros_on};
 use fsdp_flat::with_float;
 
-use super::{FlatParamHandle, HandleState, takes_part_in_backward};
+use super::{FlatParamHandle, HandleState};
 use crate::exchange::{Moment, Reduction};
 use crate::gradient::copy_gradient;
 use crate::precision::cast;
 use crate::{Result, device};
 
+/// The gradients that a rank has of a unit at the end of a backward, and has yet to reduce. What several ranks have together is
+/// the last of these that one of them has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Unreduced {
+    /// There are none.
+    Nothing,
+    /// Gradients that have been reduced over the shard group, and not yet over replicas.
+    Partial,
+    /// Gradients of the rank's own batches, whole.
+    Whole,
+    /// None, because the rank has reduced them in this backward already.
+    Reduced,
+}
+
+impl Unreduced {
+    /// Returns the number that ranks send for this, in the same order.
+    pub(crate) const fn to_byte(self) -> u8 {
+        match self {
+            Unreduced::Nothing => 0,
+            Unreduced::Partial => 1,
+            Unreduced::Whole => 2,
+            Unreduced::Reduced => 3,
+        }
+    }
+
+    /// Returns what [`Self::to_byte`] made this number of.
+    pub(crate) const fn of_byte(byte: u8) -> Self {
+        match byte {
+            0 => Unreduced::Nothing,
+            1 => Unreduced::Partial,
+            2 => Unreduced::Whole,
+            _ => Unreduced::Reduced,
+        }
+    }
+}
+
 impl HandleState {
-    /// Begins a backward that is yet to pass some of the parameters.
-    fn await_passing(&mut self, passed: Vec<bool>) {
-        self.not_passed = passed.iter().filter(|passed| !**passed).count();
-        self.passed = passed;
+    /// Begins a backward that is yet to come to some of the parameters.
+    fn expect_gradients_of(&mut self, finished: Vec<bool>) {
+        self.unfinished = finished.iter().filter(|finished| !**finished).count();
+        self.finished = finished;
+        self.is_reduced = false;
     }
 }
 
 impl FlatParamHandle {
-    /// Prepares a backward that will reach the tensors in `reached`. The unit is done when the backward has passed
+    /// Prepares a backward that will reach the tensors in `reached`. The unit is done when the backward has finished with
     /// those of its parameters that are among them.
     pub(crate) fn begin_backward(&self, reached: &HashSet<TensorId>) {
-        let tensors = self.params.iter().map(|param| param.tensor.id()).enumerate();
-        let passed = tensors.map(|(param, id)| self.is_never_passed(param) || !reached.contains(&id)).collect();
-        self.state().await_passing(passed);
+        let params = self.params.iter();
+        let finished = params.map(|param| !param.is_in_graph || !reached.contains(&param.tensor.id())).collect();
+        self.state().expect_gradients_of(finished);
     }
 
-    /// Prepares a backward in which this unit is reduced after all others, by [`Self::finish_backward`].
-    pub(crate) fn end_last(&self) {
-        self.state().ends_last = true;
+    /// Prepares a backward in which this unit is reduced after all others, by [`Self::reduce_rest`].
+    pub(crate) fn reduce_last(&self) {
+        let mut state = self.state();
+        state.is_reduced_last = true;
+        state.is_reduced = false;
     }
 
     /// Receives the gradient of one parameter from candle's backward, which no longer needs the parameter. When the
@@ -43,27 +82,27 @@ impl FlatParamHandle {
             // parameters have been released, so that both are never in memory together.
             state.received.push((param, grad.detach()));
         }
-        if state.passed.is_empty() {
-            state.await_passing((0..self.params.len()).map(|param| self.is_never_passed(param)).collect());
+        if state.finished.is_empty() {
+            state.expect_gradients_of(self.params.iter().map(|param| !param.is_in_graph).collect());
         }
         // One backward reaches each parameter once. A second gradient means that a backward before was not ended.
-        if !std::mem::replace(&mut state.passed[param], true) {
-            state.not_passed -= 1;
+        if !std::mem::replace(&mut state.finished[param], true) {
+            state.unfinished -= 1;
         }
-        if state.not_passed == 0 && !state.ends_last && !self.keeps_until_the_end() {
-            self.finish_backward_locked(&mut state)?;
+        if state.unfinished == 0 && !state.is_reduced_last && !self.keeps_until_the_end() {
+            self.end_backward_locked(&mut state)?;
+            // A partial gradient alone waits for the end of the backward.
+            if self.shared.syncs() && state.unsharded_grad.is_some() {
+                state.is_reduced = true;
+                self.reduce_locked(&mut state)?;
+            }
         }
         Ok(())
     }
 
-    /// Returns `true` if candle's backward never reaches a parameter: see [`takes_part_in_backward`].
-    fn is_never_passed(&self, param: usize) -> bool {
-        !takes_part_in_backward(self.params[param].is_trainable, self.is_root, self.needs_gather())
-    }
-
     /// Returns `true` if it cannot be known when a backward no longer needs the parameters.
     fn keeps_until_the_end(&self) -> bool {
-        self.needs_gather() && (0..self.params.len()).any(|param| self.is_never_passed(param))
+        self.needs_gather() && self.params.iter().any(|param| !param.is_in_graph)
     }
 
     /// Copies the received gradients into the unsharded flat gradient, or adds them to it.
@@ -72,13 +111,9 @@ impl FlatParamHandle {
         if received.is_empty() {
             return Ok(());
         }
-        let exchange = &self.exchange;
-        if state.unsharded_grad.is_none() {
-            state.unsharded_grad =
-                Some(zeros_on(&[exchange.layout.padded_unsharded_numel()], exchange.reduce_dtype, &exchange.device)?);
-            state.written = vec![false; self.params.len()];
-        }
+        self.make_unsharded_grad(state)?;
         state.touched.resize(self.params.len(), false);
+        let exchange = &self.exchange;
         let Some(buffer) = &state.unsharded_grad else { return Ok(()) };
         for (param, grad) in received {
             let grad = cast(grad, Some(exchange.reduce_dtype))?;
@@ -96,17 +131,26 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Ends a backward that reached only some of the unit's parameters, or none. If it reached some, the gradients of
-    /// the others count as zero.
-    ///
-    /// Gradients that earlier backwards inside `no_sync` have left are reduced too, even if this backward has none.
-    pub(crate) fn finish_backward(&self) -> Result<()> {
-        self.finish_backward_locked(&mut self.state())
+    /// Makes an unsharded flat gradient of zeros, unless there is one.
+    fn make_unsharded_grad(&self, state: &mut HandleState) -> Result<()> {
+        if state.unsharded_grad.is_none() {
+            let exchange = &self.exchange;
+            let numel = exchange.layout.padded_unsharded_numel();
+            state.unsharded_grad = Some(zeros_on(&[numel], exchange.reduce_dtype, &exchange.device)?);
+            state.written = vec![false; self.params.len()];
+        }
+        Ok(())
     }
 
-    fn finish_backward_locked(&self, state: &mut HandleState) -> Result<()> {
-        state.passed.clear();
-        state.ends_last = false;
+    /// Ends a backward, which may have reached only some of the unit's parameters, or none: releases the parameters, and
+    /// collects the gradients that have not been reduced yet. If it reached some, the gradients of the others count as zero.
+    pub(crate) fn end_backward(&self) -> Result<()> {
+        self.end_backward_locked(&mut self.state())
+    }
+
+    fn end_backward_locked(&self, state: &mut HandleState) -> Result<()> {
+        state.finished.clear();
+        state.is_reduced_last = false;
         // First release the parameters, so that the gradients can use that memory. If this backward runs inside a
         // forward, the forward still needs the parameters.
         if state.users == 0 {
@@ -118,10 +162,36 @@ impl FlatParamHandle {
         if let Some(overlap) = &self.overlap {
             overlap.gather_next(Moment::AfterComputation);
         }
-        if !self.shared.syncs() {
-            return Ok(());
+        Ok(())
+    }
+
+    /// Returns the gradients that this rank has left to reduce.
+    pub(crate) fn unreduced(&self) -> Unreduced {
+        let state = self.state();
+        match (&state.unsharded_grad, &state.partial) {
+            _ if state.is_reduced => Unreduced::Reduced,
+            (Some(_), _) => Unreduced::Whole,
+            (None, Some(_)) => Unreduced::Partial,
+            (None, None) => Unreduced::Nothing,
         }
-        self.reduce_locked(state)
+    }
+
+    /// Reduces the gradients that are left at the end of a backward. `unreduced` is what all ranks have together: a rank
+    /// that has less takes part with zeros, so that all ranks call the same collectives.
+    pub(crate) fn reduce_rest(&self, unreduced: Unreduced) -> Result<()> {
+        let mut state = self.state();
+        match unreduced {
+            Unreduced::Nothing => return Ok(()),
+            Unreduced::Reduced if state.is_reduced => return Ok(()),
+            Unreduced::Whole | Unreduced::Reduced => self.make_unsharded_grad(&mut state)?,
+            Unreduced::Partial if state.partial.is_none() => {
+                let exchange = &self.exchange;
+                let numel = exchange.layout.sharded_numel();
+                state.partial = Some(zeros_on(&[numel], exchange.reduce_dtype, &exchange.device)?);
+            }
+            Unreduced::Partial => {}
+        }
+        self.reduce_locked(&mut state)
     }
 
     /// Reduces the gradients over ranks, or starts the reduction in the background.

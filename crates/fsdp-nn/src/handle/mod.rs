@@ -18,7 +18,8 @@ use crate::precision::cast;
 use crate::shared::Shared;
 use crate::{MixedPrecision, NnError, Result, ShardingStrategy};
 
-pub(crate) use parameter::{Parameter, takes_part_in_backward};
+pub(crate) use backward::Unreduced;
+pub(crate) use parameter::Parameter;
 pub(crate) use whole::InUse;
 
 /// torch's name of a FlatParameter within its unit.
@@ -76,12 +77,14 @@ struct HandleState {
     has_gradient: Vec<bool>,
     /// The gradients that this backward has computed so far, by the numbers of their parameters.
     received: Vec<(usize, Tensor)>,
-    /// `true` for each parameter that this backward has passed, or never reaches; empty before it reaches the unit.
-    passed: Vec<bool>,
-    /// Parameters that this backward has yet to pass.
-    not_passed: usize,
+    /// `true` for each parameter that this backward has finished with, or never reaches; empty before it reaches the unit.
+    finished: Vec<bool>,
+    /// The number of parameters that this backward has yet to finish with.
+    unfinished: usize,
     /// `true` during a backward in which this unit is reduced after all others.
-    ends_last: bool,
+    is_reduced_last: bool,
+    /// `true` once this backward has reduced the unit's gradients, or begun to.
+    is_reduced: bool,
     /// The gradient that has been reduced over the shard group, and not yet over replicas; as long as the shard.
     partial: Option<Tensor>,
     /// The reduced gradient, as long as the shard.
@@ -181,6 +184,11 @@ impl FlatParamHandle {
         self.exchange.flat.is_some()
     }
 
+    /// Returns `true` if none of the parameters was built to be trained.
+    pub(crate) fn is_built_frozen(&self) -> bool {
+        self.params.iter().all(|param| !param.is_trainable)
+    }
+
     /// Converts the input of a forward to the dtype of the parameters, if that is asked for.
     pub(crate) fn cast_input(&self, input: &Tensor) -> candle_core::Result<Tensor> {
         let is_cast = self.precision.cast_inputs && self.precision.param.is_some();
@@ -255,8 +263,9 @@ impl FlatParamHandle {
         state.touched.clear();
         state.has_gradient.clear();
         state.received.clear();
-        state.passed.clear();
-        state.ends_last = false;
+        state.finished.clear();
+        state.is_reduced_last = false;
+        state.is_reduced = false;
     }
 
     /// Checks that no backward has left gradients here that it has not reduced.

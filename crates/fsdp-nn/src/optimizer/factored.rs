@@ -6,7 +6,7 @@ use fsdp_flat::storage::{HostSliceMut, to_device};
 use fsdp_flat::with_float;
 
 use super::local::{LocalParam, LocalState};
-use super::owners::{Owned, agree, from_owners, owned_of, to_owners};
+use super::owners::{Owned, agree, assign_owners, from_owners, owned_of, to_owners};
 use crate::Result;
 use crate::algorithm::{AdafactorOptions, Algorithm, Squares};
 use crate::parameters::ShardedParameters;
@@ -14,45 +14,92 @@ use crate::parameters::ShardedParameters;
 /// The most entries of averages that a parameter has.
 const ENTRIES: usize = 2;
 
-/// Updates the parameters of a group. Values travel, and are computed with, in `f64`: sums do not depend on ranks, and each
-/// result is rounded once.
+/// The number of elements of whole parameters for which a step takes memory at a time, on each rank; more if one parameter
+/// has more.
+const BATCH: usize = 1 << 24;
+
+/// Updates the parameters of a group, unless `before`, what this rank has done in the step so far, has failed on some rank.
+/// Values travel, and are computed with, in `f64`: sums do not depend on ranks, and each result is rounded once. That takes
+/// many times the memory of the parameters, so they are updated in batches.
 ///
 /// An average that has its parameter's shape is sharded with it, as in every optimizer's state; others are whole on every rank.
-/// Collectives: where parameters are sharded, two agreements, three to five exchanges and one all-gather over the shard group.
+/// Collectives: where parameters are sharded, for each batch two agreements, three to five exchanges and one all-gather over
+/// the shard group.
 pub(super) fn step_factored(
     options: &AdafactorOptions,
     algorithm: &Algorithm,
     parameters: &ShardedParameters,
     locals: &mut [LocalParam],
     indices: &[usize],
+    before: Result<()>,
+) -> Result<()> {
+    let group = parameters.shard_group();
+    let mut all = match before.and_then(|()| owned_of(algorithm, group, locals, indices)) {
+        Ok(all) => all,
+        // The other ranks learn it in the first agreement of their first batch.
+        Err(error) => return agree(group, Err(error)),
+    };
+    // Each rank updates about as much of a batch as any other. All ranks cut the same batches, because only shapes decide.
+    let largest = all.iter().map(Owned::numel).max().unwrap_or(0);
+    let limit = largest.max(BATCH).saturating_mul(group.map_or(1, ProcessGroup::world_size));
+    let mut rest = all.as_mut_slice();
+    loop {
+        let len = batch_len(rest.iter().map(Owned::numel), limit);
+        let (batch, after) = rest.split_at_mut(len);
+        assign_owners(batch, |shape| shape.iter().map(|&size| size as u128).product());
+        step_batch(options, parameters, locals, batch)?;
+        if after.is_empty() {
+            return Ok(());
+        }
+        rest = after;
+    }
+}
+
+/// Returns the number of parameters of the first batch, of these numbers of elements: at least one, if there are any.
+fn batch_len(numels: impl Iterator<Item = usize>, limit: usize) -> usize {
+    let mut total = 0usize;
+    let fits = numels.enumerate().take_while(|(index, numel)| {
+        total = total.saturating_add(*numel);
+        *index == 0 || total <= limit
+    });
+    fits.count()
+}
+
+/// Updates some of the parameters of a group.
+fn step_batch(
+    options: &AdafactorOptions,
+    parameters: &ShardedParameters,
+    locals: &mut [LocalParam],
+    all: &[Owned],
 ) -> Result<()> {
     let group = parameters.shard_group();
     let rank = group.map_or(0, ProcessGroup::rank);
-    let all = owned_of(algorithm, group, locals, indices, |shape| shape.iter().map(|&size| size as u128).product())?;
     let refs: Vec<&Owned> = all.iter().collect();
     // Step 1: this rank's parts of values and gradients, and the averages that all ranks have.
-    let read = all.iter().map(|one| read(one, &locals[one.local])).collect::<Result<Vec<_>>>();
-    let mut parts = agree(group, read)?;
+    let parts = all.iter().map(|owned| read_part(owned, &locals[owned.local])).collect::<Result<Vec<_>>>();
+    let mut parts = agree(group, parts)?;
     // Step 2: each owner puts its parameters together, and updates them and their averages.
     let mut params = to_owners(group, &refs, parts.iter_mut().map(|part| std::mem::take(&mut part.param)).collect())?;
     let grads = to_owners(group, &refs, parts.iter_mut().map(|part| std::mem::take(&mut part.grad)).collect())?;
     for entry in 0..ENTRIES {
-        join_sharded(group, entry, &all, &mut parts)?;
+        gather_sharded_averages(group, entry, all, &mut parts)?;
     }
-    for (((one, param), grad), part) in all.iter().zip(&mut params).zip(&grads).zip(&mut parts) {
-        if one.owner == rank {
-            let dtype = parameters.file_dtype(&locals[one.local].handle)?;
-            options.update(next_step(&locals[one.local]), dtype, &one.shape, param, grad, &mut part.squares);
+    for (((owned, param), grad), part) in all.iter().zip(&mut params).zip(&grads).zip(&mut parts) {
+        if owned.owner == rank {
+            let dtype = parameters.file_dtype(&locals[owned.local].handle)?;
+            options.update(next_step(&locals[owned.local]), dtype, &owned.shape, param, grad, &mut part.squares);
         }
     }
+    drop(grads);
     // Step 3: every rank gets its parts of the values, and all averages.
     let params = from_owners(group, &refs, params)?;
     let mut squares: Vec<Squares> = parts.into_iter().map(|part| part.squares).collect();
     if let Some(group) = group {
-        share(group, &all, &mut squares)?;
+        share_averages(group, all, &mut squares)?;
     }
     let written = all.iter().zip(params).zip(squares);
-    let written = written.map(|((one, param), squares)| write(one, rank, &mut locals[one.local], &param, &squares));
+    let written =
+        written.map(|((owned, param), squares)| write_part(owned, rank, &mut locals[owned.local], &param, &squares));
     agree(group, written.collect::<Result<()>>())
 }
 
@@ -71,16 +118,17 @@ fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     Ok(tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
 }
 
-fn read(one: &Owned, local: &LocalParam) -> Result<Part> {
+/// Reads this rank's part of a parameter, of its gradient and of its averages.
+fn read_part(owned: &Owned, local: &LocalParam) -> Result<Part> {
     local.handle.begin_change()?;
     let piece = |piece: Option<Tensor>| piece.map_or(Ok(Vec::new()), |piece| values(&piece));
-    let (param, grad) = (piece(local.handle.local_piece(one.param)?)?, piece(local.handle.grad_piece(one.param)?)?);
-    let squares = Squares::zeros(&one.shape);
+    let (param, grad) = (piece(local.handle.local_piece(owned.param)?)?, piece(local.handle.grad_piece(owned.param)?)?);
+    let squares = Squares::zeros(&owned.shape);
     let mut part = Part { grad, squares: squares.clone(), sharded: Default::default(), param };
-    for (entry, (name, zeros, shape)) in squares.entries(&one.shape).into_iter().enumerate() {
+    for (entry, (name, zeros, shape)) in squares.entries(&owned.shape).into_iter().enumerate() {
         let saved = local.state.as_ref().and_then(|state| state.entries.get(name));
         match saved {
-            _ if shape == one.shape => {
+            _ if shape == owned.shape => {
                 let flat = local.live_piece(name).filter(|flat| flat.elem_count() == part.param.len());
                 part.sharded[entry] = flat.map_or_else(|| Ok(vec![0.0; part.param.len()]), values)?;
             }
@@ -93,9 +141,14 @@ fn read(one: &Owned, local: &LocalParam) -> Result<Part> {
     Ok(part)
 }
 
-/// Puts the averages together on their owners that are sharded with their parameters, for one of the entries.
+/// Gathers the sharded averages of one entry: each owner gets those of its parameters whole.
 /// Collective: one exchange, none if there are none.
-fn join_sharded(group: Option<&ProcessGroup>, entry: usize, all: &[Owned], parts: &mut [Part]) -> Result<()> {
+fn gather_sharded_averages(
+    group: Option<&ProcessGroup>,
+    entry: usize,
+    all: &[Owned],
+    parts: &mut [Part],
+) -> Result<()> {
     let is_sharded = |one: &Owned| Squares::shapes(&one.shape).get(entry).is_some_and(|(_, shape)| *shape == one.shape);
     let chosen: Vec<usize> = (0..all.len()).filter(|&index| is_sharded(&all[index])).collect();
     if chosen.is_empty() {
@@ -117,7 +170,7 @@ fn next_step(local: &LocalParam) -> f32 {
 }
 
 /// Gives the averages of each parameter, as its owner has them, to all ranks. Collective: one all-gather.
-fn share(group: &ProcessGroup, all: &[Owned], squares: &mut [Squares]) -> Result<()> {
+fn share_averages(group: &ProcessGroup, all: &[Owned], squares: &mut [Squares]) -> Result<()> {
     let numel = |owner: usize| {
         let of_owner = all.iter().filter(move |one| one.owner == owner);
         of_owner.map(|one| Squares::zeros(&one.shape).values().len()).sum()
@@ -139,8 +192,8 @@ fn share(group: &ProcessGroup, all: &[Owned], squares: &mut [Squares]) -> Result
 }
 
 /// Writes this rank's part of the new values, and the new averages.
-fn write(one: &Owned, rank: usize, local: &mut LocalParam, param: &[f64], squares: &Squares) -> Result<()> {
-    if let Some(piece) = local.handle.local_piece(one.param)? {
+fn write_part(owned: &Owned, rank: usize, local: &mut LocalParam, param: &[f64], squares: &Squares) -> Result<()> {
+    if let Some(piece) = local.handle.local_piece(owned.param)? {
         with_float!(piece.dtype(), T => {
             let mut piece = HostSliceMut::<T>::write(&piece)?;
             piece.iter_mut().zip(param).for_each(|(to, from)| *to = <T as WithDType>::from_f64(*from));
@@ -149,9 +202,9 @@ fn write(one: &Owned, rank: usize, local: &mut LocalParam, param: &[f64], square
     }
     let mut state = local.state.clone().unwrap_or_default();
     state.step = Some(next_step(local));
-    for (name, values, shape) in squares.entries(&one.shape) {
-        let is_sharded = shape == one.shape;
-        let values = if is_sharded { &values[one.parts[rank].clone()] } else { values };
+    for (name, values, shape) in squares.entries(&owned.shape) {
+        let is_sharded = shape == owned.shape;
+        let values = if is_sharded { &values[owned.parts[rank].clone()] } else { values };
         let shape = if is_sharded { vec![values.len()] } else { shape };
         let values = Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(local.handle.dtype())?;
         let values = to_device(&values, local.handle.shard_device())?;
@@ -160,4 +213,28 @@ fn write(one: &Owned, rank: usize, local: &mut LocalParam, param: &[f64], square
     }
     local.state = Some(state);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Cuts parameters of these sizes into batches.
+    fn batches(mut numels: &[usize], limit: usize) -> Vec<&[usize]> {
+        let mut batches = Vec::new();
+        while !numels.is_empty() {
+            let batch;
+            (batch, numels) = numels.split_at(batch_len(numels.iter().copied(), limit));
+            batches.push(batch);
+        }
+        batches
+    }
+
+    #[test]
+    fn a_batch_has_as_many_parameters_as_fit_and_at_least_one() {
+        assert_eq!(batches(&[3, 4, 5, 1], 8), [&[3, 4][..], &[5, 1]]);
+        assert_eq!(batches(&[9, 1, usize::MAX, 0, 2], 8), [&[9][..], &[1], &[usize::MAX], &[0, 2]]);
+        assert_eq!(batches(&[0, 0, 0], 0), [&[0, 0, 0][..]]);
+        assert_eq!(batch_len(std::iter::empty(), 8), 0);
+    }
 }

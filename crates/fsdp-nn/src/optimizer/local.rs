@@ -106,7 +106,7 @@ impl LocalParam {
         LocalParam { handle, is_flat: self.is_flat, segments, numel: self.numel, state: None }
     }
 
-    /// This rank's piece of an entry of the live state, if there is one.
+    /// Returns this rank's piece of a state tensor; `None` if there is no state, or no such tensor.
     pub(crate) fn live_piece(&self, name: &str) -> Option<&Tensor> {
         match self.state.as_ref()?.entries.get(name)? {
             LocalState::Piece(flat) => Some(flat),
@@ -194,6 +194,15 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
         }
     }
     Ok(state)
+}
+
+/// Sets the initial state of a local parameter, if it has none and its algorithm has state before the first gradient.
+pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Result<()> {
+    if local.state.is_none() {
+        let state = initial_state(algorithm, local)?;
+        local.state = (state.step.is_some() || !state.entries.is_empty()).then_some(state);
+    }
+    Ok(())
 }
 
 /// Returns a copy of this rank's piece of a local parameter.

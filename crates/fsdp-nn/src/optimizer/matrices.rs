@@ -7,7 +7,7 @@ use half::bf16;
 
 use super::local::{LocalParam, LocalState};
 use super::newton_schulz::orthogonal;
-use super::owners::{Owned, agree, from_owners, owned_of, to_owners};
+use super::owners::{Owned, agree, assign_owners, from_owners, owned_of, to_owners};
 use crate::Result;
 use crate::algorithm::{Algorithm, MuonOptions};
 use crate::parameters::ShardedParameters;
@@ -15,7 +15,7 @@ use crate::parameters::ShardedParameters;
 /// The key of the momentum in the state.
 const MOMENTUM: &str = "momentum_buffer";
 
-/// Updates the matrices of a group.
+/// Updates the matrices of a group, unless `before`, what this rank has done in the step so far, has failed on some rank.
 /// Collectives: where parameters are sharded, two agreements and two exchanges over the shard group.
 pub(super) fn step_matrices(
     options: &MuonOptions,
@@ -23,16 +23,22 @@ pub(super) fn step_matrices(
     parameters: &ShardedParameters,
     locals: &mut [LocalParam],
     indices: &[usize],
+    before: Result<()>,
 ) -> Result<()> {
     let group = parameters.shard_group();
     let cost = |shape: &[usize]| {
         let smaller = shape.iter().min().copied().unwrap_or(0) as u128;
         shape.iter().map(|&size| size as u128).product::<u128>() * smaller
     };
-    let matrices = owned_of(algorithm, group, locals, indices, cost)?;
     // Step 1: each rank updates the momentum of its parts, and computes their directions.
-    let prepared = matrices.iter().map(|matrix| direction(options, matrix, &mut locals[matrix.local]));
-    let directions = agree(group, prepared.collect::<Result<Vec<Vec<bf16>>>>())?;
+    let prepared = before.and_then(|()| {
+        let mut matrices = owned_of(algorithm, group, locals, indices)?;
+        assign_owners(&mut matrices, cost);
+        let directions = matrices.iter().map(|matrix| direction(options, matrix, &mut locals[matrix.local]));
+        let directions = directions.collect::<Result<Vec<Vec<bf16>>>>()?;
+        Ok((matrices, directions))
+    });
+    let (matrices, directions) = agree(group, prepared)?;
     // Step 2: each owner gathers the directions of its matrices, orthogonalizes them, and sends the parts back.
     let all: Vec<&Owned> = matrices.iter().collect();
     let owned = to_owners(group, &all, directions)?;

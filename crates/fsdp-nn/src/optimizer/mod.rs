@@ -12,7 +12,6 @@ mod step;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use fsdp_flat::with_float;
 use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
 use indexmap::IndexMap;
@@ -22,10 +21,7 @@ use crate::optim_state_error::OptimStateError;
 use crate::parameters::{Location, ShardedParameters};
 use crate::{NnError, Result};
 
-use factored::step_factored;
 pub(crate) use local::{LocalParam, LocalState, ParamState, Segment, initial_state};
-use matrices::step_matrices;
-use step::{begin_state, step_local};
 
 /// The key of the learning rate that a schedule multiplies.
 const INITIAL_LR: &str = "initial_lr";
@@ -37,9 +33,7 @@ pub struct ParamGroup {
     pub algorithm: Algorithm,
     /// Keys of the group that the algorithm does not know, kept as they are (`initial_lr`, …).
     pub extra: Vec<(String, PlainValue)>,
-    fqns: Vec<String>,
-    /// Indices into the optimizer's local parameters.
-    params: Vec<usize>,
+    fqns: Arc<[String]>,
 }
 
 impl ParamGroup {
@@ -47,7 +41,7 @@ impl ParamGroup {
     #[must_use]
     pub fn new(algorithm: Algorithm, fqns: impl IntoIterator<Item = impl Into<String>>) -> Self {
         let fqns = fqns.into_iter().map(Into::into).collect();
-        ParamGroup { algorithm, extra: Vec::new(), fqns, params: Vec::new() }
+        ParamGroup { algorithm, extra: Vec::new(), fqns }
     }
 
     /// Returns the names of the parameters.
@@ -115,6 +109,10 @@ pub struct Optimizer {
     locals: Vec<LocalParam>,
     /// The local parameter of each of the model's parameters.
     local_of: IndexMap<String, usize>,
+    /// The names in each group when the optimizer was made.
+    fqns_of_group: Vec<Arc<[String]>>,
+    /// The local parameters of each group.
+    locals_of_group: Vec<Vec<usize>>,
     /// The group of each local parameter.
     group_of_local: Vec<usize>,
     /// State under keys that do not belong to a parameter, kept as it was loaded.
@@ -142,30 +140,26 @@ impl Optimizer {
             groups: Vec::new(),
             locals: Vec::new(),
             local_of: IndexMap::new(),
+            fqns_of_group: Vec::new(),
+            locals_of_group: Vec::new(),
             group_of_local: Vec::new(),
             user_state: StateDict::new(),
         };
         // Without `use_orig_params`: the local parameter of each unit.
         let mut flat_locals: HashMap<usize, usize> = HashMap::new();
         for (index, mut group) in groups.into_iter().enumerate() {
-            group.algorithm.validate()?;
-            // The group may come from another optimizer, with the positions of that one's parameters.
-            group.params.clear();
-            for fqn in &mut group.fqns {
-                *fqn = parameters.canonical_fqn(fqn).to_owned();
+            let mut locals_of_group = Vec::new();
+            let fqns = group.fqns.iter().map(|fqn| parameters.canonical_fqn(fqn).to_owned());
+            group.fqns = fqns.collect();
+            for fqn in &*group.fqns {
                 let Location { handle, .. } = parameters.location(fqn)?;
-                group.algorithm.check_shape(parameters.shape(fqn)?)?;
-                group.algorithm.check_parameters(parameters.use_orig_params())?;
-                if let Some(dtype) = fsdp_flat::dtype::from_candle(parameters.handles[handle].dtype()) {
-                    group.algorithm.check_dtype(dtype)?;
-                }
                 if optimizer.local_of.contains_key(fqn) {
                     return Err(NnError::DuplicateParameter { fqn: fqn.clone() });
                 }
                 let local = match flat_locals.get(&handle) {
                     Some(&existing) => optimizer.check_same_group(existing, index, fqn)?,
                     None => {
-                        group.params.push(optimizer.add_local(fqn, index)?);
+                        locals_of_group.push(optimizer.add_local(fqn, index)?);
                         optimizer.locals.len() - 1
                     }
                 };
@@ -174,18 +168,32 @@ impl Optimizer {
                     flat_locals.insert(handle, local);
                 }
             }
+            optimizer.fqns_of_group.push(Arc::clone(&group.fqns));
+            optimizer.locals_of_group.push(locals_of_group);
             optimizer.groups.push(group);
         }
         optimizer.check_flat_parameters_are_whole()?;
-        for group in 0..optimizer.groups.len() {
-            if optimizer.groups[group].algorithm.state_exists_from_construction() {
-                for &local in &optimizer.groups[group].params {
-                    let state = initial_state(&optimizer.groups[group].algorithm, &optimizer.locals[local])?;
+        optimizer.check_algorithms(optimizer.groups.iter().map(|group| &group.algorithm))?;
+        for (group, locals) in optimizer.groups.iter().zip(&optimizer.locals_of_group) {
+            if group.algorithm.state_exists_from_construction() {
+                for &local in locals {
+                    let state = initial_state(&group.algorithm, &optimizer.locals[local])?;
                     optimizer.locals[local].state = Some(state);
                 }
             }
         }
         Ok(optimizer)
+    }
+
+    /// Checks that algorithms, one for each group, can update the parameters of their groups.
+    pub(crate) fn check_algorithms<'a>(&self, algorithms: impl IntoIterator<Item = &'a Algorithm>) -> Result<()> {
+        for (algorithm, locals) in algorithms.into_iter().zip(&self.locals_of_group) {
+            algorithm.validate()?;
+            for &local in locals {
+                check_algorithm(algorithm, &self.locals[local])?;
+            }
+        }
+        Ok(())
     }
 
     /// Checks that the FlatParameter that holds `fqn` is of this group, and returns its local parameter.
@@ -248,7 +256,8 @@ impl Optimizer {
         &self.groups
     }
 
-    /// Returns the groups, to change hyperparameters. Every rank must make the same changes.
+    /// Returns the groups, to change hyperparameters. Every rank must make the same changes. [`Self::step`] refuses a group of
+    /// other parameters in the place of one of these.
     pub fn groups_mut(&mut self) -> &mut [ParamGroup] {
         &mut self.groups
     }
@@ -288,81 +297,6 @@ impl Optimizer {
     #[must_use]
     pub fn is_fresh(&self) -> bool {
         self.locals.iter().all(|local| local.state.is_none())
-    }
-
-    /// Updates all trained parameters that have a gradient, in place, each in one pass over its shard: torch's
-    /// `Optimizer.step`. Gradients are kept.
-    ///
-    /// Collectives: none, except for groups of [`Algorithm::Muon`] and [`Algorithm::Adafactor`] if parameters are
-    /// sharded. There each parameter is gathered on one rank, which computes its update and sends it back. Each such
-    /// group takes two or three all-to-all exchanges over the shard group, for Adafactor one all-gather of its
-    /// averages, and two agreements. The results are bit for bit those of a single rank.
-    ///
-    /// Parameters that got no gradient are left as they are, without weight decay
-    /// ([`ShardedParameters::has_gradient`]).
-    ///
-    /// State that lacks `step` counts from 0, and state that lacks a tensor begins with its initial value.
-    ///
-    /// # Errors
-    /// [`NnError::UnitInUse`] inside a forward; schedule-free AdamW in its `eval` mode; candle's errors; those of the
-    /// collectives. Hyperparameters are checked before anything is changed. A parameter whose update fails keeps its
-    /// state.
-    pub fn step(&mut self) -> Result<()> {
-        // A step without gradients does not count.
-        let has_gradients: Vec<bool> = self.groups.iter().map(|group| self.has_gradients(group)).collect();
-        let mut begun = Vec::with_capacity(self.groups.len());
-        for (group, has_gradients) in self.groups.iter().zip(&has_gradients) {
-            group.algorithm.validate()?;
-            let mut algorithm = group.algorithm.clone();
-            if *has_gradients {
-                algorithm.begin_step()?;
-            }
-            begun.push(algorithm);
-        }
-        self.parameters.handles.iter().try_for_each(|handle| handle.check_backward_ended())?;
-        // Release all gathered parameters before shards change, also those of units without a gradient.
-        self.parameters.reshard()?;
-        for (group, algorithm) in self.groups.iter_mut().zip(begun) {
-            group.algorithm = algorithm;
-        }
-        for (group, has_gradients) in self.groups.iter_mut().zip(has_gradients) {
-            let (parameters, locals) = (&self.parameters, &mut self.locals);
-            match &group.algorithm {
-                Algorithm::Muon(options) => {
-                    step_matrices(options, &group.algorithm, parameters, locals, &group.params)?;
-                    continue;
-                }
-                Algorithm::Adafactor(options) => {
-                    step_factored(options, &group.algorithm, parameters, locals, &group.params)?;
-                    continue;
-                }
-                _ => {}
-            }
-            for &index in &group.params {
-                let local = &mut self.locals[index];
-                if !local.requires_grad() || local.handle.grad().is_none() {
-                    continue;
-                }
-                if !local.has_gradient() {
-                    // A checkpoint has state of all trained parameters of a unit, or of none.
-                    begin_state(&group.algorithm, local)?;
-                    continue;
-                }
-                with_float!(local.handle.dtype(), T => step_local::<T>(&group.algorithm, local)?, else {
-                    return Err(candle_core::Error::UnsupportedDTypeForOp(local.handle.dtype(), "optimizer step").into());
-                });
-            }
-            if has_gradients {
-                group.algorithm.end_step();
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns `true` if a trained parameter of a group has a gradient.
-    fn has_gradients(&self, group: &ParamGroup) -> bool {
-        let mut locals = group.params.iter().map(|&index| &self.locals[index]);
-        locals.any(|local| local.requires_grad() && local.has_gradient())
     }
 
     /// Returns a parameter's state under torch's names: `step` as a 0-d f32 tensor, tensors shaped like the parameter
@@ -417,7 +351,7 @@ impl Optimizer {
 
     /// Returns the local parameters of a group.
     pub(crate) fn params_of_group(&self, group: usize) -> &[usize] {
-        &self.groups[group].params
+        &self.locals_of_group[group]
     }
 
     /// Returns an optimizer of the same parameters and groups without any state. A load fills it, and it then takes the place
@@ -428,6 +362,8 @@ impl Optimizer {
             groups: self.groups.clone(),
             locals: self.locals.iter().map(LocalParam::without_state).collect(),
             local_of: self.local_of.clone(),
+            fqns_of_group: self.fqns_of_group.clone(),
+            locals_of_group: self.locals_of_group.clone(),
             group_of_local: self.group_of_local.clone(),
             user_state: StateDict::new(),
         }
@@ -436,12 +372,14 @@ impl Optimizer {
     /// Returns an optimizer of one of the local parameters alone, without any state.
     pub(crate) fn of_local(&self, local: usize) -> Self {
         let group = &self.groups[self.group_of_local[local]];
-        let fqns = self.locals[local].fqns();
+        let fqns: Arc<[String]> = self.locals[local].fqns().into();
         Optimizer {
             parameters: Arc::clone(&self.parameters),
             local_of: fqns.iter().map(|fqn| (fqn.clone(), 0)).collect(),
-            groups: vec![ParamGroup { fqns, params: vec![0], ..group.clone() }],
+            groups: vec![ParamGroup { fqns: Arc::clone(&fqns), ..group.clone() }],
             locals: vec![self.locals[local].without_state()],
+            fqns_of_group: vec![fqns],
+            locals_of_group: vec![vec![0]],
             group_of_local: vec![0],
             user_state: StateDict::new(),
         }
@@ -461,14 +399,12 @@ impl Optimizer {
     /// order). Nothing is changed on error.
     ///
     /// # Errors
-    /// The number of groups must stay, and hyperparameters must be in range.
+    /// The number of groups must stay, hyperparameters must be in range, and the algorithms must suit their parameters.
     pub(crate) fn replace_state(&mut self, states: Vec<Option<ParamState>>, groups: Vec<GroupUpdate>) -> Result<()> {
         if groups.len() != self.groups.len() {
             return Err(OptimStateError::GroupCount { saved: groups.len(), current: self.groups.len() }.into());
         }
-        for (algorithm, _) in &groups {
-            algorithm.validate()?;
-        }
+        self.check_algorithms(groups.iter().map(|(algorithm, _)| algorithm))?;
         for (group, (algorithm, extra)) in self.groups.iter_mut().zip(groups) {
             group.algorithm = algorithm;
             group.extra = extra;
@@ -478,4 +414,14 @@ impl Optimizer {
         }
         Ok(())
     }
+}
+
+/// Checks that an algorithm can update a local parameter.
+fn check_algorithm(algorithm: &Algorithm, local: &LocalParam) -> Result<()> {
+    algorithm.check_parameters(!local.is_flat)?;
+    if let Some(dtype) = fsdp_flat::dtype::from_candle(local.handle.dtype()) {
+        algorithm.check_dtype(dtype)?;
+    }
+    let shapes = local.handle.layout().shapes();
+    local.params().into_iter().try_for_each(|param| Ok(algorithm.check_shape(&shapes[param])?))
 }

@@ -6,8 +6,8 @@ use fsdp_flat::with_float;
 
 use super::Optimizer;
 use super::local::{LocalParam, LocalState};
-use crate::Result;
 use crate::algorithm::{Algorithm, ScheduleFreeOptions, lerp};
+use crate::{NnError, Result};
 
 impl Optimizer {
     /// Turns the parameters of schedule-free groups into the points at which gradients are computed, for training. Call it
@@ -15,7 +15,7 @@ impl Optimizer {
     /// are. Every rank must do the same; no communication.
     ///
     /// # Errors
-    /// [`NnError::UnitInUse`](crate::NnError::UnitInUse) inside a forward; candle's errors.
+    /// [`NnError::UnitInUse`] inside a forward; [`NnError::Swapped`]; candle's errors.
     pub fn train(&mut self) -> Result<()> {
         self.switch(true)
     }
@@ -31,13 +31,16 @@ impl Optimizer {
     }
 
     fn switch(&mut self, to_train: bool) -> Result<()> {
+        if self.parameters.has_average() {
+            return Err(NnError::Swapped);
+        }
         self.parameters.reshard()?;
-        for group in &mut self.groups {
+        for (group, locals) in self.groups.iter_mut().zip(&self.locals_of_group) {
             let Algorithm::ScheduleFreeAdamW(options) = &mut group.algorithm else { continue };
             if options.train_mode == to_train {
                 continue;
             }
-            for &index in &group.params {
+            for &index in locals {
                 switch_local(options, to_train, &self.locals[index])?;
             }
             options.train_mode = to_train;

@@ -56,7 +56,7 @@ fn update_piece(
         Algorithm::AdamW(options) => adam(options, true, step, p, g, &widened)?,
         Algorithm::Adagrad(options) => adagrad(options, step, p, g, &widened)?,
         Algorithm::ScheduleFreeAdamW(options) => schedule_free(options, &p, g, &widened)?,
-        // They update whole parameters, and are not asked for here.
+        // `Optimizer::step` handles these two itself, because they need whole parameters.
         Algorithm::Adafactor(_) | Algorithm::Muon(_) => return Err(missing(algorithm.name())),
     };
     // Only now, so that an error has changed nothing.

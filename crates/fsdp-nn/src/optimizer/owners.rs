@@ -5,8 +5,7 @@ use std::ops::Range;
 
 use fsdp_comm::{Element, ProcessGroup};
 
-use super::local::LocalParam;
-use super::step::begin_state;
+use super::local::{LocalParam, begin_state};
 use crate::Result;
 use crate::algorithm::Algorithm;
 
@@ -30,16 +29,13 @@ impl Owned {
     }
 }
 
-/// Lists the parameters of a group that got a gradient, the same on all ranks, and assigns an owner to each. Parameters
-/// are assigned in the order of their cost, the most expensive first, each to the rank with the least work so far. Only
-/// ranks that have a part of a parameter can own it, because only these have its state after a load. All trained
-/// parameters get their initial state.
+/// Lists the parameters of a group that got a gradient, the same on all ranks; rank 0 owns them until
+/// [`assign_owners`]. All trained parameters get their initial state.
 pub(super) fn owned_of(
     algorithm: &Algorithm,
     group: Option<&ProcessGroup>,
     locals: &mut [LocalParam],
     indices: &[usize],
-    cost: impl Fn(&[usize]) -> u128,
 ) -> Result<Vec<Owned>> {
     let ranks = group.map_or(1, ProcessGroup::world_size);
     let mut all = Vec::new();
@@ -56,6 +52,14 @@ pub(super) fn owned_of(
             all.push(Owned { local: index, param, shape, parts, owner: 0 });
         }
     }
+    Ok(all)
+}
+
+/// Assigns an owner to each parameter, the same on all ranks. Parameters are assigned in the order of their cost, the most
+/// expensive first, each to the rank with the least work so far. Only ranks that have a part of a parameter can own it,
+/// because only these have its state after a load.
+pub(super) fn assign_owners(all: &mut [Owned], cost: impl Fn(&[usize]) -> u128) {
+    let ranks = all.first().map_or(1, |first| first.parts.len());
     let mut order: Vec<usize> = (0..all.len()).collect();
     order.sort_by_key(|&index| std::cmp::Reverse(cost(&all[index].shape)));
     let mut loads = vec![0u128; ranks];
@@ -65,7 +69,6 @@ pub(super) fn owned_of(
         loads[owner] += cost(&all[index].shape);
         all[index].owner = owner;
     }
-    Ok(all)
 }
 
 /// Turns one rank's error into an error on every rank.

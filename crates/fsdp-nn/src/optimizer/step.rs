@@ -1,19 +1,123 @@
-//! One step of one local parameter, in place.
+//! A step of an optimizer, in place.
+
+use std::sync::Arc;
 
 use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, zeros_on};
+use fsdp_flat::with_float;
 
-use super::local::{LocalParam, LocalState, initial_state};
-use super::on_device;
+use super::factored::step_factored;
+use super::local::{LocalParam, LocalState, begin_state, initial_state};
+use super::matrices::step_matrices;
+use super::{Optimizer, on_device};
 use crate::algorithm::{Algorithm, Float, Initial, StateKind};
-use crate::{Result, tasks};
+use crate::{NnError, Result, tasks};
 
-/// Sets the initial state of a local parameter, if it has none and its algorithm has state before the first gradient.
-pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Result<()> {
-    if local.state.is_none() {
-        let state = initial_state(algorithm, local)?;
-        local.state = (state.step.is_some() || !state.entries.is_empty()).then_some(state);
+impl Optimizer {
+    /// Updates all trained parameters that have a gradient, in place, each in one pass over its shard: torch's
+    /// `Optimizer.step`. Gradients are kept.
+    ///
+    /// Collectives: none, except for groups of [`Algorithm::Muon`] and [`Algorithm::Adafactor`] if parameters are
+    /// sharded. There each parameter is gathered on one rank, which computes its update and sends it back. Each such
+    /// group takes two or three all-to-all exchanges over the shard group, for Adafactor one all-gather of its
+    /// averages, and two agreements. The results are bit for bit those of a single rank. These groups come after all others.
+    ///
+    /// Parameters that got no gradient are left as they are, without weight decay
+    /// ([`ShardedParameters::has_gradient`](crate::ShardedParameters::has_gradient)).
+    ///
+    /// State that lacks `step` counts from 0, and state that lacks a tensor begins with its initial value.
+    ///
+    /// # Errors
+    /// Before anything is changed: [`NnError::Swapped`]; [`NnError::UnitInUse`] inside a forward; [`NnError::BackwardNotEnded`];
+    /// schedule-free AdamW in its `eval` mode; hyperparameters out of range, and an algorithm that cannot update the
+    /// parameters of its group; [`NnError::OtherParameters`].
+    ///
+    /// After that, candle's errors, of which memory is one, and those of the collectives. A parameter whose update fails keeps
+    /// its state, but others may have been updated. If the step communicates, an error of one rank is an error on every rank
+    /// of the shard group, except in the last update of a matrix by Muon. If it does not, the other ranks learn nothing of
+    /// the error: end the run.
+    pub fn step(&mut self) -> Result<()> {
+        // Step 1: check everything that can be known before something is changed.
+        if self.parameters.has_average() {
+            return Err(NnError::Swapped);
+        }
+        self.check_groups()?;
+        let mut begun = Vec::with_capacity(self.groups.len());
+        for index in 0..self.groups.len() {
+            let mut algorithm = self.groups[index].algorithm.clone();
+            // A step without gradients does not count.
+            let has_gradients = self.has_gradients(index);
+            if has_gradients {
+                algorithm.begin_step()?;
+            }
+            begun.push((algorithm, has_gradients));
+        }
+        self.parameters.handles.iter().try_for_each(|handle| handle.check_backward_ended())?;
+        // Release all gathered parameters before shards change, also those of units without a gradient.
+        self.parameters.reshard()?;
+        // Step 2: update the groups that need no other rank. The groups after them communicate, and tell an error of these.
+        let mut outcome = Ok(());
+        for (index, (algorithm, has_gradients)) in begun.into_iter().enumerate() {
+            self.groups[index].algorithm = algorithm;
+            if outcome.is_ok() && !self.groups[index].algorithm.needs_whole_parameters() {
+                outcome = self.step_group(index);
+                if outcome.is_ok() && has_gradients {
+                    self.groups[index].algorithm.end_step();
+                }
+            }
+        }
+        // Step 3: update the groups whose parameters must be whole. An error does not end the loop: all ranks begin each of
+        // these groups.
+        for (group, indices) in self.groups.iter().zip(&self.locals_of_group) {
+            let (parameters, locals) = (&self.parameters, &mut self.locals);
+            match &group.algorithm {
+                Algorithm::Muon(options) => {
+                    outcome = step_matrices(options, &group.algorithm, parameters, locals, indices, outcome);
+                }
+                Algorithm::Adafactor(options) => {
+                    outcome = step_factored(options, &group.algorithm, parameters, locals, indices, outcome);
+                }
+                _ => {}
+            }
+        }
+        outcome
     }
-    Ok(())
+
+    /// Checks that the groups are those that the optimizer was made of, and that their algorithms, which may have been
+    /// changed since, can update their parameters.
+    fn check_groups(&self) -> Result<()> {
+        for (index, (group, fqns)) in self.groups.iter().zip(&self.fqns_of_group).enumerate() {
+            if !Arc::ptr_eq(&group.fqns, fqns) && group.fqns != *fqns {
+                return Err(NnError::OtherParameters { index });
+            }
+        }
+        self.check_algorithms(self.groups.iter().map(|group| &group.algorithm))
+    }
+
+    /// Updates the parameters of a group, each by itself. No communication.
+    fn step_group(&mut self, index: usize) -> Result<()> {
+        let algorithm = &self.groups[index].algorithm;
+        for &local in &self.locals_of_group[index] {
+            let local = &mut self.locals[local];
+            if !local.requires_grad() || local.handle.grad().is_none() {
+                continue;
+            }
+            if !local.has_gradient() {
+                // A checkpoint has state of all trained parameters of a unit, or of none.
+                begin_state(algorithm, local)?;
+                continue;
+            }
+            with_float!(local.handle.dtype(), T => step_local::<T>(algorithm, local)?, else {
+                return Err(candle_core::Error::UnsupportedDTypeForOp(local.handle.dtype(), "optimizer step").into());
+            });
+        }
+        Ok(())
+    }
+
+    /// Returns `true` if a trained parameter of a group has a gradient.
+    fn has_gradients(&self, index: usize) -> bool {
+        let mut locals = self.locals_of_group[index].iter().map(|&local| &self.locals[local]);
+        locals.any(|local| local.requires_grad() && local.has_gradient())
+    }
 }
 
 /// Updates one local parameter and its state. On an error the state is what it was.

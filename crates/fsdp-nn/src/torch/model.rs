@@ -162,12 +162,17 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
 /// # Errors
 /// The same on every rank, and nothing is changed: [`StateError::Incompatible`](fsdp_state::StateError::Incompatible) for other shapes or dtypes and, if
 /// `strict`, for names that only one side has; ranks that pass different dicts; elements that no rank has. On a single
-/// rank, if that one calls it inside a forward: [`NnError::UnitInUse`].
+/// rank, if that one calls it inside a forward: [`NnError::UnitInUse`]. [`NnError::Swapped`] while the model has an average of its
+/// weights.
 pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict: bool) -> Result<LoadReport> {
     let settings = parameters.get_state_dict_type();
     let options = LoadOptions { strict, ..LoadOptions::default() };
     let (group, operation) = (parameters.group(), "load_state_dict");
     if settings.state_dict_type() == StateDictType::Local {
+        // On the next swap the loaded values would become the average.
+        if parameters.has_average() {
+            return Err(NnError::Swapped);
+        }
         // Everything is moved and checked beside the live shards, and copied into them at the end.
         let mut live = local_views(parameters)?;
         let mut source = DictSource::open::<NnError>(group, operation, None, Ok(Some(state)))?;

@@ -54,7 +54,7 @@ pub(super) fn watch(
         }
         looks += 1;
         if let Some(awaited) = watch.awaited(expected, looks % ALL == 0) {
-            watch.come_to(awaited)?;
+            watch.switch_to(awaited)?;
             expected = watch.after(awaited);
             since = Instant::now();
         }
@@ -89,7 +89,7 @@ impl Watch {
     }
 
     /// Gathers a unit that the computation waits for, and releases those that it has left.
-    fn come_to(&mut self, unit: usize) -> Result<()> {
+    fn switch_to(&mut self, unit: usize) -> Result<()> {
         let (left, kept): (Vec<usize>, Vec<usize>) =
             std::mem::take(&mut self.whole).into_iter().partition(|whole| self.has_left(*whole));
         self.whole = kept;

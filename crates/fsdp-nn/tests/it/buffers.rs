@@ -143,3 +143,27 @@ fn a_local_state_dict_brings_each_rank_its_own_statistics_back() {
     })
     .unwrap();
 }
+
+#[test]
+fn a_buffer_under_a_name_that_is_taken_is_an_error() {
+    run_local(2, |group| {
+        let value = || Tensor::zeros(3, DType::F32, &Device::Cpu);
+        let build = |build: &dyn Fn(&Scope) -> candle_core::Result<()>| {
+            FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), build).err().unwrap().to_string()
+        };
+        let after_a_parameter = build(&|scope| {
+            linear(3, 3, scope.vb())?;
+            scope.buffer("bias", value()?, true);
+            Ok(())
+        });
+        assert!(after_a_parameter.contains("`bias`") && after_a_parameter.contains("parameter"), "{after_a_parameter}");
+        let twice = build(&|scope| {
+            linear(3, 3, scope.vb())?;
+            scope.pp("norm").buffer("mean", value()?, true);
+            scope.buffer("norm.mean", value()?, false);
+            Ok(())
+        });
+        assert!(twice.contains("`norm.mean`") && twice.contains("twice"), "{twice}");
+    })
+    .unwrap();
+}

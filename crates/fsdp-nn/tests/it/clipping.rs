@@ -131,3 +131,20 @@ fn a_skipped_step_changes_nothing_on_any_rank_and_the_next_one_goes_on() {
     })
     .unwrap();
 }
+
+#[test]
+fn a_norm_that_no_gradients_can_have_is_refused_and_changes_nothing() {
+    run_local(2, |group| {
+        let model = model(&group, ShardingStrategy::FullShard, 2.0);
+        let before = gradients(&model);
+        for max_norm in [-1.0, f64::NEG_INFINITY, f64::NAN] {
+            let error = model.parameters().clip_grad_norm(max_norm).unwrap_err();
+            assert!(matches!(error, NnError::MaxNorm { .. }), "{error}");
+        }
+        assert_eq!(gradients(&model), before);
+        // An infinite one clips nothing.
+        model.parameters().clip_grad_norm(f64::INFINITY).unwrap();
+        assert_eq!(gradients(&model), before);
+    })
+    .unwrap();
+}

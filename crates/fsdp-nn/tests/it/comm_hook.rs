@@ -70,3 +70,19 @@ fn a_model_has_one_hook_which_all_ranks_agree_on() {
     })
     .unwrap();
 }
+
+#[test]
+fn gradients_that_stay_on_a_rank_are_not_rounded() {
+    run_local(1, |group| {
+        let build = || {
+            FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| linear(4, 4, scope.vb()))
+                .unwrap()
+        };
+        let (plain, hooked) = (build(), build());
+        hooked.register_comm_hook(CommHook::Bf16Compress).unwrap();
+        let (expected, _) = backward(&plain);
+        assert!(expected.iter().any(|x| bf16::from_f32(*x).to_f32() != *x));
+        assert_eq!(backward(&hooked).0, expected);
+    })
+    .unwrap();
+}

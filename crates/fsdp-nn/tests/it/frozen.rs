@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Embedding, Linear, Module, embedding, linear};
-use fsdp_comm::{ProcessGroup, run_local};
+use fsdp_comm::{Operation, ProcessGroup, run_local};
 use fsdp_layout::{DeviceMesh, TensorBox};
 use fsdp_nn::algorithm::AdamOptions;
 use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, Scope, ShardingStrategy, Unit};
@@ -250,6 +250,76 @@ fn a_flat_parameter_is_trained_as_a_whole() {
         parameters.set_requires_grad(|fqn| fqn.starts_with("layers")).unwrap();
         assert!(!parameters.requires_grad("head.weight").unwrap());
         assert_eq!(parameters.dtype("head.weight").unwrap(), DType::F32);
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_backward_keeps_no_gradients_of_frozen_matrices_in_units() {
+    for world in [1, 2] {
+        for strategy in ShardingStrategy::ALL {
+            run_local(world, |group| {
+                let model = model(&group, strategy, lora);
+                let tokens = Tensor::new(vec![1u32, 2, 3], &Device::Cpu).unwrap();
+                let loss = model.forward(|net| net.loss(&tokens)).unwrap();
+                let kept = model.backward(&loss).unwrap();
+                let shapes: Vec<&[usize]> = kept.get_ids().map(|id| kept.get_id(*id).unwrap().dims()).collect();
+                assert!(!shapes.contains(&&[6, 6][..]), "{strategy} on {world}: {shapes:?}");
+                assert!(model.parameters().has_gradient("layers.0.lora_a").unwrap());
+            })
+            .unwrap();
+        }
+    }
+}
+
+/// Builds three blocks, of which the last one is trained, without a root.
+fn blocks(group: &ProcessGroup, strategy: ShardingStrategy) -> FullyShardedDataParallel<Vec<Unit<Linear>>> {
+    let requires_grad = Arc::new(|fqn: &str| fqn.starts_with('2'));
+    let config = FsdpConfig { strategy, requires_grad, ..FsdpConfig::default() };
+    let block = |scope: &Scope, index: usize| scope.pp(index).unit(|scope| linear(4, 4, scope.vb()));
+    FullyShardedDataParallel::new(group.clone(), config, |scope| (0..3).map(|index| block(scope, index)).collect())
+        .unwrap()
+}
+
+#[test]
+fn frozen_units_before_the_first_trained_one_leave_no_graph_where_nothing_is_sharded() {
+    for world in [1, 2] {
+        run_local(world, |group| {
+            let model = blocks(&group, ShardingStrategy::NoShard);
+            let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+            // A trained variable before them needs their gradients.
+            let var = Var::from_tensor(&x).unwrap();
+            for (x, is_kept) in [(&x, false), (var.as_tensor(), true)] {
+                let loss = model.forward(|blocks| {
+                    let first = blocks[0].forward(x)?.tanh()?;
+                    assert_eq!(first.track_op(), is_kept);
+                    let second = blocks[1].forward(&first)?;
+                    assert_eq!(second.track_op(), is_kept);
+                    blocks[2].forward(&second)?.sqr()?.sum_all()
+                });
+                let grads = model.backward(&loss.unwrap()).unwrap();
+                assert_eq!(grads.get(&var).is_some(), is_kept);
+                assert!(model.parameters().has_gradient("2.weight").unwrap());
+            }
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn a_backward_does_not_gather_frozen_units_whose_output_the_model_detaches() {
+    run_local(2, |group| {
+        let model = blocks(&group, ShardingStrategy::FullShard);
+        let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+        let loss = model.forward(|blocks| {
+            let x = blocks[1].forward(&blocks[0].forward(&x)?.tanh()?)?.detach();
+            blocks[2].forward(&x)?.sqr()?.sum_all()
+        });
+        let loss = loss.unwrap();
+        let before = group.traffic();
+        model.backward(&loss).unwrap();
+        assert_eq!(group.traffic().since(&before).count(Operation::AllGather), 1);
+        assert!(model.parameters().has_gradient("2.weight").unwrap());
     })
     .unwrap();
 }

@@ -6,7 +6,9 @@ use fsdp_layout::{DeviceMesh, PlainValue};
 use fsdp_nn::algorithm::{
     AdafactorOptions, AdamOptions, Algorithm, AlgorithmError, MuonAdjust, MuonOptions, ScheduleFreeOptions, SgdOptions,
 };
-use fsdp_nn::torch::{StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict};
+use fsdp_nn::torch::{
+    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict,
+};
 use fsdp_nn::{
     AveragedModel, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ParamGroup, ShardingStrategy, Unit,
 };
@@ -378,4 +380,62 @@ fn an_average_of_weights_is_that_of_torch_and_its_state_comes_back() {
         })
         .unwrap();
     }
+}
+
+#[test]
+fn a_model_that_has_its_average_is_not_trained_or_loaded() {
+    run_local(2, |group| {
+        let model = model(&group, FsdpConfig::default());
+        let parameters = model.parameters();
+        let free = ScheduleFreeOptions { lr: 0.1, ..ScheduleFreeOptions::default() };
+        let mut optimizer = Optimizer::new(parameters, Algorithm::ScheduleFreeAdamW(free)).unwrap();
+        optimizer.train().unwrap();
+        let [mut average, mut other] = [(); 2].map(|()| AveragedModel::new(parameters, 0.5).unwrap());
+        for number in 0..2 {
+            step(&model, &mut optimizer, number);
+            average.update().unwrap();
+        }
+        let weights = values(&model);
+        backward(&model, 2);
+        average.swap().unwrap();
+        assert!(parameters.has_average());
+        let of_average = values(&model);
+        assert!(of_average != weights);
+        let options = StateDictOptions::default();
+        let state = get_model_state_dict(parameters, &options).unwrap();
+        for refused in [
+            optimizer.step(),
+            optimizer.eval(),
+            other.swap(),
+            other.update(),
+            AveragedModel::new(parameters, 0.5).map(drop),
+            set_model_state_dict(&state, parameters, &options).map(drop),
+        ] {
+            let error = refused.unwrap_err();
+            assert!(error.to_string().contains("has the average of its weights"), "{error}");
+        }
+        assert_eq!(values(&model), of_average);
+        average.swap().unwrap();
+        assert_eq!(values(&model), weights);
+        optimizer.step().unwrap();
+        assert!(values(&model) != weights);
+        other.swap().unwrap();
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_number_of_updates_that_none_can_be_is_refused() {
+    run_local(1, |group| {
+        let model = model(&group, FsdpConfig::default());
+        let mut average = AveragedModel::new(model.parameters(), 0.5).unwrap();
+        let mut state = average.state_dict().unwrap();
+        state.insert("n_averaged", Tensor::new(-1i64, &Device::Cpu).unwrap());
+        assert!(average.load_state_dict(&state).unwrap_err().to_string().contains("n_averaged"));
+        state.insert("n_averaged", Tensor::new(i64::MAX, &Device::Cpu).unwrap());
+        average.load_state_dict(&state).unwrap();
+        average.update().unwrap();
+        assert_eq!(average.n_averaged(), i64::MAX);
+    })
+    .unwrap();
 }

@@ -221,3 +221,20 @@ fn a_scale_that_fell_as_far_as_it_can_is_saved_and_loaded() {
     })
     .unwrap();
 }
+
+#[test]
+fn a_count_of_steps_from_a_file_may_be_the_largest_there_is() {
+    run_local(1, |group| {
+        let model = model(&group, ShardingStrategy::NoShard);
+        let mut scaler = GradScaler::new(GradScalerOptions::default()).unwrap();
+        let mut saved = scaler.state_dict();
+        saved.insert("_growth_tracker", i64::from(u32::MAX));
+        scaler.load_state_dict(&saved).unwrap();
+        let scale = scaler.get_scale();
+        backward(&model, &scaler, 1.0);
+        assert!(scaler.unscale(model.parameters()).unwrap());
+        scaler.update().unwrap();
+        assert_eq!(scaler.get_scale(), 2.0 * scale);
+    })
+    .unwrap();
+}

@@ -2,11 +2,11 @@
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear};
-use fsdp_comm::{ProcessGroup, run_local};
+use fsdp_comm::{CommError, ProcessGroup, run_local};
 use fsdp_flat::storage::{refill, release};
-use fsdp_nn::algorithm::{AdamOptions, ScheduleFreeOptions, SgdOptions};
+use fsdp_nn::algorithm::{AdafactorOptions, AdamOptions, AlgorithmError, MuonOptions, ScheduleFreeOptions, SgdOptions};
 use fsdp_nn::torch::{StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict};
-use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ShardingStrategy};
+use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ParamGroup, ShardingStrategy};
 use fsdp_state::StateValue;
 
 fn options() -> StateDictOptions {
@@ -169,4 +169,106 @@ fn a_backward_that_candle_ran_alone_is_an_error_if_it_left_gradients_behind() {
         assert!(matches!(error, NnError::BackwardNotEnded { .. }), "{error}");
     })
     .unwrap();
+}
+
+fn bits(model: &FullyShardedDataParallel<Linear>, fqn: &str) -> Vec<u32> {
+    let shards = model.parameters().parameter(fqn).unwrap().shards().to_vec();
+    let values = shards.iter().flat_map(|shard| {
+        let values = shard.tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap();
+        values.to_vec1::<f32>().unwrap()
+    });
+    values.map(f32::to_bits).collect()
+}
+
+/// Checks that an error says what does not suit the parameters.
+fn assert_refused(what: &str, error: &NnError) {
+    match (what, error) {
+        ("eps", NnError::Algorithm(AlgorithmError::VanishingEps { .. })) => {}
+        ("matrix", NnError::Algorithm(AlgorithmError::NotAMatrix { .. })) => {}
+        ("flat", NnError::Algorithm(AlgorithmError::FlatParameters { .. })) => {}
+        _ => panic!("{what}: {error}"),
+    }
+}
+
+#[test]
+fn an_algorithm_that_cannot_update_its_parameters_is_refused_by_a_step_and_by_a_load() {
+    run_local(2, |group| {
+        let adamw = |eps| Algorithm::AdamW(AdamOptions { eps, ..AdamOptions::adamw() });
+        let build = |config: FsdpConfig| {
+            FullyShardedDataParallel::new(group.clone(), config, |scope| linear(4, 1, scope.vb())).unwrap()
+        };
+        let flat = FsdpConfig { use_orig_params: false, ..FsdpConfig::default() };
+        for (what, config, algorithm) in [
+            ("eps", FsdpConfig { dtype: DType::F16, ..FsdpConfig::default() }, adamw(1e-8)),
+            ("matrix", FsdpConfig::default(), Algorithm::Muon(MuonOptions::default())),
+            ("flat", flat, Algorithm::Adafactor(AdafactorOptions::default())),
+        ] {
+            let model = build(config);
+            let mut optimizer = Optimizer::new(model.parameters(), adamw(1e-3)).unwrap();
+            let x = Tensor::ones((2, 4), model.parameters().dtype("weight").unwrap(), &Device::Cpu).unwrap();
+            let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.sum_all()).unwrap();
+            model.backward(&loss).unwrap();
+            let before = bits(&model, "weight");
+            optimizer.groups_mut()[0].algorithm = algorithm;
+            assert_refused(what, &optimizer.step().unwrap_err());
+            assert_eq!(bits(&model, "weight"), before, "{what}");
+            assert!(optimizer.is_fresh(), "{what}");
+        }
+        // torch's own `eps` from a checkpoint.
+        let saved = model(&group);
+        let other = Optimizer::new(saved.parameters(), adamw(1e-8)).unwrap();
+        let half = build(FsdpConfig { dtype: DType::F16, ..FsdpConfig::default() });
+        let mut optimizer = Optimizer::new(half.parameters(), adamw(1e-3)).unwrap();
+        assert_refused("eps", &optimizer.load_state_dict(&other.state_dict().unwrap()).unwrap_err());
+        let state = get_optimizer_state_dict(saved.parameters(), &[&other], &options()).unwrap();
+        let error = set_optimizer_state_dict(&state, half.parameters(), &mut [&mut optimizer], &options()).unwrap_err();
+        assert!(error.to_string().contains("eps"), "{error}");
+        assert_eq!(optimizer.groups()[0].algorithm, adamw(1e-3));
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_group_of_other_parameters_in_the_place_of_an_optimizers_own_is_refused() {
+    run_local(2, |group| {
+        let model = model(&group);
+        let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+        backward(&model);
+        let before = weights(&model);
+        optimizer.groups_mut()[0] = ParamGroup::new(adamw(), ["bias"]);
+        let error = optimizer.step().unwrap_err();
+        assert!(matches!(error, NnError::OtherParameters { index: 0 }), "{error}");
+        assert_eq!(weights(&model), before);
+        // One of the same parameters is a change of hyperparameters.
+        optimizer.groups_mut()[0] = ParamGroup::new(adamw(), ["weight", "bias"]);
+        optimizer.step().unwrap();
+        assert!(before.is_empty() || weights(&model) != before);
+    })
+    .unwrap();
+}
+
+#[test]
+fn an_error_of_one_rank_is_one_of_all_in_a_step_that_communicates() {
+    let failed_here = run_local(2, |group| {
+        let model = model(&group);
+        let groups = vec![
+            ParamGroup::new(Algorithm::Muon(MuonOptions::default()), ["weight"]),
+            ParamGroup::new(adamw(), ["bias"]),
+        ];
+        let mut optimizer = Optimizer::with_groups(model.parameters(), groups).unwrap();
+        backward(&model);
+        optimizer.step().unwrap();
+        // One rank has the bias, and cannot reach its moments.
+        let state = optimizer.state_of("bias").unwrap().unwrap();
+        let shard = state["exp_avg"].as_sharded().unwrap().shards().first().cloned();
+        if let Some(shard) = &shard {
+            release(&shard.tensor.flatten_all().unwrap()).unwrap();
+        }
+        let error = optimizer.step().unwrap_err();
+        let is_told = matches!(error, NnError::Comm(CommError::RankFailed { .. }));
+        assert_eq!(is_told, shard.is_none(), "{error}");
+        shard.is_some()
+    })
+    .unwrap();
+    assert_ne!(failed_here[0], failed_here[1]);
 }

@@ -1,11 +1,12 @@
 //! Units hand their memory out and take it back: forwards, backwards and loads in any order compute with the live values.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 use candle_nn::{Linear, Module, linear};
 use fsdp_comm::{Operation, ProcessGroup, run_local};
 use fsdp_flat::ShardedTensor;
 use fsdp_flat::storage::HostSliceMut;
+use fsdp_layout::DeviceMesh;
 use fsdp_nn::algorithm::SgdOptions;
 use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ShardingStrategy, Unit};
 
@@ -368,4 +369,101 @@ fn ranks_that_come_to_different_parameters_of_the_root_reduce_in_one_order() {
         })
         .unwrap();
     }
+}
+
+/// The times at which gradients of two backwards are reduced.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Reduced {
+    EachTime,
+    Together,
+    OverReplicasTogether,
+}
+
+#[test]
+fn ranks_that_do_not_come_to_the_root_take_part_in_its_reduction_with_zeros() {
+    /// Adds what one backward with the head and one without it leave in the gradients.
+    fn accumulate(
+        group: &ProcessGroup,
+        strategy: ShardingStrategy,
+        reduced: Reduced,
+        all_use_it: bool,
+    ) -> Vec<Vec<f32>> {
+        let mesh = DeviceMesh::new(&[2, 2], &["replicate", "shard"], 4).unwrap();
+        let config = FsdpConfig { mesh: Some(mesh), ..config(strategy) };
+        let model = FullyShardedDataParallel::new(group.clone(), config, |scope| {
+            let layer = |i: usize| scope.pp("layers").pp(i).unit(|scope| linear(4, 4, scope.vb()));
+            let layers = (0..2).map(layer).collect::<candle_core::Result<Vec<Unit<Linear>>>>()?;
+            Ok((layers, candle_nn::linear_no_bias(4, 4, scope.vb().pp("head"))?))
+        });
+        let model = model.unwrap();
+        let backward = |of_head: Option<f32>| {
+            let loss = model.forward(|(layers, head)| {
+                let h = layers.iter().try_fold(input(group.rank()), |h, layer| layer.forward(&h)?.tanh())?;
+                let Some(factor) = of_head else { return h.sum_all() };
+                let factor = Tensor::full(factor, (2, 4), &Device::Cpu)?;
+                h.sum_all()? + (head.forward(&h)? * factor)?.sum_all()?
+            });
+            model.backward(&loss.unwrap()).unwrap();
+        };
+        model.set_requires_gradient_sync(reduced != Reduced::Together);
+        model.set_requires_all_reduce(reduced != Reduced::OverReplicasTogether);
+        // Rank 0 alone has a use for the head.
+        let without = if all_use_it { Some(0.0) } else { None };
+        backward(if group.rank() == 0 { Some(1.0) } else { without });
+        model.set_requires_gradient_sync(true);
+        model.set_requires_all_reduce(true);
+        backward(None);
+        assert!(model.parameters().has_gradient("head.weight").unwrap());
+        let parameters = model.parameters();
+        let pieces = parameters.fqns().map(|fqn| parameters.gradient(fqn).unwrap().unwrap());
+        let values = pieces.map(|piece| {
+            let shards =
+                piece.shards().iter().map(|shard| shard.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+            shards.collect::<Vec<_>>().concat()
+        });
+        values.collect()
+    }
+    for strategy in ShardingStrategy::ALL {
+        for reduced in [Reduced::EachTime, Reduced::Together, Reduced::OverReplicasTogether] {
+            run_local(4, |group| {
+                let expected = accumulate(&group, strategy, reduced, true);
+                assert_eq!(accumulate(&group, strategy, reduced, false), expected, "{strategy}, {reduced:?}");
+            })
+            .unwrap();
+        }
+    }
+}
+
+#[test]
+fn an_error_of_one_rank_after_its_last_reduction_leaves_no_gradients_on_any() {
+    run_local(2, |group| {
+        let build = |scope: &fsdp_nn::Scope| scope.pp("unit").unit(|scope| linear(4, 1, scope.vb()));
+        let model = FullyShardedDataParallel::new(group.clone(), config(ShardingStrategy::FullShard), build).unwrap();
+        // The backward comes to the input after it has finished with the unit.
+        let x = Var::from_tensor(&input(0)).unwrap();
+        let is_bad = group.rank() == 1;
+        let x = if is_bad { x.as_tensor().apply_op1(NoWayBack).unwrap() } else { x.as_tensor().clone() };
+        let loss = model.forward(|unit| unit.forward(&x)?.sum_all()).unwrap();
+        let error = model.backward(&loss).unwrap_err().to_string();
+        if is_bad {
+            assert!(error.contains("no way back"), "{error}");
+            // The program goes on with something else.
+            group.barrier().unwrap_err();
+        }
+        assert!(model.parameters().gradient("unit.weight").unwrap().is_none());
+    })
+    .unwrap();
+}
+
+#[test]
+fn an_operation_that_may_not_support_a_dtype_is_named_with_the_dtype() {
+    run_local(2, |group| {
+        let model = model(&group, config(ShardingStrategy::FullShard));
+        let error = model.forward(|_| -> candle_core::Result<Tensor> {
+            Err(candle_core::Error::UnsupportedDTypeForOp(DType::F64, "conv2d"))
+        });
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("conv2d") && error.contains("f64"), "{error}");
+    })
+    .unwrap();
 }

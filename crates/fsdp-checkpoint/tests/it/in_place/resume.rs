@@ -247,6 +247,11 @@ fn an_average_of_weights_goes_on_at_another_number_of_ranks() {
             step(&mut run, number);
             average.update().unwrap();
         }
+        // While the model has it, it would be saved as the weights.
+        average.swap().unwrap();
+        let error = checkpointer.save(4, &run).unwrap_err().to_string();
+        assert!(error.contains("has the average of its weights"), "{error}");
+        average.swap().unwrap();
         run.average = Some(average);
         checkpointer.save(4, &run).unwrap();
         (evaluate(&run), of_average(&mut run))

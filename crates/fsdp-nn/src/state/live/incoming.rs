@@ -49,6 +49,7 @@ impl Incoming {
         if let Some(key) = missing.iter().find(|key| exact.is_some() && key.split('.').count() > 2) {
             return Err(OptimStateError::MissingKey { key: key.clone() }.into());
         }
+        optimizer.check_algorithms(groups.iter().map(|(algorithm, _)| algorithm))?;
         let options = EntryOptions { allow_missing: exact.is_none(), cast };
         let mut plans = Vec::with_capacity(optimizer.locals().len());
         for (index, local) in optimizer.locals().iter().enumerate() {

@@ -280,6 +280,10 @@ impl Target for LiveTarget<'_> {
         }
         let load = LoadContext { schema, values: &small(&positions)?, options };
         if self.is_live() {
+            // On the next swap the loaded values would become the average.
+            if self.parameters.has_average() {
+                return Err(NnError::Swapped.into());
+            }
             // Units that are gathered would continue with the old values.
             self.parameters.reshard()?;
         }
