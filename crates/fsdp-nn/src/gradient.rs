@@ -1,7 +1,9 @@
 //! Copies candle's gradient tensors, whatever their memory layout, into the flat gradient; its norms and scaling.
 
 use candle_core::Tensor;
-use fsdp_flat::storage::{HostSlice, Scalar};
+use fsdp_flat::storage::{HostSlice, Scalar, reserved_vec};
+use fsdp_layout::FlatLayout;
+use fsdp_layout::flat::FlatEntry;
 
 use crate::{Result, tasks};
 
@@ -28,6 +30,32 @@ pub(crate) fn copy_gradient<T: Scalar>(grad: &Tensor, to: &mut [T], accumulate: 
         tasks::for_each_pair(to, &from, <[T]>::copy_from_slice);
     }
     Ok(())
+}
+
+/// Puts gradients into a new flat gradient, with zeros for padding and for parameters that have none. Each gradient is freed
+/// once it is copied.
+///
+/// Contiguous gradients are appended, so that no memory is filled with zeros first and then with them.
+pub(crate) fn flat_gradient<T: Scalar>(layout: &FlatLayout, mut grads: Vec<Option<Tensor>>) -> Result<Vec<T>> {
+    let mut flat = reserved_vec::<T>(layout.padded_unsharded_numel())?;
+    for (entry, numel) in layout.entries().iter().zip(layout.numels_with_padding()) {
+        let (start, end) = (flat.len(), flat.len() + numel);
+        let grad = match entry {
+            FlatEntry::Param(param) => grads[*param].take(),
+            FlatEntry::Padding => None,
+        };
+        match grad {
+            Some(grad) if grad.is_contiguous() => flat.extend_from_slice(&HostSlice::<T>::read(&grad)?),
+            grad => {
+                flat.resize(end, T::zeroed());
+                if let Some(grad) = grad {
+                    copy_gradient(&grad, &mut flat[start..], false)?;
+                }
+            }
+        }
+    }
+    flat.resize(layout.padded_unsharded_numel(), T::zeroed());
+    Ok(flat)
 }
 
 /// Adds values to those before, element by element.

@@ -24,6 +24,11 @@ pub(crate) fn stay_on_this_thread() {
     IS_ALONE.set(true);
 }
 
+/// Returns `true` if this thread does all of its work itself.
+pub(crate) fn is_alone() -> bool {
+    IS_ALONE.get() || rayon::current_num_threads() == 1
+}
+
 /// Returns `true` if so many elements are shared by threads. For fewer, another thread would only add its latency.
 fn is_shared(len: usize) -> bool {
     len > TASK && !IS_ALONE.get()

@@ -83,13 +83,22 @@ pub fn zeroed_vec<T: Scalar>(numel: usize) -> Result<Vec<T>, FlatError> {
     try_zeroed_vec(numel).map_err(|()| out_of_memory(T::DTYPE, &[numel]))
 }
 
+/// Makes an empty vector with room for this many elements.
+///
+/// # Errors
+/// [`FlatError::OutOfMemory`].
+pub fn reserved_vec<T: Scalar>(numel: usize) -> Result<Vec<T>, FlatError> {
+    let mut empty = Vec::new();
+    empty.try_reserve_exact(numel).map_err(|_| out_of_memory(T::DTYPE, &[numel]))?;
+    Ok(empty)
+}
+
 /// Copies a slice. If there is not enough memory, this is an error and does not end the process.
 ///
 /// # Errors
 /// [`FlatError::OutOfMemory`].
 pub fn copied_vec<T: Scalar>(from: &[T]) -> Result<Vec<T>, FlatError> {
-    let mut to = Vec::new();
-    to.try_reserve_exact(from.len()).map_err(|_| out_of_memory(T::DTYPE, &[from.len()]))?;
+    let mut to = reserved_vec(from.len())?;
     to.extend_from_slice(from);
     Ok(to)
 }

@@ -29,7 +29,7 @@ use crate::cuda;
 
 pub use self::contents::{Contents, refill};
 pub use self::guard::{HostBytes, HostBytesMut, HostSlice, HostSliceMut};
-pub use self::host::{PLAIN_DTYPES, Scalar, TensorBuffer, copied_vec, zeroed_vec};
+pub use self::host::{PLAIN_DTYPES, Scalar, TensorBuffer, copied_vec, reserved_vec, zeroed_vec};
 pub use self::joined::with_joined_bytes;
 pub use self::many::StorageGuard;
 pub use self::withheld::Withheld;

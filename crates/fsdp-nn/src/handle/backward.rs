@@ -8,9 +8,9 @@ use fsdp_flat::with_float;
 
 use super::{FlatParamHandle, HandleState};
 use crate::exchange::{Moment, Reduction};
-use crate::gradient::copy_gradient;
+use crate::gradient::{copy_gradient, flat_gradient};
 use crate::precision::cast;
-use crate::{Result, device};
+use crate::{Result, device, tasks};
 
 /// The gradients that a rank has of a unit at the end of a backward, and has yet to reduce. What several ranks have together is
 /// the last of these that one of them has.
@@ -107,13 +107,17 @@ impl FlatParamHandle {
 
     /// Copies the received gradients into the unsharded flat gradient, or adds them to it.
     fn flatten_received(&self, state: &mut HandleState) -> Result<()> {
-        let received = std::mem::take(&mut state.received);
+        let mut received = std::mem::take(&mut state.received);
         if received.is_empty() {
             return Ok(());
         }
-        self.make_unsharded_grad(state)?;
         state.touched.resize(self.params.len(), false);
         let exchange = &self.exchange;
+        // Threads share copies into a gradient of zeros. One thread by itself is faster if it writes each element once.
+        if state.unsharded_grad.is_none() && exchange.device.is_cpu() && tasks::is_alone() {
+            received = self.flatten_first(state, received)?;
+        }
+        self.make_unsharded_grad(state)?;
         let Some(buffer) = &state.unsharded_grad else { return Ok(()) };
         for (param, grad) in received {
             let grad = cast(grad, Some(exchange.reduce_dtype))?;
@@ -129,6 +133,28 @@ impl FlatParamHandle {
             }
         }
         Ok(())
+    }
+
+    /// Makes the unsharded flat gradient of the first gradient of each parameter, and returns the other gradients.
+    fn flatten_first(&self, state: &mut HandleState, received: Vec<(usize, Tensor)>) -> Result<Vec<(usize, Tensor)>> {
+        let exchange = &self.exchange;
+        let mut first: Vec<Option<Tensor>> = vec![None; self.params.len()];
+        let mut others = Vec::new();
+        for (param, grad) in received {
+            if first[param].is_some() {
+                others.push((param, grad));
+            } else {
+                first[param] = Some(cast(grad, Some(exchange.reduce_dtype))?);
+            }
+        }
+        state.written = first.iter().map(Option::is_some).collect();
+        state.touched.iter_mut().zip(&state.written).for_each(|(touched, written)| *touched |= written);
+        let numel = exchange.layout.padded_unsharded_numel();
+        let flat = with_float!(exchange.reduce_dtype, T => {
+            Tensor::from_vec(flat_gradient::<T>(&exchange.layout, first)?, numel, &exchange.device)?
+        }, else return exchange.unsupported());
+        state.unsharded_grad = Some(flat);
+        Ok(others)
     }
 
     /// Makes an unsharded flat gradient of zeros, unless there is one.
