@@ -96,8 +96,13 @@ impl Command {
                 | Command::Verify(_)
                 | Command::Diff(_)
                 | Command::Digest(_)
+                | Command::Sign(_)
+                | Command::Log(_)
+                | Command::Ls(_)
+                | Command::Prune(_)
                 | Command::Reshard(_)
                 | Command::Convert(_)
+                | Command::Merge(_)
                 | Command::Cat(_)
         )
     }

@@ -106,4 +106,18 @@ mod tests {
             assert_eq!(to, expected.iter().map(|x| x + x).collect::<Vec<_>>());
         }
     }
+
+    #[test]
+    fn a_flat_gradient_has_zeros_for_padding_and_for_parameters_without_one() {
+        let params = [("a", vec![3]), ("b", vec![2, 2]), ("c", vec![1])];
+        let params = params.map(|(name, shape)| (name.to_owned(), shape)).to_vec();
+        let layout = FlatLayout::new(params, 4, 3).unwrap();
+        let a = Tensor::new(&[1f32, 2., 3.], &Device::Cpu).unwrap();
+        let b = Tensor::new(&[[4f32, 5.], [6., 7.]], &Device::Cpu).unwrap().t().unwrap();
+        let flat = flat_gradient::<f32>(&layout, vec![Some(a), Some(b), None]).unwrap();
+        assert_eq!(flat.len(), layout.padded_unsharded_numel());
+        assert_eq!(flat[layout.param_range(0)], [1., 2., 3.]);
+        assert_eq!(flat[layout.param_range(1)], [4., 6., 5., 7.]);
+        assert_eq!(flat.iter().filter(|&&value| value != 0.).count(), 7);
+    }
 }

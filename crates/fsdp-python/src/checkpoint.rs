@@ -1,5 +1,8 @@
 //! An open checkpoint of any format.
 
+use std::collections::HashSet;
+use std::ffi::OsString;
+
 use fsdp_dcp::checkpoint;
 use fsdp_dcp::metadata::{Entry, encode};
 use fsdp_dcp::plan::LoadRequest;
@@ -29,7 +32,7 @@ type Wanted<'py> = (String, Vec<usize>, Vec<usize>, Bound<'py, PyAny>);
 impl Checkpoint {
     /// Opens the checkpoint at a path or a URL.
     #[new]
-    fn new(py: Python<'_>, path: String) -> PyResult<Self> {
+    fn new(py: Python<'_>, path: OsString) -> PyResult<Self> {
         let opened = py.detach(|| checkpoint::open(path, OpenOptions { verify: true }));
         opened.map(|opened| Checkpoint { opened }).map_err(|error| exception(py, error))
     }
@@ -55,10 +58,13 @@ impl Checkpoint {
         PyBytes::new(py, &encode(self.opened.metadata()))
     }
 
-    /// Checks that the stored files are large enough for the bytes that the metadata says are in them. It is called before
-    /// memory is allocated for the tensors, so that wrong metadata cannot ask for more than the files have.
-    fn check(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.opened.check_stored(&|_| true)).map_err(|error| exception(py, error))
+    /// Checks that the stored files are large enough for the bytes that the metadata says are in them, for all tensors or
+    /// for those with these keys. It is called before memory is allocated for the tensors, so that wrong metadata cannot ask
+    /// for more than the files have.
+    #[pyo3(signature = (keys))]
+    fn check(&self, py: Python<'_>, keys: Option<HashSet<String>>) -> PyResult<()> {
+        let is_wanted = |name: &str| keys.as_ref().is_none_or(|keys| keys.contains(name));
+        py.detach(|| self.opened.check_stored(&is_wanted)).map_err(|error| exception(py, error))
     }
 
     /// Returns a value that is not a tensor. `tensor` is a Python function that builds the tensors inside it from

@@ -58,7 +58,7 @@ impl Memory {
         let mut spans: Vec<(usize, usize)> = buffers.iter().map(span).filter(|(start, end)| start < end).collect();
         spans.sort_unstable();
         if spans.windows(2).any(|pair| pair[0].1 > pair[1].0) {
-            return Err(wrong_argument("two of the buffers share memory: read them one after the other"));
+            return Err(wrong_argument("two buffers overlap in memory"));
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::ffi::OsString;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
@@ -9,7 +10,7 @@ use fsdp_dcp::checkpoint::check_replaceable;
 use fsdp_dcp::plan::{LocalPlan, SelectedItem, Selection};
 use fsdp_dcp::storage::{self, Durable};
 use fsdp_dcp::writer::{
-    PayloadSource, RankWritten, WriteOptions, WrittenItem, describe_item, finish_encoded, write_rank,
+    PayloadSource, RankWritten, WriteOptions, WrittenItem, decode_value, describe_item, finish_encoded, write_rank,
 };
 use fsdp_dcp::{FileError, Location};
 use fsdp_layout::boxes::checked_numel;
@@ -35,11 +36,14 @@ type TensorItem<'py> = (String, String, Vec<usize>, Vec<usize>, Vec<usize>, Boun
 /// A written item: its position in the list of items, its file, offset and length.
 type Placed = (u32, String, u64, u64);
 
+/// A value that cannot be read without running its pickle: its name, and the reason.
+type Opaque = (String, String);
+
 #[pymethods]
 impl Staging {
     /// Prepares to write a checkpoint at a path or a URL. Only the coordinator calls this; the other ranks join.
     #[staticmethod]
-    fn prepare(py: Python<'_>, path: String, overwrite: bool) -> PyResult<Self> {
+    fn prepare(py: Python<'_>, path: OsString, overwrite: bool) -> PyResult<Self> {
         let prepared = py.detach(|| {
             let target = Location::from(path);
             if overwrite {
@@ -55,7 +59,7 @@ impl Staging {
 
     /// Joins the staging directory that the coordinator has made for the same path. `name` is that directory's name.
     #[staticmethod]
-    fn join(py: Python<'_>, path: String, name: &str) -> PyResult<Self> {
+    fn join(py: Python<'_>, path: OsString, name: &str) -> PyResult<Self> {
         let joined = py.detach(|| Durable::new().join(path, name));
         joined.map(Staging::new).map_err(|error| exception(py, error))
     }
@@ -67,15 +71,15 @@ impl Staging {
     }
 
     /// Writes the file of a rank, from the tensors' own memory. When this returns, the file is on the disk. Returns the place
-    /// of each item in it, and a report for [`Staging::finish`]. Items are numbered in the order of `tensors`, and then of
-    /// `values`.
+    /// of each item in it, a report for [`Staging::finish`], and the values that cannot be read without running their
+    /// pickles. Items are numbered in the order of `tensors`, and then of `values`.
     fn write_rank<'py>(
         &self,
         py: Python<'py>,
         rank: usize,
         tensors: Vec<TensorItem<'py>>,
         values: Vec<(String, Vec<u8>)>,
-    ) -> PyResult<(Vec<Placed>, Bound<'py, PyBytes>)> {
+    ) -> PyResult<(Vec<Placed>, Bound<'py, PyBytes>, Vec<Opaque>)> {
         let mut plan = LocalPlan::default();
         let mut items = RankItems::default();
         for (fqn, dtype, shape, offsets, lengths, buffer) in tensors {
@@ -93,10 +97,18 @@ impl Staging {
             items.tensors.entry(fqn).or_default().push((bounds, buffer));
         }
         let mut digests = true;
+        let mut opaque = Vec::new();
         for (fqn, item) in values {
             plan.add_value(&fqn, None, item.len() as u64);
-            // Read the value as a reader will, for its digest. If one value cannot be read, the checkpoint has no digests.
-            let value = describe_item(&item).ok();
+            // Read the value as a reader will, for its digest. If one value cannot even be described, the checkpoint has no
+            // digests.
+            let value = match decode_value(&item) {
+                Ok(value) => Some(value),
+                Err(error) => {
+                    opaque.push((fqn.clone(), error.to_string()));
+                    describe_item(&item).ok()
+                }
+            };
             digests &= value.is_some();
             items.values.insert(fqn, (item, value.unwrap_or(PlainValue::None)));
         }
@@ -112,7 +124,7 @@ impl Staging {
         let written = written.map_err(|error| exception(py, error))?.ok_or_else(finished)?;
         let placed = written.items.iter().map(|item| place(&written, item)).collect();
         let report = serde_json::to_vec(&written).map_err(|error| exception(py, error))?;
-        Ok((placed, PyBytes::new(py, &report)))
+        Ok((placed, PyBytes::new(py, &report), opaque))
     }
 
     /// Writes the hashes and the metadata, which torch has pickled, and commits the checkpoint in one step. `reports` are

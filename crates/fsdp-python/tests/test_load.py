@@ -1,13 +1,16 @@
 """Loading to NumPy and torch, bit for bit what torch itself loads."""
 
+import dataclasses
 import json
 import os
+import pickle
 import struct
 import sys
 
 import fsdp_checkpoint as fc
 import numpy as np
 import pytest
+from conftest import assert_same_bits, of_every_dtype
 
 torch = pytest.importorskip("torch")
 
@@ -64,22 +67,13 @@ def test_only_the_keys_that_are_asked_for(dcp_checkpoint):
         fc.load(dcp_checkpoint, ["none"])
 
 
-DTYPES = [
-    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "bfloat16", "float16", "float32", "float64",
-    "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
-]  # fmt: skip
-
-
 def test_every_dtype_of_torch(tmp_path):
-    state = {name: torch.arange(48, dtype=torch.uint8).view(getattr(torch, name)) for name in DTYPES if name != "bool"}
-    state |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(1.5), "empty": torch.empty(0, 3)}
+    state = of_every_dtype(0) | {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 3)}
     torch.save(state, tmp_path / "all.pt")
     loaded = fc.load(tmp_path / "all.pt", framework="torch")
     assert set(loaded) == set(state)
     for name, tensor in state.items():
-        assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
-        same = loaded[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
-        assert torch.equal(*same), name
+        assert_same_bits(loaded[name], tensor, name)
 
 
 def test_values_keep_their_types(tmp_path):
@@ -149,3 +143,22 @@ def test_a_header_that_asks_for_all_memory_is_an_error(tmp_path):
     (tmp_path / "huge.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(fc.CheckpointError):
         fc.load(tmp_path / "huge.safetensors")
+
+
+@pytest.mark.parametrize("keys", [None, ["w"]])
+def test_metadata_that_asks_for_all_memory_is_an_error_and_gets_none(tmp_path, monkeypatch, keys):
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    dcp.save({"w": torch.ones(2), "v": torch.ones(2)}, checkpoint_id=tmp_path / "c")
+    metadata = dcp.FileSystemReader(tmp_path / "c").read_metadata()
+    huge = torch.Size([1 << 40])
+    tensor = metadata.state_dict_metadata["w"]
+    tensor.size, tensor.chunks = huge, [dataclasses.replace(tensor.chunks[0], sizes=huge)]
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert fc.load(tmp_path / "c", ["v"])["v"].tolist() == [1, 1]
+
+    def refuse(*_):
+        raise AssertionError("memory was allocated")
+
+    monkeypatch.setattr(np, "empty", refuse)
+    with pytest.raises(fc.CheckpointError, match="__0_0.distcp"):
+        fc.load(tmp_path / "c", keys)

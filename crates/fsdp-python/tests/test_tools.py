@@ -1,5 +1,7 @@
-"""inspect, verify, diff, digest, convert and reshard, and the command."""
+"""The functions that are commands, and the command."""
 
+import importlib.metadata
+import json
 import os
 import pickle
 import shutil
@@ -25,6 +27,14 @@ def test_a_place_may_begin_with_a_dash(dcp_checkpoint, tmp_path, monkeypatch):
     shutil.copytree(dcp_checkpoint, tmp_path / "--json")
     monkeypatch.chdir(tmp_path)
     assert fc.inspect("--json")["format"] == "dcp"
+
+
+def test_a_place_may_be_bytes(dcp_checkpoint, tmp_path):
+    place = os.fsencode(dcp_checkpoint)
+    assert fc.inspect(place)["format"] == "dcp"
+    assert fc.load(place, ["epoch"]) == fc.load(dcp_checkpoint, ["epoch"])
+    fc.reshard(place, os.fsencode(tmp_path / "copy"), 1)
+    assert fc.diff(place, tmp_path / "copy")["equal"]
 
 
 def test_nothing_at_a_place_is_incomplete_and_file_not_found(tmp_path):
@@ -120,6 +130,142 @@ def test_what_cannot_be_done_changes_nothing(dcp_checkpoint, tmp_path):
     assert (tmp_path / "there").read_text() == "mine"
 
 
+def test_merge_writes_the_average(tmp_path):
+    for name, number in [("a", 1), ("b", 4)]:
+        np.savez(tmp_path / f"{name}.npz", weight=np.full(3, number, np.float32), count=np.array([number]))
+    sources = [tmp_path / "a.npz", os.fsencode(tmp_path / "b.npz")]
+    report = fc.merge(sources, tmp_path / "mean", "dcp", world_size=2)
+    assert (report["to"], report["tensors"]) == ("dcp", 2)
+    mean = fc.load(tmp_path / "mean")
+    assert mean["weight"].tolist() == [2.5] * 3 and mean["count"].tolist() == [1]
+    fc.merge(sources, tmp_path / "mean", "dcp", weights=[2, -1], include="weight", overwrite=True)
+    assert {name: array.tolist() for name, array in fc.load(tmp_path / "mean").items()} == {"weight": [-2.0] * 3}
+    np.savez(tmp_path / "other.npz", weight=np.zeros(3, np.float32))
+    with pytest.raises(fc.DifferenceError, match="count"):
+        fc.merge([*sources, tmp_path / "other.npz"], tmp_path / "none", "torch")
+    with pytest.raises(fc.UsageError, match="1 weights for 2 checkpoints"):
+        fc.merge(sources, tmp_path / "none", "torch", weights=[1])
+    with pytest.raises(fc.UsageError, match="--from"):
+        fc.merge([], tmp_path / "none", "torch")
+    with pytest.raises(TypeError):
+        fc.merge([*sources, None], tmp_path / "none", "torch")
+    assert fc.merge(sources, tmp_path / "none", "hf", dry_run=True)["dry_run"]
+    assert not (tmp_path / "none").exists()
+
+
+def test_merge_adds_an_adapter_to_its_base(tmp_path):
+    np.savez(tmp_path / "base.npz", **{"up.weight": np.ones((2, 1), np.float32)})
+    factors = {"A": np.full((1, 1), 3, np.float32), "B": np.array([[1], [2]], np.float32)}
+    names = {name: f"base_model.model.up.lora_{name}.weight" for name in factors}
+    np.savez(tmp_path / "factors.npz", **{names[name]: factor for name, factor in factors.items()})
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 2}')
+    fc.convert(tmp_path / "factors.npz", adapter / "adapter_model.safetensors", to="safetensors")
+    fc.merge(tmp_path / "base.npz", tmp_path / "merged.safetensors", "safetensors", lora=adapter)
+    assert fc.load(tmp_path / "merged.safetensors")["up.weight"].tolist() == [[7.0], [13.0]]
+
+
+@pytest.fixture
+def run_folder(dcp_checkpoint, tmp_path):
+    """The folder of a run with checkpoints of three steps."""
+    for step in (1, 2, 3):
+        fc.reshard(dcp_checkpoint, tmp_path / "run" / f"step-{step}", step)
+    return tmp_path / "run"
+
+
+def test_ls_lists_the_checkpoints_of_a_run(run_folder, tmp_path):
+    (run_folder / "step-4").mkdir()
+    report = fc.ls(run_folder)
+    assert [found["step"] for found in report["checkpoints"]] == [1, 2, 3, 4]
+    assert [found["format"] for found in report["checkpoints"]] == ["dcp", "dcp", "dcp", None]
+    assert report["checkpoints"][0]["hashed"] and report["checkpoints"][3]["error"]
+    assert fc.ls(tmp_path)["checkpoints"] == []
+    with pytest.raises(fc.IncompleteError):
+        fc.ls(tmp_path / "none")
+
+
+def test_log_returns_the_chain_of_a_run(run_folder, tmp_path, monkeypatch):
+    report = fc.log(run_folder)
+    assert report["whole"] is True
+    assert [found["name"] for found in report["checkpoints"]] == ["step-3", "step-2", "step-1"]
+    assert {found["digest"] for found in report["checkpoints"]} == {fc.digest(run_folder / "step-1")["digest"]}
+    with pytest.raises(fc.IncompleteError):
+        fc.log(tmp_path / "none")
+    # A chain that is broken is a report.
+    broken = json.dumps(report | {"whole": False}), fc.DifferenceError("the chain is broken")
+    monkeypatch.setattr("fsdp_checkpoint._native.report", lambda _: broken)
+    assert fc.log(run_folder)["whole"] is False
+
+
+def test_prune_removes_old_checkpoints_only_if_told(run_folder):
+    report = fc.prune(run_folder, 1, keep_every=2)
+    assert (report["dry_run"], report["removed"], report["stay"]) == (True, ["step-1"], [])
+    assert len(list(run_folder.iterdir())) == 3
+    (run_folder / "step-1" / "mine.txt").write_text("mine")
+    report = fc.prune(run_folder, 1, yes=True)
+    assert (report["dry_run"], report["removed"]) == (False, ["step-2"])
+    assert [found["name"] for found in report["stay"]] == ["step-1"] and "mine.txt" in report["stay"][0]["reason"]
+    assert sorted(path.name for path in run_folder.iterdir()) == ["step-1", "step-3"]
+    (run_folder / "step-3" / ".metadata").unlink()
+    with pytest.raises(fc.UsageError, match="nothing was removed"):
+        fc.prune(run_folder, 1, yes=True)
+    with pytest.raises(fc.UsageError):
+        fc.prune(run_folder, 0)
+    assert sorted(path.name for path in run_folder.iterdir()) == ["step-1", "step-3"]
+
+
+def test_what_is_signed_is_verified(dcp_checkpoint, keys, tmp_path):
+    signed, key = tmp_path / "signed", keys / "key.pem"
+    shutil.copytree(dcp_checkpoint, signed)
+    report = fc.sign(signed, key)
+    assert report["signature"] == str(signed / "model.sig")
+    assert report["signed"]["files"] == len(list(dcp_checkpoint.rglob("*")))
+    public = keys / "key.pub.pem"
+    assert fc.verify(signed, signature=signed / "model.sig", public_key=public)["ok"]
+    with pytest.raises(fc.UsageError, match="exists already"):
+        fc.sign(signed, key)
+    assert fc.sign(signed, key, overwrite=True, threads=1)["signed"] == report["signed"]
+    assert fc.sign(signed, key, signature=tmp_path / "apart.sig")["signature"] == str(tmp_path / "apart.sig")
+    with pytest.raises(fc.UsageError, match="key"):
+        fc.sign(signed, public, overwrite=True)
+    with pytest.raises(fc.IncompleteError):
+        fc.sign(tmp_path / "none", key)
+    with pytest.raises(fc.UnsafeError, match="another key"):
+        fc.verify(signed, signature=signed / "model.sig", public_key=keys / "other.pub.pem")
+    (signed / "mine.txt").write_text("mine")
+    report = fc.verify(signed, signature=signed / "model.sig", public_key=public)
+    assert not report["ok"] and "mine.txt" in report["problems"][0]["error"]
+    (signed / "mine.txt").unlink()
+    (signed / "__1_0.distcp").unlink()
+    with pytest.raises(fc.IncompleteError, match="__1_0.distcp"):
+        fc.verify(signed, signature=signed / "model.sig", public_key=public)
+
+
+def test_cat_returns_one_tensor_or_value(tmp_path):
+    weight = np.array([[1.5, np.nan], [0, 2]], np.float32)
+    arrays = {"weight": weight, "-z": np.array([1 - 2j]), "large": np.zeros(2**20 + 1)}
+    np.savez(tmp_path / "arrays.npz", **arrays)
+    report = fc.cat(tmp_path / "arrays.npz", "weight")
+    assert (report["dtype"], report["shape"], report["elements"]) == ("float32", [2, 2], [1.5, "NaN", 0, 2])
+    assert fc.cat(tmp_path / "arrays.npz", "-z")["elements"] == ["1.0-2.0j"]
+    stats = fc.cat(tmp_path / "arrays.npz", "weight", stats=True)["stats"]
+    assert (stats["count"], stats["nan"], stats["max"]) == (4, 1, 2)
+    with pytest.raises(fc.UsageError, match="1048577 elements"):
+        fc.cat(tmp_path / "arrays.npz", "large")
+    report = fc.cat(tmp_path / "arrays.npz", "large", npy=tmp_path / "large.npy")
+    assert report["npy"] == str(tmp_path / "large.npy")
+    assert np.array_equal(np.load(tmp_path / "large.npy"), arrays["large"])
+    with pytest.raises(fc.UsageError, match="exists already"):
+        fc.cat(tmp_path / "arrays.npz", "weight", npy=tmp_path / "large.npy")
+    with pytest.raises(fc.DifferenceError, match="weigth"):
+        fc.cat(tmp_path / "arrays.npz", "weigth")
+
+
+def test_cat_returns_values(dcp_checkpoint):
+    assert fc.cat(dcp_checkpoint, "epoch")["value"] == fc.load(dcp_checkpoint, ["epoch"])["epoch"]
+
+
 def test_a_dry_run_writes_nothing(dcp_checkpoint, tmp_path):
     assert fc.convert(dcp_checkpoint, tmp_path / "new", to="hf", max_shard_size="1MB", dry_run=True)["dry_run"]
     assert not list(tmp_path.iterdir())
@@ -169,6 +315,7 @@ def test_every_function_says_what_it_does():
         if name != "Framework":
             assert getattr(fc, name).__doc__, name
     assert Path(fc.__file__).with_name("py.typed").exists()
+    assert fc.__version__ == importlib.metadata.version("fsdp-checkpoint")
     assert np.__version__
 
 

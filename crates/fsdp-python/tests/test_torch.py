@@ -5,9 +5,11 @@ import gc
 import json
 import os
 import pickle
+import sys
 
 import fsdp_checkpoint as fc
 import pytest
+from conftest import assert_same_bits, of_every_dtype
 
 torch = pytest.importorskip("torch")
 
@@ -15,6 +17,8 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from fsdp_checkpoint import _native  # noqa: E402
 from fsdp_checkpoint.torch import StorageReader, StorageWriter  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+not_utf8 = pytest.mark.skipif(sys.platform != "linux", reason="names of files are UTF-8")
 
 
 def state():
@@ -63,6 +67,16 @@ def test_either_reads_what_either_wrote(tmp_path, writer, reader):
     loaded = zeroed(saved)
     dcp.load(loaded, storage_reader=StorageReader(path) if reader == "ours" else dcp.FileSystemReader(path))
     assert_same(loaded, saved)
+
+
+@pytest.mark.parametrize("reader", [StorageReader, dcp.FileSystemReader])
+@pytest.mark.parametrize("writer", [StorageWriter, dcp.FileSystemWriter])
+def test_every_dtype_of_torch_is_saved_and_loaded(tmp_path, writer, reader):
+    saved, loaded = of_every_dtype(1), of_every_dtype(2)
+    dcp.save(saved, storage_writer=writer(tmp_path / "c"))
+    dcp.load(loaded, storage_reader=reader(tmp_path / "c"))
+    for name, tensor in saved.items():
+        assert_same_bits(loaded[name], tensor, name)
 
 
 def test_what_is_written_has_hashes_and_is_verified(tmp_path):
@@ -226,8 +240,25 @@ def test_values_are_rebuilt_without_their_pickles(tmp_path, monkeypatch):
     assert trusted["plain"].count == 3
 
 
+def test_a_save_warns_of_values_that_only_code_can_build(tmp_path):
+    with pytest.warns(UserWarning, match="run_pickles=True.*`plain` .*Plain") as raised:
+        dcp.save({"plain": Plain(), "step": 3}, storage_writer=StorageWriter(tmp_path / "c"))
+    [warned] = [str(warning.message) for warning in raised if "run_pickles" in str(warning.message)]
+    assert "`step`" not in warned
+    # It has a digest all the same: that of a description.
+    assert fc.verify(tmp_path / "c", "deep")["digests"] == 2
+    several = {"plain": {str(number): Plain() for number in range(6)}}
+    with pytest.warns(UserWarning, match="`plain.3` .* and 2 more"):
+        dcp.save(several, storage_writer=StorageWriter(tmp_path / "several"))
+
+
+def test_a_save_of_plain_values_warns_of_nothing(tmp_path, recwarn):
+    dcp.save(state(), storage_writer=StorageWriter(tmp_path / "c"))
+    assert not [warning for warning in recwarn if "run_pickles" in str(warning.message)]
+
+
 def test_a_checkpoint_without_collectives_is_refused(tmp_path):
-    with pytest.raises(fc.UsageError, match="use_collectives"):
+    with pytest.raises(fc.UsageError, match="use_collectives=False"):
         StorageWriter(tmp_path / "c").set_up_storage_writer(True, rank=0, use_collectives=False)
     assert json.dumps(os.listdir(tmp_path)) == "[]"
 
@@ -242,5 +273,59 @@ def test_keys_that_share_memory_are_read_one_by_one(tmp_path):
     assert any(torch.equal(shared[:500], found[:500]) for found in (tensor, tensor * 2))
     opened = _native.Checkpoint(str(tmp_path / "step-1"))
     memory = bytearray(4000)
-    with pytest.raises(ValueError, match="share memory"):
+    with pytest.raises(ValueError, match="overlap in memory"):
         opened.read([("a", [0], [1000], memory), ("b", [0], [1000], memory)])
+
+
+def test_a_reader_keeps_the_metadata_of_one_load_only(tmp_path):
+    dcp.save({"w": torch.ones(2)}, storage_writer=StorageWriter(tmp_path / "c"))
+    reader = StorageReader(tmp_path / "c")
+    planner = dcp.DefaultLoadPlanner()
+    planner.set_up_planner({"w": torch.zeros(2)}, reader.read_metadata(), True)
+    plan = planner.create_local_plan()
+    with pytest.raises(fc.UsageError, match="set_up_storage_reader"):
+        reader.read_data(plan, planner)
+    dcp.load({"w": torch.zeros(2)}, storage_reader=reader)
+    copied = pickle.loads(pickle.dumps(reader))
+    reader.reset()
+    for other in [copied, reader]:
+        with pytest.raises(fc.UsageError, match="set_up_storage_reader"):
+            other.read_data(plan, planner)
+
+
+def test_each_save_and_each_load_has_an_id(tmp_path):
+    writer, reader = StorageWriter(tmp_path / "c"), StorageReader(tmp_path / "c")
+    ids = []
+    for _ in range(2):
+        dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+        storage_meta = reader.read_metadata().storage_meta
+        assert storage_meta.checkpoint_id == str(tmp_path / "c")
+        ids += [storage_meta.save_id, storage_meta.load_id]
+    assert all(ids) and len(set(ids)) == 4
+
+
+@pytest.mark.parametrize("folder", [b"folder", pytest.param(b"\xff", marks=not_utf8)])
+def test_a_path_may_be_bytes(tmp_path, folder):
+    place = os.path.join(os.fsencode(tmp_path), folder, b"c")
+    dcp.save({"w": torch.ones(2)}, storage_writer=StorageWriter(place))
+    loaded = {"w": torch.zeros(2)}
+    dcp.load(loaded, storage_reader=StorageReader(place))
+    assert loaded["w"].tolist() == [1, 1] and os.listdir(os.path.dirname(place)) == [b"c"]
+    assert fc.load(place, ["w"])["w"].tolist() == [1, 1] and fc.verify(place)["ok"]
+
+
+class PlannerWithAnObject(dcp.DefaultSavePlanner):
+    """A planner that keeps an object of a class in the metadata."""
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = Plain()
+        return plans, metadata
+
+
+def test_metadata_that_no_reader_builds_is_refused_and_named(tmp_path):
+    writer = StorageWriter(tmp_path / "c")
+    with pytest.raises(CheckpointException, match="planner made has an object.*Plain") as raised:
+        dcp.save({"w": torch.ones(2)}, storage_writer=writer, planner=PlannerWithAnObject())
+    assert isinstance(raised.value.failures[0][0], fc.UsageError)
+    assert os.listdir(tmp_path) == []

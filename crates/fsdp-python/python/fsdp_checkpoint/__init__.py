@@ -1,4 +1,4 @@
-"""Inspect, verify, compare, convert, reshard and load sharded checkpoints, without running a pickle.
+"""Inspect, verify, compare, convert, merge, sign and load sharded checkpoints, without running a pickle.
 
 A checkpoint is a directory of ``torch.distributed.checkpoint`` (DCP), a safetensors file or directory, a file of
 ``torch.save``, or of another supported format, which is recognized by its content. If object stores are built in, a path
@@ -10,21 +10,24 @@ may also be an ``s3://``, ``gs://`` or ``az://`` URL.
     >>> fc.convert("step-20", "model.safetensors", to="safetensors", include=["model.*"], rename={"model.": ""})
     >>> state = fc.load("step-20", framework="torch")
 
-``inspect``, ``verify``, ``diff``, ``digest``, ``convert`` and ``reshard`` return the JSON object that the command ``fsdp``
-of the same name writes with ``--json``. Errors are subclasses of :class:`CheckpointError`.
+All functions but ``load`` are commands of ``fsdp``, and return the JSON object that the command of the same name writes with
+``--json``. ``ls``, ``log`` and ``prune`` are for the folder of a run's checkpoints. Errors are subclasses of
+:class:`CheckpointError`.
 
 ``fsdp_checkpoint.torch`` has a ``StorageWriter`` and a ``StorageReader`` for ``torch.distributed.checkpoint``.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from importlib.metadata import version as _version
+from typing import Literal
 
-from . import _native
+from ._embedded import Report
+from ._embedded import report as _report
 from ._load import Framework, load
+from ._place import Place
 from .errors import (
     AfterCommitError,
     CheckpointError,
@@ -52,20 +55,26 @@ __all__ = [
     "UnsafeError",
     "UnsupportedError",
     "UsageError",
+    "__version__",
+    "cat",
     "convert",
     "diff",
     "digest",
     "inspect",
     "load",
+    "log",
+    "ls",
+    "merge",
+    "prune",
     "reshard",
+    "sign",
     "verify",
 ]
 
-Place = str | os.PathLike[str]
-"""A path, or the URL of an object store."""
+__version__ = _version("fsdp-checkpoint")
 
-Report = dict[str, Any]
-"""A JSON object, as the command writes it with ``--json``."""
+Format = Literal["dcp", "safetensors", "hf", "hf-sharded", "torch"]
+"""A format that can be written."""
 
 
 def inspect(path: Place) -> Report:
@@ -78,7 +87,28 @@ def inspect(path: Place) -> Report:
         IncompleteError: There is no committed checkpoint.
         CorruptError: Its metadata is damaged.
     """
-    return _report(["inspect"], [path])
+    return _report("inspect", path)
+
+
+def cat(path: Place, name: str, *, stats: bool = False, npy: Place | None = None) -> Report:
+    """Return one tensor or value of a checkpoint as JSON.
+
+    ``report["elements"]`` lists the elements of a tensor, row-major, of at most 2**20; ``report["value"]`` is a value. What JSON
+    has no numbers for is text: NaN, infinities, complex numbers, and in values also bytes and very large integers. An object that
+    only running code could build is described by its type (``$type``), arguments and state; none of them is executed.
+    :func:`load` returns tensors and values themselves.
+
+    Args:
+        path: A checkpoint of any format.
+        name: The key of the tensor or value, as in the list of :func:`inspect`.
+        stats: Return counts, extremes, mean and deviation as ``report["stats"]``, instead of the elements.
+        npy: A new file for NumPy to which the elements are written instead.
+
+    Raises:
+        DifferenceError: The checkpoint has no such key.
+        UsageError: The tensor has too many elements for JSON; it has no ``stats``, or no dtype in NumPy; or ``npy`` exists.
+    """
+    return _report("cat", path, name, stats=stats, npy=npy)
 
 
 def verify(
@@ -87,7 +117,7 @@ def verify(
     *,
     seal: bool = False,
     signature: Place | None = None,
-    public_key: str | os.PathLike[str] | None = None,
+    public_key: Place | None = None,
     threads: int | None = None,
 ) -> Report:
     """Check a checkpoint without loading it, and return a report.
@@ -105,14 +135,43 @@ def verify(
         threads: The number of threads that read and check; by default one for each core.
 
     Raises:
-        IncompleteError: There is no committed checkpoint.
+        IncompleteError: There is no committed checkpoint, or a file that ``signature`` vouches for is missing.
         StorageError: The checkpoint, or the key, cannot be read.
         UnsupportedError: The checkpoint cannot be checked, such as one of an unknown format.
-        UnsafeError: The checkpoint names files outside of itself.
+        UnsafeError: The checkpoint names files outside of itself, or ``signature`` is not that of the key.
     """
-    options = ["verify", "--level", level, *_flag("--seal", seal), *_option("--threads", threads)]
-    options += [*_option("--signature", _text(signature)), *_option("--public-key", _text(public_key))]
-    return _report(options, [path], finding="ok")
+    return _report(
+        "verify", path, finding="ok", level=level, seal=seal, signature=signature, public_key=public_key, threads=threads
+    )
+
+
+def sign(
+    path: Place,
+    key: Place,
+    *,
+    signature: Place | None = None,
+    overwrite: bool = False,
+    threads: int | None = None,
+) -> Report:
+    """Sign every byte of a checkpoint with a key, in the format of OpenSSF Model Signing.
+
+    ``report["signature"]`` is the path of the signature, which :func:`verify` checks. ``report["signed"]`` has the number of
+    ``files`` that it vouches for, the hash over all of them (``root``), and the hash of the public key (``key``).
+
+    Args:
+        path: A checkpoint of any format.
+        key: The path of the private key: PEM of the curve P-256, without a password.
+        signature: The path to write the signature to; by default ``model.sig`` in a directory, and ``NAME.sig`` beside a file.
+        overwrite: Replace a signature that is there.
+        threads: The number of threads that hash; by default one for each core.
+
+    Raises:
+        CorruptError: The checkpoint is damaged. Nothing is signed.
+        IncompleteError: There is no committed checkpoint.
+        StorageError: The checkpoint, or the key, cannot be read.
+        UsageError: The signature exists already, or the key cannot be used.
+    """
+    return _report("sign", path, key=key, signature=signature, overwrite=overwrite, threads=threads)
 
 
 def diff(
@@ -123,7 +182,7 @@ def diff(
     full: bool = False,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
-    map: str | os.PathLike[str] | None = None,
+    map: Place | None = None,
     map_reverse: bool = False,
     set: Mapping[str, int] | None = None,
     threads: int | None = None,
@@ -146,9 +205,20 @@ def diff(
         set: Numbers for the names in the map, such as ``{"heads": 32}``.
         threads: The number of threads that read and compare; by default one for each core.
     """
-    options = ["diff", "--tolerance", repr(float(tolerance)), *_flag("--full", full), *_option("--threads", threads)]
-    options += [*_globs("--include", include), *_globs("--exclude", exclude), *_map(map, map_reverse, set)]
-    return _report(options, [first, second], finding="equal")
+    return _report(
+        "diff",
+        first,
+        second,
+        finding="equal",
+        tolerance=float(tolerance),
+        full=full,
+        include=include,
+        exclude=exclude,
+        map=map,
+        map_reverse=map_reverse,
+        set=set,
+        threads=threads,
+    )
 
 
 def digest(path: Place, *, recorded: bool = False, threads: int | None = None) -> Report:
@@ -156,7 +226,7 @@ def digest(path: Place, *, recorded: bool = False, threads: int | None = None) -
 
     With ``recorded``, it is the digest that was recorded when the checkpoint was saved, and no data is read.
     """
-    return _report(["digest", *_flag("--recorded", recorded), *_option("--threads", threads)], [path])
+    return _report("digest", path, recorded=recorded, threads=threads)
 
 
 def reshard(
@@ -172,14 +242,15 @@ def reshard(
 
     The destination is committed as a whole, or not at all. Ctrl-C leaves nothing behind. With ``dry_run``, nothing is written.
     """
-    options = ["reshard", "--world-size", str(world_size), *_flag("--overwrite", overwrite), *_flag("--dry-run", dry_run)]
-    return _report([*options, *_option("--threads", threads)], [source, destination])
+    return _report(
+        "reshard", source, destination, world_size=world_size, overwrite=overwrite, dry_run=dry_run, threads=threads
+    )
 
 
 def convert(
     source: Place,
     destination: Place,
-    to: Literal["dcp", "safetensors", "hf", "hf-sharded", "torch"],
+    to: Format,
     *,
     world_size: int | None = None,
     max_shard_size: str | int | None = None,
@@ -189,7 +260,7 @@ def convert(
     prefix: str | None = None,
     dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = None,
     cast_optimizer: bool = False,
-    map: str | os.PathLike[str] | None = None,
+    map: Place | None = None,
     map_reverse: bool = False,
     set: Mapping[str, int] | None = None,
     tp: int | None = None,
@@ -232,64 +303,147 @@ def convert(
         UsageError: The request is invalid. Nothing was written.
         OpaqueError: Values would be left out, and ``drop_opaque`` is not set.
     """
-    options = ["convert", "--to", to, *_option("--world-size", world_size), *_option("--prefix", prefix)]
-    options += _option("--max-shard-size", max_shard_size)
-    options += [*_globs("--include", include), *_globs("--exclude", exclude)]
-    for old, new in (rename or {}).items():
-        # In the command's `OLD=NEW` the first `=` ends OLD.
-        if "=" in old:
-            raise UsageError(f"a prefix to rename cannot contain `=`: `{old}`")
-        options += _option("--rename", f"{old}={new}")
-    options += [*_option("--dtype", dtype), *_option("--threads", threads), *_map(map, map_reverse, set)]
-    options += [*_option("--tp", tp), *_globs("--tp-rule", tp_rule), *_option("--with", _text(with_))]
-    flags = {
-        "--cast-optimizer": cast_optimizer,
-        "--drop-opaque": drop_opaque,
-        "--overwrite": overwrite,
-        "--dry-run": dry_run,
-    }
-    options += [option for name, wanted in flags.items() for option in _flag(name, wanted)]
-    return _report(options, [source, destination])
+    return _report(
+        "convert",
+        source,
+        destination,
+        to=to,
+        world_size=world_size,
+        max_shard_size=max_shard_size,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        prefix=prefix,
+        dtype=dtype,
+        cast_optimizer=cast_optimizer,
+        map=map,
+        map_reverse=map_reverse,
+        set=set,
+        tp=tp,
+        tp_rule=tp_rule,
+        with_=with_,
+        drop_opaque=drop_opaque,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        threads=threads,
+    )
 
 
-def _option(name: str, value: object) -> list[str]:
-    """Return an option of the command line, in one piece, so that a value may begin with a dash."""
-    return [] if value is None else [f"{name}={value}"]
+def merge(
+    sources: Place | Iterable[Place],
+    destination: Place,
+    to: Format,
+    *,
+    weights: Iterable[float] = (),
+    lora: Place | None = None,
+    world_size: int | None = None,
+    max_shard_size: str | int | None = None,
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    with_: Place | None = None,
+    drop_opaque: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    threads: int | None = None,
+) -> Report:
+    """Write the average of checkpoints, or a base with a LoRA adapter merged into it, and return a report.
 
+    Floating-point tensors are averaged, except optimizer state. Everything else is taken from the first checkpoint. The destination
+    is committed as a whole, or not at all. Ctrl-C leaves nothing behind.
 
-def _text(place: Place | None) -> str | None:
-    return None if place is None else os.fspath(place)
+        >>> fc.merge(["step-80", "step-90", "step-100"], "averaged", to="hf")
+        >>> fc.merge("Llama-3-8B", "merged", to="hf", lora="run/adapter")
 
+    Args:
+        sources: The checkpoints to average, of any formats, or the base of the adapter.
+        destination: The path to write to. It must not exist, unless ``overwrite`` is set.
+        to: The format to write.
+        weights: The weight of each checkpoint, in their order; by default all are equal. They are divided by their sum.
+        lora: The directory of a LoRA adapter, as PEFT saves it.
+        world_size: The number of ranks of the destination, for ``dcp`` and ``hf-sharded``.
+        max_shard_size: The largest size of a file, for ``hf``: a text such as ``"2GiB"``, or a number of bytes.
+        include: A glob, or several. Only keys that match one of them are written.
+        exclude: A glob, or several. Keys that match one of them are not written.
+        with_: A directory whose configuration and tokenizer are copied along, for ``hf``.
+        drop_opaque: Leave out opaque values (objects that only running code could build) if the format cannot hold them.
+        overwrite: Replace the checkpoint at the destination once everything is written.
+        dry_run: Write nothing; only return what would be written.
+        threads: The number of threads that read, compute and write; by default one for each core.
 
-def _map(map: str | os.PathLike[str] | None, map_reverse: bool, set: Mapping[str, int] | None) -> list[str]:
-    """Return the options that change keys and shapes."""
-    numbers = [option for name, number in (set or {}).items() for option in _option("--set", f"{name}={number}")]
-    return [*_option("--map", _text(map)), *_flag("--map-reverse", map_reverse), *numbers]
-
-
-def _globs(name: str, globs: str | Iterable[str]) -> list[str]:
-    """Return an option for each glob or rule. A string is a single one."""
-    return [option for glob in ([globs] if isinstance(globs, str) else globs) for option in _option(name, glob)]
-
-
-def _flag(name: str, wanted: bool) -> list[str]:
-    return [name] if wanted else []
-
-
-def _report(options: list[str], places: list[Place], finding: str | None = None) -> Report:
-    """Run a command on checkpoints, and return its JSON.
-
-    ``finding`` is the field that is false where the command has found what it looks for, and ends with an error.
+    Raises:
+        UsageError: The request is invalid. Nothing was written.
+        DifferenceError: The checkpoints differ in their keys, shapes or dtypes, or the adapter does not fit the base.
+        OpaqueError: Values would be left out, and ``drop_opaque`` is not set.
     """
-    output, error = _native.report([*options, "--json", "--", *(os.fspath(place) for place in places)])
-    report: Report | None = json.loads(output) if output else None
-    is_finding = report is not None and finding is not None and not report[finding]
-    if isinstance(error, (IncompleteError, StorageError, UnsafeError, UnsupportedError, UsageError)):
-        # A checkpoint that is not there or cannot be read is no finding. One that lacks a file is: its problem names the file.
-        problems = (report or {}).get("problems", [])
-        is_finding = is_finding and isinstance(error, IncompleteError) and any(problem["file"] for problem in problems)
-    if error is not None and not is_finding:
-        raise error
-    if report is None:
-        raise CheckpointError(f"`fsdp {options[0]}` returned nothing")
-    return report
+    is_one = isinstance(sources, (str, bytes, os.PathLike))
+    return _report(
+        "merge",
+        destination,
+        from_=[os.fsdecode(source) for source in ([sources] if is_one else sources)],
+        weight=[float(weight) for weight in weights],
+        lora=lora,
+        to=to,
+        world_size=world_size,
+        max_shard_size=max_shard_size,
+        include=include,
+        exclude=exclude,
+        with_=with_,
+        drop_opaque=drop_opaque,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        threads=threads,
+    )
+
+
+def ls(run: Place) -> Report:
+    """List the checkpoints of a run, the oldest first. Only metadata is read.
+
+    ``report["checkpoints"]`` has the ``step`` and ``name`` of each, its ``format``, and the numbers of its ``tensors``, ``values``
+    and ``bytes``. ``hashed`` is ``True`` if its files' hashes are recorded. One that cannot be opened has the reason in ``error``.
+
+    Args:
+        run: The folder of a run's checkpoints, which are known by their names: ``step-40``, ``checkpoint-40`` and the like.
+
+    Raises:
+        IncompleteError: There is no such folder.
+        StorageError: The folder cannot be read.
+    """
+    return _report("ls", run)
+
+
+def log(run: Place) -> Report:
+    """Return the chain of a run's checkpoints, the newest first. Only metadata and hashes are read.
+
+    ``report["checkpoints"]`` has the ``name``, ``digest`` and ``lineage`` of each, and ``notes`` on what is noteworthy, such as a
+    fork. The lineage is its step, the checkpoint from which it continued, its configuration and its data. A chain that is broken
+    does not raise an exception: ``report["whole"]`` is ``False`` then.
+
+    Args:
+        run: The folder of a run's checkpoints.
+
+    Raises:
+        IncompleteError: There is no such folder.
+        CorruptError: The metadata of a checkpoint is damaged.
+        StorageError: The folder, or a checkpoint, cannot be read.
+    """
+    return _report("log", run, finding="whole")
+
+
+def prune(run: Place, keep: int, *, keep_every: int | None = None, yes: bool = False) -> Report:
+    """Remove the old checkpoints of a run, or only return which they are, unless ``yes`` is set.
+
+    ``report["removed"]`` has the names of those that are removed, or would be. ``report["stay"]`` has the ``name`` of each old
+    checkpoint that is kept, and the ``reason``: somebody reads it, or its directory has files that do not belong to it.
+
+    Args:
+        run: The folder of a run's checkpoints.
+        keep: The number of newest checkpoints that are kept.
+        keep_every: Checkpoints whose step is a multiple of this are kept too.
+        yes: Remove them.
+
+    Raises:
+        UsageError: No checkpoint that would be kept is whole, or it is not known which are older. Nothing was removed.
+        IncompleteError: There is no such folder.
+        StorageError: The folder cannot be read, or a checkpoint cannot be removed. All others are removed then.
+    """
+    return _report("prune", run, keep=keep, keep_every=keep_every, yes=yes)

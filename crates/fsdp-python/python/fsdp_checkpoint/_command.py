@@ -10,6 +10,6 @@ from . import _native
 
 def main() -> None:
     """Run the command line of this process."""
-    # Python's own handlers would wait for Python code, which does not run meanwhile.
+    # Python runs its signal handlers only between Python instructions, and none run until the command has ended.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(_native.run(["fsdp", *sys.argv[1:]]))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from . import _native
+from ._place import Place
 from .errors import DifferenceError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _UNKNOWN_TO_NUMPY = frozenset({"complex32", "float4_e2m1fn_x2", "qint8", "quint8
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: Place,
     keys: Iterable[str] | None = None,
     *,
     framework: Framework = "numpy",
@@ -49,18 +50,18 @@ def load(
         UnsafeError: A value is an object that only running code could build. Leave it out of ``keys``.
         UsageError: NumPy has no such dtype.
     """
-    checkpoint = _native.Checkpoint(os.fspath(path))
+    checkpoint = _native.Checkpoint(os.fsdecode(path))
     tensors = {name: (dtype, shape) for name, dtype, shape in checkpoint.tensors()}
     values = set(checkpoint.values())
     if keys is None:
-        # A damaged checkpoint is refused before memory is allocated for all its tensors.
-        checkpoint.check()
         wanted = [*tensors, *sorted(values)]
     else:
         wanted = list(dict.fromkeys([keys] if isinstance(keys, str) else keys))
         for name in wanted:
             if name not in tensors and name not in values:
                 raise DifferenceError(f"missing key in checkpoint: `{name}`")
+    # A damaged checkpoint is refused before memory is allocated for its tensors.
+    checkpoint.check(None if keys is None else set(wanted))
     make = _maker(framework)
     loaded: dict[str, Any] = {}
     reads = []

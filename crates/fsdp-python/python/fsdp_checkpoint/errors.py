@@ -34,7 +34,7 @@ class CheckpointError(Exception):
 
 
 class UsageError(CheckpointError, ValueError):
-    """A request that cannot work as given. Nothing was changed."""
+    """An invalid argument or option. Nothing was changed."""
 
     exit_code = 2
 
@@ -88,7 +88,7 @@ class AfterCommitError(CheckpointError):
 
 
 class OpaqueError(UsageError):
-    """Values of types that are never built would have to be left out of what is written."""
+    """Objects that the output format cannot hold, which would be left out. ``drop_opaque=True`` allows that."""
 
     exit_code = 20
 

@@ -21,6 +21,8 @@ import dataclasses
 import io
 import os
 import pickle
+import uuid
+import warnings
 from typing import Any
 
 import torch
@@ -43,7 +45,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _native
 from ._load import bytes_of
-from .errors import UsageError
+from ._place import Place
+from .errors import UnsafeError, UsageError
 
 __all__ = ["StorageReader", "StorageWriter"]
 
@@ -72,11 +75,25 @@ class _RankReport(WriteResult):
 _ANOTHER_SAVE = "another save has begun with this writer: each save that runs at the same time needs its own"
 
 
+_LISTED = 4
+"""The most values that a warning names."""
+
+
+def _warn_of(opaque: list[tuple[str, str]]) -> None:
+    """Warn of saved values that cannot be read without running their pickles, each with the reason."""
+    if not opaque:
+        return
+    listed = ", ".join(f"`{name}` ({reason})" for name, reason in opaque[:_LISTED])
+    if len(opaque) > _LISTED:
+        listed += f" and {len(opaque) - _LISTED} more"
+    warnings.warn(f"saved, but `StorageReader` loads it only with `run_pickles=True`: {listed}", stacklevel=3)
+
+
 class _Storage:
     """The path of a checkpoint: what the writer and the reader have in common."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
+    def __init__(self, path: Place) -> None:
+        self.path = os.fsdecode(path)
 
     @property
     def checkpoint_id(self) -> str:
@@ -84,38 +101,45 @@ class _Storage:
         return self.path
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return ``True`` if this can be the path of a checkpoint."""
-        return bool(os.fspath(checkpoint_id))
+    def validate_checkpoint_id(cls, checkpoint_id: Place) -> bool:
+        """Return ``True`` if the path is not empty. Nothing else is checked."""
+        return bool(os.fsdecode(checkpoint_id))
 
-    def _move(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+    def _move(self, checkpoint_id: Place | None) -> None:
         """Use another path from now on, if one is given."""
         if checkpoint_id:
-            self.path = os.fspath(checkpoint_id)
+            self.path = os.fsdecode(checkpoint_id)
 
 
 class StorageWriter(_Storage, storage.StorageWriter):
     """Writes DCP checkpoints that are committed in one step, with hashes.
 
     Every rank writes one file with several threads, straight from the memory of its tensors; tensors on GPUs are copied to the
-    host first. As always in torch, an error on one rank fails the save on all ranks; the old checkpoint then stays as it was.
+    host first. If one rank fails, the save fails on all ranks, and an existing checkpoint stays as it was. The files of the failed
+    save are removed by the next save with this writer, by :meth:`reset`, or when the writer is deleted.
+
+    A value that only running code can build, such as an object of NumPy or of a class, is saved with a warning: a reader refuses
+    it, unless its ``run_pickles`` is set.
 
     Args:
         path: The directory of the checkpoint: a path, or the URL of an object store. Every rank must see the same storage.
-        overwrite: Replace an existing checkpoint, in one step. Only an empty directory, or a checkpoint without files of other
-            programs, is replaced.
+        overwrite: Replace an existing checkpoint, in one step. A directory is replaced only if it is empty, or holds a checkpoint
+            and nothing else.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = True) -> None:
+    def __init__(self, path: Place, *, overwrite: bool = True) -> None:
         super().__init__(path)
         self.overwrite = overwrite
+        self._save_id = str(uuid.uuid4())
         self._staging: _native.Staging | None = None
 
     def storage_meta(self) -> StorageMeta:
-        """Return the storage's part of the metadata: the path of this save."""
-        return StorageMeta(checkpoint_id=self.path)
+        """Return the ``StorageMeta`` that is stored in ``.metadata``. It has the path, and an id of this save."""
+        # A path need not be text, but the strings of a pickle must be.
+        path = self.path.encode("utf-8", "backslashreplace").decode()
+        return StorageMeta(checkpoint_id=path, save_id=self._save_id)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: Place | None = None) -> None:
         """Begin a new save, to another path if one is given."""
         self._discard()
         self._move(checkpoint_id)
@@ -123,13 +147,15 @@ class StorageWriter(_Storage, storage.StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """On the coordinator, prepare the directory or upload that the ranks write to."""
         if not kwargs.get("use_collectives", True):
-            raise UsageError("a checkpoint that all ranks commit together needs collectives: use_collectives=True")
+            raise UsageError("`use_collectives=False` is not supported: all ranks commit one checkpoint together")
         self._discard()
+        # torch calls `reset` for a new `checkpoint_id` only, but this for each save.
+        self._save_id = str(uuid.uuid4())
         if is_coordinator:
             self._staging = _native.Staging.prepare(self.path, self.overwrite)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -144,13 +170,13 @@ class StorageWriter(_Storage, storage.StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, durably."""
+        """Write this rank's file, and sync it to the disk before returning."""
         rank_plan: _RankPlan = plan.storage_data
         staging = self._staging or _native.Staging.join(self.path, rank_plan.staging)
         if staging.name != rank_plan.staging:
             raise UsageError(_ANOTHER_SAVE)
         tensors, values, indices = [], [], []
-        # Tensors first: the places that come back count in this order.
+        # `write_rank` numbers tensors first, and then values. `indices` must have the same order.
         by_kind = sorted(plan.items, key=lambda item: item.type == WriteItemType.BYTE_IO)
         for item in by_kind:
             data = planner.resolve_data(item)
@@ -159,7 +185,7 @@ class StorageWriter(_Storage, storage.StorageWriter):
                 values.append((item.index.fqn, data.getvalue()))
                 continue
             if item.tensor_data is None:
-                raise UsageError(f"the plan does not say where `{item.index.fqn}` goes")
+                raise UsageError(f"the plan has no `tensor_data` for `{item.index.fqn}`")
             chunk, size = item.tensor_data.chunk, item.tensor_data.size
             if data.layout is not torch.strided or data.is_quantized or data.is_meta:
                 raise UsageError(f"`{item.index.fqn}` is sparse, quantized or on the meta device, which this writer cannot save")
@@ -167,13 +193,15 @@ class StorageWriter(_Storage, storage.StorageWriter):
                 raise UsageError(f"`{item.index.fqn}` is a `{type(data).__name__}`, which is made of several tensors: save those")
             planned = item.tensor_data.properties.dtype
             if data.dtype != planned:
-                raise UsageError(f"`{item.index.fqn}` is of dtype {data.dtype}, planned was {planned}")
+                raise UsageError(f"`{item.index.fqn}` is of dtype {data.dtype}, but the plan says {planned}")
             if data.size() != chunk.sizes:
-                raise UsageError(f"`{item.index.fqn}` has shape {tuple(data.size())}, planned was {tuple(chunk.sizes)}")
+                found, expected = tuple(data.size()), tuple(chunk.sizes)
+                raise UsageError(f"`{item.index.fqn}` has shape {found}, but the plan says {expected}")
             data = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
             dtype = str(data.dtype).removeprefix("torch.")
             tensors.append((item.index.fqn, dtype, [*size], [*chunk.offsets], [*chunk.sizes], bytes_of(data)))
-        placed, report = staging.write_rank(rank_plan.rank, tensors, values)
+        placed, report, opaque = staging.write_rank(rank_plan.rank, tensors, values)
+        _warn_of(opaque)
         results: list[WriteResult] = [
             WriteResult(indices[at], length, _StorageInfo(file, offset, length)) for at, file, offset, length in placed
         ]
@@ -196,7 +224,13 @@ class StorageWriter(_Storage, storage.StorageWriter):
             result.index: result.storage_data for result in everything if not isinstance(result, _RankReport)
         }
         metadata.storage_meta = self.storage_meta()
-        staging.finish(pickle.dumps(metadata), [report.report for report in reports])
+        try:
+            staging.finish(pickle.dumps(metadata), [report.report for report in reports])
+        except UnsafeError as error:
+            # The file that the error names is gone with the save.
+            _, _, reason = str(error).rpartition(": ")
+            message = f"the metadata that the planner made has an object that no reader builds: {reason}"
+            raise UsageError(message) from error
 
     def _discard(self) -> None:
         staging, self._staging = self._staging, None
@@ -204,19 +238,19 @@ class StorageWriter(_Storage, storage.StorageWriter):
             staging.discard()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A save in a process of its own gets a copy of this, before it begins.
+        # `async_save` pickles the writer for its process before the save begins. A staging directory cannot be pickled.
         return {**self.__dict__, "_staging": None}
 
 
-class Spans:
-    """Spans of memory that do not overlap."""
+class _Spans:
+    """A set of address ranges, none of which overlap."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
 
     def add(self, start: int, length: int) -> bool:
-        """Add a span, unless it overlaps with one that is there. Return whether it was added; an empty one always is."""
+        """Add a range, unless it overlaps with another one. Return ``True`` if it was added, or is empty."""
         if length == 0:
             return True
         at = bisect.bisect_right(self._starts, start)
@@ -235,7 +269,7 @@ class _Batch:
     def __init__(self, checkpoint: _native.Checkpoint, planner: LoadPlanner) -> None:
         self._checkpoint = checkpoint
         self._planner = planner
-        self._spans = Spans()
+        self._spans = _Spans()
         self._reads: list[Any] = []
         self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         self.staged = 0
@@ -248,10 +282,12 @@ class _Batch:
         offsets = [at + within for at, within in zip(start, item.storage_offsets, strict=True)]
         target = self._planner.resolve_tensor(item).detach()
         if target.size() != item.lengths:
-            raise UsageError(f"`{name}`: {tuple(target.size())} elements wanted, {tuple(item.lengths)} planned")
+            found, expected = tuple(target.size()), tuple(item.lengths)
+            raise UsageError(f"`{name}`: the tensor to fill has shape {found}, but the plan says {expected}")
         direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
         direct = direct and not (target.is_conj() or target.is_neg())
-        # Tied weights are one memory under two keys, which only one read may fill.
+        # Tied weights are two keys with the same memory. Two threads must not fill it at once, so the second read gets memory of
+        # its own.
         direct = direct and self._spans.add(target.data_ptr(), target.numel() * target.element_size())
         memory = target if direct else torch.empty(tuple(item.lengths), dtype=dtype, device="cpu")
         self.staged += 0 if direct else memory.nbytes
@@ -284,14 +320,15 @@ class StorageReader(_Storage, storage.StorageReader):
         run_pickles: Let torch unpickle the stored values, which executes their pickles. Set it only for files that you trust.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, run_pickles: bool = False) -> None:
+    def __init__(self, path: Place, *, run_pickles: bool = False) -> None:
         super().__init__(path)
         self.run_pickles = run_pickles
         self._checkpoint: _native.Checkpoint | None = None
+        self._metadata: Metadata | None = None
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: Place | None = None) -> None:
         """Begin a new load, from another path if one is given."""
-        self._checkpoint = None
+        self._checkpoint, self._metadata = None, None
         self._move(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
@@ -301,22 +338,26 @@ class StorageReader(_Storage, storage.StorageReader):
         metadata: Metadata = pickle.loads(self._opened().metadata())
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = str(uuid.uuid4())
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Remember the boxes that are saved."""
+        """Keep the metadata, which :meth:`read_data` needs."""
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all that the plan asks for, by several threads."""
+        """Read everything in the plan, with several threads."""
+        if self._metadata is None:
+            raise UsageError("`read_data` comes after `set_up_storage_reader`")
+        stored_as = self._metadata.state_dict_metadata
         checkpoint = self._opened()
         is_value = [item.type == LoadItemType.BYTE_IO for item in plan.items]
         values = [item for item, is_value in zip(plan.items, is_value) if is_value]
@@ -325,7 +366,7 @@ class StorageReader(_Storage, storage.StorageReader):
         decoded = [decode(item.storage_index.fqn) for item in values]
         batch = _Batch(checkpoint, planner)
         for item in (item for item, is_value in zip(plan.items, is_value) if not is_value):
-            batch.add(item, self._metadata.state_dict_metadata[item.storage_index.fqn].properties.dtype)
+            batch.add(item, stored_as[item.storage_index.fqn].properties.dtype)
             # Memory that tensors are copied from is bounded.
             if batch.staged >= _BATCH:
                 batch.read()
@@ -345,4 +386,4 @@ class StorageReader(_Storage, storage.StorageReader):
         return self._checkpoint
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checkpoint": None}
+        return {**self.__dict__, "_checkpoint": None, "_metadata": None}

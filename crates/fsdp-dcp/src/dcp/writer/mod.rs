@@ -69,7 +69,7 @@ mod unchanged;
 mod written;
 
 pub use crate::payload::source::PayloadSource;
-pub use crate::torch::value::{describe_item, encode_value, value_item_length};
+pub use crate::torch::value::{decode_value, describe_item, encode_value, value_item_length};
 pub use foresee::foresee;
 pub use unchanged::{Before, BoxSum, box_sums, unchanged_entries};
 pub use written::{RankWritten, WrittenFile, WrittenItem};
