@@ -21,9 +21,14 @@ static NOTED: AtomicBool = AtomicBool::new(false);
 /// Held while the note is changed.
 static CHANGING: Mutex<()> = Mutex::new(());
 
-/// Notes the outcome of an operation of this rank. A note that cannot be written is not an error.
-pub(crate) fn note(rank: usize, outcome: &Result<(), CommError>) {
-    let blamed = outcome.as_ref().err().map(|error| blamed(rank, error)).unwrap_or_default();
+/// Notes the outcome of an operation of this rank, and returns it. A note that cannot be written is not an error.
+pub(crate) fn noted<T>(rank: usize, outcome: Result<T, CommError>) -> Result<T, CommError> {
+    note(rank, outcome.as_ref().err());
+    outcome
+}
+
+fn note(rank: usize, error: Option<&CommError>) {
+    let blamed = error.map(|error| blamed(rank, error)).unwrap_or_default();
     // Nearly all operations succeed, and must not pay for this.
     if blamed.is_empty() && !NOTED.load(Ordering::Relaxed) {
         return;
@@ -49,7 +54,7 @@ fn write(dir: &OsStr, rank: usize, blamed: &[usize]) -> bool {
 fn blamed(rank: usize, error: &CommError) -> Vec<usize> {
     let blamed = match error {
         CommError::RankLeft { rank, .. } | CommError::Aborted { rank, .. } => vec![*rank],
-        CommError::Timeout { missing, .. } => missing.clone(),
+        CommError::Timeout { missing, .. } | CommError::Rendezvous { missing, .. } => missing.clone(),
         CommError::RankFailed { failures, .. } => failures.iter().map(|failure| failure.rank).collect(),
         _ => Vec::new(),
     };
@@ -65,5 +70,19 @@ mod tests {
         let aborted = CommError::Aborted { rank: 1, message: String::new() };
         assert_eq!(blamed(0, &aborted), [1]);
         assert_eq!(blamed(1, &aborted), []);
+    }
+
+    #[test]
+    fn only_the_ranks_that_a_rendezvous_misses_are_blamed() {
+        let rendezvous = |missing: &[usize]| CommError::Rendezvous {
+            address: String::new(),
+            joined: vec![0, 1],
+            missing: missing.to_vec(),
+            message: String::new(),
+        };
+        assert_eq!(blamed(0, &rendezvous(&[3])), [3]);
+        // It failed by itself.
+        assert_eq!(blamed(0, &rendezvous(&[])), []);
+        assert_eq!(blamed(3, &rendezvous(&[3])), []);
     }
 }

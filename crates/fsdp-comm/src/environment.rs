@@ -8,8 +8,9 @@ use crate::error::CommError;
 /// The port of rank 0 unless `MASTER_PORT` is set. It is torch's.
 pub const DEFAULT_MASTER_PORT: u16 = 29500;
 
-/// The largest number of ranks that a job may have.
-pub const MAX_WORLD_SIZE: usize = 1 << 20;
+/// The largest number of ranks that a job may have. What ranks tell each other about an operation grows with it, and must
+/// fit in one message.
+pub const MAX_WORLD_SIZE: usize = 1 << 16;
 
 /// The program that started a process as a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,7 +49,7 @@ impl fmt::Display for Launcher {
 /// |---|---|---|---|
 /// | torchrun, `fsdp launch` | `RANK` | `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` |
 /// | Open MPI | `OMPI_COMM_WORLD_RANK` | `OMPI_COMM_WORLD_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `OMPI_COMM_WORLD_LOCAL_SIZE` |
-/// | SLURM step (`SLURM_STEP_ID` is set) | `SLURM_PROCID` | `SLURM_STEP_NUM_TASKS`, else `SLURM_NTASKS` | `SLURM_LOCALID` |
+/// | SLURM step (`SLURM_STEP_ID` is set) | `SLURM_PROCID` | `SLURM_STEP_NUM_TASKS`, else `SLURM_NTASKS` | `SLURM_LOCALID`; all ranks if `SLURM_STEP_NUM_NODES`, else `SLURM_NNODES`, is 1 |
 /// | MPICH, Intel MPI | `PMI_RANK` | `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
 /// | Kubernetes | `JOB_COMPLETION_INDEX` | `WORLD_SIZE` | |
 ///
@@ -148,10 +149,17 @@ impl Environment {
                 ..variables.place(Launcher::OpenMpi, "OMPI_COMM_WORLD_RANK", &["OMPI_COMM_WORLD_SIZE"])?
             }
         } else if has("SLURM_STEP_ID") && has("SLURM_PROCID") {
+            let place = variables.place(Launcher::Slurm, "SLURM_PROCID", &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])?;
+            // SLURM tells how many ranks each host has in a form of its own, but also how many hosts there are.
+            let hosts: Option<usize> = match variables.number("SLURM_STEP_NUM_NODES")? {
+                Some(hosts) => Some(hosts),
+                None => variables.number("SLURM_NNODES")?,
+            };
             Environment {
                 local_rank: variables.number("SLURM_LOCALID")?,
+                local_world_size: (hosts == Some(1)).then_some(place.world_size),
                 job: variables.job(&["SLURM_JOB_ID", "SLURM_STEP_ID"]),
-                ..variables.place(Launcher::Slurm, "SLURM_PROCID", &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])?
+                ..place
             }
         } else if has("PMI_RANK") {
             Environment {
@@ -373,6 +381,7 @@ mod tests {
         let slurm = from(&SLURM).unwrap();
         assert_eq!((slurm.launcher, slurm.rank, slurm.world_size, slurm.local_rank), (Launcher::Slurm, 5, 8, Some(1)));
         assert_eq!((slurm.master(), slurm.job), ("gpu-01:29500".to_owned(), "77.0".to_owned()));
+        assert_eq!(slurm.local_world_size, None);
 
         let mpich = [("PMI_RANK", "1"), ("PMI_SIZE", "2"), ("MPI_LOCALRANKID", "1"), ("MPI_LOCALNRANKS", "2")];
         let mpich = from(&mpich).unwrap();
@@ -410,6 +419,17 @@ mod tests {
         assert_eq!(from(&[one_host[0], one_host[1], one_host[3]]).unwrap().master(), "node7:29500");
         assert_eq!(wrong(&[one_host[0], one_host[1], one_host[3], ("FSDP_SECRET", "short")]), "FSDP_SECRET");
         assert_eq!(wrong(&[one_host[0], one_host[1], one_host[3], ("FSDP_INSECURE", "maybe")]), "FSDP_INSECURE");
+    }
+
+    #[test]
+    fn ranks_that_slurm_has_started_on_one_host_need_no_secret() {
+        let with = |more: &[(&'static str, &'static str)]| from(&[&SLURM[..], more].concat()).unwrap();
+        for one in [&[("SLURM_STEP_NUM_NODES", "1"), ("SLURM_NNODES", "4")][..], &[("SLURM_NNODES", "1")]] {
+            let environment = with(one);
+            assert_eq!((environment.local_world_size, environment.master()), (Some(8), "127.0.0.1:29500".to_owned()));
+        }
+        let several = with(&[("SLURM_STEP_NUM_NODES", "2"), ("SLURM_NNODES", "1")]);
+        assert_eq!((several.local_world_size, several.master()), (None, "gpu-01:29500".to_owned()));
     }
 
     #[test]

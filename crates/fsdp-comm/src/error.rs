@@ -117,13 +117,13 @@ pub enum CommError {
         message: String,
     },
     /// The ranks of a job could not connect to each other.
-    #[error("rendezvous at `{address}` failed: {message} (connected: {}; missing: {})", Ranks(joined), Ranks(missing))]
+    #[error("rendezvous at `{address}` failed: {message}{}", Attendance { joined, missing })]
     Rendezvous {
         /// The address of rank 0: MASTER_ADDR and MASTER_PORT.
         address: String,
         /// Ranks known to have connected.
         joined: Vec<usize>,
-        /// Ranks known not to have connected.
+        /// Ranks known to be missing: they did not come in time, or have ended.
         missing: Vec<usize>,
         /// The reason.
         message: String,
@@ -276,6 +276,23 @@ impl fmt::Display for Ranks<'_> {
     }
 }
 
+/// The ranks of a rendezvous in a message, or nothing if none is known: ` (connected: rank 0; missing: ranks 1, 2)`.
+struct Attendance<'a> {
+    joined: &'a [usize],
+    missing: &'a [usize],
+}
+
+impl fmt::Display for Attendance<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.joined, self.missing) {
+            ([], []) => Ok(()),
+            (joined, []) => write!(f, " (connected: {})", Ranks(joined)),
+            ([], missing) => write!(f, " (missing: {})", Ranks(missing)),
+            (joined, missing) => write!(f, " (connected: {}; missing: {})", Ranks(joined), Ranks(missing)),
+        }
+    }
+}
+
 struct Failures<'a>(&'a [RankFailure]);
 
 impl fmt::Display for Failures<'_> {
@@ -309,6 +326,17 @@ mod tests {
         assert!(message.ends_with("é…"));
         assert_eq!(bounded("short"), "short");
         assert_eq!(bounded(&"x".repeat(MAX_MESSAGE_BYTES)).len(), MAX_MESSAGE_BYTES);
+    }
+
+    #[test]
+    fn a_rendezvous_names_the_ranks_that_it_knows_of() {
+        let message = |joined: &[usize], missing: &[usize]| {
+            let (joined, missing) = (joined.to_vec(), missing.to_vec());
+            CommError::Rendezvous { address: "a:1".to_owned(), joined, missing, message: "no".to_owned() }.to_string()
+        };
+        assert_eq!(message(&[0, 2], &[1]), "rendezvous at `a:1` failed: no (connected: ranks 0, 2; missing: rank 1)");
+        assert_eq!(message(&[], &[3]), "rendezvous at `a:1` failed: no (missing: rank 3)");
+        assert_eq!(message(&[], &[]), "rendezvous at `a:1` failed: no");
     }
 
     #[test]

@@ -150,8 +150,13 @@ impl ProcessGroup {
     /// This is not a collective. A rank calls it when it cannot go on to the next operation, so that the others do not
     /// wait for it until the deadline. If the group has already failed, nothing happens.
     pub fn abort(&self, message: impl Into<String>) {
-        let rank = self.global_ranks().get(self.rank()).copied().unwrap_or_default();
+        let rank = self.global_rank();
         self.shared.backend.abort(0, &CommError::Aborted { rank, message: bounded(&message.into()) });
+    }
+
+    /// Returns this rank's number in the group of all ranks.
+    fn global_rank(&self) -> usize {
+        self.global_ranks().get(self.rank()).copied().unwrap_or_default()
     }
 
     /// Begins an operation: takes this rank's turn and its sequence number.
@@ -198,7 +203,7 @@ impl Turn<'_> {
     /// Creates a group of some ranks of this one, with the same deadline.
     pub(crate) fn child(&self, id: u64, ranks: &[usize]) -> Result<ProcessGroup, CommError> {
         let shared = &self.group.shared;
-        let backend = shared.backend.subgroup(&self.next_round(), id, ranks)?;
+        let backend = blame::noted(self.group.global_rank(), shared.backend.subgroup(&self.next_round(), id, ranks))?;
         Ok(ProcessGroup::with_counters(backend, id, Arc::clone(&shared.counters), self.group.deadline))
     }
 
@@ -267,8 +272,7 @@ impl Turn<'_> {
             Ok(None)
         };
         let outcome = backend.round(&round, &record, send, Box::new(planner));
-        blame::note(ranks[rank], &outcome);
-        outcome.inspect_err(|error| {
+        blame::noted(ranks[rank], outcome).inspect_err(|error| {
             if error.ends_group() {
                 state.failure = Some(error.clone());
                 backend.abort(round.number, error);
@@ -297,7 +301,7 @@ impl Turn<'_> {
         self.round(None, Vec::new(), &[], |_| Ok(None))?;
         self.group.shared.counters.moved(self.call.operation, moved.0, moved.1);
         let outcome = transfer(&Round { number, ..self.next_round() });
-        outcome.inspect_err(|error| {
+        blame::noted(self.group.global_rank(), outcome).inspect_err(|error| {
             if error.ends_group() {
                 self.state.failure = Some(error.clone());
                 self.group.shared.backend.abort(number, error);

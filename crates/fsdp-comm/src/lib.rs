@@ -55,6 +55,7 @@ mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod objects;
+mod open_files;
 mod record;
 mod reduce;
 mod store;

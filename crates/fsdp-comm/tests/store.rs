@@ -113,6 +113,34 @@ fn exactly_one_sets_what_was_not_set() {
 }
 
 #[test]
+fn a_rank_that_is_started_again_waits_for_the_store_of_its_own_attempt() {
+    let old = host();
+    let address = old.address().to_owned();
+    drop(client(&old, 1));
+    thread::scope(|scope| {
+        let again = scope.spawn(|| TcpStore::connect(&address, &options(1)).unwrap());
+        // Rank 0 of the attempt before has not ended yet.
+        thread::sleep(Duration::from_millis(300));
+        assert!(!again.is_finished());
+        drop(old);
+        let new = TcpStore::host(&address, &options(0)).unwrap();
+        new.set("attempt", b"2").unwrap();
+        let store = again.join().unwrap();
+        assert_eq!(store.get("attempt").unwrap().unwrap(), b"2");
+    });
+}
+
+#[test]
+fn a_second_process_of_a_rank_is_refused_at_the_deadline() {
+    let host = host();
+    let _first = client(&host, 1);
+    let deadline = Duration::from_millis(200);
+    let error = TcpStore::connect(host.address(), &StoreOptions { deadline, ..options(1) }).unwrap_err();
+    assert!(error.to_string().contains("another process has already joined as rank 1"), "{error}");
+    assert!(error.to_string().contains("within 200ms"), "{error}");
+}
+
+#[test]
 fn limits_are_errors_and_not_lost_connections() {
     let host = host();
     let long = "k".repeat(MAX_KEY_BYTES + 1);

@@ -10,7 +10,7 @@ mod processes;
 use std::time::Duration;
 
 use conformance::{Case, DEADLINE, cases};
-use fsdp_comm::{BLAME_DIR, CommError, Environment, ReduceOp, TcpOptions};
+use fsdp_comm::{BLAME_DIR, CommError, Environment, ReduceOp, Secret, StoreOptions, TcpOptions, TcpStore};
 use processes::{Ranks, SHORT_DEADLINE, free_port};
 use rustix::process::Signal;
 
@@ -24,6 +24,15 @@ fn is_fatal(case: &Case) -> bool {
 fn rank_process() {
     let variable = |name: &str| std::env::var(name).ok();
     let Some(what) = variable("FSDP_TEST") else { return };
+    if what == "a rank ends in the rendezvous" {
+        let environment = Environment::from_env().unwrap();
+        if variable("FSDP_TEST_VICTIM") == Some(environment.rank.to_string()) {
+            join_and_end(&environment);
+        } else {
+            println!("{}", TcpOptions::new(environment).deadline(DEADLINE).connect().unwrap_err());
+        }
+        return;
+    }
     let shared_memory = variable("FSDP_TEST_MEMORY").as_deref() == Some("shared");
     let options = TcpOptions::new(Environment::from_env().unwrap()).deadline(DEADLINE).shared_memory(shared_memory);
     let group = options.connect().unwrap();
@@ -60,6 +69,18 @@ fn rank_process() {
         case.run(group.clone());
     }
     last.run(group);
+}
+
+/// Joins the store of a job, and ends once all other ranks wait for the address of this one.
+fn join_and_end(environment: &Environment) {
+    let &Environment { rank, world_size, .. } = environment;
+    let job = environment.job.clone();
+    let options = StoreOptions { job, secret: None, insecure: false, rank, world_size, deadline: DEADLINE };
+    let join = if rank == 0 { TcpStore::host } else { TcpStore::connect };
+    let store = join(&environment.master(), &options).unwrap();
+    let others: Vec<String> =
+        (0..world_size).filter(|&other| other != rank).map(|other| format!("tcp/address/{other}")).collect();
+    store.wait(&others, DEADLINE).unwrap().unwrap();
 }
 
 /// Runs all cases of one file in all their worlds.
@@ -135,7 +156,7 @@ fn a_rank_that_is_killed_is_named() {
     for memory in ["shared", "none"] {
         for victim in [0, 2] {
             for len in [5, 3_000_000] {
-                hit(Signal::KILL, victim, len, memory, "died");
+                hit(Signal::KILL, victim, len, memory, "exited without leaving");
             }
         }
     }
@@ -187,6 +208,42 @@ fn a_rank_that_does_not_come_is_named() {
 }
 
 #[test]
+fn a_rank_that_ends_in_the_rendezvous_is_named_at_once() {
+    for victim in [0, 2] {
+        let blame = tempfile::tempdir().unwrap();
+        let victim_variable = victim.to_string();
+        let variables = [(BLAME_DIR, blame.path().to_str().unwrap()), ("FSDP_TEST_VICTIM", &victim_variable)];
+        let ranks = Ranks::start(3, "a rank ends in the rendezvous", &variables);
+        let others: Vec<usize> = (0..3).filter(|&rank| rank != victim).collect();
+        for (rank, output) in ranks.wait_for(&others, DEADLINE / 2) {
+            assert!(output.contains(&format!("(missing: rank {victim})")), "rank {rank}: {output}");
+            let blamed = std::fs::read_to_string(blame.path().join(rank.to_string())).unwrap();
+            assert_eq!(blamed, victim_variable, "rank {rank}");
+        }
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn ranks_meet_although_rank_0_does_not_know_the_address_of_its_own_name() {
+    let port = free_port();
+    let join = |rank, master: &str| {
+        let mut environment = environment(rank, 3, port, "job");
+        master.clone_into(&mut environment.master_addr);
+        environment.secret = Some(Secret::new("a secret of this test").unwrap());
+        meet(environment, 20_000).and_then(|group| group.barrier())
+    };
+    // The others reach it at addresses of their own.
+    std::thread::scope(|scope| {
+        let ranks = [(0, "job-0.job.invalid"), (1, "127.0.0.1"), (2, "127.0.1.1")];
+        let ranks = ranks.map(|(rank, master)| scope.spawn(move || join(rank, master)));
+        for rank in ranks {
+            assert_eq!(rank.join().unwrap(), Ok(()));
+        }
+    });
+}
+
+#[test]
 fn the_longest_deadline_is_one() {
     let port = free_port();
     let connect = |rank| TcpOptions::new(environment(rank, 2, port, "job")).deadline(Duration::MAX).connect().unwrap();
@@ -200,7 +257,11 @@ fn the_longest_deadline_is_one() {
 #[test]
 fn nobody_at_the_address_is_an_error() {
     let error = meet(environment(1, 2, free_port(), "job"), 300).unwrap_err();
-    assert!(matches!(&error, CommError::Rendezvous { message, .. } if message.contains("found no store")), "{error:?}");
+    assert!(
+        matches!(&error, CommError::Rendezvous { message, .. } if message.contains("could not reach rank 0")),
+        "{error:?}"
+    );
+    assert!(matches!(&error, CommError::Rendezvous { missing, .. } if missing[..] == [0]), "{error:?}");
     let elsewhere = Environment::from_variables(|name| match name {
         "RANK" => Some("0".to_owned()),
         "WORLD_SIZE" => Some("2".to_owned()),
@@ -250,8 +311,8 @@ fn two_jobs_on_one_port_never_pair() {
             assert!(matches!(&error, CommError::Rendezvous { message, .. } if message.contains(reason)), "{error:?}");
         }
         let second = meet(environment(1, 2, port, "one"), 5000).unwrap();
-        let error = meet(environment(1, 2, port, "one"), 3000).unwrap_err();
-        assert!(error.to_string().contains("rank 1 has already joined"), "{error}");
+        let error = meet(environment(1, 2, port, "one"), 500).unwrap_err();
+        assert!(error.to_string().contains("another process has already joined as rank 1"), "{error}");
         second.barrier().unwrap();
         assert_eq!(first.join().unwrap(), Ok(Ok(())));
     });

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fsdp_comm::{CommError, Environment, ProcessGroup, ReduceOp, StoreOptions, TcpOptions, TcpStore};
+use fsdp_comm::{CommError, Environment, ProcessGroup, ReduceOp, Secret, StoreOptions, TcpOptions, TcpStore};
 
 /// Longer than anything takes that succeeds.
 const LONG: Duration = Duration::from_secs(10);
@@ -159,6 +159,23 @@ fn ranks_meet_through_the_agents_store() {
         let address = agent.address().unwrap();
         assert!(address.ip().is_loopback() && address.port() != port, "{address}");
     }
+}
+
+#[test]
+fn rank_0_beside_the_agent_is_reached_where_the_agent_is() {
+    let (agent, port) = Agent::start();
+    thread::scope(|scope| {
+        for rank in 0..3 {
+            scope.spawn(move || {
+                let mut environment = environment(rank, 3, port);
+                environment.secret = Some(Secret::new("a secret of this test").unwrap());
+                let group = TcpOptions::new(environment).deadline(LONG).connect().unwrap();
+                group.barrier().unwrap();
+            });
+        }
+    });
+    // The loopback address at which rank 0 has reached the agent would be of no use to other hosts.
+    assert!(agent.address().unwrap().ip().is_unspecified());
 }
 
 #[test]

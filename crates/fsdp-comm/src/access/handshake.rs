@@ -19,7 +19,7 @@ use super::nonce::{Nonce, nonce};
 use crate::blocking::{read_exact, write_all};
 
 /// The first bytes of a connection, which no other protocol begins with. The last one is the version.
-const MAGIC: [u8; 8] = *b"fsdp\0kv\x02";
+const MAGIC: [u8; 8] = *b"fsdp\0kv\x03";
 
 /// The answer to a client that has proved that it has the key.
 const WELCOME: u8 = 1;
@@ -72,8 +72,19 @@ impl From<io::Error> for Refusal {
     }
 }
 
+/// Returns the error for bytes that no rank sends.
+pub(crate) fn not_this_protocol() -> io::Error {
+    let message = "received bytes that are not of this protocol; is another program using this port?";
+    io::Error::new(io::ErrorKind::InvalidData, message)
+}
+
 /// The client's side: proves that this process has the key, and checks that the server has it.
-pub(crate) fn knock(stream: &mut TcpStream, key: &Key, hello: Hello, until: Instant) -> Result<(), Refusal> {
+pub(crate) fn handshake_as_client(
+    stream: &mut TcpStream,
+    key: &Key,
+    hello: Hello,
+    until: Instant,
+) -> Result<(), Refusal> {
     // Step 1: challenge the server. Each side sends a fresh nonce, so that a recording of an earlier handshake proves nothing.
     let client = nonce()?;
     write_all(stream, &[&MAGIC[..], &client].concat(), until)?;
@@ -93,7 +104,7 @@ pub(crate) fn knock(stream: &mut TcpStream, key: &Key, hello: Hello, until: Inst
     let mut answer = [0];
     read_exact(stream, &mut answer, until)?;
     if answer != [WELCOME] {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "it sent what no rank sends").into());
+        return Err(not_this_protocol().into());
     }
     Ok(())
 }
@@ -101,7 +112,7 @@ pub(crate) fn knock(stream: &mut TcpStream, key: &Key, hello: Hello, until: Inst
 /// The server's side: returns the client's hello once the client has proved that it has the key.
 ///
 /// A client without the key learns only that a job listens here.
-pub(super) async fn answer(stream: &mut tokio::net::TcpStream, key: &Key) -> io::Result<Hello> {
+pub(super) async fn handshake_as_server(stream: &mut tokio::net::TcpStream, key: &Key) -> io::Result<Hello> {
     // Step 1: drop clients of other protocols before computing anything for them.
     let mut magic = [0; MAGIC.len()];
     stream.read_exact(&mut magic).await?;

@@ -1,17 +1,17 @@
 //! Access to a job: every connection begins with a handshake that only ranks of the job can complete.
 //!
-//! Both ports of a job, that of the store and those of the ranks, are open to every process that can reach them. A
-//! [`Door`](door) therefore knows nothing about a connection, and keeps nothing for it but a few bytes, until the
+//! Both ports of a job, that of the store and those of the ranks, are open to every process that can reach them. The
+//! [acceptor] therefore knows nothing about a connection, and keeps nothing for it but a few bytes, until the
 //! [handshake] has shown that the other side has the job's [`Key`].
 
-mod door;
+mod acceptor;
 mod handshake;
 mod key;
 mod nonce;
 mod secret;
 
-pub(crate) use self::door::let_in;
-pub(crate) use self::handshake::{Hello, Refusal, knock};
+pub(crate) use self::acceptor::accept_authenticated;
+pub(crate) use self::handshake::{Hello, Refusal, handshake_as_client, not_this_protocol};
 pub(crate) use self::key::Key;
 pub(crate) use self::nonce::{nonce, nonce_text};
 pub use self::secret::Secret;

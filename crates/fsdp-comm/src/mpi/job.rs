@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use super::library::{self, Buffers, Communicator, Pending};
 use crate::access::Secret;
 use crate::backend_kind::BackendKind;
+use crate::blame;
 use crate::deadline::until;
 use crate::error::CommError;
 use crate::store::{StoreOptions, TcpStore};
@@ -24,17 +25,17 @@ const ADDRESS_BYTES: usize = 1024;
 const NAME_BYTES: usize = 256;
 
 /// The time that a rank whose group has failed waits for the others to leave too.
-const PATIENCE: Duration = Duration::from_millis(1000);
+const FAILED_GOODBYE_TIMEOUT: Duration = Duration::from_millis(1000);
 /// The time that leaving MPI may take once all ranks are leaving.
-const LEAVING: Duration = Duration::from_secs(5);
+const FINALIZE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The time for which a wait does not sleep. After that it sleeps for [`NAP`] between two checks.
-const EAGER: Duration = Duration::from_millis(2);
+/// The time for which a wait does not sleep. After that it sleeps for [`POLL_INTERVAL`] between two checks.
+const SPIN_FOR: Duration = Duration::from_millis(2);
 /// The time that a long wait sleeps between two checks.
-const NAP: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// The time between two calls that let MPI make progress while nothing waits for it.
-const BEAT: Duration = Duration::from_millis(1);
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(1);
 
 /// This process's part in the MPI job. All groups of the process hold it.
 #[derive(Debug)]
@@ -90,7 +91,7 @@ impl Owner {
 /// this process may compute for a long time.
 fn keep_going(leaves: &Receiver<()>) -> Result<(), RecvTimeoutError> {
     loop {
-        match leaves.recv_timeout(BEAT) {
+        match leaves.recv_timeout(PROGRESS_INTERVAL) {
             Err(RecvTimeoutError::Timeout) => {
                 if let Err(error) = library::go_on() {
                     tracing::debug!(%error, "MPI does not go on");
@@ -116,21 +117,11 @@ impl Job {
         let until = until(deadline);
         let owner = Owner::start(until)?;
         let world = Communicator::world().map_err(|error| failed("MPI_Comm_size", error))?;
-        let (rank, world_size) = (world.rank(), world.ranks());
-        let store = open_store(&world, deadline, until)?;
-        let place = Participant {
-            rank,
-            world_size,
-            address: store.address().to_owned(),
-            key: store.key().clone(),
-            deadline,
-            until,
-        };
-        let control = Arc::new(TcpBackend::meet(&place, store, true)?);
+        let control = Arc::new(blame::noted(world.rank(), meet(&world, deadline, until))?);
         Ok(Arc::new(Job { owner, control, failed: AtomicBool::new(false), stuck: AtomicBool::new(false) }))
     }
 
-    /// Notes that a group has failed.
+    /// Records that a group has failed.
     pub(super) fn fail(&self) {
         self.failed.store(true, Ordering::Release);
     }
@@ -143,7 +134,7 @@ impl Job {
 
 impl Drop for Job {
     fn drop(&mut self) {
-        let limit = self.failed.load(Ordering::Acquire).then_some(PATIENCE);
+        let limit = self.failed.load(Ordering::Acquire).then_some(FAILED_GOODBYE_TIMEOUT);
         // Leaving MPI waits for all ranks, so a rank leaves only if all do. A process that ends without leaving is left
         // to its launcher.
         let all_leave = self.control.say_goodbye(limit) && !self.stuck.load(Ordering::Acquire);
@@ -151,11 +142,25 @@ impl Drop for Job {
         if let Some(leave) = leave.filter(|_| all_leave) {
             leave.send(()).ok();
             let left = self.owner.left.lock().unwrap_or_else(PoisonError::into_inner);
-            if left.recv_timeout(LEAVING) == Err(RecvTimeoutError::Timeout) {
-                tracing::warn!("MPI did not end within {LEAVING:?}");
+            if left.recv_timeout(FINALIZE_TIMEOUT) == Err(RecvTimeoutError::Timeout) {
+                tracing::warn!("MPI did not end within {FINALIZE_TIMEOUT:?}");
             }
         }
     }
+}
+
+/// Connects this process to all others.
+fn meet(world: &Communicator, deadline: Duration, until: Instant) -> Result<TcpBackend, CommError> {
+    let store = open_store(world, deadline, until)?;
+    let place = Participant {
+        rank: world.rank(),
+        world_size: world.ranks(),
+        address: store.address().to_owned(),
+        key: store.key().clone(),
+        deadline,
+        until,
+    };
+    TcpBackend::meet(&place, store, true)
 }
 
 /// Opens the store on rank 0, and tells its address to the others through MPI.
@@ -215,16 +220,16 @@ fn wait(mut pending: Pending, until: Instant) -> Result<Buffers, CommError> {
 /// need the processor.
 #[derive(Debug)]
 pub(super) struct Pause {
-    eager_until: Instant,
+    spin_until: Instant,
 }
 
 impl Pause {
     pub(super) fn new() -> Self {
-        Pause { eager_until: Instant::now() + EAGER }
+        Pause { spin_until: Instant::now() + SPIN_FOR }
     }
 
     pub(super) fn take(&mut self) {
-        if Instant::now() < self.eager_until { thread::yield_now() } else { thread::sleep(NAP) }
+        if Instant::now() < self.spin_until { thread::yield_now() } else { thread::sleep(POLL_INTERVAL) }
     }
 }
 

@@ -16,13 +16,14 @@ use std::time::{Duration, Instant};
 use self::job::{Job, Pause, failed};
 use self::library::{Buffers, Communicator, Pending};
 use crate::backend::{Backend, Plan, Planner, Round};
+use crate::blame;
 use crate::deadline::until;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
 use crate::tcp::TcpBackend;
 
 /// The time between two checks of the other ranks while this one waits for MPI.
-const LOOK: Duration = Duration::from_millis(5);
+const PEER_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The time that a call may still take after another rank has left, as that rank may have done its part before.
 const GRACE: Duration = Duration::from_millis(250);
@@ -33,7 +34,8 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
     let job = Job::join(deadline)?;
     let control = Arc::clone(&job.control);
     let round = Round { number: 0, sequence: 0, operation: "rendezvous", deadline, until };
-    let backend = MpiBackend::new(job, control, 0, &round)?;
+    let rank = control.rank();
+    let backend = blame::noted(rank, MpiBackend::new(job, control, 0, &round))?;
     Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(deadline))
 }
 
@@ -121,7 +123,7 @@ fn create(job: &Job, control: &TcpBackend, id: u64, round: &Round<'_>) -> Result
     thread.map_err(|error| failed(CALL, error.to_string()))?;
     let mut patience = Patience::default();
     loop {
-        match is_made.recv_timeout(LOOK) {
+        match is_made.recv_timeout(PEER_CHECK_INTERVAL) {
             Ok(made) => return made.map_err(|error| failed(CALL, error)),
             Err(mpsc::RecvTimeoutError::Disconnected) => return Err(failed(CALL, "its thread ended".to_owned())),
             Err(mpsc::RecvTimeoutError::Timeout) => {}
@@ -137,7 +139,7 @@ fn create(job: &Job, control: &TcpBackend, id: u64, round: &Round<'_>) -> Result
 fn wait(control: &TcpBackend, round: &Round<'_>, call: library::Result<Pending>) -> Result<Buffers, CommError> {
     let mut pending = call.map_err(|error| failed(round.operation, error))?;
     let mut pause = Pause::new();
-    let mut look = Instant::now() + LOOK;
+    let mut look = Instant::now() + PEER_CHECK_INTERVAL;
     let mut patience = Patience::default();
     while !pending.test().map_err(|error| failed(round.operation, error))? {
         pause.take();
@@ -145,7 +147,7 @@ fn wait(control: &TcpBackend, round: &Round<'_>, call: library::Result<Pending>)
         if now < look {
             continue;
         }
-        look = now + LOOK;
+        look = now + PEER_CHECK_INTERVAL;
         if let Some(failure) = patience.lost(control, round) {
             return Err(failure);
         }

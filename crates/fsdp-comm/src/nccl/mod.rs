@@ -17,6 +17,7 @@ use self::library::UniqueId;
 use self::owner::Owner;
 use crate::backend::{Backend, DeviceCall, DeviceTransfer, Planner, Round};
 use crate::backend_kind::BackendKind;
+use crate::blame;
 use crate::deadline::until;
 use crate::environment::Environment;
 use crate::error::CommError;
@@ -32,7 +33,8 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
     let ordinal = device_ordinal(&environment)?;
     let control = Arc::new(TcpOptions::new(environment).deadline(deadline).connect_backend()?);
     let round = Round { number: 0, sequence: 0, operation: "rendezvous", deadline, until };
-    let backend = NcclBackend::new(control, ordinal, &round)?;
+    let rank = control.rank();
+    let backend = blame::noted(rank, NcclBackend::new(control, ordinal, &round))?;
     Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(deadline))
 }
 

@@ -12,19 +12,19 @@ use crate::backend::{Backend as _, Round};
 use crate::error::CommError;
 use crate::tcp::TcpBackend;
 
-/// The time for which a wait does not sleep. After that it sleeps for [`NAP`] between two checks.
-const EAGER: Duration = Duration::from_millis(2);
+/// The time for which a wait does not sleep. After that it sleeps for [`POLL_INTERVAL`] between two checks.
+const SPIN_FOR: Duration = Duration::from_millis(2);
 /// The time that a long wait sleeps between two checks.
-const NAP: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// The time between two checks of the other ranks while this one waits for NCCL.
-const LOOK: Duration = Duration::from_millis(5);
+const PEER_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The time that a call may still take after another rank has left, as that rank may have done its part before.
 const GRACE: Duration = Duration::from_millis(250);
 
 /// The time that NCCL may take to leave the other ranks, or to abort a call.
-const LEAVING: Duration = Duration::from_secs(2);
+const FINALIZE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A call for the thread.
 struct Job {
@@ -68,7 +68,8 @@ impl Owner {
         };
         let thread = thread::Builder::new().name("nccl".to_owned()).spawn(own);
         thread.map_err(|error| failed("a thread", error.to_string()))?;
-        answer(&is_made, round)?;
+        answer(&is_made, round)
+            .unwrap_or_else(|| Err(failed(round.operation, "it did not return in time".to_owned())))?;
         Ok(Owner { jobs: Mutex::new(Some(jobs)), ended: Mutex::new(ended) })
     }
 
@@ -85,7 +86,7 @@ impl Owner {
         let job = Job { call, ready, watch: Watch::new(control, round), reply };
         let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         jobs.as_ref().and_then(|jobs| jobs.send(job).ok()).ok_or_else(|| gone(round))?;
-        answer(&is_done, round)
+        answer(&is_done, round).unwrap_or_else(|| end_process(round.operation))
     }
 }
 
@@ -94,20 +95,28 @@ impl Drop for Owner {
         // The thread goes on to the end once there are no more jobs.
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner).take();
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
-        if ended.recv_timeout(LEAVING * 2) == Err(RecvTimeoutError::Timeout) {
+        if ended.recv_timeout(FINALIZE_TIMEOUT * 2) == Err(RecvTimeoutError::Timeout) {
             tracing::warn!("NCCL did not leave its group in time");
         }
     }
 }
 
-/// Waits for the thread's answer. It comes at the latest soon after the round's deadline, unless NCCL does not return.
-fn answer(answers: &Receiver<Result<(), CommError>>, round: &Round<'_>) -> Result<(), CommError> {
+/// Waits for the thread's answer. It comes at the latest soon after the round's deadline, unless NCCL does not return. Then
+/// there is none.
+fn answer(answers: &Receiver<Result<(), CommError>>, round: &Round<'_>) -> Option<Result<(), CommError>> {
     let left = round.until.saturating_duration_since(Instant::now());
-    match answers.recv_timeout(left + GRACE + LEAVING * 2) {
-        Ok(answer) => answer,
-        Err(RecvTimeoutError::Disconnected) => Err(gone(round)),
-        Err(RecvTimeoutError::Timeout) => Err(failed(round.operation, "it did not return in time".to_owned())),
+    match answers.recv_timeout(left + GRACE + FINALIZE_TIMEOUT * 2) {
+        Ok(answer) => Some(answer),
+        Err(RecvTimeoutError::Disconnected) => Some(Err(gone(round))),
+        Err(RecvTimeoutError::Timeout) => None,
     }
+}
+
+/// Ends this process, as the GPU may still read and write memory that the caller gets back with any answer. All other ranks
+/// learn that this one has ended.
+fn end_process(operation: &str) -> ! {
+    tracing::error!(operation, "a call of NCCL cannot be ended, and may still use GPU memory: this process ends");
+    std::process::abort();
 }
 
 fn gone(round: &Round<'_>) -> CommError {
@@ -155,7 +164,9 @@ impl Owned {
                 // Tell the others first: NCCL ends a communicator only when all ranks do.
                 watch.abort(&error);
                 // The caller may use the memory again as soon as it has its answer.
-                self.give_up();
+                if !self.give_up() {
+                    end_process(&watch.operation);
+                }
                 reply.send(Err(error)).ok();
                 return;
             }
@@ -177,30 +188,37 @@ impl Owned {
         })
     }
 
-    /// Aborts the running call, and waits until the GPU no longer touches the borrowed memory.
-    fn give_up(self) {
+    /// Aborts the running call, and waits until the GPU no longer touches the borrowed memory. Returns `true` if that is so.
+    fn give_up(self) -> bool {
         let Owned { communicator, stream } = self;
         drop(communicator);
-        let until = Instant::now() + LEAVING;
+        let until = Instant::now() + FINALIZE_TIMEOUT;
         let mut pause = Pause::new();
-        match stream.record_event(None) {
-            Ok(over) => {
-                while over.try_is_complete() == Ok(false) && Instant::now() < until {
-                    pause.take();
-                }
+        let over = match stream.record_event(None) {
+            Ok(over) => over,
+            Err(error) => {
+                // The driver has ended this process's work on the GPU.
+                tracing::warn!(%error, "the GPU does not answer");
+                return true;
             }
-            Err(error) => tracing::warn!(%error, "the GPU does not answer"),
+        };
+        while over.try_is_complete() == Ok(false) {
+            if Instant::now() >= until {
+                return false;
+            }
+            pause.take();
         }
+        true
     }
 
     fn leave(self) {
         let Owned { communicator, stream } = self;
-        let until = Instant::now() + LEAVING;
+        let until = Instant::now() + FINALIZE_TIMEOUT;
         let left = communicator.finalize().and_then(|()| {
             let mut pause = Pause::new();
             while !communicator.state()? {
                 if Instant::now() >= until {
-                    return Err(format!("not all ranks left within {LEAVING:?}"));
+                    return Err(format!("not all ranks left within {FINALIZE_TIMEOUT:?}"));
                 }
                 pause.take();
             }
@@ -261,7 +279,7 @@ impl Watch {
             if failure.is_some() || Instant::now() >= until {
                 return failure;
             }
-            thread::sleep(LOOK);
+            thread::sleep(PEER_CHECK_INTERVAL);
         }
     }
 
@@ -282,7 +300,7 @@ impl Watch {
     /// Waits until `is_done`, and fails if another rank is lost, or at the deadline.
     fn wait(&self, call: &str, mut is_done: impl FnMut() -> Result<bool, String>) -> Result<(), CommError> {
         let mut pause = Pause::new();
-        let mut look = Instant::now() + LOOK;
+        let mut look = Instant::now() + PEER_CHECK_INTERVAL;
         let mut failing_since: Option<Instant> = None;
         loop {
             match is_done() {
@@ -296,7 +314,7 @@ impl Watch {
             if now < look {
                 continue;
             }
-            look = now + LOOK;
+            look = now + PEER_CHECK_INTERVAL;
             if let Some(failure) = self.failure()
                 && failing_since.get_or_insert(now).elapsed() >= GRACE
             {
@@ -309,15 +327,15 @@ impl Watch {
 /// The pause between two checks of a wait.
 #[derive(Debug)]
 struct Pause {
-    eager_until: Instant,
+    spin_until: Instant,
 }
 
 impl Pause {
     fn new() -> Self {
-        Pause { eager_until: Instant::now() + EAGER }
+        Pause { spin_until: Instant::now() + SPIN_FOR }
     }
 
     fn take(&mut self) {
-        if Instant::now() < self.eager_until { thread::yield_now() } else { thread::sleep(NAP) }
+        if Instant::now() < self.spin_until { thread::yield_now() } else { thread::sleep(POLL_INTERVAL) }
     }
 }

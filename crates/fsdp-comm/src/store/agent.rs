@@ -14,7 +14,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::client::{NotJoined, TcpStore, connect_once, connect_until, rendezvous};
+use super::client::{NotJoined, TcpStore, connect_once, connect_until, rendezvous, retry_pause};
 use super::protocol::{StoreOptions, invalid};
 use crate::access::nonce_text;
 use crate::blocking::{read_exact, write_all};
@@ -55,7 +55,7 @@ impl TcpStore {
         let (rank, deadline) = (options.rank, options.deadline);
         let until = until(deadline);
         let failed = |message| rendezvous(agent, message);
-        let mut connection = Agent::connect(agent, until).map_err(|error| {
+        let mut connection = Agent::connect(agent, until, retry_pause(options)).map_err(|error| {
             failed(format!(
                 "rank {rank} could not connect to the store of torchrun's agent within {deadline:?}: {error}; \
                  is torchrun running there, and does this host reach it? its `--local-addr` chooses another address; \
@@ -65,8 +65,15 @@ impl TcpStore {
         if rank != 0 {
             return connection.join(key, options).map_err(failed);
         }
-        // No other host needs to reach rank 0 if no other host has ranks.
-        let ip = if one_host { Ipv4Addr::LOCALHOST.into() } else { connection.local_ip };
+        let ip = if one_host {
+            // No other host needs to reach rank 0 if no other host has ranks.
+            Ipv4Addr::LOCALHOST.into()
+        } else if connection.local_ip.is_loopback() && (options.secret.is_some() || options.insecure) {
+            // The agent is on this host, and other hosts reach this host at the address at which they reach the agent.
+            Ipv4Addr::UNSPECIFIED.into()
+        } else {
+            connection.local_ip
+        };
         let nonce = nonce_text().map_err(|error| failed(format!("rank 0 found no random number: {error}")))?;
         let store = TcpStore::host(&SocketAddr::new(ip, 0).to_string(), &named(options, &nonce))?;
         let address = store.address().parse().map_err(|_| failed(format!("`{}` is no address", store.address())))?;
@@ -84,6 +91,7 @@ impl TcpStore {
 /// The value under the key of rank 0's address.
 #[derive(Debug, PartialEq, Eq)]
 struct Published {
+    /// The address. It is unspecified (0.0.0.0) for the host of the agent.
     address: SocketAddr,
     nonce: String,
 }
@@ -103,15 +111,17 @@ fn named(options: &StoreOptions, nonce: &str) -> StoreOptions {
 struct Agent {
     stream: TcpStream,
     local_ip: IpAddr,
+    /// The address of the agent's host.
+    peer_ip: IpAddr,
     until: Instant,
 }
 
 impl Agent {
-    fn connect(address: &str, until: Instant) -> io::Result<Agent> {
-        let mut stream = connect_until(address, until)?;
-        let local_ip = stream.local_addr()?.ip();
+    fn connect(address: &str, until: Instant, pause: Duration) -> io::Result<Agent> {
+        let mut stream = connect_until(&address, until, pause)?;
+        let (local_ip, peer_ip) = (stream.local_addr()?.ip(), stream.peer_addr()?.ip());
         write_all(&mut stream, &[&[VALIDATE][..], &MAGIC.to_le_bytes()].concat(), until)?;
-        Ok(Agent { stream, local_ip, until })
+        Ok(Agent { stream, local_ip, peer_ip, until })
     }
 
     /// Joins the store of rank 0 at the address under the key. Retries until the deadline, and returns the reason if that
@@ -119,29 +129,29 @@ impl Agent {
     fn join(&mut self, key: &str, options: &StoreOptions) -> Result<TcpStore, String> {
         let (rank, deadline) = (options.rank, options.deadline);
         loop {
-            let Published { address, nonce } = self.wait_and_get(key).map_err(|error| {
+            let Published { address: published, nonce } = self.wait_and_get(key).map_err(|error| {
                 format!(
                     "rank {rank} did not learn from the store of torchrun's agent within {deadline:?} where rank 0 is: \
                      {}; see what rank 0 says",
                     reason(&error)
                 )
             })?;
-            let name = address.to_string();
-            let joined = match connect_once(&name, self.until) {
+            let ip = if published.ip().is_unspecified() { self.peer_ip } else { published.ip() };
+            let address = SocketAddr::new(ip, published.port());
+            let joined = match connect_once(address, self.until) {
                 Ok(stream) => {
                     let until = self.until.min(until(deadline / ADDRESSES));
-                    TcpStore::join(stream, &name, &named(options, &nonce), until)
+                    TcpStore::join(stream, &published.to_string(), &named(options, &nonce), until)
                 }
                 Err(error) => Err(NotJoined::Lost(error)),
             };
             match joined {
                 // Another attempt would not end in time.
                 Err(reason) if Instant::now() + 2 * ASK_AGAIN >= self.until => {
-                    let (reason, hint) = (reason.message(options), hint(address.ip()));
-                    return Err(format!("rank 0 should be at {name}, but {reason}{hint}"));
+                    return Err(format!("{}{}", reason.message(&address.to_string(), options), hint(published.ip())));
                 }
                 Err(reason) => {
-                    tracing::debug!(%name, ?reason, "not let in; rank 0 may have a new address soon");
+                    tracing::debug!(%address, ?reason, "not let in; rank 0 may have a new address soon");
                     thread::sleep(ASK_AGAIN);
                 }
                 Ok(store) => return Ok(store),

@@ -6,11 +6,13 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::listening;
 use super::protocol::{Reply, Request, StoreOptions, read_blocking, write_blocking};
 use super::server::Server;
-use crate::access::{Hello, Key, Refusal, knock};
+use crate::access::{Hello, Key, Refusal, handshake_as_client};
 use crate::deadline::until;
 use crate::error::CommError;
+use crate::open_files;
 
 /// A connection to the store. On the rank that hosts the store it owns the store too, which ends when this is dropped.
 ///
@@ -22,61 +24,106 @@ pub struct TcpStore {
     /// The connection; `None` after a request that failed in the middle.
     connection: Mutex<Option<TcpStream>>,
     local_ip: IpAddr,
+    peer_ip: IpAddr,
+    /// `true` if the store, and the ranks on its host, listen at every address of that host.
+    is_everywhere: bool,
     deadline: Duration,
     _server: Option<Server>,
 }
 
+/// The outcome of a wait for all ranks.
+#[derive(Debug)]
+pub(crate) enum RankValues {
+    /// The value of each rank.
+    Complete(Vec<Vec<u8>>),
+    /// The keys that had not been set at the deadline.
+    Missing(Vec<String>),
+    /// The ranks that have ended their connections to the store, in this order.
+    Departed(Vec<usize>),
+}
+
 /// The time that a client waits for the store's answer after the store's own deadline.
 const GRACE: Duration = Duration::from_secs(2);
-/// The time between two attempts to connect.
-const RETRY: Duration = Duration::from_millis(20);
+
+/// The shortest and the longest time between two attempts of a rank to join, in milliseconds.
+const RETRY_MILLISECONDS: (usize, usize) = (20, 1000);
+
+/// Returns the time between two attempts of a rank to join. It grows with the number of ranks, so that a store which is not
+/// open yet, or its name server, gets about a thousand requests in a second at most.
+pub(super) fn retry_pause(options: &StoreOptions) -> Duration {
+    let (shortest, longest) = RETRY_MILLISECONDS;
+    // Ranks that were started together do not try together for ever.
+    let own = options.rank % shortest;
+    Duration::from_millis((options.world_size.clamp(shortest, longest) + own) as u64)
+}
 
 impl TcpStore {
     /// Opens the store at `address` (`host:port`, port 0 for any) and connects to it.
+    ///
+    /// If `host` is a name, and not an address or `localhost`, and there is a secret or `insecure`, the store listens at
+    /// every address of this host: its name may lead elsewhere here than on other hosts, or nowhere yet.
     ///
     /// # Errors
     /// [`CommError::Rendezvous`] if the address is not this host's, or the port is taken, or other hosts reach the address
     /// and there is no secret.
     pub fn host(address: &str, options: &StoreOptions) -> Result<TcpStore, CommError> {
-        for found in address.to_socket_addrs().into_iter().flatten() {
-            let allowed = options.check_address(found.ip());
-            allowed.map_err(|message| rendezvous(address, format!("rank {}: {message}", options.rank)))?;
+        let rank = options.rank;
+        let failed = |message: String| rendezvous(address, format!("rank {rank}: {message}"));
+        open_files::make_room(options.world_size).map_err(failed)?;
+        let addresses = listening::addresses(address, options)
+            .map_err(|error| rendezvous(address, format!("rank {rank} could not listen: {error}; see MASTER_ADDR")))?;
+        for found in &addresses {
+            options.check_address(found.ip()).map_err(failed)?;
         }
-        let server = Server::start(address, options).map_err(|error| {
+        let server = Server::start(&addresses, options).map_err(|error| {
             let hint = match error.kind() {
                 ErrorKind::AddrInUse => "; is another job using this port? choose another MASTER_PORT",
                 ErrorKind::AddrNotAvailable => "; MASTER_ADDR must be an address of the host of rank 0",
                 _ => "",
             };
-            rendezvous(address, format!("rank {} could not listen: {error}{hint}", options.rank))
+            rendezvous(address, format!("rank {rank} could not listen: {error}{hint}"))
         })?;
-        let address = server.address().to_string();
-        Self::open(&address, options, Some(server))
+        let listens_at = server.address();
+        if !listening::is_everywhere(address, options) {
+            return Self::open(&listens_at.to_string(), &[listens_at][..], options, Some(server));
+        }
+        let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+        let (name, port) = (format!("{host}:{}", listens_at.port()), listens_at.port());
+        Self::open(&name, &listening::loopback(port)[..], options, Some(server))
     }
 
     /// Connects to the store at `address` (`host:port`), and retries until the store opens or the deadline is over.
     ///
     /// # Errors
     /// [`CommError::Rendezvous`] if no store answers within the deadline, if it is the store of another job, or if
-    /// another process has already joined it as this rank.
+    /// another process has joined it as this rank and is still there at the deadline.
     pub fn connect(address: &str, options: &StoreOptions) -> Result<TcpStore, CommError> {
-        Self::open(address, options, None)
+        Self::open(address, address, options, None)
     }
 
-    /// Connects to a store and joins it. `server` is the store itself, if this rank hosts it; the result keeps it.
-    fn open(address: &str, options: &StoreOptions, server: Option<Server>) -> Result<TcpStore, CommError> {
+    /// Connects to a store and joins it. `address` is its name for messages and other ranks, and `at` are the addresses that
+    /// this rank tries. `server` is the store itself, if this rank hosts it; the result keeps it.
+    fn open(
+        address: &str,
+        at: impl ToSocketAddrs,
+        options: &StoreOptions,
+        server: Option<Server>,
+    ) -> Result<TcpStore, CommError> {
         let until = until(options.deadline);
+        let pause = retry_pause(options);
         loop {
-            let stream = connect_until(address, until)
-                .map_err(|error| rendezvous(address, NotJoined::Lost(error).message(options)))?;
-            match Self::join(stream, address, options, until) {
+            let joined = connect_until(&at, until, pause)
+                .map_err(NotJoined::Lost)
+                .and_then(|stream| Self::join(stream, address, options, until));
+            match joined {
                 Ok(store) => return Ok(TcpStore { _server: server, ..store }),
-                // The store drops connections if too many arrive at once, so try again until the deadline.
-                Err(NotJoined::Lost(error)) if Instant::now() + RETRY < until => {
-                    tracing::debug!(address, %error, "the store hung up; trying again");
-                    thread::sleep(RETRY);
+                // The store drops connections if too many arrive at once. Or it is that of an earlier attempt of this job,
+                // in which rank 0 has not noticed yet that others have ended. So try again until the deadline.
+                Err(reason @ (NotJoined::Lost(_) | NotJoined::NotNow(_))) if Instant::now() + pause < until => {
+                    tracing::debug!(address, ?reason, "not joined yet; trying again");
+                    thread::sleep(pause);
                 }
-                Err(reason) => return Err(rendezvous(address, reason.message(options))),
+                Err(reason) => return Err(not_joined(address, &reason, options)),
             }
         }
     }
@@ -92,11 +139,12 @@ impl TcpStore {
         // Step 1: both sides show that they belong to the same job.
         let hello = Hello::new(options.rank, options.world_size);
         let key = options.key();
-        knock(&mut stream, &key, hello, until)?;
+        handshake_as_client(&mut stream, &key, hello, until)?;
         // Step 2: the store of this job accepts this rank or refuses it, for example because the rank has already
         // joined.
         match read_blocking(&mut stream, until)? {
             Reply::Welcome => {}
+            Reply::NotNow(reason) => return Err(NotJoined::NotNow(reason)),
             Reply::Refused(reason) => return Err(NotJoined::Refused(reason)),
             _ => return Err(NotJoined::Refused("the program at this address is not a store".to_owned())),
         }
@@ -104,6 +152,8 @@ impl TcpStore {
             address: address.to_owned(),
             key,
             local_ip: stream.local_addr()?.ip(),
+            peer_ip: stream.peer_addr()?.ip(),
+            is_everywhere: listening::is_everywhere(address, options),
             connection: Mutex::new(Some(stream)),
             deadline: options.deadline,
             _server: None,
@@ -125,6 +175,16 @@ impl TcpStore {
     #[must_use]
     pub fn local_ip(&self) -> IpAddr {
         self.local_ip
+    }
+
+    /// Returns the address of the store's host in the connection to the store.
+    pub(crate) fn peer_ip(&self) -> IpAddr {
+        self.peer_ip
+    }
+
+    /// Returns `true` if the store, and the ranks on its host, listen at every address of that host.
+    pub(crate) fn is_everywhere(&self) -> bool {
+        self.is_everywhere
     }
 
     /// Sets a key.
@@ -158,6 +218,26 @@ impl TcpStore {
             Reply::Values(values) => Ok(Ok(values)),
             Reply::Missing(keys) => Ok(Err(keys)),
             reply => Err(self.unexpected("wait", &reply)),
+        }
+    }
+
+    /// Waits until each rank has set its key, which is `prefix` and its number. The wait ends early if a rank has ended its
+    /// connection to the store and keys are missing.
+    pub(crate) fn wait_for_ranks(&self, prefix: &str, deadline: Duration) -> Result<RankValues, CommError> {
+        let request = Request::WaitForRanks { prefix: prefix.to_owned(), milliseconds: deadline.as_millis() as u64 };
+        match self.ask("wait", request, deadline)? {
+            Reply::Values(values) => Ok(RankValues::Complete(values)),
+            Reply::Missing(keys) => Ok(RankValues::Missing(keys)),
+            Reply::Departed(ranks) => Ok(RankValues::Departed(to_ranks(ranks))),
+            reply => Err(self.unexpected("wait", &reply)),
+        }
+    }
+
+    /// Returns the ranks that have ended their connections to the store, in this order.
+    pub(crate) fn departed(&self, deadline: Duration) -> Result<Vec<usize>, CommError> {
+        match self.ask("departed", Request::Departed, deadline)? {
+            Reply::Departed(ranks) => Ok(to_ranks(ranks)),
+            reply => Err(self.unexpected("departed", &reply)),
         }
     }
 
@@ -220,6 +300,24 @@ pub(super) fn rendezvous(address: &str, message: String) -> CommError {
     CommError::Rendezvous { address: address.to_owned(), joined: Vec::new(), missing: Vec::new(), message }
 }
 
+fn to_ranks(ranks: Vec<u64>) -> Vec<usize> {
+    ranks.into_iter().map(|rank| rank as usize).collect()
+}
+
+/// Returns the error of a rank that could not join. One that reaches no store misses rank 0.
+fn not_joined(address: &str, reason: &NotJoined, options: &StoreOptions) -> CommError {
+    let message = reason.message(address, options);
+    match reason {
+        NotJoined::Lost(_) if options.rank != 0 => CommError::Rendezvous {
+            address: address.to_owned(),
+            joined: Vec::new(),
+            missing: vec![0],
+            message: format!("{message}; is rank 0 running, and is the port open?"),
+        },
+        _ => rendezvous(address, message),
+    }
+}
+
 /// The reason that a rank could not join a store.
 #[derive(Debug)]
 pub(super) enum NotJoined {
@@ -227,6 +325,8 @@ pub(super) enum NotJoined {
     OtherJob,
     /// The store of this job refused this rank, or its address is not allowed without a secret.
     Refused(String),
+    /// The store of this job cannot take this rank now. It may be that of an earlier attempt, which is about to end.
+    NotNow(String),
     /// There is no store, or the connection to it was lost.
     Lost(io::Error),
 }
@@ -247,32 +347,38 @@ impl From<Refusal> for NotJoined {
 }
 
 impl NotJoined {
-    pub(super) fn message(&self, options: &StoreOptions) -> String {
-        let StoreOptions { job, rank, deadline, .. } = options;
+    /// Returns the message for a rank that could not join the store at this address.
+    pub(super) fn message(&self, address: &str, options: &StoreOptions) -> String {
+        let StoreOptions { rank, deadline, .. } = options;
         match self {
             NotJoined::OtherJob => format!(
-                "rank {rank} of job `{job}` found the store of another job, or of one with another secret: choose another \
-                 MASTER_PORT, or see that FSDP_JOB_ID and FSDP_SECRET are the same on all ranks"
+                "rank {rank}: another job, or one with another secret, listens at {address}: choose another MASTER_PORT, or \
+                 check that FSDP_JOB_ID and FSDP_SECRET are the same on all ranks"
             ),
             NotJoined::Refused(reason) => format!("rank {rank}: {reason}"),
-            NotJoined::Lost(error) => format!("rank {rank} found no store within {deadline:?}: {error}"),
+            NotJoined::NotNow(reason) => {
+                format!("rank {rank} could not join the job at {address} within {deadline:?}: {reason}")
+            }
+            NotJoined::Lost(error) => {
+                format!("rank {rank} could not reach rank 0 at {address} within {deadline:?}: {error}")
+            }
         }
     }
 }
 
-/// Connects to an address, and retries until `until`.
-pub(super) fn connect_until(address: &str, until: Instant) -> io::Result<TcpStream> {
+/// Connects to an address, and retries after each pause until `until`.
+pub(super) fn connect_until(address: &impl ToSocketAddrs, until: Instant, pause: Duration) -> io::Result<TcpStream> {
     loop {
         match connect_once(address, until) {
-            Err(error) if Instant::now() + RETRY >= until => return Err(error),
-            Err(_) => thread::sleep(RETRY),
+            Err(error) if Instant::now() + pause >= until => return Err(error),
+            Err(_) => thread::sleep(pause),
             connected => return connected,
         }
     }
 }
 
 /// Tries all addresses of a name once.
-pub(super) fn connect_once(address: &str, until: Instant) -> io::Result<TcpStream> {
+pub(super) fn connect_once(address: impl ToSocketAddrs, until: Instant) -> io::Result<TcpStream> {
     let mut error = io::Error::new(ErrorKind::NotFound, "the name has no address");
     for address in address.to_socket_addrs()? {
         let left = until.saturating_duration_since(Instant::now()).clamp(Duration::from_millis(1), GRACE);
@@ -289,4 +395,84 @@ pub(super) fn connect_once(address: &str, until: Instant) -> io::Result<TcpStrea
         }
     }
     Err(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DEADLINE: Duration = Duration::from_secs(20);
+
+    fn options(rank: usize, deadline: Duration) -> StoreOptions {
+        StoreOptions { job: "job".to_owned(), secret: None, insecure: false, rank, world_size: 3, deadline }
+    }
+
+    #[test]
+    fn a_rank_that_ends_while_it_waits_ends_the_waits_of_the_others_and_no_rank_joins_after_that() {
+        let host = TcpStore::host("127.0.0.1:0", &options(0, DEADLINE)).unwrap();
+        let other = TcpStore::connect(host.address(), &options(1, DEADLINE)).unwrap();
+        host.set("place/0", b"").unwrap();
+        other.set("place/1", b"").unwrap();
+        assert_eq!(host.departed(DEADLINE).unwrap(), []);
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| host.wait_for_ranks("place/", DEADLINE).unwrap());
+            // It asks the same, and ends before there is a reply.
+            let mut stream = other.connection.lock().unwrap().take().unwrap();
+            let request = Request::WaitForRanks { prefix: "place/".to_owned(), milliseconds: 1 << 20 };
+            write_blocking(&mut stream, &request, until(DEADLINE)).unwrap();
+            drop(stream);
+            let outcome = waiting.join().unwrap();
+            assert!(matches!(&outcome, RankValues::Departed(ranks) if ranks[..] == [1]), "{outcome:?}");
+        });
+        assert_eq!(host.departed(DEADLINE).unwrap(), [1]);
+        let late = TcpStore::connect(host.address(), &options(2, Duration::from_millis(200))).unwrap_err();
+        assert!(late.to_string().contains("the rendezvous there has failed"), "{late}");
+        // Others than those who need all ranks go on.
+        host.set("key", b"value").unwrap();
+        assert_eq!(host.wait(&["key".to_owned()], DEADLINE).unwrap().unwrap(), [b"value"]);
+    }
+
+    #[test]
+    fn values_of_all_ranks_are_there_even_if_one_has_ended_since() {
+        let host = TcpStore::host("127.0.0.1:0", &options(0, DEADLINE)).unwrap();
+        for rank in [1, 2] {
+            let other = TcpStore::connect(host.address(), &options(rank, DEADLINE)).unwrap();
+            other.set(&format!("place/{rank}"), &[rank as u8]).unwrap();
+        }
+        host.set("place/0", &[0]).unwrap();
+        let outcome = host.wait_for_ranks("place/", DEADLINE).unwrap();
+        assert!(matches!(&outcome, RankValues::Complete(values) if *values == [[0], [1], [2]]), "{outcome:?}");
+    }
+
+    /// Connects more ranks than the usual limit of 1,024 open files allows in one process.
+    #[test]
+    fn many_ranks_learn_of_each_other_within_the_deadline() {
+        const RANKS: usize = 600;
+        let place = |rank| StoreOptions { world_size: RANKS, ..options(rank, DEADLINE) };
+        // The clients are in this process too.
+        open_files::make_room(2 * RANKS).unwrap();
+        let host = TcpStore::host("127.0.0.1:0", &place(0)).unwrap();
+        let meet = |store: &TcpStore, rank: usize| {
+            store.set(&format!("place/{rank}"), &rank.to_le_bytes()).unwrap();
+            let outcome = store.wait_for_ranks("place/", DEADLINE).unwrap();
+            assert!(matches!(outcome, RankValues::Complete(values) if values.len() == RANKS));
+        };
+        thread::scope(|scope| {
+            for rank in 1..RANKS {
+                let (address, place) = (host.address(), place(rank));
+                scope.spawn(move || meet(&TcpStore::connect(address, &place).unwrap(), rank));
+            }
+            meet(&host, 0);
+        });
+    }
+
+    #[test]
+    fn all_ranks_together_make_about_a_thousand_attempts_in_a_second_at_most() {
+        for world_size in [1, 2, 50, 1000, 1 << 16] {
+            let pause = retry_pause(&StoreOptions { world_size, ..options(0, DEADLINE) });
+            assert!(pause >= Duration::from_millis(20) && pause <= Duration::from_secs(1), "{world_size}: {pause:?}");
+            let each_second = world_size.min(1000) as f64 / pause.as_secs_f64();
+            assert!(each_second <= 1001.0, "{world_size}: {each_second}");
+        }
+    }
 }

@@ -6,8 +6,11 @@
 
 mod agent;
 mod client;
+mod listening;
 mod protocol;
 mod server;
 
+pub(crate) use self::client::RankValues;
 pub use self::client::TcpStore;
+pub(crate) use self::listening::every_address;
 pub use self::protocol::{MAX_KEY_BYTES, MAX_STORE_BYTES, MAX_VALUE_BYTES, StoreOptions};

@@ -47,8 +47,8 @@ impl StoreOptions {
             return Ok(());
         }
         Err(format!(
-            "without a secret, ranks meet at addresses of their own host only, and {ip} is none: set FSDP_SECRET to the \
-             same random text on all ranks, or FSDP_INSECURE to `true` to trust everybody in the network"
+            "{ip} can be reached from other hosts, so the ranks need a secret: set FSDP_SECRET to the same random text on \
+             all ranks, or FSDP_INSECURE to `true` to trust everybody in the network"
         ))
     }
 
@@ -60,11 +60,33 @@ impl StoreOptions {
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
-    Set { key: String, value: Vec<u8> },
-    Get { key: String },
-    Wait { keys: Vec<String>, milliseconds: u64 },
-    Add { key: String, amount: i64 },
-    CompareAndSet { key: String, expected: Option<Vec<u8>>, value: Vec<u8> },
+    Set {
+        key: String,
+        value: Vec<u8>,
+    },
+    Get {
+        key: String,
+    },
+    Wait {
+        keys: Vec<String>,
+        milliseconds: u64,
+    },
+    Add {
+        key: String,
+        amount: i64,
+    },
+    CompareAndSet {
+        key: String,
+        expected: Option<Vec<u8>>,
+        value: Vec<u8>,
+    },
+    /// Waits for one key of each rank, which is this prefix and the rank's number, unless a rank has ended its connection.
+    WaitForRanks {
+        prefix: String,
+        milliseconds: u64,
+    },
+    /// Asks which ranks have ended their connections.
+    Departed,
 }
 
 impl Request {
@@ -73,7 +95,10 @@ impl Request {
             Request::Set { key, value } | Request::CompareAndSet { key, value, .. } => {
                 check_key(key).and_then(|()| check_value(value))
             }
-            Request::Get { key } | Request::Add { key, .. } => check_key(key),
+            Request::Get { key } | Request::Add { key, .. } | Request::WaitForRanks { prefix: key, .. } => {
+                check_key(key)
+            }
+            Request::Departed => Ok(()),
             Request::Wait { keys, .. } => keys.iter().try_for_each(|key| check_key(key)),
         }
     }
@@ -96,11 +121,16 @@ fn check_value(value: &[u8]) -> Result<(), String> {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
     Welcome,
+    /// The rank cannot join now, but may be able to later; with the reason.
+    NotNow(String),
+    /// The rank can never join, or the request is wrong.
     Refused(String),
     Value(Option<Vec<u8>>),
     Values(Vec<Vec<u8>>),
     Missing(Vec<String>),
     Number(i64),
+    /// The ranks that have ended their connections, in this order.
+    Departed(Vec<u64>),
 }
 
 pub(super) fn invalid(message: impl Into<String>) -> io::Error {

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io;
-use std::net::{SocketAddr, ToSocketAddrs as _};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -17,7 +17,7 @@ use tokio::time::timeout;
 use super::protocol::{
     MAX_STORE_BYTES, MAX_STORE_BYTES_PER_RANK, Reply, Request, StoreOptions, invalid, message_len, to_bytes,
 };
-use crate::access::{Hello, let_in};
+use crate::access::{Hello, accept_authenticated};
 use crate::wire;
 
 /// The time that the bytes of one message may take, once it has begun.
@@ -44,13 +44,17 @@ struct State {
     values: HashMap<String, Vec<u8>>,
     /// The bytes of all keys and values.
     bytes: usize,
+    /// The ranks whose connections have ended, in this order.
+    departed: Vec<u64>,
+    /// `true` once a wait for all ranks has failed because one had ended.
+    has_failed: bool,
 }
 
 impl Server {
-    pub(super) fn start(address: &str, options: &StoreOptions) -> io::Result<Server> {
+    /// Listens at the first of these addresses that is one of this host.
+    pub(super) fn start(addresses: &[SocketAddr], options: &StoreOptions) -> io::Result<Server> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let addresses: Vec<SocketAddr> = address.to_socket_addrs()?.collect();
-        let listener = runtime.block_on(TcpListener::bind(&addresses[..]))?;
+        let listener = runtime.block_on(TcpListener::bind(addresses))?;
         let address = listener.local_addr()?;
         let (stop, stopped) = oneshot::channel();
         let (key, world_size) = (options.key(), options.world_size);
@@ -58,7 +62,7 @@ impl Server {
         let serve = move || {
             runtime.block_on(async {
                 tokio::select! {
-                    () = let_in(&listener, &key, |stream, hello| shared.admit(stream, hello)) => {}
+                    () = accept_authenticated(&listener, &key, |stream, hello| shared.serve_rank(stream, hello)) => {}
                     _ = stopped => {}
                 }
             });
@@ -82,7 +86,7 @@ impl Drop for Server {
 }
 
 async fn serve(mut stream: TcpStream, hello: Hello, shared: &Shared) -> io::Result<()> {
-    let reply = shared.seat(hello);
+    let reply = shared.register(hello);
     let told = write(&mut stream, &reply).await;
     if !matches!(reply, Reply::Welcome) {
         return told;
@@ -92,16 +96,36 @@ async fn serve(mut stream: TcpStream, hello: Hello, shared: &Shared) -> io::Resu
         shared.lock().joined.remove(&hello.rank);
         return told;
     }
+    let ended = answer_requests(&mut stream, shared).await;
+    shared.depart(hello.rank);
+    ended
+}
+
+/// Answers the requests of a rank until it ends the connection.
+async fn answer_requests(stream: &mut TcpStream, shared: &Shared) -> io::Result<()> {
     loop {
-        let request: Request = match read(&mut stream).await {
+        let request: Request = match read(stream).await {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             request => request?,
         };
         let reply = match request.check() {
-            Ok(()) => shared.answer(request).await,
+            // A rank may end while it waits for others. Its request is carried out first, as it may have ended after that.
+            Ok(()) => tokio::select! {
+                biased;
+                reply = shared.answer(request) => reply,
+                () = end_of(stream) => return Ok(()),
+            },
             Err(message) => Reply::Refused(message),
         };
-        write(&mut stream, &reply).await?;
+        write(stream, &reply).await?;
+    }
+}
+
+/// Waits until the other side ends the connection. It must not send anything meanwhile, which no client does before it has
+/// its reply.
+async fn end_of(stream: &TcpStream) {
+    if let Ok(1..) = stream.peek(&mut [0]).await {
+        std::future::pending().await
     }
 }
 
@@ -111,7 +135,7 @@ impl Shared {
     }
 
     /// Serves a connection that has completed the handshake, and so belongs to the job.
-    fn admit(self: &Arc<Self>, stream: TcpStream, hello: Hello) {
+    fn serve_rank(self: &Arc<Self>, stream: TcpStream, hello: Hello) {
         let shared = Arc::clone(self);
         tokio::spawn(async move {
             if let Err(error) = serve(stream, hello, &shared).await {
@@ -121,7 +145,7 @@ impl Shared {
     }
 
     /// Assigns a rank its seat. A rank can have only one connection, so there are no more connections than ranks.
-    fn seat(&self, Hello { rank, world_size }: Hello) -> Reply {
+    fn register(&self, Hello { rank, world_size }: Hello) -> Reply {
         let here = self.world_size as u64;
         if world_size != here {
             return Reply::Refused(format!(
@@ -131,10 +155,22 @@ impl Shared {
         if rank >= here {
             return Reply::Refused(format!("there is no rank {rank} in a job of {here} ranks"));
         }
-        if !self.lock().joined.insert(rank) {
-            return Reply::Refused(format!("a rank {rank} has already joined this job"));
+        let mut state = self.lock();
+        // Both may be the end of an attempt of this job before the one that the rank belongs to. The store of its own
+        // attempt opens when this one has ended.
+        if state.has_failed {
+            return Reply::NotNow("the rendezvous there has failed, and has not ended yet".to_owned());
+        }
+        if !state.joined.insert(rank) {
+            return Reply::NotNow(format!("another process has already joined as rank {rank}"));
         }
         Reply::Welcome
+    }
+
+    /// Records that a rank has ended its connection, and wakes all who wait for it.
+    fn depart(&self, rank: u64) {
+        self.lock().departed.push(rank);
+        self.changed.notify_waiters();
     }
 
     async fn answer(&self, request: Request) -> Reply {
@@ -144,16 +180,12 @@ impl Shared {
                 Err(message) => Reply::Refused(message),
             },
             Request::Get { key } => Reply::Value(self.lock().values.get(&key).cloned()),
-            Request::Wait { keys, milliseconds } => {
-                let wait = self.wait(&keys);
-                match tokio::time::timeout(Duration::from_millis(milliseconds), wait).await {
-                    Ok(values) => Reply::Values(values),
-                    Err(_) => {
-                        let state = self.lock();
-                        Reply::Missing(keys.into_iter().filter(|key| !state.values.contains_key(key)).collect())
-                    }
-                }
+            Request::Wait { keys, milliseconds } => self.wait(&keys, milliseconds, false).await,
+            Request::WaitForRanks { prefix, milliseconds } => {
+                let keys: Vec<String> = (0..self.world_size).map(|rank| format!("{prefix}{rank}")).collect();
+                self.wait(&keys, milliseconds, true).await
             }
+            Request::Departed => Reply::Departed(self.lock().departed.clone()),
             Request::Add { key, amount } => {
                 let mut state = self.lock();
                 let before = match state.values.get(&key).map(|value| <[u8; 8]>::try_from(&value[..])) {
@@ -194,15 +226,34 @@ impl Shared {
         Ok(())
     }
 
-    async fn wait(&self, keys: &[String]) -> Vec<Vec<u8>> {
+    /// Waits for keys, no longer than this. With `needs_all_ranks`, the wait fails once a rank has ended its connection.
+    async fn wait(&self, keys: &[String], milliseconds: u64, needs_all_ranks: bool) -> Reply {
+        let wait = self.wait_without_end(keys, needs_all_ranks);
+        if let Ok(reply) = timeout(Duration::from_millis(milliseconds), wait).await {
+            return reply;
+        }
+        let state = self.lock();
+        Reply::Missing(keys.iter().filter(|key| !state.values.contains_key(*key)).cloned().collect())
+    }
+
+    async fn wait_without_end(&self, keys: &[String], needs_all_ranks: bool) -> Reply {
+        // Keys are never removed, so those that have been found need not be looked up again. Many ranks wait for the keys
+        // of many ranks, and each new key wakes them all.
+        let mut found = 0;
         loop {
             // Any change after this line ends the wait, so none is missed.
             let changed = self.changed.notified();
             {
-                let state = self.lock();
-                let values: Vec<Vec<u8>> = keys.iter().filter_map(|key| state.values.get(key).cloned()).collect();
-                if values.len() == keys.len() {
-                    return values;
+                let mut state = self.lock();
+                while keys.get(found).is_some_and(|key| state.values.contains_key(key)) {
+                    found += 1;
+                }
+                if found == keys.len() {
+                    return Reply::Values(keys.iter().filter_map(|key| state.values.get(key).cloned()).collect());
+                }
+                if needs_all_ranks && !state.departed.is_empty() {
+                    state.has_failed = true;
+                    return Reply::Departed(state.departed.clone());
                 }
             }
             changed.await;

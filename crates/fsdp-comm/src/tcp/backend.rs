@@ -10,6 +10,7 @@ use super::shared::SharedMemory;
 use super::sockets::LAST_SETUP_ROUND;
 use super::sockets::{self, Member, SETUP_ROUNDS};
 use crate::backend::{Backend, Planner, Round};
+use crate::blame;
 use crate::deadline::until;
 use crate::environment::Environment;
 use crate::error::CommError;
@@ -53,6 +54,10 @@ impl TcpOptions {
     }
 
     pub(crate) fn connect_backend(&self) -> Result<TcpBackend, CommError> {
+        blame::noted(self.environment.rank, self.meet())
+    }
+
+    fn meet(&self) -> Result<TcpBackend, CommError> {
         let until = until(self.deadline);
         let environment = &self.environment;
         let store = rendezvous::open(environment, self.deadline)?;
@@ -181,5 +186,49 @@ impl Backend for TcpBackend {
 impl Drop for TcpBackend {
     fn drop(&mut self) {
         self.node.close(self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    /// Joins a job of two ranks, without shared memory.
+    fn connect(rank: usize, port: u16) -> Arc<TcpBackend> {
+        let environment = Environment::from_variables(|name| match name {
+            "RANK" => Some(rank.to_string()),
+            "WORLD_SIZE" => Some("2".to_owned()),
+            "MASTER_ADDR" => Some("127.0.0.1".to_owned()),
+            "MASTER_PORT" => Some(port.to_string()),
+            "FSDP_JOB_ID" => Some("job".to_owned()),
+            _ => None,
+        });
+        Arc::new(TcpOptions::new(environment.unwrap()).shared_memory(false).connect_backend().unwrap())
+    }
+
+    fn gather_much(backend: Arc<TcpBackend>) {
+        let own = vec![backend.rank() as u8 + 1; 20 << 20];
+        let mut all = vec![0; 2 * own.len()];
+        ProcessGroup::new(backend).all_gather_into(&mut all, &own).unwrap();
+        assert!(all.iter().enumerate().all(|(at, &byte)| usize::from(byte) == at / own.len() + 1));
+    }
+
+    #[test]
+    fn only_a_few_chunks_of_a_rank_are_in_memory_however_much_it_sends() {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        thread::scope(|scope| {
+            scope.spawn(|| gather_much(connect(1, port)));
+            let backend = connect(0, port);
+            let node = Arc::clone(&backend.node);
+            let gathering = scope.spawn(|| gather_much(backend));
+            let mut most = 0;
+            while !gathering.is_finished() {
+                most = most.max(node.inbox().lock().most_waiting_chunks());
+                thread::sleep(Duration::from_micros(20));
+            }
+            assert!((1..=4).contains(&most), "{most} chunks waited");
+        });
     }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use super::segment::{Bell, ReaderWord, Segment, WINDOW_BYTES, Word};
+use super::segment::{Notification, ReaderWord, Segment, WINDOW_BYTES, Word};
 use super::sockets::Member;
 use super::watch::wait;
 use crate::backend::Round;
@@ -67,7 +67,7 @@ impl<'a> Outgoing<'a> {
         let readers = readers.into_iter().filter(|&(reader, len)| reader != member.rank && len > 0).collect();
         // Readers look at their words only after this store.
         segment.word(Word::Planned).store(round.number + 1, Ordering::Release);
-        segment.ring(Bell::ForReaders);
+        segment.notify(Notification::ToReaders);
         // A place that only this rank reads counts in the size of a chunk, which must be the same on all ranks, but is
         // never written.
         let is_read =
@@ -95,7 +95,7 @@ impl<'a> Outgoing<'a> {
         for &reader in &self.published.readers[window] {
             // Chunk `number - 2` lies in this window. Its readers must have consumed it.
             let consumed = || segment.reader_word(reader, ReaderWord::Consumed).load(Ordering::Acquire) + 1 >= number;
-            wait(member, round, segment, Bell::ForOwner, consumed, || vec![member.ranks[reader]])?;
+            wait(member, round, segment, Notification::ToOwner, consumed, || vec![member.ranks[reader]])?;
         }
         // Nobody reads the window now: write the next chunk of every place.
         for (index, place) in self.places.iter().enumerate() {
@@ -111,7 +111,7 @@ impl<'a> Outgoing<'a> {
         // From this store on, readers read the window.
         self.published.chunks += 1;
         segment.word(Word::Published).store(self.published.chunks, Ordering::Release);
-        segment.ring(Bell::ForReaders);
+        segment.notify(Notification::ToReaders);
         self.sent += self.chunk;
         Ok(())
     }
@@ -172,7 +172,7 @@ impl<'a> Incoming<'a> {
             *number += 1;
             self.left = self.left.saturating_sub(*size);
             self.segment.reader_word(self.member.rank, ReaderWord::Consumed).store(*number, Ordering::Release);
-            self.segment.ring(Bell::ForOwner);
+            self.segment.notify(Notification::ToOwner);
         }
     }
 
@@ -189,6 +189,6 @@ impl<'a> Incoming<'a> {
 
     fn wait(&self, is_ready: impl Fn(&Segment) -> bool) -> Result<(), CommError> {
         let missing = || vec![self.member.ranks[self.from]];
-        wait(self.member, self.round, self.segment, Bell::ForReaders, || is_ready(self.segment), missing)
+        wait(self.member, self.round, self.segment, Notification::ToReaders, || is_ready(self.segment), missing)
     }
 }

@@ -2,9 +2,10 @@
 
 use std::io::{self, Read, Write};
 
+use crate::access::not_this_protocol;
 use crate::buffer::reserve;
 
-/// The longest body. Tensors are cut into frames of [`CHUNK_BYTES`], and records are shorter than this.
+/// The longest body. Tensors are cut into frames of [`CHUNK_BYTES`], and the records of the largest job are shorter than this.
 const MAX_BODY_BYTES: u64 = 16 << 20;
 
 /// The number of bytes of a tensor that one frame carries.
@@ -54,7 +55,7 @@ pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     stream.read_exact(&mut header)?;
     let kind = Kind::ALL.get(usize::from(header[0])).copied();
     let (Some(kind), len @ ..=MAX_BODY_BYTES) = (kind, word(&header, 17)) else {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "it sent what no rank sends"));
+        return Err(not_this_protocol());
     };
     let mut body = Vec::new();
     reserve(&mut body, len as usize, "a frame").map_err(|error| io::Error::new(io::ErrorKind::OutOfMemory, error))?;
@@ -69,7 +70,7 @@ fn word(header: &[u8; HEADER_BYTES], at: usize) -> u64 {
 }
 
 /// Returns `true` if a write that failed with this error may be tried again.
-pub(super) fn is_patient(error: &io::Error) -> bool {
+pub(super) fn is_retryable(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
 }
 
@@ -79,7 +80,7 @@ pub(super) fn write(stream: &mut impl Write, mut bytes: &[u8], go_on: impl Fn() 
         match stream.write(bytes) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Ok(written) => bytes = &bytes[written..],
-            Err(error) if !is_patient(&error) => return Err(error),
+            Err(error) if !is_retryable(&error) => return Err(error),
             Err(_) if go_on() => {}
             Err(_) => return Err(io::ErrorKind::TimedOut.into()),
         }
@@ -90,6 +91,11 @@ pub(super) fn write(stream: &mut impl Write, mut bytes: &[u8], go_on: impl Fn() 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::environment::MAX_WORLD_SIZE;
+    use crate::error::MAX_MESSAGE_BYTES;
+    use crate::group::INLINE_BYTES;
+    use crate::record::{Call, Header, Operation};
+    use crate::wire;
 
     #[test]
     fn frames_come_back() {
@@ -100,6 +106,16 @@ mod tests {
             assert_eq!((frame.kind, frame.group, frame.round, &frame.body[..]), (kind, 7, u64::MAX, &b"abc"[..]));
             assert_eq!(stream, b"next");
         }
+    }
+
+    #[test]
+    fn the_longest_record_of_the_largest_job_fits_in_a_frame() {
+        // The counts of an all-to-all, two for each rank, are the most that a rank says about itself. A call may have one
+        // size for each rank.
+        let call = Call { sizes: vec![usize::MAX; MAX_WORLD_SIZE], ..Call::new(Operation::AllToAllUneven) };
+        let header = Header { call, fault: None, own: vec![u64::MAX; 2 * MAX_WORLD_SIZE], inline: true };
+        let texts = 2 * MAX_MESSAGE_BYTES + INLINE_BYTES;
+        assert!(wire::encode(&header).unwrap().len() + texts <= MAX_BODY_BYTES as usize);
     }
 
     #[test]

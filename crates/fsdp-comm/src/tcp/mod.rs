@@ -3,10 +3,10 @@
 //! Every two processes are connected by a socket, which carries heartbeats, errors, and between hosts everything else.
 //! Groups whose ranks are all on one host carry out their rounds through shared memory instead.
 
+mod acceptor;
 mod backend;
 #[cfg(target_os = "linux")]
 mod chunks;
-mod door;
 mod frame;
 mod node;
 mod rendezvous;

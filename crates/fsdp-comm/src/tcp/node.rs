@@ -23,7 +23,7 @@ pub(super) const SILENCE: Duration = Duration::from_millis(1750);
 const WRITE_SLICE: Duration = Duration::from_millis(100);
 
 /// The time for which a rank that leaves or aborts tries to tell the others.
-const FAREWELL: Duration = Duration::from_millis(500);
+const GOODBYE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// This process in its job, which it leaves when this is dropped.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ pub(super) struct Node {
 }
 
 /// The sockets to all other ranks; `None` for this one.
-type Writers = Arc<Vec<Option<Mutex<TcpStream>>>>;
+type Writers = Arc<Vec<Option<Mutex<Arc<TcpStream>>>>>;
 
 /// The received frames of all sockets.
 #[derive(Debug)]
@@ -54,7 +54,7 @@ pub(super) struct State {
     /// The time of silence after which a rank is lost even if an operation may take longer: the job's own deadline.
     patience: Duration,
     /// The time of this process's last heartbeat.
-    beaten: Instant,
+    last_heartbeat_sent: Instant,
     groups: HashMap<u64, GroupState>,
     /// The ranks whose connections have ended without a goodbye, in the order in which they ended.
     lost: Vec<usize>,
@@ -67,7 +67,7 @@ pub(super) struct State {
 struct RankState {
     left: Option<String>,
     said_goodbye: bool,
-    heard: Instant,
+    last_frame_received: Instant,
 }
 
 #[derive(Debug, Default)]
@@ -93,6 +93,13 @@ impl State {
         self.groups.entry(group).or_default().rounds.entry((rank, round)).or_default()
     }
 
+    /// Returns the largest number of chunks of one rank that wait to be taken.
+    #[cfg(test)]
+    pub(super) fn most_waiting_chunks(&self) -> usize {
+        let incoming = self.groups.values().flat_map(|group| group.rounds.values());
+        incoming.map(|incoming| incoming.chunks.len()).max().unwrap_or(0)
+    }
+
     /// Drops the frames of a round.
     pub(super) fn forget(&mut self, group: u64, round: u64) {
         if let Some(group) = self.groups.get_mut(&group) {
@@ -108,7 +115,7 @@ impl Inbox {
 
     fn receive(&self, from: usize, frame: Frame) {
         let mut state = self.lock();
-        state.ranks[from].heard = Instant::now();
+        state.ranks[from].last_frame_received = Instant::now();
         match frame.kind {
             Kind::Heartbeat => return,
             Kind::Goodbye => {
@@ -132,7 +139,7 @@ impl Inbox {
     fn lose(&self, from: usize, error: &io::Error) {
         let reason = match error.kind() {
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
-                "died: its connection was closed without a word".to_owned()
+                "exited without leaving the group (its connection was closed)".to_owned()
             }
             _ => format!("was lost: {error}"),
         };
@@ -159,11 +166,13 @@ impl Node {
         store: TcpStore,
         deadline: Duration,
     ) -> io::Result<Arc<Node>> {
-        let heard = Instant::now();
-        let ranks = streams.iter().map(|_| RankState { left: None, said_goodbye: false, heard }).collect();
+        let last_frame_received = Instant::now();
+        let ranks =
+            streams.iter().map(|_| RankState { left: None, said_goodbye: false, last_frame_received }).collect();
         let patience = deadline.max(SILENCE);
         let (groups, lost, closed) = (HashMap::new(), Vec::new(), HashSet::new());
-        let state = State { ranks, patience, beaten: heard, groups, lost, closed, leaving: false };
+        let state =
+            State { ranks, patience, last_heartbeat_sent: last_frame_received, groups, lost, closed, leaving: false };
         let inbox = Arc::new(Inbox { state: Mutex::new(state), changed: Condvar::new() });
         let mut writers = Vec::with_capacity(streams.len());
         let mut threads = Vec::with_capacity(streams.len());
@@ -175,25 +184,21 @@ impl Node {
             stream.set_nodelay(true)?;
             stream.set_read_timeout(None)?;
             stream.set_write_timeout(Some(WRITE_SLICE))?;
-            let mut reader = io::BufReader::with_capacity(64 << 10, stream.try_clone()?);
-            writers.push(Some(Mutex::new(stream)));
+            // Both directions use one file descriptor, of which a process may have a limited number.
+            let stream = Arc::new(stream);
+            writers.push(Some(Mutex::new(Arc::clone(&stream))));
             let inbox = Arc::clone(&inbox);
-            let listen = move || loop {
-                match frame::read(&mut reader) {
-                    Ok(frame) => inbox.receive(from, frame),
-                    Err(error) => return inbox.lose(from, &error),
-                }
-            };
-            threads.push(thread::Builder::new().name(format!("from-rank-{from}")).spawn(listen)?);
+            let thread = thread::Builder::new().name(format!("from-rank-{from}"));
+            threads.push(thread.spawn(move || receive_all(&stream, from, &inbox))?);
         }
         let writers = Arc::new(writers);
-        let (beating, sockets) = (Arc::clone(&inbox), Arc::clone(&writers));
-        let beat = move || {
-            while !beating.sleep(HEARTBEAT) {
-                sockets.iter().flatten().for_each(beat);
+        let (own_inbox, sockets) = (Arc::clone(&inbox), Arc::clone(&writers));
+        let send_heartbeats = move || {
+            while !own_inbox.sleep(HEARTBEAT) {
+                sockets.iter().flatten().for_each(send_heartbeat);
             }
         };
-        threads.push(thread::Builder::new().name("heartbeat".to_owned()).spawn(beat)?);
+        threads.push(thread::Builder::new().name("heartbeat".to_owned()).spawn(send_heartbeats)?);
         Ok(Arc::new(Node { rank, hosts, writers, inbox, threads: Mutex::new(threads), _store: store }))
     }
 
@@ -240,18 +245,18 @@ impl Node {
 
     fn write(&self, to: usize, kind: Kind, about: (u64, u64), body: &[u8], go_on: impl Fn() -> bool) -> io::Result<()> {
         let Some(Some(writer)) = self.writers.get(to) else { return Ok(()) };
-        write_frame(&mut writer.lock().unwrap_or_else(PoisonError::into_inner), kind, about, body, go_on)
+        write_frame(&writer.lock().unwrap_or_else(PoisonError::into_inner), kind, about, body, go_on)
     }
 
-    /// Sends a frame if that is possible within [`FAREWELL`]. Another thread may hold the socket for longer, because it
+    /// Sends a frame if that is possible within [`GOODBYE_TIMEOUT`]. Another thread may hold the socket for longer, because it
     /// waits for a rank that does not read; then the frame is not sent.
-    fn tell(&self, to: usize, kind: Kind, about: (u64, u64), body: &[u8]) {
-        let until = Instant::now() + FAREWELL;
+    fn try_send(&self, to: usize, kind: Kind, about: (u64, u64), body: &[u8]) {
+        let until = Instant::now() + GOODBYE_TIMEOUT;
         let Some(Some(writer)) = self.writers.get(to) else { return };
         while Instant::now() < until {
             match writer.try_lock() {
-                Ok(mut writer) => {
-                    if write_frame(&mut writer, kind, about, body, || Instant::now() < until).is_err() {
+                Ok(writer) => {
+                    if write_frame(&writer, kind, about, body, || Instant::now() < until).is_err() {
                         // The connection may be in the middle of a frame.
                         writer.shutdown(Shutdown::Both).ok();
                     }
@@ -275,20 +280,20 @@ impl Node {
         self.inbox.changed.notify_all();
         let Ok(body) = wire::encode(error) else { return };
         for &rank in ranks.iter().filter(|&&rank| rank != self.rank) {
-            self.tell(rank, Kind::Abort, (group, round), &body);
+            self.try_send(rank, Kind::Abort, (group, round), &body);
         }
     }
 
-    fn tell_goodbye(&self, to: usize) {
+    fn send_goodbye(&self, to: usize) {
         let reason: &[u8] = if thread::panicking() { b"panicked" } else { b"has left the group" };
-        self.tell(to, Kind::Goodbye, (0, 0), reason);
+        self.try_send(to, Kind::Goodbye, (0, 0), reason);
     }
 
     /// Tells all ranks that this one leaves, and waits until all others have told the same, but no longer than `limit`
     /// (`None` waits without end). Returns `true` if all have, and `false` if one of them is lost or the time is over.
     #[cfg(feature = "mpi")]
     pub(super) fn say_goodbye(&self, limit: Option<Duration>) -> bool {
-        (0..self.writers.len()).for_each(|rank| self.tell_goodbye(rank));
+        (0..self.writers.len()).for_each(|rank| self.send_goodbye(rank));
         let until = limit.map(|limit| Instant::now() + limit);
         let mut state = self.inbox.lock();
         loop {
@@ -299,12 +304,12 @@ impl Node {
             if staying().next().is_none() {
                 return true;
             }
-            if staying().any(|state| state.left.is_some() || state.heard.elapsed() > SILENCE)
+            if staying().any(|state| state.left.is_some() || state.last_frame_received.elapsed() > SILENCE)
                 || until.is_some_and(|until| Instant::now() >= until)
             {
                 return false;
             }
-            state = self.inbox.changed.wait_timeout(state, FAREWELL).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.inbox.changed.wait_timeout(state, GOODBYE_TIMEOUT).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -387,18 +392,18 @@ impl State {
         // while, it has not read the others' heartbeats yet, and blames nobody.
         let limit = if is_over {
             SILENCE
-        } else if self.beaten.elapsed() > SILENCE {
+        } else if self.last_heartbeat_sent.elapsed() > SILENCE {
             Duration::MAX
         } else {
             self.patience
         };
-        let silent = missing.iter().find(|&&rank| self.ranks[rank].heard.elapsed() > limit);
+        let silent = missing.iter().find(|&&rank| self.ranks[rank].last_frame_received.elapsed() > limit);
         if missing.is_empty() || (!is_over && silent.is_none()) {
             return None;
         }
         Some(match silent {
             Some(&rank) => {
-                let seconds = self.ranks[rank].heard.elapsed().as_secs_f64();
+                let seconds = self.ranks[rank].last_frame_received.elapsed().as_secs_f64();
                 left(rank, format!("has sent no heartbeat for {seconds:.1} s: it is stopped or cannot be reached"))
             }
             None => CommError::Timeout {
@@ -416,11 +421,11 @@ impl Inbox {
     fn sleep(&self, duration: Duration) -> bool {
         let until = Instant::now() + duration;
         let mut state = self.lock();
-        if state.beaten.elapsed() > SILENCE {
+        if state.last_heartbeat_sent.elapsed() > SILENCE {
             // This process was stopped. The frames that the others sent meanwhile have not been read yet.
-            state.ranks.iter_mut().for_each(|rank| rank.heard = Instant::now());
+            state.ranks.iter_mut().for_each(|rank| rank.last_frame_received = Instant::now());
         }
-        state.beaten = Instant::now();
+        state.last_heartbeat_sent = Instant::now();
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if state.leaving || left.is_zero() {
@@ -431,9 +436,20 @@ impl Inbox {
     }
 }
 
+/// Hands the frames of a rank to the inbox until its connection ends.
+fn receive_all(stream: &TcpStream, from: usize, inbox: &Inbox) {
+    let mut reader = io::BufReader::with_capacity(64 << 10, stream);
+    loop {
+        match frame::read(&mut reader) {
+            Ok(frame) => inbox.receive(from, frame),
+            Err(error) => return inbox.lose(from, &error),
+        }
+    }
+}
+
 /// Writes a frame. After each timeout of the socket, `go_on` says whether to try again.
 fn write_frame(
-    writer: &mut TcpStream,
+    mut writer: &TcpStream,
     kind: Kind,
     (group, round): (u64, u64),
     body: &[u8],
@@ -443,22 +459,22 @@ fn write_frame(
     // Usually one system call sends everything. Otherwise the rest of the header and of the body follows.
     let written = match writer.write_vectored(&[IoSlice::new(&header), IoSlice::new(body)]) {
         Ok(written) => written,
-        Err(error) if frame::is_patient(&error) => 0,
+        Err(error) if frame::is_retryable(&error) => 0,
         Err(error) => return Err(error),
     };
     if written < header.len() {
-        frame::write(writer, &header[written..], &go_on)?;
+        frame::write(&mut writer, &header[written..], &go_on)?;
     }
-    frame::write(writer, &body[written.saturating_sub(header.len())..], &go_on)
+    frame::write(&mut writer, &body[written.saturating_sub(header.len())..], &go_on)
 }
 
-fn beat(writer: &Mutex<TcpStream>) {
+fn send_heartbeat(writer: &Mutex<Arc<TcpStream>>) {
     // A thread that holds the socket is sending a frame, which is as good as a heartbeat.
-    if let Ok(mut writer) = writer.try_lock() {
+    if let Ok(writer) = writer.try_lock() {
         let heartbeat = frame::header(Kind::Heartbeat, 0, 0, 0);
         // So small a write is nearly always done whole or not at all. If it is not done, the other rank is not reading; if
         // it is done in part, the connection cannot be used any more.
-        match writer.write(&heartbeat) {
+        match (&**writer).write(&heartbeat) {
             Ok(written) if written < heartbeat.len() => drop(writer.shutdown(Shutdown::Both)),
             _ => {}
         }
@@ -470,7 +486,7 @@ impl Drop for Node {
         self.inbox.lock().leaving = true;
         self.inbox.changed.notify_all();
         for rank in 0..self.writers.len() {
-            self.tell_goodbye(rank);
+            self.send_goodbye(rank);
             self.hang_up(rank);
         }
         for thread in self.threads.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
@@ -485,10 +501,18 @@ mod tests {
 
     #[test]
     fn the_first_rank_of_a_group_that_died_is_named_and_not_one_that_left_after_it() {
-        let rank = || RankState { left: None, said_goodbye: false, heard: Instant::now() };
+        let rank = || RankState { left: None, said_goodbye: false, last_frame_received: Instant::now() };
         let groups = [(7, GroupState { ranks: vec![0, 1, 2], ..GroupState::default() })].into();
         let (ranks, lost, closed) = ((0..4).map(|_| rank()).collect(), Vec::new(), HashSet::new());
-        let state = State { ranks, patience: SILENCE, beaten: Instant::now(), groups, lost, closed, leaving: false };
+        let state = State {
+            ranks,
+            patience: SILENCE,
+            last_heartbeat_sent: Instant::now(),
+            groups,
+            lost,
+            closed,
+            leaving: false,
+        };
         let inbox = Inbox { state: Mutex::new(state), changed: Condvar::new() };
         let died = || io::Error::from(io::ErrorKind::UnexpectedEof);
         let first_lost = |missing: &[usize]| inbox.lock().first_lost(7, missing);

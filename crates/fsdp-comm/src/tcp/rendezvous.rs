@@ -1,25 +1,28 @@
 //! The rendezvous: the processes of a job publish their addresses in the store, and then every two connect.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::door::Door;
+use super::acceptor::Acceptor;
 use super::node::Node;
 use super::shared::host_token;
-use crate::access::{Hello, Key, Refusal, knock, nonce};
+use crate::access::{Hello, Key, Refusal, handshake_as_client, nonce};
 use crate::environment::Environment;
 use crate::error::CommError;
-use crate::store::{StoreOptions, TcpStore};
+use crate::open_files;
+use crate::store::{RankValues, StoreOptions, TcpStore, every_address};
 use crate::wire;
 
 /// The address at which a rank listens.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Address {
+    /// The address of its host. It is unspecified (0.0.0.0) for the host of the store, which each rank reaches at the address
+    /// at which it has reached the store.
     ip: IpAddr,
     port: u16,
     /// A token of the host. Ranks with equal tokens can share memory.
@@ -29,8 +32,15 @@ struct Address {
 /// The value in place of the address of a rank that has not come in time.
 const GIVEN_UP: &[u8] = &[];
 
-/// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read the outcome.
-const LINGER: Duration = Duration::from_millis(200);
+/// The prefix of the keys of the ranks' addresses in the store.
+const ADDRESS: &str = "tcp/address/";
+
+/// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read the outcome. It is longer
+/// than they take for two checks of the store.
+const LINGER: Duration = Duration::from_millis(500);
+
+/// The time between two checks whether a rank has ended, while this one waits for connections.
+const CHECK: Duration = Duration::from_millis(100);
 
 /// The time between two attempts to connect to a rank.
 const RETRY: Duration = Duration::from_millis(20);
@@ -71,127 +81,206 @@ pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpS
 
 /// Finds all other ranks through the store, and connects to each of them.
 pub(super) fn meet(participant: &Participant, store: TcpStore, shared_memory: bool) -> Result<Arc<Node>, CommError> {
+    let connected = connect_all(participant, &store, shared_memory);
+    if connected.is_err() && participant.rank == 0 {
+        // The store ends with this rank, and the others have yet to learn the reason from it.
+        thread::sleep(LINGER);
+    }
+    let (hosts, streams) = connected?;
+    Node::start(participant.rank, hosts, streams, store, participant.deadline)
+        .map_err(|error| participant.io("start its threads", &error))
+}
+
+/// A token of each rank's host, and the connection to each rank; `None` for this one.
+type Connected = (Vec<Option<String>>, Vec<Option<TcpStream>>);
+
+fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool) -> Result<Connected, CommError> {
     let rank = participant.rank;
+    participant.make_room()?;
     // Step 1: listen, so that others can connect as soon as they know the address.
-    let listener = TcpListener::bind((store.local_ip(), 0)).map_err(|error| participant.io("listen", &error))?;
+    let (listener, ip) = listen(store).map_err(|error| participant.io("listen", &error))?;
     let port = listener.local_addr().map_err(|error| participant.io("listen", &error))?.port();
     let host = shared_memory.then(host_token).flatten();
-    let address = Address { ip: store.local_ip(), port, host };
+    let address = Address { ip, port, host };
     // Step 2: agree on a nonce, which the first rank to come chooses. The key of the connections between ranks is made
     // of it, so only a process that the store has let in can complete their handshake.
     let nonce = nonce().map_err(|error| participant.io("get a random number", &error))?;
     let nonce = store.compare_and_set("tcp/nonce", None, &nonce).map_err(|error| participant.lost(&error))?;
     let key = participant.key.derive("ranks", &nonce);
     // Step 3: let others in from now on, in the background. So no rank waits for another one to reach this point.
-    let mut door = Door::open(listener, key.clone()).map_err(|error| participant.io("open its port", &error))?;
+    let mut acceptor =
+        Acceptor::open(listener, key.clone()).map_err(|error| participant.io("open its port", &error))?;
     // Step 4: exchange addresses through the store.
-    let addresses = exchange_addresses(participant, &store, &address)?;
+    let addresses = exchange_addresses(participant, store, &address)?;
     // Step 5: connect to all lower ranks, then take the connections of all higher ones.
     let mut streams: Vec<Option<TcpStream>> = (0..participant.world_size).map(|_| None).collect();
     for (other, address) in addresses.iter().enumerate().take(rank) {
+        let ip = if address.ip.is_unspecified() { store.peer_ip() } else { address.ip };
+        let address = SocketAddr::new(ip, address.port);
         let connected = connect(participant, &key, address);
-        let what = format!("connect to rank {other} at {}:{}", address.ip, address.port);
-        streams[other] = Some(connected.map_err(|error| participant.io(&what, &error))?);
+        streams[other] = Some(connected.map_err(|error| participant.unreachable(store, other, address, &error))?);
     }
-    accept_all(participant, &mut door, &mut streams)?;
-    drop(door);
-    let hosts = addresses.into_iter().map(|address| address.host).collect();
-    Node::start(rank, hosts, streams, store, participant.deadline)
-        .map_err(|error| participant.io("start its threads", &error))
+    accept_all(participant, store, &mut acceptor, &mut streams)?;
+    Ok((addresses.into_iter().map(|address| address.host).collect(), streams))
+}
+
+/// Opens the port at which other ranks connect to this one. Returns it with the address of this host to publish.
+fn listen(store: &TcpStore) -> io::Result<(TcpListener, IpAddr)> {
+    let ip = store.local_ip();
+    if ip.is_loopback() && store.is_everywhere() {
+        // This is the host of the store. The loopback address at which this rank has reached it is of no use to other hosts.
+        let listener = TcpListener::bind(&every_address(0)[..])?;
+        return Ok((listener, Ipv4Addr::UNSPECIFIED.into()));
+    }
+    Ok((TcpListener::bind((ip, 0))?, ip))
 }
 
 impl Participant {
-    /// Returns the error of a rendezvous to which only the ranks of which `joined` is true are known to have come.
-    fn failed(&self, joined: impl Fn(usize) -> bool, message: String) -> CommError {
-        let (joined, missing) = (0..self.world_size).partition(|&rank| joined(rank));
+    /// Makes room for the connections of this rank to all others, and on rank 0 for those to its store.
+    fn make_room(&self) -> Result<(), CommError> {
+        let connections = if self.rank == 0 { 2 * self.world_size } else { self.world_size };
+        open_files::make_room(connections).map_err(|message| self.failed(format!("rank {}: {message}", self.rank)))
+    }
+
+    /// Returns the error of a rendezvous that misses these ranks.
+    fn missing(&self, missing: Vec<usize>, message: String) -> CommError {
+        CommError::Rendezvous { address: self.address.clone(), joined: Vec::new(), missing, message }
+    }
+
+    /// Returns the error of a rendezvous in which each rank came or is missing.
+    fn incomplete(&self, is_missing: impl Fn(usize) -> bool, message: String) -> CommError {
+        let (missing, joined) = (0..self.world_size).partition(|&rank| is_missing(rank));
         CommError::Rendezvous { address: self.address.clone(), joined, missing, message }
     }
 
-    /// Returns the error of a rank that failed by itself.
+    /// Returns the error of a rank that failed by itself. It knows nothing about the others.
+    fn failed(&self, message: String) -> CommError {
+        self.missing(Vec::new(), message)
+    }
+
+    /// Returns the error of a rank that failed by itself because of the system.
     fn io(&self, what: &str, error: &io::Error) -> CommError {
-        self.failed(|other| other == self.rank, format!("rank {} could not {what}: {error}", self.rank))
+        self.failed(format!("rank {} could not {what}: {error}", self.rank))
     }
 
     /// Returns the error of a rank that has lost the store, and with it rank 0.
     fn lost(&self, error: &CommError) -> CommError {
-        self.failed(|other| other != 0 && other == self.rank, format!("rank 0 is gone: {error}"))
+        self.missing(vec![0], format!("rank 0 is gone: {error}"))
     }
-}
 
-/// Returns the key of a rank's address in the store.
-fn address_key(rank: usize) -> String {
-    format!("tcp/address/{rank}")
+    /// Returns the error for ranks that have ended their connections to the store, in this order. The first of them is
+    /// probably the reason why the others have.
+    fn departed(&self, ranks: &[usize]) -> CommError {
+        let first = ranks.first().copied().unwrap_or_default();
+        self.missing(vec![first], format!("rank {first} ended before all ranks were connected"))
+    }
+
+    /// Returns the error if one of the ranks that `is_awaited` is true for has ended, or rank 0 has, whose store knows that.
+    fn ended(&self, store: &TcpStore, is_awaited: impl Fn(usize) -> bool) -> Option<CommError> {
+        match store.departed(self.until.saturating_duration_since(Instant::now())) {
+            Err(error) => Some(self.lost(&error)),
+            Ok(departed) => {
+                let any = departed.iter().any(|&other| other != self.rank && is_awaited(other));
+                any.then(|| self.departed(&departed))
+            }
+        }
+    }
+
+    /// Returns the error of a rank that could not connect to another one.
+    fn unreachable(&self, store: &TcpStore, other: usize, address: SocketAddr, error: &io::Error) -> CommError {
+        // It may have ended because another one had ended before.
+        match store.departed(CHECK) {
+            Ok(departed) if !departed.is_empty() => self.departed(&departed),
+            _ => {
+                let message = format!("rank {} could not connect to rank {other} at {address}: {error}", self.rank);
+                self.missing(vec![other], message)
+            }
+        }
+    }
 }
 
 /// Publishes this rank's address in the store, and waits for the addresses of all ranks.
 fn exchange_addresses(participant: &Participant, store: &TcpStore, own: &Address) -> Result<Vec<Address>, CommError> {
     let &Participant { rank, world_size, deadline, until, .. } = participant;
-    let encoded = wire::encode(own).map_err(|message| participant.failed(|other| other == rank, message))?;
+    let encoded = wire::encode(own).map_err(|message| participant.failed(message))?;
     // The others may have given this rank up already, and then its key has a value.
     let published =
-        store.compare_and_set(&address_key(rank), None, &encoded).map_err(|error| participant.lost(&error))?;
+        store.compare_and_set(&format!("{ADDRESS}{rank}"), None, &encoded).map_err(|error| participant.lost(&error))?;
     if published != encoded {
-        let message = format!("rank {rank} came after the others had given it up");
-        return Err(participant.failed(|other| other != rank, message));
+        let message = format!("rank {rank} started too late: the other ranks had stopped waiting for it");
+        return Err(participant.missing(vec![rank], message));
     }
-    let keys: Vec<String> = (0..world_size).map(address_key).collect();
     let left = until.saturating_duration_since(Instant::now());
-    let addresses = match store.wait(&keys, left).map_err(|error| participant.lost(&error))? {
-        Ok(addresses) => addresses,
-        Err(missing) => {
-            // The first rank to give up gives up for all: it marks the missing ranks, which ends the waits of the others.
-            for key in missing {
-                store.compare_and_set(&key, None, GIVEN_UP).map_err(|error| participant.lost(&error))?;
-            }
-            store.wait(&keys, deadline).map_err(|error| participant.lost(&error))?.unwrap_or_default()
+    let mut waited = store.wait_for_ranks(ADDRESS, left).map_err(|error| participant.lost(&error))?;
+    if let RankValues::Missing(keys) = waited {
+        // The first rank to give up gives up for all: it marks the missing ranks, which ends the waits of the others.
+        for key in keys {
+            store.compare_and_set(&key, None, GIVEN_UP).map_err(|error| participant.lost(&error))?;
         }
+        waited = store.wait_for_ranks(ADDRESS, deadline).map_err(|error| participant.lost(&error))?;
+    }
+    let late = format!("not all ranks came within {deadline:?}");
+    let addresses = match waited {
+        RankValues::Complete(addresses) if addresses.len() == world_size => addresses,
+        RankValues::Departed(ranks) => return Err(participant.departed(&ranks)),
+        RankValues::Complete(_) | RankValues::Missing(_) => return Err(participant.failed(late)),
     };
-    if addresses.len() != world_size || addresses.iter().any(|address| address == GIVEN_UP) {
-        if rank == 0 {
-            // The store ends with this rank, and the others have yet to read the marks.
-            thread::sleep(LINGER);
-        }
-        let message = format!("not all ranks came within {deadline:?}");
-        return Err(participant.failed(|rank| addresses.get(rank).is_some_and(|address| address != GIVEN_UP), message));
+    if addresses.iter().any(|address| address == GIVEN_UP) {
+        return Err(participant.incomplete(|rank| addresses[rank] == GIVEN_UP, late));
     }
     let decoded: Result<Vec<Address>, String> = addresses.iter().map(|bytes| wire::decode(bytes)).collect();
-    decoded.map_err(|message| participant.failed(|_| true, message))
+    decoded.map_err(|message| participant.failed(message))
 }
 
 /// Takes the connections of all higher ranks.
-fn accept_all(participant: &Participant, door: &mut Door, streams: &mut [Option<TcpStream>]) -> Result<(), CommError> {
+fn accept_all(
+    participant: &Participant,
+    store: &TcpStore,
+    acceptor: &mut Acceptor,
+    streams: &mut [Option<TcpStream>],
+) -> Result<(), CommError> {
     let &Participant { rank, world_size, deadline, until, .. } = participant;
+    let mut is_suspected = false;
     while streams[rank + 1..].iter().any(Option::is_none) {
-        let Some((stream, hello)) = door.next(until) else {
-            let message = format!("rank {rank} had not all connections within {deadline:?}");
-            return Err(participant.failed(|other| other <= rank || streams[other].is_some(), message));
+        let Some((stream, hello)) = acceptor.next(until.min(Instant::now() + CHECK)) else {
+            if Instant::now() >= until {
+                let message = format!("not all ranks connected to rank {rank} within {deadline:?}");
+                return Err(participant.incomplete(|other| other > rank && streams[other].is_none(), message));
+            }
+            // A rank that has ended will not connect. But it may have connected just before, so this looks twice.
+            let suspicion = participant.ended(store, |other| streams.get(other).is_some_and(Option::is_none));
+            match suspicion {
+                Some(error) if is_suspected => return Err(error),
+                suspicion => is_suspected = suspicion.is_some(),
+            }
+            continue;
         };
         let other = (rank + 1..world_size).find(|&other| hello == Hello::new(other, world_size));
         match other {
             // A rank connects again only if it has lost the connection before.
             Some(other) => streams[other] = Some(stream),
-            None => tracing::warn!(rank = hello.rank, "a connection that no rank of this job should make was refused"),
+            None => tracing::warn!("refused a connection from a process that claims to be rank {}", hello.rank),
         }
     }
     Ok(())
 }
 
 /// Connects to a rank. That rank drops connections when too many come at once, so this tries again.
-fn connect(participant: &Participant, key: &Key, address: &Address) -> io::Result<TcpStream> {
+fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Result<TcpStream> {
     let hello = Hello::new(participant.rank, participant.world_size);
     loop {
         let left = participant.until.saturating_duration_since(Instant::now()).max(RETRY);
-        let connected = TcpStream::connect_timeout(&SocketAddr::new(address.ip, address.port), left);
+        let connected = TcpStream::connect_timeout(&address, left);
         let greeted = connected.map_err(Refusal::Io).and_then(|mut stream| {
             stream.set_nodelay(true)?;
-            knock(&mut stream, key, hello, participant.until)?;
+            handshake_as_client(&mut stream, key, hello, participant.until)?;
             Ok(stream)
         });
         match greeted {
             // It listened before it told its address, so it is gone.
             Err(Refusal::Io(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return Err(error),
             Err(Refusal::Io(error)) if Instant::now() + RETRY < participant.until => {
-                tracing::debug!(%error, ip = %address.ip, port = address.port, "not connected; trying again");
+                tracing::debug!(%error, %address, "not connected; trying again");
                 thread::sleep(RETRY);
             }
             Err(Refusal::Io(error)) => return Err(error),

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! words of the owner: token, rounds arrived at, chunks published, rounds planned, the verdict, lengths of its two records
-//! two bells: a count that goes up at every change, and how many wait for it
+//! two notifications (futexes): a count that goes up at every change, and how many wait for it
 //! for each reader: chunks consumed | where its chunks of this round lie: number of the first, offset, size
 //! two records | two windows of chunks
 //! ```
@@ -61,13 +61,14 @@ pub(super) enum ReaderWord {
     Size,
 }
 
-/// The bell of a segment, by the ranks that listen to it.
+/// A notification of a segment, by the ranks that wait for it. It is a futex: a count in the memory on which the kernel lets
+/// processes sleep until another one wakes them.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Bell {
-    /// Rung by the owner when it has arrived or published.
-    ForReaders,
-    /// Rung by a reader when it has consumed a chunk.
-    ForOwner,
+pub(super) enum Notification {
+    /// The owner has arrived or published.
+    ToReaders,
+    /// A reader has consumed a chunk.
+    ToOwner,
 }
 
 #[derive(Debug)]
@@ -136,27 +137,32 @@ impl Segment {
         self.at(LINE * (3 + reader) + 8 * word as usize)
     }
 
-    /// Returns the two words of a bell: its count, and the number of ranks that wait for it.
-    fn bell(&self, bell: Bell) -> (&AtomicU32, &AtomicU64) {
-        let line = LINE * (1 + bell as usize);
+    /// Returns the two words of a notification: its count, and the number of ranks that wait for it.
+    fn words_of(&self, notification: Notification) -> (&AtomicU32, &AtomicU64) {
+        let line = LINE * (1 + notification as usize);
         let count: *mut AtomicU64 = self.at(line).as_ptr().cast();
         // SAFETY: the first half of a word of the header, which all processes use as an atomic of this size only.
         (unsafe { AtomicU32::from_ptr(count.cast()) }, self.at(line + 8))
     }
 
-    /// Wakes the ranks that listen, after a change has been made.
-    pub(super) fn ring(&self, bell: Bell) {
-        let (count, waiting) = self.bell(bell);
+    /// Wakes the ranks that wait, after a change has been made.
+    pub(super) fn notify(&self, notification: Notification) {
+        let (count, waiting) = self.words_of(notification);
         count.fetch_add(1, Ordering::SeqCst);
         if waiting.load(Ordering::SeqCst) > 0 {
             futex::wake(count, futex::Flags::empty(), i32::MAX as u32).ok();
         }
     }
 
-    /// Sleeps until the bell rings, but no longer than `limit`, and not at all if `is_ready`.
-    pub(super) fn listen(&self, bell: Bell, limit: Duration, is_ready: impl Fn() -> bool) {
-        let (count, waiting) = self.bell(bell);
-        // This rank counts as waiting before it checks, so that a change after the check rings the bell.
+    /// Sleeps until another rank notifies, but no longer than `limit`, and not at all if `is_ready`.
+    pub(super) fn wait_for_notification(
+        &self,
+        notification: Notification,
+        limit: Duration,
+        is_ready: impl Fn() -> bool,
+    ) {
+        let (count, waiting) = self.words_of(notification);
+        // This rank counts as waiting before it checks, so that a change after the check wakes it.
         waiting.fetch_add(1, Ordering::SeqCst);
         let before = count.load(Ordering::SeqCst);
         if !is_ready() {
@@ -251,19 +257,19 @@ mod tests {
     }
 
     #[test]
-    fn a_bell_wakes_who_listens() {
+    fn a_notification_wakes_the_rank_that_waits() {
         let (owner, file) = Segment::create(1).unwrap();
         let reader = Segment::open(std::process::id(), Segment::number(&file), 1).unwrap();
         let arrived = || reader.word(Word::Arrived).load(Ordering::Acquire) == 1;
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !arrived() {
-                    reader.listen(Bell::ForReaders, Duration::from_secs(60), arrived);
+                    reader.wait_for_notification(Notification::ToReaders, Duration::from_secs(60), arrived);
                 }
             });
             std::thread::sleep(Duration::from_millis(20));
             owner.word(Word::Arrived).store(1, Ordering::Release);
-            owner.ring(Bell::ForReaders);
+            owner.notify(Notification::ToReaders);
         });
     }
 }

@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 
 use super::chunks::{Incoming, Outgoing, Published};
-use super::segment::{Bell, RECORD_BYTES, Segment, Word};
+use super::segment::{Notification, RECORD_BYTES, Segment, Word};
 use super::sockets::{Member, SETUP_ROUNDS, exchange};
 use super::watch::wait;
 use crate::backend::{Destination, Filler, Plan, Planner, Round, reduce_blocks};
@@ -107,7 +107,7 @@ impl SharedMemory {
         // Publish this rank's record, and wake the others.
         own.write_record(parity, record);
         own.word(Word::Arrived).store(round.number + 1, Ordering::Release);
-        own.ring(Bell::ForReaders);
+        own.notify(Notification::ToReaders);
         // Wait for all ranks, and agree on whether all have come.
         self.conclude(member, round, self.all_arrived(member, round))?;
         let records: Vec<&[u8]> = self.segments.iter().map(|segment| segment.record(parity)).collect();
@@ -121,7 +121,7 @@ impl SharedMemory {
     fn all_arrived(&self, member: Member<'_>, round: &Round<'_>) -> Result<(), CommError> {
         for segment in &self.segments {
             let missing = || self.missing(member, round);
-            wait(member, round, segment, Bell::ForReaders, || has_arrived(segment, round), missing)?;
+            wait(member, round, segment, Notification::ToReaders, || has_arrived(segment, round), missing)?;
         }
         Ok(())
     }

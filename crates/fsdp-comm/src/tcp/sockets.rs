@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::frame::{CHUNK_BYTES, Kind};
 use super::node::Node;
-use crate::backend::{Destination, Filler, Plan, Planner, Round, reduce_blocks};
+use crate::backend::{Destination, Filler, Plan, Planner, Reducer, Round, reduce_blocks};
 use crate::error::CommError;
 
 /// The number of rounds in which a group is set up. The rounds of its operations come after these.
@@ -58,7 +58,7 @@ pub(super) fn round(
     send: &[u8],
     plan: Planner<'_, '_>,
 ) -> Result<(), CommError> {
-    let Member { node, group, ranks, rank } = member;
+    let Member { node, group, .. } = member;
     let records = exchange(member, round, record)?;
     let records: Vec<&[u8]> = records.iter().map(Vec::as_slice).collect();
     let plan = match plan(&records) {
@@ -69,74 +69,142 @@ pub(super) fn round(
             return ended.map(drop);
         }
     };
-    // Send to all others first, beginning with the next rank, so that not all ranks send to one.
-    for k in 1..ranks.len() {
-        let to = (rank + k) % ranks.len();
-        let bytes = send.get(plan.to[to].clone()).unwrap_or_default();
-        for chunk in bytes.chunks(CHUNK_BYTES) {
-            node.send(ranks[to], Kind::Chunk, group, round, chunk)?;
-        }
-    }
-    receive(member, round, send, plan)?;
+    transfer(member, round, send, plan)?;
     node.inbox().lock().forget(group, round.number);
     Ok(())
 }
 
-/// Fills the destination from this rank's own bytes and the chunks of the others.
-fn receive(
-    Member { node, group, ranks, rank }: Member<'_>,
-    round: &Round<'_>,
-    send: &[u8],
-    plan: Plan<'_>,
-) -> Result<(), CommError> {
-    let chunk = |from: usize, range: Range<usize>| -> Result<Vec<u8>, CommError> {
-        let chunk = node.wait(group, round, |state| {
-            state.incoming(group, ranks[from], round.number).chunks.pop_front().ok_or_else(|| vec![ranks[from]])
-        })?;
-        if chunk.len() == range.len() {
-            return Ok(chunk);
-        }
-        Err(CommError::RankLeft {
-            rank: ranks[from],
-            operation: round.operation.to_owned(),
-            sequence: round.sequence,
-            reason: format!("sent {} bytes where {} were due", chunk.len(), range.len()),
-        })
-    };
-    let own = send.get(plan.from[rank].clone()).unwrap_or_default();
-    match plan.destination {
-        Destination::Copy(destinations) => {
-            for (from, slices) in destinations.into_iter().enumerate() {
-                let mut filler = Filler::new(slices);
-                if from == rank {
-                    filler.fill(own);
-                    continue;
-                }
-                for range in chunks(&plan.from[from]) {
-                    filler.fill(&chunk(from, range)?);
-                }
+/// Sends this rank's bytes chunk by chunk, and takes the chunks of the others in between.
+///
+/// The chunks of the others are in memory until this rank takes them. If ranks sent everything first, that could be as much as
+/// they send. Now at most four chunks of a rank wait that both sends to this one and receives from it: before it sends a
+/// chunk, it takes all but the last two of this rank, which has taken all but the last two of those before them.
+fn transfer(member: Member<'_>, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
+    let Plan { to, from, destination, .. } = plan;
+    let own = send.get(from[member.rank].clone()).unwrap_or_default();
+    let mut sink = Sink { rank: member.rank, own, place: Place::new(destination) };
+    let (to_send, to_receive) = (most_chunks(&to), most_chunks(&from));
+    for index in 0..=to_send.max(to_receive) {
+        send_chunks(member, round, send, &to, index)?;
+        // This rank's own bytes, and the next ones that it sends, move while those of the others are on their way.
+        match index.checked_sub(1) {
+            None => sink.take_own(),
+            Some(before) if before < to_receive => {
+                sink.take(before * CHUNK_BYTES, &receive_chunks(member, round, &from, before)?);
             }
-        }
-        Destination::Reduce(mut reduce) => {
-            for range in chunks(&(0..own.len())) {
-                let received = (0..ranks.len())
-                    .map(|from| if from == rank { Ok(Vec::new()) } else { chunk(from, range.clone()) })
-                    .collect::<Result<Vec<_>, _>>()?;
-                let mut pieces: Vec<&[u8]> = received.iter().map(Vec::as_slice).collect();
-                pieces[rank] = &own[range.clone()];
-                reduce_blocks(&mut reduce, range.start, &pieces);
-            }
+            Some(_) => {}
         }
     }
     Ok(())
+}
+
+/// Sends the chunk of this number to each rank that has so many. It begins with the next rank, so that not all ranks send to
+/// one.
+fn send_chunks(
+    Member { node, group, ranks, rank }: Member<'_>,
+    round: &Round<'_>,
+    send: &[u8],
+    to: &[Range<usize>],
+    index: usize,
+) -> Result<(), CommError> {
+    for other in (1..ranks.len()).map(|k| (rank + k) % ranks.len()) {
+        let bytes = send.get(to[other].clone()).unwrap_or_default();
+        let chunk = &bytes[chunk_range(bytes.len(), index)];
+        if !chunk.is_empty() {
+            node.send(ranks[other], Kind::Chunk, group, round, chunk)?;
+        }
+    }
+    Ok(())
+}
+
+/// Waits for the chunk of this number of each rank. It is empty for this rank, and for those that send fewer chunks.
+fn receive_chunks(
+    Member { node, group, ranks, rank }: Member<'_>,
+    round: &Round<'_>,
+    from: &[Range<usize>],
+    index: usize,
+) -> Result<Vec<Vec<u8>>, CommError> {
+    let mut received = vec![Vec::new(); ranks.len()];
+    for (other, range) in from.iter().enumerate() {
+        let due = chunk_range(range.len(), index).len();
+        if other == rank || due == 0 {
+            continue;
+        }
+        let chunk = node.wait(group, round, |state| {
+            state.incoming(group, ranks[other], round.number).chunks.pop_front().ok_or_else(|| vec![ranks[other]])
+        })?;
+        if chunk.len() != due {
+            return Err(CommError::RankLeft {
+                rank: ranks[other],
+                operation: round.operation.to_owned(),
+                sequence: round.sequence,
+                reason: format!("sent {} bytes where {due} were due", chunk.len()),
+            });
+        }
+        received[other] = chunk;
+    }
+    Ok(received)
+}
+
+/// The receiver of the chunks of all ranks.
+struct Sink<'p, 'a> {
+    rank: usize,
+    /// The bytes that this rank sends to itself.
+    own: &'a [u8],
+    place: Place<'p>,
+}
+
+/// The place that the bytes of all ranks go to.
+enum Place<'p> {
+    Copy(Vec<Filler<'p>>),
+    Reduce(Reducer<'p>),
+}
+
+impl<'p> Place<'p> {
+    fn new(destination: Destination<'p>) -> Self {
+        match destination {
+            Destination::Copy(destinations) => Place::Copy(destinations.into_iter().map(Filler::new).collect()),
+            Destination::Reduce(reduce) => Place::Reduce(reduce),
+        }
+    }
+}
+
+impl Sink<'_, '_> {
+    /// Copies the bytes of this rank. A reduction takes them together with those of the others.
+    fn take_own(&mut self) {
+        if let Place::Copy(fillers) = &mut self.place {
+            fillers[self.rank].fill(self.own);
+        }
+    }
+
+    /// Takes the chunks of all ranks, which begin at this offset of the bytes of each.
+    fn take(&mut self, offset: usize, chunks: &[Vec<u8>]) {
+        match &mut self.place {
+            Place::Copy(fillers) => {
+                for (filler, chunk) in fillers.iter_mut().zip(chunks) {
+                    filler.fill(chunk);
+                }
+            }
+            Place::Reduce(reduce) => {
+                let mut pieces: Vec<&[u8]> = chunks.iter().map(Vec::as_slice).collect();
+                pieces[self.rank] = &self.own[chunk_range(self.own.len(), offset / CHUNK_BYTES)];
+                reduce_blocks(reduce, offset, &pieces);
+            }
+        }
+    }
 }
 
 fn others(ranks: &[usize], rank: usize) -> impl Iterator<Item = &usize> {
     ranks.iter().enumerate().filter(move |&(number, _)| number != rank).map(|(_, rank)| rank)
 }
 
-/// Returns the ranges, relative to the start of a range, in which it is sent.
-fn chunks(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    let len = range.len();
-    (0..len).step_by(CHUNK_BYTES).map(move |start| start..len.min(start + CHUNK_BYTES))
+/// Returns the largest number of chunks of these ranges.
+fn most_chunks(ranges: &[Range<usize>]) -> usize {
+    ranges.iter().map(|range| range.len().div_ceil(CHUNK_BYTES)).max().unwrap_or(0)
+}
+
+/// Returns the range of the chunk of this number in so many bytes. It is empty if there are not so many chunks.
+fn chunk_range(len: usize, index: usize) -> Range<usize> {
+    let start = len.min(index * CHUNK_BYTES);
+    start..len.min(start + CHUNK_BYTES)
 }

@@ -3,13 +3,13 @@
 use std::hint;
 use std::time::Duration;
 
-use super::segment::{Bell, Segment};
+use super::segment::{Notification, Segment};
 use super::sockets::Member;
 use crate::backend::Round;
 use crate::error::CommError;
 
 /// The time between two checks of the other ranks while this one waits.
-const LOOK: Duration = Duration::from_millis(10);
+const PEER_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The number of checks of the memory before a rank sleeps. They take about as long as falling asleep.
 const SPINS: usize = 200;
@@ -19,7 +19,7 @@ pub(super) fn wait(
     Member { node, group, .. }: Member<'_>,
     round: &Round<'_>,
     segment: &Segment,
-    bell: Bell,
+    notification: Notification,
     is_ready: impl Fn() -> bool,
     missing: impl Fn() -> Vec<usize>,
 ) -> Result<(), CommError> {
@@ -30,7 +30,7 @@ pub(super) fn wait(
         hint::spin_loop();
     }
     loop {
-        segment.listen(bell, LOOK, &is_ready);
+        segment.wait_for_notification(notification, PEER_CHECK_INTERVAL, &is_ready);
         // The ranks may have made the change and left after that, so check the memory again before giving up.
         let failure = node.failure(group, round, &missing());
         match failure {

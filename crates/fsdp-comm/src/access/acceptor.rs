@@ -9,12 +9,12 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use super::handshake::{Hello, answer};
+use super::handshake::{Hello, handshake_as_server};
 use super::key::Key;
 
 /// The largest number of connections in the middle of the handshake. More wait in the system's queue, where they take
 /// no file descriptors.
-const MAX_STRANGERS: usize = 64;
+const MAX_PENDING_HANDSHAKES: usize = 64;
 
 /// The time that the handshake may take.
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -26,44 +26,48 @@ const DEADLINE_WHEN_FULL: Duration = Duration::from_millis(250);
 /// connection closes.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Accepts connections forever, and calls `admit` with each that has completed the handshake.
-pub(crate) async fn let_in(listener: &TcpListener, key: &Key, mut admit: impl FnMut(TcpStream, Hello)) {
-    let mut strangers = Strangers { handshakes: JoinSet::new(), oldest_first: VecDeque::new() };
+/// Accepts connections forever, and calls `on_authenticated` with each that has completed the handshake.
+pub(crate) async fn accept_authenticated(
+    listener: &TcpListener,
+    key: &Key,
+    mut on_authenticated: impl FnMut(TcpStream, Hello),
+) {
+    let mut pending = PendingHandshakes { handshakes: JoinSet::new(), oldest_first: VecDeque::new() };
     loop {
-        let is_full = strangers.handshakes.len() >= MAX_STRANGERS;
-        let oldest_is_slow = until_slow(strangers.oldest_first.front().map(|&(began, _)| began));
+        let is_full = pending.handshakes.len() >= MAX_PENDING_HANDSHAKES;
+        let oldest_is_slow = until_slow(pending.oldest_first.front().map(|&(began, _)| began));
         tokio::select! {
-            Some(finished) = strangers.handshakes.join_next() => {
-                strangers.oldest_first.retain(|(_, handshake)| !handshake.is_finished());
+            Some(finished) = pending.handshakes.join_next() => {
+                pending.oldest_first.retain(|(_, handshake)| !handshake.is_finished());
                 match finished {
-                    Ok(Ok((stream, hello))) => admit(stream, hello),
+                    Ok(Ok((stream, hello))) => on_authenticated(stream, hello),
                     Ok(Err(error)) => tracing::debug!(%error, "a connection was not let in"),
                     // The handshake was dropped to make room.
                     Err(_) => {}
                 }
             }
             accepted = listener.accept(), if !is_full => match accepted {
-                Ok((stream, _)) => strangers.start(stream, key.clone()),
+                Ok((stream, _)) => pending.start(stream, key.clone()),
                 Err(error) => {
                     tracing::warn!(%error, "a connection could not be accepted");
                     sleep(PAUSE).await;
                 }
             },
-            () = oldest_is_slow, if is_full => strangers.drop_oldest(),
+            () = oldest_is_slow, if is_full => pending.drop_oldest(),
         }
     }
 }
 
 /// The connections in the middle of the handshake.
-struct Strangers {
+struct PendingHandshakes {
     handshakes: JoinSet<io::Result<(TcpStream, Hello)>>,
     /// Each handshake with the time at which it began.
     oldest_first: VecDeque<(Instant, AbortHandle)>,
 }
 
-impl Strangers {
+impl PendingHandshakes {
     fn start(&mut self, stream: TcpStream, key: Key) {
-        let handshake = self.handshakes.spawn(greet(stream, key));
+        let handshake = self.handshakes.spawn(authenticate(stream, key));
         self.oldest_first.push_back((Instant::now(), handshake));
     }
 
@@ -82,8 +86,8 @@ async fn until_slow(began: Option<Instant>) {
     }
 }
 
-async fn greet(mut stream: TcpStream, key: Key) -> io::Result<(TcpStream, Hello)> {
+async fn authenticate(mut stream: TcpStream, key: Key) -> io::Result<(TcpStream, Hello)> {
     stream.set_nodelay(true)?;
-    let hello = timeout(DEADLINE, answer(&mut stream, &key)).await??;
+    let hello = timeout(DEADLINE, handshake_as_server(&mut stream, &key)).await??;
     Ok((stream, hello))
 }

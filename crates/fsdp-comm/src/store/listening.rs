@@ -1,0 +1,70 @@
+//! The addresses at which a store listens and is found.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _};
+
+use super::protocol::StoreOptions;
+
+/// Returns `true` if a store at this address (`host:port`) listens at every address of its host: `host` is a name, or stands for
+/// all addresses (0.0.0.0), and there is a secret or nobody asks for one.
+///
+/// The name of a host may lead elsewhere on that host itself: to 127.0.1.1 by `/etc/hosts` of Debian, or nowhere yet in
+/// Kubernetes, where the name of a pod gets its address after the pod has started.
+pub(super) fn is_everywhere(address: &str, options: &StoreOptions) -> bool {
+    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    let is_any = bare.parse::<IpAddr>().map_or(bare != "localhost", |ip| ip.is_unspecified());
+    is_any && (options.secret.is_some() || options.insecure)
+}
+
+/// Returns the addresses at which a store listens: at the first of them that this host has.
+pub(super) fn addresses(address: &str, options: &StoreOptions) -> io::Result<Vec<SocketAddr>> {
+    if !is_everywhere(address, options) {
+        return address.to_socket_addrs().map(Iterator::collect);
+    }
+    let port = address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+    let port = port.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the address has no port"))?;
+    Ok(every_address(port).to_vec())
+}
+
+/// Returns the addresses that stand for all addresses of this host. Listening at the first one includes those of IPv4.
+pub(crate) fn every_address(port: u16) -> [SocketAddr; 2] {
+    [(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()]
+}
+
+/// Returns the addresses at which this host reaches what listens here at this port.
+pub(super) fn loopback(port: u16) -> [SocketAddr; 2] {
+    [(Ipv4Addr::LOCALHOST, port).into(), (Ipv6Addr::LOCALHOST, port).into()]
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::access::Secret;
+
+    #[test]
+    fn a_store_at_a_name_listens_at_every_address_if_strangers_are_kept_out() {
+        let with = |secret: Option<&str>, insecure: bool| StoreOptions {
+            job: "job".to_owned(),
+            secret: secret.map(|text| Secret::new(text).unwrap()),
+            insecure,
+            rank: 0,
+            world_size: 2,
+            deadline: Duration::from_secs(1),
+        };
+        for options in [with(Some("a secret of this test"), false), with(None, true)] {
+            for name in ["node0:29500", "job-0.job.svc:0", "0.0.0.0:0", "[::]:1"] {
+                assert!(is_everywhere(name, &options), "{name}");
+                assert!(addresses(name, &options).unwrap().iter().all(|address| address.ip().is_unspecified()));
+            }
+            for address in ["127.0.0.1:29500", "[::1]:29500", "10.0.0.5:1", "localhost:1"] {
+                assert!(!is_everywhere(address, &options), "{address}");
+            }
+            assert_eq!(addresses("10.0.0.5:7", &options).unwrap(), ["10.0.0.5:7".parse().unwrap()]);
+            assert!(addresses("node0", &options).is_err());
+        }
+        assert!(!is_everywhere("node0:29500", &with(None, false)));
+    }
+}
