@@ -132,8 +132,8 @@ impl Text {
 
 /// Defines the global batch of each step, and how it is divided among the ranks.
 ///
-/// Row `b` of step `s` starts at byte `((s * batch + b) * seq) mod (len - seq - 1)` of the text; targets are the bytes
-/// one position later. The rows are divided in order into `ranks * accumulation` parts, one for each backward of each
+/// Row `b` of step `s` has the number `n = s * batch + b`, and starts at byte `(n * seq) mod (len - seq - 1)` of the text;
+/// targets are the bytes one position later. The rows are divided in order into `ranks * accumulation` parts, one for each backward of each
 /// rank, whose numbers of rows differ by at most one. Each part is weighted by its number of rows in the loss
 /// ([`Self::weight`]), so a step is the same for any number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -184,11 +184,19 @@ impl Batches {
         (self.rows(rank, part).len() * self.ranks) as f64 / self.batch as f64
     }
 
-    /// Returns the positions at which the rows of one backward start, in a text of `len` bytes.
-    fn starts(&self, len: usize, step: u64, rank: usize, part: usize) -> impl Iterator<Item = usize> {
-        let Batches { batch, seq, .. } = *self;
+    /// Returns the number of rows of these batches that some steps take together.
+    #[must_use]
+    pub fn rows_of(&self, steps: u64) -> u128 {
+        // In 128 bits no product is too large.
+        u128::from(steps) * self.batch as u128
+    }
+
+    /// Returns the positions at which the rows of one backward start, in a text of `len` bytes. The global batch begins
+    /// with the row number `first`.
+    fn starts(&self, len: usize, first: u128, rank: usize, part: usize) -> impl Iterator<Item = usize> {
+        let seq = self.seq;
         self.rows(rank, part).map(move |row| {
-            let start = (u128::from(step) * batch as u128 + row as u128) * seq as u128;
+            let start = (first + row as u128) * seq as u128;
             (start % (len - seq - 1) as u128) as usize
         })
     }
@@ -205,8 +213,24 @@ impl Batches {
         part: usize,
         device: &Device,
     ) -> Result<(Tensor, Tensor), candle_core::Error> {
+        self.batch_at(text, self.rows_of(step), rank, part, device)
+    }
+
+    /// Returns tokens and targets like [`Self::batch`], of a global batch that begins with the row number `first`. For runs
+    /// whose steps had batches of several sizes.
+    ///
+    /// # Errors
+    /// The same as [`Self::check`], and candle's errors.
+    pub fn batch_at(
+        &self,
+        text: &Text,
+        first: u128,
+        rank: usize,
+        part: usize,
+        device: &Device,
+    ) -> Result<(Tensor, Tensor), candle_core::Error> {
         self.check(text).map_err(candle_core::Error::wrap)?;
-        let starts: Vec<usize> = self.starts(text.len(), step, rank, part).collect();
+        let starts: Vec<usize> = self.starts(text.len(), first, rank, part).collect();
         // The target of each token is the one after it.
         let rows = |shift: usize| {
             let row =
@@ -227,14 +251,15 @@ mod tests {
         let text = Text::new("t", (0..=255u8).collect::<Vec<_>>()).unwrap();
         let whole = Batches { batch: 12, seq: 10, ranks: 1, accumulation: 1 };
         for step in [0, 1, 25, u64::MAX] {
-            let all: Vec<usize> = whole.starts(text.len(), step, 0, 0).collect();
+            let row = whole.rows_of(step);
+            let all: Vec<usize> = whole.starts(text.len(), row, 0, 0).collect();
             let expected: Vec<usize> =
                 (0..12).map(|b| ((u128::from(step) * 12 + b) * 10 % (256 - 10 - 1)) as usize).collect();
             assert_eq!(all, expected);
             for (ranks, accumulation) in [(2, 1), (3, 2), (4, 3), (12, 1), (5, 1), (7, 1), (5, 2)] {
                 let cut = Batches { ranks, accumulation, ..whole };
                 let parts = (0..ranks).flat_map(|rank| (0..accumulation).map(move |part| (rank, part)));
-                let joined: Vec<usize> = parts.flat_map(|(r, p)| cut.starts(text.len(), step, r, p)).collect();
+                let joined: Vec<usize> = parts.flat_map(|(r, p)| cut.starts(text.len(), row, r, p)).collect();
                 assert_eq!(joined, all);
             }
         }

@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use clap::Args;
 use fsdp::comm::{BackendKind, CommError, Environment};
+use rustix::fs::statvfs;
+use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
 use super::{memory, output};
@@ -26,7 +28,7 @@ const UNKNOWN: &str = "unknown";
 const SCHEMA: u32 = 1;
 
 /// The variables with which launchers and networks tell ranks their place.
-const VARIABLES: [&str; 31] = [
+const VARIABLES: [&str; 33] = [
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -37,6 +39,7 @@ const VARIABLES: [&str; 31] = [
     "FSDP_JOB_ID",
     "FSDP_INSECURE",
     "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_USE_AGENT_STORE",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
@@ -52,6 +55,7 @@ const VARIABLES: [&str; 31] = [
     "SLURM_PROCID",
     "SLURM_NTASKS",
     "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NUM_NODES",
     "SLURM_LOCALID",
     "SLURM_STEP_NODELIST",
     "JOB_COMPLETION_INDEX",
@@ -86,8 +90,14 @@ struct Report {
     /// The reason that there is no launcher.
     launcher_error: Option<String>,
     variables: BTreeMap<&'static str, String>,
+    /// `true` if there is a secret of the job. It is not shown.
+    secret: bool,
     cpu_cores: Option<usize>,
     memory_bytes: Option<u64>,
+    /// The number of files that a process may have open; none for no limit.
+    open_files: Option<u64>,
+    /// The size of the file system in which a memory tier usually lies.
+    dev_shm_bytes: Option<u64>,
     shared_memory: bool,
     /// The reason that there is no shared memory.
     shared_memory_error: Option<String>,
@@ -127,8 +137,8 @@ fn examine() -> Report {
     let (launcher, launcher_error) = match Environment::from_env() {
         Ok(found) => (Some(Launcher::from(found)), None),
         Err(error) => {
-            // Nobody has to have a launcher; but one whose variables make no sense is a fault.
-            if !matches!(&error, CommError::Environment { variable, .. } if std::env::var_os(variable).is_none()) {
+            // Nobody has to have a launcher; but one whose variables make no sense, or are not all set, is a fault.
+            if !is_without_launcher(&error) {
                 hints.push(format!("{error}: `--backend tcp` cannot start like this"));
             }
             (None, Some(error.to_string()))
@@ -161,15 +171,23 @@ fn examine() -> Report {
         backends: backends.into(),
         launcher,
         launcher_error,
+        secret: std::env::var_os("FSDP_SECRET").is_some_and(|secret| !secret.is_empty()),
         variables: VARIABLES.iter().filter_map(|&name| Some((name, std::env::var(name).ok()?))).collect(),
         cpu_cores: std::thread::available_parallelism().ok().map(usize::from),
         memory_bytes: memory::of_machine(),
+        open_files: getrlimit(Resource::Nofile).current,
+        dev_shm_bytes: statvfs("/dev/shm").ok().map(|found| found.f_blocks.saturating_mul(found.f_frsize)),
         shared_memory: shared_memory.is_ok(),
         shared_memory_error: shared_memory.err().map(|error| error.to_string()),
         gpus,
         libraries,
         hints,
     }
+}
+
+/// Returns `true` if an error says that no launcher has started this process.
+fn is_without_launcher(error: &CommError) -> bool {
+    matches!(error, CommError::Environment { variable, .. } if variable == "RANK" && std::env::var_os("RANK").is_none())
 }
 
 impl From<Environment> for Launcher {
@@ -232,8 +250,11 @@ fn show(report: &Report) -> Result<()> {
     for (name, value) in &report.variables {
         line("variable", format!("{name}={value}"))?;
     }
+    line("secret", if report.secret { "FSDP_SECRET is set" } else { "none" }.to_owned())?;
     line("CPU cores", report.cpu_cores.map_or_else(|| UNKNOWN.to_owned(), |cores| cores.to_string()))?;
     line("memory", report.memory_bytes.map_or_else(|| UNKNOWN.to_owned(), gib))?;
+    line("open files", report.open_files.map_or_else(|| "no limit".to_owned(), |limit| format!("at most {limit}")))?;
+    line("/dev/shm", report.dev_shm_bytes.map_or_else(|| "none".to_owned(), gib))?;
     let lacking = report.shared_memory_error.as_ref();
     line("shared memory", lacking.map_or_else(|| "yes".to_owned(), |error| format!("no: {error}")))?;
     line("GPUs", if report.gpus.is_empty() { "none".to_owned() } else { report.gpus.len().to_string() })?;

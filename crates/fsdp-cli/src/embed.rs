@@ -27,8 +27,7 @@ impl Explained {
     pub fn new(error: &Error) -> Self {
         // A command line that clap refuses.
         if let Some(error) = error.downcast_ref::<clap::Error>() {
-            let message = error.to_string().trim_start_matches("error: ").trim_end().to_owned();
-            return Explained { exit_code: exit_codes::USAGE, message, hint: None };
+            return Explained { exit_code: exit_codes::USAGE, message: refusal(&error.to_string()), hint: None };
         }
         let mut message = error.to_string();
         for cause in error.chain().skip(1).map(ToString::to_string) {
@@ -40,6 +39,13 @@ impl Explained {
         }
         Explained { exit_code: outcome::exit_code(error), message, hint: outcome::hint(error) }
     }
+}
+
+/// Returns what is wrong with a command line in one line. The rest of what clap says is for those who have typed it.
+fn refusal(text: &str) -> String {
+    let lines = text.trim_start_matches("error: ").lines().map(str::trim);
+    let wrong = lines.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"));
+    wrong.filter(|line| !line.is_empty() && !line.starts_with("tip:")).collect::<Vec<_>>().join(" ")
 }
 
 /// A command that failed.
@@ -105,5 +111,25 @@ impl Command {
                 | Command::Merge(_)
                 | Command::Cat(_)
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_argument_is_told_without_advice_for_a_command_line() {
+        for (arguments, wanted) in [
+            (
+                &["verify", "x", "--level", "bogus"][..],
+                "invalid value 'bogus' for '--level <LEVEL>' [possible values: structure, sizes, hashes, deep]",
+            ),
+            (&["diff", "a", "b", "--tolerance", "-1"], "unexpected argument '-1' found"),
+        ] {
+            let failed = report(arguments.iter().map(OsString::from), Arc::default()).unwrap_err();
+            let explained = Explained::new(&failed.error);
+            assert_eq!((explained.message.as_str(), explained.exit_code), (wanted, exit_codes::USAGE));
+        }
     }
 }

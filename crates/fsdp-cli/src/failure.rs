@@ -82,7 +82,7 @@ impl UsageError {
                 "leave it out, or give the `--map` or `--tp` whose names it is for"
             }
             UsageError::UnusedSet { has_tp: false } => "leave it out, or give the `--map` whose names it is for",
-            UsageError::UnequalReplicas { .. } => "`--ranks` must be a multiple of `--replicas`",
+            UsageError::UnequalReplicas { .. } => "each number of ranks must be a multiple of `--replicas`",
             UsageError::TooManyBoxes { .. } => "plan fewer ranks, more `--replicas`, or `--layout flat`",
             UsageError::OneBase => "average the checkpoints first, or give one",
             UsageError::NothingWhole { .. } => "`fsdp verify` says what is wrong with each; or keep more with `--keep`",
@@ -96,7 +96,7 @@ impl UsageError {
 
 /// A run that a signal has stopped. It has told so itself.
 #[derive(Debug, thiserror::Error)]
-#[error("the run was stopped, and saved")]
+#[error("a signal stopped the run after it had saved; continue with `--resume`")]
 pub(crate) struct Stopped;
 
 /// A conversion that a signal has stopped.

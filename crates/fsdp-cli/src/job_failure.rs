@@ -34,6 +34,10 @@ pub(crate) enum JobError {
     MasterAddr { nnodes: usize },
     #[error("the ranks of {nnodes} nodes need a secret, by which they recognize each other")]
     Secret { nnodes: usize },
+    #[error(
+        "without a secret, the ranks of {nnodes} nodes know each other by the name of the job only, which has none"
+    )]
+    JobName { nnodes: usize },
     #[error("failed to start `{program}`")]
     Program { program: String, source: io::Error },
     #[error("`--nproc` is {nproc}, but the launcher has started {world_size} ranks")]
@@ -65,6 +69,7 @@ impl JobError {
                 "set FSDP_SECRET to the same random text on all nodes (`openssl rand -hex 32` makes one), or trust \
                  everybody in the network with `--insecure`"
             }
+            JobError::JobName { .. } => "give all nodes the same new `--job-id`, or the same FSDP_SECRET",
             JobError::Program { .. } => "check the program after `--`",
             JobError::Nproc { .. } => "leave out `--nproc`, or use threads with `--backend local`",
             JobError::NcclOnCpus => "leave `--device` out, or use `--backend tcp`",

@@ -1,9 +1,10 @@
 //! The outputs of tracing: events on stderr, selected by `RUST_LOG` (by default the project's own warnings), and spans
 //! in a trace file.
 
-use std::fs::OpenOptions;
-use std::io::IsTerminal as _;
-use std::path::Path;
+use std::fs::{File, OpenOptions};
+use std::io::{self, IsTerminal as _, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context as _, Result};
 use tracing_chrome::{ChromeLayerBuilder, FlushGuard};
@@ -15,7 +16,7 @@ use tracing_subscriber::{EnvFilter, fmt, registry};
 const TARGETS: [&str; 8] =
     ["fsdp_checkpoint", "fsdp_cli", "fsdp_comm", "fsdp_dcp", "fsdp_flat", "fsdp_layout", "fsdp_nn", "fsdp_state"];
 
-/// Starts both. The trace file is complete when the guard is dropped.
+/// Starts both. The trace file is complete when the guard is dropped, if `keep_trace` has been called before.
 ///
 /// # Errors
 /// The trace file cannot be created.
@@ -35,10 +36,77 @@ pub(crate) fn start(trace: Option<&Path>) -> Result<Option<FlushGuard>> {
         registry().with(lines).init();
         return Ok(None);
     };
-    let file = OpenOptions::new().write(true).create(true).truncate(true).open(path);
-    let file = file.with_context(|| format!("failed to create `{}`", path.display()))?;
+    let file = TraceFile::open(path).with_context(|| format!("failed to create `{}`", path.display()))?;
     let (layer, guard) = ChromeLayerBuilder::new().writer(file).include_args(true).include_locations(false).build();
     let ours = Targets::new().with_targets(TARGETS.map(|target| (target, LevelFilter::DEBUG)));
     registry().with(lines).with(layer.with_filter(ours)).init();
     Ok(Some(guard))
+}
+
+/// `true` once the trace goes to its file.
+static KEEPS_TRACE: AtomicBool = AtomicBool::new(false);
+
+/// Lets the trace replace what its file holds. Until this is called the trace stays in memory, so that a run which is refused
+/// changes nothing.
+#[cfg(feature = "train")]
+pub(crate) fn keep_trace() {
+    KEEPS_TRACE.store(true, Ordering::Relaxed);
+}
+
+/// The file of a trace, which may hold the trace of another run.
+struct TraceFile {
+    file: File,
+    path: PathBuf,
+    /// `true` if there was no such file before.
+    is_new: bool,
+    /// The start of the trace; `None` once it is in the file.
+    early: Option<Vec<u8>>,
+}
+
+impl TraceFile {
+    fn open(path: &Path) -> io::Result<Self> {
+        let (file, is_new) = match OpenOptions::new().write(true).create_new(true).open(path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                (OpenOptions::new().write(true).open(path)?, false)
+            }
+            created => (created?, true),
+        };
+        Ok(TraceFile { file, path: path.to_owned(), is_new, early: Some(Vec::new()) })
+    }
+
+    /// Puts the start of the trace into the file.
+    fn begin(&mut self) -> io::Result<()> {
+        let Some(early) = self.early.take() else { return Ok(()) };
+        // A pipe or a device has no length.
+        self.file.set_len(0).ok();
+        self.file.write_all(&early)
+    }
+}
+
+impl Write for TraceFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if KEEPS_TRACE.load(Ordering::Relaxed) {
+            self.begin()?;
+        }
+        match &mut self.early {
+            Some(early) => early.write(bytes),
+            None => self.file.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        if KEEPS_TRACE.load(Ordering::Relaxed) {
+            self.begin()?;
+        }
+        self.file.flush()
+    }
+}
+
+impl Drop for TraceFile {
+    fn drop(&mut self) {
+        if self.early.is_some() && self.is_new {
+            // A run that was refused leaves nothing.
+            std::fs::remove_file(&self.path).ok();
+        }
+    }
 }

@@ -92,6 +92,14 @@ fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     if let Some(error) = cause.downcast_ref::<SignError>() {
         return hint_of_signature(error);
     }
+    if let Some(FormatError::Corrupt { file, .. }) = cause.downcast_ref()
+        && file == ".metadata"
+    {
+        return Some(
+            "it is damaged, or another program has saved over this checkpoint: if torch has, remove `.integrity` and \
+             the files that `.metadata` does not name",
+        );
+    }
     if let Some(FileError::MissingFiles { .. }) = cause.downcast_ref() {
         return Some("bring them along from where it was saved, or go on from another checkpoint");
     }

@@ -9,10 +9,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use fsdp_dcp::storage::{Step, StepHook};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
-use signal_hook::flag;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ};
 use signal_hook::iterator::Signals;
-use signal_hook::low_level::emulate_default_handler;
+use signal_hook::{flag, low_level};
 
 use super::capture;
 
@@ -20,13 +19,16 @@ use super::capture;
 /// and a launcher passes its own signal on, so one request may arrive several times.
 const SAME_REQUEST: Duration = Duration::from_secs(1);
 
-/// Returns the signals at which a process should stop, without those that it was started to ignore: `nohup`, and shells
-/// for programs in the background, ignore signals on behalf of the program.
-pub(crate) fn signals_to_stop() -> Vec<i32> {
+/// The signals by which terminals, schedulers and clusters ask a program to end.
+pub(crate) const REQUESTS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
+
+/// Returns those of some signals that this process was not started to ignore. `nohup`, and shells for programs in the
+/// background, ignore signals on behalf of the program.
+pub(crate) fn not_ignored(signals: &[i32]) -> Vec<i32> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let ignored = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
-    [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| ignored >> (signal - 1) & 1 == 0).collect()
+    signals.iter().copied().filter(|signal| ignored >> (signal - 1) & 1 == 0).collect()
 }
 
 /// The request to stop, if there was one. Clones share it.
@@ -34,41 +36,57 @@ pub(crate) fn signals_to_stop() -> Vec<i32> {
 pub(crate) struct StopRequest {
     /// The signal that came first; 0 for none.
     signal: Arc<AtomicUsize>,
-    /// `true` once a thread listens for signals. Two threads would count every signal twice.
+    /// `true` once a thread listens for signals. A second thread would take the first signal for a second one.
+    is_listening: Arc<AtomicBool>,
+    /// `true` once signals are noted. Until then they end the process.
     is_watching: Arc<AtomicBool>,
 }
 
 impl StopRequest {
     /// Returns the request that whoever embeds this command may make, or one that only signals make.
     pub(crate) fn new() -> Self {
-        StopRequest { signal: capture::stop().unwrap_or_default(), is_watching: Arc::default() }
+        let (is_listening, is_watching) = Default::default();
+        StopRequest { signal: capture::stop().unwrap_or_default(), is_listening, is_watching }
     }
 
     /// From now on, notes the first signal instead of ending the process. A second signal, more than a second later, ends the
-    /// process at once.
+    /// process at once. SIGUSR1 and SIGUSR2 count too, since schedulers can be told to send them.
     /// Calling this again has no effect.
     ///
     /// # Errors
     /// The system does not allow it.
     pub(crate) fn watch(&self) -> Result<()> {
+        self.is_watching.store(true, Ordering::Relaxed);
+        self.listen()
+    }
+
+    /// Lets each signal end the process, until [`watch`](StopRequest::watch). That is what signals do by default, except to the
+    /// first process of a container: the system ignores them on its behalf.
+    ///
+    /// # Errors
+    /// The system does not allow it.
+    pub(crate) fn listen(&self) -> Result<()> {
         // A process that this command is only a guest of has handlers of its own.
-        if capture::is_on() || self.is_watching.swap(true, Ordering::Relaxed) {
+        if capture::is_on() || self.is_listening.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        let mut signals = Signals::new(signals_to_stop()).context("failed to listen for signals")?;
-        let first = Arc::clone(&self.signal);
+        let signals = not_ignored(&[&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat());
+        let mut signals = Signals::new(signals).context("failed to listen for signals")?;
+        let (first, is_watching) = (Arc::clone(&self.signal), Arc::clone(&self.is_watching));
         // One thread sees all signals, one after the other. Handlers on two threads could both take theirs for the first.
         let listen = move || {
             let mut first_came: Option<Instant> = None;
             for signal in signals.forever() {
+                if !is_watching.load(Ordering::Relaxed) {
+                    end_by(signal);
+                }
                 let Some(first_came) = first_came else {
                     first_came = Some(Instant::now());
                     first.store(signal.unsigned_abs() as usize, Ordering::Relaxed);
                     continue;
                 };
-                if first_came.elapsed() >= SAME_REQUEST && emulate_default_handler(signal).is_err() {
-                    // The default of all of them ends the process, so there is nothing left to do but that.
-                    std::process::abort();
+                if first_came.elapsed() >= SAME_REQUEST {
+                    end_by(signal);
                 }
             }
         };
@@ -80,6 +98,18 @@ impl StopRequest {
     pub(crate) fn signal(&self) -> Option<u8> {
         u8::try_from(self.signal.load(Ordering::Relaxed)).ok().filter(|&signal| signal != 0)
     }
+}
+
+/// Ends this process as a signal does by default.
+pub(crate) fn end_by(signal: i32) -> ! {
+    if std::process::id() == 1 {
+        // The system lets no signal end the first process of a container. Shells report such an end as 128 plus the
+        // signal's number.
+        low_level::exit(128 + signal);
+    }
+    low_level::emulate_default_handler(signal).ok();
+    // The default of all of them ends the process, so there is nothing left to do but that.
+    std::process::abort();
 }
 
 /// Keeps a limit on the size of files (`ulimit -f`) from ending the process: writing beyond it is an error instead, which

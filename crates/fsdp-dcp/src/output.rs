@@ -117,8 +117,8 @@ impl PayloadSource for Streamed<'_> {
         })
     }
 
-    fn stored_item(&self, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
-        stored_item(self.source, fqn)
+    fn stored_item(&self, fqn: &str) -> Result<Option<Cow<'_, [u8]>>, FileError> {
+        Ok(stored_item(self.source, fqn)?.map(Cow::Owned))
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {

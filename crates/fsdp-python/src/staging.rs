@@ -10,12 +10,13 @@ use fsdp_dcp::checkpoint::check_replaceable;
 use fsdp_dcp::plan::{LocalPlan, SelectedItem, Selection};
 use fsdp_dcp::storage::{self, Durable};
 use fsdp_dcp::writer::{
-    PayloadSource, RankWritten, WriteOptions, WrittenItem, decode_value, describe_item, finish_encoded, write_rank,
+    PayloadSource, RankWritten, WriteOptions, WrittenItem, decode_item, describe_item, finish_encoded, write_rank,
 };
 use fsdp_dcp::{FileError, Location};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 
 use crate::error::{exception, wrong_argument};
@@ -78,7 +79,7 @@ impl Staging {
         py: Python<'py>,
         rank: usize,
         tensors: Vec<TensorItem<'py>>,
-        values: Vec<(String, Vec<u8>)>,
+        values: Vec<(String, PyBackedBytes)>,
     ) -> PyResult<(Vec<Placed>, Bound<'py, PyBytes>, Vec<Opaque>)> {
         let mut plan = LocalPlan::default();
         let mut items = RankItems::default();
@@ -102,7 +103,7 @@ impl Staging {
             plan.add_value(&fqn, None, item.len() as u64);
             // Read the value as a reader will, for its digest. If one value cannot even be described, the checkpoint has no
             // digests.
-            let value = match decode_value(&item) {
+            let value = match decode_item(&item) {
                 Ok(value) => Some(value),
                 Err(error) => {
                     opaque.push((fqn.clone(), error.to_string()));
@@ -166,7 +167,7 @@ fn place(written: &RankWritten, item: &WrittenItem) -> Placed {
 struct RankItems {
     tensors: HashMap<String, Vec<(TensorBox, Memory)>>,
     /// The bytes of each value's item, and the value that a reader finds in them; [`PlainValue::None`] if they cannot be read.
-    values: HashMap<String, (Vec<u8>, PlainValue)>,
+    values: HashMap<String, (PyBackedBytes, PlainValue)>,
 }
 
 impl PayloadSource for RankItems {
@@ -182,8 +183,8 @@ impl PayloadSource for RankItems {
         sink(bytes.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?)
     }
 
-    fn stored_item(&self, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
-        Ok(self.values.get(fqn).map(|(item, _)| item.clone()))
+    fn stored_item(&self, fqn: &str) -> Result<Option<Cow<'_, [u8]>>, FileError> {
+        Ok(self.values.get(fqn).map(|(item, _)| Cow::Borrowed(&**item)))
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {

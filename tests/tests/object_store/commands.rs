@@ -115,6 +115,43 @@ fn training_saves_to_and_resumes_from_a_url_at_any_number_of_ranks() {
 }
 
 #[test]
+fn a_damaged_checkpoint_at_a_url_is_replaced_when_the_run_reaches_its_step_again() {
+    let server = Server::start();
+    let directory = tempfile::tempdir().unwrap();
+    let out = directory.path().to_str().unwrap();
+    let sizes = ["--layers", "1", "--hidden", "16", "--heads", "2", "--seq", "16", "--batch", "4", "--sample", "0"];
+    let train = |more: &[&str]| {
+        let arguments =
+            ["train", "--out", out, "--checkpoint-dir", "s3://bucket/runs/a", "--nproc", "2", "--save-every", "2"];
+        run(&server, &[&arguments[..], &sizes, more].concat())
+    };
+    assert!(train(&["--steps", "4"]).status.success());
+    for more in [&["--steps", "6"][..], &["--steps", "8", "--async-save"]] {
+        let newest = latest(&server);
+        let place = server.location(&format!("runs/a/step-{newest:08}"));
+        let data = place.names().unwrap().into_iter().find(|name| name.ends_with(".distcp")).unwrap();
+        Durable::new().replace_file(place.join(data), b"damaged").unwrap();
+        let output = train(&[&["--resume"], more].concat());
+        let talk = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && talk.contains("is damaged"), "{talk}");
+        ok(&server, &["verify", &format!("s3://bucket/runs/a/step-{newest:08}"), "--level", "deep"]);
+        assert_eq!(latest(&server), newest + 2);
+    }
+    // Objects of others stay, and the save is refused as before.
+    let place = server.location("runs/a/step-00000008");
+    Durable::new().replace_file(place.join("notes.txt"), b"mine").unwrap();
+    Durable::new().replace_file(place.join(".metadata"), b"damaged").unwrap();
+    let refused = train(&["--resume", "--steps", "8"]);
+    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+    assert!(place.names().unwrap().contains(&"notes.txt".to_owned()));
+}
+
+/// Returns the step of the newest checkpoint of the run `runs/a`.
+fn latest(server: &Server) -> u64 {
+    fsdp::checkpoint::latest_checkpoint(server.location("runs/a")).unwrap().unwrap().step
+}
+
+#[test]
 fn old_checkpoints_of_a_run_at_a_url_are_pruned() {
     let server = Server::start();
     for step in [10, 20, 30, 40] {

@@ -22,8 +22,8 @@ const LOCALHOST: Ipv4Addr = Ipv4Addr::LOCALHOST;
 #[command(after_help = "\
 Each process gets torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and \
 MASTER_PORT, TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_MAX_RESTARTS; FSDP_JOB_ID and FSDP_SECRET; and \
-RAYON_NUM_THREADS, its share of the cores, unless that is set. SIGINT, SIGTERM and SIGHUP are passed on. \
-When a process fails, all others are ended, and \
+RAYON_NUM_THREADS, its share of the cores, unless that is set. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on \
+to all that a process has started. When a process fails, all others are ended, and \
 its exit code (128 + N for signal N) is returned.
 
 Examples:
@@ -34,8 +34,7 @@ pub(crate) struct LaunchArguments {
     /// processes that failed, down to MIN
     #[arg(long, value_name = "N|MIN:MAX", env = "FSDP_NPROC")]
     pub(super) nproc: Processes,
-    /// Seconds after which a job that has fewer than MAX processes is told to stop, so that it saves, and is started again
-    /// with MAX [default: never]
+    /// Seconds after which a job that has shrunk below MAX saves, and is started again with MAX processes [default: never]
     #[arg(long, value_name = "SECONDS", env = "FSDP_REGROW_AFTER")]
     pub(super) regrow_after: Option<NonZeroU64>,
     /// Number of nodes; `fsdp launch` is started on each
@@ -51,7 +50,7 @@ pub(crate) struct LaunchArguments {
     #[arg(long, value_name = "PORT", env = "FSDP_MASTER_PORT")]
     master_port: Option<u16>,
     /// Name that tells this job from others on the same port; the same on all nodes
-    /// [default: random on one node, else made of address, port and sizes]
+    /// [default: random on one node, else made of address, port and sizes; required with --insecure on several nodes]
     #[arg(long, value_name = "ID", env = "FSDP_JOB_ID")]
     job_id: Option<String>,
     /// Let the ranks of several nodes meet without a secret, although anybody in the network could join them then
@@ -138,6 +137,8 @@ impl LaunchArguments {
         };
         let job = match &self.job_id {
             Some(job) => job.clone(),
+            // Without a secret the name is all that tells jobs apart, and others may come to the same one.
+            None if several && self.insecure && !has_secret() => return Err(JobError::JobName { nnodes }.into()),
             // All nodes must come to the same name.
             None if several => format!("{master_addr}:{master_port}-{nnodes}x{nproc}"),
             None => format!("{:016x}", rand::random::<u64>()),
@@ -155,9 +156,9 @@ impl LaunchArguments {
 
     /// Checks that ranks of several nodes will let each other in.
     fn check_secret(&self, master_addr: &str) -> Result<()> {
-        let has_secret = std::env::var_os(SECRET).is_some_and(|secret| !secret.is_empty());
-        let is_loopback = master_addr.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
-        if has_secret || self.insecure || is_loopback {
+        let address = master_addr.trim_start_matches('[').trim_end_matches(']');
+        let is_loopback = address.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
+        if has_secret() || self.insecure || is_loopback {
             return Ok(());
         }
         Err(JobError::Secret { nnodes: self.nnodes.get() }.into())
@@ -190,6 +191,11 @@ impl Place {
         variables.extend(self.secret.as_ref().map(|secret| (SECRET, secret.text().to_owned())));
         variables
     }
+}
+
+/// Returns `true` if the user has given this job a secret.
+fn has_secret() -> bool {
+    std::env::var_os(SECRET).is_some_and(|secret| !secret.is_empty())
 }
 
 /// Finds a port that is free now. If another program takes it before rank 0 does, the ranks report that.

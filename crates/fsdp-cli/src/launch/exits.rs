@@ -13,13 +13,13 @@ use crate::exit_codes;
 pub(super) struct Exit {
     pub(super) rank: usize,
     status: ExitStatus,
-    /// `true` if the launcher had asked the process to end, because another had failed.
-    was_told: bool,
+    /// `true` if the launcher had asked the process to end before.
+    pub(super) was_asked: bool,
 }
 
 impl Exit {
-    pub(super) const fn new(rank: usize, status: ExitStatus, was_told: bool) -> Self {
-        Exit { rank, status, was_told }
+    pub(super) const fn new(rank: usize, status: ExitStatus, was_asked: bool) -> Self {
+        Exit { rank, status, was_asked }
     }
 
     /// Returns `true` if the other processes cannot go on after this.
@@ -54,27 +54,28 @@ pub(super) struct Cause {
 }
 
 /// Returns the exit that caused the others; `None` if all processes succeeded. `exits` are in the order of time.
-/// `blame_dir` is the directory of the notes in which ranks name the ranks because of which they failed.
-pub(super) fn cause(exits: &[Exit], blame_dir: &Path) -> Option<Cause> {
+/// `blame_dir` is the directory of the notes in which ranks name the ranks because of which they failed, if there is one.
+pub(super) fn cause(exits: &[Exit], blame_dir: Option<&Path>) -> Option<Cause> {
     let bad = exits.iter().filter(|exit| !exit.status.success());
     let causes = bad.map(|&exit| Cause { exit, because_of: blamed(exit.rank, blame_dir) });
     // The best candidate is a rank that failed, that was not asked to end, and that named no other rank. It failed
     // first, even if others noticed its failure and ended before it did. Among equals, the first exit is taken.
-    causes.min_by_key(|cause| (!cause.exit.is_failure(), cause.exit.was_told, !cause.because_of.is_empty()))
+    causes.min_by_key(|cause| (!cause.exit.is_failure(), cause.exit.was_asked, !cause.because_of.is_empty()))
 }
 
 /// Returns the number of ranks that a job has lost, which is at least 1. These are the ranks that failed without being
 /// asked to end, and that named no other rank. There may be none, for example if a rank only stopped answering. Then
 /// the ranks that `cause` names are counted.
-pub(super) fn lost(exits: &[Exit], cause: &Cause, blame_dir: &Path) -> usize {
-    let failed = exits.iter().filter(|exit| exit.is_failure() && !exit.was_told);
+pub(super) fn lost(exits: &[Exit], cause: &Cause, blame_dir: Option<&Path>) -> usize {
+    let failed = exits.iter().filter(|exit| exit.is_failure() && !exit.was_asked);
     let unprovoked = failed.filter(|exit| blamed(exit.rank, blame_dir).is_empty()).count();
     if unprovoked > 0 { unprovoked } else { cause.because_of.len().max(1) }
 }
 
 /// Returns the ranks that a rank has named in its note; none if it has left no note.
-fn blamed(rank: usize, blame_dir: &Path) -> Vec<usize> {
-    let note = fs::read_to_string(blame_dir.join(rank.to_string())).unwrap_or_default();
+fn blamed(rank: usize, blame_dir: Option<&Path>) -> Vec<usize> {
+    let note = blame_dir.and_then(|directory| fs::read_to_string(directory.join(rank.to_string())).ok());
+    let note = note.unwrap_or_default();
     note.split_whitespace().filter_map(|rank| rank.parse().ok()).collect()
 }
 
@@ -82,8 +83,8 @@ fn blamed(rank: usize, blame_dir: &Path) -> Vec<usize> {
 pub(super) fn list(exits: &[Exit]) -> String {
     let mut alike: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for exit in exits {
-        let told = if exit.was_told && exit.is_failure() { " after it was told to end" } else { "" };
-        alike.entry(format!("{}{told}", exit.describe())).or_default().push(exit.rank);
+        let asked = if exit.was_asked && exit.is_failure() { " after being asked to end" } else { "" };
+        alike.entry(format!("{}{asked}", exit.describe())).or_default().push(exit.rank);
     }
     let lines = alike.into_iter().map(|(how, ranks)| format!("{} {how}", ranges(ranks)));
     lines.collect::<Vec<_>>().join("; ")
@@ -121,16 +122,16 @@ mod tests {
         fs::write(notes.path().join("2"), "0 1").unwrap();
         let killed = Exit::new(3, ExitStatus::from_raw(9), true);
         for exits in [[exit(0, 16), exit(2, 16), exit(1, 7), killed], [killed, exit(1, 7), exit(2, 16), exit(0, 16)]] {
-            let cause = cause(&exits, notes.path()).unwrap();
-            assert_eq!(lost(&exits, &cause, notes.path()), 1);
+            let cause = cause(&exits, Some(notes.path())).unwrap();
+            assert_eq!(lost(&exits, &cause, Some(notes.path())), 1);
             assert_eq!((cause.exit.rank, cause.exit.code(), cause.because_of), (1, 7, vec![]));
         }
         let two = [exit(1, 7), exit(3, 9), exit(0, 16), exit(2, 16)];
-        assert_eq!(lost(&two, &cause(&two, notes.path()).unwrap(), notes.path()), 2);
+        assert_eq!(lost(&two, &cause(&two, Some(notes.path())).unwrap(), Some(notes.path())), 2);
         // The rank that caused the failure is on another node, or hangs.
         let exits = [exit(4, 0), exit(0, 16), killed];
-        let cause = cause(&exits, notes.path()).unwrap();
-        assert_eq!(lost(&exits, &cause, notes.path()), 1);
+        let cause = cause(&exits, Some(notes.path())).unwrap();
+        assert_eq!(lost(&exits, &cause, Some(notes.path())), 1);
         assert_eq!((cause.exit.rank, cause.because_of), (0, vec![1]));
     }
 

@@ -2,16 +2,19 @@
 //!
 //! The system ends each rank's own process then, but not what that process has started, such as the program of
 //! `fsdp launch -- sh -c '…'`. The guard is told of each process group through a pipe. The pipe is closed when the launcher
-//! ends, in any way, and then the guard kills the groups that are left.
+//! ends, in any way, and then the guard kills the groups that are left, and removes the directory of the ranks' notes.
 
 use std::collections::BTreeSet;
 use std::io::{self, BufRead as _, Write as _};
 use std::os::unix::process::CommandExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 
 use anyhow::{Context as _, Result};
 use rustix::process::{Pid, Signal, kill_process_group};
+use signal_hook::iterator::Signals;
+
+use crate::stop::REQUESTS;
 
 /// The hidden command of the guard.
 pub(crate) const COMMAND: &str = "launch-guard";
@@ -50,6 +53,19 @@ impl Guard {
         self.tell(&format!("-{}\n", group.as_raw_nonzero())).ok();
     }
 
+    /// Has a directory removed when this process ends, if it is still there then.
+    pub(super) fn remove(&mut self, directory: &Path) {
+        // The pipe is for lines of text. A directory with another name may stay behind.
+        if let Some(directory) = directory.to_str().filter(|directory| !directory.contains('\n')) {
+            self.tell(&format!("={directory}\n")).ok();
+        }
+    }
+
+    /// Returns the guard's process.
+    pub(super) fn process(&self) -> Pid {
+        Pid::from_child(&self.process)
+    }
+
     fn tell(&mut self, line: &str) -> io::Result<()> {
         self.pipe.as_mut().map_or(Ok(()), |pipe| pipe.write_all(line.as_bytes()))
     }
@@ -57,6 +73,8 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
+        // This process goes on, reads the notes, and removes them itself.
+        self.tell("=\n").ok();
         drop(self.pipe.take());
         self.process.wait().ok();
     }
@@ -64,12 +82,16 @@ impl Drop for Guard {
 
 /// Guards process groups until stdin is closed: the guard's side.
 pub(crate) fn run() {
-    let mut groups = BTreeSet::new();
+    // Whoever asks all processes of a job to stop asks this one too. It is needed until the launcher has ended.
+    let _stays = Signals::new(REQUESTS);
+    let (mut groups, mut directory) = (BTreeSet::new(), None);
     for line in io::stdin().lock().lines() {
         let Ok(line) = line else { break };
-        match line.split_at_checked(1).map(|(sign, number)| (sign, number.parse::<i32>())) {
-            Some(("+", Ok(group))) => drop(groups.insert(group)),
-            Some(("-", Ok(group))) => drop(groups.remove(&group)),
+        let Some((sign, rest)) = line.split_at_checked(1) else { break };
+        match (sign, rest.parse::<i32>()) {
+            ("+", Ok(group)) => drop(groups.insert(group)),
+            ("-", Ok(group)) => drop(groups.remove(&group)),
+            ("=", _) => directory = (!rest.is_empty()).then(|| PathBuf::from(rest)),
             _ => break,
         }
     }
@@ -77,6 +99,15 @@ pub(crate) fn run() {
         // It may have ended by itself.
         kill_process_group(group, Signal::KILL).ok();
     }
+    if let Some(directory) = directory {
+        remove_notes(&directory);
+    }
+}
+
+/// Removes the directory of the ranks' notes, unless the launcher has done so.
+#[expect(clippy::disallowed_methods, reason = "notes are no checkpoints")]
+fn remove_notes(directory: &Path) {
+    std::fs::remove_dir_all(directory).ok();
 }
 
 /// Returns the file of this program, which on Linux works even if it has been replaced since.

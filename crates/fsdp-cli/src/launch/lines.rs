@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
@@ -20,6 +20,9 @@ const MAX_LINE_BYTES: u64 = 64 << 10;
 /// The time without output after which it counts as finished, although a process still holds a pipe.
 const QUIET: Duration = Duration::from_secs(1);
 
+/// The time between two looks for a signal while output is being written.
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+
 const STACK_BYTES: usize = 256 << 10;
 
 /// The number of last lines on stderr that are kept of each process, and the longest that one may be.
@@ -30,8 +33,17 @@ const LAST_LINE_BYTES: usize = 400;
 pub(super) struct Lines {
     running: Sender<Infallible>,
     ended: Receiver<Infallible>,
-    writing: Arc<AtomicUsize>,
+    progress: Arc<Progress>,
     last: Arc<Mutex<LastLines>>,
+}
+
+/// The progress of all threads.
+#[derive(Default)]
+struct Progress {
+    /// The number of lines that are being written.
+    writing: AtomicUsize,
+    /// The number of lines that have been written.
+    written: AtomicUsize,
 }
 
 /// The last lines on stderr of each process.
@@ -40,7 +52,7 @@ pub(super) type LastLines = HashMap<usize, VecDeque<String>>;
 impl Lines {
     pub(super) fn new() -> Self {
         let (running, ended) = mpsc::channel();
-        Lines { running, ended, writing: Arc::default(), last: Arc::default() }
+        Lines { running, ended, progress: Arc::default(), last: Arc::default() }
     }
 
     /// Copies the output of a process until it ends.
@@ -58,10 +70,10 @@ impl Lines {
     }
 
     fn start(&self, rank: usize, from: impl Read + Send + 'static, to: Stream) -> Result<()> {
-        let (running, writing) = (self.running.clone(), Arc::clone(&self.writing));
+        let (running, progress) = (self.running.clone(), Arc::clone(&self.progress));
         let last = (to == Stream::Stderr).then(|| Arc::clone(&self.last));
         let copy = move || {
-            copy(rank, from, to, &writing, last.as_deref());
+            copy(rank, from, to, &progress, last.as_deref());
             drop(running);
         };
         let thread = thread::Builder::new().name(format!("lines-{rank}")).stack_size(STACK_BYTES);
@@ -69,11 +81,18 @@ impl Lines {
     }
 
     /// Waits until all output is written, and returns the last lines of each process. A process that has left the session
-    /// may still hold a pipe; this does not wait for it.
-    pub(super) fn finish(self) -> LastLines {
+    /// may still hold a pipe; this does not wait for it. Once `is_asked_to_end` returns `true`, this does not wait either for
+    /// a reader of the output that does not read.
+    pub(super) fn finish(self, mut is_asked_to_end: impl FnMut() -> bool) -> LastLines {
         drop(self.running);
-        while self.ended.recv_timeout(QUIET) == Err(RecvTimeoutError::Timeout) {
-            if self.writing.load(Ordering::Acquire) == 0 {
+        let (mut quiet_since, mut written) = (Instant::now(), 0);
+        while self.ended.recv_timeout(LOOK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            let (before, is_asked) = (written, is_asked_to_end());
+            written = self.progress.written.load(Ordering::Acquire);
+            let is_blocked = self.progress.writing.load(Ordering::Acquire) > 0;
+            if written != before || is_blocked && !is_asked {
+                quiet_since = Instant::now();
+            } else if quiet_since.elapsed() >= QUIET {
                 break;
             }
         }
@@ -82,7 +101,7 @@ impl Lines {
 }
 
 /// Copies one stream. If stdout is closed, the pipe is closed too, so that the process notices.
-fn copy(rank: usize, from: impl Read, to: Stream, writing: &AtomicUsize, last: Option<&Mutex<LastLines>>) {
+fn copy(rank: usize, from: impl Read, to: Stream, progress: &Progress, last: Option<&Mutex<LastLines>>) {
     let mut from = BufReader::new(from);
     let prefix = format!("[{rank}] ").into_bytes();
     let mut line = prefix.clone();
@@ -94,9 +113,10 @@ fn copy(rank: usize, from: impl Read, to: Stream, writing: &AtomicUsize, last: O
             keep(&line[prefix.len()..], last.lock().unwrap_or_else(PoisonError::into_inner).entry(rank).or_default());
         }
         // While a line is being written, output is not finished, however long that takes.
-        writing.fetch_add(1, Ordering::AcqRel);
+        progress.writing.fetch_add(1, Ordering::AcqRel);
         let written = output::pass_on(to, &line);
-        writing.fetch_sub(1, Ordering::AcqRel);
+        progress.writing.fetch_sub(1, Ordering::AcqRel);
+        progress.written.fetch_add(1, Ordering::AcqRel);
         if written.is_err() {
             break;
         }

@@ -133,7 +133,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<()> {
         return if arguments.json { output::json(&report) } else { output::lines(&report.lines()) };
     }
     let plans = arguments.sweep.iter().map(|&ranks| arguments.report(&name, &state, ranks));
-    let plans = plans.collect::<Result<Vec<_>>>()?;
+    let plans = plans.map(|plan| plan.map(Report::without_memory)).collect::<Result<Vec<_>>>()?;
     if arguments.json {
         return output::json(&Sweep { schema: SCHEMA, plans });
     }

@@ -57,7 +57,7 @@ struct Planner {
     received_bytes: u64,
     plan_seconds: f64,
     metadata_seconds: f64,
-    /// The most memory that this process has had so far; none where the system does not tell.
+    /// The most memory that this process has had; none where the system does not tell, and of one plan among several.
     peak_bytes: Option<u64>,
 }
 
@@ -74,7 +74,7 @@ struct Failures {
     restart_seconds: f64,
     young_seconds: f64,
     interval_seconds: f64,
-    /// The part of all time in which training comes forward, 0 to 1.
+    /// The fraction of all time in which training makes progress that is kept.
     effective: f64,
 }
 
@@ -134,6 +134,12 @@ impl Report {
         }
     }
 
+    /// Leaves out the memory of the process. Of several plans it would be that of the largest so far.
+    pub(super) fn without_memory(mut self) -> Self {
+        self.planner.peak_bytes = None;
+        self
+    }
+
     /// Returns the times that decide the interval between saves.
     pub(super) fn job(&self) -> Job {
         Job {
@@ -173,22 +179,22 @@ impl Report {
             ("", String::new()),
             ("sent to the planner", iec(received_bytes)),
             ("planning", format!("{}, once for each layout", duration(plan_seconds))),
-            ("placing, encoding", format!("{}, in each save", duration(metadata_seconds))),
+            ("encoding .metadata", format!("{}, in each save", duration(metadata_seconds))),
         ];
         rows.extend(peak_bytes.map(|bytes| ("memory of this plan", iec(bytes))));
         rows.extend([
             ("", String::new()),
-            ("save stops training", duration(self.save.stall_seconds)),
-            ("save is done after", duration(self.save.seconds)),
+            ("training waits for a save", duration(self.save.stall_seconds)),
+            ("a save takes", duration(self.save.seconds)),
             ("load takes", duration(self.load_seconds)),
             (
-                "a failure each",
+                "mean time between failures",
                 format!("{} on {} hosts", duration(failures.mtbf_seconds), grouped(failures.hosts as u64)),
             ),
-            ("best to save each", duration(failures.interval_seconds)),
+            ("best interval between saves", duration(failures.interval_seconds)),
             ("effective time", format!("{:.1} %", 100.0 * failures.effective)),
         ]);
-        rows.into_iter().map(|(name, value)| format!("{name:<20} {value}").trim_end().to_owned()).collect()
+        rows.into_iter().map(|(name, value)| format!("{name:<28} {value}").trim_end().to_owned()).collect()
     }
 
     /// Returns the header of the table of several plans.

@@ -7,7 +7,7 @@ use anyhow::Result;
 use clap::ValueEnum;
 use fsdp_dcp::metadata::encode_in_pieces;
 use fsdp_dcp::plan::{LocalPlan, Offer, PlanOptions, WriteContent, plan_offers};
-use fsdp_dcp::writer::foresee;
+use fsdp_dcp::writer::predict_file_lengths;
 use fsdp_layout::flat::aligned_numel;
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{FlatLayout, TensorBox};
@@ -126,7 +126,7 @@ pub(super) fn plan(state: &State, shape: &Shape) -> Result<Planned> {
     // 3. The metadata gets the places that the items would have, and is encoded.
     let start = Instant::now();
     let lengths: HashMap<&str, u64> = state.values.iter().map(|(key, length)| (key.fqn.as_str(), *length)).collect();
-    let files = foresee(&mut global, |fqn| lengths.get(fqn).copied().unwrap_or(0))?;
+    let files = predict_file_lengths(&mut global, |fqn| lengths.get(fqn).copied().unwrap_or(0))?;
     let mut metadata = 0;
     encode_in_pieces(&global.metadata, &mut |piece| metadata += piece.len() as u64);
     let encoding = start.elapsed();

@@ -33,7 +33,7 @@ pub(super) struct Start {
     pub(super) step: u64,
     pub(super) ranks: Option<u64>,
     pub(super) resumed_from: Option<String>,
-    /// How it ended: at its last step, by a signal, or without a word.
+    /// The way in which it ended: at its last step, or by a signal. `None` if it was killed or crashed.
     pub(super) end: Option<&'static str>,
 }
 

@@ -10,45 +10,79 @@ use serde::de::DeserializeOwned;
 /// The longest line that is read.
 const LONGEST: u64 = 1 << 20;
 
-/// Parses each line as a JSON object and calls `take` with it. Returns the number of lines that could not be parsed,
-/// for example because a kill cut them off or another program wrote them. A missing file has no lines.
+/// A line of a file.
+#[cfg_attr(not(feature = "train"), expect(dead_code, reason = "only `fsdp train` needs the ends of lines"))]
+pub(crate) struct Line<T> {
+    /// The offset of its end.
+    pub(crate) end: u64,
+    /// `true` if a line break ends it.
+    pub(crate) is_whole: bool,
+    /// Its object; `None` if it could not be parsed, for example because a kill cut it off or another program wrote it.
+    pub(crate) object: Option<T>,
+}
+
+/// Parses each line as a JSON object and calls `take` with it. Returns the number of lines that could not be parsed. A
+/// missing file has no lines.
 ///
 /// # Errors
 /// The file cannot be read.
-pub(super) fn read<T: DeserializeOwned>(path: &Path, mut take: impl FnMut(T)) -> Result<u64> {
+pub(crate) fn read<T: DeserializeOwned>(path: &Path, mut take: impl FnMut(T)) -> Result<u64> {
     let failed = || format!("failed to read `{}`", path.display());
     let file = match File::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
         file => file.with_context(failed)?,
     };
-    let mut reader = BufReader::new(file);
-    let (mut line, mut unreadable) = (Vec::new(), 0);
+    let mut unreadable = 0;
+    visit(file, |line: Line<T>| match line.object {
+        Some(object) => take(object),
+        None => unreadable += 1,
+    })
+    .with_context(failed)?;
+    Ok(unreadable)
+}
+
+/// Calls `take` with each line, parsed as a JSON object.
+///
+/// # Errors
+/// The file cannot be read.
+pub(crate) fn visit<T: DeserializeOwned>(from: impl io::Read, mut take: impl FnMut(Line<T>)) -> io::Result<()> {
+    let mut reader = BufReader::new(from);
+    let (mut bytes, mut end) = (Vec::new(), 0);
     loop {
-        line.clear();
-        if reader.by_ref().take(LONGEST).read_until(b'\n', &mut line).with_context(failed)? == 0 {
-            return Ok(unreadable);
+        bytes.clear();
+        let read = reader.by_ref().take(LONGEST).read_until(b'\n', &mut bytes)?;
+        if read == 0 {
+            return Ok(());
         }
-        match serde_json::from_slice(&line) {
-            Ok(object) => take(object),
-            Err(_) => unreadable += 1,
-        }
+        end += read as u64;
+        let mut is_whole = bytes.ends_with(b"\n");
+        let object = serde_json::from_slice(&bytes).ok();
         // Skip the rest of a line that is too long, which would be read as another line.
-        if line.len() as u64 == LONGEST && !line.ends_with(b"\n") {
-            skip_line(&mut reader).with_context(failed)?;
+        if bytes.len() as u64 == LONGEST && !is_whole {
+            let rest = skip_line(&mut reader)?;
+            (end, is_whole) = (end + rest.length, rest.is_whole);
         }
+        take(Line { end, is_whole, object });
     }
 }
 
+/// The end of a line that was skipped.
+struct Rest {
+    length: u64,
+    is_whole: bool,
+}
+
 /// Skips what is left of a line.
-fn skip_line(reader: &mut impl io::BufRead) -> io::Result<()> {
+fn skip_line(reader: &mut impl io::BufRead) -> io::Result<Rest> {
+    let mut length = 0;
     loop {
         let buffer = reader.fill_buf()?;
-        let end = buffer.iter().position(|&byte| byte == b'\n');
-        let length = end.map_or(buffer.len(), |end| end + 1);
-        let is_over = end.is_some() || buffer.is_empty();
-        reader.consume(length);
-        if is_over {
-            return Ok(());
+        let line_break = buffer.iter().position(|&byte| byte == b'\n');
+        let (skipped, is_over) = (line_break.map_or(buffer.len(), |at| at + 1), buffer.is_empty());
+        reader.consume(skipped);
+        length += skipped as u64;
+        if line_break.is_some() || is_over {
+            return Ok(Rest { length, is_whole: line_break.is_some() });
         }
     }
 }

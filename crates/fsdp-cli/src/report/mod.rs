@@ -2,7 +2,7 @@
 
 mod chart;
 mod history;
-mod lines;
+pub(crate) mod lines;
 mod metrics;
 mod page;
 mod record;

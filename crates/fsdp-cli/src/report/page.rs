@@ -40,7 +40,7 @@ fn summary(body: &mut String, run: &Run) {
         rows.push((
             "Starts",
             format!(
-                "{}, of which {} went on",
+                "{}, of which {} resumed",
                 run.history.starts.len() + run.history.earlier_starts,
                 run.history.resumes
             ),
@@ -94,7 +94,7 @@ fn starts(body: &mut String, history: &History) {
     let last = history.starts.len() - 1;
     for (index, start) in history.starts.iter().enumerate() {
         // The last one may still run.
-        let silent = if index == last { "" } else { "without a word" };
+        let silent = if index == last { "" } else { "killed or crashed" };
         let ended = start.end.unwrap_or(silent);
         let class = if start.end.is_none() && index < last { "bad" } else { "" };
         row(
@@ -140,7 +140,7 @@ fn lineage(body: &mut String, checkpoints: &[Link]) {
         return;
     }
     body.push_str("<h2>Checkpoints</h2>\n<div class=\"wide\"><table>\n");
-    header(body, &["checkpoint", "step", "grew out of", "digest", "notes"]);
+    header(body, &["checkpoint", "step", "parent", "digest", "notes"]);
     for link in checkpoints.iter().rev().take(CHECKPOINTS) {
         let lineage = link.lineage.as_ref();
         let parent = lineage.and_then(|lineage| lineage.parent);

@@ -180,8 +180,8 @@ pub(crate) struct TrainArguments {
     /// --backend nccl, else cpu]
     #[arg(help_heading = RANKS, long, value_enum, env = "FSDP_DEVICE")]
     pub(super) device: Option<DeviceName>,
-    /// CPU threads of each rank, candle's included [default: RAYON_NUM_THREADS, or the machine's, shared equally by its
-    /// ranks, or by all ranks if the launcher does not tell how many ranks the machine has]
+    /// CPU threads of each rank, candle's included [default: RAYON_NUM_THREADS, or an equal share of the machine's. Where
+    /// the launcher does not say how many ranks a machine has, the share is that of all ranks]
     #[arg(help_heading = RANKS, long, value_name = "THREADS", env = "FSDP_THREADS")]
     pub(super) threads: Option<NonZeroUsize>,
     /// Seconds after which ranks stop waiting for each other
@@ -278,7 +278,8 @@ pub(crate) struct TrainArguments {
     /// When gradients of some rank are NaN or infinite: end the run with an error, or skip the update of that step
     #[arg(help_heading = OPTIMIZER, long, value_enum, default_value_t, env = "FSDP_NONFINITE")]
     pub(super) nonfinite: NonFinite,
-    /// Backwards of a step on each rank; only the last one communicates
+    /// Gradient accumulation: forward and backward passes of each rank per step. Only the last one reduces gradients over
+    /// the ranks
     #[arg(help_heading = OPTIMIZER, long, value_name = "A", default_value_t = 1, env = "FSDP_ACCUMULATE", value_parser = size())]
     pub(super) accumulate: usize,
     /// Compute the activations of each block again in the backward, instead of keeping them: less memory, more time
@@ -331,18 +332,30 @@ impl TrainArguments {
     /// Returns which checkpoint to continue from. A process that a launcher has started again goes on, whatever it did
     /// the first time.
     pub(super) fn resume_mode(&self) -> ResumeMode {
-        let restarts =
-            std::env::var("TORCHELASTIC_RESTART_COUNT").ok().and_then(|count| count.trim().parse::<u64>().ok());
-        match self.resume {
-            ResumeMode::No if restarts.is_some_and(|restarts| restarts > 0) => ResumeMode::Auto,
-            mode => mode,
-        }
+        if self.goes_on_unasked() { ResumeMode::Auto } else { self.resume }
+    }
+
+    /// Returns `true` if the run continues only because a launcher has started it again.
+    pub(super) fn goes_on_unasked(&self) -> bool {
+        self.resume == ResumeMode::No && restarts() > 0
     }
 
     /// Returns the place of the checkpoints.
     pub(super) fn checkpoints(&self) -> Location {
         self.checkpoint_dir.clone().unwrap_or_else(|| (&self.out).into())
     }
+}
+
+/// Returns the number of times that a launcher has started this process again.
+pub(super) fn restarts() -> u64 {
+    let count = std::env::var("TORCHELASTIC_RESTART_COUNT");
+    count.ok().and_then(|count| count.trim().parse().ok()).unwrap_or(0)
+}
+
+/// Returns torchrun's name of this job, which stays the same when its processes are started again; `None` if it has none.
+pub(super) fn elastic_job() -> Option<String> {
+    // torchrun gives the name `none` to a job without one.
+    std::env::var("TORCHELASTIC_RUN_ID").ok().filter(|job| !job.is_empty() && job != "none")
 }
 
 fn learning_rate(text: &str) -> Result<f64, String> {

@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result};
 use fsdp::checkpoint::{CheckpointError, Location, RunFacts, SaveReport, StepCheckpoint};
+use fsdp::dcp::FileError;
+use fsdp::dcp::storage::Durable;
 use fsdp::layout::{ErrorKind, Failure as _};
 use fsdp::prelude::*;
 use tracing::info_span;
@@ -17,8 +19,10 @@ use crate::output;
 pub(super) struct Checkpoints {
     checkpointer: Checkpointer,
     /// `true` if training goes on during saves.
-    behind: bool,
-    started: Option<Started>,
+    in_background: bool,
+    started: Option<BackgroundSave>,
+    /// The damaged checkpoints that saves replace.
+    damaged: Vec<Location>,
 }
 
 /// Returns the newest step of the memory tier if it is newer than `step`. A tier that cannot be used is left out, with a
@@ -76,8 +80,25 @@ fn checkpointer(arguments: &TrainArguments, group: &ProcessGroup, replaces: bool
     Ok(Checkpointer::new(arguments.checkpoints(), group, options)?)
 }
 
+/// Removes a damaged checkpoint from an object store, unless there are objects that no save has written. Then the save to its
+/// place is refused.
+///
+/// # Errors
+/// The errors of the store.
+fn remove_damaged(location: &Location) -> Result<(), FileError> {
+    if location.names()?.iter().all(|name| is_of_save(name)) {
+        Durable::new().remove_checkpoint(location)?;
+    }
+    Ok(())
+}
+
+/// Returns `true` for the names that saves give to the objects of a checkpoint.
+fn is_of_save(name: &str) -> bool {
+    name == ".metadata" || name.starts_with(".integrity") || (name.starts_with("__") && name.ends_with(".distcp"))
+}
+
 /// A save in the background.
-struct Started {
+struct BackgroundSave {
     step: u64,
     stall: Duration,
     /// The outcome, if this rank has asked for it already. An error is kept until all ranks ask.
@@ -85,18 +106,19 @@ struct Started {
 }
 
 impl Checkpoints {
-    /// Prepares the saves and the load of a run. With `replaces`, saves may replace checkpoints. This is a collective.
+    /// Prepares the saves and the load of a run. Saves replace `damaged` checkpoints. This is a collective.
     ///
     /// # Errors
     /// The same as [`Checkpointer::new`].
-    pub(super) fn new(arguments: &TrainArguments, group: &ProcessGroup, replaces: bool) -> Result<Self> {
-        let checkpointer = checkpointer(arguments, group, replaces)?;
-        Ok(Checkpoints { checkpointer, behind: arguments.async_save, started: None })
+    pub(super) fn new(arguments: &TrainArguments, group: &ProcessGroup, damaged: &[Location]) -> Result<Self> {
+        let checkpointer = checkpointer(arguments, group, !damaged.is_empty())?;
+        let (in_background, damaged) = (arguments.async_save, damaged.to_vec());
+        Ok(Checkpoints { checkpointer, in_background, started: None, damaged })
     }
 
     /// Returns `true` if training goes on during saves.
-    pub(super) const fn is_behind(&self) -> bool {
-        self.behind
+    pub(super) const fn saves_in_background(&self) -> bool {
+        self.in_background
     }
 
     /// Saves the state after a step to the memory tier. A failure is a warning only. Every rank calls it.
@@ -136,15 +158,34 @@ impl Checkpoints {
     pub(super) fn save(&mut self, step: u64, run: &TrainState<Gpt>, report: Option<&Report>) -> Result<()> {
         let clock = Instant::now();
         self.wait(report)?;
-        if self.behind {
+        self.make_room(step, run.model.group())?;
+        if self.in_background {
             let started = self.checkpointer.save_async(step, run);
             started.with_context(|| self.failed(step))?;
-            self.started = Some(Started { step, stall: clock.elapsed(), outcome: None });
+            self.started = Some(BackgroundSave { step, stall: clock.elapsed(), outcome: None });
             return Ok(());
         }
         let saved = self.checkpointer.save(step, run);
         let saved = saved.with_context(|| self.failed(step))?;
-        self.tell(step, &saved, clock.elapsed(), report)
+        self.report(step, &saved, clock.elapsed(), report)
+    }
+
+    /// Removes a damaged checkpoint of this step from an object store. A directory is replaced in one step, which no
+    /// object store can do. Every rank calls it.
+    ///
+    /// # Errors
+    /// The same on every rank: the errors of the store.
+    fn make_room(&mut self, step: u64, group: &ProcessGroup) -> Result<()> {
+        let location = self.checkpointer.location(step);
+        let Some(at) = self.damaged.iter().position(|damaged| *damaged == location) else { return Ok(()) };
+        self.damaged.swap_remove(at);
+        if location.local().is_some() {
+            return Ok(());
+        }
+        let removed = if group.rank() == 0 { remove_damaged(&location) } else { Ok(()) };
+        let group = group.with_deadline_at_least(SaveOptions::default().deadline);
+        let removed = group.agree("remove a damaged checkpoint", removed);
+        removed.with_context(|| format!("failed to remove the damaged `{location}`"))
     }
 
     /// Waits for the save in the background, if there is one. Every rank calls it.
@@ -152,13 +193,13 @@ impl Checkpoints {
     /// # Errors
     /// The errors of that save, the same on every rank.
     pub(super) fn wait(&mut self, report: Option<&Report>) -> Result<()> {
-        let Some(Started { step, stall, outcome }) = self.started.take() else { return Ok(()) };
+        let Some(BackgroundSave { step, stall, outcome }) = self.started.take() else { return Ok(()) };
         let outcome = match outcome {
             Some(outcome) => outcome,
             None => info_span!("wait for the save before").in_scope(|| self.checkpointer.wait()),
         };
         match outcome.with_context(|| self.failed(step))? {
-            Some(saved) => self.tell(step, &saved, stall, report),
+            Some(saved) => self.report(step, &saved, stall, report),
             None => Ok(()),
         }
     }
@@ -168,7 +209,7 @@ impl Checkpoints {
     ///
     /// # Errors
     /// stdout is closed.
-    pub(super) fn look(&mut self, report: &Report) -> Result<()> {
+    pub(super) fn report_if_finished(&mut self, report: &Report) -> Result<()> {
         let Some(started) = &mut self.started else { return Ok(()) };
         if started.outcome.is_some() || self.checkpointer.is_saving() {
             return Ok(());
@@ -177,7 +218,7 @@ impl Checkpoints {
         match self.checkpointer.wait() {
             Ok(Some(saved)) => {
                 started.outcome = Some(Ok(None));
-                self.tell(step, &saved, stall, Some(report))
+                self.report(step, &saved, stall, Some(report))
             }
             outcome => {
                 started.outcome = Some(outcome);
@@ -191,7 +232,7 @@ impl Checkpoints {
     }
 
     /// Reports a checkpoint that is whole.
-    fn tell(&self, step: u64, saved: &SaveReport, stall: Duration, report: Option<&Report>) -> Result<()> {
+    fn report(&self, step: u64, saved: &SaveReport, stall: Duration, report: Option<&Report>) -> Result<()> {
         let Some(report) = report else { return Ok(()) };
         report.checkpoint(&Saved {
             step,

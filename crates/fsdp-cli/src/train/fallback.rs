@@ -50,9 +50,14 @@ impl<'a> Candidates<'a> {
         Ok(undamaged.last().map(|newest| newest.step))
     }
 
-    /// Returns `true` if checkpoints newer than the one to continue from are damaged, so that they will be replaced.
-    pub(super) const fn are_damaged(&self) -> bool {
-        !self.damaged.is_empty()
+    /// Returns the damaged checkpoints that are newer than the one to continue from.
+    pub(super) fn damaged(&self) -> &[Location] {
+        &self.damaged
+    }
+
+    /// Returns `true` if this is the place of the step of the memory tier.
+    pub(super) fn is_memory(&self, path: &Location) -> bool {
+        self.memory.as_ref().is_some_and(|memory| memory.path == *path)
     }
 
     /// Returns `true` if the run has no checkpoint yet.

@@ -26,29 +26,38 @@ use fsdp::checkpoint::{StepCheckpoint, latest_checkpoint};
 use fsdp::prelude::*;
 
 use self::checkpoints::{latest_in_memory, step_in_memory};
-use self::fallback::Candidates;
+use self::fallback::{Candidates, named_if_damaged};
 use self::launched::Launched;
 use self::rank::{Ended, Job};
 use self::settings::{Resume, Settings};
 use super::output;
 use crate::failure::Stopped;
 use crate::job_failure::{JobError, UnreadableCheckpoint, is_about_others};
+use crate::logs;
+use crate::report::lines;
+use crate::run_files::EVENTS_FILE;
 use crate::stop::StopRequest;
 
 pub(crate) use self::arguments::TrainArguments;
-use self::arguments::{DeviceName, ResumeMode};
+use self::arguments::{DeviceName, ResumeMode, elastic_job, restarts};
 
 /// Returns the file for this process's trace. If ranks are processes, each writes a file of its own.
 pub(crate) fn trace_file(arguments: &TrainArguments) -> Option<PathBuf> {
     let file = arguments.trace.as_ref()?;
-    let Ok(Some(launched)) = Launched::find(arguments) else { return Some(file.clone()) };
-    Some(of_rank(file, launched.rank()))
+    let rank = Launched::find(arguments).ok().flatten().map(|launched| launched.rank());
+    Some(own_trace(file, rank, restarts()))
 }
 
-/// Returns `FILE-rank0.json` for `FILE.json`.
-fn of_rank(file: &Path, rank: usize) -> PathBuf {
+/// Returns `FILE-rank3-restart1.json` for `FILE.json` and rank 3 after one restart. The trace of an attempt that has failed
+/// stays.
+fn own_trace(file: &Path, rank: Option<usize>, restarts: u64) -> PathBuf {
     let mut name = file.file_stem().unwrap_or_default().to_owned();
-    name.push(format!("-rank{rank}"));
+    if let Some(rank) = rank {
+        name.push(format!("-rank{rank}"));
+    }
+    if restarts > 0 {
+        name.push(format!("-restart{restarts}"));
+    }
     if let Some(extension) = file.extension() {
         name.push(".");
         name.push(extension);
@@ -79,12 +88,14 @@ fn ranks(arguments: &TrainArguments, launched: Option<&Launched>) -> Ranks {
 /// Options that cannot be combined or satisfied, and any failure of training. Errors that can be found in advance are
 /// returned before anything is written.
 pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
+    // Until training begins a signal may end this process: nothing would be lost.
+    let stop = StopRequest::new();
+    stop.listen()?;
     let launched = Launched::find(arguments)?;
     let device = DeviceName::choose(arguments)?;
     let run = &arguments.checkpoints();
     let reports = launched.as_ref().is_none_or(Launched::is_first);
     let ranks = ranks(arguments, launched.as_ref());
-    let stop = StopRequest::new();
     let mut candidates = Candidates::new(run, arguments.resume_mode(), reports);
     let mut group = None;
     // The parts of a step in memory are spread over the hosts, so only all ranks together can tell which step is whole.
@@ -109,7 +120,8 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
         let ended = match prepare(arguments, &place, &mut candidates, stop.clone()) {
             Ok(None) => return Ok(()),
             Ok(Some(job)) => {
-                // Step 3: meet the other ranks, once. Until here a signal may end this process: nothing would be lost.
+                logs::keep_trace();
+                // Step 3: meet the other ranks, once.
                 if let (Some(launched), None) = (&launched, &group) {
                     group = Some(launched.meet(&ranks)?);
                 }
@@ -182,12 +194,20 @@ fn prepare<'a>(
         ResumeMode::Auto => candidates.is_empty()?,
         ResumeMode::Newest | ResumeMode::Strict => false,
     };
+    if !begins && arguments.goes_on_unasked() && launched.is_none_or(Launched::is_first) {
+        check_run_is_own(arguments, candidates)?;
+    }
     let resume = match &arguments.init_from {
         _ if !begins => Some(candidates.open_newest()?),
         Some(path) => Some(Resume::at(path)?),
         None => None,
     };
-    let settings = Settings::resolve(arguments, resume.as_ref())?;
+    let settings = Settings::resolve(arguments, resume.as_ref());
+    let settings = match &resume {
+        // Damage may show first in the settings. Then the checkpoint before may do.
+        Some(resume) if !begins => settings.map_err(|error| named_if_damaged(error, &resume.path))?,
+        _ => settings?,
+    };
     settings.gpt.validate()?;
     let text = match &settings.data {
         Some(path) => Text::open(path)?,
@@ -209,18 +229,22 @@ fn prepare<'a>(
     if mode == ResumeMode::No {
         check_out_is_free(arguments)?;
     }
+    let rows = resume.as_ref().map_or(Ok(0), |resume| resume.rows(settings.batch))?;
     let from = resume.as_ref().map(|Resume { step, path, .. }| StepCheckpoint { step: *step, path: path.clone() });
+    let is_saved = !begins && from.as_ref().is_some_and(|from| !candidates.is_memory(&from.path));
     let resume = Mutex::new(resume.map(Arc::new));
     let local_rank = launched.map(Launched::local_rank);
-    let replaces = candidates.are_damaged();
+    let damaged = candidates.damaged().to_vec();
     let job = Job {
         arguments,
         settings,
         text,
         batches,
         from,
+        is_saved,
+        rows,
         resume,
-        replaces,
+        damaged,
         mesh,
         threads_per_rank,
         device,
@@ -264,6 +288,30 @@ fn check_out_is_free(arguments: &TrainArguments) -> Result<()> {
     }
 }
 
+/// Checks that a run which its launcher has started again finds its own checkpoints, and not those of another run: torchrun
+/// also restarts a process that has refused to begin because of them. It is known only of jobs with a name.
+fn check_run_is_own(arguments: &TrainArguments, candidates: &Candidates<'_>) -> Result<()> {
+    #[derive(serde::Deserialize)]
+    struct Event {
+        event: String,
+        job: Option<String>,
+    }
+
+    let Some(own) = elastic_job() else { return Ok(()) };
+    let mut last_start = None;
+    lines::read(&arguments.out.join(EVENTS_FILE), |event: Event| {
+        if event.event == "start" {
+            last_start = Some(event.job);
+        }
+    })?;
+    match (last_start, candidates.newest_step()?) {
+        (Some(job), Some(step)) if job.as_ref() != Some(&own) => {
+            Err(JobError::OutIsTaken { directory: arguments.checkpoints().to_string(), step }.into())
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Returns the error that caused the others: one that is not about other ranks, if there is one.
 fn first_cause(errors: impl Iterator<Item = Error>) -> Result<()> {
     errors.min_by_key(is_about_others).map_or(Ok(()), Err)
@@ -281,7 +329,15 @@ mod tests {
             ("trace", "trace-rank3"),
             (".trace", ".trace-rank3"),
         ] {
-            assert_eq!(of_rank(Path::new(file), 3), Path::new(named));
+            assert_eq!(own_trace(Path::new(file), Some(3), 0), Path::new(named));
+            assert_eq!(own_trace(Path::new(file), None, 0), Path::new(file));
+        }
+    }
+
+    #[test]
+    fn each_attempt_has_a_trace_of_its_own() {
+        for (rank, named) in [(Some(0), "a/t-rank0-restart2.json"), (None, "a/t-restart2.json")] {
+            assert_eq!(own_trace(Path::new("a/t.json"), rank, 2), Path::new(named));
         }
     }
 }

@@ -8,14 +8,14 @@ use crate::gpt::Gpt;
 use crate::memory;
 use anyhow::{Context as _, Error, Result};
 use candle_core::Device;
-use fsdp::checkpoint::{RunFacts, StepCheckpoint, check_replicas};
+use fsdp::checkpoint::{Location, RunFacts, StepCheckpoint, check_replicas};
 use fsdp::dcp::digest::Digest;
 use fsdp::dcp::lineage::DataPosition;
 use fsdp::nn::NnError;
 use fsdp::prelude::*;
 use tracing::info_span;
 
-use super::arguments::{DeviceName, NonFinite, TrainArguments};
+use super::arguments::{DeviceName, NonFinite, TrainArguments, elastic_job};
 use super::checkpoints::Checkpoints;
 use super::fallback::named_if_damaged;
 use super::report::{Event, Report, SCHEMA, StepMetrics, now};
@@ -23,6 +23,7 @@ use super::sample::sample;
 use super::scaling::{precision, scaler};
 use super::settings::{Resume, Settings};
 use super::state::restore;
+use crate::output;
 use crate::stop::StopRequest;
 
 /// The data that all ranks of a process share.
@@ -33,10 +34,14 @@ pub(super) struct Job<'a> {
     pub(super) batches: Batches,
     /// The checkpoint that the run continues from.
     pub(super) from: Option<StepCheckpoint>,
+    /// `true` if that is a durable checkpoint of the run itself, from which a further run continues like this one.
+    pub(super) is_saved: bool,
+    /// The number of rows of the text that the steps before that checkpoint have read.
+    pub(super) rows: u64,
     /// The same checkpoint, open, until all ranks have read it.
     pub(super) resume: Mutex<Option<Arc<Resume>>>,
-    /// `true` if newer checkpoints than that one are damaged, so that saves replace them.
-    pub(super) replaces: bool,
+    /// The newer checkpoints than that one, which are damaged. Saves replace them.
+    pub(super) damaged: Vec<Location>,
     pub(super) mesh: Option<DeviceMesh>,
     pub(super) threads_per_rank: usize,
     pub(super) device: DeviceName,
@@ -50,7 +55,7 @@ pub(super) struct Job<'a> {
 pub(super) enum Ended {
     /// All steps are done.
     Done,
-    /// A signal stopped the run after a step, which is saved.
+    /// A signal stopped the run after a step, which is saved, or before the first step.
     Stopped,
 }
 
@@ -58,6 +63,11 @@ impl Job<'_> {
     /// Returns the first step to do.
     pub(super) fn start(&self) -> u64 {
         self.from.as_ref().map_or(0, |from| from.step)
+    }
+
+    /// Returns the number of rows of the text that all steps before `step` have read.
+    fn rows_before(&self, step: u64) -> u128 {
+        u128::from(self.rows) + self.batches.rows_of(step.saturating_sub(self.start()))
     }
 
     /// Returns the open checkpoint that the run continues from; `None` if it starts from the beginning, or once it has
@@ -129,7 +139,7 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
     };
     let model = FullyShardedDataParallel::new(group, job.config(&device), |scope| job.gpt(scope))?;
     let optimizer = job.settings.optimizer.make(job.settings.lr, model.parameters())?;
-    let checkpoints = Checkpoints::new(job.arguments, model.group(), job.replaces)?;
+    let checkpoints = Checkpoints::new(job.arguments, model.group(), &job.damaged)?;
     let mut run = TrainState::new(model, vec![optimizer]);
     run.scaler = scaler(job.arguments.mixed_precision)?;
     if let Some(resume) = job.resume() {
@@ -142,10 +152,24 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
         group.set_initial_lr(job.settings.lr);
     }
     run.optimizers.iter_mut().try_for_each(Optimizer::train)?;
+    // A load may take long. Nothing is lost if the run ends here, and a step and its save might take too long.
+    if job.is_saved && any_stops(run.model.group(), &job.stop)? {
+        if reports {
+            output::talk("stopped by a signal before the first step: go on with `--resume`");
+        }
+        return Ok(Ended::Stopped);
+    }
     // The run's files are opened only now, so that nothing is written if the checkpoint could not be loaded.
     let report = reports.then(|| Report::open(job.arguments, job.start())).transpose()?;
     let data = reports.then(|| job.text.digest());
     Rank { job, device, run, checkpoints, report, data }.train()
+}
+
+/// Returns `true` if a signal has asked any rank to stop. This is a collective.
+fn any_stops(group: &ProcessGroup, stop: &StopRequest) -> Result<bool> {
+    let mut all = vec![0u64; group.world_size()];
+    group.all_gather_into(&mut all, &[u64::from(stop.signal().is_some())])?;
+    Ok(all.contains(&1))
 }
 
 /// The update of a step.
@@ -166,7 +190,7 @@ impl Rank<'_> {
             let Outcome { metrics, stops } = self.step(step)?;
             if let Some(report) = &mut self.report {
                 report.step(&metrics)?;
-                self.checkpoints.look(report)?;
+                self.checkpoints.report_if_finished(report)?;
             }
             let done = step + 1;
             // Before a save, so that replicas that have drifted apart are not saved as one.
@@ -176,7 +200,7 @@ impl Rank<'_> {
             }
             let saves = stops || done == steps || save_every.is_some_and(|every| done % every == 0);
             // A step whose checkpoint is durable right after the save need not be kept in memory too.
-            let is_needed = !saves || self.checkpoints.is_behind() && !stops && done < steps;
+            let is_needed = !saves || self.checkpoints.saves_in_background() && !stops && done < steps;
             if memory_tier.is_some() && done % memory_every == 0 && is_needed {
                 self.save(done, Checkpoints::save_to_memory)?;
             }
@@ -223,6 +247,7 @@ impl Rank<'_> {
             step,
             steps: self.job.arguments.steps,
             resumed_from: path,
+            job: elastic_job(),
         };
         report.start(&event, &line)
     }
@@ -313,7 +338,7 @@ impl Rank<'_> {
     fn backward(&self, step: u64, part: usize) -> Result<f64> {
         let Job { text, batches, .. } = self.job;
         let rank = self.run.model.group().rank();
-        let (tokens, targets) = batches.batch(text, step, rank, part, &self.device)?;
+        let (tokens, targets) = batches.batch_at(text, self.job.rows_before(step), rank, part, &self.device)?;
         let weight = batches.weight(rank, part);
         let forward = || self.run.model.forward(|gpt| gpt.loss(&tokens, &targets)? * weight);
         let loss = info_span!("forward").in_scope(forward)?;
@@ -328,9 +353,8 @@ impl Rank<'_> {
         step: u64,
         save: fn(&mut Checkpoints, u64, &TrainState<Gpt>, Option<&Report>) -> Result<()>,
     ) -> Result<()> {
-        self.run.values.insert("train", self.job.settings.state(step));
-        // Each step reads a batch of rows.
-        let position = step.saturating_mul(self.job.batches.batch as u64);
+        let position = u64::try_from(self.job.rows_before(step)).unwrap_or(u64::MAX);
+        self.run.values.insert("train", self.job.settings.state(step, position));
         let data = self.data.map(|digest| DataPosition { hash: digest.to_string(), position });
         self.checkpoints.set_facts(RunFacts { config: self.job.settings.config_digest()?, data });
         // A schedule-free optimizer keeps the weights that it trains apart from their average, which is what is saved.

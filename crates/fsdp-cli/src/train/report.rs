@@ -1,7 +1,7 @@
 //! The reports of a run: a line of JSON per step in `metrics.jsonl`, a progress bar or lines on stderr, JSON on stdout.
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, IsTerminal as _, Write as _};
+use std::io::{IsTerminal as _, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::arguments::TrainArguments;
 use super::sparkline::Sparkline;
 use crate::output;
+use crate::report::lines::{self, Line};
 use crate::run_files::{EVENTS_FILE, METRICS_FILE};
 use crate::text::escaped_lines;
 use fsdp::dcp::storage::Durable;
@@ -64,6 +65,8 @@ pub(super) enum Event<'a> {
         step: u64,
         steps: u64,
         resumed_from: Option<&'a Path>,
+        /// The name of the job, where it stays the same when a launcher starts the processes again.
+        job: Option<String>,
     },
     Step(&'a StepMetrics),
     Checkpoint(&'a Saved<'a>),
@@ -315,32 +318,30 @@ struct Numbered {
     step: u64,
 }
 
-/// Returns the bytes of the lines of steps before `start`, up to the first line that is later or unreadable. A kill may
-/// have left half a line.
+/// Returns the bytes of the lines of steps before `start`, up to the first line of a later step. What cannot be read stays
+/// where such lines come after it; at the end it goes, as a kill may have left half a line.
 fn length_before(metrics: &File, start: u64) -> std::io::Result<u64> {
-    let mut reader = BufReader::new(metrics);
-    let (mut length, mut line) = (0, Vec::new());
-    loop {
-        line.clear();
-        let read = reader.read_until(b'\n', &mut line)?;
-        let whole = line.ends_with(b"\n");
-        let step = serde_json::from_slice::<Numbered>(&line).map(|metrics| metrics.step);
-        if !whole || !step.is_ok_and(|step| step < start) {
-            return Ok(length);
+    let (mut length, mut is_over) = (0, false);
+    lines::visit(metrics, |line: Line<Numbered>| {
+        let Some(Numbered { step }) = line.object.filter(|_| line.is_whole && !is_over) else { return };
+        is_over = step >= start;
+        if !is_over {
+            length = line.end;
         }
-        length += read as u64;
-    }
+    })?;
+    Ok(length)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn lines(steps: &[(u64, &str)]) -> String {
+        steps.iter().map(|(step, loss)| format!("{{\"step\":{step},\"loss\":{loss}}}\n")).collect()
+    }
+
     #[test]
     fn lines_stay_up_to_the_first_later_or_torn_one() {
-        let lines = |steps: &[(u64, &str)]| -> String {
-            steps.iter().map(|(step, loss)| format!("{{\"step\":{step},\"loss\":{loss}}}\n")).collect()
-        };
         // A loss that is not a number is null in JSON.
         let (kept, later) = (lines(&[(0, "1.5"), (1, "null"), (2, "1.0")]), lines(&[(3, "1.0")]));
         for rest in [later.as_str(), "{\"step\":", "no JSON\n", ""] {
@@ -348,6 +349,18 @@ mod tests {
             file.write_all(format!("{kept}{rest}").as_bytes()).unwrap();
             std::io::Seek::rewind(&mut file).unwrap();
             assert_eq!(length_before(&file, 3).unwrap(), kept.len() as u64, "{rest}");
+        }
+    }
+
+    #[test]
+    fn a_damaged_line_takes_no_good_one_with_it() {
+        let (before, after, later) = (lines(&[(0, "1.5")]), lines(&[(1, "1.0"), (2, "1.0")]), lines(&[(3, "1.0")]));
+        for damage in ["{\"step\":\n", "no JSON\n", &*format!("{}\n", "\0".repeat(5 << 20))] {
+            let mut file = tempfile::tempfile().unwrap();
+            file.write_all(format!("{before}{damage}{after}{later}").as_bytes()).unwrap();
+            std::io::Seek::rewind(&mut file).unwrap();
+            let kept = before.len() + damage.len() + after.len();
+            assert_eq!(length_before(&file, 3).unwrap(), kept as u64, "{}", damage.len());
         }
     }
 }

@@ -90,6 +90,19 @@ impl Resume {
         Ok(resume)
     }
 
+    /// Returns the number of rows of the text that the run has read so far. It is stored if the batches had several sizes.
+    /// Otherwise all had the size that is stored, or else `batch`.
+    ///
+    /// # Errors
+    /// Values that cannot be read.
+    pub(super) fn rows(&self, batch: usize) -> Result<u64> {
+        if let Some(rows) = self.read("train.rows", |rows| u64::try_from(rows.as_int()?).ok())? {
+            return Ok(rows);
+        }
+        let saved = self.read("train.config.batch", |batch| u64::try_from(batch.as_int()?).ok())?;
+        Ok(self.step.saturating_mul(saved.unwrap_or(batch as u64)))
+    }
+
     /// Returns the learning rate of the optimizer's first group.
     fn lr(&self) -> Result<Option<f64>> {
         let entries = &self.checkpoint.metadata().entries;
@@ -205,14 +218,15 @@ impl Settings {
     /// # Errors
     /// None that is known: settings are plain values.
     pub(super) fn config_digest(&self) -> Result<Option<String>> {
-        let mut state = self.state(0);
+        let mut state = self.state(0, 0);
         state.remove("step");
         let config = StateValue::Dict(state).to_object()?;
         Ok(config.map(|config| Digest::of_value(&config).to_string()))
     }
 
-    /// Returns the checkpoint's `train` part, which [`Settings::resolve`] reads.
-    pub(super) fn state(&self, step: u64) -> StateDict {
+    /// Returns the checkpoint's `train` part after this many steps, which have read `rows` rows of the text.
+    /// [`Settings::resolve`] and [`Resume::rows`] read it.
+    pub(super) fn state(&self, step: u64, rows: u64) -> StateDict {
         let mut config = StateDict::new();
         for (key, value) in [
             ("layers", self.gpt.layers),
@@ -236,6 +250,10 @@ impl Settings {
         }
         let mut train = StateDict::new();
         train.insert("step", step.cast_signed());
+        // Otherwise the step tells.
+        if rows != step.saturating_mul(self.batch as u64) {
+            train.insert("rows", i64::try_from(rows).unwrap_or(i64::MAX));
+        }
         train.insert("seed", self.seed.cast_signed());
         train.insert("config", config);
         train

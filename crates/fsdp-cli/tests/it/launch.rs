@@ -111,9 +111,15 @@ fn each_job_has_a_secret_and_several_nodes_must_be_given_one() {
         command
     };
     nodes(&[]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("FSDP_SECRET"));
-    nodes(&["--insecure"]).assert().success().stdout("[0] none true\n");
+    // The name that is made of address, port and sizes is that of other jobs too.
+    nodes(&["--insecure"]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("--job-id"));
+    nodes(&["--insecure", "--job-id", "j"]).assert().success().stdout("[0] none true\n");
     let secret = "a secret of this test";
     nodes(&[]).env("FSDP_SECRET", secret).assert().success().stdout(format!("[0] {secret} false\n"));
+    // Nobody else reaches a loopback address.
+    for loopback in ["127.0.0.1", "[::1]", "::1"] {
+        fsdp(&["launch", "--nproc", "1", "--nnodes", "2", "--master-addr", loopback, "--", "true"]).assert().success();
+    }
 }
 
 #[test]
@@ -145,7 +151,7 @@ fn the_rank_that_failed_first_is_blamed_although_others_end_before_it() {
     launch("3", &["sh", "-c", script]).assert().code(7).stderr(blamed.and(listed));
     // A rank that does not end by itself is not the one that is reported, but it is named.
     let script = "if [ $RANK = 1 ]; then exec sleep 600; fi; printf 1 > $FSDP_BLAME_DIR/$RANK; exit 16";
-    let listed = contains("rank 1 was ended by signal 15 after it was told to end");
+    let listed = contains("rank 1 was ended by signal 15 after being asked to end");
     let blamed = contains("error: rank 0 failed with exit code 16 because of rank 1");
     launch("2", &["sh", "-c", script]).assert().code(16).stderr(blamed.and(listed));
 }
@@ -191,6 +197,120 @@ fn wait_for_pid(file: &Path) -> i32 {
     }
 }
 
+/// Waits until a program has ended, and returns its exit code.
+fn code_of(mut launch: std::process::Child) -> Option<i32> {
+    let limit = Instant::now() + Duration::from_secs(60);
+    loop {
+        if let Some(status) = launch.try_wait().unwrap() {
+            return status.code();
+        }
+        if Instant::now() > limit {
+            launch.kill().unwrap();
+            panic!("the launcher does not end");
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_program_in_a_shell_has_its_grace_although_the_shell_dies_at_once() {
+    let dir = TempDir::new().unwrap();
+    let dirs = dir.path().display();
+    // The shell has no trap. What it has started needs a while to save.
+    let program =
+        format!("trap 'sleep 1; : > {dirs}/saved-$RANK; exit 18' TERM; : > {dirs}/ready-$RANK; sleep 600 & wait");
+    let (launch, pids) = start(dir.path(), 2, &format!("sh -c \"{program}\"; exit 1"));
+    for rank in 0..2 {
+        wait_for(&dir.path().join(format!("ready-{rank}")));
+    }
+    // As schedulers do, also to the shells; and as a user does, to the launcher.
+    kill_process(Pid::from_raw(pids[0]).unwrap(), Signal::TERM).unwrap();
+    kill_process(Pid::from_child(&launch), Signal::TERM).unwrap();
+    assert_eq!(code_of(launch), Some(i32::from(exit_codes::STOPPED)));
+    assert!((0..2).all(|rank| dir.path().join(format!("saved-{rank}")).exists()));
+    pids.into_iter().for_each(assert_ended);
+}
+
+/// Waits until a file is there.
+fn wait_for(file: &Path) {
+    let limit = Instant::now() + Duration::from_secs(60);
+    while !file.exists() {
+        assert!(Instant::now() < limit, "{} was not made", file.display());
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn signals_of_the_users_own_choice_are_passed_on_and_end_nothing() {
+    let dir = TempDir::new().unwrap();
+    let dirs = dir.path().display();
+    let then = format!(
+        "trap ': > {dirs}/heard-$RANK' USR1; trap 'exit 9' USR2; : > {dirs}/ready-$RANK; while :; do sleep 0.05; done"
+    );
+    let (launch, _) = start(dir.path(), 2, &then);
+    for (file, signal) in [("ready", Signal::USR1), ("heard", Signal::USR2)] {
+        (0..2).for_each(|rank| wait_for(&dir.path().join(format!("{file}-{rank}"))));
+        kill_process(Pid::from_child(&launch), signal).unwrap();
+    }
+    assert_eq!(code_of(launch), Some(9));
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn what_a_rank_leaves_behind_is_forgotten_once_it_has_ended() {
+    let dir = TempDir::new().unwrap();
+    let dirs = dir.path().display();
+    let then = format!("(sleep 0.5 & echo $! > {dirs}/orphan.new; mv {dirs}/orphan.new {dirs}/orphan); exec sleep 600");
+    let (launch, pids) = start(dir.path(), 1, &then);
+    let orphan = wait_for_pid(&dir.path().join("orphan"));
+    let limit = Instant::now() + Duration::from_secs(20);
+    while Path::new("/proc").join(orphan.to_string()).exists() {
+        assert!(Instant::now() < limit, "process {orphan} is still there");
+        thread::sleep(Duration::from_millis(10));
+    }
+    kill_process(Pid::from_child(&launch), Signal::TERM).unwrap();
+    assert_eq!(code_of(launch), Some(143));
+    pids.into_iter().for_each(assert_ended);
+}
+
+#[test]
+fn a_launcher_ends_although_nobody_reads_its_output() {
+    let dir = TempDir::new().unwrap();
+    let pid = dir.path().join("pid");
+    // More than the pipe to this test holds, but less than that and the pipe to the launcher.
+    let script =
+        format!("echo $$ > {0}.new; mv {0}.new {0}; head -c 100000 /dev/zero | tr '\\0' x; exit 0", pid.display());
+    let mut command = std::process::Command::new(FSDP);
+    command.args(["launch", "--nproc", "1", "--", "sh", "-c", &script]);
+    let mut launch = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let unread = launch.stdout.take();
+    assert_ended(wait_for_pid(&pid));
+    assert!(launch.try_wait().unwrap().is_none(), "all output was written");
+    kill_process(Pid::from_child(&launch), Signal::TERM).unwrap();
+    assert_eq!(code_of(launch), Some(0));
+    drop(unread);
+}
+
+#[test]
+fn a_launcher_needs_no_directory_for_temporary_files_and_leaves_none() {
+    launch("2", &["true"]).env("TMPDIR", "/no/such/directory").assert().success();
+    let dir = TempDir::new().unwrap();
+    let place = dir.path().join("place");
+    let then = format!("echo $FSDP_BLAME_DIR > {0}.new; mv {0}.new {0}; exec sleep 600", place.display());
+    let (mut launch, _) = start(dir.path(), 1, &then);
+    wait_for(&place);
+    let notes = fs::read_to_string(&place).unwrap();
+    let notes = Path::new(notes.trim());
+    assert!(notes.is_dir());
+    launch.kill().unwrap();
+    launch.wait().unwrap();
+    let limit = Instant::now() + Duration::from_secs(20);
+    while notes.exists() {
+        assert!(Instant::now() < limit, "{} is still there", notes.display());
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
 #[test]
 fn signals_are_passed_on() {
     let dir = TempDir::new().unwrap();
@@ -223,6 +343,41 @@ fn a_killed_launch_leaves_nothing_that_its_processes_started() {
     launch.kill().unwrap();
     launch.wait().unwrap();
     pids.into_iter().chain(children).for_each(assert_ended);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn the_guard_outlives_a_request_to_all_processes_of_a_job() {
+    let dir = TempDir::new().unwrap();
+    let then = format!(
+        "sleep 600 & echo $! > {0}/child-$RANK.new; mv {0}/child-$RANK.new {0}/child-$RANK; wait",
+        dir.path().display()
+    );
+    let (mut launch, pids) = start(dir.path(), 1, &then);
+    let child = wait_for_pid(&dir.path().join("child-0"));
+    let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", launch.id())).unwrap();
+    let guard = children.split_whitespace().find(|id| {
+        fs::read_to_string(format!("/proc/{id}/cmdline")).is_ok_and(|command| command.contains("launch-guard"))
+    });
+    let guard = guard.unwrap();
+    // It hears the signal once it has begun to listen.
+    let limit = Instant::now() + Duration::from_secs(20);
+    while !catches(guard, Signal::TERM) {
+        assert!(Instant::now() < limit, "the guard does not listen");
+        thread::sleep(Duration::from_millis(10));
+    }
+    kill_process(Pid::from_raw(guard.parse().unwrap()).unwrap(), Signal::TERM).unwrap();
+    launch.kill().unwrap();
+    launch.wait().unwrap();
+    pids.into_iter().chain([child]).for_each(assert_ended);
+}
+
+/// Returns `true` if a process has a handler for a signal.
+#[cfg(target_os = "linux")]
+fn catches(process: &str, signal: Signal) -> bool {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap();
+    u64::from_str_radix(mask.trim(), 16).unwrap() >> (signal.as_raw() - 1) & 1 == 1
 }
 
 #[test]
@@ -312,7 +467,7 @@ fn an_elastic_job_goes_on_with_the_processes_that_are_left_and_takes_them_back()
     );
     let options = ["launch", "--grace", "20", "--nproc", "2:3", "--max-restarts", "1", "--regrow-after", "1"];
     let mut command = fsdp(&[&options[..], &["--", "sh", "-c", &script]].concat());
-    let told = contains("2 processes are started again").and(contains("saved: 3 processes are started again"));
+    let told = contains("starting 2 processes again").and(contains("saved; starting 3 processes again\n"));
     command.assert().success().stderr(told);
     assert_eq!(fs::read_to_string(worlds).unwrap(), "3\n2\n3\n");
 
@@ -330,6 +485,65 @@ fn an_elastic_job_goes_on_with_the_processes_that_are_left_and_takes_them_back()
 }
 
 #[test]
+fn a_job_that_regrows_loses_no_process_where_the_grace_is_too_short() {
+    let dir = TempDir::new().unwrap();
+    let worlds = dir.path().join("worlds");
+    let script = format!(
+        "[ $RANK = 0 ] && echo $WORLD_SIZE >> {worlds}\n\
+         case $TORCHELASTIC_RESTART_COUNT$RANK in 01) exit 7;; 0*) exit 0;; esac\n\
+         [ $WORLD_SIZE = 3 ] && exit 0\n\
+         trap '' TERM; sleep 600",
+        worlds = worlds.display(),
+    );
+    let options = ["launch", "--grace", "1", "--nproc", "1:3", "--max-restarts", "2", "--regrow-after", "1"];
+    let told = contains("choose a longer `--grace`").and(contains("starting 3 processes again (restart 2 of 2)"));
+    fsdp(&[&options[..], &["--", "sh", "-c", &script]].concat()).assert().success().stderr(told);
+    assert_eq!(fs::read_to_string(&worlds).unwrap(), "3\n2\n3\n");
+    // A program that never saves ends at last.
+    let options = ["launch", "--grace", "1", "--nproc", "1:3", "--max-restarts", "1", "--regrow-after", "1"];
+    fsdp(&[&options[..], &["--", "sh", "-c", &script]].concat()).assert().code(137);
+}
+
+#[test]
+fn a_number_of_processes_that_the_program_refuses_is_not_the_last_that_is_tried() {
+    let dir = TempDir::new().unwrap();
+    let worlds = dir.path().join("worlds");
+    // Of 4 processes one is lost. The program takes even numbers only.
+    let script = format!(
+        "[ $RANK = 0 ] && echo $WORLD_SIZE >> {worlds}\n\
+         case $WORLD_SIZE$RANK in 41) exit 5;; 3*) exit 2;; esac",
+        worlds = worlds.display(),
+    );
+    let launch = |nproc: &str| {
+        fs::remove_file(&worlds).ok();
+        fsdp(&["launch", "--nproc", nproc, "--max-restarts", "1", "--", "sh", "-c", &script]).assert()
+    };
+    launch("1:4").success().stderr(contains("starting 2 processes again\n"));
+    assert_eq!(fs::read_to_string(&worlds).unwrap(), "4\n3\n2\n");
+    launch("3:4").code(2);
+    assert_eq!(fs::read_to_string(&worlds).unwrap(), "4\n3\n");
+}
+
+#[test]
+fn restarts_of_what_fails_at_once_are_not_used_up_at_once() {
+    let mut command = std::process::Command::new(FSDP);
+    command.args(["launch", "--nproc", "1", "--max-restarts", "100", "--", "sh", "-c", "exit 5"]);
+    let mut launch = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let lines = std::io::BufRead::lines(std::io::BufReader::new(launch.stderr.take().unwrap()));
+    let mut pauses = Vec::new();
+    for line in lines.map_while(Result::ok).filter(|line| line.contains("(restart ")) {
+        pauses.push(line.split("again").nth(1).unwrap().to_owned());
+        if pauses.len() == 3 {
+            // Between two attempts there is no process that a signal could end.
+            kill_process(Pid::from_child(&launch), Signal::TERM).unwrap();
+            break;
+        }
+    }
+    assert_eq!(pauses, [" (restart 1 of 100)", " in 1s (restart 2 of 100)", " in 2s (restart 3 of 100)"]);
+    assert_eq!(code_of(launch), Some(5));
+}
+
+#[test]
 fn a_job_that_has_lost_a_rank_trains_on_with_the_others() {
     let dir = TempDir::new().unwrap();
     let (out, straight) = (dir.path().join("out"), dir.path().join("straight"));
@@ -343,7 +557,7 @@ fn a_job_that_has_lost_a_rank_trains_on_with_the_others() {
     );
     // 12 rows are shared by 8 ranks at first, and by 7 then.
     let options = ["launch", "--grace", "1", "--nproc", "6:8", "--max-restarts", "1", "--", "sh", "-c", &script];
-    fsdp(&options).assert().success().stderr(contains("7 processes are started again"));
+    fsdp(&options).assert().success().stderr(contains("starting 7 processes again"));
     train(&straight, &[&SMALL[..], &["--nproc", "1", "--steps", "60"]].concat());
     let (losses, expected) = (losses(&out), losses(&straight));
     assert_eq!(losses.len(), expected.len());
@@ -397,5 +611,8 @@ fn doctor_tells_backends_and_launcher() {
     assert_eq!((&launched["launcher"]["rank"], &launched["variables"]["RANK"]), (&1.into(), &"1".into()));
     let broken = report(&[("RANK", "5"), ("WORLD_SIZE", "2")]);
     assert!(broken["hints"][0].as_str().unwrap().contains("`RANK`"), "{broken}");
+    let half = report(&[("RANK", "0"), ("FSDP_SECRET", "a secret of this test")]);
+    assert!(half["hints"][0].as_str().unwrap().contains("`WORLD_SIZE`"), "{half}");
+    assert!(half["secret"] == true && alone["secret"] == false && !half.to_string().contains("a secret of this"));
     fsdp(&["doctor"]).assert().success().stdout(contains("nccl: not compiled in"));
 }

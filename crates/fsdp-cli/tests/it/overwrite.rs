@@ -86,6 +86,25 @@ fn an_adapter_that_is_read_is_not_replaced() {
     assert!(settings.exists());
 }
 
+#[test]
+fn a_checkpoint_that_another_program_has_saved_over_is_told() {
+    let parent = TempDir::new().unwrap();
+    let path = |name: &str| parent.path().join(name).to_str().unwrap().to_owned();
+    for (name, ranks) in [("ours", "2"), ("other", "3")] {
+        fsdp(&["reshard", SOURCE, &path(name), "--world-size", ranks]).assert().success();
+    }
+    // Other programs know nothing of the file with the hashes.
+    for entry in fs::read_dir(path("other")).unwrap() {
+        let entry = entry.unwrap();
+        if entry.file_name() != ".integrity" {
+            fs::copy(entry.path(), parent.path().join("ours").join(entry.file_name())).unwrap();
+        }
+    }
+    fsdp(&["inspect", &path("ours")]).assert().code(10).stderr(contains("another program has saved over"));
+    fs::remove_file(parent.path().join("ours/.integrity")).unwrap();
+    fsdp(&["inspect", &path("ours")]).assert().success();
+}
+
 fn first_safetensors(directory: &Path) -> std::path::PathBuf {
     let mut entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
     entries.find(|path| path.extension().is_some_and(|end| end == "safetensors")).unwrap()

@@ -136,7 +136,7 @@ fn a_report_has_curves_saves_and_restarts_in_one_page() {
         "<h2>Loss</h2>",
         "<polyline",
         "2000-02-29 00:00:00",
-        "without a word",
+        "killed or crashed",
         "2.00",
         "&lt;i&gt;",
         "run&lt;1&gt;",

@@ -74,6 +74,13 @@ fn faster_machines_and_rarer_failures_raise_the_effective_time() {
 }
 
 #[test]
+fn the_memory_of_one_plan_is_not_that_of_the_one_before_it() {
+    let plans = json(&["--model", "gpt2-124m", "--sweep", "64,8"]);
+    let plans = plans["plans"].as_array().unwrap();
+    assert!(plans.len() == 2 && plans.iter().all(|plan| plan["planner"]["peak_bytes"].is_null()), "{plans:?}");
+}
+
+#[test]
 fn a_plot_is_a_new_file() {
     let directory = TempDir::new().unwrap();
     let plot = directory.path().join("interval.svg");
@@ -95,6 +102,7 @@ fn what_cannot_be_planned_is_an_error_with_advice() {
     plan(&["--model", "llama-8b", "--ranks", "0"]).stderr(contains("0 is not in"));
     plan(&["--model", "llama-8b", "--ranks", "8", "--storage", "nan"]).stderr(contains("above 0"));
     plan(&["--model", "llama-8b", "--ranks", "10", "--replicas", "4"]).stderr(contains("multiple of `--replicas`"));
+    plan(&["--model", "gpt2-124m", "--sweep", "8,64,100", "--replicas", "8"]).stderr(contains("100 ranks cannot"));
     plan(&["--like", "somewhere", "--ranks", "8", "--optimizer", "sgd"]).stderr(contains("cannot be used with"));
     fsdp(&["plan", "--like", "nothing-here", "--ranks", "8"]).assert().code(11).stderr(contains("nothing-here"));
 }

@@ -51,7 +51,7 @@ fn a_run_keeps_its_starts_saves_and_ends_for_its_report() {
 
     fsdp(&["report"]).arg(&out).assert().success();
     let page = fs::read_to_string(out.join("report.html")).unwrap();
-    for wanted in ["step-00000006", "grew out of", "2, of which 1 went on", "Tokens per second", "Learning rate"] {
+    for wanted in ["step-00000006", "<th>parent</th>", "2, of which 1 resumed", "Tokens per second", "Learning rate"] {
         assert!(page.contains(wanted), "{wanted}");
     }
 }

@@ -74,7 +74,9 @@ fn assert_stopped_and_goes_on(child: Child, out: &Path, nproc: &str) {
 
 #[test]
 fn a_run_that_is_told_to_stop_saves_its_step() {
-    for (told, more) in [(Signal::TERM, &[][..]), (Signal::INT, &["--async-save", "--save-every", "1"])] {
+    for (told, more) in
+        [(Signal::TERM, &[][..]), (Signal::INT, &["--async-save", "--save-every", "1"]), (Signal::USR1, &[])]
+    {
         let dir = TempDir::new().unwrap();
         let (out, trace) = (dir.path().join("out"), dir.path().join("trace.json"));
         let arguments = [&["--nproc", "2", "--trace", trace.to_str().unwrap()][..], more].concat();
@@ -95,6 +97,87 @@ fn a_job_of_processes_that_is_told_to_stop_saves_its_step() {
     wait_for_steps(&mut child, &out);
     signal(&child, Signal::TERM);
     assert_stopped_and_goes_on(child, &out, "2");
+}
+
+#[test]
+fn a_job_in_shells_that_is_told_to_stop_saves_its_step() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    // The shell has no trap: it dies of the signal while the program saves.
+    let shell = ["launch", "--nproc", "2", "--", "sh", "-c", r#""$@"; exit $?"#, "sh", FSDP];
+    let mut child = start(&shell, &out, &["--timeout", "20"]);
+    wait_for_steps(&mut child, &out);
+    signal(&child, Signal::TERM);
+    assert_stopped_and_goes_on(child, &out, "2");
+}
+
+/// Returns `true` if a process has threads that compute for a rank: the run has begun, and builds its model.
+#[cfg(target_os = "linux")]
+fn has_begun(process: u32) -> bool {
+    let threads = fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
+    let mut names = threads.filter_map(|thread| fs::read_to_string(thread.path().join("comm")).ok());
+    names.any(|name| name.starts_with("rank-0-"))
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_run_that_is_told_to_stop_while_it_loads_ends_without_another_save() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    // Large enough that the load takes a while.
+    let large = ["--layers", "6", "--heads", "4", "--hidden", "256", "--seq", "16", "--batch", "1", "--sample", "0"];
+    let first = ["train", "--steps", "1", "--out", out.to_str().unwrap()];
+    fsdp(&first).args(large).assert().success();
+    let before = losses(&out);
+    let mut child = start_model(&large, &[], &out, &["--resume"]);
+    let limit = Instant::now() + HANG;
+    while !has_begun(child.id()) {
+        assert!(child.try_wait().unwrap().is_none() && Instant::now() < limit);
+    }
+    [Signal::STOP, Signal::TERM, Signal::CONT].into_iter().for_each(|next| signal(&child, next));
+    let output = child.wait_with_output().unwrap();
+    let talk = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(i32::from(exit_codes::STOPPED)), "{talk}");
+    assert!(talk.contains("before the first step"), "{talk}");
+    assert_eq!((latest_checkpoint(&out).unwrap().unwrap().step, losses(&out)), (1, before));
+}
+
+/// Where a program may be the first process of a container for it.
+#[test]
+#[cfg(target_os = "linux")]
+fn the_first_process_of_a_container_ends_while_it_waits_for_other_ranks() {
+    let container = ["--user", "--map-root-user", "--pid", "--fork", "--kill-child"];
+    let tried = Command::new("unshare").args(container).arg("true").output();
+    if !tried.is_ok_and(|output| output.status.success()) {
+        eprintln!("skipped: this system makes no containers for tests");
+        return;
+    }
+    let dir = TempDir::new().unwrap();
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let mut command = Command::new("unshare");
+    command.args(container).args([FSDP, "train", "--timeout", "600", "--out"]).arg(dir.path().join("out"));
+    command.envs([("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("FSDP_JOB_ID", "test")]);
+    let mut outer = command.env("MASTER_PORT", free.to_string()).stderr(Stdio::null()).spawn().unwrap();
+    let limit = Instant::now() + HANG;
+    // Once rank 0 accepts connections it waits for the other.
+    while std::net::TcpStream::connect(("127.0.0.1", free)).is_err() {
+        assert!(outer.try_wait().unwrap().is_none() && Instant::now() < limit);
+        thread::sleep(Duration::from_millis(10));
+    }
+    let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", outer.id())).unwrap();
+    let inner = children.trim().parse().unwrap();
+    kill_process(Pid::from_raw(inner).unwrap(), Signal::TERM).unwrap();
+    let status = loop {
+        if let Some(status) = outer.try_wait().unwrap() {
+            break status;
+        }
+        if Instant::now() > limit {
+            outer.kill().unwrap();
+            panic!("it does not hear the signal");
+        }
+        thread::sleep(Duration::from_millis(10));
+    };
+    assert_eq!(status.code(), Some(143));
 }
 
 #[test]

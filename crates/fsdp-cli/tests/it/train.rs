@@ -485,6 +485,72 @@ fn a_trace_shows_where_time_went() {
     assert!(!other.exists());
 }
 
+#[test]
+fn a_run_that_is_refused_leaves_the_trace_of_the_one_before() {
+    let dir = TempDir::new().unwrap();
+    let (out, trace) = (dir.path().join("run"), dir.path().join("trace.json"));
+    let arguments = ["--nproc", "2", "--steps", "2", "--trace", trace.to_str().unwrap()];
+    train_small(&out, &arguments);
+    let before = fs::read(&trace).unwrap();
+    let taken = i32::from(exit_codes::USAGE);
+    train(&out, &arguments).assert().code(taken);
+    assert!(fs::read(&trace).unwrap() == before);
+    // Nor does it make one.
+    let other = dir.path().join("other.json");
+    train(&out, &["--steps", "2", "--trace", other.to_str().unwrap()]).assert().code(taken);
+    assert!(!other.exists());
+    // A shorter trace takes the place of a longer one.
+    fs::write(&other, "x".repeat(1 << 20)).unwrap();
+    train(&out, &["--resume", "--steps", "3", "--trace", other.to_str().unwrap()]).assert().success();
+    serde_json::from_slice::<Value>(&fs::read(&other).unwrap()).unwrap();
+    // A process that was started again keeps the trace of the attempt that failed.
+    let again = ["--resume", "--steps", "4", "--trace", trace.to_str().unwrap()];
+    train(&out, &again).env("TORCHELASTIC_RESTART_COUNT", "1").assert().success();
+    assert!(fs::read(&trace).unwrap() == before && dir.path().join("trace-restart1.json").exists());
+}
+
+#[test]
+fn torchrun_does_not_continue_the_run_of_another_job_that_its_first_attempt_was_refused() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("run");
+    let attempt = |job: &str, count: &str, steps: &str| {
+        let mut command = train(&out, &SMALL);
+        command.args(["--steps", steps]).env("TORCHELASTIC_RUN_ID", job).env("TORCHELASTIC_RESTART_COUNT", count);
+        command.assert()
+    };
+    attempt("first", "0", "2").success();
+    attempt("first", "1", "4").success();
+    let before = snapshot(&out);
+    for count in ["0", "1", "2"] {
+        attempt("second", count, "6").code(i32::from(exit_codes::USAGE)).stderr(contains("already holds a checkpoint"));
+    }
+    assert!(snapshot(&out) == before);
+    // A job without a name cannot be told from others.
+    attempt("none", "1", "6").success();
+}
+
+#[test]
+fn a_batch_of_another_size_goes_on_with_the_next_rows() {
+    let dir = TempDir::new().unwrap();
+    let (whole, parts) = (dir.path().join("whole"), dir.path().join("parts"));
+    // Nothing is learned, so the loss of a step depends on its rows only.
+    let still = ["--lr", "0", "--optimizer", "sgd", "--nproc", "2"];
+    train_small(&whole, &[&still[..], &["--batch", "6", "--steps", "8"]].concat());
+    train_small(&parts, &[&still[..], &["--batch", "12", "--steps", "2"]].concat());
+    train(&parts, &["--resume", "--batch", "6", "--steps", "4", "--sample", "0"]).assert().success();
+    train(&parts, &["--resume", "--batch", "12", "--steps", "5", "--sample", "0"]).assert().success();
+    let (whole, parts_losses) = (losses(&whole), losses(&parts));
+    let mean = |at: usize| (whole[at] + whole[at + 1]) / 2.0;
+    assert_close(&parts_losses, &[mean(0), mean(2), whole[4], whole[5], mean(6)]);
+    let last = parts.join("step-00000005");
+    fsdp(&["cat", last.to_str().unwrap(), "train.rows"]).assert().success().stdout("48\n");
+    let log = fsdp(&["log", parts.to_str().unwrap(), "--json"]).assert().success().get_output().stdout.clone();
+    let log: Value = serde_json::from_slice(&log).unwrap();
+    let positions: Vec<&Value> =
+        log["checkpoints"].as_array().unwrap().iter().map(|link| &link["lineage"]["data"]["position"]).collect();
+    assert_eq!(positions, [48, 36, 24]);
+}
+
 /// Nothing is written, and the message says how to get what is missing.
 #[test]
 fn gpus_that_cannot_be_used_are_a_usage_error() {

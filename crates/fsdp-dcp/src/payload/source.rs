@@ -35,7 +35,7 @@ pub trait PayloadSource: Sync {
 
     /// Returns the stored bytes of a value that is copied without decoding it; `None` if [`PayloadSource::value`]
     /// returns the value.
-    fn stored_item(&self, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
+    fn stored_item(&self, fqn: &str) -> Result<Option<Cow<'_, [u8]>>, FileError> {
         let _ = fqn;
         Ok(None)
     }

@@ -13,7 +13,7 @@ use crate::pickle::write;
 use crate::pickle::{
     Global, Node, NodeId, OpaqueNode, Pickle, PickleError, PickleErrorKind, Walk, parse, parse_within,
 };
-use crate::storage::read_at::{BlockReader, ReadAt};
+use crate::storage::read_at::{BlockReader, Borrowed, ReadAt};
 use crate::strided::read_overlap;
 
 /// Encodes the item of a value: the same as `torch.save(value)` writes, except for the order of the zip's records.
@@ -212,13 +212,20 @@ pub(crate) fn decode_value_within(
     convert(&parsed, parsed.root(), &mut walk, &mut |tensor| loader.load(tensor))
 }
 
+/// Reads the value of an item that `torch.save` made.
+///
+/// # Errors
+/// Bytes that are no such item; a value that is opaque.
+pub fn decode_item(item: &[u8]) -> Result<PlainValue, FormatError> {
+    decode_value(&Borrowed(item))
+}
+
 /// Reads the value of an item that `torch.save` made, to be digested: opaque objects in it become dicts that describe them.
 ///
 /// # Errors
 /// Bytes that are no such item.
 pub fn describe_item(item: &[u8]) -> Result<PlainValue, FormatError> {
-    let item = item.to_vec();
-    decode_value_within(&item, Budget::new(item.len() as u64, PICKLE_FACTOR), true)
+    decode_value_within(&Borrowed(item), Budget::new(item.len() as u64, PICKLE_FACTOR), true)
 }
 
 /// Returns the type of the object that makes the value of an item opaque, from its pickle alone; `None` for a plain

@@ -1,9 +1,10 @@
 //! Saving with N ranks and loading with M: whatever the layout, the bits are the same, and read once.
 
+use fsdp_dcp::FileError;
 use fsdp_dcp::metadata::{encode, encode_in_pieces};
 use fsdp_dcp::plan::{PlanOptions, plan_save};
 use fsdp_dcp::storage::Durable;
-use fsdp_dcp::writer::{foresee, value_item_length};
+use fsdp_dcp::writer::{WriteOptions, finish, predict_file_lengths, value_item_length, write_rank};
 
 use crate::sample::{load, sample};
 use crate::state::save;
@@ -41,14 +42,32 @@ fn equal_states_give_equal_files() {
 }
 
 #[test]
-fn a_plan_foresees_the_metadata_and_the_files_that_a_save_makes() {
+fn metadata_is_never_committed_without_its_files() {
+    let state = sample([4, 4]);
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("target");
+    save(&state, 1, &target, &Durable::new()).unwrap();
+    let before = std::fs::read(target.join("__0_0.distcp")).unwrap();
+    let plans = state.plans(1);
+    let global = plan_save(&plans, PlanOptions::default()).unwrap();
+    // Two saves to one place at the same time, and a rank that has joined the other one.
+    let [staging, other] = [(); 2].map(|()| Durable::new().prepare(&target, true).unwrap());
+    let joined = Durable::new().join(&target, other.name()).unwrap();
+    let written = write_rank(&joined, 0, &plans[0], &global.selections[0], &state, &WriteOptions::default()).unwrap();
+    let error = finish(staging, global.metadata, &[written], None).unwrap_err();
+    assert!(matches!(error, FileError::TargetMismatch { .. }), "{error}");
+    assert!(std::fs::read(target.join("__0_0.distcp")).unwrap() == before);
+}
+
+#[test]
+fn a_plan_predicts_the_metadata_and_the_files_that_a_save_makes() {
     let state = sample(LARGE);
     let parent = tempfile::tempdir().unwrap();
     for ranks in [1, 3, 5] {
         let target = parent.path().join(format!("ranks-{ranks}"));
         save(&state, ranks, &target, &Durable::new()).unwrap();
         let mut global = plan_save(&state.plans(ranks), PlanOptions::default()).unwrap();
-        let lengths = foresee(&mut global, |fqn| value_item_length(&state.values[fqn]).unwrap()).unwrap();
+        let lengths = predict_file_lengths(&mut global, |fqn| value_item_length(&state.values[fqn]).unwrap()).unwrap();
         let written = std::fs::read(target.join(".metadata")).unwrap();
         assert!(encode(&global.metadata) == written, "{ranks} ranks");
         let mut pieces = Vec::new();

@@ -1,5 +1,7 @@
 //! The layout of a rank's file: the place of each item, computed before any data is read.
 
+use std::borrow::Cow;
+
 use fsdp_digest::{BoxPlace, Digest};
 use fsdp_layout::TensorBox;
 
@@ -36,7 +38,7 @@ pub(super) struct Placed<'p> {
 #[derive(Debug)]
 pub(super) enum Content<'p> {
     /// The whole item, and the digest of its value.
-    Value(Vec<u8>, Digest),
+    Value(Cow<'p, [u8]>, Digest),
     Tensor {
         bounds: &'p TensorBox,
         /// The place of the box in its tensor, for its digest.
@@ -73,7 +75,7 @@ impl<'p> FileLayout<'p> {
     pub(super) fn new(
         plan: &'p LocalPlan,
         selection: &Selection,
-        source: &dyn PayloadSource,
+        source: &'p dyn PayloadSource,
         digests: bool,
     ) -> Result<Self, FileError> {
         let mut values = Vec::new();
@@ -87,7 +89,7 @@ impl<'p> FileLayout<'p> {
                     let value = source.value(&of.fqn)?;
                     let bytes = match source.stored_item(&of.fqn)? {
                         Some(bytes) => bytes,
-                        None => encode_value(&value).map_err(encode)?,
+                        None => Cow::Owned(encode_value(&value).map_err(encode)?),
                     };
                     values.push(placed(bytes.len() as u64, Content::Value(bytes, Digest::of_value(&value))));
                 }

@@ -62,15 +62,15 @@
 //! [`Durable::prepare`]: crate::storage::Durable::prepare
 //! [`Durable::join`]: crate::storage::Durable::join
 
-mod foresee;
 mod layout;
 mod payload;
+mod predict;
 mod unchanged;
 mod written;
 
 pub use crate::payload::source::PayloadSource;
-pub use crate::torch::value::{decode_value, describe_item, encode_value, value_item_length};
-pub use foresee::foresee;
+pub use crate::torch::value::{decode_item, describe_item, encode_value, value_item_length};
+pub use predict::predict_file_lengths;
 pub use unchanged::{Before, BoxSum, box_sums, unchanged_entries};
 pub use written::{RankWritten, WrittenFile, WrittenItem};
 

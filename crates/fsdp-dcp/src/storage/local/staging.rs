@@ -278,8 +278,13 @@ impl Stage for LocalStage {
         self.durable.sync_directory(parent)
     }
 
-    fn check_files(&self, _: &mut dyn Iterator<Item = &String>) -> Result<(), FileError> {
-        // Nothing to check: a rank that joins either finds this same directory, or fails.
+    fn check_files(&self, files: &mut dyn Iterator<Item = &String>) -> Result<(), FileError> {
+        // A rank may have joined the staging directory of another save to the same place.
+        for file in files {
+            if !self.exists(&self.directory.join(file)) {
+                return Err(FileError::TargetMismatch { path: self.target.clone(), file: file.clone() });
+            }
+        }
         Ok(())
     }
 

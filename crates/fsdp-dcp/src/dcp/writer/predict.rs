@@ -14,7 +14,10 @@ use crate::plan::{GlobalPlan, SelectedItem};
 ///
 /// # Errors
 /// A tensor cannot be written to a file: its dtype is not one of torch's.
-pub fn foresee(global: &mut GlobalPlan, value_length: impl Fn(&str) -> u64) -> Result<Vec<u64>, FileError> {
+pub fn predict_file_lengths(
+    global: &mut GlobalPlan,
+    value_length: impl Fn(&str) -> u64,
+) -> Result<Vec<u64>, FileError> {
     let metadata = &mut global.metadata;
     let files = global.selections.iter().enumerate().map(|(rank, selection)| {
         let name = format!("__{rank}_0.distcp");

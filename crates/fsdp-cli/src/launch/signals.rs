@@ -1,0 +1,78 @@
+//! The signals to `fsdp launch`, and all other events that it waits for.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use signal_hook::consts::{SIGCHLD, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::Signals;
+
+use crate::stop::{REQUESTS, end_by, not_ignored};
+
+/// An event while processes run.
+#[derive(Debug)]
+pub(super) enum Event {
+    /// The process of this rank has ended. Its status has yet to be read.
+    Ended(usize),
+    /// A child of this process has ended. It may be one that a rank has left behind.
+    ChildEnded,
+    /// This process received a signal.
+    Signal(i32),
+}
+
+/// The events that have not been handled yet, in the order in which they happened.
+pub(super) struct Events {
+    pub(super) sender: Sender<Event>,
+    pub(super) receiver: Receiver<Event>,
+    ends_at_request: Arc<AtomicBool>,
+}
+
+impl Events {
+    /// Begins to listen for signals.
+    ///
+    /// # Errors
+    /// The system does not allow it.
+    pub(super) fn listen() -> Result<Self> {
+        let (sender, receiver) = mpsc::channel();
+        let ends_at_request = Arc::new(AtomicBool::new(false));
+        // SIGUSR1 and SIGUSR2 are for the processes: by default they would end this one, and all processes with it.
+        let signals = [&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat();
+        let signals = [&not_ignored(&signals)[..], &[SIGCHLD]].concat();
+        let mut signals = Signals::new(signals).context("failed to listen for signals")?;
+        let (to, ends) = (sender.clone(), Arc::clone(&ends_at_request));
+        let forward = move || {
+            for signal in signals.forever() {
+                if ends.load(Ordering::Relaxed) && REQUESTS.contains(&signal) {
+                    end_by(signal);
+                }
+                let event = if signal == SIGCHLD { Event::ChildEnded } else { Event::Signal(signal) };
+                if to.send(event).is_err() {
+                    break;
+                }
+            }
+        };
+        thread::Builder::new().name("signals".to_owned()).spawn(forward).context("failed to start a thread")?;
+        Ok(Events { sender, receiver, ends_at_request })
+    }
+
+    /// Returns `true` if this process has been asked to end, or is asked to within this time. Only for times in which no
+    /// process runs: all other events are dropped.
+    pub(super) fn requested_within(&self, time: Duration) -> bool {
+        let until = Instant::now() + time;
+        loop {
+            match self.receiver.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(Event::Signal(signal)) if REQUESTS.contains(&signal) => return true,
+                Ok(_) => {}
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return false,
+            }
+        }
+    }
+
+    /// Lets the next request to end this process end it at once.
+    pub(super) fn end_at_next_request(&self) {
+        self.ends_at_request.store(true, Ordering::Relaxed);
+    }
+}
