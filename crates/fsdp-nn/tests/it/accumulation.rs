@@ -1,10 +1,10 @@
 //! Gradients of several backwards are added up, and reduced as often as the program says.
 
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, Var};
 use candle_nn::{Linear, Module, linear};
 use fsdp_comm::{Operation, ProcessGroup, run_local};
 use fsdp_layout::DeviceMesh;
-use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, NnError, ShardingStrategy, Unit};
+use fsdp_nn::{BackwardPrefetch, FsdpConfig, FullyShardedDataParallel, NnError, Scope, ShardingStrategy, Unit};
 
 type Model = FullyShardedDataParallel<(Unit<Linear>, Linear)>;
 
@@ -120,6 +120,41 @@ fn gradients_that_wait_for_their_replicas_are_forgotten_with_the_others() {
         model.parameters().zero_grad();
         backward(&model, 2);
         assert_eq!(found, gradients(&model));
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_unit_that_ranks_come_to_in_different_backwards_is_reduced_once() {
+    run_local(2, |group| {
+        let config = FsdpConfig {
+            strategy: ShardingStrategy::NoShard,
+            backward_prefetch: Some(BackwardPrefetch::Pre),
+            ..FsdpConfig::default()
+        };
+        let build = |scope: &Scope| scope.pp("a").unit(|scope| linear(3, 2, scope.vb()));
+        let model = FullyShardedDataParallel::new(group.clone(), config, build).unwrap();
+        let backward = |uses_unit: bool, scale: f64| {
+            let x = Var::from_tensor(&Tensor::full(scale as f32, (2, 3), &Device::Cpu).unwrap()).unwrap();
+            let loss = model.forward(|unit| if uses_unit { unit.forward(&x)?.sum_all() } else { x.sum_all() });
+            model.backward(&loss.unwrap()).unwrap();
+        };
+        // The gradient of each element of the weight is twice the scale, over two ranks.
+        let found = |expected: f32| {
+            let gradient = model.parameters().gradient("a.weight").unwrap().unwrap();
+            let values = gradient.shards()[0].tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            assert_eq!(values, [expected; 6]);
+        };
+        let is_first = group.rank() == 0;
+        model.set_requires_gradient_sync(false);
+        backward(!is_first, 1.0);
+        model.set_requires_gradient_sync(true);
+        backward(is_first, 2.0);
+        found(3.0);
+        // Nothing of it is left for the next reduction.
+        model.parameters().zero_grad();
+        backward(true, if is_first { 4.0 } else { 8.0 });
+        found(12.0);
     })
     .unwrap();
 }
