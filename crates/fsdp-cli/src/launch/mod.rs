@@ -165,7 +165,8 @@ impl<'a> Attempts<'a> {
             return Err(failure.into());
         }
         if std::mem::take(&mut self.has_regrown) && self.regrow_after.is_some_and(|after| lasted < after) {
-            // What all processes need is still missing. Each further try costs a restart, so they become rarer.
+            // The attempt with all processes failed early: the machine still lacks something that they need. Each such
+            // attempt costs a restart, so wait twice as long before the next one.
             self.regrow_after = self.regrow_after.map(|after| after.saturating_mul(2).min(LONGEST));
         }
         self.early = if lasted < EARLY { self.early + 1 } else { 0 };

@@ -223,7 +223,7 @@ fn a_program_in_a_shell_has_its_grace_although_the_shell_dies_at_once() {
     for rank in 0..2 {
         wait_for(&dir.path().join(format!("ready-{rank}")));
     }
-    // As schedulers do, also to the shells; and as a user does, to the launcher.
+    // A scheduler signals every process, the shells included. A user signals only the launcher.
     kill_process(Pid::from_raw(pids[0]).unwrap(), Signal::TERM).unwrap();
     kill_process(Pid::from_child(&launch), Signal::TERM).unwrap();
     assert_eq!(code_of(launch), Some(i32::from(exit_codes::STOPPED)));
@@ -508,7 +508,7 @@ fn a_job_that_regrows_loses_no_process_where_the_grace_is_too_short() {
 fn a_number_of_processes_that_the_program_refuses_is_not_the_last_that_is_tried() {
     let dir = TempDir::new().unwrap();
     let worlds = dir.path().join("worlds");
-    // Of 4 processes one is lost. The program takes even numbers only.
+    // One of 4 processes fails, and the program refuses to run with 3.
     let script = format!(
         "[ $RANK = 0 ] && echo $WORLD_SIZE >> {worlds}\n\
          case $WORLD_SIZE$RANK in 41) exit 5;; 3*) exit 2;; esac",
