@@ -5,6 +5,7 @@ use fsdp_flat::storage::{HostSlice, Scalar, reserved_vec};
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::FlatEntry;
 
+use crate::precision::cast;
 use crate::{Result, tasks};
 
 /// Rows and columns that are transposed at a time, so that both sides stay in cache.
@@ -32,8 +33,8 @@ pub(crate) fn copy_gradient<T: Scalar>(grad: &Tensor, to: &mut [T], accumulate: 
     Ok(())
 }
 
-/// Puts gradients into a new flat gradient, with zeros for padding and for parameters that have none. Each gradient is freed
-/// once it is copied.
+/// Puts gradients of any dtype into a new flat gradient, with zeros for padding and for parameters that have none. They are cast
+/// one at a time, and each is freed once it is copied.
 ///
 /// Contiguous gradients are appended, so that no memory is filled with zeros first and then with them.
 pub(crate) fn flat_gradient<T: Scalar>(layout: &FlatLayout, mut grads: Vec<Option<Tensor>>) -> Result<Vec<T>> {
@@ -44,6 +45,7 @@ pub(crate) fn flat_gradient<T: Scalar>(layout: &FlatLayout, mut grads: Vec<Optio
             FlatEntry::Param(param) => grads[*param].take(),
             FlatEntry::Padding => None,
         };
+        let grad = grad.map(|grad| cast(grad, Some(T::DTYPE))).transpose()?;
         match grad {
             Some(grad) if grad.is_contiguous() => flat.extend_from_slice(&HostSlice::<T>::read(&grad)?),
             grad => {

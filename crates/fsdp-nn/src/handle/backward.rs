@@ -144,7 +144,7 @@ impl FlatParamHandle {
             if first[param].is_some() {
                 others.push((param, grad));
             } else {
-                first[param] = Some(cast(grad, Some(exchange.reduce_dtype))?);
+                first[param] = Some(grad);
             }
         }
         state.written = first.iter().map(Option::is_some).collect();
