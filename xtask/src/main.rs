@@ -193,7 +193,10 @@ fn run(task: Task, root: &Path) -> Result<()> {
             }
         }
         Task::Doc => {
-            let arguments = ["doc", "--workspace", "--no-deps", "--document-private-items", "--locked"];
+            // Beside clippy's builds, because both need only the signatures of the dependencies.
+            let target = gpu::check_target(root);
+            let doc = ["doc", "--locked", "--target-dir", &*target.to_string_lossy()];
+            let arguments = [&doc[..], &["--workspace", "--no-deps", "--document-private-items"]].concat();
             cargo(root, &arguments, &[("RUSTDOCFLAGS", "-D warnings")])?;
         }
         Task::Doctest => cargo(root, &["test", "--workspace", "--doc", "--locked"], &[])?,
