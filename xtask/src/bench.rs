@@ -21,6 +21,8 @@ const MORE_RANKS: [usize; 1] = [5];
 const GROUPS: [&str; 6] = ["save", "load", "full", "background", "conversions", "planning"];
 /// The name of the table of the Python package.
 const PLUGIN: &str = "torch.distributed.checkpoint with the Python package's storage";
+/// The name of the table of conversions beside those of others.
+const MERGERS: &str = "Conversions of the command beside those of PyTorch, accelerate and verl";
 /// The groups among them that torch has too.
 const TORCH_GROUPS: [&str; 4] = ["save", "full", "load", "conversions"];
 
@@ -33,7 +35,7 @@ pub(crate) struct BenchArguments {
     #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
     ranks: Vec<usize>,
     /// Groups of cases: save, load, full, background, conversions, planning, scale, offline, digests,
-    /// optim-state-dict, overhead, collectives, plugin, train [default: all]
+    /// optim-state-dict, overhead, collectives, plugin, mergers, train [default: all]
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Directories to write to, as NAME=DIRECTORY: one in memory, one on a disk [default: tmpfs=/dev/shm, disk=the
@@ -67,15 +69,15 @@ struct TorchCase {
     seconds: f64,
 }
 
-/// The times of one case with the Python package's storage and with torch's own.
-#[derive(Debug, Serialize)]
-struct PluginFigures {
+/// The times of one case with our program or our storage, and with theirs: torch's, or that of a framework.
+#[derive(Debug, Serialize, Deserialize)]
+struct BesideTheirs {
     case: String,
     size: String,
     ranks: usize,
     seconds: f64,
-    torch_seconds: f64,
-    /// The speed as a multiple of torch's.
+    their_seconds: f64,
+    /// The speed as a multiple of theirs.
     ratio: f64,
 }
 
@@ -180,6 +182,11 @@ fn others(root: &Path, target: &Path, arguments: &BenchArguments) -> Result<Vec<
         let figures = plugin(root, python, arguments)?;
         others.push(Other { name: PLUGIN.to_owned(), figures: serde_json::to_value(figures)? });
     }
+    if let Some(python) = arguments.torch.as_ref().filter(|_| arguments.wants("mergers")) {
+        build_command(root)?;
+        let figures = mergers(root, target, python, arguments)?;
+        others.push(Other { name: MERGERS.to_owned(), figures: serde_json::to_value(figures)? });
+    }
     if arguments.wants("train") {
         build_command(root)?;
         let figures = train::run(root, target, &arguments.ranks, arguments.runs, arguments.torch.as_deref())?;
@@ -189,7 +196,7 @@ fn others(root: &Path, target: &Path, arguments: &BenchArguments) -> Result<Vec<
 }
 
 /// Saves and loads of torch.distributed.checkpoint with the Python package's storage, in turns with torch's own.
-fn plugin(root: &Path, python: &Path, arguments: &BenchArguments) -> Result<Vec<PluginFigures>> {
+fn plugin(root: &Path, python: &Path, arguments: &BenchArguments) -> Result<Vec<BesideTheirs>> {
     let mut figures = Vec::new();
     let place = arguments.place.first().map_or("tmpfs=/dev/shm", String::as_str);
     for (size, &ranks) in arguments.size.iter().flat_map(|size| arguments.ranks.iter().map(move |ranks| (size, ranks)))
@@ -201,10 +208,23 @@ fn plugin(root: &Path, python: &Path, arguments: &BenchArguments) -> Result<Vec<
         let cases: Vec<TorchCase> = serde_json::from_slice(&output)?;
         // Each of ours is followed by torch's.
         for pair in cases.chunks_exact(2) {
-            let (seconds, torch_seconds) = (pair[0].seconds, pair[1].seconds);
+            let (seconds, their_seconds) = (pair[0].seconds, pair[1].seconds);
             let (case, size) = (pair[1].name.clone(), size.clone());
-            figures.push(PluginFigures { case, size, ranks, seconds, torch_seconds, ratio: torch_seconds / seconds });
+            figures.push(BesideTheirs { case, size, ranks, seconds, their_seconds, ratio: their_seconds / seconds });
         }
+    }
+    Ok(figures)
+}
+
+/// Conversions of the command, in turns with the programs of torch and of frameworks that do the same.
+fn mergers(root: &Path, target: &Path, python: &Path, arguments: &BenchArguments) -> Result<Vec<BesideTheirs>> {
+    let mut figures: Vec<BesideTheirs> = Vec::new();
+    let place = arguments.place.first().map_or("/dev/shm", |place| place.split_once('=').map_or("", |(_, path)| path));
+    for size in &arguments.size {
+        let mut command = Command::new(python);
+        command.arg("-W").arg("ignore").arg(root.join("tests/interop/mergers.py")).arg(target.join("release/fsdp"));
+        command.args([place, size, &arguments.runs.to_string()]);
+        figures.extend(serde_json::from_slice::<Vec<BesideTheirs>>(&output(&mut command)?)?);
     }
     Ok(figures)
 }

@@ -43,6 +43,9 @@ enum Found {
     Nothing(String),
 }
 
+/// The package of the stand-in for NVIDIA's libraries.
+pub(crate) const STAND_IN: &str = "cuda-stand-in";
+
 /// The features of all code for GPUs.
 const FEATURES: &str = "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-flat/cuda,fsdp-comm/nccl";
 
@@ -127,8 +130,9 @@ fn stand_in(root: &Path) -> Result<()> {
     let target = check_target(root);
     let text = target.to_string_lossy().into_owned();
     let mut variables = stand_in_toolkit(root);
-    let library = ["build", "--package", "cuda-stand-in", "--locked", "--target-dir", &text];
-    cargo(root, &library, &borrowed(&variables))?;
+    let library = ["--package", STAND_IN, "--locked", "--target-dir", &text];
+    cargo(root, &[&["test"][..], &library].concat(), &borrowed(&variables))?;
+    cargo(root, &[&["build"][..], &library].concat(), &borrowed(&variables))?;
     // One library under all names: the loader loads it once.
     let libraries = tempfile::tempdir().context("failed to make a directory")?;
     for name in LIBRARIES {

@@ -1,6 +1,6 @@
 //! The offline commands: convert, verify, open.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
@@ -33,12 +33,7 @@ pub(crate) fn run(bench: &Bench<'_>, figures: &mut Figures) -> Result<()> {
         Ok(())
     };
     let threads = ConvertOptions::default().threads;
-    let raw = bench.directory.join("raw");
-    let write = || -> Result<Duration> {
-        let time = limits::write(&raw, bytes as usize, threads, true)?;
-        std::fs::remove_file(&raw)?;
-        Ok(time)
-    };
+    let write = || limits::write(&raw(bench), bytes as usize, threads, true);
     measure(bench, figures, "DCP to safetensors", bytes, ("raw write, fsync", &write), Some(&safetensors), &|| {
         convert_to(&dcp, &safetensors, OutputFormat::SafetensorsFile)
     })?;
@@ -59,8 +54,9 @@ pub(crate) fn run(bench: &Bench<'_>, figures: &mut Figures) -> Result<()> {
     })
 }
 
-/// Times something of this process, in turns with its limit. What it writes is removed first, outside of the time: to give
-/// pages back takes long.
+/// Times something of this process, in pairs with its limit, each of which comes first in half of the pairs. What both have
+/// written is removed before each of them, outside of the time: to give pages back takes long, and pages that have just been
+/// given back are quicker to get again.
 fn measure(
     bench: &Bench<'_>,
     figures: &mut Figures,
@@ -70,20 +66,53 @@ fn measure(
     destination: Option<&Path>,
     run: &dyn Fn() -> Result<()>,
 ) -> Result<()> {
-    let (mut pairs, mut peak) = (Pairs::default(), 0);
-    for _ in 0..bench.runs {
-        let limit = limit()?;
-        destination.map_or(Ok(()), remove)?;
-        let before = live_bytes();
-        reset_peak();
-        let start = Instant::now();
-        run()?;
-        pairs.push(start.elapsed(), limit);
-        peak = peak.max(peak_bytes().saturating_sub(before) as u64);
+    let mut peak = 0;
+    // The first time is not counted: it reads files that are not in the cache yet, and memory that was never used.
+    clear(bench, destination)?;
+    timed(run, &mut peak)?;
+    let mut pairs = Pairs::default();
+    for index in 0..bench.runs {
+        clear(bench, destination)?;
+        if index % 2 == 0 {
+            let limit = limit()?;
+            clear(bench, destination)?;
+            pairs.push(timed(run, &mut peak)?, limit);
+        } else {
+            let time = timed(run, &mut peak)?;
+            clear(bench, destination)?;
+            pairs.push(time, limit()?);
+        }
     }
+    // The checkpoint stays, because the next case may read it.
+    if destination.is_some_and(|destination| !destination.exists()) {
+        run()?;
+    }
+    remove(&raw(bench))?;
     let case = bench.case(name, 1, bytes, pairs.seconds(), pairs.limit(limit_name));
     figures.push(Case { peak_bytes: Some(peak), ..case });
     Ok(())
+}
+
+/// Runs something once. Returns its time, and raises `peak` to the most heap that was in use meanwhile.
+fn timed(run: &dyn Fn() -> Result<()>, peak: &mut u64) -> Result<Duration> {
+    let before = live_bytes();
+    reset_peak();
+    let start = Instant::now();
+    run()?;
+    let time = start.elapsed();
+    *peak = (*peak).max(peak_bytes().saturating_sub(before) as u64);
+    Ok(time)
+}
+
+/// Returns the path of the file that raw writes make.
+fn raw(bench: &Bench<'_>) -> PathBuf {
+    bench.directory.join("raw")
+}
+
+/// Removes what a case and its limit have written.
+fn clear(bench: &Bench<'_>, destination: Option<&Path>) -> Result<()> {
+    remove(&raw(bench))?;
+    destination.map_or(Ok(()), remove)
 }
 
 /// Removes a checkpoint of one file, with what lies beside it, or of a directory.

@@ -15,13 +15,16 @@ struct Target {
     torch_ratio: Option<f64>,
 }
 
-const TARGETS: [Target; 9] = [
+const TARGETS: [Target; 12] = [
     Target { case: "save", limit: "raw write, fsync", limit_ratio: Some(0.9), torch_ratio: Some(1.5) },
     Target { case: "load", limit: "", limit_ratio: Some(0.85), torch_ratio: Some(2.0) },
     Target { case: "load in place", limit: "", limit_ratio: Some(0.85), torch_ratio: Some(2.0) },
     Target { case: "full gather to rank 0", limit: "", limit_ratio: None, torch_ratio: Some(3.0) },
     Target { case: "optim_state_dict", limit: "", limit_ratio: None, torch_ratio: Some(20.0) },
-    Target { case: "DCP to safetensors", limit: "", limit_ratio: None, torch_ratio: Some(4.0) },
+    Target { case: "DCP to safetensors", limit: "", limit_ratio: Some(0.9), torch_ratio: Some(4.0) },
+    Target { case: "safetensors to DCP", limit: "", limit_ratio: Some(0.9), torch_ratio: None },
+    Target { case: "reshard 4 to 2", limit: "", limit_ratio: Some(0.9), torch_ratio: None },
+    Target { case: "DCP to torch", limit: "", limit_ratio: Some(0.9), torch_ratio: None },
     Target { case: "hashing", limit: "", limit_ratio: Some(20.0), torch_ratio: None },
     Target { case: "async save, stall", limit: "", limit_ratio: Some(1.0 / 1.2), torch_ratio: None },
     Target { case: "10 steps after async save", limit: "", limit_ratio: Some(1.0 / 1.1), torch_ratio: None },

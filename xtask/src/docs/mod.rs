@@ -12,6 +12,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result, ensure};
 use clap::Args;
 
+use crate::TESTED;
 use crate::python::{environment, install, succeed};
 use crate::shell::{cargo, say, target};
 
@@ -54,8 +55,8 @@ pub(crate) fn run(root: &Path, arguments: &DocsArguments) -> Result<()> {
     let program = match &arguments.program {
         Some(program) => program.clone(),
         None => {
-            let build = ["build", "--package", "fsdp-cli", "--locked"];
-            let tests = ["test", "--workspace", "--no-run", "--locked"];
+            let build = vec!["build", "--package", "fsdp-cli", "--locked"];
+            let tests = [&["test", "--no-run"], TESTED].concat();
             cargo(root, if arguments.with_tests { &tests } else { &build }, &[])?;
             target(root).join("debug/fsdp")
         }
