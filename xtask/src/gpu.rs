@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, ensure};
 use clap::Args;
 use serde_json::Value;
 
-use crate::shell::{cargo, program, say};
+use crate::shell::{STAND_IN, cargo, program, say};
 
 /// Options of `cargo xtask gpu`.
 #[derive(Args, Clone, Default)]
@@ -42,9 +42,6 @@ enum Found {
     Gpus(usize),
     Nothing(String),
 }
-
-/// The package of the stand-in for NVIDIA's libraries.
-pub(crate) const STAND_IN: &str = "cuda-stand-in";
 
 /// The features of all code for GPUs.
 const FEATURES: &str = "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-flat/cuda,fsdp-comm/nccl";

@@ -21,7 +21,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 
-use self::shell::{cargo, program, say};
+use self::shell::{TESTED, cargo, program, say};
 
 #[derive(Parser)]
 #[command(about = "The project's own tasks", bin_name = "cargo xtask")]
@@ -118,9 +118,6 @@ const CI: [Task; 10] = [
     Task::Docs(docs::DocsArguments::CI),
     Task::Test,
 ];
-
-/// The packages whose tests CI runs, for cargo. Those of the stand-in for GPUs run before it is used.
-pub(crate) const TESTED: &[&str] = &["--workspace", "--exclude", gpu::STAND_IN, "--locked"];
 
 fn main() -> Result<()> {
     let root = root()?;

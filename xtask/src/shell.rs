@@ -6,6 +6,12 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
 
+/// The package of the stand-in for NVIDIA's libraries. Its tests run before it is used.
+pub(crate) const STAND_IN: &str = "cuda-stand-in";
+
+/// The packages whose tests CI runs, as options of cargo.
+pub(crate) const TESTED: &[&str] = &["--workspace", "--exclude", STAND_IN, "--locked"];
+
 /// Runs cargo in the workspace. Returns an error if it fails.
 pub(crate) fn cargo(root: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Result<()> {
     say(&format!("xtask: cargo {}", arguments.join(" ")));

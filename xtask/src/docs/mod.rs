@@ -12,9 +12,8 @@ use std::process::Command;
 use anyhow::{Context as _, Result, ensure};
 use clap::Args;
 
-use crate::TESTED;
 use crate::python::{environment, install, succeed};
-use crate::shell::{cargo, say, target};
+use crate::shell::{TESTED, cargo, say, target};
 
 /// The package that drives the browser.
 const PLAYWRIGHT: &str = "playwright>=1.50";
