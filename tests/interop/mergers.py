@@ -4,8 +4,8 @@ FSDP is the release build of the command; DIRECTORY is a place to write to, best
 SIZES. Every program runs in a process of its own, start included, as a person runs it, in turns with ours. Prints a JSON
 list of the medians, and of how many times as fast ours is. A merger that is not installed is left out, and said so.
 
-verl's merger asks for a transformers model; it is a GPT-2 of about the size that is asked for, saved as verl saves it: a file of
-DTensors for each of four ranks.
+verl's merger asks for a transformers model. It is a Llama of about the size that is asked for, saved as accelerate saves it (a
+DCP), and as verl does: a file of DTensors for each of four ranks. verl's merger casts to bfloat16, so ours does there too.
 """
 
 import importlib.util
@@ -29,25 +29,38 @@ warnings.filterwarnings("ignore")
 
 RANKS = 4
 # layers, width, vocabulary: parameters in float32 of about this many bytes
-SIZES = {"16m": (2, 256, 2000), "256m": (6, 1024, 2000), "2g": (40, 1024, 28000)}
-POSITIONS = 128
+SIZES = {"16m": (2, 256, 4000), "256m": (2, 1024, 14000), "2g": (28, 1024, 28000)}
 
 
 def config(size):
-    from transformers import GPT2Config
+    from transformers import LlamaConfig
 
     layers, width, vocabulary = SIZES[size]
-    return GPT2Config(
-        n_layer=layers, n_embd=width, n_head=8, vocab_size=vocabulary, n_positions=POSITIONS, tie_word_embeddings=False
+    return LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_attention_heads=8,
+        vocab_size=vocabulary,
+        architectures=["LlamaForCausalLM"],
     )
 
 
 def sharded(size, mesh):
-    from transformers import GPT2LMHeadModel
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    state = GPT2LMHeadModel(config(size)).state_dict()
+    state = LlamaForCausalLM(config(size)).state_dict()
     return {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in state.items()}
+
+
+def tokenizer():
+    """One of a single word, because verl's merger asks for one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"word": 0}, unk_token="word")))
 
 
 def write(rank, size, directory, store):
@@ -62,9 +75,9 @@ def write(rank, size, directory, store):
     if rank == 0:
         with open(os.path.join(verl, "fsdp_config.json"), "w") as file:
             json.dump({"FSDP_version": 2, "world_size": RANKS}, file)
-        settings = config(size)
-        settings.architectures = ["GPT2LMHeadModel"]
-        settings.save_pretrained(os.path.join(verl, "huggingface"))
+        beside = os.path.join(verl, "huggingface")
+        config(size).save_pretrained(beside)
+        tokenizer().save_pretrained(beside)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -81,11 +94,11 @@ def cases(fsdp, directory):
     def python(code):
         return [sys.executable, "-W", "ignore", "-c", code]
 
-    def convert(source, to, extension=""):
-        return [fsdp, "convert", source, ours + extension, "--to", to]
+    def convert(source, to, *options, extension=""):
+        return [fsdp, "convert", source, ours + extension, "--to", to, *options]
 
     save = "torch.distributed.checkpoint.format_utils import dcp_to_torch_save as f"
-    yield "dcp_to_torch_save", convert(source, "torch", ".pt"), python(f"from {save}; f({source!r}, {theirs + '.pt'!r})")
+    yield "dcp_to_torch_save", convert(source, "torch", extension=".pt"), python(f"from {save}; f({source!r}, {theirs + '.pt'!r})")
     if installed("accelerate"):
         merge = f"from accelerate.utils import merge_fsdp_weights as f; f({source!r}, {theirs!r}, safe_serialization=True)"
         yield "accelerate's merge", convert(source, "hf"), python(merge)
@@ -93,7 +106,7 @@ def cases(fsdp, directory):
         print("accelerate is not installed: left out", file=sys.stderr)
     if installed("verl"):
         merge = ["-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", verl, "--target_dir", theirs]
-        yield "verl's merger", convert(verl, "hf"), [sys.executable, "-W", "ignore", *merge]
+        yield "verl's merger", convert(verl, "hf", "--dtype", "bfloat16"), [sys.executable, "-W", "ignore", *merge]
     else:
         print("verl is not installed: left out", file=sys.stderr)
 
