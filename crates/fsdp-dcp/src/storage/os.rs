@@ -137,6 +137,10 @@ impl NewFile for OsFile {
         if length > free {
             return Err(Errno::NOSPC.into());
         }
+        // Memory is given page by page, which takes as long here as while writing, where several threads share the work.
+        if is_in_memory(&self.0) {
+            return self.0.set_len(length);
+        }
         match rustix::fs::fallocate(&self.0, FallocateFlags::empty(), 0, length) {
             Ok(()) => Ok(()),
             Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => self.0.set_len(length),
@@ -152,6 +156,19 @@ impl NewFile for OsFile {
     fn sync(&self) -> io::Result<()> {
         self.0.sync_all()
     }
+}
+
+/// Returns `true` if a file is in a file system that is only in memory.
+#[cfg(target_os = "linux")]
+fn is_in_memory(file: &File) -> bool {
+    /// The kernel's number of tmpfs.
+    const TMPFS: u64 = 0x0102_1994;
+    rustix::fs::fstatfs(file).is_ok_and(|found| u64::try_from(found.f_type).is_ok_and(|kind| kind == TMPFS))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_in_memory(_: &File) -> bool {
+    false
 }
 
 /// An open directory, or a file that serves as a lock.

@@ -25,6 +25,23 @@ pub(super) fn has_old_version(files: &dyn FileSystem, target: &Path) -> Result<b
     Ok(!leftovers(files, target, "old")?.is_empty())
 }
 
+/// Renames the old versions that `target` has replaced to names of staging directories, before another one gets such a name:
+/// [`recover`] must find no version but the last one. When it returns, no crash brings back a version that was removed.
+pub(super) fn set_aside(durable: &Durable, target: &Path) -> Result<(), FileError> {
+    let (parent, prefix) = staging_prefix(target)?;
+    let old = leftovers(durable.files(), target, "old")?;
+    // Without a target, another process is between its two renames, and one of these is the only version there is.
+    if !durable.files().exists(target) {
+        return Ok(());
+    }
+    // The target that has replaced them must be durable before they lose their names.
+    durable.sync_directory(&parent)?;
+    for directory in &old {
+        durable.rename_new(directory, &parent.join(format!("{prefix}tmp-{:016x}", durable.files().nonce())))?;
+    }
+    if old.is_empty() { Ok(()) } else { durable.sync_directory(&parent) }
+}
+
 /// Puts the old version back where a crash in the middle of an overwrite left no target. Returns `true` if it did.
 pub(super) fn recover(durable: &Durable, target: &Path) -> Result<bool, FileError> {
     if durable.files().exists(target) {
@@ -67,4 +84,38 @@ pub(super) fn is_being_read(directory: &dyn Lockable) -> bool {
 /// answer is `false`.
 fn is_unlocked(files: &dyn FileSystem, directory: &Path) -> bool {
     files.open_directory(directory).is_ok_and(|open| open.try_lock(LockKind::Exclusive).unwrap_or(false))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_version_that_was_replaced_is_not_put_back_instead_of_the_last_one() {
+        let parent = tempfile::tempdir().unwrap();
+        let target = parent.path().join("c");
+        let [replaced, last] =
+            ["ffffffffffffffff", "0123456789abcdef"].map(|nonce| parent.path().join(format!(".c.old-{nonce}")));
+        let durable = Durable::new();
+        [&target, &replaced].map(|directory| assert!(durable.create_directory(directory).unwrap()));
+        // The target is about to be replaced in two steps, and there is a crash between them.
+        set_aside(&durable, &target).unwrap();
+        durable.rename_new(&target, &last).unwrap();
+        assert!(recover(&durable, &target).unwrap());
+        assert!(!last.exists() && !replaced.exists());
+        // Removed with everything else that crashes leave.
+        let [left] = &stale(durable.files(), &target).unwrap()[..] else { panic!("one is left") };
+        assert!(left.file_name().unwrap().to_str().unwrap().starts_with(".c.tmp-"));
+    }
+
+    #[test]
+    fn the_only_version_stays_for_recovery() {
+        let parent = tempfile::tempdir().unwrap();
+        let target = parent.path().join("c");
+        let only = parent.path().join(".c.old-0123456789abcdef");
+        let durable = Durable::new();
+        assert!(durable.create_directory(&only).unwrap());
+        set_aside(&durable, &target).unwrap();
+        assert!(only.exists() && recover(&durable, &target).unwrap() && target.exists());
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::leftovers::{is_being_read, recover};
+use super::leftovers::{is_being_read, recover, set_aside};
 use super::lock::TargetLock;
 use crate::error::FileError;
 use crate::storage::backend::{EntryKind, Links, Stage, StageFile, Storage, check_write};
@@ -119,7 +119,9 @@ impl LocalStage {
                 return Err(error);
             }
         } else {
-            // Two renames, between which there is no target: `recover` puts the old one back after a crash there.
+            // Two renames, between which there is no target: `recover` puts the old one back after a crash there. It must
+            // not find versions before that one.
+            set_aside(&durable, &self.target)?;
             let (_, prefix) = staging_prefix(&self.target)?;
             let old = parent.join(format!("{prefix}old-{}", self.name.trim_start_matches("tmp-")));
             let replaced =
