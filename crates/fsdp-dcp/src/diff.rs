@@ -313,8 +313,8 @@ fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str,
     more.filter(|(key, _)| !is_in_leaf(key, &first)).for_each(|(key, _)| found(key, Difference::OnlyInSecond));
 }
 
-/// Returns the lists of values that are tuples in the other checkpoint, which holds their parts, and the reverse: the key,
-/// and both containers.
+/// Returns the lists and tuples of values that are another container in the other checkpoint, which holds their parts, or one
+/// of another length: the key, and both containers.
 fn other_sequences(nested: &Nested, other: &dyn Checkpoint) -> Vec<(String, String, String)> {
     let Some(structure) = other.structure().filter(|_| !nested.sequences.is_empty()) else { return Vec::new() };
     let places = structure.places();
@@ -323,6 +323,13 @@ fn other_sequences(nested: &Nested, other: &dyn Checkpoint) -> Vec<(String, Stri
         let (own, theirs) = match (*sequence, places.get(key)) {
             (Sequence::List(length), Some(theirs @ Place::Tuple(_))) => (Place::List(length), theirs),
             (Sequence::Tuple(length), Some(theirs @ Place::List(_))) => (Place::Tuple(length), theirs),
+            // An empty dict at the end has no part.
+            (Sequence::List(length), Some(theirs @ Place::List(other))) if length != *other => {
+                (Place::List(length), theirs)
+            }
+            (Sequence::Tuple(length), Some(theirs @ Place::Tuple(other))) if length != *other => {
+                (Place::Tuple(length), theirs)
+            }
             _ => continue,
         };
         differ.push((key.clone(), own.to_string(), theirs.to_string()));

@@ -107,3 +107,21 @@ fn a_quantized_tensor_inside_a_value_is_not_written_without_its_scale() {
         assert_eq!(values, [("x".to_owned(), "torch.Tensor (quantized, inside another value)".to_owned())]);
     }
 }
+
+#[test]
+fn an_empty_dict_at_the_end_of_a_list_is_a_difference() {
+    let parent = tempfile::tempdir().unwrap();
+    let write = |name: &str, items: Vec<PlainValue>| {
+        let path = parent.path().join(name);
+        let state = PlainValue::Dict(vec![("x".into(), PlainValue::List(items))]);
+        std::fs::write(&path, encode_value(&state).unwrap()).unwrap();
+        opened(&path)
+    };
+    // The first is one value, the second a list whose items have keys.
+    let first = write("first", vec![1i64.into()]);
+    let second = write("second", vec![1i64.into(), PlainValue::Dict(Vec::new())]);
+    for (a, b) in [(&first, &second), (&second, &first)] {
+        let found = differences(&**a, &**b, Tolerance::default());
+        assert!(matches!(found[..], [(ref key, Difference::Container { .. })] if key == "x"), "{found:?}");
+    }
+}
