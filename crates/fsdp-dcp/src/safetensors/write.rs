@@ -44,7 +44,7 @@ impl Piece<'_> {
 /// The tensors that were inside values, by the keys that they get.
 pub(super) type Inside<'a> = IndexMap<String, &'a PlainTensor>;
 
-/// What a checkpoint has besides tensors: the values that safetensors cannot hold, the paths of keys that cannot be told
+/// The contents of a checkpoint besides tensors: the values that safetensors cannot hold, the paths of keys that cannot be told
 /// from the flat keys, and the notes in its headers.
 pub(super) struct Aside {
     values: IndexMap<String, PlainValue>,

@@ -268,7 +268,7 @@ pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<O
     convert(&parsed, quantizer, &mut Walk::new(&parsed), &mut loader).map(Some)
 }
 
-/// What lies beside a pickle in its file, for the values that refer to it.
+/// The storages beside a pickle in its file, for the values that refer to them.
 pub(crate) trait BesidePickle {
     /// Returns a tensor inside a value, with its elements.
     fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError>;
