@@ -9,9 +9,10 @@ use serde::{Deserialize, Serialize};
 use crate::elements::for_each;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
+use crate::formats::lookup::quantizer_key;
 use crate::formats::opaque::digest_of_opaque;
 use crate::formats::stream::stream;
-use crate::formats::structure::{Place, Structure, key_text};
+use crate::formats::structure::{Place, Structure};
 use crate::metadata::Entry;
 use crate::nested::{Nested, Sequence};
 use crate::shown::shown;
@@ -129,7 +130,7 @@ pub fn diff_on_threads(
     threads: usize,
     found: &mut dyn FnMut(&str, Difference),
 ) -> Result<(), FileError> {
-    walk(first, second, threads, &|fqn, entry| key(first, second, fqn, entry, tolerance), found)
+    walk(first, second, tolerance, threads, &|fqn, entry| key(first, second, fqn, entry, tolerance), found)
 }
 
 /// Compares two checkpoints by their recorded digests, without reading tensors. Returns `false` without comparing if
@@ -142,9 +143,11 @@ pub fn diff_digests(
     let (Some(a), Some(b)) = (first.digests(), second.digests()) else { return Ok(false) };
     let by_digest = |fqn: &str, entry: &Entry| {
         let other = second.metadata().entries.get(fqn);
-        Ok(shallow(entry, other).or_else(|| (a.get(fqn) != b.get(fqn)).then_some(Difference::Digest)))
+        let quantizer = quantizer_key(fqn);
+        let is_equal = a.get(fqn) == b.get(fqn) && (!is_quantized(entry) || a.get(&quantizer) == b.get(&quantizer));
+        Ok(shallow(entry, other).or_else(|| (!is_equal).then_some(Difference::Digest)))
     };
-    walk(first, second, 1, &by_digest, found)?;
+    walk(first, second, Tolerance::default(), 1, &by_digest, found)?;
     Ok(true)
 }
 
@@ -155,6 +158,7 @@ type CompareKey<'c> = dyn Fn(&str, &Entry) -> Result<Option<Difference>, FileErr
 fn walk(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
+    tolerance: Tolerance,
     threads: usize,
     compare: &CompareKey<'_>,
     found: &mut dyn FnMut(&str, Difference),
@@ -169,7 +173,7 @@ fn walk(
     });
     for ((fqn, _), compared) in entries.into_iter().zip(compared) {
         for (key, value) in nested.parts.get(fqn).into_iter().flatten() {
-            part(value, second, key, false)?.into_iter().for_each(|difference| found(key, difference));
+            part(value, second, key, tolerance, false)?.into_iter().for_each(|difference| found(key, difference));
         }
         if let Some(difference) = compared? {
             found(fqn, difference);
@@ -179,7 +183,7 @@ fn walk(
         match in_parts.parts.get(fqn) {
             Some(parts) => {
                 for (key, value) in parts {
-                    part(value, first, key, true)?.into_iter().for_each(|difference| found(key, difference));
+                    part(value, first, key, tolerance, true)?.into_iter().for_each(|difference| found(key, difference));
                 }
             }
             None if nested.in_other.contains(fqn) => {}
@@ -218,8 +222,31 @@ fn key(
         Entry::Tensor(_) if first.opaque_type(fqn)?.is_some() || second.opaque_type(fqn)?.is_some() => {
             opaque_tensors(first, second, fqn)
         }
-        Entry::Tensor(tensor) => tensors(first, second, fqn, tensor.properties.dtype, &tensor.shape, tolerance),
+        Entry::Tensor(tensor) => {
+            let found = tensors(first, second, fqn, tensor.properties.dtype, &tensor.shape, tolerance)?;
+            match found {
+                None if is_quantized(entry) => quantizers(first, second, fqn, tolerance),
+                found => Ok(found),
+            }
+        }
     }
+}
+
+/// Returns `true` for a tensor whose elements are integers that a quantizer gives a meaning.
+fn is_quantized(entry: &Entry) -> bool {
+    matches!(entry, Entry::Tensor(tensor) if tensor.properties.dtype.is_quantized())
+}
+
+/// Compares what the equal integers of a quantized tensor mean in two checkpoints.
+fn quantizers(
+    first: &dyn Checkpoint,
+    second: &dyn Checkpoint,
+    fqn: &str,
+    tolerance: Tolerance,
+) -> Result<Option<Difference>, FileError> {
+    let [a, b] = [first, second].map(|of| Ok::<_, FileError>(of.quantizer(fqn)?.unwrap_or(PlainValue::None)));
+    let (a, b) = (a?, b?);
+    Ok((!tolerance.allows(&a, &b)).then(|| Difference::Value { first: shown(&a), second: shown(&b) }))
 }
 
 /// Returns a difference that shows in the metadata of a key; `None` if only the data can tell.
@@ -244,6 +271,7 @@ fn part(
     value: &PlainValue,
     other: &dyn Checkpoint,
     fqn: &str,
+    tolerance: Tolerance,
     is_second: bool,
 ) -> Result<Option<Difference>, FileError> {
     let theirs = match other.metadata().entries.get(fqn) {
@@ -260,10 +288,10 @@ fn part(
             PlainValue::Tensor(PlainTensor { data, ..own.clone() })
         }
     };
-    if value.same_bits(&theirs) {
+    let (first, second) = if is_second { (&theirs, value) } else { (value, &theirs) };
+    if tolerance.allows(first, second) {
         return Ok(None);
     }
-    let (first, second) = if is_second { (&theirs, value) } else { (value, &theirs) };
     Ok(Some(Difference::Value { first: shown(first), second: shown(second) }))
 }
 
@@ -285,8 +313,8 @@ fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str,
     more.filter(|(key, _)| !is_in_leaf(key, &first)).for_each(|(key, _)| found(key, Difference::OnlyInSecond));
 }
 
-/// Returns the lists of values that are tuples in the other checkpoint, which holds their parts, and the reverse: the key,
-/// and both containers.
+/// Returns the lists and tuples of values that are another container in the other checkpoint, which holds their parts, or one
+/// of another length: the key, and both containers.
 fn other_sequences(nested: &Nested, other: &dyn Checkpoint) -> Vec<(String, String, String)> {
     let Some(structure) = other.structure().filter(|_| !nested.sequences.is_empty()) else { return Vec::new() };
     let places = structure.places();
@@ -295,6 +323,13 @@ fn other_sequences(nested: &Nested, other: &dyn Checkpoint) -> Vec<(String, Stri
         let (own, theirs) = match (*sequence, places.get(key)) {
             (Sequence::List(length), Some(theirs @ Place::Tuple(_))) => (Place::List(length), theirs),
             (Sequence::Tuple(length), Some(theirs @ Place::List(_))) => (Place::Tuple(length), theirs),
+            // An empty dict at the end has no part.
+            (Sequence::List(length), Some(theirs @ Place::List(other))) if length != *other => {
+                (Place::List(length), theirs)
+            }
+            (Sequence::Tuple(length), Some(theirs @ Place::Tuple(other))) if length != *other => {
+                (Place::Tuple(length), theirs)
+            }
             _ => continue,
         };
         differ.push((key.clone(), own.to_string(), theirs.to_string()));
@@ -314,8 +349,12 @@ fn same_container(first: &Place<'_>, second: &Place<'_>) -> bool {
         (Place::Leaf, Place::Leaf) | (Place::List(_), Place::List(_)) => true,
         (Place::Tuple(a), Place::Tuple(b)) => a == b,
         (Place::Dict(a), Place::Dict(b)) => {
-            let types: HashMap<_, _> = a.iter().map(|key| (key_text(key), key.type_name())).collect();
-            b.iter().all(|key| types.get(&key_text(key)).is_none_or(|of| *of == key.type_name()))
+            // Keys of several types may have the same text.
+            let mut types: HashMap<Option<String>, Vec<&str>> = HashMap::new();
+            for key in a {
+                types.entry(key.key_text()).or_default().push(key.type_name());
+            }
+            b.iter().all(|key| types.get(&key.key_text()).is_none_or(|of| of.contains(&key.type_name())))
         }
         _ => false,
     }
@@ -341,52 +380,85 @@ fn tensors(
     tolerance: Tolerance,
 ) -> Result<Option<Difference>, FileError> {
     let whole = TensorBox::whole(shape);
-    let element = dtype.size_in_bytes();
-    let length = whole.numel() as u64 * element;
-    let (mut count, mut first_at, mut max_abs) = (0u64, 0u64, None::<f64>);
+    let length = whole.numel() as u64 * dtype.size_in_bytes();
+    let mut elements = Elements { dtype, tolerance, count: 0, first: 0, max_abs: None };
     let mut at = 0u64;
-    let mut other = Vec::new();
     stream::<FileError>(first, fqn, dtype, &whole, 0..length, &mut |bytes| {
-        other.clear();
-        stream::<FileError>(second, fqn, dtype, &whole, at..at + bytes.len() as u64, &mut |more| {
-            other.extend_from_slice(more);
+        let mut compared = 0;
+        stream::<FileError>(second, fqn, dtype, &whole, at..at + bytes.len() as u64, &mut |theirs| {
+            let ours = &bytes[compared..compared + theirs.len()];
+            elements.compare(at + compared as u64, ours, theirs);
+            compared += theirs.len();
             Ok(())
         })?;
-        // Mostly all bytes are equal; only otherwise elements are looked at.
-        if bytes != other.as_slice() {
-            let mut differs = |index: u64| {
-                if count == 0 {
-                    first_at = at / element + index;
-                }
-                count += 1;
-            };
-            let (mut a, mut b) = (Vec::new(), Vec::new());
-            if for_each(dtype, bytes, &mut |value| a.push(value)) {
-                for_each(dtype, &other, &mut |value| b.push(value));
-                let size = element as usize;
-                let pairs = bytes.chunks_exact(size).zip(other.chunks_exact(size)).zip(a.iter().zip(&b));
-                let exact = tolerance == Tolerance::default();
-                // Different integers differ by at least 1, even if they are the same when converted to floats.
-                let least = if dtype.is_float() { 0.0 } else { 1.0 };
-                for (index, ((bits_a, bits_b), (a, b))) in pairs.enumerate() {
-                    if bits_a != bits_b && (exact || tolerance.is_exceeded(*a, *b, least)) {
-                        differs(index as u64);
-                        let distance = (a - b).abs();
-                        let max = max_abs.get_or_insert(0.0);
-                        *max = if max.is_nan() || distance.is_nan() { f64::NAN } else { max.max(distance) };
-                    }
-                }
-            } else {
-                let size = element as usize;
-                for (index, (a, b)) in bytes.chunks_exact(size).zip(other.chunks_exact(size)).enumerate() {
-                    if a != b {
-                        differs(index as u64);
-                    }
-                }
-            }
-        }
         at += bytes.len() as u64;
         Ok(())
     })?;
-    Ok((count > 0).then_some(Difference::Elements { count, first: first_at, max_abs }))
+    let Elements { count, first, max_abs, .. } = elements;
+    Ok((count > 0).then_some(Difference::Elements { count, first, max_abs }))
+}
+
+/// The elements of one tensor in two checkpoints that are compared, piece by piece.
+struct Elements {
+    dtype: DType,
+    tolerance: Tolerance,
+    /// How many differ.
+    count: u64,
+    /// The position of the first one that does.
+    first: u64,
+    /// The largest difference, as in [`Difference::Elements`].
+    max_abs: Option<f64>,
+}
+
+impl Elements {
+    /// Compares pieces that begin at a byte of the tensor.
+    fn compare(&mut self, at: u64, first: &[u8], second: &[u8]) {
+        /// The bytes of which the numbers are decoded at once, a multiple of the size of every element.
+        const BLOCK: usize = 16 << 10;
+        let element = self.dtype.size_in_bytes() as usize;
+        let (mut a, mut b) = (Vec::new(), Vec::new());
+        for (block, (first, second)) in first.chunks(BLOCK).zip(second.chunks(BLOCK)).enumerate() {
+            // Mostly all bytes are equal; only otherwise elements are looked at.
+            if first == second {
+                continue;
+            }
+            a.clear();
+            b.clear();
+            let are_numbers = for_each(self.dtype, first, &mut |value| a.push(value))
+                && for_each(self.dtype, second, &mut |value| b.push(value));
+            let start = (at as usize + block * BLOCK) / element;
+            for (index, (bits_a, bits_b)) in first.chunks_exact(element).zip(second.chunks_exact(element)).enumerate() {
+                if bits_a == bits_b {
+                    continue;
+                }
+                let position = (start + index) as u64;
+                if are_numbers {
+                    self.numbers(position, a[index], b[index]);
+                } else {
+                    self.differs(position);
+                }
+            }
+        }
+    }
+
+    /// Compares the numbers of two elements whose bits differ.
+    fn numbers(&mut self, position: u64, a: f64, b: f64) {
+        // Different integers differ by at least 1, even if they are the same when converted to floats.
+        let least = if self.dtype.is_float() { 0.0 } else { 1.0 };
+        if self.tolerance != Tolerance::default() && !self.tolerance.is_exceeded(a, b, least) {
+            return;
+        }
+        self.differs(position);
+        let distance = (a - b).abs();
+        let max = self.max_abs.get_or_insert(0.0);
+        *max = if max.is_nan() || distance.is_nan() { f64::NAN } else { max.max(distance) };
+    }
+
+    /// Counts an element that differs.
+    fn differs(&mut self, position: u64) {
+        if self.count == 0 {
+            self.first = position;
+        }
+        self.count += 1;
+    }
 }

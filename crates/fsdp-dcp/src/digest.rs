@@ -10,6 +10,7 @@ use fsdp_layout::{DType, TensorBox};
 
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
+use crate::formats::lookup::quantizer_key;
 use crate::formats::opaque::digest_of_opaque;
 use crate::formats::stream::stream;
 use crate::metadata::Entry;
@@ -67,8 +68,27 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
     for ((fqn, dtype, shape), sum) in tensors.into_iter().zip(sums) {
         let sum = sum.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
         digests.insert(fqn, sum.finish(dtype, shape));
+        if let Some((name, digest)) = digest_of_quantizer(checkpoint, fqn)? {
+            digests.insert(name, digest);
+        }
     }
     Ok(digests)
+}
+
+/// Returns the digest of what the integers of a quantized tensor mean, and the name that it has among the digests; `None`
+/// for other tensors, and where a key has that name.
+pub(crate) fn digest_of_quantizer(
+    checkpoint: &dyn Checkpoint,
+    fqn: &str,
+) -> Result<Option<(String, Digest)>, FileError> {
+    let metadata = checkpoint.metadata();
+    let name = quantizer_key(fqn);
+    let is_quantized = metadata.tensor(fqn).is_some_and(|tensor| tensor.properties.dtype.is_quantized());
+    if !is_quantized || metadata.entries.contains_key(&name) {
+        return Ok(None);
+    }
+    let quantizer = checkpoint.quantizer(fqn)?;
+    Ok(quantizer.map(|quantizer| (name, Digest::of_value(&quantizer))))
 }
 
 /// Checks that a copy that was written to `path` has the digests of its original, if that has any.

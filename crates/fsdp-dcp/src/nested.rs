@@ -8,7 +8,6 @@ use indexmap::IndexMap;
 
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
-use crate::formats::structure::key_text;
 
 /// The values of one checkpoint that another one holds in parts.
 #[derive(Debug, Default)]
@@ -75,9 +74,9 @@ fn unfold(
         _ => {}
     }
     match value {
-        PlainValue::Dict(items) if items.iter().all(|(key, _)| key_text(key).is_some()) => {
+        PlainValue::Dict(items) if items.iter().all(|(key, _)| key.key_text().is_some()) => {
             for (name, item) in items {
-                let key = format!("{key}.{}", key_text(&name).unwrap_or_default());
+                let key = format!("{key}.{}", name.key_text().unwrap_or_default());
                 unfold(item, key, is_there, parts, sequences);
             }
         }

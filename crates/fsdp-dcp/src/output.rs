@@ -85,6 +85,8 @@ pub struct Converted {
     pub copied: Vec<String>,
     /// The files and directories beside the source's own that were not.
     pub left_behind: Vec<String>,
+    /// The keys of the notes in the source's headers that the format cannot hold.
+    pub notes_left_out: Vec<String>,
     /// The opaque values that were left out, and the type of each.
     pub dropped: Vec<(String, String)>,
 }

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::thread::Builder;
 
 use tracing::Span;
 
@@ -36,7 +37,9 @@ pub(crate) fn on_each<T: Sync, R: Send>(items: &[T], threads: usize, work: impl 
 pub(crate) fn on_threads(threads: usize, work: impl Fn() -> Result<(), FileError> + Sync) -> Result<(), FileError> {
     let span = Span::current();
     std::thread::scope(|scope| {
-        let others: Vec<_> = (1..threads).map(|_| scope.spawn(|| span.in_scope(&work))).collect();
+        // Where the system grants no more threads, those that there are do the work.
+        let others = (1..threads).map_while(|_| Builder::new().spawn_scoped(scope, || span.in_scope(&work)).ok());
+        let others: Vec<_> = others.collect();
         let mut outcome = work();
         for other in others {
             let theirs = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));

@@ -32,7 +32,7 @@
 //! | integer | `i`; `I` beyond 64 bits | length and decimal text; length and two's-complement bytes |
 //! | float | `f` | 8 bytes |
 //! | text, bytes | `s`, `y` | length and bytes |
-//! | list, tuple, set | `l`, `t`, `S` | number of values, and the values |
+//! | list, tuple, set | `l`, `t`, `S` | number of values, and the values; those of a set in the order of these bytes |
 //! | dict | `d` | number of entries, and each one's key and value |
 //! | tensor | `T` | the 16 bytes of its digest |
 //! | any other | `?` | length and a text that distinguishes it from others |

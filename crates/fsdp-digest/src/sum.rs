@@ -121,7 +121,14 @@ fn encode(value: &PlainValue, to: &mut Vec<u8>) {
         PlainValue::Bytes(bytes) => encode_bytes(b'y', bytes, to),
         PlainValue::List(values) => encode_all(b'l', values, to),
         PlainValue::Tuple(values) => encode_all(b't', values, to),
-        PlainValue::Set(values) => encode_all(b'S', values, to),
+        PlainValue::Set(values) => {
+            // Python's order of a set differs from process to process.
+            let mut encoded: Vec<Vec<u8>> = values.iter().map(encoded).collect();
+            encoded.sort_unstable();
+            to.push(b'S');
+            to.extend((encoded.len() as u64).to_le_bytes());
+            to.extend(encoded.concat());
+        }
         PlainValue::Dict(entries) => {
             to.push(b'd');
             to.extend((entries.len() as u64).to_le_bytes());
@@ -143,6 +150,13 @@ fn encode(value: &PlainValue, to: &mut Vec<u8>) {
         // Kinds that are newer than this version of the format.
         other => encode_bytes(b'?', format!("{other:?}").as_bytes(), to),
     }
+}
+
+/// Returns a value as [`encode`] appends it.
+fn encoded(value: &PlainValue) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    encode(value, &mut bytes);
+    bytes
 }
 
 /// Appends the letter of a kind of value, the length of its bytes, and the bytes.

@@ -205,6 +205,7 @@ fn values_of_other_kinds_and_structures_differ() {
         assert!(!digests[..index].contains(digest), "{:?}", values[index]);
     }
     assert_eq!(digests[4], Digest::of_value(&PlainValue::Float(f64::NAN)));
+    assert_eq!(Digest::of_value(&PlainValue::Set(vec![int(2), int(1)])), digests[12]);
 }
 
 #[test]

@@ -73,6 +73,12 @@ impl DType {
         self.bits() / 8
     }
 
+    /// Returns `true` for quantized types, whose elements mean something only together with a scale and a zero point.
+    #[must_use]
+    pub const fn is_quantized(self) -> bool {
+        matches!(self, DType::QInt8 | DType::QUInt8 | DType::QInt32)
+    }
+
     /// Returns `true` for floating-point types of any width, but not for complex types.
     #[must_use]
     pub const fn is_float(self) -> bool {

@@ -22,6 +22,7 @@ pub mod cover;
 pub mod dtype;
 pub mod failure;
 pub mod flat;
+mod key_text;
 pub mod mesh;
 pub mod path;
 pub mod placement;

@@ -125,7 +125,8 @@ pub struct PlainTensor {
 }
 
 impl PlainValue {
-    /// Returns `true` if the values are equal, with floats compared by their bits: a NaN equals itself.
+    /// Returns `true` if the values are equal, with floats compared by their bits: a NaN equals itself. The order of a
+    /// set does not count, because Python's own differs from process to process.
     #[must_use]
     pub fn same_bits(&self, other: &PlainValue) -> bool {
         fn all(a: &[PlainValue], b: &[PlainValue]) -> bool {
@@ -133,9 +134,14 @@ impl PlainValue {
         }
         match (self, other) {
             (PlainValue::Float(a), PlainValue::Float(b)) => a.to_bits() == b.to_bits(),
-            (PlainValue::List(a), PlainValue::List(b))
-            | (PlainValue::Tuple(a), PlainValue::Tuple(b))
-            | (PlainValue::Set(a), PlainValue::Set(b)) => all(a, b),
+            (PlainValue::List(a), PlainValue::List(b)) | (PlainValue::Tuple(a), PlainValue::Tuple(b)) => all(a, b),
+            (PlainValue::Set(a), PlainValue::Set(b)) => {
+                a.len() == b.len()
+                    && (all(a, b) || {
+                        let (a, b) = (in_one_order(a), in_one_order(b));
+                        a.iter().zip(b).all(|(a, b)| a.same_bits(b))
+                    })
+            }
             (PlainValue::Dict(a), PlainValue::Dict(b)) => {
                 a.len() == b.len() && a.iter().zip(b).all(|((ka, va), (kb, vb))| ka.same_bits(kb) && va.same_bits(vb))
             }
@@ -216,6 +222,23 @@ impl PlainValue {
     }
 }
 
+/// Returns the items of a set in an order that depends only on what they are.
+fn in_one_order(items: &[PlainValue]) -> Vec<&PlainValue> {
+    let mut items: Vec<&PlainValue> = items.iter().collect();
+    items.sort_by_cached_key(|item| order_text(item));
+    items
+}
+
+/// Returns a text by which items of sets are ordered. Items may be tuples and sets.
+fn order_text(item: &PlainValue) -> String {
+    match item {
+        PlainValue::Set(items) => in_one_order(items).into_iter().map(order_text).collect::<Vec<_>>().join(","),
+        PlainValue::Tuple(items) => items.iter().map(order_text).collect::<Vec<_>>().join(","),
+        PlainValue::Typed(of, description) => format!("{of:?} {}", order_text(description)),
+        item => format!("{item:?}"),
+    }
+}
+
 macro_rules! from {
     ($($type:ty => $value:ident $to:expr;)*) => {
         $(impl From<$type> for PlainValue {
@@ -245,5 +268,17 @@ mod tests {
         assert!(nan.same_bits(&nan.clone()));
         assert!(!PlainValue::Bool(true).same_bits(&PlainValue::Int(1)));
         assert!(!PlainValue::Float(0.0).same_bits(&PlainValue::Float(-0.0)));
+    }
+
+    #[test]
+    fn sets_of_the_same_items_are_equal_in_any_order() {
+        let frozen = |items: &[PlainValue]| PlainValue::typed(PythonType::FrozenSet, PlainValue::Set(items.to_vec()));
+        let set = |items: &[PlainValue]| PlainValue::Set(items.to_vec());
+        let first = set(&["a".into(), f64::NAN.into(), frozen(&[1i64.into(), 2i64.into()])]);
+        let second = set(&[frozen(&[2i64.into(), 1i64.into()]), "a".into(), f64::NAN.into()]);
+        assert!(first.same_bits(&second));
+        assert!(!set(&["a".into(), "b".into()]).same_bits(&set(&["a".into(), "c".into()])));
+        assert!(!set(&["a".into()]).same_bits(&set(&["a".into(), "b".into()])));
+        assert!(!set(&[1i64.into(), true.into()]).same_bits(&set(&[1i64.into(), 1i64.into()])));
     }
 }

@@ -99,22 +99,10 @@ fn open_plain(path: &KeyPath, value: &PlainValue, flat: &mut FlatStateDict) -> R
             let mut elements = list.iter().enumerate();
             elements.try_for_each(|(index, value)| open_plain(&path.child(PathPart::Index(index)), value, flat))
         }
-        PlainValue::Dict(entries) => entries
-            .iter()
-            .try_for_each(|(key, value)| open_plain(&path.child(PathPart::Key(key_text(key))), value, flat)),
+        PlainValue::Dict(entries) => entries.iter().try_for_each(|(key, value)| {
+            open_plain(&path.child(PathPart::Key(key.key_text().unwrap_or_else(|| format!("{key:?}")))), value, flat)
+        }),
         leaf => flat.insert(path, leaf.clone().into()),
-    }
-}
-
-/// Returns a dict key as Python's `str` writes it, for the keys that state dicts have.
-fn key_text(key: &PlainValue) -> String {
-    match key {
-        PlainValue::Str(key) => key.clone(),
-        PlainValue::Int(key) => key.to_string(),
-        PlainValue::Float(key) => format!("{key:?}"),
-        PlainValue::Bool(key) => if *key { "True" } else { "False" }.to_owned(),
-        PlainValue::None => "None".to_owned(),
-        other => format!("{other:?}"),
     }
 }
 

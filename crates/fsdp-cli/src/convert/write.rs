@@ -72,6 +72,8 @@ struct Written {
     copied: Vec<String>,
     /// The files and directories beside the source's own that are not copied.
     left_behind: Vec<String>,
+    /// The keys of the notes in the headers of safetensors files that the format cannot hold.
+    notes_left_out: Vec<String>,
     /// The keys of opaque values that are left out.
     dropped: Vec<String>,
     /// The number of tensor-parallel ranks, and the most bytes of tensors that one of them gets.
@@ -238,6 +240,7 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
             containers,
             copied,
             left_behind,
+            notes_left_out,
             dropped,
             ..
         } = done.with_context(|| format!("failed to write `{}`", destination.path))?;
@@ -252,6 +255,7 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
             containers,
             copied,
             left_behind,
+            notes_left_out,
             dropped: dropped.into_iter().map(|(key, of)| format!("{key} ({of})")).collect(),
             ..written
         };
@@ -290,6 +294,10 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
     if !written.left_behind.is_empty() {
         output::talk(&format!("left behind: {}", names(&written.left_behind)));
     }
+    if !written.notes_left_out.is_empty() {
+        let name = destination.name;
+        output::talk(&format!("notes in the header that `{name}` cannot hold: {}", names(&written.notes_left_out)));
+    }
     if destination.json {
         return output::json(&written);
     }
@@ -305,7 +313,7 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
             escaped(path)
         ));
     }
-    output::talk(&format!("wrote {tensors} and {values}, {bytes}{ranks}, to `{path}`"));
+    output::talk(&format!("wrote {tensors} and {values}, {bytes}{ranks}, to `{}`", escaped(path)));
     Ok(())
 }
 
@@ -345,6 +353,7 @@ impl Written {
             containers: Vec::new(),
             copied: Vec::new(),
             left_behind: Vec::new(),
+            notes_left_out: Vec::new(),
             dropped: Vec::new(),
             tensor_parallel: destination.plan.as_ref().map(|plan| Ranks::new(plan, source, destination.dry_run)),
         }

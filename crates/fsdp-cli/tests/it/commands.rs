@@ -545,3 +545,50 @@ fn shells_and_man_are_served() {
         .success()
         .stdout(contains(".TH fsdp\\-convert 1").or(contains(".TH fsdp-convert 1")));
 }
+
+/// Writes a safetensors file of `count` tensors of `length` bytes, the byte `value` over and over.
+fn bytes_of(path: &str, count: usize, length: usize, value: u8) {
+    let data = vec![value; length];
+    let tensors = (0..count).map(|index| {
+        let tensor = safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![length], &data).unwrap();
+        (format!("k{index}"), tensor)
+    });
+    fs::write(path, safetensors::serialize(tensors, None).unwrap()).unwrap();
+}
+
+/// Runs the command in a shell with a limit on its address space, in KiB.
+#[cfg(target_os = "linux")]
+fn limited(kib: u64, arguments: &str) -> std::process::Output {
+    let program = crate::common::program();
+    let script = format!("ulimit -v {kib}; exec '{}' {arguments}", program.display());
+    std::process::Command::new("sh").args(["-c", &script]).output().unwrap()
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn fewer_threads_than_were_asked_for_do_the_same_work() {
+    let directory = TempDir::new().unwrap();
+    let file = place(&directory, "many.safetensors");
+    bytes_of(&file, 600, 1, 7);
+    let output = limited(1_000_000, &format!("verify --threads 500 '{file}'"));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn tensors_that_differ_everywhere_are_compared_in_little_memory() {
+    let directory = TempDir::new().unwrap();
+    let (first, second) = (place(&directory, "a.safetensors"), place(&directory, "b.safetensors"));
+    bytes_of(&first, 1, 48 << 20, 1);
+    bytes_of(&second, 1, 48 << 20, 3);
+    // Two pieces of 16 MiB, beside the program itself. The numbers of one piece would take 256 MiB.
+    let output = limited(300_000, &format!("diff --threads 1 '{first}' '{second}'"));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(
+        output.status.code(),
+        Some(i32::from(exit_codes::DIFFERENCE)),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    assert!(text.contains("k0: 50331648 elements differ, by at most 2"), "{text}");
+}

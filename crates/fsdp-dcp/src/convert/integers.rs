@@ -7,6 +7,7 @@ use indexmap::IndexMap;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::layer::{Layer, Origin, Seen};
+use crate::formats::lookup::quantizer_key;
 use crate::metadata::{BytesEntry, Entry};
 use crate::payload::slot::Slot;
 
@@ -42,7 +43,7 @@ impl<'a> Integers<'a> {
                 tensor.properties.dtype = dtype;
             }
             let Some(quantizer) = source.quantizer(fqn)? else { continue };
-            let key = format!("{fqn}.quantizer");
+            let key = quantizer_key(fqn);
             if metadata.entries.insert(key.clone(), Entry::Bytes(BytesEntry::default())).is_some() {
                 let what = format!("a quantized tensor beside a value `{key}`");
                 return Err(FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what } });

@@ -149,5 +149,11 @@ fn write(
         }
         OutputFormat::Torch => torch::write::write(source, staging, options),
     };
-    Ok(Converted { containers, copied: extra.names(), left_behind, ..converted? })
+    let notes_left_out = match target {
+        OutputFormat::Dcp { .. } | OutputFormat::Torch => {
+            source.notes().iter().map(|(key, _)| (*key).to_owned()).collect()
+        }
+        _ => Vec::new(),
+    };
+    Ok(Converted { containers, copied: extra.names(), left_behind, notes_left_out, ..converted? })
 }

@@ -9,7 +9,17 @@ pub(super) const OPTIM_END: &str = "_optim_states.pt";
 
 /// Returns `true` if a directory with these entries is a DeepSpeed checkpoint.
 pub(crate) fn is_there(names: &[String]) -> bool {
-    names.iter().any(|name| name.ends_with(MODEL_END) || name.ends_with(OPTIM_END))
+    names.iter().any(|name| is_model(name) || is_optimizer(name))
+}
+
+/// Returns `true` for the name of a file of model states. Hidden files, which macOS leaves on foreign disks, are none.
+pub(super) fn is_model(name: &str) -> bool {
+    name.ends_with(MODEL_END) && !name.starts_with('.')
+}
+
+/// Returns `true` for the name of a file of optimizer states.
+pub(super) fn is_optimizer(name: &str) -> bool {
+    name.ends_with(OPTIM_END) && !name.starts_with('.')
 }
 
 /// Reads the ranks in a file's name: the data parallel one, if the file is one of ZeRO's shards.

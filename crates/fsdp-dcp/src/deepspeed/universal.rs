@@ -5,7 +5,7 @@ use std::sync::Arc;
 use fsdp_layout::{KeyPath, PathPart};
 
 use super::flat::Named;
-use super::names::{MODEL_END, data_rank};
+use super::names::{data_rank, is_model};
 use super::state::{add_rest, model_path, shared, state_path};
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler};
@@ -25,7 +25,7 @@ const OPTIMIZER: &str = "optimizer_state.pt";
 
 /// Returns `true` if this directory, with entries of these names, is a Universal Checkpoint.
 pub(crate) fn is_there(location: &Location, names: &[String]) -> Result<bool, FileError> {
-    let is_listed = names.iter().any(|name| name == ZERO) && names.iter().any(|name| name.ends_with(MODEL_END));
+    let is_listed = names.iter().any(|name| name == ZERO) && names.iter().any(|name| is_model(name));
     Ok(is_listed && location.join(ZERO).storage().kind()? == Some(EntryKind::Directory))
 }
 
@@ -33,7 +33,7 @@ pub(crate) fn is_there(location: &Location, names: &[String]) -> Result<bool, Fi
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
     directory.check_covered()?;
-    let models: Vec<String> = directory.names()?.into_iter().filter(|name| name.ends_with(MODEL_END)).collect();
+    let models: Vec<String> = directory.names()?.into_iter().filter(|name| is_model(name)).collect();
     for name in &models {
         data_rank(name).map_err(|source| directory.file_error(name, source))?;
     }

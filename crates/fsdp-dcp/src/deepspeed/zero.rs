@@ -11,9 +11,9 @@ use std::sync::Arc;
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 
 use super::flat::Named;
-use super::names::{MODEL_END, OPTIM_END, data_rank};
+use super::names::{MODEL_END, OPTIM_END, data_rank, is_model, is_optimizer};
 use super::state::{Shapes, add_rest, model_path, param_shapes, shapes_below, shared, state_path};
-use crate::error::FileError;
+use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Held, Piece};
 use crate::formats::checkpoint::Format;
 use crate::formats::read::OpenOptions;
@@ -78,14 +78,18 @@ impl Shards {
     fn read(directory: &CheckedDirectory) -> Result<Self, FileError> {
         let (mut models, mut ranks) = (BTreeMap::new(), BTreeMap::new());
         for name in directory.names()? {
-            let of = match (name.ends_with(MODEL_END), name.ends_with(OPTIM_END)) {
+            let of = match (is_model(&name), is_optimizer(&name)) {
                 (true, _) => &mut models,
                 (_, true) => &mut ranks,
                 _ => continue,
             };
             let rank = data_rank(&name).map_err(|source| directory.file_error(&name, source))?;
             let flat = read_flat(directory, &name)?;
-            of.insert(rank, Named { name: Arc::from(name.as_str()), flat });
+            if let Some(other) = of.insert(rank, Named { name: Arc::from(name.as_str()), flat }) {
+                let reason = format!("it is of the same rank as `{}`: these are files of two saves", other.name);
+                let source = FormatError::Malformed { what: "checkpoint", reason };
+                return Err(directory.file_error(&name, source));
+            }
         }
         let count = ranks.len();
         if models.is_empty() {

@@ -247,6 +247,12 @@ pub trait Checkpoint: Send + Sync {
         Ok(())
     }
 
+    /// Returns the notes that programs have left in the headers of safetensors files (`__metadata__`), by key: a title, or the
+    /// settings of a training.
+    fn notes(&self) -> Vec<(&str, &str)> {
+        Vec::new()
+    }
+
     /// Returns the quantizer of a quantized tensor: a tuple of `torch.per_tensor_affine`, scale and zero point, or of
     /// `torch.per_channel_affine`, the tensors of scales and zero points, and the axis. `None` for other tensors, or if
     /// it is not known.

@@ -200,6 +200,10 @@ impl<L: Layer> Checkpoint for L {
         Layer::digests(self)
     }
 
+    fn notes(&self) -> Vec<(&str, &str)> {
+        self.source(0).notes()
+    }
+
     fn has_stale_digests(&self) -> bool {
         self.source(0).has_stale_digests()
     }

@@ -49,3 +49,8 @@ pub(crate) fn check_length(fqn: &str, bounds: &TensorBox, element: u64, dst: &[u
     }
     Ok(())
 }
+
+/// Returns the key of the value that says what the integers of a quantized tensor mean.
+pub(crate) fn quantizer_key(fqn: &str) -> String {
+    format!("{fqn}.quantizer")
+}

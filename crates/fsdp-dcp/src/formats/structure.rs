@@ -22,40 +22,14 @@ pub enum Structure {
     Module(String, Vec<(PlainValue, Structure)>),
 }
 
-/// Returns the text of a dict's key in a flat key, as Python writes it; `None` for a key that no checkpoint has.
-pub(crate) fn key_text(key: &PlainValue) -> Option<String> {
-    Some(match key {
-        PlainValue::Str(text) => text.clone(),
-        PlainValue::Int(number) => number.to_string(),
-        PlainValue::Bool(true) => "True".to_owned(),
-        PlainValue::Bool(false) => "False".to_owned(),
-        PlainValue::None => "None".to_owned(),
-        PlainValue::Float(number) => number.to_string(),
-        PlainValue::Bytes(bytes) => format!("b'{}'", bytes.escape_ascii()),
-        PlainValue::Tuple(items) => {
-            let items: Option<Vec<String>> = items.iter().map(item_text).collect();
-            format!("({})", items?.join(", "))
-        }
-        PlainValue::Typed(_, description) => return key_text(description),
-        _ => return None,
-    })
-}
-
-/// Returns the text of an item of a tuple that is a key: text is quoted there.
-fn item_text(item: &PlainValue) -> Option<String> {
-    match item {
-        PlainValue::Str(text) => Some(format!("'{text}'")),
-        item => key_text(item),
-    }
-}
-
 /// Returns the texts of the keys of a dict in flat keys. A text gets quotes if another key of the dict looks the same, as
 /// `'1'` beside the number 1. `None` stands for a key that no checkpoint has.
 pub(crate) fn key_texts<'k>(keys: impl Iterator<Item = &'k PlainValue> + Clone) -> Vec<Option<String>> {
-    let others: HashSet<String> = keys.clone().filter(|key| key.as_str().is_none()).filter_map(key_text).collect();
+    let others: HashSet<String> =
+        keys.clone().filter(|key| key.as_str().is_none()).filter_map(PlainValue::key_text).collect();
     keys.map(|key| match key {
-        PlainValue::Str(text) if others.contains(text) => item_text(key),
-        key => key_text(key),
+        PlainValue::Str(text) if others.contains(text) => key.quoted_key_text(),
+        key => key.key_text(),
     })
     .collect()
 }
@@ -184,7 +158,7 @@ impl Structure {
             if let Structure::Dict(items) = structure {
                 let others = items.iter().map(|(key, _)| key).filter(|key| key.as_str().is_none());
                 let others: HashMap<String, &PlainValue> =
-                    others.filter_map(|key| Some((key_text(key)?, key))).collect();
+                    others.filter_map(|key| Some((key.key_text()?, key))).collect();
                 let same = items.iter().find_map(|(key, _)| Some([*others.get(key.as_str()?)?, key]));
                 if let Some(same) = same {
                     return Some((path.flat_key(), same));
@@ -205,7 +179,7 @@ impl Structure {
                     let found =
                         items.iter().position(|(_, child)| matches!(child, Structure::Leaf(leaf) if leaf == neighbour));
                     if let Some(found) = found {
-                        let key = format!("{}{suffix}", key_text(&items[found].0).unwrap_or_default());
+                        let key = format!("{}{suffix}", items[found].0.key_text().unwrap_or_default());
                         items.push((key.into(), Structure::Leaf(fqn.to_owned())));
                         return true;
                     }

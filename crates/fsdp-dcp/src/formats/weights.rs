@@ -12,6 +12,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::index::Index;
 use crate::error::{FileError, FormatError};
 use crate::limits::MAX_LISTED_FILES;
 use crate::storage::checked_directory::CheckedDirectory;
@@ -27,10 +28,10 @@ const VARIANTS: [&str; 7] = ["bf16", "ema", "fp16", "fp32", "fp8", "int8", "non_
 const CONSOLIDATED: &str = "consolidated";
 
 /// The files to read.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) enum Weights {
-    /// The files that the index of this name lists.
-    Indexed(String),
+    /// The files that this index lists.
+    Indexed(Index),
     /// All files of these names.
     Files(Vec<String>),
 }
@@ -64,7 +65,13 @@ impl Weights {
         }
         match &indexed[..] {
             [] => {}
-            [(_, index)] => return Ok(Weights::Indexed((*index).clone())),
+            [(_, index)] => {
+                let index = Index::read(directory, index)?;
+                // One that lists nothing chooses nothing: a model of values only has it.
+                if !index.weight_map.is_empty() {
+                    return Ok(Weights::Indexed(index));
+                }
+            }
             [(_, first), (_, second), ..] => {
                 let what = format!("a directory with both `{first}` and `{second}` (name a file of one of them)");
                 let source = FormatError::Unsupported { what };
@@ -85,7 +92,8 @@ impl Weights {
 /// if there are files of [`STEMS`].
 fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, Group> {
     let mut groups: BTreeMap<String, Group> = BTreeMap::new();
-    for name in names {
+    // macOS leaves a hidden `._NAME` of its own beside every file on foreign disks.
+    for name in names.iter().filter(|name| !name.starts_with('.')) {
         if let Some(stem) = stem_of_index(name, ending) {
             groups.entry(stem).or_default().index = Some(name.clone());
         } else if let Some(base) = name.strip_suffix(ending) {

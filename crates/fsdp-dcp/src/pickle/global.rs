@@ -61,9 +61,11 @@ pub enum Global {
     /// `frozenset`
     FrozenSet,
     /// `dict`, `list`, `int`, `float`: builtins that a `defaultdict` or a `REDUCE` may name.
-    Builtin,
+    Builtin(&'static str),
     /// `bytearray`
     ByteArray,
+    /// `bytes`: how protocol 2 spells bytes of length 0.
+    Bytes,
     /// `_codecs.encode`: how protocol 2 spells bytes.
     CodecsEncode,
     /// `pathlib.PosixPath` and its like.
@@ -152,8 +154,8 @@ impl Global {
                 "set" => Set,
                 "frozenset" => FrozenSet,
                 "bytearray" => ByteArray,
-                "dict" | "list" | "int" | "long" | "float" => Builtin,
-                _ => return None,
+                "bytes" => Bytes,
+                _ => Builtin(["dict", "list", "int", "long", "float"].into_iter().find(|known| *known == name)?),
             },
             "_codecs" if name == "encode" => CodecsEncode,
             "pathlib" | "pathlib._local" => match name {

@@ -16,6 +16,15 @@ impl<'a> Machine<'a> {
         }
     }
 
+    /// Returns the class that a persistent id stands for: before torch 1.6, the class of a module that was saved whole was
+    /// saved as `('module', class, file, source)`.
+    pub(super) fn class_of_module(&self, id: NodeId) -> Option<NodeId> {
+        let Node::Tuple(parts) = self.nodes[id.0 as usize] else { return None };
+        let [kind, class, _file, _source] = *self.tuple(parts) else { return None };
+        let is_module = matches!(self.nodes[kind.0 as usize], Node::Str("module"));
+        (is_module && matches!(self.nodes[class.0 as usize], Node::Foreign(..) | Node::Global(_))).then_some(class)
+    }
+
     /// Records the application `global(*args)`. Calls that build containers and bytes become plain nodes.
     pub(super) fn object(&mut self, global: NodeId, args: NodeId) -> Result1<()> {
         let global = match &self.nodes[global.0 as usize] {
@@ -36,13 +45,14 @@ impl<'a> Machine<'a> {
             Global::FrozenSet => Node::FrozenSet(self.items_of(first)?),
             Global::CodecsEncode => Node::Bytes(Cow::Owned(self.encoded(first, second)?)),
             Global::ByteArray => Node::ByteArray(self.bytes_of(first)?),
+            Global::Bytes => Node::Bytes(self.bytes_of(first)?),
             _ => Node::Object(Box::new(ObjectNode { global, args, state: None })),
         };
         self.push(node)
     }
 
     /// Pushes an opaque node for an object of an unknown class, or for the result of an unknown function.
-    fn opaque(&mut self, module: &'a str, name: &'a str, args: NodeId) -> Result1<()> {
+    pub(super) fn opaque(&mut self, module: &'a str, name: &'a str, args: NodeId) -> Result1<()> {
         let node = OpaqueNode { module, name, args, state: None, items: Vec::new(), entries: Vec::new() };
         self.push(Node::Opaque(Box::new(node)))
     }

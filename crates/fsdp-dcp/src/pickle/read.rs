@@ -268,7 +268,10 @@ impl<'a> Machine<'a> {
                 }
                 b'Q' => {
                     let id = self.pop()?;
-                    self.push(Node::PersistentId(id))?;
+                    match self.class_of_module(id) {
+                        Some(class) => self.stack.push(class),
+                        None => self.push(Node::PersistentId(id))?,
+                    }
                 }
                 b'h' => {
                     let [index] = self.array()?;
@@ -329,8 +332,17 @@ impl<'a> Machine<'a> {
 
     fn text(&mut self, length: u64) -> Result1<()> {
         let bytes = self.take(length)?;
-        let text = std::str::from_utf8(bytes).map_err(|_| PickleErrorKind::Text)?;
-        self.push(Node::Str(text))
+        match std::str::from_utf8(bytes) {
+            Ok(text) => self.push(Node::Str(text)),
+            Err(_) if has_lone_surrogates(bytes) => {
+                // Python's name of a file that is not UTF-8, for example. Rust has no such text, so it is opaque.
+                self.push(Node::Bytes(Cow::Borrowed(bytes)))?;
+                self.push_tuple(self.stack.len() - 1)?;
+                let args = self.pop()?;
+                self.opaque("builtins", "str (with surrogates)", args)
+            }
+            Err(_) => Err(PickleErrorKind::Text),
+        }
     }
 
     fn raw(&mut self, length: u64) -> Result1<()> {
@@ -474,6 +486,15 @@ impl<'a> Machine<'a> {
         self.memo[index] = Some(top);
         Ok(())
     }
+}
+
+/// Returns `true` if bytes are text as Python pickles it: UTF-8, except for halves of surrogate pairs.
+fn has_lone_surrogates(mut bytes: &[u8]) -> bool {
+    while let Err(error) = std::str::from_utf8(bytes) {
+        let [0xed, 0xa0..=0xbf, 0x80..=0xbf, rest @ ..] = &bytes[error.valid_up_to()..] else { return false };
+        bytes = rest;
+    }
+    true
 }
 
 /// Returns a little-endian two's-complement integer, if it fits 64 bits.

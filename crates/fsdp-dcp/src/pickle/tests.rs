@@ -36,6 +36,20 @@ fn a_parsed_list_has_its_items() {
 }
 
 #[test]
+fn text_with_surrogates_is_opaque_and_other_bytes_are_no_text() {
+    // `pickle.dumps({'a': 'x\udcff'}, 2)`
+    let pickle = parse(b"\x80\x02}q\x00X\x01\x00\x00\x00aq\x01X\x04\x00\x00\x00x\xed\xb3\xbfq\x02s.").unwrap();
+    let (_, value) = pickle.dict(pickle.root()).unwrap()[0];
+    let Node::Opaque(object) = pickle.node(value) else { panic!("{:?}", pickle.node(value)) };
+    assert_eq!((object.module, object.name), ("builtins", "str (with surrogates)"));
+    assert_eq!(*pickle.node(pickle.sequence(object.args).unwrap()[0]), Node::Bytes(b"x\xed\xb3\xbf"[..].into()));
+    for bytes in [&b"X\x01\x00\x00\x00\xff."[..], b"X\x02\x00\x00\x00\xed\xb3.", b"X\x04\x00\x00\x00\xed\xb3\xbf\xff."]
+    {
+        assert_eq!(refused(bytes), PickleErrorKind::Text);
+    }
+}
+
+#[test]
 fn unknown_globals_are_named_and_never_built() {
     let value_of = |bytes: &[u8]| {
         let pickle = parse(bytes).unwrap();

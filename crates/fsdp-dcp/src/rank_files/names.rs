@@ -40,7 +40,7 @@ impl RankFile {
             "optimizer_0" => "optimizer",
             item => item,
         };
-        let is_sane = !item.is_empty() && rank < MAX_RANKS && world_size.is_none_or(|count| count <= MAX_RANKS);
+        let is_sane = is_item(item) && rank < MAX_RANKS && world_size.is_none_or(|count| count <= MAX_RANKS);
         is_sane.then(|| RankFile {
             name: name.to_owned(),
             item: item.to_owned(),
@@ -55,7 +55,7 @@ impl RankFile {
     pub(super) fn parse_bare(name: &str) -> Option<Self> {
         let (before, rank) = split_number(name.strip_suffix(".pt")?)?;
         let item = before.strip_suffix('_')?;
-        let is_sane = !item.is_empty() && rank < MAX_RANKS;
+        let is_sane = is_item(item) && rank < MAX_RANKS;
         is_sane.then(|| RankFile {
             name: name.to_owned(),
             item: item.to_owned(),
@@ -70,6 +70,12 @@ impl RankFile {
     pub(super) fn of_rank(&self, rank: usize) -> String {
         format!("{}{rank}{}", self.before, self.end)
     }
+}
+
+/// Returns `true` for the name of a state. Hidden files are somebody else's: macOS leaves one beside every file on foreign
+/// disks.
+fn is_item(item: &str) -> bool {
+    !item.is_empty() && !item.starts_with('.')
 }
 
 /// Splits the digits from the end of a text.

@@ -14,8 +14,8 @@ use tracing::warn;
 use super::header::{Header, TensorInfo};
 use super::paths::{self, PATHS};
 use super::sidecar::{
-    DIGESTS, DIGESTS_LAYOUT, SHARDS, VALUES_FILE, VALUES_HASH, digests_of_text, layout_text, shard_name, values_beside,
-    values_hash, values_names,
+    DIGESTS, DIGESTS_LAYOUT, SHARDS, VALUES_FILE, VALUES_HASH, digests_of_text, is_about_file, layout_text, shard_name,
+    values_beside, values_hash, values_names,
 };
 use super::slices::{RANK_NOTE, RankNote, SliceBox, rank_in_name};
 use super::values_read;
@@ -50,6 +50,8 @@ pub(crate) struct SafetensorsCheckpoint {
     boxes: HashMap<String, HashSet<TensorBox>>,
     /// The places of all keys, where a header or a values file has them.
     paths: Option<IndexMap<String, KeyPath>>,
+    /// The notes in the headers, by key. If several files have the same key, the first one counts.
+    notes: IndexMap<String, String>,
     /// The digests in the header of a single file.
     digests: Option<StateDigest>,
     /// `true` if the header has digests of what the file held before.
@@ -89,6 +91,7 @@ impl SafetensorsCheckpoint {
             strides: HashMap::new(),
             boxes: HashMap::new(),
             paths: None,
+            notes: IndexMap::new(),
             digests: None,
             has_stale_digests: false,
         }
@@ -145,7 +148,7 @@ impl SafetensorsCheckpoint {
         let names = directory.names()?;
         let mut opened = Self::without_files(&location, Format::SafetensorsDirectory, directory);
         match Weights::choose(&opened.directory, &names, ENDING)? {
-            Weights::Indexed(index) => opened.add_indexed(&index)?,
+            Weights::Indexed(index) => opened.add_indexed(index)?,
             Weights::Files(files) => {
                 let mut shards = 0;
                 let mut first: Option<RankNote> = None;
@@ -186,7 +189,7 @@ impl SafetensorsCheckpoint {
 
     /// Checks that as many files exist as the checkpoint was written in.
     fn check_shards(&self, names: &[String], shards: usize) -> Result<(), FileError> {
-        let there = names.iter().filter(|name| name.ends_with(ENDING)).count();
+        let there = names.iter().filter(|name| name.ends_with(ENDING) && !name.starts_with('.')).count();
         if there >= shards {
             return Ok(());
         }
@@ -212,8 +215,7 @@ impl SafetensorsCheckpoint {
     }
 
     /// Adds the tensors that an index names, each from the file that it gives.
-    fn add_indexed(&mut self, index: &str) -> Result<(), FileError> {
-        let index = Index::read(&self.directory, index)?;
+    fn add_indexed(&mut self, index: Index) -> Result<(), FileError> {
         for (file, keys) in index.files(&self.directory)? {
             self.add_file(file, Some((&index, &keys)))?;
         }
@@ -230,6 +232,9 @@ impl SafetensorsCheckpoint {
         let error = |source| self.directory.file_error(name, source);
         let malformed = |reason: String| error(FormatError::Malformed { what: "safetensors header", reason });
         let header = Header::read(&*file).map_err(error)?;
+        for (key, text) in header.metadata.iter().filter(|(key, _)| !is_about_file(key)) {
+            self.notes.entry(key.clone()).or_insert_with(|| text.clone());
+        }
         if let Some(text) = header.metadata.get(PATHS) {
             self.paths = Some(paths::decode(text).map_err(error)?);
         }
@@ -401,6 +406,10 @@ impl Checkpoint for SafetensorsCheckpoint {
 
     fn digests(&self) -> Option<&StateDigest> {
         self.directory.digests().or(self.digests.as_ref())
+    }
+
+    fn notes(&self) -> Vec<(&str, &str)> {
+        self.notes.iter().map(|(key, text)| (key.as_str(), text.as_str())).collect()
     }
 
     fn has_stale_digests(&self) -> bool {

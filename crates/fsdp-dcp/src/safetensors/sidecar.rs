@@ -28,6 +28,12 @@ pub(crate) const DIGESTS: &str = "fsdp.digests";
 /// but its header has another length, because it pads less. That tells that the digests are stale.
 pub(crate) const DIGESTS_LAYOUT: &str = "fsdp.digests.layout";
 
+/// Returns `true` for the key of a text in a `__metadata__` that says how a file is written. All others are somebody's notes
+/// about what it holds.
+pub(crate) fn is_about_file(key: &str) -> bool {
+    key.starts_with("fsdp.") || matches!(key, "format" | "DCP_VERSION" | "DCP_SHARDING_INFO")
+}
+
 /// Returns the text of [`DIGESTS_LAYOUT`] for a file whose data begins at `data`, with these tensors in the order of its
 /// header: name, dtype, shape, and start in the data. All texts have the same length.
 pub(crate) fn layout_text<'t>(

@@ -29,18 +29,22 @@ pub(super) fn malformed(reason: impl ToString) -> FormatError {
     FormatError::Malformed { what: "values file", reason: reason.to_string() }
 }
 
-/// Encodes a values file. A tensor inside a value is given to `tensor` with a key by its path (`py.tuple.0`), under
-/// which it must be stored among the other tensors.
+/// A function that stores a tensor that was inside a value among the other tensors, and returns the key that it has got.
+/// Its argument is a key by the tensor's path (`py.tuple.0`); tensors in one value may have the same one.
+type StoreTensor<'f, 'v> = dyn FnMut(String, &'v PlainTensor) -> String + 'f;
+
+/// Encodes a values file. An error comes with the key of the value that cannot be written.
 pub(crate) fn encode<'v>(
     values: &'v IndexMap<String, PlainValue>,
-    tensor: &mut dyn FnMut(String, &'v PlainTensor),
-) -> Result<Vec<u8>, FormatError> {
+    tensor: &mut StoreTensor<'_, 'v>,
+) -> Result<Vec<u8>, (String, FormatError)> {
     let mut object = Map::new();
     for (fqn, value) in values {
-        object.insert(fqn.clone(), to_json(value, fqn, 0, tensor)?);
+        let json = to_json(value, fqn, 0, tensor).map_err(|error| (fqn.clone(), error))?;
+        object.insert(fqn.clone(), json);
     }
     let file = json!({ "format": FORMAT, "version": VERSION, "values": object });
-    let mut bytes = serde_json::to_vec_pretty(&file).map_err(malformed)?;
+    let mut bytes = serde_json::to_vec_pretty(&file).map_err(|error| (String::new(), malformed(error)))?;
     bytes.push(b'\n');
     Ok(bytes)
 }
@@ -55,7 +59,7 @@ fn to_json<'v>(
     value: &'v PlainValue,
     path: &str,
     depth: usize,
-    tensor: &mut dyn FnMut(String, &'v PlainTensor),
+    tensor: &mut StoreTensor<'_, 'v>,
 ) -> Result<Value, FormatError> {
     // The JSON reader accepts 128 levels of nesting, and a dict with a tag takes three of them.
     const DEEPEST: usize = 40;
@@ -109,8 +113,7 @@ fn to_json<'v>(
             if plain && object.len() == entries.len() { Value::Object(object) } else { json!({ "$dict": pairs }) }
         }
         PlainValue::Tensor(inside) => {
-            tensor(path.to_owned(), inside);
-            json!({ "$tensor": path })
+            json!({ "$tensor": tensor(path.to_owned(), inside) })
         }
         PlainValue::Typed(of, description) => {
             let mut object = Map::new();

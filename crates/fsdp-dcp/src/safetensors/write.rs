@@ -1,5 +1,7 @@
 //! Writing safetensors: one file, Hugging Face's layout, or torch's shards.
 
+use std::collections::HashSet;
+
 use fsdp_digest::{BoxPlace, Digest, StateDigest, Sum};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
@@ -12,7 +14,7 @@ use super::sidecar::{
 };
 use super::values;
 use crate::digest::check_copy;
-use crate::error::{FileError, FormatError, wrong_box};
+use crate::error::{FileError, wrong_box};
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::CopiedFiles;
 use crate::metadata::Metadata;
@@ -42,21 +44,27 @@ impl Piece<'_> {
 /// The tensors that were inside values, by the keys that they get.
 pub(super) type Inside<'a> = IndexMap<String, &'a PlainTensor>;
 
-/// The values that safetensors cannot hold, and the paths of keys that cannot be told from the flat keys.
+/// The contents of a checkpoint besides tensors: the values that safetensors cannot hold, the paths of keys that cannot be told
+/// from the flat keys, and the notes in its headers.
 pub(super) struct Aside {
     values: IndexMap<String, PlainValue>,
     paths: Option<String>,
+    notes: IndexMap<String, String>,
+    /// The keys of the tensors that have keys of their own.
+    tensors: HashSet<String>,
 }
 
 impl Aside {
-    /// Reads all values of a checkpoint.
+    /// Reads all values and notes of a checkpoint.
     pub(super) fn read(source: &dyn Checkpoint) -> Result<Self, FileError> {
         let metadata = source.metadata();
         let mut values = IndexMap::new();
         for (fqn, _) in metadata.values() {
             values.insert(fqn.to_owned(), source.read_value(fqn)?);
         }
-        Ok(Aside { values, paths: paths::encode(metadata) })
+        let notes = source.notes().into_iter().map(|(key, text)| (key.to_owned(), text.to_owned())).collect();
+        let tensors = metadata.tensors().map(|(fqn, _)| fqn.to_owned()).collect();
+        Ok(Aside { values, paths: paths::encode(metadata), notes, tensors })
     }
 
     /// Encodes the values file, if there are values, and returns the tensors that were inside values.
@@ -65,16 +73,30 @@ impl Aside {
         if self.values.is_empty() {
             return Ok((None, inside));
         }
-        let bytes = values::encode(&self.values, &mut |key, tensor| {
-            inside.insert(key, tensor);
+        let bytes = values::encode(&self.values, &mut |path, tensor| {
+            let key = self.free_key(path, &inside);
+            inside.insert(key.clone(), tensor);
+            key
         });
-        let bytes = bytes.map_err(|source| FileError::Encode { fqn: VALUES_FILE.to_owned(), source })?;
+        let bytes = bytes.map_err(|(fqn, source)| FileError::Encode { fqn, source })?;
         Ok((Some(bytes), inside))
     }
 
-    /// Returns the texts for the header of a file; the first one has the paths.
+    /// Returns the key for a tensor that was inside a value: its path, with a number behind it if that is taken.
+    fn free_key(&self, path: String, inside: &Inside<'_>) -> String {
+        let is_taken =
+            |key: &String| inside.contains_key(key) || self.tensors.contains(key) || self.values.contains_key(key);
+        // Many tensors may have one path. A number that counts all of them is mostly free at once.
+        let numbered = (inside.len()..).map(|number| format!("{path}.{number}"));
+        std::iter::once(path.clone()).chain(numbered).find(|key| !is_taken(key)).unwrap_or(path)
+    }
+
+    /// Returns the texts for the header of a file; the first one has the notes and the paths.
     pub(super) fn texts(&self, is_first: bool) -> IndexMap<String, String> {
         let mut texts = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
+        if is_first {
+            texts.extend(self.notes.clone());
+        }
         if let (Some(paths), true) = (&self.paths, is_first) {
             texts.insert(PATHS.to_owned(), paths.clone());
         }
@@ -92,10 +114,6 @@ pub(super) fn whole_tensors<'a>(
         pieces.push(Piece { fqn, dtype: tensor.properties.dtype, bounds: TensorBox::whole(&tensor.shape) });
     }
     for (fqn, tensor) in inside {
-        if source.metadata().entries.contains_key(fqn) {
-            let what = "a key that is both a tensor's own and that of a tensor inside a value".to_owned();
-            return Err(FileError::Encode { fqn: fqn.clone(), source: FormatError::Unsupported { what } });
-        }
         pieces.push(Piece { fqn, dtype: tensor.dtype, bounds: TensorBox::whole(&tensor.shape) });
     }
     Ok(pieces)

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue};
+use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
 use super::legacy;
@@ -122,10 +122,10 @@ impl Flattener<'_, '_> {
                 }
                 Structure::Module(format!("{}.{}", object.module, object.name), items)
             }
-            Node::Dict(entries) => {
+            Node::Dict(entries) if !self.has_opaque_key(entries)? => {
                 let mut keys = Vec::with_capacity(entries.len());
                 for &(key, _) in entries {
-                    keys.push(convert(p, key, &mut self.walk, &mut |_| Err(unsupported_key(p, key)))?);
+                    keys.push(self.key(key)?);
                 }
                 let texts = key_texts(keys.iter());
                 let mut items: Vec<(PlainValue, Structure)> = Vec::with_capacity(entries.len());
@@ -158,6 +158,28 @@ impl Flattener<'_, '_> {
         Ok(structure)
     }
 
+    /// Makes the key of a dict.
+    fn key(&mut self, id: NodeId) -> Result<PlainValue, FormatError> {
+        let p = self.pickle;
+        convert(p, id, &mut self.walk, &mut |_: &TensorRef| Err(unsupported_key(p, id)))
+    }
+
+    /// Returns `true` if a key of a dict is an object that only running code could build, as an enum or a number of NumPy
+    /// is. Then nothing in the dict has a flat key, and all of it is one opaque value.
+    fn has_opaque_key(&mut self, entries: &[(NodeId, NodeId)]) -> Result<bool, FormatError> {
+        for &(key, _) in entries {
+            // Nearly all keys are text.
+            if matches!(self.pickle.node(key), Node::Str(_)) {
+                continue;
+            }
+            match self.key(key) {
+                Err(FormatError::Pickle(error)) if opaque_type(&error).is_some() => return Ok(true),
+                key => drop(key?),
+            }
+        }
+        Ok(false)
+    }
+
     /// Makes the value of a flat key.
     fn leaf(&mut self, id: NodeId) -> Result<Leaf, FormatError> {
         let p = self.pickle;
@@ -175,17 +197,16 @@ impl Flattener<'_, '_> {
             Err(error) => return Err(error),
         }
         let loader = &mut self.loader;
-        let mut load = |tensor: &TensorRef| -> Result<PlainTensor, FormatError> { loader.load(tensor) };
         let mut aside = self.walk.aside();
         let found = match TensorRef::of(p, id) {
             Ok(Some(tensor)) => {
                 let quantizer = match tensor.quantizer {
-                    Some(quantizer) => Some(convert(p, quantizer, &mut self.walk, &mut load)?),
+                    Some(quantizer) => Some(convert(p, quantizer, &mut self.walk, loader)?),
                     None => None,
                 };
                 return Ok(Leaf::Tensor(tensor, quantizer));
             }
-            Ok(None) => convert(p, id, &mut self.walk, &mut load),
+            Ok(None) => convert(p, id, &mut self.walk, loader),
             Err(error) => Err(error.into()),
         };
         match found {
@@ -193,7 +214,7 @@ impl Flattener<'_, '_> {
             Err(FormatError::Pickle(error)) => {
                 let Some(of) = opaque_type(&error) else { return Err(error.into()) };
                 // Describe the opaque value now, because the pickle is not kept.
-                let description = convert(p, id, &mut aside, &mut load)?;
+                let description = convert(p, id, &mut aside, loader)?;
                 self.walk.resume(aside);
                 Ok(Leaf::Value(Held::Opaque(of, description)))
             }

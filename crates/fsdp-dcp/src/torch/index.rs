@@ -8,7 +8,6 @@ use super::read::{add, read_flat};
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
-use crate::formats::index::Index;
 use crate::formats::read::OpenOptions;
 use crate::formats::weights::{Weights, is_known};
 use crate::storage::backend::Links;
@@ -29,7 +28,7 @@ pub(crate) fn open(location: &Location, names: &[String], options: OpenOptions) 
     let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
     directory.check_covered()?;
     let index = match Weights::choose(&directory, names, ENDING)? {
-        Weights::Indexed(index) => Index::read(&directory, &index)?,
+        Weights::Indexed(index) => index,
         Weights::Files(files) => return open_files(location, directory, &files),
     };
     let files = index.files(&directory)?;

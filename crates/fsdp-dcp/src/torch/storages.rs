@@ -63,7 +63,8 @@ impl Storages {
         self.data_offset_of(source, &tensor.storage, tensor.storage_bytes)
     }
 
-    fn data_offset_of(&self, source: &dyn ReadAt, key: &str, bytes: u64) -> Result<u64, FormatError> {
+    /// Returns the start of the data of a storage, of which this many bytes must be there.
+    pub(crate) fn data_offset_of(&self, source: &dyn ReadAt, key: &str, bytes: u64) -> Result<u64, FormatError> {
         let start = self.start_of(key, bytes)?;
         match self {
             Storages::Archive(archive) => {

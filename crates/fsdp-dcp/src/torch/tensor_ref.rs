@@ -123,24 +123,54 @@ fn check_resolved(p: &Pickle<'_>, metadata: NodeId) -> Result<(), PickleError> {
     Ok(())
 }
 
+/// A storage that a pickle refers to.
+pub(crate) struct StorageRef {
+    /// Its key: the record `data/<key>`.
+    pub(crate) key: String,
+    /// Its bytes.
+    pub(crate) bytes: u64,
+    /// The type of its elements; `None` if it is untyped.
+    dtype: Option<DType>,
+    /// The node of its class.
+    class: NodeId,
+}
+
+impl StorageRef {
+    /// Returns the storage that this node, a persistent id, describes.
+    pub(crate) fn of(p: &Pickle<'_>, id: NodeId) -> Result<Self, PickleError> {
+        let Node::PersistentId(persistent) = *p.node(id) else { return Err(p.wrong(id, "a storage")) };
+        let [kind, class, key, _location, numel, ..] = *p.sequence(persistent)? else {
+            return Err(p.wrong(persistent, "a storage's five values"));
+        };
+        if p.str(kind)? != "storage" {
+            return Err(p.wrong(kind, "the word `storage`"));
+        }
+        let dtype = match p.node(class) {
+            Node::Global(Global::TypedStorage(dtype)) => Some(*dtype),
+            Node::Global(Global::UntypedStorage) => None,
+            _ => return Err(p.wrong(class, "a storage class")),
+        };
+        let bytes = p.unsigned(numel)?.checked_mul(dtype.map_or(1, DType::size_in_bytes));
+        let bytes = bytes.ok_or_else(|| p.error(id, PickleErrorKind::Value { what: "a storage is too large" }))?;
+        Ok(StorageRef { key: p.str(key)?.to_owned(), bytes, dtype, class })
+    }
+
+    /// Returns torch's name of its class.
+    pub(crate) fn class(&self) -> String {
+        match self.dtype.and_then(storage_class) {
+            Some(class) => format!("torch.{class}"),
+            None => "torch.UntypedStorage".to_owned(),
+        }
+    }
+}
+
 fn tensor(p: &Pickle<'_>, at: NodeId, args: [NodeId; 4], untyped: Option<DType>) -> Result<TensorRef, PickleError> {
     let [storage, offset, shape, strides] = args;
-    let Node::PersistentId(persistent) = *p.node(storage) else { return Err(p.wrong(storage, "a storage")) };
-    let [kind, class, key, _location, numel, ..] = *p.sequence(persistent)? else {
-        return Err(p.wrong(persistent, "a storage's five values"));
+    let storage = StorageRef::of(p, storage)?;
+    let (Some(dtype), true) = (storage.dtype.or(untyped), storage.dtype.is_none() == untyped.is_some()) else {
+        return Err(p.wrong(storage.class, "a storage class"));
     };
-    if p.str(kind)? != "storage" {
-        return Err(p.wrong(kind, "the word `storage`"));
-    }
     let absurd = |what| p.error(at, PickleErrorKind::Value { what });
-    let (dtype, storage_bytes) = match (p.node(class), untyped) {
-        (Node::Global(Global::TypedStorage(dtype)), None) => {
-            let bytes = p.unsigned(numel)?.checked_mul(dtype.size_in_bytes());
-            (*dtype, bytes.ok_or_else(|| absurd("a storage is too large"))?)
-        }
-        (Node::Global(Global::UntypedStorage), Some(dtype)) => (dtype, p.unsigned(numel)?),
-        _ => return Err(p.wrong(class, "a storage class")),
-    };
     let shape = p.sizes(shape)?;
     let strides = p.sizes(strides)?;
     if shape.len() != strides.len() {
@@ -156,14 +186,14 @@ fn tensor(p: &Pickle<'_>, at: NodeId, args: [NodeId; 4], untyped: Option<DType>)
             .zip(&strides)
             .try_fold(offset, |at, (&size, &stride)| at.checked_add((size as u64 - 1).checked_mul(stride as u64)?));
         let end = last.and_then(|last| last.checked_add(1)?.checked_mul(dtype.size_in_bytes()));
-        if end.is_none_or(|end| end > storage_bytes) {
+        if end.is_none_or(|end| end > storage.bytes) {
             return Err(absurd("a tensor reaches beyond its storage"));
         }
     }
     let layout = StridedLayout { bounds: TensorBox::whole(&shape), offset, strides };
     Ok(TensorRef {
-        storage: p.str(key)?.to_owned(),
-        storage_bytes,
+        storage: storage.key,
+        storage_bytes: storage.bytes,
         dtype,
         shape,
         layout,
@@ -179,13 +209,13 @@ fn storage_class(dtype: DType) -> Option<&'static str> {
 
 /// Checks that torch can rebuild a tensor of this type from its bytes alone.
 pub(crate) fn check_writable(dtype: DType) -> Result<(), FormatError> {
-    match dtype {
+    if dtype.is_quantized() {
         // Scale and zero point are not part of the elements.
-        DType::QInt8 | DType::QUInt8 | DType::QInt32 => {
-            Err(FormatError::Unsupported { what: format!("writing the quantized dtype `{dtype}` as a torch tensor") })
-        }
-        _ => Ok(()),
+        return Err(FormatError::Unsupported {
+            what: format!("writing the quantized dtype `{dtype}` as a torch tensor"),
+        });
     }
+    Ok(())
 }
 
 /// Writes the pickle of a row-major tensor whose bytes are the whole storage `key`.

@@ -1,9 +1,12 @@
 //! Non-tensor values: items of `torch.save`, from and to plain values.
 
-use fsdp_layout::{PlainTensor, PlainValue, PythonType, TensorBox};
+use std::collections::HashMap;
+
+use fsdp_digest::{Digest, Sum};
+use fsdp_layout::{DType, PlainTensor, PlainValue, PythonType, TensorBox};
 
 use super::storages::Storages;
-use super::tensor_ref::{TensorRef, check_writable, write_tensor};
+use super::tensor_ref::{StorageRef, TensorRef, check_writable, write_tensor};
 use super::zip::{ArchiveLayout, Directory, ROOT};
 use crate::budget::Budget;
 use crate::error::FormatError;
@@ -209,7 +212,7 @@ pub(crate) fn decode_value_within(
     let storages = Storages::Archive(directory);
     let mut loader = TensorLoader::new(&storages, item);
     let mut walk = if describes { Walk::describing(&parsed) } else { Walk::new(&parsed) };
-    convert(&parsed, parsed.root(), &mut walk, &mut |tensor| loader.load(tensor))
+    convert(&parsed, parsed.root(), &mut walk, &mut loader)
 }
 
 /// Reads the value of an item that `torch.save` made.
@@ -262,23 +265,68 @@ pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<O
     let Some(quantizer) = quantizer else { return Ok(None) };
     let storages = Storages::Archive(archive.clone());
     let mut loader = TensorLoader::new(&storages, source);
-    convert(&parsed, quantizer, &mut Walk::new(&parsed), &mut |tensor| loader.load(tensor)).map(Some)
+    convert(&parsed, quantizer, &mut Walk::new(&parsed), &mut loader).map(Some)
+}
+
+/// The storages beside a pickle in its file, for the values that refer to them.
+pub(crate) trait BesidePickle {
+    /// Returns a tensor inside a value, with its elements.
+    fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError>;
+
+    /// Describes the first bytes of a storage that is itself inside an opaque object.
+    fn storage(&mut self, key: &str, bytes: u64) -> Result<PlainValue, FormatError>;
+}
+
+/// A function that returns tensors. Storages are then described by their lengths.
+impl<F: FnMut(&TensorRef) -> Result<PlainTensor, FormatError>> BesidePickle for F {
+    fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
+        self(tensor)
+    }
+
+    fn storage(&mut self, _: &str, bytes: u64) -> Result<PlainValue, FormatError> {
+        Ok(PlainValue::Str(format!("{bytes} bytes")))
+    }
 }
 
 /// A loader of the tensors inside values, up to a limit of bytes in all.
 pub(crate) struct TensorLoader<'a> {
     storages: &'a Storages,
     source: &'a dyn ReadAt,
+    /// The bytes of tensors that may still be loaded.
     budget: Budget,
+    /// The bytes of storages that may still be digested.
+    to_digest: Budget,
+    /// The digests of storages, by their keys and lengths, so that each is read once.
+    digests: HashMap<(String, u64), Digest>,
 }
 
 impl<'a> TensorLoader<'a> {
     /// Makes a loader of tensors whose storages are in this file.
     pub(crate) fn new(storages: &'a Storages, source: &'a dyn ReadAt) -> Self {
-        TensorLoader { storages, source, budget: Budget::new(source.len(), 1) }
+        let budget = || Budget::new(source.len(), 1);
+        TensorLoader { storages, source, budget: budget(), to_digest: budget(), digests: HashMap::new() }
     }
 
-    pub(crate) fn load(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
+    /// Returns the digest of the first bytes of a storage.
+    fn digest(&self, key: &str, bytes: u64) -> Result<Digest, FormatError> {
+        /// The bytes that are read at once.
+        const AT_ONCE: u64 = 1 << 20;
+        let start = self.storages.data_offset_of(self.source, key, bytes)?;
+        let mut buffer = vec![0; bytes.min(AT_ONCE) as usize];
+        let mut sum = Sum::default();
+        let mut at = 0;
+        while at < bytes {
+            let piece = &mut buffer[..(bytes - at).min(AT_ONCE) as usize];
+            self.source.read_exact_at(start + at, piece)?;
+            sum.add_bytes(at, piece);
+            at += piece.len() as u64;
+        }
+        Ok(sum.finish(DType::U8, &[bytes as usize]))
+    }
+}
+
+impl BesidePickle for TensorLoader<'_> {
+    fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
         let element = tensor.dtype.size_in_bytes() as usize;
         let length = tensor.shape.iter().product::<usize>() * element;
         let start = self.storages.data_offset(self.source, tensor)?;
@@ -290,11 +338,26 @@ impl<'a> TensorLoader<'a> {
         read_overlap(&mut BlockReader::new(self.source), start, element, &tensor.layout, &whole, &mut slot)?;
         Ok(PlainTensor { dtype: tensor.dtype, shape: tensor.shape.clone(), data })
     }
+
+    fn storage(&mut self, key: &str, bytes: u64) -> Result<PlainValue, FormatError> {
+        let known = self.digests.get(&(key.to_owned(), bytes)).copied();
+        let digest = match known {
+            Some(digest) => digest,
+            None => {
+                // Storages of many lengths may be claimed to lie in one record.
+                self.to_digest.charge("bytes of storages in values", bytes)?;
+                let digest = self.digest(key, bytes)?;
+                self.digests.insert((key.to_owned(), bytes), digest);
+                digest
+            }
+        };
+        Ok(PlainValue::Str(format!("{bytes} bytes with the digest {digest}")))
+    }
 }
 
 /// Returns the plain value of a pickle's node. A tensor in it is an error, because a pickle does not hold its bytes.
 pub fn value_of(pickle: &Pickle<'_>, id: NodeId) -> Result<PlainValue, FormatError> {
-    convert(pickle, id, &mut Walk::new(pickle), &mut |_| {
+    convert(pickle, id, &mut Walk::new(pickle), &mut |_: &TensorRef| {
         Err(FormatError::Unsupported { what: "a tensor inside this value".to_owned() })
     })
 }
@@ -304,6 +367,7 @@ fn unnamed(p: &Pickle<'_>, id: NodeId) -> PickleError {
     let name = match p.node(id) {
         Node::Global(global) => format!("{global:?}"),
         Node::Object(object) => format!("{:?}", object.global),
+        Node::PersistentId(_) => "Storage".to_owned(),
         other => other.kind().to_owned(),
     };
     p.error(id, PickleErrorKind::Global { module: "torch".to_owned(), name })
@@ -322,35 +386,62 @@ fn described(
     p: &Pickle<'_>,
     object: &OpaqueNode<'_>,
     walk: &mut Walk,
-    load: &mut dyn FnMut(&TensorRef) -> Result<PlainTensor, FormatError>,
+    beside: &mut dyn BesidePickle,
 ) -> Result<PlainValue, FormatError> {
     let mut parts = vec![("$type".into(), format!("{}.{}", object.module, object.name).into())];
     if !p.sequence(object.args).is_ok_and(<[NodeId]>::is_empty) {
-        parts.push(("args".into(), convert(p, object.args, walk, load)?));
+        parts.push(("args".into(), convert(p, object.args, walk, beside)?));
     }
     if let Some(state) = object.state {
-        parts.push(("state".into(), convert(p, state, walk, load)?));
+        parts.push(("state".into(), convert(p, state, walk, beside)?));
     }
     if !object.items.is_empty() {
-        let items = object.items.iter().map(|&item| convert(p, item, walk, load));
+        let items = object.items.iter().map(|&item| convert(p, item, walk, beside));
         parts.push(("items".into(), PlainValue::List(items.collect::<Result<_, _>>()?)));
     }
     if !object.entries.is_empty() {
         let mut entries = Vec::new();
         for &(key, value) in &object.entries {
-            entries.push((convert(p, key, walk, load)?, convert(p, value, walk, load)?));
+            entries.push((convert(p, key, walk, beside)?, convert(p, value, walk, beside)?));
         }
         parts.push(("entries".into(), PlainValue::Dict(entries)));
     }
     Ok(PlainValue::Dict(parts))
 }
 
-/// Turns a node into a value; `load` fetches the tensors in it.
+/// Describes a storage that is itself in an opaque object: its class, and its bytes.
+fn described_storage(storage: &StorageRef, beside: &mut dyn BesidePickle) -> Result<PlainValue, FormatError> {
+    let bytes = beside.storage(&storage.key, storage.bytes)?;
+    Ok(PlainValue::Dict(vec![("$type".into(), storage.class().into()), ("data".into(), bytes)]))
+}
+
+/// Returns a tensor inside a value. One that is quantized is opaque there, because nothing would keep its scale.
+fn tensor_in_value(
+    p: &Pickle<'_>,
+    id: NodeId,
+    tensor: &TensorRef,
+    walk: &mut Walk,
+    beside: &mut dyn BesidePickle,
+) -> Result<PlainValue, FormatError> {
+    let Some(quantizer) = tensor.quantizer else { return Ok(PlainValue::Tensor(beside.tensor(tensor)?)) };
+    if !walk.describes() {
+        let (module, name) = ("torch".to_owned(), "Tensor (quantized, inside another value)".to_owned());
+        return Err(p.error(id, PickleErrorKind::Global { module, name }).into());
+    }
+    let quantizer = convert(p, quantizer, walk, beside)?;
+    Ok(PlainValue::Dict(vec![
+        ("$type".into(), "torch.Tensor".into()),
+        ("elements".into(), PlainValue::Tensor(beside.tensor(tensor)?)),
+        ("quantizer".into(), quantizer),
+    ]))
+}
+
+/// Turns a node into a value, with the tensors in it, which lie `beside` the pickle.
 pub(crate) fn convert(
     p: &Pickle<'_>,
     id: NodeId,
     walk: &mut Walk,
-    load: &mut dyn FnMut(&TensorRef) -> Result<PlainTensor, FormatError>,
+    beside: &mut dyn BesidePickle,
 ) -> Result<PlainValue, FormatError> {
     walk.enter(p, id)?;
     let copied = match p.node(id) {
@@ -363,7 +454,7 @@ pub(crate) fn convert(
     };
     walk.charge(p, id, "copies of text and bytes", copied as u64)?;
     let mut all = |walk: &mut Walk, items: &[NodeId]| -> Result<Vec<PlainValue>, FormatError> {
-        items.iter().map(|&item| convert(p, item, walk, load)).collect()
+        items.iter().map(|&item| convert(p, item, walk, beside)).collect()
     };
     let value = match p.node(id) {
         Node::None => PlainValue::None,
@@ -381,8 +472,8 @@ pub(crate) fn convert(
         Node::Dict(entries) => {
             let mut dict: Vec<(PlainValue, PlainValue)> = Vec::with_capacity(entries.len());
             for &(key, value) in entries {
-                let key = convert(p, key, walk, load)?;
-                dict.push((key, convert(p, value, walk, load)?));
+                let key = convert(p, key, walk, beside)?;
+                dict.push((key, convert(p, value, walk, beside)?));
             }
             PlainValue::Dict(dict)
         }
@@ -390,10 +481,16 @@ pub(crate) fn convert(
             PlainValue::typed(PythonType::DType, format!("torch.{}", dtype.torch_name()))
         }
         Node::Global(Global::QScheme(name)) => PlainValue::typed(PythonType::QScheme, format!("torch.{name}")),
-        Node::Opaque(object) if walk.describes() => described(p, object, walk, load)?,
+        Node::Opaque(object) if walk.describes() => described(p, object, walk, beside)?,
         Node::Foreign(module, name) if walk.describes() => PlainValue::Str(format!("{module}.{name}")),
+        Node::Global(Global::Bytes) if walk.describes() => PlainValue::Str("builtins.bytes".to_owned()),
+        Node::Global(Global::Builtin(name)) if walk.describes() => PlainValue::Str(format!("builtins.{name}")),
         Node::Global(global) if walk.describes() => PlainValue::Str(format!("{global:?}")),
-        Node::PersistentId(inner) if walk.describes() => convert(p, *inner, walk, load)?,
+        Node::PersistentId(inner) if walk.describes() => match StorageRef::of(p, id) {
+            Ok(storage) => described_storage(&storage, beside)?,
+            // One of a class that is not known.
+            Err(_) => convert(p, *inner, walk, beside)?,
+        },
         Node::Foreign(..) | Node::Opaque(_) => return Err(p.wrong(id, "a plain value").into()),
         Node::Global(_) | Node::PersistentId(_) => return Err(unnamed(p, id).into()),
         Node::Object(object) => match (object.global, p.args(object)) {
@@ -410,13 +507,13 @@ pub(crate) fn convert(
                 PlainValue::typed(PythonType::Device, format!("{}:{}", p.str(*kind)?, p.int(*index)?))
             }
             _ => match TensorRef::of(p, id) {
-                Ok(Some(tensor)) => PlainValue::Tensor(load(&tensor)?),
+                Ok(Some(tensor)) => tensor_in_value(p, id, &tensor, walk, beside)?,
                 Err(error) if !(walk.describes() && opaque_type(&error).is_some()) => return Err(error.into()),
                 _ if walk.describes() => {
                     let mut parts = vec![("$type".into(), format!("{:?}", object.global).into())];
                     for (name, part) in [("args", Some(object.args)), ("state", object.state)] {
                         if let Some(part) = part {
-                            parts.push((name.into(), convert(p, part, walk, load)?));
+                            parts.push((name.into(), convert(p, part, walk, beside)?));
                         }
                     }
                     PlainValue::Dict(parts)

@@ -7,10 +7,10 @@ use indexmap::IndexMap;
 
 use super::tensor_ref::{check_writable, write_tensor};
 use super::value::put;
-use super::zip::ArchiveLayout;
+use super::zip::{ArchiveLayout, ROOT};
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
-use crate::formats::structure::{Structure, key_text};
+use crate::formats::structure::Structure;
 use crate::limits::MAX_DEPTH;
 use crate::metadata::{Metadata, TensorEntry};
 use crate::output::{ConvertOptions, Converted};
@@ -96,7 +96,7 @@ impl<'a> Pickled<'a> {
     ) -> Result<(), FormatError> {
         check_depth(depth)?;
         for (key, item) in items {
-            let name = format!("{prefix}{}", key_text(key).unwrap_or_default());
+            let name = format!("{prefix}{}", key.key_text().unwrap_or_default());
             if let Structure::Module(_, below) = item {
                 self.put_module(&format!("{name}."), below, depth + 1)?;
                 continue;
@@ -164,8 +164,9 @@ pub(crate) fn write(
         lengths.push(length.ok_or_else(|| unsupported(fqn, "a tensor of absurd size"))?);
         boxes.push(TensorBox::whole(shape));
     }
-    let root =
-        staging.target().file_stem().and_then(|stem| stem.to_str()).unwrap_or("archive").replace(['/', '\\'], "_");
+    // As torch does, except for a name that no record can begin with.
+    let stem = staging.target().file_stem().and_then(|stem| stem.to_str()).filter(|stem| *stem != ".");
+    let root = stem.unwrap_or(ROOT).replace(['/', '\\'], "_");
     let layout = ArchiveLayout::new(&root, bytes, &lengths);
 
     // Tensors inside values go by the number of their storage, which is not a key of a checkpoint.

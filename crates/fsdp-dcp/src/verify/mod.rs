@@ -13,6 +13,7 @@ mod add_integrity;
 mod checksums;
 mod report;
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -20,6 +21,7 @@ use fsdp_digest::{Digest, Sum};
 use fsdp_layout::TensorBox;
 use serde::{Deserialize, Serialize};
 
+use crate::digest::digest_of_quantizer;
 use crate::elements::Census;
 use crate::error::FileError;
 use crate::formats::checkpoint::{Checkpoint, Format, PartOf};
@@ -289,10 +291,19 @@ fn deep(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, progre
             report.add(Some(fqn), stored, &wrong_digest(checkpoint, fqn));
         }
     }
-    let recorded = checkpoint.digests().into_iter().flat_map(|recorded| recorded.iter());
-    for (fqn, _) in recorded.filter(|(fqn, _)| !checkpoint.metadata().entries.contains_key(*fqn)) {
-        report.add(Some(fqn), None, &wrong_digest(checkpoint, fqn));
+    let Some(recorded) = checkpoint.digests() else { return };
+    let mut others: HashMap<&str, Digest> =
+        recorded.iter().filter(|(fqn, _)| !checkpoint.metadata().entries.contains_key(*fqn)).collect();
+    for (fqn, _) in checkpoint.metadata().tensors() {
+        match digest_of_quantizer(checkpoint, fqn) {
+            Ok(Some((name, digest))) if others.get(&*name) == Some(&digest) => _ = others.remove(&*name),
+            Ok(_) => {}
+            Err(error) => report.add(Some(fqn), None, &error),
+        }
     }
+    let mut others: Vec<&str> = others.into_keys().collect();
+    others.sort_unstable();
+    others.into_iter().for_each(|fqn| report.add(Some(fqn), None, &wrong_digest(checkpoint, fqn)));
 }
 
 fn wrong_digest(checkpoint: &dyn Checkpoint, fqn: &str) -> FileError {

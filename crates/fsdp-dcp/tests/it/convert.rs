@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use fsdp_dcp::FileError;
-use fsdp_dcp::checkpoint::{Checkpoint as _, Format, open};
+use fsdp_dcp::checkpoint::{Checkpoint, Format, open};
 use fsdp_dcp::convert::{Cast, ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_dcp::internals::encode_value;
 use fsdp_dcp::reader::OpenOptions;
@@ -283,5 +283,49 @@ fn a_tensor_whose_name_is_that_of_the_headers_texts_is_refused() {
     for target in [OutputFormat::SafetensorsFile, OutputFormat::SafetensorsShards { ranks: 2 }] {
         let error = convert(&*source, &to, target, ConvertOptions::default()).unwrap_err();
         assert!(with_causes(&error).contains("__metadata__") && !to.exists(), "{error}");
+    }
+}
+
+#[test]
+fn notes_in_a_header_stay_where_the_format_has_a_place_for_them() {
+    let parent = tempfile::tempdir().unwrap();
+    let from = parent.path().join("lora.safetensors");
+    let data = 1.5f32.to_le_bytes();
+    let tensor = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![1], &data).unwrap();
+    let notes = [("format", "pt"), ("ss_network_dim", "16"), ("modelspec.title", "ünter")];
+    let notes: std::collections::HashMap<String, String> =
+        notes.into_iter().map(|(key, text)| (key.to_owned(), text.to_owned())).collect();
+    std::fs::write(&from, safetensors::serialize([("w", tensor)], Some(notes)).unwrap()).unwrap();
+    let source = open(&from, OpenOptions::default()).unwrap();
+    let notes_of = |checkpoint: &dyn Checkpoint| -> Vec<(String, String)> {
+        let mut notes: Vec<_> =
+            checkpoint.notes().into_iter().map(|(key, text)| (key.to_owned(), text.to_owned())).collect();
+        notes.sort();
+        notes
+    };
+    let expected =
+        [("modelspec.title", "ünter"), ("ss_network_dim", "16")].map(|(key, text)| (key.to_owned(), text.to_owned()));
+    assert_eq!(notes_of(&*source), expected);
+    let cast = View::new(&*source, |_| Rename::Keep, Some(Cast::parameters(DType::F16))).unwrap();
+    for (number, (target, keeps)) in [
+        (OutputFormat::SafetensorsFile, true),
+        (OutputFormat::SafetensorsDirectory { max_file_bytes: 1 << 30 }, true),
+        (OutputFormat::SafetensorsShards { ranks: 2 }, true),
+        (OutputFormat::Torch, false),
+        (OutputFormat::Dcp { ranks: 1 }, false),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let to = parent.path().join(number.to_string());
+        let mut done = convert(&cast, &to, target, ConvertOptions::default()).unwrap();
+        done.notes_left_out.sort();
+        let written = open(&to, OpenOptions::default()).unwrap();
+        if keeps {
+            assert_eq!(notes_of(&*written), expected, "{target:?}");
+            assert!(done.notes_left_out.is_empty());
+        } else {
+            assert_eq!(done.notes_left_out, ["modelspec.title", "ss_network_dim"], "{target:?}");
+        }
     }
 }

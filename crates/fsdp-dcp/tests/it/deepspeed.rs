@@ -3,6 +3,7 @@
 use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::{Checkpoint, Format};
 use fsdp_dcp::convert::{Rename, View};
+use fsdp_dcp::verify::with_causes;
 use fsdp_layout::PlainValue;
 use tempfile::TempDir;
 
@@ -87,4 +88,23 @@ fn shards_that_do_not_fit_are_refused() {
     copy(&fixture("deepspeed/zero2"), &zero2);
     std::fs::copy(zero2.join("mp_rank_00_model_states.pt"), zero2.join("mp_rank_01_model_states.pt")).unwrap();
     assert!(format!("{:#?}", refused(&zero2)).contains("tensor parallelism"));
+}
+
+#[test]
+fn hidden_files_are_no_shards_and_shards_of_two_saves_are_refused() {
+    let parent = TempDir::new().unwrap();
+    for name in ["deepspeed/zero2", "deepspeed/zero3"] {
+        let path = parent.path().join(name);
+        copy(&fixture(name), &path);
+        for entry in std::fs::read_dir(fixture(name)).unwrap() {
+            let hidden = format!("._{}", entry.unwrap().file_name().to_str().unwrap());
+            std::fs::write(path.join(hidden), [0, 5, 22, 7]).unwrap();
+        }
+        assert_eq!(opened(&path).metadata().entries.len(), opened(&fixture(name)).metadata().entries.len());
+    }
+    let path = parent.path().join("deepspeed/zero2");
+    let shard = "zero_pp_rank_1_mp_rank_00_optim_states.pt";
+    let other = path.join(format!("bf16_{shard}"));
+    std::fs::copy(path.join(shard), other).unwrap();
+    assert!(with_causes(&refused(&path)).contains("files of two saves"));
 }

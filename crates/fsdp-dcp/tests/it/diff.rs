@@ -1,13 +1,17 @@
-//! Comparisons within a tolerance.
+//! Comparisons within a tolerance, and of what is no plain tensor.
 
 use std::path::Path;
 
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::diff::{Tolerance, diff};
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp_dcp::diff::{Difference, Tolerance, diff, diff_digests};
+use fsdp_dcp::digest::digest;
 use fsdp_dcp::internals::encode_value;
+use fsdp_dcp::verify::{Level, add_integrity, verify};
 use fsdp_layout::{DType, PlainTensor, PlainValue};
 
-use crate::foreign::opened;
+use crate::foreign::{fixture, opened};
 
 fn file(path: &Path, number: f32) -> Box<dyn Checkpoint> {
     let tensor = PlainTensor { dtype: DType::F32, shape: vec![1], data: number.to_le_bytes().to_vec() };
@@ -31,5 +35,93 @@ fn nothing_is_near_an_infinity_but_itself() {
                 assert_eq!(differences == 0, is_near, "{a} and {b} within {tolerance:?}");
             }
         }
+    }
+}
+
+/// Returns the differences of two checkpoints, with their keys.
+fn differences(first: &dyn Checkpoint, second: &dyn Checkpoint, tolerance: Tolerance) -> Vec<(String, Difference)> {
+    let mut found = Vec::new();
+    diff(first, second, tolerance, &mut |key, difference| found.push((key.to_owned(), difference))).unwrap();
+    found
+}
+
+#[test]
+fn the_tolerance_holds_for_values_that_one_checkpoint_has_in_parts() {
+    let parent = tempfile::tempdir().unwrap();
+    let group = |lr: f64| PlainValue::Dict(vec![("lr".into(), lr.into()), ("name".into(), "a".into())]);
+    let write = |name: &str, state: PlainValue| {
+        let path = parent.path().join(name);
+        std::fs::write(&path, encode_value(&state).unwrap()).unwrap();
+        opened(&path)
+    };
+    // A tuple that holds no tensors is one value; the items of a list of dicts have keys of their own.
+    let whole = write("whole", PlainValue::Dict(vec![("groups".into(), PlainValue::Tuple(vec![group(0.5)]))]));
+    let parts = write("parts", PlainValue::Dict(vec![("groups".into(), PlainValue::List(vec![group(0.5625)]))]));
+    let values = |found: Vec<(String, Difference)>| {
+        found.into_iter().filter(|(_, difference)| matches!(difference, Difference::Value { .. })).count()
+    };
+    let near = Tolerance { absolute: 0.125, relative: 0.0 };
+    for (first, second) in [(&whole, &parts), (&parts, &whole)] {
+        assert_eq!(values(differences(&**first, &**second, Tolerance::default())), 1);
+        assert_eq!(values(differences(&**first, &**second, near)), 0);
+    }
+}
+
+#[test]
+fn what_differs_in_one_thing_other_than_elements_is_found() {
+    let parent = tempfile::tempdir().unwrap();
+    let names = ["scale", "zero_point", "channel_scales", "packed", "conjugated", "negated", "storage", "type"];
+    for name in names {
+        let [first, second] = [1, 2].map(|number| fixture(&format!("twins/{name}_{number}.pt")));
+        let [a, b] = [&first, &second].map(|path| opened(path));
+        assert!(differences(&*a, &*a, Tolerance::default()).is_empty(), "{name}");
+        let found = differences(&*a, &*b, Tolerance::default());
+        assert!(matches!(found[..], [(ref key, Difference::Value { .. })] if key == "x"), "{name}: {found:?}");
+        let [digest_a, digest_b] = [&a, &b].map(|of| digest(&**of, 1).unwrap());
+        assert_ne!(digest_a.root(), digest_b.root(), "{name}");
+        // The recorded digests tell it too, and a deep verification finds them in order.
+        let sealed = [&first, &second].map(|path| {
+            let copy = parent.path().join(path.file_name().unwrap());
+            std::fs::copy(path, &copy).unwrap();
+            add_integrity(copy.as_path(), None).unwrap();
+            let sealed = opened(&copy);
+            assert!(verify(&*sealed, Level::Deep, None).unwrap().is_ok(), "{name}");
+            sealed
+        });
+        let mut keys = Vec::new();
+        assert!(diff_digests(&*sealed[0], &*sealed[1], &mut |key, _| keys.push(key.to_owned())).unwrap());
+        assert_eq!(keys, ["x"], "{name}");
+    }
+}
+
+#[test]
+fn a_quantized_tensor_inside_a_value_is_not_written_without_its_scale() {
+    let parent = tempfile::tempdir().unwrap();
+    let source = opened(&fixture("twins/packed_1.pt"));
+    for (number, target) in
+        [OutputFormat::SafetensorsFile, OutputFormat::Torch, OutputFormat::Dcp { ranks: 1 }].into_iter().enumerate()
+    {
+        let to = parent.path().join(number.to_string());
+        let refused = convert(&*source, &to, target, ConvertOptions::default());
+        let Err(FileError::Opaque { values }) = refused else { panic!("{refused:?}") };
+        assert_eq!(values, [("x".to_owned(), "torch.Tensor (quantized, inside another value)".to_owned())]);
+    }
+}
+
+#[test]
+fn an_empty_dict_at_the_end_of_a_list_is_a_difference() {
+    let parent = tempfile::tempdir().unwrap();
+    let write = |name: &str, items: Vec<PlainValue>| {
+        let path = parent.path().join(name);
+        let state = PlainValue::Dict(vec![("x".into(), PlainValue::List(items))]);
+        std::fs::write(&path, encode_value(&state).unwrap()).unwrap();
+        opened(&path)
+    };
+    // The first is one value, the second a list whose items have keys.
+    let first = write("first", vec![1i64.into()]);
+    let second = write("second", vec![1i64.into(), PlainValue::Dict(Vec::new())]);
+    for (a, b) in [(&first, &second), (&second, &first)] {
+        let found = differences(&**a, &**b, Tolerance::default());
+        assert!(matches!(found[..], [(ref key, Difference::Container { .. })] if key == "x"), "{found:?}");
     }
 }

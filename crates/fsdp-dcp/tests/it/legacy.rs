@@ -96,3 +96,12 @@ fn tensors_whose_conjugation_or_negation_is_pending_are_not_read_as_what_their_s
         assert!(converted.unwrap_err().to_string().contains("`z`"));
     }
 }
+
+#[test]
+fn a_module_that_was_saved_whole_opens_in_the_old_format_too() {
+    let source = open(fixture("legacy_module.pt"), OpenOptions::default()).unwrap();
+    let tensors: Vec<(&str, &[usize])> =
+        source.metadata().tensors().map(|(fqn, tensor)| (fqn, tensor.shape.as_slice())).collect();
+    assert_eq!(tensors, [("0.weight", &[3, 2][..]), ("0.bias", &[3])]);
+    assert!(verify(&*source, Level::Deep, None).unwrap().is_ok());
+}

@@ -324,3 +324,21 @@ fn looking_for_what_is_opaque_reads_no_elements() {
     let read = Checkpoint::bytes_read(&source) - before - looked;
     assert!(looked < read, "{looked} of {read}");
 }
+
+#[test]
+fn an_object_as_a_key_and_text_that_is_no_text_make_only_their_value_opaque() {
+    let parent = tempfile::tempdir().unwrap();
+    for (name, key, of) in [
+        ("numpy_key.pt", "by_class", "numpy._core.multiarray.scalar"),
+        ("surrogate.pt", "path", "builtins.str (with surrogates)"),
+    ] {
+        let source = open(foreign(name), OpenOptions::default()).unwrap();
+        assert!(verify(&*source, Level::Deep, None).unwrap().is_ok(), "{name}");
+        let to = parent.path().join(name);
+        let refused = convert(&*source, &to, OutputFormat::Torch, ConvertOptions::default());
+        let Err(FileError::Opaque { values }) = refused else { panic!("{name}: {refused:?}") };
+        assert_eq!(values, [(key.to_owned(), of.to_owned())]);
+        let options = ConvertOptions { drop_opaque: true, ..ConvertOptions::default() };
+        assert_eq!(convert(&*source, &to, OutputFormat::Torch, options).unwrap().tensors, 1);
+    }
+}

@@ -195,3 +195,16 @@ fn directories_of_torch_checkpointing_are_read() {
     assert_eq!(source.read_value("trainer.rank_0.step").unwrap().as_int(), Some(7));
     assert_eq!(source.read_value("trainer.rank_1.seed").unwrap().as_int(), Some(7));
 }
+
+#[test]
+fn hidden_files_are_no_ranks() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("verl");
+    copy(&fixture("per_rank/verl"), &path);
+    for entry in std::fs::read_dir(fixture("per_rank/verl")).unwrap() {
+        let hidden = format!("._{}", entry.unwrap().file_name().to_str().unwrap());
+        std::fs::write(path.join(hidden), [0, 5, 22, 7]).unwrap();
+    }
+    let keys = |path| -> Vec<String> { opened(path).metadata().entries.keys().cloned().collect() };
+    assert_eq!(keys(&path), keys(&fixture("per_rank/verl")));
+}

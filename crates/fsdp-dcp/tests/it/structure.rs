@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_dcp::diff::{Difference, Tolerance, diff};
@@ -9,6 +10,7 @@ use fsdp_dcp::digest::digest;
 use fsdp_dcp::internals::{decode_value, encode_value};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::Durable;
+use fsdp_dcp::verify::{Level, verify};
 use fsdp_layout::{DType, PlainTensor, PlainValue, PythonType};
 
 use crate::state::{State, save};
@@ -333,4 +335,66 @@ fn nested_keys_without_values_need_no_values_file() {
             .unwrap();
         assert_eq!(decode_value(&std::fs::read(&back).unwrap()).unwrap(), value, "{name}");
     }
+}
+
+#[test]
+fn tensors_inside_a_value_stay_apart_where_their_paths_are_the_same() {
+    let parent = tempfile::tempdir().unwrap();
+    let inside = dict([
+        (1i64.into(), tensor(1)),
+        ("1".into(), tensor(2)),
+        ("a.b".into(), tensor(3)),
+        ("a".into(), dict([("b".into(), tensor(4))])),
+    ]);
+    let value = PlainValue::Set(vec![PlainValue::Tuple(vec![inside])]);
+    // A tensor and a value of their own have the keys of tensors inside the value.
+    let state = dict([("x".into(), value.clone()), ("x.0.0.1".into(), tensor(5)), ("x.0.0.a.b".into(), "text".into())]);
+    let from = parent.path().join("from.pt");
+    std::fs::write(&from, encode_value(&state).unwrap()).unwrap();
+    let source = open(&from, OpenOptions::default()).unwrap();
+    for (number, target) in
+        [OutputFormat::SafetensorsFile, OutputFormat::SafetensorsShards { ranks: 2 }].into_iter().enumerate()
+    {
+        let to = parent.path().join(number.to_string());
+        convert(&*source, &to, target, ConvertOptions::default()).unwrap();
+        let written = open(&to, OpenOptions::default()).unwrap();
+        assert_eq!(written.read_value("x").unwrap(), value, "{target:?}");
+        assert_eq!(written.metadata().entries.len(), 3);
+        assert!(verify(&*written, Level::Deep, None).unwrap().is_ok());
+    }
+}
+
+#[test]
+fn bytes_of_no_length_are_bytes() {
+    // `torch.save({'b': b''})`: protocol 2 calls `bytes` for them.
+    let pickle = b"\x80\x02}q\x00X\x01\x00\x00\x00bq\x01c__builtin__\nbytes\nq\x02)Rq\x03s.";
+    let parsed = fsdp_dcp::internals::parse(pickle).unwrap();
+    let value = fsdp_dcp::internals::value_of(&parsed, parsed.root()).unwrap();
+    assert_eq!(value, dict([("b".into(), PlainValue::Bytes(Vec::new()))]));
+}
+
+#[test]
+fn a_dict_with_a_number_and_its_text_as_keys_is_equal_to_itself() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("state.pt");
+    for keys in [["1".into(), 1i64.into()], [1i64.into(), "1".into()]] {
+        let [first, second]: [PlainValue; 2] = keys;
+        std::fs::write(&path, encode_value(&dict([(first, tensor(1)), (second, tensor(2))])).unwrap()).unwrap();
+        let [a, b] = [(); 2].map(|()| open(&path, OpenOptions::default()).unwrap());
+        let mut found = Vec::new();
+        diff(&*a, &*b, Tolerance::default(), &mut |key, difference| found.push((key.to_owned(), difference))).unwrap();
+        assert_eq!(found, []);
+    }
+}
+
+#[test]
+fn a_value_that_is_too_deep_for_a_format_is_named() {
+    let parent = tempfile::tempdir().unwrap();
+    let deep = (0..60).fold(PlainValue::None, |inner, _| PlainValue::List(vec![inner]));
+    let from = parent.path().join("from.pt");
+    std::fs::write(&from, encode_value(&dict([("a".into(), 1i64.into()), ("b".into(), deep)])).unwrap()).unwrap();
+    let source = open(&from, OpenOptions::default()).unwrap();
+    let refused = convert(&*source, parent.path().join("to"), OutputFormat::SafetensorsFile, ConvertOptions::default());
+    let Err(FileError::Encode { fqn, .. }) = refused else { panic!("{refused:?}") };
+    assert_eq!(fqn, "b");
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::{Format, open};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_dcp::internals::encode_value;
+use fsdp_dcp::internals::{decode_value, encode_value};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, verify, with_causes};
 use fsdp_layout::{DType, PlainTensor, PlainValue};
@@ -114,4 +114,39 @@ fn a_directory_with_one_file_of_torch_is_a_model() {
     let done = convert(&*source, &to, directory, ConvertOptions::default()).unwrap();
     assert_eq!(done.copied, ["config.json"]);
     assert_eq!(open(&to, OpenOptions::default()).unwrap().metadata().entries.keys().collect::<Vec<_>>(), ["a"]);
+}
+
+#[test]
+fn hidden_files_are_no_weights() {
+    let parent = tempfile::tempdir().unwrap();
+    weights(&parent.path().join("model-00001-of-00002.safetensors"), &["a"]);
+    weights(&parent.path().join("model-00002-of-00002.safetensors"), &["b"]);
+    // What macOS leaves beside files on disks of others.
+    std::fs::write(parent.path().join("._model-00001-of-00002.safetensors"), [0, 5, 22, 7]).unwrap();
+    let opened = open(parent.path(), OpenOptions::default()).unwrap();
+    let keys: Vec<&String> = opened.metadata().entries.keys().collect();
+    assert_eq!(keys, ["a", "b"]);
+}
+
+#[test]
+fn an_index_that_lists_nothing_leaves_no_files_out() {
+    let parent = tempfile::tempdir().unwrap();
+    // Values only, in a nested dict whose path is not told by its flat key.
+    let state = PlainValue::Dict(vec![("a".into(), PlainValue::Dict(vec![("b.c".into(), 1i64.into())]))]);
+    let from = parent.path().join("from.pt");
+    std::fs::write(&from, encode_value(&state).unwrap()).unwrap();
+    let source = open(&from, OpenOptions::default()).unwrap();
+    let to = parent.path().join("hf");
+    let target = OutputFormat::SafetensorsDirectory { max_file_bytes: 1 << 20 };
+    convert(&*source, &to, target, ConvertOptions::default()).unwrap();
+    let back = parent.path().join("back.pt");
+    convert(&*open(&to, OpenOptions::default()).unwrap(), &back, OutputFormat::Torch, ConvertOptions::default())
+        .unwrap();
+    assert_eq!(decode_value(&std::fs::read(back).unwrap()).unwrap(), state);
+    // Of a model, too.
+    let model = parent.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    weights(&model.join("model-00001-of-00001.safetensors"), &["a"]);
+    std::fs::write(model.join("model.safetensors.index.json"), r#"{"weight_map": {}}"#).unwrap();
+    assert_eq!(open(&model, OpenOptions::default()).unwrap().metadata().entries.len(), 1);
 }
