@@ -21,6 +21,8 @@ pub(super) const SILENCE: Duration = Duration::from_millis(1750);
 pub(super) struct State {
     /// This rank.
     pub(super) rank: usize,
+    /// The most ranks of a group that send their records to each other directly.
+    direct_up_to: usize,
     pub(super) ranks: Vec<RankState>,
     /// The time of silence after which a rank is lost even if an operation may take longer: the job's own deadline.
     pub(super) patience: Duration,
@@ -87,10 +89,11 @@ impl GroupState {
 
 impl State {
     /// Creates the state of a rank that has just connected to all others.
-    pub(super) fn new(rank: usize, ranks: usize, deadline: Duration, now: Instant) -> Self {
+    pub(super) fn new(rank: usize, ranks: usize, direct_up_to: usize, deadline: Duration, now: Instant) -> Self {
         let connected = |_| RankState { left: None, said_goodbye: false, last_frame_received: now };
         State {
             rank,
+            direct_up_to,
             ranks: (0..ranks).map(connected).collect(),
             patience: deadline.max(SILENCE),
             last_heartbeat_sent: now,
@@ -200,7 +203,7 @@ impl State {
                 state.failure = Some((round, error.clone()));
                 state.ranks.iter().copied().filter(|&rank| rank != self.rank).collect()
             }
-            Some((_, known)) if known == error && !state.gatherings.is_empty() => {
+            Some((_, known)) if known == error && state.ranks.len() > self.direct_up_to => {
                 state.schedule.steps().map(|step| state.ranks[step.to]).collect()
             }
             Some(_) => Vec::new(),
@@ -322,7 +325,7 @@ mod tests {
     #[test]
     fn the_first_rank_of_a_group_that_died_is_named_and_not_one_that_left_after_it() {
         let now = Instant::now();
-        let mut state = State::new(0, 4, SILENCE, now);
+        let mut state = State::new(0, 4, 32, SILENCE, now);
         state.open(7, &[0, 1, 2]);
         let died = || io::Error::from(io::ErrorKind::UnexpectedEof);
         // A rank of another group has nothing to do with it.
@@ -341,7 +344,7 @@ mod tests {
     #[test]
     fn the_first_round_that_failed_counts_whoever_tells_first() {
         let now = Instant::now();
-        let mut state = State::new(0, 3, SILENCE, now);
+        let mut state = State::new(0, 3, 32, SILENCE, now);
         state.open(7, &[0, 1, 2]);
         let until = now + SILENCE;
         let round = |number| Round { number, sequence: number, operation: "barrier", deadline: SILENCE, until };
@@ -358,7 +361,7 @@ mod tests {
     #[test]
     fn frames_that_no_rank_sends_are_refused() {
         let now = Instant::now();
-        let mut state = State::new(0, 2, SILENCE, now);
+        let mut state = State::new(0, 2, 32, SILENCE, now);
         // There is no rank 2.
         let of_nobody = [&[2][..], &[0; 7]].concat();
         let refused = [

@@ -94,7 +94,7 @@ impl Node {
         deadline: Duration,
         direct_up_to: usize,
     ) -> io::Result<Arc<Node>> {
-        let state = State::new(rank, streams.len(), deadline, Instant::now());
+        let state = State::new(rank, streams.len(), direct_up_to, deadline, Instant::now());
         let inbox = Arc::new(Inbox { state: Mutex::new(state), changed: Condvar::new(), asked: Condvar::new() });
         let mut writers = Vec::with_capacity(streams.len());
         let mut threads = Vec::with_capacity(streams.len());

@@ -131,7 +131,7 @@ impl World {
         let start = Instant::now();
         let mut random = Random::new(seed);
         let rank = |number: usize| {
-            let mut state = State::new(number, ranks, DEADLINE, start);
+            let mut state = State::new(number, ranks, 1, DEADLINE, start);
             state.open(GROUP, &(0..ranks).collect::<Vec<_>>());
             let fault = faults.iter().find(|(at_fault, _)| *at_fault == number).map(|(_, fault)| *fault);
             Rank {
