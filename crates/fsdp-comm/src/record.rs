@@ -1,4 +1,4 @@
-//! The record that each rank sends to all others in a round: its call, its error if it has one, and its payload if that
+//! The record of each rank that all others get in a round: its call, its error if it has one, and its payload if that
 //! is small.
 
 use std::borrow::Cow;

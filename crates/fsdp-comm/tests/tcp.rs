@@ -33,8 +33,10 @@ fn rank_process() {
         }
         return;
     }
-    let shared_memory = variable("FSDP_TEST_MEMORY").as_deref() == Some("shared");
+    let memory = variable("FSDP_TEST_MEMORY");
+    let shared_memory = memory.as_deref() == Some("shared");
     let options = TcpOptions::new(Environment::from_env().unwrap()).deadline(DEADLINE).shared_memory(shared_memory);
+    let options = if memory.as_deref() == Some("relayed") { options.direct_up_to(1) } else { options };
     let group = options.connect().unwrap();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let mapped = maps.lines().filter(|line| line.contains("memfd:fsdp")).count();
@@ -106,6 +108,10 @@ macro_rules! conformance_tests {
         mod sockets {
             $(#[test] fn $name() { super::run_all($prefix, "none"); })*
         }
+        // As in large groups.
+        mod relayed_records {
+            $(#[test] fn $name() { super::run_all($prefix, "relayed"); })*
+        }
     };
 }
 
@@ -153,7 +159,7 @@ fn hit(signal: Signal, victim: usize, len: usize, memory: &str, reason: &str) {
 
 #[test]
 fn a_rank_that_is_killed_is_named() {
-    for memory in ["shared", "none"] {
+    for memory in ["shared", "none", "relayed"] {
         for victim in [0, 2] {
             for len in [5, 3_000_000] {
                 hit(Signal::KILL, victim, len, memory, "exited without leaving");
@@ -166,7 +172,7 @@ fn a_rank_that_is_killed_is_named() {
 fn a_rank_that_is_stopped_is_named() {
     // Side by side, as each takes a whole deadline.
     std::thread::scope(|scope| {
-        for memory in ["shared", "none"] {
+        for memory in ["shared", "none", "relayed"] {
             for (victim, len) in [(0, 5), (1, 3_000_000)] {
                 scope.spawn(move || hit(Signal::STOP, victim, len, memory, "heartbeat"));
             }

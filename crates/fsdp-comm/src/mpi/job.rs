@@ -13,7 +13,7 @@ use crate::blame;
 use crate::deadline::until;
 use crate::error::CommError;
 use crate::store::{StoreOptions, TcpStore};
-use crate::tcp::{Participant, TcpBackend};
+use crate::tcp::{DIRECT_UP_TO, Participant, TcpBackend};
 use crate::wire;
 
 /// The variables of launchers that start MPI processes. Each launcher sets at least one.
@@ -159,6 +159,7 @@ fn meet(world: &Communicator, deadline: Duration, until: Instant) -> Result<TcpB
         key: store.key().clone(),
         deadline,
         until,
+        direct_up_to: DIRECT_UP_TO,
     };
     TcpBackend::meet(&place, store, true)
 }

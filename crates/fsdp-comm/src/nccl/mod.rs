@@ -98,7 +98,7 @@ impl NcclBackend {
         };
         let record = wire::encode(&own).map_err(object)?;
         let told = control.tell_again(round, &record)?;
-        let first = told.first().map(Vec::as_slice).unwrap_or_default();
+        let first = told.first().map(|record| &record[..]).unwrap_or_default();
         let id = wire::decode::<Option<Result<Vec<u8>, String>>>(first).map_err(object)?;
         let id = id.unwrap_or_else(|| Err("it was not told".to_owned())).map_err(|message| CommError::Library {
             library: "NCCL".to_owned(),

@@ -3,6 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+use bytes::Bytes;
+
 use super::node::Node;
 use super::rendezvous::{self, Participant};
 use super::shared::SharedMemory;
@@ -17,6 +20,10 @@ use crate::error::CommError;
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
 use crate::store::TcpStore;
 
+/// The most ranks of a group that send their records to each other directly unless [`TcpOptions::direct_up_to`] says
+/// otherwise. With so few, a message to each takes no longer than a few messages one after the other.
+pub(crate) const DIRECT_UP_TO: usize = 32;
+
 /// The options with which a process joins its job through the `tcp` backend.
 #[derive(Debug, Clone)]
 #[must_use]
@@ -24,12 +31,13 @@ pub struct TcpOptions {
     environment: Environment,
     deadline: Duration,
     shared_memory: bool,
+    direct_up_to: usize,
 }
 
 impl TcpOptions {
     /// Creates options for a place in a job, with [`DEFAULT_DEADLINE`] and shared memory.
     pub fn new(environment: Environment) -> Self {
-        TcpOptions { environment, deadline: DEFAULT_DEADLINE, shared_memory: true }
+        TcpOptions { environment, deadline: DEFAULT_DEADLINE, shared_memory: true, direct_up_to: DIRECT_UP_TO }
     }
 
     /// Sets the deadline of the rendezvous and of the group.
@@ -41,6 +49,14 @@ impl TcpOptions {
     /// Chooses whether this rank shares memory with others on its host. If one rank of a group does not, none does.
     pub fn shared_memory(mut self, shared_memory: bool) -> Self {
         self.shared_memory = shared_memory;
+        self
+    }
+
+    /// Chooses the most ranks of a group that agree on operations by a message of each rank to each other rank; 32 unless
+    /// set. In a larger group a rank sends about `log2(ranks)` messages, which other ranks pass on. All ranks of a job must
+    /// choose the same.
+    pub fn direct_up_to(mut self, ranks: usize) -> Self {
+        self.direct_up_to = ranks;
         self
     }
 
@@ -68,6 +84,7 @@ impl TcpOptions {
             key: store.key().clone(),
             deadline: self.deadline,
             until,
+            direct_up_to: self.direct_up_to,
         };
         TcpBackend::meet(&participant, store, self.shared_memory)
     }
@@ -127,7 +144,7 @@ impl TcpBackend {
     }
 
     /// Waits for all ranks of a new group, before any of its operations, and exchanges a record with them.
-    pub(crate) fn tell_again(&self, round: &Round<'_>, record: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+    pub(crate) fn tell_again(&self, round: &Round<'_>, record: &[u8]) -> Result<Vec<Bytes>, CommError> {
         let round = Round { number: LAST_SETUP_ROUND, ..*round };
         let told = sockets::exchange(self.member(), &round, record)?;
         self.node.inbox().lock().forget(self.id, LAST_SETUP_ROUND);
@@ -179,7 +196,7 @@ impl Backend for TcpBackend {
     }
 
     fn abort(&self, round: u64, error: &CommError) {
-        self.node.abort(self.id, round + SETUP_ROUNDS, &self.global_ranks, error);
+        self.node.abort(self.id, round + SETUP_ROUNDS, error);
     }
 }
 

@@ -5,7 +5,8 @@ use std::io::{self, Read, Write};
 use crate::access::not_this_protocol;
 use crate::buffer::reserve;
 
-/// The longest body. Tensors are cut into frames of [`CHUNK_BYTES`], and the records of the largest job are shorter than this.
+/// The longest body. Tensors are cut into frames of [`CHUNK_BYTES`], and so are bundles of records. A record of the largest job
+/// is shorter than this.
 const MAX_BODY_BYTES: u64 = 16 << 20;
 
 /// The number of bytes of a tensor that one frame carries.
@@ -26,10 +27,25 @@ pub(super) enum Kind {
     Heartbeat,
     /// The last frame of a rank that leaves. The body says in which way.
     Goodbye,
+    /// Records of several ranks in a round.
+    Bundle,
+    /// A question for the record of a rank in a round. The body is that rank of the group.
+    Question,
+    /// The answer that a rank has never entered a round, and has left. The body is that rank of the group.
+    Absent,
 }
 
 impl Kind {
-    const ALL: [Kind; 5] = [Kind::Record, Kind::Chunk, Kind::Abort, Kind::Heartbeat, Kind::Goodbye];
+    const ALL: [Kind; 8] = [
+        Kind::Record,
+        Kind::Chunk,
+        Kind::Abort,
+        Kind::Heartbeat,
+        Kind::Goodbye,
+        Kind::Bundle,
+        Kind::Question,
+        Kind::Absent,
+    ];
 }
 
 /// A frame that has been received.
@@ -115,13 +131,15 @@ mod tests {
         let call = Call { sizes: vec![usize::MAX; MAX_WORLD_SIZE], ..Call::new(Operation::AllToAllUneven) };
         let header = Header { call, fault: None, own: vec![u64::MAX; 2 * MAX_WORLD_SIZE], inline: true };
         let texts = 2 * MAX_MESSAGE_BYTES + INLINE_BYTES;
-        assert!(wire::encode(&header).unwrap().len() + texts <= MAX_BODY_BYTES as usize);
+        // A bundle has the rank and the length in front of each record.
+        let beside = 8;
+        assert!(wire::encode(&header).unwrap().len() + texts + beside <= MAX_BODY_BYTES as usize);
     }
 
     #[test]
     fn what_is_no_frame_is_refused() {
         let mut wrong_kind = header(Kind::Goodbye, 0, 0, 0);
-        wrong_kind[0] = 5;
+        wrong_kind[0] = Kind::ALL.len() as u8;
         assert!(read(&mut &wrong_kind[..]).is_err());
         assert!(read(&mut &header(Kind::Record, 0, 0, usize::MAX)[..]).is_err());
         assert!(read(&mut &header(Kind::Record, 0, 0, 1)[..]).is_err());

@@ -2,14 +2,21 @@
 //!
 //! Every two processes are connected by a socket, which carries heartbeats, errors, and between hosts everything else.
 //! Groups whose ranks are all on one host carry out their rounds through shared memory instead.
+//!
+//! At the start of a round each rank gets the records of all others. In a small group every rank sends its record to every
+//! other. In a large one records travel through other ranks ([`relay`]), in the order of [`schedule`].
 
 mod acceptor;
 mod backend;
 #[cfg(target_os = "linux")]
 mod chunks;
 mod frame;
+mod gathering;
+mod inbox;
 mod node;
+mod relay;
 mod rendezvous;
+mod schedule;
 #[cfg(target_os = "linux")]
 #[expect(unsafe_code, reason = "memory that several processes map")]
 mod segment;
@@ -18,10 +25,14 @@ mod shared;
 #[cfg(not(target_os = "linux"))]
 #[path = "unshared.rs"]
 mod shared;
+#[cfg(test)]
+mod simulation;
 mod sockets;
 #[cfg(target_os = "linux")]
 mod watch;
 
+#[cfg(feature = "mpi")]
+pub(crate) use self::backend::DIRECT_UP_TO;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 pub(crate) use self::backend::TcpBackend;
 pub use self::backend::TcpOptions;

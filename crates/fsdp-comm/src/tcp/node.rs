@@ -1,13 +1,16 @@
-//! This process in its job: a socket to each other process, and the frames that have been received.
+//! This process in its job: a socket to each other process, and the threads that read and write them.
 
-use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{self, IoSlice, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
+
 use super::frame::{self, Frame, Kind};
+use super::inbox::{SILENCE, State, rank_body};
+use super::relay::{Answer, Next};
 use crate::backend::Round;
 use crate::error::CommError;
 use crate::store::TcpStore;
@@ -16,14 +19,14 @@ use crate::wire;
 /// The time between two heartbeats, which a rank sends to all others.
 pub(super) const HEARTBEAT: Duration = Duration::from_millis(500);
 
-/// The time without any frame after which a rank counts as stopped or unreachable, and not merely slow.
-pub(super) const SILENCE: Duration = Duration::from_millis(1750);
-
 /// The time after which a blocked write checks whether it should go on.
 const WRITE_SLICE: Duration = Duration::from_millis(100);
 
 /// The time for which a rank that leaves or aborts tries to tell the others.
 const GOODBYE_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// The time after which an answer is offered again to a rank whose socket was busy.
+const OFFER_AGAIN: Duration = Duration::from_millis(20);
 
 /// This process in its job, which it leaves when this is dropped.
 #[derive(Debug)]
@@ -31,6 +34,8 @@ pub(super) struct Node {
     pub(super) rank: usize,
     /// A token of each rank's host. Ranks with equal tokens can share memory.
     pub(super) hosts: Vec<Option<String>>,
+    /// The most ranks of a group that send their records to each other directly.
+    pub(super) direct_up_to: usize,
     writers: Writers,
     inbox: Arc<Inbox>,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -41,71 +46,13 @@ pub(super) struct Node {
 /// The sockets to all other ranks; `None` for this one.
 type Writers = Arc<Vec<Option<Mutex<Arc<TcpStream>>>>>;
 
-/// The received frames of all sockets.
+/// The state that all threads share.
 #[derive(Debug)]
 pub(super) struct Inbox {
     state: Mutex<State>,
     changed: Condvar,
-}
-
-#[derive(Debug)]
-pub(super) struct State {
-    ranks: Vec<RankState>,
-    /// The time of silence after which a rank is lost even if an operation may take longer: the job's own deadline.
-    patience: Duration,
-    /// The time of this process's last heartbeat.
-    last_heartbeat_sent: Instant,
-    groups: HashMap<u64, GroupState>,
-    /// The ranks whose connections have ended without a goodbye, in the order in which they ended.
-    lost: Vec<usize>,
-    /// Groups that this process has dropped. Frames for them may still arrive, and are ignored.
-    closed: HashSet<u64>,
-    leaving: bool,
-}
-
-#[derive(Debug)]
-struct RankState {
-    left: Option<String>,
-    said_goodbye: bool,
-    last_frame_received: Instant,
-}
-
-#[derive(Debug, Default)]
-struct GroupState {
-    /// The ranks of the group.
-    ranks: Vec<usize>,
-    /// The round in which the group failed, and the error.
-    failure: Option<(u64, CommError)>,
-    /// The received frames, by global rank and round.
-    rounds: HashMap<(usize, u64), Incoming>,
-}
-
-/// The frames of one rank in one round.
-#[derive(Debug, Default)]
-pub(super) struct Incoming {
-    pub(super) record: Option<Vec<u8>>,
-    pub(super) chunks: VecDeque<Vec<u8>>,
-}
-
-impl State {
-    /// Returns the frames that a rank has sent in a round so far.
-    pub(super) fn incoming(&mut self, group: u64, rank: usize, round: u64) -> &mut Incoming {
-        self.groups.entry(group).or_default().rounds.entry((rank, round)).or_default()
-    }
-
-    /// Returns the largest number of chunks of one rank that wait to be taken.
-    #[cfg(test)]
-    pub(super) fn most_waiting_chunks(&self) -> usize {
-        let incoming = self.groups.values().flat_map(|group| group.rounds.values());
-        incoming.map(|incoming| incoming.chunks.len()).max().unwrap_or(0)
-    }
-
-    /// Drops the frames of a round.
-    pub(super) fn forget(&mut self, group: u64, round: u64) {
-        if let Some(group) = self.groups.get_mut(&group) {
-            group.rounds.retain(|&(_, number), _| number != round);
-        }
-    }
+    /// Notified when there may be something to answer.
+    asked: Condvar,
 }
 
 impl Inbox {
@@ -113,46 +60,26 @@ impl Inbox {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn receive(&self, from: usize, frame: Frame) {
+    fn receive(&self, from: usize, frame: Frame) -> io::Result<()> {
+        let kind = frame.kind;
         let mut state = self.lock();
-        state.ranks[from].last_frame_received = Instant::now();
-        match frame.kind {
-            Kind::Heartbeat => return,
-            Kind::Goodbye => {
-                state.ranks[from].said_goodbye = true;
-                state.ranks[from].left.get_or_insert_with(|| String::from_utf8_lossy(&frame.body).into_owned());
-            }
-            _ if state.closed.contains(&frame.group) => return,
-            Kind::Abort => {
-                let unreadable = |message| CommError::Aborted { rank: from, message };
-                let failure = wire::decode(&frame.body).unwrap_or_else(unreadable);
-                state.groups.entry(frame.group).or_default().failure.get_or_insert((frame.round, failure));
-            }
-            Kind::Record => state.incoming(frame.group, from, frame.round).record = Some(frame.body),
-            Kind::Chunk => state.incoming(frame.group, from, frame.round).chunks.push_back(frame.body),
-        }
+        state.receive(from, frame, Instant::now())?;
+        let may_answer = matches!(kind, Kind::Bundle | Kind::Question | Kind::Goodbye) && !state.questions.is_empty();
         drop(state);
-        self.changed.notify_all();
+        if kind != Kind::Heartbeat {
+            self.changed.notify_all();
+        }
+        if may_answer {
+            self.asked.notify_one();
+        }
+        Ok(())
     }
 
     /// Records that the connection to the rank `from` ended with this error, and wakes all who wait for that rank.
     fn lose(&self, from: usize, error: &io::Error) {
-        let reason = match error.kind() {
-            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
-                "exited without leaving the group (its connection was closed)".to_owned()
-            }
-            _ => format!("was lost: {error}"),
-        };
-        let mut state = self.lock();
-        if !state.leaving {
-            tracing::debug!(rank = from, reason, "a rank left");
-        }
-        if state.ranks[from].left.is_none() {
-            state.ranks[from].left = Some(reason);
-            state.lost.push(from);
-        }
-        drop(state);
+        self.lock().lose(from, error);
         self.changed.notify_all();
+        self.asked.notify_one();
     }
 }
 
@@ -165,15 +92,10 @@ impl Node {
         streams: Vec<Option<TcpStream>>,
         store: TcpStore,
         deadline: Duration,
+        direct_up_to: usize,
     ) -> io::Result<Arc<Node>> {
-        let last_frame_received = Instant::now();
-        let ranks =
-            streams.iter().map(|_| RankState { left: None, said_goodbye: false, last_frame_received }).collect();
-        let patience = deadline.max(SILENCE);
-        let (groups, lost, closed) = (HashMap::new(), Vec::new(), HashSet::new());
-        let state =
-            State { ranks, patience, last_heartbeat_sent: last_frame_received, groups, lost, closed, leaving: false };
-        let inbox = Arc::new(Inbox { state: Mutex::new(state), changed: Condvar::new() });
+        let state = State::new(rank, streams.len(), direct_up_to, deadline, Instant::now());
+        let inbox = Arc::new(Inbox { state: Mutex::new(state), changed: Condvar::new(), asked: Condvar::new() });
         let mut writers = Vec::with_capacity(streams.len());
         let mut threads = Vec::with_capacity(streams.len());
         for (from, stream) in streams.into_iter().enumerate() {
@@ -199,7 +121,13 @@ impl Node {
             }
         };
         threads.push(thread::Builder::new().name("heartbeat".to_owned()).spawn(send_heartbeats)?);
-        Ok(Arc::new(Node { rank, hosts, writers, inbox, threads: Mutex::new(threads), _store: store }))
+        if writers.len() > direct_up_to {
+            let (own_inbox, sockets) = (Arc::clone(&inbox), Arc::clone(&writers));
+            let thread = thread::Builder::new().name("answers".to_owned());
+            threads.push(thread.spawn(move || answer_all(&own_inbox, &sockets))?);
+        }
+        let threads = Mutex::new(threads);
+        Ok(Arc::new(Node { rank, hosts, direct_up_to, writers, inbox, threads, _store: store }))
     }
 
     pub(super) fn inbox(&self) -> &Inbox {
@@ -231,6 +159,55 @@ impl Node {
             sequence: round.sequence,
             reason: format!("was lost: {error}"),
         }))
+    }
+
+    /// Exchanges records with all ranks of a large group: see [`relay`](super::relay). Returns them in rank order.
+    pub(super) fn gather(&self, group: u64, round: &Round<'_>, record: &[u8]) -> Result<Vec<Bytes>, CommError> {
+        let mut state = self.inbox.lock();
+        state.enter(group, round.number, record, Instant::now());
+        self.inbox.asked.notify_one();
+        loop {
+            match state.next(group, round, Instant::now())? {
+                Next::Done(records) => return Ok(records),
+                Next::Wait(until) => {
+                    let left = until.saturating_duration_since(Instant::now());
+                    let waited = self.inbox.changed.wait_timeout(state, left);
+                    state = waited.unwrap_or_else(PoisonError::into_inner).0;
+                }
+                Next::Send { to, bundles } => {
+                    drop(state);
+                    for bundle in bundles {
+                        self.pass_on(to, Kind::Bundle, group, round, &bundle)?;
+                    }
+                    state = self.inbox.lock();
+                }
+                Next::Ask(questions) => {
+                    drop(state);
+                    for (of, about) in questions {
+                        self.pass_on(of, Kind::Question, group, round, &rank_body(about))?;
+                    }
+                    state = self.inbox.lock();
+                }
+            }
+        }
+    }
+
+    /// Sends a frame of a relayed exchange, and waits until the round's deadline if the other rank does not read. A rank
+    /// that is gone is no error here: it may have all records already, and if it is still needed, the exchange fails.
+    fn pass_on(&self, to: usize, kind: Kind, group: u64, round: &Round<'_>, body: &[u8]) -> Result<(), CommError> {
+        if let Some(failure) = self.failure(group, round, &[]) {
+            return Err(failure);
+        }
+        let go_on = || self.failure(group, round, &[to]).is_none();
+        let Err(error) = self.write(to, kind, (group, round.number), body, go_on) else { return Ok(()) };
+        let failure = {
+            let state = self.inbox.lock();
+            let missing = if state.ranks[to].left.is_some() { &[][..] } else { &[to] };
+            state.failure(group, round, missing, Instant::now())
+        };
+        self.inbox.lose(to, &error);
+        self.hang_up(to);
+        failure.map_or(Ok(()), Err)
     }
 
     fn hang_up(&self, from: usize) {
@@ -269,17 +246,11 @@ impl Node {
     }
 
     /// Ends a group on this rank and on all others, unless it has already ended.
-    pub(super) fn abort(&self, group: u64, round: u64, ranks: &[usize], error: &CommError) {
-        let mut state = self.inbox.lock();
-        let failure = &mut state.groups.entry(group).or_default().failure;
-        if failure.is_some() {
-            return;
-        }
-        *failure = Some((round, error.clone()));
-        drop(state);
+    pub(super) fn abort(&self, group: u64, round: u64, error: &CommError) {
+        let told = self.inbox.lock().fail(group, round, error);
         self.inbox.changed.notify_all();
         let Ok(body) = wire::encode(error) else { return };
-        for &rank in ranks.iter().filter(|&&rank| rank != self.rank) {
+        for rank in told {
             self.try_send(rank, Kind::Abort, (group, round), &body);
         }
     }
@@ -315,20 +286,17 @@ impl Node {
 
     /// Records the ranks of a new group.
     pub(super) fn open(&self, group: u64, ranks: &[usize]) {
-        // Frames for it may have arrived already.
-        self.inbox.lock().groups.entry(group).or_default().ranks = ranks.to_vec();
+        self.inbox.lock().open(group, ranks);
     }
 
     /// Drops a group of this process.
     pub(super) fn close(&self, group: u64) {
-        let mut state = self.inbox.lock();
-        state.groups.remove(&group);
-        state.closed.insert(group);
+        self.inbox.lock().close(group);
     }
 
     /// Returns the reason that a round which still waits for these ranks cannot end, if there is one.
     pub(super) fn failure(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
-        self.inbox.lock().failure(group, round, missing)
+        self.inbox.lock().failure(group, round, missing, Instant::now())
     }
 
     /// Waits until `ready` returns a result. Until then it returns the ranks that are missing; this fails if one of them
@@ -345,74 +313,13 @@ impl Node {
                 Ok(result) => return Ok(result),
                 Err(missing) => missing,
             };
-            if let Some(failure) = state.failure(group, round, &missing) {
+            if let Some(failure) = state.failure(group, round, &missing, Instant::now()) {
                 return Err(failure);
             }
             let left = round.until.saturating_duration_since(Instant::now());
             let waited = self.inbox.changed.wait_timeout(state, left.min(HEARTBEAT));
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-    }
-}
-
-impl State {
-    /// Returns the rank to blame if one of the `missing` ranks has left: the one that left first. Returns `None` if
-    /// none of them has left.
-    fn first_lost(&self, group: u64, missing: &[usize]) -> Option<usize> {
-        let gone = missing.iter().find(|&&rank| self.ranks[rank].left.is_some())?;
-        // The rank of the group that was lost first is probably why this one has left, even if it is not missing
-        // itself.
-        let ranks = self.groups.get(&group).map_or(&[][..], |group| &group.ranks);
-        Some(*self.lost.iter().find(|rank| ranks.contains(rank)).unwrap_or(gone))
-    }
-
-    /// Returns the error for which a round of a group must end while the data of the `missing` ranks has not arrived;
-    /// `None` if it can go on waiting. In this order: the group has failed, a missing rank has left, one of them has
-    /// been silent for too long, or the deadline is over.
-    pub(super) fn failure(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
-        match self.groups.get(&group).and_then(|group| group.failure.as_ref()) {
-            // A group that failed in a later round has sent all frames of this one, so this round can still succeed.
-            Some((failed, failure)) if *failed <= round.number => return Some(failure.clone()),
-            _ => {}
-        }
-        let left = |rank: usize, reason: String| CommError::RankLeft {
-            rank,
-            operation: round.operation.to_owned(),
-            sequence: round.sequence,
-            reason,
-        };
-        if let Some(rank) = self.first_lost(group, missing)
-            && let Some(reason) = &self.ranks[rank].left
-        {
-            return Some(left(rank, reason.clone()));
-        }
-        let is_over = Instant::now() >= round.until;
-        // After the deadline, a rank without recent heartbeats is blamed before one that is only slow. Before the
-        // deadline, a rank is lost once it has been silent for `patience`. But if this process itself was stopped for a
-        // while, it has not read the others' heartbeats yet, and blames nobody.
-        let limit = if is_over {
-            SILENCE
-        } else if self.last_heartbeat_sent.elapsed() > SILENCE {
-            Duration::MAX
-        } else {
-            self.patience
-        };
-        let silent = missing.iter().find(|&&rank| self.ranks[rank].last_frame_received.elapsed() > limit);
-        if missing.is_empty() || (!is_over && silent.is_none()) {
-            return None;
-        }
-        Some(match silent {
-            Some(&rank) => {
-                let seconds = self.ranks[rank].last_frame_received.elapsed().as_secs_f64();
-                left(rank, format!("has sent no heartbeat for {seconds:.1} s: it is stopped or cannot be reached"))
-            }
-            None => CommError::Timeout {
-                operation: round.operation.to_owned(),
-                sequence: round.sequence,
-                missing: missing.to_vec(),
-                deadline: round.deadline,
-            },
-        })
     }
 }
 
@@ -434,34 +341,104 @@ impl Inbox {
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
+
+    /// Waits until there are answers to send, or with `has_others` until it is time to offer other ones again. Returns
+    /// `None` if the node leaves.
+    fn wait_for_answers(&self, has_others: bool) -> Option<Vec<Answer>> {
+        let mut state = self.lock();
+        let mut is_first = true;
+        loop {
+            let answers = state.answers();
+            if state.leaving {
+                return None;
+            }
+            if !answers.is_empty() || (has_others && !is_first) {
+                return Some(answers);
+            }
+            is_first = false;
+            state = if has_others {
+                self.asked.wait_timeout(state, OFFER_AGAIN).unwrap_or_else(PoisonError::into_inner).0
+            } else {
+                self.asked.wait(state).unwrap_or_else(PoisonError::into_inner)
+            };
+        }
+    }
 }
 
 /// Hands the frames of a rank to the inbox until its connection ends.
 fn receive_all(stream: &TcpStream, from: usize, inbox: &Inbox) {
     let mut reader = io::BufReader::with_capacity(64 << 10, stream);
     loop {
-        match frame::read(&mut reader) {
-            Ok(frame) => inbox.receive(from, frame),
-            Err(error) => return inbox.lose(from, &error),
+        let received = frame::read(&mut reader).and_then(|frame| inbox.receive(from, frame));
+        if let Err(error) = received {
+            return inbox.lose(from, &error);
         }
     }
 }
 
+/// Answers the questions of other ranks until this one leaves.
+fn answer_all(inbox: &Inbox, writers: &Writers) {
+    let mut due: Vec<Answer> = Vec::new();
+    while let Some(answers) = inbox.wait_for_answers(!due.is_empty()) {
+        due.extend(answers);
+        due.retain(|answer| !offer(inbox, writers, answer));
+    }
+}
+
+/// Sends an answer, unless the socket is busy or takes nothing: then this returns `false`.
+fn offer(inbox: &Inbox, writers: &Writers, answer: &Answer) -> bool {
+    let &Answer { to, kind, group, round, ref body } = answer;
+    let Some(Some(writer)) = writers.get(to).filter(|_| inbox.lock().ranks[to].left.is_none()) else { return true };
+    let Ok(writer) = writer.try_lock() else { return false };
+    let header = frame::header(kind, group, round, body.len());
+    let sent = match begin_frame(&writer, &header, body) {
+        Ok(0) => return false,
+        Ok(written) => {
+            // The frame has begun, so the rest of it must follow.
+            let go_on = || {
+                let state = inbox.lock();
+                !state.leaving && state.silence(to, Instant::now()) <= state.patience
+            };
+            finish_frame(&writer, &header, body, written, go_on)
+        }
+        Err(error) => Err(error),
+    };
+    if let Err(error) = sent {
+        inbox.lose(to, &error);
+        writer.shutdown(Shutdown::Both).ok();
+    }
+    true
+}
+
 /// Writes a frame. After each timeout of the socket, `go_on` says whether to try again.
 fn write_frame(
-    mut writer: &TcpStream,
+    writer: &TcpStream,
     kind: Kind,
     (group, round): (u64, u64),
     body: &[u8],
     go_on: impl Fn() -> bool,
 ) -> io::Result<()> {
     let header = frame::header(kind, group, round, body.len());
-    // Usually one system call sends everything. Otherwise the rest of the header and of the body follows.
-    let written = match writer.write_vectored(&[IoSlice::new(&header), IoSlice::new(body)]) {
-        Ok(written) => written,
-        Err(error) if frame::is_retryable(&error) => 0,
-        Err(error) => return Err(error),
-    };
+    let written = begin_frame(writer, &header, body)?;
+    finish_frame(writer, &header, body, written, go_on)
+}
+
+/// Writes as much of a frame as the socket takes at once, and returns how much that was. Usually it is everything.
+fn begin_frame(mut writer: &TcpStream, header: &[u8], body: &[u8]) -> io::Result<usize> {
+    match writer.write_vectored(&[IoSlice::new(header), IoSlice::new(body)]) {
+        Err(error) if frame::is_retryable(&error) => Ok(0),
+        written => written,
+    }
+}
+
+/// Writes the rest of a frame of which so much is written.
+fn finish_frame(
+    mut writer: &TcpStream,
+    header: &[u8],
+    body: &[u8],
+    written: usize,
+    go_on: impl Fn() -> bool,
+) -> io::Result<()> {
     if written < header.len() {
         frame::write(&mut writer, &header[written..], &go_on)?;
     }
@@ -485,6 +462,7 @@ impl Drop for Node {
     fn drop(&mut self) {
         self.inbox.lock().leaving = true;
         self.inbox.changed.notify_all();
+        self.inbox.asked.notify_all();
         for rank in 0..self.writers.len() {
             self.send_goodbye(rank);
             self.hang_up(rank);
@@ -492,40 +470,5 @@ impl Drop for Node {
         for thread in self.threads.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
             thread.join().ok();
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_first_rank_of_a_group_that_died_is_named_and_not_one_that_left_after_it() {
-        let rank = || RankState { left: None, said_goodbye: false, last_frame_received: Instant::now() };
-        let groups = [(7, GroupState { ranks: vec![0, 1, 2], ..GroupState::default() })].into();
-        let (ranks, lost, closed) = ((0..4).map(|_| rank()).collect(), Vec::new(), HashSet::new());
-        let state = State {
-            ranks,
-            patience: SILENCE,
-            last_heartbeat_sent: Instant::now(),
-            groups,
-            lost,
-            closed,
-            leaving: false,
-        };
-        let inbox = Inbox { state: Mutex::new(state), changed: Condvar::new() };
-        let died = || io::Error::from(io::ErrorKind::UnexpectedEof);
-        let first_lost = |missing: &[usize]| inbox.lock().first_lost(7, missing);
-        // A rank of another group has nothing to do with it.
-        inbox.lose(3, &died());
-        assert_eq!(first_lost(&[1, 2]), None);
-        inbox.receive(1, Frame { kind: Kind::Goodbye, group: 0, round: 0, body: Vec::new() });
-        assert_eq!(first_lost(&[1, 2]), Some(1));
-        assert_eq!(first_lost(&[2]), None);
-        inbox.lose(2, &died());
-        // It said goodbye, and then its connection ended too.
-        inbox.lose(1, &died());
-        assert_eq!(first_lost(&[1]), Some(2));
-        assert_eq!(first_lost(&[0]), None);
     }
 }

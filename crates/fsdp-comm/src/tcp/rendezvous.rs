@@ -56,6 +56,8 @@ pub(crate) struct Participant {
     pub(crate) key: Key,
     pub(crate) deadline: Duration,
     pub(crate) until: Instant,
+    /// The most ranks of a group that send their records to each other directly.
+    pub(crate) direct_up_to: usize,
 }
 
 /// Opens the store of a job. Rank 0 hosts it at the job's address or, if torchrun's agent listens there, at a free port.
@@ -87,7 +89,8 @@ pub(super) fn meet(participant: &Participant, store: TcpStore, shared_memory: bo
         thread::sleep(LINGER);
     }
     let (hosts, streams) = connected?;
-    Node::start(participant.rank, hosts, streams, store, participant.deadline)
+    let &Participant { rank, deadline, direct_up_to, .. } = participant;
+    Node::start(rank, hosts, streams, store, deadline, direct_up_to)
         .map_err(|error| participant.io("start its threads", &error))
 }
 

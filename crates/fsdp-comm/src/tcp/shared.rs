@@ -9,6 +9,7 @@ use std::fs;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 
+use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use super::chunks::{Incoming, Outgoing, Published};
@@ -220,10 +221,10 @@ fn encode<T: Serialize>(value: &T) -> Vec<u8> {
 }
 
 /// Maps the segments of all ranks. Returns `None` if one cannot be mapped or does not hold its rank's token.
-fn map_all(rank: usize, own: Segment, invitations: &[Vec<u8>]) -> Option<Vec<Segment>> {
+fn map_all(rank: usize, own: Segment, invitations: &[Bytes]) -> Option<Vec<Segment>> {
     let ranks = invitations.len();
     let mut own = Some(own);
-    let open = |(from, bytes): (usize, &Vec<u8>)| {
+    let open = |(from, bytes): (usize, &Bytes)| {
         if from == rank {
             return own.take();
         }

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use bytes::Bytes;
+
 use super::frame::{CHUNK_BYTES, Kind};
 use super::node::Node;
 use crate::backend::{Destination, Filler, Plan, Planner, Reducer, Round, reduce_blocks};
@@ -23,12 +25,15 @@ pub(super) struct Member<'a> {
     pub(super) rank: usize,
 }
 
-/// Shows this rank's record to the others, and waits for the records of all.
+/// Shows this rank's record to the others, and waits for the records of all. Returns them in rank order.
 pub(super) fn exchange(
     Member { node, group, ranks, rank }: Member<'_>,
     round: &Round<'_>,
     record: &[u8],
-) -> Result<Vec<Vec<u8>>, CommError> {
+) -> Result<Vec<Bytes>, CommError> {
+    if ranks.len() > node.direct_up_to {
+        return node.gather(group, round, record);
+    }
     for &to in others(ranks, rank) {
         node.send(to, Kind::Record, group, round, record)?;
     }
@@ -41,9 +46,9 @@ pub(super) fn exchange(
         let mut records = Vec::with_capacity(ranks.len());
         for &from in ranks {
             records.push(if from == node.rank {
-                record.to_vec()
+                Bytes::copy_from_slice(record)
             } else {
-                state.incoming(group, from, round.number).record.take().unwrap_or_default()
+                state.incoming(group, from, round.number).record.take().unwrap_or_default().into()
             });
         }
         Ok(records)
@@ -60,7 +65,7 @@ pub(super) fn round(
 ) -> Result<(), CommError> {
     let Member { node, group, .. } = member;
     let records = exchange(member, round, record)?;
-    let records: Vec<&[u8]> = records.iter().map(Vec::as_slice).collect();
+    let records: Vec<&[u8]> = records.iter().map(|record| &record[..]).collect();
     let plan = match plan(&records) {
         Ok(Some(plan)) => plan,
         // The round ends here, in the same way on all ranks, because all have the same records.

@@ -1,0 +1,382 @@
+//! The frames that this process has received, and what it knows about the other ranks. Nothing here sends, waits or looks
+//! at the clock.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::io;
+use std::time::{Duration, Instant};
+
+use super::frame::{Frame, Kind};
+use super::gathering::{Gathering, unbundle};
+use super::schedule::Schedule;
+use crate::access::not_this_protocol;
+use crate::backend::Round;
+use crate::error::CommError;
+use crate::wire;
+
+/// The time without any frame after which a rank counts as stopped or unreachable, and not merely slow.
+pub(super) const SILENCE: Duration = Duration::from_millis(1750);
+
+/// The received frames of all sockets.
+#[derive(Debug)]
+pub(super) struct State {
+    /// This rank.
+    pub(super) rank: usize,
+    /// The most ranks of a group that send their records to each other directly.
+    direct_up_to: usize,
+    pub(super) ranks: Vec<RankState>,
+    /// The time of silence after which a rank is lost even if an operation may take longer: the job's own deadline.
+    pub(super) patience: Duration,
+    /// The time of this process's last heartbeat.
+    pub(super) last_heartbeat_sent: Instant,
+    pub(super) groups: HashMap<u64, GroupState>,
+    /// The questions of other ranks that are not answered yet.
+    pub(super) questions: BTreeSet<Question>,
+    /// The ranks whose connections have ended without a goodbye, in the order in which they ended.
+    lost: Vec<usize>,
+    /// Groups that this process has dropped. Frames for them may still arrive, and are ignored.
+    closed: HashSet<u64>,
+    pub(super) leaving: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct RankState {
+    pub(super) left: Option<String>,
+    pub(super) said_goodbye: bool,
+    pub(super) last_frame_received: Instant,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct GroupState {
+    /// The ranks of the group.
+    pub(super) ranks: Vec<usize>,
+    /// The place of this rank among them.
+    pub(super) schedule: Schedule,
+    /// The round in which the group failed, and the error.
+    failure: Option<(u64, CommError)>,
+    /// The received frames, by global rank and round.
+    rounds: HashMap<(usize, u64), Incoming>,
+    /// The records that travel through other ranks, by round. Those of the last round that is over are kept, because
+    /// others that are still in it may ask for them.
+    pub(super) gatherings: BTreeMap<u64, Gathering>,
+    /// The last round that is over here among those of `gatherings`.
+    pub(super) over: Option<u64>,
+}
+
+/// The frames of one rank in one round.
+#[derive(Debug, Default)]
+pub(super) struct Incoming {
+    pub(super) record: Option<Vec<u8>>,
+    pub(super) chunks: VecDeque<Vec<u8>>,
+}
+
+/// A question of a rank for a record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Question {
+    pub(super) group: u64,
+    pub(super) round: u64,
+    /// The rank that asks.
+    pub(super) from: usize,
+    /// The rank of the group whose record it asks for.
+    pub(super) about: usize,
+}
+
+impl GroupState {
+    /// Returns `true` if the group has failed.
+    pub(super) fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+}
+
+impl State {
+    /// Creates the state of a rank that has just connected to all others.
+    pub(super) fn new(rank: usize, ranks: usize, direct_up_to: usize, deadline: Duration, now: Instant) -> Self {
+        let connected = |_| RankState { left: None, said_goodbye: false, last_frame_received: now };
+        State {
+            rank,
+            direct_up_to,
+            ranks: (0..ranks).map(connected).collect(),
+            patience: deadline.max(SILENCE),
+            last_heartbeat_sent: now,
+            groups: HashMap::new(),
+            questions: BTreeSet::new(),
+            lost: Vec::new(),
+            closed: HashSet::new(),
+            leaving: false,
+        }
+    }
+
+    /// Takes a frame of another rank.
+    ///
+    /// # Errors
+    /// A frame that no rank sends.
+    pub(super) fn receive(&mut self, from: usize, frame: Frame, now: Instant) -> io::Result<()> {
+        self.ranks[from].last_frame_received = now;
+        let Frame { kind, group, round, body } = frame;
+        match kind {
+            Kind::Heartbeat => {}
+            Kind::Goodbye => {
+                self.ranks[from].said_goodbye = true;
+                self.ranks[from].left.get_or_insert_with(|| String::from_utf8_lossy(&body).into_owned());
+            }
+            _ if self.closed.contains(&group) => {}
+            Kind::Abort => {
+                let unreadable = |message| CommError::Aborted { rank: from, message };
+                let failure = wire::decode(&body).unwrap_or_else(unreadable);
+                let known = &mut self.groups.entry(group).or_default().failure;
+                // The news of a failure in a later round may come first, from a rank that got further than this one.
+                if known.as_ref().is_none_or(|&(failed, _)| round < failed) {
+                    *known = Some((round, failure));
+                }
+            }
+            Kind::Record => self.incoming(group, from, round).record = Some(body),
+            Kind::Chunk => self.incoming(group, from, round).chunks.push_back(body),
+            Kind::Bundle => {
+                let records = unbundle(body).ok_or_else(not_this_protocol)?;
+                if records.iter().any(|&(rank, _)| rank >= self.ranks.len()) {
+                    return Err(not_this_protocol());
+                }
+                if let Some(gathering) = self.gathering(group, round) {
+                    records.into_iter().for_each(|(rank, record)| gathering.add(rank, record));
+                }
+            }
+            Kind::Question => {
+                let about = self.rank_of(&body)?;
+                self.questions.insert(Question { group, round, from, about });
+            }
+            Kind::Absent => {
+                let absent = self.rank_of(&body)?;
+                if let Some(gathering) = self.gathering(group, round) {
+                    gathering.slot(absent).is_absent = true;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the body of a frame that consists of a rank of a group.
+    fn rank_of(&self, body: &[u8]) -> io::Result<usize> {
+        let rank = body.try_into().ok().and_then(|bytes| usize::try_from(u64::from_le_bytes(bytes)).ok());
+        rank.filter(|&rank| rank < self.ranks.len()).ok_or_else(not_this_protocol)
+    }
+
+    /// Notes that the connection to a rank ended with this error.
+    pub(super) fn lose(&mut self, from: usize, error: &io::Error) {
+        let reason = match error.kind() {
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
+                "exited without leaving the group (its connection was closed)".to_owned()
+            }
+            _ => format!("was lost: {error}"),
+        };
+        if !self.leaving {
+            tracing::debug!(rank = from, reason, "a rank left");
+        }
+        if self.ranks[from].left.is_none() {
+            self.ranks[from].left = Some(reason);
+            self.lost.push(from);
+        }
+    }
+
+    /// Notes the ranks of a new group. Frames for it may have arrived already.
+    pub(super) fn open(&mut self, group: u64, ranks: &[usize]) {
+        let place = ranks.iter().position(|&rank| rank == self.rank).unwrap_or_default();
+        let state = self.groups.entry(group).or_default();
+        state.schedule = Schedule::new(ranks.len(), place);
+        state.ranks = ranks.to_vec();
+    }
+
+    /// Drops a group.
+    pub(super) fn close(&mut self, group: u64) {
+        self.groups.remove(&group);
+        self.questions.retain(|question| question.group != group);
+        self.closed.insert(group);
+    }
+
+    /// Ends a group on this rank, unless it has already ended. Returns the ranks to tell this.
+    ///
+    /// Those are all others, if this rank is the first that it knows of. If another one has told it, that one tells all.
+    /// But if records travel through other ranks, those that wait for this one must hear of the failure before they see this
+    /// rank leave, and so from this rank.
+    pub(super) fn fail(&mut self, group: u64, round: u64, error: &CommError) -> Vec<usize> {
+        let state = self.groups.entry(group).or_default();
+        match &state.failure {
+            None => {
+                state.failure = Some((round, error.clone()));
+                state.ranks.iter().copied().filter(|&rank| rank != self.rank).collect()
+            }
+            Some((_, known)) if known == error && state.ranks.len() > self.direct_up_to => {
+                state.schedule.steps().map(|step| state.ranks[step.to]).collect()
+            }
+            Some(_) => Vec::new(),
+        }
+    }
+
+    /// Returns the frames that a rank has sent in a round so far.
+    pub(super) fn incoming(&mut self, group: u64, rank: usize, round: u64) -> &mut Incoming {
+        self.groups.entry(group).or_default().rounds.entry((rank, round)).or_default()
+    }
+
+    /// Returns the records of a round that travel through other ranks; `None` if that round has long been over here.
+    fn gathering(&mut self, group: u64, round: u64) -> Option<&mut Gathering> {
+        let state = self.groups.entry(group).or_default();
+        (state.over <= Some(round)).then(|| state.gatherings.entry(round).or_default())
+    }
+
+    /// Returns the largest number of chunks of one rank that wait to be taken.
+    #[cfg(test)]
+    pub(super) fn most_waiting_chunks(&self) -> usize {
+        let incoming = self.groups.values().flat_map(|group| group.rounds.values());
+        incoming.map(|incoming| incoming.chunks.len()).max().unwrap_or(0)
+    }
+
+    /// Drops the frames of a round.
+    pub(super) fn forget(&mut self, group: u64, round: u64) {
+        if let Some(group) = self.groups.get_mut(&group) {
+            group.rounds.retain(|&(_, number), _| number != round);
+        }
+    }
+}
+
+/// The reasons for which a round cannot end.
+impl State {
+    /// Returns the error for which a round of a group must end while the data of the `missing` ranks has not arrived;
+    /// `None` if it can go on waiting. In this order: the group has failed, a missing rank has left, one of them has
+    /// been silent for too long, or the deadline is over.
+    pub(super) fn failure(&self, group: u64, round: &Round<'_>, missing: &[usize], now: Instant) -> Option<CommError> {
+        self.ended(group, round)
+            .or_else(|| self.departed(group, round, missing))
+            .or_else(|| self.silent(round, missing, now))
+            .or_else(|| timeout(round, missing, now))
+    }
+
+    /// Returns the error that has ended the group.
+    pub(super) fn ended(&self, group: u64, round: &Round<'_>) -> Option<CommError> {
+        match self.groups.get(&group).and_then(|group| group.failure.as_ref()) {
+            // A group that failed in a later round has sent all frames of this one, so this round can still succeed.
+            Some((failed, failure)) if *failed <= round.number => Some(failure.clone()),
+            _ => None,
+        }
+    }
+
+    /// Returns the error of a round that misses a rank that has left.
+    pub(super) fn departed(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
+        let rank = self.first_lost(group, missing)?;
+        self.ranks[rank].left.clone().map(|reason| left(rank, round, reason))
+    }
+
+    /// Returns the error of a round that misses a rank which has been silent for too long.
+    ///
+    /// After the deadline, a rank without recent heartbeats is blamed before one that is only slow. Before the deadline, a
+    /// rank is lost once it has been silent for `patience`. But if this process itself was stopped for a while, it has not
+    /// read the others' heartbeats yet, and blames nobody.
+    pub(super) fn silent(&self, round: &Round<'_>, missing: &[usize], now: Instant) -> Option<CommError> {
+        let limit = if now >= round.until {
+            SILENCE
+        } else if now.saturating_duration_since(self.last_heartbeat_sent) > SILENCE {
+            Duration::MAX
+        } else {
+            self.patience
+        };
+        let (rank, silence) =
+            missing.iter().map(|&rank| (rank, self.silence(rank, now))).find(|(_, it)| *it > limit)?;
+        let seconds = silence.as_secs_f64();
+        let reason = format!("has sent no heartbeat for {seconds:.1} s: it is stopped or cannot be reached");
+        Some(left(rank, round, reason))
+    }
+
+    /// Returns the time since the last frame of a rank.
+    pub(super) fn silence(&self, rank: usize, now: Instant) -> Duration {
+        now.saturating_duration_since(self.ranks[rank].last_frame_received)
+    }
+
+    /// Returns the rank to blame if one of the `missing` ranks has left: the one that left first. Returns `None` if
+    /// none of them has left.
+    fn first_lost(&self, group: u64, missing: &[usize]) -> Option<usize> {
+        let gone = missing.iter().find(|&&rank| self.ranks[rank].left.is_some())?;
+        // The rank of the group that was lost first is probably why this one has left, even if it is not missing
+        // itself.
+        let ranks = self.groups.get(&group).map_or(&[][..], |group| &group.ranks);
+        Some(*self.lost.iter().find(|rank| ranks.contains(rank)).unwrap_or(gone))
+    }
+}
+
+/// Returns the error of a round whose deadline is over while ranks are missing.
+pub(super) fn timeout(round: &Round<'_>, missing: &[usize], now: Instant) -> Option<CommError> {
+    (now >= round.until && !missing.is_empty()).then(|| CommError::Timeout {
+        operation: round.operation.to_owned(),
+        sequence: round.sequence,
+        missing: missing.to_vec(),
+        deadline: round.deadline,
+    })
+}
+
+fn left(rank: usize, round: &Round<'_>, reason: String) -> CommError {
+    CommError::RankLeft { rank, operation: round.operation.to_owned(), sequence: round.sequence, reason }
+}
+
+/// Returns the body of a frame that consists of a rank.
+pub(super) fn rank_body(rank: usize) -> Vec<u8> {
+    (rank as u64).to_le_bytes().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_rank_of_a_group_that_died_is_named_and_not_one_that_left_after_it() {
+        let now = Instant::now();
+        let mut state = State::new(0, 4, 32, SILENCE, now);
+        state.open(7, &[0, 1, 2]);
+        let died = || io::Error::from(io::ErrorKind::UnexpectedEof);
+        // A rank of another group has nothing to do with it.
+        state.lose(3, &died());
+        assert_eq!(state.first_lost(7, &[1, 2]), None);
+        state.receive(1, Frame { kind: Kind::Goodbye, group: 0, round: 0, body: Vec::new() }, now).unwrap();
+        assert_eq!(state.first_lost(7, &[1, 2]), Some(1));
+        assert_eq!(state.first_lost(7, &[2]), None);
+        state.lose(2, &died());
+        // It said goodbye, and then its connection ended too.
+        state.lose(1, &died());
+        assert_eq!(state.first_lost(7, &[1]), Some(2));
+        assert_eq!(state.first_lost(7, &[0]), None);
+    }
+
+    #[test]
+    fn the_first_round_that_failed_counts_whoever_tells_first() {
+        let now = Instant::now();
+        let mut state = State::new(0, 3, 32, SILENCE, now);
+        state.open(7, &[0, 1, 2]);
+        let until = now + SILENCE;
+        let round = |number| Round { number, sequence: number, operation: "barrier", deadline: SILENCE, until };
+        for (from, failed) in [(1, 5), (2, 4), (1, 6)] {
+            let error = CommError::Aborted { rank: from, message: failed.to_string() };
+            let body = wire::encode(&error).unwrap();
+            state.receive(from, Frame { kind: Kind::Abort, group: 7, round: failed, body }, now).unwrap();
+        }
+        assert_eq!(state.ended(7, &round(3)), None);
+        assert!(matches!(state.ended(7, &round(4)), Some(CommError::Aborted { rank: 2, .. })));
+        assert_eq!(state.ended(7, &round(4)), state.ended(7, &round(6)));
+    }
+
+    #[test]
+    fn frames_that_no_rank_sends_are_refused() {
+        let now = Instant::now();
+        let mut state = State::new(0, 2, 32, SILENCE, now);
+        // There is no rank 2.
+        let of_nobody = [&[2][..], &[0; 7]].concat();
+        let refused = [
+            (Kind::Bundle, vec![1]),
+            (Kind::Bundle, of_nobody.clone()),
+            (Kind::Question, of_nobody.clone()),
+            (Kind::Question, vec![0; 7]),
+            (Kind::Absent, of_nobody),
+            (Kind::Absent, vec![0; 9]),
+        ];
+        for (kind, body) in refused {
+            assert!(state.receive(1, Frame { kind, group: 0, round: 0, body }, now).is_err(), "{kind:?}");
+        }
+        for kind in [Kind::Bundle, Kind::Question, Kind::Absent] {
+            assert!(state.receive(1, Frame { kind, group: 0, round: 0, body: vec![0; 8] }, now).is_ok(), "{kind:?}");
+        }
+    }
+}

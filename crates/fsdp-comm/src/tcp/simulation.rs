@@ -1,0 +1,532 @@
+//! Whole groups in one thread: the states of all ranks, a network that delays and reorders frames, and a clock that jumps
+//! from one event to the next. A seed decides everything that is random.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io;
+use std::time::{Duration, Instant};
+
+use super::frame::{Frame, Kind};
+use super::inbox::{State, rank_body};
+use super::relay::Next;
+use crate::backend::Round;
+use crate::error::CommError;
+use crate::wire;
+
+const GROUP: u64 = 7;
+
+/// The time that a round may take.
+const DEADLINE: Duration = Duration::from_secs(6);
+
+/// The time between two heartbeats.
+const HEARTBEAT: Duration = Duration::from_millis(500);
+
+/// The longest time for which a frame is on its way.
+const LATENCY: Duration = Duration::from_millis(3);
+
+/// The most time between the end of a round on a rank and its next round.
+const SKEW: Duration = Duration::from_millis(800);
+
+/// The time within which ranks must notice that a rank has ended, once all who are not at fault are in the round.
+const AT_ONCE: Duration = Duration::from_millis(100);
+
+/// Random numbers: the same for the same seed.
+struct Random(u64);
+
+impl Random {
+    fn new(seed: u64) -> Self {
+        // So that near seeds do not begin alike.
+        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        // The constants are those of a common generator of this kind.
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % limit.max(1)
+    }
+
+    fn within(&mut self, limit: Duration) -> Duration {
+        Duration::from_micros(self.below(limit.as_micros() as usize + 1) as u64)
+    }
+}
+
+/// A fault of a rank.
+#[derive(Debug, Clone, Copy)]
+enum Fault {
+    /// It enters this round so much later.
+    Late(u64, Duration),
+    /// It ends without a goodbye after this time.
+    Dies(Duration),
+    /// It ends without a goodbye before it enters this round.
+    DiesBefore(u64),
+    /// It stops after this time.
+    Stops(Duration),
+    /// It stops after this time, and goes on after another.
+    Pauses(Duration, Duration),
+    /// It leaves with a goodbye after this many rounds.
+    Leaves(u64),
+}
+
+#[derive(Debug)]
+enum Event {
+    Enter(usize),
+    Wake(usize),
+    Frame {
+        from: usize,
+        to: usize,
+        frame: Frame,
+    },
+    /// The connection from a rank ends.
+    End {
+        from: usize,
+        to: usize,
+    },
+    Fault(usize, Fault),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Condition {
+    Running,
+    /// Stopped since the first moment, until the second one if there is one.
+    Stopped(Instant, Option<Instant>),
+    Gone,
+}
+
+struct Rank {
+    state: State,
+    condition: Condition,
+    fault: Option<Fault>,
+    /// The end of the round that it is in.
+    until: Option<Instant>,
+    /// The number of rounds that it has completed.
+    completed: u64,
+    wake: Option<Instant>,
+    /// The time at which it last had the heartbeats of all.
+    heard: Instant,
+    entered: Instant,
+    error: Option<(Instant, CommError)>,
+    /// The bundles and the questions that it has sent.
+    bundles: usize,
+    questions: usize,
+}
+
+struct World {
+    start: Instant,
+    now: Instant,
+    rounds: u64,
+    ranks: Vec<Rank>,
+    events: BTreeMap<(Instant, u64), Event>,
+    number_of_events: u64,
+    /// The time at which the last frame from one rank to another arrives.
+    last: HashMap<(usize, usize), Instant>,
+    random: Random,
+    /// The time at which the last rank at fault ended.
+    last_end: Instant,
+    /// `true` if ranks that have failed end.
+    ends_after_failure: bool,
+}
+
+impl World {
+    /// Creates a group of ranks that enter so many rounds, one after the other.
+    fn new(ranks: usize, rounds: u64, seed: u64, faults: &[(usize, Fault)]) -> Self {
+        let start = Instant::now();
+        let mut random = Random::new(seed);
+        let rank = |number: usize| {
+            let mut state = State::new(number, ranks, 1, DEADLINE, start);
+            state.open(GROUP, &(0..ranks).collect::<Vec<_>>());
+            let fault = faults.iter().find(|(at_fault, _)| *at_fault == number).map(|(_, fault)| *fault);
+            Rank {
+                state,
+                condition: Condition::Running,
+                fault,
+                until: None,
+                completed: 0,
+                wake: None,
+                heard: start,
+                entered: start,
+                error: None,
+                bundles: 0,
+                questions: 0,
+            }
+        };
+        let ranks: Vec<Rank> = (0..ranks).map(rank).collect();
+        let ends_after_failure = ranks.len() < 100 && random.below(2) == 0;
+        let (events, last) = (BTreeMap::new(), HashMap::new());
+        let mut world = World {
+            start,
+            now: start,
+            rounds,
+            ranks,
+            events,
+            number_of_events: 0,
+            last,
+            random,
+            last_end: start,
+            ends_after_failure,
+        };
+        for &(rank, fault) in faults {
+            if let Fault::Dies(at) | Fault::Stops(at) | Fault::Pauses(at, _) = fault {
+                world.plan(start + at, Event::Fault(rank, fault));
+            }
+        }
+        (0..world.ranks.len()).for_each(|rank| world.plan_round(rank));
+        world
+    }
+
+    fn plan(&mut self, at: Instant, event: Event) {
+        self.events.insert((at.max(self.now), self.number_of_events), event);
+        self.number_of_events += 1;
+    }
+
+    /// Plans the next round of a rank, or its end.
+    fn plan_round(&mut self, rank: usize) {
+        let Rank { completed, fault, .. } = self.ranks[rank];
+        let mut at = self.now + self.random.within(SKEW);
+        match fault {
+            Some(Fault::Late(round, by)) if round == completed => at += by,
+            Some(fault @ Fault::DiesBefore(round)) if round == completed => {
+                return self.plan(at, Event::Fault(rank, fault));
+            }
+            Some(Fault::Leaves(rounds)) if rounds == completed => return self.leave(rank),
+            _ if completed == self.rounds => return,
+            _ => {}
+        }
+        self.plan(at, Event::Enter(rank));
+    }
+
+    /// Returns the time at which what a rank sends now arrives: not before what it has sent earlier.
+    fn arrival(&mut self, from: usize, to: usize) -> Instant {
+        let latency = self.random.within(LATENCY);
+        let last = self.last.entry((from, to)).or_insert(self.now);
+        *last = (self.now + latency).max(*last);
+        *last
+    }
+
+    fn send(&mut self, from: usize, to: usize, kind: Kind, round: u64, body: Vec<u8>) {
+        match kind {
+            Kind::Bundle => self.ranks[from].bundles += 1,
+            Kind::Question => self.ranks[from].questions += 1,
+            _ => {}
+        }
+        let at = self.arrival(from, to);
+        self.plan(at, Event::Frame { from, to, frame: Frame { kind, group: GROUP, round, body } });
+    }
+
+    fn send_all(&mut self, from: usize, kind: Kind, round: u64, body: &[u8]) {
+        for to in (0..self.ranks.len()).filter(|&to| to != from) {
+            self.send(from, to, kind, round, body.to_vec());
+        }
+    }
+
+    /// Ends a rank and its connections.
+    fn end(&mut self, rank: usize) {
+        self.ranks[rank].condition = Condition::Gone;
+        if self.ranks[rank].fault.is_some() {
+            self.last_end = self.now;
+        }
+        for to in (0..self.ranks.len()).filter(|&to| to != rank) {
+            let at = self.arrival(rank, to);
+            self.plan(at, Event::End { from: rank, to });
+        }
+    }
+
+    fn leave(&mut self, rank: usize) {
+        self.send_all(rank, Kind::Goodbye, 0, b"has left the group");
+        self.end(rank);
+    }
+
+    /// Lets everything happen, until nothing more does.
+    fn run(mut self) -> Self {
+        while let Some(((at, _), event)) = self.events.pop_first() {
+            self.now = at;
+            assert!(at < self.start + 20 * DEADLINE, "the ranks do not end");
+            let (Event::Enter(rank)
+            | Event::Wake(rank)
+            | Event::Frame { to: rank, .. }
+            | Event::End { to: rank, .. }
+            | Event::Fault(rank, _)) = event;
+            match self.ranks[rank].condition {
+                Condition::Gone | Condition::Stopped(_, None) => continue,
+                Condition::Stopped(_, Some(until)) if at < until => {
+                    self.plan(until, event);
+                    continue;
+                }
+                Condition::Stopped(..) => self.ranks[rank].condition = Condition::Running,
+                Condition::Running => {}
+            }
+            self.hear(rank);
+            match event {
+                Event::Enter(_) => self.enter(rank),
+                // Another time to wake up has been set since.
+                Event::Wake(_) if self.ranks[rank].wake.is_some_and(|wake| wake > at) => continue,
+                Event::Wake(_) => self.ranks[rank].wake = None,
+                Event::Frame { from, frame, .. } => self.ranks[rank].state.receive(from, frame, at).unwrap(),
+                Event::End { from, .. } => {
+                    self.ranks[rank].state.lose(from, &io::ErrorKind::UnexpectedEof.into());
+                }
+                Event::Fault(_, Fault::Dies(_) | Fault::DiesBefore(_)) => self.end(rank),
+                Event::Fault(_, Fault::Stops(_)) => self.ranks[rank].condition = Condition::Stopped(at, None),
+                Event::Fault(_, Fault::Pauses(_, pause)) => {
+                    self.ranks[rank].condition = Condition::Stopped(at, Some(at + pause));
+                }
+                Event::Fault(_, Fault::Late(..) | Fault::Leaves(_)) => {}
+            }
+            if self.ranks[rank].condition == Condition::Running {
+                self.go_on(rank);
+            }
+        }
+        self
+    }
+
+    /// Gives a rank the heartbeats of all others, which are no events of their own.
+    fn hear(&mut self, rank: usize) {
+        let now = self.now;
+        if now < self.ranks[rank].heard + HEARTBEAT {
+            return;
+        }
+        self.ranks[rank].heard = now;
+        let conditions: Vec<Condition> = self.ranks.iter().map(|rank| rank.condition).collect();
+        let state = &mut self.ranks[rank].state;
+        state.last_heartbeat_sent = now;
+        for (other, condition) in state.ranks.iter_mut().zip(conditions) {
+            let heard = match condition {
+                Condition::Running | Condition::Gone => now,
+                Condition::Stopped(since, _) => since,
+            };
+            other.last_frame_received = heard.max(other.last_frame_received);
+        }
+    }
+
+    fn enter(&mut self, rank: usize) {
+        let now = self.now;
+        let rank = &mut self.ranks[rank];
+        rank.until = Some(now + DEADLINE);
+        rank.entered = now;
+        let record = rank_body(rank.state.rank ^ rank.completed as usize);
+        rank.state.enter(GROUP, rank.completed, &record, now);
+    }
+
+    /// Lets a rank do what it can do now.
+    fn go_on(&mut self, rank: usize) {
+        while let Some(until) = self.ranks[rank].until {
+            let number = self.ranks[rank].completed;
+            let round = Round { number, sequence: number, operation: "barrier", deadline: DEADLINE, until };
+            match self.ranks[rank].state.next(GROUP, &round, self.now) {
+                Ok(Next::Send { to, bundles }) => {
+                    bundles.into_iter().for_each(|bundle| self.send(rank, to, Kind::Bundle, number, bundle));
+                }
+                Ok(Next::Ask(questions)) => {
+                    for (of, about) in questions {
+                        self.send(rank, of, Kind::Question, number, rank_body(about));
+                    }
+                }
+                Ok(Next::Wait(until)) => {
+                    assert!(until > self.now, "a wait that ends at once");
+                    self.ranks[rank].wake = Some(until);
+                    self.plan(until, Event::Wake(rank));
+                    break;
+                }
+                Ok(Next::Done(records)) => {
+                    let expected = (0..self.ranks.len()).map(|of| rank_body(of ^ number as usize));
+                    assert!(records.iter().map(|record| record.to_vec()).eq(expected));
+                    self.ranks[rank].until = None;
+                    self.ranks[rank].completed += 1;
+                    self.plan_round(rank);
+                }
+                Err(error) => self.fail(rank, error),
+            }
+        }
+        if self.ranks[rank].condition == Condition::Running {
+            for answer in self.ranks[rank].state.answers() {
+                self.send(rank, answer.to, answer.kind, answer.round, answer.body);
+            }
+        }
+    }
+
+    fn fail(&mut self, rank: usize, error: CommError) {
+        self.ranks[rank].until = None;
+        self.ranks[rank].error = Some((self.now, error.clone()));
+        let round = self.ranks[rank].completed;
+        for to in self.ranks[rank].state.fail(GROUP, round, &error) {
+            self.send(rank, to, Kind::Abort, round, wire::encode(&error).unwrap());
+        }
+        if self.ends_after_failure {
+            self.leave(rank);
+        }
+    }
+
+    /// Returns the ranks that are not at fault.
+    fn sound(&self) -> impl Iterator<Item = &Rank> {
+        self.ranks.iter().filter(|rank| rank.fault.is_none())
+    }
+
+    /// Checks that all ranks have completed all rounds.
+    fn assert_success(&self) {
+        for rank in &self.ranks {
+            assert_eq!(rank.error, None, "rank {}", rank.state.rank);
+            assert_eq!(rank.completed, self.rounds, "rank {}", rank.state.rank);
+        }
+    }
+
+    /// Checks that all ranks that are not at fault have errors, and that these name ranks at fault only.
+    fn assert_blame(&self) {
+        for rank in self.sound() {
+            let Some((_, error)) = &rank.error else {
+                panic!("rank {} has no error after {} rounds", rank.state.rank, rank.completed);
+            };
+            let named = match error {
+                CommError::RankLeft { rank, .. } => vec![*rank],
+                CommError::Timeout { missing, .. } => missing.clone(),
+                error => panic!("{error}"),
+            };
+            let is_at_fault = |&rank: &usize| self.ranks[rank].fault.is_some();
+            assert!(!named.is_empty() && named.iter().all(is_at_fault), "rank {}: {error}", rank.state.rank);
+        }
+    }
+
+    /// Checks that all ranks that are not at fault have failed at once.
+    fn assert_failed_at_once(&self) {
+        let ripe = self.sound().map(|rank| rank.entered).max().unwrap().max(self.last_end);
+        for rank in self.sound() {
+            let failed = rank.error.as_ref().unwrap().0;
+            assert!(failed <= ripe + AT_ONCE, "rank {}: {:?} late", rank.state.rank, failed - ripe);
+        }
+    }
+}
+
+/// Runs a check in groups of many sizes, the last of them the largest one, with many seeds.
+fn with_many_seeds(largest: usize, check: impl Fn(usize, u64, &mut Random)) {
+    for seed in 0..300 {
+        let mut random = Random::new(seed);
+        let ranks = 2 + random.below(if seed % 10 == 0 { 90 } else { 20 });
+        check(ranks, seed, &mut random);
+    }
+    check(largest, 1000, &mut Random::new(1000));
+}
+
+#[test]
+fn a_barrier_of_1024_ranks_takes_ten_messages_of_each() {
+    for (ranks, each) in [(2, 1), (33, 6), (600, 10), (1023, 10), (1024, 10)] {
+        let world = World::new(ranks, 3, 1, &[]).run();
+        world.assert_success();
+        for rank in &world.ranks {
+            assert_eq!((rank.bundles, rank.questions), (3 * each, 0), "rank {} of {ranks}", rank.state.rank);
+        }
+    }
+}
+
+#[test]
+fn all_ranks_get_the_records_of_all_in_whatever_order_frames_come() {
+    with_many_seeds(1024, |ranks, seed, _| World::new(ranks, 4, seed, &[]).run().assert_success());
+}
+
+#[test]
+fn exactly_the_ranks_that_are_late_are_named_by_all() {
+    with_many_seeds(200, |ranks, seed, random| {
+        let late = [random.below(ranks), random.below(ranks)];
+        let faults = late.map(|rank| (rank, Fault::Late(1, 2 * DEADLINE)));
+        let world = World::new(ranks, 3, seed, &faults).run();
+        let mut expected = late.to_vec();
+        expected.sort_unstable();
+        expected.dedup();
+        if expected.len() == ranks {
+            return;
+        }
+        let first = world.ranks[0].error.as_ref().unwrap().1.clone();
+        let CommError::Timeout { missing, sequence: 1, .. } = &first else { panic!("{first}") };
+        assert_eq!(*missing, expected, "seed {seed}");
+        for rank in &world.ranks {
+            assert_eq!(rank.error.as_ref().map(|(_, error)| error), Some(&first), "seed {seed}");
+            assert_eq!(rank.completed, 1, "seed {seed}");
+        }
+    });
+}
+
+#[test]
+fn ranks_that_die_before_a_round_are_named_at_once() {
+    with_many_seeds(1024, |ranks, seed, random| {
+        // Neighbours, too: they are often on one host.
+        let first = random.below(ranks);
+        let victims = (first..first + 1 + random.below(2)).map(|rank| rank % ranks);
+        let faults: Vec<_> = victims.map(|rank| (rank, Fault::DiesBefore(1))).collect();
+        let world = World::new(ranks, 3, seed, &faults).run();
+        if faults.len() < ranks {
+            world.assert_blame();
+            world.assert_failed_at_once();
+            assert!(world.sound().all(|rank| rank.completed == 1), "seed {seed}");
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_dies_is_named_by_a_rank_that_waits_alone() {
+    for ranks in [3, 8, 33, 50, 1024] {
+        // All but rank 2 come much later.
+        let others = (0..ranks).filter(|rank| ![1, 2].contains(rank));
+        let mut faults: Vec<_> = others.map(|rank| (rank, Fault::Late(1, DEADLINE / 2))).collect();
+        faults.push((1, Fault::DiesBefore(1)));
+        let world = World::new(ranks, 3, 5, &faults).run();
+        world.assert_failed_at_once();
+        assert!(matches!(world.ranks[2].error, Some((_, CommError::RankLeft { rank: 1, .. }))));
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_between_rounds_spoils_only_the_next() {
+    with_many_seeds(1024, |ranks, seed, random| {
+        let world = World::new(ranks, 3, seed, &[(random.below(ranks), Fault::Leaves(2))]).run();
+        world.assert_blame();
+        world.assert_failed_at_once();
+        assert!(world.sound().all(|rank| rank.completed == 2), "seed {seed}");
+    });
+}
+
+#[test]
+fn ranks_may_leave_after_the_last_round() {
+    with_many_seeds(200, |ranks, seed, _| {
+        let faults: Vec<_> = (0..ranks).map(|rank| (rank, Fault::Leaves(2))).collect();
+        World::new(ranks, 2, seed, &faults).run().assert_success();
+    });
+}
+
+#[test]
+fn a_rank_that_dies_at_any_time_is_named() {
+    with_many_seeds(1024, |ranks, seed, random| {
+        let victim = random.below(ranks);
+        let world = World::new(ranks, 6, seed, &[(victim, Fault::Dies(random.within(3 * SKEW)))]).run();
+        world.assert_blame();
+        world.assert_failed_at_once();
+    });
+}
+
+#[test]
+fn a_rank_that_stops_at_any_time_is_named() {
+    with_many_seeds(400, |ranks, seed, random| {
+        let victim = random.below(ranks);
+        let world = World::new(ranks, 6, seed, &[(victim, Fault::Stops(random.within(3 * SKEW)))]).run();
+        world.assert_blame();
+    });
+}
+
+#[test]
+fn a_rank_that_pauses_spoils_nothing() {
+    with_many_seeds(200, |ranks, seed, random| {
+        let fault = Fault::Pauses(random.within(3 * SKEW), random.within(DEADLINE / 2));
+        World::new(ranks, 6, seed, &[(random.below(ranks), fault)]).run().assert_success();
+    });
+}
+
+#[test]
+fn a_rank_that_stops_after_it_has_entered_keeps_no_record_from_the_others() {
+    with_many_seeds(200, |ranks, seed, random| {
+        // It stops while all wait for the last rank.
+        let victim = random.below(ranks - 1);
+        let faults = [(victim, Fault::Stops(2 * SKEW)), (ranks - 1, Fault::Late(0, 3 * SKEW))];
+        let world = World::new(ranks, 2, seed, &faults).run();
+        let all_but_victim = world.ranks.iter().filter(|rank| rank.state.rank != victim);
+        for rank in all_but_victim {
+            assert_eq!(rank.completed, 1, "rank {}, seed {seed}: {:?}", rank.state.rank, rank.error);
+            let named = &rank.error.as_ref().unwrap().1;
+            assert!(matches!(named, CommError::RankLeft { rank, .. } if *rank == victim), "{named}");
+        }
+    });
+}
