@@ -97,7 +97,9 @@ mod tests {
         let [replaced, last] =
             ["ffffffffffffffff", "0123456789abcdef"].map(|nonce| parent.path().join(format!(".c.old-{nonce}")));
         let durable = Durable::new();
-        [&target, &replaced].map(|directory| assert!(durable.create_directory(directory).unwrap()));
+        for directory in [&target, &replaced] {
+            assert!(durable.create_directory(directory).unwrap());
+        }
         // The target is about to be replaced in two steps, and there is a crash between them.
         set_aside(&durable, &target).unwrap();
         durable.rename_new(&target, &last).unwrap();
