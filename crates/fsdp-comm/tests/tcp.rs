@@ -10,7 +10,9 @@ mod processes;
 use std::time::Duration;
 
 use conformance::{Case, DEADLINE, cases};
-use fsdp_comm::{BLAME_DIR, CommError, Environment, ReduceOp, Secret, StoreOptions, TcpOptions, TcpStore};
+use fsdp_comm::{
+    BLAME_DIR, CommError, Environment, ProcessGroup, ReduceOp, Secret, StoreOptions, TcpOptions, TcpStore,
+};
 use processes::{Ranks, SHORT_DEADLINE, free_port};
 use rustix::process::Signal;
 
@@ -64,6 +66,9 @@ fn rank_process() {
         assert_eq!(group.barrier(), Err(error));
         return;
     }
+    if what == "the ranks of a large group agree" {
+        return agree_in_a_large_group(&group);
+    }
     let mut chosen: Vec<Case> = cases().into_iter().filter(|case| case.name.starts_with(&what)).collect();
     chosen.retain(|case| case.worlds.contains(&group.world_size()) && (case.name == what || !is_fatal(case)));
     let last = chosen.pop().expect("there is such a case");
@@ -71,6 +76,21 @@ fn rank_process() {
         case.run(group.clone());
     }
     last.run(group);
+}
+
+/// Exchanges numbers with all other ranks, and then fails on one rank.
+fn agree_in_a_large_group(group: &ProcessGroup) {
+    let ranks: Vec<u64> = (0..group.world_size() as u64).collect();
+    for _ in 0..3 {
+        let mut gathered = vec![0; ranks.len()];
+        group.all_gather_into(&mut gathered, &[group.rank() as u64]).unwrap();
+        assert_eq!(gathered, ranks);
+        group.barrier().unwrap();
+    }
+    let own = if group.rank() == 7 { Err("the disk is full") } else { Ok(()) };
+    let outcome = group.agree("save", own);
+    let Err(CommError::RankFailed { failures, .. }) = &outcome else { panic!("{outcome:?}") };
+    assert_eq!(failures.iter().map(|failure| failure.rank).collect::<Vec<_>>(), [7], "{outcome:?}");
 }
 
 /// Joins the store of a job, and ends once all other ranks wait for the address of this one.
@@ -127,6 +147,11 @@ conformance_tests! {
     ranks_that_panic: "faults: a rank panics",
     ranks_that_are_late: "faults: a rank is late",
     other_faults: "faults: others",
+}
+
+#[test]
+fn ranks_agree_in_a_group_that_is_so_large_that_records_travel_through_others() {
+    Ranks::start(36, "the ranks of a large group agree", &[("FSDP_TEST_MEMORY", "none")]).assert_casualties(&[]);
 }
 
 /// Sends a signal to a rank while all exchange numbers; the others must end by themselves, with an error that names it.
