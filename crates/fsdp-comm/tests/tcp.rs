@@ -128,7 +128,7 @@ macro_rules! conformance_tests {
         mod sockets {
             $(#[test] fn $name() { super::run_all($prefix, "none"); })*
         }
-        // As in large groups.
+        // Records travel through other ranks, as they do in groups of more than 32.
         mod relayed_records {
             $(#[test] fn $name() { super::run_all($prefix, "relayed"); })*
         }

@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn keys_have_the_texts_that_python_makes() {
-        // What `str(key)` returned in Python 3.11.
+        // The texts on the right are the results of `str(key)` in Python 3.11.
         let floats = [
             (1.0, "1.0"),
             (0.5, "0.5"),

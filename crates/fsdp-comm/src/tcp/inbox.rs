@@ -191,11 +191,11 @@ impl State {
         self.closed.insert(group);
     }
 
-    /// Ends a group on this rank, unless it has already ended. Returns the ranks to tell this.
+    /// Ends a group on this rank, unless it has already ended. Returns the ranks that this one has to tell.
     ///
-    /// Those are all others, if this rank is the first that it knows of. If another one has told it, that one tells all.
-    /// But if records travel through other ranks, those that wait for this one must hear of the failure before they see this
-    /// rank leave, and so from this rank.
+    /// A rank that has found the failure itself tells all others. A rank that was told tells nobody, because the one that
+    /// told it tells all. There is one exception: if records travel through other ranks, some of them wait for this rank, and
+    /// they must hear of the failure before they see this rank leave. So it tells them too.
     pub(super) fn fail(&mut self, group: u64, round: u64, error: &CommError) -> Vec<usize> {
         let state = self.groups.entry(group).or_default();
         match &state.failure {
@@ -309,6 +309,7 @@ pub(super) fn timeout(round: &Round<'_>, missing: &[usize], now: Instant) -> Opt
     })
 }
 
+/// Returns the error of a round that cannot end because a rank has left.
 fn left(rank: usize, round: &Round<'_>, reason: String) -> CommError {
     CommError::RankLeft { rank, operation: round.operation.to_owned(), sequence: round.sequence, reason }
 }

@@ -193,7 +193,7 @@ impl World {
         self.plan(at, Event::Enter(rank));
     }
 
-    /// Returns the time at which what a rank sends now arrives: not before what it has sent earlier.
+    /// Returns the time at which a frame arrives that a rank sends now. It is not before the arrival of earlier frames.
     fn arrival(&mut self, from: usize, to: usize) -> Instant {
         let latency = self.random.within(LATENCY);
         let last = self.last.entry((from, to)).or_insert(self.now);

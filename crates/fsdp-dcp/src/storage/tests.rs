@@ -175,6 +175,33 @@ fn an_old_checkpoint_without_a_new_one_is_put_back() {
     assert!(!recover(&target).unwrap());
 }
 
+/// A hook of a file system that cannot exchange directories, and on which nothing can be renamed to this path.
+struct NoWayTo(std::path::PathBuf);
+
+impl StepHook for NoWayTo {
+    fn before(&self, step: Step, path: &Path) -> std::io::Result<()> {
+        match step {
+            Step::Exchange => Err(rustix::io::Errno::NOSYS.into()),
+            Step::Rename if path == self.0 => Err(std::io::Error::other("the second rename fails")),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[test]
+fn an_overwrite_that_ends_between_its_renames_puts_back_the_last_version_and_no_older_one() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("c");
+    Durable::new().prepare(&target, false).unwrap().commit("a", b"last").unwrap();
+    // The version before that was replaced, and a reader has kept it from being removed.
+    std::fs::create_dir(parent.path().join(".c.old-ffffffffffffffff")).unwrap();
+    let durable = Durable::with_hook(std::sync::Arc::new(NoWayTo(target.clone())));
+    durable.prepare(&target, true).unwrap().commit("a", b"new").unwrap_err();
+    assert!(!target.exists());
+    assert!(recover(&target).unwrap());
+    assert_eq!(std::fs::read(target.join("a")).unwrap(), b"last");
+}
+
 #[test]
 fn single_files_replace_files() {
     let parent = tempfile::tempdir().unwrap();

@@ -164,7 +164,7 @@ pub(crate) fn write(
         lengths.push(length.ok_or_else(|| unsupported(fqn, "a tensor of absurd size"))?);
         boxes.push(TensorBox::whole(shape));
     }
-    // As torch does, except for a name that no record can begin with.
+    // torch calls the root of an archive like the file. No record's path can begin with `.`, so such a file has the usual root.
     let stem = staging.target().file_stem().and_then(|stem| stem.to_str()).filter(|stem| *stem != ".");
     let root = stem.unwrap_or(ROOT).replace(['/', '\\'], "_");
     let layout = ArchiveLayout::new(&root, bytes, &lengths);

@@ -121,7 +121,7 @@ fn hidden_files_are_no_weights() {
     let parent = tempfile::tempdir().unwrap();
     weights(&parent.path().join("model-00001-of-00002.safetensors"), &["a"]);
     weights(&parent.path().join("model-00002-of-00002.safetensors"), &["b"]);
-    // What macOS leaves beside files on disks of others.
+    // On disks that are not its own, macOS keeps the attributes of a file in another one with this name.
     std::fs::write(parent.path().join("._model-00001-of-00002.safetensors"), [0, 5, 22, 7]).unwrap();
     let opened = open(parent.path(), OpenOptions::default()).unwrap();
     let keys: Vec<&String> = opened.metadata().entries.keys().collect();
@@ -143,7 +143,7 @@ fn an_index_that_lists_nothing_leaves_no_files_out() {
     convert(&*open(&to, OpenOptions::default()).unwrap(), &back, OutputFormat::Torch, ConvertOptions::default())
         .unwrap();
     assert_eq!(decode_value(&std::fs::read(back).unwrap()).unwrap(), state);
-    // Of a model, too.
+    // The index of a directory of a model hides no files either.
     let model = parent.path().join("model");
     std::fs::create_dir(&model).unwrap();
     weights(&model.join("model-00001-of-00001.safetensors"), &["a"]);
