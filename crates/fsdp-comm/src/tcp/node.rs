@@ -376,7 +376,8 @@ fn receive_all(stream: &TcpStream, from: usize, inbox: &Inbox) {
     }
 }
 
-/// Answers the questions of other ranks until this one leaves.
+/// Answers the questions of other ranks until this one leaves. An answer that cannot be sent yet is offered again later, so that
+/// a rank that does not read keeps nobody else from an answer.
 fn answer_all(inbox: &Inbox, writers: &Writers) {
     let mut due: Vec<Answer> = Vec::new();
     while let Some(answers) = inbox.wait_for_answers(!due.is_empty()) {

@@ -201,6 +201,7 @@ impl World {
         *last
     }
 
+    /// Sends a frame from one rank to another, and counts it if it carries records or asks for one.
     fn send(&mut self, from: usize, to: usize, kind: Kind, round: u64, body: Vec<u8>) {
         match kind {
             Kind::Bundle => self.ranks[from].bundles += 1,
@@ -211,6 +212,7 @@ impl World {
         self.plan(at, Event::Frame { from, to, frame: Frame { kind, group: GROUP, round, body } });
     }
 
+    /// Sends a frame from one rank to each other rank.
     fn send_all(&mut self, from: usize, kind: Kind, round: u64, body: &[u8]) {
         for to in (0..self.ranks.len()).filter(|&to| to != from) {
             self.send(from, to, kind, round, body.to_vec());
@@ -234,7 +236,7 @@ impl World {
         self.end(rank);
     }
 
-    /// Lets everything happen, until nothing more does.
+    /// Handles all events in the order of their times, until none is left, and returns the simulation as it is then.
     fn run(mut self) -> Self {
         while let Some(((at, _), event)) = self.events.pop_first() {
             self.now = at;

@@ -30,7 +30,8 @@ pub(super) fn has_old_version(files: &dyn FileSystem, target: &Path) -> Result<b
 pub(super) fn set_aside(durable: &Durable, target: &Path) -> Result<(), FileError> {
     let (parent, prefix) = staging_prefix(target)?;
     let old = leftovers(durable.files(), target, "old")?;
-    // Without a target, another process is between its two renames, and one of these is the only version there is.
+    // This looks for the target after it has listed the old versions. Without a target, another process is between its two
+    // renames, and one of these is the only version there is.
     if !durable.files().exists(target) {
         return Ok(());
     }
