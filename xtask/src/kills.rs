@@ -38,8 +38,8 @@ const TIMEOUT: &str = "5";
 const STEPS: &str = "150";
 /// The steps between two saves: no more may be lost.
 const SAVE_EVERY: &str = "3";
-/// The longest time between two kills.
-const LONGEST_LIFE: Duration = Duration::from_secs(4);
+/// The longest time between two kills, in times of a run that nobody disturbs: most runs must live to see one.
+const LONGEST_LIFE: f64 = 0.5;
 /// The longest time for which a launcher is stopped.
 const LONGEST_STOP: Duration = Duration::from_secs(2);
 /// The time after which a run counts as hanging.
@@ -116,7 +116,7 @@ pub(crate) fn run(root: &Path, arguments: &KillsArguments) -> Result<()> {
     while counts.all() < arguments.kills {
         let out = dir.path().join(format!("run-{runs}"));
         let start = Instant::now();
-        disturb(&program, &out, arguments, &mut random, &mut counts)
+        disturb(&program, &out, arguments, undisturbed.mul_f64(LONGEST_LIFE), &mut random, &mut counts)
             .with_context(|| format!("run {runs} of seed {seed}\n{}", said(dir.path())))?;
         disturbed += start.elapsed();
         runs += 1;
@@ -144,6 +144,7 @@ fn disturb(
     program: &Path,
     out: &Path,
     arguments: &KillsArguments,
+    longest_life: Duration,
     random: &mut StdRng,
     counts: &mut Counts,
 ) -> Result<()> {
@@ -151,7 +152,7 @@ fn disturb(
     let (before, last) = (counts.all(), STEPS.parse::<u64>()?);
     let mut launch = Launch::start(program, out, arguments.ranks, &said)?;
     while counts.all() < arguments.kills && counts.all() < before + KILLS_OF_A_RUN {
-        if launch.wait(LONGEST_LIFE.mul_f64(random.random()))? {
+        if launch.wait(longest_life.mul_f64(random.random()))? {
             return Ok(());
         }
         let ranks = launch.ranks()?;
