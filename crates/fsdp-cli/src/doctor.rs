@@ -134,15 +134,16 @@ pub(crate) fn run(arguments: &DoctorArguments) -> Result<()> {
 
 fn examine() -> Report {
     let mut hints = Vec::new();
-    let (launcher, launcher_error) = match Environment::from_env() {
+    let found = Environment::from_env();
+    let fault = match &found {
+        Ok(found) => found.check_identity().err(),
+        // Nobody has to have a launcher; but one whose variables make no sense, or are not all set, is a fault.
+        Err(error) => Some(error.clone()).filter(|error| !is_without_launcher(error)),
+    };
+    hints.extend(fault.map(|error| format!("{error}: `--backend tcp` cannot start like this")));
+    let (launcher, launcher_error) = match found {
         Ok(found) => (Some(Launcher::from(found)), None),
-        Err(error) => {
-            // Nobody has to have a launcher; but one whose variables make no sense, or are not all set, is a fault.
-            if !is_without_launcher(&error) {
-                hints.push(format!("{error}: `--backend tcp` cannot start like this"));
-            }
-            (None, Some(error.to_string()))
-        }
+        Err(error) => (None, Some(error.to_string())),
     };
     let shared_memory = shared_memory();
     if let Err(error) = &shared_memory {

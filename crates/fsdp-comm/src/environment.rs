@@ -204,8 +204,11 @@ impl Environment {
     }
 
     /// Checks that the ranks of this job cannot connect to another job at the same port by mistake: they need a name or
-    /// a secret, unless torchrun's agent connects them.
-    pub(crate) fn check_identity(&self) -> Result<(), CommError> {
+    /// a secret, unless torchrun's agent connects them. The `tcp` backend calls it before it connects.
+    ///
+    /// # Errors
+    /// [`CommError::Environment`]: there is neither.
+    pub fn check_identity(&self) -> Result<(), CommError> {
         // `none` is the name that torchrun gives to a job without a name.
         let has_name = !self.job.is_empty() && self.job != "none";
         if has_name || self.secret.is_some() || self.agent_store.is_some() || self.world_size == 1 {

@@ -611,6 +611,14 @@ fn doctor_tells_backends_and_launcher() {
     let launched = report(&[("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "node0")]);
     assert_eq!(launched["launcher"]["name"], "torchrun");
     assert_eq!((&launched["launcher"]["rank"], &launched["variables"]["RANK"]), (&1.into(), &"1".into()));
+    assert!(launched["hints"][0].as_str().unwrap().contains("`FSDP_JOB_ID` is not set"), "{launched}");
+    let named = report(&[
+        ("RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "node0"),
+        ("FSDP_JOB_ID", "the job of this test"),
+    ]);
+    assert!(!named["hints"].to_string().contains("FSDP_JOB_ID"), "{named}");
     let broken = report(&[("RANK", "5"), ("WORLD_SIZE", "2")]);
     assert!(broken["hints"][0].as_str().unwrap().contains("`RANK`"), "{broken}");
     let half = report(&[("RANK", "0"), ("FSDP_SECRET", "a secret of this test")]);
