@@ -5,11 +5,11 @@ use fsdp_dcp::convert::{Rename, View};
 use fsdp_dcp::diff::{Tolerance, diff};
 use fsdp_dcp::digest::digest;
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::{Level, add_integrity, verify};
+use fsdp_dcp::verify::{Level, add_integrity, verify, with_causes};
 use fsdp_dcp::{FileError, FormatError};
 use fsdp_layout::{DType, PlainValue, TensorBox};
 
-use crate::foreign::{assert_converts, differences, fixture, opened, refused};
+use crate::foreign::{assert_converts, differences, fixture, opened, refused, replace};
 
 fn numpy_gguf(name: &str) -> Box<dyn Checkpoint> {
     opened(&fixture("numpy_gguf").join(name))
@@ -71,6 +71,16 @@ fn what_numpy_only_pickles_is_refused_by_name() {
             other => panic!("{other}"),
         }
     }
+}
+
+#[test]
+fn an_array_of_an_archive_that_is_refused_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("arrays.npz");
+    std::fs::copy(fixture("numpy_gguf/arrays.npz"), &path).unwrap();
+    replace(&path, b"'<f2'", b"'<U1'");
+    let text = with_causes(&refused(&path));
+    assert!(text.contains("`half`: an array of NumPy's type `<U1`"), "{text}");
 }
 
 #[test]
