@@ -98,6 +98,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     let mapped = map.map(|map| Mapped::new(&*first, &map)).transpose()?;
     let first: &dyn Checkpoint = mapped.as_ref().map_or(&*first, |mapped| mapped);
     let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
+    let names = [first, &*second].map(|of| of.metadata().entries.keys().map(String::as_str));
     let is_whole = arguments.include.is_empty() && arguments.exclude.is_empty();
     let select = |of| if is_whole { Ok(None) } else { View::new(of, |key| keys.rename(key), None).map(Some) };
     let (first_view, second_view) = (select(first)?, select(&*second)?);
@@ -106,6 +107,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     if first.metadata().entries.is_empty() && second.metadata().entries.is_empty() && !is_whole {
         return Err(UsageError::NothingSelected.into());
     }
+    keys.check_include(names.into_iter().flatten())?;
     let mut differences = Vec::new();
     let tolerance = Tolerance { absolute: arguments.tolerance, relative: 0.0 };
     let threads = arguments.threads.count();

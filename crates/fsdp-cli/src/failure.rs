@@ -21,6 +21,8 @@ pub(crate) enum UsageError {
     Glob { glob: String, reason: String },
     #[error("`--include` and `--exclude` select no key")]
     NothingSelected,
+    #[error("`--include {glob}` matches no key")]
+    UnusedGlob { glob: String },
     #[error("`--rename {rule}` matches no key")]
     UnusedRule { rule: String },
     #[error("`--rename` would make a key empty")]
@@ -68,9 +70,10 @@ impl UsageError {
             UsageError::Overlap { .. } => "choose a destination outside the source",
             UsageError::Unused { .. } => "leave the option out, or choose another `--to`",
             UsageError::Glob { .. } => "a glob may contain `*`, `?`, `[a-z]` and `{a,b}`; quote it for the shell",
-            UsageError::NothingSelected | UsageError::UnusedRule { .. } | UsageError::EmptyKey => {
-                "`fsdp inspect` lists the keys"
-            }
+            UsageError::NothingSelected
+            | UsageError::UnusedGlob { .. }
+            | UsageError::UnusedRule { .. }
+            | UsageError::EmptyKey => "`fsdp inspect` lists the keys",
             UsageError::NoTensor { .. } => "leave `--stats` and `--npy` out to see the value",
             UsageError::NoNumbers { .. } => "leave `--stats` out to see the elements' bytes",
             UsageError::NoNumpy { .. } => {

@@ -6,12 +6,13 @@ use fsdp_dcp::metadata::Metadata;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
 use crate::failure::UsageError;
+use crate::output;
 use crate::text::escaped;
 
 /// `--include`, `--exclude`, `--rename` and `--prefix`.
 pub(crate) struct Keys<'a> {
-    include: Option<GlobSet>,
-    exclude: GlobSet,
+    include: Option<Globs<'a>>,
+    exclude: Globs<'a>,
     rules: &'a [(String, String)],
     prefix: Option<&'a str>,
 }
@@ -22,17 +23,17 @@ impl<'a> Keys<'a> {
     /// # Errors
     /// A glob that is none.
     pub(crate) fn new(
-        include: &[String],
-        exclude: &[String],
+        include: &'a [String],
+        exclude: &'a [String],
         rules: &'a [(String, String)],
         prefix: Option<&'a str>,
     ) -> Result<Self> {
-        let include = if include.is_empty() { None } else { Some(globs(include)?) };
-        Ok(Keys { include, exclude: globs(exclude)?, rules, prefix })
+        let include = if include.is_empty() { None } else { Some(Globs::new(include)?) };
+        Ok(Keys { include, exclude: Globs::new(exclude)?, rules, prefix })
     }
 
     fn selects(&self, key: &str) -> bool {
-        self.include.as_ref().is_none_or(|include| include.is_match(key)) && !self.exclude.is_match(key)
+        self.include.as_ref().is_none_or(|include| include.set.is_match(key)) && !self.exclude.set.is_match(key)
     }
 
     pub(crate) fn rename(&self, key: &str) -> Rename {
@@ -47,7 +48,17 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Checks that the options fit the keys of a checkpoint.
+    /// Checks that each glob of `--include` matches one of these keys.
+    ///
+    /// # Errors
+    /// One matches none, which is likely a slip.
+    pub(crate) fn check_include<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Result<()> {
+        let unused = self.include.as_ref().and_then(|include| include.unused(keys).into_iter().next());
+        unused.map_or(Ok(()), |glob| Err(UsageError::UnusedGlob { glob: glob.to_owned() }.into()))
+    }
+
+    /// Checks that the options fit the keys of a checkpoint. A glob of `--exclude` that matches no key may be one that is
+    /// given for many checkpoints, and is only told.
     ///
     /// # Errors
     /// Nothing is selected, a rule fits nothing (both are likely slips), or a key would become empty.
@@ -55,6 +66,11 @@ impl<'a> Keys<'a> {
         let selected: Vec<&str> = metadata.entries.keys().map(String::as_str).filter(|key| self.selects(key)).collect();
         if selected.is_empty() && !metadata.entries.is_empty() {
             return Err(UsageError::NothingSelected.into());
+        }
+        let keys = || metadata.entries.keys().map(String::as_str);
+        self.check_include(keys())?;
+        for glob in self.exclude.unused(keys()) {
+            output::talk(&format!("`--exclude {}` matches no key", escaped(glob)));
         }
         for rule in self.rules {
             if !selected.iter().any(|key| apply(rule, key).is_some()) {
@@ -68,13 +84,30 @@ impl<'a> Keys<'a> {
     }
 }
 
-fn globs(patterns: &[String]) -> Result<GlobSet> {
-    let mut set = GlobSetBuilder::new();
-    for pattern in patterns {
-        let glob = Glob::new(pattern);
-        set.add(glob.map_err(|error| UsageError::Glob { glob: pattern.clone(), reason: error.kind().to_string() })?);
+/// Globs, each of which selects keys.
+struct Globs<'a> {
+    globs: &'a [String],
+    set: GlobSet,
+}
+
+impl<'a> Globs<'a> {
+    fn new(globs: &'a [String]) -> Result<Self> {
+        let mut set = GlobSetBuilder::new();
+        for glob in globs {
+            let parsed = Glob::new(glob);
+            set.add(parsed.map_err(|error| UsageError::Glob { glob: glob.clone(), reason: error.kind().to_string() })?);
+        }
+        Ok(Globs { globs, set: set.build()? })
     }
-    Ok(set.build()?)
+
+    /// Returns the globs that match none of these keys.
+    fn unused<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Vec<&'a str> {
+        let mut is_used = vec![false; self.globs.len()];
+        for key in keys {
+            self.set.matches(key).into_iter().for_each(|index| is_used[index] = true);
+        }
+        self.globs.iter().zip(is_used).filter(|(_, is_used)| !is_used).map(|(glob, _)| glob.as_str()).collect()
+    }
 }
 
 /// The number of near keys that a message lists.
@@ -156,7 +189,8 @@ mod tests {
     #[test]
     fn the_first_rule_counts_and_the_prefix_comes_last() {
         let rules = [rule("a", "x"), rule("a.b", "y")];
-        let keys = Keys::new(&["a.*".into(), "c".into()], &["*.secret".into()], &rules, Some("p.")).unwrap();
+        let (include, exclude) = (["a.*".to_owned(), "c".to_owned()], ["*.secret".to_owned()]);
+        let keys = Keys::new(&include, &exclude, &rules, Some("p.")).unwrap();
         assert_eq!(keys.rename("a.b"), Rename::To("p.x.b".into()));
         assert_eq!(keys.rename("c"), Rename::To("p.c".into()));
         assert_eq!(keys.rename("a.secret"), Rename::Drop);

@@ -7,6 +7,7 @@ use fsdp_dcp::lineage::{Lineage, Link, Note, chain};
 use serde::Serialize;
 
 use super::failure::Broken;
+use super::ls::no_checkpoints;
 use super::output;
 use super::text::escaped;
 
@@ -54,6 +55,9 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
         let checkpoints = links.iter().map(Row::new).collect();
         output::json(&Log { schema: SCHEMA, run: run.clone(), whole: broken == 0, checkpoints })?;
     } else {
+        if links.is_empty() {
+            output::talk(&no_checkpoints(&arguments.run));
+        }
         output::lines(&links.iter().flat_map(lines).collect::<Vec<_>>())?;
     }
     if broken > 0 { Err(Broken { run, count: broken }.into()) } else { Ok(()) }

@@ -59,9 +59,14 @@ pub(crate) fn run(arguments: &LsArguments) -> Result<()> {
         return output::json(&Listing { schema: SCHEMA, run: arguments.run.to_string(), checkpoints });
     }
     if checkpoints.is_empty() {
-        output::talk(&format!("no checkpoints in `{}`", escaped(&arguments.run.to_string())));
+        output::talk(&no_checkpoints(&arguments.run));
     }
     output::lines(&checkpoints.iter().map(Row::line).collect::<Vec<_>>())
+}
+
+/// Returns what is said of a folder without checkpoints.
+pub(crate) fn no_checkpoints(run: &Location) -> String {
+    format!("no checkpoints in `{}`", escaped(&run.to_string()))
 }
 
 fn row(found: &StepOfRun) -> Row {

@@ -1,6 +1,8 @@
 //! `fsdp prune`: removes a run's old checkpoints.
 
-use anyhow::Result;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
 use clap::Args;
 use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint::{self, ExtraFiles, StepOfRun, steps_of_run};
@@ -10,6 +12,7 @@ use fsdp_dcp::verify::{Level, verify};
 use serde::Serialize;
 
 use super::failure::UsageError;
+use super::ls::no_checkpoints;
 use super::output;
 use super::text::{count, escaped};
 
@@ -17,8 +20,9 @@ use super::text::{count, escaped};
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Nothing is removed without --yes. Nothing is removed either unless one of the checkpoints that stay is whole. A
-checkpoint that is being read stays, and so does one whose directory has files that do not belong to it. Files that an
-incremental save shares with a checkpoint that stays are not lost: each has a link of its own.")]
+checkpoint that is being read stays, and so does one whose directory has files that do not belong to it, or that a link
+in the folder leads to. Files that an incremental save shares with a checkpoint that stays are not lost: each has a link
+of its own.")]
 pub(crate) struct PruneArguments {
     /// The folder of a run's checkpoints
     #[arg(value_name = "RUN")]
@@ -64,6 +68,9 @@ struct Stays {
 /// listed; after the list is printed, the first error of a removal.
 pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
     let all = steps_of_run(&arguments.run)?;
+    if all.is_empty() && !arguments.json {
+        output::talk(&no_checkpoints(&arguments.run));
+    }
     if let Some((first, other)) = all.first().zip(all.iter().find(|found| found.counts != all[0].counts)) {
         let (run, first, other) = (arguments.run.to_string(), first.name.clone(), other.name.clone());
         return Err(UsageError::MixedNames { run, first, other }.into());
@@ -84,9 +91,10 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
         removed: Vec::new(),
         stay: Vec::new(),
     };
+    let links = links_beside(&all)?;
     let mut failed = None;
     for found in expired {
-        let mut reason = reason_to_stay(&found.path);
+        let mut reason = reason_to_stay(&found.path, &links);
         if reason.is_none() && arguments.yes {
             match Durable::new().remove_checkpoint(&found.path) {
                 Ok(true) => {}
@@ -125,8 +133,34 @@ fn list(pruned: &Pruned) -> Result<()> {
     Ok(())
 }
 
+/// A link in the folder of a run's checkpoints.
+struct LinkInFolder {
+    name: String,
+    /// The file or directory that it leads to, without any links on the way.
+    target: PathBuf,
+}
+
+/// Returns the links beside a run's checkpoints, such as `best` or `latest`. One that leads nowhere needs nothing.
+fn links_beside(all: &[StepOfRun]) -> Result<Vec<LinkInFolder>> {
+    let Some(folder) = all.first().and_then(|found| found.path.local()).and_then(Path::parent) else {
+        return Ok(Vec::new());
+    };
+    let mut links = Vec::new();
+    for entry in std::fs::read_dir(folder).with_context(|| format!("failed to list `{}`", folder.display()))? {
+        let path = entry.with_context(|| format!("failed to list `{}`", folder.display()))?.path();
+        if path.is_symlink()
+            && let Ok(target) = path.canonicalize()
+        {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            links.push(LinkInFolder { name, target });
+        }
+    }
+    links.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(links)
+}
+
 /// Returns the reason why an old checkpoint must not be removed; `None` if it may be.
-fn reason_to_stay(path: &Location) -> Option<String> {
+fn reason_to_stay(path: &Location, links: &[LinkInFolder]) -> Option<String> {
     match path.is_file() {
         Ok(false) => {}
         Ok(true) => return Some("it is no directory".to_owned()),
@@ -134,6 +168,12 @@ fn reason_to_stay(path: &Location) -> Option<String> {
     }
     if path.local().is_some_and(std::path::Path::is_symlink) {
         return Some("it is a link".to_owned());
+    }
+    // A link may be the only name by which a checkpoint that stays, or one that a user has marked, is known.
+    if let Some(Ok(place)) = path.local().map(Path::canonicalize)
+        && let Some(link) = links.iter().find(|link| link.target.starts_with(&place))
+    {
+        return Some(format!("the link `{}` leads to it", link.name));
     }
     // If a checkpoint cannot be opened, it is not known whether it is still needed, so it is kept.
     let opened = match checkpoint::open(path, OpenOptions { verify: false }) {

@@ -21,8 +21,13 @@ pub struct Census {
     pub max: f64,
     /// The sum of the finite ones.
     pub sum: f64,
-    /// The sum of their squares.
-    pub sum_of_squares: f64,
+    /// The first finite one.
+    pub first: Option<f64>,
+    /// The sum of the differences of the finite ones from the first.
+    pub sum_from_first: f64,
+    /// The sum of the squares of these differences. Squares of the elements themselves would lose the deviation of elements
+    /// that lie close together, far from zero.
+    pub squares_from_first: f64,
 }
 
 impl Default for Census {
@@ -35,7 +40,9 @@ impl Default for Census {
             min: f64::INFINITY,
             max: f64::NEG_INFINITY,
             sum: 0.0,
-            sum_of_squares: 0.0,
+            first: None,
+            sum_from_first: 0.0,
+            squares_from_first: 0.0,
         }
     }
 }
@@ -47,8 +54,22 @@ impl Census {
         for_each(dtype, &[], &mut |_| {})
     }
 
-    /// Adds the elements in these bytes.
+    /// Adds the elements in these bytes. Complex ones are only counted: one is NaN if a part of it
+    /// is, or else infinite if a part of it is.
     pub fn add(&mut self, dtype: DType, bytes: &[u8]) {
+        if let Some(part) = parts_of_complex(dtype) {
+            let mut parts = Vec::with_capacity(bytes.len() / part.size_in_bytes() as usize);
+            for_each(part, bytes, &mut |value| parts.push(value));
+            for element in parts.as_chunks::<2>().0 {
+                self.count += 1;
+                if element.iter().any(|part| part.is_nan()) {
+                    self.nan += 1;
+                } else if element.iter().any(|part| part.is_infinite()) {
+                    self.infinite += 1;
+                }
+            }
+            return;
+        }
         for_each(dtype, bytes, &mut |value| {
             self.count += 1;
             if value.is_nan() {
@@ -60,7 +81,9 @@ impl Census {
                 self.min = self.min.min(value);
                 self.max = self.max.max(value);
                 self.sum += value;
-                self.sum_of_squares += value * value;
+                let difference = value - *self.first.get_or_insert(value);
+                self.sum_from_first += difference;
+                self.squares_from_first += difference * difference;
             }
         });
     }
@@ -74,8 +97,9 @@ impl Census {
     /// Returns the standard deviation of the finite elements (of the whole population).
     #[must_use]
     pub fn std(&self) -> f64 {
-        let mean = self.mean();
-        (self.sum_of_squares / (self.count - self.nan - self.infinite) as f64 - mean * mean).max(0.0).sqrt()
+        let count = (self.count - self.nan - self.infinite) as f64;
+        let mean = self.sum_from_first / count;
+        (self.squares_from_first / count - mean * mean).max(0.0).sqrt()
     }
 }
 
@@ -106,6 +130,17 @@ pub fn for_each(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bool {
         _ => return false,
     }
     true
+}
+
+/// Returns the type of the two parts of a complex number; `None` for other types.
+#[must_use]
+pub fn parts_of_complex(dtype: DType) -> Option<DType> {
+    match dtype {
+        DType::Complex32 => Some(DType::F16),
+        DType::Complex64 => Some(DType::F32),
+        DType::Complex128 => Some(DType::F64),
+        _ => None,
+    }
 }
 
 /// The meaning of the special codes of an 8-bit float.
@@ -175,5 +210,10 @@ mod tests {
         assert_eq!((census.min, census.max, census.sum), (0.0, 3.0, 4.0));
         assert!((census.mean() - 4.0 / 3.0).abs() < 1e-12);
         assert!(!Census::counts(DType::Complex64));
+        // Close together, far from zero.
+        let mut census = Census::default();
+        let bytes: Vec<u8> = [1e9f64, 1e9 + 1.0].iter().flat_map(|value| value.to_le_bytes()).collect();
+        census.add(DType::F64, &bytes);
+        assert_eq!((census.mean(), census.std()), (1e9 + 0.5, 0.5));
     }
 }

@@ -108,6 +108,17 @@ impl FormatError {
     pub(crate) fn unexpected(expected: impl Into<String>, found: impl Into<String>) -> Self {
         FormatError::Unexpected { expected: expected.into(), found: found.into() }
     }
+
+    /// Names the key that the error belongs to, in an error that says nothing else about the place.
+    pub(crate) fn of_key(self, key: &str) -> Self {
+        match self {
+            FormatError::Malformed { what, reason } => {
+                FormatError::Malformed { what, reason: format!("`{key}`: {reason}") }
+            }
+            FormatError::Unsupported { what } => FormatError::Unsupported { what: format!("`{key}`: {what}") },
+            other => other,
+        }
+    }
 }
 
 /// The error of this crate. A `path` in it may be the URL of something in an object store.

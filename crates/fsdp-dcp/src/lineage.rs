@@ -7,6 +7,7 @@ use fsdp_digest::Digest;
 use crate::dcp::reader::CheckpointReader;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint as _;
+use crate::steps::step_of;
 pub use crate::storage::lineage::{DataPosition, Lineage, Parent};
 use crate::storage::location::Location;
 use crate::storage::names::METADATA_FILE;
@@ -88,7 +89,11 @@ pub fn chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
         let digest = checkpoint.digests().map(|digests| digests.root());
         links.push(Link { name, digest, lineage: checkpoint.lineage().cloned(), notes: Vec::new() });
     }
-    links.sort_by_key(|link| link.lineage.as_ref().map(|lineage| lineage.step));
+    // Those of other programs have no lineage, but often a step in their names.
+    links.sort_by_cached_key(|link| {
+        let named = step_of(&link.name).map(|(_, step)| step);
+        (link.lineage.as_ref().map(|lineage| lineage.step), named, link.name.clone())
+    });
     note(&mut links);
     Ok(links)
 }

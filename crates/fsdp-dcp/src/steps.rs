@@ -63,7 +63,7 @@ fn is_absence(error: &FileError) -> bool {
 }
 
 /// Returns the step in the name of a checkpoint, and the word before it; `None` for any other name.
-fn step_of(name: &str) -> Option<(&'static str, u64)> {
+pub(crate) fn step_of(name: &str) -> Option<(&'static str, u64)> {
     if name.starts_with('.') {
         return None;
     }

@@ -110,10 +110,10 @@ def test_a_prefix_with_an_equals_sign_is_refused(dcp_checkpoint, tmp_path):
 def test_one_glob_is_a_string_or_a_list(dcp_checkpoint, tmp_path):
     reports = [
         fc.convert(dcp_checkpoint, tmp_path / str(number), to="torch", include=include, exclude=exclude)
-        for number, (include, exclude) in enumerate([("model.*", "*.bias"), (["model.*"], ["*.bias"])])
+        for number, (include, exclude) in enumerate([("model.*", "*.bias"), (["model.*"], ["*.bias"]), ((b"model.*",), {b"*.bias"})])
     ]
-    assert reports[0]["tensors"] == reports[1]["tensors"] > 0
-    assert reports[0]["values"] == reports[1]["values"] == 0
+    assert reports[0]["tensors"] == reports[1]["tensors"] == reports[2]["tensors"] > 0
+    assert reports[0]["values"] == reports[1]["values"] == reports[2]["values"] == 0
 
 
 def test_what_cannot_be_done_changes_nothing(dcp_checkpoint, tmp_path):

@@ -246,8 +246,10 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
         } = done.with_context(|| format!("failed to write `{}`", destination.path))?;
         aside.sort_by(|a, b| natord::compare(a, b));
         quantized.sort_by(|a, b| natord::compare(a, b));
+        let is_value = |key: &str| source.metadata().tensor(key).is_none();
         written = Written {
             tensors,
+            values: written.values - dropped.iter().filter(|(key, _)| is_value(key)).count(),
             bytes,
             aside,
             aside_file,

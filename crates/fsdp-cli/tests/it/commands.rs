@@ -220,6 +220,8 @@ fn convert_selects_renames_and_casts() {
         assert!(key.starts_with("gpt.") && !key.contains("model.") && !key.ends_with(".bias"), "{key}");
         assert_eq!(tensor.dtype(), safetensors::Dtype::BF16);
     }
+    let noted = ["convert", &source, &place(&directory, "noted"), "--to", "torch", "--exclude", "optmizer.*"];
+    fsdp(&noted).assert().success().stderr(contains("`--exclude optmizer.*` matches no key"));
 }
 
 #[test]
@@ -353,6 +355,15 @@ fn usage_errors_write_nothing() {
         (vec!["convert", &source, &free, "--to", "torch", "--world-size", "2"], "has no effect"),
         (vec!["convert", &source, &free, "--to", "hf", "--include", "nothing.*"], "select no key"),
         (vec!["convert", &source, &free, "--to", "hf", "--include", "["], "not a valid glob"),
+        (
+            vec!["convert", &source, &free, "--to", "hf", "--include", "model.*", "--include", "ema.*"],
+            "`--include ema.*`",
+        ),
+        (
+            vec!["merge", "--from", &source, &free, "--to", "hf", "--include", "model.*", "--include", "ema.*"],
+            "`--include ema.*`",
+        ),
+        (vec!["diff", &source, &source, "--include", "model.*", "--include", "ema.*"], "`--include ema.*`"),
         (vec!["convert", &source, &free, "--to", "hf", "--rename", "nothing=x"], "matches no key"),
         (vec!["convert", &source, &free, "--to", "hf", "--rename", "nothing"], "OLD=NEW"),
         (vec!["convert", &source, &free, "--to", "hf", "--prefix", "a", "--dtype", "int8"], "--dtype"),

@@ -144,6 +144,7 @@ fn other_elements_have_other_digests() {
 }
 
 /// Trains a small model, and returns the lines of `fsdp log --json`.
+#[cfg(feature = "train")]
 fn train_and_log(out: &str, more: &[&str]) -> Vec<Value> {
     let small = ["--layers", "1", "--hidden", "16", "--heads", "2", "--seq", "16", "--batch", "4", "--sample", "0"];
     let arguments = [&["train", "--nproc", "2", "--save-every", "2", "--out", out][..], &small, more].concat();
@@ -151,6 +152,7 @@ fn train_and_log(out: &str, more: &[&str]) -> Vec<Value> {
     log(out)
 }
 
+#[cfg(feature = "train")]
 fn log(out: &str) -> Vec<Value> {
     let output = fsdp(&["log", out, "--json"]).output().unwrap();
     let log: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -158,6 +160,7 @@ fn log(out: &str) -> Vec<Value> {
 }
 
 #[test]
+#[cfg(feature = "train")]
 fn every_checkpoint_of_a_run_names_its_parent_and_a_broken_chain_is_seen() {
     let directory = TempDir::new().unwrap();
     let out = directory.path().join("run").to_str().unwrap().to_owned();

@@ -94,6 +94,50 @@ fn prune_leaves_a_checkpoint_with_a_file_of_somebody_else_in_it() {
 }
 
 #[test]
+#[cfg(unix)]
+fn prune_leaves_a_checkpoint_that_a_link_in_the_folder_needs() {
+    let run = run_with(&[10, 20, 30]);
+    // The link counts as the newest checkpoint, and is whole only as long as its target is there.
+    std::os::unix::fs::symlink("step-30", run.path().join("step-40")).unwrap();
+    std::os::unix::fs::symlink("step-10/__0_0.distcp", run.path().join("best")).unwrap();
+    std::os::unix::fs::symlink("nowhere", run.path().join("lost")).unwrap();
+    let path = run.path().to_str().unwrap();
+    let stays = contains("step-30  stays: the link `step-40` leads to it")
+        .and(contains("step-10  stays: the link `best` leads to it"))
+        .and(contains("step-20  removed"));
+    fsdp(&["prune", path, "--keep", "1", "--yes"]).assert().success().stdout(stays);
+    assert_eq!(names(&run), ["best", "lost", "step-10", "step-30", "step-40"]);
+    fsdp(&["verify", &format!("{path}/step-40")]).assert().success();
+}
+
+#[test]
+fn a_folder_without_checkpoints_is_told() {
+    let run = tempfile::tempdir().unwrap();
+    let path = run.path().to_str().unwrap();
+    for command in [&["ls", path][..], &["log", path], &["prune", path, "--keep", "1"]] {
+        fsdp(command).assert().success().stderr(contains("no checkpoints in"));
+    }
+}
+
+#[test]
+fn log_lists_checkpoints_of_other_programs_by_the_steps_in_their_names() {
+    let run = tempfile::tempdir().unwrap();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/fsdp2_adamw_ws2/dcp");
+    for step in [9, 100, 10] {
+        let to = run.path().join(format!("step-{step}"));
+        fs::create_dir(&to).unwrap();
+        for file in fs::read_dir(&source).unwrap() {
+            let file = file.unwrap();
+            fs::copy(file.path(), to.join(file.file_name())).unwrap();
+        }
+    }
+    let output = fsdp(&["log", run.path().to_str().unwrap()]).assert().success().get_output().stdout.clone();
+    let lines: Vec<String> = String::from_utf8(output).unwrap().lines().map(str::to_owned).collect();
+    let names: Vec<&str> = lines.iter().filter_map(|line| line.strip_suffix("  no digest")).collect();
+    assert_eq!(names, ["step-100", "step-10", "step-9"]);
+}
+
+#[test]
 fn prune_does_not_compare_steps_with_epochs() {
     let run = run_with(&[100]);
     let epoch = run.path().join("epoch-3");

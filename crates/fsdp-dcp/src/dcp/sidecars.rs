@@ -11,7 +11,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use fsdp_layout::{KeyPath, PathPart, PlainValue};
+use fsdp_layout::{KeyPath, PathPart};
 
 use super::reader::CheckpointReader;
 use crate::error::{FileError, FormatError};
@@ -140,6 +140,7 @@ fn open_sidecar(
         Err(error) => return Err(error),
     };
     let path = KeyPath(vec![PathPart::Key(name.to_string())]);
-    assembler.add_value(&path, &name, Held::Opaque(of.clone(), PlainValue::Str(of)))?;
+    let length = assembler.directory().file(&name)?.len();
+    assembler.add_value(&path, &name, Held::whole_file(of, &name, length))?;
     Ok(assembler.finish(None))
 }

@@ -27,8 +27,7 @@ pub(super) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     let assembler = Assembler::new(Format::Folder, location.name(), directory);
     let mut flat = Flattener { assembler, file: Arc::from(name), budget: Budget::new(length, PICKLE_FACTOR) };
     if length > MAX_BYTES {
-        let of = format!("JSON text of {length} bytes");
-        let held = Held::Opaque(of.clone(), PlainValue::Str(of));
+        let held = Held::whole_file(format!("JSON text of {length} bytes"), name, length);
         flat.assembler.add_value(&KeyPath::default(), &flat.file, held)?;
         return Ok(flat.assembler.finish(None));
     }

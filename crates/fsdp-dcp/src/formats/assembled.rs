@@ -9,13 +9,14 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use fsdp_digest::StateDigest;
+use fsdp_digest::{Digest, StateDigest};
 use fsdp_layout::{DType, KeyPath, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::blocks::{self, BlockFormat};
 use super::checkpoint::{Checkpoint, Format, KeyFilter};
 use super::lookup::{check_length, no_value, tensor_of};
+use super::opaque::hash_of_item;
 use super::replicas::check_replicas;
 use super::structure::Structure;
 use crate::budget::Budget;
@@ -75,21 +76,30 @@ pub(crate) struct Piece {
     pub(crate) elements: Elements,
 }
 
-/// A value that was read when the checkpoint was opened.
+/// A value that was read, or located, when the checkpoint was opened.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Held {
     /// A plain value.
     Plain(PlainValue),
     /// An opaque value: the type of the object in it, and its description.
     Opaque(String, PlainValue),
+    /// An opaque value that is known by its bytes only: the kind of what they are, and their place. They are read when the
+    /// value is described.
+    Stored(String, StorageInfo),
 }
 
 impl Held {
+    /// Makes the opaque value of a whole file, which is of this kind.
+    pub(crate) fn whole_file(of: String, file: &str, length: u64) -> Self {
+        Held::Stored(of, StorageInfo { relative_path: file.to_owned(), offset: 0, length, transforms: Vec::new() })
+    }
+
     /// Returns `true` if two files hold the same.
     pub(crate) fn is_same(&self, other: &Held) -> bool {
         match (self, other) {
             (Held::Plain(a), Held::Plain(b)) => a.same_bits(b),
             (Held::Opaque(of, a), Held::Opaque(other, b)) => of == other && a.same_bits(b),
+            (Held::Stored(of, a), Held::Stored(other, b)) => of == other && a == b,
             _ => false,
         }
     }
@@ -231,7 +241,12 @@ impl Assembler {
                 fqn,
             });
         }
-        let stored = StorageInfo { relative_path: file.to_string(), offset: 0, length: 0, transforms: Vec::new() };
+        let stored = match &value {
+            Held::Stored(_, stored) => stored.clone(),
+            Held::Plain(_) | Held::Opaque(..) => {
+                StorageInfo { relative_path: file.to_string(), offset: 0, length: 0, transforms: Vec::new() }
+            }
+        };
         metadata.planner_data.get_or_insert_default().insert(fqn.clone(), path.clone());
         metadata.entries.insert(fqn.clone(), Entry::Bytes(BytesEntry { stored: Some(stored) }));
         self.first.insert(fqn.clone(), file.clone());
@@ -385,7 +400,7 @@ impl Checkpoint for Assembled {
 
     fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
         match self.values.get(fqn) {
-            Some(Held::Opaque(of, _)) => Ok(Some(of.clone())),
+            Some(Held::Opaque(of, _) | Held::Stored(of, _)) => Ok(Some(of.clone())),
             _ => Ok(None),
         }
     }
@@ -393,6 +408,11 @@ impl Checkpoint for Assembled {
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         match self.values.get(fqn) {
             Some(Held::Plain(value) | Held::Opaque(_, value)) => Ok(value.clone()),
+            Some(Held::Stored(of, stored)) => {
+                let hash = PlainValue::Bytes(hash_of_item(self, fqn, stored)?.to_le_bytes().to_vec());
+                let data = format!("{} bytes with the digest {}", stored.length, Digest::of_value(&hash));
+                Ok(PlainValue::Dict(vec![("$type".into(), of.as_str().into()), ("data".into(), data.as_str().into())]))
+            }
             None => Err(no_value(&self.metadata, fqn)),
         }
     }
@@ -400,7 +420,7 @@ impl Checkpoint for Assembled {
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         match self.values.get(fqn) {
             Some(Held::Plain(value)) => Ok(value.clone()),
-            Some(Held::Opaque(of, _)) => {
+            Some(Held::Opaque(of, _) | Held::Stored(of, _)) => {
                 let file = match self.metadata.entries.get(fqn) {
                     Some(Entry::Bytes(BytesEntry { stored: Some(stored) })) => &stored.relative_path,
                     _ => "",

@@ -36,7 +36,7 @@ impl<'a> Average<'a> {
     /// all weights are equal.
     ///
     /// # Errors
-    /// Checkpoints whose keys, shapes or dtypes differ; weights that are not finite, or not one for each.
+    /// Checkpoints whose keys, shapes or dtypes differ; tensors of 8-bit floats and other quantized ones; weights that are not finite, or not one for each.
     pub fn new(sources: Vec<&'a dyn Checkpoint>, weights: &[f64]) -> Result<Self, FileError> {
         let Some((first, others)) = sources.split_first() else {
             return Err(FileError::Merge { reason: "there are no checkpoints".to_owned() });
@@ -57,7 +57,19 @@ impl<'a> Average<'a> {
         let optimizers = Optimizers::of(&metadata);
         let mut averaged = HashSet::new();
         for (fqn, tensor) in metadata.tensors() {
-            if !is_floating(tensor.properties.dtype) || optimizers.is_state(fqn, tensor) {
+            let dtype = tensor.properties.dtype;
+            if optimizers.is_state(fqn, tensor) {
+                continue;
+            }
+            if !is_floating(dtype) {
+                // An average of the scales beside the quantized weights of the first checkpoint would be a broken model.
+                if !others.is_empty() && (dtype.is_float() || dtype.is_quantized()) {
+                    let reason = format!(
+                        "`{fqn}` has the dtype {dtype}, which cannot be averaged: leave it out with `--exclude`, or merge the \
+                         checkpoints before they are quantized"
+                    );
+                    return Err(FileError::Merge { reason });
+                }
                 continue;
             }
             let mut is_opaque = false;

@@ -31,10 +31,15 @@ const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// The prefix that PEFT puts before the keys of the base.
 const BASE: &str = "base_model.model.";
 
+/// The kind of an adapter, which tells what its other settings are.
+#[derive(Deserialize)]
+struct AdapterKind {
+    peft_type: Option<String>,
+}
+
 /// The settings of an adapter.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 pub struct LoraConfig {
-    peft_type: Option<String>,
     lora_alpha: f64,
     #[serde(default)]
     use_rslora: bool,
@@ -79,15 +84,18 @@ impl LoraConfig {
     pub fn read(adapter: impl Into<Location>) -> Result<Self, FileError> {
         let directory = CheckedDirectory::open(&adapter.into(), false, Links::Follow)?;
         let bytes = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
-        let config: LoraConfig = serde_json::from_slice(&bytes).map_err(|error| {
+        let malformed = |error: serde_json::Error| {
             let source = FormatError::Malformed { what: "settings of an adapter", reason: error.to_string() };
             directory.file_error(CONFIG, source)
-        })?;
+        };
         let unsupported = |what: String| Err(directory.file_error(CONFIG, FormatError::Unsupported { what }));
-        match config.peft_type.as_deref() {
+        // The settings of other kinds of adapters are others.
+        let AdapterKind { peft_type } = serde_json::from_slice(&bytes).map_err(malformed)?;
+        match peft_type.as_deref() {
             Some("LORA") => {}
             other => return unsupported(format!("an adapter of type {}", other.unwrap_or("unknown"))),
         }
+        let config: LoraConfig = serde_json::from_slice(&bytes).map_err(malformed)?;
         if config.use_dora {
             return unsupported("an adapter with magnitudes (DoRA)".to_owned());
         }

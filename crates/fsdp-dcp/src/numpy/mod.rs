@@ -73,10 +73,10 @@ fn arrays(file: &dyn ReadAt, name: &str) -> Result<Vec<(String, Start, Header)>,
         let key = name.strip_suffix(RECORD_END).unwrap_or(name).to_owned();
         let (start, header) = if record.is_deflated {
             let record = Deflated::new(data, record, &kept);
-            let header = Header::read(&record.of(file))?;
+            let header = Header::read(&record.of(file)).map_err(|error| error.of_key(&key))?;
             (Start::In(Arc::new(record), header.length), header)
         } else {
-            let header = Header::read(&Window::new(file, data, record.length)?)?;
+            let header = Header::read(&Window::new(file, data, record.length)?).map_err(|error| error.of_key(&key))?;
             (Start::At(data + header.length), header)
         };
         arrays.push((key, start, header));

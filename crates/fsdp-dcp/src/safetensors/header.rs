@@ -68,7 +68,8 @@ impl<'de> Deserialize<'de> for RawHeader {
                 let mut has_metadata = false;
                 while let Some(key) = map.next_key::<String>()? {
                     let twice = if key == METADATA {
-                        header.metadata = map.next_value()?;
+                        // The `safetensors` library reads `null` as no notes.
+                        header.metadata = map.next_value::<Option<_>>()?.unwrap_or_default();
                         std::mem::replace(&mut has_metadata, true)
                     } else {
                         let info = map.next_value()?;
@@ -91,6 +92,9 @@ fn malformed(reason: impl ToString) -> FormatError {
 
 /// The header's key of the file's metadata, a map from strings to strings.
 const METADATA: &str = "__metadata__";
+
+/// The dtype of 4-bit floats, two in a byte. Shapes count the floats; an element of torch's dtype is a pair of them.
+const PACKED_FLOAT4: &str = "F4";
 
 /// In `__metadata__`: the dtypes that safetensors has no name for, by key, as a JSON object. Such a tensor is stored as its
 /// bytes: `U8`, with one more dimension, the bytes of an element.
@@ -134,8 +138,15 @@ impl Header {
         let mut dtypes = raw_dtypes(&raw.metadata)?;
         let mut tensors = IndexMap::with_capacity(raw.tensors.len());
         for (name, mut info) in raw.tensors {
-            let Some(dtype) = DType::from_safetensors_name(&info.dtype) else {
-                return Err(FormatError::Unsupported { what: format!("the safetensors dtype `{}`", info.dtype) });
+            let dtype = match (info.dtype.as_str(), info.shape.last_mut()) {
+                (PACKED_FLOAT4, Some(size)) if size.is_multiple_of(2) => {
+                    *size /= 2;
+                    DType::F4E2M1FnX2
+                }
+                (other, _) => DType::from_safetensors_name(other).ok_or_else(|| {
+                    let what = format!("the safetensors dtype `{other}` of `{name}` with shape {:?}", info.shape);
+                    FormatError::Unsupported { what }
+                })?,
             };
             let (start, end) = info.data_offsets;
             let bytes = checked_numel(&info.shape).and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
@@ -254,6 +265,25 @@ mod tests {
         assert_eq!(ours.tensors["c"], TensorInfo { dtype: DType::Complex128, shape: vec![3, 1], start: 0, end: 48 });
         let lying = String::from_utf8_lossy(&bytes[8..bytes.len() - 48]).replace("complex128", "complex64 ");
         assert!(Header::read(&[&bytes[..8], lying.as_bytes(), &bytes[bytes.len() - 48..]].concat()).is_err());
+    }
+
+    #[test]
+    fn packed_floats_are_pairs_as_in_torch() {
+        let header =
+            |shape: &str, end: u64| format!(r#"{{"a":{{"dtype":"F4","shape":{shape},"data_offsets":[0,{end}]}}}}"#);
+        let read = Header::read(&file(&header("[3,8]", 12), 12)).unwrap();
+        assert_eq!(read.tensors["a"], TensorInfo { dtype: DType::F4E2M1FnX2, shape: vec![3, 4], start: 0, end: 12 });
+        for shape in ["[3]", "[]"] {
+            let error = Header::read(&file(&header(shape, 1), 1)).unwrap_err().to_string();
+            assert!(error.contains("`F4` of `a`"), "{error}");
+        }
+    }
+
+    #[test]
+    fn notes_may_be_null() {
+        let json = r#"{"__metadata__":null,"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#;
+        let read = Header::read(&file(json, 1)).unwrap();
+        assert!(read.metadata.is_empty() && read.tensors.len() == 1);
     }
 
     #[test]

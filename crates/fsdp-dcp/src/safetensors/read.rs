@@ -349,6 +349,11 @@ impl SafetensorsCheckpoint {
             self.metadata.entries.shift_remove(&key);
         }
         for (fqn, value) in side.values {
+            if self.metadata.entries.contains_key(&fqn) {
+                // Another program has added a tensor of that name. Neither may hide the other.
+                let reason = format!("`{fqn}` is a value in it, and a tensor beside it");
+                return Err(self.directory.file_error(name, FormatError::Malformed { what: "values file", reason }));
+            }
             let stored = StorageInfo {
                 relative_path: name.to_owned(),
                 offset: 0,

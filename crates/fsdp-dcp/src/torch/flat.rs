@@ -147,7 +147,7 @@ impl Flattener<'_, '_> {
                 let length: usize = path.0.iter().map(part_length).sum();
                 self.walk.charge(p, id, "memory for keys", 8 * length as u64)?;
                 let fqn = path.flat_key();
-                let leaf = self.leaf(id)?;
+                let leaf = self.leaf(id).map_err(|error| error.of_key(&fqn))?;
                 if self.found.insert(fqn.clone(), (path.clone(), leaf)).is_some() {
                     return Err(FormatError::Unsupported { what: format!("two values with the flat key `{fqn}`") });
                 }

@@ -22,7 +22,7 @@ use fsdp_layout::TensorBox;
 use serde::{Deserialize, Serialize};
 
 use crate::digest::digest_of_quantizer;
-use crate::elements::Census;
+use crate::elements::{Census, parts_of_complex};
 use crate::error::FileError;
 use crate::formats::checkpoint::{Checkpoint, Format, PartOf};
 use crate::formats::lookup::tensor_of;
@@ -316,10 +316,11 @@ pub fn census(
     fqn: &str,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<Option<Census>, FileError> {
-    Ok(elements(checkpoint, fqn, progress)?.0)
+    let dtype = tensor_of(checkpoint.metadata(), fqn)?.properties.dtype;
+    Ok(elements(checkpoint, fqn, progress)?.0.filter(|_| Census::counts(dtype)))
 }
 
-/// Reads a whole tensor once. Returns the count of its elements, if they are real numbers, and its digest.
+/// Reads a whole tensor once. Returns the count of its elements, if they are real or complex numbers, and its digest.
 fn elements(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
@@ -327,7 +328,7 @@ fn elements(
 ) -> Result<(Option<Census>, Option<Digest>), FileError> {
     let tensor = tensor_of(checkpoint.metadata(), fqn)?;
     let dtype = tensor.properties.dtype;
-    let counts = Census::counts(dtype);
+    let counts = Census::counts(dtype) || parts_of_complex(dtype).is_some();
     if !counts && checkpoint.digests().is_none() {
         return Ok((None, None));
     }

@@ -88,6 +88,26 @@ fn tensors_inside_values_get_keys_by_path_in_safetensors() {
 }
 
 #[test]
+fn a_tensor_under_the_key_of_a_value_is_an_error() {
+    let parent = tempfile::tempdir().unwrap();
+    let (source, to) = (parent.path().join("source.pt"), parent.path().join("to.safetensors"));
+    let tensor = PlainTensor { dtype: DType::U8, shape: vec![1], data: vec![7] };
+    let state = PlainValue::Dict(vec![("w".into(), PlainValue::Tensor(tensor)), ("step".into(), PlainValue::Int(5))]);
+    std::fs::write(&source, encode_value(&state).unwrap()).unwrap();
+    let opened = open(&source, OpenOptions::default()).unwrap();
+    convert(&*opened, &to, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap();
+    // Another program writes the file again with one tensor more, and keeps the notes in the header.
+    let bytes = std::fs::read(&to).unwrap();
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let view = || safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![1], &[8]).unwrap();
+    let again = safetensors::serialize([("w", view()), ("step", view())], header.metadata().clone()).unwrap();
+    std::fs::write(&to, again).unwrap();
+    let Err(error) = open(&to, OpenOptions::default()) else { panic!("the tensor or the value is lost") };
+    let text = with_causes(&error);
+    assert!(text.contains("to.values.json") && text.contains("`step` is a value in it, and a tensor"), "{text}");
+}
+
+#[test]
 fn hugging_face_files_keep_their_limit_and_their_index() {
     let parent = tempfile::tempdir().unwrap();
     let converted = parent.path().join("hf");

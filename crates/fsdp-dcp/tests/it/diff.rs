@@ -67,6 +67,62 @@ fn the_tolerance_holds_for_values_that_one_checkpoint_has_in_parts() {
     }
 }
 
+/// Writes a file of one tensor `x`, and of a tuple `t` that holds it.
+fn with_tensor(path: &Path, dtype: DType, data: Vec<u8>) -> Box<dyn Checkpoint> {
+    let shape = vec![data.len() / dtype.size_in_bytes() as usize];
+    let tensor = PlainValue::Tensor(PlainTensor { dtype, shape, data });
+    let tuple = PlainValue::Tuple(vec![tensor.clone()]);
+    let state = PlainValue::Dict(vec![("x".into(), tensor), ("t".into(), tuple)]);
+    std::fs::write(path, encode_value(&state).unwrap()).unwrap();
+    opened(path)
+}
+
+#[test]
+fn the_tolerance_holds_for_complex_numbers_and_for_tensors_inside_values() {
+    let parent = tempfile::tempdir().unwrap();
+    let number = |name: &str, real: f32, imaginary: f32| {
+        let data = [real.to_le_bytes(), imaginary.to_le_bytes()].concat();
+        with_tensor(&parent.path().join(name), DType::Complex64, data)
+    };
+    let first = number("first", 1.0, 1.0);
+    // 5 apart: 3 in one direction, and 4 in the other.
+    let second = number("second", 4.0, 5.0);
+    let near = |absolute: f64| differences(&*first, &*second, Tolerance { absolute, relative: 0.0 });
+    assert_eq!(near(5.0), []);
+    let found = near(4.5);
+    assert_eq!(found[0], ("x".to_owned(), Difference::Elements { count: 1, first: 0, max_abs: Some(5.0) }));
+    assert!(found.len() == 2 && found[1].0 == "t", "{found:?}");
+    let lost = number("lost", f32::NAN, 1.0);
+    for (a, b) in [(&first, &lost), (&lost, &first)] {
+        assert_eq!(differences(&**a, &**b, Tolerance { absolute: 9.0, relative: 0.0 }).len(), 2);
+    }
+    assert_eq!(differences(&*lost, &*number("again", -f32::NAN, 1.5), Tolerance { absolute: 0.5, relative: 0.0 }), []);
+}
+
+#[test]
+fn large_integers_are_as_far_apart_as_they_are() {
+    let parent = tempfile::tempdir().unwrap();
+    let number =
+        |number: i64| with_tensor(&parent.path().join(number.to_string()), DType::I64, number.to_le_bytes().to_vec());
+    // As floats of 64 bits, the first two are the same.
+    let (first, second, least) = (number((1 << 62) + 1), number(1 << 62), number(i64::MIN));
+    let distance = |a: &dyn Checkpoint, b: &dyn Checkpoint, absolute: f64| match differences(
+        a,
+        b,
+        Tolerance { absolute, relative: 0.0 },
+    )
+    .into_iter()
+    .next()
+    {
+        Some((_, Difference::Elements { max_abs, .. })) => max_abs,
+        _ => None,
+    };
+    assert_eq!(distance(&*first, &*second, 0.0), Some(1.0));
+    assert_eq!(distance(&*first, &*second, 0.5), Some(1.0));
+    assert_eq!(distance(&*first, &*second, 1.0), None);
+    assert_eq!(distance(&*second, &*least, 0.0), Some(1.5 * 2f64.powi(63)));
+}
+
 #[test]
 fn what_differs_in_one_thing_other_than_elements_is_found() {
     let parent = tempfile::tempdir().unwrap();

@@ -179,6 +179,20 @@ fn gradients_that_were_not_finite_do_not_damage_a_trainers_folder() {
 }
 
 #[test]
+fn a_state_that_is_too_long_to_be_read_is_compared_all_the_same() {
+    let parent = tempfile::tempdir().unwrap();
+    let folders = ["1", "2"].map(|loss| {
+        let to = parent.path().join(loss);
+        copy(&fixture("folders/trainer"), &to);
+        let history = format!(r#"{{"loss": {loss}}}, "#).repeat(100_000);
+        std::fs::write(to.join("trainer_state.json"), format!(r#"{{"log_history": [{history}null]}}"#)).unwrap();
+        opened(&to)
+    });
+    let found = differences(&*folders[0], &*folders[1]);
+    assert!(found.len() == 1 && found[0].starts_with("trainer_state: "), "{found:?}");
+}
+
+#[test]
 fn an_object_of_the_users_own_keeps_its_levels() {
     let parent = tempfile::tempdir().unwrap();
     let to = parent.path().join("trainer");

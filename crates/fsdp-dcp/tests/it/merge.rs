@@ -7,6 +7,7 @@ use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::internals::encode_value;
 use fsdp_dcp::merge::{Average, Lora, LoraConfig};
 use fsdp_dcp::verify::{Level, verify, with_causes};
+use fsdp_dcp::{FileError, FormatError};
 use fsdp_layout::{DType, ErrorKind, Failure, PlainTensor, PlainValue, TensorBox};
 use half::bf16;
 
@@ -340,5 +341,33 @@ fn an_adapter_that_does_not_fit_is_refused_by_its_key() {
         let path = parent.path().join(name);
         adapter(&path, config, vec![a(), b()]);
         assert!(LoraConfig::read(path).is_err(), "{name}");
+    }
+}
+
+#[test]
+fn weights_that_cannot_be_averaged_are_not_mixed_with_averages() {
+    let parent = tempfile::tempdir().unwrap();
+    for dtype in [DType::F8E4M3Fn, DType::F8E5M2] {
+        let data = vec![0x38; dtype.size_in_bytes() as usize];
+        let weight = || PlainValue::Tensor(PlainTensor { dtype, shape: vec![1], data: data.clone() });
+        let [first, second] = ["first", "second"].map(|name| {
+            file(&parent.path().join(name), vec![("weight", weight()), ("weight_scale", tensor(&[1], &[2.0]))])
+        });
+        let text = with_causes(&Average::new(vec![&*first, &*second], &[]).unwrap_err());
+        assert!(text.contains("`weight`") && text.contains(&dtype.to_string()), "{text}");
+        assert!(Average::new(vec![&*first], &[]).is_ok());
+    }
+}
+
+#[test]
+fn a_sound_adapter_of_another_kind_is_not_called_damaged() {
+    let parent = tempfile::tempdir().unwrap();
+    for kind in ["IA3", "LOHA", "PROMPT_TUNING", "ADALORA"] {
+        let path = parent.path().join(kind);
+        // The settings of most kinds have no `lora_alpha`, and some have one that is not a number.
+        adapter(&path, &format!(r#"{{"peft_type": "{kind}", "lora_alpha": null}}"#), vec![]);
+        let error = LoraConfig::read(path).unwrap_err();
+        let FileError::File { source: FormatError::Unsupported { what }, .. } = &error else { panic!("{error:?}") };
+        assert_eq!(*what, format!("an adapter of type {kind}"));
     }
 }

@@ -2,12 +2,14 @@
 
 use fsdp_dcp::checkpoint::{Checkpoint, Format, open};
 use fsdp_dcp::convert::{Rename, View};
+use fsdp_dcp::diff::{Tolerance, diff};
+use fsdp_dcp::digest::digest;
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::{Level, add_integrity, verify};
+use fsdp_dcp::verify::{Level, add_integrity, verify, with_causes};
 use fsdp_dcp::{FileError, FormatError};
 use fsdp_layout::{DType, PlainValue, TensorBox};
 
-use crate::foreign::{assert_converts, differences, fixture, opened, refused};
+use crate::foreign::{assert_converts, differences, fixture, opened, refused, replace};
 
 fn numpy_gguf(name: &str) -> Box<dyn Checkpoint> {
     opened(&fixture("numpy_gguf").join(name))
@@ -72,6 +74,16 @@ fn what_numpy_only_pickles_is_refused_by_name() {
 }
 
 #[test]
+fn an_array_of_an_archive_that_is_refused_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("arrays.npz");
+    std::fs::copy(fixture("numpy_gguf/arrays.npz"), &path).unwrap();
+    replace(&path, b"'<f2'", b"'<U1'");
+    let text = with_causes(&refused(&path));
+    assert!(text.contains("`half`: an array of NumPy's type `<U1`"), "{text}");
+}
+
+#[test]
 fn tensors_of_gguf_are_read_and_blocks_become_numbers() {
     let model = numpy_gguf("model.gguf");
     assert_eq!(model.format(), Format::Gguf);
@@ -94,6 +106,27 @@ fn tensors_of_gguf_are_read_and_blocks_become_numbers() {
     ));
     let known = View::new(&*model, |key| if key.contains("ffn_gate") { Rename::Drop } else { Rename::Keep }, None);
     assert_converts(&known.unwrap());
+}
+
+#[test]
+fn blocks_of_gguf_that_are_not_read_are_compared_and_must_be_there() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("model.gguf");
+    let bytes = std::fs::read(fixture("numpy_gguf/model.gguf")).unwrap();
+    // The last tensor of the file is one of 2 blocks of Q4_K.
+    let mut changed = bytes.clone();
+    changed[bytes.len() - 1] ^= 1;
+    std::fs::write(&path, &changed).unwrap();
+    let (first, second) = (numpy_gguf("model.gguf"), opened(&path));
+    let mut found = Vec::new();
+    diff(&*first, &*second, Tolerance::default(), &mut |fqn, _| found.push(fqn.to_owned())).unwrap();
+    assert_eq!(found, ["blk.0.ffn_gate.weight"]);
+    assert_ne!(digest(&*first, 1).unwrap().root(), digest(&*second, 1).unwrap().root());
+    for kept in [bytes.len() - 1, bytes.len() - 288] {
+        std::fs::write(&path, &bytes[..kept]).unwrap();
+        let error = refused(&path).to_string();
+        assert!(error.contains("model.gguf"), "{error}");
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::path::Path;
 use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::{Checkpoint, Format};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
-use fsdp_dcp::verify::{Level, verify};
+use fsdp_dcp::verify::{Level, verify, with_causes};
 use tempfile::TempDir;
 
 use crate::foreign::{assert_converts, copy, differences, fixture, opened, refused, replace};
@@ -83,6 +83,16 @@ fn copies_that_differ_are_an_error_that_names_the_tensor() {
     // Also through a view, which is what the command converts.
     let view = View::new(&*source, |_| Rename::Keep, None).unwrap();
     assert!(convert(&view, &to, OutputFormat::Torch, ConvertOptions::default()).is_err());
+}
+
+#[test]
+fn a_malformed_part_of_a_tensor_is_an_error_that_names_the_tensor() {
+    let parent = TempDir::new().unwrap();
+    let path = parent.path().join("copy");
+    copy(&fixture("per_rank/hsdp"), &path);
+    replace(&path.join("model_world_size_4_rank_0.pt"), b"_local_tensor", b"_lokal_tensor");
+    let text = with_causes(&refused(&path));
+    assert!(text.contains("rank_0.pt") && text.contains("`: it has no `_local_tensor`"), "{text}");
 }
 
 #[test]

@@ -159,6 +159,13 @@ fn keys_that_both_have_and_what_is_no_dict_are_opaque_and_the_rest_is_read() {
     let opened_twice = opened(&twice);
     let of = opened_twice.opaque_type("meta.pt").unwrap().unwrap();
     assert!(of.contains("which another file of the directory has too"), "{of}");
+    // Files of the same kind with other contents are not the same.
+    let other = changed(&parent.path().join("other"), "lightning");
+    let view = View::new(&*source, |fqn| if fqn == "global_step" { Rename::Drop } else { Rename::Keep }, None).unwrap();
+    convert(&view, other.join("new.pt"), OutputFormat::Torch, ConvertOptions::default()).unwrap();
+    std::fs::rename(other.join("new.pt"), other.join("meta.pt")).unwrap();
+    let found = differences(&*opened_twice, &*opened(&other));
+    assert!(found.len() == 1 && found[0].starts_with("meta.pt: "), "{found:?}");
     // One tensor, and not a dict of them.
     std::fs::copy(fixture("multistep.pt"), path.join("common.pt")).unwrap();
     assert!(opened(&path).metadata().entries.contains_key("scheduler.milestones"));

@@ -6,10 +6,12 @@ use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::diff::{Difference, Tolerance, diff};
+use fsdp_dcp::internals::encode_value;
 use fsdp_dcp::metadata::StorageInfo;
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::Durable;
 use fsdp_dcp::verify::{Level, Report, add_integrity, unknown_files, verify};
+use fsdp_layout::{DType, PlainTensor, PlainValue};
 
 use crate::fixtures::{check_against_truth, dcp_fixtures};
 use crate::sample::sample;
@@ -50,6 +52,21 @@ fn fixtures_are_whole_at_every_level() {
             assert!(not_finite.is_empty(), "{name}");
         }
     }
+}
+
+#[test]
+fn a_complex_number_with_a_part_that_is_not_finite_is_counted() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("complex.pt");
+    let parts = [1.0, f64::NAN, f64::NEG_INFINITY, 1.0, 2.0, -3.0];
+    let data = parts.iter().flat_map(|part| part.to_le_bytes()).collect();
+    let tensor = PlainTensor { dtype: DType::Complex128, shape: vec![3], data };
+    std::fs::write(&path, encode_value(&PlainValue::Dict(vec![("c".into(), PlainValue::Tensor(tensor))])).unwrap())
+        .unwrap();
+    let report = verified(&path, Level::Deep);
+    let [(key, census)] = report.not_finite.as_slice() else { panic!("{:?}", report.not_finite) };
+    assert_eq!((key.as_str(), census.count, census.nan, census.infinite), ("c", 3, 1, 1));
+    assert_eq!(fsdp_dcp::verify::census(&*open(&path, OpenOptions::default()).unwrap(), "c", None).unwrap(), None);
 }
 
 #[test]

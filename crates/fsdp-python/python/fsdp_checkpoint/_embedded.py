@@ -63,7 +63,12 @@ def _words(name: str, value: object) -> list[str]:
     else:
         items = value if isinstance(value, Iterable) else [value]
     # In one piece, so that a value may begin with a dash.
-    return [f"{option}={item}" for item in items]
+    return [f"{option}={_text(item)}" for item in items]
+
+
+def _text(item: object) -> str:
+    """Return the text of an item: the name of a path, which may be bytes, and the digits of a number."""
+    return os.fsdecode(item) if isinstance(item, (bytes, os.PathLike)) else str(item)
 
 
 def _assignments(name: str, items: Mapping[str, object]) -> list[str]:

@@ -1,12 +1,13 @@
 //! Compares two checkpoints tensor by tensor, by their recorded digests or by reading all elements.
 
+mod tolerance;
+
 use std::collections::HashMap;
 
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 
-use crate::elements::for_each;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::lookup::quantizer_key;
@@ -17,6 +18,9 @@ use crate::metadata::Entry;
 use crate::nested::{Nested, Sequence};
 use crate::shown::shown;
 use crate::threads::{default_threads, on_each};
+
+use self::tolerance::Elements;
+pub use self::tolerance::Tolerance;
 
 /// A difference between two checkpoints at one key.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -50,7 +54,7 @@ pub enum Difference {
         count: u64,
         /// Position of the first, row-major.
         first: u64,
-        /// The largest absolute difference. `None` if the elements are not real numbers; NaN if one is NaN on one side
+        /// The largest absolute difference. `None` if the elements are not numbers; NaN if one is NaN on one side
         /// only.
         max_abs: Option<f64>,
     },
@@ -68,47 +72,6 @@ pub enum Difference {
         /// In the second one.
         second: String,
     },
-}
-
-/// The differences between elements that are tolerated. If both limits are zero, elements must be equal bit for bit.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
-pub struct Tolerance {
-    /// Absolute difference allowed.
-    pub absolute: f64,
-    /// Additional difference allowed, relative to the element of the second checkpoint.
-    pub relative: f64,
-}
-
-impl Tolerance {
-    /// Returns `true` if two numbers differ by more than is allowed. Their difference counts as at least `least`.
-    ///
-    /// A NaN differs infinitely from any number, and so does an infinity from anything but itself.
-    fn is_exceeded(self, a: f64, b: f64, least: f64) -> bool {
-        if a.is_nan() || b.is_nan() {
-            return a.is_nan() != b.is_nan();
-        }
-        let is_finite = a.is_finite() && b.is_finite();
-        let allowed = if is_finite { self.absolute + self.relative * b.abs() } else { 0.0 };
-        // The difference of an infinity and itself is NaN, which `max` ignores.
-        (a - b).abs().max(least) > allowed
-    }
-
-    /// Returns `true` if two values are equal, except for floats that differ by no more than is allowed.
-    fn allows(self, a: &PlainValue, b: &PlainValue) -> bool {
-        let all =
-            |a: &[PlainValue], b: &[PlainValue]| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| self.allows(a, b));
-        match (a, b) {
-            (PlainValue::Float(a), PlainValue::Float(b)) if self != Tolerance::default() => {
-                !self.is_exceeded(*a, *b, 0.0)
-            }
-            (PlainValue::List(a), PlainValue::List(b)) | (PlainValue::Tuple(a), PlainValue::Tuple(b)) => all(a, b),
-            (PlainValue::Dict(a), PlainValue::Dict(b)) => {
-                a.len() == b.len()
-                    && a.iter().zip(b).all(|((ka, va), (kb, vb))| ka.same_bits(kb) && self.allows(va, vb))
-            }
-            (a, b) => a.same_bits(b),
-        }
-    }
 }
 
 /// Compares two checkpoints of any format, on the default number of threads, and calls `found` with the key of each
@@ -381,7 +344,7 @@ fn tensors(
 ) -> Result<Option<Difference>, FileError> {
     let whole = TensorBox::whole(shape);
     let length = whole.numel() as u64 * dtype.size_in_bytes();
-    let mut elements = Elements { dtype, tolerance, count: 0, first: 0, max_abs: None };
+    let mut elements = Elements::new(dtype, tolerance);
     let mut at = 0u64;
     stream::<FileError>(first, fqn, dtype, &whole, 0..length, &mut |bytes| {
         let mut compared = 0;
@@ -396,69 +359,4 @@ fn tensors(
     })?;
     let Elements { count, first, max_abs, .. } = elements;
     Ok((count > 0).then_some(Difference::Elements { count, first, max_abs }))
-}
-
-/// The elements of one tensor in two checkpoints that are compared, piece by piece.
-struct Elements {
-    dtype: DType,
-    tolerance: Tolerance,
-    /// How many differ.
-    count: u64,
-    /// The position of the first one that does.
-    first: u64,
-    /// The largest difference, as in [`Difference::Elements`].
-    max_abs: Option<f64>,
-}
-
-impl Elements {
-    /// Compares pieces that begin at a byte of the tensor.
-    fn compare(&mut self, at: u64, first: &[u8], second: &[u8]) {
-        /// The bytes of which the numbers are decoded at once, a multiple of the size of every element.
-        const BLOCK: usize = 16 << 10;
-        let element = self.dtype.size_in_bytes() as usize;
-        let (mut a, mut b) = (Vec::new(), Vec::new());
-        for (block, (first, second)) in first.chunks(BLOCK).zip(second.chunks(BLOCK)).enumerate() {
-            // Mostly all bytes are equal; only otherwise elements are looked at.
-            if first == second {
-                continue;
-            }
-            a.clear();
-            b.clear();
-            let are_numbers = for_each(self.dtype, first, &mut |value| a.push(value))
-                && for_each(self.dtype, second, &mut |value| b.push(value));
-            let start = (at as usize + block * BLOCK) / element;
-            for (index, (bits_a, bits_b)) in first.chunks_exact(element).zip(second.chunks_exact(element)).enumerate() {
-                if bits_a == bits_b {
-                    continue;
-                }
-                let position = (start + index) as u64;
-                if are_numbers {
-                    self.numbers(position, a[index], b[index]);
-                } else {
-                    self.differs(position);
-                }
-            }
-        }
-    }
-
-    /// Compares the numbers of two elements whose bits differ.
-    fn numbers(&mut self, position: u64, a: f64, b: f64) {
-        // Different integers differ by at least 1, even if they are the same when converted to floats.
-        let least = if self.dtype.is_float() { 0.0 } else { 1.0 };
-        if self.tolerance != Tolerance::default() && !self.tolerance.is_exceeded(a, b, least) {
-            return;
-        }
-        self.differs(position);
-        let distance = (a - b).abs();
-        let max = self.max_abs.get_or_insert(0.0);
-        *max = if max.is_nan() || distance.is_nan() { f64::NAN } else { max.max(distance) };
-    }
-
-    /// Counts an element that differs.
-    fn differs(&mut self, position: u64) {
-        if self.count == 0 {
-            self.first = position;
-        }
-        self.count += 1;
-    }
 }

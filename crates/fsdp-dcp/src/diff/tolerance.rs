@@ -1,0 +1,169 @@
+//! Comparisons of elements and values, bit for bit or within a tolerance.
+
+use fsdp_layout::{DType, PlainValue};
+use serde::{Deserialize, Serialize};
+
+use crate::elements::{for_each, parts_of_complex};
+
+/// The differences between elements that are tolerated. If both limits are zero, elements must be equal bit for bit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Tolerance {
+    /// Absolute difference allowed.
+    pub absolute: f64,
+    /// Additional difference allowed, relative to the element of the second checkpoint.
+    pub relative: f64,
+}
+
+impl Tolerance {
+    /// Returns `true` if two numbers differ by more than is allowed.
+    ///
+    /// A NaN differs infinitely from any number, and so does an infinity from anything but itself.
+    fn is_exceeded(self, a: f64, b: f64) -> bool {
+        if a.is_nan() || b.is_nan() {
+            return a.is_nan() != b.is_nan();
+        }
+        let is_finite = a.is_finite() && b.is_finite();
+        let allowed = if is_finite { self.absolute + self.relative * b.abs() } else { 0.0 };
+        // The difference of an infinity and itself is NaN, which is not more.
+        (a - b).abs() > allowed
+    }
+
+    /// Returns `true` if two complex numbers differ by more than is allowed: as points of the plane, or, if they are not
+    /// finite, in one of their parts.
+    fn is_exceeded_by_complex(self, a: [f64; 2], b: [f64; 2]) -> bool {
+        if [a, b].as_flattened().iter().all(|part| part.is_finite()) {
+            return distance_of_complex(a, b) > self.absolute + self.relative * b[0].hypot(b[1]);
+        }
+        (0..2).any(|part| self.is_exceeded(a[part], b[part]))
+    }
+
+    /// Returns `true` if two values are equal, except for floats that differ by no more than is allowed.
+    pub(super) fn allows(self, a: &PlainValue, b: &PlainValue) -> bool {
+        let all =
+            |a: &[PlainValue], b: &[PlainValue]| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| self.allows(a, b));
+        match (a, b) {
+            (PlainValue::Float(a), PlainValue::Float(b)) if self != Tolerance::default() => !self.is_exceeded(*a, *b),
+            (PlainValue::List(a), PlainValue::List(b)) | (PlainValue::Tuple(a), PlainValue::Tuple(b)) => all(a, b),
+            (PlainValue::Tensor(a), PlainValue::Tensor(b)) if a.dtype == b.dtype && a.shape == b.shape => {
+                let mut elements = Elements::new(a.dtype, self);
+                elements.compare(0, &a.data, &b.data);
+                elements.count == 0
+            }
+            (PlainValue::Dict(a), PlainValue::Dict(b)) => {
+                a.len() == b.len()
+                    && a.iter().zip(b).all(|((ka, va), (kb, vb))| ka.same_bits(kb) && self.allows(va, vb))
+            }
+            (a, b) => a.same_bits(b),
+        }
+    }
+}
+
+/// The elements of one tensor in two checkpoints that are compared, piece by piece.
+pub(super) struct Elements {
+    dtype: DType,
+    tolerance: Tolerance,
+    /// How many differ.
+    pub(super) count: u64,
+    /// The position of the first one that does.
+    pub(super) first: u64,
+    /// The largest difference; `None` if the elements are not numbers.
+    pub(super) max_abs: Option<f64>,
+}
+
+impl Elements {
+    pub(super) fn new(dtype: DType, tolerance: Tolerance) -> Self {
+        Elements { dtype, tolerance, count: 0, first: 0, max_abs: None }
+    }
+
+    /// Compares pieces that begin at a byte of the tensor.
+    pub(super) fn compare(&mut self, at: u64, first: &[u8], second: &[u8]) {
+        /// The bytes of which the numbers are decoded at once, a multiple of the size of every element.
+        const BLOCK: usize = 16 << 10;
+        let element = self.dtype.size_in_bytes() as usize;
+        let (mut a, mut b) = (Vec::new(), Vec::new());
+        for (block, (first, second)) in first.chunks(BLOCK).zip(second.chunks(BLOCK)).enumerate() {
+            // Mostly all bytes are equal; only otherwise elements are looked at.
+            if first == second {
+                continue;
+            }
+            a.clear();
+            b.clear();
+            let part = parts_of_complex(self.dtype);
+            let are_numbers = for_each(part.unwrap_or(self.dtype), first, &mut |value| a.push(value))
+                && for_each(part.unwrap_or(self.dtype), second, &mut |value| b.push(value));
+            let start = (at as usize + block * BLOCK) / element;
+            for (index, (bits_a, bits_b)) in first.chunks_exact(element).zip(second.chunks_exact(element)).enumerate() {
+                if bits_a == bits_b {
+                    continue;
+                }
+                let position = (start + index) as u64;
+                if part.is_some() {
+                    let of = |parts: &[f64]| [parts[2 * index], parts[2 * index + 1]];
+                    self.complex(position, of(&a), of(&b));
+                } else if let Some(distance) = distance_of_integers(self.dtype, bits_a, bits_b) {
+                    self.integers(position, distance, b[index]);
+                } else if are_numbers {
+                    self.numbers(position, a[index], b[index]);
+                } else {
+                    self.differs(position);
+                }
+            }
+        }
+    }
+
+    /// Compares the numbers of two elements whose bits differ.
+    fn numbers(&mut self, position: u64, a: f64, b: f64) {
+        if self.is_strict() || self.tolerance.is_exceeded(a, b) {
+            self.differs_by(position, (a - b).abs());
+        }
+    }
+
+    /// Compares two complex elements whose bits differ.
+    fn complex(&mut self, position: u64, a: [f64; 2], b: [f64; 2]) {
+        if self.is_strict() || self.tolerance.is_exceeded_by_complex(a, b) {
+            self.differs_by(position, distance_of_complex(a, b));
+        }
+    }
+
+    /// Compares two integers of 64 bits, which are this far apart. The second one is about `b`.
+    fn integers(&mut self, position: u64, distance: f64, b: f64) {
+        if distance > self.tolerance.absolute + self.tolerance.relative * b.abs() {
+            self.differs_by(position, distance);
+        }
+    }
+
+    /// Returns `true` if elements must be equal bit for bit.
+    fn is_strict(&self) -> bool {
+        self.tolerance == Tolerance::default()
+    }
+
+    /// Counts an element that differs by this much.
+    fn differs_by(&mut self, position: u64, distance: f64) {
+        self.differs(position);
+        let max = self.max_abs.get_or_insert(0.0);
+        *max = if max.is_nan() || distance.is_nan() { f64::NAN } else { max.max(distance) };
+    }
+
+    /// Counts an element that differs.
+    fn differs(&mut self, position: u64) {
+        if self.count == 0 {
+            self.first = position;
+        }
+        self.count += 1;
+    }
+}
+
+/// Returns how far two integers of 64 bits are apart, which floats of the two may not tell; `None` for other types.
+fn distance_of_integers(dtype: DType, a: &[u8], b: &[u8]) -> Option<f64> {
+    let (a, b) = (<[u8; 8]>::try_from(a).ok()?, <[u8; 8]>::try_from(b).ok()?);
+    match dtype {
+        DType::I64 => Some(i64::from_le_bytes(a).abs_diff(i64::from_le_bytes(b)) as f64),
+        DType::U64 => Some(u64::from_le_bytes(a).abs_diff(u64::from_le_bytes(b)) as f64),
+        _ => None,
+    }
+}
+
+/// Returns how far two complex numbers are apart.
+fn distance_of_complex(a: [f64; 2], b: [f64; 2]) -> f64 {
+    (a[0] - b[0]).hypot(a[1] - b[1])
+}
