@@ -100,6 +100,7 @@ fn agree_in_a_large_group(group: &ProcessGroup) {
 /// The ranks of a large job, and the other ranks to which each of them is connected at first: those that are 1, 2, 4, 8 or
 /// 16 places before or after it.
 const LARGE: usize = 36;
+#[cfg(target_os = "linux")]
 const NEIGHBOURS: usize = 10;
 
 /// Returns the number of connections of this process to other ranks, beside those of the store.
@@ -157,7 +158,7 @@ fn connect_when_needed(group: &ProcessGroup) {
     group.barrier().unwrap();
 }
 
-/// Ends one rank in between. A rank that has never heard of it notices that in their own group, and all in the group of all.
+/// Ends one rank in between. All others must name it, also those that are not connected to it.
 fn lose_a_rank_of_a_large_job(group: &ProcessGroup) {
     const VICTIM: usize = 20;
     let pair = group.subgroup(&[3, VICTIM]).unwrap();

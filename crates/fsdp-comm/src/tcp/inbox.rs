@@ -38,7 +38,7 @@ pub(super) struct State {
     pub(super) notices: Vec<Notice>,
     /// The ranks to which this one passes on that another one has ended. Empty if every two ranks are connected.
     pub(super) neighbours: Vec<usize>,
-    /// The ranks that have ended without a goodbye, in the order in which this rank learned it.
+    /// The ranks that have ended without a goodbye, or are said to, in the order in which this rank learned it.
     lost: Vec<usize>,
     /// Groups that this process has dropped. Frames for them may still arrive, and are ignored.
     closed: HashSet<u64>,
@@ -217,6 +217,8 @@ impl State {
     pub(super) fn connect(&mut self, to: usize, now: Instant) {
         self.ranks[to].connections += 1;
         self.ranks[to].last_frame_received = Some(now);
+        // The news that it has ended was wrong.
+        self.lost.retain(|&lost| lost != to);
     }
 
     /// Notes that this rank needs another one from now on, so that a silence of that one counts although there may be no
@@ -261,22 +263,28 @@ impl State {
     /// Notes that a rank takes no connections. So it has left or ended, unless it is connected already: then the end of
     /// that connection, after all of its frames, will say so.
     pub(super) fn refuse(&mut self, by: usize) {
+        let reason = if self.lost.contains(&by) { EXITED } else { "has ended (it takes no connections any more)" };
         let rank = &mut self.ranks[by];
         if rank.connections == 0 {
-            rank.left.get_or_insert_with(|| "has ended (it takes no connections any more)".to_owned());
+            rank.left.get_or_insert_with(|| reason.to_owned());
         }
     }
 
     /// Notes the news that a rank has ended without a goodbye. It must not overtake that rank's own frames. So it counts only
     /// if there is no connection to that rank: a rank sends frames on a connection only once the other side has noted it.
+    ///
+    /// The news may be wrong: a rank that was stopped for long finds connections closed whose other ends are well. So this
+    /// rank tries to connect, with a heartbeat, and believes it once it is refused.
     fn hear_of_end(&mut self, of: usize) {
-        let rank = &mut self.ranks[of];
+        let rank = &self.ranks[of];
         if of == self.rank || rank.connections > 0 || rank.said_goodbye || self.lost.contains(&of) {
             return;
         }
-        rank.left = Some(EXITED.to_owned());
         self.lost.push(of);
         self.pass_on_end(of);
+        if !self.leaving {
+            self.notices.push(Notice { to: of, kind: Kind::Heartbeat, group: 0, round: 0, body: Vec::new() });
+        }
     }
 
     /// Tells the neighbours that a rank has ended. Each rank passes that on once.
@@ -389,7 +397,8 @@ impl State {
     /// Returns the error of a round that misses a rank that has left.
     pub(super) fn departed(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
         let rank = self.first_lost(group, missing)?;
-        self.ranks[rank].left.clone().map(|reason| left(rank, round, reason))
+        let reason = self.ranks[rank].left.as_deref().unwrap_or(EXITED);
+        Some(left(rank, round, reason.to_owned()))
     }
 
     /// Returns the error of a round that misses a rank which has been silent for too long.
@@ -502,10 +511,11 @@ mod tests {
         state
     }
 
+    /// Returns the ranks to which there is a notice of this kind. Besides, only heartbeats may be sent.
     fn told(state: &mut State, kind: Kind) -> Vec<usize> {
         let notices = state.notices();
-        assert!(notices.iter().all(|notice| notice.kind == kind), "{notices:?}");
-        notices.into_iter().map(|notice| notice.to).collect()
+        assert!(notices.iter().all(|notice| [kind, Kind::Heartbeat].contains(&notice.kind)), "{notices:?}");
+        notices.into_iter().filter(|notice| notice.kind == kind).map(|notice| notice.to).collect()
     }
 
     #[test]
@@ -542,11 +552,19 @@ mod tests {
         let news = |state: &mut State, of: usize| {
             state.receive(4, Frame { kind: Kind::Ended, group: 0, round: 0, body: rank_body(of) }, now).unwrap();
         };
-        // There is no connection to rank 5.
+        // There is no connection to rank 5, and none can be made.
         news(&mut state, 5);
         news(&mut state, 5);
-        assert_eq!(state.ranks[5].left.as_deref(), Some(EXITED));
         assert_eq!(told(&mut state, Kind::Ended), neighbours);
+        assert_eq!(state.ranks[5].left, None);
+        state.refuse(5);
+        assert_eq!(state.ranks[5].left.as_deref(), Some(EXITED));
+        // Rank 6 is well.
+        news(&mut state, 6);
+        let to_sixth = state.notices().into_iter().filter(|notice| notice.to == 6).map(|notice| notice.kind);
+        assert!(to_sixth.eq([Kind::Heartbeat]));
+        state.connect(6, now);
+        assert_eq!(state.first_lost(7, &[6]), None);
         // There is one to rank 2, which ends after its last frame.
         news(&mut state, 2);
         assert_eq!(state.ranks[2].left, None);

@@ -5,8 +5,8 @@
 //! behind them:
 //! - A rank sends all frames to another one on one connection, the first that it had. If both have connected to each other at
 //!   the same time, both connections stay open, and each of the two may send on another one.
-//! - A rank sends frames on a connection that it has made only once the other side has noted it and said so. So a rank that
-//!   has no connection to another one can believe news of that one's end: none of its frames are on their way.
+//! - A rank sends frames on a connection that it has made only once the other side has noted it and said so. So if a rank
+//!   that has noted no connection to another one is refused by it, none of that one's frames are on their way.
 //! - A rank that has made a connection does not give it up once the other side may have noted it, as that would look like the
 //!   end of this rank.
 

@@ -559,7 +559,8 @@ fn the_news_of_an_end_takes_few_messages_of_each_rank() {
         world.assert_blame();
         world.assert_failed_at_once();
         for rank in world.sound() {
-            assert_eq!(rank.connects, 0, "rank {} of {ranks}", rank.state.rank);
+            // It looks for itself whether the rank has ended.
+            assert!(rank.connects <= 1, "rank {} of {ranks}", rank.state.rank);
             // It says that the rank has ended, and at most twice that the group has failed, beside its records.
             assert!(rank.sent() <= 8 * digits, "rank {} of {ranks}: {} messages", rank.state.rank, rank.sent());
         }
