@@ -40,7 +40,7 @@ const RETRY: Duration = Duration::from_millis(20);
 
 const READ_BUFFER_BYTES: usize = 64 << 10;
 
-/// What a rank needs to connect to all others.
+/// The means of a rank to connect to all others.
 #[derive(Debug)]
 pub(super) struct Directory {
     /// The address of each rank.

@@ -65,7 +65,7 @@ pub(super) enum Next {
 
 /// The questions of a rank.
 struct Asking {
-    /// Those to ask now, as in [`Next::Ask`].
+    /// The questions to ask now, as in [`Next::Ask`].
     questions: Vec<(usize, Vec<usize>)>,
     /// The time at which to look again; `None` once all have had the time to answer.
     wake: Option<Instant>,
