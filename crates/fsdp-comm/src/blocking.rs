@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 /// Writes all bytes.
-pub(crate) fn write_all(stream: &mut TcpStream, mut bytes: &[u8], until: Instant) -> io::Result<()> {
+pub(crate) fn write_all(mut stream: &TcpStream, mut bytes: &[u8], until: Instant) -> io::Result<()> {
     while !bytes.is_empty() {
         stream.set_write_timeout(Some(left(until)))?;
         match stream.write(bytes) {
@@ -18,7 +18,7 @@ pub(crate) fn write_all(stream: &mut TcpStream, mut bytes: &[u8], until: Instant
 }
 
 /// Fills the buffer.
-pub(crate) fn read_exact(stream: &mut TcpStream, mut buffer: &mut [u8], until: Instant) -> io::Result<()> {
+pub(crate) fn read_exact(mut stream: &TcpStream, mut buffer: &mut [u8], until: Instant) -> io::Result<()> {
     while !buffer.is_empty() {
         stream.set_read_timeout(Some(left(until)))?;
         match stream.read(buffer) {

@@ -1,4 +1,4 @@
-//! Strangers at every port of a job while its ranks meet and while it runs: they send greetings with a few bytes changed,
+//! Strangers at every port of a job that is open while its ranks meet and while it runs: they send greetings with a few bytes changed,
 //! recorded ones, nothing, or noise. The job must not notice, and must not grow.
 
 #![cfg(target_os = "linux")]
@@ -59,6 +59,19 @@ fn listening() -> Vec<u16> {
         is_own.then(|| u16::from_str_radix(words[1].split_once(':').unwrap().1, 16).unwrap())
     };
     table.lines().filter_map(port).collect()
+}
+
+/// Waits until this process listens on so many ports, and returns them.
+fn wait_for_ports(count: usize) -> Vec<u16> {
+    let until = Instant::now() + DEADLINE;
+    loop {
+        let ports = listening();
+        if ports.len() >= count {
+            return ports;
+        }
+        assert!(Instant::now() < until, "ports {ports:?} are open");
+        thread::sleep(Duration::from_millis(10));
+    }
 }
 
 fn resident_bytes() -> u64 {
@@ -157,8 +170,9 @@ fn work(group: &ProcessGroup, end: &AtomicBool) -> usize {
     }
 }
 
-#[test]
-fn a_job_neither_notices_strangers_at_its_ports_nor_grows() {
+/// Lets strangers bother a job in which groups of more ranks than this are large. The ports of its ranks stay open if it is
+/// large itself.
+fn bother_a_job(direct_up_to: usize) {
     let greeting = greeting();
     assert!(!greeting.is_empty());
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
@@ -167,25 +181,30 @@ fn a_job_neither_notices_strangers_at_its_ports_nor_grows() {
         let join = |rank: usize| {
             let end = &end;
             scope.spawn(move || {
-                let group = TcpOptions::new(environment(rank, port)).deadline(DEADLINE).connect().unwrap();
+                let group = TcpOptions::new(environment(rank, port)).deadline(DEADLINE).direct_up_to(direct_up_to);
+                let group = group.connect().unwrap();
                 work(&group, end)
             })
         };
         let mut ranks: Vec<_> = (0..RANKS - 1).map(join).collect();
         // The ports of the store and of each rank are open while the last rank has not come.
-        let until = Instant::now() + DEADLINE;
-        while listening().len() < RANKS {
-            assert!(Instant::now() < until, "ports {:?} are open", listening());
-            thread::sleep(Duration::from_millis(10));
-        }
+        let ports = wait_for_ports(RANKS);
         let before = resident_bytes();
-        bother_all(&listening(), CONNECTIONS, &greeting, 1);
+        bother_all(&ports, CONNECTIONS, &greeting, 1);
         ranks.push(join(RANKS - 1));
-        bother_all(&[port], CONNECTIONS, &greeting, 2);
+        let ports = if direct_up_to < RANKS { wait_for_ports(1 + RANKS) } else { vec![port] };
+        bother_all(&ports, CONNECTIONS, &greeting, 2);
         let grown = resident_bytes().saturating_sub(before);
         end.store(true, Ordering::Relaxed);
         let counts: Vec<usize> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
         assert!(counts[0] > 0 && counts.iter().all(|count| *count == counts[0]), "{counts:?}");
         assert!(grown < GROWTH, "the process grew by {grown} bytes");
     });
+}
+
+#[test]
+fn a_job_neither_notices_strangers_at_its_ports_nor_grows() {
+    // One after the other, as the ports are those of this process.
+    bother_a_job(RANKS);
+    bother_a_job(1);
 }

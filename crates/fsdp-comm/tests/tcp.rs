@@ -66,8 +66,12 @@ fn rank_process() {
         assert_eq!(group.barrier(), Err(error));
         return;
     }
-    if what == "the ranks of a large group agree" {
-        return agree_in_a_large_group(&group);
+    match &what[..] {
+        "the ranks of a large group agree" => return agree_in_a_large_group(&group),
+        "the ranks of a large job connect when they need to" => return connect_when_needed(&group),
+        "a rank of a large job ends" => return lose_a_rank_of_a_large_job(&group),
+        "a rank of a large job aborts" => return abort_in_a_large_job(&group),
+        _ => {}
     }
     let mut chosen: Vec<Case> = cases().into_iter().filter(|case| case.name.starts_with(&what)).collect();
     chosen.retain(|case| case.worlds.contains(&group.world_size()) && (case.name == what || !is_fatal(case)));
@@ -91,6 +95,100 @@ fn agree_in_a_large_group(group: &ProcessGroup) {
     let outcome = group.agree("save", own);
     let Err(CommError::RankFailed { failures, .. }) = &outcome else { panic!("{outcome:?}") };
     assert_eq!(failures.iter().map(|failure| failure.rank).collect::<Vec<_>>(), [7], "{outcome:?}");
+}
+
+/// The ranks of a large job, and the other ranks to which each of them is connected at first: those that are 1, 2, 4, 8 or
+/// 16 places before or after it.
+const LARGE: usize = 36;
+#[cfg(target_os = "linux")]
+const NEIGHBOURS: usize = 10;
+
+/// Returns the number of connections of this process to other ranks, beside those of the store.
+#[cfg(target_os = "linux")]
+fn connections() -> usize {
+    let store: u16 = std::env::var("MASTER_PORT").unwrap().parse().unwrap();
+    let links = std::fs::read_dir("/proc/self/fd").unwrap();
+    let links = links.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok());
+    let own: Vec<String> = links.filter_map(|link| link.to_str().map(str::to_owned)).collect();
+    let port = |address: &str| u16::from_str_radix(address.split_once(':').unwrap().1, 16).unwrap();
+    let is_connection = |line: &&str| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        // The state 01 is that of a connection.
+        words[3] == "01"
+            && own.contains(&format!("socket:[{}]", words[9]))
+            && ![port(words[1]), port(words[2])].contains(&store)
+    };
+    std::fs::read_to_string("/proc/self/net/tcp").unwrap().lines().skip(1).filter(is_connection).count()
+}
+
+/// Works with neighbours first, then with one other rank, and then with all, and counts the connections.
+fn connect_when_needed(group: &ProcessGroup) {
+    let rank = group.rank();
+    for _ in 0..3 {
+        group.barrier().unwrap();
+        let mut gathered = vec![0; LARGE];
+        group.all_gather_into(&mut gathered, &[rank as u64]).unwrap();
+        assert_eq!(gathered, (0..LARGE as u64).collect::<Vec<_>>());
+    }
+    #[cfg(target_os = "linux")]
+    assert_eq!(connections(), NEIGHBOURS);
+    // Nobody makes more before all have counted.
+    group.barrier().unwrap();
+    // Both ranks of each pair begin to send at the same time.
+    let pairs: Vec<_> =
+        (0..LARGE / 2).filter_map(|first| group.subgroup(&[first, first + LARGE / 2]).unwrap()).collect();
+    let [pair] = &pairs[..] else { panic!("{} pairs", pairs.len()) };
+    for number in 0..20 {
+        let mut buffer = vec![rank as u32 + number; 10_000];
+        pair.all_reduce(&mut buffer, ReduceOp::Sum).unwrap();
+        assert_eq!(buffer, vec![(2 * (rank % (LARGE / 2)) + LARGE / 2) as u32 + 2 * number; 10_000]);
+    }
+    #[cfg(target_os = "linux")]
+    assert!((NEIGHBOURS + 1..=NEIGHBOURS + 2).contains(&connections()), "{}", connections());
+    group.barrier().unwrap();
+    // More than fits in the records, so each rank sends to each other.
+    let mut gathered = vec![0; LARGE * 3000];
+    for number in 0..3 {
+        group.all_gather_into(&mut gathered, &vec![(rank + number) as u64; 3000]).unwrap();
+        assert!(gathered.iter().enumerate().all(|(at, &value)| value == (at / 3000 + number) as u64));
+    }
+    #[cfg(target_os = "linux")]
+    assert!((LARGE - 1..2 * LARGE).contains(&connections()), "{}", connections());
+    // Nobody leaves before all have counted.
+    group.barrier().unwrap();
+}
+
+/// Ends one rank in between. All others must name it, also those that are not connected to it.
+fn lose_a_rank_of_a_large_job(group: &ProcessGroup) {
+    const VICTIM: usize = 20;
+    let pair = group.subgroup(&[3, VICTIM]).unwrap();
+    // In a large group too, in which its neighbours are others.
+    let most: Vec<usize> = (0..LARGE).filter(|rank| rank % 12 != 5).collect();
+    let most = group.subgroup(&most).unwrap();
+    group.barrier().unwrap();
+    if group.rank() == VICTIM {
+        // Without a goodbye.
+        std::process::exit(101);
+    }
+    let is_named = |error: CommError| assert!(matches!(error, CommError::RankLeft { rank: VICTIM, .. }), "{error:?}");
+    if let Some(pair) = pair {
+        is_named(pair.barrier().unwrap_err());
+    }
+    if let Some(most) = most {
+        is_named(most.barrier().unwrap_err());
+    }
+    is_named(group.barrier().unwrap_err());
+}
+
+/// Aborts the group of all on a rank while others wait in it.
+fn abort_in_a_large_job(group: &ProcessGroup) {
+    if group.rank() == 20 {
+        group.barrier().unwrap();
+        group.abort("cannot go on");
+    }
+    // Some hear of it while they are still in the barrier.
+    let error = group.barrier().and_then(|()| group.barrier()).unwrap_err();
+    assert_eq!(error, CommError::Aborted { rank: 20, message: "cannot go on".to_owned() });
 }
 
 /// Joins the store of a job, and ends once all other ranks wait for the address of this one.
@@ -152,6 +250,29 @@ conformance_tests! {
 #[test]
 fn ranks_agree_in_a_group_that_is_so_large_that_records_travel_through_others() {
     Ranks::start(36, "the ranks of a large group agree", &[("FSDP_TEST_MEMORY", "none")]).assert_casualties(&[]);
+}
+
+#[test]
+fn the_ranks_of_a_large_job_connect_when_they_need_to() {
+    let variables = [("FSDP_TEST_MEMORY", "none")];
+    Ranks::start(LARGE, "the ranks of a large job connect when they need to", &variables).assert_casualties(&[]);
+}
+
+#[test]
+fn a_rank_of_a_large_job_that_ends_is_named_at_once_by_ranks_that_are_not_connected_to_it() {
+    for memory in ["none", "shared"] {
+        let ranks = Ranks::start(LARGE, "a rank of a large job ends", &[("FSDP_TEST_MEMORY", memory)]);
+        let survivors: Vec<usize> = (0..LARGE).filter(|&rank| rank != 20).collect();
+        ranks.wait_for(&survivors, DEADLINE / 2);
+    }
+}
+
+#[test]
+fn all_ranks_of_a_large_job_hear_of_an_abort_at_once() {
+    for memory in ["none", "shared"] {
+        let ranks = Ranks::start(LARGE, "a rank of a large job aborts", &[("FSDP_TEST_MEMORY", memory)]);
+        ranks.wait_for(&(0..LARGE).collect::<Vec<_>>(), DEADLINE / 2);
+    }
 }
 
 /// Sends a signal to a rank while all exchange numbers; the others must end by themselves, with an error that names it.

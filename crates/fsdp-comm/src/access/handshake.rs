@@ -79,12 +79,7 @@ pub(crate) fn not_this_protocol() -> io::Error {
 }
 
 /// The client's side: proves that this process has the key, and checks that the server has it.
-pub(crate) fn handshake_as_client(
-    stream: &mut TcpStream,
-    key: &Key,
-    hello: Hello,
-    until: Instant,
-) -> Result<(), Refusal> {
+pub(crate) fn handshake_as_client(stream: &TcpStream, key: &Key, hello: Hello, until: Instant) -> Result<(), Refusal> {
     // Step 1: challenge the server. Each side sends a fresh nonce, so that a recording of an earlier handshake proves nothing.
     let client = nonce()?;
     write_all(stream, &[&MAGIC[..], &client].concat(), until)?;

@@ -160,6 +160,8 @@ fn meet(world: &Communicator, deadline: Duration, until: Instant) -> Result<TcpB
         deadline,
         until,
         direct_up_to: DIRECT_UP_TO,
+        // Before it leaves MPI, each rank waits for the goodbyes of all.
+        connects_all: true,
     };
     TcpBackend::meet(&place, store, true)
 }

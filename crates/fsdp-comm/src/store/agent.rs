@@ -118,9 +118,9 @@ struct Agent {
 
 impl Agent {
     fn connect(address: &str, until: Instant, pause: Duration) -> io::Result<Agent> {
-        let mut stream = connect_until(&address, until, pause)?;
+        let stream = connect_until(&address, until, pause)?;
         let (local_ip, peer_ip) = (stream.local_addr()?.ip(), stream.peer_addr()?.ip());
-        write_all(&mut stream, &[&[VALIDATE][..], &MAGIC.to_le_bytes()].concat(), until)?;
+        write_all(&stream, &[&[VALIDATE][..], &MAGIC.to_le_bytes()].concat(), until)?;
         Ok(Agent { stream, local_ip, peer_ip, until })
     }
 
@@ -187,7 +187,7 @@ impl Agent {
             return Err(invalid(format!("`{key}` has {len} bytes, but an address has at most {MAX_ADDRESS_BYTES}")));
         };
         let mut value = vec![0; len];
-        read_exact(&mut self.stream, &mut value, self.until)?;
+        read_exact(&self.stream, &mut value, self.until)?;
         let value = String::from_utf8_lossy(&value);
         // An address without a nonce is that of a rank 0 of another version. Its store refuses this rank.
         let (address, nonce) = value.split_once(' ').unwrap_or((&value, ""));
@@ -197,12 +197,12 @@ impl Agent {
     }
 
     fn send(&mut self, parts: &[&[u8]]) -> io::Result<()> {
-        write_all(&mut self.stream, &parts.concat(), self.until)
+        write_all(&self.stream, &parts.concat(), self.until)
     }
 
     fn read<const N: usize>(&mut self) -> io::Result<[u8; N]> {
         let mut bytes = [0; N];
-        read_exact(&mut self.stream, &mut bytes, self.until)?;
+        read_exact(&self.stream, &mut bytes, self.until)?;
         Ok(bytes)
     }
 }

@@ -139,7 +139,7 @@ impl TcpStore {
         // Step 1: both sides show that they belong to the same job.
         let hello = Hello::new(options.rank, options.world_size);
         let key = options.key();
-        handshake_as_client(&mut stream, &key, hello, until)?;
+        handshake_as_client(&stream, &key, hello, until)?;
         // Step 2: the store of this job accepts this rank or refuses it, for example because the rank has already
         // joined.
         match read_blocking(&mut stream, until)? {

@@ -1,4 +1,4 @@
-//! The listening port of a rank during the rendezvous: a thread accepts the connections of other ranks.
+//! The listening port of a rank: a thread accepts the connections of other ranks.
 
 use std::io;
 use std::net::{TcpListener, TcpStream};
@@ -10,9 +10,19 @@ use tokio::sync::oneshot;
 
 use crate::access::{Hello, Key, accept_authenticated};
 
-/// An open port. It is closed when this is dropped.
+/// A connection that was let in.
+pub(super) type Comer = (TcpStream, Hello);
+
+/// An open port, and the connections that were let in there.
+#[derive(Debug)]
 pub(super) struct Acceptor {
-    authenticated: Receiver<(TcpStream, Hello)>,
+    port: Port,
+    authenticated: Receiver<Comer>,
+}
+
+/// An open port. It is closed when this is dropped.
+#[derive(Debug)]
+pub(super) struct Port {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -36,11 +46,11 @@ impl Acceptor {
             });
         };
         let thread = thread::Builder::new().name("fsdp-acceptor".to_owned()).spawn(keep)?;
-        Ok(Acceptor { authenticated, stop: Some(stop), thread: Some(thread) })
+        Ok(Acceptor { port: Port { stop: Some(stop), thread: Some(thread) }, authenticated })
     }
 
     /// Returns the next connection that was let in; `None` if there is none in time.
-    pub(super) fn next(&mut self, until: Instant) -> Option<(TcpStream, Hello)> {
+    pub(super) fn next(&mut self, until: Instant) -> Option<Comer> {
         let left = until.saturating_duration_since(Instant::now());
         match self.authenticated.recv_timeout(left) {
             Ok(connection) => Some(connection),
@@ -52,10 +62,15 @@ impl Acceptor {
             }
         }
     }
+
+    /// Returns the port, and all connections that are let in until it is closed.
+    pub(super) fn split(self) -> (Port, Receiver<Comer>) {
+        (self.port, self.authenticated)
+    }
 }
 
 /// Makes a connection an ordinary one again. It is lost if that fails, and then its rank counts as one that did not come.
-fn hand_over(send_on: &mpsc::Sender<(TcpStream, Hello)>, stream: tokio::net::TcpStream, hello: Hello) {
+fn hand_over(send_on: &mpsc::Sender<Comer>, stream: tokio::net::TcpStream, hello: Hello) {
     let ordinary = stream.into_std().and_then(|stream| stream.set_nonblocking(false).map(|()| stream));
     match ordinary {
         // Sending fails only when nobody waits for connections any more.
@@ -64,7 +79,7 @@ fn hand_over(send_on: &mpsc::Sender<(TcpStream, Hello)>, stream: tokio::net::Tcp
     }
 }
 
-impl Drop for Acceptor {
+impl Drop for Port {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {

@@ -53,8 +53,9 @@ impl TcpOptions {
     }
 
     /// Chooses the most ranks of a group that agree on operations by a message of each rank to each other rank; 32 unless
-    /// set. In a larger group a rank sends about `log2(ranks)` messages, which other ranks pass on. All ranks of a job must
-    /// choose the same.
+    /// set. In a larger group a rank sends about `log2(ranks)` messages, which other ranks pass on. In a job of more ranks, each
+    /// connects to about `2 log2(ranks)` others at the start, and to others when it needs to. All ranks of a job must choose
+    /// the same.
     pub fn direct_up_to(mut self, ranks: usize) -> Self {
         self.direct_up_to = ranks;
         self
@@ -85,6 +86,7 @@ impl TcpOptions {
             deadline: self.deadline,
             until,
             direct_up_to: self.direct_up_to,
+            connects_all: environment.world_size <= self.direct_up_to,
         };
         TcpBackend::meet(&participant, store, self.shared_memory)
     }

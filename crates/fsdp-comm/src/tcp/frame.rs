@@ -29,14 +29,16 @@ pub(super) enum Kind {
     Goodbye,
     /// Records of several ranks in a round.
     Bundle,
-    /// A question for the record of a rank in a round. The body is that rank of the group.
+    /// A question for the records of ranks in a round. The body is these ranks of the group.
     Question,
     /// The answer that a rank has never entered a round, and has left. The body is that rank of the group.
     Absent,
+    /// The news that a rank has ended without a goodbye. The body is that rank.
+    Ended,
 }
 
 impl Kind {
-    const ALL: [Kind; 8] = [
+    const ALL: [Kind; 9] = [
         Kind::Record,
         Kind::Chunk,
         Kind::Abort,
@@ -45,12 +47,23 @@ impl Kind {
         Kind::Bundle,
         Kind::Question,
         Kind::Absent,
+        Kind::Ended,
     ];
 }
 
 /// A frame that has been received.
 #[derive(Debug)]
 pub(super) struct Frame {
+    pub(super) kind: Kind,
+    pub(super) group: u64,
+    pub(super) round: u64,
+    pub(super) body: Vec<u8>,
+}
+
+/// A frame to send that no operation of this rank waits for: the answer to a question, or news to pass on.
+#[derive(Debug)]
+pub(super) struct Notice {
+    pub(super) to: usize,
     pub(super) kind: Kind,
     pub(super) group: u64,
     pub(super) round: u64,

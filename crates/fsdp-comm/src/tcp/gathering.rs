@@ -23,6 +23,12 @@ pub(super) struct Gathering {
     run: usize,
     /// The number of steps in which this rank has sent.
     steps_sent: usize,
+    /// The time since which this rank has waited for so long that it asks.
+    pub(super) waits_long_since: Option<Instant>,
+    /// `true` if other ranks ask this one for records that it does not have.
+    pub(super) others_ask: bool,
+    /// `true` if this rank has asked the ranks that it receives from.
+    pub(super) has_asked_neighbours: bool,
     /// The time since which this rank has asked all others.
     pub(super) asks_all_since: Option<Instant>,
 }
@@ -33,6 +39,8 @@ pub(super) struct Slot {
     record: Option<Bytes>,
     /// `true` if this rank has asked it for its record.
     pub(super) is_asked: bool,
+    /// The time since which this rank knows that only its keeper may still have its record.
+    pub(super) needs_keeper_since: Option<Instant>,
     /// `true` if this rank has asked its keeper for its record.
     pub(super) is_keeper_asked: bool,
     /// `true` if it has never entered the round and never will.

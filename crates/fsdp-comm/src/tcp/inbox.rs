@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::io;
 use std::time::{Duration, Instant};
 
-use super::frame::{Frame, Kind};
+use super::frame::{Frame, Kind, Notice};
 use super::gathering::{Gathering, unbundle};
 use super::schedule::Schedule;
 use crate::access::not_this_protocol;
@@ -15,6 +15,9 @@ use crate::wire;
 
 /// The time without any frame after which a rank counts as stopped or unreachable, and not merely slow.
 pub(super) const SILENCE: Duration = Duration::from_millis(1750);
+
+/// The way in which a rank that has ended without a goodbye has left.
+const EXITED: &str = "exited without leaving the group (its connection was closed)";
 
 /// The received frames of all sockets.
 #[derive(Debug)]
@@ -31,7 +34,11 @@ pub(super) struct State {
     pub(super) groups: HashMap<u64, GroupState>,
     /// The questions of other ranks that are not answered yet.
     pub(super) questions: BTreeSet<Question>,
-    /// The ranks whose connections have ended without a goodbye, in the order in which they ended.
+    /// The frames to send that no operation of this rank waits for.
+    pub(super) notices: Vec<Notice>,
+    /// The ranks to which this one passes on that another one has ended. Empty if every two ranks are connected.
+    pub(super) neighbours: Vec<usize>,
+    /// The ranks that have ended without a goodbye, or are said to, in the order in which this rank learned it.
     lost: Vec<usize>,
     /// Groups that this process has dropped. Frames for them may still arrive, and are ignored.
     closed: HashSet<u64>,
@@ -42,7 +49,11 @@ pub(super) struct State {
 pub(super) struct RankState {
     pub(super) left: Option<String>,
     pub(super) said_goodbye: bool,
-    pub(super) last_frame_received: Instant,
+    /// The time of its last frame, or the time since which this rank expects frames of it. `None` while there is no reason
+    /// to expect any, as there is no connection and nobody has asked for one.
+    pub(super) last_frame_received: Option<Instant>,
+    /// The number of connections to it. There may be two if both ranks have made one at the same time.
+    connections: usize,
 }
 
 #[derive(Debug, Default)]
@@ -85,20 +96,44 @@ impl GroupState {
     pub(super) fn has_failed(&self) -> bool {
         self.failure.is_some()
     }
+
+    /// Returns the ranks of the group that this one sends to or receives from if records travel through other ranks.
+    fn neighbours(&self) -> Vec<usize> {
+        self.schedule.neighbours().into_iter().map(|rank| self.ranks[rank]).collect()
+    }
+}
+
+impl RankState {
+    /// Returns the time since its last frame, or since this rank began to need it.
+    pub(super) fn silence(&self, now: Instant) -> Duration {
+        self.last_frame_received.map_or(Duration::ZERO, |last| now.saturating_duration_since(last))
+    }
+
+    /// Returns `true` if there is a connection to it.
+    pub(super) fn is_connected(&self) -> bool {
+        self.connections > 0
+    }
+
+    /// Forgets a silence for which the rank is not to blame.
+    pub(super) fn excuse_silence(&mut self, now: Instant) {
+        self.last_frame_received = self.last_frame_received.map(|_| now);
+    }
 }
 
 impl State {
-    /// Creates the state of a rank that has just connected to all others.
+    /// Creates the state of a rank that is not connected to any other.
     pub(super) fn new(rank: usize, ranks: usize, direct_up_to: usize, deadline: Duration, now: Instant) -> Self {
-        let connected = |_| RankState { left: None, said_goodbye: false, last_frame_received: now };
+        let unknown = |_| RankState { left: None, said_goodbye: false, last_frame_received: None, connections: 0 };
         State {
             rank,
             direct_up_to,
-            ranks: (0..ranks).map(connected).collect(),
+            ranks: (0..ranks).map(unknown).collect(),
             patience: deadline.max(SILENCE),
             last_heartbeat_sent: now,
             groups: HashMap::new(),
             questions: BTreeSet::new(),
+            notices: Vec::new(),
+            neighbours: Vec::new(),
             lost: Vec::new(),
             closed: HashSet::new(),
             leaving: false,
@@ -110,22 +145,29 @@ impl State {
     /// # Errors
     /// A frame that no rank sends.
     pub(super) fn receive(&mut self, from: usize, frame: Frame, now: Instant) -> io::Result<()> {
-        self.ranks[from].last_frame_received = now;
+        self.ranks[from].last_frame_received = Some(now);
         let Frame { kind, group, round, body } = frame;
         match kind {
             Kind::Heartbeat => {}
             Kind::Goodbye => {
                 self.ranks[from].said_goodbye = true;
+                // This rank may have failed to write to it before it has read the goodbye.
+                self.lost.retain(|&lost| lost != from);
                 self.ranks[from].left.get_or_insert_with(|| String::from_utf8_lossy(&body).into_owned());
+            }
+            Kind::Ended => {
+                let ended = self.rank_of(&body)?;
+                self.hear_of_end(ended);
             }
             _ if self.closed.contains(&group) => {}
             Kind::Abort => {
                 let unreadable = |message| CommError::Aborted { rank: from, message };
                 let failure = wire::decode(&body).unwrap_or_else(unreadable);
-                let known = &mut self.groups.entry(group).or_default().failure;
+                let state = self.groups.entry(group).or_default();
                 // The news of a failure in a later round may come first, from a rank that got further than this one.
-                if known.as_ref().is_none_or(|&(failed, _)| round < failed) {
-                    *known = Some((round, failure));
+                if state.failure.as_ref().is_none_or(|&(failed, _)| round < failed) {
+                    state.failure = Some((round, failure));
+                    self.pass_on_failure(group);
                 }
             }
             Kind::Record => self.incoming(group, from, round).record = Some(body),
@@ -140,8 +182,12 @@ impl State {
                 }
             }
             Kind::Question => {
-                let about = self.rank_of(&body)?;
-                self.questions.insert(Question { group, round, from, about });
+                let asked = self.ranks_of(&body)?;
+                let state = self.groups.get_mut(&group);
+                if let Some(gathering) = state.and_then(|state| state.gatherings.get_mut(&round)) {
+                    gathering.others_ask |= asked.iter().any(|&about| gathering.record(about).is_none());
+                }
+                self.questions.extend(asked.into_iter().map(|about| Question { group, round, from, about }));
             }
             Kind::Absent => {
                 let absent = self.rank_of(&body)?;
@@ -159,11 +205,49 @@ impl State {
         rank.filter(|&rank| rank < self.ranks.len()).ok_or_else(not_this_protocol)
     }
 
-    /// Notes that the connection to a rank ended with this error.
+    /// Reads the body of a frame that consists of ranks of a group, at least one.
+    fn ranks_of(&self, body: &[u8]) -> io::Result<Vec<usize>> {
+        if body.is_empty() {
+            return Err(not_this_protocol());
+        }
+        body.chunks(size_of::<u64>()).map(|bytes| self.rank_of(bytes)).collect()
+    }
+
+    /// Notes a new connection to a rank.
+    pub(super) fn connect(&mut self, to: usize, now: Instant) {
+        self.ranks[to].connections += 1;
+        self.ranks[to].last_frame_received = Some(now);
+        // The news that it has ended was wrong.
+        self.lost.retain(|&lost| lost != to);
+    }
+
+    /// Notes that this rank needs another one from now on, so that a silence of that one counts although there may be no
+    /// connection yet.
+    pub(super) fn expect(&mut self, of: usize, now: Instant) {
+        self.ranks[of].last_frame_received.get_or_insert(now);
+    }
+
+    /// Notes that a connection to a rank ended with this error. The rank is lost with its last connection, as its frames
+    /// come on one of them only, and this rank need not know on which.
+    pub(super) fn disconnect(&mut self, from: usize, error: &io::Error) {
+        let connections = &mut self.ranks[from].connections;
+        *connections = connections.saturating_sub(1);
+        if *connections > 0 {
+            return;
+        }
+        self.lose(from, error);
+        // All of its frames have been read, and there was no goodbye. With another reason, it may be that only these two ranks
+        // do not reach each other.
+        if !self.ranks[from].said_goodbye && self.ranks[from].left.as_deref() == Some(EXITED) {
+            self.pass_on_end(from);
+        }
+    }
+
+    /// Notes that there can be no connection to a rank any more, because of this error.
     pub(super) fn lose(&mut self, from: usize, error: &io::Error) {
         let reason = match error.kind() {
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
-                "exited without leaving the group (its connection was closed)".to_owned()
+                EXITED.to_owned()
             }
             _ => format!("was lost: {error}"),
         };
@@ -176,12 +260,63 @@ impl State {
         }
     }
 
+    /// Notes that a rank takes no connections. So it has left or ended, unless it is connected already: then the end of
+    /// that connection, after all of its frames, will say so.
+    pub(super) fn refuse(&mut self, by: usize) {
+        let reason = if self.lost.contains(&by) { EXITED } else { "has ended (it takes no connections any more)" };
+        let rank = &mut self.ranks[by];
+        if rank.connections == 0 {
+            rank.left.get_or_insert_with(|| reason.to_owned());
+        }
+    }
+
+    /// Notes the news that a rank has ended without a goodbye. It must not overtake that rank's own frames. So it counts only
+    /// if there is no connection to that rank: a rank sends frames on a connection only once the other side has noted it.
+    ///
+    /// The news may be wrong: a rank that was stopped for long finds connections closed whose other ends are well. So this
+    /// rank tries to connect, with a heartbeat, and believes it once it is refused.
+    fn hear_of_end(&mut self, of: usize) {
+        let rank = &self.ranks[of];
+        if of == self.rank || rank.connections > 0 || rank.said_goodbye || self.lost.contains(&of) {
+            return;
+        }
+        self.lost.push(of);
+        self.pass_on_end(of);
+        if !self.leaving {
+            self.notices.push(Notice { to: of, kind: Kind::Heartbeat, group: 0, round: 0, body: Vec::new() });
+        }
+    }
+
+    /// Tells the neighbours that a rank has ended. Each rank passes that on once.
+    fn pass_on_end(&mut self, of: usize) {
+        let tell = |&to: &usize| Notice { to, kind: Kind::Ended, group: 0, round: 0, body: rank_body(of) };
+        if !self.leaving {
+            self.notices.extend(self.neighbours.iter().filter(|&&to| to != of).map(tell));
+        }
+    }
+
+    /// Tells the neighbours in a large group that it has failed. This rank may be busy with other things for long, and may
+    /// be the only one that some of them hear it from.
+    fn pass_on_failure(&mut self, group: u64) {
+        let Some(state) = self.groups.get(&group).filter(|state| state.ranks.len() > self.direct_up_to) else { return };
+        let Some((round, error)) = &state.failure else { return };
+        let Ok(body) = wire::encode(error) else { return };
+        let tell = |to| Notice { to, kind: Kind::Abort, group, round: *round, body: body.clone() };
+        self.notices.extend(state.neighbours().into_iter().map(tell));
+    }
+
     /// Notes the ranks of a new group. Frames for it may have arrived already.
     pub(super) fn open(&mut self, group: u64, ranks: &[usize]) {
         let place = ranks.iter().position(|&rank| rank == self.rank).unwrap_or_default();
         let state = self.groups.entry(group).or_default();
         state.schedule = Schedule::new(ranks.len(), place);
         state.ranks = ranks.to_vec();
+        self.pass_on_failure(group);
+    }
+
+    /// Returns the ranks that this one sends to or receives from in a large group.
+    pub(super) fn neighbours_in(&self, group: u64) -> Vec<usize> {
+        self.groups.get(&group).map(GroupState::neighbours).unwrap_or_default()
     }
 
     /// Drops a group.
@@ -193,19 +328,21 @@ impl State {
 
     /// Ends a group on this rank, unless it has already ended. Returns the ranks that this one has to tell.
     ///
-    /// A rank that has found the failure itself tells all others. A rank that was told tells nobody, because the one that
-    /// told it tells all. There is one exception: if records travel through other ranks, some of them wait for this rank, and
-    /// they must hear of the failure before they see this rank leave. So it tells them too.
+    /// In a small group, a rank that has found the failure itself tells all others, and one that was told tells nobody. In a
+    /// large group each rank tells its neighbours, which pass it on. It does so even if it was told itself and has passed
+    /// that on: some of them wait for this rank, and they must hear of the failure before they see this rank leave.
     pub(super) fn fail(&mut self, group: u64, round: u64, error: &CommError) -> Vec<usize> {
+        let is_large = |state: &GroupState| state.ranks.len() > self.direct_up_to;
         let state = self.groups.entry(group).or_default();
         match &state.failure {
             None => {
                 state.failure = Some((round, error.clone()));
+                if is_large(state) {
+                    return state.neighbours();
+                }
                 state.ranks.iter().copied().filter(|&rank| rank != self.rank).collect()
             }
-            Some((_, known)) if known == error && state.ranks.len() > self.direct_up_to => {
-                state.schedule.steps().map(|step| state.ranks[step.to]).collect()
-            }
+            Some((_, known)) if known == error && is_large(state) => state.neighbours(),
             Some(_) => Vec::new(),
         }
     }
@@ -260,7 +397,8 @@ impl State {
     /// Returns the error of a round that misses a rank that has left.
     pub(super) fn departed(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
         let rank = self.first_lost(group, missing)?;
-        self.ranks[rank].left.clone().map(|reason| left(rank, round, reason))
+        let reason = self.ranks[rank].left.as_deref().unwrap_or(EXITED);
+        Some(left(rank, round, reason.to_owned()))
     }
 
     /// Returns the error of a round that misses a rank which has been silent for too long.
@@ -283,9 +421,9 @@ impl State {
         Some(left(rank, round, reason))
     }
 
-    /// Returns the time since the last frame of a rank.
+    /// Returns the time since the last frame of a rank, or since this rank began to need it.
     pub(super) fn silence(&self, rank: usize, now: Instant) -> Duration {
-        now.saturating_duration_since(self.ranks[rank].last_frame_received)
+        self.ranks[rank].silence(now)
     }
 
     /// Returns the rank to blame if one of the `missing` ranks has left: the one that left first. Returns `None` if
@@ -316,7 +454,12 @@ fn left(rank: usize, round: &Round<'_>, reason: String) -> CommError {
 
 /// Returns the body of a frame that consists of a rank.
 pub(super) fn rank_body(rank: usize) -> Vec<u8> {
-    (rank as u64).to_le_bytes().into()
+    ranks_body(&[rank])
+}
+
+/// Returns the body of a frame that consists of ranks.
+pub(super) fn ranks_body(ranks: &[usize]) -> Vec<u8> {
+    ranks.iter().flat_map(|&rank| (rank as u64).to_le_bytes()).collect()
 }
 
 #[cfg(test)]
@@ -359,6 +502,115 @@ mod tests {
         assert_eq!(state.ended(7, &round(4)), state.ended(7, &round(6)));
     }
 
+    /// Returns the state of rank 0 of a job of 40 that is connected to its neighbours.
+    fn large(now: Instant) -> State {
+        let mut state = State::new(0, 40, 32, SILENCE, now);
+        state.open(7, &(0..40).collect::<Vec<_>>());
+        state.neighbours = state.neighbours_in(7);
+        state.neighbours.clone().into_iter().for_each(|rank| state.connect(rank, now));
+        state
+    }
+
+    /// Returns the ranks to which there is a notice of this kind. Besides, only heartbeats may be sent.
+    fn told(state: &mut State, kind: Kind) -> Vec<usize> {
+        let notices = state.notices();
+        assert!(notices.iter().all(|notice| [kind, Kind::Heartbeat].contains(&notice.kind)), "{notices:?}");
+        notices.into_iter().filter(|notice| notice.kind == kind).map(|notice| notice.to).collect()
+    }
+
+    #[test]
+    fn the_news_of_a_failure_is_passed_on_once_also_by_a_rank_that_does_not_know_the_group_yet() {
+        let now = Instant::now();
+        for knows_it_first in [true, false] {
+            let mut state = large(now);
+            let neighbours = state.neighbours.clone();
+            if !knows_it_first {
+                state.groups.clear();
+            }
+            let body = wire::encode(&CommError::Aborted { rank: 5, message: String::new() }).unwrap();
+            for from in [1, 2, 4] {
+                let body = body.clone();
+                state.receive(from, Frame { kind: Kind::Abort, group: 7, round: 5, body }, now).unwrap();
+            }
+            if !knows_it_first {
+                assert_eq!(told(&mut state, Kind::Abort), []);
+                state.open(7, &(0..40).collect::<Vec<_>>());
+            }
+            assert_eq!(told(&mut state, Kind::Abort), neighbours);
+            // A small group needs no help.
+            state.open(8, &(0..32).collect::<Vec<_>>());
+            state.receive(1, Frame { kind: Kind::Abort, group: 8, round: 5, body }, now).unwrap();
+            assert_eq!(told(&mut state, Kind::Abort), []);
+        }
+    }
+
+    #[test]
+    fn the_news_of_an_end_is_passed_on_once_and_does_not_overtake_the_frames_of_that_rank() {
+        let now = Instant::now();
+        let mut state = large(now);
+        let neighbours = state.neighbours.clone();
+        let news = |state: &mut State, of: usize| {
+            state.receive(4, Frame { kind: Kind::Ended, group: 0, round: 0, body: rank_body(of) }, now).unwrap();
+        };
+        // There is no connection to rank 5, and none can be made.
+        news(&mut state, 5);
+        news(&mut state, 5);
+        assert_eq!(told(&mut state, Kind::Ended), neighbours);
+        assert_eq!(state.ranks[5].left, None);
+        state.refuse(5);
+        assert_eq!(state.ranks[5].left.as_deref(), Some(EXITED));
+        // Rank 6 is well.
+        news(&mut state, 6);
+        let to_sixth = state.notices().into_iter().filter(|notice| notice.to == 6).map(|notice| notice.kind);
+        assert!(to_sixth.eq([Kind::Heartbeat]));
+        state.connect(6, now);
+        assert_eq!(state.first_lost(7, &[6]), None);
+        // There is one to rank 2, which ends after its last frame.
+        news(&mut state, 2);
+        assert_eq!(state.ranks[2].left, None);
+        assert_eq!(told(&mut state, Kind::Ended), []);
+        state.disconnect(2, &io::ErrorKind::UnexpectedEof.into());
+        let others: Vec<usize> = neighbours.iter().copied().filter(|&rank| rank != 2).collect();
+        assert_eq!(told(&mut state, Kind::Ended), others);
+        // Rank 1 leaves as it should.
+        state.receive(1, Frame { kind: Kind::Goodbye, group: 0, round: 0, body: Vec::new() }, now).unwrap();
+        state.disconnect(1, &io::ErrorKind::UnexpectedEof.into());
+        news(&mut state, 1);
+        // That is not so of this rank.
+        news(&mut state, 0);
+        assert_eq!(told(&mut state, Kind::Ended), []);
+        assert_eq!(state.lost, [5, 2]);
+    }
+
+    #[test]
+    fn a_rank_has_left_when_its_last_connection_has_ended() {
+        let now = Instant::now();
+        let mut state = large(now);
+        state.connect(5, now);
+        state.connect(5, now);
+        // An attempt that came too late does not mean anything.
+        state.refuse(5);
+        state.disconnect(5, &io::ErrorKind::UnexpectedEof.into());
+        assert_eq!(state.ranks[5].left, None);
+        state.disconnect(5, &io::ErrorKind::UnexpectedEof.into());
+        assert_eq!(state.ranks[5].left.as_deref(), Some(EXITED));
+        // There has been no connection to rank 6. It may have left as it should, and is not blamed before others.
+        state.refuse(6);
+        assert_eq!(state.first_lost(7, &[6]), Some(5));
+        assert!(state.ranks[6].left.is_some() && !state.lost.contains(&6));
+    }
+
+    #[test]
+    fn only_a_rank_that_this_one_needs_can_be_silent() {
+        let now = Instant::now();
+        let mut state = large(now);
+        let later = now + 2 * SILENCE;
+        assert_eq!(state.silence(2, later), 2 * SILENCE);
+        assert_eq!(state.silence(5, later), Duration::ZERO);
+        state.expect(5, later);
+        assert_eq!(state.silence(5, later + SILENCE), SILENCE);
+    }
+
     #[test]
     fn frames_that_no_rank_sends_are_refused() {
         let now = Instant::now();
@@ -370,13 +622,17 @@ mod tests {
             (Kind::Bundle, of_nobody.clone()),
             (Kind::Question, of_nobody.clone()),
             (Kind::Question, vec![0; 7]),
-            (Kind::Absent, of_nobody),
+            (Kind::Question, vec![0; 12]),
+            (Kind::Question, Vec::new()),
+            (Kind::Absent, of_nobody.clone()),
             (Kind::Absent, vec![0; 9]),
+            (Kind::Ended, of_nobody),
+            (Kind::Ended, vec![0; 7]),
         ];
         for (kind, body) in refused {
             assert!(state.receive(1, Frame { kind, group: 0, round: 0, body }, now).is_err(), "{kind:?}");
         }
-        for kind in [Kind::Bundle, Kind::Question, Kind::Absent] {
+        for kind in [Kind::Bundle, Kind::Question, Kind::Absent, Kind::Ended] {
             assert!(state.receive(1, Frame { kind, group: 0, round: 0, body: vec![0; 8] }, now).is_ok(), "{kind:?}");
         }
     }

@@ -1,7 +1,8 @@
 //! The `tcp` backend: ranks are processes, which connect to rank 0 at MASTER_ADDR first, and then to each other.
 //!
-//! Every two processes are connected by a socket, which carries heartbeats, errors, and between hosts everything else.
-//! Groups whose ranks are all on one host carry out their rounds through shared memory instead.
+//! Two processes are connected by a socket, which carries heartbeats, errors, and between hosts everything else. In a small
+//! job every two are, and in a large one those that need to be ([`links`]). Groups whose ranks are all on one host carry out
+//! their rounds through shared memory instead.
 //!
 //! At the start of a round each rank gets the records of all others. In a small group every rank sends its record to every
 //! other. In a large one records travel through other ranks ([`relay`]), in the order of [`schedule`].
@@ -13,6 +14,8 @@ mod chunks;
 mod frame;
 mod gathering;
 mod inbox;
+mod inbox_lock;
+mod links;
 mod node;
 mod relay;
 mod rendezvous;

@@ -1,32 +1,51 @@
-//! This process in its job: a socket to each other process, and the threads that read and write them.
+//! This process in its job: what its operations send to other ranks, and what they wait for.
 
-use std::io::{self, IoSlice, Write};
-use std::net::{Shutdown, TcpStream};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::io;
+use std::net::TcpStream;
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::frame::{self, Frame, Kind};
-use super::inbox::{SILENCE, State, rank_body};
-use super::relay::{Answer, Next};
+use super::acceptor::{Acceptor, Port};
+use super::frame::{Kind, Notice};
+#[cfg(feature = "mpi")]
+use super::inbox::SILENCE;
+use super::inbox::{State, ranks_body};
+use super::inbox_lock::Inbox;
+use super::links::{Directory, GOODBYE_TIMEOUT, Links};
+use super::relay::Next;
+use super::schedule::Schedule;
 use crate::backend::Round;
 use crate::error::CommError;
 use crate::store::TcpStore;
 use crate::wire;
 
-/// The time between two heartbeats, which a rank sends to all others.
-pub(super) const HEARTBEAT: Duration = Duration::from_millis(500);
+/// The time between two heartbeats.
+const HEARTBEAT: Duration = Duration::from_millis(500);
 
-/// The time after which a blocked write checks whether it should go on.
-const WRITE_SLICE: Duration = Duration::from_millis(100);
+/// The longest time between two checks of a rank that waits for a connection.
+const CONNECTION_CHECK: Duration = Duration::from_millis(100);
 
-/// The time for which a rank that leaves or aborts tries to tell the others.
-const GOODBYE_TIMEOUT: Duration = Duration::from_millis(500);
+/// The time after which a rank that waits connects to those that send to it.
+const NEIGHBOUR_CHECK: Duration = Duration::from_millis(250);
 
-/// The time after which an answer is offered again to a rank whose socket was busy.
-const OFFER_AGAIN: Duration = Duration::from_millis(20);
+/// The connections of a rank after the rendezvous.
+#[derive(Debug)]
+pub(super) struct Connections {
+    /// By rank; `None` for those to which there is no connection.
+    pub(super) streams: Vec<Option<TcpStream>>,
+    /// The means to make others; `None` if every two ranks are connected.
+    pub(super) later: Option<LaterConnections>,
+}
+
+/// The means to make connections after the rendezvous.
+#[derive(Debug)]
+pub(super) struct LaterConnections {
+    pub(super) directory: Directory,
+    pub(super) acceptor: Acceptor,
+}
 
 /// This process in its job, which it leaves when this is dropped.
 #[derive(Debug)]
@@ -36,102 +55,82 @@ pub(super) struct Node {
     pub(super) hosts: Vec<Option<String>>,
     /// The most ranks of a group that send their records to each other directly.
     pub(super) direct_up_to: usize,
-    writers: Writers,
-    inbox: Arc<Inbox>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    links: Arc<Links>,
+    /// The port at which others connect to this rank.
+    port: Option<Port>,
+    /// The thread that sends notices.
+    notifier: Option<JoinHandle<()>>,
     /// The store, kept for as long as the job runs, because rank 0 hosts it.
     _store: TcpStore,
 }
 
-/// The sockets to all other ranks; `None` for this one.
-type Writers = Arc<Vec<Option<Mutex<Arc<TcpStream>>>>>;
-
-/// The state that all threads share.
-#[derive(Debug)]
-pub(super) struct Inbox {
-    state: Mutex<State>,
-    changed: Condvar,
-    /// Notified when there may be something to answer.
-    asked: Condvar,
-}
-
-impl Inbox {
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn receive(&self, from: usize, frame: Frame) -> io::Result<()> {
-        let kind = frame.kind;
-        let mut state = self.lock();
-        state.receive(from, frame, Instant::now())?;
-        let may_answer = matches!(kind, Kind::Bundle | Kind::Question | Kind::Goodbye) && !state.questions.is_empty();
-        drop(state);
-        if kind != Kind::Heartbeat {
-            self.changed.notify_all();
-        }
-        if may_answer {
-            self.asked.notify_one();
-        }
-        Ok(())
-    }
-
-    /// Records that the connection to the rank `from` ended with this error, and wakes all who wait for that rank.
-    fn lose(&self, from: usize, error: &io::Error) {
-        self.lock().lose(from, error);
-        self.changed.notify_all();
-        self.asked.notify_one();
-    }
-}
-
 impl Node {
-    /// Takes over the sockets to all other ranks (`None` for this one), and starts the threads that read them and that
-    /// send heartbeats.
+    /// Takes over the connections to other ranks, and starts the threads that read them, that send heartbeats and notices,
+    /// and that take other connections.
     pub(super) fn start(
         rank: usize,
         hosts: Vec<Option<String>>,
-        streams: Vec<Option<TcpStream>>,
+        Connections { streams, later }: Connections,
         store: TcpStore,
         deadline: Duration,
         direct_up_to: usize,
     ) -> io::Result<Arc<Node>> {
-        let state = State::new(rank, streams.len(), direct_up_to, deadline, Instant::now());
-        let inbox = Arc::new(Inbox { state: Mutex::new(state), changed: Condvar::new(), asked: Condvar::new() });
-        let mut writers = Vec::with_capacity(streams.len());
-        let mut threads = Vec::with_capacity(streams.len());
+        let ranks = streams.len();
+        let mut state = State::new(rank, ranks, direct_up_to, deadline, Instant::now());
+        let (mut directory, mut comers) = (None, None);
+        if let Some(later) = later {
+            state.neighbours = Schedule::new(ranks, rank).neighbours();
+            directory = Some(later.directory);
+            comers = Some(later.acceptor.split());
+        }
+        let links = Links::new(rank, ranks, Inbox::new(state), directory);
+        // From here on, whatever fails ends the connections and the threads that there are.
+        let mut node = Node { rank, hosts, direct_up_to, links, port: None, notifier: None, _store: store };
         for (from, stream) in streams.into_iter().enumerate() {
-            let Some(stream) = stream else {
-                writers.push(None);
-                continue;
-            };
-            stream.set_nodelay(true)?;
-            stream.set_read_timeout(None)?;
-            stream.set_write_timeout(Some(WRITE_SLICE))?;
-            // Both directions use one file descriptor, of which a process may have a limited number.
-            let stream = Arc::new(stream);
-            writers.push(Some(Mutex::new(Arc::clone(&stream))));
-            let inbox = Arc::clone(&inbox);
-            let thread = thread::Builder::new().name(format!("from-rank-{from}"));
-            threads.push(thread.spawn(move || receive_all(&stream, from, &inbox))?);
-        }
-        let writers = Arc::new(writers);
-        let (own_inbox, sockets) = (Arc::clone(&inbox), Arc::clone(&writers));
-        let send_heartbeats = move || {
-            while !own_inbox.sleep(HEARTBEAT) {
-                sockets.iter().flatten().for_each(send_heartbeat);
+            if let Some(stream) = stream {
+                node.links.adopt(from, stream)?;
             }
-        };
-        threads.push(thread::Builder::new().name("heartbeat".to_owned()).spawn(send_heartbeats)?);
-        if writers.len() > direct_up_to {
-            let (own_inbox, sockets) = (Arc::clone(&inbox), Arc::clone(&writers));
-            let thread = thread::Builder::new().name("answers".to_owned());
-            threads.push(thread.spawn(move || answer_all(&own_inbox, &sockets))?);
         }
-        let threads = Mutex::new(threads);
-        Ok(Arc::new(Node { rank, hosts, direct_up_to, writers, inbox, threads, _store: store }))
+        let links = Arc::clone(&node.links);
+        node.links.spawn("heartbeat".to_owned(), move || {
+            while !links.inbox.sleep(HEARTBEAT) {
+                links.send_heartbeats();
+            }
+        })?;
+        if ranks > direct_up_to {
+            let links = Arc::clone(&node.links);
+            let thread = thread::Builder::new().name("notices".to_owned());
+            node.notifier = Some(thread.spawn(move || links.send_notices())?);
+        }
+        if let Some((port, comers)) = comers {
+            node.port = Some(port);
+            let links = Arc::clone(&node.links);
+            node.links.spawn("admits".to_owned(), move || links.admit_all(comers))?;
+        }
+        Ok(Arc::new(node))
     }
 
     pub(super) fn inbox(&self) -> &Inbox {
-        &self.inbox
+        &self.links.inbox
+    }
+
+    /// Waits until there is a connection to a rank.
+    ///
+    /// # Errors
+    /// The round cannot end: that rank has left or is silent, the group has failed, or the deadline is over.
+    fn await_connection(&self, to: usize, group: u64, round: &Round<'_>) -> Result<(), CommError> {
+        while !self.links.is_connected(to) {
+            self.links.reach(to);
+            let state = self.inbox().lock();
+            if self.links.is_connected(to) {
+                break;
+            }
+            if let Some(failure) = state.failure(group, round, &[to], Instant::now()) {
+                return Err(failure);
+            }
+            drop(self.inbox().wait(state, CONNECTION_CHECK));
+        }
+        Ok(())
     }
 
     /// Sends a frame, and waits until the round's deadline if the other rank does not read.
@@ -146,13 +145,14 @@ impl Node {
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
         }
+        self.await_connection(to, group, round)?;
         // While the other rank does not read, this looks whether it is lost, and whether the group has failed.
         let go_on = || self.failure(group, round, &[to]).is_none();
-        let Err(error) = self.write(to, kind, (group, round.number), body, go_on) else { return Ok(()) };
+        let Err(error) = self.links.write(to, kind, (group, round.number), body, go_on) else { return Ok(()) };
         let failure = self.failure(group, round, &[to]);
         // The connection may be in the middle of a frame, so it cannot be used any more.
-        self.inbox.lose(to, &error);
-        self.hang_up(to);
+        self.inbox().lose(to, &error);
+        self.links.hang_up(to);
         Err(failure.or_else(|| self.failure(group, round, &[to])).unwrap_or_else(|| CommError::RankLeft {
             rank: to,
             operation: round.operation.to_owned(),
@@ -163,30 +163,39 @@ impl Node {
 
     /// Exchanges records with all ranks of a large group: see [`relay`](super::relay). Returns them in rank order.
     pub(super) fn gather(&self, group: u64, round: &Round<'_>, record: &[u8]) -> Result<Vec<Bytes>, CommError> {
-        let mut state = self.inbox.lock();
-        state.enter(group, round.number, record, Instant::now());
-        self.inbox.asked.notify_one();
+        let mut state = self.inbox().lock();
+        let (begun, mut has_reached) = (Instant::now(), false);
+        state.enter(group, round.number, record, begun);
+        self.inbox().look_for_notices();
         loop {
             match state.next(group, round, Instant::now())? {
                 Next::Done(records) => return Ok(records),
                 Next::Wait(until) => {
                     let left = until.saturating_duration_since(Instant::now());
-                    let waited = self.inbox.changed.wait_timeout(state, left);
-                    state = waited.unwrap_or_else(PoisonError::into_inner).0;
+                    state = self.inbox().wait(state, left);
+                    if !has_reached && begun.elapsed() > NEIGHBOUR_CHECK {
+                        // In a group of some ranks of a large job, a rank that sends to this one need not have connected yet.
+                        // Without a connection, this rank would not see that it leaves or stops.
+                        has_reached = true;
+                        let neighbours = state.neighbours_in(group);
+                        drop(state);
+                        neighbours.into_iter().for_each(|rank| self.links.reach(rank));
+                        state = self.inbox().lock();
+                    }
                 }
                 Next::Send { to, bundles } => {
                     drop(state);
                     for bundle in bundles {
                         self.pass_on(to, Kind::Bundle, group, round, &bundle)?;
                     }
-                    state = self.inbox.lock();
+                    state = self.inbox().lock();
                 }
                 Next::Ask(questions) => {
                     drop(state);
                     for (of, about) in questions {
-                        self.pass_on(of, Kind::Question, group, round, &rank_body(about))?;
+                        self.ask(of, &about, group, round)?;
                     }
-                    state = self.inbox.lock();
+                    state = self.inbox().lock();
                 }
             }
         }
@@ -198,75 +207,80 @@ impl Node {
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
         }
+        if let Err(failure) = self.await_connection(to, group, round) {
+            let state = self.inbox().lock();
+            return if state.ranks[to].left.is_some() {
+                state.ended(group, round).map_or(Ok(()), Err)
+            } else {
+                Err(failure)
+            };
+        }
         let go_on = || self.failure(group, round, &[to]).is_none();
-        let Err(error) = self.write(to, kind, (group, round.number), body, go_on) else { return Ok(()) };
+        let Err(error) = self.links.write(to, kind, (group, round.number), body, go_on) else { return Ok(()) };
         let failure = {
-            let state = self.inbox.lock();
+            let state = self.inbox().lock();
             let missing = if state.ranks[to].left.is_some() { &[][..] } else { &[to] };
             state.failure(group, round, missing, Instant::now())
         };
-        self.inbox.lose(to, &error);
-        self.hang_up(to);
+        self.inbox().lose(to, &error);
+        self.links.hang_up(to);
         failure.map_or(Ok(()), Err)
     }
 
-    fn hang_up(&self, from: usize) {
-        if let Some(Some(writer)) = self.writers.get(from) {
-            // This ends the thread that reads the socket here, and the one of the other rank after it has read everything
-            // that was sent before.
-            if let Ok(writer) = writer.lock() {
-                writer.shutdown(Shutdown::Both).ok();
-            }
+    /// Asks a rank for the records of others of the group. If there is no connection to it, nothing waits for one: it may be the
+    /// rank at fault, and there are others to ask.
+    fn ask(&self, of: usize, about: &[usize], group: u64, round: &Round<'_>) -> Result<(), CommError> {
+        if self.links.is_connected(of) {
+            return self.pass_on(of, Kind::Question, group, round, &ranks_body(about));
         }
+        self.notify(Notice { to: of, kind: Kind::Question, group, round: round.number, body: ranks_body(about) });
+        Ok(())
     }
 
-    fn write(&self, to: usize, kind: Kind, about: (u64, u64), body: &[u8], go_on: impl Fn() -> bool) -> io::Result<()> {
-        let Some(Some(writer)) = self.writers.get(to) else { return Ok(()) };
-        write_frame(&writer.lock().unwrap_or_else(PoisonError::into_inner), kind, about, body, go_on)
-    }
-
-    /// Sends a frame if that is possible within [`GOODBYE_TIMEOUT`]. Another thread may hold the socket for longer, because it
-    /// waits for a rank that does not read; then the frame is not sent.
-    fn try_send(&self, to: usize, kind: Kind, about: (u64, u64), body: &[u8]) {
-        let until = Instant::now() + GOODBYE_TIMEOUT;
-        let Some(Some(writer)) = self.writers.get(to) else { return };
-        while Instant::now() < until {
-            match writer.try_lock() {
-                Ok(writer) => {
-                    if write_frame(&writer, kind, about, body, || Instant::now() < until).is_err() {
-                        // The connection may be in the middle of a frame.
-                        writer.shutdown(Shutdown::Both).ok();
-                    }
-                    return;
-                }
-                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(1)),
-                Err(TryLockError::Poisoned(_)) => return,
-            }
-        }
+    /// Lets the thread that sends notices send this one as soon as that is possible.
+    fn notify(&self, notice: Notice) {
+        self.links.reach(notice.to);
+        self.inbox().lock().notices.push(notice);
+        self.inbox().look_for_notices();
     }
 
     /// Ends a group on this rank and on all others, unless it has already ended.
     pub(super) fn abort(&self, group: u64, round: u64, error: &CommError) {
-        let told = self.inbox.lock().fail(group, round, error);
-        self.inbox.changed.notify_all();
+        let told = self.inbox().change(|state| state.fail(group, round, error));
         let Ok(body) = wire::encode(error) else { return };
-        for rank in told {
-            self.try_send(rank, Kind::Abort, (group, round), &body);
+        // This rank may leave after this.
+        let until = Instant::now() + GOODBYE_TIMEOUT;
+        told.iter().for_each(|&to| self.links.reach(to));
+        for to in told {
+            if self.is_connected_before(to, until) {
+                self.links.try_send(to, Kind::Abort, (group, round), &body);
+            } else {
+                self.notify(Notice { to, kind: Kind::Abort, group, round, body: body.clone() });
+            }
         }
     }
 
-    fn send_goodbye(&self, to: usize) {
-        let reason: &[u8] = if thread::panicking() { b"panicked" } else { b"has left the group" };
-        self.try_send(to, Kind::Goodbye, (0, 0), reason);
+    /// Waits until there is a connection to a rank that this one has reached out to. Returns `false` if there is none in time,
+    /// or that rank has left.
+    fn is_connected_before(&self, to: usize, until: Instant) -> bool {
+        let mut state = self.inbox().lock();
+        while !self.links.is_connected(to) {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() || state.ranks[to].left.is_some() {
+                return false;
+            }
+            state = self.inbox().wait(state, left);
+        }
+        true
     }
 
     /// Tells all ranks that this one leaves, and waits until all others have told the same, but no longer than `limit`
     /// (`None` waits without end). Returns `true` if all have, and `false` if one of them is lost or the time is over.
     #[cfg(feature = "mpi")]
     pub(super) fn say_goodbye(&self, limit: Option<Duration>) -> bool {
-        (0..self.writers.len()).for_each(|rank| self.send_goodbye(rank));
+        self.links.say_goodbye();
         let until = limit.map(|limit| Instant::now() + limit);
-        let mut state = self.inbox.lock();
+        let mut state = self.inbox().lock();
         loop {
             let staying = || {
                 let others = state.ranks.iter().enumerate().filter(|&(rank, _)| rank != self.rank);
@@ -275,28 +289,28 @@ impl Node {
             if staying().next().is_none() {
                 return true;
             }
-            if staying().any(|state| state.left.is_some() || state.last_frame_received.elapsed() > SILENCE)
+            if staying().any(|state| state.left.is_some() || state.silence(Instant::now()) > SILENCE)
                 || until.is_some_and(|until| Instant::now() >= until)
             {
                 return false;
             }
-            state = self.inbox.changed.wait_timeout(state, GOODBYE_TIMEOUT).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.inbox().wait(state, GOODBYE_TIMEOUT);
         }
     }
 
     /// Records the ranks of a new group.
     pub(super) fn open(&self, group: u64, ranks: &[usize]) {
-        self.inbox.lock().open(group, ranks);
+        self.inbox().change(|state| state.open(group, ranks));
     }
 
     /// Drops a group of this process.
     pub(super) fn close(&self, group: u64) {
-        self.inbox.lock().close(group);
+        self.inbox().lock().close(group);
     }
 
     /// Returns the reason that a round which still waits for these ranks cannot end, if there is one.
     pub(super) fn failure(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
-        self.inbox.lock().failure(group, round, missing, Instant::now())
+        self.inbox().lock().failure(group, round, missing, Instant::now())
     }
 
     /// Waits until `ready` returns a result. Until then it returns the ranks that are missing; this fails if one of them
@@ -307,7 +321,8 @@ impl Node {
         round: &Round<'_>,
         mut ready: impl FnMut(&mut State) -> Result<R, Vec<usize>>,
     ) -> Result<R, CommError> {
-        let mut state = self.inbox.lock();
+        let mut has_reached = false;
+        let mut state = self.inbox().lock();
         loop {
             let missing = match ready(&mut state) {
                 Ok(result) => return Ok(result),
@@ -316,160 +331,30 @@ impl Node {
             if let Some(failure) = state.failure(group, round, &missing, Instant::now()) {
                 return Err(failure);
             }
+            // Without a connection, this rank would not see that they leave or stop.
+            if !has_reached && !missing.iter().all(|&rank| self.links.is_connected(rank)) {
+                has_reached = true;
+                drop(state);
+                missing.iter().for_each(|&rank| self.links.reach(rank));
+                state = self.inbox().lock();
+                continue;
+            }
             let left = round.until.saturating_duration_since(Instant::now());
-            let waited = self.inbox.changed.wait_timeout(state, left.min(HEARTBEAT));
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-}
-
-impl Inbox {
-    /// Sleeps between two heartbeats. Returns `true` if the node leaves.
-    fn sleep(&self, duration: Duration) -> bool {
-        let until = Instant::now() + duration;
-        let mut state = self.lock();
-        if state.last_heartbeat_sent.elapsed() > SILENCE {
-            // This process was stopped. The frames that the others sent meanwhile have not been read yet.
-            state.ranks.iter_mut().for_each(|rank| rank.last_frame_received = Instant::now());
-        }
-        state.last_heartbeat_sent = Instant::now();
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            if state.leaving || left.is_zero() {
-                return state.leaving;
-            }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-
-    /// Waits until there are answers to send, or with `has_others` until it is time to offer other ones again. Returns
-    /// `None` if the node leaves.
-    fn wait_for_answers(&self, has_others: bool) -> Option<Vec<Answer>> {
-        let mut state = self.lock();
-        let mut is_first = true;
-        loop {
-            let answers = state.answers();
-            if state.leaving {
-                return None;
-            }
-            if !answers.is_empty() || (has_others && !is_first) {
-                return Some(answers);
-            }
-            is_first = false;
-            state = if has_others {
-                self.asked.wait_timeout(state, OFFER_AGAIN).unwrap_or_else(PoisonError::into_inner).0
-            } else {
-                self.asked.wait(state).unwrap_or_else(PoisonError::into_inner)
-            };
-        }
-    }
-}
-
-/// Hands the frames of a rank to the inbox until its connection ends.
-fn receive_all(stream: &TcpStream, from: usize, inbox: &Inbox) {
-    let mut reader = io::BufReader::with_capacity(64 << 10, stream);
-    loop {
-        let received = frame::read(&mut reader).and_then(|frame| inbox.receive(from, frame));
-        if let Err(error) = received {
-            return inbox.lose(from, &error);
-        }
-    }
-}
-
-/// Answers the questions of other ranks until this one leaves. An answer that cannot be sent yet is offered again later, so that
-/// a rank that does not read keeps nobody else from an answer.
-fn answer_all(inbox: &Inbox, writers: &Writers) {
-    let mut due: Vec<Answer> = Vec::new();
-    while let Some(answers) = inbox.wait_for_answers(!due.is_empty()) {
-        due.extend(answers);
-        due.retain(|answer| !offer(inbox, writers, answer));
-    }
-}
-
-/// Sends an answer, unless the socket is busy or takes nothing: then this returns `false`.
-fn offer(inbox: &Inbox, writers: &Writers, answer: &Answer) -> bool {
-    let &Answer { to, kind, group, round, ref body } = answer;
-    let Some(Some(writer)) = writers.get(to).filter(|_| inbox.lock().ranks[to].left.is_none()) else { return true };
-    let Ok(writer) = writer.try_lock() else { return false };
-    let header = frame::header(kind, group, round, body.len());
-    let sent = match begin_frame(&writer, &header, body) {
-        Ok(0) => return false,
-        Ok(written) => {
-            // The frame has begun, so the rest of it must follow.
-            let go_on = || {
-                let state = inbox.lock();
-                !state.leaving && state.silence(to, Instant::now()) <= state.patience
-            };
-            finish_frame(&writer, &header, body, written, go_on)
-        }
-        Err(error) => Err(error),
-    };
-    if let Err(error) = sent {
-        inbox.lose(to, &error);
-        writer.shutdown(Shutdown::Both).ok();
-    }
-    true
-}
-
-/// Writes a frame. After each timeout of the socket, `go_on` says whether to try again.
-fn write_frame(
-    writer: &TcpStream,
-    kind: Kind,
-    (group, round): (u64, u64),
-    body: &[u8],
-    go_on: impl Fn() -> bool,
-) -> io::Result<()> {
-    let header = frame::header(kind, group, round, body.len());
-    let written = begin_frame(writer, &header, body)?;
-    finish_frame(writer, &header, body, written, go_on)
-}
-
-/// Writes as much of a frame as the socket takes at once, and returns how much that was. Usually it is everything.
-fn begin_frame(mut writer: &TcpStream, header: &[u8], body: &[u8]) -> io::Result<usize> {
-    match writer.write_vectored(&[IoSlice::new(header), IoSlice::new(body)]) {
-        Err(error) if frame::is_retryable(&error) => Ok(0),
-        written => written,
-    }
-}
-
-/// Writes the rest of a frame of which so much is written.
-fn finish_frame(
-    mut writer: &TcpStream,
-    header: &[u8],
-    body: &[u8],
-    written: usize,
-    go_on: impl Fn() -> bool,
-) -> io::Result<()> {
-    if written < header.len() {
-        frame::write(&mut writer, &header[written..], &go_on)?;
-    }
-    frame::write(&mut writer, &body[written.saturating_sub(header.len())..], &go_on)
-}
-
-fn send_heartbeat(writer: &Mutex<Arc<TcpStream>>) {
-    // A thread that holds the socket is sending a frame, which is as good as a heartbeat.
-    if let Ok(writer) = writer.try_lock() {
-        let heartbeat = frame::header(Kind::Heartbeat, 0, 0, 0);
-        // So small a write is nearly always done whole or not at all. If it is not done, the other rank is not reading; if
-        // it is done in part, the connection cannot be used any more.
-        match (&**writer).write(&heartbeat) {
-            Ok(written) if written < heartbeat.len() => drop(writer.shutdown(Shutdown::Both)),
-            _ => {}
+            state = self.inbox().wait(state, left.min(HEARTBEAT));
         }
     }
 }
 
 impl Drop for Node {
     fn drop(&mut self) {
-        self.inbox.lock().leaving = true;
-        self.inbox.changed.notify_all();
-        self.inbox.asked.notify_all();
-        for rank in 0..self.writers.len() {
-            self.send_goodbye(rank);
-            self.hang_up(rank);
+        self.inbox().change(|state| state.leaving = true);
+        // The others must learn what this rank has to pass on before they see it leave.
+        if let Some(notifier) = self.notifier.take() {
+            notifier.join().ok();
         }
-        for thread in self.threads.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
-            thread.join().ok();
-        }
+        // Nobody who connects now would hear the goodbye.
+        drop(self.port.take());
+        self.links.say_goodbye();
+        self.links.close();
     }
 }

@@ -1,4 +1,9 @@
-//! The rendezvous: the processes of a job publish their addresses in the store, and then every two connect.
+//! The rendezvous: the processes of a job publish their addresses in the store, and then connect to each other.
+//!
+//! In a small job every two ranks connect. In a large one each rank connects to its neighbours in the
+//! [schedule](super::schedule) of the group of all, about `2 log2(ranks)`, and to others when it needs to. So a rank may not
+//! see that another one has ended before the job runs. A second meeting in the store takes care of that: nobody goes on
+//! before all are connected to their neighbours.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -9,7 +14,9 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::acceptor::Acceptor;
-use super::node::Node;
+use super::links::Directory;
+use super::node::{Connections, LaterConnections, Node};
+use super::schedule::Schedule;
 use super::shared::host_token;
 use crate::access::{Hello, Key, Refusal, handshake_as_client, nonce};
 use crate::environment::Environment;
@@ -35,6 +42,12 @@ const GIVEN_UP: &[u8] = &[];
 /// The prefix of the keys of the ranks' addresses in the store.
 const ADDRESS: &str = "tcp/address/";
 
+/// The prefix of the keys of the ranks that are connected to their neighbours.
+const CONNECTED: &str = "tcp/connected/";
+
+/// The prefix of the keys of the ranks that know that all are.
+const KNOWS: &str = "tcp/knows/";
+
 /// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read the outcome. It is longer
 /// than they take for two checks of the store.
 const LINGER: Duration = Duration::from_millis(500);
@@ -58,6 +71,8 @@ pub(crate) struct Participant {
     pub(crate) until: Instant,
     /// The most ranks of a group that send their records to each other directly.
     pub(crate) direct_up_to: usize,
+    /// `true` if every two ranks connect.
+    pub(crate) connects_all: bool,
 }
 
 /// Opens the store of a job. Rank 0 hosts it at the job's address or, if torchrun's agent listens there, at a free port.
@@ -81,21 +96,21 @@ pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpS
     }
 }
 
-/// Finds all other ranks through the store, and connects to each of them.
+/// Finds all other ranks through the store, and connects to them.
 pub(super) fn meet(participant: &Participant, store: TcpStore, shared_memory: bool) -> Result<Arc<Node>, CommError> {
     let connected = connect_all(participant, &store, shared_memory);
     if connected.is_err() && participant.rank == 0 {
         // The store ends with this rank, and the others have yet to learn the reason from it.
         thread::sleep(LINGER);
     }
-    let (hosts, streams) = connected?;
+    let (hosts, connections) = connected?;
     let &Participant { rank, deadline, direct_up_to, .. } = participant;
-    Node::start(rank, hosts, streams, store, deadline, direct_up_to)
+    Node::start(rank, hosts, connections, store, deadline, direct_up_to)
         .map_err(|error| participant.io("start its threads", &error))
 }
 
-/// A token of each rank's host, and the connection to each rank; `None` for this one.
-type Connected = (Vec<Option<String>>, Vec<Option<TcpStream>>);
+/// A token of each rank's host, and the connections.
+type Connected = (Vec<Option<String>>, Connections);
 
 fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool) -> Result<Connected, CommError> {
     let rank = participant.rank;
@@ -115,16 +130,28 @@ fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool)
         Acceptor::open(listener, key.clone()).map_err(|error| participant.io("open its port", &error))?;
     // Step 4: exchange addresses through the store.
     let addresses = exchange_addresses(participant, store, &address)?;
-    // Step 5: connect to all lower ranks, then take the connections of all higher ones.
-    let mut streams: Vec<Option<TcpStream>> = (0..participant.world_size).map(|_| None).collect();
-    for (other, address) in addresses.iter().enumerate().take(rank) {
+    let locate = |address: &Address| {
         let ip = if address.ip.is_unspecified() { store.peer_ip() } else { address.ip };
-        let address = SocketAddr::new(ip, address.port);
-        let connected = connect(participant, &key, address);
+        SocketAddr::new(ip, address.port)
+    };
+    let directory = Directory { addresses: addresses.iter().map(locate).collect(), key };
+    let hosts = addresses.into_iter().map(|address| address.host).collect();
+    // Step 5: connect to all lower ranks among the neighbours, then take the connections of all higher ones.
+    let mut streams: Vec<Option<TcpStream>> = (0..participant.world_size).map(|_| None).collect();
+    let (lower, higher): (Vec<usize>, Vec<usize>) =
+        participant.neighbours().into_iter().partition(|&other| other < rank);
+    for other in lower {
+        let address = directory.addresses[other];
+        let connected = connect(participant, &directory.key, address);
         streams[other] = Some(connected.map_err(|error| participant.unreachable(store, other, address, &error))?);
     }
-    accept_all(participant, store, &mut acceptor, &mut streams)?;
-    Ok((addresses.into_iter().map(|address| address.host).collect(), streams))
+    accept_all(participant, store, &mut acceptor, &mut streams, &higher)?;
+    if participant.connects_all {
+        return Ok((hosts, Connections { streams, later: None }));
+    }
+    // Step 6: wait until all ranks are connected to their neighbours.
+    meet_again(participant, store)?;
+    Ok((hosts, Connections { streams, later: Some(LaterConnections { directory, acceptor }) }))
 }
 
 /// Opens the port at which other ranks connect to this one. Returns it with the address of this host to publish.
@@ -143,6 +170,14 @@ impl Participant {
     fn make_room(&self) -> Result<(), CommError> {
         let connections = if self.rank == 0 { 2 * self.world_size } else { self.world_size };
         open_files::make_room(connections).map_err(|message| self.failed(format!("rank {}: {message}", self.rank)))
+    }
+
+    /// Returns the ranks that this one connects to in the rendezvous.
+    fn neighbours(&self) -> Vec<usize> {
+        if self.connects_all {
+            return (0..self.world_size).filter(|&other| other != self.rank).collect();
+        }
+        Schedule::new(self.world_size, self.rank).neighbours()
     }
 
     /// Returns the error of a rendezvous that misses these ranks.
@@ -235,35 +270,63 @@ fn exchange_addresses(participant: &Participant, store: &TcpStore, own: &Address
     decoded.map_err(|message| participant.failed(message))
 }
 
-/// Takes the connections of all higher ranks.
+/// Takes the connections of the `higher` ranks that this one is to be connected to.
 fn accept_all(
     participant: &Participant,
     store: &TcpStore,
     acceptor: &mut Acceptor,
     streams: &mut [Option<TcpStream>],
+    higher: &[usize],
 ) -> Result<(), CommError> {
     let &Participant { rank, world_size, deadline, until, .. } = participant;
     let mut is_suspected = false;
-    while streams[rank + 1..].iter().any(Option::is_none) {
+    while higher.iter().any(|&other| streams[other].is_none()) {
+        let is_awaited = |other: usize| higher.contains(&other) && streams[other].is_none();
         let Some((stream, hello)) = acceptor.next(until.min(Instant::now() + CHECK)) else {
             if Instant::now() >= until {
                 let message = format!("not all ranks connected to rank {rank} within {deadline:?}");
-                return Err(participant.incomplete(|other| other > rank && streams[other].is_none(), message));
+                return Err(participant.incomplete(is_awaited, message));
             }
             // A rank that has ended will not connect. But it may have connected just before, so this looks twice.
-            let suspicion = participant.ended(store, |other| streams.get(other).is_some_and(Option::is_none));
+            let suspicion = participant.ended(store, is_awaited);
             match suspicion {
                 Some(error) if is_suspected => return Err(error),
                 suspicion => is_suspected = suspicion.is_some(),
             }
             continue;
         };
-        let other = (rank + 1..world_size).find(|&other| hello == Hello::new(other, world_size));
+        let other = higher.iter().find(|&&other| hello == Hello::new(other, world_size));
         match other {
             // A rank connects again only if it has lost the connection before.
-            Some(other) => streams[other] = Some(stream),
+            Some(&other) => streams[other] = Some(stream),
             None => tracing::warn!("refused a connection from a process that claims to be rank {}", hello.rank),
         }
+    }
+    Ok(())
+}
+
+/// Waits until all ranks have connected to their neighbours.
+fn meet_again(participant: &Participant, store: &TcpStore) -> Result<(), CommError> {
+    let &Participant { rank, world_size, deadline, until, .. } = participant;
+    let left = || until.saturating_duration_since(Instant::now());
+    store.set(&format!("{CONNECTED}{rank}"), &[]).map_err(|error| participant.lost(&error))?;
+    match store.wait_for_ranks(CONNECTED, left()).map_err(|error| participant.lost(&error))? {
+        RankValues::Complete(_) => {}
+        RankValues::Departed(ranks) => return Err(participant.departed(&ranks)),
+        RankValues::Missing(keys) => {
+            let message = format!("not all ranks connected to each other within {deadline:?}");
+            return Err(participant.incomplete(|other| keys.contains(&format!("{CONNECTED}{other}")), message));
+        }
+    }
+    // The store ends with rank 0, so that one goes on after all others know.
+    store.set(&format!("{KNOWS}{rank}"), &[]).map_err(|error| participant.lost(&error))?;
+    let mut unknowing: Vec<String> = (1..world_size).map(|other| format!("{KNOWS}{other}")).collect();
+    while rank == 0 && Instant::now() < until {
+        let Err(missing) = store.wait(&unknowing, CHECK).map_err(|error| participant.lost(&error))? else { break };
+        // Nobody needs to wait for a rank that has ended.
+        let departed = store.departed(CHECK).map_err(|error| participant.lost(&error))?;
+        unknowing =
+            missing.into_iter().filter(|key| !departed.iter().any(|rank| *key == format!("{KNOWS}{rank}"))).collect();
     }
     Ok(())
 }
@@ -274,9 +337,9 @@ fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Res
     loop {
         let left = participant.until.saturating_duration_since(Instant::now()).max(RETRY);
         let connected = TcpStream::connect_timeout(&address, left);
-        let greeted = connected.map_err(Refusal::Io).and_then(|mut stream| {
+        let greeted = connected.map_err(Refusal::Io).and_then(|stream| {
             stream.set_nodelay(true)?;
-            handshake_as_client(&mut stream, key, hello, participant.until)?;
+            handshake_as_client(&stream, key, hello, participant.until)?;
             Ok(stream)
         });
         match greeted {

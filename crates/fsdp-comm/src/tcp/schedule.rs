@@ -6,6 +6,7 @@
 //!
 //! Places are ranks of the group, and the first one follows the last.
 
+use std::collections::BTreeSet;
 use std::iter;
 
 /// The place of one rank in the schedule of its group.
@@ -53,6 +54,22 @@ impl Schedule {
         })
     }
 
+    /// Returns the ranks that this one sends to or receives from, in rank order. Whatever each rank passes on to these
+    /// reaches all.
+    pub(super) fn neighbours(self) -> Vec<usize> {
+        let neighbours: BTreeSet<usize> = self.steps().flat_map(|step| [step.to, step.from]).collect();
+        neighbours.into_iter().collect()
+    }
+
+    /// Returns two ranks that this one receives from and that are on the way from another one to it: those after the longest and
+    /// after the shortest step. They may be the same.
+    pub(super) fn toward(self, rank: usize) -> [usize; 2] {
+        let distance = (rank + self.ranks - self.rank) % self.ranks;
+        let longest = 1 << distance.checked_ilog2().unwrap_or_default();
+        let shortest = distance & distance.wrapping_neg();
+        [longest, shortest].map(|step| (self.rank + step) % self.ranks)
+    }
+
     /// Returns this many ranks, beginning with `first`.
     pub(super) fn block(self, first: usize, len: usize) -> impl Iterator<Item = usize> {
         (first..first + len).map(move |rank| rank % self.ranks)
@@ -96,6 +113,38 @@ mod tests {
                 }
                 let first = own.first().map_or(rank, |step| step.to);
                 assert_eq!(Schedule::new(ranks, 0).keeper(rank), first);
+            }
+        }
+    }
+
+    #[test]
+    fn neighbours_are_few_and_each_others() {
+        for ranks in SIZES {
+            let all: Vec<Vec<usize>> = (0..ranks).map(|rank| Schedule::new(ranks, rank).neighbours()).collect();
+            for (rank, neighbours) in all.iter().enumerate() {
+                assert!(neighbours.len() <= 2 * ranks.next_power_of_two().trailing_zeros() as usize, "{ranks}");
+                assert!(neighbours.iter().all(|&other| other != rank && all[other].contains(&rank)), "{ranks}");
+            }
+        }
+        assert_eq!(Schedule::new(1024, 0).neighbours().len(), 19);
+        assert_eq!(Schedule::new(5, 3).neighbours(), [0, 1, 2, 4]);
+    }
+
+    #[test]
+    fn every_rank_is_reached_over_either_neighbour_on_the_way() {
+        for ranks in SIZES.into_iter().filter(|&ranks| ranks > 1) {
+            for (rank, to) in [(0, 1), (0, ranks - 1), (ranks / 2, ranks / 3), (ranks - 1, 0)] {
+                for way in [0, 1] {
+                    let mut at = rank;
+                    let mut steps = 0;
+                    while at != to {
+                        let next = Schedule::new(ranks, at).toward(to)[way];
+                        assert!(Schedule::new(ranks, at).steps().any(|step| step.from == next), "{ranks}");
+                        at = next;
+                        steps += 1;
+                    }
+                    assert!(steps <= ranks.ilog2() + 1, "{steps} steps in {ranks}");
+                }
             }
         }
     }

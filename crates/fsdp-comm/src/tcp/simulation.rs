@@ -1,13 +1,16 @@
 //! Whole groups in one thread: the states of all ranks, a network that delays and reorders frames, and a clock that jumps
 //! from one event to the next. A seed decides everything that is random.
+//!
+//! Each rank is connected to its neighbours at the start, and to others once it sends something to them or they to it.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::time::{Duration, Instant};
 
 use super::frame::{Frame, Kind};
-use super::inbox::{State, rank_body};
-use super::relay::Next;
+use super::inbox::{State, rank_body, ranks_body};
+use super::relay::{KEEPER_PAUSE, Next};
+use super::schedule::Schedule;
 use crate::backend::Round;
 use crate::error::CommError;
 use crate::wire;
@@ -75,6 +78,21 @@ enum Event {
         to: usize,
         frame: Frame,
     },
+    /// A rank asks for a connection.
+    Connect {
+        from: usize,
+        to: usize,
+    },
+    /// A rank has noted a connection that another one has asked for.
+    Connected {
+        from: usize,
+        to: usize,
+    },
+    /// A rank takes no connections any more.
+    Refused {
+        from: usize,
+        to: usize,
+    },
     /// The connection from a rank ends.
     End {
         from: usize,
@@ -104,9 +122,20 @@ struct Rank {
     heard: Instant,
     entered: Instant,
     error: Option<(Instant, CommError)>,
-    /// The bundles and the questions that it has sent.
+    /// The frames of each kind that it has sent.
     bundles: usize,
     questions: usize,
+    aborts: usize,
+    ends: usize,
+    /// The connections that it has asked for, beside those that it has at the start.
+    connects: usize,
+}
+
+impl Rank {
+    /// Returns the number of frames that it has sent, beside heartbeats and answers.
+    fn sent(&self) -> usize {
+        self.bundles + self.questions + self.aborts + self.ends
+    }
 }
 
 struct World {
@@ -118,6 +147,12 @@ struct World {
     number_of_events: u64,
     /// The time at which the last frame from one rank to another arrives.
     last: HashMap<(usize, usize), Instant>,
+    /// The frames that wait until their sender, the first rank, is connected to their receiver.
+    waiting: HashMap<(usize, usize), Vec<Frame>>,
+    /// The pairs of ranks of which the first sends to the second.
+    linked: HashSet<(usize, usize)>,
+    /// The number of connections of which the second rank sees the end if the first one ends.
+    ends: BTreeMap<(usize, usize), usize>,
     random: Random,
     /// The time at which the last rank at fault ended.
     last_end: Instant,
@@ -133,6 +168,7 @@ impl World {
         let rank = |number: usize| {
             let mut state = State::new(number, ranks, 1, DEADLINE, start);
             state.open(GROUP, &(0..ranks).collect::<Vec<_>>());
+            state.neighbours = Schedule::new(ranks, number).neighbours();
             let fault = faults.iter().find(|(at_fault, _)| *at_fault == number).map(|(_, fault)| *fault);
             Rank {
                 state,
@@ -146,6 +182,9 @@ impl World {
                 error: None,
                 bundles: 0,
                 questions: 0,
+                aborts: 0,
+                ends: 0,
+                connects: 0,
             }
         };
         let ranks: Vec<Rank> = (0..ranks).map(rank).collect();
@@ -159,6 +198,9 @@ impl World {
             events,
             number_of_events: 0,
             last,
+            waiting: HashMap::new(),
+            linked: HashSet::new(),
+            ends: BTreeMap::new(),
             random,
             last_end: start,
             ends_after_failure,
@@ -166,6 +208,13 @@ impl World {
         for &(rank, fault) in faults {
             if let Fault::Dies(at) | Fault::Stops(at) | Fault::Pauses(at, _) = fault {
                 world.plan(start + at, Event::Fault(rank, fault));
+            }
+        }
+        for rank in 0..world.ranks.len() {
+            for other in world.ranks[rank].state.neighbours.clone() {
+                world.ranks[rank].state.connect(other, start);
+                world.linked.insert((rank, other));
+                world.ends.insert((rank, other), 1);
             }
         }
         (0..world.ranks.len()).for_each(|rank| world.plan_round(rank));
@@ -201,21 +250,54 @@ impl World {
         *last
     }
 
-    /// Sends a frame from one rank to another, and counts it if it carries records or asks for one.
+    /// Sends a frame from one rank to another, and counts it. If the sender is not connected, it asks for that first.
     fn send(&mut self, from: usize, to: usize, kind: Kind, round: u64, body: Vec<u8>) {
+        let sender = &mut self.ranks[from];
         match kind {
-            Kind::Bundle => self.ranks[from].bundles += 1,
-            Kind::Question => self.ranks[from].questions += 1,
+            Kind::Bundle => sender.bundles += 1,
+            Kind::Question => sender.questions += 1,
+            Kind::Abort => sender.aborts += 1,
+            Kind::Ended => sender.ends += 1,
             _ => {}
         }
-        let at = self.arrival(from, to);
-        self.plan(at, Event::Frame { from, to, frame: Frame { kind, group: GROUP, round, body } });
+        let frame = Frame { kind, group: GROUP, round, body };
+        if self.linked.contains(&(from, to)) {
+            let at = self.arrival(from, to);
+            return self.plan(at, Event::Frame { from, to, frame });
+        }
+        if sender.state.ranks[to].left.is_some() {
+            return;
+        }
+        sender.state.expect(to, self.now);
+        let waiting = self.waiting.entry((from, to)).or_default();
+        waiting.push(frame);
+        if waiting.len() == 1 {
+            sender.connects += 1;
+            let at = self.now + self.random.within(LATENCY);
+            self.plan(at, Event::Connect { from, to });
+        }
     }
 
-    /// Sends a frame from one rank to each other rank.
-    fn send_all(&mut self, from: usize, kind: Kind, round: u64, body: &[u8]) {
-        for to in (0..self.ranks.len()).filter(|&to| to != from) {
-            self.send(from, to, kind, round, body.to_vec());
+    /// Lets a rank note a connection that another one has asked for, which learns of it a little later.
+    fn accept(&mut self, from: usize, to: usize) {
+        if self.ranks[from].condition == Condition::Gone {
+            return;
+        }
+        self.ranks[to].state.connect(from, self.now);
+        for pair in [(from, to), (to, from)] {
+            *self.ends.entry(pair).or_default() += 1;
+        }
+        let at = self.arrival(to, from);
+        self.plan(at, Event::Connected { from: to, to: from });
+        self.link(to, from);
+    }
+
+    /// Lets a rank send to another one from now on, beginning with what waits for that.
+    fn link(&mut self, from: usize, to: usize) {
+        self.linked.insert((from, to));
+        for frame in self.waiting.remove(&(from, to)).unwrap_or_default() {
+            let at = self.arrival(from, to);
+            self.plan(at, Event::Frame { from, to, frame });
         }
     }
 
@@ -225,14 +307,22 @@ impl World {
         if self.ranks[rank].fault.is_some() {
             self.last_end = self.now;
         }
-        for to in (0..self.ranks.len()).filter(|&to| to != rank) {
-            let at = self.arrival(rank, to);
-            self.plan(at, Event::End { from: rank, to });
+        let ends: Vec<(usize, usize)> =
+            self.ends.range((rank, 0)..(rank + 1, 0)).map(|(&(_, to), &count)| (to, count)).collect();
+        for (to, count) in ends {
+            for _ in 0..count {
+                let at = self.arrival(rank, to);
+                self.plan(at, Event::End { from: rank, to });
+            }
         }
     }
 
     fn leave(&mut self, rank: usize) {
-        self.send_all(rank, Kind::Goodbye, 0, b"has left the group");
+        for to in 0..self.ranks.len() {
+            if self.linked.contains(&(rank, to)) {
+                self.send(rank, to, Kind::Goodbye, 0, b"has left the group".to_vec());
+            }
+        }
         self.end(rank);
     }
 
@@ -244,10 +334,20 @@ impl World {
             let (Event::Enter(rank)
             | Event::Wake(rank)
             | Event::Frame { to: rank, .. }
+            | Event::Connect { to: rank, .. }
+            | Event::Connected { to: rank, .. }
+            | Event::Refused { to: rank, .. }
             | Event::End { to: rank, .. }
             | Event::Fault(rank, _)) = event;
             match self.ranks[rank].condition {
-                Condition::Gone | Condition::Stopped(_, None) => continue,
+                Condition::Gone => {
+                    if let Event::Connect { from, to } = event {
+                        let at = self.arrival(to, from);
+                        self.plan(at, Event::Refused { from: to, to: from });
+                    }
+                    continue;
+                }
+                Condition::Stopped(_, None) => continue,
                 Condition::Stopped(_, Some(until)) if at < until => {
                     self.plan(until, event);
                     continue;
@@ -262,8 +362,17 @@ impl World {
                 Event::Wake(_) if self.ranks[rank].wake.is_some_and(|wake| wake > at) => continue,
                 Event::Wake(_) => self.ranks[rank].wake = None,
                 Event::Frame { from, frame, .. } => self.ranks[rank].state.receive(from, frame, at).unwrap(),
+                Event::Connect { from, .. } => self.accept(from, rank),
+                Event::Connected { from, .. } => {
+                    self.ranks[rank].state.connect(from, at);
+                    self.link(rank, from);
+                }
+                Event::Refused { from, .. } => {
+                    self.ranks[rank].state.refuse(from);
+                    self.waiting.remove(&(rank, from));
+                }
                 Event::End { from, .. } => {
-                    self.ranks[rank].state.lose(from, &io::ErrorKind::UnexpectedEof.into());
+                    self.ranks[rank].state.disconnect(from, &io::ErrorKind::UnexpectedEof.into());
                 }
                 Event::Fault(_, Fault::Dies(_) | Fault::DiesBefore(_)) => self.end(rank),
                 Event::Fault(_, Fault::Stops(_)) => self.ranks[rank].condition = Condition::Stopped(at, None),
@@ -279,7 +388,7 @@ impl World {
         self
     }
 
-    /// Gives a rank the heartbeats of all others, which are no events of their own.
+    /// Gives a rank the heartbeats of all that are connected to it, which are no events of their own.
     fn hear(&mut self, rank: usize) {
         let now = self.now;
         if now < self.ranks[rank].heard + HEARTBEAT {
@@ -289,12 +398,16 @@ impl World {
         let conditions: Vec<Condition> = self.ranks.iter().map(|rank| rank.condition).collect();
         let state = &mut self.ranks[rank].state;
         state.last_heartbeat_sent = now;
-        for (other, condition) in state.ranks.iter_mut().zip(conditions) {
+        for (other, condition) in conditions.into_iter().enumerate() {
+            if !self.linked.contains(&(other, rank)) {
+                continue;
+            }
             let heard = match condition {
                 Condition::Running | Condition::Gone => now,
                 Condition::Stopped(since, _) => since,
             };
-            other.last_frame_received = heard.max(other.last_frame_received);
+            let last = &mut state.ranks[other].last_frame_received;
+            *last = (*last).max(Some(heard));
         }
     }
 
@@ -318,7 +431,7 @@ impl World {
                 }
                 Ok(Next::Ask(questions)) => {
                     for (of, about) in questions {
-                        self.send(rank, of, Kind::Question, number, rank_body(about));
+                        self.send(rank, of, Kind::Question, number, ranks_body(&about));
                     }
                 }
                 Ok(Next::Wait(until)) => {
@@ -338,8 +451,8 @@ impl World {
             }
         }
         if self.ranks[rank].condition == Condition::Running {
-            for answer in self.ranks[rank].state.answers() {
-                self.send(rank, answer.to, answer.kind, answer.round, answer.body);
+            for notice in self.ranks[rank].state.notices() {
+                self.send(rank, notice.to, notice.kind, notice.round, notice.body);
             }
         }
     }
@@ -387,10 +500,15 @@ impl World {
 
     /// Checks that all ranks that are not at fault have failed at once.
     fn assert_failed_at_once(&self) {
+        self.assert_failed_within(AT_ONCE);
+    }
+
+    /// Checks that all ranks that are not at fault have failed within this time.
+    fn assert_failed_within(&self, limit: Duration) {
         let ripe = self.sound().map(|rank| rank.entered).max().unwrap().max(self.last_end);
         for rank in self.sound() {
             let failed = rank.error.as_ref().unwrap().0;
-            assert!(failed <= ripe + AT_ONCE, "rank {}: {:?} late", rank.state.rank, failed - ripe);
+            assert!(failed <= ripe + limit, "rank {}: {:?} late", rank.state.rank, failed - ripe);
         }
     }
 }
@@ -413,6 +531,52 @@ fn a_barrier_of_1024_ranks_takes_ten_messages_of_each() {
         for rank in &world.ranks {
             assert_eq!((rank.bundles, rank.questions), (3 * each, 0), "rank {} of {ranks}", rank.state.rank);
         }
+    }
+}
+
+/// The messages of a rank in the handshake of a connection: a greeting and a proof, or an answer and a welcome.
+const HANDSHAKE: usize = 2;
+
+#[test]
+fn the_rendezvous_and_a_barrier_of_1024_ranks_take_few_connections_and_messages_of_each() {
+    // The store of rank 0 hears from all ranks in any case, as they know no other address. It is not part of this.
+    for (ranks, digits) in [(33, 6), (600, 10), (1023, 10), (1024, 10)] {
+        let world = World::new(ranks, 1, 1, &[]).run();
+        world.assert_success();
+        for rank in 0..ranks {
+            let connections: usize = world.ends.range((rank, 0)..(rank + 1, 0)).map(|(_, count)| count).sum();
+            assert!(connections <= 2 * digits, "rank {rank} of {ranks}: {connections} connections");
+            let messages = HANDSHAKE * connections + world.ranks[rank].sent();
+            assert!(messages <= 5 * digits, "rank {rank} of {ranks}: {messages} messages");
+        }
+    }
+}
+
+#[test]
+fn the_news_of_an_end_takes_few_messages_of_each_rank() {
+    for (ranks, digits) in [(33, 6), (600, 10), (1023, 10), (1024, 10)] {
+        let world = World::new(ranks, 2, 1, &[(ranks / 3, Fault::DiesBefore(1))]).run();
+        world.assert_blame();
+        world.assert_failed_at_once();
+        for rank in world.sound() {
+            // It looks for itself whether the rank has ended.
+            assert!(rank.connects <= 1, "rank {} of {ranks}", rank.state.rank);
+            // It says that the rank has ended, and at most twice that the group has failed, beside its records.
+            assert!(rank.sent() <= 8 * digits, "rank {} of {ranks}: {} messages", rank.state.rank, rank.sent());
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_dies_is_named_by_a_rank_that_waits_alone_and_is_not_connected_to_it() {
+    for ranks in [33, 50, 1024] {
+        // All but rank 12 come much later.
+        let others = (0..ranks).filter(|rank| ![1, 12].contains(rank));
+        let mut faults: Vec<_> = others.map(|rank| (rank, Fault::Late(1, DEADLINE / 2))).collect();
+        faults.push((1, Fault::DiesBefore(1)));
+        let world = World::new(ranks, 3, 5, &faults).run();
+        world.assert_failed_within(KEEPER_PAUSE + AT_ONCE);
+        assert!(matches!(world.ranks[12].error, Some((_, CommError::RankLeft { rank: 1, .. }))));
     }
 }
 
@@ -441,6 +605,19 @@ fn exactly_the_ranks_that_are_late_are_named_by_all() {
             assert_eq!(rank.completed, 1, "seed {seed}");
         }
     });
+}
+
+#[test]
+fn a_rank_that_is_late_until_the_deadline_costs_few_connections() {
+    let mut random = Random::new(7);
+    for (ranks, digits) in [(33, 6), (100, 7), (600, 10), (1024, 10)] {
+        let late = random.below(ranks);
+        let world = World::new(ranks, 2, 7, &[(late, Fault::Late(1, 2 * DEADLINE))]).run();
+        world.assert_blame();
+        // All connect to the late rank itself. The others help each other.
+        let connects: usize = world.ranks.iter().map(|rank| rank.connects).sum();
+        assert!(connects <= ranks * digits, "{ranks} ranks: {connects} connections");
+    }
 }
 
 #[test]

@@ -1,0 +1,113 @@
+//! The inbox as the threads of this process share it: its state behind a lock, and the signals of its changes.
+
+use std::io;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::frame::{Frame, Kind, Notice};
+use super::inbox::{SILENCE, State};
+
+/// The time after which a notice is offered again to a rank whose socket was busy.
+pub(super) const OFFER_AGAIN: Duration = Duration::from_millis(20);
+
+/// The state that all threads share.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Notified when there may be notices to send.
+    noticed: Condvar,
+}
+
+impl Inbox {
+    pub(super) fn new(state: State) -> Inbox {
+        Inbox { state: Mutex::new(state), changed: Condvar::new(), noticed: Condvar::new() }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the state, and wakes all who wait for a change.
+    pub(super) fn change<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
+        let result = change(&mut self.lock());
+        self.changed.notify_all();
+        self.noticed.notify_all();
+        result
+    }
+
+    /// Lets the thread that sends notices look whether there are any.
+    pub(super) fn look_for_notices(&self) {
+        self.noticed.notify_one();
+    }
+
+    /// Takes a frame of another rank.
+    ///
+    /// # Errors
+    /// A frame that no rank sends.
+    pub(super) fn receive(&self, from: usize, frame: Frame) -> io::Result<()> {
+        let kind = frame.kind;
+        let mut state = self.lock();
+        state.receive(from, frame, Instant::now())?;
+        let may_answer = matches!(kind, Kind::Bundle | Kind::Question | Kind::Goodbye) && !state.questions.is_empty();
+        let may_notify = may_answer || !state.notices.is_empty();
+        drop(state);
+        if kind != Kind::Heartbeat {
+            self.changed.notify_all();
+        }
+        if may_notify {
+            self.look_for_notices();
+        }
+        Ok(())
+    }
+
+    /// Records that a rank is lost because of this error, and wakes all who wait for that rank.
+    pub(super) fn lose(&self, from: usize, error: &io::Error) {
+        self.change(|state| state.lose(from, error));
+    }
+
+    /// Waits for a change, but no longer than this.
+    pub(super) fn wait<'s>(&self, state: MutexGuard<'s, State>, limit: Duration) -> MutexGuard<'s, State> {
+        self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Sleeps between two heartbeats. Returns `true` if the node leaves.
+    pub(super) fn sleep(&self, duration: Duration) -> bool {
+        let until = Instant::now() + duration;
+        let mut state = self.lock();
+        if state.last_heartbeat_sent.elapsed() > SILENCE {
+            // This process was stopped. The frames that the others sent meanwhile have not been read yet.
+            state.ranks.iter_mut().for_each(|rank| rank.excuse_silence(Instant::now()));
+        }
+        state.last_heartbeat_sent = Instant::now();
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if state.leaving || left.is_zero() {
+                return state.leaving;
+            }
+            state = self.wait(state, left);
+        }
+    }
+
+    /// Waits until there are notices to send, or with `has_others` until it is time to offer other ones again. Returns
+    /// `None` if the node leaves.
+    pub(super) fn wait_for_notices(&self, has_others: bool) -> Option<Vec<Notice>> {
+        let mut state = self.lock();
+        let mut is_first = true;
+        loop {
+            if state.leaving {
+                return None;
+            }
+            let notices = state.notices();
+            if !notices.is_empty() || (has_others && !is_first) {
+                return Some(notices);
+            }
+            is_first = false;
+            state = if has_others {
+                self.noticed.wait_timeout(state, OFFER_AGAIN).unwrap_or_else(PoisonError::into_inner).0
+            } else {
+                self.noticed.wait(state).unwrap_or_else(PoisonError::into_inner)
+            };
+        }
+    }
+}

@@ -1,0 +1,498 @@
+//! The connections of this process to the other ranks, and the threads that read them and make new ones.
+//!
+//! In a small job every two ranks are connected from the start. In a large one a rank connects to another one when it first
+//! needs to, and takes connections for as long as the job runs. Three rules keep the frames of a rank in order, and its end
+//! behind them:
+//! - A rank sends all frames to another one on one connection, the first that it had. If both have connected to each other at
+//!   the same time, both connections stay open, and each of the two may send on another one.
+//! - A rank sends frames on a connection that it has made only once the other side has noted it and said so. So if a rank
+//!   that has noted no connection to another one is refused by it, none of that one's frames are on their way.
+//! - A rank that has made a connection does not give it up once the other side may have noted it, as that would look like the
+//!   end of this rank.
+
+use std::collections::HashSet;
+use std::io::{self, BufReader, IoSlice, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use super::acceptor::Comer;
+use super::frame::{self, Frame, Kind, Notice};
+use super::inbox_lock::{Inbox, OFFER_AGAIN};
+use crate::access::{Hello, Key, Refusal, handshake_as_client};
+
+/// The time after which a blocked write checks whether it should go on.
+const WRITE_SLICE: Duration = Duration::from_millis(100);
+
+/// The time for which a rank that leaves or aborts tries to tell the others.
+pub(super) const GOODBYE_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// The time that one attempt to connect may take, so that it does not hold up a rank that leaves.
+const CONNECT_SLICE: Duration = Duration::from_millis(500);
+
+/// The time that the handshake may take.
+const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
+
+/// The time between two attempts to connect to a rank.
+const RETRY: Duration = Duration::from_millis(20);
+
+const READ_BUFFER_BYTES: usize = 64 << 10;
+
+/// The means of a rank to connect to all others.
+#[derive(Debug)]
+pub(super) struct Directory {
+    /// The address of each rank.
+    pub(super) addresses: Vec<SocketAddr>,
+    /// The key of the connections between ranks.
+    pub(super) key: Key,
+}
+
+/// The connections of this process. All of its threads share them.
+#[derive(Debug)]
+pub(super) struct Links {
+    rank: usize,
+    pub(super) inbox: Inbox,
+    /// For each rank the connection on which this one sends to it, which never changes. It is locked while a frame is
+    /// written.
+    writers: Vec<OnceLock<Mutex<Arc<TcpStream>>>>,
+    /// All connections, also those that carry no frames yet. `None` once this rank has left.
+    open: Mutex<Option<Vec<Connection>>>,
+    /// The ranks that this one is connecting to.
+    attempts: Mutex<HashSet<usize>>,
+    /// `None` if every two ranks are connected from the start.
+    directory: Option<Directory>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+#[derive(Debug)]
+struct Connection {
+    /// The rank at the other end.
+    rank: usize,
+    stream: Arc<TcpStream>,
+    /// `true` once the other side may have noted it, so that its end without a goodbye would look like that of this rank.
+    is_offered: bool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The connections themselves.
+impl Links {
+    /// Creates the links of a rank that is not connected to any of the others.
+    pub(super) fn new(rank: usize, ranks: usize, inbox: Inbox, directory: Option<Directory>) -> Arc<Links> {
+        Arc::new(Links {
+            rank,
+            inbox,
+            writers: (0..ranks).map(|_| OnceLock::new()).collect(),
+            open: Mutex::new(Some(Vec::new())),
+            attempts: Mutex::default(),
+            directory,
+            threads: Mutex::default(),
+        })
+    }
+
+    /// Starts a thread that ends before this rank has left.
+    pub(super) fn spawn(&self, name: String, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        let thread = thread::Builder::new().name(name).spawn(run)?;
+        let mut threads = lock(&self.threads);
+        threads.retain(|thread| !thread.is_finished());
+        threads.push(thread);
+        Ok(())
+    }
+
+    /// Takes over a connection that both sides have made in the rendezvous.
+    pub(super) fn adopt(self: &Arc<Self>, from: usize, stream: TcpStream) -> io::Result<()> {
+        prepare(&stream)?;
+        // Both directions use one file descriptor, of which a process may have a limited number.
+        let stream = Arc::new(stream);
+        self.keep(from, &stream)?;
+        self.note(from, &stream);
+        let links = Arc::clone(self);
+        self.spawn(format!("from-rank-{from}"), move || links.receive_all(from, &stream, reader(&stream), None))
+    }
+
+    /// Takes the connections that other ranks make, until there are no more.
+    pub(super) fn admit_all(self: &Arc<Self>, comers: Receiver<Comer>) {
+        for (stream, hello) in comers {
+            let ranks = self.writers.len();
+            let Some(from) = (0..ranks).find(|&rank| rank != self.rank && hello == Hello::new(rank, ranks)) else {
+                tracing::warn!("refused a connection from a process that claims to be rank {}", hello.rank);
+                continue;
+            };
+            let links = Arc::clone(self);
+            let started = self.spawn(format!("from-rank-{from}"), move || {
+                if let Err(error) = links.admit(from, Arc::new(stream)) {
+                    tracing::debug!(%error, rank = from, "a connection ended before it was used");
+                }
+            });
+            if let Err(error) = started {
+                tracing::warn!(%error, rank = from, "a connection was lost");
+            }
+        }
+    }
+
+    /// Takes a connection that another rank has made, and its frames until it ends.
+    fn admit(&self, from: usize, stream: Arc<TcpStream>) -> io::Result<()> {
+        prepare(&stream)?;
+        self.keep(from, &stream)?;
+        let mut reader = reader(&stream);
+        // Step 1: wait for the first frame. Until it has sent that, the other rank may give the connection up, and try again.
+        let first = frame::read(&mut reader).inspect_err(|_| self.forget(&stream))?;
+        // Step 2: note the connection before any frame of an operation is on its way.
+        match self.note(from, &stream) {
+            // Step 3: tell the other rank so. It waits for any frame.
+            Noted::SendsHere => self.send_heartbeat(from),
+            // No other thread writes to this connection.
+            Noted::SendsElsewhere => drop((&*stream).write(&frame::header(Kind::Heartbeat, 0, 0, 0))),
+            // The other rank tries again, and is refused.
+            Noted::Leaves => {
+                self.forget(&stream);
+                return Ok(());
+            }
+        }
+        // Step 4: take everything else.
+        self.receive_all(from, &stream, reader, Some(first));
+        Ok(())
+    }
+
+    /// Lets a thread connect to a rank, unless there is a connection already, or that rank is gone. Nothing waits for that.
+    pub(super) fn reach(self: &Arc<Self>, to: usize) {
+        if self.directory.is_none() || to == self.rank || self.is_connected(to) {
+            return;
+        }
+        {
+            let mut state = self.inbox.lock();
+            if state.ranks[to].left.is_some() {
+                return;
+            }
+            state.expect(to, Instant::now());
+        }
+        if !lock(&self.attempts).insert(to) {
+            return;
+        }
+        let links = Arc::clone(self);
+        if let Err(error) = self.spawn(format!("to-rank-{to}"), move || links.connect(to)) {
+            tracing::warn!(%error, rank = to, "no thread for a connection; trying again");
+            self.end_attempt(to);
+        }
+    }
+
+    /// Connects to a rank, and takes its frames until the connection ends.
+    fn connect(&self, to: usize) {
+        let is_needed = || lock(&self.open).is_some() && !self.is_connected(to);
+        while is_needed() && self.inbox.lock().ranks[to].left.is_none() {
+            match self.try_to_connect(to) {
+                Ok(stream) => {
+                    let mut reader = reader(&stream);
+                    // However long this takes, only the other side ends the connection from here on, or this rank as it leaves.
+                    if let Ok(first) = frame::read(&mut reader) {
+                        self.note(to, &stream);
+                        self.end_attempt(to);
+                        return self.receive_all(to, &stream, reader, Some(first));
+                    }
+                    self.forget(&stream);
+                }
+                Err(Refusal::Io(error)) if error.kind() != io::ErrorKind::ConnectionRefused => {
+                    tracing::debug!(%error, rank = to, "not connected; trying again");
+                }
+                // It listened before it told its address, so it is gone, and another process may have its port.
+                Err(Refusal::Io(_) | Refusal::OtherJob) => {
+                    self.inbox.change(|state| state.refuse(to));
+                    break;
+                }
+            }
+            thread::sleep(RETRY);
+        }
+        self.end_attempt(to);
+    }
+
+    /// Makes a connection to a rank, and sends the first frame.
+    fn try_to_connect(&self, to: usize) -> Result<Arc<TcpStream>, Refusal> {
+        let Some(directory) = &self.directory else { return Err(io::Error::from(io::ErrorKind::NotFound).into()) };
+        let stream = TcpStream::connect_timeout(&directory.addresses[to], CONNECT_SLICE)?;
+        stream.set_nodelay(true)?;
+        let stream = Arc::new(stream);
+        self.keep(to, &stream)?;
+        let hello = Hello::new(self.rank, self.writers.len());
+        let greeted = handshake_as_client(&stream, &directory.key, hello, Instant::now() + HANDSHAKE_TIME)
+            .and_then(|()| Ok(prepare(&stream)?))
+            .and_then(|()| Ok(self.offer_connection(&stream)?));
+        match greeted {
+            Ok(()) => Ok(stream),
+            Err(refusal) => {
+                self.forget(&stream);
+                Err(refusal)
+            }
+        }
+    }
+
+    /// Sends the first frame on a connection that this rank has made, unless it is leaving.
+    fn offer_connection(&self, stream: &Arc<TcpStream>) -> io::Result<()> {
+        {
+            // A rank that leaves says goodbye on all connections that it has offered before.
+            let state = self.inbox.lock();
+            let mut open = lock(&self.open);
+            let offered = open.iter_mut().flatten().find(|connection| Arc::ptr_eq(&connection.stream, stream));
+            let offered = offered.filter(|_| !state.leaving).ok_or(io::ErrorKind::NotConnected)?;
+            offered.is_offered = true;
+        }
+        (&**stream).write_all(&frame::header(Kind::Heartbeat, 0, 0, 0))
+    }
+
+    fn end_attempt(&self, to: usize) {
+        lock(&self.attempts).remove(&to);
+        self.inbox.change(|_| ());
+    }
+
+    /// Notes a connection that carries frames from now on.
+    fn note(&self, of: usize, stream: &Arc<TcpStream>) -> Noted {
+        self.inbox.change(|state| {
+            if state.leaving {
+                return Noted::Leaves;
+            }
+            state.connect(of, Instant::now());
+            match self.writers[of].set(Mutex::new(Arc::clone(stream))) {
+                Ok(()) => Noted::SendsHere,
+                Err(_) => Noted::SendsElsewhere,
+            }
+        })
+    }
+
+    /// Hands the frames of a rank to the inbox until its connection ends, beginning with the `first` one if that has been read.
+    fn receive_all(
+        &self,
+        from: usize,
+        stream: &Arc<TcpStream>,
+        mut reader: BufReader<&TcpStream>,
+        mut first: Option<Frame>,
+    ) {
+        loop {
+            let frame = first.take().map_or_else(|| frame::read(&mut reader), Ok);
+            if let Err(error) = frame.and_then(|frame| self.inbox.receive(from, frame)) {
+                self.forget(stream);
+                return self.inbox.change(|state| state.disconnect(from, &error));
+            }
+        }
+    }
+
+    /// Remembers a connection, so that it ends when this rank leaves.
+    fn keep(&self, of: usize, stream: &Arc<TcpStream>) -> io::Result<()> {
+        let mut open = lock(&self.open);
+        let open = open.as_mut().ok_or(io::ErrorKind::NotConnected)?;
+        open.push(Connection { rank: of, stream: Arc::clone(stream), is_offered: false });
+        Ok(())
+    }
+
+    /// Ends a connection that [`keep`](Self::keep) remembers.
+    fn forget(&self, stream: &Arc<TcpStream>) {
+        stream.shutdown(Shutdown::Both).ok();
+        if let Some(open) = lock(&self.open).as_mut() {
+            open.retain(|connection| !Arc::ptr_eq(&connection.stream, stream));
+        }
+    }
+
+    /// Ends the connections to a rank. This ends the threads that read them here, and those of the other rank after they have
+    /// read everything that was sent before.
+    pub(super) fn hang_up(&self, on: usize) {
+        let open = lock(&self.open);
+        let of_rank = open.iter().flatten().filter(|connection| connection.rank == on);
+        of_rank.for_each(|connection| drop(connection.stream.shutdown(Shutdown::Both)));
+    }
+
+    /// Ends all connections and all threads. There are no new ones after this.
+    pub(super) fn close(&self) {
+        for connection in lock(&self.open).take().unwrap_or_default() {
+            connection.stream.shutdown(Shutdown::Both).ok();
+        }
+        loop {
+            // A thread may still start others, which end at once.
+            let Some(thread) = lock(&self.threads).pop() else { return };
+            thread.join().ok();
+        }
+    }
+
+    /// Returns `true` if this rank can send to another one now.
+    pub(super) fn is_connected(&self, to: usize) -> bool {
+        self.writers[to].get().is_some()
+    }
+}
+
+/// The frames that this rank sends.
+impl Links {
+    /// Writes a frame to a rank to which there is a connection. After each timeout of the socket, `go_on` says whether to try
+    /// again.
+    pub(super) fn write(
+        &self,
+        to: usize,
+        kind: Kind,
+        about: (u64, u64),
+        body: &[u8],
+        go_on: impl Fn() -> bool,
+    ) -> io::Result<()> {
+        let Some(writer) = self.writers[to].get() else { return Ok(()) };
+        write_frame(&lock(writer), kind, about, body, go_on)
+    }
+
+    /// Sends a frame if that is possible within [`GOODBYE_TIMEOUT`]. Another thread may hold the socket for longer, because it
+    /// waits for a rank that does not read; then the frame is not sent.
+    pub(super) fn try_send(&self, to: usize, kind: Kind, about: (u64, u64), body: &[u8]) {
+        let until = Instant::now() + GOODBYE_TIMEOUT;
+        let Some(writer) = self.writers[to].get() else { return };
+        while Instant::now() < until {
+            match writer.try_lock() {
+                Ok(writer) => {
+                    if write_frame(&writer, kind, about, body, || Instant::now() < until).is_err() {
+                        // The connection may be in the middle of a frame.
+                        writer.shutdown(Shutdown::Both).ok();
+                    }
+                    return;
+                }
+                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(1)),
+                Err(TryLockError::Poisoned(_)) => return,
+            }
+        }
+    }
+
+    /// Tells all ranks to which there are connections that this one leaves.
+    pub(super) fn say_goodbye(&self) {
+        let reason: &[u8] = if thread::panicking() { b"panicked" } else { b"has left the group" };
+        (0..self.writers.len()).for_each(|to| self.try_send(to, Kind::Goodbye, (0, 0), reason));
+        // On the others, no thread writes any more. The other side may have noted them although this one has not.
+        for connection in lock(&self.open).iter().flatten().filter(|connection| connection.is_offered) {
+            let writer = self.writers[connection.rank].get();
+            if !writer.is_some_and(|writer| Arc::ptr_eq(&lock(writer), &connection.stream)) {
+                write_frame(&connection.stream, Kind::Goodbye, (0, 0), reason, || false).ok();
+            }
+        }
+    }
+
+    /// Sends notices until this rank leaves. One that cannot be sent yet is offered again later, so that a rank that does not
+    /// read keeps nobody else from its notices.
+    pub(super) fn send_notices(self: &Arc<Self>) {
+        let mut due: Vec<Notice> = Vec::new();
+        while let Some(notices) = self.inbox.wait_for_notices(!due.is_empty()) {
+            due.extend(notices);
+            due.retain(|notice| !self.offer(notice));
+        }
+        // The others must learn that a group has failed, or that a rank has ended, before they see this one leave.
+        due.extend(self.inbox.lock().notices());
+        due.retain(|notice| matches!(notice.kind, Kind::Abort | Kind::Ended));
+        let until = Instant::now() + GOODBYE_TIMEOUT;
+        loop {
+            due.retain(|notice| !self.offer(notice));
+            if due.is_empty() || Instant::now() >= until {
+                return;
+            }
+            thread::sleep(OFFER_AGAIN);
+        }
+    }
+
+    /// Sends a notice, unless there is no connection yet, or the socket is busy or takes nothing: then this returns `false`.
+    fn offer(self: &Arc<Self>, notice: &Notice) -> bool {
+        let &Notice { to, kind, group, round, ref body } = notice;
+        if self.inbox.lock().ranks[to].left.is_some() {
+            return true;
+        }
+        let Some(writer) = self.writers[to].get() else {
+            self.reach(to);
+            return false;
+        };
+        let Ok(writer) = writer.try_lock() else { return false };
+        let header = frame::header(kind, group, round, body.len());
+        let sent = match begin_frame(&writer, &header, body) {
+            Ok(0) => return false,
+            Ok(written) => {
+                // The frame has begun, so the rest of it must follow.
+                let go_on = || {
+                    let state = self.inbox.lock();
+                    !state.leaving && state.silence(to, Instant::now()) <= state.patience
+                };
+                finish_frame(&writer, &header, body, written, go_on)
+            }
+            Err(error) => Err(error),
+        };
+        if let Err(error) = sent {
+            self.inbox.lose(to, &error);
+            writer.shutdown(Shutdown::Both).ok();
+        }
+        true
+    }
+
+    /// Sends heartbeats to all ranks to which there are connections.
+    pub(super) fn send_heartbeats(&self) {
+        (0..self.writers.len()).for_each(|to| self.send_heartbeat(to));
+    }
+
+    fn send_heartbeat(&self, to: usize) {
+        let Some(writer) = self.writers[to].get() else { return };
+        // A thread that holds the socket is sending a frame, which is as good as a heartbeat.
+        if let Ok(writer) = writer.try_lock() {
+            let heartbeat = frame::header(Kind::Heartbeat, 0, 0, 0);
+            // So small a write is nearly always done whole or not at all. If it is not done, the other rank is not reading; if
+            // it is done in part, the connection cannot be used any more.
+            match (&**writer).write(&heartbeat) {
+                Ok(written) if written < heartbeat.len() => drop(writer.shutdown(Shutdown::Both)),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// The outcome of [`Links::note`].
+enum Noted {
+    /// This rank sends on the connection.
+    SendsHere,
+    /// This rank sends on the one that it had before.
+    SendsElsewhere,
+    /// This rank is leaving, and has not noted the connection.
+    Leaves,
+}
+
+fn reader(stream: &TcpStream) -> BufReader<&TcpStream> {
+    BufReader::with_capacity(READ_BUFFER_BYTES, stream)
+}
+
+/// Prepares a socket for frames.
+fn prepare(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(None)?;
+    stream.set_write_timeout(Some(WRITE_SLICE))
+}
+
+/// Writes a frame. After each timeout of the socket, `go_on` says whether to try again.
+fn write_frame(
+    writer: &TcpStream,
+    kind: Kind,
+    (group, round): (u64, u64),
+    body: &[u8],
+    go_on: impl Fn() -> bool,
+) -> io::Result<()> {
+    let header = frame::header(kind, group, round, body.len());
+    let written = begin_frame(writer, &header, body)?;
+    finish_frame(writer, &header, body, written, go_on)
+}
+
+/// Writes as much of a frame as the socket takes at once, and returns how much that was. Usually it is everything.
+fn begin_frame(mut writer: &TcpStream, header: &[u8], body: &[u8]) -> io::Result<usize> {
+    match writer.write_vectored(&[IoSlice::new(header), IoSlice::new(body)]) {
+        Err(error) if frame::is_retryable(&error) => Ok(0),
+        written => written,
+    }
+}
+
+/// Writes the rest of a frame of which so much is written.
+fn finish_frame(
+    mut writer: &TcpStream,
+    header: &[u8],
+    body: &[u8],
+    written: usize,
+    go_on: impl Fn() -> bool,
+) -> io::Result<()> {
+    if written < header.len() {
+        frame::write(&mut writer, &header[written..], &go_on)?;
+    }
+    frame::write(&mut writer, &body[written.saturating_sub(header.len())..], &go_on)
+}
