@@ -3,7 +3,7 @@
 use std::num::{NonZeroU64, NonZeroUsize};
 
 use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint;
+use fsdp_dcp::checkpoint::{self, LinksInFolder};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::{Durable, clean_stale};
 use fsdp_dcp::verify::{Level, verify_on_threads};
@@ -45,7 +45,8 @@ impl Retention {
 /// rank calls it, after a save.
 ///
 /// No checkpoint is removed unless at least one of those that are kept is whole: its structure and the sizes of its
-/// files are checked. A checkpoint that another process is reading is kept until a later call.
+/// files are checked. A checkpoint that another process is reading is kept until a later call, and so is one to which a
+/// symbolic link in the same directory leads, such as `best`.
 ///
 /// Leftovers of crashed saves and removals are removed too, up to the newest checkpoint's step. Without `keep_last`
 /// nothing is removed, and the directory is not listed.
@@ -80,9 +81,8 @@ pub(crate) fn prune_up_to(
         Durable::new().remove_uncommitted(&left.path)?;
     }
     let expired = retention.expired(&all);
-    if expired.is_empty() {
-        return Ok(Vec::new());
-    }
+    let Some(first) = expired.first() else { return Ok(Vec::new()) };
+    let links = LinksInFolder::beside(&first.path)?;
     // If a crash of the machine has damaged the newer checkpoints, the old ones are all that the run has.
     let mut staying = all.iter().rev().filter(|checkpoint| !expired.contains(checkpoint));
     if !staying.any(|checkpoint| is_whole(&checkpoint.path)) {
@@ -91,6 +91,10 @@ pub(crate) fn prune_up_to(
     }
     let mut removed = Vec::new();
     for checkpoint in expired {
+        if let Some(link) = links.leading_to(&checkpoint.path) {
+            info!(path = %checkpoint.path, link, "a link leads to it: it stays");
+            continue;
+        }
         if Durable::new().remove_checkpoint(&checkpoint.path)? {
             removed.push(checkpoint.clone());
         } else {

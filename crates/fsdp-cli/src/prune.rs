@@ -1,11 +1,9 @@
 //! `fsdp prune`: removes a run's old checkpoints.
 
-use std::path::{Path, PathBuf};
-
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use clap::Args;
 use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, ExtraFiles, StepOfRun, steps_of_run};
+use fsdp_dcp::checkpoint::{self, ExtraFiles, LinksInFolder, StepOfRun, steps_of_run};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::Durable;
 use fsdp_dcp::verify::{Level, verify};
@@ -91,7 +89,7 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
         removed: Vec::new(),
         stay: Vec::new(),
     };
-    let links = links_beside(&all)?;
+    let links = all.first().map(|found| LinksInFolder::beside(&found.path)).transpose()?.unwrap_or_default();
     let mut failed = None;
     for found in expired {
         let mut reason = reason_to_stay(&found.path, &links);
@@ -133,34 +131,8 @@ fn list(pruned: &Pruned) -> Result<()> {
     Ok(())
 }
 
-/// A link in the folder of a run's checkpoints.
-struct LinkInFolder {
-    name: String,
-    /// The file or directory that it leads to, without any links on the way.
-    target: PathBuf,
-}
-
-/// Returns the links beside a run's checkpoints, such as `best` or `latest`. One that leads nowhere needs nothing.
-fn links_beside(all: &[StepOfRun]) -> Result<Vec<LinkInFolder>> {
-    let Some(folder) = all.first().and_then(|found| found.path.local()).and_then(Path::parent) else {
-        return Ok(Vec::new());
-    };
-    let mut links = Vec::new();
-    for entry in std::fs::read_dir(folder).with_context(|| format!("failed to list `{}`", folder.display()))? {
-        let path = entry.with_context(|| format!("failed to list `{}`", folder.display()))?.path();
-        if path.is_symlink()
-            && let Ok(target) = path.canonicalize()
-        {
-            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            links.push(LinkInFolder { name, target });
-        }
-    }
-    links.sort_by(|a, b| a.name.cmp(&b.name));
-    Ok(links)
-}
-
 /// Returns the reason why an old checkpoint must not be removed; `None` if it may be.
-fn reason_to_stay(path: &Location, links: &[LinkInFolder]) -> Option<String> {
+fn reason_to_stay(path: &Location, links: &LinksInFolder) -> Option<String> {
     match path.is_file() {
         Ok(false) => {}
         Ok(true) => return Some("it is no directory".to_owned()),
@@ -170,10 +142,8 @@ fn reason_to_stay(path: &Location, links: &[LinkInFolder]) -> Option<String> {
         return Some("it is a link".to_owned());
     }
     // A link may be the only name by which a checkpoint that stays, or one that a user has marked, is known.
-    if let Some(Ok(place)) = path.local().map(Path::canonicalize)
-        && let Some(link) = links.iter().find(|link| link.target.starts_with(&place))
-    {
-        return Some(format!("the link `{}` leads to it", link.name));
+    if let Some(link) = links.leading_to(path) {
+        return Some(format!("the link `{link}` leads to it"));
     }
     // If a checkpoint cannot be opened, it is not known whether it is still needed, so it is kept.
     let opened = match checkpoint::open(path, OpenOptions { verify: false }) {

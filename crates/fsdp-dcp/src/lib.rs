@@ -48,6 +48,7 @@ mod gguf;
 mod kind;
 pub mod limits;
 pub mod lineage;
+mod links;
 pub mod map;
 pub mod merge;
 pub mod metadata;
@@ -86,6 +87,7 @@ pub mod checkpoint {
     pub use crate::formats::extra::ExtraFiles;
     pub use crate::formats::stream::stream;
     pub use crate::formats::structure::Structure;
+    pub use crate::links::LinksInFolder;
     pub use crate::open::{check_replaceable, open};
     pub use crate::safetensors::sidecar::{VALUES_FILE, values_beside};
     pub use crate::steps::{StepOfRun, steps_of_run};

@@ -60,6 +60,20 @@ fn a_checkpoint_that_is_read_stays_until_it_is_not() {
     assert_eq!(steps(dir.path()), [3]);
 }
 
+#[cfg(unix)]
+#[test]
+fn a_checkpoint_to_which_a_link_leads_stays_until_it_leads_elsewhere() {
+    let dir = tempfile::tempdir().unwrap();
+    save_steps(dir.path(), &[1, 2, 3, 4]);
+    let best = dir.path().join("best");
+    std::os::unix::fs::symlink(step_path(dir.path(), 2), &best).unwrap();
+    prune(dir.path(), &last(1)).unwrap();
+    assert_eq!(steps(dir.path()), [2, 4]);
+    std::fs::remove_file(&best).unwrap();
+    prune(dir.path(), &last(1)).unwrap();
+    assert_eq!(steps(dir.path()), [4]);
+}
+
 #[test]
 fn nothing_goes_while_none_of_those_that_stay_is_whole() {
     let dir = tempfile::tempdir().unwrap();
