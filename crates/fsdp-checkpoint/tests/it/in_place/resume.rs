@@ -35,7 +35,7 @@ fn algorithms() -> [Algorithm; 6] {
 fn resume(path: &Path, run: &mut Run, in_place: bool) {
     let group = run.model.group().clone();
     if in_place {
-        let checkpointer = Checkpointer::new(path, &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer = Checkpointer::new(path, &group, CheckpointerOptions::default()).unwrap();
         let report = checkpointer.load(path, run).unwrap();
         assert!(report.is_clean(), "{report:?}");
         return;
@@ -260,7 +260,7 @@ fn an_average_of_weights_goes_on_at_another_number_of_ranks() {
     assert_ne!(weights, average);
     for world in [1, 3] {
         run_local(world, |group| {
-            let checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+            let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
             let mut run = new_run(&group, true, &adamw(), 2);
             run.average = Some(AveragedModel::new(run.model.parameters(), 0.5).unwrap());
             checkpointer.load(4, &mut run).unwrap();
@@ -305,7 +305,7 @@ fn a_load_without_optimizers_keeps_nothing_of_theirs() {
             assert!(matches!(error, CheckpointError::State(StateError::Incompatible { .. })), "{error:?}");
             let load = LoadOptions { strict: false, ..LoadOptions::default() };
             let options = CheckpointerOptions { load, ..CheckpointerOptions::default() };
-            let not_strict = Checkpointer::new(dir.path(), &group, options).unwrap();
+            let mut not_strict = Checkpointer::new(dir.path(), &group, options).unwrap();
             let report = not_strict.load(number as u64, &mut evaluated).unwrap();
             assert!(report.unexpected.iter().any(|key| key.contains("param_groups")), "{report:?}");
             assert!(evaluated.values.is_empty(), "{:?}", evaluated.values);
@@ -427,7 +427,7 @@ fn a_scaler_that_cannot_go_on_is_found_before_anything_changes() {
         save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
         let mut other = with_parts(new_run(&group, true, &adamw(), 2), 17);
         let before = bits(&other);
-        let checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let error = checkpointer.load(path.as_path(), &mut other).unwrap_err().to_string();
         assert!(error.contains("scale"), "{error}");
         assert_eq!(bits(&other), before);
