@@ -76,7 +76,8 @@ const AVERAGE: &str = "average";
 ///
 /// A strict load (the default) fails if the run has a name that the checkpoint lacks, or if the checkpoint has a
 /// tensor, or anything of optimizers, that the run does not have. Other plain values that only the checkpoint has are
-/// added to [`TrainState::values`]. A load that is not strict ignores names that only one side has, and opaque values.
+/// added to [`TrainState::values`]. A tensor of one element becomes a number where `values` has a plain value. A load that
+/// is not strict ignores names that only one side has, and opaque values.
 ///
 /// A checkpoint without a `model` key, such as a published one, holds only a model. Load it into a run without optimizers.
 /// Names that begin with `model.` in a format of flat keys are the model's own, as in Hugging Face's files.

@@ -352,6 +352,28 @@ fn a_cast_that_one_rank_alone_allows_is_every_ranks_error() {
     .unwrap();
 }
 
+/// PyTorch programs often save the number of steps as a tensor.
+#[test]
+fn a_tensor_of_one_element_becomes_a_number_where_the_run_has_a_plain_value() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut run = new_run(&group, true, &adamw(), 1);
+        let largest = (1i64 << 62) + 1;
+        run.values.insert("step", Tensor::new(largest, &Device::Cpu).unwrap());
+        run.values.insert("best", Tensor::new(&[0.25f32], &Device::Cpu).unwrap());
+        run.values.insert("new", Tensor::new(7u8, &Device::Cpu).unwrap());
+        checkpointer.save(1, &run).unwrap();
+        run.values = [("step", 0i64.into()), ("best", 0.0.into())].into_iter().collect();
+        let report = checkpointer.load(1, &mut run).unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        assert_eq!(run.values.plain_at(&["step"]), Some(&PlainValue::Int(largest)));
+        assert_eq!(run.values.plain_at(&["best"]), Some(&PlainValue::Float(0.25)));
+        assert!(matches!(run.values.get("new"), Some(StateValue::Tensor(_))), "{:?}", run.values);
+    })
+    .unwrap();
+}
+
 #[test]
 fn tensors_under_a_key_for_each_rank_come_back() {
     let dir = tempfile::tempdir().unwrap();

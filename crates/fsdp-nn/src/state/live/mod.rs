@@ -11,6 +11,7 @@ use fsdp_state::engine::{LoadOptions, Plan, Target, Values, Wanted};
 use fsdp_state::{Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element};
 
 use self::incoming::{Exact, Incoming};
+use super::groups::number;
 use super::names::{OptimKey, names_that_count};
 use super::saved::LoadContext;
 use crate::optimizer::Optimizer;
@@ -204,7 +205,8 @@ impl<'a> LiveTarget<'a> {
     }
 
     /// Plans the values beside model and optimizers. Tensors are filled where they are, plain values replaced on
-    /// commit.
+    /// commit. A tensor of one element becomes a number where the target has a plain value: other programs save the
+    /// number of steps as either.
     fn plan_values(&mut self, load: &LoadContext<'_>, positions: &[usize], plan: &mut Plan) -> Result<()> {
         let Some(current) = self.values.take() else {
             let others = positions.iter().filter_map(|&position| load.schema.get(position));
@@ -219,6 +221,9 @@ impl<'a> LiveTarget<'a> {
             let Some((path, leaf)) = load.schema.get(position) else { continue };
             saved.insert(path.clone());
             match (get_element(current, path), load.values.get(&position)) {
+                (Some(StateValue::Plain(_)), Some(StateValue::Tensor(tensor))) => {
+                    set_element(&mut new_values, path, number(tensor)?)?;
+                }
                 (None | Some(StateValue::Plain(_) | StateValue::List(_) | StateValue::Tuple(_)), Some(value)) => {
                     set_element(&mut new_values, path, value.copy()?)?;
                 }
