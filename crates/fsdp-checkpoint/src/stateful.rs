@@ -172,9 +172,12 @@ impl<M> TrainState<M> {
             } else {
                 source.without_foreign_objects(|path| [MODEL, OPTIM].iter().any(|key| path.below(&[key]).is_some()))?
             };
-            // Check that the sampler and the scaler accept their saved state before anything changes.
+            // Check that sampler, scaler and average accept their saved state before anything changes.
             let saved = |key: &str| saved_part(&source, &beside, key);
             set_sampler_and_scaler(&mut self.sampler.clone(), &mut self.scaler.clone(), saved)?;
+            if self.average.is_some() {
+                AveragedModel::check_n_averaged(&saved(AVERAGE)?)?;
+            }
             // A checkpoint without a `model` key holds only a model.
             let is_run = source.schema().iter().any(|(path, _)| is_nested_model(path));
             let model = if is_run { vec![MODEL.to_owned()] } else { Vec::new() };

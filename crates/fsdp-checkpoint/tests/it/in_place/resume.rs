@@ -456,3 +456,27 @@ fn a_scaler_that_cannot_go_on_is_found_before_anything_changes() {
     })
     .unwrap();
 }
+
+#[test]
+fn an_average_that_cannot_go_on_is_found_before_anything_changes() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let path = dir.path().join("saved");
+        let averaged = |seed| {
+            let mut run = new_run(&group, true, &adamw(), seed);
+            run.average = Some(AveragedModel::new(run.model.parameters(), 0.9).unwrap());
+            run
+        };
+        let mut state = averaged(1).state_dict().unwrap();
+        let Some(StateValue::Dict(average)) = state.get_mut("average") else { panic!("no average") };
+        average.insert("n_averaged", Tensor::new(-3i64, &Device::Cpu).unwrap());
+        save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
+        let mut other = averaged(2);
+        let before = bits(&other);
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let error = checkpointer.load(path.as_path(), &mut other).unwrap_err().to_string();
+        assert!(error.contains("n_averaged"), "{error}");
+        assert_eq!(bits(&other), before);
+    })
+    .unwrap();
+}
