@@ -20,7 +20,7 @@ use crate::{NnError, Result};
 /// Below it are the same keys as in `state`.
 ///
 /// torch does not have this key: its ranks forget how many steps these parameters have made.
-const EMPTY_PIECES: &str = "state_of_empty_pieces";
+pub(crate) const EMPTY_PIECES: &str = "state_of_empty_pieces";
 
 /// A local optimizer state dict, taken apart. Tensors are shared with it.
 #[derive(Default)]
