@@ -266,7 +266,8 @@ fn set(
     let optimizers = optimizers.iter_mut().map(|optimizer| &mut **optimizer).collect();
     let mut target = LiveTarget::new(parameters, optimizers, prefixes)?
         .with_names(|name| options.name_in_model(name), |name| options.renamed_in_model(name))
-        .ignore_frozen(options.ignore_frozen_params);
+        .ignore_frozen(options.ignore_frozen_params)
+        .with_arguments(options.arguments_of_load());
     let load = LoadOptions { strict: options.strict, ..LoadOptions::default() };
     load_state(operation, group, &mut source, &mut target, &load)
 }

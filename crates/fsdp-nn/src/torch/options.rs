@@ -71,6 +71,15 @@ impl StateDictOptions {
         Ok(())
     }
 
+    /// Returns the options that decide what is loaded, and where: all ranks must have the same ones.
+    pub(super) fn arguments_of_load(&self) -> String {
+        let Self { strict, ignore_frozen_params, submodules, keep_submodule_prefixes, fqn_renames, .. } = self;
+        format!(
+            "strict {strict}, ignore_frozen_params {ignore_frozen_params}, submodules {submodules:?}, \
+             keep_submodule_prefixes {keep_submodule_prefixes}, fqn_renames {fqn_renames:?}"
+        )
+    }
+
     /// Returns the ranks that keep a full state dict.
     pub(super) fn kept_on(&self) -> KeepOn {
         match &self.keep_on {

@@ -39,6 +39,8 @@ pub struct LiveTarget<'a> {
     rename_in_optimizers: Box<Rename<'a>>,
     ignore_frozen: bool,
     exact: Option<Exact>,
+    /// Arguments of the call that all ranks must pass alike, for people to read.
+    arguments: String,
     /// The destinations of the wanted tensors, which hold their indices as `place`.
     destinations: Vec<Destination>,
     /// The new state of each optimizer; empty if there is none to load.
@@ -107,6 +109,7 @@ impl<'a> LiveTarget<'a> {
             rename_in_optimizers: Box::new(str::to_owned),
             ignore_frozen: false,
             exact: None,
+            arguments: String::new(),
             destinations: Vec::new(),
             incoming: Vec::new(),
             user_state: StateDict::new(),
@@ -138,6 +141,13 @@ impl<'a> LiveTarget<'a> {
     #[must_use]
     pub const fn ignore_frozen(mut self, ignore_frozen: bool) -> Self {
         self.ignore_frozen = ignore_frozen;
+        self
+    }
+
+    /// Makes ranks whose calls had other arguments an error. `arguments` lists those of this rank.
+    #[must_use]
+    pub(crate) fn with_arguments(mut self, arguments: String) -> Self {
+        self.arguments = arguments;
         self
     }
 
@@ -293,7 +303,8 @@ impl Target for LiveTarget<'_> {
             self.parameters.reshard()?;
         }
         let mut plan = Plan::default();
-        plan.common.arguments = if options.strict { "strict" } else { "not strict" }.to_owned();
+        let strictness = if options.strict { "strict" } else { "not strict" };
+        plan.common.arguments = if self.arguments.is_empty() { strictness.to_owned() } else { self.arguments.clone() };
         if self.prefixes.model.is_some() {
             self.plan_model(&load, &sorted.model, &mut plan)?;
             plan.refuses_unexpected = !plan.report.unexpected.is_empty();
