@@ -469,3 +469,25 @@ fn ranks_that_set_with_other_names_are_told_so() {
     })
     .unwrap();
 }
+
+#[test]
+fn a_submodule_that_the_model_does_not_have_is_named() {
+    run_local(2, |group| {
+        let (model, _) = trained(&group, true);
+        let parameters = model.parameters();
+        for full_state_dict in [false, true] {
+            let known = ["a", "head", "steps", "a.bias"].map(str::to_owned).to_vec();
+            let options = |submodules| StateDictOptions { full_state_dict, submodules, strict: false, ..options() };
+            let state = get_model_state_dict(parameters, &options(known)).unwrap();
+            assert_eq!(state.keys().collect::<Vec<_>>().len(), 4, "{state:?}");
+            let unknown = options(vec!["a".to_owned(), "c".to_owned()]);
+            for error in [
+                get_model_state_dict(parameters, &unknown).map(drop).unwrap_err(),
+                set_model_state_dict(&state, parameters, &unknown).map(drop).unwrap_err(),
+            ] {
+                assert!(error.to_string().contains("submodule `c`"), "{error}");
+            }
+        }
+    })
+    .unwrap();
+}
