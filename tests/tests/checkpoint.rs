@@ -76,7 +76,7 @@ fn every_bit_comes_back_at_any_number_of_ranks_and_no_tensor_bytes_move_in_a_sav
                 if ranks != 3 && ranks != 5 {
                     run.step(7);
                 }
-                let checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+                let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
                 let traffic = group.traffic();
                 let report = checkpointer.load(3, &mut run.0).unwrap();
                 assert!(report.is_clean(), "{report:?}");

@@ -347,19 +347,22 @@ impl Checkpointer {
     }
 
     /// Loads a checkpoint of any format into a run: by its step, or from a path or a URL. Every rank reads only what it
-    /// needs, directly into the live tensors. The checkpoint may have been saved on any number of ranks. Collectives:
-    /// agreements.
+    /// needs, directly into the live tensors. The checkpoint may have been saved on any number of ranks. A save in the
+    /// background is waited for first. Collectives: agreements.
     ///
     /// # Errors
     /// The same on every rank. If there is no such checkpoint, or it does not fit
-    /// ([`StateError::Incompatible`](fsdp_state::StateError::Incompatible)), nothing has changed. Damage inside a file,
-    /// which only reading can find, is [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded), unless the
-    /// load is [`staged`](LoadOptions::staged).
+    /// ([`StateError::Incompatible`](fsdp_state::StateError::Incompatible)), or the save in the background failed, nothing
+    /// has changed. Damage inside a file, which only reading can find, is
+    /// [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded), unless the load is
+    /// [`staged`](LoadOptions::staged).
     pub fn load(
-        &self,
+        &mut self,
         name: impl Into<CheckpointName>,
         run: &mut impl Stateful,
     ) -> Result<LoadReport, CheckpointError> {
+        // The checkpoint that is being saved is not the parent of the next one once another has been loaded.
+        self.wait()?;
         let path = self.location(name);
         let (group, checkpoint) = open(LOAD, &path, &self.group, &self.options.load)?;
         let report = run.load_state_dict(&*checkpoint, &group, &self.options.load)?;
@@ -385,15 +388,16 @@ impl Checkpointer {
     }
 
     /// Loads the newest state of the run, from a checkpoint or from the memory tier. Returns the checkpoint and the
-    /// report, or `None` if there is none yet. A memory tier that cannot be used is left out, with a warning.
-    /// Collectives: those of [`Checkpointer::latest_in_memory`], [`Checkpointer::latest`] and [`Checkpointer::load`].
+    /// report, or `None` if there is none yet. A save in the background is waited for first, and counts. A memory tier
+    /// that cannot be used is left out, with a warning. Collectives: those of [`Checkpointer::latest_in_memory`], [`Checkpointer::latest`] and [`Checkpointer::load`].
     ///
     /// # Errors
     /// The same as [`Checkpointer::load`]; a directory that cannot be read.
     pub fn load_latest(
-        &self,
+        &mut self,
         run: &mut impl Stateful,
     ) -> Result<Option<(StepCheckpoint, LoadReport)>, CheckpointError> {
+        self.wait()?;
         let latest = self.latest()?;
         let newer = match self.latest_in_memory_after(latest.as_ref().map(|latest| latest.step), false) {
             // Every rank has this error, so all of them continue from the checkpoint.

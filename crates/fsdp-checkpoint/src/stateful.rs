@@ -76,7 +76,8 @@ const AVERAGE: &str = "average";
 ///
 /// A strict load (the default) fails if the run has a name that the checkpoint lacks, or if the checkpoint has a
 /// tensor, or anything of optimizers, that the run does not have. Other plain values that only the checkpoint has are
-/// added to [`TrainState::values`]. A load that is not strict ignores names that only one side has, and opaque values.
+/// added to [`TrainState::values`]. A tensor of one element becomes a number where `values` has a plain value. A load that
+/// is not strict ignores names that only one side has, and opaque values.
 ///
 /// A checkpoint without a `model` key, such as a published one, holds only a model. Load it into a run without optimizers.
 /// Names that begin with `model.` in a format of flat keys are the model's own, as in Hugging Face's files.
@@ -171,9 +172,12 @@ impl<M> TrainState<M> {
             } else {
                 source.without_foreign_objects(|path| [MODEL, OPTIM].iter().any(|key| path.below(&[key]).is_some()))?
             };
-            // Check that the sampler and the scaler accept their saved state before anything changes.
+            // Check that sampler, scaler and average accept their saved state before anything changes.
             let saved = |key: &str| saved_part(&source, &beside, key);
             set_sampler_and_scaler(&mut self.sampler.clone(), &mut self.scaler.clone(), saved)?;
+            if self.average.is_some() {
+                AveragedModel::check_n_averaged(&saved(AVERAGE)?)?;
+            }
             // A checkpoint without a `model` key holds only a model.
             let is_run = source.schema().iter().any(|(path, _)| is_nested_model(path));
             let model = if is_run { vec![MODEL.to_owned()] } else { Vec::new() };

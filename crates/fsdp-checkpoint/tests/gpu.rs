@@ -88,7 +88,7 @@ fn what_cpus_saved_goes_to_gpus_and_back_bit_for_bit() {
                 let model = model(group.clone(), Device::new_cuda(0).unwrap(), strategy, use_orig_params);
                 let optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
                 let mut run = TrainState::new(model, vec![optimizer]);
-                let checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+                let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
                 checkpointer.load(&cpus, &mut run).unwrap();
                 let model = &run.model;
                 for fqn in model.parameters().fqns() {

@@ -15,6 +15,7 @@ use crate::{NnError, Result};
 
 /// The key of the number of updates.
 const N_AVERAGED: &str = "n_averaged";
+const LOAD: &str = "AveragedModel::load_state_dict";
 /// The prefix of the parameters' names.
 const MODULE: &str = "module.";
 
@@ -170,6 +171,20 @@ impl AveragedModel {
         Ok(state)
     }
 
+    /// Checks that an average can go on from the number of updates in a state dict. A load of a whole run checks it before
+    /// anything changes.
+    ///
+    /// # Errors
+    /// [`StateError::Incompatible`] names the key.
+    pub fn check_n_averaged(state: &StateDict) -> Result<()> {
+        if state.get(N_AVERAGED).and_then(count_of).is_some() {
+            return Ok(());
+        }
+        let mut report = fsdp_state::LoadReport::default();
+        report.missing.push(N_AVERAGED.to_owned());
+        Err(StateError::Incompatible { operation: LOAD, report }.into())
+    }
+
     /// Loads a state dict, whose parameters must cover this rank's shards. Values that are views of the average itself,
     /// which a load in place has already filled, are not copied. Buffers belong to the model, and are not read.
     ///
@@ -195,7 +210,7 @@ impl AveragedModel {
             }
         }
         let Some(count) = count.filter(|_| report.missing.is_empty()) else {
-            return Err(StateError::Incompatible { operation: "AveragedModel::load_state_dict", report }.into());
+            return Err(StateError::Incompatible { operation: LOAD, report }.into());
         };
         for (fqn, target, values) in &taken {
             check_values(fqn, values, target)?;

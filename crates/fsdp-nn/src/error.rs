@@ -314,6 +314,12 @@ pub enum NnError {
         /// The contradiction, and what to set.
         problem: &'static str,
     },
+    /// A submodule that the model does not have, in the options of a state dict.
+    #[error("the model has no parameter or buffer in the submodule `{module}`; give a name such as `layers.0`")]
+    UnknownSubmodule {
+        /// The name in the options.
+        module: String,
+    },
     /// A state dict of FlatParameters cannot be loaded by name.
     #[error("`{key}` is a FlatParameter: this is a state dict of type Local, or its model was not the root module")]
     FlatParameterKey {

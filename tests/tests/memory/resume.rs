@@ -44,7 +44,7 @@ fn a_resume_in_place_takes_the_optimizer_s_state_and_nothing_else() {
         group.barrier().unwrap();
         reset_peak();
         group.barrier().unwrap();
-        let checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let (loaded, report) = checkpointer.load_latest(&mut run).unwrap().unwrap();
         assert!(loaded.step == 1 && report.is_clean(), "{report:?}");
         group.barrier().unwrap();

@@ -6,8 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 use candle_core::{Device, Tensor};
-use fsdp_checkpoint::{AsyncSaver, LoadOptions, SaveOptions, load_whole};
+use fsdp_checkpoint::{AsyncSaver, Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, load_whole, step_path};
 use fsdp_comm::run_local;
+use fsdp_dcp::checkpoint;
+use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::{Durable, Step, StepHook};
 use fsdp_flat::storage::{HostSliceMut, release};
 use fsdp_flat::{LocalShard, ShardedTensor};
@@ -155,4 +157,23 @@ fn a_rank_may_be_an_async_task() {
     .unwrap();
     assert_eq!(saved(&dir.path().join("1")), [1.0; 2000]);
     assert_eq!(saved(&dir.path().join("2")), [2.0; 2000]);
+}
+
+#[test]
+fn a_load_waits_for_the_save_before_it_and_a_run_that_goes_back_continues_from_what_it_loaded() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut state = state(group.rank(), 2, 1.0);
+        checkpointer.save(1, &state).unwrap();
+        checkpointer.save_async(2, &state).unwrap();
+        let (newest, _) = checkpointer.load_latest(&mut state).unwrap().unwrap();
+        assert_eq!(newest.step, 2);
+        checkpointer.save_async(3, &state).unwrap();
+        checkpointer.load(1, &mut state).unwrap();
+        checkpointer.save(4, &state).unwrap();
+        let saved = checkpoint::open(step_path(dir.path(), 4), OpenOptions::default()).unwrap();
+        assert_eq!(saved.lineage().unwrap().parent.map(|parent| parent.step), Some(1));
+    })
+    .unwrap();
 }

@@ -108,7 +108,7 @@ fn names_that_begin_with_model_are_the_models_own_in_a_format_of_flat_keys() {
     let path = dir.path().join("model.safetensors");
     candle_core::safetensors::save(&tensors(true, ["weight", "bias"]), &path).unwrap();
     run_local(2, |group| {
-        let checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| {
             let model = Lm::new(scope.vb())?;
             let head = linear_no_bias(4, 5, scope.vb().pp("lm_head"))?;

@@ -120,7 +120,7 @@ fn a_step_without_leading_zeros_is_found_opened_and_removed() {
             save(dir.path().join(name), &state, &group, &SaveOptions::default()).unwrap();
         }
         let options = CheckpointerOptions { retention: last(1), ..CheckpointerOptions::default() };
-        let checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
         let (found, _) = checkpointer.load_latest(&mut state.clone()).unwrap().unwrap();
         assert_eq!((found.step, found.path), (20, Location::from(dir.path().join("step-20"))));
         let removed = checkpointer.prune().unwrap();

@@ -147,8 +147,8 @@ impl Checkpoints {
         self.checkpointer.set_facts(facts);
     }
 
-    pub(super) const fn checkpointer(&self) -> &Checkpointer {
-        &self.checkpointer
+    pub(super) const fn checkpointer_mut(&mut self) -> &mut Checkpointer {
+        &mut self.checkpointer
     }
 
     /// Saves the state after a step, or starts to. Every rank calls it.

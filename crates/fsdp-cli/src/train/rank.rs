@@ -139,11 +139,11 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
     };
     let model = FullyShardedDataParallel::new(group, job.config(&device), |scope| job.gpt(scope))?;
     let optimizer = job.settings.optimizer.make(job.settings.lr, model.parameters())?;
-    let checkpoints = Checkpoints::new(job.arguments, model.group(), &job.damaged)?;
+    let mut checkpoints = Checkpoints::new(job.arguments, model.group(), &job.damaged)?;
     let mut run = TrainState::new(model, vec![optimizer]);
     run.scaler = scaler(job.arguments.mixed_precision)?;
     if let Some(resume) = job.resume() {
-        let restored = restore(&resume, checkpoints.checkpointer(), &mut run);
+        let restored = restore(&resume, checkpoints.checkpointer_mut(), &mut run);
         restored.map_err(|error| named_if_damaged(error, &resume.path))?;
         job.close_resume();
     }

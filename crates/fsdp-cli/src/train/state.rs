@@ -18,7 +18,7 @@ const SCALE: &str = "scaler.scale";
 ///
 /// # Errors
 /// The same on every rank: [`OtherModel`], and nothing has been changed then; damaged files.
-pub(super) fn restore(resume: &Resume, checkpointer: &Checkpointer, run: &mut TrainState<Gpt>) -> Result<()> {
+pub(super) fn restore(resume: &Resume, checkpointer: &mut Checkpointer, run: &mut TrainState<Gpt>) -> Result<()> {
     let differences = differences(resume, run.model.parameters())?;
     if !differences.is_empty() {
         return Err(OtherModel { path: resume.path.to_string(), differences }.into());

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
 
@@ -136,9 +136,19 @@ pub(crate) fn plain(value: &StateValue) -> Option<PlainValue> {
     }
 }
 
+/// Returns a tensor of one element as a number: an integer if its dtype holds integers.
+pub(crate) fn number(tensor: &Tensor) -> candle_core::Result<PlainValue> {
+    let element = tensor.flatten_all()?.get(0)?;
+    if element.dtype().is_float() {
+        Ok(element.to_dtype(DType::F64)?.to_scalar::<f64>()?.into())
+    } else {
+        Ok(element.to_dtype(DType::I64)?.to_scalar::<i64>()?.into())
+    }
+}
+
 /// Returns the first element of a tensor as a float.
 pub(crate) fn as_number(tensor: &Tensor) -> Option<f64> {
-    tensor.flatten_all().ok()?.to_dtype(candle_core::DType::F64).ok()?.get(0).ok()?.to_scalar().ok()
+    tensor.flatten_all().ok()?.to_dtype(DType::F64).ok()?.get(0).ok()?.to_scalar().ok()
 }
 
 /// The saved groups, by the parameters that they name.

@@ -20,7 +20,7 @@ use crate::{NnError, Result};
 /// Below it are the same keys as in `state`.
 ///
 /// torch does not have this key: its ranks forget how many steps these parameters have made.
-const EMPTY_PIECES: &str = "state_of_empty_pieces";
+pub(crate) const EMPTY_PIECES: &str = "state_of_empty_pieces";
 
 /// A local optimizer state dict, taken apart. Tensors are shared with it.
 #[derive(Default)]
@@ -168,17 +168,19 @@ pub(crate) fn portable_state(
 
 /// Loads state by the model's names into an optimizer that is not in use yet. The first value that does not fit is returned
 /// as an error, instead of a report of all. With `allow_missing_state`, a trained parameter may lack state that others of its
-/// unit have.
+/// unit have. All ranks must pass the same `arguments`.
 pub(crate) fn load_exactly(
     operation: &'static str,
     group: &ProcessGroup,
     source: &mut DictSource<'_>,
     optimizer: &mut Optimizer,
     allow_missing_state: bool,
+    arguments: String,
 ) -> Result<()> {
     let parameters = Arc::clone(optimizer.parameters());
     let prefixes = StatePrefixes { model: None, optim: Some(Vec::new()) };
-    let mut target = LiveTarget::new(&parameters, vec![optimizer], prefixes)?.exact(allow_missing_state);
+    let target = LiveTarget::new(&parameters, vec![optimizer], prefixes)?;
+    let mut target = target.exact(allow_missing_state).with_arguments(arguments);
     let options = LoadOptions { strict: false, ..LoadOptions::default() };
     load_state::<_, _, NnError>(operation, group, source, &mut target, &options)?;
     Ok(())
@@ -188,7 +190,8 @@ pub(crate) fn load_exactly(
 /// needs. No communication.
 pub(crate) fn load_here(states: StateDict, optimizer: &mut Optimizer) -> Result<()> {
     let state: StateDict = [("state", states.into())].into_iter().collect();
-    load_exactly("load_state_dict", &ProcessGroup::alone(), &mut DictSource::on_every_rank(&state)?, optimizer, true)
+    let (group, mut source) = (ProcessGroup::alone(), DictSource::on_every_rank(&state)?);
+    load_exactly("load_state_dict", &group, &mut source, optimizer, true, String::new())
 }
 
 impl Optimizer {

@@ -27,7 +27,7 @@ pub(crate) use groups::{SavedGroup, group_dicts, optim_dict, read_param_groups};
 pub use join::OptimStateKey;
 pub(crate) use join::{join, resolve_keys};
 pub use live::{LiveTarget, StatePrefixes};
-pub(crate) use local::{LocalStates, load_exactly, load_here};
+pub(crate) use local::{EMPTY_PIECES, LocalStates, load_exactly, load_here};
 pub use names::OptimStateKeyType;
 pub(crate) use names::key_type_of;
 pub(crate) use views::live_states_and_groups;

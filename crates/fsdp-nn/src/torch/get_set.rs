@@ -30,8 +30,8 @@ use crate::{NnError, Result};
 /// Collectives for full dicts: those of [`gather_state_dict`], for the model and for the optimizers.
 ///
 /// # Errors
-/// Contradicting options ([`NnError::Options`]); names that collide under `fqn_renames`, or keys that two optimizers
-/// have state under ([`StateError::DuplicateKey`](fsdp_state::StateError::DuplicateKey)); an optimizer of another model; with full state dicts any rank's
+/// Contradicting options ([`NnError::Options`]); a submodule that the model does not have; names that collide under
+/// `fqn_renames`, or keys that two optimizers have state under ([`StateError::DuplicateKey`](fsdp_state::StateError::DuplicateKey)); an optimizer of another model; with full state dicts any rank's
 /// error, on every rank.
 ///
 /// ```
@@ -72,6 +72,7 @@ pub fn get_model_state_dict(parameters: &ShardedParameters, options: &StateDictO
 /// Returns views of the live model's values, under the names that they have in the state dict.
 fn model_views(parameters: &ShardedParameters, options: &StateDictOptions) -> Result<StateDict> {
     options.check()?;
+    options.check_submodules(parameters)?;
     let mut state = StateDict::new();
     for (fqn, value) in live_model_state_dict(parameters)? {
         if options.ignore_frozen_params && parameters.contains(&fqn) && !parameters.requires_grad(&fqn)? {
@@ -251,7 +252,7 @@ fn set(
         state.extend(dict.map(|dict| (key, dict.clone().into())));
     }
     let is_owned = optimizers.iter().all(|optimizer| optimizer.belongs_to(parameters));
-    let mut checked = if is_owned { Ok(()) } else { Err(NnError::ForeignOptimizer) };
+    let mut checked = if is_owned { options.check_submodules(parameters) } else { Err(NnError::ForeignOptimizer) };
     // With `broadcast_from_rank0` the dicts of the other ranks are ignored, so they are not checked.
     if !options.broadcast_from_rank0 || group.rank() == 0 {
         checked = checked.and_then(|()| check(model, optim, parameters));
@@ -266,7 +267,8 @@ fn set(
     let optimizers = optimizers.iter_mut().map(|optimizer| &mut **optimizer).collect();
     let mut target = LiveTarget::new(parameters, optimizers, prefixes)?
         .with_names(|name| options.name_in_model(name), |name| options.renamed_in_model(name))
-        .ignore_frozen(options.ignore_frozen_params);
+        .ignore_frozen(options.ignore_frozen_params)
+        .with_arguments(options.arguments_of_load());
     let load = LoadOptions { strict: options.strict, ..LoadOptions::default() };
     load_state(operation, group, &mut source, &mut target, &load)
 }

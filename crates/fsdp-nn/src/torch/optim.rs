@@ -325,7 +325,7 @@ fn to_local(
     };
     let mut source = DictSource::open(group, OPERATION, rank0_only.then_some(0), mine)?;
     let mut loaded = optimizer.without_state();
-    load_exactly(OPERATION, group, &mut source, &mut loaded, options.allow_missing_state)?;
+    load_exactly(OPERATION, group, &mut source, &mut loaded, options.allow_missing_state, format!("{options:?}"))?;
     let key_type = if options.is_named_optimizer { OptimStateKeyType::ParamName } else { OptimStateKeyType::ParamId };
     let mut dict = loaded.state_dict_views(key_type)?;
     if !source.schema().has_key("param_groups") {

@@ -2,6 +2,7 @@
 
 use fsdp_state::KeepOn;
 
+use crate::parameters::ShardedParameters;
 use crate::{NnError, Result};
 
 /// torch's `StateDictOptions`; the same on every rank.
@@ -17,7 +18,7 @@ pub struct StateDictOptions {
     /// `true` if frozen parameters are left out of the model state dict, and may be missing on load.
     pub ignore_frozen_params: bool,
     /// The submodules (by FQN) whose parameters and buffers are in the model state dict; all if empty.
-    /// A load of such a dict needs `strict` off.
+    /// A load of such a dict needs `strict` off. A name that the model does not have is an error.
     pub submodules: Vec<String>,
     /// `true` if names keep the submodule's FQN in front. Without it only one submodule may be named.
     pub keep_submodule_prefixes: bool,
@@ -69,6 +70,26 @@ impl StateDictOptions {
             });
         }
         Ok(())
+    }
+
+    /// Checks that the model has each of the submodules.
+    pub(super) fn check_submodules(&self, parameters: &ShardedParameters) -> Result<()> {
+        let mut names: Vec<&str> = parameters.fqns().collect();
+        names.extend(parameters.aliases().keys().chain(parameters.buffers().keys()).map(String::as_str));
+        let is_unknown = |module: &&String| !names.iter().any(|name| below(name, module).is_some());
+        match self.submodules.iter().find(is_unknown) {
+            Some(module) => Err(NnError::UnknownSubmodule { module: module.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the options that decide what is loaded, and where: all ranks must have the same ones.
+    pub(super) fn arguments_of_load(&self) -> String {
+        let Self { strict, ignore_frozen_params, submodules, keep_submodule_prefixes, fqn_renames, .. } = self;
+        format!(
+            "strict {strict}, ignore_frozen_params {ignore_frozen_params}, submodules {submodules:?}, \
+             keep_submodule_prefixes {keep_submodule_prefixes}, fqn_renames {fqn_renames:?}"
+        )
     }
 
     /// Returns the ranks that keep a full state dict.

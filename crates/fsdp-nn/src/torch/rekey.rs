@@ -6,7 +6,7 @@ use fsdp_state::{StateDict, StateError};
 
 use super::{OptimStateError, OptimStateKeyType};
 use crate::Result;
-use crate::state::{group_dicts, key_type_of, read_param_groups};
+use crate::state::{EMPTY_PIECES, group_dicts, key_type_of, read_param_groups};
 
 /// Returns the same state under the other kind of keys: torch's `rekey_optim_state_dict`. `names[id]` is the name of
 /// the parameter with that id: the order of the unsharded model's optimizer
@@ -53,12 +53,15 @@ pub fn rekey_optim_state_dict(
     };
     // Other keys of the dict stay as they are.
     let mut result = state.clone();
-    let mut rekeyed = StateDict::new();
-    for (key, value) in states {
-        let unknown = || OptimStateError::UnknownState { key: key.clone(), count: names.len() };
-        rekeyed.insert_new(rekey(key).ok_or_else(unknown)?, value.clone())?;
+    for part in ["state", EMPTY_PIECES] {
+        let Some(states) = state.dict(part) else { continue };
+        let mut rekeyed = StateDict::new();
+        for (key, value) in states {
+            let unknown = || OptimStateError::UnknownState { key: key.clone(), count: names.len() };
+            rekeyed.insert_new(rekey(key).ok_or_else(unknown)?, value.clone())?;
+        }
+        result.insert(part, rekeyed);
     }
-    result.insert("state", rekeyed);
     if state.contains_key("param_groups") {
         for (index, group) in groups.iter_mut().enumerate() {
             for key in &mut group.params {

@@ -126,7 +126,7 @@ impl Shared {
         };
         let mut checkpointer = Checkpointer::new(&run, &group, options)?;
         let mut random = StdRng::seed_from_u64(job.seed);
-        let mut step = self.resume(&checkpointer, &group)?;
+        let mut step = self.resume(&mut checkpointer, &group)?;
         if job.has_rivals {
             self.save_alone(job, &group, &run)?;
         }
@@ -164,7 +164,7 @@ impl Shared {
     }
 
     /// Loads the newest checkpoint, and returns its step; 0 if there is none.
-    fn resume(&self, checkpointer: &Checkpointer, group: &ProcessGroup) -> Result<u64> {
+    fn resume(&self, checkpointer: &mut Checkpointer, group: &ProcessGroup) -> Result<u64> {
         let mut state = part(None, group.rank(), group.world_size())?;
         let loaded = checkpointer.load_latest(&mut state)?;
         let newest = locked(&self.journal).newest().map(str::to_owned);

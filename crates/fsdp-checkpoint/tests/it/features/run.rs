@@ -289,7 +289,7 @@ impl Run {
 
     /// Loads the newest checkpoint, and returns the number of its steps.
     pub(crate) fn resume(&mut self, dir: &Path) -> u64 {
-        let checkpointer = Checkpointer::new(dir, &self.group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer = Checkpointer::new(dir, &self.group, CheckpointerOptions::default()).unwrap();
         let (checkpoint, report) = checkpointer.load_latest(&mut self.state).unwrap().unwrap();
         assert!(report.missing.is_empty() && report.unexpected.is_empty(), "{report:?}");
         checkpoint.step

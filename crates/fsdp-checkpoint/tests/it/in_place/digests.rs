@@ -49,7 +49,7 @@ fn a_live_run_has_the_digest_of_its_checkpoint_at_any_number_of_ranks() {
                 let mut run = new_run_with(&group, strategy, &adamw(), 4);
                 run.values.insert("sampler", PlainValue::None);
                 assert_ne!(state_digest(&run, &group).unwrap().root(), expected.root());
-                let checkpointer = Checkpointer::new(&*path, &group, CheckpointerOptions::default()).unwrap();
+                let mut checkpointer = Checkpointer::new(&*path, &group, CheckpointerOptions::default()).unwrap();
                 checkpointer.load(&*path.join("saved"), &mut run).unwrap();
                 let loaded = state_digest(&run, &group).unwrap();
                 assert_eq!(loaded.differing(&expected), Vec::<String>::new(), "{strategy:?} from {ranks} ranks");
@@ -137,7 +137,7 @@ fn a_load_that_is_not_what_was_saved_is_the_same_error_on_every_rank() {
                 group.barrier().unwrap();
                 let mut options = CheckpointerOptions::default();
                 options.load.staged = true;
-                let staged = Checkpointer::new(&*run_dir, &group, options.clone()).unwrap();
+                let mut staged = Checkpointer::new(&*run_dir, &group, options.clone()).unwrap();
                 let mut resumed = new_run_with(&group, strategy, &adamw(), 4);
                 let before = state_digest(&resumed, &group).unwrap();
                 let error = staged.load(path, &mut resumed).unwrap_err().to_string();
@@ -146,7 +146,7 @@ fn a_load_that_is_not_what_was_saved_is_the_same_error_on_every_rank() {
                 assert!(matches!(in_place, CheckpointError::State(StateError::PartlyLoaded { .. })), "{in_place}");
                 // Without verification nothing is compared.
                 options.load.verify = false;
-                let unchecked = Checkpointer::new(&*run_dir, &group, options).unwrap();
+                let mut unchecked = Checkpointer::new(&*run_dir, &group, options).unwrap();
                 unchecked.load(path, &mut resumed).unwrap();
                 error
             })

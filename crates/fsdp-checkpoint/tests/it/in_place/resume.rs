@@ -35,7 +35,7 @@ fn algorithms() -> [Algorithm; 6] {
 fn resume(path: &Path, run: &mut Run, in_place: bool) {
     let group = run.model.group().clone();
     if in_place {
-        let checkpointer = Checkpointer::new(path, &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer = Checkpointer::new(path, &group, CheckpointerOptions::default()).unwrap();
         let report = checkpointer.load(path, run).unwrap();
         assert!(report.is_clean(), "{report:?}");
         return;
@@ -260,7 +260,7 @@ fn an_average_of_weights_goes_on_at_another_number_of_ranks() {
     assert_ne!(weights, average);
     for world in [1, 3] {
         run_local(world, |group| {
-            let checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+            let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
             let mut run = new_run(&group, true, &adamw(), 2);
             run.average = Some(AveragedModel::new(run.model.parameters(), 0.5).unwrap());
             checkpointer.load(4, &mut run).unwrap();
@@ -305,7 +305,7 @@ fn a_load_without_optimizers_keeps_nothing_of_theirs() {
             assert!(matches!(error, CheckpointError::State(StateError::Incompatible { .. })), "{error:?}");
             let load = LoadOptions { strict: false, ..LoadOptions::default() };
             let options = CheckpointerOptions { load, ..CheckpointerOptions::default() };
-            let not_strict = Checkpointer::new(dir.path(), &group, options).unwrap();
+            let mut not_strict = Checkpointer::new(dir.path(), &group, options).unwrap();
             let report = not_strict.load(number as u64, &mut evaluated).unwrap();
             assert!(report.unexpected.iter().any(|key| key.contains("param_groups")), "{report:?}");
             assert!(evaluated.values.is_empty(), "{:?}", evaluated.values);
@@ -348,6 +348,28 @@ fn a_cast_that_one_rank_alone_allows_is_every_ranks_error() {
         let error = checkpointer.load(1, &mut run).unwrap_err().to_string();
         assert!(error.contains("rank 1") && error.contains("generator"), "{error}");
         group.barrier().unwrap();
+    })
+    .unwrap();
+}
+
+/// PyTorch programs often save the number of steps as a tensor.
+#[test]
+fn a_tensor_of_one_element_becomes_a_number_where_the_run_has_a_plain_value() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut run = new_run(&group, true, &adamw(), 1);
+        let largest = (1i64 << 62) + 1;
+        run.values.insert("step", Tensor::new(largest, &Device::Cpu).unwrap());
+        run.values.insert("best", Tensor::new(&[0.25f32], &Device::Cpu).unwrap());
+        run.values.insert("new", Tensor::new(7u8, &Device::Cpu).unwrap());
+        checkpointer.save(1, &run).unwrap();
+        run.values = [("step", 0i64.into()), ("best", 0.0.into())].into_iter().collect();
+        let report = checkpointer.load(1, &mut run).unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        assert_eq!(run.values.plain_at(&["step"]), Some(&PlainValue::Int(largest)));
+        assert_eq!(run.values.plain_at(&["best"]), Some(&PlainValue::Float(0.25)));
+        assert!(matches!(run.values.get("new"), Some(StateValue::Tensor(_))), "{:?}", run.values);
     })
     .unwrap();
 }
@@ -427,9 +449,33 @@ fn a_scaler_that_cannot_go_on_is_found_before_anything_changes() {
         save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
         let mut other = with_parts(new_run(&group, true, &adamw(), 2), 17);
         let before = bits(&other);
-        let checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let error = checkpointer.load(path.as_path(), &mut other).unwrap_err().to_string();
         assert!(error.contains("scale"), "{error}");
+        assert_eq!(bits(&other), before);
+    })
+    .unwrap();
+}
+
+#[test]
+fn an_average_that_cannot_go_on_is_found_before_anything_changes() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let path = dir.path().join("saved");
+        let averaged = |seed| {
+            let mut run = new_run(&group, true, &adamw(), seed);
+            run.average = Some(AveragedModel::new(run.model.parameters(), 0.9).unwrap());
+            run
+        };
+        let mut state = averaged(1).state_dict().unwrap();
+        let Some(StateValue::Dict(average)) = state.get_mut("average") else { panic!("no average") };
+        average.insert("n_averaged", Tensor::new(-3i64, &Device::Cpu).unwrap());
+        save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
+        let mut other = averaged(2);
+        let before = bits(&other);
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let error = checkpointer.load(path.as_path(), &mut other).unwrap_err().to_string();
+        assert!(error.contains("n_averaged"), "{error}");
         assert_eq!(bits(&other), before);
     })
     .unwrap();

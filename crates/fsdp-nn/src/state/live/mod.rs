@@ -11,6 +11,7 @@ use fsdp_state::engine::{LoadOptions, Plan, Target, Values, Wanted};
 use fsdp_state::{Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element};
 
 use self::incoming::{Exact, Incoming};
+use super::groups::number;
 use super::names::{OptimKey, names_that_count};
 use super::saved::LoadContext;
 use crate::optimizer::Optimizer;
@@ -38,6 +39,8 @@ pub struct LiveTarget<'a> {
     rename_in_optimizers: Box<Rename<'a>>,
     ignore_frozen: bool,
     exact: Option<Exact>,
+    /// Arguments of the call that all ranks must pass alike, for people to read.
+    arguments: String,
     /// The destinations of the wanted tensors, which hold their indices as `place`.
     destinations: Vec<Destination>,
     /// The new state of each optimizer; empty if there is none to load.
@@ -106,6 +109,7 @@ impl<'a> LiveTarget<'a> {
             rename_in_optimizers: Box::new(str::to_owned),
             ignore_frozen: false,
             exact: None,
+            arguments: String::new(),
             destinations: Vec::new(),
             incoming: Vec::new(),
             user_state: StateDict::new(),
@@ -137,6 +141,13 @@ impl<'a> LiveTarget<'a> {
     #[must_use]
     pub const fn ignore_frozen(mut self, ignore_frozen: bool) -> Self {
         self.ignore_frozen = ignore_frozen;
+        self
+    }
+
+    /// Makes ranks whose calls had other arguments an error. `arguments` lists those of this rank.
+    #[must_use]
+    pub(crate) fn with_arguments(mut self, arguments: String) -> Self {
+        self.arguments = arguments;
         self
     }
 
@@ -204,7 +215,8 @@ impl<'a> LiveTarget<'a> {
     }
 
     /// Plans the values beside model and optimizers. Tensors are filled where they are, plain values replaced on
-    /// commit.
+    /// commit. A tensor of one element becomes a number where the target has a plain value: other programs save the
+    /// number of steps as either.
     fn plan_values(&mut self, load: &LoadContext<'_>, positions: &[usize], plan: &mut Plan) -> Result<()> {
         let Some(current) = self.values.take() else {
             let others = positions.iter().filter_map(|&position| load.schema.get(position));
@@ -219,6 +231,9 @@ impl<'a> LiveTarget<'a> {
             let Some((path, leaf)) = load.schema.get(position) else { continue };
             saved.insert(path.clone());
             match (get_element(current, path), load.values.get(&position)) {
+                (Some(StateValue::Plain(_)), Some(StateValue::Tensor(tensor))) => {
+                    set_element(&mut new_values, path, number(tensor)?)?;
+                }
                 (None | Some(StateValue::Plain(_) | StateValue::List(_) | StateValue::Tuple(_)), Some(value)) => {
                     set_element(&mut new_values, path, value.copy()?)?;
                 }
@@ -288,7 +303,8 @@ impl Target for LiveTarget<'_> {
             self.parameters.reshard()?;
         }
         let mut plan = Plan::default();
-        plan.common.arguments = if options.strict { "strict" } else { "not strict" }.to_owned();
+        let strictness = if options.strict { "strict" } else { "not strict" };
+        plan.common.arguments = if self.arguments.is_empty() { strictness.to_owned() } else { self.arguments.clone() };
         if self.prefixes.model.is_some() {
             self.plan_model(&load, &sorted.model, &mut plan)?;
             plan.refuses_unexpected = !plan.report.unexpected.is_empty();

@@ -450,3 +450,44 @@ fn averages_of_adafactor_that_are_missing_or_of_another_shape_are_named() {
     })
     .unwrap();
 }
+
+/// Sharded values have no hash that ranks compare: with other names on some ranks each parameter would be a mixture.
+#[test]
+fn ranks_that_set_with_other_names_are_told_so() {
+    run_local(2, |group| {
+        let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+            Ok((scope.vb().get(4, "a")?, scope.vb().get(4, "b")?))
+        });
+        let model = model.unwrap();
+        let parameters = model.parameters();
+        let renamed = |a: &str, b: &str| vec![("a".to_owned(), a.to_owned()), ("b".to_owned(), b.to_owned())];
+        let renames = [renamed("x", "y"), renamed("y", "x")];
+        let options = |rank: usize| StateDictOptions { fqn_renames: renames[rank].clone(), ..options() };
+        let state = get_model_state_dict(parameters, &options(0)).unwrap();
+        let error = set_model_state_dict(&state, parameters, &options(group.rank())).unwrap_err();
+        assert!(matches!(error, NnError::State(StateError::ArgumentMismatch { rank: 1, reference: 0, .. })), "{error}");
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_submodule_that_the_model_does_not_have_is_named() {
+    run_local(2, |group| {
+        let (model, _) = trained(&group, true);
+        let parameters = model.parameters();
+        for full_state_dict in [false, true] {
+            let known = ["a", "head", "steps", "a.bias"].map(str::to_owned).to_vec();
+            let options = |submodules| StateDictOptions { full_state_dict, submodules, strict: false, ..options() };
+            let state = get_model_state_dict(parameters, &options(known)).unwrap();
+            assert_eq!(state.keys().collect::<Vec<_>>().len(), 4, "{state:?}");
+            let unknown = options(vec!["a".to_owned(), "c".to_owned()]);
+            for error in [
+                get_model_state_dict(parameters, &unknown).map(drop).unwrap_err(),
+                set_model_state_dict(&state, parameters, &unknown).map(drop).unwrap_err(),
+            ] {
+                assert!(error.to_string().contains("submodule `c`"), "{error}");
+            }
+        }
+    })
+    .unwrap();
+}

@@ -278,3 +278,23 @@ fn an_error_while_loading_directly_changes_no_rank() {
         assert!(matches!(error, NnError::State(StateError::ValueMismatch { rank: 2, reference: 0, .. })), "{error}");
     });
 }
+
+/// Otherwise some ranks would go on with the loaded state, and others with their own.
+#[test]
+fn ranks_that_load_with_other_options_are_told_so_and_nothing_is_loaded() {
+    let spec = dummy();
+    ranks(2, |group| {
+        let model = model(&group, &spec, full_shard(2, true));
+        let parameters = model.parameters();
+        let mut optimizer = optimizer(parameters, &spec, &adam(), false);
+        train(&model, &mut [&mut optimizer], 0..1);
+        let saved = optim_state_dict(None, parameters, &optimizer).unwrap();
+        train(&model, &mut [&mut optimizer], 1..2);
+        let local = optimizer.state_dict().unwrap();
+        let options = OptimLoadOptions { load_directly: group.rank() == 0, ..DIRECTLY };
+        let error = optim_state_dict_to_load(&saved, parameters, &mut optimizer, &options).unwrap_err();
+        assert!(error.to_string().contains("load_directly: false"), "{error}");
+        assert!(matches!(error, NnError::State(StateError::ArgumentMismatch { rank: 1, reference: 0, .. })), "{error}");
+        assert_same(&optimizer.state_dict().unwrap(), &local, "unchanged");
+    });
+}

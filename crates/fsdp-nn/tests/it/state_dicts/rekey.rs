@@ -102,3 +102,21 @@ fn two_keys_that_would_become_one_are_refused() {
     let error = consume_prefix_in_state_dict_if_present(&state, "module.").unwrap_err();
     assert!(error.to_string().contains("`a`"), "{error}");
 }
+
+/// The steps of parameters of which a rank has no element are under a key of their own.
+#[test]
+fn the_state_of_empty_pieces_is_rekeyed_with_the_rest() {
+    let spec = dummy();
+    ranks(3, |group| {
+        let model = model(&group, &spec, full_shard(3, true));
+        let mut optimizer = optimizer(model.parameters(), &spec, &adam(), false);
+        train(&model, &mut [&mut optimizer], 0..2);
+        let names: Vec<String> = optimizer.fqns().map(str::to_owned).collect();
+        let (by_ids, by_names) = (optimizer.state_dict().unwrap(), optimizer.named_state_dict().unwrap());
+        let has_empty_pieces = by_ids.dict("state_of_empty_pieces").is_some_and(|pieces| !pieces.is_empty());
+        assert!(has_empty_pieces || group.rank() > 0);
+        let rekeyed = |state, key_type| rekey_optim_state_dict(state, key_type, &names).unwrap();
+        assert_same(&rekeyed(&by_ids, OptimStateKeyType::ParamName), &by_names, "to names");
+        assert_same(&rekeyed(&by_names, OptimStateKeyType::ParamId), &by_ids, "to ids");
+    });
+}
