@@ -5,12 +5,14 @@ mod docs;
 mod fuzz;
 mod gpu;
 mod interop;
+mod job;
 mod kills;
 mod mpi;
 mod package;
 mod python;
 mod shell;
 mod soak;
+mod strangers;
 mod tidy;
 mod wheel;
 
@@ -92,6 +94,8 @@ enum Task {
     /// Runs whose ranks and launchers are killed and stopped over and over: they must end with the bits of one that nobody
     /// disturbed.
     Kills(kills::KillsArguments),
+    /// Strangers at the ports of jobs: the jobs must neither end nor grow, and must have the bits of undisturbed ones.
+    Strangers(strangers::StrangersArguments),
     /// Ranks killed or stopped at random moments of training and saving; the newest checkpoint must resume.
     Soak {
         #[arg(long, value_name = "N", default_value_t = 200)]
@@ -155,6 +159,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Kills(_) => "kills",
         Task::Simulate { .. } => "simulate",
         Task::Soak { .. } => "soak",
+        Task::Strangers(_) => "strangers",
     };
     match task {
         Task::Ci => unreachable!("main runs its parts"),
@@ -168,6 +173,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Gpu(arguments) => gpu::run(root, &arguments)?,
         Task::Mpi { train } => mpi::run(root, train)?,
         Task::Kills(arguments) => kills::run(root, &arguments)?,
+        Task::Strangers(arguments) => strangers::run(root, &arguments)?,
         Task::Simulate { seeds, seed, flaws, debug, trace } => {
             let seed = seed.unwrap_or_else(|| u64::from(rand::random::<u32>())).to_string();
             let (profile, seeds) = (if debug { "dev" } else { "release" }, seeds.to_string());

@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
-use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use rustix::process::{Pid, Signal, kill_process};
 
-use crate::shell::{cargo, say};
+use crate::job::{self, is_alive, newest};
+use crate::shell::say;
 
 /// The number of ranks of a run.
 const RANKS: usize = 3;
@@ -77,13 +78,7 @@ struct Outcome {
 
 /// Runs `runs` times, starting with this seed, or a random one.
 pub(crate) fn run(root: &Path, runs: u64, seed: Option<u64>, program: Option<PathBuf>) -> Result<()> {
-    let program = match program {
-        Some(program) => program,
-        None => {
-            cargo(root, &["build", "--package", "fsdp-cli", "--locked"], &[])?;
-            root.join("target/debug/fsdp")
-        }
-    };
+    let program = job::program(root, program.as_ref())?;
     let seed = seed.unwrap_or_else(rand::random);
     say(&format!("soak: {runs} runs of {RANKS} ranks, deadline {DEADLINE:?}; the first has `--seed {seed}`"));
     let (mut slowest, mut resumed) = (Duration::ZERO, 0);
@@ -161,7 +156,7 @@ fn once(program: &Path, seed: u64) -> Result<Outcome> {
             thread::sleep(Duration::from_millis(5));
         }
     }
-    let resumed_from = newest(&out)?;
+    let resumed_from = Some(newest(&out)?).filter(|step| *step > 0);
     if let Some(step) = resumed_from {
         let checkpoint = out.join(format!("step-{step:08}"));
         finish(Command::new(program).arg("verify").arg(&checkpoint)).with_context(|| what.clone())?;
@@ -169,7 +164,7 @@ fn once(program: &Path, seed: u64) -> Result<Outcome> {
         let mut resume = Command::new(program);
         resume.args(["train", "--resume", "--nproc", &RESUMED.to_string(), "--steps", &steps, "--out"]).arg(&out);
         finish(&mut resume).with_context(|| what.clone())?;
-        ensure!(newest(&out)? == Some(step + 1), "the resumed run saved nothing; {what}");
+        ensure!(newest(&out)? == step + 1, "the resumed run saved nothing; {what}");
     }
     Ok(Outcome { resumed_from, slowest })
 }
@@ -225,26 +220,6 @@ impl Drop for Launch {
             self.0.wait().ok();
         }
     }
-}
-
-fn is_alive(pid: Pid) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
-    // A process that has ended stays in the list until its new parent has noticed.
-    test_kill_process(pid).is_ok() && !stat.is_ok_and(|stat| stat.contains(") Z "))
-}
-
-/// Returns the step of the newest committed checkpoint.
-fn newest(out: &Path) -> Result<Option<u64>> {
-    let Ok(list) = fs::read_dir(out) else { return Ok(None) };
-    let mut newest = None;
-    for entry in list {
-        let path = entry?.path();
-        let step = path.file_name().and_then(|name| name.to_str()?.strip_prefix("step-")?.parse().ok());
-        if path.join(".metadata").exists() {
-            newest = newest.max(step);
-        }
-    }
-    Ok(newest)
 }
 
 fn finish(command: &mut Command) -> Result<()> {

@@ -1,0 +1,247 @@
+//! A job of `fsdp train` over several processes, as the tasks that disturb jobs start it and watch it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::shell::cargo;
+
+/// The time after which whatever a task waits for counts as hanging.
+pub(crate) const HANG: Duration = Duration::from_secs(180);
+
+/// The steps of a job that is ended by a signal.
+pub(crate) const ENDLESS: u64 = 1_000_000_000;
+
+/// The exit code of a job that was asked to stop, and has saved.
+const STOPPED: i32 = 18;
+
+/// The last lines of a job's output that a failed task shows.
+const LINES_SHOWN: usize = 60;
+
+/// A model as small as they come.
+const TRAIN: [&str; 14] = [
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--hidden",
+    "16",
+    "--seq",
+    "16",
+    "--batch",
+    BATCH,
+    "--sample",
+    "0",
+    "--threads",
+    "1",
+];
+const BATCH: &str = "16";
+
+/// The tokens of a step.
+pub(crate) const TOKENS: f64 = 16.0 * 16.0;
+
+/// The script of a rank whose last one may be late: it waits until the file `$1` is there. That file may name the port at
+/// which it is to look for the store. `fsdp train` follows.
+const LATE: &str = r#"
+come=$1; shift
+if [ "$RANK" = $((WORLD_SIZE - 1)) ]; then
+    while ! [ -e "$come" ]; do sleep 0.05; done
+    port=$(cat "$come"); MASTER_PORT=${port:-$MASTER_PORT}
+fi
+exec "$@"
+"#;
+
+/// Returns the program to test: the one that was named, or else the debug build of this tree, which this makes.
+pub(crate) fn program(root: &Path, named: Option<&PathBuf>) -> Result<PathBuf> {
+    if let Some(program) = named {
+        return Ok(program.clone());
+    }
+    cargo(root, &["build", "--package", "fsdp-cli", "--locked"], &[])?;
+    Ok(crate::shell::target(root).join("debug/fsdp"))
+}
+
+/// The work of a job. Its checkpoints have the same bits whatever happens on the way.
+#[derive(Debug, Clone)]
+pub(crate) struct Work {
+    pub(crate) program: PathBuf,
+    pub(crate) ranks: usize,
+    pub(crate) steps: u64,
+    pub(crate) save_every: u64,
+    /// The number of checkpoints that are kept; `None` for all.
+    pub(crate) keep_last: Option<u64>,
+    /// The deadline of the ranks, in seconds: one that has stopped is noticed after it.
+    pub(crate) timeout: u64,
+    pub(crate) max_restarts: u64,
+    /// The seconds for which ranks that were asked to end may go on.
+    pub(crate) grace: u64,
+}
+
+impl Work {
+    /// Starts the job, which writes to `out`. Its own output is added to the file `said`.
+    pub(crate) fn start(&self, out: &Path, said: &Path) -> Result<Job> {
+        self.start_as(&[], out, said)
+    }
+
+    /// Starts the job, whose last rank does not come before the file `come` is there. If that names a port, it looks for the
+    /// store there.
+    pub(crate) fn start_with_a_late_rank(&self, come: &Path, out: &Path, said: &Path) -> Result<Job> {
+        let come = come.to_str().context("a path is no text")?;
+        self.start_as(&["sh", "-c", LATE, "rank", come], out, said)
+    }
+
+    fn start_as(&self, script: &[&str], out: &Path, said: &Path) -> Result<Job> {
+        let mut command = Command::new(&self.program);
+        command.args(["launch", "--grace", &self.grace.to_string()]);
+        command.args(["--max-restarts", &self.max_restarts.to_string(), "--nproc", &self.ranks.to_string(), "--"]);
+        command.args(script).arg(&self.program).args(["train", "--backend", "tcp", "--resume=auto"]);
+        command.args(["--timeout", &self.timeout.to_string(), "--steps", &self.steps.to_string()]);
+        command.args(["--save-every", &self.save_every.to_string()]).args(TRAIN);
+        if let Some(checkpoints) = self.keep_last {
+            command.args(["--keep-last", &checkpoints.to_string()]);
+        }
+        command.arg("--out").arg(out);
+        let output = fs::File::options().create(true).append(true).open(said)?;
+        command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
+        let launcher = command.spawn();
+        let launcher = launcher.with_context(|| format!("failed to start `{}`", self.program.display()))?;
+        Ok(Job(launcher))
+    }
+
+    /// Checks that two jobs have ended with the same bits after this many steps.
+    pub(crate) fn check_same(&self, out: &Path, other: &Path, steps: u64) -> Result<()> {
+        let last = format!("step-{steps:08}");
+        let same = Command::new(&self.program).arg("diff").args([out.join(&last), other.join(&last)]).output()?;
+        let told = String::from_utf8_lossy(&same.stdout).into_owned() + &String::from_utf8_lossy(&same.stderr);
+        ensure!(same.status.success(), "the job ended with other bits than the one that nobody disturbed:\n{told}");
+        Ok(())
+    }
+}
+
+/// A running launcher, which is ended on drop.
+#[derive(Debug)]
+pub(crate) struct Job(Child);
+
+impl Job {
+    pub(crate) fn launcher(&self) -> Pid {
+        Pid::from_child(&self.0)
+    }
+
+    /// Waits for the launcher to end, or for some time. Returns `true` if it has ended well.
+    pub(crate) fn wait(&mut self, time: Duration) -> Result<bool> {
+        let until = Instant::now() + time;
+        loop {
+            match self.0.try_wait()? {
+                Some(status) if status.success() => return Ok(true),
+                Some(status) => bail!("the launcher gave up: {status}"),
+                None if Instant::now() >= until => return Ok(false),
+                None => thread::sleep(Duration::from_millis(10)),
+            }
+        }
+    }
+
+    /// Asks the job to stop, and waits until it has saved and ended.
+    pub(crate) fn stop(&mut self) -> Result<()> {
+        ensure!(!self.wait(Duration::ZERO)?, "the job had ended before it was asked to stop");
+        kill_process(self.launcher(), Signal::TERM)?;
+        let until = Instant::now() + HANG;
+        loop {
+            match self.0.try_wait()? {
+                Some(status) if status.code() == Some(STOPPED) => return Ok(()),
+                Some(status) => bail!("the job was asked to stop: {status}"),
+                None => ensure!(Instant::now() < until, "the job does not stop"),
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Kills the launcher, and nothing else.
+    pub(crate) fn kill(&mut self) -> Result<()> {
+        self.0.kill()?;
+        self.0.wait()?;
+        Ok(())
+    }
+
+    /// Returns the processes of its ranks.
+    pub(crate) fn ranks(&self) -> Result<Vec<Pid>> {
+        let id = self.0.id();
+        let mut ranks = Vec::new();
+        for entry in fs::read_dir(format!("/proc/{id}/task"))? {
+            // A thread may end meanwhile.
+            let Ok(children) = fs::read_to_string(entry?.path().join("children")) else { continue };
+            for child in children.split_whitespace() {
+                let words = fs::read(format!("/proc/{child}/cmdline")).unwrap_or_default();
+                if words.split(|byte| *byte == 0).any(|word| word == b"train") {
+                    ranks.extend(Pid::from_raw(child.parse()?));
+                }
+            }
+        }
+        Ok(ranks)
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        if matches!(self.0.try_wait(), Ok(None)) {
+            // The launcher passes the signal on, and kills ranks that ignore it.
+            kill_process(self.launcher(), Signal::TERM).ok();
+            self.0.wait().ok();
+        }
+    }
+}
+
+/// Returns the last lines of the file to which jobs have written what they said.
+pub(crate) fn last_lines(said: &Path) -> String {
+    let text = fs::read_to_string(said).unwrap_or_default();
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(LINES_SHOWN)..].join("\n")
+}
+
+/// Returns `true` if a process runs, or is stopped. One that has ended stays in the list until its parent has noticed.
+pub(crate) fn is_alive(process: Pid) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero()));
+    stat.is_ok_and(|stat| !stat.contains(") Z "))
+}
+
+/// Returns the step of the newest committed checkpoint, and 0 if there is none.
+pub(crate) fn newest(out: &Path) -> Result<u64> {
+    let Ok(list) = fs::read_dir(out) else { return Ok(0) };
+    let mut newest = 0;
+    for entry in list {
+        let path = entry?.path();
+        let step = path.file_name().and_then(|name| name.to_str()?.strip_prefix("step-")?.parse().ok());
+        if path.join(".metadata").exists() {
+            newest = newest.max(step.unwrap_or(0));
+        }
+    }
+    Ok(newest)
+}
+
+/// Returns the number of steps that a run has done, of those that its metrics tell.
+pub(crate) fn done(out: &Path) -> Result<u64> {
+    let steps = numbers(&out.join("metrics.jsonl"), |line| line["step"].as_u64())?;
+    Ok(steps.last().map_or(0, |step| step + 1))
+}
+
+/// Returns the steps that a run has begun at, each time that it was started.
+pub(crate) fn starts(out: &Path) -> Result<Vec<u64>> {
+    numbers(&out.join("events.jsonl"), |line| line["step"].as_u64().filter(|_| line["event"] == "start"))
+}
+
+/// Returns the seconds that each step of a run has taken, without saves.
+pub(crate) fn step_seconds(out: &Path) -> Result<Vec<f64>> {
+    numbers(&out.join("metrics.jsonl"), |line| Some(TOKENS / line["tokens_per_s"].as_f64()?))
+}
+
+/// Reads the numbers that lines of JSON have. The last line may be half written.
+fn numbers<T>(file: &Path, number: impl Fn(&serde_json::Value) -> Option<T>) -> Result<Vec<T>> {
+    if !file.exists() {
+        return Ok(Vec::new());
+    }
+    let text = fs::read_to_string(file)?;
+    Ok(text.lines().filter_map(|line| number(&serde_json::from_str(line).ok()?)).collect())
+}

@@ -1,0 +1,186 @@
+//! One run whose ranks and launchers are killed and stopped until it ends, and the limits that it keeps on the way.
+
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use rand::RngExt as _;
+use rand::rngs::StdRng;
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::job::{HANG, Job, Work, done, is_alive, newest, starts};
+use crate::shell::say;
+
+/// The longest time for which a launcher is stopped.
+const LONGEST_STOP: Duration = Duration::from_secs(2);
+/// The time that a rank may take to end once it knows of a failure, on a machine that has fewer cores than ranks.
+const END: Duration = Duration::from_secs(2);
+
+/// The moments of the failures of a run.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Pace {
+    /// At random moments, with no more than `longest` between two, until there were so many failures in all runs, or so many
+    /// in this one.
+    Random { longest: Duration, in_all: u64, of_a_run: u64 },
+    /// One after each such time, for as long as the run takes.
+    Every(Duration),
+}
+
+/// The count of what was done to processes.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    killed_ranks: u64,
+    stopped_ranks: u64,
+    killed_launchers: u64,
+    stopped_launchers: u64,
+    /// Half of the ranks at once, as if their host had failed.
+    killed_hosts: u64,
+    stopped_hosts: u64,
+    /// The most steps that were done before a failure and again after it.
+    lost: u64,
+    /// The longest time from a failure until all ranks that it has left had ended.
+    waited: Duration,
+    /// The longest time from a failure until the run had saved another step.
+    slowest: Duration,
+}
+
+impl Counts {
+    pub(super) fn all(&self) -> u64 {
+        let killed = self.killed_ranks + self.killed_launchers + self.killed_hosts;
+        killed + self.stopped_ranks + self.stopped_launchers + self.stopped_hosts
+    }
+}
+
+/// A run to disturb.
+pub(super) struct Run<'a> {
+    pub(super) work: &'a Work,
+    pub(super) out: &'a Path,
+    pub(super) said: &'a Path,
+    pub(super) pace: Pace,
+    /// The longest step of the run that nobody disturbs.
+    pub(super) longest_step: Duration,
+}
+
+impl Run<'_> {
+    /// Runs the job to its end, and kills and stops its processes on the way.
+    pub(super) fn disturb(&self, random: &mut StdRng, counts: &mut Counts) -> Result<()> {
+        let (before, begin) = (counts.all(), Instant::now());
+        let mut job = self.work.start(self.out, self.said)?;
+        while let Some(pause) = self.pause(counts, before, begin, random) {
+            if job.wait(pause)? {
+                return Ok(());
+            }
+            let ranks = job.ranks()?;
+            if ranks.is_empty() {
+                // It is about to start again.
+                thread::sleep(Duration::from_millis(10));
+                continue;
+            }
+            let (saved, begun) = (newest(self.out)?, starts(self.out)?.len());
+            let hit = Instant::now();
+            let Some(survivors) = self.hit(&mut job, &ranks, random, counts)? else { continue };
+            let steps = done(self.out)?;
+            self.check_survivors(&survivors, hit, counts)?;
+            // The run goes on: it resumes from the newest checkpoint, and saves another one.
+            while newest(self.out)? <= saved {
+                if job.wait(Duration::from_millis(50))? {
+                    return Ok(());
+                }
+                if saved == self.work.steps {
+                    // A rank that was stopped after its last step may go on at any time, so the launcher waits for it.
+                    signal(&ranks, Signal::CONT);
+                }
+                ensure!(hit.elapsed() < HANG, "no step within {HANG:?} of a failure");
+            }
+            counts.slowest = counts.slowest.max(hit.elapsed());
+            // A kill in the last moment of a save may find the new checkpoint there: then the run is yet to start again.
+            if let Some(start) = starts(self.out)?.get(begun) {
+                let (lost, most) = (steps.saturating_sub(*start), self.work.save_every);
+                ensure!(lost <= most, "of {steps} steps {lost} were lost, more than {most}: the run began at {start}");
+                counts.lost = counts.lost.max(lost);
+            }
+            if let Pace::Every(_) = self.pace {
+                say(&format!("kills: at step {steps} of {}; {counts:?}", self.work.steps));
+            }
+        }
+        ensure!(job.wait(HANG)?, "the run does not end");
+        Ok(())
+    }
+
+    /// Returns the time until the next failure; `None` if there were enough.
+    fn pause(&self, counts: &Counts, before: u64, begin: Instant, random: &mut StdRng) -> Option<Duration> {
+        let here = counts.all() - before;
+        match self.pace {
+            Pace::Random { longest, in_all, of_a_run } => {
+                (counts.all() < in_all && here < of_a_run).then(|| longest.mul_f64(random.random()))
+            }
+            Pace::Every(every) => {
+                let next = every.mul_f64(here as f64 + 1.0);
+                Some(next.saturating_sub(begin.elapsed()))
+            }
+        }
+    }
+
+    /// Kills or stops a rank, half of the ranks, or the launcher. Returns the ranks that it has left, which cannot go on;
+    /// `None` if nothing is lost.
+    fn hit(&self, job: &mut Job, ranks: &[Pid], random: &mut StdRng, counts: &mut Counts) -> Result<Option<Vec<Pid>>> {
+        let victim = random.random_range(0..ranks.len());
+        let host = 0..ranks.len() / 2;
+        let (victims, with, count) = match random.random_range(0..20) {
+            0..8 => (victim..victim + 1, Signal::KILL, &mut counts.killed_ranks),
+            8..11 => (victim..victim + 1, Signal::STOP, &mut counts.stopped_ranks),
+            11..14 => (host, Signal::KILL, &mut counts.killed_hosts),
+            14..16 => (host, Signal::STOP, &mut counts.stopped_hosts),
+            16..18 => {
+                let launcher = job.launcher();
+                signal(&[launcher], Signal::STOP);
+                thread::sleep(LONGEST_STOP.mul_f64(random.random()));
+                signal(&[launcher], Signal::CONT);
+                counts.stopped_launchers += 1;
+                // The ranks have gone on meanwhile.
+                return Ok(None);
+            }
+            _ => {
+                let hit = Instant::now();
+                job.kill()?;
+                counts.killed_launchers += 1;
+                // Its ranks end with it: those that are left would write beside the new ones.
+                self.check_survivors(ranks, hit, counts)?;
+                *job = self.work.start(self.out, self.said)?;
+                return Ok(Some(Vec::new()));
+            }
+        };
+        *count += 1;
+        signal(&ranks[victims.clone()], with);
+        let survivors = ranks.iter().enumerate().filter(|(at, _)| !victims.contains(at));
+        Ok(Some(survivors.map(|(_, rank)| *rank).collect()))
+    }
+
+    /// Waits until the ranks that a failure has left have ended, and checks that this takes no longer than a step and the
+    /// timeout.
+    ///
+    /// The launcher ends those that do not end by themselves once one has. `cargo xtask soak` checks that all do.
+    fn check_survivors(&self, survivors: &[Pid], hit: Instant, counts: &mut Counts) -> Result<()> {
+        let timeout = Duration::from_secs(self.work.timeout);
+        let limit = self.longest_step + timeout + END;
+        while survivors.iter().any(|rank| is_alive(*rank)) {
+            let waited = hit.elapsed();
+            ensure!(
+                waited < limit,
+                "a rank still runs {waited:.1?} after a failure: a step takes {:.1?}, the timeout is {timeout:?}",
+                self.longest_step
+            );
+            thread::sleep(Duration::from_millis(10));
+        }
+        counts.waited = counts.waited.max(hit.elapsed());
+        Ok(())
+    }
+}
+
+/// Sends a signal to processes, some of which may have ended.
+fn signal(processes: &[Pid], signal: Signal) {
+    for process in processes {
+        kill_process(*process, signal).ok();
+    }
+}

@@ -1,0 +1,288 @@
+//! `cargo xtask strangers`: strangers at both ports of jobs, for a given time. The jobs must not notice.
+//!
+//! A job has two kinds of ports. That of the store, on rank 0, is open for as long as the job runs. Each rank's own is open
+//! until all ranks have met. So there are two jobs at a time: one that runs all the time, and beside it, one after another,
+//! jobs that meet. The last rank of each of these comes late, and until then its other ranks wait at their open ports. Ranks
+//! of one host send their tensors through shared memory, but they meet over sockets like ranks of many hosts.
+//!
+//! The strangers are threads. One of the ranks of the running job reaches its store through a [recorder], and the strangers
+//! send what it said: whole, in part, with flipped bits, slowly. They also send noise, claims of much to come, the other
+//! side's own answers, or nothing. A [seed](StrangersArguments::seed) fixes all that they choose, but not the times.
+//!
+//! Each check was seen to fail:
+//!
+//! | check | seen to fail with |
+//! |---|---|
+//! | no rank grows by more than `--growth` MiB over its level before the strangers came | `--growth 0` |
+//! | no rank ends | a `kill` of a rank by hand |
+//! | each job ends with the bits of one that nobody disturbed | another seed of the job |
+//! | both kinds of ports have answered strangers who said the right greeting | a recording of zeros |
+
+mod attack;
+mod memory;
+mod ports;
+mod recorder;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use rustix::process::Pid;
+
+use self::attack::{Field, Visits, bother};
+use self::memory::Levels;
+use self::ports::{Kind, store_of, targets};
+use self::recorder::{Recorder, Recording};
+use crate::job::{ENDLESS, HANG, Job, Work, done, last_lines, newest, program};
+use crate::shell::say;
+
+/// The options of `cargo xtask strangers`.
+#[derive(Args, Clone)]
+pub(crate) struct StrangersArguments {
+    /// The time for which strangers come
+    #[arg(long, value_name = "N", default_value_t = 60)]
+    seconds: u64,
+    /// The number of ranks of each job
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(2..))]
+    ranks: u16,
+    /// The number of strangers at a time
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    strangers: u64,
+    /// The most MiB that a rank may grow by
+    #[arg(long, value_name = "MIB", default_value_t = 64)]
+    growth: u64,
+    /// The seed of all choices [default: random]
+    #[arg(long, value_name = "Z")]
+    seed: Option<u64>,
+    /// The `fsdp` to test [default: the debug build of this tree]
+    #[arg(long, value_name = "FILE")]
+    program: Option<PathBuf>,
+}
+
+/// The steps of a job that meets.
+const STEPS: u64 = 20;
+/// The steps between two saves.
+const SAVE_EVERY: u64 = 20;
+/// The checkpoints of the running job before its level of memory is taken.
+const WARM: u64 = 5;
+/// The time for which a rank is late.
+const LATE: Duration = Duration::from_secs(10);
+/// The time between two looks at the jobs.
+const LOOK: Duration = Duration::from_millis(200);
+/// The time between two reports.
+const REPORT: Duration = Duration::from_secs(30);
+
+// The places of the jobs' ports in the field.
+const RUNNING: usize = 0;
+const MEETING: usize = 1;
+
+/// The task itself.
+struct Task<'a> {
+    work: Work,
+    field: Field,
+    dir: &'a Path,
+    /// The most bytes that a rank may grow by.
+    growth: u64,
+}
+
+/// Lets strangers come, and checks that the jobs have not noticed.
+pub(crate) fn run(root: &Path, arguments: &StrangersArguments) -> Result<()> {
+    let seed = arguments.seed.unwrap_or_else(rand::random);
+    say(&format!("strangers: seed {seed}"));
+    let dir = tempfile::tempdir()?;
+    let work = Work {
+        program: program(root, arguments.program.as_ref())?,
+        ranks: arguments.ranks.into(),
+        steps: STEPS,
+        save_every: SAVE_EVERY,
+        keep_last: Some(2),
+        timeout: 60,
+        max_restarts: 0,
+        grace: 10,
+    };
+    let task = Task { work, field: Field::default(), dir: dir.path(), growth: arguments.growth << 20 };
+    task.run(arguments, seed).with_context(|| {
+        let said = ["running", "meeting"].map(|job| format!("the {job} job:\n{}", last_lines(&task.said(job))));
+        format!("seed {seed}\n{}", said.join("\n"))
+    })
+}
+
+impl Task<'_> {
+    fn run(&self, arguments: &StrangersArguments, seed: u64) -> Result<()> {
+        // Step 1: the bits of the jobs that meet.
+        let quiet = self.dir.join("quiet");
+        ensure!(self.work.start(&quiet, &self.said("meeting"))?.wait(HANG)?, "a job takes more than {HANG:?}");
+        // Step 2: a job that runs, and whose last rank is overheard while it joins.
+        let out = self.dir.join("running");
+        let endless = Work { steps: ENDLESS, ..self.work.clone() };
+        let (mut job, recording) = self.overhear(&endless, &out)?;
+        self.warm_up(&mut job, &out)?;
+        // Step 3: strangers come.
+        let seconds = Duration::from_secs(arguments.seconds);
+        let (grown, meetings) = thread::scope(|scope| {
+            for number in 0..arguments.strangers {
+                let (field, recording) = (&self.field, &recording);
+                scope.spawn(move || bother(field, recording, seed.wrapping_add(number)));
+            }
+            let meetings = scope.spawn(|| self.meet(&quiet).inspect_err(|_| self.field.end()));
+            let grown = self.watch(&mut job, &out, seconds);
+            self.field.end();
+            let meetings = meetings.join().map_err(|_| anyhow::anyhow!("the thread of the meetings panicked"))?;
+            Ok::<_, anyhow::Error>((grown?, meetings?))
+        })?;
+        for (kind, visits) in [("the store", &self.field.store), ("a rank", &self.field.rank)] {
+            let answered = visits.answered.load(Ordering::Relaxed);
+            ensure!(answered > 0, "no stranger got an answer at the port of {kind}, so none was tested");
+        }
+        // Step 4: as many steps, and nobody disturbs them.
+        job.stop()?;
+        let steps = newest(&out)?;
+        say(&format!("strangers: they are gone; now {steps} steps that nobody disturbs"));
+        let alone = self.dir.join("alone");
+        let undisturbed = Work { steps, ..self.work.clone() };
+        let limit = 3 * seconds + HANG;
+        ensure!(
+            undisturbed.start(&alone, &self.said("running"))?.wait(limit)?,
+            "{steps} steps take more than {limit:?}"
+        );
+        undisturbed.check_same(&alone, &out, steps)?;
+        say(&format!(
+            "strangers: {}; no rank ended, none grew by more than {:.1} MiB, {steps} steps and {meetings} meetings have \
+             the bits of undisturbed ones",
+            self.told(),
+            grown as f64 / 1024.0 / 1024.0
+        ));
+        Ok(())
+    }
+
+    /// Returns the file to which a job writes what it says.
+    fn said(&self, job: &str) -> PathBuf {
+        self.dir.join(format!("said-{job}"))
+    }
+
+    /// Starts a job whose last rank reaches the store through a recorder, and returns it with what that rank has said.
+    fn overhear(&self, work: &Work, out: &Path) -> Result<(Job, Recording)> {
+        let recorder = Recorder::open()?;
+        let come = self.dir.join("come");
+        say_in(&come, &recorder.port()?.to_string())?;
+        let mut job = work.start_with_a_late_rank(&come, out, &self.said("running"))?;
+        let until = Instant::now() + HANG;
+        let mut leads = false;
+        while newest(out)? == 0 {
+            if !leads && let Some(rank) = job.ranks()?.first() {
+                // Its variables are those of the launcher until it runs its own program.
+                if let Ok(store) = store_of(*rank) {
+                    recorder.lead_to(store)?;
+                    leads = true;
+                }
+            }
+            ensure!(!job.wait(Duration::from_millis(20))?, "the job has ended");
+            ensure!(Instant::now() < until, "the job does not begin");
+        }
+        let recording = recorder.recording();
+        let Recording { greeting, all } = &recording;
+        ensure!(!greeting.is_empty() && all.len() > greeting.len(), "nothing was overheard");
+        say(&format!("strangers: overheard {} bytes, the first {} of them a greeting", all.len(), greeting.len()));
+        Ok((job, recording))
+    }
+
+    /// Waits until the running job's memory has reached its level.
+    fn warm_up(&self, job: &mut Job, out: &Path) -> Result<()> {
+        let until = Instant::now() + HANG;
+        while newest(out)? < WARM * SAVE_EVERY {
+            ensure!(!job.wait(LOOK)?, "the job has ended");
+            ensure!(Instant::now() < until, "the job does not begin");
+        }
+        Ok(())
+    }
+
+    /// Watches the running job for some time, and returns the largest growth of a rank.
+    fn watch(&self, job: &mut Job, out: &Path, time: Duration) -> Result<u64> {
+        let ranks = job.ranks()?;
+        let levels = Levels::of(&ranks)?;
+        let (begin, mut reported, mut grown) = (Instant::now(), Instant::now(), 0);
+        let before = done(out)?;
+        self.field.set_targets(RUNNING, targets(&ranks));
+        while begin.elapsed() < time && !self.field.has_ended() {
+            ensure!(!job.wait(LOOK)?, "the running job has ended");
+            ensure!(job.ranks()? == ranks, "a rank of the running job has ended");
+            grown = grown.max(levels.check(self.growth)?);
+            if reported.elapsed() > REPORT {
+                reported = Instant::now();
+                let (seconds, mebibytes) = (begin.elapsed().as_secs(), grown as f64 / 1024.0 / 1024.0);
+                say(&format!("strangers: {seconds} s; {}; the most growth is {mebibytes:.1} MiB", self.told()));
+            }
+        }
+        self.field.set_targets(RUNNING, Vec::new());
+        let steps = done(out)? - before;
+        say(&format!("strangers: the running job did {steps} steps in {:.0?}", begin.elapsed()));
+        ensure!(steps > 0 || self.field.has_ended(), "the running job did no step in {time:?}");
+        Ok(grown)
+    }
+
+    /// Lets one job after another meet until the end, and returns their number.
+    #[expect(clippy::disallowed_methods, reason = "a run that was compared is not needed any more")]
+    fn meet(&self, quiet: &Path) -> Result<u64> {
+        let mut meetings = 0;
+        while !self.field.has_ended() {
+            let (out, come) = (self.dir.join("meeting"), self.dir.join(format!("come-{meetings}")));
+            self.meet_once(&out, &come).with_context(|| format!("meeting {meetings}"))?;
+            self.work.check_same(quiet, &out, STEPS).with_context(|| format!("meeting {meetings}"))?;
+            fs::remove_dir_all(&out)?;
+            meetings += 1;
+        }
+        Ok(meetings)
+    }
+
+    /// Runs a job whose last rank is late. Until it comes, the ports of the others are open.
+    fn meet_once(&self, out: &Path, come: &Path) -> Result<()> {
+        let mut job = self.work.start_with_a_late_rank(come, out, &self.said("meeting"))?;
+        let until = Instant::now() + HANG;
+        let all = |open: &[ports::Target], kind| open.iter().filter(|target| target.kind == kind).count();
+        let waiting: Vec<Pid> = loop {
+            let ranks = job.ranks()?;
+            let open = targets(&ranks);
+            if all(&open, Kind::Store) == 1 && all(&open, Kind::Rank) == self.work.ranks - 1 {
+                self.field.set_targets(MEETING, open);
+                let listen = |rank: &Pid| !targets(&[*rank]).is_empty();
+                break ranks.into_iter().filter(listen).collect();
+            }
+            ensure!(!job.wait(LOOK)?, "the job has ended");
+            ensure!(Instant::now() < until, "its ports do not open: {open:?}");
+        };
+        let levels = Levels::of(&waiting)?;
+        let begin = Instant::now();
+        while begin.elapsed() < LATE && !self.field.has_ended() {
+            ensure!(!job.wait(LOOK)?, "it has ended before its last rank came");
+            levels.check(self.growth)?;
+        }
+        say_in(come, "")?;
+        // Strangers come to each port for as long as it is open.
+        while !job.wait(LOOK)? {
+            self.field.set_targets(MEETING, targets(&job.ranks()?));
+            ensure!(begin.elapsed() < HANG, "it does not end");
+        }
+        self.field.set_targets(MEETING, Vec::new());
+        Ok(())
+    }
+
+    /// Returns what strangers did so far, as a text.
+    fn told(&self) -> String {
+        let told = |what: &str, visits: &Visits| {
+            let [connections, refused, answered] =
+                [&visits.connections, &visits.refused, &visits.answered].map(|count| count.load(Ordering::Relaxed));
+            format!("{connections} connections to {what} ({refused} refused, {answered} answered)")
+        };
+        format!("{}, {}", told("stores", &self.field.store), told("ranks", &self.field.rank))
+    }
+}
+
+/// Writes a small file that another program waits for.
+#[expect(clippy::disallowed_methods, reason = "it is no checkpoint")]
+fn say_in(file: &Path, text: &str) -> Result<()> {
+    fs::write(file, text).with_context(|| format!("failed to write `{}`", file.display()))
+}
