@@ -89,7 +89,7 @@ pub fn chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
         let digest = checkpoint.digests().map(|digests| digests.root());
         links.push(Link { name, digest, lineage: checkpoint.lineage().cloned(), notes: Vec::new() });
     }
-    // Those of other programs have no lineage, but often a step in their names.
+    // Checkpoints of other programs have no lineage, but often a step in their names.
     links.sort_by_cached_key(|link| {
         let named = step_of(&link.name).map(|(_, step)| step);
         (link.lineage.as_ref().map(|lineage| lineage.step), named, link.name.clone())

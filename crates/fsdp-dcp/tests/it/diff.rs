@@ -104,7 +104,7 @@ fn large_integers_are_as_far_apart_as_they_are() {
     let parent = tempfile::tempdir().unwrap();
     let number =
         |number: i64| with_tensor(&parent.path().join(number.to_string()), DType::I64, number.to_le_bytes().to_vec());
-    // As floats of 64 bits, the first two are the same.
+    // The first two become the same float of 64 bits.
     let (first, second, least) = (number((1 << 62) + 1), number(1 << 62), number(i64::MIN));
     let distance = |a: &dyn Checkpoint, b: &dyn Checkpoint, absolute: f64| match differences(
         a,
