@@ -1,15 +1,17 @@
-//! Saves in the background: torch's `async_save`. The state is copied first, and at most one save is in flight.
+//! Saves in the background: torch's `async_save`. The state is copied first, and at most one save is in flight. State that
+//! nobody changes before the next optimizer step is copied in the background too.
 
 use std::time::{Duration, Instant};
 
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
-use fsdp_state::{StateDict, StateError, copy_state_dict, create_cpu_state_dict};
+use fsdp_layout::KeyPath;
+use fsdp_state::{DeferredCopies, StateDict, StateError, copy_state_dict_deferring, create_cpu_state_dict};
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::task::JoinHandle;
 use tracing::{error, info_span};
 
-use crate::{CheckpointError, SaveOptions, SaveProgress, SaveReport, Saver};
+use crate::{CheckpointError, KeptUnchanged, SaveOptions, SaveProgress, SaveReport, Saver};
 
 /// The results of a background save: its buffers and its plan, to be used again, and its outcome.
 type Finished = (StateDict, Saver, Result<SaveReport, CheckpointError>);
@@ -58,21 +60,46 @@ impl AsyncSaver {
         state: &StateDict,
         options: &SaveOptions,
     ) -> Result<Duration, CheckpointError> {
+        self.save_kept(path, state, None, options)
+    }
+
+    /// Starts a save like [`AsyncSaver::save`], but copies the tensors that `kept` keeps unchanged in the background. The
+    /// guard in it is released when they have been copied.
+    ///
+    /// # Errors
+    /// The errors of [`AsyncSaver::save`].
+    pub(crate) fn save_kept(
+        &mut self,
+        path: impl Into<Location>,
+        state: &StateDict,
+        kept: Option<KeptUnchanged>,
+        options: &SaveOptions,
+    ) -> Result<Duration, CheckpointError> {
         let start = Instant::now();
         self.wait()?;
         let staged = {
             let _span = info_span!("stage", rank = self.group.rank()).entered();
-            stage(state, self.buffers.take().unwrap_or_default())
+            stage(state, self.buffers.take().unwrap_or_default(), kept.as_ref())
         };
         // If one rank cannot copy its values, no rank may start the save: the others would wait for it.
-        let staged = self.group.agree("async_save", staged)?;
+        let (staged, later) = self.group.agree("async_save", staged)?;
         let (path, group, options) = (path.into(), self.group.clone(), options.clone());
         self.progress = options.progress.clone();
         let mut saver = std::mem::take(&mut self.saver);
         self.in_flight = self.runtime.as_ref().map(|runtime| {
             runtime.spawn_blocking(move || {
-                let outcome = saver.save(&path, &staged, &group, &options);
-                (staged, saver, outcome)
+                // Copy the rest before anything else: training may be waiting for it.
+                let copied = {
+                    let _span = info_span!("stage", rank = group.rank()).entered();
+                    later.finish()
+                };
+                let waited = kept.map(KeptUnchanged::release).unwrap_or_default();
+                // All ranks learn of an error of one before they begin to wait for each other.
+                let outcome = match group.agree("async_save", copied) {
+                    Ok(()) => saver.save(&path, &staged, &group, &options),
+                    Err(error) => Err(error.into()),
+                };
+                (staged, saver, outcome.map(|report| SaveReport { waited, ..report }))
             })
         });
         Ok(start.elapsed())
@@ -140,17 +167,23 @@ impl Drop for AsyncSaver {
     }
 }
 
-/// Copies the values of `state` into `buffers`, and returns the buffers. Allocates new ones if the layout has changed.
-fn stage(state: &StateDict, mut buffers: StateDict) -> Result<StateDict, StateError> {
-    match copy_state_dict(state, &mut buffers) {
+/// Copies the values of `state` into `buffers`, and returns the buffers. Allocates new ones if the layout has changed. What
+/// `kept` keeps unchanged is left for later.
+fn stage(
+    state: &StateDict,
+    mut buffers: StateDict,
+    kept: Option<&KeptUnchanged>,
+) -> Result<(StateDict, DeferredCopies), StateError> {
+    let can_wait = |path: &KeyPath| kept.is_some_and(|kept| kept.contains(path));
+    match copy_state_dict_deferring(state, &mut buffers, &can_wait) {
         // This is the first save, or the layout has changed since the last one.
         Err(StateError::CompanionMismatch { .. }) => {
             // The old buffers are freed first, so that there is never memory for two copies.
             drop(buffers);
             buffers = create_cpu_state_dict(state)?;
-            copy_state_dict(state, &mut buffers)?;
+            let later = copy_state_dict_deferring(state, &mut buffers, &can_wait)?;
+            Ok((buffers, later))
         }
-        copied => copied?,
+        later => Ok((buffers, later?)),
     }
-    Ok(buffers)
 }

@@ -204,16 +204,19 @@ impl Checkpointer {
         let name = name.into();
         let step = name.step();
         let path = self.prepare(name)?;
-        let state = CheckpointError::agree(&self.group, "save", None, run.state_dict())?;
+        let (state, _guard) = CheckpointError::agree(&self.group, "save", None, run.state_to_save())?;
         let report = self.saver.save_now(path, &state, &self.save_options(step))?;
         self.set_parent(Parent::of(step, report.digest));
         self.start_pruning(step);
         Ok(report)
     }
 
-    /// Starts to save the current state of a run, and returns when it has been copied; the rest runs in the background:
-    /// torch's `async_save`. Returns how long this rank had to wait: for the previous save, if that was still running,
-    /// and for the copy. Collectives: agreements.
+    /// Starts to save the current state of a run; the rest runs in the background: torch's `async_save`. Returns how long
+    /// this rank had to wait: for the previous save, if that was still running, and for the copy. Collectives: agreements.
+    ///
+    /// When it returns, the state has been copied, except what the run can keep unchanged
+    /// ([`Stateful::state_to_save`]). That is copied during the next forward and backward. An optimizer step,
+    /// and anything else that would change it, waits for the copy; [`SaveReport::waited`] says how long.
     ///
     /// # Errors
     /// The errors of [`Checkpointer::save`]. If the previous save failed, its error is returned, and the new save is
@@ -227,9 +230,10 @@ impl Checkpointer {
         let name = name.into();
         let step = name.step();
         let path = self.prepare(name)?;
-        let state = CheckpointError::agree(&self.group, "save", None, run.state_dict())?;
+        // From here on, nothing that the guard covers changes until it has been copied.
+        let (state, kept) = CheckpointError::agree(&self.group, "save", None, run.state_to_save())?;
         let options = self.save_options(step);
-        let stall = self.saver.save(path, &state, &options)?;
+        let stall = self.saver.save_kept(path, &state, kept, &options)?;
         self.saving = step;
         Ok(stall)
     }
@@ -247,7 +251,7 @@ impl Checkpointer {
     /// The same on every rank: state that [`Checkpointer::save`] would not save either, no memory tier, a full one. The
     /// newest whole step before this one is kept.
     pub fn save_to_memory(&mut self, step: u64, run: &impl Stateful) -> Result<SaveReport, CheckpointError> {
-        let state = run.state_dict();
+        let state = run.state_to_save().map(|(state, _)| state);
         self.tier()?.save(step, state, &self.options.save)
     }
 

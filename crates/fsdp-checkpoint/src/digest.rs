@@ -14,7 +14,7 @@ use crate::{CheckpointError, Stateful};
 /// # Errors
 /// The same on every rank: as [`Stateful::state_dict`] and [`digest_state_dict`].
 pub fn state_digest(run: &impl Stateful, group: &ProcessGroup) -> Result<StateDigest, CheckpointError> {
-    let state = CheckpointError::agree(group, "state_digest", None, run.state_dict())?;
+    let (state, _guard) = CheckpointError::agree(group, "state_digest", None, run.state_to_save())?;
     Ok(digest_state_dict(&state, group)?)
 }
 
@@ -32,6 +32,6 @@ pub fn state_digest(run: &impl Stateful, group: &ProcessGroup) -> Result<StateDi
 /// [`HybridShard`]: fsdp_nn::ShardingStrategy::HybridShard
 /// [`StateError::ReplicasDiffer`]: fsdp_state::StateError::ReplicasDiffer
 pub fn check_replicas(run: &impl Stateful, group: &ProcessGroup) -> Result<(), CheckpointError> {
-    let state = CheckpointError::agree(group, "check_replicas", None, run.state_dict())?;
+    let (state, _guard) = CheckpointError::agree(group, "check_replicas", None, run.state_to_save())?;
     Ok(fsdp_state::check_replicas(&state, group)?)
 }

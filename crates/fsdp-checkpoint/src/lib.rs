@@ -49,4 +49,4 @@ pub use load::{load, load_in_place, load_whole};
 pub use retention::{Retention, prune};
 pub use save::{SaveOptions, SaveProgress, SaveReport, Saver, save};
 pub use source::CheckpointSource;
-pub use stateful::{Stateful, TrainState};
+pub use stateful::{KeptUnchanged, Stateful, TrainState};

@@ -94,6 +94,9 @@ pub struct SaveReport {
     pub digest: Option<Digest>,
     /// The time from the call to the commit, on this rank.
     pub duration: Duration,
+    /// The time for which an optimizer step, or another change of the state, waited for the copy of a save in the background
+    /// on this rank.
+    pub waited: Duration,
 }
 
 /// Saves a state dict as a DCP checkpoint directory at `path`, a path or a URL ([`Location`]): torch's `dcp.save`.
@@ -201,7 +204,8 @@ impl Saver {
         let digest: Option<Digest> = group.broadcast_object(Some(&digest), PLANNER)?;
         let CachedPlan { rank_bytes, total_bytes, .. } = *cached;
         self.last = this_save;
-        let report = SaveReport { rank_bytes, total_bytes, linked_bytes, digest, duration: start.elapsed() };
+        let (duration, waited) = (start.elapsed(), Duration::ZERO);
+        let report = SaveReport { rank_bytes, total_bytes, linked_bytes, digest, duration, waited };
         debug!(rank_bytes, total_bytes, seconds = report.duration.as_secs_f64(), "saved");
         Ok(report)
     }

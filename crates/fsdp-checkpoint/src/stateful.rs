@@ -1,11 +1,12 @@
 //! State that can be saved and loaded: the trait [`Stateful`], and [`TrainState`], which is enough for most runs.
 
+use std::time::Duration;
+
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_layout::{KeyPath, PathPart};
-use fsdp_nn::state::{LiveTarget, StatePrefixes};
-use fsdp_nn::torch::{StateDictOptions, get_model_state_dict, get_optimizer_state_dict};
-use fsdp_nn::{AveragedModel, FullyShardedDataParallel, GradScaler, NnError, Optimizer, ShardedSampler};
+use fsdp_nn::state::{LiveTarget, MissingState, StatePrefixes, live_model_state_dict, live_optim_state_dict};
+use fsdp_nn::{AveragedModel, FullyShardedDataParallel, GradScaler, NnError, Optimizer, ShardedSampler, Unchanged};
 use fsdp_state::{
     LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateValue, flatten_state_dict, load_state,
     set_element,
@@ -26,6 +27,17 @@ pub trait Stateful {
     /// An error of this rank only. A save turns it into an error on every rank.
     fn state_dict(&self) -> Result<StateDict, CheckpointError>;
 
+    /// Returns the state for a save, which only reads it, with a guard for the part of it that a save in the background
+    /// may copy during the next forward and backward. Without a guard all of it is copied at once. No communication.
+    ///
+    /// The default is [`Self::state_dict`] without a guard.
+    ///
+    /// # Errors
+    /// The errors of [`Self::state_dict`].
+    fn state_to_save(&self) -> Result<(StateDict, Option<KeptUnchanged>), CheckpointError> {
+        Ok((self.state_dict()?, None))
+    }
+
     /// Loads the state from a checkpoint that every rank of `group` has opened. Collective.
     ///
     /// # Errors
@@ -37,6 +49,34 @@ pub trait Stateful {
         group: &ProcessGroup,
         options: &LoadOptions,
     ) -> Result<LoadReport, CheckpointError>;
+}
+
+/// A guard that keeps the sharded tensors below some keys of a state dict unchanged until they have been copied. Other values
+/// below these keys are copied at once.
+#[derive(Debug)]
+pub struct KeptUnchanged {
+    keys: Vec<String>,
+    guard: Unchanged,
+}
+
+impl KeptUnchanged {
+    /// Makes a guard of the sharded tensors below these keys, all of which `guard` must keep unchanged: they are
+    /// parameters of its model, state of its optimizers, or averages.
+    #[must_use]
+    pub fn new(keys: impl IntoIterator<Item = impl Into<String>>, guard: Unchanged) -> Self {
+        KeptUnchanged { keys: keys.into_iter().map(Into::into).collect(), guard }
+    }
+
+    /// Returns `true` for the path of a value that does not change if it is a sharded tensor.
+    pub(crate) fn contains(&self, path: &KeyPath) -> bool {
+        let [PathPart::Key(first), _, ..] = path.0.as_slice() else { return false };
+        self.keys.contains(first)
+    }
+
+    /// Allows changes again, and returns how long one has waited for that.
+    pub(crate) fn release(self) -> Duration {
+        self.guard.release()
+    }
 }
 
 /// A state dict is saved as it is. A load fills its tensors in place and replaces its plain values, as
@@ -138,6 +178,28 @@ impl<M> TrainState<M> {
     #[must_use]
     pub fn new(model: FullyShardedDataParallel<M>, optimizers: Vec<Optimizer>) -> Self {
         TrainState { model, optimizers, sampler: None, scaler: None, average: None, values: StateDict::new() }
+    }
+
+    /// Returns the whole state. Tensors are views of the live ones, for reading.
+    fn views(&self) -> Result<StateDict, CheckpointError> {
+        let parameters = self.model.parameters();
+        // They would be saved as the weights, which are elsewhere.
+        if parameters.has_average() {
+            return Err(NnError::Swapped.into());
+        }
+        if self.optimizers.iter().any(|optimizer| !optimizer.belongs_to(parameters)) {
+            return Err(NnError::ForeignOptimizer.into());
+        }
+        let mut state = StateDict::new();
+        state.insert(MODEL, live_model_state_dict(parameters)?);
+        if !self.optimizers.is_empty() {
+            let optimizers: Vec<&Optimizer> = self.optimizers.iter().collect();
+            state.insert(OPTIM, live_optim_state_dict(&optimizers, MissingState::Initial)?);
+        }
+        for (key, value) in self.beside()? {
+            state.insert_new(key, value)?;
+        }
+        Ok(state)
     }
 
     /// Returns the run's plain values, and the states of sampler, scaler and average under their keys. Tensors share
@@ -247,22 +309,16 @@ fn set_sampler_and_scaler(
 
 impl<M> Stateful for TrainState<M> {
     fn state_dict(&self) -> Result<StateDict, CheckpointError> {
-        let parameters = self.model.parameters();
-        // They would be saved as the weights, which are elsewhere.
-        if parameters.has_average() {
-            return Err(NnError::Swapped.into());
-        }
-        let views = StateDictOptions { share_storage: true, ..StateDictOptions::default() };
-        let mut state = StateDict::new();
-        state.insert(MODEL, get_model_state_dict(parameters, &views)?);
-        if !self.optimizers.is_empty() {
-            let optimizers: Vec<&Optimizer> = self.optimizers.iter().collect();
-            state.insert(OPTIM, get_optimizer_state_dict(parameters, &optimizers, &views)?);
-        }
-        for (key, value) in self.beside()? {
-            state.insert_new(key, value)?;
-        }
+        let state = self.views()?;
+        // The caller may write to the views.
+        self.model.parameters().lend()?;
         Ok(state)
+    }
+
+    fn state_to_save(&self) -> Result<(StateDict, Option<KeptUnchanged>), CheckpointError> {
+        let state = self.views()?;
+        let guard = self.model.parameters().keep_unchanged();
+        Ok((state, guard.map(|guard| KeptUnchanged::new([MODEL, OPTIM, AVERAGE], guard))))
     }
 
     fn load_state_dict(

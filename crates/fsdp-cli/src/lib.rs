@@ -205,13 +205,15 @@ fn prepare_training(command: &Command) {
         unsafe { std::env::set_var(cpu_threads::SPIN_VARIABLE, cpu_threads::SPINS.to_string()) };
     }
     // glibc gives large blocks back to the system as soon as they are free. Each step would then take them anew, and the
-    // system would set every page to zero again: a quarter of the time of small models.
+    // system would set every page to zero again: a quarter of the time of small models. The pad is what a thread's heap grows
+    // by. It is not larger because glibc uses the whole of it before it joins the small free blocks that aligned ones leave
+    // between them, so each refused connection would add to the memory of the thread that listens.
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: the options are numbers that glibc checks, and no other thread allocates yet.
     unsafe {
         libc::mallopt(libc::M_MMAP_THRESHOLD, 32 << 20);
         libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX);
-        libc::mallopt(libc::M_TOP_PAD, 64 << 20);
+        libc::mallopt(libc::M_TOP_PAD, 16 << 20);
     }
 }
 

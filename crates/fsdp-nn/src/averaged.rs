@@ -100,6 +100,7 @@ impl AveragedModel {
         if self.parameters.has_average() {
             return Err(NnError::Swapped);
         }
+        self.parameters.wait_for_readers();
         let weight = if self.n_averaged == 0 { 1.0 } else { 1.0 - self.decay };
         for (fqn, average) in &self.average {
             let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else { continue };
@@ -130,6 +131,7 @@ impl AveragedModel {
             return Err(NnError::Swapped);
         }
         self.parameters.reshard()?;
+        self.parameters.wait_for_readers();
         for (fqn, average) in &self.average {
             self.parameters.begin_change(fqn)?;
             let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else { continue };
@@ -215,6 +217,7 @@ impl AveragedModel {
         for (fqn, target, values) in &taken {
             check_values(fqn, values, target)?;
         }
+        self.parameters.wait_for_readers();
         for (_, target, values) in &taken {
             write_boxes(values, target)?;
         }

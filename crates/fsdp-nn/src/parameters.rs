@@ -18,6 +18,7 @@ use crate::handle::FlatParamHandle;
 use crate::registry::{SharedRegistry, lock};
 use crate::settings::CurrentSettings;
 use crate::shared::Shared;
+use crate::unchanged::Unchanged;
 use crate::wrap::WrappedUnits;
 use crate::{NnError, Result, ShardingStrategy};
 
@@ -370,8 +371,26 @@ impl ShardedParameters {
     /// [`NnError::UnitInUse`] inside a forward; candle's errors.
     pub fn lend(&self) -> Result<()> {
         self.reshard()?;
+        self.shared.readers.wait();
         self.shared.lend();
         Ok(())
+    }
+
+    /// Returns a guard. As long as it lives, whatever would change these parameters, the state of their optimizers or an
+    /// average of them waits: [`Optimizer::step`](crate::Optimizer::step), [`Self::lend`], [`Self::set_parameter`],
+    /// loads, [`AveragedModel::update`](crate::AveragedModel::update). Forwards and backwards do not wait. A save in the
+    /// background copies the state meanwhile. Returns `None` once views have been lent ([`Self::lend`]), because whoever
+    /// has them may write at any time. No communication.
+    ///
+    /// Move the guard to the thread that reads: a thread that holds the guard and changes the parameters waits forever.
+    #[must_use]
+    pub fn keep_unchanged(&self) -> Option<Unchanged> {
+        (!self.shared.is_lent()).then(|| Unchanged::new(&self.shared.readers))
+    }
+
+    /// Waits until nobody [keeps the values unchanged](Self::keep_unchanged).
+    pub(crate) fn wait_for_readers(&self) {
+        self.shared.readers.wait();
     }
 
     /// Drops all gradients: torch's `zero_grad(set_to_none=True)`.

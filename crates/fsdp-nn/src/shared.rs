@@ -2,9 +2,11 @@
 //! and of bytes.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::DType;
+
+use crate::unchanged::Readers;
 
 /// The state that all units of one model share.
 #[derive(Debug, Default)]
@@ -29,6 +31,8 @@ pub(crate) struct Shared {
     reductions: AtomicU64,
     /// `true` while the parameters have the values of an average, which has theirs.
     has_average: AtomicBool,
+    /// The readers of the values, for whom changes wait.
+    pub(crate) readers: Arc<Readers>,
     /// The units in the order in which they were made.
     units: Mutex<Vec<UnitState>>,
     /// Bytes of parameters that this rank holds now.
@@ -109,6 +113,11 @@ impl Shared {
     /// Records that views of the shards were lent to be written into.
     pub(crate) fn lend(&self) {
         self.lent.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns `true` if somebody may write into views of the shards at any time.
+    pub(crate) fn is_lent(&self) -> bool {
+        self.lent.load(Ordering::Relaxed)
     }
 
     /// Returns `true` on the first call only: the caller then looks for parameters without a gradient.

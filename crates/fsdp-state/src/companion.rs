@@ -3,6 +3,7 @@
 
 use std::collections::HashSet;
 
+use fsdp_flat::ShardedTensor;
 use fsdp_layout::{KeyPath, PathPart};
 
 use crate::memory::copy_into;
@@ -80,14 +81,15 @@ pub(crate) fn same_leaf(path: &KeyPath, value: &StateValue, companion: &StateVal
 pub(crate) fn copy_leaf(value: &StateValue, companion: &StateValue) -> Result<StateValue, StateError> {
     match (value, companion) {
         (StateValue::Tensor(from), StateValue::Tensor(to)) => copy_into(from, to)?,
-        (StateValue::Sharded(from), StateValue::Sharded(to)) => {
-            for (from, to) in from.shards().iter().zip(to.shards()) {
-                copy_into(&from.tensor, &to.tensor)?;
-            }
-        }
+        (StateValue::Sharded(from), StateValue::Sharded(to)) => copy_shards(from, to)?,
         (value, _) => return Ok(value.clone()),
     }
     Ok(companion.clone())
+}
+
+/// Copies the elements of a rank's boxes into those of a tensor with the same boxes.
+pub(crate) fn copy_shards(from: &ShardedTensor, to: &ShardedTensor) -> Result<(), StateError> {
+    from.shards().iter().zip(to.shards()).try_for_each(|(from, to)| copy_into(&from.tensor, &to.tensor))
 }
 
 /// Describes a value's kind, dtype, shape and boxes, for messages.

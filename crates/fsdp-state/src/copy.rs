@@ -1,14 +1,13 @@
 //! State dicts of the same structure: made on the CPU, compared, and copied from one to the other.
 
+use candle_core::Tensor;
 use fsdp_flat::storage::zeros;
 use fsdp_flat::{RawTensor, ShardedTensor};
 use fsdp_layout::KeyPath;
 
-use crate::companion::{check_dict, same_leaf};
+use crate::companion::{check_dict, copy_leaf, copy_shards, same_leaf};
 use crate::traverse::leaves;
-use crate::{
-    IterateOptions, Keep, StateDict, StateDictCallbacks, StateError, StateValue, get_element, iterate_state_dict,
-};
+use crate::{IterateOptions, StateDict, StateDictCallbacks, StateError, StateValue, get_element, iterate_state_dict};
 
 /// Makes a dict of the same structure whose tensors are zeros on the CPU, in memory of their own. Copies can be made
 /// into it again and again. Sharded tensors keep their boxes; plain values are copied. torch's
@@ -36,7 +35,7 @@ pub fn create_cpu_state_dict(state: &StateDict) -> Result<StateDict, StateError>
             Ok(ShardedTensor::zeros(tensor.dtype(), tensor.shape(), &tensor.boxes())?.into())
         }
 
-        fn tensor(&mut self, _: &KeyPath, tensor: &candle_core::Tensor) -> Result<StateValue, StateError> {
+        fn tensor(&mut self, _: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
             Ok(zeros(tensor.dims(), tensor.dtype())?.into())
         }
 
@@ -86,10 +85,89 @@ pub fn check_state_dict_similarity(a: &StateDict, b: &StateDict) -> bool {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn copy_state_dict(state: &StateDict, copy: &mut StateDict) -> Result<(), StateError> {
+    copy_state_dict_deferring(state, copy, &|_| false)?.finish()
+}
+
+/// Copies like [`copy_state_dict`], but leaves out the sharded tensors that `can_wait` selects by their paths. They are
+/// copied by [`DeferredCopies::finish`], on any thread, and must stay as they are until then. Sharded tensors that are not on
+/// the CPU are copied at once, because another thread would not wait for the device to compute them. No communication.
+///
+/// # Errors
+/// The errors of [`copy_state_dict`].
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_flat::ShardedTensor;
+/// use fsdp_state::{StateDict, StateValue, copy_state_dict_deferring, create_cpu_state_dict};
+/// let weight = ShardedTensor::from_whole(&Tensor::ones(2, DType::F32, &Device::Cpu)?);
+/// let state: StateDict = [("weight", weight.into()), ("step", 3i64.into())].into_iter().collect();
+/// let mut copy = create_cpu_state_dict(&state)?;
+/// let later = copy_state_dict_deferring(&state, &mut copy, &|path| path.below(&["weight"]).is_some())?;
+/// assert_eq!(copy.plain_at(&["step"]).and_then(|step| step.as_int()), Some(3));
+/// later.finish()?; // as a rule on another thread
+/// let copied = &copy.get("weight").and_then(StateValue::as_sharded).unwrap().shards()[0].tensor;
+/// assert_eq!(copied.to_vec1::<f32>()?, [1., 1.]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn copy_state_dict_deferring(
+    state: &StateDict,
+    copy: &mut StateDict,
+    can_wait: &dyn Fn(&KeyPath) -> bool,
+) -> Result<DeferredCopies, StateError> {
     check(state, copy)?;
-    let options = IterateOptions { companion: Some(copy), ..IterateOptions::default() };
-    *copy = iterate_state_dict(state, &mut Keep, &options)?;
-    Ok(())
+    let mut copier = Copier { copy, can_wait, later: DeferredCopies::default() };
+    let copied = iterate_state_dict(state, &mut copier, &IterateOptions::default())?;
+    let later = copier.later;
+    *copy = copied;
+    Ok(later)
+}
+
+/// The copies that [`copy_state_dict_deferring`] has left for later.
+#[derive(Debug, Default)]
+#[must_use = "the copy is not complete without them"]
+pub struct DeferredCopies(Vec<(ShardedTensor, ShardedTensor)>);
+
+impl DeferredCopies {
+    /// Makes the copies. No communication.
+    ///
+    /// # Errors
+    /// Memory that was released meanwhile.
+    pub fn finish(self) -> Result<(), StateError> {
+        self.0.iter().try_for_each(|(from, to)| copy_shards(from, to))
+    }
+}
+
+/// Copies the leaves of a dict to the same places of another.
+struct Copier<'a> {
+    copy: &'a StateDict,
+    can_wait: &'a dyn Fn(&KeyPath) -> bool,
+    later: DeferredCopies,
+}
+
+impl Copier<'_> {
+    fn copy(&self, path: &KeyPath, value: StateValue) -> Result<StateValue, StateError> {
+        match get_element(self.copy, path) {
+            Some(companion) => copy_leaf(&value, companion),
+            None => Ok(value),
+        }
+    }
+}
+
+impl StateDictCallbacks for Copier<'_> {
+    fn sharded(&mut self, path: &KeyPath, tensor: &ShardedTensor) -> Result<StateValue, StateError> {
+        if let Some(StateValue::Sharded(to)) = get_element(self.copy, path)
+            && tensor.shards().iter().chain(to.shards()).all(|shard| shard.tensor.device().is_cpu())
+            && (self.can_wait)(path)
+        {
+            self.later.0.push((tensor.clone(), to.clone()));
+            return Ok(to.clone().into());
+        }
+        self.copy(path, tensor.clone().into())
+    }
+
+    fn tensor(&mut self, path: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
+        self.copy(path, tensor.clone().into())
+    }
 }
 
 fn check(a: &StateDict, b: &StateDict) -> Result<(), StateError> {

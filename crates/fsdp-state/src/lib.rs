@@ -49,7 +49,9 @@ pub use collectives::{
     distribute_tensors, gather, gather_sharded_tensor, gather_state_dict, gather_state_dict_into,
     reshard_sharded_tensor, reshard_sharded_tensors, reshard_state_dict,
 };
-pub use copy::{check_state_dict_similarity, copy_state_dict, create_cpu_state_dict};
+pub use copy::{
+    DeferredCopies, check_state_dict_similarity, copy_state_dict, copy_state_dict_deferring, create_cpu_state_dict,
+};
 pub use digest::digest_state_dict;
 pub use engine::{LoadError, LoadOptions, Source, Target, load_state};
 pub use error::StateError;

@@ -1,7 +1,6 @@
 //! The cost of a save in the background for training: the stall, and the steps after it.
 
-use anyhow::Result;
-use fsdp::checkpoint::AsyncSaver;
+use anyhow::{Context as _, Result};
 use fsdp::prelude::*;
 
 use crate::figures::{Case, Figures, Pairs};
@@ -19,20 +18,22 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: usize, figures: &mut Figures) -> Res
         let own = state_bytes(&training.state()?);
         let bytes = total(&group, own)?;
         let (source, mut target) = (vec![1u8; own], vec![2u8; own]);
-        let mut saver = AsyncSaver::new(&group)?;
-        let options = SaveOptions { overwrite: true, ..SaveOptions::default() };
+        let save = SaveOptions { overwrite: true, ..SaveOptions::default() };
+        let options = CheckpointerOptions { save, ..CheckpointerOptions::default() };
+        let mut checkpointer = Checkpointer::new(bench.directory, &group, options)?;
         let path = bench.directory.join("behind");
         // The first one allocates the buffers.
-        saver.save(&path, &training.state()?, &options)?;
-        saver.wait()?;
+        checkpointer.save_async(&path, &training.run)?;
+        checkpointer.wait()?;
         let (mut stalls, mut steps) = (Pairs::default(), Pairs::default());
         for _ in 0..bench.runs {
             let limit = timed(&group, || Ok(limits::copy_warm(&source, &mut target)))?.time;
             let without = timed(&group, || (0..STEPS).try_for_each(|_| training.step()))?.time;
-            let stall = timed(&group, || Ok(saver.save(&path, &training.state()?, &options)?))?.time;
+            let stall = timed(&group, || Ok(checkpointer.save_async(&path, &training.run)?))?.time;
             let with = timed(&group, || (0..STEPS).try_for_each(|_| training.step()))?.time;
-            saver.wait()?;
-            stalls.push(stall, limit);
+            let report = checkpointer.wait()?.context("no save was running")?;
+            // The first step may have waited for the copy before it changed the weights.
+            stalls.push(stall + report.waited, limit);
             steps.push(with, without);
         }
         group.barrier()?;

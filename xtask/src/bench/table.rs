@@ -26,8 +26,8 @@ const TARGETS: [Target; 12] = [
     Target { case: "reshard 4 to 2", limit: "", limit_ratio: Some(0.9), torch_ratio: None },
     Target { case: "DCP to torch", limit: "", limit_ratio: Some(0.9), torch_ratio: None },
     Target { case: "hashing", limit: "", limit_ratio: Some(20.0), torch_ratio: None },
-    Target { case: "async save, stall", limit: "", limit_ratio: Some(1.0 / 1.2), torch_ratio: None },
-    Target { case: "10 steps after async save", limit: "", limit_ratio: Some(1.0 / 1.1), torch_ratio: None },
+    Target { case: "async save, stall", limit: "", limit_ratio: Some(1.0 / 0.15), torch_ratio: None },
+    Target { case: "10 steps after async save", limit: "", limit_ratio: Some(1.0 / 1.02), torch_ratio: None },
 ];
 
 /// The size of state for which targets are set.

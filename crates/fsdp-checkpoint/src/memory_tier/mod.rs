@@ -21,7 +21,7 @@ mod run_directory;
 mod send;
 
 use std::collections::BTreeSet;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::storage::{Durable, clean_stale};
@@ -110,7 +110,8 @@ impl MemoryTier {
             })?;
         }
         let total_bytes = group.all_gather_object(&rank_bytes)?.into_iter().sum();
-        Ok(SaveReport { rank_bytes, total_bytes, linked_bytes: 0, digest: None, duration: clock.elapsed() })
+        let (duration, waited) = (clock.elapsed(), Duration::ZERO);
+        Ok(SaveReport { rank_bytes, total_bytes, linked_bytes: 0, digest: None, duration, waited })
     }
 
     /// Returns the number of this start of the job, for a save of `step`. There is a new one for the first save, and

@@ -10,6 +10,7 @@ mod from_checkpoint;
 mod in_place;
 mod incremental;
 mod memory_tier;
+mod overlapped;
 mod plan_cache;
 mod read_once;
 mod reshard;

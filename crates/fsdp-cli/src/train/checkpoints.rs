@@ -199,7 +199,7 @@ impl Checkpoints {
             None => info_span!("wait for the save before").in_scope(|| self.checkpointer.wait()),
         };
         match outcome.with_context(|| self.failed(step))? {
-            Some(saved) => self.report(step, &saved, stall, report),
+            Some(saved) => self.report(step, &saved, stall + saved.waited, report),
             None => Ok(()),
         }
     }
@@ -218,7 +218,7 @@ impl Checkpoints {
         match self.checkpointer.wait() {
             Ok(Some(saved)) => {
                 started.outcome = Some(Ok(None));
-                self.report(step, &saved, stall, Some(report))
+                self.report(step, &saved, stall + saved.waited, Some(report))
             }
             outcome => {
                 started.outcome = Some(outcome);

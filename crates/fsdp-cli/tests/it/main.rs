@@ -32,4 +32,6 @@ mod report;
 #[cfg(feature = "train")]
 mod stop;
 #[cfg(feature = "train")]
+mod strangers;
+#[cfg(feature = "train")]
 mod train;

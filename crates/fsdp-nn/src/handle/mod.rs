@@ -408,9 +408,10 @@ impl FlatParamHandle {
         if state.users > 0 { Err(NnError::UnitInUse { unit: self.name.clone() }) } else { Ok(()) }
     }
 
-    /// Prepares a change of the unit's values: removes the gathered copy of the old values, and makes the backward of a
-    /// forward that used them an error. No communication.
+    /// Prepares a change of the unit's values: waits for those who read them, removes the gathered copy of the old
+    /// values, and makes the backward of a forward that used them an error. No communication.
     pub(crate) fn begin_change(&self) -> Result<()> {
+        self.shared.readers.wait();
         let mut state = self.state();
         self.check_unused(&state)?;
         self.discard_ahead()?;

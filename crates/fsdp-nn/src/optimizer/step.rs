@@ -54,6 +54,8 @@ impl Optimizer {
         self.parameters.handles.iter().try_for_each(|handle| handle.check_backward_ended())?;
         // Release all gathered parameters before shards change, also those of units without a gradient.
         self.parameters.reshard()?;
+        // A save in the background may still be copying the shards and the state.
+        self.parameters.wait_for_readers();
         // Step 2: update the groups that need no other rank. The groups after them communicate, and tell an error of these.
         let mut outcome = Ok(());
         for (index, (algorithm, has_gradients)) in begun.into_iter().enumerate() {

@@ -101,7 +101,12 @@ pub fn get_optimizer_state_dict(
     optimizers: &[&Optimizer],
     options: &StateDictOptions,
 ) -> Result<StateDict> {
-    finish(parameters.group(), optimizer_views(parameters, optimizers, options), options)
+    let views = optimizer_views(parameters, optimizers, options);
+    if options.share_storage {
+        // The caller may write to the views at any time, so no copy of the state can be left for later.
+        parameters.shared.lend();
+    }
+    finish(parameters.group(), views, options)
 }
 
 /// Returns views of the live optimizers' state, in the format and under the names of the state dict.

@@ -100,6 +100,8 @@ impl<'a> LiveTarget<'a> {
         if optimizers.iter().any(|optimizer| !optimizer.parameters().is_same_model(parameters)) {
             return Err(NnError::ForeignOptimizer);
         }
+        // A load writes into the live tensors.
+        parameters.wait_for_readers();
         Ok(LiveTarget {
             parameters,
             optimizers,

@@ -1,0 +1,84 @@
+//! Values that stay as they are while they are being read, such as by a save in the background.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tracing::info_span;
+
+/// A guard, from [`ShardedParameters::keep_unchanged`](crate::ShardedParameters::keep_unchanged). As long as it lives,
+/// the parameters, the state of their optimizers, and averages of them stay as they are. Whatever would change them
+/// waits.
+#[derive(Debug)]
+pub struct Unchanged {
+    readers: Arc<Readers>,
+}
+
+impl Unchanged {
+    pub(crate) fn new(readers: &Arc<Readers>) -> Self {
+        readers.begin();
+        Unchanged { readers: Arc::clone(readers) }
+    }
+
+    /// Allows changes again, and returns how long one has waited for that; zero if none has.
+    pub fn release(self) -> Duration {
+        self.readers.waited()
+    }
+}
+
+impl Drop for Unchanged {
+    fn drop(&mut self) {
+        self.readers.end();
+    }
+}
+
+/// The readers of values that must not change meanwhile.
+#[derive(Debug, Default)]
+pub(crate) struct Readers {
+    state: Mutex<Reading>,
+    ended: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Reading {
+    /// The number of readers.
+    readers: usize,
+    /// The time at which the first change began to wait for these readers.
+    waiting_since: Option<Instant>,
+}
+
+impl Readers {
+    /// Waits until nobody reads. Called before any value changes.
+    pub(crate) fn wait(&self) {
+        let mut reading = self.lock();
+        if reading.readers == 0 {
+            return;
+        }
+        let _span = info_span!("wait for a copy of the state").entered();
+        reading.waiting_since.get_or_insert_with(Instant::now);
+        while reading.readers > 0 {
+            reading = self.ended.wait(reading).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn begin(&self) {
+        self.lock().readers += 1;
+    }
+
+    fn end(&self) {
+        let mut reading = self.lock();
+        reading.readers -= 1;
+        if reading.readers == 0 {
+            reading.waiting_since = None;
+            self.ended.notify_all();
+        }
+    }
+
+    /// Returns how long a change has waited so far.
+    fn waited(&self) -> Duration {
+        self.lock().waiting_since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Reading> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
