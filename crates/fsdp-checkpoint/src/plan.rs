@@ -133,7 +133,8 @@ impl PlanCache {
     }
 }
 
-/// Checks that ranks with the same key have the same plain value.
+/// Checks that ranks with the same key have the same plain value. `reported` has for each rank the number of its cached
+/// plan, and the key and hash of each of its plain values.
 fn check_values(group: &ProcessGroup, reported: &[(u64, Vec<(String, u64)>)]) -> Result<(), CheckpointError> {
     let mut first: HashMap<&str, (usize, u64)> = HashMap::new();
     for (&rank, (_, values)) in group.global_ranks().iter().zip(reported) {

@@ -123,7 +123,8 @@ impl ProcessGroup {
         })
     }
 
-    /// Reduces every rank's `buffer` into every rank's `buffer`. torch's `all_reduce`. Every element is reduced in rank
+    /// Reduces the buffers of all ranks element by element, and gives every rank the result in its `buffer`. torch's
+    /// `all_reduce`. Every element is reduced in rank
     /// order, so all ranks end with the same bits.
     ///
     /// # Errors

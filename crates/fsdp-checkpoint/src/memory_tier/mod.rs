@@ -214,8 +214,9 @@ impl MemoryTier {
         const OPERATION: &str = "clear the memory tier";
         let group = self.group.clone();
         let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else { return Ok(()) };
-        // The next save makes new ones.
+        // The next save makes new directories.
         self.run_directory = None;
+        // The ranks of a host share its directory, so only the first of them removes it.
         let removed = if hosts[group.rank()] == group.rank() { remove(&root) } else { Ok(()) };
         CheckpointError::agree(&group, OPERATION, None, removed)
     }

@@ -31,6 +31,7 @@ const LAST_LINE_BYTES: usize = 400;
 
 /// The threads that copy lines.
 pub(super) struct Lines {
+    /// Nothing is ever sent: each thread holds a clone, and `ended` closes when all of them are dropped.
     running: Sender<Infallible>,
     ended: Receiver<Infallible>,
     progress: Arc<Progress>,
@@ -69,6 +70,8 @@ impl Lines {
         Ok(())
     }
 
+    /// Starts the thread that copies one stream of a process. `running` is dropped when the thread ends, which is how
+    /// [`finish`](Self::finish) notices that all threads have ended.
     fn start(&self, rank: usize, from: impl Read + Send + 'static, to: Stream) -> Result<()> {
         let (running, progress) = (self.running.clone(), Arc::clone(&self.progress));
         let last = (to == Stream::Stderr).then(|| Arc::clone(&self.last));

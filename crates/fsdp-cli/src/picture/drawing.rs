@@ -122,7 +122,7 @@ fn draw(holdings: &Holdings<'_>, limit: usize, top: f64) -> (String, f64) {
     (drawn, y)
 }
 
-/// Writes a name at the left of a line.
+/// Writes a name at the left of a line, shortened to fit. A tooltip shows more of it.
 fn label(drawn: &mut String, name: &str, y: f64) {
     let _ = write!(
         drawn,

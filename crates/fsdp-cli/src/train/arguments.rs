@@ -84,6 +84,7 @@ impl ScheduleName {
         }
     }
 
+    /// Returns the library's option.
     pub(super) const fn decay(self) -> Decay {
         match self {
             ScheduleName::Constant => Decay::Constant,

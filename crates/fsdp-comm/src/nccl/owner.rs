@@ -237,6 +237,7 @@ impl Owned {
 
 /// The conditions that end a wait of the thread: the loss of another rank, and the deadline.
 struct Watch {
+    /// The sockets between the ranks of the communicator, over which a lost rank is noticed.
     control: Arc<TcpBackend>,
     number: u64,
     sequence: u64,
@@ -251,6 +252,7 @@ impl Watch {
         Watch { control: Arc::clone(control), number, sequence, operation: operation.to_owned(), deadline, until }
     }
 
+    /// Returns this rank in the group that `control` connects, whose ranks are those of the communicator.
     fn control_rank(&self) -> usize {
         self.control.rank()
     }

@@ -159,11 +159,14 @@ impl<'a> DictSource<'a> {
     fn known_boxes(&self, group: &ProcessGroup, wanted: &Wanted, wanted_on: &WantedOn<'_>) -> Option<HaveWantOfRanks> {
         let (path, leaf) = self.schema.get(wanted.position)?;
         let have = |rank| match (self.root, &self.boxes_on) {
+            // Only the root has a dict. Its tensors are whole, unless they are sharded ones.
             (Some(root), _) if rank != root => Some(Vec::new()),
             (Some(_), _) if !leaf.is_sharded() => Some(vec![TensorBox::whole(leaf.tensor()?.1)]),
+            // Every rank has a dict, and the boxes of each can be computed.
             (None, Some(boxes_on)) => boxes_on(path, rank),
             _ => None,
         };
+        // If the boxes of a single rank are unknown, all ranks have to be asked.
         let ranks = 0..group.world_size();
         let have = ranks.clone().map(have).collect::<Option<Vec<_>>>()?;
         let want = ranks.map(|rank| wanted_on(wanted, rank)).collect::<Option<Vec<_>>>()?;
