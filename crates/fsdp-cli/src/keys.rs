@@ -36,6 +36,8 @@ impl<'a> Keys<'a> {
         self.include.as_ref().is_none_or(|include| include.set.is_match(key)) && !self.exclude.set.is_match(key)
     }
 
+    /// Returns what becomes of a key: it is dropped if it is not selected. The first rule that fits renames it, and
+    /// then the prefix is put before it.
     pub(crate) fn rename(&self, key: &str) -> Rename {
         if !self.selects(key) {
             return Rename::Drop;
@@ -91,6 +93,7 @@ struct Globs<'a> {
 }
 
 impl<'a> Globs<'a> {
+    /// Compiles globs.
     fn new(globs: &'a [String]) -> Result<Self> {
         let mut set = GlobSetBuilder::new();
         for glob in globs {

@@ -406,6 +406,7 @@ fn quoted(names: &[String]) -> String {
     names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
 }
 
+/// Returns the end of a message that names ranks.
 fn on_ranks(ranks: &[usize]) -> String {
     match ranks {
         [] => String::new(),

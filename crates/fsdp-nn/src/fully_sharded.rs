@@ -97,6 +97,8 @@ impl<M> FullyShardedDataParallel<M> {
         Self::build(group, &config, Some(shapes), build)
     }
 
+    /// Builds the module with parameters whose storages are empty, and then their shards. With `shapes`, these decide
+    /// which parameters exist.
     fn build(
         group: ProcessGroup,
         config: &FsdpConfig,

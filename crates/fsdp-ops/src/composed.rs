@@ -32,6 +32,7 @@ pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[a, b], D::Minus1)
 }
 
+/// Rotates neighbouring elements as pairs.
 pub(crate) fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let (batch, heads, time, width) = x.dims4()?;
     let pairs = x.reshape((batch, heads, time, width / 2, 2))?;

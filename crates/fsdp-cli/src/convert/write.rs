@@ -113,6 +113,7 @@ impl<'a> Destination<'a> {
         Destination { plan, ..self }
     }
 
+    /// Creates a destination from the options that all writing commands have.
     pub(super) fn new(path: &'a Location, target: OutputFormat, name: &'static str, writing: &WriteArguments) -> Self {
         Destination {
             path,
@@ -320,6 +321,7 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
 }
 
 impl Written {
+    /// Returns the report of what will be written, in which the rest is filled in later.
     fn planned(source: &dyn Checkpoint, destination: &Destination<'_>) -> Self {
         let sizes = || source.metadata().tensors().map(|(_, tensor)| inspect::bytes(tensor));
         let largest = sizes().max().unwrap_or(0);

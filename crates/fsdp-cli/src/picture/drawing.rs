@@ -40,6 +40,7 @@ pub(super) fn body(holdings: &Holdings<'_>, limit: usize) -> String {
     )
 }
 
+/// Returns the line of text above the picture.
 fn summary(holdings: &Holdings<'_>) -> String {
     let (tensors, files) = (holdings.tensors().len(), holdings.holders.len());
     format!(

@@ -152,6 +152,8 @@ impl State {
         Ok(State::of_metadata(checkpoint.metadata()))
     }
 
+    /// Returns the state of a checkpoint. Tensors with dimensions are in units by their names and dtypes, as if a model
+    /// had them.
     fn of_metadata(metadata: &Metadata) -> Self {
         let mut state = State { order: metadata.entries.keys().cloned().collect(), ..State::default() };
         let mut units: IndexMap<(&str, &str, DType), Unit> = IndexMap::new();

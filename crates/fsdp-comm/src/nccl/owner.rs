@@ -143,6 +143,7 @@ impl Owned {
         Owned::try_join(ordinal, id, watch).inspect_err(|error| watch.abort(error))
     }
 
+    /// Joins the communicator of the group: waits until all ranks have joined.
     fn try_join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
         // The communicator gets a stream of its own, so that candle's streams never wait for a collective.
         let context = CudaContext::new(ordinal).map_err(|error| driver("cuDevicePrimaryCtxRetain", error))?;
@@ -175,6 +176,7 @@ impl Owned {
         self.leave();
     }
 
+    /// Carries out a call after the work that `ready` stands for, and waits until the GPU is done with it.
     fn carry_out(&self, call: &Movement, ready: &CudaEvent, watch: &Watch) -> Result<(), CommError> {
         let operation = watch.operation.as_str();
         self.stream.wait(ready).map_err(|error| driver("cuStreamWaitEvent", error))?;
@@ -211,6 +213,7 @@ impl Owned {
         true
     }
 
+    /// Leaves the communicator together with the other ranks. If they do not leave in time, it is aborted.
     fn leave(self) {
         let Owned { communicator, stream } = self;
         let until = Instant::now() + FINALIZE_TIMEOUT;

@@ -222,6 +222,7 @@ fn reason(error: &io::Error) -> String {
     }
 }
 
+/// Returns what may help if the address that a rank has published cannot be reached.
 fn hint(ip: IpAddr) -> &'static str {
     if ip.is_loopback() {
         "; only its own host reaches it there: on several hosts, give torchrun `--local-addr`"

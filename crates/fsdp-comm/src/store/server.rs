@@ -85,6 +85,7 @@ impl Drop for Server {
     }
 }
 
+/// Serves one connection, from the registration of its rank until it ends.
 async fn serve(mut stream: TcpStream, hello: Hello, shared: &Shared) -> io::Result<()> {
     let reply = shared.register(hello);
     let told = write(&mut stream, &reply).await;
@@ -173,6 +174,7 @@ impl Shared {
         self.changed.notify_waiters();
     }
 
+    /// Carries out a request, and returns the reply.
     async fn answer(&self, request: Request) -> Reply {
         match request {
             Request::Set { key, value } => match self.put(&mut self.lock(), key, value) {
@@ -236,6 +238,8 @@ impl Shared {
         Reply::Missing(keys.iter().filter(|key| !state.values.contains_key(*key)).cloned().collect())
     }
 
+    /// Waits until all keys have values, and returns these. With `needs_all_ranks` this gives up when a rank has ended
+    /// its connection.
     async fn wait_without_end(&self, keys: &[String], needs_all_ranks: bool) -> Reply {
         // Keys are never removed, so those that have been found need not be looked up again. Many ranks wait for the keys
         // of many ranks, and each new key wakes them all.

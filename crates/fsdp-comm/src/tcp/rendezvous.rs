@@ -112,6 +112,7 @@ pub(super) fn meet(participant: &Participant, store: TcpStore, shared_memory: bo
 /// A token of each rank's host, and the connections of this rank.
 type Connected = (Vec<Option<String>>, Connections);
 
+/// Publishes this rank's address, and connects it to its neighbours, in a small job to all other ranks.
 fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool) -> Result<Connected, CommError> {
     let rank = participant.rank;
     participant.make_room()?;

@@ -75,6 +75,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
 }
 
 impl Shards {
+    /// Reads the pickles of all ranks' files, and checks that no file is missing and none is of another save.
     fn read(directory: &CheckedDirectory) -> Result<Self, FileError> {
         let (mut models, mut ranks) = (BTreeMap::new(), BTreeMap::new());
         for name in directory.names()? {

@@ -109,6 +109,7 @@ impl Rebuild<'_> {
         }
     }
 
+    /// Adds all items of a container.
     fn add_items(&mut self, container: &Structure) -> Result<(), FileError> {
         for (index, (part, child)) in container.children().into_iter().enumerate() {
             self.steps.push(match container {
@@ -232,6 +233,7 @@ fn finish_dict(items: Items, gaps: &mut usize) -> Result<Vec<(PlainValue, Struct
     items.into_values().map(|(key, child)| Ok((key, child.finish(gaps)?))).collect()
 }
 
+/// Returns the items of a list in order. `gaps` is the number of missing positions that may still be filled.
 fn finish_list(list: BTreeMap<usize, Builder>, gaps: &mut usize) -> Result<Vec<Structure>, FormatError> {
     let mut items = Vec::with_capacity(list.len());
     for (index, child) in list {

@@ -330,6 +330,7 @@ impl<'a> Machine<'a> {
         std::str::from_utf8(&rest[..end]).map_err(|_| PickleErrorKind::Text)
     }
 
+    /// Reads a text of this length.
     fn text(&mut self, length: u64) -> Result1<()> {
         let bytes = self.take(length)?;
         match std::str::from_utf8(bytes) {
@@ -432,6 +433,7 @@ impl<'a> Machine<'a> {
         Ok(self.stack.split_off(mark))
     }
 
+    /// Appends items to the list, or to the object of an unknown class, on top of the stack.
     fn extend_list(&mut self, items: &[NodeId]) -> Result1<()> {
         self.budget.charge("memory for values", items.len() as u64 * REFERENCE)?;
         match self.top_node()? {
@@ -447,6 +449,7 @@ impl<'a> Machine<'a> {
         }
     }
 
+    /// Adds keys and values by turns to the dict, or to the object of an unknown class, on top of the stack.
     fn extend_dict(&mut self, items: &[NodeId]) -> Result1<()> {
         self.budget.charge("memory for values", items.len() as u64 * REFERENCE)?;
         if !items.len().is_multiple_of(2) {

@@ -202,6 +202,7 @@ impl SchemaItem {
 }
 
 impl WriteItem {
+    /// Hashes all that ranks must agree on about this item: not the length of a value, and not the boxes of a tensor.
     fn hash_schema(&self, hasher: &mut impl Hasher) {
         self.fqn.hash(hasher);
         self.path.hash(hasher);

@@ -164,6 +164,8 @@ impl StorageRef {
     }
 }
 
+/// Reads a tensor from the arguments with which torch rebuilds it, and checks that it lies in its storage. `untyped` is
+/// the dtype where the storage has none.
 fn tensor(p: &Pickle<'_>, at: NodeId, args: [NodeId; 4], untyped: Option<DType>) -> Result<TensorRef, PickleError> {
     let [storage, offset, shape, strides] = args;
     let storage = StorageRef::of(p, storage)?;

@@ -203,6 +203,8 @@ impl Overlap {
         self.discard_gathers(&mut self.state())
     }
 
+    /// Takes all gathers that were begun and not used, and drops what they have brought. Returns the first error of
+    /// any.
     fn discard_gathers(&self, state: &mut State) -> Result<()> {
         let mut discarded = Ok(());
         while let Some((number, ticket)) = state.gathers.pop_front() {

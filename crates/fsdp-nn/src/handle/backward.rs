@@ -174,6 +174,7 @@ impl FlatParamHandle {
         self.end_backward_locked(&mut self.state())
     }
 
+    /// Does what [`end_backward`](Self::end_backward) does, with the state locked.
     fn end_backward_locked(&self, state: &mut HandleState) -> Result<()> {
         state.finished.clear();
         state.is_reduced_last = false;
@@ -245,6 +246,8 @@ impl FlatParamHandle {
         self.take_reduced_locked(&mut self.state())
     }
 
+    /// Waits for a reduction of this unit that runs in the background, if there is one, and adds its result to the
+    /// gradient.
     fn take_reduced_locked(&self, state: &mut HandleState) -> Result<()> {
         let Some(overlap) = &self.overlap else { return Ok(()) };
         match overlap.take_reduced(&self.exchange)? {

@@ -230,6 +230,8 @@ impl Optimizer {
         Ok(self.locals.len() - 1)
     }
 
+    /// Checks that the optimizer has all parameters of each FlatParameter, or none of them: without `use_orig_params`
+    /// they are updated together.
     fn check_flat_parameters_are_whole(&self) -> Result<()> {
         if self.parameters.use_orig_params() {
             return Ok(());

@@ -50,6 +50,7 @@ pub(crate) fn group_dicts(groups: Vec<SavedGroup>) -> StateValue {
     StateValue::List(groups.into_iter().map(group_dict).collect())
 }
 
+/// Returns a group as a dict of `param_groups`.
 fn group_dict(group: SavedGroup) -> StateValue {
     let mut dict: StateDict =
         group.hyperparameters.into_iter().map(|(key, value)| (key, StateValue::Plain(value))).collect();

@@ -86,6 +86,7 @@ impl Entry {
         Ok(Entry { leaf, small: value.to_plain()? })
     }
 
+    /// Returns `true` if two ranks report the same of an entry.
     fn is_same(&self, other: &Entry) -> bool {
         let same_value = match (&self.small, &other.small) {
             (Some(a), Some(b)) => a.same_bits(b),

@@ -155,6 +155,7 @@ impl Layout {
         }
     }
 
+    /// Finds the wanted boxes in the boxes of the sources, asked one after the other. What no source has is left out.
     fn pieces(&self, wanted: &[TensorBox], sources: impl Iterator<Item = usize>) -> Vec<Piece> {
         let mut left: Vec<(usize, TensorBox)> =
             wanted.iter().cloned().enumerate().filter(|(_, want)| !want.is_empty()).collect();

@@ -143,6 +143,7 @@ impl LocalStage {
         durable.remove_directory(&self.directory)
     }
 
+    /// Syncs a directory, after the directories in it.
     fn sync_directories(&self, directory: &Path) -> Result<(), FileError> {
         let list = self.durable.files().list(directory).map_err(FileError::io("list", directory))?;
         for (name, kind) in list {
