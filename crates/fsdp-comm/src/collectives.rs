@@ -128,8 +128,7 @@ impl ProcessGroup {
     }
 
     /// Reduces the buffers of all ranks element by element, and gives every rank the result in its `buffer`. torch's
-    /// `all_reduce`. Every element is reduced in rank
-    /// order, so all ranks end with the same bits.
+    /// `all_reduce`. Every element is reduced in rank order, so all ranks end with the same bits.
     ///
     /// # Errors
     /// Different lengths, dtypes or reductions; an average of integers. After an error that ends the group the buffer
