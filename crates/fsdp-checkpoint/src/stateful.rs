@@ -248,7 +248,7 @@ fn set_sampler_and_scaler(
 impl<M> Stateful for TrainState<M> {
     fn state_dict(&self) -> Result<StateDict, CheckpointError> {
         let parameters = self.model.parameters();
-        // They would be saved as the weights, which are elsewhere.
+        // While an average is swapped in, the model holds averaged weights, and they would be saved as its weights.
         if parameters.has_average() {
             return Err(NnError::Swapped.into());
         }

@@ -308,7 +308,7 @@ fn value_json(value: &PlainValue) -> Value {
             let mut elements = Vec::new();
             elements_json(tensor.dtype, &tensor.data, &mut elements);
             if elements.is_empty() {
-                // It has none, or they were not read.
+                // The tensor has no elements, or they were not read.
                 return json!({"dtype": tensor.dtype.to_string(), "shape": tensor.shape});
             }
             json!({"dtype": tensor.dtype.to_string(), "shape": tensor.shape, "elements": elements})

@@ -352,7 +352,7 @@ impl Registry {
     /// Returns a buffer, and registers it as a persistent one if the model requests it for the first time.
     fn buffer(&mut self, shape: &Shape, name: &str, init: &Init, dtype: DType, device: &Device) -> Result<Tensor> {
         if let Some((existing, _)) = self.buffers.get(name) {
-            // Its dtype may be that of buffers.
+            // Under mixed precision the buffer may have a dtype of its own, so only its shape is compared.
             check_same(name, existing, shape, existing.dtype())?;
             return Ok(existing.clone());
         }

@@ -157,7 +157,7 @@ fn put_typed<'v>(
     depth: usize,
 ) -> Result<(), FormatError> {
     match (of, description) {
-        // These are attributes of a module, not the results of calls.
+        // Dtypes and quantization schemes are attributes of the module `torch`, not the results of calls.
         (PythonType::DType | PythonType::QScheme, PlainValue::Str(name)) => {
             let known = name.strip_prefix("torch.").filter(|name| Global::lookup("torch", name).is_some());
             let name = known.ok_or_else(|| FormatError::unexpected(of.name(), format!("`{name}`")))?;
@@ -491,7 +491,7 @@ pub(crate) fn convert(
         Node::Global(global) if walk.describes() => PlainValue::Str(format!("{global:?}")),
         Node::PersistentId(inner) if walk.describes() => match StorageRef::of(p, id) {
             Ok(storage) => described_storage(&storage, beside)?,
-            // One of a class that is not known.
+            // A persistent id that is not that of a storage of a known class.
             Err(_) => convert(p, *inner, walk, beside)?,
         },
         Node::Foreign(..) | Node::Opaque(_) => return Err(p.wrong(id, "a plain value").into()),

@@ -190,7 +190,7 @@ pub(crate) fn windows(shape: &[usize], element: usize, limit: usize) -> Vec<Tens
         if largest <= limit {
             break;
         }
-        // As many rows of this dimension as fit, of what the dimensions before it have left.
+        // The windows are too large, so cut them along this dimension: each gets as many rows as fit, at least one.
         let row = shape[dimension + 1..].iter().product::<usize>().saturating_mul(element).max(1);
         let rows = (limit / row).max(1);
         windows = windows

@@ -119,7 +119,7 @@ impl ObjectStage {
             if self.prefix.head("").is_ok_and(|there| there.is_none_or(|there| there.size != length)) {
                 return Err(error);
             }
-            // Otherwise it may have been done, and only the answer was lost. Then the sidecar must stay.
+            // Otherwise the upload may have succeeded, and only the answer was lost. Then the sidecar must stay.
             self.cleans = false;
             return Err(FileError::CommitUnknown { path: self.target().to_owned(), source: Box::new(error) });
         }
