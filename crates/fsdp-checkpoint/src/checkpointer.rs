@@ -256,8 +256,8 @@ impl Checkpointer {
     ///
     /// Every copy is checked, and a damaged one is not used. A copy that cannot be read is an error. A step that lacks
     /// parts, or has parts of which all copies are damaged, is skipped with a warning and removed. With `strict`, such
-    /// damage is an error. Collectives: agreements; object all-gathers; an all-to-all for each 8 MiB of a part that a host
-    /// lacks.
+    /// damage is an error. Collectives: agreements; object all-gathers; an all-to-all for each 8 MiB of a part that a
+    /// host lacks.
     ///
     /// # Errors
     /// The same on every rank: files that cannot be read or written, [`CheckpointError::DamagedMemory`].
@@ -362,8 +362,8 @@ impl Checkpointer {
         name: impl Into<CheckpointName>,
         run: &mut impl Stateful,
     ) -> Result<LoadReport, CheckpointError> {
-        // Finish the save in the background first. At its end it makes its checkpoint the parent of the next one, which it must
-        // not do after this load has set another parent.
+        // Finish the save in the background first. At its end it makes its checkpoint the parent of the next one, which
+        // it must not do after this load has set another parent.
         self.wait()?;
         let path = self.location(name);
         let (group, checkpoint) = open(LOAD, &path, &self.group, &self.options.load)?;
@@ -372,8 +372,8 @@ impl Checkpointer {
             // A step in the memory tier is not in the chain of checkpoints. So the next checkpoint continues the newest
             // checkpoint before that step.
             Some(step) => parent_of_step(&self.run, step, &group)?.unzip(),
-            // A checkpoint of another program has no lineage, and then the next checkpoint has no parent: what this run saved
-            // or loaded before is not its parent, because the state now comes from elsewhere.
+            // A checkpoint of another program has no lineage, and then the next checkpoint has no parent: what this run
+            // saved or loaded before is not its parent, because the state now comes from elsewhere.
             None => {
                 let step = checkpoint.lineage().map(|lineage| lineage.step);
                 (Parent::of(step, checkpoint.digests().map(StateDigest::root)), Some(path))
@@ -391,9 +391,9 @@ impl Checkpointer {
     }
 
     /// Loads the newest state of the run, from a checkpoint or from the memory tier. Returns the checkpoint and the
-    /// report, or `None` if the run has no checkpoint yet. A save in the background is waited for first, so its checkpoint
-    /// may be the newest. A memory tier that cannot be used is left out, with a warning. Collectives: those of
-    /// [`Checkpointer::latest_in_memory`], [`Checkpointer::latest`] and [`Checkpointer::load`].
+    /// report, or `None` if the run has no checkpoint yet. A save in the background is waited for first, so its
+    /// checkpoint may be the newest. A memory tier that cannot be used is left out, with a warning. Collectives: those
+    /// of [`Checkpointer::latest_in_memory`], [`Checkpointer::latest`] and [`Checkpointer::load`].
     ///
     /// # Errors
     /// The same as [`Checkpointer::load`]; a directory that cannot be read.
@@ -458,8 +458,8 @@ impl Checkpointer {
     }
 
     /// Starts a thread on rank 0 that removes old checkpoints after the save of `step`. Training does not wait for the
-    /// thread, and a failure of it does not end training. If the thread of an earlier save is still running, the removal is
-    /// left to the next save or to the drop.
+    /// thread, and a failure of it does not end training. If the thread of an earlier save is still running, the
+    /// removal is left to the next save or to the drop.
     fn start_pruning(&mut self, step: Option<u64>) {
         self.saved_step = step.or(self.saved_step);
         if self.group.rank() > 0 || self.options.retention.keep_last.is_none() {

@@ -57,7 +57,8 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
             }
         }
     }
-    // Step 2: let the threads take one job after the other, and add the sums of each tensor's parts. Their order does not matter.
+    // Step 2: let the threads take one job after the other, and add the sums of each tensor's parts. Their order does
+    // not matter.
     let sums: Vec<Mutex<Sum>> = tensors.iter().map(|_| Mutex::default()).collect();
     let next = AtomicUsize::new(0);
     on_threads(threads.clamp(1, jobs.len().max(1)), || {

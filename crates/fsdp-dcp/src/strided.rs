@@ -55,8 +55,8 @@ pub(crate) struct StridedRuns {
 }
 
 impl StridedRuns {
-    /// Finds the longest runs: dimensions that continue each other are merged, and the one with the smallest step in the
-    /// storage is innermost.
+    /// Finds the longest runs: dimensions that continue each other are merged, and the one with the smallest step in
+    /// the storage is innermost.
     pub(crate) fn new(overlap: &TensorBox, src: &StridedLayout, dst: &TensorBox) -> Self {
         let dst_strides = row_major_strides(&dst.sizes);
         let mut first = StridedRun { src: src.offset, dst: 0, len: 1, src_step: 1, dst_step: 1 };

@@ -51,8 +51,8 @@ pub(crate) fn sum<T: Copy + Sync>(values: &[T], term: impl Fn(T) -> f64 + Sync) 
     sums.into_iter().sum()
 }
 
-/// Returns the sum of `term` of the values of one task. It is added up in several lanes, which the processor can do at the same
-/// time.
+/// Returns the sum of `term` of the values of one task. It is added up in several lanes, which the processor can do at
+/// the same time.
 fn sum_of_task<T: Copy>(values: &[T], term: &impl Fn(T) -> f64) -> f64 {
     let mut lanes = [0f64; LANES];
     let mut chunks = values.chunks_exact(LANES);

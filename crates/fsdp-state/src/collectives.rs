@@ -397,8 +397,8 @@ fn reshard(
 fn as_state_dicts(tensors: &[Reshard<'_>]) -> Result<(StateDict, StateDict), StateError> {
     let (mut state, mut local) = (StateDict::new(), StateDict::new());
     for Reshard { name, tensor, boxes } in tensors {
-        // A box of the template is one zero that is broadcast to all elements, because only the dtype, the boxes and the device
-        // of the template are used.
+        // A box of the template is one zero that is broadcast to all elements, because only the dtype, the boxes and
+        // the device of the template are used.
         let zero = storage::zeros(&[], tensor.dtype())?;
         let device = tensor.shards().first().map_or(Device::Cpu, |shard| shard.tensor.device().clone());
         let zero = storage::to_device(&zero, &device)?;

@@ -90,7 +90,8 @@ impl MemoryTier {
         let copies = list_all(&group, OPERATION, &root, &hosts)?;
         let of = MemoryStep { start: self.start_of_save(&group, step, &copies)?, step, ranks: group.world_size() };
         // 2. Make room: of the older steps, only the newest complete one is kept. Steps from this one on are of a save
-        //    that failed, or were saved before the run went back to an older state; the run does not continue from them.
+        //    that failed, or were saved before the run went back to an older state; the run does not continue from
+        //    them.
         let older: Vec<PartCopy> = copies.into_iter().filter(|copy| copy.part.of.step < step).collect();
         let kept = newest_complete(&older);
         let removed = if hosts[rank] == rank { remove_all_but(&root, kept) } else { Ok(()) };
@@ -131,9 +132,9 @@ impl MemoryTier {
         Ok(start)
     }
 
-    /// Returns the newest whole step, if it is newer than `durable`, the step of the newest checkpoint; the `durable` that
-    /// rank 0 passes counts. Each host then has all parts of the step, joined to an ordinary checkpoint. Newer steps, which
-    /// are damaged or were never completed, are removed.
+    /// Returns the newest whole step, if it is newer than `durable`, the step of the newest checkpoint; the `durable`
+    /// that rank 0 passes counts. Each host then has all parts of the step, joined to an ordinary checkpoint. Newer
+    /// steps, which are damaged or were never completed, are removed.
     ///
     /// # Errors
     /// The same on every rank: errors of the storage; with `strict`, a step that was completed and is damaged.
@@ -146,8 +147,8 @@ impl MemoryTier {
         let group = self.group.with_deadline_at_least(crate::save::DEFAULT_DEADLINE);
         let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else { return Ok(None) };
         let durable: Option<u64> = group.broadcast_object(Some(&durable), 0)?;
-        // 1. Find the step: from the newest one on, the first of which every part has a copy that is not damaged. Every rank has
-        //    the same list of copies, so all of them choose the same step.
+        // 1. Find the step: from the newest one on, the first of which every part has a copy that is not damaged. Every
+        //    rank has the same list of copies, so all of them choose the same step.
         let copies = list_all(&group, OPERATION, &root, &hosts)?;
         let mut found = None;
         for (step, missing) in steps(&copies) {
@@ -178,7 +179,8 @@ impl MemoryTier {
                 }
             }
         }
-        // 2. Remove the steps that were passed over. The run continues from an older one, so a later resume must not find them.
+        // 2. Remove the steps that were passed over. The run continues from an older one, so a later resume must not
+        //    find them.
         let newest = found.as_ref().map(|(step, _)| step.step).or(durable).unwrap_or(0);
         let is_passed = |copy: &&PartCopy| {
             copy.part.of.step >= newest && found.as_ref().is_none_or(|(step, _)| copy.part.of != *step)

@@ -32,7 +32,8 @@ impl Guard {
     /// This program cannot be started again.
     pub(super) fn start() -> Result<Guard> {
         let mut command = Command::new(this_program()?);
-        // The guard must outlive a signal to the launcher's process group, such as that of Ctrl-C. So it gets a group of its own.
+        // The guard must outlive a signal to the launcher's process group, such as that of Ctrl-C. So it gets a group
+        // of its own.
         command.arg(COMMAND).process_group(0).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut process = command.spawn().context("failed to start the guard of the processes")?;
         let pipe = process.stdin.take();

@@ -295,7 +295,8 @@ fn command(arguments: &LaunchArguments, nproc: usize) -> Result<Command> {
     let (program, rest) = arguments.program.split_first().context("no program was named")?;
     let mut command = Command::new(program);
     command.args(rest).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    // Here this variable is the number of processes of this node, but `fsdp train` would read it as the number of all ranks.
+    // Here this variable is the number of processes of this node, but `fsdp train` would read it as the number of all
+    // ranks.
     command.env_remove("FSDP_NPROC");
     // A group of its own, so that signals reach the processes that it starts too.
     command.process_group(0);

@@ -305,8 +305,8 @@ impl Watch {
     /// Waits until `is_done` returns `true`.
     ///
     /// # Errors
-    /// The error of `is_done`, or that of the rank that has caused it. The loss of another rank, or the deadline, if the call is
-    /// not done within [`GRACE`] after that.
+    /// The error of `is_done`, or that of the rank that has caused it. The loss of another rank, or the deadline, if
+    /// the call is not done within [`GRACE`] after that.
     fn wait(&self, call: &str, mut is_done: impl FnMut() -> Result<bool, String>) -> Result<(), CommError> {
         let mut pause = Pause::new();
         let mut look = Instant::now() + PEER_CHECK_INTERVAL;

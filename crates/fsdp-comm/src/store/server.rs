@@ -157,8 +157,9 @@ impl Shared {
             return Reply::Refused(format!("there is no rank {rank} in a job of {here} ranks"));
         }
         let mut state = self.lock();
-        // In both cases below, this store may belong to the last attempt of the job, which is just ending, and the rank to the
-        // next attempt. So the rank is told to try again: the store of its own attempt opens when this one has ended.
+        // In both cases below, this store may belong to the last attempt of the job, which is just ending, and the rank
+        // to the next attempt. So the rank is told to try again: the store of its own attempt opens when this one has
+        // ended.
         if state.has_failed {
             return Reply::NotNow("the rendezvous there has failed, and has not ended yet".to_owned());
         }

@@ -73,8 +73,8 @@ impl Acceptor {
     }
 }
 
-/// Makes a connection of the runtime an ordinary blocking socket, and sends it on. If that fails, the connection is lost, and
-/// its rank counts as one that did not come.
+/// Makes a connection of the runtime an ordinary blocking socket, and sends it on. If that fails, the connection is
+/// lost, and its rank counts as one that did not come.
 fn hand_over(send_on: &mpsc::Sender<Comer>, stream: tokio::net::TcpStream, hello: Hello) {
     let ordinary = stream.into_std().and_then(|stream| stream.set_nonblocking(false).map(|()| stream));
     match ordinary {

@@ -20,8 +20,9 @@ use crate::error::CommError;
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
 use crate::store::TcpStore;
 
-/// The size of the largest group whose ranks send their records to each other directly, unless [`TcpOptions::direct_up_to`]
-/// says otherwise. With so few ranks, one message to each takes no longer than a few messages that wait for each other.
+/// The size of the largest group whose ranks send their records to each other directly, unless
+/// [`TcpOptions::direct_up_to`] says otherwise. With so few ranks, one message to each takes no longer than a few
+/// messages that wait for each other.
 pub(crate) const DIRECT_UP_TO: usize = 32;
 
 /// The options with which a process joins its job through the `tcp` backend.
@@ -46,17 +47,17 @@ impl TcpOptions {
         self
     }
 
-    /// Chooses whether this rank shares memory with others on its host. If one rank of a group does not, no rank of that group
-    /// does.
+    /// Chooses whether this rank shares memory with others on its host. If one rank of a group does not, no rank of
+    /// that group does.
     pub fn shared_memory(mut self, shared_memory: bool) -> Self {
         self.shared_memory = shared_memory;
         self
     }
 
-    /// Sets the size of the largest group whose ranks agree on operations by a message of each rank to each other rank; 32
-    /// unless set. In a larger group a rank sends about `log2(ranks)` messages, which other ranks pass on. In a job of more ranks, each
-    /// connects to about `2 log2(ranks)` others at the start, and to others when it needs to. All ranks of a job must choose
-    /// the same.
+    /// Sets the size of the largest group whose ranks agree on operations by a message of each rank to each other rank;
+    /// 32 unless set. In a larger group a rank sends about `log2(ranks)` messages, which other ranks pass on. In a job
+    /// of more ranks, each connects to about `2 log2(ranks)` others at the start, and to others when it needs to. All
+    /// ranks of a job must choose the same.
     pub fn direct_up_to(mut self, ranks: usize) -> Self {
         self.direct_up_to = ranks;
         self
@@ -71,8 +72,8 @@ impl TcpOptions {
         Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(self.deadline))
     }
 
-    /// Does what [`connect`](Self::connect) does, and returns the backend itself. A failure for which other ranks are to blame is
-    /// noted for the launcher.
+    /// Does what [`connect`](Self::connect) does, and returns the backend itself. A failure for which other ranks are
+    /// to blame is noted for the launcher.
     pub(crate) fn connect_backend(&self) -> Result<TcpBackend, CommError> {
         blame::noted(self.environment.rank, self.meet())
     }

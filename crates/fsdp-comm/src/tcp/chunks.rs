@@ -27,8 +27,8 @@ pub(super) struct Outgoing<'a> {
     segment: &'a Segment,
     send: &'a [u8],
     published: &'a mut Published,
-    /// The different ranges of `send` that ranks read. All are cut into chunks of one size. The chunks with the same number lie
-    /// side by side in a window.
+    /// The different ranges of `send` that ranks read. All are cut into chunks of one size. The chunks with the same
+    /// number lie side by side in a window.
     places: Vec<Range<usize>>,
     /// The other ranks that read, each with its number of bytes.
     readers: Vec<(usize, usize)>,
@@ -70,8 +70,8 @@ impl<'a> Outgoing<'a> {
         // Readers look at their words only after this store.
         segment.word(Word::Planned).store(round.number + 1, Ordering::Release);
         segment.notify(Notification::ToReaders);
-        // A place that only this rank reads is never written. But it counted above, because the size of a chunk must be the
-        // same on all ranks.
+        // A place that only this rank reads is never written. But it counted above, because the size of a chunk must be
+        // the same on all ranks.
         let is_read =
             |place: &Range<usize>| to.iter().enumerate().any(|(reader, range)| reader != member.rank && range == place);
         for place in &mut places {

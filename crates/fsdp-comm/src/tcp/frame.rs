@@ -5,8 +5,8 @@ use std::io::{self, Read, Write};
 use crate::access::not_this_protocol;
 use crate::buffer::reserve;
 
-/// The longest body. Tensors, and bundles of records, are cut into bodies of [`CHUNK_BYTES`]. A single record is not cut, but even
-/// in the largest job it is shorter than this.
+/// The longest body. Tensors, and bundles of records, are cut into bodies of [`CHUNK_BYTES`]. A single record is not
+/// cut, but even in the largest job it is shorter than this.
 const MAX_BODY_BYTES: u64 = 16 << 20;
 
 /// The number of bytes of a tensor that one frame carries.

@@ -92,9 +92,9 @@ impl Inbox {
         }
     }
 
-    /// Waits until there are notices to send, and returns them. With `has_others` there are notices that could not be sent
-    /// before, and this returns after [`OFFER_AGAIN`] at the latest, so that they are tried again. Returns `None` if this rank
-    /// leaves.
+    /// Waits until there are notices to send, and returns them. With `has_others` there are notices that could not be
+    /// sent before, and this returns after [`OFFER_AGAIN`] at the latest, so that they are tried again. Returns `None`
+    /// if this rank leaves.
     pub(super) fn wait_for_notices(&self, has_others: bool) -> Option<Vec<Notice>> {
         let mut state = self.lock();
         let mut is_first = true;

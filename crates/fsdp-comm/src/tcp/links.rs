@@ -1,15 +1,15 @@
 //! The connections of this process to the other ranks, and the threads that read them and make new ones.
 //!
-//! In a small job every two ranks are connected from the start. In a large one a rank connects to another one when it first
-//! needs to, and takes connections for as long as the job runs. Three rules keep the frames of a rank in order, and make sure
-//! that others notice its end only after its last frame:
-//! - A rank sends all its frames to another one on the same connection, the first that it had. If two ranks have connected to
-//!   each other at the same time, both connections stay open, and each rank may send on a different one.
-//! - If rank A has made a connection to rank B, A sends frames on it only once B has *noted* the connection (counted it as one
-//!   to A) and has said so. So if B has noted no connection to A, no frames of A are on their way. If A then refuses a
-//!   connection from B, A has ended.
-//! - A rank that has made a connection does not give it up once the other side may have noted it, because that would look like
-//!   the end of this rank.
+//! In a small job every two ranks are connected from the start. In a large one a rank connects to another one when it
+//! first needs to, and takes connections for as long as the job runs. Three rules keep the frames of a rank in order,
+//! and make sure that others notice its end only after its last frame:
+//! - A rank sends all its frames to another one on the same connection, the first that it had. If two ranks have
+//!   connected to each other at the same time, both connections stay open, and each rank may send on a different one.
+//! - If rank A has made a connection to rank B, A sends frames on it only once B has *noted* the connection (counted it
+//!   as one to A) and has said so. So if B has noted no connection to A, no frames of A are on their way. If A then
+//!   refuses a connection from B, A has ended.
+//! - A rank that has made a connection does not give it up once the other side may have noted it, because that would
+//!   look like the end of this rank.
 //!
 //! A new connection goes through these steps, after the handshake:
 //!
@@ -64,8 +64,8 @@ pub(super) struct Directory {
 pub(super) struct Links {
     rank: usize,
     pub(super) inbox: Inbox,
-    /// For each rank the connection on which this one sends to it, which never changes once it is set. It is locked while a frame
-    /// is written.
+    /// For each rank the connection on which this one sends to it, which never changes once it is set. It is locked
+    /// while a frame is written.
     writers: Vec<OnceLock<Mutex<Arc<TcpStream>>>>,
     /// All connections, also those that carry no frames yet. `None` once this rank has left.
     open: Mutex<Option<Vec<Connection>>>,
@@ -82,8 +82,8 @@ struct Connection {
     /// The rank at the other end.
     rank: usize,
     stream: Arc<TcpStream>,
-    /// `true` once the other side may have noted the connection. From then on, if it ended without a goodbye, the other side would
-    /// think that this rank has ended.
+    /// `true` once the other side may have noted the connection. From then on, if it ended without a goodbye, the other
+    /// side would think that this rank has ended.
     is_offered: bool,
 }
 
@@ -151,7 +151,8 @@ impl Links {
         prepare(&stream)?;
         self.keep(from, &stream)?;
         let mut reader = reader(&stream);
-        // Step 1: wait for the first frame. Until the other rank has sent it, it may give the connection up and try again.
+        // Step 1: wait for the first frame. Until the other rank has sent it, it may give the connection up and try
+        // again.
         let first = frame::read(&mut reader).inspect_err(|_| self.forget(&stream))?;
         // Step 2: note the connection before any frame of an operation is on its way.
         match self.note(from, &stream) {
@@ -170,8 +171,8 @@ impl Links {
         Ok(())
     }
 
-    /// Starts a thread that connects to a rank, unless there is a connection already, or that rank is gone. This does not wait for
-    /// the connection.
+    /// Starts a thread that connects to a rank, unless there is a connection already, or that rank is gone. This does
+    /// not wait for the connection.
     pub(super) fn reach(self: &Arc<Self>, to: usize) {
         if self.directory.is_none() || to == self.rank || self.is_connected(to) {
             return;
@@ -201,8 +202,8 @@ impl Links {
             match self.try_to_connect(to) {
                 Ok(stream) => {
                     let mut reader = reader(&stream);
-                    // Wait until the other side has noted the connection. However long that takes, this rank must not give it up
-                    // now: only the other side may end it, or this rank when it leaves.
+                    // Wait until the other side has noted the connection. However long that takes, this rank must not
+                    // give it up now: only the other side may end it, or this rank when it leaves.
                     if let Ok(first) = frame::read(&mut reader) {
                         self.note(to, &stream);
                         self.end_attempt(to);
@@ -213,8 +214,8 @@ impl Links {
                 Err(Refusal::Io(error)) if error.kind() != io::ErrorKind::ConnectionRefused => {
                     tracing::debug!(%error, rank = to, "not connected; trying again");
                 }
-                // The other rank listened before it published its address. So now it is gone, and another process may have its
-                // port.
+                // The other rank listened before it published its address. So now it is gone, and another process may
+                // have its port.
                 Err(Refusal::Io(_) | Refusal::OtherJob) => {
                     self.inbox.change(|state| state.refuse(to));
                     break;
@@ -248,8 +249,8 @@ impl Links {
     /// Sends the first frame on a connection that this rank has made, unless it is leaving.
     fn offer_connection(&self, stream: &Arc<TcpStream>) -> io::Result<()> {
         {
-            // A rank that leaves says goodbye on all connections that it has offered. So none may be offered after that: both
-            // locks are held while this is checked and noted.
+            // A rank that leaves says goodbye on all connections that it has offered. So none may be offered after
+            // that: both locks are held while this is checked and noted.
             let state = self.inbox.lock();
             let mut open = lock(&self.open);
             let offered = open.iter_mut().flatten().find(|connection| Arc::ptr_eq(&connection.stream, stream));
@@ -279,8 +280,8 @@ impl Links {
         })
     }
 
-    /// Hands the frames of a rank to the inbox until the connection ends. If its first frame has been read already, it is passed as
-    /// `first`.
+    /// Hands the frames of a rank to the inbox until the connection ends. If its first frame has been read already, it
+    /// is passed as `first`.
     fn receive_all(
         &self,
         from: usize,
@@ -313,8 +314,8 @@ impl Links {
         }
     }
 
-    /// Ends the connections to a rank. With them end the threads that read them on this rank, and also those on the other rank,
-    /// after they have read everything that was sent before.
+    /// Ends the connections to a rank. With them end the threads that read them on this rank, and also those on the
+    /// other rank, after they have read everything that was sent before.
     pub(super) fn hang_up(&self, on: usize) {
         let open = lock(&self.open);
         let of_rank = open.iter().flatten().filter(|connection| connection.rank == on);
@@ -341,8 +342,8 @@ impl Links {
 
 /// The frames that this rank sends.
 impl Links {
-    /// Writes a frame to a rank, if there is a connection to it. `about` is the group and the round of the frame. After each timeout
-    /// of the socket, `go_on` says whether to try again.
+    /// Writes a frame to a rank, if there is a connection to it. `about` is the group and the round of the frame. After
+    /// each timeout of the socket, `go_on` says whether to try again.
     pub(super) fn write(
         &self,
         to: usize,
@@ -379,8 +380,9 @@ impl Links {
     pub(super) fn say_goodbye(&self) {
         let reason: &[u8] = if thread::panicking() { b"panicked" } else { b"has left the group" };
         (0..self.writers.len()).for_each(|to| self.try_send(to, Kind::Goodbye, (0, 0), reason));
-        // The loop above used only the connections on which this rank sends. On the others that it has offered, no thread writes any
-        // more, and the other side may have noted them although this one has not. So say goodbye there too.
+        // The loop above used only the connections on which this rank sends. On the others that it has offered, no
+        // thread writes any more, and the other side may have noted them although this one has not. So say goodbye
+        // there too.
         for connection in lock(&self.open).iter().flatten().filter(|connection| connection.is_offered) {
             let writer = self.writers[connection.rank].get();
             if !writer.is_some_and(|writer| Arc::ptr_eq(&lock(writer), &connection.stream)) {
@@ -389,8 +391,8 @@ impl Links {
         }
     }
 
-    /// Sends notices until this rank leaves. A notice that cannot be sent yet is tried again later, so that a rank that does not
-    /// read does not hold up the notices to others.
+    /// Sends notices until this rank leaves. A notice that cannot be sent yet is tried again later, so that a rank that
+    /// does not read does not hold up the notices to others.
     pub(super) fn send_notices(self: &Arc<Self>) {
         let mut due: Vec<Notice> = Vec::new();
         while let Some(notices) = self.inbox.wait_for_notices(!due.is_empty()) {
@@ -410,8 +412,8 @@ impl Links {
         }
     }
 
-    /// Tries to send a notice. Returns `false` if it has to be tried again: there is no connection yet, or the socket is busy or
-    /// takes nothing.
+    /// Tries to send a notice. Returns `false` if it has to be tried again: there is no connection yet, or the socket
+    /// is busy or takes nothing.
     fn offer(self: &Arc<Self>, notice: &Notice) -> bool {
         let &Notice { to, kind, group, round, ref body } = notice;
         // A rank that has left needs no notice.
@@ -454,9 +456,9 @@ impl Links {
         // A thread that holds the socket is sending a frame, which is as good as a heartbeat.
         if let Ok(writer) = writer.try_lock() {
             let heartbeat = frame::header(Kind::Heartbeat, 0, 0, 0);
-            // So small a write nearly always succeeds as a whole or not at all. If nothing is written, the other rank is not
-            // reading, and need not be told. If a part is written, no frame can follow it, so the connection is of no use any
-            // more.
+            // So small a write nearly always succeeds as a whole or not at all. If nothing is written, the other rank
+            // is not reading, and need not be told. If a part is written, no frame can follow it, so the connection is
+            // of no use any more.
             match (&**writer).write(&heartbeat) {
                 Ok(written) if written < heartbeat.len() => drop(writer.shutdown(Shutdown::Both)),
                 _ => {}

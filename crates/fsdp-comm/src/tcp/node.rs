@@ -157,7 +157,8 @@ impl Node {
         // The connection may be in the middle of a frame, so it cannot be used any more.
         self.inbox().lose(to, &error);
         self.links.hang_up(to);
-        // Otherwise that rank is lost because of the failed write. Another one may have to be named as the first to be lost.
+        // Otherwise that rank is lost because of the failed write. Another one may have to be named as the first to be
+        // lost.
         Err(failure.or_else(|| self.failure(group, round, &[to])).unwrap_or_else(|| CommError::RankLeft {
             rank: to,
             operation: round.operation.to_owned(),
@@ -166,8 +167,8 @@ impl Node {
         }))
     }
 
-    /// Exchanges records with all ranks of a large group, and returns them in rank order. [`State::next`] decides each step, as
-    /// [`relay`](super::relay) describes; this carries the steps out, without the lock while it sends.
+    /// Exchanges records with all ranks of a large group, and returns them in rank order. [`State::next`] decides each
+    /// step, as [`relay`](super::relay) describes; this carries the steps out, without the lock while it sends.
     pub(super) fn gather(&self, group: u64, round: &Round<'_>, record: &[u8]) -> Result<Vec<Bytes>, CommError> {
         let mut state = self.inbox().lock();
         let (begun, mut has_reached) = (Instant::now(), false);
@@ -180,8 +181,9 @@ impl Node {
                     let left = until.saturating_duration_since(Instant::now());
                     state = self.inbox().wait(state, left);
                     if !has_reached && begun.elapsed() > NEIGHBOUR_CHECK {
-                        // If the group is only a part of a large job, a rank that should send to this one may not have connected
-                        // yet. Without a connection, this rank would not notice that the other one leaves or stops.
+                        // If the group is only a part of a large job, a rank that should send to this one may not have
+                        // connected yet. Without a connection, this rank would not notice that the other one leaves or
+                        // stops.
                         has_reached = true;
                         let neighbours = state.neighbours_in(group);
                         drop(state);
@@ -207,8 +209,9 @@ impl Node {
         }
     }
 
-    /// Sends a frame of a relayed exchange. While the other rank does not read, this waits until the round's deadline. It is not an
-    /// error if the other rank is gone: it may have all records already. If it is still needed, the exchange itself fails.
+    /// Sends a frame of a relayed exchange. While the other rank does not read, this waits until the round's deadline.
+    /// It is not an error if the other rank is gone: it may have all records already. If it is still needed, the
+    /// exchange itself fails.
     fn pass_on(&self, to: usize, kind: Kind, group: u64, round: &Round<'_>, body: &[u8]) -> Result<(), CommError> {
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
@@ -233,8 +236,9 @@ impl Node {
         failure.map_or(Ok(()), Err)
     }
 
-    /// Asks the rank `of` for the records of the ranks `about`. If there is no connection to `of`, this does not wait for one,
-    /// because `of` may be the rank at fault, and there are others to ask. The question is sent once there is a connection.
+    /// Asks the rank `of` for the records of the ranks `about`. If there is no connection to `of`, this does not wait
+    /// for one, because `of` may be the rank at fault, and there are others to ask. The question is sent once there is
+    /// a connection.
     fn ask(&self, of: usize, about: &[usize], group: u64, round: &Round<'_>) -> Result<(), CommError> {
         if self.links.is_connected(of) {
             return self.pass_on(of, Kind::Question, group, round, &ranks_body(about));
@@ -254,8 +258,8 @@ impl Node {
     pub(super) fn abort(&self, group: u64, round: u64, error: &CommError) {
         let told = self.inbox().change(|state| state.fail(group, round, error));
         let Ok(body) = wire::encode(error) else { return };
-        // This rank may leave after this call, so try for a while to send the news here. What cannot be sent is left to the thread
-        // that sends notices.
+        // This rank may leave after this call, so try for a while to send the news here. What cannot be sent is left to
+        // the thread that sends notices.
         let until = Instant::now() + GOODBYE_TIMEOUT;
         told.iter().for_each(|&to| self.links.reach(to));
         for to in told {
@@ -357,7 +361,8 @@ impl Node {
 impl Drop for Node {
     fn drop(&mut self) {
         self.inbox().change(|state| state.leaving = true);
-        // Step 1: let the notices out. The others must get the news that this rank has to pass on before they see it leave.
+        // Step 1: let the notices out. The others must get the news that this rank has to pass on before they see it
+        // leave.
         if let Some(notifier) = self.notifier.take() {
             notifier.join().ok();
         }

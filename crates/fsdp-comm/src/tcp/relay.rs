@@ -1,18 +1,18 @@
-//! The exchange of records in large groups: records travel through other ranks, so that a rank sends only a few messages, and
-//! not one to each other rank. [`schedule`](super::schedule) says who sends what to whom.
+//! The exchange of records in large groups: records travel through other ranks, so that a rank sends only a few
+//! messages, and not one to each other rank. [`schedule`](super::schedule) says who sends what to whom.
 //!
-//! A rank that is late, stopped or gone holds up the records of others. Two rules make sure that the outcome is still the same as
-//! if every two ranks exchanged their records directly:
-//! - A rank that has waited for long asks for the records that it misses. First it asks the ranks that it receives from, which
-//!   ask on. Then it asks directly the ranks whose records are still missing. A rank that has entered the round answers,
-//!   whatever it does now. So the records that are still missing at the deadline are those of the ranks at fault, and a rank
-//!   that has stopped in the middle does not keep the records of others from anybody.
-//! - A rank may leave once it has entered the last round and passed on what it had to, while its record is still on its way to
-//!   some ranks. So a round does not fail just because a rank has left. The *keeper* of a rank is the first that gets its
-//!   record. So the keeper knows whether a rank that has left had entered the round, and tells those who ask.
+//! A rank that is late, stopped or gone holds up the records of others. Two rules make sure that the outcome is still
+//! the same as if every two ranks exchanged their records directly:
+//! - A rank that has waited for long asks for the records that it misses. First it asks the ranks that it receives
+//!   from, which ask on. Then it asks directly the ranks whose records are still missing. A rank that has entered the
+//!   round answers, whatever it does now. So the records that are still missing at the deadline are those of the ranks
+//!   at fault, and a rank that has stopped in the middle does not keep the records of others from anybody.
+//! - A rank may leave once it has entered the last round and passed on what it had to, while its record is still on its
+//!   way to some ranks. So a round does not fail just because a rank has left. The *keeper* of a rank is the first that
+//!   gets its record. So the keeper knows whether a rank that has left had entered the round, and tells those who ask.
 //!
-//! A rank need not be connected to all others: see [`links`](super::links). A rank to which this one has no connection counts as
-//! neither gone nor silent, until this one asks it something or hears that it has ended.
+//! A rank need not be connected to all others: see [`links`](super::links). A rank to which this one has no connection
+//! counts as neither gone nor silent, until this one asks it something or hears that it has ended.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -30,14 +30,14 @@ use crate::error::CommError;
 /// operation may take if that is shorter.
 const ASKS_BEFORE_DEADLINE: Duration = Duration::from_secs(3);
 
-/// The time that neighbours have for an answer before a rank asks directly those whose records are still missing, or a sixth of
-/// the time that the operation may take if that is shorter. After this time few records are missing, so few connections have
-/// to be made.
+/// The time that neighbours have for an answer before a rank asks directly those whose records are still missing, or a
+/// sixth of the time that the operation may take if that is shorter. After this time few records are missing, so few
+/// connections have to be made.
 const NEIGHBOUR_TIME: Duration = Duration::from_secs(1);
 
-/// The time that a rank waits before it connects to the keeper of a rank that has left, or a twelfth of the time that the
-/// operation may take if that is shorter. Usually the connection is not needed: if a rank has died, nearly all others hear
-/// within this time that the group has failed.
+/// The time that a rank waits before it connects to the keeper of a rank that has left, or a twelfth of the time that
+/// the operation may take if that is shorter. Usually the connection is not needed: if a rank has died, nearly all
+/// others hear within this time that the group has failed.
 pub(super) const KEEPER_PAUSE: Duration = Duration::from_millis(250);
 
 /// The time that others have for an answer before a silent rank is blamed.
@@ -102,8 +102,9 @@ impl State {
             state.gatherings.retain(|&number, _| number >= round.number);
             return Ok(Next::Done(records));
         }
-        // Step 3: give up if a rank that has left will never send what is missing. This is so for a rank that still owes this
-        // one records, because it left before it had finished the round, and for one that never entered the round.
+        // Step 3: give up if a rank that has left will never send what is missing. This is so for a rank that still
+        // owes this one records, because it left before it had finished the round, and for one that never entered the
+        // round.
         let missing = gathering.missing(schedule);
         let absent = missing.iter().copied().filter(|&rank| gathering.is_absent(rank));
         let needed: Vec<usize> = gathering.debtors(schedule).chain(absent).map(|rank| state.ranks[rank]).collect();
@@ -142,8 +143,8 @@ impl State {
         let has_left = |rank: usize| peers[ranks[rank]].left.is_some();
         let is_silent = |rank: usize| peers[ranks[rank]].silence(now) > SILENCE;
         let can_answer = |rank: usize| rank != schedule.rank() && !has_left(rank) && !is_silent(rank);
-        // Decide whether this rank has waited for long. It asks at once if another one is silent, because that one may have
-        // stopped.
+        // Decide whether this rank has waited for long. It asks at once if another one is silent, because that one may
+        // have stopped.
         let before_deadline = round.until.checked_sub(ASKS_BEFORE_DEADLINE.min(round.deadline / 2));
         let before_patience_ends = gathering.entered.unwrap_or(now).checked_add(*patience / 2);
         let asks_at = before_deadline.unwrap_or(now).min(before_patience_ends.unwrap_or(round.until));
@@ -213,8 +214,8 @@ impl State {
                 found.entry((from, group, round)).or_default().push((about, record.clone()));
                 return false;
             }
-            // This rank is the keeper, and all frames of the rank that has left have been read. If it had entered the round, its
-            // record would be here. But if the group has failed, the rank may have left because of that.
+            // This rank is the keeper, and all frames of the rank that has left have been read. If it had entered the
+            // round, its record would be here. But if the group has failed, the rank may have left because of that.
             let is_absent = state.schedule.keeper(about) == state.schedule.rank()
                 && peers[state.ranks[about]].left.is_some()
                 && !state.has_failed();

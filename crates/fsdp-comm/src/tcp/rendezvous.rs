@@ -1,9 +1,9 @@
 //! The rendezvous: the processes of a job publish their addresses in the store, and then connect to each other.
 //!
 //! In a small job every two ranks connect. In a large one each rank connects to its neighbours in the
-//! [schedule](super::schedule) of the group of all ranks, about `2 log2(ranks)`, and later to others when it needs to. So during
-//! the rendezvous a rank may not notice that another one, to which it is not connected, has ended. Therefore all ranks meet in
-//! the store a second time: no rank goes on before all are connected to their neighbours.
+//! [schedule](super::schedule) of the group of all ranks, about `2 log2(ranks)`, and later to others when it needs to.
+//! So during the rendezvous a rank may not notice that another one, to which it is not connected, has ended. Therefore
+//! all ranks meet in the store a second time: no rank goes on before all are connected to their neighbours.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -28,8 +28,8 @@ use crate::wire;
 /// The address at which a rank listens.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Address {
-    /// The address of its host. It is unspecified (0.0.0.0) if the rank is on the host of the store: then other ranks use the
-    /// address at which they have reached the store.
+    /// The address of its host. It is unspecified (0.0.0.0) if the rank is on the host of the store: then other ranks
+    /// use the address at which they have reached the store.
     ip: IpAddr,
     port: u16,
     /// A token of the host. Ranks with equal tokens can share memory.
@@ -121,8 +121,8 @@ fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool)
     let port = listener.local_addr().map_err(|error| participant.io("listen", &error))?.port();
     let host = shared_memory.then(host_token).flatten();
     let address = Address { ip, port, host };
-    // Step 2: agree on a nonce, which the first rank to come chooses. The key of the connections between ranks is derived from
-    // it. So only a process that the store has let in can complete the handshake of these connections.
+    // Step 2: agree on a nonce, which the first rank to come chooses. The key of the connections between ranks is
+    // derived from it. So only a process that the store has let in can complete the handshake of these connections.
     let nonce = nonce().map_err(|error| participant.io("get a random number", &error))?;
     let nonce = store.compare_and_set("tcp/nonce", None, &nonce).map_err(|error| participant.lost(&error))?;
     let key = participant.key.derive("ranks", &nonce);
@@ -137,8 +137,8 @@ fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool)
     };
     let directory = Directory { addresses: addresses.iter().map(locate).collect(), key };
     let hosts = addresses.into_iter().map(|address| address.host).collect();
-    // Step 5: connect to the lower ranks among the neighbours, then wait for the connections of the higher ones. So of every two
-    // ranks exactly one connects.
+    // Step 5: connect to the lower ranks among the neighbours, then wait for the connections of the higher ones. So of
+    // every two ranks exactly one connects.
     let mut streams: Vec<Option<TcpStream>> = (0..participant.world_size).map(|_| None).collect();
     let (lower, higher): (Vec<usize>, Vec<usize>) =
         participant.neighbours().into_iter().partition(|&other| other < rank);
@@ -160,8 +160,8 @@ fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool)
 fn listen(store: &TcpStore) -> io::Result<(TcpListener, IpAddr)> {
     let ip = store.local_ip();
     if ip.is_loopback() && store.is_everywhere() {
-        // This is the host of the store, and the store listens at all addresses of it. This rank has reached the store at a loopback
-        // address, which is of no use to other hosts. So listen at all addresses too.
+        // This is the host of the store, and the store listens at all addresses of it. This rank has reached the store
+        // at a loopback address, which is of no use to other hosts. So listen at all addresses too.
         let listener = TcpListener::bind(&every_address(0)[..])?;
         return Ok((listener, Ipv4Addr::UNSPECIFIED.into()));
     }
@@ -216,8 +216,8 @@ impl Participant {
         self.missing(vec![first], format!("rank {first} ended before all ranks were connected"))
     }
 
-    /// Asks the store which ranks have ended. Returns the error if one of them `is_awaited`, or if rank 0 has ended and the store
-    /// with it.
+    /// Asks the store which ranks have ended. Returns the error if one of them `is_awaited`, or if rank 0 has ended and
+    /// the store with it.
     fn ended(&self, store: &TcpStore, is_awaited: impl Fn(usize) -> bool) -> Option<CommError> {
         match store.departed(self.until.saturating_duration_since(Instant::now())) {
             Err(error) => Some(self.lost(&error)),
@@ -291,8 +291,8 @@ fn accept_all(
                 let message = format!("not all ranks connected to rank {rank} within {deadline:?}");
                 return Err(participant.incomplete(is_awaited, message));
             }
-            // A rank that has ended will not connect. But it may have connected just before, and the connection may still be on its
-            // way to this thread. So fail only if the next check finds the same.
+            // A rank that has ended will not connect. But it may have connected just before, and the connection may
+            // still be on its way to this thread. So fail only if the next check finds the same.
             let suspicion = participant.ended(store, is_awaited);
             match suspicion {
                 Some(error) if is_suspected => return Err(error),

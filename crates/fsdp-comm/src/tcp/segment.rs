@@ -8,12 +8,12 @@
 //! two windows, of chunks with even and with odd numbers
 //! ```
 //!
-//! The protocol, in the modules `shared` and `chunks`, says who writes and reads what at which time. The owner writes records and
-//! windows only while nobody reads them. Each hand-over is a release store of a word by one rank, which another rank sees with an
-//! acquire load.
+//! The protocol, in the modules `shared` and `chunks`, says who writes and reads what at which time. The owner writes
+//! records and windows only while nobody reads them. Each hand-over is a release store of a word by one rank, which
+//! another rank sees with an acquire load.
 //!
-//! All processes of a job follow this protocol. A process that does not can make others compute wrong values. It cannot make
-//! them read outside the mapping: all sizes are checked, and the memory is sealed, so it cannot shrink.
+//! All processes of a job follow this protocol. A process that does not can make others compute wrong values. It cannot
+//! make them read outside the mapping: all sizes are checked, and the memory is sealed, so it cannot shrink.
 
 use std::fs::File;
 use std::io;
@@ -64,8 +64,8 @@ pub(super) enum ReaderWord {
     Size,
 }
 
-/// One of the two notifications of a segment, named after the ranks that wait for it. It is a futex: a count in memory, on which
-/// the kernel lets processes sleep until another one wakes them.
+/// One of the two notifications of a segment, named after the ranks that wait for it. It is a futex: a count in memory,
+/// on which the kernel lets processes sleep until another one wakes them.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Notification {
     /// The owner has arrived or published.

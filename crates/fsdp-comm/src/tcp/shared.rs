@@ -1,9 +1,9 @@
 //! Rounds through shared memory, for groups whose ranks are all on one host.
 //!
-//! Each rank owns a segment that all ranks map. The segment holds the rank's record. The bytes that the rank sends go through
-//! two windows of the segment, chunk by chunk: the rank writes chunk `k` into window `k % 2` once all readers have consumed chunk
-//! `k - 2`. Bytes that several ranks read (an all-gather) are written once. If ranks read different bytes (a reduce-scatter),
-//! their chunks share the window.
+//! Each rank owns a segment that all ranks map. The segment holds the rank's record. The bytes that the rank sends go
+//! through two windows of the segment, chunk by chunk: the rank writes chunk `k` into window `k % 2` once all readers
+//! have consumed chunk `k - 2`. Bytes that several ranks read (an all-gather) are written once. If ranks read different
+//! bytes (a reduce-scatter), their chunks share the window.
 //!
 //! A round has these steps:
 //! 1. Each rank writes its record, and says that it has arrived.
@@ -28,9 +28,9 @@ use crate::wire;
 
 /// The bit of a verdict that is set once the group has failed.
 ///
-/// The verdict is a word in the segment of rank 0, by which all ranks agree on the outcome of each round. Without this bit, it is
-/// the number of complete rounds. With this bit, its other bits are the number of complete rounds, which is also the number of
-/// the round that failed, and the rank that gave up.
+/// The verdict is a word in the segment of rank 0, by which all ranks agree on the outcome of each round. Without this
+/// bit, it is the number of complete rounds. With this bit, its other bits are the number of complete rounds, which is
+/// also the number of the round that failed, and the rank that gave up.
 const FAILED: u64 = 1 << 63;
 /// The position of the rank in a verdict. The bits below it are the round.
 const RANK_SHIFT: u32 = 40;
@@ -151,8 +151,8 @@ impl SharedMemory {
         let complete = round.number + 1;
         let failed = FAILED | (member.rank as u64) << RANK_SHIFT | round.number;
         let own = if all.is_ok() { complete } else { failed };
-        // The verdict of the round before can be replaced only once, so the first rank decides. If that is this rank, its own
-        // outcome counts.
+        // The verdict of the round before can be replaced only once, so the first rank decides. If that is this rank,
+        // its own outcome counts.
         let Err(decided) = verdict.compare_exchange(round.number, own, Ordering::AcqRel, Ordering::Acquire) else {
             return all;
         };
@@ -161,7 +161,8 @@ impl SharedMemory {
             // The round was complete; a later failure does not change that.
             return Ok(());
         }
-        // Another rank has given up, and sends its error over the socket. Wait for that, so that all ranks return the same error.
+        // Another rank has given up, and sends its error over the socket. Wait for that, so that all ranks return the
+        // same error.
         let by = ((decided & !FAILED) >> RANK_SHIFT) as usize;
         let by = member.ranks.get(by).copied().unwrap_or(member.ranks[0]);
         all.and_then(|()| member.node.wait(member.group, round, |_| Err(vec![by])))
@@ -180,8 +181,8 @@ impl SharedMemory {
             Destination::Copy(destinations) => {
                 let mut fillers: Vec<Filler<'_>> = destinations.into_iter().map(Filler::new).collect();
                 let mut incoming: Vec<Incoming<'_>> = others.map(incoming).collect();
-                // In each turn, publish the next chunk and consume one chunk of each other rank. The own bytes are copied in the first
-                // turn, while the others publish their chunks.
+                // In each turn, publish the next chunk and consume one chunk of each other rank. The own bytes are
+                // copied in the first turn, while the others publish their chunks.
                 let mut first = true;
                 while first || !outgoing.is_over() || !incoming.iter().all(Incoming::is_over) {
                     outgoing.publish()?;

@@ -561,8 +561,8 @@ fn the_news_of_an_end_takes_few_messages_of_each_rank() {
         for rank in world.sound() {
             // At most one connection: the rank looks for itself whether the other one has ended.
             assert!(rank.connects <= 1, "rank {} of {ranks}", rank.state.rank);
-            // Beside its records, the rank tells its neighbours once that the other one has ended, and at most twice that the group
-            // has failed.
+            // Beside its records, the rank tells its neighbours once that the other one has ended, and at most twice
+            // that the group has failed.
             assert!(rank.sent() <= 8 * digits, "rank {} of {ranks}: {} messages", rank.state.rank, rank.sent());
         }
     }

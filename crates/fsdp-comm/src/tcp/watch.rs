@@ -35,7 +35,8 @@ pub(super) fn wait(
     }
     loop {
         segment.wait_for_notification(notification, PEER_CHECK_INTERVAL, &is_ready);
-        // The ranks may have made the change and left after that. So look for their loss first, and then for the change.
+        // The ranks may have made the change and left after that. So look for their loss first, and then for the
+        // change.
         let failure = node.failure(group, round, &missing());
         match failure {
             _ if is_ready() => return Ok(()),

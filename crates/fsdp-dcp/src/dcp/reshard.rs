@@ -41,8 +41,8 @@ pub(crate) fn write(
     }
     opaque::copy(source, &staging, &opaque, options, &mut global.metadata, &mut written)?;
     if !extra.is_empty() {
-        // The names of these files are the same in every save, so another save at the same place could write them too: exclude
-        // that.
+        // The names of these files are the same in every save, so another save at the same place could write them too:
+        // exclude that.
         staging.claim()?;
         let copied = extra.copy(&staging)?;
         let files = copied.into_iter().map(|(name, integrity)| WrittenFile { name, integrity });

@@ -62,7 +62,8 @@ impl Structure {
         let mut rebuild = Rebuild { place, path: KeyPath::default(), steps: Vec::new(), root: None };
         rebuild.add(self)?;
         let Some(root) = rebuild.root else { return Ok(Structure::Dict(Vec::new())) };
-        // The positions come from a structure, so there is no limit to the number of missing ones: they were there before.
+        // The positions come from a structure, so there is no limit to the number of missing ones: they were there
+        // before.
         let mut gaps = usize::MAX;
         root.finish(&mut gaps).map_err(|source| FileError::Encode { fqn: String::new(), source })
     }

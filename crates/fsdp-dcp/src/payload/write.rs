@@ -203,8 +203,8 @@ struct PartSink<'a> {
 }
 
 impl PartSink<'_> {
-    /// Takes the next bytes of the part. Whole blocks are written at once. Smaller pieces are collected in the buffer until
-    /// there is enough for a write.
+    /// Takes the next bytes of the part. Whole blocks are written at once. Smaller pieces are collected in the buffer
+    /// until there is enough for a write.
     fn put(&mut self, mut bytes: &[u8]) -> Result<(), FileError> {
         while !bytes.is_empty() {
             let left = self.end - self.at;

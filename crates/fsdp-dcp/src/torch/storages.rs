@@ -23,7 +23,7 @@ pub(crate) enum Storages {
 pub(crate) struct LegacyStorage {
     /// The first byte of its data.
     pub(crate) data: u64,
-    /// Its bytes.
+    /// Its length in bytes.
     pub(crate) length: u64,
 }
 

@@ -127,7 +127,7 @@ fn check_resolved(p: &Pickle<'_>, metadata: NodeId) -> Result<(), PickleError> {
 pub(crate) struct StorageRef {
     /// Its key: the record `data/<key>`.
     pub(crate) key: String,
-    /// Its bytes.
+    /// Its length in bytes.
     pub(crate) bytes: u64,
     /// The type of its elements; `None` if it is untyped.
     dtype: Option<DType>,

@@ -60,8 +60,8 @@ fn layout_of(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>), F
     Ok((ArchiveLayout::new(ROOT, pickle, &lengths), tensors))
 }
 
-/// Appends the opcodes of a value to `out`, and its tensors to `tensors`. Their storages are numbered from `first` on, in the order
-/// in which they are met. `depth` is the number of containers around the value.
+/// Appends the opcodes of a value to `out`, and its tensors to `tensors`. Their storages are numbered from `first` on,
+/// in the order in which they are met. `depth` is the number of containers around the value.
 pub(crate) fn put<'v>(
     out: &mut Vec<u8>,
     value: &'v PlainValue,
@@ -80,8 +80,8 @@ pub(crate) fn put<'v>(
         PlainValue::Float(value) => write::float(out, *value),
         PlainValue::Str(value) => write::text(out, value),
         PlainValue::Bytes(value) => {
-            // Protocol 2 has no opcode for bytes. As Python does, write a call of `_codecs.encode` on a text that has one character
-            // for each byte.
+            // Protocol 2 has no opcode for bytes. As Python does, write a call of `_codecs.encode` on a text that has
+            // one character for each byte.
             write::global(out, "_codecs", "encode");
             write::text(out, &value.iter().map(|&byte| char::from(byte)).collect::<String>());
             write::text(out, "latin1");

@@ -12,17 +12,17 @@ use crate::gradient::{copy_gradient, flat_gradient};
 use crate::precision::cast;
 use crate::{Result, device, tasks};
 
-/// The gradients that a rank has of a unit at the end of a backward, and has yet to reduce. What several ranks have together is
-/// the last of these that one of them has.
+/// The gradients of a unit that a rank has at the end of a backward, and has yet to reduce. Of several ranks, the one
+/// whose variant comes last in this list decides what they do together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Unreduced {
-    /// There are none.
+    /// No gradients.
     Nothing,
     /// Gradients that have been reduced over the shard group, and not yet over replicas.
     Partial,
     /// Gradients of the rank's own batches, whole.
     Whole,
-    /// None, because the rank has reduced them in this backward already.
+    /// No gradients, because the rank has reduced them in this backward already.
     Reduced,
 }
 

@@ -371,8 +371,8 @@ impl Optimizer {
         }
     }
 
-    /// Returns an optimizer of one of the local parameters alone, without any state. State of that parameter can be loaded into
-    /// it to convert the state, while this optimizer stays as it is.
+    /// Returns an optimizer of one of the local parameters alone, without any state. State of that parameter can be
+    /// loaded into it to convert the state, while this optimizer stays as it is.
     pub(crate) fn of_local(&self, local: usize) -> Self {
         let group = &self.groups[self.group_of_local[local]];
         let fqns: Arc<[String]> = self.locals[local].fqns().into();

@@ -114,12 +114,13 @@ pub(crate) struct EntryPlan {
 struct SavedEntry<'a> {
     local: &'a LocalParam,
     name: &'a str,
-    /// Its kind by the algorithm; `None` for one of a shape of its own, and for one that the algorithm does not know.
+    /// The kind that the algorithm gives to this entry; `None` for an entry that has a shape of its own, such as
+    /// Adafactor's averages, and for one that the algorithm does not know.
     kind: Option<StateKind>,
     values: Vec<Option<Saved>>,
 }
 
-/// How strictly saved state is read.
+/// The strictness with which saved state is read.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct EntryOptions {
     /// `true` if parameters of a FlatParameter may lack state that others of it have.

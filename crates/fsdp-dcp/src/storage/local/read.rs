@@ -35,8 +35,8 @@ impl LocalDirectory {
                 Ok(true) if is_at(&**files, &*directory, path) => {
                     return Ok(LocalDirectory { files: held, path: to, directory, links });
                 }
-                // The directory was replaced between opening and locking, or somebody is just publishing or removing it. A
-                // moment later there is a checkpoint that stays at the path, or nothing.
+                // The directory was replaced between opening and locking, or somebody is just publishing or removing
+                // it. A moment later there is a checkpoint that stays at the path, or nothing.
                 Ok(_) => {
                     drop(directory);
                     files.pause(LOCK_PAUSE);
