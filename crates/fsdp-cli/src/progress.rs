@@ -71,7 +71,7 @@ impl Lines {
     /// Notes bytes that are done, and prints a line if the last one is long ago.
     fn add(&self, bytes: u64) {
         let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        // Another thread that prints is enough.
+        // If another thread holds the lock, it prints, and one line is enough.
         let Ok(mut last) = self.last.try_lock() else { return };
         if last.elapsed() >= BETWEEN_LINES {
             *last = Instant::now();

@@ -185,8 +185,8 @@ impl Registry {
         Ok(current)
     }
 
-    /// Begins a unit. Until it is closed, it owns the parameters that the model requests for the first time. Without
-    /// its own precision it has that of the unit around it; with one, this returns the dtype for the builder.
+    /// Begins a unit. Until it is closed, it owns the parameters that the model requests for the first time. If it has
+    /// a `precision` of its own, this returns the dtype for the builder. Otherwise it has that of the unit around it.
     pub(crate) fn open_unit(
         &mut self,
         name: String,

@@ -319,7 +319,7 @@ fn list(root: &Location) -> Result<Vec<(String, Part)>, CheckpointError> {
     Ok(found)
 }
 
-/// Returns the names in a run's directory that begin with `prefix`; none if it was removed meanwhile.
+/// Returns the names in a run's directory that begin with `prefix`; no names if the directory was removed meanwhile.
 fn names_in(root: &Location, prefix: &str) -> Result<Vec<String>, CheckpointError> {
     let mut names = if root.exists()? { root.names()? } else { Vec::new() };
     names.retain(|name| name.starts_with(prefix));

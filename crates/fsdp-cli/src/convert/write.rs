@@ -24,7 +24,8 @@ use crate::text::{count, escaped, iec};
 
 const SCHEMA: u32 = 1;
 
-/// The largest piece of a tensor that a thread reads at a time. It holds one as read and one as written.
+/// The largest piece of a tensor that a thread reads at a time. A thread holds two pieces: one as it was read, and one
+/// as it will be written.
 const PIECE: u64 = 16 << 20;
 /// The memory that reading and writing take besides the pieces.
 const AROUND: u64 = 2 << 20;

@@ -48,7 +48,8 @@ impl Guard {
         self.tell(&format!("+{}\n", group.as_raw_nonzero())).context("the guard of the processes has ended")
     }
 
-    /// Takes back [`watch`](Guard::watch), after the group was ended. Its number may be given to another one.
+    /// Takes back [`watch`](Guard::watch) after the group has ended, because the system may give its number to other
+    /// processes.
     pub(super) fn forget(&mut self, group: Pid) {
         // A guard that has ended kills nothing.
         self.tell(&format!("-{}\n", group.as_raw_nonzero())).ok();

@@ -83,9 +83,9 @@ impl Lines {
         thread.spawn(copy).map(drop).with_context(|| format!("failed to start a thread for rank {rank}"))
     }
 
-    /// Waits until all output is written, and returns the last lines of each process. A process that has left the session
-    /// may still hold a pipe; this does not wait for it. Once `is_asked_to_end` returns `true`, this does not wait either for
-    /// a reader of the output that does not read.
+    /// Waits until all output is written, and returns the last lines of each process. A process that has left the
+    /// session may still hold a pipe; this does not wait for that process. Usually this waits even if the reader of
+    /// this program's own output does not read, but no longer once `is_asked_to_end` returns `true`.
     pub(super) fn finish(self, mut is_asked_to_end: impl FnMut() -> bool) -> LastLines {
         drop(self.running);
         let (mut quiet_since, mut written) = (Instant::now(), 0);

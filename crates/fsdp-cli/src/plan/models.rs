@@ -79,7 +79,7 @@ pub(super) fn preset(name: &str) -> Option<&'static Preset> {
 }
 
 impl Preset {
-    /// Lists the parameters by unit: one for each layer, and one for all that is in none.
+    /// Lists the parameters by unit: one for each layer, and one for the parameters that are in no layer.
     pub(super) fn units(&self) -> Vec<Vec<Parameter>> {
         match self.family {
             Family::Llama(sizes) => sizes.units(),

@@ -114,7 +114,7 @@ impl State {
     /// Returns the state of a model and its optimizer, under the keys that `fsdp train` and torch give it.
     ///
     /// # Errors
-    /// None that a preset could cause.
+    /// A value that cannot be encoded. All those here can.
     pub(super) fn of_model(preset: &Preset, parameters: ParameterType, optimizer: OptimizerState) -> Result<Self> {
         let dtype = parameters.dtype();
         let mut state = State { parameters: Some(0), ..State::default() };

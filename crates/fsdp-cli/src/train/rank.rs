@@ -40,7 +40,7 @@ pub(super) struct Job<'a> {
     pub(super) rows: u64,
     /// The same checkpoint, open, until all ranks have read it.
     pub(super) resume: Mutex<Option<Arc<Resume>>>,
-    /// The newer checkpoints than that one, which are damaged. Saves replace them.
+    /// Damaged checkpoints that are newer than the one to resume from. Saves replace them.
     pub(super) damaged: Vec<Location>,
     pub(super) mesh: Option<DeviceMesh>,
     pub(super) threads_per_rank: usize,

@@ -190,7 +190,8 @@ impl Owned {
         })
     }
 
-    /// Aborts the running call, and waits until the GPU no longer touches the borrowed memory. Returns `true` if that is so.
+    /// Aborts the running call, and waits until the GPU no longer touches the borrowed memory. Returns `true` if
+    /// it does not touch it any more.
     fn give_up(self) -> bool {
         let Owned { communicator, stream } = self;
         drop(communicator);

@@ -162,7 +162,7 @@ impl Agent {
     /// Sets the key to this rank's address, and reads it back.
     ///
     /// # Errors
-    /// Another address, which means that another process is rank 0 too.
+    /// The store holds another address, which means that another process is rank 0 too.
     fn publish(&mut self, key: &str, own: &Published) -> io::Result<()> {
         self.send(&[&[SET], &string(key)[..], &string(&own.to_string())])?;
         let found = self.wait_and_get(key)?;

@@ -384,7 +384,8 @@ pub(crate) fn opaque_type(error: &PickleError) -> Option<String> {
     }
 }
 
-/// Describes an opaque object as a dict: its type, its arguments, its state, and what was added to it.
+/// Describes an opaque object as a dict: its type, its arguments, its state, and the items and entries that were added
+/// to it.
 fn described(
     p: &Pickle<'_>,
     object: &OpaqueNode<'_>,

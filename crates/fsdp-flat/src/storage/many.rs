@@ -48,7 +48,7 @@ pub struct StorageGuard {
 /// A storage, and the bytes in it of the tensors that were asked for.
 #[derive(Debug)]
 struct Taken {
-    /// One of the tensors that it belongs to.
+    /// One of the tensors that have this storage.
     owner: Tensor,
     storage: CpuStorage,
     /// In ascending order, without overlaps: the index of the tensor, and its bytes.

@@ -226,8 +226,8 @@ impl Overlap {
     pub(crate) fn reduce(&self, unit: &Arc<UnitExchange>, reduction: Reduction) -> Result<Option<Reduction>> {
         let mut state = self.state();
         let overlaps = state.phase == Some(Phase::Backward) && self.backward_prefetch.is_some();
-        // Wait for all earlier reductions, so that the unreduced gradients of at most two units are in memory: of this
-        // one, and of the one that is computed meanwhile.
+        // Wait for all earlier reductions. So the unreduced gradients of at most two units are in memory: this unit,
+        // and the unit that is computed while this one is reduced.
         state.reductions.iter_mut().for_each(|(_, ticket)| ticket.finish());
         let reduced = Arc::clone(unit);
         let ticket = self.worker.submit(move || reduced.reduce(reduction));

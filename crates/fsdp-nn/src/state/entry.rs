@@ -288,7 +288,7 @@ impl EntryPlan {
             }
             .into());
         }
-        // Entries like the parameter take its dtype; others keep the one that was saved.
+        // An entry of the parameter's shape takes the parameter's dtype. Other entries keep the dtype that was saved.
         let becomes = if is_like { expected } else { dtype::to_candle(found)? };
         // Fill the live memory only if the values cover all of it. What is not covered must become zero, so it needs
         // new memory.

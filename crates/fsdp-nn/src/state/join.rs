@@ -39,8 +39,8 @@ pub(crate) fn resolve_keys(
     merge_keys: bool,
 ) -> Result<Vec<OptimStateKey>> {
     if merge_keys {
-        // A rank may have nothing of a parameter, so the keys of all ranks count. Sorted, they have one order
-        // everywhere.
+        // A rank may have nothing of a parameter, so the keys of all ranks count. Sort them, so that all ranks have the
+        // same order.
         let mut keys: Vec<OptimStateKey> = all.iter().flatten().cloned().collect();
         keys.sort();
         keys.dedup();

@@ -79,7 +79,7 @@ impl Heads<'_> {
         self.query.dim(0) * self.query.dim(1)
     }
 
-    /// Returns the threads of a product: those that the heads, which run beside each other, leave over.
+    /// Returns the number of threads of one product. Heads are computed in parallel, and share all threads.
     fn threads(&self) -> usize {
         rayon::current_num_threads().div_ceil(self.heads().max(1))
     }

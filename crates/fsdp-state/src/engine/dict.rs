@@ -256,8 +256,8 @@ impl Source for DictSource<'_> {
             memories.iter().flat_map(Memory::tensors).map(|tensor| storage_id(&tensor)).collect();
         for (wanted, memory) in wanted.iter().zip(&memories) {
             let Some(Some(value)) = self.values.get_mut(wanted.position) else { continue };
-            // A value in one of these storages may be overwritten before it is read, so it is copied first. One that is
-            // its own destination stays: nothing is written there.
+            // A value in one of these storages may be overwritten before it is read, so it is copied first. A value
+            // that is its own destination needs no copy, because nothing is written there.
             let shares = value.candle_tensors().iter().any(|tensor| live.contains(&storage_id(tensor)));
             if shares && !memory.is_same_view(value) {
                 *value = Cow::Owned(value.copy()?);

@@ -1,4 +1,4 @@
-//! Reading local files: none outside the directory, none that is not regular.
+//! Reading local files. Files outside of the directory, and files that are not regular, are refused.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -22,7 +22,7 @@ use crate::storage::sidecar::Sidecar;
 
 /// The number of times that a commit is tried while its outcome is unknown.
 const COMMIT_ATTEMPTS: u32 = 5;
-/// The pause after the first attempt; it doubles after each further one.
+/// The pause after the first attempt. After each further attempt it is twice as long.
 const COMMIT_PAUSE: Duration = Duration::from_millis(200);
 /// The number of times that the removal of a claim is tried.
 const RELEASE_ATTEMPTS: u32 = 3;

@@ -87,8 +87,9 @@ impl Incoming {
 }
 
 /// Returns the trained parameters of an optimizer that have no saved state, though their algorithm has some from the
-/// first step on and others have been saved. (A frozen parameter never has any. A never-stepped optimizer saves no
-/// state at all, which one that has not stepped either does not miss; one that has would lose its own.)
+/// first step on and others have been saved. A frozen parameter never has any. An optimizer that has never stepped
+/// saves no state at all. An optimizer that has not stepped either misses nothing then, but one that has stepped would
+/// lose its own state.
 fn missing_states(optimizer: &Optimizer, saved: &SavedOptim) -> Result<HashSet<String>> {
     let mut missing = HashSet::new();
     if saved.states.is_empty() && optimizer.is_fresh() {

@@ -144,7 +144,7 @@ impl<'a> LiveTarget<'a> {
         self
     }
 
-    /// Makes ranks whose calls had other arguments an error. `arguments` lists those of this rank.
+    /// Makes it an error if ranks call with different arguments. `arguments` lists those of this rank.
     #[must_use]
     pub(crate) fn with_arguments(mut self, arguments: String) -> Self {
         self.arguments = arguments;
