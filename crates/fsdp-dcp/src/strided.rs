@@ -70,7 +70,7 @@ impl StridedRuns {
         }
         // In the order of the storage: the dimension with the smallest step is innermost.
         dims.sort_by_key(|&(_, src_step, _)| std::cmp::Reverse(src_step));
-        // Neighbours that continue each other on both sides are one dimension.
+        // Merge neighbouring dimensions that continue each other both in the source and in the destination.
         let mut merged: Vec<(usize, usize, usize)> = Vec::with_capacity(dims.len());
         for (size, src_step, dst_step) in dims {
             match merged.last_mut() {

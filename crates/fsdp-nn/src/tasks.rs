@@ -7,7 +7,8 @@ use std::cell::Cell;
 use rayon::iter::{IndexedParallelIterator as _, IntoParallelIterator as _, ParallelIterator as _};
 use rayon::slice::{ParallelSlice as _, ParallelSliceMut as _};
 
-/// The elements of a task: enough that handing it to a thread costs little beside it.
+/// The number of elements of a task. With so many, handing a task to a thread costs little compared with the task
+/// itself.
 const TASK: usize = 32 << 10;
 
 /// The partial sums of a task, so that the compiler can add several numbers at once.

@@ -197,7 +197,8 @@ fn is_within(inner: &Location, outer: &Location) -> bool {
     }
 }
 
-/// Returns the absolute path of a place. One that does not exist yet is resolved through its closest directory that does.
+/// Returns the absolute path of a place. If the place does not exist yet, the closest directory above it that exists is
+/// resolved.
 fn resolved(path: &Path) -> Option<PathBuf> {
     path.ancestors().find_map(|ancestor| {
         let place = if ancestor.as_os_str().is_empty() { Path::new(".") } else { ancestor };

@@ -122,8 +122,8 @@ async fn answer_requests(stream: &mut TcpStream, shared: &Shared) -> io::Result<
     }
 }
 
-/// Waits until the other side ends the connection. It must not send anything meanwhile, which no client does before it has
-/// its reply.
+/// Waits until the other side ends the connection. If the other side sends something meanwhile, this waits for ever;
+/// but no client sends anything before it has its reply.
 async fn end_of(stream: &TcpStream) {
     if let Ok(1..) = stream.peek(&mut [0]).await {
         std::future::pending().await

@@ -23,9 +23,9 @@ pub(super) struct Gathering {
     run: usize,
     /// The number of steps in which this rank has sent.
     steps_sent: usize,
-    /// The time since which this rank has waited for so long that it asks.
+    /// The time at which this rank had waited so long that it began to ask; `None` before.
     pub(super) waits_long_since: Option<Instant>,
-    /// `true` if other ranks ask this one for records that it does not have.
+    /// `true` if other ranks have asked this rank for records that it does not have.
     pub(super) others_ask: bool,
     /// `true` if this rank has asked the ranks that it receives from.
     pub(super) has_asked_neighbours: bool,
@@ -37,13 +37,13 @@ pub(super) struct Gathering {
 #[derive(Debug, Default)]
 pub(super) struct Slot {
     record: Option<Bytes>,
-    /// `true` if this rank has asked that one directly for its record.
+    /// `true` if this rank has asked that rank directly for its record.
     pub(super) is_asked: bool,
-    /// The time since which this rank knows that it can get that one's record only from the keeper of that one.
+    /// The time since which that rank's record can come only from its keeper.
     pub(super) needs_keeper_since: Option<Instant>,
     /// `true` if this rank has asked that keeper.
     pub(super) is_keeper_asked: bool,
-    /// `true` if that one has left without having entered the round.
+    /// `true` if that rank has left without having entered the round.
     pub(super) is_absent: bool,
 }
 

@@ -266,7 +266,8 @@ impl Links {
         self.inbox.change(|_| ());
     }
 
-    /// Notes a connection that carries frames from now on. This rank sends on it if it has no other one to that rank.
+    /// Notes a connection that carries frames from now on. This rank sends on it if it had no
+    /// connection to that rank before.
     fn note(&self, of: usize, stream: &Arc<TcpStream>) -> Noted {
         self.inbox.change(|state| {
             if state.leaving {

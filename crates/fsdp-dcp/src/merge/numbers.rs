@@ -55,9 +55,8 @@ pub(super) fn write(dtype: DType, numbers: &[f64], bytes: &mut [u8]) {
     }
 }
 
-/// Rounds a number to `f32` "to odd": if it is not an `f32` itself, to that one of its two neighbours whose last bit is
-/// set. If the result is rounded again, to a type with at least two bits less, that gives the same as rounding the
-/// number directly.
+/// Rounds a number to `f32` "to odd": if it lies between two values of `f32`, to the one whose last bit is set. If the
+/// result is rounded again, to a type with at least two bits less, that gives the same as rounding the number directly.
 fn round_to_odd(number: f64) -> f32 {
     let near = number as f32;
     if f64::from(near) == number || !near.is_finite() {

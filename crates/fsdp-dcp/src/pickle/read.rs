@@ -71,8 +71,8 @@ pub(super) struct Machine<'a> {
     budget: Budget,
 }
 
-/// The bytes that are charged for a node: its own and those of its position, twice, because a growing arena holds both
-/// copies.
+/// The bytes that are charged for a node. They are the bytes of the node and of its position, twice, because an arena
+/// that grows holds the old copy and the new one at the same time.
 const NODE: u64 = 2 * (size_of::<Node<'_>>() + size_of::<u32>()) as u64;
 /// The bytes that are charged for a reference to a node, in a list, in a tuple, on the stack or in the memo.
 const REFERENCE: u64 = size_of::<Option<NodeId>>() as u64;

@@ -22,7 +22,8 @@ pub struct TensorRef {
     pub shape: Vec<usize>,
     /// The places of the elements in the storage.
     pub layout: StridedLayout,
-    /// The node that says how it is quantized, if it is: `(scheme, scale, zero point)`, or of `(scheme, scales, zero points, axis)`.
+    /// The node that says how the tensor is quantized, if it is: a tuple `(scheme, scale, zero point)`, or
+    /// `(scheme, scales, zero points, axis)`.
     pub quantizer: Option<NodeId>,
     /// `true` if the tensor has a class or attributes of its own in Python, which are not kept.
     pub loses_attributes: bool,

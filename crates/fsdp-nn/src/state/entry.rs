@@ -19,7 +19,7 @@ use crate::{NnError, Result};
 /// One saved state entry of one parameter.
 #[derive(Debug, Clone)]
 pub(crate) enum Saved {
-    /// A tensor: its position in the source, its dtype and its shape, and its value if it is a small one.
+    /// A tensor: its position in the source, its dtype, its shape, and its value if the tensor is small.
     Tensor { position: usize, dtype: DType, shape: Vec<usize>, small: Option<StateValue> },
     /// A value that is no tensor, or a tensor of one element that is not shaped like its parameter.
     Scalar(StateValue),

@@ -44,8 +44,8 @@ impl Incoming {
         let is_missed = |fqn: &str| exact.is_some() || lacks_state.contains(fqn);
         let mut missing = Vec::new();
         let groups = saved.groups.match_with(optimizer, &mut missing, is_missed)?;
-        // A group that is not saved (`param_groups.<index>`) keeps its hyperparameters. One that is saved must have all
-        // of them, and each that it lacks is `param_groups.<index>.<key>`.
+        // A group that was not saved (`param_groups.<index>` in `missing`) keeps its hyperparameters. A group that was
+        // saved must have all of them; one that it lacks is `param_groups.<index>.<key>` in `missing`.
         if let Some(key) = missing.iter().find(|key| exact.is_some() && key.split('.').count() > 2) {
             return Err(OptimStateError::MissingKey { key: key.clone() }.into());
         }
