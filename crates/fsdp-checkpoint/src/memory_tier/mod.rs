@@ -349,6 +349,7 @@ fn check(
     hosts: &[usize],
     copies: &[PartCopy],
 ) -> Result<Vec<PartCopy>, CheckpointError> {
+    // Check this rank's share, and then tell each other which copies are damaged.
     let own = share(copies, hosts, group.rank()).into_iter();
     let damaged = own.map(|copy| {
         let damage = damage_of(root.join(&copy.holder).join(copy.part.to_string()))?;
