@@ -63,7 +63,7 @@ impl From<&StepCheckpoint> for CheckpointName {
     }
 }
 
-/// Makes names of the types that a [`Location`] is made of.
+/// Converts every type that a [`Location`] can be made of to a [`CheckpointName`].
 macro_rules! names_from {
     ($($place:ty),*) => {$(
         impl From<$place> for CheckpointName {
@@ -79,7 +79,7 @@ names_from!(Location, &Location, &Path, PathBuf, &PathBuf, &str, String, &String
 /// The options of a [`Checkpointer`]; the same on every rank.
 #[derive(Debug, Clone, Default)]
 pub struct CheckpointerOptions {
-    /// The rule for which checkpoints of the run are kept when a new one has been saved. By default all are.
+    /// The rule for which checkpoints of the run are kept when a new one has been saved. By default all are kept.
     pub retention: Retention,
     /// The options of saves.
     pub save: SaveOptions,
@@ -103,11 +103,11 @@ pub struct Checkpointer {
     options: CheckpointerOptions,
     saver: AsyncSaver,
     memory: Option<Mutex<MemoryTier>>,
-    /// Removes old checkpoints, on rank 0.
+    /// The thread that removes old checkpoints, on rank 0.
     pruning: Option<JoinHandle<()>>,
     /// The parent of the next checkpoint: the one that was saved or loaded last.
     parent: Mutex<Option<Parent>>,
-    /// The place of the checkpoint that was loaded last.
+    /// The place of the checkpoint that was loaded last. The first incremental save after the load compares with it.
     loaded: Mutex<Option<Location>>,
     /// The step of the save in the background; `None` if there is none, or if it does not save a step of the run.
     saving: Option<u64>,
@@ -162,7 +162,7 @@ impl Checkpointer {
         self.facts = facts;
     }
 
-    /// Returns the options of a save. If it saves a step of the run, they have the lineage to record.
+    /// Returns the options of a save. For a step of the run, they include the lineage to record.
     fn save_options(&self, step: Option<u64>) -> SaveOptions {
         let RunFacts { config, data } = self.facts.clone();
         let parent = *self.parent.lock().unwrap_or_else(PoisonError::into_inner);
@@ -171,8 +171,8 @@ impl Checkpointer {
         SaveOptions { lineage, parent: loaded, ..self.options.save.clone() }
     }
 
-    /// Makes the checkpoint that has just been saved the parent of the next one. `None`, for a checkpoint that is not a
-    /// step of the run, changes nothing.
+    /// Makes `parent`, the checkpoint that has just been saved, the parent of the next one. `None` changes nothing; it
+    /// stands for a checkpoint that is not a step of the run.
     fn set_parent(&self, parent: Option<Parent>) {
         if let Some(parent) = parent {
             *self.parent.lock().unwrap_or_else(PoisonError::into_inner) = Some(parent);
@@ -258,9 +258,10 @@ impl Checkpointer {
     /// Returns the newest whole step of the memory tier, if it is newer than the newest checkpoint of the run. It is an
     /// ordinary checkpoint, and each host has one of its own. [`Checkpointer::load_latest`] calls this.
     ///
-    /// Every copy is checked, and a damaged one is not used. A copy that cannot be read is an error. A step that lacks parts, or has parts of which all copies
-    /// are damaged, is skipped with a warning and removed. With `strict`, such damage is an error. Collectives:
-    /// agreements; object all-gathers; an all-to-all for each 8 MiB of a part that a host lacks.
+    /// Every copy is checked, and a damaged one is not used. A copy that cannot be read is an error. A step that lacks
+    /// parts, or has parts of which all copies are damaged, is skipped with a warning and removed. With `strict`, such
+    /// damage is an error. Collectives: agreements; object all-gathers; an all-to-all for each 8 MiB of a part that a
+    /// host lacks.
     ///
     /// # Errors
     /// The same on every rank: files that cannot be read or written, [`CheckpointError::DamagedMemory`].
@@ -365,16 +366,18 @@ impl Checkpointer {
         name: impl Into<CheckpointName>,
         run: &mut impl Stateful,
     ) -> Result<LoadReport, CheckpointError> {
-        // The checkpoint that is being saved is not the parent of the next one once another has been loaded.
+        // Finish the save in the background first. At its end it makes its checkpoint the parent of the next one, which
+        // it must not do after this load has set another parent.
         self.wait()?;
         let path = self.location(name);
         let (group, checkpoint) = open(LOAD, &path, &self.group, &self.options.load)?;
         let report = run.load_state_dict(&*checkpoint, &group, &self.options.load)?;
         let (parent, place) = match self.step_of_memory(&path) {
-            // A step in the memory tier is not in the chain of checkpoints: the next one continues the one before it.
+            // A step in the memory tier is not in the chain of checkpoints. So the next checkpoint continues the newest
+            // checkpoint before that step.
             Some(step) => parent_of_step(&self.run, step, &group)?.unzip(),
-            // A checkpoint of another program has no lineage, and then the next checkpoint has no parent. The one that
-            // this run saved or loaded before is not its parent either, because the state comes from elsewhere now.
+            // A checkpoint of another program has no lineage, and then the next checkpoint has no parent: what this run
+            // saved or loaded before is not its parent, because the state now comes from elsewhere.
             None => {
                 let step = checkpoint.lineage().map(|lineage| lineage.step);
                 (Parent::of(step, checkpoint.digests().map(StateDigest::root)), Some(path))
@@ -392,8 +395,9 @@ impl Checkpointer {
     }
 
     /// Loads the newest state of the run, from a checkpoint or from the memory tier. Returns the checkpoint and the
-    /// report, or `None` if there is none yet. A save in the background is waited for first, and counts. A memory tier
-    /// that cannot be used is left out, with a warning. Collectives: those of [`Checkpointer::latest_in_memory`], [`Checkpointer::latest`] and [`Checkpointer::load`].
+    /// report, or `None` if the run has no checkpoint yet. A save in the background is waited for first, so its
+    /// checkpoint may be the newest. A memory tier that cannot be used is left out, with a warning. Collectives: those
+    /// of [`Checkpointer::latest_in_memory`], [`Checkpointer::latest`] and [`Checkpointer::load`].
     ///
     /// # Errors
     /// The same as [`Checkpointer::load`]; a directory that cannot be read.
@@ -457,9 +461,9 @@ impl Checkpointer {
         StepCheckpoint { step, path: self.run.join(&name) }
     }
 
-    /// Starts a thread that removes old checkpoints after the save of `step`, on rank 0. Training does not wait for it, and a failure does not
-    /// end training. If the thread of an earlier save is still running, the removal is left to the next save or to the
-    /// drop.
+    /// Starts a thread on rank 0 that removes old checkpoints after the save of `step`. Training does not wait for the
+    /// thread, and a failure of it does not end training. If the thread of an earlier save is still running, the
+    /// removal is left to the next save or to the drop.
     fn start_pruning(&mut self, step: Option<u64>) {
         self.saved_step = step.or(self.saved_step);
         if self.group.rank() > 0 || self.options.retention.keep_last.is_none() {

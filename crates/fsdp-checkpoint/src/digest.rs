@@ -21,8 +21,8 @@ pub fn state_digest(run: &impl Stateful, group: &ProcessGroup) -> Result<StateDi
 /// Checks that ranks which hold the same part of a run hold the same bits: under [`NoShard`], replicas of
 /// [`HybridShard`], and values that are on all ranks. Tied parameters share their memory, so that there is nothing to compare.
 ///
-/// Call it every so many steps: memory errors and operations whose result depends on the rank are found before they spread.
-/// Collectives: two agreements and one object all-gather of a few bytes.
+/// Call it now and then, such as after every 100 steps: memory errors and operations whose result depends on the rank
+/// are found before they spread. Collectives: two agreements and one object all-gather of a few bytes.
 ///
 /// # Errors
 /// The same on every rank: [`StateError::ReplicasDiffer`], which names the tensors and the ranks that hold something else than

@@ -91,7 +91,7 @@ pub enum CheckpointError {
     /// A save in the background ended without an outcome.
     #[error("the save in the background ended without a result: {problem}")]
     Background {
-        /// How.
+        /// The way in which its thread ended.
         problem: String,
     },
 }

@@ -133,7 +133,8 @@ impl PlanCache {
     }
 }
 
-/// Checks that ranks with the same key have the same plain value.
+/// Checks that ranks with the same key have the same plain value. `reported` has for each rank the number of its cached
+/// plan, and the key and hash of each of its plain values.
 fn check_values(group: &ProcessGroup, reported: &[(u64, Vec<(String, u64)>)]) -> Result<(), CheckpointError> {
     let mut first: HashMap<&str, (usize, u64)> = HashMap::new();
     for (&rank, (_, values)) in group.global_ranks().iter().zip(reported) {
@@ -213,12 +214,13 @@ fn plan_pieces(
                 PlanPiece::Box(held) => boxes.push(held),
             }
         }
-        // Ranks come in order, so the first rank that has this schema has sent it.
+        // Only the first rank with a schema has sent it. Ranks come in order here, so that rank is also the first with
+        // an unknown hash.
         let schema = *known.entry(rank.schema).or_insert_with(|| {
             schemas.push(PlanSchema { items });
             schemas.len() - 1
         });
-        // The same holds for the boxes. Ranks with the same layout have the same schema.
+        // It is the same with the boxes of a layout. Ranks with the same layout have the same schema.
         of_ranks.push(*known_offers.entry(rank.layout).or_insert_with(|| {
             offers.push(Offer { schema, boxes });
             offers.len() - 1

@@ -127,8 +127,8 @@ impl JoinedBoxes {
             .collect()
     }
 
-    /// Returns the requests that read a range of the sequence: the bytes of their boxes, one after the other, are that
-    /// range. `request` makes the request for some boxes of a wanted tensor.
+    /// Returns the requests that read a range of the sequence. The bytes of their boxes, one after the other, are the
+    /// bytes of the range. `request` makes the request for some boxes of a wanted tensor.
     pub(crate) fn requests(
         &self,
         wanted: &[Wanted],

@@ -393,13 +393,14 @@ impl Source for CheckpointSource<'_> {
     fn read(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], lend: &mut dyn Lend) -> Result<(), CheckpointError> {
         let options = ReadOptions { threads: call.options.threads, ..ReadOptions::default() };
         let mut reading = Reading::new(self, options);
-        // An error of a collective among the replicas is known to them alone. So it counts as this rank's error here.
+        // If a collective among the replicas fails, only the replicas know. So the failure counts as this rank's own
+        // error here.
         let mut read = reading.read_windows(wanted, lend).unwrap_or_else(|error| Err(error.into()));
         if self.replicas.is_some() {
             // If a rank failed to read its share, the others lack it too, so all of them have to fail.
             read = CheckpointError::agree(call.group, call.operation, None, read);
         }
-        // A rank that failed takes part all the same: the others compare what they have.
+        // A rank that failed to read takes part nevertheless, because the others compare what they have read.
         let compared = reading.comparison.map_or(Ok(()), |comparison| comparison.check(call.group));
         match compared {
             Err(error @ CheckpointError::Comm(_)) => Err(error),

@@ -183,7 +183,7 @@ impl<M> TrainState<M> {
     /// Returns the whole state. Tensors are views of the live ones, for reading.
     fn views(&self) -> Result<StateDict, CheckpointError> {
         let parameters = self.model.parameters();
-        // They would be saved as the weights, which are elsewhere.
+        // While an average is swapped in, the model holds averaged weights, and they would be saved as its weights.
         if parameters.has_average() {
             return Err(NnError::Swapped.into());
         }

@@ -149,6 +149,7 @@ pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
     }
 }
 
+/// Hands the bytes of a tensor to `sink`, in row-major order, piece by piece.
 fn each_piece(
     source: &dyn Checkpoint,
     name: &str,
@@ -307,7 +308,7 @@ fn value_json(value: &PlainValue) -> Value {
             let mut elements = Vec::new();
             elements_json(tensor.dtype, &tensor.data, &mut elements);
             if elements.is_empty() {
-                // It has none, or they were not read.
+                // The tensor has no elements, or they were not read.
                 return json!({"dtype": tensor.dtype.to_string(), "shape": tensor.shape});
             }
             json!({"dtype": tensor.dtype.to_string(), "shape": tensor.shape, "elements": elements})
@@ -332,6 +333,7 @@ impl Stats {
         Stats { count, nan, infinite, zero, min: some(min), max: some(max), mean, std }
     }
 
+    /// Returns the statistics as lines of text.
     fn lines(&self) -> Vec<String> {
         vec![
             format!("count     {}", self.count),
@@ -382,6 +384,7 @@ fn npy_header(descr: &str, shape: &[usize]) -> Result<Vec<u8>> {
     Ok(header)
 }
 
+/// Writes a tensor to a new NumPy file, which appears whole or not at all.
 fn write_npy(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry, path: &Path) -> Result<()> {
     let dtype = tensor.properties.dtype;
     let descr = numpy_type(dtype).ok_or(UsageError::NoNumpy { dtype })?;

@@ -20,7 +20,7 @@ pub(crate) fn asked() -> Option<NonZeroUsize> {
     std::env::var(VARIABLE).ok()?.parse().ok()
 }
 
-/// Returns the part of this machine's threads that one of `ranks` gets, which is one at least.
+/// Returns the number of threads that each of `ranks` gets if they share this machine: at least one.
 pub(crate) fn share(ranks: usize) -> usize {
     (std::thread::available_parallelism().map_or(1, NonZeroUsize::get) / ranks.max(1)).max(1)
 }

@@ -157,6 +157,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
 }
 
 impl Row {
+    /// Describes a difference, for the text and for `--json`.
     fn new(name: &str, difference: &Difference) -> Self {
         let (mut elements, mut max_abs) = (None, None);
         let (kind, what) = match difference {

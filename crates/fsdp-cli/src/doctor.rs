@@ -132,6 +132,7 @@ pub(crate) fn run(arguments: &DoctorArguments) -> Result<()> {
     if arguments.json { output::json(&report) } else { show(&report) }
 }
 
+/// Looks at the environment and at this machine. Whatever is missing is no error, but gets a hint.
 fn examine() -> Report {
     let mut hints = Vec::new();
     let found = Environment::from_env();
@@ -237,6 +238,7 @@ fn library(name: &str) -> Option<PathBuf> {
     std::env::split_paths(&told).chain(usual).map(|directory| directory.join(name)).find(|path| path.exists())
 }
 
+/// Prints the report as text.
 fn show(report: &Report) -> Result<()> {
     line("fsdp", report.version.to_owned())?;
     for Backend { name, compiled_in } in &report.backends {

@@ -63,6 +63,7 @@ pub(crate) enum UsageError {
 }
 
 impl UsageError {
+    /// Returns the hint that is printed below the error.
     pub(crate) const fn hint(&self) -> &'static str {
         match self {
             UsageError::Exists { .. } => "choose another destination; `--overwrite` replaces a checkpoint",
@@ -125,6 +126,7 @@ pub(crate) struct Damaged {
     pub(crate) unsupported: bool,
 }
 
+/// Returns the end of the message: the same distinctions as in [`Damaged::exit_code`].
 const fn found(unread: bool, unsupported: bool) -> &'static str {
     match (unread, unsupported) {
         (true, _) => "could not be read",
@@ -134,6 +136,7 @@ const fn found(unread: bool, unsupported: bool) -> &'static str {
 }
 
 impl Damaged {
+    /// Returns the exit code for all problems together: files that could not be read come first.
     pub(crate) const fn exit_code(&self) -> u8 {
         match (self.unread, self.unsupported, self.incomplete) {
             (true, ..) => exit_codes::IO,

@@ -118,6 +118,7 @@ pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
 }
 
 impl Summary {
+    /// Describes a directory that is no committed checkpoint.
     fn uncommitted(path: String, reason: String) -> Self {
         Summary {
             schema: SCHEMA,
@@ -135,6 +136,7 @@ impl Summary {
         }
     }
 
+    /// Describes a checkpoint.
     fn new(path: String, source: &dyn Checkpoint) -> Self {
         let metadata = source.metadata();
         let (opaque, not_looked_into) = opaque(source);
@@ -163,6 +165,7 @@ impl Summary {
         }
     }
 
+    /// Returns the report as lines of text.
     fn lines(&self) -> Vec<String> {
         let boxes: usize = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
         let mut lines = vec![
@@ -258,6 +261,7 @@ const fn yes_or_no(yes: bool) -> &'static str {
 }
 
 impl Tensor {
+    /// Returns the row of the table.
     fn row(&self) -> [String; 5] {
         [
             escaped(&self.name).into_owned(),
@@ -307,6 +311,7 @@ pub(super) fn bytes(entry: &TensorEntry) -> u64 {
     numel.saturating_mul(entry.properties.dtype.size_in_bytes())
 }
 
+/// Describes a tensor and its boxes.
 fn tensor(name: &str, entry: &TensorEntry) -> Tensor {
     Tensor {
         name: name.to_owned(),
@@ -317,6 +322,7 @@ fn tensor(name: &str, entry: &TensorEntry) -> Tensor {
     }
 }
 
+/// Describes a box and the place of its bytes.
 fn box_of(Chunk { bounds, stored }: &Chunk) -> StoredBox {
     let stored = stored.as_ref();
     StoredBox {

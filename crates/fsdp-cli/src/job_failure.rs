@@ -53,6 +53,7 @@ pub(crate) enum JobError {
 }
 
 impl JobError {
+    /// Returns the hint that is printed below the error.
     const fn hint(&self) -> &'static str {
         match self {
             JobError::OutIsTaken { .. } => "continue from it with `--resume`, or choose another `--out`",
@@ -115,6 +116,7 @@ pub(crate) struct OtherModel {
 /// The number of differences that a message lists.
 const MAX_DIFFERENCES: usize = 50;
 
+/// Returns the lines as a list below a message, of which only the first are shown.
 fn list(lines: &[String]) -> String {
     let mut list: String = lines.iter().take(MAX_DIFFERENCES).map(|line| format!("\n  {line}")).collect();
     if lines.len() > MAX_DIFFERENCES {

@@ -36,6 +36,8 @@ impl<'a> Keys<'a> {
         self.include.as_ref().is_none_or(|include| include.set.is_match(key)) && !self.exclude.set.is_match(key)
     }
 
+    /// Returns what becomes of a key: it is dropped if it is not selected. The first rule that fits renames it, and
+    /// then the prefix is put before it.
     pub(crate) fn rename(&self, key: &str) -> Rename {
         if !self.selects(key) {
             return Rename::Drop;
@@ -51,7 +53,7 @@ impl<'a> Keys<'a> {
     /// Checks that each glob of `--include` matches one of these keys.
     ///
     /// # Errors
-    /// One matches none, which is likely a slip.
+    /// A glob that matches no key, which is probably a mistake.
     pub(crate) fn check_include<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Result<()> {
         let unused = self.include.as_ref().and_then(|include| include.unused(keys).into_iter().next());
         unused.map_or(Ok(()), |glob| Err(UsageError::UnusedGlob { glob: glob.to_owned() }.into()))
@@ -91,6 +93,7 @@ struct Globs<'a> {
 }
 
 impl<'a> Globs<'a> {
+    /// Compiles globs.
     fn new(globs: &'a [String]) -> Result<Self> {
         let mut set = GlobSetBuilder::new();
         for glob in globs {
@@ -119,10 +122,11 @@ const MOST_COMPARED: usize = 20_000;
 /// The longest key that is compared letter by letter.
 const LONGEST_COMPARED: usize = 256;
 
-/// The similarity from which a key may be the one that was meant: that from which clap offers another option's name.
+/// The similarity from which a key may be the one that was meant. It is the one that clap uses for names of options.
 const LEAST_SIMILAR: f64 = 0.7;
 
-/// Returns a list of the keys that are most like one that a checkpoint lacks, the likest first. `None` if none is like it.
+/// Returns a list of the keys that are most like one that a checkpoint lacks, the likest first; `None` if no key
+/// is like it.
 pub(crate) fn nearest(key: &str, metadata: &Metadata) -> Option<String> {
     let keys = metadata.entries.keys().take(MOST_COMPARED).map(String::as_str);
     let mut like: Vec<(f64, &str)> = keys

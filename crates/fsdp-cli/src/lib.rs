@@ -159,7 +159,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     });
     match result {
         Ok(()) => exit_codes::OK,
-        // It has told so where it stopped.
+        // The run has printed that it was stopped.
         Err(error) if error.is::<failure::Stopped>() => exit_codes::STOPPED,
         Err(error) if may_end_early && error.is::<output::StdoutClosed>() => exit_codes::OK,
         Err(error) => {

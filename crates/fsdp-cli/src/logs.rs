@@ -64,6 +64,7 @@ struct TraceFile {
 }
 
 impl TraceFile {
+    /// Opens or creates the file. One that exists keeps its content until the run is known not to be refused.
     fn open(path: &Path) -> io::Result<Self> {
         let (file, is_new) = match OpenOptions::new().write(true).create_new(true).open(path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {

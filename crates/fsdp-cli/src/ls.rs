@@ -69,6 +69,7 @@ pub(crate) fn no_checkpoints(run: &Location) -> String {
     format!("no checkpoints in `{}`", escaped(&run.to_string()))
 }
 
+/// Opens a checkpoint, and describes it. One that cannot be opened has a row with the error.
 fn row(found: &StepOfRun) -> Row {
     let mut row = Row {
         step: found.step,
@@ -95,6 +96,7 @@ fn row(found: &StepOfRun) -> Row {
 }
 
 impl Row {
+    /// Returns the line of a checkpoint.
     fn line(&self) -> String {
         let (step, name) = (self.step, escaped(&self.name));
         let Some(format) = self.format else {

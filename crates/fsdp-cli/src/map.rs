@@ -42,7 +42,8 @@ fn setting(text: &str) -> Result<(String, usize), String> {
 }
 
 impl MapArguments {
-    /// Reads the map, if one is asked for. The values that are not given are those of the first of these places that has them.
+    /// Reads the map, if one is asked for. A name that was given no value has the one in the first of
+    /// these places that has a configuration.
     ///
     /// # Errors
     /// The file cannot be read, or is no map.
@@ -60,8 +61,8 @@ impl MapArguments {
         Ok(Some(if self.map_reverse { map.reversed() } else { map }))
     }
 
-    /// Returns the values of names: those of the first place that has a configuration, overridden by those that are
-    /// given.
+    /// Returns the values of names: those in the first place that has a configuration. Values that were given take
+    /// precedence.
     pub(crate) fn values(&self, places: &[&Location]) -> Values {
         // Only one configuration is used, because values of different models must not be mixed.
         let of_places = places.iter().map(|place| of_config(place)).find(|values| !values.is_empty());

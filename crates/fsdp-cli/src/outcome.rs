@@ -31,6 +31,7 @@ pub(crate) fn hint(error: &Error) -> Option<&'static str> {
     error.chain().find_map(hint_of).or_else(|| hint_of_code(exit_code(error)))
 }
 
+/// Returns the exit code for one cause of an error; `None` if it tells none.
 fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
     if cause.is::<UsageError>() || cause.is::<MapError>() || cause.is::<TensorParallelError>() {
         return Some(exit_codes::USAGE);
@@ -62,6 +63,7 @@ fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
     kind_of(cause).map(exit_codes::of).filter(|&code| code != exit_codes::INTERNAL)
 }
 
+/// Returns the kind of one cause of an error, if it is a type that has one.
 fn kind_of(cause: &(dyn StdError + 'static)) -> Option<ErrorKind> {
     #[cfg(feature = "train")]
     if let Some(kind) = job_failure::kind(cause) {
@@ -79,6 +81,7 @@ fn kind_of(cause: &(dyn StdError + 'static)) -> Option<ErrorKind> {
     cause.downcast_ref::<io::Error>().map(Failure::kind)
 }
 
+/// Returns the hint for one cause of an error; `None` if it has none.
 fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     if let Some(error) = cause.downcast_ref::<UsageError>() {
         return Some(error.hint());
@@ -110,6 +113,7 @@ fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     None
 }
 
+/// Returns the hint for an error of `--tp`.
 const fn hint_of_cut(error: &TensorParallelError) -> &'static str {
     match error {
         TensorParallelError::Unknown { .. } => {
@@ -125,6 +129,7 @@ const fn hint_of_cut(error: &TensorParallelError) -> &'static str {
     }
 }
 
+/// Returns the hint for an error of signatures.
 fn hint_of_signature(error: &SignError) -> Option<&'static str> {
     match error {
         SignError::Key { .. } => Some(
@@ -141,6 +146,7 @@ fn hint_of_signature(error: &SignError) -> Option<&'static str> {
     }
 }
 
+/// Returns the hint for an exit code, where the error itself has none.
 const fn hint_of_code(code: u8) -> Option<&'static str> {
     match code {
         exit_codes::INCOMPLETE => Some("name the directory of a checkpoint that was saved whole"),

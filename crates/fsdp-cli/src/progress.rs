@@ -36,6 +36,7 @@ pub(crate) struct Lines {
 }
 
 impl Progress {
+    /// Creates a progress bar on a terminal, and lines now and then elsewhere.
     pub(crate) fn new(bytes: u64, wanted: bool) -> Self {
         if !wanted || capture::is_on() {
             return Progress::Hidden;
@@ -56,6 +57,7 @@ impl Progress {
         Progress::Bar(bar)
     }
 
+    /// Notes bytes that are done.
     pub(crate) fn add(&self, bytes: u64) {
         match self {
             Progress::Hidden => {}
@@ -66,9 +68,10 @@ impl Progress {
 }
 
 impl Lines {
+    /// Notes bytes that are done, and prints a line if the last one is long ago.
     fn add(&self, bytes: u64) {
         let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        // Another thread that prints is enough.
+        // If another thread holds the lock, it prints, and one line is enough.
         let Ok(mut last) = self.last.try_lock() else { return };
         if last.elapsed() >= BETWEEN_LINES {
             *last = Instant::now();

@@ -43,7 +43,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     fn subgroup(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError>;
 
     /// Tells all ranks that this group has failed in this round, unless it has failed already. Ranks that are still in
-    /// an earlier round may finish it: this rank has done its part of that.
+    /// an earlier round may finish that round, because this rank has done its part of it.
     fn abort(&self, round: u64, error: &CommError);
 
     /// Returns the part that moves GPU memory, if the backend has one.

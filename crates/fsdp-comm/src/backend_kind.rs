@@ -66,7 +66,7 @@ impl BackendKind {
         Err(self.unavailable(message))
     }
 
-    /// Returns the error that this build or this machine lacks something that the backend needs.
+    /// Returns the error for a build or a machine that lacks something that the backend needs.
     pub(crate) fn unavailable(self, message: impl Into<String>) -> CommError {
         CommError::BackendUnavailable { backend: self.to_string(), message: message.into() }
     }

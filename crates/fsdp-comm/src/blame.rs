@@ -27,9 +27,12 @@ pub(crate) fn noted<T>(rank: usize, outcome: Result<T, CommError>) -> Result<T, 
     outcome
 }
 
+/// Writes, changes or removes the note of a rank after an operation that ended with `error`, or succeeded if that is
+/// `None`.
 fn note(rank: usize, error: Option<&CommError>) {
     let blamed = error.map(|error| blamed(rank, error)).unwrap_or_default();
-    // Nearly all operations succeed, and must not pay for this.
+    // Nearly all operations succeed, and must not pay for a lock and a file: there is nothing to write and nothing to
+    // remove.
     if blamed.is_empty() && !NOTED.load(Ordering::Relaxed) {
         return;
     }

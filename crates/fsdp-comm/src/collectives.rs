@@ -67,6 +67,8 @@ impl ProcessGroup {
         self.all_gather(call, outputs, counts, input)
     }
 
+    /// Gathers the input of every rank on every rank. `counts` are the elements of each rank's input; the outputs are
+    /// filled one after the other, in rank order.
     fn all_gather<T: Element>(
         &self,
         call: Call,
@@ -107,6 +109,8 @@ impl ProcessGroup {
         self.reduce_scatter_round(&mut turn, output, &counts, input, op)
     }
 
+    /// Carries out one round in which `input`, cut into parts of `counts` elements, is reduced over all ranks, and each
+    /// rank gets its part.
     fn reduce_scatter_round<T: Element>(
         &self,
         turn: &mut Turn<'_>,
@@ -123,8 +127,8 @@ impl ProcessGroup {
         })
     }
 
-    /// Reduces every rank's `buffer` into every rank's `buffer`. torch's `all_reduce`. Every element is reduced in rank
-    /// order, so all ranks end with the same bits.
+    /// Reduces the buffers of all ranks element by element, and gives every rank the result in its `buffer`. torch's
+    /// `all_reduce`. Every element is reduced in rank order, so all ranks end with the same bits.
     ///
     /// # Errors
     /// Different lengths, dtypes or reductions; an average of integers. After an error that ends the group the buffer
@@ -251,6 +255,8 @@ impl ProcessGroup {
         self.gather_counts(call, outputs, counts, input, root)
     }
 
+    /// Gathers the input of every rank on `root`, the only rank that passes outputs. `counts` are the elements of each
+    /// rank's input.
     fn gather_counts<T: Element>(
         &self,
         call: Call,
@@ -326,6 +332,8 @@ impl ProcessGroup {
         self.scatter_counts(call, outputs, input, counts, root)
     }
 
+    /// Sends each rank its part of the input of `root`, the only rank that passes one. `counts` are the elements of
+    /// each rank's part.
     fn scatter_counts<T: Element>(
         &self,
         call: Call,

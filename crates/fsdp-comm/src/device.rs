@@ -304,6 +304,8 @@ impl DeviceGroup<'_> {
         self.run(call, arguments, moved, stream, nothing, move || Movement::Exchange { send, receive })
     }
 
+    /// Agrees with all ranks on a call, and then makes it. `moved` is the number of bytes that this rank sends and
+    /// receives. With `nothing` there is nothing to move, and the call is only agreed on.
     fn run(
         &self,
         call: Call,
@@ -347,6 +349,7 @@ impl DeviceGroup<'_> {
         Err(format!("{what} must have {needed} elements on rank {rank} of {ranks}, not {given}"))
     }
 
+    /// Checks that an argument is given on `root` alone, and there has as many elements as are needed.
     fn check_root_only(
         &self,
         what: &str,

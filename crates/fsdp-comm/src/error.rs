@@ -225,7 +225,7 @@ impl Failure for CommError {
             | CommError::Store { .. }
             | CommError::Library { .. } => ErrorKind::RankLost,
             CommError::Environment { .. } | CommError::BackendUnavailable { .. } => ErrorKind::Usage,
-            // The first rank whose error has a kind decides: others may fail because of it.
+            // The first rank whose error has a kind decides. Others may have failed because of that rank.
             CommError::RankFailed { failures, .. } => {
                 let mut kinds = failures.iter().map(|failure| failure.kind);
                 kinds.find(|kind| *kind != ErrorKind::Other).unwrap_or_default()

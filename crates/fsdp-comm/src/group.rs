@@ -68,6 +68,7 @@ impl ProcessGroup {
         Self::with_counters(backend, 0, Arc::new(Counters::new()), DEFAULT_DEADLINE)
     }
 
+    /// Creates a group whose traffic is counted by `counters`, which it may share with the group that it is a part of.
     fn with_counters(backend: Arc<dyn Backend>, id: u64, counters: Arc<Counters>, deadline: Duration) -> Self {
         ProcessGroup {
             shared: Arc::new(Shared { backend, id, counters, state: Mutex::default() }),
@@ -207,6 +208,7 @@ impl Turn<'_> {
         Ok(ProcessGroup::with_counters(backend, id, Arc::clone(&shared.counters), self.group.deadline))
     }
 
+    /// Returns the next round of this operation.
     fn next_round(&self) -> Round<'_> {
         Round {
             number: self.state.rounds,

@@ -40,6 +40,7 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
     let mut digests = StateDigest::default();
     let mut tensors = Vec::new();
     let mut jobs = Vec::new();
+    // Step 1: digest values and opaque tensors here, and cut all other tensors into jobs.
     for (fqn, entry) in entries {
         match entry {
             Entry::Bytes(_) => _ = digests.insert(fqn, Digest::of_value(&checkpoint.describe_value(fqn)?)),
@@ -56,6 +57,8 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
             }
         }
     }
+    // Step 2: let the threads take one job after the other, and add the sums of each tensor's parts. Their order does
+    // not matter.
     let sums: Vec<Mutex<Sum>> = tensors.iter().map(|_| Mutex::default()).collect();
     let next = AtomicUsize::new(0);
     on_threads(threads.clamp(1, jobs.len().max(1)), || {
@@ -65,6 +68,7 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
         }
         Ok(())
     })?;
+    // Step 3: turn each sum into a digest.
     for ((fqn, dtype, shape), sum) in tensors.into_iter().zip(sums) {
         let sum = sum.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
         digests.insert(fqn, sum.finish(dtype, shape));

@@ -150,7 +150,7 @@ pub enum FileError {
     NotCommitted {
         /// The place.
         path: PathBuf,
-        /// The reason why it is none.
+        /// The reason why it is not a committed checkpoint.
         reason: &'static str,
     },
     /// Files of the checkpoint are missing.
@@ -394,7 +394,7 @@ impl FileError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LocationError {
-    /// The scheme is none of those that are known.
+    /// The scheme is not one of those that are supported.
     #[error("its scheme is none of `file`, `s3`, `gs` and `az`")]
     Scheme,
     /// The program was built without object stores.

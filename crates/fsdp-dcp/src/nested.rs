@@ -1,5 +1,5 @@
-//! Values that one checkpoint holds whole and another one in parts, under keys of their own: torch's DCP keeps a list of
-//! dicts as one value, or takes it apart, and so does each format.
+//! Values that one checkpoint holds whole, and another one in parts that have keys of their own. For example, torch's
+//! DCP sometimes keeps a list of dicts as one value and sometimes takes it apart, and formats differ in this too.
 
 use std::collections::HashSet;
 
@@ -9,7 +9,7 @@ use indexmap::IndexMap;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
 
-/// The values of one checkpoint that another one holds in parts.
+/// The values that one checkpoint holds whole and another one holds in parts.
 #[derive(Debug, Default)]
 pub(crate) struct Nested {
     /// By the key of the whole: its parts, by the keys that they have in the other checkpoint, or would have there.

@@ -74,6 +74,8 @@ fn is_directory(location: &Location, name: &str) -> bool {
 /// The ending of the names of safetensors files.
 const SAFETENSORS: &str = ".safetensors";
 
+/// Opens a directory, whose format the names in it tell. The order of the checks matters: a folder of a trainer also
+/// has the names of other formats.
 fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
     if !metadata_files(&directory)?.is_empty() {
@@ -130,6 +132,7 @@ fn megatron(directory: &CheckedDirectory, names: &[String]) -> Result<Option<&'s
     ))
 }
 
+/// Opens a file, whose format its first bytes tell.
 fn open_file(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     match first_bytes(location)?.as_slice() {
         [b'P', b'K', 3 | 5, ..] if is_numpy_archive(location)? => Ok(Box::new(numpy::open(location, options)?)),

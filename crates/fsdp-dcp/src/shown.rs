@@ -62,6 +62,7 @@ fn put(value: &PlainValue, text: &mut String) {
     }
 }
 
+/// Appends the items of a container between `open` and `close`. Of a long one only the first are shown.
 fn put_all(open: &str, items: &[PlainValue], close: &str, text: &mut String) {
     text.push_str(open);
     for (index, item) in items.iter().enumerate().take(LONGEST) {

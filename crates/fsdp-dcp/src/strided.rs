@@ -55,6 +55,8 @@ pub(crate) struct StridedRuns {
 }
 
 impl StridedRuns {
+    /// Finds the longest runs: dimensions that continue each other are merged, and the one with the smallest step in
+    /// the storage is innermost.
     pub(crate) fn new(overlap: &TensorBox, src: &StridedLayout, dst: &TensorBox) -> Self {
         let dst_strides = row_major_strides(&dst.sizes);
         let mut first = StridedRun { src: src.offset, dst: 0, len: 1, src_step: 1, dst_step: 1 };
@@ -68,7 +70,7 @@ impl StridedRuns {
         }
         // In the order of the storage: the dimension with the smallest step is innermost.
         dims.sort_by_key(|&(_, src_step, _)| std::cmp::Reverse(src_step));
-        // Neighbours that continue each other on both sides are one dimension.
+        // Merge neighbouring dimensions that continue each other both in the source and in the destination.
         let mut merged: Vec<(usize, usize, usize)> = Vec::with_capacity(dims.len());
         for (size, src_step, dst_step) in dims {
             match merged.last_mut() {

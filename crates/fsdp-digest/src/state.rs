@@ -53,7 +53,7 @@ impl StateDigest {
         Digest(XxHash3_128::oneshot(&hashed))
     }
 
-    /// Returns the names whose digests differ from another's, or that only one of both has, in order.
+    /// Returns the names whose digests differ from another's, or that only one of the two has, in order.
     #[must_use]
     pub fn differing(&self, other: &StateDigest) -> Vec<String> {
         let mut names: Vec<String> = self

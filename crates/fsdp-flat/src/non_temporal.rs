@@ -54,7 +54,7 @@ pub(crate) fn non_temporal_to_vec<T: bytemuck::NoUninit>(from: &[T]) -> Result<V
     Ok(to)
 }
 
-/// Copies `from` to fresh memory or memory that is there, around the caches.
+/// Copies `from` to `to` around the caches. The memory at `to` need not be initialized.
 ///
 /// # Safety
 /// As many bytes must be valid for writes at `to`, and none of them may be in `from`.
@@ -65,7 +65,7 @@ unsafe fn store(to: *mut u8, from: &[u8]) {
     unsafe { to.copy_from_nonoverlapping(from.as_ptr(), from.len()) };
 }
 
-/// Copies `from` to fresh memory or memory that is there, around the caches.
+/// Copies `from` to `to` around the caches. The memory at `to` need not be initialized.
 ///
 /// # Safety
 /// As many bytes must be valid for writes at `to`, and none of them may be in `from`.

@@ -249,6 +249,8 @@ pub struct CopyRuns {
 }
 
 impl CopyRuns {
+    /// Returns the runs of `overlap`, from a row-major buffer of the box `src` to one of the box `dst`. It must lie in
+    /// both.
     fn new(overlap: &TensorBox, src: &TensorBox, dst: &TensorBox) -> Self {
         let rank = overlap.rank();
         let src_strides = row_major_strides(&src.sizes);

@@ -101,9 +101,11 @@ pub struct FlatLayout {
     fqns: Vec<String>,
     shapes: Vec<Vec<usize>>,
     numels: Vec<usize>,
+    /// Parameters and the padding between them, in the order in which they lie in the FlatParameter.
     entries: Vec<FlatEntry>,
+    /// The number of elements of each of `entries`.
     numels_with_padding: Vec<usize>,
-    /// First element of each parameter in the unsharded FlatParameter.
+    /// The first element of each parameter in the unsharded FlatParameter.
     starts: Vec<usize>,
     unpadded_numel: usize,
     world_size: usize,

@@ -74,7 +74,8 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
         }
         built.handles.push(handle);
     }
-    // All units exist now. Let the two that gather units on their own know them.
+    // All units exist now. Prefetching, and units by name pattern, gather units on their own, so tell them which there
+    // are.
     if let Some(overlap) = &built.overlap {
         overlap.complete(built.handles.iter().map(|handle| Arc::clone(handle.exchange())).collect());
     }

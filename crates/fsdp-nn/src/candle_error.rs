@@ -80,6 +80,7 @@ fn operation(error: &candle_core::Error) -> String {
     }
 }
 
+/// Returns `true` if an error of candle's type wraps an [`NnError`], at any depth.
 fn is_ours(error: &candle_core::Error) -> bool {
     use candle_core::Error;
     match error {

@@ -119,7 +119,8 @@ mod nccl {
         Ok(Some(whole))
     }
 
-    /// This rank's part of the mean of all ranks' tensors.
+    /// Fills `reduced` with this rank's part of the mean of all ranks' `whole`. Returns `false` if the group cannot
+    /// move GPU memory.
     pub(crate) fn reduce_scatter(group: &ProcessGroup, reduced: &Tensor, whole: &Tensor) -> Result<bool> {
         fn reduce<T: Scalar + Element + CudaDType + DeviceRepr>(
             group: DeviceGroup<'_>,

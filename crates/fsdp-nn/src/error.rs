@@ -116,7 +116,8 @@ pub enum NnError {
     /// A computation read a parameter that was not gathered.
     #[error("parameter {} is sharded here; {} ({error})", one_of(parameters), where_to_compute(units))]
     ParametersSharded {
-        /// The parameters that were sharded then, one of which it is; the likeliest first.
+        /// The parameters that were sharded at that time: the one that was used is among them. The likeliest comes
+        /// first.
         parameters: Vec<String>,
         /// Their units; the root's name is empty. None if the model was being built.
         units: Vec<String>,
@@ -406,6 +407,7 @@ fn quoted(names: &[String]) -> String {
     names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
 }
 
+/// Returns the end of a message that names ranks.
 fn on_ranks(ranks: &[usize]) -> String {
     match ranks {
         [] => String::new(),

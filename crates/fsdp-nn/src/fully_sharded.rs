@@ -97,6 +97,8 @@ impl<M> FullyShardedDataParallel<M> {
         Self::build(group, &config, Some(shapes), build)
     }
 
+    /// Builds the module with parameters whose storages are empty, and then their shards. With `shapes`, these decide
+    /// which parameters exist.
     fn build(
         group: ProcessGroup,
         config: &FsdpConfig,
@@ -159,8 +161,9 @@ impl<M> FullyShardedDataParallel<M> {
         }
         let changes = self.parameters.shared.last_change();
         Ok(output.map_tensors(&mut |tensor| {
-            // The hook copies its tensor, so it is attached only where it is needed. A tensor without gradient has no
-            // backward, and a parameter that is returned as it is was not computed from other values.
+            // The hook copies its tensor, so it is attached only where it is needed. A tensor without a gradient has no
+            // backward. And a parameter that the model returns as its output was not computed from the values of
+            // parameters.
             if !tensor.track_op() || self.parameters.has_tensor(tensor.id()) {
                 return Ok(tensor);
             }

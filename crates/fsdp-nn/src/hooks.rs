@@ -149,8 +149,8 @@ impl ParameterSlot {
         self.unit().map_or(0, |unit| unit.last_change())
     }
 
-    /// Checks, before another forward with the parameter inside a backward, that its unit has the values that it had after
-    /// this change.
+    /// Checks that the values of the parameter's unit have not changed since the change with this number. It is called
+    /// before the forward is computed again inside a backward.
     pub(crate) fn check_unchanged(&self, changes: u64) -> Result<()> {
         self.unit().map_or(Ok(()), |unit| unit.check_unchanged(changes))
     }

@@ -45,6 +45,7 @@ enum Distribution {
     Normal { mean: f64, deviation: f64 },
 }
 
+/// Returns the distribution that candle's `init` stands for, for a parameter of this shape.
 fn distribution(init: &Init, shape: &[usize]) -> Distribution {
     match *init {
         Init::Const(value) => Distribution::Constant(value),

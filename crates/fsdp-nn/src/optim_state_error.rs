@@ -206,9 +206,9 @@ pub enum OptimStateError {
     GroupSize {
         /// The group.
         index: usize,
-        /// Its parameters in the state dict.
+        /// The number of its parameters in the state dict.
         saved: usize,
-        /// Parameters of the optimizer's group.
+        /// The number of parameters of the optimizer's group.
         current: usize,
     },
 }

@@ -9,8 +9,8 @@ use candle_core::{DType, Tensor};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MixedPrecision {
     /// The dtype in which parameters are gathered and used in the computation: `BF16` or `F16` halve what the
-    /// all-gathers move. It is the dtype of the model's builder, so parameters are requested in it. A parameter that is
-    /// requested in another dtype keeps that one.
+    /// all-gathers move. It is the dtype of the model's builder, so parameters are requested in it. A parameter that
+    /// the model requests in another dtype keeps that dtype.
     pub param: Option<DType>,
     /// The dtype in which gradients are reduced over ranks; that of the parameters by default.
     pub reduce: Option<DType>,

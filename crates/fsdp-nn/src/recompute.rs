@@ -345,7 +345,8 @@ impl CustomOp2 for Link {
     }
 
     fn bwd(&self, token: &Tensor, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        // candle's backward continues at an argument only if it has a gradient. So the chain gets one, which has no meaning.
+        // candle's backward continues at an argument only if it has a gradient. So the next token of the
+        // chain gets a gradient, whose value has no meaning.
         let gradient = self.part.gradients().get_mut(self.index).and_then(Option::take).ok_or_else(not_the_same)?;
         Ok((token.track_op().then(|| grad.clone()), Some(gradient)))
     }

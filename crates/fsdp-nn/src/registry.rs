@@ -185,8 +185,8 @@ impl Registry {
         Ok(current)
     }
 
-    /// Begins a unit. Until it is closed, it owns the parameters that the model requests for the first time. Without
-    /// its own precision it has that of the unit around it; with one, this returns the dtype for the builder.
+    /// Begins a unit. Until it is closed, it owns the parameters that the model requests for the first time. If it has
+    /// a `precision` of its own, this returns the dtype for the builder. Otherwise it has that of the unit around it.
     pub(crate) fn open_unit(
         &mut self,
         name: String,
@@ -352,7 +352,7 @@ impl Registry {
     /// Returns a buffer, and registers it as a persistent one if the model requests it for the first time.
     fn buffer(&mut self, shape: &Shape, name: &str, init: &Init, dtype: DType, device: &Device) -> Result<Tensor> {
         if let Some((existing, _)) = self.buffers.get(name) {
-            // Its dtype may be that of buffers.
+            // Under mixed precision the buffer may have a dtype of its own, so only its shape is compared.
             check_same(name, existing, shape, existing.dtype())?;
             return Ok(existing.clone());
         }

@@ -27,6 +27,8 @@ impl ShardedParameters {
         Ok(())
     }
 
+    /// Checks a choice of the parameters to train: they must have been built as trainable, and without
+    /// `use_orig_params` a unit's parameters must all be chosen or none.
     fn check_choice(&self, chosen: &[(&Parameter, bool)]) -> Result<()> {
         if let Some((param, _)) = chosen.iter().find(|(param, requires_grad)| *requires_grad && !param.is_trainable) {
             return Err(NnError::BuiltFrozen { fqn: param.fqn.clone() });

@@ -273,12 +273,14 @@ fn value<T>(
 }
 
 impl ShardedParameters {
-    /// Multiplies the gradients of this rank, and returns `true` if all of them were finite. No communication.
+    /// Multiplies the gradients of this rank by `factor`, and returns `true` if all of them were finite before. No
+    /// communication.
     fn unscale_gradients(&self, factor: f32) -> Result<bool> {
         let factor = f64::from(factor);
         let mut is_finite = true;
         for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
             if !grad.device().is_cpu() {
+                // A sum of squares on the GPU is not finite if an element is not, and only that sum comes to the host.
                 is_finite &= device::norm_part(&grad, false)?.is_finite();
                 device::scale(&grad, factor)?;
                 continue;

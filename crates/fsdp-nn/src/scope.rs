@@ -71,6 +71,7 @@ impl Scope {
         self.build_unit(Some(precision), build)
     }
 
+    /// Builds a part of the model whose parameters form a unit. A plain scope makes no units.
     fn build_unit<M>(
         &self,
         precision: Option<MixedPrecision>,

@@ -173,6 +173,7 @@ impl OptimStateDictConfig {
         gather_options(self.rank0_only(), self.offload_to_cpu())
     }
 
+    /// Returns the name of torch's class, for messages.
     const fn class(&self) -> &'static str {
         match self {
             OptimStateDictConfig::Full(_) => "FullOptimStateDictConfig",
@@ -182,6 +183,7 @@ impl OptimStateDictConfig {
     }
 }
 
+/// Returns which ranks get a full state dict and on which device, from torch's two options.
 fn gather_options(rank0_only: bool, offload_to_cpu: bool) -> GatherOptions {
     let keep_on = if rank0_only { KeepOn::Ranks(vec![0]) } else { KeepOn::All };
     GatherOptions { keep_on, device: offload_to_cpu.then_some(Device::Cpu) }

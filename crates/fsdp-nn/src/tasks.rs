@@ -7,7 +7,8 @@ use std::cell::Cell;
 use rayon::iter::{IndexedParallelIterator as _, IntoParallelIterator as _, ParallelIterator as _};
 use rayon::slice::{ParallelSlice as _, ParallelSliceMut as _};
 
-/// The elements of a task: enough that handing it to a thread costs little beside it.
+/// The number of elements of a task. With so many, handing a task to a thread costs little compared with the task
+/// itself.
 const TASK: usize = 32 << 10;
 
 /// The partial sums of a task, so that the compiler can add several numbers at once.
@@ -51,6 +52,8 @@ pub(crate) fn sum<T: Copy + Sync>(values: &[T], term: impl Fn(T) -> f64 + Sync) 
     sums.into_iter().sum()
 }
 
+/// Returns the sum of `term` of the values of one task. It is added up in several lanes, which the processor can do at
+/// the same time.
 fn sum_of_task<T: Copy>(values: &[T], term: &impl Fn(T) -> f64) -> f64 {
     let mut lanes = [0f64; LANES];
     let mut chunks = values.chunks_exact(LANES);

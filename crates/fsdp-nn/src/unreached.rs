@@ -36,6 +36,7 @@ impl ShardedParameters {
         }
     }
 
+    /// Warns of trained parameters that got no gradient. `has_gradient` is in the order of all parameters.
     fn warn_of_unreached(&self, has_gradient: &[bool]) {
         let params = self.handles.iter().flat_map(|handle| &handle.params).zip(has_gradient);
         let unreached = params.filter(|(param, has_gradient)| param.requires_grad() && !**has_gradient);

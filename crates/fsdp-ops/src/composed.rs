@@ -32,6 +32,7 @@ pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[a, b], D::Minus1)
 }
 
+/// Rotates neighbouring elements as pairs.
 pub(crate) fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let (batch, heads, time, width) = x.dims4()?;
     let pairs = x.reshape((batch, heads, time, width / 2, 2))?;
@@ -40,7 +41,7 @@ pub(crate) fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     Tensor::stack(&[a, b], 4)?.reshape((batch, heads, time, width))
 }
 
-/// Rotates pairs by the angles of their positions.
+/// Rotates the pairs of `a` and `b` by the angles of their positions, and returns the new `a` and `b`.
 fn turned(a: &Tensor, b: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<(Tensor, Tensor)> {
     // [time, half] goes with all batches and heads, [batch, time, half] with all heads.
     let spread = |angles: &Tensor| if angles.rank() == 3 { angles.unsqueeze(1) } else { Ok(angles.clone()) };

@@ -17,9 +17,9 @@ pub(crate) trait Element: WithDType {
     fn widen(self) -> Self::Real;
     /// Returns the nearest value that this type has.
     fn narrow(value: Self::Real) -> Self;
-    /// Returns the values in the type that arithmetic is done in: copies only where that is another one.
+    /// Returns the values in the type that arithmetic is done in. Nothing is copied if that is this type itself.
     fn reals(values: &[Self]) -> Cow<'_, [Self::Real]>;
-    /// Returns the nearest values that this type has: copies only where arithmetic is done in another one.
+    /// Returns the nearest values that this type has. Nothing is copied if arithmetic is done in this type itself.
     fn of_reals(values: Vec<Self::Real>) -> Vec<Self>;
 }
 

@@ -103,7 +103,9 @@ impl Linear {
             let (of_x, by_row) =
                 (Matrix::row_major(&of_x, [rows, inputs]), Matrix::row_major(&reals, [rows, outputs]));
             let of_weight = Matrix::of_layout(&of_weight, layout)?;
-            // Both are as much work, and threads that share one product wait for each other more often.
+            // The two products are equally much work, so compute them at the same time, each on half of the threads.
+            // One after the other on all threads, more threads would share a product, and wait for each other more
+            // often.
             let threads = rayon::current_num_threads().div_ceil(2);
             let (dx, dweight) = rayon::join(
                 || product(by_row, of_weight, None, threads),

@@ -35,6 +35,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     x.contiguous()?.apply_op2(&weight.contiguous()?, RmsNorm { eps })
 }
 
+/// Checks that a weight has one element for each column of `x`.
 fn check(op: &'static str, x: &Tensor, weight: &Tensor) -> Result<()> {
     let width = x.dim(D::Minus1)?;
     if weight.dims() != [width] {

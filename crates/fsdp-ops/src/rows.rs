@@ -73,6 +73,7 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
                 for (index, output) in output.chunks_mut(width).enumerate() {
                     let row = task * rows + index;
                     let range = row * width..row * width + output.len();
+                    // Widen the row of each input, let the kernel change it, and round its first one to the output.
                     for (scratch, input) in scratch.iter_mut().zip(inputs) {
                         for (wide, value) in scratch.iter_mut().zip(&input[range.clone()]) {
                             *wide = value.widen();

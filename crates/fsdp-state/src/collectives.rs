@@ -149,6 +149,7 @@ pub fn gather_sharded_tensor(
     gather_one("gather_sharded_tensor", tensor, group, KeepOn::Ranks(vec![root]), device)
 }
 
+/// Gathers one tensor, on the ranks that `keep_on` names.
 fn gather_one(
     operation: &'static str,
     tensor: &ShardedTensor,
@@ -224,6 +225,7 @@ pub fn broadcast_tensors(
     Ok(broadcast(OPERATION, full.as_ref(), &local, root, group, &options)?.0)
 }
 
+/// Loads the dict of the rank `root` into the structure of each rank's `local` dict.
 fn broadcast(
     operation: &'static str,
     full: Option<&StateDict>,
@@ -312,6 +314,7 @@ pub fn reshard_state_dict(
     redistribute("reshard_state_dict", state, local, group, options)
 }
 
+/// Loads the dict that all ranks have together into the structure of each rank's `local` dict.
 fn redistribute(
     operation: &'static str,
     state: &StateDict,
@@ -394,7 +397,8 @@ fn reshard(
 fn as_state_dicts(tensors: &[Reshard<'_>]) -> Result<(StateDict, StateDict), StateError> {
     let (mut state, mut local) = (StateDict::new(), StateDict::new());
     for Reshard { name, tensor, boxes } in tensors {
-        // One zero is broadcast to all elements of a box: of the template only dtype, boxes and device are used.
+        // A box of the template is one zero that is broadcast to all elements, because only the dtype, the boxes and
+        // the device of the template are used.
         let zero = storage::zeros(&[], tensor.dtype())?;
         let device = tensor.shards().first().map_or(Device::Cpu, |shard| shard.tensor.device().clone());
         let zero = storage::to_device(&zero, &device)?;

@@ -33,6 +33,7 @@ fn keys_apart(keys: &HashSet<&str>, others: &HashSet<&str>) -> String {
     format!("dict with the keys {only:?} that the other lacks")
 }
 
+/// Checks that two values at `path` are containers of the same structure, or both no containers.
 fn check_value(value: &StateValue, companion: &StateValue, path: &mut KeyPath) -> Result<(), StateError> {
     match (value, companion) {
         (StateValue::Dict(dict), StateValue::Dict(companion)) => check_dict(dict, companion, path),

@@ -170,6 +170,7 @@ impl StateDictCallbacks for Copier<'_> {
     }
 }
 
+/// Checks that two dicts have the same structure, and leaves that fit in the same places.
 fn check(a: &StateDict, b: &StateDict) -> Result<(), StateError> {
     check_dict(a, b, &mut KeyPath::default())?;
     leaves(a).into_iter().try_for_each(|(path, value)| match get_element(b, &path) {

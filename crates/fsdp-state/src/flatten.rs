@@ -19,6 +19,7 @@ pub struct FlatStateDict {
 }
 
 impl FlatStateDict {
+    /// Adds a leaf under its flat key.
     fn insert(&mut self, path: &KeyPath, value: StateValue) -> Result<(), StateError> {
         let key = path.flat_key();
         if self.values.insert(key.clone(), value).is_some() {
@@ -79,6 +80,7 @@ pub fn flatten_containers(state: &StateDict) -> Result<FlatStateDict, StateError
     Ok(flat)
 }
 
+/// Adds all leaves below a value at `path`.
 fn open(path: &KeyPath, value: &StateValue, flat: &mut FlatStateDict) -> Result<(), StateError> {
     match value {
         StateValue::Dict(dict) => {
@@ -93,6 +95,7 @@ fn open(path: &KeyPath, value: &StateValue, flat: &mut FlatStateDict) -> Result<
     }
 }
 
+/// Adds all leaves below a plain value at `path`. Plain containers are opened like those of the dict itself.
 fn open_plain(path: &KeyPath, value: &PlainValue, flat: &mut FlatStateDict) -> Result<(), StateError> {
     match value {
         PlainValue::List(list) | PlainValue::Tuple(list) => {

@@ -125,6 +125,7 @@ struct Iteration<'a, C> {
 }
 
 impl<C: StateDictCallbacks> Iteration<'_, C> {
+    /// Visits the values of a dict, and returns the mapped ones; `None` if this rank keeps nothing.
     fn dict(&mut self, dict: &StateDict, companion: Option<&StateDict>) -> Result<Option<StateDict>, StateError> {
         let mut mapped = StateDict::new();
         for (key, value) in dict {
@@ -137,6 +138,7 @@ impl<C: StateDictCallbacks> Iteration<'_, C> {
         Ok(self.keeps.then_some(mapped))
     }
 
+    /// Visits the values of a list, and returns the mapped ones; `None` if this rank keeps nothing.
     fn list(
         &mut self,
         list: &[StateValue],
@@ -151,6 +153,7 @@ impl<C: StateDictCallbacks> Iteration<'_, C> {
         Ok(self.keeps.then_some(mapped))
     }
 
+    /// Visits a value, and everything below it. The mapped leaf goes into the companion's leaf if there is one.
     fn value(&mut self, value: &StateValue, companion: Option<&StateValue>) -> Result<Option<StateValue>, StateError> {
         let mapped = match value {
             StateValue::Dict(dict) => {

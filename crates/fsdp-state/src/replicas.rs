@@ -115,6 +115,8 @@ impl Held {
         Ok(Held { parts: [whole, shards] })
     }
 
+    /// Returns one summary for the whole values and one for the shards: hashes that are equal on ranks that hold the
+    /// same.
     fn summaries(&self) -> [Summary; 2] {
         self.parts.each_ref().map(|digests| {
             let mut hasher = XxHash3_64::new();

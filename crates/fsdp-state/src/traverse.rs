@@ -56,6 +56,7 @@ fn opens(value: &StateValue) -> bool {
     }
 }
 
+/// Calls `visit` with each leaf of a dict and its path. Containers that `opens` refuses count as leaves.
 fn walk<'a, E>(
     state: &'a StateDict,
     opens: &impl Fn(&StateValue) -> bool,
@@ -65,6 +66,7 @@ fn walk<'a, E>(
     walk_dict(state, &mut path, opens, visit)
 }
 
+/// Walks through a dict at `path`.
 fn walk_dict<'a, E>(
     dict: &'a StateDict,
     path: &mut KeyPath,
@@ -79,6 +81,7 @@ fn walk_dict<'a, E>(
     Ok(())
 }
 
+/// Walks through a value at `path`.
 fn walk_value<'a, E>(
     value: &'a StateValue,
     path: &mut KeyPath,
@@ -169,6 +172,7 @@ fn entry<'a>(dict: &'a mut StateDict, key: &str, rest: &[PathPart]) -> &'a mut S
     }
 }
 
+/// Returns an empty value into which the rest of a path leads: a dict, a list, or a place for a leaf.
 fn container_for(rest: &[PathPart]) -> StateValue {
     match rest.first() {
         Some(PathPart::Key(_)) => StateValue::Dict(StateDict::new()),
@@ -177,6 +181,7 @@ fn container_for(rest: &[PathPart]) -> StateValue {
     }
 }
 
+/// Sets a value below `slot`, where `rest` of the path leads. Missing containers are made.
 fn set_at(slot: &mut StateValue, rest: &[PathPart], value: StateValue, path: &KeyPath) -> Result<(), StateError> {
     match (rest, slot) {
         ([], slot) => {

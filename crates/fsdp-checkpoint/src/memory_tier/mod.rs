@@ -90,7 +90,8 @@ impl MemoryTier {
         let copies = list_all(&group, OPERATION, &root, &hosts)?;
         let of = MemoryStep { start: self.start_of_save(&group, step, &copies)?, step, ranks: group.world_size() };
         // 2. Make room: of the older steps, only the newest complete one is kept. Steps from this one on are of a save
-        //    that failed, or were saved before the run went back to an older state. It does not continue from them.
+        //    that failed, or were saved before the run went back to an older state; the run does not continue from
+        //    them.
         let older: Vec<PartCopy> = copies.into_iter().filter(|copy| copy.part.of.step < step).collect();
         let kept = newest_complete(&older);
         let removed = if hosts[rank] == rank { remove_all_but(&root, kept) } else { Ok(()) };
@@ -132,9 +133,9 @@ impl MemoryTier {
         Ok(start)
     }
 
-    /// Returns the newest whole step if it is newer than the step `durable` of rank 0, a checkpoint. Each host then has
-    /// all of its parts, joined to an ordinary checkpoint. Newer steps, which are damaged or were never completed, are
-    /// removed.
+    /// Returns the newest whole step, if it is newer than `durable`, the step of the newest checkpoint; the `durable`
+    /// that rank 0 passes counts. Each host then has all parts of the step, joined to an ordinary checkpoint. Newer
+    /// steps, which are damaged or were never completed, are removed.
     ///
     /// # Errors
     /// The same on every rank: errors of the storage; with `strict`, a step that was completed and is damaged.
@@ -147,7 +148,8 @@ impl MemoryTier {
         let group = self.group.with_deadline_at_least(crate::save::DEFAULT_DEADLINE);
         let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else { return Ok(None) };
         let durable: Option<u64> = group.broadcast_object(Some(&durable), 0)?;
-        // Every rank has the same list of copies, so all of them choose the same step.
+        // 1. Find the step: from the newest one on, the first of which every part has a copy that is not damaged. Every
+        //    rank has the same list of copies, so all of them choose the same step.
         let copies = list_all(&group, OPERATION, &root, &hosts)?;
         let mut found = None;
         for (step, missing) in steps(&copies) {
@@ -178,7 +180,8 @@ impl MemoryTier {
                 }
             }
         }
-        // The run continues from this step. Steps after it that were passed over must not be found by a later resume.
+        // 2. Remove the steps that were passed over. The run continues from an older one, so a later resume must not
+        //    find them.
         let newest = found.as_ref().map(|(step, _)| step.step).or(durable).unwrap_or(0);
         let is_passed = |copy: &&PartCopy| {
             copy.part.of.step >= newest && found.as_ref().is_none_or(|(step, _)| copy.part.of != *step)
@@ -187,10 +190,11 @@ impl MemoryTier {
         let leads = hosts[group.rank()] == group.rank();
         let removed = if leads { remove_parts(&root, |part| passed.contains(&part.of)) } else { Ok(()) };
         CheckpointError::agree(&group, OPERATION, None, removed)?;
+        // 3. Give each host the parts that it lacks, and join them.
         let Some((step, copies)) = found else { return Ok(None) };
         let joined = self.join(&group, &root, &hosts, step, &copies);
         if joined.is_err() {
-            // Parts that were received would leave less space for the next attempt.
+            // Parts that were received for this would leave less space for the next attempt.
             remove_received(&root, &hosts, &copies, group.rank());
         }
         joined.map(Some)
@@ -215,8 +219,9 @@ impl MemoryTier {
         const OPERATION: &str = "clear the memory tier";
         let group = self.group.clone();
         let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else { return Ok(()) };
-        // The next save makes new ones.
+        // The next save makes new directories.
         self.run_directory = None;
+        // The ranks of a host share its directory, so only the first of them removes it.
         let removed = if hosts[group.rank()] == group.rank() { remove(&root) } else { Ok(()) };
         CheckpointError::agree(&group, OPERATION, None, removed)
     }
@@ -315,7 +320,7 @@ fn list(root: &Location) -> Result<Vec<(String, Part)>, CheckpointError> {
     Ok(found)
 }
 
-/// Returns the names in a run's directory that begin with `prefix`; none if it was removed meanwhile.
+/// Returns the names in a run's directory that begin with `prefix`; no names if the directory was removed meanwhile.
 fn names_in(root: &Location, prefix: &str) -> Result<Vec<String>, CheckpointError> {
     let mut names = if root.exists()? { root.names()? } else { Vec::new() };
     names.retain(|name| name.starts_with(prefix));
@@ -345,6 +350,7 @@ fn check(
     hosts: &[usize],
     copies: &[PartCopy],
 ) -> Result<Vec<PartCopy>, CheckpointError> {
+    // Check this rank's share, and then tell each other which copies are damaged.
     let own = share(copies, hosts, group.rank()).into_iter();
     let damaged = own.map(|copy| {
         let damage = damage_of(root.join(&copy.holder).join(copy.part.to_string()))?;

@@ -85,6 +85,7 @@ pub(super) fn make_private(directory: &Location) -> Result<(), CheckpointError> 
     make_private_directory(path).map_err(|source| failed(source).into())
 }
 
+/// Makes a directory that only this user can open, and the directories above it. One that exists must be this user's.
 fn make_private_directory(path: &Path) -> io::Result<()> {
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent)?;
@@ -117,6 +118,8 @@ fn number_in(file: &Location, create: bool) -> Result<Option<u64>, CheckpointErr
     number.map(Some).ok_or_else(|| CheckpointError::NotAMemoryTier { path: file.name().to_owned() })
 }
 
+/// Writes a new random number to a file, in one step. If another process has written one before, that is the error
+/// [`FileError::Exists`].
 fn make_number(file: &Location) -> Result<(), FileError> {
     let text = format!("{:016x}", random());
     let staging = Durable::new().prepare(file, false)?;

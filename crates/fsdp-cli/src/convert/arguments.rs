@@ -298,6 +298,7 @@ fn size(text: &str) -> Result<u64, String> {
         "tib" => 1 << 40,
         _ => return Err("a size is a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB".to_owned()),
     };
+    // A whole number is computed exactly. One with a fraction, such as `1.5GB`, goes through a float.
     let whole: Option<u64> = number.parse().ok().and_then(|number: u64| number.checked_mul(unit));
     let is_plain = number.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
     let bytes = match (whole, number.parse::<f64>()) {

@@ -24,7 +24,8 @@ use crate::text::{count, escaped, iec};
 
 const SCHEMA: u32 = 1;
 
-/// The largest piece of a tensor that a thread reads at a time. It holds one as read and one as written.
+/// The largest piece of a tensor that a thread reads at a time. A thread holds two pieces: one as it was read, and one
+/// as it will be written.
 const PIECE: u64 = 16 << 20;
 /// The memory that reading and writing take besides the pieces.
 const AROUND: u64 = 2 << 20;
@@ -113,6 +114,7 @@ impl<'a> Destination<'a> {
         Destination { plan, ..self }
     }
 
+    /// Creates a destination from the options that all writing commands have.
     pub(super) fn new(path: &'a Location, target: OutputFormat, name: &'static str, writing: &WriteArguments) -> Self {
         Destination {
             path,
@@ -195,7 +197,8 @@ fn is_within(inner: &Location, outer: &Location) -> bool {
     }
 }
 
-/// Returns the absolute path of a place. One that does not exist yet is resolved through its closest directory that does.
+/// Returns the absolute path of a place. If the place does not exist yet, the closest directory above it that exists is
+/// resolved.
 fn resolved(path: &Path) -> Option<PathBuf> {
     path.ancestors().find_map(|ancestor| {
         let place = if ancestor.as_os_str().is_empty() { Path::new(".") } else { ancestor };
@@ -320,6 +323,7 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
 }
 
 impl Written {
+    /// Returns the report of what will be written, in which the rest is filled in later.
     fn planned(source: &dyn Checkpoint, destination: &Destination<'_>) -> Self {
         let sizes = || source.metadata().tensors().map(|(_, tensor)| inspect::bytes(tensor));
         let largest = sizes().max().unwrap_or(0);

@@ -54,6 +54,7 @@ impl Attention {
         })
     }
 
+    /// Mixes the positions of `x`. With a cache, `x` holds only new positions, and the cache those before.
     fn forward(&self, x: &Tensor, cache: Option<&mut KvCache>) -> Result<Tensor> {
         let qkv = self.c_attn.forward(x)?;
         let mixed = match cache {

@@ -32,7 +32,8 @@ impl Guard {
     /// This program cannot be started again.
     pub(super) fn start() -> Result<Guard> {
         let mut command = Command::new(this_program()?);
-        // It must outlive a signal to the launcher's group, such as that of Ctrl-C.
+        // The guard must outlive a signal to the launcher's process group, such as that of Ctrl-C. So it gets a group
+        // of its own.
         command.arg(COMMAND).process_group(0).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut process = command.spawn().context("failed to start the guard of the processes")?;
         let pipe = process.stdin.take();
@@ -47,7 +48,8 @@ impl Guard {
         self.tell(&format!("+{}\n", group.as_raw_nonzero())).context("the guard of the processes has ended")
     }
 
-    /// Takes back [`watch`](Guard::watch), after the group was ended. Its number may be given to another one.
+    /// Takes back [`watch`](Guard::watch) after the group has ended, because the system may give its number to other
+    /// processes.
     pub(super) fn forget(&mut self, group: Pid) {
         // A guard that has ended kills nothing.
         self.tell(&format!("-{}\n", group.as_raw_nonzero())).ok();
@@ -96,7 +98,7 @@ pub(crate) fn run() {
         }
     }
     for group in groups.into_iter().filter_map(Pid::from_raw) {
-        // It may have ended by itself.
+        // This fails if the processes of the group have ended by themselves.
         kill_process_group(group, Signal::KILL).ok();
     }
     if let Some(directory) = directory {

@@ -31,6 +31,7 @@ const LAST_LINE_BYTES: usize = 400;
 
 /// The threads that copy lines.
 pub(super) struct Lines {
+    /// Nothing is ever sent: each thread holds a clone, and `ended` closes when all of them are dropped.
     running: Sender<Infallible>,
     ended: Receiver<Infallible>,
     progress: Arc<Progress>,
@@ -69,6 +70,8 @@ impl Lines {
         Ok(())
     }
 
+    /// Starts the thread that copies one stream of a process. `running` is dropped when the thread ends, which is how
+    /// [`finish`](Self::finish) notices that all threads have ended.
     fn start(&self, rank: usize, from: impl Read + Send + 'static, to: Stream) -> Result<()> {
         let (running, progress) = (self.running.clone(), Arc::clone(&self.progress));
         let last = (to == Stream::Stderr).then(|| Arc::clone(&self.last));
@@ -80,9 +83,9 @@ impl Lines {
         thread.spawn(copy).map(drop).with_context(|| format!("failed to start a thread for rank {rank}"))
     }
 
-    /// Waits until all output is written, and returns the last lines of each process. A process that has left the session
-    /// may still hold a pipe; this does not wait for it. Once `is_asked_to_end` returns `true`, this does not wait either for
-    /// a reader of the output that does not read.
+    /// Waits until all output is written, and returns the last lines of each process. A process that has left the
+    /// session may still hold a pipe; this does not wait for that process. Usually this waits even if the reader of
+    /// this program's own output does not read, but no longer once `is_asked_to_end` returns `true`.
     pub(super) fn finish(self, mut is_asked_to_end: impl FnMut() -> bool) -> LastLines {
         drop(self.running);
         let (mut quiet_since, mut written) = (Instant::now(), 0);

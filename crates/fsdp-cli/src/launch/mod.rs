@@ -82,7 +82,7 @@ pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
         };
         output::talk(&format!("{why}; starting {who} again{after}{count}"));
         if events.requested_within(pause) {
-            // It was asked to end while no process ran.
+            // A signal has asked this launcher to end while no process ran.
             return Err(failure.map_or_else(|| Stopped.into(), Into::into));
         }
     }
@@ -138,7 +138,7 @@ impl<'a> Attempts<'a> {
             return Ok(Next { why, failure: None, pause, is_restart: false });
         };
         output::talk("not all processes had saved before they ended: choose a longer `--grace`");
-        // It counts, so that a program which never saves ends at last.
+        // This counts as a restart. So a program that never saves is not started over and over.
         if self.restarts == self.arguments.max_restarts {
             return Err(failure.into());
         }
@@ -295,7 +295,8 @@ fn command(arguments: &LaunchArguments, nproc: usize) -> Result<Command> {
     let (program, rest) = arguments.program.split_first().context("no program was named")?;
     let mut command = Command::new(program);
     command.args(rest).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    // It is the number of processes of this node, but `fsdp train` would read it as the number of all ranks.
+    // Here this variable is the number of processes of this node, but `fsdp train` would read it as the number of all
+    // ranks.
     command.env_remove("FSDP_NPROC");
     // A group of its own, so that signals reach the processes that it starts too.
     command.process_group(0);

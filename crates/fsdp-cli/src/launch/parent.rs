@@ -1,4 +1,4 @@
-//! Processes that end with this one, even if it is killed.
+//! Processes that end when this process ends, even if this process is killed.
 
 use std::io;
 use std::os::unix::process::CommandExt as _;

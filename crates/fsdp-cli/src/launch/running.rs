@@ -181,7 +181,7 @@ impl<'e> RunningProcesses<'e> {
         }
     }
 
-    /// Does what it is time for: the next stage, a look at the processes that ranks have started.
+    /// Does what is due now: begins the next stage, or looks at the processes that ranks have started.
     fn time_has_come(&mut self) -> Result<()> {
         if self.running.is_empty() {
             return Ok(());
@@ -226,8 +226,9 @@ impl<'e> RunningProcesses<'e> {
     /// Notes the end of a rank's own process.
     fn ended(&mut self, rank: usize) -> Result<()> {
         let Some(child) = self.running.get(&rank) else { return Ok(()) };
-        // A shell dies of a signal at once, while the program that it has started still saves. That program has its grace
-        // too. The signal may have come from elsewhere, as schedulers signal every process of a job.
+        // If the rank's own process is a shell, it dies of a signal at once, while the program that it has started
+        // still saves. That program has the same time to end. The signal need not have come from this launcher:
+        // schedulers signal every process of a job.
         match self.stage {
             Stage::Ending(_) => {
                 self.outlived.insert(rank);
@@ -246,15 +247,16 @@ impl<'e> RunningProcesses<'e> {
         }
     }
 
-    /// Looks at the processes that ranks have started: forgets those that have ended, and finishes the ranks of which
-    /// nothing runs any more.
+    /// Looks at the processes that ranks have started: takes the status of those that have ended, and finishes each
+    /// rank of which no process runs any more.
     fn look(&mut self) -> Result<()> {
         let processes = Processes::list();
         let ranks: Vec<(usize, Pid)> =
             self.running.iter().map(|(&rank, child)| (rank, Pid::from_child(child))).collect();
         let own: HashSet<Pid> = ranks.iter().map(|&(_, process)| process).chain([self.guard.process()]).collect();
         for (group, status) in processes.reap_orphans(&own) {
-            // One that ends before its rank's own process tells nothing about the rank.
+            // If a process that a rank has started ends before the rank's own process, that tells nothing about the
+            // rank.
             let of_rank = ranks.iter().find(|&&(_, process)| process == group && processes.has_ended(process));
             if let Some(&(rank, _)) = of_rank {
                 self.last.insert(rank, status);

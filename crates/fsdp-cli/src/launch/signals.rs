@@ -38,7 +38,8 @@ impl Events {
     pub(super) fn listen() -> Result<Self> {
         let (sender, receiver) = mpsc::channel();
         let ends_at_request = Arc::new(AtomicBool::new(false));
-        // SIGUSR1 and SIGUSR2 are for the processes: by default they would end this one, and all processes with it.
+        // SIGUSR1 and SIGUSR2 are meant for the processes of the job. By default they would end this process, and all
+        // others with it.
         let signals = [&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat();
         let signals = [&not_ignored(&signals)[..], &[SIGCHLD]].concat();
         let mut signals = Signals::new(signals).context("failed to listen for signals")?;

@@ -40,6 +40,7 @@ pub(super) fn body(holdings: &Holdings<'_>, limit: usize) -> String {
     )
 }
 
+/// Returns the line of text above the picture.
 fn summary(holdings: &Holdings<'_>) -> String {
     let (tensors, files) = (holdings.tensors().len(), holdings.holders.len());
     format!(
@@ -52,11 +53,11 @@ fn summary(holdings: &Holdings<'_>) -> String {
     )
 }
 
-/// Draws files and tensors below `top`, and returns the bottom as well.
+/// Draws files and tensors below `top`. Returns the drawing, and the position of its bottom.
 fn draw(holdings: &Holdings<'_>, limit: usize, top: f64) -> (String, f64) {
     let mut drawn = String::new();
     let mut y = top + LINE;
-    // Writing to a string cannot fail.
+    // First the files, each with a bar for its bytes. (Writing to a string cannot fail.)
     for (position, holder) in holdings.holders.iter().take(FILES).enumerate() {
         let width = ACROSS * holder.bytes as f64 / holdings.largest() as f64;
         let name = format!("rank {}  {}", holder.rank_text(), holder.file);
@@ -77,6 +78,7 @@ fn draw(holdings: &Holdings<'_>, limit: usize, top: f64) -> (String, f64) {
         label(&mut drawn, &format!("… and {} more files", holdings.holders.len() - FILES), y);
         y += LINE;
     }
+    // Then the tensors, each as a grid of cells in the colours of their files.
     y += LINE;
     let tensors = holdings.tensors();
     for (name, entry) in tensors.iter().take(limit) {
@@ -122,7 +124,7 @@ fn draw(holdings: &Holdings<'_>, limit: usize, top: f64) -> (String, f64) {
     (drawn, y)
 }
 
-/// Writes a name at the left of a line.
+/// Writes a name at the left of a line, shortened to fit. A tooltip shows more of it.
 fn label(drawn: &mut String, name: &str, y: f64) {
     let _ = write!(
         drawn,

@@ -48,6 +48,7 @@ pub(super) struct Summary<'a> {
 }
 
 impl<'a> Holdings<'a> {
+    /// Finds out which file holds how much of the selected tensors. Names are in natural order.
     pub(super) fn new(path: String, source: &'a dyn Checkpoint, keys: &Keys<'_>) -> Self {
         let selected = source.metadata().tensors().filter(|(name, _)| keys.rename(name) == Rename::Keep);
         let mut tensors: Vec<(&str, &TensorEntry)> = selected.collect();
@@ -88,6 +89,7 @@ impl<'a> Holdings<'a> {
         self.holders.iter().map(|holder| holder.bytes).max().unwrap_or(0).max(1)
     }
 
+    /// Returns the object of `--json`.
     pub(super) fn json(&self) -> Summary<'_> {
         Summary {
             schema: SCHEMA,

@@ -58,6 +58,8 @@ impl Axis {
 }
 
 impl Raster {
+    /// Draws the boxes of a tensor, each with the number of its holder. The first two dimensions along which the tensor
+    /// is cut become rows and columns. Of further ones the picture shows the middle.
     pub(super) fn new<'b>(
         shape: &[usize],
         boxes: impl Iterator<Item = (&'b TensorBox, Option<u32>)> + Clone,

@@ -84,6 +84,7 @@ fn symbol(position: u32) -> char {
     char::from_digit(position % 36, 36).unwrap_or('?')
 }
 
+/// Returns the character of a cell.
 fn of_cell(cell: Cell) -> char {
     match cell {
         Cell::Nobody => '·',

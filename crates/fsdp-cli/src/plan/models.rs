@@ -79,7 +79,7 @@ pub(super) fn preset(name: &str) -> Option<&'static Preset> {
 }
 
 impl Preset {
-    /// Lists the parameters by unit: one for each layer, and one for all that is in none.
+    /// Lists the parameters by unit: one for each layer, and one for the parameters that are in no layer.
     pub(super) fn units(&self) -> Vec<Vec<Parameter>> {
         match self.family {
             Family::Llama(sizes) => sizes.units(),
@@ -89,6 +89,7 @@ impl Preset {
 }
 
 impl Llama {
+    /// Returns the parameters: those of the root, then those of each layer.
     fn units(&self) -> Vec<Vec<Parameter>> {
         let mut root = vec![
             ("model.embed_tokens.weight".to_owned(), vec![self.vocab, self.hidden]),
@@ -100,6 +101,7 @@ impl Llama {
         std::iter::once(root).chain((0..self.layers).map(|layer| self.layer(layer))).collect()
     }
 
+    /// Returns the parameters of one layer, by Hugging Face's names.
     fn layer(&self, layer: usize) -> Vec<Parameter> {
         let (hidden, inner) = (self.hidden, self.intermediate);
         let (queries, keys) = (self.heads * self.head, self.kv_heads * self.head);
@@ -127,6 +129,7 @@ impl Llama {
     }
 }
 
+/// Returns the parameters of a GPT-2: those of the root, then those of each block.
 fn gpt2_units(layers: usize, hidden: usize) -> Vec<Vec<Parameter>> {
     let root = vec![
         ("transformer.wte.weight".to_owned(), vec![GPT2_VOCAB, hidden]),

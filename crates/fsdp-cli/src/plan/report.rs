@@ -79,6 +79,7 @@ struct Failures {
 }
 
 impl Report {
+    /// Computes the times of saves, loads and restarts from what has been planned, and the best interval between saves.
     pub(super) fn new(
         model: String,
         state: &super::State,

@@ -114,7 +114,7 @@ impl State {
     /// Returns the state of a model and its optimizer, under the keys that `fsdp train` and torch give it.
     ///
     /// # Errors
-    /// None that a preset could cause.
+    /// A value that cannot be encoded. All those here can.
     pub(super) fn of_model(preset: &Preset, parameters: ParameterType, optimizer: OptimizerState) -> Result<Self> {
         let dtype = parameters.dtype();
         let mut state = State { parameters: Some(0), ..State::default() };
@@ -152,6 +152,8 @@ impl State {
         Ok(State::of_metadata(checkpoint.metadata()))
     }
 
+    /// Returns the state of a checkpoint. Tensors with dimensions are in units by their names and dtypes, as if a model
+    /// had them.
     fn of_metadata(metadata: &Metadata) -> Self {
         let mut state = State { order: metadata.entries.keys().cloned().collect(), ..State::default() };
         let mut units: IndexMap<(&str, &str, DType), Unit> = IndexMap::new();

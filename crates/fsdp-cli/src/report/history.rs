@@ -71,6 +71,7 @@ impl History {
         Ok(history)
     }
 
+    /// Adds an event. Of long lists the oldest entries are dropped and counted.
     fn add(&mut self, line: Line) {
         let Line { event, time, step, ranks, resumed_from, path, bytes, seconds, stall_seconds } = line;
         let step = step.unwrap_or(0);

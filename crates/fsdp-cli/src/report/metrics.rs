@@ -51,6 +51,7 @@ impl Metrics {
         Ok(metrics)
     }
 
+    /// Adds the metrics of one step.
     fn add(&mut self, line: &Line) {
         // A line has the number of steps before it; people count those that are done.
         let step = line.step.saturating_add(1);

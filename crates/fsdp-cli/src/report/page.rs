@@ -28,6 +28,7 @@ pub(super) fn html(run: &Run) -> String {
     page(&format!("Run {}", run.name), &body)
 }
 
+/// Appends the table of totals.
 fn summary(body: &mut String, run: &Run) {
     let metrics = &run.metrics;
     let loss = metrics.last_loss.map_or_else(|| "unknown".to_owned(), number);
@@ -63,6 +64,7 @@ fn count_lines(lines: u64) -> String {
     count(usize::try_from(lines).unwrap_or(usize::MAX), "line of the metrics", "lines of the metrics")
 }
 
+/// Appends the curves.
 fn charts(body: &mut String, run: &Run) {
     let metrics = &run.metrics;
     let curves: [(&str, &Series, Show); 5] = [
@@ -85,6 +87,7 @@ fn charts(body: &mut String, run: &Run) {
     }
 }
 
+/// Appends the table of the run's starts, and how each ended.
 fn starts(body: &mut String, history: &History) {
     if history.starts.is_empty() {
         return;
@@ -112,6 +115,7 @@ fn starts(body: &mut String, history: &History) {
     earlier(body, history.earlier_starts);
 }
 
+/// Appends the table of saves, the newest first.
 fn saves(body: &mut String, history: &History) {
     if history.saves.is_empty() {
         return;
@@ -135,6 +139,7 @@ fn saves(body: &mut String, history: &History) {
     earlier(body, history.earlier_saves);
 }
 
+/// Appends the table of the chain of checkpoints, the newest first.
 fn lineage(body: &mut String, checkpoints: &[Link]) {
     if checkpoints.is_empty() {
         return;
@@ -181,6 +186,7 @@ fn row(body: &mut String, cells: &[String]) {
     body.push_str("</tr>\n");
 }
 
+/// Appends a row of column names.
 fn header(body: &mut String, names: &[&str]) {
     body.push_str("<tr>");
     for name in names {

@@ -84,6 +84,7 @@ impl ScheduleName {
         }
     }
 
+    /// Returns the library's option.
     pub(super) const fn decay(self) -> Decay {
         match self {
             ScheduleName::Constant => Decay::Constant,
@@ -98,9 +99,9 @@ impl ScheduleName {
 pub(super) enum PrefetchName {
     /// Before the gradients of the present unit are computed
     Pre,
-    /// After that, and before they are reduced
+    /// After they are computed, and before they are reduced
     Post,
-    /// When it comes to it
+    /// When the backward comes to that unit
     #[default]
     None,
 }

@@ -94,8 +94,9 @@ pub(super) fn run(group: &ProcessGroup, ranks: &Ranks, job: &Job<'_>) -> Result<
     group.agree_on(&start, hasher.finish(), Ok::<_, CommError>(()))?;
     let result = ranks.run_one(group.rank(), || rank::run(group.clone(), job))?;
     result.inspect_err(|error| {
-        // Leaving the group tells the others of the failure. That happens when this process ends, after it has reported
-        // its error. All ranks have the error of a damaged checkpoint, and may continue with another one.
+        // Leaving the group tells the others of the failure. So keep the group until this process ends, after it has
+        // reported its error. But a damaged checkpoint is an error on all ranks, and they may continue with another
+        // checkpoint.
         if error.downcast_ref::<UnreadableCheckpoint>().is_none() {
             std::mem::forget(group.clone());
         }

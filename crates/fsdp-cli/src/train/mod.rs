@@ -312,7 +312,7 @@ fn check_run_is_own(arguments: &TrainArguments, candidates: &Candidates<'_>) -> 
     }
 }
 
-/// Returns the error that caused the others: one that is not about other ranks, if there is one.
+/// Returns the error that probably caused the others: one that does not blame other ranks, if there is such an error.
 fn first_cause(errors: impl Iterator<Item = Error>) -> Result<()> {
     errors.min_by_key(is_about_others).map_or(Ok(()), Err)
 }

@@ -40,7 +40,7 @@ pub(super) struct Job<'a> {
     pub(super) rows: u64,
     /// The same checkpoint, open, until all ranks have read it.
     pub(super) resume: Mutex<Option<Arc<Resume>>>,
-    /// The newer checkpoints than that one, which are damaged. Saves replace them.
+    /// Damaged checkpoints that are newer than the one to resume from. Saves replace them.
     pub(super) damaged: Vec<Location>,
     pub(super) mesh: Option<DeviceMesh>,
     pub(super) threads_per_rank: usize,
@@ -89,6 +89,7 @@ impl Job<'_> {
         }
     }
 
+    /// Returns the library's options.
     fn config(&self, device: &Device) -> FsdpConfig {
         FsdpConfig {
             device: device.clone(),
@@ -180,6 +181,7 @@ struct Update {
 }
 
 impl Rank<'_> {
+    /// Runs the steps, with the saves between them, and the end of the run: the last save, and the text sample.
     fn train(mut self) -> Result<Ended> {
         let TrainArguments {
             steps, save_every, memory_every, check_replicas: check_every, sample: sample_bytes, ..

@@ -255,6 +255,7 @@ impl Report {
 }
 
 impl Bar {
+    /// Creates the bar of a run that begins after `start` of `steps` steps.
     fn new(start: u64, steps: u64) -> Self {
         let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr_with_hz(BAR_HZ));
         let template = "{bar:20} {pos}/{len} steps, {msg}, {eta} left";
@@ -264,6 +265,7 @@ impl Bar {
         Bar { bar, loss: Sparkline::default(), tokens_per_s: Sparkline::default() }
     }
 
+    /// Shows a step that is done.
     fn step(&mut self, done: u64, loss: f64, tokens_per_s: f64) {
         self.loss.push(loss);
         self.tokens_per_s.push(tokens_per_s);

@@ -260,6 +260,7 @@ impl Settings {
     }
 }
 
+/// Returns the optimizer of the run: the checkpoint's, if there is one. Another than that cannot be asked for.
 fn optimizer(asked: Option<OptimizerName>, saved: Option<String>) -> Result<OptimizerName> {
     let Some(saved) = saved else { return Ok(asked.unwrap_or(OptimizerName::Adamw)) };
     let known = <OptimizerName as clap::ValueEnum>::from_str(&saved, false).ok();

@@ -25,7 +25,7 @@ pub(super) fn restore(resume: &Resume, checkpointer: &mut Checkpointer, run: &mu
     }
     let kept = std::mem::take(&mut run.values);
     let optimizers = if resume.optimizer { Vec::new() } else { std::mem::take(&mut run.optimizers) };
-    // A run in another precision before has saved none, so this one begins with its own.
+    // If the run was in another precision before, no scaler was saved. Then this run begins with its own scaler.
     let has_scaler = resume.read(SCALE, |value| Some(value.clone()))?.is_some();
     let scaler = if has_scaler { None } else { run.scaler.take() };
     let loaded = checkpointer.load(&resume.path, run);

@@ -46,6 +46,7 @@ impl Key {
         self.mac(purpose, parts).verify(&(*proof).into()).is_ok()
     }
 
+    /// Returns the HMAC of some parts with this key, for one purpose. Different purposes give different results.
     fn mac(&self, purpose: &str, parts: &[&[u8]]) -> Hmac<Sha256> {
         // HMAC fills up a key that is shorter than a block of the hash with zeros.
         let mut block = hmac::digest::Key::<Hmac<Sha256>>::default();

@@ -101,7 +101,7 @@ impl Board {
         if state.ranks.iter().all(|rank| rank.arrived > round.number) {
             // Once for all ranks: with many, as many copies for each of them would be most of the time.
             state.records = Arc::new(state.ranks.iter_mut().map(|rank| std::mem::take(&mut rank.record)).collect());
-            // Wake the others after giving the lock back: they would only wait for it.
+            // Give the lock back before waking the others, because they would only wait for the lock.
             drop(state);
             self.wake_all();
             state = self.lock();

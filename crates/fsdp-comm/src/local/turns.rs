@@ -6,7 +6,7 @@ use std::sync::Arc;
 /// The order in which the ranks of [`LocalRanks`](super::LocalRanks) run: a simulation lets one go on at a time, so that a
 /// run can be repeated exactly.
 pub trait Turns: fmt::Debug + Send + Sync {
-    /// Begins the part of a rank, on its thread. Returns when it is its turn.
+    /// Begins the part of a rank, on its thread. Returns when it is the turn of that rank.
     fn begin(&self, rank: usize);
 
     /// Ends the part of the rank whose thread this is.

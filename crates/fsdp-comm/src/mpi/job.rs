@@ -87,8 +87,8 @@ impl Owner {
 
 /// Calls MPI regularly until this process leaves, or its group is dropped without leaving.
 ///
-/// A call that is over here may still need this process for other ranks. MPI makes progress only while it is called, and
-/// this process may compute for a long time.
+/// A call that has ended on this rank may still need this process before it ends on other ranks. MPI makes progress
+/// only while it is called, and this process may compute for a long time.
 fn keep_going(leaves: &Receiver<()>) -> Result<(), RecvTimeoutError> {
     loop {
         match leaves.recv_timeout(PROGRESS_INTERVAL) {
@@ -168,6 +168,7 @@ fn meet(world: &Communicator, deadline: Duration, until: Instant) -> Result<TcpB
 
 /// Opens the store on rank 0, and tells its address to the others through MPI.
 fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Result<TcpStore, CommError> {
+    // Step 1: gather the names of all hosts, so that rank 0 knows whether all ranks are on one host.
     let (rank, world_size) = (world.rank(), world.ranks());
     let name = ::mpi::environment::processor_name().unwrap_or_default();
     let mut own = name.clone().into_bytes();
@@ -175,6 +176,7 @@ fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Resul
     let buffers = Buffers { send: own.clone(), ..Buffers::default() };
     let gathered = world.all_gather(buffers, &vec![NAME_BYTES; world_size]);
     let names = wait(gathered.map_err(|error| failed("MPI_Iallgatherv", error))?, until)?.receive;
+    // Step 2: rank 0 opens the store, at an address that the others can reach.
     let options = StoreOptions { job: "mpi".to_owned(), secret: None, insecure: false, rank, world_size, deadline };
     let mut hosted = None;
     let mut told = Buffers::default();
@@ -182,12 +184,13 @@ fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Resul
         let one_host = names.chunks(NAME_BYTES).all(|name| *name == own[..]);
         let master = std::env::var("MASTER_ADDR").ok().filter(|address| !address.is_empty());
         let host = master.unwrap_or(if one_host { "127.0.0.1".to_owned() } else { name });
-        // MPI has connected the processes already, so it is a safe way to tell them a secret.
+        // MPI has connected the processes already, so the secret can be sent through it.
         let store = host_store(&format!("{host}:0"), &options);
         let place = store.as_ref().map(|(store, secret)| (store.address().to_owned(), secret.text().to_owned()));
         told.receive = wire::encode(&place.map_err(ToString::to_string)).unwrap_or_default();
         hosted = Some(store.map(|(store, _)| store));
     }
+    // Step 3: rank 0 tells the others the address and the secret, or its error.
     let telling = world.broadcast(told, ADDRESS_BYTES, 0).map_err(|error| failed("MPI_Ibcast", error))?;
     let told = wait(telling, until)?.receive;
     match (hosted, wire::decode_prefix::<Result<(String, String), String>>(&told)) {

@@ -286,6 +286,7 @@ impl Communicator {
         }
     }
 
+    /// Begins a non-blocking call of MPI. The buffers stay where they are until the call is over.
     fn begin(
         &self,
         mut buffers: Buffers,
@@ -333,6 +334,7 @@ fn int(number: usize) -> Result<c_int> {
     c_int::try_from(number).map_err(|_| format!("{number} is more than MPI can count in one call"))
 }
 
+/// Returns MPI's own text for a code that is not success.
 fn check(code: c_int) -> Result<()> {
     if code == ffi::MPI_SUCCESS as c_int {
         return Ok(());

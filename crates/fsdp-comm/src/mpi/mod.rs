@@ -58,6 +58,7 @@ impl MpiBackend {
         Ok(MpiBackend { control, communicator: Mutex::new(communicator), job })
     }
 
+    /// Moves the bytes of a round. If that fails, this process does not use MPI any more.
     fn transfer(&self, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
         let mut slot = self.communicator.lock().unwrap_or_else(PoisonError::into_inner);
         let rank = self.control.rank();

@@ -64,6 +64,8 @@ struct Config {
 }
 
 impl Config {
+    /// Returns a configuration whose calls return before they are done, so that this process can look for lost ranks
+    /// meanwhile.
     const fn non_blocking() -> Config {
         Config {
             size: size_of::<Config>(),
@@ -134,6 +136,7 @@ fn functions() -> Result<&'static Functions> {
     FUNCTIONS.get_or_init(load).as_ref().map_err(Clone::clone)
 }
 
+/// Loads CUDA's driver and NCCL, and checks NCCL's version.
 fn load() -> Result<Functions> {
     open(&[DRIVER]).map_err(|error| {
         format!("CUDA's driver, `{DRIVER}`, cannot be loaded ({error}): it comes with NVIDIA's driver")

@@ -80,7 +80,7 @@ fn unavailable(message: String) -> CommError {
 /// One rank of one group.
 #[derive(Debug)]
 struct NcclBackend {
-    // Dropped first: this rank leaves NCCL before it tells the others that it leaves.
+    // This field is dropped first, so that this rank leaves NCCL before it tells the others that it leaves the group.
     owner: Owner,
     control: Arc<TcpBackend>,
     ordinal: usize,

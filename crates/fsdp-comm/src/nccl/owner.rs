@@ -143,6 +143,7 @@ impl Owned {
         Owned::try_join(ordinal, id, watch).inspect_err(|error| watch.abort(error))
     }
 
+    /// Joins the communicator of the group: waits until all ranks have joined.
     fn try_join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
         // The communicator gets a stream of its own, so that candle's streams never wait for a collective.
         let context = CudaContext::new(ordinal).map_err(|error| driver("cuDevicePrimaryCtxRetain", error))?;
@@ -175,6 +176,7 @@ impl Owned {
         self.leave();
     }
 
+    /// Carries out a call after the work that `ready` stands for, and waits until the GPU is done with it.
     fn carry_out(&self, call: &Movement, ready: &CudaEvent, watch: &Watch) -> Result<(), CommError> {
         let operation = watch.operation.as_str();
         self.stream.wait(ready).map_err(|error| driver("cuStreamWaitEvent", error))?;
@@ -188,7 +190,8 @@ impl Owned {
         })
     }
 
-    /// Aborts the running call, and waits until the GPU no longer touches the borrowed memory. Returns `true` if that is so.
+    /// Aborts the running call, and waits until the GPU no longer touches the borrowed memory. Returns `true` if
+    /// it does not touch it any more.
     fn give_up(self) -> bool {
         let Owned { communicator, stream } = self;
         drop(communicator);
@@ -211,6 +214,7 @@ impl Owned {
         true
     }
 
+    /// Leaves the communicator together with the other ranks. If they do not leave in time, it is aborted.
     fn leave(self) {
         let Owned { communicator, stream } = self;
         let until = Instant::now() + FINALIZE_TIMEOUT;
@@ -237,6 +241,7 @@ impl Owned {
 
 /// The conditions that end a wait of the thread: the loss of another rank, and the deadline.
 struct Watch {
+    /// The sockets between the ranks of the communicator, over which a lost rank is noticed.
     control: Arc<TcpBackend>,
     number: u64,
     sequence: u64,
@@ -251,6 +256,7 @@ impl Watch {
         Watch { control: Arc::clone(control), number, sequence, operation: operation.to_owned(), deadline, until }
     }
 
+    /// Returns this rank in the group that `control` connects, whose ranks are those of the communicator.
     fn control_rank(&self) -> usize {
         self.control.rank()
     }
@@ -297,7 +303,11 @@ impl Watch {
         })
     }
 
-    /// Waits until `is_done`, and fails if another rank is lost, or at the deadline.
+    /// Waits until `is_done` returns `true`.
+    ///
+    /// # Errors
+    /// The error of `is_done`, or that of the rank that has caused it. The loss of another rank, or the deadline, if
+    /// the call is not done within [`GRACE`] after that.
     fn wait(&self, call: &str, mut is_done: impl FnMut() -> Result<bool, String>) -> Result<(), CommError> {
         let mut pause = Pause::new();
         let mut look = Instant::now() + PEER_CHECK_INTERVAL;

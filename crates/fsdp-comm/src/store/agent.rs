@@ -162,7 +162,7 @@ impl Agent {
     /// Sets the key to this rank's address, and reads it back.
     ///
     /// # Errors
-    /// Another address, which means that another process is rank 0 too.
+    /// The store holds another address, which means that another process is rank 0 too.
     fn publish(&mut self, key: &str, own: &Published) -> io::Result<()> {
         self.send(&[&[SET], &string(key)[..], &string(&own.to_string())])?;
         let found = self.wait_and_get(key)?;
@@ -222,6 +222,7 @@ fn reason(error: &io::Error) -> String {
     }
 }
 
+/// Returns what may help if the address that a rank has published cannot be reached.
 fn hint(ip: IpAddr) -> &'static str {
     if ip.is_loopback() {
         "; only its own host reaches it there: on several hosts, give torchrun `--local-addr`"

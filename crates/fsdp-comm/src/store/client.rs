@@ -171,7 +171,8 @@ impl TcpStore {
         &self.key
     }
 
-    /// Returns the address of this host in the connection to the store. Other ranks can usually reach this host at it.
+    /// Returns the address that this host has in the connection to the store. Usually other ranks can reach this host
+    /// at the same address.
     #[must_use]
     pub fn local_ip(&self) -> IpAddr {
         self.local_ip

@@ -17,7 +17,7 @@ pub(super) fn is_everywhere(address: &str, options: &StoreOptions) -> bool {
     is_any && (options.secret.is_some() || options.insecure)
 }
 
-/// Returns the addresses at which a store listens: at the first of them that this host has.
+/// Returns the addresses at which a store may listen. It listens at the first of them that this host has.
 pub(super) fn addresses(address: &str, options: &StoreOptions) -> io::Result<Vec<SocketAddr>> {
     if !is_everywhere(address, options) {
         return address.to_socket_addrs().map(Iterator::collect);

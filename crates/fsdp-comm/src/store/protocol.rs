@@ -90,6 +90,7 @@ pub(super) enum Request {
 }
 
 impl Request {
+    /// Checks the lengths of the keys and values of a request.
     pub(super) fn check(&self) -> Result<(), String> {
         match self {
             Request::Set { key, value } | Request::CompareAndSet { key, value, .. } => {
@@ -163,6 +164,7 @@ pub(super) fn write_blocking<T: Serialize>(stream: &mut TcpStream, message: &T, 
     write_all(stream, &to_bytes(message)?, until)
 }
 
+/// Reads one message before the deadline. Its length is checked before memory is reserved.
 pub(super) fn read_blocking<T: DeserializeOwned>(stream: &mut TcpStream, until: Instant) -> io::Result<T> {
     let mut prefix = [0; 4];
     read_exact(stream, &mut prefix, until)?;

@@ -85,6 +85,7 @@ impl Drop for Server {
     }
 }
 
+/// Serves one connection, from the registration of its rank until it ends.
 async fn serve(mut stream: TcpStream, hello: Hello, shared: &Shared) -> io::Result<()> {
     let reply = shared.register(hello);
     let told = write(&mut stream, &reply).await;
@@ -121,8 +122,8 @@ async fn answer_requests(stream: &mut TcpStream, shared: &Shared) -> io::Result<
     }
 }
 
-/// Waits until the other side ends the connection. It must not send anything meanwhile, which no client does before it has
-/// its reply.
+/// Waits until the other side ends the connection. If the other side sends something meanwhile, this waits for ever;
+/// but no client sends anything before it has its reply.
 async fn end_of(stream: &TcpStream) {
     if let Ok(1..) = stream.peek(&mut [0]).await {
         std::future::pending().await
@@ -156,8 +157,9 @@ impl Shared {
             return Reply::Refused(format!("there is no rank {rank} in a job of {here} ranks"));
         }
         let mut state = self.lock();
-        // Both may be the end of an attempt of this job before the one that the rank belongs to. The store of its own
-        // attempt opens when this one has ended.
+        // In both cases below, this store may belong to the last attempt of the job, which is just ending, and the rank
+        // to the next attempt. So the rank is told to try again: the store of its own attempt opens when this one has
+        // ended.
         if state.has_failed {
             return Reply::NotNow("the rendezvous there has failed, and has not ended yet".to_owned());
         }
@@ -173,6 +175,7 @@ impl Shared {
         self.changed.notify_waiters();
     }
 
+    /// Carries out a request, and returns the reply.
     async fn answer(&self, request: Request) -> Reply {
         match request {
             Request::Set { key, value } => match self.put(&mut self.lock(), key, value) {
@@ -236,6 +239,8 @@ impl Shared {
         Reply::Missing(keys.iter().filter(|key| !state.values.contains_key(*key)).cloned().collect())
     }
 
+    /// Waits until all keys have values, and returns these. With `needs_all_ranks` this gives up when a rank has ended
+    /// its connection.
     async fn wait_without_end(&self, keys: &[String], needs_all_ranks: bool) -> Reply {
         // Keys are never removed, so those that have been found need not be looked up again. Many ranks wait for the keys
         // of many ranks, and each new key wakes them all.

@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 
 use crate::access::{Hello, Key, accept_authenticated};
 
-/// A connection that was let in.
+/// A connection that was let in, with what the process at the other end says about itself.
 pub(super) type Comer = (TcpStream, Hello);
 
 /// An open port, and the connections that were let in there.
@@ -28,10 +28,14 @@ pub(super) struct Port {
 }
 
 impl Acceptor {
-    /// Lets connections in that show that they have the key.
+    /// Starts a thread that lets in every connection which proves in the handshake that it has the key.
+    ///
+    /// # Errors
+    /// The system refuses a thread, or what the runtime needs.
     pub(super) fn open(listener: TcpListener, key: Key) -> io::Result<Acceptor> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         listener.set_nonblocking(true)?;
+        // The listener registers with the runtime that is entered.
         let guard = runtime.enter();
         let listener = tokio::net::TcpListener::from_std(listener)?;
         drop(guard);
@@ -56,7 +60,7 @@ impl Acceptor {
             Ok(connection) => Some(connection),
             Err(RecvTimeoutError::Timeout) => None,
             Err(RecvTimeoutError::Disconnected) => {
-                // The thread has ended, so nobody comes any more.
+                // The thread has ended, so nobody comes any more. Callers ask again at once, so let the time pass here.
                 thread::sleep(left);
                 None
             }
@@ -69,7 +73,8 @@ impl Acceptor {
     }
 }
 
-/// Makes a connection an ordinary one again. It is lost if that fails, and then its rank counts as one that did not come.
+/// Makes a connection of the runtime an ordinary blocking socket, and sends it on. If that fails, the connection is
+/// lost, and its rank counts as one that did not come.
 fn hand_over(send_on: &mpsc::Sender<Comer>, stream: tokio::net::TcpStream, hello: Hello) {
     let ordinary = stream.into_std().and_then(|stream| stream.set_nonblocking(false).map(|()| stream));
     match ordinary {

@@ -20,8 +20,9 @@ use crate::error::CommError;
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
 use crate::store::TcpStore;
 
-/// The most ranks of a group that send their records to each other directly unless [`TcpOptions::direct_up_to`] says
-/// otherwise. With so few, a message to each takes no longer than a few messages one after the other.
+/// The size of the largest group whose ranks send their records to each other directly, unless
+/// [`TcpOptions::direct_up_to`] says otherwise. With so few ranks, one message to each takes no longer than a few
+/// messages that wait for each other.
 pub(crate) const DIRECT_UP_TO: usize = 32;
 
 /// The options with which a process joins its job through the `tcp` backend.
@@ -46,16 +47,17 @@ impl TcpOptions {
         self
     }
 
-    /// Chooses whether this rank shares memory with others on its host. If one rank of a group does not, none does.
+    /// Chooses whether this rank shares memory with others on its host. If one rank of a group does not, no rank of
+    /// that group does.
     pub fn shared_memory(mut self, shared_memory: bool) -> Self {
         self.shared_memory = shared_memory;
         self
     }
 
-    /// Chooses the most ranks of a group that agree on operations by a message of each rank to each other rank; 32 unless
-    /// set. In a larger group a rank sends about `log2(ranks)` messages, which other ranks pass on. In a job of more ranks, each
-    /// connects to about `2 log2(ranks)` others at the start, and to others when it needs to. All ranks of a job must choose
-    /// the same.
+    /// Sets the size of the largest group whose ranks agree on operations by a message of each rank to each other rank;
+    /// 32 unless set. In a larger group a rank sends about `log2(ranks)` messages, which other ranks pass on. In a job
+    /// of more ranks, each connects to about `2 log2(ranks)` others at the start, and to others when it needs to. All
+    /// ranks of a job must choose the same.
     pub fn direct_up_to(mut self, ranks: usize) -> Self {
         self.direct_up_to = ranks;
         self
@@ -70,10 +72,13 @@ impl TcpOptions {
         Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(self.deadline))
     }
 
+    /// Does what [`connect`](Self::connect) does, and returns the backend itself. A failure for which other ranks are
+    /// to blame is noted for the launcher.
     pub(crate) fn connect_backend(&self) -> Result<TcpBackend, CommError> {
         blame::noted(self.environment.rank, self.meet())
     }
 
+    /// Opens the store, and meets the other ranks there.
     fn meet(&self) -> Result<TcpBackend, CommError> {
         let until = until(self.deadline);
         let environment = &self.environment;
@@ -96,9 +101,13 @@ impl TcpOptions {
 #[derive(Debug)]
 pub(crate) struct TcpBackend {
     node: Arc<Node>,
+    /// The number of the group, which is the same on all of its ranks.
     id: u64,
+    /// The global rank of each rank of the group.
     global_ranks: Vec<usize>,
+    /// This rank in the group.
     rank: usize,
+    /// `None` if the group sends everything over sockets.
     memory: Option<SharedMemory>,
 }
 
@@ -111,6 +120,7 @@ impl TcpBackend {
         TcpBackend::new(node, 0, (0..world_size).collect(), rank, &round)
     }
 
+    /// Opens a group on this rank, and sets up its shared memory where all of its ranks can share it.
     fn new(
         node: Arc<Node>,
         id: u64,
@@ -183,6 +193,7 @@ impl Backend for TcpBackend {
 
     fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError> {
         let round = &Round { number: round.number + SETUP_ROUNDS, ..*round };
+        // A group that has failed stays failed.
         if let Some(failure) = self.node.failure(self.id, round, &[]) {
             return Err(failure);
         }

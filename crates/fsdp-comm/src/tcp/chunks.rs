@@ -27,12 +27,14 @@ pub(super) struct Outgoing<'a> {
     segment: &'a Segment,
     send: &'a [u8],
     published: &'a mut Published,
-    /// The different ranges of `send` that ranks read. All are cut into chunks of one size, which lie side by side in a
-    /// window.
+    /// The different ranges of `send` that ranks read. All are cut into chunks of one size. The chunks with the same
+    /// number lie side by side in a window.
     places: Vec<Range<usize>>,
     /// The other ranks that read, each with its number of bytes.
     readers: Vec<(usize, usize)>,
+    /// The size of a chunk.
     chunk: usize,
+    /// The bytes of each place that have been sent.
     sent: usize,
 }
 
@@ -53,7 +55,7 @@ impl<'a> Outgoing<'a> {
                 places.push(range.clone());
             }
         }
-        // All places share a window equally.
+        // All places have equal parts of a window.
         let chunk = (WINDOW_BYTES / places.len().max(1) / ALIGNMENT * ALIGNMENT).max(ALIGNMENT);
         for (reader, range) in to.iter().enumerate() {
             if let Some(place) = places.iter().position(|place| place == range) {
@@ -68,8 +70,8 @@ impl<'a> Outgoing<'a> {
         // Readers look at their words only after this store.
         segment.word(Word::Planned).store(round.number + 1, Ordering::Release);
         segment.notify(Notification::ToReaders);
-        // A place that only this rank reads counts in the size of a chunk, which must be the same on all ranks, but is
-        // never written.
+        // A place that only this rank reads is never written. But it counted above, because the size of a chunk must be
+        // the same on all ranks.
         let is_read =
             |place: &Range<usize>| to.iter().enumerate().any(|(reader, range)| reader != member.rank && range == place);
         for place in &mut places {
@@ -80,6 +82,7 @@ impl<'a> Outgoing<'a> {
         Outgoing { member, round, segment, send, published, places, readers, chunk, sent: 0 }
     }
 
+    /// Returns `true` if all chunks are published.
     pub(super) fn is_over(&self) -> bool {
         self.places.iter().all(|place| place.len() <= self.sent)
     }
@@ -90,6 +93,7 @@ impl<'a> Outgoing<'a> {
             return Ok(());
         }
         let Outgoing { member, round, segment, .. } = *self;
+        // Step 1: wait until the window of this chunk is free.
         let number = self.published.chunks;
         let window = (number % 2) as usize;
         for &reader in &self.published.readers[window] {
@@ -97,7 +101,7 @@ impl<'a> Outgoing<'a> {
             let consumed = || segment.reader_word(reader, ReaderWord::Consumed).load(Ordering::Acquire) + 1 >= number;
             wait(member, round, segment, Notification::ToOwner, consumed, || vec![member.ranks[reader]])?;
         }
-        // Nobody reads the window now: write the next chunk of every place.
+        // Step 2: nobody reads the window now, so write the next chunk of every place.
         for (index, place) in self.places.iter().enumerate() {
             let start = (place.start + self.sent).min(place.end);
             let end = (start + self.chunk).min(place.end);
@@ -106,6 +110,7 @@ impl<'a> Outgoing<'a> {
                 segment.write_window(window, index * self.chunk, bytes);
             }
         }
+        // Step 3: note who reads this chunk, and publish it.
         let reads = |&&(_, len): &&(usize, usize)| len > self.sent;
         self.published.readers[window] = self.readers.iter().filter(reads).map(|&(reader, _)| reader).collect();
         // From this store on, readers read the window.
@@ -124,16 +129,20 @@ pub(super) struct Incoming<'a> {
     segment: &'a Segment,
     /// The rank that sends them.
     pub(super) from: usize,
+    /// The bytes that are still to come.
     left: usize,
+    /// `None` until the sender has told where the chunks lie.
     cut: Option<Cut>,
 }
 
 /// The place of this rank's chunks in a segment.
 #[derive(Clone, Copy)]
 struct Cut {
-    /// The number of the next chunk.
+    /// The number of the next chunk, which tells in which window it lies.
     number: u64,
+    /// The offset of each chunk in its window.
     offset: usize,
+    /// The size of each chunk but the last.
     size: usize,
 }
 
@@ -142,6 +151,7 @@ impl<'a> Incoming<'a> {
         Incoming { member, round, segment, from, left: len, cut: None }
     }
 
+    /// Returns `true` if all bytes have been consumed.
     pub(super) fn is_over(&self) -> bool {
         self.left == 0
     }
@@ -158,6 +168,7 @@ impl<'a> Incoming<'a> {
         if chunk.len() == len {
             return Ok(chunk);
         }
+        // Offset and size come from another process, and need not lie in the window.
         Err(CommError::RankLeft {
             rank: self.member.ranks[self.from],
             operation: self.round.operation.to_owned(),
@@ -187,6 +198,7 @@ impl<'a> Incoming<'a> {
         Ok(cut)
     }
 
+    /// Waits until the sender has made a change of its segment after which `is_ready` is true.
     fn wait(&self, is_ready: impl Fn(&Segment) -> bool) -> Result<(), CommError> {
         let missing = || vec![self.member.ranks[self.from]];
         wait(self.member, self.round, self.segment, Notification::ToReaders, || is_ready(self.segment), missing)

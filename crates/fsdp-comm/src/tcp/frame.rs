@@ -5,13 +5,15 @@ use std::io::{self, Read, Write};
 use crate::access::not_this_protocol;
 use crate::buffer::reserve;
 
-/// The longest body. Tensors are cut into frames of [`CHUNK_BYTES`], and so are bundles of records. A record of the largest job
-/// is shorter than this.
+/// The longest body. Tensors, and bundles of records, are cut into bodies of [`CHUNK_BYTES`]. A single record is not
+/// cut, but even in the largest job it is shorter than this.
 const MAX_BODY_BYTES: u64 = 16 << 20;
 
 /// The number of bytes of a tensor that one frame carries.
 pub(super) const CHUNK_BYTES: usize = 1 << 20;
 
+/// The length of a header: the kind (one byte), then the group, the round and the length of the body, 8 bytes each,
+/// little-endian.
 const HEADER_BYTES: usize = 25;
 
 /// The kind of a frame.
@@ -25,15 +27,15 @@ pub(super) enum Kind {
     Abort,
     /// A sign that the rank is alive.
     Heartbeat,
-    /// The last frame of a rank that leaves. The body says in which way.
+    /// The last frame of a rank that leaves. The body is a text that says in which way it leaves.
     Goodbye,
     /// Records of several ranks in a round.
     Bundle,
-    /// A question for the records of ranks in a round. The body is these ranks of the group.
+    /// A request for the records of some ranks in a round. The body lists these ranks by their numbers in the group.
     Question,
-    /// The answer that a rank has never entered a round, and has left. The body is that rank of the group.
+    /// The answer that a rank left without having entered a round. The body is that rank's number in the group.
     Absent,
-    /// The news that a rank has ended without a goodbye. The body is that rank.
+    /// The news that a rank has ended without a goodbye. The body is its global rank.
     Ended,
 }
 
@@ -70,6 +72,7 @@ pub(super) struct Notice {
     pub(super) body: Vec<u8>,
 }
 
+/// Returns the header of a frame whose body has `body` bytes.
 pub(super) fn header(kind: Kind, group: u64, round: u64, body: usize) -> [u8; HEADER_BYTES] {
     let mut header = [kind as u8; HEADER_BYTES];
     header[1..9].copy_from_slice(&group.to_le_bytes());
@@ -79,6 +82,9 @@ pub(super) fn header(kind: Kind, group: u64, round: u64, body: usize) -> [u8; HE
 }
 
 /// Reads one frame.
+///
+/// # Errors
+/// The stream ends; a header that no rank sends; no memory for the body.
 pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header)?;
@@ -86,6 +92,7 @@ pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     let (Some(kind), len @ ..=MAX_BODY_BYTES) = (kind, word(&header, 17)) else {
         return Err(not_this_protocol());
     };
+    // The length comes from another process, so memory for it is reserved in a way that can fail.
     let mut body = Vec::new();
     reserve(&mut body, len as usize, "a frame").map_err(|error| io::Error::new(io::ErrorKind::OutOfMemory, error))?;
     if stream.take(len).read_to_end(&mut body)? as u64 != len {
@@ -94,6 +101,7 @@ pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     Ok(Frame { kind, group: word(&header, 1), round: word(&header, 9), body })
 }
 
+/// Returns the number at byte `at` of a header.
 fn word(header: &[u8; HEADER_BYTES], at: usize) -> u64 {
     u64::from_le_bytes(std::array::from_fn(|byte| header[at + byte]))
 }

@@ -19,13 +19,13 @@ pub(super) struct Gathering {
     slots: Vec<Slot>,
     /// The time at which this rank entered the round.
     pub(super) entered: Option<Instant>,
-    /// The number of records that this rank holds without a gap, beginning with its own.
+    /// The number of records that this rank holds without a gap, from its own on in the order of ranks. It sends these.
     run: usize,
     /// The number of steps in which this rank has sent.
     steps_sent: usize,
-    /// The time since which this rank has waited for so long that it asks.
+    /// The time at which this rank had waited so long that it began to ask; `None` before.
     pub(super) waits_long_since: Option<Instant>,
-    /// `true` if other ranks ask this one for records that it does not have.
+    /// `true` if other ranks have asked this rank for records that it does not have.
     pub(super) others_ask: bool,
     /// `true` if this rank has asked the ranks that it receives from.
     pub(super) has_asked_neighbours: bool,
@@ -33,17 +33,17 @@ pub(super) struct Gathering {
     pub(super) asks_all_since: Option<Instant>,
 }
 
-/// The part of a gathering that is about one rank.
+/// The knowledge of this rank about another one in a round.
 #[derive(Debug, Default)]
 pub(super) struct Slot {
     record: Option<Bytes>,
-    /// `true` if this rank has asked it for its record.
+    /// `true` if this rank has asked that rank directly for its record.
     pub(super) is_asked: bool,
-    /// The time since which this rank knows that only its keeper may still have its record.
+    /// The time since which that rank's record can come only from its keeper.
     pub(super) needs_keeper_since: Option<Instant>,
-    /// `true` if this rank has asked its keeper for its record.
+    /// `true` if this rank has asked that keeper.
     pub(super) is_keeper_asked: bool,
-    /// `true` if it has never entered the round and never will.
+    /// `true` if that rank has left without having entered the round.
     pub(super) is_absent: bool,
 }
 
@@ -66,7 +66,7 @@ impl Gathering {
         &mut self.slots[rank]
     }
 
-    /// Returns `true` if a rank has never entered the round and never will.
+    /// Returns `true` if a rank has left without having entered the round.
     pub(super) fn is_absent(&self, rank: usize) -> bool {
         self.slots.get(rank).is_some_and(|slot| slot.is_absent)
     }
@@ -80,6 +80,7 @@ impl Gathering {
     /// Returns the next step in which this rank can send, and counts it as done.
     pub(super) fn next_step(&mut self, schedule: Schedule) -> Option<Step> {
         let step = schedule.steps().nth(self.steps_sent)?;
+        // Records may have come since the last call: count on.
         let mut following = schedule.block(schedule.rank(), schedule.ranks()).skip(self.run);
         while following.next().is_some_and(|rank| self.record(rank).is_some()) {
             self.run += 1;
@@ -109,14 +110,14 @@ impl Gathering {
         (0..schedule.ranks()).filter(|&rank| self.record(rank).is_none()).collect()
     }
 
-    /// Returns the ranks that have not sent all that they send to this rank.
+    /// Returns the ranks that still owe this rank records in some step of the schedule.
     pub(super) fn debtors(&self, schedule: Schedule) -> impl Iterator<Item = usize> {
         let owes = move |step: &Step| schedule.block(step.from, step.len).any(|rank| self.record(rank).is_none());
         schedule.steps().filter(owes).map(|step| step.from)
     }
 }
 
-/// Encodes records, each with its rank. A bundle has more than the bytes of a chunk only if its only record has.
+/// Encodes records, each with its rank. A bundle is no longer than a chunk, unless it consists of a single long record.
 pub(super) fn bundles<'r>(records: impl Iterator<Item = (usize, &'r Bytes)>) -> Vec<Vec<u8>> {
     let mut bundles: Vec<Vec<u8>> = Vec::new();
     for (rank, record) in records {

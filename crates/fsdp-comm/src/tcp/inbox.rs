@@ -16,49 +16,58 @@ use crate::wire;
 /// The time without any frame after which a rank counts as stopped or unreachable, and not merely slow.
 pub(super) const SILENCE: Duration = Duration::from_millis(1750);
 
-/// The way in which a rank that has ended without a goodbye has left.
+/// The reason that is given for a rank that has ended without a goodbye.
 const EXITED: &str = "exited without leaving the group (its connection was closed)";
 
-/// The received frames of all sockets.
+/// The received frames of all sockets, and what follows from them.
 #[derive(Debug)]
 pub(super) struct State {
     /// This rank.
     pub(super) rank: usize,
     /// The most ranks of a group that send their records to each other directly.
     direct_up_to: usize,
+    /// By global rank.
     pub(super) ranks: Vec<RankState>,
-    /// The time of silence after which a rank is lost even if an operation may take longer: the job's own deadline.
+    /// The time of silence after which a rank counts as lost, even during an operation that may take longer: the
+    /// deadline of the job.
     pub(super) patience: Duration,
     /// The time of this process's last heartbeat.
     pub(super) last_heartbeat_sent: Instant,
+    /// By the number of the group.
     pub(super) groups: HashMap<u64, GroupState>,
     /// The questions of other ranks that are not answered yet.
     pub(super) questions: BTreeSet<Question>,
     /// The frames to send that no operation of this rank waits for.
     pub(super) notices: Vec<Notice>,
-    /// The ranks to which this one passes on that another one has ended. Empty if every two ranks are connected.
+    /// The ranks to which this one passes on the news that a rank has ended. Empty if every two ranks are connected.
     pub(super) neighbours: Vec<usize>,
-    /// The ranks that have ended without a goodbye, or are said to, in the order in which this rank learned it.
+    /// The ranks that have ended without a goodbye, or of which another rank says so, in the order in which this rank
+    /// heard of it.
     lost: Vec<usize>,
     /// Groups that this process has dropped. Frames for them may still arrive, and are ignored.
     closed: HashSet<u64>,
+    /// `true` once this rank leaves the job.
     pub(super) leaving: bool,
 }
 
+/// The knowledge of this rank about another one.
 #[derive(Debug)]
 pub(super) struct RankState {
+    /// The way in which it has left, for messages; `None` while it has not.
     pub(super) left: Option<String>,
     pub(super) said_goodbye: bool,
-    /// The time of its last frame, or the time since which this rank expects frames of it. `None` while there is no reason
-    /// to expect any, as there is no connection and nobody has asked for one.
+    /// The time of its last frame, or the time since which this rank expects frames from it. `None` while there is no
+    /// reason to expect any: there is no connection, and none has been asked for.
     pub(super) last_frame_received: Option<Instant>,
     /// The number of connections to it. There may be two if both ranks have made one at the same time.
     connections: usize,
 }
 
+/// The knowledge of this rank about a group.
 #[derive(Debug, Default)]
 pub(super) struct GroupState {
-    /// The ranks of the group.
+    /// The global ranks of the group, in the group's order. Empty while only frames of others tell that the group
+    /// exists.
     pub(super) ranks: Vec<usize>,
     /// The place of this rank among them.
     pub(super) schedule: Schedule,
@@ -69,7 +78,7 @@ pub(super) struct GroupState {
     /// The records that travel through other ranks, by round. Those of the last round that is over are kept, because
     /// others that are still in it may ask for them.
     pub(super) gatherings: BTreeMap<u64, Gathering>,
-    /// The last round that is over here among those of `gatherings`.
+    /// The last round that is over on this rank, among those whose records travel through other ranks.
     pub(super) over: Option<u64>,
 }
 
@@ -151,7 +160,7 @@ impl State {
             Kind::Heartbeat => {}
             Kind::Goodbye => {
                 self.ranks[from].said_goodbye = true;
-                // This rank may have failed to write to it before it has read the goodbye.
+                // If this rank failed to write to it before it read the goodbye, it took that rank for lost.
                 self.lost.retain(|&lost| lost != from);
                 self.ranks[from].left.get_or_insert_with(|| String::from_utf8_lossy(&body).into_owned());
             }
@@ -159,12 +168,14 @@ impl State {
                 let ended = self.rank_of(&body)?;
                 self.hear_of_end(ended);
             }
+            // All kinds below are about a group.
             _ if self.closed.contains(&group) => {}
             Kind::Abort => {
                 let unreadable = |message| CommError::Aborted { rank: from, message };
                 let failure = wire::decode(&body).unwrap_or_else(unreadable);
                 let state = self.groups.entry(group).or_default();
-                // The news of a failure in a later round may come first, from a rank that got further than this one.
+                // The first round that failed counts. The news of a later one may arrive before, from a rank that is
+                // further than this one.
                 if state.failure.as_ref().is_none_or(|&(failed, _)| round < failed) {
                     state.failure = Some((round, failure));
                     self.pass_on_failure(group);
@@ -183,6 +194,7 @@ impl State {
             }
             Kind::Question => {
                 let asked = self.ranks_of(&body)?;
+                // If this rank does not have the records either, it asks its own neighbours for them.
                 let state = self.groups.get_mut(&group);
                 if let Some(gathering) = state.and_then(|state| state.gatherings.get_mut(&round)) {
                     gathering.others_ask |= asked.iter().any(|&about| gathering.record(about).is_none());
@@ -217,18 +229,18 @@ impl State {
     pub(super) fn connect(&mut self, to: usize, now: Instant) {
         self.ranks[to].connections += 1;
         self.ranks[to].last_frame_received = Some(now);
-        // The news that it has ended was wrong.
+        // If there was news that it had ended, that was wrong.
         self.lost.retain(|&lost| lost != to);
     }
 
-    /// Notes that this rank needs another one from now on, so that a silence of that one counts although there may be no
+    /// Notes that this rank needs the rank `of` from now on. From now on its silence counts, although there may be no
     /// connection yet.
     pub(super) fn expect(&mut self, of: usize, now: Instant) {
         self.ranks[of].last_frame_received.get_or_insert(now);
     }
 
-    /// Notes that a connection to a rank ended with this error. The rank is lost with its last connection, as its frames
-    /// come on one of them only, and this rank need not know on which.
+    /// Notes that a connection to a rank ended with this error. The rank is lost with its last connection: its frames
+    /// come on only one of them, and this rank does not know on which.
     pub(super) fn disconnect(&mut self, from: usize, error: &io::Error) {
         let connections = &mut self.ranks[from].connections;
         *connections = connections.saturating_sub(1);
@@ -236,8 +248,8 @@ impl State {
             return;
         }
         self.lose(from, error);
-        // All of its frames have been read, and there was no goodbye. With another reason, it may be that only these two ranks
-        // do not reach each other.
+        // All of its frames have been read, and there was no goodbye, so its process has ended: pass that on. If it was
+        // lost for another reason, perhaps only these two ranks do not reach each other.
         if !self.ranks[from].said_goodbye && self.ranks[from].left.as_deref() == Some(EXITED) {
             self.pass_on_end(from);
         }
@@ -260,8 +272,8 @@ impl State {
         }
     }
 
-    /// Notes that a rank takes no connections. So it has left or ended, unless it is connected already: then the end of
-    /// that connection, after all of its frames, will say so.
+    /// Notes that a rank has refused a connection. So it has left or ended. If there is another connection to it, its
+    /// frames may still be on their way there, and the end of that connection will tell that it has left.
     pub(super) fn refuse(&mut self, by: usize) {
         let reason = if self.lost.contains(&by) { EXITED } else { "has ended (it takes no connections any more)" };
         let rank = &mut self.ranks[by];
@@ -270,11 +282,13 @@ impl State {
         }
     }
 
-    /// Notes the news that a rank has ended without a goodbye. It must not overtake that rank's own frames. So it counts only
-    /// if there is no connection to that rank: a rank sends frames on a connection only once the other side has noted it.
+    /// Takes the news that the rank `of` has ended without a goodbye. The news must not overtake that rank's own
+    /// frames. So it counts only if there is no connection to that rank: then no frames are on their way, because a
+    /// rank sends frames on a connection only once the other side has noted it.
     ///
-    /// The news may be wrong: a rank that was stopped for long finds connections closed whose other ends are well. So this
-    /// rank tries to connect, with a heartbeat, and believes it once it is refused.
+    /// The news may be wrong: a rank that was stopped for long may find connections closed whose other ends are well.
+    /// So this rank tries to connect in order to send a heartbeat, and believes the news only when the connection is
+    /// refused.
     fn hear_of_end(&mut self, of: usize) {
         let rank = &self.ranks[of];
         if of == self.rank || rank.connections > 0 || rank.said_goodbye || self.lost.contains(&of) {
@@ -287,7 +301,7 @@ impl State {
         }
     }
 
-    /// Tells the neighbours that a rank has ended. Each rank passes that on once.
+    /// Tells the neighbours that a rank has ended. Each rank passes this news on once.
     fn pass_on_end(&mut self, of: usize) {
         let tell = |&to: &usize| Notice { to, kind: Kind::Ended, group: 0, round: 0, body: rank_body(of) };
         if !self.leaving {
@@ -295,8 +309,8 @@ impl State {
         }
     }
 
-    /// Tells the neighbours in a large group that it has failed. This rank may be busy with other things for long, and may
-    /// be the only one that some of them hear it from.
+    /// Tells the neighbours in a large group that the group has failed. The thread of this rank that uses the group may
+    /// be busy with other things for long, and some neighbours may hear the news from this rank only.
     fn pass_on_failure(&mut self, group: u64) {
         let Some(state) = self.groups.get(&group).filter(|state| state.ranks.len() > self.direct_up_to) else { return };
         let Some((round, error)) = &state.failure else { return };
@@ -326,11 +340,12 @@ impl State {
         self.closed.insert(group);
     }
 
-    /// Ends a group on this rank, unless it has already ended. Returns the ranks that this one has to tell.
+    /// Lets a group fail on this rank, unless it has failed already. Returns the ranks that this one has to tell.
     ///
-    /// In a small group, a rank that has found the failure itself tells all others, and one that was told tells nobody. In a
-    /// large group each rank tells its neighbours, which pass it on. It does so even if it was told itself and has passed
-    /// that on: some of them wait for this rank, and they must hear of the failure before they see this rank leave.
+    /// In a small group, a rank that has found the failure itself tells all others, and one that was told tells nobody.
+    /// In a large group each rank tells its neighbours, which pass the news on. A rank does so even if it was told
+    /// itself and has passed the news on already: its neighbours must hear of the failure before they see this rank
+    /// leave.
     pub(super) fn fail(&mut self, group: u64, round: u64, error: &CommError) -> Vec<usize> {
         let is_large = |state: &GroupState| state.ranks.len() > self.direct_up_to;
         let state = self.groups.entry(group).or_default();
@@ -352,7 +367,8 @@ impl State {
         self.groups.entry(group).or_default().rounds.entry((rank, round)).or_default()
     }
 
-    /// Returns the records of a round that travel through other ranks; `None` if that round has long been over here.
+    /// Returns what has come of a round whose records travel through other ranks; `None` if an even later round is over
+    /// here, so that nobody can need these records.
     fn gathering(&mut self, group: u64, round: u64) -> Option<&mut Gathering> {
         let state = self.groups.entry(group).or_default();
         (state.over <= Some(round)).then(|| state.gatherings.entry(round).or_default())
@@ -388,7 +404,8 @@ impl State {
     /// Returns the error that has ended the group.
     pub(super) fn ended(&self, group: u64, round: &Round<'_>) -> Option<CommError> {
         match self.groups.get(&group).and_then(|group| group.failure.as_ref()) {
-            // A group that failed in a later round has sent all frames of this one, so this round can still succeed.
+            // If the group failed in a later round, all ranks have sent their frames of this round, so it can still
+            // succeed.
             Some((failed, failure)) if *failed <= round.number => Some(failure.clone()),
             _ => None,
         }
@@ -430,8 +447,8 @@ impl State {
     /// none of them has left.
     fn first_lost(&self, group: u64, missing: &[usize]) -> Option<usize> {
         let gone = missing.iter().find(|&&rank| self.ranks[rank].left.is_some())?;
-        // The rank of the group that was lost first is probably why this one has left, even if it is not missing
-        // itself.
+        // The rank of the group that was lost first is probably the reason why the missing one has left, even if that
+        // first rank is not missing itself.
         let ranks = self.groups.get(&group).map_or(&[][..], |group| &group.ranks);
         Some(*self.lost.iter().find(|rank| ranks.contains(rank)).unwrap_or(gone))
     }

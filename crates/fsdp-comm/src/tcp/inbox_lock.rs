@@ -14,6 +14,7 @@ pub(super) const OFFER_AGAIN: Duration = Duration::from_millis(20);
 #[derive(Debug)]
 pub(super) struct Inbox {
     state: Mutex<State>,
+    /// Notified when the state has changed.
     changed: Condvar,
     /// Notified when there may be notices to send.
     noticed: Condvar,
@@ -36,7 +37,7 @@ impl Inbox {
         result
     }
 
-    /// Lets the thread that sends notices look whether there are any.
+    /// Wakes the thread that sends notices, so that it looks whether there are any.
     pub(super) fn look_for_notices(&self) {
         self.noticed.notify_one();
     }
@@ -49,9 +50,11 @@ impl Inbox {
         let kind = frame.kind;
         let mut state = self.lock();
         state.receive(from, frame, Instant::now())?;
+        // Only these frames can make a question answerable, or tell that it never will be.
         let may_answer = matches!(kind, Kind::Bundle | Kind::Question | Kind::Goodbye) && !state.questions.is_empty();
         let may_notify = may_answer || !state.notices.is_empty();
         drop(state);
+        // A heartbeat gives no operation what it waits for.
         if kind != Kind::Heartbeat {
             self.changed.notify_all();
         }
@@ -71,7 +74,7 @@ impl Inbox {
         self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Sleeps between two heartbeats. Returns `true` if the node leaves.
+    /// Sleeps between two heartbeats. Returns `true` if this rank leaves.
     pub(super) fn sleep(&self, duration: Duration) -> bool {
         let until = Instant::now() + duration;
         let mut state = self.lock();
@@ -89,8 +92,9 @@ impl Inbox {
         }
     }
 
-    /// Waits until there are notices to send, or with `has_others` until it is time to offer other ones again. Returns
-    /// `None` if the node leaves.
+    /// Waits until there are notices to send, and returns them. With `has_others` there are notices that could not be
+    /// sent before, and this returns after [`OFFER_AGAIN`] at the latest, so that they are tried again. Returns `None`
+    /// if this rank leaves.
     pub(super) fn wait_for_notices(&self, has_others: bool) -> Option<Vec<Notice>> {
         let mut state = self.lock();
         let mut is_first = true;

@@ -1,14 +1,24 @@
 //! The connections of this process to the other ranks, and the threads that read them and make new ones.
 //!
-//! In a small job every two ranks are connected from the start. In a large one a rank connects to another one when it first
-//! needs to, and takes connections for as long as the job runs. Three rules keep the frames of a rank in order, and its end
-//! behind them:
-//! - A rank sends all frames to another one on one connection, the first that it had. If both have connected to each other at
-//!   the same time, both connections stay open, and each of the two may send on another one.
-//! - A rank sends frames on a connection that it has made only once the other side has noted it and said so. So if a rank
-//!   that has noted no connection to another one is refused by it, none of that one's frames are on their way.
-//! - A rank that has made a connection does not give it up once the other side may have noted it, as that would look like the
-//!   end of this rank.
+//! In a small job every two ranks are connected from the start. In a large one a rank connects to another one when it
+//! first needs to, and takes connections for as long as the job runs. Three rules keep the frames of a rank in order,
+//! and make sure that others notice its end only after its last frame:
+//! - A rank sends all its frames to another one on the same connection, the first that it had. If two ranks have
+//!   connected to each other at the same time, both connections stay open, and each rank may send on a different one.
+//! - If rank A has made a connection to rank B, A sends frames on it only once B has *noted* the connection (counted it
+//!   as one to A) and has said so. So if B has noted no connection to A, no frames of A are on their way. If A then
+//!   refuses a connection from B, A has ended.
+//! - A rank that has made a connection does not give it up once the other side may have noted it, because that would
+//!   look like the end of this rank.
+//!
+//! A new connection goes through these steps, after the handshake:
+//!
+//! ```text
+//! A (connects)                                B (admits)
+//! offers the connection: a heartbeat  ───▶    takes that first frame, and notes the connection
+//! notes the connection                ◀───    answers with a frame, a heartbeat if it has nothing else to send
+//! sends frames                        ◀──▶    sends frames
+//! ```
 
 use std::collections::HashSet;
 use std::io::{self, BufReader, IoSlice, Write};
@@ -54,8 +64,8 @@ pub(super) struct Directory {
 pub(super) struct Links {
     rank: usize,
     pub(super) inbox: Inbox,
-    /// For each rank the connection on which this one sends to it, which never changes. It is locked while a frame is
-    /// written.
+    /// For each rank the connection on which this one sends to it, which never changes once it is set. It is locked
+    /// while a frame is written.
     writers: Vec<OnceLock<Mutex<Arc<TcpStream>>>>,
     /// All connections, also those that carry no frames yet. `None` once this rank has left.
     open: Mutex<Option<Vec<Connection>>>,
@@ -63,6 +73,7 @@ pub(super) struct Links {
     attempts: Mutex<HashSet<usize>>,
     /// `None` if every two ranks are connected from the start.
     directory: Option<Directory>,
+    /// The threads that read connections, make them, or send heartbeats.
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -71,7 +82,8 @@ struct Connection {
     /// The rank at the other end.
     rank: usize,
     stream: Arc<TcpStream>,
-    /// `true` once the other side may have noted it, so that its end without a goodbye would look like that of this rank.
+    /// `true` once the other side may have noted the connection. From then on, if it ended without a goodbye, the other
+    /// side would think that this rank has ended.
     is_offered: bool,
 }
 
@@ -94,7 +106,7 @@ impl Links {
         })
     }
 
-    /// Starts a thread that ends before this rank has left.
+    /// Starts a thread for which [`close`](Self::close) waits.
     pub(super) fn spawn(&self, name: String, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let thread = thread::Builder::new().name(name).spawn(run)?;
         let mut threads = lock(&self.threads);
@@ -114,7 +126,7 @@ impl Links {
         self.spawn(format!("from-rank-{from}"), move || links.receive_all(from, &stream, reader(&stream), None))
     }
 
-    /// Takes the connections that other ranks make, until there are no more.
+    /// Takes the connections that other ranks make, until the port is closed.
     pub(super) fn admit_all(self: &Arc<Self>, comers: Receiver<Comer>) {
         for (stream, hello) in comers {
             let ranks = self.writers.len();
@@ -134,20 +146,21 @@ impl Links {
         }
     }
 
-    /// Takes a connection that another rank has made, and its frames until it ends.
+    /// Takes a connection that another rank has made, and then the frames of that rank until the connection ends.
     fn admit(&self, from: usize, stream: Arc<TcpStream>) -> io::Result<()> {
         prepare(&stream)?;
         self.keep(from, &stream)?;
         let mut reader = reader(&stream);
-        // Step 1: wait for the first frame. Until it has sent that, the other rank may give the connection up, and try again.
+        // Step 1: wait for the first frame. Until the other rank has sent it, it may give the connection up and try
+        // again.
         let first = frame::read(&mut reader).inspect_err(|_| self.forget(&stream))?;
         // Step 2: note the connection before any frame of an operation is on its way.
         match self.note(from, &stream) {
-            // Step 3: tell the other rank so. It waits for any frame.
+            // Step 3: tell the other rank that the connection is noted. Any frame does that.
             Noted::SendsHere => self.send_heartbeat(from),
-            // No other thread writes to this connection.
+            // `send_heartbeat` would use the other connection. No other thread writes to this one.
             Noted::SendsElsewhere => drop((&*stream).write(&frame::header(Kind::Heartbeat, 0, 0, 0))),
-            // The other rank tries again, and is refused.
+            // The other rank will try again, and be refused.
             Noted::Leaves => {
                 self.forget(&stream);
                 return Ok(());
@@ -158,7 +171,8 @@ impl Links {
         Ok(())
     }
 
-    /// Lets a thread connect to a rank, unless there is a connection already, or that rank is gone. Nothing waits for that.
+    /// Starts a thread that connects to a rank, unless there is a connection already, or that rank is gone. This does
+    /// not wait for the connection.
     pub(super) fn reach(self: &Arc<Self>, to: usize) {
         if self.directory.is_none() || to == self.rank || self.is_connected(to) {
             return;
@@ -170,6 +184,7 @@ impl Links {
             }
             state.expect(to, Instant::now());
         }
+        // One attempt at a time is enough.
         if !lock(&self.attempts).insert(to) {
             return;
         }
@@ -187,7 +202,8 @@ impl Links {
             match self.try_to_connect(to) {
                 Ok(stream) => {
                     let mut reader = reader(&stream);
-                    // However long this takes, only the other side ends the connection from here on, or this rank as it leaves.
+                    // Wait until the other side has noted the connection. However long that takes, this rank must not
+                    // give it up now: only the other side may end it, or this rank when it leaves.
                     if let Ok(first) = frame::read(&mut reader) {
                         self.note(to, &stream);
                         self.end_attempt(to);
@@ -198,7 +214,8 @@ impl Links {
                 Err(Refusal::Io(error)) if error.kind() != io::ErrorKind::ConnectionRefused => {
                     tracing::debug!(%error, rank = to, "not connected; trying again");
                 }
-                // It listened before it told its address, so it is gone, and another process may have its port.
+                // The other rank listened before it published its address. So now it is gone, and another process may
+                // have its port.
                 Err(Refusal::Io(_) | Refusal::OtherJob) => {
                     self.inbox.change(|state| state.refuse(to));
                     break;
@@ -209,7 +226,7 @@ impl Links {
         self.end_attempt(to);
     }
 
-    /// Makes a connection to a rank, and sends the first frame.
+    /// Makes a connection to a rank, and offers it to that rank with the first frame.
     fn try_to_connect(&self, to: usize) -> Result<Arc<TcpStream>, Refusal> {
         let Some(directory) = &self.directory else { return Err(io::Error::from(io::ErrorKind::NotFound).into()) };
         let stream = TcpStream::connect_timeout(&directory.addresses[to], CONNECT_SLICE)?;
@@ -232,7 +249,8 @@ impl Links {
     /// Sends the first frame on a connection that this rank has made, unless it is leaving.
     fn offer_connection(&self, stream: &Arc<TcpStream>) -> io::Result<()> {
         {
-            // A rank that leaves says goodbye on all connections that it has offered before.
+            // A rank that leaves says goodbye on all connections that it has offered. So none may be offered after
+            // that: both locks are held while this is checked and noted.
             let state = self.inbox.lock();
             let mut open = lock(&self.open);
             let offered = open.iter_mut().flatten().find(|connection| Arc::ptr_eq(&connection.stream, stream));
@@ -242,12 +260,14 @@ impl Links {
         (&**stream).write_all(&frame::header(Kind::Heartbeat, 0, 0, 0))
     }
 
+    /// Notes that no thread is connecting to a rank any more, and wakes those that wait for the connection.
     fn end_attempt(&self, to: usize) {
         lock(&self.attempts).remove(&to);
         self.inbox.change(|_| ());
     }
 
-    /// Notes a connection that carries frames from now on.
+    /// Notes a connection that carries frames from now on. This rank sends on it if it had no
+    /// connection to that rank before.
     fn note(&self, of: usize, stream: &Arc<TcpStream>) -> Noted {
         self.inbox.change(|state| {
             if state.leaving {
@@ -261,7 +281,8 @@ impl Links {
         })
     }
 
-    /// Hands the frames of a rank to the inbox until its connection ends, beginning with the `first` one if that has been read.
+    /// Hands the frames of a rank to the inbox until the connection ends. If its first frame has been read already, it
+    /// is passed as `first`.
     fn receive_all(
         &self,
         from: usize,
@@ -294,8 +315,8 @@ impl Links {
         }
     }
 
-    /// Ends the connections to a rank. This ends the threads that read them here, and those of the other rank after they have
-    /// read everything that was sent before.
+    /// Ends the connections to a rank. With them end the threads that read them on this rank, and also those on the
+    /// other rank, after they have read everything that was sent before.
     pub(super) fn hang_up(&self, on: usize) {
         let open = lock(&self.open);
         let of_rank = open.iter().flatten().filter(|connection| connection.rank == on);
@@ -322,8 +343,8 @@ impl Links {
 
 /// The frames that this rank sends.
 impl Links {
-    /// Writes a frame to a rank to which there is a connection. After each timeout of the socket, `go_on` says whether to try
-    /// again.
+    /// Writes a frame to a rank, if there is a connection to it. `about` is the group and the round of the frame. After
+    /// each timeout of the socket, `go_on` says whether to try again.
     pub(super) fn write(
         &self,
         to: usize,
@@ -360,7 +381,9 @@ impl Links {
     pub(super) fn say_goodbye(&self) {
         let reason: &[u8] = if thread::panicking() { b"panicked" } else { b"has left the group" };
         (0..self.writers.len()).for_each(|to| self.try_send(to, Kind::Goodbye, (0, 0), reason));
-        // On the others, no thread writes any more. The other side may have noted them although this one has not.
+        // The loop above used only the connections on which this rank sends. On the others that it has offered, no
+        // thread writes any more, and the other side may have noted them although this one has not. So say goodbye
+        // there too.
         for connection in lock(&self.open).iter().flatten().filter(|connection| connection.is_offered) {
             let writer = self.writers[connection.rank].get();
             if !writer.is_some_and(|writer| Arc::ptr_eq(&lock(writer), &connection.stream)) {
@@ -369,8 +392,8 @@ impl Links {
         }
     }
 
-    /// Sends notices until this rank leaves. One that cannot be sent yet is offered again later, so that a rank that does not
-    /// read keeps nobody else from its notices.
+    /// Sends notices until this rank leaves. A notice that cannot be sent yet is tried again later, so that a rank that
+    /// does not read does not hold up the notices to others.
     pub(super) fn send_notices(self: &Arc<Self>) {
         let mut due: Vec<Notice> = Vec::new();
         while let Some(notices) = self.inbox.wait_for_notices(!due.is_empty()) {
@@ -390,9 +413,11 @@ impl Links {
         }
     }
 
-    /// Sends a notice, unless there is no connection yet, or the socket is busy or takes nothing: then this returns `false`.
+    /// Tries to send a notice. Returns `false` if it has to be tried again: there is no connection yet, or the socket
+    /// is busy or takes nothing.
     fn offer(self: &Arc<Self>, notice: &Notice) -> bool {
         let &Notice { to, kind, group, round, ref body } = notice;
+        // A rank that has left needs no notice.
         if self.inbox.lock().ranks[to].left.is_some() {
             return true;
         }
@@ -426,13 +451,15 @@ impl Links {
         (0..self.writers.len()).for_each(|to| self.send_heartbeat(to));
     }
 
+    /// Sends a heartbeat to a rank, if there is a connection to it and its socket is free.
     fn send_heartbeat(&self, to: usize) {
         let Some(writer) = self.writers[to].get() else { return };
         // A thread that holds the socket is sending a frame, which is as good as a heartbeat.
         if let Ok(writer) = writer.try_lock() {
             let heartbeat = frame::header(Kind::Heartbeat, 0, 0, 0);
-            // So small a write is nearly always done whole or not at all. If it is not done, the other rank is not reading; if
-            // it is done in part, the connection cannot be used any more.
+            // So small a write nearly always succeeds as a whole or not at all. If nothing is written, the other rank
+            // is not reading, and need not be told. If a part is written, no frame can follow it, so the connection is
+            // of no use any more.
             match (&**writer).write(&heartbeat) {
                 Ok(written) if written < heartbeat.len() => drop(writer.shutdown(Shutdown::Both)),
                 _ => {}
@@ -445,7 +472,7 @@ impl Links {
 enum Noted {
     /// This rank sends on the connection.
     SendsHere,
-    /// This rank sends on the one that it had before.
+    /// This rank sends on the connection that it had before.
     SendsElsewhere,
     /// This rank is leaving, and has not noted the connection.
     Leaves,
@@ -455,7 +482,7 @@ fn reader(stream: &TcpStream) -> BufReader<&TcpStream> {
     BufReader::with_capacity(READ_BUFFER_BYTES, stream)
 }
 
-/// Prepares a socket for frames.
+/// Prepares a socket for frames: they are sent without delay, reads wait without end, and writes return now and then.
 fn prepare(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_read_timeout(None)?;
@@ -483,7 +510,7 @@ fn begin_frame(mut writer: &TcpStream, header: &[u8], body: &[u8]) -> io::Result
     }
 }
 
-/// Writes the rest of a frame of which so much is written.
+/// Writes the rest of a frame whose first `written` bytes have been written.
 fn finish_frame(
     mut writer: &TcpStream,
     header: &[u8],

@@ -28,10 +28,10 @@ const HEARTBEAT: Duration = Duration::from_millis(500);
 /// The longest time between two checks of a rank that waits for a connection.
 const CONNECTION_CHECK: Duration = Duration::from_millis(100);
 
-/// The time after which a rank that waits connects to those that send to it.
+/// The time after which a rank that waits for records connects to those that send records to it.
 const NEIGHBOUR_CHECK: Duration = Duration::from_millis(250);
 
-/// The connections of a rank after the rendezvous.
+/// The connections that a rank has after the rendezvous.
 #[derive(Debug)]
 pub(super) struct Connections {
     /// By rank; `None` for those to which there is no connection.
@@ -47,7 +47,7 @@ pub(super) struct LaterConnections {
     pub(super) acceptor: Acceptor,
 }
 
-/// This process in its job, which it leaves when this is dropped.
+/// This process in its job. When this is dropped, the process leaves the job.
 #[derive(Debug)]
 pub(super) struct Node {
     pub(super) rank: usize,
@@ -84,7 +84,7 @@ impl Node {
             comers = Some(later.acceptor.split());
         }
         let links = Links::new(rank, ranks, Inbox::new(state), directory);
-        // From here on, whatever fails ends the connections and the threads that there are.
+        // From here on, an error drops the node, which ends its connections and threads.
         let mut node = Node { rank, hosts, direct_up_to, links, port: None, notifier: None, _store: store };
         for (from, stream) in streams.into_iter().enumerate() {
             if let Some(stream) = stream {
@@ -133,7 +133,10 @@ impl Node {
         Ok(())
     }
 
-    /// Sends a frame, and waits until the round's deadline if the other rank does not read.
+    /// Sends a frame. While the other rank does not read, this waits until the round's deadline.
+    ///
+    /// # Errors
+    /// The round cannot end: the group has failed, that rank has left or is silent, or the deadline is over.
     pub(super) fn send(
         &self,
         to: usize,
@@ -149,10 +152,13 @@ impl Node {
         // While the other rank does not read, this looks whether it is lost, and whether the group has failed.
         let go_on = || self.failure(group, round, &[to]).is_none();
         let Err(error) = self.links.write(to, kind, (group, round.number), body, go_on) else { return Ok(()) };
+        // If `go_on` has ended the write, this is the reason.
         let failure = self.failure(group, round, &[to]);
         // The connection may be in the middle of a frame, so it cannot be used any more.
         self.inbox().lose(to, &error);
         self.links.hang_up(to);
+        // Otherwise that rank is lost because of the failed write. Another one may have to be named as the first to be
+        // lost.
         Err(failure.or_else(|| self.failure(group, round, &[to])).unwrap_or_else(|| CommError::RankLeft {
             rank: to,
             operation: round.operation.to_owned(),
@@ -161,7 +167,8 @@ impl Node {
         }))
     }
 
-    /// Exchanges records with all ranks of a large group: see [`relay`](super::relay). Returns them in rank order.
+    /// Exchanges records with all ranks of a large group, and returns them in rank order. [`State::next`] decides each
+    /// step, as [`relay`](super::relay) describes; this carries the steps out, without the lock while it sends.
     pub(super) fn gather(&self, group: u64, round: &Round<'_>, record: &[u8]) -> Result<Vec<Bytes>, CommError> {
         let mut state = self.inbox().lock();
         let (begun, mut has_reached) = (Instant::now(), false);
@@ -174,8 +181,9 @@ impl Node {
                     let left = until.saturating_duration_since(Instant::now());
                     state = self.inbox().wait(state, left);
                     if !has_reached && begun.elapsed() > NEIGHBOUR_CHECK {
-                        // In a group of some ranks of a large job, a rank that sends to this one need not have connected yet.
-                        // Without a connection, this rank would not see that it leaves or stops.
+                        // If the group is only a part of a large job, a rank that should send to this one may not have
+                        // connected yet. Without a connection, this rank would not notice that the other one leaves or
+                        // stops.
                         has_reached = true;
                         let neighbours = state.neighbours_in(group);
                         drop(state);
@@ -201,8 +209,9 @@ impl Node {
         }
     }
 
-    /// Sends a frame of a relayed exchange, and waits until the round's deadline if the other rank does not read. A rank
-    /// that is gone is no error here: it may have all records already, and if it is still needed, the exchange fails.
+    /// Sends a frame of a relayed exchange. While the other rank does not read, this waits until the round's deadline.
+    /// It is not an error if the other rank is gone: it may have all records already. If it is still needed, the
+    /// exchange itself fails.
     fn pass_on(&self, to: usize, kind: Kind, group: u64, round: &Round<'_>, body: &[u8]) -> Result<(), CommError> {
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
@@ -227,8 +236,9 @@ impl Node {
         failure.map_or(Ok(()), Err)
     }
 
-    /// Asks a rank for the records of others of the group. If there is no connection to it, nothing waits for one: it may be the
-    /// rank at fault, and there are others to ask.
+    /// Asks the rank `of` for the records of the ranks `about`. If there is no connection to `of`, this does not wait
+    /// for one, because `of` may be the rank at fault, and there are others to ask. The question is sent once there is
+    /// a connection.
     fn ask(&self, of: usize, about: &[usize], group: u64, round: &Round<'_>) -> Result<(), CommError> {
         if self.links.is_connected(of) {
             return self.pass_on(of, Kind::Question, group, round, &ranks_body(about));
@@ -237,18 +247,19 @@ impl Node {
         Ok(())
     }
 
-    /// Lets the thread that sends notices send this one as soon as that is possible.
+    /// Hands a notice to the thread that sends notices, which sends it as soon as there is a connection.
     fn notify(&self, notice: Notice) {
         self.links.reach(notice.to);
         self.inbox().lock().notices.push(notice);
         self.inbox().look_for_notices();
     }
 
-    /// Ends a group on this rank and on all others, unless it has already ended.
+    /// Lets a group fail on this rank, and tells the other ranks that have to hear it from this one.
     pub(super) fn abort(&self, group: u64, round: u64, error: &CommError) {
         let told = self.inbox().change(|state| state.fail(group, round, error));
         let Ok(body) = wire::encode(error) else { return };
-        // This rank may leave after this.
+        // This rank may leave after this call, so try for a while to send the news here. What cannot be sent is left to
+        // the thread that sends notices.
         let until = Instant::now() + GOODBYE_TIMEOUT;
         told.iter().for_each(|&to| self.links.reach(to));
         for to in told {
@@ -313,8 +324,10 @@ impl Node {
         self.inbox().lock().failure(group, round, missing, Instant::now())
     }
 
-    /// Waits until `ready` returns a result. Until then it returns the ranks that are missing; this fails if one of them
-    /// is lost, or at the deadline.
+    /// Waits until `ready` returns a result. While it cannot, `ready` returns the ranks that are missing.
+    ///
+    /// # Errors
+    /// One of the missing ranks is lost, the group has failed, or the deadline is over.
     pub(super) fn wait<R>(
         &self,
         group: u64,
@@ -331,7 +344,7 @@ impl Node {
             if let Some(failure) = state.failure(group, round, &missing, Instant::now()) {
                 return Err(failure);
             }
-            // Without a connection, this rank would not see that they leave or stop.
+            // Connect to the missing ranks. Without a connection, this rank would not notice that they leave or stop.
             if !has_reached && !missing.iter().all(|&rank| self.links.is_connected(rank)) {
                 has_reached = true;
                 drop(state);
@@ -348,12 +361,14 @@ impl Node {
 impl Drop for Node {
     fn drop(&mut self) {
         self.inbox().change(|state| state.leaving = true);
-        // The others must learn what this rank has to pass on before they see it leave.
+        // Step 1: let the notices out. The others must get the news that this rank has to pass on before they see it
+        // leave.
         if let Some(notifier) = self.notifier.take() {
             notifier.join().ok();
         }
-        // Nobody who connects now would hear the goodbye.
+        // Step 2: close the port, because a rank that connects later would not hear the goodbye.
         drop(self.port.take());
+        // Step 3: say goodbye, and end the connections and the threads that read them.
         self.links.say_goodbye();
         self.links.close();
     }

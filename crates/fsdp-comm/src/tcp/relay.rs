@@ -1,18 +1,18 @@
-//! The exchange of records in large groups: records travel through other ranks, so that a rank sends a few messages and
-//! not one to each rank.
+//! The exchange of records in large groups: records travel through other ranks, so that a rank sends only a few
+//! messages, and not one to each other rank. [`schedule`](super::schedule) says who sends what to whom.
 //!
-//! A rank that is late, stopped or gone holds up the records of others. Two rules keep the guarantees of an exchange
-//! between every two ranks:
-//! - Ranks that wait for long ask for the records that they miss: first the ranks that they receive from, which ask on, and
-//!   then directly the ranks whose records are still missing. A rank that has entered the round
-//!   answers, whatever it does now. So the records that are still missing at the deadline are those of the ranks at fault,
-//!   and a rank that has stopped in the middle does not keep the records of others from anybody.
+//! A rank that is late, stopped or gone holds up the records of others. Two rules make sure that the outcome is still
+//! the same as if every two ranks exchanged their records directly:
+//! - A rank that has waited for long asks for the records that it misses. First it asks the ranks that it receives
+//!   from, which ask on. Then it asks directly the ranks whose records are still missing. A rank that has entered the
+//!   round answers, whatever it does now. So the records that are still missing at the deadline are those of the ranks
+//!   at fault, and a rank that has stopped in the middle does not keep the records of others from anybody.
 //! - A rank may leave once it has entered the last round and passed on what it had to, while its record is still on its
-//!   way. So that it has left is no reason to fail. Its *keeper* knows whether it has entered the round, as that is the
-//!   first rank that gets its record, and tells it those who ask.
+//!   way to some ranks. So a round does not fail just because a rank has left. The *keeper* of a rank is the first that
+//!   gets its record. So the keeper knows whether a rank that has left had entered the round, and tells those who ask.
 //!
-//! A rank need not be connected to all others: see [`links`](super::links). A rank without a connection counts as neither
-//! gone nor silent until this one asks it something, or hears that it has ended.
+//! A rank need not be connected to all others: see [`links`](super::links). A rank to which this one has no connection
+//! counts as neither gone nor silent, until this one asks it something or hears that it has ended.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -30,13 +30,14 @@ use crate::error::CommError;
 /// operation may take if that is shorter.
 const ASKS_BEFORE_DEADLINE: Duration = Duration::from_secs(3);
 
-/// The time that neighbours have for an answer before a rank asks all others directly, or a sixth of the time that the
-/// operation may take if that is shorter. Few records are missing then, so that few connections have to be made.
+/// The time that neighbours have for an answer before a rank asks directly those whose records are still missing, or a
+/// sixth of the time that the operation may take if that is shorter. After this time few records are missing, so few
+/// connections have to be made.
 const NEIGHBOUR_TIME: Duration = Duration::from_secs(1);
 
-/// The time that a rank waits before it connects to the keeper of a rank that has left, or a twelfth of the time that the
-/// operation may take if that is shorter. If a rank dies, all hear of it, and nearly all hear at once that the group has
-/// failed.
+/// The time that a rank waits before it connects to the keeper of a rank that has left, or a twelfth of the time that
+/// the operation may take if that is shorter. Usually the connection is not needed: if a rank has died, nearly all
+/// others hear within this time that the group has failed.
 pub(super) const KEEPER_PAUSE: Duration = Duration::from_millis(250);
 
 /// The time that others have for an answer before a silent rank is blamed.
@@ -45,21 +46,21 @@ const ANSWER_TIME: Duration = Duration::from_millis(250);
 /// The longest time between two checks of the other ranks.
 const CHECK: Duration = Duration::from_millis(500);
 
-/// A rank's next part in an exchange.
+/// The next thing that a rank has to do in an exchange.
 #[derive(Debug)]
 pub(super) enum Next {
-    /// To send bundles of records to a rank.
+    /// Send bundles of records to a rank.
     Send {
         /// The rank.
         to: usize,
         /// The bodies of the frames.
         bundles: Vec<Vec<u8>>,
     },
-    /// To ask ranks for records. Each is given with the ranks of the group whose records it is asked for.
+    /// Ask ranks for records: each global rank, with the ranks of the group whose records it is asked for.
     Ask(Vec<(usize, Vec<usize>)>),
-    /// To wait for frames, but no longer than this.
+    /// Wait for frames, but no longer than this.
     Wait(Instant),
-    /// Nothing more: these are the records of all, in rank order.
+    /// Nothing more: the round is complete. These are the records of all ranks, in rank order.
     Done(Vec<Bytes>),
 }
 
@@ -67,9 +68,9 @@ pub(super) enum Next {
 struct Asking {
     /// The questions to ask now, as in [`Next::Ask`].
     questions: Vec<(usize, Vec<usize>)>,
-    /// The time at which to look again; `None` once all have had the time to answer.
+    /// The time at which to ask further, or to look again; `None` once all have had the time to answer.
     wake: Option<Instant>,
-    /// The time at which there is a keeper to ask.
+    /// The earliest time at which a keeper may be asked that is not connected yet.
     keeper_at: Option<Instant>,
 }
 
@@ -101,8 +102,9 @@ impl State {
             state.gatherings.retain(|&number, _| number >= round.number);
             return Ok(Next::Done(records));
         }
-        // Step 3: give up if a rank will never send what is missing. One that has left without sending all that it sends to
-        // this rank did not finish the round.
+        // Step 3: give up if a rank that has left will never send what is missing. This is so for a rank that still
+        // owes this one records, because it left before it had finished the round, and for one that never entered the
+        // round.
         let missing = gathering.missing(schedule);
         let absent = missing.iter().copied().filter(|&rank| gathering.is_absent(rank));
         let needed: Vec<usize> = gathering.debtors(schedule).chain(absent).map(|rank| state.ranks[rank]).collect();
@@ -141,14 +143,15 @@ impl State {
         let has_left = |rank: usize| peers[ranks[rank]].left.is_some();
         let is_silent = |rank: usize| peers[ranks[rank]].silence(now) > SILENCE;
         let can_answer = |rank: usize| rank != schedule.rank() && !has_left(rank) && !is_silent(rank);
-        // A rank waits for as long as others may just be late. But it asks at once if one has stopped.
+        // Decide whether this rank has waited for long. It asks at once if another one is silent, because that one may
+        // have stopped.
         let before_deadline = round.until.checked_sub(ASKS_BEFORE_DEADLINE.min(round.deadline / 2));
         let before_patience_ends = gathering.entered.unwrap_or(now).checked_add(*patience / 2);
         let asks_at = before_deadline.unwrap_or(now).min(before_patience_ends.unwrap_or(round.until));
         if now >= asks_at || missing.iter().any(|&rank| is_silent(rank) && !has_left(rank)) {
             gathering.waits_long_since.get_or_insert(now);
         }
-        // Step 1: ask those who pass on to this rank what is missing. They may miss it too, and ask on.
+        // Step 1: ask those ranks from which the missing records should have come. They may miss them too, and ask on.
         let mut questions: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         let asks_neighbours = gathering.waits_long_since.is_some() || gathering.others_ask;
         if asks_neighbours && !mem::replace(&mut gathering.has_asked_neighbours, true) {
@@ -159,7 +162,7 @@ impl State {
                 }
             }
         }
-        // Step 2: ask all whose records are still missing.
+        // Step 2: if that did not help, ask each rank whose record is still missing.
         let asks_all_at = gathering.waits_long_since.map(|since| since + NEIGHBOUR_TIME.min(round.deadline / 6));
         if asks_all_at.is_some_and(|at| now >= at) {
             gathering.asks_all_since.get_or_insert(now);
@@ -171,6 +174,7 @@ impl State {
                 slot.is_asked = true;
                 questions.entry(about).or_default().push(about);
             }
+            // Step 3: ask the keeper of a rank that cannot answer itself, at once if there is a connection.
             let keeper = schedule.keeper(about);
             if !slot.is_keeper_asked && (has_left(about) || is_silent(about)) && can_answer(keeper) {
                 let since = *slot.needs_keeper_since.get_or_insert(now);
@@ -199,9 +203,9 @@ impl State {
         // The records that ranks have asked for, each with its rank.
         let mut found: BTreeMap<(usize, u64, u64), Vec<(usize, Bytes)>> = BTreeMap::new();
         questions.retain(|&Question { group, round, from, about }| {
-            // Its group may not be known here yet.
+            // Keep a question about a group that is not known here yet.
             let Some(state) = groups.get(&group).filter(|state| !state.ranks.is_empty()) else { return true };
-            // Nobody needs to know any more.
+            // Drop a question whose answer nobody needs any more, or that makes no sense.
             if state.over > Some(round) || about >= state.ranks.len() || peers[from].left.is_some() {
                 return false;
             }
@@ -210,8 +214,8 @@ impl State {
                 found.entry((from, group, round)).or_default().push((about, record.clone()));
                 return false;
             }
-            // All frames of that rank have been read. The first one of this round would have come here. But if the group has
-            // failed, the rank may have left because of that.
+            // This rank is the keeper, and all frames of the rank that has left have been read. If it had entered the
+            // round, its record would be here. But if the group has failed, the rank may have left because of that.
             let is_absent = state.schedule.keeper(about) == state.schedule.rank()
                 && peers[state.ranks[about]].left.is_some()
                 && !state.has_failed();

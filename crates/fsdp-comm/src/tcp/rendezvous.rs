@@ -1,9 +1,9 @@
 //! The rendezvous: the processes of a job publish their addresses in the store, and then connect to each other.
 //!
 //! In a small job every two ranks connect. In a large one each rank connects to its neighbours in the
-//! [schedule](super::schedule) of the group of all, about `2 log2(ranks)`, and to others when it needs to. So a rank may not
-//! see that another one has ended before the job runs. A second meeting in the store takes care of that: nobody goes on
-//! before all are connected to their neighbours.
+//! [schedule](super::schedule) of the group of all ranks, about `2 log2(ranks)`, and later to others when it needs to.
+//! So during the rendezvous a rank may not notice that another one, to which it is not connected, has ended. Therefore
+//! all ranks meet in the store a second time: no rank goes on before all are connected to their neighbours.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -28,8 +28,8 @@ use crate::wire;
 /// The address at which a rank listens.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Address {
-    /// The address of its host. It is unspecified (0.0.0.0) for the host of the store, which each rank reaches at the address
-    /// at which it has reached the store.
+    /// The address of its host. It is unspecified (0.0.0.0) if the rank is on the host of the store: then other ranks
+    /// use the address at which they have reached the store.
     ip: IpAddr,
     port: u16,
     /// A token of the host. Ranks with equal tokens can share memory.
@@ -45,11 +45,11 @@ const ADDRESS: &str = "tcp/address/";
 /// The prefix of the keys of the ranks that are connected to their neighbours.
 const CONNECTED: &str = "tcp/connected/";
 
-/// The prefix of the keys of the ranks that know that all are.
+/// The prefix of the keys of the ranks that know that all ranks are connected to their neighbours.
 const KNOWS: &str = "tcp/knows/";
 
 /// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read the outcome. It is longer
-/// than they take for two checks of the store.
+/// than the others need for two checks of the store.
 const LINGER: Duration = Duration::from_millis(500);
 
 /// The time between two checks whether a rank has ended, while this one waits for connections.
@@ -109,19 +109,20 @@ pub(super) fn meet(participant: &Participant, store: TcpStore, shared_memory: bo
         .map_err(|error| participant.io("start its threads", &error))
 }
 
-/// A token of each rank's host, and the connections.
+/// A token of each rank's host, and the connections of this rank.
 type Connected = (Vec<Option<String>>, Connections);
 
+/// Publishes this rank's address, and connects it to its neighbours, in a small job to all other ranks.
 fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool) -> Result<Connected, CommError> {
     let rank = participant.rank;
     participant.make_room()?;
-    // Step 1: listen, so that others can connect as soon as they know the address.
+    // Step 1: listen, so that others can connect as soon as they know the address of this rank.
     let (listener, ip) = listen(store).map_err(|error| participant.io("listen", &error))?;
     let port = listener.local_addr().map_err(|error| participant.io("listen", &error))?.port();
     let host = shared_memory.then(host_token).flatten();
     let address = Address { ip, port, host };
-    // Step 2: agree on a nonce, which the first rank to come chooses. The key of the connections between ranks is made
-    // of it, so only a process that the store has let in can complete their handshake.
+    // Step 2: agree on a nonce, which the first rank to come chooses. The key of the connections between ranks is
+    // derived from it. So only a process that the store has let in can complete the handshake of these connections.
     let nonce = nonce().map_err(|error| participant.io("get a random number", &error))?;
     let nonce = store.compare_and_set("tcp/nonce", None, &nonce).map_err(|error| participant.lost(&error))?;
     let key = participant.key.derive("ranks", &nonce);
@@ -136,7 +137,8 @@ fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool)
     };
     let directory = Directory { addresses: addresses.iter().map(locate).collect(), key };
     let hosts = addresses.into_iter().map(|address| address.host).collect();
-    // Step 5: connect to all lower ranks among the neighbours, then take the connections of all higher ones.
+    // Step 5: connect to the lower ranks among the neighbours, then wait for the connections of the higher ones. So of
+    // every two ranks exactly one connects.
     let mut streams: Vec<Option<TcpStream>> = (0..participant.world_size).map(|_| None).collect();
     let (lower, higher): (Vec<usize>, Vec<usize>) =
         participant.neighbours().into_iter().partition(|&other| other < rank);
@@ -149,7 +151,7 @@ fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool)
     if participant.connects_all {
         return Ok((hosts, Connections { streams, later: None }));
     }
-    // Step 6: wait until all ranks are connected to their neighbours.
+    // Step 6: in a large job, wait until all ranks are connected to their neighbours.
     meet_again(participant, store)?;
     Ok((hosts, Connections { streams, later: Some(LaterConnections { directory, acceptor }) }))
 }
@@ -158,7 +160,8 @@ fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool)
 fn listen(store: &TcpStore) -> io::Result<(TcpListener, IpAddr)> {
     let ip = store.local_ip();
     if ip.is_loopback() && store.is_everywhere() {
-        // This is the host of the store. The loopback address at which this rank has reached it is of no use to other hosts.
+        // This is the host of the store, and the store listens at all addresses of it. This rank has reached the store
+        // at a loopback address, which is of no use to other hosts. So listen at all addresses too.
         let listener = TcpListener::bind(&every_address(0)[..])?;
         return Ok((listener, Ipv4Addr::UNSPECIFIED.into()));
     }
@@ -213,7 +216,8 @@ impl Participant {
         self.missing(vec![first], format!("rank {first} ended before all ranks were connected"))
     }
 
-    /// Returns the error if one of the ranks that `is_awaited` is true for has ended, or rank 0 has, whose store knows that.
+    /// Asks the store which ranks have ended. Returns the error if one of them `is_awaited`, or if rank 0 has ended and
+    /// the store with it.
     fn ended(&self, store: &TcpStore, is_awaited: impl Fn(usize) -> bool) -> Option<CommError> {
         match store.departed(self.until.saturating_duration_since(Instant::now())) {
             Err(error) => Some(self.lost(&error)),
@@ -226,7 +230,7 @@ impl Participant {
 
     /// Returns the error of a rank that could not connect to another one.
     fn unreachable(&self, store: &TcpStore, other: usize, address: SocketAddr, error: &io::Error) -> CommError {
-        // It may have ended because another one had ended before.
+        // The other rank may have ended because a third one had ended before: then blame the first that ended.
         match store.departed(CHECK) {
             Ok(departed) if !departed.is_empty() => self.departed(&departed),
             _ => {
@@ -241,7 +245,7 @@ impl Participant {
 fn exchange_addresses(participant: &Participant, store: &TcpStore, own: &Address) -> Result<Vec<Address>, CommError> {
     let &Participant { rank, world_size, deadline, until, .. } = participant;
     let encoded = wire::encode(own).map_err(|message| participant.failed(message))?;
-    // The others may have given this rank up already, and then its key has a value.
+    // If the others have given this rank up already, its key has a value.
     let published =
         store.compare_and_set(&format!("{ADDRESS}{rank}"), None, &encoded).map_err(|error| participant.lost(&error))?;
     if published != encoded {
@@ -287,7 +291,8 @@ fn accept_all(
                 let message = format!("not all ranks connected to rank {rank} within {deadline:?}");
                 return Err(participant.incomplete(is_awaited, message));
             }
-            // A rank that has ended will not connect. But it may have connected just before, so this looks twice.
+            // A rank that has ended will not connect. But it may have connected just before, and the connection may
+            // still be on its way to this thread. So fail only if the next check finds the same.
             let suspicion = participant.ended(store, is_awaited);
             match suspicion {
                 Some(error) if is_suspected => return Err(error),
@@ -297,7 +302,7 @@ fn accept_all(
         };
         let other = higher.iter().find(|&&other| hello == Hello::new(other, world_size));
         match other {
-            // A rank connects again only if it has lost the connection before.
+            // A rank connects a second time only if it has lost the first connection, so the new one takes its place.
             Some(&other) => streams[other] = Some(stream),
             None => tracing::warn!("refused a connection from a process that claims to be rank {}", hello.rank),
         }
@@ -307,6 +312,7 @@ fn accept_all(
 
 /// Waits until all ranks have connected to their neighbours.
 fn meet_again(participant: &Participant, store: &TcpStore) -> Result<(), CommError> {
+    // Step 1: say that this rank is connected, and wait until all ranks have said so.
     let &Participant { rank, world_size, deadline, until, .. } = participant;
     let left = || until.saturating_duration_since(Instant::now());
     store.set(&format!("{CONNECTED}{rank}"), &[]).map_err(|error| participant.lost(&error))?;
@@ -318,7 +324,7 @@ fn meet_again(participant: &Participant, store: &TcpStore) -> Result<(), CommErr
             return Err(participant.incomplete(|other| keys.contains(&format!("{CONNECTED}{other}")), message));
         }
     }
-    // The store ends with rank 0, so that one goes on after all others know.
+    // Step 2: say that this rank knows. The store ends with rank 0, so rank 0 goes on only when all others know.
     store.set(&format!("{KNOWS}{rank}"), &[]).map_err(|error| participant.lost(&error))?;
     let mut unknowing: Vec<String> = (1..world_size).map(|other| format!("{KNOWS}{other}")).collect();
     while rank == 0 && Instant::now() < until {
@@ -331,7 +337,7 @@ fn meet_again(participant: &Participant, store: &TcpStore) -> Result<(), CommErr
     Ok(())
 }
 
-/// Connects to a rank. That rank drops connections when too many come at once, so this tries again.
+/// Connects to a rank, and tries again until the deadline, because a rank drops connections when too many come at once.
 fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Result<TcpStream> {
     let hello = Hello::new(participant.rank, participant.world_size);
     loop {
@@ -343,7 +349,7 @@ fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Res
             Ok(stream)
         });
         match greeted {
-            // It listened before it told its address, so it is gone.
+            // The other rank listened before it published its address, so it is gone.
             Err(Refusal::Io(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return Err(error),
             Err(Refusal::Io(error)) if Instant::now() + RETRY < participant.until => {
                 tracing::debug!(%error, %address, "not connected; trying again");

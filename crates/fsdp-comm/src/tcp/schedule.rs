@@ -1,10 +1,10 @@
 //! The schedule of an exchange in which records travel through other ranks: Bruck's all-gather.
 //!
-//! A rank holds its own record first. In step `k` it sends to the rank `2^k` places before it, and receives from the rank
-//! `2^k` places after it. What it receives are the records that follow those that it holds already. So their number
-//! doubles with each step, and after `log2(ranks)` steps, rounded up, each rank holds the records of all.
+//! At first a rank holds its own record only. In step `k` it sends to the rank `2^k` places before it, and receives
+//! from the rank `2^k` places after it. What it receives are the records that follow those that it holds already. So
+//! their number doubles with each step, and after `log2(ranks)` steps, rounded up, each rank holds the records of all.
 //!
-//! Places are ranks of the group, and the first one follows the last.
+//! Places are ranks of the group. The first rank follows the last.
 
 use std::collections::BTreeSet;
 use std::iter;
@@ -23,7 +23,8 @@ pub(super) struct Step {
     pub(super) to: usize,
     /// The rank that this one receives from.
     pub(super) from: usize,
-    /// The number of records. Those sent begin with the record of this rank, and those received with the record of `from`.
+    /// The number of records that are sent, and that are received. Those sent begin with the record of this rank, those
+    /// received with the record of `from`; the others follow in the order of ranks.
     pub(super) len: usize,
 }
 
@@ -54,15 +55,16 @@ impl Schedule {
         })
     }
 
-    /// Returns the ranks that this one sends to or receives from, in rank order. Whatever each rank passes on to these
-    /// reaches all.
+    /// Returns the ranks that this one sends to or receives from, in rank order. News that each rank passes on to its
+    /// neighbours reaches all ranks.
     pub(super) fn neighbours(self) -> Vec<usize> {
         let neighbours: BTreeSet<usize> = self.steps().flat_map(|step| [step.to, step.from]).collect();
         neighbours.into_iter().collect()
     }
 
-    /// Returns two ranks that this one receives from and that are on the way from another one to it: those after the longest and
-    /// after the shortest step. They may be the same.
+    /// Returns two ranks that this one receives from, and that are on the way of a record from `rank` to this one. One
+    /// is as far away as the longest step that does not pass `rank`. The other is as far away as the shortest of the
+    /// steps that together lead to `rank`. Both may be the same.
     pub(super) fn toward(self, rank: usize) -> [usize; 2] {
         let distance = (rank + self.ranks - self.rank) % self.ranks;
         let longest = 1 << distance.checked_ilog2().unwrap_or_default();
@@ -70,12 +72,12 @@ impl Schedule {
         [longest, shortest].map(|step| (self.rank + step) % self.ranks)
     }
 
-    /// Returns this many ranks, beginning with `first`.
+    /// Returns `len` ranks in order, beginning with `first`. The first rank of the group follows the last.
     pub(super) fn block(self, first: usize, len: usize) -> impl Iterator<Item = usize> {
         (first..first + len).map(move |rank| rank % self.ranks)
     }
 
-    /// Returns the rank to which another one sends its record before it sends it to anybody else.
+    /// Returns the keeper of a rank: the one that gets its record before any other does.
     pub(super) fn keeper(self, rank: usize) -> usize {
         (rank + self.ranks - 1) % self.ranks
     }

@@ -2,16 +2,18 @@
 //!
 //! ```text
 //! words of the owner: token, rounds arrived at, chunks published, rounds planned, the verdict, lengths of its two records
-//! two notifications (futexes): a count that goes up at every change, and how many wait for it
-//! for each reader: chunks consumed | where its chunks of this round lie: number of the first, offset, size
-//! two records | two windows of chunks
+//! two notifications (futexes): a count that goes up at every change, and the number of ranks that wait for the next change
+//! for each reader: chunks consumed | the place of its chunks of this round: number of the first, offset, size
+//! two records, of rounds with even and with odd numbers
+//! two windows, of chunks with even and with odd numbers
 //! ```
 //!
-//! The module `shared` defines who writes and reads what at which time. The owner writes records and windows only while
-//! nobody reads them, and every hand-over is a release store followed by an acquire load of a word.
+//! The protocol, in the modules `shared` and `chunks`, says who writes and reads what at which time. The owner writes
+//! records and windows only while nobody reads them. Each hand-over is a release store of a word by one rank, which
+//! another rank sees with an acquire load.
 //!
-//! All processes of a job run that protocol. A process that does not can make others compute wrong values. It cannot make
-//! them read outside the mapping, as all sizes are checked against it, and the memory is sealed, so it cannot shrink.
+//! All processes of a job follow this protocol. A process that does not can make others compute wrong values. It cannot
+//! make them read outside the mapping: all sizes are checked, and the memory is sealed, so it cannot shrink.
 
 use std::fs::File;
 use std::io;
@@ -28,10 +30,11 @@ pub(super) const RECORD_BYTES: usize = 128 << 10;
 /// The size of each of the two windows: small enough that the bytes are still in a cache when other ranks read them.
 pub(super) const WINDOW_BYTES: usize = 1 << 20;
 
+/// The size of a cache line. The words about each reader have a line of their own.
 const LINE: usize = 64;
 const PAGE: usize = 4096;
 
-/// A word of the owner.
+/// A word of a segment that its owner writes, except for the verdict, which all ranks write.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Word {
     /// The token of the owner. A process that finds another one has mapped the wrong memory.
@@ -48,21 +51,21 @@ pub(super) enum Word {
     RecordLen(usize),
 }
 
-/// A word of a reader.
+/// A word of a segment about one of its readers.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum ReaderWord {
     /// The number of chunks consumed. Only this word is written by the reader.
     Consumed,
     /// The number of the first chunk of this round.
     First,
-    /// The offset of its chunks in a window.
+    /// The offset of each of its chunks in a window.
     Offset,
     /// The size of its chunks.
     Size,
 }
 
-/// A notification of a segment, by the ranks that wait for it. It is a futex: a count in the memory on which the kernel lets
-/// processes sleep until another one wakes them.
+/// One of the two notifications of a segment, named after the ranks that wait for it. It is a futex: a count in memory,
+/// on which the kernel lets processes sleep until another one wakes them.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Notification {
     /// The owner has arrived or published.
@@ -71,6 +74,7 @@ pub(super) enum Notification {
     ToOwner,
 }
 
+/// The shared memory of one rank, as this process has mapped it.
 #[derive(Debug)]
 pub(super) struct Segment {
     map: MmapRaw,
@@ -78,10 +82,12 @@ pub(super) struct Segment {
 }
 
 impl Segment {
+    /// Returns the length of the words: three lines of the owner and its notifications, and a line for each reader.
     fn header_bytes(ranks: usize) -> usize {
         (LINE * (3 + ranks)).next_multiple_of(PAGE)
     }
 
+    /// Returns the length of the whole segment.
     fn len(ranks: usize) -> usize {
         Self::header_bytes(ranks) + 2 * RECORD_BYTES + 2 * WINDOW_BYTES
     }
@@ -104,7 +110,7 @@ impl Segment {
         Self::map(&file, ranks)
     }
 
-    /// Returns the number under which other processes open the file.
+    /// Returns the number of the file, which other processes need to open it.
     pub(super) fn number(file: &File) -> i32 {
         file.as_raw_fd()
     }
@@ -121,6 +127,7 @@ impl Segment {
         unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().add(offset).cast()) }
     }
 
+    /// Returns a word of the owner.
     pub(super) fn word(&self, word: Word) -> &AtomicU64 {
         self.at(match word {
             Word::Token => 0,
@@ -132,6 +139,7 @@ impl Segment {
         })
     }
 
+    /// Returns a word about a reader.
     pub(super) fn reader_word(&self, reader: usize, word: ReaderWord) -> &AtomicU64 {
         assert!(reader < self.ranks);
         self.at(LINE * (3 + reader) + 8 * word as usize)
@@ -145,10 +153,11 @@ impl Segment {
         (unsafe { AtomicU32::from_ptr(count.cast()) }, self.at(line + 8))
     }
 
-    /// Wakes the ranks that wait, after a change has been made.
+    /// Wakes the ranks that wait for a change. It is called after the change.
     pub(super) fn notify(&self, notification: Notification) {
         let (count, waiting) = self.words_of(notification);
         count.fetch_add(1, Ordering::SeqCst);
+        // A rank that counts as waiting only after this load looks at the memory still later, and sees the change.
         if waiting.load(Ordering::SeqCst) > 0 {
             futex::wake(count, futex::Flags::empty(), i32::MAX as u32).ok();
         }
@@ -180,14 +189,17 @@ impl Segment {
         unsafe { self.map.as_mut_ptr().add(offset) }
     }
 
+    /// Returns the offset in the mapping of the record of rounds of this parity.
     fn record_offset(&self, parity: usize) -> usize {
         Self::header_bytes(self.ranks) + parity % 2 * RECORD_BYTES
     }
 
+    /// Returns the offset in the mapping of a place in a window.
     fn window_offset(&self, window: usize, offset: usize) -> usize {
         Self::header_bytes(self.ranks) + 2 * RECORD_BYTES + window % 2 * WINDOW_BYTES + offset
     }
 
+    /// Copies bytes to this offset of the mapping.
     fn write(&self, offset: usize, bytes: &[u8]) {
         let area = self.area(offset, bytes.len());
         // SAFETY: `area` has room for them, and nobody reads there now (the protocol). The caller's slice is not in the
@@ -195,6 +207,7 @@ impl Segment {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), area, bytes.len()) }
     }
 
+    /// Returns the bytes at this offset of the mapping.
     fn bytes(&self, offset: usize, len: usize) -> &[u8] {
         let area = self.area(offset, len);
         // SAFETY: inside the mapping, and not written to until this reader says that it has consumed them or arrives at

@@ -1,9 +1,15 @@
 //! Rounds through shared memory, for groups whose ranks are all on one host.
 //!
-//! Each rank owns a segment that all ranks map. The segment holds the rank's record, and its bytes go through two windows,
-//! chunk by chunk: it writes chunk `k` into window `k % 2` once all readers have consumed chunk `k - 2`. Bytes that several
-//! ranks read (an all-gather) are written once. If ranks read different bytes (a reduce-scatter), their chunks share the
-//! window.
+//! Each rank owns a segment that all ranks map. The segment holds the rank's record. The bytes that the rank sends go
+//! through two windows of the segment, chunk by chunk: the rank writes chunk `k` into window `k % 2` once all readers
+//! have consumed chunk `k - 2`. Bytes that several ranks read (an all-gather) are written once. If ranks read different
+//! bytes (a reduce-scatter), their chunks share the window.
+//!
+//! A round has these steps:
+//! 1. Each rank writes its record, and says that it has arrived.
+//! 2. Each rank waits until all have arrived. All agree on a verdict: the round is complete, or it has failed.
+//! 3. Each rank plans from all records what it sends and reads, and tells its readers where their chunks will lie.
+//! 4. Each rank publishes its chunks, and in between consumes those of the others.
 
 use std::fs;
 use std::sync::atomic::Ordering;
@@ -22,9 +28,9 @@ use crate::wire;
 
 /// The bit of a verdict that is set once the group has failed.
 ///
-/// The verdict is a word in the segment of rank 0 on which all ranks agree. Without this bit it is the number of complete
-/// rounds. With it, it holds the round that failed, which is the number of rounds complete before, and the rank that gave
-/// up.
+/// The verdict is a word in the segment of rank 0, by which all ranks agree on the outcome of each round. Without this
+/// bit, it is the number of complete rounds. With this bit, its other bits are the number of complete rounds, which is
+/// also the number of the round that failed, and the rank that gave up.
 const FAILED: u64 = 1 << 63;
 /// The position of the rank in a verdict. The bits below it are the round.
 const RANK_SHIFT: u32 = 40;
@@ -105,12 +111,14 @@ impl SharedMemory {
         }
         let parity = (round.number % 2) as usize;
         let own = &self.segments[rank];
-        // Publish this rank's record, and wake the others.
+        // Step 1: publish this rank's record, and wake the others. It overwrites the record of the round before last,
+        // which nobody reads any more, because all ranks have arrived at the last round since then.
         own.write_record(parity, record);
         own.word(Word::Arrived).store(round.number + 1, Ordering::Release);
         own.notify(Notification::ToReaders);
-        // Wait for all ranks, and agree on whether all have come.
+        // Step 2: wait for all ranks, and agree on whether all have come.
         self.conclude(member, round, self.all_arrived(member, round))?;
+        // Steps 3 and 4.
         let records: Vec<&[u8]> = self.segments.iter().map(|segment| segment.record(parity)).collect();
         match plan(&records)? {
             Some(plan) => self.transfer(member, round, send, plan),
@@ -143,7 +151,8 @@ impl SharedMemory {
         let complete = round.number + 1;
         let failed = FAILED | (member.rank as u64) << RANK_SHIFT | round.number;
         let own = if all.is_ok() { complete } else { failed };
-        // Only the first rank can replace the verdict of the round before.
+        // The verdict of the round before can be replaced only once, so the first rank decides. If that is this rank,
+        // its own outcome counts.
         let Err(decided) = verdict.compare_exchange(round.number, own, Ordering::AcqRel, Ordering::Acquire) else {
             return all;
         };
@@ -152,7 +161,8 @@ impl SharedMemory {
             // The round was complete; a later failure does not change that.
             return Ok(());
         }
-        // The rank that gave up sends its error, so wait for that.
+        // Another rank has given up, and sends its error over the socket. Wait for that, so that all ranks return the
+        // same error.
         let by = ((decided & !FAILED) >> RANK_SHIFT) as usize;
         let by = member.ranks.get(by).copied().unwrap_or(member.ranks[0]);
         all.and_then(|()| member.node.wait(member.group, round, |_| Err(vec![by])))
@@ -164,13 +174,15 @@ impl SharedMemory {
         let mut published = self.published.lock().unwrap_or_else(PoisonError::into_inner);
         let mut outgoing = Outgoing::new(member, round, &self.segments[rank], &plan.to, send, &mut published);
         let own = send.get(plan.from[rank].clone()).unwrap_or_default();
-        // Each rank begins with the bytes of a different rank.
+        // Each rank begins with the bytes of a different rank, so that not all wait for the same one.
         let others = (1..self.segments.len()).map(|k| (rank + k) % self.segments.len());
         let incoming = |from: usize| Incoming::new(member, round, &self.segments[from], from, plan.from[from].len());
         match plan.destination {
             Destination::Copy(destinations) => {
                 let mut fillers: Vec<Filler<'_>> = destinations.into_iter().map(Filler::new).collect();
                 let mut incoming: Vec<Incoming<'_>> = others.map(incoming).collect();
+                // In each turn, publish the next chunk and consume one chunk of each other rank. The own bytes are
+                // copied in the first turn, while the others publish their chunks.
                 let mut first = true;
                 while first || !outgoing.is_over() || !incoming.iter().all(Incoming::is_over) {
                     outgoing.publish()?;
@@ -185,6 +197,7 @@ impl SharedMemory {
             }
             Destination::Reduce(mut reduce) => {
                 let mut incoming: Vec<Incoming<'_>> = others.map(incoming).collect();
+                // In each turn, publish the next chunk, and reduce one chunk of every rank at once.
                 let mut offset = 0;
                 while !outgoing.is_over() || offset < own.len() {
                     outgoing.publish()?;

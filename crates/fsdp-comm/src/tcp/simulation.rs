@@ -32,12 +32,12 @@ const SKEW: Duration = Duration::from_millis(800);
 /// The time within which ranks must notice that a rank has ended, once all who are not at fault are in the round.
 const AT_ONCE: Duration = Duration::from_millis(100);
 
-/// Random numbers: the same for the same seed.
+/// A generator of random numbers, which are the same for the same seed.
 struct Random(u64);
 
 impl Random {
     fn new(seed: u64) -> Self {
-        // So that near seeds do not begin alike.
+        // Spread the seeds, so that those of neighbouring numbers do not begin alike.
         Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15))
     }
 
@@ -118,7 +118,7 @@ struct Rank {
     /// The number of rounds that it has completed.
     completed: u64,
     wake: Option<Instant>,
-    /// The time at which it last had the heartbeats of all.
+    /// The time at which it last took the heartbeats of all others.
     heard: Instant,
     entered: Instant,
     error: Option<(Instant, CommError)>,
@@ -132,7 +132,7 @@ struct Rank {
 }
 
 impl Rank {
-    /// Returns the number of frames that it has sent, beside heartbeats and answers.
+    /// Returns the number of frames that it has sent, without heartbeats, goodbyes and answers that a record is absent.
     fn sent(&self) -> usize {
         self.bundles + self.questions + self.aborts + self.ends
     }
@@ -151,7 +151,7 @@ struct World {
     waiting: HashMap<(usize, usize), Vec<Frame>>,
     /// The pairs of ranks of which the first sends to the second.
     linked: HashSet<(usize, usize)>,
-    /// The number of connections of which the second rank sees the end if the first one ends.
+    /// For each pair of ranks, the number of connections whose end the second one sees when the first one ends.
     ends: BTreeMap<(usize, usize), usize>,
     random: Random,
     /// The time at which the last rank at fault ended.
@@ -278,7 +278,7 @@ impl World {
         }
     }
 
-    /// Lets a rank note a connection that another one has asked for, which learns of it a little later.
+    /// Lets the rank `to` note a connection that `from` has asked for. `from` learns that a little later.
     fn accept(&mut self, from: usize, to: usize) {
         if self.ranks[from].condition == Condition::Gone {
             return;
@@ -292,7 +292,7 @@ impl World {
         self.link(to, from);
     }
 
-    /// Lets a rank send to another one from now on, beginning with what waits for that.
+    /// Lets a rank send to another one from now on, beginning with the frames that have waited for the connection.
     fn link(&mut self, from: usize, to: usize) {
         self.linked.insert((from, to));
         for frame in self.waiting.remove(&(from, to)).unwrap_or_default() {
@@ -559,9 +559,10 @@ fn the_news_of_an_end_takes_few_messages_of_each_rank() {
         world.assert_blame();
         world.assert_failed_at_once();
         for rank in world.sound() {
-            // It looks for itself whether the rank has ended.
+            // At most one connection: the rank looks for itself whether the other one has ended.
             assert!(rank.connects <= 1, "rank {} of {ranks}", rank.state.rank);
-            // It says that the rank has ended, and at most twice that the group has failed, beside its records.
+            // Beside its records, the rank tells its neighbours once that the other one has ended, and at most twice
+            // that the group has failed.
             assert!(rank.sent() <= 8 * digits, "rank {} of {ranks}: {} messages", rank.state.rank, rank.sent());
         }
     }

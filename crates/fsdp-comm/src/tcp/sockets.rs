@@ -9,7 +9,8 @@ use super::node::Node;
 use crate::backend::{Destination, Filler, Plan, Planner, Reducer, Round, reduce_blocks};
 use crate::error::CommError;
 
-/// The number of rounds in which a group is set up. The rounds of its operations come after these.
+/// The number of rounds in which a group is set up: two for shared memory, and one for the backends that build on this
+/// one. The rounds of its operations come after these.
 pub(super) const SETUP_ROUNDS: u64 = 3;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 pub(super) const LAST_SETUP_ROUND: u64 = SETUP_ROUNDS - 1;
@@ -37,6 +38,7 @@ pub(super) fn exchange(
     for &to in others(ranks, rank) {
         node.send(to, Kind::Record, group, round, record)?;
     }
+    // Wait until every rank's record is in the inbox, and take them.
     node.wait(group, round, |state| {
         let is_missing = |from: &&usize| state.incoming(group, **from, round.number).record.is_none();
         let missing: Vec<usize> = others(ranks, rank).filter(is_missing).copied().collect();
@@ -81,9 +83,10 @@ pub(super) fn round(
 
 /// Sends this rank's bytes chunk by chunk, and takes the chunks of the others in between.
 ///
-/// The chunks of the others are in memory until this rank takes them. If ranks sent everything first, that could be as much as
-/// they send. Now at most four chunks of a rank wait that both sends to this one and receives from it: before it sends a
-/// chunk, it takes all but the last two of this rank, which has taken all but the last two of those before them.
+/// The chunks of the others are in memory until this rank takes them. If every rank first sent everything, that could
+/// be as much as they send. With sending and taking by turns, at most four chunks of another rank wait here, if the two
+/// ranks send to each other: before the other rank sends a chunk, it takes all but the last two chunks of this rank,
+/// which in turn has taken all but the last two of the other's chunks before it sent those.
 fn transfer(member: Member<'_>, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
     let Plan { to, from, destination, .. } = plan;
     let own = send.get(from[member.rank].clone()).unwrap_or_default();
@@ -91,7 +94,8 @@ fn transfer(member: Member<'_>, round: &Round<'_>, send: &[u8], plan: Plan<'_>) 
     let (to_send, to_receive) = (most_chunks(&to), most_chunks(&from));
     for index in 0..=to_send.max(to_receive) {
         send_chunks(member, round, send, &to, index)?;
-        // This rank's own bytes, and the next ones that it sends, move while those of the others are on their way.
+        // A chunk is taken one turn after the chunk of the same number was sent. So this rank copies its own bytes, and
+        // sends its next chunk, while the chunks of the others are on their way.
         match index.checked_sub(1) {
             None => sink.take_own(),
             Some(before) if before < to_receive => {
@@ -103,8 +107,8 @@ fn transfer(member: Member<'_>, round: &Round<'_>, send: &[u8], plan: Plan<'_>) 
     Ok(())
 }
 
-/// Sends the chunk of this number to each rank that has so many. It begins with the next rank, so that not all ranks send to
-/// one.
+/// Sends the chunk of this number to each rank that gets so many. Each rank begins with the rank after it, so that not
+/// all send to the same one at once.
 fn send_chunks(
     Member { node, group, ranks, rank }: Member<'_>,
     round: &Round<'_>,
@@ -122,7 +126,7 @@ fn send_chunks(
     Ok(())
 }
 
-/// Waits for the chunk of this number of each rank. It is empty for this rank, and for those that send fewer chunks.
+/// Waits for the chunk of this number from each rank. It is empty for this rank, and for ranks that send fewer chunks.
 fn receive_chunks(
     Member { node, group, ranks, rank }: Member<'_>,
     round: &Round<'_>,

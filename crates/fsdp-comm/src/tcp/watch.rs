@@ -14,7 +14,10 @@ const PEER_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 /// The number of checks of the memory before a rank sleeps. They take about as long as falling asleep.
 const SPINS: usize = 200;
 
-/// Waits until `is_ready`, and fails if one of the `missing` ranks is lost, or at the deadline.
+/// Waits until `is_ready` returns `true`.
+///
+/// # Errors
+/// One of the `missing` ranks is lost, the group has failed, or the deadline is over.
 pub(super) fn wait(
     Member { node, group, .. }: Member<'_>,
     round: &Round<'_>,
@@ -23,6 +26,7 @@ pub(super) fn wait(
     is_ready: impl Fn() -> bool,
     missing: impl Fn() -> Vec<usize>,
 ) -> Result<(), CommError> {
+    // The change often comes within microseconds, so look a few times before sleeping.
     for _ in 0..SPINS {
         if is_ready() {
             return Ok(());
@@ -31,7 +35,8 @@ pub(super) fn wait(
     }
     loop {
         segment.wait_for_notification(notification, PEER_CHECK_INTERVAL, &is_ready);
-        // The ranks may have made the change and left after that, so check the memory again before giving up.
+        // The ranks may have made the change and left after that. So look for their loss first, and then for the
+        // change.
         let failure = node.failure(group, round, &missing());
         match failure {
             _ if is_ready() => return Ok(()),

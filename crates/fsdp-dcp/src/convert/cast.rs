@@ -81,6 +81,7 @@ impl<'m> Optimizers<'m> {
 
 /// Casts between the types of [`CASTABLE`], rounding to nearest, ties to even, as torch does.
 pub(super) fn cast_elements(src: &[u8], from: DType, dst: &mut [u8], to: DType) {
+    /// Converts each element: `A` bytes to `B` bytes.
     fn each<const A: usize, const B: usize>(src: &[u8], dst: &mut [u8], of: impl Fn([u8; A]) -> [u8; B]) {
         let (src, _) = src.as_chunks::<A>();
         let (dst, _) = dst.as_chunks_mut::<B>();

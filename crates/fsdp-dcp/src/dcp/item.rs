@@ -152,6 +152,7 @@ const TAIL: u64 = 1024;
 const WHOLE: u64 = 8 << 10;
 
 impl<'a> Ends<'a> {
+    /// Reads the beginning and the end of an item, where the small records of its archive are, or all of a short one.
     fn new(item: &'a dyn ReadAt) -> Result<Self, FormatError> {
         let len = item.len();
         let (head, tail) = if len <= WHOLE {

@@ -1,4 +1,5 @@
-//! Copies the items of opaque tensors from one DCP directory to another. They cannot be cut, so they keep their boxes.
+//! Copies the items of opaque tensors from one DCP directory to another. Opaque tensors cannot be cut, so their
+//! boxes stay as they are.
 
 use std::collections::HashSet;
 

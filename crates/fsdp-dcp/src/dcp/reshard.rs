@@ -41,7 +41,8 @@ pub(crate) fn write(
     }
     opaque::copy(source, &staging, &opaque, options, &mut global.metadata, &mut written)?;
     if !extra.is_empty() {
-        // Their names are not this save's own.
+        // The names of these files are the same in every save, so another save at the same place could write them too:
+        // exclude that.
         staging.claim()?;
         let copied = extra.copy(&staging)?;
         let files = copied.into_iter().map(|(name, integrity)| WrittenFile { name, integrity });

@@ -100,8 +100,8 @@ fn is_sidecar(part: &PartOf<'_>) -> bool {
     NAMES.contains(&part.place)
 }
 
-/// Returns `true` if there is a file of this name that begins as a file of `torch.save` does. Any other one is nobody's
-/// state.
+/// Returns `true` if there is a file of this name that begins as a file of `torch.save` does. A file that begins
+/// differently was not written by the framework.
 fn is_there(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError> {
     match directory.has(name) {
         // A link that leads out is not a part of the checkpoint.

@@ -78,6 +78,7 @@ pub(super) fn shapes_below(directory: &CheckedDirectory, model: &Named, below: &
     Ok(shapes)
 }
 
+/// Reads the shape of a parameter from a leaf of the model states.
 fn shape(directory: &CheckedDirectory, model: &Named, name: &str, leaf: &Leaf) -> Result<Vec<usize>, FileError> {
     let sizes = match leaf {
         Leaf::Value(Held::Plain(value)) => match value.untyped() {

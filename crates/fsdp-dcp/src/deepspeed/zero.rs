@@ -64,7 +64,8 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     }
     shards.add_frozen(&mut assembler)?;
     shards.add_values(&mut assembler)?;
-    // A parameter that shares the elements of a trained one. `add_frozen` has added those that share a frozen one's.
+    // Add each parameter that shares the elements of a trained parameter. Those that share the elements of a frozen one
+    // have been added by `add_frozen`.
     for (name, of) in shared(&shards.models[0]) {
         if let Some(parts) = parts.get(of) {
             let pieces = shards.pieces(assembler.directory(), &shapes[of], parts, &|group| shards.flat_key(group))?;
@@ -75,6 +76,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
 }
 
 impl Shards {
+    /// Reads the pickles of all ranks' files, and checks that no file is missing and none is of another save.
     fn read(directory: &CheckedDirectory) -> Result<Self, FileError> {
         let (mut models, mut ranks) = (BTreeMap::new(), BTreeMap::new());
         for name in directory.names()? {

@@ -258,8 +258,8 @@ fn part(
     Ok(Some(Difference::Value { first: shown(first), second: shown(second) }))
 }
 
-/// Compares the nested containers that the keys came from, if both checkpoints store them. A value that one of them
-/// holds whole and the other in parts is compared elsewhere, with its containers.
+/// Compares the nested containers that the keys came from, if both checkpoints store them. A value that one
+/// checkpoint holds whole and the other in parts is compared elsewhere, together with its containers.
 fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str, Difference)) {
     let (first, second) = (first.places(), second.places());
     for (key, place) in &first {
@@ -276,8 +276,8 @@ fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str,
     more.filter(|(key, _)| !is_in_leaf(key, &first)).for_each(|(key, _)| found(key, Difference::OnlyInSecond));
 }
 
-/// Returns the lists and tuples of values that are another container in the other checkpoint, which holds their parts, or one
-/// of another length: the key, and both containers.
+/// Returns the lists and tuples that `nested` holds as values, and that are a container of another kind or length in
+/// the `other` checkpoint, which holds them in parts: the key, and both containers.
 fn other_sequences(nested: &Nested, other: &dyn Checkpoint) -> Vec<(String, String, String)> {
     let Some(structure) = other.structure().filter(|_| !nested.sequences.is_empty()) else { return Vec::new() };
     let places = structure.places();

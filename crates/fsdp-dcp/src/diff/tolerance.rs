@@ -62,9 +62,9 @@ impl Tolerance {
 pub(super) struct Elements {
     dtype: DType,
     tolerance: Tolerance,
-    /// How many differ.
+    /// The number of elements that differ.
     pub(super) count: u64,
-    /// The position of the first one that does.
+    /// The position of the first element that differs.
     pub(super) first: u64,
     /// The largest difference; `None` if the elements are not numbers.
     pub(super) max_abs: Option<f64>,

@@ -16,7 +16,8 @@ use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::ReadAt as _;
 
-/// The length up to which a file is read. One that is longer is opaque: numbers take many times their text.
+/// The length up to which a file is read. A longer file is an opaque value, because numbers take many times the memory
+/// of their text.
 const MAX_BYTES: u64 = 1 << 20;
 
 /// Opens a file of JSON. Objects are flattened, and arrays that hold objects, as a file of torch is.

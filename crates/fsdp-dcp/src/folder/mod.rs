@@ -80,8 +80,8 @@ fn joined_part(part: names::Part, checkpoint: &dyn Checkpoint) -> Part {
     if kind == Kind::RankFiles && are_items(of) {
         prefix.clear();
     }
-    // The keys in accelerate's directories begin with `model.` or `optimizer.` already: that part is skipped, so that
-    // it does not occur twice.
+    // The keys in accelerate's directories begin with `model.` or `optimizer.` already. So that part of the key is
+    // skipped: the prefix of this part of the folder is the same.
     let skip = usize::from(is_directory && !prefix.is_empty() && have_item(of));
     Part { place, is_directory, prefix, skip }
 }

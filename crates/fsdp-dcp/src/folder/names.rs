@@ -117,8 +117,8 @@ pub(super) fn parts(names: &[String], has_rank_files: bool) -> Vec<Part> {
         None
     };
     parts.extend(model);
-    // A trainer's folder has a model, or a file that only a trainer writes. Files of somebody's own that are named like its
-    // other parts make none: the rest of what lies there would be left out.
+    // A trainer's folder has a model, or a file that only a trainer writes. A user's own files may have names like the
+    // other parts, but they do not make a trainer's folder: the rest of that folder would be left out.
     let is_of_trainer =
         |part: &Part| part.item[0].starts_with("model") || part.kind == Kind::Json || part.item[0] == "random_states";
     if !parts.iter().any(is_of_trainer) {

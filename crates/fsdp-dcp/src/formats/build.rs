@@ -62,7 +62,8 @@ impl Structure {
         let mut rebuild = Rebuild { place, path: KeyPath::default(), steps: Vec::new(), root: None };
         rebuild.add(self)?;
         let Some(root) = rebuild.root else { return Ok(Structure::Dict(Vec::new())) };
-        // These positions come from a structure, which has them all.
+        // The positions come from a structure, so there is no limit to the number of missing ones: they were there
+        // before.
         let mut gaps = usize::MAX;
         root.finish(&mut gaps).map_err(|source| FileError::Encode { fqn: String::new(), source })
     }
@@ -109,6 +110,7 @@ impl Rebuild<'_> {
         }
     }
 
+    /// Adds all items of a container.
     fn add_items(&mut self, container: &Structure) -> Result<(), FileError> {
         for (index, (part, child)) in container.children().into_iter().enumerate() {
             self.steps.push(match container {
@@ -232,6 +234,7 @@ fn finish_dict(items: Items, gaps: &mut usize) -> Result<Vec<(PlainValue, Struct
     items.into_values().map(|(key, child)| Ok((key, child.finish(gaps)?))).collect()
 }
 
+/// Returns the items of a list in order. `gaps` is the number of missing positions that may still be filled.
 fn finish_list(list: BTreeMap<usize, Builder>, gaps: &mut usize) -> Result<Vec<Structure>, FormatError> {
     let mut items = Vec::with_capacity(list.len());
     for (index, child) in list {

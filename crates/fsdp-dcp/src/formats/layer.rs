@@ -60,7 +60,7 @@ pub(crate) struct Seen<'s> {
 }
 
 impl<'s> Seen<'s> {
-    /// Returns one checkpoint of which this is seen.
+    /// Returns what is seen of a single checkpoint.
     pub(crate) fn of(source: &'s dyn Checkpoint, metadata: Metadata, structure: Option<Structure>) -> Self {
         Seen { sources: vec![Source::Lent(source)], metadata, structure }
     }

@@ -2,7 +2,8 @@
 
 use fsdp_layout::{KeyPath, PathPart};
 
-/// A change of a path: its first and last parts stay, and one new part, or none, replaces those between.
+/// A change of a path: its first and last parts stay, and the parts between them are replaced by one new part or
+/// removed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Moved {
     /// The number of first parts that stay.

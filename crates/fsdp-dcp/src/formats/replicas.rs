@@ -68,6 +68,7 @@ fn first_file<'c>(checkpoint: &'c dyn Checkpoint, replica: &Replica) -> &'c str 
     first.and_then(|chunk| chunk.stored.as_ref()).map_or("", |stored| &stored.relative_path)
 }
 
+/// Compares a replica of a value with the first copy.
 fn value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), ReplicaError> {
     let is_same = match checkpoint.read_value(&replica.fqn) {
         // A value that cannot be read is compared by its stored bytes.
@@ -101,6 +102,7 @@ fn same_stored(
         && hash_of_item(checkpoint, fqn, first)? == hash_of_item(checkpoint, fqn, second)?)
 }
 
+/// Compares a replica of a tensor's box with the elements that the checkpoint gives there, piece by piece.
 fn tensor(
     checkpoint: &dyn Checkpoint,
     replica: &Replica,

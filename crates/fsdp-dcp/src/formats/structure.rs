@@ -42,6 +42,7 @@ impl Structure {
         places
     }
 
+    /// Adds the place of this part at `path`, and those of all parts below it.
     fn collect<'s>(&'s self, path: &mut KeyPath, places: &mut IndexMap<String, Place<'s>>) {
         let place = match self {
             Structure::Leaf(_) => Place::Leaf,
@@ -83,6 +84,7 @@ impl Structure {
         self.map_leaves(&|fqn| if fqn.is_empty() { prefix.clone() } else { format!("{prefix}.{fqn}") })
     }
 
+    /// Replaces the key of each leaf.
     fn map_leaves(self, name: &dyn Fn(&str) -> String) -> Self {
         let items = |items: Vec<(PlainValue, Structure)>| {
             items.into_iter().map(|(key, child)| (key, child.map_leaves(name))).collect()

@@ -60,6 +60,7 @@ impl Cursor<'_> {
         Ok(bytes)
     }
 
+    /// Reads the next bytes. The file is read in blocks, so that small fields cost no call each.
     fn fill(&mut self, dst: &mut [u8]) -> Result<(), FormatError> {
         let end = self.at.saturating_add(dst.len() as u64);
         if self.at < self.block_start || end > self.block_start + self.block.len() as u64 {
@@ -88,6 +89,7 @@ impl Cursor<'_> {
         Ok(self.budget.charge("memory for the header", bytes)?)
     }
 
+    /// Reads a text with its length before it.
     fn text(&mut self, limit: u64) -> Result<String, FormatError> {
         let length = self.u64()?;
         if length > limit || length > self.file.len().saturating_sub(self.at) {
@@ -125,6 +127,7 @@ impl Cursor<'_> {
         })
     }
 
+    /// Reads an array: the kind of its items, their number, and the items.
     fn array(&mut self, depth: usize) -> Result<PlainValue, FormatError> {
         const MAX_DEPTH: usize = 4;
         if depth >= MAX_DEPTH {

@@ -82,7 +82,7 @@ fn piece(
     Ok(Piece { file: file.clone(), start: Start::At(start), layout, elements })
 }
 
-/// Returns the type as which a kind of tensors is read; `None` for one that is not.
+/// Returns the type as which a kind of tensors is read; `None` for a kind that cannot be read.
 fn kind(kind: u32) -> Option<(DType, Elements)> {
     let plain = |dtype| Some((dtype, Elements::Plain));
     match kind {

@@ -155,6 +155,7 @@ impl State<'_> {
         Ok(rule.sources.iter().map(|source| fill(source).filter(is_free)).collect())
     }
 
+    /// Returns the tensors that a rule takes, which must have one dtype.
     fn nodes(&self, rule: &Rule, sources: &[String]) -> Result<Vec<Node>, MapError> {
         let mut nodes = Vec::new();
         let mut dtype = None;
@@ -203,6 +204,7 @@ impl State<'_> {
         Ok(())
     }
 
+    /// Gives a tensor or value another key.
     fn rename(&mut self, source: &str, target: String) -> Result<(), MapError> {
         self.taken.insert(source.to_owned());
         match self.metadata.entries.get(source) {

@@ -57,6 +57,7 @@ impl Node {
         Ok((0..count).map(select).collect())
     }
 
+    /// Stacks tensors of one shape along a new first dimension.
     pub(super) fn stacked(parts: Vec<Node>) -> Result<Self, String> {
         let first = parts.first().map(|part| part.shape.clone()).unwrap_or_default();
         if let Some(other) = parts.iter().find(|part| part.shape != first) {

@@ -81,6 +81,7 @@ fn rows(node: &Node, dim: usize) -> Result<usize, String> {
     node.shape.get(dim).copied().ok_or_else(|| format!("a tensor of shape {:?} has no dimension {dim}", node.shape))
 }
 
+/// Joins tensors along a dimension.
 fn concat(parts: Vec<Node>, dim: usize) -> Result<Node, String> {
     let (mut runs, mut at) = (Vec::new(), 0);
     for (part, node) in parts.iter().enumerate() {
@@ -91,6 +92,8 @@ fn concat(parts: Vec<Node>, dim: usize) -> Result<Node, String> {
     Node::gathered(parts, dim, at, runs)
 }
 
+/// Splits a tensor along a dimension into `targets` parts, whose sizes are in proportion to `shares`, or equal without
+/// them.
 fn split(node: &Node, dim: usize, shares: &[usize], targets: usize) -> Result<Vec<Node>, String> {
     let size = rows(node, dim)?;
     let equal = vec![1; targets];
@@ -141,6 +144,8 @@ fn groups(heads: usize, kv_heads: usize, total: usize) -> Result<(usize, usize),
     Ok((heads / kv_heads, total / all))
 }
 
+/// Splits a packed projection into queries, keys and values. It has, for each head of keys, the query heads of that
+/// group, then the key head, then the value head.
 fn split_qkv(node: &Node, heads: usize, kv_heads: usize) -> Result<Vec<Node>, String> {
     let (each, head) = groups(heads, kv_heads, rows(node, 0)?)?;
     let group = (each + 2) * head;
@@ -152,6 +157,7 @@ fn split_qkv(node: &Node, heads: usize, kv_heads: usize) -> Result<Vec<Node>, St
     Ok(vec![part(0, each)?, part(each, 1)?, part(each + 1, 1)?])
 }
 
+/// Joins queries, keys and values as [`split_qkv`] splits them.
 fn join_qkv(three: [Node; 3], heads: usize, kv_heads: usize) -> Result<Node, String> {
     let sizes = [rows(&three[0], 0)?, rows(&three[1], 0)?, rows(&three[2], 0)?];
     let total = sizes.iter().sum();

@@ -20,6 +20,7 @@ pub(super) fn rules(text: &str, values: &Values) -> Result<Vec<Rule>, MapError> 
     Ok(rules)
 }
 
+/// Parses one line: `OLD -> NEW | OPERATION | …`, or `drop OLD`.
 fn rule(text: &str, line: usize, values: &Values) -> Result<Rule, String> {
     if let Some(dropped) = text.strip_prefix("drop ") {
         return Ok(Rule { line, sources: templates(dropped)?, targets: Vec::new(), operations: Vec::new() });
@@ -76,6 +77,7 @@ fn check(rule: &Rule) -> Result<(), String> {
     }
 }
 
+/// Parses an operation, such as `split(0, 2, 1)`. Its arguments are numbers, or names that have values.
 fn operation(text: &str, values: &Values) -> Result<Operation, String> {
     let (name, arguments) = match text.split_once('(') {
         Some((name, rest)) => {

@@ -183,7 +183,7 @@ impl<'a> Lora<'a> {
                         return Err(refused(fqn, format!("a second update, after `{first}`, of one weight")));
                     }
                 }
-                // It comes with the other one.
+                // A factor B is taken together with its factor A.
                 Some(Factor { is_a: false, .. }) if factor_a(adapter, fqn) => {}
                 Some(_) => return Err(refused(fqn, "a factor without the other one")),
                 None if name.contains("lora_") => return Err(refused(fqn, "this part of an adapter")),

@@ -55,15 +55,15 @@ pub(super) fn write(dtype: DType, numbers: &[f64], bytes: &mut [u8]) {
     }
 }
 
-/// Rounds a number to `f32` "to odd": if it is not an `f32` itself, to that one of its two neighbours whose last bit is
-/// set. If the result is rounded again, to a type with at least two bits less, that gives the same as rounding the
-/// number directly.
+/// Rounds a number to `f32` "to odd": if it lies between two values of `f32`, to the one whose last bit is set. If the
+/// result is rounded again, to a type with at least two bits less, that gives the same as rounding the number directly.
 fn round_to_odd(number: f64) -> f32 {
     let near = number as f32;
     if f64::from(near) == number || !near.is_finite() {
         return near;
     }
-    // The neighbour nearer to zero; its bits are one less than those of the other one.
+    // Of the two floats around the number, the one nearer to zero. As an integer, its bits are one less than those of
+    // the other.
     let is_beyond = f64::from(near).abs() > number.abs();
     let toward_zero = near.to_bits() - u32::from(is_beyond);
     f32::from_bits(toward_zero | 1)

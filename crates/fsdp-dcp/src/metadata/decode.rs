@@ -148,6 +148,7 @@ fn properties(p: &Pickle<'_>, id: NodeId) -> Result<TensorProperties> {
     })
 }
 
+/// Reads a memory format.
 fn format_of(p: &Pickle<'_>, id: NodeId) -> Result<MemoryFormat> {
     let object = p.object(id)?;
     let unknown = || p.error(id, PickleErrorKind::Value { what: "unknown memory format" });
@@ -185,6 +186,7 @@ fn planner_data(p: &Pickle<'_>, budget: &mut Walk, id: NodeId) -> Result<IndexMa
     Ok(paths)
 }
 
+/// Reads torch's `StorageMeta`. Its `checkpoint_id` may be a text or a `pathlib.Path`.
 fn storage_meta(p: &Pickle<'_>, id: NodeId) -> Result<StorageMeta> {
     let fields = p.state(id, Global::StorageMeta, "a StorageMeta")?;
     let text = |field| fields.find_some(field).map(|id| p.str(id).map(str::to_owned)).transpose();

@@ -115,6 +115,7 @@ impl<'m> Encoder<'m, '_> {
         }
     }
 
+    /// Writes a reference to a Python class or function.
     fn global(&mut self, module: &'static str, name: &'static str) {
         self.shared(module, name, |e| {
             e.text(module);
@@ -144,6 +145,7 @@ impl<'m> Encoder<'m, '_> {
         value(self);
     }
 
+    /// Writes a dict, of which `item` writes each key and value.
     fn dict<T>(&mut self, items: impl Iterator<Item = T>, mut item: impl FnMut(&mut Self, T)) {
         write::op(&mut self.out, write::EMPTY_DICT);
         write::op(&mut self.out, write::MARK);
@@ -161,6 +163,7 @@ impl<'m> Encoder<'m, '_> {
         write::op(&mut self.out, write::REDUCE);
     }
 
+    /// Writes the entry of a tensor: its properties, its shape, and its boxes.
     fn tensor(&mut self, tensor: &'m TensorEntry) {
         self.object(METADATA, "TensorStorageMetadata", |e| {
             e.field("properties", |e| e.properties(&tensor.properties));
@@ -180,6 +183,7 @@ impl<'m> Encoder<'m, '_> {
         });
     }
 
+    /// Writes the properties of a tensor: torch builds them from a tuple.
     fn properties(&mut self, properties: &TensorProperties) {
         self.new_object(METADATA, "TensorProperties");
         write::op(&mut self.out, write::MARK);
@@ -211,6 +215,7 @@ impl<'m> Encoder<'m, '_> {
         write::op(&mut self.out, write::BUILD);
     }
 
+    /// Writes the dict that leads from each value and box to the place of its bytes.
     fn storage_data(&mut self, metadata: &'m Metadata) {
         write::op(&mut self.out, write::EMPTY_DICT);
         write::op(&mut self.out, write::MARK);
@@ -236,6 +241,7 @@ impl<'m> Encoder<'m, '_> {
         write::op(&mut self.out, write::SETITEMS);
     }
 
+    /// Writes the key of a value, or of a box of a tensor, in the dict of places.
     fn index(&mut self, fqn: &'m str, chunk: Option<(usize, &[usize])>) {
         self.object(METADATA, "MetadataIndex", |e| {
             e.field("fqn", |e| e.text(fqn));
@@ -249,6 +255,7 @@ impl<'m> Encoder<'m, '_> {
         });
     }
 
+    /// Writes the place of the bytes of one value or box.
     fn storage_info(&mut self, stored: &'m StorageInfo) {
         self.object("torch.distributed.checkpoint.filesystem", "_StorageInfo", |e| {
             e.field("relative_path", |e| e.text(&stored.relative_path));
@@ -267,6 +274,7 @@ impl<'m> Encoder<'m, '_> {
         });
     }
 
+    /// Writes torch's `StorageMeta`.
     fn storage_meta(&mut self, meta: &'m StorageMeta) {
         self.object(METADATA, "StorageMeta", |e| {
             e.field("checkpoint_id", |e| e.optional_text(meta.checkpoint_id.as_deref()));

@@ -203,6 +203,8 @@ struct PartSink<'a> {
 }
 
 impl PartSink<'_> {
+    /// Takes the next bytes of the part. Whole blocks are written at once. Smaller pieces are collected in the buffer
+    /// until there is enough for a write.
     fn put(&mut self, mut bytes: &[u8]) -> Result<(), FileError> {
         while !bytes.is_empty() {
             let left = self.end - self.at;
@@ -230,6 +232,7 @@ impl PartSink<'_> {
         Ok(())
     }
 
+    /// Hashes and writes bytes that are whole blocks, or end the part.
     fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
         debug_span!("hash", bytes = bytes.len()).in_scope(|| {
             let mut at = self.at - self.payload.offset;

@@ -71,8 +71,8 @@ pub(super) struct Machine<'a> {
     budget: Budget,
 }
 
-/// The bytes that are charged for a node: its own and those of its position, twice, because a growing arena holds both
-/// copies.
+/// The bytes that are charged for a node. They are the bytes of the node and of its position, twice, because an arena
+/// that grows holds the old copy and the new one at the same time.
 const NODE: u64 = 2 * (size_of::<Node<'_>>() + size_of::<u32>()) as u64;
 /// The bytes that are charged for a reference to a node, in a list, in a tuple, on the stack or in the memo.
 const REFERENCE: u64 = size_of::<Option<NodeId>>() as u64;
@@ -330,6 +330,7 @@ impl<'a> Machine<'a> {
         std::str::from_utf8(&rest[..end]).map_err(|_| PickleErrorKind::Text)
     }
 
+    /// Reads a text of this length.
     fn text(&mut self, length: u64) -> Result1<()> {
         let bytes = self.take(length)?;
         match std::str::from_utf8(bytes) {
@@ -432,6 +433,7 @@ impl<'a> Machine<'a> {
         Ok(self.stack.split_off(mark))
     }
 
+    /// Appends items to the list, or to the object of an unknown class, on top of the stack.
     fn extend_list(&mut self, items: &[NodeId]) -> Result1<()> {
         self.budget.charge("memory for values", items.len() as u64 * REFERENCE)?;
         match self.top_node()? {
@@ -447,6 +449,7 @@ impl<'a> Machine<'a> {
         }
     }
 
+    /// Adds keys and values by turns to the dict, or to the object of an unknown class, on top of the stack.
     fn extend_dict(&mut self, items: &[NodeId]) -> Result1<()> {
         self.budget.charge("memory for values", items.len() as u64 * REFERENCE)?;
         if !items.len().is_multiple_of(2) {

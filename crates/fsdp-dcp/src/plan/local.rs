@@ -41,7 +41,7 @@ pub enum WriteContent {
         /// planner once for all ranks.
         is_whole: bool,
     },
-    /// A non-tensor value; every rank that has it offers it.
+    /// A non-tensor value, which every rank that has it lists.
     Value {
         /// The bytes of its item, for balancing ([`value_item_length`](crate::writer::value_item_length)).
         length: u64,
@@ -114,7 +114,7 @@ impl LocalPlan {
         self.items.push(WriteItem { fqn: fqn.into(), path, content });
     }
 
-    /// Adds a tensor that this rank, and every other rank that adds it with this method, holds whole.
+    /// Adds a tensor that is whole on this rank, and on every other rank that adds it with this method.
     pub fn add_whole_tensor(&mut self, fqn: impl Into<String>, path: Option<KeyPath>, dtype: DType, shape: Vec<usize>) {
         let (properties, boxes) = (TensorProperties::of(dtype), vec![TensorBox::whole(&shape)]);
         let content = WriteContent::Tensor { properties, shape, boxes, is_whole: true };
@@ -202,6 +202,7 @@ impl SchemaItem {
 }
 
 impl WriteItem {
+    /// Hashes all that ranks must agree on about this item: not the length of a value, and not the boxes of a tensor.
     fn hash_schema(&self, hasher: &mut impl Hasher) {
         self.fqn.hash(hasher);
         self.path.hash(hasher);

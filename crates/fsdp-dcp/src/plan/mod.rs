@@ -3,8 +3,8 @@
 //!
 //! Saving: every rank lists its [`WriteItem`]s. [`plan_save`] (on one rank) removes duplicates of replicated tensors,
 //! balances the bytes that ranks write, checks that every tensor is covered exactly once, and makes the [`Metadata`].
-//! Each rank gets a [`Selection`]: those of its own items that it must write. If there are many ranks, they send what
-//! they have in common only once, as a [`PlanSchema`], and [`plan_offers`] makes the same plan.
+//! Each rank gets a [`Selection`]: the items that it must write, out of those that it listed. If there are many ranks,
+//! what they have in common is sent only once, as a [`PlanSchema`], and [`plan_offers`] makes the same plan from that.
 //!
 //! Loading: [`plan_load`] intersects wanted boxes with saved chunks. It finds all errors before a byte is read.
 //!

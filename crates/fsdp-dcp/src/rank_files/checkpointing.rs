@@ -62,7 +62,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     assemble(Assembler::new(Format::TorchCheckpointing, location.name(), directory), &items, false)
 }
 
-/// Refuses items whose files have other names or other formats than those that nothing was said about.
+/// Refuses an item whose layout names another file than `ITEM_RANK.pt`. A layout that names no file means that one.
 fn check_layout(item: &str, rank: &PlainValue, layout: &PlainValue) -> Result<(), FormatError> {
     let (Some(rank), Some(path)) = (rank.as_int(), entry(layout, "file_path").and_then(PlainValue::as_str)) else {
         return Ok(());

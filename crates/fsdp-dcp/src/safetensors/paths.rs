@@ -38,6 +38,7 @@ pub(super) fn decode(text: &str) -> Result<IndexMap<String, KeyPath>, FormatErro
     paths.iter().map(|(fqn, path)| Ok((fqn.clone(), path_of(path)?))).collect()
 }
 
+/// Reads a path from its JSON: a list of texts and positions.
 fn path_of(path: &Value) -> Result<KeyPath, FormatError> {
     let parts = path.as_array().ok_or_else(|| malformed("a path is no list"))?;
     let parts = parts.iter().map(|part| match (part, part.as_u64()) {

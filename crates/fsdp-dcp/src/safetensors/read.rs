@@ -368,9 +368,10 @@ impl SafetensorsCheckpoint {
     }
 }
 
-/// Reads the JSON of a note in a header, if it is there.
+/// Reads a note: an entry of a header's `__metadata__` whose text is JSON. Returns `None` if it is not there.
 fn note<T: DeserializeOwned>(header: &Header, key: &str) -> Result<Option<T>, FormatError> {
     let Some(text) = header.metadata.get(key) else { return Ok(None) };
+    // A short text can describe values that need much memory.
     Budget::new(text.len() as u64, 1).charge_json("memory for shards", text.as_bytes())?;
     let read = serde_json::from_str(text);
     read.map(Some).map_err(|error| FormatError::Malformed { what: "safetensors header", reason: error.to_string() })

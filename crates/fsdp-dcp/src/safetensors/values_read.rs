@@ -121,6 +121,7 @@ fn paths_of(value: PlainValue) -> Result<IndexMap<String, KeyPath>, FormatError>
     paths.into_iter().map(path_of).collect()
 }
 
+/// Reads a path from its parts: texts and positions.
 fn parts_of(parts: Vec<PlainValue>) -> Result<Vec<PathPart>, FormatError> {
     let part_of = |part| match part {
         PlainValue::Str(key) => Ok(PathPart::Key(key)),

@@ -29,7 +29,7 @@ impl PrivateKey {
     /// Reads a key from PEM: `PRIVATE KEY` (PKCS#8), or `EC PRIVATE KEY` (SEC 1) as `openssl ecparam -genkey` writes it.
     ///
     /// # Errors
-    /// [`SignError::Key`]: no such key, one of another curve, or one with a password.
+    /// [`SignError::Key`]: no such key, a key of another curve, or a key that is protected by a password.
     pub fn from_pem(pem: &[u8]) -> Result<Self, SignError> {
         let pem = text(pem, PRIVATE)?;
         if pem.contains("ENCRYPTED") {
@@ -76,7 +76,7 @@ impl PublicKey {
     /// Reads a key from PEM: `PUBLIC KEY`.
     ///
     /// # Errors
-    /// [`SignError::Key`]: no such key, or one of another curve.
+    /// [`SignError::Key`]: no such key, or a key of another curve.
     pub fn from_pem(pem: &[u8]) -> Result<Self, SignError> {
         let pem = text(pem, PUBLIC)?;
         let section = section(pem, "PUBLIC KEY").ok_or_else(|| refused(PUBLIC, "it has no section `PUBLIC KEY`"))?;

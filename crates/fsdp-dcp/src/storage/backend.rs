@@ -99,7 +99,7 @@ pub(crate) trait ReadDirectory: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Returns how many threads should read in place of each one that would be enough for a disk.
+    /// Returns the number of threads that should read in place of each thread that would be enough for a disk.
     fn threads_per_reader(&self) -> usize;
 
     /// Returns how many bytes to read at once before they are hashed.

@@ -10,8 +10,8 @@ use super::read_at::ReadAt;
 
 /// A file system: what holds the directories and files of checkpoints.
 ///
-/// Checkpoints are usually in that of the operating system. A test brings another one, for instance one that loses what
-/// was not synced.
+/// Usually this is the file system of the operating system. A test can use its own, for example one that loses what was
+/// not synced.
 pub trait FileSystem: fmt::Debug + Send + Sync {
     /// Returns what is at a path. With [`Links::Refuse`] a symbolic link is not followed.
     fn status(&self, path: &Path, links: Links) -> io::Result<Status>;

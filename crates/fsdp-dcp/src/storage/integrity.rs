@@ -11,14 +11,13 @@
 //! {"xxh3_128":"…"}
 //! ```
 //!
-//! Each file is cut into *segments* that follow each other without a gap: around each large tensor payload one, so that
-//! its blocks start with it. A segment `[length, block, hashes]` has one xxh3-64 for each `block` bytes of it (the last
-//! block may be shorter). Blocks are about a 128th of a payload, at least 16 KiB and at most 1 MiB, so that reading a part
-//! of a chunk costs little more than that part.
+//! Each file is cut into *segments* that follow each other without a gap. Each large tensor payload has a segment of
+//! its own, so that its first block begins where the payload does. A segment `[length, block, hashes]` has one xxh3-64
+//! for each `block` bytes of it (the last block may be shorter). Blocks are about a 128th of a payload, at least 16 KiB
+//! and at most 1 MiB, so that reading a part of a chunk costs little more than that part.
 //!
 //! The line of digests ([`StateDigest`]) came with version 2; a file without it has version 1. Before the digests it may have
-//! the place of the checkpoint in its run ([`Lineage`]). The last line is a hash of all
-//! bytes before it.
+//! the place of the checkpoint in its run ([`Lineage`]). The last line is a hash of all bytes before it.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

@@ -24,21 +24,21 @@ pub struct Lineage {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Parent {
-    /// Its steps.
+    /// The number of steps after which it was saved.
     pub step: u64,
     /// The digest of all its state.
     pub digest: Digest,
 }
 
 impl Parent {
-    /// Returns the parent of these steps with this digest; `None` if one of both is not known.
+    /// Returns the parent that was saved after `step` steps and has this digest; `None` if either is not known.
     #[must_use]
     pub fn of(step: Option<u64>, digest: Option<Digest>) -> Option<Self> {
         Some(Parent { step: step?, digest: digest? })
     }
 }
 
-/// How far a run had read its data.
+/// The position up to which a run had read its data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataPosition {

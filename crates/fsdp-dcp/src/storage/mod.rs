@@ -13,7 +13,7 @@
 //! * A process that is killed at any point leaves either the old checkpoint or the new one at the target, never a
 //!   mixture, and at most one staging directory, which [`stale()`] lists and [`clean_stale`] removes.
 //! * After [`Staging::commit`] has returned, the new checkpoint survives a power loss, provided that the file system
-//!   honours fsync. Before that, the old one does: it is not touched until the rename.
+//!   honours fsync. Before that, the old checkpoint survives, because it is not touched until the rename.
 //! * Overwriting exchanges the two directories in one step (`renameat2` with `RENAME_EXCHANGE`), and then removes the
 //!   old one. If another process is reading the old one, it stays, and [`stale()`] lists it once nobody reads it. If
 //!   the file system cannot exchange directories, the old one is first renamed to `.NAME.old-<nonce>`. A crash between

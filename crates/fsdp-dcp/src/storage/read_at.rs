@@ -196,9 +196,11 @@ impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
             }
             let end = offset + dst.len() as u64;
             let direct = match self.source.block_at(offset) {
-                // The piece begins with a whole block: that and those after it go straight to their destination.
+                // The piece begins with a whole block: read that block, and the whole blocks after it, straight to
+                // their destination.
                 Some(block) if block.start == offset && block.end <= end => self.whole_blocks(block.end, end),
-                // A part of a block: the whole of it must be read to be checked, and is kept for the next piece.
+                // The piece begins with a part of a block: read the whole block, because only that can be checked, and
+                // keep it for the next piece.
                 Some(block) => {
                     self.load(block)?;
                     continue;

@@ -5,8 +5,8 @@
 pub(crate) struct Sidecar<'b> {
     /// Its name.
     pub(crate) name: &'b str,
-    /// Its name until the checkpoint is in its place: `name`, and an ending of which no other save's is the same.
+    /// Its name until the checkpoint is in its place: `name` with an ending that no other save has.
     pub(crate) pending_name: &'b str,
-    /// Its content. Without one, whatever has either name is removed after the commit.
+    /// Its content. If there is none, files that have either name are removed after the commit.
     pub(crate) bytes: Option<&'b [u8]>,
 }

@@ -147,6 +147,7 @@ impl Rules {
 }
 
 impl Rule {
+    /// Parses `PATTERN=HOW`.
     fn parse(text: &str, is_builtin: bool) -> Result<Self, TensorParallelError> {
         let error = |reason: &str| TensorParallelError::Rule { text: text.to_owned(), reason: reason.to_owned() };
         let (pattern, how) = text.split_once('=').ok_or_else(|| error("it is not PATTERN=HOW"))?;
@@ -172,6 +173,8 @@ impl Rule {
         self.is_end_of(fqn) || layer.is_some_and(|layer| self.is_end_of(layer))
     }
 
+    /// Returns `true` if the pattern fits the end of a name, or, with a last `**`, a place in the name before its last
+    /// part.
     fn is_end_of(&self, name: &str) -> bool {
         let parts: Vec<&str> = name.split('.').collect();
         let fits = |parts: &[&str], pattern: &[String]| {
@@ -197,6 +200,7 @@ impl fmt::Display for Rule {
 }
 
 impl How {
+    /// Parses how a tensor is cut: a word, and the numbers of heads in brackets if it has some.
     fn parse(text: &str) -> Result<Self, String> {
         let (word, heads) = match text.split_once('(') {
             None => (text, None),
@@ -227,6 +231,7 @@ impl Parts {
 }
 
 impl Heads {
+    /// Parses a number of heads, or a name that has a value.
     fn parse(text: &str) -> Result<Self, String> {
         let text = text.trim();
         match text.parse() {

@@ -87,6 +87,7 @@ fn is_cut(error: &PickleErrorKind) -> bool {
     matches!(error, PickleErrorKind::Truncated | PickleErrorKind::Limit { what: "length", .. })
 }
 
+/// Refuses a file of a big-endian machine.
 fn check_byte_order(system: &Pickle<'_>) -> Result<(), FormatError> {
     for &(key, value) in system.dict(system.root())? {
         if system.str(key)? == "little_endian" && !system.bool(value)? {

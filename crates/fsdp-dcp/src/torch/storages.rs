@@ -23,7 +23,7 @@ pub(crate) enum Storages {
 pub(crate) struct LegacyStorage {
     /// The first byte of its data.
     pub(crate) data: u64,
-    /// Its bytes.
+    /// Its length in bytes.
     pub(crate) length: u64,
 }
 
@@ -39,6 +39,7 @@ impl Storages {
         self.start_of(&tensor.storage, tensor.storage_bytes)
     }
 
+    /// Returns where a storage begins, after checking that it has at least this many bytes.
     fn start_of(&self, key: &str, bytes: u64) -> Result<u64, FormatError> {
         let (start, length) = match self {
             Storages::Archive(archive) => {

@@ -22,7 +22,8 @@ pub struct TensorRef {
     pub shape: Vec<usize>,
     /// The places of the elements in the storage.
     pub layout: StridedLayout,
-    /// The node that says how it is quantized, if it is: `(scheme, scale, zero point)`, or of `(scheme, scales, zero points, axis)`.
+    /// The node that says how the tensor is quantized, if it is: a tuple `(scheme, scale, zero point)`, or
+    /// `(scheme, scales, zero points, axis)`.
     pub quantizer: Option<NodeId>,
     /// `true` if the tensor has a class or attributes of its own in Python, which are not kept.
     pub loses_attributes: bool,
@@ -127,7 +128,7 @@ fn check_resolved(p: &Pickle<'_>, metadata: NodeId) -> Result<(), PickleError> {
 pub(crate) struct StorageRef {
     /// Its key: the record `data/<key>`.
     pub(crate) key: String,
-    /// Its bytes.
+    /// Its length in bytes.
     pub(crate) bytes: u64,
     /// The type of its elements; `None` if it is untyped.
     dtype: Option<DType>,
@@ -164,6 +165,8 @@ impl StorageRef {
     }
 }
 
+/// Reads a tensor from the arguments with which torch rebuilds it, and checks that it lies in its storage. `untyped` is
+/// the dtype where the storage has none.
 fn tensor(p: &Pickle<'_>, at: NodeId, args: [NodeId; 4], untyped: Option<DType>) -> Result<TensorRef, PickleError> {
     let [storage, offset, shape, strides] = args;
     let storage = StorageRef::of(p, storage)?;

@@ -60,7 +60,8 @@ fn layout_of(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>), F
     Ok((ArchiveLayout::new(ROOT, pickle, &lengths), tensors))
 }
 
-/// Writes a value's opcodes; tensors in it get storages from number `first` on, in the order in which they are met.
+/// Appends the opcodes of a value to `out`, and its tensors to `tensors`. Their storages are numbered from `first` on,
+/// in the order in which they are met. `depth` is the number of containers around the value.
 pub(crate) fn put<'v>(
     out: &mut Vec<u8>,
     value: &'v PlainValue,
@@ -79,6 +80,8 @@ pub(crate) fn put<'v>(
         PlainValue::Float(value) => write::float(out, *value),
         PlainValue::Str(value) => write::text(out, value),
         PlainValue::Bytes(value) => {
+            // Protocol 2 has no opcode for bytes. As Python does, write a call of `_codecs.encode` on a text that has
+            // one character for each byte.
             write::global(out, "_codecs", "encode");
             write::text(out, &value.iter().map(|&byte| char::from(byte)).collect::<String>());
             write::text(out, "latin1");
@@ -154,7 +157,7 @@ fn put_typed<'v>(
     depth: usize,
 ) -> Result<(), FormatError> {
     match (of, description) {
-        // These are attributes of a module, not the results of calls.
+        // Dtypes and quantization schemes are attributes of the module `torch`, not the results of calls.
         (PythonType::DType | PythonType::QScheme, PlainValue::Str(name)) => {
             let known = name.strip_prefix("torch.").filter(|name| Global::lookup("torch", name).is_some());
             let name = known.ok_or_else(|| FormatError::unexpected(of.name(), format!("`{name}`")))?;
@@ -381,7 +384,8 @@ pub(crate) fn opaque_type(error: &PickleError) -> Option<String> {
     }
 }
 
-/// Describes an opaque object as a dict: its type, its arguments, its state, and what was added to it.
+/// Describes an opaque object as a dict: its type, its arguments, its state, and the items and entries that were added
+/// to it.
 fn described(
     p: &Pickle<'_>,
     object: &OpaqueNode<'_>,
@@ -488,7 +492,7 @@ pub(crate) fn convert(
         Node::Global(global) if walk.describes() => PlainValue::Str(format!("{global:?}")),
         Node::PersistentId(inner) if walk.describes() => match StorageRef::of(p, id) {
             Ok(storage) => described_storage(&storage, beside)?,
-            // One of a class that is not known.
+            // A persistent id that is not that of a storage of a known class.
             Err(_) => convert(p, *inner, walk, beside)?,
         },
         Node::Foreign(..) | Node::Opaque(_) => return Err(p.wrong(id, "a plain value").into()),

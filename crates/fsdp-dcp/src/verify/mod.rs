@@ -162,7 +162,7 @@ fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize) -> Re
     Ok(())
 }
 
-/// Reads the last element of each chunk of a tensor: if it is there, so is all before it.
+/// Reads the last element of each chunk of a tensor: if that is there, the whole chunk is.
 fn chunk_ends(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
@@ -212,7 +212,7 @@ fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, prog
     if !directory.has_integrity() {
         match checkpoint.format() {
             Format::Dcp => checksums::check_items(checkpoint, report, threads, progress),
-            // Archives have checksums; other files have none of their own.
+            // Files of `torch.save` and NumPy archives have checksums inside. Files of other formats have none.
             _ => checksums::check_files(checkpoint, report, threads, progress),
         }
         return;

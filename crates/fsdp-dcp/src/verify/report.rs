@@ -38,7 +38,8 @@ pub struct Report {
     pub values: usize,
     /// Bytes read.
     pub bytes_read: u64,
-    /// At [`Level::Deep`](super::Level::Deep): copies beyond the first of replicated tensors and values, each compared with the first.
+    /// At [`Level::Deep`](super::Level::Deep): further copies of replicated tensors and values, each compared with the
+    /// first copy.
     pub replicas: usize,
     /// At [`Level::Deep`](super::Level::Deep): tensors and values whose digests were compared with the recorded ones.
     pub digests: usize,

@@ -54,7 +54,7 @@ macro_rules! slices {
 
         /// Makes memory for these many elements, to be written before it is read.
         fn uninitialized(device: &CudaDevice, dtype: DType, numel: usize) -> Result<CudaStorageSlice, FlatError> {
-            // No driver gives memory without bytes.
+            // The driver does not allocate zero bytes.
             let numel = numel.max(1);
             Ok(match dtype {
                 // SAFETY: the callers fill it.
@@ -197,7 +197,7 @@ pub fn with_device_slice<T: Scalar + CudaDType, R>(
     Ok(f(&view, &storage.device.cuda_stream()))
 }
 
-/// Does as [`with_device_slice`], for change: under the storage's write lock.
+/// Like [`with_device_slice`], but `f` may change the elements. The storage's write lock is held meanwhile.
 ///
 /// # Errors
 /// The same as [`with_device_slice`].

@@ -53,7 +53,8 @@ pub(super) fn read(stream: &CudaStream, from: &CudaView<'_, u8>, to: &mut [u8]) 
     Ok(())
 }
 
-/// Copies `from` to `to` through the buffers of a stage. Returns the stage, so that it is kept only after a success.
+/// Copies `from` to `to` through the buffers of a stage. Returns the stage only after a success; otherwise it is
+/// dropped.
 fn through(
     mut stage: Stage,
     stream: &CudaStream,

@@ -89,6 +89,7 @@ impl Contents {
                 found: vec![self.elem_count()],
             });
         }
+        // A tensor that begins in the middle of its storage does not cover the storage.
         if contiguous_range(tensor, layout)?.start > 0 {
             return Err(FlatError::NotContiguous { shape: tensor.dims().to_vec() });
         }

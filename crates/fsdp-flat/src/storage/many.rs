@@ -48,7 +48,7 @@ pub struct StorageGuard {
 /// A storage, and the bytes in it of the tensors that were asked for.
 #[derive(Debug)]
 struct Taken {
-    /// One of the tensors that it belongs to.
+    /// One of the tensors that have this storage.
     owner: Tensor,
     storage: CpuStorage,
     /// In ascending order, without overlaps: the index of the tensor, and its bytes.
@@ -62,6 +62,8 @@ impl StorageGuard {
     /// # Errors
     /// A tensor that is released, not contiguous, or of a dtype whose elements are not plain bytes. Nothing is taken then.
     pub fn take(tensors: &[&Tensor]) -> Result<Self, FlatError> {
+        // Step 1: look at all tensors, and note which bytes of which storage each needs. Nothing is taken yet, so that
+        // an error changes nothing. Tensors may share a storage.
         let mut by_address: HashMap<usize, usize> = HashMap::new();
         let mut storages: Vec<Taken> = Vec::new();
         let mut same = vec![None; tensors.len()];
@@ -79,6 +81,8 @@ impl StorageGuard {
                 storages.push(Taken { owner: tensor.clone(), storage: nothing(), ranges: Vec::new() });
                 storages.len() - 1
             });
+            // Ranges of one storage are kept in order. A tensor with the bytes of an earlier one is noted as the same,
+            // and one that overlaps an earlier one in part is not taken.
             let ranges = &mut storages[at].ranges;
             let place = ranges.partition_point(|(_, other)| other.start < bytes.end);
             match place.checked_sub(1).map(|before| &ranges[before]) {
@@ -87,6 +91,7 @@ impl StorageGuard {
                 _ => ranges.insert(place, (index, bytes)),
             }
         }
+        // Step 2: take the storages.
         let is_empty = tensors.iter().map(|tensor| tensor.elem_count() == 0).collect();
         let mut taken = StorageGuard { storages: Vec::with_capacity(storages.len()), is_empty, same };
         for mut storage in storages {

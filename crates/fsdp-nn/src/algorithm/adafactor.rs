@@ -248,6 +248,7 @@ impl AdafactorOptions {
     }
 }
 
+/// Reads torch's pair `eps`, whose first element may be `None`.
 fn eps(value: &PlainValue) -> Option<(Option<f64>, f64)> {
     let (PlainValue::Tuple(items) | PlainValue::List(items)) = value else { return None };
     match items.as_slice() {

@@ -142,6 +142,7 @@ impl MuonOptions {
         }
     }
 
+    /// Returns the learning rate for a matrix, adjusted to its shape as torch's `adjust_lr_fn` says.
     fn adjusted_lr(&self, [rows, columns]: [usize; 2]) -> f64 {
         let (rows, columns) = (rows as f64, columns as f64);
         self.lr
@@ -153,6 +154,7 @@ impl MuonOptions {
     }
 }
 
+/// Reads a tuple of three floats.
 fn triple(value: &PlainValue) -> Option<(f64, f64, f64)> {
     let (PlainValue::Tuple(items) | PlainValue::List(items)) = value else { return None };
     match items.as_slice() {
@@ -161,6 +163,7 @@ fn triple(value: &PlainValue) -> Option<(f64, f64, f64)> {
     }
 }
 
+/// Reads `None`, or the name of a rule.
 fn adjust(value: &PlainValue) -> Option<Option<MuonAdjust>> {
     if matches!(value, PlainValue::None) {
         return Some(None);

@@ -203,6 +203,8 @@ impl Overlap {
         self.discard_gathers(&mut self.state())
     }
 
+    /// Takes all gathers that were begun and not used, and drops what they have brought. Returns the first error of
+    /// any.
     fn discard_gathers(&self, state: &mut State) -> Result<()> {
         let mut discarded = Ok(());
         while let Some((number, ticket)) = state.gathers.pop_front() {
@@ -224,8 +226,8 @@ impl Overlap {
     pub(crate) fn reduce(&self, unit: &Arc<UnitExchange>, reduction: Reduction) -> Result<Option<Reduction>> {
         let mut state = self.state();
         let overlaps = state.phase == Some(Phase::Backward) && self.backward_prefetch.is_some();
-        // Wait for all earlier reductions, so that the unreduced gradients of at most two units are in memory: of this
-        // one, and of the one that is computed meanwhile.
+        // Wait for all earlier reductions. So the unreduced gradients of at most two units are in memory: this unit,
+        // and the unit that is computed while this one is reduced.
         state.reductions.iter_mut().for_each(|(_, ticket)| ticket.finish());
         let reduced = Arc::clone(unit);
         let ticket = self.worker.submit(move || reduced.reduce(reduction));

@@ -13,8 +13,7 @@ use crate::gradient::add;
 use crate::precision::cast;
 use crate::{Result, device, tasks};
 
-/// The parts of one unit that its collectives need. None of them ever changes, so another thread can run the
-/// collectives.
+/// The parts of one unit that its collectives need. They never change, so another thread can run the collectives.
 #[derive(Debug)]
 pub(crate) struct UnitExchange {
     /// The index of the unit among those of the model.

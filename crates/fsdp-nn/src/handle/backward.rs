@@ -12,17 +12,17 @@ use crate::gradient::{copy_gradient, flat_gradient};
 use crate::precision::cast;
 use crate::{Result, device, tasks};
 
-/// The gradients that a rank has of a unit at the end of a backward, and has yet to reduce. What several ranks have together is
-/// the last of these that one of them has.
+/// The gradients of a unit that a rank has at the end of a backward, and has yet to reduce. Of several ranks, the one
+/// whose variant comes last in this list decides what they do together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Unreduced {
-    /// There are none.
+    /// No gradients.
     Nothing,
     /// Gradients that have been reduced over the shard group, and not yet over replicas.
     Partial,
     /// Gradients of the rank's own batches, whole.
     Whole,
-    /// None, because the rank has reduced them in this backward already.
+    /// No gradients, because the rank has reduced them in this backward already.
     Reduced,
 }
 
@@ -174,6 +174,7 @@ impl FlatParamHandle {
         self.end_backward_locked(&mut self.state())
     }
 
+    /// Does what [`end_backward`](Self::end_backward) does, with the state locked.
     fn end_backward_locked(&self, state: &mut HandleState) -> Result<()> {
         state.finished.clear();
         state.is_reduced_last = false;
@@ -245,6 +246,8 @@ impl FlatParamHandle {
         self.take_reduced_locked(&mut self.state())
     }
 
+    /// Waits for a reduction of this unit that runs in the background, if there is one, and adds its result to the
+    /// gradient.
     fn take_reduced_locked(&self, state: &mut HandleState) -> Result<()> {
         let Some(overlap) = &self.overlap else { return Ok(()) };
         match overlap.take_reduced(&self.exchange)? {

@@ -392,6 +392,7 @@ impl FlatParamHandle {
         self.overlap.as_ref().map_or(Ok(()), |overlap| overlap.discard())
     }
 
+    /// Releases the gathered parameters, if they are gathered and can be gathered again.
     fn release_locked(&self, state: &mut HandleState) -> Result<()> {
         if !self.needs_gather() || !state.whole {
             return Ok(());

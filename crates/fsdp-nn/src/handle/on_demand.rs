@@ -37,7 +37,8 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Releases parameters that a computation has left, so that it waits when it uses them again. No communication.
+    /// Releases parameters that a computation does not use any more, so that the computation waits when it uses them
+    /// again. No communication.
     pub(crate) fn withhold(&self, withheld: &Withheld, in_use: bool) -> Result<()> {
         let mut state = self.state();
         state.users -= usize::from(in_use);

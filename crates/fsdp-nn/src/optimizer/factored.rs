@@ -109,7 +109,7 @@ struct Part {
     grad: Vec<f64>,
     /// The averages that are whole on every rank; the others are zero until they are joined.
     squares: Squares,
-    /// The part of each average that is sharded; empty for those that are not.
+    /// This rank's part of each average that is sharded; empty for an average that is not sharded.
     sharded: [Vec<f64>; ENTRIES],
 }
 
@@ -141,8 +141,8 @@ fn read_part(owned: &Owned, local: &LocalParam) -> Result<Part> {
     Ok(part)
 }
 
-/// Gathers the sharded averages of one entry: each owner gets those of its parameters whole.
-/// Collective: one exchange, none if there are none.
+/// Gathers the sharded averages of one entry: each owner gets the whole averages of its parameters. Collective: one
+/// exchange, or none if no average is sharded.
 fn gather_sharded_averages(
     group: Option<&ProcessGroup>,
     entry: usize,

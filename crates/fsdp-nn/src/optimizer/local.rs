@@ -156,6 +156,8 @@ impl LocalParam {
         Ok(portable)
     }
 
+    /// Returns the elements of one of the model's parameters in a flat piece of state, as boxes of the parameter's own
+    /// shape.
     pub(crate) fn sharded_piece(&self, flat: &Tensor, param: usize) -> Result<ShardedTensor> {
         let layout = self.handle.layout();
         let shape = &layout.shapes()[param];

@@ -230,6 +230,8 @@ impl Optimizer {
         Ok(self.locals.len() - 1)
     }
 
+    /// Checks that the optimizer has all parameters of each FlatParameter, or none of them: without `use_orig_params`
+    /// they are updated together.
     fn check_flat_parameters_are_whole(&self) -> Result<()> {
         if self.parameters.use_orig_params() {
             return Ok(());
@@ -369,7 +371,8 @@ impl Optimizer {
         }
     }
 
-    /// Returns an optimizer of one of the local parameters alone, without any state.
+    /// Returns an optimizer of one of the local parameters alone, without any state. State of that parameter can be
+    /// loaded into it to convert the state, while this optimizer stays as it is.
     pub(crate) fn of_local(&self, local: usize) -> Self {
         let group = &self.groups[self.group_of_local[local]];
         let fqns: Arc<[String]> = self.locals[local].fqns().into();

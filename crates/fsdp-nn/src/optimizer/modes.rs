@@ -30,6 +30,7 @@ impl Optimizer {
         self.switch(false)
     }
 
+    /// Switches the weights of all schedule-free groups to those for training, or to the averaged ones.
     fn switch(&mut self, to_train: bool) -> Result<()> {
         if self.parameters.has_average() {
             return Err(NnError::Swapped);
@@ -49,6 +50,8 @@ impl Optimizer {
     }
 }
 
+/// Switches the weights of one local parameter. Before its first step it has no state, and both kinds of weights are
+/// the same.
 fn switch_local(options: &ScheduleFreeOptions, to_train: bool, local: &LocalParam) -> Result<()> {
     let Some(LocalState::Piece(z)) = local.state.as_ref().and_then(|state| state.entries.get("z")) else {
         return Ok(());

@@ -40,6 +40,7 @@ fn update_by(
     Ok(())
 }
 
+/// Updates a parameter and its state with a gradient. All arithmetic is done in the wider type that `widen` chooses.
 fn update_piece(
     algorithm: &Algorithm,
     step: f32,
@@ -89,6 +90,7 @@ fn missing(algorithm: &str) -> candle_core::Error {
     candle_core::Error::Msg(format!("{algorithm} was given too little state"))
 }
 
+/// Computes a step of SGD.
 fn sgd(options: &SgdOptions, first: bool, p: Tensor, g: Tensor, state: &[Tensor]) -> Result<Updated> {
     let g = gradient(g, &p, options.maximize, options.weight_decay)?;
     if options.momentum == 0.0 {
@@ -103,6 +105,7 @@ fn sgd(options: &SgdOptions, first: bool, p: Tensor, g: Tensor, state: &[Tensor]
     Ok(((p - (direction * options.lr)?)?, vec![buffer]))
 }
 
+/// Computes a step of schedule-free AdamW.
 fn schedule_free(options: &ScheduleFreeOptions, y: &Tensor, g: Tensor, state: &[Tensor]) -> Result<Updated> {
     let [z, exp_avg_sq] = state else { return Err(missing("AdamWScheduleFree")) };
     let (factors, beta2) = (options.factors(), options.betas.1);
@@ -115,6 +118,7 @@ fn schedule_free(options: &ScheduleFreeOptions, y: &Tensor, g: Tensor, state: &[
     Ok((p, vec![z, v]))
 }
 
+/// Computes a step of Adam, or with `decoupled` weight decay of AdamW.
 fn adam(options: &AdamOptions, decoupled: bool, step: f32, p: Tensor, g: Tensor, state: &[Tensor]) -> Result<Updated> {
     let [exp_avg, exp_avg_sq, rest @ ..] = state else { return Err(missing("Adam")) };
     let (beta1, beta2) = options.betas;
@@ -135,6 +139,7 @@ fn adam(options: &AdamOptions, decoupled: bool, step: f32, p: Tensor, g: Tensor,
     Ok((p, [Some(m), Some(v), max].into_iter().flatten().collect()))
 }
 
+/// Computes a step of Adagrad.
 fn adagrad(options: &AdagradOptions, step: f32, p: Tensor, g: Tensor, state: &[Tensor]) -> Result<Updated> {
     let Some(sum) = state.first() else { return Err(missing("Adagrad")) };
     let rate = options.lr / (1.0 + (f64::from(step) - 1.0) * options.lr_decay);

@@ -19,7 +19,7 @@ use crate::{NnError, Result};
 /// One saved state entry of one parameter.
 #[derive(Debug, Clone)]
 pub(crate) enum Saved {
-    /// A tensor: its position in the source, its dtype and its shape, and its value if it is a small one.
+    /// A tensor: its position in the source, its dtype, its shape, and its value if the tensor is small.
     Tensor { position: usize, dtype: DType, shape: Vec<usize>, small: Option<StateValue> },
     /// A value that is no tensor, or a tensor of one element that is not shaped like its parameter.
     Scalar(StateValue),
@@ -114,12 +114,13 @@ pub(crate) struct EntryPlan {
 struct SavedEntry<'a> {
     local: &'a LocalParam,
     name: &'a str,
-    /// Its kind by the algorithm; `None` for one of a shape of its own, and for one that the algorithm does not know.
+    /// The kind that the algorithm gives to this entry; `None` for an entry that has a shape of its own, such as
+    /// Adafactor's averages, and for one that the algorithm does not know.
     kind: Option<StateKind>,
     values: Vec<Option<Saved>>,
 }
 
-/// How strictly saved state is read.
+/// The strictness with which saved state is read.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct EntryOptions {
     /// `true` if parameters of a FlatParameter may lack state that others of it have.
@@ -287,7 +288,7 @@ impl EntryPlan {
             }
             .into());
         }
-        // Entries like the parameter take its dtype; others keep the one that was saved.
+        // An entry of the parameter's shape takes the parameter's dtype. Other entries keep the dtype that was saved.
         let becomes = if is_like { expected } else { dtype::to_candle(found)? };
         // Fill the live memory only if the values cover all of it. What is not covered must become zero, so it needs
         // new memory.

@@ -50,6 +50,7 @@ pub(crate) fn group_dicts(groups: Vec<SavedGroup>) -> StateValue {
     StateValue::List(groups.into_iter().map(group_dict).collect())
 }
 
+/// Returns a group as a dict of `param_groups`.
 fn group_dict(group: SavedGroup) -> StateValue {
     let mut dict: StateDict =
         group.hyperparameters.into_iter().map(|(key, value)| (key, StateValue::Plain(value))).collect();
@@ -173,9 +174,9 @@ impl SavedGroups {
         SavedGroups { groups, of_parameter, empty }
     }
 
-    /// Returns the new hyperparameters of each of an optimizer's groups: those of the saved groups that name its
-    /// parameters. If several do, their hyperparameters must be the same. Groups without parameters are matched in order,
-    /// over all optimizers.
+    /// Returns the new hyperparameters of each of an optimizer's groups: those of the saved group that names the
+    /// group's parameters. If several saved groups do, their hyperparameters must be the same. Groups without
+    /// parameters are matched in order, over all optimizers.
     ///
     /// The following is added to `missing`: hyperparameters that a saved group lacks; groups with trained parameters of
     /// which no saved group names any; and trained parameters that no saved group names, in a group of which others are
@@ -200,7 +201,8 @@ impl SavedGroups {
                     None => {}
                 }
             }
-            // A group without parameters cannot be found by name. It is matched by its position among such groups.
+            // A group without parameters cannot be found by name. It is matched by its position among the groups
+            // without parameters.
             if group.fqns().is_empty() {
                 sources.extend(self.empty.pop_front());
             }

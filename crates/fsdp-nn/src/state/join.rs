@@ -39,8 +39,8 @@ pub(crate) fn resolve_keys(
     merge_keys: bool,
 ) -> Result<Vec<OptimStateKey>> {
     if merge_keys {
-        // A rank may have nothing of a parameter, so the keys of all ranks count. Sorted, they have one order
-        // everywhere.
+        // A rank may have nothing of a parameter, so the keys of all ranks count. Sort them, so that all ranks have the
+        // same order.
         let mut keys: Vec<OptimStateKey> = all.iter().flatten().cloned().collect();
         keys.sort();
         keys.dedup();
@@ -86,6 +86,7 @@ impl Entry {
         Ok(Entry { leaf, small: value.to_plain()? })
     }
 
+    /// Returns `true` if two ranks report the same of an entry.
     fn is_same(&self, other: &Entry) -> bool {
         let same_value = match (&self.small, &other.small) {
             (Some(a), Some(b)) => a.same_bits(b),

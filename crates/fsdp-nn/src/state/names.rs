@@ -76,8 +76,9 @@ pub(crate) enum OptimKey {
 }
 
 impl OptimKey {
-    /// Reads the place of a value from its path below the optimizers' state. In formats of flat keys, the parameters'
-    /// names tell where the parts of a key end. `None` if it is nothing that optimizers have.
+    /// Reads the place of a value from its path below the optimizers' state. In formats of flat keys, the whole path is
+    /// one text joined by dots, and the parameters' names tell where its parts end. Returns `None` for a path that
+    /// optimizers do not have.
     pub(crate) fn read(path: &[PathPart], is_parameter: &dyn Fn(&str) -> bool) -> Option<Self> {
         match path {
             [PathPart::Key(state), PathPart::Key(key), inside @ ..] if state == "state" => {

@@ -159,8 +159,8 @@ fn flatten(states: &StateDict, groups: Vec<SavedGroup>) -> Result<StateDict> {
 fn finish(group: &ProcessGroup, views: Result<StateDict>, options: &StateDictOptions) -> Result<StateDict> {
     let state = match views {
         Ok(state) => state,
-        // The other ranks go on to gather, which begins with an agreement. This rank takes part in it, to tell them its
-        // error. Wrong options are an error on every rank, so then nobody gets that far.
+        // The other ranks go on to the gather, which begins with an agreement. This rank takes part in that agreement,
+        // to tell them its error. Wrong options are an error on every rank, so then no rank gets that far.
         Err(error) if options.full_state_dict && options.check().is_ok() => {
             return Ok(group.agree_on("gather_state_dict", 0, Err(error))?);
         }

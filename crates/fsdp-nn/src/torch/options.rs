@@ -25,7 +25,7 @@ pub struct StateDictOptions {
     /// `true` if names that differ between a state dict and the model are an error on load. Shapes always are; state of
     /// parameters that no optimizer holds never is.
     pub strict: bool,
-    /// `true` if the dicts of rank 0 are loaded; the others may pass empty ones. Needs `full_state_dict`.
+    /// `true` if the dicts of rank 0 are loaded; the other ranks may pass empty dicts. Needs `full_state_dict`.
     pub broadcast_from_rank0: bool,
     /// `true` if the optimizers' dict is flat: `state.<fqn>.<name>` and `param_groups.<fqn>.<hyperparameter>` are its
     /// keys, instead of nested dicts. A load knows either. State under keys that are no parameter's has no place there,
@@ -34,9 +34,9 @@ pub struct StateDictOptions {
     /// The names that differ between the state dict and the model, as pairs: an FQN or prefix of FQNs in the model, and
     /// the same in the dict.
     pub fqn_renames: Vec<(String, String)>,
-    /// `true` if sharded values are views of the live model and optimizer, as torch's are. They need no copy, but the
-    /// next step changes them, which is right for a save. Values are copied by default. Setting such views leaves them
-    /// where they are, with or without this.
+    /// `true` if sharded values are views of the live model and optimizer, as torch's are. Such views
+    /// need no copy, but the next step changes them; for a save that is no harm. By default values are copied. If such
+    /// views are loaded into the model that they belong to, nothing is moved, whatever this option is.
     pub share_storage: bool,
 }
 

@@ -2,8 +2,8 @@
 //! released when the computation uses the next unit.
 //!
 //! During a forward or a backward, the parameters of all units that are not gathered are withheld
-//! ([`fsdp_flat::storage::Withheld`]): an operation that reads one blocks. A thread gathers each unit when the
-//! computation waits for it.
+//! ([`fsdp_flat::storage::Withheld`]): an operation that reads a withheld parameter blocks. A second thread
+//! gathers each unit when the computation waits for it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Sender};

@@ -79,11 +79,12 @@ impl Heads<'_> {
         self.query.dim(0) * self.query.dim(1)
     }
 
-    /// Returns the threads of a product: those that the heads, which run beside each other, leave over.
+    /// Returns the number of threads of one product. Heads are computed in parallel, and share all threads.
     fn threads(&self) -> usize {
         rayon::current_num_threads().div_ceil(self.heads().max(1))
     }
 
+    /// Cuts the rows of a head into blocks. With `causal`, a block needs only the columns up to its last row.
     fn blocks(&self, head: usize) -> impl Iterator<Item = Block> {
         let (all_rows, all_columns, causal) = (self.query.dim(2), self.key.dim(2), self.causal);
         (0..all_rows).step_by(BLOCK).map(move |start| {
@@ -119,11 +120,13 @@ impl Heads<'_> {
         Ok(parts)
     }
 
+    /// Computes the gradients of the queries, keys and values of one head.
     fn backward_of<R: Real + WithDType>(&self, head: usize, grad: &View<'_>) -> Result<[Vec<R>; 3]> {
         let mut dquery = Vec::with_capacity(self.query.dim(2) * self.query.dim(3));
         let mut dkey = vec![<R as Real>::ZERO; self.key.dim(2) * self.key.dim(3)];
         let mut dvalue = vec![<R as Real>::ZERO; self.value.dim(2) * self.value.dim(3)];
         for block in self.blocks(head) {
+            // The weights were not kept from the forward, because they are large: compute them again.
             let weights = self.weights::<R>(block)?;
             let grad = grad.rows(head, block.start, block.rows)?;
             let value = self.value.rows(head, 0, block.columns)?;
@@ -140,6 +143,7 @@ impl Heads<'_> {
                     }
                 },
             );
+            // Each block adds to the gradients of all keys and values that it has used. Only it has these queries.
             let (weights, dscores) = (block.matrix(&weights), block.matrix(&dscores));
             let query = self.query.rows(head, block.start, block.rows)?;
             add(&mut dvalue, &product(weights.transposed(), grad, None, self.threads())?);

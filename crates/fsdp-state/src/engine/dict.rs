@@ -159,11 +159,14 @@ impl<'a> DictSource<'a> {
     fn known_boxes(&self, group: &ProcessGroup, wanted: &Wanted, wanted_on: &WantedOn<'_>) -> Option<HaveWantOfRanks> {
         let (path, leaf) = self.schema.get(wanted.position)?;
         let have = |rank| match (self.root, &self.boxes_on) {
+            // Only the root has a dict. Its tensors are whole, unless they are sharded ones.
             (Some(root), _) if rank != root => Some(Vec::new()),
             (Some(_), _) if !leaf.is_sharded() => Some(vec![TensorBox::whole(leaf.tensor()?.1)]),
+            // Every rank has a dict, and the boxes of each can be computed.
             (None, Some(boxes_on)) => boxes_on(path, rank),
             _ => None,
         };
+        // If the boxes of a single rank are unknown, all ranks have to be asked.
         let ranks = 0..group.world_size();
         let have = ranks.clone().map(have).collect::<Option<Vec<_>>>()?;
         let want = ranks.map(|rank| wanted_on(wanted, rank)).collect::<Option<Vec<_>>>()?;
@@ -179,19 +182,20 @@ impl<'a> DictSource<'a> {
         wanted: &[Wanted],
         wanted_on: &WantedOn<'_>,
     ) -> Result<HashMap<usize, HaveWantOfRanks>, StateError> {
-        // A single rank has everything, each rank has its own whole tensors, and small values of a root came with the
-        // schema.
+        // Step 1: choose the tensors that may have to move. A dict on a root moves, except for small values, which came
+        // with the schema. Of dicts on every rank, only sharded tensors move, and nothing moves on a single rank.
         let may_move = |&index: &usize| match self.root {
             Some(_) => !self.schema.is_small(wanted[index].position),
             None => group.world_size() > 1 && self.is_sharded(wanted[index].position),
         };
         let mut moving: Vec<usize> = (0..wanted.len()).filter(may_move).collect();
+        // Step 2: use what is known without communication.
         let known = moving.iter().map(|&index| Some((index, self.known_boxes(group, &wanted[index], wanted_on)?)));
         if let Some(known) = known.collect() {
             return Ok(known);
         }
-        // Ranks first tell each other what they lack, so that only the boxes of these tensors are sent. All ranks lack
-        // what a root has; and where wants are known, boxes are asked for at once.
+        // Step 3: tell each other which tensors a rank lacks, so that only the boxes of these are sent. This is skipped
+        // for a root's dict, of which the other ranks lack everything, and if it is known what each rank wants.
         if self.root.is_none() && moving.iter().any(|&index| wanted_on(&wanted[index], 0).is_none()) {
             moving.retain(|&index| !self.has_all_of(&wanted[index]));
             let lacking: BTreeSet<usize> = group.all_gather_object(&moving)?.into_iter().flatten().collect();
@@ -200,6 +204,7 @@ impl<'a> DictSource<'a> {
         if moving.is_empty() {
             return Ok(HashMap::new());
         }
+        // Step 4: send each other the boxes.
         let mine: Vec<(Vec<TensorBox>, Vec<TensorBox>)> =
             moving.iter().map(|&index| (self.have(wanted[index].position), wanted[index].boxes.clone())).collect();
         let mut all = group.all_gather_object(&mine)?;
@@ -253,8 +258,8 @@ impl Source for DictSource<'_> {
             memories.iter().flat_map(Memory::tensors).map(|tensor| storage_id(&tensor)).collect();
         for (wanted, memory) in wanted.iter().zip(&memories) {
             let Some(Some(value)) = self.values.get_mut(wanted.position) else { continue };
-            // A value in one of these storages may be overwritten before it is read, so it is copied first. One that is
-            // its own destination stays: nothing is written there.
+            // A value in one of these storages may be overwritten before it is read, so it is copied first. A value
+            // that is its own destination needs no copy, because nothing is written there.
             let shares = value.candle_tensors().iter().any(|tensor| live.contains(&storage_id(tensor)));
             if shares && !memory.is_same_view(value) {
                 *value = Cow::Owned(value.copy()?);

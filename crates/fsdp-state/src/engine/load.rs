@@ -61,9 +61,9 @@ impl LoadError for StateError {
 /// 4. **Read**: the source fills it, from files, from this rank's own values, or from other ranks.
 /// 5. **Commit**: the target takes over the small values.
 ///
-/// Collective over `group`: two agreements (three for a live target), and those of [`Source::locate`] and [`Source::read`]; where ranks differ, also an
-/// object all-gather, an object broadcast, an all-reduce and an agreement. The report is the same on every rank, except for
-/// missing values that a rank has of its own.
+/// Collective over `group`: two agreements (three for a live target), and those of [`Source::locate`] and
+/// [`Source::read`]; where ranks differ, also an object all-gather, an object broadcast, an all-reduce and an
+/// agreement. The report is the same on every rank, except for missing values that a rank has of its own.
 ///
 /// # Errors
 /// The same on every rank. Before the first byte is read nothing has changed: [`StateError::Incompatible`] for values that
@@ -195,7 +195,7 @@ fn agree<E: LoadError>(call: &LoadCall<'_>, compared: Result<Plan, E>) -> Result
 /// Collectives: an object broadcast, an all-reduce and an agreement.
 fn agree_on_own<E: LoadError>(call: &LoadCall<'_>, mut plan: Plan) -> Result<Plan, E> {
     let group = call.group;
-    // Only names that are unexpected on the first rank can be so on all.
+    // Only names that are unexpected on the first rank can be unexpected on all ranks.
     let here = &plan.report.unexpected;
     let mut names: Vec<String> = group.broadcast_object((group.rank() == 0).then_some(here), 0)?;
     // 1 for each name that this rank asks for; after the reduction, for each that any rank asks for. Reports are sorted.

@@ -248,12 +248,14 @@ impl<'g> Exchange<'g> {
 
     /// Gathers whole tensors on one rank, or on all.
     fn gather(&mut self, transfers: &mut [Transfer<'_>], root: Option<usize>) -> Result<(), CommError> {
+        // Every rank knows all pieces that move, in the order in which they arrive, and so how much each rank sends.
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
         let pieces = in_sender_order(transfers, |transfer| match root {
             Some(root) => transfer.layout.pieces_for(root),
             None => transfer.layout.pieces_of_whole(),
         });
         let counts = counts(transfers, &pieces, ranks);
+        // Pack what this rank sends, and receive where the pieces belong.
         let own = pieces.iter().filter(|(_, piece)| piece.source == rank);
         let own: Vec<Outgoing<'_>> = own
             .map(|(transfer, piece)| (transfers[*transfer].sources, &piece.bounds, transfers[*transfer].layout.element))
@@ -322,6 +324,7 @@ impl<'g> Exchange<'g> {
         let most = transfers.iter().map(|transfer| transfer.layout.bytes()).sum::<usize>().max(BUCKET_BYTES);
         let mut start = 0;
         while start < ranks {
+            // Take as many ranks into this round as fit.
             let mut end = start + 1;
             while end < ranks && wanted[start..=end].iter().sum::<usize>() <= most {
                 end += 1;

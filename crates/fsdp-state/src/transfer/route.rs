@@ -155,6 +155,7 @@ impl Layout {
         }
     }
 
+    /// Finds the wanted boxes in the boxes of the sources, asked one after the other. What no source has is left out.
     fn pieces(&self, wanted: &[TensorBox], sources: impl Iterator<Item = usize>) -> Vec<Piece> {
         let mut left: Vec<(usize, TensorBox)> =
             wanted.iter().cloned().enumerate().filter(|(_, want)| !want.is_empty()).collect();
@@ -189,7 +190,7 @@ pub(crate) fn windows(shape: &[usize], element: usize, limit: usize) -> Vec<Tens
         if largest <= limit {
             break;
         }
-        // As many rows of this dimension as fit, of what the dimensions before it have left.
+        // The windows are too large, so cut them along this dimension: each gets as many rows as fit, at least one.
         let row = shape[dimension + 1..].iter().product::<usize>().saturating_mul(element).max(1);
         let rows = (limit / row).max(1);
         windows = windows

@@ -219,6 +219,7 @@ impl CheckpointReader {
         Ok(quantizer_of(&archive, &item)?)
     }
 
+    /// Adds the key and the place of an item to an error of its contents.
     pub(super) fn item_error(&self, fqn: &str, stored: &StorageInfo, error: ReadError) -> FileError {
         match error {
             ReadError::File(error) => error,

@@ -13,7 +13,8 @@ use crate::torch::value::encode_value;
 
 /// The alignment of large payloads in the file, for mapping and direct I/O.
 const PAGE: u64 = 4096;
-/// The length from which payloads are aligned to pages; others keep the alignment that they have in their item.
+/// The length from which payloads are aligned to pages. Shorter payloads keep the alignment that they have in their
+/// item.
 const PAGE_ALIGNED: u64 = 64 << 10;
 /// The length from which a payload has its own hash segment.
 pub(super) const OWN_SEGMENT: u64 = 16 << 10;

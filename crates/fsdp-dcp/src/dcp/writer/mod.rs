@@ -244,6 +244,8 @@ pub(crate) fn finish_copy(
     finish_with(staging, metadata, written, original.lineage().cloned(), original.digests())
 }
 
+/// Puts the places of all written items into the metadata, and commits. Digests that differ from those of `original`,
+/// whose copy this is, are an error.
 fn finish_with(
     staging: Staging,
     mut metadata: Metadata,

@@ -163,6 +163,8 @@ struct Frame {
 }
 
 impl Frame {
+    /// Returns the bytes around a tensor's payload, once its checksum `crc` is known; `None` for an item that is not a
+    /// tensor with its own payload.
     fn new(layout: &FileLayout<'_>, item: usize, crc: u32) -> Option<Self> {
         let placed = &layout.items[item];
         let (Some((payload, length)), Content::Tensor { around, .. }) = (placed.own_payload(), &placed.content) else {

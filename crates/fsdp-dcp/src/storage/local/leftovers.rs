@@ -35,7 +35,7 @@ pub(super) fn set_aside(durable: &Durable, target: &Path) -> Result<(), FileErro
     if !durable.files().exists(target) {
         return Ok(());
     }
-    // The target that has replaced them must be durable before they lose their names.
+    // The target that has replaced the old checkpoints must be durable before they lose their names.
     durable.sync_directory(&parent)?;
     for directory in &old {
         durable.rename_new(directory, &parent.join(format!("{prefix}tmp-{:016x}", durable.files().nonce())))?;

@@ -1,4 +1,4 @@
-//! Reading local files: none outside the directory, none that is not regular.
+//! Reading local files. Files outside of the directory, and files that are not regular, are refused.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,12 +31,12 @@ impl LocalDirectory {
         for _ in 0..LOCK_ATTEMPTS {
             let directory = open_directory(&**files, path)?;
             match directory.try_lock(LockKind::Shared) {
-                // It was locked before it could be replaced.
+                // The directory was locked before anybody replaced it: from here on it stays.
                 Ok(true) if is_at(&**files, &*directory, path) => {
                     return Ok(LocalDirectory { files: held, path: to, directory, links });
                 }
-                // It was replaced between opening and locking, or somebody is just publishing or removing it. What is at
-                // the path a moment later is a checkpoint that stays, or nothing.
+                // The directory was replaced between opening and locking, or somebody is just publishing or removing
+                // it. A moment later there is a checkpoint that stays at the path, or nothing.
                 Ok(_) => {
                     drop(directory);
                     files.pause(LOCK_PAUSE);

@@ -119,8 +119,8 @@ impl LocalStage {
                 return Err(error);
             }
         } else {
-            // Two renames, between which there is no target: `recover` puts the old one back after a crash there. It must
-            // not find versions before that one.
+            // Two renames, between which there is no target. If there is a crash at that point, `recover` puts the old
+            // checkpoint back. It must not find still older ones.
             set_aside(&durable, &self.target)?;
             let (_, prefix) = staging_prefix(&self.target)?;
             let old = parent.join(format!("{prefix}old-{}", self.name.trim_start_matches("tmp-")));
@@ -143,6 +143,7 @@ impl LocalStage {
         durable.remove_directory(&self.directory)
     }
 
+    /// Syncs a directory, after the directories in it.
     fn sync_directories(&self, directory: &Path) -> Result<(), FileError> {
         let list = self.durable.files().list(directory).map_err(FileError::io("list", directory))?;
         for (name, kind) in list {

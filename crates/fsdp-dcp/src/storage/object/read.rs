@@ -62,7 +62,7 @@ impl ReadDirectory for ObjectDirectory {
     }
 }
 
-/// An object in the version that was opened. If another one takes its place, reading it fails.
+/// An object in the version that was opened. If another version takes its place, reading fails.
 struct ObjectFile {
     store: Arc<dyn Store>,
     key: Key,

@@ -22,7 +22,7 @@ use crate::storage::sidecar::Sidecar;
 
 /// The number of times that a commit is tried while its outcome is unknown.
 const COMMIT_ATTEMPTS: u32 = 5;
-/// The pause after the first attempt; it doubles after each further one.
+/// The pause after the first attempt. After each further attempt it is twice as long.
 const COMMIT_PAUSE: Duration = Duration::from_millis(200);
 /// The number of times that the removal of a claim is tried.
 const RELEASE_ATTEMPTS: u32 = 3;
@@ -119,7 +119,7 @@ impl ObjectStage {
             if self.prefix.head("").is_ok_and(|there| there.is_none_or(|there| there.size != length)) {
                 return Err(error);
             }
-            // Otherwise it may have been done, and only the answer was lost. Then the sidecar must stay.
+            // Otherwise the upload may have succeeded, and only the answer was lost. Then the sidecar must stay.
             self.cleans = false;
             return Err(FileError::CommitUnknown { path: self.target().to_owned(), source: Box::new(error) });
         }

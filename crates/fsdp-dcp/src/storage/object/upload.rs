@@ -51,7 +51,8 @@ pub(super) struct Upload {
     failed: Arc<AtomicBool>,
     /// The slot in which the finished upload waits, if it must not be published immediately.
     parked_in: Option<Slot>,
-    /// `true` if no other save writes to its key, so that an object of the right length there must be this one.
+    /// `true` if no other save writes to the key of this object. Then an object of the right length at the key must be
+    /// this one.
     is_own_key: bool,
 }
 

@@ -221,7 +221,8 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
     let mut length = u64::from(u32_at(end, 12));
     let mut start = u64::from(u32_at(end, 16));
     let mut limit = end_at;
-    // One value too large for the end record, and all are in the zip64 one, which a locator before it names.
+    // If one of these values is too large for the end record, all are in the zip64 end record. A locator just before
+    // the end record says where that is.
     if count == u64::from(u16::MAX) || length == u64::from(IN_ZIP64) || start == u64::from(IN_ZIP64) {
         let locator_at = end_at.checked_sub(20).ok_or_else(|| bad(end_at, "no zip64 locator"))?;
         let locator = read_whole(source, locator_at, 20)?;

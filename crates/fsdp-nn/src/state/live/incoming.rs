@@ -44,8 +44,8 @@ impl Incoming {
         let is_missed = |fqn: &str| exact.is_some() || lacks_state.contains(fqn);
         let mut missing = Vec::new();
         let groups = saved.groups.match_with(optimizer, &mut missing, is_missed)?;
-        // A group that is not saved (`param_groups.<index>`) keeps its hyperparameters. One that is saved must have all
-        // of them, and each that it lacks is `param_groups.<index>.<key>`.
+        // A group that was not saved (`param_groups.<index>` in `missing`) keeps its hyperparameters. A group that was
+        // saved must have all of them; one that it lacks is `param_groups.<index>.<key>` in `missing`.
         if let Some(key) = missing.iter().find(|key| exact.is_some() && key.split('.').count() > 2) {
             return Err(OptimStateError::MissingKey { key: key.clone() }.into());
         }
@@ -87,8 +87,9 @@ impl Incoming {
 }
 
 /// Returns the trained parameters of an optimizer that have no saved state, though their algorithm has some from the
-/// first step on and others have been saved. (A frozen parameter never has any. A never-stepped optimizer saves no
-/// state at all, which one that has not stepped either does not miss; one that has would lose its own.)
+/// first step on and others have been saved. A frozen parameter never has any. An optimizer that has never stepped
+/// saves no state at all. An optimizer that has not stepped either misses nothing then, but one that has stepped would
+/// lose its own state.
 fn missing_states(optimizer: &Optimizer, saved: &SavedOptim) -> Result<HashSet<String>> {
     let mut missing = HashSet::new();
     if saved.states.is_empty() && optimizer.is_fresh() {

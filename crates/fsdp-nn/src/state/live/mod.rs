@@ -146,7 +146,7 @@ impl<'a> LiveTarget<'a> {
         self
     }
 
-    /// Makes ranks whose calls had other arguments an error. `arguments` lists those of this rank.
+    /// Makes it an error if ranks call with different arguments. `arguments` lists those of this rank.
     #[must_use]
     pub(crate) fn with_arguments(mut self, arguments: String) -> Self {
         self.arguments = arguments;
@@ -206,7 +206,7 @@ impl<'a> LiveTarget<'a> {
     /// Asks for a tensor that fits a live value, and reports one that does not.
     fn add(&mut self, wanted: Result<Wanted, Mismatch>, value: StateValue, part: Part, plan: &mut Plan) {
         match wanted {
-            // It is filled where it is, so it has to be in one piece there.
+            // The live tensor is filled where it is, so it has to be contiguous.
             Ok(Wanted { key, .. }) if value.as_tensor().is_some_and(|tensor| !tensor.is_contiguous()) => {
                 let (saved, current) = ("a tensor".to_owned(), "a tensor that is not contiguous".to_owned());
                 plan.report.mismatched.push(Mismatch { fqn: key, saved, current });
