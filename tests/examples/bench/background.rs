@@ -15,12 +15,15 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: usize, figures: &mut Figures) -> Res
     let cases = on_ranks(ranks, |group| {
         let mut training = Training::new(group, bench.size, FsdpConfig::default())?;
         let group = training.group().clone();
-        let own = state_bytes(&training.state()?);
+        // For reading only: a save copies views that somebody may write to at once.
+        let (state, guard) = training.run.state_to_save()?;
+        let own = state_bytes(&state);
+        drop((state, guard));
         let bytes = total(&group, own)?;
         let (source, mut target) = (vec![1u8; own], vec![2u8; own]);
         let save = SaveOptions { overwrite: true, ..SaveOptions::default() };
         let options = CheckpointerOptions { save, ..CheckpointerOptions::default() };
-        let mut checkpointer = Checkpointer::new(bench.directory, &group, options)?;
+        let mut checkpointer = Checkpointer::new(&bench.directory, &group, options)?;
         let path = bench.directory.join("behind");
         // The first one allocates the buffers.
         checkpointer.save_async(&path, &training.run)?;
