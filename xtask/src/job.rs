@@ -23,23 +23,9 @@ const STOPPED: i32 = 18;
 /// The last lines of a job's output that a failed task shows.
 const LINES_SHOWN: usize = 60;
 
-/// A model as small as they come.
-const TRAIN: [&str; 14] = [
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--hidden",
-    "16",
-    "--seq",
-    "16",
-    "--batch",
-    BATCH,
-    "--sample",
-    "0",
-    "--threads",
-    "1",
-];
+/// The options of `fsdp train` for a model as small as they come.
+pub(crate) const SMALL_MODEL: [&str; 12] =
+    ["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--sample", "0", "--threads", "1"];
 const BATCH: &str = "16";
 
 /// The tokens of a step.
@@ -100,7 +86,7 @@ impl Work {
         command.args(["--max-restarts", &self.max_restarts.to_string(), "--nproc", &self.ranks.to_string(), "--"]);
         command.args(script).arg(&self.program).args(["train", "--backend", "tcp", "--resume=auto"]);
         command.args(["--timeout", &self.timeout.to_string(), "--steps", &self.steps.to_string()]);
-        command.args(["--save-every", &self.save_every.to_string()]).args(TRAIN);
+        command.args(["--save-every", &self.save_every.to_string()]).args(SMALL_MODEL).args(["--batch", BATCH]);
         if let Some(checkpoints) = self.keep_last {
             command.args(["--keep-last", &checkpoints.to_string()]);
         }

@@ -14,7 +14,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::job::{self, is_alive, newest};
+use crate::job::{self, SMALL_MODEL, is_alive, newest};
 use crate::shell::say;
 
 /// The number of ranks of a run.
@@ -45,27 +45,8 @@ done
 exit $code
 "#;
 
-/// The smallest model that saves after every step.
-const TRAIN: [&str; 18] = [
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--hidden",
-    "16",
-    "--seq",
-    "16",
-    "--batch",
-    "12",
-    "--sample",
-    "0",
-    "--steps",
-    "1000000",
-    "--save-every",
-    "1",
-    "--threads",
-    "1",
-];
+/// The options of `fsdp train` for a run that saves after every step until it is killed.
+const ENDLESS: [&str; 6] = ["--batch", "12", "--steps", "1000000", "--save-every", "1"];
 
 /// The outcome of a run.
 #[derive(Debug, Default)]
@@ -178,7 +159,7 @@ impl Launch {
         let mut command = Command::new(program);
         command.args(["launch", "--grace", "1", "--nproc", &RANKS.to_string(), "--", "sh", "-c", RANK, "rank"]);
         command.arg(dir).arg(victim.to_string()).arg(program).args(["train", "--backend", "tcp"]);
-        command.args(["--timeout", &DEADLINE.as_secs().to_string(), "--out"]).arg(out).args(TRAIN);
+        command.args(["--timeout", &DEADLINE.as_secs().to_string(), "--out"]).arg(out).args(SMALL_MODEL).args(ENDLESS);
         let said = fs::File::options().create(true).append(true).open(dir.join("said"))?;
         command.stdin(Stdio::null()).stdout(said.try_clone()?).stderr(said);
         Ok(Launch(command.spawn().with_context(|| format!("failed to start `{}`", program.display()))?))

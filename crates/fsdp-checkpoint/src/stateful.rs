@@ -317,8 +317,13 @@ impl<M> Stateful for TrainState<M> {
 
     fn state_to_save(&self) -> Result<(StateDict, Option<KeptUnchanged>), CheckpointError> {
         let state = self.views()?;
-        let guard = self.model.parameters().keep_unchanged();
-        Ok((state, guard.map(|guard| KeptUnchanged::new([MODEL, OPTIM, AVERAGE], guard))))
+        let parameters = self.model.parameters();
+        let mut keys = vec![MODEL, OPTIM];
+        // An average of another model does not wait for readers of this one.
+        if self.average.as_ref().is_some_and(|average| average.belongs_to(parameters)) {
+            keys.push(AVERAGE);
+        }
+        Ok((state, parameters.keep_unchanged().map(|guard| KeptUnchanged::new(keys, guard))))
     }
 
     fn load_state_dict(

@@ -86,6 +86,12 @@ impl AveragedModel {
         Ok(AveragedModel { parameters: Arc::clone(parameters), decay, n_averaged: 0, average, is_swapped: false })
     }
 
+    /// Returns `true` if this averages the weights of this very model, and not of one like it.
+    #[must_use]
+    pub fn belongs_to(&self, parameters: &ShardedParameters) -> bool {
+        self.parameters.is_same_model(parameters)
+    }
+
     /// Returns the number of updates so far.
     #[must_use]
     pub const fn n_averaged(&self) -> i64 {

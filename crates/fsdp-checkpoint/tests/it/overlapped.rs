@@ -153,6 +153,27 @@ fn tensors_that_no_guard_covers_are_copied_at_once() {
     }
 }
 
+#[test]
+fn the_average_of_another_model_is_copied_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let (mut run, mut other) =
+            (run(group.clone(), FsdpConfig::default()), run(group.clone(), FsdpConfig::default()));
+        backward(&other);
+        step(&mut other);
+        std::mem::swap(&mut run.average, &mut other.average);
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let before = checkpointer.save(1, &run).unwrap();
+        other.model.parameters().zero_grad();
+        backward(&other);
+        other.optimizers[0].step().unwrap();
+        checkpointer.save_async(2, &run).unwrap();
+        run.average.as_mut().unwrap().update().unwrap();
+        assert_eq!(checkpointer.wait().unwrap().unwrap().digest, before.digest);
+    })
+    .unwrap();
+}
+
 /// A run whose weights are released as soon as the save has been asked for.
 struct Lost(TrainState<Linear>);
 
