@@ -152,7 +152,7 @@ fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool)
         return Ok((hosts, Connections { streams, later: None }));
     }
     // Step 6: in a large job, wait until all ranks are connected to their neighbours.
-    meet_again(participant, store)?;
+    wait_until_all_connected(participant, store)?;
     Ok((hosts, Connections { streams, later: Some(LaterConnections { directory, acceptor }) }))
 }
 
@@ -311,7 +311,7 @@ fn accept_all(
 }
 
 /// Waits until all ranks have connected to their neighbours.
-fn meet_again(participant: &Participant, store: &TcpStore) -> Result<(), CommError> {
+fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Result<(), CommError> {
     // Step 1: say that this rank is connected, and wait until all ranks have said so.
     let &Participant { rank, world_size, deadline, until, .. } = participant;
     let left = || until.saturating_duration_since(Instant::now());

@@ -62,8 +62,8 @@ fn round_to_odd(number: f64) -> f32 {
     if f64::from(near) == number || !near.is_finite() {
         return near;
     }
-    // Of the two floats around the number, the one nearer to zero. As an integer, its bits are one less than those of
-    // the other.
+    // The number lies between two floats that follow each other. `toward_zero` holds the bits of the float that is nearer to
+    // zero. Read as an integer, they are one less than the bits of the other float.
     let is_beyond = f64::from(near).abs() > number.abs();
     let toward_zero = near.to_bits() - u32::from(is_beyond);
     f32::from_bits(toward_zero | 1)
