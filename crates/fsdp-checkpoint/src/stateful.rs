@@ -73,7 +73,7 @@ impl KeptUnchanged {
         self.keys.contains(first)
     }
 
-    /// Allows changes again, and returns how long one has waited for that.
+    /// Ends the guard, and returns for how long a change has waited so far.
     pub(crate) fn release(self) -> Duration {
         self.guard.release()
     }

@@ -19,7 +19,8 @@ impl Unchanged {
         Unchanged { readers: Arc::clone(readers) }
     }
 
-    /// Allows changes again, and returns how long one has waited for that; zero if none has.
+    /// Ends the guard, and returns for how long a change has waited so far; zero if none has. The changes go on once no other
+    /// guard is left.
     pub fn release(self) -> Duration {
         self.readers.waited()
     }
@@ -60,10 +61,12 @@ impl Readers {
         }
     }
 
+    /// Adds a reader: changes wait from now on.
     fn begin(&self) {
         self.lock().readers += 1;
     }
 
+    /// Removes a reader. If it was the last one, the changes that wait go on.
     fn end(&self) {
         let mut reading = self.lock();
         reading.readers -= 1;
@@ -73,7 +76,7 @@ impl Readers {
         }
     }
 
-    /// Returns how long a change has waited so far.
+    /// Returns for how long a change has waited so far; zero if none waits.
     fn waited(&self) -> Duration {
         self.lock().waiting_since.map_or(Duration::ZERO, |since| since.elapsed())
     }

@@ -137,7 +137,7 @@ impl DeferredCopies {
     }
 }
 
-/// Copies the leaves of a dict to the same places of another.
+/// Copies the leaves of a dict to the same places of `copy`, and puts those that can wait on a list.
 struct Copier<'a> {
     copy: &'a StateDict,
     can_wait: &'a dyn Fn(&KeyPath) -> bool,
@@ -145,6 +145,7 @@ struct Copier<'a> {
 }
 
 impl Copier<'_> {
+    /// Copies a leaf to its place in the other dict, and returns the value there.
     fn copy(&self, path: &KeyPath, value: StateValue) -> Result<StateValue, StateError> {
         match get_element(self.copy, path) {
             Some(companion) => copy_leaf(&value, companion),

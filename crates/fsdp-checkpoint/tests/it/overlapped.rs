@@ -109,7 +109,7 @@ fn whatever_changes_the_state_waits_until_it_has_been_read() {
     .unwrap();
 }
 
-/// Checks that a change begins only when a reader has ended, and that forwards do not wait for it.
+/// Checks that `change` returns only after a reader of the values has ended, and that the guard tells of the wait.
 fn assert_waits(name: &str, parameters: &fsdp_nn::ShardedParameters, change: &mut dyn FnMut()) {
     let has_ended = AtomicBool::new(false);
     let guard = parameters.keep_unchanged().unwrap();
