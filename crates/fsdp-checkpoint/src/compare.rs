@@ -1,15 +1,17 @@
 //! The comparison of what was loaded with the digests that were recorded when it was saved.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
-use fsdp_comm::ProcessGroup;
+use fsdp_comm::{CommError, ProcessGroup, ReduceOp};
 use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_dcp::metadata::{Metadata, TensorEntry};
 use fsdp_digest::{Digest, StateDigest, Sum};
 use fsdp_layout::cover::uncovered;
 use fsdp_layout::{PlainValue, TensorBox};
+use fsdp_state::engine::Wanted;
+use fsdp_state::{LoadError as _, Schema};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CheckpointError, WrongTensor};
@@ -75,16 +77,38 @@ impl<'a> Comparison<'a> {
     }
 
     /// Compares the tensors that all ranks have read together with the recorded digests. Tensors of which some element
-    /// was read by no rank are skipped. Collectives: an object all-gather of sizes, an object gather for each 64 MiB of
-    /// sums, and an object broadcast.
+    /// was read by no rank are not compared.
+    ///
+    /// `is_left` returns `true` for tensors whose hashes were not checked because they would be compared, which is the same on
+    /// every rank. `check_hashes` checks the hashes of what this rank has read of some of them. It is called if they are
+    /// wrong, to find the damage, and if they could not be compared after all.
+    ///
+    /// Collectives: an object all-gather of sizes, an object gather for each 64 MiB of sums, and an object broadcast; if
+    /// hashes are checked, also an agreement.
     ///
     /// # Errors
-    /// The same on every rank: [`CheckpointError::NotAsSaved`].
-    pub(crate) fn check(self, group: &ProcessGroup) -> Result<(), CheckpointError> {
+    /// The same on every rank: [`CheckpointError::NotAsSaved`]; the error of any rank's `check_hashes`.
+    pub(crate) fn check(
+        self,
+        group: &ProcessGroup,
+        operation: &str,
+        is_left: impl Fn(&str) -> bool,
+        check_hashes: impl FnOnce(&HashSet<&str>) -> Result<(), CheckpointError>,
+    ) -> Result<(), CheckpointError> {
         // An encoded sum takes about 48 bytes, and two numbers of 8 bytes for each dimension of its box.
         let gathered = gather_in_rounds(group, self.parts, |part| 48 + 16 * part.bounds.rank() as u64, COMPARING_RANK)?;
-        let wrong = gathered.map(|parts| wrong_tensors(self.metadata, self.recorded, parts));
-        let mut wrong: Vec<WrongTensor> = group.broadcast_object(wrong.as_ref(), COMPARING_RANK)?;
+        let outcome = gathered.map(|parts| compare_all(self.metadata, self.recorded, parts));
+        let outcome: Option<Compared> = outcome.map(|mut outcome| {
+            outcome.incomplete.retain(|fqn| is_left(fqn));
+            outcome
+        });
+        let Compared { mut wrong, incomplete } = group.broadcast_object(outcome.as_ref(), COMPARING_RANK)?;
+        let unchecked: HashSet<&str> =
+            wrong.iter().map(|tensor| &tensor.fqn).chain(&incomplete).map(String::as_str).collect();
+        if unchecked.is_empty() {
+            return Ok(());
+        }
+        CheckpointError::agree(group, operation, None, check_hashes(&unchecked))?;
         if wrong.is_empty() {
             return Ok(());
         }
@@ -95,6 +119,55 @@ impl<'a> Comparison<'a> {
         }
         Err(CheckpointError::NotAsSaved { path: self.path.to_owned(), tensors: wrong })
     }
+}
+
+/// Returns, for each leaf of a schema, whether all ranks together want every element of it, and each of them equally often.
+/// Then the sums over what they read make up the digest of the tensor. Collective: an all-reduce.
+///
+/// It may be `true` for other wishes too, though only by a coincidence, which [`Comparison::check`] finds.
+pub(crate) fn wanted_by_all_together(
+    group: &ProcessGroup,
+    schema: &Schema,
+    wanted: &[Wanted],
+) -> Result<Vec<bool>, CommError> {
+    // For each leaf, how many elements the ranks want, and the sum of the positions of these elements. If both are those of
+    // the whole tensor, or the same multiple of them, the ranks want all of it.
+    let mut sums = vec![0i64; 2 * schema.iter().len()];
+    for wanted in wanted {
+        for bounds in &wanted.boxes {
+            let (elements, positions) = elements_and_positions(&wanted.shape, bounds);
+            let [all_elements, all_positions] = [2 * wanted.position, 2 * wanted.position + 1];
+            sums[all_elements] = sums[all_elements].wrapping_add(elements.cast_signed());
+            sums[all_positions] = sums[all_positions].wrapping_add(positions.cast_signed());
+        }
+    }
+    group.all_reduce(&mut sums, ReduceOp::Sum)?;
+    let mut is_wanted = Vec::with_capacity(schema.iter().len());
+    for ((_, leaf), sums) in schema.iter().zip(sums.chunks_exact(2)) {
+        let [elements, positions] = [sums[0].cast_unsigned(), sums[1].cast_unsigned()];
+        is_wanted.push(leaf.tensor().filter(|_| elements > 0).is_some_and(|(_, shape)| {
+            let whole = elements_and_positions(shape, &TensorBox::whole(shape));
+            whole.0 > 0 && elements % whole.0 == 0 && positions == (elements / whole.0).wrapping_mul(whole.1)
+        }));
+    }
+    Ok(is_wanted)
+}
+
+/// Returns the number of elements of a box of a tensor, and the sum of their row-major positions in the tensor, both modulo 2^64.
+fn elements_and_positions(shape: &[usize], bounds: &TensorBox) -> (u64, u64) {
+    let elements = bounds.sizes.iter().fold(1u64, |product, &size| product.wrapping_mul(size as u64));
+    let (mut positions, mut stride) = (0u64, 1u64);
+    for ((&size, &offset), &extent) in bounds.sizes.iter().zip(&bounds.offsets).zip(shape).rev() {
+        if size == 0 {
+            return (0, 0);
+        }
+        // Each index along this dimension counts once for every index along the others.
+        let (offset, size) = (offset as u128, size as u128);
+        let indices = (size * offset + size * (size - 1) / 2) as u64;
+        positions = positions.wrapping_add(stride.wrapping_mul(elements / size as u64).wrapping_mul(indices));
+        stride = stride.wrapping_mul(extent as u64);
+    }
+    (elements, positions)
 }
 
 /// Checks a value that was read against the digest that was recorded of it, if there is one.
@@ -119,24 +192,44 @@ fn digest(sum: Sum, tensor: &TensorEntry) -> Digest {
     sum.finish(tensor.properties.dtype, &tensor.shape)
 }
 
-/// Returns the tensors whose elements are not those that were saved. `parts` are by rank of the group.
-fn wrong_tensors(metadata: &Metadata, recorded: &StateDigest, parts: Vec<Vec<BoxSum>>) -> Vec<WrongTensor> {
+/// The outcome of a comparison.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Compared {
+    /// The tensors whose elements are not those that were saved.
+    wrong: Vec<WrongTensor>,
+    /// The tensors that were read in parts that do not make up the whole, each element once.
+    incomplete: Vec<String>,
+}
+
+/// Compares tensors that were read in parts. `parts` are by rank of the group.
+fn compare_all(metadata: &Metadata, recorded: &StateDigest, parts: Vec<Vec<BoxSum>>) -> Compared {
     let mut tensors: BTreeMap<usize, BoxSums> = BTreeMap::new();
     for (rank, part) in
         parts.into_iter().enumerate().flat_map(|(rank, parts)| parts.into_iter().map(move |part| (rank, part)))
     {
         tensors.entry(part.entry).or_default().entry(part.bounds).or_default().push((rank, part.sum));
     }
-    let mut wrong = Vec::new();
+    let mut compared = Compared::default();
     for (entry, boxes) in tensors {
         let Some((fqn, _)) = metadata.entries.get_index(entry) else { continue };
         let (Some(tensor), Some(recorded)) = (metadata.tensor(fqn), recorded.get(fqn)) else { continue };
+        if !is_complete(tensor, &boxes) {
+            compared.incomplete.push(fqn.clone());
+        }
         let ranks = wrong_ranks(tensor, recorded, boxes);
         if !ranks.is_empty() {
-            wrong.push(WrongTensor { fqn: fqn.clone(), ranks });
+            compared.wrong.push(WrongTensor { fqn: fqn.clone(), ranks });
         }
     }
-    wrong
+    compared
+}
+
+/// Returns `true` if boxes make up a tensor, each element once. The tensor itself, read as a whole, does not count.
+fn is_complete(tensor: &TensorEntry, boxes: &BoxSums) -> bool {
+    let whole = TensorBox::whole(&tensor.shape);
+    let parts: Vec<&TensorBox> = boxes.keys().filter(|bounds| **bounds != whole).collect();
+    let elements: usize = parts.iter().map(|bounds| bounds.numel()).sum();
+    elements == whole.numel() && uncovered(&whole, parts.into_iter()).is_empty()
 }
 
 /// Returns the ranks whose elements of a tensor are wrong, sorted.
@@ -144,6 +237,7 @@ fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> Ve
     // A rank that has read the whole tensor sends its sum only if it is wrong.
     let whole = boxes.remove(&TensorBox::whole(&tensor.shape)).unwrap_or_default();
     let mut ranks: Vec<usize> = whole.into_iter().map(|(rank, _)| rank).collect();
+    let is_complete = is_complete(tensor, &boxes);
     // Ranks that have read the same box must have read the same elements.
     let mut all = Sum::default();
     for sums in boxes.values() {
@@ -152,9 +246,6 @@ fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> Ve
         all.add(usual);
     }
     // Boxes that make up the tensor, each element once, add up to its digest.
-    let elements: usize = boxes.keys().map(TensorBox::numel).sum();
-    let bounds = TensorBox::whole(&tensor.shape);
-    let is_complete = elements == bounds.numel() && uncovered(&bounds, boxes.keys()).is_empty();
     if is_complete && !boxes.is_empty() && digest(all, tensor) != recorded {
         ranks.extend(boxes.values().flatten().map(|(rank, _)| *rank));
     }
@@ -195,6 +286,26 @@ mod tests {
             boxes.entry(bounds).or_default().push((rank, sum));
         }
         wrong_ranks(&tensor(), digest(sum_of(0, &[1, 2, 3, 4]).1, &tensor()), boxes)
+    }
+
+    #[test]
+    fn positions_are_summed_as_if_they_were_listed() {
+        let shape = [3, 4, 5];
+        for (offsets, sizes) in
+            [([0, 0, 0], [3, 4, 5]), ([1, 2, 3], [2, 1, 2]), ([2, 0, 4], [1, 4, 1]), ([0, 1, 0], [3, 0, 5])]
+        {
+            let bounds = TensorBox::new(offsets.to_vec(), sizes.to_vec());
+            let mut listed = (0, 0);
+            for i in offsets[0]..offsets[0] + sizes[0] {
+                for j in offsets[1]..offsets[1] + sizes[1] {
+                    for k in offsets[2]..offsets[2] + sizes[2] {
+                        listed = (listed.0 + 1, listed.1 + ((i * 4 + j) * 5 + k) as u64);
+                    }
+                }
+            }
+            assert_eq!(elements_and_positions(&shape, &bounds), listed, "{bounds:?}");
+        }
+        assert_eq!(elements_and_positions(&[], &TensorBox::new(vec![], vec![])), (1, 0));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! A checkpoint of any format as the source of a load: each rank reads the bytes that it needs, and nothing else.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher as _, BuildHasherDefault};
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use fsdp_dcp::metadata::Entry;
 use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions};
 use fsdp_dcp::reader::{Destination, ReadOptions};
 use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::StorageGuard;
+use fsdp_flat::storage::{StorageGuard, zeroed_vec};
 use fsdp_layout::{ErrorKind, Failure as _, KeyPath, PathPart, TensorBox};
 use fsdp_state::engine::{LoadCall, Wanted, WantedOn};
 use fsdp_state::{Leaf, Lend, LoadError as _, Memory, Schema, Source, StateValue, lent_bytes};
@@ -19,7 +19,7 @@ use indexmap::IndexMap;
 use twox_hash::XxHash3_64;
 
 use crate::CheckpointError;
-use crate::compare::{Comparison, check_value};
+use crate::compare::{Comparison, check_value, wanted_by_all_together};
 use crate::shared_read::{JoinedBoxes, replicas};
 
 /// The bytes that are lent and read at once. It is more than the threads need to be busy, and it bounds the memory that
@@ -39,6 +39,9 @@ pub struct CheckpointSource<'a> {
     keys: Vec<String>,
     /// The ranks that load the same data as this one, if they share the reading.
     replicas: Option<ProcessGroup>,
+    /// For each position of the schema, `true` if the sums of all ranks make up the digest of the tensor, so that it is checked
+    /// by that and not by the hashes of the file. Empty if the checkpoint has no digests.
+    is_compared: Vec<bool>,
 }
 
 impl<'a> CheckpointSource<'a> {
@@ -69,7 +72,7 @@ impl<'a> CheckpointSource<'a> {
             entries.map(|(key, entry)| (path(key), leaf(entry), key.clone())).collect();
         leaves.sort_by(|(a, ..), (b, ..)| a.cmp(b));
         let (schema, keys) = leaves.into_iter().map(|(path, leaf, key)| ((path, leaf), key)).unzip();
-        CheckpointSource { checkpoint, schema: Schema::new(schema), keys, replicas: None }
+        CheckpointSource { checkpoint, schema: Schema::new(schema), keys, replicas: None, is_compared: Vec::new() }
     }
 
     /// Leaves out opaque plain values, which hold objects of other programs and cannot be loaded, and returns their keys.
@@ -114,6 +117,33 @@ impl<'a> CheckpointSource<'a> {
         let (fqn, shape) = (self.key(wanted.position).to_owned(), wanted.shape.clone());
         LoadRequest { fqn, dtype: wanted.dtype, shape, boxes }
     }
+
+    /// Returns `true` if the sums of all ranks make up the digest of the tensor at a position.
+    fn is_compared(&self, position: usize) -> bool {
+        self.is_compared.get(position).copied().unwrap_or(false)
+    }
+
+    /// Checks the hashes of what this rank has read of some tensors, one tensor after the other. It was read without.
+    fn check_hashes(&self, fqns: &HashSet<&str>, wanted: &[Wanted]) -> Result<(), CheckpointError> {
+        for wanted in wanted {
+            if !self.is_compared(wanted.position) || !fqns.contains(self.key(wanted.position)) {
+                continue;
+            }
+            let element = wanted.dtype.size_in_bytes() as usize;
+            let sizes: Vec<usize> = wanted.boxes.iter().map(|bounds| bounds.numel() * element).collect();
+            let mut bytes = zeroed_vec(sizes.iter().sum())?;
+            let mut rest: &mut [u8] = &mut bytes;
+            let mut buffers = Vec::with_capacity(sizes.len());
+            for size in sizes {
+                let (buffer, after) = rest.split_at_mut(size);
+                buffers.push(buffer);
+                rest = after;
+            }
+            let destination = Destination::new(self.request(wanted, wanted.boxes.clone()), buffers);
+            self.checkpoint.read(vec![destination], ReadOptions::default())?;
+        }
+        Ok(())
+    }
 }
 
 /// A reading of a checkpoint: all that it has read is compared with the digests, if there are any.
@@ -151,7 +181,9 @@ impl<'a> Reading<'a> {
         let mut destinations = Vec::with_capacity(wanted.len());
         for (wanted, buffers) in wanted.iter().zip(of_tensors) {
             if let Some(buffers) = buffers {
-                destinations.push(Destination { request: self.source.request(wanted, wanted.boxes.clone()), buffers });
+                let request = self.source.request(wanted, wanted.boxes.clone());
+                let is_compared = self.source.is_compared(wanted.position);
+                destinations.push(Destination { request, buffers, is_compared });
             }
         }
         self.read(destinations)?;
@@ -293,7 +325,7 @@ impl<'a> Reading<'a> {
                 buffers.push(buffer);
                 bytes = rest;
             }
-            destinations.push(Destination { request, buffers });
+            destinations.push(Destination::new(request, buffers));
         }
         self.read(destinations)
     }
@@ -387,6 +419,9 @@ impl Source for CheckpointSource<'_> {
         CheckpointError::agree(call.group, call.operation, Some(hash), checked)?;
         let shares = call.options.read_once.unwrap_or_else(|| self.checkpoint.directory().is_object_store());
         self.replicas = if shares { replicas(call.group, wanted)? } else { None };
+        if self.checkpoint.digests().is_some() {
+            self.is_compared = wanted_by_all_together(call.group, &self.schema, wanted)?;
+        }
         Ok(())
     }
 
@@ -401,7 +436,12 @@ impl Source for CheckpointSource<'_> {
             read = CheckpointError::agree(call.group, call.operation, None, read);
         }
         // A rank that failed to read takes part nevertheless, because the others compare what they have read.
-        let compared = reading.comparison.map_or(Ok(()), |comparison| comparison.check(call.group));
+        let compared = reading.comparison.map_or(Ok(()), |comparison| {
+            let positions = self.keys.iter().enumerate().filter(|(position, _)| self.is_compared(*position));
+            let left: HashSet<&str> = positions.map(|(_, key)| key.as_str()).collect();
+            let is_left = |fqn: &str| left.contains(fqn);
+            comparison.check(call.group, call.operation, is_left, |fqns| self.check_hashes(fqns, wanted))
+        });
         match compared {
             Err(error @ CheckpointError::Comm(_)) => Err(error),
             compared => read.and(compared),

@@ -193,7 +193,7 @@ fn without_json_twin(command: clap::Command) -> clap::Command {
 /// Gives candle's pools in this process the threads of one rank, and keeps the memory that a step frees for the next one.
 /// Only for the start of [`main`].
 #[cfg(feature = "train")]
-#[expect(unsafe_code, reason = "candle reads the number of threads from the environment only; mallopt is a C function")]
+#[expect(unsafe_code, reason = "candle reads the number of threads from the environment only")]
 fn prepare_training(command: &Command) {
     let Command::Train(arguments) = command else { return };
     let threads = train::threads_per_rank(arguments).to_string();
@@ -204,17 +204,34 @@ fn prepare_training(command: &Command) {
         // SAFETY: as above.
         unsafe { std::env::set_var(cpu_threads::SPIN_VARIABLE, cpu_threads::SPINS.to_string()) };
     }
-    // glibc gives large blocks back to the system as soon as they are free. Each step would then take them anew, and the
-    // system would set every page to zero again: a quarter of the time of small models. The pad is what a thread's heap grows
-    // by. It is not larger because glibc uses the whole of it before it joins the small free blocks that aligned ones leave
+    // The pad is not larger because glibc uses the whole of it before it joins the small free blocks that aligned ones leave
     // between them, so each refused connection would add to the memory of the thread that listens.
+    keep_freed_memory(16 << 20);
+}
+
+/// Lets glibc keep freed memory for later allocations. By default it gives large blocks back to the system as soon as they
+/// are free, and memory that is taken anew costs a page fault and zeroing for every page: a quarter of a training step of a
+/// small model. Other allocators are left as they are.
+///
+/// A thread's heap grows by `pad` bytes at a time. With a pad of 64 MiB or more, the size of one heap, no heap is given back.
+#[cfg(feature = "train")]
+#[cfg_attr(
+    all(target_os = "linux", target_env = "gnu"),
+    expect(
+        unsafe_code,
+        reason = "mallopt is a C function, and there is no other way to set this from inside a program"
+    )
+)]
+pub fn keep_freed_memory(pad: i32) {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: the options are numbers that glibc checks, and no other thread allocates yet.
+    // SAFETY: the options are numbers, which glibc checks, and it sets them under its own lock.
     unsafe {
         libc::mallopt(libc::M_MMAP_THRESHOLD, 32 << 20);
         libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX);
-        libc::mallopt(libc::M_TOP_PAD, 16 << 20);
+        libc::mallopt(libc::M_TOP_PAD, pad);
     }
+    #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+    let _ = pad;
 }
 
 impl Command {

@@ -58,7 +58,7 @@ fn load(path: &Path, buffers: &mut [Vec<u8>], digest: bool) -> Result<()> {
         let shape = vec![ROWS, 1024];
         let boxes = vec![TensorBox::whole(&shape)];
         let request = LoadRequest { fqn: name(index), dtype: DType::F32, shape, boxes };
-        Destination { request, buffers: vec![buffer] }
+        Destination::new(request, vec![buffer])
     });
     let done = checkpoint.read(destinations.collect(), ReadOptions { digest, ..ReadOptions::default() })?;
     if done.sums.is_empty() == digest { Err("no sums, or unasked ones".into()) } else { Ok(()) }

@@ -4,7 +4,7 @@ use candle_core::{Device, Tensor};
 use fsdp_layout::boxes::copy_runs;
 use fsdp_layout::{DType, TensorBox};
 
-use crate::storage::{HostBytes, HostBytesMut, is_same_view, owned_copy, share_storage, zeros};
+use crate::storage::{HostBytes, HostBytesMut, is_same_view, owned_copy, share_storage, unfilled, zeros};
 use crate::{FlatError, dtype, non_temporal_copy};
 
 /// One box of a [`ShardedTensor`] and its elements.
@@ -112,6 +112,19 @@ impl ShardedTensor {
             .iter()
             .map(|bounds| Ok(LocalShard { bounds: bounds.clone(), tensor: zeros(&bounds.sizes, dtype)? }))
             .collect::<Result<_, FlatError>>()?;
+        Self::new(dtype, shape.to_vec(), shards)
+    }
+
+    /// Makes a sharded tensor with these boxes, which take no memory until they are filled
+    /// ([`unfilled`](crate::storage::unfilled)).
+    ///
+    /// # Errors
+    /// The same as [`Self::zeros`].
+    pub fn unfilled(dtype: candle_core::DType, shape: &[usize], boxes: &[TensorBox]) -> Result<Self, FlatError> {
+        let mut shards = Vec::with_capacity(boxes.len());
+        for bounds in boxes {
+            shards.push(LocalShard { bounds: bounds.clone(), tensor: unfilled(&bounds.sizes, dtype)? });
+        }
         Self::new(dtype, shape.to_vec(), shards)
     }
 

@@ -126,7 +126,7 @@ impl Checkpoint {
         let destinations: Vec<Destination<'_>> = requests
             .into_iter()
             .zip(buffers)
-            .map(|(request, buffer)| Destination { request, buffers: vec![buffer] })
+            .map(|(request, buffer)| Destination::new(request, vec![buffer]))
             .collect();
         let read = py.detach(|| self.opened.read(destinations, ReadOptions::default()));
         read.map(drop).map_err(|error| exception(py, error))

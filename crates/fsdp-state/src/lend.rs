@@ -1,7 +1,7 @@
 //! [`Memory`] that a target lends to a source, and the trait through which the source asks for it: [`Lend`].
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::storage::{self, StorageGuard};
+use fsdp_flat::storage::{self, StorageGuard, is_released};
 use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor};
 use fsdp_layout::{DType, TensorBox};
 
@@ -13,6 +13,8 @@ use crate::{StateError, StateValue};
 pub enum Memory {
     /// candle tensors, fresh or live, one for each box.
     Tensors(ShardedTensor),
+    /// Fresh candle tensors that take no memory yet, one for each box. [`Memory::allocated`] gives them memory.
+    Unfilled(ShardedTensor),
     /// The bytes of a whole tensor of a dtype that candle does not compute with.
     Raw(RawMemory),
 }
@@ -52,6 +54,34 @@ impl Memory {
         }
     }
 
+    /// Returns the same memory, for the caller to fill: unfilled tensors become zeros.
+    ///
+    /// # Errors
+    /// [`FlatError::OutOfMemory`].
+    pub fn allocated(self) -> Result<Self, StateError> {
+        let Memory::Unfilled(tensor) = self else { return Ok(self) };
+        for shard in tensor.shards().iter().filter(|shard| is_released(&shard.tensor)) {
+            storage::fill_with_zeros(&shard.tensor)?;
+        }
+        Ok(Memory::Tensors(tensor))
+    }
+
+    /// Turns unfilled tensors into a copy of a value that has the same boxes, and returns `true`. Any other memory becomes
+    /// memory for the caller to fill.
+    ///
+    /// This is faster than a copy into memory that was set to zero first.
+    pub(crate) fn filled_with(&mut self, value: Option<&StateValue>) -> Result<bool, StateError> {
+        let Memory::Unfilled(tensor) = self else { return Ok(false) };
+        let tensor = tensor.clone();
+        let is_filled = match value {
+            Some(StateValue::Tensor(value)) => fill_with_copy(&tensor, &ShardedTensor::from_whole(value))?,
+            Some(StateValue::Sharded(value)) => fill_with_copy(&tensor, value)?,
+            _ => false,
+        };
+        *self = Memory::Unfilled(tensor).allocated()?;
+        Ok(is_filled)
+    }
+
     /// Returns the memory of a whole tensor.
     #[must_use]
     pub fn of_tensor(tensor: &Tensor) -> Self {
@@ -76,7 +106,9 @@ impl Memory {
     #[must_use]
     pub fn tensors(&self) -> Vec<Tensor> {
         match self {
-            Memory::Tensors(tensor) => tensor.shards().iter().map(|shard| shard.tensor.clone()).collect(),
+            Memory::Tensors(tensor) | Memory::Unfilled(tensor) => {
+                tensor.shards().iter().map(|shard| shard.tensor.clone()).collect()
+            }
             Memory::Raw(_) => Vec::new(),
         }
     }
@@ -89,8 +121,10 @@ impl Memory {
     pub fn into_value(self, whole: bool, device: &Device) -> Result<StateValue, StateError> {
         Ok(match self {
             Memory::Raw(RawMemory { dtype, shape, bytes }) => RawTensor::new(dtype, shape, bytes)?.into(),
-            Memory::Tensors(tensor) if whole => storage::to_device(&tensor.to_whole()?, device)?.into(),
-            Memory::Tensors(tensor) => tensor.to_device(device)?.into(),
+            Memory::Tensors(tensor) | Memory::Unfilled(tensor) if whole => {
+                storage::to_device(&tensor.to_whole()?, device)?.into()
+            }
+            Memory::Tensors(tensor) | Memory::Unfilled(tensor) => tensor.to_device(device)?.into(),
         })
     }
 
@@ -144,6 +178,20 @@ impl Memory {
     }
 }
 
+/// Copies the boxes of a value to unfilled tensors of the same boxes. Returns `false` if they do not have the same boxes, or
+/// cannot be copied like this. Some of them may have been copied then.
+fn fill_with_copy(to: &ShardedTensor, from: &ShardedTensor) -> Result<bool, StateError> {
+    if to.shards().len() != from.shards().len() {
+        return Ok(false);
+    }
+    for (to, from) in to.shards().iter().zip(from.shards()) {
+        if to.bounds != from.bounds || !storage::fill_with_copy(&to.tensor, &from.tensor)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
 /// Returns the bytes of each box of some memories. `guard` has taken their candle tensors, in the same order. `None` for
 /// memory that shares elements with an earlier one, or is not on the host.
 #[must_use]
@@ -161,6 +209,7 @@ pub fn lent_bytes<'a>(
                 let boxes: Vec<Option<&mut [u8]>> = slices.by_ref().take(tensor.shards().len()).collect();
                 boxes.into_iter().collect()
             }
+            Memory::Unfilled(_) => None,
         });
     }
     lent
@@ -176,6 +225,15 @@ pub trait Lend {
     /// # Errors
     /// An error of this rank only: no memory for it.
     fn lend(&mut self, wanted: usize) -> Result<Memory, StateError>;
+
+    /// Returns the same as [`Self::lend`], except that fresh tensors may be unfilled. It is for sources that have a copy to
+    /// put there.
+    ///
+    /// # Errors
+    /// The same as [`Self::lend`].
+    fn lend_unfilled(&mut self, wanted: usize) -> Result<Memory, StateError> {
+        self.lend(wanted)
+    }
 
     /// Takes the memory back, now that it holds the values.
     ///

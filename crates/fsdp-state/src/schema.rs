@@ -1,13 +1,14 @@
 //! [`Schema`]: a state dict without its elements, which is what ranks agree on before anything moves.
 
 use std::fmt;
+use std::sync::Arc;
 
 use fsdp_flat::storage::is_released;
 use fsdp_flat::{FlatError, dtype};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, KeyPath, PathPart};
 use itertools::{EitherOrBoth, Itertools as _};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::traverse::leaves;
 use crate::{StateDict, StateError, StateValue};
@@ -106,16 +107,28 @@ impl fmt::Display for Leaf {
 
 /// The one description of a state dict without its elements: names, kinds, dtypes and shapes.
 ///
-/// It is sorted by path, so that ranks see one order whatever order their dicts have.
+/// It is sorted by path, so that ranks see one order whatever order their dicts have. Copies share their memory.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-pub struct Schema(Vec<(KeyPath, Leaf)>);
+pub struct Schema(#[serde(serialize_with = "serialize_leaves", deserialize_with = "deserialize_leaves")] Arc<Leaves>);
+
+/// The leaves of a schema, and their paths.
+type Leaves = Vec<(KeyPath, Leaf)>;
+
+/// Serializes leaves as serde does a vector.
+fn serialize_leaves<S: Serializer>(leaves: &Leaves, serializer: S) -> Result<S::Ok, S::Error> {
+    leaves.serialize(serializer)
+}
+
+fn deserialize_leaves<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Arc<Leaves>, D::Error> {
+    Leaves::deserialize(deserializer).map(Arc::new)
+}
 
 impl Schema {
     /// Returns a schema of these leaves.
     #[must_use]
     pub fn new(mut leaves: Vec<(KeyPath, Leaf)>) -> Self {
         leaves.sort_by(|(a, _), (b, _)| a.cmp(b));
-        Schema(leaves)
+        Schema(Arc::new(leaves))
     }
 
     /// Returns the leaf at a position, and its path.
@@ -165,7 +178,7 @@ impl Schema {
             schema.push((path, leaf));
             values.push(value);
         }
-        Ok((Schema(schema), values))
+        Ok((Schema(Arc::new(schema)), values))
     }
 
     /// Returns the leaves of two schemas with their positions, those of one path side by side, in path order.

@@ -171,7 +171,7 @@ pub trait Checkpoint: Send + Sync {
     /// Reads one box of a tensor into its row-major bytes, in the dtype that [`Checkpoint::metadata`] says.
     fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         let request = request_of(self.metadata(), fqn, bounds)?;
-        self.read(vec![Destination { request, buffers: vec![dst] }], ReadOptions::default())?;
+        self.read(vec![Destination::new(request, vec![dst])], ReadOptions::default())?;
         Ok(())
     }
 

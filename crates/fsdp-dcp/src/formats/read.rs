@@ -37,6 +37,17 @@ pub struct Destination<'d> {
     /// The bytes of each box, row-major, in the dtype of the *checkpoint* (which is the request's, unless casts are
     /// allowed).
     pub buffers: Vec<&'d mut [u8]>,
+    /// `true` if the caller compares the sums of this tensor with its digest, together with those of other readers that read
+    /// the rest of it. If sums are asked for and the checkpoint has such a digest, the hashes of its bytes are not checked.
+    pub is_compared: bool,
+}
+
+impl<'d> Destination<'d> {
+    /// Makes a destination whose bytes are checked by this read.
+    #[must_use]
+    pub fn new(request: LoadRequest, buffers: Vec<&'d mut [u8]>) -> Self {
+        Destination { request, buffers, is_compared: false }
+    }
 }
 
 /// The options of a read.
@@ -125,6 +136,7 @@ impl Files<'_> {
 /// Plans and reads many tensors at once: in the order of the files, by several threads, each byte once.
 ///
 /// Where sums are asked for, tensors that are read whole are checked by their digests, and by their hashes only if those differ.
+/// So are tensors of which the caller compares the sums ([`Destination::is_compared`]).
 pub(crate) fn read_in_parallel(
     files: Files<'_>,
     destinations: Vec<Destination<'_>>,
@@ -132,8 +144,14 @@ pub(crate) fn read_in_parallel(
     fill: &FillBoxes<'_>,
 ) -> Result<ReadDone, FileError> {
     let metadata = files.metadata;
-    let (requests, buffers): (Vec<_>, Vec<_>) =
-        destinations.into_iter().map(|destination| (destination.request, destination.buffers)).unzip();
+    let mut requests = Vec::with_capacity(destinations.len());
+    let mut buffers = Vec::with_capacity(destinations.len());
+    let mut is_compared = Vec::with_capacity(destinations.len());
+    for destination in destinations {
+        requests.push(destination.request);
+        buffers.push(destination.buffers);
+        is_compared.push(destination.is_compared);
+    }
     // Nothing is read before all requests and all buffers are known to be right.
     let plan = plan_load(metadata, &requests, options.plan)?;
     let mut jobs = jobs(metadata, &requests, buffers, &plan, options.threads)?;
@@ -147,7 +165,8 @@ pub(crate) fn read_in_parallel(
         for job in &mut jobs {
             let request = &requests[job.request];
             sum_over(job, metadata, request)?;
-            let is_compared = files.digest_of(request).is_some();
+            let has_digest = files.digests.is_some_and(|digests| digests.get(&request.fqn).is_some());
+            let is_compared = has_digest && (is_compared[job.request] || files.digest_of(request).is_some());
             job.slots.iter_mut().for_each(|slot| slot.is_compared = is_compared);
         }
     }

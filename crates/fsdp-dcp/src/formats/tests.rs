@@ -73,9 +73,9 @@ fn every_format(parent: &Path) -> Vec<(Format, PathBuf)> {
 fn read(checkpoint: &dyn Checkpoint, threads: usize) -> Vec<Vec<u8>> {
     let bounds = TensorBox::new(vec![1000], vec![BYTES - 5000]);
     let mut buffers = vec![vec![0; bounds.numel()]; TENSORS];
-    let destinations = buffers.iter_mut().enumerate().map(|(tensor, buffer)| Destination {
-        request: LoadRequest { fqn: name(tensor), dtype: DType::U8, shape: vec![BYTES], boxes: vec![bounds.clone()] },
-        buffers: vec![buffer],
+    let destinations = buffers.iter_mut().enumerate().map(|(tensor, buffer)| {
+        let (fqn, shape, boxes) = (name(tensor), vec![BYTES], vec![bounds.clone()]);
+        Destination::new(LoadRequest { fqn, dtype: DType::U8, shape, boxes }, vec![buffer])
     });
     checkpoint.read(destinations.collect(), ReadOptions { threads, ..ReadOptions::default() }).unwrap();
     buffers

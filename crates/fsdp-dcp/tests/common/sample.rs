@@ -46,9 +46,8 @@ pub(crate) fn load(state: &State, ranks: usize, from: impl Into<Location>) -> (u
             let request = LoadRequest { fqn: fqn.clone(), dtype: *dtype, shape: shape.clone(), boxes };
             wanted.push((request, buffers));
         }
-        let destinations = wanted.iter_mut().map(|(request, buffers)| Destination {
-            request: request.clone(),
-            buffers: buffers.iter_mut().map(Vec::as_mut_slice).collect(),
+        let destinations = wanted.iter_mut().map(|(request, buffers)| {
+            Destination::new(request.clone(), buffers.iter_mut().map(Vec::as_mut_slice).collect())
         });
         let options = ReadOptions { threads: 2, ..ReadOptions::default() };
         checkpoint.read(destinations.collect(), options).unwrap();

@@ -127,7 +127,7 @@ fn read_whole(path: &Path, state: &State, fqn: &str, digest: bool) -> Result<(Ve
     let boxes = vec![TensorBox::whole(shape)];
     let request = LoadRequest { fqn: fqn.to_owned(), dtype: *dtype, shape: shape.clone(), boxes };
     let mut found = vec![0xee; bytes.len()];
-    let destination = Destination { request, buffers: vec![&mut found] };
+    let destination = Destination::new(request, vec![&mut found]);
     let done = opened(path).read(vec![destination], ReadOptions { digest, ..ReadOptions::default() })?;
     Ok((found, done.sums))
 }

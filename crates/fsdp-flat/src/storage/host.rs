@@ -119,6 +119,19 @@ impl TensorBuffer {
         Ok(TensorBuffer { storage: zeroed(dtype, shape)?, shape: shape.to_vec() })
     }
 
+    /// Makes a buffer of this shape without any elements, which is no tensor until its storage has been replaced.
+    ///
+    /// # Errors
+    /// Dtypes whose elements are not plain bytes.
+    pub(super) fn without_elements(shape: &[usize], dtype: candle_core::DType) -> Result<Self, FlatError> {
+        Ok(TensorBuffer { storage: zeroed(dtype, &[0])?, shape: shape.to_vec() })
+    }
+
+    /// Returns the storage.
+    pub(super) fn into_storage(self) -> CpuStorage {
+        self.storage
+    }
+
     /// Copies a range of a storage's elements; `None` for dtypes whose elements are not plain bytes.
     pub(super) fn copied(
         storage: &CpuStorage,

@@ -154,10 +154,76 @@ pub fn zeros(shape: &[usize], dtype: candle_core::DType) -> Result<Tensor, FlatE
     Ok(TensorBuffer::zeros(shape, dtype)?.into_tensor())
 }
 
+/// Makes a contiguous tensor on the CPU that takes no memory yet. It is a released tensor until [`fill_with_copy`] or
+/// [`fill_with_zeros`] gives it elements. A tensor without elements needs neither.
+///
+/// # Errors
+/// Dtypes whose elements are not plain bytes.
+pub fn unfilled(shape: &[usize], dtype: candle_core::DType) -> Result<Tensor, FlatError> {
+    if shape.contains(&0) {
+        return zeros(shape, dtype);
+    }
+    let tensor = TensorBuffer::without_elements(shape, dtype)?.into_tensor();
+    release(&tensor)?;
+    Ok(tensor)
+}
+
+/// Gives a tensor that [`unfilled`] made a copy of the elements of another. Returns `false`, and does nothing, if that one
+/// has another number of elements or another dtype, is not on the CPU, or is not contiguous.
+///
+/// # Errors
+/// A source that is released; [`FlatError::OutOfMemory`].
+pub fn fill_with_copy(tensor: &Tensor, source: &Tensor) -> Result<bool, FlatError> {
+    if tensor.elem_count() != source.elem_count() || tensor.dtype() != source.dtype() {
+        return Ok(false);
+    }
+    let copy = match (&*source.storage_and_layout().0, source.layout().contiguous_offsets()) {
+        (Storage::Cpu(storage), _) if is_released_storage(source, storage) => return Err(released(source)),
+        (Storage::Cpu(storage), Some((start, end))) => TensorBuffer::copied(storage, start..end, tensor.dims())?,
+        _ => None,
+    };
+    let Some(copy) = copy else { return Ok(false) };
+    guard::exchange(tensor, copy.into_storage())?;
+    Ok(true)
+}
+
+/// Gives a tensor that [`unfilled`] made zeros as elements.
+///
+/// # Errors
+/// [`FlatError::OutOfMemory`].
+pub fn fill_with_zeros(tensor: &Tensor) -> Result<(), FlatError> {
+    guard::exchange(tensor, TensorBuffer::zeros(tensor.dims(), tensor.dtype())?.into_storage())?;
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use candle_core::{DType, Device};
+
+    #[test]
+    fn an_unfilled_tensor_is_released_until_it_gets_elements() {
+        for dtype in PLAIN_DTYPES {
+            let tensor = unfilled(&[2, 3], *dtype).unwrap();
+            assert!(is_released(&tensor) && tensor.dims() == [2, 3] && tensor.dtype() == *dtype);
+            let view = tensor.narrow(0, 1, 1).unwrap();
+            fill_with_zeros(&tensor).unwrap();
+            assert_eq!(HostBytes::read(&view).unwrap().len(), 3 * dtype.size_in_bytes());
+        }
+        let source = Tensor::arange(0f32, 8f32, &Device::Cpu).unwrap();
+        let tensor = unfilled(&[2, 3], DType::F32).unwrap();
+        assert!(!fill_with_copy(&tensor, &source).unwrap() && is_released(&tensor));
+        assert!(
+            !fill_with_copy(&tensor, &source.reshape((4, 2)).unwrap().t().unwrap().narrow(1, 0, 3).unwrap()).unwrap()
+        );
+        assert!(fill_with_copy(&tensor, &source.narrow(0, 1, 6).unwrap()).unwrap());
+        assert_eq!(tensor.to_vec2::<f32>().unwrap(), [[1., 2., 3.], [4., 5., 6.]]);
+        assert!(!share_storage(&tensor, &source));
+        release(&source).unwrap();
+        let other = unfilled(&[8], DType::F32).unwrap();
+        assert!(matches!(fill_with_copy(&other, &source), Err(FlatError::Freed { .. })));
+        assert!(!is_released(&unfilled(&[0, 3], DType::F32).unwrap()));
+    }
 
     #[test]
     fn an_owned_copy_has_the_values_of_any_layout_and_shares_nothing() {

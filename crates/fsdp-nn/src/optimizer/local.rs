@@ -100,6 +100,16 @@ impl LocalParam {
         self.numel == 0 && self.params().into_iter().any(|param| self.handle.layout().numels()[param] > 0)
     }
 
+    /// Returns `true` if it is one box of one of the model's parameters.
+    pub(crate) fn is_one_box(&self) -> bool {
+        match self.segments.as_slice() {
+            [segment] if !self.is_flat => {
+                self.handle.layout().param_boxes(segment.param, self.handle.shard_rank()).len() == 1
+            }
+            _ => false,
+        }
+    }
+
     /// Returns the same parameter without any state.
     pub(crate) fn without_state(&self) -> Self {
         let (handle, segments) = (Arc::clone(&self.handle), self.segments.clone());

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use candle_core::Tensor;
-use fsdp_flat::storage::{HostBytes, zeros_on};
+use fsdp_flat::storage::{HostBytes, unfilled, zeros_on};
 use fsdp_flat::{ShardedTensor, dtype};
 use fsdp_layout::{DType, PlainValue};
 use fsdp_state::{Memory, StateValue};
@@ -96,9 +96,20 @@ pub(crate) struct EntryTensor {
     pub(crate) becomes: DType,
     /// The name of the entry that it becomes, or that it becomes a part of.
     pub(crate) name: String,
-    /// The parameter that it is shaped like, and the memory to fill, live or fresh. `None` for a tensor of another shape,
-    /// which becomes an entry once it has been read.
-    pub(crate) like: Option<(String, ShardedTensor)>,
+    /// The parameter that it is shaped like, and the memory to fill. `None` for a tensor of another shape, which becomes an
+    /// entry once it has been read.
+    pub(crate) like: Option<(String, ShardedTensor, Home)>,
+}
+
+/// The kind of memory that a load fills.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Home {
+    /// Memory of the live model or its optimizers.
+    Live,
+    /// New memory, which is zero where nothing is loaded.
+    New,
+    /// New tensors that take no memory until they are filled.
+    Unfilled,
 }
 
 /// The state of one local parameter while it is loaded. It is complete once all its tensors are filled.
@@ -293,14 +304,16 @@ impl EntryPlan {
         // Fill the live memory only if the values cover all of it. What is not covered must become zero, so it needs
         // new memory.
         let live = local.live_piece(name).filter(|live| live.dtype() == becomes);
-        let flat = match live.filter(|_| values.iter().all(Option::is_some)) {
-            Some(live) => live.clone(),
-            None => zeros_on(&[local.numel], becomes, local.handle.shard_device())?,
+        let device = local.handle.shard_device();
+        let (flat, home) = match live.filter(|_| values.iter().all(Option::is_some)) {
+            Some(live) => (live.clone(), Home::Live),
+            None if device.is_cpu() && local.is_one_box() => (unfilled(&[local.numel], becomes)?, Home::Unfilled),
+            None => (zeros_on(&[local.numel], becomes, device)?, Home::New),
         };
         let becomes = dtype::from_candle(becomes).unwrap_or(found);
         for ((&param, fqn), value) in params.iter().zip(fqns).zip(values) {
             let Some(Saved::Tensor { position, .. }) = value else { continue };
-            let like = Some((fqn, local.sharded_piece(&flat, param)?));
+            let like = Some((fqn, local.sharded_piece(&flat, param)?, home));
             self.tensors.push(EntryTensor { position: *position, becomes, name: name.to_owned(), like });
         }
         self.state.entries.insert(name.to_owned(), LocalState::Piece(flat));

@@ -174,7 +174,7 @@ impl Target for DictTarget<'_> {
 /// Returns fresh memory for the wanted boxes of a tensor, of the dtype of the target's own value.
 fn fresh(value: &StateValue, wanted: &Wanted) -> Result<Memory, StateError> {
     match value.candle_dtype() {
-        Some(dtype) => Ok(Memory::Tensors(ShardedTensor::zeros(dtype, &wanted.shape, &wanted.boxes)?)),
+        Some(dtype) => Ok(Memory::Unfilled(ShardedTensor::unfilled(dtype, &wanted.shape, &wanted.boxes)?)),
         None => Memory::raw(wanted.becomes, &wanted.shape),
     }
 }

@@ -270,7 +270,14 @@ impl<T: Target> Lending<'_, T> {
 
 impl<T: Target> Lend for Lending<'_, T> {
     fn lend(&mut self, wanted: usize) -> Result<Memory, StateError> {
-        let memory = self.target.memory(&self.wanted[wanted])?;
+        self.lend_unfilled(wanted)?.allocated()
+    }
+
+    fn lend_unfilled(&mut self, wanted: usize) -> Result<Memory, StateError> {
+        let mut memory = self.target.memory(&self.wanted[wanted])?;
+        if self.wanted[wanted].dtype != self.wanted[wanted].becomes {
+            memory = memory.allocated()?;
+        }
         let detour = match (memory.detour(self.wanted[wanted].dtype)?, &memory) {
             (None, Memory::Tensors(tensor)) if self.is_staged(wanted) => {
                 ShardedTensor::zeros(tensor.dtype(), tensor.shape(), &tensor.boxes())?

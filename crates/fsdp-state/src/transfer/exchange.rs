@@ -141,7 +141,11 @@ impl<'g> Exchange<'g> {
         let mut memories = Vec::with_capacity(range.len());
         for index in range.clone() {
             let is_wanted = !items[index].layout.want[rank].is_empty();
-            memories.push(if is_wanted { self.attempt(|| lender.lend(index)) } else { None });
+            memories.push(match route {
+                _ if !is_wanted => None,
+                Route::Local => self.attempt(|| lender.lend_unfilled(index)),
+                _ => self.attempt(|| lender.lend(index)),
+            });
         }
         self.move_bucket(&items[range.clone()], &mut memories, route)?;
         // Give the memory back, in the same order.
@@ -166,11 +170,18 @@ impl<'g> Exchange<'g> {
             let read = self.attempt(|| item.source.map_or_else(|| Ok(Vec::new()), BoxBytes::of));
             sources.push(read.unwrap_or_default());
         }
-        // Values that are already in place are left alone, because others may be reading them.
-        let lent = memories.iter_mut().zip(items).map(|(memory, item)| {
-            memory.as_mut().filter(|memory| !item.source.is_some_and(|source| memory.is_same_view(source)))
-        });
-        let lent: Vec<Option<&mut Memory>> = lent.collect();
+        let mut lent: Vec<Option<&mut Memory>> = Vec::with_capacity(items.len());
+        for (memory, item) in memories.iter_mut().zip(items) {
+            let Some(memory) = memory else {
+                lent.push(None);
+                continue;
+            };
+            // Unfilled memory becomes a copy of this rank's own value, if that has the same boxes.
+            let is_filled = self.attempt(|| memory.filled_with(item.source)).unwrap_or_default();
+            // Values that are already in place are left alone, because others may be reading them.
+            let is_in_place = is_filled || item.source.is_some_and(|source| memory.is_same_view(source));
+            lent.push((!is_in_place).then_some(memory));
+        }
         // While elements arrive, the storages are taken out of the tensors; the bytes of raw memory are here anyway.
         let tensors: Vec<Tensor> = lent.iter().flatten().flat_map(|memory| memory.tensors()).collect();
         let is_lent: Vec<bool> = lent.iter().map(Option::is_some).collect();

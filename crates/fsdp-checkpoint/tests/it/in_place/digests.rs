@@ -12,7 +12,7 @@ use fsdp_dcp::digest::digest;
 use fsdp_dcp::internals::{INTEGRITY_FILE, Integrity};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_flat::{LocalShard, ShardedTensor};
-use fsdp_layout::{PlainValue, TensorBox};
+use fsdp_layout::{ErrorKind, Failure as _, PlainValue, TensorBox};
 use fsdp_nn::ShardingStrategy;
 use fsdp_state::{StateDict, StateError, digest_state_dict};
 
@@ -200,5 +200,44 @@ fn any_layout_of_a_state_dict_is_compared_as_far_as_its_ranks_have_all_of_it() {
     // No element is loaded by one rank alone, or not all are.
     for (first, second) in &layouts[4..] {
         assert_eq!(loads(*first, *second), Ok(()));
+    }
+}
+
+/// Hashes are not checked where digests are. Damage is found all the same, and the error names the file, also if the ranks
+/// do not read all of the tensor.
+#[test]
+fn damage_in_a_tensor_that_ranks_read_in_parts_is_found_whichever_parts_they_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = &*dir.path().join("saved");
+    run_local(1, |group| fsdp_checkpoint::save(path, &rows(0, 4), &group, &Default::default()).unwrap()).unwrap();
+    // Damage the second row.
+    let file = path.join("__0_0.distcp");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let row = [2f32.to_le_bytes(), 3f32.to_le_bytes()].concat();
+    let at = bytes.windows(row.len()).position(|window| window == row).unwrap();
+    bytes[at] ^= 1;
+    std::fs::write(&file, bytes).unwrap();
+    let layouts = [
+        // All of it: in one part for each rank, with a part that both read, and all of it on both.
+        ((0, 2), (2, 2)),
+        ((0, 2), (1, 3)),
+        ((0, 4), (0, 4)),
+        ((0, 4), (1, 2)),
+        // Not all of it: too few elements, as many as there are, and as many at the same average position.
+        ((1, 1), (3, 1)),
+        ((0, 2), (0, 2)),
+        ((1, 2), (1, 2)),
+    ];
+    for (first, second) in layouts {
+        let errors = run_local(2, |group| {
+            let (start, count) = if group.rank() == 0 { first } else { second };
+            let fresh = load(path, &mut rows(start, count), &group, &LoadOptions::default()).unwrap_err();
+            let in_place = load_in_place(path, &mut rows(start, count), &group, &LoadOptions::default()).unwrap_err();
+            assert_eq!([fresh.kind(), in_place.kind()], [ErrorKind::Corrupt; 2]);
+            [fresh.to_string(), in_place.to_string()]
+        });
+        let errors = errors.unwrap();
+        assert_eq!(errors[0], errors[1]);
+        assert!(errors[0].iter().all(|error| error.contains("__0_0.distcp")), "{first:?} {second:?}: {errors:?}");
     }
 }

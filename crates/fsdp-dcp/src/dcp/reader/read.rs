@@ -28,7 +28,7 @@ impl CheckpointReader {
             wanted: Vec::new(),
         })?;
         let mut bytes = vec![0; length];
-        self.read(vec![Destination { request, buffers: vec![&mut bytes] }], ReadOptions::default())?;
+        self.read(vec![Destination::new(request, vec![&mut bytes])], ReadOptions::default())?;
         Ok(bytes)
     }
 

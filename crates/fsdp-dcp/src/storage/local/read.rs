@@ -88,8 +88,8 @@ impl ReadDirectory for LocalDirectory {
     }
 
     fn bytes_per_read(&self) -> u64 {
-        // Small enough to be in a processor's cache still when it is hashed.
-        1 << 20
+        // Small enough to be in the cache of one core still, with the bytes that it was copied from, when it is hashed.
+        256 << 10
     }
 }
 

@@ -11,6 +11,7 @@ use fsdp_state::engine::{LoadOptions, Plan, Target, Values, Wanted};
 use fsdp_state::{Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element};
 
 use self::incoming::{Exact, Incoming};
+use super::entry::Home;
 use super::groups::number;
 use super::names::{OptimKey, names_that_count};
 use super::saved::LoadContext;
@@ -66,8 +67,8 @@ struct Sorted {
 
 /// The destination of a wanted tensor.
 struct Destination {
-    /// The memory that it goes to, live or planned; `None` if it gets fresh memory, which is taken over when it is filled.
-    live: Option<StateValue>,
+    /// The memory that it goes to, and its kind; `None` if it gets fresh memory, which is taken over when it is filled.
+    memory: Option<(StateValue, Home)>,
     part: Part,
 }
 
@@ -211,7 +212,10 @@ impl<'a> LiveTarget<'a> {
                 let (saved, current) = ("a tensor".to_owned(), "a tensor that is not contiguous".to_owned());
                 plan.report.mismatched.push(Mismatch { fqn: key, saved, current });
             }
-            Ok(wanted) => ask_for(wanted, Destination { live: Some(value), part }, &mut self.destinations, plan),
+            Ok(wanted) => {
+                let destination = Destination { memory: Some((value, Home::Live)), part };
+                ask_for(wanted, destination, &mut self.destinations, plan);
+            }
             Err(mismatch) => plan.report.mismatched.push(mismatch),
         }
     }
@@ -323,8 +327,9 @@ impl Target for LiveTarget<'_> {
     }
 
     fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError> {
-        match &self.destinations[wanted.place].live {
-            Some(value) => Memory::live(value),
+        match &self.destinations[wanted.place].memory {
+            Some((StateValue::Sharded(tensor), Home::Unfilled)) => Ok(Memory::Unfilled(tensor.clone())),
+            Some((value, _)) => Memory::live(value),
             None => Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes),
         }
     }
@@ -351,7 +356,7 @@ impl Target for LiveTarget<'_> {
     }
 
     fn lends_live(&self, wanted: &Wanted) -> bool {
-        self.destinations[wanted.place].live.is_some()
+        matches!(self.destinations[wanted.place].memory, Some((_, Home::Live)))
     }
 
     fn wanted_on(&self, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {

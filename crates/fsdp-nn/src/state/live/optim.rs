@@ -41,13 +41,14 @@ impl LiveTarget<'_> {
                 let Some(entry_plan) = entry_plan else { continue };
                 for tensor in entry_plan.tensors.drain(..) {
                     let (wanted, destination) = match tensor.like {
-                        Some((fqn, memory)) => {
+                        Some((fqn, memory, home)) => {
                             let wanted = Wanted::of(load.schema, tensor.position, tensor.becomes, memory.boxes());
-                            (wanted, Destination { live: Some(memory.into()), part: Part::EntryLike(fqn) })
+                            let memory = Some((memory.into(), home));
+                            (wanted, Destination { memory, part: Part::EntryLike(fqn) })
                         }
                         None => {
                             let part = Part::Entry { optimizer: index, local, name: tensor.name };
-                            (Wanted::whole(load.schema, tensor.position), Destination { live: None, part })
+                            (Wanted::whole(load.schema, tensor.position), Destination { memory: None, part })
                         }
                     };
                     if let Some(wanted) = wanted {
@@ -79,7 +80,7 @@ impl LiveTarget<'_> {
             if let Some(value) = load.values.get(&position) {
                 set_element(&mut self.user_state, &path, value.copy()?)?;
             } else if let Some(wanted) = Wanted::whole(load.schema, position) {
-                let destination = Destination { live: None, part: Part::UserState(path) };
+                let destination = Destination { memory: None, part: Part::UserState(path) };
                 ask_for(wanted, destination, &mut self.destinations, plan);
             }
         }
