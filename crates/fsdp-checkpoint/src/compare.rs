@@ -229,7 +229,7 @@ fn is_complete(tensor: &TensorEntry, boxes: &BoxSums) -> bool {
     let whole = TensorBox::whole(&tensor.shape);
     let parts: Vec<&TensorBox> = boxes.keys().filter(|bounds| **bounds != whole).collect();
     let elements: usize = parts.iter().map(|bounds| bounds.numel()).sum();
-    elements == whole.numel() && uncovered(&whole, parts.into_iter()).is_empty()
+    elements == whole.numel() && uncovered(&whole, parts).is_empty()
 }
 
 /// Returns the ranks whose elements of a tensor are wrong, sorted.
