@@ -116,7 +116,7 @@ impl ShardedTensor {
     }
 
     /// Makes a sharded tensor with these boxes, which take no memory until they are filled
-    /// ([`unfilled`](crate::storage::unfilled)).
+    /// ([`unfilled`]).
     ///
     /// # Errors
     /// The same as [`Self::zeros`].
