@@ -3,15 +3,14 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
-use fsdp_comm::{CommError, ProcessGroup, ReduceOp};
+use fsdp_comm::ProcessGroup;
 use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_dcp::metadata::{Metadata, TensorEntry};
 use fsdp_digest::{Digest, StateDigest, Sum};
 use fsdp_layout::cover::uncovered;
 use fsdp_layout::{PlainValue, TensorBox};
-use fsdp_state::engine::Wanted;
-use fsdp_state::{LoadError as _, Schema};
+use fsdp_state::LoadError as _;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CheckpointError, WrongTensor};
@@ -79,9 +78,9 @@ impl<'a> Comparison<'a> {
     /// Compares the tensors that all ranks have read together with the recorded digests. Tensors of which some element
     /// was read by no rank are not compared.
     ///
-    /// `is_left` returns `true` for tensors whose hashes were not checked because they would be compared, which is the same on
-    /// every rank. `check_hashes` checks the hashes of what this rank has read of some of them. It is called if they are
-    /// wrong, to find the damage, and if they could not be compared after all.
+    /// `is_unchecked` is `true` if hashes were not checked because the tensors would be compared; the same on every rank.
+    /// `check_hashes` checks the hashes of what this rank has read of some tensors. It is called for tensors that are wrong, to
+    /// find the damage, and for unchecked ones that could not be compared.
     ///
     /// Collectives: an object all-gather of sizes, an object gather for each 64 MiB of sums, and an object broadcast; if
     /// hashes are checked, also an agreement.
@@ -92,17 +91,16 @@ impl<'a> Comparison<'a> {
         self,
         group: &ProcessGroup,
         operation: &str,
-        is_left: impl Fn(&str) -> bool,
+        is_unchecked: bool,
         check_hashes: impl FnOnce(&HashSet<&str>) -> Result<(), CheckpointError>,
     ) -> Result<(), CheckpointError> {
         // An encoded sum takes about 48 bytes, and two numbers of 8 bytes for each dimension of its box.
         let gathered = gather_in_rounds(group, self.parts, |part| 48 + 16 * part.bounds.rank() as u64, COMPARING_RANK)?;
         let outcome = gathered.map(|parts| compare_all(self.metadata, self.recorded, parts));
-        let outcome: Option<Compared> = outcome.map(|mut outcome| {
-            outcome.incomplete.retain(|fqn| is_left(fqn));
-            outcome
-        });
-        let Compared { mut wrong, incomplete } = group.broadcast_object(outcome.as_ref(), COMPARING_RANK)?;
+        let Compared { mut wrong, mut incomplete } = group.broadcast_object(outcome.as_ref(), COMPARING_RANK)?;
+        if !is_unchecked {
+            incomplete.clear();
+        }
         let unchecked: HashSet<&str> =
             wrong.iter().map(|tensor| &tensor.fqn).chain(&incomplete).map(String::as_str).collect();
         if unchecked.is_empty() {
@@ -119,55 +117,6 @@ impl<'a> Comparison<'a> {
         }
         Err(CheckpointError::NotAsSaved { path: self.path.to_owned(), tensors: wrong })
     }
-}
-
-/// Returns, for each leaf of a schema, whether all ranks together want every element of it, and each of them equally often.
-/// Then the sums over what they read make up the digest of the tensor. Collective: an all-reduce.
-///
-/// It may be `true` for other wishes too, though only by a coincidence, which [`Comparison::check`] finds.
-pub(crate) fn wanted_by_all_together(
-    group: &ProcessGroup,
-    schema: &Schema,
-    wanted: &[Wanted],
-) -> Result<Vec<bool>, CommError> {
-    // For each leaf, how many elements the ranks want, and the sum of the positions of these elements. If both are those of
-    // the whole tensor, or the same multiple of them, the ranks want all of it.
-    let mut sums = vec![0i64; 2 * schema.iter().len()];
-    for wanted in wanted {
-        for bounds in &wanted.boxes {
-            let (elements, positions) = elements_and_positions(&wanted.shape, bounds);
-            let [all_elements, all_positions] = [2 * wanted.position, 2 * wanted.position + 1];
-            sums[all_elements] = sums[all_elements].wrapping_add(elements.cast_signed());
-            sums[all_positions] = sums[all_positions].wrapping_add(positions.cast_signed());
-        }
-    }
-    group.all_reduce(&mut sums, ReduceOp::Sum)?;
-    let mut is_wanted = Vec::with_capacity(schema.iter().len());
-    for ((_, leaf), sums) in schema.iter().zip(sums.chunks_exact(2)) {
-        let [elements, positions] = [sums[0].cast_unsigned(), sums[1].cast_unsigned()];
-        is_wanted.push(leaf.tensor().filter(|_| elements > 0).is_some_and(|(_, shape)| {
-            let whole = elements_and_positions(shape, &TensorBox::whole(shape));
-            whole.0 > 0 && elements % whole.0 == 0 && positions == (elements / whole.0).wrapping_mul(whole.1)
-        }));
-    }
-    Ok(is_wanted)
-}
-
-/// Returns the number of elements of a box of a tensor, and the sum of their row-major positions in the tensor, both modulo 2^64.
-fn elements_and_positions(shape: &[usize], bounds: &TensorBox) -> (u64, u64) {
-    let elements = bounds.sizes.iter().fold(1u64, |product, &size| product.wrapping_mul(size as u64));
-    let (mut positions, mut stride) = (0u64, 1u64);
-    for ((&size, &offset), &extent) in bounds.sizes.iter().zip(&bounds.offsets).zip(shape).rev() {
-        if size == 0 {
-            return (0, 0);
-        }
-        // Each index along this dimension counts once for every index along the others.
-        let (offset, size) = (offset as u128, size as u128);
-        let indices = (size * offset + size * (size - 1) / 2) as u64;
-        positions = positions.wrapping_add(stride.wrapping_mul(elements / size as u64).wrapping_mul(indices));
-        stride = stride.wrapping_mul(extent as u64);
-    }
-    (elements, positions)
 }
 
 /// Checks a value that was read against the digest that was recorded of it, if there is one.
@@ -286,26 +235,6 @@ mod tests {
             boxes.entry(bounds).or_default().push((rank, sum));
         }
         wrong_ranks(&tensor(), digest(sum_of(0, &[1, 2, 3, 4]).1, &tensor()), boxes)
-    }
-
-    #[test]
-    fn positions_are_summed_as_if_they_were_listed() {
-        let shape = [3, 4, 5];
-        for (offsets, sizes) in
-            [([0, 0, 0], [3, 4, 5]), ([1, 2, 3], [2, 1, 2]), ([2, 0, 4], [1, 4, 1]), ([0, 1, 0], [3, 0, 5])]
-        {
-            let bounds = TensorBox::new(offsets.to_vec(), sizes.to_vec());
-            let mut listed = (0, 0);
-            for i in offsets[0]..offsets[0] + sizes[0] {
-                for j in offsets[1]..offsets[1] + sizes[1] {
-                    for k in offsets[2]..offsets[2] + sizes[2] {
-                        listed = (listed.0 + 1, listed.1 + ((i * 4 + j) * 5 + k) as u64);
-                    }
-                }
-            }
-            assert_eq!(elements_and_positions(&shape, &bounds), listed, "{bounds:?}");
-        }
-        assert_eq!(elements_and_positions(&[], &TensorBox::new(vec![], vec![])), (1, 0));
     }
 
     #[test]

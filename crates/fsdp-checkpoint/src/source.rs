@@ -19,7 +19,7 @@ use indexmap::IndexMap;
 use twox_hash::XxHash3_64;
 
 use crate::CheckpointError;
-use crate::compare::{Comparison, check_value, wanted_by_all_together};
+use crate::compare::{Comparison, check_value};
 use crate::shared_read::{JoinedBoxes, replicas};
 
 /// The bytes that are lent and read at once. It is more than the threads need to be busy, and it bounds the memory that
@@ -30,8 +30,7 @@ const WINDOW: usize = 512 << 20;
 ///
 /// Every rank opens the checkpoint by itself, and reads by itself unless replicas share the reading
 /// ([`LoadOptions::read_once`](fsdp_state::LoadOptions::read_once)). Collectives: agreements; if the checkpoint has digests,
-/// an all-reduce that tells which tensors the ranks together load whole, and a gather of sums, by which they check that all of
-/// them together have loaded what was saved; if the reading is shared, an object all-gather and the all-gathers of the data.
+/// a gather of sums, by which the ranks check that all of them together have loaded what was saved; if the reading is shared, an object all-gather and the all-gathers of the data.
 pub struct CheckpointSource<'a> {
     checkpoint: &'a dyn Checkpoint,
     schema: Schema,
@@ -39,9 +38,9 @@ pub struct CheckpointSource<'a> {
     keys: Vec<String>,
     /// The ranks that load the same data as this one, if they share the reading.
     replicas: Option<ProcessGroup>,
-    /// For each position of the schema, `true` if the sums of all ranks make up the digest of the tensor, so that it is checked
-    /// by that and not by the hashes of the file. Empty if the checkpoint has no digests.
-    is_compared: Vec<bool>,
+    /// `true` if parts of tensors are read without checking hashes, because the sums over the parts of all ranks are compared
+    /// with the digest of the tensor. Hashes are checked afterwards if the parts do not make up the tensor.
+    is_compared: bool,
 }
 
 impl<'a> CheckpointSource<'a> {
@@ -72,7 +71,7 @@ impl<'a> CheckpointSource<'a> {
             entries.map(|(key, entry)| (path(key), leaf(entry), key.clone())).collect();
         leaves.sort_by(|(a, ..), (b, ..)| a.cmp(b));
         let (schema, keys) = leaves.into_iter().map(|(path, leaf, key)| ((path, leaf), key)).unzip();
-        CheckpointSource { checkpoint, schema: Schema::new(schema), keys, replicas: None, is_compared: Vec::new() }
+        CheckpointSource { checkpoint, schema: Schema::new(schema), keys, replicas: None, is_compared: false }
     }
 
     /// Leaves out opaque plain values, which hold objects of other programs and cannot be loaded, and returns their keys.
@@ -118,15 +117,10 @@ impl<'a> CheckpointSource<'a> {
         LoadRequest { fqn, dtype: wanted.dtype, shape, boxes }
     }
 
-    /// Returns `true` if the sums of all ranks make up the digest of the tensor at a position.
-    fn is_compared(&self, position: usize) -> bool {
-        self.is_compared.get(position).copied().unwrap_or(false)
-    }
-
-    /// Checks the hashes of what this rank has read of some tensors, one tensor after the other. It was read without.
+    /// Checks the hashes of what this rank has read of some tensors, by reading them again, one after the other.
     fn check_hashes(&self, fqns: &HashSet<&str>, wanted: &[Wanted]) -> Result<(), CheckpointError> {
         for wanted in wanted {
-            if !self.is_compared(wanted.position) || !fqns.contains(self.key(wanted.position)) {
+            if !fqns.contains(self.key(wanted.position)) {
                 continue;
             }
             let element = wanted.dtype.size_in_bytes() as usize;
@@ -182,8 +176,7 @@ impl<'a> Reading<'a> {
         for (wanted, buffers) in wanted.iter().zip(of_tensors) {
             if let Some(buffers) = buffers {
                 let request = self.source.request(wanted, wanted.boxes.clone());
-                let is_compared = self.source.is_compared(wanted.position);
-                destinations.push(Destination { request, buffers, is_compared });
+                destinations.push(Destination { request, buffers, is_compared: self.source.is_compared });
             }
         }
         self.read(destinations)?;
@@ -419,9 +412,9 @@ impl Source for CheckpointSource<'_> {
         CheckpointError::agree(call.group, call.operation, Some(hash), checked)?;
         let shares = call.options.read_once.unwrap_or_else(|| self.checkpoint.directory().is_object_store());
         self.replicas = if shares { replicas(call.group, wanted)? } else { None };
-        if self.checkpoint.digests().is_some() {
-            self.is_compared = wanted_by_all_together(call.group, &self.schema, wanted)?;
-        }
+        // A rank that is alone knows at once which tensors it reads in part only. Replicas check the hashes of their shares.
+        self.is_compared =
+            self.checkpoint.digests().is_some() && call.group.world_size() > 1 && self.replicas.is_none();
         Ok(())
     }
 
@@ -437,10 +430,7 @@ impl Source for CheckpointSource<'_> {
         }
         // A rank that failed to read takes part nevertheless, because the others compare what they have read.
         let compared = reading.comparison.map_or(Ok(()), |comparison| {
-            let positions = self.keys.iter().enumerate().filter(|(position, _)| self.is_compared(*position));
-            let left: HashSet<&str> = positions.map(|(_, key)| key.as_str()).collect();
-            let is_left = |fqn: &str| left.contains(fqn);
-            comparison.check(call.group, call.operation, is_left, |fqns| self.check_hashes(fqns, wanted))
+            comparison.check(call.group, call.operation, self.is_compared, |fqns| self.check_hashes(fqns, wanted))
         });
         match compared {
             Err(error @ CheckpointError::Comm(_)) => Err(error),

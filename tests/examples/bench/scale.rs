@@ -112,7 +112,7 @@ fn times(model: &Model, optimizer: &mut Optimizer, path: &std::path::Path) -> Re
     let broadcast =
         StateDictOptions { full_state_dict: true, broadcast_from_rank0: true, ..StateDictOptions::default() };
 
-    // What does not depend on this library: the allocator's and the caches' part in the growth.
+    // This uses nothing of the library, and shows how much of the growth comes from the allocator and the caches.
     let plain: Vec<(String, Tensor)> = (0..parameters.fqns().count())
         .map(|index| Ok((format!("layers.{index}"), Tensor::zeros(4, DType::F32, &Device::Cpu)?)))
         .collect::<Result<_>>()?;

@@ -223,7 +223,7 @@ fn damage_in_a_tensor_that_ranks_read_in_parts_is_found_whichever_parts_they_rea
         ((0, 2), (1, 3)),
         ((0, 4), (0, 4)),
         ((0, 4), (1, 2)),
-        // Not all of it: too few elements, as many as there are, and as many at the same average position.
+        // Not all of it.
         ((1, 1), (3, 1)),
         ((0, 2), (0, 2)),
         ((1, 2), (1, 2)),
