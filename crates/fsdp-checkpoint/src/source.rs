@@ -30,7 +30,8 @@ const WINDOW: usize = 512 << 20;
 ///
 /// Every rank opens the checkpoint by itself, and reads by itself unless replicas share the reading
 /// ([`LoadOptions::read_once`](fsdp_state::LoadOptions::read_once)). Collectives: agreements; if the checkpoint has digests,
-/// a gather of sums, by which the ranks check that all of them together have loaded what was saved; if the reading is shared, an object all-gather and the all-gathers of the data.
+/// a gather of sums, by which the ranks check that all of them together have loaded what was saved; if the reading is
+/// shared, an object all-gather and the all-gathers of the data.
 pub struct CheckpointSource<'a> {
     checkpoint: &'a dyn Checkpoint,
     schema: Schema,

@@ -115,8 +115,8 @@ impl ShardedTensor {
         Self::new(dtype, shape.to_vec(), shards)
     }
 
-    /// Makes a sharded tensor with these boxes, which take no memory until they are filled
-    /// ([`unfilled`]).
+    /// Makes a sharded tensor with these boxes, which take no memory until they are filled: see
+    /// [`unfilled`].
     ///
     /// # Errors
     /// The same as [`Self::zeros`].

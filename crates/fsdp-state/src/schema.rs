@@ -119,6 +119,7 @@ fn serialize_leaves<S: Serializer>(leaves: &Leaves, serializer: S) -> Result<S::
     leaves.serialize(serializer)
 }
 
+/// Deserializes what [`serialize_leaves`] wrote.
 fn deserialize_leaves<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Arc<Leaves>, D::Error> {
     Leaves::deserialize(deserializer).map(Arc::new)
 }
