@@ -162,10 +162,10 @@ fn compare_all(metadata: &Metadata, recorded: &StateDigest, parts: Vec<Vec<BoxSu
     for (entry, boxes) in tensors {
         let Some((fqn, _)) = metadata.entries.get_index(entry) else { continue };
         let (Some(tensor), Some(recorded)) = (metadata.tensor(fqn), recorded.get(fqn)) else { continue };
-        if !is_complete(tensor, &boxes) {
+        let (ranks, is_complete) = wrong_ranks(tensor, recorded, boxes);
+        if !is_complete {
             compared.incomplete.push(fqn.clone());
         }
-        let ranks = wrong_ranks(tensor, recorded, boxes);
         if !ranks.is_empty() {
             compared.wrong.push(WrongTensor { fqn: fqn.clone(), ranks });
         }
@@ -173,20 +173,15 @@ fn compare_all(metadata: &Metadata, recorded: &StateDigest, parts: Vec<Vec<BoxSu
     compared
 }
 
-/// Returns `true` if boxes make up a tensor, each element once. The tensor itself, read as a whole, does not count.
-fn is_complete(tensor: &TensorEntry, boxes: &BoxSums) -> bool {
-    let whole = TensorBox::whole(&tensor.shape);
-    let parts: Vec<&TensorBox> = boxes.keys().filter(|bounds| **bounds != whole).collect();
-    let elements: usize = parts.iter().map(|bounds| bounds.numel()).sum();
-    elements == whole.numel() && uncovered(&whole, parts).is_empty()
-}
-
-/// Returns the ranks whose elements of a tensor are wrong, sorted.
-fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> Vec<usize> {
+/// Returns the ranks whose elements of a tensor are wrong, sorted. The second result is `true` if the boxes that ranks have
+/// read in part make up the tensor, each element once.
+fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> (Vec<usize>, bool) {
     // A rank that has read the whole tensor sends its sum only if it is wrong.
-    let whole = boxes.remove(&TensorBox::whole(&tensor.shape)).unwrap_or_default();
-    let mut ranks: Vec<usize> = whole.into_iter().map(|(rank, _)| rank).collect();
-    let is_complete = is_complete(tensor, &boxes);
+    let whole = TensorBox::whole(&tensor.shape);
+    let of_whole = boxes.remove(&whole).unwrap_or_default();
+    let mut ranks: Vec<usize> = of_whole.into_iter().map(|(rank, _)| rank).collect();
+    let elements: usize = boxes.keys().map(TensorBox::numel).sum();
+    let is_complete = elements == whole.numel() && uncovered(&whole, boxes.keys()).is_empty();
     // Ranks that have read the same box must have read the same elements.
     let mut all = Sum::default();
     for sums in boxes.values() {
@@ -200,7 +195,7 @@ fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> Ve
     }
     ranks.sort_unstable();
     ranks.dedup();
-    ranks
+    (ranks, is_complete)
 }
 
 /// Returns the sum that most ranks have; of several, the first.
@@ -234,7 +229,7 @@ mod tests {
             let (bounds, sum) = sum_of(start, bytes);
             boxes.entry(bounds).or_default().push((rank, sum));
         }
-        wrong_ranks(&tensor(), digest(sum_of(0, &[1, 2, 3, 4]).1, &tensor()), boxes)
+        wrong_ranks(&tensor(), digest(sum_of(0, &[1, 2, 3, 4]).1, &tensor()), boxes).0
     }
 
     #[test]

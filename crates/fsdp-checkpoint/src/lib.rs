@@ -32,6 +32,7 @@ pub mod save;
 mod shared_read;
 mod source;
 mod stateful;
+mod threads;
 
 pub use async_save::AsyncSaver;
 pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_name, step_path};

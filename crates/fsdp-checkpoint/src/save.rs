@@ -30,6 +30,7 @@ use crate::parent::{Writing, written_before};
 use crate::plan::{CachedPlan, PLANNER, PlanCache, PlanKey};
 pub use crate::progress::SaveProgress;
 use crate::rounds::gather_in_rounds;
+use crate::threads::threads;
 
 /// The default deadline of saves and loads, for which ranks wait for each other. It is long because writing may be
 /// slow. A rank that dies is noticed at once, whatever the deadline is.
@@ -77,6 +78,13 @@ impl Default for SaveOptions {
             lineage: None,
             progress: SaveProgress::default(),
         }
+    }
+}
+
+impl SaveOptions {
+    /// Returns the number of threads with which a rank of `group` writes to `path`.
+    pub(crate) fn threads(&self, path: &Location, group: &ProcessGroup) -> usize {
+        threads(self.write.threads, group, path.local().is_none())
     }
 }
 
@@ -161,6 +169,8 @@ impl Saver {
         let path = &path.into();
         let group = &group.with_deadline_at_least(options.deadline);
         let _span = info_span!("save", rank = group.rank(), %path).entered();
+        let threads = options.threads(path, group);
+        let write_options = WriteOptions { threads: Some(threads), ..options.write };
 
         // 1. Plan which rank writes what, or take the plan of the last save if no rank's layout has changed.
         let Saver { plans, last } = self;
@@ -175,13 +185,13 @@ impl Saver {
         //    with the same plan (or since the checkpoint that the run was resumed from) are linked.
         let last = match last.take() {
             Some(last) => Some(last).filter(|_| options.incremental && is_planned),
-            None => from_parent(group, &plan, cached, &source, options)?,
+            None => from_parent(group, &plan, cached, &source, options, threads)?,
         };
         let before = last.as_ref().map(|last| Before { path: &last.path, written: &last.written });
         let written = match &staging {
-            Some(staging) => write(staging, group.rank(), &plan, &cached.selection, &source, options, before),
+            Some(staging) => write(staging, group.rank(), &plan, &cached.selection, &source, write_options, before),
             None => match options.durable.join(path, &name) {
-                Ok(staging) => write(&staging, group.rank(), &plan, &cached.selection, &source, options, before),
+                Ok(staging) => write(&staging, group.rank(), &plan, &cached.selection, &source, write_options, before),
                 Err(error) => Err(error.into()),
             },
         };
@@ -236,19 +246,15 @@ fn from_parent(
     cached: &CachedPlan,
     source: &LocalState,
     options: &SaveOptions,
+    threads: usize,
 ) -> Result<Option<LastSave>, CheckpointError> {
     let digest = options.lineage.as_ref().and_then(|lineage| lineage.parent).map(|parent| parent.digest);
     let (Some(path), Some(digest)) = (&options.parent, digest) else { return Ok(None) };
     if !options.incremental || !options.write.digests {
         return Ok(None);
     }
-    let writing = Writing {
-        plan,
-        selection: &cached.selection,
-        source,
-        threads: options.write.threads,
-        metadata: cached.metadata.as_ref(),
-    };
+    let (selection, metadata) = (&cached.selection, cached.metadata.as_ref());
+    let writing = Writing { plan, selection, source, threads, metadata };
     let written = written_before(path, digest, group, &writing)?;
     Ok(Some(LastSave { path: path.clone(), written }))
 }
@@ -293,14 +299,15 @@ pub(crate) fn save_part(
     plan: &LocalPlan,
     source: &LocalState,
     rank: usize,
-    options: &SaveOptions,
+    durable: &Durable,
+    threads: usize,
 ) -> Result<u64, CheckpointError> {
     let GlobalPlan { metadata, selections, .. } = plan_part(plan).map_err(fsdp_dcp::FileError::from)?;
-    let staging = options.durable.prepare(path, false)?;
+    let staging = durable.prepare(path, false)?;
     // No digests: they are of whole tensors, and this rank has only parts of some.
-    let options = WriteOptions { digests: false, ..options.write };
+    let write = WriteOptions { threads: Some(threads), digests: false };
     let selection = selections.into_iter().next().unwrap_or_default();
-    let written = write_rank(&staging, rank, plan, &selection, source, &options)?;
+    let written = write_rank(&staging, rank, plan, &selection, source, &write)?;
     let bytes = written.payload_bytes;
     finish(staging, metadata, &[written], None)?;
     Ok(bytes)
@@ -324,13 +331,13 @@ fn write(
     plan: &LocalPlan,
     selection: &Selection,
     source: &LocalState,
-    options: &SaveOptions,
+    options: WriteOptions,
     before: Option<Before<'_>>,
 ) -> Result<RankWritten, CheckpointError> {
     let _span = info_span!("write", rank, bytes = source.progress.total()).entered();
-    let written = write_changed(staging, rank, plan, selection, source, &options.write, before)?;
+    let written = write_changed(staging, rank, plan, selection, source, &options, before)?;
     // Linked bytes need no writing, so they count as done.
-    options.progress.add(written.linked_bytes);
+    source.progress.add(written.linked_bytes);
     Ok(written)
 }
 

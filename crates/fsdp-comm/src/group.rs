@@ -32,6 +32,8 @@ pub struct ProcessGroup {
     deadline: Duration,
     /// The object of the operations called through this handle.
     label: Option<Arc<str>>,
+    /// The number of ranks of the job on this rank's host.
+    ranks_on_host: usize,
 }
 
 struct Shared {
@@ -74,7 +76,13 @@ impl ProcessGroup {
             shared: Arc::new(Shared { backend, id, counters, state: Mutex::default() }),
             deadline,
             label: None,
+            ranks_on_host: 1,
         }
+    }
+
+    /// Returns the same group, which now knows how many ranks of the job are on this rank's host.
+    pub(crate) fn with_ranks_on_host(&self, ranks: usize) -> ProcessGroup {
+        ProcessGroup { ranks_on_host: ranks.max(1), ..self.clone() }
     }
 
     pub(crate) fn id(&self) -> u64 {
@@ -97,6 +105,15 @@ impl ProcessGroup {
     #[must_use]
     pub fn global_ranks(&self) -> &[usize] {
         self.shared.backend.global_ranks()
+    }
+
+    /// Returns the number of ranks of the job that run on this rank's host, itself included, also those that are not in this
+    /// group. They share the cores of the host. It is 1 where the launcher does not tell
+    /// ([`Environment::local_world_size`](crate::Environment::local_world_size)); ranks of the `local` backend are all on one
+    /// host.
+    #[must_use]
+    pub fn ranks_on_host(&self) -> usize {
+        self.ranks_on_host
     }
 
     /// Returns the name of the backend: `local`, `tcp`, …
@@ -205,7 +222,8 @@ impl Turn<'_> {
     pub(crate) fn child(&self, id: u64, ranks: &[usize]) -> Result<ProcessGroup, CommError> {
         let shared = &self.group.shared;
         let backend = blame::noted(self.group.global_rank(), shared.backend.subgroup(&self.next_round(), id, ranks))?;
-        Ok(ProcessGroup::with_counters(backend, id, Arc::clone(&shared.counters), self.group.deadline))
+        let child = ProcessGroup::with_counters(backend, id, Arc::clone(&shared.counters), self.group.deadline);
+        Ok(child.with_ranks_on_host(self.group.ranks_on_host))
     }
 
     /// Returns the next round of this operation.

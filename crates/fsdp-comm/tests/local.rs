@@ -97,6 +97,16 @@ fn results_are_in_rank_order() {
 }
 
 #[test]
+fn ranks_of_one_process_are_on_one_host_in_their_sub_groups_too() {
+    let on_host = run_local(3, |group| {
+        let pair = group.subgroup(&[0, 2]).unwrap();
+        (group.ranks_on_host(), pair.map(|pair| pair.with_label("pair").ranks_on_host()))
+    });
+    assert_eq!(on_host.unwrap(), [(3, Some(3)), (3, None), (3, Some(3))]);
+    assert_eq!(ProcessGroup::alone().ranks_on_host(), 1);
+}
+
+#[test]
 fn a_panic_is_reported_with_its_message_first_things_first() {
     let error = run_local(3, |group| {
         if group.rank() == 2 {

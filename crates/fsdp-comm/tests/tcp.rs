@@ -345,6 +345,22 @@ fn meet(environment: Environment, milliseconds: u64) -> Result<fsdp_comm::Proces
 }
 
 #[test]
+fn a_rank_learns_from_its_launcher_how_many_ranks_are_on_its_host() {
+    let port = free_port();
+    let on_host = |rank: usize, local_world_size: Option<usize>| {
+        let mut place = environment(rank, 3, port, "job");
+        place.local_world_size = local_world_size;
+        meet(place, 60_000).unwrap().ranks_on_host()
+    };
+    let found = std::thread::scope(|scope| {
+        let ranks = [Some(2), Some(2), None].into_iter().enumerate();
+        let ranks: Vec<_> = ranks.map(|(rank, local)| scope.spawn(move || on_host(rank, local))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+    });
+    assert_eq!(found, [2, 2, 1]);
+}
+
+#[test]
 fn a_rank_that_does_not_come_is_named() {
     let port = free_port();
     let (first, second) = std::thread::scope(|scope| {

@@ -14,6 +14,12 @@ const HASHED_AT_ONCE: usize = 256 << 10;
 /// Raw writes take their bytes from a buffer of this size, again and again: larger than caches.
 const SOURCE: usize = 64 << 20;
 
+/// Returns the number of threads with which each of some ranks on this machine saves and loads.
+pub(crate) fn threads(ranks: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    (cores / ranks).clamp(1, 4)
+}
+
 /// Writes a fresh file with some threads, and syncs it if asked to.
 pub(crate) fn write(path: &Path, bytes: usize, threads: usize, sync: bool) -> Result<Duration> {
     let source: Vec<u8> = (0..SOURCE).map(|i| i as u8).collect();

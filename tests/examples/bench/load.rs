@@ -34,7 +34,7 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: &[usize], figures: &mut Figures) -> 
             let mut pairs = [Pairs::default(), Pairs::default()];
             let mut peaks = [0; 2];
             for _ in 0..bench.runs {
-                let limit = timed(group, || limits::read(&raw, own, options.threads))?;
+                let limit = timed(group, || limits::read(&raw, own, limits::threads(to)))?;
                 let mut template = state.clone();
                 let loaded = timed(group, || Ok(load(&path, &mut template, group, &options)?))?;
                 pairs[0].push(loaded.time, limit.time);

@@ -14,13 +14,14 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: usize, figures: &mut Figures) -> Res
         let (group, state) = (training.group(), training.state()?);
         let own = state_bytes(&state);
         let options = SaveOptions::default();
+        let threads = limits::threads(ranks);
         let mut saver = Saver::new();
         let (mut synced, mut unsynced) = (Pairs::default(), Pairs::default());
         let (mut peak, mut bytes, mut hashing) = (0, 0, Vec::new());
         for _ in 0..bench.runs {
             let raw = bench.directory.join(format!("raw-{}", group.rank()));
             let limit = |sync| -> Result<_> {
-                let limit = timed(group, || limits::write(&raw, own, options.write.threads, sync))?;
+                let limit = timed(group, || limits::write(&raw, own, threads, sync))?;
                 std::fs::remove_file(&raw)?;
                 Ok(limit.time)
             };
@@ -33,7 +34,7 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: usize, figures: &mut Figures) -> Res
             if group.rank() == 0 {
                 std::fs::remove_dir_all(&path)?;
             }
-            let hashed = timed(group, || limits::hash(own, options.write.threads))?;
+            let hashed = timed(group, || limits::hash(own, threads))?;
             hashing.push(hashed.time.as_secs_f64());
         }
         let seconds = synced.seconds();

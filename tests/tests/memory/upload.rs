@@ -104,8 +104,10 @@ fn an_upload_holds_no_more_than_a_save_may_take_whatever_the_number_of_threads()
     for threads in [1, 2, 4, 16] {
         let store = Arc::new(Forgetful::default());
         let location = Location::with_store(store.clone(), "memory://test", "checkpoint");
-        let options =
-            SaveOptions { write: WriteOptions { threads, ..WriteOptions::default() }, ..SaveOptions::default() };
+        let options = SaveOptions {
+            write: WriteOptions { threads: Some(threads), ..WriteOptions::default() },
+            ..SaveOptions::default()
+        };
         let before = live_bytes();
         reset_peak();
         fsdp::comm::run_local(1, |group| save(location.clone(), &state, &group, &options).map(drop))

@@ -99,7 +99,8 @@ impl MemoryTier {
         // 3. Every rank writes its own part. The run's directory may have been removed since the last save.
         let part = Part { of, rank };
         let own = place_of(&root, rank, part);
-        let bytes = make_private(&root).and_then(|()| save_part(&own, &plan, &source, rank, options));
+        let threads = options.threads(&own, &group);
+        let bytes = make_private(&root).and_then(|()| save_part(&own, &plan, &source, rank, &options.durable, threads));
         let rank_bytes = CheckpointError::agree(&group, OPERATION, None, bytes)?;
         // 4. Its buddy gets a copy. From then on the step survives the loss of any one rank's files, or of any one
         //    host.

@@ -134,7 +134,7 @@ impl LocalRanks {
                 Some(link) => Arc::new(LinkedBackend::new(backend, link)),
                 None => backend,
             };
-            let group = ProcessGroup::new(backend).with_deadline(self.deadline);
+            let group = ProcessGroup::new(backend).with_deadline(self.deadline).with_ranks_on_host(self.world_size);
             // `membership` outlives the unwinding, so that the others are told of the panic before they see the rank leave.
             catch_unwind(AssertUnwindSafe(|| f(group))).map_err(|panic| {
                 let message = bounded(&format_args!("panicked: {}", panic_message(&*panic)));

@@ -42,6 +42,8 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(1);
 pub(super) struct Job {
     owner: Owner,
     pub(super) control: Arc<TcpBackend>,
+    /// The number of ranks on this host.
+    pub(super) ranks_on_host: usize,
     /// `true` if a group has failed, so that other ranks may never leave properly.
     failed: AtomicBool,
     /// `true` if an MPI call was abandoned before it was complete.
@@ -117,8 +119,9 @@ impl Job {
         let until = until(deadline);
         let owner = Owner::start(until)?;
         let world = Communicator::world().map_err(|error| failed("MPI_Comm_size", error))?;
-        let control = Arc::new(blame::noted(world.rank(), meet(&world, deadline, until))?);
-        Ok(Arc::new(Job { owner, control, failed: AtomicBool::new(false), stuck: AtomicBool::new(false) }))
+        let (control, ranks_on_host) = blame::noted(world.rank(), meet(&world, deadline, until))?;
+        let (failed, stuck) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Arc::new(Job { owner, control: Arc::new(control), ranks_on_host, failed, stuck }))
     }
 
     /// Records that a group has failed.
@@ -149,9 +152,9 @@ impl Drop for Job {
     }
 }
 
-/// Connects this process to all others.
-fn meet(world: &Communicator, deadline: Duration, until: Instant) -> Result<TcpBackend, CommError> {
-    let store = open_store(world, deadline, until)?;
+/// Connects this process to all others. Returns the connection, and the number of ranks on this host.
+fn meet(world: &Communicator, deadline: Duration, until: Instant) -> Result<(TcpBackend, usize), CommError> {
+    let (store, ranks_on_host) = open_store(world, deadline, until)?;
     let place = Participant {
         rank: world.rank(),
         world_size: world.ranks(),
@@ -163,11 +166,12 @@ fn meet(world: &Communicator, deadline: Duration, until: Instant) -> Result<TcpB
         // Before it leaves MPI, each rank waits for the goodbyes of all.
         connects_all: true,
     };
-    TcpBackend::meet(&place, store, true)
+    Ok((TcpBackend::meet(&place, store, true)?, ranks_on_host))
 }
 
-/// Opens the store on rank 0, and tells its address to the others through MPI.
-fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Result<TcpStore, CommError> {
+/// Opens the store on rank 0, and tells its address to the others through MPI. Returns the store, and the number of ranks on
+/// this host.
+fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Result<(TcpStore, usize), CommError> {
     // Step 1: gather the names of all hosts, so that rank 0 knows whether all ranks are on one host.
     let (rank, world_size) = (world.rank(), world.ranks());
     let name = ::mpi::environment::processor_name().unwrap_or_default();
@@ -176,12 +180,13 @@ fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Resul
     let buffers = Buffers { send: own.clone(), ..Buffers::default() };
     let gathered = world.all_gather(buffers, &vec![NAME_BYTES; world_size]);
     let names = wait(gathered.map_err(|error| failed("MPI_Iallgatherv", error))?, until)?.receive;
+    let ranks_on_host = names.chunks(NAME_BYTES).filter(|name| **name == own[..]).count();
     // Step 2: rank 0 opens the store, at an address that the others can reach.
     let options = StoreOptions { job: "mpi".to_owned(), secret: None, insecure: false, rank, world_size, deadline };
     let mut hosted = None;
     let mut told = Buffers::default();
     if rank == 0 {
-        let one_host = names.chunks(NAME_BYTES).all(|name| *name == own[..]);
+        let one_host = ranks_on_host == world_size;
         let master = std::env::var("MASTER_ADDR").ok().filter(|address| !address.is_empty());
         let host = master.unwrap_or(if one_host { "127.0.0.1".to_owned() } else { name });
         // MPI has connected the processes already, so the secret can be sent through it.
@@ -193,14 +198,15 @@ fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Resul
     // Step 3: rank 0 tells the others the address and the secret, or its error.
     let telling = world.broadcast(told, ADDRESS_BYTES, 0).map_err(|error| failed("MPI_Ibcast", error))?;
     let told = wait(telling, until)?.receive;
-    match (hosted, wire::decode_prefix::<Result<(String, String), String>>(&told)) {
+    let store = match (hosted, wire::decode_prefix::<Result<(String, String), String>>(&told)) {
         (Some(store), _) => store,
         (None, Ok((Ok((address, secret)), _))) => {
             let secret = Some(Secret::new(secret).map_err(rendezvous)?);
             TcpStore::connect(&address, &StoreOptions { secret, ..options })
         }
         (None, Ok((Err(message), _)) | Err(message)) => Err(rendezvous(message)),
-    }
+    };
+    Ok((store?, ranks_on_host))
 }
 
 /// Opens a store with a secret of its own.

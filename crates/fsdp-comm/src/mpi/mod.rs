@@ -34,9 +34,9 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
     let job = Job::join(deadline)?;
     let control = Arc::clone(&job.control);
     let round = Round { number: 0, sequence: 0, operation: "rendezvous", deadline, until };
-    let rank = control.rank();
+    let (rank, ranks_on_host) = (control.rank(), job.ranks_on_host);
     let backend = blame::noted(rank, MpiBackend::new(job, control, 0, &round))?;
-    Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(deadline))
+    Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(deadline).with_ranks_on_host(ranks_on_host))
 }
 
 /// One rank of one group.

@@ -31,11 +31,12 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
     check()?;
     let environment = Environment::from_env()?;
     let ordinal = device_ordinal(&environment)?;
+    let ranks_on_host = environment.local_world_size.unwrap_or(1);
     let control = Arc::new(TcpOptions::new(environment).deadline(deadline).connect_backend()?);
     let round = Round { number: 0, sequence: 0, operation: "rendezvous", deadline, until };
     let rank = control.rank();
     let backend = blame::noted(rank, NcclBackend::new(control, ordinal, &round))?;
-    Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(deadline))
+    Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(deadline).with_ranks_on_host(ranks_on_host))
 }
 
 /// Checks that this machine has a driver, NCCL and a GPU.

@@ -69,7 +69,8 @@ impl TcpOptions {
     /// [`CommError::Rendezvous`] names the ranks that came and those that did not.
     pub fn connect(&self) -> Result<ProcessGroup, CommError> {
         let backend = self.connect_backend()?;
-        Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(self.deadline))
+        let group = ProcessGroup::new(Arc::new(backend)).with_deadline(self.deadline);
+        Ok(group.with_ranks_on_host(self.environment.local_world_size.unwrap_or(1)))
     }
 
     /// Does what [`connect`](Self::connect) does, and returns the backend itself. A failure for which other ranks are

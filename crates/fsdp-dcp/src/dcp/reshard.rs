@@ -34,7 +34,7 @@ pub(crate) fn write(
         global.metadata.planner_data = None;
     }
     let streamed = Streamed { source, options, extra: Default::default() };
-    let write_options = WriteOptions { threads: options.threads, ..WriteOptions::default() };
+    let write_options = WriteOptions { threads: Some(options.threads), ..WriteOptions::default() };
     let mut written = Vec::with_capacity(ranks);
     for (rank, (plan, selection)) in plans.iter().zip(&global.selections).enumerate() {
         written.push(write_rank(&staging, rank, plan, selection, &streamed, &write_options)?);

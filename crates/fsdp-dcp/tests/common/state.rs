@@ -102,7 +102,7 @@ pub(crate) fn save(
                         plan,
                         selection,
                         state,
-                        &WriteOptions { threads: 2, ..WriteOptions::default() },
+                        &WriteOptions { threads: Some(2), ..WriteOptions::default() },
                     )
                 })
             })

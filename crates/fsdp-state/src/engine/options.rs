@@ -32,8 +32,9 @@ pub struct LoadOptions {
     /// from the system's cache, which is faster than the network. Set `Some(true)` for files that many hosts read over
     /// a network.
     pub read_once: Option<bool>,
-    /// Threads that read files, on each rank.
-    pub threads: usize,
+    /// Threads that read files, on each rank. `None` (the default) takes one for each core, up to four; ranks of one host
+    /// share its cores. Four read from an object store.
+    pub threads: Option<usize>,
     /// The time that a rank waits for the others. `None` means 30 minutes for checkpoints, because storage may be slow,
     /// and the process group's own deadline otherwise.
     pub deadline: Option<Duration>,
@@ -41,7 +42,6 @@ pub struct LoadOptions {
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get().min(4));
         LoadOptions {
             strict: true,
             cast: false,
@@ -49,7 +49,7 @@ impl Default for LoadOptions {
             device: None,
             verify: true,
             read_once: None,
-            threads,
+            threads: None,
             deadline: None,
         }
     }

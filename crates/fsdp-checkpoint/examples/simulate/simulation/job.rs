@@ -118,10 +118,10 @@ impl Shared {
             save: SaveOptions {
                 overwrite: job.overwrite,
                 incremental: job.incremental,
-                write: WriteOptions { threads: 1, ..WriteOptions::default() },
+                write: WriteOptions { threads: Some(1), ..WriteOptions::default() },
                 ..SaveOptions::default()
             },
-            load: LoadOptions { threads: 1, ..LoadOptions::default() },
+            load: LoadOptions { threads: Some(1), ..LoadOptions::default() },
             memory_tier: None,
         };
         let mut checkpointer = Checkpointer::new(&run, &group, options)?;

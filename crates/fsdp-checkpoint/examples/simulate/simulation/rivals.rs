@@ -27,7 +27,7 @@ impl Shared {
         locked(&self.journal).begin(&name, version);
         // All are noted before one of them is done.
         group.barrier()?;
-        let write = WriteOptions { threads: 1, ..WriteOptions::default() };
+        let write = WriteOptions { threads: Some(1), ..WriteOptions::default() };
         let options = SaveOptions { overwrite: false, write, ..SaveOptions::default() };
         match save(run.join(&name), &part(Some(version), 0, 1)?, &alone, &options) {
             Ok(_) => {

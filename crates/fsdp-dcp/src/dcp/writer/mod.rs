@@ -92,15 +92,16 @@ use crate::threads::default_threads;
 /// The options of a rank that writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WriteOptions {
-    /// Threads that hash and write. Each needs about 1 MiB.
-    pub threads: usize,
+    /// Threads that hash and write. Each needs about 1 MiB. `None` (the default) takes one for each core, up to four; in a
+    /// save of several ranks, those of one host share its cores.
+    pub threads: Option<usize>,
     /// `true` (the default) if the digests of what is written are recorded.
     pub digests: bool,
 }
 
 impl Default for WriteOptions {
     fn default() -> Self {
-        WriteOptions { threads: default_threads(), digests: true }
+        WriteOptions { threads: None, digests: true }
     }
 }
 
@@ -127,8 +128,9 @@ pub fn write_changed(
     options: &WriteOptions,
     before: Option<Before<'_>>,
 ) -> Result<RankWritten, FileError> {
+    let threads = options.threads.unwrap_or_else(default_threads);
     let linked = match before.filter(|_| options.digests) {
-        Some(before) => unchanged::link(staging, rank, plan, selection, source, before, options.threads)?,
+        Some(before) => unchanged::link(staging, rank, plan, selection, source, before, threads)?,
         None => unchanged::Linked::default(),
     };
     let is_linked: HashSet<(u32, u32)> = linked.items.iter().map(|item| (item.entry, item.chunk)).collect();
@@ -148,7 +150,7 @@ pub fn write_changed(
     let name = (0..).map(|number| staging.data_file_of(rank, number)).find(is_free).unwrap_or_default();
     let layout = layout::FileLayout::new(plan, &rest, source, options.digests)?;
     let file = staging.create(&name, layout.length)?;
-    let (integrity, parts) = payload::write(&file, &layout, source, options.threads)?;
+    let (integrity, parts) = payload::write(&file, &layout, source, threads)?;
     file.finish()?;
     let number = written.files.len() as u32;
     written.items.extend(layout.items.iter().zip(parts).map(|(placed, part)| WrittenItem {
