@@ -52,10 +52,12 @@ impl LocalStage {
             // Where locks do not work, nobody takes the directory for stale either.
             let _ = lock.lock();
             // Before it was locked, another save may have taken it for what a crash has left, and have removed it.
-            if durable.files().is_directory(&staging.directory) {
-                staging.lock = Some(lock);
-                return Ok(staging);
+            let status = durable.files().status(&staging.directory, Links::Refuse);
+            if status.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+                continue;
             }
+            staging.lock = Some(lock);
+            return Ok(staging);
         }
     }
 
