@@ -77,14 +77,17 @@ impl AsyncSaver {
     ) -> Result<Duration, CheckpointError> {
         let start = Instant::now();
         self.wait()?;
+        let group = self.group.with_deadline_at_least(options.deadline);
         let staged = {
-            let _span = info_span!("stage", rank = self.group.rank()).entered();
+            let _span = info_span!("stage", rank = group.rank()).entered();
             stage(state, self.buffers.take().unwrap_or_default(), kept.as_ref())
         };
         // If one rank cannot copy its values, no rank may start the save: the others would wait for it.
-        let (staged, later) = self.group.agree("async_save", staged)?;
-        let (path, group, options) = (path.into(), self.group.clone(), options.clone());
+        let (staged, later) = group.agree("async_save", staged)?;
+        let (path, options) = (path.into(), options.clone());
         self.progress = options.progress.clone();
+        // Until the save is planned, these are not the bytes of the one before.
+        self.progress.expect(0);
         let mut saver = std::mem::take(&mut self.saver);
         self.in_flight = self.runtime.as_ref().map(|runtime| {
             runtime.spawn_blocking(move || {

@@ -9,19 +9,19 @@ use std::time::Duration;
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
 use fsdp_dcp::lineage::{DataPosition, Lineage, Parent};
-use fsdp_dcp::storage::clean_stale;
 use fsdp_dcp::verify::with_causes;
 use fsdp_digest::StateDigest;
 use fsdp_layout::{ErrorKind, Failure as _};
-use fsdp_state::{LoadError as _, LoadOptions, LoadReport};
+use fsdp_state::{LoadError as _, LoadOptions, LoadReport, StateDict};
 use tracing::warn;
 
 use crate::catalog::{StepCheckpoint, latest_checkpoint, step_name, step_of};
 use crate::load::{LOAD, open};
 use crate::memory_tier::MemoryTier;
 use crate::parent::parent_of_step;
-use crate::retention::{Retention, prune, prune_up_to};
-use crate::{AsyncSaver, CheckpointError, SaveOptions, SaveProgress, SaveReport, Stateful};
+use crate::retention::{Retention, prune_up_to};
+use crate::save::DEFAULT_DEADLINE;
+use crate::{AsyncSaver, CheckpointError, KeptUnchanged, SaveOptions, SaveProgress, SaveReport, Stateful};
 
 /// The name of a checkpoint: the number of steps done, for one in the run's directory, or a path or URL anywhere.
 #[derive(Debug, Clone)]
@@ -95,8 +95,12 @@ pub struct CheckpointerOptions {
 /// A run's checkpoints are in one directory, or under one prefix of an object store, one for each saved step.
 /// A load opens any format. [`TrainState`](crate::TrainState) has an example.
 ///
-/// Every rank of the group has a `Checkpointer`, and all ranks call the same methods in the same order. A save in the
-/// background uses a separate process group, so that it never mixes with the collectives of training.
+/// Every rank of the group has a `Checkpointer`, and all ranks call the same methods in the same order, for the same steps. A
+/// save in the background uses a separate process group, so that it never mixes with the collectives of training.
+///
+/// Errors are the same on every rank, and the checkpointer can be used again after them, unless they end the group
+/// ([`CommError`](fsdp_comm::CommError)). Dropping a checkpointer waits for its save in the background, whose error is only
+/// logged then, and for the removal of old checkpoints.
 pub struct Checkpointer {
     run: Location,
     group: ProcessGroup,
@@ -115,8 +119,8 @@ pub struct Checkpointer {
     facts: RunFacts,
     /// `true` if a save ended while old checkpoints were still being removed, so that there may be more to remove.
     prune_again: bool,
-    /// The step of the last checkpoint that was saved under a step.
-    saved_step: Option<u64>,
+    /// The step of the checkpoint that was saved or loaded last, if it has one.
+    at_step: Option<u64>,
 }
 
 impl fmt::Debug for Checkpointer {
@@ -152,7 +156,7 @@ impl Checkpointer {
             saving: None,
             facts: RunFacts::default(),
             prune_again: false,
-            saved_step: None,
+            at_step: None,
         })
     }
 
@@ -190,11 +194,14 @@ impl Checkpointer {
 
     /// Saves the state of a run as a DCP checkpoint, which `torch.distributed.checkpoint.load` opens. When it returns, the
     /// checkpoint is durable, and old ones of the run are being removed. A save in the background is waited for first.
-    /// Collectives: those of [`save`](crate::save()).
+    /// Collectives: one agreement, and those of [`save`](crate::save()).
     ///
     /// # Errors
-    /// The same on every rank: state that cannot be saved, ranks that disagree, a checkpoint that is there already, and
-    /// whatever the storage says. Files that were in the storage before are untouched.
+    /// The same on every rank: state that cannot be saved, ranks that disagree on the state or the step, a checkpoint that
+    /// is there already (unless [`SaveOptions::overwrite`] is set), and whatever the storage says. Files that were in the
+    /// storage before are untouched, unless the error is of the kind [`ErrorKind::AfterCommit`]: then the new checkpoint is
+    /// in its place, but may not survive a loss of power. If the save in the background before this one failed, its error is
+    /// returned, and the new save is not started.
     pub fn save(
         &mut self,
         name: impl Into<CheckpointName>,
@@ -202,9 +209,8 @@ impl Checkpointer {
     ) -> Result<SaveReport, CheckpointError> {
         self.wait()?;
         let name = name.into();
-        let step = name.step();
-        let path = self.prepare(name)?;
-        let (state, _guard) = CheckpointError::agree(&self.group, "save", None, run.state_to_save())?;
+        let (state, _guard) = self.state_of(run, &name)?;
+        let (step, path) = (name.step(), self.location(name));
         let report = self.saver.save_now(path, &state, &self.save_options(step))?;
         self.set_parent(Parent::of(step, report.digest));
         self.start_pruning(step);
@@ -228,10 +234,9 @@ impl Checkpointer {
     ) -> Result<Duration, CheckpointError> {
         self.wait()?;
         let name = name.into();
-        let step = name.step();
-        let path = self.prepare(name)?;
         // From here on, nothing that the guard covers changes until it has been copied.
-        let (state, kept) = CheckpointError::agree(&self.group, "save", None, run.state_to_save())?;
+        let (state, kept) = self.state_of(run, &name)?;
+        let (step, path) = (name.step(), self.location(name));
         let options = self.save_options(step);
         let stall = self.saver.save_kept(path, &state, kept, &options)?;
         self.saving = step;
@@ -314,13 +319,21 @@ impl Checkpointer {
         Ok(memory.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Returns the location of a new checkpoint, after removing the staging directories that a killed run left beside
-    /// it. Collective: one agreement.
-    fn prepare(&self, name: CheckpointName) -> Result<Location, CheckpointError> {
-        let path = self.location(name);
-        let cleaned = if self.group.rank() == 0 { clean_stale(&path).map(|_| ()) } else { Ok(()) };
-        CheckpointError::agree(&self.group, "save", None, cleaned.map_err(CheckpointError::from))?;
-        Ok(path)
+    /// Returns the state to save under a name, and the guard of it. Collective: one agreement.
+    ///
+    /// # Errors
+    /// The same on every rank: any rank's own error; ranks that save different steps.
+    fn state_of(
+        &self,
+        run: &impl Stateful,
+        name: &CheckpointName,
+    ) -> Result<(StateDict, Option<KeptUnchanged>), CheckpointError> {
+        // Ranks must agree on the operation, so its name has the step. A location may have other names on other hosts.
+        let operation = match name {
+            CheckpointName::Step(step) => format!("save of step {step}"),
+            CheckpointName::At(_) => "save".to_owned(),
+        };
+        CheckpointError::agree(&self.group, &operation, None, run.state_to_save())
     }
 
     /// Returns `true` if a save in the background has not ended yet.
@@ -369,20 +382,21 @@ impl Checkpointer {
         // Finish the save in the background first. At its end it makes its checkpoint the parent of the next one, which
         // it must not do after this load has set another parent.
         self.wait()?;
-        let path = self.location(name);
+        let name = name.into();
+        let (named, path) = (name.step(), self.location(name));
         let (group, checkpoint) = open(LOAD, &path, &self.group, &self.options.load)?;
         let report = run.load_state_dict(&*checkpoint, &group, &self.options.load)?;
-        let (parent, place) = match self.step_of_memory(&path) {
+        let in_memory = self.step_of_memory(&path);
+        let recorded = checkpoint.lineage().map(|lineage| lineage.step);
+        let (parent, place) = match in_memory {
             // A step in the memory tier is not in the chain of checkpoints. So the next checkpoint continues the newest
             // checkpoint before that step.
             Some(step) => parent_of_step(&self.run, step, &group)?.unzip(),
             // A checkpoint of another program has no lineage, and then the next checkpoint has no parent: what this run
             // saved or loaded before is not its parent, because the state now comes from elsewhere.
-            None => {
-                let step = checkpoint.lineage().map(|lineage| lineage.step);
-                (Parent::of(step, checkpoint.digests().map(StateDigest::root)), Some(path))
-            }
+            None => (Parent::of(recorded, checkpoint.digests().map(StateDigest::root)), Some(path)),
         };
+        self.at_step = named.or(in_memory).or(recorded).or(self.at_step);
         *self.parent.lock().unwrap_or_else(PoisonError::into_inner) = parent;
         *self.loaded.lock().unwrap_or_else(PoisonError::into_inner) = place;
         Ok(report)
@@ -391,7 +405,12 @@ impl Checkpointer {
     /// Returns the step of a checkpoint that [`Checkpointer::latest_in_memory`] has found; `None` for any other one.
     fn step_of_memory(&self, path: &Location) -> Option<u64> {
         let tier = self.options.memory_tier.as_ref()?;
-        if path.name().starts_with(tier.name()) { step_of(path.name().file_name()?.to_str()?) } else { None }
+        // The run's own checkpoints may lie below the tier's directory too.
+        let is_own = path.name().parent() == Some(self.run.name());
+        if is_own || !path.name().starts_with(tier.name()) {
+            return None;
+        }
+        step_of(path.name().file_name()?.to_str()?)
     }
 
     /// Loads the newest state of the run, from a checkpoint or from the memory tier. Returns the checkpoint and the
@@ -428,12 +447,14 @@ impl Checkpointer {
     /// # Errors
     /// The same on every rank: a directory that cannot be read.
     pub fn latest(&self) -> Result<Option<StepCheckpoint>, CheckpointError> {
+        // Listing may take long: an object store is asked about each checkpoint.
+        let group = self.group.with_deadline_at_least(self.options.load.deadline.unwrap_or(DEFAULT_DEADLINE));
         // Only rank 0 lists the directory. If every rank did, a checkpoint that is saved or removed meanwhile could
         // make their answers differ.
-        let found = if self.group.rank() == 0 { self.latest_here() } else { Ok(None) };
-        let found = CheckpointError::agree(&self.group, "latest checkpoint", None, found)?;
+        let found = if group.rank() == 0 { self.latest_here() } else { Ok(None) };
+        let found = CheckpointError::agree(&group, "latest checkpoint", None, found)?;
         let found = found.as_ref().and_then(step_and_name);
-        let found: Option<(u64, String)> = self.group.broadcast_object(Some(&found), 0)?;
+        let found: Option<(u64, String)> = group.broadcast_object(Some(&found), 0)?;
         Ok(found.map(|found| self.checkpoint_of(found)))
     }
 
@@ -443,16 +464,21 @@ impl Checkpointer {
         if self.run.exists()? { latest_checkpoint(&self.run) } else { Ok(None) }
     }
 
-    /// Removes the checkpoints of the run that need not be kept, and returns them. Saves do this automatically.
-    /// Collective: one agreement and one object broadcast.
+    /// Removes the checkpoints of the run that need not be kept, and returns them. Saves do this automatically. If the run
+    /// has gone back to an older step, later checkpoints neither count nor are removed. Collective: one agreement and one
+    /// object broadcast.
     ///
     /// # Errors
     /// The same on every rank: a directory that cannot be read, files that cannot be removed.
     pub fn prune(&self) -> Result<Vec<StepCheckpoint>, CheckpointError> {
-        let removed = if self.group.rank() == 0 { prune(&self.run, &self.options.retention) } else { Ok(Vec::new()) };
-        let removed = CheckpointError::agree(&self.group, "prune", None, removed)?;
+        let group = self.group.with_deadline_at_least(self.options.save.deadline);
+        let removed = match group.rank() {
+            0 => prune_up_to(&self.run, &self.options.retention, self.at_step),
+            _ => Ok(Vec::new()),
+        };
+        let removed = CheckpointError::agree(&group, "prune", None, removed)?;
         let removed: Vec<(u64, String)> = removed.iter().filter_map(step_and_name).collect();
-        let removed: Vec<(u64, String)> = self.group.broadcast_object(Some(&removed), 0)?;
+        let removed: Vec<(u64, String)> = group.broadcast_object(Some(&removed), 0)?;
         Ok(removed.into_iter().map(|removed| self.checkpoint_of(removed)).collect())
     }
 
@@ -465,7 +491,7 @@ impl Checkpointer {
     /// thread, and a failure of it does not end training. If the thread of an earlier save is still running, the
     /// removal is left to the next save or to the drop.
     fn start_pruning(&mut self, step: Option<u64>) {
-        self.saved_step = step.or(self.saved_step);
+        self.at_step = step.or(self.at_step);
         if self.group.rank() > 0 || self.options.retention.keep_last.is_none() {
             return;
         }
@@ -473,7 +499,7 @@ impl Checkpointer {
         if self.prune_again {
             return;
         }
-        let (run, retention, step) = (self.run.clone(), self.options.retention, self.saved_step);
+        let (run, retention, step) = (self.run.clone(), self.options.retention, self.at_step);
         let thread = Builder::new().name("prune".to_owned());
         self.pruning = thread.spawn(move || prune_and_log(&run, &retention, step)).ok();
         // If no thread can be started, old checkpoints are removed when the checkpointer is dropped.
@@ -487,7 +513,7 @@ impl Checkpointer {
             pruning.join().ok();
         }
         if self.prune_again {
-            prune_and_log(&self.run, &self.options.retention, self.saved_step);
+            prune_and_log(&self.run, &self.options.retention, self.at_step);
         }
     }
 }
@@ -506,10 +532,10 @@ fn step_and_name(checkpoint: &StepCheckpoint) -> Option<(u64, String)> {
     Some((checkpoint.step, checkpoint.path.name().file_name()?.to_str()?.to_owned()))
 }
 
-/// Removes old checkpoints after the save of `step`; `None` if no checkpoint with a step was saved. A failure is only logged,
-/// because a run can continue with too many checkpoints.
+/// Removes old checkpoints of a run that is at `step`; `None` if that is not known. A failure is only logged, because a run
+/// can continue with too many checkpoints.
 fn prune_and_log(run: &Location, retention: &Retention, step: Option<u64>) {
-    if let Err(error) = prune_up_to(run, retention, step.unwrap_or(u64::MAX)) {
+    if let Err(error) = prune_up_to(run, retention, step) {
         warn!(path = %run, %error, "failed to remove old checkpoints");
     }
 }

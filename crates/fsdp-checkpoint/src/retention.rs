@@ -1,12 +1,13 @@
 //! The rule that decides which checkpoints of a run are kept.
 
+use std::io::ErrorKind;
 use std::num::{NonZeroU64, NonZeroUsize};
 
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, LinksInFolder};
+use fsdp_dcp::checkpoint::{self, LinksInFolder, check_replaceable};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::{Durable, clean_stale};
 use fsdp_dcp::verify::{Level, verify_on_threads};
+use fsdp_dcp::{FileError, Location};
 use tracing::{info, info_span, warn};
 
 use crate::CheckpointError;
@@ -45,8 +46,9 @@ impl Retention {
 /// rank calls it, after a save.
 ///
 /// No checkpoint is removed unless at least one of those that are kept is whole: its structure and the sizes of its
-/// files are checked. A checkpoint that another process is reading is kept until a later call, and so is one to which a
-/// symbolic link in the same directory leads, such as `best`.
+/// files are checked. A checkpoint that another process is reading is kept until a later call. So is one to which a
+/// symbolic link in the same directory leads, such as `best`, and one whose directory has files of other programs, which
+/// would be lost.
 ///
 /// Leftovers of crashed saves and removals are removed too, up to the newest checkpoint's step. Without `keep_last`
 /// nothing is removed, and the directory is not listed.
@@ -54,22 +56,22 @@ impl Retention {
 /// # Errors
 /// A directory that cannot be read, files that cannot be removed.
 pub fn prune(dir: impl Into<Location>, retention: &Retention) -> Result<Vec<StepCheckpoint>, CheckpointError> {
-    prune_up_to(&dir.into(), retention, u64::MAX)
+    prune_up_to(&dir.into(), retention, None)
 }
 
-/// Removes checkpoints like [`prune`], after the save of `step`. Checkpoints of later steps are damaged, or belong to a branch
-/// that the run has left by going back: they neither count nor are removed.
+/// Removes checkpoints like [`prune`], for a run that is at `step`, if that is known. Checkpoints of later steps are damaged,
+/// or belong to a branch that the run has left by going back: they neither count nor are removed.
 pub(crate) fn prune_up_to(
     dir: &Location,
     retention: &Retention,
-    step: u64,
+    step: Option<u64>,
 ) -> Result<Vec<StepCheckpoint>, CheckpointError> {
     if retention.keep_last.is_none() {
         return Ok(Vec::new());
     }
     let _span = info_span!("prune", path = %dir).entered();
     let (mut all, uncommitted) = list_steps(dir)?;
-    all.retain(|checkpoint| checkpoint.step <= step);
+    all.retain(|checkpoint| step.is_none_or(|step| checkpoint.step <= step));
     let Some(newest) = all.last() else { return Ok(Vec::new()) };
     // A save that is in progress has a later step than the newest of these checkpoints, so what belongs to earlier steps was
     // left by a crash. In a file system it lies beside the checkpoint's directory.
@@ -95,10 +97,16 @@ pub(crate) fn prune_up_to(
             info!(path = %checkpoint.path, link, "a link leads to it: it stays");
             continue;
         }
-        if Durable::new().remove_checkpoint(&checkpoint.path)? {
-            removed.push(checkpoint.clone());
-        } else {
-            info!(path = %checkpoint.path, "somebody reads it: it stays for now");
+        if let Err(error) = check_replaceable(&checkpoint.path) {
+            info!(path = %checkpoint.path, %error, "it stays");
+            continue;
+        }
+        match Durable::new().remove_checkpoint(&checkpoint.path) {
+            Ok(true) => removed.push(checkpoint.clone()),
+            Ok(false) => info!(path = %checkpoint.path, "somebody reads it: it stays for now"),
+            // Another process has removed it since it was listed.
+            Err(FileError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(error.into()),
         }
     }
     Ok(removed)

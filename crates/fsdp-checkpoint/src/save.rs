@@ -13,7 +13,7 @@ use fsdp_dcp::checkpoint::check_replaceable;
 use fsdp_dcp::limits::MAX_OBJECT_BYTES;
 use fsdp_dcp::lineage::Lineage;
 use fsdp_dcp::plan::{Deduplicate, GlobalPlan, LocalPlan, Selection, plan_part};
-use fsdp_dcp::storage::{Durable, Staging};
+use fsdp_dcp::storage::{Durable, Staging, clean_stale};
 use fsdp_dcp::verify::with_causes;
 use fsdp_dcp::writer::value_item_length;
 use fsdp_dcp::writer::{Before, PayloadSource, RankWritten, WriteOptions, finish, write_changed, write_rank};
@@ -313,12 +313,14 @@ pub(crate) fn save_part(
     Ok(bytes)
 }
 
-/// Prepares a staging directory for a new checkpoint at `path`. Fails early if the commit could not replace what is at
-/// `path`, or would remove files of other programs with the old checkpoint.
+/// Prepares a staging directory for a new checkpoint at `path`, and removes those that killed saves have left beside it.
+/// Fails early if the commit could not replace what is at `path`, or would remove files of other programs with the old
+/// checkpoint.
 fn prepare(path: &Location, options: &SaveOptions) -> Result<Staging, CheckpointError> {
     if options.overwrite {
         check_replaceable(path)?;
     }
+    clean_stale(path)?;
     let staging = options.durable.prepare(path, options.overwrite)?;
     staging.check_replaces_directory()?;
     Ok(staging)

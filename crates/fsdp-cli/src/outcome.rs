@@ -150,6 +150,7 @@ fn hint_of_signature(error: &SignError) -> Option<&'static str> {
 const fn hint_of_code(code: u8) -> Option<&'static str> {
     match code {
         exit_codes::INCOMPLETE => Some("name the directory of a checkpoint that was saved whole"),
+        exit_codes::NO_SPACE => Some("make room there: `fsdp prune` removes old checkpoints of a run"),
         exit_codes::CORRUPT => Some("go on from an older checkpoint: move the damaged one away"),
         exit_codes::AFTER_COMMIT => {
             Some("the checkpoint is whole, and replaces the old one; what is left beside it goes with the next save")

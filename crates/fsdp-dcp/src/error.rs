@@ -209,12 +209,16 @@ pub enum FileError {
         #[source]
         source: Box<FileError>,
     },
-    /// A file that a rank has written is not in the directory in which the checkpoint is committed.
-    #[error("`{file}`, which a rank has written, is missing in `{}` or differs there: all ranks must save to the same directory", path.display())]
+    /// What one rank has made is not where another rank looks for it.
+    #[error(
+        "`{file}`, which a rank has made, is not in `{}`, or differs there: all ranks must save to the same place, on storage \
+         that all hosts share",
+        path.display()
+    )]
     TargetMismatch {
-        /// The target.
+        /// The place where it should be.
         path: PathBuf,
-        /// Its name there.
+        /// The name of the file or directory there.
         file: String,
     },
     /// A path inside a checkpoint that leads out of it, or is no regular file.

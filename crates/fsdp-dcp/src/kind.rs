@@ -19,6 +19,7 @@ impl Failure for FileError {
             | FileError::NotReplaceable { .. }
             | FileError::HoldsOthers { .. }
             | FileError::Overwrite { .. }
+            | FileError::TargetMismatch { .. }
             | FileError::Location { .. }
             | FileError::Opaque { .. }
             | FileError::Merge { .. }

@@ -2,12 +2,15 @@
 
 use std::error::Error as _;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
+use fsdp::checkpoint::{Checkpointer, CheckpointerOptions, Retention};
 use fsdp::dcp::checkpoint;
 use fsdp::dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp::dcp::storage::Durable;
 use fsdp::dcp::{FileError, Location};
+use fsdp_comm::LocalRanks;
 use fsdp_layout::DType;
 
 use crate::conformance::generation;
@@ -84,6 +87,23 @@ fn a_store_that_goes_away_leaves_no_checkpoint_and_the_next_save_cleans_up() {
             }
         }
     }
+}
+
+#[test]
+fn a_slow_store_is_waited_for_longer_than_other_collectives() {
+    let store = Faulty::new(Fail::Never);
+    save(&generation(1), 1, store.location("run/step-00000001"), &Durable::new()).unwrap();
+    // Two lists take longer than the deadline.
+    let slow = Faulty::with(store.healed(), Fail::SlowLists(Duration::from_millis(1500)));
+    let ranks = LocalRanks::new(2).deadline(Duration::from_secs(2));
+    let run = ranks.run(|group| {
+        let retention = Retention { keep_last: 1.try_into().ok(), keep_every: None };
+        let options = CheckpointerOptions { retention, ..CheckpointerOptions::default() };
+        let checkpointer = Checkpointer::new(slow.location("run"), &group, options).unwrap();
+        assert_eq!(checkpointer.latest().unwrap().map(|latest| latest.step), Some(1));
+        assert_eq!(checkpointer.prune().unwrap(), []);
+    });
+    run.unwrap();
 }
 
 #[test]

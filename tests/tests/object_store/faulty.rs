@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use fsdp::dcp::Location;
 use fsdp::dcp::object_store::memory::InMemory;
@@ -25,6 +26,8 @@ pub(crate) enum Fail {
     After(usize),
     /// This one and all later ones.
     From(usize),
+    /// None, but each list takes this long.
+    SlowLists(Duration),
 }
 
 #[derive(Debug)]
@@ -87,6 +90,14 @@ impl Faulty {
         keys
     }
 
+    /// Begins a list.
+    fn list_step(&self) -> Result<Step<'_>> {
+        if let Fail::SlowLists(pause) = self.fail {
+            std::thread::sleep(pause);
+        }
+        self.step()
+    }
+
     fn step(&self) -> Result<Step<'_>> {
         let number = self.count.fetch_add(1, Ordering::SeqCst);
         match self.fail {
@@ -130,14 +141,14 @@ impl ObjectStore for Faulty {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        match self.step() {
+        match self.list_step() {
             Ok(_) => self.inner.list(prefix),
             Err(error) => stream::once(async { Err(error) }).boxed(),
         }
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
-        let step = self.step()?;
+        let step = self.list_step()?;
         step.done(self.inner.list_with_delimiter(prefix).await)
     }
 

@@ -39,7 +39,7 @@ use self::run_directory::{RunDirectory, make_private};
 use self::send::send;
 use crate::catalog::{StepCheckpoint, step_name};
 use crate::plan::PlanCache;
-use crate::save::{Planned, plan_save, save_part};
+use crate::save::{DEFAULT_DEADLINE, Planned, plan_save, save_part};
 use crate::{CheckpointError, SaveOptions, SaveProgress, SaveReport};
 
 /// The memory tier of a run, as one rank sees it.
@@ -79,7 +79,8 @@ impl MemoryTier {
         let group = self.group.with_deadline_at_least(options.deadline);
         let rank = group.rank();
         let _span = info_span!("save to memory", rank, step).entered();
-        let state = CheckpointError::agree(&group, OPERATION, None, state)?;
+        // Ranks must agree on the operation, so its name has the step: parts of different steps must not be joined.
+        let state = CheckpointError::agree(&group, &format!("save step {step} to memory"), None, state)?;
         // 1. What the ranks hold together must be what a checkpoint can hold. So it is planned like one, although each
         //    rank then writes all that it holds.
         let options = &SaveOptions { progress: SaveProgress::default(), ..options.clone() };
@@ -146,7 +147,7 @@ impl MemoryTier {
         strict: bool,
     ) -> Result<Option<StepCheckpoint>, CheckpointError> {
         const OPERATION: &str = "look into the memory tier";
-        let group = self.group.with_deadline_at_least(crate::save::DEFAULT_DEADLINE);
+        let group = self.patient_group();
         let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else { return Ok(None) };
         let durable: Option<u64> = group.broadcast_object(Some(&durable), 0)?;
         // 1. Find the step: from the newest one on, the first of which every part has a copy that is not damaged. Every
@@ -206,7 +207,7 @@ impl MemoryTier {
     /// # Errors
     /// The same on every rank: errors of the storage.
     pub(crate) fn newest_listed(&mut self) -> Result<Option<u64>, CheckpointError> {
-        let group = self.group.clone();
+        let group = self.patient_group();
         let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else { return Ok(None) };
         let copies = list_all(&group, "list the memory tier", &root, &hosts)?;
         Ok(newest_whole(&copies).map(|newest| newest.step))
@@ -218,7 +219,7 @@ impl MemoryTier {
     /// The same on every rank: errors of the storage.
     pub(crate) fn clear(&mut self) -> Result<(), CheckpointError> {
         const OPERATION: &str = "clear the memory tier";
-        let group = self.group.clone();
+        let group = self.patient_group();
         let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else { return Ok(()) };
         // The next save makes new directories.
         self.run_directory = None;
@@ -264,6 +265,11 @@ impl MemoryTier {
         };
         CheckpointError::agree(group, OPERATION, None, joined)?;
         Ok(StepCheckpoint { step: step.step, path })
+    }
+
+    /// Returns the group with the deadline of saves and loads: ranks wait while others list, check or remove files.
+    fn patient_group(&self) -> ProcessGroup {
+        self.group.with_deadline_at_least(DEFAULT_DEADLINE)
     }
 
     /// Finds the run's directory in the tier. If it has none yet, `create` makes one; without `create` this returns

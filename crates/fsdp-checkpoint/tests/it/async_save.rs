@@ -85,6 +85,26 @@ fn training_may_change_everything_as_soon_as_the_call_returns() {
     }
 }
 
+#[test]
+fn the_progress_of_a_save_begins_at_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let gate = Arc::new(Gate::default());
+    run_local(1, |group| {
+        let mut saver = AsyncSaver::new(&group).unwrap();
+        let options = SaveOptions { durable: Durable::with_hook(gate.clone()), ..SaveOptions::default() };
+        *gate.open.lock().unwrap() = true;
+        saver.save(dir.path().join("first"), &state(0, 1, 1.0), &options).unwrap();
+        saver.wait().unwrap();
+        assert_eq!((saver.progress().written(), saver.progress().total()), (4000, 4000));
+        *gate.open.lock().unwrap() = false;
+        saver.save(dir.path().join("second"), &state(0, 1, 2.0), &options).unwrap();
+        assert_eq!(saver.progress().written(), 0);
+        *gate.open.lock().unwrap() = true;
+        gate.changed.notify_all();
+    })
+    .unwrap();
+}
+
 /// Fails every step while it is set.
 #[derive(Default)]
 struct Broken(AtomicBool);

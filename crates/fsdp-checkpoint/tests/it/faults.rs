@@ -10,13 +10,14 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use fsdp_checkpoint::{
-    CheckpointError, LoadOptions, SaveOptions, latest_checkpoint, list_checkpoints, load, load_whole, save, step_path,
+    CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, latest_checkpoint, list_checkpoints,
+    load, load_whole, save, step_path,
 };
 use fsdp_comm::{CommError, LocalRanks, ProcessGroup, run_local};
 use fsdp_dcp::storage::{Durable, Step, StepHook};
 use fsdp_flat::{LocalShard, ShardedTensor};
-use fsdp_layout::TensorBox;
 use fsdp_layout::shard::chunk_range;
+use fsdp_layout::{ErrorKind, Failure as _, TensorBox};
 use fsdp_state::{StateDict, StateValue};
 
 /// Fails the n-th durable step, counted over all ranks.
@@ -150,6 +151,52 @@ fn ranks_that_disagree_save_nothing() {
         assert!(message.contains("`vector`") && message.contains("rank"), "{message}");
     }
     assert_eq!(entries(dir.path()), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn ranks_that_save_to_different_places_are_told_so_and_save_nothing() {
+    let dirs = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let errors = run_local(2, |group| {
+        let path = dirs[group.rank()].path().join("checkpoint");
+        save(path, &state(&group, 1.0), &group, &SaveOptions::default()).unwrap_err()
+    })
+    .unwrap();
+    for error in errors {
+        let message = error.to_string();
+        assert!(
+            message.contains("on rank 1") && message.contains("all ranks must save to the same place"),
+            "{message}"
+        );
+        assert!(message.contains(dirs[1].path().to_str().unwrap()), "{message}");
+        assert_eq!(error.kind(), ErrorKind::Usage);
+    }
+    assert!(dirs.iter().all(|dir| entries(dir.path()).is_empty()));
+}
+
+#[test]
+fn ranks_that_save_different_steps_are_told_so_and_save_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let errors = run_local(2, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let step = 20 + 10 * group.rank() as u64;
+        checkpointer.save(step, &state(&group, 1.0)).unwrap_err().to_string()
+    })
+    .unwrap();
+    for message in errors {
+        assert!(message.contains("step 20") && message.contains("step 30"), "{message}");
+    }
+    assert!(entries(dir.path()).is_empty());
+}
+
+#[test]
+fn what_a_killed_save_has_left_goes_with_the_next_save_to_its_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("checkpoint");
+    let left = dir.path().join(".checkpoint.tmp-0123456789abcdef");
+    std::fs::create_dir(&left).unwrap();
+    std::fs::write(left.join("__0_0.distcp"), "half").unwrap();
+    save_on(2, &path, 1.0, Durable::new()).into_iter().for_each(|saved| saved.unwrap());
+    assert_eq!(entries(dir.path()), std::slice::from_ref(&path));
 }
 
 #[test]

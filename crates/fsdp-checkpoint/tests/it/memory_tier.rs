@@ -470,6 +470,40 @@ fn a_checkpoint_after_a_resume_from_memory_continues_the_chain() {
     assert_eq!((parent.step, parent.digest), (5, open(5).digests().unwrap().root()));
 }
 
+#[test]
+fn a_run_below_the_directory_of_its_tier_continues_from_its_own_checkpoints() {
+    let dir = TempDir::new().unwrap();
+    run_local(2, |group| {
+        let options = CheckpointerOptions { memory_tier: Some(dir.path().into()), ..CheckpointerOptions::default() };
+        let mut checkpointer = Checkpointer::new(dir.path().join("run"), &group, options).unwrap();
+        for step in [5, 10] {
+            checkpointer.save(step, &state(&group, step)).unwrap();
+        }
+        checkpointer.load_latest(&mut state(&group, 0)).unwrap();
+        checkpointer.save(15, &state(&group, 15)).unwrap();
+        let path = dir.path().join("run/step-00000015");
+        let saved = fsdp_dcp::checkpoint::open(path, OpenOptions { verify: true }).unwrap();
+        assert_eq!(saved.lineage().unwrap().parent.map(|parent| parent.step), Some(10));
+    })
+    .unwrap();
+}
+
+#[test]
+fn parts_of_different_steps_are_never_joined() {
+    let run = Run::new();
+    run.save(2, &[10]);
+    let before = run.parts();
+    let errors = run.on_ranks(2, |checkpointer, group| {
+        let mut state = state(group, 0);
+        // Nothing in the state tells its step.
+        state.remove("step");
+        checkpointer.save_to_memory(20 + 10 * group.rank() as u64, &state).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("step 20") && error.contains("step 30")), "{errors:?}");
+    assert_eq!(run.parts(), before);
+    assert_eq!(run.load(2), Some(10));
+}
+
 #[cfg(unix)]
 #[test]
 fn the_tier_of_a_run_is_its_owners_alone_and_disappears_with_it() {

@@ -151,6 +151,55 @@ fn a_run_that_goes_back_keeps_what_it_saves_then() {
 }
 
 #[test]
+fn a_run_that_goes_back_keeps_what_it_continues_from() {
+    let dir = tempfile::tempdir().unwrap();
+    save_steps(dir.path(), &[700, 800, 900, 1000]);
+    run_local(1, |group| {
+        let options = CheckpointerOptions { retention: last(2), ..CheckpointerOptions::default() };
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
+        let weight = Tensor::zeros(1000, candle_core::DType::F32, &Device::Cpu).unwrap();
+        let mut state: StateDict = [("weight", weight.into())].into_iter().collect();
+        checkpointer.load(800u64, &mut state).unwrap();
+        assert_eq!(checkpointer.prune().unwrap(), []);
+        checkpointer.save(dir.path().join("best"), &state).unwrap();
+        // Dropping the checkpointer waits for the removal after the save.
+    })
+    .unwrap();
+    assert_eq!(steps(dir.path()), [700, 800, 900, 1000]);
+}
+
+#[test]
+fn a_checkpoint_with_files_of_others_stays_until_they_are_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    save_steps(dir.path(), &[1, 2, 3, 4]);
+    let scores = step_path(dir.path(), 2).join("scores");
+    std::fs::create_dir(&scores).unwrap();
+    // What frameworks keep beside a checkpoint goes with it.
+    std::fs::copy(step_path(dir.path(), 1).join(".metadata"), step_path(dir.path(), 1).join("config.json")).unwrap();
+    prune(dir.path(), &last(1)).unwrap();
+    assert_eq!(steps(dir.path()), [2, 4]);
+    std::fs::remove_dir(&scores).unwrap();
+    prune(dir.path(), &last(1)).unwrap();
+    assert_eq!(steps(dir.path()), [4]);
+}
+
+#[test]
+fn a_prune_beside_that_of_a_save_is_no_error() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(1, |group| {
+        let options = CheckpointerOptions { retention: last(1), ..CheckpointerOptions::default() };
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
+        let state: StateDict = [("step", 1i64.into())].into_iter().collect();
+        for step in 1..=50u64 {
+            checkpointer.save(step, &state).unwrap();
+            checkpointer.prune().unwrap();
+        }
+    })
+    .unwrap();
+    assert_eq!(steps(dir.path()), [50]);
+}
+
+#[test]
 fn a_checkpoint_after_one_of_another_program_names_no_parent() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {

@@ -236,7 +236,7 @@ impl Checkpoints {
         let Some(report) = report else { return Ok(()) };
         report.checkpoint(&Saved {
             step,
-            path: self.checkpointer.location(step).name(),
+            path: self.checkpointer.location(step).to_string(),
             bytes: saved.total_bytes,
             seconds: saved.duration.as_secs_f64(),
             stall_seconds: stall.as_secs_f64(),

@@ -237,8 +237,8 @@ impl Rank<'_> {
         let numel = |fqn| parameters.shape(fqn).map(|shape| shape.iter().product::<usize>() as u64);
         let count: u64 = parameters.fqns().map(numel).sum::<Result<_, _>>()?;
         let (ranks, threads, step) = (self.run.model.group().world_size(), self.job.threads_per_rank, self.job.start());
-        let path = self.job.from.as_ref().map(|from| from.path.name());
-        let from = path.map_or_else(String::new, |path| format!(", from `{}`", path.display()));
+        let path = self.job.from.as_ref().map(|from| from.path.to_string());
+        let from = path.as_ref().map_or_else(String::new, |path| format!(", from `{path}`"));
         let strategy = parameters.strategy();
         let line = format!("{count} parameters on {ranks} ranks ({strategy}, {threads} CPU threads each){from}");
         let event = Event::Start {

@@ -64,12 +64,12 @@ pub(super) enum Event<'a> {
         parameters: u64,
         step: u64,
         steps: u64,
-        resumed_from: Option<&'a Path>,
+        resumed_from: Option<String>,
         /// The name of the job, where it stays the same when a launcher starts the processes again.
         job: Option<String>,
     },
     Step(&'a StepMetrics),
-    Checkpoint(&'a Saved<'a>),
+    Checkpoint(&'a Saved),
     Memory {
         step: u64,
         bytes: u64,
@@ -85,10 +85,11 @@ pub(super) enum Event<'a> {
 }
 
 /// A checkpoint that is whole.
-#[derive(Debug, Clone, Copy, Serialize)]
-pub(super) struct Saved<'a> {
+#[derive(Debug, Serialize)]
+pub(super) struct Saved {
     pub(super) step: u64,
-    pub(super) path: &'a Path,
+    /// The name of its location. JSON is text, so what is not UTF-8 in it is replaced.
+    pub(super) path: String,
     /// The bytes of tensors, on all ranks.
     pub(super) bytes: u64,
     /// The time from the start of the save to its commit.
@@ -174,10 +175,9 @@ impl Report {
     ///
     /// # Errors
     /// stdout is closed.
-    pub(super) fn checkpoint(&self, saved: &Saved<'_>) -> Result<()> {
-        let Saved { path, bytes, seconds, stall_seconds, .. } = *saved;
-        let (mib, speed) = (bytes as f64 / f64::from(1 << 20), bytes as f64 / 1e9 / seconds);
-        let path = path.display();
+    pub(super) fn checkpoint(&self, saved: &Saved) -> Result<()> {
+        let Saved { path, bytes, seconds, stall_seconds, .. } = saved;
+        let (mib, speed) = (*bytes as f64 / f64::from(1 << 20), *bytes as f64 / 1e9 / seconds);
         self.tell(&format!(
             "saved `{path}`: {mib:.1} MiB in {seconds:.2} s ({speed:.2} GB/s), training waited {stall_seconds:.2} s"
         ));

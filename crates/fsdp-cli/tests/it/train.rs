@@ -456,6 +456,21 @@ fn old_checkpoints_go_and_every_nth_stays() {
     train(dir.path(), &SMALL).args(["--keep-every", "2"]).assert().code(i32::from(exit_codes::USAGE));
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_may_be_in_a_directory_whose_name_is_not_utf8() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt as _;
+
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join(OsStr::from_bytes(b"r\xfcn"));
+    for (steps, resume) in [("1", "no"), ("2", "newest")] {
+        let mut command = fsdp(&["train", "--nproc", "2", "--steps", steps]);
+        command.arg(format!("--resume={resume}")).arg("--out").arg(&out).args(SMALL).assert().success();
+    }
+    assert!(out.join("step-00000002/.metadata").is_file());
+}
+
 #[test]
 fn a_trace_shows_where_time_went() {
     let dir = TempDir::new().unwrap();

@@ -132,9 +132,12 @@ struct OsFile(File);
 
 impl NewFile for OsFile {
     fn allocate(&self, length: u64) -> io::Result<()> {
-        // Check the free space first. Some file systems use up all of it before `fallocate` fails.
-        let free = rustix::fs::fstatvfs(&self.0).map_or(u64::MAX, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
-        if length > free {
+        // Check the free space first. Some file systems use up all of it before `fallocate` fails. One without any size
+        // does not tell its free space: ramfs, and many that programs implement.
+        if let Ok(stat) = rustix::fs::fstatvfs(&self.0)
+            && stat.f_blocks > 0
+            && length > stat.f_bavail.saturating_mul(stat.f_frsize)
+        {
             return Err(Errno::NOSPC.into());
         }
         // Memory is given page by page, which takes as long here as while writing, where several threads share the work.
@@ -274,4 +277,16 @@ pub(super) fn nonce() -> u64 {
     seed.extend(std::process::id().to_le_bytes());
     seed.extend(COUNT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
     twox_hash::XxHash3_64::oneshot(&seed)
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_system_that_does_not_tell_its_size_is_not_full() {
+        // The file system of such files has no size, like ramfs.
+        let memory = rustix::fs::memfd_create("sizeless", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        OsFile(memory.into()).allocate(4096).unwrap();
+    }
 }

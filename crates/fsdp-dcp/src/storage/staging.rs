@@ -32,7 +32,7 @@ impl Durable {
     /// Returns what another rank prepared for the same target, by its [`Staging::name`].
     ///
     /// # Errors
-    /// A staging directory that is not visible here.
+    /// A staging directory that is not visible here: [`FileError::TargetMismatch`].
     pub fn join(&self, target: impl Into<Location>, name: &str) -> Result<Staging, FileError> {
         Ok(Staging(target.into().storage().join(self, name)?))
     }

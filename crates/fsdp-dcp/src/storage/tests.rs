@@ -91,6 +91,27 @@ fn a_directory_above_that_cannot_be_synced_is_no_obstacle_unless_its_disk_fails(
 }
 
 #[test]
+fn a_save_that_begins_is_not_taken_for_what_a_crash_has_left() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("c");
+    std::thread::scope(|scope| {
+        let saver = scope.spawn(|| {
+            for number in 0..100u32 {
+                let staging = Durable::new().prepare(&target, true).unwrap();
+                staging.write("a", &number.to_le_bytes()).unwrap();
+                staging.commit("b", b"committed").unwrap();
+                assert_eq!(std::fs::read(target.join("a")).unwrap(), number.to_le_bytes());
+            }
+        });
+        while !saver.is_finished() {
+            clean_stale(&target).unwrap();
+        }
+    });
+    clean_stale(&target).unwrap();
+    assert_eq!(names(parent.path()), ["c"]);
+}
+
+#[test]
 fn overwriting_must_be_asked_for() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("c");

@@ -5,17 +5,18 @@ use std::path::{Path, PathBuf};
 
 use crate::error::FileError;
 use crate::storage::backend::EntryKind;
-use crate::storage::file_system::{FileSystem, LockKind, Lockable};
+use crate::storage::file_system::{FileSystem, LockKind, Lockable, OpenDirectory};
 use crate::storage::fs::{Durable, is_nonce, parent_of, staging_prefix};
 
 /// Lists the staging directories of crashed saves to `target`, and the old versions that were replaced but not removed.
 pub(super) fn stale(files: &dyn FileSystem, target: &Path) -> Result<Vec<PathBuf>, FileError> {
     let mut found = leftovers(files, target, "tmp")?;
-    found.retain(|directory| is_unlocked(files, directory));
+    found.retain(|directory| lock(files, directory).is_some());
     // Without a target the old version is the only one: it is to be put back, not to be removed. A reader may still have
     // it open.
     if files.exists(target) {
-        found.extend(leftovers(files, target, "old")?.into_iter().filter(|directory| is_unlocked(files, directory)));
+        let old = leftovers(files, target, "old")?.into_iter();
+        found.extend(old.filter(|directory| lock(files, directory).is_some()));
     }
     Ok(found)
 }
@@ -81,10 +82,11 @@ pub(super) fn is_being_read(directory: &dyn Lockable) -> bool {
     matches!(directory.try_lock(LockKind::Exclusive), Ok(false))
 }
 
-/// Returns `true` if nobody holds the lock of a staging directory. Where locks do not work this is not known, so the
-/// answer is `false`.
-fn is_unlocked(files: &dyn FileSystem, directory: &Path) -> bool {
-    files.open_directory(directory).is_ok_and(|open| open.try_lock(LockKind::Exclusive).unwrap_or(false))
+/// Locks a staging directory, or an old version, and returns it. Returns `None` if somebody else holds its lock, or if
+/// locks do not work, so that this is not known.
+pub(super) fn lock(files: &dyn FileSystem, directory: &Path) -> Option<Box<dyn OpenDirectory>> {
+    let open = files.open_directory(directory).ok()?;
+    open.try_lock(LockKind::Exclusive).unwrap_or(false).then_some(open)
 }
 
 #[cfg(test)]

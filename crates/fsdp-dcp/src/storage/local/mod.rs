@@ -130,15 +130,18 @@ impl Storage for LocalStorage {
 
     fn clean_stale(&self, durable: &Durable) -> Result<Vec<PathBuf>, FileError> {
         let durable = durable.within(&self.files);
-        let found = self.stale()?;
-        for path in &found {
-            durable.remove_directory(path)?;
+        let mut removed = Vec::new();
+        for path in self.stale()? {
+            // The lock is held until the directory is gone, so that a save which has just made it does not go on in it.
+            let Some(_lock) = leftovers::lock(&*self.files, &path) else { continue };
+            durable.remove_directory(&path)?;
+            removed.push(path);
         }
-        if !found.is_empty() {
+        if !removed.is_empty() {
             // Before anything else happens here: an old version that a crash brings back could be taken for the newest.
             durable.sync_directory(parent_of(&self.path))?;
         }
-        Ok(found)
+        Ok(removed)
     }
 
     fn recover(&self, durable: &Durable) -> Result<bool, FileError> {

@@ -1,12 +1,13 @@
 //! Staging directories of the file system.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use super::leftovers::{is_being_read, recover, set_aside};
 use super::lock::TargetLock;
 use crate::error::FileError;
 use crate::storage::backend::{EntryKind, Links, Stage, StageFile, Storage, check_write};
-use crate::storage::file_system::{FileSystem, Identity, LockKind, NewFile, OpenDirectory};
+use crate::storage::file_system::{FileSystem, Identity, NewFile, OpenDirectory};
 use crate::storage::fs::{Durable, parent_of, staging_prefix};
 use crate::storage::paths::relative_parts;
 use crate::storage::sidecar::Sidecar;
@@ -41,14 +42,22 @@ impl LocalStage {
         // `mkdir` is atomic: of two savers with the same nonce, one gets `false` and draws another.
         loop {
             let mut staging = Self::at(durable, target, format!("tmp-{:016x}", durable.files().nonce()), overwrite)?;
-            if durable.create_directory(&staging.directory)? {
-                let lock = durable.files().open_directory(&staging.directory);
-                let lock = lock.map_err(FileError::io("open", &staging.directory))?;
-                // Where locks do not work, nobody takes the directory for stale either.
-                let _ = lock.try_lock(LockKind::Exclusive);
-                staging.lock = Some(lock);
-                return Ok(staging);
+            if !durable.create_directory(&staging.directory)? {
+                continue;
             }
+            let lock = match durable.files().open_directory(&staging.directory) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                lock => lock.map_err(FileError::io("open", &staging.directory))?,
+            };
+            // Where locks do not work, nobody takes the directory for stale either.
+            let _ = lock.lock();
+            // Before it was locked, another save may have taken it for what a crash has left, and have removed it.
+            let status = durable.files().status(&staging.directory, Links::Refuse);
+            if status.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+                continue;
+            }
+            staging.lock = Some(lock);
+            return Ok(staging);
         }
     }
 
@@ -58,10 +67,8 @@ impl LocalStage {
         if name.starts_with("tmp-") && !name.contains('/') && durable.files().is_directory(&staging.directory) {
             return Ok(staging);
         }
-        Err(FileError::NotCommitted {
-            path: staging.directory.clone(),
-            reason: "the staging directory that another rank prepared is not visible here",
-        })
+        let (parent, prefix) = staging_prefix(target)?;
+        Err(FileError::TargetMismatch { path: parent, file: format!("{prefix}{name}") })
     }
 
     fn at(durable: &Durable, target: &Path, name: String, overwrite: bool) -> Result<Self, FileError> {

@@ -73,9 +73,9 @@ impl ObjectStage {
 
     /// Returns the stage that another rank prepared under this name.
     pub(super) fn join(prefix: Prefix, parent: Option<Prefix>, name: &str) -> Result<Self, FileError> {
+        // The name that a rank sends which saves to a directory, for example.
         if !name.strip_prefix(NAME).is_some_and(is_nonce) {
-            let reason = "the name that another rank sent is that of no save to an object store";
-            return Err(FileError::NotCommitted { path: prefix.name().to_owned(), reason });
+            return Err(FileError::TargetMismatch { path: prefix.name().to_owned(), file: name.to_owned() });
         }
         let (unmarked, single) = Default::default();
         Ok(ObjectStage { prefix, parent, name: name.to_owned(), overwrite: false, cleans: false, unmarked, single })
