@@ -141,11 +141,12 @@ impl<'g> Exchange<'g> {
         let mut memories = Vec::with_capacity(range.len());
         for index in range.clone() {
             let is_wanted = !items[index].layout.want[rank].is_empty();
-            memories.push(match route {
+            let lent = match route {
                 _ if !is_wanted => None,
                 Route::Local => self.attempt(|| lender.lend_unfilled(index)),
                 _ => self.attempt(|| lender.lend(index)),
-            });
+            };
+            memories.push(lent.flatten());
         }
         self.move_bucket(&items[range.clone()], &mut memories, route)?;
         // Give the memory back, in the same order.
@@ -186,15 +187,16 @@ impl<'g> Exchange<'g> {
         let tensors: Vec<Tensor> = lent.iter().flatten().flat_map(|memory| memory.tensors()).collect();
         let is_lent: Vec<bool> = lent.iter().map(Option::is_some).collect();
         let mut taken = self.attempt(|| Ok(StorageGuard::take(&tensors.iter().collect::<Vec<_>>())?));
-        let slots = taken.as_mut().map(|taken| lent_bytes(lent.into_iter().flatten(), taken));
+        let slots = taken.as_mut().map(|taken| lent_bytes(lent, taken));
         let mut slots = slots.into_iter().flatten();
         let rank = self.group.rank();
         let mut transfers = Vec::with_capacity(items.len());
         for ((Item { layout, .. }, sources), is_lent) in items.iter().zip(&sources).zip(is_lent) {
+            let lent = slots.next().flatten();
             let mut transfer = Transfer { layout, want: &layout.want[rank], sources, slots: Vec::new() };
             // After a failure there are no slots.
             if is_lent && self.failure.is_none() {
-                transfer.slots = slots.next().flatten().unwrap_or_default();
+                transfer.slots = lent.unwrap_or_default();
                 let fits = transfer.slots.len() == transfer.want.len()
                     && transfer
                         .slots

@@ -158,6 +158,26 @@ fn names_of_one_tensor_of_several_boxes_are_filled_once_and_others_keep_their_ow
     .unwrap();
 }
 
+/// A checkpoint of a model whose weights were not tied, say.
+#[test]
+fn of_several_names_of_one_tensor_the_first_counts_however_it_is_loaded() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("checkpoint");
+    run_local(2, |group| {
+        let saved: StateDict =
+            [("a", 0), ("b", 10)].map(|(key, start)| (key, arange(start, 3).into())).into_iter().collect();
+        save(path.as_path(), &saved, &group, &SaveOptions::default()).unwrap();
+        for (staged, read_once) in [(false, false), (true, false), (false, true), (true, true)] {
+            let tied = arange(90, 3);
+            let mut live: StateDict = ["b", "a"].into_iter().map(|key| (key, tied.clone().into())).collect();
+            let options = LoadOptions { staged, read_once: Some(read_once), ..options() };
+            load_in_place(path.as_path(), &mut live, &group, &options).unwrap();
+            assert_eq!(tied.to_vec1::<f32>().unwrap(), [0.0, 1.0, 2.0], "staged {staged}, read once {read_once}");
+        }
+    })
+    .unwrap();
+}
+
 /// Returns the files of tensor data, in order.
 fn data_files(path: &Path) -> Vec<PathBuf> {
     let mut files: Vec<PathBuf> = fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()).collect();
