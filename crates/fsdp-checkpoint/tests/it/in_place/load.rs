@@ -178,6 +178,24 @@ fn of_several_names_of_one_tensor_the_first_counts_however_it_is_loaded() {
     .unwrap();
 }
 
+#[test]
+fn a_plain_value_takes_the_place_of_a_tensor_only_where_nobody_shares_its_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("checkpoint");
+    run_local(2, |group| {
+        let saved: StateDict = [("scale", 0.5.into())].into_iter().collect();
+        save(path.as_path(), &saved, &group, &SaveOptions::default()).unwrap();
+        let scale = Tensor::new(2f32, &Device::Cpu).unwrap();
+        let mut live: StateDict = [("scale", scale.clone().into())].into_iter().collect();
+        let error = load_in_place(path.as_path(), &mut live, &group, &options()).unwrap_err().to_string();
+        assert!(error.contains("`scale: saved plain value, current float32 []`"), "{error}");
+        assert!(live.get("scale").is_some_and(StateValue::is_tensor) && scale.to_scalar::<f32>().unwrap() == 2.0);
+        load(path.as_path(), &mut live, &group, &options()).unwrap();
+        assert_eq!(live.plain_at(&["scale"]), Some(&PlainValue::Float(0.5)));
+    })
+    .unwrap();
+}
+
 /// Returns the files of tensor data, in order.
 fn data_files(path: &Path) -> Vec<PathBuf> {
     let mut files: Vec<PathBuf> = fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()).collect();
