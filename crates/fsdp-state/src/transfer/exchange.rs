@@ -334,12 +334,11 @@ impl<'g> Exchange<'g> {
             (0..ranks).map(|to| transfers.iter().map(|transfer| transfer.layout.bytes_wanted(to)).sum()).collect();
         // The root copies its own values and does not send them.
         wanted[root] = 0;
-        let most = transfers.iter().map(|transfer| transfer.layout.bytes()).sum::<usize>().max(BUCKET_BYTES);
         let mut start = 0;
         while start < ranks {
             // Take as many ranks into this round as fit.
             let mut end = start + 1;
-            while end < ranks && wanted[start..=end].iter().sum::<usize>() <= most {
+            while end < ranks && wanted[start..=end].iter().sum::<usize>() <= BUCKET_BYTES {
                 end += 1;
             }
             // Ranks outside this round get nothing in it.

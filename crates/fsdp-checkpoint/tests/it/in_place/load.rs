@@ -1,6 +1,7 @@
 //! Loading into the memory of the live tensors: the same values as a load into fresh memory, for every tensor that shares
 //! the storage; nothing changes where the checkpoint does not fit, and damage is told apart.
 
+use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -327,6 +328,21 @@ fn a_gap_in_a_list_is_no_obstacle_to_loading_all_of_a_checkpoint() {
     let Some(StateValue::List(schedulers)) = whole.get("schedulers") else { panic!("{whole:?}") };
     let last = schedulers[1].as_dict().and_then(|dict| dict.plain_at(&["last_epoch"])).and_then(PlainValue::as_int);
     assert_eq!((schedulers.len(), last), (2, Some(3)));
+}
+
+#[test]
+fn a_prefix_selects_values_also_in_a_format_without_paths() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    let tensors = ["model.weight", "model.bias", "models.weight", "model"].map(|name| (name.to_owned(), arange(0, 2)));
+    candle_core::safetensors::save(&HashMap::from(tensors), &path).unwrap();
+    let keys = |prefix: &[&str]| -> Vec<String> {
+        let whole = load_whole(path.as_path(), prefix, &options()).unwrap();
+        whole.keys().map(str::to_owned).collect()
+    };
+    assert_eq!(keys(&["model"]), ["model", "model.bias", "model.weight"]);
+    assert_eq!(keys(&["model", "bias"]), ["model.bias"]);
+    assert_eq!(keys(&[]).len(), 4);
 }
 
 fn load_either(
