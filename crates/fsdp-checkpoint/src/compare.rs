@@ -162,10 +162,11 @@ fn compare_all(metadata: &Metadata, recorded: &StateDigest, parts: Vec<Vec<BoxSu
     for (entry, boxes) in tensors {
         let Some((fqn, _)) = metadata.entries.get_index(entry) else { continue };
         let (Some(tensor), Some(recorded)) = (metadata.tensor(fqn), recorded.get(fqn)) else { continue };
-        if !is_complete(tensor, &boxes) {
+        let is_complete = is_complete(tensor, &boxes);
+        if !is_complete {
             compared.incomplete.push(fqn.clone());
         }
-        let ranks = wrong_ranks(tensor, recorded, boxes);
+        let ranks = wrong_ranks(tensor, recorded, boxes, is_complete);
         if !ranks.is_empty() {
             compared.wrong.push(WrongTensor { fqn: fqn.clone(), ranks });
         }
@@ -181,12 +182,11 @@ fn is_complete(tensor: &TensorEntry, boxes: &BoxSums) -> bool {
     elements == whole.numel() && uncovered(&whole, parts).is_empty()
 }
 
-/// Returns the ranks whose elements of a tensor are wrong, sorted.
-fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> Vec<usize> {
+/// Returns the ranks whose elements of a tensor are wrong, sorted. `is_complete` is what [`is_complete`] says of the boxes.
+fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums, is_complete: bool) -> Vec<usize> {
     // A rank that has read the whole tensor sends its sum only if it is wrong.
     let whole = boxes.remove(&TensorBox::whole(&tensor.shape)).unwrap_or_default();
     let mut ranks: Vec<usize> = whole.into_iter().map(|(rank, _)| rank).collect();
-    let is_complete = is_complete(tensor, &boxes);
     // Ranks that have read the same box must have read the same elements.
     let mut all = Sum::default();
     for sums in boxes.values() {
@@ -234,7 +234,8 @@ mod tests {
             let (bounds, sum) = sum_of(start, bytes);
             boxes.entry(bounds).or_default().push((rank, sum));
         }
-        wrong_ranks(&tensor(), digest(sum_of(0, &[1, 2, 3, 4]).1, &tensor()), boxes)
+        let is_complete = is_complete(&tensor(), &boxes);
+        wrong_ranks(&tensor(), digest(sum_of(0, &[1, 2, 3, 4]).1, &tensor()), boxes, is_complete)
     }
 
     #[test]

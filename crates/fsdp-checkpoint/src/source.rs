@@ -124,18 +124,10 @@ impl<'a> CheckpointSource<'a> {
             if !fqns.contains(self.key(wanted.position)) {
                 continue;
             }
-            let element = wanted.dtype.size_in_bytes() as usize;
-            let sizes: Vec<usize> = wanted.boxes.iter().map(|bounds| bounds.numel() * element).collect();
-            let mut bytes = zeroed_vec(sizes.iter().sum())?;
-            let mut rest: &mut [u8] = &mut bytes;
-            let mut buffers = Vec::with_capacity(sizes.len());
-            for size in sizes {
-                let (buffer, after) = rest.split_at_mut(size);
-                buffers.push(buffer);
-                rest = after;
-            }
-            let destination = Destination::new(self.request(wanted, wanted.boxes.clone()), buffers);
-            self.checkpoint.read(vec![destination], ReadOptions::default())?;
+            let elements: usize = wanted.boxes.iter().map(TensorBox::numel).sum();
+            let mut bytes = zeroed_vec(elements * wanted.dtype.size_in_bytes() as usize)?;
+            let request = self.request(wanted, wanted.boxes.clone());
+            self.checkpoint.read(destinations(vec![request], &mut bytes), ReadOptions::default())?;
         }
         Ok(())
     }
@@ -307,21 +299,27 @@ impl<'a> Reading<'a> {
         joined: &JoinedBoxes,
         share: &Range<usize>,
         wanted: &[Wanted],
-        mut bytes: &mut [u8],
+        bytes: &mut [u8],
     ) -> Result<(), CheckpointError> {
-        let mut destinations = Vec::new();
-        for request in joined.requests(wanted, share, |wanted, boxes| self.source.request(wanted, boxes)) {
-            let element = request.dtype.size_in_bytes() as usize;
-            let mut buffers = Vec::with_capacity(request.boxes.len());
-            for bounds in &request.boxes {
-                let (buffer, rest) = bytes.split_at_mut(bounds.numel() * element);
-                buffers.push(buffer);
-                bytes = rest;
-            }
-            destinations.push(Destination::new(request, buffers));
-        }
-        self.read(destinations)
+        let requests = joined.requests(wanted, share, |wanted, boxes| self.source.request(wanted, boxes));
+        self.read(destinations(requests, bytes))
     }
+}
+
+/// Returns destinations in memory that has the bytes of all boxes of these requests, one after the other.
+fn destinations(requests: Vec<LoadRequest>, mut bytes: &mut [u8]) -> Vec<Destination<'_>> {
+    let mut destinations = Vec::with_capacity(requests.len());
+    for request in requests {
+        let element = request.dtype.size_in_bytes() as usize;
+        let mut buffers = Vec::with_capacity(request.boxes.len());
+        for bounds in &request.boxes {
+            let (buffer, rest) = bytes.split_at_mut(bounds.numel() * element);
+            buffers.push(buffer);
+            bytes = rest;
+        }
+        destinations.push(Destination::new(request, buffers));
+    }
+    destinations
 }
 
 /// The memory that is lent for a load, as bytes.

@@ -82,12 +82,6 @@ impl Memory {
         Ok(is_filled)
     }
 
-    /// Returns the memory of a whole tensor.
-    #[must_use]
-    pub fn of_tensor(tensor: &Tensor) -> Self {
-        Memory::Tensors(ShardedTensor::from_whole(tensor))
-    }
-
     /// Returns the memory of a live value, to be filled where it is. A raw tensor cannot be changed, and gets fresh memory;
     /// a value that is not a tensor has none.
     ///
@@ -95,7 +89,7 @@ impl Memory {
     /// [`FlatError::OutOfMemory`].
     pub fn live(value: &StateValue) -> Result<Self, StateError> {
         match value {
-            StateValue::Tensor(tensor) => Ok(Self::of_tensor(tensor)),
+            StateValue::Tensor(tensor) => Ok(Memory::Tensors(ShardedTensor::from_whole(tensor))),
             StateValue::Sharded(tensor) => Ok(Memory::Tensors(tensor.clone())),
             StateValue::Raw(tensor) => Self::raw(tensor.dtype(), tensor.shape()),
             _ => Self::raw(DType::U8, &[0]),

@@ -88,11 +88,8 @@ impl Entry {
 
     /// Returns `true` if two ranks report the same of an entry.
     fn is_same(&self, other: &Entry) -> bool {
-        let same_value = match (&self.small, &other.small) {
-            (Some(a), Some(b)) => a.same_bits(b),
-            (a, b) => a.is_none() && b.is_none(),
-        };
-        same_value && self.leaf == other.leaf
+        let same_value = self.small.as_ref().zip(other.small.as_ref()).is_none_or(|(a, b)| a.same_bits(b));
+        same_value && self.small.is_some() == other.small.is_some() && self.leaf == other.leaf
     }
 
     /// Returns the value of a rank that lacks the entry: the small one, or a tensor without boxes.

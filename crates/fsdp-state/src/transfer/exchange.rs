@@ -49,15 +49,6 @@ pub(crate) struct Exchange<'g> {
 }
 
 impl<'g> Exchange<'g> {
-    pub(crate) fn new(group: &'g ProcessGroup, operation: &'static str) -> Self {
-        Exchange { group, operation, failure: None, unreported: 0 }
-    }
-
-    /// Ends the transfers, and returns this rank's failure, if it has one that the others do not know of yet.
-    pub(crate) fn finish(self) -> Result<(), StateError> {
-        self.failure.map_or(Ok(()), Err)
-    }
-
     /// Runs a local step of this rank, and keeps its error. After a failure such steps are skipped.
     fn attempt<T>(&mut self, f: impl FnOnce() -> Result<T, StateError>) -> Option<T> {
         if self.failure.is_some() {
@@ -100,8 +91,15 @@ impl<'g> Exchange<'g> {
     /// The memory of a bucket is borrowed from `lender` just before it moves, and given back right after.
     ///
     /// # Errors
-    /// Errors of collectives, the same on every rank. A failure of this rank only is kept for [`Self::finish`].
-    pub(crate) fn run(&mut self, items: &[Item<'_>], lender: &mut dyn Lend) -> Result<(), CommError> {
+    /// Errors of collectives, the same on every rank. A failure of this rank that the others do not know of yet is returned
+    /// when all tensors have moved.
+    pub(crate) fn run(
+        group: &'g ProcessGroup,
+        operation: &'static str,
+        items: &[Item<'_>],
+        lender: &mut dyn Lend,
+    ) -> Result<(), StateError> {
+        let mut exchange = Exchange { group, operation, failure: None, unreported: 0 };
         let bucket = bucket_bytes(items);
         let mut start = 0;
         while start < items.len() {
@@ -118,14 +116,14 @@ impl<'g> Exchange<'g> {
                 }
                 end += 1;
             }
-            self.run_bucket(items, start..end, &route, lender)?;
+            exchange.run_bucket(items, start..end, &route, lender)?;
             // A local route has no collective in which another rank could wait for this one, so its bytes do not count.
             if route != Route::Local {
-                self.moved(items[start..end].iter().map(|item| item.layout.bytes()).sum())?;
+                exchange.moved(items[start..end].iter().map(|item| item.layout.bytes()).sum())?;
             }
             start = end;
         }
-        Ok(())
+        exchange.failure.map_or(Ok(()), Err)
     }
 
     /// Moves one bucket: borrows its memory, runs the collective of its route, and gives the memory back.
