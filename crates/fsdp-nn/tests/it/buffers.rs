@@ -181,19 +181,32 @@ fn buffers_that_are_one_tensor_are_loaded_from_the_first_of_their_names() {
             });
             model.unwrap()
         };
+        let assert_first = |model: &FullyShardedDataParallel<Linear>, how: &dyn std::fmt::Debug| {
+            for name in NAMES {
+                let (buffer, _) = &model.parameters().buffers()[name];
+                assert_eq!(buffer.to_vec1::<f32>().unwrap(), [1.0; 3], "{how:?}");
+            }
+        };
         let saved = build(1.0);
+        let second = || Tensor::full(2f32, 3, &Device::Cpu).unwrap();
         let full = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
         let from_rank0 = StateDictOptions { broadcast_from_rank0: true, ..full.clone() };
         for options in [StateDictOptions::default(), full.clone(), from_rank0] {
             let mut state = get_model_state_dict(saved.parameters(), &full).unwrap();
-            state.insert(NAMES[1], Tensor::full(2f32, 3, &Device::Cpu).unwrap());
+            state.insert(NAMES[1], second());
             let model = build(0.0);
             let report = set_model_state_dict(&state, model.parameters(), &options).unwrap();
             assert!(report.is_clean(), "{report:?}");
-            for name in NAMES {
-                let (buffer, _) = &model.parameters().buffers()[name];
-                assert_eq!(buffer.to_vec1::<f32>().unwrap(), [1.0; 3], "{options:?}");
-            }
+            assert_first(&model, &options);
+        }
+        for kind in [StateDictType::Full, StateDictType::Sharded, StateDictType::Local] {
+            let settings = StateDictSettings::of(kind);
+            let mut state = saved.parameters().state_dict_type(settings, || state_dict(saved.parameters())).unwrap();
+            state.insert(NAMES[1], second());
+            let model = build(0.0);
+            let parameters = model.parameters();
+            parameters.state_dict_type(settings, || load_state_dict(&state, parameters, true)).unwrap();
+            assert_first(&model, &kind);
         }
     })
     .unwrap();
