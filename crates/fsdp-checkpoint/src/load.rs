@@ -4,7 +4,7 @@ use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint::{self, Checkpoint};
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_layout::{KeyPath, PathPart, PlainValue};
+use fsdp_layout::{KeyPath, PlainValue};
 use fsdp_state::engine::DictTarget;
 use fsdp_state::{
     FlatStateDict, LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateValue, flatten_state_dict,
@@ -174,6 +174,7 @@ fn as_leaf(value: StateValue) -> StateValue {
 
 /// Returns everything below the key `prefix` of a checkpoint of any format (the whole checkpoint for an empty prefix),
 /// as a nested state dict of whole tensors on the CPU: torch's `_load_state_dict_from_keys`. It must fit into memory.
+/// In formats that do not store paths, the prefix is the beginning of flat keys, and these are the keys of the dict.
 /// No communication.
 ///
 /// # Errors
@@ -185,7 +186,9 @@ pub fn load_whole(
 ) -> Result<StateDict, CheckpointError> {
     let checkpoint = checkpoint::open(path, OpenOptions { verify: options.verify })?;
     let source = CheckpointSource::new(&*checkpoint);
-    let wanted = source.schema().iter().enumerate().filter(|(_, (path, _))| begins_with(path, prefix));
+    let key = prefix.join(".");
+    let is_wanted = |path: &KeyPath| path.below(prefix).is_some() || path.flat_key() == key;
+    let wanted = source.schema().iter().enumerate().filter(|(_, (path, _))| is_wanted(path));
     let positions: Vec<usize> = wanted.map(|(position, _)| position).collect();
     let mut state = StateDict::new();
     for (&position, value) in positions.iter().zip(source.values(&positions)?) {
@@ -194,10 +197,4 @@ pub fn load_whole(
         }
     }
     Ok(state)
-}
-
-/// Returns `true` if the first parts of a path are these keys.
-fn begins_with(path: &KeyPath, prefix: &[&str]) -> bool {
-    let mut parts = prefix.iter().zip(&path.0);
-    path.0.len() >= prefix.len() && parts.all(|(key, part)| matches!(part, PathPart::Key(part) if part == key))
 }

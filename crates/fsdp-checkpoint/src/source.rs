@@ -125,18 +125,10 @@ impl<'a> CheckpointSource<'a> {
             if !fqns.contains(self.key(wanted.position)) {
                 continue;
             }
-            let element = wanted.dtype.size_in_bytes() as usize;
-            let sizes: Vec<usize> = wanted.boxes.iter().map(|bounds| bounds.numel() * element).collect();
-            let mut bytes = zeroed_vec(sizes.iter().sum())?;
-            let mut rest: &mut [u8] = &mut bytes;
-            let mut buffers = Vec::with_capacity(sizes.len());
-            for size in sizes {
-                let (buffer, after) = rest.split_at_mut(size);
-                buffers.push(buffer);
-                rest = after;
-            }
-            let destination = Destination::new(self.request(wanted, wanted.boxes.clone()), buffers);
-            self.checkpoint.read(vec![destination], ReadOptions::default())?;
+            let elements: usize = wanted.boxes.iter().map(TensorBox::numel).sum();
+            let mut bytes = zeroed_vec(elements * wanted.dtype.size_in_bytes() as usize)?;
+            let request = self.request(wanted, wanted.boxes.clone());
+            self.checkpoint.read(destinations(vec![request], &mut bytes), ReadOptions::default())?;
         }
         Ok(())
     }
@@ -170,10 +162,9 @@ impl<'a> Reading<'a> {
     }
 
     /// Fills memory with the wanted boxes.
-    fn fill(&mut self, wanted: &[Wanted], memories: &mut [Memory]) -> Result<(), CheckpointError> {
-        let tensors: Vec<Vec<_>> = memories.iter().map(Memory::tensors).collect();
-        let mut guard = StorageGuard::take(&tensors.iter().flatten().collect::<Vec<_>>())?;
-        let Buffers { of_tensors, overlapping } = Buffers::lent(wanted, memories, &tensors, &mut guard);
+    fn fill(&mut self, wanted: &[Wanted], memories: &mut [Option<Memory>]) -> Result<(), CheckpointError> {
+        let mut guard = taken(memories)?;
+        let Buffers { of_tensors, overlapping } = Buffers::lent(memories, &mut guard);
         let mut destinations = Vec::with_capacity(wanted.len());
         for (wanted, buffers) in wanted.iter().zip(of_tensors) {
             if let Some(buffers) = buffers {
@@ -192,15 +183,15 @@ impl<'a> Reading<'a> {
         &mut self,
         overlapping: Vec<usize>,
         wanted: &[Wanted],
-        memories: &mut [Memory],
+        memories: &[Option<Memory>],
     ) -> Result<(), CheckpointError> {
         for index in overlapping {
             // Only tensors share elements. The copy has their dtype, which candle may hold where fresh memory for files
             // does not have it (`F8E4M3`).
-            let Memory::Tensors(home) = &memories[index] else { continue };
+            let Some(memory @ Memory::Tensors(home)) = &memories[index] else { continue };
             let values = ShardedTensor::zeros(home.dtype(), home.shape(), &home.boxes())?;
-            self.fill(std::slice::from_ref(&wanted[index]), &mut [Memory::Tensors(values.clone())])?;
-            memories[index].fill_from(&values)?;
+            self.fill(std::slice::from_ref(&wanted[index]), &mut [Some(Memory::Tensors(values.clone()))])?;
+            memory.fill_from(&values)?;
         }
         Ok(())
     }
@@ -232,7 +223,10 @@ impl<'a> Reading<'a> {
             };
             outcome = lent.and_then(|memories| {
                 filled?;
-                Ok(positions.clone().zip(memories).try_for_each(|(index, memory)| lend.filled(index, memory))?)
+                for (index, memory) in positions.clone().zip(memories) {
+                    memory.map_or(Ok(()), |memory| lend.filled(index, memory))?;
+                }
+                Ok(())
             });
             first = positions.end;
         }
@@ -249,18 +243,15 @@ impl<'a> Reading<'a> {
         &mut self,
         replicas: &ProcessGroup,
         wanted: &[Wanted],
-        memories: Option<&mut [Memory]>,
+        memories: Option<&mut [Option<Memory>]>,
     ) -> Result<Result<(), CheckpointError>, CommError> {
         let joined = JoinedBoxes::new(wanted);
         let memories = memories.unwrap_or_default();
-        let tensors: Vec<Vec<_>> = memories.iter().map(Memory::tensors).collect();
         let mut outcome = Ok(());
-        let mut guard = StorageGuard::take(&tensors.iter().flatten().collect::<Vec<_>>())
-            .map_err(|error| outcome = Err(error.into()))
-            .ok();
+        let mut guard = taken(memories).map_err(|error| outcome = Err(error)).ok();
         let (of_tensors, overlapping) = match &mut guard {
             Some(guard) if !memories.is_empty() => {
-                let Buffers { of_tensors, overlapping } = Buffers::lent(wanted, memories, &tensors, guard);
+                let Buffers { of_tensors, overlapping } = Buffers::lent(memories, guard);
                 (of_tensors, overlapping)
             }
             _ => (wanted.iter().map(|_| None).collect(), Vec::new()),
@@ -309,26 +300,32 @@ impl<'a> Reading<'a> {
         joined: &JoinedBoxes,
         share: &Range<usize>,
         wanted: &[Wanted],
-        mut bytes: &mut [u8],
+        bytes: &mut [u8],
     ) -> Result<(), CheckpointError> {
-        let mut destinations = Vec::new();
-        for request in joined.requests(wanted, share, |wanted, boxes| self.source.request(wanted, boxes)) {
-            let element = request.dtype.size_in_bytes() as usize;
-            let mut buffers = Vec::with_capacity(request.boxes.len());
-            for bounds in &request.boxes {
-                let (buffer, rest) = bytes.split_at_mut(bounds.numel() * element);
-                buffers.push(buffer);
-                bytes = rest;
-            }
-            destinations.push(Destination::new(request, buffers));
-        }
-        self.read(destinations)
+        let requests = joined.requests(wanted, share, |wanted, boxes| self.source.request(wanted, boxes));
+        self.read(destinations(requests, bytes))
     }
+}
+
+/// Returns destinations in memory that has the bytes of all boxes of these requests, one after the other.
+fn destinations(requests: Vec<LoadRequest>, mut bytes: &mut [u8]) -> Vec<Destination<'_>> {
+    let mut destinations = Vec::with_capacity(requests.len());
+    for request in requests {
+        let element = request.dtype.size_in_bytes() as usize;
+        let mut buffers = Vec::with_capacity(request.boxes.len());
+        for bounds in &request.boxes {
+            let (buffer, rest) = bytes.split_at_mut(bounds.numel() * element);
+            buffers.push(buffer);
+            bytes = rest;
+        }
+        destinations.push(Destination::new(request, buffers));
+    }
+    destinations
 }
 
 /// The memory that is lent for a load, as bytes.
 struct Buffers<'b> {
-    /// For each tensor the bytes of each of its boxes; `None` for a tensor that cannot be lent.
+    /// For each tensor the bytes of each of its boxes; `None` for a tensor that has no memory here, or cannot be lent.
     of_tensors: Vec<Option<Vec<&'b mut [u8]>>>,
     /// The indices of the tensors that share some of their elements with others.
     overlapping: Vec<usize>,
@@ -336,39 +333,19 @@ struct Buffers<'b> {
 
 impl<'b> Buffers<'b> {
     /// Returns the bytes of `memories`, whose tensors the guard lends.
-    fn lent(
-        wanted: &[Wanted],
-        memories: &'b mut [Memory],
-        tensors: &[Vec<Tensor>],
-        guard: &'b mut StorageGuard,
-    ) -> Self {
-        let is_again = repeated(wanted, tensors, guard);
-        let of_tensors = lent_bytes(memories, guard);
-        // If several wanted tensors are one tensor in memory, only the first is read.
+    fn lent(memories: &'b mut [Option<Memory>], guard: &'b mut StorageGuard) -> Self {
+        let has_memory: Vec<bool> = memories.iter().map(Option::is_some).collect();
+        let of_tensors = lent_bytes(memories.iter_mut().map(Option::as_mut), guard);
         let overlapping =
-            (0..of_tensors.len()).filter(|&index| of_tensors[index].is_none() && !is_again[index]).collect();
+            (0..of_tensors.len()).filter(|&index| has_memory[index] && of_tensors[index].is_none()).collect();
         Buffers { of_tensors, overlapping }
     }
 }
 
-/// Returns for each wanted tensor whether an earlier one has the same boxes in the same memory, as tied parameters
-/// have. The guard holds all the tensors of one wanted tensor next to each other.
-fn repeated(wanted: &[Wanted], tensors: &[Vec<Tensor>], guard: &StorageGuard) -> Vec<bool> {
-    let owners: Vec<usize> =
-        tensors.iter().enumerate().flat_map(|(index, tensors)| std::iter::repeat_n(index, tensors.len())).collect();
-    let mut repeated = Vec::with_capacity(wanted.len());
-    let mut first = 0;
-    for (wanted_here, tensors) in wanted.iter().zip(tensors) {
-        let same: Option<Vec<usize>> = (first..first + tensors.len()).map(|at| guard.same_as(at)).collect();
-        first += tensors.len();
-        // A tensor without shards has no memory that another could have.
-        let before = same.and_then(|same| Some((*same.first()?, same)));
-        repeated.push(before.is_some_and(|(at, same)| {
-            let before = owners[at];
-            wanted[before].boxes == wanted_here.boxes && same.iter().all(|&at| owners[at] == before)
-        }));
-    }
-    repeated
+/// Takes the storages out of the tensors of some memories.
+fn taken(memories: &[Option<Memory>]) -> Result<StorageGuard, CheckpointError> {
+    let tensors: Vec<Tensor> = memories.iter().flatten().flat_map(Memory::tensors).collect();
+    Ok(StorageGuard::take(&tensors.iter().collect::<Vec<_>>())?)
 }
 
 impl Source for CheckpointSource<'_> {
@@ -382,15 +359,16 @@ impl Source for CheckpointSource<'_> {
         // All tensors are read together.
         let wanted: Vec<Wanted> =
             positions.iter().filter_map(|&position| Wanted::whole(&self.schema, position)).collect();
-        let memories = wanted.iter().map(|wanted| Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes));
+        let memories = wanted.iter().map(|wanted| Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes).map(Some));
         let mut memories = memories.collect::<Result<Vec<_>, _>>()?;
         let mut reading = Reading::new(self, ReadOptions::default());
         reading.fill(&wanted, &mut memories)?;
         reading.comparison.map_or(Ok(()), |comparison| comparison.check_here())?;
-        let mut tensors: HashMap<usize, Memory> = wanted.iter().map(|wanted| wanted.position).zip(memories).collect();
+        let mut tensors: HashMap<usize, Option<Memory>> =
+            wanted.iter().map(|wanted| wanted.position).zip(memories).collect();
         let mut values = Vec::with_capacity(positions.len());
         for &position in positions {
-            values.push(match tensors.remove(&position) {
+            values.push(match tensors.remove(&position).flatten() {
                 Some(memory) => memory.into_value(true, &candle_core::Device::Cpu)?,
                 None => {
                     let value = self.checkpoint.read_value(self.key(position))?;

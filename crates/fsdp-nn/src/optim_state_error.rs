@@ -160,10 +160,10 @@ pub enum OptimStateError {
         /// The entry.
         name: String,
     },
-    /// The state dict lacks one of its two parts.
+    /// The state dict lacks one of its two parts, or a group one of its hyperparameters.
     #[error("`optim_state_dict` must have the keys \"{key}\" to be a valid optimizer state dict")]
     MissingKey {
-        /// `state` or `param_groups`.
+        /// `state`, `param_groups`, or such as `param_groups.0.lr`.
         key: String,
     },
     /// A param group names what the optimizer does not hold.

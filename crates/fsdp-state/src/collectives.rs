@@ -234,7 +234,7 @@ fn broadcast(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<(StateDict, LoadReport), StateError> {
-    let mut source = DictSource::on_rank(group, operation, root, full)?;
+    let mut source = DictSource::open::<StateError>(group, operation, Some(root), Ok(full))?;
     let target = DictTarget::new(local, options.device.clone());
     let mut target = target.or_else(|error| StateError::refuse(group, operation, error))?;
     let report = load_state::<_, _, StateError>(operation, group, &mut source, &mut target, options)?;

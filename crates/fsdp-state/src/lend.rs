@@ -82,12 +82,6 @@ impl Memory {
         Ok(is_filled)
     }
 
-    /// Returns the memory of a whole tensor.
-    #[must_use]
-    pub fn of_tensor(tensor: &Tensor) -> Self {
-        Memory::Tensors(ShardedTensor::from_whole(tensor))
-    }
-
     /// Returns the memory of a live value, to be filled where it is. A raw tensor cannot be changed, and gets fresh memory;
     /// a value that is not a tensor has none.
     ///
@@ -95,7 +89,7 @@ impl Memory {
     /// [`FlatError::OutOfMemory`].
     pub fn live(value: &StateValue) -> Result<Self, StateError> {
         match value {
-            StateValue::Tensor(tensor) => Ok(Self::of_tensor(tensor)),
+            StateValue::Tensor(tensor) => Ok(Memory::Tensors(ShardedTensor::from_whole(tensor))),
             StateValue::Sharded(tensor) => Ok(Memory::Tensors(tensor.clone())),
             StateValue::Raw(tensor) => Self::raw(tensor.dtype(), tensor.shape()),
             _ => Self::raw(DType::U8, &[0]),
@@ -192,24 +186,24 @@ fn fill_with_copy(to: &ShardedTensor, from: &ShardedTensor) -> Result<bool, Stat
     Ok(true)
 }
 
-/// Returns the bytes of each box of some memories. `guard` has taken their candle tensors, in the same order. `None` for
-/// memory that shares elements with an earlier one, or is not on the host.
+/// Returns the bytes of each box of some memories. `guard` has taken their candle tensors, in the same order. `None` where
+/// there is no memory, and for memory that shares elements with an earlier one, or is not on the host.
 #[must_use]
 pub fn lent_bytes<'a>(
-    memories: impl IntoIterator<Item = &'a mut Memory>,
+    memories: impl IntoIterator<Item = Option<&'a mut Memory>>,
     guard: &'a mut StorageGuard,
 ) -> Vec<Option<Vec<&'a mut [u8]>>> {
     let mut slices = guard.bytes_mut().into_iter();
     let mut lent = Vec::new();
     for memory in memories {
         lent.push(match memory {
-            Memory::Raw(raw) => Some(vec![raw.bytes.as_mut_slice()]),
-            Memory::Tensors(tensor) => {
+            Some(Memory::Raw(raw)) => Some(vec![raw.bytes.as_mut_slice()]),
+            Some(Memory::Tensors(tensor)) => {
                 // All of its slices are passed, also if one of them is missing.
                 let boxes: Vec<Option<&mut [u8]>> = slices.by_ref().take(tensor.shards().len()).collect();
                 boxes.into_iter().collect()
             }
-            Memory::Unfilled(_) => None,
+            Some(Memory::Unfilled(_)) | None => None,
         });
     }
     lent
@@ -222,16 +216,19 @@ pub fn lent_bytes<'a>(
 pub trait Lend {
     /// Returns memory for the wanted boxes of one tensor, with a tensor for each box. Live tensors are not locked.
     ///
+    /// Returns `None` if this memory has been lent before, for another name of the same tensor. The values of the first name
+    /// count.
+    ///
     /// # Errors
     /// An error of this rank only: no memory for it.
-    fn lend(&mut self, wanted: usize) -> Result<Memory, StateError>;
+    fn lend(&mut self, wanted: usize) -> Result<Option<Memory>, StateError>;
 
     /// Returns the same as [`Self::lend`], except that fresh tensors may be unfilled. It is for sources that have a copy to
     /// put there.
     ///
     /// # Errors
     /// The same as [`Self::lend`].
-    fn lend_unfilled(&mut self, wanted: usize) -> Result<Memory, StateError> {
+    fn lend_unfilled(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
         self.lend(wanted)
     }
 

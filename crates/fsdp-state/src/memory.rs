@@ -3,6 +3,7 @@
 use candle_core::{Device, Tensor};
 use fsdp_flat::storage::{HostBytes, HostBytesMut, owned_copy, share_storage, to_device, zeroed_vec};
 use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor, dtype, non_temporal_copy};
+use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, PlainTensor, PlainValue};
 
 use crate::schema::Leaf;
@@ -87,7 +88,13 @@ impl StateValue {
     /// # Errors
     /// A tensor whose memory is released.
     pub fn to_plain(&self) -> Result<Option<PlainValue>, StateError> {
-        scalar_of(self)
+        let is_small = match self {
+            StateValue::Plain(_) => true,
+            StateValue::Tensor(tensor) => tensor.elem_count() == 1,
+            StateValue::Raw(tensor) => checked_numel(tensor.shape()) == Some(1),
+            StateValue::Sharded(_) | StateValue::Dict(_) | StateValue::List(_) | StateValue::Tuple(_) => false,
+        };
+        if is_small { self.to_object() } else { Ok(None) }
     }
 
     /// Returns a copy of a value and of everything in it, tensors included, as one plain value. Formats store a list in this
@@ -121,29 +128,12 @@ fn objects(values: &[StateValue]) -> Result<Option<Vec<PlainValue>>, StateError>
     values.iter().map(StateValue::to_object).collect()
 }
 
-/// Returns a plain value, or a whole tensor of exactly one element, as a plain value; `None` for all other tensors and for
-/// containers.
-pub(crate) fn scalar_of(value: &StateValue) -> Result<Option<PlainValue>, StateError> {
-    Ok(match value {
-        StateValue::Plain(value) => Some(value.clone()),
-        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => {
-            let host = to_device(&tensor.detach(), &Device::Cpu)?.contiguous()?;
-            let data = HostBytes::read(&host)?.to_vec();
-            Some(tensor_value(dtype::of(tensor)?, tensor.dims(), data))
-        }
-        StateValue::Raw(tensor) if tensor.shape().iter().product::<usize>() == 1 => {
-            Some(tensor_value(tensor.dtype(), tensor.shape(), tensor.bytes().to_vec()))
-        }
-        _ => None,
-    })
-}
-
 /// Returns a tensor as a plain value.
 fn tensor_value(dtype: DType, shape: &[usize], data: Vec<u8>) -> PlainValue {
     PlainValue::Tensor(PlainTensor { dtype, shape: shape.to_vec(), data })
 }
 
-/// Converts a result of [`scalar_of`] back to a value of the kind that `leaf` describes: a tensor on the CPU, or a plain
+/// Converts a result of [`StateValue::to_plain`] back to a value of the kind that `leaf` describes: a tensor on the CPU, or a plain
 /// value. The leaf is needed because a plain value may itself be a small tensor.
 pub(crate) fn scalar_to_value(leaf: &Leaf, value: PlainValue) -> Result<StateValue, StateError> {
     let (Leaf::Whole { .. }, PlainValue::Tensor(PlainTensor { dtype, shape, data })) = (leaf, &value) else {

@@ -176,14 +176,6 @@ impl StateValue {
         }
     }
 
-    /// Returns the nested dict, to change it; `None` for any other value.
-    pub const fn as_dict_mut(&mut self) -> Option<&mut StateDict> {
-        match self {
-            StateValue::Dict(dict) => Some(dict),
-            _ => None,
-        }
-    }
-
     /// Returns the whole candle tensor; `None` for any other value, a sharded or raw tensor included.
     #[must_use]
     pub const fn as_tensor(&self) -> Option<&Tensor> {

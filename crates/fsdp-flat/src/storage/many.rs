@@ -28,11 +28,9 @@ use crate::FlatError;
 ///     .zip([7, 8, 9])
 ///     .map(|(bytes, value)| bytes.map(|bytes| bytes.fill(value)).is_some())
 ///     .collect();
-/// let same = taken.same_as(2);
 /// drop(taken);
 /// // The third has the elements of the first.
 /// assert_eq!(filled, [true, true, false]);
-/// assert_eq!(same, Some(0));
 /// assert_eq!(flat.to_vec1::<u8>()?, [8, 0, 7, 7]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -41,8 +39,6 @@ pub struct StorageGuard {
     storages: Vec<Taken>,
     /// For each tensor that was asked for, `true` if it has no elements.
     is_empty: Vec<bool>,
-    /// For each tensor that was asked for, the one before it that has the same elements.
-    same: Vec<Option<usize>>,
 }
 
 /// A storage, and the bytes in it of the tensors that were asked for.
@@ -66,7 +62,6 @@ impl StorageGuard {
         // an error changes nothing. Tensors may share a storage.
         let mut by_address: HashMap<usize, usize> = HashMap::new();
         let mut storages: Vec<Taken> = Vec::new();
-        let mut same = vec![None; tensors.len()];
         for (index, &tensor) in tensors.iter().enumerate() {
             let (storage, layout) = tensor.storage_and_layout();
             let Storage::Cpu(data) = &*storage else { continue };
@@ -81,31 +76,21 @@ impl StorageGuard {
                 storages.push(Taken { owner: tensor.clone(), storage: nothing(), ranges: Vec::new() });
                 storages.len() - 1
             });
-            // Ranges of one storage are kept in order. A tensor with the bytes of an earlier one is noted as the same,
-            // and one that overlaps an earlier one in part is not taken.
+            // Ranges of one storage are kept in order. A tensor that shares bytes with an earlier one is not taken.
             let ranges = &mut storages[at].ranges;
             let place = ranges.partition_point(|(_, other)| other.start < bytes.end);
-            match place.checked_sub(1).map(|before| &ranges[before]) {
-                Some((other, before)) if *before == bytes => same[index] = Some(*other),
-                Some((_, before)) if before.end > bytes.start => {}
-                _ => ranges.insert(place, (index, bytes)),
+            if place.checked_sub(1).is_none_or(|before| ranges[before].1.end <= bytes.start) {
+                ranges.insert(place, (index, bytes));
             }
         }
         // Step 2: take the storages.
         let is_empty = tensors.iter().map(|tensor| tensor.elem_count() == 0).collect();
-        let mut taken = StorageGuard { storages: Vec::with_capacity(storages.len()), is_empty, same };
+        let mut taken = StorageGuard { storages: Vec::with_capacity(storages.len()), is_empty };
         for mut storage in storages {
             storage.storage = exchange(&storage.owner, nothing())?;
             taken.storages.push(storage);
         }
         Ok(taken)
-    }
-
-    /// Returns the position of the earlier tensor that has the very same elements, as tied parameters do; `None` if there is
-    /// none. The tensor at `index` was not taken then.
-    #[must_use]
-    pub fn same_as(&self, index: usize) -> Option<usize> {
-        self.same.get(index).copied().flatten()
     }
 
     /// Returns the bytes of each tensor that was asked for, row-major; `None` for a tensor that was not taken.
@@ -160,10 +145,6 @@ mod tests {
         let own = Tensor::zeros((2, 2), DType::U32, &Device::Cpu).unwrap();
         let empty = Tensor::zeros((2, 0), DType::F32, &Device::Cpu).unwrap();
         let mut taken = StorageGuard::take(&[&end, &overlapping, &own, &empty, &start, &end]).unwrap();
-        assert_eq!(
-            (0..6).map(|index| taken.same_as(index)).collect::<Vec<_>>(),
-            [None, None, None, None, None, Some(0)]
-        );
         assert!([&flat, &end, &own].iter().all(|tensor| is_released(tensor)));
         assert!(flat.to_vec1::<u8>().is_err());
         assert_eq!(fill(&mut taken), [Some(4), None, Some(16), Some(0), Some(4), None]);

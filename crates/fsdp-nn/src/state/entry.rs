@@ -11,7 +11,7 @@ use fsdp_state::{Memory, StateValue};
 use indexmap::IndexMap;
 
 use super::OptimStateError;
-use super::groups::{as_number, plain};
+use super::groups::plain;
 use crate::algorithm::{Algorithm, Initial, StateKind};
 use crate::optimizer::{LocalParam, LocalState, ParamState};
 use crate::{NnError, Result};
@@ -62,7 +62,9 @@ impl Saved {
     pub(crate) fn describe(&self) -> String {
         match self {
             Saved::Tensor { dtype, shape, .. } => format!("{dtype} {shape:?}"),
-            Saved::Scalar(StateValue::Tensor(tensor)) => as_number(tensor).map_or_else(String::new, |n| n.to_string()),
+            Saved::Scalar(value @ StateValue::Tensor(_)) => {
+                plain(value).and_then(|number| number.as_float()).map_or_else(String::new, |number| number.to_string())
+            }
             Saved::Scalar(StateValue::Plain(value)) => format!("{value:?}"),
             Saved::Scalar(other) => other.kind().to_owned(),
         }

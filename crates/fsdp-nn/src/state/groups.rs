@@ -126,7 +126,7 @@ fn read_group(index: usize, group: &StateValue) -> Result<SavedGroup> {
 pub(crate) fn plain(value: &StateValue) -> Option<PlainValue> {
     match value {
         StateValue::Plain(value) => Some(value.clone()),
-        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => as_number(tensor).map(PlainValue::Float),
+        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => number(tensor).ok(),
         StateValue::List(list) => Some(PlainValue::List(list.iter().map(plain).collect::<Option<_>>()?)),
         StateValue::Tuple(list) => Some(PlainValue::Tuple(list.iter().map(plain).collect::<Option<_>>()?)),
         StateValue::Dict(dict) => {
@@ -145,11 +145,6 @@ pub(crate) fn number(tensor: &Tensor) -> candle_core::Result<PlainValue> {
     } else {
         Ok(element.to_dtype(DType::I64)?.to_scalar::<i64>()?.into())
     }
-}
-
-/// Returns the first element of a tensor as a float.
-pub(crate) fn as_number(tensor: &Tensor) -> Option<f64> {
-    tensor.flatten_all().ok()?.to_dtype(DType::F64).ok()?.get(0).ok()?.to_scalar().ok()
 }
 
 /// The saved groups, by the parameters that they name.

@@ -88,11 +88,8 @@ impl Entry {
 
     /// Returns `true` if two ranks report the same of an entry.
     fn is_same(&self, other: &Entry) -> bool {
-        let same_value = match (&self.small, &other.small) {
-            (Some(a), Some(b)) => a.same_bits(b),
-            (a, b) => a.is_none() && b.is_none(),
-        };
-        same_value && self.leaf == other.leaf
+        let same_value = self.small.as_ref().zip(other.small.as_ref()).is_none_or(|(a, b)| a.same_bits(b));
+        same_value && self.small.is_some() == other.small.is_some() && self.leaf == other.leaf
     }
 
     /// Returns the value of a rank that lacks the entry: the small one, or a tensor without boxes.
@@ -159,14 +156,19 @@ pub(crate) fn join(
         let Some((_, entries)) = holders.first() else { continue };
         let (own, mut state, mut lacking_here) = (own.dict(fqn), StateDict::new(), StateDict::new());
         for (name, entry) in *entries {
-            let value =
-                own.and_then(|own| own.get(name)).cloned().map_or_else(|| entry.value_without_elements(), Ok)?;
-            // A whole tensor that is not on every rank is gathered from those that have it.
+            let here = own.and_then(|own| own.get(name)).cloned();
+            // A whole tensor that is not on every rank is gathered from those that have it. All ranks find out alike
+            // whether the others can hold it.
             if entry.small.is_none() && !entry.leaf.is_sharded() && holders.len() < all.len() {
-                let boxes = value.as_tensor().map(|tensor| ShardedTensor::from_whole(tensor).into());
-                lacking_here.insert(name.as_str(), boxes.unwrap_or_else(|| value.clone()));
+                let Ok(absent) = entry.value_without_elements() else {
+                    let (fqn, name, kind) = (fqn.clone(), name.clone(), entry.leaf.to_string());
+                    return Err(NnError::UnexpectedState { fqn, name, kind });
+                };
+                let boxes = here.as_ref().and_then(StateValue::as_tensor);
+                let boxes = boxes.map(|tensor| ShardedTensor::from_whole(tensor).into());
+                lacking_here.insert(name.as_str(), boxes.unwrap_or(absent));
             }
-            state.insert(name.as_str(), value);
+            state.insert(name.as_str(), here.map_or_else(|| entry.value_without_elements(), Ok)?);
         }
         joined.insert(fqn.as_str(), state);
         if !lacking_here.is_empty() {

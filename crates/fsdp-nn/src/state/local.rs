@@ -101,7 +101,8 @@ impl LocalStates {
                     let expected = format!("the state of parameter `{key}` is a {}", value.kind());
                     return Err(OptimStateError::InvalidKeys { keys: vec![key], expected }.into());
                 }
-                (None, _) if !by_name && key.parse::<usize>().is_ok() => {
+                // In a dict by ids, a user's key that is a number would be taken for an id.
+                (None, _) if key.parse::<usize>().is_ok() => {
                     return Err(OptimStateError::UnknownState { key, count: locals.len() }.into());
                 }
                 (None, value) => _ = read.user_state.insert(key, value),
@@ -259,12 +260,15 @@ impl Optimizer {
     ///
     /// # Errors
     /// [`OptimStateError`]: another number of groups or parameters, tensors of another shape or dtype than this rank's
-    /// piece, entries that the algorithm needs and that are missing; malformed groups and hyperparameters.
+    /// piece, entries and hyperparameters that the algorithm needs and that are missing; malformed groups and hyperparameters.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let read = LocalStates::read_by_position(self, state.clone())?;
         let mut groups = Vec::with_capacity(self.groups().len());
-        for (group, saved) in self.groups().iter().zip(read.groups.iter().flatten()) {
+        for (index, (group, saved)) in self.groups().iter().zip(read.groups.iter().flatten()).enumerate() {
             let read = group.algorithm.with_group(&saved.hyperparameters)?;
+            if let Some(key) = read.missing.first() {
+                return Err(OptimStateError::MissingKey { key: format!("param_groups.{index}.{key}") }.into());
+            }
             groups.push((read.algorithm, read.unknown));
         }
         // Load the groups before the states: the new hyperparameters determine which entries there must be.

@@ -83,8 +83,7 @@ impl SavedOptim {
         // Nested groups are read as a whole; the flat form has a group for each parameter instead.
         let mut groups = read_param_groups(&groups)?;
         if let Some(group) = groups.iter().find(|group| group.key_type == Some(OptimStateKeyType::ParamId)) {
-            let expected = "these are ids, and names are needed: see `rekey_optim_state_dict`".to_owned();
-            return Err(OptimStateError::InvalidKeys { keys: group.params.clone(), expected }.into());
+            return Err(ids(group.params.clone()));
         }
         groups.extend(flat_groups.into_values());
         let mut new_names = NewNames::default();
@@ -105,7 +104,7 @@ impl SavedOptim {
             if chosen.get(fqn) == Some(&name.as_str()) {
                 saved.states.insert(fqn.to_owned(), entries(fqn, name, load, parts)?);
             } else if !parameters.contains(name) {
-                saved.add_unknown(name, parts);
+                saved.add_unknown(name, parts)?;
             }
         }
         Ok(saved)
@@ -117,22 +116,32 @@ impl SavedOptim {
     }
 
     /// Adds state under a key that no parameter of the model has. If a saved group names the key, it is a parameter of another
-    /// model, and is unexpected. Otherwise it is state that a user has added.
-    fn add_unknown(&mut self, name: &str, parts: &[Part<'_>]) {
+    /// model, and is unexpected. Otherwise it is state that a user has added, under a key that is no number.
+    fn add_unknown(&mut self, name: &str, parts: &[Part<'_>]) -> Result<()> {
         if self.groups.of_parameter.contains_key(name) {
             self.unexpected.push(name.to_owned());
-            return;
+            return Ok(());
+        }
+        if name.parse::<usize>().is_ok() {
+            return Err(ids(vec![name.to_owned()]));
         }
         for (inside, position) in parts {
             let path = [PathPart::Key(name.to_owned())].into_iter().chain(inside.iter().cloned());
             self.user_state.push((KeyPath(path.collect()), *position));
         }
+        Ok(())
     }
 
     /// Returns `true` if there is no group and no state of a parameter.
     pub(crate) fn is_empty(&self) -> bool {
         self.states.is_empty() && self.groups.groups.is_empty()
     }
+}
+
+/// Returns the error of keys that are ids.
+fn ids(keys: Vec<String>) -> NnError {
+    let expected = "these are ids, and names are needed: see `rekey_optim_state_dict`".to_owned();
+    OptimStateError::InvalidKeys { keys, expected }.into()
 }
 
 /// The names in the model that names of a source have been turned into, each with its name in the source.

@@ -179,7 +179,8 @@ pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict
         let target = DictTarget::new(&live, None).map_err(NnError::from);
         let mut target = target.or_else(|error| NnError::refuse(group, operation, error))?.with_own_tensors();
         let report: LoadReport = load_state::<_, _, NnError>(operation, group, &mut source, &mut target, &options)?;
-        let loaded = target.into_state();
+        // The last names are copied first, so that of several names of one buffer the first counts.
+        let loaded = target.into_state().into_iter().rev().collect();
         parameters.begin_change_of_all()?;
         copy_state_dict(&loaded, &mut live)?;
         return Ok(report);

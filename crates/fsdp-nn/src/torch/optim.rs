@@ -184,11 +184,10 @@ pub fn unflatten_optim_state(
     optimizer: &Optimizer,
     fqns: &[impl AsRef<str>],
 ) -> Result<Vec<StateDict>> {
-    let name = local_of(optimizer, fqns).map(|local| optimizer.locals()[local].name());
-    let name = NnError::agree(parameters.group(), "unflatten_optim_state", None, name)?;
-    let mut local = StateDict::new();
-    local.insert("state", [(name, StateValue::Dict(flat_state.clone()))].into_iter().collect::<StateDict>());
-    let state = optim_state_dict(Some(&local), parameters, optimizer)?;
+    let local = NnError::agree(parameters.group(), "unflatten_optim_state", None, local_of(optimizer, fqns))?;
+    let by_id: StateDict = [(local.to_string(), flat_state.clone().into())].into_iter().collect();
+    let state: StateDict = [("state", by_id.into())].into_iter().collect();
+    let state = optim_state_dict(Some(&state), parameters, optimizer)?;
     let state_of = |fqn: &str| state.dict("state")?.dict(fqn).cloned();
     Ok(fqns.iter().map(|fqn| state_of(fqn.as_ref()).unwrap_or_default()).collect())
 }

@@ -167,3 +167,47 @@ fn a_buffer_under_a_name_that_is_taken_is_an_error() {
     })
     .unwrap();
 }
+
+/// A table that each layer registers under a name of its own, say.
+#[test]
+fn buffers_that_are_one_tensor_are_loaded_from_the_first_of_their_names() {
+    const NAMES: [&str; 2] = ["0.table", "1.table"];
+    run_local(2, |group| {
+        let build = |value: f32| {
+            let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+                let table = Tensor::full(value, 3, &Device::Cpu)?;
+                NAMES.iter().for_each(|name| drop(scope.buffer(name, table.clone(), true)));
+                linear(3, 2, scope.vb())
+            });
+            model.unwrap()
+        };
+        let assert_first = |model: &FullyShardedDataParallel<Linear>, how: &dyn std::fmt::Debug| {
+            for name in NAMES {
+                let (buffer, _) = &model.parameters().buffers()[name];
+                assert_eq!(buffer.to_vec1::<f32>().unwrap(), [1.0; 3], "{how:?}");
+            }
+        };
+        let saved = build(1.0);
+        let second = || Tensor::full(2f32, 3, &Device::Cpu).unwrap();
+        let full = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
+        let from_rank0 = StateDictOptions { broadcast_from_rank0: true, ..full.clone() };
+        for options in [StateDictOptions::default(), full.clone(), from_rank0] {
+            let mut state = get_model_state_dict(saved.parameters(), &full).unwrap();
+            state.insert(NAMES[1], second());
+            let model = build(0.0);
+            let report = set_model_state_dict(&state, model.parameters(), &options).unwrap();
+            assert!(report.is_clean(), "{report:?}");
+            assert_first(&model, &options);
+        }
+        for kind in [StateDictType::Full, StateDictType::Sharded, StateDictType::Local] {
+            let settings = StateDictSettings::of(kind);
+            let mut state = saved.parameters().state_dict_type(settings, || state_dict(saved.parameters())).unwrap();
+            state.insert(NAMES[1], second());
+            let model = build(0.0);
+            let parameters = model.parameters();
+            parameters.state_dict_type(settings, || load_state_dict(&state, parameters, true)).unwrap();
+            assert_first(&model, &kind);
+        }
+    })
+    .unwrap();
+}

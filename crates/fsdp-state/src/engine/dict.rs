@@ -15,7 +15,7 @@ use super::load::LoadError;
 use super::source::{LoadCall, Source, WantedOn};
 use super::target::Wanted;
 use crate::lend::{Lend, Memory};
-use crate::memory::{scalar_of, scalar_to_value};
+use crate::memory::scalar_to_value;
 use crate::transfer::{BoxBytes, Exchange, Item, Layout, PerRank};
 use crate::{Schema, StateDict, StateError, StateValue};
 
@@ -58,26 +58,15 @@ impl<'a> DictSource<'a> {
         Ok(DictSource { schema, values, root: None, boxes_on: None, layouts: Vec::new() })
     }
 
-    /// Returns a source of the values of rank `root` of the group; what others pass is ignored. Collective: one
-    /// agreement, and one object broadcast of the schema and the small values.
+    /// Returns a source of the values of rank `root` of the group, where what others pass is ignored; or, without a root, of
+    /// the dict that every rank passes, as [`Self::on_every_rank`]. A rank may pass an error instead, for example of its
+    /// arguments.
+    ///
+    /// Collective: with a root one agreement, and one object broadcast of the schema and the small values; without, after an
+    /// error the agreement of [`load_state`](super::load_state), in which the other ranks wait.
     ///
     /// # Errors
-    /// The same on every rank: no such rank, or no state dict there; as [`Self::on_every_rank`].
-    pub fn on_rank(
-        group: &ProcessGroup,
-        operation: &'static str,
-        root: usize,
-        state: Option<&'a StateDict>,
-    ) -> Result<Self, StateError> {
-        Self::open(group, operation, Some(root), Ok(state))
-    }
-
-    /// Opens the state dict of rank `root`, as [`Self::on_rank`], or the one that every rank passes, as
-    /// [`Self::on_every_rank`]. A rank may pass an error instead, for example of its arguments. Collective: as those
-    /// two, and after an error the agreement of [`load_state`](super::load_state), in which the other ranks wait.
-    ///
-    /// # Errors
-    /// Any rank's own; the errors of those two.
+    /// Any rank's own; no such root, or no state dict there; as [`Self::on_every_rank`].
     pub fn open<E: LoadError>(
         group: &ProcessGroup,
         operation: &'static str,
@@ -116,7 +105,7 @@ impl<'a> DictSource<'a> {
         let mut small = Vec::with_capacity(values.len());
         for (position, value) in values.iter().enumerate() {
             let value = value.as_deref().filter(|_| schema.is_small(position));
-            small.push(value.map_or(Ok(None), scalar_of)?);
+            small.push(value.map_or(Ok(None), StateValue::to_plain)?);
         }
         Ok(Some((Outline { schema, small }, values)))
     }
@@ -291,9 +280,7 @@ impl Source for DictSource<'_> {
         let items = wanted.iter().zip(layouts);
         let items: Vec<Item<'_>> =
             items.map(|(wanted, layout)| Item { layout, source: self.value(wanted.position) }).collect();
-        let mut exchange = Exchange::new(call.group, call.operation);
-        exchange.run(&items, lend)?;
-        exchange.finish()
+        Exchange::run(call.group, call.operation, &items, lend)
     }
 }
 

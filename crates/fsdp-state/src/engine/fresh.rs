@@ -83,8 +83,9 @@ impl<'a> DictTarget<'a> {
 
     /// Returns `true` if a value is small enough to be taken from the source by value, before any memory is lent.
     fn goes_by_value(&self, saved: &Leaf, current: &Leaf) -> bool {
-        let are_tensors = saved.tensor().is_some() && current.tensor().is_some();
-        saved.is_scalar() && current.is_scalar() && !(are_tensors && self.is_of_checkpoint)
+        // A plain value in the place of a tensor that is filled where it is would not reach those who share its memory.
+        let is_filled = current.tensor().is_some() && (self.is_in_place || saved.tensor().is_some());
+        saved.is_scalar() && current.is_scalar() && !(self.is_of_checkpoint && is_filled)
     }
 
     /// Checks that the template's tensors can be filled where they are.

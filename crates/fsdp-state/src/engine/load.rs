@@ -5,6 +5,7 @@ use std::hash::{BuildHasher as _, BuildHasherDefault, Hash};
 
 use fsdp_comm::{CommError, ProcessGroup, ReduceOp};
 use fsdp_flat::ShardedTensor;
+use fsdp_flat::storage::storage_id;
 use fsdp_layout::Failure;
 use itertools::{EitherOrBoth, Itertools as _};
 use twox_hash::XxHash3_64;
@@ -91,7 +92,7 @@ where
     // Lend and read. Live memory changes from here on.
     let is_live = target.is_live();
     let is_staged = options.staged && is_live;
-    let mut lending = Lending { target, wanted: &plan.wanted, detours: HashMap::new(), staged: Vec::new(), is_staged };
+    let mut lending = Lending::new(target, &plan.wanted, is_staged);
     let read = source.read(&call, &plan.wanted, &mut lending).map_err(E::from);
     let mut outcome = match read {
         // If a collective has failed, every rank has this error already, and no further agreement is possible.
@@ -253,6 +254,8 @@ fn check_report<E: LoadError>(call: &LoadCall<'_>, plan: Plan) -> Result<Plan, E
 struct Lending<'a, T> {
     target: &'a mut T,
     wanted: &'a [Wanted],
+    /// The live tensors that have been lent, by the storage of their first box, and by where it begins in there.
+    lent: HashMap<(usize, usize), Vec<ShardedTensor>>,
     /// The target's memory of tensors whose values take a detour.
     detours: HashMap<usize, Memory>,
     /// The target's live memory, and the new values for it, in a staged load.
@@ -261,7 +264,26 @@ struct Lending<'a, T> {
     is_staged: bool,
 }
 
-impl<T: Target> Lending<'_, T> {
+impl<'a, T: Target> Lending<'a, T> {
+    fn new(target: &'a mut T, wanted: &'a [Wanted], is_staged: bool) -> Self {
+        Lending { target, wanted, lent: HashMap::new(), detours: HashMap::new(), staged: Vec::new(), is_staged }
+    }
+
+    /// Returns `true` if memory has been lent before, for another name of the same live tensor, and notes it otherwise.
+    fn is_lent(&mut self, wanted: usize, memory: &Memory) -> bool {
+        let Memory::Tensors(tensor) = memory else { return false };
+        let Some(first) = tensor.shards().first().filter(|_| self.target.lends_live(&self.wanted[wanted])) else {
+            return false;
+        };
+        let place = (storage_id(&first.tensor), first.tensor.layout().start_offset());
+        let others = self.lent.entry(place).or_default();
+        let is_lent = others.iter().any(|other| other.is_same_view(tensor));
+        if !is_lent {
+            others.push(tensor.clone());
+        }
+        is_lent
+    }
+
     /// Returns `true` if the new values of a tensor are kept until all are there.
     fn is_staged(&self, wanted: usize) -> bool {
         self.is_staged && self.target.lends_live(&self.wanted[wanted])
@@ -269,12 +291,15 @@ impl<T: Target> Lending<'_, T> {
 }
 
 impl<T: Target> Lend for Lending<'_, T> {
-    fn lend(&mut self, wanted: usize) -> Result<Memory, StateError> {
-        self.lend_unfilled(wanted)?.allocated()
+    fn lend(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
+        self.lend_unfilled(wanted)?.map(Memory::allocated).transpose()
     }
 
-    fn lend_unfilled(&mut self, wanted: usize) -> Result<Memory, StateError> {
+    fn lend_unfilled(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
         let mut memory = self.target.memory(&self.wanted[wanted])?;
+        if self.is_lent(wanted, &memory) {
+            return Ok(None);
+        }
         if self.wanted[wanted].dtype != self.wanted[wanted].becomes {
             memory = memory.allocated()?;
         }
@@ -282,11 +307,11 @@ impl<T: Target> Lend for Lending<'_, T> {
             (None, Memory::Tensors(tensor)) if self.is_staged(wanted) => {
                 ShardedTensor::zeros(tensor.dtype(), tensor.shape(), &tensor.boxes())?
             }
-            (None, _) => return Ok(memory),
+            (None, _) => return Ok(Some(memory)),
             (Some(detour), _) => detour,
         };
         self.detours.insert(wanted, memory);
-        Ok(Memory::Tensors(detour))
+        Ok(Some(Memory::Tensors(detour)))
     }
 
     fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {

@@ -76,7 +76,7 @@ pub type Values = HashMap<usize, StateValue>;
 /// The outcome of a comparison.
 #[derive(Debug, Default)]
 pub struct Plan {
-    /// The tensors to be read, in the order of the schema.
+    /// The tensors to be read, in an order that is the same on all ranks. Of several names of one live tensor the first counts.
     pub wanted: Vec<Wanted>,
     /// All that differs.
     pub report: LoadReport,

@@ -49,15 +49,6 @@ pub(crate) struct Exchange<'g> {
 }
 
 impl<'g> Exchange<'g> {
-    pub(crate) fn new(group: &'g ProcessGroup, operation: &'static str) -> Self {
-        Exchange { group, operation, failure: None, unreported: 0 }
-    }
-
-    /// Ends the transfers, and returns this rank's failure, if it has one that the others do not know of yet.
-    pub(crate) fn finish(self) -> Result<(), StateError> {
-        self.failure.map_or(Ok(()), Err)
-    }
-
     /// Runs a local step of this rank, and keeps its error. After a failure such steps are skipped.
     fn attempt<T>(&mut self, f: impl FnOnce() -> Result<T, StateError>) -> Option<T> {
         if self.failure.is_some() {
@@ -100,8 +91,15 @@ impl<'g> Exchange<'g> {
     /// The memory of a bucket is borrowed from `lender` just before it moves, and given back right after.
     ///
     /// # Errors
-    /// Errors of collectives, the same on every rank. A failure of this rank only is kept for [`Self::finish`].
-    pub(crate) fn run(&mut self, items: &[Item<'_>], lender: &mut dyn Lend) -> Result<(), CommError> {
+    /// Errors of collectives, the same on every rank. A failure of this rank that the others do not know of yet is returned
+    /// when all tensors have moved.
+    pub(crate) fn run(
+        group: &'g ProcessGroup,
+        operation: &'static str,
+        items: &[Item<'_>],
+        lender: &mut dyn Lend,
+    ) -> Result<(), StateError> {
+        let mut exchange = Exchange { group, operation, failure: None, unreported: 0 };
         let bucket = bucket_bytes(items);
         let mut start = 0;
         while start < items.len() {
@@ -118,14 +116,14 @@ impl<'g> Exchange<'g> {
                 }
                 end += 1;
             }
-            self.run_bucket(items, start..end, &route, lender)?;
+            exchange.run_bucket(items, start..end, &route, lender)?;
             // A local route has no collective in which another rank could wait for this one, so its bytes do not count.
             if route != Route::Local {
-                self.moved(items[start..end].iter().map(|item| item.layout.bytes()).sum())?;
+                exchange.moved(items[start..end].iter().map(|item| item.layout.bytes()).sum())?;
             }
             start = end;
         }
-        Ok(())
+        exchange.failure.map_or(Ok(()), Err)
     }
 
     /// Moves one bucket: borrows its memory, runs the collective of its route, and gives the memory back.
@@ -141,11 +139,12 @@ impl<'g> Exchange<'g> {
         let mut memories = Vec::with_capacity(range.len());
         for index in range.clone() {
             let is_wanted = !items[index].layout.want[rank].is_empty();
-            memories.push(match route {
+            let lent = match route {
                 _ if !is_wanted => None,
                 Route::Local => self.attempt(|| lender.lend_unfilled(index)),
                 _ => self.attempt(|| lender.lend(index)),
-            });
+            };
+            memories.push(lent.flatten());
         }
         self.move_bucket(&items[range.clone()], &mut memories, route)?;
         // Give the memory back, in the same order.
@@ -186,15 +185,16 @@ impl<'g> Exchange<'g> {
         let tensors: Vec<Tensor> = lent.iter().flatten().flat_map(|memory| memory.tensors()).collect();
         let is_lent: Vec<bool> = lent.iter().map(Option::is_some).collect();
         let mut taken = self.attempt(|| Ok(StorageGuard::take(&tensors.iter().collect::<Vec<_>>())?));
-        let slots = taken.as_mut().map(|taken| lent_bytes(lent.into_iter().flatten(), taken));
+        let slots = taken.as_mut().map(|taken| lent_bytes(lent, taken));
         let mut slots = slots.into_iter().flatten();
         let rank = self.group.rank();
         let mut transfers = Vec::with_capacity(items.len());
         for ((Item { layout, .. }, sources), is_lent) in items.iter().zip(&sources).zip(is_lent) {
+            let lent = slots.next().flatten();
             let mut transfer = Transfer { layout, want: &layout.want[rank], sources, slots: Vec::new() };
             // After a failure there are no slots.
             if is_lent && self.failure.is_none() {
-                transfer.slots = slots.next().flatten().unwrap_or_default();
+                transfer.slots = lent.unwrap_or_default();
                 let fits = transfer.slots.len() == transfer.want.len()
                     && transfer
                         .slots
@@ -332,12 +332,11 @@ impl<'g> Exchange<'g> {
             (0..ranks).map(|to| transfers.iter().map(|transfer| transfer.layout.bytes_wanted(to)).sum()).collect();
         // The root copies its own values and does not send them.
         wanted[root] = 0;
-        let most = transfers.iter().map(|transfer| transfer.layout.bytes()).sum::<usize>().max(BUCKET_BYTES);
         let mut start = 0;
         while start < ranks {
             // Take as many ranks into this round as fit.
             let mut end = start + 1;
-            while end < ranks && wanted[start..=end].iter().sum::<usize>() <= most {
+            while end < ranks && wanted[start..=end].iter().sum::<usize>() <= BUCKET_BYTES {
                 end += 1;
             }
             // Ranks outside this round get nothing in it.

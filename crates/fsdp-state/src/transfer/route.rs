@@ -1,6 +1,7 @@
 //! The routes of boxes between ranks: arithmetic that gives the same result on every rank, without communication.
 
 use fsdp_layout::TensorBox;
+use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::cover::{subtract, uncovered};
 
 /// The boxes of one tensor that each rank has, and those that each wants.
@@ -85,7 +86,8 @@ pub(crate) enum Route {
 impl Layout {
     /// Bytes of the whole tensor.
     pub(crate) fn bytes(&self) -> usize {
-        self.shape.iter().product::<usize>() * self.element
+        // A schema has no tensor that is too large. But if one dimension is 0, the product of the others may overflow.
+        checked_numel(&self.shape).unwrap_or_default() * self.element
     }
 
     /// Bytes that a rank wants.

@@ -237,6 +237,23 @@ fn replicas_get_their_copies_in_rounds() {
     });
 }
 
+/// The root packs 32 MiB at a time also of a tensor that is larger, in windows of that size.
+#[test]
+fn replicas_get_their_copies_of_a_large_tensor_in_rounds() {
+    let (rows, columns) = (20 << 10, 1 << 10);
+    let halves = [0, rows / 2].map(|start| TensorBox::new(vec![start, 0], vec![rows / 2, columns]));
+    run(3, |group| {
+        let value = Tensor::full(7u32, (rows, columns), &candle_core::Device::Cpu).unwrap();
+        let full: StateDict = [("p", StateValue::Tensor(value))].into_iter().collect();
+        let boxes: &[TensorBox] = if group.rank() == 0 { &[] } else { &halves };
+        let zeros = ShardedTensor::zeros(DType::U32, &[rows, columns], boxes).unwrap();
+        let local: StateDict = [("p", zeros.into())].into_iter().collect();
+        broadcast_state_dict(Some(&full), &local, 0, &group, &LoadOptions::default()).unwrap();
+        // Of the windows of 32, 32 and 16 MiB, two ranks want all.
+        assert_eq!(group.traffic().count(Operation::ScatterUneven), 2 + 2 + 1);
+    });
+}
+
 #[test]
 fn the_root_may_itself_be_sharded() {
     let values = f32s(&[4, 2], 3);

@@ -162,3 +162,12 @@ fn two_tensors_of_one_name_are_refused() {
     }));
     assert!(error.to_string().contains("duplicated flatten key `x`"), "{error}");
 }
+
+#[test]
+fn a_tensor_without_elements_may_have_any_other_dimensions() {
+    run(2, |group| {
+        let shape = vec![1 << 40, 1 << 40, 0];
+        let tensor = ShardedTensor::new(DType::F32, shape.clone(), Vec::new()).unwrap();
+        assert_eq!(reshard_sharded_tensor(&tensor, &[], &group).unwrap().shape(), shape);
+    });
+}

@@ -1,6 +1,7 @@
 //! Loading into the memory of the live tensors: the same values as a load into fresh memory, for every tensor that shares
 //! the storage; nothing changes where the checkpoint does not fit, and damage is told apart.
 
+use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -158,6 +159,44 @@ fn names_of_one_tensor_of_several_boxes_are_filled_once_and_others_keep_their_ow
     .unwrap();
 }
 
+/// A checkpoint of a model whose weights were not tied, say.
+#[test]
+fn of_several_names_of_one_tensor_the_first_counts_however_it_is_loaded() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("checkpoint");
+    run_local(2, |group| {
+        let saved: StateDict =
+            [("a", 0), ("b", 10)].map(|(key, start)| (key, arange(start, 3).into())).into_iter().collect();
+        save(path.as_path(), &saved, &group, &SaveOptions::default()).unwrap();
+        for (staged, read_once) in [(false, false), (true, false), (false, true), (true, true)] {
+            let tied = arange(90, 3);
+            let mut live: StateDict = ["b", "a"].into_iter().map(|key| (key, tied.clone().into())).collect();
+            let options = LoadOptions { staged, read_once: Some(read_once), ..options() };
+            load_in_place(path.as_path(), &mut live, &group, &options).unwrap();
+            assert_eq!(tied.to_vec1::<f32>().unwrap(), [0.0, 1.0, 2.0], "staged {staged}, read once {read_once}");
+        }
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_plain_value_takes_the_place_of_a_tensor_only_where_nobody_shares_its_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("checkpoint");
+    run_local(2, |group| {
+        let saved: StateDict = [("scale", 0.5.into())].into_iter().collect();
+        save(path.as_path(), &saved, &group, &SaveOptions::default()).unwrap();
+        let scale = Tensor::new(2f32, &Device::Cpu).unwrap();
+        let mut live: StateDict = [("scale", scale.clone().into())].into_iter().collect();
+        let error = load_in_place(path.as_path(), &mut live, &group, &options()).unwrap_err().to_string();
+        assert!(error.contains("`scale: saved plain value, current float32 []`"), "{error}");
+        assert!(live.get("scale").is_some_and(StateValue::is_tensor) && scale.to_scalar::<f32>().unwrap() == 2.0);
+        load(path.as_path(), &mut live, &group, &options()).unwrap();
+        assert_eq!(live.plain_at(&["scale"]), Some(&PlainValue::Float(0.5)));
+    })
+    .unwrap();
+}
+
 /// Returns the files of tensor data, in order.
 fn data_files(path: &Path) -> Vec<PathBuf> {
     let mut files: Vec<PathBuf> = fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -289,6 +328,21 @@ fn a_gap_in_a_list_is_no_obstacle_to_loading_all_of_a_checkpoint() {
     let Some(StateValue::List(schedulers)) = whole.get("schedulers") else { panic!("{whole:?}") };
     let last = schedulers[1].as_dict().and_then(|dict| dict.plain_at(&["last_epoch"])).and_then(PlainValue::as_int);
     assert_eq!((schedulers.len(), last), (2, Some(3)));
+}
+
+#[test]
+fn a_prefix_selects_values_also_in_a_format_without_paths() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    let tensors = ["model.weight", "model.bias", "models.weight", "model"].map(|name| (name.to_owned(), arange(0, 2)));
+    candle_core::safetensors::save(&HashMap::from(tensors), &path).unwrap();
+    let keys = |prefix: &[&str]| -> Vec<String> {
+        let whole = load_whole(path.as_path(), prefix, &options()).unwrap();
+        whole.keys().map(str::to_owned).collect()
+    };
+    assert_eq!(keys(&["model"]), ["model", "model.bias", "model.weight"]);
+    assert_eq!(keys(&["model", "bias"]), ["model.bias"]);
+    assert_eq!(keys(&[]).len(), 4);
 }
 
 fn load_either(

@@ -6,14 +6,17 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use fsdp_checkpoint::{
     CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, StateDictOptions, Stateful as _,
-    load_whole, save, set_state_dict,
+    TrainState, load_whole, save, set_state_dict,
 };
 use fsdp_comm::run_local;
 use fsdp_flat::storage::HostBytes;
 use fsdp_layout::PlainValue;
 use fsdp_nn::algorithm::{AdafactorOptions, AdagradOptions, AdamOptions, Algorithm, ScheduleFreeOptions, SgdOptions};
 use fsdp_nn::sampler::{SamplerOptions, ShardedSampler};
-use fsdp_nn::{AveragedModel, Decay, GradScaler, GradScalerOptions, Optimizer, Schedule, ShardingStrategy};
+use fsdp_nn::{
+    AveragedModel, Decay, FsdpConfig, FullyShardedDataParallel, GradScaler, GradScalerOptions, Optimizer, Schedule,
+    ShardingStrategy,
+};
 use fsdp_state::{GatherOptions, StateDict, StateError, StateValue, flatten_containers, gather_state_dict};
 
 use crate::in_place::training::{Run, adamw, evaluate, new_run, new_run_with, step};
@@ -269,6 +272,40 @@ fn an_average_of_weights_goes_on_at_another_number_of_ranks() {
         })
         .unwrap();
     }
+}
+
+/// torch's averaged models have copies of the buffers, as they were at the last update.
+#[test]
+fn buffers_come_from_their_names_in_the_model_and_not_from_those_in_its_average() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("saved");
+    run_local(2, |group| {
+        let build = || {
+            let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+                scope.buffer("statistics", Tensor::zeros(3, DType::F32, &Device::Cpu)?, true);
+                candle_nn::linear(3, 2, scope.vb())
+            });
+            let mut run = TrainState::new(model.unwrap(), Vec::new());
+            run.average = Some(AveragedModel::new(run.model.parameters(), 0.5).unwrap());
+            run
+        };
+        let mut saved = build().state_dict().unwrap();
+        for (key, name, value) in [("model", "statistics", 1f32), ("average", "module.statistics", 2.0)] {
+            let Some(StateValue::Dict(part)) = saved.get_mut(key) else { panic!("no {key}") };
+            part.insert(name, Tensor::full(value, 3, &Device::Cpu).unwrap());
+        }
+        save(path.as_path(), &saved, &group, &SaveOptions::default()).unwrap();
+        for staged in [false, true] {
+            let mut run = build();
+            let load = LoadOptions { staged, ..LoadOptions::default() };
+            let options = CheckpointerOptions { load, ..CheckpointerOptions::default() };
+            let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
+            checkpointer.load(path.as_path(), &mut run).unwrap();
+            let (statistics, _) = &run.model.parameters().buffers()["statistics"];
+            assert_eq!(statistics.to_vec1::<f32>().unwrap(), [1.0; 3], "staged {staged}");
+        }
+    })
+    .unwrap();
 }
 
 #[test]

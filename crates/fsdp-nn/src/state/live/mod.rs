@@ -321,8 +321,10 @@ impl Target for LiveTarget<'_> {
             plan.report.unexpected.append(&mut sorted.unreadable);
         }
         self.plan_values(&load, &sorted.values, &mut plan)?;
-        // The order of the schema is that of all ranks.
-        plan.wanted.sort_by_key(|wanted| wanted.position);
+        // The order of the schema is that of all ranks. The values beside the model come last, since an average has the model's
+        // buffers too, whose names in the model count.
+        let is_beside = |wanted: &Wanted| matches!(self.destinations[wanted.place].part, Part::Value(_));
+        plan.wanted.sort_by_key(|wanted| (is_beside(wanted), wanted.position));
         Ok(plan)
     }
 

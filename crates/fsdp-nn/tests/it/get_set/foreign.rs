@@ -35,6 +35,23 @@ fn groups_of_older_versions_of_torch_lack_nothing() {
 }
 
 #[test]
+fn an_integer_of_a_group_that_is_a_tensor_stays_an_integer() {
+    run_local(2, |group| {
+        let model = sharded(&group, 1);
+        let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+        let mut saved = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
+        let Some(StateValue::List(groups)) = saved.get_mut("param_groups") else { panic!() };
+        let StateValue::Dict(first) = &mut groups[0] else { panic!() };
+        // As a float it would be rounded.
+        let samples = (1i64 << 53) + 1;
+        first.insert("samples", Tensor::new(samples, &Device::Cpu).unwrap());
+        set_optimizer_state_dict(&saved, model.parameters(), &mut [&mut optimizer], &options()).unwrap();
+        assert_eq!(optimizer.groups()[0].extra, [("samples".to_owned(), PlainValue::Int(samples))]);
+    })
+    .unwrap();
+}
+
+#[test]
 fn a_flat_dict_of_parameters_whose_names_begin_with_numbers_loads() {
     run_local(2, |group| {
         let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| {

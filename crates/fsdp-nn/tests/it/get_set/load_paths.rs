@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{Operation, ProcessGroup, Traffic, run_local};
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use fsdp_nn::algorithm::{Algorithm, SgdOptions};
-use fsdp_nn::torch::{OptimStateKeyType, rekey_optim_state_dict};
+use fsdp_nn::torch::{OptimLoadOptions, OptimStateKeyType, optim_state_dict_to_load, rekey_optim_state_dict};
 use fsdp_nn::torch::{
     StateDictOptions, get_optimizer_state_dict, get_state_dict, set_model_state_dict, set_optimizer_state_dict,
     set_state_dict,
@@ -295,6 +295,36 @@ fn dicts_by_ids_are_refused_until_they_are_rekeyed() {
         assert!(error.contains("rekey_optim_state_dict"), "{error}");
         set(&rekey_optim_state_dict(&by_ids, OptimStateKeyType::ParamName, &names).unwrap()).unwrap();
         assert_eq!(gathered_bits(&model, &[&target]), expected);
+    })
+    .unwrap();
+}
+
+/// Without groups, too: a key that is a number is an id, and no key of a user's own.
+#[test]
+fn state_under_numbers_that_name_no_parameter_is_refused() {
+    run_local(2, |group| {
+        let model = sharded(&group, 1);
+        let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+        step(&model, &mut [&mut optimizer], 0);
+        let options = StateDictOptions { full_state_dict: true, strict: false, ..options() };
+        let named = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options).unwrap();
+        let names: Vec<String> = optimizer.fqns().map(str::to_owned).collect();
+        let mut by_ids = rekey_optim_state_dict(&named, OptimStateKeyType::ParamId, &names).unwrap();
+        by_ids.remove("param_groups");
+        let before = gathered_bits(&model, &[&optimizer]);
+        let set = set_optimizer_state_dict(&by_ids, model.parameters(), &mut [&mut optimizer], &options);
+        let error = set.unwrap_err().to_string();
+        assert!(error.contains("rekey_optim_state_dict"), "{error}");
+        let load = OptimLoadOptions::default();
+        let error =
+            optim_state_dict_to_load(&by_ids, model.parameters(), &mut optimizer, &load).unwrap_err().to_string();
+        assert!(error.contains("rekey_optim_state_dict"), "{error}");
+        let mut local = optimizer.named_state_dict().unwrap();
+        let Some(StateValue::Dict(states)) = local.get_mut("state") else { panic!("{local:?}") };
+        states.insert("77", 1.0);
+        let error = optimizer.load_state_dict(&local).unwrap_err().to_string();
+        assert!(error.contains("`77`"), "{error}");
+        assert_eq!(gathered_bits(&model, &[&optimizer]), before);
     })
     .unwrap();
 }

@@ -70,7 +70,10 @@ fn source<'a>(group: &ProcessGroup, from: From, sharded: &'a StateDict, whole: &
     match from {
         From::Sharded => DictSource::on_every_rank(sharded).unwrap(),
         From::WholeOnEveryRank => DictSource::on_every_rank(whole).unwrap(),
-        From::WholeOnRank0 => DictSource::on_rank(group, "test", 0, Some(whole).filter(|_| group.rank() == 0)).unwrap(),
+        From::WholeOnRank0 => {
+            let whole = Some(whole).filter(|_| group.rank() == 0);
+            DictSource::open::<StateError>(group, "test", Some(0), Ok(whole)).unwrap()
+        }
     }
 }
 

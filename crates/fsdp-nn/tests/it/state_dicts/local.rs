@@ -136,7 +136,15 @@ fn what_does_not_fit_is_named_and_changes_nothing() {
         if let StateValue::Dict(group) = &mut longer {
             group.insert("params", ids(&[0, 1]));
         }
+        let mut without_rate = groups[0].clone();
+        if let StateValue::Dict(group) = &mut without_rate {
+            assert!(group.remove("lr").is_some());
+        }
         let cases = [
+            (
+                edit(&saved, &["param_groups"], Some(StateValue::List(vec![without_rate]))),
+                "`optim_state_dict` must have the keys \"param_groups.0.lr\"",
+            ),
             (
                 edit(&saved, &["param_groups"], Some(two_groups)),
                 "loaded state dict has a different number of parameter groups",

@@ -1,6 +1,7 @@
 //! Saved state that cannot be right: each wrong state dict is one typed error, on every rank, and changes nothing.
 
 use candle_core::{DType, Device, Tensor};
+use fsdp_flat::RawTensor;
 use fsdp_layout::PlainValue;
 use fsdp_nn::NnError;
 use fsdp_nn::torch::{
@@ -177,6 +178,25 @@ fn one_ranks_error_is_every_ranks() {
         assert!(errors[0].contains("`exp_avg`") && errors[0].contains("`l2.weight`"), "{}", errors[0]);
         assert!(errors[0].ends_with("(on rank 2)"), "{}", errors[0]);
     }
+}
+
+/// Ranks without elements of a parameter get its state from the others, which candle can only hold in dtypes that it has.
+#[test]
+fn state_that_other_ranks_cannot_hold_is_every_ranks_error() {
+    let spec = mini7();
+    let errors = ranks(3, |group| {
+        let model = model(&group, &spec, full_shard(3, true));
+        let mut optimizer = optimizer(model.parameters(), &spec, &adam(), false);
+        train(&model, &mut [&mut optimizer], 0..1);
+        let mut local = optimizer.state_dict().unwrap();
+        if local.dict("state").unwrap().contains_key("0") {
+            let mask = RawTensor::new(fsdp_layout::DType::Bool, vec![3], vec![1, 0, 1]).unwrap();
+            local = edit(&local, &["state", "0", "mask"], Some(mask.into()));
+        }
+        text(optim_state_dict(Some(&local), model.parameters(), &optimizer))
+    });
+    assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
+    assert!(errors[0].contains("optimizer state `mask` of parameter `sc`"), "{}", errors[0]);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use fsdp_nn::torch::{
     full_optim_state_dict, map_param_key_to_optim_keys, optim_state_dict, optim_state_dict_into,
     sharded_optim_state_dict, unflatten_optim_state,
 };
-use fsdp_nn::{NnError, Optimizer, ParamGroup, ShardingStrategy};
+use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ParamGroup, ShardingStrategy};
 use fsdp_state::{StateDict, StateValue};
 
 use crate::state_dicts::common::*;
@@ -444,6 +444,27 @@ fn one_flat_parameters_state_is_that_of_its_parameters() {
         assert_same(&again, flat, "flattened again");
         let error = text(unflatten_optim_state(flat, parameters, &optimizer, &fqns[1..]));
         assert!(error.contains("are not the parameters of one FlatParameter"), "{error}");
+    });
+}
+
+/// The parameter that is declared first has the id 0.
+#[test]
+fn a_parameter_whose_name_is_a_number_is_not_taken_for_an_id() {
+    ranks(2, |group| {
+        let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| {
+            Ok((scope.vb().get(4, "1")?, scope.vb().get(4, "0")?))
+        });
+        let model = model.unwrap();
+        let parameters = model.parameters();
+        let mut optimizer = Optimizer::new(parameters, adam()).unwrap();
+        let loss = model.forward(|(a, b)| (a + b)?.sqr()?.sum_all()).unwrap();
+        model.backward(&loss).unwrap();
+        optimizer.step().unwrap();
+        let local = optimizer.state_dict().unwrap();
+        let flat = local.dict("state").unwrap().dict("0").cloned().unwrap_or_default();
+        let found = unflatten_optim_state(&flat, parameters, &optimizer, &["1"]).unwrap().remove(0);
+        let full = optim_state_dict(None, parameters, &optimizer).unwrap();
+        assert_same(&found, full.dict("state").unwrap().dict("1").unwrap(), "the parameter `1`");
     });
 }
 
