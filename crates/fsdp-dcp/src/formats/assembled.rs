@@ -216,6 +216,15 @@ impl Assembler {
         Ok(())
     }
 
+    /// Charges memory for one of many copies of a value of this file to the budget.
+    pub(crate) fn charge_copy(&mut self, file: &Arc<str>, value: &Held) -> Result<(), FileError> {
+        let bytes = match value {
+            Held::Plain(value) | Held::Opaque(_, value) => memory_of(value),
+            Held::Stored(..) => 0,
+        };
+        self.charge(file, PIECE_BYTES + bytes)
+    }
+
     /// Charges memory for the description of pieces to the budget.
     fn charge(&mut self, file: &Arc<str>, bytes: usize) -> Result<(), FileError> {
         if self.files.insert(file.clone()) {
@@ -275,6 +284,22 @@ impl Assembler {
     pub(crate) fn sort_by_order(&mut self, order: &IndexMap<String, String>) {
         self.opened.metadata.entries.sort_by_cached_key(|key, _| order.get_index_of(key).unwrap_or(usize::MAX));
     }
+}
+
+/// Returns about how many bytes of memory a value takes.
+fn memory_of(value: &PlainValue) -> usize {
+    let inner = match value {
+        PlainValue::Str(text) => text.len(),
+        PlainValue::Bytes(bytes) | PlainValue::BigInt(bytes) => bytes.len(),
+        PlainValue::List(items) | PlainValue::Tuple(items) | PlainValue::Set(items) => {
+            items.iter().map(memory_of).sum()
+        }
+        PlainValue::Dict(items) => items.iter().map(|(key, value)| memory_of(key) + memory_of(value)).sum(),
+        PlainValue::Tensor(tensor) => tensor.data.len(),
+        PlainValue::Typed(_, description) => memory_of(description),
+        _ => 0,
+    };
+    size_of::<PlainValue>() + inner
 }
 
 impl Piece {

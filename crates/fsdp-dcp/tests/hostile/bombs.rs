@@ -4,15 +4,20 @@ use std::path::Path;
 
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::diff::{Tolerance, diff};
-use fsdp_dcp::internals::{ArchiveLayout, TensorItem, decode_value};
+use fsdp_dcp::internals::{ArchiveLayout, TensorItem, decode_value, encode_value};
 use fsdp_dcp::metadata::{
     BytesEntry, Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, decode, encode,
 };
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, census, verify, verify_on_threads, with_causes};
-use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
+use fsdp_layout::{DType, KeyPath, PathPart, PlainTensor, PlainValue, TensorBox};
 
 use crate::bounded_beyond;
+
+/// Makes a dict with keys of text.
+fn dict(items: Vec<(&str, PlainValue)>) -> PlainValue {
+    PlainValue::Dict(items.into_iter().map(|(key, value)| (key.into(), value)).collect())
+}
 
 /// Encodes text, and notes it as this entry of the memo.
 fn text(value: &str, memo: u8) -> Vec<u8> {
@@ -209,6 +214,29 @@ fn files_with_holes_are_not_read_into_memory() {
     sparse(&path, &[&99_000_000u64.to_le_bytes()[..], b"{\""].concat(), 99_000_100);
     let error = checked(&path, 0);
     assert!(error.contains("nothing was ever written"), "{error}");
+}
+
+#[test]
+fn a_value_of_a_flat_tensor_is_not_copied_for_all_parameters_in_it() {
+    let parameters = 20_000;
+    let shape = PlainValue::Tuple(vec![PlainValue::Int(1)]);
+    let shapes = (0..parameters).map(|number| (number.to_string().as_str().into(), shape.clone())).collect();
+    let model =
+        dict(vec![("module", dict(Vec::new())), ("param_shapes", PlainValue::List(vec![PlainValue::Dict(shapes)]))]);
+    let flat = PlainTensor { dtype: DType::F32, shape: vec![parameters], data: vec![0; 4 * parameters] };
+    let long = PlainValue::List(vec![PlainValue::Int(1); 20_000]);
+    let state = dict(vec![
+        ("single_partition_of_fp32_groups", PlainValue::List(vec![PlainValue::Tensor(flat)])),
+        ("base_optimizer_state", dict(vec![("state", dict(vec![("0", dict(vec![("long", long)]))]))])),
+    ]);
+    let error = error_of(&[
+        ("mp_rank_00_model_states.pt", encode_value(&model).unwrap()),
+        (
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            encode_value(&dict(vec![("optimizer_state_dict", state)])).unwrap(),
+        ),
+    ]);
+    assert!(error.contains("memory for pieces of tensors"), "{error}");
 }
 
 #[test]
