@@ -263,9 +263,23 @@ impl Assembler {
         Ok(())
     }
 
-    /// Adds how a tensor is quantized.
-    pub(crate) fn add_quantizer(&mut self, fqn: String, quantizer: PlainValue) {
-        self.opened.quantizers.insert(fqn, quantizer);
+    /// Adds how a tensor is quantized. If another file holds the tensor too, it must be quantized in the same way there.
+    pub(crate) fn add_quantizer(
+        &mut self,
+        fqn: String,
+        file: &Arc<str>,
+        quantizer: PlainValue,
+    ) -> Result<(), FileError> {
+        let first = self.opened.quantizers.entry(fqn.clone()).or_insert_with(|| quantizer.clone());
+        if first.same_bits(&quantizer) {
+            return Ok(());
+        }
+        Err(FileError::Differing {
+            first: self.first.get(&fqn).map_or_else(String::new, ToString::to_string),
+            second: file.to_string(),
+            what: "has another scale or zero point".to_owned(),
+            fqn,
+        })
     }
 
     /// Completes the checkpoint. `structure` has the containers of its keys, if they are known.

@@ -5,6 +5,7 @@ use std::path::Path;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::diff::{Tolerance, diff};
 use fsdp_dcp::internals::{ArchiveLayout, TensorItem, decode_value, encode_value};
+use fsdp_dcp::map::{Map, Mapped, Values};
 use fsdp_dcp::metadata::{
     BytesEntry, Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, decode, encode,
 };
@@ -260,14 +261,30 @@ fn attributes_that_many_objects_share_are_not_searched_for_each() {
     assert!(error.contains("number of attributes"), "{error}");
 }
 
-/// One element that strides of 0 repeat 2^40 times.
-#[test]
-fn repeated_elements_are_not_all_counted() {
+/// Makes a file of a tensor `t` of 2^40 elements: one that strides of 0 repeat.
+fn repeated() -> Vec<u8> {
     let before = b"\x80\x02}X\x01\x00\x00\x00tctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQK\x00\x8a\x06\x00\x00\x00\x00\x00\x01\x85K\x00\x85\x89ccollections\nOrderedDict\n)RtRs.";
     let layout = ArchiveLayout::new("archive", before.to_vec(), &[4]);
+    [layout.head(0), vec![0; 4], layout.tail(&[0])].concat()
+}
+
+#[test]
+fn a_map_makes_no_more_of_a_tensor_than_it_is_worth() {
     let parent = tempfile::tempdir().unwrap();
     let path = parent.path().join("file.pt");
-    std::fs::write(&path, [layout.head(0), vec![0; 4], layout.tail(&[0])].concat()).unwrap();
+    std::fs::write(&path, repeated()).unwrap();
+    let source = open(&path, OpenOptions::default()).unwrap();
+    for text in ["t -> b.{i} | unstack(i)", "t -> b | unpermute(1)"] {
+        let map = Map::parse(text, &Values::new()).unwrap();
+        bounded_beyond(0, || assert!(Mapped::new(&*source, &map).is_err()));
+    }
+}
+
+#[test]
+fn repeated_elements_are_not_all_counted() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("file.pt");
+    std::fs::write(&path, repeated()).unwrap();
     let error = checked(&path, 0);
     assert!(error.contains("bytes of elements that are not stored"), "{error}");
     let checkpoint = open(&path, OpenOptions::default()).unwrap();
