@@ -173,6 +173,12 @@ fn a_tensor_of_repeated_elements_takes_no_memory() {
 }
 
 #[test]
+fn a_dict_inside_a_value_with_a_key_twice() {
+    let pickle = b"\x80\x02}X\x01\x00\x00\x00t}(X\x01\x00\x00\x00aK\x01X\x01\x00\x00\x00aK\x02u\x85s.";
+    check(vec![("a key twice", vec![("file.pt", torch(pickle, 64))], "a dict has a key twice")]);
+}
+
+#[test]
 fn zips_that_lie() {
     let good = torch(b"\x80\x02}X\x01\x00\x00\x00tK\x01s.", 64);
     let find = |what: &[u8], nth: usize| {
