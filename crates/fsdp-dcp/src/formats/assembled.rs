@@ -202,7 +202,7 @@ impl Assembler {
             let bounds = piece.layout.bounds.clone();
             let stored = piece.stored(dtype);
             let is_copy = !boxes.insert(bounds.clone());
-            if is_copy && *first == **file && of_tensor.contains_key(&stored) {
+            if is_copy && *first == **file && !bounds.is_empty() {
                 let source = FormatError::Malformed { what: "checkpoint", reason: format!("it has `{fqn}` twice") };
                 return Err(self.opened.directory.file_error(file, source));
             }

@@ -215,6 +215,19 @@ fn files_with_holes_are_not_read_into_memory() {
     sparse(&path, &[&99_000_000u64.to_le_bytes()[..], b"{\""].concat(), 99_000_100);
     let error = checked(&path, 0);
     assert!(error.contains("nothing was ever written"), "{error}");
+    // A text, and an array of small numbers, in the header of a GGUF file.
+    let path = parent.path().join("m.gguf");
+    let value = |of: &[u8]| {
+        let start = [b"GGUF".as_slice(), &3u32.to_le_bytes(), &0u64.to_le_bytes(), &1u64.to_le_bytes()].concat();
+        [&start[..], &1u64.to_le_bytes(), b"k", of, &(1u64 << 30).to_le_bytes()].concat()
+    };
+    for (of, words) in
+        [(b"\x08\0\0\0".as_slice(), "nothing was ever written"), (b"\x09\0\0\0\0\0\0\0", "memory for the header")]
+    {
+        sparse(&path, &value(of), 2 << 30);
+        let error = checked(&path, 0);
+        assert!(error.contains(words), "{error}");
+    }
 }
 
 #[test]

@@ -237,6 +237,24 @@ fn zips_that_lie() {
     );
 }
 
+#[test]
+fn gguf_files_that_lie() {
+    let tensor = |name: &str, offset: u64| {
+        let name = [&(name.len() as u64).to_le_bytes()[..], name.as_bytes()].concat();
+        [&name[..], &1u32.to_le_bytes(), &4u64.to_le_bytes(), &0u32.to_le_bytes(), &offset.to_le_bytes()].concat()
+    };
+    let file = |tensors: [Vec<u8>; 2]| {
+        let start = [b"GGUF".as_slice(), &3u32.to_le_bytes(), &2u64.to_le_bytes(), &0u64.to_le_bytes()].concat();
+        let mut bytes = [start, tensors.concat()].concat();
+        bytes.resize(bytes.len().next_multiple_of(32) + 48, 0);
+        vec![("file.gguf", bytes)]
+    };
+    check(vec![
+        ("a name twice", file([tensor("w", 0), tensor("w", 32)]), "it has `w` twice"),
+        ("a tensor beyond the file", file([tensor("v", 0), tensor("w", 64)]), "beyond the end"),
+    ]);
+}
+
 fn safetensors(header: &str, data: usize) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &vec![0; data]].concat()
 }
