@@ -2,8 +2,11 @@
 
 use std::path::Path;
 
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::diff::{Tolerance, diff};
+use fsdp_dcp::digest::digest;
 use fsdp_dcp::internals::{ArchiveLayout, TensorItem, decode_value, encode_value};
 use fsdp_dcp::map::{Map, Mapped, Values};
 use fsdp_dcp::metadata::{
@@ -274,10 +277,12 @@ fn attributes_that_many_objects_share_are_not_searched_for_each() {
     assert!(error.contains("number of attributes"), "{error}");
 }
 
-/// Makes a file of a tensor `t` of 2^40 elements: one that strides of 0 repeat.
-fn repeated() -> Vec<u8> {
-    let before = b"\x80\x02}X\x01\x00\x00\x00tctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQK\x00\x8a\x06\x00\x00\x00\x00\x00\x01\x85K\x00\x85\x89ccollections\nOrderedDict\n)RtRs.";
-    let layout = ArchiveLayout::new("archive", before.to_vec(), &[4]);
+/// Makes a file of a tensor `t` of so many elements: one that strides of 0 repeat.
+fn repeated(elements: u64) -> Vec<u8> {
+    let before = b"\x80\x02}X\x01\x00\x00\x00tctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQK\x00\x8a\x08";
+    let after = b"\x85K\x00\x85\x89ccollections\nOrderedDict\n)RtRs.";
+    let pickle = [before.as_slice(), &elements.to_le_bytes(), after].concat();
+    let layout = ArchiveLayout::new("archive", pickle, &[4]);
     [layout.head(0), vec![0; 4], layout.tail(&[0])].concat()
 }
 
@@ -285,7 +290,7 @@ fn repeated() -> Vec<u8> {
 fn a_map_makes_no_more_of_a_tensor_than_it_is_worth() {
     let parent = tempfile::tempdir().unwrap();
     let path = parent.path().join("file.pt");
-    std::fs::write(&path, repeated()).unwrap();
+    std::fs::write(&path, repeated(1 << 40)).unwrap();
     let source = open(&path, OpenOptions::default()).unwrap();
     for text in ["t -> b.{i} | unstack(i)", "t -> b | unpermute(1)"] {
         let map = Map::parse(text, &Values::new()).unwrap();
@@ -294,10 +299,34 @@ fn a_map_makes_no_more_of_a_tensor_than_it_is_worth() {
 }
 
 #[test]
+fn no_plan_is_made_for_elements_that_are_not_stored() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("file.pt");
+    std::fs::write(&path, repeated(1 << 58)).unwrap();
+    let checkpoint = open(&path, OpenOptions::default()).unwrap();
+    let refused = |outcome: Result<(), FileError>| {
+        let error = with_causes(&outcome.unwrap_err());
+        assert!(error.contains("bytes of elements that are not stored"), "{error}");
+    };
+    bounded_beyond(0, || refused(digest(&*checkpoint, 2).map(drop)));
+    for target in [
+        OutputFormat::Dcp { ranks: 3 },
+        OutputFormat::SafetensorsFile,
+        OutputFormat::SafetensorsDirectory { max_file_bytes: 1 << 20 },
+        OutputFormat::SafetensorsShards { ranks: 3 },
+        OutputFormat::Torch,
+    ] {
+        let to = parent.path().join("to");
+        bounded_beyond(0, || refused(convert(&*checkpoint, &to, target, ConvertOptions::default()).map(drop)));
+        assert!(!to.exists());
+    }
+}
+
+#[test]
 fn repeated_elements_are_not_all_counted() {
     let parent = tempfile::tempdir().unwrap();
     let path = parent.path().join("file.pt");
-    std::fs::write(&path, repeated()).unwrap();
+    std::fs::write(&path, repeated(1 << 40)).unwrap();
     let error = checked(&path, 0);
     assert!(error.contains("bytes of elements that are not stored"), "{error}");
     let checkpoint = open(&path, OpenOptions::default()).unwrap();
