@@ -223,6 +223,8 @@ fn weights_for_hugging_face_take_configuration_and_tokenizer_along() {
     for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "notes.txt"] {
         std::fs::write(with.join(name), name).unwrap();
     }
+    // A pipeline has a directory of this name, which is not taken along.
+    std::fs::create_dir(with.join("tokenizer")).unwrap();
     let (to, with) = (parent.path().join("hf2"), with.into());
     let options = ConvertOptions { with: Some(&with), ..ConvertOptions::default() };
     let done = convert(&view, &to, target, options).unwrap();
