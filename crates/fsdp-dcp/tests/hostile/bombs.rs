@@ -185,6 +185,31 @@ fn json_of_numbers_takes_no_more_than_its_file_and_a_little() {
     assert!(error.contains("memory for parts of tensors"), "{error}");
 }
 
+#[test]
+fn lists_and_attributes_that_are_shared_are_not_looked_through_each_time() {
+    // A list of numbers, many times in a list that holds a dict at its end.
+    let (numbers, times) = (b"K\x01".repeat(100_000), b"h\x00".repeat(100_000));
+    let list = [b"\x80\x02}X\x01\x00\x00\x00t](](".as_slice(), &numbers, b"eq\x00", &times, b"}es."].concat();
+    let error = error_of(&[("file.pt", torch(list))]);
+    assert!(error.contains("expanded size"), "{error}");
+    // Modules with the same parameters, all of them `None`.
+    let mut names = Vec::new();
+    for name in 0..50_000u32 {
+        names.extend_from_slice(&[b"X\x05\x00\x00\x00".as_slice(), format!("{name:05}").as_bytes(), b"N"].concat());
+    }
+    let state = [b"}(".as_slice(), &text("_parameters", 1), b"}(", &names, b"u", &text("_buffers", 2), b"}"].concat();
+    let state = [state, text("_modules", 3), b"}uq\x00".to_vec()].concat();
+    let module = b"ca\nb\n)R".as_slice();
+    let mut modules = [b"\x80\x02}(X\x01\x00\x00\x00m".as_slice(), module, &state, b"b"].concat();
+    for number in 0..50_000u32 {
+        let key = [b"X\x05\x00\x00\x00".as_slice(), format!("{number:05}").as_bytes()].concat();
+        modules.extend_from_slice(&[&key[..], module, b"h\x00b"].concat());
+    }
+    modules.extend_from_slice(b"u.");
+    let error = error_of(&[("file.pt", torch(modules))]);
+    assert!(error.contains("expanded size"), "{error}");
+}
+
 /// A file that takes no space on the disk must not take its length in memory.
 #[test]
 fn files_with_holes_are_not_read_into_memory() {
