@@ -170,7 +170,9 @@ fn first_bytes(location: &Location) -> Result<Vec<u8>, FileError> {
     let directory = CheckedDirectory::open(&parent, false, Links::Follow)?;
     let file = match directory.file(name) {
         // The user named it, so it is not a path inside a checkpoint.
-        Err(FileError::Path { .. }) => return Err(unsupported(location, "what is no regular file")),
+        Err(FileError::Path { reason, .. }) => {
+            return Err(unsupported(location, &format!("what is no regular file ({reason})")));
+        }
         file => file?,
     };
     let mut bytes = vec![0; file.len().min(16) as usize];

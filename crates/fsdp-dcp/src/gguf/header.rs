@@ -17,7 +17,7 @@ const ALIGNMENT: u64 = 32;
 /// The bytes that are read at once.
 const AT_ONCE: u64 = 1 << 20;
 /// The bytes that may be built from a byte of the header: short texts and small numbers become several times as many.
-const FACTOR: u64 = 4;
+const FACTOR: u64 = 8;
 
 /// The content of a header.
 #[derive(Debug)]
@@ -117,7 +117,8 @@ impl Cursor<'_> {
 
     /// Reads a value of this type.
     fn value(&mut self, kind: u32, depth: usize) -> Result<PlainValue, FormatError> {
-        self.charge(size_of::<PlainValue>() as u64)?;
+        // An array takes up to twice as much while it grows.
+        self.charge(2 * size_of::<PlainValue>() as u64)?;
         Ok(match kind {
             0 => PlainValue::Int(i64::from(u8::from_le_bytes(self.bytes()?))),
             1 => PlainValue::Int(i64::from(i8::from_le_bytes(self.bytes()?))),

@@ -312,7 +312,7 @@ fn a_file_of_torch_opens_again_whatever_its_name() {
     let path = parent.path().join("source.pt");
     std::fs::write(&path, encode_value(&PlainValue::Dict(vec![("a".into(), tensor(DType::U8, &[2]))])).unwrap())
         .unwrap();
-    for name in ["model", "a.b.pt", "..pt", "...", "\\.pt", "ü\n.pt"] {
+    for name in ["model", "a.b.pt", "..pt", "...", "ü\n.pt"] {
         let destination = parent.path().join(name);
         to(&path, &destination, OutputFormat::Torch);
         let opened = open(&destination, OpenOptions::default()).unwrap();
