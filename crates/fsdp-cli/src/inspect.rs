@@ -157,7 +157,7 @@ impl Summary {
             reason: None,
             step,
             hashed: source.directory().has_integrity(),
-            bytes: tensors.iter().map(|tensor| tensor.bytes).sum(),
+            bytes: tensors.iter().fold(0, |sum, tensor| sum.saturating_add(tensor.bytes)),
             tensors,
             values,
             opaque,
@@ -230,7 +230,7 @@ fn opaque(source: &dyn Checkpoint) -> (Vec<Opaque>, usize) {
     let values = metadata.values().map(|(name, value)| (name, value.stored.as_ref().map_or(0, |stored| stored.length)));
     let tensors = metadata.tensors().map(|(name, tensor)| {
         let stored = tensor.chunks.iter().filter_map(|chunk| chunk.stored.as_ref());
-        (name, stored.map(|stored| stored.length).sum::<u64>())
+        (name, stored.fold(0, |sum: u64, stored| sum.saturating_add(stored.length)))
     });
     let [local, remote] = LOOKS;
     let is_local = Location::from(source.path()).local().is_some();

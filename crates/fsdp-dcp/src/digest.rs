@@ -12,7 +12,7 @@ use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::lookup::quantizer_key;
 use crate::formats::opaque::digest_of_opaque;
-use crate::formats::stream::stream;
+use crate::formats::stream::{check_expansion, stream};
 use crate::metadata::Entry;
 use crate::threads::on_threads;
 
@@ -50,6 +50,7 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
             Entry::Tensor(tensor) => {
                 let (dtype, shape) = (tensor.properties.dtype, tensor.shape.as_slice());
                 let bytes = TensorBox::whole(shape).numel() as u64 * dtype.size_in_bytes();
+                check_expansion(checkpoint, fqn, bytes)?;
                 let starts = (0..bytes).step_by(PIECE as usize);
                 let ranges = starts.map(|start| start..bytes.min(start + PIECE));
                 jobs.extend(ranges.map(|range| Job { tensor: tensors.len(), fqn, dtype, shape, range }));

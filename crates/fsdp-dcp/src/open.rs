@@ -37,6 +37,17 @@ pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<d
     }
 }
 
+/// Opens a part of a trainer's folder. It is no such folder itself: links could lead from folder to folder without end.
+fn open_part(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
+    if location.storage().kind()? == Some(EntryKind::Directory) {
+        let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
+        if metadata_files(&directory)?.is_empty() && folder::is_there(&directory.names()?) {
+            return Err(unsupported(location, "a trainer's folder inside of another one"));
+        }
+    }
+    open(location.clone(), options)
+}
+
 /// Checks that a checkpoint directory may be written here, replacing what exists. That is allowed if nothing exists,
 /// for an empty directory, and for a checkpoint, damaged or not, whose directory holds nothing else that would be lost.
 ///
@@ -83,7 +94,7 @@ fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn C
     }
     let names = directory.names()?;
     if folder::is_there(&names) {
-        return folder::open(location, &names, options, &|location, options| open(location, options));
+        return folder::open(location, &names, options, &open_part);
     }
     if deepspeed::universal::is_there(location, &names)? {
         return Ok(Box::new(deepspeed::universal::open(location, options)?));
@@ -159,7 +170,9 @@ fn first_bytes(location: &Location) -> Result<Vec<u8>, FileError> {
     let directory = CheckedDirectory::open(&parent, false, Links::Follow)?;
     let file = match directory.file(name) {
         // The user named it, so it is not a path inside a checkpoint.
-        Err(FileError::Path { .. }) => return Err(unsupported(location, "what is no regular file")),
+        Err(FileError::Path { reason, .. }) => {
+            return Err(unsupported(location, &format!("what is no regular file ({reason})")));
+        }
         file => file?,
     };
     let mut bytes = vec![0; file.len().min(16) as usize];

@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use fsdp_cli::exit_codes;
+use fsdp_dcp::metadata::{Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
+use fsdp_layout::{DType, TensorBox};
 use predicates::prelude::*;
 use predicates::str::contains;
 use safetensors::SafeTensors;
@@ -573,6 +575,32 @@ fn limited(kib: u64, arguments: &str) -> std::process::Output {
     let program = crate::common::program();
     let script = format!("ulimit -v {kib}; exec '{}' {arguments}", program.display());
     std::process::Command::new("sh").args(["-c", &script]).output().unwrap()
+}
+
+#[test]
+fn sizes_whose_sum_has_more_than_64_bits_are_shown() {
+    let directory = TempDir::new().unwrap();
+    let mut metadata = Metadata::default();
+    for number in 0..8 {
+        let bounds = TensorBox::whole(&[1 << 58]);
+        let stored = StorageInfo {
+            relative_path: "__0_0.distcp".to_owned(),
+            offset: 0,
+            length: 1 << 62,
+            transforms: Vec::new(),
+        };
+        let tensor = TensorEntry {
+            properties: TensorProperties::of(DType::Complex128),
+            shape: bounds.sizes.clone(),
+            chunks: vec![Chunk { bounds, stored: Some(stored) }],
+        };
+        metadata.entries.insert(number.to_string(), Entry::Tensor(tensor));
+    }
+    fs::write(directory.path().join(METADATA_FILE), encode(&metadata)).unwrap();
+    fs::write(directory.path().join("__0_0.distcp"), [0; 64]).unwrap();
+    let path = directory.path().to_str().unwrap();
+    fsdp(&["inspect", path]).assert().success().stdout(contains("17179869184.0 GiB"));
+    fsdp(&["verify", path]).assert().code(i32::from(exit_codes::CORRUPT));
 }
 
 #[test]

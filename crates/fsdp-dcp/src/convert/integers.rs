@@ -27,6 +27,10 @@ fn integer(dtype: DType) -> Option<DType> {
     }
 }
 
+fn unsupported(fqn: &str, what: &str) -> FileError {
+    FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what: what.to_owned() } }
+}
+
 impl<'a> Integers<'a> {
     /// Makes the view; `None` if nothing is quantized.
     pub(super) fn of(source: &'a dyn Checkpoint) -> Result<Option<Self>, FileError> {
@@ -36,17 +40,19 @@ impl<'a> Integers<'a> {
         }
         let mut metadata = from.clone();
         let mut quantizers = IndexMap::new();
-        let mut structure = source.structure().cloned();
+        // The keys of the quantizers, by those of their tensors.
+        let mut beside = IndexMap::new();
         for (fqn, tensor) in from.tensors() {
             let Some(dtype) = integer(tensor.properties.dtype) else { continue };
             if let Some(Entry::Tensor(tensor)) = metadata.entries.get_mut(fqn) {
                 tensor.properties.dtype = dtype;
             }
-            let Some(quantizer) = source.quantizer(fqn)? else { continue };
+            let Some(quantizer) = source.quantizer(fqn)? else {
+                return Err(unsupported(fqn, "a quantized tensor without its scale and zero point"));
+            };
             let key = quantizer_key(fqn);
             if metadata.entries.insert(key.clone(), Entry::Bytes(BytesEntry::default())).is_some() {
-                let what = format!("a quantized tensor beside a value `{key}`");
-                return Err(FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what } });
+                return Err(unsupported(fqn, &format!("a quantized tensor beside a value `{key}`")));
             }
             if let Some(paths) = &mut metadata.planner_data {
                 // Beside the tensor, where that is in a dict; at the top, where it is in a list.
@@ -57,11 +63,14 @@ impl<'a> Integers<'a> {
                 }
                 paths.insert(key.clone(), path);
             }
-            if structure.as_mut().is_some_and(|structure| !structure.add_beside(fqn, ".quantizer", &key)) {
-                let what = "a quantized tensor in a state dict that is a list".to_owned();
-                return Err(FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what } });
-            }
+            beside.insert(fqn.to_owned(), key.clone());
             quantizers.insert(key, quantizer);
+        }
+        let mut structure = source.structure().cloned();
+        if let Some(structure) = &mut structure {
+            structure
+                .add_beside(&beside, ".quantizer")
+                .map_err(|fqn| unsupported(&fqn, "a quantized tensor in a state dict that is no dict"))?;
         }
         Ok(Some(Integers { seen: Seen::of(source, metadata, structure), quantizers }))
     }

@@ -16,6 +16,8 @@ mod view;
 
 use std::collections::HashSet;
 
+use fsdp_layout::TensorBox;
+
 use self::integers::Integers;
 pub use self::options::OutputFormat;
 use crate::dcp::reshard;
@@ -24,6 +26,8 @@ use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::extra::{CopiedFiles, ExtraFiles};
 use crate::formats::opaque::opaque_entries;
+use crate::formats::read::byte_length;
+use crate::formats::stream::check_expansion;
 use crate::formats::structure::Structure;
 use crate::shown::shown;
 use crate::storage::backend::Links;
@@ -62,6 +66,21 @@ pub fn convert(
     }
     let keep = |fqn: &str| if kept.keys.contains(fqn) { Rename::Drop } else { Rename::Keep };
     write(&View::new(source, keep, None)?, destination.into(), target, &kept, options)
+}
+
+/// Refuses tensors with vastly more elements than are stored, before any plan or file becomes as large as they are.
+fn check_sizes(source: &dyn Checkpoint, target: OutputFormat, opaque: &[(String, String)]) -> Result<(), FileError> {
+    let opaque: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
+    // Ranks share the elements.
+    let ranks = match target {
+        OutputFormat::Dcp { ranks } | OutputFormat::SafetensorsShards { ranks } => ranks.max(1) as u64,
+        _ => 1,
+    };
+    for (fqn, tensor) in source.metadata().tensors().filter(|(fqn, _)| !opaque.contains(fqn)) {
+        let bytes = byte_length(&TensorBox::whole(&tensor.shape), tensor.properties.dtype).unwrap_or(usize::MAX);
+        check_expansion(source, fqn, bytes as u64 / ranks)?;
+    }
+    Ok(())
 }
 
 /// Writes a checkpoint in another format. The files in `kept` are copied as they are.
@@ -103,6 +122,7 @@ fn write(
         safetensors::write_ranks::check_plan(source, plan)?;
     }
     source.check_stored(&|_| true)?;
+    check_sizes(source, target, &opaque)?;
     source.check_copies(&|_| true)?;
     let durable = options.durable.cloned().unwrap_or_default();
     let staging = durable.prepare(destination, options.overwrite)?;

@@ -11,7 +11,7 @@
 //! ```
 //!
 //! The parameters are those that DeepSpeed's own `zero_to_fp32.py` makes: the fp32 copies, not the 16-bit ones beside them.
-//! Buffers keep the dtype in which they are stored. The tree is that of other checkpoints:
+//! All tensors keep the dtype in which they are stored: a training may have had its master parameters in 16 bits too. The tree is that of other checkpoints:
 //!
 //! | key | from |
 //! |---|---|

@@ -4,11 +4,11 @@
 //! ranks' parts one after the other. ZeRO 3 cuts each parameter over the ranks, and flattens a rank's parts: a parameter
 //! takes the same range on each rank. The flat tensors of the optimizer's state lie as those of the parameters do.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-use fsdp_layout::{KeyPath, PathPart, PlainValue};
+use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 
 use super::flat::Named;
 use super::names::{MODEL_END, OPTIM_END, data_rank, is_model, is_optimizer};
@@ -37,6 +37,22 @@ struct Part {
     elements: Range<usize>,
 }
 
+/// The pieces of a tensor in the file of a rank: the rank, and the dtype. Most are `f32`, but DeepSpeed may keep parameters
+/// and moments in 16 bits too.
+type OfRank = (usize, DType, Vec<Piece>);
+
+/// An entry of the optimizer's state of one flat tensor.
+#[derive(Clone, Copy)]
+struct State<'r> {
+    /// `true` if the state of all flat tensors is in a dict, `false` if it is in a list.
+    is_dict: bool,
+    entry: &'r str,
+    leaf: &'r Leaf,
+}
+
+/// The optimizer's state in a rank's file, by the number of the flat tensor.
+type States<'r> = HashMap<&'r str, Vec<State<'r>>>;
+
 /// The files of all ranks.
 struct Shards {
     models: Vec<Named>,
@@ -59,8 +75,9 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
         shards.cut_groups(assembler.directory(), &groups)?
     };
     let shapes: Shapes = groups.iter().flatten().map(|(name, shape)| (name.clone(), shape.clone())).collect();
+    let states: Vec<States<'_>> = shards.ranks.iter().map(|rank| shards.states(rank)).collect();
     for (name, parts) in &parts {
-        shards.add_parameter(&mut assembler, name, &shapes[name], parts)?;
+        shards.add_parameter(&mut assembler, &states, name, &shapes[name], parts)?;
     }
     shards.add_frozen(&mut assembler)?;
     shards.add_values(&mut assembler)?;
@@ -187,7 +204,8 @@ impl Shards {
             }
             // The elements after the last parameter are padding. If there are more of them than DeepSpeed can have added,
             // parameters are missing from the list of shapes.
-            let left: usize = lengths.iter().skip(rank).filter_map(|lengths| lengths.get(group)).sum::<usize>() - at;
+            let rest = lengths.iter().skip(rank).filter_map(|lengths| lengths.get(group));
+            let left = rest.fold(0, |sum: usize, length| sum.saturating_add(*length)) - at;
             if left >= 2 * self.ranks.len().max(1) * ALIGNMENT {
                 let reason = format!("group {group} has {left} elements more than its parameters");
                 return Err(self.ranks[0].error(directory, reason));
@@ -256,21 +274,22 @@ impl Shards {
         Ok(parts)
     }
 
-    /// Returns the pieces of a parameter or of its state, with the rank of each. `key` returns the key of the flat
-    /// tensor of a group.
+    /// Returns the pieces of a parameter or of its state, with the rank and the dtype of each. `key` returns the key of the
+    /// flat tensor of a group.
     fn pieces(
         &self,
         directory: &CheckedDirectory,
         shape: &[usize],
         parts: &[Part],
         key: &dyn Fn(usize) -> String,
-    ) -> Result<Vec<(usize, Vec<Piece>)>, FileError> {
+    ) -> Result<Vec<OfRank>, FileError> {
         let mut pieces = Vec::new();
         for part in parts {
             let file = &self.ranks[part.rank];
             let key = key(part.group);
             let tensor = file.tensor(&key).ok_or_else(|| file.error(directory, format!("it has no tensor `{key}`")))?;
-            pieces.push((part.rank, file.pieces(directory, tensor, part.at, shape, part.elements.clone())?));
+            let of_rank = file.pieces(directory, tensor, part.at, shape, part.elements.clone())?;
+            pieces.push((part.rank, tensor.dtype, of_rank));
         }
         Ok(pieces)
     }
@@ -281,22 +300,37 @@ impl Shards {
         assembler: &mut Assembler,
         path: &KeyPath,
         shape: &[usize],
-        pieces: Vec<(usize, Vec<Piece>)>,
+        pieces: Vec<OfRank>,
     ) -> Result<(), FileError> {
         if pieces.is_empty() {
             // A tensor without elements lies in no file, but it is a part of the model.
-            return assembler.add_tensor(path, &self.ranks[0].name, fsdp_layout::DType::F32, shape, Vec::new());
+            return assembler.add_tensor(path, &self.ranks[0].name, DType::F32, shape, Vec::new());
         }
-        for (rank, pieces) in pieces {
-            assembler.add_tensor(path, &self.ranks[rank].name, fsdp_layout::DType::F32, shape, pieces)?;
+        for (rank, dtype, pieces) in pieces {
+            assembler.add_tensor(path, &self.ranks[rank].name, dtype, shape, pieces)?;
         }
         Ok(())
+    }
+
+    /// Returns the optimizer's state in a rank's file. It is in a list or in a dict, by the number of the flat tensor.
+    fn states<'r>(&self, rank: &'r Named) -> States<'r> {
+        let base = self.base();
+        let mut states = States::new();
+        for (key, (_, leaf)) in &rank.flat.found {
+            let Some(rest) = key.strip_prefix(&base).and_then(|rest| rest.strip_prefix('.')) else { continue };
+            let (is_dict, rest) = rest.strip_prefix("state.").map_or((false, rest), |rest| (true, rest));
+            if let Some((group, entry)) = rest.split_once('.') {
+                states.entry(group).or_default().push(State { is_dict, entry, leaf });
+            }
+        }
+        states
     }
 
     /// Adds a parameter and its state.
     fn add_parameter(
         &self,
         assembler: &mut Assembler,
+        states: &[States<'_>],
         name: &str,
         shape: &[usize],
         parts: &[Part],
@@ -304,26 +338,24 @@ impl Shards {
         let pieces = self.pieces(assembler.directory(), shape, parts, &|group| self.flat_key(group))?;
         self.add(assembler, &model_path(name), shape, pieces)?;
         let Some(first) = parts.first() else { return Ok(()) };
-        // The optimizer's state is in a list or in a dict, by the number of the flat tensor.
-        let file = &self.ranks[first.rank];
-        let base = self.base();
-        for prefix in [format!("{base}.state.{}.", first.group), format!("{base}.{}.", first.group)] {
-            for (key, (_, leaf)) in &file.flat.found {
-                let Some(entry) = key.strip_prefix(&prefix) else { continue };
-                let path = state_path(name, entry);
-                let is_flat = matches!(leaf, Leaf::Tensor(tensor, _) if matches!(tensor.shape[..], [size] if size > 1));
-                if !is_flat {
-                    add_leaf(assembler, &file.name, &file.flat, &path, leaf)?;
-                    continue;
+        let (file, base, group) = (&self.ranks[first.rank], self.base(), first.group.to_string());
+        for &State { is_dict, entry, leaf } in states[first.rank].get(group.as_str()).into_iter().flatten() {
+            let path = state_path(name, entry);
+            let is_flat = matches!(leaf, Leaf::Tensor(tensor, _) if matches!(tensor.shape[..], [size] if size > 1));
+            if !is_flat {
+                // All parameters of the flat tensor get a copy.
+                if let Leaf::Value(value) = leaf {
+                    assembler.charge_copy(&file.name, value)?;
                 }
-                let is_dict = prefix.contains(".state.");
-                let key = |group: usize| match is_dict {
-                    true => format!("{base}.state.{group}.{entry}"),
-                    false => format!("{base}.{group}.{entry}"),
-                };
-                let pieces = self.pieces(assembler.directory(), shape, parts, &key)?;
-                self.add(assembler, &path, shape, pieces)?;
+                add_leaf(assembler, &file.name, &file.flat, &path, leaf)?;
+                continue;
             }
+            let key = |group: usize| match is_dict {
+                true => format!("{base}.state.{group}.{entry}"),
+                false => format!("{base}.{group}.{entry}"),
+            };
+            let pieces = self.pieces(assembler.directory(), shape, parts, &key)?;
+            self.add(assembler, &path, shape, pieces)?;
         }
         Ok(())
     }

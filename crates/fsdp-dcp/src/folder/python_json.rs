@@ -119,6 +119,20 @@ mod tests {
     }
 
     #[test]
+    fn floats_keep_all_bits() {
+        let mut bits = 1u64;
+        for _ in 0..10_000 {
+            bits = bits.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            // Between 1/2 and 1, and any.
+            for number in [f64::from_bits(bits >> 12 | 1022 << 52), f64::from_bits(bits)] {
+                if number.is_finite() {
+                    assert_eq!(parse(format!("{number:?}").as_bytes()).unwrap(), PlainValue::Float(number));
+                }
+            }
+        }
+    }
+
+    #[test]
     fn integers_of_64_bits_stay_integers() {
         assert_eq!(parse(b"9223372036854775807").unwrap(), PlainValue::Int(i64::MAX));
         let big = PlainValue::BigInt(vec![255, 255, 255, 255, 255, 255, 255, 255, 0]);

@@ -202,7 +202,7 @@ impl Assembler {
             let bounds = piece.layout.bounds.clone();
             let stored = piece.stored(dtype);
             let is_copy = !boxes.insert(bounds.clone());
-            if is_copy && *first == **file && of_tensor.contains_key(&stored) {
+            if is_copy && *first == **file && !bounds.is_empty() {
                 let source = FormatError::Malformed { what: "checkpoint", reason: format!("it has `{fqn}` twice") };
                 return Err(self.opened.directory.file_error(file, source));
             }
@@ -214,6 +214,15 @@ impl Assembler {
             }
         }
         Ok(())
+    }
+
+    /// Charges memory for one of many copies of a value of this file to the budget.
+    pub(crate) fn charge_copy(&mut self, file: &Arc<str>, value: &Held) -> Result<(), FileError> {
+        let bytes = match value {
+            Held::Plain(value) | Held::Opaque(_, value) => memory_of(value),
+            Held::Stored(..) => 0,
+        };
+        self.charge(file, PIECE_BYTES + bytes)
     }
 
     /// Charges memory for the description of pieces to the budget.
@@ -254,9 +263,23 @@ impl Assembler {
         Ok(())
     }
 
-    /// Adds how a tensor is quantized.
-    pub(crate) fn add_quantizer(&mut self, fqn: String, quantizer: PlainValue) {
-        self.opened.quantizers.insert(fqn, quantizer);
+    /// Adds how a tensor is quantized. If another file holds the tensor too, it must be quantized in the same way there.
+    pub(crate) fn add_quantizer(
+        &mut self,
+        fqn: String,
+        file: &Arc<str>,
+        quantizer: PlainValue,
+    ) -> Result<(), FileError> {
+        let first = self.opened.quantizers.entry(fqn.clone()).or_insert_with(|| quantizer.clone());
+        if first.same_bits(&quantizer) {
+            return Ok(());
+        }
+        Err(FileError::Differing {
+            first: self.first.get(&fqn).map_or_else(String::new, ToString::to_string),
+            second: file.to_string(),
+            what: "has another scale or zero point".to_owned(),
+            fqn,
+        })
     }
 
     /// Completes the checkpoint. `structure` has the containers of its keys, if they are known.
@@ -275,6 +298,22 @@ impl Assembler {
     pub(crate) fn sort_by_order(&mut self, order: &IndexMap<String, String>) {
         self.opened.metadata.entries.sort_by_cached_key(|key, _| order.get_index_of(key).unwrap_or(usize::MAX));
     }
+}
+
+/// Returns about how many bytes of memory a value takes.
+fn memory_of(value: &PlainValue) -> usize {
+    let inner = match value {
+        PlainValue::Str(text) => text.len(),
+        PlainValue::Bytes(bytes) | PlainValue::BigInt(bytes) => bytes.len(),
+        PlainValue::List(items) | PlainValue::Tuple(items) | PlainValue::Set(items) => {
+            items.iter().map(memory_of).sum()
+        }
+        PlainValue::Dict(items) => items.iter().map(|(key, value)| memory_of(key) + memory_of(value)).sum(),
+        PlainValue::Tensor(tensor) => tensor.data.len(),
+        PlainValue::Typed(_, description) => memory_of(description),
+        _ => 0,
+    };
+    size_of::<PlainValue>() + inner
 }
 
 impl Piece {

@@ -53,10 +53,7 @@ impl ExtraFiles {
             if is_own(&name) || name == CLAIM_FILE || stored.contains(name.as_str()) {
                 continue;
             }
-            let is_file = match directory.has(&name) {
-                Err(FileError::Path { .. }) => false,
-                is_file => is_file?,
-            };
+            let is_file = is_file(directory, &name)?;
             if found.foreign.is_none() && !(is_file && is_of_framework(checkpoint.format(), &name)) {
                 found.foreign = Some(name.clone());
             }
@@ -70,11 +67,19 @@ impl ExtraFiles {
     pub(crate) fn for_hugging_face(directory: &CheckedDirectory) -> Result<Vec<String>, FileError> {
         let mut files = Vec::new();
         for name in directory.names()? {
-            if is_of_hugging_face(&name) && directory.has(&name)? {
+            if is_of_hugging_face(&name) && is_file(directory, &name)? {
                 files.push(name);
             }
         }
         Ok(files)
+    }
+}
+
+/// Returns `true` for a file; `false` for a directory, and for a link that must not be followed.
+fn is_file(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError> {
+    match directory.has(name) {
+        Err(FileError::Path { .. }) => Ok(false),
+        is_file => is_file,
     }
 }
 

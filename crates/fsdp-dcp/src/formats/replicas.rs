@@ -8,7 +8,7 @@ use thiserror::Error;
 use super::checkpoint::{Checkpoint, KeyFilter};
 use super::lookup::tensor_of;
 use super::opaque::hash_of_item;
-use super::stream::stream_boxes;
+use super::stream::{check_expansion, stream_boxes};
 use crate::error::FileError;
 use crate::metadata::{BytesEntry, Entry, Replica, StorageInfo};
 use crate::plan::{ChunkError, validate_chunks};
@@ -121,6 +121,7 @@ fn tensor(
     }
     let dtype = entry.properties.dtype;
     let length = whole.numel() as u64 * dtype.size_in_bytes();
+    check_expansion(checkpoint, &replica.fqn, length)?;
     let mut first = Vec::new();
     let mut same = true;
     let mut read = |part: &TensorBox, dst: &mut [u8]| {

@@ -171,27 +171,42 @@ impl Structure {
         None
     }
 
-    /// Adds a leaf beside another one if that is in a dict, or at the top level if it is in a list. Returns `false` if
-    /// there is no place for it.
-    pub(crate) fn add_beside(&mut self, neighbour: &str, suffix: &str, fqn: &str) -> bool {
+    /// Adds leaves beside others: `beside` has their keys, by those of the others. A leaf goes into the same dict, or to the
+    /// top level, if the other one is in a list.
+    ///
+    /// # Errors
+    /// The key of a leaf that has no such place.
+    pub(crate) fn add_beside(&mut self, beside: &IndexMap<String, String>, suffix: &str) -> Result<(), String> {
+        let mut placed = HashSet::new();
         let mut stack = vec![&mut *self];
         while let Some(structure) = stack.pop() {
             match structure {
                 Structure::Dict(items) | Structure::Module(_, items) => {
-                    let found =
-                        items.iter().position(|(_, child)| matches!(child, Structure::Leaf(leaf) if leaf == neighbour));
-                    if let Some(found) = found {
-                        let key = format!("{}{suffix}", items[found].0.key_text().unwrap_or_default());
-                        items.push((key.into(), Structure::Leaf(fqn.to_owned())));
-                        return true;
+                    let mut more = Vec::new();
+                    for (key, child) in &*items {
+                        if let Structure::Leaf(leaf) = child
+                            && let Some(fqn) = beside.get(leaf)
+                        {
+                            let key = format!("{}{suffix}", key.key_text().unwrap_or_default());
+                            more.push((key.into(), Structure::Leaf(fqn.clone())));
+                            placed.insert(fqn);
+                        }
                     }
+                    items.extend(more);
                     stack.extend(items.iter_mut().map(|(_, child)| child));
                 }
                 Structure::List(items) | Structure::Tuple(items) => stack.extend(items),
                 Structure::Leaf(_) => {}
             }
         }
-        self.add_at_root(fqn)
+        let unplaced = beside.iter().filter(|(_, fqn)| !placed.contains(fqn));
+        for (neighbour, fqn) in unplaced {
+            let (Structure::Dict(items) | Structure::Module(_, items)) = &mut *self else {
+                return Err(neighbour.clone());
+            };
+            items.push((fqn.as_str().into(), Structure::Leaf(fqn.clone())));
+        }
+        Ok(())
     }
 
     /// Adds the entries of a dict to this dict. Dicts at the same key are merged.
@@ -209,13 +224,6 @@ impl Structure {
                 }
             }
         }
-    }
-
-    /// Adds a leaf to the dict at the root, under its flat key. Returns `false` if the root is no dict.
-    pub(crate) fn add_at_root(&mut self, fqn: &str) -> bool {
-        let (Structure::Dict(items) | Structure::Module(_, items)) = self else { return false };
-        items.push((fqn.into(), Structure::Leaf(fqn.to_owned())));
-        true
     }
 }
 

@@ -5,7 +5,7 @@ use fsdp_layout::PlainValue;
 use crate::budget::Budget;
 use crate::error::FormatError;
 use crate::limits::{MAX_KEY_BYTES, MAX_OBJECT_BYTES};
-use crate::storage::read_at::ReadAt;
+use crate::storage::read_at::{ReadAt, read_whole};
 
 /// The bytes with which a file begins.
 pub(crate) const START: &[u8; 4] = b"GGUF";
@@ -16,6 +16,8 @@ const MAX_DIMENSIONS: u32 = 4;
 const ALIGNMENT: u64 = 32;
 /// The bytes that are read at once.
 const AT_ONCE: u64 = 1 << 20;
+/// The bytes that may be built from a byte of the header: short texts and small numbers become several times as many.
+const FACTOR: u64 = 8;
 
 /// The content of a header.
 #[derive(Debug)]
@@ -68,6 +70,10 @@ impl Cursor<'_> {
             self.block.resize(length as usize, 0);
             self.file.read_exact_at(self.at, &mut self.block)?;
             self.block_start = self.at;
+            // A file with holes costs whoever made it nothing.
+            if !self.file.has_hole(self.at..self.at + length) {
+                self.budget.allow(length * FACTOR);
+            }
         }
         let start = (self.at - self.block_start) as usize;
         let bytes = self.block.get(start..start + dst.len()).ok_or_else(|| malformed("it is cut short"))?;
@@ -95,15 +101,24 @@ impl Cursor<'_> {
         if length > limit || length > self.file.len().saturating_sub(self.at) {
             return Err(malformed("a text in it is too long"));
         }
-        self.charge(length + size_of::<PlainValue>() as u64)?;
-        let mut bytes = vec![0; length as usize];
-        self.fill(&mut bytes)?;
+        self.charge(size_of::<PlainValue>() as u64)?;
+        let bytes = if length > AT_ONCE {
+            let bytes = read_whole(self.file, self.at, length)?;
+            self.at += length;
+            bytes
+        } else {
+            self.charge(length)?;
+            let mut bytes = vec![0; length as usize];
+            self.fill(&mut bytes)?;
+            bytes
+        };
         String::from_utf8(bytes).map_err(|_| malformed("a text in it is not UTF-8"))
     }
 
     /// Reads a value of this type.
     fn value(&mut self, kind: u32, depth: usize) -> Result<PlainValue, FormatError> {
-        self.charge(size_of::<PlainValue>() as u64)?;
+        // An array takes up to twice as much while it grows.
+        self.charge(2 * size_of::<PlainValue>() as u64)?;
         Ok(match kind {
             0 => PlainValue::Int(i64::from(u8::from_le_bytes(self.bytes()?))),
             1 => PlainValue::Int(i64::from(i8::from_le_bytes(self.bytes()?))),
@@ -149,9 +164,7 @@ impl Cursor<'_> {
 impl Header {
     /// Reads the header of a file.
     pub(super) fn read(file: &dyn ReadAt) -> Result<Self, FormatError> {
-        // An item of an array takes one byte and becomes a value of many.
-        let budget = Budget::new(file.len().min(MAX_OBJECT_BYTES), 2);
-        let mut cursor = Cursor { file, at: 0, block: Vec::new(), block_start: 0, budget };
+        let mut cursor = Cursor { file, at: 0, block: Vec::new(), block_start: 0, budget: Budget::new(0, 1) };
         if cursor.bytes::<4>()? != *START {
             return Err(malformed("it does not begin as one"));
         }

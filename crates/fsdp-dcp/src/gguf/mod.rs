@@ -44,7 +44,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
                 assembler.add_tensor(&path, &name, dtype, &info.shape, vec![piece])?;
             }
             None => {
-                let next = starts.iter().copied().find(|start| *start > info.offset);
+                let next = starts.get(starts.partition_point(|start| *start <= info.offset)).copied();
                 let stored = opaque_place(&name, &info, header.data, next, file.len()).map_err(error)?;
                 let kind =
                     blocks_of(info.kind).map_or_else(|| format!("kind {}", info.kind), |(name, ..)| name.to_owned());

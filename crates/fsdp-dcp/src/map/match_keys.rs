@@ -8,7 +8,7 @@ use super::node::Node;
 use super::operation::Operation;
 use super::rule::{Map, MapError, Rule};
 use super::template::{Bindings, Template};
-use crate::metadata::{Entry, Metadata};
+use crate::metadata::Metadata;
 
 /// The new keys of a checkpoint.
 #[derive(Debug, Default)]
@@ -207,15 +207,10 @@ impl State<'_> {
     /// Gives a tensor or value another key.
     fn rename(&mut self, source: &str, target: String) -> Result<(), MapError> {
         self.taken.insert(source.to_owned());
-        match self.metadata.entries.get(source) {
-            Some(Entry::Tensor(tensor)) => self.insert(target, Node::source(source, &tensor.shape)),
-            _ if self.matched.tensors.contains_key(&target) || self.matched.renamed.contains_key(&target) => {
-                Err(MapError::Twice { fqn: target })
-            }
-            _ => {
-                self.matched.renamed.insert(target, source.to_owned());
-                Ok(())
-            }
+        if self.matched.tensors.contains_key(&target) || self.matched.renamed.contains_key(&target) {
+            return Err(MapError::Twice { fqn: target });
         }
+        self.matched.renamed.insert(target, source.to_owned());
+        Ok(())
     }
 }

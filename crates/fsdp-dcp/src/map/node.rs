@@ -4,6 +4,7 @@ use fsdp_layout::TensorBox;
 
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
+use crate::limits::is_sane_shape;
 
 /// A tensor, made of the source's.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,6 +37,14 @@ pub(super) struct Run {
     pub(super) step: usize,
 }
 
+/// The most tensors that one becomes: there is one for each layer.
+const MAX_UNSTACKED: usize = 1 << 16;
+
+/// Returns the shape, unless no machine could hold such a tensor.
+fn sane(shape: Vec<usize>) -> Result<Vec<usize>, String> {
+    if is_sane_shape(&shape) { Ok(shape) } else { Err(format!("a tensor of shape {shape:?} is too large")) }
+}
+
 impl Node {
     pub(super) fn source(fqn: &str, shape: &[usize]) -> Self {
         Node { shape: shape.to_vec(), kind: Kind::Source(fqn.to_owned()) }
@@ -53,6 +62,9 @@ impl Node {
         let Some((&count, shape)) = self.shape.split_first() else {
             return Err("a tensor without dimensions cannot be unstacked".to_owned());
         };
+        if count > MAX_UNSTACKED {
+            return Err(format!("a tensor of shape {:?} would become more than {MAX_UNSTACKED} tensors", self.shape));
+        }
         let select = |index| Node { shape: shape.to_vec(), kind: Kind::Selected(Box::new(self.clone()), index) };
         Ok((0..count).map(select).collect())
     }
@@ -64,7 +76,7 @@ impl Node {
             return Err(format!("tensors of shapes {first:?} and {:?} cannot be stacked", other.shape));
         }
         let shape = [vec![parts.len()], first].concat();
-        Ok(Node { shape, kind: Kind::Stacked(parts) })
+        Ok(Node { shape: sane(shape)?, kind: Kind::Stacked(parts) })
     }
 
     /// Makes a tensor whose indices in dimension `dim` are ranges of those of `parts`. The runs are in order and cover
@@ -80,7 +92,7 @@ impl Node {
         }
         let slot = shape.get_mut(dim).ok_or_else(|| format!("there is no dimension {dim}"))?;
         *slot = size;
-        Ok(Node { shape, kind: Kind::Gathered { parts, dim, runs } })
+        Ok(Node { shape: sane(shape)?, kind: Kind::Gathered { parts, dim, runs } })
     }
 
     /// Returns the source's tensors that it is made of.

@@ -81,13 +81,25 @@ fn rows(node: &Node, dim: usize) -> Result<usize, String> {
     node.shape.get(dim).copied().ok_or_else(|| format!("a tensor of shape {:?} has no dimension {dim}", node.shape))
 }
 
+/// The most runs of which a tensor is made: sizes and numbers of heads may come from files.
+const MAX_RUNS: usize = 1 << 20;
+
+fn check_runs(count: usize) -> Result<(), String> {
+    if count > MAX_RUNS {
+        return Err(format!("it would be made of {count} pieces, and may be of at most {MAX_RUNS}"));
+    }
+    Ok(())
+}
+
 /// Joins tensors along a dimension.
 fn concat(parts: Vec<Node>, dim: usize) -> Result<Node, String> {
-    let (mut runs, mut at) = (Vec::new(), 0);
+    let (mut runs, mut at) = (Vec::new(), 0usize);
     for (part, node) in parts.iter().enumerate() {
         let len = rows(node, dim)?;
-        runs.push(Run { to: at, len, part, from: 0, step: 1 });
-        at += len;
+        if len > 0 {
+            runs.push(Run { to: at, len, part, from: 0, step: 1 });
+        }
+        at = at.saturating_add(len);
     }
     Node::gathered(parts, dim, at, runs)
 }
@@ -119,12 +131,15 @@ fn permute(node: Node, heads: usize, back: bool) -> Result<Node, String> {
     if heads == 0 || !size.is_multiple_of(2 * heads) {
         return Err(format!("{size} rows are not {heads} heads of an even size"));
     }
+    // Going back, each row is a run of its own.
+    check_runs(if back { size } else { 2 * heads })?;
     let (head, half) = (size / heads, size / heads / 2);
     let mut runs = Vec::new();
-    for start in (0..size).step_by(head) {
+    for start in (0..size).step_by(head.max(1)) {
         if back {
             for row in 0..half {
-                runs.push(Run { to: start + 2 * row, len: 2, part: 0, from: start + row, step: half });
+                runs.push(Run { to: start + 2 * row, len: 1, part: 0, from: start + row, step: 1 });
+                runs.push(Run { to: start + 2 * row + 1, len: 1, part: 0, from: start + half + row, step: 1 });
             }
         } else {
             for odd in 0..2 {
@@ -141,6 +156,7 @@ fn groups(heads: usize, kv_heads: usize, total: usize) -> Result<(usize, usize),
     if kv_heads == 0 || !heads.is_multiple_of(kv_heads) || !total.is_multiple_of(all) {
         return Err(format!("{total} rows are not {heads} heads of queries and {kv_heads} of keys and values"));
     }
+    check_runs(3 * kv_heads)?;
     Ok((heads / kv_heads, total / all))
 }
 
@@ -160,7 +176,7 @@ fn split_qkv(node: &Node, heads: usize, kv_heads: usize) -> Result<Vec<Node>, St
 /// Joins queries, keys and values as [`split_qkv`] splits them.
 fn join_qkv(three: [Node; 3], heads: usize, kv_heads: usize) -> Result<Node, String> {
     let sizes = [rows(&three[0], 0)?, rows(&three[1], 0)?, rows(&three[2], 0)?];
-    let total = sizes.iter().sum();
+    let total = sizes.into_iter().fold(0, usize::saturating_add);
     let (each, head) = groups(heads, kv_heads, total)?;
     if sizes != [heads * head, kv_heads * head, kv_heads * head] {
         return Err(format!("{sizes:?} rows are not {heads} heads of queries and {kv_heads} of keys and values"));

@@ -87,12 +87,10 @@ fn operation(text: &str, values: &Values) -> Result<Operation, String> {
         None => (text, Vec::new()),
     };
     let number = |text: &str| -> Result<usize, String> {
-        match text.parse() {
-            Ok(number) if number <= 1 << 24 => Ok(number),
-            Ok(number) => Err(format!("{number} is too large")),
-            Err(_) => {
-                values.get(text).copied().ok_or_else(|| format!("`{text}` has no value: give it with `--set {text}=N`"))
-            }
+        let value = text.parse().ok().or_else(|| values.get(text).copied());
+        match value.ok_or_else(|| format!("`{text}` has no value: give it with `--set {text}=N`"))? {
+            number if number <= 1 << 24 => Ok(number),
+            number => Err(format!("{number} is too large")),
         }
     };
     Ok(match (name, &arguments[..]) {

@@ -3,10 +3,11 @@
 
 use std::collections::HashSet;
 
-use fsdp_layout::TensorBox;
+use fsdp_layout::{DType, TensorBox};
 
 use super::numbers::{fill, for_each, is_floating, write};
 use crate::convert::Optimizers;
+use crate::elements::parts_of_complex;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::layer::{Layer, Origin, Seen, Source};
@@ -16,7 +17,7 @@ use crate::payload::slot::Slot;
 
 /// The average of checkpoints.
 ///
-/// Floating-point tensors are averaged, element by element, in `f64`, and rounded once. Everything else (values,
+/// Floating-point and complex tensors are averaged, element by element, in `f64`, and rounded once. Everything else (values,
 /// counts, and optimizer state, whose average is meaningless) is taken from the first checkpoint.
 pub struct Average<'a> {
     seen: Seen<'a>,
@@ -36,7 +37,8 @@ impl<'a> Average<'a> {
     /// all weights are equal.
     ///
     /// # Errors
-    /// Checkpoints whose keys, shapes or dtypes differ; tensors of 8-bit floats and other quantized ones; weights that are not finite, or not one for each.
+    /// Checkpoints whose keys, shapes or dtypes differ; tensors of 8-bit floats and other quantized ones; weights that are
+    /// not finite, or not one for each.
     pub fn new(sources: Vec<&'a dyn Checkpoint>, weights: &[f64]) -> Result<Self, FileError> {
         let Some((first, others)) = sources.split_first() else {
             return Err(FileError::Merge { reason: "there are no checkpoints".to_owned() });
@@ -61,23 +63,29 @@ impl<'a> Average<'a> {
             if optimizers.is_state(fqn, tensor) {
                 continue;
             }
-            if !is_floating(dtype) {
-                // An average of the scales beside the quantized weights of the first checkpoint would be a broken model.
-                if !others.is_empty() && (dtype.is_float() || dtype.is_quantized()) {
-                    let reason = format!(
-                        "`{fqn}` has the dtype {dtype}, which cannot be averaged: leave it out with `--exclude`, or merge the \
-                         checkpoints before they are quantized"
-                    );
-                    return Err(FileError::Merge { reason });
+            let is_number = is_floating(parts(dtype));
+            let mut opaque = None;
+            if is_number {
+                for source in &sources {
+                    opaque = opaque.or(source.opaque_type(fqn)?);
                 }
-                continue;
             }
-            let mut is_opaque = false;
-            for source in &sources {
-                is_opaque |= source.opaque_type(fqn)?.is_some();
-            }
-            if !is_opaque {
-                averaged.insert(fqn.to_owned());
+            let what = match opaque {
+                Some(of) => format!("is of the type {of}"),
+                None if is_number => {
+                    averaged.insert(fqn.to_owned());
+                    continue;
+                }
+                None if dtype.is_float() || dtype.is_quantized() => format!("has the dtype {dtype}"),
+                None => continue,
+            };
+            // An average of the scales beside the quantized weights of the first checkpoint would be a broken model.
+            if !others.is_empty() {
+                let reason = format!(
+                    "`{fqn}` {what}, which cannot be averaged: leave it out with `--exclude`, or merge the checkpoints before \
+                     they are quantized"
+                );
+                return Err(FileError::Merge { reason });
             }
         }
         let weights = weights.iter().map(|weight| weight / sum).collect();
@@ -92,6 +100,11 @@ impl<'a> Average<'a> {
     pub fn taken_from_first(&self) -> impl Iterator<Item = &str> {
         self.seen.metadata.entries.keys().map(String::as_str).filter(|fqn| !self.averaged.contains(*fqn))
     }
+}
+
+/// Returns the type of the numbers that a type's elements consist of: a complex one has two.
+fn parts(dtype: DType) -> DType {
+    parts_of_complex(dtype).unwrap_or(dtype)
 }
 
 /// Checks that two checkpoints have the same keys, and tensors of the same types and shapes.
@@ -137,18 +150,19 @@ impl Layer for Average<'_> {
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let dtype = tensor_of(&self.seen.metadata, fqn)?.properties.dtype;
+        let parts = parts(dtype);
         let mut average = |part: &TensorBox, bytes: &mut [u8]| {
-            let mut sums = vec![0.0; part.numel()];
+            let mut sums = vec![0.0; bytes.len() / parts.size_in_bytes() as usize];
             for (source, weight) in self.seen.sources.iter().zip(&self.weights) {
                 source.read_box(fqn, part, bytes)?;
                 let mut sums = sums.iter_mut();
-                for_each(dtype, bytes, &mut |number| {
+                for_each(parts, bytes, &mut |number| {
                     if let Some(sum) = sums.next() {
                         *sum += weight * number;
                     }
                 });
             }
-            write(dtype, &sums, bytes);
+            write(parts, &sums, bytes);
             Ok(())
         };
         slots.iter_mut().try_for_each(|slot| fill(slot, dtype, &mut average))

@@ -15,6 +15,7 @@ use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::layer::{Layer, Origin, Seen, Source};
 use crate::formats::lookup::tensor_of;
+use crate::formats::stream::check_expansion;
 use crate::metadata::TensorEntry;
 use crate::payload::slot::Slot;
 use crate::storage::backend::Links;
@@ -286,7 +287,9 @@ impl BaseModel {
             .iter()
             .filter_map(|(key, update)| Some((layer_of(key).to_owned(), update.is_transposed?)))
             .collect();
-        let is_one_kind = updates.keys().all(|key| updates.keys().all(|other| layer_of(key) == layer_of(other)));
+        let mut layers = updates.keys().map(|key| layer_of(key));
+        let first = layers.next();
+        let is_one_kind = layers.all(|layer| Some(layer) == first);
         for (key, update) in updates.iter_mut().filter(|(_, update)| update.is_transposed.is_none()) {
             let layer = layer_of(key);
             let is_conv1d = CONV1D_LAYERS.contains(&layer);
@@ -412,7 +415,9 @@ fn update(
 
 /// Reads a box of a matrix as numbers.
 fn numbers(source: &dyn Checkpoint, fqn: &str, dtype: DType, bounds: &TensorBox) -> Result<Vec<f64>, FileError> {
-    let mut bytes = vec![0; bounds.numel() * dtype.size_in_bytes() as usize];
+    let length = bounds.numel() * dtype.size_in_bytes() as usize;
+    check_expansion(source, fqn, length as u64)?;
+    let mut bytes = vec![0; length];
     source.read_box(fqn, bounds, &mut bytes)?;
     let mut numbers = Vec::with_capacity(bounds.numel());
     for_each(dtype, &bytes, &mut |number| numbers.push(number));

@@ -221,10 +221,16 @@ impl Metadata {
                         // After all of this part: it may hold a box twice itself, which is an error that is found later.
                         known.extend(added);
                     }
-                    (Some(Entry::Bytes(_)), Entry::Bytes(BytesEntry { stored: Some(stored) })) => {
-                        merged.replicas.push(Replica { fqn, bounds: None, stored });
+                    // What is a tensor in one part and a value in another is found when the two are compared.
+                    (Some(_), Entry::Bytes(BytesEntry { stored })) => {
+                        merged.replicas.extend(stored.map(|stored| Replica { fqn, bounds: None, stored }));
                     }
-                    (Some(_), _) => {}
+                    (Some(Entry::Bytes(_)), Entry::Tensor(more)) => {
+                        for Chunk { bounds, stored } in more.chunks {
+                            let replica = |stored| Replica { fqn: fqn.clone(), bounds: Some(bounds), stored };
+                            merged.replicas.extend(stored.map(replica));
+                        }
+                    }
                     (None, entry) => {
                         merged.entries.insert(fqn, entry);
                     }

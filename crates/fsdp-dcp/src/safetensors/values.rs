@@ -16,6 +16,8 @@
 //! tensor among the others), and the names of the types of [`PythonType`](fsdp_layout::PythonType), such as
 //! `$torch.dtype`, with the value that describes the object.
 
+use std::collections::HashSet;
+
 use fsdp_layout::{PlainTensor, PlainValue};
 use indexmap::IndexMap;
 use serde_json::{Map, Value, json};
@@ -96,7 +98,9 @@ fn to_json<'v>(
         PlainValue::Tuple(items) => json!({ "$tuple": all(items)? }),
         PlainValue::Set(items) => json!({ "$set": all(items)? }),
         PlainValue::Dict(entries) => {
-            let plain = entries.iter().all(|(key, _)| key.as_str().is_some_and(|key| !key.starts_with('$')));
+            // A JSON object has different texts as keys.
+            let texts: HashSet<&str> = entries.iter().filter_map(|(key, _)| key.as_str()).collect();
+            let plain = texts.len() == entries.len() && !texts.iter().any(|text| text.starts_with('$'));
             let mut object = Map::new();
             let mut pairs = Vec::new();
             for (key, value) in entries {
@@ -110,7 +114,7 @@ fn to_json<'v>(
                     _ => pairs.push(json!([json_key, value])),
                 }
             }
-            if plain && object.len() == entries.len() { Value::Object(object) } else { json!({ "$dict": pairs }) }
+            if plain { Value::Object(object) } else { json!({ "$dict": pairs }) }
         }
         PlainValue::Tensor(inside) => {
             json!({ "$tensor": tensor(path.to_owned(), inside) })

@@ -307,6 +307,7 @@ mod tests {
             PlainValue::Bytes(vec![0, 255]),
             PlainValue::Tuple(vec![PlainValue::Set(vec![PlainValue::Int(1)])]),
             PlainValue::Dict(vec![("a".into(), PlainValue::None)]),
+            PlainValue::Dict(vec![("a".into(), PlainValue::Int(1)), ("a".into(), PlainValue::Int(2))]),
             PlainValue::Dict(vec![("$tuple".into(), PlainValue::None)]),
             PlainValue::Dict(vec![(PlainValue::Int(1), PlainValue::None), ("x".into(), 2.5.into())]),
             PlainValue::Tuple(vec![PlainValue::Tensor(tensor.clone())]),
@@ -320,9 +321,9 @@ mod tests {
             key
         };
         let bytes = encode(&values, &mut store).unwrap();
-        assert_eq!(keys, ["a.0.17.0"]);
+        assert_eq!(keys, ["a.0.18.0"]);
         let mut load = |key: &str| {
-            assert_eq!(key, "a.0.17.0");
+            assert_eq!(key, "a.0.18.0");
             Ok(tensor.clone())
         };
         let read = decode(&bytes, &mut load).unwrap();

@@ -3,6 +3,7 @@
 //! Dicts are flattened, and lists that hold tensors or dicts; a tuple only where it holds a dict with tensors. Other values
 //! are read when the file is opened, with the tensors that they hold.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
@@ -114,9 +115,9 @@ impl Flattener<'_, '_> {
         let p = self.pickle;
         self.walk.enter(p, id)?;
         let structure = match p.node(id) {
-            Node::Opaque(object) if is_module(p, object) => {
+            Node::Opaque(object) if self.is_module(id, object)? => {
                 let mut items: Vec<(PlainValue, Structure)> = Vec::new();
-                for (key, part) in module_parts(p, object) {
+                for (key, part) in self.module_parts(id, object)? {
                     let text = p.str(key)?;
                     items.push((text.into(), self.flatten(part, &path.child(PathPart::Key(text.to_owned())))?));
                 }
@@ -232,8 +233,10 @@ impl Flattener<'_, '_> {
     fn recurses(&mut self, id: NodeId) -> Result<bool, FormatError> {
         let p = self.pickle;
         self.walk.enter(p, id)?;
+        let items = p.sequence(id)?;
+        self.walk.charge(p, id, "expanded size", items.len() as u64)?;
         let mut found = false;
-        for &item in p.sequence(id)? {
+        for &item in items {
             found = match p.node(item) {
                 Node::Dict(_) => true,
                 Node::List(_) => self.recurses(item)?,
@@ -269,6 +272,37 @@ impl Flattener<'_, '_> {
         self.walk.leave();
         Ok(found)
     }
+
+    /// Returns `true` for an `nn.Module` that was saved whole.
+    fn is_module(&mut self, id: NodeId, object: &OpaqueNode<'_>) -> Result<bool, FormatError> {
+        let p = self.pickle;
+        let attributes = attributes(p, object);
+        // Many objects may share them.
+        self.walk.charge(p, id, "expanded size", attributes.len() as u64)?;
+        let has = |part: &str| attributes.iter().any(|(key, _)| p.str(*key).is_ok_and(|key| key == part));
+        Ok(MODULE_PARTS.iter().all(|part| has(part)))
+    }
+
+    /// Returns the parameters, buffers and submodules of a module by name, without those that are `None` and without
+    /// non-persistent buffers.
+    fn module_parts(&mut self, id: NodeId, object: &OpaqueNode<'_>) -> Result<Vec<(NodeId, NodeId)>, FormatError> {
+        let p = self.pickle;
+        let (mut parts, mut left_out) = (Vec::new(), HashSet::new());
+        for &(key, value) in attributes(p, object) {
+            match (p.str(key), p.node(value)) {
+                (Ok(NOT_PERSISTENT), Node::Set(names)) => {
+                    left_out.extend(names.iter().filter_map(|name| p.str(*name).ok()))
+                }
+                (Ok(key), Node::Dict(found)) if MODULE_PARTS.contains(&key) => parts.extend_from_slice(found),
+                _ => {}
+            }
+        }
+        self.walk.charge(p, id, "expanded size", (parts.len() + left_out.len()) as u64)?;
+        parts.retain(|&(name, part)| {
+            *p.node(part) != Node::None && !p.str(name).is_ok_and(|name| left_out.contains(name))
+        });
+        Ok(parts)
+    }
 }
 
 /// Returns the error of a key of a dict that has no text.
@@ -288,27 +322,10 @@ fn is_tensor(p: &Pickle<'_>, id: NodeId) -> bool {
 /// The attributes of a module that hold its tensors and the modules below it.
 const MODULE_PARTS: [&str; 3] = ["_parameters", "_buffers", "_modules"];
 
-/// Returns `true` for an `nn.Module` that was saved whole.
-fn is_module(p: &Pickle<'_>, object: &OpaqueNode<'_>) -> bool {
-    let attributes = object.state.and_then(|state| p.dict(state).ok()).unwrap_or_default();
-    let has = |part: &str| attributes.iter().any(|(key, _)| p.str(*key).is_ok_and(|key| key == part));
-    MODULE_PARTS.iter().all(|part| has(part))
-}
-
 /// The attribute of a module with the names of the buffers that its state dict leaves out.
 const NOT_PERSISTENT: &str = "_non_persistent_buffers_set";
 
-/// Returns the parameters, buffers and submodules of a module by name, without those that are `None` and without
-/// non-persistent buffers.
-fn module_parts(p: &Pickle<'_>, object: &OpaqueNode<'_>) -> Vec<(NodeId, NodeId)> {
-    let attributes = object.state.and_then(|state| p.dict(state).ok()).unwrap_or_default();
-    let is_part = |key: &NodeId| p.str(*key).is_ok_and(|key| MODULE_PARTS.contains(&key));
-    let parts = attributes.iter().filter(|(key, _)| is_part(key)).filter_map(|(_, part)| p.dict(*part).ok()).flatten();
-    let not_persistent = attributes.iter().find(|(key, _)| p.str(*key).is_ok_and(|key| key == NOT_PERSISTENT));
-    let left_out: &[NodeId] = match not_persistent.map(|(_, names)| p.node(*names)) {
-        Some(Node::Set(names)) => names,
-        _ => &[],
-    };
-    let is_left_out = |name: NodeId| left_out.iter().any(|out| p.str(*out).ok() == p.str(name).ok());
-    parts.copied().filter(|&(name, part)| *p.node(part) != Node::None && !is_left_out(name)).collect()
+/// Returns the attributes of an object.
+fn attributes<'p>(p: &'p Pickle<'_>, object: &OpaqueNode<'_>) -> &'p [(NodeId, NodeId)] {
+    object.state.and_then(|state| p.dict(state).ok()).unwrap_or_default()
 }

@@ -66,15 +66,14 @@ pub(crate) fn add_leaf(
 ) -> Result<(), FileError> {
     let (dtype, shape, parts) = match leaf {
         Leaf::Value(value) => return assembler.add_value(path, name, value.clone()),
-        Leaf::Tensor(tensor, quantizer) => {
-            if let Some(quantizer) = quantizer {
-                assembler.add_quantizer(path.flat_key(), quantizer.clone());
-            }
-            (tensor.dtype, &tensor.shape, std::slice::from_ref(tensor))
-        }
+        Leaf::Tensor(tensor, _) => (tensor.dtype, &tensor.shape, std::slice::from_ref(tensor)),
         Leaf::Sharded(sharded) => (sharded.dtype, &sharded.shape, &sharded.parts[..]),
     };
     let pieces = parts.iter().map(|part| flat.piece(name, part)).collect::<Result<Vec<_>, _>>();
     let pieces = pieces.map_err(|source| assembler.directory().file_error(name, source))?;
-    assembler.add_tensor(path, name, dtype, shape, pieces)
+    assembler.add_tensor(path, name, dtype, shape, pieces)?;
+    match leaf {
+        Leaf::Tensor(_, Some(quantizer)) => assembler.add_quantizer(path.flat_key(), name, quantizer.clone()),
+        _ => Ok(()),
+    }
 }

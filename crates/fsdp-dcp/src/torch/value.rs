@@ -1,6 +1,6 @@
 //! Non-tensor values: items of `torch.save`, from and to plain values.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use fsdp_digest::{Digest, Sum};
 use fsdp_layout::{DType, PlainTensor, PlainValue, PythonType, TensorBox};
@@ -478,6 +478,11 @@ pub(crate) fn convert(
             for &(key, value) in entries {
                 let key = convert(p, key, walk, beside)?;
                 dict.push((key, convert(p, value, walk, beside)?));
+            }
+            // No dict of Python has one, and other formats keep only one of the values.
+            let mut texts = HashSet::new();
+            if dict.iter().filter_map(|(key, _)| key.as_str()).any(|text| !texts.insert(text)) {
+                return Err(p.error(id, PickleErrorKind::Value { what: "a dict has a key twice" }).into());
             }
             PlainValue::Dict(dict)
         }

@@ -2,17 +2,26 @@
 
 use std::path::Path;
 
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::diff::{Tolerance, diff};
-use fsdp_dcp::internals::{ArchiveLayout, TensorItem, decode_value};
+use fsdp_dcp::digest::digest;
+use fsdp_dcp::internals::{ArchiveLayout, TensorItem, decode_value, encode_value};
+use fsdp_dcp::map::{Map, Mapped, Values};
 use fsdp_dcp::metadata::{
     BytesEntry, Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, decode, encode,
 };
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, census, verify, verify_on_threads, with_causes};
-use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
+use fsdp_layout::{DType, KeyPath, PathPart, PlainTensor, PlainValue, TensorBox};
 
 use crate::bounded_beyond;
+
+/// Makes a dict with keys of text.
+fn dict(items: Vec<(&str, PlainValue)>) -> PlainValue {
+    PlainValue::Dict(items.into_iter().map(|(key, value)| (key.into(), value)).collect())
+}
 
 /// Encodes text, and notes it as this entry of the memo.
 fn text(value: &str, memo: u8) -> Vec<u8> {
@@ -176,6 +185,31 @@ fn json_of_numbers_takes_no_more_than_its_file_and_a_little() {
     assert!(error.contains("memory for parts of tensors"), "{error}");
 }
 
+#[test]
+fn lists_and_attributes_that_are_shared_are_not_looked_through_each_time() {
+    // A list of numbers, many times in a list that holds a dict at its end.
+    let (numbers, times) = (b"K\x01".repeat(100_000), b"h\x00".repeat(100_000));
+    let list = [b"\x80\x02}X\x01\x00\x00\x00t](](".as_slice(), &numbers, b"eq\x00", &times, b"}es."].concat();
+    let error = error_of(&[("file.pt", torch(list))]);
+    assert!(error.contains("expanded size"), "{error}");
+    // Modules with the same parameters, all of them `None`.
+    let mut names = Vec::new();
+    for name in 0..50_000u32 {
+        names.extend_from_slice(&[b"X\x05\x00\x00\x00".as_slice(), format!("{name:05}").as_bytes(), b"N"].concat());
+    }
+    let state = [b"}(".as_slice(), &text("_parameters", 1), b"}(", &names, b"u", &text("_buffers", 2), b"}"].concat();
+    let state = [state, text("_modules", 3), b"}uq\x00".to_vec()].concat();
+    let module = b"ca\nb\n)R".as_slice();
+    let mut modules = [b"\x80\x02}(X\x01\x00\x00\x00m".as_slice(), module, &state, b"b"].concat();
+    for number in 0..50_000u32 {
+        let key = [b"X\x05\x00\x00\x00".as_slice(), format!("{number:05}").as_bytes()].concat();
+        modules.extend_from_slice(&[&key[..], module, b"h\x00b"].concat());
+    }
+    modules.extend_from_slice(b"u.");
+    let error = error_of(&[("file.pt", torch(modules))]);
+    assert!(error.contains("expanded size"), "{error}");
+}
+
 /// A file that takes no space on the disk must not take its length in memory.
 #[test]
 fn files_with_holes_are_not_read_into_memory() {
@@ -209,6 +243,42 @@ fn files_with_holes_are_not_read_into_memory() {
     sparse(&path, &[&99_000_000u64.to_le_bytes()[..], b"{\""].concat(), 99_000_100);
     let error = checked(&path, 0);
     assert!(error.contains("nothing was ever written"), "{error}");
+    // A text, and an array of small numbers, in the header of a GGUF file.
+    let path = parent.path().join("m.gguf");
+    let value = |of: &[u8]| {
+        let start = [b"GGUF".as_slice(), &3u32.to_le_bytes(), &0u64.to_le_bytes(), &1u64.to_le_bytes()].concat();
+        [&start[..], &1u64.to_le_bytes(), b"k", of, &(1u64 << 30).to_le_bytes()].concat()
+    };
+    for (of, words) in
+        [(b"\x08\0\0\0".as_slice(), "nothing was ever written"), (b"\x09\0\0\0\0\0\0\0", "memory for the header")]
+    {
+        sparse(&path, &value(of), 2 << 30);
+        let error = checked(&path, 0);
+        assert!(error.contains(words), "{error}");
+    }
+}
+
+#[test]
+fn a_value_of_a_flat_tensor_is_not_copied_for_all_parameters_in_it() {
+    let parameters = 20_000;
+    let shape = PlainValue::Tuple(vec![PlainValue::Int(1)]);
+    let shapes = (0..parameters).map(|number| (number.to_string().as_str().into(), shape.clone())).collect();
+    let model =
+        dict(vec![("module", dict(Vec::new())), ("param_shapes", PlainValue::List(vec![PlainValue::Dict(shapes)]))]);
+    let flat = PlainTensor { dtype: DType::F32, shape: vec![parameters], data: vec![0; 4 * parameters] };
+    let long = PlainValue::List(vec![PlainValue::Int(1); 20_000]);
+    let state = dict(vec![
+        ("single_partition_of_fp32_groups", PlainValue::List(vec![PlainValue::Tensor(flat)])),
+        ("base_optimizer_state", dict(vec![("state", dict(vec![("0", dict(vec![("long", long)]))]))])),
+    ]);
+    let error = error_of(&[
+        ("mp_rank_00_model_states.pt", encode_value(&model).unwrap()),
+        (
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            encode_value(&dict(vec![("optimizer_state_dict", state)])).unwrap(),
+        ),
+    ]);
+    assert!(error.contains("memory for pieces of tensors"), "{error}");
 }
 
 #[test]
@@ -232,14 +302,56 @@ fn attributes_that_many_objects_share_are_not_searched_for_each() {
     assert!(error.contains("number of attributes"), "{error}");
 }
 
-/// One element that strides of 0 repeat 2^40 times.
+/// Makes a file of a tensor `t` of so many elements: one that strides of 0 repeat.
+fn repeated(elements: u64) -> Vec<u8> {
+    let before = b"\x80\x02}X\x01\x00\x00\x00tctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQK\x00\x8a\x08";
+    let after = b"\x85K\x00\x85\x89ccollections\nOrderedDict\n)RtRs.";
+    let pickle = [before.as_slice(), &elements.to_le_bytes(), after].concat();
+    let layout = ArchiveLayout::new("archive", pickle, &[4]);
+    [layout.head(0), vec![0; 4], layout.tail(&[0])].concat()
+}
+
 #[test]
-fn repeated_elements_are_not_all_counted() {
-    let before = b"\x80\x02}X\x01\x00\x00\x00tctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQK\x00\x8a\x06\x00\x00\x00\x00\x00\x01\x85K\x00\x85\x89ccollections\nOrderedDict\n)RtRs.";
-    let layout = ArchiveLayout::new("archive", before.to_vec(), &[4]);
+fn a_map_makes_no_more_of_a_tensor_than_it_is_worth() {
     let parent = tempfile::tempdir().unwrap();
     let path = parent.path().join("file.pt");
-    std::fs::write(&path, [layout.head(0), vec![0; 4], layout.tail(&[0])].concat()).unwrap();
+    std::fs::write(&path, repeated(1 << 40)).unwrap();
+    let source = open(&path, OpenOptions::default()).unwrap();
+    for text in ["t -> b.{i} | unstack(i)", "t -> b | unpermute(1)"] {
+        let map = Map::parse(text, &Values::new()).unwrap();
+        bounded_beyond(0, || assert!(Mapped::new(&*source, &map).is_err()));
+    }
+}
+
+#[test]
+fn no_plan_is_made_for_elements_that_are_not_stored() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("file.pt");
+    std::fs::write(&path, repeated(1 << 58)).unwrap();
+    let checkpoint = open(&path, OpenOptions::default()).unwrap();
+    let refused = |outcome: Result<(), FileError>| {
+        let error = with_causes(&outcome.unwrap_err());
+        assert!(error.contains("bytes of elements that are not stored"), "{error}");
+    };
+    bounded_beyond(0, || refused(digest(&*checkpoint, 2).map(drop)));
+    for target in [
+        OutputFormat::Dcp { ranks: 3 },
+        OutputFormat::SafetensorsFile,
+        OutputFormat::SafetensorsDirectory { max_file_bytes: 1 << 20 },
+        OutputFormat::SafetensorsShards { ranks: 3 },
+        OutputFormat::Torch,
+    ] {
+        let to = parent.path().join("to");
+        bounded_beyond(0, || refused(convert(&*checkpoint, &to, target, ConvertOptions::default()).map(drop)));
+        assert!(!to.exists());
+    }
+}
+
+#[test]
+fn repeated_elements_are_not_all_counted() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("file.pt");
+    std::fs::write(&path, repeated(1 << 40)).unwrap();
     let error = checked(&path, 0);
     assert!(error.contains("bytes of elements that are not stored"), "{error}");
     let checkpoint = open(&path, OpenOptions::default()).unwrap();

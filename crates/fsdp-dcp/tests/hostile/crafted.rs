@@ -173,6 +173,12 @@ fn a_tensor_of_repeated_elements_takes_no_memory() {
 }
 
 #[test]
+fn a_dict_inside_a_value_with_a_key_twice() {
+    let pickle = b"\x80\x02}X\x01\x00\x00\x00t}(X\x01\x00\x00\x00aK\x01X\x01\x00\x00\x00aK\x02u\x85s.";
+    check(vec![("a key twice", vec![("file.pt", torch(pickle, 64))], "a dict has a key twice")]);
+}
+
+#[test]
 fn zips_that_lie() {
     let good = torch(b"\x80\x02}X\x01\x00\x00\x00tK\x01s.", 64);
     let find = |what: &[u8], nth: usize| {
@@ -229,6 +235,24 @@ fn zips_that_lie() {
         .map(|(name, bytes, words)| (name, vec![("file.pt", bytes)], words))
         .collect(),
     );
+}
+
+#[test]
+fn gguf_files_that_lie() {
+    let tensor = |name: &str, offset: u64| {
+        let name = [&(name.len() as u64).to_le_bytes()[..], name.as_bytes()].concat();
+        [&name[..], &1u32.to_le_bytes(), &4u64.to_le_bytes(), &0u32.to_le_bytes(), &offset.to_le_bytes()].concat()
+    };
+    let file = |tensors: [Vec<u8>; 2]| {
+        let start = [b"GGUF".as_slice(), &3u32.to_le_bytes(), &2u64.to_le_bytes(), &0u64.to_le_bytes()].concat();
+        let mut bytes = [start, tensors.concat()].concat();
+        bytes.resize(bytes.len().next_multiple_of(32) + 48, 0);
+        vec![("file.gguf", bytes)]
+    };
+    check(vec![
+        ("a name twice", file([tensor("w", 0), tensor("w", 32)]), "it has `w` twice"),
+        ("a tensor beyond the file", file([tensor("v", 0), tensor("w", 64)]), "beyond the end"),
+    ]);
 }
 
 fn safetensors(header: &str, data: usize) -> Vec<u8> {

@@ -307,6 +307,20 @@ fn a_tensor_whose_name_is_that_of_the_headers_texts_is_refused() {
 }
 
 #[test]
+fn a_file_of_torch_opens_again_whatever_its_name() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("source.pt");
+    std::fs::write(&path, encode_value(&PlainValue::Dict(vec![("a".into(), tensor(DType::U8, &[2]))])).unwrap())
+        .unwrap();
+    for name in ["model", "a.b.pt", "..pt", "...", "ü\n.pt"] {
+        let destination = parent.path().join(name);
+        to(&path, &destination, OutputFormat::Torch);
+        let opened = open(&destination, OpenOptions::default()).unwrap();
+        assert!(verify(&*opened, Level::Deep, None).unwrap().is_ok(), "{name:?}");
+    }
+}
+
+#[test]
 fn notes_in_a_header_stay_where_the_format_has_a_place_for_them() {
     let parent = tempfile::tempdir().unwrap();
     let from = parent.path().join("lora.safetensors");

@@ -3,8 +3,9 @@
 use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::{Checkpoint, Format};
 use fsdp_dcp::convert::{Rename, View};
+use fsdp_dcp::internals::encode_value;
 use fsdp_dcp::verify::with_causes;
-use fsdp_layout::PlainValue;
+use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use tempfile::TempDir;
 
 use crate::foreign::{assert_converts, copy, differences, fixture, opened, refused};
@@ -43,7 +44,7 @@ fn steps_and_hyperparameters_come_along() {
     for name in ["zero2", "zero3", "universal"] {
         let checkpoint = deepspeed(name);
         let mut step = [0; 4];
-        let whole = fsdp_layout::TensorBox::whole(&[]);
+        let whole = TensorBox::whole(&[]);
         checkpoint.read_box("optim.state.layers.1.attn.bias.step", &whole, &mut step).unwrap();
         assert_eq!(f32::from_le_bytes(step), 20.0);
         let group = if name == "universal" { "optim.optimizer_state_dict" } else { "optim" };
@@ -51,6 +52,51 @@ fn steps_and_hyperparameters_come_along() {
         assert_eq!(decay, PlainValue::Float(0.1));
     }
     assert_eq!(deepspeed("zero1_elastic").read_value("optim.base_optimizer_state_step").unwrap(), PlainValue::Int(20));
+}
+
+/// Makes a dict with keys of text.
+fn dict(items: Vec<(&str, PlainValue)>) -> PlainValue {
+    PlainValue::Dict(items.into_iter().map(|(key, value)| (key.into(), value)).collect())
+}
+
+/// Writes the shards of ZeRO 2 of one rank: a flat tensor of parameters of these shapes, and a moment like it.
+fn write_zero2(path: &std::path::Path, flat: &PlainTensor, shapes: Vec<(&str, Vec<i64>)>, moment: &PlainTensor) {
+    let shape = |sizes: Vec<i64>| PlainValue::Tuple(sizes.into_iter().map(PlainValue::Int).collect());
+    let shapes = shapes.into_iter().map(|(name, sizes)| (name, shape(sizes))).collect();
+    let model = dict(vec![
+        ("module", dict(Vec::new())),
+        ("buffer_names", PlainValue::List(Vec::new())),
+        ("param_shapes", PlainValue::List(vec![dict(shapes)])),
+    ]);
+    let state =
+        PlainValue::Dict(vec![(PlainValue::Int(0), dict(vec![("exp_avg", PlainValue::Tensor(moment.clone()))]))]);
+    let state = dict(vec![
+        ("single_partition_of_fp32_groups", PlainValue::List(vec![PlainValue::Tensor(flat.clone())])),
+        ("partition_count", PlainValue::Int(1)),
+        ("base_optimizer_state", dict(vec![("state", state)])),
+    ]);
+    let rank = dict(vec![("optimizer_state_dict", state)]);
+    std::fs::write(path.join("mp_rank_00_model_states.pt"), encode_value(&model).unwrap()).unwrap();
+    std::fs::write(path.join("zero_pp_rank_0_mp_rank_00_optim_states.pt"), encode_value(&rank).unwrap()).unwrap();
+}
+
+#[test]
+fn master_parameters_and_moments_keep_their_dtype() {
+    let parent = TempDir::new().unwrap();
+    let flat = PlainTensor { dtype: DType::BF16, shape: vec![6], data: (0..12).collect() };
+    let moment = PlainTensor { dtype: DType::F16, shape: vec![6], data: (20..32).collect() };
+    write_zero2(parent.path(), &flat, vec![("a", vec![2, 2]), ("b", vec![2])], &moment);
+    let checkpoint = opened(parent.path());
+    for (key, dtype, shape, data) in [
+        ("model.a", DType::BF16, vec![2, 2], &flat.data[..8]),
+        ("model.b", DType::BF16, vec![2], &flat.data[8..]),
+        ("optim.state.a.exp_avg", DType::F16, vec![2, 2], &moment.data[..8]),
+    ] {
+        assert_eq!(checkpoint.metadata().tensor(key).unwrap().properties.dtype, dtype, "{key}");
+        let mut read = vec![0; data.len()];
+        checkpoint.read_box(key, &TensorBox::whole(&shape), &mut read).unwrap();
+        assert_eq!(read, data, "{key}");
+    }
 }
 
 #[test]

@@ -5,8 +5,10 @@ use std::collections::BTreeMap;
 
 use fsdp_dcp::checkpoint::{Checkpoint, open};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp_dcp::map::{Map, Mapped, Values};
+use fsdp_dcp::metadata::{Entry, METADATA_FILE, StorageInfo, decode, encode};
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::{Level, verify};
+use fsdp_dcp::verify::{Level, verify, with_causes};
 use fsdp_layout::{DType, PlainValue, PythonType, TensorBox};
 
 use crate::truth::{Tensor, fixtures};
@@ -112,4 +114,62 @@ fn quantized_tensors_become_their_integers_and_say_what_these_mean() {
             }
         }
     }
+}
+
+#[test]
+fn quantized_tensors_keep_their_scale_under_another_name_or_are_refused() {
+    let parent = tempfile::tempdir().unwrap();
+    let source = open(fixtures().join("dtypes/quantized.pt"), OpenOptions::default()).unwrap();
+    let quantizer = source.quantizer("m.tensor").unwrap().unwrap();
+    let mapped = |text: &str| Mapped::new(&*source, &Map::parse(text, &Values::new()).unwrap()).unwrap();
+    let to = parent.path().join("renamed.safetensors");
+    convert(&mapped("m.tensor -> x"), &to, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap();
+    let written = open(&to, OpenOptions::default()).unwrap();
+    assert_eq!(written.read_value("x.quantizer").unwrap(), quantizer);
+    // What a changed tensor's integers mean is not known.
+    let to = parent.path().join("changed.safetensors");
+    let changed = mapped("m.tensor -> x | transpose");
+    let error = convert(&changed, &to, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap_err();
+    assert!(with_causes(&error).contains("`x`") && with_causes(&error).contains("scale"), "{error}");
+    assert!(!to.exists());
+}
+
+/// Makes a zstd stream in which these bytes are stored as they are.
+fn zstd(bytes: &[u8]) -> Vec<u8> {
+    let mut out = b"\x28\xb5\x2f\xfd\x00\x58".to_vec();
+    let blocks: Vec<&[u8]> = bytes.chunks(64 << 10).collect();
+    for (index, block) in blocks.iter().enumerate() {
+        let header = (block.len() as u32) << 3 | u32::from(index + 1 == blocks.len());
+        out.extend_from_slice(&header.to_le_bytes()[..3]);
+        out.extend_from_slice(block);
+    }
+    out
+}
+
+#[test]
+fn quantized_tensors_in_compressed_items_keep_their_scale() {
+    let parent = tempfile::tempdir().unwrap();
+    let plain = fixtures().join("dtypes/quantized");
+    let mut metadata = decode(&std::fs::read(plain.join(METADATA_FILE)).unwrap()).unwrap();
+    let mut file = Vec::new();
+    for entry in metadata.entries.values_mut() {
+        let Entry::Tensor(tensor) = entry else { panic!("a value") };
+        for stored in tensor.chunks.iter_mut().filter_map(|chunk| chunk.stored.as_mut()) {
+            let bytes = std::fs::read(plain.join(&stored.relative_path)).unwrap();
+            let item = zstd(&bytes[stored.offset as usize..][..stored.length as usize]);
+            *stored = StorageInfo {
+                relative_path: "__0_0.distcp".to_owned(),
+                offset: file.len() as u64,
+                length: item.len() as u64,
+                transforms: vec!["stream.zstd/1".to_owned()],
+            };
+            file.extend(item);
+        }
+    }
+    std::fs::write(parent.path().join(METADATA_FILE), encode(&metadata)).unwrap();
+    std::fs::write(parent.path().join("__0_0.distcp"), file).unwrap();
+    let (plain, source) =
+        (open(plain, OpenOptions::default()).unwrap(), open(parent.path(), OpenOptions::default()).unwrap());
+    assert_eq!(tensors(&*source), tensors(&*plain));
+    assert_eq!(source.quantizer("m.tensor").unwrap(), plain.quantizer("m.tensor").unwrap());
 }

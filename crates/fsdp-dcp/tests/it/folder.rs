@@ -165,6 +165,23 @@ fn damage_in_a_part_of_a_folder_is_found_with_its_key_and_its_file() {
 }
 
 #[test]
+fn a_folder_has_no_folders_as_parts() {
+    let parent = tempfile::tempdir().unwrap();
+    let to = parent.path().join("accelerate");
+    copy(&fixture("folders/accelerate"), &to);
+    copy(&fixture("folders/trainer"), &to.join("optimizer_1"));
+    let error = fsdp_dcp::verify::with_causes(&refused(&to));
+    assert!(error.contains("optimizer_1") && error.contains("inside of another one"), "{error}");
+    // Each folder leads to itself twice, so that there are 2^40 ways through the links that a path may have.
+    let to = parent.path().join("turning");
+    std::fs::create_dir(&to).unwrap();
+    for name in ["pytorch_model_fsdp_0", "pytorch_model_fsdp_1"] {
+        std::os::unix::fs::symlink(&to, to.join(name)).unwrap();
+    }
+    assert!(fsdp_dcp::verify::with_causes(&refused(&to)).contains("inside of another one"));
+}
+
+#[test]
 fn gradients_that_were_not_finite_do_not_damage_a_trainers_folder() {
     let parent = tempfile::tempdir().unwrap();
     let to = parent.path().join("trainer");
@@ -223,6 +240,8 @@ fn weights_for_hugging_face_take_configuration_and_tokenizer_along() {
     for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "notes.txt"] {
         std::fs::write(with.join(name), name).unwrap();
     }
+    // A pipeline has a directory of this name, which is not taken along.
+    std::fs::create_dir(with.join("tokenizer")).unwrap();
     let (to, with) = (parent.path().join("hf2"), with.into());
     let options = ConvertOptions { with: Some(&with), ..ConvertOptions::default() };
     let done = convert(&view, &to, target, options).unwrap();

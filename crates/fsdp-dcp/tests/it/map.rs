@@ -146,6 +146,33 @@ fn operations_move_elements_along_any_dimension() {
 }
 
 #[test]
+fn tensors_without_rows_go_through_every_operation() {
+    let parent = TempDir::new().unwrap();
+    let path = parent.path().join("source.safetensors");
+    write(&path, &[("a", &[2, 1]), ("b", &[0, 1]), ("c", &[2, 1])]);
+    let source = opened(&path);
+    let text = "b -> p | permute(2)\na, b, c -> abc | concat(0)";
+    for text in text.lines().chain(["b -> u | unpermute(2)", "b -> x, y | split(0)", "b -> t | transpose"]) {
+        let map = Map::parse(text, &Values::new()).unwrap();
+        let mapped = Mapped::new(&*source, &map).unwrap();
+        assert_converts(&mapped);
+    }
+    let map = Map::parse("a, b, c -> abc | concat(0)", &Values::new()).unwrap();
+    assert_eq!(read(&Mapped::new(&*source, &map).unwrap(), "abc"), (vec![4, 1], vec![0, 1, 2, 3]));
+}
+
+#[test]
+fn numbers_of_heads_have_a_limit_wherever_they_come_from() {
+    let values = Values::from([("heads".to_owned(), usize::MAX), ("kv_heads".to_owned(), usize::MAX / 2)]);
+    for text in
+        ["a -> b | permute(heads)", "a -> q, k, v | split_qkv(heads, kv_heads)", "a -> b, c | split(0, heads, 1)"]
+    {
+        let error = Map::parse(text, &values).unwrap_err();
+        assert!(error.to_string().contains("too large"), "{text}: {error}");
+    }
+}
+
+#[test]
 fn tensors_of_other_dtypes_are_not_stacked() {
     let parent = TempDir::new().unwrap();
     let path = parent.path().join("source.pt");

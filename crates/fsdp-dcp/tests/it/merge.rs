@@ -360,6 +360,27 @@ fn weights_that_cannot_be_averaged_are_not_mixed_with_averages() {
 }
 
 #[test]
+fn complex_numbers_are_averaged_like_others() {
+    let parent = tempfile::tempdir().unwrap();
+    let [first, second] = [[1.0f32, -2.0], [3.0, 4.0]].map(|number| {
+        let data = number.iter().flat_map(|part| part.to_le_bytes()).collect();
+        let complex = PlainTensor { dtype: DType::Complex64, shape: vec![1], data };
+        file(&parent.path().join(number[0].to_string()), vec![("c", PlainValue::Tensor(complex))])
+    });
+    let average = Average::new(vec![&*first, &*second], &[]).unwrap();
+    assert_eq!(floats(&average, "c"), [2.0, 1.0]);
+    assert_eq!(average.taken_from_first().count(), 0);
+}
+
+#[test]
+fn opaque_weights_are_not_mixed_with_averages() {
+    let quantized = opened(&crate::foreign::fixture("opaque_tensors/int8"));
+    let text = with_causes(&Average::new(vec![&*quantized, &*quantized], &[]).unwrap_err());
+    assert!(text.contains("torchao.quantization.Int8Tensor"), "{text}");
+    assert!(Average::new(vec![&*quantized], &[]).is_ok());
+}
+
+#[test]
 fn a_sound_adapter_of_another_kind_is_not_called_damaged() {
     let parent = tempfile::tempdir().unwrap();
     for kind in ["IA3", "LOHA", "PROMPT_TUNING", "ADALORA"] {

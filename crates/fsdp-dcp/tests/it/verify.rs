@@ -6,12 +6,12 @@ use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::diff::{Difference, Tolerance, diff};
-use fsdp_dcp::internals::encode_value;
-use fsdp_dcp::metadata::StorageInfo;
+use fsdp_dcp::internals::{TensorItem, encode_value};
+use fsdp_dcp::metadata::{BytesEntry, Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::Durable;
 use fsdp_dcp::verify::{Level, Report, add_integrity, unknown_files, verify};
-use fsdp_layout::{DType, PlainTensor, PlainValue};
+use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 
 use crate::fixtures::{check_against_truth, dcp_fixtures};
 use crate::sample::sample;
@@ -270,6 +270,49 @@ fn copies_that_differ_are_found_at_the_deepest_level() {
     let problem = report.problems.iter().find(|problem| problem.error.contains("differs from the first")).unwrap();
     assert_eq!(problem.fqn.as_ref(), Some(&tensor.fqn));
     assert_eq!(problem.file.as_ref(), Some(&tensor.stored.relative_path));
+    // A conversion could keep only one of them.
+    let (source, to) = (open(&path, OpenOptions::default()).unwrap(), parent.path().join("to"));
+    for target in [OutputFormat::Torch, OutputFormat::Dcp { ranks: 2 }] {
+        let refused = convert(&*source, &to, target, ConvertOptions::default());
+        assert!(matches!(refused, Err(FileError::Differing { fqn, .. }) if fqn == tensor.fqn));
+        assert!(!to.exists());
+    }
+}
+
+#[test]
+fn what_is_a_tensor_on_one_rank_and_a_value_on_another_is_found() {
+    let parent = tempfile::tempdir().unwrap();
+    let plain = TensorItem::new(DType::U8, &[1]).unwrap();
+    let items = [[plain.head(0), vec![0], plain.tail(0)].concat(), encode_value(&PlainValue::Int(0)).unwrap()];
+    let entry = |rank: usize| {
+        let stored = Some(StorageInfo {
+            relative_path: format!("__{rank}_0.distcp"),
+            offset: 0,
+            length: items[rank].len() as u64,
+            transforms: Vec::new(),
+        });
+        if rank == 1 {
+            return Entry::Bytes(BytesEntry { stored });
+        }
+        let chunks = vec![Chunk { bounds: TensorBox::whole(&[1]), stored }];
+        Entry::Tensor(TensorEntry { properties: TensorProperties::of(DType::U8), shape: vec![1], chunks })
+    };
+    for (name, ranks) in [("tensor-first", [0, 1]), ("value-first", [1, 0])] {
+        let path = parent.path().join(name);
+        std::fs::create_dir(&path).unwrap();
+        for (number, rank) in ranks.into_iter().enumerate() {
+            let mut metadata = Metadata::default();
+            metadata.entries.insert("x".to_owned(), entry(rank));
+            std::fs::write(path.join(format!("__{number}.metadata")), encode(&metadata)).unwrap();
+            std::fs::write(path.join(format!("__{rank}_0.distcp")), &items[rank]).unwrap();
+        }
+        let report = verified(&path, Level::Deep);
+        assert_eq!(report.problems.len(), 1, "{name}: {:?}", report.problems);
+        assert_eq!(report.problems[0].fqn.as_deref(), Some("x"));
+        let source = open(&path, OpenOptions::default()).unwrap();
+        let to = parent.path().join("to");
+        assert!(convert(&*source, &to, OutputFormat::Torch, ConvertOptions::default()).is_err(), "{name}");
+    }
 }
 
 /// The same key in two files of a directory without an index.

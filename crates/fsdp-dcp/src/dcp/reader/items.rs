@@ -204,14 +204,19 @@ impl CheckpointReader {
 
     /// Reads how a tensor is quantized from the item of its first chunk.
     pub(crate) fn read_quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
-        let chunks = self.metadata.tensor(fqn).into_iter().flat_map(|tensor| &tensor.chunks);
-        let mut stored = chunks.filter(|chunk| !chunk.bounds.is_empty()).filter_map(|chunk| chunk.stored.as_ref());
-        let Some(stored) = stored.next().filter(|stored| stored.transforms.is_empty()) else { return Ok(None) };
-        self.quantizer_in(stored).map_err(|error| self.item_error(fqn, stored, error))
+        let Some(tensor) = self.metadata.tensor(fqn) else { return Ok(None) };
+        let mut stored = tensor.chunks.iter().filter_map(|chunk| Some((&chunk.bounds, chunk.stored.as_ref()?)));
+        let Some((bounds, stored)) = stored.next() else { return Ok(None) };
+        let length = byte_length(bounds, tensor.properties.dtype).unwrap_or(0) as u64;
+        self.quantizer_in(stored, length).map_err(|error| self.item_error(fqn, stored, error))
     }
 
-    /// Reads how the tensor in one item is quantized; `None` if it is not.
-    fn quantizer_in(&self, stored: &StorageInfo) -> Result<Option<PlainValue>, ReadError> {
+    /// Reads how the tensor of `length` bytes in one item is quantized; `None` if it is not.
+    fn quantizer_in(&self, stored: &StorageInfo, length: u64) -> Result<Option<PlainValue>, ReadError> {
+        if !stored.transforms.is_empty() {
+            let item = self.item_bytes(stored, length.saturating_add(ITEM_OVERHEAD))?;
+            return Ok(quantizer_of(&Directory::read(&item)?, &item)?);
+        }
         let file = self.directory.file(&stored.relative_path)?;
         let item = Window::new(&*file, stored.offset, stored.length)?;
         // torch's SAFETENSORS format has no archives, nor quantized tensors.

@@ -23,6 +23,7 @@ use crate::torch::value::decode_value_within;
 use self::error::ReadError;
 use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
 use crate::formats::read::{Destination, OpenOptions, ReadDone, ReadOptions};
+use crate::formats::replicas::check_replicas;
 use crate::metadata::Replica;
 use crate::payload::slot::Slot;
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions};
@@ -217,6 +218,10 @@ impl Checkpoint for CheckpointReader {
 
     fn check_stored(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
         self.check_items(keys)
+    }
+
+    fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        check_replicas(self, keys)
     }
 
     fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
