@@ -154,6 +154,7 @@ pub(crate) fn fill(
     let mut target = target.of_checkpoint(in_place);
     let mut source = CheckpointSource::by_flat_key(checkpoint);
     let report = load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;
+    // Put the loaded values back where their keys stand in the nested state dict.
     for (key, value) in target.into_loaded() {
         if let Some(slot) = paths.get(&key.flat_key()).and_then(|path| get_element_mut(state, path)) {
             *slot = value;

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 use super::descendants::Processes;
-use super::exits::{Exit, ranges};
+use super::exits::{Exit, ranks_text};
 use super::guard::Guard;
 use super::signals::{Event, Events};
 use crate::output;
@@ -199,7 +199,7 @@ impl<'e> RunningProcesses<'e> {
 
     /// Moves to the next stage, because the time of this one is over.
     fn next_stage(&mut self) {
-        let still_running = ranges(self.running.keys().copied().collect());
+        let still_running = ranks_text(self.running.keys().copied().collect());
         let are = if self.running.len() == 1 { "is" } else { "are" };
         match self.stage {
             Stage::Settling(_) => {

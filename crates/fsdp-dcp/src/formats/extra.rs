@@ -32,7 +32,7 @@ impl ExtraFiles {
         self.foreign.as_deref()
     }
 
-    /// Lists them. A checkpoint that is one file has none.
+    /// Lists the files beside a checkpoint's own. A checkpoint that is one file has none.
     pub fn of(checkpoint: &dyn Checkpoint) -> Result<Self, FileError> {
         let directory = checkpoint.directory();
         let is_own: &dyn Fn(&str) -> bool = match checkpoint.format() {
@@ -54,6 +54,7 @@ impl ExtraFiles {
                 continue;
             }
             let is_file = match directory.has(&name) {
+                // A directory, or a link that leads out of the checkpoint.
                 Err(FileError::Path { .. }) => false,
                 is_file => is_file?,
             };
