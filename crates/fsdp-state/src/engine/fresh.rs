@@ -25,7 +25,9 @@ pub struct DictTarget<'a> {
     /// `true` if ranks may have different whole tensors under one name.
     has_own_tensors: bool,
     schema: Schema,
+    /// The template's values, by their positions in the schema.
     values: Vec<&'a StateValue>,
+    /// The device of the new tensors; `None` for that of each tensor of the template.
     device: Option<Device>,
     loaded: IndexMap<KeyPath, StateValue>,
 }
@@ -81,7 +83,7 @@ impl<'a> DictTarget<'a> {
         self.device.clone().unwrap_or_else(|| device_of(self.values[position]))
     }
 
-    /// Returns `true` if a value is small enough to be taken from the source by value, before any memory is lent.
+    /// Returns `true` if a value is so small that the plan takes a copy of it, before any memory is lent.
     fn goes_by_value(&self, saved: &Leaf, current: &Leaf) -> bool {
         let are_tensors = saved.tensor().is_some() && current.tensor().is_some();
         saved.is_scalar() && current.is_scalar() && !(are_tensors && self.is_of_checkpoint)
@@ -111,6 +113,8 @@ impl Target for DictTarget<'_> {
     ) -> Result<Plan, E> {
         let mut plan = Plan { refuses_unexpected: !self.is_of_checkpoint, ..Plan::default() };
         plan.common.arguments = if options.strict { "strict" } else { "not strict" }.to_owned();
+        // Step 1: compare what the source has with the template, name by name. Small values are copied, and memory is
+        // wanted for all others.
         let mut by_value: Vec<(usize, usize)> = Vec::new();
         for leaves in source.compare(&self.schema) {
             match leaves {
@@ -129,6 +133,7 @@ impl Target for DictTarget<'_> {
                 }
             }
         }
+        // Step 2: take the small values.
         let (sources, targets): (Vec<usize>, Vec<usize>) = by_value.into_iter().unzip();
         let values = small(&sources)?;
         for (from, to) in sources.iter().zip(targets) {
@@ -139,6 +144,7 @@ impl Target for DictTarget<'_> {
         if self.is_in_place {
             self.check_fillable(&plan.wanted)?;
         }
+        // Values that move between ranks need targets that agree. From a checkpoint each rank may load what it likes.
         if !self.is_of_checkpoint {
             plan.common.target = self.schema.clone();
         }
