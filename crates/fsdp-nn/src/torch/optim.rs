@@ -143,14 +143,14 @@ fn streamed(
             [PathPart::Key(fqn), entry @ ..] => sink(fqn, &KeyPath(entry.to_vec()).flat_key(), value),
             [PathPart::Index(_), ..] | [] => Ok(()),
         })?;
-        return Ok((rest(local, &keep, group)?, order));
+        return Ok((user_state_and_groups(local, &keep, group)?, order));
     }
-    // Boxes need no gather, so that only an agreement tells the other ranks of an error.
+    // Boxes are not gathered. So without this agreement the other ranks would not learn of an error.
     let offered = joined.iter().try_for_each(|(fqn, entries)| {
         let mut entries = entries.as_dict().into_iter().flatten();
         entries.try_for_each(|(name, value)| sink(fqn, name, value.copy()?.to_device(keep.device.as_ref())?))
     });
-    let rest = offered.and_then(|()| rest(local, &keep, group));
+    let rest = offered.and_then(|()| user_state_and_groups(local, &keep, group));
     Ok((NnError::agree(group, OPERATION, None, rest)?, order))
 }
 
@@ -159,25 +159,28 @@ fn check_owner(parameters: &ShardedParameters, optimizer: &Optimizer) -> Result<
     if optimizer.belongs_to(parameters) { Ok(()) } else { Err(NnError::ForeignOptimizer) }
 }
 
-/// Returns user state and groups, on the ranks that keep them.
-fn rest(local: LocalStates, keep: &GatherOptions, group: &ProcessGroup) -> Result<StateDict> {
-    let mut rest = StateDict::new();
+/// Returns a dict with the state under keys that are no parameter's, and with the groups. It is empty on ranks that
+/// keep nothing.
+fn user_state_and_groups(local: LocalStates, keep: &GatherOptions, group: &ProcessGroup) -> Result<StateDict> {
+    let mut dict = StateDict::new();
     if !keep.keep_on.contains(group.rank()) {
-        return Ok(rest);
+        return Ok(dict);
     }
-    rest.insert("state", local.user_state.copy()?);
+    dict.insert("state", local.user_state.copy()?);
     if let Some(groups) = local.groups {
-        rest.insert("param_groups", group_dicts(groups));
+        dict.insert("param_groups", group_dicts(groups));
     }
-    Ok(rest)
+    Ok(dict)
 }
 
 /// Returns the states of a FlatParameter's parameters, in their order, from its local state (`{entry: value}`, as in
-/// [`Optimizer::state_dict`]): torch's `_unflatten_optim_state`. Whole tensors or boxes, and on the ranks, that the
-/// settings say; elsewhere empty dicts. Collectives: as [`optim_state_dict`], and one agreement.
+/// [`Optimizer::state_dict`]): torch's `_unflatten_optim_state`. The model's settings decide whether values are whole
+/// tensors or boxes, and which ranks get them; the other ranks get empty dicts.
+///
+/// Collectives: those of [`optim_state_dict`], and one agreement.
 ///
 /// # Errors
-/// As [`optim_state_dict`]; [`NnError::NotAFlatParameter`], as every rank's error.
+/// The errors of [`optim_state_dict`], and [`NnError::NotAFlatParameter`], the same on every rank.
 pub fn unflatten_optim_state(
     flat_state: &StateDict,
     parameters: &ShardedParameters,
@@ -207,9 +210,9 @@ pub struct OptimLoadOptions {
     pub is_named_optimizer: bool,
     /// `true` if the state is put into the optimizer as well.
     pub load_directly: bool,
-    /// `true` if a trained parameter may lack state that others of its unit have, and begin afresh. An error by
-    /// default: torch skips such a parameter in silence. (Never an error: a whole unit without state, which was not
-    /// used, and state that begins with the first gradient, such as momentum.)
+    /// `true` if a trained parameter may lack state that others of its unit have, and begin afresh. By default that is
+    /// an error, where torch skips the parameter in silence. Two things are never an error: a whole unit without
+    /// state, which was not used, and missing state that begins with the first gradient, such as momentum.
     pub allow_missing_state: bool,
 }
 
@@ -260,10 +263,10 @@ pub fn optim_state_dict_to_load(
 
 /// Returns the same as [`optim_state_dict_to_load`], with the optimizer's own names (`<unit>._flat_param` without
 /// `use_orig_params`) as keys and nothing loaded: torch's `_flatten_optim_state_dict`. With `rank0_only`, only rank 0's
-/// `state` counts.
+/// `state` counts. Collectives: those of [`optim_state_dict_to_load`].
 ///
 /// # Errors
-/// As [`optim_state_dict_to_load`].
+/// The errors of [`optim_state_dict_to_load`].
 pub fn flatten_optim_state_dict(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
@@ -275,10 +278,10 @@ pub fn flatten_optim_state_dict(
 }
 
 /// Returns the local state, by ids, from a full one that every rank has: torch's `shard_full_optim_state_dict`. No
-/// tensor moves. For the rest see [`optim_state_dict_to_load`].
+/// tensor moves. Collectives: those of [`optim_state_dict_to_load`], which also says how to use the result.
 ///
 /// # Errors
-/// As [`optim_state_dict_to_load`].
+/// The errors of [`optim_state_dict_to_load`].
 pub fn shard_full_optim_state_dict(
     full: &StateDict,
     parameters: &ShardedParameters,
@@ -288,8 +291,8 @@ pub fn shard_full_optim_state_dict(
 }
 
 /// Returns this rank's local optimizer state dict, keyed by parameter ids, from a full one that only rank 0 passes:
-/// torch's `scatter_full_optim_state_dict`. `full` is ignored on other ranks. See [`optim_state_dict_to_load`] for how
-/// to use the result.
+/// torch's `scatter_full_optim_state_dict`. `full` is ignored on other ranks. Collectives: those of
+/// [`optim_state_dict_to_load`] with `rank0_only`; it also says how to use the result.
 ///
 /// # Errors
 /// The errors of [`optim_state_dict_to_load`]; `None` on rank 0.
@@ -301,12 +304,13 @@ pub fn scatter_full_optim_state_dict(
     Ok(to_local(full, parameters, optimizer, true, &OptimLoadOptions::default())?.1)
 }
 
-/// Returns the local state, by ids, from one that is sharded in any boxes: torch's `flatten_sharded_optim_state_dict`. Either
-/// function takes both.
+/// Returns the local state, by ids, from one that is sharded in any boxes: torch's `flatten_sharded_optim_state_dict`.
+/// It is the same function as [`shard_full_optim_state_dict`], because that takes values of both kinds.
 pub use self::shard_full_optim_state_dict as flatten_sharded_optim_state_dict;
 
-/// Loads state by the model's names into an optimizer of its own. Returns that optimizer and its local state dict, whose
-/// tensors are views. All functions that make local state call this; [`OptimLoadOptions::load_directly`] is theirs.
+/// Loads state by the model's names into a new optimizer like `optimizer`, which is not changed. Returns the new one,
+/// and its local state dict, whose tensors are views of it. All functions that make local state call this.
+/// [`OptimLoadOptions::load_directly`] is not used here.
 fn to_local(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
