@@ -149,6 +149,7 @@ struct Reading<'a> {
 }
 
 impl<'a> Reading<'a> {
+    /// Begins reading. Digests of what is read are computed if the checkpoint has digests to compare them with.
     fn new(source: &'a CheckpointSource<'_>, options: ReadOptions) -> Self {
         let comparison = Comparison::with(source.checkpoint);
         Reading { source, options: ReadOptions { digest: comparison.is_some(), ..options }, comparison }

@@ -63,6 +63,7 @@ fn first_difference(group: &ProcessGroup, lines: &[String]) -> Result<NnError> {
     Ok(NnError::DifferentModels { differences: differences.collect() })
 }
 
+/// Returns the subject and the verb of a sentence about ranks: `rank 3 has`.
 fn on_ranks(ranks: &[usize]) -> String {
     match ranks {
         [rank] => format!("rank {rank} has"),

@@ -136,10 +136,12 @@ impl Held {
 /// The character between the key and the box in a name. It sorts before all characters of keys.
 const SEPARATOR: char = '\0';
 
+/// Returns the name of a tensor inside the value of a key, from the key and the place in the value.
 fn name_of(key: &str, place: &str) -> String {
     format!("{key}{SEPARATOR}{place}")
 }
 
+/// Returns the key from a name that [`name_of`] has made.
 fn key_of(name: &str) -> &str {
     name.rsplit_once(SEPARATOR).map_or(name, |(key, _)| key)
 }

@@ -297,6 +297,7 @@ impl<'e> RunningProcesses<'e> {
         Ok(())
     }
 
+    /// Sends a signal to the process group of each rank.
     fn signal(&self, signal: Signal) {
         for child in self.running.values() {
             kill_process_group(Pid::from_child(child), signal).ok();

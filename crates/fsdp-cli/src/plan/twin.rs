@@ -69,6 +69,7 @@ pub(super) struct Planned {
 }
 
 impl LeastMost {
+    /// Returns the least and the most of some values.
     fn of(values: impl Iterator<Item = u64>) -> Self {
         values.fold(LeastMost { least: u64::MAX, most: 0 }, |so_far, value| LeastMost {
             least: so_far.least.min(value),

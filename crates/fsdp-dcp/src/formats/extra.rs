@@ -79,6 +79,7 @@ impl ExtraFiles {
     }
 }
 
+/// Returns `true` for the name of a file that belongs to a DCP directory, besides those that the metadata names.
 fn is_own_of_dcp(name: &str) -> bool {
     name.starts_with(METADATA_FILE) || name.starts_with(INTEGRITY_FILE) || name.ends_with(METADATA_FILE)
 }
@@ -88,10 +89,12 @@ pub(crate) fn is_data_of_dcp(name: &str) -> bool {
     name.ends_with(".distcp") || name.starts_with(INTEGRITY_FILE)
 }
 
+/// Returns `true` for the name of a file that belongs to a safetensors directory, besides the tensors.
 fn is_own_of_safetensors(name: &str) -> bool {
     name.starts_with(INTEGRITY_FILE) || name == VALUES_FILE || name.ends_with(".safetensors.index.json")
 }
 
+/// Returns `true` for the name of a file that belongs to files of `torch.save`, besides those with tensors.
 fn is_own_of_torch(name: &str) -> bool {
     name.starts_with(INTEGRITY_FILE) || name.ends_with(".bin.index.json") || name == "metadata.pkl"
 }

@@ -237,6 +237,7 @@ pub(super) fn files_of<'a>(pieces: impl IntoIterator<Item = Piece<'a>>, max_file
     files
 }
 
+/// Returns the report of a conversion whose values are in a file beside the tensors.
 fn with_aside(source: &dyn Checkpoint, file: Option<String>) -> Converted {
     let aside = source.metadata().values().map(|(fqn, _)| fqn.to_owned()).collect();
     Converted { aside, aside_file: file, ..summary(source) }

@@ -142,6 +142,7 @@ impl LocalParam {
         Ok(Some(entries))
     }
 
+    /// Returns the part of a parameter that this rank holds; an empty one if it holds none.
     pub(crate) fn segment(&self, param: usize) -> Segment {
         let found = self.segments.iter().copied().find(|segment| segment.param == param);
         found.unwrap_or(Segment { param, start: 0, len: 0 })

@@ -64,6 +64,7 @@ impl LocalStage {
         })
     }
 
+    /// Returns the staging directory of this name beside a target, without a lock.
     fn at(durable: &Durable, target: &Path, name: String, overwrite: bool) -> Result<Self, FileError> {
         let (parent, prefix) = staging_prefix(target)?;
         let directory = parent.join(format!("{prefix}{name}"));
