@@ -80,7 +80,7 @@ pub fn load(
 ///
 /// CPU tensors are filled directly from the files. Tensors on a GPU, and tensors of another dtype than the saved one,
 /// are read into other memory first. If several names share one tensor, the first name is read. During the load,
-/// reading one of the tensors elsewhere fails as for a released tensor. Collectives: as [`load`].
+/// reading one of the tensors elsewhere fails as for a released tensor. Collectives: those of [`load`].
 ///
 /// # Errors
 /// The same on every rank. Keys, shapes, dtypes and boxes that do not fit, tensors that are released or not contiguous,

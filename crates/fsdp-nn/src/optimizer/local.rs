@@ -181,8 +181,8 @@ impl LocalParam {
     }
 }
 
-/// The state that the algorithm's schema describes, in fresh memory; entries that begin as the first gradient are
-/// left out.
+/// Returns the state that the algorithm's schema describes, in fresh memory. Entries that begin as the first gradient
+/// are left out.
 pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result<ParamState> {
     let mut state = ParamState::default();
     for entry in algorithm.state_entries() {

@@ -32,10 +32,10 @@ use crate::{NnError, Result};
 /// hold, are left out. Scalars must agree on all ranks that have elements of the parameter; those of others are
 /// ignored.
 ///
-/// Collectives: one object all-gather and two agreements (one with `Sharded`); with `Full` in the order of names one
-/// all-gather, or with `rank0_only` one gather, for each tensor or for several of together less than half of the
-/// largest (less than 1 MiB always, at most 32 MiB). (A tensor of a shape other than the parameter's, where some rank
-/// has nothing of the parameter, is gathered.)
+/// Collectives: with `Sharded`, one object all-gather and one agreement. With `Full`, one object all-gather, two
+/// agreements, and one all-gather for each tensor, in the order of names (with `rank0_only`, a gather). Small tensors
+/// share a call, up to half the size of the largest tensor (but at least 1 MiB, and at most 32 MiB). A tensor whose
+/// shape is not that of its parameter moves only if some rank has nothing of the parameter.
 ///
 /// # Errors
 /// The same on every rank: [`OptimStateError`] for state that differs between ranks or that some ranks lack;
@@ -50,10 +50,10 @@ pub fn optim_state_dict(
 
 /// Makes the same values as [`optim_state_dict`], and hands each to `sink` (parameter, entry, value) as soon as it is
 /// there. A rank that writes a file thus needs memory for one tensor. Returns what is left: `state` with user state
-/// alone, and `param_groups`; on ranks that keep nothing an empty dict.
+/// alone, and `param_groups`; on ranks that keep nothing an empty dict. Collectives: those of [`optim_state_dict`].
 ///
 /// # Errors
-/// As [`optim_state_dict`], and those of `sink`: on every rank, once all values have passed.
+/// The same as [`optim_state_dict`], and those of `sink`: on every rank, once all values have passed.
 pub fn optim_state_dict_into(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
@@ -64,8 +64,8 @@ pub fn optim_state_dict_into(
 }
 
 /// Returns the optimizer's state by names with whole tensors on the CPU, whatever settings are in force: torch's
-/// `full_optim_state_dict`. With `rank0_only` (torch's default) the other ranks get an empty dict. For the rest see
-/// [`optim_state_dict`].
+/// `full_optim_state_dict`. With `rank0_only` (torch's default) the other ranks get an empty dict. For the rest, and
+/// for the collectives, see [`optim_state_dict`] with `Full`.
 ///
 /// # Errors
 /// As [`optim_state_dict`].
@@ -81,7 +81,7 @@ pub fn full_optim_state_dict(
 }
 
 /// Returns the optimizer's state by names in each rank's boxes, whatever settings are in force: torch's
-/// `sharded_optim_state_dict`. For the rest see [`optim_state_dict`].
+/// `sharded_optim_state_dict`. For the rest, and for the collectives, see [`optim_state_dict`] with `Sharded`.
 ///
 /// # Errors
 /// As [`optim_state_dict`].
@@ -120,7 +120,7 @@ fn collected(
     Ok(result)
 }
 
-/// Hands all values to `sink`, and returns user state and groups, and the parameters in their order.
+/// Hands all values to `sink`. Returns the user state and the groups, and the names of the parameters in their order.
 fn streamed(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
@@ -266,7 +266,7 @@ pub fn optim_state_dict_to_load(
 /// `state` counts. Collectives: those of [`optim_state_dict_to_load`].
 ///
 /// # Errors
-/// The errors of [`optim_state_dict_to_load`].
+/// The same as [`optim_state_dict_to_load`].
 pub fn flatten_optim_state_dict(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
@@ -281,7 +281,7 @@ pub fn flatten_optim_state_dict(
 /// tensor moves. Collectives: those of [`optim_state_dict_to_load`], which also says how to use the result.
 ///
 /// # Errors
-/// The errors of [`optim_state_dict_to_load`].
+/// The same as [`optim_state_dict_to_load`].
 pub fn shard_full_optim_state_dict(
     full: &StateDict,
     parameters: &ShardedParameters,
@@ -340,10 +340,11 @@ fn to_local(
 
 /// Returns the state of one FlatParameter on this rank from the states of its parameters (`{name: {entry: value}}`):
 /// torch's `_flatten_optim_state`. `fqns` are the FlatParameter's parameters in order. Values are whole tensors, or
-/// sharded ones that cover this rank's boxes. An empty dict if none of the parameters has state. No communication.
+/// sharded ones that cover this rank's boxes. Returns an empty dict if none of the parameters has state. No
+/// communication.
 ///
-/// Tensors become this rank's flat shard, right padding zero; a parameter without the tensor has zeros there, which
-/// only happens where there are no scalars: those all parameters must have, and alike.
+/// Tensors become this rank's flat shard, with zeros as right padding. A parameter that lacks a tensor has zeros in its
+/// place. Scalars must be the same for all parameters, so none may lack one.
 ///
 /// # Errors
 /// [`OptimStateError`]: differing names, types, dtypes, scalars; shapes other than the parameters'; missing entries.
@@ -362,9 +363,9 @@ fn flattened(optimizer: &Optimizer, local: usize, states: StateDict) -> Result<S
 }
 
 /// Returns the state of one of the model's parameters on this rank from its whole state (`{entry: value}`): torch's
-/// `_shard_orig_param_state`, for `use_orig_params`. Tensors become this rank's flat piece (the parameter's own shape
-/// where nothing is sharded); an empty dict where this rank has nothing of the parameter, or there is no state. Values
-/// are whole tensors, or sharded ones that cover this rank's boxes. No communication.
+/// `_shard_orig_param_state`, for `use_orig_params`. Tensors become this rank's flat piece, or keep the parameter's
+/// shape where nothing is sharded. Returns an empty dict if this rank has nothing of the parameter, or there is no
+/// state. Values are whole tensors, or sharded ones that cover this rank's boxes. No communication.
 ///
 /// # Errors
 /// [`OptimStateError`]: tensors of another shape or dtype than the parameter (torch cuts them in silence), entries that

@@ -106,7 +106,7 @@ impl Watching<'_> {
 
 impl Drop for Watching<'_> {
     fn drop(&mut self) {
-        // After a computation that went well, `end` was called. Otherwise the error of the computation is being returned.
+        // After a computation that went well, `end` was called. If not, the computation's own error is being returned.
         let _ = self.stop();
         self.units.is_watching.store(false, Ordering::Release);
     }

@@ -73,7 +73,7 @@ impl<'a> DictSource<'a> {
     }
 
     /// Opens the state dict of rank `root`, as [`Self::on_rank`], or the one that every rank passes, as
-    /// [`Self::on_every_rank`]. A rank may pass an error instead, for example of its arguments. Collective: as those
+    /// [`Self::on_every_rank`]. A rank may pass an error instead, for example of its arguments. Collective: those of those
     /// two, and after an error the agreement of [`load_state`](super::load_state), in which the other ranks wait.
     ///
     /// # Errors
@@ -297,7 +297,7 @@ impl Source for DictSource<'_> {
     }
 }
 
-/// Returns the values that a rank has which is not the root.
+/// Returns the values of a rank that is not the root. It has only the small ones, which came with the schema.
 fn small_values(schema: &Schema, small: Vec<Option<PlainValue>>) -> Result<Values<'static>, StateError> {
     let mut values = Vec::with_capacity(small.len());
     for ((_, leaf), small) in schema.iter().zip(small) {
