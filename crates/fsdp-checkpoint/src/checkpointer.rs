@@ -188,9 +188,9 @@ impl Checkpointer {
         }
     }
 
-    /// Saves the state of a run as a DCP checkpoint, which `torch.distributed.checkpoint.load` opens. When it returns, the
-    /// checkpoint is durable, and old ones of the run are being removed. A save in the background is waited for first.
-    /// Collectives: those of [`save`](crate::save()).
+    /// Saves the state of a run as a DCP checkpoint, which `torch.distributed.checkpoint.load` opens. When it returns,
+    /// the checkpoint is durable, and old ones of the run are being removed. A save in the background is waited for
+    /// first. Collectives: those of [`save`](crate::save()).
     ///
     /// # Errors
     /// The same on every rank: state that cannot be saved, ranks that disagree, a checkpoint that is there already, and
@@ -211,8 +211,9 @@ impl Checkpointer {
         Ok(report)
     }
 
-    /// Starts to save the current state of a run; the rest runs in the background: torch's `async_save`. Returns how long
-    /// this rank had to wait: for the previous save, if that was still running, and for the copy. Collectives: agreements.
+    /// Starts to save the current state of a run; the rest runs in the background: torch's `async_save`. Returns how
+    /// long this rank had to wait: for the previous save, if that was still running, and for the copy. Collectives:
+    /// agreements.
     ///
     /// When it returns, the state has been copied, except what the run can keep unchanged
     /// ([`Stateful::state_to_save`]). That is copied during the next forward and backward. An optimizer step,
@@ -354,13 +355,13 @@ impl Checkpointer {
 
     /// Loads a checkpoint of any format into a run: by its step, or from a path or a URL. Every rank reads only what it
     /// needs, directly into the live tensors. The checkpoint may have been saved on any number of ranks. A save in the
-    /// background is waited for first. Collectives: one agreement, those of the run's [`Stateful::load_state_dict`], and
-    /// for a step of the memory tier an object broadcast.
+    /// background is waited for first. Collectives: one agreement, those of the run's [`Stateful::load_state_dict`],
+    /// and for a step of the memory tier an object broadcast.
     ///
     /// # Errors
     /// The same on every rank. If there is no such checkpoint, or it does not fit
-    /// ([`StateError::Incompatible`](fsdp_state::StateError::Incompatible)), or the save in the background failed, nothing
-    /// has changed. Damage inside a file, which only reading can find, is
+    /// ([`StateError::Incompatible`](fsdp_state::StateError::Incompatible)), or the save in the background failed,
+    /// nothing has changed. Damage inside a file, which only reading can find, is
     /// [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded), unless the load is
     /// [`staged`](LoadOptions::staged).
     pub fn load(
@@ -508,8 +509,8 @@ fn step_and_name(checkpoint: &StepCheckpoint) -> Option<(u64, String)> {
     Some((checkpoint.step, checkpoint.path.name().file_name()?.to_str()?.to_owned()))
 }
 
-/// Removes old checkpoints after the save of `step`; `None` if no checkpoint with a step was saved. A failure is only logged,
-/// because a run can continue with too many checkpoints.
+/// Removes old checkpoints after the save of `step`; `None` if no checkpoint with a step was saved. A failure is only
+/// logged, because a run can continue with too many checkpoints.
 fn prune_and_log(run: &Location, retention: &Retention, step: Option<u64>) {
     if let Err(error) = prune_up_to(run, retention, step.unwrap_or(u64::MAX)) {
         warn!(path = %run, %error, "failed to remove old checkpoints");

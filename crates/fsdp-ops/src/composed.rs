@@ -55,7 +55,7 @@ fn turned(a: &Tensor, b: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<(Tensor,
     Ok((first, (a.broadcast_mul(&sin)? + b.broadcast_mul(&cos)?)?))
 }
 
-/// Attention of `[batch, heads, time, width]`.
+/// Computes attention of queries, keys and values `[batch, heads, time, width]`.
 pub(crate) fn attention(query: &Tensor, key: &Tensor, value: &Tensor, causal: bool, scale: f64) -> Result<Tensor> {
     let mut scores = (query.contiguous()? * scale)?.matmul(&key.transpose(2, 3)?)?;
     if causal {

@@ -181,7 +181,7 @@ impl<'e> RunningProcesses<'e> {
         }
     }
 
-    /// Does what is due now: begins the next stage, or looks at the processes that ranks have started.
+    /// Begins the next stage if that is due now, and looks at the processes that ranks have started if that is due.
     fn time_has_come(&mut self) -> Result<()> {
         if self.running.is_empty() {
             return Ok(());

@@ -8,7 +8,7 @@ use super::error::SignError;
 use super::key::{PrivateKey, PublicKey};
 use super::statement::Statement;
 
-/// Bytes of a signature's file: a million files take about 200 MB.
+/// The most bytes of a signature's file. The signature of a million files takes about 200 MB.
 pub(super) const MAX_SIGNATURE_BYTES: u64 = 256 << 20;
 
 const MEDIA_TYPE: &str = "application/vnd.dev.sigstore.bundle.v0.3+json";

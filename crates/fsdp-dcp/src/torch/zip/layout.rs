@@ -5,11 +5,11 @@ use super::{DIRECTORY_ENTRY, END, IN_ZIP64, LOCAL_HEADER, LOCAL_HEADER_BYTES, ZI
 /// Storages start at multiples of this many bytes, from the start of the archive.
 pub(super) const STORAGE_ALIGNMENT: u64 = 64;
 
-/// Names are UTF-8.
+/// The flags of a record: its name is UTF-8.
 const FLAGS: u16 = 0x0800;
-/// 1 January 1980: the earliest that zip knows, so that equal tensors give equal bytes.
+/// The date of all records, so that equal tensors give equal bytes: 1 January 1980, the earliest that zip knows.
 const DATE: u16 = 0x21;
-/// Extra field that torch pads with.
+/// The number of the extra field that torch pads with.
 const PADDING_EXTRA: u16 = 0x4246;
 
 /// The layout of one archive: pure arithmetic of its pickle and the lengths of its storages.
