@@ -143,7 +143,7 @@ impl<'e> RunningProcesses<'e> {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
-            // Also after an event, so that many events cannot keep the next stage from coming.
+            // This is checked after events too, so that many of them cannot keep the next stage from coming.
             self.time_has_come()?;
         }
         let exits = std::mem::take(&mut self.exits);

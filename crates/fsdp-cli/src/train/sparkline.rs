@@ -37,7 +37,7 @@ impl Sparkline {
         self.means.push(mean(&self.waiting));
         self.waiting.clear();
         if self.means.len() == 2 * WIDTH {
-            // Two signs become one.
+            // There is no room for more, so join every two signs to one.
             self.means = self.means.chunks(2).map(mean).collect();
             self.stride *= 2;
         }
@@ -57,7 +57,7 @@ impl fmt::Display for Sparkline {
         let (least, most) =
             values.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(least, most), v| (least.min(*v), most.max(*v)));
         for value in values {
-            // All alike: the middle.
+            // If all values are equal, the curve is in the middle.
             let along = if most > least { (value - least) / (most - least) } else { 0.5 };
             let level = ((along * LEVELS.len() as f64) as usize).min(LEVELS.len() - 1);
             write!(f, "{}", LEVELS[level])?;

@@ -95,7 +95,7 @@ pub(super) fn read_bundle(bytes: &[u8], key: &PublicKey) -> Result<Statement, Si
     let [signature] = envelope.signatures.as_slice() else {
         return Err(SignError::NotOne { found: envelope.signatures.len() });
     };
-    // Only a better message: whoever forges a signature writes the right name.
+    // This only gives a better message, and is no protection: whoever forges a signature writes the right name.
     if let Some(signed) = named.hint.filter(|hint| hint != key.hash()) {
         return Err(SignError::OtherKey { signed, given: key.hash().to_owned() });
     }
