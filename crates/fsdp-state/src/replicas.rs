@@ -43,7 +43,7 @@ pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), Sta
     if classes(&all, WHOLE).len() == 1 && is_alike(WHOLE) && is_alike(SHARDS) {
         return Ok(());
     }
-    // By hashes of the names, each name is compared over the ranks that hold it.
+    // Each name is compared over the ranks that hold it. The ranks send hashes of the names, which are shorter.
     let digests: Vec<HashMap<u64, u64>> = group.all_gather_object(&held.short_digests())?;
     let mut found: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for (name, _) in held.parts.iter().flat_map(StateDigest::iter) {

@@ -378,7 +378,7 @@ fn check(
 /// and loads.
 fn remove_all_but(root: &Location, kept: Option<MemoryStep>) -> Result<(), CheckpointError> {
     remove_parts(root, |part| Some(part.of) != kept)?;
-    // Joined checkpoints: a resume made them, and has loaded them by now.
+    // Remove the joined checkpoints too. A resume made them, and has loaded them by now.
     for name in names_in(root, "step-")? {
         remove(&root.join(name))?;
     }

@@ -2,19 +2,19 @@
 
 use std::fmt;
 
-/// The signs of a curve, the lowest first.
+/// The characters that a curve is drawn with, the lowest first.
 const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// The most signs of a curve.
+/// The most characters of a curve.
 const WIDTH: usize = 16;
 
-/// A curve of all values so far, each sign the mean of as many of them.
+/// A curve of all values so far. Each character stands for the mean of equally many of them.
 #[derive(Debug)]
 pub(super) struct Sparkline {
     means: Vec<f64>,
-    /// The number of values of a sign.
+    /// The number of values that each of `means` is of.
     stride: usize,
-    /// The values that make up no sign yet.
+    /// The values that came after those: fewer than `stride`.
     waiting: Vec<f64>,
 }
 
@@ -37,7 +37,7 @@ impl Sparkline {
         self.means.push(mean(&self.waiting));
         self.waiting.clear();
         if self.means.len() == 2 * WIDTH {
-            // There is no room for more, so join every two signs to one.
+            // There is no room for more, so join every two means to one.
             self.means = self.means.chunks(2).map(mean).collect();
             self.stride *= 2;
         }

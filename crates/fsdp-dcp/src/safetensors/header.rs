@@ -218,8 +218,9 @@ impl Header {
         }
         object.extend(entries);
         let mut json = serde_json::to_vec(&object).map_err(malformed)?;
-        // More than the `safetensors` crate ever pads: a file that it writes again has a header of another length, which
-        // is how digests of an earlier file are told from those of this one.
+        // Pad by at least 8 spaces, which is more than the `safetensors` crate ever pads by. A file that it writes again
+        // so has a header of another length. Readers tell by that length whether digests are of this file or of an
+        // earlier one.
         json.extend([b' '; 8]);
         while !(8 + json.len()).is_multiple_of(64) {
             json.push(b' ');
