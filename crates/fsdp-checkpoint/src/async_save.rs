@@ -164,7 +164,7 @@ impl Drop for AsyncSaver {
             error!(rank = self.group.rank(), %error, "the last checkpoint was not saved");
         }
         if let Some(runtime) = self.runtime.take() {
-            // Nothing runs on it any more; a plain drop would wait, which a thread of another runtime must not.
+            // Nothing runs on it any more. A plain drop would wait, and a thread of another runtime must not do that.
             runtime.shutdown_background();
         }
     }

@@ -217,8 +217,9 @@ impl Checkpointer {
         Ok(report)
     }
 
-    /// Starts to save the current state of a run; the rest runs in the background: torch's `async_save`. Returns how long
-    /// this rank had to wait: for the previous save, if that was still running, and for the copy. Collectives: agreements.
+    /// Starts to save the current state of a run; the rest runs in the background: torch's `async_save`. Returns how
+    /// long this rank had to wait: for the previous save, if that was still running, and for the copy. Collectives:
+    /// agreements.
     ///
     /// When it returns, the state has been copied, except what the run can keep unchanged
     /// ([`Stateful::state_to_save`]). That is copied during the next forward and backward. An optimizer step,
@@ -265,8 +266,8 @@ impl Checkpointer {
     ///
     /// Every copy is checked, and a damaged one is not used. A copy that cannot be read is an error. A step that lacks
     /// parts, or has parts of which all copies are damaged, is skipped with a warning and removed. With `strict`, such
-    /// damage is an error. Collectives: agreements; object all-gathers; an all-to-all for each 8 MiB of a part that a
-    /// host lacks.
+    /// damage is an error. Collectives: those of [`Checkpointer::latest`]; agreements; object all-gathers; an
+    /// all-to-all for each 8 MiB of a part that a host lacks. There are none without a memory tier.
     ///
     /// # Errors
     /// The same on every rank: files that cannot be read or written, [`CheckpointError::DamagedMemory`].
@@ -280,7 +281,8 @@ impl Checkpointer {
 
     /// Returns the newest whole step of the memory tier if it is newer than `step`, like
     /// [`Checkpointer::latest_in_memory`]. Use it if the newest checkpoint of the run turns out to be damaged. The
-    /// `step` that rank 0 passes counts.
+    /// `step` that rank 0 passes counts. Collectives: those of [`Checkpointer::latest_in_memory`], and none without a
+    /// memory tier.
     ///
     /// # Errors
     /// The errors of [`Checkpointer::latest_in_memory`].
@@ -366,12 +368,13 @@ impl Checkpointer {
 
     /// Loads a checkpoint of any format into a run: by its step, or from a path or a URL. Every rank reads only what it
     /// needs, directly into the live tensors. The checkpoint may have been saved on any number of ranks. A save in the
-    /// background is waited for first. Collectives: agreements.
+    /// background is waited for first. Collectives: one agreement, those of the run's [`Stateful::load_state_dict`],
+    /// and for a step of the memory tier an object broadcast.
     ///
     /// # Errors
     /// The same on every rank. If there is no such checkpoint, or it does not fit
-    /// ([`StateError::Incompatible`](fsdp_state::StateError::Incompatible)), or the save in the background failed, nothing
-    /// has changed. Damage inside a file, which only reading can find, is
+    /// ([`StateError::Incompatible`](fsdp_state::StateError::Incompatible)), or the save in the background failed,
+    /// nothing has changed. Damage inside a file, which only reading can find, is
     /// [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded), unless the load is
     /// [`staged`](LoadOptions::staged).
     pub fn load(

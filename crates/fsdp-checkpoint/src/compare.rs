@@ -132,6 +132,7 @@ pub(crate) fn check_value(checkpoint: &dyn Checkpoint, fqn: &str, value: &PlainV
     Ok(())
 }
 
+/// Returns `true` if a box is the whole tensor.
 fn is_whole(bounds: &TensorBox, tensor: &TensorEntry) -> bool {
     bounds.sizes == tensor.shape
 }

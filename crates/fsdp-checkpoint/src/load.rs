@@ -80,7 +80,7 @@ pub fn load(
 ///
 /// CPU tensors are filled directly from the files. Tensors on a GPU, and tensors of another dtype than the saved one,
 /// are read into other memory first. If several names share one tensor, the first name is read. During the load,
-/// reading one of the tensors elsewhere fails as for a released tensor. Collectives: as [`load`].
+/// reading one of the tensors elsewhere fails as for a released tensor. Collectives: those of [`load`].
 ///
 /// # Errors
 /// The same on every rank. Keys, shapes, dtypes and boxes that do not fit, tensors that are released or not contiguous,
@@ -154,6 +154,7 @@ pub(crate) fn fill(
     let mut target = target.of_checkpoint(in_place);
     let mut source = CheckpointSource::by_flat_key(checkpoint);
     let report = load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;
+    // Put the loaded values back where their keys stand in the nested state dict.
     for (key, value) in target.into_loaded() {
         if let Some(slot) = paths.get(&key.flat_key()).and_then(|path| get_element_mut(state, path)) {
             *slot = value;

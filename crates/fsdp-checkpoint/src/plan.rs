@@ -151,14 +151,17 @@ fn check_values(group: &ProcessGroup, reported: &[(u64, Vec<(String, u64)>)]) ->
 /// Plans a save with all ranks. Collective: two object all-gathers, a gather for each round of pieces, one agreement
 /// and one object scatter.
 fn plan_anew(group: &ProcessGroup, local: &LocalPlan, key: PlanKey) -> Result<CachedPlan, CheckpointError> {
-    // 1. All ranks learn which of them have the same schema (usually all) and which hold the same, so that each is sent once.
+    // Step 1: all ranks learn which of them have the same schema (usually all) and which hold the same, so that each is
+    // sent once.
     let hashes = group.all_gather_object(&PlanHashes { layout: key.layout, schema: local.schema_hash() })?;
-    // 2. The planner gets each schema once, and the boxes of each rank; those of replicas, which hold the same, once.
+    // Step 2: the planner gets each schema once, and the boxes of each rank; those of replicas, which hold the same,
+    // once.
     let pieces = gather_in_rounds(group, pieces(local, &hashes, group.rank()), wire_bytes, PLANNER)?;
-    // 3. The planner makes the plan. If it fails, all ranks get its error.
+    // Step 3: the planner makes the plan. If it fails, all ranks get its error.
     let planned = pieces.map(|pieces| plan_pieces(&hashes, pieces, key.deduplicate)).transpose();
     let planned = group.agree("save: plan", planned.map_err(FileError::from))?;
-    // 4. Each rank gets its own part of the plan. Only the planner keeps the metadata, which it writes when it commits.
+    // Step 4: each rank gets its own part of the plan. Only the planner keeps the metadata, which it writes when it
+    // commits.
     let (mut parts, mut metadata) = (None, None);
     if let Some(GlobalPlan { metadata: made, selections, .. }) = planned {
         let total_bytes = tensor_bytes(&made);
@@ -167,7 +170,8 @@ fn plan_anew(group: &ProcessGroup, local: &LocalPlan, key: PlanKey) -> Result<Ca
         metadata = Some(made);
     }
     let RankPlan { selection, total_bytes } = group.scatter_object(parts.as_deref(), PLANNER)?;
-    // 5. Every rank computes the same hash from all layouts. It tells the next save whether all still have this plan.
+    // Step 5: every rank computes the same hash from all layouts. It tells the next save whether all still have this
+    // plan.
     let mut hasher = DefaultHasher::new();
     hashes.iter().for_each(|rank| rank.layout.hash(&mut hasher));
     let shared = hasher.finish().max(NOTHING + 1);
@@ -194,7 +198,8 @@ fn wire_bytes(piece: &PlanPiece) -> u64 {
     }
 }
 
-/// Makes the global plan from the pieces of all ranks.
+/// Makes the global plan from the pieces of all ranks. Of ranks with the same schema, or the same layout, only the first
+/// has sent it; equal hashes tell which ranks those are.
 fn plan_pieces(
     hashes: &[PlanHashes],
     pieces: Vec<Vec<PlanPiece>>,

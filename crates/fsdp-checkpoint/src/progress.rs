@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes of tensors that this rank has written, and will have. Clones look at the same save.
+/// The bytes of tensors that this rank has written in a save, and those that it has to write. Clones look at the same
+/// save.
 #[derive(Debug, Clone, Default)]
 pub struct SaveProgress(Arc<Counters>);
 
@@ -14,13 +15,13 @@ struct Counters {
 }
 
 impl SaveProgress {
-    /// Bytes written so far.
+    /// Returns the number of bytes written so far.
     #[must_use]
     pub fn written(&self) -> u64 {
         self.0.written.load(Ordering::Relaxed)
     }
 
-    /// Bytes that this rank writes in this save; 0 until that is planned.
+    /// Returns the number of bytes that this rank writes in the save; 0 until that is planned.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.0.total.load(Ordering::Relaxed)

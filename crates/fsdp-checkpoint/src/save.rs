@@ -172,17 +172,17 @@ impl Saver {
         let threads = options.threads(path, group);
         let write_options = WriteOptions { threads: Some(threads), ..options.write };
 
-        // 1. Plan which rank writes what, or take the plan of the last save if no rank's layout has changed.
+        // Step 1: plan which rank writes what, or take the plan of the last save if no rank's layout has changed.
         let Saver { plans, last } = self;
         let Planned { plan, source, cached, is_planned } = plan_save(plans, state, group, options)?;
         options.progress.expect(cached.rank_bytes);
-        // 2. The planner prepares the staging directory, and the others join it.
+        // Step 2: the planner prepares the staging directory, and the others join it.
         let staging = cached.metadata.as_ref().map(|_| prepare(path, options)).transpose();
         let staging = group.agree("save: prepare", staging.map_err(WithCauses))?;
         let name =
             group.broadcast_object(staging.as_ref().map(|staging| staging.name().to_owned()).as_ref(), PLANNER)?;
-        // 3. Every rank writes its own file. In an incremental save, items that have not changed since the last save
-        //    with the same plan (or since the checkpoint that the run was resumed from) are linked.
+        // Step 3: every rank writes its own file. In an incremental save, items that have not changed since the last
+        // save with the same plan (or since the checkpoint that the run was resumed from) are linked.
         let last = match last.take() {
             Some(last) => Some(last).filter(|_| options.incremental && is_planned),
             None => from_parent(group, &plan, cached, &source, options, threads)?,
@@ -200,7 +200,7 @@ impl Saver {
         let this_save = options.incremental.then(|| LastSave { path: path.clone(), written: written.clone() });
         let all_written = gather_in_rounds(group, vec![written], RankWritten::wire_bytes, PLANNER)?;
 
-        // 4. The planner records the places of all items in the metadata, and commits.
+        // Step 4: the planner records the places of all items in the metadata, and commits.
         let committed = match (staging, &cached.metadata, all_written) {
             (Some(staging), Some(metadata), Some(written)) => {
                 let _span = info_span!("commit", rank = group.rank()).entered();
@@ -304,7 +304,7 @@ pub(crate) fn save_part(
 ) -> Result<u64, CheckpointError> {
     let GlobalPlan { metadata, selections, .. } = plan_part(plan).map_err(fsdp_dcp::FileError::from)?;
     let staging = durable.prepare(path, false)?;
-    // No digests: they are of whole tensors, and this rank has only parts of some.
+    // Digests are not computed: they are of whole tensors, and this rank has only parts of some.
     let write = WriteOptions { threads: Some(threads), digests: false };
     let selection = selections.into_iter().next().unwrap_or_default();
     let written = write_rank(&staging, rank, plan, &selection, source, &write)?;

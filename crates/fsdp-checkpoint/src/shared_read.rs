@@ -91,7 +91,7 @@ impl JoinedBoxes {
         self.shares_of_pieces(PIECE, replicas)
     }
 
-    /// Does what [`Self::shares`] does, with pieces of `piece` bytes.
+    /// Returns the shares as [`Self::shares`] does, with pieces of `piece` bytes.
     fn shares_of_pieces(&self, piece: usize, replicas: usize) -> Vec<Vec<Range<usize>>> {
         let mut all = Vec::new();
         for start in (0..self.bytes).step_by(piece) {

@@ -142,6 +142,7 @@ struct Reading<'a> {
 }
 
 impl<'a> Reading<'a> {
+    /// Begins reading. Digests of what is read are computed if the checkpoint has digests to compare them with.
     fn new(source: &'a CheckpointSource<'_>, options: ReadOptions) -> Self {
         let comparison = Comparison::with(source.checkpoint);
         Reading { source, options: ReadOptions { digest: comparison.is_some(), ..options }, comparison }
@@ -233,9 +234,9 @@ impl<'a> Reading<'a> {
         Ok(outcome)
     }
 
-    /// Fills memory like [`Self::fill`], together with the replicas of this rank: each reads a share and receives those
-    /// of the others. A rank that has failed passes no memory, and still takes part. Collective: an all-gather for each
-    /// piece.
+    /// Fills memory as [`Self::fill`] does, but together with the replicas of this rank, which all want the same: each
+    /// replica reads a share of it and receives the shares of the others. A rank that has failed passes no memory, and
+    /// still takes part. Collective: an all-gather for each piece.
     ///
     /// # Errors
     /// The outer error is that of a collective, the inner one is this rank's own.
@@ -246,6 +247,8 @@ impl<'a> Reading<'a> {
         memories: Option<&mut [Option<Memory>]>,
     ) -> Result<Result<(), CheckpointError>, CommError> {
         let joined = JoinedBoxes::new(wanted);
+        // Step 1: lend the bytes of the memory. A rank that fails here goes on without memory, because the replicas
+        // wait for it in the all-gathers.
         let memories = memories.unwrap_or_default();
         let mut outcome = Ok(());
         let mut guard = taken(memories).map_err(|error| outcome = Err(error)).ok();
@@ -256,7 +259,7 @@ impl<'a> Reading<'a> {
             }
             _ => (wanted.iter().map(|_| None).collect(), Vec::new()),
         };
-        // Shares that have no memory to go to are received into spare memory.
+        // Step 2: find a place for each box. A box that has no memory is received into spare memory.
         let mut spare: Vec<Vec<u8>> = Vec::new();
         for (wanted, buffers) in wanted.iter().zip(&of_tensors) {
             let element = wanted.dtype.size_in_bytes() as usize;
@@ -269,6 +272,7 @@ impl<'a> Reading<'a> {
             let spare: Vec<&mut [u8]> = spare.by_ref().take(wanted.boxes.len()).map(Vec::as_mut_slice).collect();
             places.extend(buffers.unwrap_or(spare));
         }
+        // Step 3: piece by piece, read this rank's share, and gather the shares of all replicas into the places.
         for shares in joined.shares(replicas.world_size()) {
             let own = &shares[replicas.rank()];
             let mut bytes = vec![0; own.len()];
@@ -288,7 +292,8 @@ impl<'a> Reading<'a> {
         }
         drop(places);
         drop(guard);
-        // The shares of tensors that share elements are in the comparison already, so they are read again without it.
+        // Step 4: read the tensors that share elements with others, whose memory could not be lent. Their shares are in
+        // the comparison with the digests already, so this time they are read without it.
         let options = ReadOptions { digest: false, ..self.options };
         let mut uncompared = Reading { source: self.source, options, comparison: None };
         Ok(outcome.and_then(|()| uncompared.fill_overlapping(overlapping, wanted, memories)))

@@ -52,6 +52,7 @@ pub(crate) struct DiffArguments {
     json: bool,
 }
 
+/// Parses the option `--tolerance`.
 fn tolerance(text: &str) -> Result<f64, String> {
     let value: f64 = text.parse().map_err(|_| "it is not a number".to_owned())?;
     if value.is_finite() && value >= 0.0 { Ok(value) } else { Err("a tolerance is finite and not negative".to_owned()) }

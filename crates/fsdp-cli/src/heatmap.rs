@@ -52,8 +52,9 @@ impl Heat {
     ) -> Result<Self, FileError> {
         let shape = &entry.shape;
         let numel: usize = shape.iter().product();
+        // `across` is the size of the last dimension, and `down` that of the first. A tensor of one dimension is one
+        // row.
         let across = shape.last().copied().unwrap_or(1).max(1);
-        // The sizes of the last and the first dimension. A tensor of one dimension is one row.
         let down = if shape.len() > 1 { shape[0].max(1) } else { 1 };
         let in_row = (numel / down).max(1);
         let (rows, columns) = (down.min(ROWS), across.min(COLUMNS));

@@ -213,7 +213,8 @@ fn prepare_training(command: &Command) {
 /// are free, and memory that is taken anew costs a page fault and zeroing for every page: a quarter of a training step of a
 /// small model. Other allocators are left as they are.
 ///
-/// It is for the start of a program, because it counts for all of its threads. A thread's heap grows by `pad` bytes at a time. With a pad of 64 MiB or more, the size of one heap, no heap is given back.
+/// Call it when a program starts, because it changes the allocator of all threads. A thread's heap grows by `pad` bytes
+/// at a time. With a pad of 64 MiB or more, the size of one heap, no heap is given back.
 #[cfg(feature = "train")]
 #[cfg_attr(
     all(target_os = "linux", target_env = "gnu"),
@@ -254,6 +255,7 @@ impl Command {
     }
 }
 
+/// Runs a command of the command line.
 fn execute(command: Command) -> anyhow::Result<()> {
     match command {
         #[cfg(feature = "train")]

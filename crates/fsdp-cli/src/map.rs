@@ -36,6 +36,7 @@ pub(crate) struct MapArguments {
     set: Vec<(String, usize)>,
 }
 
+/// Parses a setting of a map, such as `heads=8`.
 fn setting(text: &str) -> Result<(String, usize), String> {
     let (name, number) = text.split_once('=').ok_or("a setting is NAME=N")?;
     Ok((name.to_owned(), number.parse().map_err(|_| format!("`{number}` is no number"))?))

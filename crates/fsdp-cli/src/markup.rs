@@ -19,7 +19,8 @@ svg .one{stroke:var(--one);fill:none;stroke-width:1.5}svg .band{fill:var(--one);
 svg .paper{fill:var(--paper)}svg .none{fill:none;stroke:var(--line)}svg .several{fill:var(--soft)}
 ";
 
-/// Returns text for HTML or SVG, also inside of quotes. What is invisible or would turn text round is shown instead.
+/// Escapes text for HTML or SVG, also inside of quotes. Characters that are invisible or change the direction of text
+/// are shown as codes.
 pub(crate) fn escape(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for c in escaped(text).chars() {

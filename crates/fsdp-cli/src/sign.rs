@@ -156,7 +156,8 @@ fn below(checkpoint: &Location, signature: &Location) -> Option<String> {
     let (Some(directory), Some(file)) = (checkpoint.local(), signature.local()) else {
         return Some(signature.name().strip_prefix(checkpoint.name()).ok()?.to_str()?.to_owned());
     };
-    // By their real places: one may be named relatively, or through a link. The signature itself may not be there yet.
+    // Compare the real paths, because one may be given relatively, or through a link. The signature itself may not be
+    // there yet.
     let parent = file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let parent = parent.canonicalize().ok()?;
     let below = parent.strip_prefix(directory.canonicalize().ok()?).ok()?.join(file.file_name()?);

@@ -15,8 +15,8 @@ use signal_hook::{flag, low_level};
 
 use super::capture;
 
-/// The time after the first signal in which further ones are the same request. Schedulers signal every process of a job,
-/// and a launcher passes its own signal on, so one request may arrive several times.
+/// The time after the first signal in which further ones are the same request. Schedulers signal every process of a
+/// job, and a launcher passes its own signal on, so one request may arrive several times.
 const SAME_REQUEST: Duration = Duration::from_secs(1);
 
 /// The signals by which terminals, schedulers and clusters ask a program to end.
@@ -49,9 +49,9 @@ impl StopRequest {
         StopRequest { signal: capture::stop().unwrap_or_default(), is_listening, is_watching }
     }
 
-    /// From now on, notes the first signal instead of ending the process. A second signal, more than a second later, ends the
-    /// process at once. SIGUSR1 and SIGUSR2 count too, since schedulers can be told to send them.
-    /// Calling this again has no effect.
+    /// Makes the first signal from now on a request to stop, which is noted, instead of the end of the process. A
+    /// second signal, more than a second later, ends the process at once. SIGUSR1 and SIGUSR2 count too, since
+    /// schedulers can be told to send them. Calling this again has no effect.
     ///
     /// # Errors
     /// The system does not allow it.
@@ -60,8 +60,8 @@ impl StopRequest {
         self.listen()
     }
 
-    /// Lets each signal end the process, until [`watch`](StopRequest::watch). That is what signals do by default, except to the
-    /// first process of a container: the system ignores them on its behalf.
+    /// Lets each signal end the process, until [`watch`](StopRequest::watch). That is what signals do by default,
+    /// except to the first process of a container: the system ignores them on its behalf.
     ///
     /// # Errors
     /// The system does not allow it.
@@ -73,7 +73,8 @@ impl StopRequest {
         let signals = not_ignored(&[&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat());
         let mut signals = Signals::new(signals).context("failed to listen for signals")?;
         let (first, is_watching) = (Arc::clone(&self.signal), Arc::clone(&self.is_watching));
-        // One thread sees all signals, one after the other. Handlers on two threads could both take theirs for the first.
+        // One thread sees all signals, one after the other. Handlers on two threads could both take theirs for the
+        // first.
         let listen = move || {
             let mut first_came: Option<Instant> = None;
             for signal in signals.forever() {
@@ -112,8 +113,8 @@ pub(crate) fn end_by(signal: i32) -> ! {
     std::process::abort();
 }
 
-/// Keeps a limit on the size of files (`ulimit -f`) from ending the process: writing beyond it is an error instead, which
-/// says what was written and cleans up.
+/// Keeps a limit on the size of files (`ulimit -f`) from ending the process: writing beyond it is an error instead,
+/// which says what was written and cleans up.
 ///
 /// # Errors
 /// The system does not allow it.

@@ -401,9 +401,11 @@ impl ProcessGroup {
         });
         let mut turn = self.begin(call, arguments)?;
         let world_size = self.world_size();
+        // Each rank shows all others its counts to send, followed by its counts to receive.
         let own = send_counts.iter().chain(receive_counts).map(|&count| count as u64).collect();
         let sequence = turn.call.sequence;
         turn.round(None, own, bytemuck::cast_slice(input), |records| {
+            // For every two ranks, one must send as much as the other expects.
             let owns: Vec<&[u64]> = records.iter().map(|record| &record.header.own[..]).collect();
             let fits = |(from, to): (usize, usize)| owns[from][to] == owns[to][world_size + from];
             let mut pairs = (0..world_size).flat_map(|from| (0..world_size).map(move |to| (from, to)));
@@ -411,6 +413,7 @@ impl ProcessGroup {
                 let calls = self.global_ranks().iter().copied().zip(owns.iter().map(|own| describe_all_to_all(own)));
                 return Err(CommError::Mismatch { sequence, calls: RankCall::collect(calls) });
             }
+            // The bytes for this rank follow those for the ranks before it in the sender's input.
             let from = (0..world_size).map(|from| {
                 let before = owns[from][..self.rank()].iter().fold(0u64, |sum, &count| sum.saturating_add(count));
                 let start = (before as usize).saturating_mul(size_of::<T>());

@@ -239,6 +239,7 @@ fn error(variable: &str, message: impl Into<String>) -> CommError {
 struct Variables<'a>(&'a dyn Fn(&str) -> Option<String>);
 
 impl Variables<'_> {
+    /// Returns a variable without spaces around it; `None` if nothing is left.
     fn get(&self, name: &str) -> Option<String> {
         (self.0)(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
     }
@@ -291,6 +292,7 @@ impl Variables<'_> {
         self.get(SECRET).map(|text| Secret::new(text).map_err(|reason| error(SECRET, reason))).transpose()
     }
 
+    /// Returns `true` if ranks may meet without a secret at an address that other hosts reach.
     fn insecure(&self) -> Result<bool, CommError> {
         match self.get(INSECURE).as_deref() {
             None | Some("false" | "0") => Ok(false),

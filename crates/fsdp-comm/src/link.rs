@@ -38,7 +38,7 @@ impl SimulatedLink {
     fn taken_by(&self, bytes: usize) -> Duration {
         match self.bytes_per_second {
             0 => Duration::ZERO,
-            // No overflow: the product of two numbers of 64 bits has 128.
+            // This cannot overflow: the product of two numbers of 64 bits has 128.
             rate => {
                 let nanoseconds = bytes as u128 * 1_000_000_000 / u128::from(rate);
                 Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))

@@ -109,11 +109,12 @@ macro_rules! reduce_halves {
             const AVERAGES: bool = true;
 
             fn reduce(op: ReduceOp, pieces: &[&[u8]], output: &mut [Self]) {
-                // Sums are kept in f32, so that each element is rounded to the half type once. Blocks keep them in the cache.
+                // Sums are kept in f32, so that each element is rounded to the half type once, and block by block, so
+                // that they stay in the cache.
                 let (mut sums, mut next) = ([0f32; HALF_BLOCK], [0f32; HALF_BLOCK]);
                 for (block, output) in output.chunks_mut(HALF_BLOCK).enumerate() {
-                    let bytes = block * HALF_BLOCK * size_of::<Self>()..;
-                    let bytes = bytes.start..bytes.start + size_of_val(output);
+                    let start = block * HALF_BLOCK * size_of::<Self>();
+                    let bytes = start..start + size_of_val(output);
                     let (sums, next) = (&mut sums[..output.len()], &mut next[..output.len()]);
                     for (rank, piece) in pieces.iter().enumerate() {
                         with_elements(&piece[bytes.clone()], |piece: &[Self]| piece.convert_to_f32_slice(next));

@@ -8,8 +8,8 @@ use crate::group::ProcessGroup;
 use crate::record::{Call, Operation};
 
 impl ProcessGroup {
-    /// Creates a group of some of this group's ranks. torch's `new_group`: all ranks of this group call it with the
-    /// same ranks, in any order, and ranks outside the new group get `None`. In the new group, ranks are numbered in
+    /// Creates a group of some of this group's ranks: torch's `new_group`. Every rank of this group must call it with
+    /// the same ranks, in any order. Ranks outside the new group get `None`. In the new group, ranks are numbered in
     /// ascending order.
     ///
     /// # Errors
@@ -36,8 +36,9 @@ impl ProcessGroup {
         ranks.contains(&self.rank()).then(|| turn.child(id, &ranks)).transpose()
     }
 
-    /// Creates the group of the ranks that differ from this one only along dimension `dim` of a mesh over this group.
-    /// All groups of that dimension are made at once. torch's `DeviceMesh.get_group(dim)`.
+    /// Creates the group of the ranks that differ from this one only along dimension `dim` of a mesh over this group:
+    /// torch's `DeviceMesh.get_group(dim)`. All groups of that dimension are made at once, so every rank of this group
+    /// must call it.
     ///
     /// # Errors
     /// A mesh of another size or without that dimension; meshes or dimensions that differ between callers.

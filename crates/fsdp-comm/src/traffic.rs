@@ -82,6 +82,7 @@ impl Counters {
         }
     }
 
+    /// Counts a call of an operation.
     pub(crate) fn called(&self, operation: Operation) {
         if let Some(count) = self.collectives.get(operation as usize) {
             count.fetch_add(1, Ordering::Relaxed);

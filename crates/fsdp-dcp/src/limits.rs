@@ -16,35 +16,35 @@
 //! | the integrity file, a hashed block | 4 GiB, 16 MiB |
 //! | a signature, a key file | 256 MiB, 64 KiB |
 
-/// Bytes of one pickle (a `.metadata` of a million chunks is about 150 MiB).
+/// The most bytes of one pickle (a `.metadata` of a million chunks is about 150 MiB).
 pub(crate) const MAX_PICKLE_BYTES: u64 = 2 << 30;
 /// The bytes that may be built from a byte of a pickle: a list of small numbers, two bytes each, takes most.
 pub(crate) const PICKLE_FACTOR: u64 = 40;
-/// Attributes of an object: each is looked up in all of them.
+/// The most attributes of an object. Looking one up is a linear search.
 pub(crate) const MAX_ATTRIBUTES: usize = 256;
-/// Nesting of values inside one pickle.
+/// The deepest nesting of values inside one pickle.
 pub(crate) const MAX_DEPTH: usize = 200;
-/// The distance that a memo index may have from the last one used (picklers number them one by one).
+/// The farthest that a memo index may be from the last one used (picklers number them one by one).
 pub(crate) const MAX_MEMO_GAP: usize = 1024;
-/// Bytes of one integer.
+/// The most bytes of one integer.
 pub(crate) const MAX_INTEGER_BYTES: u64 = 1024;
-/// Dimensions of a tensor.
+/// The most dimensions of a tensor.
 pub(crate) const MAX_TENSOR_RANK: usize = 64;
-/// Elements of a tensor, dimensions of 0 not counted: so that no product of sizes overflows.
+/// The most elements of a tensor, where dimensions of 0 do not count. So no product of sizes overflows.
 pub(crate) const MAX_TENSOR_ELEMENTS: u64 = 1 << 58;
-/// Bytes of one hashed block.
+/// The most bytes of one hashed block.
 pub(crate) const MAX_BLOCK_BYTES: u64 = 16 << 20;
-/// Bytes of one key (FQN).
+/// The most bytes of one key (FQN).
 pub(crate) const MAX_KEY_BYTES: usize = 1 << 20;
-/// Bytes of a zip's central directory.
+/// The most bytes of a zip's central directory.
 pub(crate) const MAX_ZIP_DIRECTORY_BYTES: u64 = 1 << 30;
-/// Bytes of `data.pkl` plus whatever storages a non-tensor value holds.
+/// The most bytes of a non-tensor value: of its `data.pkl`, and of the storages that it holds.
 pub const MAX_OBJECT_BYTES: u64 = 2 << 30;
-/// Bytes of the integrity file.
+/// The most bytes of the integrity file.
 pub(crate) const MAX_INTEGRITY_BYTES: u64 = 4 << 30;
-/// Bytes of a safetensors header (the `safetensors` crate's own limit).
+/// The most bytes of a safetensors header (the `safetensors` crate's own limit).
 pub(crate) const MAX_SAFETENSORS_HEADER_BYTES: u64 = 100_000_000;
-/// Bytes of a JSON index (`model.safetensors.index.json`).
+/// The most bytes of a JSON index (`model.safetensors.index.json`).
 pub(crate) const MAX_INDEX_BYTES: u64 = 256 << 20;
 /// The most missing files that an error names: the number of files that are expected may come from a file.
 pub(crate) const MAX_LISTED_FILES: usize = 1000;

@@ -66,10 +66,11 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
             None => Ok(()),
             Some(name) => Err(FileError::HoldsOthers { path: location.name().to_owned(), name: name.to_owned() }),
         },
-        // Nothing but files of a DCP directory, of which the metadata are lost.
+        // A directory that holds nothing but data files of DCP may be replaced: its metadata are lost.
         Err(FileError::NotCommitted { .. }) if location.names()?.iter().all(|name| is_data_of_dcp(name)) => Ok(()),
         Err(FileError::NotCommitted { .. }) => refused("checkpoint directory"),
-        // Damaged, but a checkpoint. Which of its files are its own is not known any more, but no directory is.
+        // A damaged checkpoint may be replaced. It is not known any more which files are its own, but directories are
+        // not, so there must be none.
         Err(_) => match location.names()?.into_iter().find(|name| is_directory(location, name)) {
             None => Ok(()),
             Some(name) => Err(FileError::HoldsOthers { path: location.name().to_owned(), name }),

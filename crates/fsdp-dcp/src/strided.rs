@@ -68,7 +68,7 @@ impl StridedRuns {
                 dims.push((overlap.sizes[d], src.strides[d], dst_stride));
             }
         }
-        // In the order of the storage: the dimension with the smallest step is innermost.
+        // Sort the dimensions in the order of the storage: the one with the smallest step is innermost.
         dims.sort_by_key(|&(_, src_step, _)| std::cmp::Reverse(src_step));
         // Merge neighbouring dimensions that continue each other both in the source and in the destination.
         let mut merged: Vec<(usize, usize, usize)> = Vec::with_capacity(dims.len());

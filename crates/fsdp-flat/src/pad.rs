@@ -216,6 +216,7 @@ impl PadDim {
         Ok(tensor.narrow(self.dim, self.before.min(0).unsigned_abs(), self.kept().unwrap_or_default())?)
     }
 
+    /// Pads with elements of one value.
     fn constant(&self, tensor: &Tensor, value: f64) -> Result<Tensor, PadError> {
         let mut parts = vec![self.cropped(tensor)?];
         if self.before > 0 {

@@ -47,7 +47,8 @@ pub fn subtract(from: &TensorBox, taken: &TensorBox) -> Vec<TensorBox> {
 /// ```
 #[must_use]
 pub fn uncovered<'a>(wanted: &TensorBox, boxes: impl IntoIterator<Item = &'a TensorBox>) -> Vec<TensorBox> {
-    // Sorted by position, each box trims the front of the uncovered part, so that the list of its boxes stays short.
+    // Go through the boxes in the order of their positions. Each then trims the front of the uncovered part, so that
+    // the list of its boxes stays short.
     let mut boxes: Vec<&TensorBox> = boxes.into_iter().collect();
     boxes.sort();
     let mut left: Vec<TensorBox> = if wanted.is_empty() { Vec::new() } else { vec![wanted.clone()] };

@@ -26,17 +26,19 @@ pub(crate) fn agree_on_model<T>(
     }
 }
 
+/// Returns a hash of lines.
 fn hash(lines: &[String]) -> u64 {
     twox_hash::XxHash3_64::oneshot(lines.join("\n").as_bytes())
 }
 
-/// Finds the first line that is not the same on all ranks.
+/// Finds the first line that is not the same on all ranks, and returns it as an error. At least one line must differ.
+/// Collectives: all-gathers, of hashes and of one line.
 fn first_difference(group: &ProcessGroup, lines: &[String]) -> Result<NnError> {
-    // Ranks may have different numbers of lines: up to the longest, of which the last round may be the first to differ.
+    // Search by halves. The first `same` lines are the same on all ranks, and the first `different` lines are not. Some
+    // rank may have fewer lines than that, and then lacks the last of them. All ranks see the same hashes, so they take
+    // the same turns.
     let longest = group.all_gather_object(&lines.len())?.into_iter().max().unwrap_or(0);
     let (mut same, mut different) = (0, longest);
-    // The first `same` lines are the same on all ranks, the first `different` ones are not. All ranks see the same hashes, so
-    // they take the same turns.
     while same + 1 < different {
         let middle = same.midpoint(different);
         let hashes = group.all_gather_object(&hash(&lines[..middle.min(lines.len())]))?;
@@ -46,6 +48,7 @@ fn first_difference(group: &ProcessGroup, lines: &[String]) -> Result<NnError> {
             different = middle;
         }
     }
+    // Show each other the line that differs, and list which ranks have which.
     let found = group.all_gather_object(&lines.get(same).cloned())?;
     let mut differences: Vec<(Option<String>, Vec<usize>)> = Vec::new();
     for (line, &rank) in found.into_iter().zip(group.global_ranks()) {
@@ -60,6 +63,7 @@ fn first_difference(group: &ProcessGroup, lines: &[String]) -> Result<NnError> {
     Ok(NnError::DifferentModels { differences: differences.collect() })
 }
 
+/// Returns the subject and the verb of a sentence about ranks: `rank 3 has`.
 fn on_ranks(ranks: &[usize]) -> String {
     match ranks {
         [rank] => format!("rank {rank} has"),

@@ -50,7 +50,7 @@ impl ShardedParameters {
     }
 
     /// Returns a norm of all gradients together, the same on every rank; 0 without gradients, NaN if any gradient is NaN.
-    /// Collectives: as [`Self::grad_norm`].
+    /// Collectives: those of [`Self::grad_norm`].
     ///
     /// # Errors
     /// The all-reduce's.

@@ -31,7 +31,8 @@ pub(crate) fn copy_gradient(grad: &Tensor, flat: &Tensor, range: Range<usize>, a
     Ok(())
 }
 
-/// Ranges of bounded length: candle's kernels count elements in 32 bits, and what is computed takes memory.
+/// Cuts elements into ranges of bounded length, because candle's kernels count elements in 32 bits, and each
+/// intermediate result takes memory.
 fn pieces(numel: usize) -> impl Iterator<Item = Range<usize>> {
     const PIECE: usize = 1 << 24;
     (0..numel).step_by(PIECE).map(move |start| start..numel.min(start + PIECE))

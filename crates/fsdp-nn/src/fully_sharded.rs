@@ -83,7 +83,7 @@ impl<M> FullyShardedDataParallel<M> {
 
     /// Builds a model whose values will be loaded, and whose parameters are zero until then. `shapes` has the shape of
     /// each parameter by name. It decides which parameters exist: `contains_tensor` and `get_unchecked` of the builder
-    /// answer from it. Collectives: as [`Self::new`].
+    /// answer from it. Collectives: those of [`Self::new`].
     ///
     /// # Errors
     /// [`NnError::NotInCheckpoint`] for a parameter that is not in `shapes`, and [`NnError::OtherShape`] for one that has

@@ -213,6 +213,7 @@ pub enum OptimStateError {
     },
 }
 
+/// Returns a text on the parameters that each rank is missing.
 fn on_ranks(missing: &[(usize, Vec<String>)]) -> String {
     let ranks: Vec<String> = missing.iter().map(|(rank, fqns)| format!("rank {rank} is missing {fqns:?}")).collect();
     ranks.join(", ")

@@ -193,6 +193,7 @@ impl ShardedParameters {
         self.aliases.get(fqn).map_or(fqn, String::as_str)
     }
 
+    /// Returns the place of a parameter in its unit.
     pub(crate) fn location(&self, fqn: &str) -> Result<Location> {
         let fqn = self.canonical_fqn(fqn);
         self.locations.get(fqn).copied().ok_or_else(|| NnError::UnknownParameter { fqn: fqn.to_owned() })

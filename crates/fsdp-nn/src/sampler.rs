@@ -191,6 +191,7 @@ impl ShardedSampler {
     }
 }
 
+/// Checks that a saved setting is the one of this sampler.
 fn check<T: PartialEq + ToString>(key: &'static str, saved: T, here: T) -> Result<(), SamplerError> {
     if saved == here {
         return Ok(());

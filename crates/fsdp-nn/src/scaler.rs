@@ -169,7 +169,7 @@ impl GradScaler {
 
     /// Steps an optimizer if all gradients of all ranks are finite, and returns `true` if it did. Unscales the
     /// gradients first unless [`Self::unscale`] was called since the last [`Self::update`]. Several optimizers, of one
-    /// model or of several, may step one after the other. Collectives: as [`Self::unscale`], and the optimizer's.
+    /// model or of several, may step one after the other. Collectives: those of [`Self::unscale`], and the optimizer's.
     ///
     /// # Errors
     /// The errors of the optimizer and of [`Self::unscale`].

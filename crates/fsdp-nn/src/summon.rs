@@ -96,8 +96,10 @@ impl FullParameters<'_> {
         Ok(())
     }
 
-    /// Writes what has been [`set`](Self::set) into the model: each rank its own part. Collectives: one agreement,
-    /// because each rank writes its own part: different values would be mixed in one parameter.
+    /// Writes what has been [`set`](Self::set) into the model: each rank its own part.
+    ///
+    /// Collectives: one agreement, in which ranks compare hashes of the values. If they differed, parts of different
+    /// values would be mixed in one parameter.
     ///
     /// # Errors
     /// [`NnError::DifferentModels`] if the ranks have set different parameters or values, and [`NnError::UnitInUse`] while
@@ -122,6 +124,7 @@ impl FullParameters<'_> {
     }
 }
 
+/// Returns a hash of a tensor's elements.
 fn hash(value: &Tensor) -> Result<u64> {
     let value = value.contiguous()?;
     Ok(twox_hash::XxHash3_64::oneshot(&HostBytes::read(&value)?))

@@ -2,12 +2,14 @@
 
 use candle_core::{D, DType, Result, Tensor};
 
+/// Computes the softmax of each row.
 pub(crate) fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
     // The maximum is taken off so that no exponential overflows. It changes no result, so it needs no gradient.
     let exp = x.broadcast_sub(&x.detach().max_keepdim(D::Minus1)?)?.exp()?;
     exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)
 }
 
+/// Normalises each row to mean 0 and variance 1, then applies weight and bias.
 pub(crate) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     let dtype = x.dtype();
     let x = x.to_dtype(computed_in(dtype))?;
@@ -15,16 +17,19 @@ pub(crate) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -
     normalized(&centered, eps)?.to_dtype(dtype)?.broadcast_mul(weight)?.broadcast_add(bias)
 }
 
+/// Normalises each row to a mean square of 1, then applies the weight.
 pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let dtype = x.dtype();
     normalized(&x.to_dtype(computed_in(dtype))?, eps)?.to_dtype(dtype)?.broadcast_mul(weight)
 }
 
+/// Divides each row by the square root of the mean of its squares, plus `eps` under the root.
 fn normalized(x: &Tensor, eps: f64) -> Result<Tensor> {
     let squares = x.sqr()?.mean_keepdim(D::Minus1)?;
     x.broadcast_div(&(squares + eps)?.sqrt()?)
 }
 
+/// Rotates pairs of an element in the first half of a row and one in the second.
 pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let half = x.dim(D::Minus1)? / 2;
     let (a, b) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
@@ -50,7 +55,7 @@ fn turned(a: &Tensor, b: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<(Tensor,
     Ok((first, (a.broadcast_mul(&sin)? + b.broadcast_mul(&cos)?)?))
 }
 
-/// Attention of `[batch, heads, time, width]`.
+/// Computes attention of queries, keys and values `[batch, heads, time, width]`.
 pub(crate) fn attention(query: &Tensor, key: &Tensor, value: &Tensor, causal: bool, scale: f64) -> Result<Tensor> {
     let mut scores = (query.contiguous()? * scale)?.matmul(&key.transpose(2, 3)?)?;
     if causal {
@@ -63,6 +68,7 @@ pub(crate) fn attention(query: &Tensor, key: &Tensor, value: &Tensor, causal: bo
     softmax_last_dim(&scores)?.matmul(&value.contiguous()?)
 }
 
+/// Returns the mean, over rows of scores, of the negative log-probability of each row's target.
 pub(crate) fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let shifted = scores.broadcast_sub(&scores.detach().max_keepdim(1)?)?;
     let log_sum = shifted.exp()?.sum_keepdim(1)?.log()?;

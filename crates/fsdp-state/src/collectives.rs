@@ -81,7 +81,7 @@ pub fn gather_state_dict(
 /// needs memory for one tensor, and not for all of them.
 ///
 /// Values come sorted by path. `sink` is called only on the ranks that keep the result. If it fails on one rank, all
-/// ranks get that error after at most 256 MiB more of tensors.
+/// ranks get that error after at most 256 MiB more of tensors. Collectives: the same as [`gather_state_dict`].
 ///
 /// # Errors
 /// The same as [`gather_state_dict`], and those of `sink`.
@@ -94,8 +94,8 @@ pub fn gather_state_dict_into(
     gather("gather_state_dict_into", state, group, options, None, &mut sink)
 }
 
-/// Gathers as [`gather_state_dict_into`], for other functions: `operation` is their name in errors. Ranks need not tell
-/// each other their boxes if `boxes_on` computes which boxes of a value a rank has.
+/// Gathers as [`gather_state_dict_into`], for other functions: `operation` is their name in errors. If `boxes_on`
+/// computes which boxes of a value a rank has, the all-gather of boxes is left out.
 ///
 /// # Errors
 /// The same as [`gather_state_dict_into`].
@@ -363,7 +363,7 @@ pub fn reshard_sharded_tensor(
 }
 
 /// Reshards many tensors together, each as [`reshard_sharded_tensor`] does. Ranks may list them in different orders;
-/// the result has the order of this rank's list.
+/// the result has the order of this rank's list. Collectives: the same as [`reshard_state_dict`].
 ///
 /// # Errors
 /// The same as [`reshard_sharded_tensor`]; ranks that pass different names; [`StateError::DuplicateKey`] for one that

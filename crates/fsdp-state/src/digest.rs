@@ -123,8 +123,12 @@ fn part_of(
 ) -> Result<Part, StateError> {
     let mut sum = Sum::default();
     let Some((dtype, shape)) = leaf.tensor() else {
-        let object = value.to_object()?.filter(|_| group.rank() == 0);
-        return Ok(object.map_or(Part::Elements(sum), |object| Part::Value(Digest::of_value(&object))));
+        // Every rank has the value. Rank 0 counts it; the others only check that it can be counted.
+        let object = value.to_object()?;
+        return Ok(match object {
+            Some(object) if group.rank() == 0 => Part::Value(Digest::of_value(&object)),
+            _ => Part::Elements(sum),
+        });
     };
     let element = dtype.size_in_bytes() as usize;
     if !leaf.is_sharded() {

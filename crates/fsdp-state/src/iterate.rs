@@ -177,6 +177,7 @@ impl<C: StateDictCallbacks> Iteration<'_, C> {
     }
 }
 
+/// Returns the elements of a list or a tuple.
 fn elements(value: Option<&StateValue>) -> Option<&[StateValue]> {
     match value {
         Some(StateValue::List(list) | StateValue::Tuple(list)) => Some(list),

@@ -43,7 +43,7 @@ pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), Sta
     if classes(&all, WHOLE).len() == 1 && is_alike(WHOLE) && is_alike(SHARDS) {
         return Ok(());
     }
-    // By hashes of the names, each name is compared over the ranks that hold it.
+    // Each name is compared over the ranks that hold it. The ranks send hashes of the names, which are shorter.
     let digests: Vec<HashMap<u64, u64>> = group.all_gather_object(&held.short_digests())?;
     let mut found: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for (name, _) in held.parts.iter().flat_map(StateDigest::iter) {
@@ -136,10 +136,12 @@ impl Held {
 /// The character between the key and the box in a name. It sorts before all characters of keys.
 const SEPARATOR: char = '\0';
 
+/// Returns the name of a tensor inside the value of a key, from the key and the place in the value.
 fn name_of(key: &str, place: &str) -> String {
     format!("{key}{SEPARATOR}{place}")
 }
 
+/// Returns the key from a name that [`name_of`] has made.
 fn key_of(name: &str) -> &str {
     name.rsplit_once(SEPARATOR).map_or(name, |(key, _)| key)
 }

@@ -81,8 +81,8 @@ impl MemoryTier {
         let _span = info_span!("save to memory", rank, step).entered();
         // Ranks must agree on the operation, so its name has the step: parts of different steps must not be joined.
         let state = CheckpointError::agree(&group, &format!("save step {step} to memory"), None, state)?;
-        // 1. What the ranks hold together must be what a checkpoint can hold. So it is planned like one, although each
-        //    rank then writes all that it holds.
+        // Step 1: plan a checkpoint of what all ranks hold together. Each rank then writes all that it holds, but this
+        // plan finds what no checkpoint could hold.
         let options = &SaveOptions { progress: SaveProgress::default(), ..options.clone() };
         let Planned { plan, source, .. } = plan_save(&mut self.plans, &state, &group, options)?;
         let directory = self.open(&group, true)?;
@@ -90,21 +90,21 @@ impl MemoryTier {
         let RunDirectory { root, hosts } = directory.ok_or_else(nowhere)?;
         let copies = list_all(&group, OPERATION, &root, &hosts)?;
         let of = MemoryStep { start: self.start_of_save(&group, step, &copies)?, step, ranks: group.world_size() };
-        // 2. Make room: of the older steps, only the newest complete one is kept. Steps from this one on are of a save
-        //    that failed, or were saved before the run went back to an older state; the run does not continue from
-        //    them.
+        // Step 2: make room. Of the older steps, only the newest complete one is kept. Steps from this one on are
+        // removed too: they are of a save that failed, or the run has gone back behind them and does not continue from
+        // them.
         let older: Vec<PartCopy> = copies.into_iter().filter(|copy| copy.part.of.step < step).collect();
         let kept = newest_complete(&older);
         let removed = if hosts[rank] == rank { remove_all_but(&root, kept) } else { Ok(()) };
         CheckpointError::agree(&group, OPERATION, None, removed)?;
-        // 3. Every rank writes its own part. The run's directory may have been removed since the last save.
+        // Step 3: write this rank's own part. The run's directory may have been removed since the last save.
         let part = Part { of, rank };
         let own = place_of(&root, rank, part);
         let threads = options.threads(&own, &group);
         let bytes = make_private(&root).and_then(|()| save_part(&own, &plan, &source, rank, &options.durable, threads));
         let rank_bytes = CheckpointError::agree(&group, OPERATION, None, bytes)?;
-        // 4. Its buddy gets a copy. From then on the step survives the loss of any one rank's files, or of any one
-        //    host.
+        // Step 4: copy each part to the buddy of its rank. From then on the step survives the loss of any one rank's
+        // files, or of any one host.
         let to_buddy = |(from, to): (usize, usize)| Transfer { part: Part { rank: from, ..part }, from, to };
         let transfers = buddies(&hosts).into_iter().enumerate().map(to_buddy).filter(|copy| copy.from != copy.to);
         for round in rounds(transfers.collect()) {
@@ -150,8 +150,8 @@ impl MemoryTier {
         let group = self.patient_group();
         let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else { return Ok(None) };
         let durable: Option<u64> = group.broadcast_object(Some(&durable), 0)?;
-        // 1. Find the step: from the newest one on, the first of which every part has a copy that is not damaged. Every
-        //    rank has the same list of copies, so all of them choose the same step.
+        // Step 1: find the newest step of which every part has a copy that is not damaged. Every rank has the same list
+        // of copies, so all of them choose the same step.
         let copies = list_all(&group, OPERATION, &root, &hosts)?;
         let mut found = None;
         for (step, missing) in steps(&copies) {
@@ -182,8 +182,8 @@ impl MemoryTier {
                 }
             }
         }
-        // 2. Remove the steps that were passed over. The run continues from an older one, so a later resume must not
-        //    find them.
+        // Step 2: remove the steps that were passed over. The run continues from an older one, so a later resume must
+        // not find them.
         let newest = found.as_ref().map(|(step, _)| step.step).or(durable).unwrap_or(0);
         let is_passed = |copy: &&PartCopy| {
             copy.part.of.step >= newest && found.as_ref().is_none_or(|(step, _)| copy.part.of != *step)
@@ -192,7 +192,7 @@ impl MemoryTier {
         let leads = hosts[group.rank()] == group.rank();
         let removed = if leads { remove_parts(&root, |part| passed.contains(&part.of)) } else { Ok(()) };
         CheckpointError::agree(&group, OPERATION, None, removed)?;
-        // 3. Give each host the parts that it lacks, and join them.
+        // Step 3: give each host the parts that it lacks, and join them.
         let Some((step, copies)) = found else { return Ok(None) };
         let joined = self.join(&group, &root, &hosts, step, &copies);
         if joined.is_err() {
@@ -228,8 +228,8 @@ impl MemoryTier {
         CheckpointError::agree(&group, OPERATION, None, removed)
     }
 
-    /// Joins the parts of a step to a checkpoint on every host, after each host has received the parts that it lacks. If
-    /// this fails, parts that were received stay.
+    /// Joins the parts of a step to a checkpoint on every host, after each host has received the parts that it lacks.
+    /// If this fails, parts that were received stay.
     fn join(
         &self,
         group: &ProcessGroup,
@@ -385,7 +385,7 @@ fn check(
 /// and loads.
 fn remove_all_but(root: &Location, kept: Option<MemoryStep>) -> Result<(), CheckpointError> {
     remove_parts(root, |part| Some(part.of) != kept)?;
-    // Joined checkpoints: a resume made them, and has loaded them by now.
+    // Remove the joined checkpoints too. A resume made them, and has loaded them by now.
     for name in names_in(root, "step-")? {
         remove(&root.join(name))?;
     }

@@ -45,16 +45,16 @@ impl RunDirectory {
         create: bool,
     ) -> Result<Option<Self>, CheckpointError> {
         const OPERATION: &str = "open the memory tier";
-        // 1. Rank 0 reads the number of the run, or makes one for a new run. A copy of the run's directory has the same
-        //    number, but is another run, so the name in the tier is made of the number and the path.
+        // Step 1: rank 0 reads the number of the run, or makes one for a new run. A copy of the run's directory has the
+        // same number, but is another run, so the name in the tier is made of the number and the path.
         let file = run.join(RUN_FILE);
         let number = if group.rank() == 0 { number_in(&file, create) } else { Ok(None) };
         let number = CheckpointError::agree(group, OPERATION, None, number)?;
         let name = number.map(|number| name_in_tier(number, run));
         let name: Option<String> = group.broadcast_object(Some(&name), 0)?;
         let Some(name) = name else { return Ok(None) };
-        // 2. Each rank reads the number of its host. Ranks with the same number see the same directory, so they count
-        //    as one host.
+        // Step 2: each rank reads the number of its host. Ranks with the same number see the same directory, so they
+        // count as one host.
         let root = directory.join(name);
         let host = make_private(&root).and_then(|()| number_in(&root.join(HOST_FILE), true));
         let host = CheckpointError::agree(group, OPERATION, None, host)?;

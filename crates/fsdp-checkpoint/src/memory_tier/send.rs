@@ -25,16 +25,17 @@ pub(super) fn send(
     let rank = group.rank();
     let outgoing = transfers.iter().find(|transfer| transfer.from == rank);
     let incoming = transfers.iter().find(|transfer| transfer.to == rank);
-    // 1. Each rank opens the part that it sends, and all ranks learn the files of each part.
+    // Step 1: each rank opens the part that it sends, and all ranks learn the files of each part.
     let part = outgoing.map(|transfer| PartFiles::open(places(transfer).0)).transpose();
     let part = group.agree(operation, part)?;
     let lists: Vec<PartList> =
         group.all_gather_object(&part.as_ref().map_or_else(PartList::new, |part| part.list().clone()))?;
-    // 2. Each rank prepares a directory for the part that it receives.
+    // Step 2: each rank prepares a directory for the part that it receives.
     let list = incoming.and_then(|transfer| lists.get(transfer.from)).cloned().unwrap_or_default();
     let new = incoming.map(|transfer| NewPart::create(places(transfer).1, list)).transpose();
     let mut new = group.agree(operation, new)?;
-    // 3. The bytes are sent in windows. A rank that fails goes on sending zeros, because the others would wait for it.
+    // Step 3: the bytes are sent in windows. A rank that fails goes on sending zeros, because the others would wait for
+    // it.
     let lengths: Vec<u64> = lists.iter().map(length).collect();
     let mut failure: Option<FileError> = None;
     let mut at = 0;
@@ -58,7 +59,7 @@ pub(super) fn send(
         }
         at += WINDOW;
     }
-    // 4. If any rank failed, none commits the part that it received.
+    // Step 4: if any rank failed, none commits the part that it received.
     group.agree(operation, failure.map_or(Ok(()), Err))?;
     group.agree(operation, new.map_or(Ok(()), NewPart::commit))
 }

@@ -59,7 +59,7 @@ impl Attention {
         let qkv = self.c_attn.forward(x)?;
         let mixed = match cache {
             None => packed_attention(&qkv, self.heads, true)?,
-            Some(cache) => self.after(&qkv, cache)?,
+            Some(cache) => self.attention_with_cache(&qkv, cache)?,
         };
         self.c_proj.forward(&mixed)
     }
@@ -67,13 +67,15 @@ impl Attention {
     /// Computes the attention of new positions over those in the cache and themselves, and appends their keys and
     /// values to the cache. Several positions at once are allowed only if the cache is empty, because of the causal
     /// mask.
-    fn after(&self, qkv: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
+    fn attention_with_cache(&self, qkv: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
+        // Split `[batch, time, 3 * heads * width]` into queries, keys and values of `[batch, heads, time, width]`.
         let (batch, time, packed) = qkv.dims3()?;
         let width = packed / 3 / self.heads;
         let parts = qkv.reshape((batch, time, 3, self.heads, width))?.permute((2, 0, 3, 1, 4))?.contiguous()?;
         let (key, value) = cache.append(&parts.get(1)?, &parts.get(2)?)?;
         let scale = (width as f64).powf(-0.5);
-        let mixed = scaled_dot_product_attention(&parts.get(0)?, &key, &value, time > 1, scale)?;
+        let is_causal = time > 1;
+        let mixed = scaled_dot_product_attention(&parts.get(0)?, &key, &value, is_causal, scale)?;
         mixed.transpose(1, 2)?.reshape((batch, time, packed / 3))
     }
 }

@@ -11,8 +11,8 @@ use super::block::Block;
 const POSITIONS: usize = 2;
 
 impl Gpt {
-    /// Continues `prompt` by `length` tokens, and returns those (u32). `draw` chooses each one by the scores `[vocab]` of
-    /// all tokens.
+    /// Continues `prompt` by `length` tokens, and returns those (u32). `draw` chooses each one by the scores `[vocab]`
+    /// of all tokens.
     ///
     /// All units are gathered once, and are whole until the end. Keys and values of earlier positions are kept, so a
     /// token costs one position. Where the text is longer than the model's context, the context starts again with the
@@ -36,7 +36,7 @@ impl Gpt {
         })
     }
 
-    /// Returns the prompt and what follows it.
+    /// Returns the prompt, and behind it the tokens that continue it. The parameters of `blocks` must be gathered.
     fn generate_with(
         &self,
         blocks: &[&Block],
@@ -48,7 +48,7 @@ impl Gpt {
         let seq = self.config.seq;
         let mut caches = vec![KvCache::new(POSITIONS, seq); blocks.len()];
         let mut text = prompt.to_vec();
-        // The token at position 0, and the number of positions that the caches hold.
+        // The context begins with the token at `start`. Its first `cached` positions are in the caches.
         let (mut start, mut cached) = (0, 0);
         for _ in 0..length {
             // If the context is full, begin again with its last half: all positions change, so the caches are of no
@@ -74,7 +74,8 @@ impl Gpt {
     }
 }
 
-/// Runs `f` with the parameters of all units in place. `blocks` are those of the units before.
+/// Calls `f` with the blocks of all units, while the parameters of all units are gathered. For that, each unit runs
+/// inside the run of the one before it. `units` are those that are not gathered yet, and `blocks` are of the others.
 fn with_whole(
     units: &[Unit<Recomputed<Block>>],
     blocks: &[&Block],

@@ -86,12 +86,12 @@ pub(super) fn list(exits: &[Exit]) -> String {
         let asked = if exit.was_asked && exit.is_failure() { " after being asked to end" } else { "" };
         alike.entry(format!("{}{asked}", exit.describe())).or_default().push(exit.rank);
     }
-    let lines = alike.into_iter().map(|(how, ranks)| format!("{} {how}", ranges(ranks)));
+    let lines = alike.into_iter().map(|(how, ranks)| format!("{} {how}", ranks_text(ranks)));
     lines.collect::<Vec<_>>().join("; ")
 }
 
-/// Returns the text of some ranks: `rank 3`, or `ranks 0, 2-5`.
-pub(super) fn ranges(mut ranks: Vec<usize>) -> String {
+/// Returns some ranks as text: `rank 3`, or `ranks 0, 2-5`.
+pub(super) fn ranks_text(mut ranks: Vec<usize>) -> String {
     ranks.sort_unstable();
     let mut ranges: Vec<(usize, usize)> = Vec::new();
     for rank in &ranks {

@@ -270,7 +270,7 @@ fn report(ended: Ended, last_lines: &LastLines, notes: Option<&Path>) -> Outcome
     if let Some(signal) = signal {
         how.push_str(&format!(", after signal {signal} to `fsdp launch`"));
     } else if !because_of.is_empty() {
-        how.push_str(&format!(" because of {}", exits::ranges(because_of)));
+        how.push_str(&format!(" because of {}", exits::ranks_text(because_of)));
     }
     if signal.is_none() {
         let lines = last_lines.get(&rank).into_iter().flatten();

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 use super::descendants::Processes;
-use super::exits::{Exit, ranges};
+use super::exits::{Exit, ranks_text};
 use super::guard::Guard;
 use super::signals::{Event, Events};
 use crate::output;
@@ -143,7 +143,7 @@ impl<'e> RunningProcesses<'e> {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
-            // Also after an event, so that many events cannot keep the next stage from coming.
+            // This is checked after events too, so that many of them cannot keep the next stage from coming.
             self.time_has_come()?;
         }
         let exits = std::mem::take(&mut self.exits);
@@ -181,7 +181,7 @@ impl<'e> RunningProcesses<'e> {
         }
     }
 
-    /// Does what is due now: begins the next stage, or looks at the processes that ranks have started.
+    /// Begins the next stage if that is due now, and looks at the processes that ranks have started if that is due.
     fn time_has_come(&mut self) -> Result<()> {
         if self.running.is_empty() {
             return Ok(());
@@ -199,7 +199,7 @@ impl<'e> RunningProcesses<'e> {
 
     /// Moves to the next stage, because the time of this one is over.
     fn next_stage(&mut self) {
-        let still_running = ranges(self.running.keys().copied().collect());
+        let still_running = ranks_text(self.running.keys().copied().collect());
         let are = if self.running.len() == 1 { "is" } else { "are" };
         match self.stage {
             Stage::Settling(_) => {
@@ -297,6 +297,7 @@ impl<'e> RunningProcesses<'e> {
         Ok(())
     }
 
+    /// Sends a signal to the process group of each rank.
     fn signal(&self, signal: Signal) {
         for child in self.running.values() {
             kill_process_group(Pid::from_child(child), signal).ok();

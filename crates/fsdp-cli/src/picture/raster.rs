@@ -22,8 +22,8 @@ pub(super) struct Size {
     pub(super) columns: usize,
 }
 
-/// A tensor as a grid: across along the dimension in which it is cut; down along the first one, if it is cut in several.
-/// A tensor of more dimensions is shown at the middle of each further one.
+/// A tensor as a grid of cells. If the tensor is cut along one dimension, that dimension runs across. If it is cut
+/// along several, the first of them runs down and the second across, and the grid shows the middle of the others.
 #[derive(Debug)]
 pub(super) struct Raster {
     pub(super) rows: usize,
@@ -33,9 +33,11 @@ pub(super) struct Raster {
     pub(super) dimensions: Vec<usize>,
 }
 
-/// The elements of a dimension in whose places the cells of an axis stand, in rising order.
+/// The rows or the columns of a grid.
 struct Axis {
+    /// The dimension of the tensor that runs along it; `None` for a single row or column.
     dimension: Option<usize>,
+    /// For each row or column, the index in the dimension that it stands for, in rising order.
     places: Vec<usize>,
 }
 
@@ -58,8 +60,7 @@ impl Axis {
 }
 
 impl Raster {
-    /// Draws the boxes of a tensor, each with the number of its holder. The first two dimensions along which the tensor
-    /// is cut become rows and columns. Of further ones the picture shows the middle.
+    /// Draws the boxes of a tensor, each with the number of its holder. A box without a holder is not drawn.
     pub(super) fn new<'b>(
         shape: &[usize],
         boxes: impl Iterator<Item = (&'b TensorBox, Option<u32>)> + Clone,

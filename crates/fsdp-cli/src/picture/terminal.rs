@@ -5,6 +5,7 @@ use super::raster::{Cell, Size};
 use crate::markup::shortened;
 use crate::text::{count, escaped, iec};
 
+/// The most cells that a tensor is drawn in.
 const SIZE: Size = Size { rows: 8, columns: 40 };
 /// The files that are listed one by one.
 const FILES: usize = 36;
@@ -54,7 +55,7 @@ pub(super) fn lines(holdings: &Holdings<'_>, limit: usize) -> Vec<String> {
         let raster = holdings.raster(entry, SIZE);
         let what = format!("{} {:?}", entry.properties.dtype, entry.shape);
         for row in 0..raster.rows {
-            let cells: String = raster.row(row).iter().map(|&cell| of_cell(cell)).collect();
+            let cells: String = raster.row(row).iter().map(|&cell| cell_symbol(cell)).collect();
             let name = if row == 0 { name.as_str() } else { "" };
             let note = if row > 0 { String::new() } else { format!("  {what}{}", cut(&raster.dimensions)) };
             lines.push(format!("{name:width$}  {cells}{note}"));
@@ -79,13 +80,13 @@ pub(super) fn cut(dimensions: &[usize]) -> String {
     }
 }
 
-/// Returns the sign of the file at a position.
+/// Returns the character that stands for the file at a position: a digit or a letter.
 fn symbol(position: u32) -> char {
     char::from_digit(position % 36, 36).unwrap_or('?')
 }
 
-/// Returns the character of a cell.
-fn of_cell(cell: Cell) -> char {
+/// Returns the character that a cell of a picture is drawn as.
+fn cell_symbol(cell: Cell) -> char {
     match cell {
         Cell::Nobody => '·',
         Cell::Holder(position) => symbol(position),

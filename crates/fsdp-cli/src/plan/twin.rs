@@ -69,6 +69,7 @@ pub(super) struct Planned {
 }
 
 impl LeastMost {
+    /// Returns the least and the most of some values.
     fn of(values: impl Iterator<Item = u64>) -> Self {
         values.fold(LeastMost { least: u64::MAX, most: 0 }, |so_far, value| LeastMost {
             least: so_far.least.min(value),
@@ -99,7 +100,8 @@ pub(super) fn plan(state: &State, shape: &Shape) -> Result<Planned> {
         sort(&mut local, &mut units, &state.order);
     }
 
-    // 1. Each shard's ranks offer its boxes. Replicas hold the same, so their boxes are made and sent once, as in a save.
+    // Step 1: each shard's ranks offer its boxes. Replicas hold the same, so their boxes are made and sent once, as in
+    // a save.
     let schema = local.schema();
     let schema_bytes: u64 = schema.items.iter().map(|item| item.wire_bytes()).sum();
     let whole_bytes: u64 = state.whole.iter().map(|(_, dtype, _)| dtype.size_in_bytes()).sum();
@@ -118,12 +120,12 @@ pub(super) fn plan(state: &State, shape: &Shape) -> Result<Planned> {
     }
     let of_ranks: Vec<usize> = (0..ranks).map(|rank| rank % shards).collect();
 
-    // 2. The planner decides who writes what, and checks that every element is written once.
+    // Step 2: the planner decides who writes what, and checks that every element is written once.
     let start = Instant::now();
     let mut global = plan_offers(std::slice::from_ref(&schema), offers, &of_ranks, PlanOptions::default())?;
     let planning = start.elapsed();
 
-    // 3. The metadata gets the places that the items would have, and is encoded.
+    // Step 3: the metadata gets the places that the items would have, and is encoded.
     let start = Instant::now();
     let lengths: HashMap<&str, u64> = state.values.iter().map(|(key, length)| (key.fqn.as_str(), *length)).collect();
     let files = predict_file_lengths(&mut global, |fqn| lengths.get(fqn).copied().unwrap_or(0))?;

@@ -165,6 +165,7 @@ fn lineage(body: &mut String, checkpoints: &[Link]) {
     earlier(body, checkpoints.len().saturating_sub(CHECKPOINTS));
 }
 
+/// Returns a note about a checkpoint as HTML, marked if the chain of checkpoints is broken there.
 fn note(note: &Note) -> String {
     let class = if note.is_break() { "bad" } else { "soft" };
     format!("<span class=\"{class}\">{}</span>", escape(&note.to_string()))

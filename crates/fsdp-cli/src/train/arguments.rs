@@ -26,11 +26,12 @@ const OPTIMIZER: &str = "Optimizer";
 const SHARDING: &str = "Sharding and precision";
 const OUTPUT: &str = "Output";
 
+/// Returns the parser of a size of the model or of a batch.
 fn size() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=MAX_SIZE)
 }
 
-/// Numbers of steps that a checkpoint can keep.
+/// Returns the parser of a number of steps, up to the largest that a checkpoint can keep.
 fn steps() -> RangedU64ValueParser<u64> {
     RangedU64ValueParser::new().range(..=i64::MAX.unsigned_abs())
 }

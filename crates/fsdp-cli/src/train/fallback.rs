@@ -117,7 +117,7 @@ impl<'a> Candidates<'a> {
     }
 }
 
-/// Says of an error in loading a checkpoint if that is damaged.
+/// Adds to an error in loading a checkpoint that the checkpoint is damaged, if that is the reason.
 pub(super) fn named_if_damaged(error: Error, path: &Location) -> Error {
     if !is_damage(&error) {
         return error;

@@ -81,6 +81,7 @@ impl Job<'_> {
         self.resume.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
+    /// Builds the model in the scope of an FSDP model.
     fn gpt(&self, scope: &Scope) -> candle_core::Result<Gpt> {
         if self.arguments.activation_checkpointing {
             Gpt::recomputed(scope, &self.settings.gpt)

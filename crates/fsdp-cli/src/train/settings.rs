@@ -76,7 +76,7 @@ impl Resume {
         }
         let optimizer = has(&format!("{OPTIMIZER}param_groups.")) && by_name;
         let mut resume = Resume { step: 0, path: path.clone(), checkpoint, model, optimizer };
-        let step = resume.read("train.step", |step| u64::try_from(step.as_int()?).ok())?;
+        let step = resume.read("train.step", natural)?;
         let missing = match (optimizer, step) {
             (true, Some(_)) => "",
             (false, Some(_)) => "no optimizer state",
@@ -96,14 +96,14 @@ impl Resume {
     /// # Errors
     /// Values that cannot be read.
     pub(super) fn rows(&self, batch: usize) -> Result<u64> {
-        if let Some(rows) = self.read("train.rows", |rows| u64::try_from(rows.as_int()?).ok())? {
+        if let Some(rows) = self.read("train.rows", natural)? {
             return Ok(rows);
         }
-        let saved = self.read("train.config.batch", |batch| u64::try_from(batch.as_int()?).ok())?;
+        let saved = self.read("train.config.batch", natural)?;
         Ok(self.step.saturating_mul(saved.unwrap_or(batch as u64)))
     }
 
-    /// Returns the learning rate of the optimizer's first group.
+    /// Returns the learning rate of the optimizer's first group, if it was saved.
     fn lr(&self) -> Result<Option<f64>> {
         let entries = &self.checkpoint.metadata().entries;
         let is_lr = |key: &str| key.starts_with("optim.param_groups.") && key.ends_with(".lr");
@@ -127,7 +127,7 @@ impl Resume {
         }
     }
 
-    /// Reads a value that the checkpoint may have. Other programs save other values.
+    /// Reads a value; `None` if the checkpoint has none of this name, as those of other programs may not.
     fn value(&self, key: &str) -> Result<Option<PlainValue>> {
         if !self.checkpoint.metadata().entries.contains_key(key) {
             return Ok(None);
@@ -135,6 +135,10 @@ impl Resume {
         Ok(Some(self.checkpoint.read_value(key)?))
     }
 
+    /// Reads a value that the checkpoint may have.
+    ///
+    /// # Errors
+    /// A value that cannot be read, or that `convert` refuses.
     pub(super) fn read<T>(&self, key: &str, convert: impl FnOnce(&PlainValue) -> Option<T>) -> Result<Option<T>> {
         let Some(value) = self.value(key)? else { return Ok(None) };
         let what = || format!("`{key}` of `{}` cannot be a {}", self.path, value.type_name());
@@ -148,68 +152,42 @@ impl Settings {
     /// # Errors
     /// A checkpoint whose settings cannot be read, or an option that contradicts a setting which cannot change.
     pub(super) fn resolve(arguments: &TrainArguments, resume: Option<&Resume>) -> Result<Self> {
-        let saved = |key: &str| -> Result<Option<usize>> {
-            let Some(resume) = resume else { return Ok(None) };
-            let name = format!("train.config.{key}");
-            let saved = resume.read(&name, |value| usize::try_from(value.as_int()?).ok())?;
-            // The number comes from a file, so it is bounded before memory is taken for it.
-            ensure!(
-                saved.is_none_or(|saved| (1..=MAX_SIZE).contains(&(saved as u64))),
-                "`{name}` of `{}` is {}, and can be 1 to {MAX_SIZE}",
-                resume.path,
-                saved.unwrap_or_default()
-            );
-            Ok(saved.or_else(|| resume.size_of_tensors(key)))
-        };
-        let size = |asked: Option<usize>, key: &str, default: usize| -> Result<usize> {
-            Ok(asked.or(saved(key)?).unwrap_or(default))
-        };
         let gpt = GptConfig {
-            layers: size(arguments.layers, "layers", 2)?,
-            heads: size(arguments.heads, "heads", 4)?,
-            hidden: size(arguments.hidden, "hidden", 64)?,
-            seq: size(arguments.seq, "seq", 64)?,
+            layers: size(arguments.layers, resume, "layers", 2)?,
+            heads: size(arguments.heads, resume, "heads", 4)?,
+            hidden: size(arguments.hidden, resume, "hidden", 64)?,
+            seq: size(arguments.seq, resume, "seq", 64)?,
             vocab: VOCAB,
         };
-        // No tensor's shape tells the number of heads.
-        if let Some(heads) = saved("heads")?.filter(|&heads| heads != gpt.heads) {
+        // Other numbers of heads fit the same shapes, so only this comparison finds that the number has changed.
+        if let Some(heads) = saved_size(resume, "heads")?.filter(|&heads| heads != gpt.heads) {
             let (saved, asked) = (heads.to_string(), gpt.heads.to_string());
             return Err(JobError::Changed { option: "--heads", saved, asked }.into());
         }
-        let text = |key: &str| match resume {
-            Some(resume) => resume.read(key, |value| value.as_str().map(str::to_owned)),
-            None => Ok(None),
-        };
-        let lr = match resume {
-            Some(resume) => {
-                resume.read("train.config.lr", PlainValue::as_float)?.map_or_else(|| resume.lr(), |lr| Ok(Some(lr)))?
-            }
-            None => None,
-        };
-        let steps = |key: &str| match resume {
-            Some(resume) => resume.read(key, |steps| u64::try_from(steps.as_int()?).ok()),
-            None => Ok(None),
+        let lr = match saved(resume, "train.config.lr", PlainValue::as_float)? {
+            Some(lr) => Some(lr),
+            None => resume.map_or(Ok(None), Resume::lr)?,
         };
         let schedule = Schedule {
-            decay: decay(arguments.schedule, text("train.config.schedule")?)?,
-            warmup: arguments.warmup.or(steps("train.config.warmup")?).unwrap_or(0),
-            steps: arguments.schedule_steps.or(steps("train.config.schedule_steps")?).unwrap_or(arguments.steps),
+            decay: decay(arguments.schedule, saved(resume, "train.config.schedule", text)?)?,
+            warmup: arguments.warmup.or(saved(resume, "train.config.warmup", natural)?).unwrap_or(0),
+            steps: arguments
+                .schedule_steps
+                .or(saved(resume, "train.config.schedule_steps", natural)?)
+                .unwrap_or(arguments.steps),
         };
         if schedule.decay != Decay::Constant && arguments.steps > schedule.steps {
             return Err(JobError::AfterSchedule { steps: arguments.steps, schedule: schedule.steps }.into());
         }
-        let seed = match resume {
-            Some(resume) => resume.read("train.seed", |seed| Some(seed.as_int()?.cast_unsigned()))?,
-            None => None,
-        };
+        let seed = saved(resume, "train.seed", |seed| Some(seed.as_int()?.cast_unsigned()))?;
         Ok(Settings {
             gpt,
-            batch: size(arguments.batch, "batch", 12)?,
+            batch: size(arguments.batch, resume, "batch", 12)?,
             lr: arguments.lr.or(lr).unwrap_or(1e-3),
             seed: arguments.seed.or(seed).unwrap_or(0),
-            optimizer: optimizer(arguments.optimizer, text("train.config.optimizer")?)?,
+            optimizer: optimizer(arguments.optimizer, saved(resume, "train.config.optimizer", text)?)?,
             schedule,
-            data: arguments.data.clone().or(text("train.config.data")?.map(PathBuf::from)),
+            data: arguments.data.clone().or(saved(resume, "train.config.data", text)?.map(PathBuf::from)),
         })
     }
 
@@ -250,7 +228,7 @@ impl Settings {
         }
         let mut train = StateDict::new();
         train.insert("step", step.cast_signed());
-        // Otherwise the step tells.
+        // If all batches had the same size, the step and that size tell how many rows were read.
         if rows != step.saturating_mul(self.batch as u64) {
             train.insert("rows", i64::try_from(rows).unwrap_or(i64::MAX));
         }
@@ -260,7 +238,43 @@ impl Settings {
     }
 }
 
-/// Returns the optimizer of the run: the checkpoint's, if there is one. Another than that cannot be asked for.
+/// Reads a value of the checkpoint that a run continues from. Returns `None` if it continues from none, or if the
+/// checkpoint has no such value.
+fn saved<T>(resume: Option<&Resume>, key: &str, convert: impl FnOnce(&PlainValue) -> Option<T>) -> Result<Option<T>> {
+    resume.map_or(Ok(None), |resume| resume.read(key, convert))
+}
+
+/// Returns a size that was asked for, or else the checkpoint's, or else the default.
+fn size(asked: Option<usize>, resume: Option<&Resume>, key: &str, default: usize) -> Result<usize> {
+    Ok(asked.or(saved_size(resume, key)?).unwrap_or(default))
+}
+
+/// Returns a size of the model or of the batch from the settings of the checkpoint, or else from its tensors.
+fn saved_size(resume: Option<&Resume>, key: &str) -> Result<Option<usize>> {
+    let Some(resume) = resume else { return Ok(None) };
+    let name = format!("train.config.{key}");
+    let saved = resume.read(&name, |value| usize::try_from(value.as_int()?).ok())?;
+    // The number comes from a file, so it is bounded before memory is taken for it.
+    ensure!(
+        saved.is_none_or(|saved| (1..=MAX_SIZE).contains(&(saved as u64))),
+        "`{name}` of `{}` is {}, and can be 1 to {MAX_SIZE}",
+        resume.path,
+        saved.unwrap_or_default()
+    );
+    Ok(saved.or_else(|| resume.size_of_tensors(key)))
+}
+
+/// Returns a plain value as a text, if it is one.
+fn text(value: &PlainValue) -> Option<String> {
+    value.as_str().map(str::to_owned)
+}
+
+/// Returns a plain value as a number, if it is an integer that is not negative.
+fn natural(value: &PlainValue) -> Option<u64> {
+    u64::try_from(value.as_int()?).ok()
+}
+
+/// Returns the optimizer of the run: the checkpoint's, if it names one, and an error if another one was asked for.
 fn optimizer(asked: Option<OptimizerName>, saved: Option<String>) -> Result<OptimizerName> {
     let Some(saved) = saved else { return Ok(asked.unwrap_or(OptimizerName::Adamw)) };
     let known = <OptimizerName as clap::ValueEnum>::from_str(&saved, false).ok();

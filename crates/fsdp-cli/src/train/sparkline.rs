@@ -2,19 +2,19 @@
 
 use std::fmt;
 
-/// The signs of a curve, the lowest first.
+/// The characters that a curve is drawn with, the lowest first.
 const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// The most signs of a curve.
+/// The most characters of a curve.
 const WIDTH: usize = 16;
 
-/// A curve of all values so far, each sign the mean of as many of them.
+/// A curve of all values so far. Each character stands for the mean of equally many of them.
 #[derive(Debug)]
 pub(super) struct Sparkline {
     means: Vec<f64>,
-    /// The number of values of a sign.
+    /// The number of values that each of `means` is of.
     stride: usize,
-    /// The values that make up no sign yet.
+    /// The values that came after those: fewer than `stride`.
     waiting: Vec<f64>,
 }
 
@@ -37,7 +37,7 @@ impl Sparkline {
         self.means.push(mean(&self.waiting));
         self.waiting.clear();
         if self.means.len() == 2 * WIDTH {
-            // Two signs become one.
+            // There is no room for more, so join every two means to one.
             self.means = self.means.chunks(2).map(mean).collect();
             self.stride *= 2;
         }
@@ -57,7 +57,7 @@ impl fmt::Display for Sparkline {
         let (least, most) =
             values.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(least, most), v| (least.min(*v), most.max(*v)));
         for value in values {
-            // All alike: the middle.
+            // If all values are equal, the curve is in the middle.
             let along = if most > least { (value - least) / (most - least) } else { 0.5 };
             let level = ((along * LEVELS.len() as f64) as usize).min(LEVELS.len() - 1);
             write!(f, "{}", LEVELS[level])?;

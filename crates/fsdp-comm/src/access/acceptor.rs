@@ -66,11 +66,13 @@ struct PendingHandshakes {
 }
 
 impl PendingHandshakes {
+    /// Begins a handshake, which runs beside the others.
     fn start(&mut self, stream: TcpStream, key: Key) {
         let handshake = self.handshakes.spawn(authenticate(stream, key));
         self.oldest_first.push_back((Instant::now(), handshake));
     }
 
+    /// Gives up the handshake that has run for longest.
     fn drop_oldest(&mut self) {
         if let Some((_, handshake)) = self.oldest_first.pop_front() {
             handshake.abort();
@@ -86,6 +88,7 @@ async fn until_slow(began: Option<Instant>) {
     }
 }
 
+/// Completes the handshake of a connection, and returns the connection and who is at its other end.
 async fn authenticate(mut stream: TcpStream, key: Key) -> io::Result<(TcpStream, Hello)> {
     stream.set_nodelay(true)?;
     let hello = timeout(DEADLINE, handshake_as_server(&mut stream, &key)).await??;

@@ -78,7 +78,8 @@ pub(crate) fn not_this_protocol() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, message)
 }
 
-/// The client's side: proves that this process has the key, and checks that the server has it.
+/// Carries out the client's side of the handshake: proves that this process has the key, and checks that the server has
+/// it.
 pub(crate) fn handshake_as_client(stream: &TcpStream, key: &Key, hello: Hello, until: Instant) -> Result<(), Refusal> {
     // Step 1: challenge the server. Each side sends a fresh nonce, so that a recording of an earlier handshake proves nothing.
     let client = nonce()?;
@@ -104,7 +105,8 @@ pub(crate) fn handshake_as_client(stream: &TcpStream, key: &Key, hello: Hello, u
     Ok(())
 }
 
-/// The server's side: returns the client's hello once the client has proved that it has the key.
+/// Carries out the server's side of the handshake: returns the client's hello once the client has proved that it has
+/// the key.
 ///
 /// A client without the key learns only that a job listens here.
 pub(super) async fn handshake_as_server(stream: &mut tokio::net::TcpStream, key: &Key) -> io::Result<Hello> {

@@ -20,9 +20,10 @@ pub(super) struct Board {
 #[derive(Debug)]
 struct State {
     ranks: Vec<RankState>,
-    /// The records of all ranks in the last round that all of them have entered. One is enough: a rank enters a round only after
-    /// it has got the records of the last one.
+    /// The records of all ranks in the last round that all of them have entered. Those of one round are enough, because
+    /// a rank enters a round only after it has got the records of the one before.
     records: Arc<Vec<Vec<u8>>>,
+    /// The error that has ended the group.
     failure: Option<CommError>,
 }
 
@@ -32,12 +33,13 @@ struct RankState {
     arrived: u64,
     /// The number of rounds in which it has finished reading from others.
     finished: u64,
-    /// The ranks that have read its bytes in this round.
+    /// The number of ranks that have read its bytes in this round.
     readers_done: usize,
     /// The number of readers that the rank waits for; `None` while it waits for none.
     awaits: Option<usize>,
     /// Its record of a round that other ranks are yet to enter.
     record: Vec<u8>,
+    /// The reason why the rank takes no further part, if it has left.
     left: Option<String>,
 }
 
@@ -99,7 +101,8 @@ impl Board {
         state.ranks[rank].arrived = round.number + 1;
         state.ranks[rank].readers_done = 0;
         if state.ranks.iter().all(|rank| rank.arrived > round.number) {
-            // Once for all ranks: with many, as many copies for each of them would be most of the time.
+            // The last rank collects the records for all. If each rank copied them for itself, these copies would take
+            // most of the time in a group of many ranks.
             state.records = Arc::new(state.ranks.iter_mut().map(|rank| std::mem::take(&mut rank.record)).collect());
             // Give the lock back before waking the others, because they would only wait for the lock.
             drop(state);
@@ -121,17 +124,22 @@ impl Board {
     ) -> Result<(), CommError> {
         let mut state = self.lock();
         state.ranks[rank].finished = round.number + 1;
+        // Step 1: count this reader at each rank whose bytes it has read. If it was the last reader that such a rank
+        // waits for, wake that rank.
         let mut ready = Vec::new();
         for &owner in read {
             let of_owner = &mut state.ranks[owner];
             of_owner.readers_done += 1;
-            ready.extend(Some(owner).filter(|_| of_owner.awaits == Some(of_owner.readers_done)));
+            if of_owner.awaits == Some(of_owner.readers_done) {
+                ready.push(owner);
+            }
         }
         if !ready.is_empty() {
             drop(state);
             self.wake(ready);
             state = self.lock();
         }
+        // Step 2: wait for the readers of this rank's own bytes.
         state.ranks[rank].awaits = Some(readers.len());
         let mut reads = vec![false; self.changed.len()];
         readers.iter().for_each(|&reader| reads[reader] = true);
@@ -160,7 +168,7 @@ impl Board {
     ) -> Result<MutexGuard<'a, State>, CommError> {
         let mut until = round.until;
         loop {
-            // Done when no rank is missing.
+            // The wait is over when no rank is missing.
             let missing = || state.ranks.iter().enumerate().filter(|&(number, rank)| !is_ready(rank, number));
             if missing().next().is_none() {
                 return Ok(state);

@@ -118,15 +118,16 @@ impl LocalRanks {
         }
         let hub = Arc::new(Hub { turns: self.turns.clone(), ..Hub::default() });
         let global_ranks: Vec<usize> = (0..self.world_size).collect();
-        // Held until all ranks are done, so that a rank that starts late learns of the error that ended the group.
+        // The group is held until all ranks are done, so that a rank that starts late learns of the error that ended
+        // it.
         let world = hub.group(0, &global_ranks);
         let memberships: Vec<Arc<Membership>> =
             global_ranks.iter().map(|&rank| Arc::new(Membership { hub: Arc::clone(&hub), rank })).collect();
-        // In the order of the panics: the first is the likely cause of the others.
+        // The failures are in the order of the panics, because the first one is the likely cause of the others.
         let panics: Mutex<Vec<RankFailure>> = Mutex::default();
         let run_rank = |rank: usize, membership: Arc<Membership>| {
             let _turn = self.turns.as_ref().map(|turns| Turn::begin(turns, rank));
-            // Dropped before the turn ends.
+            // Values are dropped in the reverse order. So this makes the rank leave before its turn ends.
             let membership = membership;
             let backend = LocalBackend { membership: Arc::clone(&membership), group: Arc::clone(&world), rank };
             let backend: Arc<dyn Backend> = Arc::new(backend);
@@ -163,6 +164,7 @@ impl LocalRanks {
     }
 }
 
+/// Returns the text of a panic.
 fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let message = panic.downcast_ref::<&str>().copied();
     message.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")

@@ -52,6 +52,7 @@ impl Slot {
 pub(super) struct Loan<'a>(RwLockReadGuard<'a, Option<Lent>>);
 
 impl Loan<'_> {
+    /// Returns the bytes that are lent; none if there is no loan any more.
     pub(super) fn bytes(&self) -> &[u8] {
         match &*self.0 {
             // SAFETY: the pointer and length are those of a slice that `lend` was given, borrowed until `lend` returns

@@ -23,6 +23,8 @@ pub(super) fn transfer(
     let mut sink = Sink::new(destination);
     let mut buffers = Buffers::default();
     for start in (0..longest).step_by(window) {
+        // `cut` returns the part of a range in this window, which is empty if the range ends before it, and `own` this
+        // rank's bytes there.
         let cut = |range: &Range<usize>| {
             let at = |offset: usize| range.end.min(range.start.saturating_add(offset));
             at(start)..at(start + window)
@@ -44,6 +46,8 @@ pub(super) fn transfer(
             }
             Pattern::Gather { root } => {
                 buffers.send.extend_from_slice(own(&to[root]));
+                // A rank that is not the root receives nothing. The call also takes the number of bytes that it sends
+                // from the counts.
                 let mut counts = received.clone();
                 counts[rank] = buffers.send.len();
                 communicator.gather(buffers, &counts, root)
@@ -61,6 +65,7 @@ pub(super) fn transfer(
             }
         };
         buffers = wait(call)?;
+        // The bytes of all ranks have arrived one after the other.
         let mut rest = &buffers.receive[..];
         let pieces: Vec<&[u8]> = received
             .iter()

@@ -202,6 +202,7 @@ impl Functions {
         if code == SUCCESS || code == IN_PROGRESS { Ok(()) } else { Err(self.describe(code, communicator)) }
     }
 
+    /// Returns NCCL's texts on an error code, and on the last error of a communicator.
     fn describe(&self, code: c_int, communicator: Raw) -> String {
         let text = |text: *const c_char| {
             // SAFETY: a string of NCCL's, which lives at least until its next call.
@@ -273,6 +274,7 @@ pub(crate) const fn number(dtype: DType) -> Option<c_int> {
 
 const BYTE: c_int = 1;
 
+/// Returns NCCL's number of a reduction.
 const fn reduction(op: ReduceOp) -> c_int {
     match op {
         ReduceOp::Sum => 0,

@@ -64,6 +64,7 @@ fn device_ordinal(environment: &Environment) -> Result<usize, CommError> {
     ordinal(environment.local_rank.unwrap_or(environment.rank % devices), devices)
 }
 
+/// Returns the number of the GPU of a local rank. A process that sees a single GPU takes that one.
 fn ordinal(local_rank: usize, devices: usize) -> Result<usize, CommError> {
     match devices {
         1 => Ok(0),
@@ -88,6 +89,7 @@ struct NcclBackend {
 }
 
 impl NcclBackend {
+    /// Makes the NCCL communicator of a group with all its ranks, which tell each other NCCL's id over `control`.
     fn new(control: Arc<TcpBackend>, ordinal: usize, round: &Round<'_>) -> Result<Self, CommError> {
         // Rank 0 makes the id. If it cannot, all ranks get its error.
         let own: Option<Result<Vec<u8>, String>> =

@@ -117,6 +117,7 @@ struct Agent {
 }
 
 impl Agent {
+    /// Connects to the agent's store, with the greeting of torch's clients.
     fn connect(address: &str, until: Instant, pause: Duration) -> io::Result<Agent> {
         let stream = connect_until(&address, until, pause)?;
         let (local_ip, peer_ip) = (stream.local_addr()?.ip(), stream.peer_addr()?.ip());

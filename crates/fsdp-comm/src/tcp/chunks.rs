@@ -55,13 +55,17 @@ impl<'a> Outgoing<'a> {
                 places.push(range.clone());
             }
         }
-        // All places have equal parts of a window.
+        // A window is divided equally among the places.
         let chunk = (WINDOW_BYTES / places.len().max(1) / ALIGNMENT * ALIGNMENT).max(ALIGNMENT);
         for (reader, range) in to.iter().enumerate() {
             if let Some(place) = places.iter().position(|place| place == range) {
-                let words = [(ReaderWord::First, published.chunks as usize), (ReaderWord::Offset, place * chunk)];
-                for (word, value) in words.into_iter().chain([(ReaderWord::Size, chunk)]) {
-                    segment.reader_word(reader, word).store(value as u64, Ordering::Relaxed);
+                let words = [
+                    (ReaderWord::First, published.chunks),
+                    (ReaderWord::Offset, (place * chunk) as u64),
+                    (ReaderWord::Size, chunk as u64),
+                ];
+                for (word, value) in words {
+                    segment.reader_word(reader, word).store(value, Ordering::Relaxed);
                 }
             }
         }
@@ -72,10 +76,10 @@ impl<'a> Outgoing<'a> {
         segment.notify(Notification::ToReaders);
         // A place that only this rank reads is never written. But it counted above, because the size of a chunk must be
         // the same on all ranks.
-        let is_read =
-            |place: &Range<usize>| to.iter().enumerate().any(|(reader, range)| reader != member.rank && range == place);
         for place in &mut places {
-            if !is_read(place) {
+            let is_read_by_others =
+                to.iter().enumerate().any(|(reader, range)| reader != member.rank && *range == *place);
+            if !is_read_by_others {
                 *place = 0..0;
             }
         }

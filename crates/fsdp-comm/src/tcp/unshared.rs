@@ -13,6 +13,7 @@ impl SharedMemory {
         Ok(None)
     }
 
+    /// Never runs, because there is no value of this type.
     pub(super) fn round(
         &self,
         _member: Member<'_>,

@@ -148,7 +148,7 @@ impl Layer for View<'_> {
         let name = self.source_name(fqn);
         let from = tensor_of(self.source(0).metadata(), name)?.properties.dtype;
         for slot in slots {
-            // In pieces: the source's elements may be larger than those of `dst`.
+            // Read in pieces, because the source's elements may be larger than those of the slot.
             let mut rest: &mut [u8] = slot.bytes;
             let length = slot.bounds.numel() as u64 * from.size_in_bytes();
             stream(self.source(0), name, from, &slot.bounds, 0..length, &mut |bytes| {

@@ -445,6 +445,7 @@ fn has_key(file: &Named, key: &str) -> bool {
     file.flat.found.contains_key(&format!("{ROOT}.{key}.0"))
 }
 
+/// Returns a plain value of a file.
 fn value<'f>(file: &'f Named, key: &str) -> Option<&'f PlainValue> {
     match file.flat.found.get(key) {
         Some((_, Leaf::Value(Held::Plain(value)))) => Some(value),

@@ -117,7 +117,8 @@ pub fn diff_digests(
 /// A comparison of a key of one checkpoint with the other checkpoint.
 type CompareKey<'c> = dyn Fn(&str, &Entry) -> Result<Option<Difference>, FileError> + Sync + 'c;
 
-/// Compares all keys of two checkpoints by `compare`, and what only one has, or has in parts.
+/// Compares two checkpoints key by key. `compare` compares a key of the first one with the second. Keys that only the
+/// second one has, values that one holds whole and the other in parts, and containers are compared here.
 fn walk(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
@@ -142,6 +143,8 @@ fn walk(
             found(fqn, difference);
         }
     }
+    // The keys that only the second checkpoint has: a value that is in parts in the first, a part of a value that is
+    // whole there, or a key that is missing.
     for fqn in second.metadata().entries.keys().filter(|fqn| !first.metadata().entries.contains_key(*fqn)) {
         match in_parts.parts.get(fqn) {
             Some(parts) => {

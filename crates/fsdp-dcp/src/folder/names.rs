@@ -42,7 +42,7 @@ const SINGLE: [(&str, &str); 12] = [
     ("optimizer_0", "optimizer"),
 ];
 
-/// The names up to a number, the extension after it, and the key.
+/// The names of numbered parts: the text before the number, the extension after it, and the key before the number.
 const NUMBERED: [(&str, &str, &str); 9] = [
     ("pytorch_model_fsdp_", "", "model_"),
     ("pytorch_model_fsdp_", ".bin", "model_"),
@@ -55,7 +55,7 @@ const NUMBERED: [(&str, &str, &str); 9] = [
     ("model_", ".safetensors", "model_"),
 ];
 
-/// The names up to a rank, and the key.
+/// The names of files of ranks: the text before the rank, the extension after it, and the key.
 const OF_RANKS: [(&str, &str, &str); 2] =
     [("rng_state_", ".pth", "rng_state"), ("random_states_", ".pkl", "random_states")];
 

@@ -367,6 +367,7 @@ impl Piece {
 }
 
 impl Assembled {
+    /// Returns the piece of a tensor that is stored at a place.
     fn piece(&self, fqn: &str, stored: &StorageInfo) -> Result<&Piece, FileError> {
         let piece = self.pieces.get(fqn).and_then(|pieces| pieces.get(stored));
         piece.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })

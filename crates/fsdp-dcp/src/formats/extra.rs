@@ -32,7 +32,7 @@ impl ExtraFiles {
         self.foreign.as_deref()
     }
 
-    /// Lists them. A checkpoint that is one file has none.
+    /// Lists the files beside a checkpoint's own. A checkpoint that is one file has none.
     pub fn of(checkpoint: &dyn Checkpoint) -> Result<Self, FileError> {
         let directory = checkpoint.directory();
         let is_own: &dyn Fn(&str) -> bool = match checkpoint.format() {
@@ -83,6 +83,7 @@ fn is_file(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError> 
     }
 }
 
+/// Returns `true` for the name of a file that belongs to a DCP directory, besides those that the metadata names.
 fn is_own_of_dcp(name: &str) -> bool {
     name.starts_with(METADATA_FILE) || name.starts_with(INTEGRITY_FILE) || name.ends_with(METADATA_FILE)
 }
@@ -92,10 +93,12 @@ pub(crate) fn is_data_of_dcp(name: &str) -> bool {
     name.ends_with(".distcp") || name.starts_with(INTEGRITY_FILE)
 }
 
+/// Returns `true` for the name of a file that belongs to a safetensors directory, besides the tensors.
 fn is_own_of_safetensors(name: &str) -> bool {
     name.starts_with(INTEGRITY_FILE) || name == VALUES_FILE || name.ends_with(".safetensors.index.json")
 }
 
+/// Returns `true` for the name of a file that belongs to files of `torch.save`, besides those with tensors.
 fn is_own_of_torch(name: &str) -> bool {
     name.starts_with(INTEGRITY_FILE) || name.ends_with(".bin.index.json") || name == "metadata.pkl"
 }

@@ -26,7 +26,7 @@ impl Moved {
             let Some(before) = name[..end].strip_suffix(&texts[last - 1]) else { break };
             if before.is_empty() {
                 if !is_index(last - 1) {
-                    // Nothing is left: the parts before these go.
+                    // All of `name` is at the end of the path, so the parts before that are removed.
                     return Moved { first: 0, between: None, last: last - 1 };
                 }
                 break;

@@ -27,7 +27,7 @@ pub(super) fn text(name: &str) -> Option<(&'static str, bool)> {
     })
 }
 
-/// Meta's rows of queries and keys have the rotary halves of a head interleaved.
+/// The map of Meta's Llama. Its rows of queries and keys have the rotary halves of a head interleaved.
 const LLAMA: &str = "\
 tok_embeddings.weight -> model.embed_tokens.weight
 layers.{i}.attention.wq.weight -> model.layers.{i}.self_attn.q_proj.weight | permute(heads)
@@ -45,7 +45,7 @@ drop freqs_cis
 drop rope.freqs
 ";
 
-/// Hugging Face's GPT-2 has the matrices of its `Conv1D` transposed.
+/// The map of nanoGPT. Hugging Face's GPT-2 has the matrices of its `Conv1D` transposed.
 const NANOGPT: &str = "\
 transformer.h.{i}.attn.c_attn.weight -> transformer.h.{i}.attn.c_attn.weight | transpose
 transformer.h.{i}.attn.c_proj.weight -> transformer.h.{i}.attn.c_proj.weight | transpose
@@ -54,7 +54,8 @@ transformer.h.{i}.mlp.c_proj.weight -> transformer.h.{i}.mlp.c_proj.weight | tra
 drop transformer.h.{i}.attn.bias
 ";
 
-/// Layers are stacked along a first dimension (`torch_dist`), or have keys of their own.
+/// The map of Megatron-core's Llama. Layers are stacked along a first dimension (`torch_dist`), or have keys of their
+/// own.
 const MEGATRON: &str = "\
 embedding.word_embeddings.weight -> model.embed_tokens.weight
 decoder.layers.self_attention.linear_qkv.weight -> model.layers.{i}.self_attn.q_proj.weight, model.layers.{i}.self_attn.k_proj.weight, model.layers.{i}.self_attn.v_proj.weight | unstack(i) | split_qkv(heads, kv_heads)
@@ -75,7 +76,8 @@ decoder.final_layernorm.weight -> model.norm.weight
 output_layer.weight -> lm_head.weight
 ";
 
-/// Inference servers have one matrix for queries, keys and values, and one for the gate and up projections.
+/// The map of Llama and Qwen in inference servers. They have one matrix for queries, keys and values, and one for the
+/// gate and up projections.
 const FUSED: &str = "\
 model.layers.{i}.self_attn.qkv_proj.weight -> model.layers.{i}.self_attn.q_proj.weight, model.layers.{i}.self_attn.k_proj.weight, model.layers.{i}.self_attn.v_proj.weight | split(0, heads, kv_heads, kv_heads)
 model.layers.{i}.self_attn.qkv_proj.bias -> model.layers.{i}.self_attn.q_proj.bias, model.layers.{i}.self_attn.k_proj.bias, model.layers.{i}.self_attn.v_proj.bias | split(0, heads, kv_heads, kv_heads)

@@ -197,6 +197,7 @@ impl State<'_> {
         Ok(())
     }
 
+    /// Adds a tensor. Two rules must not give the same key.
     fn insert(&mut self, fqn: String, node: Node) -> Result<(), MapError> {
         if self.matched.renamed.contains_key(&fqn) || self.matched.tensors.insert(fqn.clone(), node).is_some() {
             return Err(MapError::Twice { fqn });

@@ -34,6 +34,7 @@ fn rule(text: &str, line: usize, values: &Values) -> Result<Rule, String> {
     Ok(rule)
 }
 
+/// Parses templates that are separated by commas.
 fn templates(text: &str) -> Result<Vec<Template>, String> {
     text.split(',').map(|key| Template::parse(key.trim())).collect()
 }

@@ -69,6 +69,7 @@ fn round_to_odd(number: f64) -> f32 {
     f32::from_bits(toward_zero | 1)
 }
 
+/// Writes numbers as elements, which `of` rounds and encodes.
 fn put<const N: usize>(numbers: &[f64], bytes: &mut [u8], of: impl Fn(f64) -> [u8; N]) {
     for (number, element) in numbers.iter().zip(bytes.as_chunks_mut::<N>().0) {
         *element = of(*number);

@@ -124,6 +124,7 @@ impl<'m> Encoder<'m, '_> {
         });
     }
 
+    /// Writes an object of a class, without attributes.
     fn new_object(&mut self, module: &'static str, name: &'static str) {
         self.global(module, name);
         write::op(&mut self.out, write::EMPTY_TUPLE);
@@ -140,6 +141,7 @@ impl<'m> Encoder<'m, '_> {
         write::op(&mut self.out, write::BUILD);
     }
 
+    /// Writes an attribute of an object: its name, then its value.
     fn field(&mut self, name: &'static str, value: impl FnOnce(&mut Self)) {
         self.text(name);
         value(self);
@@ -156,6 +158,7 @@ impl<'m> Encoder<'m, '_> {
         write::op(&mut self.out, write::SETITEMS);
     }
 
+    /// Writes a `torch.Size`.
     fn size(&mut self, sizes: &[usize]) {
         self.global("torch", "Size");
         write::sizes(&mut self.out, sizes);

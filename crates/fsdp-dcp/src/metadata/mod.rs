@@ -189,8 +189,9 @@ impl Metadata {
         first.chain(self.replicas.iter().map(|more| (more.fqn.as_str(), more.bounds.as_ref(), &more.stored)))
     }
 
-    /// Merges several metadata, such as the rank-local ones (`__{rank}.metadata`). Where they overlap, the first one counts:
-    /// a chunk or value that several hold is taken once, and its other copies are noted as [`Metadata::replicas`].
+    /// Merges several metadata, such as the rank-local ones (`__{rank}.metadata`). Where they overlap, the first one
+    /// counts: a chunk or value that several hold is taken once, and its other copies are noted as
+    /// [`Metadata::replicas`].
     #[must_use]
     pub fn merge(parts: impl IntoIterator<Item = Metadata>) -> Metadata {
         let mut merged = Metadata::default();
@@ -218,7 +219,8 @@ impl Metadata {
                                 (true, None) => {}
                             }
                         }
-                        // After all of this part: it may hold a box twice itself, which is an error that is found later.
+                        // The boxes of this part become known only now. If the part itself holds a box twice, both
+                        // stay, and a later check finds that error.
                         known.extend(added);
                     }
                     // What is a tensor in one part and a value in another is found when the two are compared.

@@ -1,7 +1,8 @@
 //! NumPy's files: `.npy`, one array, and `.npz`, a zip archive of several.
 //!
-//! An array in a `.npz` has the key that its record's name is without `.npy`; that of a `.npy` is the name of the file
-//! without its ending. Records may be compressed, as `savez_compressed` writes them. Arrays of objects and of structures, and big-endian numbers are refused.
+//! The key of an array is the name of its record in a `.npz`, or of the file if that is a `.npy`, without the ending
+//! `.npy`. Records may be compressed, as `savez_compressed` writes them. Arrays of objects and of structures, and
+//! big-endian numbers are refused.
 
 mod header;
 
@@ -23,8 +24,8 @@ use crate::torch::zip::{Deflated, Directory, Kept};
 /// The ending of the names of records.
 const RECORD_END: &str = ".npy";
 
-/// Returns `true` if an archive is NumPy's: each of its records is an array, or one that lies below no root directory, as
-/// all records of torch's do.
+/// Returns `true` if an archive is NumPy's: if all of its records are arrays, or if an array is at its top. The
+/// records of torch's archives all lie below one directory.
 pub(crate) fn is_archive(file: &dyn ReadAt) -> bool {
     Directory::read_rootless(file).is_ok_and(|archive| {
         let is_array = |name: &String| name.ends_with(RECORD_END);

@@ -208,7 +208,7 @@ impl PartSink<'_> {
     fn put(&mut self, mut bytes: &[u8]) -> Result<(), FileError> {
         while !bytes.is_empty() {
             let left = self.end - self.at;
-            // Written at once are whole blocks, or all that is left.
+            // A write has whole blocks, or all that is left of the part.
             let wanted = left.min(AT_ONCE.max(self.block)) as usize;
             let have = bytes.len() as u64;
             let direct = if have >= left { left } else { have - have % self.block }.min(wanted as u64) as usize;

@@ -315,6 +315,7 @@ impl<'a> Machine<'a> {
         Ok(length as usize)
     }
 
+    /// Returns the next bytes of the pickle.
     fn take(&mut self, length: u64) -> Result1<&'a [u8]> {
         let length = self.check_remaining(length)?;
         let taken = &self.bytes[self.at..self.at + length];
@@ -346,6 +347,7 @@ impl<'a> Machine<'a> {
         }
     }
 
+    /// Pushes the next bytes as a value.
     fn raw(&mut self, length: u64) -> Result1<()> {
         let bytes = self.take(length)?;
         self.push(Node::Bytes(Cow::Borrowed(bytes)))
@@ -428,6 +430,7 @@ impl<'a> Machine<'a> {
         &self.items[tuple.start as usize..(tuple.start + tuple.len) as usize]
     }
 
+    /// Takes away the values above the last mark, and the mark.
     fn pop_mark(&mut self) -> Result1<Vec<NodeId>> {
         let mark = self.marks.pop().ok_or(PickleErrorKind::Stack)?;
         Ok(self.stack.split_off(mark))

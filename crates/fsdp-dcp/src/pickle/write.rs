@@ -1,30 +1,30 @@
 //! Writing pickles: the few opcodes that torch's loaders accept, without a memo, so that equal values give equal bytes.
 
-/// `(`
+/// Marks the top of the stack.
 pub(crate) const MARK: u8 = b'(';
-/// `)`
+/// Makes an empty tuple.
 pub(crate) const EMPTY_TUPLE: u8 = b')';
 /// Makes a tuple of all above the mark.
 pub(crate) const TUPLE: u8 = b't';
-/// `]`
+/// Makes an empty list.
 pub(crate) const EMPTY_LIST: u8 = b']';
 /// Appends all above the mark to the list below it.
 pub(crate) const APPENDS: u8 = b'e';
-/// `}`
+/// Makes an empty dict.
 pub(crate) const EMPTY_DICT: u8 = b'}';
 /// Adds the pairs above the mark to the dict below it.
 pub(crate) const SETITEMS: u8 = b'u';
-/// Applies a global to a tuple.
+/// Applies a global to a tuple of arguments.
 pub(crate) const REDUCE: u8 = b'R';
-/// Makes an object of a class and a tuple.
+/// Makes an object of a class and a tuple of arguments.
 pub(crate) const NEWOBJ: u8 = 0x81;
 /// Sets an object's state.
 pub(crate) const BUILD: u8 = b'b';
 /// Makes a persistent id of the value on top.
 pub(crate) const BINPERSID: u8 = b'Q';
-/// `None`
+/// Makes `None`.
 pub(crate) const NONE: u8 = b'N';
-/// The end.
+/// Ends the pickle, whose value is on top.
 pub(crate) const STOP: u8 = b'.';
 
 /// Writes the opening bytes of a pickle.

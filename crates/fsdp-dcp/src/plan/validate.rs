@@ -63,7 +63,7 @@ pub(crate) fn validate_chunks<'c>(
     if let Some((first, second)) = find_overlap(shape, &boxes) {
         return Err(ChunkError::Overlap { first: first.clone(), second: second.clone() });
     }
-    // Disjoint boxes inside a tensor: the sum cannot exceed its element count.
+    // The boxes are disjoint and inside the tensor, so the sum cannot exceed its number of elements.
     Ok(boxes.iter().map(|bounds| bounds.numel()).sum())
 }
 

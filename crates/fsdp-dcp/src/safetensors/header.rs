@@ -115,7 +115,7 @@ fn raw_dtypes(metadata: &IndexMap<String, String>) -> Result<HashMap<String, DTy
 }
 
 impl Header {
-    /// Reads the header of the file that is all of `source`, and checks that the data is what it says.
+    /// Reads the header of the file that is all of `source`, and checks that the tensors fill the rest of the file.
     pub fn read(source: &dyn ReadAt) -> Result<Self, FormatError> {
         let mut length = [0; 8];
         source.read_exact_at(0, &mut length)?;
@@ -138,6 +138,7 @@ impl Header {
         let mut dtypes = raw_dtypes(&raw.metadata)?;
         let mut tensors = IndexMap::with_capacity(raw.tensors.len());
         for (name, mut info) in raw.tensors {
+            // Shapes of 4-bit floats count the floats. Here an element is a pair of them, so the last dimension halves.
             let dtype = match (info.dtype.as_str(), info.shape.last_mut()) {
                 (PACKED_FLOAT4, Some(size)) if size.is_multiple_of(2) => {
                     *size /= 2;
@@ -153,6 +154,8 @@ impl Header {
             if !is_sane_shape(&info.shape) || bytes.is_none() || start.checked_add(bytes.unwrap_or(0)) != Some(end) {
                 return Err(malformed(format!("the offsets of `{name}` do not fit its shape")));
             }
+            // A tensor of a dtype without a name in safetensors is stored as bytes. Its last dimension counts the bytes
+            // of an element, so it is taken away.
             let dtype = match dtypes.remove(&name) {
                 None => dtype,
                 Some(of) => match (dtype, info.shape.pop()) {
@@ -162,6 +165,7 @@ impl Header {
             };
             tensors.insert(name, TensorInfo { dtype, shape: info.shape, start, end });
         }
+        // The tensors follow each other without gaps, in any order, up to the end of the file.
         let mut ranges: Vec<(u64, u64)> = tensors.values().map(|info: &TensorInfo| (info.start, info.end)).collect();
         ranges.sort_unstable();
         let mut at = 0;
@@ -214,8 +218,9 @@ impl Header {
         }
         object.extend(entries);
         let mut json = serde_json::to_vec(&object).map_err(malformed)?;
-        // More than the `safetensors` crate ever pads: a file that it writes again has a header of another length, which
-        // is how digests of an earlier file are told from those of this one.
+        // Pad by at least 8 spaces, which is more than the `safetensors` crate ever pads by. A file that it writes again
+        // so has a header of another length. Readers tell by that length whether digests are of this file or of an
+        // earlier one.
         json.extend([b' '; 8]);
         while !(8 + json.len()).is_multiple_of(64) {
             json.push(b' ');

@@ -105,10 +105,7 @@ impl Aside {
 }
 
 /// Returns all tensors of the source, whole, and those that were inside values.
-pub(super) fn whole_tensors<'a>(
-    source: &'a dyn Checkpoint,
-    inside: &'a Inside<'a>,
-) -> Result<Vec<Piece<'a>>, FileError> {
+pub(super) fn whole_tensors<'a>(source: &'a dyn Checkpoint, inside: &'a Inside<'a>) -> Vec<Piece<'a>> {
     let mut pieces = Vec::new();
     for (fqn, tensor) in source.metadata().tensors() {
         pieces.push(Piece { fqn, dtype: tensor.properties.dtype, bounds: TensorBox::whole(&tensor.shape) });
@@ -116,7 +113,7 @@ pub(super) fn whole_tensors<'a>(
     for (fqn, tensor) in inside {
         pieces.push(Piece { fqn, dtype: tensor.dtype, bounds: TensorBox::whole(&tensor.shape) });
     }
-    Ok(pieces)
+    pieces
 }
 
 /// The sums over the elements of tensors that files of a checkpoint have, by key.
@@ -240,6 +237,7 @@ pub(super) fn files_of<'a>(pieces: impl IntoIterator<Item = Piece<'a>>, max_file
     files
 }
 
+/// Returns the report of a conversion whose values are in a file beside the tensors.
 fn with_aside(source: &dyn Checkpoint, file: Option<String>) -> Converted {
     let aside = source.metadata().values().map(|(fqn, _)| fqn.to_owned()).collect();
     Converted { aside, aside_file: file, ..summary(source) }
@@ -253,7 +251,7 @@ pub(crate) fn write_file(
 ) -> Result<Converted, FileError> {
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
-    let pieces = whole_tensors(source, &inside)?;
+    let pieces = whole_tensors(source, &inside);
     let streamed = Streamed { source, options, extra: inside.clone() };
     let values_name = values_beside(staging.target_name());
     if bytes.is_some() {
@@ -311,7 +309,7 @@ pub(crate) fn write_directory(
     staging.claim()?;
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
-    let pieces = whole_tensors(source, &inside)?;
+    let pieces = whole_tensors(source, &inside);
     let streamed = Streamed { source, options, extra: inside.clone() };
     let total = pieces.iter().fold(0u64, |total, piece| total.saturating_add(piece.bytes()));
     let files = files_of(pieces, max_file_bytes);
@@ -347,7 +345,7 @@ pub(crate) fn write_shards(
     let streamed = Streamed { source, options, extra: inside.clone() };
     let mut integrity = Integrity { files: extra.copy(&staging)?, ..Integrity::default() };
     let mut sums = Sums::new();
-    let whole = whole_tensors(source, &inside)?;
+    let whole = whole_tensors(source, &inside);
     // Tensors that cannot be cut are in the first file: scalars, empty tensors, and tensors that were inside values.
     let is_cut = |of: &Piece<'_>| !of.bounds.sizes.is_empty() && !of.bounds.is_empty() && !inside.contains_key(of.fqn);
     let pieces_of = |rank: usize| -> Vec<Piece<'_>> {

@@ -130,7 +130,7 @@ pub(crate) fn write_ranks(
     staging.claim()?;
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
-    let whole = whole_tensors(source, &inside)?;
+    let whole = whole_tensors(source, &inside);
     let streamed = Streamed { source, options, extra: inside.clone() };
     let pieces_of = |rank: usize| -> Vec<Vec<Piece<'_>>> {
         // Tensors that were inside values are written once, with the first rank.
@@ -142,6 +142,7 @@ pub(crate) fn write_ranks(
         });
         files_of(pieces, max_file_bytes)
     };
+    // Every file notes how many files each rank has, so that a reader notices when one is missing.
     let files: Vec<usize> = (0..plan.ranks()).map(|rank| pieces_of(rank).len()).collect();
     let mut integrity = Integrity { files: extra.copy(&staging)?, ..Integrity::default() };
     let mut sums: IndexMap<String, Sum> = IndexMap::new();
@@ -151,6 +152,7 @@ pub(crate) fn write_ranks(
         let none = Metadata::default();
         let files_of_rank = Files { staging: &staging, source: &slices, digested: &none, threads: options.threads };
         for (index, pieces) in pieces_of(rank).iter().enumerate() {
+            // The note tells from which part of which tensor each tensor of this file was cut.
             let cut = |piece: &Piece<'_>| {
                 let cut = plan.cut(piece.fqn).filter(|_| !inside.contains_key(piece.fqn))?;
                 Some((piece.fqn.to_owned(), SliceNote::new(cut, rank)?))
@@ -166,6 +168,7 @@ pub(crate) fn write_ranks(
             let written = files_of_rank.write(Some(&name), &|_| Ok(texts.clone()), pieces, &mut Sums::new())?;
             integrity.files.insert(name, written);
         }
+        // The sums of all ranks together are over each element once, so they give the digests of the whole tensors.
         for (fqn, sum) in slices.sums.into_inner().unwrap_or_else(PoisonError::into_inner) {
             sums.entry(fqn).or_default().add(sum);
         }

@@ -8,7 +8,7 @@ use super::error::SignError;
 use super::key::{PrivateKey, PublicKey};
 use super::statement::Statement;
 
-/// Bytes of a signature's file: a million files take about 200 MB.
+/// The most bytes of a signature's file. The signature of a million files takes about 200 MB.
 pub(super) const MAX_SIGNATURE_BYTES: u64 = 256 << 20;
 
 const MEDIA_TYPE: &str = "application/vnd.dev.sigstore.bundle.v0.3+json";
@@ -95,7 +95,7 @@ pub(super) fn read_bundle(bytes: &[u8], key: &PublicKey) -> Result<Statement, Si
     let [signature] = envelope.signatures.as_slice() else {
         return Err(SignError::NotOne { found: envelope.signatures.len() });
     };
-    // Only a better message: whoever forges a signature writes the right name.
+    // This only gives a better message, and is no protection: whoever forges a signature writes the right name.
     if let Some(signed) = named.hint.filter(|hint| hint != key.hash()) {
         return Err(SignError::OtherKey { signed, given: key.hash().to_owned() });
     }

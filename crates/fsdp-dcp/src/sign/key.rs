@@ -10,7 +10,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::error::SignError;
 
-/// Bytes of the file of a key.
+/// The most bytes of a key's file.
 const MAX_KEY_BYTES: usize = 64 << 10;
 
 const PRIVATE: &str = "private key of the curve P-256 in PEM";

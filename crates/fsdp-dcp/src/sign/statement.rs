@@ -74,7 +74,7 @@ impl Statement {
     /// Makes the statement about a model's files.
     pub(super) fn new(name: String, hashes: &BTreeMap<String, Sha256Hash>, ignore_paths: Vec<String>) -> Self {
         let mut files: Vec<(&String, &Sha256Hash)> = hashes.iter().collect();
-        // By the parts of the paths, as the Python tool sorts them: so both make the same root.
+        // Sort by the parts of the paths, as the Python tool does, so that both make the same root.
         files.sort_by(|(a, _), (b, _)| a.split('/').cmp(b.split('/')));
         let root = root(files.iter().map(|(_, hash)| *hash));
         let resources = files.into_iter().map(|(name, hash)| Resource {

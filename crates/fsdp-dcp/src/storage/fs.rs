@@ -144,7 +144,7 @@ impl Durable {
             self.create_directory(path)?;
         }
         match self.sync_directory(parent_of(path)) {
-            // Somebody else's directory, or one of a file system without syncs.
+            // The directory existed before, and it is somebody else's, or its file system has no syncs.
             Err(FileError::Io { source, .. }) if is_there && is_refused(&source) => Ok(()),
             synced => synced,
         }

@@ -57,6 +57,7 @@ pub enum TensorParallelError {
     },
 }
 
+/// Returns the end of a sentence about keys of which not all are listed.
 fn and_more(more: &usize) -> String {
     match more {
         0 => String::new(),

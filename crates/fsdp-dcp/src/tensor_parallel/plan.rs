@@ -150,6 +150,7 @@ impl Cut {
 }
 
 impl Share {
+    /// Returns the range of a rank. Consecutive ranks may have copies of the same range.
     fn of(&self, rank: usize) -> SliceRange {
         let at = rank / self.copies * self.each;
         let start = at.min(self.len);

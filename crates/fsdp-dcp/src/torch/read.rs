@@ -23,6 +23,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     let mut assembler = Assembler::new(Format::Torch, location.name(), directory);
     let name: Arc<str> = Arc::from(name);
     let flat = read_flat(assembler.directory(), &name)?;
+    // All keys are taken, without a prefix.
     add(&mut assembler, &name, &flat, &mut |_| Some(Vec::new()))?;
     Ok(assembler.finish(Some(flat.structure)))
 }

@@ -114,11 +114,13 @@ fn attributes_of<'p>(p: &'p Pickle<'_>, id: NodeId) -> Result<Attributes<'p>, Fo
     }
 }
 
+/// Returns the value of an attribute; of several of one name, the last one counts.
 fn find(p: &Pickle<'_>, attributes: Attributes<'_>, name: &str) -> Option<NodeId> {
     let found = attributes.iter().rev().find(|(key, _)| p.str(*key).is_ok_and(|key| key == name));
     found.map(|(_, value)| *value)
 }
 
+/// Returns the value of an attribute that must be there.
 fn get(p: &Pickle<'_>, attributes: Attributes<'_>, name: &str) -> Result<NodeId, FormatError> {
     find(p, attributes, name).ok_or_else(|| malformed(format!("it has no `{name}`")))
 }

@@ -26,7 +26,7 @@ use crate::torch::zip::Directory;
 pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), FileError> {
     let location = location.into();
     let path = location.name();
-    // Without the old hashes: they may be what is out of date.
+    // Open it without the old hashes, because these may be out of date.
     let checkpoint = open(&location, OpenOptions { verify: false })?;
     if checkpoint.format() == Format::Folder {
         let source =

@@ -179,14 +179,14 @@ fn chunk_ends(
         let Some(stored) = &chunk.stored else { continue };
         let at = chunk.bounds.offsets.iter().zip(&chunk.bounds.sizes).map(|(offset, size)| offset + size - 1);
         let last = TensorBox::new(at.collect(), vec![1; chunk.bounds.rank()]);
-        // Not by a plan of a read, which would look at all chunks for each.
+        // Read this chunk alone. An ordinary read would plan over all chunks, for each of them again.
         let this = Replica { fqn: fqn.to_owned(), bounds: Some(chunk.bounds.clone()), stored: stored.clone() };
         let Err(error) = refuse_paths(checkpoint.read_replica(&this, &last, &mut element))? else { continue };
         let Some(of) = error.opaque_type() else {
             report.add(Some(fqn), Some(stored), &error);
             continue;
         };
-        // Nothing here can read it; but it must be there, to its end.
+        // An opaque tensor cannot be read here, but its bytes must be there, up to the last.
         opaque = Some(of);
         let end = stored.length.saturating_sub(1);
         if let Err(error) = refuse_paths(checkpoint.read_stored(fqn, stored, end, &mut [0]))? {

@@ -156,9 +156,10 @@ impl Withheld {
         }
     }
 
+    /// Starts the thread that holds the locks while there is a request to do so.
     fn start(tensors: Vec<Tensor>) -> Result<Self, FlatError> {
         let locks = tensors.iter().map(lock_of).collect();
-        // Detached, because a graph would keep more memory alive than the storages.
+        // Keep the tensors without their graphs, which would keep more memory alive than the storages.
         let tensors: Vec<Tensor> = tensors.iter().map(Tensor::detach).collect();
         let withheld = tensors.clone();
         let shared = Arc::new(Shared::default());

@@ -157,6 +157,7 @@ impl Squares {
     }
 }
 
+/// Moves a value towards `end` by a weight: torch's `lerp_`.
 fn move_to(value: &mut f64, end: f64, weight: f64) {
     *value += weight * (end - *value);
 }

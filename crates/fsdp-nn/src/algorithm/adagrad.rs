@@ -85,7 +85,7 @@ impl AdagradOptions {
         [Some(StateEntry::STEP), Some(sum), None, None]
     }
 
-    /// Updates once; slices of equal length.
+    /// Runs one step. The slices must have equal lengths.
     pub(super) fn update<T: Float>(&self, step: f32, params: &mut [T], grads: &[T], sums: &mut [T]) {
         let rate = self.lr / (1.0 + (f64::from(step) - 1.0) * self.lr_decay);
         let gradient = Gradient::new(self.maximize, self.weight_decay);

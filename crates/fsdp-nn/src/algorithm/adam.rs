@@ -103,7 +103,7 @@ impl AdamOptions {
         ]
     }
 
-    /// Updates once; slices of equal length.
+    /// Runs one step without amsgrad. The slices must have equal lengths.
     pub(super) fn update<T: Float>(
         &self,
         decoupled: bool,
@@ -123,7 +123,7 @@ impl AdamOptions {
         }
     }
 
-    /// Updates once with amsgrad; slices of equal length.
+    /// Runs one step with amsgrad. The slices must have equal lengths.
     #[expect(clippy::too_many_arguments, reason = "one slice for each state entry")]
     pub(super) fn update_amsgrad<T: Float>(
         &self,

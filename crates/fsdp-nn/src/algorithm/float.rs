@@ -239,6 +239,7 @@ pub(super) struct Weight<R> {
 }
 
 impl<R: Real> Weight<R> {
+    /// Prepares a weight. Below 0.5 results are computed from the start, otherwise from the end.
     pub(super) fn new(weight: f64) -> Self {
         let (weight, one) = (R::from_scalar(weight), R::from_scalar(1.0));
         let from_start = weight < R::from_scalar(0.5);

@@ -5,13 +5,13 @@
 
 use half::{bf16, f16};
 
-/// Converts exactly.
+/// Returns a bf16 as `f32`, exactly.
 #[inline(always)]
 pub(super) fn widen_bf16(value: bf16) -> f32 {
     f32::from_bits(u32::from(value.to_bits()) << 16)
 }
 
-/// Converts to the nearest bf16, ties to even.
+/// Rounds to the nearest value of bf16, ties to even.
 #[inline(always)]
 pub(super) fn round_bf16(value: f32) -> f32 {
     let bits = value.to_bits();
@@ -22,7 +22,7 @@ pub(super) fn round_bf16(value: f32) -> f32 {
     f32::from_bits(if value.is_nan() { quiet } else { nearest } & 0xffff_0000)
 }
 
-/// Converts values exactly that are a bf16.
+/// Returns a value that [`round_bf16`] has rounded, as bf16.
 #[inline(always)]
 pub(super) fn narrow_bf16(value: f32) -> bf16 {
     bf16::from_bits((value.to_bits() >> 16) as u16)
@@ -34,7 +34,7 @@ const F16_INFINITY: u32 = 0x1f << 10;
 /// The least normal f16, 2^-14.
 const F16_NORMAL: f32 = 1.0 / 16384.0;
 
-/// Converts exactly.
+/// Returns an f16 as `f32`, exactly.
 #[inline(always)]
 pub(super) fn widen_f16(value: f16) -> f32 {
     let bits = u32::from(value.to_bits());
@@ -58,7 +58,7 @@ pub(super) fn round_f16(value: f32) -> f32 {
     rounded.copysign(value)
 }
 
-/// Converts values exactly that are an f16.
+/// Returns a value that [`round_f16`] has rounded, as f16.
 #[inline(always)]
 pub(super) fn narrow_f16(value: f32) -> f16 {
     let magnitude = value.abs();

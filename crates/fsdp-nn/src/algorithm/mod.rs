@@ -241,7 +241,8 @@ impl Algorithm {
         if matches!(self, Algorithm::Adafactor(_)) { Squares::shapes(shape) } else { Vec::new() }
     }
 
-    /// Returns the kind of an entry of the state of a parameter of this shape; `None` for one of a shape of its own.
+    /// Returns the kind of a state entry of a parameter of this shape. Returns `None` for an entry that the algorithm
+    /// does not have, and for one that has a shape of its own, such as Adafactor's averages of rows.
     pub(crate) fn kind_of(&self, name: &str, shape: &[usize]) -> Option<StateKind> {
         let of_schema = self.state_entries().find(|entry| entry.name == name).map(|entry| entry.kind);
         let is_like = |(average, own): &(&str, Vec<usize>)| *average == name && own == shape;

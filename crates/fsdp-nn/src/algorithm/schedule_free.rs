@@ -80,12 +80,12 @@ impl ScheduleFreeOptions {
             ("weight_sum", self.weight_sum),
         ];
         at_least_zero(NAME, &values)?;
-        // An infinite rate would make the weights NaN. Before the first step it is -1.
+        // An infinite rate would make the weights NaN. Before the first step, `lr_max` is -1.
         if !(self.lr_max.is_finite() && self.lr_max >= -1.0) {
             let (key, value, range) = ("lr_max", self.lr_max, "finite and at least -1");
             return Err(AlgorithmError::OutOfRange { algorithm: NAME, key, value, range });
         }
-        // `switch_weight` divides by the first one.
+        // `betas[0]` may not be 0, because `switch_weight` divides by it.
         for (key, value, least, range) in [
             ("betas[0]", self.betas.0, f64::MIN_POSITIVE, "above 0 and less than 1"),
             ("betas[1]", self.betas.1, 0.0, "at least 0 and less than 1"),

@@ -90,7 +90,7 @@ impl SgdOptions {
         [(self.momentum != 0.0).then_some(buffer), None, None, None]
     }
 
-    /// Updates once without momentum; slices of equal length.
+    /// Runs one step without momentum. The slices must have equal lengths.
     pub(super) fn update<T: Float>(&self, params: &mut [T], grads: &[T]) {
         let gradient = Gradient::new(self.maximize, self.weight_decay);
         let descent = Element::<T>::from_scalar(-self.lr);
@@ -100,7 +100,8 @@ impl SgdOptions {
         }
     }
 
-    /// Updates once with momentum; slices of equal length. `first`: the buffers do not exist yet.
+    /// Runs one step with momentum. The slices must have equal lengths. `first` is `true` if the buffers have no values
+    /// yet.
     pub(super) fn update_with_momentum<T: Float>(&self, first: bool, params: &mut [T], grads: &[T], buffers: &mut [T]) {
         // Four loops, because with these choices inside, one loop would not be vectorised.
         match (first, self.nesterov) {

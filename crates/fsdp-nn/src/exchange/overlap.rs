@@ -162,6 +162,7 @@ impl Overlap {
         self.worker.submit(move || unit.gather()).wait()
     }
 
+    /// Waits for a gather that runs in the background, and returns what it has gathered.
     fn take_gathered(&self, unit: &UnitExchange, ticket: Ticket<Gathered>) -> Result<Gathered> {
         let gathered = ticket.wait();
         self.shared.count_released(unit.unsharded_bytes());

@@ -78,8 +78,8 @@ impl FlatParamHandle {
     pub(crate) fn receive_grad(&self, param: usize, grad: &Tensor) -> Result<()> {
         let mut state = self.state();
         if self.params[param].requires_grad() {
-            // Kept as candle made it. The flat buffer for all gradients of the unit is allocated only after the gathered
-            // parameters have been released, so that both are never in memory together.
+            // The gradient is kept as candle made it. The flat buffer for all gradients of the unit is allocated only
+            // after the gathered parameters have been released, so that both are never in memory together.
             state.received.push((param, grad.detach()));
         }
         if state.finished.is_empty() {

@@ -317,6 +317,7 @@ impl FlatParamHandle {
         }
     }
 
+    /// Gathers the unit for a forward, after releasing a copy of it that is out of date.
     fn gather_for_forward_locked(&self, state: &mut HandleState) -> Result<()> {
         self.release_stale_locked(state)?;
         self.gather_locked(state)
@@ -374,6 +375,7 @@ impl FlatParamHandle {
         self.shared.count_released(self.exchange.unsharded_bytes());
     }
 
+    /// Notes whether the unit is gathered.
     fn set_whole(&self, state: &mut HandleState, whole: bool) {
         state.whole = whole;
         self.shared.set_whole(self.exchange.number, whole);

@@ -113,6 +113,7 @@ struct Part {
     sharded: [Vec<f64>; ENTRIES],
 }
 
+/// Returns a tensor's elements as `f64`.
 fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     let tensor = tensor.to_device(&Device::Cpu)?.detach();
     Ok(tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
@@ -165,6 +166,7 @@ fn gather_sharded_averages(
     Ok(())
 }
 
+/// Returns the number of a parameter's next update, counted from 1.
 fn next_step(local: &LocalParam) -> f32 {
     local.state.as_ref().and_then(|state| state.step).unwrap_or(0.0) + 1.0
 }

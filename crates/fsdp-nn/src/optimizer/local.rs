@@ -142,6 +142,7 @@ impl LocalParam {
         Ok(Some(entries))
     }
 
+    /// Returns the part of a parameter that this rank holds; an empty one if it holds none.
     pub(crate) fn segment(&self, param: usize) -> Segment {
         let found = self.segments.iter().copied().find(|segment| segment.param == param);
         found.unwrap_or(Segment { param, start: 0, len: 0 })
@@ -180,8 +181,8 @@ impl LocalParam {
     }
 }
 
-/// The state that the algorithm's schema describes, in fresh memory; entries that begin as the first gradient are
-/// left out.
+/// Returns the state that the algorithm's schema describes, in fresh memory. Entries that begin as the first gradient
+/// are left out.
 pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result<ParamState> {
     let mut state = ParamState::default();
     for entry in algorithm.state_entries() {

@@ -72,6 +72,7 @@ fn switch_local(options: &ScheduleFreeOptions, to_train: bool, local: &LocalPara
     Ok(())
 }
 
+/// Moves a parameter on a GPU towards `z` by a weight.
 fn switch_on_device(weight: f64, param: &Tensor, z: &Tensor) -> Result<()> {
     let switched = ((param * (1.0 - weight))? + (z * weight)?)?;
     Ok(param.slice_set(&switched.contiguous()?, 0, 0)?)

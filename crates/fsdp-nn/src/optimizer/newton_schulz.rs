@@ -23,10 +23,12 @@ pub(super) fn orthogonal(options: &MuonOptions, matrix: &[bf16], [rows, columns]
     x.to_dtype(DType::BF16)?.flatten_all()?.to_vec1()
 }
 
+/// Rounds a tensor to bf16. The result is `f32` again.
 fn rounded(x: &Tensor) -> Result<Tensor> {
     x.to_dtype(DType::BF16)?.to_dtype(DType::F32)
 }
 
+/// Rounds a number to bf16.
 fn rounded_scalar(x: f64) -> f64 {
     bf16::from_f64(x).to_f64()
 }

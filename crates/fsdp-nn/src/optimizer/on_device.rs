@@ -69,6 +69,7 @@ fn update_piece(
 
 type Updated = (Tensor, Vec<Tensor>);
 
+/// Returns a tensor in the dtype that updates are computed in.
 fn widen(tensor: &Tensor) -> Result<Tensor> {
     match tensor.dtype() {
         DType::F16 | DType::BF16 => tensor.to_dtype(DType::F32),
@@ -76,6 +77,7 @@ fn widen(tensor: &Tensor) -> Result<Tensor> {
     }
 }
 
+/// Writes a value into a tensor, rounded to the tensor's dtype.
 fn store(target: &Tensor, value: &Tensor) -> Result<()> {
     target.slice_set(&value.to_dtype(target.dtype())?.contiguous()?, 0, 0)
 }

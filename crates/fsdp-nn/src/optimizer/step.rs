@@ -57,7 +57,8 @@ impl Optimizer {
         self.parameters.reshard()?;
         // A save in the background may still be copying the shards and the state.
         self.parameters.wait_for_readers();
-        // Step 2: update the groups that need no other rank. The groups after them communicate, and tell an error of these.
+        // Step 2: update the groups that need no other rank. The first error is kept: the groups of step 3 communicate,
+        // and tell it to the other ranks.
         let mut outcome = Ok(());
         for (index, (algorithm, has_gradients)) in begun.into_iter().enumerate() {
             self.groups[index].algorithm = algorithm;

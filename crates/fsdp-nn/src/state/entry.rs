@@ -168,7 +168,8 @@ impl EntryPlan {
                 return Err(OptimStateError::WrongShape { fqn, name, found, expected }.into());
             }
         }
-        // In the algorithm's order, whatever order they were saved in: equal state is saved as equal bytes again.
+        // Take the entries in the algorithm's order, whatever order they were saved in, so that equal state is saved as
+        // equal bytes again.
         let known = algorithm.state_entries().map(|entry| entry.name).chain(averages.iter().map(|(name, _)| *name));
         let known: Vec<&str> = known.collect();
         let mut order: Vec<&String> = first.keys().collect();
@@ -182,7 +183,8 @@ impl EntryPlan {
                 values.map(|(entries, &param)| Some(entries.as_ref()?.get(name)?.of_kind(kind, &shapes[param])));
             plan.add(&SavedEntry { local, name, kind, values: values.collect() }, options)?;
         }
-        // Entries that are made with the first gradient may be absent: there may have been no gradient yet.
+        // Note which entries are missing. Those that are made with the first gradient may be absent, because there may
+        // have been no gradient yet.
         let needed = algorithm.state_entries().filter(|entry| entry.initial != Initial::FirstGradient);
         let has_stepped = plan.state.step.is_some_and(|step| step > 0.0);
         let averages = averages.into_iter().filter(|_| has_stepped).map(|(name, _)| name);
@@ -249,7 +251,8 @@ impl EntryPlan {
         let (params, fqns) = (local.params(), local.fqns());
         let shapes = local.handle.layout().shapes();
         let mut dtypes: BTreeSet<DType> = BTreeSet::new();
-        // Look at all values before choosing the error. It names the first value that does not fit.
+        // Step 1: look at all values before choosing the error. It names the first value that does not fit. Zeros take
+        // the place of absent values, but not for a parameter without dimensions: torch refuses that.
         let (mut wrong, mut absent_scalar) = (None, None);
         for ((&param, fqn), value) in params.iter().zip(&fqns).zip(values) {
             let Some(Saved::Tensor { dtype, shape, .. }) = value else {
@@ -303,8 +306,8 @@ impl EntryPlan {
         }
         // An entry of the parameter's shape takes the parameter's dtype. Other entries keep the dtype that was saved.
         let becomes = if is_like { expected } else { dtype::to_candle(found)? };
-        // Fill the live memory only if the values cover all of it. What is not covered must become zero, so it needs
-        // new memory.
+        // Step 2: find memory for the entry of the whole local parameter. Its live memory is filled only if the values
+        // cover all of it. What is not covered must become zero, so it needs new memory.
         let live = local.live_piece(name).filter(|live| live.dtype() == becomes);
         let device = local.handle.shard_device();
         let (flat, home) = match live.filter(|_| values.iter().all(Option::is_some)) {
@@ -312,6 +315,7 @@ impl EntryPlan {
             None if device.is_cpu() && local.is_one_box() => (unfilled(&[local.numel], becomes)?, Home::Unfilled),
             None => (zeros_on(&[local.numel], becomes, device)?, Home::New),
         };
+        // Step 3: give each parameter its part of that memory.
         let becomes = dtype::from_candle(becomes).unwrap_or(found);
         for ((&param, fqn), value) in params.iter().zip(fqns).zip(values) {
             let Some(Saved::Tensor { position, .. }) = value else { continue };

@@ -81,6 +81,7 @@ struct Entry {
 }
 
 impl Entry {
+    /// Describes a state entry. The value itself goes with it if that is small.
     fn of(name: &str, value: &StateValue) -> Result<Self> {
         let leaf = Leaf::of(&KeyPath(vec![PathPart::Key(name.to_owned())]), value)?;
         Ok(Entry { leaf, small: value.to_plain()? })

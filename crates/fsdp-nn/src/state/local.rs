@@ -78,8 +78,9 @@ impl LocalStates {
         Self::sorted(optimizer, state, groups, |key, _| positions.get(key).copied())
     }
 
-    /// Sorts the parts of a dict. `find` returns the position of the local parameter that has a key. Its second argument is
-    /// `true` if keys are names, and `false` if they are ids.
+    /// Sorts a local state dict into the states of local parameters, state under other keys, and groups. `find` returns
+    /// the position of the local parameter that has a key. Its second argument is `true` if keys are names, and
+    /// `false` if they are ids.
     fn sorted(
         optimizer: &Optimizer,
         mut state: StateDict,
@@ -108,6 +109,7 @@ impl LocalStates {
                 (None, value) => _ = read.user_state.insert(key, value),
             }
         }
+        // Parameters of which this rank holds nothing have their state under a key of its own.
         for (key, value) in state.dict(EMPTY_PIECES).into_iter().flatten() {
             let index = find(key, by_name).filter(|&at| locals[at].is_empty());
             read.of_empty.extend(index.zip(value.as_dict().cloned()));

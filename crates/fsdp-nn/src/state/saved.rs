@@ -36,8 +36,8 @@ pub(crate) struct LoadContext<'a> {
 }
 
 impl LoadContext<'_> {
-    /// Returns the value at a position; for a tensor that is no small value a stand-in, one without elements, which is no
-    /// plain value either.
+    /// Returns the small value at a position. For a tensor, which is read later, this is a tensor without elements: it
+    /// only shows that there is no plain value here.
     fn value(&self, position: usize) -> Result<StateValue> {
         match self.values.get(&position) {
             Some(value) => Ok(value.clone()),

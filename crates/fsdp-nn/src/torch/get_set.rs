@@ -61,7 +61,7 @@ pub fn get_state_dict(
 }
 
 /// Returns the model's half of [`get_state_dict`]: parameters under all their names, and persistent buffers. torch's
-/// `get_model_state_dict`. Collectives: as [`get_state_dict`].
+/// `get_model_state_dict`. Collectives: those of [`get_state_dict`].
 ///
 /// # Errors
 /// As [`get_state_dict`].
@@ -91,8 +91,8 @@ fn model_views(parameters: &ShardedParameters, options: &StateDictOptions) -> Re
 
 /// Returns the optimizers' half of [`get_state_dict`]: `{"state", "param_groups"}`, states joined, groups concatenated.
 /// torch's `get_optimizer_state_dict`, which however takes a step with a fresh optimizer: here parameters that have not
-/// been stepped have their algorithm's initial state (`step` 0), and the optimizer is not touched. Collectives: as
-/// [`get_state_dict`].
+/// been stepped have their algorithm's initial state (`step` 0), and the optimizer is not touched. Collectives: those
+/// of [`get_state_dict`].
 ///
 /// # Errors
 /// As [`get_state_dict`].
@@ -214,7 +214,7 @@ pub fn set_state_dict(
 }
 
 /// Loads the model's half of [`set_state_dict`]: torch's `set_model_state_dict`. An empty dict changes nothing.
-/// Collectives: as [`set_state_dict`].
+/// Collectives: those of [`set_state_dict`].
 ///
 /// # Errors
 /// As [`set_state_dict`].
@@ -227,7 +227,7 @@ pub fn set_model_state_dict(
 }
 
 /// Loads the optimizers' half of [`set_state_dict`]: torch's `set_optimizer_state_dict`. Groups go by the names in
-/// them; state of parameters that no optimizer holds is reported as unexpected and left out. Collectives: as
+/// them; state of parameters that no optimizer holds is reported as unexpected and left out. Collectives: those of
 /// [`set_state_dict`].
 ///
 /// # Errors

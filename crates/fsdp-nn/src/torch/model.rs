@@ -52,7 +52,7 @@ pub fn state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
 /// thus needs memory for one tensor, not for the whole model. `sink` is called on the ranks that keep the result only.
 ///
 /// # Errors
-/// As [`state_dict`], and those of `sink`: on every rank, once all values have passed.
+/// The same as [`state_dict`], and those of `sink`: on every rank, once all values have passed.
 pub fn state_dict_into(
     parameters: &ShardedParameters,
     mut sink: impl FnMut(&str, StateValue) -> Result<()>,

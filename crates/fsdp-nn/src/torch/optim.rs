@@ -32,10 +32,10 @@ use crate::{NnError, Result};
 /// hold, are left out. Scalars must agree on all ranks that have elements of the parameter; those of others are
 /// ignored.
 ///
-/// Collectives: one object all-gather and two agreements (one with `Sharded`); with `Full` in the order of names one
-/// all-gather, or with `rank0_only` one gather, for each tensor or for several of together less than half of the
-/// largest (less than 1 MiB always, at most 32 MiB). (A tensor of a shape other than the parameter's, where some rank
-/// has nothing of the parameter, is gathered.)
+/// Collectives: with `Sharded`, one object all-gather and one agreement. With `Full`, one object all-gather, two
+/// agreements, and one all-gather for each tensor, in the order of names (with `rank0_only`, a gather). Small tensors
+/// share a call, up to half the size of the largest tensor (but at least 1 MiB, and at most 32 MiB). A tensor whose
+/// shape is not that of its parameter moves only if some rank has nothing of the parameter.
 ///
 /// # Errors
 /// The same on every rank: [`OptimStateError`] for state that differs between ranks or that some ranks lack;
@@ -50,10 +50,10 @@ pub fn optim_state_dict(
 
 /// Makes the same values as [`optim_state_dict`], and hands each to `sink` (parameter, entry, value) as soon as it is
 /// there. A rank that writes a file thus needs memory for one tensor. Returns what is left: `state` with user state
-/// alone, and `param_groups`; on ranks that keep nothing an empty dict.
+/// alone, and `param_groups`; on ranks that keep nothing an empty dict. Collectives: those of [`optim_state_dict`].
 ///
 /// # Errors
-/// As [`optim_state_dict`], and those of `sink`: on every rank, once all values have passed.
+/// The same as [`optim_state_dict`], and those of `sink`: on every rank, once all values have passed.
 pub fn optim_state_dict_into(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
@@ -64,8 +64,8 @@ pub fn optim_state_dict_into(
 }
 
 /// Returns the optimizer's state by names with whole tensors on the CPU, whatever settings are in force: torch's
-/// `full_optim_state_dict`. With `rank0_only` (torch's default) the other ranks get an empty dict. For the rest see
-/// [`optim_state_dict`].
+/// `full_optim_state_dict`. With `rank0_only` (torch's default) the other ranks get an empty dict. For the rest, and
+/// for the collectives, see [`optim_state_dict`] with `Full`.
 ///
 /// # Errors
 /// As [`optim_state_dict`].
@@ -81,7 +81,7 @@ pub fn full_optim_state_dict(
 }
 
 /// Returns the optimizer's state by names in each rank's boxes, whatever settings are in force: torch's
-/// `sharded_optim_state_dict`. For the rest see [`optim_state_dict`].
+/// `sharded_optim_state_dict`. For the rest, and for the collectives, see [`optim_state_dict`] with `Sharded`.
 ///
 /// # Errors
 /// As [`optim_state_dict`].
@@ -120,7 +120,7 @@ fn collected(
     Ok(result)
 }
 
-/// Hands all values to `sink`, and returns user state and groups, and the parameters in their order.
+/// Hands all values to `sink`. Returns the user state and the groups, and the names of the parameters in their order.
 fn streamed(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
@@ -143,14 +143,14 @@ fn streamed(
             [PathPart::Key(fqn), entry @ ..] => sink(fqn, &KeyPath(entry.to_vec()).flat_key(), value),
             [PathPart::Index(_), ..] | [] => Ok(()),
         })?;
-        return Ok((rest(local, &keep, group)?, order));
+        return Ok((user_state_and_groups(local, &keep, group)?, order));
     }
-    // Boxes need no gather, so that only an agreement tells the other ranks of an error.
+    // Boxes are not gathered. So without this agreement the other ranks would not learn of an error.
     let offered = joined.iter().try_for_each(|(fqn, entries)| {
         let mut entries = entries.as_dict().into_iter().flatten();
         entries.try_for_each(|(name, value)| sink(fqn, name, value.copy()?.to_device(keep.device.as_ref())?))
     });
-    let rest = offered.and_then(|()| rest(local, &keep, group));
+    let rest = offered.and_then(|()| user_state_and_groups(local, &keep, group));
     Ok((NnError::agree(group, OPERATION, None, rest)?, order))
 }
 
@@ -159,25 +159,28 @@ fn check_owner(parameters: &ShardedParameters, optimizer: &Optimizer) -> Result<
     if optimizer.belongs_to(parameters) { Ok(()) } else { Err(NnError::ForeignOptimizer) }
 }
 
-/// Returns user state and groups, on the ranks that keep them.
-fn rest(local: LocalStates, keep: &GatherOptions, group: &ProcessGroup) -> Result<StateDict> {
-    let mut rest = StateDict::new();
+/// Returns a dict with the state under keys that are no parameter's, and with the groups. It is empty on ranks that
+/// keep nothing.
+fn user_state_and_groups(local: LocalStates, keep: &GatherOptions, group: &ProcessGroup) -> Result<StateDict> {
+    let mut dict = StateDict::new();
     if !keep.keep_on.contains(group.rank()) {
-        return Ok(rest);
+        return Ok(dict);
     }
-    rest.insert("state", local.user_state.copy()?);
+    dict.insert("state", local.user_state.copy()?);
     if let Some(groups) = local.groups {
-        rest.insert("param_groups", group_dicts(groups));
+        dict.insert("param_groups", group_dicts(groups));
     }
-    Ok(rest)
+    Ok(dict)
 }
 
 /// Returns the states of a FlatParameter's parameters, in their order, from its local state (`{entry: value}`, as in
-/// [`Optimizer::state_dict`]): torch's `_unflatten_optim_state`. Whole tensors or boxes, and on the ranks, that the
-/// settings say; elsewhere empty dicts. Collectives: as [`optim_state_dict`], and one agreement.
+/// [`Optimizer::state_dict`]): torch's `_unflatten_optim_state`. The model's settings decide whether values are whole
+/// tensors or boxes, and which ranks get them; the other ranks get empty dicts.
+///
+/// Collectives: those of [`optim_state_dict`], and one agreement.
 ///
 /// # Errors
-/// As [`optim_state_dict`]; [`NnError::NotAFlatParameter`], as every rank's error.
+/// The errors of [`optim_state_dict`], and [`NnError::NotAFlatParameter`], the same on every rank.
 pub fn unflatten_optim_state(
     flat_state: &StateDict,
     parameters: &ShardedParameters,
@@ -206,9 +209,9 @@ pub struct OptimLoadOptions {
     pub is_named_optimizer: bool,
     /// `true` if the state is put into the optimizer as well.
     pub load_directly: bool,
-    /// `true` if a trained parameter may lack state that others of its unit have, and begin afresh. An error by
-    /// default: torch skips such a parameter in silence. (Never an error: a whole unit without state, which was not
-    /// used, and state that begins with the first gradient, such as momentum.)
+    /// `true` if a trained parameter may lack state that others of its unit have, and begin afresh. By default that is
+    /// an error, where torch skips the parameter in silence. Two things are never an error: a whole unit without
+    /// state, which was not used, and missing state that begins with the first gradient, such as momentum.
     pub allow_missing_state: bool,
 }
 
@@ -259,10 +262,10 @@ pub fn optim_state_dict_to_load(
 
 /// Returns the same as [`optim_state_dict_to_load`], with the optimizer's own names (`<unit>._flat_param` without
 /// `use_orig_params`) as keys and nothing loaded: torch's `_flatten_optim_state_dict`. With `rank0_only`, only rank 0's
-/// `state` counts.
+/// `state` counts. Collectives: those of [`optim_state_dict_to_load`].
 ///
 /// # Errors
-/// As [`optim_state_dict_to_load`].
+/// The same as [`optim_state_dict_to_load`].
 pub fn flatten_optim_state_dict(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
@@ -274,10 +277,10 @@ pub fn flatten_optim_state_dict(
 }
 
 /// Returns the local state, by ids, from a full one that every rank has: torch's `shard_full_optim_state_dict`. No
-/// tensor moves. For the rest see [`optim_state_dict_to_load`].
+/// tensor moves. Collectives: those of [`optim_state_dict_to_load`], which also says how to use the result.
 ///
 /// # Errors
-/// As [`optim_state_dict_to_load`].
+/// The same as [`optim_state_dict_to_load`].
 pub fn shard_full_optim_state_dict(
     full: &StateDict,
     parameters: &ShardedParameters,
@@ -287,8 +290,8 @@ pub fn shard_full_optim_state_dict(
 }
 
 /// Returns this rank's local optimizer state dict, keyed by parameter ids, from a full one that only rank 0 passes:
-/// torch's `scatter_full_optim_state_dict`. `full` is ignored on other ranks. See [`optim_state_dict_to_load`] for how
-/// to use the result.
+/// torch's `scatter_full_optim_state_dict`. `full` is ignored on other ranks. Collectives: those of
+/// [`optim_state_dict_to_load`] with `rank0_only`; it also says how to use the result.
 ///
 /// # Errors
 /// The errors of [`optim_state_dict_to_load`]; `None` on rank 0.
@@ -300,12 +303,13 @@ pub fn scatter_full_optim_state_dict(
     Ok(to_local(full, parameters, optimizer, true, &OptimLoadOptions::default())?.1)
 }
 
-/// Returns the local state, by ids, from one that is sharded in any boxes: torch's `flatten_sharded_optim_state_dict`. Either
-/// function takes both.
+/// Returns the local state, by ids, from one that is sharded in any boxes: torch's `flatten_sharded_optim_state_dict`.
+/// It is the same function as [`shard_full_optim_state_dict`], because that takes values of both kinds.
 pub use self::shard_full_optim_state_dict as flatten_sharded_optim_state_dict;
 
-/// Loads state by the model's names into an optimizer of its own. Returns that optimizer and its local state dict, whose
-/// tensors are views. All functions that make local state call this; [`OptimLoadOptions::load_directly`] is theirs.
+/// Loads state by the model's names into a new optimizer like `optimizer`, which is not changed. Returns the new one,
+/// and its local state dict, whose tensors are views of it. All functions that make local state call this.
+/// [`OptimLoadOptions::load_directly`] is not used here.
 fn to_local(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
@@ -335,10 +339,11 @@ fn to_local(
 
 /// Returns the state of one FlatParameter on this rank from the states of its parameters (`{name: {entry: value}}`):
 /// torch's `_flatten_optim_state`. `fqns` are the FlatParameter's parameters in order. Values are whole tensors, or
-/// sharded ones that cover this rank's boxes. An empty dict if none of the parameters has state. No communication.
+/// sharded ones that cover this rank's boxes. Returns an empty dict if none of the parameters has state. No
+/// communication.
 ///
-/// Tensors become this rank's flat shard, right padding zero; a parameter without the tensor has zeros there, which
-/// only happens where there are no scalars: those all parameters must have, and alike.
+/// Tensors become this rank's flat shard, with zeros as right padding. A parameter that lacks a tensor has zeros in its
+/// place. Scalars must be the same for all parameters, so none may lack one.
 ///
 /// # Errors
 /// [`OptimStateError`]: differing names, types, dtypes, scalars; shapes other than the parameters'; missing entries.
@@ -357,9 +362,9 @@ fn flattened(optimizer: &Optimizer, local: usize, states: StateDict) -> Result<S
 }
 
 /// Returns the state of one of the model's parameters on this rank from its whole state (`{entry: value}`): torch's
-/// `_shard_orig_param_state`, for `use_orig_params`. Tensors become this rank's flat piece (the parameter's own shape
-/// where nothing is sharded); an empty dict where this rank has nothing of the parameter, or there is no state. Values
-/// are whole tensors, or sharded ones that cover this rank's boxes. No communication.
+/// `_shard_orig_param_state`, for `use_orig_params`. Tensors become this rank's flat piece, or keep the parameter's
+/// shape where nothing is sharded. Returns an empty dict if this rank has nothing of the parameter, or there is no
+/// state. Values are whole tensors, or sharded ones that cover this rank's boxes. No communication.
 ///
 /// # Errors
 /// [`OptimStateError`]: tensors of another shape or dtype than the parameter (torch cuts them in silence), entries that

@@ -70,7 +70,7 @@ pub fn verify_osd_by_load(
         let fresh: Vec<&Optimizer> = fresh.iter().map(|optimizer| &**optimizer).collect();
         let found = get_optimizer_state_dict(parameters, &fresh, &options)?;
         let of = reference.first().map_or(parameters, |optimizer| optimizer.parameters());
-        same(&found, &get_optimizer_state_dict(of, reference, &options)?)
+        check_same(&found, &get_optimizer_state_dict(of, reference, &options)?)
     });
     Ok(group.agree("verify_osd_by_load", loaded)?)
 }
@@ -112,11 +112,11 @@ pub fn verify_osd_by_load(
 /// ```
 pub fn verify_msd(distributed: &StateDict, reference: &StateDict, group: &ProcessGroup) -> Result<()> {
     let full = gather_state_dict(distributed, group, &GatherOptions::default())?;
-    Ok(group.agree("verify_msd", same(&full, reference))?)
+    Ok(group.agree("verify_msd", check_same(&full, reference))?)
 }
 
-/// Makes sure that two whole state dicts hold the same keys and bits.
-fn same(found: &StateDict, expected: &StateDict) -> Result<()> {
+/// Checks that two whole state dicts hold the same keys and bits.
+fn check_same(found: &StateDict, expected: &StateDict) -> Result<()> {
     let FlatStateDict { values: found, .. } = flatten_containers(found)?;
     let FlatStateDict { values: expected, .. } = flatten_containers(expected)?;
     let keys: BTreeSet<&String> = found.keys().chain(expected.keys()).collect();

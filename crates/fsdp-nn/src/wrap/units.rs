@@ -91,11 +91,13 @@ pub(crate) struct Watching<'a> {
 }
 
 impl Watching<'_> {
-    /// Ends the computation, and returns the error of a gathering, which the computation got another one of.
+    /// Ends the watch. If a unit could not be gathered, this returns the reason. The computation itself has failed with
+    /// another error then, that of a released tensor.
     pub(crate) fn end(mut self) -> Result<()> {
         self.stop()
     }
 
+    /// Stops the thread that watches, and returns its error.
     fn stop(&mut self) -> Result<()> {
         drop(self.stop.take());
         self.ticket.take().map_or(Ok(()), Ticket::wait)
@@ -104,7 +106,7 @@ impl Watching<'_> {
 
 impl Drop for Watching<'_> {
     fn drop(&mut self) {
-        // Only a computation that has failed is not ended, and its own error is being returned.
+        // After a computation that went well, `end` was called. If not, the computation's own error is being returned.
         let _ = self.stop();
         self.units.is_watching.store(false, Ordering::Release);
     }

@@ -284,7 +284,7 @@ impl Source for DictSource<'_> {
     }
 }
 
-/// Returns the values that a rank has which is not the root.
+/// Returns the values of a rank that is not the root. It has only the small ones, which came with the schema.
 fn small_values(schema: &Schema, small: Vec<Option<PlainValue>>) -> Result<Values<'static>, StateError> {
     let mut values = Vec::with_capacity(small.len());
     for ((_, leaf), small) in schema.iter().zip(small) {

@@ -25,7 +25,9 @@ pub struct DictTarget<'a> {
     /// `true` if ranks may have different whole tensors under one name.
     has_own_tensors: bool,
     schema: Schema,
+    /// The template's values, by their positions in the schema.
     values: Vec<&'a StateValue>,
+    /// The device of the new tensors; `None` for that of each tensor of the template.
     device: Option<Device>,
     loaded: IndexMap<KeyPath, StateValue>,
 }
@@ -81,7 +83,7 @@ impl<'a> DictTarget<'a> {
         self.device.clone().unwrap_or_else(|| device_of(self.values[position]))
     }
 
-    /// Returns `true` if a value is small enough to be taken from the source by value, before any memory is lent.
+    /// Returns `true` if a value is so small that the plan takes a copy of it, before any memory is lent.
     fn goes_by_value(&self, saved: &Leaf, current: &Leaf) -> bool {
         // A plain value in the place of a tensor that is filled where it is would not reach those who share its memory.
         let is_filled = current.tensor().is_some() && (self.is_in_place || saved.tensor().is_some());
@@ -112,6 +114,8 @@ impl Target for DictTarget<'_> {
     ) -> Result<Plan, E> {
         let mut plan = Plan { refuses_unexpected: !self.is_of_checkpoint, ..Plan::default() };
         plan.common.arguments = if options.strict { "strict" } else { "not strict" }.to_owned();
+        // Step 1: compare what the source has with the template, name by name. Small values are copied, and memory is
+        // wanted for all others.
         let mut by_value: Vec<(usize, usize)> = Vec::new();
         for leaves in source.compare(&self.schema) {
             match leaves {
@@ -130,6 +134,7 @@ impl Target for DictTarget<'_> {
                 }
             }
         }
+        // Step 2: take the small values.
         let (sources, targets): (Vec<usize>, Vec<usize>) = by_value.into_iter().unzip();
         let values = small(&sources)?;
         for (from, to) in sources.iter().zip(targets) {
@@ -140,6 +145,7 @@ impl Target for DictTarget<'_> {
         if self.is_in_place {
             self.check_fillable(&plan.wanted)?;
         }
+        // Values that move between ranks need targets that agree. From a checkpoint each rank may load what it likes.
         if !self.is_of_checkpoint {
             plan.common.target = self.schema.clone();
         }

@@ -44,7 +44,9 @@ pub(crate) struct Item<'a> {
 pub(crate) struct Exchange<'g> {
     group: &'g ProcessGroup,
     operation: &'static str,
+    /// The first failure of this rank that the others do not know of yet.
     failure: Option<StateError>,
+    /// The bytes that have moved since the ranks last told each other whether one has failed.
     unreported: usize,
 }
 
@@ -164,11 +166,13 @@ impl<'g> Exchange<'g> {
         memories: &mut [Option<Memory>],
         route: &Route,
     ) -> Result<(), CommError> {
+        // Step 1: read the boxes that this rank has.
         let mut sources = Vec::with_capacity(items.len());
         for item in items {
             let read = self.attempt(|| item.source.map_or_else(|| Ok(Vec::new()), BoxBytes::of));
             sources.push(read.unwrap_or_default());
         }
+        // Step 2: find the memory that the collective has to fill.
         let mut lent: Vec<Option<&mut Memory>> = Vec::with_capacity(items.len());
         for (memory, item) in memories.iter_mut().zip(items) {
             let Some(memory) = memory else {
@@ -181,12 +185,13 @@ impl<'g> Exchange<'g> {
             let is_in_place = is_filled || item.source.is_some_and(|source| memory.is_same_view(source));
             lent.push((!is_in_place).then_some(memory));
         }
-        // While elements arrive, the storages are taken out of the tensors; the bytes of raw memory are here anyway.
+        // Step 3: take the storages out of the tensors while elements arrive. The bytes of raw memory are here anyway.
         let tensors: Vec<Tensor> = lent.iter().flatten().flat_map(|memory| memory.tensors()).collect();
         let is_lent: Vec<bool> = lent.iter().map(Option::is_some).collect();
         let mut taken = self.attempt(|| Ok(StorageGuard::take(&tensors.iter().collect::<Vec<_>>())?));
         let slots = taken.as_mut().map(|taken| lent_bytes(lent, taken));
         let mut slots = slots.into_iter().flatten();
+        // Step 4: join the boxes and the memory of each tensor, and run the collective.
         let rank = self.group.rank();
         let mut transfers = Vec::with_capacity(items.len());
         for ((Item { layout, .. }, sources), is_lent) in items.iter().zip(&sources).zip(is_lent) {
@@ -195,13 +200,7 @@ impl<'g> Exchange<'g> {
             // After a failure there are no slots.
             if is_lent && self.failure.is_none() {
                 transfer.slots = lent.unwrap_or_default();
-                let fits = transfer.slots.len() == transfer.want.len()
-                    && transfer
-                        .slots
-                        .iter()
-                        .zip(transfer.want)
-                        .all(|(slot, want)| slot.len() == transfer.bytes_of(want));
-                if !fits {
+                if !transfer.has_slots_of_wanted_sizes() {
                     transfer.slots.clear();
                     self.failure = Some(StateError::SharedMemory { shape: layout.shape.clone() });
                 }
@@ -259,7 +258,8 @@ impl<'g> Exchange<'g> {
 
     /// Gathers whole tensors on one rank, or on all.
     fn gather(&mut self, transfers: &mut [Transfer<'_>], root: Option<usize>) -> Result<(), CommError> {
-        // Every rank knows all pieces that move, in the order in which they arrive, and so how much each rank sends.
+        // Every rank knows all pieces that move, and the order in which they arrive. So it knows how much each rank
+        // sends.
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
         let pieces = in_sender_order(transfers, |transfer| match root {
             Some(root) => transfer.layout.pieces_for(root),
@@ -425,6 +425,13 @@ struct Transfer<'a> {
 }
 
 impl Transfer<'_> {
+    /// Returns `true` if there is a slot for each wanted box, of the size of that box.
+    fn has_slots_of_wanted_sizes(&self) -> bool {
+        self.slots.len() == self.want.len()
+            && self.slots.iter().zip(self.want).all(|(slot, bounds)| slot.len() == self.bytes_of(bounds))
+    }
+
+    /// Returns the number of bytes of a box.
     fn bytes_of(&self, bounds: &TensorBox) -> usize {
         bounds.numel() * self.layout.element
     }

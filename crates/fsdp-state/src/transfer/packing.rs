@@ -44,11 +44,13 @@ impl BoxBytes {
         &self.bounds
     }
 
+    /// Returns a box whose elements are in a tensor, which is copied to the host if it is not there.
     fn on_host(bounds: TensorBox, tensor: &Tensor) -> Result<Self, StateError> {
         let tensor = to_device(&tensor.detach(), &Device::Cpu)?.contiguous()?;
         Ok(BoxBytes { bounds, data: Data::Tensor(tensor) })
     }
 
+    /// Calls `f` with the bytes of the box.
     pub(crate) fn read<R>(&self, f: impl FnOnce(&[u8]) -> R) -> Result<R, StateError> {
         match &self.data {
             Data::Tensor(tensor) => Ok(f(&HostBytes::read(tensor)?)),

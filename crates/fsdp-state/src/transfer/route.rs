@@ -84,13 +84,13 @@ pub(crate) enum Route {
 }
 
 impl Layout {
-    /// Bytes of the whole tensor.
+    /// Returns the number of bytes of the whole tensor.
     pub(crate) fn bytes(&self) -> usize {
         // A schema has no tensor that is too large. But if one dimension is 0, the product of the others may overflow.
         checked_numel(&self.shape).unwrap_or_default() * self.element
     }
 
-    /// Bytes that a rank wants.
+    /// Returns the number of bytes that a rank wants.
     pub(crate) fn bytes_wanted(&self, rank: usize) -> usize {
         self.want[rank].iter().map(TensorBox::numel).sum::<usize>() * self.element
     }
@@ -107,6 +107,7 @@ impl Layout {
         })
     }
 
+    /// Returns `true` if a rank has all elements that it wants.
     fn has_all_that_it_wants(&self, rank: usize) -> bool {
         self.want[rank].iter().all(|want| uncovered(want, &self.have[rank]).is_empty())
     }

@@ -26,22 +26,29 @@ enum Node {
 
 #[derive(Debug, Clone, Default)]
 struct File {
+    /// The content that programs see.
     now: Vec<u8>,
+    /// The content that survives a loss of power.
     durable: Vec<u8>,
     /// The writes since the last sync.
     pending: Vec<Write>,
     mode: u32,
 }
 
+/// A write to a file that was not synced yet.
 #[derive(Debug, Clone)]
 enum Write {
+    /// Bytes at an offset.
     Bytes(u64, Vec<u8>),
+    /// A new length.
     Length(u64),
 }
 
 #[derive(Debug, Clone, Default)]
 struct Directory {
+    /// The names that programs see.
     now: BTreeMap<String, Inode>,
+    /// The names that survive a loss of power.
     durable: BTreeMap<String, Inode>,
     mode: u32,
 }
@@ -75,10 +82,12 @@ enum Loss {
 #[derive(Debug)]
 pub struct Disk {
     nodes: BTreeMap<Inode, Node>,
+    /// The changes of names that were not synced, in order.
     changes: Vec<Change>,
-    /// The locks that are held: the holder, and its kind.
+    /// The locks on each file: the holders, and the kind of lock that each has.
     locks: BTreeMap<Inode, BTreeMap<u64, LockKind>>,
-    next: u64,
+    /// The last number that was given out.
+    last: u64,
 }
 
 fn error(code: i32) -> io::Error {
@@ -97,12 +106,13 @@ pub const NOT_SUPPORTED: i32 = 38;
 impl Disk {
     pub fn new() -> Self {
         let nodes = [(ROOT, Node::Directory(Directory { mode: 0o755, ..Directory::default() }))].into();
-        Disk { nodes, changes: Vec::new(), locks: BTreeMap::new(), next: ROOT + 1 }
+        Disk { nodes, changes: Vec::new(), locks: BTreeMap::new(), last: ROOT + 1 }
     }
 
+    /// Returns a number that was not given out before.
     fn number(&mut self) -> u64 {
-        self.next += 1;
-        self.next
+        self.last += 1;
+        self.last
     }
 
     fn directory(&self, inode: Inode) -> io::Result<&Directory> {
@@ -147,6 +157,7 @@ impl Disk {
         Ok((self.resolve(path.parent().unwrap_or(Path::new("/")))?, name))
     }
 
+    /// Makes a change of names: in those that survive if it is `durable`, else in those that programs see.
     fn apply(directories: &mut BTreeMap<Inode, Node>, change: &Change, durable: bool) {
         for (directory, name, inode) in &change.0 {
             let Some(Node::Directory(directory)) = directories.get_mut(directory) else { continue };
@@ -158,6 +169,7 @@ impl Disk {
         }
     }
 
+    /// Makes a change that programs see at once, and that is durable only when its directory is synced.
     fn change(&mut self, change: Vec<(Inode, String, Option<Inode>)>) {
         let change = Change(change);
         Self::apply(&mut self.nodes, &change, false);
@@ -201,6 +213,7 @@ impl Disk {
         Ok(names.iter().map(|(name, inode)| (name.clone(), kind(inode))).collect())
     }
 
+    /// Puts a new file or directory at a path. It is an error if something is there.
     fn create(&mut self, path: &Path, node: Node) -> io::Result<Inode> {
         let (directory, name) = self.split(path)?;
         if self.directory(directory)?.now.contains_key(&name) {
@@ -329,7 +342,7 @@ impl Disk {
         self.number()
     }
 
-    /// Takes a lock; one that this holder already has is replaced. Returns `false` if others hold it.
+    /// Takes a lock, which replaces the one that this holder may have. Returns `false` if others hold it.
     pub fn try_lock(&mut self, inode: Inode, holder: u64, kind: LockKind) -> bool {
         let held = self.locks.entry(inode).or_default();
         let mut others = held.iter().filter(|(other, _)| **other != holder);
@@ -361,7 +374,8 @@ impl Disk {
                 Loss::Some => random.random(),
             })
             .collect();
-        // Settling changes the numbers of those behind, so those that are kept are found again by their place from the end.
+        // Settling a change removes it, and those that it builds on, from the list. All of these come before the
+        // changes that are still to be settled, so the positions of the latter go down by the number that is gone.
         for index in kept {
             let gone = count - self.changes.len();
             if let Some(index) = index.checked_sub(gone) {
@@ -380,6 +394,7 @@ impl Disk {
         self.forget_unreachable();
     }
 
+    /// Forgets the files and directories that no name leads to.
     fn forget_unreachable(&mut self) {
         let mut reached = BTreeSet::from([ROOT]);
         let mut left = vec![ROOT];
@@ -393,6 +408,7 @@ impl Disk {
 }
 
 impl File {
+    /// Leaves in the file what survives: its durable content, and some of the writes since the last sync.
     fn lose_power(&mut self, loss: Loss, random: &mut StdRng) {
         let end = random.random_range(0..=self.pending.len());
         let mut bytes = std::mem::take(&mut self.durable);
@@ -406,7 +422,7 @@ impl File {
             match write {
                 Write::Length(length) if is_kept => bytes.resize(length as usize, 0),
                 Write::Bytes(offset, written) if is_kept => {
-                    // The last write before the end is torn.
+                    // A write may be torn: only its beginning survives.
                     let is_torn = matches!(loss, Loss::TheEnd | Loss::Some) && random.random_bool(0.3);
                     let length = if is_torn { random.random_range(0..=written.len()) } else { written.len() };
                     put(&mut bytes, offset, &written[..length]);

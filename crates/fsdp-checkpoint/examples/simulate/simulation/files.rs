@@ -59,6 +59,7 @@ pub struct Trouble {
 }
 
 impl Trouble {
+    /// Returns no trouble at all: nothing fails, and nothing is struck.
     pub fn none() -> Self {
         Trouble {
             random: StdRng::seed_from_u64(0),
@@ -185,6 +186,7 @@ impl Files {
         Err(error(if takes_space && chance < failures / 2.0 { NO_SPACE } else { IO }))
     }
 
+    /// Kills a rank, or all, and makes the disk lose power.
     fn strike(&self, schedule: &Schedule, rank: usize, strike: Strike, seed: u64) {
         if strike == Strike::Power {
             self.disk().lose_power(seed);
@@ -217,12 +219,14 @@ impl Files {
         }
     }
 
+    /// Returns a handle of its own, with its own number for locks.
     fn open(&self, inode: Inode, path: &Path) -> Handle {
         let holder = self.disk().holder();
         Handle { files: self.clone(), path: path.to_owned(), inode, holder }
     }
 }
 
+/// Returns `true` for the directory in which a checkpoint is written before its commit.
 fn is_staging(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.to_string_lossy().contains(".tmp-"))
 }
@@ -355,14 +359,14 @@ impl FileSystem for Files {
 
     fn pause(&self, _: Duration) {
         if self.may_fail() {
-            // Not under the lock: another rank that runs meanwhile takes it too.
+            // Let another rank run. The lock must be free by then, because that rank takes it too.
             let schedule = locked(&self.machine.schedule).clone();
             schedule.pass();
         }
     }
 
     fn nonce(&self) -> u64 {
-        // The same in each repetition, and no other one has it.
+        // This number is the same in each repetition of a seed, and no other nonce of the run equals it.
         let number = self.disk().holder();
         twox_hash::XxHash3_64::oneshot(&number.to_le_bytes())
     }
@@ -389,7 +393,7 @@ impl Handle {
         &self.files.machine
     }
 
-    /// Returns `true` if a file holds tensors, and not what is known of them.
+    /// Returns `true` for a file of tensors, and `false` for one of metadata.
     fn is_data(&self) -> bool {
         self.path.extension().is_some_and(|extension| extension == "distcp")
     }

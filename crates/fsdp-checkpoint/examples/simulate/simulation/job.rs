@@ -71,6 +71,7 @@ impl Shared {
         }
     }
 
+    /// Notes something that must not happen.
     pub fn violation(&self, text: impl Into<String>) {
         locked(&self.violations).push(text.into());
     }
@@ -109,7 +110,8 @@ impl Shared {
         }
     }
 
-    /// Runs one rank of a job.
+    /// Runs one rank of a job: it resumes, saves several times, and removes what is old. All ranks take their decisions
+    /// from the same seed, so they take the same ones.
     fn rank(&self, job: Job, group: ProcessGroup) -> Result<()> {
         let rank = group.rank();
         let run = Location::within(self.machine.files(Some(rank)), RUN);
@@ -134,8 +136,8 @@ impl Shared {
         let reader = random.random_range(0..2 * job.ranks);
         let reading = if reader == rank && step > 0 { self.start_reading(&run, step) } else { None };
         for number in 0..job.saves {
-            let kind = random.random_range(0..10);
-            let name = match kind {
+            // Overwrite the final checkpoint or that of the last step now and then; otherwise save a new step.
+            let name = match random.random_range(0..10) {
                 0..3 if job.overwrite => FINAL.to_owned(),
                 3 if job.overwrite && step > 0 => step_name(step),
                 _ => {
@@ -181,6 +183,7 @@ impl Shared {
         Ok(latest.step)
     }
 
+    /// Saves a version as a step, or under another name, and tells the journal.
     fn save(
         &self,
         checkpointer: &mut Checkpointer,
@@ -237,7 +240,8 @@ impl Shared {
             Ok(_) => Ok(()),
             Err(error) if job.is_quiet => Err(anyhow!("`{name}` changed while it was read: {error:#}")),
             Err(error) => {
-                // It must not be wrong without a word, but files may fail.
+                // The checkpoint may be unreadable, because files fail in this job, but wrong bits must be an error of
+                // their own.
                 ensure!(error.chain().any(|cause| cause.is::<std::io::Error>()) || is_damage(&error), "{error:#}");
                 Ok(())
             }

@@ -1,4 +1,4 @@
-//! The checkpoints that must be on the disk, or may be, by what the program was told.
+//! The checkpoints that must be on the disk, and those that may be there, by what the programs were told.
 
 use std::collections::BTreeMap;
 
@@ -22,6 +22,7 @@ pub struct Journal {
 }
 
 impl Journal {
+    /// Notes that a save has begun.
     pub fn begin(&mut self, name: &str, version: u64) {
         self.records.entry(name.to_owned()).or_default().begun.push(version);
     }
@@ -29,7 +30,7 @@ impl Journal {
     /// Notes that a save has succeeded; each rank is told.
     pub fn confirm(&mut self, name: &str, version: u64) {
         let record = self.records.entry(name.to_owned()).or_default();
-        // A slow rank is told when others have gone on.
+        // A slow rank may be told of its save after others have confirmed a later one.
         if record.confirmed.is_none_or(|confirmed| confirmed < version) {
             let begun = record.begun.iter().copied().filter(|begun| *begun > version).collect();
             *record = Record { confirmed: Some(version), begun, may_be_gone: false };
@@ -42,11 +43,12 @@ impl Journal {
         self.records.insert(name.to_owned(), record);
     }
 
+    /// Notes that a removal has begun.
     pub fn begin_removal(&mut self, name: &str) {
         self.records.entry(name.to_owned()).or_default().may_be_gone = true;
     }
 
-    /// Returns the name of the last checkpoint of a step, of those that must be there.
+    /// Returns the name of the newest step whose checkpoint must be there.
     pub fn newest(&self) -> Option<&str> {
         let mut steps = self.records.iter().rev().filter(|(name, _)| name.starts_with("step-"));
         let (name, _) = steps.find(|(_, record)| record.confirmed.is_some() && !record.may_be_gone)?;
@@ -64,7 +66,7 @@ impl Journal {
             None => record.confirmed.is_none() || record.may_be_gone,
         };
         if !is_allowed {
-            bail!("`{name}` holds {found:?}, and {record:?} was told");
+            bail!("`{name}` holds {found:?}, but the programs were told {record:?}");
         }
         Ok(())
     }
@@ -74,7 +76,8 @@ impl Journal {
         self.records.keys().cloned().collect()
     }
 
-    /// Takes what is at a place for durable: the machine has lost its power since it was written.
+    /// Notes what is at a place after a loss of power. It has survived that, so it is durable, and it must be there
+    /// from now on.
     pub fn settle(&mut self, name: &str, found: Option<u64>) {
         match found {
             Some(found) => {

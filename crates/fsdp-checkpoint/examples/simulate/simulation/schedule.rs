@@ -17,19 +17,23 @@ thread_local! {
     static RANK: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// Returns the rank whose thread this is; `None` on a thread that no rank is.
+/// Returns the rank that runs on this thread; `None` on a thread of no rank.
 pub fn current_rank() -> Option<usize> {
     RANK.get()
 }
 
+/// The state of a rank in the schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Standing {
     /// It has not begun.
     Absent,
+    /// It may run, or runs.
     Ready,
+    /// It waits for something that another rank does.
     Waiting,
-    /// It waited while nobody could go on any more.
+    /// It waited while no other rank could go on either. When it runs again, its wait has failed.
     GivenUp,
+    /// It has ended.
     Done,
 }
 
@@ -37,6 +41,7 @@ enum Standing {
 struct State {
     ranks: Vec<Standing>,
     killed: Vec<bool>,
+    /// The only rank that may run now.
     running: Option<usize>,
     random: StdRng,
     /// A rank that is seldom let run.
@@ -49,6 +54,7 @@ struct State {
 #[derive(Debug)]
 pub struct Schedule {
     state: Mutex<State>,
+    /// For each rank, the signal that it may run.
     turns: Vec<Condvar>,
 }
 
@@ -120,6 +126,7 @@ impl Schedule {
         }
     }
 
+    /// Waits until this rank may run.
     fn until_turn<'s>(&'s self, mut state: MutexGuard<'s, State>, rank: usize) -> MutexGuard<'s, State> {
         while state.running != Some(rank) {
             state = self.turns[rank].wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -128,6 +135,7 @@ impl Schedule {
     }
 }
 
+/// Makes all ranks that wait ready, because what they wait for may have happened.
 fn wake_all(state: &mut State) {
     for standing in &mut state.ranks {
         if *standing == Standing::Waiting {
@@ -136,10 +144,11 @@ fn wake_all(state: &mut State) {
     }
 }
 
+/// Ends the thread of a rank that has been killed, by a panic.
 fn end_if_killed(state: MutexGuard<'_, State>, rank: usize) {
     let is_killed = state.killed[rank];
     drop(state);
-    // A rank that ends drops what it has, which must not end it once more.
+    // While a rank ends, its values are dropped, and that may lead here again. A second panic would abort the program.
     if is_killed && !std::thread::panicking() {
         resume_unwind(Box::new(Killed));
     }
@@ -150,7 +159,7 @@ impl Turns for Schedule {
         RANK.set(Some(rank));
         let mut state = self.lock();
         state.ranks[rank] = Standing::Ready;
-        // The last one to begin starts them all.
+        // The ranks start together: the last one to begin chooses the first to run.
         if state.ranks.iter().all(|standing| *standing != Standing::Absent) {
             self.next(&mut state);
         }

@@ -7,10 +7,11 @@ use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::TensorBox;
 use fsdp_state::StateDict;
 
-/// A tensor of the state: its name, its shape, and whether all ranks hold it whole.
+/// A tensor of the state.
 struct Kind {
     name: &'static str,
     shape: [usize; 2],
+    /// `true` if every rank holds all of it; otherwise each holds some rows.
     is_replicated: bool,
     /// `true` if it is the same in all versions, as frozen weights are.
     is_frozen: bool,
@@ -25,6 +26,8 @@ const TENSORS: [Kind; 3] = [
 /// The key of the version.
 const VERSION: &str = "step";
 
+/// Returns the elements of some rows of a tensor in a version. They differ from tensor to tensor, from place to place
+/// and, unless the tensor is frozen, from version to version.
 fn elements(tensor: &Kind, version: u64, rows: std::ops::Range<usize>) -> Vec<f32> {
     let version = if tensor.is_frozen { 0 } else { version };
     let columns = tensor.shape[1];
@@ -40,7 +43,8 @@ fn rows(tensor: &Kind, rank: usize, ranks: usize) -> std::ops::Range<usize> {
     (rank * each).min(tensor.shape[0])..((rank + 1) * each).min(tensor.shape[0])
 }
 
-/// Returns a rank's part of a version; without one, what a run has that has not begun.
+/// Returns a rank's part of a version. Without a version, it is the state of a run that has not begun: the same
+/// tensors, with elements that are in no version.
 pub fn part(version: Option<u64>, rank: usize, ranks: usize) -> Result<StateDict> {
     let mut state = StateDict::new();
     for tensor in &TENSORS {
@@ -63,7 +67,7 @@ pub fn part(version: Option<u64>, rank: usize, ranks: usize) -> Result<StateDict
     Ok(state)
 }
 
-/// Returns the version that a rank's part is; an error if it is none, bit by bit.
+/// Returns the version of a rank's part. It is an error if any bit differs from that version.
 pub fn version_of(state: &StateDict, rank: usize, ranks: usize) -> Result<u64> {
     let version =
         state.plain_at(&[VERSION]).and_then(|version| version.as_int()).context("the state has no version")?;
@@ -82,7 +86,7 @@ pub fn version_of(state: &StateDict, rank: usize, ranks: usize) -> Result<u64> {
     Ok(version)
 }
 
-/// Returns the version that a checkpoint holds; an error if it holds none, bit by bit.
+/// Returns the version that a checkpoint holds. It is an error if any bit differs from that version.
 pub fn version_in(checkpoint: &dyn Checkpoint) -> Result<u64> {
     let version = checkpoint.read_value(VERSION)?.as_int().context("the version is no number")?;
     let version = u64::try_from(version)?;

@@ -176,6 +176,7 @@ impl Frame {
         Some(Frame { from, head, end: payload + length, tail: around.tail(crc) })
     }
 
+    /// Writes the bytes before the payload and those after it.
     fn write(&self, file: &StagedFile) -> Result<(), FileError> {
         file.write_at(self.from, &self.head)?;
         file.write_at(self.end, &self.tail)

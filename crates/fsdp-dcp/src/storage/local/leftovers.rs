@@ -12,8 +12,8 @@ use crate::storage::fs::{Durable, is_nonce, parent_of, staging_prefix};
 pub(super) fn stale(files: &dyn FileSystem, target: &Path) -> Result<Vec<PathBuf>, FileError> {
     let mut found = leftovers(files, target, "tmp")?;
     found.retain(|directory| lock(files, directory).is_some());
-    // Without a target the old version is the only one: it is to be put back, not to be removed. A reader may still have
-    // it open.
+    // Without a target the old version is the only one: it is put back, and not removed. With one, a reader may still
+    // have the old version open, which its lock tells.
     if files.exists(target) {
         let old = leftovers(files, target, "old")?.into_iter();
         found.extend(old.filter(|directory| lock(files, directory).is_some()));
@@ -26,13 +26,14 @@ pub(super) fn has_old_version(files: &dyn FileSystem, target: &Path) -> Result<b
     Ok(!leftovers(files, target, "old")?.is_empty())
 }
 
-/// Renames the old versions that `target` has replaced to names of staging directories, before another one gets such a name:
-/// [`recover`] must find no version but the last one. When it returns, no crash brings back a version that was removed.
+/// Gives the old versions that `target` has replaced the names of staging directories. This comes before `target`
+/// itself becomes an old version, because [`recover`] puts an old version back, which must be the last one. After
+/// this, no crash brings back a version that was removed.
 pub(super) fn set_aside(durable: &Durable, target: &Path) -> Result<(), FileError> {
     let (parent, prefix) = staging_prefix(target)?;
     let old = leftovers(durable.files(), target, "old")?;
-    // This looks for the target after it has listed the old versions. Without a target, another process is between its two
-    // renames, and one of these is the only version there is.
+    // The target is looked for after the old versions were listed. If there is none, another process is between its two
+    // renames, and one of the old versions is the only version there is.
     if !durable.files().exists(target) {
         return Ok(());
     }

@@ -71,6 +71,7 @@ impl LocalStage {
         Err(FileError::TargetMismatch { path: parent, file: format!("{prefix}{name}") })
     }
 
+    /// Returns the staging directory of this name beside a target, without a lock.
     fn at(durable: &Durable, target: &Path, name: String, overwrite: bool) -> Result<Self, FileError> {
         let (parent, prefix) = staging_prefix(target)?;
         let directory = parent.join(format!("{prefix}{name}"));
@@ -165,10 +166,10 @@ impl LocalStage {
     fn publish_single(mut self, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
         let durable = self.durable.clone();
         let parent = parent_of(&self.target).to_owned();
-        // 0. Two files cannot be replaced in one step. A lock keeps apart those who replace them at the same time: the
-        //    values that are removed below would be another's.
+        // Two files cannot be replaced at once. So a lock keeps out others who replace them at the same time. Without
+        // it, the sidecar that is removed below could be theirs.
         let _lock = sidecar.map(|_| TargetLock::wait(durable.shared_files(), &self.target)).transpose()?;
-        // 1. The sidecar, under its pending name: readers of the old file do not look at it.
+        // Step 1: publish the sidecar under its pending name, which readers of the old file do not look at.
         let pending = sidecar.and_then(|sidecar| Some((parent.join(sidecar.pending_name), sidecar.bytes?)));
         if let Some((path, bytes)) = &pending {
             self.write(SINGLE_SIDECAR, bytes)?;
@@ -176,7 +177,8 @@ impl LocalStage {
             durable.rename_over(&self.directory.join(SINGLE_SIDECAR), path)?;
             durable.sync_directory(&parent)?;
         }
-        // 2. The file itself. This rename is the commit; readers of the new file know both names of its sidecar.
+        // Step 2: publish the file itself. This rename is the commit. Readers of the new file know both names of its
+        // sidecar.
         let from = self.directory.join(SINGLE);
         let renamed = if self.overwrite {
             durable.rename_over(&from, &self.target)
@@ -191,7 +193,7 @@ impl LocalStage {
             return Err(error);
         }
         durable.sync_directory(&parent)?;
-        // 3. The sidecar gets its name; or, without one, that of the old file goes.
+        // Step 3: give the sidecar its final name. If there is none, remove that of the old file.
         if let Some(Sidecar { name, .. }) = sidecar {
             match &pending {
                 Some((path, _)) => {

@@ -6,7 +6,7 @@ use crate::error::FileError;
 use crate::storage::backend::EntryKind;
 use crate::storage::file_system::FileSystem;
 
-/// Levels of directories below a checkpoint.
+/// The most levels of directories below a checkpoint.
 const MAX_LEVELS: usize = 64;
 
 /// Lists the paths of all regular files below a directory, sorted. Nothing is left out: an entry that is neither a file nor

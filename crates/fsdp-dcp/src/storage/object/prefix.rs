@@ -62,6 +62,7 @@ impl Prefix {
         if below.is_empty() { self.name.clone() } else { self.name.join(below) }
     }
 
+    /// Returns the key of an object below the prefix.
     pub(super) fn key(&self, below: &str) -> Result<Key, FileError> {
         Key::parse(join(&self.prefix, below)).map_err(|error| {
             let error = io::Error::new(io::ErrorKind::InvalidInput, error);

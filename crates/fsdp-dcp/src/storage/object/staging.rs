@@ -107,12 +107,12 @@ impl ObjectStage {
         if !self.overwrite && self.prefix.head("")?.is_some() {
             return Err(FileError::Exists { path: self.target().to_owned() });
         }
-        // 1. The sidecar, under its pending name.
+        // Step 1: put the sidecar, under its pending name.
         if let Some(Sidecar { pending_name, bytes: Some(bytes), .. }) = sidecar {
             self.unmarked().push(Unmarked::Beside(pending_name.to_owned()));
             self.parent()?.put(pending_name, PutPayload::from(bytes.to_vec()), PutMode::Overwrite)?;
         }
-        // 2. The object itself: this is the commit.
+        // Step 2: put the object itself. This is the commit.
         let length = upload.length();
         if let Err(error) = upload.complete(PutMode::Overwrite) {
             // Without an object of this length in its place, the upload has certainly not been done.
@@ -124,8 +124,8 @@ impl ObjectStage {
             return Err(FileError::CommitUnknown { path: self.target().to_owned(), source: Box::new(error) });
         }
         self.cleans = false;
-        // 3. The sidecar's name. A failure is ignored, since the commit is done: readers look for both names, and can tell
-        // if a sidecar belongs to the checkpoint.
+        // Step 3: give the sidecar its final name. A failure is ignored, since the commit is done: readers look for
+        // both names, and can tell if a sidecar belongs to the checkpoint.
         let Some(Sidecar { name, pending_name, bytes }) = sidecar else { return Ok(()) };
         let parent = self.parent()?;
         let renamed = match bytes {

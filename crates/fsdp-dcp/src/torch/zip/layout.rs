@@ -1,15 +1,15 @@
 //! The layout of a torch archive: the place of every byte, and the bytes around the storages.
 
-use super::{DIRECTORY_ENTRY, END, IN_ZIP64, LOCAL_HEADER, ZIP64_END, ZIP64_EXTRA, ZIP64_LOCATOR};
+use super::{DIRECTORY_ENTRY, END, IN_ZIP64, LOCAL_HEADER, LOCAL_HEADER_BYTES, ZIP64_END, ZIP64_EXTRA, ZIP64_LOCATOR};
 
 /// Storages start at multiples of this many bytes, from the start of the archive.
 pub(super) const STORAGE_ALIGNMENT: u64 = 64;
 
-/// Names are UTF-8.
+/// The flags of a record: its name is UTF-8.
 const FLAGS: u16 = 0x0800;
-/// 1 January 1980: the earliest that zip knows, so that equal tensors give equal bytes.
+/// The date of all records, so that equal tensors give equal bytes: 1 January 1980, the earliest that zip knows.
 const DATE: u16 = 0x21;
-/// Extra field that torch pads with.
+/// The number of the extra field that torch pads with.
 const PADDING_EXTRA: u16 = 0x4246;
 
 /// The layout of one archive: pure arithmetic of its pickle and the lengths of its storages.
@@ -18,17 +18,23 @@ pub struct ArchiveLayout {
     records: Vec<PlannedRecord>,
     /// The number of storages among the records; they come last.
     storages: usize,
+    /// The position of the central directory.
     directory: u64,
+    /// The number of bytes of the archive.
     length: u64,
 }
 
+/// A record and its place in the archive.
 #[derive(Debug, Clone)]
 struct PlannedRecord {
     name: String,
     /// The bytes of a small record; `None` for a storage.
     body: Option<Vec<u8>>,
+    /// The number of bytes of the data.
     length: u64,
+    /// The position of the local header in the archive.
     header: u64,
+    /// The position of the data, behind the header.
     data: u64,
 }
 
@@ -52,7 +58,7 @@ impl ArchiveLayout {
         let mut at = 0;
         let mut add = |name: String, body: Option<Vec<u8>>, length: u64| {
             let mut record = PlannedRecord { name, body, length, header: at, data: 0 };
-            let unpadded = at + 30 + record.name.len() as u64 + record.zip64_header_extra() as u64;
+            let unpadded = at + LOCAL_HEADER_BYTES + record.name.len() as u64 + record.zip64_header_extra() as u64;
             // Storages are padded to the alignment, by an extra field in their header.
             record.data = match record.body {
                 Some(_) => unpadded,
@@ -135,7 +141,7 @@ impl ArchiveLayout {
     /// Appends the local header of a record, with its padding.
     fn header(&self, record: &PlannedRecord, crc: u32, out: &mut Vec<u8>) {
         let zip64 = record.zip64_header_extra();
-        let extra = record.data - record.header - 30 - record.name.len() as u64;
+        let extra = record.data - record.header - LOCAL_HEADER_BYTES - record.name.len() as u64;
         let length32 = if zip64 > 0 { IN_ZIP64 } else { record.length as u32 };
         out.extend_from_slice(&LOCAL_HEADER.to_le_bytes());
         for value in [if zip64 > 0 { 45u16 } else { 20 }, FLAGS, 0, 0, DATE] {

@@ -27,12 +27,16 @@ pub(crate) use read::Record;
 /// The root directory of the archives in `.distcp` files.
 pub(crate) const ROOT: &str = "archive";
 
+/// The numbers that the parts of a zip archive begin with.
 pub(crate) const LOCAL_HEADER: u32 = 0x0403_4b50;
 pub(crate) const DIRECTORY_ENTRY: u32 = 0x0201_4b50;
 pub(crate) const END: u32 = 0x0605_4b50;
 pub(crate) const ZIP64_END: u32 = 0x0606_4b50;
 pub(crate) const ZIP64_LOCATOR: u32 = 0x0706_4b50;
+/// The number of the extra field that holds lengths and positions of 64 bits.
 pub(crate) const ZIP64_EXTRA: u16 = 1;
+/// The length of a local header, without the name and the extra fields.
+const LOCAL_HEADER_BYTES: u64 = 30;
 /// The content of a 32-bit field whose value is in the zip64 record.
 pub(crate) const IN_ZIP64: u32 = u32::MAX;
 

@@ -2,7 +2,7 @@
 
 use indexmap::IndexMap;
 
-use super::{DIRECTORY_ENTRY, END, IN_ZIP64, LOCAL_HEADER, ZIP64_END, ZIP64_EXTRA, ZIP64_LOCATOR};
+use super::{DIRECTORY_ENTRY, END, IN_ZIP64, LOCAL_HEADER, LOCAL_HEADER_BYTES, ZIP64_END, ZIP64_EXTRA, ZIP64_LOCATOR};
 use crate::budget::Budget;
 use crate::error::FormatError;
 use crate::limits::MAX_ZIP_DIRECTORY_BYTES;
@@ -94,12 +94,12 @@ impl Directory {
 
     /// Returns where the data of a record starts, after checking its local header.
     pub fn data_offset(&self, source: &dyn ReadAt, name: &str, record: &Record) -> Result<u64, FormatError> {
-        let header = read_whole(source, record.header, 30 + u64::from(record.name_length))?;
+        let header = read_whole(source, record.header, LOCAL_HEADER_BYTES + u64::from(record.name_length))?;
         let wrong = |what| bad(record.header, what);
         if u32_at(&header, 0) != LOCAL_HEADER {
             return Err(wrong("no local header where the directory says"));
         }
-        let full_name = header.get(30..).unwrap_or_default();
+        let full_name = header.get(LOCAL_HEADER_BYTES as usize..).unwrap_or_default();
         let root = if self.root.is_empty() { 0 } else { self.root.len() + 1 };
         let same = full_name.len() == root + name.len()
             && full_name.starts_with(self.root.as_bytes())
@@ -117,7 +117,7 @@ impl Directory {
         if !deferred && !agree {
             return Err(wrong("the local header and the directory disagree on the length"));
         }
-        let data = record.header + 30 + u64::from(record.name_length) + u64::from(u16_at(&header, 28));
+        let data = record.header + LOCAL_HEADER_BYTES + u64::from(record.name_length) + u64::from(u16_at(&header, 28));
         match data.checked_add(record.stored) {
             Some(end) if end <= source.len() => Ok(data),
             _ => Err(wrong("the record ends beyond the archive")),
@@ -182,8 +182,10 @@ fn read_records(
             });
         }
         let name = name_of(name, here)?;
-        let end =
-            record.header.checked_add(30 + u64::from(record.name_length)).and_then(|at| at.checked_add(record.stored));
+        let end = record
+            .header
+            .checked_add(LOCAL_HEADER_BYTES + u64::from(record.name_length))
+            .and_then(|at| at.checked_add(record.stored));
         if end.is_none_or(|end| end > start) {
             return Err(bad(here, "a record does not lie before the directory"));
         }
@@ -299,7 +301,8 @@ fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), F
 
 /// Refuses records that share bytes: they make an archive larger than it is, or mean two things at once.
 fn check_disjoint<'r>(records: impl Iterator<Item = &'r Record>) -> Result<(), FormatError> {
-    let mut ranges: Vec<_> = records.map(|r| (r.header, r.header + 30 + u64::from(r.name_length) + r.stored)).collect();
+    let mut ranges: Vec<_> =
+        records.map(|r| (r.header, r.header + LOCAL_HEADER_BYTES + u64::from(r.name_length) + r.stored)).collect();
     ranges.sort_unstable();
     match ranges.windows(2).find(|pair| pair[1].0 < pair[0].1) {
         Some(pair) => Err(bad(pair[1].0, "two records overlap")),
