@@ -240,8 +240,8 @@ pub(super) struct Weight<R> {
 
 impl<R: Real> Weight<R> {
     pub(super) fn new(weight: f64) -> Self {
+        let from_start = R::from_scalar(weight.abs()) < R::from_scalar(0.5);
         let (weight, one) = (R::from_scalar(weight), R::from_scalar(1.0));
-        let from_start = weight < R::from_scalar(0.5);
         Self { factor: if from_start { weight } else { weight - one }, from_start }
     }
 }
