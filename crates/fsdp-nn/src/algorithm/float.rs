@@ -254,6 +254,14 @@ pub(crate) fn lerp<T: Float>(start: &mut [T], end: &[T], weight: f64) {
     }
 }
 
+/// Computes torch's `values.mul_(factor)`.
+pub(crate) fn multiply<T: Float>(values: &mut [T], factor: f64) {
+    let factor = scalar::<T>(factor);
+    for value in values {
+        *value = Element::load(*value).mul(factor).store();
+    }
+}
+
 /// The changes that a step makes to a gradient before it uses it: negated to maximize, and with the L2 penalty added.
 #[derive(Clone, Copy)]
 pub(super) struct Gradient<T: Float> {
