@@ -4,6 +4,7 @@ use fsdp_comm::ReduceOp;
 use fsdp_flat::storage::{HostSlice, HostSliceMut};
 use fsdp_flat::with_float;
 
+use crate::algorithm::multiply;
 use crate::parameters::ShardedParameters;
 use crate::{NnError, Result, device, tasks};
 
@@ -130,10 +131,8 @@ impl ShardedParameters {
                 device::scale(&grad, scale)?;
                 continue;
             }
-            with_float!(grad.dtype(), T => {
-                let scale = <T as candle_core::WithDType>::from_f64(scale);
-                HostSliceMut::<T>::write(&grad)?.iter_mut().for_each(|x| *x *= scale);
-            }, else ());
+            // A half type may not hold the factor: a product with it rounded could be zero.
+            with_float!(grad.dtype(), T => multiply(&mut HostSliceMut::<T>::write(&grad)?, scale), else ());
         }
         Ok(())
     }

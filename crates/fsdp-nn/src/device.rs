@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use fsdp_comm::ProcessGroup;
 
 use crate::Result;
@@ -42,7 +42,7 @@ fn pieces(numel: usize) -> impl Iterator<Item = Range<usize>> {
 pub(crate) fn norm_part(flat: &Tensor, is_infinity: bool) -> Result<f64> {
     let (mut squares, mut largest) = (0f64, 0f64);
     for piece in pieces(flat.elem_count()) {
-        let piece = flat.narrow(0, piece.start, piece.len())?.to_dtype(candle_core::DType::F64)?;
+        let piece = flat.narrow(0, piece.start, piece.len())?.to_dtype(DType::F64)?;
         // Kernels may pass over elements that are not a number, but no sum does.
         squares += piece.sqr()?.sum_all()?.to_scalar::<f64>()?;
         if is_infinity {
@@ -52,10 +52,15 @@ pub(crate) fn norm_part(flat: &Tensor, is_infinity: bool) -> Result<f64> {
     Ok(if is_infinity && !squares.is_nan() { largest } else { squares })
 }
 
-/// Multiplies all elements.
+/// Multiplies all elements. Those of half types are multiplied in `f32`, because a half type may not hold the factor.
 pub(crate) fn scale(flat: &Tensor, factor: f64) -> Result<()> {
+    let dtype = match flat.dtype() {
+        DType::F16 | DType::BF16 => DType::F32,
+        dtype => dtype,
+    };
     for piece in pieces(flat.elem_count()) {
-        flat.slice_set(&(flat.narrow(0, piece.start, piece.len())? * factor)?, 0, piece.start)?;
+        let scaled = (flat.narrow(0, piece.start, piece.len())?.to_dtype(dtype)? * factor)?;
+        flat.slice_set(&scaled.to_dtype(flat.dtype())?, 0, piece.start)?;
     }
     Ok(())
 }
@@ -158,7 +163,7 @@ mod nccl {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{DType, Device};
+    use candle_core::Device;
 
     #[test]
     fn gradients_land_in_their_place_and_add_up() {
@@ -172,5 +177,12 @@ mod tests {
         scale(&flat, 0.5).unwrap();
         assert_eq!(norm_part(&flat, false).unwrap(), 30.0);
         assert_eq!(norm_part(&flat, true).unwrap(), 4.0);
+    }
+
+    #[test]
+    fn half_types_are_multiplied_by_a_factor_that_they_do_not_hold() {
+        let flat = Tensor::full(40_000f32, 3, &Device::Cpu).unwrap().to_dtype(DType::F16).unwrap();
+        scale(&flat, 1.25e-8).unwrap();
+        assert_eq!(flat.to_vec1::<half::f16>().unwrap(), [half::f16::from_f32(5e-4); 3]);
     }
 }

@@ -368,6 +368,8 @@ impl ShardedParameters {
     /// copies are released, and from now on every forward gathers anew, because a copy could be out of date. No
     /// communication, but every rank must call it.
     ///
+    /// Do not write between a forward and its backward: the backward would compute with the new values, without an error.
+    ///
     /// # Errors
     /// [`NnError::UnitInUse`] inside a forward; candle's errors.
     pub fn lend(&self) -> Result<()> {

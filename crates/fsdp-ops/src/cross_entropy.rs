@@ -3,7 +3,7 @@
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType as _};
 
 use crate::composed;
-use crate::element::{Element, tensor, with_element};
+use crate::element::{Element, tensor, unsupported, with_element};
 use crate::real::{Real, largest, sum};
 use crate::rows::{map_rows, reduce_rows};
 use crate::softmax::softmax_row;
@@ -15,7 +15,7 @@ const NAME: &str = "cross-entropy";
 /// torch's `cross_entropy`. The result is a scalar.
 ///
 /// # Errors
-/// Other shapes; no rows; a target that is no class; scores of a dtype that is not a float.
+/// Other shapes; no rows; a target that is no class; targets that are no integers, and scores that are no floats.
 pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let (rows, classes) = scores.dims2()?;
     if targets.dims() != [rows] {
@@ -24,6 +24,10 @@ pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     }
     if rows == 0 {
         candle_core::bail!("{NAME}: the mean of no rows");
+    }
+    // A float would be cut to an integer.
+    if !targets.dtype().is_int() {
+        return unsupported(targets.dtype(), NAME);
     }
     if !scores.device().is_cpu() {
         return composed::cross_entropy(scores, targets);

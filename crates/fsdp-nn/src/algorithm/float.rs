@@ -241,8 +241,8 @@ pub(super) struct Weight<R> {
 impl<R: Real> Weight<R> {
     /// Prepares a weight. Below 0.5 results are computed from the start, otherwise from the end.
     pub(super) fn new(weight: f64) -> Self {
+        let from_start = R::from_scalar(weight.abs()) < R::from_scalar(0.5);
         let (weight, one) = (R::from_scalar(weight), R::from_scalar(1.0));
-        let from_start = weight < R::from_scalar(0.5);
         Self { factor: if from_start { weight } else { weight - one }, from_start }
     }
 }
@@ -252,6 +252,14 @@ pub(crate) fn lerp<T: Float>(start: &mut [T], end: &[T], weight: f64) {
     let weight = Weight::new(weight);
     for (start, &end) in start.iter_mut().zip(end) {
         *start = Element::load(*start).lerp(Element::load(end), weight).store();
+    }
+}
+
+/// Computes torch's `values.mul_(factor)`.
+pub(crate) fn multiply<T: Float>(values: &mut [T], factor: f64) {
+    let factor = scalar::<T>(factor);
+    for value in values {
+        *value = Element::load(*value).mul(factor).store();
     }
 }
 

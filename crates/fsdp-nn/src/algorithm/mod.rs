@@ -51,7 +51,7 @@ pub(crate) use adam::bias_correction;
 pub use error::AlgorithmError;
 
 pub use float::Float;
-pub(crate) use float::lerp;
+pub(crate) use float::{lerp, multiply};
 pub use group::Switches;
 pub use muon::{MuonAdjust, MuonOptions};
 pub use schedule_free::ScheduleFreeOptions;

@@ -64,6 +64,21 @@ fn the_infinity_norm_is_the_largest_gradient_on_any_rank() {
 }
 
 #[test]
+fn gradients_of_a_half_type_are_clipped_by_a_factor_that_it_does_not_hold() {
+    run_local(2, |group| {
+        let config = FsdpConfig { dtype: DType::F16, ..FsdpConfig::default() };
+        let model = FullyShardedDataParallel::new(group, config, |scope| scope.vb().get(4, "w")).unwrap();
+        let x = Tensor::full(40_000f32, 4, &Device::Cpu).unwrap().to_dtype(DType::F16).unwrap();
+        model.backward(&model.forward(|w| (w * &x)?.sum_all()).unwrap()).unwrap();
+        // The factor is 1.25e-8. The least positive number of f16 is 6e-8.
+        assert_eq!(model.parameters().clip_grad_norm(1e-3).unwrap(), 80_000.0);
+        let clipped = model.parameters().grad_norm().unwrap();
+        assert!((clipped / 1e-3 - 1.0).abs() < 1e-3, "{clipped}");
+    })
+    .unwrap();
+}
+
+#[test]
 fn gradients_that_are_not_finite_on_one_rank_are_every_ranks_error_and_stay_as_they_are() {
     for (scale, norm) in [(f32::NAN, GradNorm::L2), (f32::NAN, GradNorm::Infinity), (1e30, GradNorm::L2)] {
         run_local(3, |group| {

@@ -43,6 +43,7 @@ fn dtypes_that_differ_or_are_no_floats_are_refused() {
     let bytes = x.to_dtype(DType::U8).unwrap();
     assert_refused(crate::softmax_last_dim(&bytes), &["softmax-last-dim", "U8"]);
     assert_refused(crate::gelu_erf(&bytes), &["gelu-erf", "U8"]);
+    assert_refused(crate::cross_entropy(&x, &zeros(&[2])), &["cross-entropy", "F32"]);
 }
 
 #[test]

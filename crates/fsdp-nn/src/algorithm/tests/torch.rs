@@ -167,6 +167,15 @@ fn compare_with_mkl<T: TestFloat>(epsilon: f64) -> usize {
     different
 }
 
+/// torch's `lerp` with a weight of -1, to which `eval` comes with a first beta of 0.5. Computed from the start, these would
+/// be other roundings.
+#[test]
+fn a_lerp_far_beyond_its_start_is_computed_from_its_end() {
+    let mut start = [0.1f32, 1.1, 5.3];
+    lerp(&mut start, &[0.7, -0.7, 0.1], -1.0);
+    assert_eq!(start, [-0.499_999_94, 2.899_999_9, 10.500_001]);
+}
+
 #[test]
 fn square_roots_of_mkl_change_roundings_only() {
     assert!(compare_with_mkl::<f32>(f64::from(f32::EPSILON)) > 0);
