@@ -369,10 +369,13 @@ impl Shards {
     /// Adds parameters that are not trained, also under the names of those that share their elements. ZeRO 3 cuts them too.
     fn add_frozen(&self, assembler: &mut Assembler) -> Result<(), FileError> {
         let first = &self.models[0];
-        let shared = shared(first);
+        let mut aliases: HashMap<&str, Vec<&str>> = HashMap::new();
+        for (alias, of) in shared(first) {
+            aliases.entry(of).or_default().push(alias);
+        }
         for (name, shape) in shapes_below(assembler.directory(), first, "frozen_param_shapes")? {
             let key = format!("frozen_param_fragments.{name}");
-            let sharing = shared.iter().filter(|(_, of)| *of == name).map(|&(alias, _)| alias);
+            let sharing = aliases.get(name.as_str()).into_iter().flatten().copied();
             for path in std::iter::once(name.as_str()).chain(sharing).map(model_path) {
                 if self.cuts_parameters() {
                     self.add_frozen_parts(assembler, &path, &key, &shape)?;

@@ -330,7 +330,7 @@ impl SafetensorsCheckpoint {
     /// Adds the values of a values file.
     fn add_values(&mut self, name: &str, bytes: &[u8]) -> Result<(), FileError> {
         // Tensors inside values lie among the others, under keys of their own; here they belong to their value again.
-        let mut inside = Vec::new();
+        let mut inside = HashSet::new();
         // Several values may name one tensor.
         let mut budget = Budget::new(self.metadata.stored().map(|(_, _, stored)| stored.length).sum(), 1);
         let mut load = |key: &str| -> Result<PlainTensor, FormatError> {
@@ -341,13 +341,12 @@ impl SafetensorsCheckpoint {
             budget.charge("bytes of tensors in values", stored)?;
             let mut data = vec![0; stored as usize];
             self.read_box(key, &bounds, &mut data).map_err(|_| missing())?;
-            inside.push(key.to_owned());
+            inside.insert(key.to_owned());
             Ok(PlainTensor { dtype: tensor.properties.dtype, shape: bounds.sizes, data })
         };
         let side = values_read::decode(bytes, &mut load).map_err(|error| self.directory.file_error(name, error))?;
-        for key in inside {
-            self.metadata.entries.shift_remove(&key);
-        }
+        self.metadata.entries.retain(|key, _| !inside.contains(key));
+        self.metadata.replicas.retain(|replica| !inside.contains(&replica.fqn));
         for (fqn, value) in side.values {
             if self.metadata.entries.contains_key(&fqn) {
                 // Another program has added a tensor of that name. Neither may hide the other.
