@@ -7,10 +7,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::listening;
-use super::protocol::{Reply, Request, StoreOptions, read_blocking, write_blocking};
+use super::protocol::{Reply, Request, StoreOptions, read_blocking, to_bytes};
 use super::server::Server;
 use crate::access::{Hello, Key, Refusal, handshake_as_client};
-use crate::deadline::until;
+use crate::blocking::write_all;
+use crate::deadline::{MAX_DEADLINE, until};
 use crate::error::CommError;
 use crate::open_files;
 
@@ -214,7 +215,7 @@ impl TcpStore {
     /// # Errors
     /// [`CommError::Store`]: the store is gone.
     pub fn wait(&self, keys: &[String], deadline: Duration) -> Result<Result<Vec<Vec<u8>>, Vec<String>>, CommError> {
-        let request = Request::Wait { keys: keys.to_vec(), milliseconds: deadline.as_millis() as u64 };
+        let request = Request::Wait { keys: keys.to_vec(), milliseconds: milliseconds(deadline) };
         match self.ask("wait", request, deadline)? {
             Reply::Values(values) => Ok(Ok(values)),
             Reply::Missing(keys) => Ok(Err(keys)),
@@ -225,7 +226,7 @@ impl TcpStore {
     /// Waits until each rank has set its key, which is `prefix` and its number. The wait ends early if a rank has ended its
     /// connection to the store and keys are missing.
     pub(crate) fn wait_for_ranks(&self, prefix: &str, deadline: Duration) -> Result<RankValues, CommError> {
-        let request = Request::WaitForRanks { prefix: prefix.to_owned(), milliseconds: deadline.as_millis() as u64 };
+        let request = Request::WaitForRanks { prefix: prefix.to_owned(), milliseconds: milliseconds(deadline) };
         match self.ask("wait", request, deadline)? {
             Reply::Values(values) => Ok(RankValues::Complete(values)),
             Reply::Missing(keys) => Ok(RankValues::Missing(keys)),
@@ -270,12 +271,14 @@ impl TcpStore {
     /// a request is not used again: the next reply could be that of the one before.
     fn ask(&self, name: &str, request: Request, deadline: Duration) -> Result<Reply, CommError> {
         request.check().map_err(|message| self.error(name, message))?;
+        // A request that is too long must not cost the connection, so it is encoded first.
+        let request = to_bytes(&request).map_err(|error| self.error(name, error.to_string()))?;
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(mut stream) = connection.take() else {
             return Err(self.error(name, "the connection was lost in an earlier request"));
         };
         let until = until(deadline.saturating_add(GRACE));
-        let reply = write_blocking(&mut stream, &request, until).and_then(|()| read_blocking(&mut stream, until));
+        let reply = write_all(&stream, &request, until).and_then(|()| read_blocking(&mut stream, until));
         match reply.map_err(|error| self.error(name, error.to_string()))? {
             Reply::Refused(reason) => {
                 *connection = Some(stream);
@@ -299,6 +302,11 @@ impl TcpStore {
 
 pub(super) fn rendezvous(address: &str, message: String) -> CommError {
     CommError::Rendezvous { address: address.to_owned(), joined: Vec::new(), missing: Vec::new(), message }
+}
+
+/// Returns a deadline as it is sent to the store.
+fn milliseconds(deadline: Duration) -> u64 {
+    deadline.min(MAX_DEADLINE).as_millis() as u64
 }
 
 fn to_ranks(ranks: Vec<u64>) -> Vec<usize> {
@@ -418,9 +426,9 @@ mod tests {
         thread::scope(|scope| {
             let waiting = scope.spawn(|| host.wait_for_ranks("place/", DEADLINE).unwrap());
             // It asks the same, and ends before there is a reply.
-            let mut stream = other.connection.lock().unwrap().take().unwrap();
+            let stream = other.connection.lock().unwrap().take().unwrap();
             let request = Request::WaitForRanks { prefix: "place/".to_owned(), milliseconds: 1 << 20 };
-            write_blocking(&mut stream, &request, until(DEADLINE)).unwrap();
+            write_all(&stream, &to_bytes(&request).unwrap(), until(DEADLINE)).unwrap();
             drop(stream);
             let outcome = waiting.join().unwrap();
             assert!(matches!(&outcome, RankValues::Departed(ranks) if ranks[..] == [1]), "{outcome:?}");
