@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use super::listening;
 use super::protocol::{Reply, Request, StoreOptions, read_blocking, to_bytes};
-use super::server::Server;
-use crate::access::{Hello, Key, Refusal, handshake_as_client};
+use super::server;
+use crate::access::{Hello, Key, Port, Refusal, handshake_as_client};
 use crate::blocking::write_all;
 use crate::deadline::{MAX_DEADLINE, until};
 use crate::error::CommError;
@@ -29,7 +29,7 @@ pub struct TcpStore {
     /// `true` if the store, and the ranks on its host, listen at every address of that host.
     is_everywhere: bool,
     deadline: Duration,
-    _server: Option<Server>,
+    _server: Option<Port>,
 }
 
 /// The outcome of a wait for all ranks.
@@ -76,7 +76,7 @@ impl TcpStore {
         for found in &addresses {
             options.check_address(found.ip()).map_err(failed)?;
         }
-        let server = Server::start(&addresses, options).map_err(|error| {
+        let server = server::start(&addresses, options).map_err(|error| {
             let hint = match error.kind() {
                 ErrorKind::AddrInUse => "; is another job using this port? choose another MASTER_PORT",
                 ErrorKind::AddrNotAvailable => "; MASTER_ADDR must be an address of the host of rank 0",
@@ -103,12 +103,12 @@ impl TcpStore {
     }
 
     /// Connects to a store and joins it. `address` is its name for messages and other ranks, and `at` are the addresses that
-    /// this rank tries. `server` is the store itself, if this rank hosts it; the result keeps it.
+    /// this rank tries. `server` is the port of the store, if this rank hosts it; the result keeps it.
     fn open(
         address: &str,
         at: impl ToSocketAddrs,
         options: &StoreOptions,
-        server: Option<Server>,
+        server: Option<Port>,
     ) -> Result<TcpStore, CommError> {
         let until = until(options.deadline);
         let pause = retry_pause(options);

@@ -1,34 +1,25 @@
-//! The store itself: a map, served by a listener on a separate thread.
+//! The store itself: a map, which the thread of its port serves.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Notify, oneshot};
+use tokio::net::TcpStream;
+use tokio::sync::Notify;
 use tokio::time::timeout;
 
 use super::protocol::{
     MAX_STORE_BYTES, MAX_STORE_BYTES_PER_RANK, Reply, Request, StoreOptions, invalid, message_len, to_bytes,
 };
-use crate::access::{Hello, accept_authenticated};
+use crate::access::{Hello, Port};
 use crate::wire;
 
 /// The time that the bytes of one message may take, once it has begun.
 const MESSAGE_DEADLINE: Duration = Duration::from_secs(30);
-
-/// A running store. It ends when this is dropped.
-#[derive(Debug)]
-pub(super) struct Server {
-    address: SocketAddr,
-    stop: Option<oneshot::Sender<()>>,
-    thread: Option<JoinHandle<()>>,
-}
 
 #[derive(Debug)]
 struct Shared {
@@ -49,39 +40,11 @@ struct State {
     has_failed: bool,
 }
 
-impl Server {
-    /// Listens at the first of these addresses that is one of this host.
-    pub(super) fn start(addresses: &[SocketAddr], options: &StoreOptions) -> io::Result<Server> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let listener = runtime.block_on(TcpListener::bind(addresses))?;
-        let address = listener.local_addr()?;
-        let (stop, stopped) = oneshot::channel();
-        let (key, world_size) = (options.key(), options.world_size);
-        let shared = Arc::new(Shared { world_size, state: Mutex::default(), changed: Notify::new() });
-        let serve = move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    () = accept_authenticated(&listener, &key, |stream, hello| shared.serve_rank(stream, hello)) => {}
-                    _ = stopped => {}
-                }
-            });
-        };
-        let thread = thread::Builder::new().name("fsdp-store".to_owned()).spawn(serve)?;
-        Ok(Server { address, stop: Some(stop), thread: Some(thread) })
-    }
-
-    pub(super) fn address(&self) -> SocketAddr {
-        self.address
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        drop(self.stop.take());
-        if let Some(thread) = self.thread.take() {
-            thread.join().ok();
-        }
-    }
+/// Opens a store at the first of these addresses that is one of this host. It ends when the port is dropped.
+pub(super) fn start(addresses: &[SocketAddr], options: &StoreOptions) -> io::Result<Port> {
+    let (world_size, state) = (options.world_size, Mutex::default());
+    let shared = Arc::new(Shared { world_size, state, changed: Notify::new() });
+    Port::open(addresses, options.key(), "fsdp-store", move |stream, hello| shared.serve_rank(stream, hello))
 }
 
 /// Serves one connection, from the registration of its rank until it ends.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::acceptor::{Acceptor, Port};
+use super::acceptor::Acceptor;
 use super::frame::{Kind, Notice};
 #[cfg(feature = "mpi")]
 use super::inbox::SILENCE;
@@ -17,6 +17,7 @@ use super::inbox_lock::Inbox;
 use super::links::{Directory, GOODBYE_TIMEOUT, Links};
 use super::relay::Next;
 use super::schedule::Schedule;
+use crate::access::Port;
 use crate::backend::Round;
 use crate::error::CommError;
 use crate::store::TcpStore;

@@ -6,7 +6,7 @@
 //! all ranks meet in the store a second time: no rank goes on before all are connected to their neighbours.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -116,20 +116,19 @@ type Connected = (Vec<Option<String>>, Connections);
 fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool) -> Result<Connected, CommError> {
     let rank = participant.rank;
     participant.make_room()?;
-    // Step 1: listen, so that others can connect as soon as they know the address of this rank.
-    let (listener, ip) = listen(store).map_err(|error| participant.io("listen", &error))?;
-    let port = listener.local_addr().map_err(|error| participant.io("listen", &error))?.port();
-    let host = shared_memory.then(host_token).flatten();
-    let address = Address { ip, port, host };
-    // Step 2: agree on a nonce, which the first rank to come chooses. The key of the connections between ranks is
+    // Step 1: agree on a nonce, which the first rank to come chooses. The key of the connections between ranks is
     // derived from it. So only a process that the store has let in can complete the handshake of these connections.
     let nonce = nonce().map_err(|error| participant.io("get a random number", &error))?;
     let nonce = store.compare_and_set("tcp/nonce", None, &nonce).map_err(|error| participant.lost(&error))?;
     let key = participant.key.derive("ranks", &nonce);
-    // Step 3: let others in from now on, in the background. So no rank waits for another one to reach this point.
-    let mut acceptor =
-        Acceptor::open(listener, key.clone()).map_err(|error| participant.io("open its port", &error))?;
-    // Step 4: exchange addresses through the store.
+    // Step 2: listen, and let others in from now on, in the background. So they can connect as soon as they know the address
+    // of this rank, and no rank waits for another one to reach this point.
+    let (addresses, ip) = own_addresses(store);
+    let acceptor = Acceptor::open(&addresses, key.clone());
+    let mut acceptor = acceptor.map_err(|error| participant.io("listen", &error))?;
+    // Step 3: exchange addresses through the store.
+    let host = shared_memory.then(host_token).flatten();
+    let address = Address { ip, port: acceptor.port(), host };
     let addresses = exchange_addresses(participant, store, &address)?;
     let locate = |address: &Address| {
         let ip = if address.ip.is_unspecified() { store.peer_ip() } else { address.ip };
@@ -137,7 +136,7 @@ fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool)
     };
     let directory = Directory { addresses: addresses.iter().map(locate).collect(), key };
     let hosts = addresses.into_iter().map(|address| address.host).collect();
-    // Step 5: connect to the lower ranks among the neighbours, then wait for the connections of the higher ones. So of
+    // Step 4: connect to the lower ranks among the neighbours, then wait for the connections of the higher ones. So of
     // every two ranks exactly one connects.
     let mut streams: Vec<Option<TcpStream>> = (0..participant.world_size).map(|_| None).collect();
     let (lower, higher): (Vec<usize>, Vec<usize>) =
@@ -151,21 +150,20 @@ fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool)
     if participant.connects_all {
         return Ok((hosts, Connections { streams, later: None }));
     }
-    // Step 6: in a large job, wait until all ranks are connected to their neighbours.
+    // Step 5: in a large job, wait until all ranks are connected to their neighbours.
     wait_until_all_connected(participant, store)?;
     Ok((hosts, Connections { streams, later: Some(LaterConnections { directory, acceptor }) }))
 }
 
-/// Opens the port at which other ranks connect to this one. Returns it with the address of this host to publish.
-fn listen(store: &TcpStore) -> io::Result<(TcpListener, IpAddr)> {
+/// Returns the addresses at which this rank may listen, and the address of this host to publish.
+fn own_addresses(store: &TcpStore) -> (Vec<SocketAddr>, IpAddr) {
     let ip = store.local_ip();
     if ip.is_loopback() && store.is_everywhere() {
         // This is the host of the store, and the store listens at all addresses of it. This rank has reached the store
         // at a loopback address, which is of no use to other hosts. So listen at all addresses too.
-        let listener = TcpListener::bind(&every_address(0)[..])?;
-        return Ok((listener, Ipv4Addr::UNSPECIFIED.into()));
+        return (every_address(0).to_vec(), Ipv4Addr::UNSPECIFIED.into());
     }
-    Ok((TcpListener::bind((ip, 0))?, ip))
+    (vec![SocketAddr::new(ip, 0)], ip)
 }
 
 impl Participant {
