@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::listening;
 use super::protocol::{Reply, Request, StoreOptions, read_blocking, to_bytes};
 use super::server;
-use crate::access::{Hello, Key, Port, Refusal, handshake_as_client};
+use crate::access::{Hello, Key, Port, Refusal, VERSION, handshake_as_client};
 use crate::blocking::write_all;
 use crate::deadline::{MAX_DEADLINE, until};
 use crate::error::CommError;
@@ -362,7 +362,7 @@ impl NotJoined {
         match self {
             NotJoined::OtherJob => format!(
                 "rank {rank}: another job, or one with another secret, listens at {address}: choose another MASTER_PORT, or \
-                 check that FSDP_JOB_ID and FSDP_SECRET are the same on all ranks"
+                 check that FSDP_JOB_ID, FSDP_SECRET and the version of fsdp ({VERSION}) are the same on all ranks"
             ),
             NotJoined::Refused(reason) => format!("rank {rank}: {reason}"),
             NotJoined::NotNow(reason) => {
