@@ -259,12 +259,28 @@ impl TcpStore {
     /// # Errors
     /// [`CommError::Store`]: the store is gone, or key or value are too long.
     pub fn compare_and_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<Vec<u8>, CommError> {
+        self.compare_and_set_within(self.deadline, key, expected, value)
+    }
+
+    /// Does the same as [`compare_and_set`](Self::compare_and_set), with a deadline of its own.
+    pub(crate) fn compare_and_set_within(
+        &self,
+        deadline: Duration,
+        key: &str,
+        expected: Option<&[u8]>,
+        value: &[u8],
+    ) -> Result<Vec<u8>, CommError> {
         let expected = expected.map(<[u8]>::to_vec);
         let request = Request::CompareAndSet { key: key.to_owned(), expected, value: value.to_vec() };
-        match self.ask("compare_and_set", request, self.deadline)? {
+        match self.ask("compare_and_set", request, deadline)? {
             Reply::Value(value) => Ok(value.unwrap_or_default()),
             reply => Err(self.unexpected("compare_and_set", &reply)),
         }
+    }
+
+    /// Ends the connection. The store, if this rank hosts it, goes on.
+    pub(crate) fn leave(&self) {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
     /// Sends a request and waits for the reply; `name` is the operation, for errors. A connection that broke in the middle of

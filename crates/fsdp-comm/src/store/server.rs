@@ -36,7 +36,7 @@ struct State {
     bytes: usize,
     /// The ranks whose connections have ended, in this order.
     departed: Vec<u64>,
-    /// `true` once a wait for all ranks has failed because one had ended.
+    /// `true` once a wait for all ranks has failed, because one had ended or did not come in time.
     has_failed: bool,
 }
 
@@ -206,7 +206,8 @@ impl Shared {
         if let Ok(reply) = timeout(Duration::from_millis(milliseconds), wait).await {
             return reply;
         }
-        let state = self.lock();
+        let mut state = self.lock();
+        state.has_failed |= needs_all_ranks;
         Reply::Missing((0..count).map(key).filter(|key| !state.values.contains_key(key)).collect())
     }
 

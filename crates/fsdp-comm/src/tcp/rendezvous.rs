@@ -4,6 +4,9 @@
 //! [schedule](super::schedule) of the group of all ranks, about `2 log2(ranks)`, and later to others when it needs to.
 //! So during the rendezvous a rank may not notice that another one, to which it is not connected, has ended. Therefore
 //! all ranks meet in the store a second time: no rank goes on before all are connected to their neighbours.
+//!
+//! The first rank that gives up writes its error to the store, and then ends its connection to it. The others notice that
+//! it has ended, and return the error that is in the store, so that all ranks have the same.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
@@ -36,9 +39,6 @@ struct Address {
     host: Option<String>,
 }
 
-/// The value in place of the address of a rank that has not come in time.
-const GIVEN_UP: &[u8] = &[];
-
 /// The prefix of the keys of the ranks' addresses in the store.
 const ADDRESS: &str = "tcp/address/";
 
@@ -47,6 +47,9 @@ const CONNECTED: &str = "tcp/connected/";
 
 /// The prefix of the keys of the ranks that know that all ranks are connected to their neighbours.
 const KNOWS: &str = "tcp/knows/";
+
+/// The key of the error of the first rank that has given up.
+const FAILURE: &str = "tcp/failure";
 
 /// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read the outcome. It is longer
 /// than the others need for two checks of the store.
@@ -99,11 +102,7 @@ pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpS
 /// Finds all other ranks through the store, and connects to them.
 pub(super) fn meet(participant: &Participant, store: TcpStore, shared_memory: bool) -> Result<Arc<Node>, CommError> {
     let connected = connect_all(participant, &store, shared_memory);
-    if connected.is_err() && participant.rank == 0 {
-        // The store ends with this rank, and the others have yet to learn the reason from it.
-        thread::sleep(LINGER);
-    }
-    let (hosts, connections) = connected?;
+    let (hosts, connections) = connected.map_err(|error| participant.give_up(&store, error))?;
     let &Participant { rank, deadline, direct_up_to, .. } = participant;
     Node::start(rank, hosts, connections, store, deadline, direct_up_to)
         .map_err(|error| participant.io("start its threads", &error))
@@ -192,9 +191,9 @@ impl Participant {
         CommError::Rendezvous { address: self.address.clone(), joined, missing, message }
     }
 
-    /// Returns the error of a rank that failed by itself. It knows nothing about the others.
+    /// Returns the error of a rank that failed by itself.
     fn failed(&self, message: String) -> CommError {
-        self.missing(Vec::new(), message)
+        self.missing(vec![self.rank], message)
     }
 
     /// Returns the error of a rank that failed by itself because of the system.
@@ -214,16 +213,28 @@ impl Participant {
         self.missing(vec![first], format!("rank {first} ended before all ranks were connected"))
     }
 
-    /// Asks the store which ranks have ended. Returns the error if one of them `is_awaited`, or if rank 0 has ended and
-    /// the store with it.
+    /// Asks the store which ranks have ended. Returns the error if one of them `is_awaited` or has given up, or if rank 0
+    /// has ended and the store with it.
     fn ended(&self, store: &TcpStore, is_awaited: impl Fn(usize) -> bool) -> Option<CommError> {
         match store.departed(self.until.saturating_duration_since(Instant::now())) {
             Err(error) => Some(self.lost(&error)),
-            Ok(departed) => {
-                let any = departed.iter().any(|&other| other != self.rank && is_awaited(other));
-                any.then(|| self.departed(&departed))
-            }
+            Ok(departed) if departed.iter().any(|&other| is_awaited(other)) => Some(self.departed(&departed)),
+            Ok(departed) if departed.is_empty() => None,
+            Ok(_) => wire::decode(&store.get(FAILURE).ok()??).ok(),
         }
+    }
+
+    /// Ends the part of this rank in a rendezvous that has failed. Returns the error of the first rank that gave up, which
+    /// is `own` if that is this rank, or if the store does not answer any more.
+    fn give_up(&self, store: &TcpStore, own: CommError) -> CommError {
+        let told = wire::encode(&own).ok();
+        let first = told.and_then(|own| store.compare_and_set_within(CHECK, FAILURE, None, &own).ok());
+        store.leave();
+        if self.rank == 0 {
+            // The store ends with this rank, and the others have yet to read the error there.
+            thread::sleep(LINGER);
+        }
+        first.and_then(|first| wire::decode(&first).ok()).unwrap_or(own)
     }
 
     /// Returns the error of a rank that could not connect to another one.
@@ -241,35 +252,32 @@ impl Participant {
 
 /// Publishes this rank's address in the store, and waits for the addresses of all ranks.
 fn exchange_addresses(participant: &Participant, store: &TcpStore, own: &Address) -> Result<Vec<Address>, CommError> {
-    let &Participant { rank, world_size, deadline, until, .. } = participant;
+    let deadline = participant.deadline;
     let encoded = wire::encode(own).map_err(|message| participant.failed(message))?;
-    // If the others have given this rank up already, its key has a value.
-    let published =
-        store.compare_and_set(&format!("{ADDRESS}{rank}"), None, &encoded).map_err(|error| participant.lost(&error))?;
-    if published != encoded {
-        let message = format!("rank {rank} started too late: the other ranks had stopped waiting for it");
-        return Err(participant.missing(vec![rank], message));
-    }
-    let left = until.saturating_duration_since(Instant::now());
-    let mut waited = store.wait_for_ranks(ADDRESS, left).map_err(|error| participant.lost(&error))?;
-    if let RankValues::Missing(keys) = waited {
-        // The first rank to give up gives up for all: it marks the missing ranks, which ends the waits of the others.
-        for key in keys {
-            store.compare_and_set(&key, None, GIVEN_UP).map_err(|error| participant.lost(&error))?;
-        }
-        waited = store.wait_for_ranks(ADDRESS, deadline).map_err(|error| participant.lost(&error))?;
-    }
     let late = format!("not all ranks came within {deadline:?}");
-    let addresses = match waited {
-        RankValues::Complete(addresses) if addresses.len() == world_size => addresses,
-        RankValues::Departed(ranks) => return Err(participant.departed(&ranks)),
-        RankValues::Complete(_) | RankValues::Missing(_) => return Err(participant.failed(late)),
-    };
-    if addresses.iter().any(|address| address == GIVEN_UP) {
-        return Err(participant.incomplete(|rank| addresses[rank] == GIVEN_UP, late));
-    }
+    let addresses = exchange(participant, store, ADDRESS, &encoded, &late)?;
     let decoded: Result<Vec<Address>, String> = addresses.iter().map(|bytes| wire::decode(bytes)).collect();
     decoded.map_err(|message| participant.failed(message))
+}
+
+/// Sets the key of this rank, which is `prefix` and its number, and waits for the values of all ranks. `late` is the message
+/// if some do not come in time.
+fn exchange(
+    participant: &Participant,
+    store: &TcpStore,
+    prefix: &str,
+    own: &[u8],
+    late: &str,
+) -> Result<Vec<Vec<u8>>, CommError> {
+    store.set(&format!("{prefix}{}", participant.rank), own).map_err(|error| participant.lost(&error))?;
+    let left = participant.until.saturating_duration_since(Instant::now());
+    match store.wait_for_ranks(prefix, left).map_err(|error| participant.lost(&error))? {
+        RankValues::Complete(values) => Ok(values),
+        RankValues::Departed(ranks) => Err(participant.departed(&ranks)),
+        RankValues::Missing(keys) => {
+            Err(participant.incomplete(|rank| keys.contains(&format!("{prefix}{rank}")), late.to_owned()))
+        }
+    }
 }
 
 /// Takes the connections of the `higher` ranks that this one is to be connected to.
@@ -312,16 +320,8 @@ fn accept_all(
 fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Result<(), CommError> {
     // Step 1: say that this rank is connected, and wait until all ranks have said so.
     let &Participant { rank, world_size, deadline, until, .. } = participant;
-    let left = || until.saturating_duration_since(Instant::now());
-    store.set(&format!("{CONNECTED}{rank}"), &[]).map_err(|error| participant.lost(&error))?;
-    match store.wait_for_ranks(CONNECTED, left()).map_err(|error| participant.lost(&error))? {
-        RankValues::Complete(_) => {}
-        RankValues::Departed(ranks) => return Err(participant.departed(&ranks)),
-        RankValues::Missing(keys) => {
-            let message = format!("not all ranks connected to each other within {deadline:?}");
-            return Err(participant.incomplete(|other| keys.contains(&format!("{CONNECTED}{other}")), message));
-        }
-    }
+    let late = format!("not all ranks connected to each other within {deadline:?}");
+    exchange(participant, store, CONNECTED, &[], &late)?;
     // Step 2: say that this rank knows. The store ends with rank 0, so rank 0 goes on only when all others know.
     store.set(&format!("{KNOWS}{rank}"), &[]).map_err(|error| participant.lost(&error))?;
     let mut unknowing: Vec<String> = (1..world_size).map(|other| format!("{KNOWS}{other}")).collect();
@@ -358,6 +358,51 @@ fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Res
                 return Err(io::Error::new(io::ErrorKind::PermissionDenied, "a process of another job is there"));
             }
             Ok(stream) => return Ok(stream),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::deadline::until;
+
+    #[test]
+    fn all_ranks_give_up_with_the_error_of_the_first_that_does() {
+        let options = |rank| StoreOptions {
+            job: "job".to_owned(),
+            secret: None,
+            insecure: false,
+            rank,
+            world_size: 3,
+            deadline: Duration::from_secs(20),
+        };
+        let meet = |rank, store: TcpStore, deadline, connects_all| {
+            let participant = Participant {
+                rank,
+                world_size: 3,
+                address: "here".to_owned(),
+                key: store.key().clone(),
+                deadline,
+                until: until(deadline),
+                direct_up_to: if connects_all { 3 } else { 1 },
+                connects_all,
+            };
+            super::meet(&participant, store, false).unwrap_err()
+        };
+        for connects_all in [true, false] {
+            let host = TcpStore::host("127.0.0.1:0", &options(0)).unwrap();
+            let [other, silent] = [1, 2].map(|rank| TcpStore::connect(host.address(), &options(rank)).unwrap());
+            // Rank 2 publishes an address, and then connects to nobody.
+            let address = Address { ip: Ipv4Addr::LOCALHOST.into(), port: 1, host: None };
+            silent.set(&format!("{ADDRESS}2"), &wire::encode(&address).unwrap()).unwrap();
+            thread::scope(|scope| {
+                let other = scope.spawn(|| meet(1, other, Duration::from_secs(20), connects_all));
+                let first = meet(0, host, Duration::from_millis(700), connects_all);
+                let is_named = matches!(&first, CommError::Rendezvous { missing, .. } if missing[..] == [2]);
+                assert!(is_named, "{first}");
+                assert_eq!(other.join().unwrap(), first);
+            });
         }
     }
 }
