@@ -14,11 +14,13 @@
 use std::fs;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use super::chunks::{Incoming, Outgoing, Published};
+use super::inbox::SILENCE;
 use super::segment::{Notification, RECORD_BYTES, Segment, Word};
 use super::sockets::{Member, SETUP_ROUNDS, exchange};
 use super::watch::wait;
@@ -162,10 +164,11 @@ impl SharedMemory {
             return Ok(());
         }
         // Another rank has given up, and sends its error over the socket. Wait for that, so that all ranks return the
-        // same error.
+        // same error, also if the deadline of this rank is over meanwhile.
+        let patient = Round { until: round.until.max(Instant::now() + SILENCE), ..*round };
         let by = ((decided & !FAILED) >> RANK_SHIFT) as usize;
         let by = member.ranks.get(by).copied().unwrap_or(member.ranks[0]);
-        all.and_then(|()| member.node.wait(member.group, round, |_| Err(vec![by])))
+        all.and_then(|()| member.node.wait(member.group, &patient, |_| Err(vec![by])))
     }
 
     /// Transfers the payloads of a round: publishes this rank's bytes chunk by chunk, and consumes those of the others.
