@@ -1,5 +1,6 @@
 //! The collectives on tensor elements.
 
+use std::fmt;
 use std::ops::Range;
 
 use crate::backend::{Destination, Pattern, Plan};
@@ -408,7 +409,7 @@ impl ProcessGroup {
             let fits = |(from, to): (usize, usize)| owns[from][to] == owns[to][world_size + from];
             let mut pairs = (0..world_size).flat_map(|from| (0..world_size).map(move |to| (from, to)));
             if owns.iter().any(|own| own.len() != 2 * world_size) || !pairs.all(fits) {
-                let calls = self.global_ranks().iter().copied().zip(owns.iter().map(|own| describe_all_to_all(own)));
+                let calls = self.global_ranks().iter().copied().zip(owns.iter().map(|own| Counts(own)));
                 return Err(CommError::Mismatch { sequence, calls: RankCall::collect(calls) });
             }
             let from = (0..world_size).map(|from| {
@@ -541,8 +542,13 @@ fn reduce_into<T: Element>(output: &mut [T], op: ReduceOp) -> Destination<'_> {
     }))
 }
 
-/// Returns the text of a rank's call of an all-to-all, from its counts to send and to receive.
-fn describe_all_to_all(own: &[u64]) -> String {
-    let (send, receive) = own.split_at(own.len() / 2);
-    format!("{} sending {send:?} and receiving {receive:?}", Operation::AllToAllUneven)
+/// The counts of a rank's call of an all-to-all: those to send, and then those to receive.
+#[derive(PartialEq)]
+struct Counts<'a>(&'a [u64]);
+
+impl fmt::Display for Counts<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (send, receive) = self.0.split_at(self.0.len() / 2);
+        write!(f, "{} sending {send:?} and receiving {receive:?}", Operation::AllToAllUneven)
+    }
 }

@@ -22,7 +22,7 @@ pub(crate) const INLINE_BYTES: usize = 4096;
 /// One rank's handle on a group of ranks that call the same operations in the same order.
 ///
 /// Clones are the same group; only their deadlines and labels may differ. Operations of one group on one rank run one after the
-/// other, whichever threads call them. A rank leaves the group when its last handle is dropped.
+/// other, whichever threads call them. A rank leaves the job when the last handle on any of its groups is dropped.
 ///
 /// Unless a method says otherwise, all ranks of the group must call it, ranks are ranks *of this group*, and every
 /// rank returns an error if any does ([`CommError`] tells which errors end the group). `root` is a rank of this group.
@@ -327,7 +327,7 @@ fn compare(records: &[Record<'_>], ranks: &[usize]) -> Result<(), CommError> {
         return Err(CommError::RankFailed { operation: first.name().to_owned(), failures });
     }
     if records.iter().any(|record| record.header.call != *first) {
-        let calls = records.iter().zip(ranks).map(|(record, &rank)| (rank, record.header.call.to_string()));
+        let calls = records.iter().zip(ranks).map(|(record, &rank)| (rank, &record.header.call));
         return Err(CommError::Mismatch { sequence: first.sequence, calls: RankCall::collect(calls) });
     }
     Ok(())
