@@ -162,9 +162,8 @@ impl<'p> Filler<'p> {
         Filler { slices: slices.into_iter(), rest: &mut [] }
     }
 
-    /// Copies bytes to the next free places, and returns how many there was room for.
-    pub(crate) fn fill(&mut self, mut bytes: &[u8]) -> usize {
-        let given = bytes.len();
+    /// Copies bytes to the next free places.
+    pub(crate) fn fill(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             if self.rest.is_empty() {
                 match self.slices.next() {
@@ -177,7 +176,6 @@ impl<'p> Filler<'p> {
             head.copy_from_slice(&bytes[..cut]);
             (self.rest, bytes) = (tail, &bytes[cut..]);
         }
-        given - bytes.len()
     }
 }
 
@@ -190,6 +188,33 @@ impl fmt::Debug for Destination<'_> {
             Destination::Copy(_) => "Copy",
             Destination::Reduce(_) => "Reduce",
         })
+    }
+}
+
+/// A [`Destination`] for bytes that come piece by piece.
+pub(crate) enum Sink<'p> {
+    Copy(Vec<Filler<'p>>),
+    Reduce(Reducer<'p>),
+}
+
+impl<'p> Sink<'p> {
+    pub(crate) fn new(destination: Destination<'p>) -> Self {
+        match destination {
+            Destination::Copy(slices) => Sink::Copy(slices.into_iter().map(Filler::new).collect()),
+            Destination::Reduce(reduce) => Sink::Reduce(reduce),
+        }
+    }
+
+    /// Takes the next piece of each rank. The pieces begin at this offset of the bytes of each.
+    pub(crate) fn take(&mut self, offset: usize, pieces: &[&[u8]]) {
+        match self {
+            Sink::Copy(fillers) => {
+                for (filler, piece) in fillers.iter_mut().zip(pieces) {
+                    filler.fill(piece);
+                }
+            }
+            Sink::Reduce(reduce) => reduce_blocks(reduce, offset, pieces),
+        }
     }
 }
 
