@@ -438,14 +438,14 @@ impl ProcessGroup {
         Err(format!("the root is rank {root}, but the group has {} ranks", self.world_size()))
     }
 
-    fn check_counts(&self, what: &str, counts: &[usize]) -> Result<(), String> {
+    pub(crate) fn check_counts(&self, what: &str, counts: &[usize]) -> Result<(), String> {
         if counts.len() == self.world_size() {
             return Ok(());
         }
         Err(format!("{what} must be one for each of {} ranks, not {}", self.world_size(), counts.len()))
     }
 
-    fn check_numel(&self, what: &str, given: usize, needed: usize) -> Result<(), String> {
+    pub(crate) fn check_numel(&self, what: &str, given: usize, needed: usize) -> Result<(), String> {
         if given == needed {
             return Ok(());
         }
@@ -454,7 +454,13 @@ impl ProcessGroup {
 
     /// Checks an argument that the root must give and no other rank may give. `given` is its number of elements, or
     /// `None` if this rank does not give it. `needed` is the number of elements that it must have.
-    fn check_root_only(&self, what: &str, root: usize, given: Option<usize>, needed: usize) -> Result<(), String> {
+    pub(crate) fn check_root_only(
+        &self,
+        what: &str,
+        root: usize,
+        given: Option<usize>,
+        needed: usize,
+    ) -> Result<(), String> {
         match given {
             Some(given) if self.rank() == root => self.check_numel(what, given, needed),
             None if self.rank() != root => Ok(()),
@@ -483,7 +489,7 @@ fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommErro
 }
 
 /// Returns the sum of counts, or a message that it is too large.
-fn sum(counts: &[usize]) -> Result<usize, String> {
+pub(crate) fn sum(counts: &[usize]) -> Result<usize, String> {
     let sum = counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count));
     sum.ok_or_else(|| format!("counts {counts:?} are too large"))
 }

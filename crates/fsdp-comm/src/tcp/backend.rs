@@ -153,12 +153,6 @@ impl TcpBackend {
 /// The methods for backends that move only tensors in another way.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 impl TcpBackend {
-    /// Waits for all ranks of a new group, before any of its operations.
-    #[cfg(feature = "mpi")]
-    pub(crate) fn meet_again(&self, round: &Round<'_>) -> Result<(), CommError> {
-        self.tell_again(round, &[]).map(|_| ())
-    }
-
     /// Waits for all ranks of a new group, before any of its operations, and exchanges a record with them.
     pub(crate) fn tell_again(&self, round: &Round<'_>, record: &[u8]) -> Result<Vec<Bytes>, CommError> {
         let round = Round { number: LAST_SETUP_ROUND, ..*round };
