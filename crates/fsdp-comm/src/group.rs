@@ -34,6 +34,7 @@ pub struct ProcessGroup {
     label: Option<Arc<str>>,
 }
 
+/// The part of a group that all handles of this rank share.
 struct Shared {
     backend: Arc<dyn Backend>,
     id: u64,
@@ -41,6 +42,7 @@ struct Shared {
     state: Mutex<State>,
 }
 
+/// The progress of a group on this rank.
 #[derive(Debug, Default)]
 struct State {
     /// The number of operations so far.
@@ -255,17 +257,12 @@ impl Turn<'_> {
         state.rounds += 1;
         let planner = |records: &[&[u8]]| {
             let own = (&header, &record[..header_bytes]);
-            let mut decoded = Vec::with_capacity(records.len());
-            for bytes in records {
-                decoded.push(Record::decode(bytes, own, call.name())?);
-            }
-            let records = decoded;
+            let records = records.iter().map(|bytes| Record::decode(bytes, own, call.name()));
+            let records: Vec<Record<'_>> = records.collect::<Result<_, _>>()?;
             compare(&records, ranks)?;
             let Some(plan) = plan(&records)? else { return Ok(None) };
-            let others = |ranges: &[std::ops::Range<usize>]| -> usize {
-                ranges.iter().enumerate().filter(|&(other, _)| other != rank).map(|(_, range)| range.len()).sum()
-            };
-            counters.moved(call.operation, others(&plan.to), others(&plan.from));
+            let (sent, received) = plan.moved(rank);
+            counters.moved(call.operation, sent, received);
             if !records.iter().all(|record| record.header.inline) {
                 return Ok(Some(plan));
             }

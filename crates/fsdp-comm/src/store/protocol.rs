@@ -58,6 +58,7 @@ impl StoreOptions {
     }
 }
 
+/// A message from a client to the store.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
     Set {
@@ -120,6 +121,7 @@ fn check_value(value: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
+/// The answer to a request, or to the attempt to join.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
     Welcome,

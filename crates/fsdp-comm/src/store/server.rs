@@ -21,6 +21,7 @@ use crate::wire;
 /// The time that the bytes of one message may take, once it has begun.
 const MESSAGE_DEADLINE: Duration = Duration::from_secs(30);
 
+/// A store, as all of its connections share it.
 #[derive(Debug)]
 struct Shared {
     world_size: usize,
@@ -28,6 +29,7 @@ struct Shared {
     changed: Notify,
 }
 
+/// The values of a store, and the ranks that have joined it.
 #[derive(Debug, Default)]
 struct State {
     joined: HashSet<u64>,

@@ -39,6 +39,14 @@ struct Address {
     host: Option<String>,
 }
 
+impl Address {
+    /// Returns the address at which this rank, which has this connection to the store, reaches the other one.
+    fn reach(&self, store: &TcpStore) -> SocketAddr {
+        let ip = if self.ip.is_unspecified() { store.peer_ip() } else { self.ip };
+        SocketAddr::new(ip, self.port)
+    }
+}
+
 /// The prefix of the keys of the ranks' addresses in the store.
 const ADDRESS: &str = "tcp/address/";
 
@@ -129,11 +137,7 @@ fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool)
     let host = shared_memory.then(host_token).flatten();
     let address = Address { ip, port: acceptor.port(), host };
     let addresses = exchange_addresses(participant, store, &address)?;
-    let locate = |address: &Address| {
-        let ip = if address.ip.is_unspecified() { store.peer_ip() } else { address.ip };
-        SocketAddr::new(ip, address.port)
-    };
-    let directory = Directory { addresses: addresses.iter().map(locate).collect(), key };
+    let directory = Directory { addresses: addresses.iter().map(|address| address.reach(store)).collect(), key };
     let hosts = addresses.into_iter().map(|address| address.host).collect();
     // Step 4: connect to the lower ranks among the neighbours, then wait for the connections of the higher ones. So of
     // every two ranks exactly one connects.

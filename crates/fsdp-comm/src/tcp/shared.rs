@@ -238,16 +238,18 @@ fn encode<T: Serialize>(value: &T) -> Vec<u8> {
 
 /// Maps the segments of all ranks. Returns `None` if one cannot be mapped or does not hold its rank's token.
 fn map_all(rank: usize, own: Segment, invitations: &[Bytes]) -> Option<Vec<Segment>> {
-    let ranks = invitations.len();
     let mut own = Some(own);
-    let open = |(from, bytes): (usize, &Bytes)| {
-        if from == rank {
-            return own.take();
-        }
-        let Invitation { process, file, token } = wire::decode::<Option<Invitation>>(bytes).ok()??;
-        let segment = Segment::open(process, file, ranks)
-            .inspect_err(|error| tracing::warn!(rank = from, %error, "memory cannot be shared: it goes over sockets"));
-        segment.ok().filter(|segment| segment.word(Word::Token).load(Ordering::Acquire) == token)
-    };
-    invitations.iter().enumerate().map(open).collect()
+    let mut segments = Vec::with_capacity(invitations.len());
+    for (from, invitation) in invitations.iter().enumerate() {
+        segments.push(if from == rank { own.take()? } else { map(from, invitation, invitations.len())? });
+    }
+    Some(segments)
+}
+
+/// Maps the segment of another rank.
+fn map(from: usize, invitation: &Bytes, ranks: usize) -> Option<Segment> {
+    let Invitation { process, file, token } = wire::decode::<Option<Invitation>>(invitation).ok()??;
+    let segment = Segment::open(process, file, ranks)
+        .inspect_err(|error| tracing::warn!(rank = from, %error, "memory cannot be shared: it goes over sockets"));
+    segment.ok().filter(|segment| segment.word(Word::Token).load(Ordering::Acquire) == token)
 }
