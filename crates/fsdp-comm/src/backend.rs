@@ -162,9 +162,8 @@ impl<'p> Filler<'p> {
         Filler { slices: slices.into_iter(), rest: &mut [] }
     }
 
-    /// Copies bytes to the next free places, and returns how many there was room for.
-    pub(crate) fn fill(&mut self, mut bytes: &[u8]) -> usize {
-        let given = bytes.len();
+    /// Copies bytes to the next free places.
+    pub(crate) fn fill(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             if self.rest.is_empty() {
                 match self.slices.next() {
@@ -177,7 +176,6 @@ impl<'p> Filler<'p> {
             head.copy_from_slice(&bytes[..cut]);
             (self.rest, bytes) = (tail, &bytes[cut..]);
         }
-        given - bytes.len()
     }
 }
 
@@ -190,6 +188,33 @@ impl fmt::Debug for Destination<'_> {
             Destination::Copy(_) => "Copy",
             Destination::Reduce(_) => "Reduce",
         })
+    }
+}
+
+/// A [`Destination`] for bytes that come piece by piece.
+pub(crate) enum Sink<'p> {
+    Copy(Vec<Filler<'p>>),
+    Reduce(Reducer<'p>),
+}
+
+impl<'p> Sink<'p> {
+    pub(crate) fn new(destination: Destination<'p>) -> Self {
+        match destination {
+            Destination::Copy(slices) => Sink::Copy(slices.into_iter().map(Filler::new).collect()),
+            Destination::Reduce(reduce) => Sink::Reduce(reduce),
+        }
+    }
+
+    /// Takes the next piece of each rank. The pieces begin at this offset of the bytes of each.
+    pub(crate) fn take(&mut self, offset: usize, pieces: &[&[u8]]) {
+        match self {
+            Sink::Copy(fillers) => {
+                for (filler, piece) in fillers.iter_mut().zip(pieces) {
+                    filler.fill(piece);
+                }
+            }
+            Sink::Reduce(reduce) => reduce_blocks(reduce, offset, pieces),
+        }
     }
 }
 
@@ -218,31 +243,46 @@ impl Plan<'_> {
         self.to.get(rank).is_some_and(|range| !range.is_empty())
     }
 
+    /// Returns the number of bytes that this rank, which is `rank`, sends to others, and that it reads from others.
+    pub(crate) fn moved(&self, rank: usize) -> (usize, usize) {
+        (bytes_of_others(&self.to, rank), bytes_of_others(&self.from, rank))
+    }
+
     /// Fills the destination from the published bytes of all ranks (an empty slice for a rank that this one does not
     /// read). Copies begin with the bytes of rank `first`, so that ranks can begin at different places.
     ///
     /// # Errors
     /// A rank has published fewer bytes than are read from it: that rank, and the number of bytes.
     pub(crate) fn deliver(self, sources: &[&[u8]], first: usize) -> Result<(), (usize, usize)> {
-        let wanted = |rank: usize| {
-            let source = sources.get(rank).copied().unwrap_or_default();
-            match self.from.get(rank) {
-                Some(range) if !range.is_empty() => source.get(range.clone()).ok_or((rank, source.len())),
-                _ => Ok(Default::default()),
-            }
-        };
         match self.destination {
             Destination::Copy(mut destinations) => {
                 let ranks = destinations.len();
                 for rank in (0..ranks).map(|k| (first + k) % ranks) {
-                    Filler::new(std::mem::take(&mut destinations[rank])).fill(wanted(rank)?);
+                    Filler::new(std::mem::take(&mut destinations[rank])).fill(wanted(&self.from, sources, rank)?);
                 }
             }
             Destination::Reduce(mut reduce) => {
-                let pieces = (0..sources.len()).map(wanted).collect::<Result<Vec<&[u8]>, _>>()?;
-                reduce_blocks(&mut reduce, 0, &pieces);
+                let pieces = (0..sources.len()).map(|rank| wanted(&self.from, sources, rank));
+                reduce_blocks(&mut reduce, 0, &pieces.collect::<Result<Vec<&[u8]>, _>>()?);
             }
         }
         Ok(())
+    }
+}
+
+/// Returns the number of bytes of the ranges of all ranks but this one.
+fn bytes_of_others(ranges: &[Range<usize>], rank: usize) -> usize {
+    ranges.iter().enumerate().filter(|&(other, _)| other != rank).map(|(_, range)| range.len()).sum()
+}
+
+/// Returns the bytes that are read from a rank, which has published `sources[rank]`.
+///
+/// # Errors
+/// It has published fewer: that rank, and the number of bytes.
+fn wanted<'s>(from: &[Range<usize>], sources: &[&'s [u8]], rank: usize) -> Result<&'s [u8], (usize, usize)> {
+    let source = sources.get(rank).copied().unwrap_or_default();
+    match from.get(rank) {
+        Some(range) if !range.is_empty() => source.get(range.clone()).ok_or((rank, source.len())),
+        _ => Ok(&[]),
     }
 }

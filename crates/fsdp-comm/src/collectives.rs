@@ -1,5 +1,6 @@
 //! The collectives on tensor elements.
 
+use std::fmt;
 use std::ops::Range;
 
 use crate::backend::{Destination, Pattern, Plan};
@@ -410,7 +411,7 @@ impl ProcessGroup {
             let fits = |(from, to): (usize, usize)| owns[from][to] == owns[to][world_size + from];
             let mut pairs = (0..world_size).flat_map(|from| (0..world_size).map(move |to| (from, to)));
             if owns.iter().any(|own| own.len() != 2 * world_size) || !pairs.all(fits) {
-                let calls = self.global_ranks().iter().copied().zip(owns.iter().map(|own| describe_all_to_all(own)));
+                let calls = self.global_ranks().iter().copied().zip(owns.iter().map(|own| Counts(own)));
                 return Err(CommError::Mismatch { sequence, calls: RankCall::collect(calls) });
             }
             // The bytes for this rank follow those for the ranks before it in the sender's input.
@@ -440,14 +441,14 @@ impl ProcessGroup {
         Err(format!("the root is rank {root}, but the group has {} ranks", self.world_size()))
     }
 
-    fn check_counts(&self, what: &str, counts: &[usize]) -> Result<(), String> {
+    pub(crate) fn check_counts(&self, what: &str, counts: &[usize]) -> Result<(), String> {
         if counts.len() == self.world_size() {
             return Ok(());
         }
         Err(format!("{what} must be one for each of {} ranks, not {}", self.world_size(), counts.len()))
     }
 
-    fn check_numel(&self, what: &str, given: usize, needed: usize) -> Result<(), String> {
+    pub(crate) fn check_numel(&self, what: &str, given: usize, needed: usize) -> Result<(), String> {
         if given == needed {
             return Ok(());
         }
@@ -456,7 +457,13 @@ impl ProcessGroup {
 
     /// Checks an argument that the root must give and no other rank may give. `given` is its number of elements, or
     /// `None` if this rank does not give it. `needed` is the number of elements that it must have.
-    fn check_root_only(&self, what: &str, root: usize, given: Option<usize>, needed: usize) -> Result<(), String> {
+    pub(crate) fn check_root_only(
+        &self,
+        what: &str,
+        root: usize,
+        given: Option<usize>,
+        needed: usize,
+    ) -> Result<(), String> {
         match given {
             Some(given) if self.rank() == root => self.check_numel(what, given, needed),
             None if self.rank() != root => Ok(()),
@@ -485,7 +492,7 @@ fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommErro
 }
 
 /// Returns the sum of counts, or a message that it is too large.
-fn sum(counts: &[usize]) -> Result<usize, String> {
+pub(crate) fn sum(counts: &[usize]) -> Result<usize, String> {
     let sum = counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count));
     sum.ok_or_else(|| format!("counts {counts:?} are too large"))
 }
@@ -544,8 +551,13 @@ fn reduce_into<T: Element>(output: &mut [T], op: ReduceOp) -> Destination<'_> {
     }))
 }
 
-/// Returns the text of a rank's call of an all-to-all, from its counts to send and to receive.
-fn describe_all_to_all(own: &[u64]) -> String {
-    let (send, receive) = own.split_at(own.len() / 2);
-    format!("{} sending {send:?} and receiving {receive:?}", Operation::AllToAllUneven)
+/// The counts of a rank's call of an all-to-all: those to send, and then those to receive.
+#[derive(PartialEq)]
+struct Counts<'a>(&'a [u64]);
+
+impl fmt::Display for Counts<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (send, receive) = self.0.split_at(self.0.len() / 2);
+        write!(f, "{} sending {send:?} and receiving {receive:?}", Operation::AllToAllUneven)
+    }
 }

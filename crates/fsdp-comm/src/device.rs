@@ -13,7 +13,7 @@ use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fsdp_layout::DType;
 
 use crate::backend::{DeviceCall, DeviceTransfer};
-use crate::collectives::check;
+use crate::collectives::{check, sum};
 use crate::element::Element;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
@@ -108,7 +108,7 @@ impl DeviceGroup<'_> {
         let call = call::<T>(Operation::AllGather, vec![numel], None);
         let arguments = check(&call, || {
             self.check_streams(&[input.stream, output.stream])?;
-            self.check_numel("the output", output.numel, numel.checked_mul(ranks))
+            self.group.check_numel("the output", output.numel, times(numel, ranks)?)
         });
         let (send, receive) = (input.address, output.address);
         let (count, dtype) = as_counted::<T>(numel);
@@ -135,7 +135,7 @@ impl DeviceGroup<'_> {
         let call = Call { reduce: Some(op), ..call::<T>(Operation::ReduceScatter, vec![numel], None) };
         let arguments = check(&call, || {
             self.check_streams(&[input.stream, output.stream])?;
-            self.check_numel("the input", input.numel, numel.checked_mul(ranks))
+            self.group.check_numel("the input", input.numel, times(numel, ranks)?)
         })
         .and_then(|()| check_reduction::<T>(&call, op));
         let (send, receive) = (input.address, output.address);
@@ -206,7 +206,7 @@ impl DeviceGroup<'_> {
             let streams = [Some(input.stream), stream];
             self.check_streams(&streams.into_iter().flatten().collect::<Vec<_>>())?;
             self.group.check_root(root)?;
-            self.check_root_only("an output", root, given, input.numel.checked_mul(ranks))
+            self.group.check_root_only("an output", root, given, times(input.numel, ranks)?)
         });
         let mut send = vec![(input.address, 0); ranks];
         if let Some(to) = send.get_mut(root) {
@@ -235,7 +235,7 @@ impl DeviceGroup<'_> {
             let streams = [Some(output.stream), input.map(|input| input.stream)];
             self.check_streams(&streams.into_iter().flatten().collect::<Vec<_>>())?;
             self.group.check_root(root)?;
-            self.check_root_only("an input", root, input.map(|input| input.numel), output.numel.checked_mul(ranks))
+            self.group.check_root_only("an input", root, input.map(|input| input.numel), times(output.numel, ranks)?)
         });
         let send = match input {
             Some(input) => pieces(input.address, &vec![bytes; ranks]),
@@ -262,19 +262,13 @@ impl DeviceGroup<'_> {
         // All counts, so that ranks which expect something else find out before anything moves.
         let all = self.group.all_gather_object(&(send_counts.to_vec(), receive_counts.to_vec()))?;
         let call = call::<T>(Operation::AllToAllUneven, Vec::new(), None);
-        let (rank, ranks) = (self.group.rank(), self.group.world_size());
+        let rank = self.group.rank();
         let arguments = check(&call, || {
             self.check_streams(&[input.stream, output.stream])?;
-            for (what, counts) in [("to send", send_counts), ("to receive", receive_counts)] {
-                if counts.len() != ranks {
-                    return Err(format!(
-                        "the counts {what} must be one for each of {ranks} ranks, not {}",
-                        counts.len()
-                    ));
-                }
-            }
-            self.check_numel("the input", input.numel, sum(send_counts))?;
-            self.check_numel("the output", output.numel, sum(receive_counts))?;
+            self.group.check_counts("the counts to send", send_counts)?;
+            self.group.check_counts("the counts to receive", receive_counts)?;
+            self.group.check_numel("the input", input.numel, sum(send_counts)?)?;
+            self.group.check_numel("the output", output.numel, sum(receive_counts)?)?;
             match all.iter().enumerate().find(|(from, (sent, _))| sent.get(rank) != receive_counts.get(*from)) {
                 Some((from, (sent, _))) => Err(format!(
                     "rank {from} sends {:?} elements to rank {rank}, which expects {:?}",
@@ -337,34 +331,6 @@ impl DeviceGroup<'_> {
         }
         Ok(())
     }
-
-    /// Checks that an argument has the needed number of elements; `needed` is `None` if that number does not fit a
-    /// `usize`.
-    fn check_numel(&self, what: &str, given: usize, needed: Option<usize>) -> Result<(), String> {
-        let needed = needed.ok_or_else(|| format!("{what} would have more elements than there are addresses"))?;
-        if given == needed {
-            return Ok(());
-        }
-        let (rank, ranks) = (self.group.rank(), self.group.world_size());
-        Err(format!("{what} must have {needed} elements on rank {rank} of {ranks}, not {given}"))
-    }
-
-    /// Checks that an argument is given on `root` alone, and there has as many elements as are needed.
-    fn check_root_only(
-        &self,
-        what: &str,
-        root: usize,
-        given: Option<usize>,
-        needed: Option<usize>,
-    ) -> Result<(), String> {
-        let is_root = self.group.rank() == root;
-        match given {
-            Some(given) if is_root => self.check_numel(what, given, needed),
-            None if !is_root => Ok(()),
-            Some(_) => Err(format!("{what} must not be given on rank {}, but only on root {root}", self.group.rank())),
-            None => Err(format!("{what} must be given on root {root}")),
-        }
-    }
 }
 
 fn call<T: Element>(operation: Operation, sizes: Vec<usize>, root: Option<usize>) -> Call {
@@ -386,8 +352,9 @@ fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommErro
     Ok(())
 }
 
-fn sum(counts: &[usize]) -> Option<usize> {
-    counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count))
+/// Returns the number of elements of `numel` elements for each rank.
+fn times(numel: usize, ranks: usize) -> Result<usize, String> {
+    numel.checked_mul(ranks).ok_or_else(|| format!("{numel} elements for each of {ranks} ranks are too many"))
 }
 
 /// Returns the number of bytes of each count of elements.

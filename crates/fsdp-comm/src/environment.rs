@@ -1,6 +1,9 @@
 //! The place of a process in its job, from the variables that its launcher has set.
 
+use std::cell::RefCell;
+use std::ffi::OsString;
 use std::fmt;
+use std::net::Ipv6Addr;
 
 use crate::access::Secret;
 use crate::error::CommError;
@@ -111,7 +114,21 @@ impl Environment {
     /// # Errors
     /// [`CommError::Environment`] names the variable that is missing or makes no sense.
     pub fn from_env() -> Result<Self, CommError> {
-        Self::from_variables(|name| std::env::var(name).ok())
+        Self::from_os_variables(|name| std::env::var_os(name))
+    }
+
+    /// Reads the place of a process from variables that `get` returns. One that is not UTF-8 is an error: if a secret
+    /// counted as absent because of that, the ranks would meet without one.
+    fn from_os_variables(get: impl Fn(&str) -> Option<OsString>) -> Result<Self, CommError> {
+        let unreadable = RefCell::new(None);
+        let environment = Self::from_variables(|name| {
+            let value = get(name)?.into_string();
+            value.inspect_err(|_| drop(unreadable.replace(Some(name.to_owned())))).ok()
+        });
+        match unreadable.into_inner() {
+            Some(name) => Err(error(&name, "is not UTF-8")),
+            None => environment,
+        }
     }
 
     /// Reads the place of a process from variables that `get` returns. Empty ones count as absent.
@@ -179,7 +196,7 @@ impl Environment {
             return Err(error("RANK", message));
         };
         let master_addr = match variables.get("MASTER_ADDR") {
-            Some(address) => address,
+            Some(address) => checked_host(address)?,
             None => environment.default_master(&variables)?,
         };
         Ok(Environment { master_addr, ..environment })
@@ -235,6 +252,17 @@ fn error(variable: &str, message: impl Into<String>) -> CommError {
     CommError::Environment { variable: variable.to_owned(), message: message.into() }
 }
 
+/// Checks the value of `MASTER_ADDR`. A port in it would be taken for a part of an IPv6 address.
+fn checked_host(address: String) -> Result<String, CommError> {
+    let bare = address.trim_start_matches('[').trim_end_matches(']');
+    // A zone may follow the address itself.
+    let ip = bare.split('%').next().unwrap_or(bare);
+    if address.contains(':') && ip.parse::<Ipv6Addr>().is_err() {
+        return Err(error("MASTER_ADDR", format!("is `{address}`, no host: the port belongs in MASTER_PORT")));
+    }
+    Ok(address)
+}
+
 /// The environment variables of a process. Empty ones count as absent.
 struct Variables<'a>(&'a dyn Fn(&str) -> Option<String>);
 
@@ -264,6 +292,10 @@ impl Variables<'_> {
         if number >= world_size {
             return Err(error(rank, format!("is `{number}`, but `{size}` is `{world_size}`, and ranks count from 0")));
         }
+        let master_port = self.number("MASTER_PORT")?.unwrap_or(DEFAULT_MASTER_PORT);
+        if master_port == 0 && world_size > 1 {
+            return Err(error("MASTER_PORT", "is `0`, which stands for any port: the ranks need the same one"));
+        }
         Ok(Environment {
             launcher,
             rank: number,
@@ -271,7 +303,7 @@ impl Variables<'_> {
             local_rank: None,
             local_world_size: None,
             master_addr: String::new(),
-            master_port: self.number("MASTER_PORT")?.unwrap_or(DEFAULT_MASTER_PORT),
+            master_port,
             job: String::new(),
             secret: self.secret()?,
             insecure: self.insecure()?,
@@ -457,10 +489,36 @@ mod tests {
         assert_eq!(wrong(&[("RANK", "0"), ("WORLD_SIZE", "0")]), "WORLD_SIZE");
         assert_eq!(wrong(&[("RANK", "0"), ("WORLD_SIZE", "18446744073709551615")]), "WORLD_SIZE");
         assert_eq!(wrong(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_PORT", "65536")]), "MASTER_PORT");
+        let two = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "node")];
+        assert_eq!(wrong(&[&two[..], &[("MASTER_PORT", "0")]].concat()), "MASTER_PORT");
+        for address in ["node:29500", "10.0.0.1:29500", "[fe80::1]:29500", ":29500", "tcp://node"] {
+            assert_eq!(wrong(&[two[0], two[1], ("MASTER_ADDR", address)]), "MASTER_ADDR", "{address}");
+        }
+        for address in ["node", "10.0.0.1", "::1", "[fe80::1]", "fe80::1%2"] {
+            assert_eq!(from(&[two[0], two[1], ("MASTER_ADDR", address)]).unwrap().master_addr, address);
+        }
         assert_eq!(wrong(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "x")]), "LOCAL_RANK");
         let slurm =
             [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_STEP_ID", "0"), ("SLURM_STEP_NODELIST", "[")];
         assert_eq!(wrong(&slurm), "SLURM_STEP_NODELIST");
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_variable_that_is_not_utf_8_is_not_taken_for_absent() {
+        use std::os::unix::ffi::OsStringExt as _;
+        for broken in ["FSDP_SECRET", "FSDP_JOB_ID", "RANK"] {
+            let environment = Environment::from_os_variables(|name| match name {
+                _ if name == broken => Some(OsString::from_vec(vec![0xff; 32])),
+                "RANK" | "JOB_COMPLETION_INDEX" => Some("0".into()),
+                "WORLD_SIZE" => Some("1".into()),
+                _ => None,
+            });
+            let Err(CommError::Environment { variable, .. }) = &environment else {
+                panic!("{broken}: {environment:?}")
+            };
+            assert_eq!(variable, broken);
+        }
     }
 
     #[test]

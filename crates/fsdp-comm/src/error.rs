@@ -1,4 +1,4 @@
-//! The error of collectives. It is the same on all ranks, names the ranks that caused it, and is bounded in size.
+//! The error of collectives. It is the same on all ranks, names the ranks that caused it, and fits in a message.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,11 +12,19 @@ use crate::ReduceOp;
 /// The longest message, in bytes, that is sent to other ranks about one rank's failure. Longer ones are cut.
 pub const MAX_MESSAGE_BYTES: usize = 4096;
 
+/// The most bytes of the calls in an error, unless there are so many that each of them has [`MIN_CALL_BYTES`] only. An
+/// error has to fit in a frame.
+const MAX_CALLS_BYTES: usize = 1 << 20;
+
+/// The fewest bytes to which a call in an error is cut.
+pub(crate) const MIN_CALL_BYTES: usize = 64;
+
 /// The reason why a collective failed. Ranks in errors are global ranks, even if the operation ran in a subgroup.
 ///
 /// [`Timeout`](Self::Timeout), [`RankLeft`](Self::RankLeft), [`Mismatch`](Self::Mismatch), [`Aborted`](Self::Aborted)
 /// and [`Library`](Self::Library) end the group: every later operation on it fails at once with the same error.
-/// All other errors reach every rank at the same operation, and the group can still be used.
+/// After all other errors the group can still be used. They reach every rank at the same operation, except for the error of
+/// an object that one rank cannot decode.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum CommError {
@@ -182,21 +190,23 @@ pub struct RankFailure {
 pub struct RankCall {
     /// The ranks, ascending.
     pub ranks: Vec<usize>,
-    /// Their call, e.g. `all_reduce(sum) of 8 float32`.
+    /// Their call, e.g. `all_reduce(sum) of 8 float32`. It is cut if it is long.
     pub call: String,
 }
 
 impl RankCall {
-    /// Groups ranks by their call, in the order of their first ranks.
-    pub(crate) fn collect(calls: impl IntoIterator<Item = (usize, String)>) -> Vec<RankCall> {
-        let mut collected: Vec<RankCall> = Vec::new();
+    /// Groups ranks by their call, in the order of their first ranks. The texts of all calls together are not longer than
+    /// fits in a frame.
+    pub(crate) fn collect<C: PartialEq + fmt::Display>(calls: impl IntoIterator<Item = (usize, C)>) -> Vec<RankCall> {
+        let mut collected: Vec<(Vec<usize>, C)> = Vec::new();
         for (rank, call) in calls {
-            match collected.iter_mut().find(|other| other.call == call) {
-                Some(same) => same.ranks.push(rank),
-                None => collected.push(RankCall { ranks: vec![rank], call }),
+            match collected.iter_mut().find(|(_, other)| *other == call) {
+                Some((ranks, _)) => ranks.push(rank),
+                None => collected.push((vec![rank], call)),
             }
         }
-        collected
+        let limit = (MAX_CALLS_BYTES / collected.len().max(1)).clamp(MIN_CALL_BYTES, MAX_MESSAGE_BYTES);
+        collected.into_iter().map(|(ranks, call)| RankCall { ranks, call: cut(&call, limit) }).collect()
     }
 }
 
@@ -235,25 +245,30 @@ impl Failure for CommError {
     }
 }
 
-/// Writes a message, and cuts it between characters after [`MAX_MESSAGE_BYTES`]. The rest of it is never written.
+/// Writes a message, and cuts it after [`MAX_MESSAGE_BYTES`].
 pub(crate) fn bounded(message: &(impl fmt::Display + ?Sized)) -> String {
+    cut(message, MAX_MESSAGE_BYTES)
+}
+
+/// Writes a message, and cuts it between characters so that it has at most `limit` bytes. The rest of it is never written.
+fn cut(message: &(impl fmt::Display + ?Sized), limit: usize) -> String {
     const ELLIPSIS: &str = "…";
-    struct Bounded(String);
+    struct Bounded(String, usize);
     impl fmt::Write for Bounded {
         fn write_str(&mut self, text: &str) -> fmt::Result {
-            let room = MAX_MESSAGE_BYTES - self.0.len();
+            let Bounded(written, limit) = self;
+            let room = *limit - written.len();
             if text.len() <= room {
-                self.0.push_str(text);
+                written.push_str(text);
                 return Ok(());
             }
-            self.0.push_str(&text[..text.floor_char_boundary(room)]);
-            let end = MAX_MESSAGE_BYTES - ELLIPSIS.len();
-            self.0.truncate(self.0.floor_char_boundary(end));
-            self.0.push_str(ELLIPSIS);
+            written.push_str(&text[..text.floor_char_boundary(room)]);
+            written.truncate(written.floor_char_boundary(*limit - ELLIPSIS.len()));
+            written.push_str(ELLIPSIS);
             Err(fmt::Error)
         }
     }
-    let mut bounded = Bounded(String::new());
+    let mut bounded = Bounded(String::new(), limit);
     // Writing fails where the message is cut.
     fmt::Write::write_fmt(&mut bounded, format_args!("{message}")).ok();
     bounded.0

@@ -22,7 +22,7 @@ pub(crate) const INLINE_BYTES: usize = 4096;
 /// One rank's handle on a group of ranks that call the same operations in the same order.
 ///
 /// Clones are the same group; only their deadlines and labels may differ. Operations of one group on one rank run one after the
-/// other, whichever threads call them. A rank leaves the group when its last handle is dropped.
+/// other, whichever threads call them. A rank leaves the job when the last handle on any of its groups is dropped.
 ///
 /// Unless a method says otherwise, all ranks of the group must call it, ranks are ranks *of this group*, and every
 /// rank returns an error if any does ([`CommError`] tells which errors end the group). `root` is a rank of this group.
@@ -36,6 +36,7 @@ pub struct ProcessGroup {
     ranks_on_host: usize,
 }
 
+/// The part of a group that all handles of this rank share.
 struct Shared {
     backend: Arc<dyn Backend>,
     id: u64,
@@ -43,6 +44,7 @@ struct Shared {
     state: Mutex<State>,
 }
 
+/// The progress of a group on this rank.
 #[derive(Debug, Default)]
 struct State {
     /// The number of operations so far.
@@ -273,17 +275,12 @@ impl Turn<'_> {
         state.rounds += 1;
         let planner = |records: &[&[u8]]| {
             let own = (&header, &record[..header_bytes]);
-            let mut decoded = Vec::with_capacity(records.len());
-            for bytes in records {
-                decoded.push(Record::decode(bytes, own, call.name())?);
-            }
-            let records = decoded;
+            let records = records.iter().map(|bytes| Record::decode(bytes, own, call.name()));
+            let records: Vec<Record<'_>> = records.collect::<Result<_, _>>()?;
             compare(&records, ranks)?;
             let Some(plan) = plan(&records)? else { return Ok(None) };
-            let others = |ranges: &[std::ops::Range<usize>]| -> usize {
-                ranges.iter().enumerate().filter(|&(other, _)| other != rank).map(|(_, range)| range.len()).sum()
-            };
-            counters.moved(call.operation, others(&plan.to), others(&plan.from));
+            let (sent, received) = plan.moved(rank);
+            counters.moved(call.operation, sent, received);
             if !records.iter().all(|record| record.header.inline) {
                 return Ok(Some(plan));
             }
@@ -345,7 +342,7 @@ fn compare(records: &[Record<'_>], ranks: &[usize]) -> Result<(), CommError> {
         return Err(CommError::RankFailed { operation: first.name().to_owned(), failures });
     }
     if records.iter().any(|record| record.header.call != *first) {
-        let calls = records.iter().zip(ranks).map(|(record, &rank)| (rank, record.header.call.to_string()));
+        let calls = records.iter().zip(ranks).map(|(record, &rank)| (rank, &record.header.call));
         return Err(CommError::Mismatch { sequence: first.sequence, calls: RankCall::collect(calls) });
     }
     Ok(())

@@ -56,6 +56,8 @@ mod mpi;
 mod nccl;
 mod objects;
 mod open_files;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+mod polling;
 mod record;
 mod reduce;
 mod store;

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::CommError;
-use crate::backend::{Backend, Plan, Planner, Round};
+use crate::backend::{Backend, Planner, Round};
 
 /// A simulated network link: bytes from other ranks arrive as late as over a link of this speed. Waiting takes no processor
 /// time. See [`LocalRanks::link`](crate::LocalRanks::link).
@@ -79,12 +79,6 @@ impl LinkedBackend {
     pub(crate) fn new(inner: Arc<dyn Backend>, options: SimulatedLink) -> Self {
         LinkedBackend { inner, link: Arc::new(Link { options, free_at: Mutex::new(Instant::now()) }) }
     }
-
-    /// Returns the bytes that a plan reads from other ranks.
-    fn received(&self, plan: &Plan<'_>) -> usize {
-        let others = plan.from.iter().enumerate().filter(|(rank, _)| *rank != self.inner.rank());
-        others.map(|(_, range)| range.len()).sum()
-    }
 }
 
 impl Backend for LinkedBackend {
@@ -104,7 +98,7 @@ impl Backend for LinkedBackend {
         let received = Cell::new(0);
         let planned = |records: &[&[u8]]| {
             let plan = plan(records)?;
-            received.set(plan.as_ref().map_or(0, |plan| self.received(plan)));
+            received.set(plan.as_ref().map_or(0, |plan| plan.moved(self.rank()).1));
             Ok(plan)
         };
         self.inner.round(round, record, send, Box::new(planned))?;

@@ -32,7 +32,7 @@ pub(crate) fn make_room(_connections: usize) -> Result<(), String> {
 /// Returns the new limit if the `current` one must be raised for this many connections. `None` stands for no limit.
 #[cfg(any(target_os = "linux", test))]
 fn raised(current: Option<u64>, maximum: Option<u64>, connections: usize) -> Result<Option<u64>, String> {
-    let (needed, wanted) = (connections as u64 + LEAST_BESIDE, connections as u64 + BESIDE);
+    let [needed, wanted] = [LEAST_BESIDE, BESIDE].map(|beside| (connections as u64).saturating_add(beside));
     let Some(current) = current.filter(|&current| current < wanted) else { return Ok(None) };
     let possible = maximum.map_or(wanted, |maximum| maximum.min(wanted)).max(current);
     if possible < needed {
@@ -64,6 +64,7 @@ mod tests {
         let message = raised(Some(256), Some(1024), 2048).unwrap_err();
         assert!(message.contains("2048 connections") && message.contains("1024"), "{message}");
         assert!(message.contains("ulimit -n"), "{message}");
+        assert!(raised(Some(1024), Some(1024), usize::MAX).is_err());
     }
 
     #[test]

@@ -60,7 +60,7 @@ fn a_seat_is_for_those_who_know_the_secret() {
     let store = TcpStore::host("127.0.0.1:0", &with_secret(secret, 0)).unwrap();
     for wrong in [None, Some("a secret of this tesT"), Some("another, longer, secret of this test")] {
         let reason = refusal(TcpStore::connect(store.address(), &with_secret(wrong, 1)));
-        assert!(reason.contains("FSDP_SECRET"), "{reason}");
+        assert!(reason.contains("FSDP_SECRET") && reason.contains(env!("CARGO_PKG_VERSION")), "{reason}");
         assert!(!reason.contains("a secret"), "{reason}");
     }
     TcpStore::connect(store.address(), &with_secret(secret, 1)).unwrap();

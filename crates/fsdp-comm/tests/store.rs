@@ -46,6 +46,14 @@ fn the_longest_deadline_is_one() {
     let other = TcpStore::connect(host.address(), &longest(1)).unwrap();
     host.set("key", b"value").unwrap();
     assert_eq!(other.wait(&["key".to_owned()], Duration::MAX).unwrap().unwrap(), [b"value"]);
+    // So many milliseconds do not fit in 64 bits. The lowest 64 are 384 of them.
+    let long = Duration::from_secs(18_446_744_073_709_552);
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| other.wait(&["late".to_owned()], long).unwrap());
+        thread::sleep(Duration::from_millis(600));
+        host.set("late", b"value").unwrap();
+        assert_eq!(waiting.join().unwrap().unwrap(), [b"value"]);
+    });
 }
 
 #[test]
@@ -147,6 +155,17 @@ fn limits_are_errors_and_not_lost_connections() {
     assert!(matches!(host.set(&long, b""), Err(CommError::Store { .. })));
     assert!(matches!(host.set("key", &vec![0; MAX_VALUE_BYTES + 1]), Err(CommError::Store { .. })));
     host.set(&long[1..], b"value").unwrap();
+    // A request or a reply may be too long as a whole.
+    host.set("large", &vec![0; MAX_VALUE_BYTES]).unwrap();
+    let refused = [
+        host.compare_and_set("key", Some(&vec![0; 70 << 20]), b"").map(drop),
+        host.wait(&vec!["large".to_owned(); 5], DEADLINE).map(drop),
+        host.wait(&vec![long[1..].to_owned(); 20_000], DEADLINE).map(drop),
+    ];
+    for refused in refused {
+        assert!(matches!(refused, Err(CommError::Store { .. })), "{refused:?}");
+        assert_eq!(host.get(&long[1..]).unwrap().unwrap(), b"value");
+    }
 }
 
 #[test]

@@ -27,7 +27,7 @@ const DEADLINE_WHEN_FULL: Duration = Duration::from_millis(250);
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// Accepts connections forever, and calls `on_authenticated` with each that has completed the handshake.
-pub(crate) async fn accept_authenticated(
+pub(super) async fn accept_authenticated(
     listener: &TcpListener,
     key: &Key,
     mut on_authenticated: impl FnMut(TcpStream, Hello),

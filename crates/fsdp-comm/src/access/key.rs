@@ -7,13 +7,17 @@ use sha2::{Digest, Sha256};
 
 use super::secret::Secret;
 
+/// The version of what ranks send each other after the handshake. Ranks of other versions have other keys, so they are told
+/// at once that they do not belong to the job.
+pub(crate) const VERSION: &str = env!("CARGO_PKG_VERSION");
+
 /// The length of keys and of proofs.
 pub(super) const KEY_BYTES: usize = 32;
 
 /// The key with which the two sides of a connection show each other that they belong to the same job.
 ///
-/// It is derived from the job's secret and its name, so that jobs with the same secret have different keys. Without a
-/// secret it still distinguishes jobs, but does not keep out anybody who knows the name.
+/// It is derived from the job's secret, its name, and the version of this program, so that jobs with the same secret have
+/// different keys. Without a secret it still distinguishes jobs, but does not keep out anybody who knows the name.
 #[derive(Clone)]
 pub(crate) struct Key([u8; KEY_BYTES]);
 
@@ -26,8 +30,13 @@ impl fmt::Debug for Key {
 impl Key {
     /// Makes the key of a job.
     pub(crate) fn of_job(secret: Option<&Secret>, job: &str) -> Key {
+        Key::of_version(VERSION, secret, job)
+    }
+
+    /// Makes the key that a job has in a version of this program.
+    fn of_version(version: &str, secret: Option<&Secret>, job: &str) -> Key {
         let secret = secret.map_or("", Secret::text);
-        Key(Sha256::digest(secret).into()).derive("job", job.as_bytes())
+        Key(Sha256::digest(secret).into()).derive("version", version.as_bytes()).derive("job", job.as_bytes())
     }
 
     /// Derives another key from this one, for another use.
@@ -73,7 +82,13 @@ mod tests {
         assert!(key.accepts("client", &[b"ab", b"c"], &proof));
         assert!(!key.accepts("server", &[b"ab", b"c"], &proof));
         assert!(!key.accepts("client", &[b"a", b"bc"], &proof));
-        for other in [Key::of_job(None, "job"), Key::of_job(Some(&secret), "other"), key.derive("ranks", b"")] {
+        let others = [
+            Key::of_job(None, "job"),
+            Key::of_job(Some(&secret), "other"),
+            Key::of_version("0.0.1", Some(&secret), "job"),
+            key.derive("ranks", b""),
+        ];
+        for other in others {
             assert!(!other.accepts("client", &[b"ab", b"c"], &proof));
         }
     }

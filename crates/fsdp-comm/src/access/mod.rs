@@ -8,10 +8,11 @@ mod acceptor;
 mod handshake;
 mod key;
 mod nonce;
+mod port;
 mod secret;
 
-pub(crate) use self::acceptor::accept_authenticated;
 pub(crate) use self::handshake::{Hello, Refusal, handshake_as_client, not_this_protocol};
-pub(crate) use self::key::Key;
+pub(crate) use self::key::{Key, VERSION};
 pub(crate) use self::nonce::{nonce, nonce_text};
+pub(crate) use self::port::Port;
 pub use self::secret::Secret;

@@ -7,6 +7,7 @@ use super::turns::Turns;
 use crate::backend::Round;
 use crate::error::CommError;
 
+/// The progress of all ranks of a group, shared by their threads.
 #[derive(Debug)]
 pub(super) struct Board {
     global_ranks: Vec<usize>,
@@ -17,6 +18,7 @@ pub(super) struct Board {
     turns: Option<Arc<dyn Turns>>,
 }
 
+/// The part of a board that its lock protects.
 #[derive(Debug)]
 struct State {
     ranks: Vec<RankState>,
@@ -27,6 +29,7 @@ struct State {
     failure: Option<CommError>,
 }
 
+/// The progress of one rank.
 #[derive(Debug, Default)]
 struct RankState {
     /// The number of rounds that the rank has entered.

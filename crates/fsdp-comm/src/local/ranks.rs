@@ -9,7 +9,7 @@ use std::time::Duration;
 use fsdp_layout::ErrorKind;
 
 use super::turns::{Turn, Turns};
-use super::{Hub, LocalBackend, Membership};
+use super::{Group, Hub, LocalBackend, Membership};
 use crate::backend::Backend;
 use crate::error::{CommError, RankFailure, bounded};
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
@@ -125,33 +125,14 @@ impl LocalRanks {
             global_ranks.iter().map(|&rank| Arc::new(Membership { hub: Arc::clone(&hub), rank })).collect();
         // The failures are in the order of the panics, because the first one is the likely cause of the others.
         let panics: Mutex<Vec<RankFailure>> = Mutex::default();
-        let run_rank = |rank: usize, membership: Arc<Membership>| {
-            let _turn = self.turns.as_ref().map(|turns| Turn::begin(turns, rank));
-            // Values are dropped in the reverse order. So this makes the rank leave before its turn ends.
-            let membership = membership;
-            let backend = LocalBackend { membership: Arc::clone(&membership), group: Arc::clone(&world), rank };
-            let backend: Arc<dyn Backend> = Arc::new(backend);
-            let backend = match self.link {
-                Some(link) => Arc::new(LinkedBackend::new(backend, link)),
-                None => backend,
-            };
-            let group = ProcessGroup::new(backend).with_deadline(self.deadline).with_ranks_on_host(self.world_size);
-            // `membership` outlives the unwinding, so that the others are told of the panic before they see the rank leave.
-            catch_unwind(AssertUnwindSafe(|| f(group))).map_err(|panic| {
-                let message = bounded(&format_args!("panicked: {}", panic_message(&*panic)));
-                let failure = RankFailure { rank, kind: ErrorKind::Other, message: message.clone() };
-                panics.lock().unwrap_or_else(PoisonError::into_inner).push(failure);
-                hub.leave(rank, &message);
-            })
-        };
         let started = thread::scope(|scope| {
             let mut threads = Vec::with_capacity(self.world_size);
             // If a rank cannot be started, the remaining memberships are dropped, which tells the started ranks.
             for (rank, membership) in memberships.into_iter().enumerate() {
-                let run_rank = &run_rank;
+                let (world, panics, f) = (&world, &panics, &f);
                 let builder = thread::Builder::new().name(format!("rank-{rank}")).stack_size(self.stack_bytes);
                 let thread = builder
-                    .spawn_scoped(scope, move || run_rank(rank, membership))
+                    .spawn_scoped(scope, move || self.run_rank(membership, world, panics, f))
                     .map_err(|error| CommError::Start { rank, message: error.to_string() })?;
                 threads.push(thread);
             }
@@ -161,6 +142,35 @@ impl LocalRanks {
         let failures = panics.into_inner().unwrap_or_else(PoisonError::into_inner);
         let failed = || CommError::RankFailed { operation: "run_local".to_owned(), failures: failures.clone() };
         results.into_iter().map(|result| result.map_err(|()| failed())).collect()
+    }
+
+    /// Runs the part of one rank on its thread. If it panics, this tells the other ranks, adds its failure to `panics`, and
+    /// returns `Err`.
+    fn run_rank<T>(
+        &self,
+        membership: Arc<Membership>,
+        world: &Arc<Group>,
+        panics: &Mutex<Vec<RankFailure>>,
+        f: &impl Fn(ProcessGroup) -> T,
+    ) -> Result<T, ()> {
+        let rank = membership.rank;
+        let _turn = self.turns.as_ref().map(|turns| Turn::begin(turns, rank));
+        // Values are dropped in the reverse order. So this makes the rank leave before its turn ends.
+        let membership = membership;
+        let backend = LocalBackend { membership: Arc::clone(&membership), group: Arc::clone(world), rank };
+        let backend: Arc<dyn Backend> = Arc::new(backend);
+        let backend = match self.link {
+            Some(link) => Arc::new(LinkedBackend::new(backend, link)),
+            None => backend,
+        };
+        let group = ProcessGroup::new(backend).with_deadline(self.deadline).with_ranks_on_host(self.world_size);
+        // `membership` outlives the unwinding, so that the others are told of the panic before they see the rank leave.
+        catch_unwind(AssertUnwindSafe(|| f(group))).map_err(|panic| {
+            let message = bounded(&format_args!("panicked: {}", panic_message(&*panic)));
+            let failure = RankFailure { rank, kind: ErrorKind::Other, message: message.clone() };
+            panics.lock().unwrap_or_else(PoisonError::into_inner).push(failure);
+            membership.hub.leave(rank, &message);
+        })
     }
 }
 

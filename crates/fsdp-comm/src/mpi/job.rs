@@ -12,6 +12,7 @@ use crate::backend_kind::BackendKind;
 use crate::blame;
 use crate::deadline::until;
 use crate::error::CommError;
+use crate::polling::Pause;
 use crate::store::{StoreOptions, TcpStore};
 use crate::tcp::{DIRECT_UP_TO, Participant, TcpBackend};
 use crate::wire;
@@ -28,11 +29,6 @@ const NAME_BYTES: usize = 256;
 const FAILED_GOODBYE_TIMEOUT: Duration = Duration::from_millis(1000);
 /// The time that leaving MPI may take once all ranks are leaving.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// The time for which a wait does not sleep. After that it sleeps for [`POLL_INTERVAL`] between two checks.
-const SPIN_FOR: Duration = Duration::from_millis(2);
-/// The time that a long wait sleeps between two checks.
-const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// The time between two calls that let MPI make progress while nothing waits for it.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(1);
@@ -226,23 +222,6 @@ fn wait(mut pending: Pending, until: Instant) -> Result<Buffers, CommError> {
         pause.take();
     }
     Ok(pending.finish().unwrap_or_default())
-}
-
-/// The pause between two checks of a wait. It is short, as MPI makes progress only while it is called, but other ranks may
-/// need the processor.
-#[derive(Debug)]
-pub(super) struct Pause {
-    spin_until: Instant,
-}
-
-impl Pause {
-    pub(super) fn new() -> Self {
-        Pause { spin_until: Instant::now() + SPIN_FOR }
-    }
-
-    pub(super) fn take(&mut self) {
-        if Instant::now() < self.spin_until { thread::yield_now() } else { thread::sleep(POLL_INTERVAL) }
-    }
 }
 
 pub(super) fn failed(call: &str, message: String) -> CommError {

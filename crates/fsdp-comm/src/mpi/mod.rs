@@ -13,20 +13,15 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use self::job::{Job, Pause, failed};
+use self::job::{Job, failed};
 use self::library::{Buffers, Communicator, Pending};
 use crate::backend::{Backend, Plan, Planner, Round};
 use crate::blame;
 use crate::deadline::until;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
+use crate::polling::{GRACE, PEER_CHECK_INTERVAL, Pause};
 use crate::tcp::TcpBackend;
-
-/// The time between two checks of the other ranks while this one waits for MPI.
-const PEER_CHECK_INTERVAL: Duration = Duration::from_millis(5);
-
-/// The time that a call may still take after another rank has left, as that rank may have done its part before.
-const GRACE: Duration = Duration::from_millis(250);
 
 /// Creates the group of all processes that an MPI launcher has started with this one.
 pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
@@ -116,7 +111,7 @@ impl Backend for MpiBackend {
 fn create(job: &Job, control: &TcpBackend, id: u64, round: &Round<'_>) -> Result<Communicator, CommError> {
     const CALL: &str = "MPI_Comm_create_group";
     // A rank may have given up already, and then no rank may make the call.
-    control.meet_again(round)?;
+    control.tell_again(round, &[])?;
     let ranks = control.global_ranks().to_vec();
     let (made, is_made) = mpsc::channel();
     let make = move || drop(made.send(Communicator::create(&ranks, id)));

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::library::{self, Buffers, Communicator, Pending};
-use crate::backend::{BLOCK_BYTES, Destination, Filler, Pattern, Plan, reduce_blocks};
+use crate::backend::{BLOCK_BYTES, Pattern, Plan, Sink};
 use crate::error::CommError;
 
 /// The approximate number of bytes of all ranks that one call moves: far below the largest count of MPI.
@@ -78,29 +78,4 @@ pub(super) fn transfer(
         sink.take(start, &pieces);
     }
     Ok(())
-}
-
-/// The place that the bytes of all ranks go to.
-enum Sink<'p> {
-    Copy(Vec<Filler<'p>>),
-    Reduce(crate::backend::Reducer<'p>),
-}
-
-impl<'p> Sink<'p> {
-    fn new(destination: Destination<'p>) -> Self {
-        match destination {
-            Destination::Copy(slices) => Sink::Copy(slices.into_iter().map(Filler::new).collect()),
-            Destination::Reduce(reduce) => Sink::Reduce(reduce),
-        }
-    }
-
-    /// Takes the bytes of all ranks at this offset.
-    fn take(&mut self, offset: usize, pieces: &[&[u8]]) {
-        match self {
-            Sink::Copy(fillers) => fillers.iter_mut().zip(pieces).for_each(|(filler, piece)| {
-                filler.fill(piece);
-            }),
-            Sink::Reduce(reduce) => reduce_blocks(reduce, offset, pieces),
-        }
-    }
 }

@@ -10,18 +10,8 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
 use super::library::{Communicator, Movement, UniqueId};
 use crate::backend::{Backend as _, Round};
 use crate::error::CommError;
+use crate::polling::{GRACE, PEER_CHECK_INTERVAL, Pause};
 use crate::tcp::TcpBackend;
-
-/// The time for which a wait does not sleep. After that it sleeps for [`POLL_INTERVAL`] between two checks.
-const SPIN_FOR: Duration = Duration::from_millis(2);
-/// The time that a long wait sleeps between two checks.
-const POLL_INTERVAL: Duration = Duration::from_micros(50);
-
-/// The time between two checks of the other ranks while this one waits for NCCL.
-const PEER_CHECK_INTERVAL: Duration = Duration::from_millis(5);
-
-/// The time that a call may still take after another rank has left, as that rank may have done its part before.
-const GRACE: Duration = Duration::from_millis(250);
 
 /// The time that NCCL may take to leave the other ranks, or to abort a call.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -331,21 +321,5 @@ impl Watch {
                 return Err(failure);
             }
         }
-    }
-}
-
-/// The pause between two checks of a wait.
-#[derive(Debug)]
-struct Pause {
-    spin_until: Instant,
-}
-
-impl Pause {
-    fn new() -> Self {
-        Pause { spin_until: Instant::now() + SPIN_FOR }
-    }
-
-    fn take(&mut self) {
-        if Instant::now() < self.spin_until { thread::yield_now() } else { thread::sleep(POLL_INTERVAL) }
     }
 }

@@ -7,10 +7,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::listening;
-use super::protocol::{Reply, Request, StoreOptions, read_blocking, write_blocking};
-use super::server::Server;
-use crate::access::{Hello, Key, Refusal, handshake_as_client};
-use crate::deadline::until;
+use super::protocol::{Reply, Request, StoreOptions, read_blocking, to_bytes};
+use super::server;
+use crate::access::{Hello, Key, Port, Refusal, VERSION, handshake_as_client};
+use crate::blocking::write_all;
+use crate::deadline::{MAX_DEADLINE, until};
 use crate::error::CommError;
 use crate::open_files;
 
@@ -28,7 +29,7 @@ pub struct TcpStore {
     /// `true` if the store, and the ranks on its host, listen at every address of that host.
     is_everywhere: bool,
     deadline: Duration,
-    _server: Option<Server>,
+    _server: Option<Port>,
 }
 
 /// The outcome of a wait for all ranks.
@@ -75,7 +76,7 @@ impl TcpStore {
         for found in &addresses {
             options.check_address(found.ip()).map_err(failed)?;
         }
-        let server = Server::start(&addresses, options).map_err(|error| {
+        let server = server::start(&addresses, options).map_err(|error| {
             let hint = match error.kind() {
                 ErrorKind::AddrInUse => "; is another job using this port? choose another MASTER_PORT",
                 ErrorKind::AddrNotAvailable => "; MASTER_ADDR must be an address of the host of rank 0",
@@ -102,12 +103,12 @@ impl TcpStore {
     }
 
     /// Connects to a store and joins it. `address` is its name for messages and other ranks, and `at` are the addresses that
-    /// this rank tries. `server` is the store itself, if this rank hosts it; the result keeps it.
+    /// this rank tries. `server` is the port of the store, if this rank hosts it; the result keeps it.
     fn open(
         address: &str,
         at: impl ToSocketAddrs,
         options: &StoreOptions,
-        server: Option<Server>,
+        server: Option<Port>,
     ) -> Result<TcpStore, CommError> {
         let until = until(options.deadline);
         let pause = retry_pause(options);
@@ -214,7 +215,7 @@ impl TcpStore {
     /// # Errors
     /// [`CommError::Store`]: the store is gone.
     pub fn wait(&self, keys: &[String], deadline: Duration) -> Result<Result<Vec<Vec<u8>>, Vec<String>>, CommError> {
-        let request = Request::Wait { keys: keys.to_vec(), milliseconds: deadline.as_millis() as u64 };
+        let request = Request::Wait { keys: keys.to_vec(), milliseconds: milliseconds(deadline) };
         match self.ask("wait", request, deadline)? {
             Reply::Values(values) => Ok(Ok(values)),
             Reply::Missing(keys) => Ok(Err(keys)),
@@ -225,7 +226,7 @@ impl TcpStore {
     /// Waits until each rank has set its key, which is `prefix` and its number. The wait ends early if a rank has ended its
     /// connection to the store and keys are missing.
     pub(crate) fn wait_for_ranks(&self, prefix: &str, deadline: Duration) -> Result<RankValues, CommError> {
-        let request = Request::WaitForRanks { prefix: prefix.to_owned(), milliseconds: deadline.as_millis() as u64 };
+        let request = Request::WaitForRanks { prefix: prefix.to_owned(), milliseconds: milliseconds(deadline) };
         match self.ask("wait", request, deadline)? {
             Reply::Values(values) => Ok(RankValues::Complete(values)),
             Reply::Missing(keys) => Ok(RankValues::Missing(keys)),
@@ -258,24 +259,42 @@ impl TcpStore {
     /// # Errors
     /// [`CommError::Store`]: the store is gone, or key or value are too long.
     pub fn compare_and_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<Vec<u8>, CommError> {
+        self.compare_and_set_within(self.deadline, key, expected, value)
+    }
+
+    /// Does the same as [`compare_and_set`](Self::compare_and_set), with a deadline of its own.
+    pub(crate) fn compare_and_set_within(
+        &self,
+        deadline: Duration,
+        key: &str,
+        expected: Option<&[u8]>,
+        value: &[u8],
+    ) -> Result<Vec<u8>, CommError> {
         let expected = expected.map(<[u8]>::to_vec);
         let request = Request::CompareAndSet { key: key.to_owned(), expected, value: value.to_vec() };
-        match self.ask("compare_and_set", request, self.deadline)? {
+        match self.ask("compare_and_set", request, deadline)? {
             Reply::Value(value) => Ok(value.unwrap_or_default()),
             reply => Err(self.unexpected("compare_and_set", &reply)),
         }
+    }
+
+    /// Ends the connection. The store, if this rank hosts it, goes on.
+    pub(crate) fn leave(&self) {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
     /// Sends a request and waits for the reply; `name` is the operation, for errors. A connection that broke in the middle of
     /// a request is not used again: the next reply could be that of the one before.
     fn ask(&self, name: &str, request: Request, deadline: Duration) -> Result<Reply, CommError> {
         request.check().map_err(|message| self.error(name, message))?;
+        // A request that is too long must not cost the connection, so it is encoded first.
+        let request = to_bytes(&request).map_err(|error| self.error(name, error.to_string()))?;
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(mut stream) = connection.take() else {
             return Err(self.error(name, "the connection was lost in an earlier request"));
         };
         let until = until(deadline.saturating_add(GRACE));
-        let reply = write_blocking(&mut stream, &request, until).and_then(|()| read_blocking(&mut stream, until));
+        let reply = write_all(&stream, &request, until).and_then(|()| read_blocking(&mut stream, until));
         match reply.map_err(|error| self.error(name, error.to_string()))? {
             Reply::Refused(reason) => {
                 *connection = Some(stream);
@@ -299,6 +318,11 @@ impl TcpStore {
 
 pub(super) fn rendezvous(address: &str, message: String) -> CommError {
     CommError::Rendezvous { address: address.to_owned(), joined: Vec::new(), missing: Vec::new(), message }
+}
+
+/// Returns a deadline as it is sent to the store.
+fn milliseconds(deadline: Duration) -> u64 {
+    deadline.min(MAX_DEADLINE).as_millis() as u64
 }
 
 fn to_ranks(ranks: Vec<u64>) -> Vec<usize> {
@@ -354,7 +378,7 @@ impl NotJoined {
         match self {
             NotJoined::OtherJob => format!(
                 "rank {rank}: another job, or one with another secret, listens at {address}: choose another MASTER_PORT, or \
-                 check that FSDP_JOB_ID and FSDP_SECRET are the same on all ranks"
+                 check that FSDP_JOB_ID, FSDP_SECRET and the version of fsdp ({VERSION}) are the same on all ranks"
             ),
             NotJoined::Refused(reason) => format!("rank {rank}: {reason}"),
             NotJoined::NotNow(reason) => {
@@ -418,9 +442,9 @@ mod tests {
         thread::scope(|scope| {
             let waiting = scope.spawn(|| host.wait_for_ranks("place/", DEADLINE).unwrap());
             // It asks the same, and ends before there is a reply.
-            let mut stream = other.connection.lock().unwrap().take().unwrap();
+            let stream = other.connection.lock().unwrap().take().unwrap();
             let request = Request::WaitForRanks { prefix: "place/".to_owned(), milliseconds: 1 << 20 };
-            write_blocking(&mut stream, &request, until(DEADLINE)).unwrap();
+            write_all(&stream, &to_bytes(&request).unwrap(), until(DEADLINE)).unwrap();
             drop(stream);
             let outcome = waiting.join().unwrap();
             assert!(matches!(&outcome, RankValues::Departed(ranks) if ranks[..] == [1]), "{outcome:?}");

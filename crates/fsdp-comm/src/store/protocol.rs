@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::access::{Key, Secret};
-use crate::blocking::{read_exact, write_all};
+use crate::blocking::read_exact;
 use crate::buffer::zeroed;
 use crate::wire;
 
@@ -58,6 +58,7 @@ impl StoreOptions {
     }
 }
 
+/// A message from a client to the store.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
     Set {
@@ -93,9 +94,10 @@ impl Request {
     /// Checks the lengths of the keys and values of a request.
     pub(super) fn check(&self) -> Result<(), String> {
         match self {
-            Request::Set { key, value } | Request::CompareAndSet { key, value, .. } => {
-                check_key(key).and_then(|()| check_value(value))
-            }
+            Request::Set { key, value } => check_key(key).and_then(|()| check_value(value)),
+            Request::CompareAndSet { key, expected, value } => check_key(key)
+                .and_then(|()| expected.as_deref().map_or(Ok(()), check_value))
+                .and_then(|()| check_value(value)),
             Request::Get { key } | Request::Add { key, .. } | Request::WaitForRanks { prefix: key, .. } => {
                 check_key(key)
             }
@@ -119,6 +121,7 @@ fn check_value(value: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
+/// The answer to a request, or to the attempt to join.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
     Welcome,
@@ -157,11 +160,6 @@ pub(super) fn message_len(prefix: [u8; 4]) -> io::Result<usize> {
         return Err(invalid(format!("a message of {len} bytes is too long")));
     }
     Ok(len)
-}
-
-/// Writes a message, and waits until the stream has taken all of it or the deadline is over.
-pub(super) fn write_blocking<T: Serialize>(stream: &mut TcpStream, message: &T, until: Instant) -> io::Result<()> {
-    write_all(stream, &to_bytes(message)?, until)
 }
 
 /// Reads one message before the deadline. Its length is checked before memory is reserved.

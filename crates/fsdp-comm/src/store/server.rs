@@ -1,36 +1,27 @@
-//! The store itself: a map, served by a listener on a separate thread.
+//! The store itself: a map, which the thread of its port serves.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Notify, oneshot};
+use tokio::net::TcpStream;
+use tokio::sync::Notify;
 use tokio::time::timeout;
 
 use super::protocol::{
     MAX_STORE_BYTES, MAX_STORE_BYTES_PER_RANK, Reply, Request, StoreOptions, invalid, message_len, to_bytes,
 };
-use crate::access::{Hello, accept_authenticated};
+use crate::access::{Hello, Port};
 use crate::wire;
 
 /// The time that the bytes of one message may take, once it has begun.
 const MESSAGE_DEADLINE: Duration = Duration::from_secs(30);
 
-/// A running store. It ends when this is dropped.
-#[derive(Debug)]
-pub(super) struct Server {
-    address: SocketAddr,
-    stop: Option<oneshot::Sender<()>>,
-    thread: Option<JoinHandle<()>>,
-}
-
+/// A store, as all of its connections share it.
 #[derive(Debug)]
 struct Shared {
     world_size: usize,
@@ -38,6 +29,7 @@ struct Shared {
     changed: Notify,
 }
 
+/// The values of a store, and the ranks that have joined it.
 #[derive(Debug, Default)]
 struct State {
     joined: HashSet<u64>,
@@ -46,43 +38,15 @@ struct State {
     bytes: usize,
     /// The ranks whose connections have ended, in this order.
     departed: Vec<u64>,
-    /// `true` once a wait for all ranks has failed because one had ended.
+    /// `true` once a wait for all ranks has failed, because one had ended or did not come in time.
     has_failed: bool,
 }
 
-impl Server {
-    /// Listens at the first of these addresses that is one of this host.
-    pub(super) fn start(addresses: &[SocketAddr], options: &StoreOptions) -> io::Result<Server> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let listener = runtime.block_on(TcpListener::bind(addresses))?;
-        let address = listener.local_addr()?;
-        let (stop, stopped) = oneshot::channel();
-        let (key, world_size) = (options.key(), options.world_size);
-        let shared = Arc::new(Shared { world_size, state: Mutex::default(), changed: Notify::new() });
-        let serve = move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    () = accept_authenticated(&listener, &key, |stream, hello| shared.serve_rank(stream, hello)) => {}
-                    _ = stopped => {}
-                }
-            });
-        };
-        let thread = thread::Builder::new().name("fsdp-store".to_owned()).spawn(serve)?;
-        Ok(Server { address, stop: Some(stop), thread: Some(thread) })
-    }
-
-    pub(super) fn address(&self) -> SocketAddr {
-        self.address
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        drop(self.stop.take());
-        if let Some(thread) = self.thread.take() {
-            thread.join().ok();
-        }
-    }
+/// Opens a store at the first of these addresses that is one of this host. It ends when the port is dropped.
+pub(super) fn start(addresses: &[SocketAddr], options: &StoreOptions) -> io::Result<Port> {
+    let (world_size, state) = (options.world_size, Mutex::default());
+    let shared = Arc::new(Shared { world_size, state, changed: Notify::new() });
+    Port::open(addresses, options.key(), "fsdp-store", move |stream, hello| shared.serve_rank(stream, hello))
 }
 
 /// Serves one connection, from the registration of its rank until it ends.
@@ -183,10 +147,11 @@ impl Shared {
                 Err(message) => Reply::Refused(message),
             },
             Request::Get { key } => Reply::Value(self.lock().values.get(&key).cloned()),
-            Request::Wait { keys, milliseconds } => self.wait(&keys, milliseconds, false).await,
+            Request::Wait { keys, milliseconds } => {
+                self.wait(keys.len(), |number| keys[number].clone(), milliseconds, false).await
+            }
             Request::WaitForRanks { prefix, milliseconds } => {
-                let keys: Vec<String> = (0..self.world_size).map(|rank| format!("{prefix}{rank}")).collect();
-                self.wait(&keys, milliseconds, true).await
+                self.wait(self.world_size, |rank| format!("{prefix}{rank}"), milliseconds, true).await
             }
             Request::Departed => Reply::Departed(self.lock().departed.clone()),
             Request::Add { key, amount } => {
@@ -219,7 +184,7 @@ impl Shared {
     fn put(&self, state: &mut State, key: String, value: Vec<u8>) -> Result<(), String> {
         let before = state.values.get(&key).map_or(0, |before| key.len() + before.len());
         let bytes = state.bytes - before + key.len() + value.len();
-        let limit = MAX_STORE_BYTES + self.world_size.saturating_mul(MAX_STORE_BYTES_PER_RANK);
+        let limit = MAX_STORE_BYTES.saturating_add(self.world_size.saturating_mul(MAX_STORE_BYTES_PER_RANK));
         if bytes > limit {
             return Err(format!("the store is full: its keys and values may have {limit} bytes together"));
         }
@@ -229,19 +194,28 @@ impl Shared {
         Ok(())
     }
 
-    /// Waits for keys, no longer than this. With `needs_all_ranks`, the wait fails once a rank has ended its connection.
-    async fn wait(&self, keys: &[String], milliseconds: u64, needs_all_ranks: bool) -> Reply {
-        let wait = self.wait_without_end(keys, needs_all_ranks);
+    /// Waits for `count` keys, no longer than this. `key` returns each by its number: a list of the keys of many ranks for each
+    /// of many waiting ranks would take much memory. With `needs_all_ranks`, the wait fails once a rank has ended its
+    /// connection.
+    async fn wait(
+        &self,
+        count: usize,
+        key: impl Fn(usize) -> String,
+        milliseconds: u64,
+        needs_all_ranks: bool,
+    ) -> Reply {
+        let wait = self.wait_without_end(count, &key, needs_all_ranks);
         if let Ok(reply) = timeout(Duration::from_millis(milliseconds), wait).await {
             return reply;
         }
-        let state = self.lock();
-        Reply::Missing(keys.iter().filter(|key| !state.values.contains_key(*key)).cloned().collect())
+        let mut state = self.lock();
+        state.has_failed |= needs_all_ranks;
+        Reply::Missing((0..count).map(key).filter(|key| !state.values.contains_key(key)).collect())
     }
 
     /// Waits until all keys have values, and returns these. With `needs_all_ranks` this gives up when a rank has ended
     /// its connection.
-    async fn wait_without_end(&self, keys: &[String], needs_all_ranks: bool) -> Reply {
+    async fn wait_without_end(&self, count: usize, key: &impl Fn(usize) -> String, needs_all_ranks: bool) -> Reply {
         // Keys are never removed, so those that have been found need not be looked up again. Many ranks wait for the keys
         // of many ranks, and each new key wakes them all.
         let mut found = 0;
@@ -250,11 +224,12 @@ impl Shared {
             let changed = self.changed.notified();
             {
                 let mut state = self.lock();
-                while keys.get(found).is_some_and(|key| state.values.contains_key(key)) {
+                while found < count && state.values.contains_key(&key(found)) {
                     found += 1;
                 }
-                if found == keys.len() {
-                    return Reply::Values(keys.iter().filter_map(|key| state.values.get(key).cloned()).collect());
+                if found == count {
+                    let values = (0..count).filter_map(|number| state.values.get(&key(number)).cloned());
+                    return Reply::Values(values.collect());
                 }
                 if needs_all_ranks && !state.departed.is_empty() {
                     state.has_failed = true;
@@ -278,7 +253,9 @@ async fn read<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<T> {
     wire::decode(&body).map_err(invalid)
 }
 
-/// Writes a message. A client that does not read is dropped, as its messages would pile up.
-async fn write<T: Serialize>(stream: &mut TcpStream, message: &T) -> io::Result<()> {
-    timeout(MESSAGE_DEADLINE, stream.write_all(&to_bytes(message)?)).await?
+/// Writes a reply. The values of many keys can be longer than a message, which is an error of that request only. A client that
+/// does not read is dropped, as its replies would pile up.
+async fn write(stream: &mut TcpStream, reply: &Reply) -> io::Result<()> {
+    let bytes = to_bytes(reply).or_else(|error| to_bytes(&Reply::Refused(error.to_string())))?;
+    timeout(MESSAGE_DEADLINE, stream.write_all(&bytes)).await?
 }

@@ -1,14 +1,12 @@
-//! The listening port of a rank: a thread accepts the connections of other ranks.
+//! The listening port of a rank, and the connections of other ranks that were let in there.
 
 use std::io;
-use std::net::{TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::Instant;
 
-use tokio::sync::oneshot;
-
-use crate::access::{Hello, Key, accept_authenticated};
+use crate::access::{Hello, Key, Port};
 
 /// A connection that was let in, with what the process at the other end says about itself.
 pub(super) type Comer = (TcpStream, Hello);
@@ -20,37 +18,22 @@ pub(super) struct Acceptor {
     authenticated: Receiver<Comer>,
 }
 
-/// An open port. It is closed when this is dropped.
-#[derive(Debug)]
-pub(super) struct Port {
-    stop: Option<oneshot::Sender<()>>,
-    thread: Option<JoinHandle<()>>,
-}
-
 impl Acceptor {
-    /// Starts a thread that lets in every connection which proves in the handshake that it has the key.
+    /// Listens at the first of these addresses that is one of this host, and lets in every connection which proves in
+    /// the handshake that it has the key.
     ///
     /// # Errors
-    /// The system refuses a thread, or what the runtime needs.
-    pub(super) fn open(listener: TcpListener, key: Key) -> io::Result<Acceptor> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        listener.set_nonblocking(true)?;
-        // The listener registers with the runtime that is entered.
-        let guard = runtime.enter();
-        let listener = tokio::net::TcpListener::from_std(listener)?;
-        drop(guard);
+    /// The same as of [`Port::open`].
+    pub(super) fn open(addresses: &[SocketAddr], key: Key) -> io::Result<Acceptor> {
         let (send_on, authenticated) = mpsc::channel();
-        let (stop, stopped) = oneshot::channel();
-        let keep = move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    () = accept_authenticated(&listener, &key, |stream, hello| hand_over(&send_on, stream, hello)) => {}
-                    _ = stopped => {}
-                }
-            });
-        };
-        let thread = thread::Builder::new().name("fsdp-acceptor".to_owned()).spawn(keep)?;
-        Ok(Acceptor { port: Port { stop: Some(stop), thread: Some(thread) }, authenticated })
+        let port =
+            Port::open(addresses, key, "fsdp-acceptor", move |stream, hello| hand_over(&send_on, stream, hello))?;
+        Ok(Acceptor { port, authenticated })
+    }
+
+    /// Returns the number of the port.
+    pub(super) fn port(&self) -> u16 {
+        self.port.address().port()
     }
 
     /// Returns the next connection that was let in; `None` if there is none in time.
@@ -81,14 +64,5 @@ fn hand_over(send_on: &mpsc::Sender<Comer>, stream: tokio::net::TcpStream, hello
         // Sending fails only when nobody waits for connections any more.
         Ok(stream) => drop(send_on.send((stream, hello))),
         Err(error) => tracing::warn!(%error, rank = hello.rank, "a connection was lost"),
-    }
-}
-
-impl Drop for Port {
-    fn drop(&mut self) {
-        drop(self.stop.take());
-        if let Some(thread) = self.thread.take() {
-            thread.join().ok();
-        }
     }
 }

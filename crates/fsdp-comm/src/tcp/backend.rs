@@ -131,7 +131,11 @@ impl TcpBackend {
     ) -> Result<Self, CommError> {
         node.open(id, &global_ranks);
         let member = Member { node: &node, group: id, ranks: &global_ranks, rank };
-        let memory = SharedMemory::new(member, round).inspect_err(|_| node.close(id))?;
+        let memory = SharedMemory::new(member, round).inspect_err(|error| {
+            // The others may still be in an earlier step, and would wait for this rank in vain.
+            node.abort(id, 0, error);
+            node.close(id);
+        })?;
         Ok(TcpBackend { node, id, global_ranks, rank, memory })
     }
 
@@ -150,16 +154,11 @@ impl TcpBackend {
 /// The methods for backends that move only tensors in another way.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 impl TcpBackend {
-    /// Waits for all ranks of a new group, before any of its operations.
-    #[cfg(feature = "mpi")]
-    pub(crate) fn meet_again(&self, round: &Round<'_>) -> Result<(), CommError> {
-        self.tell_again(round, &[]).map(|_| ())
-    }
-
     /// Waits for all ranks of a new group, before any of its operations, and exchanges a record with them.
     pub(crate) fn tell_again(&self, round: &Round<'_>, record: &[u8]) -> Result<Vec<Bytes>, CommError> {
         let round = Round { number: LAST_SETUP_ROUND, ..*round };
-        let told = sockets::exchange(self.member(), &round, record)?;
+        let told = sockets::exchange(self.member(), &round, record)
+            .inspect_err(|error| self.node.abort(self.id, LAST_SETUP_ROUND, error))?;
         self.node.inbox().lock().forget(self.id, LAST_SETUP_ROUND);
         Ok(told)
     }
@@ -223,11 +222,13 @@ impl Drop for TcpBackend {
 #[cfg(test)]
 mod tests {
     use std::thread;
+    use std::time::Instant;
 
+    use super::super::frame::{CHUNK_BYTES, Kind};
     use super::*;
 
-    /// Joins a job of two ranks, without shared memory.
-    fn connect(rank: usize, port: u16) -> Arc<TcpBackend> {
+    /// Joins a job of two ranks.
+    fn connect(rank: usize, port: u16, shared_memory: bool) -> Arc<TcpBackend> {
         let environment = Environment::from_variables(|name| match name {
             "RANK" => Some(rank.to_string()),
             "WORLD_SIZE" => Some("2".to_owned()),
@@ -236,7 +237,22 @@ mod tests {
             "FSDP_JOB_ID" => Some("job".to_owned()),
             _ => None,
         });
-        Arc::new(TcpOptions::new(environment.unwrap()).shared_memory(false).connect_backend().unwrap())
+        let options = TcpOptions::new(environment.unwrap()).shared_memory(shared_memory);
+        Arc::new(options.connect_backend().unwrap())
+    }
+
+    /// Returns both ranks of a job.
+    fn pair(shared_memory: bool) -> [Arc<TcpBackend>; 2] {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        thread::scope(|scope| {
+            let second = scope.spawn(|| connect(1, port, shared_memory));
+            [connect(0, port, shared_memory), second.join().unwrap()]
+        })
+    }
+
+    /// Returns the first round of a group, which may take so long.
+    fn round(deadline: Duration) -> Round<'static> {
+        Round { number: 0, sequence: 0, operation: "test", deadline, until: until(deadline) }
     }
 
     fn gather_much(backend: Arc<TcpBackend>) {
@@ -248,10 +264,9 @@ mod tests {
 
     #[test]
     fn only_a_few_chunks_of_a_rank_are_in_memory_however_much_it_sends() {
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let [backend, other] = pair(false);
         thread::scope(|scope| {
-            scope.spawn(|| gather_much(connect(1, port)));
-            let backend = connect(0, port);
+            scope.spawn(|| gather_much(other));
             let node = Arc::clone(&backend.node);
             let gathering = scope.spawn(|| gather_much(backend));
             let mut most = 0;
@@ -260,6 +275,54 @@ mod tests {
                 thread::sleep(Duration::from_micros(20));
             }
             assert!((1..=4).contains(&most), "{most} chunks waited");
+        });
+    }
+
+    #[test]
+    fn a_group_that_fails_in_the_middle_of_a_frame_does_not_end_the_connection_of_others() {
+        let ranks = pair(false);
+        let [sender, receiver] = &ranks;
+        let round = round(Duration::from_millis(150));
+        thread::scope(|scope| {
+            // Nothing is taken from the socket for longer than the round may take.
+            let busy = receiver.node.inbox().lock();
+            let sending = scope.spawn(|| {
+                while Instant::now() < round.until {
+                    sender.node.send(1, Kind::Chunk, 7, &round, &vec![0; CHUNK_BYTES]).ok();
+                }
+            });
+            thread::sleep(Duration::from_millis(500));
+            assert!(!sending.is_finished());
+            drop(busy);
+        });
+        thread::scope(|scope| {
+            let barriers = ranks.map(|rank| scope.spawn(|| ProcessGroup::new(rank).barrier()));
+            barriers.into_iter().for_each(|barrier| barrier.join().unwrap().unwrap());
+        });
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_rank_that_is_late_for_a_new_group_gets_the_error_of_the_others() {
+        let [first, second] = pair(true);
+        let error = first.child(&round(Duration::from_millis(200)), 7, &[0, 1]).unwrap_err();
+        assert!(matches!(&error, CommError::Timeout { missing, .. } if missing[..] == [1]), "{error}");
+        // The second rank has got the first message of the first one, and no other one will come.
+        assert_eq!(second.child(&round(Duration::from_secs(20)), 7, &[0, 1]).unwrap_err(), error);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_rank_whose_deadline_ends_before_it_hears_why_another_gave_up_has_the_same_error() {
+        let [first, second] = pair(true);
+        let barrier = |rank: &TcpBackend, deadline| rank.round(&round(deadline), b"", b"", Box::new(|_| Ok(None)));
+        let error = barrier(&second, Duration::from_millis(100)).unwrap_err();
+        assert!(matches!(&error, CommError::Timeout { missing, .. } if missing[..] == [0]), "{error}");
+        thread::scope(|scope| {
+            let late = scope.spawn(|| barrier(&first, Duration::ZERO));
+            thread::sleep(Duration::from_millis(200));
+            second.abort(0, &error);
+            assert_eq!(late.join().unwrap(), Err(error));
         });
     }
 }

@@ -127,9 +127,11 @@ pub(super) fn write(stream: &mut impl Write, mut bytes: &[u8], go_on: impl Fn() 
 
 #[cfg(test)]
 mod tests {
+    use std::fmt;
+
     use super::*;
     use crate::environment::MAX_WORLD_SIZE;
-    use crate::error::MAX_MESSAGE_BYTES;
+    use crate::error::{CommError, MAX_MESSAGE_BYTES, MIN_CALL_BYTES, RankCall};
     use crate::group::INLINE_BYTES;
     use crate::record::{Call, Header, Operation};
     use crate::wire;
@@ -155,6 +157,28 @@ mod tests {
         // A bundle has the rank and the length in front of each record.
         let beside = 8;
         assert!(wire::encode(&header).unwrap().len() + texts + beside <= MAX_BODY_BYTES as usize);
+    }
+
+    /// A call of which only the end shows that it is not another one.
+    #[derive(PartialEq)]
+    struct LongCall(usize);
+
+    impl fmt::Display for LongCall {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(f, "{}{}", "1, ".repeat(2 * MAX_MESSAGE_BYTES), self.0)
+        }
+    }
+
+    #[test]
+    fn the_error_of_ranks_that_all_call_something_else_fits_in_a_frame() {
+        for ranks in [1, 300, 4096] {
+            let calls = RankCall::collect((0..ranks).map(|rank| (rank, LongCall(rank))));
+            assert_eq!(calls.len(), ranks);
+            let error = CommError::Mismatch { sequence: 7, calls };
+            assert!(wire::encode(&error).unwrap().len() <= MAX_BODY_BYTES as usize, "{ranks}");
+        }
+        // A call also has two lengths, and a rank.
+        const { assert!(MAX_WORLD_SIZE * (MIN_CALL_BYTES + 24) < MAX_BODY_BYTES as usize) };
     }
 
     #[test]

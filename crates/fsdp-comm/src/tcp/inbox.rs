@@ -16,6 +16,9 @@ use crate::wire;
 /// The time without any frame after which a rank counts as stopped or unreachable, and not merely slow.
 pub(super) const SILENCE: Duration = Duration::from_millis(1750);
 
+/// The time that a process which was stopped has for reading what the others sent meanwhile.
+const CATCH_UP: Duration = Duration::from_millis(500);
+
 /// The reason that is given for a rank that has ended without a goodbye.
 const EXITED: &str = "exited without leaving the group (its connection was closed)";
 
@@ -31,8 +34,10 @@ pub(super) struct State {
     /// The time of silence after which a rank counts as lost, even during an operation that may take longer: the
     /// deadline of the job.
     pub(super) patience: Duration,
-    /// The time of this process's last heartbeat.
-    pub(super) last_heartbeat_sent: Instant,
+    /// The last time at which the thread that sends heartbeats was seen to run.
+    pub(super) last_beat: Instant,
+    /// The time at which this process went on after it had been stopped.
+    resumed: Option<Instant>,
     /// By the number of the group.
     pub(super) groups: HashMap<u64, GroupState>,
     /// The questions of other ranks that are not answered yet.
@@ -124,7 +129,7 @@ impl RankState {
     }
 
     /// Forgets a silence for which the rank is not to blame.
-    pub(super) fn excuse_silence(&mut self, now: Instant) {
+    fn excuse_silence(&mut self, now: Instant) {
         self.last_frame_received = self.last_frame_received.map(|_| now);
     }
 }
@@ -138,7 +143,8 @@ impl State {
             direct_up_to,
             ranks: (0..ranks).map(unknown).collect(),
             patience: deadline.max(SILENCE),
-            last_heartbeat_sent: now,
+            last_beat: now,
+            resumed: None,
             groups: HashMap::new(),
             questions: BTreeSet::new(),
             notices: Vec::new(),
@@ -147,6 +153,23 @@ impl State {
             closed: HashSet::new(),
             leaving: false,
         }
+    }
+
+    /// Notes that this process runs. If that was last noted long ago, the process was stopped, and then the others are not to
+    /// blame for their silence: what they sent has not been read yet.
+    pub(super) fn beat(&mut self, now: Instant) {
+        if now.saturating_duration_since(self.last_beat) > SILENCE {
+            self.resumed = Some(now);
+            self.ranks.iter_mut().for_each(|rank| rank.excuse_silence(now));
+        }
+        self.last_beat = now;
+    }
+
+    /// Returns `true` if this process was stopped until a moment ago, so that it may not have read yet what the others sent
+    /// meanwhile. They may have sent that this rank itself is to blame.
+    pub(super) fn catches_up(&self, now: Instant) -> bool {
+        now.saturating_duration_since(self.last_beat) > SILENCE
+            || self.resumed.is_some_and(|resumed| now.saturating_duration_since(resumed) < CATCH_UP)
     }
 
     /// Takes a frame of another rank.
@@ -393,10 +416,13 @@ impl State {
 impl State {
     /// Returns the error for which a round of a group must end while the data of the `missing` ranks has not arrived;
     /// `None` if it can go on waiting. In this order: the group has failed, a missing rank has left, one of them has
-    /// been silent for too long, or the deadline is over.
+    /// been silent for too long, or the deadline is over. While this process catches up, nobody is blamed yet.
     pub(super) fn failure(&self, group: u64, round: &Round<'_>, missing: &[usize], now: Instant) -> Option<CommError> {
-        self.ended(group, round)
-            .or_else(|| self.departed(group, round, missing))
+        let ended = self.ended(group, round);
+        if ended.is_some() || self.catches_up(now) {
+            return ended;
+        }
+        self.departed(group, round, missing)
             .or_else(|| self.silent(round, missing, now))
             .or_else(|| timeout(round, missing, now))
     }
@@ -421,16 +447,9 @@ impl State {
     /// Returns the error of a round that misses a rank which has been silent for too long.
     ///
     /// After the deadline, a rank without recent heartbeats is blamed before one that is only slow. Before the deadline, a
-    /// rank is lost once it has been silent for `patience`. But if this process itself was stopped for a while, it has not
-    /// read the others' heartbeats yet, and blames nobody.
+    /// rank is lost once it has been silent for `patience`.
     pub(super) fn silent(&self, round: &Round<'_>, missing: &[usize], now: Instant) -> Option<CommError> {
-        let limit = if now >= round.until {
-            SILENCE
-        } else if now.saturating_duration_since(self.last_heartbeat_sent) > SILENCE {
-            Duration::MAX
-        } else {
-            self.patience
-        };
+        let limit = if now >= round.until { SILENCE } else { self.patience };
         let (rank, silence) =
             missing.iter().map(|&rank| (rank, self.silence(rank, now))).find(|(_, it)| *it > limit)?;
         let seconds = silence.as_secs_f64();

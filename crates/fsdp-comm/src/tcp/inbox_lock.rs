@@ -5,7 +5,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::frame::{Frame, Kind, Notice};
-use super::inbox::{SILENCE, State};
+use super::inbox::State;
 
 /// The time after which a notice is offered again to a rank whose socket was busy.
 pub(super) const OFFER_AGAIN: Duration = Duration::from_millis(20);
@@ -78,11 +78,7 @@ impl Inbox {
     pub(super) fn sleep(&self, duration: Duration) -> bool {
         let until = Instant::now() + duration;
         let mut state = self.lock();
-        if state.last_heartbeat_sent.elapsed() > SILENCE {
-            // This process was stopped. The frames that the others sent meanwhile have not been read yet.
-            state.ranks.iter_mut().for_each(|rank| rank.excuse_silence(Instant::now()));
-        }
-        state.last_heartbeat_sent = Instant::now();
+        state.beat(Instant::now());
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if state.leaving || left.is_zero() {

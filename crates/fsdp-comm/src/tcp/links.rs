@@ -448,7 +448,11 @@ impl Links {
 
     /// Sends heartbeats to all ranks to which there are connections.
     pub(super) fn send_heartbeats(&self) {
-        (0..self.writers.len()).for_each(|to| self.send_heartbeat(to));
+        for to in (0..self.writers.len()).filter(|&to| self.is_connected(to)) {
+            // Those that do not read hold up this thread for a while, which does not mean that this process is stopped.
+            self.inbox.lock().beat(Instant::now());
+            self.send_heartbeat(to);
+        }
     }
 
     /// Sends a heartbeat to a rank, if there is a connection to it and its socket is free.

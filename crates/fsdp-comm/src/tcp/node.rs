@@ -1,5 +1,6 @@
 //! This process in its job: what its operations send to other ranks, and what they wait for.
 
+use std::cell::Cell;
 use std::io;
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -8,15 +9,14 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::acceptor::{Acceptor, Port};
+use super::acceptor::Acceptor;
 use super::frame::{Kind, Notice};
-#[cfg(feature = "mpi")]
-use super::inbox::SILENCE;
-use super::inbox::{State, ranks_body};
+use super::inbox::{SILENCE, State, ranks_body};
 use super::inbox_lock::Inbox;
 use super::links::{Directory, GOODBYE_TIMEOUT, Links};
 use super::relay::Next;
 use super::schedule::Schedule;
+use crate::access::Port;
 use crate::backend::Round;
 use crate::error::CommError;
 use crate::store::TcpStore;
@@ -24,6 +24,9 @@ use crate::wire;
 
 /// The time between two heartbeats.
 const HEARTBEAT: Duration = Duration::from_millis(500);
+
+/// The time between two checks of a rank that catches up after its process was stopped.
+const CATCH_UP_CHECK: Duration = Duration::from_millis(20);
 
 /// The longest time between two checks of a rank that waits for a connection.
 const CONNECTION_CHECK: Duration = Duration::from_millis(100);
@@ -133,6 +136,43 @@ impl Node {
         Ok(())
     }
 
+    /// Writes a frame to a rank. While that rank does not read, this waits until the round cannot end any more.
+    ///
+    /// # Errors
+    /// The frame could not be written as a whole, so the connection can carry no other one, and the rank counts as lost.
+    /// With the reason that the round cannot end, if there was one before.
+    fn write(
+        &self,
+        to: usize,
+        kind: Kind,
+        group: u64,
+        round: &Round<'_>,
+        body: &[u8],
+    ) -> Result<(), Option<CommError>> {
+        let failing_since = Cell::new(None);
+        let go_on = || {
+            let (state, now) = (self.inbox().lock(), Instant::now());
+            if state.failure(group, round, &[to], now).is_none() {
+                return true;
+            }
+            // Other groups use the connection too, so a frame should not end in the middle because this one has failed. A
+            // rank that is well reads on soon.
+            let since = failing_since.get().unwrap_or(now);
+            failing_since.set(Some(since));
+            state.ranks[to].left.is_none() && state.silence(to, now) <= SILENCE && now <= since + SILENCE
+        };
+        self.links.write(to, kind, (group, round.number), body, go_on).map_err(|error| {
+            let failure = {
+                let state = self.inbox().lock();
+                let missing = if state.ranks[to].left.is_some() { &[][..] } else { &[to] };
+                state.failure(group, round, missing, Instant::now())
+            };
+            self.inbox().lose(to, &error);
+            self.links.hang_up(to);
+            failure
+        })
+    }
+
     /// Sends a frame. While the other rank does not read, this waits until the round's deadline.
     ///
     /// # Errors
@@ -149,22 +189,12 @@ impl Node {
             return Err(failure);
         }
         self.await_connection(to, group, round)?;
-        // While the other rank does not read, this looks whether it is lost, and whether the group has failed.
-        let go_on = || self.failure(group, round, &[to]).is_none();
-        let Err(error) = self.links.write(to, kind, (group, round.number), body, go_on) else { return Ok(()) };
-        // If `go_on` has ended the write, this is the reason.
-        let failure = self.failure(group, round, &[to]);
-        // The connection may be in the middle of a frame, so it cannot be used any more.
-        self.inbox().lose(to, &error);
-        self.links.hang_up(to);
-        // Otherwise that rank is lost because of the failed write. Another one may have to be named as the first to be
-        // lost.
-        Err(failure.or_else(|| self.failure(group, round, &[to])).unwrap_or_else(|| CommError::RankLeft {
-            rank: to,
-            operation: round.operation.to_owned(),
-            sequence: round.sequence,
-            reason: format!("was lost: {error}"),
-        }))
+        match self.write(to, kind, group, round, body) {
+            Ok(()) => Ok(()),
+            Err(Some(failure)) => Err(failure),
+            // The rank is lost because of the failed write. Another one may have to be named as the first to be lost.
+            Err(None) => self.wait(group, round, |_| Err(vec![to])),
+        }
     }
 
     /// Exchanges records with all ranks of a large group, and returns them in rank order. [`State::next`] decides each
@@ -224,16 +254,10 @@ impl Node {
                 Err(failure)
             };
         }
-        let go_on = || self.failure(group, round, &[to]).is_none();
-        let Err(error) = self.links.write(to, kind, (group, round.number), body, go_on) else { return Ok(()) };
-        let failure = {
-            let state = self.inbox().lock();
-            let missing = if state.ranks[to].left.is_some() { &[][..] } else { &[to] };
-            state.failure(group, round, missing, Instant::now())
-        };
-        self.inbox().lose(to, &error);
-        self.links.hang_up(to);
-        failure.map_or(Ok(()), Err)
+        match self.write(to, kind, group, round, body) {
+            Err(Some(failure)) => Err(failure),
+            Ok(()) | Err(None) => Ok(()),
+        }
     }
 
     /// Asks the rank `of` for the records of the ranks `about`. If there is no connection to `of`, this does not wait
@@ -352,8 +376,9 @@ impl Node {
                 state = self.inbox().lock();
                 continue;
             }
+            // The deadline may be over while this process catches up.
             let left = round.until.saturating_duration_since(Instant::now());
-            state = self.inbox().wait(state, left.min(HEARTBEAT));
+            state = self.inbox().wait(state, left.clamp(CATCH_UP_CHECK, HEARTBEAT));
         }
     }
 }

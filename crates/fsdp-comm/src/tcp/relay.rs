@@ -90,6 +90,7 @@ impl State {
         if let Some(failure) = self.ended(group, round) {
             return Err(failure);
         }
+        let catches_up = self.catches_up(now);
         let state = self.groups.entry(group).or_default();
         let (schedule, gathering) = (state.schedule, state.gatherings.entry(round.number).or_default());
         // Step 1: pass on what others wait for, before anything else.
@@ -101,6 +102,10 @@ impl State {
             state.over = Some(round.number);
             state.gatherings.retain(|&number, _| number >= round.number);
             return Ok(Next::Done(records));
+        }
+        // Do not judge the others before this process has read what they sent while it was stopped.
+        if catches_up {
+            return Ok(Next::Wait(now + CHECK));
         }
         // Step 3: give up if a rank that has left will never send what is missing. This is so for a rank that still
         // owes this one records, because it left before it had finished the round, and for one that never entered the

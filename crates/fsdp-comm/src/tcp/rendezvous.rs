@@ -4,9 +4,12 @@
 //! [schedule](super::schedule) of the group of all ranks, about `2 log2(ranks)`, and later to others when it needs to.
 //! So during the rendezvous a rank may not notice that another one, to which it is not connected, has ended. Therefore
 //! all ranks meet in the store a second time: no rank goes on before all are connected to their neighbours.
+//!
+//! The first rank that gives up writes its error to the store, and then ends its connection to it. The others notice that
+//! it has ended, and return the error that is in the store, so that all ranks have the same.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -36,8 +39,13 @@ struct Address {
     host: Option<String>,
 }
 
-/// The value in place of the address of a rank that has not come in time.
-const GIVEN_UP: &[u8] = &[];
+impl Address {
+    /// Returns the address at which this rank, which has this connection to the store, reaches the other one.
+    fn reach(&self, store: &TcpStore) -> SocketAddr {
+        let ip = if self.ip.is_unspecified() { store.peer_ip() } else { self.ip };
+        SocketAddr::new(ip, self.port)
+    }
+}
 
 /// The prefix of the keys of the ranks' addresses in the store.
 const ADDRESS: &str = "tcp/address/";
@@ -47,6 +55,9 @@ const CONNECTED: &str = "tcp/connected/";
 
 /// The prefix of the keys of the ranks that know that all ranks are connected to their neighbours.
 const KNOWS: &str = "tcp/knows/";
+
+/// The key of the error of the first rank that has given up.
+const FAILURE: &str = "tcp/failure";
 
 /// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read the outcome. It is longer
 /// than the others need for two checks of the store.
@@ -99,11 +110,7 @@ pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpS
 /// Finds all other ranks through the store, and connects to them.
 pub(super) fn meet(participant: &Participant, store: TcpStore, shared_memory: bool) -> Result<Arc<Node>, CommError> {
     let connected = connect_all(participant, &store, shared_memory);
-    if connected.is_err() && participant.rank == 0 {
-        // The store ends with this rank, and the others have yet to learn the reason from it.
-        thread::sleep(LINGER);
-    }
-    let (hosts, connections) = connected?;
+    let (hosts, connections) = connected.map_err(|error| participant.give_up(&store, error))?;
     let &Participant { rank, deadline, direct_up_to, .. } = participant;
     Node::start(rank, hosts, connections, store, deadline, direct_up_to)
         .map_err(|error| participant.io("start its threads", &error))
@@ -116,28 +123,23 @@ type Connected = (Vec<Option<String>>, Connections);
 fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool) -> Result<Connected, CommError> {
     let rank = participant.rank;
     participant.make_room()?;
-    // Step 1: listen, so that others can connect as soon as they know the address of this rank.
-    let (listener, ip) = listen(store).map_err(|error| participant.io("listen", &error))?;
-    let port = listener.local_addr().map_err(|error| participant.io("listen", &error))?.port();
-    let host = shared_memory.then(host_token).flatten();
-    let address = Address { ip, port, host };
-    // Step 2: agree on a nonce, which the first rank to come chooses. The key of the connections between ranks is
+    // Step 1: agree on a nonce, which the first rank to come chooses. The key of the connections between ranks is
     // derived from it. So only a process that the store has let in can complete the handshake of these connections.
     let nonce = nonce().map_err(|error| participant.io("get a random number", &error))?;
     let nonce = store.compare_and_set("tcp/nonce", None, &nonce).map_err(|error| participant.lost(&error))?;
     let key = participant.key.derive("ranks", &nonce);
-    // Step 3: let others in from now on, in the background. So no rank waits for another one to reach this point.
-    let mut acceptor =
-        Acceptor::open(listener, key.clone()).map_err(|error| participant.io("open its port", &error))?;
-    // Step 4: exchange addresses through the store.
+    // Step 2: listen, and let others in from now on, in the background. So they can connect as soon as they know the address
+    // of this rank, and no rank waits for another one to reach this point.
+    let (addresses, ip) = own_addresses(store);
+    let acceptor = Acceptor::open(&addresses, key.clone());
+    let mut acceptor = acceptor.map_err(|error| participant.io("listen", &error))?;
+    // Step 3: exchange addresses through the store.
+    let host = shared_memory.then(host_token).flatten();
+    let address = Address { ip, port: acceptor.port(), host };
     let addresses = exchange_addresses(participant, store, &address)?;
-    let locate = |address: &Address| {
-        let ip = if address.ip.is_unspecified() { store.peer_ip() } else { address.ip };
-        SocketAddr::new(ip, address.port)
-    };
-    let directory = Directory { addresses: addresses.iter().map(locate).collect(), key };
+    let directory = Directory { addresses: addresses.iter().map(|address| address.reach(store)).collect(), key };
     let hosts = addresses.into_iter().map(|address| address.host).collect();
-    // Step 5: connect to the lower ranks among the neighbours, then wait for the connections of the higher ones. So of
+    // Step 4: connect to the lower ranks among the neighbours, then wait for the connections of the higher ones. So of
     // every two ranks exactly one connects.
     let mut streams: Vec<Option<TcpStream>> = (0..participant.world_size).map(|_| None).collect();
     let (lower, higher): (Vec<usize>, Vec<usize>) =
@@ -151,21 +153,20 @@ fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool)
     if participant.connects_all {
         return Ok((hosts, Connections { streams, later: None }));
     }
-    // Step 6: in a large job, wait until all ranks are connected to their neighbours.
+    // Step 5: in a large job, wait until all ranks are connected to their neighbours.
     wait_until_all_connected(participant, store)?;
     Ok((hosts, Connections { streams, later: Some(LaterConnections { directory, acceptor }) }))
 }
 
-/// Opens the port at which other ranks connect to this one. Returns it with the address of this host to publish.
-fn listen(store: &TcpStore) -> io::Result<(TcpListener, IpAddr)> {
+/// Returns the addresses at which this rank may listen, and the address of this host to publish.
+fn own_addresses(store: &TcpStore) -> (Vec<SocketAddr>, IpAddr) {
     let ip = store.local_ip();
     if ip.is_loopback() && store.is_everywhere() {
         // This is the host of the store, and the store listens at all addresses of it. This rank has reached the store
         // at a loopback address, which is of no use to other hosts. So listen at all addresses too.
-        let listener = TcpListener::bind(&every_address(0)[..])?;
-        return Ok((listener, Ipv4Addr::UNSPECIFIED.into()));
+        return (every_address(0).to_vec(), Ipv4Addr::UNSPECIFIED.into());
     }
-    Ok((TcpListener::bind((ip, 0))?, ip))
+    (vec![SocketAddr::new(ip, 0)], ip)
 }
 
 impl Participant {
@@ -194,9 +195,9 @@ impl Participant {
         CommError::Rendezvous { address: self.address.clone(), joined, missing, message }
     }
 
-    /// Returns the error of a rank that failed by itself. It knows nothing about the others.
+    /// Returns the error of a rank that failed by itself.
     fn failed(&self, message: String) -> CommError {
-        self.missing(Vec::new(), message)
+        self.missing(vec![self.rank], message)
     }
 
     /// Returns the error of a rank that failed by itself because of the system.
@@ -216,16 +217,28 @@ impl Participant {
         self.missing(vec![first], format!("rank {first} ended before all ranks were connected"))
     }
 
-    /// Asks the store which ranks have ended. Returns the error if one of them `is_awaited`, or if rank 0 has ended and
-    /// the store with it.
+    /// Asks the store which ranks have ended. Returns the error if one of them `is_awaited` or has given up, or if rank 0
+    /// has ended and the store with it.
     fn ended(&self, store: &TcpStore, is_awaited: impl Fn(usize) -> bool) -> Option<CommError> {
         match store.departed(self.until.saturating_duration_since(Instant::now())) {
             Err(error) => Some(self.lost(&error)),
-            Ok(departed) => {
-                let any = departed.iter().any(|&other| other != self.rank && is_awaited(other));
-                any.then(|| self.departed(&departed))
-            }
+            Ok(departed) if departed.iter().any(|&other| is_awaited(other)) => Some(self.departed(&departed)),
+            Ok(departed) if departed.is_empty() => None,
+            Ok(_) => wire::decode(&store.get(FAILURE).ok()??).ok(),
         }
+    }
+
+    /// Ends the part of this rank in a rendezvous that has failed. Returns the error of the first rank that gave up, which
+    /// is `own` if that is this rank, or if the store does not answer any more.
+    fn give_up(&self, store: &TcpStore, own: CommError) -> CommError {
+        let told = wire::encode(&own).ok();
+        let first = told.and_then(|own| store.compare_and_set_within(CHECK, FAILURE, None, &own).ok());
+        store.leave();
+        if self.rank == 0 {
+            // The store ends with this rank, and the others have yet to read the error there.
+            thread::sleep(LINGER);
+        }
+        first.and_then(|first| wire::decode(&first).ok()).unwrap_or(own)
     }
 
     /// Returns the error of a rank that could not connect to another one.
@@ -243,35 +256,32 @@ impl Participant {
 
 /// Publishes this rank's address in the store, and waits for the addresses of all ranks.
 fn exchange_addresses(participant: &Participant, store: &TcpStore, own: &Address) -> Result<Vec<Address>, CommError> {
-    let &Participant { rank, world_size, deadline, until, .. } = participant;
+    let deadline = participant.deadline;
     let encoded = wire::encode(own).map_err(|message| participant.failed(message))?;
-    // If the others have given this rank up already, its key has a value.
-    let published =
-        store.compare_and_set(&format!("{ADDRESS}{rank}"), None, &encoded).map_err(|error| participant.lost(&error))?;
-    if published != encoded {
-        let message = format!("rank {rank} started too late: the other ranks had stopped waiting for it");
-        return Err(participant.missing(vec![rank], message));
-    }
-    let left = until.saturating_duration_since(Instant::now());
-    let mut waited = store.wait_for_ranks(ADDRESS, left).map_err(|error| participant.lost(&error))?;
-    if let RankValues::Missing(keys) = waited {
-        // The first rank to give up gives up for all: it marks the missing ranks, which ends the waits of the others.
-        for key in keys {
-            store.compare_and_set(&key, None, GIVEN_UP).map_err(|error| participant.lost(&error))?;
-        }
-        waited = store.wait_for_ranks(ADDRESS, deadline).map_err(|error| participant.lost(&error))?;
-    }
     let late = format!("not all ranks came within {deadline:?}");
-    let addresses = match waited {
-        RankValues::Complete(addresses) if addresses.len() == world_size => addresses,
-        RankValues::Departed(ranks) => return Err(participant.departed(&ranks)),
-        RankValues::Complete(_) | RankValues::Missing(_) => return Err(participant.failed(late)),
-    };
-    if addresses.iter().any(|address| address == GIVEN_UP) {
-        return Err(participant.incomplete(|rank| addresses[rank] == GIVEN_UP, late));
-    }
+    let addresses = exchange(participant, store, ADDRESS, &encoded, &late)?;
     let decoded: Result<Vec<Address>, String> = addresses.iter().map(|bytes| wire::decode(bytes)).collect();
     decoded.map_err(|message| participant.failed(message))
+}
+
+/// Sets the key of this rank, which is `prefix` and its number, and waits for the values of all ranks. `late` is the message
+/// if some do not come in time.
+fn exchange(
+    participant: &Participant,
+    store: &TcpStore,
+    prefix: &str,
+    own: &[u8],
+    late: &str,
+) -> Result<Vec<Vec<u8>>, CommError> {
+    store.set(&format!("{prefix}{}", participant.rank), own).map_err(|error| participant.lost(&error))?;
+    let left = participant.until.saturating_duration_since(Instant::now());
+    match store.wait_for_ranks(prefix, left).map_err(|error| participant.lost(&error))? {
+        RankValues::Complete(values) => Ok(values),
+        RankValues::Departed(ranks) => Err(participant.departed(&ranks)),
+        RankValues::Missing(keys) => {
+            Err(participant.incomplete(|rank| keys.contains(&format!("{prefix}{rank}")), late.to_owned()))
+        }
+    }
 }
 
 /// Takes the connections of the `higher` ranks that this one is to be connected to.
@@ -314,16 +324,8 @@ fn accept_all(
 fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Result<(), CommError> {
     // Step 1: say that this rank is connected, and wait until all ranks have said so.
     let &Participant { rank, world_size, deadline, until, .. } = participant;
-    let left = || until.saturating_duration_since(Instant::now());
-    store.set(&format!("{CONNECTED}{rank}"), &[]).map_err(|error| participant.lost(&error))?;
-    match store.wait_for_ranks(CONNECTED, left()).map_err(|error| participant.lost(&error))? {
-        RankValues::Complete(_) => {}
-        RankValues::Departed(ranks) => return Err(participant.departed(&ranks)),
-        RankValues::Missing(keys) => {
-            let message = format!("not all ranks connected to each other within {deadline:?}");
-            return Err(participant.incomplete(|other| keys.contains(&format!("{CONNECTED}{other}")), message));
-        }
-    }
+    let late = format!("not all ranks connected to each other within {deadline:?}");
+    exchange(participant, store, CONNECTED, &[], &late)?;
     // Step 2: say that this rank knows. The store ends with rank 0, so rank 0 goes on only when all others know.
     store.set(&format!("{KNOWS}{rank}"), &[]).map_err(|error| participant.lost(&error))?;
     let mut unknowing: Vec<String> = (1..world_size).map(|other| format!("{KNOWS}{other}")).collect();
@@ -360,6 +362,51 @@ fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Res
                 return Err(io::Error::new(io::ErrorKind::PermissionDenied, "a process of another job is there"));
             }
             Ok(stream) => return Ok(stream),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::deadline::until;
+
+    #[test]
+    fn all_ranks_give_up_with_the_error_of_the_first_that_does() {
+        let options = |rank| StoreOptions {
+            job: "job".to_owned(),
+            secret: None,
+            insecure: false,
+            rank,
+            world_size: 3,
+            deadline: Duration::from_secs(20),
+        };
+        let meet = |rank, store: TcpStore, deadline, connects_all| {
+            let participant = Participant {
+                rank,
+                world_size: 3,
+                address: "here".to_owned(),
+                key: store.key().clone(),
+                deadline,
+                until: until(deadline),
+                direct_up_to: if connects_all { 3 } else { 1 },
+                connects_all,
+            };
+            super::meet(&participant, store, false).unwrap_err()
+        };
+        for connects_all in [true, false] {
+            let host = TcpStore::host("127.0.0.1:0", &options(0)).unwrap();
+            let [other, silent] = [1, 2].map(|rank| TcpStore::connect(host.address(), &options(rank)).unwrap());
+            // Rank 2 publishes an address, and then connects to nobody.
+            let address = Address { ip: Ipv4Addr::LOCALHOST.into(), port: 1, host: None };
+            silent.set(&format!("{ADDRESS}2"), &wire::encode(&address).unwrap()).unwrap();
+            thread::scope(|scope| {
+                let other = scope.spawn(|| meet(1, other, Duration::from_secs(20), connects_all));
+                let first = meet(0, host, Duration::from_millis(700), connects_all);
+                let is_named = matches!(&first, CommError::Rendezvous { missing, .. } if missing[..] == [2]);
+                assert!(is_named, "{first}");
+                assert_eq!(other.join().unwrap(), first);
+            });
         }
     }
 }

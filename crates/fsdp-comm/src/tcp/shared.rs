@@ -14,11 +14,13 @@
 use std::fs;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use super::chunks::{Incoming, Outgoing, Published};
+use super::inbox::SILENCE;
 use super::segment::{Notification, RECORD_BYTES, Segment, Word};
 use super::sockets::{Member, SETUP_ROUNDS, exchange};
 use super::watch::wait;
@@ -162,10 +164,11 @@ impl SharedMemory {
             return Ok(());
         }
         // Another rank has given up, and sends its error over the socket. Wait for that, so that all ranks return the
-        // same error.
+        // same error, also if the deadline of this rank is over meanwhile.
+        let patient = Round { until: round.until.max(Instant::now() + SILENCE), ..*round };
         let by = ((decided & !FAILED) >> RANK_SHIFT) as usize;
         let by = member.ranks.get(by).copied().unwrap_or(member.ranks[0]);
-        all.and_then(|()| member.node.wait(member.group, round, |_| Err(vec![by])))
+        all.and_then(|()| member.node.wait(member.group, &patient, |_| Err(vec![by])))
     }
 
     /// Transfers the payloads of a round: publishes this rank's bytes chunk by chunk, and consumes those of the others.
@@ -235,16 +238,18 @@ fn encode<T: Serialize>(value: &T) -> Vec<u8> {
 
 /// Maps the segments of all ranks. Returns `None` if one cannot be mapped or does not hold its rank's token.
 fn map_all(rank: usize, own: Segment, invitations: &[Bytes]) -> Option<Vec<Segment>> {
-    let ranks = invitations.len();
     let mut own = Some(own);
-    let open = |(from, bytes): (usize, &Bytes)| {
-        if from == rank {
-            return own.take();
-        }
-        let Invitation { process, file, token } = wire::decode::<Option<Invitation>>(bytes).ok()??;
-        let segment = Segment::open(process, file, ranks)
-            .inspect_err(|error| tracing::warn!(rank = from, %error, "memory cannot be shared: it goes over sockets"));
-        segment.ok().filter(|segment| segment.word(Word::Token).load(Ordering::Acquire) == token)
-    };
-    invitations.iter().enumerate().map(open).collect()
+    let mut segments = Vec::with_capacity(invitations.len());
+    for (from, invitation) in invitations.iter().enumerate() {
+        segments.push(if from == rank { own.take()? } else { map(from, invitation, invitations.len())? });
+    }
+    Some(segments)
+}
+
+/// Maps the segment of another rank.
+fn map(from: usize, invitation: &Bytes, ranks: usize) -> Option<Segment> {
+    let Invitation { process, file, token } = wire::decode::<Option<Invitation>>(invitation).ok()??;
+    let segment = Segment::open(process, file, ranks)
+        .inspect_err(|error| tracing::warn!(rank = from, %error, "memory cannot be shared: it goes over sockets"));
+    segment.ok().filter(|segment| segment.word(Word::Token).load(Ordering::Acquire) == token)
 }

@@ -352,7 +352,10 @@ impl World {
                     self.plan(until, event);
                     continue;
                 }
-                Condition::Stopped(..) => self.ranks[rank].condition = Condition::Running,
+                Condition::Stopped(..) => {
+                    self.ranks[rank].condition = Condition::Running;
+                    self.ranks[rank].state.beat(at);
+                }
                 Condition::Running => {}
             }
             self.hear(rank);
@@ -397,7 +400,7 @@ impl World {
         self.ranks[rank].heard = now;
         let conditions: Vec<Condition> = self.ranks.iter().map(|rank| rank.condition).collect();
         let state = &mut self.ranks[rank].state;
-        state.last_heartbeat_sent = now;
+        state.last_beat = now;
         for (other, condition) in conditions.into_iter().enumerate() {
             if !self.linked.contains(&(other, rank)) {
                 continue;
@@ -484,7 +487,12 @@ impl World {
 
     /// Checks that all ranks that are not at fault have errors, and that these name ranks at fault only.
     fn assert_blame(&self) {
-        for rank in self.sound() {
+        self.assert_blame_of(self.sound());
+    }
+
+    /// Checks the same of these ranks.
+    fn assert_blame_of<'w>(&'w self, ranks: impl Iterator<Item = &'w Rank>) {
+        for rank in ranks {
             let Some((_, error)) = &rank.error else {
                 panic!("rank {} has no error after {} rounds", rank.state.rank, rank.completed);
             };
@@ -692,6 +700,16 @@ fn a_rank_that_pauses_spoils_nothing() {
     with_many_seeds(200, |ranks, seed, random| {
         let fault = Fault::Pauses(random.within(3 * SKEW), random.within(DEADLINE / 2));
         World::new(ranks, 6, seed, &[(random.below(ranks), fault)]).run().assert_success();
+    });
+}
+
+#[test]
+fn a_rank_that_was_stopped_until_the_others_gave_up_blames_nobody_else() {
+    with_many_seeds(200, |ranks, seed, random| {
+        let victim = random.below(ranks);
+        let fault = Fault::Pauses(random.within(3 * SKEW), 2 * DEADLINE);
+        let world = World::new(ranks, 6, seed, &[(victim, fault)]).run();
+        world.assert_blame_of(world.ranks.iter());
     });
 }
 

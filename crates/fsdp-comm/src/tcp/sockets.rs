@@ -6,7 +6,7 @@ use bytes::Bytes;
 
 use super::frame::{CHUNK_BYTES, Kind};
 use super::node::Node;
-use crate::backend::{Destination, Filler, Plan, Planner, Reducer, Round, reduce_blocks};
+use crate::backend::{Plan, Planner, Round, Sink};
 use crate::error::CommError;
 
 /// The number of rounds in which a group is set up: two for shared memory, and one for the backends that build on this
@@ -90,18 +90,26 @@ pub(super) fn round(
 fn transfer(member: Member<'_>, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
     let Plan { to, from, destination, .. } = plan;
     let own = send.get(from[member.rank].clone()).unwrap_or_default();
-    let mut sink = Sink { rank: member.rank, own, place: Place::new(destination) };
+    let mut sink = Sink::new(destination);
     let (to_send, to_receive) = (most_chunks(&to), most_chunks(&from));
     for index in 0..=to_send.max(to_receive) {
         send_chunks(member, round, send, &to, index)?;
         // A chunk is taken one turn after the chunk of the same number was sent. So this rank copies its own bytes, and
         // sends its next chunk, while the chunks of the others are on their way.
-        match index.checked_sub(1) {
-            None => sink.take_own(),
-            Some(before) if before < to_receive => {
-                sink.take(before * CHUNK_BYTES, &receive_chunks(member, round, &from, before)?);
+        let Some(before) = index.checked_sub(1) else {
+            if let Sink::Copy(fillers) = &mut sink {
+                fillers[member.rank].fill(own);
             }
-            Some(_) => {}
+            continue;
+        };
+        if before < to_receive {
+            let chunks = receive_chunks(member, round, &from, before)?;
+            let mut pieces: Vec<&[u8]> = chunks.iter().map(Vec::as_slice).collect();
+            if let Sink::Reduce(_) = sink {
+                // A reduction takes the bytes of this rank together with those of the others.
+                pieces[member.rank] = &own[chunk_range(own.len(), before)];
+            }
+            sink.take(before * CHUNK_BYTES, &pieces);
         }
     }
     Ok(())
@@ -153,54 +161,6 @@ fn receive_chunks(
         received[other] = chunk;
     }
     Ok(received)
-}
-
-/// The receiver of the chunks of all ranks.
-struct Sink<'p, 'a> {
-    rank: usize,
-    /// The bytes that this rank sends to itself.
-    own: &'a [u8],
-    place: Place<'p>,
-}
-
-/// The place that the bytes of all ranks go to.
-enum Place<'p> {
-    Copy(Vec<Filler<'p>>),
-    Reduce(Reducer<'p>),
-}
-
-impl<'p> Place<'p> {
-    fn new(destination: Destination<'p>) -> Self {
-        match destination {
-            Destination::Copy(destinations) => Place::Copy(destinations.into_iter().map(Filler::new).collect()),
-            Destination::Reduce(reduce) => Place::Reduce(reduce),
-        }
-    }
-}
-
-impl Sink<'_, '_> {
-    /// Copies the bytes of this rank. A reduction takes them together with those of the others.
-    fn take_own(&mut self) {
-        if let Place::Copy(fillers) = &mut self.place {
-            fillers[self.rank].fill(self.own);
-        }
-    }
-
-    /// Takes the chunks of all ranks, which begin at this offset of the bytes of each.
-    fn take(&mut self, offset: usize, chunks: &[Vec<u8>]) {
-        match &mut self.place {
-            Place::Copy(fillers) => {
-                for (filler, chunk) in fillers.iter_mut().zip(chunks) {
-                    filler.fill(chunk);
-                }
-            }
-            Place::Reduce(reduce) => {
-                let mut pieces: Vec<&[u8]> = chunks.iter().map(Vec::as_slice).collect();
-                pieces[self.rank] = &self.own[chunk_range(self.own.len(), offset / CHUNK_BYTES)];
-                reduce_blocks(reduce, offset, &pieces);
-            }
-        }
-    }
 }
 
 fn others(ranks: &[usize], rank: usize) -> impl Iterator<Item = &usize> {

@@ -99,7 +99,7 @@ impl Ranks {
     }
 
     /// Waits until these ranks have ended well, within this time, and returns the output of each.
-    pub(crate) fn wait_for(mut self, ranks: &[usize], limit: Duration) -> Vec<(usize, String)> {
+    pub(crate) fn wait_for(&mut self, ranks: &[usize], limit: Duration) -> Vec<(usize, String)> {
         let until = Instant::now() + limit;
         ranks
             .iter()
