@@ -1,5 +1,5 @@
-//! Checkpoints without a model, ranks or candle: opened in any format, listed, read in part, checked, converted. This is what the
-//! `fsdp` command does, as a library.
+//! Checkpoints without a model, ranks or candle: opened in any format, listed, read in part, checked, converted. This
+//! is what the `fsdp` command does, as a library.
 //!
 //! ```console
 //! cargo run -p fsdp-examples --bin checkpoint-tools -- step-20 model.safetensors

@@ -1,5 +1,5 @@
-//! A transformer of one's own: blocks that are units and keep no activations, fast operations with gradients, half precision
-//! for computation. It learns to predict the next token of a counting sequence.
+//! A transformer of one's own: blocks that are units and keep no activations, fast operations with gradients, half
+//! precision for computation. It learns to predict the next token of a counting sequence.
 //!
 //! ```console
 //! cargo run -p fsdp-examples --bin custom-model -- --ranks 4
@@ -91,7 +91,8 @@ struct Transformer {
 
 impl Transformer {
     fn new(scope: &Scope) -> candle_core::Result<Self> {
-        // A block is gathered for its forward and its backward only, and computes its activations again in the backward.
+        // A block is gathered for its forward and its backward only, and computes its activations again in the
+        // backward.
         let block = |index: usize| scope.pp("blocks").pp(index).unit(|scope| Ok(Recomputed::new(Block::new(scope)?)));
         Ok(Transformer {
             tokens: embedding(TOKENS, WIDTH, scope.vb().pp("tokens"))?,

@@ -1,5 +1,5 @@
-//! The Llama of candle-transformers, unchanged, sharded over ranks: it continues some tokens. Each rank reads its part of the
-//! weights from Hugging Face's files, and has at most two layers whole at a time.
+//! The Llama of candle-transformers, unchanged, sharded over ranks: it continues some tokens. Each rank reads its part
+//! of the weights from Hugging Face's files, and has at most two layers whole at a time.
 //!
 //! ```console
 //! cargo run -p fsdp-examples --bin tiny-llama -- runs/tiny-llama

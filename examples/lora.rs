@@ -1,5 +1,5 @@
-//! LoRA: trains small adapters beside the frozen weights of a Llama, over ranks, and writes them as a directory that the Python
-//! package `peft` opens. Run again, it goes on from the newest checkpoint.
+//! LoRA: trains small adapters beside the frozen weights of a Llama, over ranks, and writes them as a directory that
+//! the Python package `peft` opens. Run again, it goes on from the newest checkpoint.
 //!
 //! ```console
 //! cargo run -p fsdp-examples --bin tiny-llama -- runs/tiny-llama
@@ -218,7 +218,8 @@ fn read_config(directory: &Path) -> Result<Config> {
 fn build(group: &ProcessGroup, config: &Config, directory: &Path) -> Result<TrainState<Model>> {
     let frozen = FsdpConfig { requires_grad: Arc::new(is_adapter), ..FsdpConfig::default() };
     let model = FullyShardedDataParallel::new(group.clone(), frozen, |scope| Model::new(config, scope))?;
-    // The published weights have no adapters: those keep their initial values. Anything else that is missing is an error.
+    // The published weights have no adapters: those keep their initial values. Anything else that is missing is an
+    // error.
     let mut base = TrainState::new(model, Vec::new());
     let load = LoadOptions { strict: false, cast: true, ..LoadOptions::default() };
     let options = CheckpointerOptions { load, ..CheckpointerOptions::default() };
@@ -235,7 +236,8 @@ fn build(group: &ProcessGroup, config: &Config, directory: &Path) -> Result<Trai
 // ANCHOR_END: build
 
 // ANCHOR: check
-/// Compares the scores after a row of tokens with those of candle-transformers' own Llama, built whole from the same files.
+/// Compares the scores after a row of tokens with those of candle-transformers' own Llama, built whole from the same
+/// files.
 fn check(run: &TrainState<Model>, config: &Config, directory: &Path) -> Result<()> {
     let tensors = candle_core::safetensors::load(directory.join("model.safetensors"), &Device::Cpu)?;
     let theirs = Llama::load(VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu), config)?;
@@ -251,7 +253,8 @@ fn check(run: &TrainState<Model>, config: &Config, directory: &Path) -> Result<(
 }
 // ANCHOR_END: check
 
-/// Returns rows of tokens `[rows, TIME + 1]` to learn: each token is a multiple of the one before it. Take your tokenizer here.
+/// Returns rows of tokens `[rows, TIME + 1]` to learn: each token is a multiple of the one before it. Take your
+/// tokenizer here.
 fn rows(config: &Config, step: u64, rows: &[usize]) -> candle_core::Result<Tensor> {
     let vocabulary = config.vocab_size as u64;
     let mut tokens = Vec::new();
@@ -272,7 +275,8 @@ fn train(group: &ProcessGroup, options: &Options) -> Result<()> {
     if options.check {
         check(&run, &config, &options.model)?;
     }
-    // The frozen weights are the same in every checkpoint: from the second one on they are links to the files of the first.
+    // The frozen weights are the same in every checkpoint: from the second one on they are links to the files of the
+    // first.
     let save = SaveOptions { incremental: true, ..SaveOptions::default() };
     let mut checkpointer = Checkpointer::new(
         options.out.as_path(),

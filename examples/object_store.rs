@@ -1,5 +1,5 @@
-//! Checkpoints in an object store: the same calls with a URL. Needs the feature `object-store` of `fsdp`, and the store's usual
-//! variables for its credentials.
+//! Checkpoints in an object store: the same calls with a URL. Needs the feature `object-store` of `fsdp`, and the
+//! store's usual variables for its credentials.
 //!
 //! ```console
 //! export AWS_REGION=eu-central-1 AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=…

@@ -1,5 +1,5 @@
-//! Writes a Llama of random weights in the layout of Hugging Face: `config.json` and `model.safetensors`. The programs `llama` and
-//! `lora` take it where no real model is at hand.
+//! Writes a Llama of random weights in the layout of Hugging Face: `config.json` and `model.safetensors`. The programs
+//! `llama` and `lora` take it where no real model is at hand.
 //!
 //! ```console
 //! cargo run -p fsdp-examples --bin tiny-llama -- runs/tiny-llama

@@ -1,5 +1,5 @@
-//! Trains a small network over ranks that are threads, and saves it with its optimizer and its place in the data. Run again, it
-//! goes on from the newest checkpoint, with whatever number of ranks it is given then:
+//! Trains a small network over ranks that are threads, and saves it with its optimizer and its place in the data. Run
+//! again, it goes on from the newest checkpoint, with whatever number of ranks it is given then:
 //!
 //! ```console
 //! cargo run -p fsdp-examples --bin train -- --out runs/example --ranks 4 --steps 40
@@ -107,7 +107,8 @@ fn train(group: &ProcessGroup, options: &Options) -> Result<f64> {
         let sampler = run.sampler.as_mut().context("the run has a sampler")?;
         let samples = sampler.next_batch(group.rank(), group.world_size());
         let (x, y) = batch(&samples)?;
-        // Gradients are averaged over ranks. Where ranks have different numbers of samples, each sample counts the same.
+        // Gradients are averaged over ranks. Where ranks have different numbers of samples, each sample counts the
+        // same.
         let weight = sampler.weight_of_sample(group.world_size());
         let mine = run.model.forward(|net| (net.forward(&x)? - &y)?.sqr()?.sum_all()? * weight)?;
         run.model.backward(&mine)?;

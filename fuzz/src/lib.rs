@@ -1,5 +1,5 @@
-//! The fuzz targets, one function for each. Each input must give an error or a value, never a panic, and a value that was
-//! read must be written and read again the same. The tests of `fsdp-dcp` run the same functions over the seeds.
+//! The fuzz targets, one function for each. Each input must give an error or a value, never a panic, and a value that
+//! was read must be written and read again the same. The tests of `fsdp-dcp` run the same functions over the seeds.
 
 use std::path::Path;
 

@@ -1,5 +1,6 @@
-//! `cargo xtask gpu`: the tests that need a GPU, on the GPUs of this machine; with `--stand-in`, on a stand-in for them; with
-//! `--check`, the checks of GPU code that need neither a GPU nor a CUDA toolkit; with `--build`, the tests for another machine.
+//! `cargo xtask gpu`: the tests that need a GPU, on the GPUs of this machine; with `--stand-in`, on a stand-in for
+//! them; with `--check`, the checks of GPU code that need neither a GPU nor a CUDA toolkit; with `--build`, the tests
+//! for another machine.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -20,8 +21,8 @@ pub(crate) struct GpuArguments {
     /// Run the tests with a stand-in for NVIDIA's libraries, which needs neither a GPU nor a CUDA toolkit
     #[arg(long, conflicts_with = "check")]
     pub(crate) stand_in: bool,
-    /// Build the tests, and put the stripped programs into DIR, from where they can be copied to a machine with a GPU. This
-    /// needs a CUDA toolkit
+    /// Build the tests, and put the stripped programs into DIR, from where they can be copied to a machine with a GPU.
+    /// This needs a CUDA toolkit
     #[arg(long, value_name = "DIR", conflicts_with_all = ["check", "stand_in"])]
     pub(crate) build: Option<PathBuf>,
 }
@@ -87,8 +88,9 @@ fn test(root: &Path) -> Result<()> {
 
 /// Returns the directory for clippy, and for builds with the stand-in for CUDA's compiler.
 ///
-/// The kernels that the stand-in makes must not be linked into programs for real GPUs, so it has a directory of its own.
-/// Clippy uses it for all code, with and without the code for GPUs, because most crates are then checked only once.
+/// The kernels that the stand-in makes must not be linked into programs for real GPUs, so it has a directory of its
+/// own. Clippy uses it for all code, with and without the code for GPUs, because most crates are then checked only
+/// once.
 pub(crate) fn check_target(root: &Path) -> PathBuf {
     root.join("target/check")
 }
@@ -168,8 +170,8 @@ fn stand_in(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Builds the tests with the CUDA toolkit of this machine, and puts the stripped programs into a directory. There each test
-/// program runs on its own: `fsdp-comm-nccl --test-threads=1`.
+/// Builds the tests with the CUDA toolkit of this machine, and puts the stripped programs into a directory. There each
+/// test program runs on its own: `fsdp-comm-nccl --test-threads=1`.
 fn build(root: &Path, directory: &Path) -> Result<()> {
     // In a directory of its own, so that neither this build nor that of the tests for CPUs undoes the other.
     let target = root.join("target/gpu");

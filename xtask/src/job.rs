@@ -31,8 +31,8 @@ const BATCH: &str = "16";
 /// The tokens of a step.
 pub(crate) const TOKENS: f64 = 16.0 * 16.0;
 
-/// The script of a rank whose last one may be late: it waits until the file `$1` is there. That file may name the port at
-/// which it is to look for the store. `fsdp train` follows.
+/// The script of a rank whose last one may be late: it waits until the file `$1` is there. That file may name the port
+/// at which it is to look for the store. `fsdp train` follows.
 const LATE: &str = r#"
 come=$1; shift
 if [ "$RANK" = $((WORLD_SIZE - 1)) ]; then
@@ -73,8 +73,8 @@ impl Work {
         self.start_as(&[], out, said)
     }
 
-    /// Starts the job, whose last rank does not come before the file `come` is there. If that names a port, it looks for the
-    /// store there.
+    /// Starts the job, whose last rank does not come before the file `come` is there. If that names a port, it looks
+    /// for the store there.
     pub(crate) fn start_with_a_late_rank(&self, come: &Path, out: &Path, said: &Path) -> Result<Job> {
         let come = come.to_str().context("a path is no text")?;
         self.start_as(&["sh", "-c", LATE, "rank", come], out, said)

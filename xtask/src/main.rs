@@ -73,7 +73,8 @@ enum Task {
         #[arg(long)]
         train: bool,
     },
-    /// Simulations of saves on a disk that loses what was not synced: crashes and failures of every kind, each repeatable.
+    /// Simulations of saves on a disk that loses what was not synced: crashes and failures of every kind, each
+    /// repeatable.
     Simulate {
         /// The number of simulations
         #[arg(long, value_name = "N", default_value_t = 2000)]
@@ -91,8 +92,8 @@ enum Task {
         #[arg(long)]
         trace: bool,
     },
-    /// Runs whose ranks and launchers are killed and stopped over and over: they must end with the bits of one that nobody
-    /// disturbed.
+    /// Runs whose ranks and launchers are killed and stopped over and over: they must end with the bits of one that
+    /// nobody disturbed.
     Kills(kills::KillsArguments),
     /// Strangers at the ports of jobs: the jobs must neither end nor grow, and must have the bits of undisturbed ones.
     Strangers(strangers::StrangersArguments),

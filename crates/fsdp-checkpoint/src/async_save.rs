@@ -1,5 +1,5 @@
-//! Saves in the background: torch's `async_save`. The state is copied first, and at most one save is in flight. State that
-//! nobody changes before the next optimizer step is copied in the background too.
+//! Saves in the background: torch's `async_save`. The state is copied first, and at most one save is in flight. State
+//! that nobody changes before the next optimizer step is copied in the background too.
 
 use std::time::{Duration, Instant};
 
@@ -18,8 +18,8 @@ type Finished = (StateDict, Saver, Result<SaveReport, CheckpointError>);
 
 /// Saves checkpoints in the background of one rank: torch's `async_save`.
 ///
-/// [`AsyncSaver::save`] returns when the state has been copied to buffers, which are allocated once and reused. After that
-/// the caller may change its tensors. Writing, hashing and the commit run on a background thread, over a separate
+/// [`AsyncSaver::save`] returns when the state has been copied to buffers, which are allocated once and reused. After
+/// that the caller may change its tensors. Writing, hashing and the commit run on a background thread, over a separate
 /// process group, so that they never mix with the collectives of training. At most one save is in flight: the next one
 /// waits for it, and returns its error.
 #[derive(Debug)]
@@ -63,8 +63,8 @@ impl AsyncSaver {
         self.save_kept(path, state, None, options)
     }
 
-    /// Starts a save like [`AsyncSaver::save`], but copies the tensors that `kept` keeps unchanged in the background. The
-    /// guard in it is released when they have been copied.
+    /// Starts a save like [`AsyncSaver::save`], but copies the tensors that `kept` keeps unchanged in the background.
+    /// The guard in it is released when they have been copied.
     ///
     /// # Errors
     /// The errors of [`AsyncSaver::save`].
@@ -170,8 +170,8 @@ impl Drop for AsyncSaver {
     }
 }
 
-/// Copies the values of `state` into `buffers`, and returns the buffers. Allocates new ones if the layout has changed. What
-/// `kept` keeps unchanged is left for later.
+/// Copies the values of `state` into `buffers`, and returns the buffers. Allocates new ones if the layout has changed.
+/// What `kept` keeps unchanged is left for later.
 fn stage(
     state: &StateDict,
     mut buffers: StateDict,

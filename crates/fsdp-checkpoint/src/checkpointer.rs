@@ -95,12 +95,13 @@ pub struct CheckpointerOptions {
 /// A run's checkpoints are in one directory, or under one prefix of an object store, one for each saved step.
 /// A load opens any format. [`TrainState`](crate::TrainState) has an example.
 ///
-/// Every rank of the group has a `Checkpointer`, and all ranks call the same methods in the same order, for the same steps. A
-/// save in the background uses a separate process group, so that it never mixes with the collectives of training.
+/// Every rank of the group has a `Checkpointer`, and all ranks call the same methods in the same order, for the same
+/// steps. A save in the background uses a separate process group, so that it never mixes with the collectives of
+/// training.
 ///
 /// Errors are the same on every rank, and the checkpointer can be used again after them, unless they end the group
-/// ([`CommError`](fsdp_comm::CommError)). Dropping a checkpointer waits for its save in the background, whose error is only
-/// logged then, and for the removal of old checkpoints.
+/// ([`CommError`](fsdp_comm::CommError)). Dropping a checkpointer waits for its save in the background, whose error is
+/// only logged then, and for the removal of old checkpoints.
 pub struct Checkpointer {
     run: Location,
     group: ProcessGroup,
@@ -192,16 +193,16 @@ impl Checkpointer {
         }
     }
 
-    /// Saves the state of a run as a DCP checkpoint, which `torch.distributed.checkpoint.load` opens. When it returns, the
-    /// checkpoint is durable, and old ones of the run are being removed. A save in the background is waited for first.
-    /// Collectives: one agreement, and those of [`save`](crate::save()).
+    /// Saves the state of a run as a DCP checkpoint, which `torch.distributed.checkpoint.load` opens. When it returns,
+    /// the checkpoint is durable, and old ones of the run are being removed. A save in the background is waited for
+    /// first. Collectives: one agreement, and those of [`save`](crate::save()).
     ///
     /// # Errors
-    /// The same on every rank: state that cannot be saved, ranks that disagree on the state or the step, a checkpoint that
-    /// is there already (unless [`SaveOptions::overwrite`] is set), and whatever the storage says. Files that were in the
-    /// storage before are untouched, unless the error is of the kind [`ErrorKind::AfterCommit`]: then the new checkpoint is
-    /// in its place, but may not survive a loss of power. If the save in the background before this one failed, its error is
-    /// returned, and the new save is not started.
+    /// The same on every rank: state that cannot be saved, ranks that disagree on the state or the step, a checkpoint
+    /// that is there already (unless [`SaveOptions::overwrite`] is set), and whatever the storage says. Files that were
+    /// in the storage before are untouched, unless the error is of the kind [`ErrorKind::AfterCommit`]: then the new
+    /// checkpoint is in its place, but may not survive a loss of power. If the save in the background before this one
+    /// failed, its error is returned, and the new save is not started.
     pub fn save(
         &mut self,
         name: impl Into<CheckpointName>,
@@ -467,9 +468,9 @@ impl Checkpointer {
         if self.run.exists()? { latest_checkpoint(&self.run) } else { Ok(None) }
     }
 
-    /// Removes the checkpoints of the run that need not be kept, and returns them. Saves do this automatically. If the run
-    /// has gone back to an older step, later checkpoints neither count nor are removed. Collective: one agreement and one
-    /// object broadcast.
+    /// Removes the checkpoints of the run that need not be kept, and returns them. Saves do this automatically. If the
+    /// run has gone back to an older step, later checkpoints neither count nor are removed. Collective: one agreement
+    /// and one object broadcast.
     ///
     /// # Errors
     /// The same on every rank: a directory that cannot be read, files that cannot be removed.
@@ -535,8 +536,8 @@ fn step_and_name(checkpoint: &StepCheckpoint) -> Option<(u64, String)> {
     Some((checkpoint.step, checkpoint.path.name().file_name()?.to_str()?.to_owned()))
 }
 
-/// Removes old checkpoints of a run that is at `step`; `None` if that is not known. A failure is only logged, because a run
-/// can continue with too many checkpoints.
+/// Removes old checkpoints of a run that is at `step`; `None` if that is not known. A failure is only logged, because a
+/// run can continue with too many checkpoints.
 fn prune_and_log(run: &Location, retention: &Retention, step: Option<u64>) {
     if let Err(error) = prune_up_to(run, retention, step) {
         warn!(path = %run, %error, "failed to remove old checkpoints");

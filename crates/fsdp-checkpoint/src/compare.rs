@@ -78,12 +78,12 @@ impl<'a> Comparison<'a> {
     /// Compares the tensors that all ranks have read together with the recorded digests. Tensors of which some element
     /// was read by no rank are not compared.
     ///
-    /// `is_unchecked` is `true` if hashes were not checked because the tensors would be compared; the same on every rank.
-    /// `check_hashes` checks the hashes of what this rank has read of some tensors. It is called for tensors that are wrong, to
-    /// find the damage, and for unchecked ones that could not be compared.
+    /// `is_unchecked` is `true` if hashes were not checked because the tensors would be compared; the same on every
+    /// rank. `check_hashes` checks the hashes of what this rank has read of some tensors. It is called for tensors that
+    /// are wrong, to find the damage, and for unchecked ones that could not be compared.
     ///
-    /// Collectives: an object all-gather of sizes, an object gather for each 64 MiB of sums, and an object broadcast; if
-    /// hashes are checked, also an agreement.
+    /// Collectives: an object all-gather of sizes, an object gather for each 64 MiB of sums, and an object broadcast;
+    /// if hashes are checked, also an agreement.
     ///
     /// # Errors
     /// The same on every rank: [`CheckpointError::NotAsSaved`]; the error of any rank's `check_hashes`.
@@ -174,8 +174,8 @@ fn compare_all(metadata: &Metadata, recorded: &StateDigest, parts: Vec<Vec<BoxSu
     compared
 }
 
-/// Returns the ranks whose elements of a tensor are wrong, sorted. The second result is `true` if the boxes that ranks have
-/// read in part make up the tensor, each element once.
+/// Returns the ranks whose elements of a tensor are wrong, sorted. The second result is `true` if the boxes that ranks
+/// have read in part make up the tensor, each element once.
 fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> (Vec<usize>, bool) {
     // A rank that has read the whole tensor sends its sum only if it is wrong.
     let whole = TensorBox::whole(&tensor.shape);

@@ -6,8 +6,8 @@ use fsdp_state::{LoadError as _, digest_state_dict};
 
 use crate::{CheckpointError, Stateful};
 
-/// Returns the digests of everything in a run's state, by name: those that its checkpoint has, in any format and saved by
-/// any number of ranks (`fsdp digest`, [`fsdp_dcp::digest::digest`]). The same on every rank.
+/// Returns the digests of everything in a run's state, by name: those that its checkpoint has, in any format and saved
+/// by any number of ranks (`fsdp digest`, [`fsdp_dcp::digest::digest`]). The same on every rank.
 ///
 /// Collectives: one agreement, and those of [`digest_state_dict`].
 ///
@@ -19,14 +19,15 @@ pub fn state_digest(run: &impl Stateful, group: &ProcessGroup) -> Result<StateDi
 }
 
 /// Checks that ranks which hold the same part of a run hold the same bits: under [`NoShard`], replicas of
-/// [`HybridShard`], and values that are on all ranks. Tied parameters share their memory, so that there is nothing to compare.
+/// [`HybridShard`], and values that are on all ranks. Tied parameters share their memory, so that there is nothing to
+/// compare.
 ///
 /// Call it now and then, such as after every 100 steps: memory errors and operations whose result depends on the rank
 /// are found before they spread. Collectives: two agreements and one object all-gather of a few bytes.
 ///
 /// # Errors
-/// The same on every rank: [`StateError::ReplicasDiffer`], which names the tensors and the ranks that hold something else than
-/// most; as [`Stateful::state_dict`].
+/// The same on every rank: [`StateError::ReplicasDiffer`], which names the tensors and the ranks that hold something
+/// else than most; as [`Stateful::state_dict`].
 ///
 /// [`NoShard`]: fsdp_nn::ShardingStrategy::NoShard
 /// [`HybridShard`]: fsdp_nn::ShardingStrategy::HybridShard

@@ -22,8 +22,8 @@ const OPERATION: &str = "from_checkpoint";
 /// Options of [`from_checkpoint`]; the same on every rank.
 #[derive(Debug, Clone)]
 pub struct FromCheckpointOptions {
-    /// The names that differ between the checkpoint and the model, as pairs: a name or prefix of names in the model, and
-    /// the same in the checkpoint. `("", "bert")` drops a leading `bert`.
+    /// The names that differ between the checkpoint and the model, as pairs: a name or prefix of names in the model,
+    /// and the same in the checkpoint. `("", "bert")` drops a leading `bert`.
     pub fqn_renames: Vec<(String, String)>,
     /// Options of the load. Values are converted to the model's dtype unless `cast` is turned off. Tensors that the
     /// model never requests are an error unless `strict` is turned off.

@@ -33,9 +33,9 @@ pub(crate) struct Writing<'a> {
     pub(crate) metadata: Option<&'a Metadata>,
 }
 
-/// Returns what this rank would have written of the checkpoint `parent`, if that has this digest: the boxes of tensors that
-/// are what they were there. No bytes of tensors are read: the ranks' sums must give the digests that are recorded.
-/// Collectives: an agreement, a gather for each 64 MiB of sums, and an object broadcast.
+/// Returns what this rank would have written of the checkpoint `parent`, if that has this digest: the boxes of tensors
+/// that are what they were there. No bytes of tensors are read: the ranks' sums must give the digests that are
+/// recorded. Collectives: an agreement, a gather for each 64 MiB of sums, and an object broadcast.
 ///
 /// # Errors
 /// The same on every rank: values that cannot be read from where they lie.

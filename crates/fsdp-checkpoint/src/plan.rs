@@ -198,8 +198,8 @@ fn wire_bytes(piece: &PlanPiece) -> u64 {
     }
 }
 
-/// Makes the global plan from the pieces of all ranks. Of ranks with the same schema, or the same layout, only the first
-/// has sent it; equal hashes tell which ranks those are.
+/// Makes the global plan from the pieces of all ranks. Of ranks with the same schema, or the same layout, only the
+/// first has sent it; equal hashes tell which ranks those are.
 fn plan_pieces(
     hashes: &[PlanHashes],
     pieces: Vec<Vec<PlanPiece>>,

@@ -47,8 +47,8 @@ impl Retention {
 ///
 /// No checkpoint is removed unless at least one of those that are kept is whole: its structure and the sizes of its
 /// files are checked. A checkpoint that another process is reading is kept until a later call. So is one to which a
-/// symbolic link in the same directory leads, such as `best`, and one whose directory has files of other programs, which
-/// would be lost.
+/// symbolic link in the same directory leads, such as `best`, and one whose directory has files of other programs,
+/// which would be lost.
 ///
 /// Leftovers of crashed saves and removals are removed too, up to the newest checkpoint's step. Without `keep_last`
 /// nothing is removed, and the directory is not listed.
@@ -59,8 +59,8 @@ pub fn prune(dir: impl Into<Location>, retention: &Retention) -> Result<Vec<Step
     prune_up_to(&dir.into(), retention, None)
 }
 
-/// Removes checkpoints like [`prune`], for a run that is at `step`, if that is known. Checkpoints of later steps are damaged,
-/// or belong to a branch that the run has left by going back: they neither count nor are removed.
+/// Removes checkpoints like [`prune`], for a run that is at `step`, if that is known. Checkpoints of later steps are
+/// damaged, or belong to a branch that the run has left by going back: they neither count nor are removed.
 pub(crate) fn prune_up_to(
     dir: &Location,
     retention: &Retention,
@@ -73,8 +73,8 @@ pub(crate) fn prune_up_to(
     let (mut all, uncommitted) = list_steps(dir)?;
     all.retain(|checkpoint| step.is_none_or(|step| checkpoint.step <= step));
     let Some(newest) = all.last() else { return Ok(Vec::new()) };
-    // A save that is in progress has a later step than the newest of these checkpoints, so what belongs to earlier steps was
-    // left by a crash. In a file system it lies beside the checkpoint's directory.
+    // A save that is in progress has a later step than the newest of these checkpoints, so what belongs to earlier
+    // steps was left by a crash. In a file system it lies beside the checkpoint's directory.
     for step in steps_with_leftovers(dir)?.range(..=newest.step) {
         clean_stale(dir.join(step_name(*step)))?;
     }

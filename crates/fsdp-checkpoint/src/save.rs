@@ -56,10 +56,11 @@ pub struct SaveOptions {
     /// an object store, unchanged files are copied inside the store: they take space, but are not uploaded. A save in
     /// another layout than the last one writes everything.
     pub incremental: bool,
-    /// The checkpoint that the run has loaded, for the first incremental save of a process. It is used only if it has the
-    /// digest of the parent in [`lineage`](Self::lineage). [`Checkpointer`](crate::Checkpointer) fills it in.
+    /// The checkpoint that the run has loaded, for the first incremental save of a process. It is used only if it has
+    /// the digest of the parent in [`lineage`](Self::lineage). [`Checkpointer`](crate::Checkpointer) fills it in.
     pub parent: Option<Location>,
-    /// The place of the checkpoint in its run, to be recorded with it. [`Checkpointer`](crate::Checkpointer) fills it in.
+    /// The place of the checkpoint in its run, to be recorded with it. [`Checkpointer`](crate::Checkpointer) fills it
+    /// in.
     pub lineage: Option<Lineage>,
     /// The progress of the save on this rank. Keep a clone to read it while the save runs.
     pub progress: SaveProgress,
@@ -102,8 +103,8 @@ pub struct SaveReport {
     pub digest: Option<Digest>,
     /// The time from the call to the commit, on this rank.
     pub duration: Duration,
-    /// The time for which an optimizer step, or another change of the state, waited for the copy of a save in the background
-    /// on this rank.
+    /// The time for which an optimizer step, or another change of the state, waited for the copy of a save in the
+    /// background on this rank.
     pub waited: Duration,
 }
 
@@ -313,9 +314,9 @@ pub(crate) fn save_part(
     Ok(bytes)
 }
 
-/// Prepares a staging directory for a new checkpoint at `path`, and removes those that killed saves have left beside it.
-/// Fails early if the commit could not replace what is at `path`, or would remove files of other programs with the old
-/// checkpoint.
+/// Prepares a staging directory for a new checkpoint at `path`, and removes those that killed saves have left beside
+/// it. Fails early if the commit could not replace what is at `path`, or would remove files of other programs with the
+/// old checkpoint.
 fn prepare(path: &Location, options: &SaveOptions) -> Result<Staging, CheckpointError> {
     if options.overwrite {
         check_replaceable(path)?;

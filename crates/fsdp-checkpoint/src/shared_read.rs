@@ -85,8 +85,8 @@ impl JoinedBoxes {
         joined
     }
 
-    /// Cuts the sequence into pieces of [`PIECE`] bytes, and each piece into one share for each replica. Returns the shares
-    /// of each piece, in the order of the replicas, as ranges of the sequence. No element is cut.
+    /// Cuts the sequence into pieces of [`PIECE`] bytes, and each piece into one share for each replica. Returns the
+    /// shares of each piece, in the order of the replicas, as ranges of the sequence. No element is cut.
     pub(crate) fn shares(&self, replicas: usize) -> Vec<Vec<Range<usize>>> {
         self.shares_of_pieces(PIECE, replicas)
     }

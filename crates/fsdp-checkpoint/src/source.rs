@@ -30,9 +30,9 @@ const WINDOW: usize = 512 << 20;
 /// An open checkpoint of any format, as the source of a load.
 ///
 /// Every rank opens the checkpoint by itself, and reads by itself unless replicas share the reading
-/// ([`LoadOptions::read_once`](fsdp_state::LoadOptions::read_once)). Collectives: agreements; if the checkpoint has digests,
-/// a gather of sums, by which the ranks check that all of them together have loaded what was saved; if the reading is
-/// shared, an object all-gather and the all-gathers of the data.
+/// ([`LoadOptions::read_once`](fsdp_state::LoadOptions::read_once)). Collectives: agreements; if the checkpoint has
+/// digests, a gather of sums, by which the ranks check that all of them together have loaded what was saved; if the
+/// reading is shared, an object all-gather and the all-gathers of the data.
 pub struct CheckpointSource<'a> {
     checkpoint: &'a dyn Checkpoint,
     schema: Schema,
@@ -40,8 +40,8 @@ pub struct CheckpointSource<'a> {
     keys: Vec<String>,
     /// The ranks that load the same data as this one, if they share the reading.
     replicas: Option<ProcessGroup>,
-    /// `true` if parts of tensors are read without checking hashes, because the sums over the parts of all ranks are compared
-    /// with the digest of the tensor. Hashes are checked afterwards if the parts do not make up the tensor.
+    /// `true` if parts of tensors are read without checking hashes, because the sums over the parts of all ranks are
+    /// compared with the digest of the tensor. Hashes are checked afterwards if the parts do not make up the tensor.
     is_compared: bool,
 }
 
@@ -76,8 +76,8 @@ impl<'a> CheckpointSource<'a> {
         CheckpointSource { checkpoint, schema: Schema::new(schema), keys, replicas: None, is_compared: false }
     }
 
-    /// Leaves out opaque plain values, which hold objects of other programs and cannot be loaded, and returns their keys.
-    /// Values for which `is_state` returns `true` are kept.
+    /// Leaves out opaque plain values, which hold objects of other programs and cannot be loaded, and returns their
+    /// keys. Values for which `is_state` returns `true` are kept.
     ///
     /// # Errors
     /// Values that cannot be read for another reason.
@@ -211,8 +211,8 @@ impl<'a> Reading<'a> {
         while first < wanted.len() {
             let positions = first..first + window(&wanted[first..]);
             let window = &wanted[positions.clone()];
-            // Ask for the memory of a window of tensors, fill all of it, and give it back in the same order. A rank that
-            // has failed asks for none, and only takes part in the collectives.
+            // Ask for the memory of a window of tensors, fill all of it, and give it back in the same order. A rank
+            // that has failed asks for none, and only takes part in the collectives.
             let mut lent = outcome.and_then(|()| {
                 let memories: Result<Vec<_>, _> = positions.clone().map(|index| lend.lend(index)).collect();
                 Ok(memories?)
@@ -397,7 +397,8 @@ impl Source for CheckpointSource<'_> {
         CheckpointError::agree(call.group, call.operation, Some(hash), checked)?;
         let shares = call.options.read_once.unwrap_or_else(|| self.checkpoint.directory().is_object_store());
         self.replicas = if shares { replicas(call.group, wanted)? } else { None };
-        // A rank that is alone knows at once which tensors it reads in part only. Replicas check the hashes of their shares.
+        // A rank that is alone knows at once which tensors it reads in part only. Replicas check the hashes of their
+        // shares.
         self.is_compared =
             self.checkpoint.digests().is_some() && call.group.world_size() > 1 && self.replicas.is_none();
         Ok(())

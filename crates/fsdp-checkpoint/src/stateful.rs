@@ -41,8 +41,8 @@ pub trait Stateful {
     /// Loads the state from a checkpoint that every rank of `group` has opened. Collective.
     ///
     /// # Errors
-    /// The same on every rank. The state is unchanged, unless the error is [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded): then some
-    /// values are new.
+    /// The same on every rank. The state is unchanged, unless the error is
+    /// [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded): then some values are new.
     fn load_state_dict(
         &mut self,
         checkpoint: &dyn Checkpoint,
@@ -51,8 +51,8 @@ pub trait Stateful {
     ) -> Result<LoadReport, CheckpointError>;
 }
 
-/// A guard that keeps the sharded tensors below some keys of a state dict unchanged until they have been copied. Other values
-/// below these keys are copied at once.
+/// A guard that keeps the sharded tensors below some keys of a state dict unchanged until they have been copied. Other
+/// values below these keys are copied at once.
 #[derive(Debug)]
 pub struct KeptUnchanged {
     keys: Vec<String>,
@@ -116,11 +116,11 @@ const AVERAGE: &str = "average";
 ///
 /// A strict load (the default) fails if the run has a name that the checkpoint lacks, or if the checkpoint has a
 /// tensor, or anything of optimizers, that the run does not have. Other plain values that only the checkpoint has are
-/// added to [`TrainState::values`]. A tensor of one element becomes a number where `values` has a plain value. A load that
-/// is not strict ignores names that only one side has, and opaque values.
+/// added to [`TrainState::values`]. A tensor of one element becomes a number where `values` has a plain value. A load
+/// that is not strict ignores names that only one side has, and opaque values.
 ///
-/// A checkpoint without a `model` key, such as a published one, holds only a model. Load it into a run without optimizers.
-/// Names that begin with `model.` in a format of flat keys are the model's own, as in Hugging Face's files.
+/// A checkpoint without a `model` key, such as a published one, holds only a model. Load it into a run without
+/// optimizers. Names that begin with `model.` in a format of flat keys are the model's own, as in Hugging Face's files.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

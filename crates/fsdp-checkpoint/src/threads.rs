@@ -5,8 +5,9 @@ use fsdp_comm::ProcessGroup;
 /// The most threads with which a rank reads or writes by default. More do not make a disk faster.
 const MAX_THREADS: usize = 4;
 
-/// Returns the number of threads with which a rank of `group` reads or writes: as many as `asked`, or else its share of the
-/// cores of its host. With more threads than cores, the ranks would wait for the locks of the files that others write.
+/// Returns the number of threads with which a rank of `group` reads or writes: as many as `asked`, or else its share of
+/// the cores of its host. With more threads than cores, the ranks would wait for the locks of the files that others
+/// write.
 ///
 /// Threads that read or write an object store mostly wait for it, so they need no core each.
 pub(crate) fn threads(asked: Option<usize>, group: &ProcessGroup, is_object_store: bool) -> usize {

@@ -1,5 +1,5 @@
-//! State on a GPU: loaded there, and saved from there, with the bits that CPUs saved. `cargo xtask gpu` runs this where a
-//! GPU is.
+//! State on a GPU: loaded there, and saved from there, with the bits that CPUs saved. `cargo xtask gpu` runs this where
+//! a GPU is.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 

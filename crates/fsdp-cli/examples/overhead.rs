@@ -1,6 +1,6 @@
-//! Two costs beside that of a training step, each measured in one run, so that all is under the same conditions: that of
-//! sharding if there is nothing to shard, against plain candle in turns; and that of a comparison of replicas, on two ranks
-//! that hold the whole state each. `--json` prints an object.
+//! Two costs beside that of a training step, each measured in one run, so that all is under the same conditions: that
+//! of sharding if there is nothing to shard, against plain candle in turns; and that of a comparison of replicas, on
+//! two ranks that hold the whole state each. `--json` prints an object.
 
 use std::time::{Duration, Instant};
 

@@ -1,12 +1,12 @@
 //! The number of CPU threads of a rank, and the pools that candle keeps for a whole process.
 //!
-//! candle sizes its pools by the machine when they are first used. Several ranks would then have as many threads each as
-//! the machine has cores, and threads that wait for work spin on cores that other ranks need.
+//! candle sizes its pools by the machine when they are first used. Several ranks would then have as many threads each
+//! as the machine has cores, and threads that wait for work spin on cores that other ranks need.
 
 use std::num::NonZeroUsize;
 
-/// The variable that sizes candle's pools. candle cuts matrix products into as many parts, and its pool for element-wise
-/// operations has as many threads unless `CANDLE_NUM_THREADS` says otherwise.
+/// The variable that sizes candle's pools. candle cuts matrix products into as many parts, and its pool for
+/// element-wise operations has as many threads unless `CANDLE_NUM_THREADS` says otherwise.
 pub(crate) const VARIABLE: &str = "RAYON_NUM_THREADS";
 
 /// The variable that tells how often the threads of candle's own pool look for work before they sleep.

@@ -132,10 +132,10 @@ impl Text {
 
 /// Defines the global batch of each step, and how it is divided among the ranks.
 ///
-/// Row `b` of step `s` has the number `n = s * batch + b`, and starts at byte `(n * seq) mod (len - seq - 1)` of the text;
-/// targets are the bytes one position later. The rows are divided in order into `ranks * accumulation` parts, one for each backward of each
-/// rank, whose numbers of rows differ by at most one. Each part is weighted by its number of rows in the loss
-/// ([`Self::weight`]), so a step is the same for any number of ranks.
+/// Row `b` of step `s` has the number `n = s * batch + b`, and starts at byte `(n * seq) mod (len - seq - 1)` of the
+/// text; targets are the bytes one position later. The rows are divided in order into `ranks * accumulation` parts, one
+/// for each backward of each rank, whose numbers of rows differ by at most one. Each part is weighted by its number of
+/// rows in the loss ([`Self::weight`]), so a step is the same for any number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batches {
     /// The number of rows of the global batch.
@@ -177,8 +177,8 @@ impl Batches {
         first(part)..first(part + 1)
     }
 
-    /// Returns the factor by which the mean loss of one backward counts in the rank's loss. The mean of all ranks' losses
-    /// is then the mean over the rows of the global batch.
+    /// Returns the factor by which the mean loss of one backward counts in the rank's loss. The mean of all ranks'
+    /// losses is then the mean over the rows of the global batch.
     #[must_use]
     pub fn weight(&self, rank: usize, part: usize) -> f64 {
         (self.rows(rank, part).len() * self.ranks) as f64 / self.batch as f64
@@ -216,8 +216,8 @@ impl Batches {
         self.batch_at(text, self.rows_of(step), rank, part, device)
     }
 
-    /// Returns tokens and targets like [`Self::batch`], of a global batch that begins with the row number `first`. For runs
-    /// whose steps had batches of several sizes.
+    /// Returns tokens and targets like [`Self::batch`], of a global batch that begins with the row number `first`. For
+    /// runs whose steps had batches of several sizes.
     ///
     /// # Errors
     /// The same as [`Self::check`], and candle's errors.

@@ -64,8 +64,8 @@ impl From<Error> for Failed {
     }
 }
 
-/// Runs a command that writes one JSON object, and returns what it would write to stdout. `arguments` are those of the command
-/// line, without the name of the program.
+/// Runs a command that writes one JSON object, and returns what it would write to stdout. `arguments` are those of the
+/// command line, without the name of the program.
 ///
 /// Signals are left to the caller. To stop a conversion, store the number of a signal in `stop`; the conversion then
 /// removes what it has written so far, and fails.

@@ -223,8 +223,8 @@ const LOOKS: [usize; 2] = [4096, 64];
 /// The most bytes that the value of a step takes.
 const STEP_BYTES: u64 = 64 << 10;
 
-/// Returns the opaque values and tensors, sorted, and the number of items that were not looked into. Nothing is read but
-/// what tells their types, and that of some items only: a checkpoint may have millions.
+/// Returns the opaque values and tensors, sorted, and the number of items that were not looked into. Nothing is read
+/// but what tells their types, and that of some items only: a checkpoint may have millions.
 fn opaque(source: &dyn Checkpoint) -> (Vec<Opaque>, usize) {
     let metadata = source.metadata();
     let values = metadata.values().map(|(name, value)| (name, value.stored.as_ref().map_or(0, |stored| stored.length)));
@@ -245,8 +245,8 @@ fn opaque(source: &dyn Checkpoint) -> (Vec<Opaque>, usize) {
     (opaque, metadata.entries.len().saturating_sub(looks))
 }
 
-/// Returns the step at which a checkpoint was saved. One that is damaged does not keep the rest from being shown: `verify`
-/// is for damage.
+/// Returns the step at which a checkpoint was saved. One that is damaged does not keep the rest from being shown:
+/// `verify` is for damage.
 fn step(source: &dyn Checkpoint) -> Option<i64> {
     let entries = &source.metadata().entries;
     STEPS.iter().find_map(|key| match entries.get(*key)? {

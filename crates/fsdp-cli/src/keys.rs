@@ -59,8 +59,8 @@ impl<'a> Keys<'a> {
         unused.map_or(Ok(()), |glob| Err(UsageError::UnusedGlob { glob: glob.to_owned() }.into()))
     }
 
-    /// Checks that the options fit the keys of a checkpoint. A glob of `--exclude` that matches no key may be one that is
-    /// given for many checkpoints, and is only told.
+    /// Checks that the options fit the keys of a checkpoint. A glob of `--exclude` that matches no key may be one that
+    /// is given for many checkpoints, and is only told.
     ///
     /// # Errors
     /// Nothing is selected, a rule fits nothing (both are likely slips), or a key would become empty.

@@ -190,8 +190,8 @@ fn without_json_twin(command: clap::Command) -> clap::Command {
     })
 }
 
-/// Gives candle's pools in this process the threads of one rank, and keeps the memory that a step frees for the next one.
-/// Only for the start of [`main`].
+/// Gives candle's pools in this process the threads of one rank, and keeps the memory that a step frees for the next
+/// one. Only for the start of [`main`].
 #[cfg(feature = "train")]
 #[expect(unsafe_code, reason = "candle reads the number of threads from the environment only")]
 fn prepare_training(command: &Command) {
@@ -204,14 +204,14 @@ fn prepare_training(command: &Command) {
         // SAFETY: as above.
         unsafe { std::env::set_var(cpu_threads::SPIN_VARIABLE, cpu_threads::SPINS.to_string()) };
     }
-    // The pad is not larger because glibc uses the whole of it before it joins the small free blocks that aligned ones leave
-    // between them, so each refused connection would add to the memory of the thread that listens.
+    // The pad is not larger because glibc uses the whole of it before it joins the small free blocks that aligned ones
+    // leave between them, so each refused connection would add to the memory of the thread that listens.
     keep_freed_memory(16 << 20);
 }
 
-/// Lets glibc keep freed memory for later allocations. By default it gives large blocks back to the system as soon as they
-/// are free, and memory that is taken anew costs a page fault and zeroing for every page: a quarter of a training step of a
-/// small model. Other allocators are left as they are.
+/// Lets glibc keep freed memory for later allocations. By default it gives large blocks back to the system as soon as
+/// they are free, and memory that is taken anew costs a page fault and zeroing for every page: a quarter of a training
+/// step of a small model. Other allocators are left as they are.
 ///
 /// Call it when a program starts, because it changes the allocator of all threads. A thread's heap grows by `pad` bytes
 /// at a time. With a pad of 64 MiB or more, the size of one heap, no heap is given back.

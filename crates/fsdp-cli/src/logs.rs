@@ -46,8 +46,8 @@ pub(crate) fn start(trace: Option<&Path>) -> Result<Option<FlushGuard>> {
 /// `true` once the trace goes to its file.
 static KEEPS_TRACE: AtomicBool = AtomicBool::new(false);
 
-/// Lets the trace replace what its file holds. Until this is called the trace stays in memory, so that a run which is refused
-/// changes nothing.
+/// Lets the trace replace what its file holds. Until this is called the trace stays in memory, so that a run which is
+/// refused changes nothing.
 #[cfg(feature = "train")]
 pub(crate) fn keep_trace() {
     KEEPS_TRACE.store(true, Ordering::Relaxed);

@@ -23,15 +23,15 @@ const OF_CONFIG: [(&str, &str); 4] = [
 /// The map of a command.
 #[derive(Debug, Args)]
 pub(crate) struct MapArguments {
-    /// Change keys and shapes by the rules in this file, or by those built in: llama-to-hf, nanogpt-to-hf, megatron-to-hf,
-    /// fused-to-hf, and hf-to-llama, hf-to-nanogpt, hf-to-megatron, hf-to-fused
+    /// Change keys and shapes by the rules in this file, or by those built in: llama-to-hf, nanogpt-to-hf,
+    /// megatron-to-hf, fused-to-hf, and hf-to-llama, hf-to-nanogpt, hf-to-megatron, hf-to-fused
     #[arg(long, value_name = "FILE")]
     map: Option<String>,
     /// Apply the rules of --map from right to left
     #[arg(long, requires = "map")]
     map_reverse: bool,
-    /// Set a name in the map, or in a rule for `convert --tp`, to a number, such as heads=32. May be given more than once
-    /// [default: from config.json beside the checkpoint, or in the directory of `convert --with`]
+    /// Set a name in the map, or in a rule for `convert --tp`, to a number, such as heads=32. May be given more than
+    /// once [default: from config.json beside the checkpoint, or in the directory of `convert --with`]
     #[arg(long, value_name = "NAME=N", value_parser = setting)]
     set: Vec<(String, usize)>,
 }
@@ -72,8 +72,8 @@ impl MapArguments {
         values
     }
 
-    /// Checks that `--set` is given only if something can use it: a map, or `--tp` if `tensor_parallel` is `Some(true)`.
-    /// `None` stands for a command without `--tp`.
+    /// Checks that `--set` is given only if something can use it: a map, or `--tp` if `tensor_parallel` is
+    /// `Some(true)`. `None` stands for a command without `--tp`.
     ///
     /// # Errors
     /// `--set` is given, but nothing uses it.
@@ -100,8 +100,8 @@ fn read_small(path: &str) -> Result<String, String> {
 /// The names of the part of a `config.json` that is about the text model, in a model of text and something else.
 const TEXT_CONFIGS: [&str; 3] = ["decoder", "generator", "text_config"];
 
-/// Returns the part of a configuration that is about the text model: all of it, if there is no such part. `None` if there
-/// are several, as transformers' `get_text_config` chooses none then.
+/// Returns the part of a configuration that is about the text model: all of it, if there is no such part. `None` if
+/// there are several, as transformers' `get_text_config` chooses none then.
 fn text_config(config: &serde_json::Value) -> Option<&serde_json::Value> {
     let mut parts = TEXT_CONFIGS.iter().filter_map(|name| config.get(name)).filter(|part| part.is_object());
     match (parts.next(), parts.next()) {

@@ -6,7 +6,8 @@
 //! started. `--torch` names a Python with torch, whose gloo does the same after each `tcp`.
 //!
 //! Printed for each size (that of the whole tensor on one rank) are the time of one operation, the size divided by it,
-//! and the ratio to the memory bound: the time in which all ranks at once copy as many bytes as they must read and write.
+//! and the ratio to the memory bound: the time in which all ranks at once copy as many bytes as they must read and
+//! write.
 #![expect(clippy::print_stdout, reason = "its output is a table")]
 
 use std::hint::black_box;

@@ -1,11 +1,11 @@
 //! Collectives on GPU memory, between GPUs directly, without a copy on the host.
 //!
-//! A [`DeviceGroup`] has the operations of a [`ProcessGroup`] on [`DeviceSlice`]s instead of slices. All ranks first agree
-//! on the call, as on the host. An operation waits for earlier work of the slices' stream, and when it returns it is over
-//! on the GPU too, so later work of any stream sees its result.
+//! A [`DeviceGroup`] has the operations of a [`ProcessGroup`] on [`DeviceSlice`]s instead of slices. All ranks first
+//! agree on the call, as on the host. An operation waits for earlier work of the slices' stream, and when it returns it
+//! is over on the GPU too, so later work of any stream sees its result.
 //!
-//! Unlike on the host, NCCL chooses the order in which ranks are reduced, and how `f16` and `bf16` are rounded on the way.
-//! The maximum of a NaN and a number may be the number.
+//! Unlike on the host, NCCL chooses the order in which ranks are reduced, and how `f16` and `bf16` are rounded on the
+//! way. The maximum of a NaN and a number may be the number.
 
 use std::marker::PhantomData;
 

@@ -11,8 +11,8 @@ use crate::error::CommError;
 /// The port of rank 0 unless `MASTER_PORT` is set. It is torch's.
 pub const DEFAULT_MASTER_PORT: u16 = 29500;
 
-/// The largest number of ranks that a job may have. What ranks tell each other about an operation grows with it, and must
-/// fit in one message.
+/// The largest number of ranks that a job may have. What ranks tell each other about an operation grows with it, and
+/// must fit in one message.
 pub const MAX_WORLD_SIZE: usize = 1 << 16;
 
 /// The program that started a process as a rank.
@@ -45,8 +45,8 @@ impl fmt::Display for Launcher {
 
 /// A process's place in its job.
 ///
-/// The first launcher in this table whose rank variable is set decides. So torchrun or Open MPI's `mpirun` inside a SLURM
-/// allocation is found, and not the single process of the allocation itself.
+/// The first launcher in this table whose rank variable is set decides. So torchrun or Open MPI's `mpirun` inside a
+/// SLURM allocation is found, and not the single process of the allocation itself.
 ///
 /// | launcher | rank | world size | local rank, local world size |
 /// |---|---|---|---|
@@ -56,12 +56,12 @@ impl fmt::Display for Launcher {
 /// | MPICH, Intel MPI | `PMI_RANK` | `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
 /// | Kubernetes | `JOB_COMPLETION_INDEX` | `WORLD_SIZE` | |
 ///
-/// `MASTER_ADDR` is the address of rank 0. If it is not set, the address is this host if the launcher says that all ranks
-/// are on one host, and under SLURM the first host of `SLURM_STEP_NODELIST`; otherwise its absence is an error.
+/// `MASTER_ADDR` is the address of rank 0. If it is not set, the address is this host if the launcher says that all
+/// ranks are on one host, and under SLURM the first host of `SLURM_STEP_NODELIST`; otherwise its absence is an error.
 /// `MASTER_PORT` is [`DEFAULT_MASTER_PORT`] by default.
 ///
-/// Jobs that use the same port are told apart by `FSDP_JOB_ID`, or if it is not set by the launcher's own name for the job
-/// (`TORCHELASTIC_RUN_ID`; `PMIX_NAMESPACE`; `SLURM_JOB_ID` and `SLURM_STEP_ID`; `JOB_NAME`).
+/// Jobs that use the same port are told apart by `FSDP_JOB_ID`, or if it is not set by the launcher's own name for the
+/// job (`TORCHELASTIC_RUN_ID`; `PMIX_NAMESPACE`; `SLURM_JOB_ID` and `SLURM_STEP_ID`; `JOB_NAME`).
 ///
 /// `FSDP_SECRET` is a text that only the ranks of the job know, the same on all of them. `fsdp launch` makes one. Every
 /// connection between ranks begins with a proof that both sides know it; what is sent after that is not encrypted.
@@ -69,8 +69,8 @@ impl fmt::Display for Launcher {
 /// name: they could not tell jobs apart otherwise.
 ///
 /// If torchrun sets `TORCHELASTIC_USE_AGENT_STORE=True`, its agent listens at `MASTER_ADDR:MASTER_PORT` itself, with
-/// torch's key-value store. Then rank 0 listens on a free port of its own host, and the others read its address from the
-/// agent's store.
+/// torch's key-value store. Then rank 0 listens on a free port of its own host, and the others read its address from
+/// the agent's store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Environment {
@@ -202,8 +202,8 @@ impl Environment {
         Ok(Environment { master_addr, ..environment })
     }
 
-    /// Returns the address at which all ranks meet, with its port. Ranks that have no secret and are all on one host meet
-    /// at its loopback address, whatever `MASTER_ADDR` is.
+    /// Returns the address at which all ranks meet, with its port. Ranks that have no secret and are all on one host
+    /// meet at its loopback address, whatever `MASTER_ADDR` is.
     #[must_use]
     pub fn master(&self) -> String {
         if self.is_on_one_host() && self.secret.is_none() && !self.insecure && self.agent_store.is_none() {

@@ -22,8 +22,8 @@ pub(crate) const MIN_CALL_BYTES: usize = 64;
 /// The reason why a collective failed. Ranks in errors are global ranks, even if the operation ran in a subgroup.
 ///
 /// [`Timeout`](Self::Timeout), [`RankLeft`](Self::RankLeft), [`Mismatch`](Self::Mismatch), [`Aborted`](Self::Aborted)
-/// and [`Library`](Self::Library) end the group: every later operation on it fails at once with the same error.
-/// After all other errors the group can still be used. They reach every rank at the same operation, except for the error of
+/// and [`Library`](Self::Library) end the group: every later operation on it fails at once with the same error. After
+/// all other errors the group can still be used. They reach every rank at the same operation, except for the error of
 /// an object that one rank cannot decode.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
@@ -195,8 +195,8 @@ pub struct RankCall {
 }
 
 impl RankCall {
-    /// Groups ranks by their call, in the order of their first ranks. The texts of all calls together are not longer than
-    /// fits in a frame.
+    /// Groups ranks by their call, in the order of their first ranks. The texts of all calls together are not longer
+    /// than fits in a frame.
     pub(crate) fn collect<C: PartialEq + fmt::Display>(calls: impl IntoIterator<Item = (usize, C)>) -> Vec<RankCall> {
         let mut collected: Vec<(Vec<usize>, C)> = Vec::new();
         for (rank, call) in calls {
@@ -250,7 +250,8 @@ pub(crate) fn bounded(message: &(impl fmt::Display + ?Sized)) -> String {
     cut(message, MAX_MESSAGE_BYTES)
 }
 
-/// Writes a message, and cuts it between characters so that it has at most `limit` bytes. The rest of it is never written.
+/// Writes a message, and cuts it between characters so that it has at most `limit` bytes. The rest of it is never
+/// written.
 fn cut(message: &(impl fmt::Display + ?Sized), limit: usize) -> String {
     const ELLIPSIS: &str = "…";
     struct Bounded(String, usize);

@@ -1,8 +1,8 @@
 //! The exchange of encoded objects between ranks, in pieces.
 //!
-//! All ranks first learn the sizes of all objects. If no rank sends or receives much, the objects move in that same round.
-//! Otherwise every rank first reserves the memory for what it receives, and then the objects move in pieces, one round for
-//! each, so that no round moves more than [`ROUND_BYTES`] to or from a rank.
+//! All ranks first learn the sizes of all objects. If no rank sends or receives much, the objects move in that same
+//! round. Otherwise every rank first reserves the memory for what it receives, and then the objects move in pieces, one
+//! round for each, so that no round moves more than [`ROUND_BYTES`] to or from a rank.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -25,8 +25,8 @@ const ROUND_BYTES: usize = 16 << 20;
 const MIN_PIECE_BYTES: usize = 4096;
 
 impl ProcessGroup {
-    /// Moves encoded objects. `sent` are the objects of this rank, and `which(from, to)` returns the index of the object of
-    /// rank `from` that rank `to` gets. Returns the object from each rank, which is empty if there is none.
+    /// Moves encoded objects. `sent` are the objects of this rank, and `which(from, to)` returns the index of the
+    /// object of rank `from` that rank `to` gets. Returns the object from each rank, which is empty if there is none.
     pub(crate) fn exchange_objects(
         &self,
         call: Call,
@@ -45,8 +45,8 @@ impl ProcessGroup {
         let total = sizes.iter().fold(0u64, |sum, &size| sum.saturating_add(size));
         let mut received: Vec<Vec<u8>> = vec![Vec::new(); self.world_size()];
 
-        // All ranks learn all sizes, and get the objects too if they fit in this round. A rank whose own objects do not fit
-        // knows so already, and publishes nothing.
+        // All ranks learn all sizes, and get the objects too if they fit in this round. A rank whose own objects do not
+        // fit knows so already, and publishes nothing.
         let first = if total <= ROUND_BYTES as u64 { piece(&sent, &WHOLE) } else { Cow::Borrowed(&[][..]) };
         let mut routes = None;
         turn.round(None, sizes, &first, |records| {

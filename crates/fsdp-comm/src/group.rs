@@ -21,8 +21,9 @@ pub(crate) const INLINE_BYTES: usize = 4096;
 
 /// One rank's handle on a group of ranks that call the same operations in the same order.
 ///
-/// Clones are the same group; only their deadlines and labels may differ. Operations of one group on one rank run one after the
-/// other, whichever threads call them. A rank leaves the job when the last handle on any of its groups is dropped.
+/// Clones are the same group; only their deadlines and labels may differ. Operations of one group on one rank run one
+/// after the other, whichever threads call them. A rank leaves the job when the last handle on any of its groups is
+/// dropped.
 ///
 /// Unless a method says otherwise, all ranks of the group must call it, ranks are ranks *of this group*, and every
 /// rank returns an error if any does ([`CommError`] tells which errors end the group). `root` is a rank of this group.
@@ -109,10 +110,10 @@ impl ProcessGroup {
         self.shared.backend.global_ranks()
     }
 
-    /// Returns the number of ranks of the job that run on this rank's host, itself included, also those that are not in this
-    /// group. They share the cores of the host. It is 1 where the launcher does not tell
-    /// ([`Environment::local_world_size`](crate::Environment::local_world_size)); ranks of the `local` backend are all on one
-    /// host.
+    /// Returns the number of ranks of the job that run on this rank's host, itself included, also those that are not in
+    /// this group. They share the cores of the host. It is 1 where the launcher does not tell
+    /// ([`Environment::local_world_size`](crate::Environment::local_world_size)); ranks of the `local` backend are all
+    /// on one host.
     #[must_use]
     pub fn ranks_on_host(&self) -> usize {
         self.ranks_on_host

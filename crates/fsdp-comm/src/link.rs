@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use crate::CommError;
 use crate::backend::{Backend, Planner, Round};
 
-/// A simulated network link: bytes from other ranks arrive as late as over a link of this speed. Waiting takes no processor
-/// time. See [`LocalRanks::link`](crate::LocalRanks::link).
+/// A simulated network link: bytes from other ranks arrive as late as over a link of this speed. Waiting takes no
+/// processor time. See [`LocalRanks::link`](crate::LocalRanks::link).
 ///
 /// ```
 /// use std::time::{Duration, Instant};

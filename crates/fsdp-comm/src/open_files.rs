@@ -4,8 +4,8 @@
 #[cfg(any(target_os = "linux", test))]
 const LEAST_BESIDE: u64 = 16;
 
-/// The files beside the connections that a process gets where the system's limit allows it: those of handshakes that are not
-/// complete yet, and those of the program.
+/// The files beside the connections that a process gets where the system's limit allows it: those of handshakes that
+/// are not complete yet, and those of the program.
 #[cfg(any(target_os = "linux", test))]
 const BESIDE: u64 = 600;
 

@@ -15,8 +15,8 @@ const SPIN_FOR: Duration = Duration::from_millis(2);
 /// The time that a long wait sleeps between two checks.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// The pause between two checks of a wait. It is short, as a library may make progress only while it is called, but other
-/// ranks may need the processor.
+/// The pause between two checks of a wait. It is short, as a library may make progress only while it is called, but
+/// other ranks may need the processor.
 #[derive(Debug)]
 pub(crate) struct Pause {
     spin_until: Instant,

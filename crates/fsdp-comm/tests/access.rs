@@ -77,8 +77,8 @@ fn without_a_secret_only_this_host_reaches_the_store() {
     TcpStore::host(everywhere, &StoreOptions { secret, ..options("job", 0) }).unwrap();
 }
 
-/// Checks that a store is reached by ranks of other hosts even if the name of its host leads to a loopback address there, as
-/// on Debian, or nowhere yet, as in Kubernetes.
+/// Checks that a store is reached by ranks of other hosts even if the name of its host leads to a loopback address
+/// there, as on Debian, or nowhere yet, as in Kubernetes.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_store_at_a_name_is_reached_at_every_address_of_its_host() {

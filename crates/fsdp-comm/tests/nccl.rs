@@ -1,5 +1,5 @@
-//! The `nccl` backend does what every backend must do, and on GPU memory what it does on the host's. One rank a GPU, on the
-//! GPUs that there are, or several on one: `cargo xtask gpu` runs this where there is one.
+//! The `nccl` backend does what every backend must do, and on GPU memory what it does on the host's. One rank a GPU, on
+//! the GPUs that there are, or several on one: `cargo xtask gpu` runs this where there is one.
 //!
 //! A test starts this very program again for each rank, where `rank_process` finds out from its environment what to do.
 

@@ -1,5 +1,5 @@
-//! Strangers at every port of a job that is open while its ranks meet and while it runs: they send greetings with a few bytes changed,
-//! recorded ones, nothing, or noise. The job must not notice, and must not grow.
+//! Strangers at every port of a job that is open while its ranks meet and while it runs: they send greetings with a few
+//! bytes changed, recorded ones, nothing, or noise. The job must not notice, and must not grow.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -170,8 +170,8 @@ fn work(group: &ProcessGroup, end: &AtomicBool) -> usize {
     }
 }
 
-/// Lets strangers bother a job in which groups of more ranks than this are large. The ports of its ranks stay open if it is
-/// large itself.
+/// Lets strangers bother a job in which groups of more ranks than this are large. The ports of its ranks stay open if
+/// it is large itself.
 fn bother_a_job(direct_up_to: usize) {
     let greeting = greeting();
     assert!(!greeting.is_empty());

@@ -97,8 +97,8 @@ fn agree_in_a_large_group(group: &ProcessGroup) {
     assert_eq!(failures.iter().map(|failure| failure.rank).collect::<Vec<_>>(), [7], "{outcome:?}");
 }
 
-/// The ranks of a large job, and the other ranks to which each of them is connected at first: those that are 1, 2, 4, 8 or
-/// 16 places before or after it.
+/// The ranks of a large job, and the other ranks to which each of them is connected at first: those that are 1, 2, 4, 8
+/// or 16 places before or after it.
 const LARGE: usize = 36;
 #[cfg(target_os = "linux")]
 const NEIGHBOURS: usize = 10;

@@ -1,7 +1,8 @@
-//! The share of digests in the time of saves and loads, and the time in which two checkpoints are compared by them: `digest_cost [--json] [--runs N] [--mib N] [--directory DIR]`.
+//! The share of digests in the time of saves and loads, and the time in which two checkpoints are compared by them:
+//! `digest_cost [--json] [--runs N] [--mib N] [--directory DIR]`.
 //!
-//! One rank saves tensors of so many MiB together and loads them again, with digests and without, by turns; medians over N
-//! runs of each. The directory is best on tmpfs, where nothing else takes time.
+//! One rank saves tensors of so many MiB together and loads them again, with digests and without, by turns; medians
+//! over N runs of each. The directory is best on tmpfs, where nothing else takes time.
 
 use std::borrow::Cow;
 use std::error::Error;

@@ -1,7 +1,7 @@
 //! The speed and the memory use of the offline commands: inspect, verify, convert, reshard.
 //!
-//! `offline [--json] [--runs N] [--mib N] [--binary target/release/fsdp]`: medians over N runs on a checkpoint of so many
-//! MiB; with the binary, the time of whole processes of `fsdp inspect` besides.
+//! `offline [--json] [--runs N] [--mib N] [--binary target/release/fsdp]`: medians over N runs on a checkpoint of so
+//! many MiB; with the binary, the time of whole processes of `fsdp inspect` besides.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};

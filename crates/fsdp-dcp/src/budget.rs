@@ -1,13 +1,14 @@
 //! The budget of memory and work for what is built from an input.
 //!
-//! Code that builds something larger from the bytes of a file charges it here first: nodes of a pickle, values, keys, copies of
-//! shared text, elements of JSON. So a small file cannot take all memory, and the work grows linearly with the file.
+//! Code that builds something larger from the bytes of a file charges it here first: nodes of a pickle, values, keys,
+//! copies of shared text, elements of JSON. So a small file cannot take all memory, and the work grows linearly with
+//! the file.
 
 use crate::error::FormatError;
 use crate::pickle::PickleErrorKind;
 
-/// The bytes that may be built from any input, however small. Twice as much may be taken for a moment, while it grows, so
-/// that 64 MiB are not exceeded.
+/// The bytes that may be built from any input, however small. Twice as much may be taken for a moment, while it grows,
+/// so that 64 MiB are not exceeded.
 pub(crate) const FREE: u64 = 32 << 20;
 
 /// The bytes of memory and work that are left for what is built from one input.

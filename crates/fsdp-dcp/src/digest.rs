@@ -80,8 +80,8 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
     Ok(digests)
 }
 
-/// Returns the digest of what the integers of a quantized tensor mean, and the name that it has among the digests; `None`
-/// for other tensors, and where a key has that name.
+/// Returns the digest of what the integers of a quantized tensor mean, and the name that it has among the digests;
+/// `None` for other tensors, and where a key has that name.
 pub(crate) fn digest_of_quantizer(
     checkpoint: &dyn Checkpoint,
     fqn: &str,

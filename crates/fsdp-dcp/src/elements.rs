@@ -25,8 +25,8 @@ pub struct Census {
     pub first: Option<f64>,
     /// The sum of the differences of the finite ones from the first.
     pub sum_from_first: f64,
-    /// The sum of the squares of these differences. Squares of the elements themselves would lose the deviation of elements
-    /// that lie close together, far from zero.
+    /// The sum of the squares of these differences. Squares of the elements themselves would lose the deviation of
+    /// elements that lie close together, far from zero.
     pub squares_from_first: f64,
 }
 

@@ -373,8 +373,8 @@ fn listed_opaque(values: &[(String, String)]) -> String {
 }
 
 impl FileError {
-    /// Returns the type that makes a value opaque, if that is the error: the value is sound, but holds an object that is
-    /// never built.
+    /// Returns the type that makes a value opaque, if that is the error: the value is sound, but holds an object that
+    /// is never built.
     #[must_use]
     pub fn opaque_type(&self) -> Option<String> {
         let (FileError::Item { source, .. } | FileError::File { source, .. }) = self else { return None };

@@ -70,8 +70,8 @@ impl std::fmt::Display for Note {
     }
 }
 
-/// Lists the checkpoints in a run's directory, or below its prefix, by step, each with its place in the chain. Only metadata
-/// and integrity files are read.
+/// Lists the checkpoints in a run's directory, or below its prefix, by step, each with its place in the chain. Only
+/// metadata and integrity files are read.
 ///
 /// # Errors
 /// A directory that cannot be listed, checkpoints that cannot be opened.

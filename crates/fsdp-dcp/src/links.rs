@@ -1,5 +1,5 @@
-//! The symbolic links in a run's folder: one such as `best` or `latest` may be the only name by which a checkpoint is known
-//! that somebody needs.
+//! The symbolic links in a run's folder: one such as `best` or `latest` may be the only name by which a checkpoint is
+//! known that somebody needs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,8 +15,8 @@ pub struct LinksInFolder {
 }
 
 impl LinksInFolder {
-    /// Finds the links in the folder of a checkpoint. A link that leads nowhere needs nothing, and object stores have no
-    /// links.
+    /// Finds the links in the folder of a checkpoint. A link that leads nowhere needs nothing, and object stores have
+    /// no links.
     ///
     /// # Errors
     /// A folder that cannot be listed.

@@ -1,8 +1,8 @@
 //! Memory of convert and reshard, measured by a counting allocator: this binary has no other test.
 //!
 //! The source is sparse, so that only what is converted takes space on the disk: one copy of the checkpoint at a time.
-//! `FSDP_TEST_LARGE=1` measures at 4 GiB besides, which takes a minute and 9 GiB of disk below `TMPDIR`, and prints what
-//! it finds: `FSDP_TEST_LARGE=1 cargo test --release -p fsdp-dcp --test memory -- --nocapture`.
+//! `FSDP_TEST_LARGE=1` measures at 4 GiB besides, which takes a minute and 9 GiB of disk below `TMPDIR`, and prints
+//! what it finds: `FSDP_TEST_LARGE=1 cargo test --release -p fsdp-dcp --test memory -- --nocapture`.
 
 #![expect(clippy::disallowed_methods, reason = "tests remove what they made")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]

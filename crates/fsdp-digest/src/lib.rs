@@ -7,7 +7,8 @@
 //! - A [`Sum`] covers some elements of a tensor. The sums of boxes that do not overlap add up, in any order, to the sum
 //!   of all their elements. So threads, ranks and files can each compute a part.
 //! - [`Sum::finish`] makes the [`Digest`] of a tensor from the sum of all its elements, its dtype and its shape.
-//! - [`StateDigest`] holds the digests of many tensors and values by name, and [`StateDigest::root`] is the digest of all.
+//! - [`StateDigest`] holds the digests of many tensors and values by name, and [`StateDigest::root`] is the digest of
+//!   all.
 //!
 //! # The format, version 1
 //! A tensor is hashed as a string of bytes: its elements in row-major order, each little-endian. The string is divided

@@ -5,7 +5,8 @@ use fsdp_layout::boxes::{checked_numel, row_major_strides};
 
 use crate::error::DigestError;
 
-/// The place of a box's bytes in the string of the whole tensor's bytes. Made once for a box that is digested in pieces.
+/// The place of a box's bytes in the string of the whole tensor's bytes. Made once for a box that is digested in
+/// pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BoxPlace {
     /// The bytes of the box.

@@ -156,8 +156,8 @@ fn shape_and_dtype_are_part_of_a_digest() {
     }
 }
 
-/// Test vectors of version 1, which a second implementation in another language has computed as well. They never change:
-/// another algorithm is another version.
+/// Test vectors of version 1, which a second implementation in another language has computed as well. They never
+/// change: another algorithm is another version.
 #[test]
 fn version_1_is_what_it_was() {
     let whole: Vec<u8> = (0..10_000u32).map(|index| (index % 251) as u8).collect();

@@ -8,8 +8,9 @@ use crate::{FlatError, ShardedTensor};
 /// One rank's shard of a FlatParameter, and the place of each parameter in it. In torch, this is split between
 /// `FlatParameter` and `FlatParamHandle`.
 ///
-/// The shard is one flat tensor of `layout.sharded_numel()` elements. Collectives send it, and optimizers change it in place.
-/// Parameters and anything shaped like them (gradients, optimizer state) are lists of boxes, each a view of a flat tensor.
+/// The shard is one flat tensor of `layout.sharded_numel()` elements. Collectives send it, and optimizers change it in
+/// place. Parameters and anything shaped like them (gradients, optimizer state) are lists of boxes, each a view of a
+/// flat tensor.
 #[derive(Debug, Clone)]
 pub struct FlatParameter {
     layout: FlatLayout,

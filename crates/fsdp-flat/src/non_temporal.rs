@@ -1,16 +1,17 @@
 //! Large copies by non-temporal stores, which go around the processor's caches.
 //!
 //! A plain copy first reads the memory that it is about to overwrite, and throws out of the caches what is in use. The
-//! system's `memcpy` avoids both only from a length on that it takes for the size of the caches, which on virtual machines
-//! can be 192 MiB: no tensor is that large, though all of them together are. Measured on 2 GiB in tensors of 1 to 50 MiB:
-//! 1.5 to 1.9 times as fast by one thread, 2.1 times by two.
+//! system's `memcpy` avoids both only from a length on that it takes for the size of the caches, which on virtual
+//! machines can be 192 MiB: no tensor is that large, though all of them together are. Measured on 2 GiB in tensors of 1
+//! to 50 MiB: 1.5 to 1.9 times as fast by one thread, 2.1 times by two.
 
 use std::collections::TryReserveError;
 
 /// The length from which on it pays to go around the caches: about the size of one core's own cache.
 const MIN_NON_TEMPORAL: usize = 1 << 20;
 
-/// The number of bytes ahead at which memory is prefetched. The processor by itself does not prefetch past the end of a page.
+/// The number of bytes ahead at which memory is prefetched. The processor by itself does not prefetch past the end of a
+/// page.
 #[cfg(target_arch = "x86_64")]
 const AHEAD: usize = 1 << 10;
 
@@ -87,9 +88,9 @@ unsafe fn store(to: *mut u8, from: &[u8]) {
         unsafe { _mm_prefetch::<_MM_HINT_NTA>(line.as_ptr().wrapping_add(AHEAD).cast()) };
         let line: Line = bytemuck::pod_read_unaligned(line);
         for value in line {
-            // SAFETY: the caller's promise: 16 more bytes of `from` are left, so as many can be written. They are aligned, as
-            // `head` ends where they are. Every x86-64 processor has the instruction, and the fence below comes before anybody
-            // can look at the memory.
+            // SAFETY: the caller's promise: 16 more bytes of `from` are left, so as many can be written. They are
+            // aligned, as `head` ends where they are. Every x86-64 processor has the instruction, and the fence below
+            // comes before anybody can look at the memory.
             unsafe { _mm_stream_si128(to.add(at).cast(), value) };
             at += size_of::<__m128i>();
         }

@@ -151,7 +151,8 @@ fn check_memory(shape: &[usize], dtype: candle_core::DType) -> Result<(), PadErr
     }
 }
 
-/// Returns the index of the element that is copied to index `at` of the padded dimension, which may lie outside `0..size`.
+/// Returns the index of the element that is copied to index `at` of the padded dimension, which may lie outside
+/// `0..size`.
 fn source_of(at: isize, size: isize, mode: PadMode) -> isize {
     match mode {
         PadMode::Reflect if at < 0 => -at,
@@ -238,7 +239,8 @@ impl PadDim {
 
     /// Returns the padded tensor, with each element copied from the place that the mode gives.
     fn indexed(&self, tensor: &Tensor, mode: PadMode) -> Result<Tensor, PadError> {
-        // Circular padding wraps around the elements that negative padding leaves. Reflect and replicate go by all elements.
+        // Circular padding wraps around the elements that negative padding leaves. Reflect and replicate go by all
+        // elements.
         let (tensor, size, before, after) = match mode {
             PadMode::Circular => {
                 (self.cropped(tensor)?, self.kept().unwrap_or_default(), self.before.max(0), self.after.max(0))

@@ -41,8 +41,8 @@ impl PlainValue {
         })
     }
 
-    /// Returns the text of this key with quotes around it if it is text, as Python's `repr` makes it: that of an item of
-    /// a tuple.
+    /// Returns the text of this key with quotes around it if it is text, as Python's `repr` makes it: that of an item
+    /// of a tuple.
     #[must_use]
     pub fn quoted_key_text(&self) -> Option<String> {
         match self {

@@ -49,8 +49,8 @@ impl KeyPath {
 
     /// Returns the rest of this path below a prefix of keys; `None` if it lies elsewhere.
     ///
-    /// A path of one part may be a flat key, of a format that does not store paths. There the prefix is the beginning of
-    /// the key.
+    /// A path of one part may be a flat key, of a format that does not store paths. There the prefix is the beginning
+    /// of the key.
     ///
     /// ```
     /// use fsdp_layout::{KeyPath, PathPart};

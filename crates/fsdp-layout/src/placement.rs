@@ -155,7 +155,8 @@ fn total(ranges: &[Range<usize>]) -> usize {
     ranges.iter().map(ExactSizeIterator::len).sum()
 }
 
-/// Returns the indices at the positions `wanted` of `ranges`. Positions are counted over all ranges, one after the other.
+/// Returns the indices at the positions `wanted` of `ranges`. Positions are counted over all ranges, one after the
+/// other.
 fn take(ranges: &[Range<usize>], wanted: Range<usize>) -> Vec<Range<usize>> {
     let mut taken = Vec::new();
     let mut before = 0;

@@ -1,5 +1,5 @@
-//! Measures what collectives beside the computation save: steps on two ranks behind a simulated link on which communication
-//! takes half as long as the computation.
+//! Measures what collectives beside the computation save: steps on two ranks behind a simulated link on which
+//! communication takes half as long as the computation.
 //!
 //! `RAYON_NUM_THREADS=1 cargo run --release -p fsdp-nn --example prefetch`: each rank computes on one core.
 #![expect(clippy::print_stdout, reason = "an example that reports to a person")]

@@ -69,8 +69,8 @@ impl AveragedModel {
     /// Makes an average that begins as a copy of the weights. It takes as much memory as the shards.
     ///
     /// # Errors
-    /// [`NnError::EmaDecay`] for a decay that is not between 0 and 1; [`NnError::Swapped`] while the model has another average;
-    /// candle's errors.
+    /// [`NnError::EmaDecay`] for a decay that is not between 0 and 1; [`NnError::Swapped`] while the model has another
+    /// average; candle's errors.
     pub fn new(parameters: &Arc<ShardedParameters>, decay: f64) -> Result<Self> {
         if !(0.0..=1.0).contains(&decay) {
             return Err(NnError::EmaDecay { decay });
@@ -123,15 +123,16 @@ impl AveragedModel {
         Ok(())
     }
 
-    /// Exchanges the weights of the model with the average. Until it is called again, the model computes with the average. Its
-    /// state dict is that of the average then, for a model to be published, but a step of an optimizer, a save or load of a
-    /// run, and a load of the model are errors. Every rank must call it.
+    /// Exchanges the weights of the model with the average. Until it is called again, the model computes with the
+    /// average. Its state dict is that of the average then, for a model to be published, but a step of an optimizer, a
+    /// save or load of a run, and a load of the model are errors. Every rank must call it.
     ///
-    /// If the average is dropped while the model has it, the weights are lost: the model keeps the average, and cannot be
-    /// trained any more.
+    /// If the average is dropped while the model has it, the weights are lost: the model keeps the average, and cannot
+    /// be trained any more.
     ///
     /// # Errors
-    /// [`NnError::UnitInUse`] inside a forward; [`NnError::Swapped`] while the model has another average; candle's errors.
+    /// [`NnError::UnitInUse`] inside a forward; [`NnError::Swapped`] while the model has another average; candle's
+    /// errors.
     pub fn swap(&mut self) -> Result<()> {
         if self.parameters.has_average() && !self.is_swapped {
             return Err(NnError::Swapped);
@@ -179,8 +180,8 @@ impl AveragedModel {
         Ok(state)
     }
 
-    /// Checks that an average can go on from the number of updates in a state dict. A load of a whole run checks it before
-    /// anything changes.
+    /// Checks that an average can go on from the number of updates in a state dict. A load of a whole run checks it
+    /// before anything changes.
     ///
     /// # Errors
     /// [`StateError::Incompatible`] names the key.

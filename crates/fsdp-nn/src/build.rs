@@ -29,11 +29,11 @@ pub(crate) struct Built {
     unit_groups: Groups,
 }
 
-/// Makes the units of a model from its declarations: lays out their parameters, computes this rank's initial values, and
-/// fills the slots by which the model's modules find their units.
+/// Makes the units of a model from its declarations: lays out their parameters, computes this rank's initial values,
+/// and fills the slots by which the model's modules find their units.
 ///
-/// Collectives: for `HybridShard` the creation of two subgroups; with prefetching, the creation of one more for each group
-/// that the model is sharded or replicated over.
+/// Collectives: for `HybridShard` the creation of two subgroups; with prefetching, the creation of one more for each
+/// group that the model is sharded or replicated over.
 pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &Registry) -> Result<Built> {
     let groups = shard_and_replicate_groups(group, config)?;
     // As in torch, a single rank has nothing to shard.
@@ -183,8 +183,9 @@ fn file_dtype(dtype: DType) -> Result<fsdp_layout::DType> {
         .ok_or(NnError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "FlatParameter")))
 }
 
-/// Checks that parameters can share a unit, and returns the dtype of their shards. All shards must have one dtype, which
-/// holds floats, and the model must compute with all in one dtype. Without `use_orig_params` all must be trained, or none.
+/// Checks that parameters can share a unit, and returns the dtype of their shards. All shards must have one dtype,
+/// which holds floats, and the model must compute with all in one dtype. Without `use_orig_params` all must be trained,
+/// or none.
 fn check_unit(declared: &[(&String, &Declared)], use_orig_params: bool) -> Result<DType> {
     let Some((_, first)) = declared.first() else { return Err(fsdp_layout::FlatLayoutError::Empty.into()) };
     let (dtype, computed) = (first.dtype, file_dtype(first.tensor.dtype())?);

@@ -62,8 +62,8 @@ fn reads_released(error: &candle_core::Error) -> bool {
     }
 }
 
-/// Returns the operation that met released memory, for messages. The dtype of that memory says nothing to whoever wrote the
-/// model; another dtype may be the true cause.
+/// Returns the operation that met released memory, for messages. The dtype of that memory says nothing to whoever wrote
+/// the model; another dtype may be the true cause.
 fn operation(error: &candle_core::Error) -> String {
     use candle_core::Error;
     match error {

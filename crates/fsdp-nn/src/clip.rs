@@ -26,8 +26,8 @@ pub enum OnNonFinite {
     Error,
     /// Every rank drops its gradients. The next optimizer step then updates no parameter and no state.
     Skip,
-    /// The gradients are scaled all the same, by zero or by NaN, and a step would spread that to all parameters: torch's
-    /// default, `error_if_nonfinite=False`. For those who look at the norm before they step.
+    /// The gradients are scaled all the same, by zero or by NaN, and a step would spread that to all parameters:
+    /// torch's default, `error_if_nonfinite=False`. For those who look at the norm before they step.
     Scale,
 }
 
@@ -50,8 +50,8 @@ impl ShardedParameters {
         self.grad_norm_of(GradNorm::L2)
     }
 
-    /// Returns a norm of all gradients together, the same on every rank; 0 without gradients, NaN if any gradient is NaN.
-    /// Collectives: those of [`Self::grad_norm`].
+    /// Returns a norm of all gradients together, the same on every rank; 0 without gradients, NaN if any gradient is
+    /// NaN. Collectives: those of [`Self::grad_norm`].
     ///
     /// # Errors
     /// The all-reduce's.
@@ -76,8 +76,8 @@ impl ShardedParameters {
         Ok(if norm == GradNorm::L2 { total[0].sqrt() } else { total[0] })
     }
 
-    /// Returns the norm of the gradients, like [`Self::grad_norm`], if all gradients of all ranks are finite. Where they
-    /// are not, a step can be skipped: every rank gets the same error, and nothing has been changed.
+    /// Returns the norm of the gradients, like [`Self::grad_norm`], if all gradients of all ranks are finite. Where
+    /// they are not, a step can be skipped: every rank gets the same error, and nothing has been changed.
     ///
     /// # Errors
     /// [`NnError::NonFiniteGradients`]; those of [`Self::grad_norm`].
@@ -91,14 +91,15 @@ impl ShardedParameters {
     /// as [`Self::grad_norm`].
     ///
     /// # Errors
-    /// [`NnError::MaxNorm`] for a norm that is negative or NaN; the errors of [`Self::finite_grad_norm`]. The gradients are
-    /// unchanged then.
+    /// [`NnError::MaxNorm`] for a norm that is negative or NaN; the errors of [`Self::finite_grad_norm`]. The gradients
+    /// are unchanged then.
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
         self.clip_grad_norm_with(max_norm, ClipOptions::default())
     }
 
-    /// Clips as [`Self::clip_grad_norm`], by a norm of choice, and with a choice of what happens where gradients are not
-    /// finite. The norm that is returned tells every rank of that: it is infinite or NaN on all of them, or on none.
+    /// Clips as [`Self::clip_grad_norm`], by a norm of choice, and with a choice of what happens where gradients are
+    /// not finite. The norm that is returned tells every rank of that: it is infinite or NaN on all of them, or on
+    /// none.
     ///
     /// # Errors
     /// [`NnError::MaxNorm`] for a norm that is negative or NaN; the all-reduce's; with [`OnNonFinite::Error`] also

@@ -26,9 +26,9 @@ impl CommHook {
 }
 
 impl<M> FullyShardedDataParallel<M> {
-    /// Sends gradients between ranks as a hook says, in all backwards to come: torch's `register_comm_hook`. They are rounded
-    /// before they are sent, and converted back when they have been reduced; what is added up on a rank is not rounded. With
-    /// `f32` gradients it halves what reductions move. As in torch, a model has one hook for good.
+    /// Sends gradients between ranks as a hook says, in all backwards to come: torch's `register_comm_hook`. They are
+    /// rounded before they are sent, and converted back when they have been reduced; what is added up on a rank is not
+    /// rounded. With `f32` gradients it halves what reductions move. As in torch, a model has one hook for good.
     /// Collectives: one agreement.
     ///
     /// ```
@@ -43,7 +43,8 @@ impl<M> FullyShardedDataParallel<M> {
     /// ```
     ///
     /// # Errors
-    /// [`NnError::SecondHook`]; [`NnError::DifferentModels`] if ranks register different ones. One rank's error is every rank's.
+    /// [`NnError::SecondHook`]; [`NnError::DifferentModels`] if ranks register different ones. One rank's error is
+    /// every rank's.
     pub fn register_comm_hook(&self, hook: CommHook) -> Result<()> {
         let shared = &self.parameters().shared;
         let free = if shared.sent_dtype().is_none() { Ok(hook) } else { Err(NnError::SecondHook) };

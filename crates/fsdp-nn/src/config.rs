@@ -38,9 +38,9 @@ pub struct FsdpConfig {
     pub mixed_precision: MixedPrecision,
     /// The device on which parameters live on this rank: the CPU, or an NVIDIA GPU (feature `cuda`).
     pub device: Device,
-    /// `true` if shards, reduced gradients and optimizer state live in the host's memory, and only gathered parameters on
-    /// `device`: torch's `CPUOffloadPolicy`. Each gather copies this rank's shard to the device, each reduction copies its part
-    /// of the gradient back, and optimizers step on the host. It has no effect if `device` is the CPU.
+    /// `true` if shards, reduced gradients and optimizer state live in the host's memory, and only gathered parameters
+    /// on `device`: torch's `CPUOffloadPolicy`. Each gather copies this rank's shard to the device, each reduction
+    /// copies its part of the gradient back, and optimizers step on the host. It has no effect if `device` is the CPU.
     pub cpu_offload: bool,
     /// The moment at which a backward begins to gather its next unit; `None` (the default) to gather each unit only
     /// when the backward needs it. With prefetching, gradients of a unit are also reduced while the backward continues,

@@ -86,8 +86,9 @@ impl<M> FullyShardedDataParallel<M> {
     /// answer from it. Collectives: those of [`Self::new`].
     ///
     /// # Errors
-    /// [`NnError::NotInCheckpoint`] for a parameter that is not in `shapes`, and [`NnError::OtherShape`] for one that has
-    /// another shape there. The builder returns these to `build`, which may handle them. The errors of [`Self::new`].
+    /// [`NnError::NotInCheckpoint`] for a parameter that is not in `shapes`, and [`NnError::OtherShape`] for one that
+    /// has another shape there. The builder returns these to `build`, which may handle them. The errors of
+    /// [`Self::new`].
     pub fn empty(
         group: ProcessGroup,
         config: FsdpConfig,
@@ -153,8 +154,9 @@ impl<M> FullyShardedDataParallel<M> {
         phase.map_or(Ok(()), |phase| phase.complete())?;
         drop(whole);
         let output = output.map_tensors(&mut |tensor| cast(tensor, self.output_dtype))?;
-        // Attach a check to the output: a backward must fail if values have changed since this forward. Most units attach
-        // it to their own output. Wrapped units have no output of their own, and units that need no gather attach nothing.
+        // Attach a check to the output: a backward must fail if values have changed since this forward. Most units
+        // attach it to their own output. Wrapped units have no output of their own, and units that need no gather
+        // attach nothing.
         let unchecked: Vec<Arc<FlatParamHandle>> = self.parameters.unchecked_units();
         if root.is_none() && unchecked.is_empty() {
             return Ok(output);
@@ -171,18 +173,18 @@ impl<M> FullyShardedDataParallel<M> {
         })?)
     }
 
-    /// Runs the backward of a loss, in place of candle's `loss.backward()`. The gradients are averaged over all ranks and added
-    /// to the existing ones, sharded like the parameters. Collectives for each unit that the backward reaches: one all-gather
-    /// (full sharding), one reduce-scatter over the shard group, and one all-reduce over the replicas (without sharding,
-    /// over all ranks). Before the last of them, those of the root unit, one all-reduce of a byte for each unit and each
-    /// parameter tells all ranks which parameters got a gradient on any rank. The reductions also run for units that this
-    /// backward does not reach, if it reaches them on other ranks, or if earlier backwards inside [`Self::no_sync`] have left
-    /// gradients there.
+    /// Runs the backward of a loss, in place of candle's `loss.backward()`. The gradients are averaged over all ranks
+    /// and added to the existing ones, sharded like the parameters. Collectives for each unit that the backward
+    /// reaches: one all-gather (full sharding), one reduce-scatter over the shard group, and one all-reduce over the
+    /// replicas (without sharding, over all ranks). Before the last of them, those of the root unit, one all-reduce of
+    /// a byte for each unit and each parameter tells all ranks which parameters got a gradient on any rank. The
+    /// reductions also run for units that this backward does not reach, if it reaches them on other ranks, or if
+    /// earlier backwards inside [`Self::no_sync`] have left gradients there.
     ///
-    /// Ranks may reach different parameters of a unit, or none of the root. Every other unit must be reached on all ranks or
-    /// on none, because they gather and reduce it together in the middle of the backward. If the batches of some ranks have
-    /// no use for a unit, let its output enter their losses times a tensor of zeros. (A product with the number 0 is no part of
-    /// candle's graph.)
+    /// Ranks may reach different parameters of a unit, or none of the root. Every other unit must be reached on all
+    /// ranks or on none, because they gather and reduce it together in the middle of the backward. If the batches of
+    /// some ranks have no use for a unit, let its output enter their losses times a tensor of zeros. (A product with
+    /// the number 0 is no part of candle's graph.)
     ///
     /// After the first backward a warning (`tracing`) names the trained parameters that got no gradient. This is
     /// usually caused by operations of candle that have no backward and silently stop gradients.
@@ -195,8 +197,8 @@ impl<M> FullyShardedDataParallel<M> {
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
         self.compute_gradients(loss).inspect_err(|_| {
             self.parameters.zero_grad();
-            // Units in use by a forward around this backward refuse, and stay gathered. Ignore that: the error to return
-            // is that of the backward.
+            // Units in use by a forward around this backward refuse, and stay gathered. Ignore that: the error to
+            // return is that of the backward.
             for handle in &self.parameters.handles {
                 let _ = handle.reshard();
             }
@@ -253,9 +255,9 @@ impl<M> FullyShardedDataParallel<M> {
     /// `set_requires_all_reduce`. While it is off, backwards with [`HybridShard`](crate::ShardingStrategy::HybridShard)
     /// reduce-scatter gradients inside of each replica, and accumulate them there as shards. The first backward after
     /// it is on again reduces the sum over the replicas. Like [`Self::set_requires_gradient_sync`] it avoids traffic
-    /// between replicas, but takes less memory. With [`NoShard`](crate::ShardingStrategy::NoShard), where every rank is a
-    /// replica, it avoids all traffic. Other strategies have no replicas, and ignore it. Every rank must set the same; no
-    /// communication.
+    /// between replicas, but takes less memory. With [`NoShard`](crate::ShardingStrategy::NoShard), where every rank is
+    /// a replica, it avoids all traffic. Other strategies have no replicas, and ignore it. Every rank must set the
+    /// same; no communication.
     pub fn set_requires_all_reduce(&self, requires_all_reduce: bool) {
         self.parameters.shared.set_no_all_reduce(!requires_all_reduce);
     }

@@ -33,8 +33,8 @@ pub(crate) fn copy_gradient<T: Scalar>(grad: &Tensor, to: &mut [T], accumulate: 
     Ok(())
 }
 
-/// Puts gradients of any dtype into a new flat gradient, with zeros for padding and for parameters that have none. They are cast
-/// one at a time, and each is freed once it is copied.
+/// Puts gradients of any dtype into a new flat gradient, with zeros for padding and for parameters that have none. They
+/// are cast one at a time, and each is freed once it is copied.
 ///
 /// Contiguous gradients are appended, so that no memory is filled with zeros first and then with them.
 pub(crate) fn flat_gradient<T: Scalar>(layout: &FlatLayout, mut grads: Vec<Option<Tensor>>) -> Result<Vec<T>> {

@@ -7,12 +7,12 @@ use crate::handle::Unreduced;
 use crate::parameters::ShardedParameters;
 
 impl ShardedParameters {
-    /// Ends a backward that has come to all parameters that it reaches: waits until all gradients are reduced, those of the
-    /// root unit among them.
+    /// Ends a backward that has come to all parameters that it reaches: waits until all gradients are reduced, those of
+    /// the root unit among them.
     ///
-    /// Collectives: unless gradients are accumulated without communication, one all-reduce of a byte for each unit and each
-    /// parameter. While replicas do not reduce, one all-gather of a byte for each unit over the shard group instead.
-    /// Then the reductions of units that have gradients left on any rank.
+    /// Collectives: unless gradients are accumulated without communication, one all-reduce of a byte for each unit and
+    /// each parameter. While replicas do not reduce, one all-gather of a byte for each unit over the shard group
+    /// instead. Then the reductions of units that have gradients left on any rank.
     pub(crate) fn finish_backward(&self) -> Result<()> {
         for handle in self.handles.iter().rev() {
             handle.end_backward()?;
@@ -20,8 +20,8 @@ impl ShardedParameters {
         if !self.shared.syncs() {
             return Ok(());
         }
-        // A rank may have nothing left of a unit that others have gradients of: its batch did not come to the root, or no
-        // earlier backward to the unit. All ranks go through the same units, in the same order.
+        // A rank may have nothing left of a unit that others have gradients of: its batch did not come to the root, or
+        // no earlier backward to the unit. All ranks go through the same units, in the same order.
         let own: Vec<u8> = self.handles.iter().map(|handle| handle.unreduced().to_byte()).collect();
         if !self.shared.all_reduces() && self.replicate_group().is_some() {
             let unreduced = self.unreduced_in_replica(own)?;
@@ -38,8 +38,8 @@ impl ShardedParameters {
         Ok(())
     }
 
-    /// Returns what the ranks of this replica have left to reduce of each unit, as bytes. Partial gradients stay: only other
-    /// replicas have more of them.
+    /// Returns what the ranks of this replica have left to reduce of each unit, as bytes. Partial gradients stay: only
+    /// other replicas have more of them.
     fn unreduced_in_replica(&self, mut own: Vec<u8>) -> Result<Vec<u8>> {
         let partial = Unreduced::Partial.to_byte();
         own.iter_mut().filter(|byte| **byte == partial).for_each(|byte| *byte = Unreduced::Nothing.to_byte());

@@ -1,4 +1,5 @@
-//! Everything that can be wrong with an optimizer state dict. These errors travel between ranks, so that all return the same one.
+//! Everything that can be wrong with an optimizer state dict. These errors travel between ranks, so that all return the
+//! same one.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -19,8 +20,8 @@ pub enum OptimStateError {
         /// For each such rank the parameters that it has no state for.
         missing: Vec<(usize, Vec<String>)>,
     },
-    /// Ranks that hold elements of a parameter have different state of it where they must have the same, on save. (On load
-    /// it is [`StateError::DifferingOnRanks`](fsdp_state::StateError::DifferingOnRanks).)
+    /// Ranks that hold elements of a parameter have different state of it where they must have the same, on save. (On
+    /// load it is [`StateError::DifferingOnRanks`](fsdp_state::StateError::DifferingOnRanks).)
     #[error(
         "rank {rank} has different values for `{name}` of parameters {fqns:?}: {found}, but rank {reference} has \
          {expected}"

@@ -119,7 +119,8 @@ impl ShardedParameters {
         self.handles.first().filter(|handle| handle.is_root)
     }
 
-    /// Converts an error of a computation. candle's error about released memory becomes one that names the sharded units.
+    /// Converts an error of a computation. candle's error about released memory becomes one that names the sharded
+    /// units.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
         NnError::of_computation(error, || self.shared.sharded())
     }
@@ -241,7 +242,8 @@ impl ShardedParameters {
         Ok(handle.layout().param_boxes(param, handle.shard_rank()))
     }
 
-    /// Computes the boxes of the parameter that a rank of the group owns. A rank that the group does not have owns none.
+    /// Computes the boxes of the parameter that a rank of the group owns. A rank that the group does not have owns
+    /// none.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
@@ -316,8 +318,8 @@ impl ShardedParameters {
         self.handles.iter().flat_map(|handle| &handle.params).any(|param| param.tensor.id() == id)
     }
 
-    /// Returns the units, other than the root, that do not check themselves whether their values have changed between forward
-    /// and backward. The output of the model checks them.
+    /// Returns the units, other than the root, that do not check themselves whether their values have changed between
+    /// forward and backward. The output of the model checks them.
     pub(crate) fn unchecked_units(&self) -> Vec<Arc<FlatParamHandle>> {
         let mut units = self.wrapped.handles();
         units.extend(self.handles.iter().filter(|handle| !handle.needs_gather() && !handle.is_root).cloned());
@@ -368,7 +370,8 @@ impl ShardedParameters {
     /// copies are released, and from now on every forward gathers anew, because a copy could be out of date. No
     /// communication, but every rank must call it.
     ///
-    /// Do not write between a forward and its backward: the backward would compute with the new values, without an error.
+    /// Do not write between a forward and its backward: the backward would compute with the new values, without an
+    /// error.
     ///
     /// # Errors
     /// [`NnError::UnitInUse`] inside a forward; candle's errors.
@@ -379,11 +382,11 @@ impl ShardedParameters {
         Ok(())
     }
 
-    /// Returns a guard. As long as it lives, whatever would change these parameters, the state of their optimizers or an
-    /// average of them waits: [`Optimizer::step`](crate::Optimizer::step), [`Self::lend`], [`Self::set_parameter`],
-    /// loads, [`AveragedModel::update`](crate::AveragedModel::update). Forwards and backwards do not wait. A save in the
-    /// background copies the state meanwhile. Returns `None` once views have been lent ([`Self::lend`]), because whoever
-    /// has them may write at any time. No communication.
+    /// Returns a guard. As long as it lives, whatever would change these parameters, the state of their optimizers or
+    /// an average of them waits: [`Optimizer::step`](crate::Optimizer::step), [`Self::lend`], [`Self::set_parameter`],
+    /// loads, [`AveragedModel::update`](crate::AveragedModel::update). Forwards and backwards do not wait. A save in
+    /// the background copies the state meanwhile. Returns `None` once views have been lent ([`Self::lend`]), because
+    /// whoever has them may write at any time. No communication.
     ///
     /// Move the guard to the thread that reads: a thread that holds the guard and changes the parameters waits forever.
     #[must_use]

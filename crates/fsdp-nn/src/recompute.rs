@@ -13,12 +13,12 @@ use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Module, Resul
 use crate::NnError;
 use crate::hooks::{InnerBackward, ParameterSlot, is_anchor, parameter_of};
 
-/// A module whose activations are not kept: torch's `checkpoint_wrapper`. Its forward is computed again in the backward, from
-/// the same input. Between the two only the input takes memory.
+/// A module whose activations are not kept: torch's `checkpoint_wrapper`. Its forward is computed again in the
+/// backward, from the same input. Between the two only the input takes memory.
 ///
-/// Put it inside of a unit, as in torch: then the unit is gathered once for the backward. Around units it works too, but each
-/// of them is gathered twice, and all units of the part and their gradients are in memory together in the backward. Gradients
-/// are bit for bit those of the module itself. It adds no communication.
+/// Put it inside of a unit, as in torch: then the unit is gathered once for the backward. Around units it works too,
+/// but each of them is gathered twice, and all units of the part and their gradients are in memory together in the
+/// backward. Gradients are bit for bit those of the module itself. It adds no communication.
 ///
 /// Both forwards must compute the same; a dropout, for example, must use the same mask. State that a forward changes,
 /// such as batch norm's running statistics, is changed twice.
@@ -96,13 +96,13 @@ impl<M: Module + Send + Sync + 'static> Module for Recomputed<M> {
     }
 }
 
-/// Computes `f` of some tensors without keeping its activations, which the backward computes again: torch's `checkpoint`
-/// with `use_reentrant=False`. Gradients go to the inputs, to the parameters of sharded models that `f` uses, and to candle's
-/// variables, and are bit for bit those of a call of `f`.
+/// Computes `f` of some tensors without keeping its activations, which the backward computes again: torch's
+/// `checkpoint` with `use_reentrant=False`. Gradients go to the inputs, to the parameters of sharded models that `f`
+/// uses, and to candle's variables, and are bit for bit those of a call of `f`.
 ///
-/// `f` must compute the same both times. Tensors with gradients that depend on earlier parts of the model should be among
-/// `inputs`: if `f` holds one itself, the backward of what it comes from is computed twice. `f` may recompute parts of its own.
-/// No communication but that of `f`.
+/// `f` must compute the same both times. Tensors with gradients that depend on earlier parts of the model should be
+/// among `inputs`: if `f` holds one itself, the backward of what it comes from is computed twice. `f` may recompute
+/// parts of its own. No communication but that of `f`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -116,13 +116,14 @@ impl<M: Module + Send + Sync + 'static> Module for Recomputed<M> {
 /// ```
 ///
 /// # Errors
-/// The errors of `f`, and an output that holds no floats. In the backward, those of `f` again; [`NnError::ChangedSinceForward`]; an
-/// `f` that computes something else the second time.
+/// The errors of `f`, and an output that holds no floats. In the backward, those of `f` again;
+/// [`NnError::ChangedSinceForward`]; an `f` that computes something else the second time.
 pub fn recompute(
     inputs: &[&Tensor],
     f: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    // Step 1: compute the output from stand-ins for the inputs: variables without a history, so that the graph ends there.
+    // Step 1: compute the output from stand-ins for the inputs: variables without a history, so that the graph ends
+    // there.
     let kept: Vec<Input> = inputs.iter().map(|input| Input::new(input)).collect();
     let stand_ins = stand_ins(&kept)?;
     let output = f(&stand_ins)?;
@@ -135,8 +136,8 @@ pub fn recompute(
         return Err(candle_core::Error::UnsupportedDTypeForOp(output.dtype(), "recompute"));
     }
     // Step 3: make a chain of links, one for each target, on which the output will depend. Inputs come first: candle's
-    // backward passes the links from last to first, so that parameters get their gradients before the layers in front of
-    // this part do.
+    // backward passes the links from last to first, so that parameters get their gradients before the layers in front
+    // of this part do.
     targets.sort_by_key(|target| !matches!(target, Target::Input(_)));
     let tensors: Vec<Tensor> = targets.iter().map(|target| target.tensor(inputs)).collect();
     let part = Arc::new(Part { f: Box::new(f), inputs: kept, targets, gradients: Mutex::default() });
@@ -192,8 +193,8 @@ impl Target {
     }
 }
 
-/// Lists the inputs, parameters and variables that the output of a part depends on, in the reverse of the order in which a
-/// backward comes to them.
+/// Lists the inputs, parameters and variables that the output of a part depends on, in the reverse of the order in
+/// which a backward comes to them.
 fn targets(output: &Tensor, stand_ins: &[Tensor]) -> Vec<Target> {
     output.sorted_nodes().into_iter().rev().filter_map(|node| target_of(node, stand_ins)).collect()
 }
@@ -263,8 +264,8 @@ fn not_the_same() -> candle_core::Error {
     )
 }
 
-/// The op whose output is that of a part. Its argument is the last link of the chain, and its backward computes the part
-/// again.
+/// The op whose output is that of a part. Its argument is the last link of the chain, and its backward computes the
+/// part again.
 struct Node {
     part: Arc<Part>,
     /// The output, until the forward takes it.

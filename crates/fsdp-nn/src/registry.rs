@@ -46,8 +46,8 @@ pub(crate) struct Registry {
     pub(crate) buffers: IndexMap<String, (Tensor, bool)>,
     /// The names of those buffers that are parameters selected by `FsdpConfig::ignored_states`.
     pub(crate) ignored: IndexSet<String>,
-    /// The first invalid tie or buffer. `Scope::tie` and `Scope::buffer` cannot return an error, so it is reported when the
-    /// model is complete.
+    /// The first invalid tie or buffer. `Scope::tie` and `Scope::buffer` cannot return an error, so it is reported when
+    /// the model is complete.
     wrong: Option<NnError>,
     /// `true` once the model has been sharded.
     is_complete: bool,
@@ -290,12 +290,12 @@ impl Registry {
         if unit == 0 {
             return false;
         }
-        // Gradients of earlier layers need the values of a gathered unit, and a backward that comes to the unit's parameters
-        // shows when it has finished with them.
+        // Gradients of earlier layers need the values of a gathered unit, and a backward that comes to the unit's
+        // parameters shows when it has finished with them.
         //
-        // Where nothing is gathered, candle would keep a gradient of a frozen parameter that is not in the graph until the
-        // end of the backward. `Unit` cuts the graph after a unit that nothing trained comes before. Units by pattern have no
-        // such place.
+        // Where nothing is gathered, candle would keep a gradient of a frozen parameter that is not in the graph until
+        // the end of the backward. `Unit` cuts the graph after a unit that nothing trained comes before. Units by
+        // pattern have no such place.
         is_gathered || !self.by_pattern.values().any(|by_pattern| *by_pattern == unit)
     }
 

@@ -8,10 +8,11 @@ use crate::parameters::ShardedParameters;
 use crate::{NnError, Result};
 
 impl ShardedParameters {
-    /// Chooses by name which parameters are trained from now on: torch's `requires_grad_`, for gradual unfreezing. The others
-    /// are frozen: later backwards bring them no gradients, and optimizers leave them as they are. Only parameters that
-    /// [`FsdpConfig::requires_grad`](crate::FsdpConfig::requires_grad) names can be trained at all. Gradients that are there
-    /// stay; call it between [`Self::zero_grad`] and the next backward. Collectives: one agreement.
+    /// Chooses by name which parameters are trained from now on: torch's `requires_grad_`, for gradual unfreezing. The
+    /// others are frozen: later backwards bring them no gradients, and optimizers leave them as they are. Only
+    /// parameters that [`FsdpConfig::requires_grad`](crate::FsdpConfig::requires_grad) names can be trained at all.
+    /// Gradients that are there stay; call it between [`Self::zero_grad`] and the next backward. Collectives: one
+    /// agreement.
     ///
     /// # Errors
     /// [`NnError::BuiltFrozen`]; without `use_orig_params` a choice of some of a unit's parameters;

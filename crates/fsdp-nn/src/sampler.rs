@@ -113,9 +113,10 @@ impl ShardedSampler {
 
     /// Returns the weight that each sample has in the loss of its rank: `ranks / batch`.
     ///
-    /// Gradients are averaged over ranks, and ranks may have different numbers of samples. Let a rank's loss be the *sum* of the
-    /// losses of its samples times this weight. Then each sample of a global batch counts the same, on any number of ranks.
-    /// With the mean of a rank's samples it would not, and a rank without samples would make all gradients NaN.
+    /// Gradients are averaged over ranks, and ranks may have different numbers of samples. Let a rank's loss be the
+    /// *sum* of the losses of its samples times this weight. Then each sample of a global batch counts the same, on any
+    /// number of ranks. With the mean of a rank's samples it would not, and a rank without samples would make all
+    /// gradients NaN.
     ///
     /// ```
     /// use fsdp_nn::sampler::{SamplerOptions, ShardedSampler};
@@ -139,8 +140,8 @@ impl ShardedSampler {
     }
 
     /// Returns one rank's samples of the next global batch, as indices into the data set, and advances to the batch
-    /// after it. The numbers of samples of two ranks differ by at most one, and a rank has none if there are more ranks than
-    /// samples in a batch: see [`Self::weight_of_sample`]. Every rank must call it for each batch.
+    /// after it. The numbers of samples of two ranks differ by at most one, and a rank has none if there are more ranks
+    /// than samples in a batch: see [`Self::weight_of_sample`]. Every rank must call it for each batch.
     pub fn next_batch(&mut self, rank: usize, ranks: usize) -> Vec<u64> {
         let batch = self.options.batch;
         let start = |rank: usize| (u128::from(batch) * rank as u128 / ranks.max(1) as u128) as u64;
@@ -157,8 +158,8 @@ impl ShardedSampler {
         if shuffle { permuted(place, samples, mixed(mixed(seed) ^ epoch)) } else { place }
     }
 
-    /// Returns the state for a checkpoint: `samples`, `seed`, `shuffle` and `consumed`, all of them plain values that are the
-    /// same on every rank.
+    /// Returns the state for a checkpoint: `samples`, `seed`, `shuffle` and `consumed`, all of them plain values that
+    /// are the same on every rank.
     #[must_use]
     pub fn state_dict(&self) -> StateDict {
         let SamplerOptions { samples, seed, shuffle, .. } = self.options;
@@ -173,7 +174,8 @@ impl ShardedSampler {
     /// Continues from a saved state. The number of ranks and the size of batches may be different.
     ///
     /// # Errors
-    /// [`SamplerError::Other`] for another data set, seed or order, and [`SamplerError::State`]. Nothing has been changed then.
+    /// [`SamplerError::Other`] for another data set, seed or order, and [`SamplerError::State`]. Nothing has been
+    /// changed then.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<(), SamplerError> {
         let SamplerOptions { samples, seed, shuffle, .. } = self.options;
         let plain = |key| state.get(key).and_then(|value| value.as_plain());

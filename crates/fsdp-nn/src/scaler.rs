@@ -42,8 +42,8 @@ impl Default for GradScalerOptions {
     }
 }
 
-/// Scales losses, so that small gradients are not lost in `f16`, and skips steps whose gradients the scale has made too large:
-/// torch's `GradScaler` and `ShardedGradScaler`. All ranks skip the same steps and have the same scale.
+/// Scales losses, so that small gradients are not lost in `f16`, and skips steps whose gradients the scale has made too
+/// large: torch's `GradScaler` and `ShardedGradScaler`. All ranks skip the same steps and have the same scale.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -78,7 +78,8 @@ impl Schedule {
 mod tests {
     use super::*;
 
-    /// Values of `transformers.get_cosine_schedule_with_warmup(optimizer, 3, 9)` under `torch.optim.lr_scheduler.LambdaLR`.
+    /// Values of `transformers.get_cosine_schedule_with_warmup(optimizer, 3, 9)` under
+    /// `torch.optim.lr_scheduler.LambdaLR`.
     #[test]
     fn a_cosine_with_warm_up_is_that_of_transformers() {
         let schedule = Schedule { decay: Decay::Cosine, warmup: 3, steps: 9 };

@@ -1,4 +1,5 @@
-//! The builder of a sharded model: a [`VarBuilder`] whose tensors are parameters of the model, and the boundaries of units.
+//! The builder of a sharded model: a [`VarBuilder`] whose tensors are parameters of the model, and the boundaries of
+//! units.
 
 use std::sync::Arc;
 
@@ -112,8 +113,8 @@ impl Scope {
     /// buffers automatically. Each rank keeps the statistics of its own batches.
     ///
     /// A name that another buffer or a parameter has makes
-    /// [`FullyShardedDataParallel::new`](crate::FullyShardedDataParallel::new) fail. A buffer that comes after the model has been
-    /// built is returned as it is, with a warning, and is in no state dict.
+    /// [`FullyShardedDataParallel::new`](crate::FullyShardedDataParallel::new) fail. A buffer that comes after the
+    /// model has been built is returned as it is, with a warning, and is in no state dict.
     pub fn buffer(&self, name: &str, value: Tensor, persistent: bool) -> Tensor {
         if let Some(registry) = &self.registry {
             lock(registry).add_buffer(self.full_name(name), value.clone(), persistent);

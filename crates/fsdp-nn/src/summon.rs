@@ -27,10 +27,10 @@ pub struct FullParameters<'a> {
 }
 
 impl ShardedParameters {
-    /// Gathers all parameters whole on every rank, in the dtype of shards: torch's `summon_full_params`. It takes the memory
-    /// of the whole model on each rank. What is changed is written back by [`FullParameters::write_back`] only, as with
-    /// `writeback=True` in torch; dropping it changes nothing.
-    /// Collectives: one all-gather for each unit, none where nothing is sharded.
+    /// Gathers all parameters whole on every rank, in the dtype of shards: torch's `summon_full_params`. It takes the
+    /// memory of the whole model on each rank. What is changed is written back by [`FullParameters::write_back`] only,
+    /// as with `writeback=True` in torch; dropping it changes nothing. Collectives: one all-gather for each unit, none
+    /// where nothing is sharded.
     ///
     /// ```
     /// use candle_nn::linear;
@@ -102,8 +102,8 @@ impl FullParameters<'_> {
     /// values would be mixed in one parameter.
     ///
     /// # Errors
-    /// [`NnError::DifferentModels`] if the ranks have set different parameters or values, and [`NnError::UnitInUse`] while
-    /// somebody else uses a unit. One rank's error is every rank's, and changes nothing.
+    /// [`NnError::DifferentModels`] if the ranks have set different parameters or values, and [`NnError::UnitInUse`]
+    /// while somebody else uses a unit. One rank's error is every rank's, and changes nothing.
     pub fn write_back(self) -> Result<()> {
         let FullParameters { parameters, whole, replaced, in_use } = self;
         drop(in_use);

@@ -19,8 +19,8 @@ thread_local! {
     static IS_ALONE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Makes this thread do all of its work itself. It belongs to no rayon pool, so work that it shared would run in rayon's global
-/// pool and take cores from the ranks' own pools.
+/// Makes this thread do all of its work itself. It belongs to no rayon pool, so work that it shared would run in
+/// rayon's global pool and take cores from the ranks' own pools.
 pub(crate) fn stay_on_this_thread() {
     IS_ALONE.set(true);
 }
@@ -69,8 +69,8 @@ fn sum_of_task<T: Copy>(values: &[T], term: &impl Fn(T) -> f64) -> f64 {
 /// One task of an update: a part of the parameter, of its gradient and of each of its states.
 type Update<'a, T> = (&'a mut [T], &'a [T], Vec<&'a mut [T]>);
 
-/// Calls `update` with each task of a parameter, its gradient and its states, all of equal length. An error of any task is
-/// returned.
+/// Calls `update` with each task of a parameter, its gradient and its states, all of equal length. An error of any task
+/// is returned.
 pub(crate) fn update<T: Send + Sync, E: Send>(
     param: &mut [T],
     grad: &[T],

@@ -19,8 +19,8 @@ impl Unchanged {
         Unchanged { readers: Arc::clone(readers) }
     }
 
-    /// Ends the guard, and returns for how long a change has waited so far; zero if none has. The changes go on once no other
-    /// guard is left.
+    /// Ends the guard, and returns for how long a change has waited so far; zero if none has. The changes go on once no
+    /// other guard is left.
     pub fn release(self) -> Duration {
         self.readers.waited()
     }

@@ -90,14 +90,15 @@ impl<M> Unit<M> {
         if !handle.needs_gather() || handle.is_root {
             return Ok(output);
         }
-        // Attach the hook even if the parameters stay gathered after the forward: another backward, or a change of values,
-        // may release them before this unit's backward.
+        // Attach the hook even if the parameters stay gathered after the forward: another backward, or a change of
+        // values, may release them before this unit's backward.
         output.map_tensors(&mut |tensor| tensor.apply_op1(PreBackwardOp::new(&handle)))
     }
 }
 
-/// Cuts candle's graph after a frozen unit, unless something that can be trained comes before. Then no backward has to come here,
-/// and the activations are not kept. Only for a unit whose backward does not communicate: ranks may decide differently.
+/// Cuts candle's graph after a frozen unit, unless something that can be trained comes before. Then no backward has to
+/// come here, and the activations are not kept. Only for a unit whose backward does not communicate: ranks may decide
+/// differently.
 fn cut_graph<O: UnitOutput>(output: O) -> candle_core::Result<O> {
     output.map_tensors(&mut |tensor| Ok(if depends_on_trainable(&tensor) { tensor } else { tensor.detach() }))
 }

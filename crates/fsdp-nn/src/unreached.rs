@@ -9,8 +9,8 @@ use crate::parameters::ShardedParameters;
 const NAMED: usize = 8;
 
 impl ShardedParameters {
-    /// Returns `true` if the parameter has got a gradient on any rank since the last [`Self::zero_grad`]. One that
-    /// the loss does not depend on, or only through operations without a backward, has none: its [`Self::gradient`] is zero
+    /// Returns `true` if the parameter has got a gradient on any rank since the last [`Self::zero_grad`]. One that the
+    /// loss does not depend on, or only through operations without a backward, has none: its [`Self::gradient`] is zero
     /// where its unit has gradients, and optimizers leave it as it is. No communication.
     ///
     /// The ranks agree on it in [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).

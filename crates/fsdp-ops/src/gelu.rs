@@ -86,7 +86,8 @@ pub(crate) fn gelu_erf_of(x: &CpuStorage) -> Result<CpuStorage> {
     })
 }
 
-/// Returns the gradient of the input of [`gelu_erf`] from the gradient of its output. `x` has all elements of the input.
+/// Returns the gradient of the input of [`gelu_erf`] from the gradient of its output. `x` has all elements of the
+/// input.
 pub(crate) fn gelu_erf_backward(x: &CpuStorage, grad: &Tensor) -> Result<Tensor> {
     let grads = Values::of(grad, ERF)?;
     with_element!(grad.dtype(), ERF, T => {
@@ -126,8 +127,8 @@ fn by_tanh<R: Real>(x: R) -> (R, R) {
     // (1 + tanh z) / 2 = 1 / (1 + e^-2z). In this form no two numbers that are almost equal are subtracted.
     let exp = (R::of(-2.0) * z).exponential();
     let value = R::ONE / (R::ONE + exp);
-    // For an x of large magnitude, e^-2z or the slope may overflow to infinity, and a product with zero would be NaN. The
-    // derivative is 0 there.
+    // For an x of large magnitude, e^-2z or the slope may overflow to infinity, and a product with zero would be NaN.
+    // The derivative is 0 there.
     let rest = if value > R::ZERO { value * exp * value } else { R::ZERO };
     (value, if rest > R::ZERO { R::of(2.0) * rest * slope } else { R::ZERO })
 }

@@ -35,8 +35,8 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     }
 }
 
-/// Computes `gelu_erf(linear(x, weight, bias))` as one operation. candle sets the gradient of each operation's input to zero and
-/// adds to it; for this input, which is the widest tensor of most models, it need not.
+/// Computes `gelu_erf(linear(x, weight, bias))` as one operation. candle sets the gradient of each operation's input to
+/// zero and adds to it; for this input, which is the widest tensor of most models, it need not.
 ///
 /// # Errors
 /// The same as [`linear`].
@@ -58,8 +58,8 @@ fn on_device(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tenso
     y.reshape(dims)
 }
 
-// The operation takes an input of any rank: a reshape would be a node of candle's graph, whose backward reads and writes all
-// gradients once more.
+// The operation takes an input of any rank: a reshape would be a node of candle's graph, whose backward reads and
+// writes all gradients once more.
 struct Linear;
 
 impl Linear {

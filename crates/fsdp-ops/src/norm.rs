@@ -8,8 +8,8 @@ use crate::real::{Real, sum};
 use crate::rows::{map_rows, reduce_rows};
 use crate::values::{Values, contiguous, elements};
 
-/// Computes `(x - mean) / sqrt(variance + eps) * weight + bias`, with mean and variance of the last dimension, for which
-/// there is one weight and one bias each: torch's `layer_norm`.
+/// Computes `(x - mean) / sqrt(variance + eps) * weight + bias`, with mean and variance of the last dimension, for
+/// which there is one weight and one bias each: torch's `layer_norm`.
 ///
 /// # Errors
 /// A weight or a bias of another shape or dtype; a dtype that is not a float.
@@ -170,8 +170,8 @@ fn backward<T: Element, const CENTER: bool>(
             dweight.iter_mut().zip(&*grad).zip(&*x).for_each(|((sum, &grad), &x)| *sum += grad * x);
             dbias.iter_mut().zip(&*grad).for_each(|(sum, &grad)| *sum += grad);
             grad.iter_mut().zip(&weight).for_each(|(grad, &weight)| *grad *= weight);
-            // The output does not change if all values of the row change together, or if the row is scaled. So the gradient has no
-            // part in these two directions: take away its mean, and its part along the row.
+            // The output does not change if all values of the row change together, or if the row is scaled. So the
+            // gradient has no part in these two directions: take away its mean, and its part along the row.
             let len = T::Real::of(width as f64);
             let mean = if CENTER { sum(width, |index| grad[index]) / len } else { T::Real::ZERO };
             let along = sum(width, |index| grad[index] * x[index]) / len;

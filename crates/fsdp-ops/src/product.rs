@@ -77,9 +77,9 @@ pub(crate) fn product<R: Real>(
     };
     let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
     let stride = |stride: usize| stride as isize;
-    // SAFETY: each matrix has all its elements in its slice, as `is_whole` says, and the output has memory for `len`, which is
-    // `rows * columns`, elements. gemm reads the output only where a bias has filled it, and writes each of its elements, so
-    // that all are set afterwards.
+    // SAFETY: each matrix has all its elements in its slice, as `is_whole` says, and the output has memory for `len`,
+    // which is `rows * columns`, elements. gemm reads the output only where a bias has filled it, and writes each of
+    // its elements, so that all are set afterwards.
     unsafe {
         gemm(
             rows,

@@ -1,7 +1,7 @@
 //! The types that arithmetic is done in, and functions on them that compilers can vectorise.
 
-/// The number of partial sums of a long sum: as many as a vector register holds, so that the sum is vectorised. The number
-/// is the same on all machines, so that the result is the same too.
+/// The number of partial sums of a long sum: as many as a vector register holds, so that the sum is vectorised. The
+/// number is the same on all machines, so that the result is the same too.
 const LANES: usize = 16;
 
 /// A type that arithmetic is done in: `f32` or `f64`.
@@ -87,8 +87,8 @@ impl Real for f32 {
         let series = 1.0 / 720.0 + r * (1.0 / 5040.0);
         let series = 1.0 / 24.0 + r * (1.0 / 120.0 + r * series);
         let series = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * series)));
-        // 2^n = 2^(n - 1) * 2, because 2^127 is the largest power of two in f32, and n may be 128. `shifted` has n in its
-        // lowest bits; the bits above them are shifted out.
+        // 2^n = 2^(n - 1) * 2, because 2^127 is the largest power of two in f32, and n may be 128. `shifted` has n in
+        // its lowest bits; the bits above them are shifted out.
         let half = f32::from_bits((shifted.to_bits().wrapping_add(126)) << 23);
         let power = series * half * 2.0;
         let power = if self < LEAST { 0.0 } else { power };

@@ -8,8 +8,9 @@ use crate::real::Real;
 use crate::rows::map_rows;
 use crate::values::{Values, contiguous, elements};
 
-/// Rotates the pairs of each vector of `x` `[batch, heads, time, width]` by the angles of its position: element `i` with
-/// element `i + width / 2`. `cos` and `sin` are `[time, width / 2]`, or `[batch, time, width / 2]`; they get no gradient.
+/// Rotates the pairs of each vector of `x` `[batch, heads, time, width]` by the angles of its position: element `i`
+/// with element `i + width / 2`. `cos` and `sin` are `[time, width / 2]`, or `[batch, time, width / 2]`; they get no
+/// gradient.
 ///
 /// # Errors
 /// Other shapes or dtypes; an odd width.

@@ -20,8 +20,9 @@ fn rows_of_task(width: usize) -> usize {
 
 /// Runs a kernel with the widest vector instructions of this machine.
 ///
-/// Only code that is inlined into the kernel has them. So kernels, and closures that they call, are `#[inline(always)]`, and loop
-/// with `for`: the library's `for_each` around a long closure is a function of its own, for any machine.
+/// Only code that is inlined into the kernel has them. So kernels, and closures that they call, are
+/// `#[inline(always)]`, and loop with `for`: the library's `for_each` around a long closure is a function of its own,
+/// for any machine.
 #[inline(always)]
 pub(crate) fn vectorized<R>(kernel: impl FnOnce() -> R) -> R {
     struct Kernel<K>(K);

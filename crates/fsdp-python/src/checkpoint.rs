@@ -58,9 +58,9 @@ impl Checkpoint {
         PyBytes::new(py, &encode(self.opened.metadata()))
     }
 
-    /// Checks that the stored files are large enough for the bytes that the metadata says are in them, for all tensors or
-    /// for those with these keys. It is called before memory is allocated for the tensors, so that wrong metadata cannot ask
-    /// for more than the files have.
+    /// Checks that the stored files are large enough for the bytes that the metadata says are in them, for all tensors
+    /// or for those with these keys. It is called before memory is allocated for the tensors, so that wrong metadata
+    /// cannot ask for more than the files have.
     #[pyo3(signature = (keys))]
     fn check(&self, py: Python<'_>, keys: Option<HashSet<String>>) -> PyResult<()> {
         let is_wanted = |name: &str| keys.as_ref().is_none_or(|keys| keys.contains(name));
@@ -68,7 +68,8 @@ impl Checkpoint {
     }
 
     /// Returns a value that is not a tensor. `tensor` is a Python function that builds the tensors inside it from
-    /// dtype, shape and bytes, and `typed` one that builds objects of other types from the type's name and a simpler value.
+    /// dtype, shape and bytes, and `typed` one that builds objects of other types from the type's name and a simpler
+    /// value.
     fn value<'py>(
         &self,
         py: Python<'py>,
@@ -80,8 +81,8 @@ impl Checkpoint {
         to_python(py, &value, tensor, typed)
     }
 
-    /// Returns a value as `torch.save` would write it. The bytes are encoded from the parsed value, so no bytes of the file's
-    /// own pickle reach Python.
+    /// Returns a value as `torch.save` would write it. The bytes are encoded from the parsed value, so no bytes of the
+    /// file's own pickle reach Python.
     fn item<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
         let encoded = py.detach(|| {
             let value = self.opened.read_value(name)?;
@@ -90,8 +91,8 @@ impl Checkpoint {
         encoded.map(|bytes| PyBytes::new(py, &bytes)).map_err(|error| exception(py, error))
     }
 
-    /// Returns the bytes of a value as they are stored. They may be a pickle that runs code when torch loads it. A value that
-    /// is not stored by itself is encoded as [`Self::item`] does.
+    /// Returns the bytes of a value as they are stored. They may be a pickle that runs code when torch loads it. A
+    /// value that is not stored by itself is encoded as [`Self::item`] does.
     fn stored_item<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
         let Some(Entry::Bytes(entry)) = self.opened.metadata().entries.get(name) else {
             return self.item(py, name);
@@ -101,8 +102,8 @@ impl Checkpoint {
         bytes.map(|bytes| PyBytes::new(py, &bytes)).map_err(|error| exception(py, error))
     }
 
-    /// Fills buffers with boxes of tensors, in the dtypes of the checkpoint. Several threads read. All requests are checked
-    /// before the first byte is read.
+    /// Fills buffers with boxes of tensors, in the dtypes of the checkpoint. Several threads read. All requests are
+    /// checked before the first byte is read.
     fn read(&self, py: Python<'_>, wanted: Vec<Wanted<'_>>) -> PyResult<()> {
         let mut requests = Vec::with_capacity(wanted.len());
         let mut memory = Vec::with_capacity(wanted.len());

@@ -5,8 +5,8 @@ use fsdp_cli::embed::Explained;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-/// Returns an error as a Python exception. Its class is the one in `fsdp_checkpoint.errors` for the exit code with which
-/// the command `fsdp` would end.
+/// Returns an error as a Python exception. Its class is the one in `fsdp_checkpoint.errors` for the exit code with
+/// which the command `fsdp` would end.
 pub(crate) fn exception(py: Python<'_>, error: impl Into<Error>) -> PyErr {
     let explained = Explained::new(&error.into());
     match make_exception(py, &explained) {

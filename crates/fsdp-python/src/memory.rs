@@ -41,8 +41,8 @@ impl Memory {
         if self.buffer.len_bytes() == 0 {
             return &[];
         }
-        // SAFETY: the exporter keeps the memory in place while `buffer` is held. It is `len_bytes` long, as its exporter says,
-        // and contiguous, as `of` has checked. The Python side changes none of it during the call.
+        // SAFETY: the exporter keeps the memory in place while `buffer` is held. It is `len_bytes` long, as its
+        // exporter says, and contiguous, as `of` has checked. The Python side changes none of it during the call.
         unsafe { std::slice::from_raw_parts(self.buffer.buf_ptr().cast::<u8>(), self.buffer.len_bytes()) }
     }
 
@@ -69,8 +69,8 @@ impl Memory {
         if self.buffer.len_bytes() == 0 {
             return &mut [];
         }
-        // SAFETY: as in `bytes`; `check_writable` and `check_apart` were called, so no other slice is of the same memory, and the
-        // Python side neither reads nor writes it during the call.
+        // SAFETY: as in `bytes`; `check_writable` and `check_apart` were called, so no other slice is of the same
+        // memory, and the Python side neither reads nor writes it during the call.
         unsafe { std::slice::from_raw_parts_mut(self.buffer.buf_ptr().cast::<u8>(), self.buffer.len_bytes()) }
     }
 }

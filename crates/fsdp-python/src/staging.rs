@@ -22,8 +22,8 @@ use pyo3::types::PyBytes;
 use crate::error::{exception, wrong_argument};
 use crate::memory::Memory;
 
-/// A checkpoint that is being written. If the rank that prepared it drops it without a call of [`Staging::finish`], all its
-/// files are removed.
+/// A checkpoint that is being written. If the rank that prepared it drops it without a call of [`Staging::finish`], all
+/// its files are removed.
 #[pyclass(frozen)]
 pub(crate) struct Staging {
     /// The staging directory; `None` after [`Staging::finish`] or [`Staging::discard`].
@@ -71,9 +71,9 @@ impl Staging {
         &self.name
     }
 
-    /// Writes the file of a rank, from the tensors' own memory. When this returns, the file is on the disk. Returns the place
-    /// of each item in it, a report for [`Staging::finish`], and the values that cannot be read without running their
-    /// pickles. Items are numbered in the order of `tensors`, and then of `values`.
+    /// Writes the file of a rank, from the tensors' own memory. When this returns, the file is on the disk. Returns the
+    /// place of each item in it, a report for [`Staging::finish`], and the values that cannot be read without running
+    /// their pickles. Items are numbered in the order of `tensors`, and then of `values`.
     fn write_rank<'py>(
         &self,
         py: Python<'py>,
@@ -101,8 +101,8 @@ impl Staging {
         let mut opaque = Vec::new();
         for (fqn, item) in values {
             plan.add_value(&fqn, None, item.len() as u64);
-            // Read the value as a reader will, for its digest. If one value cannot even be described, the checkpoint has no
-            // digests.
+            // Read the value as a reader will, for its digest. If one value cannot even be described, the checkpoint
+            // has no digests.
             let value = match decode_item(&item) {
                 Ok(value) => Some(value),
                 Err(error) => {
@@ -128,8 +128,8 @@ impl Staging {
         Ok((placed, PyBytes::new(py, &report), opaque))
     }
 
-    /// Writes the hashes and the metadata, which torch has pickled, and commits the checkpoint in one step. `reports` are
-    /// those of [`Staging::write_rank`] of all ranks. Only the coordinator calls this.
+    /// Writes the hashes and the metadata, which torch has pickled, and commits the checkpoint in one step. `reports`
+    /// are those of [`Staging::write_rank`] of all ranks. Only the coordinator calls this.
     fn finish(&self, py: Python<'_>, metadata: Vec<u8>, reports: Vec<Vec<u8>>) -> PyResult<()> {
         let written: Result<Vec<RankWritten>, _> =
             reports.iter().map(|report| serde_json::from_slice(report)).collect();
@@ -166,7 +166,8 @@ fn place(written: &RankWritten, item: &WrittenItem) -> Placed {
 #[derive(Default)]
 struct RankItems {
     tensors: HashMap<String, Vec<(TensorBox, Memory)>>,
-    /// The bytes of each value's item, and the value that a reader finds in them; [`PlainValue::None`] if they cannot be read.
+    /// The bytes of each value's item, and the value that a reader finds in them; [`PlainValue::None`] if they cannot
+    /// be read.
     values: HashMap<String, (PyBackedBytes, PlainValue)>,
 }
 

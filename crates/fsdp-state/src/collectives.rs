@@ -77,8 +77,8 @@ pub fn gather_state_dict(
     Ok(gathered)
 }
 
-/// Gathers like [`gather_state_dict`], but passes each value to `sink` as soon as it is whole. So a rank that writes a file
-/// needs memory for one tensor, and not for all of them.
+/// Gathers like [`gather_state_dict`], but passes each value to `sink` as soon as it is whole. So a rank that writes a
+/// file needs memory for one tensor, and not for all of them.
 ///
 /// Values come sorted by path. `sink` is called only on the ranks that keep the result. If it fails on one rank, all
 /// ranks get that error after at most 256 MiB more of tensors. Collectives: the same as [`gather_state_dict`].
@@ -166,8 +166,8 @@ fn gather_one(
     Ok(whole)
 }
 
-/// Returns the values of `root`'s whole state dict, on every rank in the structure, kinds and boxes of its `local` dict.
-/// torch's `_broadcast_state_dict`.
+/// Returns the values of `root`'s whole state dict, on every rank in the structure, kinds and boxes of its `local`
+/// dict. torch's `_broadcast_state_dict`.
 ///
 /// `full` is read on `root` only. `local` dicts have the same keys, dtypes and global shapes on all ranks; a sharded
 /// tensor has any boxes. The result is a new dict in the order of `local`, whose tensors share memory with nothing;
@@ -289,8 +289,8 @@ pub fn distribute_tensors(
     Ok(redistribute(OPERATION, &full.unwrap_or_default(), &local, group, &options)?.0)
 }
 
-/// Returns the values of a state dict that is sharded in any way, in the structure, kinds and boxes of each rank's `local`
-/// dict. torch's `DTensor.redistribute`, for all of a dict and between any boxes.
+/// Returns the values of a state dict that is sharded in any way, in the structure, kinds and boxes of each rank's
+/// `local` dict. torch's `DTensor.redistribute`, for all of a dict and between any boxes.
 ///
 /// Only elements that a rank wants and does not have are sent. No rank needs memory for a tensor that it does not want
 /// whole. Whole tensors of `state` count as held by every rank, and must be the same there.

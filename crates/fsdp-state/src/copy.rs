@@ -89,8 +89,9 @@ pub fn copy_state_dict(state: &StateDict, copy: &mut StateDict) -> Result<(), St
 }
 
 /// Copies like [`copy_state_dict`], but leaves out the sharded tensors that `can_wait` selects by their paths. They are
-/// copied by [`DeferredCopies::finish`], on any thread, and must stay as they are until then. Sharded tensors that are not on
-/// the CPU are copied at once, because another thread would not wait for the device to compute them. No communication.
+/// copied by [`DeferredCopies::finish`], on any thread, and must stay as they are until then. Sharded tensors that are
+/// not on the CPU are copied at once, because another thread would not wait for the device to compute them. No
+/// communication.
 ///
 /// # Errors
 /// The errors of [`copy_state_dict`].

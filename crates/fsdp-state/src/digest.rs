@@ -12,12 +12,12 @@ use crate::memory::try_zeroed;
 use crate::transfer::{BoxBytes, Layout, PerRank, read_box};
 use crate::{Leaf, StateDict, StateError, StateValue, flatten_state_dict};
 
-/// Returns the digests of a state dict, by its flat keys: those that a checkpoint of it has, whatever its format and the
-/// number of ranks (`fsdp digest`). The same on every rank.
+/// Returns the digests of a state dict, by its flat keys: those that a checkpoint of it has, whatever its format and
+/// the number of ranks (`fsdp digest`). The same on every rank.
 ///
-/// Every rank passes a dict of the same names. An element of a sharded tensor that several ranks have counts once, with the
-/// value of the first of them. A whole tensor or a plain value counts with the value of rank 0. Tensors that are contiguous
-/// in host memory are not copied.
+/// Every rank passes a dict of the same names. An element of a sharded tensor that several ranks have counts once, with
+/// the value of the first of them. A whole tensor or a plain value counts with the value of rank 0. Tensors that are
+/// contiguous in host memory are not copied.
 ///
 /// Collectives: one agreement, and two object all-gathers, of boxes and of sums.
 ///

@@ -113,8 +113,8 @@ pub enum StateError {
     /// Ranks that should hold the same elements hold others.
     #[error("replicas differ: {}", listed(tensors))]
     ReplicasDiffer {
-        /// The flat keys, and the ranks that hold something else than most; if there is no majority, all that should hold
-        /// the same.
+        /// The flat keys, and the ranks that hold something else than most; if there is no majority, all that should
+        /// hold the same.
         tensors: Vec<(String, Vec<usize>)>,
     },
     /// A target or a sink outside this crate failed.

@@ -66,8 +66,8 @@ impl Memory {
         Ok(Memory::Tensors(tensor))
     }
 
-    /// Turns unfilled tensors into a copy of a value that has the same boxes, and returns `true`. Any other memory becomes
-    /// memory for the caller to fill.
+    /// Turns unfilled tensors into a copy of a value that has the same boxes, and returns `true`. Any other memory
+    /// becomes memory for the caller to fill.
     ///
     /// This is faster than a copy into memory that was set to zero first.
     pub(crate) fn filled_with(&mut self, value: Option<&StateValue>) -> Result<bool, StateError> {
@@ -82,8 +82,8 @@ impl Memory {
         Ok(is_filled)
     }
 
-    /// Returns the memory of a live value, to be filled where it is. A raw tensor cannot be changed, and gets fresh memory;
-    /// a value that is not a tensor has none.
+    /// Returns the memory of a live value, to be filled where it is. A raw tensor cannot be changed, and gets fresh
+    /// memory; a value that is not a tensor has none.
     ///
     /// # Errors
     /// [`FlatError::OutOfMemory`].
@@ -172,8 +172,8 @@ impl Memory {
     }
 }
 
-/// Copies the boxes of a value to unfilled tensors of the same boxes. Returns `false` if they do not have the same boxes, or
-/// cannot be copied like this. Some of them may have been copied then.
+/// Copies the boxes of a value to unfilled tensors of the same boxes. Returns `false` if they do not have the same
+/// boxes, or cannot be copied like this. Some of them may have been copied then.
 fn fill_with_copy(to: &ShardedTensor, from: &ShardedTensor) -> Result<bool, StateError> {
     if to.shards().len() != from.shards().len() {
         return Ok(false);
@@ -186,8 +186,8 @@ fn fill_with_copy(to: &ShardedTensor, from: &ShardedTensor) -> Result<bool, Stat
     Ok(true)
 }
 
-/// Returns the bytes of each box of some memories. `guard` has taken their candle tensors, in the same order. `None` where
-/// there is no memory, and for memory that shares elements with an earlier one, or is not on the host.
+/// Returns the bytes of each box of some memories. `guard` has taken their candle tensors, in the same order. `None`
+/// where there is no memory, and for memory that shares elements with an earlier one, or is not on the host.
 #[must_use]
 pub fn lent_bytes<'a>(
     memories: impl IntoIterator<Item = Option<&'a mut Memory>>,
@@ -216,15 +216,15 @@ pub fn lent_bytes<'a>(
 pub trait Lend {
     /// Returns memory for the wanted boxes of one tensor, with a tensor for each box. Live tensors are not locked.
     ///
-    /// Returns `None` if this memory has been lent before, for another name of the same tensor. The values of the first name
-    /// count.
+    /// Returns `None` if this memory has been lent before, for another name of the same tensor. The values of the first
+    /// name count.
     ///
     /// # Errors
     /// An error of this rank only: no memory for it.
     fn lend(&mut self, wanted: usize) -> Result<Option<Memory>, StateError>;
 
-    /// Returns the same as [`Self::lend`], except that fresh tensors may be unfilled. It is for sources that have a copy to
-    /// put there.
+    /// Returns the same as [`Self::lend`], except that fresh tensors may be unfilled. It is for sources that have a
+    /// copy to put there.
     ///
     /// # Errors
     /// The same as [`Self::lend`].

@@ -82,8 +82,8 @@ impl StateValue {
         })
     }
 
-    /// Returns a plain value, or a whole tensor of exactly one element, as a plain value; `None` for all other tensors and for
-    /// containers.
+    /// Returns a plain value, or a whole tensor of exactly one element, as a plain value; `None` for all other tensors
+    /// and for containers.
     ///
     /// # Errors
     /// A tensor whose memory is released.
@@ -97,8 +97,8 @@ impl StateValue {
         if is_small { self.to_object() } else { Ok(None) }
     }
 
-    /// Returns a copy of a value and of everything in it, tensors included, as one plain value. Formats store a list in this
-    /// form if its elements do not get entries of their own. `None` if a sharded tensor is in it.
+    /// Returns a copy of a value and of everything in it, tensors included, as one plain value. Formats store a list in
+    /// this form if its elements do not get entries of their own. `None` if a sharded tensor is in it.
     ///
     /// # Errors
     /// A tensor whose memory is released, or of a dtype that no file holds.
@@ -133,8 +133,8 @@ fn tensor_value(dtype: DType, shape: &[usize], data: Vec<u8>) -> PlainValue {
     PlainValue::Tensor(PlainTensor { dtype, shape: shape.to_vec(), data })
 }
 
-/// Converts a result of [`StateValue::to_plain`] back to a value of the kind that `leaf` describes: a tensor on the CPU, or a plain
-/// value. The leaf is needed because a plain value may itself be a small tensor.
+/// Converts a result of [`StateValue::to_plain`] back to a value of the kind that `leaf` describes: a tensor on the
+/// CPU, or a plain value. The leaf is needed because a plain value may itself be a small tensor.
 pub(crate) fn scalar_to_value(leaf: &Leaf, value: PlainValue) -> Result<StateValue, StateError> {
     let (Leaf::Whole { .. }, PlainValue::Tensor(PlainTensor { dtype, shape, data })) = (leaf, &value) else {
         return Ok(value.into());
@@ -146,8 +146,8 @@ pub(crate) fn scalar_to_value(leaf: &Leaf, value: PlainValue) -> Result<StateVal
 }
 
 impl Leaf {
-    /// Returns a value of this kind on a rank that has no elements of it: the small value, if there is one, or a sharded
-    /// tensor without boxes.
+    /// Returns a value of this kind on a rank that has no elements of it: the small value, if there is one, or a
+    /// sharded tensor without boxes.
     ///
     /// # Errors
     /// A dtype that candle does not have.

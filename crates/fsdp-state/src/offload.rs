@@ -30,8 +30,9 @@ impl StateDictCallbacks for Offload {
 /// Returns a copy on the CPU, for the ranks that keep it; an empty dict on all others. Sharded tensors stay sharded.
 /// torch's `_offload_state_dict_to_cpu`.
 ///
-/// Tensors that are on the CPU already are copied too: the result shares memory with nothing, so training may go on while it is
-/// written to a file. `rank` is this rank's number in the group whose ranks `keep_on` lists. No communication.
+/// Tensors that are on the CPU already are copied too: the result shares memory with nothing, so training may go on
+/// while it is written to a file. `rank` is this rank's number in the group whose ranks `keep_on` lists. No
+/// communication.
 ///
 /// # Errors
 /// candle's errors, on this rank only.
@@ -62,8 +63,8 @@ pub struct FullOrCpuOptions {
     pub keep_on: KeepOn,
 }
 
-/// Returns the state dict in the form that the options ask for, on the ranks that keep it, and an empty dict on the others:
-/// torch's `_maybe_full_or_cpu_state_dict`.
+/// Returns the state dict in the form that the options ask for, on the ranks that keep it, and an empty dict on the
+/// others: torch's `_maybe_full_or_cpu_state_dict`.
 ///
 /// With `full_state_dict` it is the result of [`gather_state_dict`]. Otherwise, with `cpu_offload`, it is that of
 /// [`offload_state_dict_to_cpu`]. With neither it is the dict itself, and shares its tensors.

@@ -17,8 +17,8 @@ const OPERATION: &str = "check_replicas";
 /// Checks that ranks which hold the same elements hold the same bits: whole tensors and plain values on all ranks, and
 /// shards on ranks with the same boxes. Tensors that are contiguous in host memory are not copied.
 ///
-/// Collectives: one agreement and one object all-gather of a few bytes. Two more if replicas differ, or if some ranks have
-/// whole tensors or values that others lack: these are compared over the ranks that have them.
+/// Collectives: one agreement and one object all-gather of a few bytes. Two more if replicas differ, or if some ranks
+/// have whole tensors or values that others lack: these are compared over the ranks that have them.
 ///
 /// # Errors
 /// The same on every rank: [`StateError::ReplicasDiffer`]; any rank's own error.
@@ -160,7 +160,8 @@ fn same(all: &[[Summary; 2]], part: usize, ranks: &[usize]) -> bool {
     ranks.windows(2).all(|pair| all[pair[0]][part].root == all[pair[1]][part].root)
 }
 
-/// Returns the ranks whose value differs from the most frequent one; all ranks, if no value is more frequent than all others.
+/// Returns the ranks whose value differs from the most frequent one; all ranks, if no value is more frequent than all
+/// others.
 fn differing(held: &[(usize, u64)]) -> Vec<usize> {
     let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
     held.iter().for_each(|(_, digest)| *counts.entry(*digest).or_default() += 1);

@@ -137,7 +137,8 @@ impl StateDict {
         }
     }
 
-    /// Returns a copy of the dict in which each candle tensor has new memory on the same device. (A clone shares memory.)
+    /// Returns a copy of the dict in which each candle tensor has new memory on the same device. (A clone shares
+    /// memory.)
     ///
     /// # Errors
     /// A tensor whose memory is released; candle's errors.

@@ -54,9 +54,9 @@ pub(crate) fn run(bench: &Bench<'_>, figures: &mut Figures) -> Result<()> {
     })
 }
 
-/// Times something of this process, in pairs with its limit, each of which comes first in half of the pairs. What both have
-/// written is removed before each of them, outside of the time: to give pages back takes long, and pages that have just been
-/// given back are quicker to get again.
+/// Times something of this process, in pairs with its limit, each of which comes first in half of the pairs. What both
+/// have written is removed before each of them, outside of the time: to give pages back takes long, and pages that have
+/// just been given back are quicker to get again.
 fn measure(
     bench: &Bench<'_>,
     figures: &mut Figures,

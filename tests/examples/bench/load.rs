@@ -1,5 +1,5 @@
-//! Loading at the same and at other numbers of ranks, into fresh tensors and in place, beside raw reads of as many bytes
-//! into fresh memory.
+//! Loading at the same and at other numbers of ranks, into fresh tensors and in place, beside raw reads of as many
+//! bytes into fresh memory.
 
 use anyhow::Result;
 use fsdp::checkpoint::{load, load_in_place, save};

@@ -96,8 +96,8 @@ impl Bench<'_> {
 }
 
 fn main() -> Result<()> {
-    // Otherwise it depends on where small values lie which memory the allocator gives back to the system, and taking it anew
-    // takes longer than what is measured.
+    // Otherwise it depends on where small values lie which memory the allocator gives back to the system, and taking it
+    // anew takes longer than what is measured.
     fsdp_cli::keep_freed_memory(64 << 20);
     let arguments = Arguments::parse();
     let wanted = |group: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == group);

@@ -57,8 +57,8 @@ fn a_step_holds_one_activation_of_each_layer_and_those_of_the_layer_that_it_comp
     let _alone = crate::alone();
     let kept = peak(false);
     assert!(kept > UNITS * KEPT * ACTIVATION, "{kept} bytes: the comparison is not one");
-    // The output of each unit, which its hook copies; and of one unit what it keeps, each with a gradient, a sum of those, and
-    // what is added to it.
+    // The output of each unit, which its hook copies; and of one unit what it keeps, each with a gradient, a sum of
+    // those, and what is added to it.
     let limit = (2 * UNITS + 4 * KEPT) * ACTIVATION;
     let recomputed = peak(true);
     assert!(recomputed < limit, "{recomputed} bytes, limit {limit}, {kept} where all are kept");

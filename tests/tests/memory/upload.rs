@@ -25,8 +25,8 @@ use futures_util::stream::BoxStream;
 /// The memory that a save may take on each rank.
 const LIMIT: usize = 64 << 20;
 
-/// Keeps small objects, counts the bytes of parts and forgets them: the memory of a real store is elsewhere. It is slower
-/// than who writes.
+/// Keeps small objects, counts the bytes of parts and forgets them: the memory of a real store is elsewhere. It is
+/// slower than who writes.
 #[derive(Debug, Default)]
 struct Forgetful {
     inner: InMemory,

@@ -1,5 +1,5 @@
-//! Models of candle-transformers, unmodified: sharded over two ranks, and in units by the names of their layers, they compute
-//! and train as in plain candle.
+//! Models of candle-transformers, unmodified: sharded over two ranks, and in units by the names of their layers, they
+//! compute and train as in plain candle.
 //!
 //! The table of all of them is in the book (`docs/src/models.md`). With `FSDP_BLESS=1` the test writes it.
 

@@ -132,8 +132,8 @@ fn race(root: &Location) {
     assert!(!target.names().unwrap().iter().any(|name| name.contains("claim")));
 }
 
-/// Converters of different checkpoints to one file, which has a file of values beside it: what is there afterwards is the
-/// whole of one that was told so.
+/// Converters of different checkpoints to one file, which has a file of values beside it: what is there afterwards is
+/// the whole of one that was told so.
 fn race_to_a_file(root: &Location) {
     for number in 0..3 {
         save(&generation(number), 1, root.join(format!("of-{number}")), &Durable::new()).unwrap();

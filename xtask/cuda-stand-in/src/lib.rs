@@ -11,7 +11,8 @@
 //! - Every stream has a thread, so work that does not wait for other work overtakes it.
 //! - A kernel runs only if candle has one of that name.
 //!
-//! It says nothing of a GPU's speed, of how its kernels round, or of its limits. Its settings are environment variables:
+//! It says nothing of a GPU's speed, of how its kernels round, or of its limits. Its settings are environment
+//! variables:
 //!
 //! | variable | meaning |
 //! |---|---|

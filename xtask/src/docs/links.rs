@@ -94,7 +94,8 @@ fn headings(text: &str) -> BTreeSet<String> {
     anchors
 }
 
-/// Returns the anchor of a heading: lower case, spaces as dashes, and nothing but letters, digits, dashes and underscores.
+/// Returns the anchor of a heading: lower case, spaces as dashes, and nothing but letters, digits, dashes and
+/// underscores.
 fn anchor(heading: &str) -> String {
     let lower = heading.to_lowercase();
     let kept = lower.chars().filter(|c| c.is_alphanumeric() || [' ', '-', '_'].contains(c));

@@ -1,9 +1,9 @@
 //! Console samples of the book: run again, and compared with what the page shows.
 //!
-//! A block that begins with <code>```console,run</code> is run. Lines that begin with `$ ` are commands of a shell, and what
-//! follows each, up to the next, is its output, stdout and stderr together. A line `…` stands for any number of lines. All
-//! samples of a page run one after the other in one directory, in which `pytorch` is a checkpoint that PyTorch wrote on two
-//! ranks.
+//! A block that begins with <code>```console,run</code> is run. Lines that begin with `$ ` are commands of a shell, and
+//! what follows each, up to the next, is its output, stdout and stderr together. A line `…` stands for any number of
+//! lines. All samples of a page run one after the other in one directory, in which `pytorch` is a checkpoint that
+//! PyTorch wrote on two ranks.
 
 use std::path::Path;
 use std::process::Command;
@@ -54,8 +54,8 @@ pub(super) fn check(pages: &[Page], root: &Path, program: &Path, bless: bool) ->
     Ok(())
 }
 
-/// Returns the text of a page with its samples as `run` prints them now, and the number of commands. A part that `…` leaves
-/// out stays left out if the rest fits.
+/// Returns the text of a page with its samples as `run` prints them now, and the number of commands. A part that `…`
+/// leaves out stays left out if the rest fits.
 fn again(text: &str, mut run: impl FnMut(&str) -> Result<String>) -> Result<(String, usize)> {
     let mut now = String::new();
     let mut ran = 0;

@@ -20,8 +20,8 @@ const END: Duration = Duration::from_secs(2);
 /// The moments of the failures of a run.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Pace {
-    /// At random moments, with no more than `longest` between two, until there were so many failures in all runs, or so many
-    /// in this one.
+    /// At random moments, with no more than `longest` between two, until there were so many failures in all runs, or so
+    /// many in this one.
     Random { longest: Duration, in_all: u64, of_a_run: u64 },
     /// One after each such time, for as long as the run takes.
     Every(Duration),
@@ -94,7 +94,8 @@ impl Run<'_> {
                 ensure!(hit.elapsed() < HANG, "no step within {HANG:?} of a failure");
             }
             counts.slowest = counts.slowest.max(hit.elapsed());
-            // A kill in the last moment of a save may find the new checkpoint there: then the run is yet to start again.
+            // A kill in the last moment of a save may find the new checkpoint there: then the run is yet to start
+            // again.
             if let Some(start) = starts(self.out)?.get(begun) {
                 let (lost, most) = (steps.saturating_sub(*start), self.work.save_every);
                 ensure!(lost <= most, "of {steps} steps {lost} were lost, more than {most}: the run began at {start}");
@@ -122,8 +123,8 @@ impl Run<'_> {
         }
     }
 
-    /// Kills or stops a rank, half of the ranks, or the launcher. Returns the ranks that it has left, which cannot go on;
-    /// `None` if nothing is lost.
+    /// Kills or stops a rank, half of the ranks, or the launcher. Returns the ranks that it has left, which cannot go
+    /// on; `None` if nothing is lost.
     fn hit(&self, job: &mut Job, ranks: &[Pid], random: &mut StdRng, counts: &mut Counts) -> Result<Option<Vec<Pid>>> {
         let victim = random.random_range(0..ranks.len());
         let host = 0..ranks.len() / 2;
@@ -157,8 +158,8 @@ impl Run<'_> {
         Ok(Some(survivors.map(|(_, rank)| *rank).collect()))
     }
 
-    /// Waits until the ranks that a failure has left have ended, and checks that this takes no longer than a step and the
-    /// timeout.
+    /// Waits until the ranks that a failure has left have ended, and checks that this takes no longer than a step and
+    /// the timeout.
     ///
     /// The launcher ends those that do not end by themselves once one has. `cargo xtask soak` checks that all do.
     fn check_survivors(&self, survivors: &[Pid], hit: Instant, counts: &mut Counts) -> Result<()> {

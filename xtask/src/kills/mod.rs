@@ -1,9 +1,9 @@
-//! `cargo xtask kills`: a run whose ranks and launchers are killed and stopped over and over must end with the bits of one
-//! that nobody disturbed.
+//! `cargo xtask kills`: a run whose ranks and launchers are killed and stopped over and over must end with the bits of
+//! one that nobody disturbed.
 //!
-//! Without `--every` these are many short runs, hit at random moments. With it, it is one long run with a failure after each
-//! such time, and its [effective time](effective::effective) is told. In both, each failure may lose the steps since the last
-//! save at most, and the ranks that it leaves must end within a step and the timeout.
+//! Without `--every` these are many short runs, hit at random moments. With it, it is one long run with a failure after
+//! each such time, and its [effective time](effective::effective) is told. In both, each failure may lose the steps
+//! since the last save at most, and the ranks that it leaves must end within a step and the timeout.
 
 mod disturb;
 mod effective;
@@ -40,8 +40,8 @@ pub(crate) struct KillsArguments {
     /// The deadline of the ranks: a stopped one is noticed after it
     #[arg(long, value_name = "SECONDS", default_value_t = 5)]
     timeout: u64,
-    /// The time between two failures of one long run, which would take N such times undisturbed [default: short runs, hit at
-    /// random moments]
+    /// The time between two failures of one long run, which would take N such times undisturbed [default: short runs,
+    /// hit at random moments]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     every: Option<u32>,
     /// The least effective time of that run: the time of its steps undisturbed, as a part of the time that it took
@@ -54,7 +54,8 @@ pub(crate) struct KillsArguments {
 
 /// The steps of a short run.
 const STEPS: u64 = 150;
-/// The longest time between two failures of a short run, in times of one that nobody disturbs: most runs must live to see one.
+/// The longest time between two failures of a short run, in times of one that nobody disturbs: most runs must live to
+/// see one.
 const LONGEST_LIFE: f64 = 0.5;
 /// The failures of a short run at most: it must end some time.
 const KILLS_OF_A_RUN: u64 = 25;
@@ -125,7 +126,8 @@ fn one_long_run(
     random: &mut StdRng,
 ) -> Result<()> {
     let (quiet, out, said) = (dir.join("quiet"), dir.join("disturbed"), dir.join("said"));
-    // Step 1: nobody disturbs a run that takes as long. It tells how many steps there are to do, their bits, and their time.
+    // Step 1: nobody disturbs a run that takes as long. It tells how many steps there are to do, their bits, and their
+    // time.
     let length = every.mul_f64(arguments.kills as f64);
     say(&format!("kills: a run that nobody disturbs takes {length:.0?}"));
     let start = Instant::now();

@@ -36,7 +36,8 @@ fn resident(process: Pid) -> Result<u64> {
     resident_bytes(&status).with_context(|| format!("the process {process:?} has ended"))
 }
 
-/// Returns the bytes in memory from the status of a process. One that has ended, and that nobody has waited for, has none.
+/// Returns the bytes in memory from the status of a process. One that has ended, and that nobody has waited for, has
+/// none.
 fn resident_bytes(status: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

@@ -1,14 +1,15 @@
 //! `cargo xtask strangers`: strangers at both ports of jobs, for a given time. The jobs must not notice.
 //!
-//! A job has two kinds of ports. That of the store, on rank 0, is open for as long as the job runs. In jobs of at most 32
-//! ranks, each rank's own is open until all ranks have met. So there are two jobs at a time: one that runs all the time, and
-//! beside it, one after another, jobs that meet. The last rank of each of these comes late, and until then its other ranks
-//! wait at their open ports. Ranks of one host send their tensors through shared memory, but they meet over sockets like ranks
-//! of many hosts.
+//! A job has two kinds of ports. That of the store, on rank 0, is open for as long as the job runs. In jobs of at most
+//! 32 ranks, each rank's own is open until all ranks have met. So there are two jobs at a time: one that runs all the
+//! time, and beside it, one after another, jobs that meet. The last rank of each of these comes late, and until then
+//! its other ranks wait at their open ports. Ranks of one host send their tensors through shared memory, but they meet
+//! over sockets like ranks of many hosts.
 //!
-//! The strangers are threads. One of the ranks of the running job reaches its store through a [recorder], and the strangers
-//! send what it said: whole, in part, with flipped bits, slowly. They also send noise, claims of much to come, the other
-//! side's own answers, or nothing. A [seed](StrangersArguments::seed) fixes all that they choose, but not the times.
+//! The strangers are threads. One of the ranks of the running job reaches its store through a [recorder], and the
+//! strangers send what it said: whole, in part, with flipped bits, slowly. They also send noise, claims of much to
+//! come, the other side's own answers, or nothing. A [seed](StrangersArguments::seed) fixes all that they choose, but
+//! not the times.
 //!
 //! Each check was seen to fail:
 //!

@@ -61,7 +61,8 @@ fn lock(heard: &Mutex<Recording>) -> MutexGuard<'_, Recording> {
     heard.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Connects a rank with the store, until one of them ends the connection. The rank tries again if there is no store yet.
+/// Connects a rank with the store, until one of them ends the connection. The rank tries again if there is no store
+/// yet.
 fn pass_on(mut rank: TcpStream, store: u16, heard: &Mutex<Recording>) {
     let Ok(mut store) = TcpStream::connect((Ipv4Addr::LOCALHOST, store)) else {
         return thread::sleep(PAUSE);

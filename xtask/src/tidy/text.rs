@@ -1,4 +1,5 @@
-//! The rules of single files: no paths of one machine, not too long, `unsafe` only where listed, plain first sentences.
+//! The rules of single files: no paths of one machine, not too long, `unsafe` only where listed, plain first sentences,
+//! comments no wider than the code.
 
 /// The most lines that a file may have.
 const MAX_LINES: usize = 1000;
@@ -54,8 +55,8 @@ const UNSAFE: [&str; 29] = [
 /// The words that no doc comment starts with: a sentence that does is a riddle until its end.
 const FIRST_WORDS: [&str; 7] = ["As", "Of", "That", "Those", "What", "Whether", "Who"];
 
-/// Directories whose doc comments are not mended yet.
-const UNMENDED: [&str; 0] = [];
+/// The most characters of a line of a comment: what rustfmt.toml says for code, to which rustfmt does not hold comments.
+const MAX_COMMENT_WIDTH: usize = 120;
 
 /// Lists the rules that one text file breaks.
 pub(super) fn check(name: &str, text: &str) -> Vec<String> {
@@ -76,10 +77,11 @@ pub(super) fn check(name: &str, text: &str) -> Vec<String> {
     if !text.starts_with("//!") {
         breaches.push(format!("{name}: its first line should say what it is for (`//! ...`)"));
     }
-    if !UNMENDED.iter().any(|directory| name.starts_with(directory)) {
-        for (number, word) in riddles(text) {
-            breaches.push(format!("{name}:{number}: a doc comment should not start with \"{word}\""));
-        }
+    for (number, word) in riddles(text) {
+        breaches.push(format!("{name}:{number}: a doc comment should not start with \"{word}\""));
+    }
+    for number in wide_comments(text) {
+        breaches.push(format!("{name}:{number}: a comment wider than {MAX_COMMENT_WIDTH} characters"));
     }
     if !UNSAFE.contains(&name) {
         for (number, line) in text.lines().enumerate() {
@@ -110,6 +112,26 @@ fn riddles(text: &str) -> Vec<(usize, &'static str)> {
     found
 }
 
+/// Lists the lines of comments that are too wide. Rows of tables and samples of code cannot be broken, so they may be.
+fn wide_comments(text: &str) -> Vec<usize> {
+    let mut found = Vec::new();
+    let mut is_sample = false;
+    for (number, line) in text.lines().enumerate() {
+        let Some(comment) = line.trim_start().strip_prefix("//") else {
+            is_sample = false;
+            continue;
+        };
+        let comment = comment.trim_start_matches(['/', '!']).trim_start();
+        if comment.starts_with("```") {
+            is_sample = !is_sample;
+        }
+        if !is_sample && !comment.starts_with('|') && line.chars().count() > MAX_COMMENT_WIDTH {
+            found.push(number + 1);
+        }
+    }
+    found
+}
+
 /// Returns the characters that make a line part of a doc comment; empty if it is not part of one.
 fn marker(line: &str) -> &str {
     match line.get(..3) {
@@ -132,6 +154,20 @@ mod tests {
         assert_eq!(check("a.rs", code).len(), 1);
         assert!(check(UNSAFE[0], code).is_empty());
         assert_eq!(check("a.md", concat!("see /", "tmp/x")).len(), 1);
+    }
+
+    #[test]
+    fn comments_that_are_too_wide_are_found() {
+        let (wide, narrow) = ("é".repeat(MAX_COMMENT_WIDTH), "é".repeat(MAX_COMMENT_WIDTH - 4));
+        let lines = [
+            format!("//! {narrow}"),
+            format!("//! {wide}"),
+            format!("//! | {wide} |"),
+            format!("//! ```\n//! {wide}\n//! ```"),
+            format!("let code = \"{wide}\";"),
+            format!("    // {wide}"),
+        ];
+        assert_eq!(wide_comments(&lines.join("\n")), [2, 8]);
     }
 
     #[test]

@@ -71,8 +71,8 @@ pub(super) struct Transfer {
 /// host.
 ///
 /// A rank and its buddy are on different hosts if there are several. Every rank is the buddy of one rank, unless more
-/// than half of all ranks are on one host: then the other ranks take turns as the buddies of that host's ranks. A single
-/// rank is its own buddy.
+/// than half of all ranks are on one host: then the other ranks take turns as the buddies of that host's ranks. A
+/// single rank is its own buddy.
 pub(super) fn buddies(hosts: &[usize]) -> Vec<usize> {
     let ranks = hosts.len();
     let ranks_of = |host: usize| hosts.iter().filter(|other| **other == host).count();

@@ -1,4 +1,5 @@
-//! A model is built from a checkpoint of any format: what the file has is what the model gets, or an error that names it.
+//! A model is built from a checkpoint of any format: what the file has is what the model gets, or an error that names
+//! it.
 
 use std::collections::HashMap;
 use std::path::Path;

@@ -145,8 +145,8 @@ fn a_checkpoint_before_that_was_replaced_or_removed_is_not_linked() {
     check(&at("d"), 3.0, 3);
 }
 
-/// Goes on from step 1 of a run in a process of its own, with other values of the trained tensor, and saves step 2. Returns
-/// the bytes that each rank linked.
+/// Goes on from step 1 of a run in a process of its own, with other values of the trained tensor, and saves step 2.
+/// Returns the bytes that each rank linked.
 fn resumed(run: &Path, after_load: impl Fn(&ProcessGroup, &mut StateDict) + Sync) -> Vec<u64> {
     run_local(RANKS, |group| {
         let options = CheckpointerOptions { save: incremental(), ..CheckpointerOptions::default() };

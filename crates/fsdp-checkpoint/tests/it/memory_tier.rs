@@ -1,5 +1,5 @@
-//! The memory tier of a run, on ranks that have a directory for each host: what is lost, damaged or torn, and where a run goes
-//! on from then.
+//! The memory tier of a run, on ranks that have a directory for each host: what is lost, damaged or torn, and where a
+//! run goes on from then.
 
 #![expect(clippy::disallowed_methods, reason = "the tests damage files on purpose")]
 
@@ -19,7 +19,8 @@ use tempfile::TempDir;
 /// The rows of a tensor that is dealt out to ranks.
 const ROWS: usize = 7;
 
-/// The state of a step: rows that are spread over the ranks, a tensor that each rank has, and values, one of a single rank.
+/// The state of a step: rows that are spread over the ranks, a tensor that each rank has, and values, one of a single
+/// rank.
 fn state(group: &ProcessGroup, step: u64) -> StateDict {
     let (rank, ranks) = (group.rank(), group.world_size());
     let (first, end) = (ROWS * rank / ranks, ROWS * (rank + 1) / ranks);

@@ -1,4 +1,5 @@
-//! A save in the background copies a training run while training goes on, and holds what the state was when it was asked for.
+//! A save in the background copies a training run while training goes on, and holds what the state was when it was
+//! asked for.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;

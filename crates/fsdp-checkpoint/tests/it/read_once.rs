@@ -19,7 +19,8 @@ fn layout(world: usize) -> FlatLayout {
     FlatLayout::new(shapes.map(|(name, shape)| (name.to_owned(), shape)).into(), 4, world).unwrap()
 }
 
-/// Makes the state of shard `rank` of `world`, whose elements are their positions, or zeros; and a whole tensor of another type.
+/// Makes the state of shard `rank` of `world`, whose elements are their positions, or zeros; and a whole tensor of
+/// another type.
 fn state(world: usize, rank: usize, fill: bool) -> StateDict {
     let layout = layout(world);
     let mut state: StateDict = (0..layout.fqns().len())

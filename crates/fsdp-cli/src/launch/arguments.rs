@@ -30,11 +30,12 @@ Examples:
   fsdp launch --nproc 4 -- fsdp train --steps 60 --out runs/demo
   fsdp launch --nproc 8 --nnodes 2 --node-rank 0 --master-addr node0 -- fsdp train --batch 16 --out /shared/runs/demo")]
 pub(crate) struct LaunchArguments {
-    /// Number of processes on this node. With MIN:MAX a job on one node begins with MAX, and each restart leaves out the
-    /// processes that failed, down to MIN
+    /// Number of processes on this node. With MIN:MAX a job on one node begins with MAX, and each restart leaves out
+    /// the processes that failed, down to MIN
     #[arg(long, value_name = "N|MIN:MAX", env = "FSDP_NPROC")]
     pub(super) nproc: Processes,
-    /// Seconds after which a job that has shrunk below MAX saves, and is started again with MAX processes [default: never]
+    /// Seconds after which a job that has shrunk below MAX saves, and is started again with MAX processes [default:
+    /// never]
     #[arg(long, value_name = "SECONDS", env = "FSDP_REGROW_AFTER")]
     pub(super) regrow_after: Option<NonZeroU64>,
     /// Number of nodes; `fsdp launch` is started on each

@@ -6,8 +6,8 @@ use std::process::ExitStatus;
 
 use rustix::process::{Pid, WaitOptions, getpid, waitpid};
 
-/// Makes this process the parent of the processes that ranks leave behind, where the system can do that. It then learns how
-/// they end.
+/// Makes this process the parent of the processes that ranks leave behind, where the system can do that. It then learns
+/// how they end.
 pub(super) fn adopt_orphans() {
     #[cfg(target_os = "linux")]
     // Where it fails, such processes belong to the first process of the system, as they do by default.
@@ -45,8 +45,8 @@ impl Processes {
         self.0.iter().any(|process| process.id == id.as_raw_nonzero().get() && process.has_ended)
     }
 
-    /// Reads the statuses of the processes that ranks have left behind and that have ended, so that the system can forget
-    /// them. Returns the group and the status of each. `own` are the processes that are waited for elsewhere.
+    /// Reads the statuses of the processes that ranks have left behind and that have ended, so that the system can
+    /// forget them. Returns the group and the status of each. `own` are the processes that are waited for elsewhere.
     pub(super) fn reap_orphans(&self, own: &HashSet<Pid>) -> Vec<(Pid, ExitStatus)> {
         let this = getpid().as_raw_nonzero().get();
         let ended = self.0.iter().filter(|process| process.has_ended && process.parent == this);

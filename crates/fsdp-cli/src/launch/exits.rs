@@ -54,7 +54,8 @@ pub(super) struct Cause {
 }
 
 /// Returns the exit that caused the others; `None` if all processes succeeded. `exits` are in the order of time.
-/// `blame_dir` is the directory of the notes in which ranks name the ranks because of which they failed, if there is one.
+/// `blame_dir` is the directory of the notes in which ranks name the ranks because of which they failed, if there is
+/// one.
 pub(super) fn cause(exits: &[Exit], blame_dir: Option<&Path>) -> Option<Cause> {
     let bad = exits.iter().filter(|exit| !exit.status.success());
     let causes = bad.map(|&exit| Cause { exit, because_of: blamed(exit.rank, blame_dir) });

@@ -1,7 +1,7 @@
 //! A process that ends the ranks if the launcher is killed.
 //!
-//! The system ends each rank's own process then, but not what that process has started, such as the program of
-//! `fsdp launch -- sh -c '…'`. The guard is told of each process group through a pipe. The pipe is closed when the launcher
+//! The system ends each rank's own process then, but not what that process has started, such as the program of `fsdp
+//! launch -- sh -c '…'`. The guard is told of each process group through a pipe. The pipe is closed when the launcher
 //! ends, in any way, and then the guard kills the groups that are left, and removes the directory of the ranks' notes.
 
 use std::collections::BTreeSet;

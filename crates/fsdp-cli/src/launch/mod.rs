@@ -177,8 +177,8 @@ impl<'a> Attempts<'a> {
     }
 }
 
-/// Returns the pause after this many attempts in a row that have failed early: none after the first, then 1 second, 2, 4 and
-/// so on.
+/// Returns the pause after this many attempts in a row that have failed early: none after the first, then 1 second, 2,
+/// 4 and so on.
 fn pause_after(early: u32) -> Duration {
     let seconds = early.checked_sub(2).map_or(0, |doubled| 1u64.checked_shl(doubled).unwrap_or(u64::MAX));
     Duration::from_secs(seconds).min(LONGEST_PAUSE)
@@ -189,8 +189,8 @@ enum Outcome {
     Done,
     /// A signal stopped the processes, and they have saved.
     Stopped,
-    /// The processes were stopped so that they can be started again in their full number. `unsaved` is the failure of one
-    /// that has not saved.
+    /// The processes were stopped so that they can be started again in their full number. `unsaved` is the failure of
+    /// one that has not saved.
     Regrows {
         unsaved: Option<RankEnded>,
     },

@@ -30,7 +30,8 @@ const STACK_BYTES: usize = 256 << 10;
 /// signal cannot reach another process.
 pub(super) struct RunningProcesses<'e> {
     running: BTreeMap<usize, Child>,
-    /// The ranks whose own process has ended while processes that it has started may go on. They are still in `running`.
+    /// The ranks whose own process has ended while processes that it has started may go on. They are still in
+    /// `running`.
     outlived: BTreeSet<usize>,
     /// The status of the process that ended last of those that a rank's process has left behind.
     last: BTreeMap<usize, ExitStatus>,
@@ -56,8 +57,8 @@ enum Stage {
     Running,
     /// A process has failed. The others are asked to end at this time, if they still run then.
     Settling(Instant),
-    /// The processes were asked to end, because one failed or because the launcher was asked to end, and are killed at this
-    /// time.
+    /// The processes were asked to end, because one failed or because the launcher was asked to end, and are killed at
+    /// this time.
     Ending(Instant),
     /// The processes were killed.
     Killed,
@@ -161,8 +162,8 @@ impl<'e> RunningProcesses<'e> {
         self.look_at.get_or_insert_with(|| Instant::now() + LOOK_INTERVAL);
     }
 
-    /// Passes a signal to the launcher on to all processes. Those by which schedulers and terminals ask a program to stop
-    /// begin the last stage.
+    /// Passes a signal to the launcher on to all processes. Those by which schedulers and terminals ask a program to
+    /// stop begin the last stage.
     fn pass_on(&mut self, number: i32) {
         if let Some(signal) = Signal::from_named_raw(number) {
             self.signal(signal);

@@ -59,8 +59,8 @@ impl Events {
         Ok(Events { sender, receiver, ends_at_request })
     }
 
-    /// Returns `true` if this process has been asked to end, or is asked to within this time. Only for times in which no
-    /// process runs: all other events are dropped.
+    /// Returns `true` if this process has been asked to end, or is asked to within this time. Only for times in which
+    /// no process runs: all other events are dropped.
     pub(super) fn requested_within(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
         loop {

@@ -34,8 +34,8 @@ pub(super) fn best(job: &Job) -> f64 {
     daly(job).max(job.stall + job.tail)
 }
 
-/// Returns the fraction of all time in which training makes progress that is kept (goodput), if a save begins after each
-/// `interval` of training.
+/// Returns the fraction of all time in which training makes progress that is kept (goodput), if a save begins after
+/// each `interval` of training.
 ///
 /// This is Daly's complete model: failures come at any time, also in a save or a restart. A failure costs the restart,
 /// the training since the last save began, and the training during the tail of that save.

@@ -159,10 +159,10 @@ pub(crate) struct TrainArguments {
     /// Place for the checkpoints instead of --out: a directory, or the URL of an object store (s3://, gs://, az://)
     #[arg(help_heading = RUN, long, value_name = "LOCATION", env = "FSDP_CHECKPOINT_DIR")]
     pub(super) checkpoint_dir: Option<Location>,
-    /// Go on from the newest checkpoint of --out (or --checkpoint-dir), at whatever number of ranks is given now, or from
-    /// the one before if it is damaged. With --resume=strict a damaged one is an error; with --resume=auto a run without
-    /// checkpoints begins. Sizes, batch, learning rate, its schedule,
-    /// optimizer and text are the checkpoint's unless given
+    /// Go on from the newest checkpoint of --out (or --checkpoint-dir), at whatever number of ranks is given now, or
+    /// from the one before if it is damaged. With --resume=strict a damaged one is an error; with --resume=auto a run
+    /// without checkpoints begins. Sizes, batch, learning rate, its schedule, optimizer and text are the checkpoint's
+    /// unless given
     #[arg(help_heading = RUN, long, value_name = "MODE", value_enum, num_args = 0..=1, require_equals = true, default_value_t,
           default_missing_value = "newest", env = "FSDP_RESUME")]
     pub(super) resume: ResumeMode,
@@ -182,8 +182,8 @@ pub(crate) struct TrainArguments {
     /// --backend nccl, else cpu]
     #[arg(help_heading = RANKS, long, value_enum, env = "FSDP_DEVICE")]
     pub(super) device: Option<DeviceName>,
-    /// CPU threads of each rank, candle's included [default: RAYON_NUM_THREADS, or an equal share of the machine's. Where
-    /// the launcher does not say how many ranks a machine has, the share is that of all ranks]
+    /// CPU threads of each rank, candle's included [default: RAYON_NUM_THREADS, or an equal share of the machine's.
+    /// Where the launcher does not say how many ranks a machine has, the share is that of all ranks]
     #[arg(help_heading = RANKS, long, value_name = "THREADS", env = "FSDP_THREADS")]
     pub(super) threads: Option<NonZeroUsize>,
     /// Seconds after which ranks stop waiting for each other
@@ -280,15 +280,15 @@ pub(crate) struct TrainArguments {
     /// When gradients of some rank are NaN or infinite: end the run with an error, or skip the update of that step
     #[arg(help_heading = OPTIMIZER, long, value_enum, default_value_t, env = "FSDP_NONFINITE")]
     pub(super) nonfinite: NonFinite,
-    /// Gradient accumulation: forward and backward passes of each rank per step. Only the last one reduces gradients over
-    /// the ranks
+    /// Gradient accumulation: forward and backward passes of each rank per step. Only the last one reduces gradients
+    /// over the ranks
     #[arg(help_heading = OPTIMIZER, long, value_name = "A", default_value_t = 1, env = "FSDP_ACCUMULATE", value_parser = size())]
     pub(super) accumulate: usize,
     /// Compute the activations of each block again in the backward, instead of keeping them: less memory, more time
     #[arg(help_heading = SHARDING, long, env = "FSDP_ACTIVATION_CHECKPOINTING")]
     pub(super) activation_checkpointing: bool,
-    /// When a backward begins to gather its next unit, beside the computation. Takes the memory of one more unit, and pays
-    /// where ranks wait for the network; no effect on GPUs
+    /// When a backward begins to gather its next unit, beside the computation. Takes the memory of one more unit, and
+    /// pays where ranks wait for the network; no effect on GPUs
     #[arg(help_heading = SHARDING, long, value_enum, default_value_t, env = "FSDP_BACKWARD_PREFETCH")]
     pub(super) backward_prefetch: PrefetchName,
     /// Begin to gather the next unit of a forward before the present one is computed, beside the computation
@@ -354,7 +354,8 @@ pub(super) fn restarts() -> u64 {
     count.ok().and_then(|count| count.trim().parse().ok()).unwrap_or(0)
 }
 
-/// Returns torchrun's name of this job, which stays the same when its processes are started again; `None` if it has none.
+/// Returns torchrun's name of this job, which stays the same when its processes are started again; `None` if it has
+/// none.
 pub(super) fn elastic_job() -> Option<String> {
     // torchrun gives the name `none` to a job without one.
     std::env::var("TORCHELASTIC_RUN_ID").ok().filter(|job| !job.is_empty() && job != "none")

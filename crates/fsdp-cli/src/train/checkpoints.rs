@@ -25,8 +25,8 @@ pub(super) struct Checkpoints {
     damaged: Vec<Location>,
 }
 
-/// Returns the newest step of the memory tier if it is newer than `step`. A tier that cannot be used is left out, with a
-/// warning. This is a collective.
+/// Returns the newest step of the memory tier if it is newer than `step`. A tier that cannot be used is left out, with
+/// a warning. This is a collective.
 ///
 /// # Errors
 /// A rank was lost; with `--resume=strict`, the errors of [`Checkpointer::latest_in_memory_after`].
@@ -80,8 +80,8 @@ fn checkpointer(arguments: &TrainArguments, group: &ProcessGroup, replaces: bool
     Ok(Checkpointer::new(arguments.checkpoints(), group, options)?)
 }
 
-/// Removes a damaged checkpoint from an object store, unless there are objects that no save has written. Then the save to its
-/// place is refused.
+/// Removes a damaged checkpoint from an object store, unless there are objects that no save has written. Then the save
+/// to its place is refused.
 ///
 /// # Errors
 /// The errors of the store.

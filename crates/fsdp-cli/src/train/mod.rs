@@ -48,8 +48,8 @@ pub(crate) fn trace_file(arguments: &TrainArguments) -> Option<PathBuf> {
     Some(own_trace(file, rank, restarts()))
 }
 
-/// Returns `FILE-rank3-restart1.json` for `FILE.json` and rank 3 after one restart. The trace of an attempt that has failed
-/// stays.
+/// Returns `FILE-rank3-restart1.json` for `FILE.json` and rank 3 after one restart. The trace of an attempt that has
+/// failed stays.
 fn own_trace(file: &Path, rank: Option<usize>, restarts: u64) -> PathBuf {
     let mut name = file.file_stem().unwrap_or_default().to_owned();
     if let Some(rank) = rank {
@@ -65,8 +65,8 @@ fn own_trace(file: &Path, rank: Option<usize>, restarts: u64) -> PathBuf {
     file.with_file_name(name)
 }
 
-/// Returns the number of CPU threads of each rank of this process: `--threads`, or else the number that the user has set
-/// for candle, or else the rank's share of the machine.
+/// Returns the number of CPU threads of each rank of this process: `--threads`, or else the number that the user has
+/// set for candle, or else the rank's share of the machine.
 pub(crate) fn threads_per_rank(arguments: &TrainArguments) -> usize {
     // A launcher's variables that make no sense are an error of the run, which comes next.
     let launched = Launched::find(arguments).ok().flatten();
@@ -288,8 +288,8 @@ fn check_out_is_free(arguments: &TrainArguments) -> Result<()> {
     }
 }
 
-/// Checks that a run which its launcher has started again finds its own checkpoints, and not those of another run: torchrun
-/// also restarts a process that has refused to begin because of them. It is known only of jobs with a name.
+/// Checks that a run which its launcher has started again finds its own checkpoints, and not those of another run:
+/// torchrun also restarts a process that has refused to begin because of them. It is known only of jobs with a name.
 fn check_run_is_own(arguments: &TrainArguments, candidates: &Candidates<'_>) -> Result<()> {
     #[derive(serde::Deserialize)]
     struct Event {

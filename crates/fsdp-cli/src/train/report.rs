@@ -320,8 +320,8 @@ struct Numbered {
     step: u64,
 }
 
-/// Returns the bytes of the lines of steps before `start`, up to the first line of a later step. What cannot be read stays
-/// where such lines come after it; at the end it goes, as a kill may have left half a line.
+/// Returns the bytes of the lines of steps before `start`, up to the first line of a later step. What cannot be read
+/// stays where such lines come after it; at the end it goes, as a kill may have left half a line.
 fn length_before(metrics: &File, start: u64) -> std::io::Result<u64> {
     let (mut length, mut is_over) = (0, false);
     lines::visit(metrics, |line: Line<Numbered>| {

@@ -90,8 +90,8 @@ impl Resume {
         Ok(resume)
     }
 
-    /// Returns the number of rows of the text that the run has read so far. It is stored if the batches had several sizes.
-    /// Otherwise all had the size that is stored, or else `batch`.
+    /// Returns the number of rows of the text that the run has read so far. It is stored if the batches had several
+    /// sizes. Otherwise all had the size that is stored, or else `batch`.
     ///
     /// # Errors
     /// Values that cannot be read.

@@ -13,8 +13,8 @@ use crate::job_failure::OtherModel;
 /// The key of a gradient scaler's scale in a checkpoint.
 const SCALE: &str = "scaler.scale";
 
-/// Loads the model, and the optimizer and the gradient scaler (if there is one) of a checkpoint: each rank reads the bytes that
-/// it needs, to where they belong. The run's other values stay as they are. This is a collective.
+/// Loads the model, and the optimizer and the gradient scaler (if there is one) of a checkpoint: each rank reads the
+/// bytes that it needs, to where they belong. The run's other values stay as they are. This is a collective.
 ///
 /// # Errors
 /// The same on every rank: [`OtherModel`], and nothing has been changed then; damaged files.
@@ -33,7 +33,8 @@ pub(super) fn restore(resume: &Resume, checkpointer: &mut Checkpointer, run: &mu
     run.optimizers.extend(optimizers);
     run.values = kept;
     let report = loaded.map_err(without_advice)?;
-    // Other programs may save more beside model and optimizer, which is left alone. Nothing that the run needs may be missing.
+    // Other programs may save more beside model and optimizer, which is left alone. Nothing that the run needs may be
+    // missing.
     if report.missing.is_empty() {
         Ok(())
     } else {

@@ -6,7 +6,8 @@ use assert_cmd::Command;
 
 pub(crate) const FSDP: &str = env!("CARGO_BIN_EXE_fsdp");
 
-/// Returns the command's path: where cargo has put it, or beside this program, which may have been copied to another machine.
+/// Returns the command's path: where cargo has put it, or beside this program, which may have been copied to another
+/// machine.
 pub(crate) fn program() -> PathBuf {
     let beside = || std::env::current_exe().ok()?.parent().map(|directory| directory.join("fsdp"));
     let built = PathBuf::from(FSDP);

@@ -216,8 +216,8 @@ fn code_of(mut launch: std::process::Child) -> Option<i32> {
 fn a_program_in_a_shell_has_its_grace_although_the_shell_dies_at_once() {
     let dir = TempDir::new().unwrap();
     let dirs = dir.path().display();
-    // The shell has no trap. What it has started needs a while to save. Its pauses are short, because a signal can miss a
-    // process that has just been started.
+    // The shell has no trap. What it has started needs a while to save. Its pauses are short, because a signal can miss
+    // a process that has just been started.
     let program = format!(
         "trap 'sleep 1; : > {dirs}/saved-$RANK; exit 18' TERM; : > {dirs}/ready-$RANK; while :; do sleep 0.05; done"
     );

@@ -28,7 +28,8 @@ struct Killed {
     dir: TempDir,
     /// The newest step in memory, of which each part has a copy.
     step: u64,
-    /// The step before it that a run can go on from: in memory too, unless it was just making room, or else the checkpoint.
+    /// The step before it that a run can go on from: in memory too, unless it was just making room, or else the
+    /// checkpoint.
     before: u64,
 }
 
@@ -72,8 +73,8 @@ fn steps_in(tier: &Path, ranks: usize) -> Vec<u64> {
     steps.into_iter().filter(|step| parts.iter().filter(|of| *of == step).count() == 2 * ranks).collect()
 }
 
-/// Returns the newest of these steps, and the one before it, or that of the checkpoint. A newer one of which the kill has left
-/// something is removed: whether it is whole is a matter of luck.
+/// Returns the newest of these steps, and the one before it, or that of the checkpoint. A newer one of which the kill
+/// has left something is removed: whether it is whole is a matter of luck.
 fn newest_in(tier: &Path, ranks: usize) -> (u64, u64) {
     let mut steps = steps_in(tier, ranks);
     let step = steps.pop().unwrap();

@@ -12,7 +12,8 @@ use crate::common::fsdp;
 
 const SOURCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/fsdp2_adamw_ws2/dcp");
 
-/// Writes the model of the fixture as a directory of Hugging Face, with a configuration beside it, and returns its path.
+/// Writes the model of the fixture as a directory of Hugging Face, with a configuration beside it, and returns its
+/// path.
 fn model_directory(parent: &TempDir) -> String {
     let path = parent.path().join("model").to_str().unwrap().to_owned();
     let convert = ["convert", SOURCE, &path, "--to", "hf", "--include", "model.*"];

@@ -1,4 +1,5 @@
-//! `fsdp map`, `fsdp diff --heatmap` and `fsdp report` on checkpoints and metrics that lie there: no tensor library is needed.
+//! `fsdp map`, `fsdp diff --heatmap` and `fsdp report` on checkpoints and metrics that lie there: no tensor library is
+//! needed.
 
 #![expect(clippy::disallowed_methods, reason = "the tests write files of their own")]
 

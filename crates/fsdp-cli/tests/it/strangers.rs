@@ -25,8 +25,8 @@ const WARM_UP: usize = 2000;
 /// The connections during which the process must not grow.
 const CONNECTIONS: usize = 40_000;
 
-/// The most bytes by which the process may grow. A thread that listens uses the memory by which its heap grows at a time,
-/// 16 MiB, before it uses any of it again.
+/// The most bytes by which the process may grow. A thread that listens uses the memory by which its heap grows at a
+/// time, 16 MiB, before it uses any of it again.
 const GROWTH: u64 = 20 << 20;
 
 /// A process that is killed when this is dropped.

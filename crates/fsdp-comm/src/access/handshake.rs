@@ -81,7 +81,8 @@ pub(crate) fn not_this_protocol() -> io::Error {
 /// Carries out the client's side of the handshake: proves that this process has the key, and checks that the server has
 /// it.
 pub(crate) fn handshake_as_client(stream: &TcpStream, key: &Key, hello: Hello, until: Instant) -> Result<(), Refusal> {
-    // Step 1: challenge the server. Each side sends a fresh nonce, so that a recording of an earlier handshake proves nothing.
+    // Step 1: challenge the server. Each side sends a fresh nonce, so that a recording of an earlier handshake proves
+    // nothing.
     let client = nonce()?;
     write_all(stream, &[&MAGIC[..], &client].concat(), until)?;
     // Step 2: check the server's proof first, so that this process sends nothing about itself to a stranger.

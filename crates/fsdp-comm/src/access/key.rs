@@ -7,8 +7,8 @@ use sha2::{Digest, Sha256};
 
 use super::secret::Secret;
 
-/// The version of what ranks send each other after the handshake. Ranks of other versions have other keys, so they are told
-/// at once that they do not belong to the job.
+/// The version of what ranks send each other after the handshake. Ranks of other versions have other keys, so they are
+/// told at once that they do not belong to the job.
 pub(crate) const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// The length of keys and of proofs.
@@ -16,8 +16,8 @@ pub(super) const KEY_BYTES: usize = 32;
 
 /// The key with which the two sides of a connection show each other that they belong to the same job.
 ///
-/// It is derived from the job's secret, its name, and the version of this program, so that jobs with the same secret have
-/// different keys. Without a secret it still distinguishes jobs, but does not keep out anybody who knows the name.
+/// It is derived from the job's secret, its name, and the version of this program, so that jobs with the same secret
+/// have different keys. Without a secret it still distinguishes jobs, but does not keep out anybody who knows the name.
 #[derive(Clone)]
 pub(crate) struct Key([u8; KEY_BYTES]);
 

@@ -12,8 +12,8 @@ use crate::error::CommError;
 pub(super) struct Board {
     global_ranks: Vec<usize>,
     state: Mutex<State>,
-    /// For each rank, the condition variable that it waits on. A rank is woken when it can go on, and not for each step of
-    /// another one: with many ranks on few cores, waking them would take longer than their computation.
+    /// For each rank, the condition variable that it waits on. A rank is woken when it can go on, and not for each step
+    /// of another one: with many ranks on few cores, waking them would take longer than their computation.
     changed: Vec<Condvar>,
     turns: Option<Arc<dyn Turns>>,
 }
@@ -116,8 +116,8 @@ impl Board {
         Ok(Arc::clone(&state.records))
     }
 
-    /// Notes that this rank has finished reading from the ranks in `read`, and waits until all of `readers` have finished
-    /// reading from it.
+    /// Notes that this rank has finished reading from the ranks in `read`, and waits until all of `readers` have
+    /// finished reading from it.
     pub(super) fn finish(
         &self,
         round: &Round<'_>,

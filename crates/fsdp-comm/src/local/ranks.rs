@@ -22,8 +22,8 @@ pub const RANK_STACK_BYTES: usize = 256 << 20;
 /// Runs `f` on `world_size` threads, one for each rank, and returns their results in rank order.
 ///
 /// # Errors
-/// [`CommError::RankFailed`] names the ranks that panicked, the first to do so first. The operations of other ranks that
-/// needed them have failed, as they do if a rank returns early.
+/// [`CommError::RankFailed`] names the ranks that panicked, the first to do so first. The operations of other ranks
+/// that needed them have failed, as they do if a rank returns early.
 pub fn run_local<T, F>(world_size: usize, f: F) -> Result<Vec<T>, CommError>
 where
     F: Fn(ProcessGroup) -> T + Sync,
@@ -144,8 +144,8 @@ impl LocalRanks {
         results.into_iter().map(|result| result.map_err(|()| failed())).collect()
     }
 
-    /// Runs the part of one rank on its thread. If it panics, this tells the other ranks, adds its failure to `panics`, and
-    /// returns `Err`.
+    /// Runs the part of one rank on its thread. If it panics, this tells the other ranks, adds its failure to `panics`,
+    /// and returns `Err`.
     fn run_rank<T>(
         &self,
         membership: Arc<Membership>,

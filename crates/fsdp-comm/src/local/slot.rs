@@ -1,7 +1,7 @@
 //! A place where one thread lends a slice to others for the duration of a closure.
 //!
-//! Readers hold a read lock while they use the slice, and the end of the loan takes the write lock. So the lender neither
-//! goes on nor unwinds while another thread still reads its memory.
+//! Readers hold a read lock while they use the slice, and the end of the loan takes the write lock. So the lender
+//! neither goes on nor unwinds while another thread still reads its memory.
 
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 

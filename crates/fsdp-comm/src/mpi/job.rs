@@ -165,8 +165,8 @@ fn meet(world: &Communicator, deadline: Duration, until: Instant) -> Result<(Tcp
     Ok((TcpBackend::meet(&place, store, true)?, ranks_on_host))
 }
 
-/// Opens the store on rank 0, and tells its address to the others through MPI. Returns the store, and the number of ranks on
-/// this host.
+/// Opens the store on rank 0, and tells its address to the others through MPI. Returns the store, and the number of
+/// ranks on this host.
 fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Result<(TcpStore, usize), CommError> {
     // Step 1: gather the names of all hosts, so that rank 0 knows whether all ranks are on one host.
     let (rank, world_size) = (world.rank(), world.ranks());

@@ -1,7 +1,8 @@
 //! Calls of MPI, and the memory that they use while they run.
 //!
-//! All calls are non-blocking, except the one that makes communicators. The memory that a call reads and writes belongs to
-//! the [`Pending`] call. MPI cannot undo a call, so if a call is dropped before it is over, its memory is never freed.
+//! All calls are non-blocking, except the one that makes communicators. The memory that a call reads and writes belongs
+//! to the [`Pending`] call. MPI cannot undo a call, so if a call is dropped before it is over, its memory is never
+//! freed.
 
 use std::ffi::c_int;
 use std::mem::ManuallyDrop;
@@ -31,8 +32,8 @@ pub(super) fn start() -> Result<Option<Universe>> {
 /// Lets MPI make progress with the calls that it has begun.
 pub(super) fn go_on() -> Result<()> {
     let mut flag = 0;
-    // SAFETY: MPI is initialised; `MPI_Iprobe` writes only `flag`, and no status is asked for. No message is ever sent on
-    // this communicator, so none is found.
+    // SAFETY: MPI is initialised; `MPI_Iprobe` writes only `flag`, and no status is asked for. No message is ever sent
+    // on this communicator, so none is found.
     check(unsafe {
         let (any, world) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_COMM_WORLD);
         ffi::MPI_Iprobe(any, 0, world, &mut flag, ffi::RSMPI_STATUS_IGNORE)

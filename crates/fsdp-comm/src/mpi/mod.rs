@@ -1,7 +1,7 @@
 //! The `mpi` backend: ranks are processes that `mpirun` or `srun` has started; tensors go through MPI's collectives.
 //!
-//! Records, errors and heartbeats are sent as in the `tcp` backend, between processes that find each other through MPI. So
-//! a rank that dies or stops is named, and all ranks agree before they make a call of MPI's, which cannot be undone.
+//! Records, errors and heartbeats are sent as in the `tcp` backend, between processes that find each other through MPI.
+//! So a rank that dies or stops is named, and all ranks agree before they make a call of MPI's, which cannot be undone.
 //! Reductions are exchanges followed by this crate's own reduction, as MPI promises no order.
 
 mod job;

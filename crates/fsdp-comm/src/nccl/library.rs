@@ -1,8 +1,8 @@
 //! Calls of NCCL, whose functions are loaded by name at run time, and the memory that they use while they run.
 //!
-//! cudarc's bindings are not used: candle's feature `cuda` would link them, so that no program would start without NCCL, and
-//! they do not know the file name in NVIDIA's packages. Communicators are non-blocking: a call returns at once, and
-//! [`Communicator::state`] tells how far it is.
+//! cudarc's bindings are not used: candle's feature `cuda` would link them, so that no program would start without
+//! NCCL, and they do not know the file name in NVIDIA's packages. Communicators are non-blocking: a call returns at
+//! once, and [`Communicator::state`] tells how far it is.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;

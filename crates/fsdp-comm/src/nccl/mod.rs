@@ -1,7 +1,7 @@
 //! The `nccl` backend: ranks are processes with a GPU each, whose memory NCCL moves directly.
 //!
-//! Records, errors, objects and slices of host memory are sent as in the `tcp` backend, and processes find each other as
-//! there. So a rank that dies or stops is named, and all ranks agree before they make a call of NCCL's. Only the
+//! Records, errors, objects and slices of host memory are sent as in the `tcp` backend, and processes find each other
+//! as there. So a rank that dies or stops is named, and all ranks agree before they make a call of NCCL's. Only the
 //! collectives of [`DeviceGroup`](crate::device::DeviceGroup) go through NCCL.
 
 #[expect(unsafe_code, reason = "calls of a C library")]

@@ -91,8 +91,8 @@ impl Drop for Owner {
     }
 }
 
-/// Waits for the thread's answer. It comes at the latest soon after the round's deadline, unless NCCL does not return. Then
-/// there is none.
+/// Waits for the thread's answer. It comes at the latest soon after the round's deadline, unless NCCL does not return.
+/// Then there is none.
 fn answer(answers: &Receiver<Result<(), CommError>>, round: &Round<'_>) -> Option<Result<(), CommError>> {
     let left = round.until.saturating_duration_since(Instant::now());
     match answers.recv_timeout(left + GRACE + FINALIZE_TIMEOUT * 2) {
@@ -102,8 +102,8 @@ fn answer(answers: &Receiver<Result<(), CommError>>, round: &Round<'_>) -> Optio
     }
 }
 
-/// Ends this process, as the GPU may still read and write memory that the caller gets back with any answer. All other ranks
-/// learn that this one has ended.
+/// Ends this process, as the GPU may still read and write memory that the caller gets back with any answer. All other
+/// ranks learn that this one has ended.
 fn end_process(operation: &str) -> ! {
     tracing::error!(operation, "a call of NCCL cannot be ended, and may still use GPU memory: this process ends");
     std::process::abort();
@@ -266,8 +266,8 @@ impl Watch {
         self.control.abort(self.number, error);
     }
 
-    /// Returns the error that names another rank, if one is to blame. NCCL may have noticed its loss first, so this waits
-    /// for a moment.
+    /// Returns the error that names another rank, if one is to blame. NCCL may have noticed its loss first, so this
+    /// waits for a moment.
     fn blame(&self) -> Option<CommError> {
         let until = Instant::now() + GRACE;
         loop {

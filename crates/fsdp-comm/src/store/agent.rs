@@ -1,9 +1,9 @@
 //! The rendezvous under torchrun, whose agent listens at the job's address with torch's own `TCPStore`.
 //!
-//! All ranks are clients of the agent's store. Rank 0, which may be on another host than the agent, hosts the job's store
-//! on a free port and publishes its address under a key of the agent's store. That key outlives the ranks: if torchrun
-//! starts them again, it holds the old address until the new rank 0 has set it. A rank whose connection is refused
-//! therefore reads the key again and retries.
+//! All ranks are clients of the agent's store. Rank 0, which may be on another host than the agent, hosts the job's
+//! store on a free port and publishes its address under a key of the agent's store. That key outlives the ranks: if
+//! torchrun starts them again, it holds the old address until the new rank 0 has set it. A rank whose connection is
+//! refused therefore reads the key again and retries.
 //!
 //! A nonce follows the address. It is part of the job's name for as long as this rank 0 lives, so no rank mistakes
 //! another job at an old address for its own.
@@ -125,8 +125,8 @@ impl Agent {
         Ok(Agent { stream, local_ip, peer_ip, until })
     }
 
-    /// Joins the store of rank 0 at the address under the key. Retries until the deadline, and returns the reason if that
-    /// was not possible.
+    /// Joins the store of rank 0 at the address under the key. Retries until the deadline, and returns the reason if
+    /// that was not possible.
     fn join(&mut self, key: &str, options: &StoreOptions) -> Result<TcpStore, String> {
         let (rank, deadline) = (options.rank, options.deadline);
         loop {

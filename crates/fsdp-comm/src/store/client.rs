@@ -49,8 +49,8 @@ const GRACE: Duration = Duration::from_secs(2);
 /// The shortest and the longest time between two attempts of a rank to join, in milliseconds.
 const RETRY_MILLISECONDS: (usize, usize) = (20, 1000);
 
-/// Returns the time between two attempts of a rank to join. It grows with the number of ranks, so that a store which is not
-/// open yet, or its name server, gets about a thousand requests in a second at most.
+/// Returns the time between two attempts of a rank to join. It grows with the number of ranks, so that a store which is
+/// not open yet, or its name server, gets about a thousand requests in a second at most.
 pub(super) fn retry_pause(options: &StoreOptions) -> Duration {
     let (shortest, longest) = RETRY_MILLISECONDS;
     // Ranks that were started together do not try together for ever.
@@ -61,12 +61,12 @@ pub(super) fn retry_pause(options: &StoreOptions) -> Duration {
 impl TcpStore {
     /// Opens the store at `address` (`host:port`, port 0 for any) and connects to it.
     ///
-    /// If `host` is a name, and not an address or `localhost`, and there is a secret or `insecure`, the store listens at
-    /// every address of this host: its name may lead elsewhere here than on other hosts, or nowhere yet.
+    /// If `host` is a name, and not an address or `localhost`, and there is a secret or `insecure`, the store listens
+    /// at every address of this host: its name may lead elsewhere here than on other hosts, or nowhere yet.
     ///
     /// # Errors
-    /// [`CommError::Rendezvous`] if the address is not this host's, or the port is taken, or other hosts reach the address
-    /// and there is no secret.
+    /// [`CommError::Rendezvous`] if the address is not this host's, or the port is taken, or other hosts reach the
+    /// address and there is no secret.
     pub fn host(address: &str, options: &StoreOptions) -> Result<TcpStore, CommError> {
         let rank = options.rank;
         let failed = |message: String| rendezvous(address, format!("rank {rank}: {message}"));
@@ -102,8 +102,8 @@ impl TcpStore {
         Self::open(address, address, options, None)
     }
 
-    /// Connects to a store and joins it. `address` is its name for messages and other ranks, and `at` are the addresses that
-    /// this rank tries. `server` is the port of the store, if this rank hosts it; the result keeps it.
+    /// Connects to a store and joins it. `address` is its name for messages and other ranks, and `at` are the addresses
+    /// that this rank tries. `server` is the port of the store, if this rank hosts it; the result keeps it.
     fn open(
         address: &str,
         at: impl ToSocketAddrs,
@@ -118,8 +118,8 @@ impl TcpStore {
                 .and_then(|stream| Self::join(stream, address, options, until));
             match joined {
                 Ok(store) => return Ok(TcpStore { _server: server, ..store }),
-                // The store drops connections if too many arrive at once. Or it is that of an earlier attempt of this job,
-                // in which rank 0 has not noticed yet that others have ended. So try again until the deadline.
+                // The store drops connections if too many arrive at once. Or it is that of an earlier attempt of this
+                // job, in which rank 0 has not noticed yet that others have ended. So try again until the deadline.
                 Err(reason @ (NotJoined::Lost(_) | NotJoined::NotNow(_))) if Instant::now() + pause < until => {
                     tracing::debug!(address, ?reason, "not joined yet; trying again");
                     thread::sleep(pause);
@@ -209,8 +209,8 @@ impl TcpStore {
         }
     }
 
-    /// Waits until all these keys have been set, and returns their values. At the deadline it returns `Err` with the keys
-    /// that have not been set.
+    /// Waits until all these keys have been set, and returns their values. At the deadline it returns `Err` with the
+    /// keys that have not been set.
     ///
     /// # Errors
     /// [`CommError::Store`]: the store is gone.
@@ -223,8 +223,8 @@ impl TcpStore {
         }
     }
 
-    /// Waits until each rank has set its key, which is `prefix` and its number. The wait ends early if a rank has ended its
-    /// connection to the store and keys are missing.
+    /// Waits until each rank has set its key, which is `prefix` and its number. The wait ends early if a rank has ended
+    /// its connection to the store and keys are missing.
     pub(crate) fn wait_for_ranks(&self, prefix: &str, deadline: Duration) -> Result<RankValues, CommError> {
         let request = Request::WaitForRanks { prefix: prefix.to_owned(), milliseconds: milliseconds(deadline) };
         match self.ask("wait", request, deadline)? {
@@ -283,8 +283,8 @@ impl TcpStore {
         self.connection.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
-    /// Sends a request and waits for the reply; `name` is the operation, for errors. A connection that broke in the middle of
-    /// a request is not used again: the next reply could be that of the one before.
+    /// Sends a request and waits for the reply; `name` is the operation, for errors. A connection that broke in the
+    /// middle of a request is not used again: the next reply could be that of the one before.
     fn ask(&self, name: &str, request: Request, deadline: Duration) -> Result<Reply, CommError> {
         request.check().map_err(|message| self.error(name, message))?;
         // A request that is too long must not cost the connection, so it is encoded first.

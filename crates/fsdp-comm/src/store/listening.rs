@@ -5,8 +5,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _};
 
 use super::protocol::StoreOptions;
 
-/// Returns `true` if a store at this address (`host:port`) listens at every address of its host: `host` is a name, or stands for
-/// all addresses (0.0.0.0), and there is a secret or nobody asks for one.
+/// Returns `true` if a store at this address (`host:port`) listens at every address of its host: `host` is a name, or
+/// stands for all addresses (0.0.0.0), and there is a secret or nobody asks for one.
 ///
 /// The name of a host may lead elsewhere on that host itself: to 127.0.1.1 by `/etc/hosts` of Debian, or nowhere yet in
 /// Kubernetes, where the name of a pod gets its address after the pod has started.

@@ -81,7 +81,8 @@ pub(super) enum Request {
         expected: Option<Vec<u8>>,
         value: Vec<u8>,
     },
-    /// Waits for one key of each rank, which is this prefix and the rank's number, unless a rank has ended its connection.
+    /// Waits for one key of each rank, which is this prefix and the rank's number, unless a rank has ended its
+    /// connection.
     WaitForRanks {
         prefix: String,
         milliseconds: u64,

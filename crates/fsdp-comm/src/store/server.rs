@@ -74,7 +74,8 @@ async fn answer_requests(stream: &mut TcpStream, shared: &Shared) -> io::Result<
             request => request?,
         };
         let reply = match request.check() {
-            // A rank may end while it waits for others. Its request is carried out first, as it may have ended after that.
+            // A rank may end while it waits for others. Its request is carried out first, as it may have ended after
+            // that.
             Ok(()) => tokio::select! {
                 biased;
                 reply = shared.answer(request) => reply,
@@ -194,9 +195,9 @@ impl Shared {
         Ok(())
     }
 
-    /// Waits for `count` keys, no longer than this. `key` returns each by its number: a list of the keys of many ranks for each
-    /// of many waiting ranks would take much memory. With `needs_all_ranks`, the wait fails once a rank has ended its
-    /// connection.
+    /// Waits for `count` keys, no longer than this. `key` returns each by its number: a list of the keys of many ranks
+    /// for each of many waiting ranks would take much memory. With `needs_all_ranks`, the wait fails once a rank has
+    /// ended its connection.
     async fn wait(
         &self,
         count: usize,
@@ -216,8 +217,8 @@ impl Shared {
     /// Waits until all keys have values, and returns these. With `needs_all_ranks` this gives up when a rank has ended
     /// its connection.
     async fn wait_without_end(&self, count: usize, key: &impl Fn(usize) -> String, needs_all_ranks: bool) -> Reply {
-        // Keys are never removed, so those that have been found need not be looked up again. Many ranks wait for the keys
-        // of many ranks, and each new key wakes them all.
+        // Keys are never removed, so those that have been found need not be looked up again. Many ranks wait for the
+        // keys of many ranks, and each new key wakes them all.
         let mut found = 0;
         loop {
             // Any change after this line ends the wait, so none is missed.
@@ -241,8 +242,8 @@ impl Shared {
     }
 }
 
-/// Reads one message: four bytes for its length, then its body. A client may keep silent between messages for as long as it
-/// likes, but not within one.
+/// Reads one message: four bytes for its length, then its body. A client may keep silent between messages for as long
+/// as it likes, but not within one.
 async fn read<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<T> {
     let mut prefix = [0; 4];
     stream.read_exact(&mut prefix).await?;
@@ -253,8 +254,8 @@ async fn read<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<T> {
     wire::decode(&body).map_err(invalid)
 }
 
-/// Writes a reply. The values of many keys can be longer than a message, which is an error of that request only. A client that
-/// does not read is dropped, as its replies would pile up.
+/// Writes a reply. The values of many keys can be longer than a message, which is an error of that request only. A
+/// client that does not read is dropped, as its replies would pile up.
 async fn write(stream: &mut TcpStream, reply: &Reply) -> io::Result<()> {
     let bytes = to_bytes(reply).or_else(|error| to_bytes(&Reply::Refused(error.to_string())))?;
     timeout(MESSAGE_DEADLINE, stream.write_all(&bytes)).await?

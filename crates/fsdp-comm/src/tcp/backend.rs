@@ -170,8 +170,9 @@ impl TcpBackend {
         self.node.failure(self.id, &Round { number: round.number + SETUP_ROUNDS, ..*round }, &others)
     }
 
-    /// Tells all ranks of the job that this one leaves, and waits until all others have told the same, but no longer than
-    /// `limit` (`None` waits without end). Returns `true` if all have; a rank that ends or stops without a word has not.
+    /// Tells all ranks of the job that this one leaves, and waits until all others have told the same, but no longer
+    /// than `limit` (`None` waits without end). Returns `true` if all have; a rank that ends or stops without a word
+    /// has not.
     #[cfg(feature = "mpi")]
     pub(crate) fn say_goodbye(&self, limit: Option<Duration>) -> bool {
         self.node.say_goodbye(limit)

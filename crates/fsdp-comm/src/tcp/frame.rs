@@ -149,8 +149,8 @@ mod tests {
 
     #[test]
     fn the_longest_record_of_the_largest_job_fits_in_a_frame() {
-        // The counts of an all-to-all, two for each rank, are the most that a rank says about itself. A call may have one
-        // size for each rank.
+        // The counts of an all-to-all, two for each rank, are the most that a rank says about itself. A call may have
+        // one size for each rank.
         let call = Call { sizes: vec![usize::MAX; MAX_WORLD_SIZE], ..Call::new(Operation::AllToAllUneven) };
         let header = Header { call, fault: None, own: vec![u64::MAX; 2 * MAX_WORLD_SIZE], inline: true };
         let texts = 2 * MAX_MESSAGE_BYTES + INLINE_BYTES;

@@ -1,5 +1,5 @@
-//! The frames that this process has received, and what it knows about the other ranks. Nothing here sends, waits or looks
-//! at the clock.
+//! The frames that this process has received, and what it knows about the other ranks. Nothing here sends, waits or
+//! looks at the clock.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::io;
@@ -155,8 +155,8 @@ impl State {
         }
     }
 
-    /// Notes that this process runs. If that was last noted long ago, the process was stopped, and then the others are not to
-    /// blame for their silence: what they sent has not been read yet.
+    /// Notes that this process runs. If that was last noted long ago, the process was stopped, and then the others are
+    /// not to blame for their silence: what they sent has not been read yet.
     pub(super) fn beat(&mut self, now: Instant) {
         if now.saturating_duration_since(self.last_beat) > SILENCE {
             self.resumed = Some(now);
@@ -165,8 +165,8 @@ impl State {
         self.last_beat = now;
     }
 
-    /// Returns `true` if this process was stopped until a moment ago, so that it may not have read yet what the others sent
-    /// meanwhile. They may have sent that this rank itself is to blame.
+    /// Returns `true` if this process was stopped until a moment ago, so that it may not have read yet what the others
+    /// sent meanwhile. They may have sent that this rank itself is to blame.
     pub(super) fn catches_up(&self, now: Instant) -> bool {
         now.saturating_duration_since(self.last_beat) > SILENCE
             || self.resumed.is_some_and(|resumed| now.saturating_duration_since(resumed) < CATCH_UP)
@@ -446,8 +446,8 @@ impl State {
 
     /// Returns the error of a round that misses a rank which has been silent for too long.
     ///
-    /// After the deadline, a rank without recent heartbeats is blamed before one that is only slow. Before the deadline, a
-    /// rank is lost once it has been silent for `patience`.
+    /// After the deadline, a rank without recent heartbeats is blamed before one that is only slow. Before the
+    /// deadline, a rank is lost once it has been silent for `patience`.
     pub(super) fn silent(&self, round: &Round<'_>, missing: &[usize], now: Instant) -> Option<CommError> {
         let limit = if now >= round.until { SILENCE } else { self.patience };
         let (rank, silence) =

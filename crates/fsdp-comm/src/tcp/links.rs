@@ -357,8 +357,8 @@ impl Links {
         write_frame(&lock(writer), kind, about, body, go_on)
     }
 
-    /// Sends a frame if that is possible within [`GOODBYE_TIMEOUT`]. Another thread may hold the socket for longer, because it
-    /// waits for a rank that does not read; then the frame is not sent.
+    /// Sends a frame if that is possible within [`GOODBYE_TIMEOUT`]. Another thread may hold the socket for longer,
+    /// because it waits for a rank that does not read; then the frame is not sent.
     pub(super) fn try_send(&self, to: usize, kind: Kind, about: (u64, u64), body: &[u8]) {
         let until = Instant::now() + GOODBYE_TIMEOUT;
         let Some(writer) = self.writers[to].get() else { return };

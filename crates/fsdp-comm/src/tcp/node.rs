@@ -68,8 +68,8 @@ pub(super) struct Node {
 }
 
 impl Node {
-    /// Takes over the connections to other ranks, and starts the threads that read them, that send heartbeats and notices,
-    /// and that take other connections.
+    /// Takes over the connections to other ranks, and starts the threads that read them, that send heartbeats and
+    /// notices, and that take other connections.
     pub(super) fn start(
         rank: usize,
         hosts: Vec<Option<String>>,
@@ -139,8 +139,8 @@ impl Node {
     /// Writes a frame to a rank. While that rank does not read, this waits until the round cannot end any more.
     ///
     /// # Errors
-    /// The frame could not be written as a whole, so the connection can carry no other one, and the rank counts as lost.
-    /// With the reason that the round cannot end, if there was one before.
+    /// The frame could not be written as a whole, so the connection can carry no other one, and the rank counts as
+    /// lost. With the reason that the round cannot end, if there was one before.
     fn write(
         &self,
         to: usize,
@@ -155,8 +155,8 @@ impl Node {
             if state.failure(group, round, &[to], now).is_none() {
                 return true;
             }
-            // Other groups use the connection too, so a frame should not end in the middle because this one has failed. A
-            // rank that is well reads on soon.
+            // Other groups use the connection too, so a frame should not end in the middle because this one has failed.
+            // A rank that is well reads on soon.
             let since = failing_since.get().unwrap_or(now);
             failing_since.set(Some(since));
             state.ranks[to].left.is_none() && state.silence(to, now) <= SILENCE && now <= since + SILENCE
@@ -295,8 +295,8 @@ impl Node {
         }
     }
 
-    /// Waits until there is a connection to a rank that this one has reached out to. Returns `false` if there is none in time,
-    /// or that rank has left.
+    /// Waits until there is a connection to a rank that this one has reached out to. Returns `false` if there is none
+    /// in time, or that rank has left.
     fn is_connected_before(&self, to: usize, until: Instant) -> bool {
         let mut state = self.inbox().lock();
         while !self.links.is_connected(to) {

@@ -5,8 +5,8 @@
 //! So during the rendezvous a rank may not notice that another one, to which it is not connected, has ended. Therefore
 //! all ranks meet in the store a second time: no rank goes on before all are connected to their neighbours.
 //!
-//! The first rank that gives up writes its error to the store, and then ends its connection to it. The others notice that
-//! it has ended, and return the error that is in the store, so that all ranks have the same.
+//! The first rank that gives up writes its error to the store, and then ends its connection to it. The others notice
+//! that it has ended, and return the error that is in the store, so that all ranks have the same.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
@@ -59,8 +59,8 @@ const KNOWS: &str = "tcp/knows/";
 /// The key of the error of the first rank that has given up.
 const FAILURE: &str = "tcp/failure";
 
-/// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read the outcome. It is longer
-/// than the others need for two checks of the store.
+/// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read the outcome. It is
+/// longer than the others need for two checks of the store.
 const LINGER: Duration = Duration::from_millis(500);
 
 /// The time between two checks whether a rank has ended, while this one waits for connections.
@@ -86,7 +86,8 @@ pub(crate) struct Participant {
     pub(crate) connects_all: bool,
 }
 
-/// Opens the store of a job. Rank 0 hosts it at the job's address or, if torchrun's agent listens there, at a free port.
+/// Opens the store of a job. Rank 0 hosts it at the job's address or, if torchrun's agent listens there, at a free
+/// port.
 pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpStore, CommError> {
     let &Environment { rank, world_size, .. } = environment;
     let options = StoreOptions {
@@ -128,8 +129,8 @@ fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool)
     let nonce = nonce().map_err(|error| participant.io("get a random number", &error))?;
     let nonce = store.compare_and_set("tcp/nonce", None, &nonce).map_err(|error| participant.lost(&error))?;
     let key = participant.key.derive("ranks", &nonce);
-    // Step 2: listen, and let others in from now on, in the background. So they can connect as soon as they know the address
-    // of this rank, and no rank waits for another one to reach this point.
+    // Step 2: listen, and let others in from now on, in the background. So they can connect as soon as they know the
+    // address of this rank, and no rank waits for another one to reach this point.
     let (addresses, ip) = own_addresses(store);
     let acceptor = Acceptor::open(&addresses, key.clone());
     let mut acceptor = acceptor.map_err(|error| participant.io("listen", &error))?;
@@ -217,8 +218,8 @@ impl Participant {
         self.missing(vec![first], format!("rank {first} ended before all ranks were connected"))
     }
 
-    /// Asks the store which ranks have ended. Returns the error if one of them `is_awaited` or has given up, or if rank 0
-    /// has ended and the store with it.
+    /// Asks the store which ranks have ended. Returns the error if one of them `is_awaited` or has given up, or if rank
+    /// 0 has ended and the store with it.
     fn ended(&self, store: &TcpStore, is_awaited: impl Fn(usize) -> bool) -> Option<CommError> {
         match store.departed(self.until.saturating_duration_since(Instant::now())) {
             Err(error) => Some(self.lost(&error)),
@@ -228,8 +229,8 @@ impl Participant {
         }
     }
 
-    /// Ends the part of this rank in a rendezvous that has failed. Returns the error of the first rank that gave up, which
-    /// is `own` if that is this rank, or if the store does not answer any more.
+    /// Ends the part of this rank in a rendezvous that has failed. Returns the error of the first rank that gave up,
+    /// which is `own` if that is this rank, or if the store does not answer any more.
     fn give_up(&self, store: &TcpStore, own: CommError) -> CommError {
         let told = wire::encode(&own).ok();
         let first = told.and_then(|own| store.compare_and_set_within(CHECK, FAILURE, None, &own).ok());
@@ -264,8 +265,8 @@ fn exchange_addresses(participant: &Participant, store: &TcpStore, own: &Address
     decoded.map_err(|message| participant.failed(message))
 }
 
-/// Sets the key of this rank, which is `prefix` and its number, and waits for the values of all ranks. `late` is the message
-/// if some do not come in time.
+/// Sets the key of this rank, which is `prefix` and its number, and waits for the values of all ranks. `late` is the
+/// message if some do not come in time.
 fn exchange(
     participant: &Participant,
     store: &TcpStore,

@@ -83,7 +83,8 @@ impl SharedMemory {
         });
         // Step 2: send all ranks what they need to map it, over the sockets.
         let invitations = exchange(member, &Round { number: 0, ..*round }, &encode(&invitation))?;
-        // Step 3: map the segments of all others. The file stays open until all have mapped it, after the next exchange.
+        // Step 3: map the segments of all others. The file stays open until all have mapped it, after the next
+        // exchange.
         let (own, _file) = created.ok().unzip();
         let segments = own.and_then(|own| map_all(rank, own, &invitations));
         // Step 4: use shared memory only if it works for all ranks.

@@ -1,5 +1,5 @@
-//! Whole groups in one thread: the states of all ranks, a network that delays and reorders frames, and a clock that jumps
-//! from one event to the next. A seed decides everything that is random.
+//! Whole groups in one thread: the states of all ranks, a network that delays and reorders frames, and a clock that
+//! jumps from one event to the next. A seed decides everything that is random.
 //!
 //! Each rank is connected to its neighbours at the start, and to others once it sends something to them or they to it.
 

@@ -1,5 +1,5 @@
-//! The conformance suite of all backends. A backend's own test runs all of [`cases`] in all of their worlds, each rank as the
-//! backend runs ranks, and checks that exactly the [`Case::casualties`] fail.
+//! The conformance suite of all backends. A backend's own test runs all of [`cases`] in all of their worlds, each rank
+//! as the backend runs ranks, and checks that exactly the [`Case::casualties`] fail.
 
 mod elements;
 mod faults;

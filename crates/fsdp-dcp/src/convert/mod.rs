@@ -1,10 +1,10 @@
 //! Converts any checkpoint to any format that can be written. Tensors are streamed, so memory does not grow with their
 //! size.
 //!
-//! [`convert`] writes the contents of a [`Checkpoint`] in another format, or as a DCP directory for another number of ranks
-//! ([`OutputFormat::Dcp`]), which is resharding. Wrap the source in a [`View`] to select, rename and cast. The source
-//! is only read. The destination is committed as a whole, or not at all. Hashes of the source are checked as it is
-//! read, and new hashes are computed for what is written.
+//! [`convert`] writes the contents of a [`Checkpoint`] in another format, or as a DCP directory for another number of
+//! ranks ([`OutputFormat::Dcp`]), which is resharding. Wrap the source in a [`View`] to select, rename and cast. The
+//! source is only read. The destination is committed as a whole, or not at all. Hashes of the source are checked as it
+//! is read, and new hashes are computed for what is written.
 //!
 //! Each thread holds one piece of a tensor, of at most 16 MiB. Only values that are not tensors, and items with a
 //! stream transform, are held whole.
@@ -59,7 +59,8 @@ pub fn convert(
         let quantized = integers.keys().map(str::to_owned).collect();
         return Ok(Converted { quantized, ..convert(&integers, destination, target, options)? });
     }
-    // Files of a trainer's state beside a DCP directory's own go along as they are, so their keys stay out of the directory.
+    // Files of a trainer's state beside a DCP directory's own go along as they are, so their keys stay out of the
+    // directory.
     let kept = if matches!(target, OutputFormat::Dcp { .. }) { Kept::of(source) } else { Kept::default() };
     if kept.keys.is_empty() {
         return write(source, destination.into(), target, &kept, options);
@@ -145,7 +146,8 @@ fn write(
     if target.keeps_framework(source.format()) {
         extra.add(files, source.directory());
     } else if matches!(target, OutputFormat::SafetensorsDirectory { .. }) && !source.format().is_file() {
-        // Hugging Face's libraries need the configuration and the tokenizer beside the weights, so these files go with them.
+        // Hugging Face's libraries need the configuration and the tokenizer beside the weights, so these files go with
+        // them.
         let needed = ExtraFiles::for_hugging_face(source.directory())?;
         left_behind.extend(files.into_iter().filter(|name| !needed.contains(name)));
         extra.add(needed, source.directory());

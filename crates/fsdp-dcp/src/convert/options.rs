@@ -28,8 +28,8 @@ pub enum OutputFormat {
 }
 
 impl OutputFormat {
-    /// Returns `true` if what is written is for the framework that wrote the source: files beside the source's own, such
-    /// as a trainer's loop state or a model's configuration, go with it.
+    /// Returns `true` if what is written is for the framework that wrote the source: files beside the source's own,
+    /// such as a trainer's loop state or a model's configuration, go with it.
     #[must_use]
     pub const fn keeps_framework(&self, source: Format) -> bool {
         matches!(

@@ -1,8 +1,9 @@
 //! The shards of ZeRO 1 to 3.
 //!
-//! ZeRO 1 and 2 flatten each group of parameters into one tensor and cut it over the ranks: a parameter is a range of the
-//! ranks' parts one after the other. ZeRO 3 cuts each parameter over the ranks, and flattens a rank's parts: a parameter
-//! takes the same range on each rank. The flat tensors of the optimizer's state lie as those of the parameters do.
+//! ZeRO 1 and 2 flatten each group of parameters into one tensor and cut it over the ranks: a parameter is a range of
+//! the ranks' parts one after the other. ZeRO 3 cuts each parameter over the ranks, and flattens a rank's parts: a
+//! parameter takes the same range on each rank. The flat tensors of the optimizer's state lie as those of the
+//! parameters do.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -37,8 +38,8 @@ struct Part {
     elements: Range<usize>,
 }
 
-/// The pieces of a tensor in the file of a rank: the rank, and the dtype. Most are `f32`, but DeepSpeed may keep parameters
-/// and moments in 16 bits too.
+/// The pieces of a tensor in the file of a rank: the rank, and the dtype. Most are `f32`, but DeepSpeed may keep
+/// parameters and moments in 16 bits too.
 type OfRank = (usize, DType, Vec<Piece>);
 
 /// An entry of the optimizer's state of one flat tensor.
@@ -202,8 +203,8 @@ impl Shards {
                 }
                 parts.insert(name.clone(), of);
             }
-            // The elements after the last parameter are padding. If there are more of them than DeepSpeed can have added,
-            // parameters are missing from the list of shapes.
+            // The elements after the last parameter are padding. If there are more of them than DeepSpeed can have
+            // added, parameters are missing from the list of shapes.
             let rest = lengths.iter().skip(rank).filter_map(|lengths| lengths.get(group));
             let left = rest.fold(0, |sum: usize, length| sum.saturating_add(*length)) - at;
             if left >= 2 * self.ranks.len().max(1) * ALIGNMENT {
@@ -274,8 +275,8 @@ impl Shards {
         Ok(parts)
     }
 
-    /// Returns the pieces of a parameter or of its state, with the rank and the dtype of each. `key` returns the key of the
-    /// flat tensor of a group.
+    /// Returns the pieces of a parameter or of its state, with the rank and the dtype of each. `key` returns the key of
+    /// the flat tensor of a group.
     fn pieces(
         &self,
         directory: &CheckedDirectory,
@@ -366,7 +367,8 @@ impl Shards {
         format!("{ROOT}.{of}")
     }
 
-    /// Adds parameters that are not trained, also under the names of those that share their elements. ZeRO 3 cuts them too.
+    /// Adds parameters that are not trained, also under the names of those that share their elements. ZeRO 3 cuts them
+    /// too.
     fn add_frozen(&self, assembler: &mut Assembler) -> Result<(), FileError> {
         let first = &self.models[0];
         let mut aliases: HashMap<&str, Vec<&str>> = HashMap::new();

@@ -308,8 +308,8 @@ fn is_in_leaf(key: &str, places: &IndexMap<String, Place<'_>>) -> bool {
     key.match_indices('.').any(|(end, _)| places.get(&key[..end]) == Some(&Place::Leaf))
 }
 
-/// Returns `true` if two places are containers of one kind, whose keys, where both have them, are of one type. What only
-/// one of them holds is a difference at its own place.
+/// Returns `true` if two places are containers of one kind, whose keys, where both have them, are of one type. What
+/// only one of them holds is a difference at its own place.
 fn same_container(first: &Place<'_>, second: &Place<'_>) -> bool {
     match (first, second) {
         (Place::Leaf, Place::Leaf) | (Place::List(_), Place::List(_)) => true,

@@ -28,8 +28,8 @@ impl Tolerance {
         (a - b).abs() > allowed
     }
 
-    /// Returns `true` if two complex numbers differ by more than is allowed: as points of the plane, or, if they are not
-    /// finite, in one of their parts.
+    /// Returns `true` if two complex numbers differ by more than is allowed: as points of the plane, or, if they are
+    /// not finite, in one of their parts.
     fn is_exceeded_by_complex(self, a: [f64; 2], b: [f64; 2]) -> bool {
         if [a, b].as_flattened().iter().all(|part| part.is_finite()) {
             return distance_of_complex(a, b) > self.absolute + self.relative * b[0].hypot(b[1]);

@@ -11,9 +11,10 @@
 //!   global_step10/  latest            DeepSpeed's shards, and the name of their directory
 //! ```
 //!
-//! All of them are one tree: `model.…`, `optimizer.…`, `scheduler.…`, `rng_state.rank_0.…`. A configuration and a tokenizer
-//! are files beside it, as they are beside a model alone. DeepSpeed's shards hold a model and its optimizer themselves: they are
-//! at the top, or below `deepspeed` where the folder has the model, or an optimizer, in files of its own.
+//! All of them are one tree: `model.…`, `optimizer.…`, `scheduler.…`, `rng_state.rank_0.…`. A configuration and a
+//! tokenizer are files beside it, as they are beside a model alone. DeepSpeed's shards hold a model and its optimizer
+//! themselves: they are at the top, or below `deepspeed` where the folder has the model, or an optimizer, in files of
+//! its own.
 
 mod json;
 mod names;
@@ -86,8 +87,8 @@ fn joined_part(part: names::Part, checkpoint: &dyn Checkpoint) -> Part {
     Part { place, is_directory, prefix, skip }
 }
 
-/// Returns `true` if the paths of all keys begin with the same part, `model` or `optimizer`, and have something below it: so it
-/// is where a state dict was saved as `{"model": …}`.
+/// Returns `true` if the paths of all keys begin with the same part, `model` or `optimizer`, and have something below
+/// it: so it is where a state dict was saved as `{"model": …}`.
 fn have_item(metadata: &Metadata) -> bool {
     let Some(paths) = &metadata.planner_data else { return false };
     let mut first = None;

@@ -13,8 +13,8 @@ const MAX_BYTES: u64 = 4096;
 /// The beginning of the names that DeepSpeed gives to its directories.
 const STEP: &str = "global_step";
 
-/// Finds the directory of DeepSpeed's shards among the names in a folder: the one that `latest` names, or else the only one
-/// that has a name of DeepSpeed's.
+/// Finds the directory of DeepSpeed's shards among the names in a folder: the one that `latest` names, or else the only
+/// one that has a name of DeepSpeed's.
 pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<String>, FileError> {
     let is_directory = |name: &str| -> Result<bool, FileError> {
         Ok(location.join(name).storage().kind()? == Some(EntryKind::Directory))

@@ -83,8 +83,8 @@ pub(crate) enum Held {
     Plain(PlainValue),
     /// An opaque value: the type of the object in it, and its description.
     Opaque(String, PlainValue),
-    /// An opaque value that is known by its bytes only: the kind of what they are, and their place. They are read when the
-    /// value is described.
+    /// An opaque value that is known by its bytes only: the kind of what they are, and their place. They are read when
+    /// the value is described.
     Stored(String, StorageInfo),
 }
 
@@ -263,7 +263,8 @@ impl Assembler {
         Ok(())
     }
 
-    /// Adds how a tensor is quantized. If another file holds the tensor too, it must be quantized in the same way there.
+    /// Adds how a tensor is quantized. If another file holds the tensor too, it must be quantized in the same way
+    /// there.
     pub(crate) fn add_quantizer(
         &mut self,
         fqn: String,

@@ -52,8 +52,8 @@ impl Structure {
         root.finish(&mut gaps).map_err(|source| FileError::Encode { fqn: String::new(), source })
     }
 
-    /// Returns this structure with leaves and empty containers moved or left out, as `place` decides by the flat key and
-    /// the path of each. Containers that become empty are removed. In a list, an empty dict replaces a removed item
+    /// Returns this structure with leaves and empty containers moved or left out, as `place` decides by the flat key
+    /// and the path of each. Containers that become empty are removed. In a list, an empty dict replaces a removed item
     /// unless it was at the end, so that the keys of the other items stay the same.
     ///
     /// # Errors
@@ -150,7 +150,8 @@ impl Step {
     }
 }
 
-/// The items of a dict that is being built, by their keys as Rust shows them: keys of several types may have the same text.
+/// The items of a dict that is being built, by their keys as Rust shows them: keys of several types may have the same
+/// text.
 type Items = IndexMap<String, (PlainValue, Builder)>;
 
 /// A structure that is being built.

@@ -143,8 +143,8 @@ pub trait Checkpoint: Send + Sync {
         Vec::new()
     }
 
-    /// Returns the digests of its tensors and values that were recorded when it was saved, by key; `None` if there are none,
-    /// or if it was opened without verification. [`digest`](crate::digest::digest) computes them.
+    /// Returns the digests of its tensors and values that were recorded when it was saved, by key; `None` if there are
+    /// none, or if it was opened without verification. [`digest`](crate::digest::digest) computes them.
     fn digests(&self) -> Option<&StateDigest> {
         None
     }
@@ -247,8 +247,8 @@ pub trait Checkpoint: Send + Sync {
         Ok(())
     }
 
-    /// Returns the notes that programs have left in the headers of safetensors files (`__metadata__`), by key: a title, or the
-    /// settings of a training.
+    /// Returns the notes that programs have left in the headers of safetensors files (`__metadata__`), by key: a title,
+    /// or the settings of a training.
     fn notes(&self) -> Vec<(&str, &str)> {
         Vec::new()
     }

@@ -62,8 +62,8 @@ impl ExtraFiles {
         Ok(found)
     }
 
-    /// Lists the files of a directory that Hugging Face's libraries need besides the weights: a configuration, a tokenizer,
-    /// a model's own code.
+    /// Lists the files of a directory that Hugging Face's libraries need besides the weights: a configuration, a
+    /// tokenizer, a model's own code.
     pub(crate) fn for_hugging_face(directory: &CheckedDirectory) -> Result<Vec<String>, FileError> {
         let mut files = Vec::new();
         for name in directory.names()? {
@@ -133,8 +133,8 @@ const BESIDE_DCP: [&str; 3] = ["meta.pt", "common.pt", "metadata.json"];
 const BESIDE_WEIGHTS: [&str; 5] =
     ["README.md", "adapter_config.json", "training_args.bin", "zero_to_fp32.py", "latest"];
 
-/// Returns `true` for a file that a framework keeps beside a checkpoint of a format, or that an earlier save or a signature has
-/// left there: it goes with the checkpoint.
+/// Returns `true` for a file that a framework keeps beside a checkpoint of a format, or that an earlier save or a
+/// signature has left there: it goes with the checkpoint.
 fn is_of_framework(format: Format, name: &str) -> bool {
     if name.ends_with(".distcp") || name.ends_with(".sig") {
         return true;

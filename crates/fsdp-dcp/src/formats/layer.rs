@@ -1,8 +1,8 @@
 //! The shared part of all views of checkpoints, which change keys, shapes or dtypes, or show several checkpoints as
 //! one.
 //!
-//! A layer says where the content of each key comes from. All methods of a [`Checkpoint`] follow from that, in the same way
-//! for all layers.
+//! A layer says where the content of each key comes from. All methods of a [`Checkpoint`] follow from that, in the same
+//! way for all layers.
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -135,7 +135,8 @@ fn origin_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<Origin<'o>, Fil
     Ok(layer.origin(fqn))
 }
 
-/// Returns the source that stores the bytes of a key, and the key there. A key whose content the layer makes is an error.
+/// Returns the source that stores the bytes of a key, and the key there. A key whose content the layer makes is an
+/// error.
 fn source_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<(usize, &'o str), FileError> {
     match origin_of(layer, fqn)? {
         Origin::Source(source, name) => Ok((source, name)),

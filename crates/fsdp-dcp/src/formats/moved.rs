@@ -41,7 +41,8 @@ impl Moved {
             let Some(after) = after.filter(|after| !after.is_empty()) else { break };
             (start, first) = (end - after.len(), first + 1);
         }
-        // A list has no keys: a key that replaces one of its positions is put into the nearest dict that contains the list.
+        // A list has no keys: a key that replaces one of its positions is put into the nearest dict that contains the
+        // list.
         while first > 0 && is_index(first) {
             first -= 1;
             start -= texts[first].len() + 1;

@@ -53,8 +53,8 @@ pub(crate) fn hash_of_item(source: &dyn Checkpoint, fqn: &str, stored: &StorageI
     Ok(hasher.finish_128())
 }
 
-/// Returns the digest of an opaque tensor: over its boxes, and the bytes of each as they are stored. A copy has the same
-/// digest, since opaque tensors are never cut into other boxes.
+/// Returns the digest of an opaque tensor: over its boxes, and the bytes of each as they are stored. A copy has the
+/// same digest, since opaque tensors are never cut into other boxes.
 pub(crate) fn digest_of_opaque(source: &dyn Checkpoint, fqn: &str) -> Result<Digest, FileError> {
     let mut chunks = Vec::new();
     for chunk in &tensor_of(source.metadata(), fqn)?.chunks {

@@ -37,8 +37,9 @@ pub struct Destination<'d> {
     /// The bytes of each box, row-major, in the dtype of the *checkpoint* (which is the request's, unless casts are
     /// allowed).
     pub buffers: Vec<&'d mut [u8]>,
-    /// `true` if the caller compares the sums of this tensor with its digest, together with those of other readers that read
-    /// the rest of it. If sums are asked for and the checkpoint has such a digest, the hashes of its bytes are not checked.
+    /// `true` if the caller compares the sums of this tensor with its digest, together with those of other readers that
+    /// read the rest of it. If sums are asked for and the checkpoint has such a digest, the hashes of its bytes are not
+    /// checked.
     pub is_compared: bool,
 }
 
@@ -99,15 +100,16 @@ pub(crate) struct Files<'c> {
 }
 
 impl Files<'_> {
-    /// Returns the digest of what a request reads: it wants one box, which is the whole tensor, and a digest was recorded.
+    /// Returns the digest of what a request reads: it wants one box, which is the whole tensor, and a digest was
+    /// recorded.
     fn digest_of(&self, request: &LoadRequest) -> Option<Digest> {
         let [bounds] = &request.boxes[..] else { return None };
         let is_whole = self.metadata.tensor(&request.fqn)?.shape == bounds.sizes && !bounds.is_empty();
         self.digests.filter(|_| is_whole)?.get(&request.fqn)
     }
 
-    /// Checks the hashes of whole tensors whose sums are not what was recorded: they were read without. The error tells which
-    /// bytes are wrong. If none are, the sums tell the caller that something else is.
+    /// Checks the hashes of whole tensors whose sums are not what was recorded: they were read without. The error tells
+    /// which bytes are wrong. If none are, the sums tell the caller that something else is.
     fn check_differing(&self, requests: &[LoadRequest], sums: &[Vec<Sum>]) -> Result<(), FileError> {
         let mut differing = HashSet::new();
         for (request, sums) in requests.iter().zip(sums) {
@@ -136,8 +138,8 @@ impl Files<'_> {
 
 /// Plans and reads many tensors at once: in the order of the files, by several threads, each byte once.
 ///
-/// Where sums are asked for, tensors that are read whole are checked by their digests, and by their hashes only if those differ.
-/// So are tensors of which the caller compares the sums ([`Destination::is_compared`]).
+/// Where sums are asked for, tensors that are read whole are checked by their digests, and by their hashes only if
+/// those differ. So are tensors of which the caller compares the sums ([`Destination::is_compared`]).
 pub(crate) fn read_in_parallel(
     files: Files<'_>,
     destinations: Vec<Destination<'_>>,

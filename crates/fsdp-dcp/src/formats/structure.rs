@@ -22,8 +22,8 @@ pub enum Structure {
     Module(String, Vec<(PlainValue, Structure)>),
 }
 
-/// Returns the texts of the keys of a dict in flat keys. A text gets quotes if another key of the dict looks the same, as
-/// `'1'` beside the number 1. `None` stands for a key that no checkpoint has.
+/// Returns the texts of the keys of a dict in flat keys. A text gets quotes if another key of the dict looks the same,
+/// as `'1'` beside the number 1. `None` stands for a key that no checkpoint has.
 pub(crate) fn key_texts<'k>(keys: impl Iterator<Item = &'k PlainValue> + Clone) -> Vec<Option<String>> {
     let others: HashSet<String> =
         keys.clone().filter(|key| key.as_str().is_none()).filter_map(PlainValue::key_text).collect();
@@ -152,8 +152,8 @@ impl Structure {
         untold
     }
 
-    /// Returns the path of a dict in which two keys have the same text, and these keys. Only formats that store the types of
-    /// keys can hold it.
+    /// Returns the path of a dict in which two keys have the same text, and these keys. Only formats that store the
+    /// types of keys can hold it.
     pub(crate) fn same_texts(&self) -> Option<(String, [&PlainValue; 2])> {
         let mut stack = vec![(KeyPath::default(), self)];
         while let Some((path, structure)) = stack.pop() {
@@ -171,8 +171,8 @@ impl Structure {
         None
     }
 
-    /// Adds leaves beside others: `beside` has their keys, by those of the others. A leaf goes into the same dict, or to the
-    /// top level, if the other one is in a list.
+    /// Adds leaves beside others: `beside` has their keys, by those of the others. A leaf goes into the same dict, or
+    /// to the top level, if the other one is in a list.
     ///
     /// # Errors
     /// The key of a leaf that has no such place.

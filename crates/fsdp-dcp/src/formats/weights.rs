@@ -19,7 +19,8 @@ use crate::storage::checked_directory::CheckedDirectory;
 
 /// The stems that libraries look for, in their order of preference.
 const STEMS: [&str; 4] = ["model", "diffusion_pytorch_model", "adapter_model", "pytorch_model"];
-/// The stems of which `transformers` loads a single file even if there is an index, which may be left from an older save.
+/// The stems of which `transformers` loads a single file even if there is an index, which may be left from an older
+/// save.
 const SINGLE_FIRST: [&str; 2] = ["model", "pytorch_model"];
 /// The words for variants after other stems than [`STEMS`]. Any other dot is a part of a name, as in `llama-3.1`.
 const VARIANTS: [&str; 7] = ["bf16", "ema", "fp16", "fp32", "fp8", "int8", "non_ema"];

@@ -1,8 +1,8 @@
 //! llama.cpp's files: a header of keys and values, the list of tensors, and their elements.
 //!
-//! Tensors of `F32`, `F16`, `BF16`, `F64` and of integers are read as they are, those of `Q8_0` and `Q4_0` as `f32`. Tensors
-//! of other blocks are opaque values that name their kind. The header's keys (`general.name`, the tokenizer's tokens) are
-//! values. GGUF counts dimensions from the innermost; shapes here begin with the outermost.
+//! Tensors of `F32`, `F16`, `BF16`, `F64` and of integers are read as they are, those of `Q8_0` and `Q4_0` as `f32`.
+//! Tensors of other blocks are opaque values that name their kind. The header's keys (`general.name`, the tokenizer's
+//! tokens) are values. GGUF counts dimensions from the innermost; shapes here begin with the outermost.
 
 mod header;
 
@@ -100,8 +100,8 @@ fn kind(kind: u32) -> Option<(DType, Elements)> {
     }
 }
 
-/// Returns the place of a tensor of blocks that are not read, after a check that it lies in the file. Blocks of an unknown
-/// kind may take all bytes up to the next tensor, which begins at `next`, or up to the end of the file.
+/// Returns the place of a tensor of blocks that are not read, after a check that it lies in the file. Blocks of an
+/// unknown kind may take all bytes up to the next tensor, which begins at `next`, or up to the end of the file.
 fn opaque_place(
     file: &Arc<str>,
     info: &Info,
@@ -143,7 +143,8 @@ fn start_in(info: &Info, data: u64, bytes: Option<u64>, length: u64) -> Result<u
     start.ok_or_else(|| malformed(info, "reaches beyond the end of the file"))
 }
 
-/// Returns the name of a kind of blocks that is not read, the elements of a block, and its bytes; `None` if it is not known.
+/// Returns the name of a kind of blocks that is not read, the elements of a block, and its bytes; `None` if it is not
+/// known.
 fn blocks_of(kind: u32) -> Option<(&'static str, u64, u64)> {
     const KINDS: [(u32, &str, u64, u64); 24] = [
         (3, "Q4_1", 32, 20),

@@ -72,7 +72,8 @@ impl Template {
                 Part::Name(name) => (name, false),
                 Part::Rest(name) => (name, true),
             };
-            // A place goes up to the text after it: the last such text for the rest of a key, as none follows it elsewhere.
+            // A place goes up to the text after it: the last such text for the rest of a key, as none follows it
+            // elsewhere.
             let end = match self.0.get(at + 1) {
                 Some(Part::Text(next)) if is_rest => rest.rfind(next.as_str())?,
                 Some(Part::Text(next)) => rest.find(next.as_str())?,

@@ -17,8 +17,8 @@ use crate::payload::slot::Slot;
 
 /// The average of checkpoints.
 ///
-/// Floating-point and complex tensors are averaged, element by element, in `f64`, and rounded once. Everything else (values,
-/// counts, and optimizer state, whose average is meaningless) is taken from the first checkpoint.
+/// Floating-point and complex tensors are averaged, element by element, in `f64`, and rounded once. Everything else
+/// (values, counts, and optimizer state, whose average is meaningless) is taken from the first checkpoint.
 pub struct Average<'a> {
     seen: Seen<'a>,
     /// The weight of each; they add up to 1.
@@ -37,8 +37,8 @@ impl<'a> Average<'a> {
     /// all weights are equal.
     ///
     /// # Errors
-    /// Checkpoints whose keys, shapes or dtypes differ; tensors of 8-bit floats and other quantized ones; weights that are
-    /// not finite, or not one for each.
+    /// Checkpoints whose keys, shapes or dtypes differ; tensors of 8-bit floats and other quantized ones; weights that
+    /// are not finite, or not one for each.
     pub fn new(sources: Vec<&'a dyn Checkpoint>, weights: &[f64]) -> Result<Self, FileError> {
         let Some((first, others)) = sources.split_first() else {
             return Err(FileError::Merge { reason: "there are no checkpoints".to_owned() });

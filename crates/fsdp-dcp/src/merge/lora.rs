@@ -1,7 +1,7 @@
 //! A LoRA adapter, as the library PEFT saves it, merged into its base.
 //!
-//! The weight of a module becomes `W + scale · B · A`, where `scale` is `lora_alpha / r`, or `lora_alpha / √r` for an adapter
-//! with `use_rslora`. The products are computed in `f64` and the sum is rounded once.
+//! The weight of a module becomes `W + scale · B · A`, where `scale` is `lora_alpha / r`, or `lora_alpha / √r` for an
+//! adapter with `use_rslora`. The products are computed in `f64` and the sum is rounded once.
 
 use std::collections::HashMap;
 
@@ -316,7 +316,8 @@ fn layer_of(key: &str) -> &str {
 
 /// Returns the base's key of a tensor that an adapter replaces.
 ///
-/// PEFT calls the weight below an update `MODULE.base_layer.weight`. It saves that of an embedding, which may have grown.
+/// PEFT calls the weight below an update `MODULE.base_layer.weight`. It saves that of an embedding, which may have
+/// grown.
 fn replaced_key(name: &str) -> String {
     match name.rsplit_once(BASE_LAYER) {
         Some((module, rest)) => format!("{module}.{rest}"),

@@ -62,8 +62,8 @@ fn round_to_odd(number: f64) -> f32 {
     if f64::from(near) == number || !near.is_finite() {
         return near;
     }
-    // The number lies between two floats that follow each other. `toward_zero` holds the bits of the float that is nearer to
-    // zero. Read as an integer, they are one less than the bits of the other float.
+    // The number lies between two floats that follow each other. `toward_zero` holds the bits of the float that is
+    // nearer to zero. Read as an integer, they are one less than the bits of the other float.
     let is_beyond = f64::from(near).abs() > number.abs();
     let toward_zero = near.to_bits() - u32::from(is_beyond);
     f32::from_bits(toward_zero | 1)

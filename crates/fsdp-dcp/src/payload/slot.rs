@@ -43,8 +43,8 @@ impl<'d> Slot<'d> {
         }
     }
 
-    /// Adds these bytes of the slot, which have been filled, to the digest of the slot, if one is asked for. A format that
-    /// fills bytes by itself reports each byte once.
+    /// Adds these bytes of the slot, which have been filled, to the digest of the slot, if one is asked for. A format
+    /// that fills bytes by itself reports each byte once.
     pub fn filled(&mut self, range: Range<usize>) {
         if let (Some(digest), Some(bytes)) = (&mut self.digest, self.bytes.get(range.clone())) {
             digest.add(range.start, bytes);

@@ -1,5 +1,5 @@
-//! Writing payloads to their places in a file: hashing, checksums and writing in one pass over pieces that fit the cache,
-//! by several threads.
+//! Writing payloads to their places in a file: hashing, checksums and writing in one pass over pieces that fit the
+//! cache, by several threads.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -16,8 +16,8 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Returns the class that a persistent id stands for: before torch 1.6, the class of a module that was saved whole was
-    /// saved as `('module', class, file, source)`.
+    /// Returns the class that a persistent id stands for: before torch 1.6, the class of a module that was saved whole
+    /// was saved as `('module', class, file, source)`.
     pub(super) fn class_of_module(&self, id: NodeId) -> Option<NodeId> {
         let Node::Tuple(parts) = self.nodes[id.0 as usize] else { return None };
         let [kind, class, _file, _source] = *self.tuple(parts) else { return None };
@@ -140,7 +140,8 @@ impl<'a> Machine<'a> {
                 object.state = Some(state);
                 Ok(())
             }
-            // An OrderedDict with Python attributes (a module's state dict has `_metadata`): the attributes are dropped.
+            // An OrderedDict with Python attributes (a module's state dict has `_metadata`): the attributes are
+            // dropped.
             Node::Dict(_) => Ok(()),
             other => Err(PickleErrorKind::Kind { expected: "an object without state", found: other.kind() }),
         }

@@ -43,7 +43,8 @@ impl Walk {
         Walk { depth: self.depth, budget: self.budget.clone(), describes: true }
     }
 
-    /// Steps into a node. Every `enter` that succeeds must be followed by a [`Walk::leave`], unless the walk is given up.
+    /// Steps into a node. Every `enter` that succeeds must be followed by a [`Walk::leave`], unless the walk is given
+    /// up.
     pub(crate) fn enter(&mut self, pickle: &Pickle<'_>, id: NodeId) -> Result<(), PickleError> {
         if self.depth >= MAX_DEPTH {
             let (value, limit) = (MAX_DEPTH as u64 + 1, MAX_DEPTH as u64);
@@ -55,7 +56,8 @@ impl Walk {
         Ok(())
     }
 
-    /// Goes on with what is left of the budget of a walk that was made [`aside`](Walk::aside), and from where that began.
+    /// Goes on with what is left of the budget of a walk that was made [`aside`](Walk::aside), and from where that
+    /// began.
     pub(crate) fn resume(&mut self, aside: Walk) {
         *self = Walk { describes: self.describes, ..aside };
     }

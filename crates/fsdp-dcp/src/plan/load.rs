@@ -23,7 +23,8 @@ pub struct LoadRequest {
 /// The strictness of a load plan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReadPlanOptions {
-    /// `true` to leave tensors alone that the checkpoint does not have (torch's `allow_partial_load`), instead of failing.
+    /// `true` to leave tensors alone that the checkpoint does not have (torch's `allow_partial_load`), instead of
+    /// failing.
     pub allow_missing: bool,
     /// `true` to plan reads of tensors stored in another dtype, which the caller casts; otherwise that is an error.
     pub allow_cast: bool,

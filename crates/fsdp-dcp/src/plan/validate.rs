@@ -129,8 +129,8 @@ fn overlap_along(dimensions: &[usize], a: &TensorBox, b: &TensorBox) -> bool {
     dimensions.iter().all(|&d| a.offsets[d] < b.offsets[d] + b.sizes[d] && b.offsets[d] < a.offsets[d] + a.sizes[d])
 }
 
-/// Finds two boxes that overlap by moving along dimension `first`, with the boxes being crossed in the order of the next
-/// dimension.
+/// Finds two boxes that overlap by moving along dimension `first`, with the boxes being crossed in the order of the
+/// next dimension.
 fn sweep<'c>(
     boxes: &[&'c TensorBox],
     order: &[(usize, usize)],

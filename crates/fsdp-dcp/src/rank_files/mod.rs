@@ -1,5 +1,5 @@
-//! Directories with a file of `torch.save` for each rank, which holds the rank's parts of the tensors (DTensors, or FSDP1's
-//! ShardedTensors) and copies of what every rank has.
+//! Directories with a file of `torch.save` for each rank, which holds the rank's parts of the tensors (DTensors, or
+//! FSDP1's ShardedTensors) and copies of what every rank has.
 //!
 //! ```text
 //! model_world_size_4_rank_0.pt        verl, SkyRL; with optim_… and extra_state_…
@@ -8,12 +8,12 @@
 //! model_0.pt                          torch_checkpointing, beside `metadata.pkl`; with optimizer_0.pt and others
 //! ```
 //!
-//! The boxes of all ranks are chunks of one tensor. What several ranks hold must be the same: values are compared when the
-//! checkpoint is opened, tensors before they are converted, and by `verify` at its deepest level.
+//! The boxes of all ranks are chunks of one tensor. What several ranks hold must be the same: values are compared when
+//! the checkpoint is opened, tensors before they are converted, and by `verify` at its deepest level.
 //!
-//! Where there are several items, their keys begin with the item's name (`model.`, `optim.`). An item other than a model or
-//! an optimizer (random numbers, a data loader's place) may be another one on each rank: then each rank's is kept, below
-//! `ITEM.rank_R`. That of verl's `extra_state` always is.
+//! Where there are several items, their keys begin with the item's name (`model.`, `optim.`). An item other than a
+//! model or an optimizer (random numbers, a data loader's place) may be another one on each rank: then each rank's is
+//! kept, below `ITEM.rank_R`. That of verl's `extra_state` always is.
 
 mod checkpointing;
 mod names;

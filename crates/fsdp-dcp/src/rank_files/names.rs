@@ -72,8 +72,8 @@ impl RankFile {
     }
 }
 
-/// Returns `true` for the name of a state. Hidden files are somebody else's: macOS leaves one beside every file on foreign
-/// disks.
+/// Returns `true` for the name of a state. Hidden files are somebody else's: macOS leaves one beside every file on
+/// foreign disks.
 fn is_item(item: &str) -> bool {
     !item.is_empty() && !item.starts_with('.')
 }

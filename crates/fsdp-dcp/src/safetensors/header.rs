@@ -96,8 +96,8 @@ const METADATA: &str = "__metadata__";
 /// The dtype of 4-bit floats, two in a byte. Shapes count the floats; an element of torch's dtype is a pair of them.
 const PACKED_FLOAT4: &str = "F4";
 
-/// In `__metadata__`: the dtypes that safetensors has no name for, by key, as a JSON object. Such a tensor is stored as its
-/// bytes: `U8`, with one more dimension, the bytes of an element.
+/// In `__metadata__`: the dtypes that safetensors has no name for, by key, as a JSON object. Such a tensor is stored as
+/// its bytes: `U8`, with one more dimension, the bytes of an element.
 pub(crate) const RAW_DTYPES: &str = "fsdp.dtypes";
 
 /// Reads the dtypes under [`RAW_DTYPES`].
@@ -182,7 +182,8 @@ impl Header {
     }
 
     /// Encodes a header for these tensors, `(name, dtype, shape)`, whose data follows in this order. It is padded with
-    /// at least 8 spaces, so that the data starts at a multiple of 64. For dtypes that safetensors does not know, see `RAW_DTYPES`.
+    /// at least 8 spaces, so that the data starts at a multiple of 64. For dtypes that safetensors does not know, see
+    /// `RAW_DTYPES`.
     pub fn encode<'t>(
         metadata: &IndexMap<String, String>,
         tensors: impl IntoIterator<Item = (&'t str, DType, &'t [usize])>,
@@ -218,9 +219,9 @@ impl Header {
         }
         object.extend(entries);
         let mut json = serde_json::to_vec(&object).map_err(malformed)?;
-        // Pad by at least 8 spaces, which is more than the `safetensors` crate ever pads by. A file that it writes again
-        // so has a header of another length. Readers tell by that length whether digests are of this file or of an
-        // earlier one.
+        // Pad by at least 8 spaces, which is more than the `safetensors` crate ever pads by. A file that it writes
+        // again so has a header of another length. Readers tell by that length whether digests are of this file or of
+        // an earlier one.
         json.extend([b' '; 8]);
         while !(8 + json.len()).is_multiple_of(64) {
             json.push(b' ');

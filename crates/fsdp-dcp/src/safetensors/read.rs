@@ -376,7 +376,8 @@ fn note<T: DeserializeOwned>(header: &Header, key: &str) -> Result<Option<T>, Fo
     read.map(Some).map_err(|error| FormatError::Malformed { what: "safetensors header", reason: error.to_string() })
 }
 
-/// Returns the box of a tensor that torch's note says a shard is; all of it without a note. `None` if the note makes no sense.
+/// Returns the box of a tensor that torch's note says a shard is; all of it without a note. `None` if the note makes no
+/// sense.
 fn saved_box(saved: Option<&ShardNote>, info: &TensorInfo) -> Option<TensorBox> {
     let offsets = match saved {
         Some(saved) if info.dtype.safetensors_name().is_none() => {

@@ -15,12 +15,12 @@ pub fn values_beside(name: &str) -> String {
     format!("{}.values.json", name.strip_suffix(".safetensors").unwrap_or(name))
 }
 
-/// The key in the `__metadata__` of a single file whose text is the hash of its values file. Without it, the file has no
-/// values, and a values file beside it belongs to another checkpoint.
+/// The key in the `__metadata__` of a single file whose text is the hash of its values file. Without it, the file has
+/// no values, and a values file beside it belongs to another checkpoint.
 pub(crate) const VALUES_HASH: &str = "fsdp.values";
 
-/// The key in the `__metadata__` of a single file whose text is an object of the digests of its tensors and values, by key.
-/// Directories have them in their integrity file.
+/// The key in the `__metadata__` of a single file whose text is an object of the digests of its tensors and values, by
+/// key. Directories have them in their integrity file.
 pub(crate) const DIGESTS: &str = "fsdp.digests";
 
 /// The key in the `__metadata__` of a single file whose text is the hash of the layout that the digests were written
@@ -28,14 +28,14 @@ pub(crate) const DIGESTS: &str = "fsdp.digests";
 /// but its header has another length, because it pads less. That tells that the digests are stale.
 pub(crate) const DIGESTS_LAYOUT: &str = "fsdp.digests.layout";
 
-/// Returns `true` for the key of a text in a `__metadata__` that says how a file is written. All others are somebody's notes
-/// about what it holds.
+/// Returns `true` for the key of a text in a `__metadata__` that says how a file is written. All others are somebody's
+/// notes about what it holds.
 pub(crate) fn is_about_file(key: &str) -> bool {
     key.starts_with("fsdp.") || matches!(key, "format" | "DCP_VERSION" | "DCP_SHARDING_INFO")
 }
 
-/// Returns the text of [`DIGESTS_LAYOUT`] for a file whose data begins at `data`, with these tensors in the order of its
-/// header: name, dtype, shape, and start in the data. All texts have the same length.
+/// Returns the text of [`DIGESTS_LAYOUT`] for a file whose data begins at `data`, with these tensors in the order of
+/// its header: name, dtype, shape, and start in the data. All texts have the same length.
 pub(crate) fn layout_text<'t>(
     data: u64,
     tensors: impl IntoIterator<Item = (&'t str, DType, &'t [usize], u64)>,
@@ -67,8 +67,8 @@ fn malformed_digests(error: serde_json::Error) -> FormatError {
     FormatError::Malformed { what: "digests", reason: error.to_string() }
 }
 
-/// The key in the `__metadata__` of a rank's shard whose text is the number of shards: without it, a shard that is missing
-/// would leave smaller tensors. The names count from 1.
+/// The key in the `__metadata__` of a rank's shard whose text is the number of shards: without it, a shard that is
+/// missing would leave smaller tensors. The names count from 1.
 pub(crate) const SHARDS: &str = "fsdp.shards";
 
 /// Returns the name of a shard, as torch's `HuggingFaceStorageWriter` has it.

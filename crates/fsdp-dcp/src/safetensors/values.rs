@@ -31,8 +31,8 @@ pub(super) fn malformed(reason: impl ToString) -> FormatError {
     FormatError::Malformed { what: "values file", reason: reason.to_string() }
 }
 
-/// A function that stores a tensor that was inside a value among the other tensors, and returns the key that it has got.
-/// Its argument is a key by the tensor's path (`py.tuple.0`); tensors in one value may have the same one.
+/// A function that stores a tensor that was inside a value among the other tensors, and returns the key that it has
+/// got. Its argument is a key by the tensor's path (`py.tuple.0`); tensors in one value may have the same one.
 type StoreTensor<'f, 'v> = dyn FnMut(String, &'v PlainTensor) -> String + 'f;
 
 /// Encodes a values file. An error comes with the key of the value that cannot be written.

@@ -44,8 +44,8 @@ impl Piece<'_> {
 /// The tensors that were inside values, by the keys that they get.
 pub(super) type Inside<'a> = IndexMap<String, &'a PlainTensor>;
 
-/// The contents of a checkpoint besides tensors: the values that safetensors cannot hold, the paths of keys that cannot be told
-/// from the flat keys, and the notes in its headers.
+/// The contents of a checkpoint besides tensors: the values that safetensors cannot hold, the paths of keys that cannot
+/// be told from the flat keys, and the notes in its headers.
 pub(super) struct Aside {
     values: IndexMap<String, PlainValue>,
     paths: Option<String>,
@@ -146,7 +146,8 @@ fn encode_header(texts: &IndexMap<String, String>, pieces: &[Piece<'_>]) -> Resu
     Header::encode(texts, tensors).map_err(|source| FileError::Encode { fqn: String::new(), source })
 }
 
-/// Returns the digests of all that the files have: of tensors from the sums over their elements, of values from themselves.
+/// Returns the digests of all that the files have: of tensors from the sums over their elements, of values from
+/// themselves.
 pub(super) fn digests(streamed: &Streamed<'_>, aside: &Aside, sums: &Sums<'_>) -> StateDigest {
     let tensors = streamed.source.metadata().tensors().map(|(fqn, tensor)| {
         let sum = sums.get(fqn).copied().unwrap_or_default();

@@ -26,7 +26,8 @@ impl fmt::Debug for PrivateKey {
 }
 
 impl PrivateKey {
-    /// Reads a key from PEM: `PRIVATE KEY` (PKCS#8), or `EC PRIVATE KEY` (SEC 1) as `openssl ecparam -genkey` writes it.
+    /// Reads a key from PEM: `PRIVATE KEY` (PKCS#8), or `EC PRIVATE KEY` (SEC 1) as `openssl ecparam -genkey` writes
+    /// it.
     ///
     /// # Errors
     /// [`SignError::Key`]: no such key, a key of another curve, or a key that is protected by a password.

@@ -1,8 +1,8 @@
 //! Signing a checkpoint, and checking a signature: who vouches for every byte of it.
 //!
-//! Hashes and digests find faults. They are no protection against somebody who changes a checkpoint and its hashes with it;
-//! a signature is. It is one file in the format of OpenSSF Model Signing 1.0, so that the Python tool `model_signing` checks
-//! those that are made here, and its own are checked here:
+//! Hashes and digests find faults. They are no protection against somebody who changes a checkpoint and its hashes with
+//! it; a signature is. It is one file in the format of OpenSSF Model Signing 1.0, so that the Python tool
+//! `model_signing` checks those that are made here, and its own are checked here:
 //!
 //! ```text
 //! a bundle of Sigstore (JSON)
@@ -16,8 +16,9 @@
 //! ```
 //!
 //! All files below the checkpoint's directory are signed, the integrity file and those of other programs included. So a
-//! checkpoint is sealed first and signed last. Left out are the signature itself and what belongs to git (`.git`, `.github`,
-//! `.gitattributes`, `.gitignore`). A checkpoint that is one file is signed by itself: nothing beside it is covered.
+//! checkpoint is sealed first and signed last. Left out are the signature itself and what belongs to git (`.git`,
+//! `.github`, `.gitattributes`, `.gitignore`). A checkpoint that is one file is signed by itself: nothing beside it is
+//! covered.
 //!
 //! A file may be changed between the check and a load. To rule that out, check a copy that nobody else can write.
 
@@ -84,12 +85,13 @@ pub struct Signed {
     pub key: String,
 }
 
-/// Signs a checkpoint of any format, and returns the content of the signature's file. Every byte is read once, those of a
-/// trainer's folder twice, and checked against the checkpoint's hashes where it has any: what is damaged is not signed.
+/// Signs a checkpoint of any format, and returns the content of the signature's file. Every byte is read once, those of
+/// a trainer's folder twice, and checked against the checkpoint's hashes where it has any: what is damaged is not
+/// signed.
 ///
 /// # Errors
-/// There is no checkpoint; it has bytes that are not those of its hashes; links or devices in its directory; a file with
-/// values beside it, which a signature of the file would not cover.
+/// There is no checkpoint; it has bytes that are not those of its hashes; links or devices in its directory; a file
+/// with values beside it, which a signature of the file would not cover.
 pub fn sign(location: &Location, key: &PrivateKey, options: SignOptions<'_>) -> Result<(String, Signed), SignError> {
     let checkpoint = open(location, OpenOptions { verify: true })?;
     // The files of a folder are covered by the hashes of its parts, and only a part compares them.
@@ -122,8 +124,8 @@ pub fn sign(location: &Location, key: &PrivateKey, options: SignOptions<'_>) -> 
     Ok((write_bundle(&statement, key)?, signed))
 }
 
-/// Checks that a signature is one of the key's, and that the files at a location are those that were signed: no other, none
-/// changed, none missing. Nothing there is taken for a checkpoint.
+/// Checks that a signature is one of the key's, and that the files at a location are those that were signed: no other,
+/// none changed, none missing. Nothing there is taken for a checkpoint.
 ///
 /// # Errors
 /// [`SignError`] says which of all that is not so.

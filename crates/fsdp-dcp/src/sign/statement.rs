@@ -60,8 +60,8 @@ struct Resource {
     digest: String,
 }
 
-/// The parts of a statement that say of what kind it is. They are read first, so that a statement of another kind is not
-/// called broken.
+/// The parts of a statement that say of what kind it is. They are read first, so that a statement of another kind is
+/// not called broken.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Kind {

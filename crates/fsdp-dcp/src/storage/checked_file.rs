@@ -175,8 +175,8 @@ impl ReadAt for CheckedFile {
                 dst = rest;
                 continue;
             }
-            // A block that is wanted in part must be read whole, so that its hash can be checked. A byte that no hash covers
-            // was added later.
+            // A block that is wanted in part must be read whole, so that its hash can be checked. A byte that no hash
+            // covers was added later.
             let block = integrity.block_at(offset).ok_or_else(|| self.corrupt(offset..self.len()))?;
             if block.range.end > self.len() {
                 return Err(self.corrupt(block.range));

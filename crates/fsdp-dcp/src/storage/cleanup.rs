@@ -53,9 +53,9 @@ impl Durable {
     /// Removes what a crashed save, or a removal that was interrupted, has left of a checkpoint in an object store.
     /// Returns `true` if there was anything.
     ///
-    /// Nothing is done where there is a `.metadata`, or an object whose name is not one of a save's own. Nothing is done
-    /// in a directory either, whose leftovers lie beside it ([`clean_stale`]). A save to this very target that is in
-    /// progress fails after this.
+    /// Nothing is done where there is a `.metadata`, or an object whose name is not one of a save's own. Nothing is
+    /// done in a directory either, whose leftovers lie beside it ([`clean_stale`]). A save to this very target that is
+    /// in progress fails after this.
     ///
     /// # Errors
     /// The errors of the store.

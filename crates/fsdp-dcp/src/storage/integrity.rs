@@ -1,7 +1,8 @@
-//! The integrity file: hashes of every byte of a checkpoint, in blocks small enough to check partial reads; and the digests
-//! of the tensors and values that the bytes are, however they are cut.
+//! The integrity file: hashes of every byte of a checkpoint, in blocks small enough to check partial reads; and the
+//! digests of the tensors and values that the bytes are, however they are cut.
 //!
-//! It lies beside `.metadata`, torch ignores it, and foreign checkpoints have none. It is text, one JSON value per line:
+//! It lies beside `.metadata`, torch ignores it, and foreign checkpoints have none. It is text, one JSON value per
+//! line:
 //!
 //! ```text
 //! {"format":"fsdp-integrity","version":2,"hash":"xxh3-64","files":2}
@@ -16,8 +17,8 @@
 //! for each `block` bytes of it (the last block may be shorter). Blocks are about a 128th of a payload, at least 16 KiB
 //! and at most 1 MiB, so that reading a part of a chunk costs little more than that part.
 //!
-//! The line of digests ([`StateDigest`]) came with version 2; a file without it has version 1. Before the digests it may have
-//! the place of the checkpoint in its run ([`Lineage`]). The last line is a hash of all bytes before it.
+//! The line of digests ([`StateDigest`]) came with version 2; a file without it has version 1. Before the digests it
+//! may have the place of the checkpoint in its run ([`Lineage`]). The last line is a hash of all bytes before it.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

@@ -1,8 +1,8 @@
 //! Storage of checkpoints, and how they are committed: local directories and object stores behind one trait.
 //!
-//! [`Durable`] writes: a checkpoint is written to a [`Staging`], and committed to its target in one step. [`CheckedDirectory`]
-//! reads, and checks what it reads against the integrity file. Only this module creates, writes, syncs, renames or
-//! removes files of checkpoints.
+//! [`Durable`] writes: a checkpoint is written to a [`Staging`], and committed to its target in one step.
+//! [`CheckedDirectory`] reads, and checks what it reads against the integrity file. Only this module creates, writes,
+//! syncs, renames or removes files of checkpoints.
 //!
 //! # Guarantees after a crash
 //!
@@ -17,8 +17,8 @@
 //! * Overwriting exchanges the two directories in one step (`renameat2` with `RENAME_EXCHANGE`), and then removes the
 //!   old one. If another process is reading the old one, it stays, and [`stale()`] lists it once nobody reads it. If
 //!   the file system cannot exchange directories, the old one is first renamed to `.NAME.old-<nonce>`. A crash between
-//!   the two renames leaves no target, but both checkpoints whole; the next [`Durable::prepare`] puts the old one back. Older
-//!   versions that are still there have lost such names before, durably.
+//!   the two renames leaves no target, but both checkpoints whole; the next [`Durable::prepare`] puts the old one back.
+//!   Older versions that are still there have lost such names before, durably.
 //! * A failed fsync fails the save. It is never retried, because the kernel may have dropped the pages. If the new
 //!   checkpoint is at the target nevertheless, the error is [`FileError::AfterCommit`](crate::FileError).
 //!

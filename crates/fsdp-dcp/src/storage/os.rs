@@ -140,7 +140,8 @@ impl NewFile for OsFile {
         {
             return Err(Errno::NOSPC.into());
         }
-        // Memory is given page by page, which takes as long here as while writing, where several threads share the work.
+        // Memory is given page by page, which takes as long here as while writing, where several threads share the
+        // work.
         if is_in_memory(&self.0) {
             return self.0.set_len(length);
         }

@@ -17,8 +17,8 @@ pub trait ReadAt: Send + Sync {
     /// Fills `dst` with the bytes from `offset`, and checks them where hashes are known.
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError>;
 
-    /// Does the same as [`ReadAt::read_exact_at`], and shows `seen` each piece, in order, while it is in the processor's
-    /// cache: where it begins in `dst`, and its bytes.
+    /// Does the same as [`ReadAt::read_exact_at`], and shows `seen` each piece, in order, while it is in the
+    /// processor's cache: where it begins in `dst`, and its bytes.
     fn read_in_pieces(
         &self,
         offset: u64,
@@ -172,8 +172,8 @@ impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
         BlockReader { source, block: Vec::new(), block_start: 0 }
     }
 
-    /// Fills `dst` with the bytes from `offset`. Nothing at or beyond `limit` is read ahead. `seen` is shown each piece, as
-    /// [`ReadAt::read_in_pieces`] does.
+    /// Fills `dst` with the bytes from `offset`. Nothing at or beyond `limit` is read ahead. `seen` is shown each
+    /// piece, as [`ReadAt::read_in_pieces`] does.
     pub(crate) fn read(
         &mut self,
         mut offset: u64,

@@ -81,8 +81,8 @@ impl Staging {
         }
     }
 
-    /// Makes a finished file of another checkpoint a file of this one too: by a hard link, or, in an object store, by a copy
-    /// that the store makes. Returns `false` where that cannot be done, so that the caller writes the file.
+    /// Makes a finished file of another checkpoint a file of this one too: by a hard link, or, in an object store, by a
+    /// copy that the store makes. Returns `false` where that cannot be done, so that the caller writes the file.
     ///
     /// # Errors
     /// A path that leads out of the checkpoint.
@@ -90,8 +90,8 @@ impl Staging {
         self.0.link(checkpoint.storage(), name, as_name)
     }
 
-    /// Returns the name that a linked file of a rank gets, given the number of files linked before it. It keeps its name, except
-    /// in an object store, where the names of each save's files have its nonce.
+    /// Returns the name that a linked file of a rank gets, given the number of files linked before it. It keeps its
+    /// name, except in an object store, where the names of each save's files have its nonce.
     pub(crate) fn linked_name(&self, name: &str, rank: usize, number: usize) -> String {
         if self.0.suffix().is_some() { self.data_file_of(rank, number) } else { name.to_owned() }
     }
@@ -199,8 +199,8 @@ impl Staging {
 
     /// Publishes the finished file of [`Staging::create_single`], and a sidecar.
     ///
-    /// The step that publishes the file is the commit. Before it, the target and its sidecar are as they were; after it,
-    /// the new sidecar is there under one of its two names.
+    /// The step that publishes the file is the commit. Before it, the target and its sidecar are as they were; after
+    /// it, the new sidecar is there under one of its two names.
     ///
     /// # Errors
     /// The errors of [`Staging::commit`].

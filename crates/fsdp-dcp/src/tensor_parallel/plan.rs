@@ -65,9 +65,9 @@ impl TensorParallelPlan {
     /// cuts needs a rule of its own, because it may be a norm of what is cut.
     ///
     /// # Errors
-    /// [`TensorParallelError::Unknown`] for other tensors that no rule matches, [`TensorParallelError::Tensor`] for one that
-    /// cannot be cut over this number of ranks, [`TensorParallelError::NoValue`], and [`TensorParallelError::Unused`]
-    /// for a rule that was given and matches nothing.
+    /// [`TensorParallelError::Unknown`] for other tensors that no rule matches, [`TensorParallelError::Tensor`] for one
+    /// that cannot be cut over this number of ranks, [`TensorParallelError::NoValue`], and
+    /// [`TensorParallelError::Unused`] for a rule that was given and matches nothing.
     pub fn new(metadata: &Metadata, rules: &Rules, ranks: usize) -> Result<Self, TensorParallelError> {
         let mut planner = Planner { rules, metadata, ranks: ranks.max(1), head_sizes: HashMap::new() };
         let given = metadata.tensors().map(|(fqn, _)| fqn).filter(|fqn| rules.is_cut_by_given(fqn));
@@ -189,7 +189,8 @@ impl Planner<'_> {
     /// Applies a rule to a tensor.
     ///
     /// # Errors
-    /// [`TensorParallelError::Tensor`] for a shape that the rule does not fit, or that this number of ranks cannot divide.
+    /// [`TensorParallelError::Tensor`] for a shape that the rule does not fit, or that this number of ranks cannot
+    /// divide.
     fn cut(&mut self, fqn: &str, shape: &[usize], rule: &Rule) -> Result<Cut, TensorParallelError> {
         let ranks = self.ranks;
         let error = |reason: String| {
@@ -301,8 +302,8 @@ fn equal(size: usize, parts: usize, ranks: usize) -> Result<Vec<Share>, String> 
 
 /// Divides a dimension that holds several kinds of heads, such as those of queries, keys and values, one kind after the
 /// other. Each kind is divided among all ranks by itself. `counts` has the number of heads of each kind, and `true` for
-/// kinds whose heads may be repeated on several ranks where there are fewer of them than ranks. Also returns the size of a
-/// head.
+/// kinds whose heads may be repeated on several ranks where there are fewer of them than ranks. Also returns the size
+/// of a head.
 fn by_heads(size: usize, counts: &[(usize, bool)], ranks: usize) -> Result<(Vec<Share>, usize), String> {
     let all = counts.iter().try_fold(0usize, |sum, &(count, _)| sum.checked_add(count)).filter(|&all| all > 0);
     let head = all.filter(|&all| size.is_multiple_of(all)).map(|all| size / all);

@@ -167,7 +167,8 @@ impl Rule {
         self.text.split_once('=').map_or("", |(_, how)| how.trim())
     }
 
-    /// Returns `true` if the pattern is the end of a key, or of the name of the layer that a weight or a bias belongs to.
+    /// Returns `true` if the pattern is the end of a key, or of the name of the layer that a weight or a bias belongs
+    /// to.
     fn fits(&self, fqn: &str) -> bool {
         let layer = fqn.strip_suffix(".weight").or_else(|| fqn.strip_suffix(".bias"));
         self.is_end_of(fqn) || layer.is_some_and(|layer| self.is_end_of(layer))

@@ -1,7 +1,7 @@
 //! The content of a file of `torch.save`: a nested state dict, flattened as DCP does it.
 //!
-//! Dicts are flattened, and lists that hold tensors or dicts; a tuple only where it holds a dict with tensors. Other values
-//! are read when the file is opened, with the tensors that they hold.
+//! Dicts are flattened, and lists that hold tensors or dicts; a tuple only where it holds a dict with tensors. Other
+//! values are read when the file is opened, with the tensors that they hold.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -66,7 +66,8 @@ impl FlatFile {
         self.found.iter().filter(move |(_, (_, leaf))| loses(leaf)).map(|(fqn, _)| fqn.as_str())
     }
 
-    /// Returns where a tensor of this file, whose name is `file`, lies. A storage that is missing or too short is an error.
+    /// Returns where a tensor of this file, whose name is `file`, lies. A storage that is missing or too short is an
+    /// error.
     pub(crate) fn piece(&self, file: &Arc<str>, tensor: &TensorRef) -> Result<Piece, FormatError> {
         let about = self.storages.start(tensor)?;
         let start = Start::Near(about, Arc::new(InStorage::of(&self.storages, tensor)));
@@ -165,8 +166,8 @@ impl Flattener<'_, '_> {
         convert(p, id, &mut self.walk, &mut |_: &TensorRef| Err(unsupported_key(p, id)))
     }
 
-    /// Returns `true` if a key of a dict is an object that only running code could build, as an enum or a number of NumPy
-    /// is. Then nothing in the dict has a flat key, and all of it is one opaque value.
+    /// Returns `true` if a key of a dict is an object that only running code could build, as an enum or a number of
+    /// NumPy is. Then nothing in the dict has a flat key, and all of it is one opaque value.
     fn has_opaque_key(&mut self, entries: &[(NodeId, NodeId)]) -> Result<bool, FormatError> {
         for &(key, _) in entries {
             // Nearly all keys are text.

@@ -20,8 +20,8 @@ use crate::storage::read_at::{ReadAt, read_whole};
 /// The number of first bytes by which such a file is recognized.
 pub(crate) const START_LENGTH: usize = 13;
 
-/// Returns `true` if a file that begins with these bytes is of this format. It begins with a pickle of an integer of ten
-/// bytes, in a frame if its protocol is 4 or 5.
+/// Returns `true` if a file that begins with these bytes is of this format. It begins with a pickle of an integer of
+/// ten bytes, in a frame if its protocol is 4 or 5.
 pub(crate) fn is_start(bytes: &[u8]) -> bool {
     let pickle = match bytes {
         [0x80, 4 | 5, 0x95, frame @ ..] => frame.get(8..).unwrap_or_default(),

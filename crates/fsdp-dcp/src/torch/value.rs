@@ -226,7 +226,8 @@ pub fn decode_item(item: &[u8]) -> Result<PlainValue, FormatError> {
     decode_value(&Borrowed(item))
 }
 
-/// Reads the value of an item that `torch.save` made, to be digested: opaque objects in it become dicts that describe them.
+/// Reads the value of an item that `torch.save` made, to be digested: opaque objects in it become dicts that describe
+/// them.
 ///
 /// # Errors
 /// Bytes that are no such item.

@@ -164,8 +164,8 @@ pub(crate) fn write(
         lengths.push(length.ok_or_else(|| unsupported(fqn, "a tensor of absurd size"))?);
         boxes.push(TensorBox::whole(shape));
     }
-    // torch calls the root of an archive like the file. No part of a record's path is `.` or `..`, so such a file has the usual
-    // root.
+    // torch calls the root of an archive like the file. No part of a record's path is `.` or `..`, so such a file has
+    // the usual root.
     let stem = staging.target().file_stem().and_then(|stem| stem.to_str()).filter(|stem| ![".", ".."].contains(stem));
     let root = stem.unwrap_or(ROOT).replace(['/', '\\'], "_");
     let layout = ArchiveLayout::new(&root, bytes, &lengths);

@@ -138,8 +138,8 @@ fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
     }
 }
 
-/// Checks that files are long enough for their items, and that each item is what the metadata says. Reads one element of
-/// each chunk, in linear time.
+/// Checks that files are long enough for their items, and that each item is what the metadata says. Reads one element
+/// of each chunk, in linear time.
 fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize) -> Result<(), FileError> {
     let entries: Vec<(&String, &Entry)> = checkpoint.metadata().entries.iter().collect();
     let parts = on_each(&entries, threads, |(fqn, entry)| -> Result<Report, FileError> {

@@ -29,8 +29,8 @@ pub struct Report {
     pub problems: Vec<Problem>,
     /// `true` if hashes were there to check against.
     pub has_integrity: bool,
-    /// At [`Level::Sizes`](super::Level::Sizes) and above: keys of values that hold objects of unknown types, and of tensors
-    /// that are such objects. They are never built. With the type of each. They are no problems.
+    /// At [`Level::Sizes`](super::Level::Sizes) and above: keys of values that hold objects of unknown types, and of
+    /// tensors that are such objects. They are never built. With the type of each. They are no problems.
     pub opaque: Vec<(String, String)>,
     /// Tensors looked at.
     pub tensors: usize,
@@ -43,8 +43,8 @@ pub struct Report {
     pub replicas: usize,
     /// At [`Level::Deep`](super::Level::Deep): tensors and values whose digests were compared with the recorded ones.
     pub digests: usize,
-    /// `true` if there are recorded digests, but of what the file held before another program wrote it again. They are not
-    /// compared with anything.
+    /// `true` if there are recorded digests, but of what the file held before another program wrote it again. They are
+    /// not compared with anything.
     pub stale_digests: bool,
     /// At [`Level::Deep`](super::Level::Deep): keys of tensors with NaN or infinities, and how many of each.
     pub not_finite: Vec<(String, Census)>,

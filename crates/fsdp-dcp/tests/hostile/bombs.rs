@@ -43,8 +43,8 @@ fn metadata(attributes: &[(&str, Vec<u8>)]) -> Vec<u8> {
     pickle
 }
 
-/// Writes the files of a checkpoint (a single one is the checkpoint itself), and returns the error of opening it, or the
-/// first problem that is found in it.
+/// Writes the files of a checkpoint (a single one is the checkpoint itself), and returns the error of opening it, or
+/// the first problem that is found in it.
 fn error_of(files: &[(&str, Vec<u8>)]) -> String {
     let parent = tempfile::tempdir().unwrap();
     let path = parent.path().join("checkpoint");

@@ -1,7 +1,7 @@
 //! A campaign of damage over every format: bits flipped, files cut, pieces of one file put into another, files swapped.
 //!
-//! The seed is fixed. Sealed, any change of a file must be found. Without hashes, nothing may panic or take much memory; and
-//! where archives have checksums, a checkpoint that `verify` calls sound must hold what it held before.
+//! The seed is fixed. Sealed, any change of a file must be found. Without hashes, nothing may panic or take much
+//! memory; and where archives have checksums, a checkpoint that `verify` calls sound must hold what it held before.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,5 @@
-//! Damaged and hostile checkpoints: always a typed error, or (unsealed) a plain reading; never a panic, nothing outside.
+//! Damaged and hostile checkpoints: always a typed error, or (unsealed) a plain reading; never a panic, nothing
+//! outside.
 
 use std::path::{Path, PathBuf};
 

@@ -48,8 +48,8 @@ fn every_format_leads_back() {
         let truth = Truth::of(name);
         let source = fixtures().join(name).join("dcp");
         for (number, (file, target, format)) in formats.into_iter().enumerate() {
-            // All formats of all fixtures would take a minute of fsyncs: those with every kind of thing take all, of the
-            // others each takes one by turns (and the single file, below).
+            // All formats of all fixtures would take a minute of fsyncs: those with every kind of thing take all, of
+            // the others each takes one by turns (and the single file, below).
             if number != index % 4 && number > 0 && !name.starts_with("misc") {
                 continue;
             }

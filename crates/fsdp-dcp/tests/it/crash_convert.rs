@@ -1,5 +1,5 @@
-//! A conversion that fails at any durable step leaves its source as it was, and its destination whole (the old one or the
-//! new one) or absent.
+//! A conversion that fails at any durable step leaves its source as it was, and its destination whole (the old one or
+//! the new one) or absent.
 
 use std::collections::BTreeMap;
 use std::path::Path;

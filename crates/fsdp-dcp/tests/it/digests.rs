@@ -1,4 +1,5 @@
-//! Digests that are recorded with what is saved: they are the state's own, conversions keep them, and `verify` compares them.
+//! Digests that are recorded with what is saved: they are the state's own, conversions keep them, and `verify` compares
+//! them.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! Every dtype of torch, those too that candle and safetensors do not know, and quantized tensors: readable, and the same
-//! after any conversion.
+//! Every dtype of torch, those too that candle and safetensors do not know, and quantized tensors: readable, and the
+//! same after any conversion.
 
 use std::collections::BTreeMap;
 

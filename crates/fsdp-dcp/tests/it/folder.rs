@@ -84,7 +84,8 @@ fn a_folder_of_accelerate_is_one_tree() {
     assert_eq!(differences(&sharded, &full), [""; 0]);
 }
 
-/// Makes the folder of Hugging Face's trainer with DeepSpeed: shards in a directory of their own, and no `optimizer.pt`.
+/// Makes the folder of Hugging Face's trainer with DeepSpeed: shards in a directory of their own, and no
+/// `optimizer.pt`.
 fn with_deepspeed(parent: &Path, shards: &str, has_model: bool) -> std::path::PathBuf {
     let folder = parent.join(format!("checkpoint-{shards}-{has_model}"));
     copy(&fixture("folders/trainer"), &folder);

@@ -1,4 +1,5 @@
-//! Files of `torch.save` beside a DCP directory's own: what is in them is part of the tree, and a copy has them as they are.
+//! Files of `torch.save` beside a DCP directory's own: what is in them is part of the tree, and a copy has them as they
+//! are.
 
 use std::path::Path;
 
@@ -38,7 +39,8 @@ fn what_megatron_keeps_in_its_own_file_is_in_the_tree_and_named_where_it_is_opaq
     assert_eq!(source.read_value("optimizer.optimizer.param_groups.0.step").unwrap(), PlainValue::Int(100));
     assert_eq!(source.opaque_type("args").unwrap().as_deref(), Some("argparse.Namespace"));
     let parent = tempfile::tempdir().unwrap();
-    // A copy has the file as it is, and so its opaque value. Another format has all but that one, if it is told to drop it.
+    // A copy has the file as it is, and so its opaque value. Another format has all but that one, if it is told to drop
+    // it.
     for (name, target, lost) in [
         ("copy", OutputFormat::Dcp { ranks: 3 }, &[][..]),
         ("file", OutputFormat::SafetensorsFile, &["args: OnlyInFirst"]),

@@ -160,7 +160,8 @@ pub(crate) fn refill(storage: &mut CudaStorage, dtype: DType, numel: usize, from
     Ok(())
 }
 
-/// Puts fresh memory in the place of a storage's, with the elements of `source`, which is contiguous and of the same device.
+/// Puts fresh memory in the place of a storage's, with the elements of `source`, which is contiguous and of the same
+/// device.
 pub(crate) fn refill_from(storage: &mut CudaStorage, source: &Tensor) -> Result<(), FlatError> {
     let size = source.dtype().size_in_bytes();
     let (from, layout) = source.storage_and_layout();

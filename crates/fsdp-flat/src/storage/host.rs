@@ -41,8 +41,8 @@ macro_rules! scalars {
             }
         }
 
-        /// Copies a range of the storage's elements to memory of their own; `None` for types that are not plain bytes, and
-        /// for a range that is not there.
+        /// Copies a range of the storage's elements to memory of their own; `None` for types that are not plain bytes,
+        /// and for a range that is not there.
         fn copied(storage: &CpuStorage, range: Range<usize>) -> Option<Result<CpuStorage, TryReserveError>> {
             match storage {
                 $(CpuStorage::$variant(data) => {

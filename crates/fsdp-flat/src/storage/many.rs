@@ -52,11 +52,12 @@ struct Taken {
 }
 
 impl StorageGuard {
-    /// Takes the storages of these tensors. A tensor on another device is not taken. Neither is a tensor that shares elements
-    /// with an earlier one, since no two may be changed at once.
+    /// Takes the storages of these tensors. A tensor on another device is not taken. Neither is a tensor that shares
+    /// elements with an earlier one, since no two may be changed at once.
     ///
     /// # Errors
-    /// A tensor that is released, not contiguous, or of a dtype whose elements are not plain bytes. Nothing is taken then.
+    /// A tensor that is released, not contiguous, or of a dtype whose elements are not plain bytes. Nothing is taken
+    /// then.
     pub fn take(tensors: &[&Tensor]) -> Result<Self, FlatError> {
         // Step 1: look at all tensors, and note which bytes of which storage each needs. Nothing is taken yet, so that
         // an error changes nothing. Tensors may share a storage.

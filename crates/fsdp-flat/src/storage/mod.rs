@@ -1,7 +1,7 @@
 //! The memory behind a tensor: read it, change it in place, release it and fill it again.
 //!
-//! [`HostBytes`] and [`HostSlice`] read; [`HostBytesMut`] and [`HostSliceMut`] change in place, and [`StorageGuard`] does so
-//! for many tensors at once. All of them are guards, which hold the memory until they are dropped.
+//! [`HostBytes`] and [`HostSlice`] read; [`HostBytesMut`] and [`HostSliceMut`] change in place, and [`StorageGuard`]
+//! does so for many tensors at once. All of them are guards, which hold the memory until they are dropped.
 //!
 //! candle gives mutable access to a storage only to an in-place op, during a call. So a guard for writing takes the
 //! storage out of the tensor, and puts it back when it is dropped. Memory of NVIDIA GPUs (feature `cuda`) is copied to
@@ -168,8 +168,8 @@ pub fn unfilled(shape: &[usize], dtype: candle_core::DType) -> Result<Tensor, Fl
     Ok(tensor)
 }
 
-/// Gives a tensor that [`unfilled`] made a copy of the elements of another. Returns `false`, and does nothing, if that one
-/// has another number of elements or another dtype, is not on the CPU, or is not contiguous.
+/// Gives a tensor that [`unfilled`] made a copy of the elements of another. Returns `false`, and does nothing, if that
+/// one has another number of elements or another dtype, is not on the CPU, or is not contiguous.
 ///
 /// # Errors
 /// A source that is released; [`FlatError::OutOfMemory`].

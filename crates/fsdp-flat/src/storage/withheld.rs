@@ -140,8 +140,8 @@ impl Withheld {
     /// Starts the thread that will hold the locks of these tensors. Each tensor must have a storage of its own.
     ///
     /// # Errors
-    /// [`FlatError::SharedStorage`]; [`FlatError::UnseenUse`] if this version of candle uses other locks; the errors of starting
-    /// a thread.
+    /// [`FlatError::SharedStorage`]; [`FlatError::UnseenUse`] if this version of candle uses other locks; the errors of
+    /// starting a thread.
     pub fn new(tensors: Vec<Tensor>) -> Result<Self, FlatError> {
         static IS_SUPPORTED: OnceLock<bool> = OnceLock::new();
         // The thread would deadlock on the lock of a storage that it already holds.
@@ -195,7 +195,8 @@ impl Withheld {
     /// the tensors are not withheld.
     ///
     /// # Errors
-    /// A tensor on a device that this build does not support, and the errors of a GPU's driver. Then readers do not wait.
+    /// A tensor on a device that this build does not support, and the errors of a GPU's driver. Then readers do not
+    /// wait.
     pub fn wait(&self) -> Result<(), FlatError> {
         let mut state = self.shared.wait_while(|state| matches!(state, State::Asked));
         match &mut *state {
@@ -243,8 +244,8 @@ impl Withheld {
     /// readers continue.
     ///
     /// # Errors
-    /// [`FlatError::WrongContents`]; contents of another shape or dtype; the errors of [`Self::wait`]. The readers then get the
-    /// error of a released tensor.
+    /// [`FlatError::WrongContents`]; contents of another shape or dtype; the errors of [`Self::wait`]. The readers then
+    /// get the error of a released tensor.
     pub fn give(&self, contents: Vec<Contents>) -> Result<(), FlatError> {
         let given = contents.len();
         let Some(gives) = self.gives().take() else { return Err(FlatError::WrongContents { given, withheld: 0 }) };

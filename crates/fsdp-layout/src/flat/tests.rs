@@ -16,8 +16,8 @@ fn mini7(aligned: Option<DType>, world_size: usize) -> FlatLayout {
     FlatLayout::new(list, aligned.map_or(0, aligned_numel), world_size).unwrap()
 }
 
-/// Returns the parameters in a rank's shard, each with its name, its offset and length in the shard, and the first and the
-/// last of its elements there.
+/// Returns the parameters in a rank's shard, each with its name, its offset and length in the shard, and the first and
+/// the last of its elements there.
 fn infos(layout: &FlatLayout, rank: usize) -> Vec<(&str, usize, usize, usize, usize)> {
     let infos = layout.shard_param_infos(rank);
     let named = layout.fqns().iter().zip(infos);
@@ -32,8 +32,8 @@ fn infos(layout: &FlatLayout, rank: usize) -> Vec<(&str, usize, usize, usize, us
 fn golden_sizes_of_mini7() {
     let f32 = Some(DType::F32);
     let bf16 = Some(DType::BF16);
-    // The dtype to align for, the ranks, the lengths of parameters and padding, the elements without and with right padding,
-    // the elements of a shard, and each rank's right padding.
+    // The dtype to align for, the ranks, the lengths of parameters and padding, the elements without and with right
+    // padding, the elements of a shard, and each rank's right padding.
     type Golden<'a> = (Option<DType>, usize, &'a [usize], usize, usize, usize, &'a [usize]);
     let table: &[Golden<'_>] = &[
         (None, 2, &[7, 15, 5, 10, 2], 39, 40, 20, &[0, 1]),
@@ -73,8 +73,8 @@ fn golden_shard_param_infos_of_mini7() {
     );
 }
 
-/// Returns the parameters that have elements from `first` to `last` (inclusive) of the FlatParameter: the index of each,
-/// and the first and the last of its elements there.
+/// Returns the parameters that have elements from `first` to `last` (inclusive) of the FlatParameter: the index of
+/// each, and the first and the last of its elements there.
 fn params_from_to(layout: &FlatLayout, first: usize, last: usize) -> Vec<(usize, usize, usize)> {
     let infos = layout.shard_param_infos_of_range(first..last + 1).into_iter().enumerate();
     infos.filter_map(|(param, info)| info.map(|i| (param, i.intra_param_start, i.intra_param_end))).collect()

@@ -8,17 +8,17 @@ use super::state::{StateEntries, StateEntry};
 
 /// Hyperparameters of Adafactor; the defaults are torch's.
 ///
-/// For a parameter of two or more dimensions it keeps one average for each row and one for each column (`row_var`, `col_var`),
-/// whole on every rank. For one of one dimension it keeps `variance`, sharded like the parameter. Its optimizer must see the
-/// model's own parameters (`use_orig_params`).
+/// For a parameter of two or more dimensions it keeps one average for each row and one for each column (`row_var`,
+/// `col_var`), whole on every rank. For one of one dimension it keeps `variance`, sharded like the parameter. Its
+/// optimizer must see the model's own parameters (`use_orig_params`).
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdafactorOptions {
     /// The largest relative learning rate; 0.01 by default.
     pub lr: f64,
     /// The power of the step in the weight of new squares; -0.8 by default.
     pub beta2_decay: f64,
-    /// Two lower bounds: of the root of an average of squares, and of the root mean square of a parameter; (`None`, 1e-3) by
-    /// default. `None` stands for the distance from 1 to the next larger number of the parameter's dtype.
+    /// Two lower bounds: of the root of an average of squares, and of the root mean square of a parameter; (`None`,
+    /// 1e-3) by default. `None` stands for the distance from 1 to the next larger number of the parameter's dtype.
     pub eps: (Option<f64>, f64),
     /// The clipping threshold: an update whose root mean square is larger is scaled down to it; 1 by default.
     pub d: f64,

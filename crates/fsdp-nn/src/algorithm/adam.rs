@@ -16,10 +16,11 @@ pub struct AdamOptions {
     pub betas: (f64, f64),
     /// The number that is added to the denominator; 1e-8 by default.
     pub eps: f64,
-    /// The weight decay. Adam adds the parameter times this to the gradient; 0 by default. AdamW shrinks the parameter by `lr`
-    /// times this at each step; 0.01 by default.
+    /// The weight decay. Adam adds the parameter times this to the gradient; 0 by default. AdamW shrinks the parameter
+    /// by `lr` times this at each step; 0.01 by default.
     pub weight_decay: f64,
-    /// `true` to divide by the largest average of squares so far, which is the state entry `max_exp_avg_sq`; `false` by default.
+    /// `true` to divide by the largest average of squares so far, which is the state entry `max_exp_avg_sq`; `false` by
+    /// default.
     pub amsgrad: bool,
     /// `true` to maximize the objective instead of minimizing it; `false` by default.
     pub maximize: bool,

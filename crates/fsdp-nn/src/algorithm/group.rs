@@ -64,8 +64,8 @@ impl<'a> Reader<'a> {
         self.read(key, current, "a count", |value| u64::try_from(value.as_int()?).ok())
     }
 
-    /// Returns the value under `key`, or `default` in a group of an older version of torch, which did not have it: torch
-    /// adds it when it loads such a group.
+    /// Returns the value under `key`, or `default` in a group of an older version of torch, which did not have it:
+    /// torch adds it when it loads such a group.
     fn added<T>(
         &mut self,
         key: &'static str,

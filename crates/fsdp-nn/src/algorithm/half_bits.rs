@@ -1,7 +1,8 @@
 //! Conversions between the half types and `f32` without branches or calls, so that a loop over them is vectorised.
 //!
-//! The `half` crate's own choose an instruction at run time for each element, or branch on NaN. An update rounds each element
-//! some ten times, and stores it once or twice; so rounding stays within `f32`, and narrowing takes rounded values only.
+//! The `half` crate's own choose an instruction at run time for each element, or branch on NaN. An update rounds each
+//! element some ten times, and stores it once or twice; so rounding stays within `f32`, and narrowing takes rounded
+//! values only.
 
 use half::{bf16, f16};
 

@@ -7,24 +7,25 @@
 //! whole parameter.
 //!
 //! # Arithmetic
-//! Results follow torch's single-tensor CPU path (`foreach=False`) on a CPU with fused multiply-add, operation by operation:
-//! scalars such as bias corrections are computed in `f64` as Python does, then rounded to the type that elements compute in.
-//! `f32` and `f64` compute in themselves; `bf16` and `f16` compute in `f32`, and each of torch's tensor operations rounds
-//! to the half type. In tests against torch 2.15 all four agree bit for bit, with two exceptions:
+//! Results follow torch's single-tensor CPU path (`foreach=False`) on a CPU with fused multiply-add, operation by
+//! operation: scalars such as bias corrections are computed in `f64` as Python does, then rounded to the type that
+//! elements compute in. `f32` and `f64` compute in themselves; `bf16` and `f16` compute in `f32`, and each of torch's
+//! tensor operations rounds to the half type. In tests against torch 2.15 all four agree bit for bit, with two
+//! exceptions:
 //!
-//! - Square roots are correctly rounded here. torch built with MKL takes those of `f32` and `f64` from MKL, where a fifth of
-//!   the `f32` results are off by one unit in the last place. Parameters under Adam, AdamW and Adagrad then differ by
-//!   roundings.
-//! - Where a tensor's elements do not fill torch's last vector, its `add(alpha=…)` rounds half types once more for those.
-//!   Here all elements are treated alike, so that a result does not depend on how a parameter was cut.
+//! - Square roots are correctly rounded here. torch built with MKL takes those of `f32` and `f64` from MKL, where a
+//!   fifth of the `f32` results are off by one unit in the last place. Parameters under Adam, AdamW and Adagrad then
+//!   differ by roundings.
+//! - Where a tensor's elements do not fill torch's last vector, its `add(alpha=…)` rounds half types once more for
+//!   those. Here all elements are treated alike, so that a result does not depend on how a parameter was cut.
 //!
 //! With `f16` an `eps` of 1e-8 rounds to zero. A zero gradient is then divided by zero, which torch does not check.
 //! [`Algorithm::check_dtype`] refuses it.
 //!
 //! # Speed
-//! The loops are vectorised, also for the x86-64 baseline. `f32` comes near the memory's speed. `f64` calls the C library's
-//! `fma` unless the build may use the instruction (`-C target-cpu=x86-64-v3`), which also doubles the speed of the half types.
-//! The example `algorithm_bandwidth` measures.
+//! The loops are vectorised, also for the x86-64 baseline. `f32` comes near the memory's speed. `f64` calls the C
+//! library's `fma` unless the build may use the instruction (`-C target-cpu=x86-64-v3`), which also doubles the speed
+//! of the half types. The example `algorithm_bandwidth` measures.
 
 mod adafactor;
 mod adagrad;
@@ -83,7 +84,8 @@ pub enum Algorithm {
     Adagrad(AdagradOptions),
     /// `torch.optim.Adafactor`. Its steps communicate: see [`Optimizer::step`](crate::Optimizer::step).
     Adafactor(AdafactorOptions),
-    /// `torch.optim.Muon`, for parameters that are matrices. Its steps communicate: see [`Optimizer::step`](crate::Optimizer::step).
+    /// `torch.optim.Muon`, for parameters that are matrices. Its steps communicate: see
+    /// [`Optimizer::step`](crate::Optimizer::step).
     Muon(MuonOptions),
     /// `schedulefree.AdamWScheduleFree`: see [`ScheduleFreeOptions`].
     ScheduleFreeAdamW(ScheduleFreeOptions),
@@ -194,8 +196,8 @@ impl Algorithm {
 
     /// Returns these hyperparameters, replaced by those that a param group holds.
     ///
-    /// A key that the group lacks keeps its present value and is listed in [`ReadGroup::missing`]. Switches that older versions
-    /// of torch did not have (`maximize`, `fused`, …) get torch's default instead, as in torch. A key that the
+    /// A key that the group lacks keeps its present value and is listed in [`ReadGroup::missing`]. Switches that older
+    /// versions of torch did not have (`maximize`, `fused`, …) get torch's default instead, as in torch. A key that the
     /// algorithm does not know (`initial_lr`, or those of another optimizer) goes to [`ReadGroup::unknown`] as it is.
     /// If a key occurs twice, the last one counts. As in torch, an Adam group with `decoupled_weight_decay` makes an
     /// [`Algorithm::AdamW`], and AdamW stays what it is.
@@ -235,8 +237,8 @@ impl Algorithm {
         entries.into_iter().flatten()
     }
 
-    /// Returns the names and the shapes of Adafactor's averages, which a parameter of this shape has from its first step on,
-    /// beside its [`state_entries`](Algorithm::state_entries).
+    /// Returns the names and the shapes of Adafactor's averages, which a parameter of this shape has from its first
+    /// step on, beside its [`state_entries`](Algorithm::state_entries).
     pub(crate) fn averages_of(&self, shape: &[usize]) -> Vec<(&'static str, Vec<usize>)> {
         if matches!(self, Algorithm::Adafactor(_)) { Squares::shapes(shape) } else { Vec::new() }
     }
@@ -263,13 +265,14 @@ impl Algorithm {
 
     /// Updates one parameter, or a piece of it, in place: `torch.optim.Optimizer.step` for its elements.
     ///
-    /// `step` is the number of this update: what the `step` entry holds once it is incremented, which is the caller's task;
-    /// SGD, which has none, ignores it. `state` holds the entries of [`StateKind::LikeParameter`] in the order of
-    /// [`state_entries`](Algorithm::state_entries). `first` says that entries with [`Initial::FirstGradient`] do not exist yet:
-    /// what their slices hold is then overwritten unread. No collective runs, and nothing is allocated.
+    /// `step` is the number of this update: what the `step` entry holds once it is incremented, which is the caller's
+    /// task; SGD, which has none, ignores it. `state` holds the entries of [`StateKind::LikeParameter`] in the order of
+    /// [`state_entries`](Algorithm::state_entries). `first` says that entries with [`Initial::FirstGradient`] do not
+    /// exist yet: what their slices hold is then overwritten unread. No collective runs, and nothing is allocated.
     ///
     /// # Errors
-    /// [`AlgorithmError::Step`], [`AlgorithmError::StateCount`] and [`AlgorithmError::Length`], before anything is changed.
+    /// [`AlgorithmError::Step`], [`AlgorithmError::StateCount`] and [`AlgorithmError::Length`], before anything is
+    /// changed.
     ///
     /// ```
     /// use fsdp_nn::algorithm::{Algorithm, SgdOptions};

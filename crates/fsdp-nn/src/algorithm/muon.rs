@@ -7,7 +7,8 @@ use super::float::{Element, Float, Weight, scalar};
 use super::group::{Reader, group};
 use super::state::{StateEntries, StateEntry};
 
-/// The way in which Muon fits the learning rate to the shape of a matrix of A rows and B columns: torch's `adjust_lr_fn`.
+/// The way in which Muon fits the learning rate to the shape of a matrix of A rows and B columns: torch's
+/// `adjust_lr_fn`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MuonAdjust {
     /// `original`, the default: times the root of A / B, if that is more than 1.
@@ -32,8 +33,8 @@ impl MuonAdjust {
     }
 }
 
-/// Hyperparameters of Muon; the defaults are torch's. Its parameters must be matrices. Others, and embeddings, are usually left
-/// to AdamW.
+/// Hyperparameters of Muon; the defaults are torch's. Its parameters must be matrices. Others, and embeddings, are
+/// usually left to AdamW.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MuonOptions {
     /// The learning rate; 1e-3 by default.
@@ -119,8 +120,8 @@ impl MuonOptions {
         [Some(StateEntry::like_parameter("momentum_buffer", 0.0)), None, None, None]
     }
 
-    /// Updates the momentum of a piece of a parameter, and returns the direction that is to be made orthogonal; slices of equal
-    /// length.
+    /// Updates the momentum of a piece of a parameter, and returns the direction that is to be made orthogonal; slices
+    /// of equal length.
     pub(crate) fn direction<T: Float>(&self, grads: &[T], buffers: &mut [T]) -> Vec<T> {
         let (fresh, ahead) = (Weight::new(1.0 - self.momentum), Weight::new(self.momentum));
         let elements = grads.iter().zip(buffers).map(|(&grad, buffer)| {

@@ -7,20 +7,20 @@ use super::float::{Element, Float, Weight, scalar};
 use super::group::{Reader, float_or_zero, group, optional_bool};
 use super::state::{Initial, StateEntries, StateEntry, StateKind};
 
-/// Hyperparameters of schedule-free AdamW, with the defaults of the package `schedulefree`, and what its groups keep from step
-/// to step.
+/// Hyperparameters of schedule-free AdamW, with the defaults of the package `schedulefree`, and what its groups keep
+/// from step to step.
 ///
-/// There are three points, in the names of that package: `z` is the iterate, `x` the average of all iterates, and `y`, between
-/// the two, the point at which gradients are computed. While the model trains, its parameters are `y`. Before an evaluation,
-/// or for a checkpoint that others are going to use, [`Optimizer::eval`](crate::Optimizer::eval) turns them into `x`, and
-/// [`Optimizer::train`](crate::Optimizer::train) turns them into `y` again. As in that package, an optimizer is in `eval` mode
-/// at first.
+/// There are three points, in the names of that package: `z` is the iterate, `x` the average of all iterates, and `y`,
+/// between the two, the point at which gradients are computed. While the model trains, its parameters are `y`. Before
+/// an evaluation, or for a checkpoint that others are going to use, [`Optimizer::eval`](crate::Optimizer::eval) turns
+/// them into `x`, and [`Optimizer::train`](crate::Optimizer::train) turns them into `y` again. As in that package, an
+/// optimizer is in `eval` mode at first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScheduleFreeOptions {
     /// The learning rate; 0.0025 by default.
     pub lr: f64,
-    /// The weight of the average `x` in `y`, and the decay rate of the running average of squared gradients; (0.9, 0.999) by
-    /// default.
+    /// The weight of the average `x` in `y`, and the decay rate of the running average of squared gradients; (0.9,
+    /// 0.999) by default.
     pub betas: (f64, f64),
     /// The number that is added to the denominator; 1e-8 by default.
     pub eps: f64,
@@ -143,8 +143,8 @@ impl ScheduleFreeOptions {
         ((self.k + 1) as f64).powf(self.r) * self.lr_max.powf(self.weight_lr_power)
     }
 
-    /// Begins a step: sets its learning rate, the largest rate so far and the sum of weights. The caller counts the step in `k`
-    /// when it is done.
+    /// Begins a step: sets its learning rate, the largest rate so far and the sum of weights. The caller counts the
+    /// step in `k` when it is done.
     ///
     /// # Errors
     /// [`AlgorithmError::NotTraining`] if the parameters are the average.
@@ -195,8 +195,8 @@ impl ScheduleFreeOptions {
 
     /// Returns the weight of the `lerp` from a parameter to `z` that turns `x` into `y` (`to_train`), or `y` into `x`.
     ///
-    /// With the first beta `b`, `y = b * x + (1 - b) * z`: from `x` to `z` the weight is `1 - b`. Solved for `x`, that is
-    /// `x = y / b + (1 - 1 / b) * z`: from `y` to `z` the weight is `1 - 1 / b`, which is negative.
+    /// With the first beta `b`, `y = b * x + (1 - b) * z`: from `x` to `z` the weight is `1 - b`. Solved for `x`, that
+    /// is `x = y / b + (1 - 1 / b) * z`: from `y` to `z` the weight is `1 - 1 / b`, which is negative.
     pub(crate) fn switch_weight(&self, to_train: bool) -> f64 {
         if to_train { 1.0 - self.betas.0 } else { 1.0 - 1.0 / self.betas.0 }
     }

@@ -112,7 +112,8 @@ impl SgdOptions {
         }
     }
 
-    /// Updates slices with momentum. `FIRST` is `true` in a parameter's first step, whose momentum is the gradient itself.
+    /// Updates slices with momentum. `FIRST` is `true` in a parameter's first step, whose momentum is the gradient
+    /// itself.
     fn momentum_loop<T: Float, const FIRST: bool, const NESTEROV: bool>(
         &self,
         params: &mut [T],

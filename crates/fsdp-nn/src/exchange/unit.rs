@@ -83,8 +83,8 @@ impl UnitExchange {
         }
     }
 
-    /// Gathers the parameters on the host, from a shard of elements of type `T`. Each parameter gets a buffer of its own,
-    /// and so does each padding, so that nothing is copied afterwards.
+    /// Gathers the parameters on the host, from a shard of elements of type `T`. Each parameter gets a buffer of its
+    /// own, and so does each padding, so that nothing is copied afterwards.
     fn gather_typed<T: Scalar + Element>(&self, shard: &Tensor, group: &ProcessGroup) -> Result<Gathered> {
         let mut values: Vec<Vec<T>> = Vec::with_capacity(self.layout.entries().len() + 1);
         for &numel in self.layout.numels_with_padding() {
@@ -171,8 +171,8 @@ impl UnitExchange {
         Ok(())
     }
 
-    /// Returns this rank's shard of the mean of the shard group's gradients. If nothing is sharded, returns the gradient as
-    /// it is.
+    /// Returns this rank's shard of the mean of the shard group's gradients. If nothing is sharded, returns the
+    /// gradient as it is.
     fn reduce_scatter<T: Scalar + Element>(&self, unsharded: Tensor) -> Result<Tensor> {
         let Some(group) = &self.groups.shard else { return Ok(unsharded) };
         let reduced = zeros_on(&[self.layout.sharded_numel()], unsharded.dtype(), &self.device)?;

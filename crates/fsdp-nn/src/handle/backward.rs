@@ -58,8 +58,8 @@ impl HandleState {
 }
 
 impl FlatParamHandle {
-    /// Prepares a backward that will reach the tensors in `reached`. The unit is done when the backward has finished with
-    /// those of its parameters that are among them.
+    /// Prepares a backward that will reach the tensors in `reached`. The unit is done when the backward has finished
+    /// with those of its parameters that are among them.
     pub(crate) fn begin_backward(&self, reached: &HashSet<TensorId>) {
         let params = self.params.iter();
         let finished = params.map(|param| !param.is_in_graph || !reached.contains(&param.tensor.id())).collect();
@@ -168,8 +168,9 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Ends a backward, which may have reached only some of the unit's parameters, or none: releases the parameters, and
-    /// collects the gradients that have not been reduced yet. If it reached some, the gradients of the others count as zero.
+    /// Ends a backward, which may have reached only some of the unit's parameters, or none: releases the parameters,
+    /// and collects the gradients that have not been reduced yet. If it reached some, the gradients of the others count
+    /// as zero.
     pub(crate) fn end_backward(&self) -> Result<()> {
         self.end_backward_locked(&mut self.state())
     }
@@ -203,8 +204,8 @@ impl FlatParamHandle {
         }
     }
 
-    /// Reduces the gradients that are left at the end of a backward. `unreduced` is what all ranks have together: a rank
-    /// that has less takes part with zeros, so that all ranks call the same collectives.
+    /// Reduces the gradients that are left at the end of a backward. `unreduced` is what all ranks have together: a
+    /// rank that has less takes part with zeros, so that all ranks call the same collectives.
     pub(crate) fn reduce_rest(&self, unreduced: Unreduced) -> Result<()> {
         let mut state = self.state();
         match unreduced {

@@ -77,7 +77,8 @@ struct HandleState {
     has_gradient: Vec<bool>,
     /// The gradients that this backward has computed so far, by the numbers of their parameters.
     received: Vec<(usize, Tensor)>,
-    /// `true` for each parameter that this backward has finished with, or never reaches; empty before it reaches the unit.
+    /// `true` for each parameter that this backward has finished with, or never reaches; empty before it reaches the
+    /// unit.
     finished: Vec<bool>,
     /// The number of parameters that this backward has yet to finish with.
     unfinished: usize,
@@ -102,8 +103,8 @@ impl Drop for WholeParameters<'_> {
 }
 
 impl FlatParamHandle {
-    /// Makes a unit whose parameters' storages are released. `initialize` writes this rank's initial values into the flat
-    /// shard, which is the whole FlatParameter with `NoShard`.
+    /// Makes a unit whose parameters' storages are released. `initialize` writes this rank's initial values into the
+    /// flat shard, which is the whole FlatParameter with `NoShard`.
     pub(crate) fn new(
         unit: UnitSpec,
         strategy: ShardingStrategy,
@@ -177,9 +178,9 @@ impl FlatParamHandle {
         self.exchange.groups.shard.is_some()
     }
 
-    /// Returns `true` if the parameters have to be gathered before they are used: parts of them are on other ranks, or the
-    /// model computes in another dtype or on another device than that of the shards. Otherwise their storages are always
-    /// filled.
+    /// Returns `true` if the parameters have to be gathered before they are used: parts of them are on other ranks, or
+    /// the model computes in another dtype or on another device than that of the shards. Otherwise their storages are
+    /// always filled.
     pub(crate) fn needs_gather(&self) -> bool {
         self.exchange.flat.is_some()
     }
@@ -231,8 +232,8 @@ impl FlatParamHandle {
         }
     }
 
-    /// Returns this rank's part of the reduced gradient of parameter `param`, flat; `None` if there is no gradient, or if
-    /// this rank has no part of the parameter.
+    /// Returns this rank's part of the reduced gradient of parameter `param`, flat; `None` if there is no gradient, or
+    /// if this rank has no part of the parameter.
     pub(crate) fn grad_piece(&self, param: usize) -> Result<Option<Tensor>> {
         let Some(grad) = self.grad() else { return Ok(None) };
         match self.exchange.layout.shard_param_info(param, self.shard_rank()) {
@@ -349,8 +350,8 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Returns the gathered parameters, without putting them into their tensors. Takes them from the prefetch, if there is
-    /// one.
+    /// Returns the gathered parameters, without putting them into their tensors. Takes them from the prefetch, if there
+    /// is one.
     fn fetch(&self) -> Result<Gathered> {
         match &self.overlap {
             Some(overlap) => overlap.gather(&self.exchange),
@@ -358,8 +359,8 @@ impl FlatParamHandle {
         }
     }
 
-    /// Records that the parameters are gathered now, and starts to prefetch the units that are used next, if the options
-    /// say so.
+    /// Records that the parameters are gathered now, and starts to prefetch the units that are used next, if the
+    /// options say so.
     fn note_gathered(&self, state: &mut HandleState) {
         self.set_whole(state, true);
         state.gathered_in = self.shared.forward();
@@ -428,8 +429,8 @@ impl FlatParamHandle {
         self.shared.last_change()
     }
 
-    /// Checks that the unit's values have not changed after the change with the number `since`, which [`Self::last_change`]
-    /// returned before.
+    /// Checks that the unit's values have not changed after the change with the number `since`, which
+    /// [`Self::last_change`] returned before.
     pub(crate) fn check_unchanged(&self, since: u64) -> Result<()> {
         if self.state().changed_at > since {
             return Err(NnError::ChangedSinceForward { unit: self.name.clone() });
@@ -437,7 +438,8 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Converts an error of a computation. candle's error about released memory becomes one that names the sharded units.
+    /// Converts an error of a computation. candle's error about released memory becomes one that names the sharded
+    /// units.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
         NnError::of_computation(error, || self.shared.sharded())
     }

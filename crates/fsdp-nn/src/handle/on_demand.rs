@@ -46,8 +46,8 @@ impl FlatParamHandle {
             return Ok(());
         }
         withheld.withhold();
-        // This happens before the computation continues, so all ranks wait alike when they use the parameters again. Only
-        // another thread of the program can be reading them now; their memory is freed when it has finished.
+        // This happens before the computation continues, so all ranks wait alike when they use the parameters again.
+        // Only another thread of the program can be reading them now; their memory is freed when it has finished.
         withheld.settle()?;
         if state.whole {
             self.note_released(&mut state);

@@ -14,17 +14,17 @@ use crate::parameters::ShardedParameters;
 /// The most entries of averages that a parameter has.
 const ENTRIES: usize = 2;
 
-/// The number of elements of whole parameters for which a step takes memory at a time, on each rank; more if one parameter
-/// has more.
+/// The number of elements of whole parameters for which a step takes memory at a time, on each rank; more if one
+/// parameter has more.
 const BATCH: usize = 1 << 24;
 
-/// Updates the parameters of a group, unless `before`, what this rank has done in the step so far, has failed on some rank.
-/// Values travel, and are computed with, in `f64`: sums do not depend on ranks, and each result is rounded once. That takes
-/// many times the memory of the parameters, so they are updated in batches.
+/// Updates the parameters of a group, unless `before`, what this rank has done in the step so far, has failed on some
+/// rank. Values travel, and are computed with, in `f64`: sums do not depend on ranks, and each result is rounded once.
+/// That takes many times the memory of the parameters, so they are updated in batches.
 ///
-/// An average that has its parameter's shape is sharded with it, as in every optimizer's state; others are whole on every rank.
-/// Collectives: where parameters are sharded, for each batch two agreements, three to five exchanges and one all-gather over
-/// the shard group.
+/// An average that has its parameter's shape is sharded with it, as in every optimizer's state; others are whole on
+/// every rank. Collectives: where parameters are sharded, for each batch two agreements, three to five exchanges and
+/// one all-gather over the shard group.
 pub(super) fn step_factored(
     options: &AdafactorOptions,
     algorithm: &Algorithm,
@@ -39,7 +39,8 @@ pub(super) fn step_factored(
         // The other ranks learn it in the first agreement of their first batch.
         Err(error) => return agree(group, Err(error)),
     };
-    // Each rank updates about as much of a batch as any other. All ranks cut the same batches, because only shapes decide.
+    // Each rank updates about as much of a batch as any other. All ranks cut the same batches, because only shapes
+    // decide.
     let largest = all.iter().map(Owned::numel).max().unwrap_or(0);
     let limit = largest.max(BATCH).saturating_mul(group.map_or(1, ProcessGroup::world_size));
     let mut rest = all.as_mut_slice();

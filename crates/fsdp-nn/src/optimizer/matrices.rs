@@ -15,8 +15,8 @@ use crate::parameters::ShardedParameters;
 /// The key of the momentum in the state.
 const MOMENTUM: &str = "momentum_buffer";
 
-/// Updates the matrices of a group, unless `before`, what this rank has done in the step so far, has failed on some rank.
-/// Collectives: where parameters are sharded, two agreements and two exchanges over the shard group.
+/// Updates the matrices of a group, unless `before`, what this rank has done in the step so far, has failed on some
+/// rank. Collectives: where parameters are sharded, two agreements and two exchanges over the shard group.
 pub(super) fn step_matrices(
     options: &MuonOptions,
     algorithm: &Algorithm,

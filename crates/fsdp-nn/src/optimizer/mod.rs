@@ -50,8 +50,8 @@ impl ParamGroup {
         &self.fqns
     }
 
-    /// Returns the learning rate that a [`Schedule`](crate::Schedule) multiplies: `initial_lr`, as torch's schedulers keep it in
-    /// the group. `None` before a schedule has been applied.
+    /// Returns the learning rate that a [`Schedule`](crate::Schedule) multiplies: `initial_lr`, as torch's schedulers
+    /// keep it in the group. `None` before a schedule has been applied.
     #[must_use]
     pub fn initial_lr(&self) -> Option<f64> {
         let (_, value) = self.extra.iter().rev().find(|(key, _)| key == INITIAL_LR)?;
@@ -68,7 +68,8 @@ impl ParamGroup {
 /// The hyperparameters that a group is to have, and the keys that its algorithm does not know.
 pub type GroupUpdate = (Algorithm, Vec<(String, PlainValue)>);
 
-/// torch's optimizers over a sharded model: SGD, Adam, AdamW, Adagrad, Adafactor, Muon, and schedule-free AdamW ([`Algorithm`]).
+/// torch's optimizers over a sharded model: SGD, Adam, AdamW, Adagrad, Adafactor, Muon, and schedule-free AdamW
+/// ([`Algorithm`]).
 ///
 /// State is sharded like the parameters. As in torch, a parameter has state from its first step on. Before that, the
 /// algorithm's schema describes it, so reading or loading state needs no step with zero gradients.
@@ -258,8 +259,8 @@ impl Optimizer {
         &self.groups
     }
 
-    /// Returns the groups, to change hyperparameters. Every rank must make the same changes. [`Self::step`] refuses a group of
-    /// other parameters in the place of one of these.
+    /// Returns the groups, to change hyperparameters. Every rank must make the same changes. [`Self::step`] refuses a
+    /// group of other parameters in the place of one of these.
     pub fn groups_mut(&mut self) -> &mut [ParamGroup] {
         &mut self.groups
     }
@@ -314,8 +315,8 @@ impl Optimizer {
         local.state.as_ref().map(|state| local.portable(state, location.param)).transpose()
     }
 
-    /// Returns the state of a local parameter before its first step, in fresh memory: the algorithm's schema with its initial
-    /// values. `None` for one that is frozen, and where the algorithm has no state before its first step.
+    /// Returns the state of a local parameter before its first step, in fresh memory: the algorithm's schema with its
+    /// initial values. `None` for one that is frozen, and where the algorithm has no state before its first step.
     pub(crate) fn initial_state_of_local(&self, local: usize) -> Result<Option<ParamState>> {
         if !self.locals[local].requires_grad() {
             return Ok(None);
@@ -356,8 +357,8 @@ impl Optimizer {
         &self.locals_of_group[group]
     }
 
-    /// Returns an optimizer of the same parameters and groups without any state. A load fills it, and it then takes the place
-    /// of this one or becomes a state dict.
+    /// Returns an optimizer of the same parameters and groups without any state. A load fills it, and it then takes the
+    /// place of this one or becomes a state dict.
     pub(crate) fn without_state(&self) -> Self {
         Optimizer {
             parameters: Arc::clone(&self.parameters),

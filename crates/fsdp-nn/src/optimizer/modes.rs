@@ -10,9 +10,9 @@ use crate::algorithm::{Algorithm, ScheduleFreeOptions, lerp};
 use crate::{NnError, Result};
 
 impl Optimizer {
-    /// Turns the parameters of schedule-free groups into the points at which gradients are computed, for training. Call it
-    /// before the first step, and after each [`Self::eval`]. Other groups, and those that are in this mode already, stay as they
-    /// are. Every rank must do the same; no communication.
+    /// Turns the parameters of schedule-free groups into the points at which gradients are computed, for training. Call
+    /// it before the first step, and after each [`Self::eval`]. Other groups, and those that are in this mode already,
+    /// stay as they are. Every rank must do the same; no communication.
     ///
     /// # Errors
     /// [`NnError::UnitInUse`] inside a forward; [`NnError::Swapped`]; candle's errors.
@@ -20,9 +20,9 @@ impl Optimizer {
         self.switch(true)
     }
 
-    /// Turns the parameters of schedule-free groups into the average, for evaluations and for checkpoints that others are
-    /// going to use. Other groups, and those that are in this mode already, stay as they are. Every rank must do the
-    /// same; no communication.
+    /// Turns the parameters of schedule-free groups into the average, for evaluations and for checkpoints that others
+    /// are going to use. Other groups, and those that are in this mode already, stay as they are. Every rank must do
+    /// the same; no communication.
     ///
     /// # Errors
     /// The errors of [`Self::train`].

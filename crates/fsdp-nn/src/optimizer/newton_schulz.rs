@@ -5,8 +5,8 @@ use half::bf16;
 
 use crate::algorithm::MuonOptions;
 
-/// Makes a matrix nearly orthogonal, by the iteration of Newton and Schulz. As in torch, each matrix on the way is rounded to
-/// `bf16`; products are summed in `f32`.
+/// Makes a matrix nearly orthogonal, by the iteration of Newton and Schulz. As in torch, each matrix on the way is
+/// rounded to `bf16`; products are summed in `f32`.
 pub(super) fn orthogonal(options: &MuonOptions, matrix: &[bf16], [rows, columns]: [usize; 2]) -> Result<Vec<bf16>> {
     let (a, b, c) = options.ns_coefficients;
     let matrix = Tensor::from_slice(matrix, (rows, columns), &Device::Cpu)?.to_dtype(DType::F32)?;

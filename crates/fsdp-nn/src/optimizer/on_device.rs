@@ -1,7 +1,7 @@
 //! The update rules as candle ops, for parameters that are not in host memory.
 //!
-//! The same formulas as [`Algorithm::update`]'s, one op after the other; results differ from those by roundings. Half types
-//! are computed in `f32` and rounded once a step.
+//! The same formulas as [`Algorithm::update`]'s, one op after the other; results differ from those by roundings. Half
+//! types are computed in `f32` and rounded once a step.
 
 use candle_core::{DType, Result, Tensor};
 

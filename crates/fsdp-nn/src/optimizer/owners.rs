@@ -55,9 +55,9 @@ pub(super) fn owned_of(
     Ok(all)
 }
 
-/// Assigns an owner to each parameter, the same on all ranks. Parameters are assigned in the order of their cost, the most
-/// expensive first, each to the rank with the least work so far. Only ranks that have a part of a parameter can own it,
-/// because only these have its state after a load.
+/// Assigns an owner to each parameter, the same on all ranks. Parameters are assigned in the order of their cost, the
+/// most expensive first, each to the rank with the least work so far. Only ranks that have a part of a parameter can
+/// own it, because only these have its state after a load.
 pub(super) fn assign_owners(all: &mut [Owned], cost: impl Fn(&[usize]) -> u128) {
     let ranks = all.first().map_or(1, |first| first.parts.len());
     let mut order: Vec<usize> = (0..all.len()).collect();

@@ -28,14 +28,14 @@ impl Optimizer {
     /// State that lacks `step` counts from 0, and state that lacks a tensor begins with its initial value.
     ///
     /// # Errors
-    /// Before anything is changed: [`NnError::Swapped`]; [`NnError::UnitInUse`] inside a forward; [`NnError::BackwardNotEnded`];
-    /// schedule-free AdamW in its `eval` mode; hyperparameters out of range, and an algorithm that cannot update the
-    /// parameters of its group; [`NnError::OtherParameters`].
+    /// Before anything is changed: [`NnError::Swapped`]; [`NnError::UnitInUse`] inside a forward;
+    /// [`NnError::BackwardNotEnded`]; schedule-free AdamW in its `eval` mode; hyperparameters out of range, and an
+    /// algorithm that cannot update the parameters of its group; [`NnError::OtherParameters`].
     ///
-    /// After that, candle's errors, of which memory is one, and those of the collectives. A parameter whose update fails keeps
-    /// its state, but others may have been updated. If the step communicates, an error of one rank is an error on every rank
-    /// of the shard group, except in the last update of a matrix by Muon. If it does not, the other ranks learn nothing of
-    /// the error: end the run.
+    /// After that, candle's errors, of which memory is one, and those of the collectives. A parameter whose update
+    /// fails keeps its state, but others may have been updated. If the step communicates, an error of one rank is an
+    /// error on every rank of the shard group, except in the last update of a matrix by Muon. If it does not, the other
+    /// ranks learn nothing of the error: end the run.
     pub fn step(&mut self) -> Result<()> {
         // Step 1: check everything that can be known before something is changed.
         if self.parameters.has_average() {
@@ -69,8 +69,8 @@ impl Optimizer {
                 }
             }
         }
-        // Step 3: update the groups whose parameters must be whole. An error does not end the loop: all ranks begin each of
-        // these groups.
+        // Step 3: update the groups whose parameters must be whole. An error does not end the loop: all ranks begin
+        // each of these groups.
         for (group, indices) in self.groups.iter().zip(&self.locals_of_group) {
             let (parameters, locals) = (&self.parameters, &mut self.locals);
             match &group.algorithm {

@@ -14,9 +14,9 @@ impl LoadError for NnError {
         }
     }
 
-    /// Makes any rank's error every rank's. An [`OptimStateError`] keeps its type, and names the ranks that met it unless
-    /// all did. Other errors become a [`CommError::RankFailed`]. Collective: one agreement, and after a failure an object
-    /// all-gather.
+    /// Makes any rank's error every rank's. An [`OptimStateError`] keeps its type, and names the ranks that met it
+    /// unless all did. Other errors become a [`CommError::RankFailed`]. Collective: one agreement, and after a failure
+    /// an object all-gather.
     fn agree<T>(group: &ProcessGroup, operation: &str, hash: Option<u64>, outcome: Result<T>) -> Result<T> {
         // An agreement sends errors as text only. So keep this rank's error, for the round that follows a failure.
         let typed = match &outcome {

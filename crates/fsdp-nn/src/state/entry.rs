@@ -26,8 +26,8 @@ pub(crate) enum Saved {
 }
 
 impl Saved {
-    /// Returns the entry as its algorithm takes it: a small tensor becomes a scalar, unless it is shaped like a parameter
-    /// without dimensions.
+    /// Returns the entry as its algorithm takes it: a small tensor becomes a scalar, unless it is shaped like a
+    /// parameter without dimensions.
     fn of_kind(&self, kind: Option<StateKind>, parameter: &[usize]) -> Self {
         match self {
             Saved::Tensor { small: Some(value), shape, .. }
@@ -98,8 +98,8 @@ pub(crate) struct EntryTensor {
     pub(crate) becomes: DType,
     /// The name of the entry that it becomes, or that it becomes a part of.
     pub(crate) name: String,
-    /// The parameter that it is shaped like, and the memory to fill. `None` for a tensor of another shape, which becomes an
-    /// entry once it has been read.
+    /// The parameter that it is shaped like, and the memory to fill. `None` for a tensor of another shape, which
+    /// becomes an entry once it has been read.
     pub(crate) like: Option<(String, ShardedTensor, Home)>,
 }
 
@@ -159,7 +159,8 @@ impl EntryPlan {
             let names = saved.iter().map(|entries| entries.map_or_else(Vec::new, |e| e.keys().cloned().collect()));
             return Err(OptimStateError::DifferingNames { fqns: local.fqns(), names: names.collect() }.into());
         }
-        // Adafactor's averages have shapes of their own, and exist from the first step on. Its parameters are never flat.
+        // Adafactor's averages have shapes of their own, and exist from the first step on. Its parameters are never
+        // flat.
         let (params, shapes) = (local.params(), local.handle.layout().shapes());
         let averages = if let [param] = params[..] { algorithm.averages_of(&shapes[param]) } else { Vec::new() };
         for (name, expected) in &averages {
@@ -271,8 +272,8 @@ impl EntryPlan {
             return Err(NnError::UnexpectedState { fqn, name, kind });
         }
         if wrong.is_some() && !is_like && have_one_dtype_and_shape(values) {
-            // The FlatParameter has one such tensor, and the state of each of its parameters was saved with a copy of it.
-            // Until the copies are read and compared, a placeholder keeps the entry's place.
+            // The FlatParameter has one such tensor, and the state of each of its parameters was saved with a copy of
+            // it. Until the copies are read and compared, a placeholder keeps the entry's place.
             self.state.entries.insert(name.to_owned(), LocalState::Plain(PlainValue::None));
             for value in values.iter().flatten() {
                 let Saved::Tensor { position, dtype, .. } = value else { continue };
@@ -356,8 +357,8 @@ impl EntryPlan {
     }
 }
 
-/// Returns `true` if there is a value for every parameter, and all are tensors of the same dtype and shape. Then they may
-/// be copies of one tensor, which the FlatParameter has as a whole.
+/// Returns `true` if there is a value for every parameter, and all are tensors of the same dtype and shape. Then they
+/// may be copies of one tensor, which the FlatParameter has as a whole.
 fn have_one_dtype_and_shape(values: &[Option<Saved>]) -> bool {
     let Some(Some(Saved::Tensor { dtype: first_dtype, shape: first_shape, .. })) = values.first() else { return false };
     values.iter().all(|value| match value {

@@ -23,8 +23,8 @@ pub(crate) struct SavedGroup {
 }
 
 impl SavedGroup {
-    /// Returns a live group as a state dict has it. `params` are the names or ids of its parameters. Its hyperparameters come
-    /// in torch's order, and after them the keys that its algorithm does not know.
+    /// Returns a live group as a state dict has it. `params` are the names or ids of its parameters. Its
+    /// hyperparameters come in torch's order, and after them the keys that its algorithm does not know.
     pub(crate) fn of_live(group: &ParamGroup, params: Vec<String>, key_type: OptimStateKeyType) -> Self {
         let hyperparameters = group.algorithm.to_group().into_iter().chain(group.extra.iter().cloned()).collect();
         SavedGroup { hyperparameters, params, key_type: Some(key_type) }
@@ -175,8 +175,8 @@ impl SavedGroups {
     ///
     /// The following is added to `missing`: hyperparameters that a saved group lacks; groups with trained parameters of
     /// which no saved group names any; and trained parameters that no saved group names, in a group of which others are
-    /// named. The last get the hyperparameters of their group. They are not added if `is_missed` returns `true`, because
-    /// their state is reported as missing already.
+    /// named. The last get the hyperparameters of their group. They are not added if `is_missed` returns `true`,
+    /// because their state is reported as missing already.
     pub(crate) fn match_with(
         &mut self,
         optimizer: &Optimizer,
@@ -231,8 +231,8 @@ impl SavedGroups {
     }
 }
 
-/// Adds the new hyperparameters of an optimizer's groups to the values that must be the same on all ranks. Each group is
-/// named by one of its parameters, because the order of groups may differ between ranks.
+/// Adds the new hyperparameters of an optimizer's groups to the values that must be the same on all ranks. Each group
+/// is named by one of its parameters, because the order of groups may differ between ranks.
 pub(crate) fn agree_on_groups(optimizer: &Optimizer, groups: &[GroupUpdate], agreed: &mut Vec<(String, String)>) {
     for (group, (algorithm, extra)) in optimizer.groups().iter().zip(groups) {
         // The order of parameters in a group may differ too, so take the first by name.

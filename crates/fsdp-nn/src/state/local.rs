@@ -1,5 +1,5 @@
-//! An optimizer's local state dict: the state of this rank only, in which a parameter is a flat piece of the model's, under
-//! an id or a name. torch's `Optimizer.state_dict` and `load_state_dict`.
+//! An optimizer's local state dict: the state of this rank only, in which a parameter is a flat piece of the model's,
+//! under an id or a name. torch's `Optimizer.state_dict` and `load_state_dict`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,8 +16,8 @@ use crate::algorithm::Initial;
 use crate::optimizer::{LocalParam, LocalState, Optimizer, initial_state};
 use crate::{NnError, Result};
 
-/// The key in a local state dict under which the state of empty pieces is: of parameters of which this rank has no element.
-/// Below it are the same keys as in `state`.
+/// The key in a local state dict under which the state of empty pieces is: of parameters of which this rank has no
+/// element. Below it are the same keys as in `state`.
 ///
 /// torch does not have this key: its ranks forget how many steps these parameters have made.
 pub(crate) const EMPTY_PIECES: &str = "state_of_empty_pieces";
@@ -169,9 +169,9 @@ pub(crate) fn portable_state(
     Ok(states)
 }
 
-/// Loads state by the model's names into an optimizer that is not in use yet. The first value that does not fit is returned
-/// as an error, instead of a report of all. With `allow_missing_state`, a trained parameter may lack state that others of its
-/// unit have. All ranks must pass the same `arguments`.
+/// Loads state by the model's names into an optimizer that is not in use yet. The first value that does not fit is
+/// returned as an error, instead of a report of all. With `allow_missing_state`, a trained parameter may lack state
+/// that others of its unit have. All ranks must pass the same `arguments`.
 pub(crate) fn load_exactly(
     operation: &'static str,
     group: &ProcessGroup,
@@ -203,13 +203,13 @@ impl Optimizer {
     ///
     /// A parameter here is a tensor that this rank's optimizer updates:
     ///
-    /// - With `use_orig_params` it is this rank's piece of one of the model's parameters, flat, of shape `[elements on this
-    ///   rank]`. Where nothing is sharded it is the whole parameter in its own shape.
+    /// - With `use_orig_params` it is this rank's piece of one of the model's parameters, flat, of shape `[elements on
+    ///   this rank]`. Where nothing is sharded it is the whole parameter in its own shape.
     /// - Without `use_orig_params` it is this rank's shard of a FlatParameter, with the zeros of its right padding.
     ///
-    /// A piece without elements has an id, but no entry in `state`, as in torch. Its step count and other scalars are under a
-    /// key of their own, `state_of_empty_pieces`, because all ranks must save the same scalars for a parameter. A parameter
-    /// that has not made a step has no state. Tensors are copies.
+    /// A piece without elements has an id, but no entry in `state`, as in torch. Its step count and other scalars are
+    /// under a key of their own, `state_of_empty_pieces`, because all ranks must save the same scalars for a parameter.
+    /// A parameter that has not made a step has no state. Tensors are copies.
     ///
     /// # Errors
     /// candle's errors.
@@ -253,16 +253,17 @@ impl Optimizer {
     }
 
     /// Loads a state dict that [`Self::state_dict`] or [`Self::named_state_dict`] returned: torch's
-    /// `Optimizer.load_state_dict`. Tensors are copied, and nothing is cast. If there is an error, nothing has changed. State
-    /// under keys that are neither ids nor names is kept, and is part of later state dicts.
+    /// `Optimizer.load_state_dict`. Tensors are copied, and nothing is cast. If there is an error, nothing has changed.
+    /// State under keys that are neither ids nor names is kept, and is part of later state dicts.
     ///
-    /// Groups and their parameters are matched by position, as in torch. A parameter for which the dict has no state has
-    /// none afterwards. A dict of torch has no `state_of_empty_pieces`. Then a parameter of which this rank has no element
-    /// gets the step count of the other parameters of its group, if that is the same for all of them.
+    /// Groups and their parameters are matched by position, as in torch. A parameter for which the dict has no state
+    /// has none afterwards. A dict of torch has no `state_of_empty_pieces`. Then a parameter of which this rank has no
+    /// element gets the step count of the other parameters of its group, if that is the same for all of them.
     ///
     /// # Errors
     /// [`OptimStateError`]: another number of groups or parameters, tensors of another shape or dtype than this rank's
-    /// piece, entries and hyperparameters that the algorithm needs and that are missing; malformed groups and hyperparameters.
+    /// piece, entries and hyperparameters that the algorithm needs and that are missing; malformed groups and
+    /// hyperparameters.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let read = LocalStates::read_by_position(self, state.clone())?;
         let mut groups = Vec::with_capacity(self.groups().len());
@@ -291,8 +292,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Replaces the name of a parameter in an error by that of its FlatParameter: a local state dict has one tensor for all
-    /// parameters of a FlatParameter.
+    /// Replaces the name of a parameter in an error by that of its FlatParameter: a local state dict has one tensor for
+    /// all parameters of a FlatParameter.
     fn name_flat_parameter(&self, mut error: NnError) -> NnError {
         if let NnError::OptimState { error: OptimStateError::WrongDType { fqn, .. }, .. } = &mut error
             && let Some(local) = self.local_index(fqn)
@@ -302,8 +303,8 @@ impl Optimizer {
         error
     }
 
-    /// Makes state for parameters of which this rank has no element and that have no state, from the states of the other
-    /// parameters of their groups.
+    /// Makes state for parameters of which this rank has no element and that have no state, from the states of the
+    /// other parameters of their groups.
     fn deduce_empty(&mut self) -> Result<()> {
         for group in 0..self.groups().len() {
             let params = self.params_of_group(group).to_vec();

@@ -19,8 +19,8 @@ pub enum OptimStateKeyType {
     ParamId,
 }
 
-/// Returns the type of the keys of a state dict, ids or names; `None` if the dict is empty. The groups determine the type.
-/// Without groups, keys that are numbers are ids.
+/// Returns the type of the keys of a state dict, ids or names; `None` if the dict is empty. The groups determine the
+/// type. Without groups, keys that are numbers are ids.
 pub(crate) fn key_type_of(
     states: &StateDict,
     mut of_groups: impl Iterator<Item = OptimStateKeyType>,
@@ -92,8 +92,8 @@ impl OptimKey {
                     return Some(OptimKey::State { key, inside });
                 }
                 let rest = flat.strip_prefix("param_groups.")?;
-                // torch's flat form writes groups by parameter, whose name may begin with a number. Formats of flat keys write
-                // nested groups by number.
+                // torch's flat form writes groups by parameter, whose name may begin with a number. Formats of flat
+                // keys write nested groups by number.
                 if let Some((key, name)) = split(rest, is_parameter) {
                     return Some(OptimKey::FlatGroup { key, name });
                 }

@@ -115,8 +115,8 @@ impl SavedOptim {
         self.states.get(fqn).is_some_and(|entries| !entries.is_empty())
     }
 
-    /// Adds state under a key that no parameter of the model has. If a saved group names the key, it is a parameter of another
-    /// model, and is unexpected. Otherwise it is state that a user has added, under a key that is no number.
+    /// Adds state under a key that no parameter of the model has. If a saved group names the key, it is a parameter of
+    /// another model, and is unexpected. Otherwise it is state that a user has added, under a key that is no number.
     fn add_unknown(&mut self, name: &str, parts: &[Part<'_>]) -> Result<()> {
         if self.groups.of_parameter.contains_key(name) {
             self.unexpected.push(name.to_owned());

@@ -49,7 +49,8 @@ pub fn live_model_state_dict(parameters: &ShardedParameters) -> Result<StateDict
 /// The same keys on every rank.
 ///
 /// # Errors
-/// [`StateError::DuplicateKey`](fsdp_state::StateError::DuplicateKey) for a key under which two optimizers have state; candle's errors.
+/// [`StateError::DuplicateKey`](fsdp_state::StateError::DuplicateKey) for a key under which two optimizers have state;
+/// candle's errors.
 pub fn live_optim_state_dict(optimizers: &[&Optimizer], missing: MissingState) -> Result<StateDict> {
     let (state, groups) = live_states_and_groups(optimizers, missing, &str::to_owned)?;
     Ok(optim_dict(state, groups))

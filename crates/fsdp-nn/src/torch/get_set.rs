@@ -31,8 +31,9 @@ use crate::{NnError, Result};
 ///
 /// # Errors
 /// Contradicting options ([`NnError::Options`]); a submodule that the model does not have; names that collide under
-/// `fqn_renames`, or keys that two optimizers have state under ([`StateError::DuplicateKey`](fsdp_state::StateError::DuplicateKey)); an optimizer of another model; with full state dicts any rank's
-/// error, on every rank.
+/// `fqn_renames`, or keys that two optimizers have state under
+/// ([`StateError::DuplicateKey`](fsdp_state::StateError::DuplicateKey)); an optimizer of another model; with full state
+/// dicts any rank's error, on every rank.
 ///
 /// ```
 /// use candle_nn::linear;
@@ -199,10 +200,10 @@ fn finish(group: &ProcessGroup, views: Result<StateDict>, options: &StateDictOpt
 /// have to move one or two object all-gathers, and the moves: only what a rank needs, small tensors together.
 ///
 /// # Errors
-/// The same on every rank, and nothing is changed: [`StateError::Incompatible`](fsdp_state::StateError::Incompatible) for names (`strict`), shapes and dtypes
-/// that differ; ranks that pass different names, kinds or values; malformed groups; values that no rank has; an
-/// optimizer of another model. A rank that is lost while values move leaves some of them changed
-/// ([`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded)).
+/// The same on every rank, and nothing is changed: [`StateError::Incompatible`](fsdp_state::StateError::Incompatible)
+/// for names (`strict`), shapes and dtypes that differ; ranks that pass different names, kinds or values; malformed
+/// groups; values that no rank has; an optimizer of another model. A rank that is lost while values move leaves some of
+/// them changed ([`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded)).
 pub fn set_state_dict(
     model: &StateDict,
     optim: &StateDict,

@@ -160,10 +160,10 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
 /// Collectives: two agreements; with `rank0_only` another and an object broadcast; and those of the moves.
 ///
 /// # Errors
-/// The same on every rank, and nothing is changed: [`StateError::Incompatible`](fsdp_state::StateError::Incompatible) for other shapes or dtypes and, if
-/// `strict`, for names that only one side has; ranks that pass different dicts; elements that no rank has. On a single
-/// rank, if that one calls it inside a forward: [`NnError::UnitInUse`]. [`NnError::Swapped`] while the model has an average of its
-/// weights.
+/// The same on every rank, and nothing is changed: [`StateError::Incompatible`](fsdp_state::StateError::Incompatible)
+/// for other shapes or dtypes and, if `strict`, for names that only one side has; ranks that pass different dicts;
+/// elements that no rank has. On a single rank, if that one calls it inside a forward: [`NnError::UnitInUse`].
+/// [`NnError::Swapped`] while the model has an average of its weights.
 pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict: bool) -> Result<LoadReport> {
     let settings = parameters.get_state_dict_type();
     let options = LoadOptions { strict, ..LoadOptions::default() };

@@ -1,7 +1,7 @@
 //! Units by name pattern, for models whose code has no [`Scope::unit`](crate::Scope::unit): torch's `auto_wrap_policy`.
 
-/// Returns the name of the unit that a parameter belongs to by a pattern: its leading components that match the pattern's.
-/// `None` if they do not match, or nothing is left of the name below them.
+/// Returns the name of the unit that a parameter belongs to by a pattern: its leading components that match the
+/// pattern's. `None` if they do not match, or nothing is left of the name below them.
 pub(crate) fn unit_of<'a>(pattern: &str, fqn: &'a str) -> Option<&'a str> {
     let mut end = 0;
     let mut components = fqn.split('.');

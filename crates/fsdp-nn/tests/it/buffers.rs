@@ -1,4 +1,5 @@
-//! Batch norm's running statistics are buffers, as in plain candle: updated in training, used in evaluation, saved and loaded.
+//! Batch norm's running statistics are buffers, as in plain candle: updated in training, used in evaluation, saved and
+//! loaded.
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{BatchNorm, Linear, Module, ModuleT, VarBuilder, VarMap, batch_norm, linear};

@@ -148,7 +148,8 @@ fn values(model: &Model) -> Vec<(String, Vec<f32>)> {
     parameters.fqns().map(whole).collect()
 }
 
-/// The parameters that `run` ends with on one rank, which those on several ranks are compared with, under every strategy.
+/// The parameters that `run` ends with on one rank, which those on several ranks are compared with, under every
+/// strategy.
 fn check_equal_to_one_rank(
     what: &str,
     run: impl Fn(&ProcessGroup, ShardingStrategy) -> Vec<(String, Vec<f32>)> + Sync,

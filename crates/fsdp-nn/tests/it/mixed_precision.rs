@@ -1,4 +1,5 @@
-//! Mixed precision: shards and optimizer state in f32, gathers and computation in bf16, reduction in a dtype of its own.
+//! Mixed precision: shards and optimizer state in f32, gathers and computation in bf16, reduction in a dtype of its
+//! own.
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Embedding, Linear, Module, embedding, linear_no_bias};

@@ -103,8 +103,8 @@ fn floats(value: &Value) -> Vec<f64> {
     value.as_array().unwrap().iter().map(|value| value.as_f64().unwrap()).collect()
 }
 
-/// The largest difference of Muon's parameters from torch's: the elements of a direction are at most about 1, where `bf16` has a
-/// unit of 1/256, and a few of these roundings add up in each of three steps.
+/// The largest difference of Muon's parameters from torch's: the elements of a direction are at most about 1, where
+/// `bf16` has a unit of 1/256, and a few of these roundings add up in each of three steps.
 fn muon_tolerance(muon: &MuonOptions, shape: &[usize]) -> f64 {
     let scale = match muon.adjust_lr_fn {
         Some(MuonAdjust::MatchRmsAdamw) => 0.2 * (shape[0].max(shape[1]) as f64).sqrt(),

@@ -300,8 +300,8 @@ impl<F: Fn() + Send + Sync> CustomOp1 for Tells<F> {
     }
 }
 
-/// Runs three steps on two ranks, of which the second waits in each layer, in the last step, until the first is in the next
-/// one.
+/// Runs three steps on two ranks, of which the second waits in each layer, in the last step, until the first is in the
+/// next one.
 fn run_apart(config: &FsdpConfig, waits_in_forward: bool, waits_in_backward: bool) {
     let places = Arc::new(Places::default());
     let ranks = LocalRanks::new(2).run(|group| {

@@ -36,8 +36,9 @@ fn bits(model: &Model, of: impl Fn(&str) -> fsdp_flat::ShardedTensor) -> Vec<u32
     values.map(f32::to_bits).collect()
 }
 
-/// The scale and the growth tracker of torch 2.15's `GradScaler("cpu", init_scale=4.0, growth_factor=3.0, backoff_factor=0.25,
-/// growth_interval=2)` after each of ten steps, of which the third, the seventh and the eighth have a gradient that is not finite.
+/// The scale and the growth tracker of torch 2.15's `GradScaler("cpu", init_scale=4.0, growth_factor=3.0,
+/// backoff_factor=0.25, growth_interval=2)` after each of ten steps, of which the third, the seventh and the eighth
+/// have a gradient that is not finite.
 const TORCH: [(f64, i64); 10] =
     [(4.0, 1), (12.0, 0), (3.0, 0), (3.0, 1), (9.0, 0), (9.0, 1), (2.25, 0), (0.5625, 0), (0.5625, 1), (1.6875, 0)];
 

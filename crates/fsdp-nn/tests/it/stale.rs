@@ -1,4 +1,5 @@
-//! A backward of what was computed with other values is an error, whatever the forward returned and however it is sharded.
+//! A backward of what was computed with other values is an error, whatever the forward returned and however it is
+//! sharded.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 

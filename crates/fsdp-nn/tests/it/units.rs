@@ -1,4 +1,5 @@
-//! Units hand their memory out and take it back: forwards, backwards and loads in any order compute with the live values.
+//! Units hand their memory out and take it back: forwards, backwards and loads in any order compute with the live
+//! values.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};

@@ -1,5 +1,5 @@
-//! Units by name pattern: a model whose code knows nothing of units computes and trains as without them, and never holds
-//! more than one of them beside the root.
+//! Units by name pattern: a model whose code knows nothing of units computes and trains as without them, and never
+//! holds more than one of them beside the root.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

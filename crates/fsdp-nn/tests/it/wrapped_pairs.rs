@@ -47,8 +47,8 @@ impl CustomOp3 for Sum3 {
 /// Two units of two weights each.
 type Pairs = [[Tensor; 2]; 2];
 
-/// Compares what is computed with two wrapped units with the same without units, and the gathers of the ranks. `compute` gets
-/// the rank too.
+/// Compares what is computed with two wrapped units with the same without units, and the gathers of the ranks.
+/// `compute` gets the rank too.
 fn check_pairs(compute: fn(&Pairs, usize) -> candle_core::Result<Tensor>) {
     for strategy in [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp] {
         let gathers = run_local(2, |group| {
@@ -89,7 +89,8 @@ fn check_pairs(compute: fn(&Pairs, usize) -> candle_core::Result<Tensor>) {
 
 #[test]
 fn an_operation_may_read_a_unit_again_after_another_one() {
-    // The locks of a unit are taken in one order, so one of these two operations reads its weights in the opposite order.
+    // The locks of a unit are taken in one order, so one of these two operations reads its weights in the opposite
+    // order.
     check_pairs(|[[a, b], [c, _]], _| a.apply_op3(c, b, Sum3));
     check_pairs(|[[a, b], [c, _]], _| b.apply_op3(c, a, Sum3));
     // The same weight twice.

@@ -1,7 +1,7 @@
 //! Scaled dot-product attention.
 //!
-//! Heads are computed one by one, and of each head a few queries at a time, so that scores stay in cache, are never kept
-//! for the backward, and are not computed where a causal mask hides them.
+//! Heads are computed one by one, and of each head a few queries at a time, so that scores stay in cache, are never
+//! kept for the backward, and are not computed where a causal mask hides them.
 
 mod head;
 
@@ -16,9 +16,9 @@ use crate::values::{contiguous, cpu};
 
 /// Computes `softmax(query * key^T * scale) * value` for each batch and head: torch's `scaled_dot_product_attention`.
 ///
-/// `query` is `[batch, heads, rows, width]`, `key` `[batch, heads, columns, width]` and `value` `[batch, heads, columns,
-/// width of values]`, in any memory layout. With `causal`, row `i` sees columns 0 to `i` only. `scale` is usually
-/// `1 / sqrt(width)`.
+/// `query` is `[batch, heads, rows, width]`, `key` `[batch, heads, columns, width]` and `value` `[batch, heads,
+/// columns, width of values]`, in any memory layout. With `causal`, row `i` sees columns 0 to `i` only. `scale` is
+/// usually `1 / sqrt(width)`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -1,5 +1,5 @@
-//! Outputs and gradients against those of the same operation composed of candle's own in f64: large and small shapes, any
-//! layout, all dtypes.
+//! Outputs and gradients against those of the same operation composed of candle's own in f64: large and small shapes,
+//! any layout, all dtypes.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
@@ -14,8 +14,8 @@ fn values(shape: &[usize], seed: usize) -> Tensor {
     Tensor::from_vec((0..count).map(value).collect::<Vec<f64>>(), shape, &Device::Cpu).unwrap()
 }
 
-/// Returns a tensor as it is, and with the same values in other memory layouts: transposed, between the columns of other
-/// values, and after the rows of other values.
+/// Returns a tensor as it is, and with the same values in other memory layouts: transposed, between the columns of
+/// other values, and after the rows of other values.
 fn in_other_layouts(x: &Tensor) -> Vec<Tensor> {
     let mut layouts = vec![x.clone()];
     if x.rank() >= 2 {

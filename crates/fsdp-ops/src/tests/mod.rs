@@ -7,8 +7,8 @@ mod refusals;
 
 use candle_core::{DType, Result, Tensor, Var};
 
-/// Returns the output of an operation, and the gradients of its inputs for the sum of the output times `weight`. All are
-/// f64, whatever the operation was computed in.
+/// Returns the output of an operation, and the gradients of its inputs for the sum of the output times `weight`. All
+/// are f64, whatever the operation was computed in.
 fn run(
     operation: &dyn Fn(&[Tensor]) -> Result<Tensor>,
     inputs: &[Tensor],

@@ -58,12 +58,12 @@ impl<'a> DictSource<'a> {
         Ok(DictSource { schema, values, root: None, boxes_on: None, layouts: Vec::new() })
     }
 
-    /// Returns a source of the values of rank `root` of the group, where what others pass is ignored; or, without a root, of
-    /// the dict that every rank passes, as [`Self::on_every_rank`]. A rank may pass an error instead, for example of its
-    /// arguments.
+    /// Returns a source of the values of rank `root` of the group, where what others pass is ignored; or, without a
+    /// root, of the dict that every rank passes, as [`Self::on_every_rank`]. A rank may pass an error instead, for
+    /// example of its arguments.
     ///
-    /// Collective: with a root one agreement, and one object broadcast of the schema and the small values; without, after an
-    /// error the agreement of [`load_state`](super::load_state), in which the other ranks wait.
+    /// Collective: with a root one agreement, and one object broadcast of the schema and the small values; without,
+    /// after an error the agreement of [`load_state`](super::load_state), in which the other ranks wait.
     ///
     /// # Errors
     /// Any rank's own; no such root, or no state dict there; as [`Self::on_every_rank`].
@@ -110,8 +110,8 @@ impl<'a> DictSource<'a> {
         Ok(Some((Outline { schema, small }, values)))
     }
 
-    /// Sets a function that computes which boxes of a value a rank has, so that ranks need not send each other their boxes.
-    /// It must know all sharded values.
+    /// Sets a function that computes which boxes of a value a rank has, so that ranks need not send each other their
+    /// boxes. It must know all sharded values.
     pub(crate) const fn with_boxes_on(mut self, boxes_on: Option<&'a BoxesOn<'a>>) -> Self {
         self.boxes_on = boxes_on;
         self
@@ -131,8 +131,8 @@ impl<'a> DictSource<'a> {
         self.schema.get(position).is_some_and(|(_, leaf)| leaf.is_sharded())
     }
 
-    /// Returns the boxes of a tensor that does not move: this rank's own, and none for the other ranks, because this rank
-    /// needs nothing from them.
+    /// Returns the boxes of a tensor that does not move: this rank's own, and none for the other ranks, because this
+    /// rank needs nothing from them.
     fn local(&self, group: &ProcessGroup, wanted: &Wanted) -> HaveWantOfRanks {
         let only = |boxes| PerRank::only(group.rank(), group.world_size(), boxes);
         (only(self.have(wanted.position)), only(wanted.boxes.clone()))

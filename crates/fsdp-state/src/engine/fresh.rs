@@ -44,9 +44,9 @@ impl<'a> DictTarget<'a> {
         Ok(DictTarget { template, is_of_checkpoint, is_in_place, has_own_tensors, schema, values, device, loaded })
     }
 
-    /// Makes this a target for a checkpoint, from which each rank reads for itself. Ranks may ask for different names, and
-    /// names that only the checkpoint has are no error. With `in_place` the template's own tensors are filled, instead of
-    /// new ones.
+    /// Makes this a target for a checkpoint, from which each rank reads for itself. Ranks may ask for different names,
+    /// and names that only the checkpoint has are no error. With `in_place` the template's own tensors are filled,
+    /// instead of new ones.
     #[must_use]
     pub const fn of_checkpoint(mut self, in_place: bool) -> Self {
         (self.is_of_checkpoint, self.is_in_place) = (true, in_place);
@@ -72,8 +72,8 @@ impl<'a> DictTarget<'a> {
         state
     }
 
-    /// Returns the values that were loaded, by their paths. The template's own tensors, if they were filled, are not among
-    /// them.
+    /// Returns the values that were loaded, by their paths. The template's own tensors, if they were filled, are not
+    /// among them.
     #[must_use]
     pub fn into_loaded(self) -> IndexMap<KeyPath, StateValue> {
         self.loaded
@@ -279,7 +279,8 @@ impl Target for Whole<'_> {
     }
 
     fn commit(&mut self) -> Result<(), StateError> {
-        // All tensors that move have been passed on by now. What is left are this rank's own values after the last of them.
+        // All tensors that move have been passed on by now. What is left are this rank's own values after the last of
+        // them.
         self.pass_on_before(self.values.len())
     }
 }

@@ -57,7 +57,8 @@ impl LoadError for StateError {
 ///
 /// 1. **Compare**: each rank compares the source's schema with what its target can take.
 /// 2. **Agree**: one round over the ranks. Any rank's error becomes every rank's, and all must have the same
-///    contribution. Only values that ranks have of their own (running statistics, a random generator's state) may differ.
+///    contribution. Only values that ranks have of their own (running statistics, a random generator's state) may
+///    differ.
 /// 3. **Lend**: the target gives memory for the boxes that it wants, live or fresh.
 /// 4. **Read**: the source fills it, from files, from this rank's own values, or from other ranks.
 /// 5. **Commit**: the target takes over the small values.
@@ -67,9 +68,10 @@ impl LoadError for StateError {
 /// agreement. The report is the same on every rank, except for missing values that a rank has of its own.
 ///
 /// # Errors
-/// The same on every rank. Before the first byte is read nothing has changed: [`StateError::Incompatible`] for values that
-/// do not fit (and, if strict, names that only one side has); ranks that pass different arguments, names or values; any
-/// rank's own error. After that it is [`StateError::PartlyLoaded`] if the target is live and the load is not staged.
+/// The same on every rank. Before the first byte is read nothing has changed: [`StateError::Incompatible`] for values
+/// that do not fit (and, if strict, names that only one side has); ranks that pass different arguments, names or
+/// values; any rank's own error. After that it is [`StateError::PartlyLoaded`] if the target is live and the load is
+/// not staged.
 pub fn load_state<S, T, E>(
     operation: &'static str,
     group: &ProcessGroup,
@@ -109,8 +111,8 @@ where
     if !is_live {
         return Ok(plan.report);
     }
-    // Commit. The staged values are copied to the live memory. They were made to fit it, but a device may still refuse them,
-    // so the ranks agree once more.
+    // Commit. The staged values are copied to the live memory. They were made to fit it, but a device may still refuse
+    // them, so the ranks agree once more.
     let filled = staged.into_iter().try_for_each(|(memory, values)| memory.fill_from(&values));
     let committed = filled.map_err(E::from).and_then(|()| target.commit().map_err(E::from));
     E::agree(group, operation, None, committed).map_err(|error| partly_loaded(true, error))?;
@@ -161,9 +163,9 @@ fn small_values<S: Source, E: From<S::Error>>(source: &S, positions: &[usize]) -
     Ok(positions.into_iter().zip(values).collect())
 }
 
-/// Checks that no rank has an error, that all ranks have the same common data, and that everything fits. Collectives: one
-/// agreement; if ranks differ, also an object all-gather, and then either two object broadcasts to find the difference or, for
-/// values that ranks have of their own, those of [`agree_on_own`].
+/// Checks that no rank has an error, that all ranks have the same common data, and that everything fits. Collectives:
+/// one agreement; if ranks differ, also an object all-gather, and then either two object broadcasts to find the
+/// difference or, for values that ranks have of their own, those of [`agree_on_own`].
 fn agree<E: LoadError>(call: &LoadCall<'_>, compared: Result<Plan, E>) -> Result<Plan, E> {
     let group = call.group;
     let (mut plan, outcome) = match compared {
@@ -191,15 +193,16 @@ fn agree<E: LoadError>(call: &LoadCall<'_>, compared: Result<Plan, E>) -> Result
     Err(difference(call, &first, other, &second).map_or(error, E::from))
 }
 
-/// Checks the plans of ranks that differ only in their reports, because each rank asks for names of its own. If something
-/// does not fit on one rank, all ranks get its error. A name of the source is unexpected only if no rank asks for it.
-/// Collectives: an object broadcast, an all-reduce and an agreement.
+/// Checks the plans of ranks that differ only in their reports, because each rank asks for names of its own. If
+/// something does not fit on one rank, all ranks get its error. A name of the source is unexpected only if no rank asks
+/// for it. Collectives: an object broadcast, an all-reduce and an agreement.
 fn agree_on_own<E: LoadError>(call: &LoadCall<'_>, mut plan: Plan) -> Result<Plan, E> {
     let group = call.group;
     // Only names that are unexpected on the first rank can be unexpected on all ranks.
     let here = &plan.report.unexpected;
     let mut names: Vec<String> = group.broadcast_object((group.rank() == 0).then_some(here), 0)?;
-    // 1 for each name that this rank asks for; after the reduction, for each that any rank asks for. Reports are sorted.
+    // 1 for each name that this rank asks for; after the reduction, for each that any rank asks for. Reports are
+    // sorted.
     let mut has_place: Vec<u8> = names.iter().map(|name| here.binary_search(name).is_err().into()).collect();
     group.all_reduce(&mut has_place, ReduceOp::Max)?;
     let mut has_place = has_place.into_iter();
@@ -238,7 +241,8 @@ fn difference(call: &LoadCall<'_>, first: &Common, other: usize, second: &Common
     })
 }
 
-/// Returns a plan if everything in it fits: an error for mismatches and, in a strict load, for names that only one side has.
+/// Returns a plan if everything in it fits: an error for mismatches and, in a strict load, for names that only one side
+/// has.
 fn check_report<E: LoadError>(call: &LoadCall<'_>, plan: Plan) -> Result<Plan, E> {
     let report = &plan.report;
     let names = !report.missing.is_empty() || plan.refuses_unexpected && !report.unexpected.is_empty();

@@ -35,8 +35,8 @@ pub trait Source {
         Ok(None)
     }
 
-    /// Returns `true` if a read sends values from rank to rank, so that all ranks must want the same tensors. The default is
-    /// `false`: each rank reads its own values, such as from files.
+    /// Returns `true` if a read sends values from rank to rank, so that all ranks must want the same tensors. The
+    /// default is `false`: each rank reads its own values, such as from files.
     fn moves_between_ranks(&self) -> bool {
         false
     }

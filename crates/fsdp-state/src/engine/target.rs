@@ -35,8 +35,8 @@ pub trait Target {
     /// An error of this rank only.
     fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError>;
 
-    /// Takes back the memory that [`Self::memory`] returned for these boxes, now with the new values in it. The default does
-    /// nothing, for targets whose live memory was filled.
+    /// Takes back the memory that [`Self::memory`] returned for these boxes, now with the new values in it. The default
+    /// does nothing, for targets whose live memory was filled.
     ///
     /// # Errors
     /// An error of this rank only.
@@ -76,7 +76,8 @@ pub type Values = HashMap<usize, StateValue>;
 /// The outcome of a comparison.
 #[derive(Debug, Default)]
 pub struct Plan {
-    /// The tensors to be read, in an order that is the same on all ranks. Of several names of one live tensor the first counts.
+    /// The tensors to be read, in an order that is the same on all ranks. Of several names of one live tensor the first
+    /// counts.
     pub wanted: Vec<Wanted>,
     /// All that differs.
     pub report: LoadReport,

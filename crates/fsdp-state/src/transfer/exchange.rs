@@ -93,8 +93,8 @@ impl<'g> Exchange<'g> {
     /// The memory of a bucket is borrowed from `lender` just before it moves, and given back right after.
     ///
     /// # Errors
-    /// Errors of collectives, the same on every rank. A failure of this rank that the others do not know of yet is returned
-    /// when all tensors have moved.
+    /// Errors of collectives, the same on every rank. A failure of this rank that the others do not know of yet is
+    /// returned when all tensors have moved.
     pub(crate) fn run(
         group: &'g ProcessGroup,
         operation: &'static str,
@@ -158,8 +158,8 @@ impl<'g> Exchange<'g> {
         Ok(())
     }
 
-    /// Moves one bucket into borrowed memory: reads this rank's boxes, takes the storages out of the tensors to be filled, and
-    /// runs the collective of the route.
+    /// Moves one bucket into borrowed memory: reads this rank's boxes, takes the storages out of the tensors to be
+    /// filled, and runs the collective of the route.
     fn move_bucket(
         &mut self,
         items: &[Item<'_>],
@@ -236,8 +236,8 @@ impl<'g> Exchange<'g> {
         }
     }
 
-    /// Runs a collective on a bucket. A tensor that is larger than a bucket moves in windows of a bucket's size, so that no
-    /// rank packs all of it at once. Before that, each rank copies the elements that it has itself.
+    /// Runs a collective on a bucket. A tensor that is larger than a bucket moves in windows of a bucket's size, so
+    /// that no rank packs all of it at once. Before that, each rank copies the elements that it has itself.
     fn in_windows(
         &mut self,
         transfers: &mut [Transfer<'_>],
@@ -323,9 +323,9 @@ impl<'g> Exchange<'g> {
         Ok(())
     }
 
-    /// Sends each rank what it wants from the root. If all of it together is larger than a bucket, because several ranks want
-    /// the same elements, this takes several rounds. So the root never packs more than a bucket at once, or what one rank
-    /// wants if that is more.
+    /// Sends each rank what it wants from the root. If all of it together is larger than a bucket, because several
+    /// ranks want the same elements, this takes several rounds. So the root never packs more than a bucket at once, or
+    /// what one rank wants if that is more.
     fn scatter(&mut self, transfers: &mut [Transfer<'_>], root: usize) -> Result<(), CommError> {
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
         let mut wanted: Vec<usize> =

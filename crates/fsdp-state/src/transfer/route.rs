@@ -146,8 +146,8 @@ impl Layout {
         self.have[source].iter().any(|have| self.want[receiver].iter().any(|want| have.intersect(want).is_some()))
     }
 
-    /// Returns the parts of this layout that lie in one box of the tensor. The shape stays that of the whole tensor, and
-    /// a rank's wanted boxes keep their positions: those outside the window become empty.
+    /// Returns the parts of this layout that lie in one box of the tensor. The shape stays that of the whole tensor,
+    /// and a rank's wanted boxes keep their positions: those outside the window become empty.
     pub(crate) fn window(&self, window: &TensorBox) -> Layout {
         let nothing = TensorBox::new(vec![0; self.shape.len()], vec![0; self.shape.len()]);
         Layout {

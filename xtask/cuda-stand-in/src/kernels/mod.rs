@@ -1,4 +1,5 @@
-//! candle's kernels, on the host. Each reads its arguments at once, as a launch does, and returns the work for a stream.
+//! candle's kernels, on the host. Each reads its arguments at once, as a launch does, and returns the work for a
+//! stream.
 //!
 //! They compute in `f64` and round once, so they differ from a GPU's by rounding.
 

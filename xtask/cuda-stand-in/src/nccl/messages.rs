@@ -1,7 +1,7 @@
 //! Messages between ranks: files of a directory that all ranks of a communicator know.
 //!
-//! A file gets its final name when it is whole, and its receiver deletes it. So a rank that is killed holds up the others
-//! only as NCCL's would: those that wait for its next message.
+//! A file gets its final name when it is whole, and its receiver deletes it. So a rank that is killed holds up the
+//! others only as NCCL's would: those that wait for its next message.
 
 #![expect(clippy::disallowed_methods, reason = "messages are no checkpoints")]
 

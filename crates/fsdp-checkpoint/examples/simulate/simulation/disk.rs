@@ -1,8 +1,9 @@
 //! A disk that forgets: what was not synced may be lost, torn or reordered when the power fails.
 //!
-//! Each directory has two lists of names, the one that programs see and the one that survives. A change of names (a file
-//! created, something renamed or removed) is one step that survives as a whole or not at all; syncing a directory makes
-//! all changes that touch it survive. A file has two contents in the same way, and a list of writes since its last sync.
+//! Each directory has two lists of names, the one that programs see and the one that survives. A change of names (a
+//! file created, something renamed or removed) is one step that survives as a whole or not at all; syncing a directory
+//! makes all changes that touch it survive. A file has two contents in the same way, and a list of writes since its
+//! last sync.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;

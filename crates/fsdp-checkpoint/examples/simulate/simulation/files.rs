@@ -34,7 +34,8 @@ pub enum Strike {
 pub enum Moment {
     /// Instead of the operation with this number.
     Operation(u64),
-    /// Instead of the rename with this number, or so many operations after it: the steps there are the ones that commit.
+    /// Instead of the rename with this number, or so many operations after it: the steps there are the ones that
+    /// commit.
     Rename { number: u64, after: u64 },
 }
 

@@ -1,4 +1,5 @@
-//! The deterministic simulation of saves: real code of `fsdp-checkpoint`, `fsdp-dcp` and `fsdp-comm` on a simulated disk.
+//! The deterministic simulation of saves: real code of `fsdp-checkpoint`, `fsdp-dcp` and `fsdp-comm` on a simulated
+//! disk.
 //!
 //! A seed decides everything: how many ranks a job has, which of them runs when, what they save, which operation fails,
 //! and at which one a rank, the job or the machine ends. After each job the checker opens what is left:

@@ -49,7 +49,8 @@ impl Shared {
     }
 }
 
-/// Returns `true` if an error says that something is at the place already. The ranks of a group tell each other so in words.
+/// Returns `true` if an error says that something is at the place already. The ranks of a group tell each other so in
+/// words.
 fn is_taken(error: &CheckpointError) -> bool {
     error.to_string().contains("exists already")
 }

@@ -1,5 +1,5 @@
-//! A training with each feature has the losses of torch's FSDP and the keys of its checkpoints, and goes on at another number
-//! of ranks as if it had never stopped. `features.py` has recorded torch's.
+//! A training with each feature has the losses of torch's FSDP and the keys of its checkpoints, and goes on at another
+//! number of ranks as if it had never stopped. `features.py` has recorded torch's.
 
 mod run;
 

@@ -30,7 +30,8 @@ const SPECIAL: &str = "layers.1.weight";
 
 type Layers = Vec<Unit<Recomputed<Linear>>>;
 
-/// The ranks that torch trains a feature on. Their batches together are the batch of all ranks here, however many there are.
+/// The ranks that torch trains a feature on. Their batches together are the batch of all ranks here, however many there
+/// are.
 pub(crate) fn ranks_of(feature: &str) -> usize {
     if feature == "hybrid" { 4 } else { 2 }
 }

@@ -106,7 +106,8 @@ fn ranks_with_other_names_get_the_same_error() {
     ));
 }
 
-/// Exchanges the recorded digests of two names, as if their state had been saved under each other's: all hashes stay right.
+/// Exchanges the recorded digests of two names, as if their state had been saved under each other's: all hashes stay
+/// right.
 fn exchange_digests(checkpoint: &Path, a: &str, b: &str) {
     let file = checkpoint.join(INTEGRITY_FILE);
     let mut integrity = Integrity::decode(&std::fs::read(&file).unwrap()).unwrap();
@@ -203,8 +204,8 @@ fn any_layout_of_a_state_dict_is_compared_as_far_as_its_ranks_have_all_of_it() {
     }
 }
 
-/// Hashes are not checked where digests are. Damage is found all the same, and the error names the file, also if the ranks
-/// do not read all of the tensor.
+/// Hashes are not checked where digests are. Damage is found all the same, and the error names the file, also if the
+/// ranks do not read all of the tensor.
 #[test]
 fn damage_in_a_tensor_that_ranks_read_in_parts_is_found_whichever_parts_they_read() {
     let dir = tempfile::tempdir().unwrap();

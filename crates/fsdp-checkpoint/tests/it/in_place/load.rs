@@ -1,5 +1,5 @@
-//! Loading into the memory of the live tensors: the same values as a load into fresh memory, for every tensor that shares
-//! the storage; nothing changes where the checkpoint does not fit, and damage is told apart.
+//! Loading into the memory of the live tensors: the same values as a load into fresh memory, for every tensor that
+//! shares the storage; nothing changes where the checkpoint does not fit, and damage is told apart.
 
 use std::collections::HashMap;
 use std::fs;
@@ -300,7 +300,8 @@ fn training_goes_on_from_what_was_loaded_under_a_model_and_its_optimizer() {
         for world in [1, 2, 3] {
             let loaded = run_local(world, |group| {
                 let mut run = new_run(&group, !use_orig_params, &adamw(), 2);
-                // As many steps as were saved: the step counts are plain values in the dict, not tensors of the optimizer.
+                // As many steps as were saved: the step counts are plain values in the dict, not tensors of the
+                // optimizer.
                 (5..7).for_each(|seed| _ = step(&mut run, seed));
                 load_in_place(path.as_path(), &mut run.state_dict().unwrap(), &group, &options()).unwrap();
                 (2..5).map(|seed| step(&mut run, seed)).collect::<Vec<f32>>()

@@ -1,5 +1,6 @@
-//! Faults that other programs had without a word, each with the thread in which it was reported: a load that is not what was
-//! saved is an error here, a save that is not what the run holds has another digest, replicas that differ are named.
+//! Faults that other programs had without a word, each with the thread in which it was reported: a load that is not
+//! what was saved is an error here, a save that is not what the run holds has another digest, replicas that differ are
+//! named.
 //!
 //! Each test makes the effect of a fault on the state; the code that had the fault is not here.
 
@@ -215,7 +216,8 @@ fn half(tensor: &Tensor) -> Tensor {
     tensor.narrow(0, 0, tensor.dims()[0] / 2).unwrap()
 }
 
-/// Makes a state that is wrongly saved in place of the second of three: of all three, the first, the second and the third.
+/// Makes a state that is wrongly saved in place of the second of three: of all three, the first, the second and the
+/// third.
 type WrongSave = fn(&Flat, &mut Flat, &Flat);
 
 #[test]

@@ -74,7 +74,8 @@ impl CheckpointReader {
             found.map(|tensor| Located { bytes: Bytes::File(file), start: stored.offset, tensor })
         };
         let located = match located {
-            // Not a zip: torch's SAFETENSORS format has all tensors of a file in one blob, at the offset given for each.
+            // Not a zip: torch's SAFETENSORS format has all tensors of a file in one blob, at the offset given for
+            // each.
             Err(error @ FormatError::Archive { .. }) if stored.transforms.is_empty() => {
                 self.locate_in_blob(fqn, stored).ok_or(error)?
             }
@@ -132,8 +133,8 @@ impl CheckpointReader {
         Ok(bytes)
     }
 
-    /// Checks that each item of these keys lies in its file, and is long enough for its chunk (a transform may have made
-    /// it shorter), unless it is opaque.
+    /// Checks that each item of these keys lies in its file, and is long enough for its chunk (a transform may have
+    /// made it shorter), unless it is opaque.
     pub(super) fn check_items(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
         for (fqn, tensor) in self.metadata.tensors().filter(|(fqn, _)| keys(fqn)) {
             for chunk in tensor.chunks.iter().filter(|chunk| !chunk.bounds.is_empty()) {

@@ -92,8 +92,8 @@ use crate::threads::default_threads;
 /// The options of a rank that writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WriteOptions {
-    /// Threads that hash and write. Each needs about 1 MiB. `None` (the default) takes one for each core, up to four; in a
-    /// save of several ranks, those of one host share its cores.
+    /// Threads that hash and write. Each needs about 1 MiB. `None` (the default) takes one for each core, up to four;
+    /// in a save of several ranks, those of one host share its cores.
     pub threads: Option<usize>,
     /// `true` (the default) if the digests of what is written are recorded.
     pub digests: bool,
@@ -105,7 +105,8 @@ impl Default for WriteOptions {
     }
 }
 
-/// Writes the selected items of one rank to its file, hashes and digests them on the way, and fsyncs it. No communication.
+/// Writes the selected items of one rank to its file, hashes and digests them on the way, and fsyncs it. No
+/// communication.
 pub fn write_rank(
     staging: &Staging,
     rank: usize,

@@ -77,8 +77,8 @@ fn leftovers(files: &dyn FileSystem, target: &Path, kind: &str) -> Result<Vec<Pa
     Ok(found)
 }
 
-/// Returns `true` if somebody reads a checkpoint, and locks it against new readers otherwise, for as long as `directory` is
-/// open. Where locks do not work, nobody is known to read.
+/// Returns `true` if somebody reads a checkpoint, and locks it against new readers otherwise, for as long as
+/// `directory` is open. Where locks do not work, nobody is known to read.
 pub(super) fn is_being_read(directory: &dyn Lockable) -> bool {
     matches!(directory.try_lock(LockKind::Exclusive), Ok(false))
 }

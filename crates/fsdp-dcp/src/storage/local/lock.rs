@@ -9,8 +9,8 @@ use crate::storage::backend::Links;
 use crate::storage::file_system::{FileSystem, Lockable};
 use crate::storage::fs::staging_prefix;
 
-/// The lock of a target: a file beside it, `.NAME.lock`, which goes with the lock. That of a killed process stays, and is
-/// taken over by the next one.
+/// The lock of a target: a file beside it, `.NAME.lock`, which goes with the lock. That of a killed process stays, and
+/// is taken over by the next one.
 #[derive(Debug)]
 pub(super) struct TargetLock {
     files: Arc<dyn FileSystem>,

@@ -109,8 +109,8 @@ impl Storage for LocalStorage {
         if leftovers::has_old_version(&*self.files, &self.path)? {
             return Ok(false);
         }
-        // Removing takes many steps. One rename takes the checkpoint away first, to a name that `stale` lists, so that a
-        // crash in the middle leaves nothing that looks like a checkpoint.
+        // Removing takes many steps. One rename takes the checkpoint away first, to a name that `stale` lists, so that
+        // a crash in the middle leaves nothing that looks like a checkpoint.
         let (parent, prefix) = staging_prefix(&self.path)?;
         let doomed = parent.join(format!("{prefix}tmp-{:016x}", self.files.nonce()));
         durable.rename_new(&self.path, &doomed)?;

@@ -9,8 +9,8 @@ use crate::storage::file_system::FileSystem;
 /// The most levels of directories below a checkpoint.
 const MAX_LEVELS: usize = 64;
 
-/// Lists the paths of all regular files below a directory, sorted. Nothing is left out: an entry that is neither a file nor
-/// a directory is an error, and so is a name that is not UTF-8.
+/// Lists the paths of all regular files below a directory, sorted. Nothing is left out: an entry that is neither a file
+/// nor a directory is an error, and so is a name that is not UTF-8.
 pub(super) fn tree(files: &dyn FileSystem, root: &Path) -> Result<Vec<String>, FileError> {
     let mut found = Vec::new();
     // Directories that are not listed yet, relative to the root.

@@ -1,7 +1,7 @@
 //! Records that are compressed with DEFLATE, read by position.
 //!
-//! Such a record can only be read from its beginning. So that reads one after the other do not each begin there, the state of
-//! the last ones is kept: a read that goes on where one has ended costs what it reads.
+//! Such a record can only be read from its beginning. So that reads one after the other do not each begin there, the
+//! state of the last ones is kept: a read that goes on where one has ended costs what it reads.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -130,7 +130,8 @@ impl ArchiveLayout {
         out
     }
 
-    /// Returns the bytes between the end of storage `index - 1` and the start of storage `index`, for `index` of at least 1.
+    /// Returns the bytes between the end of storage `index - 1` and the start of storage `index`, for `index` of at
+    /// least 1.
     #[must_use]
     pub fn storage_header(&self, index: usize, crc: u32) -> Vec<u8> {
         let mut out = Vec::new();

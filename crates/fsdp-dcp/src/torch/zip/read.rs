@@ -26,7 +26,8 @@ pub struct Record {
     pub length: u64,
     /// Bytes that it takes in the archive: fewer than its data, where that is compressed.
     pub stored: u64,
-    /// `true` if it is compressed with DEFLATE. Only an archive [without a root](Directory::read_rootless) has such records.
+    /// `true` if it is compressed with DEFLATE. Only an archive [without a root](Directory::read_rootless) has such
+    /// records.
     pub is_deflated: bool,
     /// CRC-32 of its data, as the directory claims. torch does not check it, and may leave it 0.
     pub crc: u32,

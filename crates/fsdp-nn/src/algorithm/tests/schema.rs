@@ -6,8 +6,8 @@ fn find<'a>(group: &'a [(String, PlainValue)], key: &str) -> &'a PlainValue {
     &group.iter().find(|(name, _)| name == key).unwrap().1
 }
 
-/// Reads a value that the function `plain` of `algorithm.py` has written: an object whose only key is the value's type in
-/// Python.
+/// Reads a value that the function `plain` of `algorithm.py` has written: an object whose only key is the value's type
+/// in Python.
 fn typed(value: &Value) -> PlainValue {
     let (kind, value) = value.as_object().unwrap().iter().next().unwrap();
     match kind.as_str() {

@@ -167,8 +167,8 @@ fn compare_with_mkl<T: TestFloat>(epsilon: f64) -> usize {
     different
 }
 
-/// torch's `lerp` with a weight of -1, to which `eval` comes with a first beta of 0.5. Computed from the start, these would
-/// be other roundings.
+/// torch's `lerp` with a weight of -1, to which `eval` comes with a first beta of 0.5. Computed from the start, these
+/// would be other roundings.
 #[test]
 fn a_lerp_far_beyond_its_start_is_computed_from_its_end() {
     let mut start = [0.1f32, 1.1, 5.3];

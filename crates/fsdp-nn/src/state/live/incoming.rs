@@ -11,7 +11,8 @@ use crate::state::entry::{EntryOptions, EntryPlan, Saved};
 use crate::state::saved::SavedOptim;
 use crate::{NnError, Result};
 
-/// A load of optimizers in which the first thing that does not fit is an error of its own, rather than a line of the report.
+/// A load of optimizers in which the first thing that does not fit is an error of its own, rather than a line of the
+/// report.
 #[derive(Clone, Copy)]
 pub(super) struct Exact {
     /// `true` if a trained parameter may lack state that others of its unit have.
@@ -30,7 +31,8 @@ impl Incoming {
     /// Plans the groups and the state of all local parameters of an optimizer. The new hyperparameters decide which
     /// entries there must be.
     ///
-    /// State that is missing or does not fit is listed in the report. An exact load returns a typed error for it instead.
+    /// State that is missing or does not fit is listed in the report. An exact load returns a typed error for it
+    /// instead.
     pub(super) fn new(
         optimizer: &Optimizer,
         saved: &mut SavedOptim,
@@ -38,8 +40,8 @@ impl Incoming {
         exact: Option<Exact>,
         report: &mut LoadReport,
     ) -> Result<Self> {
-        // A parameter without state is reported once, not again for the group that does not name it. In an exact load it
-        // goes with the others of its group.
+        // A parameter without state is reported once, not again for the group that does not name it. In an exact load
+        // it goes with the others of its group.
         let lacks_state = if exact.is_some() { HashSet::new() } else { missing_states(optimizer, saved)? };
         let is_missed = |fqn: &str| exact.is_some() || lacks_state.contains(fqn);
         let mut missing = Vec::new();

@@ -154,8 +154,8 @@ impl<'a> LiveTarget<'a> {
         self
     }
 
-    /// Lets the load end with an error at the first value that does not fit the optimizers, instead of a report of all such
-    /// values. The optimizers must not be in use yet.
+    /// Lets the load end with an error at the first value that does not fit the optimizers, instead of a report of all
+    /// such values. The optimizers must not be in use yet.
     pub(crate) const fn exact(mut self, allow_missing_state: bool) -> Self {
         self.exact = Some(Exact { allow_missing_state });
         self
@@ -321,8 +321,8 @@ impl Target for LiveTarget<'_> {
             plan.report.unexpected.append(&mut sorted.unreadable);
         }
         self.plan_values(&load, &sorted.values, &mut plan)?;
-        // The order of the schema is that of all ranks. The values beside the model come last, since an average has the model's
-        // buffers too, whose names in the model count.
+        // The order of the schema is that of all ranks. The values beside the model come last, since an average has the
+        // model's buffers too, whose names in the model count.
         let is_beside = |wanted: &Wanted| matches!(self.destinations[wanted.place].part, Part::Value(_));
         plan.wanted.sort_by_key(|wanted| (is_beside(wanted), wanted.position));
         Ok(plan)

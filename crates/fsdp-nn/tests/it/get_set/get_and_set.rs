@@ -68,7 +68,8 @@ fn views_of_the_live_state_can_be_set_and_are_not_copied() {
             set_state_dict(&m, &o, model.parameters(), &mut [&mut optimizer], &options()).unwrap();
             assert_eq!(gathered_bits(&model, &[&optimizer]), before);
             assert!(piece(&optimizer, "a.weight").is_same_view(&a));
-            // One value is another one: it goes into the live memory, and where something else does not fit nothing does.
+            // One value is another one: it goes into the live memory, and where something else does not fit nothing
+            // does.
             let doubled = a.map(|tensor| Ok((tensor * 2.0)?)).unwrap();
             let StateValue::Dict(states) = o.get_mut("state").unwrap() else { panic!("state is a dict") };
             let StateValue::Dict(of_a) = states.get_mut("a.weight").unwrap() else { panic!("state is a dict") };

@@ -42,7 +42,8 @@ fn entry<'a>(state: &'a mut StateDict, fqn: &str) -> &'a mut StateDict {
 
 const FQNS: [&str; 6] = ["embedding.weight", "a.weight", "a.bias", "b.weight", "b.bias", "scale"];
 
-/// Five ranks, of which some own nothing of `scale`, `a.bias` and others: each parameter's own step is known everywhere.
+/// Five ranks, of which some own nothing of `scale`, `a.bias` and others: each parameter's own step is known
+/// everywhere.
 #[test]
 fn every_rank_knows_every_step() {
     run_local(5, |group| {
@@ -73,8 +74,8 @@ fn every_rank_knows_every_step() {
     .unwrap();
 }
 
-/// Sharded reads and loads into the same layout move nothing, whole dicts that all ranks have are cut where they are, and
-/// what rank 0 alone has goes to each rank in its boxes: never more than one collective for a tensor.
+/// Sharded reads and loads into the same layout move nothing, whole dicts that all ranks have are cut where they are,
+/// and what rank 0 alone has goes to each rank in its boxes: never more than one collective for a tensor.
 #[test]
 fn no_more_moves_than_must() {
     let tensor_collectives = |traffic: &Traffic| {
@@ -362,7 +363,8 @@ fn a_flat_dict_that_lacks_something_names_it() {
     .unwrap();
 }
 
-/// Each rank takes its own scalars and hyperparameters, which must therefore be the same: one error, whatever the format.
+/// Each rank takes its own scalars and hyperparameters, which must therefore be the same: one error, whatever the
+/// format.
 #[test]
 fn ranks_with_other_scalars_are_told_which() {
     fn hyperparameter(o: &mut StateDict, key: &str) {

@@ -22,7 +22,8 @@ fn forms() -> [StateDictOptions; 3] {
     [options(), full.clone(), StateDictOptions { broadcast_from_rank0: true, ..full }]
 }
 
-/// Trains with `saved`, sets that into a fresh run with `live` (that has stepped, or not), and compares both after more steps.
+/// Trains with `saved`, sets that into a fresh run with `live` (that has stepped, or not), and compares both after more
+/// steps.
 fn resumes(group: &ProcessGroup, saved: &Algorithm, live: &Algorithm, edit: impl Fn(&mut StateDict)) {
     for (strategy, use_orig_params) in layouts() {
         for options in forms() {
@@ -178,8 +179,8 @@ fn state_under_a_users_key_survives() {
     .unwrap();
 }
 
-/// Names that differ between dict and model are turned in both directions, also where two change places; and keys that no
-/// algorithm knows stay.
+/// Names that differ between dict and model are turned in both directions, also where two change places; and keys that
+/// no algorithm knows stay.
 #[test]
 fn renamed_modules_and_unknown_group_keys_come_back() {
     let pair = |model: &str, dict: &str| (model.to_owned(), dict.to_owned());

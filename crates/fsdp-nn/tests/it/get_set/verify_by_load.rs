@@ -1,8 +1,9 @@
-//! The state that is saved of a sharded run equals, bit for bit, an unsharded run: `verify_osd_by_load` and `verify_msd` of each
-//! optimizer, strategy, mode, number of groups and of ranks.
+//! The state that is saved of a sharded run equals, bit for bit, an unsharded run: `verify_osd_by_load` and
+//! `verify_msd` of each optimizer, strategy, mode, number of groups and of ranks.
 //!
-//! Gradients are small integers that every rank has alike, so that their sum over any number of ranks is exact and so is
-//! its division by that number: the mean is the unsharded gradient, and equality can be asked for on 3 and 5 ranks too.
+//! Gradients are small integers that every rank has alike, so that their sum over any number of ranks is exact and so
+//! is its division by that number: the mean is the unsharded gradient, and equality can be asked for on 3 and 5 ranks
+//! too.
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{ProcessGroup, run_local};

@@ -180,7 +180,8 @@ fn one_ranks_error_is_every_ranks() {
     }
 }
 
-/// Ranks without elements of a parameter get its state from the others, which candle can only hold in dtypes that it has.
+/// Ranks without elements of a parameter get its state from the others, which candle can only hold in dtypes that it
+/// has.
 #[test]
 fn state_that_other_ranks_cannot_hold_is_every_ranks_error() {
     let spec = mini7();

@@ -55,8 +55,8 @@ const PARAMS: u64 = 12;
 const STATES: u64 = 2;
 
 /// Small tensors that follow each other by name and take the same collective share it: a gather to rank 0 suits all of
-/// them. For all ranks, those that lie on one rank alone are broadcast from there: here one run of them, and one of others,
-/// in either half of the names. A collective a unit and entry, as torch has, would be more.
+/// them. For all ranks, those that lie on one rank alone are broadcast from there: here one run of them, and one of
+/// others, in either half of the names. A collective a unit and entry, as torch has, would be more.
 #[test]
 fn saving_takes_one_collective_for_small_tensors_in_succession() {
     for use_orig_params in [true, false] {
@@ -150,8 +150,8 @@ fn sharded_state_of_other_units_moves_only_where_it_must() {
     });
 }
 
-/// The same as for the optimizer: on three ranks two runs of parameters that lie on one rank alone and two of others; each of two
-/// shards of a hybrid has a copy, so that none lies on one rank alone.
+/// The same as for the optimizer: on three ranks two runs of parameters that lie on one rank alone and two of others;
+/// each of two shards of a hybrid has a copy, so that none lies on one rank alone.
 #[test]
 fn a_full_model_takes_one_collective_for_small_parameters_in_succession() {
     for (strategy, world, gathers, broadcasts) in [
