@@ -209,7 +209,7 @@ pub enum FileError {
         #[source]
         source: Box<FileError>,
     },
-    /// What one rank has made is not where another rank looks for it.
+    /// A file that one rank has made is not where another rank looks for it.
     #[error(
         "`{file}`, which a rank has made, is not in `{}`, or differs there: all ranks must save to the same place, on storage \
          that all hosts share",

@@ -55,7 +55,7 @@ const UNSAFE: [&str; 29] = [
 /// The words that no doc comment starts with: a sentence that does is a riddle until its end.
 const FIRST_WORDS: [&str; 7] = ["As", "Of", "That", "Those", "What", "Whether", "Who"];
 
-/// The most characters of a line of a comment: what rustfmt.toml says for code, to which rustfmt does not hold comments.
+/// The most characters of a line of a comment. It is the width of code in rustfmt.toml; rustfmt does not wrap comments.
 const MAX_COMMENT_WIDTH: usize = 120;
 
 /// Lists the rules that one text file breaks.
