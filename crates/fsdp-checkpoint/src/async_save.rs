@@ -171,7 +171,7 @@ impl Drop for AsyncSaver {
 }
 
 /// Copies the values of `state` into `buffers`, and returns the buffers. Allocates new ones if the layout has changed.
-/// What `kept` keeps unchanged is left for later.
+/// Tensors that `kept` keeps unchanged are not copied here, but in the background.
 fn stage(
     state: &StateDict,
     mut buffers: StateDict,

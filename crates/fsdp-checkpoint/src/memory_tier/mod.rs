@@ -147,7 +147,7 @@ impl MemoryTier {
         strict: bool,
     ) -> Result<Option<StepCheckpoint>, CheckpointError> {
         const OPERATION: &str = "look into the memory tier";
-        let group = self.patient_group();
+        let group = self.group_for_storage();
         let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else { return Ok(None) };
         let durable: Option<u64> = group.broadcast_object(Some(&durable), 0)?;
         // Step 1: find the newest step of which every part has a copy that is not damaged. Every rank has the same list
@@ -207,7 +207,7 @@ impl MemoryTier {
     /// # Errors
     /// The same on every rank: errors of the storage.
     pub(crate) fn newest_listed(&mut self) -> Result<Option<u64>, CheckpointError> {
-        let group = self.patient_group();
+        let group = self.group_for_storage();
         let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else { return Ok(None) };
         let copies = list_all(&group, "list the memory tier", &root, &hosts)?;
         Ok(newest_whole(&copies).map(|newest| newest.step))
@@ -219,7 +219,7 @@ impl MemoryTier {
     /// The same on every rank: errors of the storage.
     pub(crate) fn clear(&mut self) -> Result<(), CheckpointError> {
         const OPERATION: &str = "clear the memory tier";
-        let group = self.patient_group();
+        let group = self.group_for_storage();
         let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else { return Ok(()) };
         // The next save makes new directories.
         self.run_directory = None;
@@ -267,8 +267,8 @@ impl MemoryTier {
         Ok(StepCheckpoint { step: step.step, path })
     }
 
-    /// Returns the group with the deadline of saves and loads: ranks wait while others list, check or remove files.
-    fn patient_group(&self) -> ProcessGroup {
+    /// Returns the group with the deadline of saves and loads. Ranks wait so long while others list, check or remove files.
+    fn group_for_storage(&self) -> ProcessGroup {
         self.group.with_deadline_at_least(DEFAULT_DEADLINE)
     }
 

@@ -60,6 +60,15 @@ fn a_checkpoint_that_is_read_stays_until_it_is_not() {
     assert_eq!(steps(dir.path()), [3]);
 }
 
+/// Checks that of the steps 1 to 4 of a run that keeps its last one, step 2 stays too until `free` has been called.
+fn assert_second_of_four_stays_until(run: &Path, free: impl FnOnce()) {
+    prune(run, &last(1)).unwrap();
+    assert_eq!(steps(run), [2, 4]);
+    free();
+    prune(run, &last(1)).unwrap();
+    assert_eq!(steps(run), [4]);
+}
+
 #[cfg(unix)]
 #[test]
 fn a_checkpoint_to_which_a_link_leads_stays_until_it_leads_elsewhere() {
@@ -67,11 +76,7 @@ fn a_checkpoint_to_which_a_link_leads_stays_until_it_leads_elsewhere() {
     save_steps(dir.path(), &[1, 2, 3, 4]);
     let best = dir.path().join("best");
     std::os::unix::fs::symlink(step_path(dir.path(), 2), &best).unwrap();
-    prune(dir.path(), &last(1)).unwrap();
-    assert_eq!(steps(dir.path()), [2, 4]);
-    std::fs::remove_file(&best).unwrap();
-    prune(dir.path(), &last(1)).unwrap();
-    assert_eq!(steps(dir.path()), [4]);
+    assert_second_of_four_stays_until(dir.path(), || std::fs::remove_file(&best).unwrap());
 }
 
 #[test]
@@ -174,13 +179,9 @@ fn a_checkpoint_with_files_of_others_stays_until_they_are_gone() {
     save_steps(dir.path(), &[1, 2, 3, 4]);
     let scores = step_path(dir.path(), 2).join("scores");
     std::fs::create_dir(&scores).unwrap();
-    // What frameworks keep beside a checkpoint goes with it.
+    // Files that frameworks keep beside a checkpoint, such as `config.json`, are removed with it.
     std::fs::copy(step_path(dir.path(), 1).join(".metadata"), step_path(dir.path(), 1).join("config.json")).unwrap();
-    prune(dir.path(), &last(1)).unwrap();
-    assert_eq!(steps(dir.path()), [2, 4]);
-    std::fs::remove_dir(&scores).unwrap();
-    prune(dir.path(), &last(1)).unwrap();
-    assert_eq!(steps(dir.path()), [4]);
+    assert_second_of_four_stays_until(dir.path(), || std::fs::remove_dir(&scores).unwrap());
 }
 
 #[test]

@@ -304,7 +304,7 @@ mod tests {
 
     #[test]
     #[cfg(target_os = "linux")]
-    fn a_rank_that_is_late_for_a_new_group_gets_the_error_of_the_others() {
+    fn a_rank_that_comes_to_make_a_group_after_the_others_gave_up_gets_their_error() {
         let [first, second] = pair(true);
         let error = first.child(&round(Duration::from_millis(200)), 7, &[0, 1]).unwrap_err();
         assert!(matches!(&error, CommError::Timeout { missing, .. } if missing[..] == [1]), "{error}");

@@ -449,7 +449,8 @@ impl Links {
     /// Sends heartbeats to all ranks to which there are connections.
     pub(super) fn send_heartbeats(&self) {
         for to in (0..self.writers.len()).filter(|&to| self.is_connected(to)) {
-            // Those that do not read hold up this thread for a while, which does not mean that this process is stopped.
+            // A rank that does not read holds up this thread for a while. Note that this process runs before each
+            // heartbeat, so that it is not taken for one that was stopped.
             self.inbox.lock().beat(Instant::now());
             self.send_heartbeat(to);
         }

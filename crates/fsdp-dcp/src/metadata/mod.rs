@@ -223,7 +223,8 @@ impl Metadata {
                         // stay, and a later check finds that error.
                         known.extend(added);
                     }
-                    // What is a tensor in one part and a value in another is found when the two are compared.
+                    // Keep both, also where a name is a tensor in one part and a value in another. The comparison of
+                    // copies finds such a name.
                     (Some(_), Entry::Bytes(BytesEntry { stored })) => {
                         merged.replicas.extend(stored.map(|stored| Replica { fqn, bounds: None, stored }));
                     }

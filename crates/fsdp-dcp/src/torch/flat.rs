@@ -274,11 +274,11 @@ impl Flattener<'_, '_> {
         Ok(found)
     }
 
-    /// Returns `true` for an `nn.Module` that was saved whole.
+    /// Returns `true` for an `nn.Module` that was saved whole: an object with the attributes of all modules.
     fn is_module(&mut self, id: NodeId, object: &OpaqueNode<'_>) -> Result<bool, FormatError> {
         let p = self.pickle;
         let attributes = attributes(p, object);
-        // Many objects may share them.
+        // Many objects may share one list of attributes, so each look through it is charged.
         self.walk.charge(p, id, "expanded size", attributes.len() as u64)?;
         let has = |part: &str| attributes.iter().any(|(key, _)| p.str(*key).is_ok_and(|key| key == part));
         Ok(MODULE_PARTS.iter().all(|part| has(part)))

@@ -126,7 +126,7 @@ fn quantized_tensors_keep_their_scale_under_another_name_or_are_refused() {
     convert(&mapped("m.tensor -> x"), &to, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap();
     let written = open(&to, OpenOptions::default()).unwrap();
     assert_eq!(written.read_value("x.quantizer").unwrap(), quantizer);
-    // What a changed tensor's integers mean is not known.
+    // A transposed tensor may need other scales, so the conversion is refused.
     let to = parent.path().join("changed.safetensors");
     let changed = mapped("m.tensor -> x | transpose");
     let error = convert(&changed, &to, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap_err();
@@ -147,7 +147,7 @@ fn zstd(bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn quantized_tensors_in_compressed_items_keep_their_scale() {
+fn quantized_tensors_keep_their_scale_when_they_are_stored_with_zstd() {
     let parent = tempfile::tempdir().unwrap();
     let plain = fixtures().join("dtypes/quantized");
     let mut metadata = decode(&std::fs::read(plain.join(METADATA_FILE)).unwrap()).unwrap();

@@ -164,7 +164,7 @@ fn two_tensors_of_one_name_are_refused() {
 }
 
 #[test]
-fn a_tensor_without_elements_may_have_any_other_dimensions() {
+fn a_tensor_with_a_dimension_of_0_may_have_others_whose_product_overflows() {
     run(2, |group| {
         let shape = vec![1 << 40, 1 << 40, 0];
         let tensor = ShardedTensor::new(DType::F32, shape.clone(), Vec::new()).unwrap();

@@ -300,8 +300,8 @@ fn training_goes_on_from_what_was_loaded_under_a_model_and_its_optimizer() {
         for world in [1, 2, 3] {
             let loaded = run_local(world, |group| {
                 let mut run = new_run(&group, !use_orig_params, &adamw(), 2);
-                // As many steps as were saved: the step counts are plain values in the dict, not tensors of the
-                // optimizer.
+                // Make as many steps as the saved run. The load does not set the optimizer's step counts, because they
+                // are plain values in the dict and not tensors of the optimizer.
                 (5..7).for_each(|seed| _ = step(&mut run, seed));
                 load_in_place(path.as_path(), &mut run.state_dict().unwrap(), &group, &options()).unwrap();
                 (2..5).map(|seed| step(&mut run, seed)).collect::<Vec<f32>>()
