@@ -267,7 +267,7 @@ impl MemoryTier {
         Ok(StepCheckpoint { step: step.step, path })
     }
 
-    /// Returns the group with the deadline of saves and loads. Ranks wait so long while others list, check or remove files.
+    /// Returns the group with the deadline of saves and loads, as ranks wait while others list, check or remove files.
     fn group_for_storage(&self) -> ProcessGroup {
         self.group.with_deadline_at_least(DEFAULT_DEADLINE)
     }
