@@ -1,5 +1,7 @@
 //! The number of threads with which a rank reads or writes, if its caller does not say.
 
+use std::sync::OnceLock;
+
 use fsdp_comm::ProcessGroup;
 
 /// The most threads with which a rank reads or writes by default. More do not make a disk faster.
@@ -17,7 +19,9 @@ pub(crate) fn threads(asked: Option<usize>, group: &ProcessGroup, is_object_stor
     if is_object_store {
         return MAX_THREADS;
     }
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    // Counting the cores reads several files of the system, so they are counted once.
+    static CORES: OnceLock<usize> = OnceLock::new();
+    let cores = *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from));
     (cores / group.ranks_on_host()).clamp(1, MAX_THREADS)
 }
 

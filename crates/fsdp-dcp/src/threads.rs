@@ -1,7 +1,7 @@
 //! Runs the same function over many items on several threads.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread::Builder;
 
 use tracing::Span;
@@ -10,7 +10,9 @@ use crate::error::FileError;
 
 /// Returns how many threads to use by default: one for each core, up to four. More do not make a disk faster.
 pub(crate) fn default_threads() -> usize {
-    std::thread::available_parallelism().map_or(1, |cores| cores.get().min(4))
+    // Counting the cores reads several files of the system, so they are counted once.
+    static THREADS: OnceLock<usize> = OnceLock::new();
+    *THREADS.get_or_init(|| std::thread::available_parallelism().map_or(1, |cores| cores.get().min(4)))
 }
 
 /// Runs `work` on each item by several threads, and returns the outcomes in the order of the items.

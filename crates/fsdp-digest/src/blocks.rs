@@ -24,58 +24,66 @@ pub(crate) fn sums(offset: u64, bytes: &[u8]) -> [u64; 2] {
         // SAFETY: the machine has AVX2, and that is all that the function asks for.
         return unsafe { sums_with_avx2(offset, bytes) };
     }
-    sums_of_blocks::<SHORT_TURN>(offset, bytes)
+    sums_one_by_one(offset, bytes)
 }
 
 /// Returns both lanes' sums over a part of a tensor's row-major bytes, which begins at byte `offset` of the whole
 /// tensor.
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) fn sums(offset: u64, bytes: &[u8]) -> [u64; 2] {
-    sums_of_blocks::<SHORT_TURN>(offset, bytes)
+    sums_one_by_one(offset, bytes)
 }
 
-/// Does what [`sums_of_blocks`] does, compiled for AVX2. For that, all functions below are inlined into this one.
+/// Does what [`sums_side_by_side`] does, compiled for AVX2. For that, all functions below are inlined into this one.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn sums_with_avx2(offset: u64, bytes: &[u8]) -> [u64; 2] {
-    sums_of_blocks::<SHORT_TURN>(offset, bytes)
+    sums_side_by_side(offset, bytes)
 }
 
-/// Does what [`sums_of_blocks`] does, compiled for AVX-512F.
+/// Does what [`sums_side_by_side`] does, compiled for AVX-512F.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn sums_with_avx512(offset: u64, bytes: &[u8]) -> [u64; 2] {
-    sums_of_blocks::<LONG_TURN>(offset, bytes)
+    sums_side_by_side(offset, bytes)
 }
 
-/// The number of blocks that are summed together, a few words of each in turn. The processor prefetches several streams
-/// of addresses faster than a single one, so data that is not in the cache is summed as fast as it could be copied.
-const SIDE_BY_SIDE: usize = 8;
+/// The number of blocks that are summed together. They share what is loaded of the tables, and the processor prefetches
+/// several streams of addresses faster than a single one.
+const SIDE_BY_SIDE: usize = 4;
+/// The number of bytes of [`SIDE_BY_SIDE`] blocks.
+const GROUP_BYTES: usize = SIDE_BY_SIDE * BLOCK_BYTES;
+/// The number of pairs that are summed at once: a vector of AVX-512, or two of AVX2.
+const PAIRS: usize = 8;
 
-/// The number of bytes of a block that are summed before the next block gets its turn: a few vectors.
-const SHORT_TURN: usize = 128;
-/// The same for vectors that are twice as long.
-#[cfg(target_arch = "x86_64")]
-const LONG_TURN: usize = 256;
-
-/// Returns both lanes' sums, as [`sums`] does. Whole blocks are summed [`SIDE_BY_SIDE`] at a time, the incomplete ones
-/// at the ends, and the last few, one at a time.
+/// Returns both lanes' sums, as [`sums`] does. Whole blocks are summed [`SIDE_BY_SIDE`] at a time, which takes more
+/// registers than machines without AVX2 have.
 #[inline(always)]
-fn sums_of_blocks<const TURN: usize>(mut offset: u64, bytes: &[u8]) -> [u64; 2] {
+fn sums_side_by_side(offset: u64, bytes: &[u8]) -> [u64; 2] {
+    // The bytes before the first whole block, and those after the last group of blocks, are summed block by block.
+    let before = bytes.len().min((offset.wrapping_neg() % BLOCK_BYTES as u64) as usize);
+    let (before, rest) = bytes.split_at(before);
+    let groups = rest.chunks_exact(GROUP_BYTES);
+    let after = groups.remainder();
+    let mut lanes = sums_one_by_one(offset, before);
+    let mut at = offset + before.len() as u64;
+    for group in groups {
+        add_blocks(&mut lanes, at / BLOCK_BYTES as u64, &group_sums(group));
+        at += GROUP_BYTES as u64;
+    }
+    let after = sums_one_by_one(at, after);
+    [lanes[0].wrapping_add(after[0]), lanes[1].wrapping_add(after[1])]
+}
+
+/// Returns both lanes' sums, as [`sums`] does, one block after the other.
+#[inline(always)]
+fn sums_one_by_one(mut offset: u64, bytes: &[u8]) -> [u64; 2] {
     let mut rest = bytes;
     let mut lanes = [0u64; 2];
     while !rest.is_empty() {
         let start = (offset % BLOCK_BYTES as u64) as usize;
-        let first = offset / BLOCK_BYTES as u64;
-        let (part, after) = if start == 0 && rest.len() >= SIDE_BY_SIDE * BLOCK_BYTES {
-            let (blocks, after) = rest.split_at(SIDE_BY_SIDE * BLOCK_BYTES);
-            add_blocks(&mut lanes, first, &sums_side_by_side::<TURN>(blocks));
-            (blocks, after)
-        } else {
-            let (part, after) = rest.split_at(rest.len().min(BLOCK_BYTES - start));
-            add_blocks(&mut lanes, first, &[block_sums(start, part)]);
-            (part, after)
-        };
+        let (part, after) = rest.split_at(rest.len().min(BLOCK_BYTES - start));
+        add_blocks(&mut lanes, offset / BLOCK_BYTES as u64, &[block_sums(start, part)]);
         offset += part.len() as u64;
         rest = after;
     }
@@ -93,21 +101,33 @@ fn add_blocks(lanes: &mut [u64; 2], first: u64, blocks: &[[u64; 2]]) {
     }
 }
 
-/// Returns both lanes' sums over each of [`SIDE_BY_SIDE`] whole blocks, which lie one after the other in `blocks`. The
+/// Returns both lanes' sums over each of [`SIDE_BY_SIDE`] whole blocks, which lie one after the other in `group`. The
 /// factors of the blocks themselves are not multiplied in.
 #[inline(always)]
-fn sums_side_by_side<const TURN: usize>(blocks: &[u8]) -> [[u64; 2]; SIDE_BY_SIDE] {
-    let mut sums = [[0u64; 2]; SIDE_BY_SIDE];
-    // In each turn, the same few words of every block are added.
-    for turn in 0..BLOCK_BYTES / TURN {
-        let pairs = turn * TURN / 8..(turn + 1) * TURN / 8;
-        let tables = [&TABLES[0][pairs.clone()], &TABLES[1][pairs]];
-        for (sums, block) in sums.iter_mut().zip(blocks.chunks_exact(BLOCK_BYTES)) {
-            let more = pair_sums(&block[turn * TURN..(turn + 1) * TURN], tables);
-            *sums = [sums[0].wrapping_add(more[0]), sums[1].wrapping_add(more[1])];
+fn group_sums(group: &[u8]) -> [[u64; 2]; SIDE_BY_SIDE] {
+    // Each block has a vector of sums for each lane. Those of one vector are added up at the end.
+    let mut sums = [[[0u64; PAIRS]; 2]; SIDE_BY_SIDE];
+    for first in (0..BLOCK_BYTES / 8).step_by(PAIRS) {
+        for (block, lanes) in sums.iter_mut().enumerate() {
+            let start = block * BLOCK_BYTES + first * 8;
+            let pairs: [u64; PAIRS] = std::array::from_fn(|index| pair_at(group, start + index * 8));
+            for (sums, table) in lanes.iter_mut().zip(&TABLES) {
+                for (index, sum) in sums.iter_mut().enumerate() {
+                    let (pair, factors) = (pairs[index], table[first + index]);
+                    let even = (pair & LOW).wrapping_mul(factors & LOW);
+                    let odd = (pair >> 32).wrapping_mul(factors >> 32);
+                    *sum = sum.wrapping_add(even).wrapping_add(odd);
+                }
+            }
         }
     }
-    sums
+    sums.map(|lanes| lanes.map(|sums| sums.into_iter().fold(0, u64::wrapping_add)))
+}
+
+/// Returns the pair of words at this position of bytes.
+#[inline(always)]
+fn pair_at(bytes: &[u8], at: usize) -> u64 {
+    bytes[at..at + 8].try_into().map_or(0, u64::from_le_bytes)
 }
 
 /// Returns both lanes' sums over some bytes of one block, the first of which is byte `start` of the block. The factor
@@ -164,11 +184,11 @@ mod tests {
             [(0, 70_001), (1, 70_000), (4095, 2), (8_190, 4_099), (12_345, 0), (7, 65_536), (4096, 32_768), (3, 70_000)]
         {
             let found = sums(offset, &bytes[..length]);
-            assert_eq!(found, sums_of_blocks::<SHORT_TURN>(offset, &bytes[..length]), "{offset} {length}");
+            assert_eq!(found, sums_one_by_one(offset, &bytes[..length]), "{offset} {length}");
             // Blocks side by side have the sums that they have one by one.
             let mut alone = [0u64; 2];
             for (index, byte) in bytes[..length].iter().enumerate() {
-                let of_byte = sums_of_blocks::<SHORT_TURN>(offset + index as u64, &[*byte]);
+                let of_byte = sums_one_by_one(offset + index as u64, &[*byte]);
                 alone = [alone[0].wrapping_add(of_byte[0]), alone[1].wrapping_add(of_byte[1])];
             }
             assert_eq!(found, alone, "{offset} {length}");
