@@ -111,6 +111,8 @@ enum Task {
 }
 
 /// The tasks of `ci`, in order: quick ones and those that fail most often come first; the tests' summary comes last.
+/// Of those that build programs the first is the one that builds all tests. While the libraries are built one after the
+/// other, tests are built on the other cores.
 const CI: [Task; 10] = [
     Task::Fmt,
     Task::Tidy,
@@ -118,9 +120,9 @@ const CI: [Task; 10] = [
     Task::Gpu(gpu::GpuArguments { check: true, stand_in: false, build: None }),
     Task::Package(package::PackageArguments { publish: false }),
     Task::Doc,
+    Task::Docs(docs::DocsArguments::CI),
     Task::Doctest,
     Task::Mpi { train: false },
-    Task::Docs(docs::DocsArguments::CI),
     Task::Test,
 ];
 
