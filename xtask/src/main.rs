@@ -23,7 +23,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 
-use self::shell::{TESTED, cargo, program, say};
+use self::shell::{BESIDE_A_LIBRARY, TESTED, cargo, program, say};
 
 #[derive(Parser)]
 #[command(about = "The project's own tasks", bin_name = "cargo xtask")]
@@ -111,6 +111,8 @@ enum Task {
 }
 
 /// The tasks of `ci`, in order: quick ones and those that fail most often come first; the tests' summary comes last.
+/// Of those that build programs the first is the one that builds all tests. While the libraries are built one after the
+/// other, tests are built on the other cores.
 const CI: [Task; 10] = [
     Task::Fmt,
     Task::Tidy,
@@ -118,9 +120,9 @@ const CI: [Task; 10] = [
     Task::Gpu(gpu::GpuArguments { check: true, stand_in: false, build: None }),
     Task::Package(package::PackageArguments { publish: false }),
     Task::Doc,
+    Task::Docs(docs::DocsArguments::CI),
     Task::Doctest,
     Task::Mpi { train: false },
-    Task::Docs(docs::DocsArguments::CI),
     Task::Test,
 ];
 
@@ -188,11 +190,11 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Soak { runs, seed, program } => soak::run(root, runs, seed, program)?,
         Task::Clippy => {
             let target = gpu::check_target(root);
-            // In the workspace the tests turn the object stores on. Check the command also without them, and once more
-            // without candle.
+            // In the workspace the tests and the examples turn the object stores on. Check the command also without
+            // them, and once more without candle.
             for packages in [
                 &["--workspace", "--all-targets"][..],
-                &["--package", "fsdp-cli"],
+                &["--workspace", "--exclude", "fsdp-tests", "--exclude", "fsdp-examples"],
                 &["--package", "fsdp-cli", "--no-default-features", "--all-targets"],
             ] {
                 let clippy = ["clippy", "--locked", "--target-dir", &*target.to_string_lossy()];
@@ -215,16 +217,17 @@ fn run(task: Task, root: &Path) -> Result<()> {
 }
 
 /// Runs all tests except those in documentation. nextest runs them if it is installed, because it stops tests that
-/// hang.
+/// hang. Programs of `examples/` directories, which no test runs, are only checked by clippy, and not built.
 fn test(root: &Path) -> Result<()> {
     // In the workspace the tests turn the object stores on. These are the error messages of a build without them.
     cargo(root, &["test", "--package", "fsdp-dcp", "--lib", "--locked", "location"], &[])?;
     // The error messages about GPUs, on machines with and without them.
-    cargo(root, &["test", "--package", "fsdp-comm", "--features", "nccl", "--lib", "--locked", "nccl"], &[])?;
+    let nccl = ["test", "--package", "fsdp-comm", "--features", "fsdp-comm/nccl", "--lib", "--locked"];
+    cargo(root, &[&nccl, BESIDE_A_LIBRARY, &["nccl"]].concat(), &[])?;
     let nextest = Command::new(program()).args(["nextest", "--version"]).output();
     if nextest.is_ok_and(|output| output.status.success()) {
-        return cargo(root, &[&["nextest", "run"], TESTED].concat(), &[]);
+        return cargo(root, &[&["nextest", "run", "--tests"], TESTED].concat(), &[]);
     }
     say("xtask: cargo-nextest is not installed, so tests that hang are not stopped");
-    cargo(root, &[&["test", "--lib", "--bins", "--tests"], TESTED].concat(), &[])
+    cargo(root, &[&["test", "--tests"], TESTED].concat(), &[])
 }

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Result, ensure};
 
-use crate::shell::{cargo, say};
+use crate::shell::{BESIDE_A_LIBRARY, cargo, say};
 
 /// The variable that makes it an error if no MPI is installed.
 const REQUIRED: &str = "FSDP_REQUIRE_MPI";
@@ -29,7 +29,9 @@ pub(crate) fn run(root: &Path, train: bool) -> Result<()> {
 
 /// Runs the tests of a package that need MPI.
 fn test(root: &Path, package: &str) -> Result<()> {
-    cargo(root, &["test", "--package", package, "--features", "mpi", "--test", "mpi", "--locked"], &[])
+    let features = format!("{package}/mpi");
+    let arguments = ["test", "--package", package, "--features", &features, "--test", "mpi", "--locked"];
+    cargo(root, &[&arguments, BESIDE_A_LIBRARY].concat(), &[])
 }
 
 /// Returns `true` if a program is installed.

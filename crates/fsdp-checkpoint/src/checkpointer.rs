@@ -20,7 +20,7 @@ use crate::load::{LOAD, open};
 use crate::memory_tier::MemoryTier;
 use crate::parent::parent_of_step;
 use crate::retention::{Retention, prune_up_to};
-use crate::save::DEFAULT_DEADLINE;
+use crate::save::{DEFAULT_DEADLINE, check_writable};
 use crate::{AsyncSaver, CheckpointError, KeptUnchanged, SaveOptions, SaveProgress, SaveReport, Stateful};
 
 /// The name of a checkpoint: the number of steps done, for one in the run's directory, or a path or URL anywhere.
@@ -31,6 +31,9 @@ pub enum CheckpointName {
     /// A path or a URL.
     At(Location),
 }
+
+/// The name in a run's directory of the checkpoint that [`Checkpointer::check_writable`] begins, and never commits.
+const WRITE_TEST: &str = "write-test";
 
 /// The facts about a run that its checkpoints record beside their state; see [`Lineage`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -191,6 +194,16 @@ impl Checkpointer {
             CheckpointName::Step(step) => self.run.join(step_name(step)),
             CheckpointName::At(location) => location,
         }
+    }
+
+    /// Checks that every rank can save to the run's directory, which is made if it does not exist. Each rank writes a
+    /// small file there, and all of these are removed. Call it before training, so that steps are not lost because the
+    /// first save fails. Collectives: two agreements and an object broadcast.
+    ///
+    /// # Errors
+    /// The same on every rank: the errors of the storage.
+    pub fn check_writable(&self) -> Result<(), CheckpointError> {
+        check_writable(&self.run.join(WRITE_TEST), &self.group, &self.options.save)
     }
 
     /// Saves the state of a run as a DCP checkpoint, which `torch.distributed.checkpoint.load` opens. When it returns,

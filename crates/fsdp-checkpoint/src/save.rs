@@ -178,10 +178,7 @@ impl Saver {
         let Planned { plan, source, cached, is_planned } = plan_save(plans, state, group, options)?;
         options.progress.expect(cached.rank_bytes);
         // Step 2: the planner prepares the staging directory, and the others join it.
-        let staging = cached.metadata.as_ref().map(|_| prepare(path, options)).transpose();
-        let staging = group.agree("save: prepare", staging.map_err(WithCauses))?;
-        let name =
-            group.broadcast_object(staging.as_ref().map(|staging| staging.name().to_owned()).as_ref(), PLANNER)?;
+        let (staging, name) = prepare_on_planner(path, group, options)?;
         // Step 3: every rank writes its own file. In an incremental save, items that have not changed since the last
         // save with the same plan (or since the checkpoint that the run was resumed from) are linked.
         let last = match last.take() {
@@ -189,13 +186,9 @@ impl Saver {
             None => from_parent(group, &plan, cached, &source, options, threads)?,
         };
         let before = last.as_ref().map(|last| Before { path: &last.path, written: &last.written });
-        let written = match &staging {
-            Some(staging) => write(staging, group.rank(), &plan, &cached.selection, &source, write_options, before),
-            None => match options.durable.join(path, &name) {
-                Ok(staging) => write(&staging, group.rank(), &plan, &cached.selection, &source, write_options, before),
-                Err(error) => Err(error.into()),
-            },
-        };
+        let written = in_staging(staging.as_ref(), &name, path, options, |staging| {
+            write(staging, group.rank(), &plan, &cached.selection, &source, write_options, before)
+        });
         let written = group.agree("save: write", written.map_err(WithCauses))?;
         let linked_bytes = written.linked_bytes;
         let this_save = options.incremental.then(|| LastSave { path: path.clone(), written: written.clone() });
@@ -312,6 +305,65 @@ pub(crate) fn save_part(
     let bytes = written.payload_bytes;
     finish(staging, metadata, &[written], None)?;
     Ok(bytes)
+}
+
+/// Checks that every rank can write to a checkpoint at `path`: each writes a small file to the staging directory of a
+/// save, which is then removed. Collectives: two agreements and an object broadcast.
+///
+/// # Errors
+/// The same on every rank: the errors of the storage.
+pub(crate) fn check_writable(
+    path: &Location,
+    group: &ProcessGroup,
+    options: &SaveOptions,
+) -> Result<(), CheckpointError> {
+    let group = &group.with_deadline_at_least(options.deadline);
+    // When the planner's value is dropped, all files are removed. Until the last agreement other ranks write to it.
+    let (staging, name) = prepare_on_planner(path, group, options)?;
+    let written = in_staging(staging.as_ref(), &name, path, options, |staging| write_small_file(staging, group.rank()));
+    Ok(group.agree("save: write", written.map_err(WithCauses))?)
+}
+
+/// Writes one byte to the data file of a rank.
+fn write_small_file(staging: &Staging, rank: usize) -> Result<(), CheckpointError> {
+    let file = staging.create(&staging.data_file_of(rank, 0), 1)?;
+    file.write_at(0, &[0])?;
+    Ok(file.finish()?)
+}
+
+/// Prepares the staging directory of a save on the planner. Returns it there, and its name on every rank. Collectives:
+/// an agreement and an object broadcast.
+///
+/// # Errors
+/// The same on every rank: the errors of [`prepare`].
+fn prepare_on_planner(
+    path: &Location,
+    group: &ProcessGroup,
+    options: &SaveOptions,
+) -> Result<(Option<Staging>, String), CheckpointError> {
+    let staging = (group.rank() == PLANNER).then(|| prepare(path, options)).transpose();
+    let staging = group.agree("save: prepare", staging.map_err(WithCauses))?;
+    let name = staging.as_ref().map(|staging| staging.name().to_owned());
+    let name = group.broadcast_object(name.as_ref(), PLANNER)?;
+    Ok((staging, name))
+}
+
+/// Does `work` in the staging directory of a save: in the planner's own, or else in that of this name, which the
+/// planner has prepared.
+///
+/// # Errors
+/// The error of `work`; a staging directory that is not visible here.
+fn in_staging<T>(
+    staging: Option<&Staging>,
+    name: &str,
+    path: &Location,
+    options: &SaveOptions,
+    work: impl FnOnce(&Staging) -> Result<T, CheckpointError>,
+) -> Result<T, CheckpointError> {
+    match staging {
+        Some(staging) => work(staging),
+        None => work(&options.durable.join(path, name)?),
+    }
 }
 
 /// Prepares a staging directory for a new checkpoint at `path`, and removes those that killed saves have left beside

@@ -131,21 +131,11 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         compared,
         differences,
     };
-    let differences = &comparison.differences;
-    if arguments.json {
-        output::json(&comparison)?;
-    } else if !differences.is_empty() {
-        for row in differences {
-            output::data(&format!("{}: {}", escaped(&row.name), escaped(&row.what)))?;
-            if arguments.heatmap && row.elements.is_some() {
-                let picture = heatmap::lines(first, second, &row.name)?;
-                picture.iter().try_for_each(|line| output::data(&format!("  {line}")))?;
-            }
-        }
-        if arguments.heatmap {
-            output::talk(heatmap::LEGEND);
-        }
-    }
+    output::read_or_not(if arguments.json {
+        output::json(&comparison)
+    } else {
+        list(&comparison.differences, arguments.heatmap, first, second)
+    })?;
     if by_digests {
         output::talk("compared by the digests that both have recorded, no data was read; `--full` reads it");
     }
@@ -154,7 +144,23 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         return Ok(());
     }
     let Comparison { first, second, .. } = &comparison;
-    Err(Different { first: first.clone(), second: second.clone(), count: differences.len(), of: compared }.into())
+    let count = comparison.differences.len();
+    Err(Different { first: first.clone(), second: second.clone(), count, of: compared }.into())
+}
+
+/// Prints the differences, and with `pictures` where in the tensors they are.
+fn list(differences: &[Row], pictures: bool, first: &dyn Checkpoint, second: &dyn Checkpoint) -> Result<()> {
+    for row in differences {
+        output::data(&format!("{}: {}", escaped(&row.name), escaped(&row.what)))?;
+        if pictures && row.elements.is_some() {
+            let picture = heatmap::lines(first, second, &row.name)?;
+            picture.iter().try_for_each(|line| output::data(&format!("  {line}")))?;
+        }
+    }
+    if pictures && !differences.is_empty() {
+        output::talk(heatmap::LEGEND);
+    }
+    Ok(())
 }
 
 impl Row {

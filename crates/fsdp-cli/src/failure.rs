@@ -13,6 +13,8 @@ pub(crate) enum UsageError {
         "`{path}` cannot be replaced: `--overwrite` replaces a file only with a file, and a checkpoint directory only with one"
     )]
     NotReplaceable { path: String },
+    #[error("`{path}` is the name of a directory, and `--to {to}` writes one file")]
+    NotAFile { path: String, to: &'static str },
     #[error("`{destination}` and `{source_path}` overlap: a checkpoint cannot be written over its source")]
     Overlap { source_path: String, destination: String },
     #[error("`{option}` has no effect with `--to {to}`")]
@@ -68,6 +70,7 @@ impl UsageError {
         match self {
             UsageError::Exists { .. } => "choose another destination; `--overwrite` replaces a checkpoint",
             UsageError::NotReplaceable { .. } => "choose another destination, or move it away",
+            UsageError::NotAFile { .. } => "leave out the slash at its end, or add the name of the file",
             UsageError::Overlap { .. } => "choose a destination outside the source",
             UsageError::Unused { .. } => "leave the option out, or choose another `--to`",
             UsageError::Glob { .. } => "a glob may contain `*`, `?`, `[a-z]` and `{a,b}`; quote it for the shell",

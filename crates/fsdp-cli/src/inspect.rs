@@ -101,7 +101,7 @@ pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
     let path = arguments.path.to_string();
     if arguments.json {
         if let Err(error @ FileError::NotCommitted { .. }) = &source {
-            output::json(&Summary::uncommitted(path.clone(), error.to_string()))?;
+            output::read_or_not(output::json(&Summary::uncommitted(path.clone(), error.to_string())))?;
         }
         return output::json(&Summary::new(path, &*source?));
     }

@@ -18,6 +18,10 @@ use crate::gpt::GptConfigError;
 pub(crate) enum JobError {
     #[error("`{directory}` already holds a checkpoint, of step {step}")]
     OutIsTaken { directory: String, step: u64 },
+    #[error("the run in `{directory}` has saved its checkpoints in another place, the last one as `{place}`")]
+    SavedElsewhere { directory: String, place: String },
+    #[error("another run uses `{directory}` now")]
+    OutInUse { directory: String },
     #[error("`{option}` cannot change from {saved} to {asked} on resume")]
     Changed { option: &'static str, saved: String, asked: String },
     #[error("the learning rate falls to 0 after {schedule} steps, so the last of {steps} steps would train nothing")]
@@ -57,6 +61,13 @@ impl JobError {
     const fn hint(&self) -> &'static str {
         match self {
             JobError::OutIsTaken { .. } => "continue from it with `--resume`, or choose another `--out`",
+            JobError::SavedElsewhere { .. } => {
+                "continue it with `--resume` and the `--checkpoint-dir` that it had, or choose another `--out`"
+            }
+            JobError::OutInUse { .. } => {
+                "wait for its end, or choose another directory. If its host has died, and its lock is still there, put a \
+                 copy of `events.jsonl` in the place of that file"
+            }
             JobError::Changed { .. } => "leave the option out, or start a new run in another `--out`",
             JobError::AfterSchedule { .. } => {
                 "make the schedule longer with `--schedule-steps`, or use `--schedule constant`"
@@ -96,6 +107,14 @@ pub(crate) struct RankEnded {
 #[error("`{directory}` holds no committed checkpoint")]
 pub(crate) struct NoCheckpoint {
     pub(crate) directory: String,
+}
+
+/// A place for checkpoints where nothing can be saved.
+#[derive(Debug, thiserror::Error)]
+#[error("no checkpoint can be saved in `{place}`")]
+pub(crate) struct Unwritable {
+    pub(crate) place: Location,
+    pub(crate) source: CheckpointError,
 }
 
 /// A checkpoint that turned out to be damaged while it was loaded.
@@ -139,6 +158,9 @@ pub(crate) fn exit_code(cause: &(dyn std::error::Error + 'static)) -> Option<u8>
     if cause.is::<OtherModel>() {
         return Some(exit_codes::DIFFERENCE);
     }
+    if cause.is::<Unwritable>() {
+        return Some(exit_codes::IO);
+    }
     match cause.downcast_ref::<DataError>() {
         // The cause, an error of the operating system, decides.
         None | Some(DataError::Read { .. }) => None,
@@ -168,9 +190,14 @@ pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<&'static
     if cause.is::<RankEnded>() {
         return Some("see what it wrote, above");
     }
-    let no_directory = matches!(cause.downcast_ref(), Some(CheckpointError::Directory { .. }));
-    if no_directory || cause.is::<NoCheckpoint>() {
+    if cause.is::<Unwritable>() || matches!(cause.downcast_ref(), Some(CheckpointError::Directory { .. })) {
+        return Some("check `--out` and `--checkpoint-dir`: a run needs a directory that it may read and write");
+    }
+    if cause.is::<NoCheckpoint>() {
         return Some("check `--out`, or leave out `--resume` to start from the beginning");
+    }
+    if let Some(NnError::NonFiniteGradients { .. }) = cause.downcast_ref() {
+        return Some("a smaller `--lr` may help; `--nonfinite skip` leaves out the updates of such steps");
     }
     if cause.is::<OtherModel>() {
         return Some(

@@ -51,15 +51,15 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
     let mut links = chain(&arguments.run)?;
     links.reverse();
     let broken = links.iter().filter(|link| link.notes.iter().any(Note::is_break)).count();
-    if arguments.json {
-        let checkpoints = links.iter().map(Row::new).collect();
-        output::json(&Log { schema: SCHEMA, run: run.clone(), whole: broken == 0, checkpoints })?;
-    } else {
-        if links.is_empty() {
-            output::talk(&no_checkpoints(&arguments.run));
-        }
-        output::lines(&links.iter().flat_map(lines).collect::<Vec<_>>())?;
+    if links.is_empty() && !arguments.json {
+        output::talk(&no_checkpoints(&arguments.run));
     }
+    output::read_or_not(if arguments.json {
+        let checkpoints = links.iter().map(Row::new).collect();
+        output::json(&Log { schema: SCHEMA, run: run.clone(), whole: broken == 0, checkpoints })
+    } else {
+        output::lines(&links.iter().flat_map(lines).collect::<Vec<_>>())
+    })?;
     if broken > 0 { Err(Broken { run, count: broken }.into()) } else { Ok(()) }
 }
 

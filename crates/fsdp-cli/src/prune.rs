@@ -109,11 +109,7 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
             None => pruned.removed.push(found.name.clone()),
         }
     }
-    if arguments.json {
-        output::json(&pruned)?;
-    } else {
-        list(&pruned)?;
-    }
+    output::read_or_not(if arguments.json { output::json(&pruned) } else { list(&pruned) })?;
     failed.map_or(Ok(()), |error| Err(error.into()))
 }
 

@@ -118,7 +118,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         Err(error) if arguments.work.json => {
             let causes: Vec<String> = error.chain().map(ToString::to_string).collect();
             let problem = Problem { name: None, file: None, offset: None, error: causes.join(": ") };
-            output::json(&finding(path, &Report::default(), vec![problem], Vec::new()))?;
+            output::read_or_not(output::json(&finding(path, &Report::default(), vec![problem], Vec::new())))?;
             return Err(error);
         }
         signed => signed?,
@@ -127,7 +127,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     if let (Err(error), true) = (&opened, arguments.work.json) {
         // A checkpoint that cannot be opened is reported as its only problem.
         let problem = Problem { name: None, file: None, offset: None, error: with_causes(error) };
-        output::json(&finding(path.clone(), &Report::default(), vec![problem], Vec::new()))?;
+        output::read_or_not(output::json(&finding(path.clone(), &Report::default(), vec![problem], Vec::new())))?;
     }
     let source = opened?;
     let level = match arguments.level {
@@ -151,13 +151,13 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let unknown = verify::unknown_files(&*source)?.iter().map(|file| file.display().to_string()).collect();
     let mut found = finding(path.clone(), &report, report.problems.iter().map(Problem::new).collect(), unknown);
     found.signed = signed.as_ref().map(SignedFiles::from);
-    if arguments.work.json {
-        output::json(&found)?;
+    output::read_or_not(if arguments.work.json {
+        output::json(&found)
     } else {
         let mut lines = found.lines();
         lines.splice(0..0, signed.as_ref().map(sign::line));
-        output::lines(&lines)?;
-    }
+        output::lines(&lines)
+    })?;
     let Some(first) = report.problems.first() else { return Ok(()) };
     let missing = |name: &String| source.directory().has(name).is_ok_and(|there| !there);
     Err(Damaged {

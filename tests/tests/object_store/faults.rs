@@ -1,6 +1,7 @@
 //! Stores that fail: at any operation, for good, or only in their answers.
 
 use std::error::Error as _;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -104,6 +105,27 @@ fn a_slow_store_is_waited_for_longer_than_other_collectives() {
         assert_eq!(checkpointer.prune().unwrap(), []);
     });
     run.unwrap();
+}
+
+#[test]
+fn a_store_that_cannot_be_written_is_found_before_a_save_and_the_check_leaves_nothing() {
+    let check = |store: &Arc<Faulty>| {
+        let run = LocalRanks::new(2).run(|group| {
+            let checkpointer = Checkpointer::new(store.location("run"), &group, CheckpointerOptions::default());
+            checkpointer.unwrap().check_writable().map_err(|error| error.to_string())
+        });
+        let [first, second] = <[_; 2]>::try_from(run.unwrap()).unwrap();
+        assert_eq!(first, second);
+        first
+    };
+    let store = Faulty::new(Fail::Never);
+    check(&store).unwrap();
+    assert_eq!(store.keys(), Vec::<String>::new());
+    // Each rank puts an object.
+    let failures = (0..store.operations()).filter(|&at| check(&Faulty::new(Fail::Before(at))).is_err()).count();
+    assert!(failures >= 2, "{failures}");
+    let error = check(&Faulty::new(Fail::From(0))).unwrap_err();
+    assert!(error.contains("the test wants it so"), "{error}");
 }
 
 #[test]

@@ -55,7 +55,7 @@ pub(crate) fn run(root: &Path, arguments: &DocsArguments) -> Result<()> {
         Some(program) => program.clone(),
         None => {
             let build = vec!["build", "--package", "fsdp-cli", "--locked"];
-            let tests = [&["test", "--no-run"], TESTED].concat();
+            let tests = [&["test", "--no-run", "--tests"], TESTED].concat();
             cargo(root, if arguments.with_tests { &tests } else { &build }, &[])?;
             target(root).join("debug/fsdp")
         }

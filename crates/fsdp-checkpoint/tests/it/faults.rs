@@ -189,6 +189,31 @@ fn ranks_that_save_different_steps_are_told_so_and_save_nothing() {
 }
 
 #[test]
+fn a_directory_that_cannot_be_written_is_found_before_a_save_and_on_every_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("file"), "not a directory").unwrap();
+    let check = |run: &Path, durable: Durable| {
+        let outcomes = run_local(2, |group| {
+            let save = SaveOptions { durable: durable.clone(), ..SaveOptions::default() };
+            let options = CheckpointerOptions { save, ..CheckpointerOptions::default() };
+            let checkpointer = Checkpointer::new(run, &group, options).unwrap();
+            checkpointer.check_writable().map_err(|error| error.to_string())
+        });
+        let [first, second] = <[_; 2]>::try_from(outcomes.unwrap()).unwrap();
+        assert_eq!(first, second);
+        first
+    };
+    let error = check(&dir.path().join("file/run"), Durable::new()).unwrap_err();
+    assert!(error.contains("Not a directory") && error.contains("file/run"), "{error}");
+    // Each step fails once, until none is left.
+    let run = dir.path().join("new/run");
+    let fails_at = |step| check(&run, Durable::with_hook(Arc::new(FailAt { step, taken: AtomicUsize::new(0) })));
+    let failures = (0..).take_while(|&step| fails_at(step).is_err()).count();
+    assert!(failures > 4, "{failures}");
+    assert!(entries(&run).is_empty());
+}
+
+#[test]
 fn what_a_killed_save_has_left_goes_with_the_next_save_to_its_place() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("checkpoint");

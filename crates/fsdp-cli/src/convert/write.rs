@@ -141,6 +141,9 @@ pub(super) fn open(source: &Location, destination: &Destination<'_>) -> Result<B
         let (source, destination) = (source.to_string(), to.to_string());
         return Err(UsageError::Overlap { source_path: source, destination }.into());
     }
+    if writes_file(&destination.target) && to.to_string().ends_with('/') {
+        return Err(UsageError::NotAFile { path: to.to_string(), to: destination.name }.into());
+    }
     if taken && !destination.overwrite {
         return Err(UsageError::Exists { path: to.to_string() }.into());
     }
@@ -158,8 +161,7 @@ fn check_replaceable(destination: &Destination<'_>) -> Result<()> {
         Some(to) => to.is_file(),
         None => to.is_file()?,
     };
-    let wants_file = matches!(destination.target, OutputFormat::SafetensorsFile | OutputFormat::Torch);
-    if is_file != wants_file {
+    if is_file != writes_file(&destination.target) {
         return Err(UsageError::NotReplaceable { path: to.to_string() }.into());
     }
     if is_file {
@@ -179,6 +181,11 @@ fn check_replaceable(destination: &Destination<'_>) -> Result<()> {
         Err(FileError::NotReplaceable { .. }) => Err(UsageError::NotReplaceable { path: to.to_string() }.into()),
         checked => Ok(checked?),
     }
+}
+
+/// Returns `true` for a format that is one file.
+const fn writes_file(target: &OutputFormat) -> bool {
+    matches!(target, OutputFormat::SafetensorsFile | OutputFormat::Torch)
 }
 
 /// Returns `true` if one place is the other, or is in it.

@@ -3,7 +3,7 @@
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
-use clap::builder::RangedU64ValueParser;
+use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
 use clap::{ArgAction, Args, ValueEnum};
 use fsdp::checkpoint::Location;
 use fsdp::nn::BackwardPrefetch;
@@ -17,6 +17,9 @@ const MAX_RANKS: u64 = 1024;
 /// The largest size of a model or batch.
 pub(super) const MAX_SIZE: u64 = 1 << 24;
 
+/// The most blocks of a model. However small a block is, its names and its plans take memory and time.
+pub(super) const MAX_LAYERS: u64 = 4096;
+
 // The headings of options in the help.
 const RUN: &str = "Run";
 const RANKS: &str = "Ranks";
@@ -29,6 +32,12 @@ const OUTPUT: &str = "Output";
 /// Returns the parser of a size of the model or of a batch.
 fn size() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=MAX_SIZE)
+}
+
+/// Returns the parser of a place for checkpoints. An empty text would be the current directory, which nobody means.
+fn location() -> impl TypedValueParser<Value = Location> {
+    OsStringValueParser::new()
+        .try_map(|text| if text.is_empty() { Err("it is empty") } else { Ok(Location::from(text)) })
 }
 
 /// Returns the parser of a number of steps, up to the largest that a checkpoint can keep.
@@ -157,7 +166,7 @@ pub(crate) struct TrainArguments {
     #[arg(help_heading = RUN, long, value_name = "DIR", env = "FSDP_OUT")]
     pub(super) out: PathBuf,
     /// Place for the checkpoints instead of --out: a directory, or the URL of an object store (s3://, gs://, az://)
-    #[arg(help_heading = RUN, long, value_name = "LOCATION", env = "FSDP_CHECKPOINT_DIR")]
+    #[arg(help_heading = RUN, long, value_name = "LOCATION", env = "FSDP_CHECKPOINT_DIR", value_parser = location())]
     pub(super) checkpoint_dir: Option<Location>,
     /// Go on from the newest checkpoint of --out (or --checkpoint-dir), at whatever number of ranks is given now, or
     /// from the one before if it is damaged. With --resume=strict a damaged one is an error; with --resume=auto a run
@@ -229,7 +238,8 @@ pub(crate) struct TrainArguments {
     #[arg(help_heading = MODEL, long, value_name = "T", env = "FSDP_SEQ", value_parser = size())]
     pub(super) seq: Option<usize>,
     /// Blocks of the model [default: 2]
-    #[arg(help_heading = MODEL, long, value_name = "L", env = "FSDP_LAYERS", value_parser = size())]
+    #[arg(help_heading = MODEL, long, value_name = "L", env = "FSDP_LAYERS",
+          value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_LAYERS))]
     pub(super) layers: Option<usize>,
     /// Attention heads of a block [default: 4]
     #[arg(help_heading = MODEL, long, value_name = "H", env = "FSDP_HEADS", value_parser = size())]

@@ -13,6 +13,7 @@ use tracing::info_span;
 use super::arguments::{ResumeMode, TrainArguments};
 use super::report::{Report, Saved};
 use crate::gpt::Gpt;
+use crate::job_failure::Unwritable;
 use crate::output;
 
 /// A run's checkpoints, as one rank sees them.
@@ -114,6 +115,17 @@ impl Checkpoints {
         let checkpointer = checkpointer(arguments, group, !damaged.is_empty())?;
         let (in_background, damaged) = (arguments.async_save, damaged.to_vec());
         Ok(Checkpoints { checkpointer, in_background, started: None, damaged })
+    }
+
+    /// Checks that checkpoints can be saved in `place`, the run's. Every rank calls it.
+    ///
+    /// # Errors
+    /// The same on every rank: the errors of the storage.
+    pub(super) fn check_writable(&self, place: Location) -> Result<()> {
+        self.checkpointer.check_writable().map_err(|source| match source.kind() {
+            ErrorKind::RankLost | ErrorKind::NoSpace => source.into(),
+            _ => Unwritable { place, source }.into(),
+        })
     }
 
     /// Returns `true` if training goes on during saves.

@@ -21,8 +21,8 @@ use std::time::Duration;
 use crate::cpu_threads;
 use crate::data::{Batches, Text};
 use crate::ranks::Ranks;
-use anyhow::{Error, Result};
-use fsdp::checkpoint::{StepCheckpoint, latest_checkpoint};
+use anyhow::{Context as _, Error, Result};
+use fsdp::checkpoint::{Location, StepCheckpoint, latest_checkpoint};
 use fsdp::prelude::*;
 
 use self::checkpoints::{latest_in_memory, step_in_memory};
@@ -95,6 +95,10 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let device = DeviceName::choose(arguments)?;
     let run = &arguments.checkpoints();
     let reports = launched.as_ref().is_none_or(Launched::is_first);
+    if reports {
+        // Even to look for steps in memory would disturb a run that saves some there now.
+        report::check_free(arguments)?;
+    }
     let ranks = ranks(arguments, launched.as_ref());
     let mut candidates = Candidates::new(run, arguments.resume_mode(), reports);
     let mut group = None;
@@ -229,6 +233,9 @@ fn prepare<'a>(
     if mode == ResumeMode::No {
         check_out_is_free(arguments)?;
     }
+    if begins && launched.is_none_or(Launched::is_first) {
+        check_saved_nowhere_else(arguments)?;
+    }
     let rows = resume.as_ref().map_or(Ok(0), |resume| resume.rows(settings.batch))?;
     let from = resume.as_ref().map(|Resume { step, path, .. }| StepCheckpoint { step: *step, path: path.clone() });
     let is_saved = !begins && from.as_ref().is_some_and(|from| !candidates.is_memory(&from.path));
@@ -286,6 +293,31 @@ fn check_out_is_free(arguments: &TrainArguments) -> Result<()> {
         Some(found) => Err(JobError::OutIsTaken { directory: run.to_string(), step: found.step }.into()),
         None => Ok(()),
     }
+}
+
+/// Checks that the run's directory is not that of a run which has saved its checkpoints in another place, and which
+/// would begin anew because `--checkpoint-dir` is not what it was. Its metrics would be lost.
+fn check_saved_nowhere_else(arguments: &TrainArguments) -> Result<()> {
+    #[derive(serde::Deserialize)]
+    struct Event {
+        event: String,
+        path: Option<String>,
+    }
+
+    let mut last = None;
+    lines::read(&arguments.out.join(EVENTS_FILE), |event: Event| {
+        if event.event == "checkpoint" {
+            last = event.path;
+        }
+    })?;
+    let Some(place) = last.map(Location::from) else { return Ok(()) };
+    let failed = || format!("failed to look for the checkpoints of the run in `{}`", arguments.out.display());
+    let is_here = place.name().parent() == Some(arguments.checkpoints().name());
+    if is_here || !place.exists().with_context(failed)? {
+        return Ok(());
+    }
+    let directory = arguments.out.display().to_string();
+    Err(JobError::SavedElsewhere { directory, place: place.to_string() }.into())
 }
 
 /// Checks that a run which its launcher has started again finds its own checkpoints, and not those of another run:

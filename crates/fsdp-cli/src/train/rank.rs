@@ -1,5 +1,6 @@
 //! The work of each rank: build, restore, train, save, sample.
 
+use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -11,8 +12,10 @@ use candle_core::Device;
 use fsdp::checkpoint::{Location, RunFacts, StepCheckpoint, check_replicas};
 use fsdp::dcp::digest::Digest;
 use fsdp::dcp::lineage::DataPosition;
+use fsdp::layout::{ErrorKind, Failure};
 use fsdp::nn::NnError;
 use fsdp::prelude::*;
+use fsdp::state::StateError;
 use tracing::info_span;
 
 use super::arguments::{DeviceName, NonFinite, TrainArguments, elastic_job};
@@ -161,10 +164,28 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
         }
         return Ok(Ended::Stopped);
     }
-    // The run's files are opened only now, so that nothing is written if the checkpoint could not be loaded.
-    let report = reports.then(|| Report::open(job.arguments, job.start())).transpose()?;
+    // Nothing is written before this point, so that nothing is if the checkpoint could not be loaded.
+    checkpoints.check_writable(job.arguments.checkpoints())?;
+    let report = open_report(run.model.group(), job)?;
     let data = reports.then(|| job.text.digest());
     Rank { job, device, run, checkpoints, report, data }.train()
+}
+
+/// Opens the run's files on the rank that reports. No rank may begin a step if they cannot be used. This is a
+/// collective.
+///
+/// # Errors
+/// Those of [`Report::open`] on the rank that reports; on the others, that it failed.
+fn open_report(group: &ProcessGroup, job: &Job<'_>) -> Result<Option<Report>> {
+    let report = (group.rank() == 0).then(|| Report::open(job.arguments, job.start())).transpose();
+    let failure = report.as_ref().err().map(|error| StateError::Other {
+        message: format!("{error:#}"),
+        kind: error.root_cause().downcast_ref::<io::Error>().map_or(ErrorKind::Usage, Failure::kind),
+    });
+    let agreed = group.agree("open the run's files", failure.map_or(Ok(()), Err));
+    let report = report?;
+    agreed?;
+    Ok(report)
 }
 
 /// Returns `true` if a signal has asked any rank to stop. This is a collective.

@@ -1,6 +1,7 @@
 //! The reports of a run: a line of JSON per step in `metrics.jsonl`, a progress bar or lines on stderr, JSON on stdout.
 
-use std::fs::{File, OpenOptions};
+use std::fmt::Display;
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{IsTerminal as _, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -12,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::arguments::TrainArguments;
 use super::sparkline::Sparkline;
+use crate::job_failure::JobError;
 use crate::output;
 use crate::report::lines::{self, Line};
 use crate::run_files::{EVENTS_FILE, METRICS_FILE};
@@ -102,8 +104,11 @@ pub(super) struct Saved {
 pub(super) struct Report {
     metrics: File,
     path: PathBuf,
+    /// While it is open, it holds the lock of the run's directory.
     events: File,
     events_path: PathBuf,
+    /// Holds the lock of the directory of the checkpoints.
+    _checkpoints: Option<File>,
     json: bool,
     bar: Option<Bar>,
     steps: u64,
@@ -117,24 +122,25 @@ struct Bar {
 }
 
 impl Report {
-    /// Makes the run's directory, and opens its files of metrics and events. Removes the metrics of steps from `start`
-    /// on, because these steps are about to be done, maybe for a second time.
+    /// Makes the run's directory, locks it and that of the checkpoints, and opens the files of metrics and events.
+    /// Removes the metrics of steps from `start` on, because these steps are about to be done, maybe for a second time.
     ///
     /// # Errors
-    /// The directory cannot be made, or a file cannot be opened or shortened.
+    /// Another run holds a lock; the directory cannot be made, or a file cannot be opened or shortened.
     pub(super) fn open(arguments: &TrainArguments, start: u64) -> Result<Self> {
         let TrainArguments { out, steps, json, no_progress, .. } = arguments;
         let (steps, json) = (*steps, *json);
         // The directory is created durably: checkpoints are saved in it, and would be lost with it when power fails.
         Durable::new().create_directories(out)?;
         let (path, events_path) = (out.join(METRICS_FILE), out.join(EVENTS_FILE));
-        let metrics = open_metrics(&path, start);
-        let metrics = metrics.with_context(|| format!("failed to open `{}`", path.display()))?;
-        let events = open_events(&events_path, start);
-        let events = events.with_context(|| format!("failed to open `{}`", events_path.display()))?;
+        let events = open_to_append(&events_path).with_context(|| failed_to_open(&events_path))?;
+        lock(&events, out.display())?;
+        let checkpoints = lock_checkpoints(arguments)?;
+        begin_events(&events, start).with_context(|| failed_to_open(&events_path))?;
+        let metrics = open_metrics(&path, start).with_context(|| failed_to_open(&path))?;
         let terminal = std::io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
         let bar = (terminal && !json && !no_progress).then(|| Bar::new(start, steps));
-        Ok(Report { metrics, path, events, events_path, json, bar, steps })
+        Ok(Report { metrics, path, events, events_path, _checkpoints: checkpoints, json, bar, steps })
     }
 
     /// Reports the start of the run.
@@ -275,6 +281,46 @@ impl Bar {
     }
 }
 
+/// Checks that no other run uses the directories of this one now. [`Report::open`] takes the locks themselves, when
+/// this run has something to write.
+///
+/// # Errors
+/// Another run holds a lock.
+pub(super) fn check_free(arguments: &TrainArguments) -> Result<()> {
+    lock_checkpoints(arguments)?;
+    // Without the file there was no run. If it cannot be opened, the run says so before its first step.
+    let events = OpenOptions::new().append(true).open(arguments.out.join(EVENTS_FILE));
+    events.map_or(Ok(()), |events| lock(&events, arguments.out.display()))
+}
+
+/// Locks the directory of the checkpoints, which may be another than that of the run, and returns what holds the lock.
+/// There is none in an object store, and none where only files can be locked that are open for writing (NFS).
+///
+/// # Errors
+/// Another run holds the lock.
+fn lock_checkpoints(arguments: &TrainArguments) -> Result<Option<File>> {
+    let place = arguments.checkpoints();
+    let Some(directory) = place.local().and_then(|path| File::open(path).ok()) else { return Ok(None) };
+    lock(&directory, &place)?;
+    Ok(Some(directory))
+}
+
+/// Takes a lock, which lasts until the file is closed, or its process ends in any way. Two runs in one directory would
+/// mix their steps. Where the file system has no locks, other runs are not seen.
+///
+/// # Errors
+/// Another run holds the lock.
+fn lock(file: &File, directory: impl Display) -> Result<()> {
+    match file.try_lock() {
+        Err(TryLockError::WouldBlock) => Err(JobError::OutInUse { directory: directory.to_string() }.into()),
+        Ok(()) | Err(TryLockError::Error(_)) => Ok(()),
+    }
+}
+
+fn failed_to_open(path: &Path) -> String {
+    format!("failed to open `{}`", path.display())
+}
+
 /// Opens the metrics of a run, and removes those of steps from `start` on.
 fn open_metrics(path: &Path, start: u64) -> std::io::Result<File> {
     let metrics = open_to_append(path)?;
@@ -282,15 +328,13 @@ fn open_metrics(path: &Path, start: u64) -> std::io::Result<File> {
     Ok(metrics)
 }
 
-/// Opens the events of a run. If the run starts from the beginning, older events are removed: they are of a run that
-/// ended before its first checkpoint.
-fn open_events(path: &Path, start: u64) -> std::io::Result<File> {
-    let events = open_to_append(path)?;
+/// Prepares the file of events to append to it. If the run starts from the beginning, older events are removed: they
+/// are of a run that ended before its first checkpoint.
+fn begin_events(events: &File, start: u64) -> std::io::Result<()> {
     if start == 0 {
         events.set_len(0)?;
     }
-    end_line(&events)?;
-    Ok(events)
+    end_line(events)
 }
 
 /// Opens a file to read it and to append to it. Creates it if it does not exist.

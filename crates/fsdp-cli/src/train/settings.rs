@@ -12,7 +12,7 @@ use fsdp::dcp::metadata::Entry;
 use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp::prelude::*;
 
-use super::arguments::{MAX_SIZE, ScheduleName, TrainArguments};
+use super::arguments::{MAX_LAYERS, MAX_SIZE, ScheduleName, TrainArguments};
 use super::optimizers::OptimizerName;
 use crate::job_failure::JobError;
 use crate::output;
@@ -255,9 +255,10 @@ fn saved_size(resume: Option<&Resume>, key: &str) -> Result<Option<usize>> {
     let name = format!("train.config.{key}");
     let saved = resume.read(&name, |value| usize::try_from(value.as_int()?).ok())?;
     // The number comes from a file, so it is bounded before memory is taken for it.
+    let most = if key == "layers" { MAX_LAYERS } else { MAX_SIZE };
     ensure!(
-        saved.is_none_or(|saved| (1..=MAX_SIZE).contains(&(saved as u64))),
-        "`{name}` of `{}` is {}, and can be 1 to {MAX_SIZE}",
+        saved.is_none_or(|saved| (1..=most).contains(&(saved as u64))),
+        "`{name}` of `{}` is {}, and can be 1 to {most}",
         resume.path,
         saved.unwrap_or_default()
     );

@@ -431,6 +431,17 @@ fn a_killed_command_leaves_the_source_as_it_was_and_the_destination_whole_or_abs
     }
 }
 
+#[test]
+fn a_file_that_is_named_like_a_directory_is_refused_before_it_is_written() {
+    let directory = tempfile::tempdir().unwrap();
+    for to in ["safetensors", "torch"] {
+        let destination = format!("{}/", place(&directory, "destination"));
+        let convert = ["convert", &fixture("fsdp2_adamw_ws2/dcp"), &destination, "--to", to];
+        fsdp(&convert).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("writes one file"));
+    }
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+}
+
 /// Types that neither candle nor safetensors has: every command handles them.
 #[test]
 fn every_dtype_goes_through_every_command() {
@@ -534,16 +545,44 @@ fn names_cannot_act_on_the_terminal() {
     assert!(!output.get_output().stderr.contains(&0x1b));
 }
 
+/// Runs the command with a pipe as stdout that nobody reads.
+fn unread(arguments: &[&str]) -> std::process::Output {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fsdp"));
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    command.args(arguments).stdout(writer).stderr(Stdio::piped()).output().unwrap()
+}
+
 #[test]
 fn a_reader_that_goes_away_is_no_error() {
     let path = fixture("fsdp2_adamw_ws2/dcp");
     for arguments in [vec!["inspect", &path], vec!["inspect", &path, "--json"], vec!["cat", &path, "model.head.weight"]]
     {
-        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fsdp"));
-        let (reader, writer) = std::io::pipe().unwrap();
-        drop(reader);
-        let output = command.args(&arguments).stdout(writer).stderr(Stdio::piped()).output().unwrap();
+        let output = unread(&arguments);
         assert_eq!((output.status.code(), output.stderr.as_slice()), (Some(0), [].as_slice()), "{arguments:?}");
+    }
+}
+
+#[test]
+fn what_a_report_has_found_is_told_by_the_exit_code_even_if_nobody_reads_the_report() {
+    let directory = tempfile::tempdir().unwrap();
+    let (whole, damaged, nothing) =
+        (fixture("fsdp2_adamw_ws2/dcp"), place(&directory, "damaged"), place(&directory, "nothing"));
+    copy(&whole, &damaged);
+    let file = Path::new(&damaged).join("__0_0.distcp");
+    fs::write(&file, vec![0; fs::metadata(&file).unwrap().len() as usize]).unwrap();
+    let other = fixture("fsdp2_adamw_ws4/dcp");
+    for (arguments, code) in [
+        (["verify", &damaged, "--level", "deep"].as_slice(), exit_codes::CORRUPT),
+        (&["verify", &damaged, "--level", "deep", "--json"], exit_codes::CORRUPT),
+        (&["verify", &nothing, "--json"], exit_codes::INCOMPLETE),
+        (&["diff", &whole, &other], exit_codes::DIFFERENCE),
+        (&["diff", &whole, &other, "--json"], exit_codes::DIFFERENCE),
+        (&["inspect", &nothing, "--json"], exit_codes::INCOMPLETE),
+    ] {
+        let output = unread(arguments);
+        let talk = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(i32::from(code)), "{arguments:?}: {talk}");
     }
 }
 

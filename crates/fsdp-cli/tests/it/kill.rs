@@ -1,4 +1,4 @@
-//! Killed in the middle of a save, a run goes on from its newest whole checkpoint.
+//! Killed in the middle of a save, a run goes on from its newest whole checkpoint; until it ends, no other run does.
 
 use std::fs;
 use std::path::Path;
@@ -25,7 +25,8 @@ fn train(out: &Path) -> Command {
 /// A save that is under way: its staging directory.
 fn is_saving(out: &Path) -> bool {
     let Ok(list) = fs::read_dir(out) else { return false };
-    list.flatten().any(|entry| entry.file_name().to_string_lossy().contains(".tmp-"))
+    let mut names = list.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    names.any(|name| name.starts_with(".step-") && name.contains(".tmp-"))
 }
 
 fn kill_in_a_save(mut child: Child, out: &Path) {
@@ -65,4 +66,42 @@ fn a_run_goes_on_from_the_newest_whole_checkpoint() {
         }
     }
     panic!("only {kills_in_a_save} of {MAX_KILLS} kills came in the middle of a save");
+}
+
+/// Returns the exit code of a run, and what it wrote to stderr.
+fn ends(command: &mut Command) -> (Option<i32>, String) {
+    let output = command.stdout(Stdio::null()).output().unwrap();
+    (output.status.code(), String::from_utf8(output.stderr).unwrap())
+}
+
+#[test]
+fn a_directory_takes_one_run_at_a_time_and_the_next_one_when_that_was_killed() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    let mut first = train(&out).args(["--steps", "1000000"]).spawn().unwrap();
+    let limit = Instant::now() + Duration::from_secs(60);
+    while latest_checkpoint(&out).ok().flatten().is_none_or(|latest| latest.step < 3) {
+        assert!(first.try_wait().unwrap().is_none(), "the first run ended by itself");
+        assert!(Instant::now() < limit, "no steps within a minute");
+    }
+    let lines = || fs::read_to_string(out.join("metrics.jsonl")).unwrap().lines().count();
+    let before = lines();
+    let refused = "another run uses";
+    for mode in ["--resume", "--resume=auto"] {
+        let (code, talk) = ends(train(&out).args(["--steps", "1000000", mode]));
+        assert_eq!((code, talk.contains(refused)), (Some(2), true), "{talk}");
+    }
+    let mut beside = train(&dir.path().join("other"));
+    let (code, talk) = ends(beside.args(["--steps", "1000000", "--resume", "--checkpoint-dir"]).arg(&out));
+    assert_eq!((code, talk.contains(refused)), (Some(2), true), "{talk}");
+    let mut launch = Command::new(env!("CARGO_BIN_EXE_fsdp"));
+    launch.args(["launch", "--nproc", "2", "--", env!("CARGO_BIN_EXE_fsdp"), "train"]).args(MODEL);
+    let (code, talk) = ends(launch.args(["--resume", "--steps", "1000000", "--out"]).arg(&out));
+    assert_eq!((code, talk.contains(refused)), (Some(2), true), "{talk}");
+    assert!(lines() >= before && first.try_wait().unwrap().is_none(), "the first run goes on undisturbed");
+    first.kill().unwrap();
+    first.wait().unwrap();
+    let steps = (latest_checkpoint(&out).unwrap().unwrap().step + 1).to_string();
+    let (code, talk) = ends(train(&out).args(["--steps", &steps, "--resume"]));
+    assert_eq!(code, Some(0), "{talk}");
 }

@@ -6,8 +6,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
+use fsdp::checkpoint::{load_whole, save};
 use fsdp::dcp::internals::ArchiveLayout;
 use fsdp::dcp::metadata::{BytesEntry, Entry, StorageInfo, decode, encode};
+use fsdp::prelude::*;
 use fsdp_cli::exit_codes;
 use predicates::prelude::*;
 use predicates::str::contains;
@@ -454,6 +456,56 @@ fn old_checkpoints_go_and_every_nth_stays() {
     }
     let dir = TempDir::new().unwrap();
     train(dir.path(), &SMALL).args(["--keep-every", "2"]).assert().code(i32::from(exit_codes::USAGE));
+}
+
+#[test]
+fn a_run_whose_checkpoints_are_elsewhere_does_not_begin_anew_while_they_are_there() {
+    let dir = TempDir::new().unwrap();
+    let (out, elsewhere) = (dir.path().join("out"), dir.path().join("elsewhere"));
+    let steps = |steps| ["--steps", steps, "--checkpoint-dir", elsewhere.to_str().unwrap()];
+    train_small(&out, &steps("2"));
+    for mode in [&[][..], &["--resume=auto"]] {
+        let begin = train(&out, &SMALL).args(["--steps", "1"]).args(mode).assert();
+        begin.code(i32::from(exit_codes::USAGE)).stderr(contains("in another place").and(contains("--checkpoint-dir")));
+    }
+    assert_eq!(losses(&out).len(), 2);
+    train(&out, &steps("3")).arg("--resume").assert().success();
+    assert_eq!(losses(&out).len(), 3);
+    fs::remove_dir_all(&elsewhere).unwrap();
+    train_small(&out, &["--steps", "1"]);
+    assert_eq!(losses(&out).len(), 1);
+}
+
+#[test]
+fn a_number_of_blocks_that_would_fill_the_memory_is_refused() {
+    let dir = TempDir::new().unwrap();
+    let (out, many) = (dir.path().join("out"), dir.path().join("many"));
+    train(&out, &["--steps", "1", "--layers", "16777216"]).assert().code(i32::from(exit_codes::USAGE));
+    train_small(&out, &["--steps", "1"]);
+    let saved = out.join("step-00000001");
+    let mut state = load_whole(saved.as_path(), &[], &LoadOptions::default()).unwrap();
+    let Some(StateValue::Dict(train_state)) = state.get_mut("train") else { panic!("no `train`") };
+    let Some(StateValue::Dict(config)) = train_state.get_mut("config") else { panic!("no `train.config`") };
+    config.insert("layers", 16_777_216i64);
+    run_local(1, |group| save(many.as_path(), &state, &group, &SaveOptions::default()).unwrap()).unwrap();
+    let from = ["--steps", "2", "--init-from", many.to_str().unwrap()];
+    train(&dir.path().join("other"), &from).assert().failure().stderr(contains("`train.config.layers` of"));
+}
+
+#[test]
+fn a_place_where_nothing_can_be_saved_is_found_before_the_first_step() {
+    let dir = TempDir::new().unwrap();
+    let (file, out) = (dir.path().join("file"), dir.path().join("out"));
+    fs::write(&file, "not a directory").unwrap();
+    let place = file.join("checkpoints");
+    train(&out, &SMALL)
+        .args(["--nproc", "2", "--steps", "1", "--checkpoint-dir", place.to_str().unwrap()])
+        .assert()
+        .code(i32::from(exit_codes::IO))
+        .stderr(contains("no checkpoint can be saved in").and(contains("--checkpoint-dir")));
+    assert!(!out.exists(), "nothing is written");
+    let empty = train(&out, &SMALL).args(["--steps", "1", "--checkpoint-dir", ""]).assert();
+    empty.code(i32::from(exit_codes::USAGE)).stderr(contains("--checkpoint-dir"));
 }
 
 #[cfg(target_os = "linux")]

@@ -226,6 +226,7 @@ mod tests {
     use std::time::Instant;
 
     use super::super::frame::{CHUNK_BYTES, Kind};
+    use super::super::node::Outgoing;
     use super::*;
 
     /// Joins a job of two ranks.
@@ -288,8 +289,9 @@ mod tests {
             // Nothing is taken from the socket for longer than the round may take.
             let busy = receiver.node.inbox().lock();
             let sending = scope.spawn(|| {
+                let chunk = Outgoing { to: 1, kind: Kind::Chunk, group: 7, round: &round, body: &vec![0; CHUNK_BYTES] };
                 while Instant::now() < round.until {
-                    sender.node.send(1, Kind::Chunk, 7, &round, &vec![0; CHUNK_BYTES]).ok();
+                    sender.node.send(chunk).ok();
                 }
             });
             thread::sleep(Duration::from_millis(500));

@@ -50,6 +50,16 @@ pub(super) struct LaterConnections {
     pub(super) acceptor: Acceptor,
 }
 
+/// A frame of a round, to be sent to a rank.
+#[derive(Clone, Copy)]
+pub(super) struct Outgoing<'a> {
+    pub(super) to: usize,
+    pub(super) kind: Kind,
+    pub(super) group: u64,
+    pub(super) round: &'a Round<'a>,
+    pub(super) body: &'a [u8],
+}
+
 /// This process in its job. When this is dropped, the process leaves the job.
 #[derive(Debug)]
 pub(super) struct Node {
@@ -141,14 +151,8 @@ impl Node {
     /// # Errors
     /// The frame could not be written as a whole, so the connection can carry no other one, and the rank counts as
     /// lost. With the reason that the round cannot end, if there was one before.
-    fn write(
-        &self,
-        to: usize,
-        kind: Kind,
-        group: u64,
-        round: &Round<'_>,
-        body: &[u8],
-    ) -> Result<(), Option<CommError>> {
+    fn write(&self, frame: Outgoing<'_>) -> Result<(), Option<CommError>> {
+        let Outgoing { to, kind, group, round, body } = frame;
         let failing_since = Cell::new(None);
         let go_on = || {
             let (state, now) = (self.inbox().lock(), Instant::now());
@@ -177,19 +181,13 @@ impl Node {
     ///
     /// # Errors
     /// The round cannot end: the group has failed, that rank has left or is silent, or the deadline is over.
-    pub(super) fn send(
-        &self,
-        to: usize,
-        kind: Kind,
-        group: u64,
-        round: &Round<'_>,
-        body: &[u8],
-    ) -> Result<(), CommError> {
+    pub(super) fn send(&self, frame: Outgoing<'_>) -> Result<(), CommError> {
+        let Outgoing { to, group, round, .. } = frame;
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
         }
         self.await_connection(to, group, round)?;
-        match self.write(to, kind, group, round, body) {
+        match self.write(frame) {
             Ok(()) => Ok(()),
             Err(Some(failure)) => Err(failure),
             // The rank is lost because of the failed write. Another one may have to be named as the first to be lost.
@@ -224,7 +222,7 @@ impl Node {
                 Next::Send { to, bundles } => {
                     drop(state);
                     for bundle in bundles {
-                        self.pass_on(to, Kind::Bundle, group, round, &bundle)?;
+                        self.pass_on(Outgoing { to, kind: Kind::Bundle, group, round, body: &bundle })?;
                     }
                     state = self.inbox().lock();
                 }
@@ -242,7 +240,8 @@ impl Node {
     /// Sends a frame of a relayed exchange. While the other rank does not read, this waits until the round's deadline.
     /// It is not an error if the other rank is gone: it may have all records already. If it is still needed, the
     /// exchange itself fails.
-    fn pass_on(&self, to: usize, kind: Kind, group: u64, round: &Round<'_>, body: &[u8]) -> Result<(), CommError> {
+    fn pass_on(&self, frame: Outgoing<'_>) -> Result<(), CommError> {
+        let Outgoing { to, group, round, .. } = frame;
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
         }
@@ -254,7 +253,7 @@ impl Node {
                 Err(failure)
             };
         }
-        match self.write(to, kind, group, round, body) {
+        match self.write(frame) {
             Err(Some(failure)) => Err(failure),
             Ok(()) | Err(None) => Ok(()),
         }
@@ -265,7 +264,7 @@ impl Node {
     /// a connection.
     fn ask(&self, of: usize, about: &[usize], group: u64, round: &Round<'_>) -> Result<(), CommError> {
         if self.links.is_connected(of) {
-            return self.pass_on(of, Kind::Question, group, round, &ranks_body(about));
+            return self.pass_on(Outgoing { to: of, kind: Kind::Question, group, round, body: &ranks_body(about) });
         }
         self.notify(Notice { to: of, kind: Kind::Question, group, round: round.number, body: ranks_body(about) });
         Ok(())

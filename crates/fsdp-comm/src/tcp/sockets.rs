@@ -5,7 +5,7 @@ use std::ops::Range;
 use bytes::Bytes;
 
 use super::frame::{CHUNK_BYTES, Kind};
-use super::node::Node;
+use super::node::{Node, Outgoing};
 use crate::backend::{Plan, Planner, Round, Sink};
 use crate::error::CommError;
 
@@ -36,7 +36,7 @@ pub(super) fn exchange(
         return node.gather(group, round, record);
     }
     for &to in others(ranks, rank) {
-        node.send(to, Kind::Record, group, round, record)?;
+        node.send(Outgoing { to, kind: Kind::Record, group, round, body: record })?;
     }
     // Wait until every rank's record is in the inbox, and take them.
     node.wait(group, round, |state| {
@@ -128,7 +128,7 @@ fn send_chunks(
         let bytes = send.get(to[other].clone()).unwrap_or_default();
         let chunk = &bytes[chunk_range(bytes.len(), index)];
         if !chunk.is_empty() {
-            node.send(ranks[other], Kind::Chunk, group, round, chunk)?;
+            node.send(Outgoing { to: ranks[other], kind: Kind::Chunk, group, round, body: chunk })?;
         }
     }
     Ok(())

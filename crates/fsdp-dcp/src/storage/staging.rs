@@ -74,7 +74,8 @@ impl Staging {
 
     /// Returns the name of a rank's data file of this number: `__0_0.distcp` for the first. In an object store it is
     /// `__0_0-<nonce>.distcp`, since savers of the same target work side by side there.
-    pub(crate) fn data_file_of(&self, rank: usize, number: usize) -> String {
+    #[must_use]
+    pub fn data_file_of(&self, rank: usize, number: usize) -> String {
         match self.0.suffix() {
             None => format!("__{rank}_{number}.distcp"),
             Some(nonce) => format!("__{rank}_{number}-{nonce}.distcp"),
