@@ -5,10 +5,11 @@ use std::path::Path;
 use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::{Format, open};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_dcp::internals::{decode_value, encode_value};
+use fsdp_dcp::internals::{Header, decode_value, encode_value};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, verify, with_causes};
 use fsdp_layout::{DType, PlainTensor, PlainValue};
+use indexmap::IndexMap;
 
 fn tensor() -> PlainValue {
     PlainValue::Tensor(PlainTensor { dtype: DType::U8, shape: vec![2], data: vec![1, 2] })
@@ -72,6 +73,39 @@ fn one_key_in_two_files_is_converted_only_if_both_are_the_same() {
     let error = with_causes(&converted().unwrap_err());
     assert!(error.contains("one.safetensors") && error.contains("two.safetensors") && error.contains("`b`"), "{error}");
     assert!(!to.exists());
+}
+
+#[test]
+fn copies_of_a_tensor_inside_a_value_belong_to_the_value() {
+    let parent = tempfile::tempdir().unwrap();
+    let metadata = IndexMap::from([("DCP_SHARDING_INFO".to_owned(), r#"{"b": {"saved_offsets": [0]}}"#.to_owned())]);
+    let header = Header::encode(&metadata, [("b", DType::U8, &[2usize][..])]).unwrap();
+    for file in ["one.safetensors", "two.safetensors"] {
+        std::fs::write(parent.path().join(file), [&header[..], &[1, 2]].concat()).unwrap();
+    }
+    let values = r#"{"format": "fsdp-values", "version": 1, "values": {"v": {"$tensor": "b"}}}"#;
+    std::fs::write(parent.path().join("values.json"), values).unwrap();
+    let source = open(parent.path(), OpenOptions::default()).unwrap();
+    assert_eq!(source.read_value("v").unwrap(), tensor());
+    assert_eq!(source.metadata().entries.keys().collect::<Vec<_>>(), ["v"]);
+    let report = verify(&*source, Level::Deep, None).unwrap();
+    assert!(report.is_ok(), "{:?}", report.problems);
+    convert(&*source, parent.path().join("to.pt"), OutputFormat::Torch, ConvertOptions::default()).unwrap();
+}
+
+/// The time is linear: a test that takes longer is stopped by the test runner.
+#[test]
+fn many_tensors_inside_values_are_put_back_in_time() {
+    let parent = tempfile::tempdir().unwrap();
+    let keys: Vec<String> = (0..90_000).map(|number| format!("v.{number}")).collect();
+    let header = Header::encode(&IndexMap::new(), keys.iter().map(|key| (key.as_str(), DType::U8, &[1usize][..])));
+    std::fs::write(parent.path().join("m.safetensors"), [header.unwrap(), vec![7; keys.len()]].concat()).unwrap();
+    let tensors: Vec<String> = keys.iter().map(|key| format!(r#"{{"$tensor":"{key}"}}"#)).collect();
+    let values = format!(r#"{{"format":"fsdp-values","version":1,"values":{{"v":[{}]}}}}"#, tensors.join(","));
+    std::fs::write(parent.path().join("values.json"), values).unwrap();
+    let source = open(parent.path(), OpenOptions::default()).unwrap();
+    let PlainValue::List(tensors) = source.read_value("v").unwrap() else { panic!("no list") };
+    assert_eq!((tensors.len(), source.metadata().entries.len()), (keys.len(), 1));
 }
 
 #[test]
