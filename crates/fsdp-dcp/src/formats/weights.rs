@@ -127,6 +127,14 @@ pub(crate) fn is_known(name: &str, ending: &str) -> bool {
     rest.is_some_and(|rest| rest.ends_with(ending) || rest.contains(&format!("{ending}.index")))
 }
 
+/// Returns the error of a key that is in two files of a directory, where nothing tells which of them counts.
+pub(crate) fn in_two_files(directory: &CheckedDirectory, key: &str, first: &str, second: &str) -> FileError {
+    let what = format!(
+        "`{key}` in both `{first}` and `{second}`, where no index tells which one counts (name a file, or move one away),"
+    );
+    directory.file_error(second, FormatError::Unsupported { what })
+}
+
 /// Returns the stem and variant of an index: `model` for `model.safetensors.index.json`.
 fn stem_of_index(name: &str, ending: &str) -> Option<String> {
     let (stem, rest) = name.strip_suffix(".json")?.split_once(&format!("{ending}.index"))?;

@@ -26,7 +26,7 @@ use crate::formats::index::Index;
 use crate::formats::lookup::{check_length, no_value, tensor_of};
 use crate::formats::read::OpenOptions;
 use crate::formats::replicas::check_replicas;
-use crate::formats::weights::Weights;
+use crate::formats::weights::{Weights, in_two_files};
 use crate::limits::{MAX_INDEX_BYTES, MAX_LISTED_FILES, MAX_TENSOR_RANK, is_sane_shape};
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties};
 use crate::payload::slot::Slot;
@@ -48,6 +48,9 @@ pub(crate) struct SafetensorsCheckpoint {
     strides: HashMap<(String, u64), Vec<usize>>,
     /// The boxes of each tensor that are there already.
     boxes: HashMap<String, HashSet<TensorBox>>,
+    /// For each tensor, the file in which it was found first, and `true` if a note there tells what part of it that
+    /// file holds.
+    first: HashMap<String, (String, bool)>,
     /// The places of all keys, where a header or a values file has them.
     paths: Option<IndexMap<String, KeyPath>>,
     /// The notes in the headers, by key. If several files have the same key, the first one counts.
@@ -90,6 +93,7 @@ impl SafetensorsCheckpoint {
             values: HashMap::new(),
             strides: HashMap::new(),
             boxes: HashMap::new(),
+            first: HashMap::new(),
             paths: None,
             notes: IndexMap::new(),
             digests: None,
@@ -251,6 +255,13 @@ impl SafetensorsCheckpoint {
         for (fqn, info) in header.tensors {
             if index.is_some_and(|(index, _)| index.is_elsewhere(&fqn, name)) {
                 continue;
+            }
+            // Parts that several ranks have written, and their copies of whole tensors, are noted as such.
+            let is_noted = rank.is_some() || sharding.contains_key(&fqn);
+            let here = || (name.to_owned(), is_noted);
+            let (first, is_first_noted) = self.first.entry(fqn.clone()).or_insert_with(here);
+            if first != name && !(is_noted && *is_first_noted) {
+                return Err(in_two_files(&self.directory, &fqn, first, name));
             }
             let slice = rank.as_ref().and_then(|rank| rank.tensors.get(&fqn));
             // A small note may have many ranges.

@@ -52,27 +52,74 @@ fn of_several_variants_in_one_directory_the_plain_one_is_read() {
     );
 }
 
+/// Checks that a directory is refused, and that the error names a key and the two files that have it.
+fn assert_in_two_files(directory: &Path, key: &str, files: [&str; 2]) {
+    let error = with_causes(&open(directory, OpenOptions::default()).map(drop).unwrap_err());
+    assert!(error.contains(&format!("`{key}` in both `{}` and `{}`", files[0], files[1])), "{error}");
+}
+
 #[test]
-fn one_key_in_two_files_is_converted_only_if_both_are_the_same() {
+fn one_key_in_two_files_is_an_error_that_names_both() {
     let parent = tempfile::tempdir().unwrap();
-    weights(&parent.path().join("one.safetensors"), &["a", "b"]);
-    weights(&parent.path().join("two.safetensors"), &["b", "c"]);
-    let to = parent.path().join("to");
-    let converted = || {
-        let source = open(parent.path(), OpenOptions::default()).unwrap();
-        convert(&*source, &to, OutputFormat::Torch, ConvertOptions::default())
+    // Even if they are equal now: a load takes one of them, and nothing says that it is the right one.
+    let files = ["one.safetensors", "two.safetensors"];
+    weights(&parent.path().join(files[0]), &["a", "b"]);
+    weights(&parent.path().join(files[1]), &["b", "c"]);
+    assert_in_two_files(parent.path(), "b", files);
+    let index = r#"{"weight_map": {"a": "one.safetensors", "c": "two.safetensors"}}"#;
+    std::fs::write(parent.path().join("model.safetensors.index.json"), index).unwrap();
+    assert_in_two_files(parent.path(), "b", files);
+    let index = r#"{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}"#;
+    std::fs::write(parent.path().join("model.safetensors.index.json"), index).unwrap();
+    let source = open(parent.path(), OpenOptions::default()).unwrap();
+    assert_eq!(source.metadata().tensor("b").unwrap().chunks[0].stored.as_ref().unwrap().relative_path, files[1]);
+}
+
+#[test]
+fn one_key_in_two_files_of_torch_is_an_error_that_names_both() {
+    let parent = tempfile::tempdir().unwrap();
+    let files = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"];
+    for (file, keys) in files.into_iter().zip([["a", "b"], ["b", "c"]]) {
+        let items = keys.into_iter().map(|key| (key.into(), tensor())).collect();
+        std::fs::write(parent.path().join(file), encode_value(&PlainValue::Dict(items)).unwrap()).unwrap();
+    }
+    assert_in_two_files(parent.path(), "b", files);
+    let index = format!(r#"{{"weight_map": {{"a": "{}", "c": "{}"}}}}"#, files[0], files[1]);
+    std::fs::write(parent.path().join("pytorch_model.bin.index.json"), index).unwrap();
+    assert_in_two_files(parent.path(), "b", files);
+}
+
+#[test]
+fn copies_that_ranks_have_noted_are_compared_and_a_file_without_a_note_is_no_copy() {
+    let parent = tempfile::tempdir().unwrap();
+    let files = ["shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors"];
+    let write = |file: &str, note: &str, last: u8| {
+        let metadata = IndexMap::from([("DCP_SHARDING_INFO".to_owned(), note.to_owned())]);
+        let header = Header::encode(&metadata, [("a", DType::U8, &[2usize][..])]).unwrap();
+        std::fs::write(parent.path().join(file), [header, vec![1, last]].concat()).unwrap();
     };
-    converted().unwrap();
+    let note = r#"{"a": {"saved_offsets": [0]}}"#;
+    write(files[0], note, 2);
+    write(files[1], note, 2);
+    let source = open(parent.path(), OpenOptions::default()).unwrap();
+    assert_eq!(source.metadata().replicas.len(), 1);
+    let to = parent.path().join("to.pt");
+    convert(&*source, &to, OutputFormat::Torch, ConvertOptions::default()).unwrap();
     std::fs::remove_file(&to).unwrap();
-    let second = parent.path().join("two.safetensors");
-    let mut bytes = std::fs::read(&second).unwrap();
-    // The elements of the tensors lie at the end.
-    let last = bytes.len() - 3;
-    bytes[last] ^= 1;
-    std::fs::write(&second, bytes).unwrap();
-    let error = with_causes(&converted().unwrap_err());
-    assert!(error.contains("one.safetensors") && error.contains("two.safetensors") && error.contains("`b`"), "{error}");
+    write(files[1], note, 3);
+    let source = open(parent.path(), OpenOptions::default()).unwrap();
+    let report = verify(&*source, Level::Deep, None).unwrap();
+    assert_eq!(report.problems.len(), 1, "{:?}", report.problems);
+    assert_eq!(report.problems[0].file.as_deref(), Some(files[1]));
+    let error = with_causes(&convert(&*source, &to, OutputFormat::Torch, ConvertOptions::default()).unwrap_err());
+    assert!(files.iter().all(|file| error.contains(file)) && error.contains("`a`"), "{error}");
     assert!(!to.exists());
+    for plain in files {
+        write(files[0], note, 2);
+        write(files[1], note, 2);
+        write(plain, "{}", 2);
+        assert_in_two_files(parent.path(), "a", files);
+    }
 }
 
 #[test]
@@ -124,14 +171,14 @@ fn files_that_the_names_of_others_tell_of_are_missed() {
 #[test]
 fn tensors_that_an_index_leaves_out_are_read_where_they_are() {
     let parent = tempfile::tempdir().unwrap();
-    weights(&parent.path().join("model-00001-of-00002.safetensors"), &["a", "b", "tied"]);
-    weights(&parent.path().join("model-00002-of-00002.safetensors"), &["a", "c", "tied"]);
+    weights(&parent.path().join("model-00001-of-00002.safetensors"), &["a", "b"]);
+    weights(&parent.path().join("model-00002-of-00002.safetensors"), &["a", "c"]);
     let index = r#"{"weight_map": {"a": "model-00001-of-00002.safetensors", "c": "model-00002-of-00002.safetensors"}}"#;
     std::fs::write(parent.path().join("model.safetensors.index.json"), index).unwrap();
     let source = open(parent.path(), OpenOptions::default()).unwrap();
     let mut keys: Vec<&String> = source.metadata().entries.keys().collect();
     keys.sort();
-    assert_eq!(keys, ["a", "b", "c", "tied"]);
+    assert_eq!(keys, ["a", "b", "c"]);
     assert!(verify(&*source, Level::Deep, None).unwrap().is_ok());
 }
 
