@@ -152,6 +152,22 @@ fn missing_shards_are_named() {
 }
 
 #[test]
+fn a_directory_without_zero_is_told_from_one_whose_shards_are_missing() {
+    let parent = TempDir::new().unwrap();
+    let file = parent.path().join("mp_rank_00_model_states.pt");
+    let weight = PlainTensor { dtype: DType::U8, shape: vec![2], data: vec![1, 2] };
+    let model =
+        dict(vec![("module", dict(vec![("w", PlainValue::Tensor(weight))])), ("param_shapes", PlainValue::None)]);
+    std::fs::write(&file, encode_value(&model).unwrap()).unwrap();
+    let error = with_causes(&refused(parent.path()));
+    assert!(error.contains("without ZeRO") && error.contains("mp_rank_00_model_states.pt"), "{error}");
+    assert_eq!(opened(&file).metadata().tensor("module.w").unwrap().shape, [2]);
+    std::fs::copy(fixture("deepspeed/zero2/mp_rank_00_model_states.pt"), &file).unwrap();
+    let files = ["zero_pp_rank_0_mp_rank_00_optim_states.pt"];
+    assert!(matches!(refused(parent.path()), FileError::MissingFiles { files: missing, .. } if missing == files));
+}
+
+#[test]
 fn shards_that_do_not_fit_are_refused() {
     let parent = TempDir::new().unwrap();
     let zero3 = parent.path().join("zero3");
