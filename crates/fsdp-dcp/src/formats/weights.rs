@@ -28,6 +28,9 @@ const VARIANTS: [&str; 7] = ["bf16", "ema", "fp16", "fp32", "fp8", "int8", "non_
 /// other keys.
 const CONSOLIDATED: &str = "consolidated";
 
+/// The beginning of the name of a rank's shard, as torch's `HuggingFaceStorageWriter` has it.
+pub(crate) const SHARD: &str = "shard-";
+
 /// The files to read.
 #[derive(Debug)]
 pub(crate) enum Weights {
@@ -161,13 +164,13 @@ const COUNT_DIGITS: usize = 5;
 
 impl Part {
     /// Parses `STEM-00001-of-00002` or `STEM-00001-of-00002.VARIANT`; returns `None` for other names. Files that begin
-    /// with `shard-` are those of ranks. They do not count, because a rank that has nothing to write has no file.
+    /// with [`SHARD`] are those of ranks. They do not count, because a rank that has nothing to write has no file.
     fn of(base: &str) -> Option<Self> {
         let (before, rest) = base.rsplit_once("-of-")?;
         let (before, number) = before.rsplit_once('-')?;
         let (count, variant) = rest.split_once('.').map_or((rest, None), |(count, variant)| (count, Some(variant)));
         let is_number = |text: &str| text.len() == COUNT_DIGITS && text.bytes().all(|byte| byte.is_ascii_digit());
-        if !is_number(number) || !is_number(count) || before.starts_with("shard-") {
+        if !is_number(number) || !is_number(count) || before.starts_with(SHARD) {
             return None;
         }
         let after = variant.map_or_else(String::new, |variant| format!(".{variant}"));

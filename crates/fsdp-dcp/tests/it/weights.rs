@@ -54,7 +54,7 @@ fn of_several_variants_in_one_directory_the_plain_one_is_read() {
 
 /// Checks that a directory is refused, and that the error names a key and the two files that have it.
 fn assert_in_two_files(directory: &Path, key: &str, files: [&str; 2]) {
-    let error = with_causes(&open(directory, OpenOptions::default()).map(drop).unwrap_err());
+    let error = error_of(directory);
     assert!(error.contains(&format!("`{key}` in both `{}` and `{}`", files[0], files[1])), "{error}");
 }
 
@@ -153,6 +153,52 @@ fn many_tensors_inside_values_are_put_back_in_time() {
     let source = open(parent.path(), OpenOptions::default()).unwrap();
     let PlainValue::List(tensors) = source.read_value("v").unwrap() else { panic!("no list") };
     assert_eq!((tensors.len(), source.metadata().entries.len()), (keys.len(), 1));
+}
+
+/// Returns the error of opening a file, with its causes.
+fn error_of(path: &Path) -> String {
+    with_causes(&open(path, OpenOptions::default()).map(drop).unwrap_err())
+}
+
+#[test]
+fn the_shard_of_one_of_several_ranks_is_not_taken_for_the_model() {
+    let parent = tempfile::tempdir().unwrap();
+    let write = |file: &str, more: &[(&str, &str)]| {
+        let mut metadata = IndexMap::from([("DCP_SHARDING_INFO".into(), r#"{"a": {"saved_offsets": [0]}}"#.into())]);
+        metadata.extend(more.iter().map(|(key, text)| ((*key).to_owned(), (*text).to_owned())));
+        let header = Header::encode(&metadata, [("a", DType::U8, &[2usize][..])]).unwrap();
+        std::fs::write(parent.path().join(file), [&header[..], &[1, 2]].concat()).unwrap();
+        parent.path().join(file)
+    };
+    // By itself it may be that of a single rank, unless it tells of others.
+    let first = write("shard-00001-model-00001-of-00001.safetensors", &[]);
+    assert_eq!(open(&first, OpenOptions::default()).unwrap().metadata().tensor("a").unwrap().shape, [2]);
+    write("shard-00001-model-00001-of-00001.safetensors", &[("fsdp.shards", "2")]);
+    assert!(error_of(&first).contains("name the directory"), "{}", error_of(&first));
+    write("shard-00001-model-00001-of-00001.safetensors", &[]);
+    write("shard-00002-model-00001-of-00001.safetensors", &[]);
+    assert!(error_of(&first).contains("name the directory"), "{}", error_of(&first));
+    // Files with such notes that are no shards hold whole tensors.
+    let whole = write("model-00001-of-00002.safetensors", &[]);
+    assert!(open(&whole, OpenOptions::default()).is_ok());
+}
+
+#[test]
+fn files_of_directories_are_told_to_be_no_checkpoints_themselves() {
+    let parent = tempfile::tempdir().unwrap();
+    weights(&parent.path().join("m.safetensors"), &["a", "b"]);
+    let dcp = parent.path().join("dcp");
+    let source = open(parent.path().join("m.safetensors"), OpenOptions::default()).unwrap();
+    convert(&*source, &dcp, OutputFormat::Dcp { ranks: 1 }, ConvertOptions::default()).unwrap();
+    let index = parent.path().join("model.safetensors.index.json");
+    std::fs::write(&index, r#"{"weight_map": {}}"#).unwrap();
+    for (path, words) in [
+        (dcp.join(".metadata"), "a DCP directory (name the directory)"),
+        (dcp.join("__0_0.distcp"), "a DCP directory (name the directory)"),
+        (index, "an index of the files of a model (name their directory)"),
+    ] {
+        assert!(error_of(&path).contains(words), "{}", error_of(&path));
+    }
 }
 
 #[test]
