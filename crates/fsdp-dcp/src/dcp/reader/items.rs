@@ -221,19 +221,38 @@ impl CheckpointReader {
         Ok(())
     }
 
-    /// Reads how a tensor is quantized from the item of its first chunk; `None` if it is not.
+    /// Reads how a tensor is quantized, which all of its items must say alike; `None` if it is not.
     pub(crate) fn read_quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
         let Some(tensor) = self.metadata.tensor(fqn) else { return Ok(None) };
-        let mut stored = tensor.chunks.iter().filter_map(|chunk| Some((&chunk.bounds, chunk.stored.as_ref()?)));
-        let Some((bounds, stored)) = stored.next() else { return Ok(None) };
-        let length = byte_length(bounds, tensor.properties.dtype).unwrap_or(0) as u64;
-        let quantizer =
-            self.with_item(stored, length.saturating_add(ITEM_OVERHEAD), |item| match Directory::read(item) {
-                Ok(archive) => quantizer_of(&archive, item),
-                // torch's SAFETENSORS format has no archives, nor quantized tensors.
-                Err(_) => Ok(None),
-            });
-        quantizer.map_err(|error| self.item_error(fqn, stored, error))
+        let mut first: Option<(&StorageInfo, Option<PlainValue>)> = None;
+        for chunk in &tensor.chunks {
+            let Some(stored) = &chunk.stored else { continue };
+            let length = byte_length(&chunk.bounds, tensor.properties.dtype).unwrap_or(0) as u64;
+            let found = self.quantizer_in(stored, length).map_err(|error| self.item_error(fqn, stored, error))?;
+            let (place, quantizer) = first.get_or_insert_with(|| (stored, found.clone()));
+            let is_same = match (&*quantizer, &found) {
+                (Some(first), Some(found)) => first.same_bits(found),
+                (first, found) => first.is_none() && found.is_none(),
+            };
+            if !is_same {
+                return Err(FileError::Differing {
+                    fqn: fqn.to_owned(),
+                    what: "has another scale or zero point".to_owned(),
+                    first: place.relative_path.clone(),
+                    second: stored.relative_path.clone(),
+                });
+            }
+        }
+        Ok(first.and_then(|(_, quantizer)| quantizer))
+    }
+
+    /// Reads how the tensor of `length` bytes in one item is quantized; `None` if it is not.
+    fn quantizer_in(&self, stored: &StorageInfo, length: u64) -> Result<Option<PlainValue>, ReadError> {
+        self.with_item(stored, length.saturating_add(ITEM_OVERHEAD), |item| match Directory::read(item) {
+            Ok(archive) => quantizer_of(&archive, item),
+            // torch's SAFETENSORS format has no archives, nor quantized tensors.
+            Err(_) => Ok(None),
+        })
     }
 
     /// Adds the key and the place of an item to an error of its contents.
