@@ -10,6 +10,7 @@ use crate::formats::extra::{ExtraFiles, is_data_of_dcp};
 use crate::formats::read::OpenOptions;
 use crate::formats::weights;
 use crate::gguf;
+use crate::metadata::METADATA_FILE;
 use crate::numpy;
 use crate::rank_files;
 use crate::safetensors::read::SafetensorsCheckpoint;
@@ -37,7 +38,8 @@ pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<d
     }
 }
 
-/// Opens a part of a trainer's folder. It is no such folder itself: links could lead from folder to folder without end.
+/// Opens a part of a trainer's folder. A part that is such a folder too is refused, because links could lead from folder
+/// to folder without end.
 fn open_part(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     if location.storage().kind()? == Some(EntryKind::Directory) {
         let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
@@ -144,8 +146,30 @@ fn megatron(directory: &CheckedDirectory, names: &[String]) -> Result<Option<&'s
     ))
 }
 
-/// Opens a file, whose format its first bytes tell.
+/// Returns what a file is that belongs to a directory, and is no checkpoint by itself, by its name.
+fn part_of_directory(name: &str) -> Option<&'static str> {
+    if name == METADATA_FILE || is_data_of_dcp(name) {
+        Some("a file of a DCP directory (name the directory),")
+    } else if name.ends_with(".index.json") {
+        Some("an index of the files of a model (name their directory),")
+    } else {
+        None
+    }
+}
+
+/// Opens a file. The error of one that is a part of a directory says so.
 fn open_file(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
+    match open_content(location, options) {
+        Err(error @ FileError::File { .. }) => {
+            let (_, name) = location.split()?;
+            Err(part_of_directory(name).map_or(error, |what| unsupported(location, what)))
+        }
+        opened => opened,
+    }
+}
+
+/// Opens a file, whose format its first bytes tell.
+fn open_content(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     match first_bytes(location)?.as_slice() {
         [b'P', b'K', 3 | 5, ..] if is_numpy_archive(location)? => Ok(Box::new(numpy::open(location, options)?)),
         [b'P', b'K', 3 | 5, ..] => Ok(Box::new(torch::read::open(location, options)?)),

@@ -51,7 +51,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Box<dyn 
     for (name, sidecar) in sidecars {
         joined.add(Part { place: name.to_owned(), ..Part::default() }, Box::new(sidecar))?;
     }
-    Ok(Box::new(joined))
+    Ok(Box::new(joined.finish()))
 }
 
 /// The sidecar files of a DCP directory that are copied as they are.

@@ -116,9 +116,10 @@ impl Shards {
             let files = vec!["mp_rank_00_model_states.pt".to_owned()];
             return Err(FileError::MissingFiles { path: directory.path().to_owned(), files });
         }
-        let name = |rank: usize| format!("zero_pp_rank_{rank}_mp_rank_00_optim_states.pt");
         let Some(first) = ranks.values().next() else {
-            return Err(FileError::MissingFiles { path: directory.path().to_owned(), files: vec![name(0)] });
+            check_is_sharded(directory, models.values())?;
+            let files = vec!["zero_pp_rank_0_mp_rank_00_optim_states.pt".to_owned()];
+            return Err(FileError::MissingFiles { path: directory.path().to_owned(), files });
         };
         // The number of ranks is written in each of their files.
         let world_size = partitions(first).unwrap_or(count);
@@ -445,6 +446,17 @@ impl Shards {
 
 /// The largest number of elements to which DeepSpeed aligns a rank's part.
 const ALIGNMENT: usize = 128;
+
+/// Refuses files of model states that list no shapes of parameters: DeepSpeed writes those for the shards of ZeRO only.
+fn check_is_sharded<'f>(
+    directory: &CheckedDirectory,
+    mut models: impl Iterator<Item = &'f Named>,
+) -> Result<(), FileError> {
+    let lists_none = |model: &&Named| !model.flat.found.keys().any(|key| key.starts_with("param_shapes."));
+    let Some(model) = models.find(lists_none) else { return Ok(()) };
+    let what = "a directory of DeepSpeed without ZeRO (name this file: it has the whole model),".to_owned();
+    Err(directory.file_error(&model.name, FormatError::Unsupported { what }))
+}
 
 fn has_key(file: &Named, key: &str) -> bool {
     file.flat.found.contains_key(&format!("{ROOT}.{key}.0"))

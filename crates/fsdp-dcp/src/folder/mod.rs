@@ -69,7 +69,7 @@ pub(crate) fn open(
         };
         folder.add(joined_part(part, &*checkpoint), checkpoint)?;
     }
-    Ok(Box::new(folder))
+    Ok(Box::new(folder.finish()))
 }
 
 /// Returns how the keys of a part go into the folder: all below those of the part.

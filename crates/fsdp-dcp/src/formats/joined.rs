@@ -42,6 +42,8 @@ pub(crate) struct Joined {
     path: PathBuf,
     directory: CheckedDirectory,
     seen: Seen<'static>,
+    /// The containers of each part, until the last part has been added.
+    structures: Vec<Structure>,
     /// The places of the sources.
     places: Vec<Place>,
     /// For each key, the source, and the key in that source.
@@ -52,9 +54,9 @@ impl Joined {
     /// Begins a checkpoint without any parts.
     pub(crate) fn new(format: Format, path: &Path, directory: CheckedDirectory) -> Self {
         let metadata = Metadata { planner_data: Some(IndexMap::new()), ..Metadata::default() };
-        let seen = Seen { sources: Vec::new(), metadata, structure: Some(Structure::Dict(Vec::new())) };
-        let (places, origins) = Default::default();
-        Joined { format, path: path.to_owned(), directory, seen, places, origins }
+        let seen = Seen { sources: Vec::new(), metadata, structure: None };
+        let (structures, places, origins) = Default::default();
+        Joined { format, path: path.to_owned(), directory, seen, structures, places, origins }
     }
 
     /// Adds a part. A key that another part has already is an error.
@@ -112,20 +114,18 @@ impl Joined {
         };
         self.seen.metadata.entries.extend(added.entries);
         self.seen.metadata.planner_data.get_or_insert_default().extend(added.planner_data.unwrap_or_default());
-        self.merge(structure);
+        self.structures.push(structure);
         self.seen.sources.push(Source::Own(checkpoint));
         self.places.push(Place { place, is_directory, keys });
         Ok(())
     }
 
-    /// Merges the containers of a part into those of the whole. If they do not fit together, the whole has no
-    /// structure.
-    fn merge(&mut self, structure: Structure) {
-        let Some(whole) = &mut self.seen.structure else { return };
-        whole.merge(structure);
-        if whole.leaves().len() != self.seen.metadata.entries.len() {
-            self.seen.structure = None;
-        }
+    /// Completes the checkpoint. If the containers of the parts do not fit together, the whole has no structure.
+    pub(crate) fn finish(mut self) -> Self {
+        let structure = Structure::merged(std::mem::take(&mut self.structures));
+        let does_fit = structure.leaves().len() == self.seen.metadata.entries.len();
+        self.seen.structure = does_fit.then_some(structure);
+        self
     }
 
     /// Returns the place of the part that has a key, for errors; an empty text if the part is still being added.

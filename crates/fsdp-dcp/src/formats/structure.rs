@@ -175,7 +175,7 @@ impl Structure {
     /// to the top level, if the other one is in a list.
     ///
     /// # Errors
-    /// The key of a leaf that has no such place.
+    /// The key of one of the others beside which there is no such place.
     pub(crate) fn add_beside(&mut self, beside: &IndexMap<String, String>, suffix: &str) -> Result<(), String> {
         let mut placed = HashSet::new();
         let mut stack = vec![&mut *self];
@@ -209,21 +209,25 @@ impl Structure {
         Ok(())
     }
 
-    /// Adds the entries of a dict to this dict. Dicts at the same key are merged.
-    pub(crate) fn merge(&mut self, other: Structure) {
-        let (Structure::Dict(items), Structure::Dict(more)) = (self, other) else { return };
-        // Keys of several types may have the same text.
-        let mut places: HashMap<String, usize> =
-            items.iter().enumerate().map(|(index, (key, _))| (format!("{key:?}"), index)).collect();
-        for (key, value) in more {
-            match places.get(&format!("{key:?}")) {
-                Some(&there) => items[there].1.merge(value),
-                None => {
-                    places.insert(format!("{key:?}"), items.len());
-                    items.push((key, value));
-                }
+    /// Merges dicts, and dicts at the same key of them. Whatever else is at one key, the first is kept.
+    pub(crate) fn merged(structures: Vec<Structure>) -> Structure {
+        let mut structures = structures.into_iter();
+        let mut entries = match structures.next() {
+            Some(Structure::Dict(entries)) if structures.len() > 0 => entries,
+            Some(only) => return only,
+            None => return Structure::Dict(Vec::new()),
+        };
+        for structure in structures {
+            if let Structure::Dict(more) = structure {
+                entries.extend(more);
             }
         }
+        // Keys of several types may have the same text.
+        let mut items: IndexMap<String, (PlainValue, Vec<Structure>)> = IndexMap::new();
+        for (key, child) in entries {
+            items.entry(format!("{key:?}")).or_insert_with(|| (key, Vec::new())).1.push(child);
+        }
+        Structure::Dict(items.into_values().map(|(key, children)| (key, Structure::merged(children))).collect())
     }
 }
 

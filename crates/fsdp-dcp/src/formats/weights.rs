@@ -28,6 +28,9 @@ const VARIANTS: [&str; 7] = ["bf16", "ema", "fp16", "fp32", "fp8", "int8", "non_
 /// other keys.
 const CONSOLIDATED: &str = "consolidated";
 
+/// The beginning of the name of a rank's shard, as torch's `HuggingFaceStorageWriter` has it.
+pub(crate) const SHARD: &str = "shard-";
+
 /// The files to read.
 #[derive(Debug)]
 pub(crate) enum Weights {
@@ -127,6 +130,14 @@ pub(crate) fn is_known(name: &str, ending: &str) -> bool {
     rest.is_some_and(|rest| rest.ends_with(ending) || rest.contains(&format!("{ending}.index")))
 }
 
+/// Returns the error of a key that is in two files of a directory, where nothing tells which of them counts.
+pub(crate) fn in_two_files(directory: &CheckedDirectory, key: &str, first: &str, second: &str) -> FileError {
+    let what = format!(
+        "`{key}` in both `{first}` and `{second}`, where no index tells which one counts (name a file, or move one away),"
+    );
+    directory.file_error(second, FormatError::Unsupported { what })
+}
+
 /// Returns the stem and variant of an index: `model` for `model.safetensors.index.json`.
 fn stem_of_index(name: &str, ending: &str) -> Option<String> {
     let (stem, rest) = name.strip_suffix(".json")?.split_once(&format!("{ending}.index"))?;
@@ -153,13 +164,13 @@ const COUNT_DIGITS: usize = 5;
 
 impl Part {
     /// Parses `STEM-00001-of-00002` or `STEM-00001-of-00002.VARIANT`; returns `None` for other names. Files that begin
-    /// with `shard-` are those of ranks. They do not count, because a rank that has nothing to write has no file.
+    /// with [`SHARD`] are those of ranks. They do not count, because a rank that has nothing to write has no file.
     fn of(base: &str) -> Option<Self> {
         let (before, rest) = base.rsplit_once("-of-")?;
         let (before, number) = before.rsplit_once('-')?;
         let (count, variant) = rest.split_once('.').map_or((rest, None), |(count, variant)| (count, Some(variant)));
         let is_number = |text: &str| text.len() == COUNT_DIGITS && text.bytes().all(|byte| byte.is_ascii_digit());
-        if !is_number(number) || !is_number(count) || before.starts_with("shard-") {
+        if !is_number(number) || !is_number(count) || before.starts_with(SHARD) {
             return None;
         }
         let after = variant.map_or_else(String::new, |variant| format!(".{variant}"));

@@ -33,6 +33,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     let file = assembler.directory().file(name)?;
     let error = |source| FileError::File { path: location.name().to_owned(), source };
     let header = Header::read(&*file).map_err(error)?;
+    check_not_split(&header).map_err(error)?;
     let name: Arc<str> = Arc::from(name);
     let mut starts: Vec<u64> = header.tensors.iter().map(|info| info.offset).collect();
     starts.sort_unstable();
@@ -57,6 +58,17 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
         assembler.add_value(&KeyPath(vec![PathPart::Key(key)]), &name, Held::Plain(value))?;
     }
     Ok(assembler.finish(None))
+}
+
+/// Refuses one of several files into which a model was split: the tensors of the others would be missing.
+fn check_not_split(header: &Header) -> Result<(), FormatError> {
+    let count = header.values.iter().find(|(key, _)| key == "split.count").and_then(|(_, count)| count.as_int());
+    match count {
+        Some(count) if count > 1 => Err(FormatError::Unsupported {
+            what: format!("one of the {count} files of a split model (join them with `llama-gguf-split --merge`)"),
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// Returns where a tensor lies, after a check that it lies in the file.

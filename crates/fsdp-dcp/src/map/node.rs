@@ -1,5 +1,7 @@
 //! A tensor made of others, and how any box of it is read.
 
+use std::ops::Range;
+
 use fsdp_layout::TensorBox;
 
 use crate::error::FileError;
@@ -157,30 +159,54 @@ fn gather(
     let inner = bounds.sizes[dim + 1..].iter().product::<usize>() * element;
     let outer: usize = bounds.sizes[..dim].iter().product();
     let first = runs.partition_point(|run| run.to + run.len <= start);
-    let mut bytes = Vec::new();
-    for run in runs[first..].iter().take_while(|run| run.to < start + size) {
+    let wanted = runs[first..].iter().take_while(|run| run.to < start + size).map(|run| {
         let (low, high) = (run.to.max(start), (run.to + run.len).min(start + size));
-        let count = high - low;
-        let mut wanted = bounds.clone();
-        wanted.offsets[dim] = run.from + (low - run.to) * run.step;
-        wanted.sizes[dim] = (count - 1) * run.step + 1;
-        let at = low - start;
-        if outer == 1 && run.step == 1 {
-            let dst = &mut dst[at * inner..(at + count) * inner];
-            parts[run.part].read(source, element, &wanted, dst)?;
+        Run { to: low - start, len: high - low, from: run.from + (low - run.to) * run.step, ..*run }
+    });
+    let wanted: Vec<Run> = wanted.collect();
+    let mut bytes = Vec::new();
+    for group in read_at_once(&wanted) {
+        let range = range_of(group);
+        let mut bounds = bounds.clone();
+        (bounds.offsets[dim], bounds.sizes[dim]) = (range.start, range.len());
+        let part = &parts[group[0].part];
+        if let [Run { to, len, step: 1, .. }] = *group
+            && outer == 1
+        {
+            part.read(source, element, &bounds, &mut dst[to * inner..(to + len) * inner])?;
             continue;
         }
-        bytes.resize(outer * wanted.sizes[dim] * inner, 0);
-        parts[run.part].read(source, element, &wanted, &mut bytes)?;
-        for block in 0..outer {
-            for index in 0..count {
-                let from = (block * wanted.sizes[dim] + index * run.step) * inner;
-                let to = (block * size + at + index) * inner;
-                dst[to..to + inner].copy_from_slice(&bytes[from..from + inner]);
+        bytes.resize(outer * range.len() * inner, 0);
+        part.read(source, element, &bounds, &mut bytes)?;
+        for run in group {
+            for block in 0..outer {
+                for index in 0..run.len {
+                    let from = (block * range.len() + run.from - range.start + index * run.step) * inner;
+                    let to = (block * size + run.to + index) * inner;
+                    dst[to..to + inner].copy_from_slice(&bytes[from..from + inner]);
+                }
             }
         }
     }
     Ok(())
+}
+
+/// Returns the range of indices that runs span in their part.
+fn range_of(runs: &[Run]) -> Range<usize> {
+    let start = runs.iter().map(|run| run.from).min().unwrap_or_default();
+    let end = runs.iter().map(|run| run.from + (run.len - 1) * run.step + 1).max().unwrap_or_default();
+    start..end
+}
+
+/// Divides runs into those that are read at once: all of them, if they take at least half of the range that they span in
+/// one part, and each by itself otherwise.
+fn read_at_once(runs: &[Run]) -> Vec<&[Run]> {
+    let taken: usize = runs.iter().map(|run| run.len).sum();
+    if runs.iter().all(|run| run.part == runs[0].part) && range_of(runs).len() <= 2 * taken {
+        vec![runs]
+    } else {
+        runs.chunks(1).collect()
+    }
 }
 
 /// Writes the columns of a row-major matrix as rows.

@@ -40,10 +40,14 @@ impl<'a> Machine<'a> {
         let first = self.tuple(values).first().copied();
         let second = self.tuple(values).get(1).copied();
         let node = match global {
-            Global::OrderedDict | Global::DefaultDict => Node::Dict(self.dict_of(first)?),
+            Global::OrderedDict => Node::Dict(self.dict_of(first)?),
+            // The factory of its values comes first.
+            Global::DefaultDict => Node::Dict(self.dict_of(second)?),
             Global::Set => Node::Set(self.items_of(first)?),
             Global::FrozenSet => Node::FrozenSet(self.items_of(first)?),
             Global::CodecsEncode => Node::Bytes(Cow::Owned(self.encoded(first, second)?)),
+            // Python before 3.8 spells its bytes as text.
+            Global::ByteArray if second.is_some() => Node::ByteArray(Cow::Owned(self.encoded(first, second)?)),
             Global::ByteArray => Node::ByteArray(self.bytes_of(first)?),
             Global::Bytes => Node::Bytes(self.bytes_of(first)?),
             _ => Node::Object(Box::new(ObjectNode { global, args, state: None })),
@@ -74,15 +78,20 @@ impl<'a> Machine<'a> {
             Node::List(items) | Node::Set(items) | Node::FrozenSet(items) => items.len(),
             Node::Str(text) => text.len(),
             Node::Bytes(bytes) | Node::ByteArray(bytes) => bytes.len(),
+            Node::Dict(entries) => entries.len(),
             _ => 0,
         }
     }
 
-    /// Makes the dict of `OrderedDict()`, `OrderedDict([[key, value], …])`, `defaultdict(factory)`.
+    /// Makes the dict of `OrderedDict()`, `OrderedDict([[key, value], …])`, `defaultdict(factory, {key: value, …})`.
     fn dict_of(&mut self, pairs: Option<NodeId>) -> Result1<Vec<(NodeId, NodeId)>> {
         let Some(id) = pairs else { return Ok(Vec::new()) };
         self.charge(self.extent(id))?;
-        let Node::List(pairs) = &self.nodes[id.0 as usize] else { return Ok(Vec::new()) };
+        let pairs = match &self.nodes[id.0 as usize] {
+            Node::List(pairs) => pairs,
+            Node::Dict(entries) => return Ok(entries.clone()),
+            other => return Err(PickleErrorKind::Kind { expected: "a list of pairs, or a dict", found: other.kind() }),
+        };
         pairs
             .iter()
             .map(|pair| match &self.nodes[pair.0 as usize] {
@@ -114,13 +123,13 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Makes the bytes of `_codecs.encode(text, 'latin1')`.
+    /// Makes the bytes of `_codecs.encode(text, 'latin1')`, and of `bytearray(text, 'latin-1')`.
     fn encoded(&mut self, text: Option<NodeId>, encoding: Option<NodeId>) -> Result1<Vec<u8>> {
         let refused = PickleErrorKind::Value { what: "bytes must be spelled as latin1 text" };
         let (Some(text), Some(encoding)) = (text, encoding) else { return Err(refused) };
         self.charge(self.extent(text))?;
         match (&self.nodes[text.0 as usize], &self.nodes[encoding.0 as usize]) {
-            (Node::Str(text), Node::Str("latin1")) => {
+            (Node::Str(text), Node::Str("latin1" | "latin-1")) => {
                 let bytes: Option<Vec<u8>> = text.chars().map(|c| u8::try_from(u32::from(c)).ok()).collect();
                 bytes.ok_or(PickleErrorKind::Text)
             }

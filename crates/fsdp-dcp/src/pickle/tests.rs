@@ -35,6 +35,32 @@ fn a_parsed_list_has_its_items() {
     assert_eq!((pickle.int(items[0]), pickle.str(items[1])), (Ok(1), Ok("a")));
 }
 
+/// Returns the value of a pickle as Rust shows it.
+fn shown(bytes: &[u8]) -> String {
+    let pickle = parse(bytes).unwrap();
+    format!("{:?}", crate::torch::value::value_of(&pickle, pickle.root()).unwrap())
+}
+
+#[test]
+fn dicts_and_bytes_keep_what_they_are_made_of_however_that_is_spelled() {
+    let dict = shown(b"}X\x01\x00\x00\x00aK\x01s.");
+    for call in [
+        &b"ccollections\nOrderedDict\n]]X\x01\x00\x00\x00aaK\x01aa\x85R."[..],
+        b"ccollections\nOrderedDict\n}X\x01\x00\x00\x00aK\x01s\x85R.",
+        b"ccollections\ndefaultdict\nc__builtin__\nlist\n}X\x01\x00\x00\x00aK\x01s\x86R.",
+    ] {
+        assert_eq!(shown(call), dict, "{call:?}");
+    }
+    assert_eq!(shown(b"ccollections\ndefaultdict\nc__builtin__\nlist\n\x85R."), shown(b"}."));
+    let other = refused(b"ccollections\nOrderedDict\nK\x01\x85R.");
+    assert!(matches!(other, PickleErrorKind::Kind { found: "an int", .. }), "{other:?}");
+    // As Python 3.7 and 3.8 spell it in protocol 2.
+    let bytes = shown(b"c__builtin__\nbytearray\nX\x03\x00\x00\x00a\xc3\xbfX\x07\x00\x00\x00latin-1\x86R.");
+    let call =
+        b"c__builtin__\nbytearray\nc_codecs\nencode\nX\x03\x00\x00\x00a\xc3\xbfX\x06\x00\x00\x00latin1\x86R\x85R.";
+    assert_eq!(bytes, shown(call));
+}
+
 #[test]
 fn text_with_surrogates_is_opaque_and_other_bytes_are_no_text() {
     // `pickle.dumps({'a': 'x\udcff'}, 2)`

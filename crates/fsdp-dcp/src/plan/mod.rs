@@ -13,6 +13,7 @@
 mod error;
 mod load;
 mod local;
+mod overlap;
 mod save;
 mod validate;
 

@@ -244,6 +244,85 @@ fn grid(shape: &[usize], cuts: &[Vec<usize>]) -> Vec<TensorBox> {
     boxes
 }
 
+/// A cut: of one box, along one dimension, at one place.
+type BoxCut = (prop::sample::Index, prop::sample::Index, prop::sample::Index);
+
+/// Cuts a tensor, and what the cuts before have made of it, in two again and again.
+fn cut_up(shape: &[usize], cuts: &[BoxCut]) -> Vec<TensorBox> {
+    let mut boxes = vec![TensorBox::whole(shape)];
+    for (which, dim, at) in cuts {
+        let (which, dim) = (which.index(boxes.len()), dim.index(shape.len()));
+        let size = boxes[which].sizes[dim];
+        if size > 1 {
+            let low = 1 + at.index(size - 1);
+            let mut high = boxes[which].clone();
+            boxes[which].sizes[dim] = low;
+            high.offsets[dim] += low;
+            high.sizes[dim] -= low;
+            boxes.push(high);
+        }
+    }
+    boxes
+}
+
+/// The time is linear but for logarithms: a test that takes longer is stopped by the test runner.
+#[test]
+fn many_chunks_that_only_one_of_several_dimensions_tells_apart_are_checked_in_time() {
+    let count = 100_000;
+    for apart in 0..4 {
+        let chunk = |index: usize, size: usize| {
+            let mut bounds = TensorBox::new(vec![index % 2; 4], vec![2; 4]);
+            (bounds.offsets[apart], bounds.sizes[apart]) = (2 * index, size);
+            bounds
+        };
+        let mut shape = vec![3; 4];
+        shape[apart] = 2 * count + 1;
+        let mut chunks: Vec<TensorBox> = (0..count).map(|index| chunk(index, 2)).collect();
+        assert_eq!(validate_chunks(&shape, &chunks), Ok(16 * count));
+        chunks[count / 3] = chunk(count / 3, 3);
+        assert!(matches!(validate_chunks(&shape, &chunks), Err(ChunkError::Overlap { .. })), "{apart}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn overlaps_are_found_however_boxes_lie(
+        (shape, cuts) in prop::collection::vec(1usize..40, 1..5).prop_flat_map(|shape| {
+            (Just(shape), prop::collection::vec(any::<BoxCut>(), 0..300))
+        }),
+        left_out in prop::collection::vec(any::<prop::sample::Index>(), 0..3),
+        more in prop::collection::vec(any::<(prop::sample::Index, prop::sample::Index)>(), 4),
+    ) {
+        let mut boxes = cut_up(&shape, &cuts);
+        for index in &left_out {
+            boxes.swap_remove(index.index(boxes.len()));
+            if boxes.is_empty() {
+                break;
+            }
+        }
+        let numel = boxes.iter().map(TensorBox::numel).sum();
+        prop_assert_eq!(validate_chunks(&shape, &boxes), Ok(numel));
+        // Any other box overlaps, unless it lies where one was left out.
+        let (offsets, sizes) = shape.iter().zip(&more).map(|(&size, (offset, part))| {
+            let offset = offset.index(size);
+            (offset, 1 + part.index(size - offset).min(2))
+        }).unzip();
+        let added = TensorBox::new(offsets, sizes);
+        let does_overlap = boxes.iter().any(|bounds| bounds.intersect(&added).is_some());
+        boxes.push(added.clone());
+        match validate_chunks(&shape, &boxes) {
+            Err(ChunkError::Overlap { first, second }) => {
+                prop_assert!(does_overlap);
+                prop_assert!(first.intersect(&second).is_some() && (first == added || second == added));
+            }
+            other => {
+                prop_assert!(!does_overlap, "{:?}", other);
+                prop_assert_eq!(other, Ok(numel + added.numel()));
+            }
+        }
+    }
+}
+
 proptest! {
     #[test]
     fn any_grid_is_valid_and_any_move_of_one_box_is_not(

@@ -21,7 +21,7 @@ mod names;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use fsdp_layout::PathPart;
+use fsdp_layout::{PathPart, TensorBox};
 
 use self::names::RankFile;
 use crate::error::{FileError, FormatError};
@@ -35,6 +35,7 @@ use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::torch::flat::{FlatFile, Leaf};
 use crate::torch::read::{add, read_flat};
+use crate::torch::tensor_ref::TensorRef;
 
 pub(crate) use self::checkpointing::{is_there as is_checkpointing, open as open_checkpointing};
 
@@ -129,24 +130,60 @@ fn add_item(
     Ok(structures.pop().map_or_else(|| Structure::Dict(Vec::new()), |(_, structure)| structure))
 }
 
-/// Returns `true` if an item without parts of tensors holds other keys or values on some rank.
+/// Returns `true` if an item without parts of tensors holds other keys, values or tensors on some rank.
 fn differs_by_rank(directory: &CheckedDirectory, files: &BTreeMap<usize, RankFile>) -> Result<bool, FileError> {
-    let mut first: Option<FlatFile> = None;
+    let mut first: Option<(&str, FlatFile)> = None;
     let mut differs = false;
     for file in files.values() {
         let flat = read_flat(directory, &file.name)?;
         if flat.found.values().any(|(_, leaf)| matches!(leaf, Leaf::Sharded(_))) {
             return Ok(false);
         }
-        let first = first.get_or_insert(flat.clone());
-        differs |= flat.found.len() != first.found.len()
-            || flat.found.iter().any(|(key, (_, leaf))| match (leaf, first.found.get(key)) {
-                (Leaf::Value(value), Some((_, Leaf::Value(first)))) => !value.is_same(first),
-                (Leaf::Tensor(..), Some((_, Leaf::Tensor(..)))) => false,
-                _ => true,
-            });
+        match &first {
+            None => first = Some((&file.name, flat)),
+            Some((name, first)) => differs = differs || do_differ(directory, (name, first), (&file.name, &flat))?,
+        }
     }
     Ok(differs)
+}
+
+/// Returns `true` if two files, each given as its name and its content, hold other keys, values or tensors.
+fn do_differ(
+    directory: &CheckedDirectory,
+    (first_name, first): (&str, &FlatFile),
+    (second_name, second): (&str, &FlatFile),
+) -> Result<bool, FileError> {
+    if first.found.len() != second.found.len() {
+        return Ok(true);
+    }
+    for (key, (_, leaf)) in &second.found {
+        let is_same = match (first.found.get(key), leaf) {
+            (Some((_, Leaf::Value(first))), Leaf::Value(second)) => first.is_same(second),
+            (Some((_, Leaf::Tensor(one, _))), Leaf::Tensor(other, _)) => {
+                let read = |name: &str, flat: &FlatFile, tensor: &TensorRef| {
+                    let read = flat.tensor(&*directory.file(name)?, tensor);
+                    read.map_err(|source| directory.file_error(name, source.of_key(key)))
+                };
+                (one.dtype, &one.shape) == (other.dtype, &other.shape)
+                    && (bytes_of(one) > SMALL_TENSOR
+                        || read(first_name, first, one)? == read(second_name, second, other)?)
+            }
+            _ => false,
+        };
+        if !is_same {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// The most bytes of a tensor of which the elements are compared when a checkpoint is opened. A larger one is taken for
+/// a copy, and compared before a conversion. The state of a generator of random numbers takes a few KiB.
+const SMALL_TENSOR: u64 = 1 << 20;
+
+/// Returns the bytes of a tensor's elements.
+fn bytes_of(tensor: &TensorRef) -> u64 {
+    TensorBox::whole(&tensor.shape).numel() as u64 * tensor.dtype.size_in_bytes()
 }
 
 /// Checks that all ranks of an item are there, and that no file is of another number of ranks.

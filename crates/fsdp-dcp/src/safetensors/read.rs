@@ -14,8 +14,8 @@ use tracing::warn;
 use super::header::{Header, TensorInfo};
 use super::paths::{self, PATHS};
 use super::sidecar::{
-    DIGESTS, DIGESTS_LAYOUT, SHARDS, VALUES_FILE, VALUES_HASH, digests_of_text, is_about_file, layout_text, shard_name,
-    values_beside, values_hash, values_names,
+    DIGESTS, DIGESTS_LAYOUT, SHARDING, SHARDS, VALUES_FILE, VALUES_HASH, digests_of_text, is_about_file, layout_text,
+    shard_name, values_beside, values_hash, values_names,
 };
 use super::slices::{RANK_NOTE, RankNote, SliceBox, rank_in_name};
 use super::values_read;
@@ -26,7 +26,7 @@ use crate::formats::index::Index;
 use crate::formats::lookup::{check_length, no_value, tensor_of};
 use crate::formats::read::OpenOptions;
 use crate::formats::replicas::check_replicas;
-use crate::formats::weights::Weights;
+use crate::formats::weights::{SHARD, Weights, in_two_files};
 use crate::limits::{MAX_INDEX_BYTES, MAX_LISTED_FILES, MAX_TENSOR_RANK, is_sane_shape};
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties};
 use crate::payload::slot::Slot;
@@ -48,6 +48,9 @@ pub(crate) struct SafetensorsCheckpoint {
     strides: HashMap<(String, u64), Vec<usize>>,
     /// The boxes of each tensor that are there already.
     boxes: HashMap<String, HashSet<TensorBox>>,
+    /// For each tensor, the file in which it was found first, and `true` if a note there tells what part of it that
+    /// file holds.
+    first: HashMap<String, (String, bool)>,
     /// The places of all keys, where a header or a values file has them.
     paths: Option<IndexMap<String, KeyPath>>,
     /// The notes in the headers, by key. If several files have the same key, the first one counts.
@@ -90,6 +93,7 @@ impl SafetensorsCheckpoint {
             values: HashMap::new(),
             strides: HashMap::new(),
             boxes: HashMap::new(),
+            first: HashMap::new(),
             paths: None,
             notes: IndexMap::new(),
             digests: None,
@@ -105,6 +109,7 @@ impl SafetensorsCheckpoint {
         let mut opened = Self::without_files(&location, Format::SafetensorsFile, directory);
         // The header has the hash of the values file, if there is one: a file of that name alone proves nothing.
         let Texts { mut texts, layout, .. } = opened.add_file(name, None)?;
+        opened.check_not_a_shard(name, &texts)?;
         if let Some(text) = texts.get(DIGESTS).filter(|_| options.verify) {
             if texts.get(DIGESTS_LAYOUT) == Some(&layout) {
                 opened.digests = Some(digests_of_text(text).map_err(|error| opened.directory.file_error(name, error))?);
@@ -187,6 +192,24 @@ impl SafetensorsCheckpoint {
         self
     }
 
+    /// Refuses the shard of one of several ranks. Nothing in it tells how large the whole tensors are, so that those of
+    /// the first shard would look whole.
+    fn check_not_a_shard(&self, name: &str, texts: &IndexMap<String, String>) -> Result<(), FileError> {
+        let is_shard = |name: &str| name.starts_with(SHARD) && name.ends_with(ENDING);
+        if !is_shard(name) || !texts.contains_key(SHARDING) {
+            return Ok(());
+        }
+        let count = texts.get(SHARDS).and_then(|count| count.parse().ok()).unwrap_or(0usize);
+        let others = || -> Result<bool, FileError> {
+            Ok(self.directory.names()?.iter().any(|other| other != name && is_shard(other)))
+        };
+        if count > 1 || others()? {
+            let what = "the shard of one of several ranks (name the directory, which has the others),".to_owned();
+            return Err(self.directory.file_error(name, FormatError::Unsupported { what }));
+        }
+        Ok(())
+    }
+
     /// Checks that as many files exist as the checkpoint was written in.
     fn check_shards(&self, names: &[String], shards: usize) -> Result<(), FileError> {
         let there = names.iter().filter(|name| name.ends_with(ENDING) && !name.starts_with('.')).count();
@@ -238,8 +261,7 @@ impl SafetensorsCheckpoint {
         if let Some(text) = header.metadata.get(PATHS) {
             self.paths = Some(paths::decode(text).map_err(error)?);
         }
-        let sharding: HashMap<String, ShardNote> =
-            note(&header, "DCP_SHARDING_INFO").map_err(error)?.unwrap_or_default();
+        let sharding: HashMap<String, ShardNote> = note(&header, SHARDING).map_err(error)?.unwrap_or_default();
         let rank: Option<RankNote> = note(&header, RANK_NOTE).map_err(error)?;
         let mut budget = Budget::new(header.data, 1);
         let due = index.map_or(&[][..], |(_, keys)| keys);
@@ -251,6 +273,13 @@ impl SafetensorsCheckpoint {
         for (fqn, info) in header.tensors {
             if index.is_some_and(|(index, _)| index.is_elsewhere(&fqn, name)) {
                 continue;
+            }
+            // Parts that several ranks have written, and their copies of whole tensors, are noted as such.
+            let is_noted = rank.is_some() || sharding.contains_key(&fqn);
+            let here = || (name.to_owned(), is_noted);
+            let (first, is_first_noted) = self.first.entry(fqn.clone()).or_insert_with(here);
+            if first != name && !(is_noted && *is_first_noted) {
+                return Err(in_two_files(&self.directory, &fqn, first, name));
             }
             let slice = rank.as_ref().and_then(|rank| rank.tensors.get(&fqn));
             // A small note may have many ranges.

@@ -7,6 +7,7 @@ use twox_hash::{XxHash3_64, XxHash3_128};
 
 use crate::budget::Budget;
 use crate::error::FormatError;
+use crate::formats::weights::SHARD;
 pub use crate::storage::names::VALUES_FILE;
 
 /// Returns the name of the values file of a single file: `NAME.values.json` for `NAME.safetensors`.
@@ -31,7 +32,7 @@ pub(crate) const DIGESTS_LAYOUT: &str = "fsdp.digests.layout";
 /// Returns `true` for the key of a text in a `__metadata__` that says how a file is written. All others are somebody's
 /// notes about what it holds.
 pub(crate) fn is_about_file(key: &str) -> bool {
-    key.starts_with("fsdp.") || matches!(key, "format" | "DCP_VERSION" | "DCP_SHARDING_INFO")
+    key.starts_with("fsdp.") || matches!(key, "format" | "DCP_VERSION" | SHARDING)
 }
 
 /// Returns the text of [`DIGESTS_LAYOUT`] for a file whose data begins at `data`, with these tensors in the order of
@@ -67,13 +68,17 @@ fn malformed_digests(error: serde_json::Error) -> FormatError {
     FormatError::Malformed { what: "digests", reason: error.to_string() }
 }
 
+/// The key in the `__metadata__` of a file of torch's `HuggingFaceStorageWriter` whose text tells where in its tensor
+/// each part lies that the file holds.
+pub(crate) const SHARDING: &str = "DCP_SHARDING_INFO";
+
 /// The key in the `__metadata__` of a rank's shard whose text is the number of shards: without it, a shard that is
 /// missing would leave smaller tensors. The names count from 1.
 pub(crate) const SHARDS: &str = "fsdp.shards";
 
 /// Returns the name of a shard, as torch's `HuggingFaceStorageWriter` has it.
 pub(crate) fn shard_name(index: usize) -> String {
-    format!("shard-{:05}-model-00001-of-00001.safetensors", index + 1)
+    format!("{SHARD}{:05}-model-00001-of-00001.safetensors", index + 1)
 }
 
 /// The ending of the values file's name until the safetensors file is committed; the hash of the values follows.

@@ -9,8 +9,8 @@ use indexmap::IndexMap;
 use super::header::Header;
 use super::paths::{self, PATHS};
 use super::sidecar::{
-    DIGESTS, DIGESTS_LAYOUT, SHARDS, VALUES_FILE, VALUES_HASH, digests_text, layout_text, shard_name, values_beside,
-    values_hash, values_names,
+    DIGESTS, DIGESTS_LAYOUT, SHARDING, SHARDS, VALUES_FILE, VALUES_HASH, digests_text, layout_text, shard_name,
+    values_beside, values_hash, values_names,
 };
 use super::values;
 use crate::digest::check_copy;
@@ -373,7 +373,7 @@ pub(crate) fn write_shards(
         let mut metadata = aside.texts(rank == 0);
         metadata.extend([
             ("DCP_VERSION".to_owned(), "1.0".to_owned()),
-            ("DCP_SHARDING_INFO".to_owned(), serde_json::Value::Object(sharding).to_string()),
+            (SHARDING.to_owned(), serde_json::Value::Object(sharding).to_string()),
             (SHARDS.to_owned(), shards.to_string()),
         ]);
         let name = shard_name(rank);

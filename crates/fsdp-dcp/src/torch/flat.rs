@@ -6,14 +6,14 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use fsdp_layout::{KeyPath, PathPart, PlainValue};
+use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue};
 use indexmap::IndexMap;
 
 use super::legacy;
 use super::sharded::{ShardedRef, is_sharded};
 use super::storages::{InStorage, Storages};
 use super::tensor_ref::TensorRef;
-use super::value::{TensorLoader, convert, opaque_type};
+use super::value::{BesidePickle as _, TensorLoader, convert, opaque_type};
 use super::zip::Directory;
 use crate::error::FormatError;
 use crate::formats::assembled::{Elements, Held, Piece, Start};
@@ -58,6 +58,11 @@ impl FlatFile {
         let structure = flat.flatten(parsed.root(), &KeyPath::default())?;
         let found = flat.found;
         Ok(FlatFile { found, structure, storages: Arc::new(storages) })
+    }
+
+    /// Reads a tensor of this file, which is `file`.
+    pub(crate) fn tensor(&self, file: &dyn ReadAt, tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
+        TensorLoader::new(&self.storages, file).tensor(tensor)
     }
 
     /// Returns the keys of the tensors that have a class or attributes of their own in Python, which are not kept.

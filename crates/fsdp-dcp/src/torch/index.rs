@@ -1,7 +1,7 @@
 //! Directories with the weights of a model in files of `torch.save`, as older versions of Hugging Face's libraries
 //! wrote them: one file, or several with a JSON index.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::read::{add, read_flat};
@@ -9,7 +9,7 @@ use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
 use crate::formats::read::OpenOptions;
-use crate::formats::weights::{Weights, is_known};
+use crate::formats::weights::{Weights, in_two_files, is_known};
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
@@ -23,7 +23,7 @@ pub(crate) fn weights(names: &[String]) -> Vec<String> {
 }
 
 /// Opens the files of these names. If one of them is an index, opens the files that it lists, and reads each key from
-/// the file that the index gives.
+/// the file that the index gives. Any other key that is in two files is an error.
 pub(crate) fn open(location: &Location, names: &[String], options: OpenOptions) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
     directory.check_covered()?;
@@ -40,7 +40,7 @@ pub(crate) fn open(location: &Location, names: &[String], options: OpenOptions) 
     }
     directory.check_missing(missing)?;
     let mut assembler = Assembler::new(Format::TorchDirectory, location.name(), directory);
-    let mut taken: HashSet<String> = HashSet::new();
+    let mut found = HashMap::new();
     for (file, keys) in &files {
         let name: Arc<str> = Arc::from(*file);
         let flat = read_flat(assembler.directory(), &name)?;
@@ -49,29 +49,40 @@ pub(crate) fn open(location: &Location, names: &[String], options: OpenOptions) 
             let source = FormatError::Malformed { what: "checkpoint", reason };
             return Err(assembler.directory().file_error(file, source));
         }
-        let mut is_new = |key: &str| !index.is_elsewhere(key, file) && taken.insert(key.to_owned());
-        add(&mut assembler, &name, &flat, &mut |key| is_new(key).then(Vec::new))?;
+        let is_here = |key: &str| !index.is_elsewhere(key, file);
+        take(&mut found, &assembler, file, flat.found.keys().filter(|key| is_here(key)))?;
+        add(&mut assembler, &name, &flat, &mut |key| is_here(key).then(Vec::new))?;
     }
     assembler.sort_by_order(&index.weight_map);
     Ok(assembler.finish(None))
 }
 
-/// Opens these files. A key that is in two of them is an error.
+/// Opens these files, of which no index tells what is in them.
 fn open_files(location: &Location, directory: CheckedDirectory, files: &[String]) -> Result<Assembled, FileError> {
     let mut assembler = Assembler::new(Format::TorchDirectory, location.name(), directory);
     let mut structure = None;
-    let mut found: HashMap<String, &str> = HashMap::new();
+    let mut found = HashMap::new();
     for file in files {
         let name: Arc<str> = Arc::from(file.as_str());
         let flat = read_flat(assembler.directory(), &name)?;
-        for key in flat.found.keys() {
-            if let Some(first) = found.insert(key.clone(), file) {
-                let what = format!("`{key}` in both `{first}` and `{file}`, without an index that chooses one,");
-                return Err(assembler.directory().file_error(file, FormatError::Unsupported { what }));
-            }
-        }
+        take(&mut found, &assembler, file, flat.found.keys())?;
         add(&mut assembler, &name, &flat, &mut |_| Some(Vec::new()))?;
         structure = Some(flat.structure);
     }
     Ok(assembler.finish(structure.filter(|_| files.len() == 1)))
+}
+
+/// Notes the keys that are taken from a file. One that has been taken from another file is an error.
+fn take<'f, 'k>(
+    found: &mut HashMap<String, &'f str>,
+    assembler: &Assembler,
+    file: &'f str,
+    keys: impl Iterator<Item = &'k String>,
+) -> Result<(), FileError> {
+    for key in keys {
+        if let Some(first) = found.insert(key.clone(), file) {
+            return Err(in_two_files(assembler.directory(), key, first, file));
+        }
+    }
+    Ok(())
 }

@@ -480,7 +480,7 @@ pub(crate) fn convert(
                 let key = convert(p, key, walk, beside)?;
                 dict.push((key, convert(p, value, walk, beside)?));
             }
-            // No dict of Python has one, and other formats keep only one of the values.
+            // A dict of Python has each key once, and other formats would keep only one of the values.
             let mut texts = HashSet::new();
             if dict.iter().filter_map(|(key, _)| key.as_str()).any(|text| !texts.insert(text)) {
                 return Err(p.error(id, PickleErrorKind::Value { what: "a dict has a key twice" }).into());

@@ -391,6 +391,27 @@ fn a_tensor_of_many_chunks_is_verified_in_linear_time() {
     }
 }
 
+/// torch's SAFETENSORS format has all tensors of a file in one blob, whose header is read once.
+#[test]
+fn many_tensors_in_one_blob_are_verified_in_linear_time() {
+    let names: Vec<String> = (0..10_000).map(|number| format!("t.{number}")).collect();
+    let header = names.iter().enumerate().map(|(at, name)| {
+        (name.clone(), serde_json::json!({ "dtype": "U8", "shape": [1], "data_offsets": [at, at + 1] }))
+    });
+    let header = serde_json::Value::Object(header.collect()).to_string();
+    let blob = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &vec![0; names.len()]].concat();
+    let mut metadata = Metadata::default();
+    for name in names {
+        let stored =
+            StorageInfo { relative_path: "__0_0.distcp".to_owned(), offset: 0, length: 1, transforms: Vec::new() };
+        let chunks = vec![Chunk { bounds: TensorBox::whole(&[1]), stored: Some(stored) }];
+        let entry = TensorEntry { properties: TensorProperties::of(DType::U8), shape: vec![1], chunks };
+        metadata.entries.insert(name, Entry::Tensor(entry));
+    }
+    let found = error_of(&[(METADATA_FILE, encode(&metadata)), ("__0_0.distcp", blob)]);
+    assert_eq!(found, "none");
+}
+
 /// The budget is for what nobody writes: a `.metadata` of many small chunks, and a long list of small numbers, pass.
 #[test]
 fn large_honest_files_are_within_the_budget() {

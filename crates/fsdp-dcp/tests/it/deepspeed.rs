@@ -55,7 +55,7 @@ fn steps_and_hyperparameters_come_along() {
 }
 
 /// Makes a dict with keys of text.
-fn dict(items: Vec<(&str, PlainValue)>) -> PlainValue {
+fn dict<K: Into<PlainValue>>(items: Vec<(K, PlainValue)>) -> PlainValue {
     PlainValue::Dict(items.into_iter().map(|(key, value)| (key.into(), value)).collect())
 }
 
@@ -64,7 +64,7 @@ fn write_zero2(path: &std::path::Path, flat: &PlainTensor, shapes: Vec<(&str, Ve
     let shape = |sizes: Vec<i64>| PlainValue::Tuple(sizes.into_iter().map(PlainValue::Int).collect());
     let shapes = shapes.into_iter().map(|(name, sizes)| (name, shape(sizes))).collect();
     let model = dict(vec![
-        ("module", dict(Vec::new())),
+        ("module", PlainValue::Dict(Vec::new())),
         ("buffer_names", PlainValue::List(Vec::new())),
         ("param_shapes", PlainValue::List(vec![dict(shapes)])),
     ]);
@@ -99,6 +99,37 @@ fn master_parameters_and_moments_keep_their_dtype() {
     }
 }
 
+/// The time is linear: a test that takes longer is stopped by the test runner.
+#[test]
+fn parameters_that_share_the_elements_of_frozen_ones_are_found_in_time() {
+    let parent = TempDir::new().unwrap();
+    let (frozen, shared) = (40_000, 500_000);
+    let name = |number: usize| format!("frozen{number:06}");
+    let (mut shapes, mut fragments) = (Vec::new(), Vec::new());
+    for number in 0..frozen {
+        let fragment = PlainTensor { dtype: DType::F32, shape: vec![0], data: Vec::new() };
+        shapes.push((name(number).as_str().into(), PlainValue::Tuple(vec![PlainValue::Int(0)])));
+        fragments.push((name(number).as_str().into(), PlainValue::Tensor(fragment)));
+    }
+    // Nearly all share the elements of a parameter that is not there.
+    let aliases = (0..shared).map(|number| (format!("alias{number}").as_str().into(), name(number).as_str().into()));
+    let model = dict(vec![
+        ("module", PlainValue::Dict(Vec::new())),
+        ("param_shapes", PlainValue::List(vec![PlainValue::Dict(Vec::new())])),
+        ("frozen_param_shapes", PlainValue::Dict(shapes)),
+        ("frozen_param_fragments", PlainValue::Dict(fragments)),
+        ("shared_params", PlainValue::Dict(aliases.collect())),
+    ]);
+    let groups = ("single_partition_of_fp32_groups", PlainValue::List(Vec::new()));
+    let rank = dict(vec![("optimizer_state_dict", dict(vec![groups, ("partition_count", PlainValue::Int(1))]))]);
+    let write = |name: &str, value| std::fs::write(parent.path().join(name), encode_value(value).unwrap()).unwrap();
+    write("mp_rank_00_model_states.pt", &model);
+    write("zero_pp_rank_0_mp_rank_00_optim_states.pt", &rank);
+    let checkpoint = opened(parent.path());
+    let count = |start: &str| checkpoint.metadata().tensors().filter(|(key, _)| key.starts_with(start)).count();
+    assert_eq!((count("model.frozen"), count("model.alias")), (frozen, frozen));
+}
+
 #[test]
 fn missing_shards_are_named() {
     for (name, file) in [
@@ -118,6 +149,22 @@ fn missing_shards_are_named() {
             other => panic!("{name} {file}: {other}"),
         }
     }
+}
+
+#[test]
+fn a_directory_without_zero_is_told_from_one_whose_shards_are_missing() {
+    let parent = TempDir::new().unwrap();
+    let file = parent.path().join("mp_rank_00_model_states.pt");
+    let weight = PlainTensor { dtype: DType::U8, shape: vec![2], data: vec![1, 2] };
+    let model =
+        dict(vec![("module", dict(vec![("w", PlainValue::Tensor(weight))])), ("param_shapes", PlainValue::None)]);
+    std::fs::write(&file, encode_value(&model).unwrap()).unwrap();
+    let error = with_causes(&refused(parent.path()));
+    assert!(error.contains("without ZeRO") && error.contains("mp_rank_00_model_states.pt"), "{error}");
+    assert_eq!(opened(&file).metadata().tensor("module.w").unwrap().shape, [2]);
+    std::fs::copy(fixture("deepspeed/zero2/mp_rank_00_model_states.pt"), &file).unwrap();
+    let files = ["zero_pp_rank_0_mp_rank_00_optim_states.pt"];
+    assert!(matches!(refused(parent.path()), FileError::MissingFiles { files: missing, .. } if missing == files));
 }
 
 #[test]

@@ -164,6 +164,28 @@ fn damage_to_a_tensor_that_is_read_whole_is_told_by_file_and_offset() {
     assert_ne!(Some(sums[0][0].finish(*dtype, shape)), opened(&path).digests().unwrap().get("large"));
 }
 
+#[test]
+fn files_whose_digests_all_differ_are_searched_for_damage_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("c");
+    let state = sample([300, 401]);
+    save(&state, 2, &path, &Durable::new()).unwrap();
+    state.tensors.keys().for_each(|fqn| change_digest(&path, fqn));
+    let checkpoint = opened(&path);
+    let mut buffers: Vec<Vec<u8>> = state.tensors.values().map(|(.., bytes)| vec![0xee; bytes.len()]).collect();
+    let destinations = state.tensors.iter().zip(&mut buffers).map(|((fqn, (dtype, shape, _)), buffer)| {
+        let boxes = vec![TensorBox::whole(shape)];
+        let request = LoadRequest { fqn: fqn.clone(), dtype: *dtype, shape: shape.clone(), boxes };
+        Destination::new(request, vec![buffer])
+    });
+    checkpoint.read(destinations.collect(), ReadOptions { digest: true, ..ReadOptions::default() }).unwrap();
+    assert!(state.tensors.values().zip(&buffers).all(|((.., bytes), read)| bytes == read));
+    let length = |rank: usize| std::fs::metadata(path.join(format!("__{rank}_0.distcp"))).unwrap().len();
+    // Once for the elements, and once for the hashes.
+    let (read, files) = (checkpoint.bytes_read(), length(0) + length(1));
+    assert!(read < 3 * files, "{read} bytes of {files}");
+}
+
 /// Writes a file again as another program does: with the header's texts that it found, and tensors that may be others.
 fn rewrite(path: &Path, change: impl Fn(&str, &mut Vec<u8>)) {
     let bytes = std::fs::read(path).unwrap();

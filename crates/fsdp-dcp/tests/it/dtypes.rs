@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::{Checkpoint, open};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::map::{Map, Mapped, Values};
@@ -172,4 +173,45 @@ fn quantized_tensors_keep_their_scale_when_they_are_stored_with_zstd() {
         (open(plain, OpenOptions::default()).unwrap(), open(parent.path(), OpenOptions::default()).unwrap());
     assert_eq!(tensors(&*source), tensors(&*plain));
     assert_eq!(source.quantizer("m.tensor").unwrap(), plain.quantizer("m.tensor").unwrap());
+}
+
+#[test]
+fn chunks_of_a_quantized_tensor_must_have_one_scale() {
+    let plain = fixtures().join("dtypes/quantized");
+    let metadata = decode(&std::fs::read(plain.join(METADATA_FILE)).unwrap()).unwrap();
+    let Some(Entry::Tensor(tensor)) = metadata.entries.get("m.tensor") else { panic!("no tensor") };
+    let stored = tensor.chunks[0].stored.clone().unwrap();
+    let file = std::fs::read(plain.join(&stored.relative_path)).unwrap();
+    let item = &file[stored.offset as usize..][..stored.length as usize];
+    let mut other = item.to_vec();
+    let at = item.windows(8).position(|bytes| bytes == 0.1f64.to_be_bytes()).unwrap();
+    other[at..at + 8].copy_from_slice(&0.2f64.to_be_bytes());
+    for (second, is_same) in [(item, true), (&other, false)] {
+        // Two chunks of three rows, each in a file of its own.
+        let parent = tempfile::tempdir().unwrap();
+        let mut tensor = tensor.clone();
+        tensor.shape[0] *= 2;
+        tensor.chunks.push(tensor.chunks[0].clone());
+        tensor.chunks[1].bounds.offsets[0] = 3;
+        for (number, bytes) in [item, second].into_iter().enumerate() {
+            let name = format!("__{number}_0.distcp");
+            std::fs::write(parent.path().join(&name), bytes).unwrap();
+            let place = StorageInfo { relative_path: name, offset: 0, ..stored.clone() };
+            tensor.chunks[number].stored = Some(place);
+        }
+        let mut metadata = metadata.clone();
+        metadata.entries = [("m.tensor".to_owned(), Entry::Tensor(tensor))].into_iter().collect();
+        std::fs::write(parent.path().join(METADATA_FILE), encode(&metadata)).unwrap();
+        let source = open(parent.path(), OpenOptions::default()).unwrap();
+        let to = parent.path().join("to.safetensors");
+        let converted = convert(&*source, &to, OutputFormat::SafetensorsFile, ConvertOptions::default());
+        match converted {
+            Ok(done) => assert!(is_same && done.quantized == ["m.tensor"]),
+            Err(FileError::Differing { fqn, first, second, .. }) => {
+                assert_eq!((fqn, first, second), ("m.tensor".into(), "__0_0.distcp".into(), "__1_0.distcp".into()));
+                assert!(!is_same);
+            }
+            Err(other) => panic!("{}", with_causes(&other)),
+        }
+    }
 }

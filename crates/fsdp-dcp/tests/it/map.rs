@@ -6,6 +6,7 @@ use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::internals::encode_value;
 use fsdp_dcp::map::{Map, MapError, Mapped, Values};
+use fsdp_dcp::verify::add_integrity;
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use tempfile::TempDir;
 
@@ -73,6 +74,26 @@ const MEGATRON: &[(&str, &[usize])] = &[
     ("decoder.final_layernorm.weight", &[16]),
     ("output_layer.weight", &[10, 16]),
 ];
+
+#[test]
+fn rows_that_move_within_their_heads_are_read_once() {
+    let parent = TempDir::new().unwrap();
+    let path = parent.path().join("m.safetensors");
+    write(&path, &[("w", &[256, 64])]);
+    // With hashes, each read of a few rows takes a whole block.
+    add_integrity(&path, None).unwrap();
+    let length = std::fs::metadata(&path).unwrap().len();
+    for operation in ["permute(2)", "unpermute(2)", "split_qkv(6, 1)"] {
+        let source = opened(&path);
+        let targets = if operation.starts_with("split") { "a, b, c" } else { "a" };
+        let map = Map::parse(&format!("w -> {targets} | {operation}"), &Values::new()).unwrap();
+        let mapped = Mapped::new(&*source, &map).unwrap();
+        let before = source.bytes_read();
+        read(&mapped, "a");
+        let read = source.bytes_read() - before;
+        assert!(read <= 2 * length, "{operation}: {read} bytes of {length}");
+    }
+}
 
 #[test]
 fn maps_that_are_built_in_lead_there_and_back() {

@@ -109,6 +109,23 @@ fn tensors_of_gguf_are_read_and_blocks_become_numbers() {
 }
 
 #[test]
+fn a_file_of_a_split_model_is_not_taken_for_the_model() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("model-00001-of-00003.gguf");
+    let file = |count: u16| {
+        let key = b"split.count".as_slice();
+        let counts = [&3u32.to_le_bytes()[..], &0u64.to_le_bytes(), &1u64.to_le_bytes()].concat();
+        let value = [&(key.len() as u64).to_le_bytes()[..], key, &2u32.to_le_bytes(), &count.to_le_bytes()].concat();
+        [b"GGUF".as_slice(), &counts, &value].concat()
+    };
+    std::fs::write(&path, file(3)).unwrap();
+    let error = with_causes(&refused(&path));
+    assert!(error.contains("one of the 3 files") && error.contains("--merge"), "{error}");
+    std::fs::write(&path, file(1)).unwrap();
+    assert_eq!(opened(&path).read_value("split.count").unwrap(), PlainValue::Int(1));
+}
+
+#[test]
 fn blocks_of_gguf_that_are_not_read_are_compared_and_must_be_there() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("model.gguf");

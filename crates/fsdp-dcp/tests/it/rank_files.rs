@@ -5,7 +5,9 @@ use std::path::Path;
 use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::{Checkpoint, Format};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
+use fsdp_dcp::internals::encode_value;
 use fsdp_dcp::verify::{Level, verify, with_causes};
+use fsdp_layout::{DType, PlainTensor, PlainValue};
 use tempfile::TempDir;
 
 use crate::foreign::{assert_converts, copy, differences, fixture, opened, refused, replace};
@@ -204,6 +206,33 @@ fn directories_of_torch_checkpointing_are_read() {
     let source = opened(&path);
     assert_eq!(source.read_value("trainer.rank_0.step").unwrap().as_int(), Some(7));
     assert_eq!(source.read_value("trainer.rank_1.seed").unwrap().as_int(), Some(7));
+}
+
+#[test]
+fn random_numbers_of_each_rank_are_kept_though_they_are_tensors() {
+    let parent = TempDir::new().unwrap();
+    let state = |cpu: u8, size: usize| {
+        let tensor =
+            |data: Vec<u8>| PlainValue::Tensor(PlainTensor { dtype: DType::U8, shape: vec![data.len()], data });
+        PlainValue::Dict(vec![("cpu".into(), tensor(vec![cpu; 16])), ("large".into(), tensor(vec![7; size]))])
+    };
+    for (name, second, keys) in [
+        ("same", state(1, 2 << 20), &["cpu", "large"][..]),
+        ("other elements", state(2, 2 << 20), &["rank_0.cpu", "rank_0.large", "rank_1.cpu", "rank_1.large"]),
+        ("other shape", state(1, 3 << 20), &["rank_0.cpu", "rank_0.large", "rank_1.cpu", "rank_1.large"]),
+    ] {
+        let path = parent.path().join(name);
+        std::fs::create_dir(&path).unwrap();
+        for (rank, rng) in [state(1, 2 << 20), second].into_iter().enumerate() {
+            std::fs::write(path.join(format!("rng_rank_{rank}.pt")), encode_value(&rng).unwrap()).unwrap();
+            let model = encode_value(&PlainValue::Dict(vec![("step".into(), 1i64.into())])).unwrap();
+            std::fs::write(path.join(format!("model_rank_{rank}.pt")), model).unwrap();
+        }
+        let source = opened(&path);
+        let found: Vec<&str> = source.metadata().tensors().filter_map(|(key, _)| key.strip_prefix("rng.")).collect();
+        assert_eq!(found, keys, "{name}");
+        assert_converts(&*source);
+    }
 }
 
 #[test]

@@ -315,25 +315,6 @@ fn what_is_a_tensor_on_one_rank_and_a_value_on_another_is_found() {
     }
 }
 
-/// The same key in two files of a directory without an index.
-#[test]
-fn copies_in_safetensors_files_are_compared_too() {
-    let parent = tempfile::tempdir().unwrap();
-    let path = parent.path().join("c");
-    std::fs::create_dir(&path).unwrap();
-    let file = fixtures().join("fsdp2_adamw_ws2/truth.safetensors");
-    for name in ["a.safetensors", "b.safetensors"] {
-        std::fs::copy(&file, path.join(name)).unwrap();
-    }
-    let report = verified(&path, Level::Deep);
-    assert!(report.is_ok() && report.replicas == report.tensors, "{:?}", report.problems);
-    let last = std::fs::metadata(&file).unwrap().len() as usize - 1;
-    flip(&path.join("b.safetensors"), last);
-    let report = verified(&path, Level::Deep);
-    assert_eq!(report.problems.len(), 1);
-    assert_eq!(report.problems[0].file.as_deref(), Some("b.safetensors"));
-}
-
 #[test]
 fn differences_are_told_apart() {
     let a = open(fixtures().join("fsdp2_adamw_ws2/dcp"), OpenOptions::default()).unwrap();

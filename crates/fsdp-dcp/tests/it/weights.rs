@@ -5,10 +5,11 @@ use std::path::Path;
 use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::{Format, open};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_dcp::internals::{decode_value, encode_value};
+use fsdp_dcp::internals::{Header, decode_value, encode_value};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, verify, with_causes};
 use fsdp_layout::{DType, PlainTensor, PlainValue};
+use indexmap::IndexMap;
 
 fn tensor() -> PlainValue {
     PlainValue::Tensor(PlainTensor { dtype: DType::U8, shape: vec![2], data: vec![1, 2] })
@@ -51,27 +52,153 @@ fn of_several_variants_in_one_directory_the_plain_one_is_read() {
     );
 }
 
+/// Checks that a directory is refused, and that the error names a key and the two files that have it.
+fn assert_in_two_files(directory: &Path, key: &str, files: [&str; 2]) {
+    let error = error_of(directory);
+    assert!(error.contains(&format!("`{key}` in both `{}` and `{}`", files[0], files[1])), "{error}");
+}
+
 #[test]
-fn one_key_in_two_files_is_converted_only_if_both_are_the_same() {
+fn one_key_in_two_files_is_an_error_that_names_both() {
     let parent = tempfile::tempdir().unwrap();
-    weights(&parent.path().join("one.safetensors"), &["a", "b"]);
-    weights(&parent.path().join("two.safetensors"), &["b", "c"]);
-    let to = parent.path().join("to");
-    let converted = || {
-        let source = open(parent.path(), OpenOptions::default()).unwrap();
-        convert(&*source, &to, OutputFormat::Torch, ConvertOptions::default())
+    // Even if they are equal now: a load takes one of them, and nothing says that it is the right one.
+    let files = ["one.safetensors", "two.safetensors"];
+    weights(&parent.path().join(files[0]), &["a", "b"]);
+    weights(&parent.path().join(files[1]), &["b", "c"]);
+    assert_in_two_files(parent.path(), "b", files);
+    let index = r#"{"weight_map": {"a": "one.safetensors", "c": "two.safetensors"}}"#;
+    std::fs::write(parent.path().join("model.safetensors.index.json"), index).unwrap();
+    assert_in_two_files(parent.path(), "b", files);
+    let index = r#"{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}"#;
+    std::fs::write(parent.path().join("model.safetensors.index.json"), index).unwrap();
+    let source = open(parent.path(), OpenOptions::default()).unwrap();
+    assert_eq!(source.metadata().tensor("b").unwrap().chunks[0].stored.as_ref().unwrap().relative_path, files[1]);
+}
+
+#[test]
+fn one_key_in_two_files_of_torch_is_an_error_that_names_both() {
+    let parent = tempfile::tempdir().unwrap();
+    let files = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"];
+    for (file, keys) in files.into_iter().zip([["a", "b"], ["b", "c"]]) {
+        let items = keys.into_iter().map(|key| (key.into(), tensor())).collect();
+        std::fs::write(parent.path().join(file), encode_value(&PlainValue::Dict(items)).unwrap()).unwrap();
+    }
+    assert_in_two_files(parent.path(), "b", files);
+    let index = format!(r#"{{"weight_map": {{"a": "{}", "c": "{}"}}}}"#, files[0], files[1]);
+    std::fs::write(parent.path().join("pytorch_model.bin.index.json"), index).unwrap();
+    assert_in_two_files(parent.path(), "b", files);
+}
+
+#[test]
+fn copies_that_ranks_have_noted_are_compared_and_a_file_without_a_note_is_no_copy() {
+    let parent = tempfile::tempdir().unwrap();
+    let files = ["shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors"];
+    let write = |file: &str, note: &str, last: u8| {
+        let metadata = IndexMap::from([("DCP_SHARDING_INFO".to_owned(), note.to_owned())]);
+        let header = Header::encode(&metadata, [("a", DType::U8, &[2usize][..])]).unwrap();
+        std::fs::write(parent.path().join(file), [header, vec![1, last]].concat()).unwrap();
     };
-    converted().unwrap();
+    let note = r#"{"a": {"saved_offsets": [0]}}"#;
+    write(files[0], note, 2);
+    write(files[1], note, 2);
+    let source = open(parent.path(), OpenOptions::default()).unwrap();
+    assert_eq!(source.metadata().replicas.len(), 1);
+    let to = parent.path().join("to.pt");
+    convert(&*source, &to, OutputFormat::Torch, ConvertOptions::default()).unwrap();
     std::fs::remove_file(&to).unwrap();
-    let second = parent.path().join("two.safetensors");
-    let mut bytes = std::fs::read(&second).unwrap();
-    // The elements of the tensors lie at the end.
-    let last = bytes.len() - 3;
-    bytes[last] ^= 1;
-    std::fs::write(&second, bytes).unwrap();
-    let error = with_causes(&converted().unwrap_err());
-    assert!(error.contains("one.safetensors") && error.contains("two.safetensors") && error.contains("`b`"), "{error}");
+    write(files[1], note, 3);
+    let source = open(parent.path(), OpenOptions::default()).unwrap();
+    let report = verify(&*source, Level::Deep, None).unwrap();
+    assert_eq!(report.problems.len(), 1, "{:?}", report.problems);
+    assert_eq!(report.problems[0].file.as_deref(), Some(files[1]));
+    let error = with_causes(&convert(&*source, &to, OutputFormat::Torch, ConvertOptions::default()).unwrap_err());
+    assert!(files.iter().all(|file| error.contains(file)) && error.contains("`a`"), "{error}");
     assert!(!to.exists());
+    for plain in files {
+        write(files[0], note, 2);
+        write(files[1], note, 2);
+        write(plain, "{}", 2);
+        assert_in_two_files(parent.path(), "a", files);
+    }
+}
+
+#[test]
+fn copies_of_a_tensor_inside_a_value_belong_to_the_value() {
+    let parent = tempfile::tempdir().unwrap();
+    let metadata = IndexMap::from([("DCP_SHARDING_INFO".to_owned(), r#"{"b": {"saved_offsets": [0]}}"#.to_owned())]);
+    let header = Header::encode(&metadata, [("b", DType::U8, &[2usize][..])]).unwrap();
+    for file in ["one.safetensors", "two.safetensors"] {
+        std::fs::write(parent.path().join(file), [&header[..], &[1, 2]].concat()).unwrap();
+    }
+    let values = r#"{"format": "fsdp-values", "version": 1, "values": {"v": {"$tensor": "b"}}}"#;
+    std::fs::write(parent.path().join("values.json"), values).unwrap();
+    let source = open(parent.path(), OpenOptions::default()).unwrap();
+    assert_eq!(source.read_value("v").unwrap(), tensor());
+    assert_eq!(source.metadata().entries.keys().collect::<Vec<_>>(), ["v"]);
+    let report = verify(&*source, Level::Deep, None).unwrap();
+    assert!(report.is_ok(), "{:?}", report.problems);
+    convert(&*source, parent.path().join("to.pt"), OutputFormat::Torch, ConvertOptions::default()).unwrap();
+}
+
+/// The time is linear: a test that takes longer is stopped by the test runner.
+#[test]
+fn many_tensors_inside_values_are_put_back_in_time() {
+    let parent = tempfile::tempdir().unwrap();
+    let keys: Vec<String> = (0..90_000).map(|number| format!("v.{number}")).collect();
+    let header = Header::encode(&IndexMap::new(), keys.iter().map(|key| (key.as_str(), DType::U8, &[1usize][..])));
+    std::fs::write(parent.path().join("m.safetensors"), [header.unwrap(), vec![7; keys.len()]].concat()).unwrap();
+    let tensors: Vec<String> = keys.iter().map(|key| format!(r#"{{"$tensor":"{key}"}}"#)).collect();
+    let values = format!(r#"{{"format":"fsdp-values","version":1,"values":{{"v":[{}]}}}}"#, tensors.join(","));
+    std::fs::write(parent.path().join("values.json"), values).unwrap();
+    let source = open(parent.path(), OpenOptions::default()).unwrap();
+    let PlainValue::List(tensors) = source.read_value("v").unwrap() else { panic!("no list") };
+    assert_eq!((tensors.len(), source.metadata().entries.len()), (keys.len(), 1));
+}
+
+/// Returns the error of opening a file, with its causes.
+fn error_of(path: &Path) -> String {
+    with_causes(&open(path, OpenOptions::default()).map(drop).unwrap_err())
+}
+
+#[test]
+fn the_shard_of_one_of_several_ranks_is_not_taken_for_the_model() {
+    let parent = tempfile::tempdir().unwrap();
+    let write = |file: &str, more: &[(&str, &str)]| {
+        let mut metadata = IndexMap::from([("DCP_SHARDING_INFO".into(), r#"{"a": {"saved_offsets": [0]}}"#.into())]);
+        metadata.extend(more.iter().map(|(key, text)| ((*key).to_owned(), (*text).to_owned())));
+        let header = Header::encode(&metadata, [("a", DType::U8, &[2usize][..])]).unwrap();
+        std::fs::write(parent.path().join(file), [&header[..], &[1, 2]].concat()).unwrap();
+        parent.path().join(file)
+    };
+    // By itself it may be that of a single rank, unless it tells of others.
+    let first = write("shard-00001-model-00001-of-00001.safetensors", &[]);
+    assert_eq!(open(&first, OpenOptions::default()).unwrap().metadata().tensor("a").unwrap().shape, [2]);
+    write("shard-00001-model-00001-of-00001.safetensors", &[("fsdp.shards", "2")]);
+    assert!(error_of(&first).contains("name the directory"), "{}", error_of(&first));
+    write("shard-00001-model-00001-of-00001.safetensors", &[]);
+    write("shard-00002-model-00001-of-00001.safetensors", &[]);
+    assert!(error_of(&first).contains("name the directory"), "{}", error_of(&first));
+    // Files with such notes that are no shards hold whole tensors.
+    let whole = write("model-00001-of-00002.safetensors", &[]);
+    assert!(open(&whole, OpenOptions::default()).is_ok());
+}
+
+#[test]
+fn files_of_directories_are_told_to_be_no_checkpoints_themselves() {
+    let parent = tempfile::tempdir().unwrap();
+    weights(&parent.path().join("m.safetensors"), &["a", "b"]);
+    let dcp = parent.path().join("dcp");
+    let source = open(parent.path().join("m.safetensors"), OpenOptions::default()).unwrap();
+    convert(&*source, &dcp, OutputFormat::Dcp { ranks: 1 }, ConvertOptions::default()).unwrap();
+    let index = parent.path().join("model.safetensors.index.json");
+    std::fs::write(&index, r#"{"weight_map": {}}"#).unwrap();
+    for (path, words) in [
+        (dcp.join(".metadata"), "a DCP directory (name the directory)"),
+        (dcp.join("__0_0.distcp"), "a DCP directory (name the directory)"),
+        (index, "an index of the files of a model (name their directory)"),
+    ] {
+        assert!(error_of(&path).contains(words), "{}", error_of(&path));
+    }
 }
 
 #[test]
@@ -90,14 +217,14 @@ fn files_that_the_names_of_others_tell_of_are_missed() {
 #[test]
 fn tensors_that_an_index_leaves_out_are_read_where_they_are() {
     let parent = tempfile::tempdir().unwrap();
-    weights(&parent.path().join("model-00001-of-00002.safetensors"), &["a", "b", "tied"]);
-    weights(&parent.path().join("model-00002-of-00002.safetensors"), &["a", "c", "tied"]);
+    weights(&parent.path().join("model-00001-of-00002.safetensors"), &["a", "b"]);
+    weights(&parent.path().join("model-00002-of-00002.safetensors"), &["a", "c"]);
     let index = r#"{"weight_map": {"a": "model-00001-of-00002.safetensors", "c": "model-00002-of-00002.safetensors"}}"#;
     std::fs::write(parent.path().join("model.safetensors.index.json"), index).unwrap();
     let source = open(parent.path(), OpenOptions::default()).unwrap();
     let mut keys: Vec<&String> = source.metadata().entries.keys().collect();
     keys.sort();
-    assert_eq!(keys, ["a", "b", "c", "tied"]);
+    assert_eq!(keys, ["a", "b", "c"]);
     assert!(verify(&*source, Level::Deep, None).unwrap().is_ok());
 }
 

@@ -1,7 +1,7 @@
 //! Opens the items of a DCP checkpoint: torch archives, streams with a transform, tensors in a safetensors blob.
 
 use std::io::Read as _;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use fsdp_layout::boxes::row_major_strides;
 use fsdp_layout::{DType, PlainValue, TensorBox};
@@ -94,8 +94,7 @@ impl CheckpointReader {
     /// Finds the tensor of this key in a safetensors blob that starts at the item's offset and ends with the file.
     fn locate_in_blob(&self, fqn: &str, stored: &StorageInfo) -> Option<Located> {
         let file = self.directory.file(&stored.relative_path).ok()?;
-        let length = file.len().checked_sub(stored.offset)?;
-        let header = Header::read(&Window::new(&*file, stored.offset, length).ok()?).ok()?;
+        let header = self.blob_header(&file, stored)?;
         let info = header.tensors.get(fqn)?;
         let layout =
             StridedLayout { bounds: TensorBox::whole(&info.shape), offset: 0, strides: row_major_strides(&info.shape) };
@@ -110,6 +109,19 @@ impl CheckpointReader {
         };
         let tensor = StoredTensor { tensor, storage_offset: header.data + info.start };
         Some(Located { bytes: Bytes::File(file), start: stored.offset, tensor })
+    }
+
+    /// Returns the header of the safetensors blob that starts at the item's offset, which is read once for all tensors in
+    /// it; `None` if there is none.
+    fn blob_header(&self, file: &CheckedFile, stored: &StorageInfo) -> Option<Arc<Header>> {
+        let place = (stored.relative_path.clone(), stored.offset);
+        // Other threads that want it wait.
+        let mut blobs = self.blobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let read = || {
+            let length = file.len().checked_sub(stored.offset)?;
+            Header::read(&Window::new(file, stored.offset, length).ok()?).ok().map(Arc::new)
+        };
+        blobs.entry(place).or_insert_with(read).clone()
     }
 
     /// Reads all bytes of an item, and undoes its stream transforms. The result may have at most `expected` bytes.
@@ -164,22 +176,28 @@ impl CheckpointReader {
     /// Returns the type of the object that makes a value opaque, without reading the tensors in it.
     pub(super) fn opaque_value(&self, stored: &StorageInfo) -> Result<Option<String>, ReadError> {
         let budget = Budget::new(stored.length, PICKLE_FACTOR);
-        if !stored.transforms.is_empty() {
-            let bytes = self.item_bytes(stored, budget.left() / 2)?;
-            return Ok(opaque_type_of(&bytes, budget)?);
-        }
-        let file = self.directory.file(&stored.relative_path)?;
-        Ok(opaque_type_of(&Window::new(&*file, stored.offset, stored.length)?, budget)?)
+        self.with_item(stored, budget.left() / 2, |item| opaque_type_of(item, budget))
     }
 
     /// Describes an opaque tensor by its first item.
     pub(super) fn describe_tensor(&self, stored: &StorageInfo) -> Result<PlainValue, ReadError> {
         let budget = Budget::new(stored.length, PICKLE_FACTOR);
+        self.with_item(stored, budget.left() / 2, |item| describe_object(item, budget))
+    }
+
+    /// Calls a function with an item. Stream transforms are undone in memory, where they may make `expected` bytes at
+    /// most; without any, nothing is read before the function reads it.
+    fn with_item<T>(
+        &self,
+        stored: &StorageInfo,
+        expected: u64,
+        read: impl FnOnce(&dyn ReadAt) -> Result<T, FormatError>,
+    ) -> Result<T, ReadError> {
         if !stored.transforms.is_empty() {
-            return Ok(describe_object(&self.item_bytes(stored, budget.left() / 2)?, budget)?);
+            return Ok(read(&self.item_bytes(stored, expected)?)?);
         }
         let file = self.directory.file(&stored.relative_path)?;
-        Ok(describe_object(&Window::new(&*file, stored.offset, stored.length)?, budget)?)
+        Ok(read(&Window::new(&*file, stored.offset, stored.length)?)?)
     }
 
     /// Checks one item as [`CheckpointReader::check_items`] does.
@@ -203,26 +221,38 @@ impl CheckpointReader {
         Ok(())
     }
 
-    /// Reads how a tensor is quantized from the item of its first chunk.
+    /// Reads how a tensor is quantized, which all of its items must say alike; `None` if it is not.
     pub(crate) fn read_quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
         let Some(tensor) = self.metadata.tensor(fqn) else { return Ok(None) };
-        let mut stored = tensor.chunks.iter().filter_map(|chunk| Some((&chunk.bounds, chunk.stored.as_ref()?)));
-        let Some((bounds, stored)) = stored.next() else { return Ok(None) };
-        let length = byte_length(bounds, tensor.properties.dtype).unwrap_or(0) as u64;
-        self.quantizer_in(stored, length).map_err(|error| self.item_error(fqn, stored, error))
+        let mut first: Option<(&StorageInfo, Option<PlainValue>)> = None;
+        for chunk in &tensor.chunks {
+            let Some(stored) = &chunk.stored else { continue };
+            let length = byte_length(&chunk.bounds, tensor.properties.dtype).unwrap_or(0) as u64;
+            let found = self.quantizer_in(stored, length).map_err(|error| self.item_error(fqn, stored, error))?;
+            let (place, quantizer) = first.get_or_insert_with(|| (stored, found.clone()));
+            let is_same = match (&*quantizer, &found) {
+                (Some(first), Some(found)) => first.same_bits(found),
+                (first, found) => first.is_none() && found.is_none(),
+            };
+            if !is_same {
+                return Err(FileError::Differing {
+                    fqn: fqn.to_owned(),
+                    what: "has another scale or zero point".to_owned(),
+                    first: place.relative_path.clone(),
+                    second: stored.relative_path.clone(),
+                });
+            }
+        }
+        Ok(first.and_then(|(_, quantizer)| quantizer))
     }
 
     /// Reads how the tensor of `length` bytes in one item is quantized; `None` if it is not.
     fn quantizer_in(&self, stored: &StorageInfo, length: u64) -> Result<Option<PlainValue>, ReadError> {
-        if !stored.transforms.is_empty() {
-            let item = self.item_bytes(stored, length.saturating_add(ITEM_OVERHEAD))?;
-            return Ok(quantizer_of(&Directory::read(&item)?, &item)?);
-        }
-        let file = self.directory.file(&stored.relative_path)?;
-        let item = Window::new(&*file, stored.offset, stored.length)?;
-        // torch's SAFETENSORS format has no archives, nor quantized tensors.
-        let Ok(archive) = Directory::read(&item) else { return Ok(None) };
-        Ok(quantizer_of(&archive, &item)?)
+        self.with_item(stored, length.saturating_add(ITEM_OVERHEAD), |item| match Directory::read(item) {
+            Ok(archive) => quantizer_of(&archive, item),
+            // torch's SAFETENSORS format has no archives, nor quantized tensors.
+            Err(_) => Ok(None),
+        })
     }
 
     /// Adds the key and the place of an item to an error of its contents.

@@ -4,7 +4,9 @@ mod error;
 mod items;
 mod read;
 
+use std::collections::HashMap;
 use std::path::Path;
+use std::sync::{Arc, Mutex};
 
 use fsdp_digest::StateDigest;
 use fsdp_layout::{PlainValue, TensorBox};
@@ -14,6 +16,7 @@ use crate::error::{FileError, FormatError};
 use crate::limits::{MAX_PICKLE_BYTES, PICKLE_FACTOR};
 use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode};
 use crate::plan::LoadPlanError;
+use crate::safetensors::header::Header;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::lineage::Lineage;
@@ -36,6 +39,8 @@ use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions};
 pub struct CheckpointReader {
     directory: CheckedDirectory,
     metadata: Metadata,
+    /// The headers of safetensors blobs that were looked for, by file and offset; `None` where there is none.
+    blobs: Mutex<HashMap<(String, u64), Option<Arc<Header>>>>,
 }
 
 impl CheckpointReader {
@@ -68,7 +73,7 @@ impl CheckpointReader {
             1 => parts.swap_remove(0),
             _ => Metadata::merge(parts),
         };
-        Ok(CheckpointReader { directory, metadata })
+        Ok(CheckpointReader { directory, metadata, blobs: Mutex::default() })
     }
 
     /// Returns what the checkpoint holds.
