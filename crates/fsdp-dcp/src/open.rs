@@ -38,8 +38,8 @@ pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<d
     }
 }
 
-/// Opens a part of a trainer's folder. A part that is such a folder too is refused, because links could lead from folder
-/// to folder without end.
+/// Opens a part of a trainer's folder. A part that is such a folder too is refused, because links could lead from
+/// folder to folder without end.
 fn open_part(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     if location.storage().kind()? == Some(EntryKind::Directory) {
         let directory = CheckedDirectory::open(location, false, Links::Refuse)?;

@@ -198,8 +198,8 @@ fn range_of(runs: &[Run]) -> Range<usize> {
     start..end
 }
 
-/// Divides runs into those that are read at once: all of them, if they take at least half of the range that they span in
-/// one part, and each by itself otherwise.
+/// Divides runs into those that are read at once: all of them, if they take at least half of the range that they span
+/// in one part, and each by itself otherwise.
 fn read_at_once(runs: &[Run]) -> Vec<&[Run]> {
     let taken: usize = runs.iter().map(|run| run.len).sum();
     if runs.iter().all(|run| run.part == runs[0].part) && range_of(runs).len() <= 2 * taken {

@@ -100,9 +100,21 @@ const PACKED_FLOAT4: &str = "F4";
 /// its bytes: `U8`, with one more dimension, the bytes of an element.
 pub(crate) const RAW_DTYPES: &str = "fsdp.dtypes";
 
+/// Limits the memory that the JSON of a header takes, by its length: a file may well have a hundred thousand tensors.
+fn charge_header(json: &[u8]) -> Result<(), FormatError> {
+    Ok(Budget::new(json.len() as u64 + FREE, 1).charge_json("memory for the header", json)?)
+}
+
+/// Limits the memory that other JSON takes, such as a text of a header: a short one can describe much.
+pub(super) fn charge_text(text: impl AsRef<[u8]>, what: &'static str) -> Result<(), FormatError> {
+    let text = text.as_ref();
+    Ok(Budget::new(text.len() as u64, 1).charge_json(what, text)?)
+}
+
 /// Reads the dtypes under [`RAW_DTYPES`].
 fn raw_dtypes(metadata: &IndexMap<String, String>) -> Result<HashMap<String, DType>, FormatError> {
     let Some(text) = metadata.get(RAW_DTYPES) else { return Ok(HashMap::new()) };
+    charge_text(text, "memory for dtypes")?;
     let names: HashMap<String, String> = serde_json::from_str(text).map_err(malformed)?;
     let mut dtypes = HashMap::with_capacity(names.len());
     for (key, name) in names {
@@ -128,8 +140,7 @@ impl Header {
             return Err(malformed("the file is cut short: it ends inside it"));
         }
         let json = read_whole(source, 8, length)?;
-        // The memory is bounded by the length of the header, since a file may well have a hundred thousand tensors.
-        Budget::new(length + FREE, 1).charge_json("memory for the header", &json)?;
+        charge_header(&json)?;
         if json.first() != Some(&b'{') {
             return Err(malformed("it does not start with `{`"));
         }
@@ -183,7 +194,7 @@ impl Header {
 
     /// Encodes a header for these tensors, `(name, dtype, shape)`, whose data follows in this order. It is padded with
     /// at least 8 spaces, so that the data starts at a multiple of 64. For dtypes that safetensors does not know, see
-    /// `RAW_DTYPES`.
+    /// `RAW_DTYPES`. A header that [`Header::read`] would refuse is an error.
     pub fn encode<'t>(
         metadata: &IndexMap<String, String>,
         tensors: impl IntoIterator<Item = (&'t str, DType, &'t [usize])>,
@@ -211,7 +222,9 @@ impl Header {
             at = end;
         }
         if !raw.is_empty() {
-            metadata.insert(RAW_DTYPES.to_owned(), serde_json::Value::Object(raw).to_string());
+            let dtypes = serde_json::Value::Object(raw).to_string();
+            charge_text(&dtypes, "memory for dtypes")?;
+            metadata.insert(RAW_DTYPES.to_owned(), dtypes);
         }
         let mut object = serde_json::Map::new();
         if !metadata.is_empty() {
@@ -231,6 +244,7 @@ impl Header {
             let limit = MAX_SAFETENSORS_HEADER_BYTES;
             return Err(FormatError::Limit { what: "safetensors header length", value: length, limit });
         }
+        charge_header(&json)?;
         let mut bytes = length.to_le_bytes().to_vec();
         bytes.extend(json);
         Ok(bytes)

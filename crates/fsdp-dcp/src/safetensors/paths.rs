@@ -4,7 +4,7 @@ use fsdp_layout::{KeyPath, PathPart};
 use indexmap::IndexMap;
 use serde_json::{Map, Value, json};
 
-use crate::budget::Budget;
+use super::header::charge_text;
 use crate::error::FormatError;
 use crate::metadata::Metadata;
 
@@ -33,7 +33,7 @@ pub(super) fn encode(metadata: &Metadata) -> Option<String> {
 
 /// Reads the text.
 pub(super) fn decode(text: &str) -> Result<IndexMap<String, KeyPath>, FormatError> {
-    Budget::new(text.len() as u64, 1).charge_json("memory for paths", text.as_bytes())?;
+    charge_text(text, "memory for paths")?;
     let paths: Map<String, Value> = serde_json::from_str(text).map_err(malformed)?;
     paths.iter().map(|(fqn, path)| Ok((fqn.clone(), path_of(path)?))).collect()
 }

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tracing::warn;
 
-use super::header::{Header, TensorInfo};
+use super::header::{Header, TensorInfo, charge_text};
 use super::paths::{self, PATHS};
 use super::sidecar::{
     DIGESTS, DIGESTS_LAYOUT, SHARDING, SHARDS, VALUES_FILE, VALUES_HASH, digests_of_text, is_about_file, layout_text,
@@ -399,8 +399,7 @@ impl SafetensorsCheckpoint {
 /// Reads a note: an entry of a header's `__metadata__` whose text is JSON. Returns `None` if it is not there.
 fn note<T: DeserializeOwned>(header: &Header, key: &str) -> Result<Option<T>, FormatError> {
     let Some(text) = header.metadata.get(key) else { return Ok(None) };
-    // A short text can describe values that need much memory.
-    Budget::new(text.len() as u64, 1).charge_json("memory for shards", text.as_bytes())?;
+    charge_text(text, "memory for shards")?;
     let read = serde_json::from_str(text);
     read.map(Some).map_err(|error| FormatError::Malformed { what: "safetensors header", reason: error.to_string() })
 }

@@ -5,7 +5,7 @@ use fsdp_digest::StateDigest;
 use fsdp_layout::DType;
 use twox_hash::{XxHash3_64, XxHash3_128};
 
-use crate::budget::Budget;
+use super::header::charge_text;
 use crate::error::FormatError;
 use crate::formats::weights::SHARD;
 pub use crate::storage::names::VALUES_FILE;
@@ -60,7 +60,7 @@ pub(crate) fn digests_text(digests: &StateDigest) -> Result<String, FormatError>
 
 /// Reads the text of [`DIGESTS`].
 pub(crate) fn digests_of_text(text: &str) -> Result<StateDigest, FormatError> {
-    Budget::new(text.len() as u64, 1).charge_json("memory for digests", text.as_bytes())?;
+    charge_text(text, "memory for digests")?;
     serde_json::from_str(text).map_err(malformed_digests)
 }
 

@@ -6,15 +6,17 @@ use fsdp_digest::{BoxPlace, Digest, StateDigest, Sum};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use super::header::Header;
+use super::header::{Header, charge_text};
 use super::paths::{self, PATHS};
 use super::sidecar::{
     DIGESTS, DIGESTS_LAYOUT, SHARDING, SHARDS, VALUES_FILE, VALUES_HASH, digests_text, layout_text, shard_name,
     values_beside, values_hash, values_names,
 };
+use super::slices::RANK_NOTE;
 use super::values;
+use super::values_read;
 use crate::digest::check_copy;
-use crate::error::{FileError, wrong_box};
+use crate::error::{FileError, FormatError, wrong_box};
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::CopiedFiles;
 use crate::metadata::Metadata;
@@ -79,6 +81,12 @@ impl Aside {
             key
         });
         let bytes = bytes.map_err(|(fqn, source)| FileError::Encode { fqn, source })?;
+        // A reader limits the memory that values may take. Values beyond that must not be written.
+        let mut without_elements = |_: &str| -> Result<PlainTensor, FormatError> {
+            Ok(PlainTensor { dtype: DType::U8, shape: Vec::new(), data: Vec::new() })
+        };
+        values_read::decode(&bytes, &mut without_elements)
+            .map_err(|source| FileError::Encode { fqn: VALUES_FILE.to_owned(), source })?;
         Ok((Some(bytes), inside))
     }
 
@@ -141,7 +149,15 @@ fn header(texts: &IndexMap<String, String>, pieces: &[Piece<'_>]) -> Result<Vec<
     encode_header(&texts, pieces)
 }
 
+/// The texts of a header that readers take as JSON, within limits.
+const JSON_TEXTS: [&str; 4] = [PATHS, DIGESTS, SHARDING, RANK_NOTE];
+
+/// Encodes the header of a file. One that readers would refuse for its size is an error.
 fn encode_header(texts: &IndexMap<String, String>, pieces: &[Piece<'_>]) -> Result<Vec<u8>, FileError> {
+    for key in JSON_TEXTS {
+        let charged = texts.get(key).map_or(Ok(()), |text| charge_text(text, "memory for a text of the header"));
+        charged.map_err(|source| FileError::Encode { fqn: key.to_owned(), source })?;
+    }
     let tensors = pieces.iter().map(|piece| (piece.fqn, piece.dtype, &piece.bounds.sizes[..]));
     Header::encode(texts, tensors).map_err(|source| FileError::Encode { fqn: String::new(), source })
 }
@@ -299,6 +315,28 @@ pub(super) fn finish(
     Ok(with_aside(source, aside_file))
 }
 
+/// The file with the index of a directory.
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Returns the name of one of several files.
+fn file_name(number: usize, count: usize) -> String {
+    format!("model-{:05}-of-{count:05}.safetensors", number + 1)
+}
+
+/// Encodes the index of files with these tensors. One that readers would refuse for its size is an error.
+fn encode_index(files: &[Vec<Piece<'_>>], total_size: u64) -> Result<Vec<u8>, FileError> {
+    let mut weight_map = serde_json::Map::new();
+    for (number, file) in files.iter().enumerate() {
+        let name = file_name(number, files.len());
+        weight_map.extend(file.iter().map(|piece| (piece.fqn.to_owned(), name.clone().into())));
+    }
+    let index = serde_json::json!({ "metadata": { "total_size": total_size }, "weight_map": weight_map });
+    let index = serde_json::to_vec_pretty(&index).unwrap_or_default();
+    charge_text(&index, "memory for the index")
+        .map_err(|source| FileError::Encode { fqn: INDEX.to_owned(), source })?;
+    Ok(index)
+}
+
 /// Writes Hugging Face's layout: files of bounded size, and their index.
 pub(crate) fn write_directory(
     source: &dyn Checkpoint,
@@ -314,19 +352,16 @@ pub(crate) fn write_directory(
     let streamed = Streamed { source, options, extra: inside.clone() };
     let total = pieces.iter().fold(0u64, |total, piece| total.saturating_add(piece.bytes()));
     let files = files_of(pieces, max_file_bytes);
+    let index = encode_index(&files, total)?;
     let mut integrity = Integrity { files: extra.copy(&staging)?, ..Integrity::default() };
     let mut sums = Sums::new();
-    let mut weight_map = serde_json::Map::new();
-    for (index, file) in files.iter().enumerate() {
-        let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, files.len());
-        let texts = |_: &Sums<'_>| Ok(aside.texts(index == 0));
+    for (number, file) in files.iter().enumerate() {
+        let name = file_name(number, files.len());
+        let texts = |_: &Sums<'_>| Ok(aside.texts(number == 0));
         let written = Files::new(&staging, &streamed).write(Some(&name), &texts, file, &mut sums)?;
-        integrity.files.insert(name.clone(), written);
-        weight_map.extend(file.iter().map(|piece| (piece.fqn.to_owned(), name.clone().into())));
+        integrity.files.insert(name, written);
     }
-    let index = serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
-    let index = serde_json::to_vec_pretty(&index).unwrap_or_default();
-    let mut small = vec![("model.safetensors.index.json".to_owned(), index)];
+    let mut small = vec![(INDEX.to_owned(), index)];
     small.extend(bytes.map(|bytes| (VALUES_FILE.to_owned(), bytes)));
     finish(source, staging, integrity, digests(&streamed, &aside, &sums), small)
 }

@@ -140,19 +140,48 @@ fn copies_of_a_tensor_inside_a_value_belong_to_the_value() {
     convert(&*source, parent.path().join("to.pt"), OutputFormat::Torch, ConvertOptions::default()).unwrap();
 }
 
-/// The time is linear: a test that takes longer is stopped by the test runner.
 #[test]
-fn many_tensors_inside_values_are_put_back_in_time() {
+fn values_that_could_not_be_read_again_are_not_written() {
     let parent = tempfile::tempdir().unwrap();
-    let keys: Vec<String> = (0..90_000).map(|number| format!("v.{number}")).collect();
-    let header = Header::encode(&IndexMap::new(), keys.iter().map(|key| (key.as_str(), DType::U8, &[1usize][..])));
-    std::fs::write(parent.path().join("m.safetensors"), [header.unwrap(), vec![7; keys.len()]].concat()).unwrap();
-    let tensors: Vec<String> = keys.iter().map(|key| format!(r#"{{"$tensor":"{key}"}}"#)).collect();
-    let values = format!(r#"{{"format":"fsdp-values","version":1,"values":{{"v":[{}]}}}}"#, tensors.join(","));
-    std::fs::write(parent.path().join("values.json"), values).unwrap();
-    let source = open(parent.path(), OpenOptions::default()).unwrap();
-    let PlainValue::List(tensors) = source.read_value("v").unwrap() else { panic!("no list") };
-    assert_eq!((tensors.len(), source.metadata().entries.len()), (keys.len(), 1));
+    let from = parent.path().join("from.pt");
+    for (count, fits) in [(200_000, true), (500_000, false)] {
+        let order = PlainValue::List((0..count).map(PlainValue::Int).collect());
+        std::fs::write(&from, encode_value(&PlainValue::Dict(vec![("order".into(), order.clone())])).unwrap()).unwrap();
+        let source = open(&from, OpenOptions::default()).unwrap();
+        for target in [
+            OutputFormat::SafetensorsFile,
+            OutputFormat::SafetensorsDirectory { max_file_bytes: 1 << 20 },
+            OutputFormat::SafetensorsShards { ranks: 2 },
+        ] {
+            let to = parent.path().join(format!("{count} {target:?}"));
+            match convert(&*source, &to, target, ConvertOptions::default()) {
+                Ok(_) => {
+                    assert!(fits);
+                    let written = open(&to, OpenOptions::default()).unwrap();
+                    assert_eq!(written.read_value("order").unwrap(), order);
+                }
+                Err(error) => {
+                    let error = with_causes(&error);
+                    assert!(!fits && !to.exists() && error.contains("memory for values"), "{error}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn paths_that_could_not_be_read_again_are_not_written() {
+    let parent = tempfile::tempdir().unwrap();
+    let tensors = (0..40_000).map(|number| (format!("{number}").as_str().into(), tensor())).collect();
+    // Each path has many parts.
+    let nested = (0..20).fold(PlainValue::Dict(tensors), |inner, _| PlainValue::Dict(vec![("in".into(), inner)]));
+    let from = parent.path().join("from.pt");
+    std::fs::write(&from, encode_value(&nested).unwrap()).unwrap();
+    let source = open(&from, OpenOptions::default()).unwrap();
+    let to = parent.path().join("to.safetensors");
+    let error = convert(&*source, &to, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap_err();
+    assert!(with_causes(&error).contains("memory for a text of the header"), "{}", with_causes(&error));
+    assert!(!to.exists());
 }
 
 /// Returns the error of opening a file, with its causes.

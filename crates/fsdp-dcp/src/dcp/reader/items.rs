@@ -111,8 +111,8 @@ impl CheckpointReader {
         Some(Located { bytes: Bytes::File(file), start: stored.offset, tensor })
     }
 
-    /// Returns the header of the safetensors blob that starts at the item's offset, which is read once for all tensors in
-    /// it; `None` if there is none.
+    /// Returns the header of the safetensors blob that starts at the item's offset; `None` if there is none. It is read
+    /// once for all tensors in it.
     fn blob_header(&self, file: &CheckedFile, stored: &StorageInfo) -> Option<Arc<Header>> {
         let place = (stored.relative_path.clone(), stored.offset);
         // Other threads that want it wait.

@@ -31,6 +31,9 @@ use crate::metadata::Replica;
 use crate::payload::slot::Slot;
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions};
 
+/// The headers of safetensors blobs that were looked for, by file and offset; `None` where there is none.
+type Blobs = HashMap<(String, u64), Option<Arc<Header>>>;
+
 /// An open DCP checkpoint. Threads can share it, and nothing is ever written to it.
 ///
 /// Data files are opened when they are first needed. If the checkpoint has an integrity file, every byte that is read
@@ -39,8 +42,7 @@ use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions};
 pub struct CheckpointReader {
     directory: CheckedDirectory,
     metadata: Metadata,
-    /// The headers of safetensors blobs that were looked for, by file and offset; `None` where there is none.
-    blobs: Mutex<HashMap<(String, u64), Option<Arc<Header>>>>,
+    blobs: Mutex<Blobs>,
 }
 
 impl CheckpointReader {

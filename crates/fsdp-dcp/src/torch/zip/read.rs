@@ -36,8 +36,10 @@ pub struct Record {
 
 /// The end record without a comment: what all known writers leave.
 const END_LENGTH: u64 = 22;
-/// The farthest from the end that the end record may start: with the longest comment.
-const LONGEST_END: u64 = END_LENGTH + u16::MAX as u64;
+/// The zip64 end record and its locator, which torch writes before each end record.
+const ZIP64_LENGTH: u64 = 56 + 20;
+/// The farthest from the end that these records may start: with the longest comment.
+const LONGEST_END: u64 = ZIP64_LENGTH + END_LENGTH + u16::MAX as u64;
 
 /// The method of a record that is stored as it is.
 const STORED: u16 = 0;
@@ -207,9 +209,10 @@ fn read_records(
 fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
     let total = source.len();
     // Mostly there is no comment, and the end record is the last bytes; only otherwise more is read.
-    let mut tail_length = END_LENGTH.min(total);
+    let mut tail_length = (ZIP64_LENGTH + END_LENGTH).min(total);
     let mut tail = read_whole(source, total - tail_length, tail_length)?;
-    if u32_at(&tail, 0) != END || u16_at(&tail, 20) != 0 {
+    let last = tail.len().saturating_sub(END_LENGTH as usize);
+    if u32_at(&tail, last) != END || u16_at(&tail, last + 20) != 0 {
         tail_length = LONGEST_END.min(total);
         tail = read_whole(source, total - tail_length, tail_length)?;
     }
@@ -242,8 +245,12 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
         }
         (count, length, start) = (u64_at(&record, 32), u64_at(&record, 40), u64_at(&record, 48));
     }
-    if start.checked_add(length).is_none_or(|end| end > limit) {
-        return Err(bad(end_at, "the directory does not lie before its end record"));
+    // Of several archives one after the other, as in a file of DCP, the last one counts positions from its own start.
+    let zip64_at = end_at.checked_sub(ZIP64_LENGTH);
+    let has_zip64 = at.checked_sub(ZIP64_LENGTH as usize).is_some_and(|at| u32_at(&tail, at) == ZIP64_END);
+    let directory_end = start.checked_add(length);
+    if directory_end != Some(limit) && !(has_zip64 && directory_end == zip64_at) {
+        return Err(bad(end_at, "the directory does not lie just before its end record"));
     }
     Ok((start, length, count))
 }
