@@ -124,11 +124,8 @@ fn part_of(
     let mut sum = Sum::default();
     let Some((dtype, shape)) = leaf.tensor() else {
         // Every rank has the value. Rank 0 counts it; the others only check that it can be counted.
-        let object = value.to_object()?;
-        return Ok(match object {
-            Some(object) if group.rank() == 0 => Part::Value(Digest::of_value(&object)),
-            _ => Part::Elements(sum),
-        });
+        let object = value.to_object()?.ok_or_else(|| StateError::ShardedInTuple { key: key.to_owned() })?;
+        return Ok(if group.rank() == 0 { Part::Value(Digest::of_value(&object)) } else { Part::Elements(sum) });
     };
     let element = dtype.size_in_bytes() as usize;
     if !leaf.is_sharded() {
