@@ -1,19 +1,16 @@
 //! The path that every load takes: compare, agree, lend, read, commit.
 
-use std::collections::HashMap;
 use std::hash::{BuildHasher as _, BuildHasherDefault, Hash};
 
 use fsdp_comm::{CommError, ProcessGroup, ReduceOp};
-use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::storage_id;
 use fsdp_layout::Failure;
 use itertools::{EitherOrBoth, Itertools as _};
 use twox_hash::XxHash3_64;
 
+use super::lending::Lending;
 use super::options::LoadOptions;
 use super::source::{LoadCall, Source};
-use super::target::{Common, Plan, Target, Values, Wanted};
-use crate::lend::{Lend, Memory};
+use super::target::{Common, Plan, Target, Values};
 use crate::{LoadReport, StateError};
 
 /// An error that [`load_state`] can return. It knows how to turn one rank's error into an error on every rank.
@@ -101,7 +98,7 @@ where
         Err(error) if error.comm().is_some() => return Err(partly_loaded(is_live && !is_staged, error)),
         outcome => outcome,
     };
-    let staged = std::mem::take(&mut lending.staged);
+    let staged = lending.into_staged();
     if !is_live && outcome.is_ok() {
         outcome = target.commit().map_err(E::from);
     }
@@ -250,85 +247,4 @@ fn check_report<E: LoadError>(call: &LoadCall<'_>, plan: Plan) -> Result<Plan, E
         return Ok(plan);
     }
     Err(StateError::Incompatible { operation: call.operation, report: plan.report }.into())
-}
-
-/// Lends the target's memory to the source. If the target's own memory cannot be filled directly (it is on a GPU, has
-/// another dtype, or the load is staged), the source gets temporary memory, and the values are copied afterwards: a
-/// detour.
-struct Lending<'a, T> {
-    target: &'a mut T,
-    wanted: &'a [Wanted],
-    /// The live tensors that have been lent, by the storage of their first box, and by where it begins in there.
-    lent: HashMap<(usize, usize), Vec<ShardedTensor>>,
-    /// The target's memory of tensors whose values take a detour.
-    detours: HashMap<usize, Memory>,
-    /// The target's live memory, and the new values for it, in a staged load.
-    staged: Vec<(Memory, ShardedTensor)>,
-    /// `true` if the load is staged.
-    is_staged: bool,
-}
-
-impl<'a, T: Target> Lending<'a, T> {
-    fn new(target: &'a mut T, wanted: &'a [Wanted], is_staged: bool) -> Self {
-        Lending { target, wanted, lent: HashMap::new(), detours: HashMap::new(), staged: Vec::new(), is_staged }
-    }
-
-    /// Returns `true` if memory has been lent before, for another name of the same live tensor, and notes it otherwise.
-    fn is_lent(&mut self, wanted: usize, memory: &Memory) -> bool {
-        let Memory::Tensors(tensor) = memory else { return false };
-        let Some(first) = tensor.shards().first().filter(|_| self.target.lends_live(&self.wanted[wanted])) else {
-            return false;
-        };
-        let place = (storage_id(&first.tensor), first.tensor.layout().start_offset());
-        let others = self.lent.entry(place).or_default();
-        let is_lent = others.iter().any(|other| other.is_same_view(tensor));
-        if !is_lent {
-            others.push(tensor.clone());
-        }
-        is_lent
-    }
-
-    /// Returns `true` if the new values of a tensor are kept until all are there.
-    fn is_staged(&self, wanted: usize) -> bool {
-        self.is_staged && self.target.lends_live(&self.wanted[wanted])
-    }
-}
-
-impl<T: Target> Lend for Lending<'_, T> {
-    fn lend(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
-        self.lend_unfilled(wanted)?.map(Memory::allocated).transpose()
-    }
-
-    fn lend_unfilled(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
-        let mut memory = self.target.memory(&self.wanted[wanted])?;
-        if self.is_lent(wanted, &memory) {
-            return Ok(None);
-        }
-        if self.wanted[wanted].dtype != self.wanted[wanted].becomes {
-            memory = memory.allocated()?;
-        }
-        let detour = match (memory.detour(self.wanted[wanted].dtype)?, &memory) {
-            (None, Memory::Tensors(tensor)) if self.is_staged(wanted) => {
-                ShardedTensor::zeros(tensor.dtype(), tensor.shape(), &tensor.boxes())?
-            }
-            (None, _) => return Ok(Some(memory)),
-            (Some(detour), _) => detour,
-        };
-        self.detours.insert(wanted, memory);
-        Ok(Some(Memory::Tensors(detour)))
-    }
-
-    fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
-        match (self.detours.remove(&wanted), memory) {
-            (Some(home), Memory::Tensors(values)) if self.is_staged(wanted) => {
-                self.staged.push((home, values));
-                Ok(())
-            }
-            (Some(home), Memory::Tensors(values)) => {
-                home.fill_from(&values)?;
-                self.target.filled(&self.wanted[wanted], home)
-            }
-            (_, memory) => self.target.filled(&self.wanted[wanted], memory),
-        }
-    }
 }

@@ -5,11 +5,13 @@
 //! | `source`, `target` | the two traits |
 //! | `options` | [`LoadOptions`] |
 //! | `load` | [`load_state`]: compare, agree, lend, read, commit |
+//! | `lending` | the target's memory, lent to the source |
 //! | `dict` | state dicts as sources: on every rank, on one rank, or sharded over ranks |
 //! | `fresh` | state dicts as targets: in the layout of a template, fresh or in place, or whole ones |
 
 mod dict;
 mod fresh;
+mod lending;
 mod load;
 mod options;
 mod source;

@@ -187,19 +187,17 @@ impl<'g> Exchange<'g> {
         }
         // Step 3: take the storages out of the tensors while elements arrive. The bytes of raw memory are here anyway.
         let tensors: Vec<Tensor> = lent.iter().flatten().flat_map(|memory| memory.tensors()).collect();
-        let is_lent: Vec<bool> = lent.iter().map(Option::is_some).collect();
         let mut taken = self.attempt(|| Ok(StorageGuard::take(&tensors.iter().collect::<Vec<_>>())?));
-        let slots = taken.as_mut().map(|taken| lent_bytes(lent, taken));
+        let slots = taken.as_mut().and_then(|taken| self.attempt(|| lent_bytes(lent, taken)));
         let mut slots = slots.into_iter().flatten();
         // Step 4: join the boxes and the memory of each tensor, and run the collective.
         let rank = self.group.rank();
         let mut transfers = Vec::with_capacity(items.len());
-        for ((Item { layout, .. }, sources), is_lent) in items.iter().zip(&sources).zip(is_lent) {
-            let lent = slots.next().flatten();
+        for (Item { layout, .. }, sources) in items.iter().zip(&sources) {
             let mut transfer = Transfer { layout, want: &layout.want[rank], sources, slots: Vec::new() };
             // After a failure there are no slots.
-            if is_lent && self.failure.is_none() {
-                transfer.slots = lent.unwrap_or_default();
+            if let Some(slots) = slots.next().flatten() {
+                transfer.slots = slots;
                 if !transfer.has_slots_of_wanted_sizes() {
                     transfer.slots.clear();
                     self.failure = Some(StateError::SharedMemory { shape: layout.shape.clone() });
