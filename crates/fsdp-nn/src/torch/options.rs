@@ -83,12 +83,12 @@ impl StateDictOptions {
         }
     }
 
-    /// Returns the options that decide what is loaded, and where: all ranks must have the same ones.
+    /// Returns the options beside `strict` that decide what is loaded, and where: all ranks must have the same ones.
     pub(super) fn arguments_of_load(&self) -> String {
-        let Self { strict, ignore_frozen_params, submodules, keep_submodule_prefixes, fqn_renames, .. } = self;
+        let Self { ignore_frozen_params, submodules, keep_submodule_prefixes, fqn_renames, .. } = self;
         format!(
-            "strict {strict}, ignore_frozen_params {ignore_frozen_params}, submodules {submodules:?}, \
-             keep_submodule_prefixes {keep_submodule_prefixes}, fqn_renames {fqn_renames:?}"
+            "ignore_frozen_params {ignore_frozen_params}, submodules {submodules:?}, keep_submodule_prefixes \
+             {keep_submodule_prefixes}, fqn_renames {fqn_renames:?}"
         )
     }
 

@@ -113,7 +113,6 @@ impl Target for DictTarget<'_> {
         options: &LoadOptions,
     ) -> Result<Plan, E> {
         let mut plan = Plan { refuses_unexpected: !self.is_of_checkpoint, ..Plan::default() };
-        plan.common.arguments = if options.strict { "strict" } else { "not strict" }.to_owned();
         // Step 1: compare what the source has with the template, name by name. Small values are copied, and memory is
         // wanted for all others.
         let mut by_value: Vec<(usize, usize)> = Vec::new();

@@ -142,6 +142,7 @@ where
         return Ok(plan);
     }
     let common = &mut plan.common;
+    common.options = call.options.in_common();
     common.source = source.schema().clone();
     for wanted in plan.wanted.iter().filter(|wanted| wanted.is_same_on_all || source.moves_between_ranks()) {
         let hash = if wanted.is_same_on_all { source.hash(wanted.position)? } else { None };
@@ -216,26 +217,44 @@ fn hash_of(value: &impl Hash) -> u64 {
 fn difference(call: &LoadCall<'_>, first: &Common, other: usize, second: &Common) -> Option<StateError> {
     let &LoadCall { operation, group, .. } = call;
     let (reference, rank) = (*group.global_ranks().first()?, *group.global_ranks().get(other)?);
-    if first.arguments != second.arguments {
-        let (found, expected) = (second.arguments.clone(), first.arguments.clone());
+    let mut arguments = [(&first.options, &second.options), (&first.arguments, &second.arguments)].into_iter();
+    if let Some((expected, found)) = arguments.find(|(first, second)| first != second) {
+        let (found, expected) = (found.clone(), expected.clone());
         return Some(StateError::ArgumentMismatch { operation, rank, found, reference, expected });
     }
     let schemas = [(&first.source, &second.source), (&first.target, &second.target)];
-    if let Some(error) = schemas.iter().find_map(|(a, b)| a.difference(b, operation, rank, reference)) {
-        return Some(error);
+    if let Some(leaves) = schemas.into_iter().find_map(|(a, b)| first_difference(a.iter(), b.iter())) {
+        return Some(match leaves {
+            EitherOrBoth::Left((path, _)) => lacking(operation, path.flat_key(), rank, reference),
+            EitherOrBoth::Right((path, _)) => lacking(operation, path.flat_key(), reference, rank),
+            EitherOrBoth::Both((path, expected), (_, found)) => {
+                let (key, found, expected) = (path.flat_key(), found.to_string(), expected.to_string());
+                StateError::ValueMismatch { operation, key, rank, found, reference, expected }
+            }
+        });
     }
-    let values = first.values.iter().merge_join_by(&second.values, |(a, _), (b, _)| a.cmp(b));
-    values.into_iter().find_map(|values| match values {
-        EitherOrBoth::Left((key, _)) => Some(StateError::KeyMismatch { operation, rank, key: key.clone(), reference }),
-        EitherOrBoth::Right((key, _)) => {
-            Some(StateError::KeyMismatch { operation, rank: reference, key: key.clone(), reference: rank })
-        }
-        EitherOrBoth::Both((key, expected), (_, found)) if expected != found => {
+    Some(match first_difference(first.values.iter(), second.values.iter())? {
+        EitherOrBoth::Left((key, _)) => lacking(operation, key.clone(), rank, reference),
+        EitherOrBoth::Right((key, _)) => lacking(operation, key.clone(), reference, rank),
+        EitherOrBoth::Both((key, expected), (_, found)) => {
             let (key, found, expected) = (key.clone(), found.clone(), expected.clone());
-            Some(StateError::DifferingOnRanks { operation, key, rank, found, reference, expected })
+            StateError::DifferingOnRanks { operation, key, rank, found, reference, expected }
         }
-        EitherOrBoth::Both(..) => None,
     })
+}
+
+/// Returns the error of a rank that lacks a key which another has.
+const fn lacking(operation: &'static str, key: String, rank: usize, reference: usize) -> StateError {
+    StateError::KeyMismatch { operation, rank, key, reference }
+}
+
+/// Returns the first item that only one of two sorted lists has, or that has another value in the other.
+fn first_difference<'a, K: Ord, V: PartialEq>(
+    first: impl Iterator<Item = &'a (K, V)>,
+    second: impl Iterator<Item = &'a (K, V)>,
+) -> Option<EitherOrBoth<&'a (K, V)>> {
+    let mut pairs = first.merge_join_by(second, |(a, _), (b, _)| a.cmp(b));
+    pairs.find(|pair| !matches!(pair, EitherOrBoth::Both((_, a), (_, b)) if a == b))
 }
 
 /// Returns a plan if everything in it fits: an error for mismatches and, in a strict load, for names that only one side

@@ -90,7 +90,9 @@ pub struct Plan {
 /// The data of a rank that must be the same on all ranks. The agreement compares its hash.
 #[derive(Debug, Clone, Default, Hash, Serialize, Deserialize)]
 pub struct Common {
-    /// The arguments of the call, for people to read.
+    /// The options of the load, for people to read; the load fills them in.
+    pub options: String,
+    /// Other arguments of the call, for people to read.
     pub arguments: String,
     /// The schema of the source; the load fills it in.
     pub source: Schema,

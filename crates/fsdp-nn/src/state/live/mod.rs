@@ -309,8 +309,7 @@ impl Target for LiveTarget<'_> {
             self.parameters.reshard()?;
         }
         let mut plan = Plan::default();
-        let strictness = if options.strict { "strict" } else { "not strict" };
-        plan.common.arguments = if self.arguments.is_empty() { strictness.to_owned() } else { self.arguments.clone() };
+        plan.common.arguments.clone_from(&self.arguments);
         if self.prefixes.model.is_some() {
             self.plan_model(&load, &sorted.model, &mut plan)?;
             plan.refuses_unexpected = !plan.report.unexpected.is_empty();
