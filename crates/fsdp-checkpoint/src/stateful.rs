@@ -197,10 +197,8 @@ impl<M> TrainState<M> {
             state.insert(OPTIM, live_optim_state_dict(&optimizers, MissingState::Initial)?);
         }
         for (key, value) in self.beside()? {
-            // In formats of flat keys such a value would be loaded as the model's or the optimizers'.
             if let Some(part) = [MODEL, OPTIM].into_iter().find(|part| key.starts_with(&format!("{part}."))) {
-                let problem =
-                    format!("in a checkpoint all keys below `{part}` are those of its state; give another key");
+                let problem = format!("in formats of flat keys it would be a part of `{part}`; give it another key");
                 return Err(CheckpointError::Unsavable { fqn: key, problem });
             }
             state.insert_new(key, value)?;

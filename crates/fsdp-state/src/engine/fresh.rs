@@ -1,6 +1,7 @@
 //! State dicts as targets: new values in the layout of a template, or whole ones.
 
 use candle_core::Device;
+use fsdp_comm::ProcessGroup;
 use fsdp_flat::{FlatError, ShardedTensor};
 use fsdp_layout::{KeyPath, TensorBox};
 use indexmap::IndexMap;
@@ -206,22 +207,21 @@ pub(crate) type Sink<'a> = dyn FnMut(&KeyPath, StateValue) -> Result<(), StateEr
 impl<'a> Whole<'a> {
     /// Returns a target that gathers the values of `state`, and passes each of them, whole, to `sink`, sorted by path.
     ///
-    /// `sink` is called only on the ranks that `keep_on` names. `rank` and `world_size` are those of this rank in its
-    /// group. Tensors go to `device`; without one, each goes where this rank's part of it is.
+    /// `sink` is called only on the ranks of `group` that `keep_on` names. Tensors go to `device`; without one, each
+    /// goes where this rank's part of it is. No communication.
     ///
     /// # Errors
     /// Ranks in `keep_on` that the group does not have; tensors whose memory is released.
     pub fn new(
         state: &'a StateDict,
-        rank: usize,
-        world_size: usize,
+        group: &ProcessGroup,
         keep_on: &KeepOn,
         device: Option<Device>,
         sink: &'a mut Sink<'a>,
     ) -> Result<Self, StateError> {
-        keep_on.check(world_size)?;
+        keep_on.check(group.world_size())?;
         let (schema, values) = Schema::with_values(state)?;
-        Ok(Whole { keep_on: keep_on.clone(), device, values, schema, rank, next: 0, sink })
+        Ok(Whole { keep_on: keep_on.clone(), device, values, schema, rank: group.rank(), next: 0, sink })
     }
 
     /// Passes this rank's own values before a position to the sink: those that are not sharded, and so do not move.
