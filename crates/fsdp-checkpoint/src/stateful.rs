@@ -249,8 +249,7 @@ impl<M> TrainState<M> {
             let optimizers = self.optimizers.iter_mut().collect();
             Ok((source, LiveTarget::new(self.model.parameters(), optimizers, prefixes)?, left_out, beside))
         });
-        let (mut source, target, left_out, mut beside) =
-            prepared.or_else(|error| CheckpointError::refuse(group, LOAD, error))?;
+        let (mut source, target, left_out, mut beside) = CheckpointError::or_refuse(group, LOAD, prepared)?;
         let mut report: LoadReport = {
             let mut target = target.with_values(&mut beside);
             load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?

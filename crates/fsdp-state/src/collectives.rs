@@ -108,9 +108,9 @@ pub fn gather(
     sink: &mut dyn FnMut(&KeyPath, StateValue) -> Result<(), StateError>,
 ) -> Result<(), StateError> {
     let source = DictSource::open::<StateError>(group, operation, None, Ok(Some(state)))?;
-    let target = Whole::new(state, group, &options.keep_on, options.device.clone(), sink);
-    let mut target = target.or_else(|error| StateError::refuse(group, operation, error))?;
     let mut source = source.with_boxes_on(boxes_on);
+    let target = Whole::new(state, group, &options.keep_on, options.device.clone(), sink);
+    let mut target = StateError::or_refuse(group, operation, target)?;
     load_state::<_, _, StateError>(operation, group, &mut source, &mut target, &LoadOptions::default())?;
     Ok(())
 }
@@ -301,8 +301,7 @@ fn load_copy(
     options: &LoadOptions,
 ) -> Result<(StateDict, LoadReport), StateError> {
     let mut source = DictSource::open::<StateError>(group, operation, root, Ok(state))?;
-    let target = DictTarget::new(local, options.device.clone());
-    let mut target = target.or_else(|error| StateError::refuse(group, operation, error))?;
+    let mut target = StateError::or_refuse(group, operation, DictTarget::new(local, options.device.clone()))?;
     let report = load_state::<_, _, StateError>(operation, group, &mut source, &mut target, options)?;
     Ok((target.into_state(), report))
 }
@@ -359,7 +358,7 @@ fn reshard(
     tensors: &[Reshard<'_>],
     group: &ProcessGroup,
 ) -> Result<Vec<ShardedTensor>, StateError> {
-    let (state, local) = as_state_dicts(tensors).or_else(|error| StateError::refuse(group, operation, error))?;
+    let (state, local) = StateError::or_refuse(group, operation, as_state_dicts(tensors))?;
     let (loaded, _) = load_copy(operation, None, Some(&state), &local, group, &LoadOptions::default())?;
     let mut resharded = Vec::with_capacity(tensors.len());
     for tensor in tensors {

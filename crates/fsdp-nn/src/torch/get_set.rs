@@ -267,9 +267,8 @@ fn set(
     let prefixes =
         StatePrefixes { model: key("model").filter(|_| has_model), optim: key("optim").filter(|_| optim.is_some()) };
     let optimizers = optimizers.iter_mut().map(|optimizer| &mut **optimizer).collect();
-    let target = LiveTarget::new(parameters, optimizers, prefixes);
+    let target = NnError::or_refuse(group, operation, LiveTarget::new(parameters, optimizers, prefixes))?;
     let mut target = target
-        .or_else(|error| NnError::refuse(group, operation, error))?
         .with_names(|name| options.name_in_model(name), |name| options.renamed_in_model(name))
         .ignore_frozen(options.ignore_frozen_params)
         .with_arguments(options.arguments_of_load());

@@ -176,8 +176,8 @@ pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict
         // Everything is moved and checked beside the live shards, and copied into them at the end.
         let mut live = local_views(parameters)?;
         let mut source = DictSource::open::<NnError>(group, operation, None, Ok(Some(state)))?;
-        let target = DictTarget::new(&live, None).map_err(NnError::from);
-        let mut target = target.or_else(|error| NnError::refuse(group, operation, error))?.with_own_tensors();
+        let target = NnError::or_refuse(group, operation, DictTarget::new(&live, None))?;
+        let mut target = target.with_own_tensors();
         let report: LoadReport = load_state::<_, _, NnError>(operation, group, &mut source, &mut target, &options)?;
         // The last names are copied first, so that of several names of one buffer the first counts.
         let loaded = target.into_state().into_iter().rev().collect();

@@ -76,7 +76,7 @@ impl<'a> DictSource<'a> {
         let Some(root) = root else {
             let missing = StateError::NoSource { rank: group.rank() };
             let opened = state.and_then(|state| Ok(Self::on_every_rank(state.ok_or(missing)?)?));
-            return opened.or_else(|error| E::refuse(group, operation, error));
+            return E::or_refuse(group, operation, opened);
         };
         let own = state.and_then(|state| Ok(Self::outline_of_root(group, root, state)?));
         let (outline, values) = E::agree(group, operation, None, own)?.unzip();

@@ -189,7 +189,7 @@ fn fresh(value: &StateValue, wanted: &Wanted) -> Result<Memory, StateError> {
 /// A target of whole tensors on some ranks. Each tensor goes to a sink as soon as it is complete, and is not kept here.
 ///
 /// The source must be a [`DictSource`](super::DictSource) of the same state dict: positions are the same in both.
-pub struct Whole<'a> {
+pub(crate) struct Whole<'a> {
     keep_on: KeepOn,
     device: Option<Device>,
     /// This rank's values, by their positions in the schema.
@@ -212,7 +212,7 @@ impl<'a> Whole<'a> {
     ///
     /// # Errors
     /// Ranks in `keep_on` that the group does not have; tensors whose memory is released.
-    pub fn new(
+    pub(crate) fn new(
         state: &'a StateDict,
         group: &ProcessGroup,
         keep_on: &KeepOn,

@@ -31,13 +31,14 @@ pub trait LoadError: Failure + From<StateError> + From<CommError> {
         Ok(agreed?)
     }
 
-    /// Returns this rank's error on every rank. A rank that cannot open its source or its target calls this in place of
-    /// [`load_state`]: it takes part in the agreement in which the other ranks wait.
+    /// Returns the source or the target that this rank has opened. A rank that could not open it does not come to
+    /// [`load_state`], but takes part in the agreement there, in which the other ranks wait. Otherwise there is no
+    /// communication.
     ///
     /// # Errors
-    /// Always.
-    fn refuse<T>(group: &ProcessGroup, operation: &str, error: Self) -> Result<T, Self> {
-        Self::agree(group, operation, Some(0), Err(error))
+    /// This rank's error, on every rank.
+    fn or_refuse<T>(group: &ProcessGroup, operation: &str, opened: Result<T, impl Into<Self>>) -> Result<T, Self> {
+        opened.or_else(|error| Self::agree(group, operation, Some(0), Err(error.into())))
     }
 }
 

@@ -18,7 +18,8 @@ mod source;
 mod target;
 
 pub use dict::{BoxesOn, DictSource};
-pub use fresh::{DictTarget, Whole};
+pub use fresh::DictTarget;
+pub(crate) use fresh::Whole;
 pub use load::{LoadError, load_state};
 pub use options::LoadOptions;
 pub use source::{LoadCall, Source, WantedOn};
