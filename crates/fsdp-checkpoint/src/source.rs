@@ -2,7 +2,6 @@
 
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher as _, BuildHasherDefault};
-use std::ops::Range;
 
 use candle_core::Tensor;
 use fsdp_comm::{CommError, ProcessGroup};
@@ -250,7 +249,8 @@ impl<'a> Reading<'a> {
             let own = &shares[replicas.rank()];
             let mut bytes = vec![0; own.len()];
             if outcome.is_ok() {
-                outcome = self.read_share(&joined, own, wanted, &mut bytes);
+                let requests = joined.requests(wanted, own, |wanted, boxes| self.source.request(wanted, boxes));
+                outcome = self.read(destinations(requests, &mut bytes));
             }
             let counts: Vec<usize> = shares.iter().map(ExactSizeIterator::len).collect();
             let piece = shares.iter().map(|share| share.start).min().unwrap_or(0)
@@ -272,18 +272,6 @@ impl<'a> Reading<'a> {
             replicas.all_gather_uneven_into_slices(&mut outputs, &counts, &bytes)?;
         }
         Ok(outcome)
-    }
-
-    /// Reads this rank's share of the boxes of several tensors.
-    fn read_share(
-        &mut self,
-        joined: &JoinedBoxes,
-        share: &Range<usize>,
-        wanted: &[Wanted],
-        bytes: &mut [u8],
-    ) -> Result<(), CheckpointError> {
-        let requests = joined.requests(wanted, share, |wanted, boxes| self.source.request(wanted, boxes));
-        self.read(destinations(requests, bytes))
     }
 }
 

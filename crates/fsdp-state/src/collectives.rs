@@ -8,6 +8,7 @@ use indexmap::IndexMap;
 
 use crate::engine::{BoxesOn, DictSource, DictTarget, LoadError as _, LoadOptions, Whole, load_state};
 use crate::keep_on::KeepOn;
+use crate::memory::device_of_sharded;
 use crate::{IterateOptions, Keep, LoadReport, StateDict, StateError, StateValue, get_element_mut, iterate_state_dict};
 
 /// Options of [`gather_state_dict`].
@@ -377,8 +378,7 @@ fn as_state_dicts(tensors: &[Reshard<'_>]) -> Result<(StateDict, StateDict), Sta
         // A box of the template is one zero that is broadcast to all elements, because only the dtype, the boxes and
         // the device of the template are used.
         let zero = storage::zeros(&[], tensor.dtype())?;
-        let device = tensor.shards().first().map_or(Device::Cpu, |shard| shard.tensor.device().clone());
-        let zero = storage::to_device(&zero, &device)?;
+        let zero = storage::to_device(&zero, &device_of_sharded(tensor))?;
         let mut shards = Vec::with_capacity(boxes.len());
         for bounds in *boxes {
             if !bounds.fits(tensor.shape()) {

@@ -5,7 +5,6 @@ use fsdp_flat::storage::{self, StorageGuard, is_released};
 use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor};
 use fsdp_layout::{DType, TensorBox};
 
-use crate::memory::try_zeroed;
 use crate::{StateError, StateValue};
 
 /// Memory for the boxes of one tensor that a rank wants.
@@ -15,16 +14,15 @@ pub enum Memory {
     Tensors(ShardedTensor),
     /// Fresh candle tensors that take no memory yet, one for each box. [`Memory::allocated`] gives them memory.
     Unfilled(ShardedTensor),
-    /// The bytes of a whole tensor of a dtype that candle does not compute with.
-    Raw(RawMemory),
-}
-
-/// The bytes of a tensor that is to become a [`RawTensor`].
-#[derive(Debug)]
-pub struct RawMemory {
-    dtype: DType,
-    shape: Vec<usize>,
-    bytes: Vec<u8>,
+    /// The bytes of a whole tensor of a dtype that candle does not compute with, which is to become a [`RawTensor`].
+    Raw {
+        /// Its dtype.
+        dtype: DType,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Its elements.
+        bytes: Vec<u8>,
+    },
 }
 
 impl Memory {
@@ -47,9 +45,9 @@ impl Memory {
     pub fn raw(dtype: DType, shape: &[usize]) -> Result<Self, StateError> {
         let numel = fsdp_layout::boxes::checked_numel(shape);
         let bytes = numel.and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize));
-        let bytes = bytes.and_then(|bytes| try_zeroed(bytes).ok());
+        let bytes = bytes.and_then(|bytes| storage::zeroed_vec(bytes).ok());
         match bytes {
-            Some(bytes) => Ok(Memory::Raw(RawMemory { dtype, shape: shape.to_vec(), bytes })),
+            Some(bytes) => Ok(Memory::Raw { dtype, shape: shape.to_vec(), bytes }),
             None => Err(FlatError::OutOfMemory { dtype: dtype.to_string(), shape: shape.to_vec() }.into()),
         }
     }
@@ -103,7 +101,7 @@ impl Memory {
             Memory::Tensors(tensor) | Memory::Unfilled(tensor) => {
                 tensor.shards().iter().map(|shard| shard.tensor.clone()).collect()
             }
-            Memory::Raw(_) => Vec::new(),
+            Memory::Raw { .. } => Vec::new(),
         }
     }
 
@@ -114,7 +112,7 @@ impl Memory {
     /// [`FlatError::NotCovered`] if `whole` is `true` and the boxes are not all of the tensor; candle's errors.
     pub fn into_value(self, whole: bool, device: &Device) -> Result<StateValue, StateError> {
         Ok(match self {
-            Memory::Raw(RawMemory { dtype, shape, bytes }) => RawTensor::new(dtype, shape, bytes)?.into(),
+            Memory::Raw { dtype, shape, bytes } => RawTensor::new(dtype, shape, bytes)?.into(),
             Memory::Tensors(tensor) | Memory::Unfilled(tensor) if whole => {
                 storage::to_device(&tensor.to_whole()?, device)?.into()
             }
@@ -201,7 +199,7 @@ pub fn lent_bytes<'a>(
     let mut lent = Vec::new();
     for memory in memories {
         lent.push(match memory {
-            Some(Memory::Raw(raw)) => Some(vec![raw.bytes.as_mut_slice()]),
+            Some(Memory::Raw { bytes, .. }) => Some(vec![bytes.as_mut_slice()]),
             Some(Memory::Tensors(tensor) | Memory::Unfilled(tensor)) => {
                 let boxes: Option<Vec<&mut [u8]>> = slices.by_ref().take(tensor.shards().len()).collect();
                 Some(boxes.ok_or_else(|| StateError::SharedMemory { shape: tensor.shape().to_vec() })?)

@@ -89,8 +89,8 @@ impl Entry {
 
     /// Returns `true` if two ranks report the same of an entry.
     fn is_same(&self, other: &Entry) -> bool {
-        let same_value = self.small.as_ref().zip(other.small.as_ref()).is_none_or(|(a, b)| a.same_bits(b));
-        same_value && self.small.is_some() == other.small.is_some() && self.leaf == other.leaf
+        // The leaf tells whether the value is a small one, which is there on both ranks.
+        self.leaf == other.leaf && self.small.as_ref().zip(other.small.as_ref()).is_none_or(|(a, b)| a.same_bits(b))
     }
 
     /// Returns the value of a rank that lacks the entry: the small one, or a tensor without boxes.

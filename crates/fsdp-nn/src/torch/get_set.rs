@@ -8,10 +8,7 @@ use std::collections::HashSet;
 use candle_core::Device;
 use fsdp_comm::ProcessGroup;
 use fsdp_state::engine::{DictSource, Source as _};
-use fsdp_state::{
-    GatherOptions, KeepOn, LoadError as _, LoadOptions, LoadReport, StateDict, gather_state_dict, load_state,
-    offload_state_dict_to_cpu,
-};
+use fsdp_state::{GatherOptions, LoadError as _, LoadOptions, LoadReport, StateDict, gather_state_dict, load_state};
 
 use super::StateDictOptions;
 use crate::handle::FLAT_PARAM;
@@ -165,17 +162,14 @@ fn finish(group: &ProcessGroup, views: Result<StateDict>, options: &StateDictOpt
         Err(error) if options.full_state_dict => return Ok(group.agree_on("gather_state_dict", 0, Err(error))?),
         Err(error) => return Err(error),
     };
+    let device = options.cpu_offload.then_some(Device::Cpu);
     if options.full_state_dict {
-        let device = options.cpu_offload.then_some(Device::Cpu);
         return Ok(gather_state_dict(&state, group, &GatherOptions { keep_on: options.kept_on(), device })?);
     }
-    if options.cpu_offload {
-        return Ok(offload_state_dict_to_cpu(&state, &KeepOn::All, group.rank())?);
-    }
-    if options.share_storage {
+    if options.share_storage && device.is_none() {
         return Ok(state);
     }
-    Ok(state.copy()?)
+    Ok(state.copy_to(device.as_ref())?)
 }
 
 /// Loads a model and its optimizers: torch's `set_state_dict`. The caller's dicts are not changed. An empty model dict

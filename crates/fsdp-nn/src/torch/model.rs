@@ -65,7 +65,7 @@ pub fn state_dict_into(
         StateDictType::Local => local_views(parameters)?,
     };
     for (name, value) in &state {
-        sink(name, value.copy()?.to_device(keep.device.as_ref())?)?;
+        sink(name, value.copy_to(keep.device.as_ref())?)?;
     }
     Ok(())
 }

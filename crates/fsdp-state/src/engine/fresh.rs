@@ -11,7 +11,7 @@ use super::options::LoadOptions;
 use super::target::{Plan, Target, Values, Wanted};
 use crate::keep_on::KeepOn;
 use crate::lend::Memory;
-use crate::memory::{device_of, own_leaf};
+use crate::memory::device_of;
 use crate::schema::Leaf;
 use crate::{Schema, StateDict, StateError, StateValue, get_element_mut};
 
@@ -139,7 +139,7 @@ impl Target for DictTarget<'_> {
         let values = small(&sources)?;
         for (from, to) in sources.iter().zip(targets) {
             if let (Some(value), Some((path, _))) = (values.get(from), self.schema.get(to)) {
-                self.loaded.insert(path.clone(), own_leaf(value, Some(&self.device_for(to)))?);
+                self.loaded.insert(path.clone(), value.copy_to(Some(&self.device_for(to)))?);
             }
         }
         if self.is_in_place {
@@ -233,7 +233,7 @@ impl<'a> Whole<'a> {
                 && !leaf.is_sharded()
                 && self.keep_on.contains(self.rank)
             {
-                (self.sink)(path, own_leaf(value, self.device.as_ref())?)?;
+                (self.sink)(path, value.copy_to(self.device.as_ref())?)?;
             }
         }
         Ok(())

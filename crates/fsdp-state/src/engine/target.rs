@@ -158,14 +158,9 @@ impl Wanted {
             (saved.and_then(Leaf::tensor), current.as_ref().ok().and_then(Leaf::tensor))
             && shape == current
             && (dtype == becomes || options.cast && target.candle_dtype().is_some_and(|to| Memory::converts(dtype, to)))
+            && let Some(wanted) = Wanted::of(source, position, becomes, target.boxes())
         {
-            let boxes = match target {
-                StateValue::Sharded(tensor) => tensor.boxes(),
-                _ => vec![TensorBox::whole(shape)],
-            };
-            if let Some(wanted) = Wanted::of(source, position, becomes, boxes) {
-                return Ok(wanted);
-            }
+            return Ok(wanted);
         }
         let current = current.map_or_else(|error| error.to_string(), |leaf| leaf.describe());
         Err(Mismatch { fqn: name(), saved: saved.map_or_else(String::new, Leaf::describe), current })

@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_flat::storage::StorageGuard;
+use fsdp_flat::storage::{StorageGuard, zeroed_vec};
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::copy_runs;
 
@@ -10,7 +10,7 @@ use super::packing::{BoxBytes, Outgoing, copy_box, pack, read_box, with_packed};
 use super::route::{Layout, Piece, Route, windows};
 use super::slots::{Part, carve};
 use crate::lend::{Lend, Memory, lent_bytes};
-use crate::memory::{try_reserve, try_zeroed};
+use crate::memory::try_reserve;
 use crate::{StateError, StateValue};
 
 /// The most bytes of several tensors that one collective carries together: a bucket. A larger tensor goes alone. If its
@@ -77,7 +77,7 @@ impl<'g> Exchange<'g> {
     }
 
     /// Ends the operation on all ranks, because this rank cannot take part in the next collective.
-    fn abort(&self, error: &StateError) -> CommError {
+    fn abort(&self, error: &dyn std::error::Error) -> CommError {
         self.group.abort(error.to_string());
         // A call on an aborted group returns the error of the abort.
         let ended = self.group.barrier().err();
@@ -86,7 +86,7 @@ impl<'g> Exchange<'g> {
 
     /// Returns a buffer for a collective. A rank without memory for it ends the operation on all ranks.
     fn buffer(&self, bytes: usize) -> Result<Vec<u8>, CommError> {
-        try_zeroed(bytes).map_err(|error| self.abort(&error))
+        zeroed_vec(bytes).map_err(|error| self.abort(&error))
     }
 
     /// Moves the tensors in the order of `items`, in buckets: small neighbours that take the same route go together.

@@ -344,7 +344,7 @@ impl Target for LiveTarget<'_> {
                 }
             }
             Part::UserState(path) => set_element(&mut self.user_state, path, memory.into_value(true, &Device::Cpu)?)?,
-            Part::Value(path) if matches!(memory, Memory::Raw(_)) => {
+            Part::Value(path) if matches!(memory, Memory::Raw { .. }) => {
                 set_element(&mut self.new_values, path, memory.into_value(true, &Device::Cpu)?)?;
             }
             Part::Parameter(_) | Part::Buffer | Part::EntryLike(_) | Part::Value(_) => {}
