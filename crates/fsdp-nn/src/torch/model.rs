@@ -10,7 +10,7 @@ use indexmap::IndexMap;
 
 use crate::parameters::ShardedParameters;
 use crate::settings::StateDictType;
-use crate::state::{LiveTarget, StatePrefixes, live_model_state_dict};
+use crate::state::{LiveTarget, StatePrefixes, live_model_state_dict, persistent_buffers};
 use crate::{NnError, Result};
 
 /// Returns the model state dict, of the type that is set ([`ShardedParameters::state_dict_type`]): torch's `state_dict`
@@ -137,11 +137,7 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
         }
         state.insert_new(handle.flat_param_name(), ShardedTensor::new(handle.dtype(), vec![end], shards)?)?;
     }
-    for (name, (value, persistent)) in parameters.buffers() {
-        if *persistent {
-            state.insert(name.as_str(), value.clone());
-        }
-    }
+    state.extend(persistent_buffers(parameters));
     Ok(state)
 }
 

@@ -270,12 +270,11 @@ impl<'g> Exchange<'g> {
             .map(|(transfer, piece)| (transfers[*transfer].sources, &piece.bounds, transfers[*transfer].layout.element))
             .collect();
         let group = self.group;
-        let receives = root.is_none_or(|root| root == rank);
         let (moved, read) = with_packed(&own, |input| match root {
             None => {
                 self.receive(transfers, &pieces, |outputs| group.all_gather_uneven_into_slices(outputs, &counts, input))
             }
-            Some(root) if receives => self.receive(transfers, &pieces, |outputs| {
+            Some(root) if root == rank => self.receive(transfers, &pieces, |outputs| {
                 group.gather_uneven_into_slices(Some(outputs), &counts, input, root)
             }),
             Some(root) => group.gather_uneven_into_slices(None, &counts, input, root),
