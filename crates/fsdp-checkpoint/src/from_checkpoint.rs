@@ -6,7 +6,6 @@ use candle_core::Result as CandleResult;
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_layout::KeyPath;
 use fsdp_nn::state::{LiveTarget, StatePrefixes};
 use fsdp_nn::torch::StateDictOptions;
 use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Scope};
@@ -15,7 +14,7 @@ use fsdp_state::{LoadError as _, LoadOptions, Schema, Source as _, StateError, l
 use crate::CheckpointError;
 use crate::load::open;
 use crate::source::CheckpointSource;
-use crate::stateful::{MODEL, is_nested_model};
+use crate::stateful::model_prefix;
 
 const OPERATION: &str = "from_checkpoint";
 
@@ -97,11 +96,10 @@ fn from_open<M>(
 ) -> Result<FullyShardedDataParallel<M>, CheckpointError> {
     let mut source = CheckpointSource::new(checkpoint);
     let names = StateDictOptions { fqn_renames: options.fqn_renames.clone(), ..StateDictOptions::default() };
-    let is_run = source.schema().iter().any(|(path, _)| is_nested_model(path));
-    let shapes = shapes(source.schema(), is_run, &names);
+    let prefix = model_prefix(source.schema());
+    let shapes = shapes(source.schema(), &prefix, &names);
     let shapes = CheckpointError::agree(with_deadline, OPERATION, None, shapes)?;
     let model = FullyShardedDataParallel::empty(group, config, shapes, build)?;
-    let prefix = if is_run { vec![MODEL.to_owned()] } else { Vec::new() };
     let prefixes = StatePrefixes { model: Some(prefix), optim: None };
     let mut target = LiveTarget::new(model.parameters(), Vec::new(), prefixes)?
         .with_names(|name| names.name_in_model(name), str::to_owned);
@@ -110,27 +108,21 @@ fn from_open<M>(
     Ok(model)
 }
 
-/// Returns the shapes of a checkpoint's tensors by the names that they have in the model.
+/// Returns the shapes of a checkpoint's tensors below a prefix by the names that they have in the model.
 fn shapes(
     schema: &Schema,
-    is_run: bool,
+    prefix: &[String],
     names: &StateDictOptions,
 ) -> Result<HashMap<String, Vec<usize>>, CheckpointError> {
     let mut shapes = HashMap::new();
     for (path, leaf) in schema.iter() {
-        let name = if !is_run { Some(path.flat_key()) } else { is_nested_model(path).then(|| below_model(path)) };
-        let (Some(name), Some((_, shape))) = (name, leaf.tensor()) else { continue };
-        let fqn = names.name_in_model(&name);
+        let (Some(name), Some((_, shape))) = (path.below(prefix), leaf.tensor()) else { continue };
+        let fqn = names.name_in_model(&name.flat_key());
         if shapes.insert(fqn.clone(), shape.to_vec()).is_some() {
             return Err(StateError::DuplicateKey { key: fqn }.into());
         }
     }
     Ok(shapes)
-}
-
-/// Returns the name that a key below `model` has in the model: the key without its first part.
-fn below_model(path: &KeyPath) -> String {
-    KeyPath(path.0[1..].to_vec()).flat_key()
 }
 
 #[cfg(test)]

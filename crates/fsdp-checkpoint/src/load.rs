@@ -148,9 +148,8 @@ pub(crate) fn fill(
         let flat: StateDict = values.into_iter().map(|(key, value)| (key, as_leaf(value))).collect();
         (flat, paths)
     });
-    let (flat, paths) = flattened.or_else(|error| CheckpointError::refuse(group, LOAD, error.into()))?;
-    let target = DictTarget::new(&flat, options.device.clone());
-    let target = target.or_else(|error| CheckpointError::refuse(group, LOAD, error.into()))?;
+    let (flat, paths) = CheckpointError::or_refuse(group, LOAD, flattened)?;
+    let target = CheckpointError::or_refuse(group, LOAD, DictTarget::new(&flat, options.device.clone()))?;
     let mut target = target.of_checkpoint(in_place);
     let mut source = CheckpointSource::by_flat_key(checkpoint);
     let report = load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;

@@ -2,7 +2,6 @@
 
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher as _, BuildHasherDefault};
-use std::ops::Range;
 
 use candle_core::Tensor;
 use fsdp_comm::{CommError, ProcessGroup};
@@ -10,7 +9,6 @@ use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_dcp::metadata::Entry;
 use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions};
 use fsdp_dcp::reader::{Destination, ReadOptions};
-use fsdp_flat::ShardedTensor;
 use fsdp_flat::storage::{StorageGuard, zeroed_vec};
 use fsdp_layout::{ErrorKind, Failure as _, KeyPath, PathPart, TensorBox};
 use fsdp_state::engine::{LoadCall, Wanted, WantedOn};
@@ -165,36 +163,15 @@ impl<'a> Reading<'a> {
     /// Fills memory with the wanted boxes.
     fn fill(&mut self, wanted: &[Wanted], memories: &mut [Option<Memory>]) -> Result<(), CheckpointError> {
         let mut guard = taken(memories)?;
-        let Buffers { of_tensors, overlapping } = Buffers::lent(memories, &mut guard);
+        let lent = lent_bytes(memories.iter_mut().map(Option::as_mut), &mut guard)?;
         let mut destinations = Vec::with_capacity(wanted.len());
-        for (wanted, buffers) in wanted.iter().zip(of_tensors) {
+        for (wanted, buffers) in wanted.iter().zip(lent) {
             if let Some(buffers) = buffers {
                 let request = self.source.request(wanted, wanted.boxes.clone());
                 destinations.push(Destination { request, buffers, is_compared: self.source.is_compared });
             }
         }
-        self.read(destinations)?;
-        drop(guard);
-        self.fill_overlapping(overlapping, wanted, memories)
-    }
-
-    /// Fills the tensors at the indices `overlapping`, which share elements with others. Their memory cannot be lent
-    /// together with that of the others, so each is read into a copy.
-    fn fill_overlapping(
-        &mut self,
-        overlapping: Vec<usize>,
-        wanted: &[Wanted],
-        memories: &[Option<Memory>],
-    ) -> Result<(), CheckpointError> {
-        for index in overlapping {
-            // Only tensors share elements. The copy has their dtype, which candle may hold where fresh memory for files
-            // does not have it (`F8E4M3`).
-            let Some(memory @ Memory::Tensors(home)) = &memories[index] else { continue };
-            let values = ShardedTensor::zeros(home.dtype(), home.shape(), &home.boxes())?;
-            self.fill(std::slice::from_ref(&wanted[index]), &mut [Some(Memory::Tensors(values.clone()))])?;
-            memory.fill_from(&values)?;
-        }
-        Ok(())
+        self.read(destinations)
     }
 
     /// Reads all that is wanted in windows, together with the replicas of this rank if they share the reading.
@@ -247,68 +224,54 @@ impl<'a> Reading<'a> {
         memories: Option<&mut [Option<Memory>]>,
     ) -> Result<Result<(), CheckpointError>, CommError> {
         let joined = JoinedBoxes::new(wanted);
-        // Step 1: lend the bytes of the memory. A rank that fails here goes on without memory, because the replicas
-        // wait for it in the all-gathers.
+        // Step 1: lend the bytes of the memory, and find the place of each box there. A rank that fails here goes on
+        // without memory, because the replicas wait for it in the all-gathers.
         let memories = memories.unwrap_or_default();
-        let mut outcome = Ok(());
-        let mut guard = taken(memories).map_err(|error| outcome = Err(error)).ok();
-        let (of_tensors, overlapping) = match &mut guard {
-            Some(guard) if !memories.is_empty() => {
-                let Buffers { of_tensors, overlapping } = Buffers::lent(memories, guard);
-                (of_tensors, overlapping)
-            }
-            _ => (wanted.iter().map(|_| None).collect(), Vec::new()),
+        let mut guard = None;
+        let lent = match taken(memories) {
+            Ok(taken) => lent_bytes(memories.iter_mut().map(Option::as_mut), guard.insert(taken)).map_err(Into::into),
+            Err(error) => Err(error),
         };
-        // Step 2: find a place for each box. A box that has no memory is received into spare memory.
-        let mut spare: Vec<Vec<u8>> = Vec::new();
-        for (wanted, buffers) in wanted.iter().zip(&of_tensors) {
-            let element = wanted.dtype.size_in_bytes() as usize;
-            let length = |bounds: &TensorBox| if buffers.is_none() { bounds.numel() * element } else { 0 };
-            spare.extend(wanted.boxes.iter().map(|bounds| vec![0; length(bounds)]));
+        let (mut lent, mut outcome) = match lent {
+            Ok(lent) => (lent, Ok(())),
+            Err(error) => (Vec::new(), Err(error)),
+        };
+        lent.resize_with(wanted.len(), || None);
+        let mut places: Vec<Option<&mut [u8]>> = Vec::new();
+        for (wanted, buffers) in wanted.iter().zip(lent) {
+            match buffers {
+                Some(buffers) => places.extend(buffers.into_iter().map(Some)),
+                None => places.extend(wanted.boxes.iter().map(|_| None)),
+            }
         }
-        let mut spare = spare.iter_mut();
-        let mut places: Vec<&mut [u8]> = Vec::new();
-        for (wanted, buffers) in wanted.iter().zip(of_tensors) {
-            let spare: Vec<&mut [u8]> = spare.by_ref().take(wanted.boxes.len()).map(Vec::as_mut_slice).collect();
-            places.extend(buffers.unwrap_or(spare));
-        }
-        // Step 3: piece by piece, read this rank's share, and gather the shares of all replicas into the places.
+        // Step 2: piece by piece, read this rank's share, and gather the shares of all replicas into the places.
         for shares in joined.shares(replicas.world_size()) {
             let own = &shares[replicas.rank()];
             let mut bytes = vec![0; own.len()];
             if outcome.is_ok() {
-                outcome = self.read_share(&joined, own, wanted, &mut bytes);
+                let requests = joined.requests(wanted, own, |wanted, boxes| self.source.request(wanted, boxes));
+                outcome = self.read(destinations(requests, &mut bytes));
             }
             let counts: Vec<usize> = shares.iter().map(ExactSizeIterator::len).collect();
             let piece = shares.iter().map(|share| share.start).min().unwrap_or(0)
                 ..shares.iter().map(|share| share.end).max().unwrap_or(0);
+            // Parts of boxes that have no place are received into spare memory.
+            let mut spare = vec![0; piece.len()];
+            let mut spare = spare.as_mut_slice();
             let mut outputs = Vec::new();
             let mut rest = places.iter_mut().enumerate();
             for part in joined.boxes_in(&piece) {
                 let place = rest.find(|(index, _)| *index == part.index);
-                outputs.extend(place.map(|(_, place)| &mut place[part.bytes]));
+                let (unused, after) = std::mem::take(&mut spare).split_at_mut(part.bytes.len());
+                spare = after;
+                outputs.push(match place {
+                    Some((_, Some(place))) => &mut place[part.bytes],
+                    _ => unused,
+                });
             }
             replicas.all_gather_uneven_into_slices(&mut outputs, &counts, &bytes)?;
         }
-        drop(places);
-        drop(guard);
-        // Step 4: read the tensors that share elements with others, whose memory could not be lent. Their shares are in
-        // the comparison with the digests already, so this time they are read without it.
-        let options = ReadOptions { digest: false, ..self.options };
-        let mut uncompared = Reading { source: self.source, options, comparison: None };
-        Ok(outcome.and_then(|()| uncompared.fill_overlapping(overlapping, wanted, memories)))
-    }
-
-    /// Reads this rank's share of the boxes of several tensors.
-    fn read_share(
-        &mut self,
-        joined: &JoinedBoxes,
-        share: &Range<usize>,
-        wanted: &[Wanted],
-        bytes: &mut [u8],
-    ) -> Result<(), CheckpointError> {
-        let requests = joined.requests(wanted, share, |wanted, boxes| self.source.request(wanted, boxes));
-        self.read(destinations(requests, bytes))
+        Ok(outcome)
     }
 }
 
@@ -326,25 +289,6 @@ fn destinations(requests: Vec<LoadRequest>, mut bytes: &mut [u8]) -> Vec<Destina
         destinations.push(Destination::new(request, buffers));
     }
     destinations
-}
-
-/// The memory that is lent for a load, as bytes.
-struct Buffers<'b> {
-    /// For each tensor the bytes of each of its boxes; `None` for a tensor that has no memory here, or cannot be lent.
-    of_tensors: Vec<Option<Vec<&'b mut [u8]>>>,
-    /// The indices of the tensors that share some of their elements with others.
-    overlapping: Vec<usize>,
-}
-
-impl<'b> Buffers<'b> {
-    /// Returns the bytes of `memories`, whose tensors the guard lends.
-    fn lent(memories: &'b mut [Option<Memory>], guard: &'b mut StorageGuard) -> Self {
-        let has_memory: Vec<bool> = memories.iter().map(Option::is_some).collect();
-        let of_tensors = lent_bytes(memories.iter_mut().map(Option::as_mut), guard);
-        let overlapping =
-            (0..of_tensors.len()).filter(|&index| has_memory[index] && of_tensors[index].is_none()).collect();
-        Buffers { of_tensors, overlapping }
-    }
 }
 
 /// Takes the storages out of the tensors of some memories.

@@ -8,8 +8,8 @@ use fsdp_layout::{KeyPath, PathPart};
 use fsdp_nn::state::{LiveTarget, MissingState, StatePrefixes, live_model_state_dict, live_optim_state_dict};
 use fsdp_nn::{AveragedModel, FullyShardedDataParallel, GradScaler, NnError, Optimizer, ShardedSampler, Unchanged};
 use fsdp_state::{
-    LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateValue, flatten_state_dict, load_state,
-    set_element,
+    LoadError as _, LoadOptions, LoadReport, Schema, Source as _, StateDict, StateValue, flatten_state_dict,
+    load_state, set_element,
 };
 
 use crate::CheckpointError;
@@ -97,7 +97,7 @@ impl Stateful for StateDict {
 }
 
 /// The key of the model's state in a checkpoint.
-pub(crate) const MODEL: &str = "model";
+const MODEL: &str = "model";
 /// The key of the optimizers' state in a checkpoint.
 const OPTIM: &str = "optim";
 /// The key of the sampler's state in a checkpoint.
@@ -197,6 +197,10 @@ impl<M> TrainState<M> {
             state.insert(OPTIM, live_optim_state_dict(&optimizers, MissingState::Initial)?);
         }
         for (key, value) in self.beside()? {
+            if let Some(part) = [MODEL, OPTIM].into_iter().find(|part| key.starts_with(&format!("{part}."))) {
+                let problem = format!("in formats of flat keys it would be a part of `{part}`; give it another key");
+                return Err(CheckpointError::Unsavable { fqn: key, problem });
+            }
             state.insert_new(key, value)?;
         }
         Ok(state)
@@ -240,15 +244,12 @@ impl<M> TrainState<M> {
             if self.average.is_some() {
                 AveragedModel::check_n_averaged(&saved(AVERAGE)?)?;
             }
-            // A checkpoint without a `model` key holds only a model.
-            let is_run = source.schema().iter().any(|(path, _)| is_nested_model(path));
-            let model = if is_run { vec![MODEL.to_owned()] } else { Vec::new() };
-            let prefixes = StatePrefixes { model: Some(model), optim: Some(vec![OPTIM.to_owned()]) };
+            let prefixes =
+                StatePrefixes { model: Some(model_prefix(source.schema())), optim: Some(vec![OPTIM.to_owned()]) };
             let optimizers = self.optimizers.iter_mut().collect();
             Ok((source, LiveTarget::new(self.model.parameters(), optimizers, prefixes)?, left_out, beside))
         });
-        let (mut source, target, left_out, mut beside) =
-            prepared.or_else(|error| CheckpointError::refuse(group, LOAD, error))?;
+        let (mut source, target, left_out, mut beside) = CheckpointError::or_refuse(group, LOAD, prepared)?;
         let mut report: LoadReport = {
             let mut target = target.with_values(&mut beside);
             load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?
@@ -338,8 +339,10 @@ impl<M> Stateful for TrainState<M> {
     }
 }
 
-/// Returns `true` for a path below the key `model` of a nested state dict. A flat name that begins with `model.` is the
-/// model's own.
-pub(crate) fn is_nested_model(path: &KeyPath) -> bool {
-    matches!(path.0.as_slice(), [PathPart::Key(first), _, ..] if first == MODEL)
+/// Returns the keys that lead to the model's state in a checkpoint: `model` in that of a run, and none in one that
+/// holds only a model. A flat name that begins with `model.` is the model's own.
+pub(crate) fn model_prefix(schema: &Schema) -> Vec<String> {
+    let is_nested = |path: &KeyPath| matches!(path.0.as_slice(), [PathPart::Key(first), _, ..] if first == MODEL);
+    let is_run = schema.iter().any(|(path, _)| is_nested(path));
+    if is_run { vec![MODEL.to_owned()] } else { Vec::new() }
 }

@@ -8,6 +8,7 @@ use indexmap::IndexMap;
 
 use crate::engine::{BoxesOn, DictSource, DictTarget, LoadError as _, LoadOptions, Whole, load_state};
 use crate::keep_on::KeepOn;
+use crate::memory::device_of_sharded;
 use crate::{IterateOptions, Keep, LoadReport, StateDict, StateError, StateValue, get_element_mut, iterate_state_dict};
 
 /// Options of [`gather_state_dict`].
@@ -107,12 +108,10 @@ pub fn gather(
     boxes_on: Option<&BoxesOn<'_>>,
     sink: &mut dyn FnMut(&KeyPath, StateValue) -> Result<(), StateError>,
 ) -> Result<(), StateError> {
-    let (rank, world_size) = (group.rank(), group.world_size());
-    let opened = DictSource::on_every_rank(state).and_then(|source| {
-        Ok((source, Whole::new(state, rank, world_size, &options.keep_on, options.device.clone(), sink)?))
-    });
-    let (source, mut target) = opened.or_else(|error| StateError::refuse(group, operation, error))?;
+    let source = DictSource::open::<StateError>(group, operation, None, Ok(Some(state)))?;
     let mut source = source.with_boxes_on(boxes_on);
+    let target = Whole::new(state, group, &options.keep_on, options.device.clone(), sink);
+    let mut target = StateError::or_refuse(group, operation, target)?;
     load_state::<_, _, StateError>(operation, group, &mut source, &mut target, &LoadOptions::default())?;
     Ok(())
 }
@@ -195,7 +194,7 @@ pub fn broadcast_state_dict(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<(StateDict, LoadReport), StateError> {
-    broadcast("broadcast_state_dict", full, local, root, group, options)
+    load_copy("broadcast_state_dict", Some(root), full, local, group, options)
 }
 
 /// Broadcasts only the values of `keys`, as a strict [`broadcast_state_dict`]; the result has just these keys. torch's
@@ -217,28 +216,9 @@ pub fn broadcast_tensors(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<StateDict, StateError> {
-    const OPERATION: &str = "broadcast_tensors";
     // The `full` of other ranks than the root is ignored, so it need not have the keys.
     let full = full.filter(|_| group.rank() == root);
-    let (full, local) = select_all(OPERATION, group, full, local, keys)?;
-    let options = LoadOptions { strict: true, ..options.clone() };
-    Ok(broadcast(OPERATION, full.as_ref(), &local, root, group, &options)?.0)
-}
-
-/// Loads the dict of the rank `root` into the structure of each rank's `local` dict.
-fn broadcast(
-    operation: &'static str,
-    full: Option<&StateDict>,
-    local: &StateDict,
-    root: usize,
-    group: &ProcessGroup,
-    options: &LoadOptions,
-) -> Result<(StateDict, LoadReport), StateError> {
-    let mut source = DictSource::open::<StateError>(group, operation, Some(root), Ok(full))?;
-    let target = DictTarget::new(local, options.device.clone());
-    let mut target = target.or_else(|error| StateError::refuse(group, operation, error))?;
-    let report = load_state::<_, _, StateError>(operation, group, &mut source, &mut target, options)?;
-    Ok((target.into_state(), report))
+    load_selected("broadcast_tensors", Some(root), full, local, keys, group, options)
 }
 
 /// Returns the values of a whole state dict, which every rank holds, in the structure, kinds and boxes of each rank's
@@ -261,7 +241,7 @@ pub fn distribute_state_dict(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<(StateDict, LoadReport), StateError> {
-    redistribute("distribute_state_dict", full, local, group, options)
+    load_copy("distribute_state_dict", None, Some(full), local, group, options)
 }
 
 /// Distributes only the values of `keys`, as a strict [`distribute_state_dict`]; the result has just these keys.
@@ -283,10 +263,7 @@ pub fn distribute_tensors(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<StateDict, StateError> {
-    const OPERATION: &str = "distribute_tensors";
-    let (full, local) = select_all(OPERATION, group, Some(full), local, keys)?;
-    let options = LoadOptions { strict: true, ..options.clone() };
-    Ok(redistribute(OPERATION, &full.unwrap_or_default(), &local, group, &options)?.0)
+    load_selected("distribute_tensors", None, Some(full), local, keys, group, options)
 }
 
 /// Returns the values of a state dict that is sharded in any way, in the structure, kinds and boxes of each rank's
@@ -311,20 +288,21 @@ pub fn reshard_state_dict(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<(StateDict, LoadReport), StateError> {
-    redistribute("reshard_state_dict", state, local, group, options)
+    load_copy("reshard_state_dict", None, Some(state), local, group, options)
 }
 
-/// Loads the dict that all ranks have together into the structure of each rank's `local` dict.
-fn redistribute(
+/// Returns the values of the root's dict, or without a root those that all ranks have together, in the structure of
+/// each rank's `local` dict.
+fn load_copy(
     operation: &'static str,
-    state: &StateDict,
+    root: Option<usize>,
+    state: Option<&StateDict>,
     local: &StateDict,
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<(StateDict, LoadReport), StateError> {
-    let opened = DictSource::on_every_rank(state)
-        .and_then(|source| Ok((source, DictTarget::new(local, options.device.clone())?)));
-    let (mut source, mut target) = opened.or_else(|error| StateError::refuse(group, operation, error))?;
+    let mut source = DictSource::open::<StateError>(group, operation, root, Ok(state))?;
+    let mut target = StateError::or_refuse(group, operation, DictTarget::new(local, options.device.clone()))?;
     let report = load_state::<_, _, StateError>(operation, group, &mut source, &mut target, options)?;
     Ok((target.into_state(), report))
 }
@@ -381,8 +359,8 @@ fn reshard(
     tensors: &[Reshard<'_>],
     group: &ProcessGroup,
 ) -> Result<Vec<ShardedTensor>, StateError> {
-    let (state, local) = as_state_dicts(tensors).or_else(|error| StateError::refuse(group, operation, error))?;
-    let (loaded, _) = redistribute(operation, &state, &local, group, &LoadOptions::default())?;
+    let (state, local) = StateError::or_refuse(group, operation, as_state_dicts(tensors))?;
+    let (loaded, _) = load_copy(operation, None, Some(&state), &local, group, &LoadOptions::default())?;
     let mut resharded = Vec::with_capacity(tensors.len());
     for tensor in tensors {
         let Some(StateValue::Sharded(tensor)) = loaded.get(tensor.name) else {
@@ -400,8 +378,7 @@ fn as_state_dicts(tensors: &[Reshard<'_>]) -> Result<(StateDict, StateDict), Sta
         // A box of the template is one zero that is broadcast to all elements, because only the dtype, the boxes and
         // the device of the template are used.
         let zero = storage::zeros(&[], tensor.dtype())?;
-        let device = tensor.shards().first().map_or(Device::Cpu, |shard| shard.tensor.device().clone());
-        let zero = storage::to_device(&zero, &device)?;
+        let zero = storage::to_device(&zero, &device_of_sharded(tensor))?;
         let mut shards = Vec::with_capacity(boxes.len());
         for bounds in *boxes {
             if !bounds.fits(tensor.shape()) {
@@ -416,19 +393,23 @@ fn as_state_dicts(tensors: &[Reshard<'_>]) -> Result<(StateDict, StateDict), Sta
     Ok((state, local))
 }
 
-/// Returns dicts with only these keys of both dicts. A key that a dict lacks is an error on all ranks. Collective: one
-/// agreement.
-fn select_all(
+/// Returns only the values of `keys`, as a strict [`load_copy`]. A key that a dict lacks is an error on all ranks.
+/// Collective: one agreement, and then those of the load.
+fn load_selected(
     operation: &'static str,
-    group: &ProcessGroup,
+    root: Option<usize>,
     full: Option<&StateDict>,
     local: &StateDict,
     keys: &[&str],
-) -> Result<(Option<StateDict>, StateDict), StateError> {
+    group: &ProcessGroup,
+    options: &LoadOptions,
+) -> Result<StateDict, StateError> {
     let full = full.map(|full| select(operation, full, keys, "the full state dict")).transpose();
     let local = select(operation, local, keys, "the local state dict");
     let selected = full.and_then(|full| Ok((full, local?)));
-    Ok(group.agree(operation, selected)?)
+    let (full, local) = group.agree(operation, selected)?;
+    let options = LoadOptions { strict: true, ..options.clone() };
+    Ok(load_copy(operation, root, full.as_ref(), &local, group, &options)?.0)
 }
 
 /// Returns a dict with only these keys of `state`. `holder` names the dict in the error of a missing key.

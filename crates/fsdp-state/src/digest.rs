@@ -4,11 +4,12 @@ use std::hash::{Hash as _, Hasher as _};
 
 use fsdp_comm::ProcessGroup;
 use fsdp_digest::{Digest, Part, StateDigest, Sum};
+use fsdp_flat::ShardedTensor;
+use fsdp_flat::storage::zeroed_vec;
 use fsdp_layout::{KeyPath, PathPart, TensorBox};
 use twox_hash::XxHash3_64;
 
 use crate::engine::LoadError as _;
-use crate::memory::try_zeroed;
 use crate::transfer::{BoxBytes, Layout, PerRank, read_box};
 use crate::{Leaf, StateDict, StateError, StateValue, flatten_state_dict};
 
@@ -56,7 +57,8 @@ pub fn digest_state_dict(state: &StateDict, group: &ProcessGroup) -> Result<Stat
     });
     let flat = StateError::agree(group, OPERATION, Some(hash), flat)?;
     // The ranks exchange their boxes of sharded tensors, so that an element on several ranks is counted by one of them.
-    let mine: Vec<Vec<TensorBox>> = flat.iter().map(|(_, value, _)| boxes_of(value)).collect();
+    let sharded = flat.iter().map(|(_, value, _)| value.as_sharded());
+    let mine: Vec<Vec<TensorBox>> = sharded.map(|tensor| tensor.map_or_else(Vec::new, ShardedTensor::boxes)).collect();
     let boxes: Vec<Vec<Vec<TensorBox>>> = group.all_gather_object(&mine)?;
     let parts = StateError::agree(group, OPERATION, None, parts_of(group, OPERATION, &flat, boxes))?;
     // The parts of all ranks add up.
@@ -84,14 +86,6 @@ pub(crate) fn flat_with_leaves(state: &StateDict) -> Result<Vec<(String, StateVa
     }
     flat.sort_by(|(a, ..), (b, ..)| a.cmp(b));
     Ok(flat)
-}
-
-/// Returns the boxes of a sharded tensor on this rank.
-fn boxes_of(value: &StateValue) -> Vec<TensorBox> {
-    match value {
-        StateValue::Sharded(tensor) => tensor.boxes(),
-        _ => Vec::new(),
-    }
 }
 
 /// Returns this rank's part in the digest of each value. `boxes` has each rank's boxes of each value.
@@ -124,11 +118,8 @@ fn part_of(
     let mut sum = Sum::default();
     let Some((dtype, shape)) = leaf.tensor() else {
         // Every rank has the value. Rank 0 counts it; the others only check that it can be counted.
-        let object = value.to_object()?;
-        return Ok(match object {
-            Some(object) if group.rank() == 0 => Part::Value(Digest::of_value(&object)),
-            _ => Part::Elements(sum),
-        });
+        let object = value.to_object()?.ok_or_else(|| StateError::ShardedInTuple { key: key.to_owned() })?;
+        return Ok(if group.rank() == 0 { Part::Value(Digest::of_value(&object)) } else { Part::Elements(sum) });
     };
     let element = dtype.size_in_bytes() as usize;
     if !leaf.is_sharded() {
@@ -153,7 +144,7 @@ fn part_of(
             continue;
         }
         // This rank counts only a part of its box, because ranks before it have the rest.
-        let mut bytes = try_zeroed(piece.bounds.numel() * element)?;
+        let mut bytes = zeroed_vec(piece.bounds.numel() * element)?;
         read_box(&sources, &piece.bounds, &piece.bounds, element, &mut bytes)?;
         sum.add_box(shape, &piece.bounds, element, &bytes)?;
     }

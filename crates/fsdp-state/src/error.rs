@@ -182,6 +182,12 @@ pub enum StateError {
         /// A description of its companion.
         expected: String,
     },
+    /// A sharded tensor inside a tuple, which checkpoints hold as one value.
+    #[error("`{key}` is a tuple that holds a sharded tensor, which has no key of its own there: give it one")]
+    ShardedInTuple {
+        /// The flat key of the tuple.
+        key: String,
+    },
     /// A tensor has more bytes than memory has addresses.
     #[error("`{key}` has the shape {shape:?}, which is too large for memory")]
     TooLarge {

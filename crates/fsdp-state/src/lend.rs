@@ -5,7 +5,6 @@ use fsdp_flat::storage::{self, StorageGuard, is_released};
 use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor};
 use fsdp_layout::{DType, TensorBox};
 
-use crate::memory::try_zeroed;
 use crate::{StateError, StateValue};
 
 /// Memory for the boxes of one tensor that a rank wants.
@@ -15,16 +14,15 @@ pub enum Memory {
     Tensors(ShardedTensor),
     /// Fresh candle tensors that take no memory yet, one for each box. [`Memory::allocated`] gives them memory.
     Unfilled(ShardedTensor),
-    /// The bytes of a whole tensor of a dtype that candle does not compute with.
-    Raw(RawMemory),
-}
-
-/// The bytes of a tensor that is to become a [`RawTensor`].
-#[derive(Debug)]
-pub struct RawMemory {
-    dtype: DType,
-    shape: Vec<usize>,
-    bytes: Vec<u8>,
+    /// The bytes of a whole tensor of a dtype that candle does not compute with, which is to become a [`RawTensor`].
+    Raw {
+        /// Its dtype.
+        dtype: DType,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Its elements.
+        bytes: Vec<u8>,
+    },
 }
 
 impl Memory {
@@ -47,9 +45,9 @@ impl Memory {
     pub fn raw(dtype: DType, shape: &[usize]) -> Result<Self, StateError> {
         let numel = fsdp_layout::boxes::checked_numel(shape);
         let bytes = numel.and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize));
-        let bytes = bytes.and_then(|bytes| try_zeroed(bytes).ok());
+        let bytes = bytes.and_then(|bytes| storage::zeroed_vec(bytes).ok());
         match bytes {
-            Some(bytes) => Ok(Memory::Raw(RawMemory { dtype, shape: shape.to_vec(), bytes })),
+            Some(bytes) => Ok(Memory::Raw { dtype, shape: shape.to_vec(), bytes }),
             None => Err(FlatError::OutOfMemory { dtype: dtype.to_string(), shape: shape.to_vec() }.into()),
         }
     }
@@ -103,7 +101,7 @@ impl Memory {
             Memory::Tensors(tensor) | Memory::Unfilled(tensor) => {
                 tensor.shards().iter().map(|shard| shard.tensor.clone()).collect()
             }
-            Memory::Raw(_) => Vec::new(),
+            Memory::Raw { .. } => Vec::new(),
         }
     }
 
@@ -114,7 +112,7 @@ impl Memory {
     /// [`FlatError::NotCovered`] if `whole` is `true` and the boxes are not all of the tensor; candle's errors.
     pub fn into_value(self, whole: bool, device: &Device) -> Result<StateValue, StateError> {
         Ok(match self {
-            Memory::Raw(RawMemory { dtype, shape, bytes }) => RawTensor::new(dtype, shape, bytes)?.into(),
+            Memory::Raw { dtype, shape, bytes } => RawTensor::new(dtype, shape, bytes)?.into(),
             Memory::Tensors(tensor) | Memory::Unfilled(tensor) if whole => {
                 storage::to_device(&tensor.to_whole()?, device)?.into()
             }
@@ -135,15 +133,17 @@ impl Memory {
     }
 
     /// Returns host memory of `dtype`, the dtype of the values that come, to be filled in place of these tensors.
-    /// Returns `None` if they can be filled directly: if they are on the host and have that dtype.
-    pub(crate) fn detour(&self, dtype: DType) -> Result<Option<ShardedTensor>, StateError> {
+    /// Returns `None` if they can be filled directly: if they are on the host and have that dtype, unless
+    /// `is_in_use` is `true`.
+    pub(crate) fn detour(&self, dtype: DType, is_in_use: bool) -> Result<Option<ShardedTensor>, StateError> {
         let Memory::Tensors(tensor) = self else { return Ok(None) };
         let is_on_host = tensor.shards().iter().all(|shard| shard.tensor.device().is_cpu());
-        if is_on_host && tensor.file_dtype()? == dtype {
+        let is_same_dtype = tensor.file_dtype()? == dtype;
+        if is_on_host && is_same_dtype && !is_in_use {
             return Ok(None);
         }
         // candle can hold some dtypes that it cannot convert. If the dtypes are the same, no conversion is needed.
-        let held = if tensor.file_dtype()? == dtype { tensor.dtype() } else { fsdp_flat::dtype::to_candle(dtype)? };
+        let held = if is_same_dtype { tensor.dtype() } else { fsdp_flat::dtype::to_candle(dtype)? };
         Ok(Some(ShardedTensor::zeros(held, tensor.shape(), &tensor.boxes())?))
     }
 
@@ -186,27 +186,28 @@ fn fill_with_copy(to: &ShardedTensor, from: &ShardedTensor) -> Result<bool, Stat
     Ok(true)
 }
 
-/// Returns the bytes of each box of some memories. `guard` has taken their candle tensors, in the same order. `None`
-/// where there is no memory, and for memory that shares elements with an earlier one, or is not on the host.
-#[must_use]
+/// Returns the bytes of each box of some memories; `None` where there is no memory. `guard` has taken their candle
+/// tensors, in the same order.
+///
+/// # Errors
+/// [`StateError::SharedMemory`] for memory that shares elements with an earlier one. [`Lend`] lends no such memory.
 pub fn lent_bytes<'a>(
     memories: impl IntoIterator<Item = Option<&'a mut Memory>>,
     guard: &'a mut StorageGuard,
-) -> Vec<Option<Vec<&'a mut [u8]>>> {
+) -> Result<Vec<Option<Vec<&'a mut [u8]>>>, StateError> {
     let mut slices = guard.bytes_mut().into_iter();
     let mut lent = Vec::new();
     for memory in memories {
         lent.push(match memory {
-            Some(Memory::Raw(raw)) => Some(vec![raw.bytes.as_mut_slice()]),
-            Some(Memory::Tensors(tensor)) => {
-                // All of its slices are passed, also if one of them is missing.
-                let boxes: Vec<Option<&mut [u8]>> = slices.by_ref().take(tensor.shards().len()).collect();
-                boxes.into_iter().collect()
+            Some(Memory::Raw { bytes, .. }) => Some(vec![bytes.as_mut_slice()]),
+            Some(Memory::Tensors(tensor) | Memory::Unfilled(tensor)) => {
+                let boxes: Option<Vec<&mut [u8]>> = slices.by_ref().take(tensor.shards().len()).collect();
+                Some(boxes.ok_or_else(|| StateError::SharedMemory { shape: tensor.shape().to_vec() })?)
             }
-            Some(Memory::Unfilled(_)) | None => None,
+            None => None,
         });
     }
-    lent
+    Ok(lent)
 }
 
 /// Lends memory for wanted tensors, by their positions in a plan, and takes it back filled.
@@ -217,7 +218,8 @@ pub trait Lend {
     /// Returns memory for the wanted boxes of one tensor, with a tensor for each box. Live tensors are not locked.
     ///
     /// Returns `None` if this memory has been lent before, for another name of the same tensor. The values of the first
-    /// name count.
+    /// name count. Memory that shares only some elements with memory that was lent before is other memory, whose values
+    /// are copied when it is given back.
     ///
     /// # Errors
     /// An error of this rank only: no memory for it.

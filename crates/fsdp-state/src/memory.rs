@@ -1,7 +1,7 @@
 //! Memory of tensors: copies into new memory, copies in place, and tensors made from bytes.
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::storage::{HostBytes, HostBytesMut, owned_copy, share_storage, to_device, zeroed_vec};
+use fsdp_flat::storage::{HostBytes, HostBytesMut, owned_copy, share_storage, to_device};
 use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor, dtype, non_temporal_copy};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, PlainTensor, PlainValue};
@@ -10,7 +10,7 @@ use crate::schema::Leaf;
 use crate::{StateError, StateValue};
 
 /// Copies a tensor into memory of its own, on `device` or on the tensor's own device.
-pub(crate) fn own(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, StateError> {
+fn own(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, StateError> {
     match device {
         Some(device) if !device.same_device(tensor.device()) => Ok(to_device(&tensor.detach(), device)?.detach()),
         _ => Ok(owned_copy(tensor)?),
@@ -18,22 +18,13 @@ pub(crate) fn own(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, St
 }
 
 /// Copies each box of a sharded tensor, like [`own`].
-pub(crate) fn own_sharded(tensor: &ShardedTensor, device: Option<&Device>) -> Result<ShardedTensor, StateError> {
+fn own_sharded(tensor: &ShardedTensor, device: Option<&Device>) -> Result<ShardedTensor, StateError> {
     let shards = tensor
         .shards()
         .iter()
         .map(|shard| Ok(LocalShard { bounds: shard.bounds.clone(), tensor: own(&shard.tensor, device)? }))
         .collect::<Result<Vec<_>, StateError>>()?;
     Ok(ShardedTensor::new(tensor.dtype(), tensor.shape().to_vec(), shards)?)
-}
-
-/// Copies a value of any kind, like [`own`]. Raw tensors and plain values cannot be changed, so they are shared.
-pub(crate) fn own_leaf(value: &StateValue, device: Option<&Device>) -> Result<StateValue, StateError> {
-    match value {
-        StateValue::Tensor(tensor) => Ok(own(tensor, device)?.into()),
-        StateValue::Sharded(tensor) => Ok(own_sharded(tensor, device)?.into()),
-        other => Ok(other.clone()),
-    }
 }
 
 /// Returns the device of a rank's part of a value; the CPU if it has none.
@@ -69,7 +60,36 @@ pub(crate) fn copy_into(src: &Tensor, dst: &Tensor) -> Result<(), StateError> {
     Ok(to.finish()?)
 }
 
+/// Copies each value of a list.
+fn copy_all(values: &[StateValue], device: Option<&Device>) -> Result<Vec<StateValue>, StateError> {
+    values.iter().map(|value| value.copy_to(device)).collect()
+}
+
 impl StateValue {
+    /// Copies the value, as [`StateDict::copy`](crate::StateDict::copy) does. Raw tensors and plain values never
+    /// change, so they are shared.
+    ///
+    /// # Errors
+    /// A tensor whose memory is released; candle's errors.
+    pub fn copy(&self) -> Result<Self, StateError> {
+        self.copy_to(None)
+    }
+
+    /// Copies the value like [`Self::copy`], to a device if one is given.
+    ///
+    /// # Errors
+    /// The errors of [`Self::copy`].
+    pub fn copy_to(&self, device: Option<&Device>) -> Result<Self, StateError> {
+        Ok(match self {
+            StateValue::Tensor(tensor) => StateValue::Tensor(own(tensor, device)?),
+            StateValue::Sharded(tensor) => StateValue::Sharded(own_sharded(tensor, device)?),
+            StateValue::Raw(_) | StateValue::Plain(_) => self.clone(),
+            StateValue::Dict(dict) => StateValue::Dict(dict.copy_to(device)?),
+            StateValue::List(list) => StateValue::List(copy_all(list, device)?),
+            StateValue::Tuple(list) => StateValue::Tuple(copy_all(list, device)?),
+        })
+    }
+
     /// Returns the same value with its tensors on a device, if one is given. Tensors that are there already are shared.
     ///
     /// # Errors
@@ -169,9 +189,4 @@ pub(crate) fn try_reserve(buffer: &mut Vec<u8>, bytes: usize) -> Result<(), Stat
         return Err(FlatError::OutOfMemory { dtype: DType::U8.to_string(), shape: vec![bytes] }.into());
     }
     Ok(())
-}
-
-/// Returns a buffer of zeros. As in [`try_reserve`], a lack of memory is an error.
-pub(crate) fn try_zeroed(bytes: usize) -> Result<Vec<u8>, StateError> {
-    Ok(zeroed_vec(bytes)?)
 }

@@ -1,31 +1,10 @@
 //! Moves state dicts to the CPU, as whole tensors or with their sharding.
 
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 use fsdp_comm::ProcessGroup;
-use fsdp_flat::ShardedTensor;
-use fsdp_layout::KeyPath;
 
 use crate::keep_on::KeepOn;
-use crate::memory::{own, own_sharded};
-use crate::{
-    GatherOptions, IterateOptions, StateDict, StateDictCallbacks, StateError, StateValue, gather_state_dict,
-    iterate_state_dict,
-};
-
-/// Callbacks that copy each tensor to the CPU, on the ranks that keep the result.
-struct Offload {
-    keeps: bool,
-}
-
-impl StateDictCallbacks for Offload {
-    fn sharded(&mut self, _: &KeyPath, tensor: &ShardedTensor) -> Result<StateValue, StateError> {
-        Ok(if self.keeps { own_sharded(tensor, Some(&Device::Cpu))?.into() } else { tensor.clone().into() })
-    }
-
-    fn tensor(&mut self, _: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
-        Ok(if self.keeps { own(tensor, Some(&Device::Cpu))?.into() } else { tensor.clone().into() })
-    }
-}
+use crate::{GatherOptions, StateDict, StateError, gather_state_dict};
 
 /// Returns a copy on the CPU, for the ranks that keep it; an empty dict on all others. Sharded tensors stay sharded.
 /// torch's `_offload_state_dict_to_cpu`.
@@ -48,8 +27,7 @@ impl StateDictCallbacks for Offload {
 /// # Ok::<(), fsdp_state::StateError>(())
 /// ```
 pub fn offload_state_dict_to_cpu(state: &StateDict, keep_on: &KeepOn, rank: usize) -> Result<StateDict, StateError> {
-    let options = IterateOptions { keep_on: keep_on.clone(), rank, ..IterateOptions::default() };
-    iterate_state_dict(state, &mut Offload { keeps: keep_on.contains(rank) }, &options)
+    if keep_on.contains(rank) { state.copy_to(Some(&Device::Cpu)) } else { Ok(StateDict::new()) }
 }
 
 /// Options of [`maybe_full_or_cpu_state_dict`].

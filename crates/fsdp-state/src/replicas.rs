@@ -10,12 +10,14 @@ use twox_hash::XxHash3_64;
 use crate::digest::flat_with_leaves;
 use crate::engine::LoadError as _;
 use crate::transfer::BoxBytes;
-use crate::{StateDict, StateError};
+use crate::traverse::leaves;
+use crate::{Leaf, StateDict, StateError};
 
 const OPERATION: &str = "check_replicas";
 
 /// Checks that ranks which hold the same elements hold the same bits: whole tensors and plain values on all ranks, and
-/// shards on ranks with the same boxes. Tensors that are contiguous in host memory are not copied.
+/// shards on ranks with the same boxes, also those inside a tuple. Tensors that are contiguous in host memory are not
+/// copied.
 ///
 /// Collectives: one agreement and one object all-gather of a few bytes. Two more if replicas differ, or if some ranks
 /// have whole tensors or values that others lack: these are compared over the ranks that have them.
@@ -94,22 +96,32 @@ impl Held {
     fn of(state: &StateDict) -> Result<Self, StateError> {
         let (mut whole, mut shards) = (StateDigest::default(), StateDigest::default());
         for (key, value, leaf) in flat_with_leaves(state)? {
-            let Some((dtype, shape)) = leaf.tensor() else {
-                if let Some(object) = value.to_object()? {
-                    whole.insert(name_of(&key, ""), Digest::of_value(&object));
-                }
+            if leaf.tensor().is_none()
+                && let Some(object) = value.to_object()?
+            {
+                whole.insert(name_of(&key, ""), Digest::of_value(&object));
                 continue;
-            };
-            let element = dtype.size_in_bytes() as usize;
-            for source in BoxBytes::of(&value)? {
-                let mut sum = Sum::default();
-                source.read(|bytes| sum.add_box(shape, source.bounds(), element, bytes))??;
-                let (part, place) = if leaf.is_sharded() {
-                    (&mut shards, source.bounds().to_string())
-                } else {
-                    (&mut whole, String::new())
-                };
-                part.insert(name_of(&key, &place), sum.finish(dtype, shape));
+            }
+            // This is a tensor, or a tuple that holds sharded tensors: each of its values is compared.
+            let opened: StateDict = [("", value)].into_iter().collect();
+            for (inside, value) in leaves(&opened) {
+                let place = inside.flat_key();
+                let leaf = Leaf::of(&inside, value)?;
+                if let Some(value) = value.as_plain() {
+                    whole.insert(name_of(&key, &place), Digest::of_value(value));
+                }
+                let Some((dtype, shape)) = leaf.tensor() else { continue };
+                let element = dtype.size_in_bytes() as usize;
+                for source in BoxBytes::of(value)? {
+                    let mut sum = Sum::default();
+                    source.read(|bytes| sum.add_box(shape, source.bounds(), element, bytes))??;
+                    let digest = sum.finish(dtype, shape);
+                    if leaf.is_sharded() {
+                        shards.insert(name_of(&key, &format!("{place} {}", source.bounds())), digest);
+                    } else {
+                        whole.insert(name_of(&key, &place), digest);
+                    }
+                }
             }
         }
         Ok(Held { parts: [whole, shards] })

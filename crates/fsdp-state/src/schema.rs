@@ -186,30 +186,6 @@ impl Schema {
     pub(crate) fn compare<'a>(&'a self, other: &'a Schema) -> impl Iterator<Item = EitherOrBoth<Positioned<'a>>> {
         self.iter().enumerate().merge_join_by(other.iter().enumerate(), |(_, (a, _)), (_, (b, _))| a.cmp(b))
     }
-
-    /// Returns the first difference from the schema of another rank, as an error.
-    pub(crate) fn difference(
-        &self,
-        other: &Schema,
-        operation: &'static str,
-        rank: usize,
-        reference: usize,
-    ) -> Option<StateError> {
-        self.compare(other).find_map(|leaves| match leaves {
-            EitherOrBoth::Left((_, (path, _))) => {
-                Some(StateError::KeyMismatch { operation, rank, key: path.flat_key(), reference })
-            }
-            EitherOrBoth::Right((_, (path, _))) => {
-                let key = path.flat_key();
-                Some(StateError::KeyMismatch { operation, rank: reference, key, reference: rank })
-            }
-            EitherOrBoth::Both((_, (path, a)), (_, (_, b))) if a != b => {
-                let (key, found, expected) = (path.flat_key(), b.to_string(), a.to_string());
-                Some(StateError::ValueMismatch { operation, key, rank, found, reference, expected })
-            }
-            EitherOrBoth::Both(..) => None,
-        })
-    }
 }
 
 /// A leaf of a schema: its position, and its path with it.

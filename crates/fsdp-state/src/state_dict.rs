@@ -1,9 +1,8 @@
 //! The nested state dict.
 
-use candle_core::Tensor;
-use fsdp_flat::storage::owned_copy;
+use candle_core::{Device, Tensor};
 use fsdp_flat::{RawTensor, ShardedTensor};
-use fsdp_layout::PlainValue;
+use fsdp_layout::{PlainValue, TensorBox};
 use indexmap::IndexMap;
 use indexmap::map::Entry;
 
@@ -143,31 +142,19 @@ impl StateDict {
     /// # Errors
     /// A tensor whose memory is released; candle's errors.
     pub fn copy(&self) -> Result<Self, StateError> {
-        self.iter().map(|(key, value)| Ok((key.clone(), value.copy()?))).collect()
+        self.copy_to(None)
     }
-}
 
-/// Copies each value of a list.
-fn copy_all(values: &[StateValue]) -> Result<Vec<StateValue>, StateError> {
-    values.iter().map(StateValue::copy).collect()
+    /// Copies the dict like [`Self::copy`], to a device if one is given.
+    ///
+    /// # Errors
+    /// The errors of [`Self::copy`].
+    pub fn copy_to(&self, device: Option<&Device>) -> Result<Self, StateError> {
+        self.iter().map(|(key, value)| Ok((key.clone(), value.copy_to(device)?))).collect()
+    }
 }
 
 impl StateValue {
-    /// Copies the value, as [`StateDict::copy`] does. Raw tensors and plain values never change, so they are shared.
-    ///
-    /// # Errors
-    /// A tensor whose memory is released; candle's errors.
-    pub fn copy(&self) -> Result<Self, StateError> {
-        Ok(match self {
-            StateValue::Tensor(tensor) => StateValue::Tensor(owned_copy(tensor)?),
-            StateValue::Sharded(tensor) => StateValue::Sharded(tensor.copy()?),
-            StateValue::Raw(_) | StateValue::Plain(_) => self.clone(),
-            StateValue::Dict(dict) => StateValue::Dict(dict.copy()?),
-            StateValue::List(list) => StateValue::List(copy_all(list)?),
-            StateValue::Tuple(list) => StateValue::Tuple(copy_all(list)?),
-        })
-    }
-
     /// Returns the nested dict; `None` for any other value.
     #[must_use]
     pub const fn as_dict(&self) -> Option<&StateDict> {
@@ -209,6 +196,16 @@ impl StateValue {
         match self {
             StateValue::Tensor(tensor) => vec![tensor],
             StateValue::Sharded(tensor) => tensor.shards().iter().map(|shard| &shard.tensor).collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Returns the boxes of a tensor that this rank has; none for other values.
+    pub(crate) fn boxes(&self) -> Vec<TensorBox> {
+        match self {
+            StateValue::Tensor(tensor) => vec![TensorBox::whole(tensor.dims())],
+            StateValue::Raw(tensor) => vec![TensorBox::whole(tensor.shape())],
+            StateValue::Sharded(tensor) => tensor.boxes(),
             _ => Vec::new(),
         }
     }

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::ShardedTensor;
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
-use fsdp_state::{GatherOptions, Leaf, LoadError as _, StateDict, StateValue, gather_state_dict};
+use fsdp_state::{GatherOptions, Leaf, LoadError as _, StateDict, StateValue, gather, set_element};
 use serde::{Deserialize, Serialize};
 
 use super::OptimStateError;
@@ -89,8 +89,8 @@ impl Entry {
 
     /// Returns `true` if two ranks report the same of an entry.
     fn is_same(&self, other: &Entry) -> bool {
-        let same_value = self.small.as_ref().zip(other.small.as_ref()).is_none_or(|(a, b)| a.same_bits(b));
-        same_value && self.small.is_some() == other.small.is_some() && self.leaf == other.leaf
+        // The leaf tells whether the value is a small one, which is there on both ranks.
+        self.leaf == other.leaf && self.small.as_ref().zip(other.small.as_ref()).is_none_or(|(a, b)| a.same_bits(b))
     }
 
     /// Returns the value of a rank that lacks the entry: the small one, or a tensor without boxes.
@@ -155,7 +155,7 @@ pub(crate) fn join(
         let Some(holders) = known.remove(fqn.as_str()) else { continue };
         check_same(group, fqn, &holders)?;
         let Some((_, entries)) = holders.first() else { continue };
-        let (own, mut state, mut lacking_here) = (own.dict(fqn), StateDict::new(), StateDict::new());
+        let (own, mut state) = (own.dict(fqn), StateDict::new());
         for (name, entry) in *entries {
             let here = own.and_then(|own| own.get(name)).cloned();
             // A whole tensor that is not on every rank is gathered from those that have it. All ranks find out alike
@@ -167,22 +167,16 @@ pub(crate) fn join(
                 };
                 let boxes = here.as_ref().and_then(StateValue::as_tensor);
                 let boxes = boxes.map(|tensor| ShardedTensor::from_whole(tensor).into());
-                lacking_here.insert(name.as_str(), boxes.unwrap_or(absent));
+                let path = KeyPath(vec![PathPart::Key(fqn.clone()), PathPart::Key(name.clone())]);
+                set_element(&mut lacking, &path, boxes.unwrap_or(absent))?;
             }
             state.insert(name.as_str(), here.map_or_else(|| entry.value_without_elements(), Ok)?);
         }
         joined.insert(fqn.as_str(), state);
-        if !lacking_here.is_empty() {
-            lacking.insert(fqn.as_str(), lacking_here);
-        }
     }
-    if lacking.is_empty() {
-        return Ok((joined, local));
-    }
-    for (fqn, entries) in gather_state_dict(&lacking, group, &GatherOptions::default())? {
-        if let (Some(StateValue::Dict(state)), StateValue::Dict(entries)) = (joined.get_mut(&fqn), entries) {
-            state.extend(entries);
-        }
+    if !lacking.is_empty() {
+        let mut replace = |path: &KeyPath, value: StateValue| set_element(&mut joined, path, value);
+        gather(operation, &lacking, group, &GatherOptions::default(), None, &mut replace)?;
     }
     Ok((joined, local))
 }

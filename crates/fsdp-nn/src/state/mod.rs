@@ -30,5 +30,5 @@ pub use live::{LiveTarget, StatePrefixes};
 pub(crate) use local::{EMPTY_PIECES, LocalStates, load_exactly, load_here};
 pub use names::OptimStateKeyType;
 pub(crate) use names::key_type_of;
-pub(crate) use views::live_states_and_groups;
 pub use views::{MissingState, live_model_state_dict, live_optim_state_dict};
+pub(crate) use views::{live_states_and_groups, persistent_buffers};

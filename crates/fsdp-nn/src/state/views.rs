@@ -1,6 +1,6 @@
 //! The live state of a sharded model and its optimizers, as state dicts of views.
 
-use fsdp_state::StateDict;
+use fsdp_state::{StateDict, StateValue};
 
 use super::OptimStateKeyType;
 use super::groups::{SavedGroup, optim_dict};
@@ -33,12 +33,14 @@ pub fn live_model_state_dict(parameters: &ShardedParameters) -> Result<StateDict
     for (alias, fqn) in parameters.aliases() {
         state.insert(alias.as_str(), parameters.parameter(fqn)?);
     }
-    for (name, (value, persistent)) in parameters.buffers() {
-        if *persistent {
-            state.insert(name.as_str(), value.clone());
-        }
-    }
+    state.extend(persistent_buffers(parameters));
     Ok(state)
+}
+
+/// Returns the buffers that are saved, by their names.
+pub(crate) fn persistent_buffers(parameters: &ShardedParameters) -> impl Iterator<Item = (&str, StateValue)> {
+    let persistent = parameters.buffers().iter().filter(|(_, (_, persistent))| *persistent);
+    persistent.map(|(name, (value, _))| (name.as_str(), value.clone().into()))
 }
 
 /// Returns the state of several optimizers over one model, as torch's `get_optimizer_state_dict` has it before any

@@ -8,9 +8,7 @@ use std::collections::HashSet;
 use candle_core::Device;
 use fsdp_comm::ProcessGroup;
 use fsdp_state::engine::{DictSource, Source as _};
-use fsdp_state::{
-    GatherOptions, KeepOn, LoadOptions, LoadReport, StateDict, gather_state_dict, load_state, offload_state_dict_to_cpu,
-};
+use fsdp_state::{GatherOptions, LoadError as _, LoadOptions, LoadReport, StateDict, gather_state_dict, load_state};
 
 use super::StateDictOptions;
 use crate::handle::FLAT_PARAM;
@@ -72,8 +70,7 @@ pub fn get_model_state_dict(parameters: &ShardedParameters, options: &StateDictO
 
 /// Returns views of the live model's values, under the names that they have in the state dict.
 fn model_views(parameters: &ShardedParameters, options: &StateDictOptions) -> Result<StateDict> {
-    options.check()?;
-    options.check_submodules(parameters)?;
+    options.check(parameters)?;
     let mut state = StateDict::new();
     for (fqn, value) in live_model_state_dict(parameters)? {
         if options.ignore_frozen_params && parameters.contains(&fqn) && !parameters.requires_grad(&fqn)? {
@@ -116,7 +113,7 @@ fn optimizer_views(
     optimizers: &[&Optimizer],
     options: &StateDictOptions,
 ) -> Result<StateDict> {
-    options.check()?;
+    options.check(parameters)?;
     if optimizers.iter().any(|optimizer| !optimizer.belongs_to(parameters)) {
         return Err(NnError::ForeignOptimizer);
     }
@@ -161,23 +158,18 @@ fn finish(group: &ProcessGroup, views: Result<StateDict>, options: &StateDictOpt
     let state = match views {
         Ok(state) => state,
         // The other ranks go on to the gather, which begins with an agreement. This rank takes part in that agreement,
-        // to tell them its error. Wrong options are an error on every rank, so then no rank gets that far.
-        Err(error) if options.full_state_dict && options.check().is_ok() => {
-            return Ok(group.agree_on("gather_state_dict", 0, Err(error))?);
-        }
+        // to tell them its error.
+        Err(error) if options.full_state_dict => return Ok(group.agree_on("gather_state_dict", 0, Err(error))?),
         Err(error) => return Err(error),
     };
+    let device = options.cpu_offload.then_some(Device::Cpu);
     if options.full_state_dict {
-        let device = options.cpu_offload.then_some(Device::Cpu);
         return Ok(gather_state_dict(&state, group, &GatherOptions { keep_on: options.kept_on(), device })?);
     }
-    if options.cpu_offload {
-        return Ok(offload_state_dict_to_cpu(&state, &KeepOn::All, group.rank())?);
-    }
-    if options.share_storage {
+    if options.share_storage && device.is_none() {
         return Ok(state);
     }
-    Ok(state.copy()?)
+    Ok(state.copy_to(device.as_ref())?)
 }
 
 /// Loads a model and its optimizers: torch's `set_state_dict`. The caller's dicts are not changed. An empty model dict
@@ -251,14 +243,12 @@ fn set(
     optimizers: &mut [&mut Optimizer],
     options: &StateDictOptions,
 ) -> Result<LoadReport> {
-    options.check()?;
     let group = parameters.group();
     let mut state = StateDict::new();
     for (key, dict) in [("model", model), ("optim", optim)] {
         state.extend(dict.map(|dict| (key, dict.clone().into())));
     }
-    let is_owned = optimizers.iter().all(|optimizer| optimizer.belongs_to(parameters));
-    let mut checked = if is_owned { options.check_submodules(parameters) } else { Err(NnError::ForeignOptimizer) };
+    let mut checked = options.check(parameters);
     // With `broadcast_from_rank0` the dicts of the other ranks are ignored, so they are not checked.
     if !options.broadcast_from_rank0 || group.rank() == 0 {
         checked = checked.and_then(|()| check(model, optim, parameters));
@@ -271,7 +261,8 @@ fn set(
     let prefixes =
         StatePrefixes { model: key("model").filter(|_| has_model), optim: key("optim").filter(|_| optim.is_some()) };
     let optimizers = optimizers.iter_mut().map(|optimizer| &mut **optimizer).collect();
-    let mut target = LiveTarget::new(parameters, optimizers, prefixes)?
+    let target = NnError::or_refuse(group, operation, LiveTarget::new(parameters, optimizers, prefixes))?;
+    let mut target = target
         .with_names(|name| options.name_in_model(name), |name| options.renamed_in_model(name))
         .ignore_frozen(options.ignore_frozen_params)
         .with_arguments(options.arguments_of_load());

@@ -10,7 +10,7 @@ use indexmap::IndexMap;
 
 use crate::parameters::ShardedParameters;
 use crate::settings::StateDictType;
-use crate::state::{LiveTarget, StatePrefixes, live_model_state_dict};
+use crate::state::{LiveTarget, StatePrefixes, live_model_state_dict, persistent_buffers};
 use crate::{NnError, Result};
 
 /// Returns the model state dict, of the type that is set ([`ShardedParameters::state_dict_type`]): torch's `state_dict`
@@ -65,7 +65,7 @@ pub fn state_dict_into(
         StateDictType::Local => local_views(parameters)?,
     };
     for (name, value) in &state {
-        sink(name, value.copy()?.to_device(keep.device.as_ref())?)?;
+        sink(name, value.copy_to(keep.device.as_ref())?)?;
     }
     Ok(())
 }
@@ -137,11 +137,7 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
         }
         state.insert_new(handle.flat_param_name(), ShardedTensor::new(handle.dtype(), vec![end], shards)?)?;
     }
-    for (name, (value, persistent)) in parameters.buffers() {
-        if *persistent {
-            state.insert(name.as_str(), value.clone());
-        }
-    }
+    state.extend(persistent_buffers(parameters));
     Ok(state)
 }
 
@@ -176,8 +172,8 @@ pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict
         // Everything is moved and checked beside the live shards, and copied into them at the end.
         let mut live = local_views(parameters)?;
         let mut source = DictSource::open::<NnError>(group, operation, None, Ok(Some(state)))?;
-        let target = DictTarget::new(&live, None).map_err(NnError::from);
-        let mut target = target.or_else(|error| NnError::refuse(group, operation, error))?.with_own_tensors();
+        let target = NnError::or_refuse(group, operation, DictTarget::new(&live, None))?;
+        let mut target = target.with_own_tensors();
         let report: LoadReport = load_state::<_, _, NnError>(operation, group, &mut source, &mut target, &options)?;
         // The last names are copied first, so that of several names of one buffer the first counts.
         let loaded = target.into_state().into_iter().rev().collect();

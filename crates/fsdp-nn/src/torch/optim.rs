@@ -148,7 +148,7 @@ fn streamed(
     // Boxes are not gathered. So without this agreement the other ranks would not learn of an error.
     let offered = joined.iter().try_for_each(|(fqn, entries)| {
         let mut entries = entries.as_dict().into_iter().flatten();
-        entries.try_for_each(|(name, value)| sink(fqn, name, value.copy()?.to_device(keep.device.as_ref())?))
+        entries.try_for_each(|(name, value)| sink(fqn, name, value.copy_to(keep.device.as_ref())?))
     });
     let rest = offered.and_then(|()| user_state_and_groups(local, &keep, group));
     Ok((NnError::agree(group, OPERATION, None, rest)?, order))

@@ -59,8 +59,8 @@ impl Default for StateDictOptions {
 }
 
 impl StateDictOptions {
-    /// Refuses options that contradict each other.
-    pub(super) const fn check(&self) -> Result<()> {
+    /// Refuses options that contradict each other, and submodules that the model does not have.
+    pub(super) fn check(&self, parameters: &ShardedParameters) -> Result<()> {
         if self.broadcast_from_rank0 && !self.full_state_dict {
             return Err(NnError::Options { problem: "full_state_dict must be true when broadcast_from_rank0 is true" });
         }
@@ -69,11 +69,6 @@ impl StateDictOptions {
                 problem: "without keep_submodule_prefixes exactly one submodule must be named",
             });
         }
-        Ok(())
-    }
-
-    /// Checks that the model has each of the submodules.
-    pub(super) fn check_submodules(&self, parameters: &ShardedParameters) -> Result<()> {
         let mut names: Vec<&str> = parameters.fqns().collect();
         names.extend(parameters.aliases().keys().chain(parameters.buffers().keys()).map(String::as_str));
         let is_unknown = |module: &&String| !names.iter().any(|name| below(name, module).is_some());
@@ -83,12 +78,12 @@ impl StateDictOptions {
         }
     }
 
-    /// Returns the options that decide what is loaded, and where: all ranks must have the same ones.
+    /// Returns the options beside `strict` that decide what is loaded, and where: all ranks must have the same ones.
     pub(super) fn arguments_of_load(&self) -> String {
-        let Self { strict, ignore_frozen_params, submodules, keep_submodule_prefixes, fqn_renames, .. } = self;
+        let Self { ignore_frozen_params, submodules, keep_submodule_prefixes, fqn_renames, .. } = self;
         format!(
-            "strict {strict}, ignore_frozen_params {ignore_frozen_params}, submodules {submodules:?}, \
-             keep_submodule_prefixes {keep_submodule_prefixes}, fqn_renames {fqn_renames:?}"
+            "ignore_frozen_params {ignore_frozen_params}, submodules {submodules:?}, keep_submodule_prefixes \
+             {keep_submodule_prefixes}, fqn_renames {fqn_renames:?}"
         )
     }
 

@@ -212,3 +212,32 @@ fn buffers_that_are_one_tensor_are_loaded_from_the_first_of_their_names() {
     })
     .unwrap();
 }
+
+/// A table of which one layer uses a part, say.
+#[test]
+fn buffers_that_share_some_elements_are_loaded_and_the_later_name_counts_there() {
+    run_local(2, |group| {
+        let build = || {
+            let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+                let table = Tensor::zeros(3, DType::F32, &Device::Cpu)?;
+                scope.buffer("0.table", table.clone(), true);
+                scope.buffer("1.part", table.narrow(0, 1, 2)?, true);
+                linear(3, 2, scope.vb())
+            });
+            model.unwrap()
+        };
+        let full = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
+        let from_rank0 = StateDictOptions { broadcast_from_rank0: true, ..full.clone() };
+        for options in [StateDictOptions::default(), full.clone(), from_rank0] {
+            let mut state = get_model_state_dict(build().parameters(), &full).unwrap();
+            state.insert("0.table", Tensor::new(&[1f32, 2., 3.], &Device::Cpu).unwrap());
+            state.insert("1.part", Tensor::new(&[4f32, 5.], &Device::Cpu).unwrap());
+            let model = build();
+            let report = set_model_state_dict(&state, model.parameters(), &options).unwrap();
+            assert!(report.is_clean(), "{report:?}");
+            let (table, _) = &model.parameters().buffers()["0.table"];
+            assert_eq!(table.to_vec1::<f32>().unwrap(), [1., 4., 5.], "{options:?}");
+        }
+    })
+    .unwrap();
+}

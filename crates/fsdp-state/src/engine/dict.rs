@@ -1,6 +1,5 @@
 //! State dicts as sources.
 
-use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::Hasher as _;
 
@@ -22,8 +21,8 @@ use crate::{Schema, StateDict, StateError, StateValue};
 /// A state dict that values are loaded from. Either every rank has one, whole or sharded, or one rank has it.
 pub struct DictSource<'a> {
     schema: Schema,
-    /// This rank's values, by their positions in the schema. Small values are there on every rank.
-    values: Values<'a>,
+    /// This rank's values, by their positions in the schema; small values are there on every rank. Tensors are shared.
+    values: Values,
     /// The rank that has the state dict; `None` if every rank has one, whole or sharded.
     root: Option<usize>,
     /// Computes the boxes of other ranks, if it is given.
@@ -33,7 +32,7 @@ pub struct DictSource<'a> {
 }
 
 /// The values of a source that are on this rank, by their positions in the schema.
-type Values<'a> = Vec<Option<Cow<'a, StateValue>>>;
+type Values = Vec<Option<StateValue>>;
 
 /// The part of a root's state dict that every rank gets before anything moves.
 #[derive(Serialize, Deserialize)]
@@ -52,9 +51,9 @@ impl<'a> DictSource<'a> {
     ///
     /// # Errors
     /// Tensors whose memory is released, or of dtypes and shapes that no file holds.
-    pub fn on_every_rank(state: &'a StateDict) -> Result<Self, StateError> {
+    pub fn on_every_rank(state: &StateDict) -> Result<Self, StateError> {
         let (schema, values) = Schema::with_values(state)?;
-        let values = values.into_iter().map(|value| Some(Cow::Borrowed(value))).collect();
+        let values = values.into_iter().cloned().map(Some).collect();
         Ok(DictSource { schema, values, root: None, boxes_on: None, layouts: Vec::new() })
     }
 
@@ -71,12 +70,12 @@ impl<'a> DictSource<'a> {
         group: &ProcessGroup,
         operation: &'static str,
         root: Option<usize>,
-        state: Result<Option<&'a StateDict>, E>,
+        state: Result<Option<&StateDict>, E>,
     ) -> Result<Self, E> {
         let Some(root) = root else {
             let missing = StateError::NoSource { rank: group.rank() };
             let opened = state.and_then(|state| Ok(Self::on_every_rank(state.ok_or(missing)?)?));
-            return opened.or_else(|error| E::refuse(group, operation, error));
+            return E::or_refuse(group, operation, opened);
         };
         let own = state.and_then(|state| Ok(Self::outline_of_root(group, root, state)?));
         let (outline, values) = E::agree(group, operation, None, own)?.unzip();
@@ -92,8 +91,8 @@ impl<'a> DictSource<'a> {
     fn outline_of_root(
         group: &ProcessGroup,
         root: usize,
-        state: Option<&'a StateDict>,
-    ) -> Result<Option<(Outline, Values<'a>)>, StateError> {
+        state: Option<&StateDict>,
+    ) -> Result<Option<(Outline, Values)>, StateError> {
         if root >= group.world_size() {
             return Err(StateError::NoSuchRank { rank: root, world_size: group.world_size() });
         }
@@ -104,7 +103,7 @@ impl<'a> DictSource<'a> {
         let DictSource { schema, values, .. } = Self::on_every_rank(state)?;
         let mut small = Vec::with_capacity(values.len());
         for (position, value) in values.iter().enumerate() {
-            let value = value.as_deref().filter(|_| schema.is_small(position));
+            let value = value.as_ref().filter(|_| schema.is_small(position));
             small.push(value.map_or(Ok(None), StateValue::to_plain)?);
         }
         Ok(Some((Outline { schema, small }, values)))
@@ -119,12 +118,12 @@ impl<'a> DictSource<'a> {
 
     /// Returns this rank's value at a position of the schema.
     fn value(&self, position: usize) -> Option<&StateValue> {
-        self.values.get(position).and_then(|value| value.as_deref())
+        self.values.get(position)?.as_ref()
     }
 
     /// Returns the boxes of a value that this rank has.
     fn have(&self, position: usize) -> Vec<TensorBox> {
-        self.value(position).map(boxes_of_value).unwrap_or_default()
+        self.value(position).map(StateValue::boxes).unwrap_or_default()
     }
 
     fn is_sharded(&self, position: usize) -> bool {
@@ -251,7 +250,7 @@ impl Source for DictSource<'_> {
             // that is its own destination needs no copy, because nothing is written there.
             let shares = value.candle_tensors().iter().any(|tensor| live.contains(&storage_id(tensor)));
             if shares && !memory.is_same_view(value) {
-                *value = Cow::Owned(value.copy()?);
+                *value = value.copy()?;
             }
         }
         Ok(())
@@ -285,21 +284,7 @@ impl Source for DictSource<'_> {
 }
 
 /// Returns the values of a rank that is not the root. It has only the small ones, which came with the schema.
-fn small_values(schema: &Schema, small: Vec<Option<PlainValue>>) -> Result<Values<'static>, StateError> {
-    let mut values = Vec::with_capacity(small.len());
-    for ((_, leaf), small) in schema.iter().zip(small) {
-        let value = small.map(|small| scalar_to_value(leaf, small)).transpose()?;
-        values.push(value.map(Cow::Owned));
-    }
-    Ok(values)
-}
-
-/// Returns the boxes of a value that are on this rank.
-fn boxes_of_value(value: &StateValue) -> Vec<TensorBox> {
-    match value {
-        StateValue::Tensor(tensor) => vec![TensorBox::whole(tensor.dims())],
-        StateValue::Raw(tensor) => vec![TensorBox::whole(tensor.shape())],
-        StateValue::Sharded(tensor) => tensor.boxes(),
-        _ => Vec::new(),
-    }
+fn small_values(schema: &Schema, small: Vec<Option<PlainValue>>) -> Result<Values, StateError> {
+    let leaves = schema.iter().map(|(_, leaf)| leaf).zip(small);
+    leaves.map(|(leaf, small)| small.map(|small| scalar_to_value(leaf, small)).transpose()).collect()
 }

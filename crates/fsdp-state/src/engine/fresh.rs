@@ -1,6 +1,7 @@
 //! State dicts as targets: new values in the layout of a template, or whole ones.
 
 use candle_core::Device;
+use fsdp_comm::ProcessGroup;
 use fsdp_flat::{FlatError, ShardedTensor};
 use fsdp_layout::{KeyPath, TensorBox};
 use indexmap::IndexMap;
@@ -10,7 +11,7 @@ use super::options::LoadOptions;
 use super::target::{Plan, Target, Values, Wanted};
 use crate::keep_on::KeepOn;
 use crate::lend::Memory;
-use crate::memory::{device_of, own_leaf};
+use crate::memory::device_of;
 use crate::schema::Leaf;
 use crate::{Schema, StateDict, StateError, StateValue, get_element_mut};
 
@@ -113,7 +114,6 @@ impl Target for DictTarget<'_> {
         options: &LoadOptions,
     ) -> Result<Plan, E> {
         let mut plan = Plan { refuses_unexpected: !self.is_of_checkpoint, ..Plan::default() };
-        plan.common.arguments = if options.strict { "strict" } else { "not strict" }.to_owned();
         // Step 1: compare what the source has with the template, name by name. Small values are copied, and memory is
         // wanted for all others.
         let mut by_value: Vec<(usize, usize)> = Vec::new();
@@ -139,7 +139,7 @@ impl Target for DictTarget<'_> {
         let values = small(&sources)?;
         for (from, to) in sources.iter().zip(targets) {
             if let (Some(value), Some((path, _))) = (values.get(from), self.schema.get(to)) {
-                self.loaded.insert(path.clone(), own_leaf(value, Some(&self.device_for(to)))?);
+                self.loaded.insert(path.clone(), value.copy_to(Some(&self.device_for(to)))?);
             }
         }
         if self.is_in_place {
@@ -189,7 +189,7 @@ fn fresh(value: &StateValue, wanted: &Wanted) -> Result<Memory, StateError> {
 /// A target of whole tensors on some ranks. Each tensor goes to a sink as soon as it is complete, and is not kept here.
 ///
 /// The source must be a [`DictSource`](super::DictSource) of the same state dict: positions are the same in both.
-pub struct Whole<'a> {
+pub(crate) struct Whole<'a> {
     keep_on: KeepOn,
     device: Option<Device>,
     /// This rank's values, by their positions in the schema.
@@ -207,22 +207,21 @@ pub(crate) type Sink<'a> = dyn FnMut(&KeyPath, StateValue) -> Result<(), StateEr
 impl<'a> Whole<'a> {
     /// Returns a target that gathers the values of `state`, and passes each of them, whole, to `sink`, sorted by path.
     ///
-    /// `sink` is called only on the ranks that `keep_on` names. `rank` and `world_size` are those of this rank in its
-    /// group. Tensors go to `device`; without one, each goes where this rank's part of it is.
+    /// `sink` is called only on the ranks of `group` that `keep_on` names. Tensors go to `device`; without one, each
+    /// goes where this rank's part of it is. No communication.
     ///
     /// # Errors
     /// Ranks in `keep_on` that the group does not have; tensors whose memory is released.
-    pub fn new(
+    pub(crate) fn new(
         state: &'a StateDict,
-        rank: usize,
-        world_size: usize,
+        group: &ProcessGroup,
         keep_on: &KeepOn,
         device: Option<Device>,
         sink: &'a mut Sink<'a>,
     ) -> Result<Self, StateError> {
-        keep_on.check(world_size)?;
+        keep_on.check(group.world_size())?;
         let (schema, values) = Schema::with_values(state)?;
-        Ok(Whole { keep_on: keep_on.clone(), device, values, schema, rank, next: 0, sink })
+        Ok(Whole { keep_on: keep_on.clone(), device, values, schema, rank: group.rank(), next: 0, sink })
     }
 
     /// Passes this rank's own values before a position to the sink: those that are not sharded, and so do not move.
@@ -234,7 +233,7 @@ impl<'a> Whole<'a> {
                 && !leaf.is_sharded()
                 && self.keep_on.contains(self.rank)
             {
-                (self.sink)(path, own_leaf(value, self.device.as_ref())?)?;
+                (self.sink)(path, value.copy_to(self.device.as_ref())?)?;
             }
         }
         Ok(())

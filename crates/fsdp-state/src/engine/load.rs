@@ -1,19 +1,16 @@
 //! The path that every load takes: compare, agree, lend, read, commit.
 
-use std::collections::HashMap;
 use std::hash::{BuildHasher as _, BuildHasherDefault, Hash};
 
 use fsdp_comm::{CommError, ProcessGroup, ReduceOp};
-use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::storage_id;
 use fsdp_layout::Failure;
 use itertools::{EitherOrBoth, Itertools as _};
 use twox_hash::XxHash3_64;
 
+use super::lending::Lending;
 use super::options::LoadOptions;
 use super::source::{LoadCall, Source};
-use super::target::{Common, Plan, Target, Values, Wanted};
-use crate::lend::{Lend, Memory};
+use super::target::{Common, Plan, Target, Values};
 use crate::{LoadReport, StateError};
 
 /// An error that [`load_state`] can return. It knows how to turn one rank's error into an error on every rank.
@@ -34,13 +31,14 @@ pub trait LoadError: Failure + From<StateError> + From<CommError> {
         Ok(agreed?)
     }
 
-    /// Returns this rank's error on every rank. A rank that cannot open its source or its target calls this in place of
-    /// [`load_state`]: it takes part in the agreement in which the other ranks wait.
+    /// Returns the source or the target that this rank has opened. A rank that could not open it does not come to
+    /// [`load_state`], but takes part in the agreement there, in which the other ranks wait. Otherwise there is no
+    /// communication.
     ///
     /// # Errors
-    /// Always.
-    fn refuse<T>(group: &ProcessGroup, operation: &str, error: Self) -> Result<T, Self> {
-        Self::agree(group, operation, Some(0), Err(error))
+    /// This rank's error, on every rank.
+    fn or_refuse<T>(group: &ProcessGroup, operation: &str, opened: Result<T, impl Into<Self>>) -> Result<T, Self> {
+        opened.or_else(|error| Self::agree(group, operation, Some(0), Err(error.into())))
     }
 }
 
@@ -101,7 +99,7 @@ where
         Err(error) if error.comm().is_some() => return Err(partly_loaded(is_live && !is_staged, error)),
         outcome => outcome,
     };
-    let staged = std::mem::take(&mut lending.staged);
+    let staged = lending.into_staged();
     if !is_live && outcome.is_ok() {
         outcome = target.commit().map_err(E::from);
     }
@@ -145,6 +143,7 @@ where
         return Ok(plan);
     }
     let common = &mut plan.common;
+    common.options = call.options.in_common();
     common.source = source.schema().clone();
     for wanted in plan.wanted.iter().filter(|wanted| wanted.is_same_on_all || source.moves_between_ranks()) {
         let hash = if wanted.is_same_on_all { source.hash(wanted.position)? } else { None };
@@ -219,26 +218,44 @@ fn hash_of(value: &impl Hash) -> u64 {
 fn difference(call: &LoadCall<'_>, first: &Common, other: usize, second: &Common) -> Option<StateError> {
     let &LoadCall { operation, group, .. } = call;
     let (reference, rank) = (*group.global_ranks().first()?, *group.global_ranks().get(other)?);
-    if first.arguments != second.arguments {
-        let (found, expected) = (second.arguments.clone(), first.arguments.clone());
+    let mut arguments = [(&first.options, &second.options), (&first.arguments, &second.arguments)].into_iter();
+    if let Some((expected, found)) = arguments.find(|(first, second)| first != second) {
+        let (found, expected) = (found.clone(), expected.clone());
         return Some(StateError::ArgumentMismatch { operation, rank, found, reference, expected });
     }
     let schemas = [(&first.source, &second.source), (&first.target, &second.target)];
-    if let Some(error) = schemas.iter().find_map(|(a, b)| a.difference(b, operation, rank, reference)) {
-        return Some(error);
+    if let Some(leaves) = schemas.into_iter().find_map(|(a, b)| first_difference(a.iter(), b.iter())) {
+        return Some(match leaves {
+            EitherOrBoth::Left((path, _)) => lacking(operation, path.flat_key(), rank, reference),
+            EitherOrBoth::Right((path, _)) => lacking(operation, path.flat_key(), reference, rank),
+            EitherOrBoth::Both((path, expected), (_, found)) => {
+                let (key, found, expected) = (path.flat_key(), found.to_string(), expected.to_string());
+                StateError::ValueMismatch { operation, key, rank, found, reference, expected }
+            }
+        });
     }
-    let values = first.values.iter().merge_join_by(&second.values, |(a, _), (b, _)| a.cmp(b));
-    values.into_iter().find_map(|values| match values {
-        EitherOrBoth::Left((key, _)) => Some(StateError::KeyMismatch { operation, rank, key: key.clone(), reference }),
-        EitherOrBoth::Right((key, _)) => {
-            Some(StateError::KeyMismatch { operation, rank: reference, key: key.clone(), reference: rank })
-        }
-        EitherOrBoth::Both((key, expected), (_, found)) if expected != found => {
+    Some(match first_difference(first.values.iter(), second.values.iter())? {
+        EitherOrBoth::Left((key, _)) => lacking(operation, key.clone(), rank, reference),
+        EitherOrBoth::Right((key, _)) => lacking(operation, key.clone(), reference, rank),
+        EitherOrBoth::Both((key, expected), (_, found)) => {
             let (key, found, expected) = (key.clone(), found.clone(), expected.clone());
-            Some(StateError::DifferingOnRanks { operation, key, rank, found, reference, expected })
+            StateError::DifferingOnRanks { operation, key, rank, found, reference, expected }
         }
-        EitherOrBoth::Both(..) => None,
     })
+}
+
+/// Returns the error of a rank that lacks a key which another has.
+const fn lacking(operation: &'static str, key: String, rank: usize, reference: usize) -> StateError {
+    StateError::KeyMismatch { operation, rank, key, reference }
+}
+
+/// Returns the first item that only one of two sorted lists has, or that has another value in the other.
+fn first_difference<'a, K: Ord, V: PartialEq>(
+    first: impl Iterator<Item = &'a (K, V)>,
+    second: impl Iterator<Item = &'a (K, V)>,
+) -> Option<EitherOrBoth<&'a (K, V)>> {
+    let mut pairs = first.merge_join_by(second, |(a, _), (b, _)| a.cmp(b));
+    pairs.find(|pair| !matches!(pair, EitherOrBoth::Both((_, a), (_, b)) if a == b))
 }
 
 /// Returns a plan if everything in it fits: an error for mismatches and, in a strict load, for names that only one side
@@ -250,85 +267,4 @@ fn check_report<E: LoadError>(call: &LoadCall<'_>, plan: Plan) -> Result<Plan, E
         return Ok(plan);
     }
     Err(StateError::Incompatible { operation: call.operation, report: plan.report }.into())
-}
-
-/// Lends the target's memory to the source. If the target's own memory cannot be filled directly (it is on a GPU, has
-/// another dtype, or the load is staged), the source gets temporary memory, and the values are copied afterwards: a
-/// detour.
-struct Lending<'a, T> {
-    target: &'a mut T,
-    wanted: &'a [Wanted],
-    /// The live tensors that have been lent, by the storage of their first box, and by where it begins in there.
-    lent: HashMap<(usize, usize), Vec<ShardedTensor>>,
-    /// The target's memory of tensors whose values take a detour.
-    detours: HashMap<usize, Memory>,
-    /// The target's live memory, and the new values for it, in a staged load.
-    staged: Vec<(Memory, ShardedTensor)>,
-    /// `true` if the load is staged.
-    is_staged: bool,
-}
-
-impl<'a, T: Target> Lending<'a, T> {
-    fn new(target: &'a mut T, wanted: &'a [Wanted], is_staged: bool) -> Self {
-        Lending { target, wanted, lent: HashMap::new(), detours: HashMap::new(), staged: Vec::new(), is_staged }
-    }
-
-    /// Returns `true` if memory has been lent before, for another name of the same live tensor, and notes it otherwise.
-    fn is_lent(&mut self, wanted: usize, memory: &Memory) -> bool {
-        let Memory::Tensors(tensor) = memory else { return false };
-        let Some(first) = tensor.shards().first().filter(|_| self.target.lends_live(&self.wanted[wanted])) else {
-            return false;
-        };
-        let place = (storage_id(&first.tensor), first.tensor.layout().start_offset());
-        let others = self.lent.entry(place).or_default();
-        let is_lent = others.iter().any(|other| other.is_same_view(tensor));
-        if !is_lent {
-            others.push(tensor.clone());
-        }
-        is_lent
-    }
-
-    /// Returns `true` if the new values of a tensor are kept until all are there.
-    fn is_staged(&self, wanted: usize) -> bool {
-        self.is_staged && self.target.lends_live(&self.wanted[wanted])
-    }
-}
-
-impl<T: Target> Lend for Lending<'_, T> {
-    fn lend(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
-        self.lend_unfilled(wanted)?.map(Memory::allocated).transpose()
-    }
-
-    fn lend_unfilled(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
-        let mut memory = self.target.memory(&self.wanted[wanted])?;
-        if self.is_lent(wanted, &memory) {
-            return Ok(None);
-        }
-        if self.wanted[wanted].dtype != self.wanted[wanted].becomes {
-            memory = memory.allocated()?;
-        }
-        let detour = match (memory.detour(self.wanted[wanted].dtype)?, &memory) {
-            (None, Memory::Tensors(tensor)) if self.is_staged(wanted) => {
-                ShardedTensor::zeros(tensor.dtype(), tensor.shape(), &tensor.boxes())?
-            }
-            (None, _) => return Ok(Some(memory)),
-            (Some(detour), _) => detour,
-        };
-        self.detours.insert(wanted, memory);
-        Ok(Some(Memory::Tensors(detour)))
-    }
-
-    fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
-        match (self.detours.remove(&wanted), memory) {
-            (Some(home), Memory::Tensors(values)) if self.is_staged(wanted) => {
-                self.staged.push((home, values));
-                Ok(())
-            }
-            (Some(home), Memory::Tensors(values)) => {
-                home.fill_from(&values)?;
-                self.target.filled(&self.wanted[wanted], home)
-            }
-            (_, memory) => self.target.filled(&self.wanted[wanted], memory),
-        }
-    }
 }

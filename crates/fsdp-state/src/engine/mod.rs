@@ -5,18 +5,21 @@
 //! | `source`, `target` | the two traits |
 //! | `options` | [`LoadOptions`] |
 //! | `load` | [`load_state`]: compare, agree, lend, read, commit |
+//! | `lending` | the target's memory, lent to the source |
 //! | `dict` | state dicts as sources: on every rank, on one rank, or sharded over ranks |
 //! | `fresh` | state dicts as targets: in the layout of a template, fresh or in place, or whole ones |
 
 mod dict;
 mod fresh;
+mod lending;
 mod load;
 mod options;
 mod source;
 mod target;
 
 pub use dict::{BoxesOn, DictSource};
-pub use fresh::{DictTarget, Whole};
+pub use fresh::DictTarget;
+pub(crate) use fresh::Whole;
 pub use load::{LoadError, load_state};
 pub use options::LoadOptions;
 pub use source::{LoadCall, Source, WantedOn};

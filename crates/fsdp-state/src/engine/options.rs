@@ -40,6 +40,15 @@ pub struct LoadOptions {
     pub deadline: Option<Duration>,
 }
 
+impl LoadOptions {
+    /// Returns the options that must be the same on all ranks, for people to read. If only some ranks may cast, values
+    /// that do not fit on the others are an error anyway.
+    pub(super) fn in_common(&self) -> String {
+        let LoadOptions { strict, staged, verify, read_once, .. } = self;
+        format!("strict: {strict}, staged: {staged}, verify: {verify}, read_once: {read_once:?}")
+    }
+}
+
 impl Default for LoadOptions {
     fn default() -> Self {
         LoadOptions {

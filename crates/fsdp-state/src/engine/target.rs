@@ -90,7 +90,9 @@ pub struct Plan {
 /// The data of a rank that must be the same on all ranks. The agreement compares its hash.
 #[derive(Debug, Clone, Default, Hash, Serialize, Deserialize)]
 pub struct Common {
-    /// The arguments of the call, for people to read.
+    /// The options of the load, for people to read; the load fills them in.
+    pub options: String,
+    /// Other arguments of the call, for people to read.
     pub arguments: String,
     /// The schema of the source; the load fills it in.
     pub source: Schema,
@@ -156,14 +158,9 @@ impl Wanted {
             (saved.and_then(Leaf::tensor), current.as_ref().ok().and_then(Leaf::tensor))
             && shape == current
             && (dtype == becomes || options.cast && target.candle_dtype().is_some_and(|to| Memory::converts(dtype, to)))
+            && let Some(wanted) = Wanted::of(source, position, becomes, target.boxes())
         {
-            let boxes = match target {
-                StateValue::Sharded(tensor) => tensor.boxes(),
-                _ => vec![TensorBox::whole(shape)],
-            };
-            if let Some(wanted) = Wanted::of(source, position, becomes, boxes) {
-                return Ok(wanted);
-            }
+            return Ok(wanted);
         }
         let current = current.map_or_else(|error| error.to_string(), |leaf| leaf.describe());
         Err(Mismatch { fqn: name(), saved: saved.map_or_else(String::new, Leaf::describe), current })

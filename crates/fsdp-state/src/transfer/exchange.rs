@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_flat::storage::StorageGuard;
+use fsdp_flat::storage::{StorageGuard, zeroed_vec};
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::copy_runs;
 
@@ -10,7 +10,7 @@ use super::packing::{BoxBytes, Outgoing, copy_box, pack, read_box, with_packed};
 use super::route::{Layout, Piece, Route, windows};
 use super::slots::{Part, carve};
 use crate::lend::{Lend, Memory, lent_bytes};
-use crate::memory::{try_reserve, try_zeroed};
+use crate::memory::try_reserve;
 use crate::{StateError, StateValue};
 
 /// The most bytes of several tensors that one collective carries together: a bucket. A larger tensor goes alone. If its
@@ -77,7 +77,7 @@ impl<'g> Exchange<'g> {
     }
 
     /// Ends the operation on all ranks, because this rank cannot take part in the next collective.
-    fn abort(&self, error: &StateError) -> CommError {
+    fn abort(&self, error: &dyn std::error::Error) -> CommError {
         self.group.abort(error.to_string());
         // A call on an aborted group returns the error of the abort.
         let ended = self.group.barrier().err();
@@ -86,7 +86,7 @@ impl<'g> Exchange<'g> {
 
     /// Returns a buffer for a collective. A rank without memory for it ends the operation on all ranks.
     fn buffer(&self, bytes: usize) -> Result<Vec<u8>, CommError> {
-        try_zeroed(bytes).map_err(|error| self.abort(&error))
+        zeroed_vec(bytes).map_err(|error| self.abort(&error))
     }
 
     /// Moves the tensors in the order of `items`, in buckets: small neighbours that take the same route go together.
@@ -187,19 +187,17 @@ impl<'g> Exchange<'g> {
         }
         // Step 3: take the storages out of the tensors while elements arrive. The bytes of raw memory are here anyway.
         let tensors: Vec<Tensor> = lent.iter().flatten().flat_map(|memory| memory.tensors()).collect();
-        let is_lent: Vec<bool> = lent.iter().map(Option::is_some).collect();
         let mut taken = self.attempt(|| Ok(StorageGuard::take(&tensors.iter().collect::<Vec<_>>())?));
-        let slots = taken.as_mut().map(|taken| lent_bytes(lent, taken));
+        let slots = taken.as_mut().and_then(|taken| self.attempt(|| lent_bytes(lent, taken)));
         let mut slots = slots.into_iter().flatten();
         // Step 4: join the boxes and the memory of each tensor, and run the collective.
         let rank = self.group.rank();
         let mut transfers = Vec::with_capacity(items.len());
-        for ((Item { layout, .. }, sources), is_lent) in items.iter().zip(&sources).zip(is_lent) {
-            let lent = slots.next().flatten();
+        for (Item { layout, .. }, sources) in items.iter().zip(&sources) {
             let mut transfer = Transfer { layout, want: &layout.want[rank], sources, slots: Vec::new() };
             // After a failure there are no slots.
-            if is_lent && self.failure.is_none() {
-                transfer.slots = lent.unwrap_or_default();
+            if let Some(slots) = slots.next().flatten() {
+                transfer.slots = slots;
                 if !transfer.has_slots_of_wanted_sizes() {
                     transfer.slots.clear();
                     self.failure = Some(StateError::SharedMemory { shape: layout.shape.clone() });
@@ -272,12 +270,11 @@ impl<'g> Exchange<'g> {
             .map(|(transfer, piece)| (transfers[*transfer].sources, &piece.bounds, transfers[*transfer].layout.element))
             .collect();
         let group = self.group;
-        let receives = root.is_none_or(|root| root == rank);
         let (moved, read) = with_packed(&own, |input| match root {
             None => {
                 self.receive(transfers, &pieces, |outputs| group.all_gather_uneven_into_slices(outputs, &counts, input))
             }
-            Some(root) if receives => self.receive(transfers, &pieces, |outputs| {
+            Some(root) if root == rank => self.receive(transfers, &pieces, |outputs| {
                 group.gather_uneven_into_slices(Some(outputs), &counts, input, root)
             }),
             Some(root) => group.gather_uneven_into_slices(None, &counts, input, root),

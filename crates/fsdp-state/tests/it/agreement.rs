@@ -146,6 +146,21 @@ fn arguments_that_differ_are_named() {
         broadcast_state_dict(Some(&state(0, 1)), &state(group.rank(), 2), 0, &group, &options)
     }));
     assert!(matches!(error, StateError::ArgumentMismatch { rank: 1, .. }), "{error}");
+    for change in [
+        (|options: &mut LoadOptions| options.staged = true) as fn(&mut LoadOptions),
+        |options| options.verify = false,
+        |options| options.read_once = Some(true),
+    ] {
+        let error = one_error(run(2, |group| {
+            let mut options = LoadOptions::default();
+            if group.rank() == 1 {
+                change(&mut options);
+            }
+            reshard_state_dict(&state(group.rank(), 2), &state(group.rank(), 2), &group, &options)
+        }));
+        let StateError::ArgumentMismatch { rank: 1, found, expected, .. } = error else { panic!("{error}") };
+        assert_ne!(found, expected);
+    }
 }
 
 #[test]

@@ -180,6 +180,27 @@ fn of_several_names_of_one_tensor_the_first_counts_however_it_is_loaded() {
 }
 
 #[test]
+fn where_tensors_share_some_elements_the_later_name_counts_however_they_are_loaded() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("checkpoint");
+    run_local(2, |group| {
+        let saved: StateDict =
+            [("a", arange(0, 3)), ("b", arange(10, 2))].map(|(key, tensor)| (key, tensor.into())).into_iter().collect();
+        save(path.as_path(), &saved, &group, &SaveOptions::default()).unwrap();
+        for (staged, read_once) in [(false, false), (true, false), (false, true), (true, true)] {
+            let whole = arange(90, 3);
+            let part = whole.narrow(0, 1, 2).unwrap();
+            let mut live: StateDict =
+                [("b", part), ("a", whole.clone())].map(|(key, tensor)| (key, tensor.into())).into_iter().collect();
+            let options = LoadOptions { staged, read_once: Some(read_once), ..options() };
+            load_in_place(path.as_path(), &mut live, &group, &options).unwrap();
+            assert_eq!(whole.to_vec1::<f32>().unwrap(), [0.0, 10.0, 11.0], "staged {staged}, read once {read_once}");
+        }
+    })
+    .unwrap();
+}
+
+#[test]
 fn a_plain_value_takes_the_place_of_a_tensor_only_where_nobody_shares_its_memory() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("checkpoint");

@@ -179,6 +179,26 @@ fn values_beside_model_and_optimizer_come_back_and_what_differs_is_an_error_that
     .unwrap();
 }
 
+/// In files of flat keys they would be the model's and the optimizers' own.
+#[test]
+fn values_under_names_of_the_model_or_the_optimizers_cannot_be_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        for key in ["model.note", "optim.note"] {
+            let mut run = new_run(&group, true, &adamw(), 1);
+            run.values.insert(key, 1i64);
+            let error = checkpointer.save(1, &run).unwrap_err().to_string();
+            assert!(error.contains(&format!("cannot save `{key}`")), "{error}");
+        }
+        let mut run = new_run(&group, true, &adamw(), 1);
+        run.values.insert("models.note", 1i64);
+        checkpointer.save(1, &run).unwrap();
+        assert!(checkpointer.load(1, &mut new_run(&group, true, &adamw(), 2)).unwrap().is_clean());
+    })
+    .unwrap();
+}
+
 /// Steps of a run whose batches a sampler deals, at the rates of a schedule, with a scaler. Returns the samples of all
 /// ranks in each step.
 fn train_on(run: &mut Run, steps: Range<u64>) -> Vec<Vec<u64>> {

@@ -136,18 +136,14 @@ fn as_mismatch(error: NnError, optimizer: &Optimizer, saved: &SavedOptim) -> Res
 
 /// Refuses state of some of a unit's trained parameters without that of others.
 fn check_presence(optimizer: &Optimizer, saved: &SavedOptim) -> Result<()> {
+    let lacking = missing_states(optimizer, saved)?;
     for handle in &optimizer.parameters().handles {
-        let Some(other) = handle.params.iter().find(|param| saved.has_state(&param.fqn)) else { continue };
-        for (param, numel) in handle.params.iter().zip(handle.layout().numels()) {
-            if !param.requires_grad() || *numel == 0 || saved.has_state(&param.fqn) {
-                continue;
-            }
-            // State that begins with the first gradient is rightly missing where there was none.
-            let schema = optimizer.state_schema(&param.fqn);
-            if schema.iter().any(|entry| entry.initial != Initial::FirstGradient) {
-                let (fqn, other) = (param.fqn.clone(), other.fqn.clone());
-                return Err(OptimStateError::MissingState { fqn, other }.into());
-            }
+        let params = handle.params.iter().zip(handle.layout().numels());
+        let mut lacking = params.filter(|(param, numel)| **numel > 0 && lacking.contains(&param.fqn));
+        let other = handle.params.iter().find(|param| saved.has_state(&param.fqn));
+        if let (Some((param, _)), Some(other)) = (lacking.next(), other) {
+            let (fqn, other) = (param.fqn.clone(), other.fqn.clone());
+            return Err(OptimStateError::MissingState { fqn, other }.into());
         }
     }
     Ok(())

@@ -15,6 +15,7 @@ use super::entry::Home;
 use super::groups::number;
 use super::names::{OptimKey, names_that_count};
 use super::saved::LoadContext;
+use super::views::persistent_buffers;
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
 use crate::{NnError, Result};
@@ -184,23 +185,18 @@ impl<'a> LiveTarget<'a> {
             let wanted = Wanted::fit(load.schema, named[name], || (*name).to_owned(), &value, load.options);
             self.add(wanted, value, Part::Parameter(fqn.to_owned()), plan);
         }
-        for (name, (value, persistent)) in parameters.buffers() {
-            match named.get(name.as_str()) {
-                _ if !persistent => {}
-                None => plan.report.missing.push(name.clone()),
-                Some(&position) => {
-                    let value = value.clone().into();
-                    let wanted = Wanted::fit(load.schema, position, || name.clone(), &value, load.options);
+        for (name, value) in persistent_buffers(parameters) {
+            match named.remove(name) {
+                None => plan.report.missing.push(name.to_owned()),
+                Some(position) => {
+                    let wanted = Wanted::fit(load.schema, position, || name.to_owned(), &value, load.options);
                     self.add(wanted, value, Part::Buffer, plan);
                 }
             }
         }
-        // The other names of a tied parameter are not loaded, but they are the model's.
-        let is_known = |name: &str| {
-            parameters.contains(name) || parameters.buffers().get(name).is_some_and(|(_, persistent)| *persistent)
-        };
-        let unknown = model.iter().filter(|(name, _)| !is_known(name));
-        plan.report.unexpected.extend(unknown.map(|(name, _)| name.clone()));
+        // Parameters are left, some under several names of which one is loaded, and what the model does not have.
+        let unknown = named.into_keys().filter(|name| !parameters.contains(name));
+        plan.report.unexpected.extend(unknown.map(str::to_owned));
         Ok(())
     }
 
@@ -309,8 +305,7 @@ impl Target for LiveTarget<'_> {
             self.parameters.reshard()?;
         }
         let mut plan = Plan::default();
-        let strictness = if options.strict { "strict" } else { "not strict" };
-        plan.common.arguments = if self.arguments.is_empty() { strictness.to_owned() } else { self.arguments.clone() };
+        plan.common.arguments.clone_from(&self.arguments);
         if self.prefixes.model.is_some() {
             self.plan_model(&load, &sorted.model, &mut plan)?;
             plan.refuses_unexpected = !plan.report.unexpected.is_empty();
@@ -345,7 +340,7 @@ impl Target for LiveTarget<'_> {
                 }
             }
             Part::UserState(path) => set_element(&mut self.user_state, path, memory.into_value(true, &Device::Cpu)?)?,
-            Part::Value(path) if matches!(memory, Memory::Raw(_)) => {
+            Part::Value(path) if matches!(memory, Memory::Raw { .. }) => {
                 set_element(&mut self.new_values, path, memory.into_value(true, &Device::Cpu)?)?;
             }
             Part::Parameter(_) | Part::Buffer | Part::EntryLike(_) | Part::Value(_) => {}

@@ -1,5 +1,7 @@
 //! State that cannot be set: one error on every rank that names it, and nothing is changed.
 
+use std::time::Duration;
+
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_flat::RawTensor;
@@ -490,4 +492,36 @@ fn a_submodule_that_the_model_does_not_have_is_named() {
         }
     })
     .unwrap();
+}
+
+/// One rank was started with another configuration, say. The others must not wait for it.
+#[test]
+fn options_that_contradict_each_other_on_one_rank_are_every_ranks_error() {
+    let errors = run_local(2, |group| {
+        let (model, mut optimizer) = trained(&group.with_deadline(Duration::from_secs(10)), true);
+        let parameters = model.parameters();
+        let (m, o) = get_state_dict(parameters, &[&optimizer], &full_options()).unwrap();
+        let on_rank_1 = |wrong: StateDictOptions, right| if group.rank() == 1 { wrong } else { right };
+        let no_prefixes = StateDictOptions { keep_submodule_prefixes: false, ..full_options() };
+        let no_prefixes = on_rank_1(no_prefixes, full_options());
+        let from_rank0 = StateDictOptions { broadcast_from_rank0: true, ..full_options() };
+        let not_full = StateDictOptions { full_state_dict: false, ..from_rank0.clone() };
+        let (not_full, not_from_rank0) = (on_rank_1(not_full.clone(), from_rank0), on_rank_1(not_full, options()));
+        let mut errors = vec![
+            get_model_state_dict(parameters, &no_prefixes).map(drop).unwrap_err(),
+            get_optimizer_state_dict(parameters, &[&optimizer], &no_prefixes).map(drop).unwrap_err(),
+        ];
+        for options in [no_prefixes, not_full, not_from_rank0] {
+            let set = set_state_dict(&m, &o, parameters, &mut [&mut optimizer], &options);
+            errors.push(set.map(drop).unwrap_err());
+        }
+        errors.iter().map(ToString::to_string).collect::<Vec<_>>()
+    })
+    .unwrap();
+    let problems =
+        ["exactly one submodule", "exactly one submodule", "exactly one submodule", "must be true", "must be true"];
+    for (error, problem) in errors[0].iter().zip(problems) {
+        assert!(error.contains("rank 1") && error.contains(problem), "{error}");
+    }
+    assert_eq!(errors[0], errors[1]);
 }

@@ -1,0 +1,109 @@
+//! The memory of a target, lent to the source of a load.
+
+use std::collections::{BTreeMap, HashMap};
+
+use fsdp_flat::ShardedTensor;
+use fsdp_flat::storage::storage_id;
+
+use super::target::{Target, Wanted};
+use crate::StateError;
+use crate::lend::{Lend, Memory};
+
+/// Lends the target's memory to the source. If the target's own memory cannot be filled directly, the source gets
+/// temporary memory, and the values are copied afterwards: a detour. That is so if the memory is on a GPU, has another
+/// dtype, or shares elements with memory that was lent before, and in a staged load.
+pub(super) struct Lending<'a, T> {
+    target: &'a mut T,
+    wanted: &'a [Wanted],
+    /// `true` if the load is staged.
+    is_staged: bool,
+    /// The live tensors that have been lent.
+    lent: Vec<ShardedTensor>,
+    /// The stretches of live memory that have been lent, by where they begin: where each ends, and the index of its
+    /// tensor in `lent`. They do not overlap.
+    stretches: BTreeMap<Place, (usize, usize)>,
+    /// The target's memory of tensors whose values take a detour.
+    detours: HashMap<usize, Memory>,
+    /// The target's live memory, and the new values for it, in a staged load.
+    staged: Vec<(Memory, ShardedTensor)>,
+}
+
+/// A storage, and the position of an element in it.
+type Place = (usize, usize);
+
+impl<'a, T: Target> Lending<'a, T> {
+    /// Begins to lend the memory of the wanted tensors.
+    pub(super) fn new(target: &'a mut T, wanted: &'a [Wanted], is_staged: bool) -> Self {
+        let (lent, stretches, detours, staged) = Default::default();
+        Lending { target, wanted, is_staged, lent, stretches, detours, staged }
+    }
+
+    /// Returns the live memory of a staged load, and the new values for it.
+    pub(super) fn into_staged(self) -> Vec<(Memory, ShardedTensor)> {
+        self.staged
+    }
+
+    /// Returns a live tensor that has been lent before and has some elements of this one. If there is none, this one is
+    /// noted as lent.
+    fn lent_before(&mut self, tensor: &ShardedTensor) -> Option<&ShardedTensor> {
+        let mut stretches = Vec::with_capacity(tensor.shards().len());
+        for shard in tensor.shards().iter().filter(|shard| !shard.bounds.is_empty()) {
+            let (storage, start) = (storage_id(&shard.tensor), shard.tensor.layout().start_offset());
+            let end = start + shard.tensor.elem_count();
+            // Of the stretches that begin before this one ends, the last ends last.
+            let before = self.stretches.range((storage, 0)..(storage, end)).next_back();
+            if let Some((_, &(_, owner))) = before.filter(|(_, (before, _))| *before > start) {
+                return self.lent.get(owner);
+            }
+            stretches.push(((storage, start), (end, self.lent.len())));
+        }
+        self.stretches.extend(stretches);
+        self.lent.push(tensor.clone());
+        None
+    }
+
+    /// Returns `true` if the new values of a tensor are kept until all are there.
+    fn is_staged(&self, wanted: usize) -> bool {
+        self.is_staged && self.target.lends_live(&self.wanted[wanted])
+    }
+}
+
+impl<T: Target> Lend for Lending<'_, T> {
+    fn lend(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
+        self.lend_unfilled(wanted)?.map(Memory::allocated).transpose()
+    }
+
+    fn lend_unfilled(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
+        let Wanted { dtype, becomes, .. } = self.wanted[wanted];
+        let mut memory = self.target.memory(&self.wanted[wanted])?;
+        let mut is_shared = false;
+        if self.target.lends_live(&self.wanted[wanted])
+            && let Memory::Tensors(tensor) = &memory
+        {
+            match self.lent_before(tensor) {
+                Some(other) if other.is_same_view(tensor) => return Ok(None),
+                other => is_shared = other.is_some(),
+            }
+        }
+        if dtype != becomes {
+            memory = memory.allocated()?;
+        }
+        let Some(detour) = memory.detour(dtype, is_shared || self.is_staged(wanted))? else { return Ok(Some(memory)) };
+        self.detours.insert(wanted, memory);
+        Ok(Some(Memory::Tensors(detour)))
+    }
+
+    fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
+        match (self.detours.remove(&wanted), memory) {
+            (Some(home), Memory::Tensors(values)) if self.is_staged(wanted) => {
+                self.staged.push((home, values));
+                Ok(())
+            }
+            (Some(home), Memory::Tensors(values)) => {
+                home.fill_from(&values)?;
+                self.target.filled(&self.wanted[wanted], home)
+            }
+            (_, memory) => self.target.filled(&self.wanted[wanted], memory),
+        }
+    }
+}
