@@ -222,11 +222,13 @@ impl Drop for TcpBackend {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
     use std::thread;
     use std::time::Instant;
 
     use super::super::frame::{CHUNK_BYTES, Kind};
     use super::*;
+    use crate::backend::{Destination, Pattern, Plan};
 
     /// Joins a job of two ranks.
     fn connect(rank: usize, port: u16, shared_memory: bool) -> Arc<TcpBackend> {
@@ -277,6 +279,38 @@ mod tests {
             }
             assert!((1..=4).contains(&most), "{most} chunks waited");
         });
+    }
+
+    #[test]
+    fn only_a_few_chunks_wait_for_a_rank_that_takes_them_slowly_and_sends_none() {
+        const BYTES: usize = 20 * CHUNK_BYTES;
+        let [receiver, sender] = pair(false);
+        let (round, bytes) = (round(Duration::from_secs(20)), vec![1; BYTES]);
+        let mut most = 0;
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let destination = Destination::Copy(vec![Vec::new(), Vec::new()]);
+                sender.round(&round, b"", &bytes, one_way(vec![0..BYTES, 0..0], vec![0..0; 2], destination)).unwrap();
+            });
+            let take = Box::new(|offset: usize, pieces: &[&[u8]]| {
+                assert!(pieces.iter().flat_map(|piece| *piece).all(|byte| *byte == 1));
+                if offset % CHUNK_BYTES == 0 {
+                    thread::sleep(Duration::from_millis(20));
+                    most = most.max(receiver.node.inbox().lock().most_waiting_chunks());
+                }
+            });
+            let ranges = vec![0..BYTES; 2];
+            let planner = one_way(vec![0..BYTES, 0..0], ranges, Destination::Reduce(take));
+            receiver.round(&round, b"", &bytes, planner).unwrap();
+        });
+        assert!((1..=4).contains(&most), "{most} chunks waited");
+    }
+
+    /// Returns a planner for a round in which all bytes go to rank 0.
+    fn one_way<'p>(to: Vec<Range<usize>>, from: Vec<Range<usize>>, destination: Destination<'p>) -> Planner<'p, 'p> {
+        let longest = from.iter().chain(&to).map(ExactSizeIterator::len).max().unwrap_or(0);
+        let plan = Plan { pattern: Pattern::Gather { root: 0 }, longest, to, from, destination };
+        Box::new(|_| Ok(Some(plan)))
     }
 
     #[test]
