@@ -57,7 +57,7 @@ impl TcpOptions {
     /// Sets the size of the largest group whose ranks agree on operations by a message of each rank to each other rank;
     /// 32 unless set. In a larger group a rank sends about `log2(ranks)` messages, which other ranks pass on. In a job
     /// of more ranks, each connects to about `2 log2(ranks)` others at the start, and to others when it needs to. All
-    /// ranks of a job must choose the same.
+    /// ranks of a job must choose the same; [`connect`](Self::connect) checks that.
     pub fn direct_up_to(mut self, ranks: usize) -> Self {
         self.direct_up_to = ranks;
         self
@@ -66,7 +66,8 @@ impl TcpOptions {
     /// Waits for all other ranks, and creates the group of all.
     ///
     /// # Errors
-    /// [`CommError::Rendezvous`] names the ranks that came and those that did not.
+    /// [`CommError::Rendezvous`] names the ranks that came and those that did not, or what a rank has set otherwise than
+    /// rank 0.
     pub fn connect(&self) -> Result<ProcessGroup, CommError> {
         let backend = self.connect_backend()?;
         let group = ProcessGroup::new(Arc::new(backend)).with_deadline(self.deadline);
