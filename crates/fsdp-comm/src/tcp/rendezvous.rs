@@ -45,7 +45,7 @@ impl Address {
     /// Returns the address at which this rank, which has this connection to the store, reaches the other one.
     fn reach(&self, store: &TcpStore) -> SocketAddr {
         let ip = if self.ip.is_unspecified() { store.peer_ip() } else { self.ip };
-        SocketAddr::new(ip, self.port)
+        store.in_zone(ip, self.port)
     }
 }
 
@@ -169,7 +169,7 @@ fn own_addresses(store: &TcpStore) -> (Vec<SocketAddr>, IpAddr) {
         // at a loopback address, which is of no use to other hosts. So listen at all addresses too.
         return (every_address(0).to_vec(), Ipv4Addr::UNSPECIFIED.into());
     }
-    (vec![SocketAddr::new(ip, 0)], ip)
+    (vec![store.in_zone(ip, 0)], ip)
 }
 
 impl Participant {
