@@ -66,8 +66,8 @@ impl TcpOptions {
     /// Waits for all other ranks, and creates the group of all.
     ///
     /// # Errors
-    /// [`CommError::Rendezvous`] names the ranks that came and those that did not, or what a rank has set otherwise than
-    /// rank 0.
+    /// [`CommError::Rendezvous`] names the ranks that came and those that did not, or a rank that has set
+    /// `direct_up_to` otherwise than rank 0.
     pub fn connect(&self) -> Result<ProcessGroup, CommError> {
         let backend = self.connect_backend()?;
         let group = ProcessGroup::new(Arc::new(backend)).with_deadline(self.deadline);
@@ -224,6 +224,7 @@ impl Drop for TcpBackend {
 #[cfg(test)]
 mod tests {
     use std::ops::Range;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
     use std::thread;
     use std::time::Instant;
 
@@ -295,7 +296,7 @@ mod tests {
             });
             let take = Box::new(|offset: usize, pieces: &[&[u8]]| {
                 assert!(pieces.iter().flat_map(|piece| *piece).all(|byte| *byte == 1));
-                if offset % CHUNK_BYTES == 0 {
+                if offset.is_multiple_of(CHUNK_BYTES) {
                     thread::sleep(Duration::from_millis(20));
                     most = most.max(receiver.node.inbox().lock().most_waiting_chunks());
                 }
@@ -319,16 +320,22 @@ mod tests {
         let ranks = pair(false);
         let [sender, receiver] = &ranks;
         let round = round(Duration::from_millis(150));
+        let (is_over, sent) = (AtomicBool::new(false), AtomicUsize::new(0));
         thread::scope(|scope| {
-            // Nothing is taken from the socket for longer than the round may take.
+            // Nothing is taken from the socket until it takes no more, and the round's deadline is over.
             let busy = receiver.node.inbox().lock();
-            let sending = scope.spawn(|| {
-                while Instant::now() < round.until {
-                    sender.node.send(1, Kind::Chunk, 7, &round, &vec![0; CHUNK_BYTES]).ok();
+            scope.spawn(|| {
+                let send = || sender.node.send(1, Kind::Chunk, 7, &round, &vec![0; CHUNK_BYTES]);
+                while !is_over.load(Ordering::Relaxed) && send().is_ok() {
+                    sent.fetch_add(1, Ordering::Relaxed);
                 }
             });
-            thread::sleep(Duration::from_millis(500));
-            assert!(!sending.is_finished());
+            let mut before = usize::MAX;
+            while Instant::now() < round.until || sent.load(Ordering::Relaxed) != before {
+                before = sent.load(Ordering::Relaxed);
+                thread::sleep(Duration::from_millis(300));
+            }
+            is_over.store(true, Ordering::Relaxed);
             drop(busy);
         });
         thread::scope(|scope| {
