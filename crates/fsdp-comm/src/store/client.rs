@@ -466,6 +466,16 @@ mod tests {
     }
 
     #[test]
+    fn no_rank_joins_after_the_others_have_waited_for_it_in_vain() {
+        let host = TcpStore::host("127.0.0.1:0", &options(0, DEADLINE)).unwrap();
+        host.set("place/0", b"").unwrap();
+        let outcome = host.wait_for_ranks("place/", Duration::from_millis(50)).unwrap();
+        assert!(matches!(&outcome, RankValues::Missing(keys) if keys[..] == ["place/1", "place/2"]), "{outcome:?}");
+        let late = TcpStore::connect(host.address(), &options(1, Duration::from_millis(200))).unwrap_err();
+        assert!(late.to_string().contains("the rendezvous there has failed"), "{late}");
+    }
+
+    #[test]
     fn values_of_all_ranks_are_there_even_if_one_has_ended_since() {
         let host = TcpStore::host("127.0.0.1:0", &options(0, DEADLINE)).unwrap();
         for rank in [1, 2] {

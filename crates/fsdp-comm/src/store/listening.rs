@@ -41,7 +41,7 @@ fn without_brackets(host: &str) -> &str {
     host.trim_start_matches('[').trim_end_matches(']')
 }
 
-/// Returns the address of a port at an IP address. If that is a link-local one, which hosts on different links may have,
+/// Returns the address of a port at an IP address. If that is a link-local one, which hosts on several links may have,
 /// the link is that of `local`, an address of this host.
 pub(super) fn in_zone(local: SocketAddr, ip: IpAddr, port: u16) -> SocketAddr {
     match (ip, local) {
