@@ -158,7 +158,7 @@ fn limits_are_errors_and_not_lost_connections() {
     // A request or a reply may be too long as a whole.
     host.set("large", &vec![0; MAX_VALUE_BYTES]).unwrap();
     let refused = [
-        host.compare_and_set("key", Some(&vec![0; 70 << 20]), b"").map(drop),
+        host.compare_and_set("key", Some(&vec![0; MAX_VALUE_BYTES + 1]), b"").map(drop),
         host.wait(&vec!["large".to_owned(); 5], DEADLINE).map(drop),
         host.wait(&vec![long[1..].to_owned(); 20_000], DEADLINE).map(drop),
     ];

@@ -350,6 +350,39 @@ fn meet(environment: Environment, milliseconds: u64) -> Result<fsdp_comm::Proces
     TcpOptions::new(environment).deadline(Duration::from_millis(milliseconds)).connect()
 }
 
+/// Returns an address of this host that only hosts on one of its links reach, with its zone, which is the name or the
+/// number of the device of that link; `None` if there is none.
+#[cfg(target_os = "linux")]
+fn link_local() -> Option<[String; 2]> {
+    let table = std::fs::read_to_string("/proc/net/if_inet6").ok()?;
+    table.lines().find_map(|line| {
+        let [address, number, _, "20", _, device] = line.split_whitespace().collect::<Vec<_>>()[..] else {
+            return None;
+        };
+        let address = std::net::Ipv6Addr::from(u128::from_str_radix(address, 16).ok()?);
+        let number = u32::from_str_radix(number, 16).ok()?;
+        Some([format!("{address}%{device}"), format!("[{address}%{number}]")])
+    })
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn ranks_meet_at_an_address_of_one_link() {
+    for master in link_local().into_iter().flatten() {
+        let port = free_port();
+        let join = &|rank| {
+            let mut environment = environment(rank, 3, port, "job");
+            environment.master_addr.clone_from(&master);
+            environment.secret = Some(Secret::new("a secret of this test").unwrap());
+            meet(environment, 5_000).and_then(|group| group.barrier())
+        };
+        std::thread::scope(|scope| {
+            let ranks = [0, 1, 2].map(|rank| scope.spawn(move || join(rank)));
+            ranks.into_iter().for_each(|rank| assert_eq!(rank.join().unwrap(), Ok(()), "{master}"));
+        });
+    }
+}
+
 #[test]
 fn a_rank_learns_from_its_launcher_how_many_ranks_are_on_its_host() {
     let port = free_port();

@@ -4,8 +4,8 @@ use candle_core::{Device, Tensor};
 use fsdp_layout::boxes::copy_runs;
 use fsdp_layout::{DType, TensorBox};
 
-use crate::storage::{HostBytes, HostBytesMut, is_same_view, owned_copy, share_storage, unfilled, zeros};
-use crate::{FlatError, dtype, non_temporal_copy};
+use crate::storage::{HostBytes, HostBytesMut, is_same_view, owned_copy, share_storage, zeros};
+use crate::{FlatError, dtype, non_temporal_copy, storage};
 
 /// One box of a [`ShardedTensor`] and its elements.
 #[derive(Debug, Clone)]
@@ -116,14 +116,14 @@ impl ShardedTensor {
     }
 
     /// Makes a sharded tensor with these boxes, which take no memory until they are filled: see
-    /// [`unfilled`].
+    /// [`storage::unfilled`].
     ///
     /// # Errors
     /// The same as [`Self::zeros`].
     pub fn unfilled(dtype: candle_core::DType, shape: &[usize], boxes: &[TensorBox]) -> Result<Self, FlatError> {
         let mut shards = Vec::with_capacity(boxes.len());
         for bounds in boxes {
-            shards.push(LocalShard { bounds: bounds.clone(), tensor: unfilled(&bounds.sizes, dtype)? });
+            shards.push(LocalShard { bounds: bounds.clone(), tensor: storage::unfilled(&bounds.sizes, dtype)? });
         }
         Self::new(dtype, shape.to_vec(), shards)
     }

@@ -15,6 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::client::{NotJoined, TcpStore, connect_once, connect_until, rendezvous, retry_pause};
+use super::listening::{Name, in_zone};
 use super::protocol::{StoreOptions, invalid};
 use crate::access::nonce_text;
 use crate::blocking::{read_exact, write_all};
@@ -65,17 +66,18 @@ impl TcpStore {
         if rank != 0 {
             return connection.join(key, options).map_err(failed);
         }
+        let local = connection.local.ip();
         let ip = if one_host {
             // No other host needs to reach rank 0 if no other host has ranks.
             Ipv4Addr::LOCALHOST.into()
-        } else if connection.local_ip.is_loopback() && (options.secret.is_some() || options.insecure) {
+        } else if local.is_loopback() && (options.secret.is_some() || options.insecure) {
             // The agent is on this host, and other hosts reach this host at the address at which they reach the agent.
             Ipv4Addr::UNSPECIFIED.into()
         } else {
-            connection.local_ip
+            local
         };
         let nonce = nonce_text().map_err(|error| failed(format!("rank 0 found no random number: {error}")))?;
-        let store = TcpStore::host(&SocketAddr::new(ip, 0).to_string(), &named(options, &nonce))?;
+        let store = TcpStore::host(&in_zone(connection.local, ip, 0).to_string(), &named(options, &nonce))?;
         let address = store.address().parse().map_err(|_| failed(format!("`{}` is no address", store.address())))?;
         connection.publish(key, &Published { address, nonce }).map_err(|error| {
             failed(format!(
@@ -110,19 +112,20 @@ fn named(options: &StoreOptions, nonce: &str) -> StoreOptions {
 /// A client of the agent's store. In its protocol integers are little-endian, and strings follow their length.
 struct Agent {
     stream: TcpStream,
-    local_ip: IpAddr,
-    /// The address of the agent's host.
-    peer_ip: IpAddr,
+    /// The address of this end of the connection.
+    local: SocketAddr,
+    /// The address of the agent.
+    peer: SocketAddr,
     until: Instant,
 }
 
 impl Agent {
     /// Connects to the agent's store, with the greeting of torch's clients.
     fn connect(address: &str, until: Instant, pause: Duration) -> io::Result<Agent> {
-        let stream = connect_until(&address, until, pause)?;
-        let (local_ip, peer_ip) = (stream.local_addr()?.ip(), stream.peer_addr()?.ip());
+        let stream = connect_until(&Name(address), until, pause)?;
+        let (local, peer) = (stream.local_addr()?, stream.peer_addr()?);
         write_all(&stream, &[&[VALIDATE][..], &MAGIC.to_le_bytes()].concat(), until)?;
-        Ok(Agent { stream, local_ip, peer_ip, until })
+        Ok(Agent { stream, local, peer, until })
     }
 
     /// Joins the store of rank 0 at the address under the key. Retries until the deadline, and returns the reason if
@@ -137,8 +140,8 @@ impl Agent {
                     reason(&error)
                 )
             })?;
-            let ip = if published.ip().is_unspecified() { self.peer_ip } else { published.ip() };
-            let address = SocketAddr::new(ip, published.port());
+            let ip = if published.ip().is_unspecified() { self.peer.ip() } else { published.ip() };
+            let address = in_zone(self.local, ip, published.port());
             let joined = match connect_once(address, self.until) {
                 Ok(stream) => {
                     let until = self.until.min(until(deadline / ADDRESSES));

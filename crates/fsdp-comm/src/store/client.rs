@@ -1,7 +1,7 @@
 //! The client of the store. Every rank is one, including the rank that hosts the store.
 
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -24,8 +24,10 @@ pub struct TcpStore {
     key: Key,
     /// The connection; `None` after a request that failed in the middle.
     connection: Mutex<Option<TcpStream>>,
-    local_ip: IpAddr,
-    peer_ip: IpAddr,
+    /// The address of this end of the connection.
+    local: SocketAddr,
+    /// The address of the other end.
+    peer: SocketAddr,
     /// `true` if the store, and the ranks on its host, listen at every address of that host.
     is_everywhere: bool,
     deadline: Duration,
@@ -99,7 +101,7 @@ impl TcpStore {
     /// [`CommError::Rendezvous`] if no store answers within the deadline, if it is the store of another job, or if
     /// another process has joined it as this rank and is still there at the deadline.
     pub fn connect(address: &str, options: &StoreOptions) -> Result<TcpStore, CommError> {
-        Self::open(address, address, options, None)
+        Self::open(address, listening::Name(address), options, None)
     }
 
     /// Connects to a store and joins it. `address` is its name for messages and other ranks, and `at` are the addresses
@@ -152,8 +154,8 @@ impl TcpStore {
         Ok(TcpStore {
             address: address.to_owned(),
             key,
-            local_ip: stream.local_addr()?.ip(),
-            peer_ip: stream.peer_addr()?.ip(),
+            local: stream.local_addr()?,
+            peer: stream.peer_addr()?,
             is_everywhere: listening::is_everywhere(address, options),
             connection: Mutex::new(Some(stream)),
             deadline: options.deadline,
@@ -176,12 +178,18 @@ impl TcpStore {
     /// at the same address.
     #[must_use]
     pub fn local_ip(&self) -> IpAddr {
-        self.local_ip
+        self.local.ip()
     }
 
     /// Returns the address of the store's host in the connection to the store.
     pub(crate) fn peer_ip(&self) -> IpAddr {
-        self.peer_ip
+        self.peer.ip()
+    }
+
+    /// Returns the address of a port at an IP address. If that is a link-local one, the link is that of the connection
+    /// to the store.
+    pub(crate) fn in_zone(&self, ip: IpAddr, port: u16) -> SocketAddr {
+        listening::in_zone(self.local, ip, port)
     }
 
     /// Returns `true` if the store, and the ranks on its host, listen at every address of that host.
@@ -455,6 +463,16 @@ mod tests {
         // Others than those who need all ranks go on.
         host.set("key", b"value").unwrap();
         assert_eq!(host.wait(&["key".to_owned()], DEADLINE).unwrap().unwrap(), [b"value"]);
+    }
+
+    #[test]
+    fn no_rank_joins_after_the_others_have_waited_for_it_in_vain() {
+        let host = TcpStore::host("127.0.0.1:0", &options(0, DEADLINE)).unwrap();
+        host.set("place/0", b"").unwrap();
+        let outcome = host.wait_for_ranks("place/", Duration::from_millis(50)).unwrap();
+        assert!(matches!(&outcome, RankValues::Missing(keys) if keys[..] == ["place/1", "place/2"]), "{outcome:?}");
+        let late = TcpStore::connect(host.address(), &options(1, Duration::from_millis(200))).unwrap_err();
+        assert!(late.to_string().contains("the rendezvous there has failed"), "{late}");
     }
 
     #[test]

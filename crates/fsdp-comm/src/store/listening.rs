@@ -1,7 +1,8 @@
 //! The addresses at which a store listens and is found.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, ToSocketAddrs};
+use std::vec;
 
 use super::protocol::StoreOptions;
 
@@ -12,15 +13,49 @@ use super::protocol::StoreOptions;
 /// Kubernetes, where the name of a pod gets its address after the pod has started.
 pub(super) fn is_everywhere(address: &str, options: &StoreOptions) -> bool {
     let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
-    let bare = host.trim_start_matches('[').trim_end_matches(']');
-    let is_any = bare.parse::<IpAddr>().map_or(bare != "localhost", |ip| ip.is_unspecified());
+    let bare = without_brackets(host);
+    // A zone may follow an address.
+    let ip = bare.split('%').next().unwrap_or(bare).parse::<IpAddr>();
+    let is_any = ip.map_or(bare != "localhost", |ip| ip.is_unspecified());
     is_any && (options.secret.is_some() || options.insecure)
+}
+
+/// An address (`host:port`) to look up. The host may be an IPv6 address with the name of a zone, such as
+/// `[fe80::1%eth0]`, which the standard library does not take in brackets.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Name<'a>(pub(super) &'a str);
+
+impl ToSocketAddrs for Name<'_> {
+    type Iter = vec::IntoIter<SocketAddr>;
+
+    fn to_socket_addrs(&self) -> io::Result<Self::Iter> {
+        match self.0.rsplit_once(':').map(|(host, port)| (host, port.parse())) {
+            Some((host, Ok(port))) => (without_brackets(host), port).to_socket_addrs(),
+            _ => self.0.to_socket_addrs(),
+        }
+    }
+}
+
+/// Returns a host without the brackets that an IPv6 address has before a port.
+fn without_brackets(host: &str) -> &str {
+    host.trim_start_matches('[').trim_end_matches(']')
+}
+
+/// Returns the address of a port at an IP address. If that is a link-local one, which hosts on several links may have,
+/// the link is that of `local`, an address of this host.
+pub(super) fn in_zone(local: SocketAddr, ip: IpAddr, port: u16) -> SocketAddr {
+    match (ip, local) {
+        (IpAddr::V6(ip), SocketAddr::V6(local)) if ip.is_unicast_link_local() => {
+            SocketAddrV6::new(ip, port, 0, local.scope_id()).into()
+        }
+        _ => SocketAddr::new(ip, port),
+    }
 }
 
 /// Returns the addresses at which a store may listen. It listens at the first of them that this host has.
 pub(super) fn addresses(address: &str, options: &StoreOptions) -> io::Result<Vec<SocketAddr>> {
     if !is_everywhere(address, options) {
-        return address.to_socket_addrs().map(Iterator::collect);
+        return Name(address).to_socket_addrs().map(Iterator::collect);
     }
     let port = address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
     let port = port.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the address has no port"))?;
@@ -59,7 +94,7 @@ mod tests {
                 assert!(is_everywhere(name, &options), "{name}");
                 assert!(addresses(name, &options).unwrap().iter().all(|address| address.ip().is_unspecified()));
             }
-            for address in ["127.0.0.1:29500", "[::1]:29500", "10.0.0.5:1", "localhost:1"] {
+            for address in ["127.0.0.1:29500", "[::1]:29500", "10.0.0.5:1", "localhost:1", "[fe80::1%eth0]:1"] {
                 assert!(!is_everywhere(address, &options), "{address}");
             }
             assert_eq!(addresses("10.0.0.5:7", &options).unwrap(), ["10.0.0.5:7".parse().unwrap()]);

@@ -96,9 +96,11 @@ impl Request {
     pub(super) fn check(&self) -> Result<(), String> {
         match self {
             Request::Set { key, value } => check_key(key).and_then(|()| check_value(value)),
-            Request::CompareAndSet { key, expected, value } => check_key(key)
-                .and_then(|()| expected.as_deref().map_or(Ok(()), check_value))
-                .and_then(|()| check_value(value)),
+            Request::CompareAndSet { key, expected, value } => {
+                check_key(key)?;
+                check_value(expected.as_deref().unwrap_or_default())?;
+                check_value(value)
+            }
             Request::Get { key } | Request::Add { key, .. } | Request::WaitForRanks { prefix: key, .. } => {
                 check_key(key)
             }

@@ -57,7 +57,7 @@ impl TcpOptions {
     /// Sets the size of the largest group whose ranks agree on operations by a message of each rank to each other rank;
     /// 32 unless set. In a larger group a rank sends about `log2(ranks)` messages, which other ranks pass on. In a job
     /// of more ranks, each connects to about `2 log2(ranks)` others at the start, and to others when it needs to. All
-    /// ranks of a job must choose the same.
+    /// ranks of a job must choose the same; [`connect`](Self::connect) checks that.
     pub fn direct_up_to(mut self, ranks: usize) -> Self {
         self.direct_up_to = ranks;
         self
@@ -66,7 +66,8 @@ impl TcpOptions {
     /// Waits for all other ranks, and creates the group of all.
     ///
     /// # Errors
-    /// [`CommError::Rendezvous`] names the ranks that came and those that did not.
+    /// [`CommError::Rendezvous`] names the ranks that came and those that did not, or a rank that has set
+    /// `direct_up_to` otherwise than rank 0.
     pub fn connect(&self) -> Result<ProcessGroup, CommError> {
         let backend = self.connect_backend()?;
         let group = ProcessGroup::new(Arc::new(backend)).with_deadline(self.deadline);
@@ -222,12 +223,15 @@ impl Drop for TcpBackend {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
     use std::thread;
     use std::time::Instant;
 
     use super::super::frame::{CHUNK_BYTES, Kind};
     use super::super::node::Outgoing;
     use super::*;
+    use crate::backend::{Destination, Pattern, Plan};
 
     /// Joins a job of two ranks.
     fn connect(rank: usize, port: u16, shared_memory: bool) -> Arc<TcpBackend> {
@@ -281,21 +285,59 @@ mod tests {
     }
 
     #[test]
+    fn only_a_few_chunks_wait_for_a_rank_that_takes_them_slowly_and_sends_none() {
+        const BYTES: usize = 20 * CHUNK_BYTES;
+        let [receiver, sender] = pair(false);
+        let (round, bytes) = (round(Duration::from_secs(20)), vec![1; BYTES]);
+        let mut most = 0;
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let destination = Destination::Copy(vec![Vec::new(), Vec::new()]);
+                sender.round(&round, b"", &bytes, one_way(vec![0..BYTES, 0..0], vec![0..0; 2], destination)).unwrap();
+            });
+            let take = Box::new(|offset: usize, pieces: &[&[u8]]| {
+                assert!(pieces.iter().flat_map(|piece| *piece).all(|byte| *byte == 1));
+                if offset.is_multiple_of(CHUNK_BYTES) {
+                    thread::sleep(Duration::from_millis(20));
+                    most = most.max(receiver.node.inbox().lock().most_waiting_chunks());
+                }
+            });
+            let ranges = vec![0..BYTES; 2];
+            let planner = one_way(vec![0..BYTES, 0..0], ranges, Destination::Reduce(take));
+            receiver.round(&round, b"", &bytes, planner).unwrap();
+        });
+        assert!((1..=4).contains(&most), "{most} chunks waited");
+    }
+
+    /// Returns a planner for a round in which all bytes go to rank 0.
+    fn one_way<'p>(to: Vec<Range<usize>>, from: Vec<Range<usize>>, destination: Destination<'p>) -> Planner<'p, 'p> {
+        let longest = from.iter().chain(&to).map(ExactSizeIterator::len).max().unwrap_or(0);
+        let plan = Plan { pattern: Pattern::Gather { root: 0 }, longest, to, from, destination };
+        Box::new(|_| Ok(Some(plan)))
+    }
+
+    #[test]
     fn a_group_that_fails_in_the_middle_of_a_frame_does_not_end_the_connection_of_others() {
         let ranks = pair(false);
         let [sender, receiver] = &ranks;
         let round = round(Duration::from_millis(150));
+        let (is_over, sent) = (AtomicBool::new(false), AtomicUsize::new(0));
         thread::scope(|scope| {
-            // Nothing is taken from the socket for longer than the round may take.
+            // Nothing is taken from the socket until it takes no more, and the round's deadline is over.
             let busy = receiver.node.inbox().lock();
-            let sending = scope.spawn(|| {
-                let chunk = Outgoing { to: 1, kind: Kind::Chunk, group: 7, round: &round, body: &vec![0; CHUNK_BYTES] };
-                while Instant::now() < round.until {
-                    sender.node.send(chunk).ok();
+            scope.spawn(|| {
+                let body = &vec![0; CHUNK_BYTES];
+                let chunk = Outgoing { to: 1, kind: Kind::Chunk, group: 7, round: &round, body };
+                while !is_over.load(Ordering::Relaxed) && sender.node.send(chunk).is_ok() {
+                    sent.fetch_add(1, Ordering::Relaxed);
                 }
             });
-            thread::sleep(Duration::from_millis(500));
-            assert!(!sending.is_finished());
+            let mut before = usize::MAX;
+            while Instant::now() < round.until || sent.load(Ordering::Relaxed) != before {
+                before = sent.load(Ordering::Relaxed);
+                thread::sleep(Duration::from_millis(300));
+            }
+            is_over.store(true, Ordering::Relaxed);
             drop(busy);
         });
         thread::scope(|scope| {

@@ -28,7 +28,7 @@ use crate::open_files;
 use crate::store::{RankValues, StoreOptions, TcpStore, every_address};
 use crate::wire;
 
-/// The address at which a rank listens.
+/// The address at which a rank listens, and what else the other ranks must know of it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Address {
     /// The address of its host. It is unspecified (0.0.0.0) if the rank is on the host of the store: then other ranks
@@ -37,13 +37,15 @@ struct Address {
     port: u16,
     /// A token of the host. Ranks with equal tokens can share memory.
     host: Option<String>,
+    /// The most ranks of a group that send their records to each other directly.
+    direct_up_to: usize,
 }
 
 impl Address {
     /// Returns the address at which this rank, which has this connection to the store, reaches the other one.
     fn reach(&self, store: &TcpStore) -> SocketAddr {
         let ip = if self.ip.is_unspecified() { store.peer_ip() } else { self.ip };
-        SocketAddr::new(ip, self.port)
+        store.in_zone(ip, self.port)
     }
 }
 
@@ -136,7 +138,7 @@ fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool)
     let mut acceptor = acceptor.map_err(|error| participant.io("listen", &error))?;
     // Step 3: exchange addresses through the store.
     let host = shared_memory.then(host_token).flatten();
-    let address = Address { ip, port: acceptor.port(), host };
+    let address = Address { ip, port: acceptor.port(), host, direct_up_to: participant.direct_up_to };
     let addresses = exchange_addresses(participant, store, &address)?;
     let directory = Directory { addresses: addresses.iter().map(|address| address.reach(store)).collect(), key };
     let hosts = addresses.into_iter().map(|address| address.host).collect();
@@ -167,7 +169,7 @@ fn own_addresses(store: &TcpStore) -> (Vec<SocketAddr>, IpAddr) {
         // at a loopback address, which is of no use to other hosts. So listen at all addresses too.
         return (every_address(0).to_vec(), Ipv4Addr::UNSPECIFIED.into());
     }
-    (vec![SocketAddr::new(ip, 0)], ip)
+    (vec![store.in_zone(ip, 0)], ip)
 }
 
 impl Participant {
@@ -262,7 +264,17 @@ fn exchange_addresses(participant: &Participant, store: &TcpStore, own: &Address
     let late = format!("not all ranks came within {deadline:?}");
     let addresses = exchange(participant, store, ADDRESS, &encoded, &late)?;
     let decoded: Result<Vec<Address>, String> = addresses.iter().map(|bytes| wire::decode(bytes)).collect();
-    decoded.map_err(|message| participant.failed(message))
+    let addresses = decoded.map_err(|message| participant.failed(message))?;
+    // Ranks that differ in this would wait for messages that are never sent.
+    let chosen = addresses.first().map_or(participant.direct_up_to, |first| first.direct_up_to);
+    let mut others = addresses.iter().map(|address| address.direct_up_to).enumerate();
+    if let Some((rank, other)) = others.find(|&(_, other)| other != chosen) {
+        let message = format!(
+            "`direct_up_to` is {chosen} on rank 0 and {other} on rank {rank}, but must be the same on all ranks"
+        );
+        return Err(participant.missing(Vec::new(), message));
+    }
+    Ok(addresses)
 }
 
 /// Sets the key of this rank, which is `prefix` and its number, and waits for the values of all ranks. `late` is the
@@ -372,42 +384,57 @@ mod tests {
     use super::*;
     use crate::deadline::until;
 
+    /// Returns the options of a rank of a job for its store.
+    fn options(rank: usize, world_size: usize) -> StoreOptions {
+        let (job, deadline) = ("job".to_owned(), Duration::from_secs(20));
+        StoreOptions { job, secret: None, insecure: false, rank, world_size, deadline }
+    }
+
+    /// Meets the other ranks of a job in vain, and returns the error.
+    fn meet(options: &StoreOptions, store: TcpStore, deadline: Duration, direct_up_to: usize) -> CommError {
+        let &StoreOptions { rank, world_size, .. } = options;
+        let participant = Participant {
+            rank,
+            world_size,
+            address: "here".to_owned(),
+            key: store.key().clone(),
+            deadline,
+            until: until(deadline),
+            direct_up_to,
+            connects_all: world_size <= direct_up_to,
+        };
+        super::meet(&participant, store, false).unwrap_err()
+    }
+
     #[test]
     fn all_ranks_give_up_with_the_error_of_the_first_that_does() {
-        let options = |rank| StoreOptions {
-            job: "job".to_owned(),
-            secret: None,
-            insecure: false,
-            rank,
-            world_size: 3,
-            deadline: Duration::from_secs(20),
-        };
-        let meet = |rank, store: TcpStore, deadline, connects_all| {
-            let participant = Participant {
-                rank,
-                world_size: 3,
-                address: "here".to_owned(),
-                key: store.key().clone(),
-                deadline,
-                until: until(deadline),
-                direct_up_to: if connects_all { 3 } else { 1 },
-                connects_all,
-            };
-            super::meet(&participant, store, false).unwrap_err()
-        };
-        for connects_all in [true, false] {
-            let host = TcpStore::host("127.0.0.1:0", &options(0)).unwrap();
-            let [other, silent] = [1, 2].map(|rank| TcpStore::connect(host.address(), &options(rank)).unwrap());
+        for direct_up_to in [3, 1] {
+            let [first, second, third] = [0, 1, 2].map(|rank| options(rank, 3));
+            let host = TcpStore::host("127.0.0.1:0", &first).unwrap();
+            let [other, silent] = [&second, &third].map(|options| TcpStore::connect(host.address(), options).unwrap());
             // Rank 2 publishes an address, and then connects to nobody.
-            let address = Address { ip: Ipv4Addr::LOCALHOST.into(), port: 1, host: None };
+            let address = Address { ip: Ipv4Addr::LOCALHOST.into(), port: 1, host: None, direct_up_to };
             silent.set(&format!("{ADDRESS}2"), &wire::encode(&address).unwrap()).unwrap();
             thread::scope(|scope| {
-                let other = scope.spawn(|| meet(1, other, Duration::from_secs(20), connects_all));
-                let first = meet(0, host, Duration::from_millis(700), connects_all);
+                let other = scope.spawn(|| meet(&second, other, Duration::from_secs(20), direct_up_to));
+                let first = meet(&first, host, Duration::from_millis(700), direct_up_to);
                 let is_named = matches!(&first, CommError::Rendezvous { missing, .. } if missing[..] == [2]);
                 assert!(is_named, "{first}");
                 assert_eq!(other.join().unwrap(), first);
             });
         }
+    }
+
+    #[test]
+    fn ranks_that_would_agree_on_operations_in_different_ways_do_not_begin() {
+        let [first, second] = [0, 1].map(|rank| options(rank, 2));
+        let host = TcpStore::host("127.0.0.1:0", &first).unwrap();
+        let other = TcpStore::connect(host.address(), &second).unwrap();
+        thread::scope(|scope| {
+            let other = scope.spawn(|| meet(&second, other, Duration::from_secs(2), 1));
+            let first = meet(&first, host, Duration::from_secs(2), 32);
+            assert!(first.to_string().contains("`direct_up_to` is 32 on rank 0 and 1 on rank 1"), "{first}");
+            assert_eq!(other.join().unwrap(), first);
+        });
     }
 }

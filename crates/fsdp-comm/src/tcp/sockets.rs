@@ -84,16 +84,17 @@ pub(super) fn round(
 /// Sends this rank's bytes chunk by chunk, and takes the chunks of the others in between.
 ///
 /// The chunks of the others are in memory until this rank takes them. If every rank first sent everything, that could
-/// be as much as they send. With sending and taking by turns, at most four chunks of another rank wait here, if the two
-/// ranks send to each other: before the other rank sends a chunk, it takes all but the last two chunks of this rank,
-/// which in turn has taken all but the last two of the other's chunks before it sent those.
+/// be as much as they send. With sending and taking by turns, at most four chunks of another rank wait here: before the
+/// other rank sends a chunk, it takes all but the last two chunks of this rank, which in turn has taken all but the
+/// last two of the other's chunks before it sent those. For that, a rank that has nothing to send answers with empty
+/// chunks.
 fn transfer(member: Member<'_>, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
     let Plan { to, from, destination, .. } = plan;
     let own = send.get(from[member.rank].clone()).unwrap_or_default();
     let mut sink = Sink::new(destination);
     let (to_send, to_receive) = (most_chunks(&to), most_chunks(&from));
     for index in 0..=to_send.max(to_receive) {
-        send_chunks(member, round, send, &to, index)?;
+        send_chunks(member, round, send, (&to, &from), index)?;
         // A chunk is taken one turn after the chunk of the same number was sent. So this rank copies its own bytes, and
         // sends its next chunk, while the chunks of the others are on their way.
         let Some(before) = index.checked_sub(1) else {
@@ -102,8 +103,8 @@ fn transfer(member: Member<'_>, round: &Round<'_>, send: &[u8], plan: Plan<'_>) 
             }
             continue;
         };
+        let chunks = receive_chunks(member, round, (&to, &from), before)?;
         if before < to_receive {
-            let chunks = receive_chunks(member, round, &from, before)?;
             let mut pieces: Vec<&[u8]> = chunks.iter().map(Vec::as_slice).collect();
             if let Sink::Reduce(_) = sink {
                 // A reduction takes the bytes of this rank together with those of the others.
@@ -115,19 +116,19 @@ fn transfer(member: Member<'_>, round: &Round<'_>, send: &[u8], plan: Plan<'_>) 
     Ok(())
 }
 
-/// Sends the chunk of this number to each rank that gets so many. Each rank begins with the rank after it, so that not
-/// all send to the same one at once.
+/// Sends the chunk of this number to each rank that gets so many, and an empty one to each other rank whose chunk of
+/// this number is answered. Each rank begins with the rank after it, so that not all send to the same one at once.
 fn send_chunks(
     Member { node, group, ranks, rank }: Member<'_>,
     round: &Round<'_>,
     send: &[u8],
-    to: &[Range<usize>],
+    (to, from): (&[Range<usize>], &[Range<usize>]),
     index: usize,
 ) -> Result<(), CommError> {
     for other in (1..ranks.len()).map(|k| (rank + k) % ranks.len()) {
         let bytes = send.get(to[other].clone()).unwrap_or_default();
         let chunk = &bytes[chunk_range(bytes.len(), index)];
-        if !chunk.is_empty() {
+        if !chunk.is_empty() || is_answered(&from[other], index) {
             node.send(Outgoing { to: ranks[other], kind: Kind::Chunk, group, round, body: chunk })?;
         }
     }
@@ -138,13 +139,13 @@ fn send_chunks(
 fn receive_chunks(
     Member { node, group, ranks, rank }: Member<'_>,
     round: &Round<'_>,
-    from: &[Range<usize>],
+    (to, from): (&[Range<usize>], &[Range<usize>]),
     index: usize,
 ) -> Result<Vec<Vec<u8>>, CommError> {
     let mut received = vec![Vec::new(); ranks.len()];
     for (other, range) in from.iter().enumerate() {
         let due = chunk_range(range.len(), index).len();
-        if other == rank || due == 0 {
+        if other == rank || (due == 0 && !is_answered(&to[other], index)) {
             continue;
         }
         let chunk = node.wait(group, round, |state| {
@@ -161,6 +162,13 @@ fn receive_chunks(
         received[other] = chunk;
     }
     Ok(received)
+}
+
+/// Returns `true` if the receiver of a range answers its chunk of this number with a chunk of the same number, which is
+/// empty if it has nothing else to send. The sender waits for the answer two chunks later. So the last two chunks, and
+/// with them everything that is short, need no answer.
+fn is_answered(range: &Range<usize>, index: usize) -> bool {
+    range.len() > (index + 2) * CHUNK_BYTES
 }
 
 fn others(ranks: &[usize], rank: usize) -> impl Iterator<Item = &usize> {

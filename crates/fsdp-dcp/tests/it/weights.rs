@@ -172,9 +172,9 @@ fn values_that_could_not_be_read_again_are_not_written() {
 #[test]
 fn paths_that_could_not_be_read_again_are_not_written() {
     let parent = tempfile::tempdir().unwrap();
-    let tensors = (0..40_000).map(|number| (format!("{number}").as_str().into(), tensor())).collect();
+    let tensors = (0..42_000).map(|number| (format!("{number}").as_str().into(), tensor())).collect();
     // Each path has many parts.
-    let nested = (0..20).fold(PlainValue::Dict(tensors), |inner, _| PlainValue::Dict(vec![("in".into(), inner)]));
+    let nested = (0..18).fold(PlainValue::Dict(tensors), |inner, _| PlainValue::Dict(vec![("in".into(), inner)]));
     let from = parent.path().join("from.pt");
     std::fs::write(&from, encode_value(&nested).unwrap()).unwrap();
     let source = open(&from, OpenOptions::default()).unwrap();

@@ -3,6 +3,7 @@
 mod against_composed;
 mod against_torch;
 mod dropout;
+mod nothing;
 mod refusals;
 
 use candle_core::{DType, Result, Tensor, Var};
