@@ -111,8 +111,8 @@ enum Task {
 }
 
 /// The tasks of `ci`, in order: quick ones and those that fail most often come first; the tests' summary comes last.
-/// Of those that build programs the first is the one that builds all tests. While the libraries are built one after the
-/// other, tests are built on the other cores.
+/// The first task that builds programs builds all tests. While the libraries are built one after the other, tests are
+/// built on the other cores.
 const CI: [Task; 10] = [
     Task::Fmt,
     Task::Tidy,

@@ -320,8 +320,24 @@ pub(crate) fn check_writable(
     let group = &group.with_deadline_at_least(options.deadline);
     // When the planner's value is dropped, all files are removed. Until the last agreement other ranks write to it.
     let (staging, name) = prepare_on_planner(path, group, options)?;
+    if staging.is_none() && path.local().is_some() {
+        wait_until_visible(&name, path, options);
+    }
     let written = in_staging(staging.as_ref(), &name, path, options, |staging| write_small_file(staging, group.rank()));
     Ok(group.agree("save: write", written.map_err(WithCauses))?)
+}
+
+/// The time after which a host that has looked for a directory before sees that another host has made it. NFS remembers
+/// for 30 seconds that a name is missing.
+const VISIBLE_WITHIN: Duration = Duration::from_secs(40);
+
+/// Waits until the staging directory that the planner has prepared is visible on this host, for [`VISIBLE_WITHIN`] at
+/// most. Whoever uses it afterwards gets the error if it is not.
+fn wait_until_visible(name: &str, path: &Location, options: &SaveOptions) {
+    let until = Instant::now() + VISIBLE_WITHIN;
+    while options.durable.join(path, name).is_err() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(200));
+    }
 }
 
 /// Writes one byte to the data file of a rank.

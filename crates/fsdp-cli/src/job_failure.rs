@@ -65,8 +65,8 @@ impl JobError {
                 "continue it with `--resume` and the `--checkpoint-dir` that it had, or choose another `--out`"
             }
             JobError::OutInUse { .. } => {
-                "wait for its end, or choose another directory. If its host has died, and its lock is still there, put a \
-                 copy of `events.jsonl` in the place of that file"
+                "wait until it ends, or choose another directory. If its host has died and the lock has stayed, rename \
+                 `events.jsonl` and copy it back under its name: the lock stays with the old file"
             }
             JobError::Changed { .. } => "leave the option out, or start a new run in another `--out`",
             JobError::AfterSchedule { .. } => {

@@ -71,6 +71,8 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
         // A directory that holds nothing but data files of DCP may be replaced: its metadata are lost.
         Err(FileError::NotCommitted { .. }) if location.names()?.iter().all(|name| is_data_of_dcp(name)) => Ok(()),
         Err(FileError::NotCommitted { .. }) => refused("checkpoint directory"),
+        // A directory that is refused for what it holds is not damaged.
+        Err(FileError::File { source: FormatError::Unsupported { .. }, .. }) => refused("checkpoint directory"),
         // A damaged checkpoint may be replaced. It is not known any more which files are its own, but directories are
         // not, so there must be none.
         Err(_) => match location.names()?.into_iter().find(|name| is_directory(location, name)) {
@@ -146,7 +148,7 @@ fn megatron(directory: &CheckedDirectory, names: &[String]) -> Result<Option<&'s
     ))
 }
 
-/// Returns what a file is that belongs to a directory, and is no checkpoint by itself, by its name.
+/// Returns, judging by its name, which part of a directory a file is; `None` if the name does not tell.
 fn part_of_directory(name: &str) -> Option<&'static str> {
     if name == METADATA_FILE || is_data_of_dcp(name) {
         Some("a file of a DCP directory (name the directory),")

@@ -57,7 +57,7 @@ const GROUP_BYTES: usize = SIDE_BY_SIDE * BLOCK_BYTES;
 const PAIRS: usize = 8;
 
 /// Returns both lanes' sums, as [`sums`] does. Whole blocks are summed [`SIDE_BY_SIDE`] at a time, which takes more
-/// registers than machines without AVX2 have.
+/// registers than x86 has without AVX2.
 #[inline(always)]
 fn sums_side_by_side(offset: u64, bytes: &[u8]) -> [u64; 2] {
     // The bytes before the first whole block, and those after the last group of blocks, are summed block by block.

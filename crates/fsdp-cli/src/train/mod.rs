@@ -96,7 +96,7 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let run = &arguments.checkpoints();
     let reports = launched.as_ref().is_none_or(Launched::is_first);
     if reports {
-        // Even to look for steps in memory would disturb a run that saves some there now.
+        // Looking for steps in the memory tier would already disturb a run that is saving there, so this comes first.
         report::check_free(arguments)?;
     }
     let ranks = ranks(arguments, launched.as_ref());

@@ -164,7 +164,7 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
         }
         return Ok(Ended::Stopped);
     }
-    // Nothing is written before this point, so that nothing is if the checkpoint could not be loaded.
+    // If the checkpoint could not be loaded, the run has ended above, and has written nothing.
     checkpoints.check_writable(job.arguments.checkpoints())?;
     let report = open_report(run.model.group(), job)?;
     let data = reports.then(|| job.text.digest());

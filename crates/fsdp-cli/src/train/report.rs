@@ -5,13 +5,13 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{IsTerminal as _, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Serialize};
 
-use super::arguments::TrainArguments;
+use super::arguments::{TrainArguments, elastic_job, restarts};
 use super::sparkline::Sparkline;
 use crate::job_failure::JobError;
 use crate::output;
@@ -134,8 +134,8 @@ impl Report {
         Durable::new().create_directories(out)?;
         let (path, events_path) = (out.join(METRICS_FILE), out.join(EVENTS_FILE));
         let events = open_to_append(&events_path).with_context(|| failed_to_open(&events_path))?;
-        lock(&events, out.display())?;
-        let checkpoints = lock_checkpoints(arguments)?;
+        lock(&events, out.display(), MOMENT)?;
+        let checkpoints = lock_checkpoints(arguments, MOMENT)?;
         begin_events(&events, start).with_context(|| failed_to_open(&events_path))?;
         let metrics = open_metrics(&path, start).with_context(|| failed_to_open(&path))?;
         let terminal = std::io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
@@ -287,21 +287,30 @@ impl Bar {
 /// # Errors
 /// Another run holds a lock.
 pub(super) fn check_free(arguments: &TrainArguments) -> Result<()> {
-    lock_checkpoints(arguments)?;
-    // Without the file there was no run. If it cannot be opened, the run says so before its first step.
-    let events = OpenOptions::new().append(true).open(arguments.out.join(EVENTS_FILE));
-    events.map_or(Ok(()), |events| lock(&events, arguments.out.display()))
+    // A launcher starts a job again while its old processes may still end, and while the locks of a host that has died
+    // are still there. The other ranks wait for this one at the rendezvous until the timeout.
+    let is_restarted = elastic_job().is_some() || restarts() > 0;
+    let patience = if is_restarted { Duration::from_secs(arguments.timeout.get() / 2) } else { MOMENT };
+    // If the file is missing, no run has been here. If it cannot be opened, `Report::open` returns that error.
+    if let Ok(events) = OpenOptions::new().append(true).open(arguments.out.join(EVENTS_FILE)) {
+        lock(&events, arguments.out.display(), patience)?;
+    }
+    lock_checkpoints(arguments, patience)?;
+    Ok(())
 }
+
+/// The time for which another run holds a lock that only looks whether it is free.
+const MOMENT: Duration = Duration::from_secs(1);
 
 /// Locks the directory of the checkpoints, which may be another than that of the run, and returns what holds the lock.
 /// There is none in an object store, and none where only files can be locked that are open for writing (NFS).
 ///
 /// # Errors
 /// Another run holds the lock.
-fn lock_checkpoints(arguments: &TrainArguments) -> Result<Option<File>> {
+fn lock_checkpoints(arguments: &TrainArguments, patience: Duration) -> Result<Option<File>> {
     let place = arguments.checkpoints();
     let Some(directory) = place.local().and_then(|path| File::open(path).ok()) else { return Ok(None) };
-    lock(&directory, &place)?;
+    lock(&directory, &place, patience)?;
     Ok(Some(directory))
 }
 
@@ -309,11 +318,17 @@ fn lock_checkpoints(arguments: &TrainArguments) -> Result<Option<File>> {
 /// mix their steps. Where the file system has no locks, other runs are not seen.
 ///
 /// # Errors
-/// Another run holds the lock.
-fn lock(file: &File, directory: impl Display) -> Result<()> {
-    match file.try_lock() {
-        Err(TryLockError::WouldBlock) => Err(JobError::OutInUse { directory: directory.to_string() }.into()),
-        Ok(()) | Err(TryLockError::Error(_)) => Ok(()),
+/// Another run still holds the lock when the time of `patience` is over.
+fn lock(file: &File, directory: impl Display, patience: Duration) -> Result<()> {
+    let until = Instant::now() + patience;
+    loop {
+        match file.try_lock() {
+            Ok(()) | Err(TryLockError::Error(_)) => return Ok(()),
+            Err(TryLockError::WouldBlock) if Instant::now() >= until => {
+                return Err(JobError::OutInUse { directory: directory.to_string() }.into());
+            }
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(100)),
+        }
     }
 }
 

@@ -166,7 +166,7 @@ fn receive_chunks(
 
 /// Returns `true` if the receiver of a range answers its chunk of this number with a chunk of the same number, which is
 /// empty if it has nothing else to send. The sender waits for the answer two chunks later. So the last two chunks, and
-/// with them everything that is short, need no answer.
+/// with them everything that is short, need no answer, and about three chunks are under way at a time.
 fn is_answered(range: &Range<usize>, index: usize) -> bool {
     range.len() > (index + 2) * CHUNK_BYTES
 }

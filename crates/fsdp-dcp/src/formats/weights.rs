@@ -24,9 +24,9 @@ const STEMS: [&str; 4] = ["model", "diffusion_pytorch_model", "adapter_model", "
 const SINGLE_FIRST: [&str; 2] = ["model", "pytorch_model"];
 /// The words for variants after other stems than [`STEMS`]. Any other dot is a part of a name, as in `llama-3.1`.
 const VARIANTS: [&str; 7] = ["bf16", "ema", "fp16", "fp32", "fp8", "int8", "non_ema"];
-/// The stem of files in Mistral's own format. They hold the same weights as the files of [`STEMS`] beside them, under
-/// other keys.
-const CONSOLIDATED: &str = "consolidated";
+/// The stems of files in the formats of Mistral and of OpenCLIP. They hold the same weights as the files of [`STEMS`]
+/// beside them, mostly under other keys.
+const OF_AUTHORS: [&str; 3] = ["consolidated", "open_clip_model", "open_clip_pytorch_model"];
 
 /// The beginning of the name of a rank's shard, as torch's `HuggingFaceStorageWriter` has it.
 pub(crate) const SHARD: &str = "shard-";
@@ -92,8 +92,8 @@ impl Weights {
     }
 }
 
-/// Returns the files grouped by stem and variant. It leaves out a variant if the plain files exist, and Mistral's files
-/// if there are files of [`STEMS`].
+/// Returns the files grouped by stem and variant. It leaves out a variant if the plain files exist, and files of
+/// [`OF_AUTHORS`] if there are files of [`STEMS`].
 fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, Group> {
     let mut groups: BTreeMap<String, Group> = BTreeMap::new();
     // macOS leaves a hidden `._NAME` of its own beside every file on foreign disks.
@@ -112,7 +112,7 @@ fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, Group> {
     }
     let stems: BTreeSet<String> = groups.keys().cloned().collect();
     let has_known = STEMS.iter().any(|known| stems.contains(*known));
-    groups.retain(|stem, _| !(is_variant(stem, &stems) || has_known && stem == CONSOLIDATED));
+    groups.retain(|stem, _| !(is_variant(stem, &stems) || has_known && OF_AUTHORS.contains(&stem.as_str())));
     groups
 }
 

@@ -44,7 +44,8 @@ pub enum ChunkError {
 }
 
 /// Checks that the chunks lie inside a tensor of this shape and share no element, and returns how many they hold.
-/// Empty chunks need only lie inside. `n` chunks take about `n log n` for each dimension in which they are cut.
+/// Empty chunks need only lie inside. `n` chunks of a grid take about `n log n`. Long chunks that overlap along many
+/// dimensions, which only a crafted file has, take more.
 pub(crate) fn validate_chunks<'c>(
     shape: &[usize],
     chunks: impl IntoIterator<Item = &'c TensorBox>,

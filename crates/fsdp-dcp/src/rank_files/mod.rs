@@ -21,7 +21,7 @@ mod names;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use fsdp_layout::{PathPart, TensorBox};
+use fsdp_layout::{PathPart, PlainValue, TensorBox};
 
 use self::names::RankFile;
 use crate::error::{FileError, FormatError};
@@ -159,12 +159,13 @@ fn do_differ(
     for (key, (_, leaf)) in &second.found {
         let is_same = match (first.found.get(key), leaf) {
             (Some((_, Leaf::Value(first))), Leaf::Value(second)) => first.is_same(second),
-            (Some((_, Leaf::Tensor(one, _))), Leaf::Tensor(other, _)) => {
+            (Some((_, Leaf::Tensor(one, quantizer))), Leaf::Tensor(other, other_quantizer)) => {
                 let read = |name: &str, flat: &FlatFile, tensor: &TensorRef| {
                     let read = flat.tensor(&*directory.file(name)?, tensor);
                     read.map_err(|source| directory.file_error(name, source.of_key(key)))
                 };
                 (one.dtype, &one.shape) == (other.dtype, &other.shape)
+                    && is_same_quantizer(quantizer.as_ref(), other_quantizer.as_ref())
                     && (bytes_of(one) > SMALL_TENSOR
                         || read(first_name, first, one)? == read(second_name, second, other)?)
             }
@@ -175,6 +176,14 @@ fn do_differ(
         }
     }
     Ok(false)
+}
+
+/// Returns `true` if two tensors are quantized alike, or neither is quantized.
+fn is_same_quantizer(first: Option<&PlainValue>, second: Option<&PlainValue>) -> bool {
+    match (first, second) {
+        (Some(first), Some(second)) => first.same_bits(second),
+        (first, second) => first.is_none() && second.is_none(),
+    }
 }
 
 /// The most bytes of a tensor of which the elements are compared when a checkpoint is opened. A larger one is taken for

@@ -48,8 +48,8 @@ pub(crate) struct SafetensorsCheckpoint {
     strides: HashMap<(String, u64), Vec<usize>>,
     /// The boxes of each tensor that are there already.
     boxes: HashMap<String, HashSet<TensorBox>>,
-    /// For each tensor, the file in which it was found first, and `true` if a note there tells what part of it that
-    /// file holds.
+    /// The file in which each tensor was found first, and `true` if a note in it says which part of the tensor the file
+    /// holds.
     first: HashMap<String, (String, bool)>,
     /// The places of all keys, where a header or a values file has them.
     paths: Option<IndexMap<String, KeyPath>>,
@@ -108,7 +108,10 @@ impl SafetensorsCheckpoint {
         let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
         let mut opened = Self::without_files(&location, Format::SafetensorsFile, directory);
         // The header has the hash of the values file, if there is one: a file of that name alone proves nothing.
-        let Texts { mut texts, layout, .. } = opened.add_file(name, None)?;
+        let Texts { mut texts, layout, rank } = opened.add_file(name, None)?;
+        if rank.is_none() && opened.has_other_ranks(name)? {
+            return Err(opened.unnoted_rank(name));
+        }
         opened.check_not_a_shard(name, &texts)?;
         if let Some(text) = texts.get(DIGESTS).filter(|_| options.verify) {
             if texts.get(DIGESTS_LAYOUT) == Some(&layout) {
@@ -162,13 +165,6 @@ impl SafetensorsCheckpoint {
                     if let Some(rank) = rank {
                         opened.check_rank(name, &rank, first.as_ref().unwrap_or(&rank))?;
                         first.get_or_insert(rank);
-                    } else if rank_in_name(name).is_some_and(|rank| rank > 0) {
-                        // All ranks' parts have the same keys. Without a note nothing tells parts from copies.
-                        let what =
-                            "files of tensor-parallel ranks without a note of the parts that they hold, as vLLM and \
-                                    SGLang write them"
-                                .to_owned();
-                        return Err(opened.directory.file_error(name, FormatError::Unsupported { what }));
                     }
                     let noted = texts.get(SHARDS).and_then(|count| count.parse().ok()).unwrap_or(0);
                     shards = shards.max(noted);
@@ -200,14 +196,29 @@ impl SafetensorsCheckpoint {
             return Ok(());
         }
         let count = texts.get(SHARDS).and_then(|count| count.parse().ok()).unwrap_or(0usize);
-        let others = || -> Result<bool, FileError> {
-            Ok(self.directory.names()?.iter().any(|other| other != name && is_shard(other)))
-        };
-        if count > 1 || others()? {
+        // A rank may have written several files, which have its number in common.
+        let number = |name: &str| name.get(SHARD.len()..SHARD.len() + 5).map(str::to_owned);
+        let names = self.directory.names()?;
+        if count > 1 || names.iter().any(|other| is_shard(other) && number(other) != number(name)) {
             let what = "the shard of one of several ranks (name the directory, which has the others),".to_owned();
             return Err(self.directory.file_error(name, FormatError::Unsupported { what }));
         }
         Ok(())
+    }
+
+    /// Returns `true` if a file is named as that of a tensor-parallel rank, and files of other ranks are beside it.
+    fn has_other_ranks(&self, name: &str) -> Result<bool, FileError> {
+        let Some(rank) = rank_in_name(name) else { return Ok(false) };
+        Ok(self.directory.names()?.iter().filter_map(|other| rank_in_name(other)).any(|other| other != rank))
+    }
+
+    /// Returns the error of a tensor-parallel rank's file without a note of its parts. All ranks' files have the same
+    /// keys, and nothing else tells parts from copies.
+    fn unnoted_rank(&self, name: &str) -> FileError {
+        let what = "a file of a tensor-parallel rank without a note of the parts that it holds, as vLLM and SGLang \
+                    write it,"
+            .to_owned();
+        self.directory.file_error(name, FormatError::Unsupported { what })
     }
 
     /// Checks that as many files exist as the checkpoint was written in.
@@ -263,6 +274,9 @@ impl SafetensorsCheckpoint {
         }
         let sharding: HashMap<String, ShardNote> = note(&header, SHARDING).map_err(error)?.unwrap_or_default();
         let rank: Option<RankNote> = note(&header, RANK_NOTE).map_err(error)?;
+        if rank.is_none() && index.is_none() && rank_in_name(name).is_some_and(|rank| rank > 0) {
+            return Err(self.unnoted_rank(name));
+        }
         let mut budget = Budget::new(header.data, 1);
         let due = index.map_or(&[][..], |(_, keys)| keys);
         if let Some(missing) = due.iter().find(|key| !header.tensors.contains_key(**key)) {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use fsdp_dcp::FileError;
-use fsdp_dcp::checkpoint::{Format, open};
+use fsdp_dcp::checkpoint::{Format, check_replaceable, open};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::internals::{Header, decode_value, encode_value};
 use fsdp_dcp::reader::OpenOptions;
@@ -207,9 +207,43 @@ fn the_shard_of_one_of_several_ranks_is_not_taken_for_the_model() {
     write("shard-00001-model-00001-of-00001.safetensors", &[]);
     write("shard-00002-model-00001-of-00001.safetensors", &[]);
     assert!(error_of(&first).contains("name the directory"), "{}", error_of(&first));
-    // Files with such notes that are no shards hold whole tensors.
-    let whole = write("model-00001-of-00002.safetensors", &[]);
-    assert!(open(&whole, OpenOptions::default()).is_ok());
+    // The files of a single rank hold whole tensors, and so do files with such notes that are no shards.
+    let parent = tempfile::tempdir().unwrap();
+    let write = |file: &str| std::fs::rename(write(file, &[]), parent.path().join(file)).unwrap();
+    write("shard-00001-model-00001-of-00002.safetensors");
+    write("shard-00001-model-00002-of-00002.safetensors");
+    assert!(open(parent.path().join("shard-00001-model-00001-of-00002.safetensors"), OpenOptions::default()).is_ok());
+    write("model-00001-of-00002.safetensors");
+    assert!(open(parent.path().join("model-00001-of-00002.safetensors"), OpenOptions::default()).is_ok());
+}
+
+#[test]
+fn files_of_tensor_parallel_ranks_without_notes_are_not_taken_for_the_model() {
+    let parent = tempfile::tempdir().unwrap();
+    let files = [0, 1].map(|rank| parent.path().join(format!("model-rank-{rank}-part-0.safetensors")));
+    files.iter().for_each(|file| weights(file, &["a"]));
+    for path in [parent.path(), &files[0], &files[1]] {
+        assert!(error_of(path).contains("without a note of the parts"), "{}", error_of(path));
+    }
+}
+
+#[test]
+fn a_directory_that_is_refused_for_what_it_holds_is_not_replaced() {
+    let parent = tempfile::tempdir().unwrap();
+    weights(&parent.path().join("a.safetensors"), &["a"]);
+    weights(&parent.path().join("a-backup.safetensors"), &["a"]);
+    std::fs::write(parent.path().join("notes.txt"), "mine").unwrap();
+    let error = check_replaceable(&parent.path().into()).unwrap_err();
+    assert!(matches!(error, FileError::NotReplaceable { .. }), "{error}");
+}
+
+#[test]
+fn files_that_authors_keep_beside_the_ones_of_libraries_are_left_out() {
+    let parent = tempfile::tempdir().unwrap();
+    weights(&parent.path().join("model.safetensors"), &["logit_scale", "a"]);
+    weights(&parent.path().join("open_clip_model.safetensors"), &["logit_scale", "b"]);
+    let source = open(parent.path(), OpenOptions::default()).unwrap();
+    assert_eq!(source.metadata().entries.keys().collect::<Vec<_>>(), ["logit_scale", "a"]);
 }
 
 #[test]

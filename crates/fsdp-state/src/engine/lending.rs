@@ -50,7 +50,7 @@ impl<'a, T: Target> Lending<'a, T> {
         for shard in tensor.shards().iter().filter(|shard| !shard.bounds.is_empty()) {
             let (storage, start) = (storage_id(&shard.tensor), shard.tensor.layout().start_offset());
             let end = start + shard.tensor.elem_count();
-            // Of the stretches that begin before this one ends, the last ends last.
+            // Stretches do not overlap, so only the last one that begins before the end of this one can reach into it.
             let before = self.stretches.range((storage, 0)..(storage, end)).next_back();
             if let Some((_, &(_, owner))) = before.filter(|(_, (before, _))| *before > start) {
                 return self.lent.get(owner);

@@ -250,8 +250,9 @@ impl CheckpointReader {
     fn quantizer_in(&self, stored: &StorageInfo, length: u64) -> Result<Option<PlainValue>, ReadError> {
         self.with_item(stored, length.saturating_add(ITEM_OVERHEAD), |item| match Directory::read(item) {
             Ok(archive) => quantizer_of(&archive, item),
-            // torch's SAFETENSORS format has no archives, nor quantized tensors.
-            Err(_) => Ok(None),
+            // torch's SAFETENSORS format has no archives, nor quantized tensors, nor transforms.
+            Err(FormatError::Archive { .. }) if stored.transforms.is_empty() => Ok(None),
+            Err(error) => Err(error),
         })
     }
 

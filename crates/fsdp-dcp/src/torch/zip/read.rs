@@ -36,7 +36,7 @@ pub struct Record {
 
 /// The end record without a comment: what all known writers leave.
 const END_LENGTH: u64 = 22;
-/// The zip64 end record and its locator, which torch writes before each end record.
+/// The length of the zip64 end record with its locator, which torch writes before each end record.
 const ZIP64_LENGTH: u64 = 56 + 20;
 /// The farthest from the end that these records may start: with the longest comment.
 const LONGEST_END: u64 = ZIP64_LENGTH + END_LENGTH + u16::MAX as u64;
@@ -245,7 +245,8 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
         }
         (count, length, start) = (u64_at(&record, 32), u64_at(&record, 40), u64_at(&record, 48));
     }
-    // Of several archives one after the other, as in a file of DCP, the last one counts positions from its own start.
+    // If several archives follow each other, as in a file of DCP, the last one counts positions from its own start. Its
+    // directory would then be looked for in another archive, so it must end where the end record begins.
     let zip64_at = end_at.checked_sub(ZIP64_LENGTH);
     let has_zip64 = at.checked_sub(ZIP64_LENGTH as usize).is_some_and(|at| u32_at(&tail, at) == ZIP64_END);
     let directory_end = start.checked_add(length);
