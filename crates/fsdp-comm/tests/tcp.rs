@@ -118,7 +118,14 @@ fn connections() -> usize {
             && own.contains(&format!("socket:[{}]", words[9]))
             && ![port(words[1]), port(words[2])].contains(&store)
     };
-    std::fs::read_to_string("/proc/self/net/tcp").unwrap().lines().skip(1).filter(is_connection).count()
+    let count = || std::fs::read_to_string("/proc/self/net/tcp").unwrap().lines().skip(1).filter(is_connection).count();
+    // The system's list may lack a socket, or have it twice, if others are made or closed while it is read.
+    loop {
+        let first = count();
+        if count() == first {
+            return first;
+        }
+    }
 }
 
 /// Works with neighbours first, then with one other rank, and then with all, and counts the connections.
