@@ -10,19 +10,19 @@ use crate::schema::Leaf;
 use crate::{StateError, StateValue};
 
 /// Copies a tensor into memory of its own, on `device` or on the tensor's own device.
-fn own(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, StateError> {
+fn copy_tensor(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, StateError> {
     match device {
         Some(device) if !device.same_device(tensor.device()) => Ok(to_device(&tensor.detach(), device)?.detach()),
         _ => Ok(owned_copy(tensor)?),
     }
 }
 
-/// Copies each box of a sharded tensor, like [`own`].
-fn own_sharded(tensor: &ShardedTensor, device: Option<&Device>) -> Result<ShardedTensor, StateError> {
+/// Copies each box of a sharded tensor, like [`copy_tensor`].
+fn copy_sharded(tensor: &ShardedTensor, device: Option<&Device>) -> Result<ShardedTensor, StateError> {
     let shards = tensor
         .shards()
         .iter()
-        .map(|shard| Ok(LocalShard { bounds: shard.bounds.clone(), tensor: own(&shard.tensor, device)? }))
+        .map(|shard| Ok(LocalShard { bounds: shard.bounds.clone(), tensor: copy_tensor(&shard.tensor, device)? }))
         .collect::<Result<Vec<_>, StateError>>()?;
     Ok(ShardedTensor::new(tensor.dtype(), tensor.shape().to_vec(), shards)?)
 }
@@ -81,8 +81,8 @@ impl StateValue {
     /// The errors of [`Self::copy`].
     pub fn copy_to(&self, device: Option<&Device>) -> Result<Self, StateError> {
         Ok(match self {
-            StateValue::Tensor(tensor) => StateValue::Tensor(own(tensor, device)?),
-            StateValue::Sharded(tensor) => StateValue::Sharded(own_sharded(tensor, device)?),
+            StateValue::Tensor(tensor) => StateValue::Tensor(copy_tensor(tensor, device)?),
+            StateValue::Sharded(tensor) => StateValue::Sharded(copy_sharded(tensor, device)?),
             StateValue::Raw(_) | StateValue::Plain(_) => self.clone(),
             StateValue::Dict(dict) => StateValue::Dict(dict.copy_to(device)?),
             StateValue::List(list) => StateValue::List(copy_all(list, device)?),

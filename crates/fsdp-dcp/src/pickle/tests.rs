@@ -54,7 +54,7 @@ fn dicts_and_bytes_keep_what_they_are_made_of_however_that_is_spelled() {
     assert_eq!(shown(b"ccollections\ndefaultdict\nc__builtin__\nlist\n\x85R."), shown(b"}."));
     let other = refused(b"ccollections\nOrderedDict\nK\x01\x85R.");
     assert!(matches!(other, PickleErrorKind::Kind { found: "an int", .. }), "{other:?}");
-    // As Python 3.7 and 3.8 spell it in protocol 2.
+    // In protocol 2, older versions of Python call `bytearray` with a text and an encoding, and newer ones with bytes.
     let bytes = shown(b"c__builtin__\nbytearray\nX\x03\x00\x00\x00a\xc3\xbfX\x07\x00\x00\x00latin-1\x86R.");
     let call =
         b"c__builtin__\nbytearray\nc_codecs\nencode\nX\x03\x00\x00\x00a\xc3\xbfX\x06\x00\x00\x00latin1\x86R\x85R.";

@@ -265,7 +265,7 @@ fn cut_up(shape: &[usize], cuts: &[BoxCut]) -> Vec<TensorBox> {
     boxes
 }
 
-/// The time is linear but for logarithms: a test that takes longer is stopped by the test runner.
+/// The search takes about `n log n` steps. One that compared each chunk with each would be stopped by the test runner.
 #[test]
 fn many_chunks_that_only_one_of_several_dimensions_tells_apart_are_checked_in_time() {
     let count = 100_000;
@@ -285,8 +285,10 @@ fn many_chunks_that_only_one_of_several_dimensions_tells_apart_are_checked_in_ti
 }
 
 proptest! {
+    /// Cuts a tensor into chunks at random, leaves some out, and checks that they do not overlap. Then adds one more at
+    /// random, which overlaps if a comparison with each of the others says so.
     #[test]
-    fn overlaps_are_found_however_boxes_lie(
+    fn chunks_are_said_to_overlap_exactly_if_two_share_an_element(
         (shape, cuts) in prop::collection::vec(1usize..40, 1..5).prop_flat_map(|shape| {
             (Just(shape), prop::collection::vec(any::<BoxCut>(), 0..300))
         }),

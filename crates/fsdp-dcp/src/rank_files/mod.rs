@@ -21,7 +21,7 @@ mod names;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use fsdp_layout::{PathPart, PlainValue, TensorBox};
+use fsdp_layout::{PathPart, TensorBox};
 
 use self::names::RankFile;
 use crate::error::{FileError, FormatError};
@@ -36,6 +36,7 @@ use crate::storage::location::Location;
 use crate::torch::flat::{FlatFile, Leaf};
 use crate::torch::read::{add, read_flat};
 use crate::torch::tensor_ref::TensorRef;
+use crate::torch::value::is_same_quantizer;
 
 pub(crate) use self::checkpointing::{is_there as is_checkpointing, open as open_checkpointing};
 
@@ -176,14 +177,6 @@ fn do_differ(
         }
     }
     Ok(false)
-}
-
-/// Returns `true` if two tensors are quantized alike, or neither is quantized.
-fn is_same_quantizer(first: Option<&PlainValue>, second: Option<&PlainValue>) -> bool {
-    match (first, second) {
-        (Some(first), Some(second)) => first.same_bits(second),
-        (first, second) => first.is_none() && second.is_none(),
-    }
 }
 
 /// The most bytes of a tensor of which the elements are compared when a checkpoint is opened. A larger one is taken for

@@ -261,6 +261,14 @@ fn without_elements(tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
     Ok(PlainTensor { dtype: tensor.dtype, shape: tensor.shape.clone(), data: Vec::new() })
 }
 
+/// Returns `true` if two tensors are quantized alike, or neither is quantized.
+pub(crate) fn is_same_quantizer(first: Option<&PlainValue>, second: Option<&PlainValue>) -> bool {
+    match (first, second) {
+        (Some(first), Some(second)) => first.same_bits(second),
+        (first, second) => first.is_none() && second.is_none(),
+    }
+}
+
 /// Reads the quantizer of the tensor that is the archive's root object.
 pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<Option<PlainValue>, FormatError> {
     let pickle = archive.read_record(source, "data.pkl", MAX_OBJECT_BYTES)?;

@@ -75,7 +75,9 @@ fn forward(model: &Odd, x: &Tensor) -> Result<Tensor> {
     x.broadcast_add(&none)?.to_dtype(DType::F32)?.sqr()?.mean_all()
 }
 
-fn algorithms() -> Vec<Algorithm> {
+/// Returns three algorithms with different kinds of state: tensors of the parameters' shapes, sums over rows and
+/// columns, and weights that are exchanged between training and evaluation.
+fn algorithms_with_different_state() -> Vec<Algorithm> {
     vec![
         Algorithm::AdamW(AdamOptions { amsgrad: true, ..AdamOptions::adamw() }),
         Algorithm::Adafactor(AdafactorOptions::default()),
@@ -124,7 +126,7 @@ fn train(group: &ProcessGroup, config: FsdpConfig, algorithm: &Algorithm) -> Vec
 
 #[test]
 fn parameters_of_odd_sizes_train_alike_on_any_ranks() {
-    for algorithm in algorithms() {
+    for algorithm in algorithms_with_different_state() {
         for use_orig_params in [true, false] {
             // It needs matrices, and refuses FlatParameters.
             if !use_orig_params && matches!(algorithm, Algorithm::Adafactor(_)) {

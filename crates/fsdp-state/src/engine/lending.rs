@@ -43,9 +43,9 @@ impl<'a, T: Target> Lending<'a, T> {
         self.staged
     }
 
-    /// Returns a live tensor that has been lent before and has some elements of this one. If there is none, this one is
-    /// noted as lent.
-    fn lent_before(&mut self, tensor: &ShardedTensor) -> Option<&ShardedTensor> {
+    /// Notes a live tensor as lent, and returns `None`. If a tensor that has been lent before has some of its elements,
+    /// nothing is noted, and that tensor is returned.
+    fn note_as_lent(&mut self, tensor: &ShardedTensor) -> Option<&ShardedTensor> {
         let mut stretches = Vec::with_capacity(tensor.shards().len());
         for shard in tensor.shards().iter().filter(|shard| !shard.bounds.is_empty()) {
             let (storage, start) = (storage_id(&shard.tensor), shard.tensor.layout().start_offset());
@@ -80,7 +80,7 @@ impl<T: Target> Lend for Lending<'_, T> {
         if self.target.lends_live(&self.wanted[wanted])
             && let Memory::Tensors(tensor) = &memory
         {
-            match self.lent_before(tensor) {
+            match self.note_as_lent(tensor) {
                 Some(other) if other.is_same_view(tensor) => return Ok(None),
                 other => is_shared = other.is_some(),
             }

@@ -20,7 +20,7 @@ use crate::storage::checked_file::CheckedFile;
 use crate::storage::read_at::{ReadAt, Window, read_whole};
 use crate::strided::StridedLayout;
 use crate::torch::tensor_ref::TensorRef;
-use crate::torch::value::{describe_object, opaque_type_of, quantizer_of};
+use crate::torch::value::{describe_object, is_same_quantizer, opaque_type_of, quantizer_of};
 use crate::torch::zip::Directory;
 
 /// The most bytes that an item may have around its payload.
@@ -230,11 +230,7 @@ impl CheckpointReader {
             let length = byte_length(&chunk.bounds, tensor.properties.dtype).unwrap_or(0) as u64;
             let found = self.quantizer_in(stored, length).map_err(|error| self.item_error(fqn, stored, error))?;
             let (place, quantizer) = first.get_or_insert_with(|| (stored, found.clone()));
-            let is_same = match (&*quantizer, &found) {
-                (Some(first), Some(found)) => first.same_bits(found),
-                (first, found) => first.is_none() && found.is_none(),
-            };
-            if !is_same {
+            if !is_same_quantizer(quantizer.as_ref(), found.as_ref()) {
                 return Err(FileError::Differing {
                     fqn: fqn.to_owned(),
                     what: "has another scale or zero point".to_owned(),
