@@ -175,7 +175,7 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
 /// collective.
 ///
 /// # Errors
-/// On the rank that reports, the errors of [`Report::open`]. On the other ranks, an error that has the text of that one.
+/// On the rank that reports, the errors of [`Report::open`]. On the other ranks, an error with the text of that one.
 fn open_report(group: &ProcessGroup, job: &Job<'_>) -> Result<Option<Report>> {
     let report = (group.rank() == 0).then(|| Report::open(job.arguments, job.start())).transpose();
     let failure = report.as_ref().err().map(|error| StateError::Other {
