@@ -347,6 +347,25 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_that_leaves_is_not_taken_for_one_that_died_by_a_rank_that_still_sends_to_it() {
+        let [receiver, sender] = pair(false);
+        let round = round(Duration::from_secs(20));
+        let heartbeat = |to| Outgoing { to, kind: Kind::Heartbeat, group: 0, round: &round, body: b"" };
+        // None of the frames of the rank that leaves is read before the other one has failed to send to it.
+        let busy = receiver.node.inbox().lock();
+        (0..100).for_each(|_| sender.node.write(heartbeat(0)).unwrap());
+        drop(sender);
+        thread::scope(|scope| {
+            let sends = scope.spawn(|| while receiver.node.write(heartbeat(1)).is_ok() {});
+            thread::sleep(Duration::from_millis(300));
+            drop(busy);
+            sends.join().unwrap();
+        });
+        let error = receiver.node.send(heartbeat(1)).unwrap_err();
+        assert!(matches!(&error, CommError::RankLeft { reason, .. } if reason == "has left the group"), "{error}");
+    }
+
+    #[test]
     #[cfg(target_os = "linux")]
     fn a_rank_that_comes_to_make_a_group_after_the_others_gave_up_gets_their_error() {
         let [first, second] = pair(true);

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::io;
 use std::time::{Duration, Instant};
 
-use super::frame::{Frame, Kind, Notice};
+use super::frame::{Frame, Kind, Notice, is_end};
 use super::gathering::{Gathering, unbundle};
 use super::schedule::Schedule;
 use crate::access::not_this_protocol;
@@ -280,12 +280,7 @@ impl State {
 
     /// Notes that there can be no connection to a rank any more, because of this error.
     pub(super) fn lose(&mut self, from: usize, error: &io::Error) {
-        let reason = match error.kind() {
-            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
-                EXITED.to_owned()
-            }
-            _ => format!("was lost: {error}"),
-        };
+        let reason = if is_end(error) { EXITED.to_owned() } else { format!("was lost: {error}") };
         if !self.leaving {
             tracing::debug!(rank = from, reason, "a rank left");
         }

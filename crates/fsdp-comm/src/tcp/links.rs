@@ -313,18 +313,35 @@ impl Links {
         if let Some(open) = lock(&self.open).as_mut() {
             open.retain(|connection| !Arc::ptr_eq(&connection.stream, stream));
         }
+        // Wake the thread that waits for the end of all connections.
+        self.inbox.change(|_| ());
     }
 
-    /// Ends the connections to a rank. With them end the threads that read them on this rank, and also those on the
-    /// other rank, after they have read everything that was sent before.
-    pub(super) fn hang_up(&self, on: usize) {
+    /// Gives up a rank to which a frame could not be written as a whole, because of this error.
+    pub(super) fn give_up(&self, on: usize, error: &io::Error) {
+        let how = if frame::is_end(error) {
+            // The rank has ended, maybe as it should. Its last frames may not have been read yet, and this rank may
+            // still need them. The thread that reads them notes the end of the rank after the last one.
+            Shutdown::Write
+        } else {
+            self.inbox.lose(on, error);
+            Shutdown::Both
+        };
         let open = lock(&self.open);
         let of_rank = open.iter().flatten().filter(|connection| connection.rank == on);
-        of_rank.for_each(|connection| drop(connection.stream.shutdown(Shutdown::Both)));
+        of_rank.for_each(|connection| drop(connection.stream.shutdown(how)));
     }
 
     /// Ends all connections and all threads. There are no new ones after this.
     pub(super) fn close(&self) {
+        // Step 1: send no more, but read on. If a frame came for a socket that is closed, the system would drop what
+        // this rank has sent on it and what has not arrived yet, and so maybe its goodbye.
+        for connection in lock(&self.open).iter().flatten() {
+            connection.stream.shutdown(Shutdown::Write).ok();
+        }
+        // Step 2: let the other ranks close their ends, which they do once they have read everything.
+        self.wait_for_others_to_close();
+        // Step 3: close what is still open, because the other rank is stopped or cannot be reached.
         for connection in lock(&self.open).take().unwrap_or_default() {
             connection.stream.shutdown(Shutdown::Both).ok();
         }
@@ -332,6 +349,19 @@ impl Links {
             // A thread may still start others, which end at once.
             let Some(thread) = lock(&self.threads).pop() else { return };
             thread.join().ok();
+        }
+    }
+
+    /// Waits until the other ranks have closed their ends of all connections, but no longer than [`GOODBYE_TIMEOUT`].
+    fn wait_for_others_to_close(&self) {
+        let until = Instant::now() + GOODBYE_TIMEOUT;
+        let mut state = self.inbox.lock();
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() || lock(&self.open).iter().flatten().next().is_none() {
+                return;
+            }
+            state = self.inbox.wait(state, left);
         }
     }
 
@@ -439,9 +469,9 @@ impl Links {
             }
             Err(error) => Err(error),
         };
+        drop(writer);
         if let Err(error) = sent {
-            self.inbox.lose(to, &error);
-            writer.shutdown(Shutdown::Both).ok();
+            self.give_up(to, &error);
         }
         true
     }

@@ -150,8 +150,8 @@ impl Node {
     ///
     /// # Errors
     /// The frame could not be written as a whole, so the connection can carry no other one, and the rank counts as
-    /// lost. With the reason that the round cannot end, if there was one before.
-    fn write(&self, frame: Outgoing<'_>) -> Result<(), Option<CommError>> {
+    /// lost once all of its frames have been read. With the reason that the round cannot end, if there was one before.
+    pub(super) fn write(&self, frame: Outgoing<'_>) -> Result<(), Option<CommError>> {
         let Outgoing { to, kind, group, round, body } = frame;
         let failing_since = Cell::new(None);
         let go_on = || {
@@ -171,8 +171,7 @@ impl Node {
                 let missing = if state.ranks[to].left.is_some() { &[][..] } else { &[to] };
                 state.failure(group, round, missing, Instant::now())
             };
-            self.inbox().lose(to, &error);
-            self.links.hang_up(to);
+            self.links.give_up(to, &error);
             failure
         })
     }
