@@ -1,8 +1,14 @@
-//! Reads and writes of blocking sockets, with a deadline for the whole and not for each call.
+//! Reads and writes of blocking sockets, with a deadline for the whole and not for each call, and the
+//! meaning of their errors.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
+
+/// Returns `true` if a read or write failed with this error because the other side has closed the connection.
+pub(crate) fn is_end(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
+}
 
 /// Writes all bytes.
 pub(crate) fn write_all(mut stream: &TcpStream, mut bytes: &[u8], until: Instant) -> io::Result<()> {

@@ -9,7 +9,8 @@ use fsdp_layout::{DType, PlainTensor, PlainValue};
 use crate::schema::Leaf;
 use crate::{StateError, StateValue};
 
-/// Copies a tensor into memory of its own, on `device` or on the tensor's own device.
+/// Copies a tensor into memory of its own, on `device`; on the tensor's own device if that is `None`. The copy takes no
+/// part in backward passes.
 fn copy_tensor(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, StateError> {
     match device {
         Some(device) if !device.same_device(tensor.device()) => Ok(to_device(&tensor.detach(), device)?.detach()),
@@ -17,7 +18,7 @@ fn copy_tensor(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, State
     }
 }
 
-/// Copies each box of a sharded tensor, like [`copy_tensor`].
+/// Copies a rank's boxes of a sharded tensor, each as [`copy_tensor`] does.
 fn copy_sharded(tensor: &ShardedTensor, device: Option<&Device>) -> Result<ShardedTensor, StateError> {
     let shards = tensor
         .shards()

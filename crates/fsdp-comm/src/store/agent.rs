@@ -18,7 +18,7 @@ use super::client::{NotJoined, TcpStore, connect_once, connect_until, rendezvous
 use super::listening::{Name, in_zone};
 use super::protocol::{StoreOptions, invalid};
 use crate::access::nonce_text;
-use crate::blocking::{read_exact, write_all};
+use crate::blocking::{is_end, read_exact, write_all};
 use crate::deadline::until;
 use crate::error::CommError;
 
@@ -219,9 +219,7 @@ fn string(text: &str) -> Vec<u8> {
 fn reason(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => "it did not answer".to_owned(),
-        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
-            format!("it hung up ({error})")
-        }
+        _ if is_end(error) => format!("it hung up ({error})"),
         _ => error.to_string(),
     }
 }

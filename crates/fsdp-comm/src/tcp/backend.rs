@@ -351,12 +351,15 @@ mod tests {
         let [receiver, sender] = pair(false);
         let round = round(Duration::from_secs(20));
         let heartbeat = |to| Outgoing { to, kind: Kind::Heartbeat, group: 0, round: &round, body: b"" };
-        // None of the frames of the rank that leaves is read before the other one has failed to send to it.
+        // While the receiver's inbox is locked, it reads none of the frames that the other rank has sent.
         let busy = receiver.node.inbox().lock();
+        // Then the other rank sends more small frames than the system delivers at once, and leaves. The last of them,
+        // and the goodbye, still wait in the system.
         (0..100).for_each(|_| sender.node.write(heartbeat(0)).unwrap());
         drop(sender);
         thread::scope(|scope| {
             let sends = scope.spawn(|| while receiver.node.write(heartbeat(1)).is_ok() {});
+            // Let it fail to send to the rank that has left, before it reads on.
             thread::sleep(Duration::from_millis(300));
             drop(busy);
             sends.join().unwrap();

@@ -111,11 +111,6 @@ pub(super) fn is_retryable(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
 }
 
-/// Returns `true` if a read or write failed with this error because the other side has closed the connection.
-pub(super) fn is_end(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
-}
-
 /// Writes all bytes. After each timeout of the socket it asks `go_on` whether to try again.
 pub(super) fn write(stream: &mut impl Write, mut bytes: &[u8], go_on: impl Fn() -> bool) -> io::Result<()> {
     while !bytes.is_empty() {

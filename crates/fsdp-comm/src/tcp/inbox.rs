@@ -5,11 +5,12 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::io;
 use std::time::{Duration, Instant};
 
-use super::frame::{Frame, Kind, Notice, is_end};
+use super::frame::{Frame, Kind, Notice};
 use super::gathering::{Gathering, unbundle};
 use super::schedule::Schedule;
 use crate::access::not_this_protocol;
 use crate::backend::Round;
+use crate::blocking::is_end;
 use crate::error::CommError;
 use crate::wire;
 

@@ -32,11 +32,13 @@ use super::acceptor::Comer;
 use super::frame::{self, Frame, Kind, Notice};
 use super::inbox_lock::{Inbox, OFFER_AGAIN};
 use crate::access::{Hello, Key, Refusal, handshake_as_client};
+use crate::blocking::is_end;
 
 /// The time after which a blocked write checks whether it should go on.
 const WRITE_SLICE: Duration = Duration::from_millis(100);
 
-/// The time for which a rank that leaves or aborts tries to tell the others.
+/// The time for which a rank that leaves or aborts tries to tell the others, and then the time for which one that
+/// leaves waits until they have closed their ends.
 pub(super) const GOODBYE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The time that one attempt to connect may take, so that it does not hold up a rank that leaves.
@@ -317,9 +319,10 @@ impl Links {
         self.inbox.change(|_| ());
     }
 
-    /// Gives up a rank to which a frame could not be written as a whole, because of this error.
+    /// Gives up a rank to which a frame could not be written as a whole, because of this error: ends the connections to
+    /// it, and sees to it that the rank counts as lost.
     pub(super) fn give_up(&self, on: usize, error: &io::Error) {
-        let how = if frame::is_end(error) {
+        let how = if is_end(error) {
             // The rank has ended, maybe as it should. Its last frames may not have been read yet, and this rank may
             // still need them. The thread that reads them notes the end of the rank after the last one.
             Shutdown::Write
