@@ -87,6 +87,73 @@ impl TensorItem {
     }
 }
 
+/// The bytes of an item around its payload. An item that this library has written is recognized by them, and then its
+/// zip directory and its pickle need no parsing.
+#[derive(Debug)]
+pub(crate) struct KnownItem {
+    length: u64,
+    head: Around,
+    tail: Around,
+    tensor: StoredTensor,
+}
+
+/// Bytes of an item, and the position in them of the CRC-32 of its payload, which is another one in each item.
+#[derive(Debug)]
+struct Around {
+    bytes: Vec<u8>,
+    crc: usize,
+}
+
+/// The bytes of a CRC-32.
+const CRC: usize = 4;
+
+impl Around {
+    /// Returns the bytes that `with_crc` makes with a CRC. Their position is found by comparing two of them.
+    fn new(with_crc: impl Fn(u32) -> Vec<u8>) -> Self {
+        let (bytes, other) = (with_crc(0), with_crc(u32::MAX));
+        let crc = bytes.iter().zip(&other).position(|(a, b)| a != b).unwrap_or(bytes.len());
+        Around { bytes, crc }
+    }
+
+    /// Returns `true` if other bytes are the same, except for the CRC.
+    fn is_same(&self, other: &[u8]) -> bool {
+        let after = (self.crc + CRC).min(self.bytes.len());
+        self.bytes.len() == other.len()
+            && self.bytes[..self.crc] == other[..self.crc]
+            && self.bytes[after..] == other[after..]
+    }
+}
+
+impl KnownItem {
+    /// Makes the item of a row-major tensor of this type and shape.
+    pub(crate) fn new(dtype: DType, shape: &[usize]) -> Result<Self, FormatError> {
+        let item = TensorItem::new(dtype, shape)?;
+        // `TensorItem` has a single storage, whose key is 0.
+        let tensor = TensorRef::row_major("0".to_owned(), item.payload_length(), dtype, shape);
+        Ok(KnownItem {
+            length: item.length(),
+            head: Around::new(|crc| item.head(crc)),
+            tail: Around::new(|crc| item.tail(crc)),
+            tensor: StoredTensor { tensor, storage_offset: item.payload_offset() },
+        })
+    }
+
+    /// Returns the bytes of the whole item.
+    pub(crate) fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// Returns `true` if an item is this one, except for the payload.
+    fn is_same(&self, item: &Ends<'_>) -> bool {
+        let last = if item.tail.is_empty() { &item.head } else { &item.tail };
+        let tail = last.len().checked_sub(self.tail.bytes.len()).map(|start| &last[start..]);
+        let head = item.head.get(..self.head.bytes.len());
+        item.len() == self.length
+            && head.is_some_and(|head| self.head.is_same(head))
+            && tail.is_some_and(|tail| self.tail.is_same(tail))
+    }
+}
+
 /// A tensor found in an item, and where its storage lies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredTensor {
@@ -99,7 +166,15 @@ pub struct StoredTensor {
 impl StoredTensor {
     /// Finds the tensor in the item that is all of `item`, reading its ends only.
     pub fn locate(item: &dyn ReadAt) -> Result<Self, FormatError> {
+        Self::locate_known(item, None)
+    }
+
+    /// Finds the tensor as [`Self::locate`] does, but without parsing an item that is the `known` one.
+    pub(crate) fn locate_known(item: &dyn ReadAt, known: Option<&KnownItem>) -> Result<Self, FormatError> {
         let item = &Ends::new(item)?;
+        if let Some(known) = known.filter(|known| known.is_same(item)) {
+            return Ok(known.tensor.clone());
+        }
         let directory = Directory::read(item)?;
         directory.check_byte_order(item)?;
         let pickle = directory.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;

@@ -54,12 +54,38 @@ fn tensors_of_every_dtype_survive() {
             let stored = StoredTensor::locate(&bytes).unwrap();
             assert_eq!((stored.tensor.dtype, &stored.tensor.shape[..]), (dtype, shape));
             assert_eq!(stored.storage_offset, item.payload_offset());
+            let known = KnownItem::new(dtype, shape).unwrap();
+            assert!(known.is_same(&Ends::new(&bytes).unwrap()), "{dtype} {shape:?}");
+            assert_eq!(StoredTensor::locate_known(&bytes, Some(&known)).unwrap(), stored);
             let whole = TensorBox::whole(shape);
             let mut read = vec![0xee; payload.len()];
             let mut slot = Slot::new(whole.clone(), &mut read);
             stored.read(&mut BlockReader::new(&bytes), 0, &whole, &whole, &mut slot).unwrap();
             assert_eq!(read, payload);
         }
+    }
+}
+
+#[test]
+fn a_large_item_is_known_by_its_ends() {
+    let item = TensorItem::new(DType::F32, &[5000]).unwrap();
+    let known = KnownItem::new(DType::F32, &[5000]).unwrap();
+    let crc = 0x0102_0304;
+    let bytes = [item.head(crc), vec![7; 20_000], item.tail(crc)].concat();
+    let ends = item.head(crc).len()..bytes.len() - item.tail(crc).len();
+    let located = StoredTensor::locate(&bytes).unwrap();
+    assert!(known.is_same(&Ends::new(&bytes).unwrap()));
+    assert_eq!(StoredTensor::locate_known(&bytes, Some(&known)).unwrap(), located);
+    for at in (0..ends.start).chain(ends.end..bytes.len()) {
+        let mut changed = bytes.clone();
+        changed[at] ^= 0x55;
+        let known = StoredTensor::locate_known(&changed, Some(&known)).ok();
+        assert_eq!(known, StoredTensor::locate(&changed).ok(), "byte {at}");
+    }
+    // A tensor of another shape with as many elements, and one of another type.
+    for (dtype, shape) in [(DType::F32, &[50, 100][..]), (DType::I32, &[5000])] {
+        let other = KnownItem::new(dtype, shape).unwrap();
+        assert_eq!(StoredTensor::locate_known(&bytes, Some(&other)).unwrap(), located);
     }
 }
 
@@ -75,6 +101,7 @@ fn lengths_need_no_data() {
 #[test]
 fn every_prefix_and_every_flip_of_an_item_is_an_error_or_harmless() {
     let tensor = TensorItem::new(DType::I16, &[2, 2]).unwrap();
+    let known = KnownItem::new(DType::I16, &[2, 2]).unwrap();
     let payload = [1u8, 2, 3, 4, 5, 6, 7, 8];
     let crc = crc32fast::hash(&payload);
     let tensor = [tensor.head(crc), payload.to_vec(), tensor.tail(crc)].concat();
@@ -89,7 +116,14 @@ fn every_prefix_and_every_flip_of_an_item_is_an_error_or_harmless() {
     for bit in 0..tensor.len() * 8 {
         let mut flipped = tensor.clone();
         flipped[bit / 8] ^= 1 << (bit % 8);
-        if let Ok(stored) = StoredTensor::locate(&flipped) {
+        let located = StoredTensor::locate(&flipped);
+        // Knowing the item changes nothing, whichever bit of it is another one.
+        assert_eq!(
+            StoredTensor::locate_known(&flipped, Some(&known)).ok(),
+            located.as_ref().ok().cloned(),
+            "bit {bit}"
+        );
+        if let Ok(stored) = located {
             let whole = TensorBox::whole(&stored.tensor.shape);
             let mut dst = vec![0; whole.numel() * stored.tensor.dtype.size_in_bytes() as usize];
             let mut slot = Slot::new(whole.clone(), &mut dst);

@@ -50,8 +50,8 @@ pub enum Global {
     RebuildFromTypeV2,
     /// `torch.Tensor` or `torch.nn.parameter.Parameter`, as a class.
     TensorClass,
-    /// `torch.per_tensor_affine` and its like: how a tensor is quantized.
-    QScheme(&'static str),
+    /// `torch.per_tensor_affine` and its like: how a tensor is quantized. The position of its name in [`QSCHEMES`].
+    QScheme(u8),
     /// `collections.OrderedDict`
     OrderedDict,
     /// `collections.defaultdict`; the factory is dropped.
@@ -60,8 +60,9 @@ pub enum Global {
     Set,
     /// `frozenset`
     FrozenSet,
-    /// `dict`, `list`, `int`, `float`: builtins that a `defaultdict` or a `REDUCE` may name.
-    Builtin(&'static str),
+    /// `dict`, `list`, `int`, `float`: builtins that a `defaultdict` or a `REDUCE` may name. The position of its name
+    /// in [`BUILTINS`].
+    Builtin(u8),
     /// `bytearray`
     ByteArray,
     /// `bytes`: how protocol 2 spells bytes of length 0.
@@ -70,6 +71,22 @@ pub enum Global {
     CodecsEncode,
     /// `pathlib.PosixPath` and its like.
     Path(PythonType),
+}
+
+/// torch's quantization schemes.
+pub(crate) const QSCHEMES: &[&str] = &[
+    "per_tensor_affine",
+    "per_channel_affine",
+    "per_tensor_symmetric",
+    "per_channel_symmetric",
+    "per_channel_affine_float_qparams",
+];
+/// The known builtins.
+pub(crate) const BUILTINS: &[&str] = &["dict", "list", "int", "long", "float"];
+
+/// Returns the position of a name in a list of at most 256.
+fn position(list: &[&str], name: &str) -> Option<u8> {
+    u8::try_from(list.iter().position(|known| *known == name)?).ok()
 }
 
 /// torch's typed storages, by class name.
@@ -123,11 +140,7 @@ impl Global {
                 "Size" => Size,
                 "device" => Device,
                 "Tensor" => TensorClass,
-                "per_tensor_affine" => QScheme("per_tensor_affine"),
-                "per_channel_affine" => QScheme("per_channel_affine"),
-                "per_tensor_symmetric" => QScheme("per_tensor_symmetric"),
-                "per_channel_symmetric" => QScheme("per_channel_symmetric"),
-                "per_channel_affine_float_qparams" => QScheme("per_channel_affine_float_qparams"),
+                _ if name.starts_with("per_") => QScheme(position(QSCHEMES, name)?),
                 _ => match fsdp_layout::DType::from_torch_name(name) {
                     Some(dtype) => DType(dtype),
                     None => TypedStorage(STORAGES.iter().find(|(class, _)| *class == name)?.1),
@@ -155,7 +168,7 @@ impl Global {
                 "frozenset" => FrozenSet,
                 "bytearray" => ByteArray,
                 "bytes" => Bytes,
-                _ => Builtin(["dict", "list", "int", "long", "float"].into_iter().find(|known| *known == name)?),
+                _ => Builtin(position(BUILTINS, name)?),
             },
             "_codecs" if name == "encode" => CodecsEncode,
             "pathlib" | "pathlib._local" => match name {

@@ -1,6 +1,7 @@
 //! A parsed pickle: an arena of nodes.
 
 use std::borrow::Cow;
+use std::sync::LazyLock;
 
 use super::error::{PickleError, PickleErrorKind};
 use super::global::Global;
@@ -52,7 +53,7 @@ pub enum Node<'a> {
     /// A class or function that is itself the value.
     Global(Global),
     /// A class or function and the arguments to which it would have been applied; nothing was called.
-    Object(Box<ObjectNode>),
+    Object(ObjectNode),
     /// A persistent id: in torch files, a storage.
     PersistentId(NodeId),
     /// A class or function that is not on the list of known ones, itself the value: its module and its name.
@@ -88,7 +89,7 @@ pub struct TupleNode {
 }
 
 /// See [`Node::Object`].
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ObjectNode {
     /// The class or function.
     pub global: Global,
@@ -124,11 +125,52 @@ impl Node<'_> {
     }
 }
 
+/// The nodes that all pickles share: `None`, `True`, `False`, and the integers of one byte, which are most of a
+/// checkpoint's sizes and offsets. Their numbers come before those of a pickle's own nodes.
+static SHARED: LazyLock<[Node<'static>; SHARED_NODES]> = LazyLock::new(|| {
+    std::array::from_fn(|number| match number {
+        0 => Node::None,
+        1 => Node::Bool(true),
+        2 => Node::Bool(false),
+        number => Node::Int(number as i64 - i64::from(small_int(0).0)),
+    })
+});
+const SHARED_NODES: usize = 3 + 256;
+
+pub(super) const NONE: NodeId = NodeId(0);
+pub(super) const TRUE: NodeId = NodeId(1);
+pub(super) const FALSE: NodeId = NodeId(2);
+
+/// Returns the shared node of a small integer.
+pub(super) const fn small_int(value: u8) -> NodeId {
+    NodeId(3 + value as u32)
+}
+
+/// Returns the number of a pickle's own node at this position in its arena.
+pub(super) const fn own_node(position: usize) -> NodeId {
+    NodeId((SHARED_NODES + position) as u32)
+}
+
+/// Returns the position of a node in the arena of its pickle; `None` if it is a shared one.
+pub(super) const fn position(id: NodeId) -> Option<usize> {
+    (id.0 as usize).checked_sub(SHARED_NODES)
+}
+
+/// Returns the node of this number, which is a shared one or in this arena.
+pub(super) fn node_of<'n, 'a>(nodes: &'n [Node<'a>], id: NodeId) -> &'n Node<'a> {
+    match position(id) {
+        // Ids are made by the parser only, and the arena never shrinks.
+        Some(position) => &nodes[position],
+        None => &SHARED[id.0 as usize],
+    }
+}
+
 /// A parsed pickle.
 #[derive(Debug)]
 pub struct Pickle<'a> {
+    /// Its own nodes. Other ones are shared by all pickles.
     pub(super) nodes: Vec<Node<'a>>,
-    /// The position in the pickle of the opcode that made each node.
+    /// The position in the pickle of the opcode that made each of these nodes.
     pub(super) offsets: Vec<u32>,
     /// The items of all tuples, one tuple after the other.
     pub(super) items: Vec<NodeId>,
@@ -163,14 +205,13 @@ impl<'a> Pickle<'a> {
     /// Returns the node of this number.
     #[must_use]
     pub fn node(&self, id: NodeId) -> &Node<'a> {
-        // Ids are made by the parser only, and the arena never shrinks.
-        &self.nodes[id.0 as usize]
+        node_of(&self.nodes, id)
     }
 
-    /// Makes an error at the place where this node was made.
+    /// Makes an error at the place where this node was made, or at the beginning of the pickle for a shared node.
     #[must_use]
     pub fn error(&self, id: NodeId, kind: PickleErrorKind) -> PickleError {
-        kind.at(self.offsets[id.0 as usize] as usize)
+        kind.at(position(id).map_or(0, |position| self.offsets[position] as usize))
     }
 
     /// Makes the error of a node that is not of the expected kind.

@@ -19,22 +19,22 @@ impl<'a> Machine<'a> {
     /// Returns the class that a persistent id stands for: before torch 1.6, the class of a module that was saved whole
     /// was saved as `('module', class, file, source)`.
     pub(super) fn class_of_module(&self, id: NodeId) -> Option<NodeId> {
-        let Node::Tuple(parts) = self.nodes[id.0 as usize] else { return None };
+        let Node::Tuple(parts) = *self.node(id) else { return None };
         let [kind, class, _file, _source] = *self.tuple(parts) else { return None };
-        let is_module = matches!(self.nodes[kind.0 as usize], Node::Str("module"));
-        (is_module && matches!(self.nodes[class.0 as usize], Node::Foreign(..) | Node::Global(_))).then_some(class)
+        let is_module = matches!(self.node(kind), Node::Str("module"));
+        (is_module && matches!(self.node(class), Node::Foreign(..) | Node::Global(_))).then_some(class)
     }
 
     /// Records the application `global(*args)`. Calls that build containers and bytes become plain nodes.
     pub(super) fn object(&mut self, global: NodeId, args: NodeId) -> Result1<()> {
-        let global = match &self.nodes[global.0 as usize] {
+        let global = match self.node(global) {
             Node::Global(global) => *global,
             Node::Foreign(module, name) => return self.opaque(module, name, args),
             Node::Opaque(object) => return self.opaque(object.module, object.name, args),
             other => return Err(PickleErrorKind::Kind { expected: "a global to apply", found: other.kind() }),
         };
-        let Node::Tuple(values) = self.nodes[args.0 as usize] else {
-            let found = self.nodes[args.0 as usize].kind();
+        let Node::Tuple(values) = *self.node(args) else {
+            let found = self.node(args).kind();
             return Err(PickleErrorKind::Kind { expected: "a tuple of arguments", found });
         };
         let first = self.tuple(values).first().copied();
@@ -50,7 +50,7 @@ impl<'a> Machine<'a> {
             Global::ByteArray if second.is_some() => Node::ByteArray(Cow::Owned(self.encoded(first, second)?)),
             Global::ByteArray => Node::ByteArray(self.bytes_of(first)?),
             Global::Bytes => Node::Bytes(self.bytes_of(first)?),
-            _ => Node::Object(Box::new(ObjectNode { global, args, state: None })),
+            _ => Node::Object(ObjectNode { global, args, state: None }),
         };
         self.push(node)
     }
@@ -73,7 +73,7 @@ impl<'a> Machine<'a> {
 
     /// Returns how many items or bytes the node holds.
     fn extent(&self, id: NodeId) -> usize {
-        match &self.nodes[id.0 as usize] {
+        match self.node(id) {
             Node::Tuple(tuple) => tuple.len as usize,
             Node::List(items) | Node::Set(items) | Node::FrozenSet(items) => items.len(),
             Node::Str(text) => text.len(),
@@ -87,14 +87,14 @@ impl<'a> Machine<'a> {
     fn dict_of(&mut self, pairs: Option<NodeId>) -> Result1<Vec<(NodeId, NodeId)>> {
         let Some(id) = pairs else { return Ok(Vec::new()) };
         self.charge(self.extent(id))?;
-        let pairs = match &self.nodes[id.0 as usize] {
+        let pairs = match self.node(id) {
             Node::List(pairs) => pairs,
             Node::Dict(entries) => return Ok(entries.clone()),
             other => return Err(PickleErrorKind::Kind { expected: "a list of pairs, or a dict", found: other.kind() }),
         };
         pairs
             .iter()
-            .map(|pair| match &self.nodes[pair.0 as usize] {
+            .map(|pair| match self.node(*pair) {
                 Node::Tuple(pair) if pair.len == 2 => Ok((self.tuple(*pair)[0], self.tuple(*pair)[1])),
                 Node::List(pair) if pair.len() == 2 => Ok((pair[0], pair[1])),
                 other => Err(PickleErrorKind::Kind { expected: "a pair", found: other.kind() }),
@@ -106,7 +106,7 @@ impl<'a> Machine<'a> {
     fn items_of(&mut self, items: Option<NodeId>) -> Result1<Vec<NodeId>> {
         let Some(id) = items else { return Ok(Vec::new()) };
         self.charge(self.extent(id))?;
-        match &self.nodes[id.0 as usize] {
+        match self.node(id) {
             Node::Tuple(tuple) => Ok(self.tuple(*tuple).to_vec()),
             Node::List(items) | Node::Set(items) | Node::FrozenSet(items) => Ok(items.clone()),
             other => Err(PickleErrorKind::Kind { expected: "a list", found: other.kind() }),
@@ -117,7 +117,7 @@ impl<'a> Machine<'a> {
     fn bytes_of(&mut self, bytes: Option<NodeId>) -> Result1<Cow<'a, [u8]>> {
         let Some(id) = bytes else { return Ok(Cow::Borrowed(&[])) };
         self.charge(self.extent(id))?;
-        match &self.nodes[id.0 as usize] {
+        match self.node(id) {
             Node::Bytes(bytes) | Node::ByteArray(bytes) => Ok(bytes.clone()),
             other => Err(PickleErrorKind::Kind { expected: "bytes", found: other.kind() }),
         }
@@ -128,7 +128,7 @@ impl<'a> Machine<'a> {
         let refused = PickleErrorKind::Value { what: "bytes must be spelled as latin1 text" };
         let (Some(text), Some(encoding)) = (text, encoding) else { return Err(refused) };
         self.charge(self.extent(text))?;
-        match (&self.nodes[text.0 as usize], &self.nodes[encoding.0 as usize]) {
+        match (self.node(text), self.node(encoding)) {
             (Node::Str(text), Node::Str("latin1" | "latin-1")) => {
                 let bytes: Option<Vec<u8>> = text.chars().map(|c| u8::try_from(u32::from(c)).ok()).collect();
                 bytes.ok_or(PickleErrorKind::Text)
@@ -139,11 +139,12 @@ impl<'a> Machine<'a> {
 
     /// Sets the state of the object on top.
     pub(super) fn build(&mut self, state: NodeId) -> Result1<()> {
-        match self.top_node()? {
+        let expected = "an object without state";
+        match self.top_node(expected)? {
             Node::Object(object) if object.state.is_none() => {
                 object.state = Some(state);
                 // Found here, a large state is refused before more is built.
-                check_attributes(&self.nodes[state.0 as usize])
+                check_attributes(self.node(state))
             }
             Node::Opaque(object) if object.state.is_none() => {
                 object.state = Some(state);
@@ -152,7 +153,7 @@ impl<'a> Machine<'a> {
             // An OrderedDict with Python attributes (a module's state dict has `_metadata`): the attributes are
             // dropped.
             Node::Dict(_) => Ok(()),
-            other => Err(PickleErrorKind::Kind { expected: "an object without state", found: other.kind() }),
+            other => Err(PickleErrorKind::Kind { expected, found: other.kind() }),
         }
     }
 }

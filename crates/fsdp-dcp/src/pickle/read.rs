@@ -3,9 +3,14 @@
 use std::borrow::Cow;
 
 use super::error::{PickleError, PickleErrorKind};
-use super::node::{Node, NodeId, ObjectNode, OpaqueNode, Pickle, TupleNode};
+use super::node::{
+    FALSE, NONE, Node, NodeId, OpaqueNode, Pickle, TRUE, TupleNode, node_of, own_node, position, small_int,
+};
 use crate::budget::Budget;
 use crate::limits::{MAX_INTEGER_BYTES, MAX_MEMO_GAP, MAX_PICKLE_BYTES, PICKLE_FACTOR};
+
+/// The most nodes for which there is memory from the beginning.
+const MOST_NODES_AT_FIRST: usize = 1 << 16;
 
 /// Parses one pickle. Bytes after its `STOP` are ignored, as Python does.
 pub fn parse(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
@@ -18,34 +23,24 @@ pub(crate) fn parse_within(bytes: &[u8], budget: Budget) -> Result<Pickle<'_>, P
     if bytes.len() as u64 > limit {
         return Err(PickleErrorKind::Limit { what: "pickle length", value: bytes.len() as u64, limit }.at(0));
     }
+    // A checkpoint's metadata has about this many nodes, and as many items of tuples.
+    let nodes = (bytes.len() / 16).min(MOST_NODES_AT_FIRST);
     let mut machine = Machine {
         bytes,
         at: 0,
         op: 0,
-        nodes: Vec::new(),
-        offsets: Vec::new(),
-        items: Vec::new(),
+        nodes: Vec::with_capacity(nodes),
+        offsets: Vec::with_capacity(nodes),
+        items: Vec::with_capacity(nodes),
         stack: Vec::new(),
         marks: Vec::new(),
         memo: Vec::new(),
         copied: 0,
         budget,
     };
-    // All uses of these values share one node each. `NONE`, `TRUE`, `FALSE` and `small_int` give their positions.
-    machine.nodes.extend([Node::None, Node::Bool(true), Node::Bool(false)]);
-    machine.nodes.extend((0..=u8::MAX).map(|value| Node::Int(i64::from(value))));
-    machine.offsets.resize(machine.nodes.len(), 0);
     let root = machine.run().map_err(|kind| kind.at(machine.op))?;
     let Machine { nodes, offsets, items, budget, at: end, .. } = machine;
     Ok(Pickle { nodes, offsets, items, root, end, budget })
-}
-
-const NONE: NodeId = NodeId(0);
-const TRUE: NodeId = NodeId(1);
-const FALSE: NodeId = NodeId(2);
-/// Returns the node of a small integer. These are made once: most of a checkpoint's sizes and offsets are among them.
-const fn small_int(value: u8) -> NodeId {
-    NodeId(3 + value as u32)
 }
 
 /// The result of one opcode. Its error does not have a position yet.
@@ -107,7 +102,7 @@ impl<'a> Machine<'a> {
                     }
                 },
                 b'1' => {
-                    self.pop_mark()?;
+                    self.pop_to_mark()?;
                 }
                 b'2' => {
                     let top = self.top()?;
@@ -175,8 +170,8 @@ impl<'a> Machine<'a> {
                 }
                 b')' => self.push_tuple(self.stack.len())?,
                 b't' => {
-                    let mark = self.marks.pop().ok_or(PickleErrorKind::Stack)?;
-                    self.push_tuple(mark)?;
+                    let start = self.pop_mark()?;
+                    self.push_tuple(start)?;
                 }
                 0x85..=0x87 => {
                     let start = self.below_top(usize::from(opcode - 0x84))?;
@@ -184,41 +179,44 @@ impl<'a> Machine<'a> {
                 }
                 b']' => self.push(Node::List(Vec::new()))?,
                 b'a' => {
-                    let items = self.pop_many::<1>()?;
-                    self.extend_list(&items)?;
+                    let start = self.below_top(1)?;
+                    self.extend_list(start)?;
                 }
                 b'e' => {
-                    let items = self.pop_mark()?;
-                    self.extend_list(&items)?;
+                    let start = self.pop_mark()?;
+                    self.extend_list(start)?;
                 }
                 b'l' => {
-                    let items = self.pop_mark()?;
+                    let items = self.pop_to_mark()?;
                     self.push(Node::List(items))?;
                 }
                 b'}' => self.push(Node::Dict(Vec::new()))?,
                 b's' => {
-                    let items = self.pop_many::<2>()?;
-                    self.extend_dict(&items)?;
+                    let start = self.below_top(2)?;
+                    self.extend_dict(start)?;
                 }
                 b'u' => {
-                    let items = self.pop_mark()?;
-                    self.extend_dict(&items)?;
+                    let start = self.pop_mark()?;
+                    self.extend_dict(start)?;
                 }
                 b'd' => {
-                    let items = self.pop_mark()?;
+                    // The dict goes below its keys and values.
+                    let start = self.pop_mark()?;
                     self.push(Node::Dict(Vec::new()))?;
-                    self.extend_dict(&items)?;
+                    self.stack[start..].rotate_right(1);
+                    self.extend_dict(start + 1)?;
                 }
                 0x8f => self.push(Node::Set(Vec::new()))?,
                 0x90 => {
-                    let items = self.pop_mark()?;
-                    match self.top_node()? {
+                    let items = self.pop_to_mark()?;
+                    let expected = "a set";
+                    match self.top_node(expected)? {
                         Node::Set(set) => set.extend(items),
-                        other => return Err(PickleErrorKind::Kind { expected: "a set", found: other.kind() }),
+                        other => return Err(PickleErrorKind::Kind { expected, found: other.kind() }),
                     }
                 }
                 0x91 => {
-                    let items = self.pop_mark()?;
+                    let items = self.pop_to_mark()?;
                     self.push(Node::FrozenSet(items))?;
                 }
                 b'c' => {
@@ -228,7 +226,7 @@ impl<'a> Machine<'a> {
                 }
                 0x93 => {
                     let names = self.pop_many::<2>()?;
-                    match (&self.nodes[names[0].0 as usize], &self.nodes[names[1].0 as usize]) {
+                    match (self.node(names[0]), self.node(names[1])) {
                         (&Node::Str(module), &Node::Str(name)) => self.global(module, name)?,
                         _ => {
                             return Err(PickleErrorKind::Kind {
@@ -246,8 +244,8 @@ impl<'a> Machine<'a> {
                 // NEWOBJ_EX: keyword arguments must be absent, unless the class is not known anyway.
                 0x92 => {
                     let operands = self.pop_many::<3>()?;
-                    let is_foreign = matches!(self.nodes[operands[0].0 as usize], Node::Foreign(..));
-                    match &self.nodes[operands[2].0 as usize] {
+                    let is_foreign = matches!(self.node(operands[0]), Node::Foreign(..));
+                    match self.node(operands[2]) {
                         Node::Dict(keywords) if keywords.is_empty() || is_foreign => {
                             self.object(operands[0], operands[1])?;
                             if is_foreign {
@@ -368,13 +366,9 @@ impl<'a> Machine<'a> {
 
     /// Adds a node to the arena, and pushes it.
     pub(super) fn push(&mut self, node: Node<'a>) -> Result1<()> {
-        let object = match node {
-            Node::Object(_) => size_of::<ObjectNode>(),
-            Node::Opaque(_) => size_of::<OpaqueNode<'_>>(),
-            _ => 0,
-        };
-        self.budget.charge("memory for values", NODE + object as u64)?;
-        let id = NodeId(self.nodes.len() as u32);
+        let boxed = if matches!(node, Node::Opaque(_)) { size_of::<OpaqueNode<'_>>() } else { 0 };
+        self.budget.charge("memory for values", NODE + boxed as u64)?;
+        let id = own_node(self.nodes.len());
         self.nodes.push(node);
         self.offsets.push(self.op as u32);
         self.stack.push(id);
@@ -393,9 +387,19 @@ impl<'a> Machine<'a> {
         self.stack.last().copied().ok_or(PickleErrorKind::Stack)
     }
 
-    pub(super) fn top_node(&mut self) -> Result1<&mut Node<'a>> {
+    /// Returns the node of this number.
+    pub(super) fn node(&self, id: NodeId) -> &Node<'a> {
+        node_of(&self.nodes, id)
+    }
+
+    /// Returns the node on top of the stack, for a change. A shared node, which cannot be changed, is not what was
+    /// `expected`.
+    pub(super) fn top_node(&mut self, expected: &'static str) -> Result1<&mut Node<'a>> {
         let top = self.top()?;
-        Ok(&mut self.nodes[top.0 as usize])
+        match position(top) {
+            Some(position) => Ok(&mut self.nodes[position]),
+            None => Err(PickleErrorKind::Kind { expected, found: self.node(top).kind() }),
+        }
     }
 
     fn pop(&mut self) -> Result1<NodeId> {
@@ -430,45 +434,58 @@ impl<'a> Machine<'a> {
         &self.items[tuple.start as usize..(tuple.start + tuple.len) as usize]
     }
 
+    /// Takes away the last mark, and returns the stack height that it marks.
+    fn pop_mark(&mut self) -> Result1<usize> {
+        self.marks.pop().ok_or(PickleErrorKind::Stack)
+    }
+
     /// Takes away the values above the last mark, and the mark.
-    fn pop_mark(&mut self) -> Result1<Vec<NodeId>> {
-        let mark = self.marks.pop().ok_or(PickleErrorKind::Stack)?;
-        Ok(self.stack.split_off(mark))
+    fn pop_to_mark(&mut self) -> Result1<Vec<NodeId>> {
+        let start = self.pop_mark()?;
+        Ok(self.stack.split_off(start))
     }
 
-    /// Appends items to the list, or to the object of an unknown class, on top of the stack.
-    fn extend_list(&mut self, items: &[NodeId]) -> Result1<()> {
+    /// Returns the position in the arena of the list or dict that lies below the values above a stack height. A shared
+    /// node is not what was `expected`.
+    fn container(&self, start: usize, expected: &'static str) -> Result1<usize> {
+        let below = start.checked_sub(1).filter(|&below| below >= self.floor()).ok_or(PickleErrorKind::Stack)?;
+        let id = self.stack[below];
+        position(id).ok_or_else(|| PickleErrorKind::Kind { expected, found: self.node(id).kind() })
+    }
+
+    /// Appends the values above a stack height to the list, or to the object of an unknown class, below them.
+    fn extend_list(&mut self, start: usize) -> Result1<()> {
+        let expected = "a list";
+        let container = self.container(start, expected)?;
+        let items = &self.stack[start..];
         self.budget.charge("memory for values", items.len() as u64 * REFERENCE)?;
-        match self.top_node()? {
-            Node::List(list) => {
-                list.extend(items);
-                Ok(())
-            }
-            Node::Opaque(object) => {
-                object.items.extend(items);
-                Ok(())
-            }
-            other => Err(PickleErrorKind::Kind { expected: "a list", found: other.kind() }),
+        match &mut self.nodes[container] {
+            Node::List(list) => list.extend(items),
+            Node::Opaque(object) => object.items.extend(items),
+            other => return Err(PickleErrorKind::Kind { expected, found: other.kind() }),
         }
+        self.stack.truncate(start);
+        Ok(())
     }
 
-    /// Adds keys and values by turns to the dict, or to the object of an unknown class, on top of the stack.
-    fn extend_dict(&mut self, items: &[NodeId]) -> Result1<()> {
+    /// Adds the values above a stack height, keys and values by turns, to the dict, or to the object of an unknown
+    /// class, below them.
+    fn extend_dict(&mut self, start: usize) -> Result1<()> {
+        let expected = "a dict";
+        let container = self.container(start, expected)?;
+        let items = &self.stack[start..];
         self.budget.charge("memory for values", items.len() as u64 * REFERENCE)?;
         if !items.len().is_multiple_of(2) {
             return Err(PickleErrorKind::Stack);
         }
-        match self.top_node()? {
-            Node::Dict(dict) => {
-                dict.extend(items.chunks_exact(2).map(|pair| (pair[0], pair[1])));
-                Ok(())
-            }
-            Node::Opaque(object) => {
-                object.entries.extend(items.chunks_exact(2).map(|pair| (pair[0], pair[1])));
-                Ok(())
-            }
-            other => Err(PickleErrorKind::Kind { expected: "a dict", found: other.kind() }),
+        let pairs = items.chunks_exact(2).map(|pair| (pair[0], pair[1]));
+        match &mut self.nodes[container] {
+            Node::Dict(dict) => dict.extend(pairs),
+            Node::Opaque(object) => object.entries.extend(pairs),
+            other => return Err(PickleErrorKind::Kind { expected, found: other.kind() }),
         }
+        self.stack.truncate(start);
+        Ok(())
     }
 
     /// Pushes the value of a memo entry.

@@ -161,7 +161,7 @@ pub fn plan_load(
     requests: &[LoadRequest],
     options: ReadPlanOptions,
 ) -> Result<LoadPlan, LoadPlanError> {
-    let mut plan = LoadPlan::default();
+    let (mut plan, mut reads) = (LoadPlan::default(), Vec::new());
     for (index, request) in requests.iter().enumerate() {
         match metadata.entries.get(&request.fqn) {
             None if options.allow_missing => plan.missing.push(index),
@@ -169,25 +169,25 @@ pub fn plan_load(
             Some(Entry::Bytes(_)) => {
                 return Err(LoadPlanError::Kind { fqn: request.fqn.clone(), saved: "value", wanted: "tensor" });
             }
-            Some(Entry::Tensor(saved)) => plan_tensor(saved, index, request, options, &mut plan.reads)?,
+            Some(Entry::Tensor(saved)) => plan_tensor(saved, index, request, options, &mut reads)?,
         }
     }
     // Unstored chunks (which cannot be read) come first, to fail early; the rest by place.
-    plan.reads.sort_by_cached_key(|read| {
-        let chunk = metadata.tensor(&requests[read.request].fqn).and_then(|tensor| tensor.chunks.get(read.chunk));
-        let stored = chunk.and_then(|chunk| chunk.stored.as_ref());
-        (stored.map(|stored| (stored.relative_path.clone(), stored.offset)), read.request, read.wanted)
-    });
+    reads.sort_by_key(|(place, read)| (*place, read.request, read.wanted));
+    plan.reads = reads.into_iter().map(|(_, read)| read).collect();
     Ok(plan)
 }
 
+/// A read, and the file and the offset of its chunk; `None` if the chunk is not stored.
+type PlacedRead<'m> = (Option<(&'m str, u64)>, ReadItem);
+
 /// Plans the reads of one request, and checks it.
-fn plan_tensor(
-    saved: &TensorEntry,
+fn plan_tensor<'m>(
+    saved: &'m TensorEntry,
     index: usize,
     request: &LoadRequest,
     options: ReadPlanOptions,
-    reads: &mut Vec<ReadItem>,
+    reads: &mut Vec<PlacedRead<'m>>,
 ) -> Result<(), LoadPlanError> {
     let fqn = &request.fqn;
     if saved.shape != request.shape {
@@ -215,7 +215,8 @@ fn plan_tensor(
         for (chunk, of) in saved.chunks.iter().enumerate() {
             if let Some(overlap) = of.bounds.intersect(bounds) {
                 covered += overlap.numel();
-                reads.push(ReadItem { request: index, wanted, chunk, overlap });
+                let place = of.stored.as_ref().map(|stored| (stored.relative_path.as_str(), stored.offset));
+                reads.push((place, ReadItem { request: index, wanted, chunk, overlap }));
             }
         }
         // The chunks are disjoint, so equal counts mean that all is there.

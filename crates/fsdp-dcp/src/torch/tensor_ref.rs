@@ -30,6 +30,20 @@ pub struct TensorRef {
 }
 
 impl TensorRef {
+    /// Returns a row-major tensor that is all of its storage.
+    pub(crate) fn row_major(storage: String, storage_bytes: u64, dtype: DType, shape: &[usize]) -> TensorRef {
+        let layout = StridedLayout { bounds: TensorBox::whole(shape), offset: 0, strides: torch_strides(shape) };
+        TensorRef {
+            storage,
+            storage_bytes,
+            dtype,
+            shape: shape.to_vec(),
+            layout,
+            quantizer: None,
+            loses_attributes: false,
+        }
+    }
+
     /// Returns the tensor that this node describes; `None` if it describes something else.
     pub fn of(p: &Pickle<'_>, id: NodeId) -> Result<Option<TensorRef>, PickleError> {
         // Parameters and tensors with attributes wrap a plain one; a few layers at most.

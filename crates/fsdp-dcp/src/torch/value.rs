@@ -14,7 +14,8 @@ use crate::limits::{MAX_DEPTH, MAX_OBJECT_BYTES, PICKLE_FACTOR};
 use crate::payload::slot::Slot;
 use crate::pickle::write;
 use crate::pickle::{
-    Global, Node, NodeId, OpaqueNode, Pickle, PickleError, PickleErrorKind, Walk, parse, parse_within,
+    BUILTINS, Global, Node, NodeId, OpaqueNode, Pickle, PickleError, PickleErrorKind, QSCHEMES, Walk, parse,
+    parse_within,
 };
 use crate::storage::read_at::{BlockReader, Borrowed, ReadAt};
 use crate::strided::read_overlap;
@@ -498,11 +499,15 @@ pub(crate) fn convert(
         Node::Global(Global::DType(dtype)) => {
             PlainValue::typed(PythonType::DType, format!("torch.{}", dtype.torch_name()))
         }
-        Node::Global(Global::QScheme(name)) => PlainValue::typed(PythonType::QScheme, format!("torch.{name}")),
+        Node::Global(Global::QScheme(scheme)) => {
+            PlainValue::typed(PythonType::QScheme, format!("torch.{}", QSCHEMES[usize::from(*scheme)]))
+        }
         Node::Opaque(object) if walk.describes() => described(p, object, walk, beside)?,
         Node::Foreign(module, name) if walk.describes() => PlainValue::Str(format!("{module}.{name}")),
         Node::Global(Global::Bytes) if walk.describes() => PlainValue::Str("builtins.bytes".to_owned()),
-        Node::Global(Global::Builtin(name)) if walk.describes() => PlainValue::Str(format!("builtins.{name}")),
+        Node::Global(Global::Builtin(name)) if walk.describes() => {
+            PlainValue::Str(format!("builtins.{}", BUILTINS[usize::from(*name)]))
+        }
         Node::Global(global) if walk.describes() => PlainValue::Str(format!("{global:?}")),
         Node::PersistentId(inner) if walk.describes() => match StorageRef::of(p, id) {
             Ok(storage) => described_storage(&storage, beside)?,

@@ -3,13 +3,12 @@
 use std::io::Read as _;
 use std::sync::{Arc, PoisonError};
 
-use fsdp_layout::boxes::row_major_strides;
 use fsdp_layout::{DType, PlainValue, TensorBox};
 
 use super::CheckpointReader;
 use super::error::ReadError;
 use crate::budget::Budget;
-use crate::dcp::item::{StoredTensor, TensorItem};
+use crate::dcp::item::{KnownItem, StoredTensor, TensorItem};
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::KeyFilter;
 use crate::formats::read::byte_length;
@@ -18,7 +17,6 @@ use crate::metadata::{Chunk, StorageInfo, TensorEntry};
 use crate::safetensors::header::Header;
 use crate::storage::checked_file::CheckedFile;
 use crate::storage::read_at::{ReadAt, Window, read_whole};
-use crate::strided::StridedLayout;
 use crate::torch::tensor_ref::TensorRef;
 use crate::torch::value::{describe_object, is_same_quantizer, opaque_type_of, quantizer_of};
 use crate::torch::zip::Directory;
@@ -27,6 +25,8 @@ use crate::torch::zip::Directory;
 const ITEM_OVERHEAD: u64 = 64 << 10;
 /// The length up to which items are read whole, in one go.
 const SMALL_ITEM: u64 = 64 << 10;
+/// The most items that are kept to recognize others by. Each takes about 2 KiB.
+const MAX_KNOWN_ITEMS: usize = 1024;
 
 /// A chunk's tensor, and the bytes in which it was found.
 pub(super) struct Located {
@@ -67,10 +67,14 @@ impl CheckpointReader {
         let located = if stored.length <= SMALL_ITEM || !stored.transforms.is_empty() {
             let expected = (byte_length(bounds, dtype).unwrap_or(0) as u64).saturating_add(ITEM_OVERHEAD);
             let bytes = self.item_bytes(stored, expected)?;
-            StoredTensor::locate(&bytes).map(|tensor| Located { bytes: Bytes::Memory(bytes), start: 0, tensor })
+            let known = self.known_item(dtype, &bounds.sizes, bytes.len() as u64);
+            let found = StoredTensor::locate_known(&bytes, known.as_deref());
+            found.map(|tensor| Located { bytes: Bytes::Memory(bytes), start: 0, tensor })
         } else {
             let file = self.directory.file(&stored.relative_path)?;
-            let found = StoredTensor::locate(&Window::new(&*file, stored.offset, stored.length)?);
+            let known = self.known_item(dtype, &bounds.sizes, stored.length);
+            let item = Window::new(&*file, stored.offset, stored.length)?;
+            let found = StoredTensor::locate_known(&item, known.as_deref());
             found.map(|tensor| Located { bytes: Bytes::File(file), start: stored.offset, tensor })
         };
         let located = match located {
@@ -91,22 +95,24 @@ impl CheckpointReader {
         Ok(located)
     }
 
+    /// Returns the item that this library writes for a tensor, if it has so many bytes. An item is made once for all
+    /// tensors of the same dtype and shape.
+    fn known_item(&self, dtype: DType, shape: &[usize], length: u64) -> Option<Arc<KnownItem>> {
+        let mut items = self.known_items.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (dtype, shape.to_vec());
+        if !items.contains_key(&key) && items.len() == MAX_KNOWN_ITEMS {
+            return None;
+        }
+        let item = items.entry(key).or_insert_with(|| KnownItem::new(dtype, shape).ok().map(Arc::new));
+        item.clone().filter(|item| item.length() == length)
+    }
+
     /// Finds the tensor of this key in a safetensors blob that starts at the item's offset and ends with the file.
     fn locate_in_blob(&self, fqn: &str, stored: &StorageInfo) -> Option<Located> {
         let file = self.directory.file(&stored.relative_path).ok()?;
         let header = self.blob_header(&file, stored)?;
         let info = header.tensors.get(fqn)?;
-        let layout =
-            StridedLayout { bounds: TensorBox::whole(&info.shape), offset: 0, strides: row_major_strides(&info.shape) };
-        let tensor = TensorRef {
-            storage: fqn.to_owned(),
-            storage_bytes: info.end - info.start,
-            dtype: info.dtype,
-            shape: info.shape.clone(),
-            layout,
-            quantizer: None,
-            loses_attributes: false,
-        };
+        let tensor = TensorRef::row_major(fqn.to_owned(), info.end - info.start, info.dtype, &info.shape);
         let tensor = StoredTensor { tensor, storage_offset: header.data + info.start };
         Some(Located { bytes: Bytes::File(file), start: stored.offset, tensor })
     }

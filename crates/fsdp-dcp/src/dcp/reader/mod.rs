@@ -9,9 +9,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use fsdp_digest::StateDigest;
-use fsdp_layout::{PlainValue, TensorBox};
+use fsdp_layout::{DType, PlainValue, TensorBox};
 
 use crate::budget::Budget;
+use crate::dcp::item::KnownItem;
 use crate::error::{FileError, FormatError};
 use crate::limits::{MAX_PICKLE_BYTES, PICKLE_FACTOR};
 use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode};
@@ -33,6 +34,8 @@ use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions};
 
 /// The headers of safetensors blobs that were looked for, by file and offset; `None` where there is none.
 type Blobs = HashMap<(String, u64), Option<Arc<Header>>>;
+/// The items that this library writes for tensors, by their dtype and shape; `None` where it writes none.
+type KnownItems = HashMap<(DType, Vec<usize>), Option<Arc<KnownItem>>>;
 
 /// An open DCP checkpoint. Threads can share it, and nothing is ever written to it.
 ///
@@ -43,6 +46,7 @@ pub struct CheckpointReader {
     directory: CheckedDirectory,
     metadata: Metadata,
     blobs: Mutex<Blobs>,
+    known_items: Mutex<KnownItems>,
 }
 
 impl CheckpointReader {
@@ -75,7 +79,7 @@ impl CheckpointReader {
             1 => parts.swap_remove(0),
             _ => Metadata::merge(parts),
         };
-        Ok(CheckpointReader { directory, metadata, blobs: Mutex::default() })
+        Ok(CheckpointReader { directory, metadata, blobs: Mutex::default(), known_items: Mutex::default() })
     }
 
     /// Returns what the checkpoint holds.
