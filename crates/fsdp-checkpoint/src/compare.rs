@@ -6,7 +6,8 @@ use std::path::Path;
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::metadata::{Metadata, TensorEntry};
+use fsdp_dcp::metadata::{Entry, Metadata, TensorEntry};
+use fsdp_dcp::plan::LoadRequest;
 use fsdp_digest::{Digest, StateDigest, Sum};
 use fsdp_layout::cover::uncovered;
 use fsdp_layout::{PlainValue, TensorBox};
@@ -47,17 +48,18 @@ impl<'a> Comparison<'a> {
     }
 
     /// Adds what this rank has read of a tensor: the sum over each box.
-    pub(crate) fn add(&mut self, fqn: &str, boxes: &[TensorBox], sums: &[Sum]) {
-        let (Some(entry), Some(recorded)) = (self.metadata.entries.get_index_of(fqn), self.recorded.get(fqn)) else {
+    pub(crate) fn add(&mut self, read: LoadRequest, sums: Vec<Sum>) {
+        let (Some((entry, _, Entry::Tensor(tensor))), Some(recorded)) =
+            (self.metadata.entries.get_full(&read.fqn), self.recorded.get(&read.fqn))
+        else {
             return;
         };
-        let Some(tensor) = self.metadata.tensor(fqn) else { return };
-        for (bounds, &sum) in boxes.iter().zip(sums) {
+        for (bounds, sum) in read.boxes.into_iter().zip(sums) {
             // A whole tensor with the right digest needs no further check. A wrong one is kept with the sums of parts,
             // which `check` sends to the rank that compares.
-            let is_settled = is_whole(bounds, tensor) && digest(sum, tensor) == recorded;
+            let is_settled = is_whole(&bounds, tensor) && digest(sum, tensor) == recorded;
             if !bounds.is_empty() && !is_settled {
-                self.parts.push(BoxSum { entry, bounds: bounds.clone(), sum });
+                self.parts.push(BoxSum { entry, bounds, sum });
             }
         }
     }

@@ -148,14 +148,11 @@ impl<'a> Reading<'a> {
 
     /// Reads boxes of tensors, and adds their sums to the comparison.
     fn read(&mut self, destinations: Vec<Destination<'_>>) -> Result<(), CheckpointError> {
-        let Some(comparison) = &mut self.comparison else {
-            self.source.checkpoint.read(destinations, self.options)?;
-            return Ok(());
-        };
-        let requests: Vec<LoadRequest> = destinations.iter().map(|destination| destination.request.clone()).collect();
         let done = self.source.checkpoint.read(destinations, self.options)?;
-        for (request, sums) in requests.iter().zip(&done.sums) {
-            comparison.add(&request.fqn, &request.boxes, sums);
+        if let Some(comparison) = &mut self.comparison {
+            for (request, sums) in done.requests.into_iter().zip(done.sums) {
+                comparison.add(request, sums);
+            }
         }
         Ok(())
     }

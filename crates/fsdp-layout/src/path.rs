@@ -44,7 +44,17 @@ impl KeyPath {
     /// Two different paths may have the same flat key, so code that flattens a state dict must refuse duplicates.
     #[must_use]
     pub fn flat_key(&self) -> String {
-        self.0.iter().map(PathPart::to_string).collect::<Vec<_>>().join(".")
+        let mut flat = String::new();
+        for (index, part) in self.0.iter().enumerate() {
+            if index > 0 {
+                flat.push('.');
+            }
+            match part {
+                PathPart::Key(key) => flat.push_str(key),
+                PathPart::Index(index) => flat.push_str(&index.to_string()),
+            }
+        }
+        flat
     }
 
     /// Returns the rest of this path below a prefix of keys; `None` if it lies elsewhere.

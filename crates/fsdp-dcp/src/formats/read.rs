@@ -10,7 +10,7 @@ use fsdp_layout::{DType, TensorBox};
 use tracing::{debug_span, info_span};
 
 use crate::error::{FileError, wrong_box};
-use crate::metadata::Metadata;
+use crate::metadata::{Metadata, TensorEntry};
 use crate::payload::slot::{Slot, SlotDigest};
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
 use crate::storage::checked_directory::CheckedDirectory;
@@ -69,6 +69,8 @@ pub struct ReadDone {
     pub plan: LoadPlan,
     /// The sum over the elements of each box, by request, if it was asked for.
     pub sums: Vec<Vec<Sum>>,
+    /// The requests, in the order of the destinations.
+    pub requests: Vec<LoadRequest>,
 }
 
 impl Default for ReadOptions {
@@ -99,26 +101,48 @@ pub(crate) struct Files<'c> {
     pub(crate) digests: Option<&'c StateDigest>,
 }
 
-impl Files<'_> {
-    /// Returns the digest of what a request reads: it wants one box, which is the whole tensor, and a digest was
-    /// recorded.
-    fn digest_of(&self, request: &LoadRequest) -> Option<Digest> {
-        let [bounds] = &request.boxes[..] else { return None };
-        let is_whole = self.metadata.tensor(&request.fqn)?.shape == bounds.sizes && !bounds.is_empty();
-        self.digests.filter(|_| is_whole)?.get(&request.fqn)
+/// A request, and what was recorded of its tensor.
+struct Wanted<'c> {
+    request: LoadRequest,
+    /// The tensor in the checkpoint; `None` if it is missing.
+    tensor: Option<&'c TensorEntry>,
+    /// The digest of the tensor, if sums are asked for.
+    digest: Option<Digest>,
+    /// See [`Destination::is_compared`].
+    is_compared: bool,
+}
+
+impl Wanted<'_> {
+    /// Returns the type of the elements in the checkpoint.
+    fn dtype(&self) -> DType {
+        self.tensor.map_or(self.request.dtype, |tensor| tensor.properties.dtype)
+    }
+
+    /// Returns the tensor and the digest of what the request reads: it wants one box, which is the whole tensor, and a
+    /// digest was recorded.
+    fn whole(&self) -> Option<(&TensorEntry, Digest)> {
+        let (tensor, [bounds]) = (self.tensor?, &self.request.boxes[..]) else { return None };
+        let is_whole = tensor.shape == bounds.sizes && !bounds.is_empty();
+        Some((tensor, self.digest.filter(|_| is_whole)?))
+    }
+}
+
+impl<'c> Files<'c> {
+    /// Looks up what was recorded of the tensor of a request.
+    fn wanted(&self, request: LoadRequest, is_compared: bool, with_digest: bool) -> Wanted<'c> {
+        let digest = self.digests.filter(|_| with_digest).and_then(|digests| digests.get(&request.fqn));
+        Wanted { tensor: self.metadata.tensor(&request.fqn), request, digest, is_compared }
     }
 
     /// Checks the hashes of whole tensors whose sums are not what was recorded: they were read without. The error tells
     /// which bytes are wrong. If none are, the sums tell the caller that something else is.
-    fn check_differing(&self, requests: &[LoadRequest], sums: &[Vec<Sum>]) -> Result<(), FileError> {
+    fn check_differing(&self, wanted: &[Wanted<'_>], sums: &[Vec<Sum>]) -> Result<(), FileError> {
         let mut differing = HashSet::new();
-        for (request, sums) in requests.iter().zip(sums) {
-            let (Some(recorded), Some(tensor)) = (self.digest_of(request), self.metadata.tensor(&request.fqn)) else {
-                continue;
-            };
+        for (wanted, sums) in wanted.iter().zip(sums) {
+            let Some((tensor, recorded)) = wanted.whole() else { continue };
             let found = sums.first().map(|sum| sum.finish(tensor.properties.dtype, &tensor.shape));
             if found != Some(recorded) {
-                differing.insert(request.fqn.as_str());
+                differing.insert(wanted.request.fqn.as_str());
             }
         }
         if differing.is_empty() { Ok(()) } else { self.check_hashes(&differing) }
@@ -146,34 +170,30 @@ pub(crate) fn read_in_parallel(
     options: ReadOptions,
     fill: &FillBoxes<'_>,
 ) -> Result<ReadDone, FileError> {
-    let metadata = files.metadata;
-    let mut requests = Vec::with_capacity(destinations.len());
+    let mut wanted = Vec::with_capacity(destinations.len());
     let mut buffers = Vec::with_capacity(destinations.len());
-    let mut is_compared = Vec::with_capacity(destinations.len());
     for destination in destinations {
-        requests.push(destination.request);
+        wanted.push(files.wanted(destination.request, destination.is_compared, options.digest));
         buffers.push(destination.buffers);
-        is_compared.push(destination.is_compared);
     }
     // Nothing is read before all requests and all buffers are known to be right.
-    let plan = plan_load(metadata, &requests, options.plan)?;
-    let mut jobs = jobs(metadata, &requests, buffers, &plan, options.threads)?;
+    let plan = plan_load(files.metadata, wanted.iter().map(|wanted| &wanted.request), options.plan)?;
+    let mut jobs = jobs(&wanted, buffers, &plan, options.threads)?;
     // The jobs are taken in the order of the files: a job stands where the first read of its request does.
-    let mut position = vec![usize::MAX; requests.len()];
+    let mut position = vec![usize::MAX; wanted.len()];
     for (at, read) in plan.reads.iter().enumerate().rev() {
         position[read.request] = at;
     }
     jobs.sort_by_key(|job| position[job.request]);
     if options.digest {
         for job in &mut jobs {
-            let request = &requests[job.request];
-            sum_over(job, metadata, request)?;
-            let has_digest = files.digests.is_some_and(|digests| digests.get(&request.fqn).is_some());
-            let is_compared = has_digest && (is_compared[job.request] || files.digest_of(request).is_some());
+            let wanted = &wanted[job.request];
+            sum_over(job, wanted)?;
+            let is_compared = wanted.digest.is_some() && wanted.is_compared || wanted.whole().is_some();
             job.slots.iter_mut().for_each(|slot| slot.is_compared = is_compared);
         }
     }
-    let sums = requests.iter().map(|request| vec![Sum::default(); request.boxes.len()]).collect();
+    let sums = wanted.iter().map(|wanted| vec![Sum::default(); wanted.request.boxes.len()]).collect();
     let sums: Mutex<Vec<Vec<Sum>>> = Mutex::new(sums);
     let threads = options.threads.saturating_mul(files.directory.threads_per_reader()).clamp(1, jobs.len().max(1));
     let bytes: usize = jobs.iter().flat_map(|job| &job.slots).map(|slot| slot.bytes.len()).sum();
@@ -185,7 +205,7 @@ pub(crate) fn read_in_parallel(
             while !failed.load(Ordering::Relaxed) {
                 let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
                 let Some(mut job) = job else { break };
-                let fqn = &requests[job.request].fqn;
+                let fqn = &wanted[job.request].request.fqn;
                 let done = debug_span!("tensor", fqn).in_scope(|| fill(fqn, &mut job.slots));
                 failed.fetch_or(done.is_err(), Ordering::Relaxed);
                 done?;
@@ -200,20 +220,21 @@ pub(crate) fn read_in_parallel(
     })?;
     let mut sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
     if options.digest {
-        files.check_differing(&requests, &sums)?;
+        files.check_differing(&wanted, &sums)?;
     } else {
         sums.clear();
     }
-    Ok(ReadDone { plan, sums })
+    let requests = wanted.into_iter().map(|wanted| wanted.request).collect();
+    Ok(ReadDone { plan, sums, requests })
 }
 
 /// Asks for sums over what the slots of a job are filled with.
-fn sum_over(job: &mut Job<'_>, metadata: &Metadata, request: &LoadRequest) -> Result<(), FileError> {
-    let Some(tensor) = metadata.tensor(&request.fqn) else { return Ok(()) };
+fn sum_over(job: &mut Job<'_>, wanted: &Wanted<'_>) -> Result<(), FileError> {
+    let Some(tensor) = wanted.tensor else { return Ok(()) };
     for slot in &mut job.slots {
         let element = tensor.properties.dtype.size_in_bytes() as usize;
         let place = BoxPlace::new(&tensor.shape, &slot.bounds, element);
-        let place = place.map_err(|error| wrong_box(&request.fqn, &error))?;
+        let place = place.map_err(|error| wrong_box(&wanted.request.fqn, &error))?;
         slot.digest = Some(SlotDigest::new(place));
     }
     Ok(())
@@ -221,22 +242,21 @@ fn sum_over(job: &mut Job<'_>, metadata: &Metadata, request: &LoadRequest) -> Re
 
 /// Checks the buffers, and makes a job of each tensor; several of a large one.
 fn jobs<'d>(
-    metadata: &Metadata,
-    requests: &[LoadRequest],
+    wanted: &[Wanted<'_>],
     buffers: Vec<Vec<&'d mut [u8]>>,
     plan: &LoadPlan,
     threads: usize,
 ) -> Result<Vec<Job<'d>>, FileError> {
-    let mut jobs = Vec::with_capacity(requests.len());
-    let mut missing = vec![false; requests.len()];
+    let mut jobs = Vec::with_capacity(wanted.len());
+    let mut missing = vec![false; wanted.len()];
     for &index in &plan.missing {
         missing[index] = true;
     }
-    for (index, (request, buffers)) in requests.iter().zip(buffers).enumerate() {
+    for (index, (wanted, buffers)) in wanted.iter().zip(buffers).enumerate() {
         if missing[index] {
             continue;
         }
-        let dtype = metadata.tensor(&request.fqn).map_or(request.dtype, |tensor| tensor.properties.dtype);
+        let (request, dtype) = (&wanted.request, wanted.dtype());
         check_buffers(request, dtype, &buffers)?;
         let mut whole = Job { request: index, boxes: Vec::new(), slots: Vec::with_capacity(buffers.len()) };
         for (number, (bounds, buffer)) in request.boxes.iter().zip(buffers).enumerate() {

@@ -156,13 +156,13 @@ pub enum LoadPlanError {
 /// assert_eq!(plan.reads[1].overlap, TensorBox::new(vec![8], vec![4]));
 /// # Ok::<(), fsdp_dcp::plan::LoadPlanError>(())
 /// ```
-pub fn plan_load(
+pub fn plan_load<'r>(
     metadata: &Metadata,
-    requests: &[LoadRequest],
+    requests: impl IntoIterator<Item = &'r LoadRequest>,
     options: ReadPlanOptions,
 ) -> Result<LoadPlan, LoadPlanError> {
     let (mut plan, mut reads) = (LoadPlan::default(), Vec::new());
-    for (index, request) in requests.iter().enumerate() {
+    for (index, request) in requests.into_iter().enumerate() {
         match metadata.entries.get(&request.fqn) {
             None if options.allow_missing => plan.missing.push(index),
             None => return Err(LoadPlanError::Missing { fqn: request.fqn.clone() }),

@@ -159,10 +159,11 @@ struct Header {
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct FileLine {
+struct FileLine<'a> {
     path: String,
     length: u64,
-    segments: Vec<(u64, u64, String)>,
+    #[serde(borrow)]
+    segments: Vec<(u64, u64, &'a str)>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -188,6 +189,22 @@ fn put_line(out: &mut Vec<u8>, value: &impl Serialize) -> Result<(), FormatError
     Ok(())
 }
 
+/// Returns hashes as text: 16 hexadecimal digits each.
+fn digits_of(hashes: &[u64]) -> String {
+    let mut digits = String::with_capacity(hashes.len() * 16);
+    for hash in hashes {
+        let _ = write!(digits, "{hash:016x}");
+    }
+    digits
+}
+
+/// Returns the hashes in a text that [`digits_of`] made.
+fn hashes_of(digits: &str) -> Result<Vec<u64>, FormatError> {
+    let mut bytes = vec![0; digits.len() / 2];
+    hex::decode_to_slice(digits, &mut bytes).map_err(malformed)?;
+    Ok(bytes.as_chunks().0.iter().map(|&hash| u64::from_be_bytes(hash)).collect())
+}
+
 fn malformed(reason: impl ToString) -> FormatError {
     FormatError::Malformed { what: "integrity file", reason: reason.to_string() }
 }
@@ -204,15 +221,10 @@ impl Integrity {
         };
         put_line(&mut out, &header)?;
         for (path, file) in &self.files {
-            let segments = file.segments.iter().map(|segment| {
-                let mut digits = String::with_capacity(segment.hashes.len() * 16);
-                for hash in &segment.hashes {
-                    let _ = write!(digits, "{hash:016x}");
-                }
-                (segment.length, segment.block, digits)
-            });
-            let file = FileLine { path: path.clone(), length: file.length, segments: segments.collect() };
-            put_line(&mut out, &file)?;
+            let digits: Vec<String> = file.segments.iter().map(|segment| digits_of(&segment.hashes)).collect();
+            let segments = file.segments.iter().zip(&digits);
+            let segments = segments.map(|(segment, digits)| (segment.length, segment.block, digits.as_str())).collect();
+            put_line(&mut out, &FileLine { path: path.clone(), length: file.length, segments })?;
         }
         if let Some(digests) = &self.digests {
             let (root, lineage) = (digests.root(), self.lineage.clone());
@@ -246,18 +258,17 @@ impl Integrity {
         let mut lines = lines.filter(|line| !line.is_empty());
         let mut files = BTreeMap::new();
         for line in lines.by_ref().take(header.files) {
-            let line: FileLine = serde_json::from_slice(line).map_err(malformed)?;
+            let line: FileLine<'_> = serde_json::from_slice(line).map_err(malformed)?;
             let mut file = FileIntegrity::default();
             for (length, block, digits) in line.segments {
-                let sane = length > 0 && (1..=MAX_BLOCK_BYTES).contains(&block) && digits.is_ascii();
+                let sane = length > 0 && (1..=MAX_BLOCK_BYTES).contains(&block);
                 if !sane || digits.len() as u64 != length.div_ceil(block).saturating_mul(16) {
                     return Err(malformed("a segment's lengths do not fit its hashes"));
                 }
                 if file.length.checked_add(length).is_none_or(|end| end > line.length) {
                     return Err(malformed("the segments are longer than their file"));
                 }
-                let hashes = (0..digits.len() / 16).map(|i| u64::from_str_radix(&digits[i * 16..i * 16 + 16], 16));
-                file.push(length, block, hashes.collect::<Result<_, _>>().map_err(malformed)?);
+                file.push(length, block, hashes_of(digits)?);
             }
             if file.length != line.length {
                 return Err(malformed("the segments are shorter than their file"));
