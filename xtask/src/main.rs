@@ -226,7 +226,10 @@ fn test(root: &Path) -> Result<()> {
     cargo(root, &[&nccl, BESIDE_A_LIBRARY, &["nccl"]].concat(), &[])?;
     let nextest = Command::new(program()).args(["nextest", "--version"]).output();
     if nextest.is_ok_and(|output| output.status.success()) {
-        return cargo(root, &[&["nextest", "run", "--tests"], TESTED].concat(), &[]);
+        // Many tests wait for a deadline or for another process, so more of them run at once than there are cores.
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let at_once = (cores + cores.div_ceil(2)).to_string();
+        return cargo(root, &[&["nextest", "run", "--tests", "--test-threads", &at_once], TESTED].concat(), &[]);
     }
     say("xtask: cargo-nextest is not installed, so tests that hang are not stopped");
     cargo(root, &[&["test", "--tests"], TESTED].concat(), &[])
