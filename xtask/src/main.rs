@@ -219,8 +219,10 @@ fn run(task: Task, root: &Path) -> Result<()> {
 /// Runs all tests except those in documentation. nextest runs them if it is installed, because it stops tests that
 /// hang. Programs of `examples/` directories, which no test runs, are only checked by clippy, and not built.
 fn test(root: &Path) -> Result<()> {
-    // In the workspace the tests turn the object stores on. These are the error messages of a build without them.
-    cargo(root, &["test", "--package", "fsdp-dcp", "--lib", "--locked", "location"], &[])?;
+    // In the workspace the tests turn the object stores on. These are the error messages of a build without them. It is
+    // built for these few tests alone, so optimizing it would only cost time.
+    let without_stores = ["test", "--package", "fsdp-dcp", "--lib", "--locked", "location"];
+    cargo(root, &without_stores, &[("CARGO_PROFILE_DEV_OPT_LEVEL", "0")])?;
     // The error messages about GPUs, on machines with and without them.
     let nccl = ["test", "--package", "fsdp-comm", "--features", "fsdp-comm/nccl", "--lib", "--locked"];
     cargo(root, &[&nccl, BESIDE_A_LIBRARY, &["nccl"]].concat(), &[])?;
