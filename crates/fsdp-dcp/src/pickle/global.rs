@@ -109,6 +109,15 @@ pub(crate) const STORAGES: &[(&str, DType)] = &[
 ];
 
 impl Global {
+    /// Returns the text that describes the global. Digests of opaque values depend on it, so it must never change.
+    pub(crate) fn description(self) -> String {
+        match self {
+            Global::QScheme(scheme) => format!("QScheme({:?})", QSCHEMES[usize::from(scheme)]),
+            Global::Builtin(name) => format!("Builtin({:?})", BUILTINS[usize::from(name)]),
+            other => format!("{other:?}"),
+        }
+    }
+
     /// Returns the global of this name, if it is on the list.
     #[must_use]
     pub fn lookup(module: &str, name: &str) -> Option<Global> {

@@ -378,8 +378,8 @@ pub fn value_of(pickle: &Pickle<'_>, id: NodeId) -> Result<PlainValue, FormatErr
 /// Returns the error of a value that is of a known class, but is not a plain value.
 fn unnamed(p: &Pickle<'_>, id: NodeId) -> PickleError {
     let name = match p.node(id) {
-        Node::Global(global) => format!("{global:?}"),
-        Node::Object(object) => format!("{:?}", object.global),
+        Node::Global(global) => global.description(),
+        Node::Object(object) => object.global.description(),
         Node::PersistentId(_) => "Storage".to_owned(),
         other => other.kind().to_owned(),
     };
@@ -508,7 +508,7 @@ pub(crate) fn convert(
         Node::Global(Global::Builtin(name)) if walk.describes() => {
             PlainValue::Str(format!("builtins.{}", BUILTINS[usize::from(*name)]))
         }
-        Node::Global(global) if walk.describes() => PlainValue::Str(format!("{global:?}")),
+        Node::Global(global) if walk.describes() => PlainValue::Str(global.description()),
         Node::PersistentId(inner) if walk.describes() => match StorageRef::of(p, id) {
             Ok(storage) => described_storage(&storage, beside)?,
             // A persistent id that is not that of a storage of a known class.
@@ -533,7 +533,7 @@ pub(crate) fn convert(
                 Ok(Some(tensor)) => tensor_in_value(p, id, &tensor, walk, beside)?,
                 Err(error) if !(walk.describes() && opaque_type(&error).is_some()) => return Err(error.into()),
                 _ if walk.describes() => {
-                    let mut parts = vec![("$type".into(), format!("{:?}", object.global).into())];
+                    let mut parts = vec![("$type".into(), object.global.description().into())];
                     for (name, part) in [("args", Some(object.args)), ("state", object.state)] {
                         if let Some(part) = part {
                             parts.push((name.into(), convert(p, part, walk, beside)?));
