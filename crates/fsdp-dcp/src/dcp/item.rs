@@ -97,14 +97,14 @@ pub(crate) struct KnownItem {
     tensor: StoredTensor,
 }
 
-/// Bytes of an item, and the position in them of the CRC-32 of its payload, which is another one in each item.
+/// Bytes of an item, and the position in them of the CRC-32 of its payload, which differs from item to item.
 #[derive(Debug)]
 struct Around {
     bytes: Vec<u8>,
     crc: usize,
 }
 
-/// The bytes of a CRC-32.
+/// The length of a CRC-32 in bytes.
 const CRC: usize = 4;
 
 impl Around {
@@ -143,7 +143,7 @@ impl KnownItem {
         self.length
     }
 
-    /// Returns `true` if an item is this one, except for the payload.
+    /// Returns `true` if the bytes at both ends of an item are those of this one, except for the CRC of the payload.
     fn is_same(&self, item: &Ends<'_>) -> bool {
         let last = if item.tail.is_empty() { &item.head } else { &item.tail };
         let tail = last.len().checked_sub(self.tail.bytes.len()).map(|start| &last[start..]);

@@ -113,13 +113,13 @@ struct Wanted<'c> {
 }
 
 impl Wanted<'_> {
-    /// Returns the type of the elements in the checkpoint.
+    /// Returns the type of the elements in the checkpoint, or the requested one for a tensor that is missing there.
     fn dtype(&self) -> DType {
         self.tensor.map_or(self.request.dtype, |tensor| tensor.properties.dtype)
     }
 
-    /// Returns the tensor and the digest of what the request reads: it wants one box, which is the whole tensor, and a
-    /// digest was recorded.
+    /// Returns the tensor and its digest if the request is for the tensor as a whole, in one box, so that what is read
+    /// can be compared with the digest. Returns `None` otherwise, and if no digest was recorded.
     fn whole(&self) -> Option<(&TensorEntry, Digest)> {
         let (tensor, [bounds]) = (self.tensor?, &self.request.boxes[..]) else { return None };
         let is_whole = tensor.shape == bounds.sizes && !bounds.is_empty();
@@ -134,8 +134,8 @@ impl<'c> Files<'c> {
         Wanted { tensor: self.metadata.tensor(&request.fqn), request, digest, is_compared }
     }
 
-    /// Checks the hashes of whole tensors whose sums are not what was recorded: they were read without. The error tells
-    /// which bytes are wrong. If none are, the sums tell the caller that something else is.
+    /// Checks the hashes of whole tensors whose sums are not what was recorded: they were read without checking
+    /// hashes. The error tells which bytes are wrong. If none are, the sums tell the caller that something else is.
     fn check_differing(&self, wanted: &[Wanted<'_>], sums: &[Vec<Sum>]) -> Result<(), FileError> {
         let mut differing = HashSet::new();
         for (wanted, sums) in wanted.iter().zip(sums) {
@@ -189,7 +189,7 @@ pub(crate) fn read_in_parallel(
         for job in &mut jobs {
             let wanted = &wanted[job.request];
             sum_over(job, wanted)?;
-            let is_compared = wanted.digest.is_some() && wanted.is_compared || wanted.whole().is_some();
+            let is_compared = (wanted.digest.is_some() && wanted.is_compared) || wanted.whole().is_some();
             job.slots.iter_mut().for_each(|slot| slot.is_compared = is_compared);
         }
     }

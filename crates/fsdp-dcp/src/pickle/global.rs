@@ -84,8 +84,8 @@ pub(crate) const QSCHEMES: &[&str] = &[
 /// The known builtins.
 pub(crate) const BUILTINS: &[&str] = &["dict", "list", "int", "long", "float"];
 
-/// Returns the position of a name in a list of at most 256.
-fn position(list: &[&str], name: &str) -> Option<u8> {
+/// Returns the position of a name in a list of known names. It is a byte, so that nodes which hold it stay small.
+fn position_in(list: &[&str], name: &str) -> Option<u8> {
     u8::try_from(list.iter().position(|known| *known == name)?).ok()
 }
 
@@ -149,7 +149,7 @@ impl Global {
                 "Size" => Size,
                 "device" => Device,
                 "Tensor" => TensorClass,
-                _ if name.starts_with("per_") => QScheme(position(QSCHEMES, name)?),
+                _ if name.starts_with("per_") => QScheme(position_in(QSCHEMES, name)?),
                 _ => match fsdp_layout::DType::from_torch_name(name) {
                     Some(dtype) => DType(dtype),
                     None => TypedStorage(STORAGES.iter().find(|(class, _)| *class == name)?.1),
@@ -177,7 +177,7 @@ impl Global {
                 "frozenset" => FrozenSet,
                 "bytearray" => ByteArray,
                 "bytes" => Bytes,
-                _ => Builtin(position(BUILTINS, name)?),
+                _ => Builtin(position_in(BUILTINS, name)?),
             },
             "_codecs" if name == "encode" => CodecsEncode,
             "pathlib" | "pathlib._local" => match name {

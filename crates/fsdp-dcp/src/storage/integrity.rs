@@ -198,7 +198,7 @@ fn digits_of(hashes: &[u64]) -> String {
     digits
 }
 
-/// Returns the hashes in a text that [`digits_of`] made.
+/// Returns the hashes in a text that [`digits_of`] made. Its length must be a multiple of 16.
 fn hashes_of(digits: &str) -> Result<Vec<u64>, FormatError> {
     let mut bytes = vec![0; digits.len() / 2];
     hex::decode_to_slice(digits, &mut bytes).map_err(malformed)?;
