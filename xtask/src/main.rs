@@ -110,6 +110,9 @@ enum Task {
     },
 }
 
+/// The variable that tells nextest how many tests run at once.
+const TEST_THREADS: &str = "NEXTEST_TEST_THREADS";
+
 /// The tasks of `ci`, in order: quick ones and those that fail most often come first; the tests' summary comes last.
 /// The first task that builds programs builds all tests. While the libraries are built one after the other, tests are
 /// built on the other cores.
@@ -230,8 +233,8 @@ fn test(root: &Path) -> Result<()> {
     if nextest.is_ok_and(|output| output.status.success()) {
         // Many tests wait for a deadline or for another process, so more of them run at once than there are cores.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let at_once = (cores + cores.div_ceil(2)).to_string();
-        return cargo(root, &[&["nextest", "run", "--tests", "--test-threads", &at_once], TESTED].concat(), &[]);
+        let at_once = std::env::var(TEST_THREADS).unwrap_or_else(|_| (cores + cores.div_ceil(2)).to_string());
+        return cargo(root, &[&["nextest", "run", "--tests"], TESTED].concat(), &[(TEST_THREADS, &at_once)]);
     }
     say("xtask: cargo-nextest is not installed, so tests that hang are not stopped");
     cargo(root, &[&["test", "--tests"], TESTED].concat(), &[])

@@ -1,6 +1,6 @@
 //! The path of a value in a nested state dict, and the flat key that a checkpoint gives it.
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 
 use serde::{Deserialize, Serialize};
 
@@ -49,10 +49,8 @@ impl KeyPath {
             if index > 0 {
                 flat.push('.');
             }
-            match part {
-                PathPart::Key(key) => flat.push_str(key),
-                PathPart::Index(index) => flat.push_str(&index.to_string()),
-            }
+            // Writing to a string cannot fail.
+            let _ = write!(flat, "{part}");
         }
         flat
     }

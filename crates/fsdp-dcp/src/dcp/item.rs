@@ -92,32 +92,33 @@ impl TensorItem {
 #[derive(Debug)]
 pub(crate) struct KnownItem {
     length: u64,
-    head: Around,
-    tail: Around,
+    head: EndBytes,
+    tail: EndBytes,
     tensor: StoredTensor,
 }
 
-/// Bytes of an item, and the position in them of the CRC-32 of its payload, which differs from item to item.
+/// The bytes at one end of an item, and the position in them of the CRC-32 of its payload. The CRC differs from item to
+/// item, and all other bytes are the same in each.
 #[derive(Debug)]
-struct Around {
+struct EndBytes {
     bytes: Vec<u8>,
     crc: usize,
 }
 
 /// The length of a CRC-32 in bytes.
-const CRC: usize = 4;
+const CRC_BYTES: usize = 4;
 
-impl Around {
+impl EndBytes {
     /// Returns the bytes that `with_crc` makes with a CRC. Their position is found by comparing two of them.
     fn new(with_crc: impl Fn(u32) -> Vec<u8>) -> Self {
         let (bytes, other) = (with_crc(0), with_crc(u32::MAX));
         let crc = bytes.iter().zip(&other).position(|(a, b)| a != b).unwrap_or(bytes.len());
-        Around { bytes, crc }
+        EndBytes { bytes, crc }
     }
 
     /// Returns `true` if other bytes are the same, except for the CRC.
     fn is_same(&self, other: &[u8]) -> bool {
-        let after = (self.crc + CRC).min(self.bytes.len());
+        let after = (self.crc + CRC_BYTES).min(self.bytes.len());
         self.bytes.len() == other.len()
             && self.bytes[..self.crc] == other[..self.crc]
             && self.bytes[after..] == other[after..]
@@ -132,8 +133,8 @@ impl KnownItem {
         let tensor = TensorRef::row_major("0".to_owned(), item.payload_length(), dtype, shape);
         Ok(KnownItem {
             length: item.length(),
-            head: Around::new(|crc| item.head(crc)),
-            tail: Around::new(|crc| item.tail(crc)),
+            head: EndBytes::new(|crc| item.head(crc)),
+            tail: EndBytes::new(|crc| item.tail(crc)),
             tensor: StoredTensor { tensor, storage_offset: item.payload_offset() },
         })
     }

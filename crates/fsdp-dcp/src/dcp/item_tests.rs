@@ -89,6 +89,51 @@ fn a_large_item_is_known_by_its_ends() {
     }
 }
 
+/// An item whose payload is too large for memory: zeros between the bytes at its ends.
+struct Sparse {
+    head: Vec<u8>,
+    payload: u64,
+    tail: Vec<u8>,
+}
+
+impl ReadAt for Sparse {
+    fn len(&self) -> u64 {
+        self.head.len() as u64 + self.payload + self.tail.len() as u64
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        let tail_start = self.head.len() as u64 + self.payload;
+        for (at, byte) in (offset..).zip(dst) {
+            *byte = if let Some(byte) = self.head.get(at as usize) {
+                *byte
+            } else {
+                at.checked_sub(tail_start).map_or(0, |at| self.tail[at as usize])
+            };
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn an_item_beyond_4_gib_is_known_by_its_ends() {
+    // Its zip directory has the 64-bit fields of lengths and offsets.
+    let (dtype, shape) = (DType::F32, [5 << 28]);
+    let item = TensorItem::new(dtype, &shape).unwrap();
+    let known = KnownItem::new(dtype, &shape).unwrap();
+    let crc = 0x0102_0304;
+    let mut sparse = Sparse { head: item.head(crc), payload: item.payload_length(), tail: item.tail(crc) };
+    let located = StoredTensor::locate(&sparse).unwrap();
+    assert_eq!((located.tensor.dtype, &located.tensor.shape[..]), (dtype, &shape[..]));
+    assert!(known.is_same(&Ends::new(&sparse).unwrap()));
+    assert_eq!(StoredTensor::locate_known(&sparse, Some(&known)).unwrap(), located);
+    for at in 0..sparse.tail.len() {
+        sparse.tail[at] ^= 0x55;
+        let known = StoredTensor::locate_known(&sparse, Some(&known)).ok();
+        assert_eq!(known, StoredTensor::locate(&sparse).ok(), "byte {at} of the tail");
+        sparse.tail[at] ^= 0x55;
+    }
+}
+
 #[test]
 fn lengths_need_no_data() {
     // 5 GiB, and a tensor larger than any file.

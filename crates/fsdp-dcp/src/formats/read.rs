@@ -102,7 +102,7 @@ pub(crate) struct Files<'c> {
 }
 
 /// A request, and what was recorded of its tensor.
-struct Wanted<'c> {
+struct RecordedRequest<'c> {
     request: LoadRequest,
     /// The tensor in the checkpoint; `None` if it is missing.
     tensor: Option<&'c TensorEntry>,
@@ -112,7 +112,7 @@ struct Wanted<'c> {
     is_compared: bool,
 }
 
-impl Wanted<'_> {
+impl RecordedRequest<'_> {
     /// Returns the type of the elements in the checkpoint, or the requested one for a tensor that is missing there.
     fn dtype(&self) -> DType {
         self.tensor.map_or(self.request.dtype, |tensor| tensor.properties.dtype)
@@ -129,14 +129,14 @@ impl Wanted<'_> {
 
 impl<'c> Files<'c> {
     /// Looks up what was recorded of the tensor of a request.
-    fn wanted(&self, request: LoadRequest, is_compared: bool, with_digest: bool) -> Wanted<'c> {
+    fn look_up(&self, request: LoadRequest, is_compared: bool, with_digest: bool) -> RecordedRequest<'c> {
         let digest = self.digests.filter(|_| with_digest).and_then(|digests| digests.get(&request.fqn));
-        Wanted { tensor: self.metadata.tensor(&request.fqn), request, digest, is_compared }
+        RecordedRequest { tensor: self.metadata.tensor(&request.fqn), request, digest, is_compared }
     }
 
     /// Checks the hashes of whole tensors whose sums are not what was recorded: they were read without checking
     /// hashes. The error tells which bytes are wrong. If none are, the sums tell the caller that something else is.
-    fn check_differing(&self, wanted: &[Wanted<'_>], sums: &[Vec<Sum>]) -> Result<(), FileError> {
+    fn check_differing(&self, wanted: &[RecordedRequest<'_>], sums: &[Vec<Sum>]) -> Result<(), FileError> {
         let mut differing = HashSet::new();
         for (wanted, sums) in wanted.iter().zip(sums) {
             let Some((tensor, recorded)) = wanted.whole() else { continue };
@@ -173,7 +173,7 @@ pub(crate) fn read_in_parallel(
     let mut wanted = Vec::with_capacity(destinations.len());
     let mut buffers = Vec::with_capacity(destinations.len());
     for destination in destinations {
-        wanted.push(files.wanted(destination.request, destination.is_compared, options.digest));
+        wanted.push(files.look_up(destination.request, destination.is_compared, options.digest));
         buffers.push(destination.buffers);
     }
     // Nothing is read before all requests and all buffers are known to be right.
@@ -229,7 +229,7 @@ pub(crate) fn read_in_parallel(
 }
 
 /// Asks for sums over what the slots of a job are filled with.
-fn sum_over(job: &mut Job<'_>, wanted: &Wanted<'_>) -> Result<(), FileError> {
+fn sum_over(job: &mut Job<'_>, wanted: &RecordedRequest<'_>) -> Result<(), FileError> {
     let Some(tensor) = wanted.tensor else { return Ok(()) };
     for slot in &mut job.slots {
         let element = tensor.properties.dtype.size_in_bytes() as usize;
@@ -242,7 +242,7 @@ fn sum_over(job: &mut Job<'_>, wanted: &Wanted<'_>) -> Result<(), FileError> {
 
 /// Checks the buffers, and makes a job of each tensor; several of a large one.
 fn jobs<'d>(
-    wanted: &[Wanted<'_>],
+    wanted: &[RecordedRequest<'_>],
     buffers: Vec<Vec<&'d mut [u8]>>,
     plan: &LoadPlan,
     threads: usize,

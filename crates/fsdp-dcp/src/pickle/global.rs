@@ -3,6 +3,8 @@
 use fsdp_layout::{DType, PythonType};
 
 /// A known global. It is never called, and only tells which kind of value an object is.
+///
+/// It takes two bytes, so that a [`Node`](super::node::Node) that holds one with its arguments needs no allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Global {
@@ -89,6 +91,11 @@ fn position_in(list: &[&str], name: &str) -> Option<u8> {
     u8::try_from(list.iter().position(|known| *known == name)?).ok()
 }
 
+/// Returns the name at a position that [`position_in`] returned for this list.
+pub(crate) fn name_at(list: &[&'static str], position: u8) -> &'static str {
+    list.get(usize::from(position)).copied().unwrap_or_default()
+}
+
 /// torch's typed storages, by class name.
 pub(crate) const STORAGES: &[(&str, DType)] = &[
     ("FloatStorage", DType::F32),
@@ -112,8 +119,8 @@ impl Global {
     /// Returns the text that describes the global. Digests of opaque values depend on it, so it must never change.
     pub(crate) fn description(self) -> String {
         match self {
-            Global::QScheme(scheme) => format!("QScheme({:?})", QSCHEMES[usize::from(scheme)]),
-            Global::Builtin(name) => format!("Builtin({:?})", BUILTINS[usize::from(name)]),
+            Global::QScheme(position) => format!("QScheme({:?})", name_at(QSCHEMES, position)),
+            Global::Builtin(position) => format!("Builtin({:?})", name_at(BUILTINS, position)),
             other => format!("{other:?}"),
         }
     }

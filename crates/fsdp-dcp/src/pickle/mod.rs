@@ -18,7 +18,7 @@ mod walk;
 pub(crate) mod write;
 
 pub use error::{PickleError, PickleErrorKind};
-pub(crate) use global::{BUILTINS, Global, QSCHEMES, STORAGES};
+pub(crate) use global::{BUILTINS, Global, QSCHEMES, STORAGES, name_at};
 pub(crate) use node::{Node, NodeId, OpaqueNode, Pickle};
 pub use read::parse;
 pub(crate) use read::parse_within;

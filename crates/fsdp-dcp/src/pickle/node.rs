@@ -8,7 +8,7 @@ use super::global::Global;
 use crate::budget::Budget;
 use crate::limits::MAX_ATTRIBUTES;
 
-/// The number of a node in its [`Pickle`].
+/// The number of a node: one that all pickles share, or, after those, one of its [`Pickle`]'s own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NodeId(pub(super) u32);
 
@@ -135,10 +135,14 @@ static SHARED: LazyLock<[Node<'static>; SHARED_NODES]> = LazyLock::new(|| {
         number => Node::Int(number as i64 - i64::from(small_int(0).0)),
     })
 });
+/// The number of nodes in [`SHARED`].
 const SHARED_NODES: usize = 3 + 256;
 
+/// The shared node of `None`.
 pub(super) const NONE: NodeId = NodeId(0);
+/// The shared node of `True`.
 pub(super) const TRUE: NodeId = NodeId(1);
+/// The shared node of `False`.
 pub(super) const FALSE: NodeId = NodeId(2);
 
 /// Returns the shared node of a small integer.

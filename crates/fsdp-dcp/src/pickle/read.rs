@@ -9,7 +9,7 @@ use super::node::{
 use crate::budget::Budget;
 use crate::limits::{MAX_INTEGER_BYTES, MAX_MEMO_GAP, MAX_PICKLE_BYTES, PICKLE_FACTOR};
 
-/// The most nodes for which there is memory from the beginning.
+/// The most nodes for which memory is reserved before the first opcode.
 const MOST_NODES_AT_FIRST: usize = 1 << 16;
 
 /// Parses one pickle. Bytes after its `STOP` are ignored, as Python does.
@@ -445,8 +445,8 @@ impl<'a> Machine<'a> {
         Ok(self.stack.split_off(start))
     }
 
-    /// Returns the position in the arena of the list or dict that lies below the values above a stack height. A shared
-    /// node is not what was `expected`.
+    /// Returns the position in the arena of the node just below a stack height, to which the values above that height
+    /// are to be added. A shared node holds no values, and is an error: it is not what was `expected`.
     fn container(&self, start: usize, expected: &'static str) -> Result1<usize> {
         let below = start.checked_sub(1).filter(|&below| below >= self.floor()).ok_or(PickleErrorKind::Stack)?;
         let id = self.stack[below];

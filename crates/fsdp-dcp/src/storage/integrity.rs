@@ -198,11 +198,15 @@ fn digits_of(hashes: &[u64]) -> String {
     digits
 }
 
-/// Returns the hashes in a text that [`digits_of`] made. Its length must be a multiple of 16.
+/// Returns the hashes in a text that [`digits_of`] made.
 fn hashes_of(digits: &str) -> Result<Vec<u64>, FormatError> {
     let mut bytes = vec![0; digits.len() / 2];
     hex::decode_to_slice(digits, &mut bytes).map_err(malformed)?;
-    Ok(bytes.as_chunks().0.iter().map(|&hash| u64::from_be_bytes(hash)).collect())
+    let (hashes, rest) = bytes.as_chunks();
+    if !rest.is_empty() {
+        return Err(malformed("a hash is cut short"));
+    }
+    Ok(hashes.iter().map(|&hash| u64::from_be_bytes(hash)).collect())
 }
 
 fn malformed(reason: impl ToString) -> FormatError {

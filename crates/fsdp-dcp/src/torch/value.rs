@@ -14,7 +14,7 @@ use crate::limits::{MAX_DEPTH, MAX_OBJECT_BYTES, PICKLE_FACTOR};
 use crate::payload::slot::Slot;
 use crate::pickle::write;
 use crate::pickle::{
-    BUILTINS, Global, Node, NodeId, OpaqueNode, Pickle, PickleError, PickleErrorKind, QSCHEMES, Walk, parse,
+    BUILTINS, Global, Node, NodeId, OpaqueNode, Pickle, PickleError, PickleErrorKind, QSCHEMES, Walk, name_at, parse,
     parse_within,
 };
 use crate::storage::read_at::{BlockReader, Borrowed, ReadAt};
@@ -500,13 +500,13 @@ pub(crate) fn convert(
             PlainValue::typed(PythonType::DType, format!("torch.{}", dtype.torch_name()))
         }
         Node::Global(Global::QScheme(scheme)) => {
-            PlainValue::typed(PythonType::QScheme, format!("torch.{}", QSCHEMES[usize::from(*scheme)]))
+            PlainValue::typed(PythonType::QScheme, format!("torch.{}", name_at(QSCHEMES, *scheme)))
         }
         Node::Opaque(object) if walk.describes() => described(p, object, walk, beside)?,
         Node::Foreign(module, name) if walk.describes() => PlainValue::Str(format!("{module}.{name}")),
         Node::Global(Global::Bytes) if walk.describes() => PlainValue::Str("builtins.bytes".to_owned()),
         Node::Global(Global::Builtin(name)) if walk.describes() => {
-            PlainValue::Str(format!("builtins.{}", BUILTINS[usize::from(*name)]))
+            PlainValue::Str(format!("builtins.{}", name_at(BUILTINS, *name)))
         }
         Node::Global(global) if walk.describes() => PlainValue::Str(global.description()),
         Node::PersistentId(inner) if walk.describes() => match StorageRef::of(p, id) {

@@ -98,11 +98,12 @@ impl CheckpointReader {
     /// Returns the item that this library writes for a tensor, if it has so many bytes. An item is made once for all
     /// tensors of the same dtype and shape.
     fn known_item(&self, dtype: DType, shape: &[usize], length: u64) -> Option<Arc<KnownItem>> {
-        let mut items = self.known_items.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (dtype, shape.to_vec());
+        let mut items = self.known_items.lock().unwrap_or_else(PoisonError::into_inner);
         if !items.contains_key(&key) && items.len() == MAX_KNOWN_ITEMS {
             return None;
         }
+        // An item is made in about a microsecond, so other threads may wait for it.
         let item = items.entry(key).or_insert_with(|| KnownItem::new(dtype, shape).ok().map(Arc::new));
         item.clone().filter(|item| item.length() == length)
     }
