@@ -2,6 +2,12 @@
 
 use super::*;
 use crate::FormatError;
+use crate::checkpoint::open;
+use crate::convert::{ConvertOptions, OutputFormat, convert};
+use crate::reader::{CheckpointReader, OpenOptions};
+use crate::storage::backend::Links;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
 use crate::storage::read_at::BlockReader;
 use crate::torch::value::{decode_value, encode_value, value_item_length};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
@@ -132,6 +138,35 @@ fn an_item_beyond_4_gib_is_known_by_its_ends() {
         assert_eq!(known, StoredTensor::locate(&sparse).ok(), "byte {at} of the tail");
         sparse.tail[at] ^= 0x55;
     }
+}
+
+#[test]
+fn items_in_a_file_with_hashes_are_known_by_their_ends() {
+    // Lengths below and above those up to which items are read whole, and above the length of a hash block.
+    let lengths = [1, 1000, 5000, 100_000, 3 << 20];
+    let data: Vec<Vec<u8>> = lengths.iter().map(|&length| (0..length).map(|index| index as u8).collect()).collect();
+    let views = lengths.iter().zip(&data).map(|(length, data)| {
+        let view = safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![*length], data).unwrap();
+        (format!("of_{length}"), view)
+    });
+    let directory = tempfile::tempdir().unwrap();
+    let (file, saved) = (directory.path().join("model.safetensors"), directory.path().join("saved"));
+    safetensors::serialize_to_file(views, None, &file).unwrap();
+    let source = open(file.as_path(), OpenOptions::default()).unwrap();
+    convert(&*source, &saved, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
+
+    let files = CheckedDirectory::open(&Location::from(saved.as_path()), true, Links::Refuse).unwrap();
+    let reader = CheckpointReader::open(saved.as_path()).unwrap();
+    let mut items = 0;
+    for (fqn, bounds, stored) in reader.metadata().stored() {
+        let file = files.file(&stored.relative_path).unwrap();
+        assert!(file.block_at(stored.offset).is_some(), "{fqn}: its bytes have a hash");
+        let item = Window::new(&*file, stored.offset, stored.length).unwrap();
+        let known = KnownItem::new(DType::U8, &bounds.unwrap().sizes).unwrap();
+        assert!(known.is_same(&Ends::new(&item).unwrap()), "{fqn}");
+        items += 1;
+    }
+    assert!(items >= lengths.len(), "{items} items");
 }
 
 #[test]
