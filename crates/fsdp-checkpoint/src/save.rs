@@ -30,7 +30,7 @@ use crate::parent::{Writing, written_before};
 use crate::plan::{CachedPlan, PLANNER, PlanCache, PlanKey};
 pub use crate::progress::SaveProgress;
 use crate::rounds::gather_in_rounds;
-use crate::threads::threads;
+use crate::threads::{Access, threads};
 
 /// The default deadline of saves and loads, for which ranks wait for each other. It is long because writing may be
 /// slow. A rank that dies is noticed at once, whatever the deadline is.
@@ -85,7 +85,7 @@ impl Default for SaveOptions {
 impl SaveOptions {
     /// Returns the number of threads with which a rank of `group` writes to `path`.
     pub(crate) fn threads(&self, path: &Location, group: &ProcessGroup) -> usize {
-        threads(self.write.threads, group, path.local().is_none())
+        threads(Access::Write, self.write.threads, group, path.local().is_none())
     }
 }
 

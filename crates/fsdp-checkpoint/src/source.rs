@@ -19,7 +19,7 @@ use twox_hash::XxHash3_64;
 use crate::CheckpointError;
 use crate::compare::{Comparison, check_value};
 use crate::shared_read::{JoinedBoxes, replicas};
-use crate::threads::threads;
+use crate::threads::{Access, threads};
 
 /// The bytes that are lent and read at once. It is more than the threads need to be busy, and it bounds the memory that
 /// values pass through on their way to a device or to another dtype.
@@ -347,7 +347,7 @@ impl Source for CheckpointSource<'_> {
 
     fn read(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], lend: &mut dyn Lend) -> Result<(), CheckpointError> {
         let is_object_store = self.checkpoint.directory().is_object_store();
-        let threads = threads(call.options.threads, call.group, is_object_store);
+        let threads = threads(Access::Read, call.options.threads, call.group, is_object_store);
         let options = ReadOptions { threads, ..ReadOptions::default() };
         let mut reading = Reading::new(self, options);
         // If a collective among the replicas fails, only the replicas know. So the failure counts as this rank's own

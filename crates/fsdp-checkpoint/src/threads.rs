@@ -7,12 +7,21 @@ use fsdp_comm::ProcessGroup;
 /// The most threads with which a rank reads or writes by default. More do not make a disk faster.
 const MAX_THREADS: usize = 4;
 
+/// The use that a rank makes of files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Access {
+    Read,
+    Write,
+}
+
 /// Returns the number of threads with which a rank of `group` reads or writes: as many as `asked`, or else its share of
-/// the cores of its host. With more threads than cores, the ranks would wait for the locks of the files that others
-/// write.
+/// the cores of its host, and one more for reading.
+///
+/// Ranks that write with more threads than there are cores would wait for the locks of the files. Reading takes no
+/// locks, and with one thread more a rank that is behind uses the core of one that has already read its part.
 ///
 /// Threads that read or write an object store mostly wait for it, so they need no core each.
-pub(crate) fn threads(asked: Option<usize>, group: &ProcessGroup, is_object_store: bool) -> usize {
+pub(crate) fn threads(access: Access, asked: Option<usize>, group: &ProcessGroup, is_object_store: bool) -> usize {
     if let Some(asked) = asked {
         return asked;
     }
@@ -22,7 +31,17 @@ pub(crate) fn threads(asked: Option<usize>, group: &ProcessGroup, is_object_stor
     // Counting the cores reads several files of the system, so they are counted once.
     static CORES: OnceLock<usize> = OnceLock::new();
     let cores = *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from));
-    (cores / group.ranks_on_host()).clamp(1, MAX_THREADS)
+    by_default(access, cores, group.ranks_on_host())
+}
+
+/// Returns the number of threads of each of some ranks that share the cores of a host.
+fn by_default(access: Access, cores: usize, ranks: usize) -> usize {
+    let share = (cores / ranks).max(1);
+    let wanted = match access {
+        Access::Read => (share + 1).min(cores),
+        Access::Write => share,
+    };
+    wanted.min(MAX_THREADS)
 }
 
 #[cfg(test)]
@@ -31,14 +50,27 @@ mod tests {
 
     #[test]
     fn ranks_of_one_host_share_its_cores_and_each_has_a_thread_at_least() {
+        // Cores, ranks, and the threads that read and that write.
+        for (cores, ranks, reading, writing) in
+            [(1, 1, 1, 1), (1, 3, 1, 1), (2, 1, 2, 2), (2, 2, 2, 1), (2, 5, 2, 1), (8, 4, 3, 2), (64, 8, 4, 4)]
+        {
+            assert_eq!(by_default(Access::Read, cores, ranks), reading, "{cores} cores, {ranks} ranks");
+            assert_eq!(by_default(Access::Write, cores, ranks), writing, "{cores} cores, {ranks} ranks");
+        }
+    }
+
+    #[test]
+    fn a_group_counts_its_ranks_on_this_host() {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         for ranks in [1, 2, 5] {
-            let found = fsdp_comm::run_local(ranks, |group| {
-                let of_object_store = threads(None, &group, true);
-                (threads(None, &group, false), of_object_store, threads(Some(9), &group, false))
-            });
-            let expected = ((cores / ranks).clamp(1, MAX_THREADS), MAX_THREADS, 9);
-            assert_eq!(found.unwrap_or_default(), vec![expected; ranks]);
+            for access in [Access::Read, Access::Write] {
+                let found = fsdp_comm::run_local(ranks, |group| {
+                    let of_object_store = threads(access, None, &group, true);
+                    (threads(access, None, &group, false), of_object_store, threads(access, Some(9), &group, false))
+                });
+                let expected = (by_default(access, cores, ranks), MAX_THREADS, 9);
+                assert_eq!(found.unwrap_or_default(), vec![expected; ranks]);
+            }
         }
     }
 }

@@ -32,8 +32,8 @@ pub struct LoadOptions {
     /// from the system's cache, which is faster than the network. Set `Some(true)` for files that many hosts read over
     /// a network.
     pub read_once: Option<bool>,
-    /// Threads that read files, on each rank. `None` (the default) takes one for each core, up to four; ranks of one
-    /// host share its cores. Four read from an object store.
+    /// Threads that read files, on each rank. `None` (the default) takes one for each core, up to four. Ranks of
+    /// one host share its cores, and each has one thread more than its share. Four read from an object store.
     pub threads: Option<usize>,
     /// The time that a rank waits for the others. `None` means 30 minutes for checkpoints, because storage may be slow,
     /// and the process group's own deadline otherwise.
