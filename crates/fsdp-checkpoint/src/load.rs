@@ -71,8 +71,7 @@ pub fn load(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<LoadReport, CheckpointError> {
-    let (group, checkpoint) = open(LOAD, &path.into(), group, options)?;
-    fill(&*checkpoint, template, &group, options, false)
+    load_from(&path.into(), template, group, options, false)
 }
 
 /// Loads like [`load`], but into the memory of the tensors in `state`, as torch's `dcp.load` does: every tensor that
@@ -116,8 +115,21 @@ pub fn load_in_place(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<LoadReport, CheckpointError> {
-    let (group, checkpoint) = open(LOAD, &path.into(), group, options)?;
-    fill(&*checkpoint, state, &group, options, true)
+    load_from(&path.into(), state, group, options, true)
+}
+
+/// Opens a checkpoint and loads it into a state dict.
+fn load_from(
+    path: &Location,
+    state: &mut StateDict,
+    group: &ProcessGroup,
+    options: &LoadOptions,
+    in_place: bool,
+) -> Result<LoadReport, CheckpointError> {
+    let group = with_deadline(group, options);
+    let opened = checkpoint::open(path, OpenOptions { verify: options.verify });
+    let checkpoint = CheckpointError::or_refuse(&group, LOAD, opened)?;
+    fill(&*checkpoint, state, &group, options, in_place)
 }
 
 /// Opens a checkpoint on every rank of a group, and returns it with the group, which now has the deadline of the load.
@@ -128,10 +140,15 @@ pub(crate) fn open(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<(ProcessGroup, Box<dyn Checkpoint>), CheckpointError> {
-    let group = group.with_deadline_at_least(options.deadline.unwrap_or(DEFAULT_DEADLINE));
+    let group = with_deadline(group, options);
     let opened = checkpoint::open(path, OpenOptions { verify: options.verify });
     let checkpoint = CheckpointError::agree(&group, operation, None, opened.map_err(CheckpointError::from))?;
     Ok((group, checkpoint))
+}
+
+/// Returns the group with the deadline of a load.
+fn with_deadline(group: &ProcessGroup, options: &LoadOptions) -> ProcessGroup {
+    group.with_deadline_at_least(options.deadline.unwrap_or(DEFAULT_DEADLINE))
 }
 
 /// Loads an open checkpoint into a state dict.

@@ -1,7 +1,6 @@
 //! A checkpoint of any format as the source of a load: each rank reads the bytes that it needs, and nothing else.
 
 use std::collections::{HashMap, HashSet};
-use std::hash::{BuildHasher as _, BuildHasherDefault};
 
 use candle_core::Tensor;
 use fsdp_comm::{CommError, ProcessGroup};
@@ -14,7 +13,6 @@ use fsdp_layout::{ErrorKind, Failure as _, KeyPath, PathPart, TensorBox};
 use fsdp_state::engine::{LoadCall, Wanted, WantedOn};
 use fsdp_state::{Leaf, Lend, LoadError as _, Memory, Schema, Source, StateValue, lent_bytes};
 use indexmap::IndexMap;
-use twox_hash::XxHash3_64;
 
 use crate::CheckpointError;
 use crate::compare::{Comparison, check_value};
@@ -326,16 +324,23 @@ impl Source for CheckpointSource<'_> {
         Ok(values)
     }
 
-    fn locate(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], _: &WantedOn<'_>) -> Result<(), CheckpointError> {
+    fn contents(&self) -> String {
+        // Ranks must have the same digests, since all or none compare what they load with them.
+        match self.checkpoint.digests() {
+            Some(digests) => format!("a checkpoint with the digest {}", digests.root()),
+            None => "a checkpoint without digests".to_owned(),
+        }
+    }
+
+    fn check(&self, wanted: &[Wanted]) -> Result<(), CheckpointError> {
         let requests: Vec<LoadRequest> =
             wanted.iter().map(|wanted| self.request(wanted, wanted.boxes.clone())).collect();
         // This finds boxes that no chunks cover, and files that are missing or too short, before anything changes.
-        let checked = self.checkpoint.check_read(&requests, ReadPlanOptions::default());
-        // Ranks must have the same digests, since all or none compare what they load with them.
-        let digests = self.checkpoint.digests().map(|digests| digests.root().to_string());
-        let hash = BuildHasherDefault::<XxHash3_64>::new().hash_one(&digests);
-        let checked = checked.map(|_| ()).map_err(CheckpointError::from);
-        CheckpointError::agree(call.group, call.operation, Some(hash), checked)?;
+        self.checkpoint.check_read(&requests, ReadPlanOptions::default())?;
+        Ok(())
+    }
+
+    fn locate(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], _: &WantedOn<'_>) -> Result<(), CheckpointError> {
         let shares = call.options.read_once.unwrap_or_else(|| self.checkpoint.directory().is_object_store());
         self.replicas = if shares { replicas(call.group, wanted)? } else { None };
         // A rank that is alone knows at once which tensors it reads in part only. Replicas check the hashes of their

@@ -38,14 +38,15 @@ pub(crate) fn sums(offset: u64, bytes: &[u8]) -> [u64; 2] {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn sums_with_avx2(offset: u64, bytes: &[u8]) -> [u64; 2] {
-    sums_side_by_side(offset, bytes)
+    // These sums, the factors and the pairs just fit into the 16 registers.
+    sums_side_by_side::<4>(offset, bytes)
 }
 
 /// Does what [`sums_side_by_side`] does, compiled for AVX-512F.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn sums_with_avx512(offset: u64, bytes: &[u8]) -> [u64; 2] {
-    sums_side_by_side(offset, bytes)
+    sums_side_by_side::<8>(offset, bytes)
 }
 
 /// The number of blocks that are summed together. They share what is loaded of the tables, and the processor prefetches
@@ -53,13 +54,11 @@ fn sums_with_avx512(offset: u64, bytes: &[u8]) -> [u64; 2] {
 const SIDE_BY_SIDE: usize = 4;
 /// The number of bytes of [`SIDE_BY_SIDE`] blocks.
 const GROUP_BYTES: usize = SIDE_BY_SIDE * BLOCK_BYTES;
-/// The number of pairs that are summed at once: a vector of AVX-512, or two of AVX2.
-const PAIRS: usize = 8;
 
 /// Returns both lanes' sums, as [`sums`] does. Whole blocks are summed [`SIDE_BY_SIDE`] at a time, which takes more
-/// registers than x86 has without AVX2.
+/// registers than x86 has without AVX2. `PAIRS` is the number of pairs in a vector.
 #[inline(always)]
-fn sums_side_by_side(offset: u64, bytes: &[u8]) -> [u64; 2] {
+fn sums_side_by_side<const PAIRS: usize>(offset: u64, bytes: &[u8]) -> [u64; 2] {
     // The bytes before the first whole block, and those after the last group of blocks, are summed block by block.
     let before = bytes.len().min((offset.wrapping_neg() % BLOCK_BYTES as u64) as usize);
     let (before, rest) = bytes.split_at(before);
@@ -68,7 +67,7 @@ fn sums_side_by_side(offset: u64, bytes: &[u8]) -> [u64; 2] {
     let mut lanes = sums_one_by_one(offset, before);
     let mut at = offset + before.len() as u64;
     for group in groups {
-        add_blocks(&mut lanes, at / BLOCK_BYTES as u64, &group_sums(group));
+        add_blocks(&mut lanes, at / BLOCK_BYTES as u64, &group_sums::<PAIRS>(group));
         at += GROUP_BYTES as u64;
     }
     let after = sums_one_by_one(at, after);
@@ -104,7 +103,7 @@ fn add_blocks(lanes: &mut [u64; 2], first: u64, blocks: &[[u64; 2]]) {
 /// Returns both lanes' sums over each of [`SIDE_BY_SIDE`] whole blocks, which lie one after the other in `group`. The
 /// factors of the blocks themselves are not multiplied in.
 #[inline(always)]
-fn group_sums(group: &[u8]) -> [[u64; 2]; SIDE_BY_SIDE] {
+fn group_sums<const PAIRS: usize>(group: &[u8]) -> [[u64; 2]; SIDE_BY_SIDE] {
     // Each block has a vector of sums for each lane. Those of one vector are added up at the end.
     let mut sums = [[[0u64; PAIRS]; 2]; SIDE_BY_SIDE];
     for first in (0..BLOCK_BYTES / 8).step_by(PAIRS) {

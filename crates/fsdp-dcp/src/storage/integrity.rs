@@ -21,10 +21,10 @@
 //! may have the place of the checkpoint in its run ([`Lineage`]). The last line is a hash of all bytes before it.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::ops::Range;
 
 use fsdp_digest::{Digest, StateDigest};
+use hex_simd::AsciiCase;
 use serde::{Deserialize, Serialize};
 use twox_hash::{XxHash3_64, XxHash3_128};
 
@@ -191,17 +191,13 @@ fn put_line(out: &mut Vec<u8>, value: &impl Serialize) -> Result<(), FormatError
 
 /// Returns hashes as text: 16 hexadecimal digits each.
 fn digits_of(hashes: &[u64]) -> String {
-    let mut digits = String::with_capacity(hashes.len() * 16);
-    for hash in hashes {
-        let _ = write!(digits, "{hash:016x}");
-    }
-    digits
+    let bytes: Vec<u8> = hashes.iter().flat_map(|hash| hash.to_be_bytes()).collect();
+    hex_simd::encode_to_string(bytes, AsciiCase::Lower)
 }
 
 /// Returns the hashes in a text that [`digits_of`] made.
 fn hashes_of(digits: &str) -> Result<Vec<u64>, FormatError> {
-    let mut bytes = vec![0; digits.len() / 2];
-    hex::decode_to_slice(digits, &mut bytes).map_err(malformed)?;
+    let bytes = hex_simd::decode_to_vec(digits).map_err(|_| malformed("a hash is not of hexadecimal digits"))?;
     let (hashes, rest) = bytes.as_chunks();
     if !rest.is_empty() {
         return Err(malformed("a hash is cut short"));

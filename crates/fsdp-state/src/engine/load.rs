@@ -135,6 +135,10 @@ where
 {
     let mut plan = target.plan::<E>(source.schema(), &|positions| small_values(source, positions), call.options)?;
     plan.report.sort();
+    // Values that do not fit are an error of the load already, which says more than one about their elements.
+    if plan.report.mismatched.is_empty() {
+        source.check(&plan.wanted)?;
+    }
     if target.is_live() {
         source.separate(&plan.wanted, &mut |wanted| target.memory(wanted))?;
     }
@@ -145,6 +149,7 @@ where
     let common = &mut plan.common;
     common.options = call.options.in_common();
     common.source = source.schema().clone();
+    common.contents = source.contents();
     for wanted in plan.wanted.iter().filter(|wanted| wanted.is_same_on_all || source.moves_between_ranks()) {
         let hash = if wanted.is_same_on_all { source.hash(wanted.position)? } else { None };
         let text = hash.map_or_else(|| "a tensor".to_owned(), |hash| format!("a tensor with the hash {hash:016x}"));
@@ -218,8 +223,9 @@ fn hash_of(value: &impl Hash) -> u64 {
 fn difference(call: &LoadCall<'_>, first: &Common, other: usize, second: &Common) -> Option<StateError> {
     let &LoadCall { operation, group, .. } = call;
     let (reference, rank) = (*group.global_ranks().first()?, *group.global_ranks().get(other)?);
-    let mut arguments = [(&first.options, &second.options), (&first.arguments, &second.arguments)].into_iter();
-    if let Some((expected, found)) = arguments.find(|(first, second)| first != second) {
+    let arguments =
+        [(&first.options, &second.options), (&first.arguments, &second.arguments), (&first.contents, &second.contents)];
+    if let Some((expected, found)) = arguments.into_iter().find(|(first, second)| first != second) {
         let (found, expected) = (found.clone(), expected.clone());
         return Some(StateError::ArgumentMismatch { operation, rank, found, reference, expected });
     }

@@ -25,6 +25,21 @@ pub trait Source {
     /// An error of this rank only.
     fn values(&self, positions: &[usize]) -> Result<Vec<StateValue>, Self::Error>;
 
+    /// Describes what the source holds beyond its schema, for people to read. It must be the same on all ranks, and the
+    /// load checks this.
+    fn contents(&self) -> String {
+        String::new()
+    }
+
+    /// Checks that this rank can read all that it wants. No communication.
+    ///
+    /// # Errors
+    /// An error of this rank only.
+    fn check(&self, wanted: &[Wanted]) -> Result<(), Self::Error> {
+        let _ = wanted;
+        Ok(())
+    }
+
     /// Returns a hash of the elements of a tensor that every rank holds a whole copy of. Ranks compare these hashes, to
     /// make sure that their copies are equal. Returns `None` for tensors that all ranks take from the same place.
     ///
@@ -57,8 +72,8 @@ pub trait Source {
         Ok(())
     }
 
-    /// Finds out where the wanted elements are, and checks that none is missing. This is the last check before a load
-    /// changes its target. Collective if elements are spread over ranks.
+    /// Finds out which ranks have the wanted elements, and checks that none is missing. This is the last check before a
+    /// load changes its target. Collective if elements are spread over ranks.
     ///
     /// # Errors
     /// The same on every rank.

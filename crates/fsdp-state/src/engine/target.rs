@@ -96,6 +96,8 @@ pub struct Common {
     pub arguments: String,
     /// The schema of the source; the load fills it in.
     pub source: Schema,
+    /// The source's [`contents`](super::Source::contents); the load fills it in.
+    pub contents: String,
     /// The schema that the target asks for; empty if ranks may ask for different ones.
     pub target: Schema,
     /// Values as pairs of a key and a text: small values, whose floats are compared by their bits. The load adds the

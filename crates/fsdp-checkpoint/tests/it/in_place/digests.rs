@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use fsdp_checkpoint::{
     CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, load, load_in_place, state_digest,
 };
-use fsdp_comm::run_local;
+use fsdp_comm::{Operation, run_local};
 use fsdp_dcp::checkpoint;
 use fsdp_dcp::digest::digest;
 use fsdp_dcp::internals::{INTEGRITY_FILE, Integrity};
@@ -161,6 +161,60 @@ fn a_load_that_is_not_what_was_saved_is_the_same_error_on_every_rank() {
             }
         }
     }
+}
+
+/// Some ranks would compare what they load with digests, and others would not.
+#[test]
+fn copies_of_a_checkpoint_with_and_without_digests_are_the_same_error_on_every_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    let (with, without) = (dir.path().join("with"), dir.path().join("without"));
+    for path in [&with, &without] {
+        run_local(1, |group| {
+            fsdp_checkpoint::save(path.as_path(), &rows(0, 4), &group, &Default::default()).unwrap();
+        })
+        .unwrap();
+    }
+    std::fs::remove_file(without.join(INTEGRITY_FILE)).unwrap();
+    let digest = checkpoint::open(&*with, OpenOptions { verify: true }).unwrap().digests().unwrap().root();
+    let errors = run_local(3, |group| {
+        let path = if group.rank() == 1 { &*without } else { &*with };
+        let mut state = rows(0, 4);
+        let before = digest_state_dict(&state, &group).unwrap();
+        let fresh = load(path, &mut state, &group, &LoadOptions::default()).unwrap_err();
+        let in_place = load_in_place(path, &mut state, &group, &LoadOptions::default()).unwrap_err();
+        assert_eq!(digest_state_dict(&state, &group).unwrap(), before);
+        assert_eq!(fresh.to_string(), in_place.to_string());
+        fresh.to_string()
+    });
+    let found = "rank 1 was called with a checkpoint without digests";
+    let expected = format!("rank 0 with a checkpoint with the digest {digest}");
+    for error in errors.unwrap() {
+        assert!(error.contains(found) && error.contains(&expected), "{error}");
+    }
+}
+
+/// Ranks wait for each other in every collective, so there are no more of them than the load needs.
+#[test]
+fn a_load_from_files_takes_two_agreements_and_a_live_one_three() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = &*dir.path().join("saved");
+    let counts = run_local(2, |group| {
+        let mut state = rows(2 * group.rank(), 2);
+        fsdp_checkpoint::save(path, &state, &group, &Default::default()).unwrap();
+        let mut count = |in_place: bool| {
+            let before = group.traffic();
+            let load = if in_place { load_in_place } else { load };
+            load(path, &mut state, &group, &LoadOptions::default()).unwrap();
+            let during = group.traffic().since(&before);
+            let compared = [Operation::AllGatherObject, Operation::GatherObject, Operation::BroadcastObject];
+            assert_eq!(compared.map(|operation| during.count(operation)), [1; 3]);
+            let all: u64 = Operation::ALL.iter().map(|&operation| during.count(operation)).sum();
+            assert_eq!(all - 3, during.count(Operation::Agree));
+            during.count(Operation::Agree)
+        };
+        (count(false), count(true))
+    });
+    assert_eq!(counts.unwrap(), [(2, 3); 2]);
 }
 
 /// The whole of a tensor on some ranks, parts of it on others, and too little of it to tell.
