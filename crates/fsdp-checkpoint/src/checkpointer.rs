@@ -16,11 +16,11 @@ use fsdp_state::{LoadError as _, LoadOptions, LoadReport, StateDict};
 use tracing::warn;
 
 use crate::catalog::{StepCheckpoint, latest_checkpoint, step_name, step_of};
-use crate::load::{LOAD, open};
+use crate::load::{LOAD, open, with_load_deadline};
 use crate::memory_tier::MemoryTier;
 use crate::parent::parent_of_step;
 use crate::retention::{Retention, prune_up_to};
-use crate::save::{DEFAULT_DEADLINE, check_writable};
+use crate::save::check_writable;
 use crate::{AsyncSaver, CheckpointError, KeptUnchanged, SaveOptions, SaveProgress, SaveReport, Stateful};
 
 /// The name of a checkpoint: the number of steps done, for one in the run's directory, or a path or URL anywhere.
@@ -465,7 +465,7 @@ impl Checkpointer {
     /// The same on every rank: a directory that cannot be read.
     pub fn latest(&self) -> Result<Option<StepCheckpoint>, CheckpointError> {
         // Listing may take long: an object store is asked about each checkpoint.
-        let group = self.group.with_deadline_at_least(self.options.load.deadline.unwrap_or(DEFAULT_DEADLINE));
+        let group = with_load_deadline(&self.group, &self.options.load);
         // Only rank 0 lists the directory. If every rank did, a checkpoint that is saved or removed meanwhile could
         // make their answers differ.
         let found = if group.rank() == 0 { self.latest_here() } else { Ok(None) };

@@ -118,7 +118,9 @@ pub fn load_in_place(
     load_from(&path.into(), state, group, options, true)
 }
 
-/// Opens a checkpoint and loads it into a state dict.
+/// Opens a checkpoint and loads it into a state dict, in fresh tensors or in place. Collectives: those of
+/// [`load_state`]. A rank that cannot open the checkpoint goes straight to the first agreement there, so opening takes
+/// no agreement of its own.
 fn load_from(
     path: &Location,
     state: &mut StateDict,
@@ -126,28 +128,32 @@ fn load_from(
     options: &LoadOptions,
     in_place: bool,
 ) -> Result<LoadReport, CheckpointError> {
-    let group = with_deadline(group, options);
-    let opened = checkpoint::open(path, OpenOptions { verify: options.verify });
-    let checkpoint = CheckpointError::or_refuse(&group, LOAD, opened)?;
+    let group = with_load_deadline(group, options);
+    let checkpoint = CheckpointError::or_refuse(&group, LOAD, open_here(path, options))?;
     fill(&*checkpoint, state, &group, options, in_place)
 }
 
 /// Opens a checkpoint on every rank of a group, and returns it with the group, which now has the deadline of the load.
-/// Collective: one agreement.
+/// For callers that may communicate in other ways before they load. Collective: one agreement.
 pub(crate) fn open(
     operation: &str,
     path: &Location,
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<(ProcessGroup, Box<dyn Checkpoint>), CheckpointError> {
-    let group = with_deadline(group, options);
-    let opened = checkpoint::open(path, OpenOptions { verify: options.verify });
-    let checkpoint = CheckpointError::agree(&group, operation, None, opened.map_err(CheckpointError::from))?;
+    let group = with_load_deadline(group, options);
+    let checkpoint = CheckpointError::agree(&group, operation, None, open_here(path, options))?;
     Ok((group, checkpoint))
 }
 
-/// Returns the group with the deadline of a load.
-fn with_deadline(group: &ProcessGroup, options: &LoadOptions) -> ProcessGroup {
+/// Opens a checkpoint on this rank. No communication.
+fn open_here(path: &Location, options: &LoadOptions) -> Result<Box<dyn Checkpoint>, CheckpointError> {
+    Ok(checkpoint::open(path, OpenOptions { verify: options.verify })?)
+}
+
+/// Returns the group with the deadline that the options give a load. It is longer than the group's own, because ranks
+/// wait for each other while they read files.
+pub(crate) fn with_load_deadline(group: &ProcessGroup, options: &LoadOptions) -> ProcessGroup {
     group.with_deadline_at_least(options.deadline.unwrap_or(DEFAULT_DEADLINE))
 }
 
@@ -201,7 +207,7 @@ pub fn load_whole(
     prefix: &[&str],
     options: &LoadOptions,
 ) -> Result<StateDict, CheckpointError> {
-    let checkpoint = checkpoint::open(path, OpenOptions { verify: options.verify })?;
+    let checkpoint = open_here(&path.into(), options)?;
     let source = CheckpointSource::new(&*checkpoint);
     let key = prefix.join(".");
     let is_wanted = |path: &KeyPath| path.below(prefix).is_some() || path.flat_key() == key;

@@ -26,9 +26,10 @@ const WINDOW: usize = 512 << 20;
 /// An open checkpoint of any format, as the source of a load.
 ///
 /// Every rank opens the checkpoint by itself, and reads by itself unless replicas share the reading
-/// ([`LoadOptions::read_once`](fsdp_state::LoadOptions::read_once)). Collectives: agreements; if the checkpoint has
-/// digests, a gather of sums, by which the ranks check that all of them together have loaded what was saved; if the
-/// reading is shared, an object all-gather and the all-gathers of the data.
+/// ([`LoadOptions::read_once`](fsdp_state::LoadOptions::read_once)). Collectives: if the checkpoint has digests, a
+/// gather of sums, by which the ranks check that all of them together have loaded what was saved, and an agreement if
+/// hashes have to be checked as well; if the reading is shared, an object all-gather, the all-gathers of the data and
+/// an agreement.
 pub struct CheckpointSource<'a> {
     checkpoint: &'a dyn Checkpoint,
     schema: Schema,

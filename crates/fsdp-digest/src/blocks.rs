@@ -38,7 +38,7 @@ pub(crate) fn sums(offset: u64, bytes: &[u8]) -> [u64; 2] {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn sums_with_avx2(offset: u64, bytes: &[u8]) -> [u64; 2] {
-    // These sums, the factors and the pairs just fit into the 16 registers.
+    // With 4 pairs in a vector, the sums, the factors and the words of the pairs just fit into the 16 registers.
     sums_side_by_side::<4>(offset, bytes)
 }
 
@@ -101,7 +101,7 @@ fn add_blocks(lanes: &mut [u64; 2], first: u64, blocks: &[[u64; 2]]) {
 }
 
 /// Returns both lanes' sums over each of [`SIDE_BY_SIDE`] whole blocks, which lie one after the other in `group`. The
-/// factors of the blocks themselves are not multiplied in.
+/// factors of the blocks themselves are not multiplied in. `PAIRS` pairs of a block are summed at once, in a vector.
 #[inline(always)]
 fn group_sums<const PAIRS: usize>(group: &[u8]) -> [[u64; 2]; SIDE_BY_SIDE] {
     // Each block has a vector of sums for each lane. Those of one vector are added up at the end.

@@ -53,7 +53,8 @@ impl LoadError for StateError {
 
 /// Loads the values of `source` into `target`. All loads and collectives on state use this function.
 ///
-/// 1. **Compare**: each rank compares the source's schema with what its target can take.
+/// 1. **Compare**: each rank compares the source's schema with what its target can take, and checks that it can read
+///    what it wants.
 /// 2. **Agree**: one round over the ranks. Any rank's error becomes every rank's, and all must have the same
 ///    contribution. Only values that ranks have of their own (running statistics, a random generator's state) may
 ///    differ.

@@ -163,7 +163,7 @@ fn a_load_that_is_not_what_was_saved_is_the_same_error_on_every_rank() {
     }
 }
 
-/// Some ranks would compare what they load with digests, and others would not.
+/// The ranks compare what they have loaded with the digests in collectives, so all of them or none must have digests.
 #[test]
 fn copies_of_a_checkpoint_with_and_without_digests_are_the_same_error_on_every_rank() {
     let dir = tempfile::tempdir().unwrap();
@@ -206,6 +206,7 @@ fn a_load_from_files_takes_two_agreements_and_a_live_one_three() {
             let load = if in_place { load_in_place } else { load };
             load(path, &mut state, &group, &LoadOptions::default()).unwrap();
             let during = group.traffic().since(&before);
+            // The comparison with the digests takes one of each of these, and nothing else is called but agreements.
             let compared = [Operation::AllGatherObject, Operation::GatherObject, Operation::BroadcastObject];
             assert_eq!(compared.map(|operation| during.count(operation)), [1; 3]);
             let all: u64 = Operation::ALL.iter().map(|&operation| during.count(operation)).sum();
