@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
+use clap::error::ErrorKind;
 use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint::{self, Checkpoint, stream};
 use fsdp_dcp::elements::{Census, for_each};
@@ -33,13 +34,30 @@ pub(crate) struct CatArguments {
     /// Counts, extremes, mean and deviation instead of the elements
     #[arg(long, conflicts_with = "npy")]
     stats: bool,
-    /// Write the tensor to this new file, for NumPy
+    /// Write the tensor to this new file, for NumPy; `-` is stdout
     #[arg(long, value_name = "FILE")]
     npy: Option<PathBuf>,
     /// One JSON object on stdout
     #[arg(long, env = "FSDP_JSON")]
     json: bool,
 }
+
+impl CatArguments {
+    /// Checks what clap cannot check.
+    ///
+    /// # Errors
+    /// Both the tensor and JSON would go to stdout.
+    pub(crate) fn check(&self) -> Result<(), clap::Error> {
+        if self.json && self.npy.as_deref() == Some(Path::new(STDOUT)) {
+            let problem = "`--npy -` and `--json` would both write to stdout: leave `--json` out, or name a file\n";
+            return Err(clap::Error::raw(ErrorKind::ArgumentConflict, problem));
+        }
+        Ok(())
+    }
+}
+
+/// The file name that stands for stdout.
+const STDOUT: &str = "-";
 
 const SCHEMA: u32 = 1;
 
@@ -122,6 +140,9 @@ pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
     shown.dtype = Some(tensor.properties.dtype.to_string());
     shown.shape = Some(tensor.shape.clone());
     if let Some(file) = &arguments.npy {
+        if file == Path::new(STDOUT) {
+            return print_npy(&*source, name, tensor);
+        }
         write_npy(&*source, name, tensor, file)?;
         shown.npy = Some(file.display().to_string());
     } else if arguments.stats {
@@ -369,12 +390,14 @@ fn numpy_type(dtype: DType) -> Option<&'static str> {
     })
 }
 
-/// Writes a file in NumPy's format, version 1.0: magic, length of the header, a Python dict padded to 64 bytes, the
-/// elements.
+/// Returns what precedes the elements in NumPy's format, version 1.0: magic, length of the header, a Python dict padded
+/// to 64 bytes.
 fn npy_header(descr: &str, shape: &[usize]) -> Result<Vec<u8>> {
+    /// The bytes before the dict, and the newline after it.
+    const AROUND: usize = 10 + 1;
     let sizes: String = shape.iter().map(|size| format!("{size},")).collect();
     let mut dict = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({sizes}), }}");
-    while !(dict.len() + 11).is_multiple_of(64) {
+    while !(dict.len() + AROUND).is_multiple_of(64) {
         dict.push(' ');
     }
     dict.push('\n');
@@ -384,14 +407,24 @@ fn npy_header(descr: &str, shape: &[usize]) -> Result<Vec<u8>> {
     Ok(header)
 }
 
+/// Returns what precedes the elements of a tensor in a NumPy file.
+fn npy_header_of(tensor: &TensorEntry) -> Result<Vec<u8>> {
+    let dtype = tensor.properties.dtype;
+    npy_header(numpy_type(dtype).ok_or(UsageError::NoNumpy { dtype })?, &tensor.shape)
+}
+
+/// Prints a tensor as a NumPy file, for a program that reads it from a pipe.
+fn print_npy(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry) -> Result<()> {
+    output::raw(&npy_header_of(tensor)?)?;
+    each_piece(source, name, tensor, &mut |bytes| Ok(output::raw(bytes)?))
+}
+
 /// Writes a tensor to a new NumPy file, which appears whole or not at all.
 fn write_npy(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry, path: &Path) -> Result<()> {
-    let dtype = tensor.properties.dtype;
-    let descr = numpy_type(dtype).ok_or(UsageError::NoNumpy { dtype })?;
+    let header = npy_header_of(tensor)?;
     if path.symlink_metadata().is_ok() {
         return Err(UsageError::Exists { path: path.display().to_string() }.into());
     }
-    let header = npy_header(descr, &tensor.shape)?;
     let staging = Durable::new().prepare(path, false)?;
     let file = staging.create_single(header.len() as u64 + super::inspect::bytes(tensor))?;
     file.write_at(0, &header)?;

@@ -19,6 +19,8 @@ pub(crate) enum UsageError {
     Overlap { source_path: String, destination: String },
     #[error("`{option}` has no effect with `--to {to}`")]
     Unused { option: &'static str, to: &'static str },
+    #[error("`{option}` names `{path}`, which is not a directory that exists")]
+    NoDirectory { option: &'static str, path: String },
     #[error("`{glob}` is not a valid glob: {reason}")]
     Glob { glob: String, reason: String },
     #[error("`--include` and `--exclude` select no key")]
@@ -73,6 +75,7 @@ impl UsageError {
             UsageError::NotAFile { .. } => "leave out the slash at its end, or add the name of the file",
             UsageError::Overlap { .. } => "choose a destination outside the source",
             UsageError::Unused { .. } => "leave the option out, or choose another `--to`",
+            UsageError::NoDirectory { .. } => "name the directory of a model's configuration and tokenizer",
             UsageError::Glob { .. } => "a glob may contain `*`, `?`, `[a-z]` and `{a,b}`; quote it for the shell",
             UsageError::NothingSelected
             | UsageError::UnusedGlob { .. }

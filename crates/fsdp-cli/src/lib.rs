@@ -173,13 +173,21 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
 ///
 /// A flag beats the environment: where only `FSDP_JSON` makes options conflict, it does not count.
 fn parse(arguments: &[OsString]) -> Result<Command, clap::Error> {
-    let matches = match Arguments::command().try_get_matches_from(arguments) {
+    match parse_with(Arguments::command(), arguments) {
         Err(error) if error.kind() == ErrorKind::ArgumentConflict => {
-            without_json_twin(Arguments::command()).try_get_matches_from(arguments)
+            parse_with(without_json_twin(Arguments::command()), arguments)
         }
         parsed => parsed,
-    };
-    Ok(Arguments::from_arg_matches(&matches?)?.command)
+    }
+}
+
+/// Parses a command line by the options of `command`.
+fn parse_with(command: clap::Command, arguments: &[OsString]) -> Result<Command, clap::Error> {
+    let parsed = Arguments::from_arg_matches(&command.try_get_matches_from(arguments)?)?.command;
+    if let Command::Cat(arguments) = &parsed {
+        arguments.check()?;
+    }
+    Ok(parsed)
 }
 
 /// Returns the command without the environment variable of `--json`.

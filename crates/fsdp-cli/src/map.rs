@@ -1,6 +1,7 @@
 //! The options `--map`, `--map-reverse` and `--set` of the commands that change or compare keys.
 
 use std::fs;
+use std::path::Path;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
@@ -54,7 +55,8 @@ impl MapArguments {
         let map = match Map::builtin(name, &values) {
             Some(map) => map,
             None => {
-                let text = read_small(name).map_err(|reason| UsageError::NoMap { name: name.clone(), reason })?;
+                let text =
+                    read_small(Path::new(name)).map_err(|reason| UsageError::NoMap { name: name.clone(), reason })?;
                 Map::parse(&text, &values)
             }
         };
@@ -86,7 +88,7 @@ impl MapArguments {
 }
 
 /// Reads a text of moderate size.
-fn read_small(path: &str) -> Result<String, String> {
+fn read_small(path: &Path) -> Result<String, String> {
     let length = fs::metadata(path).map_err(|error| {
         let names: Vec<&str> = BUILTIN.iter().map(|(name, _)| *name).collect();
         format!("{error}, and it is none of those that are built in: {}", names.join(", "))
@@ -115,7 +117,7 @@ fn text_config(config: &serde_json::Value) -> Option<&serde_json::Value> {
 fn of_config(source: &Location) -> Values {
     let directory = source.local().and_then(|path| if path.is_file() { path.parent() } else { Some(path) });
     let config = directory.map(|path| path.join("config.json"));
-    let text = config.and_then(|path| read_small(path.to_str()?).ok());
+    let text = config.and_then(|path| read_small(&path).ok());
     let config: Option<serde_json::Value> = text.and_then(|text| serde_json::from_str(&text).ok());
     let config = config.as_ref().and_then(text_config);
     let number = |key: &str| usize::try_from(config?.get(key)?.as_u64()?).ok();

@@ -103,6 +103,9 @@ fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
              the files that `.metadata` does not name",
         );
     }
+    if let Some(FileError::HoldsOthers { .. }) = cause.downcast_ref() {
+        return Some("move it away, or choose another destination");
+    }
     if let Some(FileError::MissingFiles { .. }) = cause.downcast_ref() {
         return Some("bring them along from where it was saved, or go on from another checkpoint");
     }

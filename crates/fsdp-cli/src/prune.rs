@@ -19,8 +19,8 @@ use super::text::{count, escaped};
 #[command(after_help = "\
 Nothing is removed without --yes. Nothing is removed either unless one of the checkpoints that stay is whole. A
 checkpoint that is being read stays, and so does one whose directory has files that do not belong to it, or that a link
-in the folder leads to. Files that an incremental save shares with a checkpoint that stays are not lost: each has a link
-of its own.")]
+in RUN, or in the folder of the checkpoints, leads to. Files that an incremental save shares with a checkpoint that stays
+are not lost: each has a link of its own.")]
 pub(crate) struct PruneArguments {
     /// The folder of a run's checkpoints
     #[arg(value_name = "RUN")]
@@ -89,7 +89,8 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
         removed: Vec::new(),
         stay: Vec::new(),
     };
-    let links = all.first().map(|found| LinksInFolder::beside(&found.path)).transpose()?.unwrap_or_default();
+    let first = all.first();
+    let links = first.map(|found| LinksInFolder::of_run(&arguments.run, &found.path)).transpose()?.unwrap_or_default();
     let mut failed = None;
     for found in expired {
         let mut reason = reason_to_stay(&found.path, &links);

@@ -79,13 +79,14 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
     let key = PrivateKey::from_pem(&pem).with_context(|| format!("failed to use `{}`", arguments.key.display()))?;
     let signature = match &arguments.signature {
         Some(signature) => signature.clone(),
-        None if path.is_file()? => Location::from(format!("{path}.sig")),
+        None if path.is_file()? => beside(path),
         None => path.join(SIGNATURE_FILE),
     };
     if !arguments.overwrite && signature.exists()? {
         return Err(UsageError::Exists { path: signature.to_string() }.into());
     }
     let bar = progress_over(path, arguments.work.shows_progress());
+    // A signature inside the checkpoint is not one of the files that it vouches for.
     let inside = below(path, &signature);
     let progress = |bytes| bar.add(bytes);
     let options = SignOptions {
@@ -101,6 +102,20 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
         return output::json(&Written { schema: SCHEMA, path, signature, signed: (&signed).into() });
     }
     output::data(&format!("{}  {}", line(&signed), escaped(&signature.to_string())))
+}
+
+/// Returns the place of the signature of a checkpoint that is one file: beside it, with `.sig` after its name.
+fn beside(checkpoint: &Location) -> Location {
+    const ENDING: &str = ".sig";
+    match checkpoint.local() {
+        // The text of a path may be another path: what is not UTF-8 is replaced in it.
+        Some(path) => {
+            let mut path = path.as_os_str().to_owned();
+            path.push(ENDING);
+            path.into()
+        }
+        None => format!("{checkpoint}{ENDING}").into(),
+    }
 }
 
 /// Checks a signature of a checkpoint, for `fsdp verify`.

@@ -38,15 +38,17 @@ impl<'a> Node<'a> {
         self.bytes = self.bytes.saturating_add(bytes);
     }
 
+    /// Takes out the nodes below, in descending order: a stack returns them in ascending order.
+    fn take_below(&mut self) -> Vec<(&'a str, Node<'a>)> {
+        let mut below: Vec<_> = std::mem::take(&mut self.below).into_iter().collect();
+        below.sort_by(|(a, _), (b, _)| natord::compare(b, a));
+        below
+    }
+
     /// Writes the tree without recursion, as a hostile key may have a million parts.
     fn lines(&mut self, lines: &mut Vec<String>) {
-        let children = |node: &mut Node<'a>| {
-            let mut below: Vec<_> = std::mem::take(&mut node.below).into_iter().collect();
-            below.sort_by(|(a, _), (b, _)| natord::compare(b, a));
-            below
-        };
         let mut stack: Vec<(usize, &str, Node<'_>)> =
-            children(self).into_iter().map(|(name, node)| (1, name, node)).collect();
+            self.take_below().into_iter().map(|(name, node)| (1, name, node)).collect();
         while let Some((depth, name, mut node)) = stack.pop() {
             // Deeper than this, indentation says nothing.
             let indent = "  ".repeat(depth.min(MAX_INDENT));
@@ -55,7 +57,7 @@ impl<'a> Node<'a> {
                 Some(what) => format!("{indent}{name}  {what}"),
                 None => format!("{indent}{name} ({} tensors, {})", node.tensors, iec(node.bytes)),
             });
-            stack.extend(children(&mut node).into_iter().map(|(name, node)| (depth + 1, name, node)));
+            stack.extend(node.take_below().into_iter().map(|(name, node)| (depth + 1, name, node)));
         }
     }
 }

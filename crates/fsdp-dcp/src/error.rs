@@ -175,7 +175,8 @@ pub enum FileError {
         /// The kind that would be put there.
         wanted: &'static str,
     },
-    /// A checkpoint's directory holds something that does not belong to the checkpoint, and would be lost with it.
+    /// A checkpoint's directory, or that of a checkpoint that is one file, holds something that does not belong to the
+    /// checkpoint, and would be lost if the checkpoint were replaced or removed.
     #[error("`{}` contains `{name}`, which does not belong to the checkpoint and would be lost", path.display())]
     HoldsOthers {
         /// The directory.

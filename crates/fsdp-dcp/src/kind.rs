@@ -23,7 +23,8 @@ impl Failure for FileError {
             | FileError::Location { .. }
             | FileError::Opaque { .. }
             | FileError::Merge { .. }
-            | FileError::Encode { .. } => ErrorKind::Usage,
+            | FileError::Encode { .. }
+            | FileError::SavePlan(SavePlanError::LongKey { .. }) => ErrorKind::Usage,
             FileError::AfterCommit { .. } => ErrorKind::AfterCommit,
             FileError::Path { .. } => ErrorKind::Unsafe,
             FileError::NotStored { .. }

@@ -6,8 +6,9 @@
 //! |---|---|
 //! | a pickle | 2 GiB, nested 200 deep |
 //! | what is built from an input | 64 MiB, and 40 bytes for each byte of a pickle |
-//! | attributes of an object in `.metadata` | 256 |
+//! | attributes of an object in `.metadata`, flags of a tensor in a file of torch | 256 |
 //! | an integer in it | 1024 bytes |
+//! | the key of a storage of torch | 256 bytes |
 //! | a tensor | 64 dimensions, 2^58 elements |
 //! | a key | 1 MiB |
 //! | a value that is not a tensor | 2 GiB ([`MAX_OBJECT_BYTES`]) |
@@ -28,6 +29,8 @@ pub(crate) const MAX_DEPTH: usize = 200;
 pub(crate) const MAX_MEMO_GAP: usize = 1024;
 /// The most bytes of one integer.
 pub(crate) const MAX_INTEGER_BYTES: u64 = 1024;
+/// The most bytes of the key of a storage in a file of torch, which is a number there.
+pub(crate) const MAX_STORAGE_KEY_BYTES: usize = 256;
 /// The most dimensions of a tensor.
 pub(crate) const MAX_TENSOR_RANK: usize = 64;
 /// The most elements of a tensor, where dimensions of 0 do not count. So no product of sizes overflows.

@@ -1,4 +1,4 @@
-//! The symbolic links in a run's folder: one such as `best` or `latest` may be the only name by which a checkpoint is
+//! The symbolic links in a run's folders: one such as `best` or `latest` may be the only name by which a checkpoint is
 //! known that somebody needs.
 
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::error::FileError;
 use crate::storage::location::Location;
 
-/// The links in a folder, each with the file or directory that it leads to.
+/// The links in a folder, or in several, each with the file or directory that it leads to.
 #[derive(Debug, Default)]
 pub struct LinksInFolder {
     /// Names, and targets without any links on the way.
@@ -21,14 +21,35 @@ impl LinksInFolder {
     /// # Errors
     /// A folder that cannot be listed.
     pub fn beside(checkpoint: &Location) -> Result<Self, FileError> {
-        let Some(folder) = checkpoint.local().and_then(Path::parent) else { return Ok(Self::default()) };
+        match checkpoint.local().and_then(Path::parent) {
+            Some(folder) => Self::in_folders(folder, &[folder]),
+            None => Ok(Self::default()),
+        }
+    }
+
+    /// Finds the links in the folder of a run, in the folder of one of its checkpoints, and in the folders between. The
+    /// name of a link is its path below the run's folder.
+    ///
+    /// # Errors
+    /// A folder that cannot be listed.
+    pub fn of_run(run: &Location, checkpoint: &Location) -> Result<Self, FileError> {
+        let (Some(run), Some(checkpoint)) = (run.local(), checkpoint.local()) else { return Ok(Self::default()) };
+        let folders: Vec<&Path> = checkpoint.ancestors().skip(1).take_while(|folder| folder.starts_with(run)).collect();
+        Self::in_folders(run, &folders)
+    }
+
+    /// Finds the links in folders that are below `root`, or are `root`.
+    fn in_folders(root: &Path, folders: &[&Path]) -> Result<Self, FileError> {
         let mut links = Vec::new();
-        for entry in fs::read_dir(folder).map_err(FileError::io("list", folder))? {
-            let link = entry.map_err(FileError::io("list", folder))?.path();
-            if link.is_symlink()
-                && let Ok(target) = link.canonicalize()
-            {
-                links.push((link.file_name().unwrap_or_default().to_string_lossy().into_owned(), target));
+        for &folder in folders {
+            for entry in fs::read_dir(folder).map_err(FileError::io("list", folder))? {
+                let link = entry.map_err(FileError::io("list", folder))?.path();
+                if link.is_symlink()
+                    && let Ok(target) = link.canonicalize()
+                {
+                    let name = link.strip_prefix(root).unwrap_or(&link).to_string_lossy().into_owned();
+                    links.push((name, target));
+                }
             }
         }
         links.sort();

@@ -59,9 +59,14 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
     let refused = |wanted| Err(FileError::NotReplaceable { path: location.name().to_owned(), wanted });
     match location.storage().kind()? {
         None => return Ok(()),
-        Some(EntryKind::Directory) if location.names()?.is_empty() => return Ok(()),
         Some(EntryKind::Directory) => {}
         Some(EntryKind::File | EntryKind::Special) => return refused("directory"),
+    }
+    if let Some(name) = location.storage().names_not_utf8()?.into_iter().next() {
+        return Err(FileError::HoldsOthers { path: location.name().to_owned(), name });
+    }
+    if location.names()?.is_empty() {
+        return Ok(());
     }
     match open_directory(location, OpenOptions { verify: false }) {
         Ok(checkpoint) => match ExtraFiles::of(&*checkpoint)?.foreign() {

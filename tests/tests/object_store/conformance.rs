@@ -1,5 +1,6 @@
 //! The rules that hold for checkpoints in a directory, in memory, and on an S3 server.
 
+use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
@@ -171,6 +172,45 @@ fn race_to_a_file(root: &Location) {
     }
 }
 
+/// Two files may have values files of the same name. Neither takes those of the other, nor a user's file.
+fn values_of_others_stay(root: &Location) {
+    let (with, other, without) = (root.join("with"), root.join("other"), root.join("without"));
+    save(&generation(1), 1, &with, &Durable::new()).unwrap();
+    save(&generation(2), 1, &other, &Durable::new()).unwrap();
+    save(&State { values: BTreeMap::new(), ..generation(3) }, 1, &without, &Durable::new()).unwrap();
+    let convert = |source: &Location, name: &str, overwrite| {
+        let opened = checkpoint::open(source, OpenOptions::default()).unwrap();
+        let options = ConvertOptions { overwrite, ..ConvertOptions::default() };
+        convert(&*opened, root.join(name), OutputFormat::SafetensorsFile, options)
+    };
+    let refused = |name: &str| {
+        let refused = convert(&other, name, true).unwrap_err();
+        assert!(matches!(&refused, FileError::HoldsOthers { name, .. } if name == "m.values.json"), "{refused}");
+    };
+    // `m.values.json` belongs to `m`, and not to `m.safetensors`.
+    convert(&with, "m", false).unwrap();
+    refused("m.safetensors");
+    for overwrite in [false, true] {
+        convert(&without, "m.safetensors", overwrite).unwrap();
+        assert_same(&without, &root.join("m.safetensors"));
+        assert_same(&with, &root.join("m"));
+        refused("m.safetensors");
+    }
+    // A file that is replaced takes its own values with it.
+    convert(&other, "m", true).unwrap();
+    assert_same(&other, &root.join("m"));
+    convert(&without, "m", true).unwrap();
+    assert!(!root.join("m.values.json").exists().unwrap());
+    // A user's file belongs to no checkpoint.
+    Durable::new().replace_file(root.join("m.values.json"), b"mine").unwrap();
+    for name in ["m", "m.safetensors"] {
+        convert(&without, name, true).unwrap();
+        refused(name);
+        assert_same(&without, &root.join(name));
+    }
+    assert_eq!(root.join("m.values.json").read_file(4).unwrap(), b"mine");
+}
+
 /// A small state that says whose it is.
 pub(crate) fn generation(number: u8) -> State {
     let mut state = State::default();
@@ -185,6 +225,7 @@ pub(crate) fn generation(number: u8) -> State {
 fn a_directory() {
     let directory = tempfile::tempdir().unwrap();
     suite(&directory.path().into(), false);
+    values_of_others_stay(&directory.path().join("values").into());
     let url = Location::from(format!("file://{}", directory.path().join("ranks-1").display()));
     load(&sample(LARGE), 2, &url);
 }
@@ -195,6 +236,7 @@ fn a_store_in_memory() {
     suite(&root, true);
     race(&root);
     race_to_a_file(&root);
+    values_of_others_stay(&root.join("values"));
 }
 
 #[test]
@@ -204,6 +246,7 @@ fn an_s3_server() {
     suite(&root, true);
     race(&root);
     race_to_a_file(&root);
+    values_of_others_stay(&root.join("values"));
     assert_eq!(server.unfinished(), 0);
     // No object was ever read without a range, but for small ones at commit.
     let requests = server.behaviour.requests.lock().unwrap();

@@ -81,7 +81,7 @@ pub(super) struct WriteArguments {
     /// Replace the checkpoint at DST, once everything is written
     #[arg(long)]
     pub(super) overwrite: bool,
-    /// Only show the keys, the number of bytes and the memory that writing would take
+    /// Only show how many tensors, values and bytes would be written, and the memory that it would take
     #[arg(long)]
     pub(super) dry_run: bool,
     #[command(flatten)]
@@ -245,12 +245,16 @@ impl TargetArguments {
     /// Returns the directory of `--with`, whose configuration and tokenizer are copied.
     ///
     /// # Errors
-    /// The option is given for a format that does not have it.
+    /// The option is given for a format that does not have it; there is no such directory.
     pub(super) fn with(&self) -> Result<Option<&Location>> {
-        if self.with.is_some() && self.to != To::Hf {
+        let Some(with) = &self.with else { return Ok(None) };
+        if self.to != To::Hf {
             return Err(self.unused("--with"));
         }
-        Ok(self.with.as_ref())
+        if !with.exists()? || with.is_file()? {
+            return Err(UsageError::NoDirectory { option: "--with", path: with.to_string() }.into());
+        }
+        Ok(Some(with))
     }
 
     /// Returns the error that the format does not have an option.

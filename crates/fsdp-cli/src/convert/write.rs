@@ -132,7 +132,7 @@ impl<'a> Destination<'a> {
     }
 }
 
-/// Opens the source, and checks that the destination is another place and free.
+/// Opens the source, and checks that the destination does not overlap it, and is free or may be replaced.
 pub(super) fn open(source: &Location, destination: &Destination<'_>) -> Result<Box<dyn Checkpoint>> {
     let opened = checkpoint::open(source, OpenOptions { verify: true })?;
     let to = destination.path;

@@ -1,5 +1,7 @@
 //! The picture as lines of text.
 
+use fsdp_dcp::metadata::TensorEntry;
+
 use super::holders::Holdings;
 use super::raster::{Cell, Size};
 use crate::markup::shortened;
@@ -23,6 +25,19 @@ pub(super) fn lines(holdings: &Holdings<'_>, limit: usize) -> Vec<String> {
         format!("tensors     {}, {} in {files}", tensors.len(), iec(holdings.bytes())),
         String::new(),
     ];
+    add_files(holdings, &mut lines);
+    lines.push(String::new());
+    let shown = &tensors[..tensors.len().min(limit)];
+    add_rasters(holdings, shown, &mut lines);
+    if tensors.len() > shown.len() {
+        let more = tensors.len() - shown.len();
+        lines.push(format!("… and {more} more: `--limit N` shows N, `--include GLOB` selects, `--html FILE` draws"));
+    }
+    lines
+}
+
+/// Adds a table of the files, with a bar for the bytes of each.
+fn add_files(holdings: &Holdings<'_>, lines: &mut Vec<String>) {
     let mut rows = vec![["".to_owned(), "rank".to_owned(), "file".to_owned(), "boxes".to_owned(), "bytes".to_owned()]];
     let listed = &holdings.holders[..holdings.holders.len().min(FILES)];
     rows.extend(listed.iter().enumerate().map(|(position, holder)| {
@@ -47,8 +62,10 @@ pub(super) fn lines(holdings: &Holdings<'_>, limit: usize) -> Vec<String> {
     if holdings.holders.len() > FILES {
         lines.push(format!("… and {} more; letters repeat after {FILES} files", holdings.holders.len() - FILES));
     }
-    lines.push(String::new());
-    let shown = &tensors[..tensors.len().min(limit)];
+}
+
+/// Adds a picture of each tensor, with a symbol for the file that holds each of its parts.
+fn add_rasters(holdings: &Holdings<'_>, shown: &[(&str, &TensorEntry)], lines: &mut Vec<String>) {
     let names: Vec<String> = shown.iter().map(|(name, _)| shortened(&escaped(name), NAME)).collect();
     let width = names.iter().map(|name| name.chars().count()).max().unwrap_or(0);
     for (name, (_, entry)) in names.iter().zip(shown) {
@@ -61,11 +78,6 @@ pub(super) fn lines(holdings: &Holdings<'_>, limit: usize) -> Vec<String> {
             lines.push(format!("{name:width$}  {cells}{note}"));
         }
     }
-    if tensors.len() > shown.len() {
-        let more = tensors.len() - shown.len();
-        lines.push(format!("… and {more} more: `--limit N` shows N, `--include GLOB` selects, `--html FILE` draws"));
-    }
-    lines
 }
 
 /// Returns the words for the dimensions in which a tensor is cut.

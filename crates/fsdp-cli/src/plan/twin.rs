@@ -89,7 +89,7 @@ pub(super) fn plan(state: &State, shape: &Shape) -> Result<Planned> {
     }
     let shards = ranks / replicas;
     let mut local = LocalPlan::default();
-    let mut units = Sharded::all(state, shards, layout, &mut local)?;
+    let mut units = Sharded::add_all(state, shards, layout, &mut local)?;
     for (key, dtype, shape) in &state.whole {
         local.add_whole_tensor(&key.fqn, key.path.clone(), *dtype, shape.clone());
     }
@@ -156,8 +156,9 @@ struct Sharded<'s> {
 }
 
 impl<'s> Sharded<'s> {
-    /// Adds all units to the local plan, kind by kind, as state dicts have them.
-    fn all(state: &'s State, shards: usize, layout: Layout, local: &mut LocalPlan) -> Result<Vec<Self>> {
+    /// Adds the tensors of all units to the local plan, and returns the units with the numbers of these items. All
+    /// parameters come first, then all first moments, and so on, as in state dicts.
+    fn add_all(state: &'s State, shards: usize, layout: Layout, local: &mut LocalPlan) -> Result<Vec<Self>> {
         let units = state.units.iter().map(|unit| -> Result<Self> {
             let flat = match (layout, unit.kinds.first()) {
                 (Layout::Flat, Some((dtype, _))) => {

@@ -432,6 +432,15 @@ fn a_killed_command_leaves_the_source_as_it_was_and_the_destination_whole_or_abs
 }
 
 #[test]
+fn a_directory_of_configuration_that_does_not_exist_is_refused_before_anything_is_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let (destination, with) = (place(&directory, "destination"), place(&directory, "with"));
+    let convert = ["convert", &fixture("fsdp2_adamw_ws2/dcp"), &destination, "--to", "hf", "--with", &with];
+    fsdp(&convert).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("`--with`").and(contains(&with)));
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+}
+
+#[test]
 fn a_file_that_is_named_like_a_directory_is_refused_before_it_is_written() {
     let directory = tempfile::tempdir().unwrap();
     for to in ["safetensors", "torch"] {
@@ -515,6 +524,17 @@ fn cat_shows_elements_statistics_and_values() {
     assert!(bytes.ends_with(wanted.data()));
     let header = String::from_utf8_lossy(&bytes[10..bytes.len() - wanted.data().len()]).into_owned();
     assert!(header.contains("'descr': '<f4', 'fortran_order': False, 'shape': (5,3,)"), "{header}");
+    // The same bytes go through a pipe, and nothing else does.
+    let piped = fsdp(&["cat", &source, "plain.x_f32", "--npy", "-"]).current_dir(directory.path()).assert().success();
+    assert!(piped.get_output().stdout == bytes);
+    assert!(!directory.path().join("-").exists());
+    let mut from_environment = fsdp(&["cat", &source, "plain.x_f32", "--npy", "-"]);
+    assert!(from_environment.env("FSDP_JSON", "true").assert().success().get_output().stdout == bytes);
+    fsdp(&["cat", &source, "plain.x_f32", "--npy", "-", "--json"])
+        .assert()
+        .code(i32::from(exit_codes::USAGE))
+        .stdout("")
+        .stderr(contains("would both write to stdout"));
 
     fsdp(&["cat", &source, "py.int"]).assert().success().stdout("149\n");
     fsdp(&["cat", &source, "py.int", "--stats"]).assert().code(i32::from(exit_codes::USAGE));

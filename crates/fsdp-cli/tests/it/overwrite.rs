@@ -5,6 +5,7 @@
 use std::fs;
 use std::path::Path;
 
+use predicates::prelude::PredicateBooleanExt as _;
 use predicates::str::contains;
 use tempfile::TempDir;
 
@@ -49,6 +50,42 @@ fn files_of_others_are_never_taken_away() {
         assert_eq!(fs::read(&other_path).unwrap(), b"precious");
         assert!(Path::new(&path).join("config.json").exists());
     }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn files_whose_names_are_not_utf8_are_never_taken_away() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt as _;
+
+    let parent = TempDir::new().unwrap();
+    // By itself, beside a checkpoint, and beside a damaged one.
+    let (alone, path) = (parent.path().join("alone").to_str().unwrap().to_owned(), model_directory(&parent));
+    fs::create_dir(&alone).unwrap();
+    for directory in [&alone, &path, &path] {
+        let other = Path::new(directory).join(OsStr::from_bytes(b"caf\xe9.txt"));
+        fs::write(&other, "precious").unwrap();
+        convert_again(directory).code(2).stderr(contains("`caf\u{fffd}.txt`"));
+        assert_eq!(fs::read(&other).unwrap(), b"precious");
+        if directory == &path {
+            fs::write(first_safetensors(Path::new(&path)), "cut off").unwrap();
+        }
+    }
+}
+
+#[test]
+fn the_values_of_another_file_stay() {
+    let parent = TempDir::new().unwrap();
+    let path = |name: &str| parent.path().join(name).to_str().unwrap().to_owned();
+    let (out, other) = (path("out"), path("out.safetensors"));
+    fsdp(&["convert", SOURCE, &out, "--to", "safetensors"]).assert().success();
+    let values = fs::read(path("out.values.json")).unwrap();
+    // Both files would have their values under this name.
+    fsdp(&["convert", &out, &other, "--to", "safetensors", "--include", "model.*"]).assert().success();
+    let refused = ["convert", SOURCE, &other, "--to", "safetensors", "--overwrite"];
+    fsdp(&refused).assert().code(2).stderr(contains("`out.values.json`").and(contains("move it away")));
+    assert!(fs::read(path("out.values.json")).unwrap() == values);
+    fsdp(&["diff", SOURCE, &out]).assert().success();
 }
 
 #[test]

@@ -111,6 +111,39 @@ fn prune_leaves_a_checkpoint_that_a_link_in_the_folder_needs() {
 }
 
 #[test]
+#[cfg(unix)]
+fn prune_sees_links_in_the_runs_folder_when_the_checkpoints_lie_below_it() {
+    let checkpoints = run_with(&[10, 20, 30, 40]);
+    let run = tempfile::tempdir().unwrap();
+    let outputs = run.path().join("outputs");
+    fs::create_dir(&outputs).unwrap();
+    fs::rename(checkpoints.path(), outputs.join("checkpoint")).unwrap();
+    std::os::unix::fs::symlink("outputs/checkpoint/step-10", run.path().join("best")).unwrap();
+    std::os::unix::fs::symlink("checkpoint/step-20", outputs.join("last")).unwrap();
+    std::os::unix::fs::symlink("step-30", outputs.join("checkpoint/good")).unwrap();
+    let path = run.path().to_str().unwrap();
+    let stays = contains("step-10  stays: the link `best` leads to it")
+        .and(contains("step-20  stays: the link `outputs/last` leads to it"))
+        .and(contains("step-30  stays: the link `outputs/checkpoint/good` leads to it"));
+    fsdp(&["prune", path, "--keep", "1", "--yes"]).assert().success().stdout(stays);
+    assert!(run.path().join("best/.metadata").exists() && outputs.join("last/.metadata").exists());
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn prune_leaves_a_checkpoint_with_a_name_in_it_that_is_not_utf8() {
+    use std::os::unix::ffi::OsStrExt as _;
+
+    let run = run_with(&[10, 40]);
+    let results = run.path().join("step-10").join(std::ffi::OsStr::from_bytes(b"r\xe9sultats"));
+    fs::create_dir(&results).unwrap();
+    let path = run.path().to_str().unwrap();
+    let prune = ["prune", path, "--keep", "1", "--yes"];
+    fsdp(&prune).assert().success().stdout(contains("step-10  stays: `r\u{fffd}sultats` is not its own"));
+    assert!(results.exists());
+}
+
+#[test]
 fn a_folder_without_checkpoints_is_told() {
     let run = tempfile::tempdir().unwrap();
     let path = run.path().to_str().unwrap();

@@ -93,6 +93,22 @@ fn a_single_file_is_signed_beside() {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn a_file_below_a_directory_whose_name_is_not_utf8_is_signed_beside() {
+    use std::os::unix::ffi::OsStrExt as _;
+
+    let parent = TempDir::new().unwrap();
+    let directory = parent.path().join(std::ffi::OsStr::from_bytes(b"mod\xe8les"));
+    fs::create_dir(&directory).unwrap();
+    let file = directory.join("weights.safetensors");
+    let options = ["--to", "safetensors", "--include", "model.*"];
+    fsdp(&["convert", &fixture("checkpoint")]).arg(&file).args(options).assert().success();
+    fsdp(&["sign", "--key", &fixture("key.pem")]).arg(&file).assert().success();
+    assert!(directory.join("weights.safetensors.sig").exists());
+    assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 1);
+}
+
+#[test]
 fn what_the_signature_does_not_vouch_for_is_named() {
     let directory = TempDir::new().unwrap();
     let path = checkpoint(directory.path());

@@ -29,6 +29,7 @@ use crate::formats::opaque::opaque_entries;
 use crate::formats::read::byte_length;
 use crate::formats::stream::check_expansion;
 use crate::formats::structure::Structure;
+use crate::plan::check_key_length;
 use crate::shown::shown;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
@@ -122,11 +123,14 @@ fn write(
         }
         safetensors::write_ranks::check_plan(source, plan)?;
     }
+    if matches!(target, OutputFormat::Dcp { .. }) {
+        source.metadata().entries.keys().try_for_each(|fqn| check_key_length(fqn))?;
+    }
     source.check_stored(&|_| true)?;
     check_sizes(source, target, &opaque)?;
     source.check_copies(&|_| true)?;
     let durable = options.durable.cloned().unwrap_or_default();
-    let staging = durable.prepare(destination, options.overwrite)?;
+    let staging = durable.prepare(&destination, options.overwrite)?;
     match target {
         OutputFormat::SafetensorsFile | OutputFormat::Torch => staging.check_replaces_file()?,
         OutputFormat::Dcp { .. }
@@ -161,7 +165,7 @@ fn write(
     }
     let converted = match target {
         OutputFormat::Dcp { ranks } => reshard::write(source, staging, ranks.max(1), &opaque, &extra, options),
-        OutputFormat::SafetensorsFile => safetensors::write::write_file(source, staging, options),
+        OutputFormat::SafetensorsFile => safetensors::write::write_file(source, &destination, staging, options),
         OutputFormat::SafetensorsDirectory { max_file_bytes } => match options.tensor_parallel {
             Some(plan) => safetensors::write_ranks::write_ranks(source, staging, plan, max_file_bytes, &extra, options),
             None => safetensors::write::write_directory(source, staging, max_file_bytes, &extra, options),

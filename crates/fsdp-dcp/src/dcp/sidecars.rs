@@ -65,16 +65,15 @@ pub(crate) struct Kept {
 
 impl Kept {
     /// Finds the sidecar files of which all keys are still present and unchanged. If some keys of a file are excluded,
-    /// renamed or cast, the file is not copied, and its remaining keys are written like all others.
+    /// renamed, or computed anew (cast, averaged, mapped), the file is not copied, and its remaining keys are written
+    /// like all others.
     pub(crate) fn of(checkpoint: &dyn Checkpoint) -> Self {
         let mut kept = Kept::default();
         if checkpoint.format() != Format::Dcp {
             return kept;
         }
         for part in checkpoint.parts() {
-            let (own, seen) = (part.checkpoint.metadata(), checkpoint.metadata());
-            let is_same = |(key, name): (&String, &String)| own.entries.get(key) == seen.entries.get(name);
-            if is_sidecar(&part) && part.keys.iter().all(is_same) {
+            if is_sidecar(&part) && part.keys.iter().all(|(key, name)| is_unchanged(checkpoint, &part, key, name)) {
                 kept.files.push(part.place.to_owned());
                 kept.keys.extend(part.keys.values().cloned());
             }
@@ -93,6 +92,13 @@ impl Kept {
 pub(crate) fn keys_beside(checkpoint: &dyn Checkpoint) -> HashSet<&str> {
     let stored = checkpoint.metadata().stored();
     stored.filter(|(_, _, stored)| NAMES.contains(&stored.relative_path.as_str())).map(|(fqn, ..)| fqn).collect()
+}
+
+/// Returns `true` if a checkpoint has at `name` what a part of it has at `key`, as it is.
+fn is_unchanged(checkpoint: &dyn Checkpoint, part: &PartOf<'_>, key: &str, name: &str) -> bool {
+    let (own, seen) = (part.checkpoint.metadata(), checkpoint.metadata());
+    // The same entry is not enough: a tensor that is computed anew has it too, and all values of a file have one.
+    own.entries.get(key) == seen.entries.get(name) && checkpoint.key_in_parts(name) == Some(name)
 }
 
 /// Returns `true` if a part of a checkpoint is a sidecar file.

@@ -143,6 +143,12 @@ pub trait Checkpoint: Send + Sync {
         Vec::new()
     }
 
+    /// Returns the key that the content at a key has in the whole of which [`Checkpoint::parts`] are the parts; `None`
+    /// if a view makes the content, or takes it from elsewhere. The key must be in the metadata.
+    fn key_in_parts<'c>(&'c self, fqn: &'c str) -> Option<&'c str> {
+        Some(fqn)
+    }
+
     /// Returns the digests of its tensors and values that were recorded when it was saved, by key; `None` if there are
     /// none, or if it was opened without verification. [`digest`](crate::digest::digest) computes them.
     fn digests(&self) -> Option<&StateDigest> {

@@ -19,7 +19,7 @@ pub struct ExtraFiles {
     /// The regular files that belong to the checkpoint's framework, sorted: a copy of the checkpoint needs them.
     pub files: Vec<String>,
     /// Everything else, sorted: directories, links that lead out, the same weights in other formats, data files of
-    /// other saves.
+    /// other saves, and names that are not UTF-8, as messages show them.
     pub others: Vec<String>,
     /// The first file in either list that no framework keeps beside a checkpoint of this format.
     foreign: Option<String>,
@@ -59,6 +59,11 @@ impl ExtraFiles {
             }
             if is_file && !is_other_data(&name) { found.files.push(name) } else { found.others.push(name) }
         }
+        for name in directory.names_not_utf8()? {
+            found.foreign.get_or_insert_with(|| name.clone());
+            found.others.push(name);
+        }
+        found.others.sort();
         Ok(found)
     }
 

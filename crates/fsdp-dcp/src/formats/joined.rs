@@ -179,6 +179,10 @@ impl Layer for Joined {
         parts.collect()
     }
 
+    fn key_in_parts<'o>(&'o self, fqn: &'o str) -> Option<&'o str> {
+        Some(fqn)
+    }
+
     /// Translates a place in this checkpoint to a place in one of its sources: file names lose the name of the source's
     /// directory.
     fn stored_in<'s>(&self, source: usize, stored: &'s StorageInfo) -> Cow<'s, StorageInfo> {

@@ -110,6 +110,14 @@ pub(crate) trait Layer: Send + Sync {
         self.source(0).parts()
     }
 
+    /// Returns the key that the content at a key has in the whole of these parts, if it comes from there as it is.
+    fn key_in_parts<'o>(&'o self, fqn: &'o str) -> Option<&'o str> {
+        match self.origin(fqn) {
+            Origin::Source(0, name) => self.source(0).key_in_parts(name),
+            _ => None,
+        }
+    }
+
     /// Returns the digests of its tensors and values, if some were recorded.
     fn digests(&self) -> Option<&StateDigest> {
         None
@@ -195,6 +203,10 @@ impl<L: Layer> Checkpoint for L {
 
     fn parts(&self) -> Vec<PartOf<'_>> {
         Layer::parts(self)
+    }
+
+    fn key_in_parts<'c>(&'c self, fqn: &'c str) -> Option<&'c str> {
+        Layer::key_in_parts(self, fqn)
     }
 
     fn digests(&self) -> Option<&StateDigest> {

@@ -12,14 +12,6 @@ use crate::limits::MAX_ATTRIBUTES;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NodeId(pub(super) u32);
 
-impl NodeId {
-    /// Returns `true` if this node was made before another one. A chain of nodes, each made before the last, cannot be
-    /// a cycle.
-    pub(crate) fn is_before(self, other: NodeId) -> bool {
-        self.0 < other.0
-    }
-}
-
 /// One value of a pickle.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
@@ -358,7 +350,7 @@ fn excerpt(name: &str) -> String {
 }
 
 /// Checks that an object does not have too many attributes, because looking one up is a linear search.
-pub(super) fn check_attributes(state: &Node<'_>) -> Result<(), PickleErrorKind> {
+pub(crate) fn check_attributes(state: &Node<'_>) -> Result<(), PickleErrorKind> {
     match state {
         Node::Dict(entries) if entries.len() > MAX_ATTRIBUTES => {
             let (value, limit) = (entries.len() as u64, MAX_ATTRIBUTES as u64);

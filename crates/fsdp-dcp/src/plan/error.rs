@@ -16,6 +16,18 @@ pub enum SavePlanError {
         /// The rank.
         rank: usize,
     },
+    /// A key is longer than readers allow.
+    #[error(
+        "a key has {length} bytes, but a checkpoint can only have keys of at most {limit}; it begins with `{start}`"
+    )]
+    LongKey {
+        /// The first characters of the key.
+        start: String,
+        /// Its length in bytes.
+        length: usize,
+        /// The most bytes that a key may have.
+        limit: usize,
+    },
     /// Two ranks mean different things by one key.
     #[error("`{fqn}` has {what} {first} on rank {first_rank}, but {second} on rank {second_rank}")]
     Disagreement {

@@ -20,6 +20,7 @@ mod validate;
 pub use error::SavePlanError;
 pub use load::{LoadPlan, LoadPlanError, LoadRequest, ReadItem, ReadPlanOptions, plan_load};
 pub use local::{HeldBox, LocalPlan, PlanSchema, SchemaContent, SchemaItem, WriteContent, WriteItem};
+pub(crate) use save::check_key_length;
 pub use save::{
     Deduplicate, GlobalPlan, Offer, PlanOptions, SelectedItem, Selection, plan_offers, plan_part, plan_save,
 };

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::error::SavePlanError;
 use super::local::{HeldBox, LocalPlan, PlanSchema, SchemaContent, SchemaItem};
 use super::validate::{ChunkError, validate_chunks, validate_cover};
+use crate::limits::MAX_KEY_BYTES;
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, TensorEntry, VERSION};
 
 /// The part of its own [`LocalPlan`] that a rank must write.
@@ -132,6 +133,7 @@ fn plan_checked(
         holders.of_schema[offers[offer].schema].push(rank as u32);
     }
     let groups = group(schemas, offers, of_ranks)?;
+    groups.iter().try_for_each(|(fqn, _)| check_key_length(fqn))?;
 
     let mut assigned = Assignment {
         holders: &holders,
@@ -365,6 +367,17 @@ fn group<'p>(
         }
     }
     Ok(groups)
+}
+
+/// Checks that readers will accept a key of this length.
+pub(crate) fn check_key_length(fqn: &str) -> Result<(), SavePlanError> {
+    /// The most characters of the key that the error shows.
+    const SHOWN: usize = 80;
+    if fqn.len() <= MAX_KEY_BYTES {
+        return Ok(());
+    }
+    let start = fqn.chars().take(SHOWN).collect();
+    Err(SavePlanError::LongKey { start, length: fqn.len(), limit: MAX_KEY_BYTES })
 }
 
 /// Checks that a rank's item has the same kind, dtype and shape as that of the first rank with this key.

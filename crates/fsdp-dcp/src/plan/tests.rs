@@ -2,6 +2,7 @@
 
 use super::save::VALUE_BYTES;
 use super::*;
+use crate::limits::MAX_KEY_BYTES;
 use crate::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
 use fsdp_layout::boxes::boxes_of_flat_range;
 use fsdp_layout::{DType, TensorBox};
@@ -152,6 +153,21 @@ fn ranks_must_agree_and_are_named_when_they_do_not() {
     let mut twice = base.clone();
     twice.items.extend(base.items.clone());
     assert!(matches!(plan_save(&[twice], PlanOptions::default()), Err(SavePlanError::DuplicateKey { rank: 0, .. })));
+}
+
+#[test]
+fn a_key_that_readers_would_refuse_is_an_error_with_its_beginning() {
+    let plan = |length: usize| {
+        let mut plan = LocalPlan::default();
+        plan.add_value("é".repeat(length / 2), None, 1);
+        plan
+    };
+    assert!(plan_save(&[plan(MAX_KEY_BYTES)], PlanOptions::default()).is_ok());
+    let long = plan(MAX_KEY_BYTES + 2);
+    for planned in [plan_save(&[plan(2), long.clone()], PlanOptions::default()), plan_part(&long)] {
+        let text = planned.unwrap_err().to_string();
+        assert!(text.contains("1048578 bytes") && text.contains("`éé") && text.len() < 400, "{text}");
+    }
 }
 
 #[test]

@@ -4,6 +4,7 @@
 //! header itself, with the same rules: the tensors cover the data exactly, in any order, without gap or overlap.
 
 pub(crate) mod header;
+mod old_values;
 mod paths;
 pub(crate) mod read;
 pub(crate) mod sidecar;

@@ -138,7 +138,7 @@ impl SafetensorsCheckpoint {
             }
         }
         if !is_there {
-            opened.directory.check_missing(vec![values.clone()])?;
+            return Err(FileError::MissingFiles { path: opened.path, files: vec![values] });
         }
         let reason = format!("its values are not in `{values}`, which is of another checkpoint");
         Err(opened.directory.file_error(name, FormatError::Malformed { what: "checkpoint", reason }))
@@ -221,13 +221,9 @@ impl SafetensorsCheckpoint {
         self.directory.file_error(name, FormatError::Unsupported { what })
     }
 
-    /// Checks that as many files exist as the checkpoint was written in.
+    /// Checks that all shards exist that the checkpoint was written in. Another file does not stand in for one.
     fn check_shards(&self, names: &[String], shards: usize) -> Result<(), FileError> {
-        let there = names.iter().filter(|name| name.ends_with(ENDING) && !name.starts_with('.')).count();
-        if there >= shards {
-            return Ok(());
-        }
-        // The number comes from a file and may be absurdly large, so only the first few names are made.
+        // The number comes from a file and may be absurdly large, so only the first few missing names are made.
         let missing = (0..shards).map(shard_name).filter(|name| names.binary_search(name).is_err());
         self.directory.check_missing(missing.take(MAX_LISTED_FILES).collect())
     }

@@ -16,6 +16,12 @@ pub fn values_beside(name: &str) -> String {
     format!("{}.values.json", name.strip_suffix(".safetensors").unwrap_or(name))
 }
 
+/// Returns the name of the only other file whose values file has the same name: `NAME` for `NAME.safetensors`, and the
+/// reverse.
+pub(super) fn other_with_values_of(name: &str) -> String {
+    name.strip_suffix(".safetensors").map_or_else(|| format!("{name}.safetensors"), str::to_owned)
+}
+
 /// The key in the `__metadata__` of a single file whose text is the hash of its values file. Without it, the file has
 /// no values, and a values file beside it belongs to another checkpoint.
 pub(crate) const VALUES_HASH: &str = "fsdp.values";
@@ -81,8 +87,9 @@ pub(crate) fn shard_name(index: usize) -> String {
     format!("{SHARD}{:05}-model-00001-of-00001.safetensors", index + 1)
 }
 
-/// The ending of the values file's name until the safetensors file is committed; the hash of the values follows.
-const NEW_VALUES: &str = ".new";
+/// The ending of the values file's name until the safetensors file is committed; a hyphen and the hash of the values
+/// follow.
+pub(super) const NEW_VALUES: &str = ".new";
 
 /// Returns the possible names of the values file with this hash: its final name, the name that it has until the
 /// safetensors file is committed (which no other conversion uses), and the name that earlier versions used.

@@ -7,10 +7,11 @@ use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::header::{Header, charge_text};
+use super::old_values::OldValues;
 use super::paths::{self, PATHS};
 use super::sidecar::{
     DIGESTS, DIGESTS_LAYOUT, SHARDING, SHARDS, VALUES_FILE, VALUES_HASH, digests_text, layout_text, shard_name,
-    values_beside, values_hash, values_names,
+    values_hash, values_names,
 };
 use super::slices::RANK_NOTE;
 use super::values;
@@ -26,6 +27,7 @@ use crate::payload::source::PayloadSource;
 use crate::payload::write::{PlannedPayload, write_payloads};
 use crate::storage::Staging;
 use crate::storage::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity};
+use crate::storage::location::Location;
 use crate::storage::sidecar::Sidecar;
 
 /// A tensor of the file to be written: its key, its dtype, and the box of it that the file holds.
@@ -260,9 +262,10 @@ fn with_aside(source: &dyn Checkpoint, file: Option<String>) -> Converted {
     Converted { aside, aside_file: file, ..summary(source) }
 }
 
-/// Writes one file, and its values beside it.
+/// Writes one file to `target`, for which `staging` was prepared, and its values beside it.
 pub(crate) fn write_file(
     source: &dyn Checkpoint,
+    target: &Location,
     staging: Staging,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
@@ -270,12 +273,20 @@ pub(crate) fn write_file(
     let (bytes, inside) = aside.encode()?;
     let pieces = whole_tensors(source, &inside);
     let streamed = Streamed { source, options, extra: inside.clone() };
-    let values_name = values_beside(staging.target_name());
-    if bytes.is_some() {
-        staging.check_sidecar(&values_name)?;
-    }
+    let old = OldValues::beside(target)?;
     let hash = bytes.as_deref().map(values_hash);
-    let [_, pending_name, _] = values_names(&values_name, hash.as_deref().unwrap_or_default());
+    let [values_name, pending_name, _] = values_names(old.name(), hash.as_deref().unwrap_or_default());
+    let sidecar = Sidecar {
+        name: &values_name,
+        pending_name: &pending_name,
+        bytes: bytes.as_deref(),
+        is_unneeded: &|name| old.is_unneeded(name),
+    };
+    // The commit checks this again. A conversion that would be refused there need not begin.
+    if bytes.is_some() && old.folder().join(&values_name).exists()? {
+        staging.check_sidecar(&values_name)?;
+        sidecar.unneeded(old.folder().name(), vec![values_name.clone()])?;
+    }
     let texts = |sums: &Sums<'_>| {
         let digests = digests_text(&digests(&streamed, &aside, sums));
         let digests = digests.map_err(|source| FileError::Encode { fqn: DIGESTS.to_owned(), source })?;
@@ -287,7 +298,7 @@ pub(crate) fn write_file(
     let mut sums = Sums::new();
     Files::new(&staging, &streamed).write(None, &texts, &pieces, &mut sums)?;
     check_copy(staging.target(), source.digests(), &digests(&streamed, &aside, &sums))?;
-    commit_file(staging, Some(Sidecar { name: &values_name, pending_name: &pending_name, bytes: bytes.as_deref() }))?;
+    commit_file(staging, Some(sidecar))?;
     Ok(with_aside(source, bytes.map(|_| values_name)))
 }
 

@@ -85,8 +85,9 @@ pub struct Signed {
     pub key: String,
 }
 
-/// Signs a checkpoint of any format, and returns the content of the signature's file. Every byte is read once, those of
-/// a trainer's folder twice, and checked against the checkpoint's hashes where it has any: what is damaged is not
+/// Signs a checkpoint of any format. Returns the content of the signature's file, and what the signature vouches for.
+///
+/// Every byte is read once, in a trainer's folder twice. Bytes that have hashes are checked, so that nothing damaged is
 /// signed.
 ///
 /// # Errors

@@ -44,6 +44,11 @@ pub(crate) trait Storage: Send + Sync {
     /// Returns the names of the entries directly below, sorted. Names that are not UTF-8 are left out.
     fn names(&self) -> Result<Vec<String>, FileError>;
 
+    /// Returns the names that [`Storage::names`] leaves out, sorted, as messages show them. None is a checkpoint's.
+    fn names_not_utf8(&self) -> Result<Vec<String>, FileError> {
+        Ok(Vec::new())
+    }
+
     /// Returns the paths of all files below, at any depth, sorted.
     ///
     /// # Errors
@@ -88,8 +93,13 @@ pub(crate) trait ReadDirectory: fmt::Debug + Send + Sync {
     /// Returns its name for messages.
     fn name(&self) -> &Path;
 
-    /// Returns the names of the entries directly in it, sorted.
+    /// Returns the names of the entries directly in it, sorted. Names that are not UTF-8 are left out.
     fn names(&self) -> Result<Vec<String>, FileError>;
+
+    /// Returns the names that [`ReadDirectory::names`] leaves out, sorted, as messages show them.
+    fn names_not_utf8(&self) -> Result<Vec<String>, FileError> {
+        Ok(Vec::new())
+    }
 
     /// Opens a regular file or an object. A path that leads out of the directory is an error.
     fn file(&self, relative: &str) -> Result<Box<dyn ReadAt>, FileError>;

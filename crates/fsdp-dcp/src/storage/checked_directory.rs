@@ -198,6 +198,11 @@ impl CheckedDirectory {
         self.directory.names()
     }
 
+    /// Returns the names that [`CheckedDirectory::names`] leaves out, sorted, as messages show them.
+    pub(crate) fn names_not_utf8(&self) -> Result<Vec<String>, FileError> {
+        self.directory.names_not_utf8()
+    }
+
     /// Opens a file below the directory. Where there is an integrity file, it must cover this one.
     pub fn file(&self, relative: &str) -> Result<Arc<CheckedFile>, FileError> {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);

@@ -47,9 +47,10 @@ pub trait ReadAt: Send + Sync {
 /// The length from which bytes that are read whole are looked at for holes.
 const LARGE: u64 = 1 << 20;
 
-/// Reads a range whole into memory: metadata, headers, directories, values, but no elements of tensors.
+/// Reads a whole range into memory. It is for metadata, headers, directories and values, not for elements of tensors.
 ///
-/// A file with holes costs whoever made it nothing, and would take all memory: no program writes such metadata.
+/// A large range with a hole is refused. A sparse file takes no space on a disk, but reading it could fill the memory,
+/// and no program writes such metadata.
 pub(crate) fn read_whole<S: ReadAt + ?Sized>(source: &S, offset: u64, length: u64) -> Result<Vec<u8>, FormatError> {
     let end = offset.checked_add(length).filter(|&end| end <= source.len());
     let end = end.ok_or_else(|| beyond_the_end(offset, usize::try_from(length).unwrap_or(usize::MAX)))?;

@@ -13,7 +13,7 @@ use super::legacy;
 use super::sharded::{ShardedRef, is_sharded};
 use super::storages::{InStorage, Storages};
 use super::tensor_ref::TensorRef;
-use super::value::{BesidePickle as _, TensorLoader, convert, opaque_type};
+use super::value::{BesidePickle as _, COPIES, TensorLoader, convert, opaque_type};
 use super::zip::Directory;
 use crate::error::FormatError;
 use crate::formats::assembled::{Elements, Held, Piece, Start};
@@ -125,6 +125,7 @@ impl Flattener<'_, '_> {
                 let mut items: Vec<(PlainValue, Structure)> = Vec::new();
                 for (key, part) in self.module_parts(id, object)? {
                     let text = p.str(key)?;
+                    self.charge_path(id, path, text)?;
                     items.push((text.into(), self.flatten(part, &path.child(PathPart::Key(text.to_owned())))?));
                 }
                 Structure::Module(format!("{}.{}", object.module, object.name), items)
@@ -138,9 +139,7 @@ impl Flattener<'_, '_> {
                 let mut items: Vec<(PlainValue, Structure)> = Vec::with_capacity(entries.len());
                 for ((&(id_of_key, value), key), text) in entries.iter().zip(keys).zip(texts) {
                     let text = text.ok_or_else(|| unsupported_key(p, id_of_key))?;
-                    // All of the path is copied for each key.
-                    let length: usize = path.0.iter().map(part_length).sum::<usize>() + text.len();
-                    self.walk.charge(p, id, "memory for keys", length as u64)?;
+                    self.charge_path(id, path, &text)?;
                     items.push((key, self.flatten(value, &path.child(PathPart::Key(text)))?));
                 }
                 Structure::Dict(items)
@@ -163,6 +162,12 @@ impl Flattener<'_, '_> {
         };
         self.walk.leave();
         Ok(structure)
+    }
+
+    /// Charges the path of an item of a container at a path, all of which is copied for each item.
+    fn charge_path(&mut self, id: NodeId, path: &KeyPath, text: &str) -> Result<(), FormatError> {
+        let length = path.0.iter().map(part_length).sum::<usize>() + text.len();
+        Ok(self.walk.charge(self.pickle, id, "memory for keys", length as u64)?)
     }
 
     /// Makes the key of a dict.
@@ -190,14 +195,12 @@ impl Flattener<'_, '_> {
     /// Makes the value of a flat key.
     fn leaf(&mut self, id: NodeId) -> Result<Leaf, FormatError> {
         let p = self.pickle;
-        match ShardedRef::of(p, id) {
-            Ok(Some(sharded)) => {
-                self.walk.charge(p, id, "memory for shards", sharded.description_bytes())?;
-                return Ok(Leaf::Sharded(sharded));
-            }
+        match ShardedRef::of(p, id, &mut self.walk) {
+            Ok(Some(sharded)) => return Ok(Leaf::Sharded(sharded)),
             Ok(None) => {}
             // The value is valid, but it is opaque.
             Err(FormatError::Unsupported { what }) => {
+                self.walk.charge(p, id, COPIES, 2 * what.len() as u64)?;
                 let description = PlainValue::Str(what.clone());
                 return Ok(Leaf::Value(Held::Opaque(what, description)));
             }
@@ -207,6 +210,7 @@ impl Flattener<'_, '_> {
         let mut aside = self.walk.aside();
         let found = match TensorRef::of(p, id) {
             Ok(Some(tensor)) => {
+                self.walk.charge(p, id, "memory for tensors", tensor.description_bytes())?;
                 let quantizer = match tensor.quantizer {
                     Some(quantizer) => Some(convert(p, quantizer, &mut self.walk, loader)?),
                     None => None,
@@ -247,7 +251,7 @@ impl Flattener<'_, '_> {
                 Node::Dict(_) => true,
                 Node::List(_) => self.recurses(item)?,
                 Node::Tuple(_) => self.has_tensors_in_dicts(item, false)?,
-                _ => is_tensor(p, item),
+                _ => self.is_tensor(item)?,
             };
             if found {
                 break;
@@ -273,10 +277,21 @@ impl Flattener<'_, '_> {
                     found = found || self.has_tensors_in_dicts(item, in_dict)?;
                 }
             }
-            _ => found = in_dict && is_tensor(p, id),
+            _ => found = in_dict && self.is_tensor(id)?,
         }
         self.walk.leave();
         Ok(found)
+    }
+
+    /// Returns `true` if a node describes a tensor. One that is malformed is found when it is read.
+    fn is_tensor(&mut self, id: NodeId) -> Result<bool, FormatError> {
+        let p = self.pickle;
+        if !matches!(p.node(id), Node::Object(_)) {
+            return Ok(false);
+        }
+        // Lists may hold one object many times, so each look at its arguments is charged.
+        self.walk.charge(p, id, "expanded size", LOOK)?;
+        Ok(matches!(TensorRef::of(p, id), Ok(Some(_))) || is_sharded(p, id))
     }
 
     /// Returns `true` for an `nn.Module` that was saved whole: an object with the attributes of all modules.
@@ -285,7 +300,7 @@ impl Flattener<'_, '_> {
         let attributes = attributes(p, object);
         // Many objects may share one list of attributes, so each look through it is charged.
         self.walk.charge(p, id, "expanded size", attributes.len() as u64)?;
-        let has = |part: &str| attributes.iter().any(|(key, _)| p.str(*key).is_ok_and(|key| key == part));
+        let has = |part: &str| attributes.iter().any(|(key, _)| matches!(p.node(*key), Node::Str(key) if *key == part));
         Ok(MODULE_PARTS.iter().all(|part| has(part)))
     }
 
@@ -295,19 +310,32 @@ impl Flattener<'_, '_> {
         let p = self.pickle;
         let (mut parts, mut left_out) = (Vec::new(), HashSet::new());
         for &(key, value) in attributes(p, object) {
-            match (p.str(key), p.node(value)) {
-                (Ok(NOT_PERSISTENT), Node::Set(names)) => {
-                    left_out.extend(names.iter().filter_map(|name| p.str(*name).ok()))
+            match (p.node(key), p.node(value)) {
+                (Node::Str(NOT_PERSISTENT), Node::Set(names)) => {
+                    for &name in names {
+                        self.charge_name(id, name)?;
+                        left_out.extend(p.str(name));
+                    }
                 }
-                (Ok(key), Node::Dict(found)) if MODULE_PARTS.contains(&key) => parts.extend_from_slice(found),
+                (Node::Str(key), Node::Dict(found)) if MODULE_PARTS.contains(key) => {
+                    for &(name, part) in found {
+                        self.charge_name(id, name)?;
+                        parts.push((name, part));
+                    }
+                }
                 _ => {}
             }
         }
-        self.walk.charge(p, id, "expanded size", (parts.len() + left_out.len()) as u64)?;
         parts.retain(|&(name, part)| {
             *p.node(part) != Node::None && !p.str(name).is_ok_and(|name| left_out.contains(name))
         });
         Ok(parts)
+    }
+
+    /// Charges one of the names in the module at a node, which is noted and looked up.
+    fn charge_name(&mut self, id: NodeId, name: NodeId) -> Result<(), FormatError> {
+        let length = if let Node::Str(text) = self.pickle.node(name) { text.len() as u64 } else { 0 };
+        Ok(self.walk.charge(self.pickle, id, "expanded size", NOTED + length)?)
     }
 }
 
@@ -320,10 +348,11 @@ fn unsupported_key(p: &Pickle<'_>, key: NodeId) -> FormatError {
     FormatError::Unsupported { what: format!("{kind} as the key of a dict") }
 }
 
-/// Returns `true` if a node describes a tensor. One that is malformed is found when it is read.
-fn is_tensor(p: &Pickle<'_>, id: NodeId) -> bool {
-    matches!(TensorRef::of(p, id), Ok(Some(_))) || is_sharded(p, id)
-}
+/// The bytes that a look at the arguments of an object is charged, whether they describe a tensor.
+const LOOK: u64 = 128;
+
+/// The bytes that a name in a module is charged besides its text: a set of names that grows takes most.
+const NOTED: u64 = 2 * size_of::<&str>() as u64;
 
 /// The attributes of a module that hold its tensors and the modules below it.
 const MODULE_PARTS: [&str; 3] = ["_parameters", "_buffers", "_modules"];

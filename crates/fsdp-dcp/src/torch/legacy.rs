@@ -12,6 +12,7 @@
 use std::collections::HashMap;
 
 use super::storages::{LegacyStorage, Storages};
+use super::tensor_ref::storage_key;
 use crate::error::FormatError;
 use crate::limits::MAX_OBJECT_BYTES;
 use crate::pickle::{Global, Node, Pickle, PickleErrorKind, parse};
@@ -102,7 +103,8 @@ fn element_sizes(p: &Pickle<'_>) -> Result<HashMap<String, u64>, FormatError> {
     let mut sizes = HashMap::new();
     for id in p.persistent_ids() {
         let [_storage, class, key, _location, _elements, ref view @ ..] = *p.sequence(id)? else { continue };
-        if view.iter().any(|&view| *p.node(view) != Node::None) {
+        // The view is the last value. Many storages may share a longer tuple, so what else is in it is not looked at.
+        if view.first().is_some_and(|&view| *p.node(view) != Node::None) {
             return Err(FormatError::Unsupported { what: "a storage that is a view of another one".to_owned() });
         }
         let size = match p.node(class) {
@@ -110,7 +112,7 @@ fn element_sizes(p: &Pickle<'_>) -> Result<HashMap<String, u64>, FormatError> {
             Node::Global(Global::UntypedStorage) => 1,
             _ => return Err(p.wrong(class, "a storage class").into()),
         };
-        sizes.insert(p.str(key)?.to_owned(), size);
+        sizes.insert(storage_key(p, key)?.to_owned(), size);
     }
     Ok(sizes)
 }

@@ -4,9 +4,9 @@ use fsdp_layout::boxes::row_major_strides;
 use fsdp_layout::{DType, TensorBox};
 
 use crate::error::FormatError;
-use crate::limits::is_sane_shape;
+use crate::limits::{MAX_STORAGE_KEY_BYTES, is_sane_shape};
 use crate::pickle::write;
-use crate::pickle::{Global, Node, NodeId, Pickle, PickleError, PickleErrorKind};
+use crate::pickle::{Global, Node, NodeId, Pickle, PickleError, PickleErrorKind, check_attributes};
 use crate::strided::StridedLayout;
 
 /// A tensor whose bytes are in a storage record.
@@ -29,6 +29,10 @@ pub struct TensorRef {
     pub loses_attributes: bool,
 }
 
+/// The most objects of a Parameter or of a tensor with attributes that wrap a plain tensor, one in the other, and the
+/// tensor itself.
+pub(super) const MAX_WRAPPERS: usize = 4;
+
 impl TensorRef {
     /// Returns a row-major tensor that is all of its storage.
     pub(crate) fn row_major(storage: String, storage_bytes: u64, dtype: DType, shape: &[usize]) -> TensorRef {
@@ -44,12 +48,18 @@ impl TensorRef {
         }
     }
 
+    /// Returns about how many bytes its description takes.
+    pub(crate) fn description_bytes(&self) -> u64 {
+        // The shape, the strides, and the offsets and sizes of the bounds.
+        (size_of::<TensorRef>() + self.storage.len() + 4 * size_of::<usize>() * self.shape.len()) as u64
+    }
+
     /// Returns the tensor that this node describes; `None` if it describes something else.
     pub fn of(p: &Pickle<'_>, id: NodeId) -> Result<Option<TensorRef>, PickleError> {
-        // Parameters and tensors with attributes wrap a plain one; a few layers at most.
+        // Parameters and tensors with attributes wrap a plain one.
         let mut id = id;
         let mut loses_attributes = false;
-        for _ in 0..4 {
+        for _ in 0..MAX_WRAPPERS {
             let Node::Object(object) = p.node(id) else { return Ok(None) };
             let args = p.args(object);
             loses_attributes |= object.state.is_some_and(|state| has_attributes(p, state));
@@ -65,7 +75,8 @@ impl TensorRef {
                 }
                 // (function, class, arguments, attributes): the arguments are those of the function.
                 (Global::RebuildFromTypeV2, [function, class, arguments, rest @ ..]) => {
-                    loses_attributes |= is_subclass(p, *class) || rest.iter().any(|&state| has_attributes(p, state));
+                    loses_attributes |=
+                        is_subclass(p, *class) || rest.first().is_some_and(|&state| has_attributes(p, state));
                     let arguments = p.sequence(*arguments)?;
                     match (p.node(*function), arguments) {
                         (Node::Global(Global::RebuildParameter), [inner, ..]) => id = *inner,
@@ -96,13 +107,18 @@ fn is_subclass(p: &Pickle<'_>, class: NodeId) -> bool {
     matches!(p.node(class), Node::Foreign(module, _) if *module != "torch" && !module.starts_with("torch."))
 }
 
-/// Returns `true` if the state of an object, a dict or a tuple of dicts, has any attributes.
+/// Returns `true` if the state of an object has any attributes: a dict, or a tuple of a dict (or `None`) and a dict of
+/// slots. Many tensors may share a longer tuple, so what else is in it is not looked at.
 fn has_attributes(p: &Pickle<'_>, state: NodeId) -> bool {
-    let is_filled = |id: NodeId| p.dict(id).is_ok_and(|attributes| !attributes.is_empty());
     match p.node(state) {
-        Node::Tuple(_) => p.sequence(state).is_ok_and(|parts| parts.iter().any(|&part| is_filled(part))),
-        _ => is_filled(state),
+        Node::Tuple(_) => p.sequence(state).is_ok_and(|parts| parts.iter().take(2).any(|&part| is_filled(p, part))),
+        _ => is_filled(p, state),
     }
+}
+
+/// Returns `true` for a dict that is not empty.
+fn is_filled(p: &Pickle<'_>, id: NodeId) -> bool {
+    matches!(p.node(id), Node::Dict(attributes) if !attributes.is_empty())
 }
 
 /// Returns the tensor that one of torch's functions rebuilds from these arguments; `None` for other functions.
@@ -126,11 +142,13 @@ fn rebuilt(p: &Pickle<'_>, at: NodeId, function: Global, args: &[NodeId]) -> Res
 /// Refuses, as opaque, a tensor with a pending conjugation or negation. torch applies these only when they are needed,
 /// and saves just a flag, so the elements in the storage are not those of the tensor.
 fn check_resolved(p: &Pickle<'_>, metadata: NodeId) -> Result<(), PickleError> {
-    let Node::Dict(metadata) = p.node(metadata) else { return Ok(()) };
-    for &(key, value) in metadata {
-        let name = match (p.str(key), p.node(value)) {
-            (Ok("conj"), Node::Bool(true)) => "Tensor (its conjugation is pending: `resolve_conj`)",
-            (Ok("neg"), Node::Bool(true)) => "Tensor (its negation is pending: `resolve_neg`)",
+    let Node::Dict(flags) = p.node(metadata) else { return Ok(()) };
+    // Many tensors may share them.
+    check_attributes(p.node(metadata)).map_err(|kind| p.error(metadata, kind))?;
+    for &(key, value) in flags {
+        let name = match (p.node(key), p.node(value)) {
+            (Node::Str("conj"), Node::Bool(true)) => "Tensor (its conjugation is pending: `resolve_conj`)",
+            (Node::Str("neg"), Node::Bool(true)) => "Tensor (its negation is pending: `resolve_neg`)",
             _ => continue,
         };
         return Err(p.error(value, PickleErrorKind::Global { module: "torch".to_owned(), name: name.to_owned() }));
@@ -167,7 +185,7 @@ impl StorageRef {
         };
         let bytes = p.unsigned(numel)?.checked_mul(dtype.map_or(1, DType::size_in_bytes));
         let bytes = bytes.ok_or_else(|| p.error(id, PickleErrorKind::Value { what: "a storage is too large" }))?;
-        Ok(StorageRef { key: p.str(key)?.to_owned(), bytes, dtype, class })
+        Ok(StorageRef { key: storage_key(p, key)?.to_owned(), bytes, dtype, class })
     }
 
     /// Returns torch's name of its class.
@@ -177,6 +195,16 @@ impl StorageRef {
             None => "torch.UntypedStorage".to_owned(),
         }
     }
+}
+
+/// Returns the key of a storage. Each tensor has a copy of it, so it must not be long: torch writes a number.
+pub(super) fn storage_key<'a>(p: &Pickle<'a>, key: NodeId) -> Result<&'a str, PickleError> {
+    let text = p.str(key)?;
+    let (value, limit) = (text.len() as u64, MAX_STORAGE_KEY_BYTES as u64);
+    if value > limit {
+        return Err(p.error(key, PickleErrorKind::Limit { what: "length of a storage's key", value, limit }));
+    }
+    Ok(text)
 }
 
 /// Reads a tensor from the arguments with which torch rebuilds it, and checks that it lies in its storage. `untyped` is

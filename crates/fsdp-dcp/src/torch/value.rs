@@ -14,8 +14,8 @@ use crate::limits::{MAX_DEPTH, MAX_OBJECT_BYTES, PICKLE_FACTOR};
 use crate::payload::slot::Slot;
 use crate::pickle::write;
 use crate::pickle::{
-    BUILTINS, Global, Node, NodeId, OpaqueNode, Pickle, PickleError, PickleErrorKind, QSCHEMES, Walk, name_at, parse,
-    parse_within,
+    BUILTINS, Global, Node, NodeId, ObjectNode, OpaqueNode, Pickle, PickleError, PickleErrorKind, QSCHEMES, Walk,
+    name_at, parse, parse_within,
 };
 use crate::storage::read_at::{BlockReader, Borrowed, ReadAt};
 use crate::strided::read_overlap;
@@ -398,10 +398,13 @@ pub(crate) fn opaque_type(error: &PickleError) -> Option<String> {
 /// to it.
 fn described(
     p: &Pickle<'_>,
+    id: NodeId,
     object: &OpaqueNode<'_>,
     walk: &mut Walk,
     beside: &mut dyn BesidePickle,
 ) -> Result<PlainValue, FormatError> {
+    // Its type, and the names of its other parts, whose values are charged when they are made.
+    walk.charge(p, id, COPIES, 2 * DESCRIBED + (object.module.len() + object.name.len()) as u64)?;
     let mut parts = vec![("$type".into(), format!("{}.{}", object.module, object.name).into())];
     if !p.sequence(object.args).is_ok_and(<[NodeId]>::is_empty) {
         parts.push(("args".into(), convert(p, object.args, walk, beside)?));
@@ -410,8 +413,7 @@ fn described(
         parts.push(("state".into(), convert(p, state, walk, beside)?));
     }
     if !object.items.is_empty() {
-        let items = object.items.iter().map(|&item| convert(p, item, walk, beside));
-        parts.push(("items".into(), PlainValue::List(items.collect::<Result<_, _>>()?)));
+        parts.push(("items".into(), PlainValue::List(convert_all(p, &object.items, walk, beside)?)));
     }
     if !object.entries.is_empty() {
         let mut entries = Vec::new();
@@ -424,7 +426,15 @@ fn described(
 }
 
 /// Describes a storage that is itself in an opaque object: its class, and its bytes.
-fn described_storage(storage: &StorageRef, beside: &mut dyn BesidePickle) -> Result<PlainValue, FormatError> {
+fn described_storage(
+    p: &Pickle<'_>,
+    id: NodeId,
+    storage: &StorageRef,
+    walk: &mut Walk,
+    beside: &mut dyn BesidePickle,
+) -> Result<PlainValue, FormatError> {
+    // Two keys and two values, with their texts.
+    walk.charge(p, id, COPIES, 3 * DESCRIBED)?;
     let bytes = beside.storage(&storage.key, storage.bytes)?;
     Ok(PlainValue::Dict(vec![("$type".into(), storage.class().into()), ("data".into(), bytes)]))
 }
@@ -437,6 +447,7 @@ fn tensor_in_value(
     walk: &mut Walk,
     beside: &mut dyn BesidePickle,
 ) -> Result<PlainValue, FormatError> {
+    walk.charge(p, id, COPIES, size_of_val(&tensor.shape[..]) as u64)?;
     let Some(quantizer) = tensor.quantizer else { return Ok(PlainValue::Tensor(beside.tensor(tensor)?)) };
     if !walk.describes() {
         let (module, name) = ("torch".to_owned(), "Tensor (quantized, inside another value)".to_owned());
@@ -451,6 +462,9 @@ fn tensor_in_value(
 }
 
 /// Turns a node into a value, with the tensors in it, which lie `beside` the pickle.
+///
+/// It calls itself for nested values, so everything that needs more than a little of the stack is a function of its
+/// own: 200 levels fit into the 2 MiB of a thread, also in a build that is not optimized.
 pub(crate) fn convert(
     p: &Pickle<'_>,
     id: NodeId,
@@ -458,19 +472,51 @@ pub(crate) fn convert(
     beside: &mut dyn BesidePickle,
 ) -> Result<PlainValue, FormatError> {
     walk.enter(p, id)?;
+    let value = match p.node(id) {
+        Node::Tuple(_) => PlainValue::Tuple(convert_all(p, p.sequence(id)?, walk, beside)?),
+        Node::List(items) => PlainValue::List(convert_all(p, items, walk, beside)?),
+        Node::Set(items) => PlainValue::Set(convert_all(p, items, walk, beside)?),
+        Node::FrozenSet(items) => {
+            walk.charge(p, id, COPIES, DESCRIBED)?;
+            PlainValue::typed(PythonType::FrozenSet, PlainValue::Set(convert_all(p, items, walk, beside)?))
+        }
+        Node::Dict(entries) => convert_dict(p, id, entries, walk, beside)?,
+        Node::Object(object) => {
+            walk.charge(p, id, COPIES, DESCRIBED)?;
+            convert_object(p, id, object, walk, beside)?
+        }
+        Node::Opaque(object) if walk.describes() => described(p, id, object, walk, beside)?,
+        Node::PersistentId(inner) if walk.describes() => match StorageRef::of(p, id) {
+            Ok(storage) => described_storage(p, id, &storage, walk, beside)?,
+            // A persistent id that is not that of a storage of a known class.
+            Err(_) => convert(p, *inner, walk, beside)?,
+        },
+        _ => leaf(p, id, walk)?,
+    };
+    walk.leave();
+    Ok(value)
+}
+
+/// The name, in errors of the budget, of the texts, bytes and names that are copied from a pickle.
+pub(crate) const COPIES: &str = "copies of text and bytes";
+
+/// The bytes that a node of a known type is charged: the object and its description are a value each, and names are
+/// texts.
+const DESCRIBED: u64 = 2 * size_of::<PlainValue>() as u64;
+
+/// Turns a node that holds no other ones into a value. A pickle may refer to one text many times, so each copy is
+/// charged: a small file cannot fill the memory. In a walk that describes, types and functions become their names.
+fn leaf(p: &Pickle<'_>, id: NodeId, walk: &mut Walk) -> Result<PlainValue, FormatError> {
     let copied = match p.node(id) {
-        Node::Str(text) => text.len(),
-        Node::Bytes(bytes) | Node::ByteArray(bytes) => bytes.len(),
-        Node::BigInt(bytes) => bytes.len(),
-        // The object and its description are a value each, and names are texts.
-        Node::Global(_) | Node::Object(_) | Node::FrozenSet(_) => 2 * size_of::<PlainValue>(),
+        Node::Str(text) => text.len() as u64,
+        Node::Bytes(bytes) | Node::ByteArray(bytes) => bytes.len() as u64,
+        Node::BigInt(bytes) => bytes.len() as u64,
+        Node::Global(_) => DESCRIBED,
+        Node::Foreign(module, name) => (module.len() + name.len()) as u64,
         _ => 0,
     };
-    walk.charge(p, id, "copies of text and bytes", copied as u64)?;
-    let mut all = |walk: &mut Walk, items: &[NodeId]| -> Result<Vec<PlainValue>, FormatError> {
-        items.iter().map(|&item| convert(p, item, walk, beside)).collect()
-    };
-    let value = match p.node(id) {
+    walk.charge(p, id, COPIES, copied)?;
+    Ok(match p.node(id) {
         Node::None => PlainValue::None,
         Node::Bool(value) => PlainValue::Bool(*value),
         Node::Int(value) => PlainValue::Int(*value),
@@ -478,73 +524,121 @@ pub(crate) fn convert(
         Node::Float(value) => PlainValue::Float(*value),
         Node::Str(text) => PlainValue::Str((*text).to_owned()),
         Node::Bytes(bytes) => PlainValue::Bytes(bytes.to_vec()),
-        Node::Tuple(_) => PlainValue::Tuple(all(walk, p.sequence(id)?)?),
-        Node::List(items) => PlainValue::List(all(walk, items)?),
-        Node::Set(items) => PlainValue::Set(all(walk, items)?),
-        Node::FrozenSet(items) => PlainValue::typed(PythonType::FrozenSet, PlainValue::Set(all(walk, items)?)),
         Node::ByteArray(bytes) => PlainValue::typed(PythonType::ByteArray, PlainValue::Bytes(bytes.to_vec())),
-        Node::Dict(entries) => {
-            let mut dict: Vec<(PlainValue, PlainValue)> = Vec::with_capacity(entries.len());
-            for &(key, value) in entries {
-                let key = convert(p, key, walk, beside)?;
-                dict.push((key, convert(p, value, walk, beside)?));
-            }
-            // A dict of Python has each key once, and other formats would keep only one of the values.
-            let mut texts = HashSet::new();
-            if dict.iter().filter_map(|(key, _)| key.as_str()).any(|text| !texts.insert(text)) {
-                return Err(p.error(id, PickleErrorKind::Value { what: "a dict has a key twice" }).into());
-            }
-            PlainValue::Dict(dict)
-        }
         Node::Global(Global::DType(dtype)) => {
             PlainValue::typed(PythonType::DType, format!("torch.{}", dtype.torch_name()))
         }
         Node::Global(Global::QScheme(scheme)) => {
             PlainValue::typed(PythonType::QScheme, format!("torch.{}", name_at(QSCHEMES, *scheme)))
         }
-        Node::Opaque(object) if walk.describes() => described(p, object, walk, beside)?,
         Node::Foreign(module, name) if walk.describes() => PlainValue::Str(format!("{module}.{name}")),
         Node::Global(Global::Bytes) if walk.describes() => PlainValue::Str("builtins.bytes".to_owned()),
         Node::Global(Global::Builtin(name)) if walk.describes() => {
             PlainValue::Str(format!("builtins.{}", name_at(BUILTINS, *name)))
         }
         Node::Global(global) if walk.describes() => PlainValue::Str(global.description()),
-        Node::PersistentId(inner) if walk.describes() => match StorageRef::of(p, id) {
-            Ok(storage) => described_storage(&storage, beside)?,
-            // A persistent id that is not that of a storage of a known class.
-            Err(_) => convert(p, *inner, walk, beside)?,
-        },
-        Node::Foreign(..) | Node::Opaque(_) => return Err(p.wrong(id, "a plain value").into()),
         Node::Global(_) | Node::PersistentId(_) => return Err(unnamed(p, id).into()),
-        Node::Object(object) => match (object.global, p.args(object)) {
-            (Global::Size, _) => {
-                let sizes = p.sizes(id)?.into_iter().map(|size| PlainValue::Int(size as i64)).collect();
-                PlainValue::typed(PythonType::Size, PlainValue::Tuple(sizes))
-            }
-            (Global::Path(of), parts) => {
-                let parts = parts.iter().map(|&part| p.str(part)).collect::<Result<Vec<_>, _>>()?;
-                PlainValue::typed(of, parts.join("/").replacen("//", "/", 1))
-            }
-            (Global::Device, [kind]) => PlainValue::typed(PythonType::Device, p.str(*kind)?),
-            (Global::Device, [kind, index]) => {
-                PlainValue::typed(PythonType::Device, format!("{}:{}", p.str(*kind)?, p.int(*index)?))
-            }
-            _ => match TensorRef::of(p, id) {
-                Ok(Some(tensor)) => tensor_in_value(p, id, &tensor, walk, beside)?,
-                Err(error) if !(walk.describes() && opaque_type(&error).is_some()) => return Err(error.into()),
-                _ if walk.describes() => {
-                    let mut parts = vec![("$type".into(), object.global.description().into())];
-                    for (name, part) in [("args", Some(object.args)), ("state", object.state)] {
-                        if let Some(part) = part {
-                            parts.push((name.into(), convert(p, part, walk, beside)?));
-                        }
-                    }
-                    PlainValue::Dict(parts)
+        _ => return Err(p.wrong(id, "a plain value").into()),
+    })
+}
+
+/// Turns nodes into values.
+fn convert_all(
+    p: &Pickle<'_>,
+    items: &[NodeId],
+    walk: &mut Walk,
+    beside: &mut dyn BesidePickle,
+) -> Result<Vec<PlainValue>, FormatError> {
+    // Not an iterator, whose functions would each take a part of the stack at each level; and no capacity for all,
+    // because a list that holds itself has its items once for each level.
+    let mut values = Vec::new();
+    for &item in items {
+        values.push(convert(p, item, walk, beside)?);
+    }
+    Ok(values)
+}
+
+/// Turns the entries of a dict into a value.
+fn convert_dict(
+    p: &Pickle<'_>,
+    id: NodeId,
+    entries: &[(NodeId, NodeId)],
+    walk: &mut Walk,
+    beside: &mut dyn BesidePickle,
+) -> Result<PlainValue, FormatError> {
+    let mut dict = Vec::new();
+    for &(key, value) in entries {
+        let key = convert(p, key, walk, beside)?;
+        dict.push((key, convert(p, value, walk, beside)?));
+    }
+    // A dict of Python has each key once, and other formats would keep only one of the values.
+    if has_text_twice(&dict) {
+        return Err(p.error(id, PickleErrorKind::Value { what: "a dict has a key twice" }).into());
+    }
+    Ok(PlainValue::Dict(dict))
+}
+
+/// Returns `true` if two keys of a dict are the same text.
+fn has_text_twice(dict: &[(PlainValue, PlainValue)]) -> bool {
+    let mut texts = HashSet::new();
+    dict.iter().filter_map(|(key, _)| key.as_str()).any(|text| !texts.insert(text))
+}
+
+/// Turns an object of a known type into a value.
+fn convert_object(
+    p: &Pickle<'_>,
+    id: NodeId,
+    object: &ObjectNode,
+    walk: &mut Walk,
+    beside: &mut dyn BesidePickle,
+) -> Result<PlainValue, FormatError> {
+    if let Some(value) = plain_object(p, id, object, walk)? {
+        return Ok(value);
+    }
+    match TensorRef::of(p, id) {
+        Ok(Some(tensor)) => tensor_in_value(p, id, &tensor, walk, beside),
+        Err(error) if !(walk.describes() && opaque_type(&error).is_some()) => Err(error.into()),
+        _ if walk.describes() => {
+            let mut parts = vec![("$type".into(), object.global.description().into())];
+            for (name, part) in [("args", Some(object.args)), ("state", object.state)] {
+                if let Some(part) = part {
+                    parts.push((name.into(), convert(p, part, walk, beside)?));
                 }
-                _ => return Err(unnamed(p, id).into()),
-            },
-        },
-    };
-    walk.leave();
-    Ok(value)
+            }
+            Ok(PlainValue::Dict(parts))
+        }
+        _ => Err(unnamed(p, id).into()),
+    }
+}
+
+/// Returns the text of a node, and charges this reference and a copy of it.
+fn copied_text<'a>(p: &Pickle<'a>, id: NodeId, walk: &mut Walk) -> Result<&'a str, PickleError> {
+    let text = p.str(id)?;
+    walk.charge(p, id, COPIES, (size_of::<&str>() + text.len()) as u64)?;
+    Ok(text)
+}
+
+/// Returns the value of an object of a type that a simpler value describes; `None` for objects of other types.
+fn plain_object(
+    p: &Pickle<'_>,
+    id: NodeId,
+    object: &ObjectNode,
+    walk: &mut Walk,
+) -> Result<Option<PlainValue>, FormatError> {
+    Ok(Some(match (object.global, p.args(object)) {
+        (Global::Size, _) => {
+            let sizes: Vec<_> = p.sizes(id)?.into_iter().map(|size| PlainValue::Int(size as i64)).collect();
+            walk.charge(p, id, COPIES, size_of_val(&sizes[..]) as u64)?;
+            PlainValue::typed(PythonType::Size, PlainValue::Tuple(sizes))
+        }
+        (Global::Path(of), parts) => {
+            let parts = parts.iter().map(|&part| copied_text(p, part, walk)).collect::<Result<Vec<_>, _>>()?;
+            PlainValue::typed(of, parts.join("/").replacen("//", "/", 1))
+        }
+        (Global::Device, [kind]) => PlainValue::typed(PythonType::Device, copied_text(p, *kind, walk)?),
+        (Global::Device, [kind, index]) => {
+            PlainValue::typed(PythonType::Device, format!("{}:{}", copied_text(p, *kind, walk)?, p.int(*index)?))
+        }
+        _ => return Ok(None),
+    }))
 }

@@ -219,6 +219,171 @@ fn lists_and_attributes_that_are_shared_are_not_looked_through_each_time() {
     assert!(error.contains("expanded size"), "{error}");
 }
 
+/// Makes the opcodes of a storage of four bytes.
+fn storage(key: &str) -> Vec<u8> {
+    let start = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX";
+    [start.as_slice(), &(key.len() as u32).to_le_bytes(), key.as_bytes(), b"X\x03\x00\x00\x00cpuK\x01tQ"].concat()
+}
+
+/// Makes the arguments of a tensor in a storage, whose dimensions all have this size. Its strides are 0. `rest` is what
+/// follows after the hooks.
+fn arguments(storage: &[u8], size: &[u8], dims: usize, rest: &[u8]) -> Vec<u8> {
+    let (sizes, strides) = (size.repeat(dims), b"K\x00".repeat(dims));
+    [b"(", storage, b"K\x00(", &sizes, b"t(", &strides, b"t\x89N", rest, b"t"].concat()
+}
+
+/// Makes a tensor, as [`arguments`] does.
+fn tensor(storage: &[u8], size: &[u8], dims: usize, rest: &[u8]) -> Vec<u8> {
+    [b"ctorch._utils\n_rebuild_tensor_v2\n", &arguments(storage, size, dims, rest)[..], b"R"].concat()
+}
+
+/// Makes a file of torch: a dict with one item, which has these opcodes, and the storage `0`.
+fn torch_with(item: &[u8]) -> Vec<u8> {
+    let pickle = [b"\x80\x02}X\x01\x00\x00\x00t", item, b"s."].concat();
+    let layout = ArchiveLayout::new("archive", pickle, &[4]);
+    [layout.head(0), vec![0; 4], layout.tail(&[0])].concat()
+}
+
+/// Makes a list that holds one item many times, which is this entry of the memo.
+fn list_of(item: &[u8], memo: u8, times: usize) -> Vec<u8> {
+    [b"](", item, &[b'q', memo], &[b'h', memo].repeat(times - 1), b"e"].concat()
+}
+
+/// Makes an object of an unknown class with this state.
+fn object(class: &str, state: &[u8]) -> Vec<u8> {
+    [format!("cm\n{class}\n)R").as_bytes(), state, b"b"].concat()
+}
+
+/// Makes a dict of these items.
+fn items(items: &[(&str, &[u8])]) -> Vec<u8> {
+    let items = items.iter().map(|(key, value)| [&text(key, 251)[..], value].concat());
+    [b"}(", &items.collect::<Vec<_>>().concat()[..], b"u"].concat()
+}
+
+/// Makes the opcodes that add so many items to a dict, all of them `None`.
+fn nones(count: usize) -> Vec<u8> {
+    let names = (0..count).map(|name| [b"\x8c\x08", format!("{name:08}").as_bytes(), b"N"].concat());
+    [b"(", &names.collect::<Vec<_>>().concat()[..], b"u"].concat()
+}
+
+/// Makes a tuple of these items.
+fn tuple(items: &[u8]) -> Vec<u8> {
+    [b"(", items, b"t"].concat()
+}
+
+/// Makes a sharded tensor of one dimension, with this state.
+fn sharded(class: &str, size: &[u8], state: &[u8]) -> Vec<u8> {
+    let start = b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._tensor\n_rebuild_wrapper_subclass\ncm\n";
+    [start, class.as_bytes(), b"\n(Nctorch\nfloat32\n", size, b"\x85t", state, b"tR"].concat()
+}
+
+/// Makes a ShardedTensor that has one shard many times.
+fn sharded_tensor(times: usize) -> Vec<u8> {
+    let place = items(&[("shard_offsets", &tuple(b"K\x00")), ("shard_sizes", &tuple(b"K\x01"))]);
+    let local = tensor(&storage("0"), b"K\x01", 1, b"");
+    let shard = object("Shard", &items(&[("tensor", &local), ("metadata", &object("ShardMetadata", &place))]));
+    let metadata = object("ShardedTensorMetadata", &items(&[("shards_metadata", b"]")]));
+    sharded("ShardedTensor", b"K\x01", &tuple(&[list_of(&shard, 250, times), metadata].concat()))
+}
+
+/// Makes a DTensor of one dimension. `more` is added to its state.
+fn dtensor(size: &[u8], placements: &[u8], mesh: &[u8], coordinate: &[u8], more: &[u8]) -> Vec<u8> {
+    let layout = object("_MeshLayout", &items(&[("shape", &tuple(mesh))]));
+    let mesh = items(&[("_layout", &layout), ("_coordinate_on_dim", &tuple(coordinate))]);
+    let spec = items(&[("placements", &tuple(placements)), ("mesh", &object("DeviceMesh", &mesh))]);
+    let local = tensor(&storage("0"), size, 1, b"");
+    let state = items(&[("_local_tensor", &local), ("_spec", &object("DTensorSpec", &spec))]);
+    sharded("DTensor", size, &[&state[..], more].concat())
+}
+
+/// Each of these would take hours, or all memory.
+#[test]
+fn what_many_tensors_share_is_not_looked_through_for_each() {
+    let many = 200_000;
+    let again = |opcodes: &[u8]| opcodes.repeat(many);
+    let plain = arguments(&storage("0"), b"K\x01", 1, b"");
+    let typed = b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\nctorch\nTensor\n";
+    let states = [typed, &plain[..], b"(", &again(b"N"), b"tq\x00", &again(b"h\x00"), b"tR"].concat();
+    let flags = tensor(&storage("0"), b"K\x01", 1, &[b"}", &nones(many)[..]].concat());
+    let wrapped = [b"ctorch._utils\n_rebuild_parameter\nq\x00", &again(b"h\x00")[..], b"N\x85R", &again(b"\x85R")];
+    let partial = object("_Partial", b"}");
+    let replicate = object("Replicate", b"}");
+    let replicates = [&replicate[..], b"q\x00", &again(b"h\x00")].concat();
+    let then_partial = [&replicates[..], &partial].concat();
+    let mesh = [b"K\x01".repeat(many + 1), b"K\x00".repeat(many + 1)];
+    // A tensor that is cut into 1024 blocks, and then again and again.
+    let into = |blocks: &[u8]| object("_StridedShard", &items(&[("dim", b"K\x00"), ("split_factor", blocks)]));
+    let shard = object("Shard", &items(&[("dim", b"K\x00")]));
+    let cuts = [&into(b"M\x00\x04")[..], &shard, b"q\x00", &b"h\x00".repeat(1998)].concat();
+    let cut = [b"K\x01".repeat(2000), b"K\x00".repeat(2000)];
+    // One that is cut into many blocks, and then into none.
+    let (large, zero) = (b"J\x00\x00\x00\x04", b"K\x00");
+    let no_blocks = dtensor(large, &[into(large), into(zero)].concat(), b"K\x01K\x01", b"K\x00K\x00", b"");
+    for (name, item, words) in [
+        ("states", states, "none"),
+        ("flags", list_of(&flags, 250, many), "number of attributes"),
+        ("wrappers", list_of(&wrapped.concat(), 250, many), "wrapped too many times"),
+        (
+            "attributes",
+            list_of(&dtensor(b"K\x01", &partial, b"K\x01", b"K\x00", &nones(many)), 250, many),
+            "expanded size",
+        ),
+        ("placements", list_of(&dtensor(b"K\x01", &then_partial, b"K\x01", b"K\x00", b""), 250, many), "expanded size"),
+        ("mesh", list_of(&dtensor(b"K\x01", &replicates, &mesh[0], &mesh[1], b""), 250, many), "expanded size"),
+        ("no blocks", no_blocks, "none"),
+        ("shards", sharded_tensor(many), "none"),
+        ("blocks", list_of(&dtensor(b"M\x00\x04", &cuts, &cut[0], &cut[1], b""), 250, many), "expanded size"),
+    ] {
+        let error = error_of(&[("file.pt", torch_with(&item))]);
+        assert!(error.contains(words), "{name}: {error}");
+    }
+    // The path of a module, for each of the modules in it.
+    let empty = items(&[("_parameters", b"}"), ("_buffers", b"}"), ("_modules", b"}")]);
+    let names = [b"}(", &text("n", 1)[..], &object("c", &empty), b"q\x00", &again(b"h\x01h\x00"), b"u"].concat();
+    let module = object("c", &items(&[("_parameters", b"}"), ("_buffers", b"}"), ("_modules", &names)]));
+    let below = [b"}", &text(&"k".repeat(8 << 20), 2)[..], &module, b"s"].concat();
+    let error = error_of(&[("file.pt", torch_with(&below))]);
+    assert!(error.contains("memory for keys"), "{error}");
+    // The storages of a file of torch before 1.6.
+    let shared = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01";
+    let storages = [shared, &again(b"N")[..], b"tq\x00Q0", &again(b"h\x00Q0")].concat();
+    let start = [b"\x80\x02\x8a\x0a".as_slice(), &[0x11; 10], b".\x80\x02M\xe9\x03.\x80\x02}."].concat();
+    let error = error_of(&[("file.pt", [&start[..], b"\x80\x02", &storages, b"}.\x80\x02]."].concat())]);
+    assert_eq!(error, "none");
+}
+
+#[test]
+fn all_that_is_made_for_each_reference_to_an_object_is_charged() {
+    // A list of lists: few bytes are many references.
+    let many = |item: &[u8]| list_of(&list_of(item, 250, 700), 249, 700);
+    let in_set = |item: &[u8]| [b"(", &many(item)[..], b"\x91"].concat();
+    // Beside an opaque object, types and storages are described.
+    let opaque = object("c", b"N");
+    let described = |item: &[u8]| [b"](", &opaque[..], &many(item), b"e"].concat();
+    let name = "x".repeat(10_000);
+    let long = text(&name, 0);
+    let large = tensor(&storage("0"), b"K\x01", 64, b"");
+    let parameters = [&text("_parameters", 1)[..], b"h\x00"].concat().repeat(4000);
+    let parameters = [b"}", &nones(4000)[..], b"q\x00", &parameters].concat();
+    let module = items(&[("_buffers", b"}"), ("_modules", b"}"), ("_parameters", &parameters)]);
+    for (what, item) in [
+        ("sizes", in_set(&[b"ctorch\nSize\n(", &b"K\x01".repeat(64)[..], b"t\x85R"].concat())),
+        ("paths", in_set(&[b"cpathlib\nPath\n", &long[..], b"\x85R"].concat())),
+        ("devices", in_set(&[b"ctorch\ndevice\n", &long[..], b"\x85R"].concat())),
+        ("tensors in values", in_set(&large)),
+        ("tensors", many(&large)),
+        ("keys of storages", many(&tensor(&storage(&name), b"K\x01", 1, b""))),
+        ("placements", many(&dtensor(b"K\x01", &object(&name, b"}"), b"K\x01", b"K\x00", b""))),
+        ("opaque objects", many(&opaque)),
+        ("types", described(format!("cm\n{name}\n").as_bytes())),
+        ("storages", described(&storage("0"))),
+        ("parameters", object("c", &module)),
+    ] {
+        let error = error_of(&[("file.pt", torch_with(&item))]);
+        assert!(error.contains("is beyond the limit of"), "{what}: {error}");
+    }
+}
+
 /// A file that takes no space on the disk must not take its length in memory.
 #[test]
 fn files_with_holes_are_not_read_into_memory() {

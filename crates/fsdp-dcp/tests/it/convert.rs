@@ -8,7 +8,7 @@ use fsdp_dcp::convert::{Cast, ConvertOptions, OutputFormat, Rename, View, conver
 use fsdp_dcp::internals::encode_value;
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, verify, with_causes};
-use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
+use fsdp_layout::{DType, ErrorKind, Failure as _, PlainTensor, PlainValue, TensorBox};
 
 use crate::fixtures::{check_against_truth, dcp_fixtures};
 use crate::truth::{Truth, fixtures};
@@ -304,6 +304,25 @@ fn a_tensor_whose_name_is_that_of_the_headers_texts_is_refused() {
         let error = convert(&*source, &to, target, ConvertOptions::default()).unwrap_err();
         assert!(with_causes(&error).contains("__metadata__") && !to.exists(), "{error}");
     }
+}
+
+#[test]
+fn a_key_that_is_too_long_for_dcp_is_refused_before_anything_is_written() {
+    const LIMIT: usize = 1 << 20;
+    let parent = tempfile::tempdir().unwrap();
+    let (path, destination) = (parent.path().join("source.pt"), parent.path().join("to"));
+    for (length, is_refused) in [(LIMIT + 1, true), (LIMIT, false)] {
+        let items = vec![("k".repeat(length).into(), tensor(DType::U8, &[2]))];
+        std::fs::write(&path, encode_value(&PlainValue::Dict(items)).unwrap()).unwrap();
+        let source = open(&path, OpenOptions::default()).unwrap();
+        let outcome = convert(&*source, &destination, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default());
+        assert_eq!(outcome.is_err(), is_refused);
+        assert_eq!(destination.exists(), !is_refused);
+        if let Err(error) = outcome {
+            assert_eq!(error.kind(), ErrorKind::Usage);
+        }
+    }
+    assert!(open(&destination, OpenOptions::default()).is_ok());
 }
 
 #[test]

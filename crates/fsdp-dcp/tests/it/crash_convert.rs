@@ -132,7 +132,8 @@ fn a_single_file_and_its_values_stay_together() {
     std::fs::copy(&values_b, &values_a).unwrap();
     assert!(open(&a, OpenOptions::default()).is_err());
     std::fs::remove_file(&values_a).unwrap();
-    assert!(open(&a, OpenOptions::default()).is_err());
+    let Err(FileError::MissingFiles { path, files }) = open(&a, OpenOptions::default()) else { panic!("no values") };
+    assert_eq!((path, files), (a.clone(), vec!["a.values.json".to_owned()]));
     // Killed between two renames.
     std::fs::copy(&values_b, &values_a).unwrap();
     std::fs::write(parent.path().join("a.values.json.new"), bytes).unwrap();
@@ -147,7 +148,7 @@ fn a_single_file_and_its_values_stay_together() {
     let fresh = parent.path().join("fresh.safetensors");
     std::fs::copy(&values_b, parent.path().join("fresh.values.json")).unwrap();
     convert(&*opened, &fresh, OutputFormat::SafetensorsFile, options).unwrap();
-    assert!(equal(&fresh, &plain));
+    assert!(equal(&fresh, &plain) && parent.path().join("fresh.values.json").exists());
     // Nobody's file is replaced unasked, and one that is replaced takes its values with it.
     let other = parent.path().join("other.safetensors");
     std::fs::copy(&values_b, parent.path().join("other.values.json")).unwrap();
@@ -156,6 +157,39 @@ fn a_single_file_and_its_values_stay_together() {
     assert!(matches!(refused, Err(FileError::Exists { path }) if path.ends_with("other.values.json")));
     convert(&*opened, &b, OutputFormat::SafetensorsFile, ConvertOptions { overwrite: true, ..options }).unwrap();
     assert!(equal(&b, &plain) && !values_b.exists());
+}
+
+#[test]
+fn values_that_a_killed_conversion_left_go_with_the_next_one_and_files_of_a_like_name_stay() {
+    let parent = tempfile::tempdir().unwrap();
+    let (one, two, file) = (parent.path().join("one"), parent.path().join("two"), parent.path().join("file"));
+    source(&one, 1);
+    source(&two, 2);
+    run(&one, &file, OutputFormat::SafetensorsFile, &Durable::new()).unwrap();
+    // Killed before the commit: the values have the name that only this conversion gives them.
+    let bytes = std::fs::read(&file).unwrap();
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let hash = &header.metadata().as_ref().unwrap()["fsdp.values"];
+    let left = parent.path().join(format!("file.values.json.new-{hash}"));
+    std::fs::rename(parent.path().join("file.values.json"), left).unwrap();
+    std::fs::remove_file(&file).unwrap();
+    for name in ["file.values.json.new", "file.values.json.new-notes", "file.values.json.bak"] {
+        std::fs::write(parent.path().join(name), "mine").unwrap();
+    }
+    for _ in 0..2 {
+        run(&two, &file, OutputFormat::SafetensorsFile, &Durable::new()).unwrap();
+        assert!(equal(&file, &two));
+        let expected = [
+            "file",
+            "file.values.json",
+            "file.values.json.bak",
+            "file.values.json.new",
+            "file.values.json.new-notes",
+            "one",
+            "two",
+        ];
+        assert_eq!(names(parent.path()), expected);
+    }
 }
 
 /// Lets another conversion to the same target run, as far as it can, before each rename.

@@ -4,11 +4,14 @@
 use std::path::Path;
 
 use fsdp_dcp::FileError;
-use fsdp_dcp::checkpoint::Format;
+use fsdp_dcp::checkpoint::{Checkpoint, Format};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
+use fsdp_dcp::internals::encode_value;
+use fsdp_dcp::map::{Map, Mapped, Values};
+use fsdp_dcp::merge::Average;
 use fsdp_dcp::reader::CheckpointReader;
 use fsdp_dcp::verify::{Level, add_integrity, verify};
-use fsdp_layout::PlainValue;
+use fsdp_layout::{DType, PlainTensor, PlainValue};
 
 use crate::foreign::{assert_converts, copy, differences, fixture, opened, replace};
 
@@ -120,6 +123,47 @@ fn a_copy_has_no_more_than_was_selected_of_such_a_file() {
         let refused =
             convert(&but_one, parent.path().join("no"), OutputFormat::Dcp { ranks: 1 }, ConvertOptions::default());
         assert_eq!(matches!(refused, Err(FileError::Opaque { .. })), name == "mcore", "{refused:?}");
+    }
+}
+
+/// Opens a copy of Lightning's fixture with a file of an average of weights, a square of these numbers, and of two
+/// counts.
+fn with_average(parent: &Path, numbers: [f32; 4]) -> Box<dyn Checkpoint> {
+    let path = changed(parent, "lightning");
+    let data = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+    let average = PlainValue::Tensor(PlainTensor { dtype: DType::F32, shape: vec![2, 2], data });
+    let items = [
+        ("ema", PlainValue::Dict(vec![("w".into(), average)])),
+        ("first", PlainValue::Int(1)),
+        ("second", PlainValue::Int(2)),
+    ];
+    let items = items.into_iter().map(|(key, value)| (key.into(), value)).collect();
+    std::fs::write(path.join("meta.pt"), encode_value(&PlainValue::Dict(items)).unwrap()).unwrap();
+    opened(&path)
+}
+
+#[test]
+fn what_is_made_of_such_a_file_is_written_and_the_file_is_not_copied() {
+    let parent = tempfile::tempdir().unwrap();
+    let a = with_average(&parent.path().join("a"), [1.0, 2.0, 3.0, 4.0]);
+    let b = with_average(&parent.path().join("b"), [5.0, 6.0, 7.0, 8.0]);
+    let average = Average::new(vec![&*a, &*b], &[]).unwrap();
+    let map = Map::parse("ema.w -> ema.w | transpose", &Values::new()).unwrap();
+    let mapped = Mapped::new(&*a, &map).unwrap();
+    let exchange = |key: &str| match key {
+        "first" => Rename::To("second".to_owned()),
+        "second" => Rename::To("first".to_owned()),
+        _ => Rename::Keep,
+    };
+    let exchanged = View::new(&*a, exchange, None).unwrap();
+    let of_average = View::new(&average, |_| Rename::Keep, None).unwrap();
+    let views: [(&str, &dyn Checkpoint); 4] =
+        [("average", &average), ("mapped", &mapped), ("exchanged", &exchanged), ("view of average", &of_average)];
+    for (name, view) in views {
+        let to = parent.path().join(name);
+        let done = convert(view, &to, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
+        assert!(!done.copied.iter().any(|copied| copied == "meta.pt") && !to.join("meta.pt").exists(), "{name}");
+        assert_eq!(differences(view, &*opened(&to)), [""; 0], "{name}");
     }
 }
 

@@ -246,6 +246,22 @@ fn a_missing_shard_is_an_error_on_open() {
     assert_eq!(missing(&foreign), [last]);
 }
 
+#[test]
+fn another_file_does_not_stand_in_for_a_missing_shard() {
+    let parent = tempfile::tempdir().unwrap();
+    let source = open(fixtures().join("fsdp2_adamw_ws2/dcp"), OpenOptions::default()).unwrap();
+    let path = parent.path().join("shards");
+    convert(&*source, &path, OutputFormat::SafetensorsShards { ranks: 2 }, ConvertOptions::default()).unwrap();
+    std::fs::remove_file(path.join(".integrity")).unwrap();
+    let other = safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![1], &[7]).unwrap();
+    std::fs::write(path.join("other.safetensors"), safetensors::serialize([("other", other)], None).unwrap()).unwrap();
+    assert!(open(&path, OpenOptions::default()).is_ok());
+    let shard = "shard-00002-model-00001-of-00001.safetensors";
+    std::fs::remove_file(path.join(shard)).unwrap();
+    let Err(FileError::MissingFiles { files, .. }) = open(&path, OpenOptions::default()) else { panic!("no error") };
+    assert_eq!(files, [shard]);
+}
+
 /// Rank-local metadata: each rank wrote the replicated tensors and values for itself.
 #[test]
 fn copies_that_differ_are_found_at_the_deepest_level() {

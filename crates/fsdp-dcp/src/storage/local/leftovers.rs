@@ -67,9 +67,9 @@ fn leftovers(files: &dyn FileSystem, target: &Path, kind: &str) -> Result<Vec<Pa
         Err(error) => return Err(FileError::io("list", parent)(error)),
     };
     let mut found = Vec::new();
-    for (name, kind) in list {
+    for (name, entry) in list {
         let is_ours = name.to_str().and_then(|name| name.strip_prefix(&prefix)).is_some_and(is_nonce);
-        if is_ours && kind == EntryKind::Directory {
+        if is_ours && entry == EntryKind::Directory {
             found.push(parent.join(name));
         }
     }

@@ -81,6 +81,10 @@ impl Storage for LocalStorage {
         read::names(&*self.files, &self.path)
     }
 
+    fn names_not_utf8(&self) -> Result<Vec<String>, FileError> {
+        read::names_not_utf8(&*self.files, &self.path)
+    }
+
     fn tree(&self) -> Result<Vec<String>, FileError> {
         tree::tree(&*self.files, &self.path)
     }

@@ -72,6 +72,10 @@ impl ReadDirectory for LocalDirectory {
         names(&*self.files, &self.path)
     }
 
+    fn names_not_utf8(&self) -> Result<Vec<String>, FileError> {
+        names_not_utf8(&*self.files, &self.path)
+    }
+
     /// Opens a regular file below the directory. Unless links are followed, no part of the path may be one.
     fn file(&self, relative: &str) -> Result<Box<dyn ReadAt>, FileError> {
         let parts = relative_parts(&self.path, relative)?;
@@ -97,6 +101,15 @@ impl ReadDirectory for LocalDirectory {
 pub(super) fn names(files: &dyn FileSystem, path: &Path) -> Result<Vec<String>, FileError> {
     let list = files.list(path).map_err(FileError::io("list", path))?;
     let mut names: Vec<String> = list.into_iter().filter_map(|(name, _)| name.into_string().ok()).collect();
+    names.sort();
+    Ok(names)
+}
+
+/// Returns the names that [`names`] leaves out, sorted. What is not UTF-8 in them is replaced.
+pub(super) fn names_not_utf8(files: &dyn FileSystem, path: &Path) -> Result<Vec<String>, FileError> {
+    let list = files.list(path).map_err(FileError::io("list", path))?;
+    let names = list.into_iter().filter_map(|(name, _)| name.into_string().err());
+    let mut names: Vec<String> = names.map(|name| name.to_string_lossy().into_owned()).collect();
     names.sort();
     Ok(names)
 }

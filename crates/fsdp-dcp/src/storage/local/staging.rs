@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::leftovers::{is_being_read, recover, set_aside};
-use super::lock::TargetLock;
+use super::lock::FileLock;
 use crate::error::FileError;
 use crate::storage::backend::{EntryKind, Links, Stage, StageFile, Storage, check_write};
 use crate::storage::file_system::{FileSystem, Identity, NewFile, OpenDirectory};
@@ -167,8 +167,15 @@ impl LocalStage {
         let durable = self.durable.clone();
         let parent = parent_of(&self.target).to_owned();
         // Two files cannot be replaced at once. So a lock keeps out others who replace them at the same time. Without
-        // it, the sidecar that is removed below could be theirs.
-        let _lock = sidecar.map(|_| TargetLock::wait(durable.shared_files(), &self.target)).transpose()?;
+        // it, the sidecar that is removed below could be theirs. The lock is that of the sidecar, because targets of
+        // different names may have a sidecar of the same name.
+        let _lock =
+            sidecar.map(|sidecar| FileLock::wait(durable.shared_files(), &parent.join(sidecar.name))).transpose()?;
+        // Nothing has changed yet: a sidecar that would replace the file of somebody else is refused here.
+        let unneeded = match sidecar {
+            Some(sidecar) => sidecar.unneeded(&parent, super::read::names(durable.files(), &parent)?)?,
+            None => Vec::new(),
+        };
         // Step 1: publish the sidecar under its pending name, which readers of the old file do not look at.
         let pending = sidecar.and_then(|sidecar| Some((parent.join(sidecar.pending_name), sidecar.bytes?)));
         if let Some((path, bytes)) = &pending {
@@ -193,28 +200,19 @@ impl LocalStage {
             return Err(error);
         }
         durable.sync_directory(&parent)?;
-        // Step 3: give the sidecar its final name. If there is none, remove that of the old file.
-        if let Some(Sidecar { name, .. }) = sidecar {
-            match &pending {
-                Some((path, _)) => {
-                    durable.rename_over(path, &parent.join(name))?;
-                    durable.sync_directory(&parent)?;
-                }
-                None => self.remove_sidecar(name)?,
-            }
-            // Remove the pending files that a killed process has left: no file refers to them any more.
-            for left in super::read::names(durable.files(), &parent)?.iter().filter(|left| is_pending(name, left)) {
-                self.remove_sidecar(left)?;
-            }
+        // Step 3: give the sidecar its final name, and remove what only the old file needed.
+        let mut replaced = None;
+        if let (Some(Sidecar { name, .. }), Some((path, _))) = (sidecar, &pending) {
+            durable.rename_over(path, &parent.join(name))?;
+            durable.sync_directory(&parent)?;
+            replaced = Some(name);
+        }
+        for old in unneeded.iter().filter(|old| replaced != Some(old.as_str())) {
+            self.remove_sidecar(old)?;
         }
         self.lock = None;
         durable.remove_directory(&self.directory)
     }
-}
-
-/// Returns `true` if this is a pending name of the sidecar called `name`.
-fn is_pending(name: &str, left: &str) -> bool {
-    left.strip_prefix(name).is_some_and(|rest| rest == ".new" || rest.starts_with(".new-"))
 }
 
 impl Stage for LocalStage {

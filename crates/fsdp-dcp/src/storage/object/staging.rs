@@ -107,6 +107,15 @@ impl ObjectStage {
         if !self.overwrite && self.prefix.head("")?.is_some() {
             return Err(FileError::Exists { path: self.target().to_owned() });
         }
+        // Nothing has changed yet: a sidecar that would replace the object of somebody else is refused here.
+        let unneeded = match sidecar {
+            Some(sidecar) => {
+                let parent = self.parent()?;
+                let there = parent.head(sidecar.name)?.map(|_| sidecar.name.to_owned());
+                sidecar.unneeded(parent.name(), there.into_iter().collect())?
+            }
+            None => Vec::new(),
+        };
         // Step 1: put the sidecar, under its pending name.
         if let Some(Sidecar { pending_name, bytes: Some(bytes), .. }) = sidecar {
             self.unmarked().push(Unmarked::Beside(pending_name.to_owned()));
@@ -124,15 +133,21 @@ impl ObjectStage {
             return Err(FileError::CommitUnknown { path: self.target().to_owned(), source: Box::new(error) });
         }
         self.cleans = false;
-        // Step 3: give the sidecar its final name. A failure is ignored, since the commit is done: readers look for
-        // both names, and can tell if a sidecar belongs to the checkpoint.
-        let Some(Sidecar { name, pending_name, bytes }) = sidecar else { return Ok(()) };
+        // Step 3: give the sidecar its final name. If there is none, remove that of the old object. A failure is
+        // ignored, since the commit is done: readers look for both names, and can tell if a sidecar belongs to the
+        // checkpoint.
+        let Some(Sidecar { name, pending_name, bytes, .. }) = sidecar else { return Ok(()) };
         let parent = self.parent()?;
-        let renamed = match bytes {
-            Some(bytes) => parent.put(name, PutPayload::from(bytes.to_vec()), PutMode::Overwrite),
-            None => parent.delete(name),
+        let Some(bytes) = bytes else {
+            for old in &unneeded {
+                let _ = parent.delete(old);
+            }
+            return Ok(());
         };
-        if renamed.is_ok() {
+        // If there was no sidecar before, one that is there now belongs to another file that was put at the same time:
+        // then this one keeps its pending name.
+        let mode = if unneeded.is_empty() { PutMode::Create } else { PutMode::Overwrite };
+        if parent.put(name, PutPayload::from(bytes.to_vec()), mode).is_ok() {
             let _ = parent.delete(pending_name);
         }
         Ok(())

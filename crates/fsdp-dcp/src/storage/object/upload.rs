@@ -74,6 +74,8 @@ impl Upload {
     /// Begins the upload of an object below a prefix.
     pub(super) fn new(prefix: &Prefix, below: &str, length: u64, is_own_key: bool) -> Result<Self, FileError> {
         let (key, name, store) = (prefix.key(below)?, prefix.name_of(below), prefix.store().clone());
+        // A store limits the number of parts, so those of a large object are larger. An object of one part is put at
+        // once.
         let part = PART.max(length.div_ceil(MAX_PARTS));
         let id = if length > part {
             Some(wait(store.create_multipart(&key)).map_err(FileError::io("begin the upload of", &name))?)

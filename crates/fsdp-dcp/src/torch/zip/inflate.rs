@@ -124,7 +124,8 @@ impl Inflated<'_> {
         Reading { cursor, input: Vec::new(), used: 0 }
     }
 
-    /// Reads input, as far as one hash covers it: reading a part of that costs reading all.
+    /// Reads the next compressed bytes, up to the end of the hashed block, because checking its hash takes the whole
+    /// block anyway. At the end of the record there are none.
     fn read_input(&self, reading: &mut Reading) -> Result<(), FormatError> {
         let at = self.record.start + reading.cursor.used;
         let left = self.record.stored - reading.cursor.used;
