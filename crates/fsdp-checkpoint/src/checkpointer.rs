@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
@@ -231,9 +231,9 @@ impl Checkpointer {
         Ok(report)
     }
 
-    /// Starts to save the current state of a run; the rest runs in the background: torch's `async_save`. Returns how
-    /// long this rank had to wait: for the previous save, if that was still running, and for the copy. Collectives:
-    /// agreements.
+    /// Starts to save the current state of a run, and goes on with the save in the background: torch's `async_save`.
+    /// Returns how long this call took: it waits for the previous save, if that is still running, and then copies the
+    /// state. Collectives: agreements.
     ///
     /// When it returns, the state has been copied, except what the run can keep unchanged
     /// ([`Stateful::state_to_save`]). That is copied during the next forward and backward. An optimizer step,
@@ -247,15 +247,16 @@ impl Checkpointer {
         name: impl Into<CheckpointName>,
         run: &impl Stateful,
     ) -> Result<Duration, CheckpointError> {
+        let start = Instant::now();
         self.wait()?;
         let name = name.into();
         // From here on, nothing that the guard covers changes until it has been copied.
         let (state, kept) = self.state_of(run, &name)?;
         let (step, path) = (name.step(), self.location(name));
         let options = self.save_options(step);
-        let stall = self.saver.save_kept(path, &state, kept, &options)?;
+        self.saver.save_kept(path, &state, kept, &options)?;
         self.saving = step;
-        Ok(stall)
+        Ok(start.elapsed())
     }
 
     /// Saves the state of a run to the memory tier ([`CheckpointerOptions::memory_tier`]), like the local checkpoints

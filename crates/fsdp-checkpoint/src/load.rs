@@ -209,6 +209,7 @@ pub fn load_whole(
 ) -> Result<StateDict, CheckpointError> {
     let checkpoint = open_here(&path.into(), options)?;
     let source = CheckpointSource::new(&*checkpoint);
+    source.schema().check_gaps()?;
     let key = prefix.join(".");
     let is_wanted = |path: &KeyPath| path.below(prefix).is_some() || path.flat_key() == key;
     let wanted = source.schema().iter().enumerate().filter(|(_, (path, _))| is_wanted(path));

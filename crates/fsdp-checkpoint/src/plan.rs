@@ -151,11 +151,10 @@ fn check_values(group: &ProcessGroup, reported: &[(u64, Vec<(String, u64)>)]) ->
 /// Plans a save with all ranks. Collective: two object all-gathers, a gather for each round of pieces, one agreement
 /// and one object scatter.
 fn plan_anew(group: &ProcessGroup, local: &LocalPlan, key: PlanKey) -> Result<CachedPlan, CheckpointError> {
-    // Step 1: all ranks learn which of them have the same schema (usually all) and which hold the same, so that each is
-    // sent once.
+    // Step 1: all ranks learn which ranks have equal schemas (usually all) and which hold equal boxes (usually
+    // replicas). Each schema and each list of boxes is then sent by one rank only.
     let hashes = group.all_gather_object(&PlanHashes { layout: key.layout, schema: local.schema_hash() })?;
-    // Step 2: the planner gets each schema once, and the boxes of each rank; those of replicas, which hold the same,
-    // once.
+    // Step 2: the planner gets the schemas and the lists of boxes.
     let pieces = gather_in_rounds(group, pieces(local, &hashes, group.rank()), wire_bytes, PLANNER)?;
     // Step 3: the planner makes the plan. If it fails, all ranks get its error.
     let planned = pieces.map(|pieces| plan_pieces(&hashes, pieces, key.deduplicate)).transpose();
@@ -174,6 +173,7 @@ fn plan_anew(group: &ProcessGroup, local: &LocalPlan, key: PlanKey) -> Result<Ca
     // plan.
     let mut hasher = DefaultHasher::new();
     hashes.iter().for_each(|rank| rank.layout.hash(&mut hasher));
+    // `NOTHING` stands for no plan, so no plan may have it.
     let shared = hasher.finish().max(NOTHING + 1);
     let rank_bytes = selected_bytes(local, &selection);
     Ok(CachedPlan { key, shared, selection, rank_bytes, total_bytes, metadata })

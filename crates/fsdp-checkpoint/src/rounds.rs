@@ -20,7 +20,7 @@ pub(crate) fn gather_in_rounds<T: Serialize + DeserializeOwned>(
     gather_in_rounds_of(ROUND_BYTES, group, pieces, bytes, root)
 }
 
-/// Does what [`gather_in_rounds`] does, with a given number of bytes per round.
+/// Gathers all ranks' pieces on the root, as [`gather_in_rounds`] does, but about `round_bytes` bytes at a time.
 fn gather_in_rounds_of<T: Serialize + DeserializeOwned>(
     round_bytes: u64,
     group: &ProcessGroup,
@@ -43,6 +43,7 @@ fn gather_in_rounds_of<T: Serialize + DeserializeOwned>(
             at += bytes(&piece);
             part.push(piece);
         }
+        // Only the root gets the parts of the round.
         let Some(parts) = group.gather_object(&part, root)? else { continue };
         gathered.resize_with(parts.len(), Vec::new);
         for (all, part) in gathered.iter_mut().zip(parts) {

@@ -264,8 +264,8 @@ pub(crate) struct Planned<'p> {
     is_planned: bool,
 }
 
-/// Plans which rank writes what, or takes the plan from `plans` if no rank's layout has changed. Collective: an
-/// agreement; for a new plan, those of [`PlanCache::plan`].
+/// Plans which rank writes what, or takes the plan from `plans` if no rank's layout has changed. Collectives: an
+/// agreement; if ranks differ, an object all-gather; for a new plan, those of [`PlanCache::plan`].
 ///
 /// # Errors
 /// The same on every rank: state that cannot be saved, or that differs between ranks.
@@ -280,6 +280,8 @@ pub(crate) fn plan_save<'p>(
     let layout = local.as_ref().map_or(0, |(plan, _)| plan.layout_hash());
     let key = PlanKey::new(group, layout, options.deduplicate);
     let values = local.as_ref().map_or_else(|_| Vec::new(), |(_, source)| source.hashes_of_values());
+    // A rank that cannot list its state takes part too. This agreement makes its error every rank's, so no rank
+    // returns alone below.
     let is_planned = plans.is_planned(group, &key, &local, &values)?;
     let (plan, source) = local?;
     let cached = plans.plan(group, key, &plan, is_planned)?;

@@ -100,6 +100,20 @@ impl<'a> CheckpointSource<'a> {
         Ok((CheckpointSource { schema: Schema::new(leaves), keys, ..self }, left_out))
     }
 
+    /// Leaves out the values whose flat keys `is_left_out` selects, and returns these keys.
+    pub(crate) fn without(self, is_left_out: impl Fn(&str) -> bool) -> (Self, Vec<String>) {
+        let leaves = self.schema.iter().cloned().zip(self.keys);
+        let (left_out, kept): (Vec<_>, Vec<_>) = leaves.partition(|(_, key)| is_left_out(key));
+        let (leaves, keys) = kept.into_iter().unzip();
+        let left_out = left_out.into_iter().map(|(_, key)| key).collect();
+        (CheckpointSource { schema: Schema::new(leaves), keys, ..self }, left_out)
+    }
+
+    /// Returns the flat keys of all values.
+    pub(crate) fn keys(&self) -> &[String] {
+        &self.keys
+    }
+
     /// Returns the checkpoint.
     #[must_use]
     pub fn checkpoint(&self) -> &'a dyn Checkpoint {

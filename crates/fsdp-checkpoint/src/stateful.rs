@@ -1,5 +1,6 @@
 //! State that can be saved and loaded: the trait [`Stateful`], and [`TrainState`], which is enough for most runs.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use fsdp_comm::ProcessGroup;
@@ -197,8 +198,8 @@ impl<M> TrainState<M> {
             state.insert(OPTIM, live_optim_state_dict(&optimizers, MissingState::Initial)?);
         }
         for (key, value) in self.beside()? {
-            if let Some(part) = [MODEL, OPTIM].into_iter().find(|part| key.starts_with(&format!("{part}."))) {
-                let problem = format!("in formats of flat keys it would be a part of `{part}`; give it another key");
+            if let Some(part) = [MODEL, OPTIM].into_iter().find(|part| is_part_of(&key, part)) {
+                let problem = format!("a load would take it for a part of `{part}`; give it another key");
                 return Err(CheckpointError::Unsavable { fqn: key, problem });
             }
             state.insert_new(key, value)?;
@@ -230,14 +231,26 @@ impl<M> TrainState<M> {
         group: &ProcessGroup,
         options: &LoadOptions,
     ) -> Result<(LoadReport, StateDict), CheckpointError> {
-        let prepared = self.beside().and_then(|beside| {
+        let prepared = self.beside().and_then(|mut beside| {
             let values = flatten_state_dict(&beside)?;
             let source = CheckpointSource::with_known_paths(checkpoint, &values.paths);
-            let (source, left_out) = if options.strict {
+            source.schema().check_gaps()?;
+            let (mut source, mut left_out) = if options.strict {
                 (source, Vec::new())
             } else {
                 source.without_foreign_objects(|path| [MODEL, OPTIM].iter().any(|key| path.below(&[key]).is_some()))?
             };
+            // The number of updates alone would become a value of this run. A later average would go on from it, with
+            // weights that were never averaged.
+            if !options.strict && !beside.contains_key(AVERAGE) && has_average(&source) {
+                let (rest, average) = source.without(|key| is_part_of(key, AVERAGE));
+                source = rest;
+                left_out.extend(average);
+            }
+            if let (Some(average), Some(StateValue::Dict(state))) = (&self.average, beside.get_mut(AVERAGE)) {
+                let keys: HashSet<&str> = source.keys().iter().map(String::as_str).collect();
+                average.retain_saved_names(state, |name| keys.contains(format!("{AVERAGE}.{name}").as_str()));
+            }
             // Check that sampler, scaler and average accept their saved state before anything changes.
             let saved = |key: &str| saved_part(&source, &beside, key);
             set_sampler_and_scaler(&mut self.sampler.clone(), &mut self.scaler.clone(), saved)?;
@@ -269,6 +282,16 @@ impl<M> TrainState<M> {
         self.values = beside;
         Ok(())
     }
+}
+
+/// Returns `true` if a key, or its beginning in formats of flat keys, is `part`.
+fn is_part_of(key: &str, part: &str) -> bool {
+    key.strip_prefix(part).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+}
+
+/// Returns `true` if a checkpoint holds an average of weights.
+fn has_average(source: &CheckpointSource<'_>) -> bool {
+    source.keys().iter().any(|key| key.strip_prefix(AVERAGE).is_some_and(|rest| rest.starts_with(".module.")))
 }
 
 /// Returns the values below a key: small values from the checkpoint, and others from `beside`.

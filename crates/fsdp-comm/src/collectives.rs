@@ -333,8 +333,8 @@ impl ProcessGroup {
         self.scatter_counts(call, outputs, input, counts, root)
     }
 
-    /// Sends each rank its part of the input of `root`, the only rank that passes one. `counts` are the elements of
-    /// each rank's part.
+    /// Sends each rank its part of the input of `root`, the only rank that passes one. The part fills `outputs`, one
+    /// slice after the other. `counts` are the elements of each rank's part.
     fn scatter_counts<T: Element>(
         &self,
         call: Call,
@@ -352,6 +352,7 @@ impl ProcessGroup {
         });
         let mut turn = self.begin(call, arguments)?;
         turn.round(None, Vec::new(), bytemuck::cast_slice(input.unwrap_or_default()), move |_| {
+            // Every rank receives from the root only, and only the root sends.
             let ranges = byte_ranges::<T>(counts);
             let mut from = vec![0..0; counts.len()];
             from[root] = ranges[self.rank()].clone();

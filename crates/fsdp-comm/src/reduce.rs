@@ -111,28 +111,31 @@ macro_rules! reduce_halves {
             fn reduce(op: ReduceOp, pieces: &[&[u8]], output: &mut [Self]) {
                 // Sums are kept in f32, so that each element is rounded to the half type once, and block by block, so
                 // that they stay in the cache.
-                let (mut sums, mut next) = ([0f32; HALF_BLOCK], [0f32; HALF_BLOCK]);
+                let (mut results, mut next) = ([0f32; HALF_BLOCK], [0f32; HALF_BLOCK]);
                 for (block, output) in output.chunks_mut(HALF_BLOCK).enumerate() {
                     let start = block * HALF_BLOCK * size_of::<Self>();
                     let bytes = start..start + size_of_val(output);
-                    let (sums, next) = (&mut sums[..output.len()], &mut next[..output.len()]);
+                    let (results, next) = (&mut results[..output.len()], &mut next[..output.len()]);
                     for (rank, piece) in pieces.iter().enumerate() {
                         with_elements(&piece[bytes.clone()], |piece: &[Self]| piece.convert_to_f32_slice(next));
+                        if rank == 0 {
+                            results.copy_from_slice(next);
+                            continue;
+                        }
                         match op {
-                            _ if rank == 0 => sums.copy_from_slice(next),
                             ReduceOp::Sum | ReduceOp::Avg => {
-                                sums.iter_mut().zip(&*next).for_each(|(x, &y)| *x += y);
+                                results.iter_mut().zip(&*next).for_each(|(x, &y)| *x += y);
                             }
-                            ReduceOp::Max => sums
+                            ReduceOp::Max => results
                                 .iter_mut()
                                 .zip(&*next)
                                 .for_each(|(x, &y)| *x = if y > *x || y.is_nan() { y } else { *x }),
                         }
                     }
                     if op == ReduceOp::Avg {
-                        sums.iter_mut().for_each(|sum| *sum /= pieces.len() as f32);
+                        results.iter_mut().for_each(|sum| *sum /= pieces.len() as f32);
                     }
-                    output.convert_from_f32_slice(sums);
+                    output.convert_from_f32_slice(results);
                 }
             }
         })*

@@ -11,6 +11,7 @@ use indexmap::IndexMap;
 
 use crate::algorithm::lerp;
 use crate::parameters::{ShardedParameters, check_values, write_boxes};
+use crate::state::names_that_count;
 use crate::{NnError, Result};
 
 /// The key of the number of updates.
@@ -159,8 +160,9 @@ impl AveragedModel {
         Ok(())
     }
 
-    /// Returns the average under torch's keys: `n_averaged`, and `module.NAME` for each parameter and each persistent
-    /// buffer. Parameters are views of the average, sharded like the model; buffers are the model's own.
+    /// Returns the average under torch's keys: `n_averaged`, and `module.NAME` for each name of each parameter and for
+    /// each persistent buffer. Parameters are views of the average, sharded like the model; buffers are the model's
+    /// own.
     ///
     /// # Errors
     /// [`NnError::Swapped`] while the model has the average.
@@ -173,11 +175,30 @@ impl AveragedModel {
         for fqn in self.average.keys() {
             state.insert(format!("{MODULE}{fqn}"), self.sharded(fqn)?);
         }
+        for (alias, fqn) in self.parameters.aliases() {
+            state.insert(format!("{MODULE}{alias}"), self.sharded(fqn)?);
+        }
         let persistent = self.parameters.buffers().iter().filter(|(_, (_, persistent))| *persistent);
         for (name, (buffer, _)) in persistent {
             state.insert(format!("{MODULE}{name}"), buffer.clone());
         }
         Ok(state)
+    }
+
+    /// Leaves out of the state dict of the average those names of tied parameters under which nothing was saved, if
+    /// something was saved under another of their names. `is_saved` gets keys of the state dict.
+    pub fn retain_saved_names(&self, state: &mut StateDict, is_saved: impl Fn(&str) -> bool) {
+        let mut tied: IndexMap<&str, Vec<String>> = IndexMap::new();
+        for (alias, fqn) in self.parameters.aliases() {
+            let own = || vec![format!("{MODULE}{fqn}")];
+            tied.entry(fqn).or_insert_with(own).push(format!("{MODULE}{alias}"));
+        }
+        for keys in tied.values() {
+            let (saved, others): (Vec<&String>, Vec<&String>) = keys.iter().partition(|key| is_saved(key));
+            if !saved.is_empty() {
+                others.into_iter().for_each(|key| _ = state.remove(key));
+            }
+        }
     }
 
     /// Checks that an average can go on from the number of updates in a state dict. A load of a whole run checks it
@@ -194,8 +215,9 @@ impl AveragedModel {
         Err(StateError::Incompatible { operation: LOAD, report }.into())
     }
 
-    /// Loads a state dict, whose parameters must cover this rank's shards. Values that are views of the average itself,
-    /// which a load in place has already filled, are not copied. Buffers belong to the model, and are not read.
+    /// Loads a state dict, whose parameters must cover this rank's shards. A tied parameter may be there under any of
+    /// its names. Values that are views of the average itself, which a load in place has already filled, are not
+    /// copied. Buffers belong to the model, and are not read.
     ///
     /// # Errors
     /// [`StateError::Incompatible`] names keys that are missing or have another kind of value; those of a
@@ -208,8 +230,10 @@ impl AveragedModel {
         let count = state.get(N_AVERAGED).and_then(count_of);
         report.missing.extend(count.is_none().then(|| N_AVERAGED.to_owned()));
         let mut taken = Vec::with_capacity(self.average.len());
+        let names = state.keys().filter_map(|key| key.strip_prefix(MODULE));
+        let chosen = names_that_count(&self.parameters, names.filter(|name| self.parameters.contains(name)));
         for fqn in self.average.keys() {
-            let key = format!("{MODULE}{fqn}");
+            let key = format!("{MODULE}{}", chosen.get(fqn.as_str()).unwrap_or(&fqn.as_str()));
             match state.get(&key) {
                 Some(StateValue::Sharded(sharded)) => taken.push((fqn, self.sharded(fqn)?, sharded.clone())),
                 Some(StateValue::Tensor(whole)) => {

@@ -38,12 +38,13 @@ fn pieces(numel: usize) -> impl Iterator<Item = Range<usize>> {
     (0..numel).step_by(PIECE).map(move |start| start..numel.min(start + PIECE))
 }
 
-/// Returns the sum of the squares of all elements, or their largest absolute value; NaN if any element is NaN.
+/// Returns the sum of the squares of all elements or, with `is_infinity`, their largest absolute value. Returns NaN if
+/// any element is NaN.
 pub(crate) fn norm_part(flat: &Tensor, is_infinity: bool) -> Result<f64> {
     let (mut squares, mut largest) = (0f64, 0f64);
     for piece in pieces(flat.elem_count()) {
         let piece = flat.narrow(0, piece.start, piece.len())?.to_dtype(DType::F64)?;
-        // Kernels may pass over elements that are not a number, but no sum does.
+        // A kernel may ignore NaN when it looks for the largest value. A sum cannot, so it is computed in both cases.
         squares += piece.sqr()?.sum_all()?.to_scalar::<f64>()?;
         if is_infinity {
             largest = largest.max(piece.abs()?.max_all()?.to_scalar::<f64>()?);

@@ -148,7 +148,8 @@ pub fn gather_sharded_tensor(
     gather_one("gather_sharded_tensor", tensor, group, KeepOn::Ranks(vec![root]), device)
 }
 
-/// Gathers one tensor, on the ranks that `keep_on` names.
+/// Gathers one tensor, as a state dict of its own. Returns it whole on the ranks that `keep_on` names, and `None` on
+/// the others.
 fn gather_one(
     operation: &'static str,
     tensor: &ShardedTensor,

@@ -20,7 +20,7 @@ use crate::{Leaf, StateDict, StateError, StateValue, flatten_state_dict};
 /// the value of the first of them. A whole tensor or a plain value counts with the value of rank 0. Tensors that are
 /// contiguous in host memory are not copied.
 ///
-/// Collectives: one agreement, and two object all-gathers, of boxes and of sums.
+/// Collectives: two agreements, and two object all-gathers, of boxes and of sums.
 ///
 /// # Errors
 /// The same on every rank: ranks that pass different names, kinds, dtypes or shapes; elements that no rank has; any
@@ -50,6 +50,7 @@ pub fn digest_state_dict(state: &StateDict, group: &ProcessGroup) -> Result<Stat
     const OPERATION: &str = "digest_state_dict";
     // Ranks agree on what there is before they compare the parts that each has.
     let flat = flat_with_leaves(state);
+    // A rank with an error sends any hash, because errors are looked at before hashes.
     let hash = flat.as_ref().map_or(0, |flat| {
         let mut hasher = XxHash3_64::new();
         flat.iter().for_each(|(key, _, leaf)| (key, leaf).hash(&mut hasher));

@@ -1,12 +1,10 @@
 //! Nested to flat keys and back: by the rule of torch's distributed checkpoints, which leaves tuples and lists of
 //! plain values whole, and by that of its state-dict utilities, which opens every container.
 
-use std::collections::HashMap;
-
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
-use crate::traverse::{MAX_LIST_LENGTH, set_element, traverse_state_dict};
+use crate::traverse::{check_gaps, set_element, traverse_state_dict};
 use crate::{StateDict, StateError, StateValue};
 
 /// Flat keys to leaves, and each key's path: DCP's `planner_data`.
@@ -75,35 +73,39 @@ pub fn flatten_state_dict(state: &StateDict) -> Result<FlatStateDict, StateError
 pub fn flatten_containers(state: &StateDict) -> Result<FlatStateDict, StateError> {
     let mut flat = FlatStateDict::default();
     for (key, value) in state {
-        open(&KeyPath(vec![PathPart::Key(key.clone())]), value, &mut flat)?;
+        add_leaves(&KeyPath(vec![PathPart::Key(key.clone())]), value, &mut flat)?;
     }
     Ok(flat)
 }
 
-/// Adds all leaves below a value at `path`.
-fn open(path: &KeyPath, value: &StateValue, flat: &mut FlatStateDict) -> Result<(), StateError> {
+/// Adds the leaves of a value, whose path is `path`, to `flat`.
+fn add_leaves(path: &KeyPath, value: &StateValue, flat: &mut FlatStateDict) -> Result<(), StateError> {
     match value {
         StateValue::Dict(dict) => {
-            dict.iter().try_for_each(|(key, value)| open(&path.child(PathPart::Key(key.clone())), value, flat))
+            dict.iter().try_for_each(|(key, value)| add_leaves(&path.child(PathPart::Key(key.clone())), value, flat))
         }
         StateValue::List(list) | StateValue::Tuple(list) => {
             let mut elements = list.iter().enumerate();
-            elements.try_for_each(|(index, value)| open(&path.child(PathPart::Index(index)), value, flat))
+            elements.try_for_each(|(index, value)| add_leaves(&path.child(PathPart::Index(index)), value, flat))
         }
-        StateValue::Plain(value) => open_plain(path, value, flat),
+        StateValue::Plain(value) => add_plain_leaves(path, value, flat),
         tensor => flat.insert(path, tensor.clone()),
     }
 }
 
-/// Adds all leaves below a plain value at `path`. Plain containers are opened like those of the dict itself.
-fn open_plain(path: &KeyPath, value: &PlainValue, flat: &mut FlatStateDict) -> Result<(), StateError> {
+/// Adds the leaves of a plain value to `flat`, as [`add_leaves`] does.
+fn add_plain_leaves(path: &KeyPath, value: &PlainValue, flat: &mut FlatStateDict) -> Result<(), StateError> {
     match value {
         PlainValue::List(list) | PlainValue::Tuple(list) => {
             let mut elements = list.iter().enumerate();
-            elements.try_for_each(|(index, value)| open_plain(&path.child(PathPart::Index(index)), value, flat))
+            elements.try_for_each(|(index, value)| add_plain_leaves(&path.child(PathPart::Index(index)), value, flat))
         }
         PlainValue::Dict(entries) => entries.iter().try_for_each(|(key, value)| {
-            open_plain(&path.child(PathPart::Key(key.key_text().unwrap_or_else(|| format!("{key:?}")))), value, flat)
+            add_plain_leaves(
+                &path.child(PathPart::Key(key.key_text().unwrap_or_else(|| format!("{key:?}")))),
+                value,
+                flat,
+            )
         }),
         leaf => flat.insert(path, leaf.clone().into()),
     }
@@ -124,7 +126,7 @@ fn open_plain(path: &KeyPath, value: &PlainValue, flat: &mut FlatStateDict) -> R
 /// # Ok::<(), fsdp_state::StateError>(())
 /// ```
 pub fn unflatten_state_dict(flat: FlatStateDict) -> Result<StateDict, StateError> {
-    check_gaps(&flat)?;
+    check_gaps(flat.values.keys().filter_map(|key| flat.paths.get(key)))?;
     let mut root = StateDict::new();
     for (key, value) in flat.values {
         match flat.paths.get(&key) {
@@ -137,31 +139,10 @@ pub fn unflatten_state_dict(flat: FlatStateDict) -> Result<StateDict, StateError
     Ok(root)
 }
 
-/// Checks that lists have about as many elements as there are values. Without it a few paths could ask for many long
-/// lists of nothing.
-fn check_gaps(flat: &FlatStateDict) -> Result<(), StateError> {
-    let mut lengths: HashMap<&[PathPart], usize> = HashMap::new();
-    let mut total = 0usize;
-    let depth = flat.paths.values().map(|path| path.0.len()).max().unwrap_or_default();
-    let most = flat.values.len().saturating_mul(depth).saturating_add(MAX_LIST_LENGTH);
-    for path in flat.values.keys().filter_map(|key| flat.paths.get(key)) {
-        for (depth, part) in path.0.iter().enumerate() {
-            let PathPart::Index(index) = part else { continue };
-            let length = lengths.entry(&path.0[..depth]).or_default();
-            let longer = index.saturating_add(1).saturating_sub(*length);
-            *length += longer;
-            total = total.saturating_add(longer);
-            if total > most {
-                return Err(StateError::WrongContainer { path: path.flat_key(), expected: "list without long gaps" });
-            }
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::traverse::MAX_LIST_LENGTH;
     use candle_core::{Device, Tensor};
 
     fn tensor() -> StateValue {

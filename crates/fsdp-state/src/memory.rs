@@ -183,10 +183,11 @@ impl Leaf {
     }
 }
 
-/// Makes room for more bytes at the end of a buffer. The size may come from another rank or a file, so a lack of memory
-/// is an error and does not end the process.
-pub(crate) fn try_reserve(buffer: &mut Vec<u8>, bytes: usize) -> Result<(), StateError> {
-    if buffer.try_reserve_exact(bytes).is_err() {
+/// Makes room for more items at the end of a buffer. Their number may come from another rank or a file, so a lack of
+/// memory is an error and does not end the process.
+pub(crate) fn try_reserve<T>(buffer: &mut Vec<T>, items: usize) -> Result<(), StateError> {
+    if buffer.try_reserve(items).is_err() {
+        let bytes = items.saturating_mul(size_of::<T>());
         return Err(FlatError::OutOfMemory { dtype: DType::U8.to_string(), shape: vec![bytes] }.into());
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! The comparison of replicas: elements that several ranks hold must be equal on all of them.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::{Hash as _, Hasher as _};
 
 use fsdp_comm::ProcessGroup;
@@ -9,18 +9,19 @@ use twox_hash::XxHash3_64;
 
 use crate::digest::flat_with_leaves;
 use crate::engine::LoadError as _;
+use crate::memory::try_reserve;
 use crate::transfer::BoxBytes;
 use crate::traverse::leaves;
 use crate::{Leaf, StateDict, StateError};
 
 const OPERATION: &str = "check_replicas";
 
-/// Checks that ranks which hold the same elements hold the same bits: whole tensors and plain values on all ranks, and
-/// shards on ranks with the same boxes, also those inside a tuple. Tensors that are contiguous in host memory are not
-/// copied.
+/// Checks that ranks which hold the same elements hold the same bits: whole tensors and plain values on all ranks that
+/// have them, and shards on ranks with the same boxes, also those inside a tuple. Tensors that are contiguous in host
+/// memory are not copied.
 ///
-/// Collectives: one agreement and one object all-gather of a few bytes. Two more if replicas differ, or if some ranks
-/// have whole tensors or values that others lack: these are compared over the ranks that have them.
+/// Collectives: one agreement and one object all-gather of a few bytes. If not all ranks hold the same, two exchanges
+/// of 16 bytes for each value or box, and one object all-gather; one more if replicas differ.
 ///
 /// # Errors
 /// The same on every rank: [`StateError::ReplicasDiffer`]; any rank's own error.
@@ -38,39 +39,77 @@ const OPERATION: &str = "check_replicas";
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), StateError> {
-    // Each rank digests what it holds. Usually one number from each is enough.
-    let held = StateError::agree(group, OPERATION, None, Held::of(state))?;
+    // Step 1: each rank digests what it holds. If all hold the same, one number from each is enough.
+    let mut held = StateError::agree(group, OPERATION, None, Held::of(state))?;
     let all: Vec<[Summary; 2]> = group.all_gather_object(&held.summaries())?;
-    let is_alike = |part: usize| classes(&all, part).values().all(|ranks| same(&all, part, ranks));
-    if classes(&all, WHOLE).len() == 1 && is_alike(WHOLE) && is_alike(SHARDS) {
+    if all.iter().all(|summaries| *summaries == all[0]) {
         return Ok(());
     }
-    // Each name is compared over the ranks that hold it. The ranks send hashes of the names, which are shorter.
-    let digests: Vec<HashMap<u64, u64>> = group.all_gather_object(&held.short_digests())?;
-    let mut found: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-    for (name, _) in held.parts.iter().flat_map(StateDigest::iter) {
-        let hash = XxHash3_64::oneshot(name.as_bytes());
-        let of_ranks = digests.iter().enumerate();
-        let differing = differing(&of_ranks.filter_map(|(rank, of)| Some((rank, *of.get(&hash)?))).collect::<Vec<_>>());
-        if !differing.is_empty() {
-            found.entry(key_of(name).to_owned()).or_default().extend(differing);
+    for part in [WHOLE, SHARDS] {
+        if all.iter().all(|summaries| summaries[part] == all[0][part]) {
+            held.parts[part] = StateDigest::default();
         }
     }
-    // A rank knows only its own names, so each tells all others which of them differ.
-    let mut tensors: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-    for (name, ranks) in group.all_gather_object(&found)?.into_iter().flatten() {
-        tensors.entry(name).or_default().extend(ranks);
-    }
-    if tensors.is_empty() {
+    // Step 2: compare each name over the ranks that hold it. Any two ranks may hold the same box, so each name has a
+    // rank that compares it. All ranks learn the hashes of the names that differ, and the ranks at fault.
+    let found: Vec<Vec<(u64, Vec<usize>)>> = group.all_gather_object(&compare(group, &held)?)?;
+    let found: HashMap<u64, Vec<usize>> = found.into_iter().flatten().collect();
+    if found.is_empty() {
         return Ok(());
     }
+    // Step 3: a rank knows only its own names, so each tells all others which of them differ.
+    let mut named: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+    for (name, _) in held.parts.iter().flat_map(StateDigest::iter) {
+        if let Some(ranks) = found.get(&short(name)) {
+            named.entry(key_of(name).to_owned()).or_default().extend(ranks);
+        }
+    }
+    let mut tensors: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
+    for (name, ranks) in group.all_gather_object(&named)?.into_iter().flatten() {
+        tensors.entry(name).or_default().extend(ranks);
+    }
     let global = group.global_ranks();
-    let tensors = tensors.into_iter().map(|(name, mut ranks)| {
-        ranks.sort_unstable();
-        ranks.dedup();
-        (name, ranks.into_iter().filter_map(|rank| global.get(rank).copied()).collect())
-    });
-    Err(StateError::ReplicasDiffer { tensors: tensors.collect() })
+    let of_group = |ranks: BTreeSet<usize>| ranks.into_iter().filter_map(|rank| global.get(rank).copied()).collect();
+    let tensors = tensors.into_iter().map(|(name, ranks)| (name, of_group(ranks))).collect();
+    Err(StateError::ReplicasDiffer { tensors })
+}
+
+/// Compares the names of which this rank is in charge, over all ranks that hold them. Returns the hashes of those that
+/// differ, each with the ranks at fault. Collectives: two exchanges.
+fn compare(group: &ProcessGroup, held: &Held) -> Result<Vec<(u64, Vec<usize>)>, StateError> {
+    let ranks = group.world_size();
+    let mut to: Vec<Vec<u64>> = vec![Vec::new(); ranks];
+    for (name, digest) in held.parts.iter().flat_map(StateDigest::iter) {
+        let name = short(name);
+        to[(name % ranks as u64) as usize].extend([name, short(&digest.to_string())]);
+    }
+    let counts: Vec<u64> = to.iter().map(|numbers| numbers.len() as u64).collect();
+    let mut receive_counts = vec![0u64; ranks];
+    group.all_to_all_uneven(&mut receive_counts, &vec![1; ranks], &counts, &vec![1; ranks])?;
+    let receive_counts: Vec<usize> = receive_counts.into_iter().map(|count| count as usize).collect();
+    let send_counts: Vec<usize> = to.iter().map(Vec::len).collect();
+    let length = receive_counts.iter().sum();
+    let mut received = Vec::new();
+    try_reserve(&mut received, length)?;
+    received.resize(length, 0);
+    group.all_to_all_uneven(&mut received, &receive_counts, &to.concat(), &send_counts)?;
+    // The ranks that hold each name, with their digests.
+    let mut holders: HashMap<u64, Vec<(usize, u64)>> = HashMap::new();
+    let mut rest = received.as_slice();
+    for (rank, count) in receive_counts.into_iter().enumerate() {
+        let numbers;
+        (numbers, rest) = rest.split_at(count);
+        for &[name, digest] in numbers.as_chunks().0 {
+            holders.entry(name).or_default().push((rank, digest));
+        }
+    }
+    let differing = holders.into_iter().map(|(name, held)| (name, differing(&held)));
+    Ok(differing.filter(|(_, ranks)| !ranks.is_empty()).collect())
+}
+
+/// Returns a short hash of a name or a digest.
+fn short(text: &str) -> u64 {
+    XxHash3_64::oneshot(text.as_bytes())
 }
 
 /// The position, among the parts of [`Held`], of whole tensors and values.
@@ -136,13 +175,6 @@ impl Held {
             Summary { layout: hasher.finish(), root: digests.root() }
         })
     }
-
-    /// Returns a hash of each digest, by a hash of its name.
-    fn short_digests(&self) -> HashMap<u64, u64> {
-        let all = self.parts.iter().flat_map(StateDigest::iter);
-        let short = |text: &str| XxHash3_64::oneshot(text.as_bytes());
-        all.map(|(name, digest)| (short(name), short(&digest.to_string()))).collect()
-    }
 }
 
 /// The character between the key and the box in a name. It sorts before all characters of keys.
@@ -156,20 +188,6 @@ fn name_of(key: &str, place: &str) -> String {
 /// Returns the key from a name that [`name_of`] has made.
 fn key_of(name: &str) -> &str {
     name.rsplit_once(SEPARATOR).map_or(name, |(key, _)| key)
-}
-
-/// Returns the ranks with the same layout, by layout.
-fn classes(all: &[[Summary; 2]], part: usize) -> BTreeMap<u64, Vec<usize>> {
-    let mut classes: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
-    for (rank, summaries) in all.iter().enumerate() {
-        classes.entry(summaries[part].layout).or_default().push(rank);
-    }
-    classes
-}
-
-/// Returns `true` if these ranks hold the same values.
-fn same(all: &[[Summary; 2]], part: usize, ranks: &[usize]) -> bool {
-    ranks.windows(2).all(|pair| all[pair[0]][part].root == all[pair[1]][part].root)
 }
 
 /// Returns the ranks whose value differs from the most frequent one; all ranks, if no value is more frequent than all

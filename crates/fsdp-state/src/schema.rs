@@ -10,7 +10,7 @@ use fsdp_layout::{DType, KeyPath, PathPart};
 use itertools::{EitherOrBoth, Itertools as _};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::traverse::leaves;
+use crate::traverse::{check_gaps, leaves};
 use crate::{StateDict, StateError, StateValue};
 
 /// One value of a state dict without its elements, and without where they are.
@@ -130,6 +130,15 @@ impl Schema {
     pub fn new(mut leaves: Vec<(KeyPath, Leaf)>) -> Self {
         leaves.sort_by(|(a, _), (b, _)| a.cmp(b));
         Schema(Arc::new(leaves))
+    }
+
+    /// Checks that a state dict can be made of the paths: that its lists have about as many elements as there are
+    /// values. The paths of a checkpoint may ask for many long lists of nothing.
+    ///
+    /// # Errors
+    /// [`StateError::WrongContainer`], which names the path.
+    pub fn check_gaps(&self) -> Result<(), StateError> {
+        check_gaps(self.iter().map(|(path, _)| path))
     }
 
     /// Returns the leaf at a position, and its path.

@@ -192,7 +192,8 @@ impl StateValue {
     }
 
     /// Returns the candle tensors of this rank's part of a tensor; none for other values.
-    pub(crate) fn candle_tensors(&self) -> Vec<&Tensor> {
+    #[must_use]
+    pub fn candle_tensors(&self) -> Vec<&Tensor> {
         match self {
             StateValue::Tensor(tensor) => vec![tensor],
             StateValue::Sharded(tensor) => tensor.shards().iter().map(|shard| &shard.tensor).collect(),

@@ -1,5 +1,7 @@
 //! Walking a nested state dict, and reaching into it by path.
 
+use std::collections::HashMap;
+
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 
 use crate::{StateDict, StateError, StateValue};
@@ -137,8 +139,8 @@ pub fn get_element_mut<'a>(state: &'a mut StateDict, path: &KeyPath) -> Option<&
     })
 }
 
-/// Puts a value at a path, and makes the dicts and lists on the way that are not there. A list that is too short is
-/// filled up with `None`. torch's `set_element`.
+/// Puts a value at a path, and makes the dicts and lists on the way that are not there, or that are `None` or an empty
+/// plain container. A list that is too short is filled up with `None`. torch's `set_element`.
 ///
 /// # Errors
 /// [`StateError::WrongContainer`] if the path is empty or begins with an index, leads through something that is no
@@ -161,6 +163,27 @@ pub fn set_element(state: &mut StateDict, path: &KeyPath, value: impl Into<State
     }
 }
 
+/// Checks that lists which are made of these paths have about as many elements as there are paths. Otherwise a few
+/// paths of a checkpoint could ask for many long lists of nothing.
+pub(crate) fn check_gaps<'p>(paths: impl Iterator<Item = &'p KeyPath> + Clone) -> Result<(), StateError> {
+    let most = paths.clone().map(|path| path.0.len()).fold(MAX_LIST_LENGTH, usize::saturating_add);
+    let mut lengths: HashMap<&[PathPart], usize> = HashMap::new();
+    let mut total = 0usize;
+    for path in paths {
+        for (depth, part) in path.0.iter().enumerate() {
+            let PathPart::Index(index) = part else { continue };
+            let length = lengths.entry(&path.0[..depth]).or_default();
+            let longer = index.saturating_add(1).saturating_sub(*length);
+            *length += longer;
+            total = total.saturating_add(longer);
+            if total > most {
+                return Err(StateError::WrongContainer { path: path.flat_key(), expected: "list without long gaps" });
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Returns the slot of `key`. If the dict has no such key, it gets an empty container of the kind that `rest` needs.
 fn entry<'a>(dict: &'a mut StateDict, key: &str, rest: &[PathPart]) -> &'a mut StateValue {
     if !dict.contains_key(key) {
@@ -181,13 +204,27 @@ fn container_for(rest: &[PathPart]) -> StateValue {
     }
 }
 
+/// Returns `true` for a value that stands for nothing yet, and that a container may replace: `None`, or an empty plain
+/// list or dict.
+fn is_placeholder(value: &StateValue) -> bool {
+    match value {
+        StateValue::Plain(PlainValue::None) => true,
+        StateValue::Plain(PlainValue::List(items)) => items.is_empty(),
+        StateValue::Plain(PlainValue::Dict(entries)) => entries.is_empty(),
+        _ => false,
+    }
+}
+
 /// Sets a value below `slot`, where `rest` of the path leads. Missing containers are made.
 fn set_at(slot: &mut StateValue, rest: &[PathPart], value: StateValue, path: &KeyPath) -> Result<(), StateError> {
+    if rest.is_empty() {
+        *slot = value;
+        return Ok(());
+    }
+    if is_placeholder(slot) {
+        *slot = container_for(rest);
+    }
     match (rest, slot) {
-        ([], slot) => {
-            *slot = value;
-            Ok(())
-        }
         ([PathPart::Key(part), rest @ ..], StateValue::Dict(dict)) => {
             set_at(entry(dict, part, rest), rest, value, path)
         }
@@ -195,12 +232,9 @@ fn set_at(slot: &mut StateValue, rest: &[PathPart], value: StateValue, path: &Ke
             if list.len() <= *index {
                 list.resize_with(*index + 1, || StateValue::Plain(PlainValue::None));
             }
-            if matches!(list[*index], StateValue::Plain(PlainValue::None)) {
-                list[*index] = container_for(rest);
-            }
             set_at(&mut list[*index], rest, value, path)
         }
-        ([PathPart::Key(_), ..], _) => Err(StateError::WrongContainer { path: path.flat_key(), expected: "dict" }),
+        ([] | [PathPart::Key(_), ..], _) => Err(StateError::WrongContainer { path: path.flat_key(), expected: "dict" }),
         ([PathPart::Index(_), ..], _) => Err(StateError::WrongContainer { path: path.flat_key(), expected: "list" }),
     }
 }

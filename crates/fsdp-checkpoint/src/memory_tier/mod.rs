@@ -85,29 +85,35 @@ impl MemoryTier {
         // plan finds what no checkpoint could hold.
         let options = &SaveOptions { progress: SaveProgress::default(), ..options.clone() };
         let Planned { plan, source, .. } = plan_save(&mut self.plans, &state, &group, options)?;
-        let directory = self.open(&group, true)?;
-        let nowhere = || CheckpointError::NotAMemoryTier { path: self.directory.name().to_owned() };
-        let RunDirectory { root, hosts } = directory.ok_or_else(nowhere)?;
+        let Some(RunDirectory { root, hosts }) = self.open(&group, true)? else {
+            return Err(CheckpointError::NotAMemoryTier { path: self.directory.name().to_owned() });
+        };
         let copies = list_all(&group, OPERATION, &root, &hosts)?;
-        let of = MemoryStep { start: self.start_of_save(&group, step, &copies)?, step, ranks: group.world_size() };
+        let start = self.start_of_save(&group, step, &copies)?;
+        let this_step = MemoryStep { start, step, ranks: group.world_size() };
         // Step 2: make room. Of the older steps, only the newest complete one is kept. Steps from this one on are
         // removed too: they are of a save that failed, or the run has gone back behind them and does not continue from
-        // them.
+        // them. Ranks of one host share a directory, so only the first of them removes.
         let older: Vec<PartCopy> = copies.into_iter().filter(|copy| copy.part.of.step < step).collect();
         let kept = newest_complete(&older);
         let removed = if hosts[rank] == rank { remove_all_but(&root, kept) } else { Ok(()) };
         CheckpointError::agree(&group, OPERATION, None, removed)?;
         // Step 3: write this rank's own part. The run's directory may have been removed since the last save.
-        let part = Part { of, rank };
+        let part = Part { of: this_step, rank };
         let own = place_of(&root, rank, part);
         let threads = options.threads(&own, &group);
         let bytes = make_private(&root).and_then(|()| save_part(&own, &plan, &source, rank, &options.durable, threads));
         let rank_bytes = CheckpointError::agree(&group, OPERATION, None, bytes)?;
         // Step 4: copy each part to the buddy of its rank. From then on the step survives the loss of any one rank's
         // files, or of any one host.
-        let to_buddy = |(from, to): (usize, usize)| Transfer { part: Part { rank: from, ..part }, from, to };
-        let transfers = buddies(&hosts).into_iter().enumerate().map(to_buddy).filter(|copy| copy.from != copy.to);
-        for round in rounds(transfers.collect()) {
+        let mut transfers = Vec::new();
+        for (from, to) in buddies(&hosts).into_iter().enumerate() {
+            // A rank without another one is its own buddy.
+            if from != to {
+                transfers.push(Transfer { part: Part { of: this_step, rank: from }, from, to });
+            }
+        }
+        for round in rounds(transfers) {
             send(&group, OPERATION, &round, |&Transfer { part, from, to }| {
                 (place_of(&root, from, part), place_of(&root, to, part))
             })?;
@@ -172,6 +178,7 @@ impl MemoryTier {
                     break;
                 }
                 damaged => {
+                    // If no copy of any part is sound, the list is empty, and the parts of all ranks are missing.
                     let ranks = damaged.map_or_else(|| missing_ranks(step, &BTreeSet::new()), |(_, ranks)| ranks);
                     if strict {
                         return Err(CheckpointError::DamagedMemory { step: step.step, ranks });
@@ -184,11 +191,10 @@ impl MemoryTier {
         }
         // Step 2: remove the steps that were passed over. The run continues from an older one, so a later resume must
         // not find them.
-        let newest = found.as_ref().map(|(step, _)| step.step).or(durable).unwrap_or(0);
-        let is_passed = |copy: &&PartCopy| {
-            copy.part.of.step >= newest && found.as_ref().is_none_or(|(step, _)| copy.part.of != *step)
-        };
-        let passed: BTreeSet<MemoryStep> = copies.iter().filter(is_passed).map(|copy| copy.part.of).collect();
+        let found_step = found.as_ref().map(|(step, _)| *step);
+        let newest = found_step.map(|step| step.step).or(durable).unwrap_or(0);
+        let mut passed: BTreeSet<MemoryStep> = copies.iter().map(|copy| copy.part.of).collect();
+        passed.retain(|step| step.step >= newest && Some(*step) != found_step);
         let leads = hosts[group.rank()] == group.rank();
         let removed = if leads { remove_parts(&root, |part| passed.contains(&part.of)) } else { Ok(()) };
         CheckpointError::agree(&group, OPERATION, None, removed)?;

@@ -4,11 +4,15 @@ use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 use candle_core::{Device, Tensor};
-use fsdp_checkpoint::{AsyncSaver, Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, load_whole, step_path};
-use fsdp_comm::run_local;
-use fsdp_dcp::checkpoint;
+use fsdp_checkpoint::{
+    AsyncSaver, CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, LoadReport, SaveOptions, Stateful,
+    load_whole, step_path,
+};
+use fsdp_comm::{ProcessGroup, run_local};
+use fsdp_dcp::checkpoint::{self, Checkpoint};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::{Durable, Step, StepHook};
 use fsdp_flat::storage::{HostSliceMut, release};
@@ -194,6 +198,39 @@ fn a_load_waits_for_the_save_before_it_and_a_run_that_goes_back_continues_from_w
         checkpointer.save(4, &state).unwrap();
         let saved = checkpoint::open(step_path(dir.path(), 4), OpenOptions::default()).unwrap();
         assert_eq!(saved.lineage().unwrap().parent.map(|parent| parent.step), Some(1));
+    })
+    .unwrap();
+}
+
+/// A state whose description takes this long.
+struct Slow(StateDict);
+
+const SLOWNESS: Duration = Duration::from_millis(30);
+
+impl Stateful for Slow {
+    fn state_dict(&self) -> Result<StateDict, CheckpointError> {
+        std::thread::sleep(SLOWNESS);
+        Ok(self.0.clone())
+    }
+
+    fn load_state_dict(
+        &mut self,
+        checkpoint: &dyn Checkpoint,
+        group: &ProcessGroup,
+        options: &LoadOptions,
+    ) -> Result<LoadReport, CheckpointError> {
+        self.0.load_state_dict(checkpoint, group, options)
+    }
+}
+
+#[test]
+fn a_save_in_the_background_returns_the_time_of_the_whole_call() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(1, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let stall = checkpointer.save_async(1, &Slow(state(0, 1, 1.0))).unwrap();
+        assert!(stall >= SLOWNESS, "{stall:?}");
+        checkpointer.wait().unwrap();
     })
     .unwrap();
 }

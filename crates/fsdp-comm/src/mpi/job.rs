@@ -56,24 +56,12 @@ struct Owner {
 impl Owner {
     /// Starts MPI on a new thread.
     fn start(until: Instant) -> Result<Owner, CommError> {
-        let (leave, leaves) = mpsc::channel::<()>();
+        // The first channel asks the thread to leave, the second tells that MPI has started, the third that it has been
+        // left.
+        let (leave, leaves) = mpsc::channel();
         let (ready, is_ready) = mpsc::channel();
         let (leaving, left) = mpsc::channel();
-        let own = move || {
-            match library::start() {
-                Ok(universe) => {
-                    ready.send(Ok(())).ok();
-                    match keep_going(&leaves) {
-                        Ok(()) => drop(universe),
-                        // Leaving waits for all ranks, which may never leave.
-                        Err(_) => std::mem::forget(universe),
-                    }
-                }
-                Err(message) => drop(ready.send(Err(message))),
-            }
-            leaving.send(()).ok();
-        };
-        let thread = thread::Builder::new().name("mpi".to_owned()).spawn(own);
+        let thread = thread::Builder::new().name("mpi".to_owned()).spawn(move || be_in_mpi(&leaves, &ready, &leaving));
         thread.map_err(|error| unavailable(format!("its thread could not be started: {error}")))?;
         match is_ready.recv_timeout(until.saturating_duration_since(Instant::now())) {
             Ok(Ok(())) => Ok(Owner { leave: Mutex::new(Some(leave)), left: Mutex::new(left) }),
@@ -81,6 +69,22 @@ impl Owner {
             Err(_) => Err(rendezvous("MPI did not start all processes in time".to_owned())),
         }
     }
+}
+
+/// Joins MPI, stays until it is asked to leave, and leaves: all in one thread, as MPI wants it.
+fn be_in_mpi(leaves: &Receiver<()>, ready: &Sender<Result<(), String>>, leaving: &Sender<()>) {
+    match library::start() {
+        Ok(universe) => {
+            ready.send(Ok(())).ok();
+            match keep_going(leaves) {
+                Ok(()) => drop(universe),
+                // Leaving waits for all ranks, which may never leave.
+                Err(_) => std::mem::forget(universe),
+            }
+        }
+        Err(message) => drop(ready.send(Err(message))),
+    }
+    leaving.send(()).ok();
 }
 
 /// Calls MPI regularly until this process leaves, or its group is dropped without leaving.

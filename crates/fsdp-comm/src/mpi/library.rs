@@ -156,7 +156,7 @@ impl Communicator {
         self.is_ours = false;
     }
 
-    /// Gathers `counts[r]` bytes of each rank `r`'s `send` in the `receive` of all ranks.
+    /// Begins to gather `counts[r]` bytes of each rank `r`'s `send` in the `receive` of all ranks.
     pub(super) fn all_gather(&self, mut buffers: Buffers, counts: &[usize]) -> Result<Pending> {
         self.prepare(&mut buffers, &[(self.rank, counts[self.rank])], Some(counts))?;
         self.begin(buffers, |communicator, Buffers { send, receive, numbers: [_, _, counts, starts] }, request| {
@@ -177,7 +177,7 @@ impl Communicator {
         })
     }
 
-    /// Copies the root's `receive` to the `receive` of all ranks.
+    /// Begins to copy the root's `receive` to the `receive` of all ranks.
     pub(super) fn broadcast(&self, mut buffers: Buffers, len: usize, root: usize) -> Result<Pending> {
         let (count, root) = (int(len)?, int(root)?);
         buffers.receive.resize(len, 0);
@@ -190,7 +190,7 @@ impl Communicator {
         })
     }
 
-    /// Gathers `counts[r]` bytes of each rank `r`'s `send` in the root's `receive`.
+    /// Begins to gather `counts[r]` bytes of each rank `r`'s `send` in the root's `receive`.
     pub(super) fn gather(&self, mut buffers: Buffers, counts: &[usize], root: usize) -> Result<Pending> {
         let receives = self.rank == root;
         self.prepare(&mut buffers, &[(self.rank, counts[self.rank])], receives.then_some(counts))?;
@@ -241,7 +241,7 @@ impl Communicator {
         })
     }
 
-    /// Sends `sent[r]` bytes of `send` to each rank `r`, and receives `received[r]` bytes from it in `receive`.
+    /// Begins to send `sent[r]` bytes of `send` to each rank `r`, and to receive `received[r]` bytes from it.
     pub(super) fn all_to_all(&self, mut buffers: Buffers, sent: &[usize], received: &[usize]) -> Result<Pending> {
         let sent: Vec<(usize, usize)> = sent.iter().copied().enumerate().collect();
         self.prepare(&mut buffers, &sent, Some(received))?;

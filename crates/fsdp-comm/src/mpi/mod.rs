@@ -131,7 +131,7 @@ fn create(job: &Job, control: &TcpBackend, id: u64, round: &Round<'_>) -> Result
     }
 }
 
-/// Waits until a call is over, and fails if another rank is lost, or at the deadline.
+/// Waits until a call is over, and returns its buffers. Fails if another rank is lost, or at the deadline.
 fn wait(control: &TcpBackend, round: &Round<'_>, call: library::Result<Pending>) -> Result<Buffers, CommError> {
     let mut pending = call.map_err(|error| failed(round.operation, error))?;
     let mut pause = Pause::new();
@@ -139,6 +139,7 @@ fn wait(control: &TcpBackend, round: &Round<'_>, call: library::Result<Pending>)
     let mut patience = Patience::default();
     while !pending.test().map_err(|error| failed(round.operation, error))? {
         pause.take();
+        // To look for lost ranks takes longer than to ask MPI, so it is done less often.
         let now = Instant::now();
         if now < look {
             continue;

@@ -204,18 +204,28 @@ impl Functions {
 
     /// Returns NCCL's texts on an error code, and on the last error of a communicator.
     fn describe(&self, code: c_int, communicator: Raw) -> String {
-        let text = |text: *const c_char| {
-            // SAFETY: a string of NCCL's, which lives at least until its next call.
-            (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
-        };
-        // SAFETY: both only look something up; the communicator is one of this process, or null.
-        let (kind, last) = unsafe { (text((self.get_error_string)(code)), text((self.get_last_error)(communicator))) };
+        // SAFETY: both only look something up; the communicator is one of this process, or null. Their texts are
+        // strings that live at least until the next call of NCCL.
+        let (kind, last) =
+            unsafe { (text_at((self.get_error_string)(code)), text_at((self.get_last_error)(communicator))) };
         let kind = kind.unwrap_or_default();
         match last.filter(|last| !last.is_empty()) {
             Some(last) => format!("{kind} (code {code}): {last}"),
             None => format!("{kind} (code {code})"),
         }
     }
+}
+
+/// Copies a C string; `None` for a null pointer.
+///
+/// # Safety
+/// The pointer is null, or that of a string that ends with a zero byte.
+unsafe fn text_at(text: *const c_char) -> Option<String> {
+    if text.is_null() {
+        return None;
+    }
+    // SAFETY: the caller's promise.
+    Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
 /// An address in a GPU's memory.

@@ -337,8 +337,8 @@ impl Links {
 
     /// Ends all connections and all threads. There are no new ones after this.
     pub(super) fn close(&self) {
-        // Step 1: send no more, but read on. If a frame came for a socket that is closed, the system would drop what
-        // this rank has sent on it and what has not arrived yet, and so maybe its goodbye.
+        // Step 1: send no more, but read on. If a frame came for a socket that is closed, the system would drop the
+        // frames of this rank that have not arrived yet, and its goodbye may be among them.
         for connection in lock(&self.open).iter().flatten() {
             connection.stream.shutdown(Shutdown::Write).ok();
         }
@@ -348,8 +348,8 @@ impl Links {
         for connection in lock(&self.open).take().unwrap_or_default() {
             connection.stream.shutdown(Shutdown::Both).ok();
         }
+        // Step 4: wait for all threads. A thread may still start others, which end at once.
         loop {
-            // A thread may still start others, which end at once.
             let Some(thread) = lock(&self.threads).pop() else { return };
             thread.join().ok();
         }

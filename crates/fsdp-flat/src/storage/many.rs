@@ -52,8 +52,9 @@ struct Taken {
 }
 
 impl StorageGuard {
-    /// Takes the storages of these tensors. A tensor on another device is not taken. Neither is a tensor that shares
-    /// elements with an earlier one, since no two may be changed at once.
+    /// Takes the storages out of these tensors until the guard is dropped. Meanwhile no tensor of the same storage can
+    /// be read. A tensor on another device is not taken. Neither is a tensor that shares elements with an earlier one,
+    /// since no two may be changed at once.
     ///
     /// # Errors
     /// A tensor that is released, not contiguous, or of a dtype whose elements are not plain bytes. Nothing is taken
@@ -66,6 +67,7 @@ impl StorageGuard {
         for (index, &tensor) in tensors.iter().enumerate() {
             let (storage, layout) = tensor.storage_and_layout();
             let Storage::Cpu(data) = &*storage else { continue };
+            // An empty range: only the dtype, and that the tensor is not released, are checked here.
             check_readable(tensor, data, &(0..0))?;
             if tensor.elem_count() == 0 {
                 continue;

@@ -183,6 +183,8 @@ impl Withheld {
         if gives.is_some() {
             return;
         }
+        // Ask the thread to take the locks. It holds them until it gets contents through this channel, or the sender is
+        // dropped.
         let (sender, receiver) = mpsc::channel();
         self.shared.set(State::Asked);
         if self.requests.as_ref().is_none_or(|requests| requests.send(receiver).is_err()) {

@@ -120,6 +120,7 @@ impl Overlap {
     /// Collectives: one all-gather of a number, if the order of units has changed since the last one.
     pub(crate) fn begin(&self, phase: Phase) -> Result<PhaseGuard<'_>> {
         let mut state = self.state();
+        // Units that were gathered ahead followed the order of another phase.
         self.discard_gathers(&mut state)?;
         // Compare the order between ranks before following it: collectives in different orders would be an error.
         if let Some(order) = state.order_of(phase).to_compare() {
@@ -129,9 +130,9 @@ impl Overlap {
                 warn!(?phase, "ranks use their units in different orders: units are not prefetched");
             }
         }
-        let around = state.phase.replace(phase);
+        let outer = state.phase.replace(phase);
         state.order_of(phase).begin();
-        Ok(PhaseGuard { overlap: self, phase, around })
+        Ok(PhaseGuard { overlap: self, phase, outer })
     }
 
     /// Returns `true` if all ranks know the same order.
@@ -258,7 +259,7 @@ fn in_background(unit: &UnitExchange, operation: &'static str, error: NnError) -
 pub(crate) struct PhaseGuard<'a> {
     overlap: &'a Overlap,
     phase: Phase,
-    around: Option<Phase>,
+    outer: Option<Phase>,
 }
 
 impl PhaseGuard<'_> {
@@ -268,7 +269,7 @@ impl PhaseGuard<'_> {
         if let Some(order) = state.order() {
             order.learn();
         }
-        state.phase = self.around;
+        state.phase = self.outer;
         self.overlap.discard_gathers(&mut state)
     }
 }
@@ -276,7 +277,7 @@ impl PhaseGuard<'_> {
 impl Drop for PhaseGuard<'_> {
     fn drop(&mut self) {
         let mut state = self.overlap.state();
-        state.phase = self.around;
+        state.phase = self.outer;
         // Only a failed phase leaves gathers and reductions behind. Its own error is being returned, so theirs are
         // ignored.
         let _ = self.overlap.discard_gathers(&mut state);

@@ -82,6 +82,7 @@ impl FlatParamHandle {
             // after the gathered parameters have been released, so that both are never in memory together.
             state.received.push((param, grad.detach()));
         }
+        // No `begin_backward` said which parameters are reached: expect all that the graph has.
         if state.finished.is_empty() {
             state.expect_gradients_of(self.params.iter().map(|param| !param.is_in_graph).collect());
         }
@@ -89,9 +90,11 @@ impl FlatParamHandle {
         if !std::mem::replace(&mut state.finished[param], true) {
             state.unfinished -= 1;
         }
+        // The unit is done, unless it is reduced after all others, or the backward may still need its parameters.
         if state.unfinished == 0 && !state.is_reduced_last && !self.keeps_until_the_end() {
             self.end_backward_locked(&mut state)?;
-            // A partial gradient alone waits for the end of the backward.
+            // Without a new gradient there is nothing to reduce over the shard group. What earlier backwards left to be
+            // summed over replicas waits for the end of this one.
             if self.shared.syncs() && state.unsharded_grad.is_some() {
                 state.is_reduced = true;
                 self.reduce_locked(&mut state)?;
@@ -113,7 +116,8 @@ impl FlatParamHandle {
         }
         state.touched.resize(self.params.len(), false);
         let exchange = &self.exchange;
-        // Threads share copies into a gradient of zeros. One thread by itself is faster if it writes each element once.
+        // Several threads are fastest if they add to a buffer of zeros. A single one is faster if it writes each
+        // element once, without zeros first.
         if state.unsharded_grad.is_none() && exchange.device.is_cpu() && tasks::is_alone() {
             received = self.flatten_first(state, received)?;
         }

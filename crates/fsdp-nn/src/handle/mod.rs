@@ -155,6 +155,11 @@ impl FlatParamHandle {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns the number of the unit in the model, which is the same on all ranks.
+    pub(crate) fn number(&self) -> usize {
+        self.exchange.number
+    }
+
     pub(crate) fn layout(&self) -> &FlatLayout {
         &self.exchange.layout
     }

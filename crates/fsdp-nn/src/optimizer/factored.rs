@@ -6,7 +6,7 @@ use fsdp_flat::storage::{HostSliceMut, to_device};
 use fsdp_flat::with_float;
 
 use super::local::{LocalParam, LocalState};
-use super::owners::{Owned, agree, assign_owners, from_owners, owned_of, to_owners};
+use super::owners::{Owned, agree, agree_on_parameters, assign_owners, from_owners, owned_of, to_owners};
 use crate::Result;
 use crate::algorithm::{AdafactorOptions, Algorithm, Squares};
 use crate::parameters::ShardedParameters;
@@ -23,8 +23,8 @@ const BATCH: usize = 1 << 24;
 /// That takes many times the memory of the parameters, so they are updated in batches.
 ///
 /// An average that has its parameter's shape is sharded with it, as in every optimizer's state; others are whole on
-/// every rank. Collectives: where parameters are sharded, for each batch two agreements, three to five exchanges and
-/// one all-gather over the shard group.
+/// every rank. Collectives: where parameters are sharded, one agreement; for each batch two agreements, three to five
+/// exchanges and one all-gather over the shard group.
 pub(super) fn step_factored(
     options: &AdafactorOptions,
     algorithm: &Algorithm,
@@ -34,11 +34,8 @@ pub(super) fn step_factored(
     before: Result<()>,
 ) -> Result<()> {
     let group = parameters.shard_group();
-    let mut all = match before.and_then(|()| owned_of(algorithm, group, locals, indices)) {
-        Ok(all) => all,
-        // The other ranks learn it in the first agreement of their first batch.
-        Err(error) => return agree(group, Err(error)),
-    };
+    let all = before.and_then(|()| owned_of(algorithm, group, locals, indices));
+    let (mut all, ()) = agree_on_parameters(group, algorithm, locals, all.map(|all| (all, ())))?;
     // Each rank updates about as much of a batch as any other. All ranks cut the same batches, because only shapes
     // decide.
     let largest = all.iter().map(Owned::numel).max().unwrap_or(0);

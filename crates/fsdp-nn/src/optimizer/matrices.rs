@@ -7,7 +7,7 @@ use half::bf16;
 
 use super::local::{LocalParam, LocalState};
 use super::newton_schulz::orthogonal;
-use super::owners::{Owned, agree, assign_owners, from_owners, owned_of, to_owners};
+use super::owners::{Owned, agree, agree_on_parameters, assign_owners, from_owners, owned_of, to_owners};
 use crate::Result;
 use crate::algorithm::{Algorithm, MuonOptions};
 use crate::parameters::ShardedParameters;
@@ -38,7 +38,7 @@ pub(super) fn step_matrices(
         let directions = directions.collect::<Result<Vec<Vec<bf16>>>>()?;
         Ok((matrices, directions))
     });
-    let (matrices, directions) = agree(group, prepared)?;
+    let (matrices, directions) = agree_on_parameters(group, algorithm, locals, prepared)?;
     // Step 2: each owner gathers the directions of its matrices, orthogonalizes them, and sends the parts back.
     let all: Vec<&Owned> = matrices.iter().collect();
     let owned = to_owners(group, &all, directions)?;

@@ -146,7 +146,8 @@ impl Optimizer {
             group_of_local: Vec::new(),
             user_state: StateDict::new(),
         };
-        // Without `use_orig_params`: the local parameter of each unit.
+        // Step 1: find the local parameter of each name. Without `use_orig_params` all names of a unit share one, which
+        // this map has by the unit.
         let mut flat_locals: HashMap<usize, usize> = HashMap::new();
         for (index, mut group) in groups.into_iter().enumerate() {
             let mut locals_of_group = Vec::new();
@@ -173,8 +174,10 @@ impl Optimizer {
             optimizer.locals_of_group.push(locals_of_group);
             optimizer.groups.push(group);
         }
+        // Step 2: check what only all groups together show.
         optimizer.check_flat_parameters_are_whole()?;
         optimizer.check_algorithms(optimizer.groups.iter().map(|group| &group.algorithm))?;
+        // Step 3: make the state that some algorithms have before their first step.
         for (group, locals) in optimizer.groups.iter().zip(&optimizer.locals_of_group) {
             if group.algorithm.state_exists_from_construction() {
                 for &local in locals {

@@ -1,9 +1,11 @@
 //! Updates that need whole parameters: one rank, the owner, gathers a parameter, computes its update, and sends every
 //! rank its part.
 
+use std::hash::{Hash as _, Hasher as _};
 use std::ops::Range;
 
-use fsdp_comm::{Element, ProcessGroup};
+use fsdp_comm::{CommError, Element, ProcessGroup};
+use twox_hash::XxHash3_64;
 
 use super::local::{LocalParam, begin_state};
 use crate::Result;
@@ -29,8 +31,9 @@ impl Owned {
     }
 }
 
-/// Lists the parameters of a group that got a gradient, the same on all ranks; rank 0 owns them until
-/// [`assign_owners`]. All trained parameters get their initial state.
+/// Lists the parameters of a group that got a gradient, in the order of the model, which is the same on all ranks: a
+/// rank may have named them in any order. Rank 0 owns them until [`assign_owners`]. All trained parameters get their
+/// initial state.
 pub(super) fn owned_of(
     algorithm: &Algorithm,
     group: Option<&ProcessGroup>,
@@ -52,7 +55,26 @@ pub(super) fn owned_of(
             all.push(Owned { local: index, param, shape, parts, owner: 0 });
         }
     }
+    all.sort_by_key(|owned| (locals[owned.local].handle.number(), owned.param));
     Ok(all)
+}
+
+/// Turns one rank's error into an error on every rank, and checks that all ranks are about to update the same
+/// parameters: what they exchange does not say which parameters it is of.
+pub(super) fn agree_on_parameters<T>(
+    group: Option<&ProcessGroup>,
+    algorithm: &Algorithm,
+    locals: &[LocalParam],
+    outcome: Result<(Vec<Owned>, T)>,
+) -> Result<(Vec<Owned>, T)> {
+    let Some(group) = group else { return outcome };
+    let hash = outcome.as_ref().map_or(0, |(all, _)| {
+        let mut hasher = XxHash3_64::new();
+        all.iter().for_each(|owned| (locals[owned.local].handle.number(), owned.param, &owned.shape).hash(&mut hasher));
+        hasher.finish()
+    });
+    let operation = format!("Optimizer::step, for the parameters of {} that got a gradient,", algorithm.name());
+    tell(group.agree_on(&operation, hash, outcome.as_ref().map(|_| ())), outcome)
 }
 
 /// Assigns an owner to each parameter, the same on all ranks. Parameters are assigned in the order of their cost, the
@@ -74,12 +96,22 @@ pub(super) fn assign_owners(all: &mut [Owned], cost: impl Fn(&[usize]) -> u128) 
 /// Turns one rank's error into an error on every rank.
 pub(super) fn agree<T>(group: Option<&ProcessGroup>, outcome: Result<T>) -> Result<T> {
     let Some(group) = group else { return outcome };
-    match group.agree("Optimizer::step", outcome.as_ref().map(|_| ())) {
+    tell(group.agree("Optimizer::step", outcome.as_ref().map(|_| ())), outcome)
+}
+
+/// Returns the outcome of an agreement on `outcome`.
+fn tell<T>(agreed: Result<(), CommError>, outcome: Result<T>) -> Result<T> {
+    match agreed {
         // This rank's own error keeps its type.
         Err(_) if outcome.is_err() => outcome,
         Err(error) => Err(error.into()),
         Ok(()) => outcome,
     }
+}
+
+/// Returns the parameters of one owner, with their positions in `all`.
+fn owned_by<'a>(all: &'a [&Owned], owner: usize) -> impl Iterator<Item = (usize, &'a Owned)> {
+    all.iter().copied().enumerate().filter(move |(_, one)| one.owner == owner)
 }
 
 /// Returns the parameters that this rank owns, whole, from the parts of all ranks; the others are empty.
@@ -90,18 +122,27 @@ pub(super) fn to_owners<T: Element + Default>(
     parts: Vec<Vec<T>>,
 ) -> Result<Vec<Vec<T>>> {
     let Some(group) = group else { return Ok(parts) };
-    let (rank, ranks) = (group.rank(), group.world_size());
-    let of = |owner: usize| all.iter().zip(&parts).filter(move |(one, _)| one.owner == owner);
-    let sent: Vec<T> = (0..ranks).flat_map(of).flat_map(|(_, part)| part.iter().copied()).collect();
-    let send_counts: Vec<usize> = (0..ranks).map(|owner| of(owner).map(|(_, part)| part.len()).sum()).collect();
-    let own = || all.iter().enumerate().filter(|(_, one)| one.owner == rank);
-    let receive_counts: Vec<usize> = (0..ranks).map(|from| own().map(|(_, one)| one.parts[from].len()).sum()).collect();
+    let ranks = group.world_size();
+    // Step 1: pack this rank's parts, owner by owner.
+    let (mut sent, mut send_counts) = (Vec::new(), vec![0; ranks]);
+    for (owner, count) in send_counts.iter_mut().enumerate() {
+        for (index, _) in owned_by(all, owner) {
+            sent.extend_from_slice(&parts[index]);
+            *count += parts[index].len();
+        }
+    }
+    // Step 2: exchange the parts.
+    let mut receive_counts = vec![0; ranks];
+    for (_, one) in owned_by(all, group.rank()) {
+        receive_counts.iter_mut().zip(&one.parts).for_each(|(count, part)| *count += part.len());
+    }
     let mut received = vec![T::default(); receive_counts.iter().sum()];
     group.all_to_all_uneven(&mut received, &receive_counts, &sent, &send_counts)?;
+    // Step 3: put the parts of each rank in their places. Each rank has packed them in the order of `all`.
     let mut whole = vec![Vec::new(); all.len()];
     let mut rest = received.as_slice();
     for from in 0..ranks {
-        for (index, one) in own() {
+        for (index, one) in owned_by(all, group.rank()) {
             let part;
             (part, rest) = rest.split_at(one.parts[from].len());
             whole[index].resize(one.numel(), T::default());
@@ -120,19 +161,24 @@ pub(super) fn from_owners<T: Element + Default>(
 ) -> Result<Vec<Vec<T>>> {
     let Some(group) = group else { return Ok(whole) };
     let (rank, ranks) = (group.rank(), group.world_size());
-    let own = || all.iter().zip(&whole).filter(|(one, _)| one.owner == rank);
-    let part = |to: usize| own().flat_map(move |(one, whole)| whole[one.parts[to].clone()].iter().copied());
-    let sent: Vec<T> = (0..ranks).flat_map(part).collect();
-    let send_counts: Vec<usize> = (0..ranks).map(|to| own().map(|(one, _)| one.parts[to].len()).sum()).collect();
-    let of = |owner: usize| all.iter().enumerate().filter(move |(_, one)| one.owner == owner);
-    let receive_counts: Vec<usize> =
-        (0..ranks).map(|owner| of(owner).map(|(_, one)| one.parts[rank].len()).sum()).collect();
+    // Step 1: pack each rank's part of the parameters that this rank owns, rank by rank.
+    let (mut sent, mut send_counts) = (Vec::new(), vec![0; ranks]);
+    for (to, count) in send_counts.iter_mut().enumerate() {
+        for (index, one) in owned_by(all, rank) {
+            sent.extend_from_slice(&whole[index][one.parts[to].clone()]);
+            *count += one.parts[to].len();
+        }
+    }
+    // Step 2: exchange the parts.
+    let mut receive_counts = vec![0; ranks];
+    all.iter().for_each(|one| receive_counts[one.owner] += one.parts[rank].len());
     let mut received = vec![T::default(); receive_counts.iter().sum()];
     group.all_to_all_uneven(&mut received, &receive_counts, &sent, &send_counts)?;
+    // Step 3: tell the parts apart. Each owner has packed them in the order of `all`.
     let mut parts = vec![Vec::new(); all.len()];
     let mut rest = received.as_slice();
     for owner in 0..ranks {
-        for (index, one) in of(owner) {
+        for (index, one) in owned_by(all, owner) {
             let part;
             (part, rest) = rest.split_at(one.parts[rank].len());
             parts[index] = part.to_vec();

@@ -70,8 +70,9 @@ impl Optimizer {
             }
         }
         // Step 3: update the groups whose parameters must be whole. An error does not end the loop: all ranks begin
-        // each of these groups.
-        for (group, indices) in self.groups.iter().zip(&self.locals_of_group) {
+        // each of these groups, in the order of the model, because a rank may have made its groups in any order.
+        for index in self.groups_in_order_of_model() {
+            let (group, indices) = (&self.groups[index], &self.locals_of_group[index]);
             let (parameters, locals) = (&self.parameters, &mut self.locals);
             match &group.algorithm {
                 Algorithm::Muon(options) => {
@@ -84,6 +85,20 @@ impl Optimizer {
             }
         }
         outcome
+    }
+
+    /// Returns the positions of the groups that have parameters, in the order of the first parameter of each in the
+    /// model.
+    fn groups_in_order_of_model(&self) -> Vec<usize> {
+        let mut order: Vec<(Option<(usize, usize)>, usize)> = Vec::with_capacity(self.groups.len());
+        for (index, locals) in self.locals_of_group.iter().enumerate() {
+            let locals = locals.iter().map(|&local| &self.locals[local]);
+            let first = locals.flat_map(|local| local.params().into_iter().map(|param| (local.handle.number(), param)));
+            order.push((first.min(), index));
+        }
+        order.retain(|(first, _)| first.is_some());
+        order.sort_unstable();
+        order.into_iter().map(|(_, index)| index).collect()
     }
 
     /// Checks that the groups are those that the optimizer was made of, and that their algorithms, which may have been

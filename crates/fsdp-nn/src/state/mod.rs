@@ -29,6 +29,6 @@ pub(crate) use join::{join, resolve_keys};
 pub use live::{LiveTarget, StatePrefixes};
 pub(crate) use local::{EMPTY_PIECES, LocalStates, load_exactly, load_here};
 pub use names::OptimStateKeyType;
-pub(crate) use names::key_type_of;
+pub(crate) use names::{key_type_of, names_that_count};
 pub use views::{MissingState, live_model_state_dict, live_optim_state_dict};
 pub(crate) use views::{live_states_and_groups, persistent_buffers};

@@ -251,7 +251,7 @@ fn set(
     let mut checked = options.check(parameters);
     // With `broadcast_from_rank0` the dicts of the other ranks are ignored, so they are not checked.
     if !options.broadcast_from_rank0 || group.rank() == 0 {
-        checked = checked.and_then(|()| check(model, optim, parameters));
+        checked = checked.and_then(|()| check_dicts(model, optim, parameters));
     }
     let root = options.broadcast_from_rank0.then_some(0);
     let mut source = DictSource::open(group, operation, root, checked.map(|()| Some(&state)))?;
@@ -270,8 +270,9 @@ fn set(
     load_state(operation, group, &mut source, &mut target, &load)
 }
 
-/// Checks that dicts can be those of a model and its optimizers.
-fn check(model: Option<&StateDict>, optim: Option<&StateDict>, parameters: &ShardedParameters) -> Result<()> {
+/// Checks that the model's dict has no key of a FlatParameter, and that the optimizers' dict is in a format that is
+/// known: nested (it has `state`) or flat.
+fn check_dicts(model: Option<&StateDict>, optim: Option<&StateDict>, parameters: &ShardedParameters) -> Result<()> {
     let is_flat_param = |key: &str| key.rsplit('.').next() == Some(FLAT_PARAM) && !parameters.contains(key);
     if let Some(key) = model.into_iter().flat_map(StateDict::keys).find(|key| is_flat_param(key)) {
         return Err(NnError::FlatParameterKey { key: key.to_owned() });

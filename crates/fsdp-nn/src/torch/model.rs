@@ -52,7 +52,8 @@ pub fn state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
 /// thus needs memory for one tensor, not for the whole model. `sink` is called on the ranks that keep the result only.
 ///
 /// # Errors
-/// The same as [`state_dict`], and those of `sink`: on every rank, once all values have passed.
+/// The same as [`state_dict`], and those of `sink`. With [`StateDictType::Full`] every rank gets an error of `sink`,
+/// when all values have passed; otherwise only this rank does, at once.
 pub fn state_dict_into(
     parameters: &ShardedParameters,
     mut sink: impl FnMut(&str, StateValue) -> Result<()>,

@@ -14,7 +14,7 @@ use crate::settings::{
 };
 use crate::state::{
     LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, group_dicts, join, load_exactly, load_here,
-    resolve_keys,
+    names_that_count, resolve_keys,
 };
 use crate::{NnError, Result};
 
@@ -423,18 +423,25 @@ pub fn broadcast_processed_state(state: Option<&StateDict>, optimizer: &Optimize
         states => Ok(states),
     };
     let source = DictSource::open(group, "broadcast_processed_state", Some(0), states)?;
+    let names = source.schema().iter().filter_map(|(path, _)| match path.0.first()? {
+        PathPart::Key(name) => Some(name.as_str()),
+        PathPart::Index(_) => None,
+    });
+    // A tied parameter may have state under several of its names. One of them counts.
+    let chosen = names_that_count(parameters, names.filter(|name| parameters.contains(name)));
     let mut processed = StateDict::new();
     for (position, (path, leaf)) in source.schema().iter().enumerate() {
         let [PathPart::Key(name), entry @ ..] = path.0.as_slice() else { continue };
-        if !parameters.contains(name) {
+        let fqn = parameters.canonical_fqn(name);
+        if chosen.get(fqn) != Some(&name.as_str()) {
             continue;
         }
         let is_like = matches!(entry, [PathPart::Key(entry)] if optimizer.is_like_parameter(name, entry));
         let value = match leaf.tensor() {
             Some((_, shape)) if !shape.is_empty() || is_like => leaf.without_elements(None)?,
-            _ => source.values(&[position])?.remove(0),
+            // On rank 0 this is the caller's own value.
+            _ => source.values(&[position])?.remove(0).copy()?,
         };
-        let fqn = parameters.canonical_fqn(name);
         let path = std::iter::once(PathPart::Key(fqn.to_owned())).chain(entry.iter().cloned());
         fsdp_state::set_element(&mut processed, &KeyPath(path.collect()), value)?;
     }

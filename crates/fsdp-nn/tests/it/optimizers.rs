@@ -284,6 +284,64 @@ fn state_goes_on_at_another_number_of_ranks_with_the_bits_of_a_run_that_never_st
     }
 }
 
+/// Makes an optimizer of one group for all matrices, or one for each.
+fn in_order(model: &Model, algorithm: &Algorithm, one_group: bool, is_reversed: bool) -> Optimizer {
+    let mut names = names();
+    if is_reversed {
+        names.reverse();
+    }
+    let groups = if one_group {
+        vec![ParamGroup::new(algorithm.clone(), names)]
+    } else {
+        names.into_iter().map(|name| ParamGroup::new(algorithm.clone(), [name])).collect()
+    };
+    Optimizer::with_groups(model.parameters(), groups).unwrap()
+}
+
+/// Matrices of one shape, and of shapes that have as many elements together, would be mixed without an error.
+#[test]
+fn ranks_may_name_matrices_and_make_groups_in_different_orders() {
+    for algorithm in [muon(0.1), Algorithm::Adafactor(AdafactorOptions { lr: 0.1, ..AdafactorOptions::default() })] {
+        let trained = |world: usize, one_group: bool, differ: bool| {
+            let found = run_local(world, |group| {
+                let model = model(&group, FsdpConfig::default());
+                let is_reversed = differ && !group.rank().is_multiple_of(2);
+                let mut optimizer = in_order(&model, &algorithm, one_group, is_reversed);
+                (0..3).for_each(|number| step(&model, &mut optimizer, number));
+                values(&model)
+            });
+            found.unwrap().swap_remove(0)
+        };
+        for world in [2, 3, 4] {
+            let expected = trained(world, true, false);
+            for one_group in [true, false] {
+                assert_eq!(trained(world, one_group, true), expected, "{} on {world}, {one_group}", algorithm.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_that_would_update_different_matrices_as_whole_ones_get_the_same_error() {
+    for algorithm in [muon(0.1), Algorithm::Adafactor(AdafactorOptions::default())] {
+        let errors = run_local(3, |group| {
+            let model = model(&group, FsdpConfig::default());
+            let mut names = names();
+            names.remove(group.rank());
+            let group = ParamGroup::new(algorithm.clone(), names);
+            let mut optimizer = Optimizer::with_groups(model.parameters(), vec![group]).unwrap();
+            backward(&model, 0);
+            let before = values(&model);
+            let error = optimizer.step().unwrap_err().to_string();
+            assert_eq!(values(&model), before);
+            error
+        })
+        .unwrap();
+        assert!(errors[0].contains(algorithm.name()) && errors[0].contains("rank 1"), "{}", errors[0]);
+        assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
+    }
+}
+
 #[test]
 fn schedule_free_parameters_are_the_average_in_eval_and_come_back_for_training() {
     run_local(2, |group| {

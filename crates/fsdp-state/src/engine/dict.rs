@@ -87,7 +87,8 @@ impl<'a> DictSource<'a> {
         Ok(DictSource { schema, values, root: Some(root), boxes_on: None, layouts: Vec::new() })
     }
 
-    /// Returns, on the root, the outline that the other ranks get, and the root's values; `None` on other ranks.
+    /// Returns what the root sends to the other ranks before any tensor moves: its schema and its small values. Returns
+    /// the root's own values too, and `None` on the other ranks.
     fn outline_of_root(
         group: &ProcessGroup,
         root: usize,

@@ -95,14 +95,17 @@ impl<T: Target> Lend for Lending<'_, T> {
 
     fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
         match (self.detours.remove(&wanted), memory) {
+            // Staged: keep the new values until all of them are there.
             (Some(home), Memory::Tensors(values)) if self.is_staged(wanted) => {
                 self.staged.push((home, values));
                 Ok(())
             }
+            // The values could not be read straight into the target's memory: copy them there.
             (Some(home), Memory::Tensors(values)) => {
                 home.fill_from(&values)?;
                 self.target.filled(&self.wanted[wanted], home)
             }
+            // This is the target's memory itself.
             (_, memory) => self.target.filled(&self.wanted[wanted], memory),
         }
     }

@@ -69,8 +69,8 @@ impl LoadError for StateError {
 /// # Errors
 /// The same on every rank. Before the first byte is read nothing has changed: [`StateError::Incompatible`] for values
 /// that do not fit (and, if strict, names that only one side has); ranks that pass different arguments, names or
-/// values; any rank's own error. After that it is [`StateError::PartlyLoaded`] if the target is live and the load is
-/// not staged.
+/// values; any rank's own error. After that it is [`StateError::PartlyLoaded`] if the target is live, and the load is
+/// not staged or fails while it copies the staged values into place.
 pub fn load_state<S, T, E>(
     operation: &'static str,
     group: &ProcessGroup,
@@ -134,6 +134,7 @@ where
     T: Target,
     E: LoadError + From<S::Error> + From<T::Error>,
 {
+    source.schema().check_gaps()?;
     let mut plan = target.plan::<E>(source.schema(), &|positions| small_values(source, positions), call.options)?;
     plan.report.sort();
     // Values that do not fit are an error of the load already, which says more than one about their elements.
@@ -206,12 +207,12 @@ fn agree_on_own<E: LoadError>(call: &LoadCall<'_>, mut plan: Plan) -> Result<Pla
     // Only names that are unexpected on the first rank can be unexpected on all ranks.
     let here = &plan.report.unexpected;
     let mut names: Vec<String> = group.broadcast_object((group.rank() == 0).then_some(here), 0)?;
-    // 1 for each name that this rank asks for; after the reduction, for each that any rank asks for. Reports are
-    // sorted.
-    let mut has_place: Vec<u8> = names.iter().map(|name| here.binary_search(name).is_err().into()).collect();
-    group.all_reduce(&mut has_place, ReduceOp::Max)?;
-    let mut has_place = has_place.into_iter();
-    names.retain(|_| has_place.next() == Some(0));
+    // An entry is 1 if this rank asks for the name. After the reduction it is 1 if any rank does. Reports are sorted,
+    // so a binary search finds the names.
+    let mut is_asked_for: Vec<u8> = names.iter().map(|name| here.binary_search(name).is_err().into()).collect();
+    group.all_reduce(&mut is_asked_for, ReduceOp::Max)?;
+    let mut is_asked_for = is_asked_for.into_iter();
+    names.retain(|_| is_asked_for.next() == Some(0));
     plan.report.unexpected = names;
     E::agree(group, call.operation, None, check_report(call, plan))
 }

@@ -1,7 +1,9 @@
 //! Replicas that differ are found, whatever else the ranks hold.
 
+use candle_core::DType;
 use fsdp_comm::CommError;
-use fsdp_flat::ShardedTensor;
+use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_layout::TensorBox;
 use fsdp_state::{StateDict, StateError, StateValue, check_replicas, digest_state_dict};
 
 use crate::ranks::{f32s, one_error, run};
@@ -25,6 +27,29 @@ fn a_value_that_one_rank_has_too_many_does_not_hide_a_weight_that_differs() {
         let error = one_error(check(has_more, true));
         assert!(matches!(&error, StateError::ReplicasDiffer { tensors } if tensors.len() == 1), "{error:?}");
         assert_eq!(error.to_string(), "replicas differ: `weight` on rank 1");
+    }
+}
+
+/// Two tensors: one in two halves with two replicas each, and one in four parts. No two ranks hold the same.
+fn dense_and_experts(rank: usize, seed: u64) -> StateDict {
+    let part = |parts: usize, part: usize, seed| {
+        let tensor = f32s(&[2], seed);
+        let bounds = TensorBox::new(vec![2 * part], vec![2]);
+        ShardedTensor::new(DType::F32, vec![2 * parts], vec![LocalShard { bounds, tensor }]).unwrap()
+    };
+    [("dense", part(2, rank % 2, seed).into()), ("experts", part(4, rank, 7).into())].into_iter().collect()
+}
+
+#[test]
+fn replicas_are_compared_also_if_no_two_ranks_hold_the_same_boxes_altogether() {
+    assert!(run(4, |group| check_replicas(&dense_and_experts(group.rank(), 1), &group)).iter().all(Result::is_ok));
+    for wrong in 0..4 {
+        let error = one_error(run(4, |group| {
+            let seed = if group.rank() == wrong { 2 } else { 1 };
+            check_replicas(&dense_and_experts(group.rank(), seed), &group)
+        }));
+        let (first, second) = (wrong % 2, wrong % 2 + 2);
+        assert_eq!(error.to_string(), format!("replicas differ: `dense` on rank {first}, {second}"));
     }
 }
 

@@ -4,13 +4,15 @@ use std::ops::Range;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
+use candle_nn::Init;
 use fsdp_checkpoint::{
     CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, StateDictOptions, Stateful as _,
     TrainState, load_whole, save, set_state_dict,
 };
 use fsdp_comm::run_local;
 use fsdp_flat::storage::HostBytes;
-use fsdp_layout::PlainValue;
+use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_nn::algorithm::{AdafactorOptions, AdagradOptions, AdamOptions, Algorithm, ScheduleFreeOptions, SgdOptions};
 use fsdp_nn::sampler::{SamplerOptions, ShardedSampler};
 use fsdp_nn::{
@@ -185,11 +187,17 @@ fn values_under_names_of_the_model_or_the_optimizers_cannot_be_saved() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
         let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
-        for key in ["model.note", "optim.note"] {
-            let mut run = new_run(&group, true, &adamw(), 1);
-            run.values.insert(key, 1i64);
-            let error = checkpointer.save(1, &run).unwrap_err().to_string();
-            assert!(error.contains(&format!("cannot save `{key}`")), "{error}");
+        for key in ["model.note", "optim.note", "model", "optim"] {
+            // Without optimizers nothing else has the key `optim`.
+            for has_optimizers in [true, false] {
+                let mut run = new_run(&group, true, &adamw(), 1);
+                if !has_optimizers {
+                    run.optimizers.clear();
+                }
+                run.values.insert(key, 1i64);
+                let error = checkpointer.save(1, &run).unwrap_err().to_string();
+                assert!(error.contains(&format!("cannot save `{key}`")), "{error}");
+            }
         }
         let mut run = new_run(&group, true, &adamw(), 1);
         run.values.insert("models.note", 1i64);
@@ -536,4 +544,156 @@ fn an_average_that_cannot_go_on_is_found_before_anything_changes() {
         assert_eq!(bits(&other), before);
     })
     .unwrap();
+}
+
+/// The number of updates is a plain value, which the run would take by itself. A later average would go on from it.
+#[test]
+fn of_an_average_that_the_run_has_no_place_for_nothing_is_taken() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let load = LoadOptions { strict: false, ..LoadOptions::default() };
+        let options = CheckpointerOptions { load, ..CheckpointerOptions::default() };
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
+        let mut run = new_run(&group, true, &adamw(), 1);
+        let mut average = AveragedModel::new(run.model.parameters(), 0.5).unwrap();
+        average.update().unwrap();
+        run.average = Some(average);
+        run.values.insert("epoch", 4i64);
+        checkpointer.save(1, &run).unwrap();
+        let mut other = new_run(&group, true, &adamw(), 2);
+        let report = checkpointer.load(1, &mut other).unwrap();
+        assert!(report.unexpected.contains(&"average.n_averaged".to_owned()), "{report:?}");
+        assert!(other.values.keys().eq(["epoch"]), "{:?}", other.values);
+    })
+    .unwrap();
+}
+
+/// torch's averages list tied weights under both names, and other programs' under one of them.
+#[test]
+fn an_average_of_tied_weights_goes_on_from_any_of_their_names() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let build = |value: f64| {
+            let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+                scope.tie("head.weight", "embedding.weight");
+                let embedding = scope.vb().get_with_hints((4, 3), "embedding.weight", Init::Const(value))?;
+                Ok((embedding, scope.vb().get((4, 3), "head.weight")?))
+            });
+            let mut run = TrainState::new(model.unwrap(), Vec::new());
+            run.average = Some(AveragedModel::new(run.model.parameters(), 0.5).unwrap());
+            run
+        };
+        let mut run = build(2.0);
+        run.average.as_mut().unwrap().update().unwrap();
+        let names = ["module.embedding.weight", "module.head.weight"];
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        for (step, left_out) in [(1, None), (2, Some(names[0])), (3, Some(names[1]))] {
+            let mut state = run.state_dict().unwrap();
+            let Some(StateValue::Dict(average)) = state.get_mut("average") else { panic!("no average") };
+            assert!(names.iter().all(|name| average.contains_key(name)), "{average:?}");
+            left_out.map(|name| average.remove(name));
+            checkpointer.save(step, &state).unwrap();
+            let mut other = build(1.0);
+            let report = checkpointer.load(step, &mut other).unwrap();
+            assert!(report.is_clean(), "{report:?}");
+            let mut average = other.average.take().unwrap();
+            assert_eq!(average.n_averaged(), 1);
+            average.swap().unwrap();
+            let whole = other.model.parameters().summon_full_params().unwrap();
+            let (_, weight) = whole.iter().next().unwrap();
+            assert_eq!(weight.flatten_all().unwrap().to_vec1::<f32>().unwrap(), [2.0; 12], "without {left_out:?}");
+        }
+    })
+    .unwrap();
+}
+
+#[test]
+fn shards_of_a_value_that_are_not_contiguous_are_found_before_anything_changes() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        // Each rank has two of four columns.
+        let columns = |value: f32| {
+            let whole = Tensor::full(value, (3, 4), &Device::Cpu).unwrap();
+            let bounds = TensorBox::new(vec![0, 2 * group.rank()], vec![3, 2]);
+            let tensor = whole.narrow(1, 2 * group.rank(), 2).unwrap();
+            ShardedTensor::new(DType::F32, vec![3, 4], vec![LocalShard { bounds, tensor }]).unwrap()
+        };
+        for staged in [false, true] {
+            let load = LoadOptions { staged, ..LoadOptions::default() };
+            let options = CheckpointerOptions { load, ..CheckpointerOptions::default() };
+            let path = dir.path().join(format!("{staged}"));
+            let mut checkpointer = Checkpointer::new(path.as_path(), &group, options).unwrap();
+            let mut run = new_run(&group, true, &adamw(), 1);
+            run.values.insert("columns", columns(1.0));
+            checkpointer.save(1, &run).unwrap();
+            let mut other = new_run(&group, true, &adamw(), 2);
+            other.values.insert("columns", columns(2.0));
+            let before = bits(&other);
+            let error = checkpointer.load(1, &mut other).unwrap_err();
+            assert!(matches!(error, CheckpointError::State(StateError::Incompatible { .. })), "{error:?}");
+            assert_eq!(bits(&other), before);
+        }
+    })
+    .unwrap();
+}
+
+#[test]
+fn containers_come_in_place_of_values_that_stand_for_nothing_yet() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut run = new_run(&group, true, &adamw(), 1);
+        let best: StateDict = [("loss", 0.5.into()), ("step", 7i64.into())].into_iter().collect();
+        let epoch = |number: i64| StateValue::Dict([("epoch", number.into())].into_iter().collect());
+        run.values.insert("best", best);
+        run.values.insert("history", StateValue::List(vec![epoch(1), epoch(2)]));
+        checkpointer.save(1, &run).unwrap();
+
+        let mut fresh = new_run(&group, true, &adamw(), 2);
+        fresh.values.insert("best", PlainValue::None);
+        fresh.values.insert("history", PlainValue::List(Vec::new()));
+        let report = checkpointer.load(1, &mut fresh).unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        assert_eq!(bits(&fresh), bits(&run));
+
+        // A value that stands for something is not replaced by a container.
+        let mut other = new_run(&group, true, &adamw(), 2);
+        other.values.insert("best", 3i64);
+        let before = bits(&other);
+        let error = checkpointer.load(1, &mut other).unwrap_err();
+        assert!(matches!(error, CheckpointError::State(StateError::Incompatible { .. })), "{error:?}");
+        assert!(error.to_string().contains("best.loss"), "{error}");
+        assert_eq!(bits(&other), before);
+    })
+    .unwrap();
+}
+
+/// A few paths could otherwise ask for more memory than any machine has.
+#[test]
+fn paths_of_a_checkpoint_cannot_ask_for_many_long_lists_of_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("lists.safetensors");
+    let names = ["a", "b", "c"];
+    let paths: Vec<String> = names.iter().map(|name| format!("\"{name}\": [\"{name}\", 1048575]")).collect();
+    let paths = serde_json::to_string(&format!("{{{}}}", paths.join(", "))).unwrap();
+    let tensors: Vec<String> = names
+        .iter()
+        .enumerate()
+        .map(|(at, name)| {
+            format!("\"{name}\":{{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[{},{}]}}", 4 * at, 4 * at + 4)
+        })
+        .collect();
+    let header = format!("{{\"__metadata__\":{{\"fsdp.paths\":{paths}}},{}}}", tensors.join(","));
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    bytes.extend([0; 12]);
+    std::fs::write(&path, bytes).unwrap();
+    let error = load_whole(path.as_path(), &[], &LoadOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("list without long gaps"), "{error}");
+    let errors = run_local(2, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut run = new_run(&group, true, &adamw(), 1);
+        checkpointer.load(path.as_path(), &mut run).unwrap_err().to_string()
+    });
+    assert!(errors.unwrap().iter().all(|error| error.contains("list without long gaps")));
 }

@@ -203,8 +203,8 @@ impl<'a> LiveTarget<'a> {
     /// Asks for a tensor that fits a live value, and reports one that does not.
     fn add(&mut self, wanted: Result<Wanted, Mismatch>, value: StateValue, part: Part, plan: &mut Plan) {
         match wanted {
-            // The live tensor is filled where it is, so it has to be contiguous.
-            Ok(Wanted { key, .. }) if value.as_tensor().is_some_and(|tensor| !tensor.is_contiguous()) => {
+            // The live tensor, or each shard of it, is filled where it is, so it has to be contiguous.
+            Ok(Wanted { key, .. }) if value.candle_tensors().iter().any(|tensor| !tensor.is_contiguous()) => {
                 let (saved, current) = ("a tensor".to_owned(), "a tensor that is not contiguous".to_owned());
                 plan.report.mismatched.push(Mismatch { fqn: key, saved, current });
             }
@@ -218,7 +218,7 @@ impl<'a> LiveTarget<'a> {
 
     /// Plans the values beside model and optimizers. Tensors are filled where they are, plain values replaced on
     /// commit. A tensor of one element becomes a number where the target has a plain value: other programs save the
-    /// number of steps as either.
+    /// number of steps as either. A value that only the source has is taken too.
     fn plan_values(&mut self, load: &LoadContext<'_>, positions: &[usize], plan: &mut Plan) -> Result<()> {
         let Some(current) = self.values.take() else {
             let others = positions.iter().filter_map(|&position| load.schema.get(position));
@@ -229,6 +229,8 @@ impl<'a> LiveTarget<'a> {
         plan.refuses_unexpected = true;
         let mut new_values = current.clone();
         let mut saved: HashSet<KeyPath> = HashSet::new();
+        // The paths of the containers that were saved around the values which only the source has.
+        let mut opened: HashSet<KeyPath> = HashSet::new();
         for &position in positions {
             let Some((path, leaf)) = load.schema.get(position) else { continue };
             saved.insert(path.clone());
@@ -236,9 +238,19 @@ impl<'a> LiveTarget<'a> {
                 (Some(StateValue::Plain(_)), Some(StateValue::Tensor(tensor))) => {
                     set_element(&mut new_values, path, number(tensor)?)?;
                 }
-                (None | Some(StateValue::Plain(_) | StateValue::List(_) | StateValue::Tuple(_)), Some(value)) => {
+                (Some(StateValue::Plain(_) | StateValue::List(_) | StateValue::Tuple(_)), Some(value)) => {
                     set_element(&mut new_values, path, value.copy()?)?;
                 }
+                (None, Some(value)) => match set_element(&mut new_values, path, value.copy()?) {
+                    Ok(()) => opened.extend((1..path.0.len()).map(|depth| KeyPath(path.0[..depth].to_vec()))),
+                    // A value that is no container lies on the way.
+                    Err(StateError::WrongContainer { expected, .. }) => {
+                        let (saved, current) =
+                            (leaf.to_string(), format!("a value where the checkpoint has a {expected}"));
+                        plan.report.mismatched.push(Mismatch { fqn: path.flat_key(), saved, current });
+                    }
+                    Err(error) => return Err(error.into()),
+                },
                 (Some(here @ (StateValue::Tensor(_) | StateValue::Sharded(_) | StateValue::Raw(_))), _) => {
                     let wanted = Wanted::fit(load.schema, position, || path.flat_key(), here, load.options);
                     self.add(wanted, here.clone(), Part::Value(path.clone()), plan);
@@ -254,7 +266,7 @@ impl<'a> LiveTarget<'a> {
         let is_saved =
             |path: &KeyPath| (1..=path.0.len()).any(|depth| saved.contains(&KeyPath(path.0[..depth].to_vec())));
         let missing = Schema::of(current)?;
-        let missing = missing.iter().filter(|(path, _)| !is_saved(path));
+        let missing = missing.iter().filter(|(path, _)| !is_saved(path) && !opened.contains(path));
         plan.report.missing.extend(missing.map(|(path, _)| path.flat_key()));
         (self.values, self.new_values) = (Some(current), new_values);
         Ok(())

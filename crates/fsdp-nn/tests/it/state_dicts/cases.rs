@@ -5,6 +5,7 @@ use candle_core::{DType, Tensor};
 use candle_nn::Init;
 use fsdp_comm::Operation;
 use fsdp_flat::FlatError;
+use fsdp_flat::storage::HostSliceMut;
 use fsdp_layout::PlainValue;
 use fsdp_nn::torch::{
     OptimLoadOptions, StateDictSettings, StateDictType, broadcast_processed_state, optim_state_dict,
@@ -183,6 +184,11 @@ fn rank_0_tells_the_others_what_its_state_is() {
         assert!(matches!(of("bias", "val"), StateValue::Plain(PlainValue::Float(2.5))));
         let step = of("bias", "step");
         assert_eq!(step.as_tensor().unwrap().to_scalar::<f32>().unwrap(), 2.0);
+        // The result shares no memory with the caller's dict, on rank 0 neither.
+        HostSliceMut::<f32>::write(step.as_tensor().unwrap()).unwrap().fill(9.0);
+        let state = saved.dict("state").and_then(|states| states.dict("bias")).unwrap();
+        let own = state.get("step").and_then(StateValue::as_tensor).unwrap();
+        assert_eq!(own.to_scalar::<f32>().unwrap(), 2.0);
         let message = text(broadcast_processed_state(None, &optimizer));
         assert!(message.starts_with("`optim_state_dict` must have the keys \"state\""), "{message}");
     });
