@@ -23,7 +23,7 @@ pub fn state_digest(run: &impl Stateful, group: &ProcessGroup) -> Result<StateDi
 /// compare.
 ///
 /// Call it now and then, such as after every 100 steps: memory errors and operations whose result depends on the rank
-/// are found before they spread. Collectives: two agreements and one object all-gather of a few bytes.
+/// are found before they spread. Collectives: an agreement, and those of [`fsdp_state::check_replicas`].
 ///
 /// # Errors
 /// The same on every rank: [`StateError::ReplicasDiffer`], which names the tensors and the ranks that hold something
