@@ -79,25 +79,21 @@ impl<'a> CheckpointSource<'a> {
     /// # Errors
     /// Values that cannot be read for another reason.
     pub(crate) fn without_foreign_objects(
-        mut self,
+        self,
         is_state: impl Fn(&KeyPath) -> bool,
     ) -> Result<(Self, Vec<String>), CheckpointError> {
-        let (mut kept, mut left_out) = (Vec::new(), Vec::new());
-        for ((path, leaf), key) in self.schema.iter().zip(std::mem::take(&mut self.keys)) {
-            if matches!(leaf, Leaf::Plain)
-                && !is_state(path)
-                && let Err(error) = self.checkpoint.read_value(&key)
-            {
-                if error.kind() != ErrorKind::Unsafe {
-                    return Err(error.into());
-                }
-                left_out.push(key);
+        let mut foreign = HashSet::new();
+        for ((path, leaf), key) in self.schema.iter().zip(&self.keys) {
+            if !matches!(leaf, Leaf::Plain) || is_state(path) {
                 continue;
             }
-            kept.push(((path.clone(), leaf.clone()), key));
+            match self.checkpoint.read_value(key) {
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::Unsafe => _ = foreign.insert(key.clone()),
+                Err(error) => return Err(error.into()),
+            }
         }
-        let (leaves, keys) = kept.into_iter().unzip();
-        Ok((CheckpointSource { schema: Schema::new(leaves), keys, ..self }, left_out))
+        Ok(self.without(|key| foreign.contains(key)))
     }
 
     /// Leaves out the values whose flat keys `is_left_out` selects, and returns these keys.
@@ -107,11 +103,6 @@ impl<'a> CheckpointSource<'a> {
         let (leaves, keys) = kept.into_iter().unzip();
         let left_out = left_out.into_iter().map(|(_, key)| key).collect();
         (CheckpointSource { schema: Schema::new(leaves), keys, ..self }, left_out)
-    }
-
-    /// Returns the flat keys of all values.
-    pub(crate) fn keys(&self) -> &[String] {
-        &self.keys
     }
 
     /// Returns the checkpoint.

@@ -1,6 +1,5 @@
 //! State that can be saved and loaded: the trait [`Stateful`], and [`TrainState`], which is enough for most runs.
 
-use std::collections::HashSet;
 use std::time::Duration;
 
 use fsdp_comm::ProcessGroup;
@@ -242,14 +241,14 @@ impl<M> TrainState<M> {
             };
             // The number of updates alone would become a value of this run. A later average would go on from it, with
             // weights that were never averaged.
-            if !options.strict && !beside.contains_key(AVERAGE) && has_average(&source) {
+            if !options.strict && !beside.contains_key(AVERAGE) && has_average(checkpoint) {
                 let (rest, average) = source.without(|key| is_part_of(key, AVERAGE));
                 source = rest;
                 left_out.extend(average);
             }
             if let (Some(average), Some(StateValue::Dict(state))) = (&self.average, beside.get_mut(AVERAGE)) {
-                let keys: HashSet<&str> = source.keys().iter().map(String::as_str).collect();
-                average.retain_saved_names(state, |name| keys.contains(format!("{AVERAGE}.{name}").as_str()));
+                let saved = &checkpoint.metadata().entries;
+                average.retain_saved_names(state, |name| saved.contains_key(&format!("{AVERAGE}.{name}")));
             }
             // Check that sampler, scaler and average accept their saved state before anything changes.
             let saved = |key: &str| saved_part(&source, &beside, key);
@@ -290,8 +289,12 @@ fn is_part_of(key: &str, part: &str) -> bool {
 }
 
 /// Returns `true` if a checkpoint holds an average of weights.
-fn has_average(source: &CheckpointSource<'_>) -> bool {
-    source.keys().iter().any(|key| key.strip_prefix(AVERAGE).is_some_and(|rest| rest.starts_with(".module.")))
+fn has_average(checkpoint: &dyn Checkpoint) -> bool {
+    checkpoint
+        .metadata()
+        .entries
+        .keys()
+        .any(|key| key.strip_prefix(AVERAGE).is_some_and(|rest| rest.starts_with(".module.")))
 }
 
 /// Returns the values below a key: small values from the checkpoint, and others from `beside`.

@@ -112,8 +112,11 @@ fn whole(p: &Pickle<'_>, arguments: NodeId) -> Result<(DType, Vec<usize>), Forma
     Ok((dtype, shape))
 }
 
-/// Returns the attributes in a state: a dict, or a tuple of a dict (or `None`) and a dict of slots. Looking one of them
-/// up is a linear search, so each is charged here.
+/// Returns the attributes in a state: a dict, or a tuple of a dict and a dict of slots, one of which is `None` or
+/// empty.
+///
+/// Attributes are looked up by a linear search, and many tensors may share them. So each time they are returned, all of
+/// them are charged.
 fn attributes_in<'p>(p: &'p Pickle<'_>, state: NodeId, walk: &mut Walk) -> Result<Attributes<'p>, FormatError> {
     let attributes = match p.node(state) {
         Node::Tuple(_) => match *p.sequence(state)? {

@@ -618,7 +618,8 @@ fn copied_text<'a>(p: &Pickle<'a>, id: NodeId, walk: &mut Walk) -> Result<&'a st
     Ok(text)
 }
 
-/// Returns the value of an object of a type that a simpler value describes; `None` for objects of other types.
+/// Returns the value of a `torch.Size`, a path or a device; `None` for objects of other types. Many references may lead
+/// to one object, so all that is copied of it is charged.
 fn plain_object(
     p: &Pickle<'_>,
     id: NodeId,
@@ -633,6 +634,7 @@ fn plain_object(
         }
         (Global::Path(of), parts) => {
             let parts = parts.iter().map(|&part| copied_text(p, part, walk)).collect::<Result<Vec<_>, _>>()?;
+            // The first part of an absolute path is `/` itself.
             PlainValue::typed(of, parts.join("/").replacen("//", "/", 1))
         }
         (Global::Device, [kind]) => PlainValue::typed(PythonType::Device, copied_text(p, *kind, walk)?),

@@ -296,10 +296,14 @@ fn dtensor(size: &[u8], placements: &[u8], mesh: &[u8], coordinate: &[u8], more:
     sharded("DTensor", size, &[&state[..], more].concat())
 }
 
-/// Each of these would take hours, or all memory.
+/// The references to a shared object in a test: so many that a look through all of them for each takes hours.
+const MANY: usize = 200_000;
+
+/// Each of these files is read, or refused with an error that contains these words ("none" for no error). Without
+/// limits each would take hours, or all memory.
 #[test]
 fn what_many_tensors_share_is_not_looked_through_for_each() {
-    let many = 200_000;
+    let many = MANY;
     let again = |opcodes: &[u8]| opcodes.repeat(many);
     let plain = arguments(&storage("0"), b"K\x01", 1, b"");
     let typed = b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\nctorch\nTensor\n";
@@ -337,16 +341,22 @@ fn what_many_tensors_share_is_not_looked_through_for_each() {
         let error = error_of(&[("file.pt", torch_with(&item))]);
         assert!(error.contains(words), "{name}: {error}");
     }
-    // The path of a module, for each of the modules in it.
+}
+
+#[test]
+fn the_path_of_a_module_is_charged_for_each_of_the_modules_in_it() {
     let empty = items(&[("_parameters", b"}"), ("_buffers", b"}"), ("_modules", b"}")]);
-    let names = [b"}(", &text("n", 1)[..], &object("c", &empty), b"q\x00", &again(b"h\x01h\x00"), b"u"].concat();
+    let names = [b"}(", &text("n", 1)[..], &object("c", &empty), b"q\x00", &b"h\x01h\x00".repeat(MANY), b"u"].concat();
     let module = object("c", &items(&[("_parameters", b"}"), ("_buffers", b"}"), ("_modules", &names)]));
     let below = [b"}", &text(&"k".repeat(8 << 20), 2)[..], &module, b"s"].concat();
     let error = error_of(&[("file.pt", torch_with(&below))]);
     assert!(error.contains("memory for keys"), "{error}");
-    // The storages of a file of torch before 1.6.
+}
+
+#[test]
+fn storages_of_a_file_of_torch_before_1_6_may_share_a_long_tuple() {
     let shared = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01";
-    let storages = [shared, &again(b"N")[..], b"tq\x00Q0", &again(b"h\x00Q0")].concat();
+    let storages = [shared, &b"N".repeat(MANY)[..], b"tq\x00Q0", &b"h\x00Q0".repeat(MANY)].concat();
     let start = [b"\x80\x02\x8a\x0a".as_slice(), &[0x11; 10], b".\x80\x02M\xe9\x03.\x80\x02}."].concat();
     let error = error_of(&[("file.pt", [&start[..], b"\x80\x02", &storages, b"}.\x80\x02]."].concat())]);
     assert_eq!(error, "none");

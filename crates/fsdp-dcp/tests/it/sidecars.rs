@@ -126,7 +126,7 @@ fn a_copy_has_no_more_than_was_selected_of_such_a_file() {
     }
 }
 
-/// Opens a copy of Lightning's fixture with a file of an average of weights, a square of these numbers, and of two
+/// Opens a copy of Lightning's fixture whose `meta.pt` holds an average of weights, a tensor of 2 x 2 numbers, and two
 /// counts.
 fn with_average(parent: &Path, numbers: [f32; 4]) -> Box<dyn Checkpoint> {
     let path = changed(parent, "lightning");

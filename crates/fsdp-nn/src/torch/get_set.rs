@@ -272,16 +272,17 @@ fn set(
 
 /// Checks that the model's dict has no key of a FlatParameter, and that the optimizers' dict is in a format that is
 /// known: nested (it has `state`) or flat.
+///
+/// Keys of FlatParameters are those of a local state dict, which another function loads. An optimizers' dict without
+/// state must not pass for one of parameters that have not been stepped: the state of all of them would be lost.
 fn check_dicts(model: Option<&StateDict>, optim: Option<&StateDict>, parameters: &ShardedParameters) -> Result<()> {
     let is_flat_param = |key: &str| key.rsplit('.').next() == Some(FLAT_PARAM) && !parameters.contains(key);
     if let Some(key) = model.into_iter().flat_map(StateDict::keys).find(|key| is_flat_param(key)) {
         return Err(NnError::FlatParameterKey { key: key.to_owned() });
     }
     let Some(optim) = optim.filter(|optim| !optim.is_empty()) else { return Ok(()) };
-    let has = |key: &str| optim.contains_key(key);
-    // The flat format has no key `state`.
     let is_flat = optim.keys().all(|key| key.starts_with("state.") || key.starts_with("param_groups."));
-    if !has("state") && (has("param_groups") || !is_flat) {
+    if !optim.contains_key("state") && !is_flat {
         return Err(OptimStateError::MissingKey { key: "state".to_owned() }.into());
     }
     Ok(())

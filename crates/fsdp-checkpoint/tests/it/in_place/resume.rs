@@ -146,6 +146,15 @@ fn weights_that_an_evaluation_has_gathered_are_not_used_after_a_load() {
     }
 }
 
+/// Checks that a load of step 1 fails because something does not fit, and changes nothing. Returns the message.
+fn refused(checkpointer: &mut Checkpointer, run: &mut Run) -> String {
+    let before = bits(run);
+    let error = checkpointer.load(1, run).unwrap_err();
+    assert!(matches!(error, CheckpointError::State(StateError::Incompatible { .. })), "{error:?}");
+    assert_eq!(bits(run), before);
+    error.to_string()
+}
+
 #[test]
 fn values_beside_model_and_optimizer_come_back_and_what_differs_is_an_error_that_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
@@ -172,10 +181,7 @@ fn values_beside_model_and_optimizer_come_back_and_what_differs_is_an_error_that
             let mut other = new_run(&group, true, &adamw(), 2);
             other.values.insert("generator", Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap());
             change(&mut other);
-            let before = bits(&other);
-            let error = checkpointer.load(1, &mut other).unwrap_err();
-            assert!(matches!(error, CheckpointError::State(StateError::Incompatible { .. })), "{error:?}");
-            assert_eq!(bits(&other), before);
+            refused(&mut checkpointer, &mut other);
         }
     })
     .unwrap();
@@ -494,10 +500,7 @@ fn a_value_that_is_not_contiguous_is_found_before_anything_changes() {
         checkpointer.save(1, &run).unwrap();
         let mut other = new_run(&group, true, &adamw(), 2);
         other.values.insert("x", Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap().t().unwrap());
-        let before = bits(&other);
-        let error = checkpointer.load(1, &mut other).unwrap_err();
-        assert!(matches!(error, CheckpointError::State(StateError::Incompatible { .. })), "{error:?}");
-        assert_eq!(bits(&other), before);
+        refused(&mut checkpointer, &mut other);
     })
     .unwrap();
 }
@@ -628,10 +631,7 @@ fn shards_of_a_value_that_are_not_contiguous_are_found_before_anything_changes()
             checkpointer.save(1, &run).unwrap();
             let mut other = new_run(&group, true, &adamw(), 2);
             other.values.insert("columns", columns(2.0));
-            let before = bits(&other);
-            let error = checkpointer.load(1, &mut other).unwrap_err();
-            assert!(matches!(error, CheckpointError::State(StateError::Incompatible { .. })), "{error:?}");
-            assert_eq!(bits(&other), before);
+            refused(&mut checkpointer, &mut other);
         }
     })
     .unwrap();
@@ -659,11 +659,8 @@ fn containers_come_in_place_of_values_that_stand_for_nothing_yet() {
         // A value that stands for something is not replaced by a container.
         let mut other = new_run(&group, true, &adamw(), 2);
         other.values.insert("best", 3i64);
-        let before = bits(&other);
-        let error = checkpointer.load(1, &mut other).unwrap_err();
-        assert!(matches!(error, CheckpointError::State(StateError::Incompatible { .. })), "{error:?}");
-        assert!(error.to_string().contains("best.loss"), "{error}");
-        assert_eq!(bits(&other), before);
+        let error = refused(&mut checkpointer, &mut other);
+        assert!(error.contains("best.loss"), "{error}");
     })
     .unwrap();
 }
