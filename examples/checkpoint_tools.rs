@@ -1,5 +1,5 @@
-//! Checkpoints without a model, ranks or candle: opened in any format, listed, read in part, checked, converted. This
-//! is what the `fsdp` command does, as a library.
+//! Checkpoints without a model, ranks or candle: opened in any format, listed, read in part,
+//! checked, converted. This is what the `fsdp` command does, as a library.
 //!
 //! ```console
 //! cargo run -p fsdp-examples --bin checkpoint-tools -- step-20 model.safetensors
@@ -21,16 +21,24 @@ fn print_first_row(source: &dyn Checkpoint, name: &str, shape: &[usize]) -> Resu
     let row = TensorBox::new(vec![0; shape.len()], row);
     let mut bytes = vec![0; row.numel() * 4];
     source.read_box(name, &row, &mut bytes)?;
-    let values: Vec<f32> =
-        bytes.chunks_exact(4).map(|four| f32::from_le_bytes([four[0], four[1], four[2], four[3]])).collect();
-    println!("  begins with {:?}, {} bytes of data read", &values[..values.len().min(4)], source.bytes_read());
+    let values: Vec<f32> = bytes
+        .chunks_exact(4)
+        .map(|four| f32::from_le_bytes([four[0], four[1], four[2], four[3]]))
+        .collect();
+    println!(
+        "  begins with {:?}, {} bytes of data read",
+        &values[..values.len().min(4)],
+        source.bytes_read()
+    );
     Ok(())
 }
 
 fn main() -> Result<()> {
     let mut arguments = std::env::args().skip(1);
-    let (path, output) =
-        arguments.next().zip(arguments.next()).context("usage: checkpoint-tools CKPT OUTPUT.safetensors")?;
+    let (path, output) = arguments
+        .next()
+        .zip(arguments.next())
+        .context("usage: checkpoint-tools CKPT OUTPUT.safetensors")?;
     // The format is found by content. No pickle in it is executed.
     let source = checkpoint::open(path.as_str(), OpenOptions { verify: true })?;
     println!("{}", source.format());
@@ -42,14 +50,26 @@ fn main() -> Result<()> {
         }
     }
     let report = verify(&*source, Level::Deep, None)?;
-    ensure!(report.is_ok(), "the checkpoint is damaged: {:?}", report.problems);
+    ensure!(
+        report.is_ok(),
+        "the checkpoint is damaged: {:?}",
+        report.problems
+    );
     // The model alone, under its bare names, in one file; memory does not grow with its size.
     let model = View::new(
         &*source,
-        |name| name.strip_prefix("model.").map_or(Rename::Drop, |bare| Rename::To(bare.to_owned())),
+        |name| {
+            name.strip_prefix("model.")
+                .map_or(Rename::Drop, |bare| Rename::To(bare.to_owned()))
+        },
         None,
     )?;
-    let written = convert(&model, output.as_str(), OutputFormat::SafetensorsFile, ConvertOptions::default())?;
+    let written = convert(
+        &model,
+        output.as_str(),
+        OutputFormat::SafetensorsFile,
+        ConvertOptions::default(),
+    )?;
     println!("wrote {} tensors to `{output}`", written.tensors);
     Ok(())
 }

@@ -1,5 +1,6 @@
-//! A transformer of one's own: blocks that are units and keep no activations, fast operations with gradients, half
-//! precision for computation. It learns to predict the next token of a counting sequence.
+//! A transformer of one's own: blocks that are units and keep no activations, fast operations with
+//! gradients, half precision for computation. It learns to predict the next token of a counting
+//! sequence.
 //!
 //! ```console
 //! cargo run -p fsdp-examples --bin custom-model -- --ranks 4
@@ -38,7 +39,11 @@ struct RmsNorm(Tensor);
 
 impl RmsNorm {
     fn new(scope: &Scope) -> candle_core::Result<Self> {
-        Ok(RmsNorm(scope.vb().get_with_hints(WIDTH, "weight", Init::Const(1.0))?))
+        Ok(RmsNorm(scope.vb().get_with_hints(
+            WIDTH,
+            "weight",
+            Init::Const(1.0),
+        )?))
     }
 }
 
@@ -60,7 +65,8 @@ struct Block {
 
 impl Block {
     fn new(scope: &Scope) -> candle_core::Result<Self> {
-        let linear = |inputs, outputs, name: &str| linear_no_bias(inputs, outputs, scope.vb().pp(name));
+        let linear =
+            |inputs, outputs, name: &str| linear_no_bias(inputs, outputs, scope.vb().pp(name));
         Ok(Block {
             norm_1: RmsNorm::new(&scope.pp("norm_1"))?,
             qkv: linear(WIDTH, 3 * WIDTH, "qkv")?,
@@ -74,7 +80,8 @@ impl Block {
 
 impl Module for Block {
     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let attention = ops::packed_attention(&self.qkv.forward(&self.norm_1.forward(x)?)?, HEADS, true)?;
+        let attention =
+            ops::packed_attention(&self.qkv.forward(&self.norm_1.forward(x)?)?, HEADS, true)?;
         let x = (x + self.out.forward(&attention)?)?;
         let hidden = ops::gelu(&self.up.forward(&self.norm_2.forward(&x)?)?)?;
         &x + self.down.forward(&hidden)?
@@ -91,9 +98,14 @@ struct Transformer {
 
 impl Transformer {
     fn new(scope: &Scope) -> candle_core::Result<Self> {
-        // A block is gathered for its forward and its backward only, and computes its activations again in the
-        // backward.
-        let block = |index: usize| scope.pp("blocks").pp(index).unit(|scope| Ok(Recomputed::new(Block::new(scope)?)));
+        // A block is gathered for its forward and its backward only, and computes its activations
+        // again in the backward.
+        let block = |index: usize| {
+            scope
+                .pp("blocks")
+                .pp(index)
+                .unit(|scope| Ok(Recomputed::new(Block::new(scope)?)))
+        };
         Ok(Transformer {
             tokens: embedding(TOKENS, WIDTH, scope.vb().pp("tokens"))?,
             positions: embedding(TIME, WIDTH, scope.vb().pp("positions"))?,
@@ -103,20 +115,28 @@ impl Transformer {
         })
     }
 
-    /// Returns the mean loss of rows of tokens, `[rows, TIME + 1]`: each token is the target of those before it.
+    /// Returns the mean loss of rows of tokens, `[rows, TIME + 1]`: each token is the target of
+    /// those before it.
     fn loss(&self, rows: &Tensor) -> candle_core::Result<Tensor> {
         let (inputs, targets) = (rows.narrow(1, 0, TIME)?, rows.narrow(1, 1, TIME)?);
         let positions = Tensor::arange(0, TIME as u32, rows.device())?;
-        let mut x = self.tokens.forward(&inputs)?.broadcast_add(&self.positions.forward(&positions)?)?;
+        let mut x = self
+            .tokens
+            .forward(&inputs)?
+            .broadcast_add(&self.positions.forward(&positions)?)?;
         for block in &self.blocks {
             x = block.forward(&x)?;
         }
         let scores = self.head.forward(&self.norm.forward(&x)?)?;
-        ops::cross_entropy(&scores.flatten_to(D::Minus2)?.to_dtype(DType::F32)?, &targets.flatten_all()?)
+        ops::cross_entropy(
+            &scores.flatten_to(D::Minus2)?.to_dtype(DType::F32)?,
+            &targets.flatten_all()?,
+        )
     }
 }
 
-/// Returns this rank's rows of a step: token `t` of a row is `start + stride * t`, modulo the number of tokens.
+/// Returns this rank's rows of a step: token `t` of a row is `start + stride * t`, modulo the
+/// number of tokens.
 fn rows(group: &ProcessGroup, step: usize) -> candle_core::Result<Tensor> {
     let mine = (0..ROWS).filter(|row| row % group.world_size() == group.rank());
     let row = |row: usize| {
@@ -131,11 +151,17 @@ fn rows(group: &ProcessGroup, step: usize) -> candle_core::Result<Tensor> {
 fn train(group: &ProcessGroup, options: &Options) -> Result<()> {
     let mut config = FsdpConfig::default();
     if options.bf16 {
-        config.mixed_precision =
-            MixedPrecision { param: Some(DType::BF16), reduce: Some(DType::F32), ..MixedPrecision::default() };
+        config.mixed_precision = MixedPrecision {
+            param: Some(DType::BF16),
+            reduce: Some(DType::F32),
+            ..MixedPrecision::default()
+        };
     }
     let model = FullyShardedDataParallel::new(group.clone(), config, Transformer::new)?;
-    let adamw = AdamOptions { lr: 3e-3, ..AdamOptions::adamw() };
+    let adamw = AdamOptions {
+        lr: 3e-3,
+        ..AdamOptions::adamw()
+    };
     let mut optimizer = Optimizer::new(model.parameters(), Algorithm::AdamW(adamw))?;
     for step in 0..options.steps {
         let rows = rows(group, step)?;
@@ -154,7 +180,10 @@ fn train(group: &ProcessGroup, options: &Options) -> Result<()> {
     }
     let parameters = model.parameters();
     if group.rank() == 0 {
-        let (kept, peak) = (parameters.parameter_bytes(), parameters.peak_parameter_bytes());
+        let (kept, peak) = (
+            parameters.parameter_bytes(),
+            parameters.peak_parameter_bytes(),
+        );
         println!("each rank keeps about {kept} bytes of parameters, and had at most {peak}");
     }
     Ok(())

@@ -1,5 +1,6 @@
-//! The Llama of candle-transformers, unchanged, sharded over ranks: it continues some tokens. Each rank reads its part
-//! of the weights from Hugging Face's files, and has at most two layers whole at a time.
+//! The Llama of candle-transformers, unchanged, sharded over ranks: it continues some tokens. Each
+//! rank reads its part of the weights from Hugging Face's files, and has at most two layers whole
+//! at a time.
 //!
 //! ```console
 //! cargo run -p fsdp-examples --bin tiny-llama -- runs/tiny-llama
@@ -35,7 +36,8 @@ struct Options {
 // ANCHOR: config
 fn read_config(options: &Options) -> Result<Config> {
     let path = options.model.join("config.json");
-    let text = std::fs::read(&path).with_context(|| format!("failed to read `{}`", path.display()))?;
+    let text =
+        std::fs::read(&path).with_context(|| format!("failed to read `{}`", path.display()))?;
     let config: LlamaConfig = serde_json::from_slice(&text)?;
     Ok(config.into_config(false))
 }
@@ -51,8 +53,9 @@ fn generate(group: ProcessGroup, options: &Options) -> Result<Vec<u32>> {
         ..FsdpConfig::default().wrap("model.layers.*")
     };
     let read = FromCheckpointOptions::default();
-    let model =
-        from_checkpoint(group, config, options.model.as_path(), &read, |scope| Llama::load(scope.vb(), &llama))?;
+    let model = from_checkpoint(group, config, options.model.as_path(), &read, |scope| {
+        Llama::load(scope.vb(), &llama)
+    })?;
     // ANCHOR_END: build
 
     // ANCHOR: generate
@@ -75,8 +78,14 @@ fn generate(group: ProcessGroup, options: &Options) -> Result<Vec<u32>> {
         let names: Vec<&str> = parameters.fqns().collect();
         let numel = |name: &&str| Ok(parameters.shape(name)?.iter().product::<usize>());
         let whole: usize = names.iter().map(numel).sum::<Result<usize>>()?;
-        let (kept, peak) = (parameters.parameter_bytes(), parameters.peak_parameter_bytes());
-        println!("the model has {} bytes; this rank keeps {kept}, and had at most {peak}", whole * 4);
+        let (kept, peak) = (
+            parameters.parameter_bytes(),
+            parameters.peak_parameter_bytes(),
+        );
+        println!(
+            "the model has {} bytes; this rank keeps {kept}, and had at most {peak}",
+            whole * 4
+        );
     }
     Ok(tokens)
 }
@@ -85,6 +94,13 @@ fn main() -> Result<()> {
     let options = Options::parse();
     let tokens = run_local(options.ranks.into(), |group| generate(group, &options))?;
     let tokens: Vec<Vec<u32>> = tokens.into_iter().collect::<Result<_>>()?;
-    println!("{}", tokens[0].iter().map(ToString::to_string).collect::<Vec<_>>().join(","));
+    println!(
+        "{}",
+        tokens[0]
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+            .join(",")
+    );
     Ok(())
 }

@@ -1,5 +1,6 @@
-//! LoRA: trains small adapters beside the frozen weights of a Llama, over ranks, and writes them as a directory that
-//! the Python package `peft` opens. Run again, it goes on from the newest checkpoint.
+//! LoRA: trains small adapters beside the frozen weights of a Llama, over ranks, and writes them as
+//! a directory that the Python package `peft` opens. Run again, it goes on from the newest
+//! checkpoint.
 //!
 //! ```console
 //! cargo run -p fsdp-examples --bin tiny-llama -- runs/tiny-llama
@@ -56,12 +57,22 @@ struct Lora {
 
 impl Lora {
     fn new(inputs: usize, outputs: usize, scope: &Scope) -> candle_core::Result<Self> {
-        let random = Init::Randn { mean: 0.0, stdev: 1.0 / RANK as f64 };
+        let random = Init::Randn {
+            mean: 0.0,
+            stdev: 1.0 / RANK as f64,
+        };
         Ok(Lora {
             base: linear_no_bias(inputs, outputs, scope.vb())?,
-            a: scope.vb().pp("lora_A").get_with_hints((RANK, inputs), "weight", random)?,
+            a: scope
+                .vb()
+                .pp("lora_A")
+                .get_with_hints((RANK, inputs), "weight", random)?,
             // Zeros: at first the adapter adds nothing.
-            b: scope.vb().pp("lora_B").get_with_hints((outputs, RANK), "weight", Init::Const(0.0))?,
+            b: scope.vb().pp("lora_B").get_with_hints(
+                (outputs, RANK),
+                "weight",
+                Init::Const(0.0),
+            )?,
         })
     }
 }
@@ -87,8 +98,13 @@ struct RmsNorm {
 
 impl RmsNorm {
     fn new(config: &Config, scope: &Scope) -> candle_core::Result<Self> {
-        let weight = scope.vb().get_with_hints(config.hidden_size, "weight", Init::Const(1.0))?;
-        Ok(RmsNorm { weight, eps: config.rms_norm_eps })
+        let weight = scope
+            .vb()
+            .get_with_hints(config.hidden_size, "weight", Init::Const(1.0))?;
+        Ok(RmsNorm {
+            weight,
+            eps: config.rms_norm_eps,
+        })
     }
 }
 
@@ -137,7 +153,11 @@ impl Block {
     fn forward(&self, x: &Tensor, cos: &Tensor, sin: &Tensor) -> candle_core::Result<Tensor> {
         let (rows, time, hidden) = x.dims3()?;
         let width = hidden / self.heads;
-        let by_head = |x: Tensor, heads: usize| x.reshape((rows, time, heads, width))?.transpose(1, 2)?.contiguous();
+        let by_head = |x: Tensor, heads: usize| {
+            x.reshape((rows, time, heads, width))?
+                .transpose(1, 2)?
+                .contiguous()
+        };
         // A head of keys and values serves several heads of queries.
         let repeat = |x: Tensor| {
             let copies = vec![&x; self.heads / self.kv_heads];
@@ -145,17 +165,25 @@ impl Block {
         };
         let input = self.input_norm.forward(x)?;
         let q = ops::rope(&by_head(self.q.forward(&input)?, self.heads)?, cos, sin)?;
-        let k = repeat(ops::rope(&by_head(self.k.forward(&input)?, self.kv_heads)?, cos, sin)?)?;
+        let k = repeat(ops::rope(
+            &by_head(self.k.forward(&input)?, self.kv_heads)?,
+            cos,
+            sin,
+        )?)?;
         let v = repeat(by_head(self.v.forward(&input)?, self.kv_heads)?)?;
-        let attention = ops::scaled_dot_product_attention(&q, &k, &v, true, (width as f64).powf(-0.5))?;
-        let x = (x + self.o.forward(&attention.transpose(1, 2)?.reshape((rows, time, hidden))?)?)?;
+        let attention =
+            ops::scaled_dot_product_attention(&q, &k, &v, true, (width as f64).powf(-0.5))?;
+        let x = (x + self
+            .o
+            .forward(&attention.transpose(1, 2)?.reshape((rows, time, hidden))?)?)?;
         let input = self.attention_norm.forward(&x)?;
         let gated = (self.gate.forward(&input)?.silu()? * self.up.forward(&input)?)?;
         &x + self.down.forward(&gated)?
     }
 }
 
-/// The Llama of candle-transformers with adapters, of operations that have gradients. Names are Hugging Face's.
+/// The Llama of candle-transformers with adapters, of operations that have gradients. Names are
+/// Hugging Face's.
 struct Model {
     tokens: Embedding,
     blocks: Vec<Unit<Block>>,
@@ -170,10 +198,20 @@ impl Model {
         let layers = scope.pp("model.layers");
         let block = |index: usize| layers.pp(index).unit(|scope| Block::new(config, scope));
         Ok(Model {
-            tokens: embedding(config.vocab_size, config.hidden_size, scope.vb().pp("model.embed_tokens"))?,
-            blocks: (0..config.num_hidden_layers).map(block).collect::<candle_core::Result<_>>()?,
+            tokens: embedding(
+                config.vocab_size,
+                config.hidden_size,
+                scope.vb().pp("model.embed_tokens"),
+            )?,
+            blocks: (0..config.num_hidden_layers)
+                .map(block)
+                .collect::<candle_core::Result<_>>()?,
             norm: RmsNorm::new(config, &scope.pp("model.norm"))?,
-            head: linear_no_bias(config.hidden_size, config.vocab_size, scope.vb().pp("lm_head"))?,
+            head: linear_no_bias(
+                config.hidden_size,
+                config.vocab_size,
+                scope.vb().pp("lm_head"),
+            )?,
             rope_theta: config.rope_theta.into(),
             width: config.hidden_size / config.num_attention_heads,
         })
@@ -183,8 +221,12 @@ impl Model {
     fn forward(&self, tokens: &Tensor) -> candle_core::Result<Tensor> {
         let time = tokens.dim(1)?;
         let half = self.width / 2;
-        let frequency = |index: usize| self.rope_theta.powf(-2.0 * index as f64 / self.width as f64) as f32;
-        let frequencies = Tensor::from_iter((0..half).map(frequency), tokens.device())?.reshape((1, half))?;
+        let frequency = |index: usize| {
+            self.rope_theta
+                .powf(-2.0 * index as f64 / self.width as f64) as f32
+        };
+        let frequencies =
+            Tensor::from_iter((0..half).map(frequency), tokens.device())?.reshape((1, half))?;
         let positions = Tensor::arange(0f32, time as f32, tokens.device())?.reshape((time, 1))?;
         let angles = positions.matmul(&frequencies)?;
         let (cos, sin) = (angles.cos()?, angles.sin()?);
@@ -206,29 +248,62 @@ impl Model {
 
 fn read_config(directory: &Path) -> Result<Config> {
     let path = directory.join("config.json");
-    let text = std::fs::read(&path).with_context(|| format!("failed to read `{}`", path.display()))?;
+    let text =
+        std::fs::read(&path).with_context(|| format!("failed to read `{}`", path.display()))?;
     let config: LlamaConfig = serde_json::from_slice(&text)?;
-    ensure!(config.rope_scaling.is_none(), "this example knows no scaling of rotary embeddings");
-    ensure!(config.tie_word_embeddings != Some(true), "this example knows no tied embeddings");
+    ensure!(
+        config.rope_scaling.is_none(),
+        "this example knows no scaling of rotary embeddings"
+    );
+    ensure!(
+        config.tie_word_embeddings != Some(true),
+        "this example knows no tied embeddings"
+    );
     Ok(config.into_config(false))
 }
 
 // ANCHOR: build
 /// Builds the sharded model with the weights of `directory`. Only the adapters are trained.
 fn build(group: &ProcessGroup, config: &Config, directory: &Path) -> Result<TrainState<Model>> {
-    let frozen = FsdpConfig { requires_grad: Arc::new(is_adapter), ..FsdpConfig::default() };
-    let model = FullyShardedDataParallel::new(group.clone(), frozen, |scope| Model::new(config, scope))?;
-    // The published weights have no adapters: those keep their initial values. Anything else that is missing is an
-    // error.
+    let frozen = FsdpConfig {
+        requires_grad: Arc::new(is_adapter),
+        ..FsdpConfig::default()
+    };
+    let model =
+        FullyShardedDataParallel::new(group.clone(), frozen, |scope| Model::new(config, scope))?;
+    // The published weights have no adapters: those keep their initial values. Anything else that
+    // is missing is an error.
     let mut base = TrainState::new(model, Vec::new());
-    let load = LoadOptions { strict: false, cast: true, ..LoadOptions::default() };
-    let options = CheckpointerOptions { load, ..CheckpointerOptions::default() };
+    let load = LoadOptions {
+        strict: false,
+        cast: true,
+        ..LoadOptions::default()
+    };
+    let options = CheckpointerOptions {
+        load,
+        ..CheckpointerOptions::default()
+    };
     let report = Checkpointer::new(directory, group, options)?.load(directory, &mut base)?;
-    let missing: Vec<&String> = report.missing.iter().filter(|name| !is_adapter(name)).collect();
-    ensure!(missing.is_empty(), "`{}` lacks {missing:?}", directory.display());
-    ensure!(report.unexpected.is_empty(), "the model has no place for {:?}", report.unexpected);
+    let missing: Vec<&String> = report
+        .missing
+        .iter()
+        .filter(|name| !is_adapter(name))
+        .collect();
+    ensure!(
+        missing.is_empty(),
+        "`{}` lacks {missing:?}",
+        directory.display()
+    );
+    ensure!(
+        report.unexpected.is_empty(),
+        "the model has no place for {:?}",
+        report.unexpected
+    );
 
-    let adamw = Algorithm::AdamW(AdamOptions { lr: 1e-2, ..AdamOptions::adamw() });
+    let adamw = Algorithm::AdamW(AdamOptions {
+        lr: 1e-2,
+        ..AdamOptions::adamw()
+    });
     let optimizer = Optimizer::new(base.model.parameters(), adamw)?;
     base.optimizers.push(optimizer);
     Ok(base)
@@ -236,25 +311,37 @@ fn build(group: &ProcessGroup, config: &Config, directory: &Path) -> Result<Trai
 // ANCHOR_END: build
 
 // ANCHOR: check
-/// Compares the scores after a row of tokens with those of candle-transformers' own Llama, built whole from the same
-/// files.
+/// Compares the scores after a row of tokens with those of candle-transformers' own Llama, built
+/// whole from the same files.
 fn check(run: &TrainState<Model>, config: &Config, directory: &Path) -> Result<()> {
-    let tensors = candle_core::safetensors::load(directory.join("model.safetensors"), &Device::Cpu)?;
-    let theirs = Llama::load(VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu), config)?;
+    let tensors =
+        candle_core::safetensors::load(directory.join("model.safetensors"), &Device::Cpu)?;
+    let theirs = Llama::load(
+        VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu),
+        config,
+    )?;
     let mut cache = Cache::new(false, DType::F32, config, &Device::Cpu)?;
     let tokens = rows(config, 0, &[0])?;
-    let ours = run.model.forward(|model| model.forward(&tokens)?.i((.., TIME, ..)))?;
-    let difference = (ours - theirs.forward(&tokens, 0, &mut cache)?)?.abs()?.max_all()?.to_scalar::<f32>()?;
+    let ours = run
+        .model
+        .forward(|model| model.forward(&tokens)?.i((.., TIME, ..)))?;
+    let difference = (ours - theirs.forward(&tokens, 0, &mut cache)?)?
+        .abs()?
+        .max_all()?
+        .to_scalar::<f32>()?;
     if run.model.group().rank() == 0 {
         println!("largest difference to candle-transformers: {difference:e}");
     }
-    ensure!(difference < 1e-4, "the model does not compute what candle-transformers computes");
+    ensure!(
+        difference < 1e-4,
+        "the model does not compute what candle-transformers computes"
+    );
     Ok(())
 }
 // ANCHOR_END: check
 
-/// Returns rows of tokens `[rows, TIME + 1]` to learn: each token is a multiple of the one before it. Take your
-/// tokenizer here.
+/// Returns rows of tokens `[rows, TIME + 1]` to learn: each token is a multiple of the one before
+/// it. Take your tokenizer here.
 fn rows(config: &Config, step: u64, rows: &[usize]) -> candle_core::Result<Tensor> {
     let vocabulary = config.vocab_size as u64;
     let mut tokens = Vec::new();
@@ -275,16 +362,26 @@ fn train(group: &ProcessGroup, options: &Options) -> Result<()> {
     if options.check {
         check(&run, &config, &options.model)?;
     }
-    // The frozen weights are the same in every checkpoint: from the second one on they are links to the files of the
-    // first.
-    let save = SaveOptions { incremental: true, ..SaveOptions::default() };
+    // The frozen weights are the same in every checkpoint: from the second one on they are links to
+    // the files of the first.
+    let save = SaveOptions {
+        incremental: true,
+        ..SaveOptions::default()
+    };
     let mut checkpointer = Checkpointer::new(
         options.out.as_path(),
         group,
-        CheckpointerOptions { save, ..CheckpointerOptions::default() },
+        CheckpointerOptions {
+            save,
+            ..CheckpointerOptions::default()
+        },
     )?;
-    let done = checkpointer.load_latest(&mut run)?.map_or(0, |(checkpoint, _)| checkpoint.step);
-    let mine: Vec<usize> = (0..ROWS).filter(|row| row % group.world_size() == group.rank()).collect();
+    let done = checkpointer
+        .load_latest(&mut run)?
+        .map_or(0, |(checkpoint, _)| checkpoint.step);
+    let mine: Vec<usize> = (0..ROWS)
+        .filter(|row| row % group.world_size() == group.rank())
+        .collect();
     for step in done..options.steps {
         let rows = rows(&config, step, &mine)?;
         // Ranks may differ by a row: each row counts the same.
@@ -321,9 +418,14 @@ fn write_adapters(run: &TrainState<Model>, directory: &Path) -> Result<()> {
     if run.model.group().rank() > 0 {
         return Ok(());
     }
-    let tensors = adapters.iter().filter_map(|(name, value)| Some((name.clone(), value.as_tensor()?.clone())));
+    let tensors = adapters
+        .iter()
+        .filter_map(|(name, value)| Some((name.clone(), value.as_tensor()?.clone())));
     std::fs::create_dir_all(directory)?;
-    candle_core::safetensors::save(&tensors.collect(), directory.join("adapter_model.safetensors"))?;
+    candle_core::safetensors::save(
+        &tensors.collect(),
+        directory.join("adapter_model.safetensors"),
+    )?;
     let config = json!({
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -333,7 +435,10 @@ fn write_adapters(run: &TrainState<Model>, directory: &Path) -> Result<()> {
         "bias": "none",
         "target_modules": ["q_proj", "v_proj"],
     });
-    std::fs::write(directory.join("adapter_config.json"), serde_json::to_string_pretty(&config)?)?;
+    std::fs::write(
+        directory.join("adapter_config.json"),
+        serde_json::to_string_pretty(&config)?,
+    )?;
     println!("wrote the adapters to `{}`", directory.display());
     Ok(())
 }

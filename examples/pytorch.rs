@@ -1,4 +1,5 @@
-//! One half of a pair with `pytorch.py`: both train the same network, and each goes on from what the other saved.
+//! One half of a pair with `pytorch.py`: both train the same network, and each goes on from what
+//! the other saved.
 //!
 //! ```console
 //! cargo run -p fsdp-examples --bin pytorch -- --save step-10 --ranks 3
@@ -45,7 +46,10 @@ fn train(group: &ProcessGroup, options: &Options) -> Result<()> {
         let first: Unit<Linear> = scope.pp("0").unit(|scope| linear(8, 16, scope.vb()))?;
         Ok((first, linear(16, 1, scope.vb().pp("2"))?))
     })?;
-    let adamw = AdamOptions { lr: 1e-2, ..AdamOptions::adamw() };
+    let adamw = AdamOptions {
+        lr: 1e-2,
+        ..AdamOptions::adamw()
+    };
     let optimizer = Optimizer::new(model.parameters(), Algorithm::AdamW(adamw))?;
     let mut run = TrainState::new(model, vec![optimizer]);
     run.values.insert("step", 0i64);
@@ -53,14 +57,24 @@ fn train(group: &ProcessGroup, options: &Options) -> Result<()> {
     if let Some(from) = &options.load {
         checkpointer.load(from, &mut run)?;
     }
-    let begin = run.values.plain_at(&["step"]).and_then(PlainValue::as_int).unwrap_or(0);
+    let begin = run
+        .values
+        .plain_at(&["step"])
+        .and_then(PlainValue::as_int)
+        .unwrap_or(0);
     let rows = ROWS / group.world_size();
     let mut loss = [f64::NAN];
     for step in begin..begin + STEPS {
         let (x, y) = batch(step)?;
-        let (x, y) = (x.narrow(0, group.rank() * rows, rows)?, y.narrow(0, group.rank() * rows, rows)?);
-        let mine =
-            run.model.forward(|(first, last)| (last.forward(&first.forward(&x)?.tanh()?)? - &y)?.sqr()?.mean_all())?;
+        let (x, y) = (
+            x.narrow(0, group.rank() * rows, rows)?,
+            y.narrow(0, group.rank() * rows, rows)?,
+        );
+        let mine = run.model.forward(|(first, last)| {
+            (last.forward(&first.forward(&x)?.tanh()?)? - &y)?
+                .sqr()?
+                .mean_all()
+        })?;
         run.model.backward(&mine)?;
         run.optimizers[0].step()?;
         run.model.parameters().zero_grad();
@@ -70,7 +84,12 @@ fn train(group: &ProcessGroup, options: &Options) -> Result<()> {
     run.values.insert("step", begin + STEPS);
     checkpointer.save(&options.save, &run)?;
     if group.rank() == 0 {
-        println!("step {}: loss {:.6}, saved to {}", begin + STEPS, loss[0], options.save);
+        println!(
+            "step {}: loss {:.6}, saved to {}",
+            begin + STEPS,
+            loss[0],
+            options.save
+        );
     }
     Ok(())
 }

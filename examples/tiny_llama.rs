@@ -1,5 +1,5 @@
-//! Writes a Llama of random weights in the layout of Hugging Face: `config.json` and `model.safetensors`. The programs
-//! `llama` and `lora` take it where no real model is at hand.
+//! Writes a Llama of random weights in the layout of Hugging Face: `config.json` and
+//! `model.safetensors`. The programs `llama` and `lora` take it where no real model is at hand.
 //!
 //! ```console
 //! cargo run -p fsdp-examples --bin tiny-llama -- runs/tiny-llama
@@ -20,7 +20,9 @@ const KV_HEADS: usize = 2;
 const VOCABULARY: usize = 48;
 
 fn main() -> Result<()> {
-    let directory = std::env::args().nth(1).context("usage: tiny-llama DIRECTORY")?;
+    let directory = std::env::args()
+        .nth(1)
+        .context("usage: tiny-llama DIRECTORY")?;
     let directory = Path::new(&directory);
     std::fs::create_dir_all(directory)?;
 
@@ -29,8 +31,13 @@ fn main() -> Result<()> {
     let mut seed = 0u32;
     let mut matrix = |name: String, rows: usize, columns: usize| -> Result<()> {
         seed += 1;
-        let values: Vec<f32> = (0..rows * columns).map(|index| scattered(index as u32, seed) * 0.2).collect();
-        tensors.insert(name, Tensor::from_vec(values, (rows, columns), &Device::Cpu)?);
+        let values: Vec<f32> = (0..rows * columns)
+            .map(|index| scattered(index as u32, seed) * 0.2)
+            .collect();
+        tensors.insert(
+            name,
+            Tensor::from_vec(values, (rows, columns), &Device::Cpu)?,
+        );
         Ok(())
     };
     matrix("model.embed_tokens.weight".to_owned(), VOCABULARY, HIDDEN)?;
@@ -50,10 +57,14 @@ fn main() -> Result<()> {
         }
     }
     let norms = (0..LAYERS).flat_map(|layer| {
-        ["input_layernorm", "post_attention_layernorm"].map(|name| format!("model.layers.{layer}.{name}.weight"))
+        ["input_layernorm", "post_attention_layernorm"]
+            .map(|name| format!("model.layers.{layer}.{name}.weight"))
     });
     for name in norms.chain(["model.norm.weight".to_owned()]) {
-        tensors.insert(name, Tensor::from_vec(vec![1f32; HIDDEN], HIDDEN, &Device::Cpu)?);
+        tensors.insert(
+            name,
+            Tensor::from_vec(vec![1f32; HIDDEN], HIDDEN, &Device::Cpu)?,
+        );
     }
     candle_core::safetensors::save(&tensors, directory.join("model.safetensors"))?;
 
@@ -72,8 +83,15 @@ fn main() -> Result<()> {
         "tie_word_embeddings": false,
         "torch_dtype": "float32",
     });
-    std::fs::write(directory.join("config.json"), serde_json::to_string_pretty(&config)?)?;
-    println!("wrote {} tensors to `{}`", tensors.len(), directory.display());
+    std::fs::write(
+        directory.join("config.json"),
+        serde_json::to_string_pretty(&config)?,
+    )?;
+    println!(
+        "wrote {} tensors to `{}`",
+        tensors.len(),
+        directory.display()
+    );
     Ok(())
 }
 

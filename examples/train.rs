@@ -1,5 +1,6 @@
-//! Trains a small network over ranks that are threads, and saves it with its optimizer and its place in the data. Run
-//! again, it goes on from the newest checkpoint, with whatever number of ranks it is given then:
+//! Trains a small network over ranks that are threads, and saves it with its optimizer and its
+//! place in the data. Run again, it goes on from the newest checkpoint, with whatever number of
+//! ranks it is given then:
 //!
 //! ```console
 //! cargo run -p fsdp-examples --bin train -- --out runs/example --ranks 4 --steps 40
@@ -38,7 +39,8 @@ const BATCH: u64 = 16;
 const INPUTS: usize = 8;
 const HIDDEN: usize = 32;
 
-/// A network whose hidden layers are units: each is gathered for its forward and its backward, and released after them.
+/// A network whose hidden layers are units: each is gathered for its forward and its backward, and
+/// released after them.
 struct Net {
     first: Linear,
     hidden: Vec<Unit<Linear>>,
@@ -47,7 +49,12 @@ struct Net {
 
 impl Net {
     fn new(scope: &Scope) -> candle_core::Result<Self> {
-        let layer = |index: usize| scope.pp("hidden").pp(index).unit(|scope| linear(HIDDEN, HIDDEN, scope.vb()));
+        let layer = |index: usize| {
+            scope
+                .pp("hidden")
+                .pp(index)
+                .unit(|scope| linear(HIDDEN, HIDDEN, scope.vb()))
+        };
         Ok(Net {
             first: linear(INPUTS, HIDDEN, scope.vb().pp("first"))?,
             hidden: (0..3).map(layer).collect::<candle_core::Result<_>>()?,
@@ -68,9 +75,12 @@ impl Module for Net {
 
 /// Returns the samples with these numbers: points, and the value of a function there.
 fn batch(samples: &[u64]) -> candle_core::Result<(Tensor, Tensor)> {
-    let coordinate = |sample: u64, index: usize| ((sample * 37 + index as u64 * 101) as f32 * 0.618).sin();
-    let points: Vec<f32> =
-        samples.iter().flat_map(|&sample| (0..INPUTS).map(move |index| coordinate(sample, index))).collect();
+    let coordinate =
+        |sample: u64, index: usize| ((sample * 37 + index as u64 * 101) as f32 * 0.618).sin();
+    let points: Vec<f32> = samples
+        .iter()
+        .flat_map(|&sample| (0..INPUTS).map(move |index| coordinate(sample, index)))
+        .collect();
     let x = Tensor::from_vec(points, (samples.len(), INPUTS), &Device::Cpu)?;
     let y = x.narrow(1, 0, 2)?.sum_keepdim(1)?.sin()?;
     Ok((x, y))
@@ -79,19 +89,37 @@ fn batch(samples: &[u64]) -> candle_core::Result<(Tensor, Tensor)> {
 /// Trains on one rank, and returns the loss of the last step. Every rank runs the same function.
 fn train(group: &ProcessGroup, options: &Options) -> Result<f64> {
     let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), Net::new)?;
-    let adamw = AdamOptions { lr: 1e-2, ..AdamOptions::adamw() };
+    let adamw = AdamOptions {
+        lr: 1e-2,
+        ..AdamOptions::adamw()
+    };
     let optimizer = Optimizer::new(model.parameters(), Algorithm::AdamW(adamw))?;
-    let schedule = Schedule { decay: Decay::Constant, warmup: 5, ..Schedule::default() };
-    let order = SamplerOptions { samples: SAMPLES, batch: BATCH, seed: 1, ..SamplerOptions::default() };
+    let schedule = Schedule {
+        decay: Decay::Constant,
+        warmup: 5,
+        ..Schedule::default()
+    };
+    let order = SamplerOptions {
+        samples: SAMPLES,
+        batch: BATCH,
+        seed: 1,
+        ..SamplerOptions::default()
+    };
 
     // All that a resume needs: the model, its optimizer, and the place in the data.
     let mut run = TrainState::new(model, vec![optimizer]);
     run.sampler = Some(ShardedSampler::new(order)?);
-    let retention = Retention { keep_last: std::num::NonZeroUsize::new(3), ..Retention::default() };
+    let retention = Retention {
+        keep_last: std::num::NonZeroUsize::new(3),
+        ..Retention::default()
+    };
     let mut checkpointer = Checkpointer::new(
         options.out.clone(),
         group,
-        CheckpointerOptions { retention, ..CheckpointerOptions::default() },
+        CheckpointerOptions {
+            retention,
+            ..CheckpointerOptions::default()
+        },
     )?;
     let mut done = 0;
     if let Some((checkpoint, _)) = checkpointer.load_latest(&mut run)? {
@@ -107,10 +135,12 @@ fn train(group: &ProcessGroup, options: &Options) -> Result<f64> {
         let sampler = run.sampler.as_mut().context("the run has a sampler")?;
         let samples = sampler.next_batch(group.rank(), group.world_size());
         let (x, y) = batch(&samples)?;
-        // Gradients are averaged over ranks. Where ranks have different numbers of samples, each sample counts the
-        // same.
+        // Gradients are averaged over ranks. Where ranks have different numbers of samples, each
+        // sample counts the same.
         let weight = sampler.weight_of_sample(group.world_size());
-        let mine = run.model.forward(|net| (net.forward(&x)? - &y)?.sqr()?.sum_all()? * weight)?;
+        let mine = run
+            .model
+            .forward(|net| (net.forward(&x)? - &y)?.sqr()?.sum_all()? * weight)?;
         run.model.backward(&mine)?;
         run.model.parameters().clip_grad_norm(1.0)?;
         run.optimizers[0].step()?;

@@ -1,6 +1,9 @@
 //! A global allocator that counts: bytes alive now, and the most since the last reset.
 
-#![expect(unsafe_code, reason = "an allocator is an unsafe trait; this one only forwards to the system's")]
+#![expect(
+    unsafe_code,
+    reason = "an allocator is an unsafe trait; this one only forwards to the system's"
+)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,7 +20,8 @@ fn grow(bytes: usize) {
     PEAK.fetch_max(now, Ordering::Relaxed);
 }
 
-// SAFETY: every call is passed on unchanged to the system allocator; counting touches no memory of theirs.
+// SAFETY: every call is passed on unchanged to the system allocator; counting touches no memory of
+// theirs.
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         grow(layout.size());

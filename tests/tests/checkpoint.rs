@@ -1,4 +1,5 @@
-//! A GPT's checkpoint, through every layer: no tensor bytes move between ranks, and every bit comes back.
+//! A GPT's checkpoint, through every layer: no tensor bytes move between ranks, and every bit comes
+//! back.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -10,24 +11,48 @@ use fsdp_cli::data::{Batches, Text, VOCAB};
 use fsdp_cli::gpt::{Gpt, GptConfig};
 use tempfile::TempDir;
 
-const CONFIG: GptConfig = GptConfig { layers: 2, heads: 2, hidden: 32, seq: 16, vocab: VOCAB };
+const CONFIG: GptConfig = GptConfig {
+    layers: 2,
+    heads: 2,
+    hidden: 32,
+    seq: 16,
+    vocab: VOCAB,
+};
 
 struct Run(TrainState<Gpt>);
 
 impl Run {
     fn new(group: &ProcessGroup, seed: u64, use_orig_params: bool) -> Self {
-        let config = FsdpConfig { seed, use_orig_params, ..FsdpConfig::default() };
-        let model = FullyShardedDataParallel::new(group.clone(), config, |scope| Gpt::new(scope, &CONFIG)).unwrap();
-        let algorithm = Algorithm::AdamW(AdamOptions { amsgrad: true, ..AdamOptions::adamw() });
+        let config = FsdpConfig {
+            seed,
+            use_orig_params,
+            ..FsdpConfig::default()
+        };
+        let model =
+            FullyShardedDataParallel::new(group.clone(), config, |scope| Gpt::new(scope, &CONFIG))
+                .unwrap();
+        let algorithm = Algorithm::AdamW(AdamOptions {
+            amsgrad: true,
+            ..AdamOptions::adamw()
+        });
         let optimizer = Optimizer::new(model.parameters(), algorithm).unwrap();
         Run(TrainState::new(model, vec![optimizer]))
     }
 
     fn step(&mut self, step: u64) {
-        let TrainState { model, optimizers, .. } = &mut self.0;
+        let TrainState {
+            model, optimizers, ..
+        } = &mut self.0;
         let group = model.group();
-        let batches = Batches { batch: 4, seq: CONFIG.seq, ranks: group.world_size(), accumulation: 1 };
-        let (tokens, targets) = batches.batch(&Text::builtin(), step, group.rank(), 0, &Device::Cpu).unwrap();
+        let batches = Batches {
+            batch: 4,
+            seq: CONFIG.seq,
+            ranks: group.world_size(),
+            accumulation: 1,
+        };
+        let (tokens, targets) = batches
+            .batch(&Text::builtin(), step, group.rank(), 0, &Device::Cpu)
+            .unwrap();
         let loss = model.forward(|gpt| gpt.loss(&tokens, &targets)).unwrap();
         model.backward(&loss).unwrap();
         optimizers[0].step().unwrap();
@@ -36,22 +61,43 @@ impl Run {
 
     /// Every value of the whole state, by flat key, floats as bits.
     fn bits(&self) -> Vec<(String, String)> {
-        let options = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
-        let (model, optim) = get_state_dict(self.0.model.parameters(), &[&self.0.optimizers[0]], &options).unwrap();
-        let full: StateDict = [("model", model.into()), ("optim", optim.into())].into_iter().collect();
+        let options = StateDictOptions {
+            full_state_dict: true,
+            ..StateDictOptions::default()
+        };
+        let (model, optim) = get_state_dict(
+            self.0.model.parameters(),
+            &[&self.0.optimizers[0]],
+            &options,
+        )
+        .unwrap();
+        let full: StateDict = [("model", model.into()), ("optim", optim.into())]
+            .into_iter()
+            .collect();
         let value = |(key, value): (String, StateValue)| match value {
             StateValue::Tensor(tensor) => (key, format!("{:?} {:?}", tensor.dims(), bits(&tensor))),
             other => (key, format!("{other:?}")),
         };
-        let mut values: Vec<(String, String)> =
-            flatten_state_dict(&full).unwrap().values.into_iter().map(value).collect();
+        let mut values: Vec<(String, String)> = flatten_state_dict(&full)
+            .unwrap()
+            .values
+            .into_iter()
+            .map(value)
+            .collect();
         values.sort();
         values
     }
 }
 
 fn bits(tensor: &Tensor) -> Vec<u32> {
-    tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+    tensor
+        .flatten_all()
+        .unwrap()
+        .to_vec1::<f32>()
+        .unwrap()
+        .into_iter()
+        .map(f32::to_bits)
+        .collect()
 }
 
 #[test]
@@ -60,7 +106,8 @@ fn every_bit_comes_back_at_any_number_of_ranks_and_no_tensor_bytes_move_in_a_sav
     let saved = run_local(4, |group| {
         let mut run = Run::new(&group, 0, true);
         (0..3).for_each(|step| run.step(step));
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let before = group.traffic();
         checkpointer.save(3, &run.0).unwrap();
         assert_eq!(group.traffic().since(&before).tensor_bytes(), 0);
@@ -76,7 +123,8 @@ fn every_bit_comes_back_at_any_number_of_ranks_and_no_tensor_bytes_move_in_a_sav
                 if ranks != 3 && ranks != 5 {
                     run.step(7);
                 }
-                let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+                let mut checkpointer =
+                    Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
                 let traffic = group.traffic();
                 let report = checkpointer.load(3, &mut run.0).unwrap();
                 assert!(report.is_clean(), "{report:?}");

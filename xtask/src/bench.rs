@@ -15,10 +15,18 @@ use serde::{Deserialize, Serialize};
 use self::figures::{Case, Other, Results, SCHEMA};
 use crate::shell::{cargo, say, target};
 
-/// The numbers of ranks on which torch loads besides those of the bench, because resharding loads lead there.
+/// The numbers of ranks on which torch loads besides those of the bench, because resharding loads
+/// lead there.
 const MORE_RANKS: [usize; 1] = [5];
 /// The groups of cases of `tests/examples/bench`.
-const GROUPS: [&str; 6] = ["save", "load", "full", "background", "conversions", "planning"];
+const GROUPS: [&str; 6] = [
+    "save",
+    "load",
+    "full",
+    "background",
+    "conversions",
+    "planning",
+];
 /// The name of the table of the Python package.
 const PLUGIN: &str = "torch.distributed.checkpoint with the Python package's storage";
 /// The name of the table of conversions beside those of others.
@@ -34,12 +42,12 @@ pub(crate) struct BenchArguments {
     /// Numbers of ranks
     #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
     ranks: Vec<usize>,
-    /// Groups of cases: save, load, full, background, conversions, planning, scale, offline, digests,
-    /// optim-state-dict, overhead, collectives, plugin, mergers, train [default: all]
+    /// Groups of cases: save, load, full, background, conversions, planning, scale, offline,
+    /// digests, optim-state-dict, overhead, collectives, plugin, mergers, train [default: all]
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
-    /// Directories to write to, as NAME=DIRECTORY: one in memory, one on a disk [default: tmpfs=/dev/shm, disk=the
-    /// target directory]
+    /// Directories to write to, as NAME=DIRECTORY: one in memory, one on a disk [default:
+    /// tmpfs=/dev/shm, disk=the target directory]
     #[arg(long, value_delimiter = ',')]
     place: Vec<String>,
     /// Number of times that each figure is taken
@@ -69,7 +77,8 @@ struct TorchCase {
     seconds: f64,
 }
 
-/// The times of one case with our program or our storage, and with theirs: torch's, or that of a framework.
+/// The times of one case with our program or our storage, and with theirs: torch's, or that of a
+/// framework.
 #[derive(Debug, Serialize, Deserialize)]
 struct BesideTheirs {
     case: String,
@@ -98,7 +107,11 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
         arguments.place.join(",")
     };
     let bench = target.join("release/examples/bench");
-    if GROUPS.iter().chain(&["scale"]).any(|group| arguments.wants(group)) {
+    if GROUPS
+        .iter()
+        .chain(&["scale"])
+        .any(|group| arguments.wants(group))
+    {
         build(root, "fsdp-tests", "bench")?;
     }
     let mut cases: Vec<Case> = Vec::new();
@@ -110,14 +123,29 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
         }
         let ranks: Vec<String> = arguments.ranks.iter().map(ToString::to_string).collect();
         let runs = arguments.runs.to_string();
-        // Each group runs in a process of its own, so that memory kept by the allocator does not slow the next one.
+        // Each group runs in a process of its own, so that memory kept by the allocator does not
+        // slow the next one.
         for group in &groups {
             let mut command = Command::new(&bench);
-            command.args(["--json", "--size", size, "--ranks", &ranks.join(","), "--runs", &runs, "--place", &places]);
-            let found: Vec<Case> = serde_json::from_slice(&output(command.args(["--only", group]))?)?;
+            command.args([
+                "--json",
+                "--size",
+                size,
+                "--ranks",
+                &ranks.join(","),
+                "--runs",
+                &runs,
+                "--place",
+                &places,
+            ]);
+            let found: Vec<Case> =
+                serde_json::from_slice(&output(command.args(["--only", group]))?)?;
             cases.extend(found);
         }
-        let groups: Vec<&str> = groups.into_iter().filter(|group| TORCH_GROUPS.contains(group)).collect();
+        let groups: Vec<&str> = groups
+            .into_iter()
+            .filter(|group| TORCH_GROUPS.contains(group))
+            .collect();
         if let Some(python) = arguments.torch.as_ref().filter(|_| !groups.is_empty()) {
             for found in torch(root, python, arguments, size, &groups, &places)? {
                 join(&mut cases, &found);
@@ -125,14 +153,27 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
         }
     }
     // What depends on the number of parameters, not on their bytes.
-    for group in ["planning", "scale"].into_iter().filter(|group| arguments.wants(group)) {
+    for group in ["planning", "scale"]
+        .into_iter()
+        .filter(|group| arguments.wants(group))
+    {
         let mut command = Command::new(&bench);
-        command.args(["--json", "--only", group, "--size", "16m", "--place", &places]);
+        command.args([
+            "--json", "--only", group, "--size", "16m", "--place", &places,
+        ]);
         cases.extend(serde_json::from_slice::<Vec<Case>>(&output(&mut command)?)?);
     }
     let others = others(root, &target, arguments)?;
-    let mut results = Results { schema: SCHEMA, machine: machine(), cases, others };
-    let json = arguments.json.clone().unwrap_or_else(|| target.join("bench.json"));
+    let mut results = Results {
+        schema: SCHEMA,
+        machine: machine(),
+        cases,
+        others,
+    };
+    let json = arguments
+        .json
+        .clone()
+        .unwrap_or_else(|| target.join("bench.json"));
     if arguments.add && json.exists() {
         results = results.after(before(&json)?)?;
     }
@@ -148,8 +189,10 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
 
 /// Reads the results of an earlier part of the run.
 fn before(json: &Path) -> Result<Results> {
-    let text = std::fs::read(json).with_context(|| format!("failed to read `{}`", json.display()))?;
-    serde_json::from_slice(&text).with_context(|| format!("`{}` has no figures of this bench", json.display()))
+    let text =
+        std::fs::read(json).with_context(|| format!("failed to read `{}`", json.display()))?;
+    serde_json::from_slice(&text)
+        .with_context(|| format!("`{}` has no figures of this bench", json.display()))
 }
 
 /// Runs the smaller benches, each of which belongs to a crate.
@@ -157,9 +200,24 @@ fn others(root: &Path, target: &Path, arguments: &BenchArguments) -> Result<Vec<
     let mut others = Vec::new();
     for (group, name, package, example) in [
         ("offline", "Offline commands", "fsdp-dcp", "offline"),
-        ("digests", "Digests in a save and a load of one rank", "fsdp-dcp", "digest_cost"),
-        ("optim-state-dict", "Optimizer state, 4 ranks", "fsdp-nn", "optim_state_dict"),
-        ("overhead", "A step on one rank beside plain candle", "fsdp-cli", "overhead"),
+        (
+            "digests",
+            "Digests in a save and a load of one rank",
+            "fsdp-dcp",
+            "digest_cost",
+        ),
+        (
+            "optim-state-dict",
+            "Optimizer state, 4 ranks",
+            "fsdp-nn",
+            "optim_state_dict",
+        ),
+        (
+            "overhead",
+            "A step on one rank beside plain candle",
+            "fsdp-cli",
+            "overhead",
+        ),
         ("collectives", "Collectives", "fsdp-comm", "collectives"),
     ] {
         if !arguments.wants(group) {
@@ -176,55 +234,119 @@ fn others(root: &Path, target: &Path, arguments: &BenchArguments) -> Result<Vec<
             command.arg("--torch").arg(python);
         }
         let figures = serde_json::from_slice(&output(&mut command)?)?;
-        others.push(Other { name: name.to_owned(), figures });
+        others.push(Other {
+            name: name.to_owned(),
+            figures,
+        });
     }
-    if let Some(python) = arguments.torch.as_ref().filter(|_| arguments.wants("plugin")) {
+    if let Some(python) = arguments
+        .torch
+        .as_ref()
+        .filter(|_| arguments.wants("plugin"))
+    {
         let figures = plugin(root, python, arguments)?;
-        others.push(Other { name: PLUGIN.to_owned(), figures: serde_json::to_value(figures)? });
+        others.push(Other {
+            name: PLUGIN.to_owned(),
+            figures: serde_json::to_value(figures)?,
+        });
     }
-    if let Some(python) = arguments.torch.as_ref().filter(|_| arguments.wants("mergers")) {
+    if let Some(python) = arguments
+        .torch
+        .as_ref()
+        .filter(|_| arguments.wants("mergers"))
+    {
         build_command(root)?;
         let figures = mergers(root, target, python, arguments)?;
-        others.push(Other { name: MERGERS.to_owned(), figures: serde_json::to_value(figures)? });
+        others.push(Other {
+            name: MERGERS.to_owned(),
+            figures: serde_json::to_value(figures)?,
+        });
     }
     if arguments.wants("train") {
         build_command(root)?;
-        let figures = train::run(root, target, &arguments.ranks, arguments.runs, arguments.torch.as_deref())?;
-        others.push(Other { name: "Training steps".to_owned(), figures: serde_json::to_value(figures)? });
+        let figures = train::run(
+            root,
+            target,
+            &arguments.ranks,
+            arguments.runs,
+            arguments.torch.as_deref(),
+        )?;
+        others.push(Other {
+            name: "Training steps".to_owned(),
+            figures: serde_json::to_value(figures)?,
+        });
     }
     Ok(others)
 }
 
-/// Saves and loads of torch.distributed.checkpoint with the Python package's storage, in turns with torch's own.
+/// Saves and loads of torch.distributed.checkpoint with the Python package's storage, in turns with
+/// torch's own.
 fn plugin(root: &Path, python: &Path, arguments: &BenchArguments) -> Result<Vec<BesideTheirs>> {
     let mut figures = Vec::new();
-    let place = arguments.place.first().map_or("tmpfs=/dev/shm", String::as_str);
-    for (size, &ranks) in arguments.size.iter().flat_map(|size| arguments.ranks.iter().map(move |ranks| (size, ranks)))
+    let place = arguments
+        .place
+        .first()
+        .map_or("tmpfs=/dev/shm", String::as_str);
+    for (size, &ranks) in arguments
+        .size
+        .iter()
+        .flat_map(|size| arguments.ranks.iter().map(move |ranks| (size, ranks)))
     {
         let mut command = Command::new(python);
-        command.arg("-W").arg("ignore").arg(root.join("tests/interop/bench.py"));
-        command.args([size, &ranks.to_string(), "plugin", place, &arguments.runs.to_string()]);
-        let output = output(&mut command).context("is the wheel of `cargo xtask wheel` installed in that Python?")?;
+        command
+            .arg("-W")
+            .arg("ignore")
+            .arg(root.join("tests/interop/bench.py"));
+        command.args([
+            size,
+            &ranks.to_string(),
+            "plugin",
+            place,
+            &arguments.runs.to_string(),
+        ]);
+        let output = output(&mut command)
+            .context("is the wheel of `cargo xtask wheel` installed in that Python?")?;
         let cases: Vec<TorchCase> = serde_json::from_slice(&output)?;
         // Each of ours is followed by torch's.
         for pair in cases.chunks_exact(2) {
             let (seconds, their_seconds) = (pair[0].seconds, pair[1].seconds);
             let (case, size) = (pair[1].name.clone(), size.clone());
-            figures.push(BesideTheirs { case, size, ranks, seconds, their_seconds, ratio: their_seconds / seconds });
+            figures.push(BesideTheirs {
+                case,
+                size,
+                ranks,
+                seconds,
+                their_seconds,
+                ratio: their_seconds / seconds,
+            });
         }
     }
     Ok(figures)
 }
 
-/// Conversions of the command, in turns with the programs of torch and of frameworks that do the same.
-fn mergers(root: &Path, target: &Path, python: &Path, arguments: &BenchArguments) -> Result<Vec<BesideTheirs>> {
+/// Conversions of the command, in turns with the programs of torch and of frameworks that do the
+/// same.
+fn mergers(
+    root: &Path,
+    target: &Path,
+    python: &Path,
+    arguments: &BenchArguments,
+) -> Result<Vec<BesideTheirs>> {
     let mut figures: Vec<BesideTheirs> = Vec::new();
-    let place = arguments.place.first().map_or("/dev/shm", |place| place.split_once('=').map_or("", |(_, path)| path));
+    let place = arguments.place.first().map_or("/dev/shm", |place| {
+        place.split_once('=').map_or("", |(_, path)| path)
+    });
     for size in &arguments.size {
         let mut command = Command::new(python);
-        command.arg("-W").arg("ignore").arg(root.join("tests/interop/mergers.py")).arg(target.join("release/fsdp"));
+        command
+            .arg("-W")
+            .arg("ignore")
+            .arg(root.join("tests/interop/mergers.py"))
+            .arg(target.join("release/fsdp"));
         command.args([place, size, &arguments.runs.to_string()]);
-        figures.extend(serde_json::from_slice::<Vec<BesideTheirs>>(&output(&mut command)?)?);
+        figures.extend(serde_json::from_slice::<Vec<BesideTheirs>>(&output(
+            &mut command,
+        )?)?);
     }
     Ok(figures)
 }
@@ -240,29 +362,52 @@ fn torch(
     let mut found = Vec::new();
     let mut call = |ranks: usize, groups: &[&str]| -> Result<()> {
         let mut command = Command::new(python);
-        command.arg("-W").arg("ignore").arg(root.join("tests/interop/bench.py"));
-        command.args([size, &ranks.to_string(), &groups.join(","), places, &arguments.runs.to_string()]);
-        found.extend(serde_json::from_slice::<Vec<TorchCase>>(&output(&mut command)?)?);
+        command
+            .arg("-W")
+            .arg("ignore")
+            .arg(root.join("tests/interop/bench.py"));
+        command.args([
+            size,
+            &ranks.to_string(),
+            &groups.join(","),
+            places,
+            &arguments.runs.to_string(),
+        ]);
+        found.extend(serde_json::from_slice::<Vec<TorchCase>>(&output(
+            &mut command,
+        )?)?);
         Ok(())
     };
-    let many: Vec<&str> = groups.iter().copied().filter(|&group| group != "conversions").collect();
+    let many: Vec<&str> = groups
+        .iter()
+        .copied()
+        .filter(|&group| group != "conversions")
+        .collect();
     if groups.contains(&"conversions") {
         call(1, &["conversions"])?;
     }
     if !many.is_empty() {
-        arguments.ranks.iter().try_for_each(|&ranks| call(ranks, &many))?;
+        arguments
+            .ranks
+            .iter()
+            .try_for_each(|&ranks| call(ranks, &many))?;
     }
     if groups.contains(&"load") {
-        MORE_RANKS.iter().try_for_each(|&ranks| call(ranks, &["load"]))?;
+        MORE_RANKS
+            .iter()
+            .try_for_each(|&ranks| call(ranks, &["load"]))?;
     }
     Ok(found)
 }
 
-/// Puts torch's time beside ours for the same work. Its loads are in place, and are compared with both of ours.
+/// Puts torch's time beside ours for the same work. Its loads are in place, and are compared with
+/// both of ours.
 fn join(cases: &mut [Case], torch: &TorchCase) {
     for case in cases {
         let name = case.name.replacen("load in place", "load", 1);
-        if (&name, &case.size, case.ranks, &case.place) == (&torch.name, &torch.size, torch.ranks, &torch.place) {
+        if (&name, &case.size, case.ranks, &case.place)
+            == (&torch.name, &torch.size, torch.ranks, &torch.place)
+        {
             case.torch_seconds = Some(torch.seconds);
         }
     }
@@ -272,25 +417,49 @@ fn join(cases: &mut [Case], torch: &TorchCase) {
 fn machine() -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let model = field("/proc/cpuinfo", "model name");
-    let memory = field("/proc/meminfo", "MemTotal").trim_end_matches(" kB").parse().unwrap_or(0u64) >> 20;
+    let memory = field("/proc/meminfo", "MemTotal")
+        .trim_end_matches(" kB")
+        .parse()
+        .unwrap_or(0u64)
+        >> 20;
     format!("{cores} cores of {model}, {memory} GiB")
 }
 
 /// Reads a field of a file of `NAME: VALUE` lines; empty if there is none.
 fn field(file: &str, name: &str) -> String {
     let text = std::fs::read_to_string(file).unwrap_or_default();
-    let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
-    line.split_once(':').map_or_else(String::new, |(_, value)| value.trim().to_owned())
+    let line = text
+        .lines()
+        .find(|line| line.starts_with(name))
+        .unwrap_or_default();
+    line.split_once(':')
+        .map_or_else(String::new, |(_, value)| value.trim().to_owned())
 }
 
 /// Builds the command for release.
 fn build_command(root: &Path) -> Result<()> {
-    cargo(root, &["build", "--release", "--locked", "--package", "fsdp-cli"], &[])
+    cargo(
+        root,
+        &["build", "--release", "--locked", "--package", "fsdp-cli"],
+        &[],
+    )
 }
 
 /// Builds an example for release.
 fn build(root: &Path, package: &str, example: &str) -> Result<()> {
-    cargo(root, &["build", "--release", "--locked", "--package", package, "--example", example], &[])
+    cargo(
+        root,
+        &[
+            "build",
+            "--release",
+            "--locked",
+            "--package",
+            package,
+            "--example",
+            example,
+        ],
+        &[],
+    )
 }
 
 /// Runs a command whose stdout is data.
@@ -299,7 +468,12 @@ fn output(command: &mut Command) -> Result<Vec<u8>> {
     say(&format!("xtask: {command:?}"));
     let output = command.stderr(Stdio::inherit()).output();
     let output = output.with_context(|| format!("failed to start `{}`", name.display()))?;
-    ensure!(output.status.success(), "`{}` failed with {}", name.display(), output.status);
+    ensure!(
+        output.status.success(),
+        "`{}` failed with {}",
+        name.display(),
+        output.status
+    );
     Ok(output.stdout)
 }
 

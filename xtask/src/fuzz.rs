@@ -19,9 +19,12 @@ pub(crate) fn run(root: &Path, seconds: u64) -> Result<()> {
     for target in targets(root)? {
         // The fuzzer writes new inputs to the first directory, and only reads the seeds.
         let corpus = root.join("fuzz/corpus").join(&target);
-        std::fs::create_dir_all(&corpus).with_context(|| format!("failed to create `{}`", corpus.display()))?;
+        std::fs::create_dir_all(&corpus)
+            .with_context(|| format!("failed to create `{}`", corpus.display()))?;
         let mut command = cargo(root);
-        command.args(["fuzz", "run", "--fuzz-dir", "fuzz", &target]).arg(&corpus);
+        command
+            .args(["fuzz", "run", "--fuzz-dir", "fuzz", &target])
+            .arg(&corpus);
         command.arg(root.join("fuzz/seeds").join(&target)).arg("--");
         command.args([
             format!("-max_total_time={seconds}"),
@@ -29,13 +32,16 @@ pub(crate) fn run(root: &Path, seconds: u64) -> Result<()> {
             format!("-rss_limit_mb={MEMORY}"),
         ]);
         let status = command.status().context("failed to run cargo")?;
-        ensure!(status.success(), "`{target}` failed; its input is in `fuzz/artifacts/{target}`");
+        ensure!(
+            status.success(),
+            "`{target}` failed; its input is in `fuzz/artifacts/{target}`"
+        );
     }
     Ok(())
 }
 
-/// Returns a command for cargo on the current toolchain. The variable lets a stable compiler accept the sanitizer's
-/// options.
+/// Returns a command for cargo on the current toolchain. The variable lets a stable compiler accept
+/// the sanitizer's options.
 fn cargo(root: &Path) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root).env("RUSTC_BOOTSTRAP", "1");
@@ -45,10 +51,17 @@ fn cargo(root: &Path) -> Command {
 /// Returns the names of the fuzz targets, sorted. Each Rust file in `fuzz/fuzz_targets` is one.
 fn targets(root: &Path) -> Result<Vec<String>> {
     let directory = root.join("fuzz/fuzz_targets");
-    let list = std::fs::read_dir(&directory).with_context(|| format!("failed to list `{}`", directory.display()))?;
+    let list = std::fs::read_dir(&directory)
+        .with_context(|| format!("failed to list `{}`", directory.display()))?;
     let mut names = Vec::new();
     for entry in list {
-        names.extend(entry?.file_name().to_str().and_then(|name| name.strip_suffix(".rs")).map(str::to_owned));
+        names.extend(
+            entry?
+                .file_name()
+                .to_str()
+                .and_then(|name| name.strip_suffix(".rs"))
+                .map(str::to_owned),
+        );
     }
     names.sort();
     Ok(names)

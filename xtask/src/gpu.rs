@@ -1,6 +1,6 @@
-//! `cargo xtask gpu`: the tests that need a GPU, on the GPUs of this machine; with `--stand-in`, on a stand-in for
-//! them; with `--check`, the checks of GPU code that need neither a GPU nor a CUDA toolkit; with `--build`, the tests
-//! for another machine.
+//! `cargo xtask gpu`: the tests that need a GPU, on the GPUs of this machine; with `--stand-in`, on
+//! a stand-in for them; with `--check`, the checks of GPU code that need neither a GPU nor a CUDA
+//! toolkit; with `--build`, the tests for another machine.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -18,11 +18,12 @@ pub(crate) struct GpuArguments {
     /// Run clippy on the code for GPUs instead; this needs neither a GPU nor a CUDA toolkit
     #[arg(long)]
     pub(crate) check: bool,
-    /// Run the tests with a stand-in for NVIDIA's libraries, which needs neither a GPU nor a CUDA toolkit
+    /// Run the tests with a stand-in for NVIDIA's libraries, which needs neither a GPU nor a CUDA
+    /// toolkit
     #[arg(long, conflicts_with = "check")]
     pub(crate) stand_in: bool,
-    /// Build the tests, and put the stripped programs into DIR, from where they can be copied to a machine with a GPU.
-    /// This needs a CUDA toolkit
+    /// Build the tests, and put the stripped programs into DIR, from where they can be copied to a
+    /// machine with a GPU. This needs a CUDA toolkit
     #[arg(long, value_name = "DIR", conflicts_with_all = ["check", "stand_in"])]
     pub(crate) build: Option<PathBuf>,
 }
@@ -32,7 +33,10 @@ pub(crate) fn run(root: &Path, arguments: &GpuArguments) -> Result<()> {
     match arguments {
         GpuArguments { check: true, .. } => check(root),
         GpuArguments { stand_in: true, .. } => stand_in(root),
-        GpuArguments { build: Some(directory), .. } => build(root, directory),
+        GpuArguments {
+            build: Some(directory),
+            ..
+        } => build(root, directory),
         _ => test(root),
     }
 }
@@ -48,19 +52,30 @@ enum Found {
 const FEATURES: &str = "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-flat/cuda,fsdp-comm/nccl";
 
 /// The packages with tests for GPUs, and the names of those tests.
-const PACKAGES: [&str; 8] =
-    ["--package", "fsdp-flat", "--package", "fsdp-checkpoint", "--package", "fsdp-cli", "--package", "fsdp-comm"];
+const PACKAGES: [&str; 8] = [
+    "--package",
+    "fsdp-flat",
+    "--package",
+    "fsdp-checkpoint",
+    "--package",
+    "fsdp-cli",
+    "--package",
+    "fsdp-comm",
+];
 const TESTS: [&str; 6] = ["--test", "cuda", "--test", "gpu", "--test", "nccl"];
 
 /// The variable that tells the tests of `nccl` how many ranks to start, if not one for each GPU.
 const RANKS: &str = "FSDP_TEST_RANKS";
 
-/// Runs the tests of the feature `nccl`. Tests that this machine cannot run are reported, and are no failure.
+/// Runs the tests of the feature `nccl`. Tests that this machine cannot run are reported, and are
+/// no failure.
 fn test(root: &Path) -> Result<()> {
     let gpus = match found() {
         Found::Gpus(gpus) => gpus,
         Found::Nothing(reason) => {
-            say(&format!("xtask: gpu: everything is skipped, as there is no GPU here: {reason}"));
+            say(&format!(
+                "xtask: gpu: everything is skipped, as there is no GPU here: {reason}"
+            ));
             return Ok(());
         }
     };
@@ -68,47 +83,92 @@ fn test(root: &Path) -> Result<()> {
         "xtask: gpu: {gpus} found: NCCL with one rank a GPU, and several ranks that share one through the host"
     ));
     if Command::new("nvcc").arg("--version").output().is_err() {
-        say("xtask: gpu: there is no `nvcc`: without a CUDA toolkit only the collectives can be built");
+        say(
+            "xtask: gpu: there is no `nvcc`: without a CUDA toolkit only the collectives can be built",
+        );
     }
-    // The tests of the collectives come first: they need no CUDA toolkit, and soon show if NCCL works. The tests share
-    // the GPUs, so they run one at a time.
+    // The tests of the collectives come first: they need no CUDA toolkit, and soon show if NCCL
+    // works. The tests share the GPUs, so they run one at a time.
     let one_by_one = ["--", "--test-threads=1"];
-    let comm = ["test", "--package", "fsdp-comm", "--features", "nccl", "--locked", "--lib", "--test", "nccl"];
+    let comm = [
+        "test",
+        "--package",
+        "fsdp-comm",
+        "--features",
+        "nccl",
+        "--locked",
+        "--lib",
+        "--test",
+        "nccl",
+    ];
     cargo(root, &[&comm[..], &one_by_one].concat(), &[])?;
     if gpus == 1 {
         for ranks in ["2", "4"] {
-            say(&format!("xtask: gpu: once more with {ranks} ranks on the one GPU"));
+            say(&format!(
+                "xtask: gpu: once more with {ranks} ranks on the one GPU"
+            ));
             cargo(root, &[&comm[..], &one_by_one].concat(), &[(RANKS, ranks)])?;
         }
     }
     // All other tests are built together, because candle's kernels take long to compile.
-    let all = ["test", "--features", FEATURES, "--locked", "--test", "cuda", "--test", "gpu"];
+    let all = [
+        "test",
+        "--features",
+        FEATURES,
+        "--locked",
+        "--test",
+        "cuda",
+        "--test",
+        "gpu",
+    ];
     cargo(root, &[&all[..], &PACKAGES[..6], &one_by_one].concat(), &[])
 }
 
 /// Returns the directory for clippy, and for builds with the stand-in for CUDA's compiler.
 ///
-/// The kernels that the stand-in makes must not be linked into programs for real GPUs, so it has a directory of its
-/// own. Clippy uses it for all code, with and without the code for GPUs, because most crates are then checked only
-/// once.
+/// The kernels that the stand-in makes must not be linked into programs for real GPUs, so it has a
+/// directory of its own. Clippy uses it for all code, with and without the code for GPUs, because
+/// most crates are then checked only once.
 pub(crate) fn check_target(root: &Path) -> PathBuf {
     root.join("target/check")
 }
 
 /// Returns the variables for a build with the stand-in for CUDA's compiler.
 fn stand_in_toolkit(root: &Path) -> Vec<(&'static str, String)> {
-    let toolkit = root.join("xtask/cuda-stand-in").to_string_lossy().into_owned();
-    let path = format!("{toolkit}/bin:{}", std::env::var("PATH").unwrap_or_default());
+    let toolkit = root
+        .join("xtask/cuda-stand-in")
+        .to_string_lossy()
+        .into_owned();
+    let path = format!(
+        "{toolkit}/bin:{}",
+        std::env::var("PATH").unwrap_or_default()
+    );
     let compiler = format!("{toolkit}/bin/nvcc");
-    vec![("CUDA_HOME", toolkit), ("NVCC", compiler), ("CUDA_COMPUTE_CAP", "90".to_owned()), ("PATH", path)]
+    vec![
+        ("CUDA_HOME", toolkit),
+        ("NVCC", compiler),
+        ("CUDA_COMPUTE_CAP", "90".to_owned()),
+        ("PATH", path),
+    ]
 }
 
 /// Runs clippy on all code of the features `cuda` and `nccl`.
 fn check(root: &Path) -> Result<()> {
     let (target, toolkit) = (check_target(root), stand_in_toolkit(root));
     let target = target.to_string_lossy();
-    let arguments = ["clippy", "--workspace", "--all-targets", "--locked", "--features", FEATURES];
-    let arguments = [&arguments[..], &["--target-dir", &*target, "--", "-D", "warnings"]].concat();
+    let arguments = [
+        "clippy",
+        "--workspace",
+        "--all-targets",
+        "--locked",
+        "--features",
+        FEATURES,
+    ];
+    let arguments = [
+        &arguments[..],
+        &["--target-dir", &*target, "--", "-D", "warnings"],
+    ]
+    .concat();
     cargo(root, &arguments, &borrowed(&toolkit))
 }
 
@@ -130,25 +190,51 @@ fn stand_in(root: &Path) -> Result<()> {
     let text = target.to_string_lossy().into_owned();
     let mut variables = stand_in_toolkit(root);
     let library = ["--package", STAND_IN, "--locked", "--target-dir", &text];
-    cargo(root, &[&["test"][..], &library].concat(), &borrowed(&variables))?;
-    cargo(root, &[&["build"][..], &library].concat(), &borrowed(&variables))?;
+    cargo(
+        root,
+        &[&["test"][..], &library].concat(),
+        &borrowed(&variables),
+    )?;
+    cargo(
+        root,
+        &[&["build"][..], &library].concat(),
+        &borrowed(&variables),
+    )?;
     // One library under all names: the loader loads it once.
     let libraries = tempfile::tempdir().context("failed to make a directory")?;
     for name in LIBRARIES {
-        symlink(target.join("debug/libcuda_stand_in.so"), libraries.path().join(name))?;
+        symlink(
+            target.join("debug/libcuda_stand_in.so"),
+            libraries.path().join(name),
+        )?;
     }
     let directory = libraries.path().to_string_lossy().into_owned();
     for name in ["LIBRARY_PATH", "LD_LIBRARY_PATH"] {
-        let before = std::env::var(name).map(|before| format!(":{before}")).unwrap_or_default();
+        let before = std::env::var(name)
+            .map(|before| format!(":{before}"))
+            .unwrap_or_default();
         variables.push((name, format!("{directory}{before}")));
     }
     // Messages between ranks go through memory where that is a directory.
-    let messages =
-        tempfile::Builder::new().prefix("stand-in").tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())?;
-    variables.push(("CUDA_STAND_IN_DIRECTORY", messages.path().to_string_lossy().into_owned()));
-    let all = ["test", "--features", FEATURES, "--locked", "--target-dir", &text];
+    let messages = tempfile::Builder::new()
+        .prefix("stand-in")
+        .tempdir_in("/dev/shm")
+        .or_else(|_| tempfile::tempdir())?;
+    variables.push((
+        "CUDA_STAND_IN_DIRECTORY",
+        messages.path().to_string_lossy().into_owned(),
+    ));
+    let all = [
+        "test",
+        "--features",
+        FEATURES,
+        "--locked",
+        "--target-dir",
+        &text,
+    ];
     let all = [&all[..], &PACKAGES].concat();
-    // With other numbers of GPUs only the collectives: the rest takes longer, and depends less on their number.
+    // With other numbers of GPUs only the collectives: the rest takes longer, and depends less on
+    // their number.
     for (gpus, ranks, delay, tests) in [
         ("2", "2", "0", &TESTS[..]),
         ("2", "2", "300", &TESTS[4..]),
@@ -156,7 +242,9 @@ fn stand_in(root: &Path) -> Result<()> {
         ("4", "4", "0", &TESTS[4..]),
         ("1", "2", "0", &TESTS[4..]),
     ] {
-        say(&format!("xtask: gpu: {gpus} stand-ins for GPUs, {ranks} ranks, {delay} us before each piece of work"));
+        say(&format!(
+            "xtask: gpu: {gpus} stand-ins for GPUs, {ranks} ranks, {delay} us before each piece of work"
+        ));
         let mut variables = variables.clone();
         variables.push(("CUDA_STAND_IN_DEVICES", gpus.to_owned()));
         variables.push(("CUDA_STAND_IN_DELAY_US", delay.to_owned()));
@@ -166,26 +254,54 @@ fn stand_in(root: &Path) -> Result<()> {
         cargo(root, &[&all[..], tests].concat(), &borrowed(&variables))?;
     }
     let left = std::fs::read_dir(messages.path())?.count();
-    say(&format!("xtask: gpu: {left} communicators were left by ranks that ended badly"));
+    say(&format!(
+        "xtask: gpu: {left} communicators were left by ranks that ended badly"
+    ));
     Ok(())
 }
 
-/// Builds the tests with the CUDA toolkit of this machine, and puts the stripped programs into a directory. There each
-/// test program runs on its own: `fsdp-comm-nccl --test-threads=1`.
+/// Builds the tests with the CUDA toolkit of this machine, and puts the stripped programs into a
+/// directory. There each test program runs on its own: `fsdp-comm-nccl --test-threads=1`.
 fn build(root: &Path, directory: &Path) -> Result<()> {
-    // In a directory of its own, so that neither this build nor that of the tests for CPUs undoes the other.
+    // In a directory of its own, so that neither this build nor that of the tests for CPUs undoes
+    // the other.
     let target = root.join("target/gpu");
     let target = target.to_string_lossy();
-    let arguments = ["test", "--no-run", "--features", FEATURES, "--locked", "--target-dir", &*target];
-    let arguments = [&arguments[..], &["--message-format", "json-render-diagnostics"], &PACKAGES, &TESTS].concat();
+    let arguments = [
+        "test",
+        "--no-run",
+        "--features",
+        FEATURES,
+        "--locked",
+        "--target-dir",
+        &*target,
+    ];
+    let arguments = [
+        &arguments[..],
+        &["--message-format", "json-render-diagnostics"],
+        &PACKAGES,
+        &TESTS,
+    ]
+    .concat();
     say(&format!("xtask: cargo {}", arguments.join(" ")));
     let mut command = Command::new(program());
-    command.current_dir(root).args(arguments).env("CARGO_PROFILE_DEV_STRIP", "symbols");
-    let output = command.stderr(Stdio::inherit()).output().context("failed to run cargo")?;
-    ensure!(output.status.success(), "cargo failed with {}", output.status);
+    command
+        .current_dir(root)
+        .args(arguments)
+        .env("CARGO_PROFILE_DEV_STRIP", "symbols");
+    let output = command
+        .stderr(Stdio::inherit())
+        .output()
+        .context("failed to run cargo")?;
+    ensure!(
+        output.status.success(),
+        "cargo failed with {}",
+        output.status
+    );
     let programs = programs(&String::from_utf8_lossy(&output.stdout));
     ensure!(!programs.is_empty(), "cargo has named no program");
-    std::fs::create_dir_all(directory).with_context(|| format!("failed to make `{}`", directory.display()))?;
+    std::fs::create_dir_all(directory)
+        .with_context(|| format!("failed to make `{}`", directory.display()))?;
     for (name, program) in programs {
         let to = directory.join(name);
         std::fs::copy(&program, &to).with_context(|| format!("failed to copy `{program}`"))?;
@@ -194,34 +310,58 @@ fn build(root: &Path, directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns the programs that cargo's messages name, each with a name of its own: its package's and its target's.
+/// Returns the programs that cargo's messages name, each with a name of its own: its package's and
+/// its target's.
 fn programs(messages: &str) -> Vec<(String, String)> {
-    let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let messages = messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let program = |message: Value| {
         let program = message["executable"].as_str()?.to_owned();
-        let (package, target) = (message["manifest_path"].as_str()?, message["target"]["name"].as_str()?);
-        let package = Path::new(package).parent()?.file_name()?.to_string_lossy().into_owned();
+        let (package, target) = (
+            message["manifest_path"].as_str()?,
+            message["target"]["name"].as_str()?,
+        );
+        let package = Path::new(package)
+            .parent()?
+            .file_name()?
+            .to_string_lossy()
+            .into_owned();
         let is_test = message["profile"]["test"] == true;
-        Some((if is_test { format!("{package}-{target}") } else { target.to_owned() }, program))
+        Some((
+            if is_test {
+                format!("{package}-{target}")
+            } else {
+                target.to_owned()
+            },
+            program,
+        ))
     };
     messages.filter_map(program).collect()
 }
 
 /// Returns variables as [`cargo`] takes them.
 fn borrowed<'v>(variables: &'v [(&'static str, String)]) -> Vec<(&'static str, &'v str)> {
-    variables.iter().map(|(name, value)| (*name, value.as_str())).collect()
+    variables
+        .iter()
+        .map(|(name, value)| (*name, value.as_str()))
+        .collect()
 }
 
-/// Looks for GPUs with `nvidia-smi`. It comes with the driver, so without it there is no usable GPU.
+/// Looks for GPUs with `nvidia-smi`. It comes with the driver, so without it there is no usable
+/// GPU.
 fn found() -> Found {
     match Command::new("nvidia-smi").arg("--list-gpus").output() {
         Ok(output) if output.status.success() => count(&String::from_utf8_lossy(&output.stdout)),
         Ok(output) => Found::Nothing(format!("`nvidia-smi` ended with {}", output.status)),
-        Err(error) => Found::Nothing(format!("`nvidia-smi` cannot be started ({error}), so there is no driver")),
+        Err(error) => Found::Nothing(format!(
+            "`nvidia-smi` cannot be started ({error}), so there is no driver"
+        )),
     }
 }
 
-/// Counts the GPUs in the output of `nvidia-smi --list-gpus`: lines such as `GPU 0: NVIDIA H200 (UUID: GPU-…)`.
+/// Counts the GPUs in the output of `nvidia-smi --list-gpus`: lines such as `GPU 0: NVIDIA H200
+/// (UUID: GPU-…)`.
 fn count(list: &str) -> Found {
     match list.lines().filter(|line| line.starts_with("GPU ")).count() {
         0 => Found::Nothing("`nvidia-smi` lists none".to_owned()),
@@ -247,9 +387,16 @@ mod tests {
                 r#"{{"manifest_path":"p/{package}/Cargo.toml","target":{{"name":"{target}"}},"profile":{{"test":{test}}},"executable":"x/{target}"}}"#
             )
         };
-        let lines =
-            [message("a", "gpu", true), message("b", "gpu", true), message("c", "fsdp", false), "{}".to_owned()];
-        let found: Vec<String> = programs(&lines.join("\n")).into_iter().map(|(name, _)| name).collect();
+        let lines = [
+            message("a", "gpu", true),
+            message("b", "gpu", true),
+            message("c", "fsdp", false),
+            "{}".to_owned(),
+        ];
+        let found: Vec<String> = programs(&lines.join("\n"))
+            .into_iter()
+            .map(|(name, _)| name)
+            .collect();
         assert_eq!(found, ["a-gpu", "b-gpu", "fsdp"]);
     }
 }

@@ -1,4 +1,5 @@
-//! A job of `fsdp train` over several processes, as the tasks that disturb jobs start it and watch it.
+//! A job of `fsdp train` over several processes, as the tasks that disturb jobs start it and watch
+//! it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -24,15 +25,27 @@ const STOPPED: i32 = 18;
 const LINES_SHOWN: usize = 60;
 
 /// The options of `fsdp train` for a model as small as they come.
-pub(crate) const SMALL_MODEL: [&str; 12] =
-    ["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--sample", "0", "--threads", "1"];
+pub(crate) const SMALL_MODEL: [&str; 12] = [
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--hidden",
+    "16",
+    "--seq",
+    "16",
+    "--sample",
+    "0",
+    "--threads",
+    "1",
+];
 const BATCH: &str = "16";
 
 /// The tokens of a step.
 pub(crate) const TOKENS: f64 = 16.0 * 16.0;
 
-/// The script of a rank whose last one may be late: it waits until the file `$1` is there. That file may name the port
-/// at which it is to look for the store. `fsdp train` follows.
+/// The script of a rank whose last one may be late: it waits until the file `$1` is there. That
+/// file may name the port at which it is to look for the store. `fsdp train` follows.
 const LATE: &str = r#"
 come=$1; shift
 if [ "$RANK" = $((WORLD_SIZE - 1)) ]; then
@@ -42,7 +55,8 @@ fi
 exec "$@"
 "#;
 
-/// Returns the program to test: the one that was named, or else the debug build of this tree, which this makes.
+/// Returns the program to test: the one that was named, or else the debug build of this tree, which
+/// this makes.
 pub(crate) fn program(root: &Path, named: Option<&PathBuf>) -> Result<PathBuf> {
     if let Some(program) = named {
         return Ok(program.clone());
@@ -73,9 +87,14 @@ impl Work {
         self.start_as(&[], out, said)
     }
 
-    /// Starts the job, whose last rank does not come before the file `come` is there. If that names a port, it looks
-    /// for the store there.
-    pub(crate) fn start_with_a_late_rank(&self, come: &Path, out: &Path, said: &Path) -> Result<Job> {
+    /// Starts the job, whose last rank does not come before the file `come` is there. If that names
+    /// a port, it looks for the store there.
+    pub(crate) fn start_with_a_late_rank(
+        &self,
+        come: &Path,
+        out: &Path,
+        said: &Path,
+    ) -> Result<Job> {
         let come = come.to_str().context("a path is no text")?;
         self.start_as(&["sh", "-c", LATE, "rank", come], out, said)
     }
@@ -83,27 +102,57 @@ impl Work {
     fn start_as(&self, script: &[&str], out: &Path, said: &Path) -> Result<Job> {
         let mut command = Command::new(&self.program);
         command.args(["launch", "--grace", &self.grace.to_string()]);
-        command.args(["--max-restarts", &self.max_restarts.to_string(), "--nproc", &self.ranks.to_string(), "--"]);
-        command.args(script).arg(&self.program).args(["train", "--backend", "tcp", "--resume=auto"]);
-        command.args(["--timeout", &self.timeout.to_string(), "--steps", &self.steps.to_string()]);
-        command.args(["--save-every", &self.save_every.to_string()]).args(SMALL_MODEL).args(["--batch", BATCH]);
+        command.args([
+            "--max-restarts",
+            &self.max_restarts.to_string(),
+            "--nproc",
+            &self.ranks.to_string(),
+            "--",
+        ]);
+        command.args(script).arg(&self.program).args([
+            "train",
+            "--backend",
+            "tcp",
+            "--resume=auto",
+        ]);
+        command.args([
+            "--timeout",
+            &self.timeout.to_string(),
+            "--steps",
+            &self.steps.to_string(),
+        ]);
+        command
+            .args(["--save-every", &self.save_every.to_string()])
+            .args(SMALL_MODEL)
+            .args(["--batch", BATCH]);
         if let Some(checkpoints) = self.keep_last {
             command.args(["--keep-last", &checkpoints.to_string()]);
         }
         command.arg("--out").arg(out);
         let output = fs::File::options().create(true).append(true).open(said)?;
-        command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
+        command
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output);
         let launcher = command.spawn();
-        let launcher = launcher.with_context(|| format!("failed to start `{}`", self.program.display()))?;
+        let launcher =
+            launcher.with_context(|| format!("failed to start `{}`", self.program.display()))?;
         Ok(Job(launcher))
     }
 
     /// Checks that two jobs have ended with the same bits after this many steps.
     pub(crate) fn check_same(&self, out: &Path, other: &Path, steps: u64) -> Result<()> {
         let last = format!("step-{steps:08}");
-        let same = Command::new(&self.program).arg("diff").args([out.join(&last), other.join(&last)]).output()?;
-        let told = String::from_utf8_lossy(&same.stdout).into_owned() + &String::from_utf8_lossy(&same.stderr);
-        ensure!(same.status.success(), "the job ended with other bits than the one that nobody disturbed:\n{told}");
+        let same = Command::new(&self.program)
+            .arg("diff")
+            .args([out.join(&last), other.join(&last)])
+            .output()?;
+        let told = String::from_utf8_lossy(&same.stdout).into_owned()
+            + &String::from_utf8_lossy(&same.stderr);
+        ensure!(
+            same.status.success(),
+            "the job ended with other bits than the one that nobody disturbed:\n{told}"
+        );
         Ok(())
     }
 }
@@ -132,7 +181,10 @@ impl Job {
 
     /// Asks the job to stop, and waits until it has saved and ended.
     pub(crate) fn stop(&mut self) -> Result<()> {
-        ensure!(!self.wait(Duration::ZERO)?, "the job had ended before it was asked to stop");
+        ensure!(
+            !self.wait(Duration::ZERO)?,
+            "the job had ended before it was asked to stop"
+        );
         kill_process(self.launcher(), Signal::TERM)?;
         let until = Instant::now() + HANG;
         loop {
@@ -158,7 +210,9 @@ impl Job {
         let mut ranks = Vec::new();
         for entry in fs::read_dir(format!("/proc/{id}/task"))? {
             // A thread may end meanwhile.
-            let Ok(children) = fs::read_to_string(entry?.path().join("children")) else { continue };
+            let Ok(children) = fs::read_to_string(entry?.path().join("children")) else {
+                continue;
+            };
             for child in children.split_whitespace() {
                 let words = fs::read(format!("/proc/{child}/cmdline")).unwrap_or_default();
                 if words.split(|byte| *byte == 0).any(|word| word == b"train") {
@@ -187,7 +241,8 @@ pub(crate) fn last_lines(said: &Path) -> String {
     lines[lines.len().saturating_sub(LINES_SHOWN)..].join("\n")
 }
 
-/// Returns `true` if a process runs, or is stopped. One that has ended stays in the list until its parent has noticed.
+/// Returns `true` if a process runs, or is stopped. One that has ended stays in the list until its
+/// parent has noticed.
 pub(crate) fn is_alive(process: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero()));
     stat.is_ok_and(|stat| !stat.contains(") Z "))
@@ -195,11 +250,15 @@ pub(crate) fn is_alive(process: Pid) -> bool {
 
 /// Returns the step of the newest committed checkpoint, and 0 if there is none.
 pub(crate) fn newest(out: &Path) -> Result<u64> {
-    let Ok(list) = fs::read_dir(out) else { return Ok(0) };
+    let Ok(list) = fs::read_dir(out) else {
+        return Ok(0);
+    };
     let mut newest = 0;
     for entry in list {
         let path = entry?.path();
-        let step = path.file_name().and_then(|name| name.to_str()?.strip_prefix("step-")?.parse().ok());
+        let step = path
+            .file_name()
+            .and_then(|name| name.to_str()?.strip_prefix("step-")?.parse().ok());
         if path.join(".metadata").exists() {
             newest = newest.max(step.unwrap_or(0));
         }
@@ -215,12 +274,16 @@ pub(crate) fn done(out: &Path) -> Result<u64> {
 
 /// Returns the steps that a run has begun at, each time that it was started.
 pub(crate) fn starts(out: &Path) -> Result<Vec<u64>> {
-    numbers(&out.join("events.jsonl"), |line| line["step"].as_u64().filter(|_| line["event"] == "start"))
+    numbers(&out.join("events.jsonl"), |line| {
+        line["step"].as_u64().filter(|_| line["event"] == "start")
+    })
 }
 
 /// Returns the seconds that each step of a run has taken, without saves.
 pub(crate) fn step_seconds(out: &Path) -> Result<Vec<f64>> {
-    numbers(&out.join("metrics.jsonl"), |line| Some(TOKENS / line["tokens_per_s"].as_f64()?))
+    numbers(&out.join("metrics.jsonl"), |line| {
+        Some(TOKENS / line["tokens_per_s"].as_f64()?)
+    })
 }
 
 /// Reads the numbers that lines of JSON have. The last line may be half written.
@@ -229,5 +292,8 @@ fn numbers<T>(file: &Path, number: impl Fn(&serde_json::Value) -> Option<T>) -> 
         return Ok(Vec::new());
     }
     let text = fs::read_to_string(file)?;
-    Ok(text.lines().filter_map(|line| number(&serde_json::from_str(line).ok()?)).collect())
+    Ok(text
+        .lines()
+        .filter_map(|line| number(&serde_json::from_str(line).ok()?))
+        .collect())
 }

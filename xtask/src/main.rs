@@ -1,4 +1,5 @@
-//! The project's own tasks, for CI and for people before they push. `cargo xtask ci` runs all checks.
+//! The project's own tasks, for CI and for people before they push. `cargo xtask ci` runs all
+//! checks.
 
 mod bench;
 mod docs;
@@ -48,8 +49,8 @@ enum Task {
     Doctest,
     /// All other tests.
     Test,
-    /// Tests against the real PyTorch, which is installed for them: checkpoints in both directions, and losses after
-    /// them.
+    /// Tests against the real PyTorch, which is installed for them: checkpoints in both directions,
+    /// and losses after them.
     Interop,
     /// The packages that would be published: their manifests, files and licences.
     Package(package::PackageArguments),
@@ -73,8 +74,8 @@ enum Task {
         #[arg(long)]
         train: bool,
     },
-    /// Simulations of saves on a disk that loses what was not synced: crashes and failures of every kind, each
-    /// repeatable.
+    /// Simulations of saves on a disk that loses what was not synced: crashes and failures of every
+    /// kind, each repeatable.
     Simulate {
         /// The number of simulations
         #[arg(long, value_name = "N", default_value_t = 2000)]
@@ -92,12 +93,14 @@ enum Task {
         #[arg(long)]
         trace: bool,
     },
-    /// Runs whose ranks and launchers are killed and stopped over and over: they must end with the bits of one that
-    /// nobody disturbed.
+    /// Runs whose ranks and launchers are killed and stopped over and over: they must end with the
+    /// bits of one that nobody disturbed.
     Kills(kills::KillsArguments),
-    /// Strangers at the ports of jobs: the jobs must neither end nor grow, and must have the bits of undisturbed ones.
+    /// Strangers at the ports of jobs: the jobs must neither end nor grow, and must have the bits
+    /// of undisturbed ones.
     Strangers(strangers::StrangersArguments),
-    /// Ranks killed or stopped at random moments of training and saving; the newest checkpoint must resume.
+    /// Ranks killed or stopped at random moments of training and saving; the newest checkpoint must
+    /// resume.
     Soak {
         #[arg(long, value_name = "N", default_value_t = 200)]
         runs: u64,
@@ -113,14 +116,18 @@ enum Task {
 /// The variable that tells nextest how many tests run at once.
 const TEST_THREADS: &str = "NEXTEST_TEST_THREADS";
 
-/// The tasks of `ci`, in order: quick ones and those that fail most often come first; the tests' summary comes last.
-/// The first task that builds programs builds all tests. While the libraries are built one after the other, tests are
-/// built on the other cores.
+/// The tasks of `ci`, in order: quick ones and those that fail most often come first; the tests'
+/// summary comes last. The first task that builds programs builds all tests. While the libraries
+/// are built one after the other, tests are built on the other cores.
 const CI: [Task; 10] = [
     Task::Fmt,
     Task::Tidy,
     Task::Clippy,
-    Task::Gpu(gpu::GpuArguments { check: true, stand_in: false, build: None }),
+    Task::Gpu(gpu::GpuArguments {
+        check: true,
+        stand_in: false,
+        build: None,
+    }),
     Task::Package(package::PackageArguments { publish: false }),
     Task::Doc,
     Task::Docs(docs::DocsArguments::CI),
@@ -140,7 +147,10 @@ fn main() -> Result<()> {
 /// Returns the directory of the workspace, which is the parent of this package's.
 fn root() -> Result<PathBuf> {
     let package = std::env::var_os("CARGO_MANIFEST_DIR").context("run it as `cargo xtask`")?;
-    Ok(Path::new(&package).parent().context("xtask is in a workspace")?.to_owned())
+    Ok(Path::new(&package)
+        .parent()
+        .context("xtask is in a workspace")?
+        .to_owned())
 }
 
 /// Runs one task, and says how long it took if it passed.
@@ -180,63 +190,144 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Mpi { train } => mpi::run(root, train)?,
         Task::Kills(arguments) => kills::run(root, &arguments)?,
         Task::Strangers(arguments) => strangers::run(root, &arguments)?,
-        Task::Simulate { seeds, seed, flaws, debug, trace } => {
-            let seed = seed.unwrap_or_else(|| u64::from(rand::random::<u32>())).to_string();
+        Task::Simulate {
+            seeds,
+            seed,
+            flaws,
+            debug,
+            trace,
+        } => {
+            let seed = seed
+                .unwrap_or_else(|| u64::from(rand::random::<u32>()))
+                .to_string();
             let (profile, seeds) = (if debug { "dev" } else { "release" }, seeds.to_string());
-            let mut arguments =
-                vec!["run", "--package", "fsdp-checkpoint", "--example", "simulate", "--profile", profile];
+            let mut arguments = vec![
+                "run",
+                "--package",
+                "fsdp-checkpoint",
+                "--example",
+                "simulate",
+                "--profile",
+                profile,
+            ];
             arguments.extend(["--locked", "--", "--seeds", &seeds, "--seed", &seed]);
             arguments.extend(flaws.then_some("--flaws"));
             arguments.extend(trace.then_some("--trace"));
             cargo(root, &arguments, &[])?;
         }
-        Task::Soak { runs, seed, program } => soak::run(root, runs, seed, program)?,
+        Task::Soak {
+            runs,
+            seed,
+            program,
+        } => soak::run(root, runs, seed, program)?,
         Task::Clippy => {
             let target = gpu::check_target(root);
-            // In the workspace the tests and the examples turn the object stores on. Check the command also without
-            // them, and once more without candle.
+            // In the workspace the tests and the examples turn the object stores on. Check the
+            // command also without them, and once more without candle.
             for packages in [
                 &["--workspace", "--all-targets"][..],
-                &["--workspace", "--exclude", "fsdp-tests", "--exclude", "fsdp-examples"],
-                &["--package", "fsdp-cli", "--no-default-features", "--all-targets"],
+                &[
+                    "--workspace",
+                    "--exclude",
+                    "fsdp-tests",
+                    "--exclude",
+                    "fsdp-examples",
+                ],
+                &[
+                    "--package",
+                    "fsdp-cli",
+                    "--no-default-features",
+                    "--all-targets",
+                ],
             ] {
-                let clippy = ["clippy", "--locked", "--target-dir", &*target.to_string_lossy()];
-                cargo(root, &[&clippy, packages, &["--", "-D", "warnings"]].concat(), &[])?;
+                let clippy = [
+                    "clippy",
+                    "--locked",
+                    "--target-dir",
+                    &*target.to_string_lossy(),
+                ];
+                cargo(
+                    root,
+                    &[&clippy, packages, &["--", "-D", "warnings"]].concat(),
+                    &[],
+                )?;
             }
         }
         Task::Doc => {
             // Beside clippy's builds, because both need only the signatures of the dependencies.
             let target = gpu::check_target(root);
-            let doc = ["doc", "--locked", "--target-dir", &*target.to_string_lossy()];
-            let arguments = [&doc[..], &["--workspace", "--no-deps", "--document-private-items"]].concat();
+            let doc = [
+                "doc",
+                "--locked",
+                "--target-dir",
+                &*target.to_string_lossy(),
+            ];
+            let arguments = [
+                &doc[..],
+                &["--workspace", "--no-deps", "--document-private-items"],
+            ]
+            .concat();
             cargo(root, &arguments, &[("RUSTDOCFLAGS", "-D warnings")])?;
         }
         Task::Doctest => cargo(root, &[&["test", "--doc"], TESTED].concat(), &[])?,
         Task::Test => test(root)?,
         Task::Bench(arguments) => bench::run(root, &arguments)?,
     }
-    say(&format!("xtask: {name} passed in {:.0} s", start.elapsed().as_secs_f64()));
+    say(&format!(
+        "xtask: {name} passed in {:.0} s",
+        start.elapsed().as_secs_f64()
+    ));
     Ok(())
 }
 
-/// Runs all tests except those in documentation. nextest runs them if it is installed, because it stops tests that
-/// hang. Programs of `examples/` directories, which no test runs, are only checked by clippy, and not built.
+/// Runs all tests except those in documentation. nextest runs them if it is installed, because it
+/// stops tests that hang. Programs of `examples/` directories, which no test runs, are only checked
+/// by clippy, and not built.
 fn test(root: &Path) -> Result<()> {
-    // In the workspace the tests turn the object stores on. These are the error messages of a build without them. It is
-    // built for these few tests alone, so optimizing it would only cost time. Deep values need most of the stack in
-    // such a build, so their test runs here too.
+    // In the workspace the tests turn the object stores on. These are the error messages of a build
+    // without them. It is built for these few tests alone, so optimizing it would only cost time.
+    // Deep values need most of the stack in such a build, so their test runs here too.
     let deep = "a_list_that_holds_itself_is_an_error";
-    let without_stores = ["test", "--package", "fsdp-dcp", "--lib", "--locked", "--", "location", deep];
-    cargo(root, &without_stores, &[("CARGO_PROFILE_DEV_OPT_LEVEL", "0")])?;
+    let without_stores = [
+        "test",
+        "--package",
+        "fsdp-dcp",
+        "--lib",
+        "--locked",
+        "--",
+        "location",
+        deep,
+    ];
+    cargo(
+        root,
+        &without_stores,
+        &[("CARGO_PROFILE_DEV_OPT_LEVEL", "0")],
+    )?;
     // The error messages about GPUs, on machines with and without them.
-    let nccl = ["test", "--package", "fsdp-comm", "--features", "fsdp-comm/nccl", "--lib", "--locked"];
+    let nccl = [
+        "test",
+        "--package",
+        "fsdp-comm",
+        "--features",
+        "fsdp-comm/nccl",
+        "--lib",
+        "--locked",
+    ];
     cargo(root, &[&nccl, BESIDE_A_LIBRARY, &["nccl"]].concat(), &[])?;
-    let nextest = Command::new(program()).args(["nextest", "--version"]).output();
+    let nextest = Command::new(program())
+        .args(["nextest", "--version"])
+        .output();
     if nextest.is_ok_and(|output| output.status.success()) {
-        // Many tests wait for a deadline or for another process, so more of them run at once than there are cores.
+        // Many tests wait for a deadline or for another process, so more of them run at once than
+        // there are cores.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let at_once = std::env::var(TEST_THREADS).unwrap_or_else(|_| (cores + cores.div_ceil(2)).to_string());
-        return cargo(root, &[&["nextest", "run", "--tests"], TESTED].concat(), &[(TEST_THREADS, &at_once)]);
+        let at_once =
+            std::env::var(TEST_THREADS).unwrap_or_else(|_| (cores + cores.div_ceil(2)).to_string());
+        return cargo(
+            root,
+            &[&["nextest", "run", "--tests"], TESTED].concat(),
+            &[(TEST_THREADS, &at_once)],
+        );
     }
     say("xtask: cargo-nextest is not installed, so tests that hang are not stopped");
     cargo(root, &[&["test", "--tests"], TESTED].concat(), &[])

@@ -10,32 +10,53 @@ use crate::shell::{BESIDE_A_LIBRARY, cargo, say};
 /// The variable that makes it an error if no MPI is installed.
 const REQUIRED: &str = "FSDP_REQUIRE_MPI";
 
-/// The programs that an MPI installation has: the launcher, and the compiler that comes with the headers.
+/// The programs that an MPI installation has: the launcher, and the compiler that comes with the
+/// headers.
 const PROGRAMS: [&str; 2] = ["mpicc", "mpirun"];
 
-/// Runs the conformance suite under `mpirun`; with `train`, `fsdp train` too, for which the whole workspace is built
-/// again.
+/// Runs the conformance suite under `mpirun`; with `train`, `fsdp train` too, for which the whole
+/// workspace is built again.
 pub(crate) fn run(root: &Path, train: bool) -> Result<()> {
     if let Some(missing) = PROGRAMS.iter().find(|program| !starts(program)) {
-        ensure!(std::env::var_os(REQUIRED).is_none(), "there is no `{missing}`, and {REQUIRED} is set");
+        ensure!(
+            std::env::var_os(REQUIRED).is_none(),
+            "there is no `{missing}`, and {REQUIRED} is set"
+        );
         say(&format!(
             "xtask: mpi was skipped: there is no `{missing}` (Debian: libopenmpi-dev, openmpi-bin and libclang-dev)"
         ));
         return Ok(());
     }
     test(root, "fsdp-comm")?;
-    if train { test(root, "fsdp-cli") } else { Ok(()) }
+    if train {
+        test(root, "fsdp-cli")
+    } else {
+        Ok(())
+    }
 }
 
 /// Runs the tests of a package that need MPI.
 fn test(root: &Path, package: &str) -> Result<()> {
     let features = format!("{package}/mpi");
-    let arguments = ["test", "--package", package, "--features", &features, "--test", "mpi", "--locked"];
+    let arguments = [
+        "test",
+        "--package",
+        package,
+        "--features",
+        &features,
+        "--test",
+        "mpi",
+        "--locked",
+    ];
     cargo(root, &[&arguments, BESIDE_A_LIBRARY].concat(), &[])
 }
 
 /// Returns `true` if a program is installed.
 fn starts(program: &str) -> bool {
-    let status = Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    let status = Command::new(program)
+        .arg("--version")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
     status.is_ok_and(|status| status.success())
 }

@@ -1,4 +1,5 @@
-//! `cargo xtask package`: checks the files that would be published with every crate, without building it.
+//! `cargo xtask package`: checks the files that would be published with every crate, without
+//! building it.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -35,18 +36,31 @@ pub(crate) fn run(root: &Path, arguments: &PackageArguments) -> Result<()> {
         breaches.extend(check_manifest(package));
         breaches.extend(check_files(root, name(package))?);
     }
-    ensure!(breaches.is_empty(), "some crates cannot be published:\n  {}", breaches.join("\n  "));
+    ensure!(
+        breaches.is_empty(),
+        "some crates cannot be published:\n  {}",
+        breaches.join("\n  ")
+    );
     let names: Vec<&str> = packages.iter().map(name).collect();
     let selected: Vec<&str> = names.iter().flat_map(|name| ["--package", name]).collect();
     // Together, because none of them is in a registry before the first release.
-    let pack = [&["package", "--no-verify", "--allow-dirty", "--locked"], &selected[..]].concat();
-    // A build has downloaded the descriptions of all dependencies. Ask the registry only if there has been none.
+    let pack = [
+        &["package", "--no-verify", "--allow-dirty", "--locked"],
+        &selected[..],
+    ]
+    .concat();
+    // A build has downloaded the descriptions of all dependencies. Ask the registry only if there
+    // has been none.
     if cargo(root, &[&pack[..], &["--offline"]].concat(), &[]).is_err() {
         cargo(root, &pack, &[])?;
     }
     say(&format!("xtask: {} crates can be packed", names.len()));
     if arguments.publish {
-        cargo(root, &[&["publish", "--locked"], &selected[..]].concat(), &[])?;
+        cargo(
+            root,
+            &[&["publish", "--locked"], &selected[..]].concat(),
+            &[],
+        )?;
     }
     Ok(())
 }
@@ -55,9 +69,15 @@ pub(crate) fn run(root: &Path, arguments: &PackageArguments) -> Result<()> {
 fn published(root: &Path) -> Result<Vec<Value>> {
     let output = output(root, &["metadata", "--no-deps", "--format-version", "1"])?;
     let metadata: Value = serde_json::from_str(&output)?;
-    let Some(packages) = metadata["packages"].as_array() else { bail!("`cargo metadata` lists no packages") };
+    let Some(packages) = metadata["packages"].as_array() else {
+        bail!("`cargo metadata` lists no packages")
+    };
     // An empty list of registries is `publish = false`.
-    Ok(packages.iter().filter(|package| package["publish"].is_null()).cloned().collect())
+    Ok(packages
+        .iter()
+        .filter(|package| package["publish"].is_null())
+        .cloned()
+        .collect())
 }
 
 fn name(package: &Value) -> &str {
@@ -72,8 +92,14 @@ fn check_manifest(package: &Value) -> Vec<String> {
             breaches.push(format!("`{}` has no {field}", name(package)));
         }
     }
-    if package["description"].as_str().is_some_and(|text| text.len() > MAX_DESCRIPTION) {
-        breaches.push(format!("the description of `{}` is longer than {MAX_DESCRIPTION} characters", name(package)));
+    if package["description"]
+        .as_str()
+        .is_some_and(|text| text.len() > MAX_DESCRIPTION)
+    {
+        breaches.push(format!(
+            "the description of `{}` is longer than {MAX_DESCRIPTION} characters",
+            name(package)
+        ));
     }
     breaches
 }
@@ -89,16 +115,29 @@ fn is_empty(field: &Value) -> bool {
 
 /// Returns a message for each file that a package lacks.
 fn check_files(root: &Path, package: &str) -> Result<Vec<String>> {
-    let listed = output(root, &["package", "--list", "--allow-dirty", "--package", package])?;
+    let listed = output(
+        root,
+        &["package", "--list", "--allow-dirty", "--package", package],
+    )?;
     let files: BTreeSet<&str> = listed.lines().collect();
     let lacks = FILES.iter().filter(|file| !files.contains(**file));
-    Ok(lacks.map(|file| format!("the package of `{package}` lacks `{file}`")).collect())
+    Ok(lacks
+        .map(|file| format!("the package of `{package}` lacks `{file}`"))
+        .collect())
 }
 
 fn output(root: &Path, arguments: &[&str]) -> Result<String> {
-    let output = Command::new(program()).current_dir(root).args(arguments).output().context("failed to run cargo")?;
+    let output = Command::new(program())
+        .current_dir(root)
+        .args(arguments)
+        .output()
+        .context("failed to run cargo")?;
     let errors = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "`cargo {}` failed: {errors}", arguments.join(" "));
+    ensure!(
+        output.status.success(),
+        "`cargo {}` failed: {errors}",
+        arguments.join(" ")
+    );
     Ok(String::from_utf8(output.stdout)?)
 }
 

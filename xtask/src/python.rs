@@ -5,7 +5,8 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
 
-/// Makes a Python environment in `directory`, and returns its Python. An old one is kept unless a fresh one is wanted.
+/// Makes a Python environment in `directory`, and returns its Python. An old one is kept unless a
+/// fresh one is wanted.
 pub(crate) fn environment(directory: &Path, fresh: bool) -> Result<PathBuf> {
     let python = directory.join("bin/python");
     if fresh && directory.exists() {
@@ -19,7 +20,11 @@ pub(crate) fn environment(directory: &Path, fresh: bool) -> Result<PathBuf> {
 
 /// Installs packages that are not installed yet.
 pub(crate) fn install(python: &Path, packages: &[&str]) -> Result<()> {
-    succeed(Command::new(python).args(["-m", "pip", "install", "--quiet"]).args(packages))
+    succeed(
+        Command::new(python)
+            .args(["-m", "pip", "install", "--quiet"])
+            .args(packages),
+    )
 }
 
 /// Removes a directory that only these tasks write to.
@@ -30,7 +35,9 @@ pub(crate) fn remove(directory: &Path) -> Result<()> {
 /// Runs a program. Returns an error if it fails.
 pub(crate) fn succeed(command: &mut Command) -> Result<()> {
     let program = command.get_program().to_string_lossy().into_owned();
-    let status = command.status().with_context(|| format!("failed to start `{program}`"))?;
+    let status = command
+        .status()
+        .with_context(|| format!("failed to start `{program}`"))?;
     ensure!(status.success(), "`{program}` failed with {status}");
     Ok(())
 }

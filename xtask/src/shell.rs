@@ -12,17 +12,25 @@ pub(crate) const STAND_IN: &str = "cuda-stand-in";
 /// The packages whose tests CI runs, as options of cargo.
 pub(crate) const TESTED: &[&str] = &["--workspace", "--exclude", STAND_IN, "--locked"];
 
-/// The packages that have programs only, as options of cargo. If they are named beside one library, cargo gives the
-/// dependencies the features that they have in a build of the whole workspace, so that fewer of them are built again.
+/// The packages that have programs only, as options of cargo. If they are named beside one library,
+/// cargo gives the dependencies the features that they have in a build of the whole workspace, so
+/// that fewer of them are built again.
 pub(crate) const BESIDE_A_LIBRARY: &[&str] = &["--package", "xtask", "--package", "fsdp-examples"];
 
 /// Runs cargo in the workspace. Returns an error if it fails.
 pub(crate) fn cargo(root: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Result<()> {
     say(&format!("xtask: cargo {}", arguments.join(" ")));
     let mut command = Command::new(program());
-    command.current_dir(root).args(arguments).envs(environment.iter().copied());
+    command
+        .current_dir(root)
+        .args(arguments)
+        .envs(environment.iter().copied());
     let status = command.status().context("failed to run cargo")?;
-    ensure!(status.success(), "`cargo {}` failed with {status}", arguments.join(" "));
+    ensure!(
+        status.success(),
+        "`cargo {}` failed with {status}",
+        arguments.join(" ")
+    );
     Ok(())
 }
 
@@ -37,7 +45,10 @@ pub(crate) fn target(root: &Path) -> PathBuf {
 }
 
 /// Writes a line to stderr.
-#[expect(clippy::print_stderr, reason = "this is a command, and its progress is talk")]
+#[expect(
+    clippy::print_stderr,
+    reason = "this is a command, and its progress is talk"
+)]
 pub(crate) fn say(line: &str) {
     eprintln!("{line}");
 }

@@ -1,7 +1,9 @@
-//! `cargo xtask soak`: ranks that are killed or stopped at random moments of training and saving, over and over.
+//! `cargo xtask soak`: ranks that are killed or stopped at random moments of training and saving,
+//! over and over.
 //!
-//! Each run launches `fsdp train --backend tcp` on a few processes and hits one of them. Then every other rank must end
-//! with an error in time, no process may be left, and the newest committed checkpoint must verify and resume.
+//! Each run launches `fsdp train --backend tcp` on a few processes and hits one of them. Then every
+//! other rank must end with an error in time, no process may be left, and the newest committed
+//! checkpoint must verify and resume.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -30,8 +32,9 @@ const LONGEST_LIFE: Duration = Duration::from_millis(2500);
 /// The time after which a step counts as hanging.
 const HANG: Duration = Duration::from_secs(60);
 
-/// The script that each rank runs, with `train` as its child. The launcher ends all ranks when one ends, so the script
-/// waits until all survivors have ended by themselves. `$1` is the directory, `$2` the rank that is hit.
+/// The script that each rank runs, with `train` as its child. The launcher ends all ranks when one
+/// ends, so the script waits until all survivors have ended by themselves. `$1` is the directory,
+/// `$2` the rank that is hit.
 const RANK: &str = r#"
 dir=$1; victim=$2; shift 2
 "$@" & echo $! > "$dir/pid-$RANK.new"; mv "$dir/pid-$RANK.new" "$dir/pid-$RANK"
@@ -58,10 +61,17 @@ struct Outcome {
 }
 
 /// Runs `runs` times, starting with this seed, or a random one.
-pub(crate) fn run(root: &Path, runs: u64, seed: Option<u64>, program: Option<PathBuf>) -> Result<()> {
+pub(crate) fn run(
+    root: &Path,
+    runs: u64,
+    seed: Option<u64>,
+    program: Option<PathBuf>,
+) -> Result<()> {
     let program = job::program(root, program.as_ref())?;
     let seed = seed.unwrap_or_else(rand::random);
-    say(&format!("soak: {runs} runs of {RANKS} ranks, deadline {DEADLINE:?}; the first has `--seed {seed}`"));
+    say(&format!(
+        "soak: {runs} runs of {RANKS} ranks, deadline {DEADLINE:?}; the first has `--seed {seed}`"
+    ));
     let (mut slowest, mut resumed) = (Duration::ZERO, 0);
     let mut failures = Vec::new();
     for number in 0..runs {
@@ -85,25 +95,37 @@ pub(crate) fn run(root: &Path, runs: u64, seed: Option<u64>, program: Option<Pat
             ));
         }
     }
-    ensure!(failures.is_empty(), "{} of {runs} runs failed; their seeds: {failures:?}", failures.len());
+    ensure!(
+        failures.is_empty(),
+        "{} of {runs} runs failed; their seeds: {failures:?}",
+        failures.len()
+    );
     Ok(())
 }
 
-/// Starts a run, kills or freezes a random rank at a random moment, and checks what follows: the survivors must end in
-/// time with exit code 16, no process may be left behind, and the newest checkpoint must be whole and resumable.
+/// Starts a run, kills or freezes a random rank at a random moment, and checks what follows: the
+/// survivors must end in time with exit code 16, no process may be left behind, and the newest
+/// checkpoint must be whole and resumable.
 fn once(program: &Path, seed: u64) -> Result<Outcome> {
     let mut random = StdRng::seed_from_u64(seed);
     let dir = tempfile::tempdir()?;
     let (dir, out) = (dir.path(), dir.path().join("out"));
     let victim = random.random_range(0..RANKS);
-    let signal = if random.random_bool(0.5) { Signal::KILL } else { Signal::STOP };
+    let signal = if random.random_bool(0.5) {
+        Signal::KILL
+    } else {
+        Signal::STOP
+    };
     let life = LONGEST_LIFE.mul_f64(random.random());
     let mut launch = Launch::start(program, dir, &out, victim)?;
     let pids = launch.pids(dir)?;
     thread::sleep(life);
     let hit = Instant::now();
     if kill_process(pids[victim], signal).is_err() {
-        bail!("rank {victim} had ended before it was hit after {life:?}\n{}", launch.said(dir));
+        bail!(
+            "rank {victim} had ended before it was hit after {life:?}\n{}",
+            launch.said(dir)
+        );
     }
     let what = format!("rank {victim} got {signal:?} after {life:?}");
 
@@ -133,36 +155,84 @@ fn once(program: &Path, seed: u64) -> Result<Outcome> {
     for (rank, &pid) in pids.iter().enumerate() {
         let until = Instant::now() + LATE;
         while is_alive(pid) {
-            ensure!(Instant::now() < until, "rank {rank} was left behind; {what}");
+            ensure!(
+                Instant::now() < until,
+                "rank {rank} was left behind; {what}"
+            );
             thread::sleep(Duration::from_millis(5));
         }
     }
     let resumed_from = Some(newest(&out)?).filter(|step| *step > 0);
     if let Some(step) = resumed_from {
         let checkpoint = out.join(format!("step-{step:08}"));
-        finish(Command::new(program).arg("verify").arg(&checkpoint)).with_context(|| what.clone())?;
+        finish(Command::new(program).arg("verify").arg(&checkpoint))
+            .with_context(|| what.clone())?;
         let steps = (step + 1).to_string();
         let mut resume = Command::new(program);
-        resume.args(["train", "--resume", "--nproc", &RESUMED.to_string(), "--steps", &steps, "--out"]).arg(&out);
+        resume
+            .args([
+                "train",
+                "--resume",
+                "--nproc",
+                &RESUMED.to_string(),
+                "--steps",
+                &steps,
+                "--out",
+            ])
+            .arg(&out);
         finish(&mut resume).with_context(|| what.clone())?;
-        ensure!(newest(&out)? == step + 1, "the resumed run saved nothing; {what}");
+        ensure!(
+            newest(&out)? == step + 1,
+            "the resumed run saved nothing; {what}"
+        );
     }
-    Ok(Outcome { resumed_from, slowest })
+    Ok(Outcome {
+        resumed_from,
+        slowest,
+    })
 }
 
 /// A running launcher, which is ended on drop.
 struct Launch(Child);
 
 impl Launch {
-    /// Starts ranks that run [`RANK`], which wait for all but `victim`. Their output goes to the file `said`.
+    /// Starts ranks that run [`RANK`], which wait for all but `victim`. Their output goes to the
+    /// file `said`.
     fn start(program: &Path, dir: &Path, out: &Path, victim: usize) -> Result<Launch> {
         let mut command = Command::new(program);
-        command.args(["launch", "--grace", "1", "--nproc", &RANKS.to_string(), "--", "sh", "-c", RANK, "rank"]);
-        command.arg(dir).arg(victim.to_string()).arg(program).args(["train", "--backend", "tcp"]);
-        command.args(["--timeout", &DEADLINE.as_secs().to_string(), "--out"]).arg(out).args(SMALL_MODEL).args(ENDLESS);
-        let said = fs::File::options().create(true).append(true).open(dir.join("said"))?;
-        command.stdin(Stdio::null()).stdout(said.try_clone()?).stderr(said);
-        Ok(Launch(command.spawn().with_context(|| format!("failed to start `{}`", program.display()))?))
+        command.args([
+            "launch",
+            "--grace",
+            "1",
+            "--nproc",
+            &RANKS.to_string(),
+            "--",
+            "sh",
+            "-c",
+            RANK,
+            "rank",
+        ]);
+        command
+            .arg(dir)
+            .arg(victim.to_string())
+            .arg(program)
+            .args(["train", "--backend", "tcp"]);
+        command
+            .args(["--timeout", &DEADLINE.as_secs().to_string(), "--out"])
+            .arg(out)
+            .args(SMALL_MODEL)
+            .args(ENDLESS);
+        let said = fs::File::options()
+            .create(true)
+            .append(true)
+            .open(dir.join("said"))?;
+        command
+            .stdin(Stdio::null())
+            .stdout(said.try_clone()?)
+            .stderr(said);
+        Ok(Launch(command.spawn().with_context(|| {
+            format!("failed to start `{}`", program.display())
+        })?))
     }
 
     /// Waits for the ranks to start, and returns their processes.
@@ -206,7 +276,11 @@ impl Drop for Launch {
 fn finish(command: &mut Command) -> Result<()> {
     let output = command.stdin(Stdio::null()).output()?;
     if !output.status.success() {
-        bail!("{command:?}: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+        bail!(
+            "{command:?}: {}\n{}",
+            output.status,
+            String::from_utf8_lossy(&output.stderr)
+        );
     }
     Ok(())
 }

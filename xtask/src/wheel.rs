@@ -1,4 +1,5 @@
-//! `cargo xtask wheel`: builds the Python wheel, installs it in a fresh environment, and runs its tests there.
+//! `cargo xtask wheel`: builds the Python wheel, installs it in a fresh environment, and runs its
+//! tests there.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,7 +18,15 @@ const MATURIN: &str = "maturin>=1.9,<2";
 const PACKAGES: [&str; 2] = ["numpy", "pytest"];
 
 /// torch, and the packages that the samples of the book import.
-const WITH_TORCH: [&str; 7] = ["torch>=2.6", "transformers>=5", "peft", "pandas", "matplotlib", "tensorboard", "wandb"];
+const WITH_TORCH: [&str; 7] = [
+    "torch>=2.6",
+    "transformers>=5",
+    "peft",
+    "pandas",
+    "matplotlib",
+    "tensorboard",
+    "wandb",
+];
 
 /// The variable that names a Python with torch, so that it need not be installed.
 const PYTHON_VARIABLE: &str = "FSDP_INTEROP_PYTHON";
@@ -45,13 +54,23 @@ pub(crate) fn run(root: &Path, arguments: &WheelArguments) -> Result<()> {
     }
     let package = root.join("crates/fsdp-python");
     let mut build = Command::new(&tools);
-    build.args(["-m", "maturin", "build", "--locked", "--out"]).arg(&wheels).current_dir(&package);
+    build
+        .args(["-m", "maturin", "build", "--locked", "--out"])
+        .arg(&wheels)
+        .current_dir(&package);
     if !arguments.dev {
         build.arg("--release");
     }
     succeed(&mut build)?;
-    let wheel = fs::read_dir(&wheels)?.next().context("maturin built no wheel")??.path();
-    say(&format!("xtask: {} is {} KiB", wheel.display(), wheel.metadata()?.len() / 1024));
+    let wheel = fs::read_dir(&wheels)?
+        .next()
+        .context("maturin built no wheel")??
+        .path();
+    say(&format!(
+        "xtask: {} is {} KiB",
+        wheel.display(),
+        wheel.metadata()?.len() / 1024
+    ));
     if arguments.no_test {
         return Ok(());
     }
@@ -61,20 +80,32 @@ pub(crate) fn run(root: &Path, arguments: &WheelArguments) -> Result<()> {
     install(&python, &[&[wheel.as_str()], &PACKAGES[..]].concat())?;
     let tests = package.join("tests");
     // First without torch: the tests that need it are skipped, and everything else has to work.
-    succeed(Command::new(&python).args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).arg(&tests))?;
+    succeed(
+        Command::new(&python)
+            .args(["-m", "pytest", "-q", "-p", "no:cacheprovider"])
+            .arg(&tests),
+    )?;
     match std::env::var_os(PYTHON_VARIABLE) {
         Some(with_torch) => borrow(Path::new(&with_torch), &python)?,
         None => install(&python, &WITH_TORCH)?,
     }
-    succeed(Command::new(&python).args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).arg(&tests))
+    succeed(
+        Command::new(&python)
+            .args(["-m", "pytest", "-q", "-p", "no:cacheprovider"])
+            .arg(&tests),
+    )
 }
 
 /// Lets `python` import the packages that another Python has.
-#[expect(clippy::disallowed_methods, reason = "a file of a test's environment, not of a checkpoint")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a file of a test's environment, not of a checkpoint"
+)]
 fn borrow(from: &Path, python: &Path) -> Result<()> {
     let packages = site_packages(from)?;
     let file = PathBuf::from(site_packages(python)?).join("borrowed.pth");
-    fs::write(&file, format!("{packages}\n")).with_context(|| format!("failed to write `{}`", file.display()))
+    fs::write(&file, format!("{packages}\n"))
+        .with_context(|| format!("failed to write `{}`", file.display()))
 }
 
 /// Returns the directory in which a Python keeps its packages.
@@ -82,6 +113,11 @@ fn site_packages(python: &Path) -> Result<String> {
     let code = "import sysconfig; print(sysconfig.get_paths()['purelib'])";
     let output = Command::new(python).args(["-c", code]).output();
     let output = output.with_context(|| format!("failed to start `{}`", python.display()))?;
-    ensure!(output.status.success(), "`{}` failed with {}", python.display(), output.status);
+    ensure!(
+        output.status.success(),
+        "`{}` failed with {}",
+        python.display(),
+        output.status
+    );
     Ok(String::from_utf8(output.stdout)?.trim().to_owned())
 }

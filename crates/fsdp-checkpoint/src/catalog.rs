@@ -1,5 +1,5 @@
-//! The checkpoints of a training run: a directory, or a prefix in an object store, with one checkpoint for each saved
-//! step.
+//! The checkpoints of a training run: a directory, or a prefix in an object store, with one
+//! checkpoint for each saved step.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -30,8 +30,8 @@ pub fn step_name(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// Lists the committed checkpoints in a run's directory, oldest step first. Unfinished checkpoints that a crash has
-/// left are not listed: they have no `step-` name, or no `.metadata`.
+/// Lists the committed checkpoints in a run's directory, oldest step first. Unfinished checkpoints
+/// that a crash has left are not listed: they have no `step-` name, or no `.metadata`.
 ///
 /// # Errors
 /// A directory that cannot be read.
@@ -39,14 +39,20 @@ pub fn list_checkpoints(dir: impl Into<Location>) -> Result<Vec<StepCheckpoint>,
     Ok(list_steps(&dir.into())?.0)
 }
 
-/// Lists the committed checkpoints in a run's directory, and separately the directories that are named like a
-/// checkpoint but have no `.metadata`. Both lists have the oldest step first.
-pub(crate) fn list_steps(dir: &Location) -> Result<(Vec<StepCheckpoint>, Vec<StepCheckpoint>), CheckpointError> {
+/// Lists the committed checkpoints in a run's directory, and separately the directories that are
+/// named like a checkpoint but have no `.metadata`. Both lists have the oldest step first.
+pub(crate) fn list_steps(
+    dir: &Location,
+) -> Result<(Vec<StepCheckpoint>, Vec<StepCheckpoint>), CheckpointError> {
     let (mut committed, mut others) = (Vec::new(), Vec::new());
     for name in names(dir)? {
         if let Some(step) = step_of(&name) {
             let path = dir.join(&name);
-            let list = if path.join(METADATA_FILE).is_file()? { &mut committed } else { &mut others };
+            let list = if path.join(METADATA_FILE).is_file()? {
+                &mut committed
+            } else {
+                &mut others
+            };
             list.push(StepCheckpoint { step, path });
         }
     }
@@ -55,9 +61,13 @@ pub(crate) fn list_steps(dir: &Location) -> Result<(Vec<StepCheckpoint>, Vec<Ste
     Ok((committed, others))
 }
 
-/// Returns the steps that have hidden files beside their checkpoints: a save in progress, or leftovers of a crash.
+/// Returns the steps that have hidden files beside their checkpoints: a save in progress, or
+/// leftovers of a crash.
 pub(crate) fn steps_with_leftovers(dir: &Location) -> Result<BTreeSet<u64>, CheckpointError> {
-    Ok(names(dir)?.iter().filter_map(|name| step_of_hidden(name)).collect())
+    Ok(names(dir)?
+        .iter()
+        .filter_map(|name| step_of_hidden(name))
+        .collect())
 }
 
 /// Returns the step in the name of a checkpoint.
@@ -70,15 +80,23 @@ fn step_of_hidden(name: &str) -> Option<u64> {
     parse_step(name.strip_prefix(".step-")?.split('.').next()?)
 }
 
-/// Parses the digits of a step; returns `None` for any other text. (Rust's own parser accepts `+5` too.)
+/// Parses the digits of a step; returns `None` for any other text. (Rust's own parser accepts `+5`
+/// too.)
 fn parse_step(digits: &str) -> Option<u64> {
-    digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok())?
+    digits
+        .bytes()
+        .all(|byte| byte.is_ascii_digit())
+        .then(|| digits.parse().ok())?
 }
 
-/// Returns the names in a directory. Names that are not UTF-8 cannot be checkpoints, and are left out.
+/// Returns the names in a directory. Names that are not UTF-8 cannot be checkpoints, and are left
+/// out.
 fn names(dir: &Location) -> Result<Vec<String>, CheckpointError> {
     dir.names().map_err(|error| match error {
-        fsdp_dcp::FileError::Io { source, .. } => CheckpointError::Directory { path: dir.name().to_owned(), source },
+        fsdp_dcp::FileError::Io { source, .. } => CheckpointError::Directory {
+            path: dir.name().to_owned(),
+            source,
+        },
         other => other.into(),
     })
 }
@@ -87,6 +105,8 @@ fn names(dir: &Location) -> Result<Vec<String>, CheckpointError> {
 ///
 /// # Errors
 /// The same as [`list_checkpoints`].
-pub fn latest_checkpoint(dir: impl Into<Location>) -> Result<Option<StepCheckpoint>, CheckpointError> {
+pub fn latest_checkpoint(
+    dir: impl Into<Location>,
+) -> Result<Option<StepCheckpoint>, CheckpointError> {
     Ok(list_checkpoints(dir)?.pop())
 }

@@ -21,9 +21,12 @@ use crate::memory_tier::MemoryTier;
 use crate::parent::parent_of_step;
 use crate::retention::{Retention, prune_up_to};
 use crate::save::check_writable;
-use crate::{AsyncSaver, CheckpointError, KeptUnchanged, SaveOptions, SaveProgress, SaveReport, Stateful};
+use crate::{
+    AsyncSaver, CheckpointError, KeptUnchanged, SaveOptions, SaveProgress, SaveReport, Stateful,
+};
 
-/// The name of a checkpoint: the number of steps done, for one in the run's directory, or a path or URL anywhere.
+/// The name of a checkpoint: the number of steps done, for one in the run's directory, or a path or
+/// URL anywhere.
 #[derive(Debug, Clone)]
 pub enum CheckpointName {
     /// The checkpoint of a step of the run: `step-00000020` in its directory.
@@ -32,13 +35,15 @@ pub enum CheckpointName {
     At(Location),
 }
 
-/// The name in a run's directory of the checkpoint that [`Checkpointer::check_writable`] begins, and never commits.
+/// The name in a run's directory of the checkpoint that [`Checkpointer::check_writable`] begins,
+/// and never commits.
 const WRITE_TEST: &str = "write-test";
 
 /// The facts about a run that its checkpoints record beside their state; see [`Lineage`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RunFacts {
-    /// A text that identifies the configuration, such as its digest: equal if and only if the configuration is.
+    /// A text that identifies the configuration, such as its digest: equal if and only if the
+    /// configuration is.
     pub config: Option<String>,
     /// The position up to which the run has read its data.
     pub data: Option<DataPosition>,
@@ -77,34 +82,38 @@ macro_rules! names_from {
     )*};
 }
 
-names_from!(Location, &Location, &Path, PathBuf, &PathBuf, &str, String, &String);
+names_from!(
+    Location, &Location, &Path, PathBuf, &PathBuf, &str, String, &String
+);
 
 /// The options of a [`Checkpointer`]; the same on every rank.
 #[derive(Debug, Clone, Default)]
 pub struct CheckpointerOptions {
-    /// The rule for which checkpoints of the run are kept when a new one has been saved. By default all are kept.
+    /// The rule for which checkpoints of the run are kept when a new one has been saved. By default
+    /// all are kept.
     pub retention: Retention,
     /// The options of saves.
     pub save: SaveOptions,
     /// The options of loads.
     pub load: LoadOptions,
-    /// The directory of the memory tier, to which [`Checkpointer::save_to_memory`] saves: a directory on each host
-    /// whose files outlive the process, usually on a tmpfs. Several runs may share it.
+    /// The directory of the memory tier, to which [`Checkpointer::save_to_memory`] saves: a
+    /// directory on each host whose files outlive the process, usually on a tmpfs. Several runs may
+    /// share it.
     pub memory_tier: Option<Location>,
 }
 
 /// The checkpoints of a run: saves them, also in the background, loads them, and removes old ones.
 ///
-/// A run's checkpoints are in one directory, or under one prefix of an object store, one for each saved step.
-/// A load opens any format. [`TrainState`](crate::TrainState) has an example.
+/// A run's checkpoints are in one directory, or under one prefix of an object store, one for each
+/// saved step. A load opens any format. [`TrainState`](crate::TrainState) has an example.
 ///
-/// Every rank of the group has a `Checkpointer`, and all ranks call the same methods in the same order, for the same
-/// steps. A save in the background uses a separate process group, so that it never mixes with the collectives of
-/// training.
+/// Every rank of the group has a `Checkpointer`, and all ranks call the same methods in the same
+/// order, for the same steps. A save in the background uses a separate process group, so that it
+/// never mixes with the collectives of training.
 ///
-/// Errors are the same on every rank, and the checkpointer can be used again after them, unless they end the group
-/// ([`CommError`](fsdp_comm::CommError)). Dropping a checkpointer waits for its save in the background, whose error is
-/// only logged then, and for the removal of old checkpoints.
+/// Errors are the same on every rank, and the checkpointer can be used again after them, unless
+/// they end the group ([`CommError`](fsdp_comm::CommError)). Dropping a checkpointer waits for its
+/// save in the background, whose error is only logged then, and for the removal of old checkpoints.
 pub struct Checkpointer {
     run: Location,
     group: ProcessGroup,
@@ -115,13 +124,16 @@ pub struct Checkpointer {
     pruning: Option<JoinHandle<()>>,
     /// The parent of the next checkpoint: the one that was saved or loaded last.
     parent: Mutex<Option<Parent>>,
-    /// The place of the checkpoint that was loaded last. The first incremental save after the load compares with it.
+    /// The place of the checkpoint that was loaded last. The first incremental save after the load
+    /// compares with it.
     loaded: Mutex<Option<Location>>,
-    /// The step of the save in the background; `None` if there is none, or if it does not save a step of the run.
+    /// The step of the save in the background; `None` if there is none, or if it does not save a
+    /// step of the run.
     saving: Option<u64>,
     /// The configuration and the position in the data that are recorded with the next checkpoints.
     facts: RunFacts,
-    /// `true` if a save ended while old checkpoints were still being removed, so that there may be more to remove.
+    /// `true` if a save ended while old checkpoints were still being removed, so that there may be
+    /// more to remove.
     prune_again: bool,
     /// The step of the checkpoint that was saved or loaded last, if it has one.
     at_step: Option<u64>,
@@ -129,13 +141,15 @@ pub struct Checkpointer {
 
 impl fmt::Debug for Checkpointer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Checkpointer").field("run", &self.run.to_string()).finish_non_exhaustive()
+        f.debug_struct("Checkpointer")
+            .field("run", &self.run.to_string())
+            .finish_non_exhaustive()
     }
 }
 
 impl Checkpointer {
-    /// Returns the checkpointer of a run whose checkpoints are in `run`, a directory or a URL, which need not exist
-    /// yet. Collective: makes a process group for saves.
+    /// Returns the checkpointer of a run whose checkpoints are in `run`, a directory or a URL,
+    /// which need not exist yet. Collective: makes a process group for saves.
     ///
     /// # Errors
     /// The errors of that collective; threads that cannot be started.
@@ -147,7 +161,8 @@ impl Checkpointer {
         let saver = AsyncSaver::new(group)?;
         let run = run.into();
         let tier = options.memory_tier.clone();
-        let memory = tier.map(|directory| Mutex::new(MemoryTier::new(directory, run.clone(), group.clone())));
+        let memory = tier
+            .map(|directory| Mutex::new(MemoryTier::new(directory, run.clone(), group.clone())));
         Ok(Checkpointer {
             run,
             group: group.clone(),
@@ -164,8 +179,9 @@ impl Checkpointer {
         })
     }
 
-    /// Sets the facts about the run, such as digests of its configuration and data, that later checkpoints record in
-    /// addition to their step and the digest of their parent. No communication: rank 0's facts are recorded.
+    /// Sets the facts about the run, such as digests of its configuration and data, that later
+    /// checkpoints record in addition to their step and the digest of their parent. No
+    /// communication: rank 0's facts are recorded.
     pub fn set_facts(&mut self, facts: RunFacts) {
         self.facts = facts;
     }
@@ -174,13 +190,26 @@ impl Checkpointer {
     fn save_options(&self, step: Option<u64>) -> SaveOptions {
         let RunFacts { config, data } = self.facts.clone();
         let parent = *self.parent.lock().unwrap_or_else(PoisonError::into_inner);
-        let lineage = step.map(|step| Lineage { step, parent, config, data });
-        let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        SaveOptions { lineage, parent: loaded, ..self.options.save.clone() }
+        let lineage = step.map(|step| Lineage {
+            step,
+            parent,
+            config,
+            data,
+        });
+        let loaded = self
+            .loaded
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        SaveOptions {
+            lineage,
+            parent: loaded,
+            ..self.options.save.clone()
+        }
     }
 
-    /// Makes `parent`, the checkpoint that has just been saved, the parent of the next one. `None` changes nothing; it
-    /// stands for a checkpoint that is not a step of the run.
+    /// Makes `parent`, the checkpoint that has just been saved, the parent of the next one. `None`
+    /// changes nothing; it stands for a checkpoint that is not a step of the run.
     fn set_parent(&self, parent: Option<Parent>) {
         if let Some(parent) = parent {
             *self.parent.lock().unwrap_or_else(PoisonError::into_inner) = Some(parent);
@@ -196,9 +225,10 @@ impl Checkpointer {
         }
     }
 
-    /// Checks that every rank can save to the run's directory, which is made if it does not exist. Each rank writes a
-    /// small file there, and all of these are removed. Call it before training, so that steps are not lost because the
-    /// first save fails. Collectives: two agreements and an object broadcast.
+    /// Checks that every rank can save to the run's directory, which is made if it does not exist.
+    /// Each rank writes a small file there, and all of these are removed. Call it before training,
+    /// so that steps are not lost because the first save fails. Collectives: two agreements and an
+    /// object broadcast.
     ///
     /// # Errors
     /// The same on every rank: the errors of the storage.
@@ -206,16 +236,18 @@ impl Checkpointer {
         check_writable(&self.run.join(WRITE_TEST), &self.group, &self.options.save)
     }
 
-    /// Saves the state of a run as a DCP checkpoint, which `torch.distributed.checkpoint.load` opens. When it returns,
-    /// the checkpoint is durable, and old ones of the run are being removed. A save in the background is waited for
-    /// first. Collectives: one agreement, and those of [`save`](crate::save()).
+    /// Saves the state of a run as a DCP checkpoint, which `torch.distributed.checkpoint.load`
+    /// opens. When it returns, the checkpoint is durable, and old ones of the run are being
+    /// removed. A save in the background is waited for first. Collectives: one agreement, and those
+    /// of [`save`](crate::save()).
     ///
     /// # Errors
-    /// The same on every rank: state that cannot be saved, ranks that disagree on the state or the step, a checkpoint
-    /// that is there already (unless [`SaveOptions::overwrite`] is set), and whatever the storage says. Files that were
-    /// in the storage before are untouched, unless the error is of the kind [`ErrorKind::AfterCommit`]: then the new
-    /// checkpoint is in its place, but may not survive a loss of power. If the save in the background before this one
-    /// failed, its error is returned, and the new save is not started.
+    /// The same on every rank: state that cannot be saved, ranks that disagree on the state or the
+    /// step, a checkpoint that is there already (unless [`SaveOptions::overwrite`] is set), and
+    /// whatever the storage says. Files that were in the storage before are untouched, unless the
+    /// error is of the kind [`ErrorKind::AfterCommit`]: then the new checkpoint is in its place,
+    /// but may not survive a loss of power. If the save in the background before this one failed,
+    /// its error is returned, and the new save is not started.
     pub fn save(
         &mut self,
         name: impl Into<CheckpointName>,
@@ -225,23 +257,26 @@ impl Checkpointer {
         let name = name.into();
         let (state, _guard) = self.state_of(run, &name)?;
         let (step, path) = (name.step(), self.location(name));
-        let report = self.saver.save_now(path, &state, &self.save_options(step))?;
+        let report = self
+            .saver
+            .save_now(path, &state, &self.save_options(step))?;
         self.set_parent(Parent::of(step, report.digest));
         self.start_pruning(step);
         Ok(report)
     }
 
-    /// Starts to save the current state of a run, and goes on with the save in the background: torch's `async_save`.
-    /// Returns how long this call took: it waits for the previous save, if that is still running, and then copies the
-    /// state. Collectives: agreements.
+    /// Starts to save the current state of a run, and goes on with the save in the background:
+    /// torch's `async_save`. Returns how long this call took: it waits for the previous save, if
+    /// that is still running, and then copies the state. Collectives: agreements.
     ///
     /// When it returns, the state has been copied, except what the run can keep unchanged
-    /// ([`Stateful::state_to_save`]). That is copied during the next forward and backward. An optimizer step,
-    /// and anything else that would change it, waits for the copy; [`SaveReport::waited`] says how long.
+    /// ([`Stateful::state_to_save`]). That is copied during the next forward and backward. An
+    /// optimizer step, and anything else that would change it, waits for the copy;
+    /// [`SaveReport::waited`] says how long.
     ///
     /// # Errors
-    /// The errors of [`Checkpointer::save`]. If the previous save failed, its error is returned, and the new save is
-    /// not started.
+    /// The errors of [`Checkpointer::save`]. If the previous save failed, its error is returned,
+    /// and the new save is not started.
     pub fn save_async(
         &mut self,
         name: impl Into<CheckpointName>,
@@ -259,34 +294,46 @@ impl Checkpointer {
         Ok(start.elapsed())
     }
 
-    /// Saves the state of a run to the memory tier ([`CheckpointerOptions::memory_tier`]), like the local checkpoints
-    /// of Orbax's emergency checkpointing. This is faster than a checkpoint and needs none of its storage. Each rank
-    /// writes what it holds to its own host, and another rank keeps a copy, on another host if there is one. This step
-    /// and the newest whole one before it are kept. Steps after it, from which the run has gone back, are removed.
+    /// Saves the state of a run to the memory tier ([`CheckpointerOptions::memory_tier`]), like the
+    /// local checkpoints of Orbax's emergency checkpointing. This is faster than a checkpoint and
+    /// needs none of its storage. Each rank writes what it holds to its own host, and another rank
+    /// keeps a copy, on another host if there is one. This step and the newest whole one before it
+    /// are kept. Steps after it, from which the run has gone back, are removed.
     ///
-    /// The tier survives the end of the processes, and the loss of any one rank's files or of any one host, but not the
-    /// loss of all hosts. So save checkpoints too, though less often. Collectives: agreements, object all-gathers, and
-    /// an all-to-all for each 8 MiB of the largest part.
+    /// The tier survives the end of the processes, and the loss of any one rank's files or of any
+    /// one host, but not the loss of all hosts. So save checkpoints too, though less often.
+    /// Collectives: agreements, object all-gathers, and an all-to-all for each 8 MiB of the largest
+    /// part.
     ///
     /// # Errors
-    /// The same on every rank: state that [`Checkpointer::save`] would not save either, no memory tier, a full one. The
-    /// newest whole step before this one is kept.
-    pub fn save_to_memory(&mut self, step: u64, run: &impl Stateful) -> Result<SaveReport, CheckpointError> {
+    /// The same on every rank: state that [`Checkpointer::save`] would not save either, no memory
+    /// tier, a full one. The newest whole step before this one is kept.
+    pub fn save_to_memory(
+        &mut self,
+        step: u64,
+        run: &impl Stateful,
+    ) -> Result<SaveReport, CheckpointError> {
         let state = run.state_to_save().map(|(state, _)| state);
         self.tier()?.save(step, state, &self.options.save)
     }
 
-    /// Returns the newest whole step of the memory tier, if it is newer than the newest checkpoint of the run. It is an
-    /// ordinary checkpoint, and each host has one of its own. [`Checkpointer::load_latest`] calls this.
+    /// Returns the newest whole step of the memory tier, if it is newer than the newest checkpoint
+    /// of the run. It is an ordinary checkpoint, and each host has one of its own.
+    /// [`Checkpointer::load_latest`] calls this.
     ///
-    /// Every copy is checked, and a damaged one is not used. A copy that cannot be read is an error. A step that lacks
-    /// parts, or has parts of which all copies are damaged, is skipped with a warning and removed. With `strict`, such
-    /// damage is an error. Collectives: those of [`Checkpointer::latest`]; agreements; object all-gathers; an
-    /// all-to-all for each 8 MiB of a part that a host lacks. There are none without a memory tier.
+    /// Every copy is checked, and a damaged one is not used. A copy that cannot be read is an
+    /// error. A step that lacks parts, or has parts of which all copies are damaged, is skipped
+    /// with a warning and removed. With `strict`, such damage is an error. Collectives: those of
+    /// [`Checkpointer::latest`]; agreements; object all-gathers; an all-to-all for each 8 MiB of a
+    /// part that a host lacks. There are none without a memory tier.
     ///
     /// # Errors
-    /// The same on every rank: files that cannot be read or written, [`CheckpointError::DamagedMemory`].
-    pub fn latest_in_memory(&self, strict: bool) -> Result<Option<StepCheckpoint>, CheckpointError> {
+    /// The same on every rank: files that cannot be read or written,
+    /// [`CheckpointError::DamagedMemory`].
+    pub fn latest_in_memory(
+        &self,
+        strict: bool,
+    ) -> Result<Option<StepCheckpoint>, CheckpointError> {
         if self.memory.is_none() {
             return Ok(None);
         }
@@ -295,9 +342,9 @@ impl Checkpointer {
     }
 
     /// Returns the newest whole step of the memory tier if it is newer than `step`, like
-    /// [`Checkpointer::latest_in_memory`]. Use it if the newest checkpoint of the run turns out to be damaged. The
-    /// `step` that rank 0 passes counts. Collectives: those of [`Checkpointer::latest_in_memory`], and none without a
-    /// memory tier.
+    /// [`Checkpointer::latest_in_memory`]. Use it if the newest checkpoint of the run turns out to
+    /// be damaged. The `step` that rank 0 passes counts. Collectives: those of
+    /// [`Checkpointer::latest_in_memory`], and none without a memory tier.
     ///
     /// # Errors
     /// The errors of [`Checkpointer::latest_in_memory`].
@@ -306,25 +353,37 @@ impl Checkpointer {
         step: Option<u64>,
         strict: bool,
     ) -> Result<Option<StepCheckpoint>, CheckpointError> {
-        if self.memory.is_none() { Ok(None) } else { self.tier()?.newest(step, strict) }
+        if self.memory.is_none() {
+            Ok(None)
+        } else {
+            self.tier()?.newest(step, strict)
+        }
     }
 
-    /// Returns the newest step of which the memory tier has all parts. They are not read, and nothing is changed.
-    /// Collectives: agreements and object all-gathers.
+    /// Returns the newest step of which the memory tier has all parts. They are not read, and
+    /// nothing is changed. Collectives: agreements and object all-gathers.
     ///
     /// # Errors
     /// The same on every rank: directories that cannot be read.
     pub fn step_in_memory(&self) -> Result<Option<u64>, CheckpointError> {
-        if self.memory.is_none() { Ok(None) } else { self.tier()?.newest_listed() }
+        if self.memory.is_none() {
+            Ok(None)
+        } else {
+            self.tier()?.newest_listed()
+        }
     }
 
-    /// Removes the steps of the run from the memory tier, if there is one. Call it at the end of a run, when the last
-    /// checkpoint is durable. Collectives: agreements, and an object all-gather.
+    /// Removes the steps of the run from the memory tier, if there is one. Call it at the end of a
+    /// run, when the last checkpoint is durable. Collectives: agreements, and an object all-gather.
     ///
     /// # Errors
     /// The same on every rank: files that cannot be removed.
     pub fn clear_memory(&mut self) -> Result<(), CheckpointError> {
-        if self.memory.is_none() { Ok(()) } else { self.tier()?.clear() }
+        if self.memory.is_none() {
+            Ok(())
+        } else {
+            self.tier()?.clear()
+        }
     }
 
     /// Locks the memory tier and returns it.
@@ -345,7 +404,8 @@ impl Checkpointer {
         run: &impl Stateful,
         name: &CheckpointName,
     ) -> Result<(StateDict, Option<KeptUnchanged>), CheckpointError> {
-        // Ranks must agree on the operation, so its name has the step. A location may have other names on other hosts.
+        // Ranks must agree on the operation, so its name has the step. A location may have other
+        // names on other hosts.
         let operation = match name {
             CheckpointName::Step(step) => format!("save of step {step}"),
             CheckpointName::At(_) => "save".to_owned(),
@@ -365,9 +425,9 @@ impl Checkpointer {
         self.saver.progress()
     }
 
-    /// Waits for the save in the background, and returns its report; `None` if there is none. Every rank gets the same
-    /// error. Call it at the end of a run: dropping the checkpointer waits too, but can only log the error. No
-    /// communication.
+    /// Waits for the save in the background, and returns its report; `None` if there is none. Every
+    /// rank gets the same error. Call it at the end of a run: dropping the checkpointer waits too,
+    /// but can only log the error. No communication.
     ///
     /// # Errors
     /// The errors of the save in the background, as [`Checkpointer::save`] lists them.
@@ -381,24 +441,25 @@ impl Checkpointer {
         Ok(report)
     }
 
-    /// Loads a checkpoint of any format into a run: by its step, or from a path or a URL. Every rank reads only what it
-    /// needs, directly into the live tensors. The checkpoint may have been saved on any number of ranks. A save in the
-    /// background is waited for first. Collectives: one agreement, those of the run's [`Stateful::load_state_dict`],
-    /// and for a step of the memory tier an object broadcast.
+    /// Loads a checkpoint of any format into a run: by its step, or from a path or a URL. Every
+    /// rank reads only what it needs, directly into the live tensors. The checkpoint may have been
+    /// saved on any number of ranks. A save in the background is waited for first. Collectives: one
+    /// agreement, those of the run's [`Stateful::load_state_dict`], and for a step of the memory
+    /// tier an object broadcast.
     ///
     /// # Errors
     /// The same on every rank. If there is no such checkpoint, or it does not fit
-    /// ([`StateError::Incompatible`](fsdp_state::StateError::Incompatible)), or the save in the background failed,
-    /// nothing has changed. Damage inside a file, which only reading can find, is
-    /// [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded), unless the load is
+    /// ([`StateError::Incompatible`](fsdp_state::StateError::Incompatible)), or the save in the
+    /// background failed, nothing has changed. Damage inside a file, which only reading can find,
+    /// is [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded), unless the load is
     /// [`staged`](LoadOptions::staged).
     pub fn load(
         &mut self,
         name: impl Into<CheckpointName>,
         run: &mut impl Stateful,
     ) -> Result<LoadReport, CheckpointError> {
-        // Finish the save in the background first. At its end it makes its checkpoint the parent of the next one, which
-        // it must not do after this load has set another parent.
+        // Finish the save in the background first. At its end it makes its checkpoint the parent of
+        // the next one, which it must not do after this load has set another parent.
         self.wait()?;
         let name = name.into();
         let (named, path) = (name.step(), self.location(name));
@@ -407,12 +468,16 @@ impl Checkpointer {
         let in_memory = self.step_of_memory(&path);
         let recorded = checkpoint.lineage().map(|lineage| lineage.step);
         let (parent, place) = match in_memory {
-            // A step in the memory tier is not in the chain of checkpoints. So the next checkpoint continues the newest
-            // checkpoint before that step.
+            // A step in the memory tier is not in the chain of checkpoints. So the next checkpoint
+            // continues the newest checkpoint before that step.
             Some(step) => parent_of_step(&self.run, step, &group)?.unzip(),
-            // A checkpoint of another program has no lineage, and then the next checkpoint has no parent: what this run
-            // saved or loaded before is not its parent, because the state now comes from elsewhere.
-            None => (Parent::of(recorded, checkpoint.digests().map(StateDigest::root)), Some(path)),
+            // A checkpoint of another program has no lineage, and then the next checkpoint has no
+            // parent: what this run saved or loaded before is not its parent, because the state now
+            // comes from elsewhere.
+            None => (
+                Parent::of(recorded, checkpoint.digests().map(StateDigest::root)),
+                Some(path),
+            ),
         };
         self.at_step = named.or(in_memory).or(recorded).or(self.at_step);
         *self.parent.lock().unwrap_or_else(PoisonError::into_inner) = parent;
@@ -420,7 +485,8 @@ impl Checkpointer {
         Ok(report)
     }
 
-    /// Returns the step of a checkpoint that [`Checkpointer::latest_in_memory`] has found; `None` for any other one.
+    /// Returns the step of a checkpoint that [`Checkpointer::latest_in_memory`] has found; `None`
+    /// for any other one.
     fn step_of_memory(&self, path: &Location) -> Option<u64> {
         let tier = self.options.memory_tier.as_ref()?;
         // The run's own checkpoints may lie below the tier's directory too.
@@ -431,10 +497,11 @@ impl Checkpointer {
         step_of(path.name().file_name()?.to_str()?)
     }
 
-    /// Loads the newest state of the run, from a checkpoint or from the memory tier. Returns the checkpoint and the
-    /// report, or `None` if the run has no checkpoint yet. A save in the background is waited for first, so its
-    /// checkpoint may be the newest. A memory tier that cannot be used is left out, with a warning. Collectives: those
-    /// of [`Checkpointer::latest_in_memory`], [`Checkpointer::latest`] and [`Checkpointer::load`].
+    /// Loads the newest state of the run, from a checkpoint or from the memory tier. Returns the
+    /// checkpoint and the report, or `None` if the run has no checkpoint yet. A save in the
+    /// background is waited for first, so its checkpoint may be the newest. A memory tier that
+    /// cannot be used is left out, with a warning. Collectives: those of
+    /// [`Checkpointer::latest_in_memory`], [`Checkpointer::latest`] and [`Checkpointer::load`].
     ///
     /// # Errors
     /// The same as [`Checkpointer::load`]; a directory that cannot be read.
@@ -444,52 +511,68 @@ impl Checkpointer {
     ) -> Result<Option<(StepCheckpoint, LoadReport)>, CheckpointError> {
         self.wait()?;
         let latest = self.latest()?;
-        let newer = match self.latest_in_memory_after(latest.as_ref().map(|latest| latest.step), false) {
-            // Every rank has this error, so all of them continue from the checkpoint.
-            Err(error) if error.kind() != ErrorKind::RankLost => {
-                if self.group.rank() == 0 {
-                    warn!(error = with_causes(&error), "the memory tier cannot be used: using the newest checkpoint");
+        let newer =
+            match self.latest_in_memory_after(latest.as_ref().map(|latest| latest.step), false) {
+                // Every rank has this error, so all of them continue from the checkpoint.
+                Err(error) if error.kind() != ErrorKind::RankLost => {
+                    if self.group.rank() == 0 {
+                        warn!(
+                            error = with_causes(&error),
+                            "the memory tier cannot be used: using the newest checkpoint"
+                        );
+                    }
+                    None
                 }
-                None
-            }
-            newer => newer?,
+                newer => newer?,
+            };
+        let Some(latest) = newer.or(latest) else {
+            return Ok(None);
         };
-        let Some(latest) = newer.or(latest) else { return Ok(None) };
         let report = self.load(&latest.path, run)?;
         Ok(Some((latest, report)))
     }
 
-    /// Returns the newest checkpoint of the run. It is the same on every rank. Collective: one agreement and one object
-    /// broadcast.
+    /// Returns the newest checkpoint of the run. It is the same on every rank. Collective: one
+    /// agreement and one object broadcast.
     ///
     /// # Errors
     /// The same on every rank: a directory that cannot be read.
     pub fn latest(&self) -> Result<Option<StepCheckpoint>, CheckpointError> {
         // Listing may take long: an object store is asked about each checkpoint.
         let group = with_load_deadline(&self.group, &self.options.load);
-        // Only rank 0 lists the directory. If every rank did, a checkpoint that is saved or removed meanwhile could
-        // make their answers differ.
-        let found = if group.rank() == 0 { self.latest_here() } else { Ok(None) };
+        // Only rank 0 lists the directory. If every rank did, a checkpoint that is saved or removed
+        // meanwhile could make their answers differ.
+        let found = if group.rank() == 0 {
+            self.latest_here()
+        } else {
+            Ok(None)
+        };
         let found = CheckpointError::agree(&group, "latest checkpoint", None, found)?;
         let found = found.as_ref().and_then(step_and_name);
         let found: Option<(u64, String)> = group.broadcast_object(Some(&found), 0)?;
         Ok(found.map(|found| self.checkpoint_of(found)))
     }
 
-    /// Returns the newest checkpoint that this rank finds, without communication; `None` if the run's directory does
-    /// not exist yet.
+    /// Returns the newest checkpoint that this rank finds, without communication; `None` if the
+    /// run's directory does not exist yet.
     fn latest_here(&self) -> Result<Option<StepCheckpoint>, CheckpointError> {
-        if self.run.exists()? { latest_checkpoint(&self.run) } else { Ok(None) }
+        if self.run.exists()? {
+            latest_checkpoint(&self.run)
+        } else {
+            Ok(None)
+        }
     }
 
-    /// Removes the checkpoints of the run that need not be kept, and returns them. Saves do this automatically. If the
-    /// run has gone back to an older step, later checkpoints neither count nor are removed. Collective: one agreement
-    /// and one object broadcast.
+    /// Removes the checkpoints of the run that need not be kept, and returns them. Saves do this
+    /// automatically. If the run has gone back to an older step, later checkpoints neither count
+    /// nor are removed. Collective: one agreement and one object broadcast.
     ///
     /// # Errors
     /// The same on every rank: a directory that cannot be read, files that cannot be removed.
     pub fn prune(&self) -> Result<Vec<StepCheckpoint>, CheckpointError> {
-        let group = self.group.with_deadline_at_least(self.options.save.deadline);
+        let group = self
+            .group
+            .with_deadline_at_least(self.options.save.deadline);
         let removed = match group.rank() {
             0 => prune_up_to(&self.run, &self.options.retention, self.at_step),
             _ => Ok(Vec::new()),
@@ -497,34 +580,48 @@ impl Checkpointer {
         let removed = CheckpointError::agree(&group, "prune", None, removed)?;
         let removed: Vec<(u64, String)> = removed.iter().filter_map(step_and_name).collect();
         let removed: Vec<(u64, String)> = group.broadcast_object(Some(&removed), 0)?;
-        Ok(removed.into_iter().map(|removed| self.checkpoint_of(removed)).collect())
+        Ok(removed
+            .into_iter()
+            .map(|removed| self.checkpoint_of(removed))
+            .collect())
     }
 
-    /// Returns the checkpoint of a step by its name in the run, of which `step-20` and `step-00000020` are both names.
+    /// Returns the checkpoint of a step by its name in the run, of which `step-20` and
+    /// `step-00000020` are both names.
     fn checkpoint_of(&self, (step, name): (u64, String)) -> StepCheckpoint {
-        StepCheckpoint { step, path: self.run.join(&name) }
+        StepCheckpoint {
+            step,
+            path: self.run.join(&name),
+        }
     }
 
-    /// Starts a thread on rank 0 that removes old checkpoints after the save of `step`. Training does not wait for the
-    /// thread, and a failure of it does not end training. If the thread of an earlier save is still running, the
-    /// removal is left to the next save or to the drop.
+    /// Starts a thread on rank 0 that removes old checkpoints after the save of `step`. Training
+    /// does not wait for the thread, and a failure of it does not end training. If the thread of an
+    /// earlier save is still running, the removal is left to the next save or to the drop.
     fn start_pruning(&mut self, step: Option<u64>) {
         self.at_step = step.or(self.at_step);
         if self.group.rank() > 0 || self.options.retention.keep_last.is_none() {
             return;
         }
-        self.prune_again = self.pruning.as_ref().is_some_and(|pruning| !pruning.is_finished());
+        self.prune_again = self
+            .pruning
+            .as_ref()
+            .is_some_and(|pruning| !pruning.is_finished());
         if self.prune_again {
             return;
         }
         let (run, retention, step) = (self.run.clone(), self.options.retention, self.at_step);
         let thread = Builder::new().name("prune".to_owned());
-        self.pruning = thread.spawn(move || prune_and_log(&run, &retention, step)).ok();
-        // If no thread can be started, old checkpoints are removed when the checkpointer is dropped.
+        self.pruning = thread
+            .spawn(move || prune_and_log(&run, &retention, step))
+            .ok();
+        // If no thread can be started, old checkpoints are removed when the checkpointer is
+        // dropped.
         self.prune_again = self.pruning.is_none();
     }
 
-    /// Waits for the thread that removes old checkpoints, and removes those that have become old since it began.
+    /// Waits for the thread that removes old checkpoints, and removes those that have become old
+    /// since it began.
     fn end_pruning(&mut self) {
         if let Some(pruning) = self.pruning.take() {
             // The thread logs its own errors.
@@ -545,13 +642,17 @@ impl Drop for Checkpointer {
     }
 }
 
-/// Returns the step of a checkpoint, and its name in the run, which is what ranks send to each other.
+/// Returns the step of a checkpoint, and its name in the run, which is what ranks send to each
+/// other.
 fn step_and_name(checkpoint: &StepCheckpoint) -> Option<(u64, String)> {
-    Some((checkpoint.step, checkpoint.path.name().file_name()?.to_str()?.to_owned()))
+    Some((
+        checkpoint.step,
+        checkpoint.path.name().file_name()?.to_str()?.to_owned(),
+    ))
 }
 
-/// Removes old checkpoints of a run that is at `step`; `None` if that is not known. A failure is only logged, because a
-/// run can continue with too many checkpoints.
+/// Removes old checkpoints of a run that is at `step`; `None` if that is not known. A failure is
+/// only logged, because a run can continue with too many checkpoints.
 fn prune_and_log(run: &Location, retention: &Retention, step: Option<u64>) {
     if let Err(error) = prune_up_to(run, retention, step) {
         warn!(path = %run, %error, "failed to remove old checkpoints");

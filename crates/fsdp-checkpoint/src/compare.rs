@@ -44,19 +44,25 @@ impl<'a> Comparison<'a> {
     /// Begins a comparison with the digests of a checkpoint; returns `None` if it has none.
     pub(crate) fn with(checkpoint: &'a dyn Checkpoint) -> Option<Self> {
         let recorded = checkpoint.digests()?;
-        Some(Comparison { path: checkpoint.path(), metadata: checkpoint.metadata(), recorded, parts: Vec::new() })
+        Some(Comparison {
+            path: checkpoint.path(),
+            metadata: checkpoint.metadata(),
+            recorded,
+            parts: Vec::new(),
+        })
     }
 
     /// Adds what this rank has read of a tensor: the sum over each box.
     pub(crate) fn add(&mut self, read: LoadRequest, sums: Vec<Sum>) {
-        let (Some((entry, _, Entry::Tensor(tensor))), Some(recorded)) =
-            (self.metadata.entries.get_full(&read.fqn), self.recorded.get(&read.fqn))
-        else {
+        let (Some((entry, _, Entry::Tensor(tensor))), Some(recorded)) = (
+            self.metadata.entries.get_full(&read.fqn),
+            self.recorded.get(&read.fqn),
+        ) else {
             return;
         };
         for (bounds, sum) in read.boxes.into_iter().zip(sums) {
-            // A whole tensor with the right digest needs no further check. A wrong one is kept with the sums of parts,
-            // which `check` sends to the rank that compares.
+            // A whole tensor with the right digest needs no further check. A wrong one is kept with
+            // the sums of parts, which `check` sends to the rank that compares.
             let is_settled = is_whole(&bounds, tensor) && digest(sum, tensor) == recorded;
             if !bounds.is_empty() && !is_settled {
                 self.parts.push(BoxSum { entry, bounds, sum });
@@ -74,21 +80,31 @@ impl<'a> Comparison<'a> {
             is_whole(&part.bounds, self.metadata.tensor(fqn)?).then(|| fqn.clone())
         });
         let names: Vec<String> = wrong.collect();
-        if names.is_empty() { Ok(()) } else { Err(FileError::Digests { path: self.path.to_owned(), names }.into()) }
+        if names.is_empty() {
+            Ok(())
+        } else {
+            Err(FileError::Digests {
+                path: self.path.to_owned(),
+                names,
+            }
+            .into())
+        }
     }
 
-    /// Compares the tensors that all ranks have read together with the recorded digests. Tensors of which some element
-    /// was read by no rank are not compared.
+    /// Compares the tensors that all ranks have read together with the recorded digests. Tensors of
+    /// which some element was read by no rank are not compared.
     ///
-    /// `is_unchecked` is `true` if hashes were not checked because the tensors would be compared; the same on every
-    /// rank. `check_hashes` checks the hashes of what this rank has read of some tensors. It is called for tensors that
-    /// are wrong, to find the damage, and for unchecked ones that could not be compared.
+    /// `is_unchecked` is `true` if hashes were not checked because the tensors would be compared;
+    /// the same on every rank. `check_hashes` checks the hashes of what this rank has read of some
+    /// tensors. It is called for tensors that are wrong, to find the damage, and for unchecked ones
+    /// that could not be compared.
     ///
-    /// Collectives: an object all-gather of sizes, an object gather for each 64 MiB of sums, and an object broadcast;
-    /// if hashes are checked, also an agreement.
+    /// Collectives: an object all-gather of sizes, an object gather for each 64 MiB of sums, and an
+    /// object broadcast; if hashes are checked, also an agreement.
     ///
     /// # Errors
-    /// The same on every rank: [`CheckpointError::NotAsSaved`]; the error of any rank's `check_hashes`.
+    /// The same on every rank: [`CheckpointError::NotAsSaved`]; the error of any rank's
+    /// `check_hashes`.
     pub(crate) fn check(
         self,
         group: &ProcessGroup,
@@ -96,15 +112,28 @@ impl<'a> Comparison<'a> {
         is_unchecked: bool,
         check_hashes: impl FnOnce(&HashSet<&str>) -> Result<(), CheckpointError>,
     ) -> Result<(), CheckpointError> {
-        // An encoded sum takes about 48 bytes, and two numbers of 8 bytes for each dimension of its box.
-        let gathered = gather_in_rounds(group, self.parts, |part| 48 + 16 * part.bounds.rank() as u64, COMPARING_RANK)?;
+        // An encoded sum takes about 48 bytes, and two numbers of 8 bytes for each dimension of its
+        // box.
+        let gathered = gather_in_rounds(
+            group,
+            self.parts,
+            |part| 48 + 16 * part.bounds.rank() as u64,
+            COMPARING_RANK,
+        )?;
         let outcome = gathered.map(|parts| compare_all(self.metadata, self.recorded, parts));
-        let Compared { mut wrong, mut incomplete } = group.broadcast_object(outcome.as_ref(), COMPARING_RANK)?;
+        let Compared {
+            mut wrong,
+            mut incomplete,
+        } = group.broadcast_object(outcome.as_ref(), COMPARING_RANK)?;
         if !is_unchecked {
             incomplete.clear();
         }
-        let unchecked: HashSet<&str> =
-            wrong.iter().map(|tensor| &tensor.fqn).chain(&incomplete).map(String::as_str).collect();
+        let unchecked: HashSet<&str> = wrong
+            .iter()
+            .map(|tensor| &tensor.fqn)
+            .chain(&incomplete)
+            .map(String::as_str)
+            .collect();
         if unchecked.is_empty() {
             return Ok(());
         }
@@ -115,9 +144,15 @@ impl<'a> Comparison<'a> {
         // Errors name global ranks, also if `group` is a subgroup.
         let ranks = group.global_ranks();
         for tensor in &mut wrong {
-            tensor.ranks.iter_mut().for_each(|rank| *rank = ranks.get(*rank).copied().unwrap_or(*rank));
+            tensor
+                .ranks
+                .iter_mut()
+                .for_each(|rank| *rank = ranks.get(*rank).copied().unwrap_or(*rank));
         }
-        Err(CheckpointError::NotAsSaved { path: self.path.to_owned(), tensors: wrong })
+        Err(CheckpointError::NotAsSaved {
+            path: self.path.to_owned(),
+            tensors: wrong,
+        })
     }
 }
 
@@ -125,7 +160,11 @@ impl<'a> Comparison<'a> {
 ///
 /// # Errors
 /// [`FileError::Digests`].
-pub(crate) fn check_value(checkpoint: &dyn Checkpoint, fqn: &str, value: &PlainValue) -> Result<(), CheckpointError> {
+pub(crate) fn check_value(
+    checkpoint: &dyn Checkpoint,
+    fqn: &str,
+    value: &PlainValue,
+) -> Result<(), CheckpointError> {
     let recorded = checkpoint.digests().and_then(|recorded| recorded.get(fqn));
     if recorded.is_some_and(|recorded| recorded != Digest::of_value(value)) {
         let (path, names) = (checkpoint.path().to_owned(), vec![fqn.to_owned()]);
@@ -156,28 +195,42 @@ struct Compared {
 /// Compares tensors that were read in parts. `parts` are by rank of the group.
 fn compare_all(metadata: &Metadata, recorded: &StateDigest, parts: Vec<Vec<BoxSum>>) -> Compared {
     let mut tensors: BTreeMap<usize, BoxSums> = BTreeMap::new();
-    for (rank, part) in
-        parts.into_iter().enumerate().flat_map(|(rank, parts)| parts.into_iter().map(move |part| (rank, part)))
+    for (rank, part) in parts
+        .into_iter()
+        .enumerate()
+        .flat_map(|(rank, parts)| parts.into_iter().map(move |part| (rank, part)))
     {
-        tensors.entry(part.entry).or_default().entry(part.bounds).or_default().push((rank, part.sum));
+        tensors
+            .entry(part.entry)
+            .or_default()
+            .entry(part.bounds)
+            .or_default()
+            .push((rank, part.sum));
     }
     let mut compared = Compared::default();
     for (entry, boxes) in tensors {
-        let Some((fqn, _)) = metadata.entries.get_index(entry) else { continue };
-        let (Some(tensor), Some(recorded)) = (metadata.tensor(fqn), recorded.get(fqn)) else { continue };
+        let Some((fqn, _)) = metadata.entries.get_index(entry) else {
+            continue;
+        };
+        let (Some(tensor), Some(recorded)) = (metadata.tensor(fqn), recorded.get(fqn)) else {
+            continue;
+        };
         let (ranks, is_complete) = wrong_ranks(tensor, recorded, boxes);
         if !is_complete {
             compared.incomplete.push(fqn.clone());
         }
         if !ranks.is_empty() {
-            compared.wrong.push(WrongTensor { fqn: fqn.clone(), ranks });
+            compared.wrong.push(WrongTensor {
+                fqn: fqn.clone(),
+                ranks,
+            });
         }
     }
     compared
 }
 
-/// Returns the ranks whose elements of a tensor are wrong, sorted. The second result is `true` if the boxes that ranks
-/// have read in part make up the tensor, each element once.
+/// Returns the ranks whose elements of a tensor are wrong, sorted. The second result is `true` if
+/// the boxes that ranks have read in part make up the tensor, each element once.
 fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> (Vec<usize>, bool) {
     // A rank that has read the whole tensor sends its sum only if it is wrong.
     let whole = TensorBox::whole(&tensor.shape);
@@ -188,8 +241,14 @@ fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> (V
     // Ranks that have read the same box must have read the same elements.
     let mut all = Sum::default();
     for sums in boxes.values() {
-        let Some(usual) = most_frequent(sums) else { continue };
-        ranks.extend(sums.iter().filter(|(_, sum)| *sum != usual).map(|(rank, _)| *rank));
+        let Some(usual) = most_frequent(sums) else {
+            continue;
+        };
+        ranks.extend(
+            sums.iter()
+                .filter(|(_, sum)| *sum != usual)
+                .map(|(rank, _)| *rank),
+        );
         all.add(usual);
     }
     // Boxes that make up the tensor, each element once, add up to its digest.
@@ -216,7 +275,11 @@ mod tests {
     use super::*;
 
     fn tensor() -> TensorEntry {
-        TensorEntry { properties: TensorProperties::of(DType::U8), shape: vec![4], chunks: Vec::new() }
+        TensorEntry {
+            properties: TensorProperties::of(DType::U8),
+            shape: vec![4],
+            chunks: Vec::new(),
+        }
     }
 
     fn sum_of(start: usize, bytes: &[u8]) -> (TensorBox, Sum) {
@@ -225,28 +288,40 @@ mod tests {
         (TensorBox::new(vec![start], vec![bytes.len()]), sum)
     }
 
-    /// Returns the ranks that are found wrong, where each rank has read some bytes of the tensor 1, 2, 3, 4.
+    /// Returns the ranks that are found wrong, where each rank has read some bytes of the tensor 1,
+    /// 2, 3, 4.
     fn found(reads: &[(usize, usize, &[u8])]) -> Vec<usize> {
         let mut boxes = BoxSums::new();
         for &(rank, start, bytes) in reads {
             let (bounds, sum) = sum_of(start, bytes);
             boxes.entry(bounds).or_default().push((rank, sum));
         }
-        wrong_ranks(&tensor(), digest(sum_of(0, &[1, 2, 3, 4]).1, &tensor()), boxes).0
+        wrong_ranks(
+            &tensor(),
+            digest(sum_of(0, &[1, 2, 3, 4]).1, &tensor()),
+            boxes,
+        )
+        .0
     }
 
     #[test]
     fn parts_are_right_or_wrong_together() {
         assert!(found(&[(0, 0, &[1, 2]), (1, 2, &[3, 4])]).is_empty());
         assert_eq!(found(&[(0, 0, &[1, 2]), (1, 2, &[3, 5])]), [0, 1]);
-        // Nobody knows what an element is that nobody has read, or that several have read in other boxes.
+        // Nobody knows what an element is that nobody has read, or that several have read in other
+        // boxes.
         assert!(found(&[(0, 0, &[9, 9])]).is_empty());
         assert!(found(&[(0, 0, &[1, 2, 3]), (1, 2, &[3, 4])]).is_empty());
     }
 
     #[test]
     fn of_replicas_the_one_that_differs_is_named() {
-        let right = [(0, 0, &[1u8, 2][..]), (1, 2, &[3, 4]), (2, 0, &[1, 2]), (3, 2, &[3, 4])];
+        let right = [
+            (0, 0, &[1u8, 2][..]),
+            (1, 2, &[3, 4]),
+            (2, 0, &[1, 2]),
+            (3, 2, &[3, 4]),
+        ];
         assert!(found(&right).is_empty());
         let other = [&right[..], &[(4, 0, &[1, 3])]].concat();
         assert_eq!(found(&other), [4]);

@@ -1,4 +1,5 @@
-//! The digest of a live run, which equals the digest of its checkpoint, and the comparison of its replicas.
+//! The digest of a live run, which equals the digest of its checkpoint, and the comparison of its
+//! replicas.
 
 use fsdp_comm::ProcessGroup;
 use fsdp_digest::StateDigest;
@@ -6,33 +7,39 @@ use fsdp_state::{LoadError as _, digest_state_dict};
 
 use crate::{CheckpointError, Stateful};
 
-/// Returns the digests of everything in a run's state, by name: those that its checkpoint has, in any format and saved
-/// by any number of ranks (`fsdp digest`, [`fsdp_dcp::digest::digest`]). The same on every rank.
+/// Returns the digests of everything in a run's state, by name: those that its checkpoint has, in
+/// any format and saved by any number of ranks (`fsdp digest`, [`fsdp_dcp::digest::digest`]). The
+/// same on every rank.
 ///
 /// Collectives: one agreement, and those of [`digest_state_dict`].
 ///
 /// # Errors
 /// The same on every rank: as [`Stateful::state_dict`] and [`digest_state_dict`].
-pub fn state_digest(run: &impl Stateful, group: &ProcessGroup) -> Result<StateDigest, CheckpointError> {
+pub fn state_digest(
+    run: &impl Stateful,
+    group: &ProcessGroup,
+) -> Result<StateDigest, CheckpointError> {
     let (state, _guard) = CheckpointError::agree(group, "state_digest", None, run.state_to_save())?;
     Ok(digest_state_dict(&state, group)?)
 }
 
-/// Checks that ranks which hold the same part of a run hold the same bits: under [`NoShard`], replicas of
-/// [`HybridShard`], and values that are on all ranks. Tied parameters share their memory, so that there is nothing to
-/// compare.
+/// Checks that ranks which hold the same part of a run hold the same bits: under [`NoShard`],
+/// replicas of [`HybridShard`], and values that are on all ranks. Tied parameters share their
+/// memory, so that there is nothing to compare.
 ///
-/// Call it now and then, such as after every 100 steps: memory errors and operations whose result depends on the rank
-/// are found before they spread. Collectives: an agreement, and those of [`fsdp_state::check_replicas`].
+/// Call it now and then, such as after every 100 steps: memory errors and operations whose result
+/// depends on the rank are found before they spread. Collectives: an agreement, and those of
+/// [`fsdp_state::check_replicas`].
 ///
 /// # Errors
-/// The same on every rank: [`StateError::ReplicasDiffer`], which names the tensors and the ranks that hold something
-/// else than most; as [`Stateful::state_dict`].
+/// The same on every rank: [`StateError::ReplicasDiffer`], which names the tensors and the ranks
+/// that hold something else than most; as [`Stateful::state_dict`].
 ///
 /// [`NoShard`]: fsdp_nn::ShardingStrategy::NoShard
 /// [`HybridShard`]: fsdp_nn::ShardingStrategy::HybridShard
 /// [`StateError::ReplicasDiffer`]: fsdp_state::StateError::ReplicasDiffer
 pub fn check_replicas(run: &impl Stateful, group: &ProcessGroup) -> Result<(), CheckpointError> {
-    let (state, _guard) = CheckpointError::agree(group, "check_replicas", None, run.state_to_save())?;
+    let (state, _guard) =
+        CheckpointError::agree(group, "check_replicas", None, run.state_to_save())?;
     Ok(fsdp_state::check_replicas(&state, group)?)
 }

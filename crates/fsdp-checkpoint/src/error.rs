@@ -75,7 +75,9 @@ pub enum CheckpointError {
     #[error("the run has no memory tier: set `CheckpointerOptions::memory_tier` to a directory")]
     NoMemoryTier,
     /// All copies of some parts of a step in the memory tier are damaged.
-    #[error("step {step} in the memory tier is damaged: the parts of ranks {ranks:?} have no undamaged copy")]
+    #[error(
+        "step {step} in the memory tier is damaged: the parts of ranks {ranks:?} have no undamaged copy"
+    )]
     DamagedMemory {
         /// Steps done when it was saved.
         step: u64,
@@ -101,8 +103,8 @@ pub enum CheckpointError {
 pub struct WrongTensor {
     /// The flat key.
     pub fqn: String,
-    /// The global ranks whose elements are wrong. If a tensor is sharded, its digest does not tell which part is wrong,
-    /// and these are all ranks that hold a part.
+    /// The global ranks whose elements are wrong. If a tensor is sharded, its digest does not tell
+    /// which part is wrong, and these are all ranks that hold a part.
     pub ranks: Vec<usize>,
 }
 
@@ -110,13 +112,26 @@ pub struct WrongTensor {
 fn listed(tensors: &[WrongTensor]) -> String {
     const LISTED: usize = 8;
     let of = |tensor: &WrongTensor| {
-        let ranks: Vec<String> = tensor.ranks.iter().take(LISTED).map(usize::to_string).collect();
-        let more = if tensor.ranks.len() > LISTED { " and others" } else { "" };
+        let ranks: Vec<String> = tensor
+            .ranks
+            .iter()
+            .take(LISTED)
+            .map(usize::to_string)
+            .collect();
+        let more = if tensor.ranks.len() > LISTED {
+            " and others"
+        } else {
+            ""
+        };
         format!("`{}` on rank {}{more}", tensor.fqn, ranks.join(", "))
     };
     let names: Vec<String> = tensors.iter().take(LISTED).map(of).collect();
     let (names, more) = (names.join("; "), tensors.len().saturating_sub(LISTED));
-    if more > 0 { format!("{names}; and {more} more tensors") } else { names }
+    if more > 0 {
+        format!("{names}; and {more} more tensors")
+    } else {
+        names
+    }
 }
 
 impl Failure for CheckpointError {
@@ -130,7 +145,9 @@ impl Failure for CheckpointError {
             CheckpointError::NotAsSaved { .. }
             | CheckpointError::DamagedMemory { .. }
             | CheckpointError::NotAMemoryTier { .. } => ErrorKind::Corrupt,
-            CheckpointError::Directory { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+            CheckpointError::Directory { source, .. }
+                if source.kind() == io::ErrorKind::NotFound =>
+            {
                 ErrorKind::Incomplete
             }
             CheckpointError::Directory { source, .. } => Failure::kind(source),
@@ -149,12 +166,21 @@ impl LoadError for CheckpointError {
         }
     }
 
-    fn agree<T>(group: &ProcessGroup, operation: &str, hash: Option<u64>, outcome: Result<T, Self>) -> Result<T, Self> {
-        // An error of an optimizer's state stays one on every rank, so all go by way of its agreement.
+    fn agree<T>(
+        group: &ProcessGroup,
+        operation: &str,
+        hash: Option<u64>,
+        outcome: Result<T, Self>,
+    ) -> Result<T, Self> {
+        // An error of an optimizer's state stays one on every rank, so all go by way of its
+        // agreement.
         let outcome = outcome.map_err(|error| match error {
             CheckpointError::Nn(error) => error,
             // Other ranks get a message, which has to say the cause too.
-            error => NnError::State(StateError::Other { message: with_causes(&error), kind: error.kind() }),
+            error => NnError::State(StateError::Other {
+                message: with_causes(&error),
+                kind: error.kind(),
+            }),
         });
         Ok(NnError::agree(group, operation, hash, outcome)?)
     }

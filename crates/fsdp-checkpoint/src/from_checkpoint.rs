@@ -1,4 +1,5 @@
-//! Building a sharded model from a checkpoint, which decides which parameters exist. Each rank reads only its own part.
+//! Building a sharded model from a checkpoint, which decides which parameters exist. Each rank
+//! reads only its own part.
 
 use std::collections::HashMap;
 
@@ -21,34 +22,42 @@ const OPERATION: &str = "from_checkpoint";
 /// Options of [`from_checkpoint`]; the same on every rank.
 #[derive(Debug, Clone)]
 pub struct FromCheckpointOptions {
-    /// The names that differ between the checkpoint and the model, as pairs: a name or prefix of names in the model,
-    /// and the same in the checkpoint. `("", "bert")` drops a leading `bert`.
+    /// The names that differ between the checkpoint and the model, as pairs: a name or prefix of
+    /// names in the model, and the same in the checkpoint. `("", "bert")` drops a leading `bert`.
     pub fqn_renames: Vec<(String, String)>,
-    /// Options of the load. Values are converted to the model's dtype unless `cast` is turned off. Tensors that the
-    /// model never requests are an error unless `strict` is turned off.
+    /// Options of the load. Values are converted to the model's dtype unless `cast` is turned off.
+    /// Tensors that the model never requests are an error unless `strict` is turned off.
     pub load: LoadOptions,
 }
 
 impl Default for FromCheckpointOptions {
     /// Returns options that rename nothing, and that convert values to the model's dtype.
     fn default() -> Self {
-        let load = LoadOptions { cast: true, ..LoadOptions::default() };
-        FromCheckpointOptions { fqn_renames: Vec::new(), load }
+        let load = LoadOptions {
+            cast: true,
+            ..LoadOptions::default()
+        };
+        FromCheckpointOptions {
+            fqn_renames: Vec::new(),
+            load,
+        }
     }
 }
 
-/// Builds a sharded model from a checkpoint of any format at `path`, a path or a URL. While the model is built, the
-/// checkpoint decides which parameters exist (`contains_tensor`) and which shapes they have (`get_unchecked`), as
-/// candle's own builders do for a file. No initial values are computed, and each rank reads only its part of the
-/// parameters.
+/// Builds a sharded model from a checkpoint of any format at `path`, a path or a URL. While the
+/// model is built, the checkpoint decides which parameters exist (`contains_tensor`) and which
+/// shapes they have (`get_unchecked`), as candle's own builders do for a file. No initial values
+/// are computed, and each rank reads only its part of the parameters.
 ///
-/// In a checkpoint of a training run the model is below the key `model`, and all other keys are ignored. Names are
-/// otherwise the model's own, apart from [`fqn_renames`](FromCheckpointOptions::fqn_renames). Collective: agreements on
-/// the checkpoint, the model and the load.
+/// In a checkpoint of a training run the model is below the key `model`, and all other keys are
+/// ignored. Names are otherwise the model's own, apart from
+/// [`fqn_renames`](FromCheckpointOptions::fqn_renames). Collective: agreements on the checkpoint,
+/// the model and the load.
 ///
 /// # Errors
-/// The same on every rank: a parameter that the checkpoint lacks, or has in another shape (the model's code may handle
-/// this while it builds); the errors of [`FullyShardedDataParallel::new`] and of [`load`](crate::load()).
+/// The same on every rank: a parameter that the checkpoint lacks, or has in another shape (the
+/// model's code may handle this while it builds); the errors of [`FullyShardedDataParallel::new`]
+/// and of [`load`](crate::load()).
 ///
 /// ```
 /// use std::collections::HashMap;
@@ -95,20 +104,33 @@ fn from_open<M>(
     build: impl FnOnce(&Scope) -> CandleResult<M>,
 ) -> Result<FullyShardedDataParallel<M>, CheckpointError> {
     let mut source = CheckpointSource::new(checkpoint);
-    let names = StateDictOptions { fqn_renames: options.fqn_renames.clone(), ..StateDictOptions::default() };
+    let names = StateDictOptions {
+        fqn_renames: options.fqn_renames.clone(),
+        ..StateDictOptions::default()
+    };
     let prefix = model_prefix(source.schema());
     let shapes = shapes(source.schema(), &prefix, &names);
     let shapes = CheckpointError::agree(with_deadline, OPERATION, None, shapes)?;
     let model = FullyShardedDataParallel::empty(group, config, shapes, build)?;
-    let prefixes = StatePrefixes { model: Some(prefix), optim: None };
+    let prefixes = StatePrefixes {
+        model: Some(prefix),
+        optim: None,
+    };
     let mut target = LiveTarget::new(model.parameters(), Vec::new(), prefixes)?
         .with_names(|name| names.name_in_model(name), str::to_owned);
-    load_state::<_, _, CheckpointError>(OPERATION, with_deadline, &mut source, &mut target, &options.load)?;
+    load_state::<_, _, CheckpointError>(
+        OPERATION,
+        with_deadline,
+        &mut source,
+        &mut target,
+        &options.load,
+    )?;
     drop(target);
     Ok(model)
 }
 
-/// Returns the shapes of a checkpoint's tensors below a prefix by the names that they have in the model.
+/// Returns the shapes of a checkpoint's tensors below a prefix by the names that they have in the
+/// model.
 fn shapes(
     schema: &Schema,
     prefix: &[String],
@@ -116,7 +138,9 @@ fn shapes(
 ) -> Result<HashMap<String, Vec<usize>>, CheckpointError> {
     let mut shapes = HashMap::new();
     for (path, leaf) in schema.iter() {
-        let (Some(name), Some((_, shape))) = (path.below(prefix), leaf.tensor()) else { continue };
+        let (Some(name), Some((_, shape))) = (path.below(prefix), leaf.tensor()) else {
+            continue;
+        };
         let fqn = names.name_in_model(&name.flat_key());
         if shapes.insert(fqn.clone(), shape.to_vec()).is_some() {
             return Err(StateError::DuplicateKey { key: fqn }.into());
@@ -142,16 +166,24 @@ mod tests {
         const BYTES: u64 = 4 * 512 * 1024;
         run_local(1, |group| {
             let mut state = StateDict::new();
-            state.insert("weight", Tensor::ones((512, 1024), DType::F32, &Device::Cpu).unwrap());
+            state.insert(
+                "weight",
+                Tensor::ones((512, 1024), DType::F32, &Device::Cpu).unwrap(),
+            );
             save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
         })
         .unwrap();
         let read = run_local(4, |group| {
             let reader = CheckpointReader::open(&path).unwrap();
             let options = FromCheckpointOptions::default();
-            let model = from_open(group.clone(), &group, FsdpConfig::default(), &reader, &options, |scope| {
-                scope.vb().get((512, 1024), "weight")
-            });
+            let model = from_open(
+                group.clone(),
+                &group,
+                FsdpConfig::default(),
+                &reader,
+                &options,
+                |scope| scope.vb().get((512, 1024), "weight"),
+            );
             drop(model.unwrap());
             reader.bytes_read()
         })

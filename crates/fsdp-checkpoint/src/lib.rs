@@ -11,8 +11,8 @@
 //! | `memory_tier` | the newest steps of a run, in the memory of the hosts |
 //! | [`catalog`], `retention` | the checkpoints of a run, and which of them are kept |
 //!
-//! Every load calls `fsdp_state`'s [`load_state`](fsdp_state::load_state) with a [`CheckpointSource`]. Loads of state
-//! from other ranks use the same function with another source.
+//! Every load calls `fsdp_state`'s [`load_state`](fsdp_state::load_state) with a
+//! [`CheckpointSource`]. Loads of state from other ranks use the same function with another source.
 
 pub mod async_save;
 pub mod catalog;
@@ -42,8 +42,8 @@ pub use error::{CheckpointError, WrongTensor};
 pub use from_checkpoint::{FromCheckpointOptions, from_checkpoint};
 pub use fsdp_dcp::Location;
 pub use fsdp_nn::torch::{
-    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict,
-    set_optimizer_state_dict, set_state_dict,
+    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict,
+    set_model_state_dict, set_optimizer_state_dict, set_state_dict,
 };
 pub use fsdp_state::{KeepOn, LoadOptions, LoadReport};
 pub use load::{load, load_in_place, load_whole};

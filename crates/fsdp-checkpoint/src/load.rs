@@ -7,8 +7,8 @@ use fsdp_dcp::reader::OpenOptions;
 use fsdp_layout::{KeyPath, PlainValue};
 use fsdp_state::engine::DictTarget;
 use fsdp_state::{
-    FlatStateDict, LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateValue, flatten_state_dict,
-    get_element_mut, load_state, set_element,
+    FlatStateDict, LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateValue,
+    flatten_state_dict, get_element_mut, load_state, set_element,
 };
 use tracing::info_span;
 
@@ -19,18 +19,19 @@ use crate::source::CheckpointSource;
 /// The name of all loads, for messages.
 pub(crate) const LOAD: &str = "load";
 
-/// Fills a state dict from the checkpoint at `path`, a path or a URL ([`Location`]), of any format and saved on any
-/// number of ranks. This is torch's `dcp.load`, except that a load that fails changes nothing. ([`load_in_place`] works
-/// in place like torch's, and is faster.)
+/// Fills a state dict from the checkpoint at `path`, a path or a URL ([`Location`]), of any format
+/// and saved on any number of ranks. This is torch's `dcp.load`, except that a load that fails
+/// changes nothing. ([`load_in_place`] works in place like torch's, and is faster.)
 ///
-/// `template` selects what to load: the boxes of its sharded tensors, its whole tensors, and its plain values. All of
-/// them are replaced by the saved values, in fresh tensors. Keys that only the checkpoint has are ignored, and listed
-/// in the report as unexpected. Collective over `group`: ranks communicate to agree, and each reads its own data.
-/// Ranks may request different keys; one that any rank requests is not unexpected.
+/// `template` selects what to load: the boxes of its sharded tensors, its whole tensors, and its
+/// plain values. All of them are replaced by the saved values, in fresh tensors. Keys that only the
+/// checkpoint has are ignored, and listed in the report as unexpected. Collective over `group`:
+/// ranks communicate to agree, and each reads its own data. Ranks may request different keys; one
+/// that any rank requests is not unexpected.
 ///
 /// # Errors
-/// The same on every rank, and no rank's template is changed: a key that the checkpoint lacks, another shape, dtype
-/// or kind, chunks that do not cover what is wanted, damaged files.
+/// The same on every rank, and no rank's template is changed: a key that the checkpoint lacks,
+/// another shape, dtype or kind, chunks that do not cover what is wanted, damaged files.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -74,20 +75,24 @@ pub fn load(
     load_from(&path.into(), template, group, options, false)
 }
 
-/// Loads like [`load`], but into the memory of the tensors in `state`, as torch's `dcp.load` does: every tensor that
-/// shares a storage with them sees the change. Plain values are replaced in `state`.
+/// Loads like [`load`], but into the memory of the tensors in `state`, as torch's `dcp.load` does:
+/// every tensor that shares a storage with them sees the change. Plain values are replaced in
+/// `state`.
 ///
-/// CPU tensors are filled directly from the files. Tensors on a GPU, and tensors of another dtype than the saved one,
-/// are read into other memory first. If several names share one tensor, the first name is read. During the load,
-/// reading one of the tensors elsewhere fails as for a released tensor. Collectives: those of [`load`].
+/// CPU tensors are filled directly from the files. Tensors on a GPU, and tensors of another dtype
+/// than the saved one, are read into other memory first. If several names share one tensor, the
+/// first name is read. During the load, reading one of the tensors elsewhere fails as for a
+/// released tensor. Collectives: those of [`load`].
 ///
 /// # Errors
-/// The same on every rank. Keys, shapes, dtypes and boxes that do not fit, tensors that are released or not contiguous,
-/// and files that are missing or too short, are found before the first byte is read; nothing has changed then.
+/// The same on every rank. Keys, shapes, dtypes and boxes that do not fit, tensors that are
+/// released or not contiguous, and files that are missing or too short, are found before the first
+/// byte is read; nothing has changed then.
 ///
 /// Damage inside a file, which only reading can find, is
-/// [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded) on every rank. The tensors then hold a mixture of
-/// old and loaded values. To prevent that, set [`staged`](fsdp_state::LoadOptions::staged), or use [`load`].
+/// [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded) on every rank. The tensors
+/// then hold a mixture of old and loaded values. To prevent that, set
+/// [`staged`](fsdp_state::LoadOptions::staged), or use [`load`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -118,9 +123,9 @@ pub fn load_in_place(
     load_from(&path.into(), state, group, options, true)
 }
 
-/// Opens a checkpoint and loads it into a state dict, in fresh tensors or in place. Collectives: those of
-/// [`load_state`]. A rank that cannot open the checkpoint goes straight to the first agreement there, so opening takes
-/// no agreement of its own.
+/// Opens a checkpoint and loads it into a state dict, in fresh tensors or in place. Collectives:
+/// those of [`load_state`]. A rank that cannot open the checkpoint goes straight to the first
+/// agreement there, so opening takes no agreement of its own.
 fn load_from(
     path: &Location,
     state: &mut StateDict,
@@ -133,8 +138,9 @@ fn load_from(
     fill(&*checkpoint, state, &group, options, in_place)
 }
 
-/// Opens a checkpoint on every rank of a group, and returns it with the group, which now has the deadline of the load.
-/// For callers that may communicate in other ways before they load. Collective: one agreement.
+/// Opens a checkpoint on every rank of a group, and returns it with the group, which now has the
+/// deadline of the load. For callers that may communicate in other ways before they load.
+/// Collective: one agreement.
 pub(crate) fn open(
     operation: &str,
     path: &Location,
@@ -147,12 +153,20 @@ pub(crate) fn open(
 }
 
 /// Opens a checkpoint on this rank. No communication.
-fn open_here(path: &Location, options: &LoadOptions) -> Result<Box<dyn Checkpoint>, CheckpointError> {
-    Ok(checkpoint::open(path, OpenOptions { verify: options.verify })?)
+fn open_here(
+    path: &Location,
+    options: &LoadOptions,
+) -> Result<Box<dyn Checkpoint>, CheckpointError> {
+    Ok(checkpoint::open(
+        path,
+        OpenOptions {
+            verify: options.verify,
+        },
+    )?)
 }
 
-/// Returns the group with the deadline that the options give a load. It is longer than the group's own, because ranks
-/// wait for each other while they read files.
+/// Returns the group with the deadline that the options give a load. It is longer than the group's
+/// own, because ranks wait for each other while they read files.
 pub(crate) fn with_load_deadline(group: &ProcessGroup, options: &LoadOptions) -> ProcessGroup {
     group.with_deadline_at_least(options.deadline.unwrap_or(DEFAULT_DEADLINE))
 }
@@ -165,40 +179,52 @@ pub(crate) fn fill(
     options: &LoadOptions,
     in_place: bool,
 ) -> Result<LoadReport, CheckpointError> {
-    let _span = info_span!("load", rank = group.rank(), path = %checkpoint.path().display()).entered();
+    let _span =
+        info_span!("load", rank = group.rank(), path = %checkpoint.path().display()).entered();
     // A checkpoint's keys are flat, whatever paths its state dict had.
     let flattened = flatten_state_dict(state).map(|FlatStateDict { values, paths }| {
-        let flat: StateDict = values.into_iter().map(|(key, value)| (key, as_leaf(value))).collect();
+        let flat: StateDict = values
+            .into_iter()
+            .map(|(key, value)| (key, as_leaf(value)))
+            .collect();
         (flat, paths)
     });
     let (flat, paths) = CheckpointError::or_refuse(group, LOAD, flattened)?;
-    let target = CheckpointError::or_refuse(group, LOAD, DictTarget::new(&flat, options.device.clone()))?;
+    let target =
+        CheckpointError::or_refuse(group, LOAD, DictTarget::new(&flat, options.device.clone()))?;
     let mut target = target.of_checkpoint(in_place);
     let mut source = CheckpointSource::by_flat_key(checkpoint);
-    let report = load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;
+    let report =
+        load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;
     // Put the loaded values back where their keys stand in the nested state dict.
     for (key, value) in target.into_loaded() {
-        if let Some(slot) = paths.get(&key.flat_key()).and_then(|path| get_element_mut(state, path)) {
+        if let Some(slot) = paths
+            .get(&key.flat_key())
+            .and_then(|path| get_element_mut(state, path))
+        {
             *slot = value;
         }
     }
     Ok(report)
 }
 
-/// Returns a placeholder for a list, a tuple or a dict that flattening has left whole, and other values as they are. A
-/// checkpoint holds such a container as one plain value, so a plain value is what the target must request. The saved
-/// value then replaces the whole container, whatever was in it.
+/// Returns a placeholder for a list, a tuple or a dict that flattening has left whole, and other
+/// values as they are. A checkpoint holds such a container as one plain value, so a plain value is
+/// what the target must request. The saved value then replaces the whole container, whatever was in
+/// it.
 fn as_leaf(value: StateValue) -> StateValue {
     match value {
-        StateValue::List(_) | StateValue::Tuple(_) | StateValue::Dict(_) => StateValue::Plain(PlainValue::None),
+        StateValue::List(_) | StateValue::Tuple(_) | StateValue::Dict(_) => {
+            StateValue::Plain(PlainValue::None)
+        }
         value => value,
     }
 }
 
-/// Returns everything below the key `prefix` of a checkpoint of any format (the whole checkpoint for an empty prefix),
-/// as a nested state dict of whole tensors on the CPU: torch's `_load_state_dict_from_keys`. It must fit into memory.
-/// In formats that do not store paths, the prefix is the beginning of flat keys, and these are the keys of the dict.
-/// No communication.
+/// Returns everything below the key `prefix` of a checkpoint of any format (the whole checkpoint
+/// for an empty prefix), as a nested state dict of whole tensors on the CPU: torch's
+/// `_load_state_dict_from_keys`. It must fit into memory. In formats that do not store paths, the
+/// prefix is the beginning of flat keys, and these are the keys of the dict. No communication.
 ///
 /// # Errors
 /// Damaged files; shapes that do not fit the machine; paths that contradict each other.
@@ -212,7 +238,11 @@ pub fn load_whole(
     source.schema().check_gaps()?;
     let key = prefix.join(".");
     let is_wanted = |path: &KeyPath| path.below(prefix).is_some() || path.flat_key() == key;
-    let wanted = source.schema().iter().enumerate().filter(|(_, (path, _))| is_wanted(path));
+    let wanted = source
+        .schema()
+        .iter()
+        .enumerate()
+        .filter(|(_, (path, _))| is_wanted(path));
     let positions: Vec<usize> = wanted.map(|(position, _)| position).collect();
     let mut state = StateDict::new();
     for (&position, value) in positions.iter().zip(source.values(&positions)?) {

@@ -1,5 +1,5 @@
-//! The checkpoint that a run continues from. The first incremental save after a resume compares with it and links its
-//! files.
+//! The checkpoint that a run continues from. The first incremental save after a resume compares
+//! with it and links its files.
 
 use std::collections::BTreeSet;
 
@@ -33,9 +33,10 @@ pub(crate) struct Writing<'a> {
     pub(crate) metadata: Option<&'a Metadata>,
 }
 
-/// Returns what this rank would have written of the checkpoint `parent`, if that has this digest: the boxes of tensors
-/// that are what they were there. No bytes of tensors are read: the ranks' sums must give the digests that are
-/// recorded. Collectives: an agreement, a gather for each 64 MiB of sums, and an object broadcast.
+/// Returns what this rank would have written of the checkpoint `parent`, if that has this digest:
+/// the boxes of tensors that are what they were there. No bytes of tensors are read: the ranks'
+/// sums must give the digests that are recorded. Collectives: an agreement, a gather for each 64
+/// MiB of sums, and an object broadcast.
 ///
 /// # Errors
 /// The same on every rank: values that cannot be read from where they lie.
@@ -45,32 +46,51 @@ pub(crate) fn written_before(
     group: &ProcessGroup,
     writing: &Writing<'_>,
 ) -> Result<RankWritten, CheckpointError> {
-    let Writing { plan, selection, source, threads, metadata } = *writing;
+    let Writing {
+        plan,
+        selection,
+        source,
+        threads,
+        metadata,
+    } = *writing;
     let sums = box_sums(plan, selection, source, threads).map_err(CheckpointError::from);
     let sums = CheckpointError::agree(group, "save: digest", None, sums)?;
     let gathered = gather_in_rounds(group, sums.clone(), |_| SUM_BYTES, PLANNER)?;
     // A parent that is gone, or another by now, is not an error: then everything is written.
     let checkpoint = open_parent(parent, digest);
     let unchanged = gathered.map(|sums| match (&checkpoint, metadata) {
-        (Some((_, recorded)), Some(metadata)) => unchanged_entries(metadata, recorded, sums.into_iter().flatten()),
+        (Some((_, recorded)), Some(metadata)) => {
+            unchanged_entries(metadata, recorded, sums.into_iter().flatten())
+        }
         _ => BTreeSet::new(),
     });
     let unchanged: BTreeSet<u32> = group.broadcast_object(unchanged.as_ref(), PLANNER)?;
-    let Some((checkpoint, _)) = checkpoint else { return Ok(RankWritten::default()) };
-    Ok(RankWritten::of_checkpoint(&*checkpoint, group.rank(), plan, selection, &sums, &unchanged))
+    let Some((checkpoint, _)) = checkpoint else {
+        return Ok(RankWritten::default());
+    };
+    Ok(RankWritten::of_checkpoint(
+        &*checkpoint,
+        group.rank(),
+        plan,
+        selection,
+        &sums,
+        &unchanged,
+    ))
 }
 
 /// Opens the parent, if it is still the one of this digest.
 fn open_parent(parent: &Location, digest: Digest) -> Option<(Box<dyn Checkpoint>, StateDigest)> {
     let opened = open(parent, OpenOptions { verify: true });
-    let checkpoint =
-        opened.inspect_err(|error| debug!(path = %parent, %error, "cannot link files of the parent")).ok()?;
+    let checkpoint = opened
+        .inspect_err(|error| debug!(path = %parent, %error, "cannot link files of the parent"))
+        .ok()?;
     let recorded = checkpoint.digests()?.clone();
     (recorded.root() == digest).then_some((checkpoint, recorded))
 }
 
-/// Returns the checkpoint of a run that a step in the memory tier continues: the newest before that step, with its
-/// place. Returns `None` if there is none, or if it cannot be read. Collective: one object broadcast.
+/// Returns the checkpoint of a run that a step in the memory tier continues: the newest before that
+/// step, with its place. Returns `None` if there is none, or if it cannot be read. Collective: one
+/// object broadcast.
 ///
 /// # Errors
 /// The errors of that collective.
@@ -79,7 +99,11 @@ pub(crate) fn parent_of_step(
     step: u64,
     group: &ProcessGroup,
 ) -> Result<Option<(Parent, Location)>, CheckpointError> {
-    let found = if group.rank() == PLANNER { find_parent(run, step) } else { None };
+    let found = if group.rank() == PLANNER {
+        find_parent(run, step)
+    } else {
+        None
+    };
     let found: Option<(Parent, String)> = group.broadcast_object(Some(&found), PLANNER)?;
     Ok(found.map(|(parent, name)| (parent, run.join(name))))
 }
@@ -87,11 +111,15 @@ pub(crate) fn parent_of_step(
 /// Returns the newest checkpoint of a run before a step, and its name in the run.
 fn find_parent(run: &Location, step: u64) -> Option<(Parent, String)> {
     let listed = list_checkpoints(run);
-    let mut before = listed.inspect_err(|error| debug!(path = %run, %error, "cannot list the checkpoints")).ok()?;
+    let mut before = listed
+        .inspect_err(|error| debug!(path = %run, %error, "cannot list the checkpoints"))
+        .ok()?;
     before.retain(|checkpoint| checkpoint.step < step);
     let path = before.pop()?.path;
     let opened = open(&path, OpenOptions { verify: true });
-    let checkpoint = opened.inspect_err(|error| debug!(path = %path, %error, "cannot read the parent")).ok()?;
+    let checkpoint = opened
+        .inspect_err(|error| debug!(path = %path, %error, "cannot read the parent"))
+        .ok()?;
     let step = checkpoint.lineage().map(|lineage| lineage.step);
     let parent = Parent::of(step, checkpoint.digests().map(StateDigest::root))?;
     Some((parent, path.name().file_name()?.to_str()?.to_owned()))

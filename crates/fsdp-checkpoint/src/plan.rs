@@ -7,8 +7,8 @@ use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_dcp::FileError;
 use fsdp_dcp::metadata::Metadata;
 use fsdp_dcp::plan::{
-    Deduplicate, GlobalPlan, HeldBox, LocalPlan, Offer, PlanOptions, PlanSchema, SchemaItem, SelectedItem, Selection,
-    WriteContent, plan_offers,
+    Deduplicate, GlobalPlan, HeldBox, LocalPlan, Offer, PlanOptions, PlanSchema, SchemaItem,
+    SelectedItem, Selection, WriteContent, plan_offers,
 };
 use serde::{Deserialize, Serialize};
 
@@ -39,8 +39,8 @@ pub(crate) struct CachedPlan {
     pub(crate) rank_bytes: u64,
     /// The bytes of tensors that all ranks write.
     pub(crate) total_bytes: u64,
-    /// The metadata of the checkpoint; `None` on all ranks but the planner. Where the values lie in the files is not in
-    /// it: each save adds that.
+    /// The metadata of the checkpoint; `None` on all ranks but the planner. Where the values lie in
+    /// the files is not in it: each save adds that.
     pub(crate) metadata: Option<Metadata>,
 }
 
@@ -77,18 +77,24 @@ enum PlanPiece {
 
 impl PlanKey {
     pub(crate) fn new(group: &ProcessGroup, layout: u128, deduplicate: Deduplicate) -> Self {
-        PlanKey { layout, ranks: group.global_ranks().to_vec(), deduplicate }
+        PlanKey {
+            layout,
+            ranks: group.global_ranks().to_vec(),
+            deduplicate,
+        }
     }
 }
 
 impl PlanCache {
-    /// Returns `true` if every rank can use its cached plan for what it holds now; the answer is the same on all ranks.
-    /// Collective: one agreement, and an object all-gather if the ranks differ.
+    /// Returns `true` if every rank can use its cached plan for what it holds now; the answer is
+    /// the same on all ranks. Collective: one agreement, and an object all-gather if the ranks
+    /// differ.
     ///
-    /// `outcome` is an error if this rank could not list what it holds. The agreement makes it every rank's error.
+    /// `outcome` is an error if this rank could not list what it holds. The agreement makes it
+    /// every rank's error.
     ///
-    /// `values` are hashes of this rank's plain values. A checkpoint has one value for each key, so ranks that have the
-    /// same key must have the same value.
+    /// `values` are hashes of this rank's plain values. A checkpoint has one value for each key, so
+    /// ranks that have the same key must have the same value.
     ///
     /// # Errors
     /// The error of any rank's `outcome`; ranks with different values for a key.
@@ -100,24 +106,31 @@ impl PlanCache {
         values: &[(String, u64)],
     ) -> Result<bool, CheckpointError> {
         // A plan for another layout is of no use.
-        let known = self.cached.as_ref().filter(|cached| cached.key == *key).map_or(NOTHING, |cached| cached.shared);
-        // Usually all ranks have the same plan and the same values. Then one round that compares a hash is enough.
+        let known = self
+            .cached
+            .as_ref()
+            .filter(|cached| cached.key == *key)
+            .map_or(NOTHING, |cached| cached.shared);
+        // Usually all ranks have the same plan and the same values. Then one round that compares a
+        // hash is enough.
         let mut hasher = DefaultHasher::new();
         (known, values).hash(&mut hasher);
         match group.agree_on("save: plan", hasher.finish(), outcome.as_ref()) {
             // All ranks have the same plan, or none has one.
             Ok(_) => return Ok(known != NOTHING),
-            // Some rank's layout has changed, or ranks have different keys or values: the next round tells which.
+            // Some rank's layout has changed, or ranks have different keys or values: the next
+            // round tells which.
             Err(CommError::SchemaMismatch { .. }) => {}
             Err(error) => return Err(error.into()),
         }
-        let reported: Vec<(u64, Vec<(String, u64)>)> = group.all_gather_object(&(known, values.to_vec()))?;
+        let reported: Vec<(u64, Vec<(String, u64)>)> =
+            group.all_gather_object(&(known, values.to_vec()))?;
         check_values(group, &reported)?;
         Ok(known != NOTHING && reported.iter().all(|(other, _)| *other == known))
     }
 
-    /// Returns the plan for what the ranks hold now: the cached one if it `is_planned`, a new one otherwise. Collective
-    /// for a new one.
+    /// Returns the plan for what the ranks hold now: the cached one if it `is_planned`, a new one
+    /// otherwise. Collective for a new one.
     pub(crate) fn plan(
         &mut self,
         group: &ProcessGroup,
@@ -133,61 +146,117 @@ impl PlanCache {
     }
 }
 
-/// Checks that ranks with the same key have the same plain value. `reported` has for each rank the number of its cached
-/// plan, and the key and hash of each of its plain values.
-fn check_values(group: &ProcessGroup, reported: &[(u64, Vec<(String, u64)>)]) -> Result<(), CheckpointError> {
+/// Checks that ranks with the same key have the same plain value. `reported` has for each rank the
+/// number of its cached plan, and the key and hash of each of its plain values.
+fn check_values(
+    group: &ProcessGroup,
+    reported: &[(u64, Vec<(String, u64)>)],
+) -> Result<(), CheckpointError> {
     let mut first: HashMap<&str, (usize, u64)> = HashMap::new();
     for (&rank, (_, values)) in group.global_ranks().iter().zip(reported) {
         for (key, hash) in values {
             let (reference, expected) = *first.entry(key).or_insert((rank, *hash));
             if expected != *hash {
-                return Err(CheckpointError::DifferingValues { key: key.clone(), rank, reference });
+                return Err(CheckpointError::DifferingValues {
+                    key: key.clone(),
+                    rank,
+                    reference,
+                });
             }
         }
     }
     Ok(())
 }
 
-/// Plans a save with all ranks. Collective: two object all-gathers, a gather for each round of pieces, one agreement
-/// and one object scatter.
-fn plan_anew(group: &ProcessGroup, local: &LocalPlan, key: PlanKey) -> Result<CachedPlan, CheckpointError> {
-    // Step 1: all ranks learn which ranks have equal schemas (usually all) and which hold equal boxes (usually
-    // replicas). Each schema and each list of boxes is then sent by one rank only.
-    let hashes = group.all_gather_object(&PlanHashes { layout: key.layout, schema: local.schema_hash() })?;
+/// Plans a save with all ranks. Collective: two object all-gathers, a gather for each round of
+/// pieces, one agreement and one object scatter.
+fn plan_anew(
+    group: &ProcessGroup,
+    local: &LocalPlan,
+    key: PlanKey,
+) -> Result<CachedPlan, CheckpointError> {
+    // Step 1: all ranks learn which ranks have equal schemas (usually all) and which hold equal
+    // boxes (usually replicas). Each schema and each list of boxes is then sent by one rank only.
+    let hashes = group.all_gather_object(&PlanHashes {
+        layout: key.layout,
+        schema: local.schema_hash(),
+    })?;
     // Step 2: the planner gets the schemas and the lists of boxes.
-    let pieces = gather_in_rounds(group, pieces(local, &hashes, group.rank()), wire_bytes, PLANNER)?;
+    let pieces = gather_in_rounds(
+        group,
+        pieces(local, &hashes, group.rank()),
+        wire_bytes,
+        PLANNER,
+    )?;
     // Step 3: the planner makes the plan. If it fails, all ranks get its error.
-    let planned = pieces.map(|pieces| plan_pieces(&hashes, pieces, key.deduplicate)).transpose();
+    let planned = pieces
+        .map(|pieces| plan_pieces(&hashes, pieces, key.deduplicate))
+        .transpose();
     let planned = group.agree("save: plan", planned.map_err(FileError::from))?;
-    // Step 4: each rank gets its own part of the plan. Only the planner keeps the metadata, which it writes when it
-    // commits.
+    // Step 4: each rank gets its own part of the plan. Only the planner keeps the metadata, which
+    // it writes when it commits.
     let (mut parts, mut metadata) = (None, None);
-    if let Some(GlobalPlan { metadata: made, selections, .. }) = planned {
+    if let Some(GlobalPlan {
+        metadata: made,
+        selections,
+        ..
+    }) = planned
+    {
         let total_bytes = tensor_bytes(&made);
         let selections = selections.into_iter();
-        parts = Some(selections.map(|selection| RankPlan { selection, total_bytes }).collect::<Vec<_>>());
+        parts = Some(
+            selections
+                .map(|selection| RankPlan {
+                    selection,
+                    total_bytes,
+                })
+                .collect::<Vec<_>>(),
+        );
         metadata = Some(made);
     }
-    let RankPlan { selection, total_bytes } = group.scatter_object(parts.as_deref(), PLANNER)?;
-    // Step 5: every rank computes the same hash from all layouts. It tells the next save whether all still have this
-    // plan.
+    let RankPlan {
+        selection,
+        total_bytes,
+    } = group.scatter_object(parts.as_deref(), PLANNER)?;
+    // Step 5: every rank computes the same hash from all layouts. It tells the next save whether
+    // all still have this plan.
     let mut hasher = DefaultHasher::new();
     hashes.iter().for_each(|rank| rank.layout.hash(&mut hasher));
     // `NOTHING` stands for no plan, so no plan may have it.
     let shared = hasher.finish().max(NOTHING + 1);
     let rank_bytes = selected_bytes(local, &selection);
-    Ok(CachedPlan { key, shared, selection, rank_bytes, total_bytes, metadata })
+    Ok(CachedPlan {
+        key,
+        shared,
+        selection,
+        rank_bytes,
+        total_bytes,
+        metadata,
+    })
 }
 
-/// Cuts what a rank sends to the planner into pieces: its schema if no rank before it has the same, and its boxes if no
-/// rank before it holds the same.
+/// Cuts what a rank sends to the planner into pieces: its schema if no rank before it has the same,
+/// and its boxes if no rank before it holds the same.
 fn pieces(local: &LocalPlan, hashes: &[PlanHashes], rank: usize) -> Vec<PlanPiece> {
     let (before, own) = (&hashes[..rank], &hashes[rank]);
     let is_first_schema = before.iter().all(|other| other.schema != own.schema);
     let is_first_layout = before.iter().all(|other| other.layout != own.layout);
-    let schema = if is_first_schema { local.schema() } else { PlanSchema::default() };
-    let boxes = if is_first_layout { local.held_boxes() } else { Vec::new() };
-    schema.items.into_iter().map(PlanPiece::Item).chain(boxes.into_iter().map(PlanPiece::Box)).collect()
+    let schema = if is_first_schema {
+        local.schema()
+    } else {
+        PlanSchema::default()
+    };
+    let boxes = if is_first_layout {
+        local.held_boxes()
+    } else {
+        Vec::new()
+    };
+    schema
+        .items
+        .into_iter()
+        .map(PlanPiece::Item)
+        .chain(boxes.into_iter().map(PlanPiece::Box))
+        .collect()
 }
 
 /// Returns about how many bytes it takes to send a piece.
@@ -198,8 +267,8 @@ fn wire_bytes(piece: &PlanPiece) -> u64 {
     }
 }
 
-/// Makes the global plan from the pieces of all ranks. Of ranks with the same schema, or the same layout, only the
-/// first has sent it; equal hashes tell which ranks those are.
+/// Makes the global plan from the pieces of all ranks. Of ranks with the same schema, or the same
+/// layout, only the first has sent it; equal hashes tell which ranks those are.
 fn plan_pieces(
     hashes: &[PlanHashes],
     pieces: Vec<Vec<PlanPiece>>,
@@ -219,13 +288,14 @@ fn plan_pieces(
                 PlanPiece::Box(held) => boxes.push(held),
             }
         }
-        // Only the first rank with a schema has sent it. Ranks come in order here, so that rank is also the first with
-        // an unknown hash.
+        // Only the first rank with a schema has sent it. Ranks come in order here, so that rank is
+        // also the first with an unknown hash.
         let schema = *known.entry(rank.schema).or_insert_with(|| {
             schemas.push(PlanSchema { items });
             schemas.len() - 1
         });
-        // It is the same with the boxes of a layout. Ranks with the same layout have the same schema.
+        // It is the same with the boxes of a layout. Ranks with the same layout have the same
+        // schema.
         of_ranks.push(*known_offers.entry(rank.layout).or_insert_with(|| {
             offers.push(Offer { schema, boxes });
             offers.len() - 1
@@ -238,20 +308,29 @@ fn plan_pieces(
 fn tensor_bytes(metadata: &Metadata) -> u64 {
     let chunks = metadata.tensors().flat_map(|(_, tensor)| {
         let element = tensor.properties.dtype.size_in_bytes();
-        tensor.chunks.iter().map(move |chunk| chunk.bounds.numel() as u64 * element)
+        tensor
+            .chunks
+            .iter()
+            .map(move |chunk| chunk.bounds.numel() as u64 * element)
     });
     chunks.sum()
 }
 
 /// Returns the number of bytes of tensors that a rank writes.
 fn selected_bytes(plan: &LocalPlan, selection: &Selection) -> u64 {
-    let bytes =
-        selection.kept.iter().map(|&SelectedItem { item, index, .. }| match &plan.items.get(item as usize)?.content {
-            WriteContent::Tensor { properties, boxes, .. } => {
-                Some(boxes.get(index as usize)?.numel() as u64 * properties.dtype.size_in_bytes())
-            }
-            WriteContent::Value { .. } => None,
-        });
+    let bytes = selection
+        .kept
+        .iter()
+        .map(
+            |&SelectedItem { item, index, .. }| match &plan.items.get(item as usize)?.content {
+                WriteContent::Tensor {
+                    properties, boxes, ..
+                } => Some(
+                    boxes.get(index as usize)?.numel() as u64 * properties.dtype.size_in_bytes(),
+                ),
+                WriteContent::Value { .. } => None,
+            },
+        );
     bytes.flatten().sum()
 }
 

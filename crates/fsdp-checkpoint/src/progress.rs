@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The bytes of tensors that this rank has written in a save, and those that it has to write. Clones look at the same
-/// save.
+/// The bytes of tensors that this rank has written in a save, and those that it has to write.
+/// Clones look at the same save.
 #[derive(Debug, Clone, Default)]
 pub struct SaveProgress(Arc<Counters>);
 

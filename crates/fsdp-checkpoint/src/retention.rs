@@ -13,12 +13,14 @@ use tracing::{info, info_span, warn};
 use crate::CheckpointError;
 use crate::catalog::{StepCheckpoint, list_steps, step_name, steps_with_leftovers};
 
-/// The rule for which checkpoints of a run are kept when a new one has been saved. Without `keep_last`, all are.
+/// The rule for which checkpoints of a run are kept when a new one has been saved. Without
+/// `keep_last`, all are.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Retention {
     /// The number of newest checkpoints to keep.
     pub keep_last: Option<NonZeroUsize>,
-    /// A number of steps. Checkpoints whose step is a multiple of it are kept too, however old they are.
+    /// A number of steps. Checkpoints whose step is a multiple of it are kept too, however old they
+    /// are.
     pub keep_every: Option<NonZeroU64>,
 }
 
@@ -35,32 +37,42 @@ impl Retention {
     /// ```
     #[must_use]
     pub fn expired<'c>(&self, checkpoints: &'c [StepCheckpoint]) -> Vec<&'c StepCheckpoint> {
-        let Some(last) = self.keep_last else { return Vec::new() };
+        let Some(last) = self.keep_last else {
+            return Vec::new();
+        };
         let old = &checkpoints[..checkpoints.len().saturating_sub(last.get())];
-        let Some(every) = self.keep_every else { return old.iter().collect() };
-        old.iter().filter(|checkpoint| !checkpoint.step.is_multiple_of(every.get())).collect()
+        let Some(every) = self.keep_every else {
+            return old.iter().collect();
+        };
+        old.iter()
+            .filter(|checkpoint| !checkpoint.step.is_multiple_of(every.get()))
+            .collect()
     }
 }
 
-/// Removes the checkpoints in a run's directory that `retention` does not keep, and returns them. No communication: one
-/// rank calls it, after a save.
+/// Removes the checkpoints in a run's directory that `retention` does not keep, and returns them.
+/// No communication: one rank calls it, after a save.
 ///
-/// No checkpoint is removed unless at least one of those that are kept is whole: its structure and the sizes of its
-/// files are checked. A checkpoint that another process is reading is kept until a later call. So is one to which a
-/// symbolic link in the same directory leads, such as `best`, and one whose directory has files of other programs,
-/// which would be lost.
+/// No checkpoint is removed unless at least one of those that are kept is whole: its structure and
+/// the sizes of its files are checked. A checkpoint that another process is reading is kept until a
+/// later call. So is one to which a symbolic link in the same directory leads, such as `best`, and
+/// one whose directory has files of other programs, which would be lost.
 ///
-/// Leftovers of crashed saves and removals are removed too, up to the newest checkpoint's step. Without `keep_last`
-/// nothing is removed, and the directory is not listed.
+/// Leftovers of crashed saves and removals are removed too, up to the newest checkpoint's step.
+/// Without `keep_last` nothing is removed, and the directory is not listed.
 ///
 /// # Errors
 /// A directory that cannot be read, files that cannot be removed.
-pub fn prune(dir: impl Into<Location>, retention: &Retention) -> Result<Vec<StepCheckpoint>, CheckpointError> {
+pub fn prune(
+    dir: impl Into<Location>,
+    retention: &Retention,
+) -> Result<Vec<StepCheckpoint>, CheckpointError> {
     prune_up_to(&dir.into(), retention, None)
 }
 
-/// Removes checkpoints like [`prune`], for a run that is at `step`, if that is known. Checkpoints of later steps are
-/// damaged, or belong to a branch that the run has left by going back: they neither count nor are removed.
+/// Removes checkpoints like [`prune`], for a run that is at `step`, if that is known. Checkpoints
+/// of later steps are damaged, or belong to a branch that the run has left by going back: they
+/// neither count nor are removed.
 pub(crate) fn prune_up_to(
     dir: &Location,
     retention: &Retention,
@@ -72,9 +84,12 @@ pub(crate) fn prune_up_to(
     let _span = info_span!("prune", path = %dir).entered();
     let (mut all, uncommitted) = list_steps(dir)?;
     all.retain(|checkpoint| step.is_none_or(|step| checkpoint.step <= step));
-    let Some(newest) = all.last() else { return Ok(Vec::new()) };
-    // A save that is in progress has a later step than the newest of these checkpoints, so what belongs to earlier
-    // steps was left by a crash. In a file system it lies beside the checkpoint's directory.
+    let Some(newest) = all.last() else {
+        return Ok(Vec::new());
+    };
+    // A save that is in progress has a later step than the newest of these checkpoints, so what
+    // belongs to earlier steps was left by a crash. In a file system it lies beside the
+    // checkpoint's directory.
     for step in steps_with_leftovers(dir)?.range(..=newest.step) {
         clean_stale(dir.join(step_name(*step)))?;
     }
@@ -83,10 +98,16 @@ pub(crate) fn prune_up_to(
         Durable::new().remove_uncommitted(&left.path)?;
     }
     let expired = retention.expired(&all);
-    let Some(first) = expired.first() else { return Ok(Vec::new()) };
+    let Some(first) = expired.first() else {
+        return Ok(Vec::new());
+    };
     let links = LinksInFolder::beside(&first.path)?;
-    // If a crash of the machine has damaged the newer checkpoints, the old ones are all that the run has.
-    let mut staying = all.iter().rev().filter(|checkpoint| !expired.contains(checkpoint));
+    // If a crash of the machine has damaged the newer checkpoints, the old ones are all that the
+    // run has.
+    let mut staying = all
+        .iter()
+        .rev()
+        .filter(|checkpoint| !expired.contains(checkpoint));
     if !staying.any(|checkpoint| is_whole(&checkpoint.path)) {
         warn!(path = %dir, "no newer checkpoint is whole: the old ones stay");
         return Ok(Vec::new());

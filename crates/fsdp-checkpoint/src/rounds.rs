@@ -1,14 +1,17 @@
-//! A gather of objects that takes several rounds, so that the root receives a bounded number of bytes at a time.
+//! A gather of objects that takes several rounds, so that the root receives a bounded number of
+//! bytes at a time.
 
 use fsdp_comm::{CommError, ProcessGroup};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// The number of bytes that the root receives in one round. The last piece of a round may go beyond it.
+/// The number of bytes that the root receives in one round. The last piece of a round may go beyond
+/// it.
 pub(crate) const ROUND_BYTES: u64 = 64 << 20;
 
-/// Gathers every rank's pieces on the root, in the order of the ranks. Returns `None` on all other ranks.
-/// Collectives: one object all-gather of sizes, and an object gather for each [`ROUND_BYTES`].
+/// Gathers every rank's pieces on the root, in the order of the ranks. Returns `None` on all other
+/// ranks. Collectives: one object all-gather of sizes, and an object gather for each
+/// [`ROUND_BYTES`].
 ///
 /// `bytes` estimates the encoded size of a piece.
 pub(crate) fn gather_in_rounds<T: Serialize + DeserializeOwned>(
@@ -20,7 +23,8 @@ pub(crate) fn gather_in_rounds<T: Serialize + DeserializeOwned>(
     gather_in_rounds_of(ROUND_BYTES, group, pieces, bytes, root)
 }
 
-/// Gathers all ranks' pieces on the root, as [`gather_in_rounds`] does, but about `round_bytes` bytes at a time.
+/// Gathers all ranks' pieces on the root, as [`gather_in_rounds`] does, but about `round_bytes`
+/// bytes at a time.
 fn gather_in_rounds_of<T: Serialize + DeserializeOwned>(
     round_bytes: u64,
     group: &ProcessGroup,
@@ -29,22 +33,29 @@ fn gather_in_rounds_of<T: Serialize + DeserializeOwned>(
     root: usize,
 ) -> Result<Option<Vec<Vec<T>>>, CommError> {
     let sizes = group.all_gather_object(&pieces.iter().map(&bytes).sum::<u64>())?;
-    // The pieces of all ranks are numbered by bytes, rank after rank. A piece is sent in the round in which its first
-    // byte falls, so every rank knows the number of rounds without further communication.
+    // The pieces of all ranks are numbered by bytes, rank after rank. A piece is sent in the round
+    // in which its first byte falls, so every rank knows the number of rounds without further
+    // communication.
     let rounds = sizes.iter().sum::<u64>().div_ceil(round_bytes).max(1);
     let mut at: u64 = sizes[..group.rank()].iter().sum();
     let mut pieces = pieces.into_iter().peekable();
     let mut gathered: Vec<Vec<T>> = Vec::new();
     for round in 1..=rounds {
         // The last round takes all that is left.
-        let end = if round == rounds { u64::MAX } else { round * round_bytes };
+        let end = if round == rounds {
+            u64::MAX
+        } else {
+            round * round_bytes
+        };
         let mut part = Vec::new();
         while let Some(piece) = pieces.next_if(|_| at < end) {
             at += bytes(&piece);
             part.push(piece);
         }
         // Only the root gets the parts of the round.
-        let Some(parts) = group.gather_object(&part, root)? else { continue };
+        let Some(parts) = group.gather_object(&part, root)? else {
+            continue;
+        };
         gathered.resize_with(parts.len(), Vec::new);
         for (all, part) in gathered.iter_mut().zip(parts) {
             all.extend(part);
@@ -63,19 +74,28 @@ mod tests {
         for world in [1, 3] {
             for round_bytes in [1, 10, 33, 1000] {
                 run_local(world, |group| {
-                    // Rank 1 has none; the others' pieces are of different sizes, some larger than a round.
+                    // Rank 1 has none; the others' pieces are of different sizes, some larger than
+                    // a round.
                     let count = if group.rank() == 1 { 0 } else { 20 };
-                    let pieces: Vec<(usize, u64)> = (0..count).map(|piece| (group.rank(), piece)).collect();
+                    let pieces: Vec<(usize, u64)> =
+                        (0..count).map(|piece| (group.rank(), piece)).collect();
                     let before = group.traffic();
                     let bytes = |piece: &(usize, u64)| piece.1;
-                    let gathered = gather_in_rounds_of(round_bytes, &group, pieces, bytes, 0).unwrap();
+                    let gathered =
+                        gather_in_rounds_of(round_bytes, &group, pieces, bytes, 0).unwrap();
                     let total = (0..20).sum::<u64>() * if world == 1 { 1 } else { 2 };
-                    let rounds = group.traffic().since(&before).count(Operation::GatherObject);
+                    let rounds = group
+                        .traffic()
+                        .since(&before)
+                        .count(Operation::GatherObject);
                     assert_eq!(rounds, total.div_ceil(round_bytes));
                     assert_eq!(gathered.is_some(), group.rank() == 0);
                     for (rank, pieces) in gathered.iter().flatten().enumerate() {
                         let count = if rank == 1 { 0 } else { 20 };
-                        assert_eq!(*pieces, (0..count).map(|piece| (rank, piece)).collect::<Vec<_>>());
+                        assert_eq!(
+                            *pieces,
+                            (0..count).map(|piece| (rank, piece)).collect::<Vec<_>>()
+                        );
                     }
                 })
                 .unwrap();

@@ -1,5 +1,5 @@
-//! Shared reading: ranks that load the same data from a checkpoint (replicas) each read a share of it and send it to
-//! the others.
+//! Shared reading: ranks that load the same data from a checkpoint (replicas) each read a share of
+//! it and send it to the others.
 
 use std::hash::{Hash as _, Hasher as _};
 use std::ops::Range;
@@ -11,12 +11,17 @@ use fsdp_layout::{DeviceMesh, TensorBox};
 use fsdp_state::engine::Wanted;
 use twox_hash::XxHash3_64;
 
-/// The number of bytes that the replicas exchange at once. Each rank needs additional memory for its share of them.
+/// The number of bytes that the replicas exchange at once. Each rank needs additional memory for
+/// its share of them.
 const PIECE: usize = 64 << 20;
 
-/// Returns the group of the ranks that load the same data as this one. Returns `None` if the ranks do not form a mesh
-/// of replicas and shards, in which rank `r` loads the same as rank `r % shards`. Collective: an object all-gather.
-pub(crate) fn replicas(group: &ProcessGroup, wanted: &[Wanted]) -> Result<Option<ProcessGroup>, CommError> {
+/// Returns the group of the ranks that load the same data as this one. Returns `None` if the ranks
+/// do not form a mesh of replicas and shards, in which rank `r` loads the same as rank `r %
+/// shards`. Collective: an object all-gather.
+pub(crate) fn replicas(
+    group: &ProcessGroup,
+    wanted: &[Wanted],
+) -> Result<Option<ProcessGroup>, CommError> {
     if group.world_size() == 1 {
         return Ok(None);
     }
@@ -25,21 +30,34 @@ pub(crate) fn replicas(group: &ProcessGroup, wanted: &[Wanted]) -> Result<Option
         (wanted.position, wanted.dtype, &wanted.boxes).hash(&mut hasher);
     }
     let wants = group.all_gather_object(&hasher.finish())?;
-    let mesh = shards(&wants)
-        .and_then(|shards| DeviceMesh::new(&[wants.len() / shards, shards], &["replicate", "shard"], wants.len()).ok());
+    let mesh = shards(&wants).and_then(|shards| {
+        DeviceMesh::new(
+            &[wants.len() / shards, shards],
+            &["replicate", "shard"],
+            wants.len(),
+        )
+        .ok()
+    });
     mesh.map(|mesh| group.mesh_group(&mesh, 0)).transpose()
 }
 
-/// Returns the number of shards, if each rank `r` loads the same as rank `r % shards`. `wants` has a hash of what each
-/// rank loads.
+/// Returns the number of shards, if each rank `r` loads the same as rank `r % shards`. `wants` has
+/// a hash of what each rank loads.
 fn shards(wants: &[u64]) -> Option<usize> {
-    let shards = 1 + wants.iter().skip(1).position(|want| Some(want) == wants.first())?;
+    let shards = 1 + wants
+        .iter()
+        .skip(1)
+        .position(|want| Some(want) == wants.first())?;
     let is_mesh = wants.len().is_multiple_of(shards)
-        && wants.iter().enumerate().all(|(rank, want)| *want == wants[rank % shards]);
+        && wants
+            .iter()
+            .enumerate()
+            .all(|(rank, want)| *want == wants[rank % shards]);
     is_mesh.then_some(shards)
 }
 
-/// The boxes of several tensors, one after the other, as one sequence of bytes. Each replica reads a share of it.
+/// The boxes of several tensors, one after the other, as one sequence of bytes. Each replica reads
+/// a share of it.
 pub(crate) struct JoinedBoxes {
     boxes: Vec<JoinedBox>,
     bytes: usize,
@@ -73,20 +91,30 @@ pub(crate) struct BoxPart {
 impl JoinedBoxes {
     /// Joins all boxes of the wanted tensors.
     pub(crate) fn new(wanted: &[Wanted]) -> Self {
-        let mut joined = JoinedBoxes { boxes: Vec::new(), bytes: 0 };
+        let mut joined = JoinedBoxes {
+            boxes: Vec::new(),
+            bytes: 0,
+        };
         for (index, wanted) in wanted.iter().enumerate() {
             let element = wanted.dtype.size_in_bytes() as usize;
             for (of_tensor, bounds) in wanted.boxes.iter().enumerate() {
                 let bytes = bounds.numel() * element;
-                joined.boxes.push(JoinedBox { wanted: index, index: of_tensor, start: joined.bytes, bytes, element });
+                joined.boxes.push(JoinedBox {
+                    wanted: index,
+                    index: of_tensor,
+                    start: joined.bytes,
+                    bytes,
+                    element,
+                });
                 joined.bytes += bytes;
             }
         }
         joined
     }
 
-    /// Cuts the sequence into pieces of [`PIECE`] bytes, and each piece into one share for each replica. Returns the
-    /// shares of each piece, in the order of the replicas, as ranges of the sequence. No element is cut.
+    /// Cuts the sequence into pieces of [`PIECE`] bytes, and each piece into one share for each
+    /// replica. Returns the shares of each piece, in the order of the replicas, as ranges of the
+    /// sequence. No element is cut.
     pub(crate) fn shares(&self, replicas: usize) -> Vec<Vec<Range<usize>>> {
         self.shares_of_pieces(PIECE, replicas)
     }
@@ -96,9 +124,11 @@ impl JoinedBoxes {
         let mut all = Vec::new();
         for start in (0..self.bytes).step_by(piece) {
             let length = piece.min(self.bytes - start);
-            // Shares are equally long, except that a cut inside an element is moved to the start of that element. The
-            // end of the piece is moved like this too, and the next piece then begins there.
-            let cuts = (0..=replicas).map(|replica| self.before_element(start + length * replica / replicas));
+            // Shares are equally long, except that a cut inside an element is moved to the start of
+            // that element. The end of the piece is moved like this too, and the next piece then
+            // begins there.
+            let cuts = (0..=replicas)
+                .map(|replica| self.before_element(start + length * replica / replicas));
             let cuts: Vec<usize> = cuts.collect();
             all.push(cuts.windows(2).map(|pair| pair[0]..pair[1]).collect());
         }
@@ -109,26 +139,43 @@ impl JoinedBoxes {
     fn before_element(&self, at: usize) -> usize {
         let after = self.boxes.partition_point(|entry| entry.start <= at);
         match after.checked_sub(1).map(|index| &self.boxes[index]) {
-            Some(entry) if at < entry.start + entry.bytes => at - (at - entry.start) % entry.element,
+            Some(entry) if at < entry.start + entry.bytes => {
+                at - (at - entry.start) % entry.element
+            }
             _ => at,
         }
     }
 
     /// Returns the parts of boxes that a range of the sequence consists of.
     pub(crate) fn boxes_in(&self, range: &Range<usize>) -> Vec<BoxPart> {
-        let first = self.boxes.partition_point(|entry| entry.start + entry.bytes <= range.start);
-        let boxes = self.boxes.iter().enumerate().skip(first).take_while(|(_, entry)| entry.start < range.end);
+        let first = self
+            .boxes
+            .partition_point(|entry| entry.start + entry.bytes <= range.start);
+        let boxes = self
+            .boxes
+            .iter()
+            .enumerate()
+            .skip(first)
+            .take_while(|(_, entry)| entry.start < range.end);
         boxes
             .map(|(index, entry)| {
-                let (from, to) = (range.start.max(entry.start), range.end.min(entry.start + entry.bytes));
-                BoxPart { index, wanted: entry.wanted, bytes: from - entry.start..to - entry.start }
+                let (from, to) = (
+                    range.start.max(entry.start),
+                    range.end.min(entry.start + entry.bytes),
+                );
+                BoxPart {
+                    index,
+                    wanted: entry.wanted,
+                    bytes: from - entry.start..to - entry.start,
+                }
             })
             .filter(|part| !part.bytes.is_empty())
             .collect()
     }
 
-    /// Returns the requests that read a range of the sequence. The bytes of their boxes, one after the other, are the
-    /// bytes of the range. `request` makes the request for some boxes of a wanted tensor.
+    /// Returns the requests that read a range of the sequence. The bytes of their boxes, one after
+    /// the other, are the bytes of the range. `request` makes the request for some boxes of a
+    /// wanted tensor.
     pub(crate) fn requests(
         &self,
         wanted: &[Wanted],
@@ -140,16 +187,25 @@ impl JoinedBoxes {
             let JoinedBox { index, element, .. } = self.boxes[part.index];
             let bounds = &wanted[part.wanted].boxes[index];
             let elements = part.bytes.start / element..part.bytes.end / element;
-            let boxes = boxes_of_flat_range(&bounds.sizes, elements).into_iter().map(|mut inner| {
-                inner.offsets.iter_mut().zip(&bounds.offsets).for_each(|(inner, outer)| *inner += outer);
-                inner
-            });
+            let boxes = boxes_of_flat_range(&bounds.sizes, elements)
+                .into_iter()
+                .map(|mut inner| {
+                    inner
+                        .offsets
+                        .iter_mut()
+                        .zip(&bounds.offsets)
+                        .for_each(|(inner, outer)| *inner += outer);
+                    inner
+                });
             match requests.last_mut() {
                 Some((last, all)) if *last == part.wanted => all.extend(boxes),
                 _ => requests.push((part.wanted, boxes.collect())),
             }
         }
-        requests.into_iter().map(|(index, boxes)| request(&wanted[index], boxes)).collect()
+        requests
+            .into_iter()
+            .map(|(index, boxes)| request(&wanted[index], boxes))
+            .collect()
     }
 }
 
@@ -161,7 +217,16 @@ mod tests {
 
     fn wanted(dtype: DType, shape: &[usize], boxes: Vec<TensorBox>) -> Wanted {
         let (key, shape) = (String::new(), shape.to_vec());
-        Wanted { position: 0, place: 0, key, dtype, becomes: dtype, shape, boxes, is_same_on_all: false }
+        Wanted {
+            position: 0,
+            place: 0,
+            key,
+            dtype,
+            becomes: dtype,
+            shape,
+            boxes,
+            is_same_on_all: false,
+        }
     }
 
     #[test]
@@ -186,7 +251,10 @@ mod tests {
             wanted(
                 DType::F32,
                 &[4, 3],
-                vec![TensorBox::new(vec![1, 0], vec![2, 3]), TensorBox::new(vec![3, 1], vec![1, 1])],
+                vec![
+                    TensorBox::new(vec![1, 0], vec![2, 3]),
+                    TensorBox::new(vec![3, 1], vec![1, 1]),
+                ],
             ),
             wanted(DType::F32, &[0], vec![TensorBox::whole(&[0])]),
             wanted(DType::U8, &[], vec![TensorBox::whole(&[])]),
@@ -195,8 +263,11 @@ mod tests {
         assert_eq!(joined.bytes, 5 + 24 + 4 + 1);
         for piece in [1, 7, 16, 100] {
             for replicas in [1, 2, 3, 5] {
-                let shares: Vec<Range<usize>> =
-                    joined.shares_of_pieces(piece, replicas).into_iter().flatten().collect();
+                let shares: Vec<Range<usize>> = joined
+                    .shares_of_pieces(piece, replicas)
+                    .into_iter()
+                    .flatten()
+                    .collect();
                 let mut at = 0;
                 let mut elements = 0;
                 for share in shares {
@@ -216,7 +287,11 @@ mod tests {
                     });
                     assert_eq!(bytes.sum::<usize>(), share.len());
                 }
-                assert_eq!((at, elements), (joined.bytes, 5 + 6 + 1 + 1), "pieces of {piece}, {replicas} replicas");
+                assert_eq!(
+                    (at, elements),
+                    (joined.bytes, 5 + 6 + 1 + 1),
+                    "pieces of {piece}, {replicas} replicas"
+                );
             }
         }
     }

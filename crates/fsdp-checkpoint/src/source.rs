@@ -1,4 +1,5 @@
-//! A checkpoint of any format as the source of a load: each rank reads the bytes that it needs, and nothing else.
+//! A checkpoint of any format as the source of a load: each rank reads the bytes that it needs, and
+//! nothing else.
 
 use std::collections::{HashMap, HashSet};
 
@@ -19,17 +20,17 @@ use crate::compare::{Comparison, check_value};
 use crate::shared_read::{JoinedBoxes, replicas};
 use crate::threads::{Access, threads};
 
-/// The bytes that are lent and read at once. It is more than the threads need to be busy, and it bounds the memory that
-/// values pass through on their way to a device or to another dtype.
+/// The bytes that are lent and read at once. It is more than the threads need to be busy, and it
+/// bounds the memory that values pass through on their way to a device or to another dtype.
 const WINDOW: usize = 512 << 20;
 
 /// An open checkpoint of any format, as the source of a load.
 ///
 /// Every rank opens the checkpoint by itself, and reads by itself unless replicas share the reading
-/// ([`LoadOptions::read_once`](fsdp_state::LoadOptions::read_once)). Collectives: if the checkpoint has digests, a
-/// gather of sums, by which the ranks check that all of them together have loaded what was saved, and an agreement if
-/// hashes have to be checked as well; if the reading is shared, an object all-gather, the all-gathers of the data and
-/// an agreement.
+/// ([`LoadOptions::read_once`](fsdp_state::LoadOptions::read_once)). Collectives: if the checkpoint
+/// has digests, a gather of sums, by which the ranks check that all of them together have loaded
+/// what was saved, and an agreement if hashes have to be checked as well; if the reading is shared,
+/// an object all-gather, the all-gathers of the data and an agreement.
 pub struct CheckpointSource<'a> {
     checkpoint: &'a dyn Checkpoint,
     schema: Schema,
@@ -37,44 +38,62 @@ pub struct CheckpointSource<'a> {
     keys: Vec<String>,
     /// The ranks that load the same data as this one, if they share the reading.
     replicas: Option<ProcessGroup>,
-    /// `true` if parts of tensors are read without checking hashes, because the sums over the parts of all ranks are
-    /// compared with the digest of the tensor. Hashes are checked afterwards if the parts do not make up the tensor.
+    /// `true` if parts of tensors are read without checking hashes, because the sums over the parts
+    /// of all ranks are compared with the digest of the tensor. Hashes are checked afterwards if
+    /// the parts do not make up the tensor.
     is_compared: bool,
 }
 
 impl<'a> CheckpointSource<'a> {
-    /// Returns a source of everything in a checkpoint, under the paths that the values had in the saved state dict. In
-    /// formats that do not store paths, each path is the flat key as one part.
+    /// Returns a source of everything in a checkpoint, under the paths that the values had in the
+    /// saved state dict. In formats that do not store paths, each path is the flat key as one part.
     #[must_use]
     pub fn new(checkpoint: &'a dyn Checkpoint) -> Self {
         Self::with_known_paths(checkpoint, &IndexMap::new())
     }
 
-    /// Returns the same source as [`Self::new`], except that `paths` says which paths flat keys stand for in formats
-    /// that do not store them.
+    /// Returns the same source as [`Self::new`], except that `paths` says which paths flat keys
+    /// stand for in formats that do not store them.
     #[must_use]
-    pub fn with_known_paths(checkpoint: &'a dyn Checkpoint, paths: &IndexMap<String, KeyPath>) -> Self {
+    pub fn with_known_paths(
+        checkpoint: &'a dyn Checkpoint,
+        paths: &IndexMap<String, KeyPath>,
+    ) -> Self {
         let paths = checkpoint.metadata().planner_data.as_ref().unwrap_or(paths);
-        Self::with_paths(checkpoint, |key| paths.get(key).cloned().unwrap_or_else(|| flat_path(key)))
+        Self::with_paths(checkpoint, |key| {
+            paths.get(key).cloned().unwrap_or_else(|| flat_path(key))
+        })
     }
 
-    /// Returns a source of everything in a checkpoint, where each path is the flat key as one part: `["model.weight"]`.
+    /// Returns a source of everything in a checkpoint, where each path is the flat key as one part:
+    /// `["model.weight"]`.
     pub(crate) fn by_flat_key(checkpoint: &'a dyn Checkpoint) -> Self {
         Self::with_paths(checkpoint, flat_path)
     }
 
-    /// Returns a source in which `path` gives the path of each key. A schema is sorted by path, and keys follow it.
+    /// Returns a source in which `path` gives the path of each key. A schema is sorted by path, and
+    /// keys follow it.
     fn with_paths(checkpoint: &'a dyn Checkpoint, path: impl Fn(&str) -> KeyPath) -> Self {
         let entries = checkpoint.metadata().entries.iter();
-        let mut leaves: Vec<(KeyPath, Leaf, String)> =
-            entries.map(|(key, entry)| (path(key), leaf(entry), key.clone())).collect();
+        let mut leaves: Vec<(KeyPath, Leaf, String)> = entries
+            .map(|(key, entry)| (path(key), leaf(entry), key.clone()))
+            .collect();
         leaves.sort_by(|(a, ..), (b, ..)| a.cmp(b));
-        let (schema, keys) = leaves.into_iter().map(|(path, leaf, key)| ((path, leaf), key)).unzip();
-        CheckpointSource { checkpoint, schema: Schema::new(schema), keys, replicas: None, is_compared: false }
+        let (schema, keys) = leaves
+            .into_iter()
+            .map(|(path, leaf, key)| ((path, leaf), key))
+            .unzip();
+        CheckpointSource {
+            checkpoint,
+            schema: Schema::new(schema),
+            keys,
+            replicas: None,
+            is_compared: false,
+        }
     }
 
-    /// Leaves out opaque plain values, which hold objects of other programs and cannot be loaded, and returns their
-    /// keys. Values for which `is_state` returns `true` are kept.
+    /// Leaves out opaque plain values, which hold objects of other programs and cannot be loaded,
+    /// and returns their keys. Values for which `is_state` returns `true` are kept.
     ///
     /// # Errors
     /// Values that cannot be read for another reason.
@@ -102,7 +121,14 @@ impl<'a> CheckpointSource<'a> {
         let (left_out, kept): (Vec<_>, Vec<_>) = leaves.partition(|(_, key)| is_left_out(key));
         let (leaves, keys) = kept.into_iter().unzip();
         let left_out = left_out.into_iter().map(|(_, key)| key).collect();
-        (CheckpointSource { schema: Schema::new(leaves), keys, ..self }, left_out)
+        (
+            CheckpointSource {
+                schema: Schema::new(leaves),
+                keys,
+                ..self
+            },
+            left_out,
+        )
     }
 
     /// Returns the checkpoint.
@@ -118,10 +144,16 @@ impl<'a> CheckpointSource<'a> {
     /// Returns the request to the checkpoint for boxes of a tensor that is wanted.
     fn request(&self, wanted: &Wanted, boxes: Vec<TensorBox>) -> LoadRequest {
         let (fqn, shape) = (self.key(wanted.position).to_owned(), wanted.shape.clone());
-        LoadRequest { fqn, dtype: wanted.dtype, shape, boxes }
+        LoadRequest {
+            fqn,
+            dtype: wanted.dtype,
+            shape,
+            boxes,
+        }
     }
 
-    /// Checks the hashes of what this rank has read of some tensors, by reading them again, one after the other.
+    /// Checks the hashes of what this rank has read of some tensors, by reading them again, one
+    /// after the other.
     fn check_hashes(&self, fqns: &HashSet<&str>, wanted: &[Wanted]) -> Result<(), CheckpointError> {
         for wanted in wanted {
             if !fqns.contains(self.key(wanted.position)) {
@@ -130,7 +162,10 @@ impl<'a> CheckpointSource<'a> {
             let elements: usize = wanted.boxes.iter().map(TensorBox::numel).sum();
             let mut bytes = zeroed_vec(elements * wanted.dtype.size_in_bytes() as usize)?;
             let request = self.request(wanted, wanted.boxes.clone());
-            self.checkpoint.read(destinations(vec![request], &mut bytes), ReadOptions::default())?;
+            self.checkpoint.read(
+                destinations(vec![request], &mut bytes),
+                ReadOptions::default(),
+            )?;
         }
         Ok(())
     }
@@ -144,10 +179,18 @@ struct Reading<'a> {
 }
 
 impl<'a> Reading<'a> {
-    /// Begins reading. Digests of what is read are computed if the checkpoint has digests to compare them with.
+    /// Begins reading. Digests of what is read are computed if the checkpoint has digests to
+    /// compare them with.
     fn new(source: &'a CheckpointSource<'_>, options: ReadOptions) -> Self {
         let comparison = Comparison::with(source.checkpoint);
-        Reading { source, options: ReadOptions { digest: comparison.is_some(), ..options }, comparison }
+        Reading {
+            source,
+            options: ReadOptions {
+                digest: comparison.is_some(),
+                ..options
+            },
+            comparison,
+        }
     }
 
     /// Reads boxes of tensors, and adds their sums to the comparison.
@@ -162,20 +205,29 @@ impl<'a> Reading<'a> {
     }
 
     /// Fills memory with the wanted boxes.
-    fn fill(&mut self, wanted: &[Wanted], memories: &mut [Option<Memory>]) -> Result<(), CheckpointError> {
+    fn fill(
+        &mut self,
+        wanted: &[Wanted],
+        memories: &mut [Option<Memory>],
+    ) -> Result<(), CheckpointError> {
         let mut guard = taken(memories)?;
         let lent = lent_bytes(memories.iter_mut().map(Option::as_mut), &mut guard)?;
         let mut destinations = Vec::with_capacity(wanted.len());
         for (wanted, buffers) in wanted.iter().zip(lent) {
             if let Some(buffers) = buffers {
                 let request = self.source.request(wanted, wanted.boxes.clone());
-                destinations.push(Destination { request, buffers, is_compared: self.source.is_compared });
+                destinations.push(Destination {
+                    request,
+                    buffers,
+                    is_compared: self.source.is_compared,
+                });
             }
         }
         self.read(destinations)
     }
 
-    /// Reads all that is wanted in windows, together with the replicas of this rank if they share the reading.
+    /// Reads all that is wanted in windows, together with the replicas of this rank if they share
+    /// the reading.
     ///
     /// # Errors
     /// The outer error is that of a collective, the inner one is this rank's own.
@@ -189,10 +241,12 @@ impl<'a> Reading<'a> {
         while first < wanted.len() {
             let positions = first..first + window(&wanted[first..]);
             let window = &wanted[positions.clone()];
-            // Ask for the memory of a window of tensors, fill all of it, and give it back in the same order. A rank
-            // that has failed asks for none, and only takes part in the collectives.
+            // Ask for the memory of a window of tensors, fill all of it, and give it back in the
+            // same order. A rank that has failed asks for none, and only takes part in the
+            // collectives.
             let mut lent = outcome.and_then(|()| {
-                let memories: Result<Vec<_>, _> = positions.clone().map(|index| lend.lend(index)).collect();
+                let memories: Result<Vec<_>, _> =
+                    positions.clone().map(|index| lend.lend(index)).collect();
                 Ok(memories?)
             });
             let memories = lent.as_deref_mut().ok();
@@ -212,9 +266,10 @@ impl<'a> Reading<'a> {
         Ok(outcome)
     }
 
-    /// Fills memory as [`Self::fill`] does, but together with the replicas of this rank, which all want the same: each
-    /// replica reads a share of it and receives the shares of the others. A rank that has failed passes no memory, and
-    /// still takes part. Collective: an all-gather for each piece.
+    /// Fills memory as [`Self::fill`] does, but together with the replicas of this rank, which all
+    /// want the same: each replica reads a share of it and receives the shares of the others. A
+    /// rank that has failed passes no memory, and still takes part. Collective: an all-gather for
+    /// each piece.
     ///
     /// # Errors
     /// The outer error is that of a collective, the inner one is this rank's own.
@@ -225,12 +280,13 @@ impl<'a> Reading<'a> {
         memories: Option<&mut [Option<Memory>]>,
     ) -> Result<Result<(), CheckpointError>, CommError> {
         let joined = JoinedBoxes::new(wanted);
-        // Step 1: lend the bytes of the memory, and find the place of each box there. A rank that fails here goes on
-        // without memory, because the replicas wait for it in the all-gathers.
+        // Step 1: lend the bytes of the memory, and find the place of each box there. A rank that
+        // fails here goes on without memory, because the replicas wait for it in the all-gathers.
         let memories = memories.unwrap_or_default();
         let mut guard = None;
         let lent = match taken(memories) {
-            Ok(taken) => lent_bytes(memories.iter_mut().map(Option::as_mut), guard.insert(taken)).map_err(Into::into),
+            Ok(taken) => lent_bytes(memories.iter_mut().map(Option::as_mut), guard.insert(taken))
+                .map_err(Into::into),
             Err(error) => Err(error),
         };
         let (mut lent, mut outcome) = match lent {
@@ -245,12 +301,15 @@ impl<'a> Reading<'a> {
                 None => places.extend(wanted.boxes.iter().map(|_| None)),
             }
         }
-        // Step 2: piece by piece, read this rank's share, and gather the shares of all replicas into the places.
+        // Step 2: piece by piece, read this rank's share, and gather the shares of all replicas
+        // into the places.
         for shares in joined.shares(replicas.world_size()) {
             let own = &shares[replicas.rank()];
             let mut bytes = vec![0; own.len()];
             if outcome.is_ok() {
-                let requests = joined.requests(wanted, own, |wanted, boxes| self.source.request(wanted, boxes));
+                let requests = joined.requests(wanted, own, |wanted, boxes| {
+                    self.source.request(wanted, boxes)
+                });
                 outcome = self.read(destinations(requests, &mut bytes));
             }
             let counts: Vec<usize> = shares.iter().map(ExactSizeIterator::len).collect();
@@ -276,7 +335,8 @@ impl<'a> Reading<'a> {
     }
 }
 
-/// Returns destinations in memory that has the bytes of all boxes of these requests, one after the other.
+/// Returns destinations in memory that has the bytes of all boxes of these requests, one after the
+/// other.
 fn destinations(requests: Vec<LoadRequest>, mut bytes: &mut [u8]) -> Vec<Destination<'_>> {
     let mut destinations = Vec::with_capacity(requests.len());
     for request in requests {
@@ -294,7 +354,11 @@ fn destinations(requests: Vec<LoadRequest>, mut bytes: &mut [u8]) -> Vec<Destina
 
 /// Takes the storages out of the tensors of some memories.
 fn taken(memories: &[Option<Memory>]) -> Result<StorageGuard, CheckpointError> {
-    let tensors: Vec<Tensor> = memories.iter().flatten().flat_map(Memory::tensors).collect();
+    let tensors: Vec<Tensor> = memories
+        .iter()
+        .flatten()
+        .flat_map(Memory::tensors)
+        .collect();
     Ok(StorageGuard::take(&tensors.iter().collect::<Vec<_>>())?)
 }
 
@@ -307,15 +371,24 @@ impl Source for CheckpointSource<'_> {
 
     fn values(&self, positions: &[usize]) -> Result<Vec<StateValue>, CheckpointError> {
         // All tensors are read together.
-        let wanted: Vec<Wanted> =
-            positions.iter().filter_map(|&position| Wanted::whole(&self.schema, position)).collect();
-        let memories = wanted.iter().map(|wanted| Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes).map(Some));
+        let wanted: Vec<Wanted> = positions
+            .iter()
+            .filter_map(|&position| Wanted::whole(&self.schema, position))
+            .collect();
+        let memories = wanted
+            .iter()
+            .map(|wanted| Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes).map(Some));
         let mut memories = memories.collect::<Result<Vec<_>, _>>()?;
         let mut reading = Reading::new(self, ReadOptions::default());
         reading.fill(&wanted, &mut memories)?;
-        reading.comparison.map_or(Ok(()), |comparison| comparison.check_here())?;
-        let mut tensors: HashMap<usize, Option<Memory>> =
-            wanted.iter().map(|wanted| wanted.position).zip(memories).collect();
+        reading
+            .comparison
+            .map_or(Ok(()), |comparison| comparison.check_here())?;
+        let mut tensors: HashMap<usize, Option<Memory>> = wanted
+            .iter()
+            .map(|wanted| wanted.position)
+            .zip(memories)
+            .collect();
         let mut values = Vec::with_capacity(positions.len());
         for &position in positions {
             values.push(match tensors.remove(&position).flatten() {
@@ -339,38 +412,74 @@ impl Source for CheckpointSource<'_> {
     }
 
     fn check(&self, wanted: &[Wanted]) -> Result<(), CheckpointError> {
-        let requests: Vec<LoadRequest> =
-            wanted.iter().map(|wanted| self.request(wanted, wanted.boxes.clone())).collect();
-        // This finds boxes that no chunks cover, and files that are missing or too short, before anything changes.
-        self.checkpoint.check_read(&requests, ReadPlanOptions::default())?;
+        let requests: Vec<LoadRequest> = wanted
+            .iter()
+            .map(|wanted| self.request(wanted, wanted.boxes.clone()))
+            .collect();
+        // This finds boxes that no chunks cover, and files that are missing or too short, before
+        // anything changes.
+        self.checkpoint
+            .check_read(&requests, ReadPlanOptions::default())?;
         Ok(())
     }
 
-    fn locate(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], _: &WantedOn<'_>) -> Result<(), CheckpointError> {
-        let shares = call.options.read_once.unwrap_or_else(|| self.checkpoint.directory().is_object_store());
-        self.replicas = if shares { replicas(call.group, wanted)? } else { None };
-        // A rank that is alone knows at once which tensors it reads in part only. Replicas check the hashes of their
-        // shares.
-        self.is_compared =
-            self.checkpoint.digests().is_some() && call.group.world_size() > 1 && self.replicas.is_none();
+    fn locate(
+        &mut self,
+        call: &LoadCall<'_>,
+        wanted: &[Wanted],
+        _: &WantedOn<'_>,
+    ) -> Result<(), CheckpointError> {
+        let shares = call
+            .options
+            .read_once
+            .unwrap_or_else(|| self.checkpoint.directory().is_object_store());
+        self.replicas = if shares {
+            replicas(call.group, wanted)?
+        } else {
+            None
+        };
+        // A rank that is alone knows at once which tensors it reads in part only. Replicas check
+        // the hashes of their shares.
+        self.is_compared = self.checkpoint.digests().is_some()
+            && call.group.world_size() > 1
+            && self.replicas.is_none();
         Ok(())
     }
 
-    fn read(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], lend: &mut dyn Lend) -> Result<(), CheckpointError> {
+    fn read(
+        &mut self,
+        call: &LoadCall<'_>,
+        wanted: &[Wanted],
+        lend: &mut dyn Lend,
+    ) -> Result<(), CheckpointError> {
         let is_object_store = self.checkpoint.directory().is_object_store();
-        let threads = threads(Access::Read, call.options.threads, call.group, is_object_store);
-        let options = ReadOptions { threads, ..ReadOptions::default() };
+        let threads = threads(
+            Access::Read,
+            call.options.threads,
+            call.group,
+            is_object_store,
+        );
+        let options = ReadOptions {
+            threads,
+            ..ReadOptions::default()
+        };
         let mut reading = Reading::new(self, options);
-        // If a collective among the replicas fails, only the replicas know. So the failure counts as this rank's own
-        // error here.
-        let mut read = reading.read_windows(wanted, lend).unwrap_or_else(|error| Err(error.into()));
+        // If a collective among the replicas fails, only the replicas know. So the failure counts
+        // as this rank's own error here.
+        let mut read = reading
+            .read_windows(wanted, lend)
+            .unwrap_or_else(|error| Err(error.into()));
         if self.replicas.is_some() {
-            // If a rank failed to read its share, the others lack it too, so all of them have to fail.
+            // If a rank failed to read its share, the others lack it too, so all of them have to
+            // fail.
             read = CheckpointError::agree(call.group, call.operation, None, read);
         }
-        // A rank that failed to read takes part nevertheless, because the others compare what they have read.
+        // A rank that failed to read takes part nevertheless, because the others compare what they
+        // have read.
         let compared = reading.comparison.map_or(Ok(()), |comparison| {
-            comparison.check(call.group, call.operation, self.is_compared, |fqns| self.check_hashes(fqns, wanted))
+            comparison.check(call.group, call.operation, self.is_compared, |fqns| {
+                self.check_hashes(fqns, wanted)
+            })
         });
         match compared {
             Err(error @ CheckpointError::Comm(_)) => Err(error),
@@ -384,7 +493,8 @@ fn window(wanted: &[Wanted]) -> usize {
     let mut bytes: usize = 0;
     for (index, wanted) in wanted.iter().enumerate() {
         let elements: usize = wanted.boxes.iter().map(TensorBox::numel).sum();
-        bytes = bytes.saturating_add(elements.saturating_mul(wanted.dtype.size_in_bytes() as usize));
+        bytes =
+            bytes.saturating_add(elements.saturating_mul(wanted.dtype.size_in_bytes() as usize));
         // A tensor that is larger than the window is read by itself.
         if index > 0 && bytes > WINDOW {
             return index;
@@ -397,7 +507,10 @@ fn window(wanted: &[Wanted]) -> usize {
 fn leaf(entry: &Entry) -> Leaf {
     match entry {
         Entry::Bytes(_) => Leaf::Plain,
-        Entry::Tensor(tensor) => Leaf::Whole { dtype: tensor.properties.dtype, shape: tensor.shape.clone() },
+        Entry::Tensor(tensor) => Leaf::Whole {
+            dtype: tensor.properties.dtype,
+            shape: tensor.shape.clone(),
+        },
     }
 }
 

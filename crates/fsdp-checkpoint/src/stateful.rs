@@ -1,15 +1,21 @@
-//! State that can be saved and loaded: the trait [`Stateful`], and [`TrainState`], which is enough for most runs.
+//! State that can be saved and loaded: the trait [`Stateful`], and [`TrainState`], which is enough
+//! for most runs.
 
 use std::time::Duration;
 
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_layout::{KeyPath, PathPart};
-use fsdp_nn::state::{LiveTarget, MissingState, StatePrefixes, live_model_state_dict, live_optim_state_dict};
-use fsdp_nn::{AveragedModel, FullyShardedDataParallel, GradScaler, NnError, Optimizer, ShardedSampler, Unchanged};
+use fsdp_nn::state::{
+    LiveTarget, MissingState, StatePrefixes, live_model_state_dict, live_optim_state_dict,
+};
+use fsdp_nn::{
+    AveragedModel, FullyShardedDataParallel, GradScaler, NnError, Optimizer, ShardedSampler,
+    Unchanged,
+};
 use fsdp_state::{
-    LoadError as _, LoadOptions, LoadReport, Schema, Source as _, StateDict, StateValue, flatten_state_dict,
-    load_state, set_element,
+    LoadError as _, LoadOptions, LoadReport, Schema, Source as _, StateDict, StateValue,
+    flatten_state_dict, load_state, set_element,
 };
 
 use crate::CheckpointError;
@@ -20,15 +26,16 @@ use crate::source::CheckpointSource;
 pub trait Stateful {
     /// Returns the state to save. No communication.
     ///
-    /// Values may be views of live tensors. A save reads them before it returns; a save in the background copies them
-    /// first.
+    /// Values may be views of live tensors. A save reads them before it returns; a save in the
+    /// background copies them first.
     ///
     /// # Errors
     /// An error of this rank only. A save turns it into an error on every rank.
     fn state_dict(&self) -> Result<StateDict, CheckpointError>;
 
-    /// Returns the state for a save, which only reads it, with a guard for the part of it that a save in the background
-    /// may copy during the next forward and backward. Without a guard all of it is copied at once. No communication.
+    /// Returns the state for a save, which only reads it, with a guard for the part of it that a
+    /// save in the background may copy during the next forward and backward. Without a guard all of
+    /// it is copied at once. No communication.
     ///
     /// The default is [`Self::state_dict`] without a guard.
     ///
@@ -42,7 +49,8 @@ pub trait Stateful {
     ///
     /// # Errors
     /// The same on every rank. The state is unchanged, unless the error is
-    /// [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded): then some values are new.
+    /// [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded): then some values are
+    /// new.
     fn load_state_dict(
         &mut self,
         checkpoint: &dyn Checkpoint,
@@ -51,8 +59,8 @@ pub trait Stateful {
     ) -> Result<LoadReport, CheckpointError>;
 }
 
-/// A guard that keeps the sharded tensors below some keys of a state dict unchanged until they have been copied. Other
-/// values below these keys are copied at once.
+/// A guard that keeps the sharded tensors below some keys of a state dict unchanged until they have
+/// been copied. Other values below these keys are copied at once.
 #[derive(Debug)]
 pub struct KeptUnchanged {
     keys: Vec<String>,
@@ -60,16 +68,21 @@ pub struct KeptUnchanged {
 }
 
 impl KeptUnchanged {
-    /// Makes a guard of the sharded tensors below these keys, all of which `guard` must keep unchanged: they are
-    /// parameters of its model, state of its optimizers, or averages.
+    /// Makes a guard of the sharded tensors below these keys, all of which `guard` must keep
+    /// unchanged: they are parameters of its model, state of its optimizers, or averages.
     #[must_use]
     pub fn new(keys: impl IntoIterator<Item = impl Into<String>>, guard: Unchanged) -> Self {
-        KeptUnchanged { keys: keys.into_iter().map(Into::into).collect(), guard }
+        KeptUnchanged {
+            keys: keys.into_iter().map(Into::into).collect(),
+            guard,
+        }
     }
 
     /// Returns `true` for the path of a value that does not change if it is a sharded tensor.
     pub(crate) fn contains(&self, path: &KeyPath) -> bool {
-        let [PathPart::Key(first), _, ..] = path.0.as_slice() else { return false };
+        let [PathPart::Key(first), _, ..] = path.0.as_slice() else {
+            return false;
+        };
         self.keys.contains(first)
     }
 
@@ -79,8 +92,8 @@ impl KeptUnchanged {
     }
 }
 
-/// A state dict is saved as it is. A load fills its tensors in place and replaces its plain values, as
-/// [`load_in_place`](crate::load_in_place()).
+/// A state dict is saved as it is. A load fills its tensors in place and replaces its plain values,
+/// as [`load_in_place`](crate::load_in_place()).
 impl Stateful for StateDict {
     fn state_dict(&self) -> Result<StateDict, CheckpointError> {
         Ok(self.clone())
@@ -107,20 +120,22 @@ const SCALER: &str = "scaler";
 /// The key of the averaged weights in a checkpoint.
 const AVERAGE: &str = "average";
 
-/// The state of a training run: the model, its optimizers, a sampler, a gradient scaler and averaged weights if the run
-/// has them, and plain values.
+/// The state of a training run: the model, its optimizers, a sampler, a gradient scaler and
+/// averaged weights if the run has them, and plain values.
 ///
-/// In a checkpoint it is `{"model": …, "optim": …}` and the values, as torch programs save it, plus `sampler`, `scaler`
-/// and `average` if the run has them. A load fills the shards of the live model and the optimizers' state in place,
-/// without a second copy, and replaces plain values.
+/// In a checkpoint it is `{"model": …, "optim": …}` and the values, as torch programs save it, plus
+/// `sampler`, `scaler` and `average` if the run has them. A load fills the shards of the live model
+/// and the optimizers' state in place, without a second copy, and replaces plain values.
 ///
-/// A strict load (the default) fails if the run has a name that the checkpoint lacks, or if the checkpoint has a
-/// tensor, or anything of optimizers, that the run does not have. Other plain values that only the checkpoint has are
-/// added to [`TrainState::values`]. A tensor of one element becomes a number where `values` has a plain value. A load
-/// that is not strict ignores names that only one side has, and opaque values.
+/// A strict load (the default) fails if the run has a name that the checkpoint lacks, or if the
+/// checkpoint has a tensor, or anything of optimizers, that the run does not have. Other plain
+/// values that only the checkpoint has are added to [`TrainState::values`]. A tensor of one element
+/// becomes a number where `values` has a plain value. A load that is not strict ignores names that
+/// only one side has, and opaque values.
 ///
-/// A checkpoint without a `model` key, such as a published one, holds only a model. Load it into a run without
-/// optimizers. Names that begin with `model.` in a format of flat keys are the model's own, as in Hugging Face's files.
+/// A checkpoint without a `model` key, such as a published one, holds only a model. Load it into a
+/// run without optimizers. Names that begin with `model.` in a format of flat keys are the model's
+/// own, as in Hugging Face's files.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -168,8 +183,8 @@ pub struct TrainState<M> {
     /// The average of the model's weights; `None` at first.
     pub average: Option<AveragedModel>,
     /// Further values by their keys in the checkpoint, such as the number of steps done. A
-    /// [`Schedule`](fsdp_nn::Schedule) needs only the step, because the optimizers keep its base rate. Plain values
-    /// must be the same on every rank.
+    /// [`Schedule`](fsdp_nn::Schedule) needs only the step, because the optimizers keep its base
+    /// rate. Plain values must be the same on every rank.
     pub values: StateDict,
 }
 
@@ -177,28 +192,47 @@ impl<M> TrainState<M> {
     /// Returns the state of a run that consists of a model and optimizers only.
     #[must_use]
     pub fn new(model: FullyShardedDataParallel<M>, optimizers: Vec<Optimizer>) -> Self {
-        TrainState { model, optimizers, sampler: None, scaler: None, average: None, values: StateDict::new() }
+        TrainState {
+            model,
+            optimizers,
+            sampler: None,
+            scaler: None,
+            average: None,
+            values: StateDict::new(),
+        }
     }
 
     /// Returns the whole state. Tensors are views of the live ones, for reading.
     fn views(&self) -> Result<StateDict, CheckpointError> {
         let parameters = self.model.parameters();
-        // While an average is swapped in, the model holds averaged weights, and they would be saved as its weights.
+        // While an average is swapped in, the model holds averaged weights, and they would be saved
+        // as its weights.
         if parameters.has_average() {
             return Err(NnError::Swapped.into());
         }
-        if self.optimizers.iter().any(|optimizer| !optimizer.belongs_to(parameters)) {
+        if self
+            .optimizers
+            .iter()
+            .any(|optimizer| !optimizer.belongs_to(parameters))
+        {
             return Err(NnError::ForeignOptimizer.into());
         }
         let mut state = StateDict::new();
         state.insert(MODEL, live_model_state_dict(parameters)?);
         if !self.optimizers.is_empty() {
             let optimizers: Vec<&Optimizer> = self.optimizers.iter().collect();
-            state.insert(OPTIM, live_optim_state_dict(&optimizers, MissingState::Initial)?);
+            state.insert(
+                OPTIM,
+                live_optim_state_dict(&optimizers, MissingState::Initial)?,
+            );
         }
         for (key, value) in self.beside()? {
-            if let Some(part) = [MODEL, OPTIM].into_iter().find(|part| is_part_of(&key, part)) {
-                let problem = format!("a load would take it for a part of `{part}`; give it another key");
+            if let Some(part) = [MODEL, OPTIM]
+                .into_iter()
+                .find(|part| is_part_of(&key, part))
+            {
+                let problem =
+                    format!("a load would take it for a part of `{part}`; give it another key");
                 return Err(CheckpointError::Unsavable { fqn: key, problem });
             }
             state.insert_new(key, value)?;
@@ -206,13 +240,20 @@ impl<M> TrainState<M> {
         Ok(state)
     }
 
-    /// Returns the run's plain values, and the states of sampler, scaler and average under their keys. Tensors share
-    /// memory with the live ones.
+    /// Returns the run's plain values, and the states of sampler, scaler and average under their
+    /// keys. Tensors share memory with the live ones.
     fn beside(&self) -> Result<StateDict, CheckpointError> {
         let mut beside = self.values.clone();
-        let average = self.average.as_ref().map(AveragedModel::state_dict).transpose()?;
+        let average = self
+            .average
+            .as_ref()
+            .map(AveragedModel::state_dict)
+            .transpose()?;
         for (key, part) in [
-            (SAMPLER, self.sampler.as_ref().map(ShardedSampler::state_dict)),
+            (
+                SAMPLER,
+                self.sampler.as_ref().map(ShardedSampler::state_dict),
+            ),
             (SCALER, self.scaler.as_ref().map(GradScaler::state_dict)),
             (AVERAGE, average),
         ] {
@@ -223,7 +264,8 @@ impl<M> TrainState<M> {
         Ok(beside)
     }
 
-    /// Loads the model and the optimizers. Returns the report, and the other values that were loaded.
+    /// Loads the model and the optimizers. Returns the report, and the other values that were
+    /// loaded.
     fn load_live(
         &mut self,
         checkpoint: &dyn Checkpoint,
@@ -237,31 +279,48 @@ impl<M> TrainState<M> {
             let (mut source, mut left_out) = if options.strict {
                 (source, Vec::new())
             } else {
-                source.without_foreign_objects(|path| [MODEL, OPTIM].iter().any(|key| path.below(&[key]).is_some()))?
+                source.without_foreign_objects(|path| {
+                    [MODEL, OPTIM]
+                        .iter()
+                        .any(|key| path.below(&[key]).is_some())
+                })?
             };
-            // The number of updates alone would become a value of this run. A later average would go on from it, with
-            // weights that were never averaged.
+            // The number of updates alone would become a value of this run. A later average would
+            // go on from it, with weights that were never averaged.
             if !options.strict && !beside.contains_key(AVERAGE) && has_average(checkpoint) {
                 let (rest, average) = source.without(|key| is_part_of(key, AVERAGE));
                 source = rest;
                 left_out.extend(average);
             }
-            if let (Some(average), Some(StateValue::Dict(state))) = (&self.average, beside.get_mut(AVERAGE)) {
+            if let (Some(average), Some(StateValue::Dict(state))) =
+                (&self.average, beside.get_mut(AVERAGE))
+            {
                 let saved = &checkpoint.metadata().entries;
-                average.retain_saved_names(state, |name| saved.contains_key(&format!("{AVERAGE}.{name}")));
+                average.retain_saved_names(state, |name| {
+                    saved.contains_key(&format!("{AVERAGE}.{name}"))
+                });
             }
-            // Check that sampler, scaler and average accept their saved state before anything changes.
+            // Check that sampler, scaler and average accept their saved state before anything
+            // changes.
             let saved = |key: &str| saved_part(&source, &beside, key);
             set_sampler_and_scaler(&mut self.sampler.clone(), &mut self.scaler.clone(), saved)?;
             if self.average.is_some() {
                 AveragedModel::check_n_averaged(&saved(AVERAGE)?)?;
             }
-            let prefixes =
-                StatePrefixes { model: Some(model_prefix(source.schema())), optim: Some(vec![OPTIM.to_owned()]) };
+            let prefixes = StatePrefixes {
+                model: Some(model_prefix(source.schema())),
+                optim: Some(vec![OPTIM.to_owned()]),
+            };
             let optimizers = self.optimizers.iter_mut().collect();
-            Ok((source, LiveTarget::new(self.model.parameters(), optimizers, prefixes)?, left_out, beside))
+            Ok((
+                source,
+                LiveTarget::new(self.model.parameters(), optimizers, prefixes)?,
+                left_out,
+                beside,
+            ))
         });
-        let (mut source, target, left_out, mut beside) = CheckpointError::or_refuse(group, LOAD, prepared)?;
+        let (mut source, target, left_out, mut beside) =
+            CheckpointError::or_refuse(group, LOAD, prepared)?;
         let mut report: LoadReport = {
             let mut target = target.with_values(&mut beside);
             load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?
@@ -285,26 +344,32 @@ impl<M> TrainState<M> {
 
 /// Returns `true` if a key, or its beginning in formats of flat keys, is `part`.
 fn is_part_of(key: &str, part: &str) -> bool {
-    key.strip_prefix(part).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+    key.strip_prefix(part)
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
 /// Returns `true` if a checkpoint holds an average of weights.
 fn has_average(checkpoint: &dyn Checkpoint) -> bool {
-    checkpoint
-        .metadata()
-        .entries
-        .keys()
-        .any(|key| key.strip_prefix(AVERAGE).is_some_and(|rest| rest.starts_with(".module.")))
+    checkpoint.metadata().entries.keys().any(|key| {
+        key.strip_prefix(AVERAGE)
+            .is_some_and(|rest| rest.starts_with(".module."))
+    })
 }
 
 /// Returns the values below a key: small values from the checkpoint, and others from `beside`.
-fn saved_part(source: &CheckpointSource<'_>, beside: &StateDict, key: &str) -> Result<StateDict, CheckpointError> {
+fn saved_part(
+    source: &CheckpointSource<'_>,
+    beside: &StateDict,
+    key: &str,
+) -> Result<StateDict, CheckpointError> {
     let mut part = StateDict::new();
     part.extend(beside.get(key).map(|here| (key.to_owned(), here.clone())));
     let leaves = source.schema().iter().enumerate();
-    let saved =
-        leaves.filter(|(position, (path, _))| source.schema().is_small(*position) && path.below(&[key]).is_some());
-    let (positions, paths): (Vec<usize>, Vec<&KeyPath>) = saved.map(|(position, (path, _))| (position, path)).unzip();
+    let saved = leaves.filter(|(position, (path, _))| {
+        source.schema().is_small(*position) && path.below(&[key]).is_some()
+    });
+    let (positions, paths): (Vec<usize>, Vec<&KeyPath>) =
+        saved.map(|(position, (path, _))| (position, path)).unzip();
     for (path, value) in paths.into_iter().zip(source.values(&positions)?) {
         set_element(&mut part, path, value)?;
     }
@@ -326,7 +391,9 @@ fn set_sampler_and_scaler(
     mut part: impl FnMut(&str) -> Result<StateDict, CheckpointError>,
 ) -> Result<(), CheckpointError> {
     if let Some(sampler) = sampler {
-        sampler.load_state_dict(&part(SAMPLER)?).map_err(NnError::from)?;
+        sampler
+            .load_state_dict(&part(SAMPLER)?)
+            .map_err(NnError::from)?;
     }
     if let Some(scaler) = scaler {
         scaler.load_state_dict(&part(SCALER)?)?;
@@ -347,10 +414,19 @@ impl<M> Stateful for TrainState<M> {
         let parameters = self.model.parameters();
         let mut keys = vec![MODEL, OPTIM];
         // An average of another model does not wait for readers of this one.
-        if self.average.as_ref().is_some_and(|average| average.belongs_to(parameters)) {
+        if self
+            .average
+            .as_ref()
+            .is_some_and(|average| average.belongs_to(parameters))
+        {
             keys.push(AVERAGE);
         }
-        Ok((state, parameters.keep_unchanged().map(|guard| KeptUnchanged::new(keys, guard))))
+        Ok((
+            state,
+            parameters
+                .keep_unchanged()
+                .map(|guard| KeptUnchanged::new(keys, guard)),
+        ))
     }
 
     fn load_state_dict(
@@ -365,10 +441,14 @@ impl<M> Stateful for TrainState<M> {
     }
 }
 
-/// Returns the keys that lead to the model's state in a checkpoint: `model` in that of a run, and none in one that
-/// holds only a model. A flat name that begins with `model.` is the model's own.
+/// Returns the keys that lead to the model's state in a checkpoint: `model` in that of a run, and
+/// none in one that holds only a model. A flat name that begins with `model.` is the model's own.
 pub(crate) fn model_prefix(schema: &Schema) -> Vec<String> {
     let is_nested = |path: &KeyPath| matches!(path.0.as_slice(), [PathPart::Key(first), _, ..] if first == MODEL);
     let is_run = schema.iter().any(|(path, _)| is_nested(path));
-    if is_run { vec![MODEL.to_owned()] } else { Vec::new() }
+    if is_run {
+        vec![MODEL.to_owned()]
+    } else {
+        Vec::new()
+    }
 }

@@ -14,14 +14,20 @@ pub(crate) enum Access {
     Write,
 }
 
-/// Returns the number of threads with which a rank of `group` reads or writes: as many as `asked`, or else its share of
-/// the cores of its host, and one more for reading.
+/// Returns the number of threads with which a rank of `group` reads or writes: as many as `asked`,
+/// or else its share of the cores of its host, and one more for reading.
 ///
-/// Ranks that write with more threads than there are cores would wait for the locks of the files. Reading takes no
-/// locks, and with one thread more a rank that is behind uses the core of one that has already read its part.
+/// Ranks that write with more threads than there are cores would wait for the locks of the files.
+/// Reading takes no locks, and with one thread more a rank that is behind uses the core of one that
+/// has already read its part.
 ///
 /// Threads that read or write an object store mostly wait for it, so they need no core each.
-pub(crate) fn threads(access: Access, asked: Option<usize>, group: &ProcessGroup, is_object_store: bool) -> usize {
+pub(crate) fn threads(
+    access: Access,
+    asked: Option<usize>,
+    group: &ProcessGroup,
+    is_object_store: bool,
+) -> usize {
     if let Some(asked) = asked {
         return asked;
     }
@@ -51,11 +57,25 @@ mod tests {
     #[test]
     fn ranks_of_one_host_share_its_cores_and_each_has_a_thread_at_least() {
         // Cores, ranks, and the threads that read and that write.
-        for (cores, ranks, reading, writing) in
-            [(1, 1, 1, 1), (1, 3, 1, 1), (2, 1, 2, 2), (2, 2, 2, 1), (2, 5, 2, 1), (8, 4, 3, 2), (64, 8, 4, 4)]
-        {
-            assert_eq!(by_default(Access::Read, cores, ranks), reading, "{cores} cores, {ranks} ranks");
-            assert_eq!(by_default(Access::Write, cores, ranks), writing, "{cores} cores, {ranks} ranks");
+        for (cores, ranks, reading, writing) in [
+            (1, 1, 1, 1),
+            (1, 3, 1, 1),
+            (2, 1, 2, 2),
+            (2, 2, 2, 1),
+            (2, 5, 2, 1),
+            (8, 4, 3, 2),
+            (64, 8, 4, 4),
+        ] {
+            assert_eq!(
+                by_default(Access::Read, cores, ranks),
+                reading,
+                "{cores} cores, {ranks} ranks"
+            );
+            assert_eq!(
+                by_default(Access::Write, cores, ranks),
+                writing,
+                "{cores} cores, {ranks} ranks"
+            );
         }
     }
 
@@ -66,7 +86,11 @@ mod tests {
             for access in [Access::Read, Access::Write] {
                 let found = fsdp_comm::run_local(ranks, |group| {
                     let of_object_store = threads(access, None, &group, true);
-                    (threads(access, None, &group, false), of_object_store, threads(access, Some(9), &group, false))
+                    (
+                        threads(access, None, &group, false),
+                        of_object_store,
+                        threads(access, Some(9), &group, false),
+                    )
                 });
                 let expected = (by_default(access, cores, ranks), MAX_THREADS, 9);
                 assert_eq!(found.unwrap_or_default(), vec![expected; ranks]);

@@ -1,6 +1,7 @@
-//! Two costs beside that of a training step, each measured in one run, so that all is under the same conditions: that
-//! of sharding if there is nothing to shard, against plain candle in turns; and that of a comparison of replicas, on
-//! two ranks that hold the whole state each. `--json` prints an object.
+//! Two costs beside that of a training step, each measured in one run, so that all is under the
+//! same conditions: that of sharding if there is nothing to shard, against plain candle in turns;
+//! and that of a comparison of replicas, on two ranks that hold the whole state each. `--json`
+//! prints an object.
 
 use std::time::{Duration, Instant};
 
@@ -13,8 +14,19 @@ use fsdp_cli::data::{Batches, Text, VOCAB};
 use fsdp_cli::gpt::{Gpt, GptConfig};
 use serde_json::json;
 
-const CONFIG: GptConfig = GptConfig { layers: 2, heads: 4, hidden: 128, seq: 128, vocab: VOCAB };
-const BATCHES: Batches = Batches { batch: 8, seq: 128, ranks: 1, accumulation: 1 };
+const CONFIG: GptConfig = GptConfig {
+    layers: 2,
+    heads: 4,
+    hidden: 128,
+    seq: 128,
+    vocab: VOCAB,
+};
+const BATCHES: Batches = Batches {
+    batch: 8,
+    seq: 128,
+    ranks: 1,
+    accumulation: 1,
+};
 const WARM_UP: u64 = 3;
 const STEPS: u64 = 40;
 /// The steps from one comparison of replicas to the next, as the book advises.
@@ -35,10 +47,20 @@ fn timed<E>(step: impl FnOnce() -> Result<(), E>) -> Result<Duration, E> {
 fn measure(group: ProcessGroup) -> Result<(Duration, Duration), NnError> {
     let text = Text::builtin();
     let variables = VarMap::new();
-    let plain = Gpt::new(&Scope::plain(VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu)), &CONFIG)?;
+    let plain = Gpt::new(
+        &Scope::plain(VarBuilder::from_varmap(
+            &variables,
+            DType::F32,
+            &Device::Cpu,
+        )),
+        &CONFIG,
+    )?;
     let mut plain_optimizer = candle_nn::AdamW::new(variables.all_vars(), ParamsAdamW::default())?;
-    let sharded = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| Gpt::new(scope, &CONFIG))?;
-    let mut sharded_optimizer = Optimizer::new(sharded.parameters(), Algorithm::AdamW(AdamOptions::adamw()))?;
+    let sharded = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| {
+        Gpt::new(scope, &CONFIG)
+    })?;
+    let mut sharded_optimizer =
+        Optimizer::new(sharded.parameters(), Algorithm::AdamW(AdamOptions::adamw()))?;
     let (mut plain_times, mut sharded_times) = (Vec::new(), Vec::new());
     for step in 0..WARM_UP + STEPS {
         let (tokens, targets) = BATCHES.batch(&text, step, 0, 0, &Device::Cpu)?;
@@ -61,14 +83,23 @@ fn measure(group: ProcessGroup) -> Result<(Duration, Duration), NnError> {
 /// Medians of a step, and of a comparison of replicas.
 fn measure_check(group: ProcessGroup) -> Result<(Duration, Duration), CheckpointError> {
     let text = Text::builtin();
-    let config = FsdpConfig { strategy: ShardingStrategy::NoShard, ..FsdpConfig::default() };
-    let batches = Batches { ranks: group.world_size(), ..BATCHES };
-    let model = FullyShardedDataParallel::new(group.clone(), config, |scope| Gpt::new(scope, &CONFIG))?;
+    let config = FsdpConfig {
+        strategy: ShardingStrategy::NoShard,
+        ..FsdpConfig::default()
+    };
+    let batches = Batches {
+        ranks: group.world_size(),
+        ..BATCHES
+    };
+    let model =
+        FullyShardedDataParallel::new(group.clone(), config, |scope| Gpt::new(scope, &CONFIG))?;
     let optimizer = Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw()))?;
     let mut run = TrainState::new(model, vec![optimizer]);
     let (mut step_times, mut check_times) = (Vec::new(), Vec::new());
     for step in 0..WARM_UP + STEPS {
-        let (tokens, targets) = batches.batch(&text, step, group.rank(), 0, &Device::Cpu).map_err(NnError::from)?;
+        let (tokens, targets) = batches
+            .batch(&text, step, group.rank(), 0, &Device::Cpu)
+            .map_err(NnError::from)?;
         let step_time = timed(|| -> Result<(), NnError> {
             let loss = run.model.forward(|gpt| gpt.loss(&tokens, &targets))?;
             run.model.backward(&loss)?;
@@ -104,7 +135,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         });
         println!("{object}");
     } else {
-        println!("plain candle {plain:.2?} a step, fsdp on one rank {sharded:.2?}: {ratio:.3} times as long");
+        println!(
+            "plain candle {plain:.2?} a step, fsdp on one rank {sharded:.2?}: {ratio:.3} times as long"
+        );
         println!(
             "two replicas {step:.2?} a step, a comparison {check:.2?}: {:.3} % if it is done every {CHECK_EVERY} steps",
             share * 100.0

@@ -14,13 +14,23 @@ thread_local! {
     static CAPTURE: RefCell<Option<Capture>> = const { RefCell::new(None) };
 }
 
-/// Runs a command on this thread, and returns its outcome and what it wrote to stdout. Nothing is written to stderr.
+/// Runs a command on this thread, and returns its outcome and what it wrote to stdout. Nothing is
+/// written to stderr.
 ///
 /// The command stops where it can once `stop` is not 0; the number counts as that of a signal.
 pub(crate) fn run<T>(stop: Arc<AtomicUsize>, command: impl FnOnce() -> T) -> (T, Vec<u8>) {
-    CAPTURE.set(Some(Capture { output: Vec::new(), stop }));
+    CAPTURE.set(Some(Capture {
+        output: Vec::new(),
+        stop,
+    }));
     let outcome = command();
-    (outcome, CAPTURE.take().map(|capture| capture.output).unwrap_or_default())
+    (
+        outcome,
+        CAPTURE
+            .take()
+            .map(|capture| capture.output)
+            .unwrap_or_default(),
+    )
 }
 
 /// Returns `true` if this thread runs a command for another program.

@@ -83,7 +83,8 @@ struct Shown {
     value: Option<Value>,
 }
 
-/// The statistics of a tensor. Extremes, mean and deviation are those of the finite elements; `null` if there are none.
+/// The statistics of a tensor. Extremes, mean and deviation are those of the finite elements;
+/// `null` if there are none.
 #[derive(Debug, Serialize)]
 struct Stats {
     count: u64,
@@ -114,9 +115,14 @@ pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
         value: None,
     };
     if !source.metadata().entries.contains_key(name) {
-        let missing = anyhow::Error::from(FileError::from(LoadPlanError::Missing { fqn: name.clone() }));
+        let missing = anyhow::Error::from(FileError::from(LoadPlanError::Missing {
+            fqn: name.clone(),
+        }));
         return Err(match keys::nearest(name, source.metadata()) {
-            Some(near) => missing.context(format!("no key `{}`; the most like it are {near}", escaped(name))),
+            Some(near) => missing.context(format!(
+                "no key `{}`; the most like it are {near}",
+                escaped(name)
+            )),
             None => missing,
         });
     }
@@ -147,12 +153,18 @@ pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
         shown.npy = Some(file.display().to_string());
     } else if arguments.stats {
         let census = verify::census(&*source, name, None)?;
-        let census = census.ok_or(UsageError::NoNumbers { dtype: tensor.properties.dtype })?;
+        let census = census.ok_or(UsageError::NoNumbers {
+            dtype: tensor.properties.dtype,
+        })?;
         shown.stats = Some(Stats::new(&census));
     } else if arguments.json {
         let elements = super::inspect::bytes(tensor) / tensor.properties.dtype.size_in_bytes();
         if elements > MAX_JSON_ELEMENTS {
-            return Err(UsageError::TooLarge { elements, limit: MAX_JSON_ELEMENTS }.into());
+            return Err(UsageError::TooLarge {
+                elements,
+                limit: MAX_JSON_ELEMENTS,
+            }
+            .into());
         }
         let mut values = Vec::new();
         each_piece(&*source, name, tensor, &mut |bytes| {
@@ -179,7 +191,8 @@ fn each_piece(
 ) -> Result<()> {
     let (dtype, whole) = (tensor.properties.dtype, TensorBox::whole(&tensor.shape));
     let length = super::inspect::bytes(tensor);
-    stream::<CatError>(source, name, dtype, &whole, 0..length, sink).map_err(|CatError(error)| error)
+    stream::<CatError>(source, name, dtype, &whole, 0..length, sink)
+        .map_err(|CatError(error)| error)
 }
 
 /// An error that ends a stream early, from the checkpoint or from the consumer of the bytes.
@@ -218,14 +231,27 @@ fn print(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry) -> Result<()
     })
 }
 
-/// Adds elements as JSON: numbers and bools; text for NaN, infinities, complex numbers, and the bytes of other types.
+/// Adds elements as JSON: numbers and bools; text for NaN, infinities, complex numbers, and the
+/// bytes of other types.
 fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
     let size = dtype.size_in_bytes() as usize;
     match dtype {
         DType::Bool => values.extend(bytes.iter().map(|&byte| Value::from(byte != 0))),
         // Not through a float, which is exact only up to 2^53.
-        DType::I64 => values.extend(bytes.as_chunks().0.iter().map(|b| Value::from(i64::from_le_bytes(*b)))),
-        DType::U64 => values.extend(bytes.as_chunks().0.iter().map(|b| Value::from(u64::from_le_bytes(*b)))),
+        DType::I64 => values.extend(
+            bytes
+                .as_chunks()
+                .0
+                .iter()
+                .map(|b| Value::from(i64::from_le_bytes(*b))),
+        ),
+        DType::U64 => values.extend(
+            bytes
+                .as_chunks()
+                .0
+                .iter()
+                .map(|b| Value::from(u64::from_le_bytes(*b))),
+        ),
         DType::Complex32 | DType::Complex64 | DType::Complex128 => {
             let part = match dtype {
                 DType::Complex32 => DType::F16,
@@ -234,20 +260,22 @@ fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
             };
             let mut parts = Vec::new();
             for_each(part, bytes, &mut |value| parts.push(value));
-            values.extend(
-                parts
-                    .as_chunks()
-                    .0
-                    .iter()
-                    .map(|&[real, imaginary]| Value::from(complex(real, imaginary, part != DType::F64))),
-            );
+            values.extend(parts.as_chunks().0.iter().map(|&[real, imaginary]| {
+                Value::from(complex(real, imaginary, part != DType::F64))
+            }));
         }
         _ => {
             let whole = !dtype.is_float();
             let single = dtype != DType::F64;
-            let numbers = for_each(dtype, bytes, &mut |value| values.push(number(value, whole, single)));
+            let numbers = for_each(dtype, bytes, &mut |value| {
+                values.push(number(value, whole, single))
+            });
             if !numbers {
-                values.extend(bytes.chunks_exact(size).map(|bytes| Value::from(hex(bytes))));
+                values.extend(
+                    bytes
+                        .chunks_exact(size)
+                        .map(|bytes| Value::from(hex(bytes))),
+                );
             }
         }
     }
@@ -255,8 +283,18 @@ fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
 
 /// Returns a complex number as Python writes it without parentheses, such as `1.5-2.0j`.
 fn complex(real: f64, imaginary: f64, single: bool) -> String {
-    let digits = |value: f64| if single { format!("{:?}", value as f32) } else { format!("{value:?}") };
-    let sign = if imaginary.is_sign_negative() && !imaginary.is_nan() { "" } else { "+" };
+    let digits = |value: f64| {
+        if single {
+            format!("{:?}", value as f32)
+        } else {
+            format!("{value:?}")
+        }
+    };
+    let sign = if imaginary.is_sign_negative() && !imaginary.is_nan() {
+        ""
+    } else {
+        "+"
+    };
     format!("{}{sign}{}j", digits(real), digits(imaginary))
 }
 
@@ -300,12 +338,20 @@ fn number(value: f64, whole: bool, single: bool) -> Value {
     if whole {
         return Value::from(value as i64);
     }
-    let shortest = if single { format!("{:?}", value as f32).parse().unwrap_or(value) } else { value };
-    if value.is_finite() { Value::from(shortest) } else { Value::from(value.to_string()) }
+    let shortest = if single {
+        format!("{:?}", value as f32).parse().unwrap_or(value)
+    } else {
+        value
+    };
+    if value.is_finite() {
+        Value::from(shortest)
+    } else {
+        Value::from(value.to_string())
+    }
 }
 
-/// Returns a value as JSON. Tuples and sets become lists, dicts with keys other than text become lists of pairs, and
-/// dtypes, devices and paths become text.
+/// Returns a value as JSON. Tuples and sets become lists, dicts with keys other than text become
+/// lists of pairs, and dtypes, devices and paths become text.
 fn value_json(value: &PlainValue) -> Value {
     match value {
         PlainValue::None => Value::Null,
@@ -318,12 +364,17 @@ fn value_json(value: &PlainValue) -> Value {
             items.iter().map(value_json).collect()
         }
         PlainValue::Dict(items) => {
-            let named: Option<serde_json::Map<_, _>> =
-                items.iter().map(|(key, value)| Some((key.as_str()?.to_owned(), value_json(value)))).collect();
+            let named: Option<serde_json::Map<_, _>> = items
+                .iter()
+                .map(|(key, value)| Some((key.as_str()?.to_owned(), value_json(value))))
+                .collect();
             if let Some(named) = named {
                 return Value::Object(named);
             }
-            items.iter().map(|(key, value)| json!([value_json(key), value_json(value)])).collect()
+            items
+                .iter()
+                .map(|(key, value)| json!([value_json(key), value_json(value)]))
+                .collect()
         }
         PlainValue::Tensor(tensor) => {
             let mut elements = Vec::new();
@@ -348,10 +399,27 @@ fn or_none(value: Option<f64>) -> String {
 
 impl Stats {
     fn new(census: &Census) -> Self {
-        let Census { count, nan, infinite, zero, min, max, .. } = *census;
+        let Census {
+            count,
+            nan,
+            infinite,
+            zero,
+            min,
+            max,
+            ..
+        } = *census;
         let some = |value: f64| (count > nan + infinite).then_some(value);
         let (mean, std) = (some(census.mean()), some(census.std()));
-        Stats { count, nan, infinite, zero, min: some(min), max: some(max), mean, std }
+        Stats {
+            count,
+            nan,
+            infinite,
+            zero,
+            min: some(min),
+            max: some(max),
+            mean,
+            std,
+        }
     }
 
     /// Returns the statistics as lines of text.
@@ -390,8 +458,8 @@ fn numpy_type(dtype: DType) -> Option<&'static str> {
     })
 }
 
-/// Returns what precedes the elements in NumPy's format, version 1.0: magic, length of the header, a Python dict padded
-/// to 64 bytes.
+/// Returns what precedes the elements in NumPy's format, version 1.0: magic, length of the header,
+/// a Python dict padded to 64 bytes.
 fn npy_header(descr: &str, shape: &[usize]) -> Result<Vec<u8>> {
     /// The bytes before the dict, and the newline after it.
     const AROUND: usize = 10 + 1;
@@ -402,7 +470,11 @@ fn npy_header(descr: &str, shape: &[usize]) -> Result<Vec<u8>> {
     }
     dict.push('\n');
     let mut header = b"\x93NUMPY\x01\x00".to_vec();
-    header.extend(u16::try_from(dict.len()).context("a shape of too many dimensions")?.to_le_bytes());
+    header.extend(
+        u16::try_from(dict.len())
+            .context("a shape of too many dimensions")?
+            .to_le_bytes(),
+    );
     header.extend(dict.into_bytes());
     Ok(header)
 }
@@ -410,7 +482,10 @@ fn npy_header(descr: &str, shape: &[usize]) -> Result<Vec<u8>> {
 /// Returns what precedes the elements of a tensor in a NumPy file.
 fn npy_header_of(tensor: &TensorEntry) -> Result<Vec<u8>> {
     let dtype = tensor.properties.dtype;
-    npy_header(numpy_type(dtype).ok_or(UsageError::NoNumpy { dtype })?, &tensor.shape)
+    npy_header(
+        numpy_type(dtype).ok_or(UsageError::NoNumpy { dtype })?,
+        &tensor.shape,
+    )
 }
 
 /// Prints a tensor as a NumPy file, for a program that reads it from a pipe.
@@ -423,7 +498,10 @@ fn print_npy(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry) -> Resul
 fn write_npy(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry, path: &Path) -> Result<()> {
     let header = npy_header_of(tensor)?;
     if path.symlink_metadata().is_ok() {
-        return Err(UsageError::Exists { path: path.display().to_string() }.into());
+        return Err(UsageError::Exists {
+            path: path.display().to_string(),
+        }
+        .into());
     }
     let staging = Durable::new().prepare(path, false)?;
     let file = staging.create_single(header.len() as u64 + super::inspect::bytes(tensor))?;
@@ -449,18 +527,39 @@ mod tests {
             elements_json(dtype, bytes, &mut values);
             Value::from(values).to_string()
         };
-        assert_eq!(shown(DType::F32, &[0.1f32.to_le_bytes(), f32::NAN.to_le_bytes()].concat()), r#"[0.1,"NaN"]"#);
-        assert_eq!(shown(DType::I64, &i64::MAX.to_le_bytes()), "[9223372036854775807]");
+        assert_eq!(
+            shown(
+                DType::F32,
+                &[0.1f32.to_le_bytes(), f32::NAN.to_le_bytes()].concat()
+            ),
+            r#"[0.1,"NaN"]"#
+        );
+        assert_eq!(
+            shown(DType::I64, &i64::MAX.to_le_bytes()),
+            "[9223372036854775807]"
+        );
         assert_eq!(shown(DType::Bool, &[0, 1]), "[false,true]");
         assert_eq!(shown(DType::I8, &[255]), "[-1]");
         assert_eq!(shown(DType::QUInt8, &[7]), "[7]");
-        let complex: Vec<u8> = [1.5f32, -2.0, 0.1, f32::INFINITY].into_iter().flat_map(f32::to_le_bytes).collect();
-        assert_eq!(shown(DType::Complex64, &complex), r#"["1.5-2.0j","0.1+infj"]"#);
+        let complex: Vec<u8> = [1.5f32, -2.0, 0.1, f32::INFINITY]
+            .into_iter()
+            .flat_map(f32::to_le_bytes)
+            .collect();
         assert_eq!(
-            shown(DType::Complex128, &[0.1f64.to_le_bytes(), (-0.0f64).to_le_bytes()].concat()),
+            shown(DType::Complex64, &complex),
+            r#"["1.5-2.0j","0.1+infj"]"#
+        );
+        assert_eq!(
+            shown(
+                DType::Complex128,
+                &[0.1f64.to_le_bytes(), (-0.0f64).to_le_bytes()].concat()
+            ),
             r#"["0.1-0.0j"]"#
         );
-        assert_eq!(shown(DType::Complex32, &[0, 0x3c, 0, 0xc0]), r#"["1.0-2.0j"]"#);
+        assert_eq!(
+            shown(DType::Complex32, &[0, 0x3c, 0, 0xc0]),
+            r#"["1.0-2.0j"]"#
+        );
     }
 
     #[test]
@@ -468,7 +567,10 @@ mod tests {
         for value in [0, 1, -1, 255, -256, i128::MAX, i128::MIN, 10i128.pow(30)] {
             assert_eq!(decimal(&value.to_le_bytes()), value.to_string());
         }
-        assert_eq!(value_json(&PlainValue::Bytes(vec![0, 255])), Value::from("0x00ff"));
+        assert_eq!(
+            value_json(&PlainValue::Bytes(vec![0, 255])),
+            Value::from("0x00ff")
+        );
     }
 
     #[test]

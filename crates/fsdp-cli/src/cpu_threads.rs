@@ -1,18 +1,21 @@
 //! The number of CPU threads of a rank, and the pools that candle keeps for a whole process.
 //!
-//! candle sizes its pools by the machine when they are first used. Several ranks would then have as many threads each
-//! as the machine has cores, and threads that wait for work spin on cores that other ranks need.
+//! candle sizes its pools by the machine when they are first used. Several ranks would then have as
+//! many threads each as the machine has cores, and threads that wait for work spin on cores that
+//! other ranks need.
 
 use std::num::NonZeroUsize;
 
-/// The variable that sizes candle's pools. candle cuts matrix products into as many parts, and its pool for
-/// element-wise operations has as many threads unless `CANDLE_NUM_THREADS` says otherwise.
+/// The variable that sizes candle's pools. candle cuts matrix products into as many parts, and its
+/// pool for element-wise operations has as many threads unless `CANDLE_NUM_THREADS` says otherwise.
 pub(crate) const VARIABLE: &str = "RAYON_NUM_THREADS";
 
-/// The variable that tells how often the threads of candle's own pool look for work before they sleep.
+/// The variable that tells how often the threads of candle's own pool look for work before they
+/// sleep.
 pub(crate) const SPIN_VARIABLE: &str = "CANDLE_BARRIER_POOL_SPIN_LIMIT";
 
-/// The value of [`SPIN_VARIABLE`] in training: some microseconds, where candle's own takes some hundred.
+/// The value of [`SPIN_VARIABLE`] in training: some microseconds, where candle's own takes some
+/// hundred.
 pub(crate) const SPINS: u32 = 500;
 
 /// Returns the number of threads that the environment variable of this process sets.
@@ -20,7 +23,8 @@ pub(crate) fn asked() -> Option<NonZeroUsize> {
     std::env::var(VARIABLE).ok()?.parse().ok()
 }
 
-/// Returns the number of threads that each of `ranks` gets if they share this machine: at least one.
+/// Returns the number of threads that each of `ranks` gets if they share this machine: at least
+/// one.
 pub(crate) fn share(ranks: usize) -> usize {
     (std::thread::available_parallelism().map_or(1, NonZeroUsize::get) / ranks.max(1)).max(1)
 }

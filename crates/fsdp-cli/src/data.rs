@@ -39,7 +39,9 @@ pub enum DataError {
         name: String,
     },
     /// The file has too few bytes for one row.
-    #[error("training text `{name}` has {found} bytes, but rows of {seq} tokens need at least {needed}")]
+    #[error(
+        "training text `{name}` has {found} bytes, but rows of {seq} tokens need at least {needed}"
+    )]
     TooShort {
         /// The file.
         name: String,
@@ -57,7 +59,9 @@ pub enum DataError {
         name: String,
     },
     /// Not every rank can have a row of the batch in each backward.
-    #[error("a batch of {batch} rows has too few for {parts} parts ({ranks} ranks x {accumulation} backwards)")]
+    #[error(
+        "a batch of {batch} rows has too few for {parts} parts ({ranks} ranks x {accumulation} backwards)"
+    )]
     TooFewRows {
         /// The number of rows of the global batch.
         batch: usize,
@@ -81,7 +85,10 @@ impl Text {
     /// Returns the text that comes with this crate.
     #[must_use]
     pub fn builtin() -> Self {
-        Text { name: "(built in)".to_owned(), bytes: Cow::Borrowed(BUILTIN) }
+        Text {
+            name: "(built in)".to_owned(),
+            bytes: Cow::Borrowed(BUILTIN),
+        }
     }
 
     /// Reads a file.
@@ -90,10 +97,15 @@ impl Text {
     /// It cannot be read, is empty, or is longer than [`MAX_TEXT_BYTES`].
     pub fn open(path: &Path) -> Result<Self, DataError> {
         let name = path.display().to_string();
-        let failed = |source| DataError::Read { path: path.to_owned(), source };
+        let failed = |source| DataError::Read {
+            path: path.to_owned(),
+            source,
+        };
         let mut bytes = Vec::new();
         let file = File::open(path).map_err(failed)?;
-        file.take(MAX_TEXT_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
+        file.take(MAX_TEXT_BYTES + 1)
+            .read_to_end(&mut bytes)
+            .map_err(failed)?;
         if bytes.len() as u64 > MAX_TEXT_BYTES {
             return Err(DataError::TooLong { name });
         }
@@ -104,9 +116,16 @@ impl Text {
     ///
     /// # Errors
     /// It is empty.
-    pub fn new(name: impl Into<String>, bytes: impl Into<Cow<'static, [u8]>>) -> Result<Self, DataError> {
+    pub fn new(
+        name: impl Into<String>,
+        bytes: impl Into<Cow<'static, [u8]>>,
+    ) -> Result<Self, DataError> {
         let (name, bytes) = (name.into(), bytes.into());
-        if bytes.is_empty() { Err(DataError::Empty { name }) } else { Ok(Text { name, bytes }) }
+        if bytes.is_empty() {
+            Err(DataError::Empty { name })
+        } else {
+            Ok(Text { name, bytes })
+        }
     }
 
     /// Returns a digest that identifies the text.
@@ -132,10 +151,11 @@ impl Text {
 
 /// Defines the global batch of each step, and how it is divided among the ranks.
 ///
-/// Row `b` of step `s` has the number `n = s * batch + b`, and starts at byte `(n * seq) mod (len - seq - 1)` of the
-/// text; targets are the bytes one position later. The rows are divided in order into `ranks * accumulation` parts, one
-/// for each backward of each rank, whose numbers of rows differ by at most one. Each part is weighted by its number of
-/// rows in the loss ([`Self::weight`]), so a step is the same for any number of ranks.
+/// Row `b` of step `s` has the number `n = s * batch + b`, and starts at byte `(n * seq) mod (len -
+/// seq - 1)` of the text; targets are the bytes one position later. The rows are divided in order
+/// into `ranks * accumulation` parts, one for each backward of each rank, whose numbers of rows
+/// differ by at most one. Each part is weighted by its number of rows in the loss
+/// ([`Self::weight`]), so a step is the same for any number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batches {
     /// The number of rows of the global batch.
@@ -154,16 +174,31 @@ impl Batches {
     /// # Errors
     /// [`DataError::TooShort`] and [`DataError::TooFewRows`].
     pub fn check(&self, text: &Text) -> Result<(), DataError> {
-        let Batches { batch, seq, ranks, accumulation } = *self;
+        let Batches {
+            batch,
+            seq,
+            ranks,
+            accumulation,
+        } = *self;
         let parts = ranks.saturating_mul(accumulation);
         if parts == 0 || batch < parts {
-            return Err(DataError::TooFewRows { batch, parts, ranks, accumulation });
+            return Err(DataError::TooFewRows {
+                batch,
+                parts,
+                ranks,
+                accumulation,
+            });
         }
-        // One byte more for the last target, and another because the start is taken modulo `length - seq - 1`, which
-        // must not be 0.
+        // One byte more for the last target, and another because the start is taken modulo
+        // `length - seq - 1`, which must not be 0.
         let needed = seq.saturating_add(2);
         if text.len() < needed {
-            return Err(DataError::TooShort { name: text.name.clone(), found: text.len(), seq, needed });
+            return Err(DataError::TooShort {
+                name: text.name.clone(),
+                found: text.len(),
+                seq,
+                needed,
+            });
         }
         Ok(())
     }
@@ -177,8 +212,8 @@ impl Batches {
         first(part)..first(part + 1)
     }
 
-    /// Returns the factor by which the mean loss of one backward counts in the rank's loss. The mean of all ranks'
-    /// losses is then the mean over the rows of the global batch.
+    /// Returns the factor by which the mean loss of one backward counts in the rank's loss. The
+    /// mean of all ranks' losses is then the mean over the rows of the global batch.
     #[must_use]
     pub fn weight(&self, rank: usize, part: usize) -> f64 {
         (self.rows(rank, part).len() * self.ranks) as f64 / self.batch as f64
@@ -191,9 +226,15 @@ impl Batches {
         u128::from(steps) * self.batch as u128
     }
 
-    /// Returns the positions at which the rows of one backward start, in a text of `len` bytes. The global batch begins
-    /// with the row number `first`.
-    fn starts(&self, len: usize, first: u128, rank: usize, part: usize) -> impl Iterator<Item = usize> {
+    /// Returns the positions at which the rows of one backward start, in a text of `len` bytes. The
+    /// global batch begins with the row number `first`.
+    fn starts(
+        &self,
+        len: usize,
+        first: u128,
+        rank: usize,
+        part: usize,
+    ) -> impl Iterator<Item = usize> {
         let seq = self.seq;
         self.rows(rank, part).map(move |row| {
             let start = (first + row as u128) * seq as u128;
@@ -201,7 +242,8 @@ impl Batches {
         })
     }
 
-    /// Returns tokens and targets, each `[rows, seq]` (u32), of backward `part` of a step on one rank.
+    /// Returns tokens and targets, each `[rows, seq]` (u32), of backward `part` of a step on one
+    /// rank.
     ///
     /// # Errors
     /// The same as [`Self::check`], and candle's errors.
@@ -216,8 +258,8 @@ impl Batches {
         self.batch_at(text, self.rows_of(step), rank, part, device)
     }
 
-    /// Returns tokens and targets like [`Self::batch`], of a global batch that begins with the row number `first`. For
-    /// runs whose steps had batches of several sizes.
+    /// Returns tokens and targets like [`Self::batch`], of a global batch that begins with the row
+    /// number `first`. For runs whose steps had batches of several sizes.
     ///
     /// # Errors
     /// The same as [`Self::check`], and candle's errors.
@@ -233,8 +275,11 @@ impl Batches {
         let starts: Vec<usize> = self.starts(text.len(), first, rank, part).collect();
         // The target of each token is the one after it.
         let rows = |shift: usize| {
-            let row =
-                |&start: &usize| text.bytes[start + shift..start + shift + self.seq].iter().map(|&b| u32::from(b));
+            let row = |&start: &usize| {
+                text.bytes[start + shift..start + shift + self.seq]
+                    .iter()
+                    .map(|&b| u32::from(b))
+            };
             let tokens: Vec<u32> = starts.iter().flat_map(row).collect();
             Tensor::from_vec(tokens, (starts.len(), self.seq), device)
         };
@@ -249,17 +294,30 @@ mod tests {
     #[test]
     fn ranks_and_parts_share_the_rows_of_the_global_batch_in_order() {
         let text = Text::new("t", (0..=255u8).collect::<Vec<_>>()).unwrap();
-        let whole = Batches { batch: 12, seq: 10, ranks: 1, accumulation: 1 };
+        let whole = Batches {
+            batch: 12,
+            seq: 10,
+            ranks: 1,
+            accumulation: 1,
+        };
         for step in [0, 1, 25, u64::MAX] {
             let row = whole.rows_of(step);
             let all: Vec<usize> = whole.starts(text.len(), row, 0, 0).collect();
-            let expected: Vec<usize> =
-                (0..12).map(|b| ((u128::from(step) * 12 + b) * 10 % (256 - 10 - 1)) as usize).collect();
+            let expected: Vec<usize> = (0..12)
+                .map(|b| ((u128::from(step) * 12 + b) * 10 % (256 - 10 - 1)) as usize)
+                .collect();
             assert_eq!(all, expected);
             for (ranks, accumulation) in [(2, 1), (3, 2), (4, 3), (12, 1), (5, 1), (7, 1), (5, 2)] {
-                let cut = Batches { ranks, accumulation, ..whole };
-                let parts = (0..ranks).flat_map(|rank| (0..accumulation).map(move |part| (rank, part)));
-                let joined: Vec<usize> = parts.flat_map(|(r, p)| cut.starts(text.len(), row, r, p)).collect();
+                let cut = Batches {
+                    ranks,
+                    accumulation,
+                    ..whole
+                };
+                let parts =
+                    (0..ranks).flat_map(|rank| (0..accumulation).map(move |part| (rank, part)));
+                let joined: Vec<usize> = parts
+                    .flat_map(|(r, p)| cut.starts(text.len(), row, r, p))
+                    .collect();
                 assert_eq!(joined, all);
             }
         }
@@ -267,11 +325,24 @@ mod tests {
 
     #[test]
     fn parts_differ_by_at_most_a_row_and_count_by_their_rows() {
-        for (batch, ranks, accumulation) in [(12, 4, 3), (12, 5, 1), (12, 5, 2), (7, 7, 1), (100, 8, 3)] {
-            let batches = Batches { batch, seq: 1, ranks, accumulation };
-            let parts = || (0..ranks).flat_map(|rank| (0..accumulation).map(move |part| (rank, part)));
-            let rows: Vec<usize> = parts().map(|(rank, part)| batches.rows(rank, part).len()).collect();
-            assert!(rows.iter().min().unwrap() + 1 >= *rows.iter().max().unwrap(), "{rows:?}");
+        for (batch, ranks, accumulation) in
+            [(12, 4, 3), (12, 5, 1), (12, 5, 2), (7, 7, 1), (100, 8, 3)]
+        {
+            let batches = Batches {
+                batch,
+                seq: 1,
+                ranks,
+                accumulation,
+            };
+            let parts =
+                || (0..ranks).flat_map(|rank| (0..accumulation).map(move |part| (rank, part)));
+            let rows: Vec<usize> = parts()
+                .map(|(rank, part)| batches.rows(rank, part).len())
+                .collect();
+            assert!(
+                rows.iter().min().unwrap() + 1 >= *rows.iter().max().unwrap(),
+                "{rows:?}"
+            );
             assert_eq!(rows.iter().sum::<usize>(), batch);
             let weights: f64 = parts().map(|(rank, part)| batches.weight(rank, part)).sum();
             assert!((weights / ranks as f64 - 1.0).abs() < 1e-12, "{weights}");
@@ -284,7 +355,12 @@ mod tests {
     #[test]
     fn targets_are_one_byte_further_on() {
         let text = Text::new("t", b"abcdefgh".to_vec()).unwrap();
-        let batches = Batches { batch: 2, seq: 3, ranks: 2, accumulation: 1 };
+        let batches = Batches {
+            batch: 2,
+            seq: 3,
+            ranks: 2,
+            accumulation: 1,
+        };
         let (tokens, targets) = batches.batch(&text, 0, 1, 0, &Device::Cpu).unwrap();
         assert_eq!(tokens.to_vec2::<u32>().unwrap(), [[100, 101, 102]]);
         assert_eq!(targets.to_vec2::<u32>().unwrap(), [[101, 102, 103]]);
@@ -292,20 +368,52 @@ mod tests {
 
     #[test]
     fn texts_without_a_row_and_batches_with_fewer_rows_than_parts_are_refused() {
-        assert!(matches!(Text::new("t", b"".to_vec()), Err(DataError::Empty { .. })));
-        let batches = Batches { batch: 4, seq: 8, ranks: 2, accumulation: 1 };
+        assert!(matches!(
+            Text::new("t", b"".to_vec()),
+            Err(DataError::Empty { .. })
+        ));
+        let batches = Batches {
+            batch: 4,
+            seq: 8,
+            ranks: 2,
+            accumulation: 1,
+        };
         let short = Text::new("t", vec![0; 9]).unwrap();
-        assert!(matches!(batches.check(&short), Err(DataError::TooShort { needed: 10, .. })));
+        assert!(matches!(
+            batches.check(&short),
+            Err(DataError::TooShort { needed: 10, .. })
+        ));
         let enough = Text::new("t", vec![0; 10]).unwrap();
         batches.check(&enough).unwrap();
-        for (batch, ranks, accumulation) in [(4, 5, 1), (4, 0, 1), (0, 1, 1), (4, 2, 3), (4, usize::MAX, 2)] {
-            let few = Batches { batch, ranks, accumulation, ..batches };
-            assert!(matches!(few.check(&enough), Err(DataError::TooFewRows { .. })), "{few:?}");
+        for (batch, ranks, accumulation) in [
+            (4, 5, 1),
+            (4, 0, 1),
+            (0, 1, 1),
+            (4, 2, 3),
+            (4, usize::MAX, 2),
+        ] {
+            let few = Batches {
+                batch,
+                ranks,
+                accumulation,
+                ..batches
+            };
+            assert!(
+                matches!(few.check(&enough), Err(DataError::TooFewRows { .. })),
+                "{few:?}"
+            );
         }
     }
 
     #[test]
     fn the_built_in_text_is_long_enough_for_real_runs() {
-        Batches { batch: 1, seq: 1024, ranks: 1, accumulation: 1 }.check(&Text::builtin()).unwrap();
+        Batches {
+            batch: 1,
+            seq: 1024,
+            ranks: 1,
+            accumulation: 1,
+        }
+        .check(&Text::builtin())
+        .unwrap();
     }
 }

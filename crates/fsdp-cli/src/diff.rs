@@ -55,7 +55,11 @@ pub(crate) struct DiffArguments {
 /// Parses the option `--tolerance`.
 fn tolerance(text: &str) -> Result<f64, String> {
     let value: f64 = text.parse().map_err(|_| "it is not a number".to_owned())?;
-    if value.is_finite() && value >= 0.0 { Ok(value) } else { Err("a tolerance is finite and not negative".to_owned()) }
+    if value.is_finite() && value >= 0.0 {
+        Ok(value)
+    } else {
+        Err("a tolerance is finite and not negative".to_owned())
+    }
 }
 
 const SCHEMA: u32 = 1;
@@ -101,7 +105,13 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
     let names = [first, &*second].map(|of| of.metadata().entries.keys().map(String::as_str));
     let is_whole = arguments.include.is_empty() && arguments.exclude.is_empty();
-    let select = |of| if is_whole { Ok(None) } else { View::new(of, |key| keys.rename(key), None).map(Some) };
+    let select = |of| {
+        if is_whole {
+            Ok(None)
+        } else {
+            View::new(of, |key| keys.rename(key), None).map(Some)
+        }
+    };
     let (first_view, second_view) = (select(first)?, select(&*second)?);
     let first: &dyn Checkpoint = first_view.as_ref().map_or(first, |view| view);
     let second: &dyn Checkpoint = second_view.as_ref().map_or(&*second, |view| view);
@@ -110,7 +120,10 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     }
     keys.check_include(names.into_iter().flatten())?;
     let mut differences = Vec::new();
-    let tolerance = Tolerance { absolute: arguments.tolerance, relative: 0.0 };
+    let tolerance = Tolerance {
+        absolute: arguments.tolerance,
+        relative: 0.0,
+    };
     let threads = arguments.threads.count();
     let mut add = |name: &str, difference| differences.push(Row::new(name, &difference));
     let reads = arguments.full || arguments.heatmap || tolerance != Tolerance::default();
@@ -137,7 +150,9 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         list(&comparison.differences, arguments.heatmap, first, second)
     })?;
     if by_digests {
-        output::talk("compared by the digests that both have recorded, no data was read; `--full` reads it");
+        output::talk(
+            "compared by the digests that both have recorded, no data was read; `--full` reads it",
+        );
     }
     if comparison.equal {
         output::talk(&format!("equal: {compared} tensors and values"));
@@ -145,16 +160,29 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     }
     let Comparison { first, second, .. } = &comparison;
     let count = comparison.differences.len();
-    Err(Different { first: first.clone(), second: second.clone(), count, of: compared }.into())
+    Err(Different {
+        first: first.clone(),
+        second: second.clone(),
+        count,
+        of: compared,
+    }
+    .into())
 }
 
 /// Prints the differences, and with `pictures` where in the tensors they are.
-fn list(differences: &[Row], pictures: bool, first: &dyn Checkpoint, second: &dyn Checkpoint) -> Result<()> {
+fn list(
+    differences: &[Row],
+    pictures: bool,
+    first: &dyn Checkpoint,
+    second: &dyn Checkpoint,
+) -> Result<()> {
     for row in differences {
         output::data(&format!("{}: {}", escaped(&row.name), escaped(&row.what)))?;
         if pictures && row.elements.is_some() {
             let picture = heatmap::lines(first, second, &row.name)?;
-            picture.iter().try_for_each(|line| output::data(&format!("  {line}")))?;
+            picture
+                .iter()
+                .try_for_each(|line| output::data(&format!("  {line}")))?;
         }
     }
     if pictures && !differences.is_empty() {
@@ -172,17 +200,34 @@ impl Row {
             Difference::OnlyInSecond => ("only_in_second", "only in the second".to_owned()),
             Difference::Kind => ("kind", "a tensor in one, a value in the other".to_owned()),
             Difference::DType { first, second } => ("dtype", format!("dtype {first} and {second}")),
-            Difference::Shape { first, second } => ("shape", format!("shape {first:?} and {second:?}")),
+            Difference::Shape { first, second } => {
+                ("shape", format!("shape {first:?} and {second:?}"))
+            }
             Difference::Digest => ("digest", "other digests".to_owned()),
-            Difference::Elements { count, first, max_abs: max } => {
+            Difference::Elements {
+                count,
+                first,
+                max_abs: max,
+            } => {
                 (elements, max_abs) = (Some(*count), *max);
                 let by = max.map_or_else(String::new, |max| format!(", by at most {max:e}"));
-                ("elements", format!("{count} elements differ{by}, the first at position {first}"))
+                (
+                    "elements",
+                    format!("{count} elements differ{by}, the first at position {first}"),
+                )
             }
-            Difference::Container { first, second } => ("container", format!("{first} and {second}")),
+            Difference::Container { first, second } => {
+                ("container", format!("{first} and {second}"))
+            }
             Difference::Value { first, second } => ("value", format!("{first} and {second}")),
             _ => ("other", format!("{difference:?}")),
         };
-        Row { name: name.to_owned(), kind, what, elements, max_abs }
+        Row {
+            name: name.to_owned(),
+            kind,
+            what,
+            elements,
+            max_abs,
+        }
     }
 }

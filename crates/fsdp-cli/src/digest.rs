@@ -1,4 +1,5 @@
-//! `fsdp digest`: one number that two checkpoints share if their state is the same, whatever their formats and layouts.
+//! `fsdp digest`: one number that two checkpoints share if their state is the same, whatever their
+//! formats and layouts.
 
 use anyhow::{Context as _, Result};
 use clap::Args;
@@ -56,22 +57,46 @@ pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
     let path = arguments.path.to_string();
     let state = if arguments.recorded {
         let recorded = checkpoint.digests();
-        let why =
-            if checkpoint.has_stale_digests() { ": another program has written the file again since" } else { "" };
-        recorded.with_context(|| format!("`{path}` has no recorded digests{why}; leave out `--recorded`"))?.clone()
+        let why = if checkpoint.has_stale_digests() {
+            ": another program has written the file again since"
+        } else {
+            ""
+        };
+        recorded
+            .with_context(|| {
+                format!("`{path}` has no recorded digests{why}; leave out `--recorded`")
+            })?
+            .clone()
     } else {
         digest(&*checkpoint, arguments.threads.count())?
     };
-    let from = if arguments.recorded { "recorded" } else { "computed" };
+    let from = if arguments.recorded {
+        "recorded"
+    } else {
+        "computed"
+    };
     if arguments.json {
-        let each = state.iter().map(|(name, digest)| (name.to_owned(), digest.to_string())).collect();
-        return output::json(&Digests { schema: SCHEMA, path, from, digest: state.root().to_string(), each });
+        let each = state
+            .iter()
+            .map(|(name, digest)| (name.to_owned(), digest.to_string()))
+            .collect();
+        return output::json(&Digests {
+            schema: SCHEMA,
+            path,
+            from,
+            digest: state.root().to_string(),
+            each,
+        });
     }
     let mut lines = Vec::new();
     if arguments.each {
         let mut digests: Vec<_> = state.iter().collect();
         digests.sort_by(|(a, _), (b, _)| natord::compare(a, b));
-        lines.extend(digests.into_iter().map(|(name, digest)| format!("{digest}  {}", escaped(name))));
+        lines.extend(
+            digests
+                .into_iter()
+                .map(|(name, digest)| format!("{digest}  {}", escaped(name))),
+        );
     }
     lines.push(format!("{}  {}", state.root(), escaped(&path)));
     output::lines(&lines)

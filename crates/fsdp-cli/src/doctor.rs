@@ -1,5 +1,5 @@
-//! `fsdp doctor`: the backends, devices and libraries that a job would find on this machine, and those that are
-//! missing.
+//! `fsdp doctor`: the backends, devices and libraries that a job would find on this machine, and
+//! those that are missing.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -65,8 +65,10 @@ const VARIABLES: [&str; 33] = [
 ];
 
 /// The libraries that GPU ranks need, and the packages that bring them.
-const LIBRARIES: [(&str, &str); 2] =
-    [("libcuda.so.1", "it comes with NVIDIA's driver"), ("libnccl.so.2", "it is NVIDIA's package `libnccl2`")];
+const LIBRARIES: [(&str, &str); 2] = [
+    ("libcuda.so.1", "it comes with NVIDIA's driver"),
+    ("libnccl.so.2", "it is NVIDIA's package `libnccl2`"),
+];
 
 /// The directories in which dynamic linkers look by default.
 const LIBRARY_DIRECTORIES: [&str; 9] = [
@@ -129,7 +131,11 @@ struct Launcher {
 /// stdout is closed.
 pub(crate) fn run(arguments: &DoctorArguments) -> Result<()> {
     let report = examine();
-    if arguments.json { output::json(&report) } else { show(&report) }
+    if arguments.json {
+        output::json(&report)
+    } else {
+        show(&report)
+    }
 }
 
 /// Looks at the environment and at this machine. Whatever is missing is no error, but gets a hint.
@@ -138,7 +144,8 @@ fn examine() -> Report {
     let found = Environment::from_env();
     let fault = match &found {
         Ok(found) => found.check_identity().err(),
-        // Nobody has to have a launcher; but one whose variables make no sense, or are not all set, is a fault.
+        // Nobody has to have a launcher; but one whose variables make no sense, or are not all set,
+        // is a fault.
         Err(error) => Some(error.clone()).filter(|error| !is_without_launcher(error)),
     };
     hints.extend(fault.map(|error| format!("{error}: `--backend tcp` cannot start like this")));
@@ -148,25 +155,40 @@ fn examine() -> Report {
     };
     let shared_memory = shared_memory();
     if let Err(error) = &shared_memory {
-        hints.push(format!("no shared memory ({error}): ranks of one host will use sockets, which is slower"));
+        hints.push(format!(
+            "no shared memory ({error}): ranks of one host will use sockets, which is slower"
+        ));
     }
     let gpus = gpus();
-    let libraries: BTreeMap<_, _> = LIBRARIES.iter().map(|&(name, _)| (name, library(name))).collect();
+    let libraries: BTreeMap<_, _> = LIBRARIES
+        .iter()
+        .map(|&(name, _)| (name, library(name)))
+        .collect();
     if !gpus.is_empty() {
-        for (name, brings) in LIBRARIES.iter().filter(|(name, _)| libraries.get(name).is_some_and(Option::is_none)) {
-            hints.push(format!("there is a GPU, but no `{name}`: {brings}; `LD_LIBRARY_PATH` can tell where it is"));
+        for (name, brings) in LIBRARIES
+            .iter()
+            .filter(|(name, _)| libraries.get(name).is_some_and(Option::is_none))
+        {
+            hints.push(format!(
+                "there is a GPU, but no `{name}`: {brings}; `LD_LIBRARY_PATH` can tell where it is"
+            ));
         }
-        let build = "`cargo build --release --features nccl` makes one, and `cargo xtask gpu` tries it";
+        let build =
+            "`cargo build --release --features nccl` makes one, and `cargo xtask gpu` tries it";
         if !cfg!(feature = "cuda") {
-            hints.push(format!("there is a GPU, but this build computes on CPUs only: {build}"));
+            hints.push(format!(
+                "there is a GPU, but this build computes on CPUs only: {build}"
+            ));
         } else if !cfg!(feature = "nccl") {
             hints.push(format!(
                 "there is a GPU, but this build's ranks reach each other's only through the host: {build}"
             ));
         }
     }
-    let backends =
-        BackendKind::ALL.map(|kind| Backend { name: kind.to_string(), compiled_in: kind.check_compiled_in().is_ok() });
+    let backends = BackendKind::ALL.map(|kind| Backend {
+        name: kind.to_string(),
+        compiled_in: kind.check_compiled_in().is_ok(),
+    });
     Report {
         schema: SCHEMA,
         version: env!("CARGO_PKG_VERSION"),
@@ -174,11 +196,16 @@ fn examine() -> Report {
         launcher,
         launcher_error,
         secret: std::env::var_os("FSDP_SECRET").is_some_and(|secret| !secret.is_empty()),
-        variables: VARIABLES.iter().filter_map(|&name| Some((name, std::env::var(name).ok()?))).collect(),
+        variables: VARIABLES
+            .iter()
+            .filter_map(|&name| Some((name, std::env::var(name).ok()?)))
+            .collect(),
         cpu_cores: std::thread::available_parallelism().ok().map(usize::from),
         memory_bytes: memory::of_machine(),
         open_files: getrlimit(Resource::Nofile).current,
-        dev_shm_bytes: statvfs("/dev/shm").ok().map(|found| found.f_blocks.saturating_mul(found.f_frsize)),
+        dev_shm_bytes: statvfs("/dev/shm")
+            .ok()
+            .map(|found| found.f_blocks.saturating_mul(found.f_frsize)),
         shared_memory: shared_memory.is_ok(),
         shared_memory_error: shared_memory.err().map(|error| error.to_string()),
         gpus,
@@ -195,8 +222,23 @@ fn is_without_launcher(error: &CommError) -> bool {
 impl From<Environment> for Launcher {
     fn from(found: Environment) -> Self {
         let (name, master) = (found.launcher.to_string(), found.master());
-        let Environment { rank, world_size, local_rank, local_world_size, job, .. } = found;
-        Launcher { name, rank, world_size, local_rank, local_world_size, master, job }
+        let Environment {
+            rank,
+            world_size,
+            local_rank,
+            local_world_size,
+            job,
+            ..
+        } = found;
+        Launcher {
+            name,
+            rank,
+            world_size,
+            local_rank,
+            local_world_size,
+            master,
+            job,
+        }
     }
 }
 
@@ -209,7 +251,11 @@ fn shared_memory() -> std::io::Result<()> {
     let file = rustix::fs::memfd_create("fsdp-doctor", flags)?;
     rustix::fs::ftruncate(&file, 4096)?;
     let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
-    fs::File::options().read(true).write(true).open(path).map(drop)
+    fs::File::options()
+        .read(true)
+        .write(true)
+        .open(path)
+        .map(drop)
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -219,53 +265,133 @@ fn shared_memory() -> std::io::Result<()> {
 
 /// Lists NVIDIA's devices.
 fn gpus() -> Vec<PathBuf> {
-    let Ok(list) = fs::read_dir("/dev") else { return Vec::new() };
-    let mut found: Vec<PathBuf> = list.flatten().map(|entry| entry.path()).filter(|path| is_gpu(path)).collect();
+    let Ok(list) = fs::read_dir("/dev") else {
+        return Vec::new();
+    };
+    let mut found: Vec<PathBuf> = list
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| is_gpu(path))
+        .collect();
     found.sort();
     found
 }
 
 /// Returns `true` for the device file of a GPU, such as `/dev/nvidia0`.
 fn is_gpu(path: &Path) -> bool {
-    let number = path.file_name().and_then(|name| name.to_str()?.strip_prefix("nvidia"));
-    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+    let number = path
+        .file_name()
+        .and_then(|name| name.to_str()?.strip_prefix("nvidia"));
+    number.is_some_and(|number| {
+        !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+    })
 }
 
-/// Finds a shared library in `LD_LIBRARY_PATH`, or in the directories that dynamic linkers usually search.
+/// Finds a shared library in `LD_LIBRARY_PATH`, or in the directories that dynamic linkers usually
+/// search.
 fn library(name: &str) -> Option<PathBuf> {
     let told = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    let usual = LIBRARY_DIRECTORIES.iter().map(|directory| Path::new(directory).to_owned());
-    std::env::split_paths(&told).chain(usual).map(|directory| directory.join(name)).find(|path| path.exists())
+    let usual = LIBRARY_DIRECTORIES
+        .iter()
+        .map(|directory| Path::new(directory).to_owned());
+    std::env::split_paths(&told)
+        .chain(usual)
+        .map(|directory| directory.join(name))
+        .find(|path| path.exists())
 }
 
 /// Prints the report as text.
 fn show(report: &Report) -> Result<()> {
     line("fsdp", report.version.to_owned())?;
     for Backend { name, compiled_in } in &report.backends {
-        line("backend", format!("{name}: {}", if *compiled_in { "yes" } else { "not compiled in" }))?;
+        line(
+            "backend",
+            format!(
+                "{name}: {}",
+                if *compiled_in {
+                    "yes"
+                } else {
+                    "not compiled in"
+                }
+            ),
+        )?;
     }
     match (&report.launcher, &report.launcher_error) {
-        (Some(Launcher { name, rank, world_size, master, .. }), _) => {
-            line("launcher", format!("{name}: rank {rank} of {world_size}, which meet at {master}"))?;
+        (
+            Some(Launcher {
+                name,
+                rank,
+                world_size,
+                master,
+                ..
+            }),
+            _,
+        ) => {
+            line(
+                "launcher",
+                format!("{name}: rank {rank} of {world_size}, which meet at {master}"),
+            )?;
         }
-        (None, error) => line("launcher", format!("none: {}", error.as_deref().unwrap_or_default()))?,
+        (None, error) => line(
+            "launcher",
+            format!("none: {}", error.as_deref().unwrap_or_default()),
+        )?,
     }
     for (name, value) in &report.variables {
         line("variable", format!("{name}={value}"))?;
     }
-    line("secret", if report.secret { "FSDP_SECRET is set" } else { "none" }.to_owned())?;
-    line("CPU cores", report.cpu_cores.map_or_else(|| UNKNOWN.to_owned(), |cores| cores.to_string()))?;
-    line("memory", report.memory_bytes.map_or_else(|| UNKNOWN.to_owned(), gib))?;
-    line("open files", report.open_files.map_or_else(|| "no limit".to_owned(), |limit| format!("at most {limit}")))?;
-    line("/dev/shm", report.dev_shm_bytes.map_or_else(|| "none".to_owned(), gib))?;
+    line(
+        "secret",
+        if report.secret {
+            "FSDP_SECRET is set"
+        } else {
+            "none"
+        }
+        .to_owned(),
+    )?;
+    line(
+        "CPU cores",
+        report
+            .cpu_cores
+            .map_or_else(|| UNKNOWN.to_owned(), |cores| cores.to_string()),
+    )?;
+    line(
+        "memory",
+        report.memory_bytes.map_or_else(|| UNKNOWN.to_owned(), gib),
+    )?;
+    line(
+        "open files",
+        report
+            .open_files
+            .map_or_else(|| "no limit".to_owned(), |limit| format!("at most {limit}")),
+    )?;
+    line(
+        "/dev/shm",
+        report.dev_shm_bytes.map_or_else(|| "none".to_owned(), gib),
+    )?;
     let lacking = report.shared_memory_error.as_ref();
-    line("shared memory", lacking.map_or_else(|| "yes".to_owned(), |error| format!("no: {error}")))?;
-    line("GPUs", if report.gpus.is_empty() { "none".to_owned() } else { report.gpus.len().to_string() })?;
+    line(
+        "shared memory",
+        lacking.map_or_else(|| "yes".to_owned(), |error| format!("no: {error}")),
+    )?;
+    line(
+        "GPUs",
+        if report.gpus.is_empty() {
+            "none".to_owned()
+        } else {
+            report.gpus.len().to_string()
+        },
+    )?;
     for (name, path) in &report.libraries {
-        let path = path.as_ref().map_or_else(|| "not found".to_owned(), |path| path.display().to_string());
+        let path = path
+            .as_ref()
+            .map_or_else(|| "not found".to_owned(), |path| path.display().to_string());
         line("library", format!("{name}: {path}"))?;
     }
-    report.hints.iter().try_for_each(|hint| line("hint", hint.clone()))
+    report
+        .hints
+        .iter()
+        .try_for_each(|hint| line("hint", hint.clone()))
 }
 
 fn line(name: &str, text: String) -> Result<()> {

@@ -1,5 +1,5 @@
-//! Runs the commands on checkpoints inside another program, such as the Python package. Returns what they would write
-//! to stdout, and errors with the messages and hints that the command prints.
+//! Runs the commands on checkpoints inside another program, such as the Python package. Returns
+//! what they would write to stdout, and errors with the messages and hints that the command prints.
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -22,12 +22,17 @@ pub struct Explained {
 }
 
 impl Explained {
-    /// Returns the exit code, the message and the hint of an error of this crate, or of a crate that it uses.
+    /// Returns the exit code, the message and the hint of an error of this crate, or of a crate
+    /// that it uses.
     #[must_use]
     pub fn new(error: &Error) -> Self {
         // A command line that clap refuses.
         if let Some(error) = error.downcast_ref::<clap::Error>() {
-            return Explained { exit_code: exit_codes::USAGE, message: refusal(&error.to_string()), hint: None };
+            return Explained {
+                exit_code: exit_codes::USAGE,
+                message: refusal(&error.to_string()),
+                hint: None,
+            };
         }
         let mut message = error.to_string();
         for cause in error.chain().skip(1).map(ToString::to_string) {
@@ -37,21 +42,32 @@ impl Explained {
                 message.push_str(&cause);
             }
         }
-        Explained { exit_code: outcome::exit_code(error), message, hint: outcome::hint(error) }
+        Explained {
+            exit_code: outcome::exit_code(error),
+            message,
+            hint: outcome::hint(error),
+        }
     }
 }
 
-/// Returns what is wrong with a command line in one line. The rest of what clap says is for those who have typed it.
+/// Returns what is wrong with a command line in one line. The rest of what clap says is for those
+/// who have typed it.
 fn refusal(text: &str) -> String {
     let lines = text.trim_start_matches("error: ").lines().map(str::trim);
-    let wrong = lines.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"));
-    wrong.filter(|line| !line.is_empty() && !line.starts_with("tip:")).collect::<Vec<_>>().join(" ")
+    let wrong = lines.take_while(|line| {
+        !line.starts_with("Usage:") && !line.starts_with("For more information")
+    });
+    wrong
+        .filter(|line| !line.is_empty() && !line.starts_with("tip:"))
+        .collect::<Vec<_>>()
+        .join(" ")
 }
 
 /// A command that failed.
 #[derive(Debug)]
 pub struct Failed {
-    /// The text that it would have written to stdout all the same: the report of a damaged checkpoint, for instance.
+    /// The text that it would have written to stdout all the same: the report of a damaged
+    /// checkpoint, for instance.
     pub output: String,
     /// The error.
     pub error: Error,
@@ -60,15 +76,18 @@ pub struct Failed {
 impl From<Error> for Failed {
     /// Makes the failure of a command that has written nothing yet.
     fn from(error: Error) -> Self {
-        Failed { output: String::new(), error }
+        Failed {
+            output: String::new(),
+            error,
+        }
     }
 }
 
-/// Runs a command that writes one JSON object, and returns what it would write to stdout. `arguments` are those of the
-/// command line, without the name of the program.
+/// Runs a command that writes one JSON object, and returns what it would write to stdout.
+/// `arguments` are those of the command line, without the name of the program.
 ///
-/// Signals are left to the caller. To stop a conversion, store the number of a signal in `stop`; the conversion then
-/// removes what it has written so far, and fails.
+/// Signals are left to the caller. To stop a conversion, store the number of a signal in `stop`;
+/// the conversion then removes what it has written so far, and fails.
 ///
 /// ```
 /// let failed = fsdp_cli::embed::report(["inspect", "no/such/checkpoint"].map(Into::into), Default::default());
@@ -78,12 +97,18 @@ impl From<Error> for Failed {
 ///
 /// # Errors
 /// The errors of the command.
-pub fn report(arguments: impl IntoIterator<Item = OsString>, stop: Arc<AtomicUsize>) -> Result<String, Failed> {
+pub fn report(
+    arguments: impl IntoIterator<Item = OsString>,
+    stop: Arc<AtomicUsize>,
+) -> Result<String, Failed> {
     let program = std::iter::once(OsString::from("fsdp"));
     let arguments: Vec<OsString> = program.chain(arguments).collect();
     let command = parse(&arguments).map_err(Error::from)?;
     if !command.runs_inside() {
-        return Err(anyhow!("this command does not run inside another program: use the command `fsdp`").into());
+        return Err(anyhow!(
+            "this command does not run inside another program: use the command `fsdp`"
+        )
+        .into());
     }
     let (outcome, output) = capture::run(stop, || execute(command));
     let output = String::from_utf8_lossy(&output).into_owned();
@@ -125,11 +150,17 @@ mod tests {
                 &["verify", "x", "--level", "bogus"][..],
                 "invalid value 'bogus' for '--level <LEVEL>' [possible values: structure, sizes, hashes, deep]",
             ),
-            (&["diff", "a", "b", "--tolerance", "-1"], "unexpected argument '-1' found"),
+            (
+                &["diff", "a", "b", "--tolerance", "-1"],
+                "unexpected argument '-1' found",
+            ),
         ] {
             let failed = report(arguments.iter().map(OsString::from), Arc::default()).unwrap_err();
             let explained = Explained::new(&failed.error);
-            assert_eq!((explained.message.as_str(), explained.exit_code), (wanted, exit_codes::USAGE));
+            assert_eq!(
+                (explained.message.as_str(), explained.exit_code),
+                (wanted, exit_codes::USAGE)
+            );
         }
     }
 }

@@ -1,4 +1,5 @@
-//! The errors of the command itself, each with its exit code and a hint. Libraries have errors of their own.
+//! The errors of the command itself, each with its exit code and a hint. Libraries have errors of
+//! their own.
 
 use fsdp_layout::DType;
 
@@ -15,10 +16,18 @@ pub(crate) enum UsageError {
     NotReplaceable { path: String },
     #[error("`{path}` is the name of a directory, and `--to {to}` writes one file")]
     NotAFile { path: String, to: &'static str },
-    #[error("`{destination}` and `{source_path}` overlap: a checkpoint cannot be written over its source")]
-    Overlap { source_path: String, destination: String },
+    #[error(
+        "`{destination}` and `{source_path}` overlap: a checkpoint cannot be written over its source"
+    )]
+    Overlap {
+        source_path: String,
+        destination: String,
+    },
     #[error("`{option}` has no effect with `--to {to}`")]
-    Unused { option: &'static str, to: &'static str },
+    Unused {
+        option: &'static str,
+        to: &'static str,
+    },
     #[error("`{option}` names `{path}`, which is not a directory that exists")]
     NoDirectory { option: &'static str, path: String },
     #[error("`{glob}` is not a valid glob: {reason}")]
@@ -57,7 +66,11 @@ pub(crate) enum UsageError {
     #[error(
         "`{run}` has `{first}` and `{other}`, whose numbers count different things: it is not known which is older"
     )]
-    MixedNames { run: String, first: String, other: String },
+    MixedNames {
+        run: String,
+        first: String,
+        other: String,
+    },
     #[error("there is no model `{name}`")]
     NoModel { name: String },
     #[error("`{path}` has neither metrics nor checkpoints of a run")]
@@ -70,13 +83,21 @@ impl UsageError {
     /// Returns the hint that is printed below the error.
     pub(crate) const fn hint(&self) -> &'static str {
         match self {
-            UsageError::Exists { .. } => "choose another destination; `--overwrite` replaces a checkpoint",
+            UsageError::Exists { .. } => {
+                "choose another destination; `--overwrite` replaces a checkpoint"
+            }
             UsageError::NotReplaceable { .. } => "choose another destination, or move it away",
-            UsageError::NotAFile { .. } => "leave out the slash at its end, or add the name of the file",
+            UsageError::NotAFile { .. } => {
+                "leave out the slash at its end, or add the name of the file"
+            }
             UsageError::Overlap { .. } => "choose a destination outside the source",
             UsageError::Unused { .. } => "leave the option out, or choose another `--to`",
-            UsageError::NoDirectory { .. } => "name the directory of a model's configuration and tokenizer",
-            UsageError::Glob { .. } => "a glob may contain `*`, `?`, `[a-z]` and `{a,b}`; quote it for the shell",
+            UsageError::NoDirectory { .. } => {
+                "name the directory of a model's configuration and tokenizer"
+            }
+            UsageError::Glob { .. } => {
+                "a glob may contain `*`, `?`, `[a-z]` and `{a,b}`; quote it for the shell"
+            }
             UsageError::NothingSelected
             | UsageError::UnusedGlob { .. }
             | UsageError::UnusedRule { .. }
@@ -91,11 +112,19 @@ impl UsageError {
             UsageError::UnusedSet { has_tp: true } => {
                 "leave it out, or give the `--map` or `--tp` whose names it is for"
             }
-            UsageError::UnusedSet { has_tp: false } => "leave it out, or give the `--map` whose names it is for",
-            UsageError::UnequalReplicas { .. } => "each number of ranks must be a multiple of `--replicas`",
-            UsageError::TooManyBoxes { .. } => "plan fewer ranks, more `--replicas`, or `--layout flat`",
+            UsageError::UnusedSet { has_tp: false } => {
+                "leave it out, or give the `--map` whose names it is for"
+            }
+            UsageError::UnequalReplicas { .. } => {
+                "each number of ranks must be a multiple of `--replicas`"
+            }
+            UsageError::TooManyBoxes { .. } => {
+                "plan fewer ranks, more `--replicas`, or `--layout flat`"
+            }
             UsageError::OneBase => "average the checkpoints first, or give one",
-            UsageError::NothingWhole { .. } => "`fsdp verify` says what is wrong with each; or keep more with `--keep`",
+            UsageError::NothingWhole { .. } => {
+                "`fsdp verify` says what is wrong with each; or keep more with `--keep`"
+            }
             UsageError::MixedNames { .. } => "move the checkpoints of one kind to another folder",
             UsageError::NoModel { .. } => "`fsdp plan --help` lists the models",
             UsageError::NoRun { .. } => "name the directory that `fsdp train --out` was given",
@@ -111,7 +140,9 @@ pub(crate) struct Stopped;
 
 /// A conversion that a signal has stopped.
 #[derive(Debug, thiserror::Error)]
-#[error("stopped by signal {signal}: nothing was written to `{destination}`, and no unfinished files are left")]
+#[error(
+    "stopped by signal {signal}: nothing was written to `{destination}`, and no unfinished files are left"
+)]
 pub(crate) struct ConversionStopped {
     pub(crate) signal: u8,
     pub(crate) destination: String,

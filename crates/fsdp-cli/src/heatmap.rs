@@ -27,14 +27,23 @@ struct Heat {
     cells: Vec<f64>,
 }
 
-/// Returns the lines of the heat map of a tensor. There are none if a checkpoint lacks the tensor, if the shapes or
-/// dtypes differ, or if the elements are not real numbers.
+/// Returns the lines of the heat map of a tensor. There are none if a checkpoint lacks the tensor,
+/// if the shapes or dtypes differ, or if the elements are not real numbers.
 ///
 /// # Errors
 /// A checkpoint cannot be read.
-pub(crate) fn lines(first: &dyn Checkpoint, second: &dyn Checkpoint, name: &str) -> Result<Vec<String>> {
-    let tensors = (first.metadata().tensor(name), second.metadata().tensor(name));
-    let (Some(entry), Some(other)) = tensors else { return Ok(Vec::new()) };
+pub(crate) fn lines(
+    first: &dyn Checkpoint,
+    second: &dyn Checkpoint,
+    name: &str,
+) -> Result<Vec<String>> {
+    let tensors = (
+        first.metadata().tensor(name),
+        second.metadata().tensor(name),
+    );
+    let (Some(entry), Some(other)) = tensors else {
+        return Ok(Vec::new());
+    };
     let dtype = entry.properties.dtype;
     if !Census::counts(dtype) || entry.shape != other.shape || dtype != other.properties.dtype {
         return Ok(Vec::new());
@@ -52,20 +61,30 @@ impl Heat {
     ) -> Result<Self, FileError> {
         let shape = &entry.shape;
         let numel: usize = shape.iter().product();
-        // `across` is the size of the last dimension, and `down` that of the first. A tensor of one dimension is one
-        // row.
+        // `across` is the size of the last dimension, and `down` that of the first. A tensor of one
+        // dimension is one row.
         let across = shape.last().copied().unwrap_or(1).max(1);
         let down = if shape.len() > 1 { shape[0].max(1) } else { 1 };
         let in_row = (numel / down).max(1);
         let (rows, columns) = (down.min(ROWS), across.min(COLUMNS));
-        let mut heat = Heat { rows, columns, cells: vec![0.0; rows * columns] };
+        let mut heat = Heat {
+            rows,
+            columns,
+            cells: vec![0.0; rows * columns],
+        };
         let mut at = 0;
         while at < numel {
             let end = numel.min(at + PIECE);
-            let [a, b] = [values(first, name, entry, at..end)?, values(second, name, entry, at..end)?];
+            let [a, b] = [
+                values(first, name, entry, at..end)?,
+                values(second, name, entry, at..end)?,
+            ];
             for (offset, (a, b)) in a.iter().zip(&b).enumerate() {
                 let index = at + offset;
-                let (row, column) = (index / in_row * rows / down, index % across * columns / across);
+                let (row, column) = (
+                    index / in_row * rows / down,
+                    index % across * columns / across,
+                );
                 heat.add(row, column, difference(*a, *b));
             }
             at = end;
@@ -84,14 +103,20 @@ impl Heat {
 
     /// Returns a line of characters for each row of cells.
     fn lines(&self) -> Vec<String> {
-        let largest = self.cells.iter().copied().filter(|by| by.is_finite()).fold(0.0, f64::max);
+        let largest = self
+            .cells
+            .iter()
+            .copied()
+            .filter(|by| by.is_finite())
+            .fold(0.0, f64::max);
         let rows = self.cells.chunks(self.columns).take(self.rows);
-        rows.map(|row| row.iter().map(|&by| character_of(by, largest)).collect()).collect()
+        rows.map(|row| row.iter().map(|&by| character_of(by, largest)).collect())
+            .collect()
     }
 }
 
-/// Returns the character of a cell whose largest difference is `by`, where `largest` is the largest finite one of the
-/// tensor. [`LEGEND`] explains the characters.
+/// Returns the character of a cell whose largest difference is `by`, where `largest` is the largest
+/// finite one of the tensor. [`LEGEND`] explains the characters.
 fn character_of(by: f64, largest: f64) -> char {
     match by {
         by if !by.is_finite() => '!',
@@ -105,7 +130,11 @@ fn character_of(by: f64, largest: f64) -> char {
 
 /// Returns how far two numbers are apart: 0 for two NaN or equal infinities.
 fn difference(a: f64, b: f64) -> f64 {
-    if a == b || (a.is_nan() && b.is_nan()) { 0.0 } else { (a - b).abs() }
+    if a == b || (a.is_nan() && b.is_nan()) {
+        0.0
+    } else {
+        (a - b).abs()
+    }
 }
 
 /// Reads a range of a tensor's elements, in row-major order, as numbers.
@@ -132,10 +161,20 @@ mod tests {
 
     #[test]
     fn cells_show_the_largest_difference_in_them() {
-        let mut heat = Heat { rows: 2, columns: 4, cells: vec![0.0; 8] };
-        for (row, column, by) in
-            [(0, 0, 5.0), (0, 1, 0.2), (0, 1, 0.1), (0, 2, 0.01), (1, 0, 1e-9), (1, 3, f64::NAN), (1, 3, 9.0)]
-        {
+        let mut heat = Heat {
+            rows: 2,
+            columns: 4,
+            cells: vec![0.0; 8],
+        };
+        for (row, column, by) in [
+            (0, 0, 5.0),
+            (0, 1, 0.2),
+            (0, 1, 0.1),
+            (0, 2, 0.01),
+            (1, 0, 1e-9),
+            (1, 3, f64::NAN),
+            (1, 3, 9.0),
+        ] {
             heat.add(row, column, by);
         }
         assert_eq!(heat.lines(), ["█▓▒·", "░··!"]);

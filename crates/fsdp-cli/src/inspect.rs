@@ -57,7 +57,8 @@ struct Summary {
     tensors: Vec<Tensor>,
     /// The keys of values that are not tensors.
     values: Vec<String>,
-    /// The values that hold objects of types that are never built, and the tensors that are such objects.
+    /// The values that hold objects of types that are never built, and the tensors that are such
+    /// objects.
     opaque: Vec<Opaque>,
     /// The number of tensors and values that were not looked into for such objects.
     not_looked_into: usize,
@@ -101,16 +102,28 @@ pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
     let path = arguments.path.to_string();
     if arguments.json {
         if let Err(error @ FileError::NotCommitted { .. }) = &source {
-            output::read_or_not(output::json(&Summary::uncommitted(path.clone(), error.to_string())))?;
+            output::read_or_not(output::json(&Summary::uncommitted(
+                path.clone(),
+                error.to_string(),
+            )))?;
         }
         return output::json(&Summary::new(path, &*source?));
     }
     let summary = Summary::new(path, &*source?);
     if arguments.tensors {
-        return output::lines(&summary.tensors.iter().map(Tensor::fields).collect::<Vec<_>>());
+        return output::lines(
+            &summary
+                .tensors
+                .iter()
+                .map(Tensor::fields)
+                .collect::<Vec<_>>(),
+        );
     }
     if arguments.tree {
-        let tensors = summary.tensors.iter().map(|tensor| (tensor.name.as_str(), Some(tensor.leaf()), tensor.bytes));
+        let tensors = summary
+            .tensors
+            .iter()
+            .map(|tensor| (tensor.name.as_str(), Some(tensor.leaf()), tensor.bytes));
         let values = summary.values.iter().map(|name| (name.as_str(), None, 0));
         return output::lines(&tree(tensors.chain(values)));
     }
@@ -141,10 +154,16 @@ impl Summary {
         let metadata = source.metadata();
         let (opaque, not_looked_into) = opaque(source);
         let mut tensors = tensors(metadata);
-        let stored: HashMap<&str, u64> = opaque.iter().map(|opaque| (opaque.name.as_str(), opaque.bytes)).collect();
+        let stored: HashMap<&str, u64> = opaque
+            .iter()
+            .map(|opaque| (opaque.name.as_str(), opaque.bytes))
+            .collect();
         for tensor in &mut tensors {
             // The dtype and the shape of an opaque tensor do not tell how many bytes it takes.
-            tensor.bytes = stored.get(tensor.name.as_str()).copied().unwrap_or(tensor.bytes);
+            tensor.bytes = stored
+                .get(tensor.name.as_str())
+                .copied()
+                .unwrap_or(tensor.bytes);
         }
         let mut values: Vec<String> = metadata.values().map(|(name, _)| name.to_owned()).collect();
         values.sort_by(|a, b| natord::compare(a, b));
@@ -157,7 +176,9 @@ impl Summary {
             reason: None,
             step,
             hashed: source.directory().has_integrity(),
-            bytes: tensors.iter().fold(0, |sum, tensor| sum.saturating_add(tensor.bytes)),
+            bytes: tensors
+                .iter()
+                .fold(0, |sum, tensor| sum.saturating_add(tensor.bytes)),
             tensors,
             values,
             opaque,
@@ -170,35 +191,64 @@ impl Summary {
         let boxes: usize = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
         let mut lines = vec![
             format!("checkpoint  {} ({})", escaped(&self.path), self.format),
-            format!("committed   {}, hashes {}", yes_or_no(self.committed), yes_or_no(self.hashed)),
-            format!("step        {}", self.step.map_or_else(|| "unknown".to_owned(), |step| step.to_string())),
-            format!("tensors     {} in {}, {}", self.tensors.len(), count(boxes, "box", "boxes"), iec(self.bytes)),
+            format!(
+                "committed   {}, hashes {}",
+                yes_or_no(self.committed),
+                yes_or_no(self.hashed)
+            ),
+            format!(
+                "step        {}",
+                self.step
+                    .map_or_else(|| "unknown".to_owned(), |step| step.to_string())
+            ),
+            format!(
+                "tensors     {} in {}, {}",
+                self.tensors.len(),
+                count(boxes, "box", "boxes"),
+                iec(self.bytes)
+            ),
             format!("values      {}", self.values.len()),
         ];
         lines.extend(self.opaque.iter().map(|Opaque { name, of, bytes }| {
-            let stored = if *bytes > 0 { format!(", {}", iec(*bytes)) } else { String::new() };
+            let stored = if *bytes > 0 {
+                format!(", {}", iec(*bytes))
+            } else {
+                String::new()
+            };
             format!("opaque      {}: {}{stored}", escaped(name), escaped(of))
         }));
         if self.not_looked_into > 0 {
             let more = count(self.not_looked_into, "item was", "items were");
-            lines.push(format!("            {more} not looked into; `fsdp verify` looks into all"));
+            lines.push(format!(
+                "            {more} not looked into; `fsdp verify` looks into all"
+            ));
         }
         lines.push(String::new());
-        let rows: Vec<[String; 5]> = std::iter::once(["tensor", "dtype", "shape", "bytes", "boxes by rank"])
-            .map(|header| header.map(str::to_owned))
-            .chain(self.tensors.iter().map(Tensor::row))
-            .collect();
-        let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+        let rows: Vec<[String; 5]> =
+            std::iter::once(["tensor", "dtype", "shape", "bytes", "boxes by rank"])
+                .map(|header| header.map(str::to_owned))
+                .chain(self.tensors.iter().map(Tensor::row))
+                .collect();
+        let width = |column: usize| {
+            rows.iter()
+                .map(|row| row[column].chars().count())
+                .max()
+                .unwrap_or(0)
+        };
         let widths = [0, 1, 2, 3].map(width);
         let [w0, w1, w2, w3] = widths;
         // Where the names leave no room, each has a line of its own.
         let is_narrow = widths.iter().sum::<usize>() + 8 + width(4) <= COLUMNS;
         for [name, dtype, shape, bytes, boxes] in &rows {
             if is_narrow {
-                lines.push(format!("{name:w0$}  {dtype:w1$}  {shape:w2$}  {bytes:>w3$}  {boxes}"));
+                lines.push(format!(
+                    "{name:w0$}  {dtype:w1$}  {shape:w2$}  {bytes:>w3$}  {boxes}"
+                ));
             } else {
                 lines.push(name.clone());
-                lines.push(format!("    {dtype:w1$}  {shape:w2$}  {bytes:>w3$}  {boxes}"));
+                lines.push(format!(
+                    "    {dtype:w1$}  {shape:w2$}  {bytes:>w3$}  {boxes}"
+                ));
             }
         }
         lines
@@ -223,34 +273,61 @@ const LOOKS: [usize; 2] = [4096, 64];
 /// The most bytes that the value of a step takes.
 const STEP_BYTES: u64 = 64 << 10;
 
-/// Returns the opaque values and tensors, sorted, and the number of items that were not looked into. Nothing is read
-/// but what tells their types, and that of some items only: a checkpoint may have millions.
+/// Returns the opaque values and tensors, sorted, and the number of items that were not looked
+/// into. Nothing is read but what tells their types, and that of some items only: a checkpoint may
+/// have millions.
 fn opaque(source: &dyn Checkpoint) -> (Vec<Opaque>, usize) {
     let metadata = source.metadata();
-    let values = metadata.values().map(|(name, value)| (name, value.stored.as_ref().map_or(0, |stored| stored.length)));
+    let values = metadata.values().map(|(name, value)| {
+        (
+            name,
+            value.stored.as_ref().map_or(0, |stored| stored.length),
+        )
+    });
     let tensors = metadata.tensors().map(|(name, tensor)| {
-        let stored = tensor.chunks.iter().filter_map(|chunk| chunk.stored.as_ref());
-        (name, stored.fold(0, |sum: u64, stored| sum.saturating_add(stored.length)))
+        let stored = tensor
+            .chunks
+            .iter()
+            .filter_map(|chunk| chunk.stored.as_ref());
+        (
+            name,
+            stored.fold(0, |sum: u64, stored| sum.saturating_add(stored.length)),
+        )
     });
     let [local, remote] = LOOKS;
     let is_local = Location::from(source.path()).local().is_some();
     let looks = if is_local { local } else { remote };
-    let opaque = values.chain(tensors).take(looks).filter_map(|(name, bytes)| {
-        // A value whose type cannot be read is damaged: `verify` tells of it, and the rest is shown here.
-        let of = source.opaque_type(name).ok()??;
-        Some(Opaque { name: name.to_owned(), of, bytes })
-    });
+    let opaque = values
+        .chain(tensors)
+        .take(looks)
+        .filter_map(|(name, bytes)| {
+            // A value whose type cannot be read is damaged: `verify` tells of it, and the rest is
+            // shown here.
+            let of = source.opaque_type(name).ok()??;
+            Some(Opaque {
+                name: name.to_owned(),
+                of,
+                bytes,
+            })
+        });
     let mut opaque: Vec<Opaque> = opaque.collect();
     opaque.sort_by(|a, b| natord::compare(&a.name, &b.name));
     (opaque, metadata.entries.len().saturating_sub(looks))
 }
 
-/// Returns the step at which a checkpoint was saved. One that is damaged does not keep the rest from being shown:
-/// `verify` is for damage.
+/// Returns the step at which a checkpoint was saved. One that is damaged does not keep the rest
+/// from being shown: `verify` is for damage.
 fn step(source: &dyn Checkpoint) -> Option<i64> {
     let entries = &source.metadata().entries;
     STEPS.iter().find_map(|key| match entries.get(*key)? {
-        Entry::Bytes(bytes) if bytes.stored.as_ref().is_some_and(|stored| stored.length > STEP_BYTES) => None,
+        Entry::Bytes(bytes)
+            if bytes
+                .stored
+                .as_ref()
+                .is_some_and(|stored| stored.length > STEP_BYTES) =>
+        {
+            None
+        }
         Entry::Bytes(_) => source.read_value(key).ok()?.as_int(),
         Entry::Tensor(_) => None,
     })
@@ -278,7 +355,13 @@ impl Tensor {
 
     /// Returns the lines of `--tensors`, for scripts.
     fn fields(&self) -> String {
-        format!("{}\t{}\t{:?}\t{}", escaped(&self.name), self.dtype, self.shape, self.bytes)
+        format!(
+            "{}\t{}\t{:?}\t{}",
+            escaped(&self.name),
+            self.dtype,
+            self.shape,
+            self.bytes
+        )
     }
 
     /// Lists the number of boxes by rank: `0:1 1:2` is one box of rank 0 and two of rank 1.
@@ -294,20 +377,31 @@ impl Tensor {
         if told < self.boxes.len() || ranks.len() > RANKS_IN_A_LINE {
             return format!("{} on {} ranks", self.boxes.len(), ranks.len());
         }
-        ranks.iter().map(|(rank, boxes)| format!("{rank}:{boxes}")).collect::<Vec<_>>().join(" ")
+        ranks
+            .iter()
+            .map(|(rank, boxes)| format!("{rank}:{boxes}"))
+            .collect::<Vec<_>>()
+            .join(" ")
     }
 }
 
-/// Returns the tensors of a checkpoint, numbers in their names in the order of numbers (`h.2` before `h.10`).
+/// Returns the tensors of a checkpoint, numbers in their names in the order of numbers (`h.2`
+/// before `h.10`).
 fn tensors(metadata: &Metadata) -> Vec<Tensor> {
-    let mut tensors: Vec<Tensor> = metadata.tensors().map(|(name, entry)| tensor(name, entry)).collect();
+    let mut tensors: Vec<Tensor> = metadata
+        .tensors()
+        .map(|(name, entry)| tensor(name, entry))
+        .collect();
     tensors.sort_by(|a, b| natord::compare(&a.name, &b.name));
     tensors
 }
 
 /// Returns the number of bytes of a tensor's elements.
 pub(super) fn bytes(entry: &TensorEntry) -> u64 {
-    let numel = entry.shape.iter().fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
+    let numel = entry
+        .shape
+        .iter()
+        .fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
     numel.saturating_mul(entry.properties.dtype.size_in_bytes())
 }
 
@@ -335,11 +429,14 @@ fn box_of(Chunk { bounds, stored }: &Chunk) -> StoredBox {
     }
 }
 
-/// Returns the rank that wrote a file, or that it is for, from the file's name: 2 for `__2_0.distcp`, for
-/// `model_world_size_4_rank_2.pt` and for `model-rank-2-part-0.safetensors`.
+/// Returns the rank that wrote a file, or that it is for, from the file's name: 2 for
+/// `__2_0.distcp`, for `model_world_size_4_rank_2.pt` and for `model-rank-2-part-0.safetensors`.
 pub(super) fn rank(stored: &StorageInfo) -> Option<u64> {
     let name = &stored.relative_path;
-    let rest = match name.strip_prefix("__").or_else(|| name.strip_prefix("model-rank-")) {
+    let rest = match name
+        .strip_prefix("__")
+        .or_else(|| name.strip_prefix("model-rank-"))
+    {
         Some(rest) => rest,
         None => name.split_once("_rank")?.1.trim_start_matches('_'),
     };

@@ -18,20 +18,32 @@ use crate::gpt::GptConfigError;
 pub(crate) enum JobError {
     #[error("`{directory}` already holds a checkpoint, of step {step}")]
     OutIsTaken { directory: String, step: u64 },
-    #[error("the run in `{directory}` has saved its checkpoints in another place, the last one as `{place}`")]
+    #[error(
+        "the run in `{directory}` has saved its checkpoints in another place, the last one as `{place}`"
+    )]
     SavedElsewhere { directory: String, place: String },
     #[error("another run uses `{directory}` now")]
     OutInUse { directory: String },
     #[error("`{option}` cannot change from {saved} to {asked} on resume")]
-    Changed { option: &'static str, saved: String, asked: String },
-    #[error("the learning rate falls to 0 after {schedule} steps, so the last of {steps} steps would train nothing")]
+    Changed {
+        option: &'static str,
+        saved: String,
+        asked: String,
+    },
+    #[error(
+        "the learning rate falls to 0 after {schedule} steps, so the last of {steps} steps would train nothing"
+    )]
     AfterSchedule { steps: u64, schedule: u64 },
     #[error("`--strategy hybrid-shard` cannot divide {ranks} ranks into {replicas} equal replicas")]
     Replicas { replicas: usize, ranks: usize },
     #[error("this is node {node_rank}, but nodes are numbered from 0, and there are {nnodes}")]
     NodeRank { node_rank: usize, nnodes: usize },
     #[error("{nproc} processes on each of {nnodes} nodes are more than {max} ranks")]
-    WorldSize { nproc: usize, nnodes: usize, max: usize },
+    WorldSize {
+        nproc: usize,
+        nnodes: usize,
+        max: usize,
+    },
     #[error("the number of processes can change only on one node, and there are {nnodes}")]
     ElasticNodes { nnodes: usize },
     #[error("{nnodes} nodes need the address of node 0")]
@@ -60,7 +72,9 @@ impl JobError {
     /// Returns the hint that is printed below the error.
     const fn hint(&self) -> &'static str {
         match self {
-            JobError::OutIsTaken { .. } => "continue from it with `--resume`, or choose another `--out`",
+            JobError::OutIsTaken { .. } => {
+                "continue from it with `--resume`, or choose another `--out`"
+            }
             JobError::SavedElsewhere { .. } => {
                 "continue it with `--resume` and the `--checkpoint-dir` that it had, or choose another `--out`"
             }
@@ -68,7 +82,9 @@ impl JobError {
                 "wait until it ends, or choose another directory. If its host has died and the lock has stayed, rename \
                  `events.jsonl` and copy it back under its name: the lock stays with the old file"
             }
-            JobError::Changed { .. } => "leave the option out, or start a new run in another `--out`",
+            JobError::Changed { .. } => {
+                "leave the option out, or start a new run in another `--out`"
+            }
             JobError::AfterSchedule { .. } => {
                 "make the schedule longer with `--schedule-steps`, or use `--schedule constant`"
             }
@@ -81,12 +97,16 @@ impl JobError {
                 "set FSDP_SECRET to the same random text on all nodes (`openssl rand -hex 32` makes one), or trust \
                  everybody in the network with `--insecure`"
             }
-            JobError::JobName { .. } => "give all nodes the same new `--job-id`, or the same FSDP_SECRET",
+            JobError::JobName { .. } => {
+                "give all nodes the same new `--job-id`, or the same FSDP_SECRET"
+            }
             JobError::Program { .. } => "check the program after `--`",
             JobError::Nproc { .. } => "leave out `--nproc`, or use threads with `--backend local`",
             JobError::NcclOnCpus => "leave `--device` out, or use `--backend tcp`",
             #[cfg(feature = "cuda")]
-            JobError::NoGpu { .. } => "`fsdp doctor` shows what is missing; `--device cpu` needs no GPU",
+            JobError::NoGpu { .. } => {
+                "`fsdp doctor` shows what is missing; `--device cpu` needs no GPU"
+            }
             #[cfg(not(feature = "cuda"))]
             JobError::NoCuda => "leave `--device` out, or build with `--features cuda`",
         }
@@ -137,7 +157,11 @@ const MAX_DIFFERENCES: usize = 50;
 
 /// Returns the lines as a list below a message, of which only the first are shown.
 fn list(lines: &[String]) -> String {
-    let mut list: String = lines.iter().take(MAX_DIFFERENCES).map(|line| format!("\n  {line}")).collect();
+    let mut list: String = lines
+        .iter()
+        .take(MAX_DIFFERENCES)
+        .map(|line| format!("\n  {line}"))
+        .collect();
     if lines.len() > MAX_DIFFERENCES {
         list.push_str(&format!("\n  and {} more", lines.len() - MAX_DIFFERENCES));
     }
@@ -190,14 +214,23 @@ pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<&'static
     if cause.is::<RankEnded>() {
         return Some("see what it wrote, above");
     }
-    if cause.is::<Unwritable>() || matches!(cause.downcast_ref(), Some(CheckpointError::Directory { .. })) {
-        return Some("check `--out` and `--checkpoint-dir`: a run needs a directory that it may read and write");
+    if cause.is::<Unwritable>()
+        || matches!(
+            cause.downcast_ref(),
+            Some(CheckpointError::Directory { .. })
+        )
+    {
+        return Some(
+            "check `--out` and `--checkpoint-dir`: a run needs a directory that it may read and write",
+        );
     }
     if cause.is::<NoCheckpoint>() {
         return Some("check `--out`, or leave out `--resume` to start from the beginning");
     }
     if let Some(NnError::NonFiniteGradients { .. }) = cause.downcast_ref() {
-        return Some("a smaller `--lr` may help; `--nonfinite skip` leaves out the updates of such steps");
+        return Some(
+            "a smaller `--lr` may help; `--nonfinite skip` leaves out the updates of such steps",
+        );
     }
     if cause.is::<OtherModel>() {
         return Some(
@@ -215,7 +248,10 @@ pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<&'static
 pub(crate) fn is_about_others(error: &Error) -> bool {
     error.chain().any(|cause| {
         cause.is::<CommError>()
-            || matches!(cause.downcast_ref(), Some(NnError::Comm(_) | NnError::State(StateError::Comm(_))))
+            || matches!(
+                cause.downcast_ref(),
+                Some(NnError::Comm(_) | NnError::State(StateError::Comm(_)))
+            )
             || matches!(cause.downcast_ref(), Some(StateError::Comm(_)))
             || matches!(
                 cause.downcast_ref(),

@@ -28,16 +28,28 @@ impl<'a> Keys<'a> {
         rules: &'a [(String, String)],
         prefix: Option<&'a str>,
     ) -> Result<Self> {
-        let include = if include.is_empty() { None } else { Some(Globs::new(include)?) };
-        Ok(Keys { include, exclude: Globs::new(exclude)?, rules, prefix })
+        let include = if include.is_empty() {
+            None
+        } else {
+            Some(Globs::new(include)?)
+        };
+        Ok(Keys {
+            include,
+            exclude: Globs::new(exclude)?,
+            rules,
+            prefix,
+        })
     }
 
     fn selects(&self, key: &str) -> bool {
-        self.include.as_ref().is_none_or(|include| include.set.is_match(key)) && !self.exclude.set.is_match(key)
+        self.include
+            .as_ref()
+            .is_none_or(|include| include.set.is_match(key))
+            && !self.exclude.set.is_match(key)
     }
 
-    /// Returns what becomes of a key: it is dropped if it is not selected. The first rule that fits renames it, and
-    /// then the prefix is put before it.
+    /// Returns what becomes of a key: it is dropped if it is not selected. The first rule that fits
+    /// renames it, and then the prefix is put before it.
     pub(crate) fn rename(&self, key: &str) -> Rename {
         if !self.selects(key) {
             return Rename::Drop;
@@ -46,7 +58,9 @@ impl<'a> Keys<'a> {
         match (renamed, self.prefix) {
             (None, None) => Rename::Keep,
             (Some(name), None) => Rename::To(name),
-            (name, Some(prefix)) => Rename::To(format!("{prefix}{}", name.as_deref().unwrap_or(key))),
+            (name, Some(prefix)) => {
+                Rename::To(format!("{prefix}{}", name.as_deref().unwrap_or(key)))
+            }
         }
     }
 
@@ -55,17 +69,31 @@ impl<'a> Keys<'a> {
     /// # Errors
     /// A glob that matches no key, which is probably a mistake.
     pub(crate) fn check_include<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Result<()> {
-        let unused = self.include.as_ref().and_then(|include| include.unused(keys).into_iter().next());
-        unused.map_or(Ok(()), |glob| Err(UsageError::UnusedGlob { glob: glob.to_owned() }.into()))
+        let unused = self
+            .include
+            .as_ref()
+            .and_then(|include| include.unused(keys).into_iter().next());
+        unused.map_or(Ok(()), |glob| {
+            Err(UsageError::UnusedGlob {
+                glob: glob.to_owned(),
+            }
+            .into())
+        })
     }
 
-    /// Checks that the options fit the keys of a checkpoint. A glob of `--exclude` that matches no key may be one that
-    /// is given for many checkpoints, and is only told.
+    /// Checks that the options fit the keys of a checkpoint. A glob of `--exclude` that matches no
+    /// key may be one that is given for many checkpoints, and is only told.
     ///
     /// # Errors
-    /// Nothing is selected, a rule fits nothing (both are likely slips), or a key would become empty.
+    /// Nothing is selected, a rule fits nothing (both are likely slips), or a key would become
+    /// empty.
     pub(crate) fn check(&self, metadata: &Metadata) -> Result<()> {
-        let selected: Vec<&str> = metadata.entries.keys().map(String::as_str).filter(|key| self.selects(key)).collect();
+        let selected: Vec<&str> = metadata
+            .entries
+            .keys()
+            .map(String::as_str)
+            .filter(|key| self.selects(key))
+            .collect();
         if selected.is_empty() && !metadata.entries.is_empty() {
             return Err(UsageError::NothingSelected.into());
         }
@@ -76,10 +104,16 @@ impl<'a> Keys<'a> {
         }
         for rule in self.rules {
             if !selected.iter().any(|key| apply(rule, key).is_some()) {
-                return Err(UsageError::UnusedRule { rule: format!("{}={}", rule.0, rule.1) }.into());
+                return Err(UsageError::UnusedRule {
+                    rule: format!("{}={}", rule.0, rule.1),
+                }
+                .into());
             }
         }
-        if selected.iter().any(|key| self.rename(key) == Rename::To(String::new())) {
+        if selected
+            .iter()
+            .any(|key| self.rename(key) == Rename::To(String::new()))
+        {
             return Err(UsageError::EmptyKey.into());
         }
         Ok(())
@@ -98,18 +132,32 @@ impl<'a> Globs<'a> {
         let mut set = GlobSetBuilder::new();
         for glob in globs {
             let parsed = Glob::new(glob);
-            set.add(parsed.map_err(|error| UsageError::Glob { glob: glob.clone(), reason: error.kind().to_string() })?);
+            set.add(parsed.map_err(|error| UsageError::Glob {
+                glob: glob.clone(),
+                reason: error.kind().to_string(),
+            })?);
         }
-        Ok(Globs { globs, set: set.build()? })
+        Ok(Globs {
+            globs,
+            set: set.build()?,
+        })
     }
 
     /// Returns the globs that match none of these keys.
     fn unused<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Vec<&'a str> {
         let mut is_used = vec![false; self.globs.len()];
         for key in keys {
-            self.set.matches(key).into_iter().for_each(|index| is_used[index] = true);
+            self.set
+                .matches(key)
+                .into_iter()
+                .for_each(|index| is_used[index] = true);
         }
-        self.globs.iter().zip(is_used).filter(|(_, is_used)| !is_used).map(|(glob, _)| glob.as_str()).collect()
+        self.globs
+            .iter()
+            .zip(is_used)
+            .filter(|(_, is_used)| !is_used)
+            .map(|(glob, _)| glob.as_str())
+            .collect()
     }
 }
 
@@ -122,19 +170,28 @@ const MOST_COMPARED: usize = 20_000;
 /// The longest key that is compared letter by letter.
 const LONGEST_COMPARED: usize = 256;
 
-/// The similarity from which a key may be the one that was meant. It is the one that clap uses for names of options.
+/// The similarity from which a key may be the one that was meant. It is the one that clap uses for
+/// names of options.
 const LEAST_SIMILAR: f64 = 0.7;
 
-/// Returns a list of the keys that are most like one that a checkpoint lacks, the likest first; `None` if no key
-/// is like it.
+/// Returns a list of the keys that are most like one that a checkpoint lacks, the likest first;
+/// `None` if no key is like it.
 pub(crate) fn nearest(key: &str, metadata: &Metadata) -> Option<String> {
-    let keys = metadata.entries.keys().take(MOST_COMPARED).map(String::as_str);
+    let keys = metadata
+        .entries
+        .keys()
+        .take(MOST_COMPARED)
+        .map(String::as_str);
     let mut like: Vec<(f64, &str)> = keys
         .map(|other| (similarity(key, other), other))
         .filter(|(similarity, _)| *similarity > LEAST_SIMILAR)
         .collect();
     like.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
-    let keys: Vec<String> = like.iter().take(NEAREST).map(|(_, key)| format!("`{}`", escaped(key))).collect();
+    let keys: Vec<String> = like
+        .iter()
+        .take(NEAREST)
+        .map(|(_, key)| format!("`{}`", escaped(key)))
+        .collect();
     (!keys.is_empty()).then(|| keys.join(", "))
 }
 
@@ -171,21 +228,38 @@ mod tests {
 
     #[test]
     fn rules_fit_whole_parts_of_keys() {
-        assert_eq!(apply(&rule("model", "m"), "model.h.0"), Some("m.h.0".to_owned()));
+        assert_eq!(
+            apply(&rule("model", "m"), "model.h.0"),
+            Some("m.h.0".to_owned())
+        );
         assert_eq!(apply(&rule("model", "m"), "model"), Some("m".to_owned()));
-        assert_eq!(apply(&rule("model.", ""), "model.h.0"), Some("h.0".to_owned()));
+        assert_eq!(
+            apply(&rule("model.", ""), "model.h.0"),
+            Some("h.0".to_owned())
+        );
         assert_eq!(apply(&rule("model", "m"), "models.h.0"), None);
     }
 
     #[test]
     fn the_nearest_keys_are_the_most_like() {
         let mut metadata = Metadata::default();
-        for key in ["model.up.weight", "model.down.weight", "model.up.bias", "step"] {
-            metadata.entries.insert(key.to_owned(), fsdp_dcp::metadata::Entry::Bytes(Default::default()));
+        for key in [
+            "model.up.weight",
+            "model.down.weight",
+            "model.up.bias",
+            "step",
+        ] {
+            metadata.entries.insert(
+                key.to_owned(),
+                fsdp_dcp::metadata::Entry::Bytes(Default::default()),
+            );
         }
         let near = nearest("model.up.wieght", &metadata).unwrap();
         assert!(near.starts_with("`model.up.weight`, "), "{near}");
-        assert_eq!(nearest("weight", &metadata).unwrap(), "`model.down.weight`, `model.up.weight`");
+        assert_eq!(
+            nearest("weight", &metadata).unwrap(),
+            "`model.down.weight`, `model.up.weight`"
+        );
         assert_eq!(nearest("optimizer.lr", &metadata), None);
         assert_eq!(nearest("", &metadata), None);
     }

@@ -1,9 +1,10 @@
 //! The `fsdp` command: the command line, and the code behind each of its commands.
 //!
-//! The commands that read and rewrite checkpoints (`inspect`, `verify`, `diff`, `digest`, `sign`, `log`, `ls`, `prune`,
-//! `map`, `report`, `reshard`, `convert`, `merge`, `cat`, `plan`) need no tensor library. `train`, `launch` and
-//! `doctor` are in the feature `train`, which is on by default. So are the model that `train` trains (module `gpt`),
-//! its text (`data`) and the code that runs ranks as threads (`ranks`), which tests and benches use too.
+//! The commands that read and rewrite checkpoints (`inspect`, `verify`, `diff`, `digest`, `sign`,
+//! `log`, `ls`, `prune`, `map`, `report`, `reshard`, `convert`, `merge`, `cat`, `plan`) need no
+//! tensor library. `train`, `launch` and `doctor` are in the feature `train`, which is on by
+//! default. So are the model that `train` trains (module `gpt`), its text (`data`) and the code
+//! that runs ranks as threads (`ranks`), which tests and benches use too.
 
 pub mod embed;
 pub mod exit_codes;
@@ -83,7 +84,8 @@ logs on.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Train a GPT on a text over sharded ranks, with checkpoints that any number of ranks can resume
+    /// Train a GPT on a text over sharded ranks, with checkpoints that any number of ranks can
+    /// resume
     #[cfg(feature = "train")]
     Train(Box<train::TrainArguments>),
     /// Start the processes of a job on this node, and end them together
@@ -138,7 +140,8 @@ pub fn main() -> ExitCode {
     ExitCode::from(run(std::env::args_os()))
 }
 
-/// Runs a command line, whose first argument is the name of the program, as this process, and returns its exit code.
+/// Runs a command line, whose first argument is the name of the program, as this process, and
+/// returns its exit code.
 ///
 /// A wrong command line ends the process.
 #[must_use]
@@ -147,10 +150,11 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let command = parse(&arguments).unwrap_or_else(|error| error.exit());
     #[cfg(feature = "train")]
     prepare_training(&command);
-    // A reader of stdout that has seen enough is not an error, but a training run that stopped halfway must not look
-    // done.
+    // A reader of stdout that has seen enough is not an error, but a training run that stopped
+    // halfway must not look done.
     let may_end_early = !command.trains();
-    let result = stop::survive_file_size_limit().and_then(|()| logs::start(command.trace_file().as_deref()));
+    let result =
+        stop::survive_file_size_limit().and_then(|()| logs::start(command.trace_file().as_deref()));
     let result = result.and_then(|guard| {
         let result = execute(command);
         // Completes the trace file.
@@ -193,36 +197,51 @@ fn parse_with(command: clap::Command, arguments: &[OsString]) -> Result<Command,
 /// Returns the command without the environment variable of `--json`.
 fn without_json_twin(command: clap::Command) -> clap::Command {
     command.mut_subcommands(|command| {
-        let has_json = command.get_arguments().any(|option| option.get_id() == "json");
-        if has_json { command.mut_arg("json", |json| json.env(None::<&str>)) } else { command }
+        let has_json = command
+            .get_arguments()
+            .any(|option| option.get_id() == "json");
+        if has_json {
+            command.mut_arg("json", |json| json.env(None::<&str>))
+        } else {
+            command
+        }
     })
 }
 
-/// Gives candle's pools in this process the threads of one rank, and keeps the memory that a step frees for the next
-/// one. Only for the start of [`main`].
+/// Gives candle's pools in this process the threads of one rank, and keeps the memory that a step
+/// frees for the next one. Only for the start of [`main`].
 #[cfg(feature = "train")]
-#[expect(unsafe_code, reason = "candle reads the number of threads from the environment only")]
+#[expect(
+    unsafe_code,
+    reason = "candle reads the number of threads from the environment only"
+)]
 fn prepare_training(command: &Command) {
-    let Command::Train(arguments) = command else { return };
+    let Command::Train(arguments) = command else {
+        return;
+    };
     let threads = train::threads_per_rank(arguments).to_string();
     // SAFETY: this process has no other thread yet that could read the environment meanwhile.
     unsafe { std::env::set_var(cpu_threads::VARIABLE, threads) };
-    // The threads of candle's own pool wait for work in a loop, on cores that matrix products need meanwhile.
+    // The threads of candle's own pool wait for work in a loop, on cores that matrix products need
+    // meanwhile.
     if std::env::var_os(cpu_threads::SPIN_VARIABLE).is_none() {
         // SAFETY: as above.
         unsafe { std::env::set_var(cpu_threads::SPIN_VARIABLE, cpu_threads::SPINS.to_string()) };
     }
-    // The pad is not larger because glibc uses the whole of it before it joins the small free blocks that aligned ones
-    // leave between them, so each refused connection would add to the memory of the thread that listens.
+    // The pad is not larger because glibc uses the whole of it before it joins the small free
+    // blocks that aligned ones leave between them, so each refused connection would add to the
+    // memory of the thread that listens.
     keep_freed_memory(16 << 20);
 }
 
-/// Lets glibc keep freed memory for later allocations. By default it gives large blocks back to the system as soon as
-/// they are free, and memory that is taken anew costs a page fault and zeroing for every page: a quarter of a training
-/// step of a small model. Other allocators are left as they are.
+/// Lets glibc keep freed memory for later allocations. By default it gives large blocks back to the
+/// system as soon as they are free, and memory that is taken anew costs a page fault and zeroing
+/// for every page: a quarter of a training step of a small model. Other allocators are left as they
+/// are.
 ///
-/// Call it when a program starts, because it changes the allocator of all threads. A thread's heap grows by `pad` bytes
-/// at a time. With a pad of 64 MiB or more, the size of one heap, no heap is given back.
+/// Call it when a program starts, because it changes the allocator of all threads. A thread's heap
+/// grows by `pad` bytes at a time. With a pad of 64 MiB or more, the size of one heap, no heap is
+/// given back.
 #[cfg(feature = "train")]
 #[cfg_attr(
     all(target_os = "linux", target_env = "gnu"),
@@ -301,8 +320,9 @@ fn execute(command: Command) -> anyhow::Result<()> {
 mod tests {
     use super::*;
 
-    /// The options of the commands on checkpoints that an environment variable may set. All others change what is
-    /// selected or written, and a variable that somebody has left would change it unseen.
+    /// The options of the commands on checkpoints that an environment variable may set. All others
+    /// change what is selected or written, and a variable that somebody has left would change it
+    /// unseen.
     const TWINS_ON_CHECKPOINTS: [&str; 4] = ["json", "level", "no_progress", "threads"];
 
     #[test]
@@ -317,9 +337,15 @@ mod tests {
             let runs = ["train", "launch", "doctor"].contains(&command.get_name());
             for option in command.get_opts() {
                 let name = option.get_id().as_str();
-                let twin = option.get_env().map(|twin| twin.to_string_lossy().into_owned());
+                let twin = option
+                    .get_env()
+                    .map(|twin| twin.to_string_lossy().into_owned());
                 let has_twin = runs || TWINS_ON_CHECKPOINTS.contains(&name);
-                assert_eq!(twin, has_twin.then(|| format!("FSDP_{}", name.to_uppercase())), "`{name}`");
+                assert_eq!(
+                    twin,
+                    has_twin.then(|| format!("FSDP_{}", name.to_uppercase())),
+                    "`{name}`"
+                );
             }
         }
     }

@@ -50,17 +50,29 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
     let run = arguments.run.to_string();
     let mut links = chain(&arguments.run)?;
     links.reverse();
-    let broken = links.iter().filter(|link| link.notes.iter().any(Note::is_break)).count();
+    let broken = links
+        .iter()
+        .filter(|link| link.notes.iter().any(Note::is_break))
+        .count();
     if links.is_empty() && !arguments.json {
         output::talk(&no_checkpoints(&arguments.run));
     }
     output::read_or_not(if arguments.json {
         let checkpoints = links.iter().map(Row::new).collect();
-        output::json(&Log { schema: SCHEMA, run: run.clone(), whole: broken == 0, checkpoints })
+        output::json(&Log {
+            schema: SCHEMA,
+            run: run.clone(),
+            whole: broken == 0,
+            checkpoints,
+        })
     } else {
         output::lines(&links.iter().flat_map(lines).collect::<Vec<_>>())
     })?;
-    if broken > 0 { Err(Broken { run, count: broken }.into()) } else { Ok(()) }
+    if broken > 0 {
+        Err(Broken { run, count: broken }.into())
+    } else {
+        Ok(())
+    }
 }
 
 impl Row {
@@ -74,11 +86,21 @@ impl Row {
     }
 }
 
-/// Returns the lines of a checkpoint: its name and digest, what it was saved with, and what is noteworthy.
+/// Returns the lines of a checkpoint: its name and digest, what it was saved with, and what is
+/// noteworthy.
 fn lines(link: &Link) -> Vec<String> {
-    let digest = link.digest.map_or_else(|| "no digest".to_owned(), |digest| digest.to_string());
+    let digest = link
+        .digest
+        .map_or_else(|| "no digest".to_owned(), |digest| digest.to_string());
     let mut lines = vec![format!("{}  {digest}", escaped(&link.name))];
-    if let Some(Lineage { step, parent, config, data, .. }) = &link.lineage {
+    if let Some(Lineage {
+        step,
+        parent,
+        config,
+        data,
+        ..
+    }) = &link.lineage
+    {
         let parent = parent.map_or_else(
             || "begins the run".to_owned(),
             |parent| format!("from step {} {}", parent.step, parent.digest),
@@ -88,9 +110,17 @@ fn lines(link: &Link) -> Vec<String> {
             lines.push(format!("  configuration {}", escaped(config)));
         }
         if let Some(data) = data {
-            lines.push(format!("  data {} at {}", escaped(&data.hash), data.position));
+            lines.push(format!(
+                "  data {} at {}",
+                escaped(&data.hash),
+                data.position
+            ));
         }
     }
-    lines.extend(link.notes.iter().map(|note| format!("  ! {}", escaped(&note.to_string()))));
+    lines.extend(
+        link.notes
+            .iter()
+            .map(|note| format!("  ! {}", escaped(&note.to_string()))),
+    );
     lines
 }

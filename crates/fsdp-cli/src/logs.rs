@@ -1,5 +1,5 @@
-//! The outputs of tracing: events on stderr, selected by `RUST_LOG` (by default the project's own warnings), and spans
-//! in a trace file.
+//! The outputs of tracing: events on stderr, selected by `RUST_LOG` (by default the project's own
+//! warnings), and spans in a trace file.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal as _, Write};
@@ -13,10 +13,19 @@ use tracing_subscriber::prelude::*;
 use tracing_subscriber::{EnvFilter, fmt, registry};
 
 /// The crates of the project, whose spans a trace shows.
-const TARGETS: [&str; 8] =
-    ["fsdp_checkpoint", "fsdp_cli", "fsdp_comm", "fsdp_dcp", "fsdp_flat", "fsdp_layout", "fsdp_nn", "fsdp_state"];
+const TARGETS: [&str; 8] = [
+    "fsdp_checkpoint",
+    "fsdp_cli",
+    "fsdp_comm",
+    "fsdp_dcp",
+    "fsdp_flat",
+    "fsdp_layout",
+    "fsdp_nn",
+    "fsdp_state",
+];
 
-/// Starts both. The trace file is complete when the guard is dropped, if `keep_trace` has been called before.
+/// Starts both. The trace file is complete when the guard is dropped, if `keep_trace` has been
+/// called before.
 ///
 /// # Errors
 /// The trace file cannot be created.
@@ -28,16 +37,27 @@ pub(crate) fn start(trace: Option<&Path>) -> Result<Option<FlushGuard>> {
         EnvFilter::new(TARGETS.map(|target| format!("{target}=warn")).join(","))
     };
     let is_coloured = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-    let lines = fmt::layer().with_writer(std::io::stderr).with_ansi(is_coloured);
+    let lines = fmt::layer()
+        .with_writer(std::io::stderr)
+        .with_ansi(is_coloured);
     // Times and modules help to debug a run, but only clutter a plain warning.
-    let lines = if is_asked_for { lines.boxed() } else { lines.without_time().with_target(false).boxed() };
+    let lines = if is_asked_for {
+        lines.boxed()
+    } else {
+        lines.without_time().with_target(false).boxed()
+    };
     let lines = lines.with_filter(filter);
     let Some(path) = trace else {
         registry().with(lines).init();
         return Ok(None);
     };
-    let file = TraceFile::open(path).with_context(|| format!("failed to create `{}`", path.display()))?;
-    let (layer, guard) = ChromeLayerBuilder::new().writer(file).include_args(true).include_locations(false).build();
+    let file =
+        TraceFile::open(path).with_context(|| format!("failed to create `{}`", path.display()))?;
+    let (layer, guard) = ChromeLayerBuilder::new()
+        .writer(file)
+        .include_args(true)
+        .include_locations(false)
+        .build();
     let ours = Targets::new().with_targets(TARGETS.map(|target| (target, LevelFilter::DEBUG)));
     registry().with(lines).with(layer.with_filter(ours)).init();
     Ok(Some(guard))
@@ -46,8 +66,8 @@ pub(crate) fn start(trace: Option<&Path>) -> Result<Option<FlushGuard>> {
 /// `true` once the trace goes to its file.
 static KEEPS_TRACE: AtomicBool = AtomicBool::new(false);
 
-/// Lets the trace replace what its file holds. Until this is called the trace stays in memory, so that a run which is
-/// refused changes nothing.
+/// Lets the trace replace what its file holds. Until this is called the trace stays in memory, so
+/// that a run which is refused changes nothing.
 #[cfg(feature = "train")]
 pub(crate) fn keep_trace() {
     KEEPS_TRACE.store(true, Ordering::Relaxed);
@@ -64,7 +84,8 @@ struct TraceFile {
 }
 
 impl TraceFile {
-    /// Opens or creates the file. One that exists keeps its content until the run is known not to be refused.
+    /// Opens or creates the file. One that exists keeps its content until the run is known not to
+    /// be refused.
     fn open(path: &Path) -> io::Result<Self> {
         let (file, is_new) = match OpenOptions::new().write(true).create_new(true).open(path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
@@ -72,12 +93,19 @@ impl TraceFile {
             }
             created => (created?, true),
         };
-        Ok(TraceFile { file, path: path.to_owned(), is_new, early: Some(Vec::new()) })
+        Ok(TraceFile {
+            file,
+            path: path.to_owned(),
+            is_new,
+            early: Some(Vec::new()),
+        })
     }
 
     /// Puts the start of the trace into the file.
     fn begin(&mut self) -> io::Result<()> {
-        let Some(early) = self.early.take() else { return Ok(()) };
+        let Some(early) = self.early.take() else {
+            return Ok(());
+        };
         // A pipe or a device has no length.
         self.file.set_len(0).ok();
         self.file.write_all(&early)

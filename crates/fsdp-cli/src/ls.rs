@@ -56,7 +56,11 @@ struct Row {
 pub(crate) fn run(arguments: &LsArguments) -> Result<()> {
     let checkpoints: Vec<Row> = steps_of_run(&arguments.run)?.iter().map(row).collect();
     if arguments.json {
-        return output::json(&Listing { schema: SCHEMA, run: arguments.run.to_string(), checkpoints });
+        return output::json(&Listing {
+            schema: SCHEMA,
+            run: arguments.run.to_string(),
+            checkpoints,
+        });
     }
     if checkpoints.is_empty() {
         output::talk(&no_checkpoints(&arguments.run));
@@ -87,7 +91,10 @@ fn row(found: &StepOfRun) -> Row {
             row.format = Some(opened.format().name());
             row.tensors = metadata.tensors().count();
             row.values = metadata.values().count();
-            row.bytes = metadata.tensors().map(|(_, tensor)| inspect::bytes(tensor)).fold(0, u64::saturating_add);
+            row.bytes = metadata
+                .tensors()
+                .map(|(_, tensor)| inspect::bytes(tensor))
+                .fold(0, u64::saturating_add);
             row.hashed = opened.directory().has_integrity();
         }
         Err(error) => row.error = Some(with_causes(&error)),
@@ -105,6 +112,9 @@ impl Row {
         };
         let tensors = count(self.tensors, "tensor", "tensors");
         let hashes = if self.hashed { ", hashes" } else { "" };
-        format!("{step:>9}  {name}  {format}, {tensors}, {}{hashes}", iec(self.bytes))
+        format!(
+            "{step:>9}  {name}  {format}, {tensors}, {}{hashes}",
+            iec(self.bytes)
+        )
     }
 }

@@ -48,6 +48,8 @@ pub(crate) fn man(arguments: &ManArguments, mut command: Command) -> Result<()> 
         }
     };
     let mut text = Vec::new();
-    clap_mangen::Man::new(page).render(&mut text).context("failed to write the page")?;
+    clap_mangen::Man::new(page)
+        .render(&mut text)
+        .context("failed to write the page")?;
     output::raw(&text)
 }

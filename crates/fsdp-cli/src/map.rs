@@ -24,15 +24,17 @@ const OF_CONFIG: [(&str, &str); 4] = [
 /// The map of a command.
 #[derive(Debug, Args)]
 pub(crate) struct MapArguments {
-    /// Change keys and shapes by the rules in this file, or by those built in: llama-to-hf, nanogpt-to-hf,
-    /// megatron-to-hf, fused-to-hf, and hf-to-llama, hf-to-nanogpt, hf-to-megatron, hf-to-fused
+    /// Change keys and shapes by the rules in this file, or by those built in: llama-to-hf,
+    /// nanogpt-to-hf, megatron-to-hf, fused-to-hf, and hf-to-llama, hf-to-nanogpt, hf-to-megatron,
+    /// hf-to-fused
     #[arg(long, value_name = "FILE")]
     map: Option<String>,
     /// Apply the rules of --map from right to left
     #[arg(long, requires = "map")]
     map_reverse: bool,
-    /// Set a name in the map, or in a rule for `convert --tp`, to a number, such as heads=32. May be given more than
-    /// once [default: from config.json beside the checkpoint, or in the directory of `convert --with`]
+    /// Set a name in the map, or in a rule for `convert --tp`, to a number, such as heads=32. May
+    /// be given more than once [default: from config.json beside the checkpoint, or in the
+    /// directory of `convert --with`]
     #[arg(long, value_name = "NAME=N", value_parser = setting)]
     set: Vec<(String, usize)>,
 }
@@ -40,42 +42,58 @@ pub(crate) struct MapArguments {
 /// Parses a setting of a map, such as `heads=8`.
 fn setting(text: &str) -> Result<(String, usize), String> {
     let (name, number) = text.split_once('=').ok_or("a setting is NAME=N")?;
-    Ok((name.to_owned(), number.parse().map_err(|_| format!("`{number}` is no number"))?))
+    Ok((
+        name.to_owned(),
+        number
+            .parse()
+            .map_err(|_| format!("`{number}` is no number"))?,
+    ))
 }
 
 impl MapArguments {
-    /// Reads the map, if one is asked for. A name that was given no value has the one in the first of
-    /// these places that has a configuration.
+    /// Reads the map, if one is asked for. A name that was given no value has the one in the first
+    /// of these places that has a configuration.
     ///
     /// # Errors
     /// The file cannot be read, or is no map.
     pub(crate) fn read(&self, places: &[&Location]) -> Result<Option<Map>> {
-        let Some(name) = &self.map else { return Ok(None) };
+        let Some(name) = &self.map else {
+            return Ok(None);
+        };
         let values = self.values(places);
         let map = match Map::builtin(name, &values) {
             Some(map) => map,
             None => {
-                let text =
-                    read_small(Path::new(name)).map_err(|reason| UsageError::NoMap { name: name.clone(), reason })?;
+                let text = read_small(Path::new(name)).map_err(|reason| UsageError::NoMap {
+                    name: name.clone(),
+                    reason,
+                })?;
                 Map::parse(&text, &values)
             }
         };
         let map = map.with_context(|| format!("cannot use the map `{name}`"))?;
-        Ok(Some(if self.map_reverse { map.reversed() } else { map }))
+        Ok(Some(if self.map_reverse {
+            map.reversed()
+        } else {
+            map
+        }))
     }
 
-    /// Returns the values of names: those in the first place that has a configuration. Values that were given take
-    /// precedence.
+    /// Returns the values of names: those in the first place that has a configuration. Values that
+    /// were given take precedence.
     pub(crate) fn values(&self, places: &[&Location]) -> Values {
         // Only one configuration is used, because values of different models must not be mixed.
-        let of_places = places.iter().map(|place| of_config(place)).find(|values| !values.is_empty());
+        let of_places = places
+            .iter()
+            .map(|place| of_config(place))
+            .find(|values| !values.is_empty());
         let mut values = of_places.unwrap_or_default();
         values.extend(self.set.iter().cloned());
         values
     }
 
-    /// Checks that `--set` is given only if something can use it: a map, or `--tp` if `tensor_parallel` is
-    /// `Some(true)`. `None` stands for a command without `--tp`.
+    /// Checks that `--set` is given only if something can use it: a map, or `--tp` if
+    /// `tensor_parallel` is `Some(true)`. `None` stands for a command without `--tp`.
     ///
     /// # Errors
     /// `--set` is given, but nothing uses it.
@@ -83,7 +101,10 @@ impl MapArguments {
         if self.set.is_empty() || self.map.is_some() || tensor_parallel == Some(true) {
             return Ok(());
         }
-        Err(UsageError::UnusedSet { has_tp: tensor_parallel.is_some() }.into())
+        Err(UsageError::UnusedSet {
+            has_tp: tensor_parallel.is_some(),
+        }
+        .into())
     }
 }
 
@@ -91,7 +112,10 @@ impl MapArguments {
 fn read_small(path: &Path) -> Result<String, String> {
     let length = fs::metadata(path).map_err(|error| {
         let names: Vec<&str> = BUILTIN.iter().map(|(name, _)| *name).collect();
-        format!("{error}, and it is none of those that are built in: {}", names.join(", "))
+        format!(
+            "{error}, and it is none of those that are built in: {}",
+            names.join(", ")
+        )
     })?;
     if length.len() > MAX_BYTES {
         return Err("it is too large".to_owned());
@@ -99,13 +123,17 @@ fn read_small(path: &Path) -> Result<String, String> {
     fs::read_to_string(path).map_err(|error| error.to_string())
 }
 
-/// The names of the part of a `config.json` that is about the text model, in a model of text and something else.
+/// The names of the part of a `config.json` that is about the text model, in a model of text and
+/// something else.
 const TEXT_CONFIGS: [&str; 3] = ["decoder", "generator", "text_config"];
 
-/// Returns the part of a configuration that is about the text model: all of it, if there is no such part. `None` if
-/// there are several, as transformers' `get_text_config` chooses none then.
+/// Returns the part of a configuration that is about the text model: all of it, if there is no such
+/// part. `None` if there are several, as transformers' `get_text_config` chooses none then.
 fn text_config(config: &serde_json::Value) -> Option<&serde_json::Value> {
-    let mut parts = TEXT_CONFIGS.iter().filter_map(|name| config.get(name)).filter(|part| part.is_object());
+    let mut parts = TEXT_CONFIGS
+        .iter()
+        .filter_map(|name| config.get(name))
+        .filter(|part| part.is_object());
     match (parts.next(), parts.next()) {
         (None, _) => Some(config),
         (part, None) => part,
@@ -113,9 +141,16 @@ fn text_config(config: &serde_json::Value) -> Option<&serde_json::Value> {
     }
 }
 
-/// Reads the values of names from a model's `config.json`, if there is one in this directory, or beside this file.
+/// Reads the values of names from a model's `config.json`, if there is one in this directory, or
+/// beside this file.
 fn of_config(source: &Location) -> Values {
-    let directory = source.local().and_then(|path| if path.is_file() { path.parent() } else { Some(path) });
+    let directory = source.local().and_then(|path| {
+        if path.is_file() {
+            path.parent()
+        } else {
+            Some(path)
+        }
+    });
     let config = directory.map(|path| path.join("config.json"));
     let text = config.and_then(|path| read_small(&path).ok());
     let config: Option<serde_json::Value> = text.and_then(|text| serde_json::from_str(&text).ok());
@@ -135,22 +170,41 @@ mod tests {
     use super::*;
 
     #[test]
-    #[expect(clippy::disallowed_methods, reason = "a configuration is no checkpoint")]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a configuration is no checkpoint"
+    )]
     fn the_heads_of_a_model_of_several_parts_are_those_of_its_text_model() {
         let directory = tempfile::tempdir().unwrap();
         for (config, expected) in [
-            (r#"{"num_attention_heads": 8, "num_key_value_heads": 2}"#, &[("heads", 8), ("kv_heads", 2)][..]),
+            (
+                r#"{"num_attention_heads": 8, "num_key_value_heads": 2}"#,
+                &[("heads", 8), ("kv_heads", 2)][..],
+            ),
             (
                 r#"{"text_config": {"num_attention_heads": 40, "num_key_value_heads": 8},
                     "vision_config": {"num_attention_heads": 16}, "num_attention_heads": 3}"#,
                 &[("heads", 40), ("kv_heads", 8)],
             ),
-            (r#"{"text_config": {"model_type": "gemma3_text"}, "vision_config": {"num_attention_heads": 16}}"#, &[]),
-            (r#"{"text_config": {"num_attention_heads": 4}, "decoder": {"num_attention_heads": 8}}"#, &[]),
+            (
+                r#"{"text_config": {"model_type": "gemma3_text"}, "vision_config": {"num_attention_heads": 16}}"#,
+                &[],
+            ),
+            (
+                r#"{"text_config": {"num_attention_heads": 4}, "decoder": {"num_attention_heads": 8}}"#,
+                &[],
+            ),
         ] {
             std::fs::write(directory.path().join("config.json"), config).unwrap();
-            let expected: Values = expected.iter().map(|&(name, number)| (name.to_owned(), number)).collect();
-            assert_eq!(of_config(&Location::from(directory.path().to_owned())), expected, "{config}");
+            let expected: Values = expected
+                .iter()
+                .map(|&(name, number)| (name.to_owned(), number))
+                .collect();
+            assert_eq!(
+                of_config(&Location::from(directory.path().to_owned())),
+                expected,
+                "{config}"
+            );
         }
     }
 }

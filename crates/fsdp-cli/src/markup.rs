@@ -19,8 +19,8 @@ svg .one{stroke:var(--one);fill:none;stroke-width:1.5}svg .band{fill:var(--one);
 svg .paper{fill:var(--paper)}svg .none{fill:none;stroke:var(--line)}svg .several{fill:var(--soft)}
 ";
 
-/// Escapes text for HTML or SVG, also inside of quotes. Characters that are invisible or change the direction of text
-/// are shown as codes.
+/// Escapes text for HTML or SVG, also inside of quotes. Characters that are invisible or change the
+/// direction of text are shown as codes.
 pub(crate) fn escape(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for c in escaped(text).chars() {
@@ -36,7 +36,8 @@ pub(crate) fn escape(text: &str) -> String {
     safe
 }
 
-/// Returns a page that loads nothing: no script, no font, no picture of others. `title` is text, `body` is HTML.
+/// Returns a page that loads nothing: no script, no font, no picture of others. `title` is text,
+/// `body` is HTML.
 pub(crate) fn page(title: &str, body: &str) -> String {
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
@@ -50,7 +51,9 @@ pub(crate) fn page(title: &str, body: &str) -> String {
 
 /// Returns a picture as a file of its own. `body` is SVG.
 pub(crate) fn svg_file(title: &str, width: f64, height: f64, body: &str) -> String {
-    let style = format!("<style>\n{STYLE}</style>\n<rect class=\"paper\" width=\"{width}\" height=\"{height}\"/>\n");
+    let style = format!(
+        "<style>\n{STYLE}</style>\n<rect class=\"paper\" width=\"{width}\" height=\"{height}\"/>\n"
+    );
     svg(title, width, height, &format!("{style}{body}"))
 }
 
@@ -82,7 +85,10 @@ mod tests {
 
     #[test]
     fn names_cannot_leave_their_place_in_a_page() {
-        assert_eq!(escape("a<b>&\"c'\u{202e}"), "a&lt;b&gt;&amp;&quot;c&#39;\\u{202e}");
+        assert_eq!(
+            escape("a<b>&\"c'\u{202e}"),
+            "a&lt;b&gt;&amp;&quot;c&#39;\\u{202e}"
+        );
         let page = page("</title><script>", "");
         assert!(!page.contains("<script") && page.contains("&lt;script&gt;"));
     }

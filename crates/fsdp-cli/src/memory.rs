@@ -15,7 +15,12 @@ pub(crate) fn peak_of_process() -> Option<u64> {
 fn field(file: &str, name: &str) -> Option<u64> {
     let text = std::fs::read_to_string(file).ok()?;
     let kib = text.lines().find_map(|line| line.strip_prefix(name))?;
-    kib.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+    kib.trim()
+        .strip_suffix("kB")?
+        .trim()
+        .parse::<u64>()
+        .ok()?
+        .checked_mul(1024)
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! Files that commands write beside checkpoints, such as pictures and pages. Each appears only when it is complete.
+//! Files that commands write beside checkpoints, such as pictures and pages. Each appears only when
+//! it is complete.
 
 use std::path::Path;
 
@@ -12,12 +13,18 @@ use crate::failure::UsageError;
 /// # Errors
 /// Anything else is there.
 pub(crate) fn check_free(path: &Path, overwrite: bool) -> Result<(), UsageError> {
-    let Ok(found) = path.symlink_metadata() else { return Ok(()) };
+    let Ok(found) = path.symlink_metadata() else {
+        return Ok(());
+    };
     let path = path.display().to_string();
     if !overwrite {
         return Err(UsageError::Exists { path });
     }
-    if found.is_file() { Ok(()) } else { Err(UsageError::NotReplaceable { path }) }
+    if found.is_file() {
+        Ok(())
+    } else {
+        Err(UsageError::NotReplaceable { path })
+    }
 }
 
 /// Writes a file.

@@ -18,17 +18,26 @@ use crate::output::StdoutClosed;
 
 /// Returns the exit code of the first cause that has one.
 pub(crate) fn exit_code(error: &Error) -> u8 {
-    error.chain().find_map(code_of).unwrap_or(exit_codes::INTERNAL)
+    error
+        .chain()
+        .find_map(code_of)
+        .unwrap_or(exit_codes::INTERNAL)
 }
 
 /// Returns advice on what to do about an error, if there is any.
 pub(crate) fn hint(error: &Error) -> Option<&'static str> {
     // The reports of `verify`, `diff` and `log` need no advice.
-    if error.chain().any(|cause| cause.is::<Damaged>() || cause.is::<Different>() || cause.is::<Broken>()) {
+    if error
+        .chain()
+        .any(|cause| cause.is::<Damaged>() || cause.is::<Different>() || cause.is::<Broken>())
+    {
         return None;
     }
     // Advice about one error is better than advice about all errors of its kind.
-    error.chain().find_map(hint_of).or_else(|| hint_of_code(exit_code(error)))
+    error
+        .chain()
+        .find_map(hint_of)
+        .or_else(|| hint_of_code(exit_code(error)))
 }
 
 /// Returns the exit code for one cause of an error; `None` if it tells none.
@@ -60,7 +69,9 @@ fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
         return Some(code);
     }
     // A cause of no known kind says nothing: the next one may.
-    kind_of(cause).map(exit_codes::of).filter(|&code| code != exit_codes::INTERNAL)
+    kind_of(cause)
+        .map(exit_codes::of)
+        .filter(|&code| code != exit_codes::INTERNAL)
 }
 
 /// Returns the kind of one cause of an error, if it is a type that has one.
@@ -87,7 +98,9 @@ fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
         return Some(error.hint());
     }
     if cause.is::<MapError>() {
-        return Some("`fsdp inspect` lists the keys; the book's page on `convert` has the rules of maps");
+        return Some(
+            "`fsdp inspect` lists the keys; the book's page on `convert` has the rules of maps",
+        );
     }
     if let Some(error) = cause.downcast_ref::<TensorParallelError>() {
         return Some(hint_of_cut(error));
@@ -153,15 +166,19 @@ fn hint_of_signature(error: &SignError) -> Option<&'static str> {
 const fn hint_of_code(code: u8) -> Option<&'static str> {
     match code {
         exit_codes::INCOMPLETE => Some("name the directory of a checkpoint that was saved whole"),
-        exit_codes::NO_SPACE => Some("make room there: `fsdp prune` removes old checkpoints of a run"),
+        exit_codes::NO_SPACE => {
+            Some("make room there: `fsdp prune` removes old checkpoints of a run")
+        }
         exit_codes::CORRUPT => Some("go on from an older checkpoint: move the damaged one away"),
-        exit_codes::AFTER_COMMIT => {
-            Some("the checkpoint is whole, and replaces the old one; what is left beside it goes with the next save")
+        exit_codes::AFTER_COMMIT => Some(
+            "the checkpoint is whole, and replaces the old one; what is left beside it goes with the next save",
+        ),
+        exit_codes::OPAQUE => Some(
+            "`--drop-opaque` leaves them out; `fsdp cat` shows them; `--to dcp` keeps those of a DCP directory",
+        ),
+        exit_codes::RANK_LOST => {
+            Some("see the first error above; a slow machine may need a longer `--timeout`")
         }
-        exit_codes::OPAQUE => {
-            Some("`--drop-opaque` leaves them out; `fsdp cat` shows them; `--to dcp` keeps those of a DCP directory")
-        }
-        exit_codes::RANK_LOST => Some("see the first error above; a slow machine may need a longer `--timeout`"),
         _ => None,
     }
 }

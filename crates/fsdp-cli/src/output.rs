@@ -1,4 +1,5 @@
-//! The output of the command, which only this module prints. stdout is for data, stderr for everything else.
+//! The output of the command, which only this module prints. stdout is for data, stderr for
+//! everything else.
 
 use std::io::{self, Write as _};
 
@@ -13,7 +14,8 @@ use super::text::{escaped, escaped_lines};
 #[error("stdout is closed")]
 pub(crate) struct StdoutClosed;
 
-/// Turns the error of a write to stdout into the one that commands return; a closed pipe becomes [`StdoutClosed`].
+/// Turns the error of a write to stdout into the one that commands return; a closed pipe becomes
+/// [`StdoutClosed`].
 fn stdout_result(written: io::Result<()>) -> Result<()> {
     written.map_err(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => StdoutClosed.into(),
@@ -21,8 +23,9 @@ fn stdout_result(written: io::Result<()>) -> Result<()> {
     })
 }
 
-/// Returns the outcome of writing a report, without the error of a closed stdout. The exit code of a command that ends
-/// with a failure after its report must not depend on how much of the report was read.
+/// Returns the outcome of writing a report, without the error of a closed stdout. The exit code of
+/// a command that ends with a failure after its report must not depend on how much of the report
+/// was read.
 ///
 /// # Errors
 /// stdout is full.
@@ -113,7 +116,9 @@ const LISTED: usize = 20;
 
 /// Writes keys to stderr, one in a line; of many only the first.
 pub(crate) fn talk_keys(keys: &[impl AsRef<str>]) {
-    keys.iter().take(LISTED).for_each(|key| talk(&format!("  {}", escaped(key.as_ref()))));
+    keys.iter()
+        .take(LISTED)
+        .for_each(|key| talk(&format!("  {}", escaped(key.as_ref()))));
     if keys.len() > LISTED {
         talk(&format!("  and {} more", keys.len() - LISTED));
     }

@@ -41,7 +41,8 @@ impl Progress {
         if !wanted || capture::is_on() {
             return Progress::Hidden;
         }
-        let terminal = std::io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
+        let terminal = std::io::stderr().is_terminal()
+            && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
         if !terminal {
             let now = Instant::now();
             return Progress::Lines(Lines {
@@ -51,9 +52,13 @@ impl Progress {
                 last: Mutex::new(now),
             });
         }
-        let bar = ProgressBar::with_draw_target(Some(bytes), ProgressDrawTarget::stderr_with_hz(HZ));
-        let template = "{bar:30} {binary_bytes}/{binary_total_bytes}, {binary_bytes_per_sec}, {eta} left";
-        bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
+        let bar =
+            ProgressBar::with_draw_target(Some(bytes), ProgressDrawTarget::stderr_with_hz(HZ));
+        let template =
+            "{bar:30} {binary_bytes}/{binary_total_bytes}, {binary_bytes_per_sec}, {eta} left";
+        bar.set_style(
+            ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()),
+        );
         Progress::Bar(bar)
     }
 
@@ -72,7 +77,9 @@ impl Lines {
     fn add(&self, bytes: u64) {
         let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
         // If another thread holds the lock, it prints, and one line is enough.
-        let Ok(mut last) = self.last.try_lock() else { return };
+        let Ok(mut last) = self.last.try_lock() else {
+            return;
+        };
         if last.elapsed() >= BETWEEN_LINES {
             *last = Instant::now();
             output::talk(&self.line(done, self.started.elapsed()));
@@ -83,7 +90,12 @@ impl Lines {
     fn line(&self, done: u64, elapsed: Duration) -> String {
         let rate = done as f64 / elapsed.as_secs_f64().max(1e-9);
         let left = self.total.saturating_sub(done) as f64 / rate.max(1.0);
-        format!("{} of {}, {}/s, {left:.0} s left", iec(done), iec(self.total), iec(rate as u64))
+        format!(
+            "{} of {}, {}/s, {left:.0} s left",
+            iec(done),
+            iec(self.total),
+            iec(rate as u64)
+        )
     }
 }
 
@@ -102,7 +114,12 @@ mod tests {
     #[test]
     fn a_line_tells_bytes_speed_and_the_time_left() {
         let now = Instant::now();
-        let lines = Lines { total: 4 << 20, done: AtomicU64::new(0), started: now, last: Mutex::new(now) };
+        let lines = Lines {
+            total: 4 << 20,
+            done: AtomicU64::new(0),
+            started: now,
+            last: Mutex::new(now),
+        };
         let line = lines.line(1 << 20, Duration::from_secs(2));
         assert_eq!(line, "1.0 MiB of 4.0 MiB, 512.0 KiB/s, 6 s left");
     }

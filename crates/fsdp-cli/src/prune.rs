@@ -62,25 +62,39 @@ struct Stays {
 /// Removes the old checkpoints of a run: `fsdp prune`.
 ///
 /// # Errors
-/// No checkpoint that would be kept is whole; names whose numbers count different things; a folder that cannot be
-/// listed; after the list is printed, the first error of a removal.
+/// No checkpoint that would be kept is whole; names whose numbers count different things; a folder
+/// that cannot be listed; after the list is printed, the first error of a removal.
 pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
     let all = steps_of_run(&arguments.run)?;
     if all.is_empty() && !arguments.json {
         output::talk(&no_checkpoints(&arguments.run));
     }
-    if let Some((first, other)) = all.first().zip(all.iter().find(|found| found.counts != all[0].counts)) {
-        let (run, first, other) = (arguments.run.to_string(), first.name.clone(), other.name.clone());
+    if let Some((first, other)) = all
+        .first()
+        .zip(all.iter().find(|found| found.counts != all[0].counts))
+    {
+        let (run, first, other) = (
+            arguments.run.to_string(),
+            first.name.clone(),
+            other.name.clone(),
+        );
         return Err(UsageError::MixedNames { run, first, other }.into());
     }
     let keep = usize::try_from(arguments.keep).unwrap_or(usize::MAX);
     let (old, new) = all.split_at(all.len().saturating_sub(keep));
-    let is_kept = |found: &&StepOfRun| arguments.keep_every.is_some_and(|every| found.step.is_multiple_of(every));
+    let is_kept = |found: &&StepOfRun| {
+        arguments
+            .keep_every
+            .is_some_and(|every| found.step.is_multiple_of(every))
+    };
     let expired: Vec<&StepOfRun> = old.iter().filter(|found| !is_kept(found)).collect();
     // If a crash has damaged the newer ones, the old ones are all that the run has.
     let mut staying = new.iter().rev().chain(old.iter().rev().filter(is_kept));
     if !expired.is_empty() && !staying.any(|found| is_whole(&found.path)) {
-        return Err(UsageError::NothingWhole { run: arguments.run.to_string() }.into());
+        return Err(UsageError::NothingWhole {
+            run: arguments.run.to_string(),
+        }
+        .into());
     }
     let mut pruned = Pruned {
         schema: SCHEMA,
@@ -90,7 +104,10 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
         stay: Vec::new(),
     };
     let first = all.first();
-    let links = first.map(|found| LinksInFolder::of_run(&arguments.run, &found.path)).transpose()?.unwrap_or_default();
+    let links = first
+        .map(|found| LinksInFolder::of_run(&arguments.run, &found.path))
+        .transpose()?
+        .unwrap_or_default();
     let mut failed = None;
     for found in expired {
         let mut reason = reason_to_stay(&found.path, &links);
@@ -106,23 +123,43 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
             }
         }
         match reason {
-            Some(reason) => pruned.stay.push(Stays { name: found.name.clone(), reason }),
+            Some(reason) => pruned.stay.push(Stays {
+                name: found.name.clone(),
+                reason,
+            }),
             None => pruned.removed.push(found.name.clone()),
         }
     }
-    output::read_or_not(if arguments.json { output::json(&pruned) } else { list(&pruned) })?;
+    output::read_or_not(if arguments.json {
+        output::json(&pruned)
+    } else {
+        list(&pruned)
+    })?;
     failed.map_or(Ok(()), |error| Err(error.into()))
 }
 
 /// Prints the checkpoints that were removed, and those that are kept.
 fn list(pruned: &Pruned) -> Result<()> {
-    let word = if pruned.dry_run { "would be removed" } else { "removed" };
-    let removed = pruned.removed.iter().map(|name| format!("{}  {word}", escaped(name)));
-    let stay =
-        pruned.stay.iter().map(|Stays { name, reason }| format!("{}  stays: {}", escaped(name), escaped(reason)));
+    let word = if pruned.dry_run {
+        "would be removed"
+    } else {
+        "removed"
+    };
+    let removed = pruned
+        .removed
+        .iter()
+        .map(|name| format!("{}  {word}", escaped(name)));
+    let stay = pruned
+        .stay
+        .iter()
+        .map(|Stays { name, reason }| format!("{}  stays: {}", escaped(name), escaped(reason)));
     output::lines(&removed.chain(stay).collect::<Vec<_>>())?;
     if pruned.dry_run && !pruned.removed.is_empty() {
-        let are = count(pruned.removed.len(), "checkpoint would be", "checkpoints would be");
+        let are = count(
+            pruned.removed.len(),
+            "checkpoint would be",
+            "checkpoints would be",
+        );
         output::talk(&format!("{are} removed; `--yes` removes"));
     }
     Ok(())
@@ -138,7 +175,8 @@ fn reason_to_stay(path: &Location, links: &LinksInFolder) -> Option<String> {
     if path.local().is_some_and(std::path::Path::is_symlink) {
         return Some("it is a link".to_owned());
     }
-    // A link may be the only name by which a checkpoint that stays, or one that a user has marked, is known.
+    // A link may be the only name by which a checkpoint that stays, or one that a user has marked,
+    // is known.
     if let Some(link) = links.leading_to(path) {
         return Some(format!("the link `{link}` leads to it"));
     }
@@ -149,7 +187,9 @@ fn reason_to_stay(path: &Location, links: &LinksInFolder) -> Option<String> {
     };
     match ExtraFiles::of(&*opened) {
         // A user may have put other files there, which removing the directory would delete.
-        Ok(extra) => extra.foreign().map(|other| format!("`{other}` is not its own")),
+        Ok(extra) => extra
+            .foreign()
+            .map(|other| format!("`{other}` is not its own")),
         Err(error) => Some(error.to_string()),
     }
 }

@@ -10,8 +10,8 @@ use crate::cpu_threads;
 
 /// The number of ranks, and the resources of each.
 ///
-/// candle computes matrix products on the thread pool of the thread that calls it. On one pool for all, ranks would
-/// wait for each other's work; here each rank has its own.
+/// candle computes matrix products on the thread pool of the thread that calls it. On one pool for
+/// all, ranks would wait for each other's work; here each rank has its own.
 ///
 /// ```
 /// use fsdp_cli::ranks::Ranks;
@@ -23,8 +23,8 @@ use crate::cpu_threads;
 pub struct Ranks {
     /// The number of ranks.
     pub count: usize,
-    /// The number of CPU threads of each rank. `None` shares the machine's threads equally, with at least one for each
-    /// rank.
+    /// The number of CPU threads of each rank. `None` shares the machine's threads equally, with at
+    /// least one for each rank.
     pub threads: Option<NonZeroUsize>,
     /// The deadline of collectives.
     pub deadline: Duration,
@@ -32,7 +32,11 @@ pub struct Ranks {
 
 impl Default for Ranks {
     fn default() -> Self {
-        Ranks { count: 1, threads: None, deadline: DEFAULT_DEADLINE }
+        Ranks {
+            count: 1,
+            threads: None,
+            deadline: DEFAULT_DEADLINE,
+        }
     }
 }
 
@@ -40,7 +44,8 @@ impl Ranks {
     /// Returns the number of CPU threads of each rank.
     #[must_use]
     pub fn threads_per_rank(&self) -> usize {
-        self.threads.map_or_else(|| cpu_threads::share(self.count), NonZeroUsize::get)
+        self.threads
+            .map_or_else(|| cpu_threads::share(self.count), NonZeroUsize::get)
     }
 
     /// Runs `f` on every rank, and returns the results in rank order.
@@ -49,21 +54,32 @@ impl Ranks {
     /// No ranks, ranks that could not be started, ranks that panicked.
     pub fn run<T: Send>(&self, f: impl Fn(ProcessGroup) -> T + Sync) -> Result<Vec<T>, CommError> {
         let run = |group: ProcessGroup| self.run_one(group.rank(), || f(group));
-        LocalRanks::new(self.count).deadline(self.deadline).run(run)?.into_iter().collect()
+        LocalRanks::new(self.count)
+            .deadline(self.deadline)
+            .run(run)?
+            .into_iter()
+            .collect()
     }
 
-    /// Runs `f` on this thread as one of the ranks that share this machine, with CPU threads of its own. For ranks that
-    /// are processes.
+    /// Runs `f` on this thread as one of the ranks that share this machine, with CPU threads of its
+    /// own. For ranks that are processes.
     ///
     /// # Errors
     /// The threads could not be started.
-    pub fn run_one<T: Send>(&self, rank: usize, f: impl FnOnce() -> T + Send) -> Result<T, CommError> {
+    pub fn run_one<T: Send>(
+        &self,
+        rank: usize,
+        f: impl FnOnce() -> T + Send,
+    ) -> Result<T, CommError> {
         let pool = ThreadPoolBuilder::new()
             .num_threads(self.threads_per_rank())
             .stack_size(RANK_STACK_BYTES)
             .thread_name(move |thread| format!("rank-{rank}-{thread}"))
             .build()
-            .map_err(|error| CommError::Start { rank, message: error.to_string() })?;
+            .map_err(|error| CommError::Start {
+                rank,
+                message: error.to_string(),
+            })?;
         Ok(pool.install(f))
     }
 }

@@ -1,4 +1,5 @@
-//! `fsdp sign`: a signature over every byte of a checkpoint; and its check, which is a part of `fsdp verify`.
+//! `fsdp sign`: a signature over every byte of a checkpoint; and its check, which is a part of
+//! `fsdp verify`.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -65,7 +66,11 @@ pub(crate) struct SignedFiles<'a> {
 
 impl<'a> From<&'a Signed> for SignedFiles<'a> {
     fn from(Signed { files, root, key }: &'a Signed) -> Self {
-        SignedFiles { files: *files, root, key }
+        SignedFiles {
+            files: *files,
+            root,
+            key,
+        }
     }
 }
 
@@ -76,14 +81,18 @@ impl<'a> From<&'a Signed> for SignedFiles<'a> {
 pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
     let path = &arguments.path;
     let pem = read_key(&arguments.key)?;
-    let key = PrivateKey::from_pem(&pem).with_context(|| format!("failed to use `{}`", arguments.key.display()))?;
+    let key = PrivateKey::from_pem(&pem)
+        .with_context(|| format!("failed to use `{}`", arguments.key.display()))?;
     let signature = match &arguments.signature {
         Some(signature) => signature.clone(),
         None if path.is_file()? => beside(path),
         None => path.join(SIGNATURE_FILE),
     };
     if !arguments.overwrite && signature.exists()? {
-        return Err(UsageError::Exists { path: signature.to_string() }.into());
+        return Err(UsageError::Exists {
+            path: signature.to_string(),
+        }
+        .into());
     }
     let bar = progress_over(path, arguments.work.shows_progress());
     // A signature inside the checkpoint is not one of the files that it vouches for.
@@ -94,17 +103,28 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
         threads: arguments.work.threads.count(),
         progress: Some(&progress),
     };
-    let (content, signed) = sign::sign(path, &key, options).with_context(|| format!("failed to sign `{path}`"))?;
+    let (content, signed) =
+        sign::sign(path, &key, options).with_context(|| format!("failed to sign `{path}`"))?;
     drop(bar);
     Durable::new().replace_file(&signature, content.as_bytes())?;
     if arguments.work.json {
         let (path, signature) = (path.to_string(), signature.to_string());
-        return output::json(&Written { schema: SCHEMA, path, signature, signed: (&signed).into() });
+        return output::json(&Written {
+            schema: SCHEMA,
+            path,
+            signature,
+            signed: (&signed).into(),
+        });
     }
-    output::data(&format!("{}  {}", line(&signed), escaped(&signature.to_string())))
+    output::data(&format!(
+        "{}  {}",
+        line(&signed),
+        escaped(&signature.to_string())
+    ))
 }
 
-/// Returns the place of the signature of a checkpoint that is one file: beside it, with `.sig` after its name.
+/// Returns the place of the signature of a checkpoint that is one file: beside it, with `.sig`
+/// after its name.
 fn beside(checkpoint: &Location) -> Location {
     const ENDING: &str = ".sig";
     match checkpoint.local() {
@@ -129,17 +149,23 @@ pub(crate) fn check(
     threads: usize,
     shows_progress: bool,
 ) -> Result<Signed> {
-    let public = PublicKey::from_pem(&read_key(key)?).with_context(|| format!("failed to use `{}`", key.display()))?;
+    let public = PublicKey::from_pem(&read_key(key)?)
+        .with_context(|| format!("failed to use `{}`", key.display()))?;
     let content = sign::read_signature(signature)?;
     let inside = below(path, signature);
     let bar = progress_over(path, shows_progress);
     let progress = |bytes| bar.add(bytes);
-    let options = SignOptions { signature: inside.as_deref(), threads, progress: Some(&progress) };
+    let options = SignOptions {
+        signature: inside.as_deref(),
+        threads,
+        progress: Some(&progress),
+    };
     sign::check(path, &content, &public, options)
         .with_context(|| format!("`{path}` is not what `{signature}` vouches for"))
 }
 
-/// Returns the progress over all files of a checkpoint. In an object store their sizes are not known before.
+/// Returns the progress over all files of a checkpoint. In an object store their sizes are not
+/// known before.
 fn progress_over(path: &Location, wanted: bool) -> Progress {
     let bytes = path.local().map_or(0, |directory| match path.files() {
         Ok(files) => files.iter().map(|file| length(&directory.join(file))).sum(),
@@ -169,12 +195,25 @@ fn read_key(path: &Path) -> Result<Vec<u8>> {
 /// Returns the path of a signature below a checkpoint's directory, if it lies there.
 fn below(checkpoint: &Location, signature: &Location) -> Option<String> {
     let (Some(directory), Some(file)) = (checkpoint.local(), signature.local()) else {
-        return Some(signature.name().strip_prefix(checkpoint.name()).ok()?.to_str()?.to_owned());
+        return Some(
+            signature
+                .name()
+                .strip_prefix(checkpoint.name())
+                .ok()?
+                .to_str()?
+                .to_owned(),
+        );
     };
-    // Compare the real paths, because one may be given relatively, or through a link. The signature itself may not be
-    // there yet.
-    let parent = file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // Compare the real paths, because one may be given relatively, or through a link. The signature
+    // itself may not be there yet.
+    let parent = file
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
     let parent = parent.canonicalize().ok()?;
-    let below = parent.strip_prefix(directory.canonicalize().ok()?).ok()?.join(file.file_name()?);
+    let below = parent
+        .strip_prefix(directory.canonicalize().ok()?)
+        .ok()?
+        .join(file.file_name()?);
     below.to_str().map(str::to_owned)
 }

@@ -1,4 +1,5 @@
-//! Requests to stop: SIGINT, SIGTERM and SIGHUP, as a terminal, a scheduler or a cluster sends them.
+//! Requests to stop: SIGINT, SIGTERM and SIGHUP, as a terminal, a scheduler or a cluster sends
+//! them.
 
 use std::io;
 use std::path::Path;
@@ -15,20 +16,27 @@ use signal_hook::{flag, low_level};
 
 use super::capture;
 
-/// The time after the first signal in which further ones are the same request. Schedulers signal every process of a
-/// job, and a launcher passes its own signal on, so one request may arrive several times.
+/// The time after the first signal in which further ones are the same request. Schedulers signal
+/// every process of a job, and a launcher passes its own signal on, so one request may arrive
+/// several times.
 const SAME_REQUEST: Duration = Duration::from_secs(1);
 
 /// The signals by which terminals, schedulers and clusters ask a program to end.
 pub(crate) const REQUESTS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 
-/// Returns those of some signals that this process was not started to ignore. `nohup`, and shells for programs in the
-/// background, ignore signals on behalf of the program.
+/// Returns those of some signals that this process was not started to ignore. `nohup`, and shells
+/// for programs in the background, ignore signals on behalf of the program.
 pub(crate) fn not_ignored(signals: &[i32]) -> Vec<i32> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let ignored = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
-    signals.iter().copied().filter(|signal| ignored >> (signal - 1) & 1 == 0).collect()
+    let ignored = mask
+        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+        .unwrap_or(0);
+    signals
+        .iter()
+        .copied()
+        .filter(|signal| ignored >> (signal - 1) & 1 == 0)
+        .collect()
 }
 
 /// The request to stop, if there was one. Clones share it.
@@ -36,22 +44,29 @@ pub(crate) fn not_ignored(signals: &[i32]) -> Vec<i32> {
 pub(crate) struct StopRequest {
     /// The signal that came first; 0 for none.
     signal: Arc<AtomicUsize>,
-    /// `true` once a thread listens for signals. A second thread would take the first signal for a second one.
+    /// `true` once a thread listens for signals. A second thread would take the first signal for a
+    /// second one.
     is_listening: Arc<AtomicBool>,
     /// `true` once signals are noted. Until then they end the process.
     is_watching: Arc<AtomicBool>,
 }
 
 impl StopRequest {
-    /// Returns the request that whoever embeds this command may make, or one that only signals make.
+    /// Returns the request that whoever embeds this command may make, or one that only signals
+    /// make.
     pub(crate) fn new() -> Self {
         let (is_listening, is_watching) = Default::default();
-        StopRequest { signal: capture::stop().unwrap_or_default(), is_listening, is_watching }
+        StopRequest {
+            signal: capture::stop().unwrap_or_default(),
+            is_listening,
+            is_watching,
+        }
     }
 
-    /// Makes the first signal from now on a request to stop, which is noted, instead of the end of the process. A
-    /// second signal, more than a second later, ends the process at once. SIGUSR1 and SIGUSR2 count too, since
-    /// schedulers can be told to send them. Calling this again has no effect.
+    /// Makes the first signal from now on a request to stop, which is noted, instead of the end of
+    /// the process. A second signal, more than a second later, ends the process at once. SIGUSR1
+    /// and SIGUSR2 count too, since schedulers can be told to send them. Calling this again has no
+    /// effect.
     ///
     /// # Errors
     /// The system does not allow it.
@@ -60,8 +75,9 @@ impl StopRequest {
         self.listen()
     }
 
-    /// Lets each signal end the process, until [`watch`](StopRequest::watch). That is what signals do by default,
-    /// except to the first process of a container: the system ignores them on its behalf.
+    /// Lets each signal end the process, until [`watch`](StopRequest::watch). That is what signals
+    /// do by default, except to the first process of a container: the system ignores them on its
+    /// behalf.
     ///
     /// # Errors
     /// The system does not allow it.
@@ -73,8 +89,8 @@ impl StopRequest {
         let signals = not_ignored(&[&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat());
         let mut signals = Signals::new(signals).context("failed to listen for signals")?;
         let (first, is_watching) = (Arc::clone(&self.signal), Arc::clone(&self.is_watching));
-        // One thread sees all signals, one after the other. Handlers on two threads could both take theirs for the
-        // first.
+        // One thread sees all signals, one after the other. Handlers on two threads could both take
+        // theirs for the first.
         let listen = move || {
             let mut first_came: Option<Instant> = None;
             for signal in signals.forever() {
@@ -91,21 +107,26 @@ impl StopRequest {
                 }
             }
         };
-        thread::Builder::new().name("signals".to_owned()).spawn(listen).context("failed to start a thread")?;
+        thread::Builder::new()
+            .name("signals".to_owned())
+            .spawn(listen)
+            .context("failed to start a thread")?;
         Ok(())
     }
 
     /// Returns the signal that asked to stop.
     pub(crate) fn signal(&self) -> Option<u8> {
-        u8::try_from(self.signal.load(Ordering::Relaxed)).ok().filter(|&signal| signal != 0)
+        u8::try_from(self.signal.load(Ordering::Relaxed))
+            .ok()
+            .filter(|&signal| signal != 0)
     }
 }
 
 /// Ends this process as a signal does by default.
 pub(crate) fn end_by(signal: i32) -> ! {
     if std::process::id() == 1 {
-        // The system lets no signal end the first process of a container. Shells report such an end as 128 plus the
-        // signal's number.
+        // The system lets no signal end the first process of a container. Shells report such an end
+        // as 128 plus the signal's number.
         low_level::exit(128 + signal);
     }
     low_level::emulate_default_handler(signal).ok();
@@ -113,21 +134,27 @@ pub(crate) fn end_by(signal: i32) -> ! {
     std::process::abort();
 }
 
-/// Keeps a limit on the size of files (`ulimit -f`) from ending the process: writing beyond it is an error instead,
-/// which says what was written and cleans up.
+/// Keeps a limit on the size of files (`ulimit -f`) from ending the process: writing beyond it is
+/// an error instead, which says what was written and cleans up.
 ///
 /// # Errors
 /// The system does not allow it.
 pub(crate) fn survive_file_size_limit() -> Result<()> {
     // Any handler keeps the process alive, and nothing needs to know that the signal came.
     let registered = flag::register(SIGXFSZ, Arc::default());
-    registered.map(drop).context("failed to handle the signal of too large files")
+    registered
+        .map(drop)
+        .context("failed to handle the signal of too large files")
 }
 
-/// Writing goes no further after a request to stop. Steps that publish or remove something are done whole.
+/// Writing goes no further after a request to stop. Steps that publish or remove something are done
+/// whole.
 impl StepHook for StopRequest {
     fn before(&self, step: Step, _: &Path) -> io::Result<()> {
-        let writes = matches!(step, Step::CreateDirectory | Step::CreateFile | Step::Preallocate | Step::Write);
+        let writes = matches!(
+            step,
+            Step::CreateDirectory | Step::CreateFile | Step::Preallocate | Step::Write
+        );
         match self.signal() {
             Some(signal) if writes => Err(io::Error::other(format!("stopped by signal {signal}"))),
             _ => Ok(()),

@@ -1,9 +1,10 @@
-//! Text for terminals. Names that a checkpoint's author chose must not move the cursor, change colours or reverse text.
+//! Text for terminals. Names that a checkpoint's author chose must not move the cursor, change
+//! colours or reverse text.
 
 use std::borrow::Cow;
 
-/// Returns `true` for control characters, with which terminal commands begin, and for characters that are invisible or
-/// change the direction of text.
+/// Returns `true` for control characters, with which terminal commands begin, and for characters
+/// that are invisible or change the direction of text.
 fn is_unsafe(c: char) -> bool {
     let invisible = matches!(
         c,
@@ -60,12 +61,18 @@ mod tests {
     #[test]
     fn what_could_act_on_a_terminal_is_shown_instead() {
         assert_eq!(escaped("blocks.0.wéight"), "blocks.0.wéight");
-        assert_eq!(escaped("a\u{1b}[31mb\n\u{202e}c\u{9b}"), "a\\u{1b}[31mb\\n\\u{202e}c\\u{9b}");
+        assert_eq!(
+            escaped("a\u{1b}[31mb\n\u{202e}c\u{9b}"),
+            "a\\u{1b}[31mb\\n\\u{202e}c\\u{9b}"
+        );
         assert_eq!(escaped_lines("one\ntwo\r"), "one\ntwo\\r");
     }
 
     #[test]
     fn sizes_have_the_largest_unit_that_fits() {
-        assert_eq!([iec(1023), iec(1536), iec(5 << 30)], ["1023 B", "1.5 KiB", "5.0 GiB"]);
+        assert_eq!(
+            [iec(1023), iec(1536), iec(5 << 30)],
+            ["1023 B", "1.5 KiB", "5.0 GiB"]
+        );
     }
 }

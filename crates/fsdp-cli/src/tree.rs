@@ -13,9 +13,11 @@ struct Node<'a> {
     bytes: u64,
 }
 
-/// Returns the lines of a tree of `(key, description of the tensor, bytes)`. Keys are split at dots, and sorted
-/// naturally.
-pub(super) fn tree<'a>(entries: impl Iterator<Item = (&'a str, Option<String>, u64)>) -> Vec<String> {
+/// Returns the lines of a tree of `(key, description of the tensor, bytes)`. Keys are split at
+/// dots, and sorted naturally.
+pub(super) fn tree<'a>(
+    entries: impl Iterator<Item = (&'a str, Option<String>, u64)>,
+) -> Vec<String> {
     let mut root = Node::default();
     for (key, what, bytes) in entries {
         let tensors = usize::from(what.is_some());
@@ -47,17 +49,28 @@ impl<'a> Node<'a> {
 
     /// Writes the tree without recursion, as a hostile key may have a million parts.
     fn lines(&mut self, lines: &mut Vec<String>) {
-        let mut stack: Vec<(usize, &str, Node<'_>)> =
-            self.take_below().into_iter().map(|(name, node)| (1, name, node)).collect();
+        let mut stack: Vec<(usize, &str, Node<'_>)> = self
+            .take_below()
+            .into_iter()
+            .map(|(name, node)| (1, name, node))
+            .collect();
         while let Some((depth, name, mut node)) = stack.pop() {
             // Deeper than this, indentation says nothing.
             let indent = "  ".repeat(depth.min(MAX_INDENT));
             let name = escaped(name);
             lines.push(match &node.leaf {
                 Some(what) => format!("{indent}{name}  {what}"),
-                None => format!("{indent}{name} ({} tensors, {})", node.tensors, iec(node.bytes)),
+                None => format!(
+                    "{indent}{name} ({} tensors, {})",
+                    node.tensors,
+                    iec(node.bytes)
+                ),
             });
-            stack.extend(node.take_below().into_iter().map(|(name, node)| (depth + 1, name, node)));
+            stack.extend(
+                node.take_below()
+                    .into_iter()
+                    .map(|(name, node)| (depth + 1, name, node)),
+            );
         }
     }
 }

@@ -1,4 +1,5 @@
-//! `fsdp train` on GPUs: the losses of CPUs, and checkpoints that cross. `cargo xtask gpu` runs this where a GPU is.
+//! `fsdp train` on GPUs: the losses of CPUs, and checkpoints that cross. `cargo xtask gpu` runs
+//! this where a GPU is.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -12,20 +13,36 @@ use common::{fsdp, program};
 use metrics::losses;
 use tempfile::TempDir;
 
-const SMALL: [&str; 12] =
-    ["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--batch", "24", "--sample", "8"];
+const SMALL: [&str; 12] = [
+    "--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--batch", "24", "--sample",
+    "8",
+];
 
 /// GPUs add in another order, and their exponentials round differently.
 const RELATIVE: f64 = 1e-3;
 
 fn train(out: &Path, arguments: &[&str]) {
-    fsdp(&["train", "--out", out.to_str().unwrap()]).args(arguments).assert().success();
+    fsdp(&["train", "--out", out.to_str().unwrap()])
+        .args(arguments)
+        .assert()
+        .success();
 }
 
 fn launch(nproc: usize, out: &Path, arguments: &[&str]) {
     let program = program();
-    let train = [program.to_str().unwrap(), "train", "--timeout", "60", "--out", out.to_str().unwrap()];
-    fsdp(&["launch", "--nproc", &nproc.to_string(), "--"]).args(train).args(arguments).assert().success();
+    let train = [
+        program.to_str().unwrap(),
+        "train",
+        "--timeout",
+        "60",
+        "--out",
+        out.to_str().unwrap(),
+    ];
+    fsdp(&["launch", "--nproc", &nproc.to_string(), "--"])
+        .args(train)
+        .args(arguments)
+        .assert()
+        .success();
 }
 
 #[track_caller]
@@ -37,7 +54,10 @@ fn assert_close(found: &[f64], expected: &[f64]) {
 fn assert_close_within(found: &[f64], expected: &[f64], relative: f64) {
     assert_eq!(found.len(), expected.len());
     for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
-        assert!((found - expected).abs() / expected < relative, "step {step}: {found} is not {expected}");
+        assert!(
+            (found - expected).abs() / expected < relative,
+            "step {step}: {found} is not {expected}"
+        );
     }
 }
 
@@ -54,15 +74,30 @@ fn ranks_of_nccl() -> usize {
 fn one_gpu_has_the_losses_of_a_cpu_with_every_optimizer() {
     let dir = TempDir::new().unwrap();
     for optimizer in ["adamw", "adam", "sgd", "adagrad"] {
-        let (cpu, gpu) = (dir.path().join(format!("{optimizer}-cpu")), dir.path().join(format!("{optimizer}-gpu")));
-        let arguments = [&SMALL[..], &["--steps", "6", "--optimizer", optimizer, "--clip-grad-norm", "0.5"]].concat();
+        let (cpu, gpu) = (
+            dir.path().join(format!("{optimizer}-cpu")),
+            dir.path().join(format!("{optimizer}-gpu")),
+        );
+        let arguments = [
+            &SMALL[..],
+            &[
+                "--steps",
+                "6",
+                "--optimizer",
+                optimizer,
+                "--clip-grad-norm",
+                "0.5",
+            ],
+        ]
+        .concat();
         train(&cpu, &arguments);
         train(&gpu, &[&arguments[..], &["--device", "cuda"]].concat());
         assert_close(&losses(&gpu), &losses(&cpu));
     }
 }
 
-/// Several ranks share a GPU where there are not enough: as threads and as processes, through the host.
+/// Several ranks share a GPU where there are not enough: as threads and as processes, through the
+/// host.
 #[test]
 fn ranks_that_share_a_gpu_have_the_losses_of_cpus_and_checkpoints_cross() {
     let dir = TempDir::new().unwrap();
@@ -71,18 +106,40 @@ fn ranks_that_share_a_gpu_have_the_losses_of_cpus_and_checkpoints_cross() {
     train(&path("cpu"), &[&six[..], &["--nproc", "2"]].concat());
     for strategy in ["full-shard", "shard-grad-op", "no-shard"] {
         let out = path(strategy);
-        train(&out, &[&six[..], &["--nproc", "2", "--device", "cuda", "--strategy", strategy]].concat());
+        train(
+            &out,
+            &[
+                &six[..],
+                &["--nproc", "2", "--device", "cuda", "--strategy", strategy],
+            ]
+            .concat(),
+        );
         assert_close(&losses(&out), &losses(&path("cpu")));
     }
     let gpu = path("processes");
-    launch(2, &gpu, &[&six[..], &["--backend", "tcp", "--device", "cuda", "--async-save"]].concat());
+    launch(
+        2,
+        &gpu,
+        &[
+            &six[..],
+            &["--backend", "tcp", "--device", "cuda", "--async-save"],
+        ]
+        .concat(),
+    );
     assert_close(&losses(&gpu), &losses(&path("cpu")));
     for out in ["processes", "full-shard"] {
-        fsdp(&["verify", path(out).join("step-00000006").to_str().unwrap()]).assert().success();
+        fsdp(&["verify", path(out).join("step-00000006").to_str().unwrap()])
+            .assert()
+            .success();
     }
     // To CPUs at another number of ranks; and from CPUs.
     train(&gpu, &["--nproc", "3", "--steps", "9", "--resume"]);
-    train(&path("cpu"), &["--nproc", "1", "--steps", "9", "--resume", "--device", "cuda"]);
+    train(
+        &path("cpu"),
+        &[
+            "--nproc", "1", "--steps", "9", "--resume", "--device", "cuda",
+        ],
+    );
     assert_close(&losses(&gpu), &losses(&path("cpu")));
 }
 
@@ -93,10 +150,18 @@ fn ranks_over_nccl_have_the_losses_of_cpus_and_checkpoints_cross() {
     let (cpu, gpu) = (dir.path().join("cpu"), dir.path().join("gpu"));
     let ranks = ranks_of_nccl();
     train(&cpu, &[&SMALL[..], &["--steps", "6"]].concat());
-    launch(ranks, &gpu, &[&SMALL[..], &["--steps", "6", "--backend", "nccl"]].concat());
+    launch(
+        ranks,
+        &gpu,
+        &[&SMALL[..], &["--steps", "6", "--backend", "nccl"]].concat(),
+    );
     assert_close(&losses(&gpu), &losses(&cpu));
     train(&gpu, &["--nproc", "2", "--steps", "9", "--resume"]);
-    launch(ranks, &cpu, &["--steps", "9", "--resume", "--backend", "nccl"]);
+    launch(
+        ranks,
+        &cpu,
+        &["--steps", "9", "--resume", "--backend", "nccl"],
+    );
     assert_close(&losses(&gpu), &losses(&cpu));
 }
 
@@ -107,8 +172,15 @@ fn ranks_over_nccl_have_the_losses_of_cpus_in_bf16() {
     let (cpu, gpu) = (dir.path().join("cpu"), dir.path().join("gpu"));
     let ranks = ranks_of_nccl();
     let arguments = [&SMALL[..], &["--steps", "6", "--mixed-precision", "bf16"]].concat();
-    train(&cpu, &[&arguments[..], &["--nproc", &ranks.to_string()]].concat());
-    launch(ranks, &gpu, &[&arguments[..], &["--backend", "nccl"]].concat());
+    train(
+        &cpu,
+        &[&arguments[..], &["--nproc", &ranks.to_string()]].concat(),
+    );
+    launch(
+        ranks,
+        &gpu,
+        &[&arguments[..], &["--backend", "nccl"]].concat(),
+    );
     assert_close_within(&losses(&gpu), &losses(&cpu), 1e-2);
 }
 
@@ -118,15 +190,42 @@ fn weights_of_gpus_go_to_three_cpus_and_back_bit_for_bit() {
     let dir = TempDir::new().unwrap();
     let out = dir.path().join("run");
     let ranks = ranks_of_nccl();
-    launch(ranks, &out, &[&SMALL[..], &["--steps", "3", "--backend", "nccl"]].concat());
-    train(&out, &["--nproc", "3", "--steps", "4", "--resume", "--lr", "0"]);
-    launch(ranks, &out, &["--steps", "5", "--resume", "--backend", "nccl"]);
-    let step = |number: u32| out.join(format!("step-0000000{number}")).to_str().unwrap().to_owned();
+    launch(
+        ranks,
+        &out,
+        &[&SMALL[..], &["--steps", "3", "--backend", "nccl"]].concat(),
+    );
+    train(
+        &out,
+        &["--nproc", "3", "--steps", "4", "--resume", "--lr", "0"],
+    );
+    launch(
+        ranks,
+        &out,
+        &["--steps", "5", "--resume", "--backend", "nccl"],
+    );
+    let step = |number: u32| {
+        out.join(format!("step-0000000{number}"))
+            .to_str()
+            .unwrap()
+            .to_owned()
+    };
     for later in [4, 5] {
-        fsdp(&["diff", &step(3), &step(later), "--full", "--include", "model.*"]).assert().success();
+        fsdp(&[
+            "diff",
+            &step(3),
+            &step(later),
+            "--full",
+            "--include",
+            "model.*",
+        ])
+        .assert()
+        .success();
     }
     // The command compares something.
-    fsdp(&["diff", &step(3), &step(5), "--full"]).assert().code(17);
+    fsdp(&["diff", &step(3), &step(5), "--full"])
+        .assert()
+        .code(17);
 }
 
 /// The stand-in for a GPU can be given too little memory for the model.
@@ -138,10 +237,23 @@ fn memory_that_runs_out_is_an_error_of_the_run() {
     let dir = TempDir::new().unwrap();
     for (case, arguments) in [["--nproc", "2"], ["--nproc", "1"]].iter().enumerate() {
         let out = dir.path().join(case.to_string());
-        let mut run =
-            fsdp(&["train", "--steps", "2", "--device", "cuda", "--timeout", "20", "--out", out.to_str().unwrap()]);
-        run.args(SMALL).args(arguments).env("CUDA_STAND_IN_MEMORY", "262144");
-        run.assert().failure().stderr(predicates::str::contains("OUT_OF_MEMORY"));
+        let mut run = fsdp(&[
+            "train",
+            "--steps",
+            "2",
+            "--device",
+            "cuda",
+            "--timeout",
+            "20",
+            "--out",
+            out.to_str().unwrap(),
+        ]);
+        run.args(SMALL)
+            .args(arguments)
+            .env("CUDA_STAND_IN_MEMORY", "262144");
+        run.assert()
+            .failure()
+            .stderr(predicates::str::contains("OUT_OF_MEMORY"));
         assert!(!out.join("step-00000002").exists());
     }
 }

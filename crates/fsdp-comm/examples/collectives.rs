@@ -1,13 +1,14 @@
 //! The speed of collectives, beside plain copies of the same memory in the same run.
 //!
-//! `cargo run --release -p fsdp-comm --example collectives -- [--json] [BACKEND [RANKS]] [--torch PYTHON]`: the backend
-//! (`local`, `tcp`, `sockets` for `tcp` without shared memory, or `mpi` under `mpirun` where it is compiled in) and the
-//! number of ranks; without them, `local` and `tcp` on 2 and 4 ranks. Under a launcher, `tcp` joins the ranks that it
-//! started. `--torch` names a Python with torch, whose gloo does the same after each `tcp`.
+//! `cargo run --release -p fsdp-comm --example collectives -- [--json] [BACKEND [RANKS]] [--torch
+//! PYTHON]`: the backend (`local`, `tcp`, `sockets` for `tcp` without shared memory, or `mpi` under
+//! `mpirun` where it is compiled in) and the number of ranks; without them, `local` and `tcp` on 2
+//! and 4 ranks. Under a launcher, `tcp` joins the ranks that it started. `--torch` names a Python
+//! with torch, whose gloo does the same after each `tcp`.
 //!
-//! Printed for each size (that of the whole tensor on one rank) are the time of one operation, the size divided by it,
-//! and the ratio to the memory bound: the time in which all ranks at once copy as many bytes as they must read and
-//! write.
+//! Printed for each size (that of the whole tensor on one rank) are the time of one operation, the
+//! size divided by it, and the ratio to the memory bound: the time in which all ranks at once copy
+//! as many bytes as they must read and write.
 #![expect(clippy::print_stdout, reason = "its output is a table")]
 
 use std::hint::black_box;
@@ -15,7 +16,9 @@ use std::net::TcpListener;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use fsdp_comm::{CommError, Environment, ProcessGroup, ReduceOp, TcpOptions, init_process_group, run_local};
+use fsdp_comm::{
+    CommError, Environment, ProcessGroup, ReduceOp, TcpOptions, init_process_group, run_local,
+};
 
 const SIZES: [usize; 4] = [4, 1 << 20, 16 << 20, 256 << 20];
 /// Each figure is the best of this many rounds,
@@ -31,9 +34,9 @@ fn main() -> Result<(), CommError> {
     let json = take(&mut arguments, "--json", 1).is_some();
     let torch = take(&mut arguments, "--torch", 2).and_then(|option| option.into_iter().nth(1));
     let runs = match &arguments[..] {
-        [] => {
-            [("local", 2), ("tcp", 2), ("local", 4), ("tcp", 4)].map(|(name, ranks)| (name.to_owned(), ranks)).to_vec()
-        }
+        [] => [("local", 2), ("tcp", 2), ("local", 4), ("tcp", 4)]
+            .map(|(name, ranks)| (name.to_owned(), ranks))
+            .to_vec(),
         [backend] => vec![(backend.clone(), 2)],
         [backend, ranks, ..] => vec![(backend.clone(), ranks.parse().unwrap_or(2))],
     };
@@ -49,12 +52,18 @@ fn main() -> Result<(), CommError> {
 /// Takes an option and what belongs to it out of the arguments.
 fn take(arguments: &mut Vec<String>, option: &str, words: usize) -> Option<Vec<String>> {
     let at = arguments.iter().position(|argument| argument == option)?;
-    Some(arguments.drain(at..arguments.len().min(at + words)).collect())
+    Some(
+        arguments
+            .drain(at..arguments.len().min(at + words))
+            .collect(),
+    )
 }
 
 fn run(backend: &str, ranks: usize, json: bool) -> Result<(), CommError> {
     match backend {
-        "local" => run_local(ranks, |group| bench(group, json))?.into_iter().collect(),
+        "local" => run_local(ranks, |group| bench(group, json))?
+            .into_iter()
+            .collect(),
         "tcp" | "sockets" if std::env::var_os("RANK").is_none() => launch(backend, ranks, json),
         "tcp" | "sockets" => {
             let options = TcpOptions::new(Environment::from_env()?).shared_memory(backend == "tcp");
@@ -65,17 +74,29 @@ fn run(backend: &str, ranks: usize, json: bool) -> Result<(), CommError> {
 }
 
 fn gloo(python: &str, ranks: usize, json: bool) -> Result<(), CommError> {
-    let status =
-        Command::new(python).args(["-c", GLOO, &ranks.to_string(), if json { "json" } else { "table" }]).status();
+    let status = Command::new(python)
+        .args([
+            "-c",
+            GLOO,
+            &ranks.to_string(),
+            if json { "json" } else { "table" },
+        ])
+        .status();
     match status {
         Ok(status) if status.success() => Ok(()),
-        other => Err(CommError::Start { rank: 0, message: format!("`{python}` with torch: {other:?}") }),
+        other => Err(CommError::Start {
+            rank: 0,
+            message: format!("`{python}` with torch: {other:?}"),
+        }),
     }
 }
 
 /// Starts this program again as each rank.
 fn launch(backend: &str, ranks: usize, json: bool) -> Result<(), CommError> {
-    let failed = |rank: usize, error: String| CommError::Start { rank, message: error };
+    let failed = |rank: usize, error: String| CommError::Start {
+        rank,
+        message: error,
+    };
     let port = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
     let port = port.map_err(|error| failed(0, error.to_string()))?.port();
     let start = |rank: usize| {
@@ -87,12 +108,18 @@ fn launch(backend: &str, ranks: usize, json: bool) -> Result<(), CommError> {
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", ranks.to_string());
         command.env("FSDP_JOB_ID", format!("collectives-{port}"));
-        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
-        command.spawn().map_err(|error| failed(rank, error.to_string()))
+        command
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", port.to_string());
+        command
+            .spawn()
+            .map_err(|error| failed(rank, error.to_string()))
     };
     let processes = (0..ranks).map(start).collect::<Result<Vec<_>, _>>()?;
     for (rank, mut process) in processes.into_iter().enumerate() {
-        let status = process.wait().map_err(|error| failed(rank, error.to_string()))?;
+        let status = process
+            .wait()
+            .map_err(|error| failed(rank, error.to_string()))?;
         if !status.success() {
             return Err(failed(rank, status.to_string()));
         }
@@ -113,7 +140,10 @@ fn bench(group: ProcessGroup, json: bool) -> Result<(), CommError> {
         }
     };
     table(format!("{} ranks, {}", ranks, group.backend_name()));
-    table(format!("{:>12} {:>15} {:>12} {:>10} {:>8}", "bytes", "operation", "time", "GB/s", "bound"));
+    table(format!(
+        "{:>12} {:>15} {:>12} {:>10} {:>8}",
+        "bytes", "operation", "time", "GB/s", "bound"
+    ));
     for bytes in SIZES {
         // At least one element for each rank.
         let numel = (bytes / 4).max(ranks) / ranks * ranks;
@@ -128,17 +158,27 @@ fn bench(group: ProcessGroup, json: bool) -> Result<(), CommError> {
         })?;
         drop(copied);
         let gather = time(&group, || group.all_gather_into(&mut whole, &piece))?;
-        let scatter = time(&group, || group.reduce_scatter(&mut piece, &whole, ReduceOp::Sum))?;
+        let scatter = time(&group, || {
+            group.reduce_scatter(&mut piece, &whole, ReduceOp::Sum)
+        })?;
         let reduce = time(&group, || group.all_reduce(&mut whole, ReduceOp::Max))?;
-        // A copy reads and writes the whole; a reduce-scatter reads it and writes a piece; an all-reduce does that,
-        // and then an all-gather.
+        // A copy reads and writes the whole; a reduce-scatter reads it and writes a piece; an
+        // all-reduce does that, and then an all-gather.
         let part = (1.0 + 1.0 / ranks as f64) / 2.0;
-        for (name, time, copies) in
-            [("all-gather", gather, 1.0), ("reduce-scatter", scatter, part), ("all-reduce", reduce, 1.0 + part)]
-        {
-            let (seconds, bound) = (time.as_secs_f64(), copies * copy.as_secs_f64() / time.as_secs_f64());
+        for (name, time, copies) in [
+            ("all-gather", gather, 1.0),
+            ("reduce-scatter", scatter, part),
+            ("all-reduce", reduce, 1.0 + part),
+        ] {
+            let (seconds, bound) = (
+                time.as_secs_f64(),
+                copies * copy.as_secs_f64() / time.as_secs_f64(),
+            );
             let rate = bytes as f64 / seconds / 1e9;
-            table(format!("{bytes:>12} {name:>15} {:>9.1} µs {rate:>10.3} {bound:>8.2}", seconds * 1e6));
+            table(format!(
+                "{bytes:>12} {name:>15} {:>9.1} µs {rate:>10.3} {bound:>8.2}",
+                seconds * 1e6
+            ));
             if json {
                 let backend = group.backend_name();
                 say(format!(
@@ -147,13 +187,20 @@ fn bench(group: ProcessGroup, json: bool) -> Result<(), CommError> {
                 ));
             }
         }
-        table(format!("{bytes:>12} {:>15} {:>9.1} µs", "copy", copy.as_secs_f64() * 1e6));
+        table(format!(
+            "{bytes:>12} {:>15} {:>9.1} µs",
+            "copy",
+            copy.as_secs_f64() * 1e6
+        ));
     }
     Ok(())
 }
 
 /// Returns the time of one call on the slowest rank, in the best of some rounds.
-fn time(group: &ProcessGroup, mut call: impl FnMut() -> Result<(), CommError>) -> Result<Duration, CommError> {
+fn time(
+    group: &ProcessGroup,
+    mut call: impl FnMut() -> Result<(), CommError>,
+) -> Result<Duration, CommError> {
     call()?;
     let started = Instant::now();
     call()?;
@@ -166,7 +213,11 @@ fn time(group: &ProcessGroup, mut call: impl FnMut() -> Result<(), CommError>) -
         for _ in 0..calls {
             call()?;
         }
-        let slowest = group.all_gather_object(&started.elapsed())?.into_iter().max().unwrap_or_default();
+        let slowest = group
+            .all_gather_object(&started.elapsed())?
+            .into_iter()
+            .max()
+            .unwrap_or_default();
         best = best.min(slowest / calls);
     }
     Ok(best)

@@ -1,8 +1,8 @@
 //! The interface between process groups and backends: rounds.
 //!
-//! Every operation consists of one or two rounds. In a round each rank shows a short record to all others, and
-//! publishes the bytes that it sends. Once all records have arrived, each rank plans from them which ranges of bytes it
-//! reads from which rank, and where they go.
+//! Every operation consists of one or two rounds. In a round each rank shows a short record to all
+//! others, and publishes the bytes that it sends. Once all records have arrived, each rank plans
+//! from them which ranges of bytes it reads from which rank, and where they go.
 //!
 //! [`ProcessGroup`](crate::ProcessGroup) knows the operations; a backend only knows rounds.
 
@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use crate::CommError;
 
-/// One rank's connection to the other ranks of one group. Ranks are ranks of this group, except in errors and
-/// [`global_ranks`](Self::global_ranks).
+/// One rank's connection to the other ranks of one group. Ranks are ranks of this group, except in
+/// errors and [`global_ranks`](Self::global_ranks).
 pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// Returns the name: `local`, `tcp`, …
     fn name(&self) -> &'static str;
@@ -27,23 +27,36 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
 
     /// Carries out one round. All ranks call it with ascending [`Round::number`]s, one at a time.
     ///
-    /// `plan` is called once, with the records of all ranks in rank order. If it returns `None`, no bytes move. The
-    /// plans of all ranks must fit together. When this returns, with or without an error, no rank reads `send` any
-    /// more.
+    /// `plan` is called once, with the records of all ranks in rank order. If it returns `None`, no
+    /// bytes move. The plans of all ranks must fit together. When this returns, with or without an
+    /// error, no rank reads `send` any more.
     ///
     /// # Errors
     /// A rank that is missing at the deadline or has left; an abort; the error of `plan` itself.
-    fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError>;
+    fn round<'p>(
+        &self,
+        round: &Round<'_>,
+        record: &[u8],
+        send: &[u8],
+        plan: Planner<'p, '_>,
+    ) -> Result<(), CommError>;
 
-    /// Creates a group of some of these ranks, including this one. All of them call it right after the same round, with
-    /// the same `id`, which no other group has. They may exchange messages until the deadline of that round.
+    /// Creates a group of some of these ranks, including this one. All of them call it right after
+    /// the same round, with the same `id`, which no other group has. They may exchange messages
+    /// until the deadline of that round.
     ///
     /// # Errors
     /// The backend lacks something that a group needs, or a rank is missing.
-    fn subgroup(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError>;
+    fn subgroup(
+        &self,
+        round: &Round<'_>,
+        id: u64,
+        ranks: &[usize],
+    ) -> Result<Arc<dyn Backend>, CommError>;
 
-    /// Tells all ranks that this group has failed in this round, unless it has failed already. Ranks that are still in
-    /// an earlier round may finish that round, because this rank has done its part of it.
+    /// Tells all ranks that this group has failed in this round, unless it has failed already.
+    /// Ranks that are still in an earlier round may finish that round, because this rank has done
+    /// its part of it.
     fn abort(&self, round: u64, error: &CommError);
 
     /// Returns the part that moves GPU memory, if the backend has one.
@@ -59,8 +72,9 @@ pub(crate) trait DeviceTransfer {
     /// Returns the number of the GPU.
     fn ordinal(&self) -> usize;
 
-    /// Carries out a call that all ranks have agreed on in this round, after all earlier work of the stream. When this
-    /// returns, with or without an error, the GPU no longer touches the memory of the call.
+    /// Carries out a call that all ranks have agreed on in this round, after all earlier work of
+    /// the stream. When this returns, with or without an error, the GPU no longer touches the
+    /// memory of the call.
     ///
     /// # Errors
     /// A rank that is missing at the deadline or has left; an abort; an error of the library.
@@ -73,7 +87,8 @@ pub(crate) trait DeviceTransfer {
     ) -> Result<(), CommError>;
 }
 
-/// A collective on GPU memory that [`DeviceGroup`](crate::device::DeviceGroup) has borrowed for the call.
+/// A collective on GPU memory that [`DeviceGroup`](crate::device::DeviceGroup) has borrowed for the
+/// call.
 #[cfg(feature = "nccl")]
 #[derive(Debug)]
 pub(crate) struct DeviceCall(pub(crate) crate::nccl::library::Movement);
@@ -94,7 +109,8 @@ pub(crate) struct Round<'a> {
 }
 
 /// Plans a rank's part of a round from the records of all ranks.
-pub(crate) type Planner<'p, 'a> = Box<dyn FnOnce(&[&[u8]]) -> Result<Option<Plan<'p>>, CommError> + 'a>;
+pub(crate) type Planner<'p, 'a> =
+    Box<dyn FnOnce(&[&[u8]]) -> Result<Option<Plan<'p>>, CommError> + 'a>;
 
 /// The direction in which bytes move in a round. It is the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -124,11 +140,17 @@ pub(crate) enum Pattern {
 #[derive(Debug)]
 pub(crate) struct Plan<'p> {
     /// The direction of the whole round.
-    #[cfg_attr(not(feature = "mpi"), expect(dead_code, reason = "only MPI has a call for each direction"))]
+    #[cfg_attr(
+        not(feature = "mpi"),
+        expect(dead_code, reason = "only MPI has a call for each direction")
+    )]
     pub(crate) pattern: Pattern,
-    /// The largest number of bytes that any rank reads from another. It is the same on all ranks, so that all cut their
-    /// bytes into the same pieces.
-    #[cfg_attr(not(feature = "mpi"), expect(dead_code, reason = "only MPI needs all ranks to make the same calls"))]
+    /// The largest number of bytes that any rank reads from another. It is the same on all ranks,
+    /// so that all cut their bytes into the same pieces.
+    #[cfg_attr(
+        not(feature = "mpi"),
+        expect(dead_code, reason = "only MPI needs all ranks to make the same calls")
+    )]
     pub(crate) longest: usize,
     /// For each rank, the range of this rank's bytes that it reads.
     pub(crate) to: Vec<Range<usize>>,
@@ -142,8 +164,9 @@ pub(crate) struct Plan<'p> {
 pub(crate) enum Destination<'p> {
     /// For each rank, consecutive slices that its bytes fill exactly.
     Copy(Vec<Vec<&'p mut [u8]>>),
-    /// A function that takes equally many bytes of all ranks: an offset, and the bytes of each rank there, in rank
-    /// order. It is called for successive blocks, which begin at multiples of 64 bytes.
+    /// A function that takes equally many bytes of all ranks: an offset, and the bytes of each rank
+    /// there, in rank order. It is called for successive blocks, which begin at multiples of 64
+    /// bytes.
     Reduce(Reducer<'p>),
 }
 
@@ -159,7 +182,10 @@ pub(crate) struct Filler<'p> {
 
 impl<'p> Filler<'p> {
     pub(crate) fn new(slices: Vec<&'p mut [u8]>) -> Self {
-        Filler { slices: slices.into_iter(), rest: &mut [] }
+        Filler {
+            slices: slices.into_iter(),
+            rest: &mut [],
+        }
     }
 
     /// Copies bytes to the next free places.
@@ -179,7 +205,8 @@ impl<'p> Filler<'p> {
     }
 }
 
-/// The number of bytes of each rank that are reduced at a time: few enough to stay in the nearest cache.
+/// The number of bytes of each rank that are reduced at a time: few enough to stay in the nearest
+/// cache.
 pub(crate) const BLOCK_BYTES: usize = 16 << 10;
 
 impl fmt::Debug for Destination<'_> {
@@ -243,13 +270,18 @@ impl Plan<'_> {
         self.to.get(rank).is_some_and(|range| !range.is_empty())
     }
 
-    /// Returns the number of bytes that this rank, which is `rank`, sends to others, and that it reads from others.
+    /// Returns the number of bytes that this rank, which is `rank`, sends to others, and that it
+    /// reads from others.
     pub(crate) fn moved(&self, rank: usize) -> (usize, usize) {
-        (bytes_of_others(&self.to, rank), bytes_of_others(&self.from, rank))
+        (
+            bytes_of_others(&self.to, rank),
+            bytes_of_others(&self.from, rank),
+        )
     }
 
-    /// Fills the destination from the published bytes of all ranks (an empty slice for a rank that this one does not
-    /// read). Copies begin with the bytes of rank `first`, so that ranks can begin at different places.
+    /// Fills the destination from the published bytes of all ranks (an empty slice for a rank that
+    /// this one does not read). Copies begin with the bytes of rank `first`, so that ranks can
+    /// begin at different places.
     ///
     /// # Errors
     /// A rank has published fewer bytes than are read from it: that rank, and the number of bytes.
@@ -258,7 +290,8 @@ impl Plan<'_> {
             Destination::Copy(mut destinations) => {
                 let ranks = destinations.len();
                 for rank in (0..ranks).map(|k| (first + k) % ranks) {
-                    Filler::new(std::mem::take(&mut destinations[rank])).fill(wanted(&self.from, sources, rank)?);
+                    Filler::new(std::mem::take(&mut destinations[rank]))
+                        .fill(wanted(&self.from, sources, rank)?);
                 }
             }
             Destination::Reduce(mut reduce) => {
@@ -272,14 +305,23 @@ impl Plan<'_> {
 
 /// Returns the number of bytes of the ranges of all ranks but this one.
 fn bytes_of_others(ranges: &[Range<usize>], rank: usize) -> usize {
-    ranges.iter().enumerate().filter(|&(other, _)| other != rank).map(|(_, range)| range.len()).sum()
+    ranges
+        .iter()
+        .enumerate()
+        .filter(|&(other, _)| other != rank)
+        .map(|(_, range)| range.len())
+        .sum()
 }
 
 /// Returns the bytes that are read from a rank, which has published `sources[rank]`.
 ///
 /// # Errors
 /// It has published fewer: that rank, and the number of bytes.
-fn wanted<'s>(from: &[Range<usize>], sources: &[&'s [u8]], rank: usize) -> Result<&'s [u8], (usize, usize)> {
+fn wanted<'s>(
+    from: &[Range<usize>],
+    sources: &[&'s [u8]],
+    rank: usize,
+) -> Result<&'s [u8], (usize, usize)> {
     let source = sources.get(rank).copied().unwrap_or_default();
     match from.get(rank) {
         Some(range) if !range.is_empty() => source.get(range.clone()).ok_or((rank, source.len())),

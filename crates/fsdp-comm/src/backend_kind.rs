@@ -34,18 +34,24 @@ impl FromStr for BackendKind {
     type Err = CommError;
 
     fn from_str(name: &str) -> Result<Self, CommError> {
-        BackendKind::ALL.into_iter().find(|kind| kind.to_string() == name).ok_or_else(|| {
-            CommError::BackendUnavailable {
+        BackendKind::ALL
+            .into_iter()
+            .find(|kind| kind.to_string() == name)
+            .ok_or_else(|| CommError::BackendUnavailable {
                 backend: name.to_owned(),
                 message: "there are local, tcp, mpi and nccl".to_owned(),
-            }
-        })
+            })
     }
 }
 
 impl BackendKind {
     /// Every kind, whether compiled in or not.
-    pub const ALL: [BackendKind; 4] = [BackendKind::Local, BackendKind::Tcp, BackendKind::Mpi, BackendKind::Nccl];
+    pub const ALL: [BackendKind; 4] = [
+        BackendKind::Local,
+        BackendKind::Tcp,
+        BackendKind::Mpi,
+        BackendKind::Nccl,
+    ];
 
     /// Checks that this build has the backend.
     ///
@@ -68,6 +74,9 @@ impl BackendKind {
 
     /// Returns the error for a build or a machine that lacks something that the backend needs.
     pub(crate) fn unavailable(self, message: impl Into<String>) -> CommError {
-        CommError::BackendUnavailable { backend: self.to_string(), message: message.into() }
+        CommError::BackendUnavailable {
+            backend: self.to_string(),
+            message: message.into(),
+        }
     }
 }

@@ -1,7 +1,8 @@
 //! Notes for the launcher: the ranks whose failure makes this rank fail.
 //!
-//! All ranks of a job fail when one does, and the first to end need not be the one that failed first. So a rank that
-//! fails because of others names them in a file. `fsdp launch` then reports a rank that named nobody.
+//! All ranks of a job fail when one does, and the first to end need not be the one that failed
+//! first. So a rank that fails because of others names them in a file. `fsdp launch` then reports a
+//! rank that named nobody.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -11,8 +12,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::error::CommError;
 
-/// The environment variable with the directory of these notes. A rank that fails because of others writes their numbers
-/// there, separated by spaces, to a file that is named by its own number. Without the variable there are no notes.
+/// The environment variable with the directory of these notes. A rank that fails because of others
+/// writes their numbers there, separated by spaces, to a file that is named by its own number.
+/// Without the variable there are no notes.
 pub const BLAME_DIR: &str = "FSDP_BLAME_DIR";
 
 /// `true` while there is a note.
@@ -21,32 +23,41 @@ static NOTED: AtomicBool = AtomicBool::new(false);
 /// Held while the note is changed.
 static CHANGING: Mutex<()> = Mutex::new(());
 
-/// Notes the outcome of an operation of this rank, and returns it. A note that cannot be written is not an error.
+/// Notes the outcome of an operation of this rank, and returns it. A note that cannot be written is
+/// not an error.
 pub(crate) fn noted<T>(rank: usize, outcome: Result<T, CommError>) -> Result<T, CommError> {
     note(rank, outcome.as_ref().err());
     outcome
 }
 
-/// Writes, changes or removes the note of a rank after an operation that ended with `error`, or succeeded if that is
-/// `None`.
+/// Writes, changes or removes the note of a rank after an operation that ended with `error`, or
+/// succeeded if that is `None`.
 fn note(rank: usize, error: Option<&CommError>) {
     let blamed = error.map(|error| blamed(rank, error)).unwrap_or_default();
-    // Nearly all operations succeed, and must not pay for a lock and a file: there is nothing to write and nothing to
-    // remove.
+    // Nearly all operations succeed, and must not pay for a lock and a file: there is nothing to
+    // write and nothing to remove.
     if blamed.is_empty() && !NOTED.load(Ordering::Relaxed) {
         return;
     }
-    let Some(dir) = std::env::var_os(BLAME_DIR).filter(|dir| !dir.is_empty()) else { return };
-    let Ok(_changing) = CHANGING.lock() else { return };
+    let Some(dir) = std::env::var_os(BLAME_DIR).filter(|dir| !dir.is_empty()) else {
+        return;
+    };
+    let Ok(_changing) = CHANGING.lock() else {
+        return;
+    };
     NOTED.store(write(&dir, rank, &blamed), Ordering::Relaxed);
 }
 
 /// Writes the note, or removes it if there is nobody to name. Returns `true` if there is one now.
-#[expect(clippy::disallowed_methods, reason = "a note is no checkpoint, and need not be durable")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a note is no checkpoint, and need not be durable"
+)]
 fn write(dir: &OsStr, rank: usize, blamed: &[usize]) -> bool {
     let file = Path::new(dir).join(rank.to_string());
     if blamed.is_empty() {
-        // The program went on after the error of the old note, so that error is not the one that ends it.
+        // The program went on after the error of the old note, so that error is not the one that
+        // ends it.
         return fs::remove_file(file).is_err();
     }
     let text: Vec<String> = blamed.iter().map(usize::to_string).collect();
@@ -57,11 +68,19 @@ fn write(dir: &OsStr, rank: usize, blamed: &[usize]) -> bool {
 fn blamed(rank: usize, error: &CommError) -> Vec<usize> {
     let blamed = match error {
         CommError::RankLeft { rank, .. } | CommError::Aborted { rank, .. } => vec![*rank],
-        CommError::Timeout { missing, .. } | CommError::Rendezvous { missing, .. } => missing.clone(),
-        CommError::RankFailed { failures, .. } => failures.iter().map(|failure| failure.rank).collect(),
+        CommError::Timeout { missing, .. } | CommError::Rendezvous { missing, .. } => {
+            missing.clone()
+        }
+        CommError::RankFailed { failures, .. } => {
+            failures.iter().map(|failure| failure.rank).collect()
+        }
         _ => Vec::new(),
     };
-    if blamed.contains(&rank) { Vec::new() } else { blamed }
+    if blamed.contains(&rank) {
+        Vec::new()
+    } else {
+        blamed
+    }
 }
 
 #[cfg(test)]
@@ -70,7 +89,10 @@ mod tests {
 
     #[test]
     fn a_rank_never_blames_itself() {
-        let aborted = CommError::Aborted { rank: 1, message: String::new() };
+        let aborted = CommError::Aborted {
+            rank: 1,
+            message: String::new(),
+        };
         assert_eq!(blamed(0, &aborted), [1]);
         assert_eq!(blamed(1, &aborted), []);
     }

@@ -1,17 +1,25 @@
-//! Reads and writes of blocking sockets, with a deadline for the whole and not for each call, and the
-//! meaning of their errors.
+//! Reads and writes of blocking sockets, with a deadline for the whole and not for each call, and
+//! the meaning of their errors.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-/// Returns `true` if a read or write failed with this error because the other side has closed the connection.
+/// Returns `true` if a read or write failed with this error because the other side has closed the
+/// connection.
 pub(crate) fn is_end(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
+    matches!(
+        error.kind(),
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
+    )
 }
 
 /// Writes all bytes.
-pub(crate) fn write_all(mut stream: &TcpStream, mut bytes: &[u8], until: Instant) -> io::Result<()> {
+pub(crate) fn write_all(
+    mut stream: &TcpStream,
+    mut bytes: &[u8],
+    until: Instant,
+) -> io::Result<()> {
     while !bytes.is_empty() {
         stream.set_write_timeout(Some(left(until)))?;
         match stream.write(bytes) {
@@ -24,7 +32,11 @@ pub(crate) fn write_all(mut stream: &TcpStream, mut bytes: &[u8], until: Instant
 }
 
 /// Fills the buffer.
-pub(crate) fn read_exact(mut stream: &TcpStream, mut buffer: &mut [u8], until: Instant) -> io::Result<()> {
+pub(crate) fn read_exact(
+    mut stream: &TcpStream,
+    mut buffer: &mut [u8],
+    until: Instant,
+) -> io::Result<()> {
     while !buffer.is_empty() {
         stream.set_read_timeout(Some(left(until)))?;
         match stream.read(buffer) {
@@ -48,5 +60,7 @@ fn check(error: io::Error, until: Instant) -> io::Result<()> {
 
 /// Returns the time left, and at least a little, because zero would mean no timeout.
 fn left(until: Instant) -> Duration {
-    until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
+    until
+        .saturating_duration_since(Instant::now())
+        .max(Duration::from_millis(1))
 }

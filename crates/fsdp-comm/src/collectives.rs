@@ -10,40 +10,52 @@ use crate::group::{INLINE_BYTES, ProcessGroup, Turn};
 use crate::record::{Call, Operation};
 use crate::reduce::ReduceOp;
 
-/// The alignment of the segments of an all-reduce, in elements, so that no two ranks write to one cache line.
+/// The alignment of the segments of an all-reduce, in elements, so that no two ranks write to one
+/// cache line.
 const SEGMENT_ELEMENTS: usize = 64;
 
-/// The longest segment of an all-reduce: long enough that ranks seldom wait for each other, and short enough to stay in
-/// a cache between being reduced and being gathered. It is a multiple of [`SEGMENT_ELEMENTS`] elements of any type.
+/// The longest segment of an all-reduce: long enough that ranks seldom wait for each other, and
+/// short enough to stay in a cache between being reduced and being gathered. It is a multiple of
+/// [`SEGMENT_ELEMENTS`] elements of any type.
 const MAX_SEGMENT_BYTES: usize = 2 << 20;
 
 impl ProcessGroup {
-    /// Gathers every rank's `input`, equally long on all ranks, into every rank's `output`, in rank order.
-    /// torch's `all_gather_into_tensor`.
+    /// Gathers every rank's `input`, equally long on all ranks, into every rank's `output`, in rank
+    /// order. torch's `all_gather_into_tensor`.
     ///
     /// # Errors
     /// An output that is not `world_size` inputs long; inputs of different lengths or dtypes.
-    pub fn all_gather_into<T: Element>(&self, output: &mut [T], input: &[T]) -> Result<(), CommError> {
+    pub fn all_gather_into<T: Element>(
+        &self,
+        output: &mut [T],
+        input: &[T],
+    ) -> Result<(), CommError> {
         self.all_gather_into_slices(&mut [output], input)
     }
 
-    /// Does the same as [`all_gather_into`](Self::all_gather_into), with the output in pieces. The slices of `outputs`
-    /// are filled one after the other, like a single slice, so that each parameter's own buffer is filled without a
-    /// flat temporary. The lengths of the slices may differ between ranks.
+    /// Does the same as [`all_gather_into`](Self::all_gather_into), with the output in pieces. The
+    /// slices of `outputs` are filled one after the other, like a single slice, so that each
+    /// parameter's own buffer is filled without a flat temporary. The lengths of the slices may
+    /// differ between ranks.
     ///
     /// # Errors
     /// The same as [`all_gather_into`](Self::all_gather_into).
-    pub fn all_gather_into_slices<T: Element>(&self, outputs: &mut [&mut [T]], input: &[T]) -> Result<(), CommError> {
+    pub fn all_gather_into_slices<T: Element>(
+        &self,
+        outputs: &mut [&mut [T]],
+        input: &[T],
+    ) -> Result<(), CommError> {
         let call = tensor_call::<T>(Operation::AllGather, vec![input.len()]);
         let counts = vec![input.len(); self.world_size()];
         self.all_gather(call, outputs, &counts, input)
     }
 
-    /// Gathers every rank's `input` into every rank's `output`, in rank order, where rank `r` brings `counts[r]`
-    /// elements. torch's `all_gather` of a list of tensors of different sizes.
+    /// Gathers every rank's `input` into every rank's `output`, in rank order, where rank `r`
+    /// brings `counts[r]` elements. torch's `all_gather` of a list of tensors of different sizes.
     ///
     /// # Errors
-    /// Counts that differ between ranks, or are not those of `input` and `output`; different dtypes.
+    /// Counts that differ between ranks, or are not those of `input` and `output`; different
+    /// dtypes.
     pub fn all_gather_uneven_into<T: Element>(
         &self,
         output: &mut [T],
@@ -53,8 +65,8 @@ impl ProcessGroup {
         self.all_gather_uneven_into_slices(&mut [output], counts, input)
     }
 
-    /// Gathers like [`all_gather_uneven_into`](Self::all_gather_uneven_into), with the output in pieces, as in
-    /// [`all_gather_into_slices`](Self::all_gather_into_slices).
+    /// Gathers like [`all_gather_uneven_into`](Self::all_gather_uneven_into), with the output in
+    /// pieces, as in [`all_gather_into_slices`](Self::all_gather_into_slices).
     ///
     /// # Errors
     /// The same as [`all_gather_uneven_into`](Self::all_gather_uneven_into).
@@ -68,8 +80,8 @@ impl ProcessGroup {
         self.all_gather(call, outputs, counts, input)
     }
 
-    /// Gathers the input of every rank on every rank. `counts` are the elements of each rank's input; the outputs are
-    /// filled one after the other, in rank order.
+    /// Gathers the input of every rank on every rank. `counts` are the elements of each rank's
+    /// input; the outputs are filled one after the other, in rank order.
     fn all_gather<T: Element>(
         &self,
         call: Call,
@@ -84,34 +96,50 @@ impl ProcessGroup {
             self.check_numel("the output", given, sum(counts)?)
         });
         let mut turn = self.begin(call, arguments)?;
-        let outputs = outputs.iter_mut().map(|output| bytemuck::cast_slice_mut(output));
+        let outputs = outputs
+            .iter_mut()
+            .map(|output| bytemuck::cast_slice_mut(output));
         turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
             Ok(Some(Plan {
                 pattern: Pattern::AllGather,
                 longest: longest::<T>(counts),
                 to: vec![0..size_of_val(input); counts.len()],
-                from: counts.iter().map(|count| 0..count * size_of::<T>()).collect(),
+                from: counts
+                    .iter()
+                    .map(|count| 0..count * size_of::<T>())
+                    .collect(),
                 destination: copy_into::<T>(outputs, counts),
             }))
         })
     }
 
-    /// Reduces every rank's `input`, `world_size` outputs long, and gives rank `r` the `r`-th of the equal pieces.
-    /// torch's `reduce_scatter_tensor`. Every element is reduced in rank order.
+    /// Reduces every rank's `input`, `world_size` outputs long, and gives rank `r` the `r`-th of
+    /// the equal pieces. torch's `reduce_scatter_tensor`. Every element is reduced in rank order.
     ///
     /// # Errors
-    /// An input that is not `world_size` outputs long; different lengths, dtypes or reductions; an average of integers.
-    pub fn reduce_scatter<T: Element>(&self, output: &mut [T], input: &[T], op: ReduceOp) -> Result<(), CommError> {
-        let call = Call { reduce: Some(op), ..tensor_call::<T>(Operation::ReduceScatter, vec![output.len()]) };
+    /// An input that is not `world_size` outputs long; different lengths, dtypes or reductions; an
+    /// average of integers.
+    pub fn reduce_scatter<T: Element>(
+        &self,
+        output: &mut [T],
+        input: &[T],
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        let call = Call {
+            reduce: Some(op),
+            ..tensor_call::<T>(Operation::ReduceScatter, vec![output.len()])
+        };
         let counts = vec![output.len(); self.world_size()];
-        let arguments = check(&call, || self.check_numel("the input", input.len(), sum(&counts)?))
-            .and_then(|()| check_reduction::<T>(&call, op));
+        let arguments = check(&call, || {
+            self.check_numel("the input", input.len(), sum(&counts)?)
+        })
+        .and_then(|()| check_reduction::<T>(&call, op));
         let mut turn = self.begin(call, arguments)?;
         self.reduce_scatter_round(&mut turn, output, &counts, input, op)
     }
 
-    /// Carries out one round in which `input`, cut into parts of `counts` elements, is reduced over all ranks, and each
-    /// rank gets its part.
+    /// Carries out one round in which `input`, cut into parts of `counts` elements, is reduced over
+    /// all ranks, and each rank gets its part.
     fn reduce_scatter_round<T: Element>(
         &self,
         turn: &mut Turn<'_>,
@@ -124,24 +152,35 @@ impl ProcessGroup {
             let to = byte_ranges::<T>(counts);
             let from = vec![to[self.rank()].clone(); counts.len()];
             let (pattern, longest) = (Pattern::AllToAll, longest::<T>(counts));
-            Ok(Some(Plan { pattern, longest, to, from, destination: reduce_into(output, op) }))
+            Ok(Some(Plan {
+                pattern,
+                longest,
+                to,
+                from,
+                destination: reduce_into(output, op),
+            }))
         })
     }
 
-    /// Reduces the buffers of all ranks element by element, and gives every rank the result in its `buffer`. torch's
-    /// `all_reduce`. Every element is reduced in rank order, so all ranks end with the same bits.
+    /// Reduces the buffers of all ranks element by element, and gives every rank the result in its
+    /// `buffer`. torch's `all_reduce`. Every element is reduced in rank order, so all ranks end
+    /// with the same bits.
     ///
     /// # Errors
-    /// Different lengths, dtypes or reductions; an average of integers. After an error that ends the group the buffer
-    /// holds unspecified values.
+    /// Different lengths, dtypes or reductions; an average of integers. After an error that ends
+    /// the group the buffer holds unspecified values.
     pub fn all_reduce<T: Element>(&self, buffer: &mut [T], op: ReduceOp) -> Result<(), CommError> {
         let numel = buffer.len();
-        let call = Call { reduce: Some(op), ..tensor_call::<T>(Operation::AllReduce, vec![numel]) };
+        let call = Call {
+            reduce: Some(op),
+            ..tensor_call::<T>(Operation::AllReduce, vec![numel])
+        };
         let arguments = check_reduction::<T>(&call, op);
         let mut turn = self.begin(call, arguments)?;
         let world_size = self.world_size();
         if size_of_val(buffer) <= INLINE_BYTES {
-            // With so little data it is fastest if every rank gets all inputs and reduces all elements.
+            // With so little data it is fastest if every rank gets all inputs and reduces all
+            // elements.
             let input = buffer.to_vec();
             return turn.round(None, Vec::new(), bytemuck::cast_slice(&input), move |_| {
                 let whole = vec![0..size_of_val(buffer); world_size];
@@ -155,14 +194,18 @@ impl ProcessGroup {
                 }))
             });
         }
-        // The buffer is reduced window by window. In each window a rank reduces one segment, and then all ranks gather
-        // all segments.
-        let segment = numel.div_ceil(world_size).next_multiple_of(SEGMENT_ELEMENTS);
+        // The buffer is reduced window by window. In each window a rank reduces one segment, and
+        // then all ranks gather all segments.
+        let segment = numel
+            .div_ceil(world_size)
+            .next_multiple_of(SEGMENT_ELEMENTS);
         let segment = segment.min(MAX_SEGMENT_BYTES / size_of::<T>());
         let mut reduced = vec![T::zeroed(); segment];
         for window in buffer.chunks_mut(segment * world_size) {
             let start = |rank: usize| window.len().min(rank * segment);
-            let counts: Vec<usize> = (0..world_size).map(|rank| start(rank + 1) - start(rank)).collect();
+            let counts: Vec<usize> = (0..world_size)
+                .map(|rank| start(rank + 1) - start(rank))
+                .collect();
             let reduced = &mut reduced[..counts[self.rank()]];
             self.reduce_scatter_round(&mut turn, reduced, &counts, window, op)?;
             turn.round(None, Vec::new(), bytemuck::cast_slice(reduced), |_| {
@@ -170,7 +213,10 @@ impl ProcessGroup {
                     pattern: Pattern::AllGather,
                     longest: longest::<T>(&counts),
                     to: vec![0..size_of_val(reduced); world_size],
-                    from: counts.iter().map(|count| 0..count * size_of::<T>()).collect(),
+                    from: counts
+                        .iter()
+                        .map(|count| 0..count * size_of::<T>())
+                        .collect(),
                     destination: copy_into::<T>([bytemuck::cast_slice_mut(window)], &counts),
                 }))
             })?;
@@ -183,7 +229,10 @@ impl ProcessGroup {
     /// # Errors
     /// Different lengths, dtypes or roots.
     pub fn broadcast<T: Element>(&self, buffer: &mut [T], root: usize) -> Result<(), CommError> {
-        let call = Call { root: Some(root), ..tensor_call::<T>(Operation::Broadcast, vec![buffer.len()]) };
+        let call = Call {
+            root: Some(root),
+            ..tensor_call::<T>(Operation::Broadcast, vec![buffer.len()])
+        };
         let arguments = check(&call, || self.check_root(root));
         let mut turn = self.begin(call, arguments)?;
         let world_size = self.world_size();
@@ -195,27 +244,48 @@ impl ProcessGroup {
             to[root] = 0..0;
             return turn.round(None, Vec::new(), bytes, |_| {
                 let destination = Destination::Copy((0..world_size).map(|_| Vec::new()).collect());
-                Ok(Some(Plan { pattern, longest, to, from: vec![0..0; world_size], destination }))
+                Ok(Some(Plan {
+                    pattern,
+                    longest,
+                    to,
+                    from: vec![0..0; world_size],
+                    destination,
+                }))
             });
         }
         turn.round(None, Vec::new(), &[], move |_| {
             let mut from = vec![0..0; world_size];
             from[root] = whole;
-            let mut destinations: Vec<Vec<&mut [u8]>> = (0..world_size).map(|_| Vec::new()).collect();
+            let mut destinations: Vec<Vec<&mut [u8]>> =
+                (0..world_size).map(|_| Vec::new()).collect();
             destinations[root].push(bytes);
             let (to, destination) = (vec![0..0; world_size], Destination::Copy(destinations));
-            Ok(Some(Plan { pattern, longest, to, from, destination }))
+            Ok(Some(Plan {
+                pattern,
+                longest,
+                to,
+                from,
+                destination,
+            }))
         })
     }
 
-    /// Gathers every rank's `input`, equally long on all ranks, into the root's `output`, in rank order.
-    /// torch's `gather`. `output` is `Some` on the root and `None` on all others.
+    /// Gathers every rank's `input`, equally long on all ranks, into the root's `output`, in rank
+    /// order. torch's `gather`. `output` is `Some` on the root and `None` on all others.
     ///
     /// # Errors
-    /// An output that is given on the wrong ranks or has the wrong length; inputs of different lengths or dtypes;
-    /// different roots.
-    pub fn gather<T: Element>(&self, output: Option<&mut [T]>, input: &[T], root: usize) -> Result<(), CommError> {
-        let call = Call { root: Some(root), ..tensor_call::<T>(Operation::Gather, vec![input.len()]) };
+    /// An output that is given on the wrong ranks or has the wrong length; inputs of different
+    /// lengths or dtypes; different roots.
+    pub fn gather<T: Element>(
+        &self,
+        output: Option<&mut [T]>,
+        input: &[T],
+        root: usize,
+    ) -> Result<(), CommError> {
+        let call = Call {
+            root: Some(root),
+            ..tensor_call::<T>(Operation::Gather, vec![input.len()])
+        };
         let counts = vec![input.len(); self.world_size()];
         match output {
             Some(output) => self.gather_counts(call, Some(&mut [output]), &counts, input, root),
@@ -223,7 +293,8 @@ impl ProcessGroup {
         }
     }
 
-    /// Does the same as [`gather`](Self::gather) for `counts[r]` elements of each rank `r`. All ranks give all counts.
+    /// Does the same as [`gather`](Self::gather) for `counts[r]` elements of each rank `r`. All
+    /// ranks give all counts.
     ///
     /// # Errors
     /// The same as [`gather`](Self::gather); counts that differ between ranks.
@@ -235,7 +306,9 @@ impl ProcessGroup {
         root: usize,
     ) -> Result<(), CommError> {
         match output {
-            Some(output) => self.gather_uneven_into_slices(Some(&mut [output]), counts, input, root),
+            Some(output) => {
+                self.gather_uneven_into_slices(Some(&mut [output]), counts, input, root)
+            }
             None => self.gather_uneven_into_slices(None, counts, input, root),
         }
     }
@@ -252,12 +325,15 @@ impl ProcessGroup {
         input: &[T],
         root: usize,
     ) -> Result<(), CommError> {
-        let call = Call { root: Some(root), ..tensor_call::<T>(Operation::GatherUneven, counts.to_vec()) };
+        let call = Call {
+            root: Some(root),
+            ..tensor_call::<T>(Operation::GatherUneven, counts.to_vec())
+        };
         self.gather_counts(call, outputs, counts, input, root)
     }
 
-    /// Gathers the input of every rank on `root`, the only rank that passes outputs. `counts` are the elements of each
-    /// rank's input.
+    /// Gathers the input of every rank on `root`, the only rank that passes outputs. `counts` are
+    /// the elements of each rank's input.
     fn gather_counts<T: Element>(
         &self,
         call: Call,
@@ -266,7 +342,9 @@ impl ProcessGroup {
         input: &[T],
         root: usize,
     ) -> Result<(), CommError> {
-        let given = outputs.as_ref().map(|outputs| outputs.iter().map(|output| output.len()).sum());
+        let given = outputs
+            .as_ref()
+            .map(|outputs| outputs.iter().map(|output| output.len()).sum());
         let arguments = check(&call, || {
             self.check_root(root)?;
             self.check_counts("counts", counts)?;
@@ -277,9 +355,18 @@ impl ProcessGroup {
         turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
             let mut to = vec![0..0; counts.len()];
             to[root] = 0..size_of_val(input);
-            let from = counts.iter().map(|count| 0..if outputs.is_some() { count * size_of::<T>() } else { 0 });
+            let from = counts.iter().map(|count| {
+                0..if outputs.is_some() {
+                    count * size_of::<T>()
+                } else {
+                    0
+                }
+            });
             let from = from.collect();
-            let outputs = outputs.into_iter().flatten().map(|output| bytemuck::cast_slice_mut(output));
+            let outputs = outputs
+                .into_iter()
+                .flatten()
+                .map(|output| bytemuck::cast_slice_mut(output));
             Ok(Some(Plan {
                 pattern: Pattern::Gather { root },
                 longest: longest::<T>(counts),
@@ -294,16 +381,24 @@ impl ProcessGroup {
     /// `input` is `Some` on the root and `None` on all others.
     ///
     /// # Errors
-    /// An input that is given on the wrong ranks or has the wrong length; outputs of different lengths or dtypes;
-    /// different roots.
-    pub fn scatter<T: Element>(&self, output: &mut [T], input: Option<&[T]>, root: usize) -> Result<(), CommError> {
-        let call = Call { root: Some(root), ..tensor_call::<T>(Operation::Scatter, vec![output.len()]) };
+    /// An input that is given on the wrong ranks or has the wrong length; outputs of different
+    /// lengths or dtypes; different roots.
+    pub fn scatter<T: Element>(
+        &self,
+        output: &mut [T],
+        input: Option<&[T]>,
+        root: usize,
+    ) -> Result<(), CommError> {
+        let call = Call {
+            root: Some(root),
+            ..tensor_call::<T>(Operation::Scatter, vec![output.len()])
+        };
         let counts = vec![output.len(); self.world_size()];
         self.scatter_counts(call, &mut [output], input, &counts, root)
     }
 
-    /// Does the same as [`scatter`](Self::scatter) for `counts[r]` elements of each rank `r`. All ranks give all
-    /// counts.
+    /// Does the same as [`scatter`](Self::scatter) for `counts[r]` elements of each rank `r`. All
+    /// ranks give all counts.
     ///
     /// # Errors
     /// The same as [`scatter`](Self::scatter); counts that differ between ranks.
@@ -329,12 +424,15 @@ impl ProcessGroup {
         counts: &[usize],
         root: usize,
     ) -> Result<(), CommError> {
-        let call = Call { root: Some(root), ..tensor_call::<T>(Operation::ScatterUneven, counts.to_vec()) };
+        let call = Call {
+            root: Some(root),
+            ..tensor_call::<T>(Operation::ScatterUneven, counts.to_vec())
+        };
         self.scatter_counts(call, outputs, input, counts, root)
     }
 
-    /// Sends each rank its part of the input of `root`, the only rank that passes one. The part fills `outputs`, one
-    /// slice after the other. `counts` are the elements of each rank's part.
+    /// Sends each rank its part of the input of `root`, the only rank that passes one. The part
+    /// fills `outputs`, one slice after the other. `counts` are the elements of each rank's part.
     fn scatter_counts<T: Element>(
         &self,
         call: Call,
@@ -351,26 +449,44 @@ impl ProcessGroup {
             self.check_root_only("an input", root, input.map(<[T]>::len), sum(counts)?)
         });
         let mut turn = self.begin(call, arguments)?;
-        turn.round(None, Vec::new(), bytemuck::cast_slice(input.unwrap_or_default()), move |_| {
-            // Every rank receives from the root only, and only the root sends.
-            let ranges = byte_ranges::<T>(counts);
-            let mut from = vec![0..0; counts.len()];
-            from[root] = ranges[self.rank()].clone();
-            let mut received = vec![0; counts.len()];
-            received[root] = given;
-            let to = if input.is_some() { ranges } else { vec![0..0; counts.len()] };
-            let outputs = outputs.iter_mut().map(|output| bytemuck::cast_slice_mut(output));
-            let destination = copy_into::<T>(outputs, &received);
-            Ok(Some(Plan { pattern: Pattern::Scatter { root }, longest: longest::<T>(counts), to, from, destination }))
-        })
+        turn.round(
+            None,
+            Vec::new(),
+            bytemuck::cast_slice(input.unwrap_or_default()),
+            move |_| {
+                // Every rank receives from the root only, and only the root sends.
+                let ranges = byte_ranges::<T>(counts);
+                let mut from = vec![0..0; counts.len()];
+                from[root] = ranges[self.rank()].clone();
+                let mut received = vec![0; counts.len()];
+                received[root] = given;
+                let to = if input.is_some() {
+                    ranges
+                } else {
+                    vec![0..0; counts.len()]
+                };
+                let outputs = outputs
+                    .iter_mut()
+                    .map(|output| bytemuck::cast_slice_mut(output));
+                let destination = copy_into::<T>(outputs, &received);
+                Ok(Some(Plan {
+                    pattern: Pattern::Scatter { root },
+                    longest: longest::<T>(counts),
+                    to,
+                    from,
+                    destination,
+                }))
+            },
+        )
     }
 
-    /// Sends `send_counts[r]` elements of `input` to each rank `r`, and receives `receive_counts[r]` elements from it
-    /// into `output`; both lie in rank order. torch's `all_to_all_single` with split sizes.
+    /// Sends `send_counts[r]` elements of `input` to each rank `r`, and receives
+    /// `receive_counts[r]` elements from it into `output`; both lie in rank order. torch's
+    /// `all_to_all_single` with split sizes.
     ///
     /// # Errors
-    /// Counts that do not add up to the lengths of the slices; a rank that expects another number of elements than is
-    /// sent to it.
+    /// Counts that do not add up to the lengths of the slices; a rank that expects another number
+    /// of elements than is sent to it.
     pub fn all_to_all_uneven<T: Element>(
         &self,
         output: &mut [T],
@@ -381,8 +497,8 @@ impl ProcessGroup {
         self.all_to_all_uneven_into_slices(&mut [output], receive_counts, input, send_counts)
     }
 
-    /// Exchanges like [`all_to_all_uneven`](Self::all_to_all_uneven), with the output in pieces, as in
-    /// [`all_gather_into_slices`](Self::all_gather_into_slices).
+    /// Exchanges like [`all_to_all_uneven`](Self::all_to_all_uneven), with the output in pieces, as
+    /// in [`all_gather_into_slices`](Self::all_gather_into_slices).
     ///
     /// # Errors
     /// The same as [`all_to_all_uneven`](Self::all_to_all_uneven).
@@ -404,25 +520,49 @@ impl ProcessGroup {
         let mut turn = self.begin(call, arguments)?;
         let world_size = self.world_size();
         // Each rank shows all others its counts to send, followed by its counts to receive.
-        let own = send_counts.iter().chain(receive_counts).map(|&count| count as u64).collect();
+        let own = send_counts
+            .iter()
+            .chain(receive_counts)
+            .map(|&count| count as u64)
+            .collect();
         let sequence = turn.call.sequence;
         turn.round(None, own, bytemuck::cast_slice(input), |records| {
             // For every two ranks, one must send as much as the other expects.
-            let owns: Vec<&[u64]> = records.iter().map(|record| &record.header.own[..]).collect();
+            let owns: Vec<&[u64]> = records
+                .iter()
+                .map(|record| &record.header.own[..])
+                .collect();
             let fits = |(from, to): (usize, usize)| owns[from][to] == owns[to][world_size + from];
-            let mut pairs = (0..world_size).flat_map(|from| (0..world_size).map(move |to| (from, to)));
+            let mut pairs =
+                (0..world_size).flat_map(|from| (0..world_size).map(move |to| (from, to)));
             if owns.iter().any(|own| own.len() != 2 * world_size) || !pairs.all(fits) {
-                let calls = self.global_ranks().iter().copied().zip(owns.iter().map(|own| Counts(own)));
-                return Err(CommError::Mismatch { sequence, calls: RankCall::collect(calls) });
+                let calls = self
+                    .global_ranks()
+                    .iter()
+                    .copied()
+                    .zip(owns.iter().map(|own| Counts(own)));
+                return Err(CommError::Mismatch {
+                    sequence,
+                    calls: RankCall::collect(calls),
+                });
             }
             // The bytes for this rank follow those for the ranks before it in the sender's input.
             let from = (0..world_size).map(|from| {
-                let before = owns[from][..self.rank()].iter().fold(0u64, |sum, &count| sum.saturating_add(count));
+                let before = owns[from][..self.rank()]
+                    .iter()
+                    .fold(0u64, |sum, &count| sum.saturating_add(count));
                 let start = (before as usize).saturating_mul(size_of::<T>());
                 start..start + receive_counts[from] * size_of::<T>()
             });
-            let outputs = outputs.iter_mut().map(|output| bytemuck::cast_slice_mut(output));
-            let sent = owns.iter().flat_map(|own| &own[..world_size]).max().copied().unwrap_or_default() as usize;
+            let outputs = outputs
+                .iter_mut()
+                .map(|output| bytemuck::cast_slice_mut(output));
+            let sent = owns
+                .iter()
+                .flat_map(|own| &own[..world_size])
+                .max()
+                .copied()
+                .unwrap_or_default() as usize;
             Ok(Some(Plan {
                 pattern: Pattern::AllToAll,
                 longest: longest::<T>(&[sent]),
@@ -439,25 +579,42 @@ impl ProcessGroup {
         if root < self.world_size() {
             return Ok(());
         }
-        Err(format!("the root is rank {root}, but the group has {} ranks", self.world_size()))
+        Err(format!(
+            "the root is rank {root}, but the group has {} ranks",
+            self.world_size()
+        ))
     }
 
     pub(crate) fn check_counts(&self, what: &str, counts: &[usize]) -> Result<(), String> {
         if counts.len() == self.world_size() {
             return Ok(());
         }
-        Err(format!("{what} must be one for each of {} ranks, not {}", self.world_size(), counts.len()))
+        Err(format!(
+            "{what} must be one for each of {} ranks, not {}",
+            self.world_size(),
+            counts.len()
+        ))
     }
 
-    pub(crate) fn check_numel(&self, what: &str, given: usize, needed: usize) -> Result<(), String> {
+    pub(crate) fn check_numel(
+        &self,
+        what: &str,
+        given: usize,
+        needed: usize,
+    ) -> Result<(), String> {
         if given == needed {
             return Ok(());
         }
-        Err(format!("{what} must have {needed} elements on rank {} of {}, not {given}", self.rank(), self.world_size()))
+        Err(format!(
+            "{what} must have {needed} elements on rank {} of {}, not {given}",
+            self.rank(),
+            self.world_size()
+        ))
     }
 
-    /// Checks an argument that the root must give and no other rank may give. `given` is its number of elements, or
-    /// `None` if this rank does not give it. `needed` is the number of elements that it must have.
+    /// Checks an argument that the root must give and no other rank may give. `given` is its number
+    /// of elements, or `None` if this rank does not give it. `needed` is the number of elements
+    /// that it must have.
     pub(crate) fn check_root_only(
         &self,
         what: &str,
@@ -468,7 +625,10 @@ impl ProcessGroup {
         match given {
             Some(given) if self.rank() == root => self.check_numel(what, given, needed),
             None if self.rank() != root => Ok(()),
-            Some(_) => Err(format!("{what} must not be given on rank {}, but only on root {root}", self.rank())),
+            Some(_) => Err(format!(
+                "{what} must not be given on rank {}, but only on root {root}",
+                self.rank()
+            )),
             None => Err(format!("{what} must be given on root {root}")),
         }
     }
@@ -476,12 +636,22 @@ impl ProcessGroup {
 
 /// Returns the call of an operation on elements of type `T`.
 fn tensor_call<T: Element>(operation: Operation, sizes: Vec<usize>) -> Call {
-    Call { dtype: Some(T::DTYPE), sizes, ..Call::new(operation) }
+    Call {
+        dtype: Some(T::DTYPE),
+        sizes,
+        ..Call::new(operation)
+    }
 }
 
 /// Runs a check of arguments, and turns its message into the error of the call.
-pub(crate) fn check(call: &Call, arguments: impl FnOnce() -> Result<(), String>) -> Result<(), CommError> {
-    arguments().map_err(|message| CommError::InvalidArgument { operation: call.name().to_owned(), message })
+pub(crate) fn check(
+    call: &Call,
+    arguments: impl FnOnce() -> Result<(), String>,
+) -> Result<(), CommError> {
+    arguments().map_err(|message| CommError::InvalidArgument {
+        operation: call.name().to_owned(),
+        message,
+    })
 }
 
 /// Checks that elements of type `T` can be reduced by `op`: only an average of integers cannot.
@@ -489,18 +659,29 @@ fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommErro
     if op != ReduceOp::Avg || T::AVERAGES {
         return Ok(());
     }
-    Err(CommError::UnsupportedReduction { operation: call.name().to_owned(), dtype: T::DTYPE, op })
+    Err(CommError::UnsupportedReduction {
+        operation: call.name().to_owned(),
+        dtype: T::DTYPE,
+        op,
+    })
 }
 
 /// Returns the sum of counts, or a message that it is too large.
 pub(crate) fn sum(counts: &[usize]) -> Result<usize, String> {
-    let sum = counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count));
+    let sum = counts
+        .iter()
+        .try_fold(0usize, |sum, &count| sum.checked_add(count));
     sum.ok_or_else(|| format!("counts {counts:?} are too large"))
 }
 
 /// Returns the number of bytes of the largest of these counts.
 fn longest<T>(counts: &[usize]) -> usize {
-    counts.iter().max().copied().unwrap_or_default().saturating_mul(size_of::<T>())
+    counts
+        .iter()
+        .max()
+        .copied()
+        .unwrap_or_default()
+        .saturating_mul(size_of::<T>())
 }
 
 /// Returns the range of bytes of each rank's elements, which lie one after the other.
@@ -515,9 +696,12 @@ fn byte_ranges<T>(counts: &[usize]) -> Vec<Range<usize>> {
     ranges
 }
 
-/// Returns the destination that fills `outputs`, one after the other, with `counts[r]` elements of each rank `r`. A
-/// rank's elements may span several outputs.
-fn copy_into<'p, T>(outputs: impl IntoIterator<Item = &'p mut [u8]>, counts: &[usize]) -> Destination<'p> {
+/// Returns the destination that fills `outputs`, one after the other, with `counts[r]` elements of
+/// each rank `r`. A rank's elements may span several outputs.
+fn copy_into<'p, T>(
+    outputs: impl IntoIterator<Item = &'p mut [u8]>,
+    counts: &[usize],
+) -> Destination<'p> {
     let mut outputs = outputs.into_iter();
     let mut rest: &mut [u8] = &mut [];
     let destinations = counts.iter().map(|count| {
@@ -547,7 +731,9 @@ fn copy_into<'p, T>(outputs: impl IntoIterator<Item = &'p mut [u8]>, counts: &[u
 fn reduce_into<T: Element>(output: &mut [T], op: ReduceOp) -> Destination<'_> {
     Destination::Reduce(Box::new(move |offset, pieces| {
         let start = offset / size_of::<T>();
-        let numel = pieces.first().map_or(0, |piece| piece.len() / size_of::<T>());
+        let numel = pieces
+            .first()
+            .map_or(0, |piece| piece.len() / size_of::<T>());
         T::reduce(op, pieces, &mut output[start..start + numel]);
     }))
 }
@@ -559,6 +745,10 @@ struct Counts<'a>(&'a [u64]);
 impl fmt::Display for Counts<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (send, receive) = self.0.split_at(self.0.len() / 2);
-        write!(f, "{} sending {send:?} and receiving {receive:?}", Operation::AllToAllUneven)
+        write!(
+            f,
+            "{} sending {send:?} and receiving {receive:?}",
+            Operation::AllToAllUneven
+        )
     }
 }

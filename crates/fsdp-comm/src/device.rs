@@ -1,11 +1,12 @@
 //! Collectives on GPU memory, between GPUs directly, without a copy on the host.
 //!
-//! A [`DeviceGroup`] has the operations of a [`ProcessGroup`] on [`DeviceSlice`]s instead of slices. All ranks first
-//! agree on the call, as on the host. An operation waits for earlier work of the slices' stream, and when it returns it
-//! is over on the GPU too, so later work of any stream sees its result.
+//! A [`DeviceGroup`] has the operations of a [`ProcessGroup`] on [`DeviceSlice`]s instead of
+//! slices. All ranks first agree on the call, as on the host. An operation waits for earlier work
+//! of the slices' stream, and when it returns it is over on the GPU too, so later work of any
+//! stream sees its result.
 //!
-//! Unlike on the host, NCCL chooses the order in which ranks are reduced, and how `f16` and `bf16` are rounded on the
-//! way. The maximum of a NaN and a number may be the number.
+//! Unlike on the host, NCCL chooses the order in which ranks are reduced, and how `f16` and `bf16`
+//! are rounded on the way. The maximum of a NaN and a number may be the number.
 
 use std::marker::PhantomData;
 
@@ -46,7 +47,13 @@ impl<'a, T: Element> DeviceSlice<'a, T> {
     pub fn new(memory: &'a impl DevicePtr<T>, stream: &'a CudaStream) -> Self {
         let numel = memory.len();
         let (address, order) = memory.device_ptr(stream);
-        DeviceSlice { address, numel, stream, _order: order, _elements: PhantomData }
+        DeviceSlice {
+            address,
+            numel,
+            stream,
+            _order: order,
+            _elements: PhantomData,
+        }
     }
 
     const fn bytes(&self) -> usize {
@@ -59,7 +66,13 @@ impl<'a, T: Element> DeviceSliceMut<'a, T> {
     pub fn new(memory: &'a mut impl DevicePtrMut<T>, stream: &'a CudaStream) -> Self {
         let numel = memory.len();
         let (address, order) = memory.device_ptr_mut(stream);
-        DeviceSliceMut { address, numel, stream, _order: order, _elements: PhantomData }
+        DeviceSliceMut {
+            address,
+            numel,
+            stream,
+            _order: order,
+            _elements: PhantomData,
+        }
     }
 
     const fn bytes(&self) -> usize {
@@ -76,15 +89,21 @@ pub struct DeviceGroup<'g> {
 
 impl std::fmt::Debug for DeviceGroup<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("DeviceGroup").field("group", self.group).finish_non_exhaustive()
+        f.debug_struct("DeviceGroup")
+            .field("group", self.group)
+            .finish_non_exhaustive()
     }
 }
 
 impl ProcessGroup {
-    /// Returns the group's operations on GPU memory; `None` on all ranks if the backend moves only host memory.
+    /// Returns the group's operations on GPU memory; `None` on all ranks if the backend moves only
+    /// host memory.
     #[must_use]
     pub fn device(&self) -> Option<DeviceGroup<'_>> {
-        self.device_transfer().map(|transfer| DeviceGroup { group: self, transfer })
+        self.device_transfer().map(|transfer| DeviceGroup {
+            group: self,
+            transfer,
+        })
     }
 }
 
@@ -108,17 +127,25 @@ impl DeviceGroup<'_> {
         let call = call::<T>(Operation::AllGather, vec![numel], None);
         let arguments = check(&call, || {
             self.check_streams(&[input.stream, output.stream])?;
-            self.group.check_numel("the output", output.numel, times(numel, ranks)?)
+            self.group
+                .check_numel("the output", output.numel, times(numel, ranks)?)
         });
         let (send, receive) = (input.address, output.address);
         let (count, dtype) = as_counted::<T>(numel);
         let others = input.bytes() * (ranks - 1);
-        self.run(call, arguments, (others, others), input.stream, numel == 0, move || Movement::AllGather {
-            send,
-            receive,
-            count,
-            dtype,
-        })
+        self.run(
+            call,
+            arguments,
+            (others, others),
+            input.stream,
+            numel == 0,
+            move || Movement::AllGather {
+                send,
+                receive,
+                count,
+                dtype,
+            },
+        )
     }
 
     /// Does the same as [`ProcessGroup::reduce_scatter`], in an order that NCCL chooses.
@@ -132,60 +159,101 @@ impl DeviceGroup<'_> {
         op: ReduceOp,
     ) -> Result<(), CommError> {
         let (ranks, numel) = (self.group.world_size(), output.numel);
-        let call = Call { reduce: Some(op), ..call::<T>(Operation::ReduceScatter, vec![numel], None) };
+        let call = Call {
+            reduce: Some(op),
+            ..call::<T>(Operation::ReduceScatter, vec![numel], None)
+        };
         let arguments = check(&call, || {
             self.check_streams(&[input.stream, output.stream])?;
-            self.group.check_numel("the input", input.numel, times(numel, ranks)?)
+            self.group
+                .check_numel("the input", input.numel, times(numel, ranks)?)
         })
         .and_then(|()| check_reduction::<T>(&call, op));
         let (send, receive) = (input.address, output.address);
         let others = output.bytes() * (ranks - 1);
-        self.run(call, arguments, (others, others), input.stream, numel == 0, move || Movement::ReduceScatter {
-            send,
-            receive,
-            count: numel,
-            dtype: T::DTYPE,
-            op,
-        })
+        self.run(
+            call,
+            arguments,
+            (others, others),
+            input.stream,
+            numel == 0,
+            move || Movement::ReduceScatter {
+                send,
+                receive,
+                count: numel,
+                dtype: T::DTYPE,
+                op,
+            },
+        )
     }
 
-    /// Does the same as [`ProcessGroup::all_reduce`], in an order that NCCL chooses. It is the same on all ranks.
+    /// Does the same as [`ProcessGroup::all_reduce`], in an order that NCCL chooses. It is the same
+    /// on all ranks.
     ///
     /// # Errors
     /// The same as on the host, dtypes that NCCL does not compute with, and memory of another GPU.
-    pub fn all_reduce<T: Element>(&self, buffer: &mut DeviceSliceMut<'_, T>, op: ReduceOp) -> Result<(), CommError> {
+    pub fn all_reduce<T: Element>(
+        &self,
+        buffer: &mut DeviceSliceMut<'_, T>,
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
         let numel = buffer.numel;
-        let call = Call { reduce: Some(op), ..call::<T>(Operation::AllReduce, vec![numel], None) };
-        let arguments =
-            check(&call, || self.check_streams(&[buffer.stream])).and_then(|()| check_reduction::<T>(&call, op));
+        let call = Call {
+            reduce: Some(op),
+            ..call::<T>(Operation::AllReduce, vec![numel], None)
+        };
+        let arguments = check(&call, || self.check_streams(&[buffer.stream]))
+            .and_then(|()| check_reduction::<T>(&call, op));
         let (ranks, address) = (self.group.world_size(), buffer.address);
         // The bytes that a ring of ranks moves.
         let others = 2 * (buffer.bytes() / ranks) * (ranks - 1);
-        self.run(call, arguments, (others, others), buffer.stream, numel == 0, move || Movement::AllReduce {
-            buffer: address,
-            count: numel,
-            dtype: T::DTYPE,
-            op,
-        })
+        self.run(
+            call,
+            arguments,
+            (others, others),
+            buffer.stream,
+            numel == 0,
+            move || Movement::AllReduce {
+                buffer: address,
+                count: numel,
+                dtype: T::DTYPE,
+                op,
+            },
+        )
     }
 
     /// Does the same as [`ProcessGroup::broadcast`].
     ///
     /// # Errors
     /// The same as on the host, and memory of another GPU.
-    pub fn broadcast<T: Element>(&self, buffer: &mut DeviceSliceMut<'_, T>, root: usize) -> Result<(), CommError> {
+    pub fn broadcast<T: Element>(
+        &self,
+        buffer: &mut DeviceSliceMut<'_, T>,
+        root: usize,
+    ) -> Result<(), CommError> {
         let call = call::<T>(Operation::Broadcast, vec![buffer.numel], Some(root));
         let arguments = check(&call, || {
             self.check_streams(&[buffer.stream])?;
             self.group.check_root(root)
         });
         let (address, bytes) = (buffer.address, buffer.bytes());
-        let moved = if self.group.rank() == root { (bytes * (self.group.world_size() - 1), 0) } else { (0, bytes) };
-        self.run(call, arguments, moved, buffer.stream, bytes == 0, move || Movement::Broadcast {
-            buffer: address,
-            bytes,
-            root,
-        })
+        let moved = if self.group.rank() == root {
+            (bytes * (self.group.world_size() - 1), 0)
+        } else {
+            (0, bytes)
+        };
+        self.run(
+            call,
+            arguments,
+            moved,
+            buffer.stream,
+            bytes == 0,
+            move || Movement::Broadcast {
+                buffer: address,
+                bytes,
+                root,
+            },
+        )
     }
 
     /// Does the same as [`ProcessGroup::gather`].
@@ -206,7 +274,8 @@ impl DeviceGroup<'_> {
             let streams = [Some(input.stream), stream];
             self.check_streams(&streams.into_iter().flatten().collect::<Vec<_>>())?;
             self.group.check_root(root)?;
-            self.group.check_root_only("an output", root, given, times(input.numel, ranks)?)
+            self.group
+                .check_root_only("an output", root, given, times(input.numel, ranks)?)
         });
         let mut send = vec![(input.address, 0); ranks];
         if let Some(to) = send.get_mut(root) {
@@ -235,7 +304,12 @@ impl DeviceGroup<'_> {
             let streams = [Some(output.stream), input.map(|input| input.stream)];
             self.check_streams(&streams.into_iter().flatten().collect::<Vec<_>>())?;
             self.group.check_root(root)?;
-            self.group.check_root_only("an input", root, input.map(|input| input.numel), times(output.numel, ranks)?)
+            self.group.check_root_only(
+                "an input",
+                root,
+                input.map(|input| input.numel),
+                times(output.numel, ranks)?,
+            )
         });
         let send = match input {
             Some(input) => pieces(input.address, &vec![bytes; ranks]),
@@ -260,16 +334,25 @@ impl DeviceGroup<'_> {
         send_counts: &[usize],
     ) -> Result<(), CommError> {
         // All counts, so that ranks which expect something else find out before anything moves.
-        let all = self.group.all_gather_object(&(send_counts.to_vec(), receive_counts.to_vec()))?;
+        let all = self
+            .group
+            .all_gather_object(&(send_counts.to_vec(), receive_counts.to_vec()))?;
         let call = call::<T>(Operation::AllToAllUneven, Vec::new(), None);
         let rank = self.group.rank();
         let arguments = check(&call, || {
             self.check_streams(&[input.stream, output.stream])?;
             self.group.check_counts("the counts to send", send_counts)?;
-            self.group.check_counts("the counts to receive", receive_counts)?;
-            self.group.check_numel("the input", input.numel, sum(send_counts)?)?;
-            self.group.check_numel("the output", output.numel, sum(receive_counts)?)?;
-            match all.iter().enumerate().find(|(from, (sent, _))| sent.get(rank) != receive_counts.get(*from)) {
+            self.group
+                .check_counts("the counts to receive", receive_counts)?;
+            self.group
+                .check_numel("the input", input.numel, sum(send_counts)?)?;
+            self.group
+                .check_numel("the output", output.numel, sum(receive_counts)?)?;
+            match all
+                .iter()
+                .enumerate()
+                .find(|(from, (sent, _))| sent.get(rank) != receive_counts.get(*from))
+            {
                 Some((from, (sent, _))) => Err(format!(
                     "rank {from} sends {:?} elements to rank {rank}, which expects {:?}",
                     sent.get(rank),
@@ -293,13 +376,19 @@ impl DeviceGroup<'_> {
         stream: &CudaStream,
     ) -> Result<(), CommError> {
         let rank = self.group.rank();
-        let moved = (bytes_of_others(&send, rank), bytes_of_others(&receive, rank));
+        let moved = (
+            bytes_of_others(&send, rank),
+            bytes_of_others(&receive, rank),
+        );
         let nothing = send.iter().chain(&receive).all(|piece| piece.1 == 0);
-        self.run(call, arguments, moved, stream, nothing, move || Movement::Exchange { send, receive })
+        self.run(call, arguments, moved, stream, nothing, move || {
+            Movement::Exchange { send, receive }
+        })
     }
 
-    /// Agrees with all ranks on a call, and then makes it. `moved` is the number of bytes that this rank sends and
-    /// receives. With `nothing` there is nothing to move, and the call is only agreed on.
+    /// Agrees with all ranks on a call, and then makes it. `moved` is the number of bytes that this
+    /// rank sends and receives. With `nothing` there is nothing to move, and the call is only
+    /// agreed on.
     fn run(
         &self,
         call: Call,
@@ -310,13 +399,17 @@ impl DeviceGroup<'_> {
         make: impl FnOnce() -> Movement,
     ) -> Result<(), CommError> {
         let mut turn = self.group.begin(call, arguments)?;
-        turn.transfer(
-            moved,
-            |round| if nothing { Ok(()) } else { self.transfer.transfer(round, DeviceCall(make()), stream) },
-        )
+        turn.transfer(moved, |round| {
+            if nothing {
+                Ok(())
+            } else {
+                self.transfer.transfer(round, DeviceCall(make()), stream)
+            }
+        })
     }
 
-    /// Checks that all memory is on this rank's GPU and used through one stream, after which the call is ordered.
+    /// Checks that all memory is on this rank's GPU and used through one stream, after which the
+    /// call is ordered.
     fn check_streams(&self, streams: &[&CudaStream]) -> Result<(), String> {
         let own = self.ordinal();
         let ordinal = |stream: &&CudaStream| stream.context().ordinal();
@@ -326,7 +419,10 @@ impl DeviceGroup<'_> {
                 self.group.rank()
             ));
         }
-        if streams.windows(2).any(|pair| pair[0].cu_stream() != pair[1].cu_stream()) {
+        if streams
+            .windows(2)
+            .any(|pair| pair[0].cu_stream() != pair[1].cu_stream())
+        {
             return Err("the memory is of different streams".to_owned());
         }
         Ok(())
@@ -334,10 +430,17 @@ impl DeviceGroup<'_> {
 }
 
 fn call<T: Element>(operation: Operation, sizes: Vec<usize>, root: Option<usize>) -> Call {
-    Call { dtype: Some(T::DTYPE), sizes, root, on_device: true, ..Call::new(operation) }
+    Call {
+        dtype: Some(T::DTYPE),
+        sizes,
+        root,
+        on_device: true,
+        ..Call::new(operation)
+    }
 }
 
-/// Returns the count and dtype to give NCCL for a move: bytes, if NCCL does not know the element type.
+/// Returns the count and dtype to give NCCL for a move: bytes, if NCCL does not know the element
+/// type.
 const fn as_counted<T: Element>(numel: usize) -> (usize, DType) {
     match number(T::DTYPE) {
         Some(_) => (numel, T::DTYPE),
@@ -347,24 +450,38 @@ const fn as_counted<T: Element>(numel: usize) -> (usize, DType) {
 
 fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommError> {
     if number(T::DTYPE).is_none() || (op == ReduceOp::Avg && !T::AVERAGES) {
-        return Err(CommError::UnsupportedReduction { operation: call.name().to_owned(), dtype: T::DTYPE, op });
+        return Err(CommError::UnsupportedReduction {
+            operation: call.name().to_owned(),
+            dtype: T::DTYPE,
+            op,
+        });
     }
     Ok(())
 }
 
 /// Returns the number of elements of `numel` elements for each rank.
 fn times(numel: usize, ranks: usize) -> Result<usize, String> {
-    numel.checked_mul(ranks).ok_or_else(|| format!("{numel} elements for each of {ranks} ranks are too many"))
+    numel
+        .checked_mul(ranks)
+        .ok_or_else(|| format!("{numel} elements for each of {ranks} ranks are too many"))
 }
 
 /// Returns the number of bytes of each count of elements.
 fn bytes_of<T>(counts: &[usize]) -> Vec<usize> {
-    counts.iter().map(|count| count.saturating_mul(size_of::<T>())).collect()
+    counts
+        .iter()
+        .map(|count| count.saturating_mul(size_of::<T>()))
+        .collect()
 }
 
 /// Returns the number of bytes of the pieces to or from other ranks.
 fn bytes_of_others(pieces: &[(Address, usize)], rank: usize) -> usize {
-    pieces.iter().enumerate().filter(|&(other, _)| other != rank).map(|(_, piece)| piece.1).sum()
+    pieces
+        .iter()
+        .enumerate()
+        .filter(|&(other, _)| other != rank)
+        .map(|(_, piece)| piece.1)
+        .sum()
 }
 
 /// Returns the addresses of consecutive pieces with these numbers of bytes.
@@ -394,7 +511,10 @@ mod tests {
         let call = call::<i16>(Operation::AllReduce, vec![3], None);
         assert!(matches!(
             check_reduction::<i16>(&call, ReduceOp::Sum),
-            Err(CommError::UnsupportedReduction { dtype: DType::I16, .. })
+            Err(CommError::UnsupportedReduction {
+                dtype: DType::I16,
+                ..
+            })
         ));
         assert!(check_reduction::<i64>(&call, ReduceOp::Avg).is_err());
         assert_eq!(check_reduction::<half::f16>(&call, ReduceOp::Avg), Ok(()));

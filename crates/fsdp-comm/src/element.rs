@@ -5,8 +5,9 @@ use half::{bf16, f16};
 
 use crate::reduce::Reduce;
 
-/// An element type of the tensor collectives: plain bytes with a dtype, and a reduction. Implemented for `f32`, `f64`,
-/// [`struct@f16`], [`bf16`] and the integers of 8 to 64 bits; it cannot be implemented elsewhere.
+/// An element type of the tensor collectives: plain bytes with a dtype, and a reduction.
+/// Implemented for `f32`, `f64`, [`struct@f16`], [`bf16`] and the integers of 8 to 64 bits; it
+/// cannot be implemented elsewhere.
 pub trait Element: bytemuck::Pod + Send + Sync + Reduce {
     /// The dtype that all ranks of a collective must agree on.
     const DTYPE: DType;

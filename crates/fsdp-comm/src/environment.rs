@@ -11,8 +11,8 @@ use crate::error::CommError;
 /// The port of rank 0 unless `MASTER_PORT` is set. It is torch's.
 pub const DEFAULT_MASTER_PORT: u16 = 29500;
 
-/// The largest number of ranks that a job may have. What ranks tell each other about an operation grows with it, and
-/// must fit in one message.
+/// The largest number of ranks that a job may have. What ranks tell each other about an operation
+/// grows with it, and must fit in one message.
 pub const MAX_WORLD_SIZE: usize = 1 << 16;
 
 /// The program that started a process as a rank.
@@ -45,8 +45,9 @@ impl fmt::Display for Launcher {
 
 /// A process's place in its job.
 ///
-/// The first launcher in this table whose rank variable is set decides. So torchrun or Open MPI's `mpirun` inside a
-/// SLURM allocation is found, and not the single process of the allocation itself.
+/// The first launcher in this table whose rank variable is set decides. So torchrun or Open MPI's
+/// `mpirun` inside a SLURM allocation is found, and not the single process of the allocation
+/// itself.
 ///
 /// | launcher | rank | world size | local rank, local world size |
 /// |---|---|---|---|
@@ -56,21 +57,24 @@ impl fmt::Display for Launcher {
 /// | MPICH, Intel MPI | `PMI_RANK` | `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
 /// | Kubernetes | `JOB_COMPLETION_INDEX` | `WORLD_SIZE` | |
 ///
-/// `MASTER_ADDR` is the address of rank 0. If it is not set, the address is this host if the launcher says that all
-/// ranks are on one host, and under SLURM the first host of `SLURM_STEP_NODELIST`; otherwise its absence is an error.
-/// `MASTER_PORT` is [`DEFAULT_MASTER_PORT`] by default.
+/// `MASTER_ADDR` is the address of rank 0. If it is not set, the address is this host if the
+/// launcher says that all ranks are on one host, and under SLURM the first host of
+/// `SLURM_STEP_NODELIST`; otherwise its absence is an error. `MASTER_PORT` is
+/// [`DEFAULT_MASTER_PORT`] by default.
 ///
-/// Jobs that use the same port are told apart by `FSDP_JOB_ID`, or if it is not set by the launcher's own name for the
-/// job (`TORCHELASTIC_RUN_ID`; `PMIX_NAMESPACE`; `SLURM_JOB_ID` and `SLURM_STEP_ID`; `JOB_NAME`).
+/// Jobs that use the same port are told apart by `FSDP_JOB_ID`, or if it is not set by the
+/// launcher's own name for the job (`TORCHELASTIC_RUN_ID`; `PMIX_NAMESPACE`; `SLURM_JOB_ID` and
+/// `SLURM_STEP_ID`; `JOB_NAME`).
 ///
-/// `FSDP_SECRET` is a text that only the ranks of the job know, the same on all of them. `fsdp launch` makes one. Every
-/// connection between ranks begins with a proof that both sides know it; what is sent after that is not encrypted.
-/// Without a secret, ranks meet at a loopback address only, unless `FSDP_INSECURE` is `true`, and only if the job has a
-/// name: they could not tell jobs apart otherwise.
+/// `FSDP_SECRET` is a text that only the ranks of the job know, the same on all of them. `fsdp
+/// launch` makes one. Every connection between ranks begins with a proof that both sides know it;
+/// what is sent after that is not encrypted. Without a secret, ranks meet at a loopback address
+/// only, unless `FSDP_INSECURE` is `true`, and only if the job has a name: they could not tell jobs
+/// apart otherwise.
 ///
-/// If torchrun sets `TORCHELASTIC_USE_AGENT_STORE=True`, its agent listens at `MASTER_ADDR:MASTER_PORT` itself, with
-/// torch's key-value store. Then rank 0 listens on a free port of its own host, and the others read its address from
-/// the agent's store.
+/// If torchrun sets `TORCHELASTIC_USE_AGENT_STORE=True`, its agent listens at
+/// `MASTER_ADDR:MASTER_PORT` itself, with torch's key-value store. Then rank 0 listens on a free
+/// port of its own host, and the others read its address from the agent's store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Environment {
@@ -80,10 +84,11 @@ pub struct Environment {
     pub rank: usize,
     /// The number of processes of the job.
     pub world_size: usize,
-    /// The number of this process among those of its host (torchrun's `LOCAL_RANK`), if the launcher sets it. It
-    /// chooses the GPU.
+    /// The number of this process among those of its host (torchrun's `LOCAL_RANK`), if the
+    /// launcher sets it. It chooses the GPU.
     pub local_rank: Option<usize>,
-    /// The number of processes on its host (torchrun's `LOCAL_WORLD_SIZE`), if the launcher sets it.
+    /// The number of processes on its host (torchrun's `LOCAL_WORLD_SIZE`), if the launcher sets
+    /// it.
     pub local_world_size: Option<usize>,
     /// The host of rank 0, or of the agent that keeps a store: a name or an address.
     pub master_addr: String,
@@ -93,7 +98,8 @@ pub struct Environment {
     pub job: String,
     /// The secret of the job: `FSDP_SECRET`.
     pub secret: Option<Secret>,
-    /// `true` if the ranks may meet at an address that other hosts reach, although there is no secret: `FSDP_INSECURE`.
+    /// `true` if the ranks may meet at an address that other hosts reach, although there is no
+    /// secret: `FSDP_INSECURE`.
     pub insecure: bool,
     /// The key of rank 0's address in the store of torchrun's agent, if the agent keeps one.
     pub agent_store: Option<String>,
@@ -102,7 +108,8 @@ pub struct Environment {
 /// The variable of torchrun, and its value, if its agent keeps a store for the ranks.
 const USE_AGENT_STORE: (&str, &str) = ("TORCHELASTIC_USE_AGENT_STORE", "True");
 
-/// The variable of the job's secret. It has no command line option, because command lines can be seen by everybody.
+/// The variable of the job's secret. It has no command line option, because command lines can be
+/// seen by everybody.
 const SECRET: &str = "FSDP_SECRET";
 
 /// The variable that allows ranks of several hosts to meet without a secret.
@@ -117,13 +124,15 @@ impl Environment {
         Self::from_os_variables(|name| std::env::var_os(name))
     }
 
-    /// Reads the place of a process from variables that `get` returns. One that is not UTF-8 is an error: if a secret
-    /// counted as absent because of that, the ranks would meet without one.
+    /// Reads the place of a process from variables that `get` returns. One that is not UTF-8 is an
+    /// error: if a secret counted as absent because of that, the ranks would meet without one.
     fn from_os_variables(get: impl Fn(&str) -> Option<OsString>) -> Result<Self, CommError> {
         let unreadable = RefCell::new(None);
         let environment = Self::from_variables(|name| {
             let value = get(name)?.into_string();
-            value.inspect_err(|_| drop(unreadable.replace(Some(name.to_owned())))).ok()
+            value
+                .inspect_err(|_| drop(unreadable.replace(Some(name.to_owned()))))
+                .ok()
         });
         match unreadable.into_inner() {
             Some(name) => Err(error(&name, "is not UTF-8")),
@@ -163,11 +172,20 @@ impl Environment {
                 local_rank: variables.number("OMPI_COMM_WORLD_LOCAL_RANK")?,
                 local_world_size: variables.number("OMPI_COMM_WORLD_LOCAL_SIZE")?,
                 job: variables.job(&["PMIX_NAMESPACE"]),
-                ..variables.place(Launcher::OpenMpi, "OMPI_COMM_WORLD_RANK", &["OMPI_COMM_WORLD_SIZE"])?
+                ..variables.place(
+                    Launcher::OpenMpi,
+                    "OMPI_COMM_WORLD_RANK",
+                    &["OMPI_COMM_WORLD_SIZE"],
+                )?
             }
         } else if has("SLURM_STEP_ID") && has("SLURM_PROCID") {
-            let place = variables.place(Launcher::Slurm, "SLURM_PROCID", &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])?;
-            // SLURM tells how many ranks each host has in a form of its own, but also how many hosts there are.
+            let place = variables.place(
+                Launcher::Slurm,
+                "SLURM_PROCID",
+                &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
+            )?;
+            // SLURM tells how many ranks each host has in a form of its own, but also how many
+            // hosts there are.
             let hosts: Option<usize> = match variables.number("SLURM_STEP_NUM_NODES")? {
                 Some(hosts) => Some(hosts),
                 None => variables.number("SLURM_NNODES")?,
@@ -188,7 +206,11 @@ impl Environment {
         } else if has("JOB_COMPLETION_INDEX") {
             Environment {
                 job: variables.job(&["JOB_NAME"]),
-                ..variables.place(Launcher::Kubernetes, "JOB_COMPLETION_INDEX", &["WORLD_SIZE"])?
+                ..variables.place(
+                    Launcher::Kubernetes,
+                    "JOB_COMPLETION_INDEX",
+                    &["WORLD_SIZE"],
+                )?
             }
         } else {
             let message = "is not set, nor is any other launcher's rank variable: start the ranks with `fsdp launch`, \
@@ -199,14 +221,21 @@ impl Environment {
             Some(address) => checked_host(address)?,
             None => environment.default_master(&variables)?,
         };
-        Ok(Environment { master_addr, ..environment })
+        Ok(Environment {
+            master_addr,
+            ..environment
+        })
     }
 
-    /// Returns the address at which all ranks meet, with its port. Ranks that have no secret and are all on one host
-    /// meet at its loopback address, whatever `MASTER_ADDR` is.
+    /// Returns the address at which all ranks meet, with its port. Ranks that have no secret and
+    /// are all on one host meet at its loopback address, whatever `MASTER_ADDR` is.
     #[must_use]
     pub fn master(&self) -> String {
-        if self.is_on_one_host() && self.secret.is_none() && !self.insecure && self.agent_store.is_none() {
+        if self.is_on_one_host()
+            && self.secret.is_none()
+            && !self.insecure
+            && self.agent_store.is_none()
+        {
             return format!("127.0.0.1:{}", self.master_port);
         }
         // An IPv6 address needs brackets before a port.
@@ -220,8 +249,9 @@ impl Environment {
         self.local_world_size == Some(self.world_size)
     }
 
-    /// Checks that the ranks of this job cannot connect to another job at the same port by mistake: they need a name or
-    /// a secret, unless torchrun's agent connects them. The `tcp` backend calls it before it connects.
+    /// Checks that the ranks of this job cannot connect to another job at the same port by mistake:
+    /// they need a name or a secret, unless torchrun's agent connects them. The `tcp` backend calls
+    /// it before it connects.
     ///
     /// # Errors
     /// [`CommError::Environment`]: there is neither.
@@ -231,7 +261,10 @@ impl Environment {
         if has_name || self.secret.is_some() || self.agent_store.is_some() || self.world_size == 1 {
             return Ok(());
         }
-        Err(error("FSDP_JOB_ID", "is not set, nor is FSDP_SECRET: two jobs at one port could not be told apart"))
+        Err(error(
+            "FSDP_JOB_ID",
+            "is not set, nor is FSDP_SECRET: two jobs at one port could not be told apart",
+        ))
     }
 
     /// Returns the address of rank 0 if `MASTER_ADDR` is not set; see [`Environment`].
@@ -239,17 +272,28 @@ impl Environment {
         if self.world_size == 1 || self.is_on_one_host() {
             return Ok("127.0.0.1".to_owned());
         }
-        let hosts = variables.get("SLURM_STEP_NODELIST").filter(|_| self.launcher == Launcher::Slurm);
+        let hosts = variables
+            .get("SLURM_STEP_NODELIST")
+            .filter(|_| self.launcher == Launcher::Slurm);
         match hosts.as_deref().map(first_host) {
             Some(Some(host)) => Ok(host),
-            Some(None) => Err(error("SLURM_STEP_NODELIST", "names no host: set MASTER_ADDR")),
-            None => Err(error("MASTER_ADDR", "is not set: it must name the host of rank 0")),
+            Some(None) => Err(error(
+                "SLURM_STEP_NODELIST",
+                "names no host: set MASTER_ADDR",
+            )),
+            None => Err(error(
+                "MASTER_ADDR",
+                "is not set: it must name the host of rank 0",
+            )),
         }
     }
 }
 
 fn error(variable: &str, message: impl Into<String>) -> CommError {
-    CommError::Environment { variable: variable.to_owned(), message: message.into() }
+    CommError::Environment {
+        variable: variable.to_owned(),
+        message: message.into(),
+    }
 }
 
 /// Checks the value of `MASTER_ADDR`. A port in it would be taken for a part of an IPv6 address.
@@ -258,7 +302,10 @@ fn checked_host(address: String) -> Result<String, CommError> {
     // A zone may follow the address itself.
     let ip = bare.split('%').next().unwrap_or(bare);
     if address.contains(':') && ip.parse::<Ipv6Addr>().is_err() {
-        return Err(error("MASTER_ADDR", format!("is `{address}`, no host: the port belongs in MASTER_PORT")));
+        return Err(error(
+            "MASTER_ADDR",
+            format!("is `{address}`, no host: the port belongs in MASTER_PORT"),
+        ));
     }
     Ok(address)
 }
@@ -269,32 +316,60 @@ struct Variables<'a>(&'a dyn Fn(&str) -> Option<String>);
 impl Variables<'_> {
     /// Returns a variable without spaces around it; `None` if nothing is left.
     fn get(&self, name: &str) -> Option<String> {
-        (self.0)(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
+        (self.0)(name)
+            .map(|value| value.trim().to_owned())
+            .filter(|value| !value.is_empty())
     }
 
     fn number<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>, CommError> {
-        let parse =
-            |value: String| value.parse().map_err(|_| error(name, format!("is `{value}`, not a number in range")));
+        let parse = |value: String| {
+            value
+                .parse()
+                .map_err(|_| error(name, format!("is `{value}`, not a number in range")))
+        };
         self.get(name).map(parse).transpose()
     }
 
-    /// Reads the rank, the world size, the port and the secret. `sizes` are the variables that may hold the world size;
-    /// the first of them that is set is used.
-    fn place(&self, launcher: Launcher, rank: &str, sizes: &[&str]) -> Result<Environment, CommError> {
-        let size = sizes.iter().copied().find(|name| self.get(name).is_some()).unwrap_or(sizes[0]);
+    /// Reads the rank, the world size, the port and the secret. `sizes` are the variables that may
+    /// hold the world size; the first of them that is set is used.
+    fn place(
+        &self,
+        launcher: Launcher,
+        rank: &str,
+        sizes: &[&str],
+    ) -> Result<Environment, CommError> {
+        let size = sizes
+            .iter()
+            .copied()
+            .find(|name| self.get(name).is_some())
+            .unwrap_or(sizes[0]);
         let needed = |name: &str| {
-            self.number(name)?.ok_or_else(|| error(name, format!("is not set, though {launcher} has set `{rank}`")))
+            self.number(name)?.ok_or_else(|| {
+                error(
+                    name,
+                    format!("is not set, though {launcher} has set `{rank}`"),
+                )
+            })
         };
         let (number, world_size): (usize, usize) = (needed(rank)?, needed(size)?);
         if world_size == 0 || world_size > MAX_WORLD_SIZE {
-            return Err(error(size, format!("is `{world_size}`, but a job has 1 to {MAX_WORLD_SIZE} ranks")));
+            return Err(error(
+                size,
+                format!("is `{world_size}`, but a job has 1 to {MAX_WORLD_SIZE} ranks"),
+            ));
         }
         if number >= world_size {
-            return Err(error(rank, format!("is `{number}`, but `{size}` is `{world_size}`, and ranks count from 0")));
+            return Err(error(
+                rank,
+                format!("is `{number}`, but `{size}` is `{world_size}`, and ranks count from 0"),
+            ));
         }
         let master_port = self.number("MASTER_PORT")?.unwrap_or(DEFAULT_MASTER_PORT);
         if master_port == 0 && world_size > 1 {
-            return Err(error("MASTER_PORT", "is `0`, which stands for any port: the ranks need the same one"));
+            return Err(error(
+                "MASTER_PORT",
+                "is `0`, which stands for any port: the ranks need the same one",
+            ));
         }
         Ok(Environment {
             launcher,
@@ -313,15 +388,19 @@ impl Variables<'_> {
 
     /// Returns the key of rank 0's address, if torchrun's agent keeps a store.
     ///
-    /// The restart count is not part of the key. An agent that restarts its ranks because another agent did so does not
-    /// count that, so the ranks of one attempt can have different counts.
+    /// The restart count is not part of the key. An agent that restarts its ranks because another
+    /// agent did so does not count that, so the ranks of one attempt can have different counts.
     fn agent_store(&self, job: &str) -> Option<String> {
         let (name, value) = USE_AGENT_STORE;
-        self.get(name).filter(|kept| kept == value).map(|_| format!("fsdp/{job}/address"))
+        self.get(name)
+            .filter(|kept| kept == value)
+            .map(|_| format!("fsdp/{job}/address"))
     }
 
     fn secret(&self) -> Result<Option<Secret>, CommError> {
-        self.get(SECRET).map(|text| Secret::new(text).map_err(|reason| error(SECRET, reason))).transpose()
+        self.get(SECRET)
+            .map(|text| Secret::new(text).map_err(|reason| error(SECRET, reason)))
+            .transpose()
     }
 
     /// Returns `true` if ranks may meet without a secret at an address that other hosts reach.
@@ -329,31 +408,47 @@ impl Variables<'_> {
         match self.get(INSECURE).as_deref() {
             None | Some("false" | "0") => Ok(false),
             Some("true" | "1") => Ok(true),
-            Some(other) => Err(error(INSECURE, format!("is `{other}`, neither `true` nor `false`"))),
+            Some(other) => Err(error(
+                INSECURE,
+                format!("is `{other}`, neither `true` nor `false`"),
+            )),
         }
     }
 
-    /// Returns the name of the job: `FSDP_JOB_ID`, or the values of these variables, joined by dots.
+    /// Returns the name of the job: `FSDP_JOB_ID`, or the values of these variables, joined by
+    /// dots.
     fn job(&self, names: &[&str]) -> String {
-        self.get("FSDP_JOB_ID")
-            .unwrap_or_else(|| names.iter().filter_map(|name| self.get(name)).collect::<Vec<_>>().join("."))
+        self.get("FSDP_JOB_ID").unwrap_or_else(|| {
+            names
+                .iter()
+                .filter_map(|name| self.get(name))
+                .collect::<Vec<_>>()
+                .join(".")
+        })
     }
 }
 
 /// Returns the first host of SLURM's list of hosts: `gpu-01` of `gpu-[01-04,7],login2`.
 ///
-/// Returns `None` for a list that it does not understand: an empty or unclosed list, and a name with more than one pair
-/// of brackets. `MASTER_ADDR` has to be set then.
+/// Returns `None` for a list that it does not understand: an empty or unclosed list, and a name
+/// with more than one pair of brackets. `MASTER_ADDR` has to be set then.
 fn first_host(hosts: &str) -> Option<String> {
     let end = hosts.find([',', '[']).unwrap_or(hosts.len());
     let (prefix, rest) = hosts.split_at(end);
     let host = match rest.strip_prefix('[') {
         None => prefix.to_owned(),
-        // The host's name is the text before the brackets, the first number in them, and the text after them.
+        // The host's name is the text before the brackets, the first number in them, and the text
+        // after them.
         Some(ranges) => {
             let (ranges, suffix) = ranges.split_once(']')?;
-            let first = ranges.split([',', '-']).next().filter(|first| !first.is_empty())?;
-            let suffix = suffix.split(',').next().filter(|suffix| !suffix.contains('['))?;
+            let first = ranges
+                .split([',', '-'])
+                .next()
+                .filter(|first| !first.is_empty())?;
+            let suffix = suffix
+                .split(',')
+                .next()
+                .filter(|suffix| !suffix.contains('['))?;
             format!("{prefix}{first}{suffix}")
         }
     };
@@ -366,7 +461,10 @@ mod tests {
 
     fn from(variables: &[(&str, &str)]) -> Result<Environment, CommError> {
         Environment::from_variables(|name| {
-            variables.iter().find(|variable| variable.0 == name).map(|variable| variable.1.to_owned())
+            variables
+                .iter()
+                .find(|variable| variable.0 == name)
+                .map(|variable| variable.1.to_owned())
         })
     }
 
@@ -407,33 +505,81 @@ mod tests {
     #[test]
     fn each_launcher_is_understood() {
         let torchrun = from(&TORCHRUN).unwrap();
-        assert_eq!((torchrun.launcher, torchrun.rank, torchrun.world_size), (Launcher::Torchrun, 3, 4));
-        assert_eq!((torchrun.local_rank, torchrun.local_world_size), (Some(1), Some(2)));
-        assert_eq!((torchrun.master(), torchrun.job), ("[fe80::1]:1234".to_owned(), "run".to_owned()));
+        assert_eq!(
+            (torchrun.launcher, torchrun.rank, torchrun.world_size),
+            (Launcher::Torchrun, 3, 4)
+        );
+        assert_eq!(
+            (torchrun.local_rank, torchrun.local_world_size),
+            (Some(1), Some(2))
+        );
+        assert_eq!(
+            (torchrun.master(), torchrun.job),
+            ("[fe80::1]:1234".to_owned(), "run".to_owned())
+        );
 
         let mpi = from(&MPI).unwrap();
-        assert_eq!((mpi.launcher, mpi.rank, mpi.world_size, mpi.local_rank), (Launcher::OpenMpi, 1, 2, Some(1)));
-        assert_eq!((mpi.master(), mpi.job), ("127.0.0.1:29500".to_owned(), "prterun-1".to_owned()));
+        assert_eq!(
+            (mpi.launcher, mpi.rank, mpi.world_size, mpi.local_rank),
+            (Launcher::OpenMpi, 1, 2, Some(1))
+        );
+        assert_eq!(
+            (mpi.master(), mpi.job),
+            ("127.0.0.1:29500".to_owned(), "prterun-1".to_owned())
+        );
 
         let slurm = from(&SLURM).unwrap();
-        assert_eq!((slurm.launcher, slurm.rank, slurm.world_size, slurm.local_rank), (Launcher::Slurm, 5, 8, Some(1)));
-        assert_eq!((slurm.master(), slurm.job), ("gpu-01:29500".to_owned(), "77.0".to_owned()));
+        assert_eq!(
+            (
+                slurm.launcher,
+                slurm.rank,
+                slurm.world_size,
+                slurm.local_rank
+            ),
+            (Launcher::Slurm, 5, 8, Some(1))
+        );
+        assert_eq!(
+            (slurm.master(), slurm.job),
+            ("gpu-01:29500".to_owned(), "77.0".to_owned())
+        );
         assert_eq!(slurm.local_world_size, None);
 
-        let mpich = [("PMI_RANK", "1"), ("PMI_SIZE", "2"), ("MPI_LOCALRANKID", "1"), ("MPI_LOCALNRANKS", "2")];
+        let mpich = [
+            ("PMI_RANK", "1"),
+            ("PMI_SIZE", "2"),
+            ("MPI_LOCALRANKID", "1"),
+            ("MPI_LOCALNRANKS", "2"),
+        ];
         let mpich = from(&mpich).unwrap();
-        assert_eq!((mpich.launcher, mpich.rank, mpich.world_size, mpich.local_rank), (Launcher::Mpich, 1, 2, Some(1)));
+        assert_eq!(
+            (
+                mpich.launcher,
+                mpich.rank,
+                mpich.world_size,
+                mpich.local_rank
+            ),
+            (Launcher::Mpich, 1, 2, Some(1))
+        );
         assert_eq!(mpich.master(), "127.0.0.1:29500");
 
-        let pod =
-            [("JOB_COMPLETION_INDEX", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "job-0.svc"), ("JOB_NAME", "job")];
+        let pod = [
+            ("JOB_COMPLETION_INDEX", "0"),
+            ("WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "job-0.svc"),
+            ("JOB_NAME", "job"),
+        ];
         let pod = from(&pod).unwrap();
-        assert_eq!((pod.launcher, pod.rank, pod.world_size, pod.job), (Launcher::Kubernetes, 0, 2, "job".to_owned()));
+        assert_eq!(
+            (pod.launcher, pod.rank, pod.world_size, pod.job),
+            (Launcher::Kubernetes, 0, 2, "job".to_owned())
+        );
     }
 
     #[test]
     fn only_torchruns_agent_keeps_a_store() {
-        let with = |variables: &[(&str, &str)], value| from(&[variables, &[(USE_AGENT_STORE.0, value)]].concat());
+        let with = |variables: &[(&str, &str)], value| {
+            from(&[variables, &[(USE_AGENT_STORE.0, value)]].concat())
+        };
         assert_eq!(from(&TORCHRUN).unwrap().agent_store, None);
         assert_eq!(with(&TORCHRUN, "False").unwrap().agent_store, None);
         assert_eq!(with(&TORCHRUN, "").unwrap().agent_store, None);
@@ -447,35 +593,83 @@ mod tests {
 
     #[test]
     fn ranks_of_one_host_need_no_secret_whatever_its_name_is() {
-        let one_host = [("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "node7")];
-        let with = |more: (&'static str, &'static str)| from(&[&one_host[..], &[more]].concat()).unwrap().master();
+        let one_host = [
+            ("RANK", "1"),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "node7"),
+        ];
+        let with = |more: (&'static str, &'static str)| {
+            from(&[&one_host[..], &[more]].concat()).unwrap().master()
+        };
         assert_eq!(from(&one_host).unwrap().master(), "127.0.0.1:29500");
         // There may be other hosts, or others may join.
-        assert_eq!(with(("FSDP_SECRET", "a secret of this test")), "node7:29500");
+        assert_eq!(
+            with(("FSDP_SECRET", "a secret of this test")),
+            "node7:29500"
+        );
         assert_eq!(with(("FSDP_INSECURE", "true")), "node7:29500");
-        assert_eq!(from(&[one_host[0], one_host[1], one_host[3]]).unwrap().master(), "node7:29500");
-        assert_eq!(wrong(&[one_host[0], one_host[1], one_host[3], ("FSDP_SECRET", "short")]), "FSDP_SECRET");
-        assert_eq!(wrong(&[one_host[0], one_host[1], one_host[3], ("FSDP_INSECURE", "maybe")]), "FSDP_INSECURE");
+        assert_eq!(
+            from(&[one_host[0], one_host[1], one_host[3]])
+                .unwrap()
+                .master(),
+            "node7:29500"
+        );
+        assert_eq!(
+            wrong(&[
+                one_host[0],
+                one_host[1],
+                one_host[3],
+                ("FSDP_SECRET", "short")
+            ]),
+            "FSDP_SECRET"
+        );
+        assert_eq!(
+            wrong(&[
+                one_host[0],
+                one_host[1],
+                one_host[3],
+                ("FSDP_INSECURE", "maybe")
+            ]),
+            "FSDP_INSECURE"
+        );
     }
 
     #[test]
     fn ranks_that_slurm_has_started_on_one_host_need_no_secret() {
-        let with = |more: &[(&'static str, &'static str)]| from(&[&SLURM[..], more].concat()).unwrap();
-        for one in [&[("SLURM_STEP_NUM_NODES", "1"), ("SLURM_NNODES", "4")][..], &[("SLURM_NNODES", "1")]] {
+        let with =
+            |more: &[(&'static str, &'static str)]| from(&[&SLURM[..], more].concat()).unwrap();
+        for one in [
+            &[("SLURM_STEP_NUM_NODES", "1"), ("SLURM_NNODES", "4")][..],
+            &[("SLURM_NNODES", "1")],
+        ] {
             let environment = with(one);
-            assert_eq!((environment.local_world_size, environment.master()), (Some(8), "127.0.0.1:29500".to_owned()));
+            assert_eq!(
+                (environment.local_world_size, environment.master()),
+                (Some(8), "127.0.0.1:29500".to_owned())
+            );
         }
         let several = with(&[("SLURM_STEP_NUM_NODES", "2"), ("SLURM_NNODES", "1")]);
-        assert_eq!((several.local_world_size, several.master()), (None, "gpu-01:29500".to_owned()));
+        assert_eq!(
+            (several.local_world_size, several.master()),
+            (None, "gpu-01:29500".to_owned())
+        );
     }
 
     #[test]
     fn the_inner_launcher_counts() {
         let all: Vec<(&str, &str)> = [&TORCHRUN[..], &MPI, &SLURM].concat();
         assert_eq!(from(&all).unwrap().launcher, Launcher::Torchrun);
-        assert_eq!(from(&[&MPI[..], &SLURM].concat()).unwrap().launcher, Launcher::OpenMpi);
+        assert_eq!(
+            from(&[&MPI[..], &SLURM].concat()).unwrap().launcher,
+            Launcher::OpenMpi
+        );
         // A batch script is no step.
-        let batch: Vec<(&str, &str)> = SLURM.iter().copied().filter(|variable| variable.0 != "SLURM_STEP_ID").collect();
+        let batch: Vec<(&str, &str)> = SLURM
+            .iter()
+            .copied()
+            .filter(|variable| variable.0 != "SLURM_STEP_ID")
+            .collect();
         assert_eq!(wrong(&batch), "RANK");
     }
 
@@ -487,19 +681,50 @@ mod tests {
         assert_eq!(wrong(&[("RANK", "2"), ("WORLD_SIZE", "2")]), "RANK");
         assert_eq!(wrong(&[("RANK", "-1"), ("WORLD_SIZE", "2")]), "RANK");
         assert_eq!(wrong(&[("RANK", "0"), ("WORLD_SIZE", "0")]), "WORLD_SIZE");
-        assert_eq!(wrong(&[("RANK", "0"), ("WORLD_SIZE", "18446744073709551615")]), "WORLD_SIZE");
-        assert_eq!(wrong(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_PORT", "65536")]), "MASTER_PORT");
+        assert_eq!(
+            wrong(&[("RANK", "0"), ("WORLD_SIZE", "18446744073709551615")]),
+            "WORLD_SIZE"
+        );
+        assert_eq!(
+            wrong(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_PORT", "65536")]),
+            "MASTER_PORT"
+        );
         let two = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "node")];
-        assert_eq!(wrong(&[&two[..], &[("MASTER_PORT", "0")]].concat()), "MASTER_PORT");
-        for address in ["node:29500", "10.0.0.1:29500", "[fe80::1]:29500", ":29500", "tcp://node"] {
-            assert_eq!(wrong(&[two[0], two[1], ("MASTER_ADDR", address)]), "MASTER_ADDR", "{address}");
+        assert_eq!(
+            wrong(&[&two[..], &[("MASTER_PORT", "0")]].concat()),
+            "MASTER_PORT"
+        );
+        for address in [
+            "node:29500",
+            "10.0.0.1:29500",
+            "[fe80::1]:29500",
+            ":29500",
+            "tcp://node",
+        ] {
+            assert_eq!(
+                wrong(&[two[0], two[1], ("MASTER_ADDR", address)]),
+                "MASTER_ADDR",
+                "{address}"
+            );
         }
         for address in ["node", "10.0.0.1", "::1", "[fe80::1]", "fe80::1%2"] {
-            assert_eq!(from(&[two[0], two[1], ("MASTER_ADDR", address)]).unwrap().master_addr, address);
+            assert_eq!(
+                from(&[two[0], two[1], ("MASTER_ADDR", address)])
+                    .unwrap()
+                    .master_addr,
+                address
+            );
         }
-        assert_eq!(wrong(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "x")]), "LOCAL_RANK");
-        let slurm =
-            [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_STEP_ID", "0"), ("SLURM_STEP_NODELIST", "[")];
+        assert_eq!(
+            wrong(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "x")]),
+            "LOCAL_RANK"
+        );
+        let slurm = [
+            ("SLURM_PROCID", "0"),
+            ("SLURM_NTASKS", "2"),
+            ("SLURM_STEP_ID", "0"),
+            ("SLURM_STEP_NODELIST", "["),
+        ];
         assert_eq!(wrong(&slurm), "SLURM_STEP_NODELIST");
     }
 
@@ -523,10 +748,24 @@ mod tests {
 
     #[test]
     fn first_hosts() {
-        let hosts = ["node1", "node1,node2", "n[3]", "n[003-010]", "n[3,5-7]-ib,m", "", "n[", "[]", "n[1]m[2]"];
+        let hosts = [
+            "node1",
+            "node1,node2",
+            "n[3]",
+            "n[003-010]",
+            "n[3,5-7]-ib,m",
+            "",
+            "n[",
+            "[]",
+            "n[1]m[2]",
+        ];
         let first = ["node1", "node1", "n3", "n003", "n3-ib", "", "", "", ""].map(str::to_owned);
         for (hosts, first) in hosts.into_iter().zip(first) {
-            assert_eq!(first_host(hosts), Some(first).filter(|first| !first.is_empty()), "{hosts}");
+            assert_eq!(
+                first_host(hosts),
+                Some(first).filter(|first| !first.is_empty()),
+                "{hosts}"
+            );
         }
     }
 }

@@ -1,4 +1,5 @@
-//! The error of collectives. It is the same on all ranks, names the ranks that caused it, and fits in a message.
+//! The error of collectives. It is the same on all ranks, names the ranks that caused it, and fits
+//! in a message.
 
 use std::fmt;
 use std::time::Duration;
@@ -9,22 +10,25 @@ use thiserror::Error;
 
 use crate::ReduceOp;
 
-/// The longest message, in bytes, that is sent to other ranks about one rank's failure. Longer ones are cut.
+/// The longest message, in bytes, that is sent to other ranks about one rank's failure. Longer ones
+/// are cut.
 pub const MAX_MESSAGE_BYTES: usize = 4096;
 
-/// The most bytes of the calls in an error, unless there are so many that each of them has [`MIN_CALL_BYTES`] only. An
-/// error has to fit in a frame.
+/// The most bytes of the calls in an error, unless there are so many that each of them has
+/// [`MIN_CALL_BYTES`] only. An error has to fit in a frame.
 const MAX_CALLS_BYTES: usize = 1 << 20;
 
 /// The fewest bytes to which a call in an error is cut.
 pub(crate) const MIN_CALL_BYTES: usize = 64;
 
-/// The reason why a collective failed. Ranks in errors are global ranks, even if the operation ran in a subgroup.
+/// The reason why a collective failed. Ranks in errors are global ranks, even if the operation ran
+/// in a subgroup.
 ///
-/// [`Timeout`](Self::Timeout), [`RankLeft`](Self::RankLeft), [`Mismatch`](Self::Mismatch), [`Aborted`](Self::Aborted)
-/// and [`Library`](Self::Library) end the group: every later operation on it fails at once with the same error. After
-/// all other errors the group can still be used. They reach every rank at the same operation, except for the error of
-/// an object that one rank cannot decode.
+/// [`Timeout`](Self::Timeout), [`RankLeft`](Self::RankLeft), [`Mismatch`](Self::Mismatch),
+/// [`Aborted`](Self::Aborted) and [`Library`](Self::Library) end the group: every later operation
+/// on it fails at once with the same error. After all other errors the group can still be used.
+/// They reach every rank at the same operation, except for the error of an object that one rank
+/// cannot decode.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum CommError {
@@ -65,7 +69,10 @@ pub enum CommError {
         failures: Vec<RankFailure>,
     },
     /// Ranks called different operations, or the same with different arguments.
-    #[error("collectives do not match at operation {sequence} of their group: {}", Calls(calls))]
+    #[error(
+        "collectives do not match at operation {sequence} of their group: {}",
+        Calls(calls)
+    )]
     Mismatch {
         /// The number of operations that the group had done before.
         sequence: u64,
@@ -80,7 +87,8 @@ pub enum CommError {
         /// The schemas, each with the ranks that have it.
         schemas: Vec<RankCall>,
     },
-    /// The arguments of this rank are wrong by themselves. The other ranks get [`RankFailed`](Self::RankFailed).
+    /// The arguments of this rank are wrong by themselves. The other ranks get
+    /// [`RankFailed`](Self::RankFailed).
     #[error("invalid arguments of `{operation}`: {message}")]
     InvalidArgument {
         /// The operation.
@@ -89,7 +97,9 @@ pub enum CommError {
         message: String,
     },
     /// The reduction does not exist for the dtype: an average of integers is not an integer.
-    #[error("`{operation}` cannot reduce {dtype} with {op}: sum and divide in a floating-point type instead")]
+    #[error(
+        "`{operation}` cannot reduce {dtype} with {op}: sum and divide in a floating-point type instead"
+    )]
     UnsupportedReduction {
         /// The operation.
         operation: String,
@@ -195,9 +205,11 @@ pub struct RankCall {
 }
 
 impl RankCall {
-    /// Groups ranks by their call, in the order of their first ranks. The texts of all calls together are not longer
-    /// than fits in a frame.
-    pub(crate) fn collect<C: PartialEq + fmt::Display>(calls: impl IntoIterator<Item = (usize, C)>) -> Vec<RankCall> {
+    /// Groups ranks by their call, in the order of their first ranks. The texts of all calls
+    /// together are not longer than fits in a frame.
+    pub(crate) fn collect<C: PartialEq + fmt::Display>(
+        calls: impl IntoIterator<Item = (usize, C)>,
+    ) -> Vec<RankCall> {
         let mut collected: Vec<(Vec<usize>, C)> = Vec::new();
         for (rank, call) in calls {
             match collected.iter_mut().find(|(_, other)| *other == call) {
@@ -205,8 +217,15 @@ impl RankCall {
                 None => collected.push((vec![rank], call)),
             }
         }
-        let limit = (MAX_CALLS_BYTES / collected.len().max(1)).clamp(MIN_CALL_BYTES, MAX_MESSAGE_BYTES);
-        collected.into_iter().map(|(ranks, call)| RankCall { ranks, call: cut(&call, limit) }).collect()
+        let limit =
+            (MAX_CALLS_BYTES / collected.len().max(1)).clamp(MIN_CALL_BYTES, MAX_MESSAGE_BYTES);
+        collected
+            .into_iter()
+            .map(|(ranks, call)| RankCall {
+                ranks,
+                call: cut(&call, limit),
+            })
+            .collect()
     }
 }
 
@@ -234,11 +253,16 @@ impl Failure for CommError {
             | CommError::Rendezvous { .. }
             | CommError::Store { .. }
             | CommError::Library { .. } => ErrorKind::RankLost,
-            CommError::Environment { .. } | CommError::BackendUnavailable { .. } => ErrorKind::Usage,
-            // The first rank whose error has a kind decides. Others may have failed because of that rank.
+            CommError::Environment { .. } | CommError::BackendUnavailable { .. } => {
+                ErrorKind::Usage
+            }
+            // The first rank whose error has a kind decides. Others may have failed because of that
+            // rank.
             CommError::RankFailed { failures, .. } => {
                 let mut kinds = failures.iter().map(|failure| failure.kind);
-                kinds.find(|kind| *kind != ErrorKind::Other).unwrap_or_default()
+                kinds
+                    .find(|kind| *kind != ErrorKind::Other)
+                    .unwrap_or_default()
             }
             _ => ErrorKind::Other,
         }
@@ -250,8 +274,8 @@ pub(crate) fn bounded(message: &(impl fmt::Display + ?Sized)) -> String {
     cut(message, MAX_MESSAGE_BYTES)
 }
 
-/// Writes a message, and cuts it between characters so that it has at most `limit` bytes. The rest of it is never
-/// written.
+/// Writes a message, and cuts it between characters so that it has at most `limit` bytes. The rest
+/// of it is never written.
 fn cut(message: &(impl fmt::Display + ?Sized), limit: usize) -> String {
     const ELLIPSIS: &str = "…";
     struct Bounded(String, usize);
@@ -292,7 +316,8 @@ impl fmt::Display for Ranks<'_> {
     }
 }
 
-/// The ranks of a rendezvous in a message, or nothing if none is known: ` (connected: rank 0; missing: ranks 1, 2)`.
+/// The ranks of a rendezvous in a message, or nothing if none is known: ` (connected: rank 0;
+/// missing: ranks 1, 2)`.
 struct Attendance<'a> {
     joined: &'a [usize],
     missing: &'a [usize],
@@ -304,7 +329,12 @@ impl fmt::Display for Attendance<'_> {
             ([], []) => Ok(()),
             (joined, []) => write!(f, " (connected: {})", Ranks(joined)),
             ([], missing) => write!(f, " (missing: {})", Ranks(missing)),
-            (joined, missing) => write!(f, " (connected: {}; missing: {})", Ranks(joined), Ranks(missing)),
+            (joined, missing) => write!(
+                f,
+                " (connected: {}; missing: {})",
+                Ranks(joined),
+                Ranks(missing)
+            ),
         }
     }
 }
@@ -314,7 +344,11 @@ struct Failures<'a>(&'a [RankFailure]);
 impl fmt::Display for Failures<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (k, RankFailure { rank, message, .. }) in self.0.iter().enumerate() {
-            write!(f, "{}rank {rank}: {message}", if k == 0 { "" } else { "; " })?;
+            write!(
+                f,
+                "{}rank {rank}: {message}",
+                if k == 0 { "" } else { "; " }
+            )?;
         }
         Ok(())
     }
@@ -325,7 +359,12 @@ struct Calls<'a>(&'a [RankCall]);
 impl fmt::Display for Calls<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (k, RankCall { ranks, call }) in self.0.iter().enumerate() {
-            write!(f, "{}{}: {call}", if k == 0 { "" } else { "; " }, Ranks(ranks))?;
+            write!(
+                f,
+                "{}{}: {call}",
+                if k == 0 { "" } else { "; " },
+                Ranks(ranks)
+            )?;
         }
         Ok(())
     }
@@ -341,23 +380,40 @@ mod tests {
         assert!(message.len() <= MAX_MESSAGE_BYTES);
         assert!(message.ends_with("é…"));
         assert_eq!(bounded("short"), "short");
-        assert_eq!(bounded(&"x".repeat(MAX_MESSAGE_BYTES)).len(), MAX_MESSAGE_BYTES);
+        assert_eq!(
+            bounded(&"x".repeat(MAX_MESSAGE_BYTES)).len(),
+            MAX_MESSAGE_BYTES
+        );
     }
 
     #[test]
     fn a_rendezvous_names_the_ranks_that_it_knows_of() {
         let message = |joined: &[usize], missing: &[usize]| {
             let (joined, missing) = (joined.to_vec(), missing.to_vec());
-            CommError::Rendezvous { address: "a:1".to_owned(), joined, missing, message: "no".to_owned() }.to_string()
+            CommError::Rendezvous {
+                address: "a:1".to_owned(),
+                joined,
+                missing,
+                message: "no".to_owned(),
+            }
+            .to_string()
         };
-        assert_eq!(message(&[0, 2], &[1]), "rendezvous at `a:1` failed: no (connected: ranks 0, 2; missing: rank 1)");
-        assert_eq!(message(&[], &[3]), "rendezvous at `a:1` failed: no (missing: rank 3)");
+        assert_eq!(
+            message(&[0, 2], &[1]),
+            "rendezvous at `a:1` failed: no (connected: ranks 0, 2; missing: rank 1)"
+        );
+        assert_eq!(
+            message(&[], &[3]),
+            "rendezvous at `a:1` failed: no (missing: rank 3)"
+        );
         assert_eq!(message(&[], &[]), "rendezvous at `a:1` failed: no");
     }
 
     #[test]
     fn messages_name_the_ranks() {
-        let calls = RankCall::collect([(0, "a"), (1, "b"), (2, "a")].map(|(rank, call)| (rank, call.to_owned())));
+        let calls = RankCall::collect(
+            [(0, "a"), (1, "b"), (2, "a")].map(|(rank, call)| (rank, call.to_owned())),
+        );
         let error = CommError::Mismatch { sequence: 7, calls };
         assert_eq!(
             error.to_string(),

@@ -8,29 +8,39 @@ use crate::error::CommError;
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
 use crate::tcp::TcpOptions;
 
-/// Creates the group of all ranks of the job that a launcher started this process in. torch's `init_process_group`.
+/// Creates the group of all ranks of the job that a launcher started this process in. torch's
+/// `init_process_group`.
 ///
 /// # Errors
-/// [`CommError::Environment`] if no launcher has set the variables of this process, [`CommError::Rendezvous`] if the
-/// ranks do not find each other within [`DEFAULT_DEADLINE`], [`CommError::BackendUnavailable`] if this build or this
-/// machine lacks something that the backend needs.
+/// [`CommError::Environment`] if no launcher has set the variables of this process,
+/// [`CommError::Rendezvous`] if the ranks do not find each other within [`DEFAULT_DEADLINE`],
+/// [`CommError::BackendUnavailable`] if this build or this machine lacks something that the backend
+/// needs.
 pub fn init_process_group(backend: BackendKind) -> Result<ProcessGroup, CommError> {
     init_process_group_within(backend, DEFAULT_DEADLINE)
 }
 
-/// Does the same as [`init_process_group`], with a deadline for the rendezvous, which is then the group's deadline:
-/// torch's `timeout`.
+/// Does the same as [`init_process_group`], with a deadline for the rendezvous, which is then the
+/// group's deadline: torch's `timeout`.
 ///
 /// # Errors
 /// The same as [`init_process_group`].
-pub fn init_process_group_within(backend: BackendKind, deadline: Duration) -> Result<ProcessGroup, CommError> {
+pub fn init_process_group_within(
+    backend: BackendKind,
+    deadline: Duration,
+) -> Result<ProcessGroup, CommError> {
     backend.check_compiled_in()?;
     match backend {
-        BackendKind::Tcp => TcpOptions::new(Environment::from_env()?).deadline(deadline).connect(),
+        BackendKind::Tcp => TcpOptions::new(Environment::from_env()?)
+            .deadline(deadline)
+            .connect(),
         #[cfg(feature = "mpi")]
         BackendKind::Mpi => crate::mpi::connect(deadline),
         #[cfg(feature = "nccl")]
         BackendKind::Nccl => crate::nccl::connect(deadline),
-        _ => Err(backend.unavailable("its ranks are threads of one process, which `run_local` starts")),
+        _ => {
+            Err(backend
+                .unavailable("its ranks are threads of one process, which `run_local` starts"))
+        }
     }
 }

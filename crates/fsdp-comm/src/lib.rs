@@ -1,7 +1,9 @@
-//! Process groups: collectives between ranks, with deadlines, and with the same error on every rank.
+//! Process groups: collectives between ranks, with deadlines, and with the same error on every
+//! rank.
 //!
-//! A [`ProcessGroup`] is one rank's handle on a group of ranks that call the same operations in the same order: torch's
-//! `ProcessGroup`, on slices of host memory. The backend determines what a rank is and how bytes move between ranks:
+//! A [`ProcessGroup`] is one rank's handle on a group of ranks that call the same operations in the
+//! same order: torch's `ProcessGroup`, on slices of host memory. The backend determines what a rank
+//! is and how bytes move between ranks:
 //!
 //! | backend | ranks are | they are started by | bytes move |
 //! |---|---|---|---|
@@ -21,16 +23,20 @@
 //! ```
 //!
 //! On every backend:
-//! - **No hangs.** Every operation has a deadline. If a rank leaves, fails or does not call the operation, all others
-//!   get an error that names it, and from then on every operation of that group fails at once with the same cause.
-//! - **No mixed calls.** Every operation has a fingerprint (operation, sequence number, dtype, sizes, reduction, root)
-//!   that all ranks compare before bytes move. [`CommError::Mismatch`] says which ranks called what.
-//! - **The same bits.** Reductions add in rank order `0..N` (`f16` and `bf16` in `f32`, rounded once at the end). So a
-//!   result depends on the number of ranks, but not on the backend, the timing or the way that the work is split.
-//!   (NCCL, which chooses its own order, is the exception.)
+//! - **No hangs.** Every operation has a deadline. If a rank leaves, fails or does not call the
+//!   operation, all others get an error that names it, and from then on every operation of that
+//!   group fails at once with the same cause.
+//! - **No mixed calls.** Every operation has a fingerprint (operation, sequence number, dtype,
+//!   sizes, reduction, root) that all ranks compare before bytes move. [`CommError::Mismatch`] says
+//!   which ranks called what.
+//! - **The same bits.** Reductions add in rank order `0..N` (`f16` and `bf16` in `f32`, rounded
+//!   once at the end). So a result depends on the number of ranks, but not on the backend, the
+//!   timing or the way that the work is split. (NCCL, which chooses its own order, is the
+//!   exception.)
 //!
-//! Safety limits, checked before anything is allocated: [`MAX_OBJECT_BYTES`], [`MAX_MESSAGE_BYTES`],
-//! [`MAX_WORLD_SIZE`], [`MAX_KEY_BYTES`], [`MAX_VALUE_BYTES`], [`MAX_STORE_BYTES`].
+//! Safety limits, checked before anything is allocated: [`MAX_OBJECT_BYTES`],
+//! [`MAX_MESSAGE_BYTES`], [`MAX_WORLD_SIZE`], [`MAX_KEY_BYTES`], [`MAX_VALUE_BYTES`],
+//! [`MAX_STORE_BYTES`].
 
 mod access;
 mod backend;

@@ -1,5 +1,5 @@
-//! A backend that is slowed down to the speed of a network, for tests and benches that overlap communication and
-//! computation.
+//! A backend that is slowed down to the speed of a network, for tests and benches that overlap
+//! communication and computation.
 
 use std::cell::Cell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use crate::CommError;
 use crate::backend::{Backend, Planner, Round};
 
-/// A simulated network link: bytes from other ranks arrive as late as over a link of this speed. Waiting takes no
-/// processor time. See [`LocalRanks::link`](crate::LocalRanks::link).
+/// A simulated network link: bytes from other ranks arrive as late as over a link of this speed.
+/// Waiting takes no processor time. See [`LocalRanks::link`](crate::LocalRanks::link).
 ///
 /// ```
 /// use std::time::{Duration, Instant};
@@ -77,7 +77,13 @@ pub(crate) struct LinkedBackend {
 impl LinkedBackend {
     /// Puts a backend behind a simulated link, which is idle at first.
     pub(crate) fn new(inner: Arc<dyn Backend>, options: SimulatedLink) -> Self {
-        LinkedBackend { inner, link: Arc::new(Link { options, free_at: Mutex::new(Instant::now()) }) }
+        LinkedBackend {
+            inner,
+            link: Arc::new(Link {
+                options,
+                free_at: Mutex::new(Instant::now()),
+            }),
+        }
     }
 }
 
@@ -94,7 +100,13 @@ impl Backend for LinkedBackend {
         self.inner.global_ranks()
     }
 
-    fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError> {
+    fn round<'p>(
+        &self,
+        round: &Round<'_>,
+        record: &[u8],
+        send: &[u8],
+        plan: Planner<'p, '_>,
+    ) -> Result<(), CommError> {
         let received = Cell::new(0);
         let planned = |records: &[&[u8]]| {
             let plan = plan(records)?;
@@ -106,9 +118,17 @@ impl Backend for LinkedBackend {
         Ok(())
     }
 
-    fn subgroup(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError> {
+    fn subgroup(
+        &self,
+        round: &Round<'_>,
+        id: u64,
+        ranks: &[usize],
+    ) -> Result<Arc<dyn Backend>, CommError> {
         let inner = self.inner.subgroup(round, id, ranks)?;
-        Ok(Arc::new(LinkedBackend { inner, link: Arc::clone(&self.link) }))
+        Ok(Arc::new(LinkedBackend {
+            inner,
+            link: Arc::clone(&self.link),
+        }))
     }
 
     fn abort(&self, round: u64, error: &CommError) {

@@ -17,14 +17,19 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Objects that cannot be encoded or decoded, or are larger than [`MAX_OBJECT_BYTES`].
-    pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>, CommError> {
+    pub fn all_gather_object<T: Serialize + DeserializeOwned>(
+        &self,
+        value: &T,
+    ) -> Result<Vec<T>, CommError> {
         let call = Call::new(Operation::AllGatherObject);
         let sent = encode(&call, value).map(|bytes| vec![bytes]);
-        let received = self.exchange_objects(call.clone(), Pattern::AllGather, sent, |_, _| Some(0))?;
+        let received =
+            self.exchange_objects(call.clone(), Pattern::AllGather, sent, |_, _| Some(0))?;
         received.iter().map(|bytes| decode(&call, bytes)).collect()
     }
 
-    /// Gathers every rank's value, in rank order, on the root; other ranks get `None`. torch's `gather_object`.
+    /// Gathers every rank's value, in rank order, on the root; other ranks get `None`. torch's
+    /// `gather_object`.
     ///
     /// # Errors
     /// The same as [`all_gather_object`](Self::all_gather_object); different roots.
@@ -33,10 +38,16 @@ impl ProcessGroup {
         value: &T,
         root: usize,
     ) -> Result<Option<Vec<T>>, CommError> {
-        let call = Call { root: Some(root), ..Call::new(Operation::GatherObject) };
-        let sent = check(&call, || self.check_root(root)).and_then(|()| Ok(vec![encode(&call, value)?]));
+        let call = Call {
+            root: Some(root),
+            ..Call::new(Operation::GatherObject)
+        };
+        let sent =
+            check(&call, || self.check_root(root)).and_then(|()| Ok(vec![encode(&call, value)?]));
         let received =
-            self.exchange_objects(call.clone(), Pattern::Gather { root }, sent, |_, to| (to == root).then_some(0))?;
+            self.exchange_objects(call.clone(), Pattern::Gather { root }, sent, |_, to| {
+                (to == root).then_some(0)
+            })?;
         let values = || received.iter().map(|bytes| decode(&call, bytes)).collect();
         (self.rank() == root).then(values).transpose()
     }
@@ -45,29 +56,37 @@ impl ProcessGroup {
     /// `values` is `Some` on the root, with one value for each rank, and is ignored on all others.
     ///
     /// # Errors
-    /// The same as [`all_gather_object`](Self::all_gather_object); different roots; another number of values.
+    /// The same as [`all_gather_object`](Self::all_gather_object); different roots; another number
+    /// of values.
     pub fn scatter_object<T: Serialize + DeserializeOwned>(
         &self,
         values: Option<&[T]>,
         root: usize,
     ) -> Result<T, CommError> {
-        let call = Call { root: Some(root), ..Call::new(Operation::ScatterObject) };
+        let call = Call {
+            root: Some(root),
+            ..Call::new(Operation::ScatterObject)
+        };
         let sent = check(&call, || {
             self.check_root(root)?;
             match values {
-                Some(values) if self.rank() == root && values.len() != self.world_size() => Err(format!(
-                    "there must be one value for each of {} ranks, not {}",
-                    self.world_size(),
-                    values.len()
-                )),
+                Some(values) if self.rank() == root && values.len() != self.world_size() => {
+                    Err(format!(
+                        "there must be one value for each of {} ranks, not {}",
+                        self.world_size(),
+                        values.len()
+                    ))
+                }
                 None if self.rank() == root => Err(format!("values must be given on root {root}")),
                 _ => Ok(()),
             }
         });
         let values = values.filter(|_| self.rank() == root).unwrap_or_default();
         let sent = sent.and_then(|()| values.iter().map(|value| encode(&call, value)).collect());
-        let received = self
-            .exchange_objects(call.clone(), Pattern::Scatter { root }, sent, |from, to| (from == root).then_some(to))?;
+        let received =
+            self.exchange_objects(call.clone(), Pattern::Scatter { root }, sent, |from, to| {
+                (from == root).then_some(to)
+            })?;
         decode(&call, received.get(root).map_or(&[], Vec::as_slice))
     }
 
@@ -75,13 +94,17 @@ impl ProcessGroup {
     /// `value` is `Some` on the root and is ignored on all others.
     ///
     /// # Errors
-    /// The same as [`all_gather_object`](Self::all_gather_object); different roots; no value on the root.
+    /// The same as [`all_gather_object`](Self::all_gather_object); different roots; no value on the
+    /// root.
     pub fn broadcast_object<T: Serialize + DeserializeOwned>(
         &self,
         value: Option<&T>,
         root: usize,
     ) -> Result<T, CommError> {
-        let call = Call { root: Some(root), ..Call::new(Operation::BroadcastObject) };
+        let call = Call {
+            root: Some(root),
+            ..Call::new(Operation::BroadcastObject)
+        };
         let sent = check(&call, || {
             self.check_root(root)?;
             if self.rank() == root && value.is_none() {
@@ -91,28 +114,38 @@ impl ProcessGroup {
         });
         let value = value.filter(|_| self.rank() == root);
         let sent = sent.and_then(|()| value.iter().map(|value| encode(&call, value)).collect());
-        let received = self
-            .exchange_objects(call.clone(), Pattern::Broadcast { root }, sent, |from, _| (from == root).then_some(0))?;
+        let received = self.exchange_objects(
+            call.clone(),
+            Pattern::Broadcast { root },
+            sent,
+            |from, _| (from == root).then_some(0),
+        )?;
         decode(&call, received.get(root).map_or(&[], Vec::as_slice))
     }
 
     /// Turns an error of any rank into an error of every rank.
     ///
-    /// Each rank passes the outcome of its own work. If all pass `Ok`, each gets its own value back; if any
-    /// passes `Err`, all get the same [`CommError::RankFailed`], which names every failing rank with the kind of its
-    /// failure and its message (cut to [`MAX_MESSAGE_BYTES`](crate::MAX_MESSAGE_BYTES)). The group can still be used.
+    /// Each rank passes the outcome of its own work. If all pass `Ok`, each gets its own value
+    /// back; if any passes `Err`, all get the same [`CommError::RankFailed`], which names every
+    /// failing rank with the kind of its failure and its message (cut to
+    /// [`MAX_MESSAGE_BYTES`](crate::MAX_MESSAGE_BYTES)). The group can still be used.
     ///
     /// # Errors
     /// Any rank's error; ranks that agree on different operations.
-    pub fn agree<T, E: Failure>(&self, operation: &str, outcome: Result<T, E>) -> Result<T, CommError> {
+    pub fn agree<T, E: Failure>(
+        &self,
+        operation: &str,
+        outcome: Result<T, E>,
+    ) -> Result<T, CommError> {
         self.agree_with(operation, Vec::new(), outcome)
     }
 
-    /// Does the same as [`agree`](Self::agree), and fails if the ranks do not pass the same hash of the data they are
-    /// about to work on.
+    /// Does the same as [`agree`](Self::agree), and fails if the ranks do not pass the same hash of
+    /// the data they are about to work on.
     ///
     /// # Errors
-    /// The same as [`agree`](Self::agree); [`CommError::SchemaMismatch`] names the ranks whose hashes differ.
+    /// The same as [`agree`](Self::agree); [`CommError::SchemaMismatch`] names the ranks whose
+    /// hashes differ.
     pub fn agree_on<T, E: Failure>(
         &self,
         operation: &str,
@@ -122,8 +155,8 @@ impl ProcessGroup {
         self.agree_with(operation, vec![schema_hash], outcome)
     }
 
-    /// Runs the round of an agreement. It fails on every rank if one rank has an error, or if the ranks' `schema`
-    /// differ.
+    /// Runs the round of an agreement. It fails on every rank if one rank has an error, or if the
+    /// ranks' `schema` differ.
     fn agree_with<T, E: Failure>(
         &self,
         operation: &str,
@@ -131,24 +164,41 @@ impl ProcessGroup {
         outcome: Result<T, E>,
     ) -> Result<T, CommError> {
         let label = bounded(&operation);
-        let call = Call { label: Some(label), sizes: vec![schema.len()], ..Call::new(Operation::Agree) };
+        let call = Call {
+            label: Some(label),
+            sizes: vec![schema.len()],
+            ..Call::new(Operation::Agree)
+        };
         let mut turn = self.begin(call, Ok(()))?;
         let (value, fault) = match outcome {
             Ok(value) => (Some(value), None),
             Err(error) => (None, Some(Fault::new(&error))),
         };
         turn.round(fault, schema, &[], |records| {
-            if records.iter().all(|record| record.header.own == records[0].header.own) {
+            if records
+                .iter()
+                .all(|record| record.header.own == records[0].header.own)
+            {
                 return Ok(None);
             }
-            let schemas = records.iter().zip(self.global_ranks()).map(|(record, &rank)| {
-                let hash = record.header.own.first().copied().unwrap_or_default();
-                (rank, format!("schema {hash:016x}"))
-            });
-            Err(CommError::SchemaMismatch { operation: operation.to_owned(), schemas: RankCall::collect(schemas) })
+            let schemas = records
+                .iter()
+                .zip(self.global_ranks())
+                .map(|(record, &rank)| {
+                    let hash = record.header.own.first().copied().unwrap_or_default();
+                    (rank, format!("schema {hash:016x}"))
+                });
+            Err(CommError::SchemaMismatch {
+                operation: operation.to_owned(),
+                schemas: RankCall::collect(schemas),
+            })
         })?;
-        // This error cannot occur: a rank without a value has a fault, and then the round above has failed already.
-        value.ok_or_else(|| CommError::RankFailed { operation: operation.to_owned(), failures: Vec::new() })
+        // This error cannot occur: a rank without a value has a fault, and then the round above has
+        // failed already.
+        value.ok_or_else(|| CommError::RankFailed {
+            operation: operation.to_owned(),
+            failures: Vec::new(),
+        })
     }
 }
 
@@ -168,5 +218,9 @@ fn decode<T: DeserializeOwned>(call: &Call, bytes: &[u8]) -> Result<T, CommError
 }
 
 fn object_error(call: &Call, action: &str, message: String) -> CommError {
-    CommError::Object { operation: call.name().to_owned(), action: action.to_owned(), message }
+    CommError::Object {
+        operation: call.name().to_owned(),
+        action: action.to_owned(),
+        message,
+    }
 }

@@ -4,8 +4,8 @@
 #[cfg(any(target_os = "linux", test))]
 const LEAST_BESIDE: u64 = 16;
 
-/// The files beside the connections that a process gets where the system's limit allows it: those of handshakes that
-/// are not complete yet, and those of the program.
+/// The files beside the connections that a process gets where the system's limit allows it: those
+/// of handshakes that are not complete yet, and those of the program.
 #[cfg(any(target_os = "linux", test))]
 const BESIDE: u64 = 600;
 
@@ -17,9 +17,18 @@ const BESIDE: u64 = 600;
 pub(crate) fn make_room(connections: usize) -> Result<(), String> {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
-    let Some(raised) = raised(current, maximum, connections)? else { return Ok(()) };
+    let Some(raised) = raised(current, maximum, connections)? else {
+        return Ok(());
+    };
     // A limit that cannot be raised is noticed again when a file cannot be opened.
-    setrlimit(Resource::Nofile, Rlimit { current: Some(raised), maximum }).ok();
+    setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: Some(raised),
+            maximum,
+        },
+    )
+    .ok();
     Ok(())
 }
 
@@ -29,12 +38,22 @@ pub(crate) fn make_room(_connections: usize) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the new limit if the `current` one must be raised for this many connections. `None` stands for no limit.
+/// Returns the new limit if the `current` one must be raised for this many connections. `None`
+/// stands for no limit.
 #[cfg(any(target_os = "linux", test))]
-fn raised(current: Option<u64>, maximum: Option<u64>, connections: usize) -> Result<Option<u64>, String> {
-    let [needed, wanted] = [LEAST_BESIDE, BESIDE].map(|beside| (connections as u64).saturating_add(beside));
-    let Some(current) = current.filter(|&current| current < wanted) else { return Ok(None) };
-    let possible = maximum.map_or(wanted, |maximum| maximum.min(wanted)).max(current);
+fn raised(
+    current: Option<u64>,
+    maximum: Option<u64>,
+    connections: usize,
+) -> Result<Option<u64>, String> {
+    let [needed, wanted] =
+        [LEAST_BESIDE, BESIDE].map(|beside| (connections as u64).saturating_add(beside));
+    let Some(current) = current.filter(|&current| current < wanted) else {
+        return Ok(None);
+    };
+    let possible = maximum
+        .map_or(wanted, |maximum| maximum.min(wanted))
+        .max(current);
     if possible < needed {
         return Err(format!(
             "{connections} connections to other ranks need {needed} open files, but this process may have {possible}: \
@@ -62,7 +81,10 @@ mod tests {
     #[test]
     fn connections_that_the_system_does_not_allow_are_an_error_that_says_what_to_do() {
         let message = raised(Some(256), Some(1024), 2048).unwrap_err();
-        assert!(message.contains("2048 connections") && message.contains("1024"), "{message}");
+        assert!(
+            message.contains("2048 connections") && message.contains("1024"),
+            "{message}"
+        );
         assert!(message.contains("ulimit -n"), "{message}");
         assert!(raised(Some(1024), Some(1024), usize::MAX).is_err());
     }
@@ -72,6 +94,10 @@ mod tests {
     fn this_process_has_room_for_the_ranks_of_a_large_job() {
         use rustix::process::{Resource, getrlimit};
         make_room(600).unwrap();
-        assert!(getrlimit(Resource::Nofile).current.is_none_or(|current| current >= 600 + LEAST_BESIDE));
+        assert!(
+            getrlimit(Resource::Nofile)
+                .current
+                .is_none_or(|current| current >= 600 + LEAST_BESIDE)
+        );
     }
 }

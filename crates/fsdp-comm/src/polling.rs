@@ -1,4 +1,5 @@
-//! Waits for a library that does not tell when a call is over, so that this rank has to ask again and again.
+//! Waits for a library that does not tell when a call is over, so that this rank has to ask again
+//! and again.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -6,17 +7,19 @@ use std::time::{Duration, Instant};
 /// The time between two checks of the other ranks while this one waits for the library.
 pub(crate) const PEER_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The time that a call may still take after another rank has left, as that rank may have done its part before.
+/// The time that a call may still take after another rank has left, as that rank may have done its
+/// part before.
 pub(crate) const GRACE: Duration = Duration::from_millis(250);
 
-/// The time for which a wait does not sleep. After that it sleeps for [`POLL_INTERVAL`] between two checks.
+/// The time for which a wait does not sleep. After that it sleeps for [`POLL_INTERVAL`] between two
+/// checks.
 const SPIN_FOR: Duration = Duration::from_millis(2);
 
 /// The time that a long wait sleeps between two checks.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// The pause between two checks of a wait. It is short, as a library may make progress only while it is called, but
-/// other ranks may need the processor.
+/// The pause between two checks of a wait. It is short, as a library may make progress only while
+/// it is called, but other ranks may need the processor.
 #[derive(Debug)]
 pub(crate) struct Pause {
     spin_until: Instant,
@@ -24,10 +27,16 @@ pub(crate) struct Pause {
 
 impl Pause {
     pub(crate) fn new() -> Self {
-        Pause { spin_until: Instant::now() + SPIN_FOR }
+        Pause {
+            spin_until: Instant::now() + SPIN_FOR,
+        }
     }
 
     pub(crate) fn take(&mut self) {
-        if Instant::now() < self.spin_until { thread::yield_now() } else { thread::sleep(POLL_INTERVAL) }
+        if Instant::now() < self.spin_until {
+            thread::yield_now()
+        } else {
+            thread::sleep(POLL_INTERVAL)
+        }
     }
 }

@@ -1,5 +1,5 @@
-//! The record of each rank that all others get in a round: its call, its error if it has one, and its payload if that
-//! is small.
+//! The record of each rank that all others get in a round: its call, its error if it has one, and
+//! its payload if that is small.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -90,8 +90,8 @@ pub(crate) struct Call {
     pub(crate) dtype: Option<DType>,
     pub(crate) reduce: Option<ReduceOp>,
     pub(crate) root: Option<usize>,
-    /// The numbers of elements, one for all or one for each rank; or the ranks of a sub-group; or a mesh and its
-    /// dimension.
+    /// The numbers of elements, one for all or one for each rank; or the ranks of a sub-group; or a
+    /// mesh and its dimension.
     pub(crate) sizes: Vec<usize>,
     /// `true` if the elements are in GPU memory.
     pub(crate) on_device: bool,
@@ -121,7 +121,8 @@ impl Call {
 }
 
 impl fmt::Display for Call {
-    /// Writes e.g. `all_reduce(sum) of 8 float32`, `broadcast from 2 of 8 float32`, ``agree on `save` ``.
+    /// Writes e.g. `all_reduce(sum) of 8 float32`, `broadcast from 2 of 8 float32`, ``agree on
+    /// `save` ``.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.operation)?;
         if let Some(reduce) = self.reduce {
@@ -160,7 +161,10 @@ pub(crate) struct Fault {
 
 impl Fault {
     pub(crate) fn new(failure: &impl Failure) -> Self {
-        Fault { kind: failure.kind(), message: bounded(failure) }
+        Fault {
+            kind: failure.kind(),
+            message: bounded(failure),
+        }
     }
 }
 
@@ -169,10 +173,12 @@ impl Fault {
 pub(crate) struct Header {
     pub(crate) call: Call,
     pub(crate) fault: Option<Fault>,
-    /// Numbers that may differ between ranks: sizes of objects, counts of an all-to-all, a schema hash.
+    /// Numbers that may differ between ranks: sizes of objects, counts of an all-to-all, a schema
+    /// hash.
     pub(crate) own: Vec<u64>,
-    /// `true` if everything that this rank sends follows the header in the record. Unless this is so on all ranks, no
-    /// rank uses the payloads in the records, and the payloads are transferred after them.
+    /// `true` if everything that this rank sends follows the header in the record. Unless this is
+    /// so on all ranks, no rank uses the payloads in the records, and the payloads are transferred
+    /// after them.
     pub(crate) inline: bool,
 }
 
@@ -184,19 +190,30 @@ pub(crate) struct Record<'a> {
 }
 
 impl<'a> Record<'a> {
-    /// Decodes a record. `own` is this rank's header and its encoded form. Most headers of other ranks are equal to it,
-    /// and these are not decoded: with many ranks, decoding would take longer than the rest of a small collective.
-    pub(crate) fn decode(bytes: &'a [u8], own: (&'a Header, &[u8]), operation: &str) -> Result<Self, CommError> {
+    /// Decodes a record. `own` is this rank's header and its encoded form. Most headers of other
+    /// ranks are equal to it, and these are not decoded: with many ranks, decoding would take
+    /// longer than the rest of a small collective.
+    pub(crate) fn decode(
+        bytes: &'a [u8],
+        own: (&'a Header, &[u8]),
+        operation: &str,
+    ) -> Result<Self, CommError> {
         let (header, encoded) = own;
         if let Some(payload) = bytes.strip_prefix(encoded) {
-            return Ok(Record { header: Cow::Borrowed(header), payload });
+            return Ok(Record {
+                header: Cow::Borrowed(header),
+                payload,
+            });
         }
         let (header, read) = wire::decode_prefix(bytes).map_err(|message| CommError::Object {
             operation: operation.to_owned(),
             action: "decode".to_owned(),
             message,
         })?;
-        Ok(Record { header: Cow::Owned(header), payload: bytes.get(read..).unwrap_or_default() })
+        Ok(Record {
+            header: Cow::Owned(header),
+            payload: bytes.get(read..).unwrap_or_default(),
+        })
     }
 }
 
@@ -207,13 +224,27 @@ mod tests {
     #[test]
     fn a_record_is_the_same_whether_its_header_is_this_ranks_or_another() {
         let header = |sequence: u64, own: Vec<u64>| {
-            let call = Call { sequence, sizes: vec![3, 4], ..Call::new(Operation::AllGather) };
-            Header { call, fault: None, own, inline: true }
+            let call = Call {
+                sequence,
+                sizes: vec![3, 4],
+                ..Call::new(Operation::AllGather)
+            };
+            Header {
+                call,
+                fault: None,
+                own,
+                inline: true,
+            }
         };
         let own = header(7, vec![1]);
         let encoded = wire::encode(&own).unwrap();
         // The last one begins as this rank's does, but is longer.
-        for other in [own.clone(), header(8, vec![1]), header(7, vec![1, 2]), header(7, Vec::new())] {
+        for other in [
+            own.clone(),
+            header(8, vec![1]),
+            header(7, vec![1, 2]),
+            header(7, Vec::new()),
+        ] {
             for payload in [&b""[..], b"payload"] {
                 let bytes = [&wire::encode(&other).unwrap()[..], payload].concat();
                 let record = Record::decode(&bytes, (&own, &encoded), "test").unwrap();

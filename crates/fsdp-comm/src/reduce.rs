@@ -28,12 +28,14 @@ impl fmt::Display for ReduceOp {
     }
 }
 
-/// The arithmetic of an element type. Private to this crate, which is what seals [`Element`](crate::Element).
+/// The arithmetic of an element type. Private to this crate, which is what seals
+/// [`Element`](crate::Element).
 pub trait Reduce: bytemuck::Pod {
     /// `true` if [`ReduceOp::Avg`] exists.
     const AVERAGES: bool;
 
-    /// Fills `output` with the reduction of `pieces`: for each rank, in rank order, the bytes of as many elements.
+    /// Fills `output` with the reduction of `pieces`: for each rank, in rank order, the bytes of as
+    /// many elements.
     fn reduce(op: ReduceOp, pieces: &[&[u8]], output: &mut [Self]);
 }
 
@@ -53,12 +55,19 @@ fn fold<T: bytemuck::Pod>(pieces: &[&[u8]], output: &mut [T], combine: impl Fn(T
         [first, second, others @ ..] => {
             with_elements(first, |first: &[T]| {
                 with_elements(second, |second: &[T]| {
-                    output.iter_mut().zip(first).zip(second).for_each(|((sum, &x), &y)| *sum = combine(x, y));
+                    output
+                        .iter_mut()
+                        .zip(first)
+                        .zip(second)
+                        .for_each(|((sum, &x), &y)| *sum = combine(x, y));
                 });
             });
             for piece in others {
                 with_elements(piece, |piece: &[T]| {
-                    output.iter_mut().zip(piece).for_each(|(sum, &x)| *sum = combine(*sum, x));
+                    output
+                        .iter_mut()
+                        .zip(piece)
+                        .for_each(|(sum, &x)| *sum = combine(*sum, x));
                 });
             }
         }
@@ -109,8 +118,8 @@ macro_rules! reduce_halves {
             const AVERAGES: bool = true;
 
             fn reduce(op: ReduceOp, pieces: &[&[u8]], output: &mut [Self]) {
-                // Sums are kept in f32, so that each element is rounded to the half type once, and block by block, so
-                // that they stay in the cache.
+                // Sums are kept in f32, so that each element is rounded to the half type once, and
+                // block by block, so that they stay in the cache.
                 let (mut results, mut next) = ([0f32; HALF_BLOCK], [0f32; HALF_BLOCK]);
                 for (block, output) in output.chunks_mut(HALF_BLOCK).enumerate() {
                     let start = block * HALF_BLOCK * size_of::<Self>();
@@ -151,7 +160,10 @@ mod tests {
     use super::*;
 
     fn reduce<T: Reduce>(op: ReduceOp, ranks: &[&[T]]) -> Vec<T> {
-        let pieces: Vec<&[u8]> = ranks.iter().map(|rank| bytemuck::cast_slice(rank)).collect();
+        let pieces: Vec<&[u8]> = ranks
+            .iter()
+            .map(|rank| bytemuck::cast_slice(rank))
+            .collect();
         let mut output = vec![T::zeroed(); ranks[0].len()];
         T::reduce(op, &pieces, &mut output);
         output
@@ -170,8 +182,14 @@ mod tests {
 
     #[test]
     fn sums_are_in_rank_order() {
-        assert_eq!(reduce::<f32>(ReduceOp::Sum, &[&[1e8], &[1.0], &[-1e8]]), [0.0]);
-        assert_eq!(reduce::<f32>(ReduceOp::Sum, &[&[1e8], &[-1e8], &[1.0]]), [1.0]);
+        assert_eq!(
+            reduce::<f32>(ReduceOp::Sum, &[&[1e8], &[1.0], &[-1e8]]),
+            [0.0]
+        );
+        assert_eq!(
+            reduce::<f32>(ReduceOp::Sum, &[&[1e8], &[-1e8], &[1.0]]),
+            [1.0]
+        );
     }
 
     #[test]
@@ -179,18 +197,27 @@ mod tests {
         assert!(reduce::<f32>(ReduceOp::Max, &[&[f32::NAN], &[1.0]])[0].is_nan());
         assert!(reduce::<f64>(ReduceOp::Max, &[&[1.0], &[f64::NAN], &[2.0]])[0].is_nan());
         assert!(reduce::<f16>(ReduceOp::Max, &[&[f16::ONE], &[f16::NAN]])[0].is_nan());
-        assert_eq!(reduce::<f32>(ReduceOp::Max, &[&[-3.0], &[-1.0], &[-2.0]]), [-1.0]);
+        assert_eq!(
+            reduce::<f32>(ReduceOp::Max, &[&[-3.0], &[-1.0], &[-2.0]]),
+            [-1.0]
+        );
     }
 
     #[test]
     fn integers_wrap_around() {
-        assert_eq!(reduce::<u8>(ReduceOp::Sum, &[&[200, 1], &[100, 2]]), [44, 3]);
+        assert_eq!(
+            reduce::<u8>(ReduceOp::Sum, &[&[200, 1], &[100, 2]]),
+            [44, 3]
+        );
         assert_eq!(reduce::<i64>(ReduceOp::Max, &[&[-5], &[i64::MIN]]), [-5]);
     }
 
     #[test]
     fn pieces_may_lie_anywhere() {
-        let bytes: Vec<u8> = [0u8].into_iter().chain(bytemuck::cast_slice(&[1.5f32, -2.0]).iter().copied()).collect();
+        let bytes: Vec<u8> = [0u8]
+            .into_iter()
+            .chain(bytemuck::cast_slice(&[1.5f32, -2.0]).iter().copied())
+            .collect();
         let mut output = [0f32; 2];
         f32::reduce(ReduceOp::Sum, &[&bytes[1..], &bytes[1..]], &mut output);
         assert_eq!(output, [3.0, -4.0]);

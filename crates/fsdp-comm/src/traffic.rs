@@ -5,10 +5,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::record::Operation;
 
-/// The bytes that one rank has sent to and received from other ranks since it started, over all its groups.
+/// The bytes that one rank has sent to and received from other ranks since it started, over all its
+/// groups.
 ///
-/// Bytes that a rank keeps for itself are not counted. The bytes of [`barrier`](crate::ProcessGroup::barrier),
-/// [`agree`](crate::ProcessGroup::agree) and the fingerprints of all operations are control traffic.
+/// Bytes that a rank keeps for itself are not counted. The bytes of
+/// [`barrier`](crate::ProcessGroup::barrier), [`agree`](crate::ProcessGroup::agree) and the
+/// fingerprints of all operations are control traffic.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Traffic {
@@ -22,8 +24,8 @@ pub struct Traffic {
     pub object_bytes_received: u64,
     /// Bytes of fingerprints, agreement and synchronization that went to other ranks.
     pub control_bytes_sent: u64,
-    /// The number of calls of each operation, whether or not they succeeded. Operations that were never called are
-    /// absent.
+    /// The number of calls of each operation, whether or not they succeeded. Operations that were
+    /// never called are absent.
     pub collectives: BTreeMap<Operation, u64>,
 }
 
@@ -94,7 +96,8 @@ impl Counters {
         self.control_sent.fetch_add(sent as u64, Ordering::Relaxed);
     }
 
-    /// Counts the bytes of tensors or objects that an operation has sent to other ranks and received from them.
+    /// Counts the bytes of tensors or objects that an operation has sent to other ranks and
+    /// received from them.
     pub(crate) fn moved(&self, operation: Operation, sent: usize, received: usize) {
         let (to, from) = if operation.moves_tensors() {
             (&self.tensor_sent, &self.tensor_received)

@@ -1,15 +1,19 @@
-//! The encoding of values that ranks send to each other. This is the only module that names the encoder.
+//! The encoding of values that ranks send to each other. This is the only module that names the
+//! encoder.
 
 use bincode::config::{Configuration, Fixint, Limit, LittleEndian};
 use bincode::error::{DecodeError, EncodeError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// The largest number of bytes that a single value may claim to need. The decoder checks it before it allocates.
+/// The largest number of bytes that a single value may claim to need. The decoder checks it before
+/// it allocates.
 pub(crate) const MAX_BYTES: usize = 1 << 30;
 
 const CONFIGURATION: Configuration<LittleEndian, Fixint, Limit<MAX_BYTES>> =
-    bincode::config::standard().with_fixed_int_encoding().with_limit::<MAX_BYTES>();
+    bincode::config::standard()
+        .with_fixed_int_encoding()
+        .with_limit::<MAX_BYTES>();
 
 /// Encodes a value.
 pub(crate) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, String> {
@@ -23,7 +27,10 @@ pub(crate) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, String> {
 pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     match decode_prefix(bytes)? {
         (value, read) if read == bytes.len() => Ok(value),
-        (_, read) => Err(format!("{} bytes are left over after {read}", bytes.len() - read)),
+        (_, read) => Err(format!(
+            "{} bytes are left over after {read}",
+            bytes.len() - read
+        )),
     }
 }
 

@@ -1,10 +1,18 @@
 //! The `mpi` backend does what every backend must do, between processes that `mpirun` has started.
 //!
-//! A test starts this very program again for each rank, where `rank_process` finds out from its environment what to do,
-//! and writes how that went to a file: an MPI launcher ends all ranks when one fails.
+//! A test starts this very program again for each rank, where `rank_process` finds out from its
+//! environment what to do, and writes how that went to a file: an MPI launcher ends all ranks when
+//! one fails.
 
-#![expect(clippy::unwrap_used, clippy::expect_used, reason = "these are tests, and their helpers")]
-#![expect(clippy::disallowed_methods, reason = "what ranks tell the test is no checkpoint")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "these are tests, and their helpers"
+)]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "what ranks tell the test is no checkpoint"
+)]
 
 mod conformance;
 
@@ -45,25 +53,44 @@ fn write(path: &Path, text: &str) {
 #[test]
 fn rank_process() {
     let variable = |name: &str| std::env::var(name).ok();
-    let Some(what) = variable("FSDP_TEST") else { return };
+    let Some(what) = variable("FSDP_TEST") else {
+        return;
+    };
     let dir = PathBuf::from(variable("FSDP_TEST_DIR").unwrap());
-    let deadline = if what.starts_with("until") { SHORT_DEADLINE } else { DEADLINE };
+    let deadline = if what.starts_with("until") {
+        SHORT_DEADLINE
+    } else {
+        DEADLINE
+    };
     let group = init_process_group_within(BackendKind::Mpi, deadline).unwrap();
     assert_eq!(group.backend_name(), "mpi");
     let (rank, path) = (group.rank(), verdict(&dir, group.rank()));
     if let Some(len) = what.strip_prefix("until it fails, of ") {
         write(&path.with_extension("pid"), &std::process::id().to_string());
-        let error = until_it_fails(&group, len.parse().unwrap(), &path.with_extension("started"));
+        let error = until_it_fails(
+            &group,
+            len.parse().unwrap(),
+            &path.with_extension("started"),
+        );
         write(&path, &error.to_string());
         assert_eq!(group.barrier(), Err(error));
         // Whoever ends first takes the others along.
         let victim: usize = variable("FSDP_TEST_VICTIM").unwrap().parse().unwrap();
-        let survivors: Vec<usize> = (0..group.world_size()).filter(|&rank| rank != victim).collect();
-        wait_until(SHORT_DEADLINE, || survivors.iter().all(|&rank| verdict(&dir, rank).exists()));
+        let survivors: Vec<usize> = (0..group.world_size())
+            .filter(|&rank| rank != victim)
+            .collect();
+        wait_until(SHORT_DEADLINE, || {
+            survivors.iter().all(|&rank| verdict(&dir, rank).exists())
+        });
         return;
     }
-    let mut chosen: Vec<Case> = cases().into_iter().filter(|case| case.name.starts_with(&what)).collect();
-    chosen.retain(|case| case.worlds.contains(&group.world_size()) && (case.name == what || !is_fatal(case)));
+    let mut chosen: Vec<Case> = cases()
+        .into_iter()
+        .filter(|case| case.name.starts_with(&what))
+        .collect();
+    chosen.retain(|case| {
+        case.worlds.contains(&group.world_size()) && (case.name == what || !is_fatal(case))
+    });
     let last = chosen.pop().expect("there is such a case");
     let casualty = last.casualty;
     let outcome = catch_unwind(AssertUnwindSafe(|| {
@@ -71,13 +98,20 @@ fn rank_process() {
         last.run(group);
     }));
     write(&path, if outcome.is_ok() { "done" } else { "panicked" });
-    assert_eq!(outcome.is_err(), casualty == Some(rank), "rank {rank} of `{what}`");
+    assert_eq!(
+        outcome.is_err(),
+        casualty == Some(rank),
+        "rank {rank} of `{what}`"
+    );
 }
 
 fn until_it_fails(group: &ProcessGroup, len: usize, started: &Path) -> CommError {
     loop {
         let mut buffer = vec![group.rank() as f32; len];
-        match group.all_reduce(&mut buffer, ReduceOp::Sum).and_then(|()| group.agree("save", Ok::<_, String>(()))) {
+        match group
+            .all_reduce(&mut buffer, ReduceOp::Sum)
+            .and_then(|()| group.agree("save", Ok::<_, String>(())))
+        {
             Ok(()) => write(started, ""),
             Err(error) => break error,
         }
@@ -107,16 +141,42 @@ impl Job {
     fn start(ranks: usize, what: &str, variables: &[(&str, &str)]) -> Job {
         let dir = TempDir::new().unwrap();
         let mut command = Command::new("mpirun");
-        command.args(["-n", &ranks.to_string()]).arg(std::env::current_exe().unwrap());
+        command
+            .args(["-n", &ranks.to_string()])
+            .arg(std::env::current_exe().unwrap());
         command.args(["rank_process", "--exact", "--nocapture", "--test-threads=1"]);
-        // More ranks than processors, in a container's root too: Open MPI's words for it, which others do not hear.
-        command.env("OMPI_MCA_rmaps_base_oversubscribe", "1").env("OMPI_MCA_hwloc_base_binding_policy", "none");
-        command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
-        command.env("FSDP_TEST", what).env("FSDP_TEST_DIR", dir.path()).envs(variables.iter().copied());
-        let output = || fs::File::options().create(true).append(true).open(dir.path().join("output")).unwrap();
-        command.stdin(Stdio::null()).stdout(output()).stderr(output());
-        let mpirun = command.spawn().expect("`mpirun` is installed where the feature `mpi` is built");
-        Job { mpirun, what: what.to_owned(), ranks, dir }
+        // More ranks than processors, in a container's root too: Open MPI's words for it, which
+        // others do not hear.
+        command
+            .env("OMPI_MCA_rmaps_base_oversubscribe", "1")
+            .env("OMPI_MCA_hwloc_base_binding_policy", "none");
+        command
+            .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
+            .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+        command
+            .env("FSDP_TEST", what)
+            .env("FSDP_TEST_DIR", dir.path())
+            .envs(variables.iter().copied());
+        let output = || {
+            fs::File::options()
+                .create(true)
+                .append(true)
+                .open(dir.path().join("output"))
+                .unwrap()
+        };
+        command
+            .stdin(Stdio::null())
+            .stdout(output())
+            .stderr(output());
+        let mpirun = command
+            .spawn()
+            .expect("`mpirun` is installed where the feature `mpi` is built");
+        Job {
+            mpirun,
+            what: what.to_owned(),
+            ranks,
+            dir,
+        }
     }
 
     fn output(&self) -> String {
@@ -126,7 +186,13 @@ impl Job {
     /// Waits until all ranks have ended. Returns `true` if all ended well.
     fn wait(&mut self, limit: Duration) -> bool {
         let over = wait_until(limit, || self.mpirun.try_wait().unwrap().is_some());
-        assert!(over, "`{}` on {} ranks hangs\n{}", self.what, self.ranks, self.output());
+        assert!(
+            over,
+            "`{}` on {} ranks hangs\n{}",
+            self.what,
+            self.ranks,
+            self.output()
+        );
         self.mpirun.wait().unwrap().success()
     }
 }
@@ -146,16 +212,34 @@ fn run_all(prefix: &str) {
     for ranks in 2..=4 {
         let fits = |case: &Case| case.name.starts_with(prefix) && case.worlds.contains(&ranks);
         let cases: Vec<Case> = cases().into_iter().filter(fits).collect();
-        let together = cases.iter().any(|case| !is_fatal(case)).then_some((prefix, None));
-        let alone = cases.iter().filter(|case| is_fatal(case)).map(|case| (&case.name[..], case.casualty));
+        let together = cases
+            .iter()
+            .any(|case| !is_fatal(case))
+            .then_some((prefix, None));
+        let alone = cases
+            .iter()
+            .filter(|case| is_fatal(case))
+            .map(|case| (&case.name[..], case.casualty));
         for (what, casualty) in together.into_iter().chain(alone) {
             let mut job = Job::start(ranks, what, &[]);
             let well = job.wait(HANG);
-            let verdicts: Vec<String> =
-                (0..ranks).map(|rank| fs::read_to_string(verdict(job.dir.path(), rank)).unwrap_or_default()).collect();
-            let expected: Vec<&str> =
-                (0..ranks).map(|rank| if casualty == Some(rank) { "panicked" } else { "done" }).collect();
-            assert!(well && verdicts == expected, "`{what}` on {ranks} ranks: {verdicts:?}\n{}", job.output());
+            let verdicts: Vec<String> = (0..ranks)
+                .map(|rank| fs::read_to_string(verdict(job.dir.path(), rank)).unwrap_or_default())
+                .collect();
+            let expected: Vec<&str> = (0..ranks)
+                .map(|rank| {
+                    if casualty == Some(rank) {
+                        "panicked"
+                    } else {
+                        "done"
+                    }
+                })
+                .collect();
+            assert!(
+                well && verdicts == expected,
+                "`{what}` on {ranks} ranks: {verdicts:?}\n{}",
+                job.output()
+            );
         }
     }
 }
@@ -180,12 +264,18 @@ conformance_tests! {
     other_faults: "faults: others",
 }
 
-/// Sends a signal to a rank while all exchange numbers, and returns the output of the others once all have ended.
+/// Sends a signal to a rank while all exchange numbers, and returns the output of the others once
+/// all have ended.
 fn hit(signal: Signal, victim: usize, len: usize) -> Vec<String> {
-    let mut job =
-        Job::start(3, &format!("until it fails, of {len}"), &[("FSDP_TEST_VICTIM", victim.to_string().as_str())]);
+    let mut job = Job::start(
+        3,
+        &format!("until it fails, of {len}"),
+        &[("FSDP_TEST_VICTIM", victim.to_string().as_str())],
+    );
     let path = |rank: usize| verdict(job.dir.path(), rank);
-    let under_way = wait_until(HANG, || (0..3).all(|rank| path(rank).with_extension("started").exists()));
+    let under_way = wait_until(HANG, || {
+        (0..3).all(|rank| path(rank).with_extension("started").exists())
+    });
     assert!(under_way, "the ranks do not get going\n{}", job.output());
     thread::sleep(Duration::from_millis(30));
     let pids: Vec<Pid> = (0..3)
@@ -196,9 +286,18 @@ fn hit(signal: Signal, victim: usize, len: usize) -> Vec<String> {
         .collect();
     kill_process(pids[victim], signal).unwrap();
     let survivors: Vec<PathBuf> = (0..3).filter(|&rank| rank != victim).map(path).collect();
-    assert!(!job.wait(SHORT_DEADLINE + Duration::from_secs(10)), "the launcher noticed nothing\n{}", job.output());
-    assert!(wait_until(Duration::from_secs(5), || pids.iter().all(|&pid| test_kill_process(pid).is_err())));
-    survivors.iter().map(|path| fs::read_to_string(path).unwrap_or_default()).collect()
+    assert!(
+        !job.wait(SHORT_DEADLINE + Duration::from_secs(10)),
+        "the launcher noticed nothing\n{}",
+        job.output()
+    );
+    assert!(wait_until(Duration::from_secs(5), || pids
+        .iter()
+        .all(|&pid| test_kill_process(pid).is_err())));
+    survivors
+        .iter()
+        .map(|path| fs::read_to_string(path).unwrap_or_default())
+        .collect()
 }
 
 #[test]
@@ -215,7 +314,10 @@ fn a_rank_that_is_killed_leaves_nobody_behind() {
     for len in [5, 3_000_000] {
         // Its launcher may be quicker than the others' errors.
         for said in hit(Signal::KILL, 1, len) {
-            assert!(said.is_empty() || said.contains("rank 1 exited without leaving"), "{said}");
+            assert!(
+                said.is_empty() || said.contains("rank 1 exited without leaving"),
+                "{said}"
+            );
         }
     }
 }
@@ -223,14 +325,23 @@ fn a_rank_that_is_killed_leaves_nobody_behind() {
 #[test]
 fn without_a_launcher_it_is_not_available() {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["rank_process", "--exact", "--nocapture"]).env("FSDP_TEST", "operations").env("FSDP_TEST_DIR", "");
+    command
+        .args(["rank_process", "--exact", "--nocapture"])
+        .env("FSDP_TEST", "operations")
+        .env("FSDP_TEST_DIR", "");
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
-        if ["OMPI_", "PMI", "SLURM_"].iter().any(|prefix| text.starts_with(prefix)) {
+        if ["OMPI_", "PMI", "SLURM_"]
+            .iter()
+            .any(|prefix| text.starts_with(prefix))
+        {
             command.env_remove(&name);
         }
     }
     let output = command.output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && said.contains("BackendUnavailable") && said.contains("mpirun"), "{said}");
+    assert!(
+        !output.status.success() && said.contains("BackendUnavailable") && said.contains("mpirun"),
+        "{said}"
+    );
 }

@@ -1,10 +1,19 @@
-//! The `nccl` backend does what every backend must do, and on GPU memory what it does on the host's. One rank a GPU, on
-//! the GPUs that there are, or several on one: `cargo xtask gpu` runs this where there is one.
+//! The `nccl` backend does what every backend must do, and on GPU memory what it does on the
+//! host's. One rank a GPU, on the GPUs that there are, or several on one: `cargo xtask gpu` runs
+//! this where there is one.
 //!
-//! A test starts this very program again for each rank, where `rank_process` finds out from its environment what to do.
+//! A test starts this very program again for each rank, where `rank_process` finds out from its
+//! environment what to do.
 
-#![expect(clippy::unwrap_used, clippy::expect_used, reason = "these are tests, and their helpers")]
-#![expect(clippy::disallowed_methods, reason = "what ranks tell the test is no checkpoint")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "these are tests, and their helpers"
+)]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "what ranks tell the test is no checkpoint"
+)]
 #![expect(
     unsafe_code,
     reason = "a function of C, by which a stand-in for the driver tells what it has counted, and a variable for NCCL"
@@ -19,7 +28,9 @@ use std::sync::Arc;
 use conformance::{Case, DEADLINE, cases};
 use cudarc::driver::{CudaContext, CudaStream, DeviceRepr};
 use fsdp_comm::device::{DeviceSlice, DeviceSliceMut};
-use fsdp_comm::{BackendKind, CommError, Element, ProcessGroup, ReduceOp, init_process_group_within};
+use fsdp_comm::{
+    BackendKind, CommError, Element, ProcessGroup, ReduceOp, init_process_group_within,
+};
 use half::{bf16, f16};
 use processes::{Ranks, SHORT_DEADLINE};
 use rustix::process::Signal;
@@ -34,23 +45,36 @@ const RANKS: &str = "FSDP_TEST_RANKS";
 
 /// Returns the number of ranks: each GPU gets one, unless a variable tells another number.
 fn ranks() -> usize {
-    let count = CudaContext::device_count().expect("`cargo xtask gpu` runs this only where a GPU is");
-    std::env::var(RANKS).map_or_else(|_| usize::try_from(count).unwrap(), |ranks| ranks.parse().unwrap())
+    let count =
+        CudaContext::device_count().expect("`cargo xtask gpu` runs this only where a GPU is");
+    std::env::var(RANKS).map_or_else(
+        |_| usize::try_from(count).unwrap(),
+        |ranks| ranks.parse().unwrap(),
+    )
 }
 
 /// The program of each rank.
 #[test]
 fn rank_process() {
-    let Ok(what) = std::env::var("FSDP_TEST") else { return };
+    let Ok(what) = std::env::var("FSDP_TEST") else {
+        return;
+    };
     if std::env::var_os(RANKS).is_some() {
-        // NCCL refuses two ranks of a host that use the same GPU, so let each be on a host of its own.
+        // NCCL refuses two ranks of a host that use the same GPU, so let each be on a host of its
+        // own.
         let host = format!("host-{}", std::env::var("RANK").unwrap());
-        // SAFETY: this is the only test of the process, and nothing has read variables in other threads yet.
+        // SAFETY: this is the only test of the process, and nothing has read variables in other
+        // threads yet.
         unsafe { std::env::set_var("NCCL_HOSTID", host) };
     }
-    // Drivers and NCCL may take seconds to start, so that the short deadline is for what comes then.
+    // Drivers and NCCL may take seconds to start, so that the short deadline is for what comes
+    // then.
     let group = init_process_group_within(BackendKind::Nccl, DEADLINE).unwrap();
-    let group = if what.starts_with("until") { group.with_deadline(SHORT_DEADLINE) } else { group };
+    let group = if what.starts_with("until") {
+        group.with_deadline(SHORT_DEADLINE)
+    } else {
+        group
+    };
     assert_eq!(group.backend_name(), "nccl");
     match what.as_str() {
         "gpu memory" => return gpu_memory(&group),
@@ -60,8 +84,13 @@ fn rank_process() {
         "until a rank dies" => return until_a_rank_dies(&group),
         _ => {}
     }
-    let mut chosen: Vec<Case> = cases().into_iter().filter(|case| case.name.starts_with(&what)).collect();
-    chosen.retain(|case| case.worlds.contains(&group.world_size()) && (case.name == what || !is_fatal(case)));
+    let mut chosen: Vec<Case> = cases()
+        .into_iter()
+        .filter(|case| case.name.starts_with(&what))
+        .collect();
+    chosen.retain(|case| {
+        case.worlds.contains(&group.world_size()) && (case.name == what || !is_fatal(case))
+    });
     let last = chosen.pop().expect("there is such a case");
     for case in chosen {
         case.run(group.clone());
@@ -104,7 +133,8 @@ fn gpu_memory_is_moved_as_the_hosts_is() {
     Ranks::start(ranks(), "gpu memory", &[]).assert_casualties(&[]);
 }
 
-/// The stand-in for the driver counts copies between the host and the GPU; the driver itself does not.
+/// The stand-in for the driver counts copies between the host and the GPU; the driver itself does
+/// not.
 #[test]
 fn collectives_copy_nothing_to_or_from_the_host() {
     if host_copies().is_some() {
@@ -122,19 +152,26 @@ fn gpu_memory_that_does_not_fit_is_refused_on_all_ranks() {
     Ranks::start(ranks(), "gpu memory that does not fit", &[]).assert_casualties(&[]);
 }
 
-/// Sends a signal to the last rank while all ranks call collectives, and waits for the others' errors. A rank that
-/// is alone has nobody to miss.
+/// Sends a signal to the last rank while all ranks call collectives, and waits for the others'
+/// errors. A rank that is alone has nobody to miss.
 fn lose_the_last_rank(signal: Signal) {
     let world_size = ranks();
     if world_size == 1 {
         return;
     }
     let log = tempfile::NamedTempFile::new().unwrap();
-    let mut ranks = Ranks::start(world_size, "until a rank dies", &[("FSDP_TEST_LOG", log.path().to_str().unwrap())]);
+    let mut ranks = Ranks::start(
+        world_size,
+        "until a rank dies",
+        &[("FSDP_TEST_LOG", log.path().to_str().unwrap())],
+    );
     ranks.until(|| std::fs::metadata(log.path()).unwrap().len() > 0);
     ranks.signal(world_size - 1, signal);
     let survivors: Vec<usize> = (0..world_size - 1).collect();
-    ranks.wait_for(&survivors, SHORT_DEADLINE + std::time::Duration::from_secs(5));
+    ranks.wait_for(
+        &survivors,
+        SHORT_DEADLINE + std::time::Duration::from_secs(5),
+    );
 }
 
 #[test]
@@ -157,23 +194,33 @@ fn until_a_rank_dies(group: &ProcessGroup) {
     let mut memory = stream.clone_htod(&vec![1f32; 1 << 20]).unwrap();
     let error = loop {
         let mut buffer = DeviceSliceMut::new(&mut memory, &stream);
-        match group.device().unwrap().all_reduce(&mut buffer, ReduceOp::Max) {
+        match group
+            .device()
+            .unwrap()
+            .all_reduce(&mut buffer, ReduceOp::Max)
+        {
             Ok(()) => std::fs::write(std::env::var("FSDP_TEST_LOG").unwrap(), "going").unwrap(),
             Err(error) => break error,
         }
     };
     let victim = group.world_size() - 1;
-    assert!(matches!(error, CommError::RankLeft { rank, .. } if rank == victim), "{error:?}");
+    assert!(
+        matches!(error, CommError::RankLeft { rank, .. } if rank == victim),
+        "{error:?}"
+    );
     assert_eq!(group.barrier(), Err(error));
 }
 
-/// Returns the number of copies between the host and GPUs so far, and of their bytes; `None` with a real driver.
+/// Returns the number of copies between the host and GPUs so far, and of their bytes; `None` with a
+/// real driver.
 fn host_copies() -> Option<[u64; 2]> {
     let mut counts = [0; 2];
     // SAFETY: the driver is loaded already, and the function writes two numbers.
     unsafe {
         let driver = libloading::Library::new("libcuda.so.1").unwrap();
-        let count = driver.get::<unsafe extern "C" fn(*mut [u64; 2]) -> u32>(b"cudaStandInHostCopies\0").ok()?;
+        let count = driver
+            .get::<unsafe extern "C" fn(*mut [u64; 2]) -> u32>(b"cudaStandInHostCopies\0")
+            .ok()?;
         assert_eq!(count(&mut counts), 0);
     }
     Some(counts)
@@ -185,18 +232,36 @@ fn without_copies(group: &ProcessGroup) {
     let mut large = stream.clone_htod(&vec![2f32; 1000 * ranks]).unwrap();
     let before = host_copies().unwrap();
     {
-        let (mut large, mut small) =
-            (DeviceSliceMut::new(&mut large, &stream), DeviceSliceMut::new(&mut small, &stream));
+        let (mut large, mut small) = (
+            DeviceSliceMut::new(&mut large, &stream),
+            DeviceSliceMut::new(&mut small, &stream),
+        );
         device.all_reduce(&mut small, ReduceOp::Sum).unwrap();
         device.broadcast(&mut large, 0).unwrap();
     }
-    device.all_gather_into(&mut DeviceSliceMut::new(&mut large, &stream), &DeviceSlice::new(&small, &stream)).unwrap();
+    device
+        .all_gather_into(
+            &mut DeviceSliceMut::new(&mut large, &stream),
+            &DeviceSlice::new(&small, &stream),
+        )
+        .unwrap();
     let (from, counts) = (DeviceSlice::new(&large, &stream), vec![1000; ranks]);
-    device.reduce_scatter(&mut DeviceSliceMut::new(&mut small, &stream), &from, ReduceOp::Avg).unwrap();
+    device
+        .reduce_scatter(
+            &mut DeviceSliceMut::new(&mut small, &stream),
+            &from,
+            ReduceOp::Avg,
+        )
+        .unwrap();
     drop(from);
     let input = stream.clone_dtod(&large).unwrap();
-    let (from, mut to) = (DeviceSlice::new(&input, &stream), DeviceSliceMut::new(&mut large, &stream));
-    device.all_to_all_uneven(&mut to, &counts, &from, &counts).unwrap();
+    let (from, mut to) = (
+        DeviceSlice::new(&input, &stream),
+        DeviceSliceMut::new(&mut large, &stream),
+    );
+    device
+        .all_to_all_uneven(&mut to, &counts, &from, &counts)
+        .unwrap();
     drop((from, to));
     assert_eq!(host_copies().unwrap(), before);
     assert_eq!(stream.clone_dtoh(&small).unwrap(), [ranks as f32; 1000]);
@@ -209,15 +274,25 @@ fn subgroups(group: &ProcessGroup) {
     // Both are made by all, one after the other.
     let even: Vec<usize> = (0..ranks).step_by(2).collect();
     let odd: Vec<usize> = (1..ranks).step_by(2).collect();
-    let made = [even, odd].into_iter().filter(|of| !of.is_empty()).filter_map(|of| group.subgroup(&of).unwrap());
+    let made = [even, odd]
+        .into_iter()
+        .filter(|of| !of.is_empty())
+        .filter_map(|of| group.subgroup(&of).unwrap());
     let own: Vec<ProcessGroup> = made.collect();
     assert_eq!(own.len(), 1);
     let stream = stream(&own[0]);
     let mut memory = stream.clone_htod(&[rank as f32]).unwrap();
     let mut buffer = DeviceSliceMut::new(&mut memory, &stream);
-    own[0].device().unwrap().all_reduce(&mut buffer, ReduceOp::Sum).unwrap();
+    own[0]
+        .device()
+        .unwrap()
+        .all_reduce(&mut buffer, ReduceOp::Sum)
+        .unwrap();
     drop(buffer);
-    assert_eq!(stream.clone_dtoh(&memory).unwrap(), [others.iter().sum::<usize>() as f32]);
+    assert_eq!(
+        stream.clone_dtoh(&memory).unwrap(),
+        [others.iter().sum::<usize>() as f32]
+    );
 }
 
 fn misfits(group: &ProcessGroup) {
@@ -225,12 +300,24 @@ fn misfits(group: &ProcessGroup) {
     let device = group.device().unwrap();
     let input = stream.clone_htod(&[1f32; 4]).unwrap();
     let mut output = stream.clone_htod(&vec![0f32; 4 * ranks + 1]).unwrap();
-    let (mut to, from) = (DeviceSliceMut::new(&mut output, &stream), DeviceSlice::new(&input, &stream));
-    assert!(matches!(device.all_gather_into(&mut to, &from), Err(CommError::InvalidArgument { .. })));
-    assert!(matches!(device.broadcast(&mut to, ranks), Err(CommError::InvalidArgument { .. })));
+    let (mut to, from) = (
+        DeviceSliceMut::new(&mut output, &stream),
+        DeviceSlice::new(&input, &stream),
+    );
+    assert!(matches!(
+        device.all_gather_into(&mut to, &from),
+        Err(CommError::InvalidArgument { .. })
+    ));
+    assert!(matches!(
+        device.broadcast(&mut to, ranks),
+        Err(CommError::InvalidArgument { .. })
+    ));
     let mut integers = stream.clone_htod(&[1i64; 4]).unwrap();
     let mut integers = DeviceSliceMut::new(&mut integers, &stream);
-    assert!(matches!(device.all_reduce(&mut integers, ReduceOp::Avg), Err(CommError::UnsupportedReduction { .. })));
+    assert!(matches!(
+        device.all_reduce(&mut integers, ReduceOp::Avg),
+        Err(CommError::UnsupportedReduction { .. })
+    ));
     // The group goes on.
     device.all_reduce(&mut integers, ReduceOp::Sum).unwrap();
     group.barrier().unwrap();
@@ -263,7 +350,12 @@ fn same_as_on_the_host<T: Element + DeviceRepr + PartialEq + Debug>(
     let mut expected = zeros(numel * ranks);
     group.all_gather_into(&mut expected, &piece).unwrap();
     let (input, mut output) = (upload(&piece), upload(&zeros(numel * ranks)));
-    device.all_gather_into(&mut DeviceSliceMut::new(&mut output, &stream), &DeviceSlice::new(&input, &stream)).unwrap();
+    device
+        .all_gather_into(
+            &mut DeviceSliceMut::new(&mut output, &stream),
+            &DeviceSlice::new(&input, &stream),
+        )
+        .unwrap();
     assert_eq!(stream.clone_dtoh(&output).unwrap(), expected);
 
     for op in [ReduceOp::Sum, ReduceOp::Max] {
@@ -271,49 +363,82 @@ fn same_as_on_the_host<T: Element + DeviceRepr + PartialEq + Debug>(
         group.reduce_scatter(&mut expected, &whole, op).unwrap();
         let (input, mut output) = (upload(&whole), upload(&zeros(numel)));
         device
-            .reduce_scatter(&mut DeviceSliceMut::new(&mut output, &stream), &DeviceSlice::new(&input, &stream), op)
+            .reduce_scatter(
+                &mut DeviceSliceMut::new(&mut output, &stream),
+                &DeviceSlice::new(&input, &stream),
+                op,
+            )
             .unwrap();
         assert_eq!(stream.clone_dtoh(&output).unwrap(), expected, "{op}");
 
         let mut expected = piece.clone();
         group.all_reduce(&mut expected, op).unwrap();
         let mut buffer = upload(&piece);
-        device.all_reduce(&mut DeviceSliceMut::new(&mut buffer, &stream), op).unwrap();
+        device
+            .all_reduce(&mut DeviceSliceMut::new(&mut buffer, &stream), op)
+            .unwrap();
         assert_eq!(stream.clone_dtoh(&buffer).unwrap(), expected, "{op}");
     }
     for root in 0..ranks {
         let mut expected = piece.clone();
         group.broadcast(&mut expected, root).unwrap();
         let mut buffer = upload(&piece);
-        device.broadcast(&mut DeviceSliceMut::new(&mut buffer, &stream), root).unwrap();
+        device
+            .broadcast(&mut DeviceSliceMut::new(&mut buffer, &stream), root)
+            .unwrap();
         assert_eq!(stream.clone_dtoh(&buffer).unwrap(), expected);
 
         let is_root = rank == root;
         let mut expected = zeros(numel * ranks);
-        group.gather(is_root.then_some(&mut expected[..]), &piece, root).unwrap();
+        group
+            .gather(is_root.then_some(&mut expected[..]), &piece, root)
+            .unwrap();
         let (input, mut output) = (upload(&piece), upload(&zeros(numel * ranks)));
         let mut to = DeviceSliceMut::new(&mut output, &stream);
-        device.gather(is_root.then_some(&mut to), &DeviceSlice::new(&input, &stream), root).unwrap();
+        device
+            .gather(
+                is_root.then_some(&mut to),
+                &DeviceSlice::new(&input, &stream),
+                root,
+            )
+            .unwrap();
         drop(to);
         assert_eq!(stream.clone_dtoh(&output).unwrap(), expected);
 
         let mut expected = zeros(numel);
-        group.scatter(&mut expected, is_root.then_some(&whole[..]), root).unwrap();
+        group
+            .scatter(&mut expected, is_root.then_some(&whole[..]), root)
+            .unwrap();
         let (input, mut output) = (upload(&whole), upload(&zeros(numel)));
         let from = DeviceSlice::new(&input, &stream);
-        device.scatter(&mut DeviceSliceMut::new(&mut output, &stream), is_root.then_some(&from), root).unwrap();
+        device
+            .scatter(
+                &mut DeviceSliceMut::new(&mut output, &stream),
+                is_root.then_some(&from),
+                root,
+            )
+            .unwrap();
         drop(from);
         assert_eq!(stream.clone_dtoh(&output).unwrap(), expected);
     }
     // Rank r sends `r + to` elements to each rank `to`.
     let send: Vec<usize> = (0..ranks).map(|to| rank + to).collect();
-    let input: Vec<T> = (0..send.iter().sum()).map(|k| value((k * 3 + rank) % 7)).collect();
+    let input: Vec<T> = (0..send.iter().sum())
+        .map(|k| value((k * 3 + rank) % 7))
+        .collect();
     let mut expected = zeros(input.len());
-    group.all_to_all_uneven(&mut expected, &send, &input, &send).unwrap();
+    group
+        .all_to_all_uneven(&mut expected, &send, &input, &send)
+        .unwrap();
     if !input.is_empty() {
         let (from, mut to) = (upload(&input), upload(&zeros(input.len())));
-        let (mut to_slice, from) = (DeviceSliceMut::new(&mut to, &stream), DeviceSlice::new(&from, &stream));
-        device.all_to_all_uneven(&mut to_slice, &send, &from, &send).unwrap();
+        let (mut to_slice, from) = (
+            DeviceSliceMut::new(&mut to, &stream),
+            DeviceSlice::new(&from, &stream),
+        );
+        device
+            .all_to_all_uneven(&mut to_slice, &send, &from, &send)
+            .unwrap();
         drop((to_slice, from));
         assert_eq!(stream.clone_dtoh(&to).unwrap(), expected);
     } else {

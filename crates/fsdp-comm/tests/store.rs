@@ -13,7 +13,14 @@ use fsdp_comm::{MAX_KEY_BYTES, MAX_VALUE_BYTES};
 const DEADLINE: Duration = Duration::from_secs(10);
 
 fn options(rank: usize) -> StoreOptions {
-    StoreOptions { job: "job".to_owned(), secret: None, insecure: false, rank, world_size: 4, deadline: DEADLINE }
+    StoreOptions {
+        job: "job".to_owned(),
+        secret: None,
+        insecure: false,
+        rank,
+        world_size: 4,
+        deadline: DEADLINE,
+    }
 }
 
 fn host() -> TcpStore {
@@ -41,11 +48,20 @@ fn what_one_sets_all_get() {
 
 #[test]
 fn the_longest_deadline_is_one() {
-    let longest = |rank| StoreOptions { deadline: Duration::MAX, ..options(rank) };
+    let longest = |rank| StoreOptions {
+        deadline: Duration::MAX,
+        ..options(rank)
+    };
     let host = TcpStore::host("127.0.0.1:0", &longest(0)).unwrap();
     let other = TcpStore::connect(host.address(), &longest(1)).unwrap();
     host.set("key", b"value").unwrap();
-    assert_eq!(other.wait(&["key".to_owned()], Duration::MAX).unwrap().unwrap(), [b"value"]);
+    assert_eq!(
+        other
+            .wait(&["key".to_owned()], Duration::MAX)
+            .unwrap()
+            .unwrap(),
+        [b"value"]
+    );
     // So many milliseconds do not fit in 64 bits. The lowest 64 are 384 of them.
     let long = Duration::from_secs(18_446_744_073_709_552);
     thread::scope(|scope| {
@@ -80,7 +96,10 @@ fn waiting_in_vain_names_the_keys_and_the_store_goes_on() {
     let host = host();
     host.set("there", b"").unwrap();
     let keys = ["here", "there", "nowhere"].map(str::to_owned);
-    let missing = host.wait(&keys, Duration::from_millis(50)).unwrap().unwrap_err();
+    let missing = host
+        .wait(&keys, Duration::from_millis(50))
+        .unwrap()
+        .unwrap_err();
     assert_eq!(missing, ["here", "nowhere"]);
     assert_eq!(host.add("n", 1).unwrap(), 1);
 }
@@ -101,7 +120,9 @@ fn additions_of_all_add_up() {
     assert_eq!(host.add("sum", 0).unwrap(), 0);
     assert_eq!(host.add("sum", -5).unwrap(), -5);
     host.set("text", b"text").unwrap();
-    assert!(matches!(host.add("text", 1), Err(CommError::Store { message, .. }) if message.contains("no number")));
+    assert!(
+        matches!(host.add("text", 1), Err(CommError::Store { message, .. }) if message.contains("no number"))
+    );
 }
 
 #[test]
@@ -112,11 +133,26 @@ fn exactly_one_sets_what_was_not_set() {
             let store = client(&host, rank.into());
             scope.spawn(move || store.compare_and_set("nonce", None, &[rank]).unwrap())
         });
-        setters.into_iter().map(|setter| setter.join().unwrap()).collect()
+        setters
+            .into_iter()
+            .map(|setter| setter.join().unwrap())
+            .collect()
     });
-    assert!(values.iter().all(|value| *value == values[0] && value.len() == 1), "{values:?}");
-    assert_eq!(host.compare_and_set("nonce", Some(b"other"), b"x").unwrap(), values[0]);
-    assert_eq!(host.compare_and_set("nonce", Some(&values[0]), b"x").unwrap(), b"x");
+    assert!(
+        values
+            .iter()
+            .all(|value| *value == values[0] && value.len() == 1),
+        "{values:?}"
+    );
+    assert_eq!(
+        host.compare_and_set("nonce", Some(b"other"), b"x").unwrap(),
+        values[0]
+    );
+    assert_eq!(
+        host.compare_and_set("nonce", Some(&values[0]), b"x")
+            .unwrap(),
+        b"x"
+    );
     assert_eq!(host.get("nonce").unwrap().unwrap(), b"x");
 }
 
@@ -143,8 +179,20 @@ fn a_second_process_of_a_rank_is_refused_at_the_deadline() {
     let host = host();
     let _first = client(&host, 1);
     let deadline = Duration::from_millis(200);
-    let error = TcpStore::connect(host.address(), &StoreOptions { deadline, ..options(1) }).unwrap_err();
-    assert!(error.to_string().contains("another process has already joined as rank 1"), "{error}");
+    let error = TcpStore::connect(
+        host.address(),
+        &StoreOptions {
+            deadline,
+            ..options(1)
+        },
+    )
+    .unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains("another process has already joined as rank 1"),
+        "{error}"
+    );
     assert!(error.to_string().contains("within 200ms"), "{error}");
 }
 
@@ -153,17 +201,25 @@ fn limits_are_errors_and_not_lost_connections() {
     let host = host();
     let long = "k".repeat(MAX_KEY_BYTES + 1);
     assert!(matches!(host.set(&long, b""), Err(CommError::Store { .. })));
-    assert!(matches!(host.set("key", &vec![0; MAX_VALUE_BYTES + 1]), Err(CommError::Store { .. })));
+    assert!(matches!(
+        host.set("key", &vec![0; MAX_VALUE_BYTES + 1]),
+        Err(CommError::Store { .. })
+    ));
     host.set(&long[1..], b"value").unwrap();
     // A request or a reply may be too long as a whole.
     host.set("large", &vec![0; MAX_VALUE_BYTES]).unwrap();
     let refused = [
-        host.compare_and_set("key", Some(&vec![0; MAX_VALUE_BYTES + 1]), b"").map(drop),
+        host.compare_and_set("key", Some(&vec![0; MAX_VALUE_BYTES + 1]), b"")
+            .map(drop),
         host.wait(&vec!["large".to_owned(); 5], DEADLINE).map(drop),
-        host.wait(&vec![long[1..].to_owned(); 20_000], DEADLINE).map(drop),
+        host.wait(&vec![long[1..].to_owned(); 20_000], DEADLINE)
+            .map(drop),
     ];
     for refused in refused {
-        assert!(matches!(refused, Err(CommError::Store { .. })), "{refused:?}");
+        assert!(
+            matches!(refused, Err(CommError::Store { .. })),
+            "{refused:?}"
+        );
         assert_eq!(host.get(&long[1..]).unwrap().unwrap(), b"value");
     }
 }
@@ -174,13 +230,19 @@ fn a_store_that_is_gone_is_an_error() {
     let other = client(&host, 1);
     drop(host);
     assert!(matches!(other.get("key"), Err(CommError::Store { .. })));
-    assert!(matches!(other.set("key", b""), Err(CommError::Store { message, .. }) if message.contains("lost")));
+    assert!(
+        matches!(other.set("key", b""), Err(CommError::Store { message, .. }) if message.contains("lost"))
+    );
 }
 
 #[test]
 fn strangers_are_not_served() {
     let host = host();
-    for said in [&b"GET / HTTP/1.1\r\n\r\n"[..], &u32::MAX.to_le_bytes(), &[8, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]] {
+    for said in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        &u32::MAX.to_le_bytes(),
+        &[8, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8],
+    ] {
         let mut stranger = TcpStream::connect(host.address()).unwrap();
         stranger.set_read_timeout(Some(DEADLINE)).unwrap();
         stranger.write_all(said).unwrap();

@@ -1,5 +1,6 @@
-//! Strangers at every port of a job that is open while its ranks meet and while it runs: they send greetings with a few
-//! bytes changed, recorded ones, nothing, or noise. The job must not notice, and must not grow.
+//! Strangers at every port of a job that is open while its ranks meet and while it runs: they send
+//! greetings with a few bytes changed, recorded ones, nothing, or noise. The job must not notice,
+//! and must not grow.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -26,7 +27,10 @@ struct Random(u64);
 impl Random {
     fn next(&mut self, below: usize) -> usize {
         // The constants are those of a common generator of this kind.
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as usize % below.max(1)
     }
 }
@@ -49,13 +53,18 @@ fn environment(rank: usize, port: u16) -> Environment {
 
 /// Returns the ports on which this process listens.
 fn listening() -> Vec<u16> {
-    let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| fs::read_link(entry.unwrap().path()).ok());
-    let own: Vec<String> = links.filter_map(|link| link.to_str().map(str::to_owned)).collect();
+    let links = fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .filter_map(|entry| fs::read_link(entry.unwrap().path()).ok());
+    let own: Vec<String> = links
+        .filter_map(|link| link.to_str().map(str::to_owned))
+        .collect();
     let table = fs::read_to_string("/proc/self/net/tcp").unwrap();
     let port = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
         // The state 0A is that of a listener.
-        let is_own = words.get(3) == Some(&"0A") && own.contains(&format!("socket:[{}]", words.get(9)?));
+        let is_own =
+            words.get(3) == Some(&"0A") && own.contains(&format!("socket:[{}]", words.get(9)?));
         is_own.then(|| u16::from_str_radix(words[1].split_once(':').unwrap().1, 16).unwrap())
     };
     table.lines().filter_map(port).collect()
@@ -87,11 +96,20 @@ fn greeting() -> Vec<u8> {
         let rank = scope.spawn(move || {
             let secret = Some(Secret::new("the secret of this test").unwrap());
             let (deadline, job) = (Duration::from_secs(2), "job".to_owned());
-            let options = StoreOptions { job, secret, insecure: false, rank: 1, world_size: RANKS, deadline };
+            let options = StoreOptions {
+                job,
+                secret,
+                insecure: false,
+                rank: 1,
+                world_size: RANKS,
+                deadline,
+            };
             TcpStore::connect(&address, &options).err().unwrap()
         });
         let (mut stream, _) = listener.accept().unwrap();
-        stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+        stream
+            .set_read_timeout(Some(Duration::from_millis(300)))
+            .unwrap();
         let mut heard = Vec::new();
         let mut buffer = [0; 4096];
         while let Ok(count @ 1..) = stream.read(&mut buffer) {
@@ -106,8 +124,12 @@ fn greeting() -> Vec<u8> {
 /// Makes one connection that does its worst.
 fn bother(port: u16, greeting: &[u8], random: &mut Random) -> Option<TcpStream> {
     let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).ok()?;
-    stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
-    stream.set_read_timeout(Some(Duration::from_millis(5))).unwrap();
+    stream
+        .set_write_timeout(Some(Duration::from_millis(200)))
+        .unwrap();
+    stream
+        .set_read_timeout(Some(Duration::from_millis(5)))
+        .unwrap();
     let mut said = greeting.to_vec();
     for _ in 0..random.next(4) {
         if !said.is_empty() {
@@ -119,7 +141,11 @@ fn bother(port: u16, greeting: &[u8], random: &mut Random) -> Option<TcpStream> 
         // A greeting that breaks off, one that goes on, noise, a claim of much to come, or nothing.
         0 => said.truncate(random.next(said.len())),
         1 => said.extend((0..random.next(4096)).map(|_| random.next(256) as u8)),
-        2 => said = (0..random.next(1 << 16)).map(|_| random.next(256) as u8).collect(),
+        2 => {
+            said = (0..random.next(1 << 16))
+                .map(|_| random.next(256) as u8)
+                .collect()
+        }
         3 => said.extend((u32::MAX - random.next(1 << 20) as u32).to_le_bytes()),
         4 => said.clear(),
         _ => {}
@@ -146,7 +172,11 @@ fn bother_all(ports: &[u16], connections: usize, greeting: &[u8], seed: u64) {
     let mut random = Random(seed);
     let mut kept = Vec::new();
     for _ in 0..connections {
-        kept.extend(bother(ports[random.next(ports.len())], greeting, &mut random));
+        kept.extend(bother(
+            ports[random.next(ports.len())],
+            greeting,
+            &mut random,
+        ));
         // Some stay open and silent.
         if kept.len() > 100 {
             kept.clear();
@@ -158,7 +188,10 @@ fn bother_all(ports: &[u16], connections: usize, greeting: &[u8], seed: u64) {
 fn work(group: &ProcessGroup, end: &AtomicBool) -> usize {
     let mut count = 0;
     loop {
-        let mut buffer = [group.rank() as f32 + 1.0, f32::from(u8::from(end.load(Ordering::Relaxed)))];
+        let mut buffer = [
+            group.rank() as f32 + 1.0,
+            f32::from(u8::from(end.load(Ordering::Relaxed))),
+        ];
         group.all_reduce(&mut buffer, ReduceOp::Sum).unwrap();
         assert_eq!(buffer[0], 6.0);
         count += 1;
@@ -170,18 +203,24 @@ fn work(group: &ProcessGroup, end: &AtomicBool) -> usize {
     }
 }
 
-/// Lets strangers bother a job in which groups of more ranks than this are large. The ports of its ranks stay open if
-/// it is large itself.
+/// Lets strangers bother a job in which groups of more ranks than this are large. The ports of its
+/// ranks stay open if it is large itself.
 fn bother_a_job(direct_up_to: usize) {
     let greeting = greeting();
     assert!(!greeting.is_empty());
-    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
     let end = AtomicBool::new(false);
     thread::scope(|scope| {
         let join = |rank: usize| {
             let end = &end;
             scope.spawn(move || {
-                let group = TcpOptions::new(environment(rank, port)).deadline(DEADLINE).direct_up_to(direct_up_to);
+                let group = TcpOptions::new(environment(rank, port))
+                    .deadline(DEADLINE)
+                    .direct_up_to(direct_up_to);
                 let group = group.connect().unwrap();
                 work(&group, end)
             })
@@ -192,12 +231,19 @@ fn bother_a_job(direct_up_to: usize) {
         let before = resident_bytes();
         bother_all(&ports, CONNECTIONS, &greeting, 1);
         ranks.push(join(RANKS - 1));
-        let ports = if direct_up_to < RANKS { wait_for_ports(1 + RANKS) } else { vec![port] };
+        let ports = if direct_up_to < RANKS {
+            wait_for_ports(1 + RANKS)
+        } else {
+            vec![port]
+        };
         bother_all(&ports, CONNECTIONS, &greeting, 2);
         let grown = resident_bytes().saturating_sub(before);
         end.store(true, Ordering::Relaxed);
         let counts: Vec<usize> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
-        assert!(counts[0] > 0 && counts.iter().all(|count| *count == counts[0]), "{counts:?}");
+        assert!(
+            counts[0] > 0 && counts.iter().all(|count| *count == counts[0]),
+            "{counts:?}"
+        );
         assert!(grown < GROWTH, "the process grew by {grown} bytes");
     });
 }

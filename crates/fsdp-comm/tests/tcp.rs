@@ -1,8 +1,14 @@
-//! The `tcp` backend does what every backend must do, between real processes, and what only processes can: die.
+//! The `tcp` backend does what every backend must do, between real processes, and what only
+//! processes can: die.
 //!
-//! A test starts this very program again for each rank, where `rank_process` finds out from its environment what to do.
+//! A test starts this very program again for each rank, where `rank_process` finds out from its
+//! environment what to do.
 
-#![expect(clippy::unwrap_used, clippy::expect_used, reason = "these are tests, and their helpers")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "these are tests, and their helpers"
+)]
 
 mod conformance;
 mod processes;
@@ -12,7 +18,8 @@ use std::time::Duration;
 
 use conformance::{Case, DEADLINE, cases};
 use fsdp_comm::{
-    BLAME_DIR, CommError, Environment, ProcessGroup, ReduceOp, Secret, StoreOptions, TcpOptions, TcpStore,
+    BLAME_DIR, CommError, Environment, ProcessGroup, ReduceOp, Secret, StoreOptions, TcpOptions,
+    TcpStore,
 };
 use processes::{Ranks, SHORT_DEADLINE, free_port};
 use rustix::process::Signal;
@@ -26,33 +33,58 @@ fn is_fatal(case: &Case) -> bool {
 #[test]
 fn rank_process() {
     let variable = |name: &str| std::env::var(name).ok();
-    let Some(what) = variable("FSDP_TEST") else { return };
+    let Some(what) = variable("FSDP_TEST") else {
+        return;
+    };
     if what == "a rank ends in the rendezvous" {
         let environment = Environment::from_env().unwrap();
         if variable("FSDP_TEST_VICTIM") == Some(environment.rank.to_string()) {
             join_and_end(&environment);
         } else {
-            println!("{}", TcpOptions::new(environment).deadline(DEADLINE).connect().unwrap_err());
+            println!(
+                "{}",
+                TcpOptions::new(environment)
+                    .deadline(DEADLINE)
+                    .connect()
+                    .unwrap_err()
+            );
         }
         return;
     }
     let memory = variable("FSDP_TEST_MEMORY");
     let shared_memory = memory.as_deref() == Some("shared");
-    let options = TcpOptions::new(Environment::from_env().unwrap()).deadline(DEADLINE).shared_memory(shared_memory);
-    let options = if memory.as_deref() == Some("relayed") { options.direct_up_to(1) } else { options };
+    let options = TcpOptions::new(Environment::from_env().unwrap())
+        .deadline(DEADLINE)
+        .shared_memory(shared_memory);
+    let options = if memory.as_deref() == Some("relayed") {
+        options.direct_up_to(1)
+    } else {
+        options
+    };
     let group = options.connect().unwrap();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    let mapped = maps.lines().filter(|line| line.contains("memfd:fsdp")).count();
-    assert_eq!(mapped, if shared_memory { group.world_size() } else { 0 }, "{maps}");
+    let mapped = maps
+        .lines()
+        .filter(|line| line.contains("memfd:fsdp"))
+        .count();
+    assert_eq!(
+        mapped,
+        if shared_memory { group.world_size() } else { 0 },
+        "{maps}"
+    );
     if let Some(len) = what.strip_prefix("until it fails, of ") {
         let len: usize = len.parse().unwrap();
         let victim: usize = variable("FSDP_TEST_VICTIM").unwrap().parse().unwrap();
-        let deadline = Duration::from_secs(variable("FSDP_TEST_DEADLINE").unwrap().parse().unwrap());
+        let deadline =
+            Duration::from_secs(variable("FSDP_TEST_DEADLINE").unwrap().parse().unwrap());
         // Only for the operations: processes may take long to start.
         let group = group.with_deadline(deadline);
         let error = loop {
             let mut buffer = vec![group.rank() as f32; len];
-            match group.all_reduce(&mut buffer, ReduceOp::Sum).and_then(|()| group.agree("save", Ok::<_, String>(()))) {
+            match group
+                .all_reduce(&mut buffer, ReduceOp::Sum)
+                .and_then(|()| group.agree("save", Ok::<_, String>(())))
+            {
                 Ok(()) => std::fs::OpenOptions::new()
                     .append(true)
                     .open(variable("FSDP_TEST_LOG").unwrap())
@@ -63,7 +95,10 @@ fn rank_process() {
             }
         };
         println!("{error}");
-        assert!(matches!(error, CommError::RankLeft { rank, .. } if rank == victim), "{error:?}");
+        assert!(
+            matches!(error, CommError::RankLeft { rank, .. } if rank == victim),
+            "{error:?}"
+        );
         assert_eq!(group.barrier(), Err(error));
         return;
     }
@@ -74,8 +109,13 @@ fn rank_process() {
         "a rank of a large job aborts" => return abort_in_a_large_job(&group),
         _ => {}
     }
-    let mut chosen: Vec<Case> = cases().into_iter().filter(|case| case.name.starts_with(&what)).collect();
-    chosen.retain(|case| case.worlds.contains(&group.world_size()) && (case.name == what || !is_fatal(case)));
+    let mut chosen: Vec<Case> = cases()
+        .into_iter()
+        .filter(|case| case.name.starts_with(&what))
+        .collect();
+    chosen.retain(|case| {
+        case.worlds.contains(&group.world_size()) && (case.name == what || !is_fatal(case))
+    });
     let last = chosen.pop().expect("there is such a case");
     for case in chosen {
         case.run(group.clone());
@@ -88,18 +128,33 @@ fn agree_in_a_large_group(group: &ProcessGroup) {
     let ranks: Vec<u64> = (0..group.world_size() as u64).collect();
     for _ in 0..3 {
         let mut gathered = vec![0; ranks.len()];
-        group.all_gather_into(&mut gathered, &[group.rank() as u64]).unwrap();
+        group
+            .all_gather_into(&mut gathered, &[group.rank() as u64])
+            .unwrap();
         assert_eq!(gathered, ranks);
         group.barrier().unwrap();
     }
-    let own = if group.rank() == 7 { Err("the disk is full") } else { Ok(()) };
+    let own = if group.rank() == 7 {
+        Err("the disk is full")
+    } else {
+        Ok(())
+    };
     let outcome = group.agree("save", own);
-    let Err(CommError::RankFailed { failures, .. }) = &outcome else { panic!("{outcome:?}") };
-    assert_eq!(failures.iter().map(|failure| failure.rank).collect::<Vec<_>>(), [7], "{outcome:?}");
+    let Err(CommError::RankFailed { failures, .. }) = &outcome else {
+        panic!("{outcome:?}")
+    };
+    assert_eq!(
+        failures
+            .iter()
+            .map(|failure| failure.rank)
+            .collect::<Vec<_>>(),
+        [7],
+        "{outcome:?}"
+    );
 }
 
-/// The ranks of a large job, and the other ranks to which each of them is connected at first: those that are 1, 2, 4, 8
-/// or 16 places before or after it.
+/// The ranks of a large job, and the other ranks to which each of them is connected at first: those
+/// that are 1, 2, 4, 8 or 16 places before or after it.
 const LARGE: usize = 36;
 #[cfg(target_os = "linux")]
 const NEIGHBOURS: usize = 10;
@@ -110,16 +165,24 @@ fn connections() -> usize {
     let store: u16 = std::env::var("MASTER_PORT").unwrap().parse().unwrap();
     let links = std::fs::read_dir("/proc/self/fd").unwrap();
     let links = links.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok());
-    let own: Vec<String> = links.filter_map(|link| link.to_str().map(str::to_owned)).collect();
+    let own: Vec<String> = links
+        .filter_map(|link| link.to_str().map(str::to_owned))
+        .collect();
     let port = |address: &str| u16::from_str_radix(address.split_once(':').unwrap().1, 16).unwrap();
     let mut connections = BTreeSet::new();
-    // The system's list may lack a socket, or have it twice, if others are made or closed while it is read.
+    // The system's list may lack a socket, or have it twice, if others are made or closed while it
+    // is read.
     for _ in 0..5 {
-        for line in std::fs::read_to_string("/proc/self/net/tcp").unwrap().lines().skip(1) {
+        for line in std::fs::read_to_string("/proc/self/net/tcp")
+            .unwrap()
+            .lines()
+            .skip(1)
+        {
             let words: Vec<&str> = line.split_whitespace().collect();
             let socket = format!("socket:[{}]", words[9]);
             // The state 01 is that of a connection.
-            let is_connection = words[3] == "01" && ![port(words[1]), port(words[2])].contains(&store);
+            let is_connection =
+                words[3] == "01" && ![port(words[1]), port(words[2])].contains(&store);
             if is_connection && own.contains(&socket) {
                 connections.insert(socket);
             }
@@ -132,16 +195,22 @@ fn connections() -> usize {
 #[cfg(target_os = "linux")]
 fn assert_connections(expected: std::ops::Range<usize>) {
     let found = connections();
-    assert!(expected.contains(&found), "{found} connections, and not {expected:?}");
+    assert!(
+        expected.contains(&found),
+        "{found} connections, and not {expected:?}"
+    );
 }
 
-/// Works with neighbours first, then with one other rank, and then with all, and counts the connections.
+/// Works with neighbours first, then with one other rank, and then with all, and counts the
+/// connections.
 fn connect_when_needed(group: &ProcessGroup) {
     let rank = group.rank();
     for _ in 0..3 {
         group.barrier().unwrap();
         let mut gathered = vec![0; LARGE];
-        group.all_gather_into(&mut gathered, &[rank as u64]).unwrap();
+        group
+            .all_gather_into(&mut gathered, &[rank as u64])
+            .unwrap();
         assert_eq!(gathered, (0..LARGE as u64).collect::<Vec<_>>());
     }
     #[cfg(target_os = "linux")]
@@ -149,13 +218,19 @@ fn connect_when_needed(group: &ProcessGroup) {
     // Nobody makes more before all have counted.
     group.barrier().unwrap();
     // Both ranks of each pair begin to send at the same time.
-    let pairs: Vec<_> =
-        (0..LARGE / 2).filter_map(|first| group.subgroup(&[first, first + LARGE / 2]).unwrap()).collect();
-    let [pair] = &pairs[..] else { panic!("{} pairs", pairs.len()) };
+    let pairs: Vec<_> = (0..LARGE / 2)
+        .filter_map(|first| group.subgroup(&[first, first + LARGE / 2]).unwrap())
+        .collect();
+    let [pair] = &pairs[..] else {
+        panic!("{} pairs", pairs.len())
+    };
     for number in 0..20 {
         let mut buffer = vec![rank as u32 + number; 10_000];
         pair.all_reduce(&mut buffer, ReduceOp::Sum).unwrap();
-        assert_eq!(buffer, vec![(2 * (rank % (LARGE / 2)) + LARGE / 2) as u32 + 2 * number; 10_000]);
+        assert_eq!(
+            buffer,
+            vec![(2 * (rank % (LARGE / 2)) + LARGE / 2) as u32 + 2 * number; 10_000]
+        );
     }
     #[cfg(target_os = "linux")]
     assert_connections(NEIGHBOURS + 1..NEIGHBOURS + 3);
@@ -163,8 +238,15 @@ fn connect_when_needed(group: &ProcessGroup) {
     // More than fits in the records, so each rank sends to each other.
     let mut gathered = vec![0; LARGE * 3000];
     for number in 0..3 {
-        group.all_gather_into(&mut gathered, &vec![(rank + number) as u64; 3000]).unwrap();
-        assert!(gathered.iter().enumerate().all(|(at, &value)| value == (at / 3000 + number) as u64));
+        group
+            .all_gather_into(&mut gathered, &vec![(rank + number) as u64; 3000])
+            .unwrap();
+        assert!(
+            gathered
+                .iter()
+                .enumerate()
+                .all(|(at, &value)| value == (at / 3000 + number) as u64)
+        );
     }
     #[cfg(target_os = "linux")]
     assert_connections(LARGE - 1..2 * LARGE);
@@ -184,7 +266,12 @@ fn lose_a_rank_of_a_large_job(group: &ProcessGroup) {
         // Without a goodbye.
         std::process::exit(101);
     }
-    let is_named = |error: CommError| assert!(matches!(error, CommError::RankLeft { rank: VICTIM, .. }), "{error:?}");
+    let is_named = |error: CommError| {
+        assert!(
+            matches!(error, CommError::RankLeft { rank: VICTIM, .. }),
+            "{error:?}"
+        )
+    };
     if let Some(pair) = pair {
         is_named(pair.barrier().unwrap_err());
     }
@@ -202,18 +289,39 @@ fn abort_in_a_large_job(group: &ProcessGroup) {
     }
     // Some hear of it while they are still in the barrier.
     let error = group.barrier().and_then(|()| group.barrier()).unwrap_err();
-    assert_eq!(error, CommError::Aborted { rank: 20, message: "cannot go on".to_owned() });
+    assert_eq!(
+        error,
+        CommError::Aborted {
+            rank: 20,
+            message: "cannot go on".to_owned()
+        }
+    );
 }
 
 /// Joins the store of a job, and ends once all other ranks wait for the address of this one.
 fn join_and_end(environment: &Environment) {
-    let &Environment { rank, world_size, .. } = environment;
+    let &Environment {
+        rank, world_size, ..
+    } = environment;
     let job = environment.job.clone();
-    let options = StoreOptions { job, secret: None, insecure: false, rank, world_size, deadline: DEADLINE };
-    let join = if rank == 0 { TcpStore::host } else { TcpStore::connect };
+    let options = StoreOptions {
+        job,
+        secret: None,
+        insecure: false,
+        rank,
+        world_size,
+        deadline: DEADLINE,
+    };
+    let join = if rank == 0 {
+        TcpStore::host
+    } else {
+        TcpStore::connect
+    };
     let store = join(&environment.master(), &options).unwrap();
-    let others: Vec<String> =
-        (0..world_size).filter(|&other| other != rank).map(|other| format!("tcp/address/{other}")).collect();
+    let others: Vec<String> = (0..world_size)
+        .filter(|&other| other != rank)
+        .map(|other| format!("tcp/address/{other}"))
+        .collect();
     store.wait(&others, DEADLINE).unwrap().unwrap();
 }
 
@@ -223,7 +331,8 @@ fn run_all(prefix: &str, memory: &str) {
         let fits = |case: &Case| case.name.starts_with(prefix) && case.worlds.contains(&world_size);
         let cases: Vec<Case> = cases().into_iter().filter(fits).collect();
         if cases.iter().any(|case| !is_fatal(case)) {
-            Ranks::start(world_size, prefix, &[("FSDP_TEST_MEMORY", memory)]).assert_casualties(&[]);
+            Ranks::start(world_size, prefix, &[("FSDP_TEST_MEMORY", memory)])
+                .assert_casualties(&[]);
         }
         for case in cases.iter().filter(|case| is_fatal(case)) {
             let ranks = Ranks::start(world_size, &case.name, &[("FSDP_TEST_MEMORY", memory)]);
@@ -263,19 +372,33 @@ conformance_tests! {
 
 #[test]
 fn ranks_agree_in_a_group_that_is_so_large_that_records_travel_through_others() {
-    Ranks::start(36, "the ranks of a large group agree", &[("FSDP_TEST_MEMORY", "none")]).assert_casualties(&[]);
+    Ranks::start(
+        36,
+        "the ranks of a large group agree",
+        &[("FSDP_TEST_MEMORY", "none")],
+    )
+    .assert_casualties(&[]);
 }
 
 #[test]
 fn the_ranks_of_a_large_job_connect_when_they_need_to() {
     let variables = [("FSDP_TEST_MEMORY", "none")];
-    Ranks::start(LARGE, "the ranks of a large job connect when they need to", &variables).assert_casualties(&[]);
+    Ranks::start(
+        LARGE,
+        "the ranks of a large job connect when they need to",
+        &variables,
+    )
+    .assert_casualties(&[]);
 }
 
 #[test]
 fn a_rank_of_a_large_job_that_ends_is_named_at_once_by_ranks_that_are_not_connected_to_it() {
     for memory in ["none", "shared"] {
-        let mut ranks = Ranks::start(LARGE, "a rank of a large job ends", &[("FSDP_TEST_MEMORY", memory)]);
+        let mut ranks = Ranks::start(
+            LARGE,
+            "a rank of a large job ends",
+            &[("FSDP_TEST_MEMORY", memory)],
+        );
         let survivors: Vec<usize> = (0..LARGE).filter(|&rank| rank != 20).collect();
         ranks.wait_for(&survivors, DEADLINE / 2);
     }
@@ -284,16 +407,25 @@ fn a_rank_of_a_large_job_that_ends_is_named_at_once_by_ranks_that_are_not_connec
 #[test]
 fn all_ranks_of_a_large_job_hear_of_an_abort_at_once() {
     for memory in ["none", "shared"] {
-        let mut ranks = Ranks::start(LARGE, "a rank of a large job aborts", &[("FSDP_TEST_MEMORY", memory)]);
+        let mut ranks = Ranks::start(
+            LARGE,
+            "a rank of a large job aborts",
+            &[("FSDP_TEST_MEMORY", memory)],
+        );
         ranks.wait_for(&(0..LARGE).collect::<Vec<_>>(), DEADLINE / 2);
     }
 }
 
-/// Sends a signal to a rank while all exchange numbers; the others must end by themselves, with an error that names it.
+/// Sends a signal to a rank while all exchange numbers; the others must end by themselves, with an
+/// error that names it.
 fn hit(signal: Signal, victim: usize, len: usize, memory: &str, reason: &str) {
     let log = tempfile::NamedTempFile::new().unwrap();
     // A rank that stops is noticed at the deadline, and one that dies long before it.
-    let (deadline, limit) = if signal == Signal::STOP { (SHORT_DEADLINE, DEADLINE) } else { (DEADLINE, DEADLINE / 2) };
+    let (deadline, limit) = if signal == Signal::STOP {
+        (SHORT_DEADLINE, DEADLINE)
+    } else {
+        (DEADLINE, DEADLINE / 2)
+    };
     let (victim_variable, seconds) = (victim.to_string(), deadline.as_secs().to_string());
     let blame = tempfile::tempdir().unwrap();
     let variables = [
@@ -311,7 +443,10 @@ fn hit(signal: Signal, victim: usize, len: usize, memory: &str, reason: &str) {
     ranks.signal(victim, signal);
     let survivors: Vec<usize> = (0..3).filter(|&rank| rank != victim).collect();
     for (rank, output) in ranks.wait_for(&survivors, limit) {
-        assert!(output.contains(reason) && output.contains(&format!("rank {victim}")), "rank {rank}: {output}");
+        assert!(
+            output.contains(reason) && output.contains(&format!("rank {victim}")),
+            "rank {rank}: {output}"
+        );
         let blamed = std::fs::read_to_string(blame.path().join(rank.to_string())).unwrap();
         assert_eq!(blamed, victim.to_string(), "rank {rank}");
     }
@@ -355,27 +490,36 @@ fn environment(rank: usize, world_size: usize, port: u16, job: &str) -> Environm
         ("FSDP_JOB_ID", job.to_owned()),
     ];
     Environment::from_variables(|name| {
-        variables.iter().find(|variable| variable.0 == name).map(|variable| variable.1.clone())
+        variables
+            .iter()
+            .find(|variable| variable.0 == name)
+            .map(|variable| variable.1.clone())
     })
     .unwrap()
 }
 
 fn meet(environment: Environment, milliseconds: u64) -> Result<fsdp_comm::ProcessGroup, CommError> {
-    TcpOptions::new(environment).deadline(Duration::from_millis(milliseconds)).connect()
+    TcpOptions::new(environment)
+        .deadline(Duration::from_millis(milliseconds))
+        .connect()
 }
 
-/// Returns an address of this host that only hosts on one of its links reach, with its zone, which is the name or the
-/// number of the device of that link; `None` if there is none.
+/// Returns an address of this host that only hosts on one of its links reach, with its zone, which
+/// is the name or the number of the device of that link; `None` if there is none.
 #[cfg(target_os = "linux")]
 fn link_local() -> Option<[String; 2]> {
     let table = std::fs::read_to_string("/proc/net/if_inet6").ok()?;
     table.lines().find_map(|line| {
-        let [address, number, _, "20", _, device] = line.split_whitespace().collect::<Vec<_>>()[..] else {
+        let [address, number, _, "20", _, device] = line.split_whitespace().collect::<Vec<_>>()[..]
+        else {
             return None;
         };
         let address = std::net::Ipv6Addr::from(u128::from_str_radix(address, 16).ok()?);
         let number = u32::from_str_radix(number, 16).ok()?;
-        Some([format!("{address}%{device}"), format!("[{address}%{number}]")])
+        Some([
+            format!("{address}%{device}"),
+            format!("[{address}%{number}]"),
+        ])
     })
 }
 
@@ -392,7 +536,9 @@ fn ranks_meet_at_an_address_of_one_link() {
         };
         std::thread::scope(|scope| {
             let ranks = [0, 1, 2].map(|rank| scope.spawn(move || join(rank)));
-            ranks.into_iter().for_each(|rank| assert_eq!(rank.join().unwrap(), Ok(()), "{master}"));
+            ranks
+                .into_iter()
+                .for_each(|rank| assert_eq!(rank.join().unwrap(), Ok(()), "{master}"));
         });
     }
 }
@@ -407,8 +553,13 @@ fn a_rank_learns_from_its_launcher_how_many_ranks_are_on_its_host() {
     };
     let found = std::thread::scope(|scope| {
         let ranks = [Some(2), Some(2), None].into_iter().enumerate();
-        let ranks: Vec<_> = ranks.map(|(rank, local)| scope.spawn(move || on_host(rank, local))).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+        let ranks: Vec<_> = ranks
+            .map(|(rank, local)| scope.spawn(move || on_host(rank, local)))
+            .collect();
+        ranks
+            .into_iter()
+            .map(|rank| rank.join().unwrap())
+            .collect::<Vec<_>>()
     });
     assert_eq!(found, [2, 2, 1]);
 }
@@ -419,11 +570,26 @@ fn a_rank_that_does_not_come_is_named() {
     let (first, second) = std::thread::scope(|scope| {
         let first = scope.spawn(|| meet(environment(0, 3, port, "job"), 700));
         // The first to give up does so for all.
-        (meet(environment(2, 3, port, "job"), 60_000), first.join().unwrap())
+        (
+            meet(environment(2, 3, port, "job"), 60_000),
+            first.join().unwrap(),
+        )
     });
     for error in [first.unwrap_err(), second.unwrap_err()] {
-        let CommError::Rendezvous { joined, missing, address, .. } = &error else { panic!("{error:?}") };
-        assert_eq!((&joined[..], &missing[..]), (&[0, 2][..], &[1][..]), "{error}");
+        let CommError::Rendezvous {
+            joined,
+            missing,
+            address,
+            ..
+        } = &error
+        else {
+            panic!("{error:?}")
+        };
+        assert_eq!(
+            (&joined[..], &missing[..]),
+            (&[0, 2][..], &[1][..]),
+            "{error}"
+        );
         assert_eq!(*address, format!("127.0.0.1:{port}"));
     }
 }
@@ -433,11 +599,17 @@ fn a_rank_that_ends_in_the_rendezvous_is_named_at_once() {
     for victim in [0, 2] {
         let blame = tempfile::tempdir().unwrap();
         let victim_variable = victim.to_string();
-        let variables = [(BLAME_DIR, blame.path().to_str().unwrap()), ("FSDP_TEST_VICTIM", &victim_variable)];
+        let variables = [
+            (BLAME_DIR, blame.path().to_str().unwrap()),
+            ("FSDP_TEST_VICTIM", &victim_variable),
+        ];
         let mut ranks = Ranks::start(3, "a rank ends in the rendezvous", &variables);
         let others: Vec<usize> = (0..3).filter(|&rank| rank != victim).collect();
         for (rank, output) in ranks.wait_for(&others, DEADLINE / 2) {
-            assert!(output.contains(&format!("(missing: rank {victim})")), "rank {rank}: {output}");
+            assert!(
+                output.contains(&format!("(missing: rank {victim})")),
+                "rank {rank}: {output}"
+            );
             let blamed = std::fs::read_to_string(blame.path().join(rank.to_string())).unwrap();
             assert_eq!(blamed, victim_variable, "rank {rank}");
         }
@@ -467,7 +639,12 @@ fn ranks_meet_although_rank_0_does_not_know_the_address_of_its_own_name() {
 #[test]
 fn the_longest_deadline_is_one() {
     let port = free_port();
-    let connect = |rank| TcpOptions::new(environment(rank, 2, port, "job")).deadline(Duration::MAX).connect().unwrap();
+    let connect = |rank| {
+        TcpOptions::new(environment(rank, 2, port, "job"))
+            .deadline(Duration::MAX)
+            .connect()
+            .unwrap()
+    };
     std::thread::scope(|scope| {
         let other = scope.spawn(move || connect(1).barrier());
         connect(0).barrier().unwrap();
@@ -482,7 +659,10 @@ fn nobody_at_the_address_is_an_error() {
         matches!(&error, CommError::Rendezvous { message, .. } if message.contains("could not reach rank 0")),
         "{error:?}"
     );
-    assert!(matches!(&error, CommError::Rendezvous { missing, .. } if missing[..] == [0]), "{error:?}");
+    assert!(
+        matches!(&error, CommError::Rendezvous { missing, .. } if missing[..] == [0]),
+        "{error:?}"
+    );
     let elsewhere = Environment::from_variables(|name| match name {
         "RANK" => Some("0".to_owned()),
         "WORLD_SIZE" => Some("2".to_owned()),
@@ -492,7 +672,10 @@ fn nobody_at_the_address_is_an_error() {
         _ => None,
     });
     let error = meet(elsewhere.unwrap(), 300).unwrap_err();
-    assert!(matches!(&error, CommError::Rendezvous { message, .. } if message.contains("MASTER_ADDR")), "{error:?}");
+    assert!(
+        matches!(&error, CommError::Rendezvous { message, .. } if message.contains("MASTER_ADDR")),
+        "{error:?}"
+    );
 }
 
 #[test]
@@ -500,7 +683,10 @@ fn a_taken_port_is_an_error() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     let error = meet(environment(0, 2, port, "job"), 500).unwrap_err();
-    assert!(matches!(&error, CommError::Rendezvous { message, .. } if message.contains("MASTER_PORT")), "{error:?}");
+    assert!(
+        matches!(&error, CommError::Rendezvous { message, .. } if message.contains("MASTER_PORT")),
+        "{error:?}"
+    );
     // Whoever has taken it says nothing.
     let error = meet(environment(1, 2, port, "job"), 500).unwrap_err();
     assert!(matches!(&error, CommError::Rendezvous { .. }), "{error:?}");
@@ -523,17 +709,30 @@ fn jobs_without_a_name_or_a_secret_do_not_meet() {
 fn two_jobs_on_one_port_never_pair() {
     let port = free_port();
     std::thread::scope(|scope| {
-        let first = scope.spawn(|| meet(environment(0, 2, port, "one"), 5000).map(|group| group.barrier()));
-        let refused = [("two", 1, 2, "another job"), ("one", 1, 3, "world size is 3"), ("one", 0, 2, "MASTER_PORT")];
+        let first =
+            scope.spawn(|| meet(environment(0, 2, port, "one"), 5000).map(|group| group.barrier()));
+        let refused = [
+            ("two", 1, 2, "another job"),
+            ("one", 1, 3, "world size is 3"),
+            ("one", 0, 2, "MASTER_PORT"),
+        ];
         for (job, rank, world_size, reason) in refused {
             // The port must be open by then.
             while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {}
             let error = meet(environment(rank, world_size, port, job), 3000).unwrap_err();
-            assert!(matches!(&error, CommError::Rendezvous { message, .. } if message.contains(reason)), "{error:?}");
+            assert!(
+                matches!(&error, CommError::Rendezvous { message, .. } if message.contains(reason)),
+                "{error:?}"
+            );
         }
         let second = meet(environment(1, 2, port, "one"), 5000).unwrap();
         let error = meet(environment(1, 2, port, "one"), 500).unwrap_err();
-        assert!(error.to_string().contains("another process has already joined as rank 1"), "{error}");
+        assert!(
+            error
+                .to_string()
+                .contains("another process has already joined as rank 1"),
+            "{error}"
+        );
         second.barrier().unwrap();
         assert_eq!(first.join().unwrap(), Ok(Ok(())));
     });

@@ -1,5 +1,6 @@
-//! Ranks that torchrun starts meet through the store that its agent keeps. The agent here is a thread that speaks as
-//! much of torch's protocol as torch's own agent was seen to; the real one is met by `tests/interop/torchrun.py`.
+//! Ranks that torchrun starts meet through the store that its agent keeps. The agent here is a
+//! thread that speaks as much of torch's protocol as torch's own agent was seen to; the real one is
+//! met by `tests/interop/torchrun.py`.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, and their helpers")]
 
@@ -10,7 +11,9 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fsdp_comm::{CommError, Environment, ProcessGroup, ReduceOp, Secret, StoreOptions, TcpOptions, TcpStore};
+use fsdp_comm::{
+    CommError, Environment, ProcessGroup, ReduceOp, Secret, StoreOptions, TcpOptions, TcpStore,
+};
 
 /// Longer than anything takes that succeeds.
 const LONG: Duration = Duration::from_secs(10);
@@ -50,13 +53,18 @@ impl Agent {
                     let key = string(&mut stream)?;
                     // As torch's, which does not survive the question for a key that is not set.
                     let value = self.values.lock().unwrap()[&key].clone();
-                    stream.write_all(&[&(value.len() as u64).to_le_bytes(), value.as_bytes()].concat())?;
+                    stream.write_all(
+                        &[&(value.len() as u64).to_le_bytes(), value.as_bytes()].concat(),
+                    )?;
                 }
                 [6] => {
-                    let keys = (0..u64::from_le_bytes(read(&mut stream)?)).map(|_| string(&mut stream));
+                    let keys =
+                        (0..u64::from_le_bytes(read(&mut stream)?)).map(|_| string(&mut stream));
                     let keys = keys.collect::<io::Result<Vec<String>>>()?;
                     let values = self.values.lock().unwrap();
-                    let missing = |values: &mut HashMap<_, _>| !keys.iter().all(|key| values.contains_key(key));
+                    let missing = |values: &mut HashMap<_, _>| {
+                        !keys.iter().all(|key| values.contains_key(key))
+                    };
                     drop(self.changed.wait_while(values, missing).unwrap());
                     stream.write_all(&[0])?;
                 }
@@ -67,7 +75,11 @@ impl Agent {
 
     fn address(&self) -> Option<SocketAddr> {
         // A nonce follows it.
-        self.values.lock().unwrap().get(KEY).map(|value| value.split(' ').next().unwrap().parse().unwrap())
+        self.values
+            .lock()
+            .unwrap()
+            .get(KEY)
+            .map(|value| value.split(' ').next().unwrap().parse().unwrap())
     }
 }
 
@@ -107,13 +119,23 @@ fn environment(rank: usize, world_size: usize, port: u16) -> Environment {
         ("TORCHELASTIC_RESTART_COUNT", (rank % 2).to_string()),
     ];
     Environment::from_variables(|name| {
-        variables.iter().find(|variable| variable.0 == name).map(|variable| variable.1.clone())
+        variables
+            .iter()
+            .find(|variable| variable.0 == name)
+            .map(|variable| variable.1.clone())
     })
     .unwrap()
 }
 
-fn meet(rank: usize, world_size: usize, port: u16, deadline: Duration) -> Result<ProcessGroup, CommError> {
-    TcpOptions::new(environment(rank, world_size, port)).deadline(deadline).connect()
+fn meet(
+    rank: usize,
+    world_size: usize,
+    port: u16,
+    deadline: Duration,
+) -> Result<ProcessGroup, CommError> {
+    TcpOptions::new(environment(rank, world_size, port))
+        .deadline(deadline)
+        .connect()
 }
 
 /// Lets all ranks meet, the others a little before rank 0, and add up.
@@ -124,24 +146,38 @@ fn attempt(world_size: usize, port: u16) -> Vec<ProcessGroup> {
                 let group = meet(rank, world_size, port, LONG).unwrap();
                 let mut sum = [rank as f32, 1.0];
                 group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
-                assert_eq!(sum, [(0..world_size).sum::<usize>() as f32, world_size as f32]);
+                assert_eq!(
+                    sum,
+                    [(0..world_size).sum::<usize>() as f32, world_size as f32]
+                );
                 group
             })
         };
         let others: Vec<_> = (1..world_size).map(rank).collect();
         thread::sleep(Duration::from_millis(150));
         let first = rank(0);
-        [first].into_iter().chain(others).map(|rank| rank.join().unwrap()).collect()
+        [first]
+            .into_iter()
+            .chain(others)
+            .map(|rank| rank.join().unwrap())
+            .collect()
     })
 }
 
-/// Lets rank `rank` of 2 fail in a rendezvous at this port, in time, and returns the error's message.
+/// Lets rank `rank` of 2 fail in a rendezvous at this port, in time, and returns the error's
+/// message.
 fn failure(rank: usize, port: u16) -> String {
     let started = Instant::now();
     let error = meet(rank, 2, port, SHORT).unwrap_err();
-    assert!(started.elapsed() < SHORT + SLACK, "{:?}: {error}", started.elapsed());
+    assert!(
+        started.elapsed() < SHORT + SLACK,
+        "{:?}: {error}",
+        started.elapsed()
+    );
     match &error {
-        CommError::Rendezvous { address, message, .. } => {
+        CommError::Rendezvous {
+            address, message, ..
+        } => {
             assert_eq!(*address, format!("127.0.0.1:{port}"), "{error}");
             assert!(message.contains(&format!("rank {rank}")), "{error}");
             message.clone()
@@ -157,7 +193,10 @@ fn ranks_meet_through_the_agents_store() {
         let groups = attempt(world_size, port);
         assert_eq!(groups.len(), world_size);
         let address = agent.address().unwrap();
-        assert!(address.ip().is_loopback() && address.port() != port, "{address}");
+        assert!(
+            address.ip().is_loopback() && address.port() != port,
+            "{address}"
+        );
     }
 }
 
@@ -169,7 +208,10 @@ fn rank_0_beside_the_agent_is_reached_where_the_agent_is() {
             scope.spawn(move || {
                 let mut environment = environment(rank, 3, port);
                 environment.secret = Some(Secret::new("a secret of this test").unwrap());
-                let group = TcpOptions::new(environment).deadline(LONG).connect().unwrap();
+                let group = TcpOptions::new(environment)
+                    .deadline(LONG)
+                    .connect()
+                    .unwrap();
                 group.barrier().unwrap();
             });
         }
@@ -199,7 +241,11 @@ fn an_address_that_a_stranger_has_now_is_asked_for_again() {
     let is_mute = listen(|mut stream| drop(io::copy(&mut stream, &mut io::sink())));
     for stranger in [hangs_up, is_mute] {
         let (agent, port) = Agent::start();
-        agent.values.lock().unwrap().insert(KEY.to_owned(), format!("127.0.0.1:{stranger}"));
+        agent
+            .values
+            .lock()
+            .unwrap()
+            .insert(KEY.to_owned(), format!("127.0.0.1:{stranger}"));
         attempt(2, port);
     }
 }
@@ -207,20 +253,41 @@ fn an_address_that_a_stranger_has_now_is_asked_for_again() {
 #[test]
 fn an_address_that_another_job_of_the_same_name_has_now_is_asked_for_again() {
     let job = "job".to_owned();
-    let options = StoreOptions { job, secret: None, insecure: false, rank: 0, world_size: 2, deadline: LONG };
+    let options = StoreOptions {
+        job,
+        secret: None,
+        insecure: false,
+        rank: 0,
+        world_size: 2,
+        deadline: LONG,
+    };
     let other_job = TcpStore::host("127.0.0.1:0", &options).unwrap();
     let (agent, port) = Agent::start();
-    agent.values.lock().unwrap().insert(KEY.to_owned(), other_job.address().to_owned());
+    agent
+        .values
+        .lock()
+        .unwrap()
+        .insert(KEY.to_owned(), other_job.address().to_owned());
     attempt(2, port);
 }
 
 #[test]
 fn an_agent_that_is_not_there_is_an_error() {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
     for rank in [0, 1] {
         let message = failure(rank, port);
-        assert!(message.contains("could not connect to the store of torchrun's agent"), "{message}");
-        assert!(message.contains("refused") && message.contains("TORCHELASTIC_USE_AGENT_STORE"), "{message}");
+        assert!(
+            message.contains("could not connect to the store of torchrun's agent"),
+            "{message}"
+        );
+        assert!(
+            message.contains("refused") && message.contains("TORCHELASTIC_USE_AGENT_STORE"),
+            "{message}"
+        );
     }
 }
 
@@ -247,7 +314,10 @@ fn an_agent_that_answers_nonsense_is_an_error() {
     let len = |len: u64| [&[0][..], &len.to_le_bytes()].concat();
     let value = |value: &str| [&len(value.len() as u64), value.as_bytes()].concat();
     let answers = [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec(), "another protocol"),
+        (
+            b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec(),
+            "another protocol",
+        ),
         (vec![1; 64], "another protocol"),
         (len(u64::MAX), "18446744073709551615 bytes"),
         (len(161), "161 bytes"),
@@ -272,22 +342,43 @@ fn an_agent_that_answers_nonsense_is_an_error() {
 fn a_rank_0_that_does_not_come_is_an_error() {
     let (agent, port) = Agent::start();
     let message = failure(1, port);
-    assert!(message.contains("where rank 0 is") && message.contains("see what rank 0 says"), "{message}");
+    assert!(
+        message.contains("where rank 0 is") && message.contains("see what rank 0 says"),
+        "{message}"
+    );
     // Nor does one come to where the last one was.
-    let old = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    agent.values.lock().unwrap().insert(KEY.to_owned(), old.to_string());
+    let old = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap();
+    agent
+        .values
+        .lock()
+        .unwrap()
+        .insert(KEY.to_owned(), old.to_string());
     let message = failure(1, port);
-    assert!(message.contains(&old.to_string()) && message.contains("--local-addr"), "{message}");
+    assert!(
+        message.contains(&old.to_string()) && message.contains("--local-addr"),
+        "{message}"
+    );
 }
 
 #[test]
 fn two_ranks_0_are_an_error() {
     let theirs = "127.0.0.1:9";
-    let answer = [&[0][..], &(theirs.len() as u64).to_le_bytes(), theirs.as_bytes()].concat();
+    let answer = [
+        &[0][..],
+        &(theirs.len() as u64).to_le_bytes(),
+        theirs.as_bytes(),
+    ]
+    .concat();
     let port = listen(move |mut stream| {
         stream.write_all(&answer).ok();
         io::copy(&mut stream, &mut io::sink()).ok();
     });
     let message = failure(0, port);
-    assert!(message.contains(theirs) && message.contains("another rank 0"), "{message}");
+    assert!(
+        message.contains(theirs) && message.contains("another rank 0"),
+        "{message}"
+    );
 }

@@ -1,8 +1,9 @@
-//! The share of digests in the time of saves and loads, and the time in which two checkpoints are compared by them:
-//! `digest_cost [--json] [--runs N] [--mib N] [--directory DIR]`.
+//! The share of digests in the time of saves and loads, and the time in which two checkpoints are
+//! compared by them: `digest_cost [--json] [--runs N] [--mib N] [--directory DIR]`.
 //!
-//! One rank saves tensors of so many MiB together and loads them again, with digests and without, by turns; medians
-//! over N runs of each. The directory is best on tmpfs, where nothing else takes time.
+//! One rank saves tensors of so many MiB together and loads them again, with digests and without,
+//! by turns; medians over N runs of each. The directory is best on tmpfs, where nothing else takes
+//! time.
 
 use std::borrow::Cow;
 use std::error::Error;
@@ -39,7 +40,9 @@ impl PayloadSource for State {
     }
 
     fn value(&self, fqn: &str) -> std::result::Result<Cow<'_, PlainValue>, FileError> {
-        Err(FileError::NotStored { fqn: fqn.to_owned() })
+        Err(FileError::NotStored {
+            fqn: fqn.to_owned(),
+        })
     }
 }
 
@@ -47,7 +50,10 @@ fn save(path: &Path, state: &State, plan: &LocalPlan, digests: bool) -> Result<(
     let plans = [plan.clone()];
     let global = plan_save(&plans, PlanOptions::default())?;
     let staging = Durable::new().prepare(path, true)?;
-    let options = WriteOptions { digests, ..WriteOptions::default() };
+    let options = WriteOptions {
+        digests,
+        ..WriteOptions::default()
+    };
     let written = write_rank(&staging, 0, plan, &global.selections[0], state, &options)?;
     finish(staging, global.metadata, &[written], None)?;
     Ok(())
@@ -58,11 +64,26 @@ fn load(path: &Path, buffers: &mut [Vec<u8>], digest: bool) -> Result<()> {
     let destinations = buffers.iter_mut().enumerate().map(|(index, buffer)| {
         let shape = vec![ROWS, 1024];
         let boxes = vec![TensorBox::whole(&shape)];
-        let request = LoadRequest { fqn: name(index), dtype: DType::F32, shape, boxes };
+        let request = LoadRequest {
+            fqn: name(index),
+            dtype: DType::F32,
+            shape,
+            boxes,
+        };
         Destination::new(request, vec![buffer])
     });
-    let done = checkpoint.read(destinations.collect(), ReadOptions { digest, ..ReadOptions::default() })?;
-    if done.sums.is_empty() == digest { Err("no sums, or unasked ones".into()) } else { Ok(()) }
+    let done = checkpoint.read(
+        destinations.collect(),
+        ReadOptions {
+            digest,
+            ..ReadOptions::default()
+        },
+    )?;
+    if done.sums.is_empty() == digest {
+        Err("no sums, or unasked ones".into())
+    } else {
+        Ok(())
+    }
 }
 
 fn name(index: usize) -> String {
@@ -80,9 +101,16 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// Returns how much longer the second of two takes, as a fraction: the median over pairs that ran one after the other.
+/// Returns how much longer the second of two takes, as a fraction: the median over pairs that ran
+/// one after the other.
 fn share(without: &[f64], with: &[f64]) -> f64 {
-    median(without.iter().zip(with).map(|(without, with)| with / without - 1.0).collect())
+    median(
+        without
+            .iter()
+            .zip(with)
+            .map(|(without, with)| with / without - 1.0)
+            .collect(),
+    )
 }
 
 #[expect(clippy::print_stdout, reason = "it prints its figures")]
@@ -105,14 +133,21 @@ fn main() -> Result<()> {
     let state = State((0..TENSOR).map(|index| ((index * 31) >> 3) as u8).collect());
     let mut plan = LocalPlan::default();
     for index in 0..tensors {
-        plan.add_tensor(name(index), None, DType::F32, vec![ROWS, 1024], vec![TensorBox::whole(&[ROWS, 1024])]);
+        plan.add_tensor(
+            name(index),
+            None,
+            DType::F32,
+            vec![ROWS, 1024],
+            vec![TensorBox::whole(&[ROWS, 1024])],
+        );
     }
     let mut buffers = vec![vec![1u8; TENSOR]; tensors];
     // The first save finds nothing to replace, so it is not counted.
     save(&path, &state, &plan, true)?;
     let mut times = [const { Vec::new() }; 4];
     for run in 0..runs {
-        // Each is first as often as the other, as memory that was given back a moment ago is faster than other memory.
+        // Each is first as often as the other, as memory that was given back a moment ago is faster
+        // than other memory.
         let mut order = [(false, 0), (true, 1)];
         order.rotate_left(run % 2);
         for (digests, index) in order {
@@ -126,10 +161,17 @@ fn main() -> Result<()> {
     save(&path, &state, &plan, true)?;
     let compared = (0..runs).map(|_| {
         seconds(|| {
-            let (first, second) = (CheckpointReader::open(&path)?, CheckpointReader::open(&other)?);
+            let (first, second) = (
+                CheckpointReader::open(&path)?,
+                CheckpointReader::open(&other)?,
+            );
             let mut differences = 0;
             let by_digests = diff_digests(&first, &second, &mut |_, _| differences += 1)?;
-            if by_digests && differences == 0 { Ok(()) } else { Err("they should be equal".into()) }
+            if by_digests && differences == 0 {
+                Ok(())
+            } else {
+                Err("they should be equal".into())
+            }
         })
     });
     let diff = median(compared.collect::<Result<_>>()?);
@@ -141,11 +183,14 @@ fn main() -> Result<()> {
         );
         return Ok(());
     }
-    for (name, with, without, share) in
-        [("save", save_with, save_without, save_share), ("load", load_with, load_without, load_share)]
-    {
+    for (name, with, without, share) in [
+        ("save", save_with, save_without, save_share),
+        ("load", load_with, load_without, load_share),
+    ] {
         let percent = share * 100.0;
-        println!("{name}: {with:.3} s with digests, {without:.3} s without: {percent:+.1} % (median of the pairs)");
+        println!(
+            "{name}: {with:.3} s with digests, {without:.3} s without: {percent:+.1} % (median of the pairs)"
+        );
     }
     println!("diff: {:.1} ms", diff * 1e3);
     Ok(())

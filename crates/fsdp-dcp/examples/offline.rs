@@ -1,7 +1,8 @@
 //! The speed and the memory use of the offline commands: inspect, verify, convert, reshard.
 //!
-//! `offline [--json] [--runs N] [--mib N] [--binary target/release/fsdp]`: medians over N runs on a checkpoint of so
-//! many MiB; with the binary, the time of whole processes of `fsdp inspect` besides.
+//! `offline [--json] [--runs N] [--mib N] [--binary target/release/fsdp]`: medians over N runs on a
+//! checkpoint of so many MiB; with the binary, the time of whole processes of `fsdp inspect`
+//! besides.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,9 @@ use std::time::Instant;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::internals::TensorItem;
-use fsdp_dcp::metadata::{Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
+use fsdp_dcp::metadata::{
+    Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
+};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::Durable;
 use fsdp_dcp::verify::{Level, add_integrity, verify};
@@ -31,7 +34,12 @@ struct Options {
 }
 
 fn options() -> Result<Options> {
-    let mut options = Options { json: false, runs: 5, mib: 256, binary: None };
+    let mut options = Options {
+        json: false,
+        runs: 5,
+        mib: 256,
+        binary: None,
+    };
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         let mut value = || arguments.next().ok_or("an option has no value");
@@ -56,17 +64,35 @@ fn make(directory: &Path, rows: impl Iterator<Item = u64>) -> Result<()> {
         let shape = vec![rows as usize, 1024];
         let item = TensorItem::new(DType::F32, &shape)?;
         let (relative_path, length) = ("__0_0.distcp".to_owned(), item.length());
-        let stored = StorageInfo { relative_path, offset: at, length, transforms: Vec::new() };
-        let chunks = vec![Chunk { bounds: TensorBox::whole(&shape), stored: Some(stored) }];
-        let tensor = TensorEntry { properties: TensorProperties::of(DType::F32), shape, chunks };
-        metadata.entries.insert(format!("model.blocks.{index}.weight"), Entry::Tensor(tensor));
+        let stored = StorageInfo {
+            relative_path,
+            offset: at,
+            length,
+            transforms: Vec::new(),
+        };
+        let chunks = vec![Chunk {
+            bounds: TensorBox::whole(&shape),
+            stored: Some(stored),
+        }];
+        let tensor = TensorEntry {
+            properties: TensorProperties::of(DType::F32),
+            shape,
+            chunks,
+        };
+        metadata.entries.insert(
+            format!("model.blocks.{index}.weight"),
+            Entry::Tensor(tensor),
+        );
         items.push((at, item));
         at += length;
     }
     let file = staging.create("__0_0.distcp", at)?;
     for (at, item) in items {
         file.write_at(at, &item.head(0))?;
-        file.write_at(at + item.payload_offset() + item.payload_length(), &item.tail(0))?;
+        file.write_at(
+            at + item.payload_offset() + item.payload_length(),
+            &item.tail(0),
+        )?;
     }
     file.finish()?;
     Ok(staging.commit(METADATA_FILE, &encode(&metadata))?)
@@ -80,7 +106,12 @@ struct Measured {
     peak: Option<usize>,
 }
 
-fn measure(name: &'static str, bytes: u64, runs: usize, mut run: impl FnMut() -> Result<()>) -> Result<Measured> {
+fn measure(
+    name: &'static str,
+    bytes: u64,
+    runs: usize,
+    mut run: impl FnMut() -> Result<()>,
+) -> Result<Measured> {
     let mut seconds = Vec::new();
     let live = live_bytes();
     reset_peak();
@@ -90,11 +121,21 @@ fn measure(name: &'static str, bytes: u64, runs: usize, mut run: impl FnMut() ->
         seconds.push(start.elapsed().as_secs_f64());
     }
     seconds.sort_by(f64::total_cmp);
-    Ok(Measured { name, bytes, seconds: seconds[runs / 2], peak: Some(peak_bytes().saturating_sub(live)) })
+    Ok(Measured {
+        name,
+        bytes,
+        seconds: seconds[runs / 2],
+        peak: Some(peak_bytes().saturating_sub(live)),
+    })
 }
 
 fn main() -> Result<()> {
-    let Options { json, runs, mib, binary } = options()?;
+    let Options {
+        json,
+        runs,
+        mib,
+        binary,
+    } = options()?;
     let work = tempfile::tempdir()?;
     let place = |name: &str| work.path().join(name);
     let (small, many, large) = (place("small"), place("many"), place("large"));
@@ -104,19 +145,38 @@ fn main() -> Result<()> {
     make(&large, std::iter::repeat_n(rows.max(1), 32))?;
     add_integrity(&large, None)?;
     let bytes = rows.max(1) * 4096 * 32;
-    let metadata = |directory: &Path| directory.join(METADATA_FILE).metadata().map(|metadata| metadata.len());
+    let metadata = |directory: &Path| {
+        directory
+            .join(METADATA_FILE)
+            .metadata()
+            .map(|metadata| metadata.len())
+    };
 
     let mut measured = Vec::new();
-    for (name, directory) in [("inspect, 50 tensors, process", &small), ("inspect, 100000 tensors, process", &many)] {
+    for (name, directory) in [
+        ("inspect, 50 tensors, process", &small),
+        ("inspect, 100000 tensors, process", &many),
+    ] {
         let Some(binary) = &binary else { continue };
         let mut found = measure(name, metadata(directory)?, runs, || {
-            let status = Command::new(binary).arg("inspect").arg(directory).stdout(Stdio::null()).status()?;
-            if status.success() { Ok(()) } else { Err("`fsdp inspect` failed".into()) }
+            let status = Command::new(binary)
+                .arg("inspect")
+                .arg(directory)
+                .stdout(Stdio::null())
+                .status()?;
+            if status.success() {
+                Ok(())
+            } else {
+                Err("`fsdp inspect` failed".into())
+            }
         })?;
         found.peak = None;
         measured.push(found);
     }
-    for (name, directory) in [("open, 50 tensors", &small), ("open, 100000 tensors", &many)] {
+    for (name, directory) in [
+        ("open, 50 tensors", &small),
+        ("open, 100000 tensors", &many),
+    ] {
         measured.push(measure(name, metadata(directory)?, runs, || {
             open(directory, OpenOptions::default())?;
             Ok(())
@@ -124,16 +184,42 @@ fn main() -> Result<()> {
     }
     measured.push(measure("verify, hashes", bytes, runs, || {
         let report = verify(&*open(&large, OpenOptions::default())?, Level::Hashes, None)?;
-        if report.is_ok() { Ok(()) } else { Err("it does not verify".into()) }
+        if report.is_ok() {
+            Ok(())
+        } else {
+            Err("it does not verify".into())
+        }
     })?);
-    let (file, back, resharded) = (place("model.safetensors"), place("back"), place("resharded"));
+    let (file, back, resharded) = (
+        place("model.safetensors"),
+        place("back"),
+        place("resharded"),
+    );
     for (name, from, to, target) in [
-        ("convert, DCP to safetensors", &large, &file, OutputFormat::SafetensorsFile),
-        ("convert, safetensors to DCP", &file, &back, OutputFormat::Dcp { ranks: 1 }),
-        ("reshard, 1 rank to 4", &large, &resharded, OutputFormat::Dcp { ranks: 4 }),
+        (
+            "convert, DCP to safetensors",
+            &large,
+            &file,
+            OutputFormat::SafetensorsFile,
+        ),
+        (
+            "convert, safetensors to DCP",
+            &file,
+            &back,
+            OutputFormat::Dcp { ranks: 1 },
+        ),
+        (
+            "reshard, 1 rank to 4",
+            &large,
+            &resharded,
+            OutputFormat::Dcp { ranks: 4 },
+        ),
     ] {
         measured.push(measure(name, bytes, runs, || {
-            let options = ConvertOptions { overwrite: true, ..ConvertOptions::default() };
+            let options = ConvertOptions {
+                overwrite: true,
+                ..ConvertOptions::default()
+            };
             convert(&*open(from, OpenOptions::default())?, to, target, options)?;
             Ok(())
         })?);
@@ -154,8 +240,16 @@ fn report(measured: &[Measured], json: bool) {
         println!("{}", serde_json::json!({ "schema": 1, "measured": rows }));
         return;
     }
-    for Measured { name, bytes, seconds, peak } in measured {
-        let peak = peak.map_or_else(String::new, |peak| format!(", peak {:.1} MiB", peak as f64 / f64::from(1 << 20)));
+    for Measured {
+        name,
+        bytes,
+        seconds,
+        peak,
+    } in measured
+    {
+        let peak = peak.map_or_else(String::new, |peak| {
+            format!(", peak {:.1} MiB", peak as f64 / f64::from(1 << 20))
+        });
         let rate = *bytes as f64 / seconds / f64::from(1 << 20);
         println!("{name:<34} {seconds:>9.4} s, {rate:>8.0} MiB/s{peak}");
     }

@@ -1,14 +1,14 @@
 //! The budget of memory and work for what is built from an input.
 //!
-//! Code that builds something larger from the bytes of a file charges it here first: nodes of a pickle, values, keys,
-//! copies of shared text, elements of JSON. So a small file cannot take all memory, and the work grows linearly with
-//! the file.
+//! Code that builds something larger from the bytes of a file charges it here first: nodes of a
+//! pickle, values, keys, copies of shared text, elements of JSON. So a small file cannot take all
+//! memory, and the work grows linearly with the file.
 
 use crate::error::FormatError;
 use crate::pickle::PickleErrorKind;
 
-/// The bytes that may be built from any input, however small. Twice as much may be taken for a moment, while it grows,
-/// so that 64 MiB are not exceeded.
+/// The bytes that may be built from any input, however small. Twice as much may be taken for a
+/// moment, while it grows, so that 64 MiB are not exceeded.
 pub(crate) const FREE: u64 = 32 << 20;
 
 /// The bytes of memory and work that are left for what is built from one input.
@@ -53,13 +53,21 @@ impl Budget {
             }
             None => {
                 let value = (self.limit - self.left).saturating_add(bytes);
-                Err(OverBudget { what, value, limit: self.limit })
+                Err(OverBudget {
+                    what,
+                    value,
+                    limit: self.limit,
+                })
             }
         }
     }
 
     /// Takes what JSON may become, whatever it is: so much for each element, besides its text.
-    pub(crate) fn charge_json(&mut self, what: &'static str, json: &[u8]) -> Result<(), OverBudget> {
+    pub(crate) fn charge_json(
+        &mut self,
+        what: &'static str,
+        json: &[u8],
+    ) -> Result<(), OverBudget> {
         const ELEMENT: u64 = 48;
         let (mut elements, mut is_text, mut is_escaped) = (0u64, false, false);
         for &byte in json {
@@ -71,7 +79,12 @@ impl Budget {
                 _ => {}
             }
         }
-        self.charge(what, elements.saturating_mul(ELEMENT).saturating_add(json.len() as u64))
+        self.charge(
+            what,
+            elements
+                .saturating_mul(ELEMENT)
+                .saturating_add(json.len() as u64),
+        )
     }
 }
 

@@ -1,4 +1,5 @@
-//! The digest of a checkpoint: the same for the same state, in any format, layout and number of files.
+//! The digest of a checkpoint: the same for the same state, in any format, layout and number of
+//! files.
 
 use std::ops::Range;
 use std::path::Path;
@@ -30,8 +31,8 @@ struct Job<'a> {
     range: Range<u64>,
 }
 
-/// Returns the digests of all tensors and values of a checkpoint, by their keys, read on `threads` threads in bounded
-/// memory.
+/// Returns the digests of all tensors and values of a checkpoint, by their keys, read on `threads`
+/// threads in bounded memory.
 ///
 /// # Errors
 /// Files that are damaged or cannot be read.
@@ -43,7 +44,9 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
     // Step 1: digest values and opaque tensors here, and cut all other tensors into jobs.
     for (fqn, entry) in entries {
         match entry {
-            Entry::Bytes(_) => _ = digests.insert(fqn, Digest::of_value(&checkpoint.describe_value(fqn)?)),
+            Entry::Bytes(_) => {
+                _ = digests.insert(fqn, Digest::of_value(&checkpoint.describe_value(fqn)?))
+            }
             Entry::Tensor(_) if checkpoint.opaque_type(fqn)?.is_some() => {
                 digests.insert(fqn, digest_of_opaque(checkpoint, fqn)?);
             }
@@ -53,25 +56,36 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
                 check_expansion(checkpoint, fqn, bytes)?;
                 let starts = (0..bytes).step_by(PIECE as usize);
                 let ranges = starts.map(|start| start..bytes.min(start + PIECE));
-                jobs.extend(ranges.map(|range| Job { tensor: tensors.len(), fqn, dtype, shape, range }));
+                jobs.extend(ranges.map(|range| Job {
+                    tensor: tensors.len(),
+                    fqn,
+                    dtype,
+                    shape,
+                    range,
+                }));
                 tensors.push((fqn, dtype, shape));
             }
         }
     }
-    // Step 2: let the threads take one job after the other, and add the sums of each tensor's parts. Their order does
-    // not matter.
+    // Step 2: let the threads take one job after the other, and add the sums of each tensor's
+    // parts. Their order does not matter.
     let sums: Vec<Mutex<Sum>> = tensors.iter().map(|_| Mutex::default()).collect();
     let next = AtomicUsize::new(0);
     on_threads(threads.clamp(1, jobs.len().max(1)), || {
         while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
             let sum = job.sum(checkpoint)?;
-            sums[job.tensor].lock().unwrap_or_else(std::sync::PoisonError::into_inner).add(sum);
+            sums[job.tensor]
+                .lock()
+                .unwrap_or_else(std::sync::PoisonError::into_inner)
+                .add(sum);
         }
         Ok(())
     })?;
     // Step 3: turn each sum into a digest.
     for ((fqn, dtype, shape), sum) in tensors.into_iter().zip(sums) {
-        let sum = sum.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let sum = sum
+            .into_inner()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         digests.insert(fqn, sum.finish(dtype, shape));
         if let Some((name, digest)) = digest_of_quantizer(checkpoint, fqn)? {
             digests.insert(name, digest);
@@ -80,15 +94,17 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
     Ok(digests)
 }
 
-/// Returns the digest of what the integers of a quantized tensor mean, and the name that it has among the digests;
-/// `None` for other tensors, and where a key has that name.
+/// Returns the digest of what the integers of a quantized tensor mean, and the name that it has
+/// among the digests; `None` for other tensors, and where a key has that name.
 pub(crate) fn digest_of_quantizer(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
 ) -> Result<Option<(String, Digest)>, FileError> {
     let metadata = checkpoint.metadata();
     let name = quantizer_key(fqn);
-    let is_quantized = metadata.tensor(fqn).is_some_and(|tensor| tensor.properties.dtype.is_quantized());
+    let is_quantized = metadata
+        .tensor(fqn)
+        .is_some_and(|tensor| tensor.properties.dtype.is_quantized());
     if !is_quantized || metadata.entries.contains_key(&name) {
         return Ok(None);
     }
@@ -97,12 +113,19 @@ pub(crate) fn digest_of_quantizer(
 }
 
 /// Checks that a copy that was written to `path` has the digests of its original, if that has any.
-pub(crate) fn check_copy(path: &Path, original: Option<&StateDigest>, copy: &StateDigest) -> Result<(), FileError> {
+pub(crate) fn check_copy(
+    path: &Path,
+    original: Option<&StateDigest>,
+    copy: &StateDigest,
+) -> Result<(), FileError> {
     let names = original.map_or_else(Vec::new, |original| original.differing(copy));
     if names.is_empty() {
         return Ok(());
     }
-    Err(FileError::Digests { path: path.to_owned(), names })
+    Err(FileError::Digests {
+        path: path.to_owned(),
+        names,
+    })
 }
 
 impl Job<'_> {
@@ -111,11 +134,18 @@ impl Job<'_> {
         let mut sum = Sum::default();
         let mut at = self.range.start;
         let whole = TensorBox::whole(self.shape);
-        stream(checkpoint, self.fqn, self.dtype, &whole, self.range.clone(), &mut |bytes| {
-            sum.add_bytes(at, bytes);
-            at += bytes.len() as u64;
-            Ok::<(), FileError>(())
-        })?;
+        stream(
+            checkpoint,
+            self.fqn,
+            self.dtype,
+            &whole,
+            self.range.clone(),
+            &mut |bytes| {
+                sum.add_bytes(at, bytes);
+                at += bytes.len() as u64;
+                Ok::<(), FileError>(())
+            },
+        )?;
         Ok(sum)
     }
 }

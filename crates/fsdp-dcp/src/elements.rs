@@ -25,8 +25,8 @@ pub struct Census {
     pub first: Option<f64>,
     /// The sum of the differences of the finite ones from the first.
     pub sum_from_first: f64,
-    /// The sum of the squares of these differences. Squares of the elements themselves would lose the deviation of
-    /// elements that lie close together, far from zero.
+    /// The sum of the squares of these differences. Squares of the elements themselves would lose
+    /// the deviation of elements that lie close together, far from zero.
     pub squares_from_first: f64,
 }
 
@@ -99,15 +99,21 @@ impl Census {
     pub fn std(&self) -> f64 {
         let count = (self.count - self.nan - self.infinite) as f64;
         let mean = self.sum_from_first / count;
-        (self.squares_from_first / count - mean * mean).max(0.0).sqrt()
+        (self.squares_from_first / count - mean * mean)
+            .max(0.0)
+            .sqrt()
     }
 }
 
-/// Calls `f` with each element as a number. Returns `false`, and calls nothing, if elements of this type are no real
-/// numbers.
+/// Calls `f` with each element as a number. Returns `false`, and calls nothing, if elements of this
+/// type are no real numbers.
 pub fn for_each(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bool {
     fn each<const N: usize>(bytes: &[u8], f: &mut dyn FnMut(f64), of: impl Fn([u8; N]) -> f64) {
-        bytes.as_chunks::<N>().0.iter().for_each(|element| f(of(*element)));
+        bytes
+            .as_chunks::<N>()
+            .0
+            .iter()
+            .for_each(|element| f(of(*element)));
     }
     match dtype {
         DType::Bool | DType::U8 | DType::QUInt8 => each(bytes, f, |[b]| f64::from(b)),
@@ -126,7 +132,13 @@ pub fn for_each(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bool {
         DType::F8E5M2 => each(bytes, f, |[b]| float8(b, 5, 15, Special::Ieee)),
         DType::F8E4M3Fnuz => each(bytes, f, |[b]| float8(b, 4, 8, Special::NegativeZeroIsNan)),
         DType::F8E5M2Fnuz => each(bytes, f, |[b]| float8(b, 5, 16, Special::NegativeZeroIsNan)),
-        DType::F8E8M0Fnu => each(bytes, f, |[b]| if b == 255 { f64::NAN } else { 2f64.powi(i32::from(b) - 127) }),
+        DType::F8E8M0Fnu => each(bytes, f, |[b]| {
+            if b == 255 {
+                f64::NAN
+            } else {
+                2f64.powi(i32::from(b) - 127)
+            }
+        }),
         _ => return false,
     }
     true
@@ -153,8 +165,8 @@ enum Special {
     NegativeZeroIsNan,
 }
 
-/// Decodes a float of 8 bits, of which `exponent_bits` are the exponent. `special` says which bits stand for infinity
-/// and NaN.
+/// Decodes a float of 8 bits, of which `exponent_bits` are the exponent. `special` says which bits
+/// stand for infinity and NaN.
 fn float8(bits: u8, exponent_bits: u32, bias: i32, special: Special) -> f64 {
     let mantissa_bits = 7 - exponent_bits;
     let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
@@ -187,17 +199,26 @@ mod tests {
     #[test]
     fn eight_bit_floats_mean_what_torch_says() {
         // Codes and values as torch gives them: 1, the largest, the smallest subnormal, minus one.
-        assert_eq!(values(DType::F8E4M3Fn, &[0x38, 0x7e, 0x01, 0xb8]), [1.0, 448.0, 2f64.powi(-9), -1.0]);
+        assert_eq!(
+            values(DType::F8E4M3Fn, &[0x38, 0x7e, 0x01, 0xb8]),
+            [1.0, 448.0, 2f64.powi(-9), -1.0]
+        );
         assert_eq!(
             values(DType::F8E5M2, &[0x3c, 0x7b, 0x01, 0xbc, 0x7c]),
             [1.0, 57344.0, 2f64.powi(-16), -1.0, f64::INFINITY]
         );
-        assert_eq!(values(DType::F8E4M3Fnuz, &[0x40, 0x7f, 0x01]), [1.0, 240.0, 2f64.powi(-10)]);
+        assert_eq!(
+            values(DType::F8E4M3Fnuz, &[0x40, 0x7f, 0x01]),
+            [1.0, 240.0, 2f64.powi(-10)]
+        );
         assert_eq!(values(DType::F8E5M2Fnuz, &[0x40, 0x7f]), [1.0, 57344.0]);
         assert_eq!(values(DType::F8E8M0Fnu, &[127, 128]), [1.0, 2.0]);
-        for (dtype, nan) in
-            [(DType::F8E4M3Fn, 0xff), (DType::F8E5M2, 0x7d), (DType::F8E4M3Fnuz, 0x80), (DType::F8E8M0Fnu, 255)]
-        {
+        for (dtype, nan) in [
+            (DType::F8E4M3Fn, 0xff),
+            (DType::F8E5M2, 0x7d),
+            (DType::F8E4M3Fnuz, 0x80),
+            (DType::F8E8M0Fnu, 255),
+        ] {
             assert!(values(dtype, &[nan])[0].is_nan(), "{dtype}");
         }
     }
@@ -205,16 +226,24 @@ mod tests {
     #[test]
     fn a_census_counts() {
         let mut census = Census::default();
-        let bytes: Vec<u8> =
-            [1.0f32, 3.0, 0.0, f32::NAN, f32::NEG_INFINITY].iter().flat_map(|value| value.to_le_bytes()).collect();
+        let bytes: Vec<u8> = [1.0f32, 3.0, 0.0, f32::NAN, f32::NEG_INFINITY]
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
         census.add(DType::F32, &bytes);
-        assert_eq!((census.count, census.nan, census.infinite, census.zero), (5, 1, 1, 1));
+        assert_eq!(
+            (census.count, census.nan, census.infinite, census.zero),
+            (5, 1, 1, 1)
+        );
         assert_eq!((census.min, census.max, census.sum), (0.0, 3.0, 4.0));
         assert!((census.mean() - 4.0 / 3.0).abs() < 1e-12);
         assert!(!Census::counts(DType::Complex64));
         // Close together, far from zero.
         let mut census = Census::default();
-        let bytes: Vec<u8> = [1e9f64, 1e9 + 1.0].iter().flat_map(|value| value.to_le_bytes()).collect();
+        let bytes: Vec<u8> = [1e9f64, 1e9 + 1.0]
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
         census.add(DType::F64, &bytes);
         assert_eq!((census.mean(), census.std()), (1e9 + 0.5, 0.5));
     }

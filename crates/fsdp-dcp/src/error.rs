@@ -1,5 +1,5 @@
-//! The errors of this crate: [`FormatError`] for the bytes of one file, and [`FileError`] for operations on
-//! checkpoints.
+//! The errors of this crate: [`FormatError`] for the bytes of one file, and [`FileError`] for
+//! operations on checkpoints.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,8 +10,8 @@ use thiserror::Error;
 use crate::pickle::{PickleError, PickleErrorKind};
 use crate::plan::{LoadPlanError, SavePlanError};
 
-/// Bytes that could not be read, or are not as expected. Offsets count from the start of the item or file that the
-/// enclosing error names.
+/// Bytes that could not be read, or are not as expected. Offsets count from the start of the item
+/// or file that the enclosing error names.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum FormatError {
@@ -27,7 +27,9 @@ pub enum FormatError {
         source: io::Error,
     },
     /// Bytes do not have the hash that was recorded when they were written.
-    #[error("bytes {offset}..{end} of `{file}` are not those that were written: their hash differs")]
+    #[error(
+        "bytes {offset}..{end} of `{file}` are not those that were written: their hash differs"
+    )]
     Corrupt {
         /// The file, relative to its checkpoint.
         file: String,
@@ -60,7 +62,8 @@ pub enum FormatError {
         /// The limit; see [`crate::limits`].
         limit: u64,
     },
-    /// More than the budget of memory and work for an input allows. A file of which that is true may be sound.
+    /// More than the budget of memory and work for an input allows. A file of which that is true
+    /// may be sound.
     #[error("{what} of {value} is beyond the limit of {limit}")]
     TooLarge {
         /// The quantity.
@@ -106,16 +109,22 @@ pub enum FormatError {
 impl FormatError {
     /// Makes the error of an item that is of another kind than expected.
     pub(crate) fn unexpected(expected: impl Into<String>, found: impl Into<String>) -> Self {
-        FormatError::Unexpected { expected: expected.into(), found: found.into() }
+        FormatError::Unexpected {
+            expected: expected.into(),
+            found: found.into(),
+        }
     }
 
     /// Names the key that the error belongs to, in an error that says nothing else about the place.
     pub(crate) fn of_key(self, key: &str) -> Self {
         match self {
-            FormatError::Malformed { what, reason } => {
-                FormatError::Malformed { what, reason: format!("`{key}`: {reason}") }
-            }
-            FormatError::Unsupported { what } => FormatError::Unsupported { what: format!("`{key}`: {what}") },
+            FormatError::Malformed { what, reason } => FormatError::Malformed {
+                what,
+                reason: format!("`{key}`: {reason}"),
+            },
+            FormatError::Unsupported { what } => FormatError::Unsupported {
+                what: format!("`{key}`: {what}"),
+            },
             other => other,
         }
     }
@@ -175,8 +184,9 @@ pub enum FileError {
         /// The kind that would be put there.
         wanted: &'static str,
     },
-    /// A checkpoint's directory, or that of a checkpoint that is one file, holds something that does not belong to the
-    /// checkpoint, and would be lost if the checkpoint were replaced or removed.
+    /// A checkpoint's directory, or that of a checkpoint that is one file, holds something that
+    /// does not belong to the checkpoint, and would be lost if the checkpoint were replaced or
+    /// removed.
     #[error("`{}` contains `{name}`, which does not belong to the checkpoint and would be lost", path.display())]
     HoldsOthers {
         /// The directory.
@@ -184,14 +194,15 @@ pub enum FileError {
         /// The file or directory in it.
         name: String,
     },
-    /// There is something in an object store where a checkpoint of several objects should go: they cannot be replaced
-    /// in one step.
+    /// There is something in an object store where a checkpoint of several objects should go: they
+    /// cannot be replaced in one step.
     #[error("`{}` already holds something, and an object store cannot replace it as a whole; choose a new prefix", path.display())]
     Overwrite {
         /// The place.
         path: PathBuf,
     },
-    /// The object store gave no answer that tells whether the object that commits a checkpoint was written.
+    /// The object store gave no answer that tells whether the object that commits a checkpoint was
+    /// written.
     #[error("it is not known whether `{}` was written; look at the checkpoint once the store answers", path.display())]
     CommitUnknown {
         /// The object.
@@ -200,8 +211,8 @@ pub enum FileError {
         #[source]
         source: Box<FileError>,
     },
-    /// A checkpoint was committed, but something failed after that: it may not survive a power loss, or files that are
-    /// no longer needed are left.
+    /// A checkpoint was committed, but something failed after that: it may not survive a power
+    /// loss, or files that are no longer needed are left.
     #[error("`{}` is in its place, but something failed after the commit", path.display())]
     AfterCommit {
         /// The checkpoint.
@@ -266,7 +277,8 @@ pub enum FileError {
         /// The other one.
         second: String,
     },
-    /// Two checkpoints of a merge do not have the same keys, or not tensors of the same dtypes and shapes.
+    /// Two checkpoints of a merge do not have the same keys, or not tensors of the same dtypes and
+    /// shapes.
     #[error("cannot merge: `{fqn}` {what}: `{first}` and `{second}`")]
     Unlike {
         /// The flat key.
@@ -313,8 +325,12 @@ pub enum FileError {
         #[source]
         source: FormatError,
     },
-    /// Values hold objects that only running code could build, so they cannot be written in another format.
-    #[error("cannot write opaque values, which only running code could build: {}", listed_opaque(values))]
+    /// Values hold objects that only running code could build, so they cannot be written in another
+    /// format.
+    #[error(
+        "cannot write opaque values, which only running code could build: {}",
+        listed_opaque(values)
+    )]
     Opaque {
         /// Their flat keys, and the type of each.
         values: Vec<(String, String)>,
@@ -343,55 +359,92 @@ pub enum FileError {
 /// Returns the error of a box that is not one of its tensor.
 pub(crate) fn wrong_box(fqn: &str, error: &DigestError) -> FileError {
     let source = FormatError::unexpected("a box of the tensor", error.to_string());
-    FileError::Encode { fqn: fqn.to_owned(), source }
+    FileError::Encode {
+        fqn: fqn.to_owned(),
+        source,
+    }
 }
 
 /// Lists the first few files for a message.
 fn listed(files: &[String]) -> String {
     const LISTED: usize = 4;
-    let names: Vec<String> = files.iter().take(LISTED).map(|file| format!("`{file}`")).collect();
+    let names: Vec<String> = files
+        .iter()
+        .take(LISTED)
+        .map(|file| format!("`{file}`"))
+        .collect();
     let more = files.len().saturating_sub(LISTED);
     let names = names.join(", ");
-    if more > 0 { format!("{names} and {more} more files") } else { names }
+    if more > 0 {
+        format!("{names} and {more} more files")
+    } else {
+        names
+    }
 }
 
 /// Lists the first few keys for a message, and the verb for what they have.
 fn have(names: &[String]) -> String {
     const LISTED: usize = 4;
-    let listed: Vec<String> = names.iter().take(LISTED).map(|name| format!("`{name}`")).collect();
+    let listed: Vec<String> = names
+        .iter()
+        .take(LISTED)
+        .map(|name| format!("`{name}`"))
+        .collect();
     let (listed, more) = (listed.join(", "), names.len().saturating_sub(LISTED));
     let verb = if names.len() == 1 { "has" } else { "have" };
-    if more > 0 { format!("{listed} and {more} more {verb}") } else { format!("{listed} {verb}") }
+    if more > 0 {
+        format!("{listed} and {more} more {verb}")
+    } else {
+        format!("{listed} {verb}")
+    }
 }
 
 /// Lists the first few opaque values for a message.
 fn listed_opaque(values: &[(String, String)]) -> String {
     const LISTED: usize = 4;
-    let names: Vec<String> = values.iter().take(LISTED).map(|(key, of)| format!("`{key}` ({of})")).collect();
+    let names: Vec<String> = values
+        .iter()
+        .take(LISTED)
+        .map(|(key, of)| format!("`{key}` ({of})"))
+        .collect();
     let more = values.len().saturating_sub(LISTED);
     let names = names.join(", ");
-    if more > 0 { format!("{names} and {more} more values") } else { names }
+    if more > 0 {
+        format!("{names} and {more} more values")
+    } else {
+        names
+    }
 }
 
 impl FileError {
-    /// Returns the type that makes a value opaque, if that is the error: the value is sound, but holds an object that
-    /// is never built.
+    /// Returns the type that makes a value opaque, if that is the error: the value is sound, but
+    /// holds an object that is never built.
     #[must_use]
     pub fn opaque_type(&self) -> Option<String> {
-        let (FileError::Item { source, .. } | FileError::File { source, .. }) = self else { return None };
+        let (FileError::Item { source, .. } | FileError::File { source, .. }) = self else {
+            return None;
+        };
         match source {
-            FormatError::Pickle(PickleError { kind: PickleErrorKind::Global { module, name }, .. }) => {
-                Some(format!("{module}.{name}"))
-            }
+            FormatError::Pickle(PickleError {
+                kind: PickleErrorKind::Global { module, name },
+                ..
+            }) => Some(format!("{module}.{name}")),
             FormatError::Opaque { of } => Some(of.clone()),
             _ => None,
         }
     }
 
     /// Returns a function that makes an error of this operation on this path.
-    pub(crate) fn io(operation: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+    pub(crate) fn io(
+        operation: &'static str,
+        path: impl Into<PathBuf>,
+    ) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
-        move |source| FileError::Io { operation, path, source }
+        move |source| FileError::Io {
+            operation,
+            path,
+            source,
+        }
     }
 }
 
@@ -403,7 +456,9 @@ pub enum LocationError {
     #[error("its scheme is none of `file`, `s3`, `gs` and `az`")]
     Scheme,
     /// The program was built without object stores.
-    #[error("this program was built without object stores: build it with `--features object-store`")]
+    #[error(
+        "this program was built without object stores: build it with `--features object-store`"
+    )]
     NotBuilt,
     /// `s3:///x`, `file://host/x`.
     #[error("it names no bucket, or a host where there can be none")]

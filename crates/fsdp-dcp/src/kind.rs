@@ -12,9 +12,13 @@ use crate::plan::{LoadPlanError, SavePlanError};
 impl Failure for FileError {
     fn kind(&self) -> ErrorKind {
         match self {
-            FileError::NotCommitted { .. } | FileError::MissingFiles { .. } => ErrorKind::Incomplete,
+            FileError::NotCommitted { .. } | FileError::MissingFiles { .. } => {
+                ErrorKind::Incomplete
+            }
             // Most often the file is one that the checkpoint says it has.
-            FileError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => ErrorKind::Incomplete,
+            FileError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+                ErrorKind::Incomplete
+            }
             FileError::Exists { .. }
             | FileError::NotReplaceable { .. }
             | FileError::HoldsOthers { .. }
@@ -40,11 +44,19 @@ impl Failure for FileError {
 impl Failure for FormatError {
     fn kind(&self) -> ErrorKind {
         match self {
-            FormatError::Read { source, .. } if source.kind() != io::ErrorKind::UnexpectedEof => Failure::kind(source),
+            FormatError::Read { source, .. } if source.kind() != io::ErrorKind::UnexpectedEof => {
+                Failure::kind(source)
+            }
             FormatError::Opaque { .. } => ErrorKind::Unsafe,
-            FormatError::Unsupported { .. } | FormatError::TooLarge { .. } => ErrorKind::UnsupportedVersion,
-            FormatError::Pickle(error) if error.kind.is_unsupported() => ErrorKind::UnsupportedVersion,
-            FormatError::Pickle(error) if matches!(error.kind, PickleErrorKind::Global { .. }) => ErrorKind::Unsafe,
+            FormatError::Unsupported { .. } | FormatError::TooLarge { .. } => {
+                ErrorKind::UnsupportedVersion
+            }
+            FormatError::Pickle(error) if error.kind.is_unsupported() => {
+                ErrorKind::UnsupportedVersion
+            }
+            FormatError::Pickle(error) if matches!(error.kind, PickleErrorKind::Global { .. }) => {
+                ErrorKind::Unsafe
+            }
             _ => ErrorKind::Corrupt,
         }
     }
@@ -60,7 +72,10 @@ pub(crate) fn kind_of(error: &(dyn Error + 'static)) -> ErrorKind {
     if let Some(error) = error.downcast_ref::<FormatError>() {
         return error.kind();
     }
-    match error.source().and_then(|cause| cause.downcast_ref::<FileError>()) {
+    match error
+        .source()
+        .and_then(|cause| cause.downcast_ref::<FileError>())
+    {
         Some(cause) => cause.kind(),
         None => kind_of_cause(error),
     }

@@ -1,6 +1,8 @@
-//! Checkpoint files: DCP directories, safetensors and torch archives; plans, storage, durable commit.
+//! Checkpoint files: DCP directories, safetensors and torch archives; plans, storage, durable
+//! commit.
 //!
-//! This crate uses no tensor library: it moves boxes of bytes between files and the caller's memory.
+//! This crate uses no tensor library: it moves boxes of bytes between files and the caller's
+//! memory.
 //!
 //! | module | what it holds |
 //! |---|---|
@@ -19,9 +21,9 @@
 //! | [`metadata`] | the content of `.metadata`, and torch's pickle of it |
 //! | [`limits`] | the limits on what a hostile file can make this crate allocate or do |
 //!
-//! Inside, each format has a folder (`dcp`, `safetensors`, `torch`, `rank_files`, `deepspeed`, `numpy`,
-//! `gguf`, and `folder` for those of trainers, which hold several). They share `formats` (reading) and `payload`
-//! (writing). `open` knows all formats, and `convert` writes each of them.
+//! Inside, each format has a folder (`dcp`, `safetensors`, `torch`, `rank_files`, `deepspeed`,
+//! `numpy`, `gguf`, and `folder` for those of trainers, which hold several). They share `formats`
+//! (reading) and `payload` (writing). `open` knows all formats, and `convert` writes each of them.
 //!
 //! A checkpoint on disk:
 //!
@@ -81,7 +83,8 @@ pub use storage::object::{Store, object_store};
 
 /// An open checkpoint of any format: its contents, and reads of any part of them.
 ///
-/// All formats are described by [`Metadata`](metadata::Metadata), so code that handles one of them handles all.
+/// All formats are described by [`Metadata`](metadata::Metadata), so code that handles one of them
+/// handles all.
 pub mod checkpoint {
     pub use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter, PartOf};
     pub use crate::formats::extra::ExtraFiles;

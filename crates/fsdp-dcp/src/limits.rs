@@ -1,4 +1,5 @@
-//! Safety limits: every length that a file claims is checked against one of these before anything is allocated for it.
+//! Safety limits: every length that a file claims is checked against one of these before anything
+//! is allocated for it.
 //!
 //! They bound what a hostile file can cost. All are far above what training writes:
 //!
@@ -19,7 +20,8 @@
 
 /// The most bytes of one pickle (a `.metadata` of a million chunks is about 150 MiB).
 pub(crate) const MAX_PICKLE_BYTES: u64 = 2 << 30;
-/// The bytes that may be built from a byte of a pickle: a list of small numbers, two bytes each, takes most.
+/// The bytes that may be built from a byte of a pickle: a list of small numbers, two bytes each,
+/// takes most.
 pub(crate) const PICKLE_FACTOR: u64 = 40;
 /// The most attributes of an object. Looking one up is a linear search.
 pub(crate) const MAX_ATTRIBUTES: usize = 256;
@@ -33,7 +35,8 @@ pub(crate) const MAX_INTEGER_BYTES: u64 = 1024;
 pub(crate) const MAX_STORAGE_KEY_BYTES: usize = 256;
 /// The most dimensions of a tensor.
 pub(crate) const MAX_TENSOR_RANK: usize = 64;
-/// The most elements of a tensor, where dimensions of 0 do not count. So no product of sizes overflows.
+/// The most elements of a tensor, where dimensions of 0 do not count. So no product of sizes
+/// overflows.
 pub(crate) const MAX_TENSOR_ELEMENTS: u64 = 1 << 58;
 /// The most bytes of one hashed block.
 pub(crate) const MAX_BLOCK_BYTES: u64 = 16 << 20;
@@ -49,12 +52,16 @@ pub(crate) const MAX_INTEGRITY_BYTES: u64 = 4 << 30;
 pub(crate) const MAX_SAFETENSORS_HEADER_BYTES: u64 = 100_000_000;
 /// The most bytes of a JSON index (`model.safetensors.index.json`).
 pub(crate) const MAX_INDEX_BYTES: u64 = 256 << 20;
-/// The most missing files that an error names: the number of files that are expected may come from a file.
+/// The most missing files that an error names: the number of files that are expected may come from
+/// a file.
 pub(crate) const MAX_LISTED_FILES: usize = 1000;
 
 /// Returns `true` if some machine could hold a tensor of this shape.
 pub(crate) fn is_sane_shape(shape: &[usize]) -> bool {
-    let elements =
-        shape.iter().filter(|&&size| size > 0).try_fold(1u64, |product, &size| product.checked_mul(size as u64));
-    shape.len() <= MAX_TENSOR_RANK && elements.is_some_and(|elements| elements <= MAX_TENSOR_ELEMENTS)
+    let elements = shape
+        .iter()
+        .filter(|&&size| size > 0)
+        .try_fold(1u64, |product, &size| product.checked_mul(size as u64));
+    shape.len() <= MAX_TENSOR_RANK
+        && elements.is_some_and(|elements| elements <= MAX_TENSOR_ELEMENTS)
 }

@@ -33,7 +33,8 @@ pub enum Note {
     NoLineage,
     /// Its parent is not among the run's checkpoints: it was removed, or belongs to another run.
     ParentIsElsewhere,
-    /// The run has a checkpoint with the step of its parent, but with other state: one of the two was replaced.
+    /// The run has a checkpoint with the step of its parent, but with other state: one of the two
+    /// was replaced.
     ParentIsAnother,
     /// Another checkpoint has the same parent.
     Fork {
@@ -49,7 +50,8 @@ pub enum Note {
 }
 
 impl Note {
-    /// Returns `true` if the chain is broken there: the checkpoint does not continue the state that the run has.
+    /// Returns `true` if the chain is broken there: the checkpoint does not continue the state that
+    /// the run has.
     #[must_use]
     pub fn is_break(&self) -> bool {
         matches!(self, Note::ParentIsAnother)
@@ -61,7 +63,9 @@ impl std::fmt::Display for Note {
         match self {
             Note::NoLineage => f.write_str("no lineage recorded"),
             Note::ParentIsElsewhere => f.write_str("its parent is not here"),
-            Note::ParentIsAnother => f.write_str("broken: the checkpoint with its parent's step has other state"),
+            Note::ParentIsAnother => {
+                f.write_str("broken: the checkpoint with its parent's step has other state")
+            }
             Note::Fork { other } => write!(f, "fork: `{other}` has the same parent"),
             Note::OtherConfig => f.write_str("another configuration than its parent"),
             Note::OtherData => f.write_str("other data than its parent"),
@@ -70,8 +74,8 @@ impl std::fmt::Display for Note {
     }
 }
 
-/// Lists the checkpoints in a run's directory, or below its prefix, by step, each with its place in the chain. Only
-/// metadata and integrity files are read.
+/// Lists the checkpoints in a run's directory, or below its prefix, by step, each with its place in
+/// the chain. Only metadata and integrity files are read.
 ///
 /// # Errors
 /// A directory that cannot be listed, checkpoints that cannot be opened.
@@ -84,15 +88,25 @@ pub fn chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
         if name.starts_with('.') || !path.join(METADATA_FILE).is_file()? {
             continue;
         }
-        // The directory itself, without files of other programs beside its own, of which no digests were recorded.
+        // The directory itself, without files of other programs beside its own, of which no digests
+        // were recorded.
         let checkpoint = CheckpointReader::open(&path)?;
         let digest = checkpoint.digests().map(|digests| digests.root());
-        links.push(Link { name, digest, lineage: checkpoint.lineage().cloned(), notes: Vec::new() });
+        links.push(Link {
+            name,
+            digest,
+            lineage: checkpoint.lineage().cloned(),
+            notes: Vec::new(),
+        });
     }
     // Checkpoints of other programs have no lineage, but often a step in their names.
     links.sort_by_cached_key(|link| {
         let named = step_of(&link.name).map(|(_, step)| step);
-        (link.lineage.as_ref().map(|lineage| lineage.step), named, link.name.clone())
+        (
+            link.lineage.as_ref().map(|lineage| lineage.step),
+            named,
+            link.name.clone(),
+        )
     });
     note(&mut links);
     Ok(links)
@@ -100,16 +114,24 @@ pub fn chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
 
 /// Notes where the chain is broken or forked, and what has changed from one checkpoint to the next.
 fn note(links: &mut [Link]) {
-    let by_digest: BTreeMap<Digest, usize> =
-        links.iter().enumerate().filter_map(|(index, link)| Some((link.digest?, index))).collect();
-    let steps: Vec<Option<u64>> = links.iter().map(|link| Some(link.lineage.as_ref()?.step)).collect();
+    let by_digest: BTreeMap<Digest, usize> = links
+        .iter()
+        .enumerate()
+        .filter_map(|(index, link)| Some((link.digest?, index)))
+        .collect();
+    let steps: Vec<Option<u64>> = links
+        .iter()
+        .map(|link| Some(link.lineage.as_ref()?.step))
+        .collect();
     let mut first_child: BTreeMap<Digest, String> = BTreeMap::new();
     for index in 0..links.len() {
         let Some(lineage) = links[index].lineage.clone() else {
             links[index].notes.push(Note::NoLineage);
             continue;
         };
-        let Some(parent) = lineage.parent else { continue };
+        let Some(parent) = lineage.parent else {
+            continue;
+        };
         if let Some(other) = first_child.get(&parent.digest) {
             let other = other.clone();
             links[index].notes.push(Note::Fork { other });
@@ -118,10 +140,16 @@ fn note(links: &mut [Link]) {
         }
         let Some(&found) = by_digest.get(&parent.digest) else {
             let is_another = steps.contains(&Some(parent.step));
-            links[index].notes.push(if is_another { Note::ParentIsAnother } else { Note::ParentIsElsewhere });
+            links[index].notes.push(if is_another {
+                Note::ParentIsAnother
+            } else {
+                Note::ParentIsElsewhere
+            });
             continue;
         };
-        let Some(before) = links[found].lineage.clone() else { continue };
+        let Some(before) = links[found].lineage.clone() else {
+            continue;
+        };
         links[index].notes.extend(changes(&before, &lineage));
     }
 }
@@ -153,10 +181,26 @@ mod tests {
     }
 
     fn link(step: u64, state: i64, parent: Option<(u64, i64)>) -> Link {
-        let parent = parent.map(|(step, state)| Parent { step, digest: digest(state) });
-        let data = Some(DataPosition { hash: "d".to_owned(), position: step * 10 });
-        let lineage = Lineage { step, parent, config: Some("c".to_owned()), data };
-        Link { name: format!("step-{step}"), digest: Some(digest(state)), lineage: Some(lineage), notes: Vec::new() }
+        let parent = parent.map(|(step, state)| Parent {
+            step,
+            digest: digest(state),
+        });
+        let data = Some(DataPosition {
+            hash: "d".to_owned(),
+            position: step * 10,
+        });
+        let lineage = Lineage {
+            step,
+            parent,
+            config: Some("c".to_owned()),
+            data,
+        };
+        Link {
+            name: format!("step-{step}"),
+            digest: Some(digest(state)),
+            lineage: Some(lineage),
+            notes: Vec::new(),
+        }
     }
 
     fn notes(mut links: Vec<Link>) -> Vec<Vec<Note>> {
@@ -166,22 +210,54 @@ mod tests {
 
     #[test]
     fn a_chain_that_is_whole_has_no_notes() {
-        let links = vec![link(1, 1, None), link(2, 2, Some((1, 1))), link(3, 3, Some((2, 2)))];
+        let links = vec![
+            link(1, 1, None),
+            link(2, 2, Some((1, 1))),
+            link(3, 3, Some((2, 2))),
+        ];
         assert!(notes(links).concat().is_empty());
     }
 
     #[test]
     fn breaks_forks_and_changes_are_noted() {
-        let fork = Note::Fork { other: "step-2".to_owned() };
-        let of_two = vec![link(1, 1, None), link(2, 2, Some((1, 1))), link(3, 3, Some((1, 1)))];
+        let fork = Note::Fork {
+            other: "step-2".to_owned(),
+        };
+        let of_two = vec![
+            link(1, 1, None),
+            link(2, 2, Some((1, 1))),
+            link(3, 3, Some((1, 1))),
+        ];
         assert_eq!(notes(of_two), [vec![], vec![], vec![fork]]);
-        // The state of step 2 was replaced after step 3 had grown out of it; the parent of step 1 was removed.
-        let broken = vec![link(1, 1, Some((0, 0))), link(2, 7, Some((1, 1))), link(3, 3, Some((2, 2)))];
-        assert_eq!(notes(broken), [vec![Note::ParentIsElsewhere], vec![], vec![Note::ParentIsAnother]]);
+        // The state of step 2 was replaced after step 3 had grown out of it; the parent of step 1
+        // was removed.
+        let broken = vec![
+            link(1, 1, Some((0, 0))),
+            link(2, 7, Some((1, 1))),
+            link(3, 3, Some((2, 2))),
+        ];
+        assert_eq!(
+            notes(broken),
+            [
+                vec![Note::ParentIsElsewhere],
+                vec![],
+                vec![Note::ParentIsAnother]
+            ]
+        );
         let mut changed = vec![link(1, 1, None), link(2, 2, Some((1, 1)))];
         changed[1].lineage.as_mut().unwrap().config = None;
-        changed[1].lineage.as_mut().unwrap().data.as_mut().unwrap().position = 3;
-        assert_eq!(notes(changed), [vec![], vec![Note::OtherConfig, Note::DataAgain]]);
+        changed[1]
+            .lineage
+            .as_mut()
+            .unwrap()
+            .data
+            .as_mut()
+            .unwrap()
+            .position = 3;
+        assert_eq!(
+            notes(changed),
+            [vec![], vec![Note::OtherConfig, Note::DataAgain]]
+        );
         let mut unknown = vec![link(1, 1, None)];
         unknown[0].lineage = None;
         assert_eq!(notes(unknown), [[Note::NoLineage]]);

@@ -1,5 +1,5 @@
-//! The symbolic links in a run's folders: one such as `best` or `latest` may be the only name by which a checkpoint is
-//! known that somebody needs.
+//! The symbolic links in a run's folders: one such as `best` or `latest` may be the only name by
+//! which a checkpoint is known that somebody needs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,8 +15,8 @@ pub struct LinksInFolder {
 }
 
 impl LinksInFolder {
-    /// Finds the links in the folder of a checkpoint. A link that leads nowhere needs nothing, and object stores have
-    /// no links.
+    /// Finds the links in the folder of a checkpoint. A link that leads nowhere needs nothing, and
+    /// object stores have no links.
     ///
     /// # Errors
     /// A folder that cannot be listed.
@@ -27,14 +27,20 @@ impl LinksInFolder {
         }
     }
 
-    /// Finds the links in the folder of a run, in the folder of one of its checkpoints, and in the folders between. The
-    /// name of a link is its path below the run's folder.
+    /// Finds the links in the folder of a run, in the folder of one of its checkpoints, and in the
+    /// folders between. The name of a link is its path below the run's folder.
     ///
     /// # Errors
     /// A folder that cannot be listed.
     pub fn of_run(run: &Location, checkpoint: &Location) -> Result<Self, FileError> {
-        let (Some(run), Some(checkpoint)) = (run.local(), checkpoint.local()) else { return Ok(Self::default()) };
-        let folders: Vec<&Path> = checkpoint.ancestors().skip(1).take_while(|folder| folder.starts_with(run)).collect();
+        let (Some(run), Some(checkpoint)) = (run.local(), checkpoint.local()) else {
+            return Ok(Self::default());
+        };
+        let folders: Vec<&Path> = checkpoint
+            .ancestors()
+            .skip(1)
+            .take_while(|folder| folder.starts_with(run))
+            .collect();
         Self::in_folders(run, &folders)
     }
 
@@ -47,7 +53,11 @@ impl LinksInFolder {
                 if link.is_symlink()
                     && let Ok(target) = link.canonicalize()
                 {
-                    let name = link.strip_prefix(root).unwrap_or(&link).to_string_lossy().into_owned();
+                    let name = link
+                        .strip_prefix(root)
+                        .unwrap_or(&link)
+                        .to_string_lossy()
+                        .into_owned();
                     links.push((name, target));
                 }
             }
@@ -60,6 +70,9 @@ impl LinksInFolder {
     #[must_use]
     pub fn leading_to(&self, checkpoint: &Location) -> Option<&str> {
         let place = checkpoint.local()?.canonicalize().ok()?;
-        self.links.iter().find(|(_, target)| target.starts_with(&place)).map(|(name, _)| name.as_str())
+        self.links
+            .iter()
+            .find(|(_, target)| target.starts_with(&place))
+            .map(|(name, _)| name.as_str())
     }
 }

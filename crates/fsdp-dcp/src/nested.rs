@@ -1,5 +1,6 @@
-//! Values that one checkpoint holds whole, and another one in parts that have keys of their own. For example, torch's
-//! DCP sometimes keeps a list of dicts as one value and sometimes takes it apart, and formats differ in this too.
+//! Values that one checkpoint holds whole, and another one in parts that have keys of their own.
+//! For example, torch's DCP sometimes keeps a list of dicts as one value and sometimes takes it
+//! apart, and formats differ in this too.
 
 use std::collections::HashSet;
 
@@ -12,9 +13,11 @@ use crate::formats::checkpoint::Checkpoint;
 /// The values that one checkpoint holds whole and another one holds in parts.
 #[derive(Debug, Default)]
 pub(crate) struct Nested {
-    /// By the key of the whole: its parts, by the keys that they have in the other checkpoint, or would have there.
+    /// By the key of the whole: its parts, by the keys that they have in the other checkpoint, or
+    /// would have there.
     pub(crate) parts: IndexMap<String, Vec<(String, PlainValue)>>,
-    /// The lists and tuples that were taken apart, by the keys that they would have in the other checkpoint.
+    /// The lists and tuples that were taken apart, by the keys that they would have in the other
+    /// checkpoint.
     pub(crate) sequences: Vec<(String, Sequence)>,
     /// The keys in the other checkpoint that belong to a whole.
     pub(crate) in_other: HashSet<String>,
@@ -34,7 +37,11 @@ impl Nested {
     pub(crate) fn of(from: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<Self, FileError> {
         let there = &other.metadata().entries;
         let mut nested = Nested::default();
-        for (fqn, _) in from.metadata().values().filter(|(fqn, _)| !there.contains_key(*fqn)) {
+        for (fqn, _) in from
+            .metadata()
+            .values()
+            .filter(|(fqn, _)| !there.contains_key(*fqn))
+        {
             let mut parts = Vec::new();
             let mut sequences = Vec::new();
             unfold(
@@ -44,7 +51,10 @@ impl Nested {
                 &mut parts,
                 &mut sequences,
             );
-            let found = parts.iter().map(|(key, _)| key).filter(|key| there.contains_key(*key));
+            let found = parts
+                .iter()
+                .map(|(key, _)| key)
+                .filter(|key| there.contains_key(*key));
             let before = nested.in_other.len();
             nested.in_other.extend(found.cloned());
             if nested.in_other.len() > before {

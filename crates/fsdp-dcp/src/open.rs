@@ -23,47 +23,66 @@ use crate::torch::{self, legacy};
 
 /// Opens the checkpoint that is at a path, or at the URL of an object store.
 ///
-/// The format is recognized by the content, not the name: a DCP directory, a directory of safetensors files (Hugging
-/// Face's layout, or torch's `HuggingFaceStorageWriter`), one safetensors file, or one torch archive (`.pt`, `.pth`,
-/// `.bin`). A trainer's folder, which holds several of them, is recognized by the names in it.
+/// The format is recognized by the content, not the name: a DCP directory, a directory of
+/// safetensors files (Hugging Face's layout, or torch's `HuggingFaceStorageWriter`), one
+/// safetensors file, or one torch archive (`.pt`, `.pth`, `.bin`). A trainer's folder, which holds
+/// several of them, is recognized by the names in it.
 ///
 /// # Errors
 /// [`FileError::NotCommitted`] if there is no checkpoint; errors in the files.
-pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
+pub fn open(
+    location: impl Into<Location>,
+    options: OpenOptions,
+) -> Result<Box<dyn Checkpoint>, FileError> {
     let location = location.into();
     match location.storage().kind()? {
-        None => Err(FileError::NotCommitted { path: location.name().to_owned(), reason: "there is nothing" }),
+        None => Err(FileError::NotCommitted {
+            path: location.name().to_owned(),
+            reason: "there is nothing",
+        }),
         Some(EntryKind::Directory) => open_directory(&location, options),
         Some(EntryKind::File | EntryKind::Special) => open_file(&location, options),
     }
 }
 
-/// Opens a part of a trainer's folder. A part that is such a folder too is refused, because links could lead from
-/// folder to folder without end.
+/// Opens a part of a trainer's folder. A part that is such a folder too is refused, because links
+/// could lead from folder to folder without end.
 fn open_part(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     if location.storage().kind()? == Some(EntryKind::Directory) {
         let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
         if metadata_files(&directory)?.is_empty() && folder::is_there(&directory.names()?) {
-            return Err(unsupported(location, "a trainer's folder inside of another one"));
+            return Err(unsupported(
+                location,
+                "a trainer's folder inside of another one",
+            ));
         }
     }
     open(location.clone(), options)
 }
 
-/// Checks that a checkpoint directory may be written here, replacing what exists. That is allowed if nothing exists,
-/// for an empty directory, and for a checkpoint, damaged or not, whose directory holds nothing else that would be lost.
+/// Checks that a checkpoint directory may be written here, replacing what exists. That is allowed
+/// if nothing exists, for an empty directory, and for a checkpoint, damaged or not, whose directory
+/// holds nothing else that would be lost.
 ///
 /// # Errors
 /// [`FileError::NotReplaceable`] and [`FileError::HoldsOthers`].
 pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
-    let refused = |wanted| Err(FileError::NotReplaceable { path: location.name().to_owned(), wanted });
+    let refused = |wanted| {
+        Err(FileError::NotReplaceable {
+            path: location.name().to_owned(),
+            wanted,
+        })
+    };
     match location.storage().kind()? {
         None => return Ok(()),
         Some(EntryKind::Directory) => {}
         Some(EntryKind::File | EntryKind::Special) => return refused("directory"),
     }
     if let Some(name) = location.storage().names_not_utf8()?.into_iter().next() {
-        return Err(FileError::HoldsOthers { path: location.name().to_owned(), name });
+        return Err(FileError::HoldsOthers {
+            path: location.name().to_owned(),
+            name,
+        });
     }
     if location.names()?.is_empty() {
         return Ok(());
@@ -71,33 +90,58 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
     match open_directory(location, OpenOptions { verify: false }) {
         Ok(checkpoint) => match ExtraFiles::of(&*checkpoint)?.foreign() {
             None => Ok(()),
-            Some(name) => Err(FileError::HoldsOthers { path: location.name().to_owned(), name: name.to_owned() }),
+            Some(name) => Err(FileError::HoldsOthers {
+                path: location.name().to_owned(),
+                name: name.to_owned(),
+            }),
         },
-        // A directory that holds nothing but data files of DCP may be replaced: its metadata are lost.
-        Err(FileError::NotCommitted { .. }) if location.names()?.iter().all(|name| is_data_of_dcp(name)) => Ok(()),
+        // A directory that holds nothing but data files of DCP may be replaced: its metadata are
+        // lost.
+        Err(FileError::NotCommitted { .. })
+            if location.names()?.iter().all(|name| is_data_of_dcp(name)) =>
+        {
+            Ok(())
+        }
         Err(FileError::NotCommitted { .. }) => refused("checkpoint directory"),
         // A directory that is refused for what it holds is not damaged.
-        Err(FileError::File { source: FormatError::Unsupported { .. }, .. }) => refused("checkpoint directory"),
-        // A damaged checkpoint may be replaced. It is not known any more which files are its own, but directories are
-        // not, so there must be none.
-        Err(_) => match location.names()?.into_iter().find(|name| is_directory(location, name)) {
+        Err(FileError::File {
+            source: FormatError::Unsupported { .. },
+            ..
+        }) => refused("checkpoint directory"),
+        // A damaged checkpoint may be replaced. It is not known any more which files are its own,
+        // but directories are not, so there must be none.
+        Err(_) => match location
+            .names()?
+            .into_iter()
+            .find(|name| is_directory(location, name))
+        {
             None => Ok(()),
-            Some(name) => Err(FileError::HoldsOthers { path: location.name().to_owned(), name }),
+            Some(name) => Err(FileError::HoldsOthers {
+                path: location.name().to_owned(),
+                name,
+            }),
         },
     }
 }
 
 /// Returns `true` if a name in a directory is that of a directory, or if that is not known.
 fn is_directory(location: &Location, name: &str) -> bool {
-    location.join(name).storage().kind().map_or(true, |kind| kind == Some(EntryKind::Directory))
+    location
+        .join(name)
+        .storage()
+        .kind()
+        .map_or(true, |kind| kind == Some(EntryKind::Directory))
 }
 
 /// The ending of the names of safetensors files.
 const SAFETENSORS: &str = ".safetensors";
 
-/// Opens a directory, whose format the names in it tell. The order of the checks matters: a folder of a trainer also
-/// has the names of other formats.
-fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
+/// Opens a directory, whose format the names in it tell. The order of the checks matters: a folder
+/// of a trainer also has the names of other formats.
+fn open_directory(
+    location: &Location,
+    options: OpenOptions,
+) -> Result<Box<dyn Checkpoint>, FileError> {
     let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
     if !metadata_files(&directory)?.is_empty() {
         return sidecars::open(location, options);
@@ -118,8 +162,13 @@ fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn C
     if rank_files::is_there(&names) {
         return Ok(Box::new(rank_files::open(location, options)?));
     }
-    if names.iter().any(|name| name.ends_with(SAFETENSORS) || weights::is_known(name, SAFETENSORS)) {
-        return Ok(Box::new(SafetensorsCheckpoint::open_directory(location, options)?));
+    if names
+        .iter()
+        .any(|name| name.ends_with(SAFETENSORS) || weights::is_known(name, SAFETENSORS))
+    {
+        return Ok(Box::new(SafetensorsCheckpoint::open_directory(
+            location, options,
+        )?));
     }
     let files = torch::index::weights(&names);
     if !files.is_empty() {
@@ -127,7 +176,10 @@ fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn C
     }
     if !steps_of_run(location)?.is_empty() {
         let reason = "it is the folder of a run, whose checkpoints lie below it";
-        return Err(FileError::NotCommitted { path: location.name().to_owned(), reason });
+        return Err(FileError::NotCommitted {
+            path: location.name().to_owned(),
+            reason,
+        });
     }
     if let Some(what) = megatron(&directory, &names)? {
         return Err(unsupported(location, what));
@@ -136,15 +188,25 @@ fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn C
     Ok(Box::new(CheckpointReader::open_with(location, options)?))
 }
 
-/// Returns what a directory is in one of Megatron's formats that are not read; `None` for any other directory.
-fn megatron(directory: &CheckedDirectory, names: &[String]) -> Result<Option<&'static str>, FileError> {
+/// Returns what a directory is in one of Megatron's formats that are not read; `None` for any other
+/// directory.
+fn megatron(
+    directory: &CheckedDirectory,
+    names: &[String],
+) -> Result<Option<&'static str>, FileError> {
     const CONFIG: &str = "metadata.json";
     const MAX_CONFIG_BYTES: u64 = 1 << 20;
     if names.iter().any(|name| name == CONFIG) {
         let config = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
         let config: Option<serde_json::Value> = serde_json::from_slice(&config).ok();
-        if config.is_some_and(|config| config.get("sharded_backend").is_some_and(|backend| backend == "zarr")) {
-            return Ok(Some("Megatron-core's format `zarr` (Megatron-core saves `torch_dist` by default)"));
+        if config.is_some_and(|config| {
+            config
+                .get("sharded_backend")
+                .is_some_and(|backend| backend == "zarr")
+        }) {
+            return Ok(Some(
+                "Megatron-core's format `zarr` (Megatron-core saves `torch_dist` by default)",
+            ));
         }
     }
     let is_old = names.iter().any(|name| name.starts_with("mp_rank_"));
@@ -153,7 +215,8 @@ fn megatron(directory: &CheckedDirectory, names: &[String]) -> Result<Option<&'s
     ))
 }
 
-/// Returns, judging by its name, which part of a directory a file is; `None` if the name does not tell.
+/// Returns, judging by its name, which part of a directory a file is; `None` if the name does not
+/// tell.
 fn part_of_directory(name: &str) -> Option<&'static str> {
     if name == METADATA_FILE || is_data_of_dcp(name) {
         Some("a file of a DCP directory (name the directory),")
@@ -176,9 +239,14 @@ fn open_file(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkp
 }
 
 /// Opens a file, whose format its first bytes tell.
-fn open_content(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
+fn open_content(
+    location: &Location,
+    options: OpenOptions,
+) -> Result<Box<dyn Checkpoint>, FileError> {
     match first_bytes(location)?.as_slice() {
-        [b'P', b'K', 3 | 5, ..] if is_numpy_archive(location)? => Ok(Box::new(numpy::open(location, options)?)),
+        [b'P', b'K', 3 | 5, ..] if is_numpy_archive(location)? => {
+            Ok(Box::new(numpy::open(location, options)?))
+        }
         [b'P', b'K', 3 | 5, ..] => Ok(Box::new(torch::read::open(location, options)?)),
         bytes if legacy::is_start(bytes) => Ok(Box::new(torch::read::open(location, options)?)),
         bytes if bytes.starts_with(legacy::OLD_START) => Err(unsupported(
@@ -188,7 +256,9 @@ fn open_content(location: &Location, options: OpenOptions) -> Result<Box<dyn Che
         bytes if bytes.starts_with(numpy::START) => Ok(Box::new(numpy::open(location, options)?)),
         bytes if bytes.starts_with(gguf::START) => Ok(Box::new(gguf::open(location, options)?)),
         // Eight bytes of length, and JSON.
-        [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(location, options)?)),
+        [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(
+            location, options,
+        )?)),
         _ => Err(unsupported(
             location,
             "a file that is neither an archive of torch or NumPy, nor safetensors, nor GGUF,",
@@ -203,12 +273,19 @@ fn first_bytes(location: &Location) -> Result<Vec<u8>, FileError> {
     let file = match directory.file(name) {
         // The user named it, so it is not a path inside a checkpoint.
         Err(FileError::Path { reason, .. }) => {
-            return Err(unsupported(location, &format!("what is no regular file ({reason})")));
+            return Err(unsupported(
+                location,
+                &format!("what is no regular file ({reason})"),
+            ));
         }
         file => file?,
     };
     let mut bytes = vec![0; file.len().min(16) as usize];
-    file.read_exact_at(0, &mut bytes).map_err(|source| FileError::File { path: location.name().to_owned(), source })?;
+    file.read_exact_at(0, &mut bytes)
+        .map_err(|source| FileError::File {
+            path: location.name().to_owned(),
+            source,
+        })?;
     Ok(bytes)
 }
 
@@ -220,6 +297,11 @@ fn is_numpy_archive(location: &Location) -> Result<bool, FileError> {
 }
 
 fn unsupported(location: &Location, what: &str) -> FileError {
-    let source = FormatError::Unsupported { what: what.to_owned() };
-    FileError::File { path: location.name().to_owned(), source }
+    let source = FormatError::Unsupported {
+        what: what.to_owned(),
+    };
+    FileError::File {
+        path: location.name().to_owned(),
+        source,
+    }
 }

@@ -1,5 +1,5 @@
-//! The parts of a conversion that several output formats share: options, the report, the source of payloads, a rank's
-//! rows, and the commit of a single file.
+//! The parts of a conversion that several output formats share: options, the report, the source of
+//! payloads, a rank's rows, and the commit of a single file.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -30,14 +30,18 @@ pub struct ConvertOptions<'o> {
     pub threads: usize,
     /// A function that is called with the number of bytes of every piece that was read.
     pub progress: Option<&'o (dyn Fn(u64) + Sync)>,
-    /// The [`Durable`] to write with; [`Durable::new`] if `None`. Tests use it to watch the steps of a commit.
+    /// The [`Durable`] to write with; [`Durable::new`] if `None`. Tests use it to watch the steps
+    /// of a commit.
     pub durable: Option<&'o Durable>,
-    /// `true` to leave out values that hold objects of unknown types, where the format cannot hold them.
+    /// `true` to leave out values that hold objects of unknown types, where the format cannot hold
+    /// them.
     pub drop_opaque: bool,
-    /// A directory whose configuration and tokenizer are copied beside weights in Hugging Face's layout.
+    /// A directory whose configuration and tokenizer are copied beside weights in Hugging Face's
+    /// layout.
     pub with: Option<&'o Location>,
-    /// The plan for tensor-parallel ranks, for [`OutputFormat::SafetensorsDirectory`](crate::convert::OutputFormat).
-    /// Each rank then gets files of its own with its parts of the tensors, and there is no index.
+    /// The plan for tensor-parallel ranks, for
+    /// [`OutputFormat::SafetensorsDirectory`](crate::convert::OutputFormat). Each rank then gets
+    /// files of its own with its parts of the tensors, and there is no index.
     pub tensor_parallel: Option<&'o TensorParallelPlan>,
 }
 
@@ -75,11 +79,11 @@ pub struct Converted {
     pub aside: Vec<String>,
     /// The name of that file in the destination's directory.
     pub aside_file: Option<String>,
-    /// The keys of quantized tensors, written as the integers that they are made of. Their scales and zero points are
-    /// values `KEY.quantizer`.
+    /// The keys of quantized tensors, written as the integers that they are made of. Their scales
+    /// and zero points are values `KEY.quantizer`.
     pub quantized: Vec<String>,
-    /// The containers that the format cannot express, each with its place: dict keys that are not text have become
-    /// text, tuples have become lists, and empty dicts are left out.
+    /// The containers that the format cannot express, each with its place: dict keys that are not
+    /// text have become text, tuples have become lists, and empty dicts are left out.
     pub containers: Vec<String>,
     /// The files beside the source's own, such as a configuration, that were copied.
     pub copied: Vec<String>,
@@ -129,16 +133,22 @@ impl PayloadSource for Streamed<'_> {
     }
 }
 
-/// Returns the stored bytes of a value, if it is an item of a DCP checkpoint. Copying them keeps what [`PlainValue`]
-/// cannot express: classes such as `torch.Size`, and opaque objects.
-pub(crate) fn stored_item(source: &dyn Checkpoint, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
+/// Returns the stored bytes of a value, if it is an item of a DCP checkpoint. Copying them keeps
+/// what [`PlainValue`] cannot express: classes such as `torch.Size`, and opaque objects.
+pub(crate) fn stored_item(
+    source: &dyn Checkpoint,
+    fqn: &str,
+) -> Result<Option<Vec<u8>>, FileError> {
     let is_opaque = match source.read_value(fqn) {
         Ok(_) if source.format() != Format::Dcp => return Ok(None),
         Ok(_) => false,
         Err(error) if error.opaque_type().is_some() => true,
         Err(error) => return Err(error),
     };
-    let Some(Entry::Bytes(BytesEntry { stored: Some(stored) })) = source.metadata().entries.get(fqn) else {
+    let Some(Entry::Bytes(BytesEntry {
+        stored: Some(stored),
+    })) = source.metadata().entries.get(fqn)
+    else {
         return Ok(None);
     };
     match source.read_item(fqn, stored) {
@@ -158,8 +168,8 @@ pub(crate) fn rows_of_rank(shape: &[usize], rank: usize, ranks: usize) -> Tensor
     bounds
 }
 
-/// Commits a checkpoint that is a single file. Removes the old file's hashes first, so that they never describe the new
-/// file.
+/// Commits a checkpoint that is a single file. Removes the old file's hashes first, so that they
+/// never describe the new file.
 pub(crate) fn commit_file(staging: Staging, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
     let integrity = integrity_beside(staging.target_name());
     staging.check_sidecar(&integrity)?;
@@ -175,8 +185,13 @@ pub(crate) fn summary(source: &dyn Checkpoint) -> Converted {
     let mut summary = Converted::default();
     for (_, tensor) in source.metadata().tensors() {
         summary.tensors += 1;
-        let numel = tensor.shape.iter().fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
-        summary.bytes = summary.bytes.saturating_add(numel.saturating_mul(tensor.properties.dtype.size_in_bytes()));
+        let numel = tensor
+            .shape
+            .iter()
+            .fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
+        summary.bytes = summary
+            .bytes
+            .saturating_add(numel.saturating_mul(tensor.properties.dtype.size_in_bytes()));
     }
     summary
 }

@@ -10,7 +10,10 @@ pub(crate) fn shown(value: &PlainValue) -> String {
     let mut text = String::new();
     put(value, &mut text);
     if text.len() > LONGEST {
-        let end = (0..=LONGEST).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
+        let end = (0..=LONGEST)
+            .rev()
+            .find(|&end| text.is_char_boundary(end))
+            .unwrap_or(0);
         text.truncate(end);
         text.push('…');
     }
@@ -49,7 +52,9 @@ fn put(value: &PlainValue, text: &mut String) {
             }
             text.push('}');
         }
-        PlainValue::Tensor(tensor) => text.push_str(&format!("a tensor of {} {:?}", tensor.dtype, tensor.shape)),
+        PlainValue::Tensor(tensor) => {
+            text.push_str(&format!("a tensor of {} {:?}", tensor.dtype, tensor.shape))
+        }
         PlainValue::Typed(PythonType::DType | PythonType::QScheme, name) => {
             text.push_str(name.as_str().unwrap_or_default());
         }
@@ -62,7 +67,8 @@ fn put(value: &PlainValue, text: &mut String) {
     }
 }
 
-/// Appends the items of a container between `open` and `close`. Of a long one only the first are shown.
+/// Appends the items of a container between `open` and `close`. Of a long one only the first are
+/// shown.
 fn put_all(open: &str, items: &[PlainValue], close: &str, text: &mut String) {
     text.push_str(open);
     for (index, item) in items.iter().enumerate().take(LONGEST) {
@@ -80,10 +86,25 @@ mod tests {
     fn a_value_looks_as_in_python() {
         let value = PlainValue::Dict(vec![
             ("a".into(), PlainValue::Tuple(vec![1i64.into(), 0.5.into()])),
-            (1i64.into(), PlainValue::List(vec![PlainValue::Bool(true), PlainValue::None])),
-            ("b".into(), PlainValue::Tuple(vec![PlainValue::Bytes(vec![0; 3])])),
-            ("c".into(), PlainValue::typed(PythonType::DType, "torch.float16")),
-            ("d".into(), PlainValue::typed(PythonType::Size, PlainValue::Tuple(vec![2i64.into(), 3i64.into()]))),
+            (
+                1i64.into(),
+                PlainValue::List(vec![PlainValue::Bool(true), PlainValue::None]),
+            ),
+            (
+                "b".into(),
+                PlainValue::Tuple(vec![PlainValue::Bytes(vec![0; 3])]),
+            ),
+            (
+                "c".into(),
+                PlainValue::typed(PythonType::DType, "torch.float16"),
+            ),
+            (
+                "d".into(),
+                PlainValue::typed(
+                    PythonType::Size,
+                    PlainValue::Tuple(vec![2i64.into(), 3i64.into()]),
+                ),
+            ),
             ("e".into(), PlainValue::typed(PythonType::Device, "cuda:0")),
         ]);
         let text = r#"{"a": (1, 0.5), 1: [True, None], "b": (3 bytes,), "c": torch.float16, "d": torch.Size((2, 3)), "e": torch.device("cuda:0")}"#;
@@ -96,7 +117,10 @@ mod tests {
         let long = PlainValue::List(vec![PlainValue::Str("ä".repeat(5_000)); 5_000]);
         for value in [&deep, &long] {
             let text = shown(value);
-            assert!(text.len() <= LONGEST + '…'.len_utf8() && text.ends_with('…'), "{text}");
+            assert!(
+                text.len() <= LONGEST + '…'.len_utf8() && text.ends_with('…'),
+                "{text}"
+            );
         }
         // Dropping a deep value would call itself as often.
         std::mem::forget(deep);

@@ -24,16 +24,20 @@ const BELOW: [&str; 4] = ["", "checkpoint", "checkpoints", "outputs/checkpoint"]
 /// The words before the number in the name of a checkpoint.
 const WORDS: [&str; 5] = ["step", "checkpoint", "iter", "epoch", "ckpt"];
 
-/// Lists the checkpoints of a run by their steps, the oldest first: `step-40`, `checkpoint-40`, `checkpoint_3`,
-/// `global_step40`, `iter_0000040`, `epoch=1-step=40.ckpt`, and their like. They are in the folder itself, or below
-/// `checkpoint`, `checkpoints` or `outputs/checkpoint`.
+/// Lists the checkpoints of a run by their steps, the oldest first: `step-40`, `checkpoint-40`,
+/// `checkpoint_3`, `global_step40`, `iter_0000040`, `epoch=1-step=40.ckpt`, and their like. They
+/// are in the folder itself, or below `checkpoint`, `checkpoints` or `outputs/checkpoint`.
 ///
 /// # Errors
 /// A folder that cannot be listed.
 pub fn steps_of_run(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileError> {
     let run = run.into();
     for below in BELOW {
-        let folder = if below.is_empty() { run.clone() } else { run.join(below) };
+        let folder = if below.is_empty() {
+            run.clone()
+        } else {
+            run.join(below)
+        };
         let names = match folder.names() {
             Err(error) if !below.is_empty() && is_absence(&error) => continue,
             names => names?,
@@ -42,7 +46,12 @@ pub fn steps_of_run(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileErro
             .into_iter()
             .filter_map(|name| {
                 let (counts, step) = step_of(&name)?;
-                Some(StepOfRun { step, counts, path: folder.join(&name), name })
+                Some(StepOfRun {
+                    step,
+                    counts,
+                    path: folder.join(&name),
+                    name,
+                })
             })
             .collect();
         if !steps.is_empty() {
@@ -67,11 +76,17 @@ pub(crate) fn step_of(name: &str) -> Option<(&'static str, u64)> {
     if name.starts_with('.') {
         return None;
     }
-    let stem = [".ckpt", ".pt", ".pth", ".safetensors"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(name);
+    let stem = [".ckpt", ".pt", ".pth", ".safetensors"]
+        .iter()
+        .find_map(|end| name.strip_suffix(end))
+        .unwrap_or(name);
     let before = stem.trim_end_matches(|c: char| c.is_ascii_digit());
     let step = stem[before.len()..].parse().ok()?;
     let word = before.trim_end_matches(['-', '_', '=']);
-    WORDS.into_iter().find(|known| word.ends_with(known)).map(|known| (known, step))
+    WORDS
+        .into_iter()
+        .find(|known| word.ends_with(known))
+        .map(|known| (known, step))
 }
 
 #[cfg(test)]

@@ -1,6 +1,8 @@
-//! Reading a box of a tensor that may lie in its storage in any order: row-major, transposed, channels-last, expanded.
+//! Reading a box of a tensor that may lie in its storage in any order: row-major, transposed,
+//! channels-last, expanded.
 //!
-//! Elements are visited in the order of their position in the storage, so that a file is read forwards.
+//! Elements are visited in the order of their position in the storage, so that a file is read
+//! forwards.
 
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::row_major_strides;
@@ -21,8 +23,8 @@ pub struct StridedLayout {
 }
 
 impl StridedLayout {
-    /// Returns the position of the box's last element in the storage; `None` if the box is empty, or the position does
-    /// not fit.
+    /// Returns the position of the box's last element in the storage; `None` if the box is empty,
+    /// or the position does not fit.
     pub(crate) fn last(&self) -> Option<u64> {
         if self.bounds.is_empty() {
             return None;
@@ -35,7 +37,8 @@ impl StridedLayout {
     }
 }
 
-/// `len` elements at `src`, `src + src_step`, … of the storage, that belong at `dst`, `dst + dst_step`, … .
+/// `len` elements at `src`, `src + src_step`, … of the storage, that belong at `dst`, `dst +
+/// dst_step`, … .
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StridedRun {
     pub(crate) src: u64,
@@ -45,7 +48,8 @@ pub(crate) struct StridedRun {
     pub(crate) dst_step: usize,
 }
 
-/// The runs of `overlap`, from a storage to a row-major buffer of the box `dst`. `overlap` must lie in both boxes.
+/// The runs of `overlap`, from a storage to a row-major buffer of the box `dst`. `overlap` must lie
+/// in both boxes.
 #[derive(Debug, Clone)]
 pub(crate) struct StridedRuns {
     /// Outer dimensions: extent, source step, destination step; the slowest first.
@@ -55,11 +59,17 @@ pub(crate) struct StridedRuns {
 }
 
 impl StridedRuns {
-    /// Finds the longest runs: dimensions that continue each other are merged, and the one with the smallest step in
-    /// the storage is innermost.
+    /// Finds the longest runs: dimensions that continue each other are merged, and the one with the
+    /// smallest step in the storage is innermost.
     pub(crate) fn new(overlap: &TensorBox, src: &StridedLayout, dst: &TensorBox) -> Self {
         let dst_strides = row_major_strides(&dst.sizes);
-        let mut first = StridedRun { src: src.offset, dst: 0, len: 1, src_step: 1, dst_step: 1 };
+        let mut first = StridedRun {
+            src: src.offset,
+            dst: 0,
+            len: 1,
+            src_step: 1,
+            dst_step: 1,
+        };
         let mut dims = Vec::with_capacity(overlap.rank());
         for (d, &dst_stride) in dst_strides.iter().enumerate() {
             first.src += ((overlap.offsets[d] - src.bounds.offsets[d]) * src.strides[d]) as u64;
@@ -68,9 +78,11 @@ impl StridedRuns {
                 dims.push((overlap.sizes[d], src.strides[d], dst_stride));
             }
         }
-        // Sort the dimensions in the order of the storage: the one with the smallest step is innermost.
+        // Sort the dimensions in the order of the storage: the one with the smallest step is
+        // innermost.
         dims.sort_by_key(|&(_, src_step, _)| std::cmp::Reverse(src_step));
-        // Merge neighbouring dimensions that continue each other both in the source and in the destination.
+        // Merge neighbouring dimensions that continue each other both in the source and in the
+        // destination.
         let mut merged: Vec<(usize, usize, usize)> = Vec::with_capacity(dims.len());
         for (size, src_step, dst_step) in dims {
             match merged.last_mut() {
@@ -83,15 +95,28 @@ impl StridedRuns {
             }
         }
         if let Some((len, src_step, dst_step)) = merged.pop() {
-            first = StridedRun { len, src_step, dst_step, ..first };
+            first = StridedRun {
+                len,
+                src_step,
+                dst_step,
+                ..first
+            };
         }
-        StridedRuns { index: vec![0; merged.len()], outer: merged, next: (!overlap.is_empty()).then_some(first) }
+        StridedRuns {
+            index: vec![0; merged.len()],
+            outer: merged,
+            next: (!overlap.is_empty()).then_some(first),
+        }
     }
 
     /// Returns the storage position after the last element that any run touches.
     pub(crate) fn end(&self) -> u64 {
         self.next.map_or(0, |run| {
-            let outer: usize = self.outer.iter().map(|&(size, step, _)| (size - 1) * step).sum();
+            let outer: usize = self
+                .outer
+                .iter()
+                .map(|&(size, step, _)| (size - 1) * step)
+                .sum();
             run.src + (outer + (run.len - 1) * run.src_step) as u64 + 1
         })
     }
@@ -133,7 +158,12 @@ pub(crate) fn read_overlap<S: ReadAt + ?Sized>(
     overlap: &TensorBox,
     slot: &mut Slot<'_>,
 ) -> Result<(), FormatError> {
-    let Slot { bounds: to, bytes: dst, digest, .. } = slot;
+    let Slot {
+        bounds: to,
+        bytes: dst,
+        digest,
+        ..
+    } = slot;
     let runs = StridedRuns::new(overlap, from, to);
     let bytes = element as u64;
     let limit = storage + runs.end() * bytes;
@@ -144,7 +174,9 @@ pub(crate) fn read_overlap<S: ReadAt + ?Sized>(
         let start = storage + run.src * bytes;
         // Reading ahead pays only while the next run is near.
         let end = start + ((run.len - 1) * run.src_step * element + element) as u64;
-        let near = runs.peek().is_some_and(|next| storage + next.src * bytes < end + NEAR);
+        let near = runs
+            .peek()
+            .is_some_and(|next| storage + next.src * bytes < end + NEAR);
         let limit = if near { limit } else { end };
         if run.dst_step == 1 && (run.src_step == 1 || run.len == 1) {
             let at = run.dst * element;
@@ -153,7 +185,12 @@ pub(crate) fn read_overlap<S: ReadAt + ?Sized>(
                     digest.add(at + from, bytes);
                 }
             };
-            reader.read(start, &mut dst[at..at + run.len * element], limit, &mut seen)?;
+            reader.read(
+                start,
+                &mut dst[at..at + run.len * element],
+                limit,
+                &mut seen,
+            )?;
             continue;
         }
         is_scattered = true;
@@ -166,7 +203,12 @@ pub(crate) fn read_overlap<S: ReadAt + ?Sized>(
             let count = at_once.min(run.len - done);
             let span = (count - 1) * step + element;
             scratch.resize(span, 0);
-            reader.read(start + (done * step) as u64, &mut scratch[..span], limit, &mut |_, _| ())?;
+            reader.read(
+                start + (done * step) as u64,
+                &mut scratch[..span],
+                limit,
+                &mut |_, _| (),
+            )?;
             for k in 0..count {
                 let at = (run.dst + (done + k) * run.dst_step) * element;
                 dst[at..at + element].copy_from_slice(&scratch[k * step..k * step + element]);
@@ -195,7 +237,11 @@ mod tests {
             let order = Just((0..shape.len()).collect::<Vec<_>>()).prop_shuffle();
             let offsets: Vec<_> = shape.iter().map(|&n| 0..n).collect();
             (Just(shape), order, offsets).prop_flat_map(|(shape, order, offsets)| {
-                let sizes: Vec<_> = shape.iter().zip(&offsets).map(|(&n, &o)| 1..=n - o).collect();
+                let sizes: Vec<_> = shape
+                    .iter()
+                    .zip(&offsets)
+                    .map(|(&n, &o)| 1..=n - o)
+                    .collect();
                 (Just(shape), Just(order), Just(offsets), sizes)
             })
         })
@@ -234,12 +280,24 @@ mod tests {
 
     #[test]
     fn expanded_tensors_repeat_their_elements() {
-        let from = StridedLayout { bounds: TensorBox::whole(&[3, 2]), offset: 1, strides: vec![0, 1] };
+        let from = StridedLayout {
+            bounds: TensorBox::whole(&[3, 2]),
+            offset: 1,
+            strides: vec![0, 1],
+        };
         let storage = [9u8, 1, 2];
         let mut dst = [0; 6];
         let whole = TensorBox::whole(&[3, 2]);
         let mut slot = Slot::new(whole.clone(), &mut dst);
-        read_overlap(&mut BlockReader::new(&storage[..]), 0, 1, &from, &whole, &mut slot).unwrap();
+        read_overlap(
+            &mut BlockReader::new(&storage[..]),
+            0,
+            1,
+            &from,
+            &whole,
+            &mut slot,
+        )
+        .unwrap();
         assert_eq!(dst, [1, 2, 1, 2, 1, 2]);
     }
 }

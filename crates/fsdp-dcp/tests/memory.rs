@@ -1,8 +1,9 @@
 //! Memory of convert and reshard, measured by a counting allocator: this binary has no other test.
 //!
-//! The source is sparse, so that only what is converted takes space on the disk: one copy of the checkpoint at a time.
-//! `FSDP_TEST_LARGE=1` measures at 4 GiB besides, which takes a minute and 9 GiB of disk below `TMPDIR`, and prints
-//! what it finds: `FSDP_TEST_LARGE=1 cargo test --release -p fsdp-dcp --test memory -- --nocapture`.
+//! The source is sparse, so that only what is converted takes space on the disk: one copy of the
+//! checkpoint at a time. `FSDP_TEST_LARGE=1` measures at 4 GiB besides, which takes a minute and 9
+//! GiB of disk below `TMPDIR`, and prints what it finds: `FSDP_TEST_LARGE=1 cargo test --release -p
+//! fsdp-dcp --test memory -- --nocapture`.
 
 #![expect(clippy::disallowed_methods, reason = "tests remove what they made")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
@@ -13,7 +14,9 @@ use std::path::{Path, PathBuf};
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{Cast, ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_dcp::internals::TensorItem;
-use fsdp_dcp::metadata::{Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
+use fsdp_dcp::metadata::{
+    Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
+};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::tensor_parallel::{Rules, TensorParallelPlan};
 use fsdp_layout::{DType, TensorBox};
@@ -27,8 +30,8 @@ const LIMIT: usize = 256 << 20;
 const COLUMNS: usize = 1024;
 const ROW: u64 = 4 * COLUMNS as u64;
 
-/// Makes a DCP directory of one rank with holes for zeros: half of `total` in one tensor, the rest in 16, and 1000
-/// small ones. The last row of each tensor says which it is.
+/// Makes a DCP directory of one rank with holes for zeros: half of `total` in one tensor, the rest
+/// in 16, and 1000 small ones. The last row of each tensor says which it is.
 fn sparse(directory: &Path, total: u64) -> Vec<String> {
     std::fs::create_dir(directory).unwrap();
     let file = std::fs::File::create_new(directory.join("__0_0.distcp")).unwrap();
@@ -50,8 +53,15 @@ fn sparse(directory: &Path, total: u64) -> Vec<String> {
             length: item.length(),
             transforms: Vec::new(),
         };
-        let chunks = vec![Chunk { bounds: TensorBox::whole(&shape), stored: Some(stored) }];
-        let tensor = TensorEntry { properties: TensorProperties::of(DType::F32), shape, chunks };
+        let chunks = vec![Chunk {
+            bounds: TensorBox::whole(&shape),
+            stored: Some(stored),
+        }];
+        let tensor = TensorEntry {
+            properties: TensorProperties::of(DType::F32),
+            shape,
+            chunks,
+        };
         metadata.entries.insert(fqn, Entry::Tensor(tensor));
         at += item.length();
     }
@@ -61,7 +71,9 @@ fn sparse(directory: &Path, total: u64) -> Vec<String> {
 
 /// Makes a row of numbers that bfloat16 can hold too.
 fn row(index: usize) -> Vec<u8> {
-    (0..COLUMNS).flat_map(|column| (((index * 7 + column) % 256) as f32).to_le_bytes()).collect()
+    (0..COLUMNS)
+        .flat_map(|column| (((index * 7 + column) % 256) as f32).to_le_bytes())
+        .collect()
 }
 
 /// Checks that every tensor still ends with its own row.
@@ -77,15 +89,29 @@ fn check(path: &Path, keys: &[String], dtype: DType) {
         let wanted = match dtype {
             DType::F32 => wanted,
             // The upper half of each number.
-            DType::BF16 => wanted.as_chunks::<4>().0.iter().flat_map(|bytes| [bytes[2], bytes[3]]).collect(),
-            _ => wanted.as_chunks().0.iter().flat_map(|b| f64::from(f32::from_le_bytes(*b)).to_le_bytes()).collect(),
+            DType::BF16 => wanted
+                .as_chunks::<4>()
+                .0
+                .iter()
+                .flat_map(|bytes| [bytes[2], bytes[3]])
+                .collect(),
+            _ => wanted
+                .as_chunks()
+                .0
+                .iter()
+                .flat_map(|b| f64::from(f32::from_le_bytes(*b)).to_le_bytes())
+                .collect(),
         };
         assert!(found == wanted, "`{fqn}` in `{}`", path.display());
     }
 }
 
 fn remove(path: &Path) {
-    if path.is_dir() { std::fs::remove_dir_all(path).unwrap() } else { std::fs::remove_file(path).unwrap() }
+    if path.is_dir() {
+        std::fs::remove_dir_all(path).unwrap()
+    } else {
+        std::fs::remove_file(path).unwrap()
+    }
 }
 
 /// Converts, and asserts on the most that was allocated meanwhile.
@@ -93,16 +119,27 @@ fn measure(source: &Path, destination: &Path, target: OutputFormat, cast: Option
     let live = live_bytes();
     reset_peak();
     let opened = open(source, OpenOptions::default()).unwrap();
-    let view = View::new(&*opened, |_| Rename::Keep, cast.map(|dtype| Cast { dtype, with_optimizer: true })).unwrap();
-    let options = ConvertOptions { threads: 4, ..ConvertOptions::default() };
+    let view = View::new(
+        &*opened,
+        |_| Rename::Keep,
+        cast.map(|dtype| Cast {
+            dtype,
+            with_optimizer: true,
+        }),
+    )
+    .unwrap();
+    let options = ConvertOptions {
+        threads: 4,
+        ..ConvertOptions::default()
+    };
     convert(&view, destination, target, options).unwrap();
     let peak = peak_bytes() - live;
     assert!(peak <= LIMIT, "{target:?}: {} MiB", peak >> 20);
     peak
 }
 
-/// Converts from one format to the next. Each checkpoint is made from the one before, whose hashes are checked as it is
-/// read.
+/// Converts from one format to the next. Each checkpoint is made from the one before, whose hashes
+/// are checked as it is read.
 fn chain(total: u64, steps: &[(OutputFormat, Option<DType>)]) {
     let parent = tempfile::tempdir().unwrap();
     let mut last: PathBuf = parent.path().join("source");
@@ -111,7 +148,11 @@ fn chain(total: u64, steps: &[(OutputFormat, Option<DType>)]) {
     for (index, &(target, cast)) in steps.iter().enumerate() {
         let next = parent.path().join(format!("step-{index}"));
         let peak = measure(&last, &next, target, cast);
-        report(&format!("{:>5} MiB to {target:?}, {cast:?}: peak {} MiB", total >> 20, peak >> 20));
+        report(&format!(
+            "{:>5} MiB to {target:?}, {cast:?}: peak {} MiB",
+            total >> 20,
+            peak >> 20
+        ));
         dtype = cast.unwrap_or(dtype);
         check(&next, &keys, dtype);
         remove(&last);
@@ -119,7 +160,10 @@ fn chain(total: u64, steps: &[(OutputFormat, Option<DType>)]) {
     }
 }
 
-#[expect(clippy::print_stderr, reason = "whoever asks for the large measurement wants its figures")]
+#[expect(
+    clippy::print_stderr,
+    reason = "whoever asks for the large measurement wants its figures"
+)]
 fn report(line: &str) {
     eprintln!("{line}");
 }
@@ -129,7 +173,12 @@ const EVERY_WAY: [(OutputFormat, Option<DType>); 8] = [
     (OutputFormat::SafetensorsFile, None),
     (OutputFormat::Dcp { ranks: 2 }, None),
     (OutputFormat::Torch, None),
-    (OutputFormat::SafetensorsDirectory { max_file_bytes: 256 << 20 }, None),
+    (
+        OutputFormat::SafetensorsDirectory {
+            max_file_bytes: 256 << 20,
+        },
+        None,
+    ),
     (OutputFormat::SafetensorsShards { ranks: 5 }, None),
     // Casts read more than they write.
     (OutputFormat::Dcp { ranks: 1 }, Some(DType::F64)),
@@ -142,12 +191,32 @@ fn parts_of_ranks(total: u64) {
     let (source, to) = (parent.path().join("source"), parent.path().join("to"));
     let keys = sparse(&source, total);
     let opened = open(&source, OpenOptions::default()).unwrap();
-    let rules = Rules::new(&["large=rowwise", "blocks.*=packed_colwise", "small.*=replicate"], [].into()).unwrap();
+    let rules = Rules::new(
+        &[
+            "large=rowwise",
+            "blocks.*=packed_colwise",
+            "small.*=replicate",
+        ],
+        [].into(),
+    )
+    .unwrap();
     let plan = TensorParallelPlan::new(opened.metadata(), &rules, 4).unwrap();
     let live = live_bytes();
     reset_peak();
-    let options = ConvertOptions { threads: 4, tensor_parallel: Some(&plan), ..ConvertOptions::default() };
-    convert(&*opened, &to, OutputFormat::SafetensorsDirectory { max_file_bytes: 1 << 30 }, options).unwrap();
+    let options = ConvertOptions {
+        threads: 4,
+        tensor_parallel: Some(&plan),
+        ..ConvertOptions::default()
+    };
+    convert(
+        &*opened,
+        &to,
+        OutputFormat::SafetensorsDirectory {
+            max_file_bytes: 1 << 30,
+        },
+        options,
+    )
+    .unwrap();
     let peak = peak_bytes() - live;
     assert!(peak <= LIMIT, "{} MiB", peak >> 20);
     check(&to, &keys, DType::F32);
@@ -156,7 +225,13 @@ fn parts_of_ranks(total: u64) {
 #[test]
 fn convert_and_reshard_take_the_same_memory_whatever_the_size() {
     chain(64 << 20, &EVERY_WAY);
-    chain(1 << 30, &[(OutputFormat::Dcp { ranks: 3 }, None), (OutputFormat::SafetensorsFile, Some(DType::BF16))]);
+    chain(
+        1 << 30,
+        &[
+            (OutputFormat::Dcp { ranks: 3 }, None),
+            (OutputFormat::SafetensorsFile, Some(DType::BF16)),
+        ],
+    );
     parts_of_ranks(1 << 30);
     if std::env::var_os("FSDP_TEST_LARGE").is_some() {
         chain(4 << 30, &EVERY_WAY);

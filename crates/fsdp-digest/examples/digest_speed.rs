@@ -1,5 +1,5 @@
-//! The speed of a digest, of bytes in memory and in the cache, beside that of a copy of as many bytes:
-//! `cargo run --release -p fsdp-digest --example digest_speed`.
+//! The speed of a digest, of bytes in memory and in the cache, beside that of a copy of as many
+//! bytes: `cargo run --release -p fsdp-digest --example digest_speed`.
 #![expect(clippy::print_stdout, reason = "it prints its figures")]
 
 use std::hint::black_box;
@@ -28,11 +28,20 @@ fn main() {
             (0..BYTES / CACHED).for_each(|_| sum.add_bytes(0, black_box(&bytes[..CACHED])));
             black_box(sum);
         }));
-        copies.push(seconds(|| black_box(&mut copy).copy_from_slice(black_box(&bytes))));
+        copies.push(seconds(|| {
+            black_box(&mut copy).copy_from_slice(black_box(&bytes))
+        }));
     }
-    for (name, mut times) in [("digest", digests), ("digest in the cache", cached), ("memcpy", copies)] {
+    for (name, mut times) in [
+        ("digest", digests),
+        ("digest in the cache", cached),
+        ("memcpy", copies),
+    ] {
         times.sort_by(f64::total_cmp);
-        println!("{name}: {:.1} GB/s (median of {RUNS}, one thread)", BYTES as f64 / times[RUNS / 2] / 1e9);
+        println!(
+            "{name}: {:.1} GB/s (median of {RUNS}, one thread)",
+            BYTES as f64 / times[RUNS / 2] / 1e9
+        );
     }
 }
 

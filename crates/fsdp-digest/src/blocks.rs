@@ -1,15 +1,16 @@
 //! The sums over blocks of bytes, computed with the widest vector instructions of this machine.
 //!
-//! The crate's documentation has the formula. The two *lanes* are the two sums of a digest: the same formula with
-//! different factors. Words are processed in *pairs*, because two words of 4 bytes, or their two factors, fill a `u64`.
+//! The crate's documentation has the formula. The two *lanes* are the two sums of a digest: the
+//! same formula with different factors. Words are processed in *pairs*, because two words of 4
+//! bytes, or their two factors, fill a `u64`.
 
 use crate::coefficients::{BLOCK_BYTES, TABLES, block_factor};
 
 /// The low half of a pair of words.
 const LOW: u64 = 0xffff_ffff;
 
-/// Returns both lanes' sums over a part of a tensor's row-major bytes, which begins at byte `offset` of the whole
-/// tensor.
+/// Returns both lanes' sums over a part of a tensor's row-major bytes, which begins at byte
+/// `offset` of the whole tensor.
 #[cfg(target_arch = "x86_64")]
 #[expect(
     unsafe_code,
@@ -27,18 +28,20 @@ pub(crate) fn sums(offset: u64, bytes: &[u8]) -> [u64; 2] {
     sums_one_by_one(offset, bytes)
 }
 
-/// Returns both lanes' sums over a part of a tensor's row-major bytes, which begins at byte `offset` of the whole
-/// tensor.
+/// Returns both lanes' sums over a part of a tensor's row-major bytes, which begins at byte
+/// `offset` of the whole tensor.
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) fn sums(offset: u64, bytes: &[u8]) -> [u64; 2] {
     sums_one_by_one(offset, bytes)
 }
 
-/// Does what [`sums_side_by_side`] does, compiled for AVX2. For that, all functions below are inlined into this one.
+/// Does what [`sums_side_by_side`] does, compiled for AVX2. For that, all functions below are
+/// inlined into this one.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn sums_with_avx2(offset: u64, bytes: &[u8]) -> [u64; 2] {
-    // With 4 pairs in a vector, the sums, the factors and the words of the pairs just fit into the 16 registers.
+    // With 4 pairs in a vector, the sums, the factors and the words of the pairs just fit into the
+    // 16 registers.
     sums_side_by_side::<4>(offset, bytes)
 }
 
@@ -49,29 +52,40 @@ fn sums_with_avx512(offset: u64, bytes: &[u8]) -> [u64; 2] {
     sums_side_by_side::<8>(offset, bytes)
 }
 
-/// The number of blocks that are summed together. They share what is loaded of the tables, and the processor prefetches
-/// several streams of addresses faster than a single one.
+/// The number of blocks that are summed together. They share what is loaded of the tables, and the
+/// processor prefetches several streams of addresses faster than a single one.
 const SIDE_BY_SIDE: usize = 4;
 /// The number of bytes of [`SIDE_BY_SIDE`] blocks.
 const GROUP_BYTES: usize = SIDE_BY_SIDE * BLOCK_BYTES;
 
-/// Returns both lanes' sums, as [`sums`] does. Whole blocks are summed [`SIDE_BY_SIDE`] at a time, which takes more
-/// registers than x86 has without AVX2. `PAIRS` is the number of pairs in a vector.
+/// Returns both lanes' sums, as [`sums`] does. Whole blocks are summed [`SIDE_BY_SIDE`] at a time,
+/// which takes more registers than x86 has without AVX2. `PAIRS` is the number of pairs in a
+/// vector.
 #[inline(always)]
 fn sums_side_by_side<const PAIRS: usize>(offset: u64, bytes: &[u8]) -> [u64; 2] {
-    // The bytes before the first whole block, and those after the last group of blocks, are summed block by block.
-    let before = bytes.len().min((offset.wrapping_neg() % BLOCK_BYTES as u64) as usize);
+    // The bytes before the first whole block, and those after the last group of blocks, are summed
+    // block by block.
+    let before = bytes
+        .len()
+        .min((offset.wrapping_neg() % BLOCK_BYTES as u64) as usize);
     let (before, rest) = bytes.split_at(before);
     let groups = rest.chunks_exact(GROUP_BYTES);
     let after = groups.remainder();
     let mut lanes = sums_one_by_one(offset, before);
     let mut at = offset + before.len() as u64;
     for group in groups {
-        add_blocks(&mut lanes, at / BLOCK_BYTES as u64, &group_sums::<PAIRS>(group));
+        add_blocks(
+            &mut lanes,
+            at / BLOCK_BYTES as u64,
+            &group_sums::<PAIRS>(group),
+        );
         at += GROUP_BYTES as u64;
     }
     let after = sums_one_by_one(at, after);
-    [lanes[0].wrapping_add(after[0]), lanes[1].wrapping_add(after[1])]
+    [
+        lanes[0].wrapping_add(after[0]),
+        lanes[1].wrapping_add(after[1]),
+    ]
 }
 
 /// Returns both lanes' sums, as [`sums`] does, one block after the other.
@@ -82,15 +96,19 @@ fn sums_one_by_one(mut offset: u64, bytes: &[u8]) -> [u64; 2] {
     while !rest.is_empty() {
         let start = (offset % BLOCK_BYTES as u64) as usize;
         let (part, after) = rest.split_at(rest.len().min(BLOCK_BYTES - start));
-        add_blocks(&mut lanes, offset / BLOCK_BYTES as u64, &[block_sums(start, part)]);
+        add_blocks(
+            &mut lanes,
+            offset / BLOCK_BYTES as u64,
+            &[block_sums(start, part)],
+        );
         offset += part.len() as u64;
         rest = after;
     }
     lanes
 }
 
-/// Adds the sums of consecutive blocks, multiplied by the factors of their blocks, to the lanes. The first of them is
-/// block number `first` of the tensor.
+/// Adds the sums of consecutive blocks, multiplied by the factors of their blocks, to the lanes.
+/// The first of them is block number `first` of the tensor.
 #[inline(always)]
 fn add_blocks(lanes: &mut [u64; 2], first: u64, blocks: &[[u64; 2]]) {
     for (block, sums) in (first..).zip(blocks) {
@@ -100,8 +118,9 @@ fn add_blocks(lanes: &mut [u64; 2], first: u64, blocks: &[[u64; 2]]) {
     }
 }
 
-/// Returns both lanes' sums over each of [`SIDE_BY_SIDE`] whole blocks, which lie one after the other in `group`. The
-/// factors of the blocks themselves are not multiplied in. `PAIRS` pairs of a block are summed at once, in a vector.
+/// Returns both lanes' sums over each of [`SIDE_BY_SIDE`] whole blocks, which lie one after the
+/// other in `group`. The factors of the blocks themselves are not multiplied in. `PAIRS` pairs of a
+/// block are summed at once, in a vector.
 #[inline(always)]
 fn group_sums<const PAIRS: usize>(group: &[u8]) -> [[u64; 2]; SIDE_BY_SIDE] {
     // Each block has a vector of sums for each lane. Those of one vector are added up at the end.
@@ -109,7 +128,8 @@ fn group_sums<const PAIRS: usize>(group: &[u8]) -> [[u64; 2]; SIDE_BY_SIDE] {
     for first in (0..BLOCK_BYTES / 8).step_by(PAIRS) {
         for (block, lanes) in sums.iter_mut().enumerate() {
             let start = block * BLOCK_BYTES + first * 8;
-            let pairs: [u64; PAIRS] = std::array::from_fn(|index| pair_at(group, start + index * 8));
+            let pairs: [u64; PAIRS] =
+                std::array::from_fn(|index| pair_at(group, start + index * 8));
             for (sums, table) in lanes.iter_mut().zip(&TABLES) {
                 for (index, sum) in sums.iter_mut().enumerate() {
                     let (pair, factors) = (pairs[index], table[first + index]);
@@ -129,35 +149,46 @@ fn pair_at(bytes: &[u8], at: usize) -> u64 {
     bytes[at..at + 8].try_into().map_or(0, u64::from_le_bytes)
 }
 
-/// Returns both lanes' sums over some bytes of one block, the first of which is byte `start` of the block. The factor
-/// of the block itself is not multiplied in.
+/// Returns both lanes' sums over some bytes of one block, the first of which is byte `start` of the
+/// block. The factor of the block itself is not multiplied in.
 #[inline(always)]
 fn block_sums(start: usize, bytes: &[u8]) -> [u64; 2] {
-    // Words are processed in pairs, which have 8 bytes. The bytes before the first whole pair and after the last are
-    // padded to a pair with zeros, which add nothing to the sums.
+    // Words are processed in pairs, which have 8 bytes. The bytes before the first whole pair and
+    // after the last are padded to a pair with zeros, which add nothing to the sums.
     let head = bytes.len().min((8 - start % 8) % 8);
     let (head, rest) = bytes.split_at(head);
     let pairs = rest.chunks_exact(8);
     let tail = pairs.remainder();
     let first = (start + head.len()) / 8;
     let count = rest.len() / 8;
-    let mut sums = pair_sums(&rest[..count * 8], [&TABLES[0][first..first + count], &TABLES[1][first..first + count]]);
-    // For each edge: its bytes, their position in the pair, and the number of the pair in the block.
+    let mut sums = pair_sums(
+        &rest[..count * 8],
+        [
+            &TABLES[0][first..first + count],
+            &TABLES[1][first..first + count],
+        ],
+    );
+    // For each edge: its bytes, their position in the pair, and the number of the pair in the
+    // block.
     for (edge, at, pair) in [(head, start % 8, start / 8), (tail, 0, first + count)] {
         if !edge.is_empty() {
             let mut bytes = [0; 8];
             bytes[at..at + edge.len()].copy_from_slice(edge);
             let of_edge = pair_sums(&bytes, [&TABLES[0][pair..=pair], &TABLES[1][pair..=pair]]);
-            sums = [sums[0].wrapping_add(of_edge[0]), sums[1].wrapping_add(of_edge[1])];
+            sums = [
+                sums[0].wrapping_add(of_edge[0]),
+                sums[1].wrapping_add(of_edge[1]),
+            ];
         }
     }
     sums
 }
 
-/// Returns both lanes' sums over whole pairs of words. `tables` has the factors of these pairs, for each lane.
+/// Returns both lanes' sums over whole pairs of words. `tables` has the factors of these pairs, for
+/// each lane.
 ///
-/// The sums of even and of odd words are kept apart until the end, and there are no branches, so that the compiler uses
-/// vector instructions.
+/// The sums of even and of odd words are kept apart until the end, and there are no branches, so
+/// that the compiler uses vector instructions.
 #[inline(always)]
 fn pair_sums(bytes: &[u8], tables: [&[u64]; 2]) -> [u64; 2] {
     let (mut lane0, mut lane1) = ([0u64; 2], [0u64; 2]);
@@ -169,7 +200,10 @@ fn pair_sums(bytes: &[u8], tables: [&[u64]; 2]) -> [u64; 2] {
         lane1[0] = lane1[0].wrapping_add(even.wrapping_mul(factors1 & LOW));
         lane1[1] = lane1[1].wrapping_add(odd.wrapping_mul(factors1 >> 32));
     }
-    [lane0[0].wrapping_add(lane0[1]), lane1[0].wrapping_add(lane1[1])]
+    [
+        lane0[0].wrapping_add(lane0[1]),
+        lane1[0].wrapping_add(lane1[1]),
+    ]
 }
 
 #[cfg(test)]
@@ -178,17 +212,33 @@ mod tests {
 
     #[test]
     fn every_set_of_instructions_has_the_same_sums() {
-        let bytes: Vec<u8> = (0..70_001u32).map(|index| (index.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-        for (offset, length) in
-            [(0, 70_001), (1, 70_000), (4095, 2), (8_190, 4_099), (12_345, 0), (7, 65_536), (4096, 32_768), (3, 70_000)]
-        {
+        let bytes: Vec<u8> = (0..70_001u32)
+            .map(|index| (index.wrapping_mul(2_654_435_761) >> 24) as u8)
+            .collect();
+        for (offset, length) in [
+            (0, 70_001),
+            (1, 70_000),
+            (4095, 2),
+            (8_190, 4_099),
+            (12_345, 0),
+            (7, 65_536),
+            (4096, 32_768),
+            (3, 70_000),
+        ] {
             let found = sums(offset, &bytes[..length]);
-            assert_eq!(found, sums_one_by_one(offset, &bytes[..length]), "{offset} {length}");
+            assert_eq!(
+                found,
+                sums_one_by_one(offset, &bytes[..length]),
+                "{offset} {length}"
+            );
             // Blocks side by side have the sums that they have one by one.
             let mut alone = [0u64; 2];
             for (index, byte) in bytes[..length].iter().enumerate() {
                 let of_byte = sums_one_by_one(offset + index as u64, &[*byte]);
-                alone = [alone[0].wrapping_add(of_byte[0]), alone[1].wrapping_add(of_byte[1])];
+                alone = [
+                    alone[0].wrapping_add(of_byte[0]),
+                    alone[1].wrapping_add(of_byte[1]),
+                ];
             }
             assert_eq!(found, alone, "{offset} {length}");
         }

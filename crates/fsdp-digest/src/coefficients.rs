@@ -1,25 +1,27 @@
 //! The constants of the format: pseudo-random odd factors for words and blocks.
 
-/// The number of words of 4 bytes in a block. The table of one lane has 4 KiB, so that both fit into a first-level
-/// cache together with the data.
+/// The number of words of 4 bytes in a block. The table of one lane has 4 KiB, so that both fit
+/// into a first-level cache together with the data.
 pub(crate) const BLOCK_WORDS: usize = 1024;
 
 /// The number of bytes in a block.
 pub(crate) const BLOCK_BYTES: usize = BLOCK_WORDS * 4;
 
-/// The seeds of the two lanes' tables. They were taken from the hexadecimal digits of pi and of e. (The first one has
-/// an additional digit 2 after `0x243`. Any number would do, but these are part of the format and cannot change.)
+/// The seeds of the two lanes' tables. They were taken from the hexadecimal digits of pi and of e.
+/// (The first one has an additional digit 2 after `0x243`. Any number would do, but these are part
+/// of the format and cannot change.)
 const TABLE_SEEDS: [u64; 2] = [0x2432_f6a8_885a_308d, 0x2b7e_1516_28ae_d2a6];
 
 /// The seeds of the two lanes' block factors: further digits of both.
 const BLOCK_SEEDS: [u64; 2] = [0x3131_98a2_e037_0734, 0xabf7_1588_09cf_4f3c];
 
-/// The factors of the words of a block for each lane, one entry for each pair of words. The factor of the even word is
-/// in the low half of the entry, and that of the odd word in the high half.
-pub(crate) static TABLES: [[u64; BLOCK_WORDS / 2]; 2] = [table(TABLE_SEEDS[0]), table(TABLE_SEEDS[1])];
+/// The factors of the words of a block for each lane, one entry for each pair of words. The factor
+/// of the even word is in the low half of the entry, and that of the odd word in the high half.
+pub(crate) static TABLES: [[u64; BLOCK_WORDS / 2]; 2] =
+    [table(TABLE_SEEDS[0]), table(TABLE_SEEDS[1])];
 
-/// Returns the odd factor by which a lane multiplies the sum of a block. Without it, two blocks that change places
-/// would have the same sum.
+/// Returns the odd factor by which a lane multiplies the sum of a block. Without it, two blocks
+/// that change places would have the same sum.
 pub(crate) const fn block_factor(lane: usize, block: u64) -> u64 {
     splitmix64(BLOCK_SEEDS[lane], block) | 1
 }
@@ -52,13 +54,24 @@ mod tests {
     fn the_generator_is_splitmix64() {
         // The published first outputs for the seed 1234567.
         let outputs: Vec<u64> = (0..3).map(|index| splitmix64(1_234_567, index)).collect();
-        assert_eq!(outputs, [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423]);
+        assert_eq!(
+            outputs,
+            [
+                6_457_827_717_110_365_317,
+                3_203_168_211_198_807_973,
+                9_817_491_932_198_370_423
+            ]
+        );
     }
 
     #[test]
     fn all_factors_are_odd() {
         for (lane, table) in TABLES.iter().enumerate() {
-            assert!(table.iter().all(|pair| pair & 1 == 1 && (pair >> 32) & 1 == 1));
+            assert!(
+                table
+                    .iter()
+                    .all(|pair| pair & 1 == 1 && (pair >> 32) & 1 == 1)
+            );
             assert!((0..1000).all(|block| block_factor(lane, block) & 1 == 1));
         }
     }

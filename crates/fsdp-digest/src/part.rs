@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Digest, Sum};
 
-/// The part of one rank, or of one file, in the digest of a tensor or a value. Parts add up, in any order.
+/// The part of one rank, or of one file, in the digest of a tensor or a value. Parts add up, in any
+/// order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Part {
     /// The sum over some elements of a tensor.
@@ -30,7 +31,8 @@ impl Part {
         }
     }
 
-    /// Returns the digest of the whole tensor of this dtype and shape, or of the value, once all parts are added.
+    /// Returns the digest of the whole tensor of this dtype and shape, or of the value, once all
+    /// parts are added.
     #[must_use]
     pub fn finish(&self, dtype: DType, shape: &[usize]) -> Digest {
         match self {

@@ -5,8 +5,8 @@ use fsdp_layout::boxes::{checked_numel, row_major_strides};
 
 use crate::error::DigestError;
 
-/// The place of a box's bytes in the string of the whole tensor's bytes. Made once for a box that is digested in
-/// pieces.
+/// The place of a box's bytes in the string of the whole tensor's bytes. Made once for a box that
+/// is digested in pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BoxPlace {
     /// The bytes of the box.
@@ -15,29 +15,55 @@ pub struct BoxPlace {
     run: u64,
     /// The position of the box's first byte.
     start: u64,
-    /// Sizes of the dimensions outside of a run, and the bytes from one index to the next; the slowest first.
+    /// Sizes of the dimensions outside of a run, and the bytes from one index to the next; the
+    /// slowest first.
     outer: Vec<(u64, u64)>,
 }
 
 impl BoxPlace {
-    /// Returns the place of a box in a tensor of this shape, whose elements have `element` bytes each.
+    /// Returns the place of a box in a tensor of this shape, whose elements have `element` bytes
+    /// each.
     ///
     /// # Errors
     /// A box that is not inside of the tensor; a tensor of more bytes than this machine can count.
     pub fn new(shape: &[usize], bounds: &TensorBox, element: usize) -> Result<Self, DigestError> {
-        if !bounds.fits(shape) || checked_numel(shape).and_then(|numel| numel.checked_mul(element)).is_none() {
-            return Err(DigestError::OutsideOfTensor { bounds: bounds.clone(), shape: shape.to_vec() });
+        if !bounds.fits(shape)
+            || checked_numel(shape)
+                .and_then(|numel| numel.checked_mul(element))
+                .is_none()
+        {
+            return Err(DigestError::OutsideOfTensor {
+                bounds: bounds.clone(),
+                shape: shape.to_vec(),
+            });
         }
         let strides = row_major_strides(shape);
-        let steps: Vec<u64> = strides.iter().map(|&stride| (stride * element) as u64).collect();
-        let start = bounds.offsets.iter().zip(&steps).map(|(&offset, step)| offset as u64 * step).sum();
-        // The innermost dimensions that the box has whole, and the one outside of them, make up a run.
-        let whole = (0..shape.len()).rev().take_while(|&d| bounds.sizes[d] == shape[d]).count();
+        let steps: Vec<u64> = strides
+            .iter()
+            .map(|&stride| (stride * element) as u64)
+            .collect();
+        let start = bounds
+            .offsets
+            .iter()
+            .zip(&steps)
+            .map(|(&offset, step)| offset as u64 * step)
+            .sum();
+        // The innermost dimensions that the box has whole, and the one outside of them, make up a
+        // run.
+        let whole = (0..shape.len())
+            .rev()
+            .take_while(|&d| bounds.sizes[d] == shape[d])
+            .count();
         let outside = shape.len().saturating_sub(whole + 1);
         let run = bounds.sizes[outside..].iter().product::<usize>() * element;
         let sizes = bounds.sizes[..outside].iter().map(|&size| size as u64);
         let outer = sizes.zip(steps).collect();
-        Ok(BoxPlace { length: (bounds.numel() * element) as u64, run: run as u64, start, outer })
+        Ok(BoxPlace {
+            length: (bounds.numel() * element) as u64,
+            run: run as u64,
+            start,
+            outer,
+        })
     }
 
     /// Returns the number of bytes of the box.
@@ -46,8 +72,8 @@ impl BoxPlace {
         self.length
     }
 
-    /// Returns the pieces of a range of the box's bytes that are contiguous in the tensor: where each begins there, and
-    /// its length.
+    /// Returns the pieces of a range of the box's bytes that are contiguous in the tensor: where
+    /// each begins there, and its length.
     pub(crate) fn pieces(&self, offset: u64, length: u64) -> impl Iterator<Item = (u64, u64)> {
         let (mut at, end) = (offset, offset + length);
         std::iter::from_fn(move || {

@@ -53,7 +53,8 @@ impl StateDigest {
         Digest(XxHash3_128::oneshot(&hashed))
     }
 
-    /// Returns the names whose digests differ from another's, or that only one of the two has, in order.
+    /// Returns the names whose digests differ from another's, or that only one of the two has, in
+    /// order.
     #[must_use]
     pub fn differing(&self, other: &StateDigest) -> Vec<String> {
         let mut names: Vec<String> = self
@@ -61,7 +62,12 @@ impl StateDigest {
             .filter(|(name, digest)| other.get(name) != Some(*digest))
             .map(|(name, _)| name.to_owned())
             .collect();
-        names.extend(other.iter().filter(|(name, _)| self.get(name).is_none()).map(|(name, _)| name.to_owned()));
+        names.extend(
+            other
+                .iter()
+                .filter(|(name, _)| self.get(name).is_none())
+                .map(|(name, _)| name.to_owned()),
+        );
         names.sort();
         names
     }

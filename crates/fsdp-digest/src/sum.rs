@@ -35,7 +35,8 @@ impl Sum {
     /// Adds the elements of a box, row-major, little-endian, of `element` bytes each.
     ///
     /// # Errors
-    /// A box that is not inside of a tensor of this shape; another number of bytes than the box has.
+    /// A box that is not inside of a tensor of this shape; another number of bytes than the box
+    /// has.
     pub fn add_box(
         &mut self,
         shape: &[usize],
@@ -46,16 +47,24 @@ impl Sum {
         let place = BoxPlace::new(shape, bounds, element)?;
         if bytes.len() as u64 != place.length() {
             let (expected, found) = (place.length() as usize, bytes.len());
-            return Err(DigestError::WrongLength { bounds: bounds.clone(), element, expected, found });
+            return Err(DigestError::WrongLength {
+                bounds: bounds.clone(),
+                element,
+                expected,
+                found,
+            });
         }
         self.add_piece(&place, 0, bytes);
         Ok(())
     }
 
-    /// Adds a piece of a box. `place` is the position of the box in its tensor, and `offset` is that of the piece in
-    /// the row-major bytes of the box. Bytes beyond the end of the box are ignored.
+    /// Adds a piece of a box. `place` is the position of the box in its tensor, and `offset` is
+    /// that of the piece in the row-major bytes of the box. Bytes beyond the end of the box are
+    /// ignored.
     pub fn add_piece(&mut self, place: &BoxPlace, offset: u64, bytes: &[u8]) {
-        let mut rest = &bytes[..bytes.len().min(place.length().saturating_sub(offset) as usize)];
+        let mut rest = &bytes[..bytes
+            .len()
+            .min(place.length().saturating_sub(offset) as usize)];
         for (start, length) in place.pieces(offset, rest.len() as u64) {
             let (piece, after) = rest.split_at(length as usize);
             self.add_bytes(start, piece);
@@ -65,7 +74,9 @@ impl Sum {
 
     /// Adds bytes that begin at an offset in the string of the whole tensor's bytes.
     pub fn add_bytes(&mut self, offset: u64, bytes: &[u8]) {
-        self.add(Sum { lanes: blocks::sums(offset, bytes) });
+        self.add(Sum {
+            lanes: blocks::sums(offset, bytes),
+        });
     }
 
     /// Adds the sum of other elements of the same tensor.
@@ -86,12 +97,14 @@ impl Sum {
     }
 }
 
-/// Returns the prefix of the bytes that a digest hashes: the version of the digest, and the kind of what follows.
+/// Returns the prefix of the bytes that a digest hashes: the version of the digest, and the kind of
+/// what follows.
 fn beginning(kind: &str) -> Vec<u8> {
     [b"fsdp-digest-1\0", kind.as_bytes(), b"\0"].concat()
 }
 
-/// The digest of a tensor, a plain value or a state dict: 128 bits, written as 32 hexadecimal digits.
+/// The digest of a tensor, a plain value or a state dict: 128 bits, written as 32 hexadecimal
+/// digits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Digest(pub(crate) u128);
@@ -106,7 +119,8 @@ impl Digest {
     }
 }
 
-/// Appends a value: a letter for its kind, and its content. Texts, bytes and containers begin with their length.
+/// Appends a value: a letter for its kind, and its content. Texts, bytes and containers begin with
+/// their length.
 fn encode(value: &PlainValue, to: &mut Vec<u8>) {
     match value {
         PlainValue::None => to.push(b'n'),
@@ -189,9 +203,14 @@ impl FromStr for Digest {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let is_hex = text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        let is_hex = text.len() == 32
+            && text
+                .bytes()
+                .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
         let number = u128::from_str_radix(text, 16).ok().filter(|_| is_hex);
-        number.map(Digest).ok_or_else(|| format!("`{text}` is not a digest: 32 hexadecimal digits in lower case"))
+        number
+            .map(Digest)
+            .ok_or_else(|| format!("`{text}` is not a digest: 32 hexadecimal digits in lower case"))
     }
 }
 

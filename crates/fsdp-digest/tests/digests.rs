@@ -17,7 +17,13 @@ fn bytes_of(whole: &[u8], shape: &[usize], bounds: &TensorBox, element: usize) -
 
 fn digest(whole: &[u8], shape: &[usize], dtype: DType) -> Digest {
     let mut sum = Sum::default();
-    sum.add_box(shape, &TensorBox::whole(shape), dtype.size_in_bytes() as usize, whole).unwrap();
+    sum.add_box(
+        shape,
+        &TensorBox::whole(shape),
+        dtype.size_in_bytes() as usize,
+        whole,
+    )
+    .unwrap();
     sum.finish(dtype, shape)
 }
 
@@ -27,7 +33,11 @@ fn of_text(text: &str) -> Digest {
 
 /// A value of every kind.
 fn nested() -> PlainValue {
-    let tensor = PlainTensor { dtype: DType::F32, shape: vec![], data: vec![0, 0, 128, 63] };
+    let tensor = PlainTensor {
+        dtype: DType::F32,
+        shape: vec![],
+        data: vec![0, 0, 128, 63],
+    };
     let all = vec![
         PlainValue::None,
         PlainValue::Bool(true),
@@ -39,7 +49,10 @@ fn nested() -> PlainValue {
         PlainValue::Set(vec![PlainValue::Int(2)]),
         PlainValue::Tensor(tensor),
     ];
-    PlainValue::Dict(vec![(PlainValue::Str("key".to_owned()), PlainValue::List(all))])
+    PlainValue::Dict(vec![(
+        PlainValue::Str("key".to_owned()),
+        PlainValue::List(all),
+    )])
 }
 
 /// Cuts a box in two again and again.
@@ -64,10 +77,20 @@ fn cut(bounds: TensorBox, cuts: &[(usize, usize)]) -> Vec<TensorBox> {
 }
 
 fn tensors() -> impl Strategy<Value = (Vec<usize>, DType, Vec<u8>)> {
-    let dtypes = prop::sample::select(vec![DType::U8, DType::BF16, DType::F32, DType::F64, DType::Complex128]);
+    let dtypes = prop::sample::select(vec![
+        DType::U8,
+        DType::BF16,
+        DType::F32,
+        DType::F64,
+        DType::Complex128,
+    ]);
     (prop::collection::vec(0usize..40, 0..4), dtypes).prop_flat_map(|(shape, dtype)| {
         let bytes = shape.iter().product::<usize>() * dtype.size_in_bytes() as usize;
-        (Just(shape), Just(dtype), prop::collection::vec(any::<u8>(), bytes))
+        (
+            Just(shape),
+            Just(dtype),
+            prop::collection::vec(any::<u8>(), bytes),
+        )
     })
 }
 
@@ -128,13 +151,18 @@ proptest! {
 #[test]
 fn blocks_far_apart_do_not_stand_for_each_other() {
     // Blocks of 4 KiB that change places, and the signs of all elements.
-    let whole: Vec<u8> = (0..40_960u32).map(|index| (index.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let whole: Vec<u8> = (0..40_960u32)
+        .map(|index| (index.wrapping_mul(2_654_435_761) >> 24) as u8)
+        .collect();
     let first = digest(&whole, &[10_240], DType::F32);
     let mut swapped = whole.clone();
     swapped.rotate_left(4096);
     assert_ne!(digest(&swapped, &[10_240], DType::F32), first);
-    let negated: Vec<u8> =
-        whole.iter().enumerate().map(|(index, byte)| if index % 4 == 3 { byte ^ 0x80 } else { *byte }).collect();
+    let negated: Vec<u8> = whole
+        .iter()
+        .enumerate()
+        .map(|(index, byte)| if index % 4 == 3 { byte ^ 0x80 } else { *byte })
+        .collect();
     assert_ne!(digest(&negated, &[10_240], DType::F32), first);
 }
 
@@ -156,8 +184,8 @@ fn shape_and_dtype_are_part_of_a_digest() {
     }
 }
 
-/// Test vectors of version 1, which a second implementation in another language has computed as well. They never
-/// change: another algorithm is another version.
+/// Test vectors of version 1, which a second implementation in another language has computed as
+/// well. They never change: another algorithm is another version.
 #[test]
 fn version_1_is_what_it_was() {
     let whole: Vec<u8> = (0..10_000u32).map(|index| (index % 251) as u8).collect();
@@ -205,16 +233,23 @@ fn values_of_other_kinds_and_structures_differ() {
         assert!(!digests[..index].contains(digest), "{:?}", values[index]);
     }
     assert_eq!(digests[4], Digest::of_value(&PlainValue::Float(f64::NAN)));
-    assert_eq!(Digest::of_value(&PlainValue::Set(vec![int(2), int(1)])), digests[12]);
+    assert_eq!(
+        Digest::of_value(&PlainValue::Set(vec![int(2), int(1)])),
+        digests[12]
+    );
 }
 
 #[test]
 fn digests_are_read_as_they_are_written() {
     let digest = of_text("x");
     assert_eq!(digest.to_string().parse(), Ok(digest));
-    for text in
-        ["", "12", "+0000000000000000000000000000000", &digest.to_string().to_uppercase(), &format!("{digest}0")]
-    {
+    for text in [
+        "",
+        "12",
+        "+0000000000000000000000000000000",
+        &digest.to_string().to_uppercase(),
+        &format!("{digest}0"),
+    ] {
         assert!(text.parse::<Digest>().is_err(), "{text}");
     }
 }
@@ -223,13 +258,25 @@ fn digests_are_read_as_they_are_written() {
 fn boxes_that_are_no_part_of_the_tensor_are_errors() {
     let bounds = TensorBox::new(vec![1], vec![3]);
     let mut sum = Sum::default();
-    assert!(matches!(sum.add_box(&[3], &bounds, 1, &[0; 3]), Err(DigestError::OutsideOfTensor { .. })));
     assert!(matches!(
-        sum.add_box(&[4], &bounds, 2, &[0; 3]),
-        Err(DigestError::WrongLength { expected: 6, found: 3, .. })
+        sum.add_box(&[3], &bounds, 1, &[0; 3]),
+        Err(DigestError::OutsideOfTensor { .. })
     ));
     assert!(matches!(
-        sum.add_box(&[usize::MAX, 2], &TensorBox::new(vec![0, 0], vec![1, 1]), 8, &[0; 8]),
+        sum.add_box(&[4], &bounds, 2, &[0; 3]),
+        Err(DigestError::WrongLength {
+            expected: 6,
+            found: 3,
+            ..
+        })
+    ));
+    assert!(matches!(
+        sum.add_box(
+            &[usize::MAX, 2],
+            &TensorBox::new(vec![0, 0], vec![1, 1]),
+            8,
+            &[0; 8]
+        ),
         Err(DigestError::OutsideOfTensor { .. })
     ));
     assert_eq!(sum, Sum::default());
@@ -238,14 +285,23 @@ fn boxes_that_are_no_part_of_the_tensor_are_errors() {
 #[test]
 fn a_state_digest_names_what_differs() {
     let state = |values: &[(&str, &str)]| -> StateDigest {
-        values.iter().map(|(name, value)| ((*name).to_owned(), of_text(value))).collect()
+        values
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), of_text(value)))
+            .collect()
     };
     let a = state(&[("x", "1"), ("y", "2"), ("z", "3")]);
     let b = state(&[("z", "3"), ("x", "1"), ("w", "2"), ("y", "4")]);
     assert_eq!(a.differing(&b), ["w", "y"]);
     assert_eq!(a.differing(&a), Vec::<String>::new());
     assert_ne!(a.root(), b.root());
-    assert_eq!(a.root(), state(&[("z", "3"), ("y", "2"), ("x", "1")]).root());
+    assert_eq!(
+        a.root(),
+        state(&[("z", "3"), ("y", "2"), ("x", "1")]).root()
+    );
     // A name and a digest that change places, and names that run into each other.
-    assert_ne!(state(&[("ab", "1"), ("c", "1")]).root(), state(&[("a", "1"), ("bc", "1")]).root());
+    assert_ne!(
+        state(&[("ab", "1"), ("c", "1")]).root(),
+        state(&[("a", "1"), ("bc", "1")]).root()
+    );
 }

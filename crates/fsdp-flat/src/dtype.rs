@@ -4,7 +4,8 @@ use fsdp_layout::DType;
 
 use crate::FlatError;
 
-/// Returns the dtype of files and state dicts for a candle dtype; `None` for candle's dummy types (6-bit floats).
+/// Returns the dtype of files and state dicts for a candle dtype; `None` for candle's dummy types
+/// (6-bit floats).
 #[must_use]
 pub const fn from_candle(dtype: candle_core::DType) -> Option<DType> {
     match dtype {
@@ -27,7 +28,8 @@ pub const fn from_candle(dtype: candle_core::DType) -> Option<DType> {
 ///
 /// # Errors
 /// [`FlatError::NotInCandle`] for what candle does not compute with; such tensors are kept as
-/// [`RawTensor`](crate::RawTensor). (Eight-bit floats are among them: candle holds but hardly computes with them.)
+/// [`RawTensor`](crate::RawTensor). (Eight-bit floats are among them: candle holds but hardly
+/// computes with them.)
 pub const fn to_candle(dtype: DType) -> Result<candle_core::DType, FlatError> {
     match dtype {
         DType::U8 => Ok(candle_core::DType::U8),
@@ -48,8 +50,12 @@ pub const fn to_candle(dtype: DType) -> Result<candle_core::DType, FlatError> {
 /// # Errors
 /// candle's errors, for its dummy dtypes (6-bit floats), which files do not know.
 pub fn of(tensor: &candle_core::Tensor) -> Result<DType, FlatError> {
-    from_candle(tensor.dtype())
-        .ok_or_else(|| FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "state dict")))
+    from_candle(tensor.dtype()).ok_or_else(|| {
+        FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(
+            tensor.dtype(),
+            "state dict",
+        ))
+    })
 }
 
 /// Calls a generic function with the Rust type of a floating-point candle dtype:

@@ -22,7 +22,9 @@ pub enum FlatError {
         dtype: DType,
     },
     /// One FlatParameter has one dtype.
-    #[error("must flatten tensors with uniform dtype, but got {expected} and {found} (parameter `{fqn}`)")]
+    #[error(
+        "must flatten tensors with uniform dtype, but got {expected} and {found} (parameter `{fqn}`)"
+    )]
     MixedDType {
         /// The first parameter that differs.
         fqn: String,
@@ -46,19 +48,27 @@ pub enum FlatError {
         dtype: DType,
     },
     /// The memory of a sharded parameter was read while it is not gathered.
-    #[error("the storage of a tensor of shape {shape:?} is freed: use a parameter only inside the forward of its unit")]
+    #[error(
+        "the storage of a tensor of shape {shape:?} is freed: use a parameter only inside the forward of its unit"
+    )]
     Freed {
         /// The tensor's shape.
         shape: Vec<usize>,
     },
-    /// candle has other locks than those whose readers can be seen, so nothing tells of the use of a tensor.
-    #[error("the use of a tensor cannot be seen: this candle does not guard its storages with locks of `parking_lot`")]
+    /// candle has other locks than those whose readers can be seen, so nothing tells of the use of
+    /// a tensor.
+    #[error(
+        "the use of a tensor cannot be seen: this candle does not guard its storages with locks of `parking_lot`"
+    )]
     UnseenUse,
-    /// The tensors of a `Withheld` could not be withheld. The call that failed first has returned the reason.
+    /// The tensors of a `Withheld` could not be withheld. The call that failed first has returned
+    /// the reason.
     #[error("the tensors could not be withheld, for a reason that was reported before")]
     NotWithheld,
     /// Two tensors for one `Withheld` are views of the same storage.
-    #[error("two of the tensors to be withheld are views of one storage; each needs a storage of its own")]
+    #[error(
+        "two of the tensors to be withheld are views of one storage; each needs a storage of its own"
+    )]
     SharedStorage,
     /// The number of contents is not the number of withheld tensors.
     #[error("contents for {given} tensors were given, but {withheld} are withheld")]
@@ -76,7 +86,8 @@ pub enum FlatError {
         /// The tensor's device.
         device: String,
     },
-    /// In-place access needs elements that lie side by side; a new storage, a tensor that begins where it does.
+    /// In-place access needs elements that lie side by side; a new storage, a tensor that begins
+    /// where it does.
     #[error("a tensor of shape {shape:?} is not contiguous")]
     NotContiguous {
         /// The tensor's shape.
@@ -139,6 +150,8 @@ pub enum FlatError {
 impl FlatError {
     /// Makes the error of a tensor on the wrong device.
     pub(crate) fn device(tensor: &candle_core::Tensor) -> Self {
-        FlatError::UnsupportedDevice { device: format!("{:?}", tensor.device().location()) }
+        FlatError::UnsupportedDevice {
+            device: format!("{:?}", tensor.device().location()),
+        }
     }
 }

@@ -5,12 +5,12 @@ use fsdp_layout::FlatLayout;
 
 use crate::{FlatError, ShardedTensor};
 
-/// One rank's shard of a FlatParameter, and the place of each parameter in it. In torch, this is split between
-/// `FlatParameter` and `FlatParamHandle`.
+/// One rank's shard of a FlatParameter, and the place of each parameter in it. In torch, this is
+/// split between `FlatParameter` and `FlatParamHandle`.
 ///
-/// The shard is one flat tensor of `layout.sharded_numel()` elements. Collectives send it, and optimizers change it in
-/// place. Parameters and anything shaped like them (gradients, optimizer state) are lists of boxes, each a view of a
-/// flat tensor.
+/// The shard is one flat tensor of `layout.sharded_numel()` elements. Collectives send it, and
+/// optimizers change it in place. Parameters and anything shaped like them (gradients, optimizer
+/// state) are lists of boxes, each a view of a flat tensor.
 #[derive(Debug, Clone)]
 pub struct FlatParameter {
     layout: FlatLayout,
@@ -19,7 +19,8 @@ pub struct FlatParameter {
 }
 
 impl FlatParameter {
-    /// Makes the shard of rank `rank` of the `layout.world_size()` ranks that share the FlatParameter.
+    /// Makes the shard of rank `rank` of the `layout.world_size()` ranks that share the
+    /// FlatParameter.
     ///
     /// # Errors
     /// `shard` must be one-dimensional with `layout.sharded_numel()` elements.
@@ -31,7 +32,11 @@ impl FlatParameter {
                 found: shard.dims().to_vec(),
             });
         }
-        Ok(FlatParameter { layout, rank, shard })
+        Ok(FlatParameter {
+            layout,
+            rank,
+            shard,
+        })
     }
 
     /// Returns the layout, which has the place of each parameter.
@@ -52,9 +57,9 @@ impl FlatParameter {
         &self.shard
     }
 
-    /// Returns the part of a flat shard that belongs to parameter `param` (its position in `layout().fqns()`), as a
-    /// one-dimensional view; `None` if the shard has none of it. `flat` is the shard itself or a tensor of the same
-    /// length: a gradient or an optimizer state.
+    /// Returns the part of a flat shard that belongs to parameter `param` (its position in
+    /// `layout().fqns()`), as a one-dimensional view; `None` if the shard has none of it. `flat` is
+    /// the shard itself or a tensor of the same length: a gradient or an optimizer state.
     ///
     /// # Errors
     /// candle's errors, for a tensor that is too short.
@@ -63,13 +68,17 @@ impl FlatParameter {
     /// If the layout has no such parameter.
     pub fn piece(&self, param: usize, flat: &Tensor) -> Result<Option<Tensor>, FlatError> {
         match self.layout.shard_param_info(param, self.rank) {
-            Some(info) => Ok(Some(flat.narrow(0, info.offset_in_shard, info.numel_in_shard)?)),
+            Some(info) => Ok(Some(flat.narrow(
+                0,
+                info.offset_in_shard,
+                info.numel_in_shard,
+            )?)),
             None => Ok(None),
         }
     }
 
-    /// Returns parameter `param` of a flat shard as a sharded tensor of views, which has no boxes if the shard has none
-    /// of it.
+    /// Returns parameter `param` of a flat shard as a sharded tensor of views, which has no boxes
+    /// if the shard has none of it.
     ///
     /// # Errors
     /// The same as [`Self::piece`].
@@ -93,7 +102,9 @@ impl FlatParameter {
     pub fn sharded(&self, param: usize, flat: &Tensor) -> Result<ShardedTensor, FlatError> {
         let shape = &self.layout.shapes()[param];
         match self.piece(param, flat)? {
-            Some(piece) => ShardedTensor::from_flat(shape, self.layout.param_boxes(param, self.rank), &piece),
+            Some(piece) => {
+                ShardedTensor::from_flat(shape, self.layout.param_boxes(param, self.rank), &piece)
+            }
             None => ShardedTensor::new(flat.dtype(), shape.clone(), Vec::new()),
         }
     }
@@ -108,8 +119,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Sharding any parameters over any ranks and reading the boxes of all ranks gives back the parameters:
-        /// padding (42, or zeros on the right) is in no box.
+        /// Sharding any parameters over any ranks and reading the boxes of all ranks gives back the
+        /// parameters: padding (42, or zeros on the right) is in no box.
         #[test]
         fn padding_never_leaks(
             shapes in prop::collection::vec(prop::collection::vec(1usize..5, 0..4), 1..5),

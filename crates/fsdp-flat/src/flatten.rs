@@ -1,4 +1,5 @@
-//! Flattens many tensors into one flat tensor and back, with FlatParameter's padding, and cuts out a rank's shard.
+//! Flattens many tensors into one flat tensor and back, with FlatParameter's padding, and cuts out
+//! a rank's shard.
 
 use candle_core::Tensor;
 use fsdp_layout::FlatLayout;
@@ -10,11 +11,13 @@ use crate::{FlatError, with_float};
 
 /// Concatenates tensors in the order and with the padding of `layout`: torch's `flatten_tensors`.
 ///
-/// The result is one-dimensional and has exactly `layout.unpadded_unsharded_numel()` elements; padding is filled
-/// with 42, as torch does. Tensors that are not contiguous are flattened in row-major order.
+/// The result is one-dimensional and has exactly `layout.unpadded_unsharded_numel()` elements;
+/// padding is filled with 42, as torch does. Tensors that are not contiguous are flattened in
+/// row-major order.
 ///
 /// # Errors
-/// The tensors must be as many as the layout has parameters, with their shapes, and of one floating-point dtype.
+/// The tensors must be as many as the layout has parameters, with their shapes, and of one
+/// floating-point dtype.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -45,16 +48,22 @@ pub fn flatten_tensors(layout: &FlatLayout, tensors: &[Tensor]) -> Result<Tensor
                 tensors[param].flatten_all()?
             }
             FlatEntry::Padding => {
-                Tensor::full(f32::from(ALIGNMENT_PADDING_VALUE), numel, first.device())?.to_dtype(first.dtype())?
+                Tensor::full(f32::from(ALIGNMENT_PADDING_VALUE), numel, first.device())?
+                    .to_dtype(first.dtype())?
             }
         });
     }
     Ok(Tensor::cat(&pieces, 0)?)
 }
 
-/// Checks that a tensor has the shape that the layout has for parameter `param`, and the floating-point dtype of
-/// `first`, the first tensor.
-fn check_param(layout: &FlatLayout, param: usize, tensor: &Tensor, first: &Tensor) -> Result<(), FlatError> {
+/// Checks that a tensor has the shape that the layout has for parameter `param`, and the
+/// floating-point dtype of `first`, the first tensor.
+fn check_param(
+    layout: &FlatLayout,
+    param: usize,
+    tensor: &Tensor,
+    first: &Tensor,
+) -> Result<(), FlatError> {
     let fqn = &layout.fqns()[param];
     if tensor.dims() != layout.shapes()[param] {
         return Err(FlatError::ShapeMismatch {
@@ -65,17 +74,25 @@ fn check_param(layout: &FlatLayout, param: usize, tensor: &Tensor, first: &Tenso
     }
     let found = crate::dtype::of(tensor)?;
     if !found.is_float() {
-        return Err(FlatError::IntegerDType { fqn: fqn.clone(), dtype: found });
+        return Err(FlatError::IntegerDType {
+            fqn: fqn.clone(),
+            dtype: found,
+        });
     }
     let expected = crate::dtype::of(first)?;
     if found != expected {
-        return Err(FlatError::MixedDType { fqn: fqn.clone(), expected, found });
+        return Err(FlatError::MixedDType {
+            fqn: fqn.clone(),
+            expected,
+            found,
+        });
     }
     Ok(())
 }
 
-/// Returns the parameters of an unsharded flat tensor, in the layout's order and in their own shapes, without padding.
-/// They are copies. (torch's `_get_unflat_views` returns views, which become invalid when the buffer is freed.)
+/// Returns the parameters of an unsharded flat tensor, in the layout's order and in their own
+/// shapes, without padding. They are copies. (torch's `_get_unflat_views` returns views, which
+/// become invalid when the buffer is freed.)
 ///
 /// # Errors
 /// `flat` must have `layout.unpadded_unsharded_numel()` elements.
@@ -91,15 +108,18 @@ pub fn unflatten_tensors(layout: &FlatLayout, flat: &Tensor) -> Result<Vec<Tenso
         .map(|param| {
             let range = layout.param_range(param);
             // candle's `copy` would copy all of the storage that the piece is a view of.
-            let piece = flat.narrow(0, range.start, range.len())?.force_contiguous()?;
+            let piece = flat
+                .narrow(0, range.start, range.len())?
+                .force_contiguous()?;
             Ok(piece.reshape(layout.shapes()[param].as_slice())?.detach())
         })
         .collect()
 }
 
-/// Returns a rank's piece of a tensor flattened row-major, and the padding, in elements, that makes all ranks' pieces
-/// as long as the first: torch's `_get_unpadded_shard`. Pieces have `ceil(numel / world_size)` elements, the last ones
-/// fewer or none. The piece is a view of a contiguous tensor, and of a copy of any other.
+/// Returns a rank's piece of a tensor flattened row-major, and the padding, in elements, that makes
+/// all ranks' pieces as long as the first: torch's `_get_unpadded_shard`. Pieces have `ceil(numel /
+/// world_size)` elements, the last ones fewer or none. The piece is a view of a contiguous tensor,
+/// and of a copy of any other.
 ///
 /// # Errors
 /// candle's errors, for a tensor that cannot be flattened.
@@ -111,7 +131,11 @@ pub fn unflatten_tensors(layout: &FlatLayout, flat: &Tensor) -> Result<Vec<Tenso
 /// assert_eq!((piece.to_vec1::<f32>()?, padding), (vec![4.], 1)); // of 2, 2, 1, 0
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn get_unpadded_shard(tensor: &Tensor, rank: usize, world_size: usize) -> Result<(Tensor, usize), FlatError> {
+pub fn get_unpadded_shard(
+    tensor: &Tensor,
+    rank: usize,
+    world_size: usize,
+) -> Result<(Tensor, usize), FlatError> {
     let shard = unpadded_shard(tensor.elem_count(), world_size, rank);
     let flat = tensor.flatten_all()?;
     // candle cannot narrow to nothing at the very end of a tensor.
@@ -123,8 +147,9 @@ pub fn get_unpadded_shard(tensor: &Tensor, rank: usize, world_size: usize) -> Re
     Ok((piece, shard.padding))
 }
 
-/// Returns a rank's piece of a tensor flattened row-major, copied and padded with zeros to the same length on every
-/// rank: torch's `_get_shard`. The shard is on the CPU; the padding's length, in elements, is returned too.
+/// Returns a rank's piece of a tensor flattened row-major, copied and padded with zeros to the same
+/// length on every rank: torch's `_get_shard`. The shard is on the CPU; the padding's length, in
+/// elements, is returned too.
 ///
 /// # Errors
 /// The same as [`get_unpadded_shard`]; only floating-point tensors.
@@ -136,7 +161,11 @@ pub fn get_unpadded_shard(tensor: &Tensor, rank: usize, world_size: usize) -> Re
 /// assert_eq!((shard.to_vec1::<f32>()?, padding), (vec![4., 0.], 1));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn get_shard(tensor: &Tensor, rank: usize, world_size: usize) -> Result<(Tensor, usize), FlatError> {
+pub fn get_shard(
+    tensor: &Tensor,
+    rank: usize,
+    world_size: usize,
+) -> Result<(Tensor, usize), FlatError> {
     let (piece, padding) = get_unpadded_shard(tensor, rank, world_size)?;
     let numel = piece.elem_count();
     let shard = zeros(&[numel + padding], tensor.dtype())?;
@@ -157,11 +186,18 @@ mod tests {
 
     fn arange(from: usize, shape: &[usize]) -> Tensor {
         let numel: usize = shape.iter().product();
-        Tensor::arange(from as f32, (from + numel) as f32, &Device::Cpu).unwrap().reshape(shape).unwrap()
+        Tensor::arange(from as f32, (from + numel) as f32, &Device::Cpu)
+            .unwrap()
+            .reshape(shape)
+            .unwrap()
     }
 
     fn layout(shapes: &[&[usize]], align: usize, world_size: usize) -> FlatLayout {
-        let params = shapes.iter().enumerate().map(|(i, shape)| (format!("p{i}"), shape.to_vec())).collect();
+        let params = shapes
+            .iter()
+            .enumerate()
+            .map(|(i, shape)| (format!("p{i}"), shape.to_vec()))
+            .collect();
         FlatLayout::new(params, align, world_size).unwrap()
     }
 
@@ -170,7 +206,10 @@ mod tests {
         let layout = layout(&[&[3], &[2, 2]], aligned_numel(fsdp_layout::DType::F32), 3);
         let tensors = [arange(0, &[3]), arange(3, &[2, 2]).t().unwrap()];
         let flat = flatten_tensors(&layout, &tensors).unwrap();
-        assert_eq!(flat.to_vec1::<f32>().unwrap(), [0., 1., 2., 42., 3., 5., 4., 6., 42.]);
+        assert_eq!(
+            flat.to_vec1::<f32>().unwrap(),
+            [0., 1., 2., 42., 3., 5., 4., 6., 42.]
+        );
         let back = unflatten_tensors(&layout, &flat).unwrap();
         assert_eq!(back[1].to_vec2::<f32>().unwrap(), [[3., 5.], [4., 6.]]);
     }
@@ -198,12 +237,25 @@ mod tests {
     #[test]
     fn what_cannot_be_flattened_is_refused() {
         let two = layout(&[&[3], &[3]], 0, 1);
-        let ints = [arange(0, &[3]).to_dtype(DType::I64).unwrap(), arange(0, &[3]).to_dtype(DType::I64).unwrap()];
-        assert!(matches!(flatten_tensors(&two, &ints), Err(FlatError::IntegerDType { fqn, .. }) if fqn == "p0"));
-        let mixed = [arange(0, &[3]), arange(0, &[3]).to_dtype(DType::F64).unwrap()];
-        assert!(matches!(flatten_tensors(&two, &mixed), Err(FlatError::MixedDType { fqn, .. }) if fqn == "p1"));
+        let ints = [
+            arange(0, &[3]).to_dtype(DType::I64).unwrap(),
+            arange(0, &[3]).to_dtype(DType::I64).unwrap(),
+        ];
+        assert!(
+            matches!(flatten_tensors(&two, &ints), Err(FlatError::IntegerDType { fqn, .. }) if fqn == "p0")
+        );
+        let mixed = [
+            arange(0, &[3]),
+            arange(0, &[3]).to_dtype(DType::F64).unwrap(),
+        ];
+        assert!(
+            matches!(flatten_tensors(&two, &mixed), Err(FlatError::MixedDType { fqn, .. }) if fqn == "p1")
+        );
         let wrong = [arange(0, &[3]), arange(0, &[4])];
-        assert!(matches!(flatten_tensors(&two, &wrong), Err(FlatError::ShapeMismatch { .. })));
+        assert!(matches!(
+            flatten_tensors(&two, &wrong),
+            Err(FlatError::ShapeMismatch { .. })
+        ));
         assert!(flatten_tensors(&two, &wrong[..1]).is_err());
         assert!(flatten_tensors(&two, &[]).is_err());
     }

@@ -1,4 +1,5 @@
-//! Candle tensors with sharded layouts: [`ShardedTensor`] and [`FlatParameter`], and access to the memory of tensors.
+//! Candle tensors with sharded layouts: [`ShardedTensor`] and [`FlatParameter`], and access to the
+//! memory of tensors.
 //!
 //! | module | what it holds |
 //! |---|---|

@@ -1,21 +1,24 @@
 //! Large copies by non-temporal stores, which go around the processor's caches.
 //!
-//! A plain copy first reads the memory that it is about to overwrite, and throws out of the caches what is in use. The
-//! system's `memcpy` avoids both only from a length on that it takes for the size of the caches, which on virtual
-//! machines can be 192 MiB: no tensor is that large, though all of them together are. Measured on 2 GiB in tensors of 1
-//! to 50 MiB: 1.5 to 1.9 times as fast by one thread, 2.1 times by two.
+//! A plain copy first reads the memory that it is about to overwrite, and throws out of the caches
+//! what is in use. The system's `memcpy` avoids both only from a length on that it takes for the
+//! size of the caches, which on virtual machines can be 192 MiB: no tensor is that large, though
+//! all of them together are. Measured on 2 GiB in tensors of 1 to 50 MiB: 1.5 to 1.9 times as fast
+//! by one thread, 2.1 times by two.
 
 use std::collections::TryReserveError;
 
-/// The length from which on it pays to go around the caches: about the size of one core's own cache.
+/// The length from which on it pays to go around the caches: about the size of one core's own
+/// cache.
 const MIN_NON_TEMPORAL: usize = 1 << 20;
 
-/// The number of bytes ahead at which memory is prefetched. The processor by itself does not prefetch past the end of a
-/// page.
+/// The number of bytes ahead at which memory is prefetched. The processor by itself does not
+/// prefetch past the end of a page.
 #[cfg(target_arch = "x86_64")]
 const AHEAD: usize = 1 << 10;
 
-/// Copies like `copy_from_slice`. Large copies bypass the caches, which is faster if the destination is not read soon.
+/// Copies like `copy_from_slice`. Large copies bypass the caches, which is faster if the
+/// destination is not read soon.
 ///
 /// # Panics
 /// Slices of different lengths.
@@ -26,13 +29,21 @@ const AHEAD: usize = 1 << 10;
 /// fsdp_flat::non_temporal_copy(&mut to, &from);
 /// assert_eq!(to, from);
 /// ```
-#[expect(unsafe_code, reason = "there is no safe way to a store that goes around the caches")]
+#[expect(
+    unsafe_code,
+    reason = "there is no safe way to a store that goes around the caches"
+)]
 pub fn non_temporal_copy(to: &mut [u8], from: &[u8]) {
     if to.len() < MIN_NON_TEMPORAL {
         return to.copy_from_slice(from);
     }
-    assert_eq!(to.len(), from.len(), "a copy between slices of different lengths");
-    // SAFETY: as many bytes can be written, and to nobody else's memory, since `to` is borrowed for change.
+    assert_eq!(
+        to.len(),
+        from.len(),
+        "a copy between slices of different lengths"
+    );
+    // SAFETY: as many bytes can be written, and to nobody else's memory, since `to` is borrowed for
+    // change.
     unsafe { store(to.as_mut_ptr(), from) };
 }
 
@@ -40,8 +51,13 @@ pub fn non_temporal_copy(to: &mut [u8], from: &[u8]) {
 ///
 /// # Errors
 /// If the system has no memory for it.
-#[expect(unsafe_code, reason = "as above; and zeroing first what is overwritten takes as long as the copy")]
-pub(crate) fn non_temporal_to_vec<T: bytemuck::NoUninit>(from: &[T]) -> Result<Vec<T>, TryReserveError> {
+#[expect(
+    unsafe_code,
+    reason = "as above; and zeroing first what is overwritten takes as long as the copy"
+)]
+pub(crate) fn non_temporal_to_vec<T: bytemuck::NoUninit>(
+    from: &[T],
+) -> Result<Vec<T>, TryReserveError> {
     let mut to: Vec<T> = Vec::new();
     to.try_reserve_exact(from.len())?;
     if size_of_val(from) < MIN_NON_TEMPORAL {
@@ -71,7 +87,10 @@ unsafe fn store(to: *mut u8, from: &[u8]) {
 /// # Safety
 /// As many bytes must be valid for writes at `to`, and none of them may be in `from`.
 #[cfg(target_arch = "x86_64")]
-#[expect(unsafe_code, reason = "there is no safe way to a store that goes around the caches")]
+#[expect(
+    unsafe_code,
+    reason = "there is no safe way to a store that goes around the caches"
+)]
 unsafe fn store(to: *mut u8, from: &[u8]) {
     use std::arch::x86_64::{__m128i, _MM_HINT_NTA, _mm_prefetch, _mm_sfence, _mm_stream_si128};
 
@@ -88,9 +107,9 @@ unsafe fn store(to: *mut u8, from: &[u8]) {
         unsafe { _mm_prefetch::<_MM_HINT_NTA>(line.as_ptr().wrapping_add(AHEAD).cast()) };
         let line: Line = bytemuck::pod_read_unaligned(line);
         for value in line {
-            // SAFETY: the caller's promise: 16 more bytes of `from` are left, so as many can be written. They are
-            // aligned, as `head` ends where they are. Every x86-64 processor has the instruction, and the fence below
-            // comes before anybody can look at the memory.
+            // SAFETY: the caller's promise: 16 more bytes of `from` are left, so as many can be
+            // written. They are aligned, as `head` ends where they are. Every x86-64 processor has
+            // the instruction, and the fence below comes before anybody can look at the memory.
             unsafe { _mm_stream_si128(to.add(at).cast(), value) };
             at += size_of::<__m128i>();
         }
@@ -99,7 +118,10 @@ unsafe fn store(to: *mut u8, from: &[u8]) {
     unsafe { _mm_sfence() };
     let tail = lines.remainder();
     // SAFETY: the caller's promise: these are the last bytes.
-    unsafe { to.add(at).copy_from_nonoverlapping(tail.as_ptr(), tail.len()) };
+    unsafe {
+        to.add(at)
+            .copy_from_nonoverlapping(tail.as_ptr(), tail.len())
+    };
 }
 
 #[cfg(test)]
@@ -108,14 +130,31 @@ mod tests {
 
     #[test]
     fn every_byte_arrives_whatever_the_alignment_and_nothing_else_is_touched() {
-        let source: Vec<u8> = (0..MIN_NON_TEMPORAL + 100).map(|i| (i * 31 % 251) as u8).collect();
-        for (start, offset, extra) in [(0, 0, 0), (1, 0, 0), (0, 3, 1), (5, 7, 17), (16, 15, 33), (3, 64, 2)] {
+        let source: Vec<u8> = (0..MIN_NON_TEMPORAL + 100)
+            .map(|i| (i * 31 % 251) as u8)
+            .collect();
+        for (start, offset, extra) in [
+            (0, 0, 0),
+            (1, 0, 0),
+            (0, 3, 1),
+            (5, 7, 17),
+            (16, 15, 33),
+            (3, 64, 2),
+        ] {
             for length in [MIN_NON_TEMPORAL - 1, MIN_NON_TEMPORAL + extra] {
                 let from = &source[offset..offset + length];
                 let mut target = vec![255; start + length + 9];
                 non_temporal_copy(&mut target[start..start + length], from);
-                assert!(target[start..start + length] == *from, "{start} {offset} {length}");
-                assert!(target[..start].iter().chain(&target[start + length..]).all(|byte| *byte == 255));
+                assert!(
+                    target[start..start + length] == *from,
+                    "{start} {offset} {length}"
+                );
+                assert!(
+                    target[..start]
+                        .iter()
+                        .chain(&target[start + length..])
+                        .all(|byte| *byte == 255)
+                );
             }
         }
         non_temporal_copy(&mut [], &[]);
@@ -123,19 +162,31 @@ mod tests {
 
     #[test]
     fn copies_in_fresh_memory_are_equal_whatever_the_length_and_the_type() {
-        for length in
-            [0, 1, 1000, MIN_NON_TEMPORAL / 8 - 1, MIN_NON_TEMPORAL / 8, MIN_NON_TEMPORAL / 8 + 5, MIN_NON_TEMPORAL + 3]
-        {
+        for length in [
+            0,
+            1,
+            1000,
+            MIN_NON_TEMPORAL / 8 - 1,
+            MIN_NON_TEMPORAL / 8,
+            MIN_NON_TEMPORAL / 8 + 5,
+            MIN_NON_TEMPORAL + 3,
+        ] {
             let source: Vec<f64> = (0..length).map(|i| i as f64 * 0.5).collect();
             assert!(non_temporal_to_vec(&source).unwrap() == source, "{length}");
             let bytes: Vec<u8> = (0..length).map(|i| (i * 31 % 251) as u8).collect();
-            assert!(non_temporal_to_vec(&bytes[length.min(1)..]).unwrap() == bytes[length.min(1)..], "{length}");
+            assert!(
+                non_temporal_to_vec(&bytes[length.min(1)..]).unwrap() == bytes[length.min(1)..],
+                "{length}"
+            );
         }
     }
 
     #[test]
     #[should_panic(expected = "different lengths")]
     fn different_lengths_are_refused() {
-        non_temporal_copy(&mut vec![0; MIN_NON_TEMPORAL], &vec![0; MIN_NON_TEMPORAL + 1]);
+        non_temporal_copy(
+            &mut vec![0; MIN_NON_TEMPORAL],
+            &vec![0; MIN_NON_TEMPORAL + 1],
+        );
     }
 }

@@ -26,7 +26,9 @@ pub enum PadError {
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
     /// The number of padding values is odd.
-    #[error("padding must have an even length, a pair for each dimension from the last one, not {given}")]
+    #[error(
+        "padding must have an even length, a pair for each dimension from the last one, not {given}"
+    )]
     Unpaired {
         /// The number of values given.
         given: usize,
@@ -59,7 +61,9 @@ pub enum PadError {
         largest: usize,
     },
     /// Negative padding takes more elements than there are.
-    #[error("padding ({before}, {after}) of dimension {dim} takes away more than its {size} elements")]
+    #[error(
+        "padding ({before}, {after}) of dimension {dim} takes away more than its {size} elements"
+    )]
     CropsTooMuch {
         /// The dimension.
         dim: usize,
@@ -88,13 +92,13 @@ pub enum PadError {
 
 /// Pads a tensor of any number of dimensions. torch's `torch.nn.functional.pad`.
 ///
-/// `padding` holds a pair (before, after) for each padded dimension, the **last dimension first**. A negative value
-/// takes elements away. The result is a new tensor on the same device; with no padding it is the tensor itself.
-/// Gradients flow to the elements that padding was copied from.
+/// `padding` holds a pair (before, after) for each padded dimension, the **last dimension first**.
+/// A negative value takes elements away. The result is a new tensor on the same device; with no
+/// padding it is the tensor itself. Gradients flow to the elements that padding was copied from.
 ///
-/// The limits are torch's. Reflect padding must be smaller than the dimension. Circular padding may be at most as large
-/// as the dimension after negative padding. Reflect and replicate must leave at least one element. Unlike in torch,
-/// every mode pads any number of dimensions.
+/// The limits are torch's. Reflect padding must be smaller than the dimension. Circular padding may
+/// be at most as large as the dimension after negative padding. Reflect and replicate must leave at
+/// least one element. Unlike in torch, every mode pads any number of dimensions.
 ///
 /// # Errors
 /// See [`PadError`]; nothing is computed then.
@@ -113,16 +117,26 @@ pub enum PadError {
 /// ```
 pub fn pad(tensor: &Tensor, padding: &[isize], mode: PadMode) -> Result<Tensor, PadError> {
     if !padding.len().is_multiple_of(2) {
-        return Err(PadError::Unpaired { given: padding.len() });
+        return Err(PadError::Unpaired {
+            given: padding.len(),
+        });
     }
     let shape = tensor.dims();
     if padding.len() / 2 > shape.len() {
-        return Err(PadError::TooManyDims { pairs: padding.len() / 2, shape: shape.to_vec() });
+        return Err(PadError::TooManyDims {
+            pairs: padding.len() / 2,
+            shape: shape.to_vec(),
+        });
     }
     let dims: Vec<PadDim> = padding
         .chunks_exact(2)
         .zip((0..shape.len()).rev())
-        .map(|(pair, dim)| PadDim { dim, size: shape[dim], before: pair[0], after: pair[1] })
+        .map(|(pair, dim)| PadDim {
+            dim,
+            size: shape[dim],
+            before: pair[0],
+            after: pair[1],
+        })
         .collect();
     // All dimensions are checked before any element is copied.
     let mut padded_shape = shape.to_vec();
@@ -140,19 +154,22 @@ pub fn pad(tensor: &Tensor, padding: &[isize], mode: PadMode) -> Result<Tensor, 
     Ok(padded)
 }
 
-/// Checks that there is memory for a result, which candle does not: more than the system gives ends the process there.
+/// Checks that there is memory for a result, which candle does not: more than the system gives ends
+/// the process there.
 fn check_memory(shape: &[usize], dtype: candle_core::DType) -> Result<(), PadError> {
     // Each element that is copied takes an index too.
     let size = dtype.size_in_bytes() + size_of::<i64>();
     let bytes = checked_numel(shape).and_then(|numel| numel.checked_mul(size));
     match bytes.map(|bytes| Vec::<u8>::new().try_reserve_exact(bytes)) {
         Some(Ok(())) => Ok(()),
-        _ => Err(PadError::OutOfMemory { shape: shape.to_vec() }),
+        _ => Err(PadError::OutOfMemory {
+            shape: shape.to_vec(),
+        }),
     }
 }
 
-/// Returns the index of the element that is copied to index `at` of the padded dimension, which may lie outside
-/// `0..size`.
+/// Returns the index of the element that is copied to index `at` of the padded dimension, which may
+/// lie outside `0..size`.
 fn source_of(at: isize, size: isize, mode: PadMode) -> isize {
     match mode {
         PadMode::Reflect if at < 0 => -at,
@@ -174,18 +191,31 @@ struct PadDim {
 impl PadDim {
     /// Counts the elements that negative padding leaves, unless it takes more than there are.
     fn kept(&self) -> Option<usize> {
-        let taken = self.before.min(0).unsigned_abs().checked_add(self.after.min(0).unsigned_abs())?;
+        let taken = self
+            .before
+            .min(0)
+            .unsigned_abs()
+            .checked_add(self.after.min(0).unsigned_abs())?;
         self.size.checked_sub(taken)
     }
 
     /// Checks this dimension, and returns its size with the padding.
     fn check(&self, mode: PadMode) -> Result<usize, PadError> {
-        let PadDim { dim, size, before, after } = *self;
+        let PadDim {
+            dim,
+            size,
+            before,
+            after,
+        } = *self;
         if before == 0 && after == 0 {
             return Ok(size);
         }
-        let padded = isize::try_from(size).ok().and_then(|size| size.checked_add(before)?.checked_add(after));
-        let Some(padded) = padded else { return Err(self.too_large(mode, isize::MAX.unsigned_abs())) };
+        let padded = isize::try_from(size)
+            .ok()
+            .and_then(|size| size.checked_add(before)?.checked_add(after));
+        let Some(padded) = padded else {
+            return Err(self.too_large(mode, isize::MAX.unsigned_abs()));
+        };
         // The larger of the two sides that grow; a side that shrinks counts as 0.
         let adds = before.max(after).max(0).unsigned_abs();
         if adds > 0 && size == 0 && !matches!(mode, PadMode::Constant(_)) {
@@ -196,7 +226,12 @@ impl PadDim {
             PadMode::Reflect | PadMode::Replicate => padded < 1,
         };
         if crops_too_much {
-            return Err(PadError::CropsTooMuch { dim, size, before, after });
+            return Err(PadError::CropsTooMuch {
+                dim,
+                size,
+                before,
+                after,
+            });
         }
         // The most elements that this mode can add to one side.
         let largest = match mode {
@@ -204,17 +239,37 @@ impl PadDim {
             PadMode::Reflect => size.saturating_sub(1),
             PadMode::Circular => self.kept().unwrap_or_default(),
         };
-        if adds > largest { Err(self.too_large(mode, largest)) } else { Ok(padded.max(0).unsigned_abs()) }
+        if adds > largest {
+            Err(self.too_large(mode, largest))
+        } else {
+            Ok(padded.max(0).unsigned_abs())
+        }
     }
 
     fn too_large(&self, mode: PadMode, largest: usize) -> PadError {
-        let PadDim { dim, size, before, after } = *self;
-        PadError::TooLarge { mode, dim, size, before, after, largest }
+        let PadDim {
+            dim,
+            size,
+            before,
+            after,
+        } = *self;
+        PadError::TooLarge {
+            mode,
+            dim,
+            size,
+            before,
+            after,
+            largest,
+        }
     }
 
     /// Returns the tensor without the elements that negative padding takes away.
     fn cropped(&self, tensor: &Tensor) -> Result<Tensor, PadError> {
-        Ok(tensor.narrow(self.dim, self.before.min(0).unsigned_abs(), self.kept().unwrap_or_default())?)
+        Ok(tensor.narrow(
+            self.dim,
+            self.before.min(0).unsigned_abs(),
+            self.kept().unwrap_or_default(),
+        )?)
     }
 
     /// Pads with elements of one value.
@@ -239,16 +294,21 @@ impl PadDim {
 
     /// Returns the padded tensor, with each element copied from the place that the mode gives.
     fn indexed(&self, tensor: &Tensor, mode: PadMode) -> Result<Tensor, PadError> {
-        // Circular padding wraps around the elements that negative padding leaves. Reflect and replicate go by all
-        // elements.
+        // Circular padding wraps around the elements that negative padding leaves. Reflect and
+        // replicate go by all elements.
         let (tensor, size, before, after) = match mode {
-            PadMode::Circular => {
-                (self.cropped(tensor)?, self.kept().unwrap_or_default(), self.before.max(0), self.after.max(0))
-            }
+            PadMode::Circular => (
+                self.cropped(tensor)?,
+                self.kept().unwrap_or_default(),
+                self.before.max(0),
+                self.after.max(0),
+            ),
             _ => (tensor.clone(), self.size, self.before, self.after),
         };
         let size = size as isize;
-        let indices: Vec<i64> = (-before..size + after).map(|at| source_of(at, size, mode) as i64).collect();
+        let indices: Vec<i64> = (-before..size + after)
+            .map(|at| source_of(at, size, mode) as i64)
+            .collect();
         if indices.is_empty() {
             return Ok(tensor);
         }

@@ -24,7 +24,10 @@ impl RawTensor {
         let length = checked_numel(&shape).and_then(|numel| numel.checked_mul(size));
         match length.and_then(|length| bytemuck::allocation::try_zeroed_vec(length).ok()) {
             Some(bytes) => Self::new(dtype, shape, bytes),
-            None => Err(FlatError::OutOfMemory { dtype: dtype.to_string(), shape }),
+            None => Err(FlatError::OutOfMemory {
+                dtype: dtype.to_string(),
+                shape,
+            }),
         }
     }
 
@@ -37,9 +40,18 @@ impl RawTensor {
             .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
             .unwrap_or(usize::MAX);
         if needed != bytes.len() {
-            return Err(FlatError::WrongSize { given: bytes.len(), dtype, shape, needed });
+            return Err(FlatError::WrongSize {
+                given: bytes.len(),
+                dtype,
+                shape,
+                needed,
+            });
         }
-        Ok(RawTensor { dtype, shape, bytes: Arc::new(bytes) })
+        Ok(RawTensor {
+            dtype,
+            shape,
+            bytes: Arc::new(bytes),
+        })
     }
 
     /// Returns the element type.

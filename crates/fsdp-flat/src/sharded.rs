@@ -16,10 +16,11 @@ pub struct LocalShard {
     pub tensor: Tensor,
 }
 
-/// A tensor of which this rank owns some boxes: the counterpart of both torch's ShardedTensor and DTensor.
+/// A tensor of which this rank owns some boxes: the counterpart of both torch's ShardedTensor and
+/// DTensor.
 ///
-/// Dim-0 chunks, flat ranges of a FlatParameter, 2-D mesh placements and empty shards are all described by lists of
-/// boxes. A clone shares the elements, like a clone of a candle tensor.
+/// Dim-0 chunks, flat ranges of a FlatParameter, 2-D mesh placements and empty shards are all
+/// described by lists of boxes. A clone shares the elements, like a clone of a candle tensor.
 #[derive(Debug, Clone)]
 pub struct ShardedTensor {
     dtype: candle_core::DType,
@@ -31,11 +32,19 @@ impl ShardedTensor {
     /// Makes a sharded tensor of these local boxes; there may be none.
     ///
     /// # Errors
-    /// Boxes must lie inside the shape, must not overlap, and must have tensors of their size and of `dtype`.
-    pub fn new(dtype: candle_core::DType, shape: Vec<usize>, shards: Vec<LocalShard>) -> Result<Self, FlatError> {
+    /// Boxes must lie inside the shape, must not overlap, and must have tensors of their size and
+    /// of `dtype`.
+    pub fn new(
+        dtype: candle_core::DType,
+        shape: Vec<usize>,
+        shards: Vec<LocalShard>,
+    ) -> Result<Self, FlatError> {
         for (index, shard) in shards.iter().enumerate() {
             if !shard.bounds.fits(&shape) {
-                return Err(FlatError::OutOfBounds { bounds: shard.bounds.clone(), shape });
+                return Err(FlatError::OutOfBounds {
+                    bounds: shard.bounds.clone(),
+                    shape,
+                });
             }
             if shard.tensor.dims() != shard.bounds.sizes {
                 return Err(FlatError::ShapeMismatch {
@@ -51,15 +60,25 @@ impl ShardedTensor {
                     got: shard.tensor.dtype(),
                 }));
             }
-            if let Some(other) = shards[..index].iter().find(|other| other.bounds.intersect(&shard.bounds).is_some()) {
-                return Err(FlatError::Overlap { first: other.bounds.clone(), second: shard.bounds.clone() });
+            if let Some(other) = shards[..index]
+                .iter()
+                .find(|other| other.bounds.intersect(&shard.bounds).is_some())
+            {
+                return Err(FlatError::Overlap {
+                    first: other.bounds.clone(),
+                    second: shard.bounds.clone(),
+                });
             }
         }
-        Ok(ShardedTensor { dtype, shape, shards })
+        Ok(ShardedTensor {
+            dtype,
+            shape,
+            shards,
+        })
     }
 
-    /// Makes a sharded tensor whose boxes are views of a flat tensor. The boxes lie in `flat` one after the other, in
-    /// the order of `boxes`, each row-major. Nothing is copied.
+    /// Makes a sharded tensor whose boxes are views of a flat tensor. The boxes lie in `flat` one
+    /// after the other, in the order of `boxes`, each row-major. Nothing is copied.
     ///
     /// # Errors
     /// `flat` must be one-dimensional and as long as all boxes together; boxes as in [`Self::new`].
@@ -74,12 +93,18 @@ impl ShardedTensor {
     /// assert_eq!(sharded.shards()[1].tensor.to_vec2::<f32>()?, [[3., 4.]]);
     /// # Ok::<(), fsdp_flat::FlatError>(())
     /// ```
-    pub fn from_flat(shape: &[usize], boxes: Vec<TensorBox>, flat: &Tensor) -> Result<Self, FlatError> {
+    pub fn from_flat(
+        shape: &[usize],
+        boxes: Vec<TensorBox>,
+        flat: &Tensor,
+    ) -> Result<Self, FlatError> {
         let mut shards = Vec::with_capacity(boxes.len());
         let mut at = 0;
         for bounds in boxes {
             let numel = bounds.numel();
-            let tensor = flat.narrow(0, at, numel)?.reshape(bounds.sizes.as_slice())?;
+            let tensor = flat
+                .narrow(0, at, numel)?
+                .reshape(bounds.sizes.as_slice())?;
             at += numel;
             shards.push(LocalShard { bounds, tensor });
         }
@@ -99,7 +124,10 @@ impl ShardedTensor {
         ShardedTensor {
             dtype: tensor.dtype(),
             shape: tensor.dims().to_vec(),
-            shards: vec![LocalShard { bounds: TensorBox::whole(tensor.dims()), tensor: tensor.clone() }],
+            shards: vec![LocalShard {
+                bounds: TensorBox::whole(tensor.dims()),
+                tensor: tensor.clone(),
+            }],
         }
     }
 
@@ -107,10 +135,19 @@ impl ShardedTensor {
     ///
     /// # Errors
     /// A dtype that has no plain bytes, or boxes as in [`Self::new`].
-    pub fn zeros(dtype: candle_core::DType, shape: &[usize], boxes: &[TensorBox]) -> Result<Self, FlatError> {
+    pub fn zeros(
+        dtype: candle_core::DType,
+        shape: &[usize],
+        boxes: &[TensorBox],
+    ) -> Result<Self, FlatError> {
         let shards = boxes
             .iter()
-            .map(|bounds| Ok(LocalShard { bounds: bounds.clone(), tensor: zeros(&bounds.sizes, dtype)? }))
+            .map(|bounds| {
+                Ok(LocalShard {
+                    bounds: bounds.clone(),
+                    tensor: zeros(&bounds.sizes, dtype)?,
+                })
+            })
             .collect::<Result<_, FlatError>>()?;
         Self::new(dtype, shape.to_vec(), shards)
     }
@@ -120,10 +157,17 @@ impl ShardedTensor {
     ///
     /// # Errors
     /// The same as [`Self::zeros`].
-    pub fn unfilled(dtype: candle_core::DType, shape: &[usize], boxes: &[TensorBox]) -> Result<Self, FlatError> {
+    pub fn unfilled(
+        dtype: candle_core::DType,
+        shape: &[usize],
+        boxes: &[TensorBox],
+    ) -> Result<Self, FlatError> {
         let mut shards = Vec::with_capacity(boxes.len());
         for bounds in boxes {
-            shards.push(LocalShard { bounds: bounds.clone(), tensor: storage::unfilled(&bounds.sizes, dtype)? });
+            shards.push(LocalShard {
+                bounds: bounds.clone(),
+                tensor: storage::unfilled(&bounds.sizes, dtype)?,
+            });
         }
         Self::new(dtype, shape.to_vec(), shards)
     }
@@ -139,8 +183,9 @@ impl ShardedTensor {
     /// # Errors
     /// candle's dummy dtypes have no name.
     pub fn file_dtype(&self) -> Result<DType, FlatError> {
-        dtype::from_candle(self.dtype)
-            .ok_or(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(self.dtype, "state dict")))
+        dtype::from_candle(self.dtype).ok_or(FlatError::Candle(
+            candle_core::Error::UnsupportedDTypeForOp(self.dtype, "state dict"),
+        ))
     }
 
     /// Returns the global shape.
@@ -158,18 +203,24 @@ impl ShardedTensor {
     /// Returns this rank's boxes.
     #[must_use]
     pub fn boxes(&self) -> Vec<TensorBox> {
-        self.shards.iter().map(|shard| shard.bounds.clone()).collect()
+        self.shards
+            .iter()
+            .map(|shard| shard.bounds.clone())
+            .collect()
     }
 
     /// Returns `true` if this rank's boxes hold all of a box.
     #[must_use]
     pub fn covers(&self, wanted: &TensorBox) -> bool {
-        let parts = self.shards.iter().filter_map(|shard| shard.bounds.intersect(wanted));
+        let parts = self
+            .shards
+            .iter()
+            .filter_map(|shard| shard.bounds.intersect(wanted));
         parts.map(|part| part.numel()).sum::<usize>() == wanted.numel()
     }
 
-    /// Returns `true` if `other` has the same boxes, and each pair of boxes is a view of the same elements of one
-    /// storage. Copying one to the other would change nothing.
+    /// Returns `true` if `other` has the same boxes, and each pair of boxes is a view of the same
+    /// elements of one storage. Copying one to the other would change nothing.
     #[must_use]
     pub fn is_same_view(&self, other: &Self) -> bool {
         self.shape == other.shape
@@ -203,23 +254,35 @@ impl ShardedTensor {
         self.map(|tensor| crate::storage::to_device(tensor, device))
     }
 
-    /// Returns a sharded tensor with the same boxes, where `f` has replaced the tensor of each box. `f` must keep the
-    /// shapes. It may change the dtype, but must then do so for all boxes.
+    /// Returns a sharded tensor with the same boxes, where `f` has replaced the tensor of each box.
+    /// `f` must keep the shapes. It may change the dtype, but must then do so for all boxes.
     ///
     /// # Errors
     /// The errors of `f` and of [`Self::new`].
-    pub fn map(&self, mut f: impl FnMut(&Tensor) -> Result<Tensor, FlatError>) -> Result<Self, FlatError> {
+    pub fn map(
+        &self,
+        mut f: impl FnMut(&Tensor) -> Result<Tensor, FlatError>,
+    ) -> Result<Self, FlatError> {
         let shards = self
             .shards
             .iter()
-            .map(|shard| Ok(LocalShard { bounds: shard.bounds.clone(), tensor: f(&shard.tensor)? }))
+            .map(|shard| {
+                Ok(LocalShard {
+                    bounds: shard.bounds.clone(),
+                    tensor: f(&shard.tensor)?,
+                })
+            })
             .collect::<Result<Vec<_>, FlatError>>()?;
-        // Without boxes there is no tensor from which to learn the new dtype, so the old one is kept.
-        let dtype = shards.first().map_or(self.dtype, |shard| shard.tensor.dtype());
+        // Without boxes there is no tensor from which to learn the new dtype, so the old one is
+        // kept.
+        let dtype = shards
+            .first()
+            .map_or(self.dtype, |shard| shard.tensor.dtype());
         Self::new(dtype, self.shape.clone(), shards)
     }
 
-    /// Returns the whole tensor, if this rank's boxes hold all of it. Nothing is copied if a single box does.
+    /// Returns the whole tensor, if this rank's boxes hold all of it. Nothing is copied if a single
+    /// box does.
     ///
     /// # Errors
     /// [`FlatError::NotCovered`] if elements are on other ranks.
@@ -231,7 +294,8 @@ impl ShardedTensor {
         }
     }
 
-    /// Copies the elements of one box to new memory on the CPU. This rank's boxes must cover that box.
+    /// Copies the elements of one box to new memory on the CPU. This rank's boxes must cover that
+    /// box.
     ///
     /// # Errors
     /// [`FlatError::NotCovered`] if some elements are not here.
@@ -242,14 +306,16 @@ impl ShardedTensor {
             copied += copy_overlap(&shard.tensor, &shard.bounds, &target, wanted)?;
         }
         if copied != wanted.numel() {
-            return Err(FlatError::NotCovered { wanted: wanted.clone() });
+            return Err(FlatError::NotCovered {
+                wanted: wanted.clone(),
+            });
         }
         Ok(target)
     }
 }
 
-/// Copies the elements that two boxes of one tensor share, into the destination's memory; returns how many. If the two
-/// tensors are views of one storage, the source is copied first.
+/// Copies the elements that two boxes of one tensor share, into the destination's memory; returns
+/// how many. If the two tensors are views of one storage, the source is copied first.
 ///
 /// # Errors
 /// Both tensors must have their boxes' sizes and one dtype; the destination must be contiguous.
@@ -264,7 +330,12 @@ impl ShardedTensor {
 /// assert_eq!(dst.to_vec1::<f32>()?, [2., 3., 7.]);
 /// # Ok::<(), fsdp_flat::FlatError>(())
 /// ```
-pub fn copy_overlap(src: &Tensor, src_box: &TensorBox, dst: &Tensor, dst_box: &TensorBox) -> Result<usize, FlatError> {
+pub fn copy_overlap(
+    src: &Tensor,
+    src_box: &TensorBox,
+    dst: &Tensor,
+    dst_box: &TensorBox,
+) -> Result<usize, FlatError> {
     for (tensor, bounds) in [(src, src_box), (dst, dst_box)] {
         if tensor.dims() != bounds.sizes {
             return Err(FlatError::ShapeMismatch {
@@ -274,20 +345,30 @@ pub fn copy_overlap(src: &Tensor, src_box: &TensorBox, dst: &Tensor, dst_box: &T
             });
         }
     }
-    let Some(overlap) = src_box.intersect(dst_box) else { return Ok(0) };
+    let Some(overlap) = src_box.intersect(dst_box) else {
+        return Ok(0);
+    };
     if src.dtype() != dst.dtype() {
-        return Err(FlatError::Candle(candle_core::Error::DTypeMismatchBinaryOp {
-            lhs: src.dtype(),
-            rhs: dst.dtype(),
-            op: "copy between boxes",
-        }));
+        return Err(FlatError::Candle(
+            candle_core::Error::DTypeMismatchBinaryOp {
+                lhs: src.dtype(),
+                rhs: dst.dtype(),
+                op: "copy between boxes",
+            },
+        ));
     }
     let size = src.dtype().size_in_bytes();
-    // While a storage is held for change it cannot be read, so a source in the same storage is copied first.
-    let src = if share_storage(src, dst) { src.force_contiguous()? } else { src.contiguous()? };
+    // While a storage is held for change it cannot be read, so a source in the same storage is
+    // copied first.
+    let src = if share_storage(src, dst) {
+        src.force_contiguous()?
+    } else {
+        src.contiguous()?
+    };
     let from = HostBytes::read(&src)?;
     let mut to = HostBytesMut::write(dst)?;
-    // Dereference the guards once, outside the loop, because each use of a guard looks its slice up again.
+    // Dereference the guards once, outside the loop, because each use of a guard looks its slice up
+    // again.
     let (source, target): (&[u8], &mut [u8]) = (&from, &mut to);
     for run in copy_runs(&overlap, src_box, dst_box) {
         let (dst, src, len) = (run.dst * size, run.src * size, run.len * size);
@@ -313,9 +394,17 @@ mod tests {
         let sharded = ShardedTensor::from_flat(&[3, 5], boxes, &flat).unwrap();
         assert_eq!(sharded.local_numel(), 8);
         crate::storage::HostSliceMut::<f32>::write(&flat).unwrap()[2] = 9.0;
-        assert_eq!(sharded.shards()[1].tensor.to_vec2::<f32>().unwrap(), [[9., 3., 4., 5., 6.]]);
-        assert!(matches!(sharded.to_whole(), Err(FlatError::NotCovered { .. })));
-        let part = sharded.read_box(&TensorBox::new(vec![1, 1], vec![1, 2])).unwrap();
+        assert_eq!(
+            sharded.shards()[1].tensor.to_vec2::<f32>().unwrap(),
+            [[9., 3., 4., 5., 6.]]
+        );
+        assert!(matches!(
+            sharded.to_whole(),
+            Err(FlatError::NotCovered { .. })
+        ));
+        let part = sharded
+            .read_box(&TensorBox::new(vec![1, 1], vec![1, 2]))
+            .unwrap();
         assert_eq!(part.to_vec2::<f32>().unwrap(), [[3., 4.]]);
     }
 
@@ -327,14 +416,26 @@ mod tests {
         };
         let new = |shards| ShardedTensor::new(candle_core::DType::F32, vec![4, 2], shards);
         assert!(new(vec![shard(&[0, 0], &[2, 2]), shard(&[2, 0], &[2, 2])]).is_ok());
-        assert!(matches!(new(vec![shard(&[3, 0], &[2, 2])]), Err(FlatError::OutOfBounds { .. })));
-        assert!(matches!(new(vec![shard(&[0, 0], &[2, 2]), shard(&[1, 1], &[2, 1])]), Err(FlatError::Overlap { .. })));
+        assert!(matches!(
+            new(vec![shard(&[3, 0], &[2, 2])]),
+            Err(FlatError::OutOfBounds { .. })
+        ));
+        assert!(matches!(
+            new(vec![shard(&[0, 0], &[2, 2]), shard(&[1, 1], &[2, 1])]),
+            Err(FlatError::Overlap { .. })
+        ));
         let mut wrong = shard(&[0, 0], &[2, 2]);
         wrong.tensor = arange(4);
-        assert!(matches!(new(vec![wrong]), Err(FlatError::ShapeMismatch { .. })));
+        assert!(matches!(
+            new(vec![wrong]),
+            Err(FlatError::ShapeMismatch { .. })
+        ));
         assert!(ShardedTensor::from_flat(&[4], vec![], &arange(1)).is_err());
         let boxes = vec![TensorBox::new(vec![3], vec![2])];
-        assert!(matches!(ShardedTensor::from_flat(&[4], boxes, &arange(2)), Err(FlatError::OutOfBounds { .. })));
+        assert!(matches!(
+            ShardedTensor::from_flat(&[4], boxes, &arange(2)),
+            Err(FlatError::OutOfBounds { .. })
+        ));
         let bounds = TensorBox::new(vec![0], vec![3]);
         let too_short = copy_overlap(&arange(3), &bounds, &arange(2), &bounds);
         assert!(matches!(too_short, Err(FlatError::ShapeMismatch { .. })));
@@ -350,13 +451,18 @@ mod tests {
         assert!(of(2, &flat).is_same_view(&of(2, &flat)));
         assert!(!of(2, &flat).is_same_view(&of(1, &flat)));
         assert!(!of(2, &flat).is_same_view(&of(2, &arange(8))));
-        assert!(!of(2, &flat).is_same_view(&of(2, &flat.to_dtype(candle_core::DType::F64).unwrap())));
+        assert!(
+            !of(2, &flat).is_same_view(&of(2, &flat.to_dtype(candle_core::DType::F64).unwrap()))
+        );
         let square = flat.narrow(0, 0, 4).unwrap().reshape((2, 2)).unwrap();
         assert!(!is_same_view(&square, &square.t().unwrap()));
         let bounds = TensorBox::new(vec![0], vec![4]);
         let (low, high) = (flat.narrow(0, 1, 4).unwrap(), flat.narrow(0, 3, 4).unwrap());
         assert_eq!(copy_overlap(&low, &bounds, &high, &bounds).unwrap(), 4);
-        assert_eq!(flat.to_vec1::<f32>().unwrap(), [0., 1., 2., 1., 2., 3., 4., 7.]);
+        assert_eq!(
+            flat.to_vec1::<f32>().unwrap(),
+            [0., 1., 2., 1., 2., 3., 4., 7.]
+        );
     }
 
     #[test]
@@ -366,7 +472,11 @@ mod tests {
             bounds: TensorBox::new(vec![start, 0], vec![len, 3]),
             tensor: full.narrow(0, start, len).unwrap(),
         });
-        let sharded = ShardedTensor::new(candle_core::DType::F32, vec![4, 3], shards.into()).unwrap();
-        assert_eq!(sharded.to_whole().unwrap().to_vec2::<f32>().unwrap(), full.to_vec2::<f32>().unwrap());
+        let sharded =
+            ShardedTensor::new(candle_core::DType::F32, vec![4, 3], shards.into()).unwrap();
+        assert_eq!(
+            sharded.to_whole().unwrap().to_vec2::<f32>().unwrap(),
+            full.to_vec2::<f32>().unwrap()
+        );
     }
 }

@@ -1,7 +1,8 @@
 //! Hyper-rectangles of a row-major tensor, and copies between them.
 //!
-//! A box is what DCP calls a chunk: offsets and sizes. Dim-0 chunks, flat ranges, 2-D mesh placements and empty
-//! shards are all lists of boxes. So all resharding is done by intersecting boxes.
+//! A box is what DCP calls a chunk: offsets and sizes. Dim-0 chunks, flat ranges, 2-D mesh
+//! placements and empty shards are all lists of boxes. So all resharding is done by intersecting
+//! boxes.
 
 use std::fmt;
 use std::ops::Range;
@@ -30,7 +31,10 @@ impl TensorBox {
     /// Returns the box that is all of a tensor of this shape.
     #[must_use]
     pub fn whole(shape: &[usize]) -> Self {
-        TensorBox { offsets: vec![0; shape.len()], sizes: shape.to_vec() }
+        TensorBox {
+            offsets: vec![0; shape.len()],
+            sizes: shape.to_vec(),
+        }
     }
 
     /// Returns the number of dimensions.
@@ -43,7 +47,11 @@ impl TensorBox {
     #[must_use]
     pub fn numel(&self) -> usize {
         // The product of the other dimensions may overflow.
-        if self.is_empty() { 0 } else { self.sizes.iter().product() }
+        if self.is_empty() {
+            0
+        } else {
+            self.sizes.iter().product()
+        }
     }
 
     /// Returns `true` if the box holds no element.
@@ -62,11 +70,13 @@ impl TensorBox {
                 .iter()
                 .zip(&self.sizes)
                 .zip(shape)
-                .all(|((&offset, &size), &dim)| offset.checked_add(size).is_some_and(|end| end <= dim))
+                .all(|((&offset, &size), &dim)| {
+                    offset.checked_add(size).is_some_and(|end| end <= dim)
+                })
     }
 
-    /// Returns the common part of two boxes of one tensor; `None` if they share no element, or differ in their number
-    /// of dimensions.
+    /// Returns the common part of two boxes of one tensor; `None` if they share no element, or
+    /// differ in their number of dimensions.
     ///
     /// ```
     /// use fsdp_layout::TensorBox;
@@ -93,8 +103,8 @@ impl TensorBox {
         Some(TensorBox { offsets, sizes })
     }
 
-    /// Returns the flat range of the box's elements in a row-major tensor of this shape; `None` if they are not
-    /// contiguous there.
+    /// Returns the flat range of the box's elements in a row-major tensor of this shape; `None` if
+    /// they are not contiguous there.
     #[must_use]
     pub fn flat_range(&self, shape: &[usize]) -> Option<Range<usize>> {
         let mut runs = CopyRuns::new(self, &TensorBox::whole(shape), self);
@@ -119,16 +129,20 @@ impl fmt::Display for TensorBox {
     }
 }
 
-/// Returns the number of elements of a shape, or `None` if it does not fit a `usize`. A dimension of 0 makes it 0.
+/// Returns the number of elements of a shape, or `None` if it does not fit a `usize`. A dimension
+/// of 0 makes it 0.
 #[must_use]
 pub fn checked_numel(shape: &[usize]) -> Option<usize> {
     if shape.contains(&0) {
         return Some(0);
     }
-    shape.iter().try_fold(1usize, |numel, &dim| numel.checked_mul(dim))
+    shape
+        .iter()
+        .try_fold(1usize, |numel, &dim| numel.checked_mul(dim))
 }
 
-/// Returns, for each dimension of a row-major tensor, the number of elements from one index to the next.
+/// Returns, for each dimension of a row-major tensor, the number of elements from one index to the
+/// next.
 #[must_use]
 pub fn row_major_strides(shape: &[usize]) -> Vec<usize> {
     let mut strides = vec![1; shape.len()];
@@ -138,10 +152,11 @@ pub fn row_major_strides(shape: &[usize]) -> Vec<usize> {
     strides
 }
 
-/// Returns the boxes that exactly cover elements `range` of a row-major tensor of this shape, in flat order.
+/// Returns the boxes that exactly cover elements `range` of a row-major tensor of this shape, in
+/// flat order.
 ///
-/// There are at most `2 * (N - 1) + 1` of them for an N-d tensor. The elements of each box are contiguous in the range,
-/// and each box starts where the one before it ends.
+/// There are at most `2 * (N - 1) + 1` of them for an N-d tensor. The elements of each box are
+/// contiguous in the range, and each box starts where the one before it ends.
 ///
 /// ```
 /// use fsdp_layout::{TensorBox, boxes::boxes_of_flat_range};
@@ -158,13 +173,20 @@ pub fn boxes_of_flat_range(shape: &[usize], range: Range<usize>) -> Vec<TensorBo
     let range = range.start..range.end.min(numel);
     let mut boxes = Vec::new();
     if !range.is_empty() {
-        split_flat_range(shape, &row_major_strides(shape), 0, &mut Vec::new(), range, &mut boxes);
+        split_flat_range(
+            shape,
+            &row_major_strides(shape),
+            0,
+            &mut Vec::new(),
+            range,
+            &mut boxes,
+        );
     }
     boxes
 }
 
-/// Appends the boxes that cover `range` of one sub-tensor: the one at index `prefix` of the dimensions before `dim`.
-/// The range is relative to that sub-tensor.
+/// Appends the boxes that cover `range` of one sub-tensor: the one at index `prefix` of the
+/// dimensions before `dim`. The range is relative to that sub-tensor.
 fn split_flat_range(
     shape: &[usize],
     strides: &[usize],
@@ -174,17 +196,28 @@ fn split_flat_range(
     boxes: &mut Vec<TensorBox>,
 ) {
     if dim == shape.len() {
-        boxes.push(TensorBox { offsets: prefix.clone(), sizes: vec![1; dim] });
+        boxes.push(TensorBox {
+            offsets: prefix.clone(),
+            sizes: vec![1; dim],
+        });
         return;
     }
     let row = strides[dim];
     let first_whole = range.start.div_ceil(row);
     let past_whole = range.end / row;
     if first_whole > past_whole {
-        // The range lies inside a single row and touches neither end of it: it is a range of that row's sub-tensor.
+        // The range lies inside a single row and touches neither end of it: it is a range of that
+        // row's sub-tensor.
         let at = range.start / row;
         prefix.push(at);
-        split_flat_range(shape, strides, dim + 1, prefix, range.start - at * row..range.end - at * row, boxes);
+        split_flat_range(
+            shape,
+            strides,
+            dim + 1,
+            prefix,
+            range.start - at * row..range.end - at * row,
+            boxes,
+        );
         prefix.pop();
         return;
     }
@@ -192,7 +225,14 @@ fn split_flat_range(
     if range.start < first_whole * row {
         let at = first_whole - 1;
         prefix.push(at);
-        split_flat_range(shape, strides, dim + 1, prefix, range.start - at * row..row, boxes);
+        split_flat_range(
+            shape,
+            strides,
+            dim + 1,
+            prefix,
+            range.start - at * row..row,
+            boxes,
+        );
         prefix.pop();
     }
     // All rows that are wholly in the range, as one box.
@@ -225,7 +265,8 @@ pub struct CopyRun {
     pub len: usize,
 }
 
-/// Returns the contiguous runs that copy `overlap` from a row-major buffer of box `src` to one of box `dst`.
+/// Returns the contiguous runs that copy `overlap` from a row-major buffer of box `src` to one of
+/// box `dst`.
 ///
 /// `overlap` must lie inside both. Runs come in row-major order and are as long as possible.
 #[must_use]
@@ -236,7 +277,8 @@ pub fn copy_runs(overlap: &TensorBox, src: &TensorBox, dst: &TensorBox) -> CopyR
 /// The iterator of [`copy_runs`].
 #[derive(Debug, Clone)]
 pub struct CopyRuns {
-    /// The extents of the outer dimensions, those that a run does not span. The iterator steps through them.
+    /// The extents of the outer dimensions, those that a run does not span. The iterator steps
+    /// through them.
     outer: Vec<usize>,
     /// The number of elements in the source box from one index of each outer dimension to the next.
     src_steps: Vec<usize>,
@@ -249,15 +291,19 @@ pub struct CopyRuns {
 }
 
 impl CopyRuns {
-    /// Returns the runs of `overlap`, from a row-major buffer of the box `src` to one of the box `dst`. It must lie in
-    /// both.
+    /// Returns the runs of `overlap`, from a row-major buffer of the box `src` to one of the box
+    /// `dst`. It must lie in both.
     fn new(overlap: &TensorBox, src: &TensorBox, dst: &TensorBox) -> Self {
         let rank = overlap.rank();
         let src_strides = row_major_strides(&src.sizes);
         let dst_strides = row_major_strides(&dst.sizes);
-        // Trailing dimensions that are whole in both boxes merge with the one before them into one run.
+        // Trailing dimensions that are whole in both boxes merge with the one before them into one
+        // run.
         let mut inner = rank.saturating_sub(1);
-        while inner > 0 && overlap.sizes[inner] == src.sizes[inner] && overlap.sizes[inner] == dst.sizes[inner] {
+        while inner > 0
+            && overlap.sizes[inner] == src.sizes[inner]
+            && overlap.sizes[inner] == dst.sizes[inner]
+        {
             inner -= 1;
         }
         let len: usize = overlap.sizes[inner.min(rank)..].iter().product();
@@ -276,11 +322,14 @@ impl CopyRuns {
     }
 }
 
-/// Returns the index of the first element of `inner` in the row-major buffer of box `outer`, which contains `inner`.
-/// `strides` are those of the buffer.
+/// Returns the index of the first element of `inner` in the row-major buffer of box `outer`, which
+/// contains `inner`. `strides` are those of the buffer.
 fn first_index(inner: &TensorBox, outer: &TensorBox, strides: &[usize]) -> usize {
     let offsets = inner.offsets.iter().zip(&outer.offsets);
-    offsets.zip(strides).map(|((inner, outer), stride)| (inner - outer) * stride).sum()
+    offsets
+        .zip(strides)
+        .map(|((inner, outer), stride)| (inner - outer) * stride)
+        .sum()
 }
 
 impl Iterator for CopyRuns {
@@ -290,8 +339,8 @@ impl Iterator for CopyRuns {
         let run = self.next?;
         let mut following = run;
         self.next = None;
-        // Count up the index like an odometer, the last dimension first. If every dimension wraps around, `run` was the
-        // last one.
+        // Count up the index like an odometer, the last dimension first. If every dimension wraps
+        // around, `run` was the last one.
         for d in (0..self.outer.len()).rev() {
             self.index[d] += 1;
             if self.index[d] < self.outer[d] {
@@ -300,7 +349,8 @@ impl Iterator for CopyRuns {
                 self.next = Some(following);
                 break;
             }
-            // This dimension starts again at 0, so go back over its steps and carry into the dimension before it.
+            // This dimension starts again at 0, so go back over its steps and carry into the
+            // dimension before it.
             following.src -= (self.outer[d] - 1) * self.src_steps[d];
             following.dst -= (self.outer[d] - 1) * self.dst_steps[d];
             self.index[d] = 0;
@@ -324,7 +374,9 @@ mod tests {
         (0..b.numel())
             .map(|i| {
                 let local = row_major_strides(&b.sizes);
-                (0..shape.len()).map(|d| (b.offsets[d] + i / local[d] % b.sizes[d]) * strides[d]).sum()
+                (0..shape.len())
+                    .map(|d| (b.offsets[d] + i / local[d] % b.sizes[d]) * strides[d])
+                    .sum()
             })
             .collect()
     }
@@ -332,7 +384,10 @@ mod tests {
     fn shape_and_range() -> impl Strategy<Value = (Vec<usize>, Range<usize>)> {
         prop::collection::vec(1usize..6, 0..5).prop_flat_map(|shape| {
             let numel: usize = shape.iter().product();
-            (Just(shape), (0..=numel, 0..=numel).prop_map(|(a, b)| a.min(b)..a.max(b)))
+            (
+                Just(shape),
+                (0..=numel, 0..=numel).prop_map(|(a, b)| a.min(b)..a.max(b)),
+            )
         })
     }
 
@@ -388,7 +443,10 @@ mod tests {
         let scalar = TensorBox::whole(&[]);
         assert_eq!(scalar.numel(), 1);
         assert!(!scalar.is_empty());
-        assert_eq!(boxes_of_flat_range(&[], 0..1), std::slice::from_ref(&scalar));
+        assert_eq!(
+            boxes_of_flat_range(&[], 0..1),
+            std::slice::from_ref(&scalar)
+        );
         assert_eq!(scalar.intersect(&scalar), Some(scalar.clone()));
         assert_eq!(copy_runs(&scalar, &scalar, &scalar).count(), 1);
         assert_eq!(boxes_of_flat_range(&[0, 3], 0..0), []);
@@ -404,6 +462,9 @@ mod tests {
         assert_eq!(checked_numel(&[usize::MAX, 2]), None);
         assert_eq!(checked_numel(&[usize::MAX, 0, 9]), Some(0));
         assert!(!TensorBox::new(vec![usize::MAX], vec![2]).fits(&[5]));
-        assert_eq!(TensorBox::new(vec![usize::MAX], vec![2]).to_string(), format!("[{0}:{0}]", usize::MAX));
+        assert_eq!(
+            TensorBox::new(vec![usize::MAX], vec![2]).to_string(),
+            format!("[{0}:{0}]", usize::MAX)
+        );
     }
 }

@@ -2,7 +2,8 @@
 
 use crate::TensorBox;
 
-/// Returns the elements of `from` that are not in `taken`, as at most `2 N` boxes that do not overlap.
+/// Returns the elements of `from` that are not in `taken`, as at most `2 N` boxes that do not
+/// overlap.
 ///
 /// ```
 /// use fsdp_layout::{TensorBox, cover::subtract};
@@ -15,9 +16,12 @@ pub fn subtract(from: &TensorBox, taken: &TensorBox) -> Vec<TensorBox> {
     if from.is_empty() {
         return Vec::new();
     }
-    let Some(overlap) = from.intersect(taken) else { return vec![from.clone()] };
+    let Some(overlap) = from.intersect(taken) else {
+        return vec![from.clone()];
+    };
     let mut rest = Vec::new();
-    // `core` is the part of `from` between the slabs that have been cut off in the dimensions so far.
+    // `core` is the part of `from` between the slabs that have been cut off in the dimensions so
+    // far.
     let mut core = from.clone();
     for d in 0..from.rank() {
         let (start, end) = (core.offsets[d], core.offsets[d] + core.sizes[d]);
@@ -36,8 +40,8 @@ pub fn subtract(from: &TensorBox, taken: &TensorBox) -> Vec<TensorBox> {
     rest
 }
 
-/// Returns the elements of `wanted` that are in none of `boxes`, as boxes that do not overlap; the list is empty if all
-/// are covered. The boxes may overlap each other.
+/// Returns the elements of `wanted` that are in none of `boxes`, as boxes that do not overlap; the
+/// list is empty if all are covered. The boxes may overlap each other.
 ///
 /// ```
 /// use fsdp_layout::{TensorBox, cover::uncovered};
@@ -46,12 +50,19 @@ pub fn subtract(from: &TensorBox, taken: &TensorBox) -> Vec<TensorBox> {
 /// assert_eq!(uncovered(&TensorBox::whole(&[5, 2]), &[rows(0, 2), rows(3, 2)]), [rows(2, 1)]);
 /// ```
 #[must_use]
-pub fn uncovered<'a>(wanted: &TensorBox, boxes: impl IntoIterator<Item = &'a TensorBox>) -> Vec<TensorBox> {
-    // Go through the boxes in the order of their positions. Each then trims the front of the uncovered part, so that
-    // the list of its boxes stays short.
+pub fn uncovered<'a>(
+    wanted: &TensorBox,
+    boxes: impl IntoIterator<Item = &'a TensorBox>,
+) -> Vec<TensorBox> {
+    // Go through the boxes in the order of their positions. Each then trims the front of the
+    // uncovered part, so that the list of its boxes stays short.
     let mut boxes: Vec<&TensorBox> = boxes.into_iter().collect();
     boxes.sort();
-    let mut left: Vec<TensorBox> = if wanted.is_empty() { Vec::new() } else { vec![wanted.clone()] };
+    let mut left: Vec<TensorBox> = if wanted.is_empty() {
+        Vec::new()
+    } else {
+        vec![wanted.clone()]
+    };
     for taken in boxes {
         if left.is_empty() {
             break;
@@ -69,14 +80,20 @@ mod tests {
     fn box_in(shape: Vec<usize>) -> impl Strategy<Value = TensorBox> {
         let spans: Vec<_> = shape.iter().map(|&dim| (0..=dim, 0..=dim)).collect();
         spans.prop_map(|spans| {
-            let (offsets, sizes) = spans.into_iter().map(|(a, b): (usize, usize)| (a.min(b), a.abs_diff(b))).unzip();
+            let (offsets, sizes) = spans
+                .into_iter()
+                .map(|(a, b): (usize, usize)| (a.min(b), a.abs_diff(b)))
+                .unzip();
             TensorBox { offsets, sizes }
         })
     }
 
     fn holds(bounds: &TensorBox, index: &[usize]) -> bool {
         let spans = bounds.offsets.iter().zip(&bounds.sizes);
-        index.iter().zip(spans).all(|(i, (offset, size))| (*offset..offset + size).contains(i))
+        index
+            .iter()
+            .zip(spans)
+            .all(|(i, (offset, size))| (*offset..offset + size).contains(i))
     }
 
     fn indices(shape: &[usize]) -> Vec<Vec<usize>> {

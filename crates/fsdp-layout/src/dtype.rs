@@ -23,7 +23,8 @@ macro_rules! dtypes {
                 match self { $(DType::$variant => $torch,)* }
             }
 
-            /// Returns the name in a safetensors header, e.g. `BF16`; `None` if that format has none.
+            /// Returns the name in a safetensors header, e.g. `BF16`; `None` if that format has
+            /// none.
             #[must_use]
             pub const fn safetensors_name(self) -> Option<&'static str> {
                 match self { $(DType::$variant => $safetensors,)* }
@@ -73,7 +74,8 @@ impl DType {
         self.bits() / 8
     }
 
-    /// Returns `true` for quantized types, whose elements mean something only together with a scale and a zero point.
+    /// Returns `true` for quantized types, whose elements mean something only together with a scale
+    /// and a zero point.
     #[must_use]
     pub const fn is_quantized(self) -> bool {
         matches!(self, DType::QInt8 | DType::QUInt8 | DType::QInt32)
@@ -100,13 +102,19 @@ impl DType {
     /// Finds the dtype with this torch name (`float32`, no `torch.` in front).
     #[must_use]
     pub fn from_torch_name(name: &str) -> Option<DType> {
-        Self::ALL.iter().copied().find(|dtype| dtype.torch_name() == name)
+        Self::ALL
+            .iter()
+            .copied()
+            .find(|dtype| dtype.torch_name() == name)
     }
 
     /// Finds the dtype with this safetensors name (`F32`).
     #[must_use]
     pub fn from_safetensors_name(name: &str) -> Option<DType> {
-        Self::ALL.iter().copied().find(|dtype| dtype.safetensors_name() == Some(name))
+        Self::ALL
+            .iter()
+            .copied()
+            .find(|dtype| dtype.safetensors_name() == Some(name))
     }
 }
 

@@ -1,4 +1,5 @@
-//! Kinds of failure. They are kept when an error is sent to other ranks as a message, and its type is lost.
+//! Kinds of failure. They are kept when an error is sent to other ranks as a message, and its type
+//! is lost.
 
 use std::fmt;
 use std::io;
@@ -6,7 +7,9 @@ use std::io;
 use serde::{Deserialize, Serialize};
 
 /// A kind of failure. Each has an exit code of its own in the `fsdp` command.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
+)]
 #[non_exhaustive]
 pub enum ErrorKind {
     /// A failure of no other kind.
@@ -34,7 +37,8 @@ pub enum ErrorKind {
     AfterCommit,
 }
 
-/// An error that knows its kind. When an error is sent to other ranks as a message, its kind goes with it.
+/// An error that knows its kind. When an error is sent to other ranks as a message, its kind goes
+/// with it.
 pub trait Failure: fmt::Display {
     /// Returns the kind of this failure.
     fn kind(&self) -> ErrorKind {

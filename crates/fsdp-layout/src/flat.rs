@@ -1,9 +1,12 @@
-//! The layout of many parameters in one FlatParameter: padding, shards, and where each parameter lies in a shard.
+//! The layout of many parameters in one FlatParameter: padding, shards, and where each parameter
+//! lies in a shard.
 //!
-//! With `use_orig_params`, padding makes each parameter start on a 16-byte boundary. More padding at the end makes the
-//! total divisible by the number of ranks. torch counts both as part of the unpadded size, and so does this module.
+//! With `use_orig_params`, padding makes each parameter start on a 16-byte boundary. More padding
+//! at the end makes the total divisible by the number of ranks. torch counts both as part of the
+//! unpadded size, and so does this module.
 //!
-//! Without `use_orig_params` parameters are not aligned, and the last ranks' shards are padded on the right.
+//! Without `use_orig_params` parameters are not aligned, and the last ranks' shards are padded on
+//! the right.
 
 use std::ops::Range;
 
@@ -40,13 +43,19 @@ pub enum FlatLayoutError {
     },
 }
 
-/// Returns the number of elements of `dtype` that fill [`ALIGNMENT_BYTES`]: 4 for f32, 8 for bf16, 2 for f64.
+/// Returns the number of elements of `dtype` that fill [`ALIGNMENT_BYTES`]: 4 for f32, 8 for bf16,
+/// 2 for f64.
 ///
-/// `dtype` is the dtype of forward and backward. With mixed precision it may be narrower than that of the parameters.
+/// `dtype` is the dtype of forward and backward. With mixed precision it may be narrower than that
+/// of the parameters.
 #[must_use]
 pub const fn aligned_numel(dtype: DType) -> usize {
     let size = dtype.size_in_bytes() as usize;
-    if size == 0 { ALIGNMENT_BYTES } else { ALIGNMENT_BYTES.div_ceil(size) }
+    if size == 0 {
+        ALIGNMENT_BYTES
+    } else {
+        ALIGNMENT_BYTES.div_ceil(size)
+    }
 }
 
 /// One stretch of a FlatParameter.
@@ -101,7 +110,8 @@ pub struct FlatLayout {
     fqns: Vec<String>,
     shapes: Vec<Vec<usize>>,
     numels: Vec<usize>,
-    /// Parameters and the padding between them, in the order in which they lie in the FlatParameter.
+    /// Parameters and the padding between them, in the order in which they lie in the
+    /// FlatParameter.
     entries: Vec<FlatEntry>,
     /// The number of elements of each of `entries`.
     numels_with_padding: Vec<usize>,
@@ -114,8 +124,8 @@ pub struct FlatLayout {
 impl FlatLayout {
     /// Lays out parameters in the order given, for `world_size` ranks.
     ///
-    /// `aligned_numel` is the alignment in elements ([`aligned_numel`]) of `use_orig_params` mode, or 0 for none.
-    /// For `NoShard` use a world size of 1.
+    /// `aligned_numel` is the alignment in elements ([`aligned_numel`]) of `use_orig_params` mode,
+    /// or 0 for none. For `NoShard` use a world size of 1.
     ///
     /// # Errors
     /// An empty list, no ranks, or sizes that overflow.
@@ -144,12 +154,13 @@ impl FlatLayout {
             if aligned_numel > 0 {
                 layout.pad_to_multiple_of(aligned_numel);
             }
-            // Padding adds less than one alignment and one element per rank. With room for both, no later sum
-            // overflows.
+            // Padding adds less than one alignment and one element per rank. With room for both, no
+            // later sum overflows.
             let end = checked_numel(&shape)
                 .and_then(|numel| Some((numel, layout.unpadded_numel.checked_add(numel)?)))
                 .filter(|(_, end)| {
-                    end.checked_add(aligned_numel).is_some_and(|end| end.checked_add(world_size).is_some())
+                    end.checked_add(aligned_numel)
+                        .is_some_and(|end| end.checked_add(world_size).is_some())
                 });
             let Some((numel, end)) = end else {
                 return Err(FlatLayoutError::TooLarge { fqn, shape });
@@ -162,15 +173,16 @@ impl FlatLayout {
             layout.shapes.push(shape);
             layout.numels.push(numel);
         }
-        // With alignment, the total is padded here, so that the shards of all ranks are equally long without right
-        // padding.
+        // With alignment, the total is padded here, so that the shards of all ranks are equally
+        // long without right padding.
         if aligned_numel > 0 {
             layout.pad_to_multiple_of(world_size);
         }
         Ok(layout)
     }
 
-    /// Appends padding, if needed, so that the total number of elements so far becomes a multiple of `multiple`.
+    /// Appends padding, if needed, so that the total number of elements so far becomes a multiple
+    /// of `multiple`.
     fn pad_to_multiple_of(&mut self, multiple: usize) {
         let padding = self.unpadded_numel.next_multiple_of(multiple) - self.unpadded_numel;
         if padding > 0 {
@@ -198,8 +210,8 @@ impl FlatLayout {
         &self.numels
     }
 
-    /// Returns the parameters and the padding between them, in flat order. [`Self::numels_with_padding`] has their
-    /// lengths.
+    /// Returns the parameters and the padding between them, in flat order.
+    /// [`Self::numels_with_padding`] has their lengths.
     #[must_use]
     pub fn entries(&self) -> &[FlatEntry] {
         &self.entries
@@ -226,8 +238,8 @@ impl FlatLayout {
         self.world_size
     }
 
-    /// Returns the number of elements of the unsharded FlatParameter: with alignment and tail padding, without right
-    /// padding.
+    /// Returns the number of elements of the unsharded FlatParameter: with alignment and tail
+    /// padding, without right padding.
     #[must_use]
     pub const fn unpadded_unsharded_numel(&self) -> usize {
         self.unpadded_numel
@@ -239,7 +251,8 @@ impl FlatLayout {
         self.sharded_numel() * self.world_size
     }
 
-    /// Returns the number of elements of one shard, which is the same on every rank, right padding included.
+    /// Returns the number of elements of one shard, which is the same on every rank, right padding
+    /// included.
     #[must_use]
     pub const fn sharded_numel(&self) -> usize {
         self.unpadded_numel.div_ceil(self.world_size)
@@ -251,17 +264,20 @@ impl FlatLayout {
         unpadded_shard(self.unpadded_numel, self.world_size, rank)
     }
 
-    /// Returns where each parameter lies in a rank's shard; `None` for a parameter that the shard has no element of.
+    /// Returns where each parameter lies in a rank's shard; `None` for a parameter that the shard
+    /// has no element of.
     #[must_use]
     pub fn shard_param_infos(&self, rank: usize) -> Vec<Option<ShardParamInfo>> {
         self.shard_param_infos_of_range(self.shard(rank).range)
     }
 
-    /// Returns where each parameter lies in a range of the unsharded FlatParameter; `None` for a parameter that has no
-    /// element there. Offsets are counted from the start of the range.
+    /// Returns where each parameter lies in a range of the unsharded FlatParameter; `None` for a
+    /// parameter that has no element there. Offsets are counted from the start of the range.
     #[must_use]
     pub fn shard_param_infos_of_range(&self, range: Range<usize>) -> Vec<Option<ShardParamInfo>> {
-        (0..self.numels.len()).map(|param| self.param_info_of_range(param, &range)).collect()
+        (0..self.numels.len())
+            .map(|param| self.param_info_of_range(param, &range))
+            .collect()
     }
 
     /// Returns the place of one parameter in a rank's shard; `None` if it has none there. Unlike
@@ -274,8 +290,8 @@ impl FlatLayout {
         self.param_info_of_range(param, &self.shard(rank).range)
     }
 
-    /// Returns where a parameter lies in a range of the unsharded FlatParameter; `None` if it has no element there.
-    /// Offsets are counted from the start of the range.
+    /// Returns where a parameter lies in a range of the unsharded FlatParameter; `None` if it has
+    /// no element there. Offsets are counted from the start of the range.
     fn param_info_of_range(&self, param: usize, range: &Range<usize>) -> Option<ShardParamInfo> {
         let whole = self.param_range(param);
         let start = range.start.max(whole.start);
@@ -288,8 +304,8 @@ impl FlatLayout {
         })
     }
 
-    /// Returns the boxes of parameter `param` that a rank's shard holds, in the order of their elements in the shard.
-    /// There are none if the shard has no element of the parameter.
+    /// Returns the boxes of parameter `param` that a rank's shard holds, in the order of their
+    /// elements in the shard. There are none if the shard has no element of the parameter.
     ///
     /// # Panics
     /// If the layout has no such parameter.

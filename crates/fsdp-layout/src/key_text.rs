@@ -5,8 +5,8 @@ use std::fmt::Write;
 use crate::value::{PlainValue, PythonType};
 
 impl PlainValue {
-    /// Returns the text that Python's `str` makes of this key of a dict; `None` for a value that is no key of a state
-    /// dict.
+    /// Returns the text that Python's `str` makes of this key of a dict; `None` for a value that is
+    /// no key of a state dict.
     ///
     /// ```
     /// use fsdp_layout::PlainValue;
@@ -23,15 +23,20 @@ impl PlainValue {
             PlainValue::Bool(false) => "False".to_owned(),
             PlainValue::None => "None".to_owned(),
             PlainValue::Float(number) => float_text(*number),
-            PlainValue::Bytes(bytes) => format!("b{}", quoted(bytes.iter().map(|&byte| char::from(byte)), '\u{7f}')),
+            PlainValue::Bytes(bytes) => format!(
+                "b{}",
+                quoted(bytes.iter().map(|&byte| char::from(byte)), '\u{7f}')
+            ),
             PlainValue::Tuple(items) => {
-                let texts: Option<Vec<String>> = items.iter().map(PlainValue::quoted_key_text).collect();
+                let texts: Option<Vec<String>> =
+                    items.iter().map(PlainValue::quoted_key_text).collect();
                 let comma = if items.len() == 1 { "," } else { "" };
                 format!("({}{comma})", texts?.join(", "))
             }
             PlainValue::Typed(PythonType::Size, sizes) => match &**sizes {
                 PlainValue::Tuple(sizes) => {
-                    let sizes: Option<Vec<String>> = sizes.iter().map(PlainValue::key_text).collect();
+                    let sizes: Option<Vec<String>> =
+                        sizes.iter().map(PlainValue::key_text).collect();
                     format!("torch.Size([{}])", sizes?.join(", "))
                 }
                 _ => return None,
@@ -41,8 +46,8 @@ impl PlainValue {
         })
     }
 
-    /// Returns the text of this key with quotes around it if it is text, as Python's `repr` makes it: that of an item
-    /// of a tuple.
+    /// Returns the text of this key with quotes around it if it is text, as Python's `repr` makes
+    /// it: that of an item of a tuple.
     #[must_use]
     pub fn quoted_key_text(&self) -> Option<String> {
         match self {
@@ -61,14 +66,17 @@ fn float_text(number: f64) -> String {
     let text = format!("{number:?}");
     match text.split_once('e') {
         Some((digits, exponent)) => {
-            let (sign, exponent) = exponent.strip_prefix('-').map_or(('+', exponent), |exponent| ('-', exponent));
+            let (sign, exponent) = exponent
+                .strip_prefix('-')
+                .map_or(('+', exponent), |exponent| ('-', exponent));
             format!("{digits}e{sign}{exponent:0>2}")
         }
         None => text,
     }
 }
 
-/// Returns text in quotes, with escapes for quotes, control characters, and all characters from `first_escaped` on.
+/// Returns text in quotes, with escapes for quotes, control characters, and all characters from
+/// `first_escaped` on.
 fn quoted(text: impl Iterator<Item = char> + Clone, first_escaped: char) -> String {
     // Python takes double quotes only where that saves escapes.
     let has = |quote| text.clone().any(|c| c == quote);
@@ -81,7 +89,9 @@ fn quoted(text: impl Iterator<Item = char> + Clone, first_escaped: char) -> Stri
             '\t' => quoted.push_str("\\t"),
             '\\' => quoted.push_str("\\\\"),
             c if c == quote => quoted.extend(['\\', c]),
-            c if c.is_control() || c >= first_escaped => _ = write!(quoted, "\\x{:02x}", u32::from(c)),
+            c if c.is_control() || c >= first_escaped => {
+                _ = write!(quoted, "\\x{:02x}", u32::from(c))
+            }
             c => quoted.push(c),
         }
     }
@@ -118,12 +128,21 @@ mod tests {
         let others = [
             (tuple(&[]), "()"),
             (tuple(&[0i64.into()]), "(0,)"),
-            (tuple(&["it's".into(), PlainValue::None]), "(\"it's\", None)"),
+            (
+                tuple(&["it's".into(), PlainValue::None]),
+                "(\"it's\", None)",
+            ),
             (tuple(&["'\"\\\n\u{1b}é".into()]), "('\\'\"\\\\\\n\\x1bé',)"),
-            (PlainValue::Bytes(b"a\"b\x00\xff".to_vec()), "b'a\"b\\x00\\xff'"),
+            (
+                PlainValue::Bytes(b"a\"b\x00\xff".to_vec()),
+                "b'a\"b\\x00\\xff'",
+            ),
             (PlainValue::Bytes(b"it's".to_vec()), "b\"it's\""),
             (size, "torch.Size([2, 3])"),
-            (PlainValue::typed(PythonType::DType, "torch.int8"), "torch.int8"),
+            (
+                PlainValue::typed(PythonType::DType, "torch.int8"),
+                "torch.int8",
+            ),
         ];
         for (key, text) in others {
             assert_eq!(key.key_text().as_deref(), Some(text));

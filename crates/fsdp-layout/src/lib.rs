@@ -1,8 +1,8 @@
 //! The vocabulary of sharding and its arithmetic.
 //!
-//! Everything here is plain data and pure functions: dtypes, non-tensor values, boxes of N-d tensors, the layout of a
-//! FlatParameter, dim-0 chunks, placements on a device mesh.
-//! This crate uses no tensor library, does no I/O, and does not communicate: ranks are only numbers to it.
+//! Everything here is plain data and pure functions: dtypes, non-tensor values, boxes of N-d
+//! tensors, the layout of a FlatParameter, dim-0 chunks, placements on a device mesh. This crate
+//! uses no tensor library, does no I/O, and does not communicate: ranks are only numbers to it.
 //!
 //! | module | what it holds |
 //! |---|---|

@@ -48,16 +48,30 @@ impl DeviceMesh {
     ///
     /// # Errors
     /// The shape must multiply to `world_size`, and each dimension needs a name.
-    pub fn new(shape: &[usize], names: &[&str], world_size: usize) -> Result<Self, DeviceMeshError> {
+    pub fn new(
+        shape: &[usize],
+        names: &[&str],
+        world_size: usize,
+    ) -> Result<Self, DeviceMeshError> {
         let needed = crate::boxes::checked_numel(shape).unwrap_or(usize::MAX);
         if needed != world_size || needed == 0 {
-            return Err(DeviceMeshError::WrongSize { shape: shape.to_vec(), needed, given: world_size });
+            return Err(DeviceMeshError::WrongSize {
+                shape: shape.to_vec(),
+                needed,
+                given: world_size,
+            });
         }
         let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
         if names.len() != shape.len() {
-            return Err(DeviceMeshError::WrongNames { dims: shape.len(), names });
+            return Err(DeviceMeshError::WrongNames {
+                dims: shape.len(),
+                names,
+            });
         }
-        Ok(DeviceMesh { shape: shape.to_vec(), names })
+        Ok(DeviceMesh {
+            shape: shape.to_vec(),
+            names,
+        })
     }
 
     /// Returns the extent of each dimension.
@@ -85,21 +99,35 @@ impl DeviceMesh {
             return None;
         }
         let strides = crate::boxes::row_major_strides(&self.shape);
-        Some(strides.iter().zip(&self.shape).map(|(stride, dim)| rank / stride % dim).collect())
+        Some(
+            strides
+                .iter()
+                .zip(&self.shape)
+                .map(|(stride, dim)| rank / stride % dim)
+                .collect(),
+        )
     }
 
     /// Returns the rank at a coordinate; `None` for a coordinate outside the mesh.
     #[must_use]
     pub fn rank_at(&self, coordinate: &[usize]) -> Option<usize> {
-        if coordinate.len() != self.shape.len() || coordinate.iter().zip(&self.shape).any(|(c, dim)| c >= dim) {
+        if coordinate.len() != self.shape.len()
+            || coordinate.iter().zip(&self.shape).any(|(c, dim)| c >= dim)
+        {
             return None;
         }
         let strides = crate::boxes::row_major_strides(&self.shape);
-        Some(coordinate.iter().zip(&strides).map(|(c, stride)| c * stride).sum())
+        Some(
+            coordinate
+                .iter()
+                .zip(&strides)
+                .map(|(c, stride)| c * stride)
+                .sum(),
+        )
     }
 
-    /// Returns the ranks that differ from `rank` only along dimension `dim`, in order, including `rank` itself;
-    /// `None` for a rank or a dimension that the mesh does not have.
+    /// Returns the ranks that differ from `rank` only along dimension `dim`, in order, including
+    /// `rank` itself; `None` for a rank or a dimension that the mesh does not have.
     #[must_use]
     pub fn ranks_along(&self, dim: usize, rank: usize) -> Option<Vec<usize>> {
         let mut coordinate = self.coordinate(rank)?;
@@ -135,8 +163,17 @@ mod tests {
 
     #[test]
     fn wrong_meshes_are_refused() {
-        assert!(matches!(DeviceMesh::new(&[2, 2], &["a", "b"], 3), Err(DeviceMeshError::WrongSize { needed: 4, .. })));
-        assert!(matches!(DeviceMesh::new(&[0], &["a"], 0), Err(DeviceMeshError::WrongSize { .. })));
-        assert!(matches!(DeviceMesh::new(&[2], &[], 2), Err(DeviceMeshError::WrongNames { .. })));
+        assert!(matches!(
+            DeviceMesh::new(&[2, 2], &["a", "b"], 3),
+            Err(DeviceMeshError::WrongSize { needed: 4, .. })
+        ));
+        assert!(matches!(
+            DeviceMesh::new(&[0], &["a"], 0),
+            Err(DeviceMeshError::WrongSize { .. })
+        ));
+        assert!(matches!(
+            DeviceMesh::new(&[2], &[], 2),
+            Err(DeviceMeshError::WrongNames { .. })
+        ));
     }
 }

@@ -41,7 +41,8 @@ pub struct KeyPath(pub Vec<PathPart>);
 impl KeyPath {
     /// Returns the parts joined with dots: the key in a checkpoint.
     ///
-    /// Two different paths may have the same flat key, so code that flattens a state dict must refuse duplicates.
+    /// Two different paths may have the same flat key, so code that flattens a state dict must
+    /// refuse duplicates.
     #[must_use]
     pub fn flat_key(&self) -> String {
         let mut flat = String::new();
@@ -57,8 +58,8 @@ impl KeyPath {
 
     /// Returns the rest of this path below a prefix of keys; `None` if it lies elsewhere.
     ///
-    /// A path of one part may be a flat key, of a format that does not store paths. There the prefix is the beginning
-    /// of the key.
+    /// A path of one part may be a flat key, of a format that does not store paths. There the
+    /// prefix is the beginning of the key.
     ///
     /// ```
     /// use fsdp_layout::{KeyPath, PathPart};
@@ -73,12 +74,18 @@ impl KeyPath {
             return Some(self.clone());
         }
         if let [PathPart::Key(flat)] = self.0.as_slice() {
-            let start: String = prefix.iter().map(|key| format!("{}.", key.as_ref())).collect();
-            return Some(KeyPath(vec![PathPart::Key(flat.strip_prefix(&start)?.to_owned())]));
+            let start: String = prefix
+                .iter()
+                .map(|key| format!("{}.", key.as_ref()))
+                .collect();
+            return Some(KeyPath(vec![PathPart::Key(
+                flat.strip_prefix(&start)?.to_owned(),
+            )]));
         }
         let (start, rest) = self.0.split_at_checked(prefix.len())?;
         let mut parts = start.iter().zip(prefix);
-        let begins = parts.all(|(part, key)| matches!(part, PathPart::Key(part) if part == key.as_ref()));
+        let begins =
+            parts.all(|(part, key)| matches!(part, PathPart::Key(part) if part == key.as_ref()));
         (begins && !rest.is_empty()).then(|| KeyPath(rest.to_vec()))
     }
 

@@ -16,15 +16,16 @@ pub enum Placement {
     Shard(usize),
     /// A whole copy on every rank of the mesh dimension.
     Replicate,
-    /// A cut of tensor dimension `dim` inside each of `split_factor` blocks: torch's `_StridedShard`,
-    /// which FSDP over tensor parallelism makes.
+    /// A cut of tensor dimension `dim` inside each of `split_factor` blocks: torch's
+    /// `_StridedShard`, which FSDP over tensor parallelism makes.
     StridedShard {
         /// The tensor dimension.
         dim: usize,
         /// Number of blocks.
         split_factor: usize,
     },
-    /// A part of a sum that is not reduced over the mesh dimension yet. It has no boxes and cannot be checkpointed.
+    /// A part of a sum that is not reduced over the mesh dimension yet. It has no boxes and cannot
+    /// be checkpointed.
     Partial,
 }
 
@@ -69,10 +70,12 @@ pub enum PlacementError {
     },
 }
 
-/// Returns the boxes of a tensor of `shape` that the rank at `coordinate` of a mesh of `mesh_shape` owns.
+/// Returns the boxes of a tensor of `shape` that the rank at `coordinate` of a mesh of `mesh_shape`
+/// owns.
 ///
-/// Placements are applied left to right, as torch does. The list is empty for a rank without elements, and has
-/// more than one box where strided shards own rows that do not touch (torch writes those wrongly, as one box).
+/// Placements are applied left to right, as torch does. The list is empty for a rank without
+/// elements, and has more than one box where strided shards own rows that do not touch (torch
+/// writes those wrongly, as one box).
 ///
 /// # Errors
 /// See [`PlacementError`].
@@ -96,39 +99,58 @@ pub fn boxes_of_placements(
             mesh: mesh_shape.len(),
         });
     }
-    if let Some((&coordinate, &size)) = coordinate.iter().zip(mesh_shape).find(|(index, size)| index >= size) {
+    if let Some((&coordinate, &size)) = coordinate
+        .iter()
+        .zip(mesh_shape)
+        .find(|(index, size)| index >= size)
+    {
         return Err(PlacementError::NoSuchCoordinate { coordinate, size });
     }
-    // For each tensor dimension, the ranges of indices that the rank still owns after the placements so far.
-    let mut owned: Vec<Vec<Range<usize>>> = shape.iter().map(|&dim| std::iter::once(0..dim).collect()).collect();
+    // For each tensor dimension, the ranges of indices that the rank still owns after the
+    // placements so far.
+    let mut owned: Vec<Vec<Range<usize>>> = shape
+        .iter()
+        .map(|&dim| std::iter::once(0..dim).collect())
+        .collect();
     let rank = shape.len();
     for ((placement, &parts), &index) in placements.iter().zip(mesh_shape).zip(coordinate) {
         match *placement {
             Placement::Replicate => {}
             Placement::Partial => return Err(PlacementError::Partial),
             Placement::Shard(dim) => {
-                let of_dim = owned.get_mut(dim).ok_or(PlacementError::NoSuchDim { dim, rank })?;
+                let of_dim = owned
+                    .get_mut(dim)
+                    .ok_or(PlacementError::NoSuchDim { dim, rank })?;
                 *of_dim = take(of_dim, chunk_range(total(of_dim), parts, index));
             }
             Placement::StridedShard { dim, split_factor } => {
-                let of_dim = owned.get_mut(dim).ok_or(PlacementError::NoSuchDim { dim, rank })?;
+                let of_dim = owned
+                    .get_mut(dim)
+                    .ok_or(PlacementError::NoSuchDim { dim, rank })?;
                 if split_factor == 0 {
                     return Err(PlacementError::NoBlocks { dim });
                 }
-                // Each block is cut like a tensor of its own, so the rank owns a piece of every block.
+                // Each block is cut like a tensor of its own, so the rank owns a piece of every
+                // block.
                 let mut mine = Vec::new();
                 // Blocks after the last index are empty.
                 for block in 0..split_factor.min(total(of_dim)) {
                     let block = chunk_range(total(of_dim), split_factor, block);
                     let piece = chunk_range(block.len(), parts, index);
-                    mine.extend(take(of_dim, block.start + piece.start..block.start + piece.end));
+                    mine.extend(take(
+                        of_dim,
+                        block.start + piece.start..block.start + piece.end,
+                    ));
                 }
                 *of_dim = mine;
             }
         }
     }
     // A box for each combination of one range in every dimension.
-    let mut boxes = vec![TensorBox { offsets: Vec::new(), sizes: Vec::new() }];
+    let mut boxes = vec![TensorBox {
+        offsets: Vec::new(),
+        sizes: Vec::new(),
+    }];
     for ranges in owned {
         boxes = with_dimension(&boxes, &merge(ranges));
     }
@@ -155,8 +177,8 @@ fn total(ranges: &[Range<usize>]) -> usize {
     ranges.iter().map(ExactSizeIterator::len).sum()
 }
 
-/// Returns the indices at the positions `wanted` of `ranges`. Positions are counted over all ranges, one after the
-/// other.
+/// Returns the indices at the positions `wanted` of `ranges`. Positions are counted over all
+/// ranges, one after the other.
 fn take(ranges: &[Range<usize>], wanted: Range<usize>) -> Vec<Range<usize>> {
     let mut taken = Vec::new();
     let mut before = 0;
@@ -205,15 +227,33 @@ mod tests {
     fn two_mesh_dimensions_on_one_tensor_dimension_as_torch_has_them() {
         let shard = [Placement::Shard(0), Placement::Shard(0)];
         assert_eq!(one_dim(10, shard), [[(3, 0)], [(2, 3)], [(3, 5)], [(2, 8)]]);
-        let over_tp = [Placement::StridedShard { dim: 0, split_factor: 2 }, Placement::Shard(0)];
-        assert_eq!(one_dim(8, over_tp), [[(2, 0)], [(2, 4)], [(2, 2)], [(2, 6)]]);
-        assert_eq!(one_dim(10, over_tp), [[(3, 0)], [(3, 5)], [(2, 3)], [(2, 8)]]);
+        let over_tp = [
+            Placement::StridedShard {
+                dim: 0,
+                split_factor: 2,
+            },
+            Placement::Shard(0),
+        ];
+        assert_eq!(
+            one_dim(8, over_tp),
+            [[(2, 0)], [(2, 4)], [(2, 2)], [(2, 6)]]
+        );
+        assert_eq!(
+            one_dim(10, over_tp),
+            [[(3, 0)], [(3, 5)], [(2, 3)], [(2, 8)]]
+        );
     }
 
     #[test]
     fn disjoint_rows_are_several_boxes() {
         // torch describes these as one chunk of two rows at offset 0; the rows really are 0 and 2.
-        let placements = [Placement::Shard(0), Placement::StridedShard { dim: 0, split_factor: 2 }];
+        let placements = [
+            Placement::Shard(0),
+            Placement::StridedShard {
+                dim: 0,
+                split_factor: 2,
+            },
+        ];
         let boxes = one_dim(8, placements);
         assert_eq!(boxes[0], [(1, 0), (1, 2)]);
         assert_eq!(boxes[1], [(1, 1), (1, 3)]);
@@ -221,23 +261,48 @@ mod tests {
 
     #[test]
     fn what_has_no_boxes_is_refused() {
-        assert_eq!(boxes_of_placements(&[4], &[Placement::Partial], &[2], &[0]), Err(PlacementError::Partial));
+        assert_eq!(
+            boxes_of_placements(&[4], &[Placement::Partial], &[2], &[0]),
+            Err(PlacementError::Partial)
+        );
         assert_eq!(
             boxes_of_placements(&[4], &[Placement::Shard(1)], &[2], &[0]),
             Err(PlacementError::NoSuchDim { dim: 1, rank: 1 })
         );
         assert!(matches!(
             boxes_of_placements(&[4], &[], &[2], &[0]),
-            Err(PlacementError::WrongMesh { placements: 0, mesh: 1, .. })
+            Err(PlacementError::WrongMesh {
+                placements: 0,
+                mesh: 1,
+                ..
+            })
         ));
-        assert_eq!(boxes_of_placements(&[1], &[Placement::Shard(0)], &[2], &[1]), Ok(vec![]));
-        let outside = PlacementError::NoSuchCoordinate { coordinate: 2, size: 2 };
-        assert_eq!(boxes_of_placements(&[4], &[Placement::Replicate], &[2], &[2]), Err(outside));
-        let strided = |split_factor| Placement::StridedShard { dim: 0, split_factor };
-        assert_eq!(boxes_of_placements(&[4], &[strided(0)], &[2], &[0]), Err(PlacementError::NoBlocks { dim: 0 }));
+        assert_eq!(
+            boxes_of_placements(&[1], &[Placement::Shard(0)], &[2], &[1]),
+            Ok(vec![])
+        );
+        let outside = PlacementError::NoSuchCoordinate {
+            coordinate: 2,
+            size: 2,
+        };
+        assert_eq!(
+            boxes_of_placements(&[4], &[Placement::Replicate], &[2], &[2]),
+            Err(outside)
+        );
+        let strided = |split_factor| Placement::StridedShard {
+            dim: 0,
+            split_factor,
+        };
+        assert_eq!(
+            boxes_of_placements(&[4], &[strided(0)], &[2], &[0]),
+            Err(PlacementError::NoBlocks { dim: 0 })
+        );
         // More blocks than indices are no more work.
         let first = TensorBox::new(vec![0], vec![4]);
-        assert_eq!(boxes_of_placements(&[4], &[strided(usize::MAX)], &[2], &[0]), Ok(vec![first]));
+        assert_eq!(
+            boxes_of_placements(&[4], &[strided(usize::MAX)], &[2], &[0]),
+            Ok(vec![first])
+        );
     }
 
     proptest! {

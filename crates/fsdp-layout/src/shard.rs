@@ -1,5 +1,5 @@
-//! Torch's rule for cutting `n` elements over `world_size` ranks: chunks of `ceil(n / world_size)`, not balanced ones.
-//! The last ranks may get fewer elements, or none.
+//! Torch's rule for cutting `n` elements over `world_size` ranks: chunks of `ceil(n / world_size)`,
+//! not balanced ones. The last ranks may get fewer elements, or none.
 
 use std::ops::Range;
 
@@ -19,8 +19,8 @@ pub fn chunk_range(n: usize, world_size: usize, rank: usize) -> Range<usize> {
     start..start.saturating_add(chunk).min(n)
 }
 
-/// A rank's piece of a flat tensor, and the padding that makes all ranks' pieces as long as the first.
-/// torch's `_get_unpadded_shard`.
+/// A rank's piece of a flat tensor, and the padding that makes all ranks' pieces as long as the
+/// first. torch's `_get_unpadded_shard`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnpaddedShard {
     /// The rank's elements of the flat tensor.

@@ -15,9 +15,11 @@ pub enum PlainValue {
     Bool(bool),
     /// An integer that fits 64 bits.
     Int(i64),
-    /// An integer that does not fit 64 bits: its two's-complement bytes, little-endian, as in a pickle.
+    /// An integer that does not fit 64 bits: its two's-complement bytes, little-endian, as in a
+    /// pickle.
     BigInt(Vec<u8>),
-    /// A float. `==` compares by value, so NaN differs from itself; [`PlainValue::same_bits`] compares bits.
+    /// A float. `==` compares by value, so NaN differs from itself; [`PlainValue::same_bits`]
+    /// compares bits.
     Float(f64),
     /// Text.
     Str(String),
@@ -33,7 +35,8 @@ pub enum PlainValue {
     Dict(Vec<(PlainValue, PlainValue)>),
     /// A tensor inside another plain value, such as a tuple, where it has no key of its own.
     Tensor(PlainTensor),
-    /// An object of one of the other types that checkpoints often hold, and the simpler value that describes it.
+    /// An object of one of the other types that checkpoints often hold, and the simpler value that
+    /// describes it.
     Typed(PythonType, Box<PlainValue>),
 }
 
@@ -99,8 +102,11 @@ impl PythonType {
     #[must_use]
     pub fn fits(self, description: &PlainValue) -> bool {
         match (self, description) {
-            (PythonType::Size, PlainValue::Tuple(sizes)) => sizes.iter().all(|size| size.as_int().is_some()),
-            (PythonType::FrozenSet, PlainValue::Set(_)) | (PythonType::ByteArray, PlainValue::Bytes(_)) => true,
+            (PythonType::Size, PlainValue::Tuple(sizes)) => {
+                sizes.iter().all(|size| size.as_int().is_some())
+            }
+            (PythonType::FrozenSet, PlainValue::Set(_))
+            | (PythonType::ByteArray, PlainValue::Bytes(_)) => true,
             (PythonType::Size | PythonType::FrozenSet | PythonType::ByteArray, _) => false,
             (_, description) => description.as_str().is_some(),
         }
@@ -125,8 +131,9 @@ pub struct PlainTensor {
 }
 
 impl PlainValue {
-    /// Returns `true` if the values are equal, with floats compared by their bits: a NaN equals itself. The order of a
-    /// set does not count, because Python's own differs from process to process.
+    /// Returns `true` if the values are equal, with floats compared by their bits: a NaN equals
+    /// itself. The order of a set does not count, because Python's own differs from process to
+    /// process.
     #[must_use]
     pub fn same_bits(&self, other: &PlainValue) -> bool {
         fn all(a: &[PlainValue], b: &[PlainValue]) -> bool {
@@ -134,7 +141,8 @@ impl PlainValue {
         }
         match (self, other) {
             (PlainValue::Float(a), PlainValue::Float(b)) => a.to_bits() == b.to_bits(),
-            (PlainValue::List(a), PlainValue::List(b)) | (PlainValue::Tuple(a), PlainValue::Tuple(b)) => all(a, b),
+            (PlainValue::List(a), PlainValue::List(b))
+            | (PlainValue::Tuple(a), PlainValue::Tuple(b)) => all(a, b),
             (PlainValue::Set(a), PlainValue::Set(b)) => {
                 a.len() == b.len()
                     && (all(a, b) || {
@@ -143,7 +151,10 @@ impl PlainValue {
                     })
             }
             (PlainValue::Dict(a), PlainValue::Dict(b)) => {
-                a.len() == b.len() && a.iter().zip(b).all(|((ka, va), (kb, vb))| ka.same_bits(kb) && va.same_bits(vb))
+                a.len() == b.len()
+                    && a.iter()
+                        .zip(b)
+                        .all(|((ka, va), (kb, vb))| ka.same_bits(kb) && va.same_bits(vb))
             }
             (PlainValue::Typed(a, x), PlainValue::Typed(b, y)) => a == b && x.same_bits(y),
             (a, b) => a == b,
@@ -184,7 +195,8 @@ impl PlainValue {
         }
     }
 
-    /// Returns the integer; `None` for any other value, a bool or a [`PlainValue::BigInt`] included.
+    /// Returns the integer; `None` for any other value, a bool or a [`PlainValue::BigInt`]
+    /// included.
     #[must_use]
     pub const fn as_int(&self) -> Option<i64> {
         match self {
@@ -232,7 +244,11 @@ fn in_one_order(items: &[PlainValue]) -> Vec<&PlainValue> {
 /// Returns a text by which items of sets are ordered. Items may be tuples and sets.
 fn order_text(item: &PlainValue) -> String {
     match item {
-        PlainValue::Set(items) => in_one_order(items).into_iter().map(order_text).collect::<Vec<_>>().join(","),
+        PlainValue::Set(items) => in_one_order(items)
+            .into_iter()
+            .map(order_text)
+            .collect::<Vec<_>>()
+            .join(","),
         PlainValue::Tuple(items) => items.iter().map(order_text).collect::<Vec<_>>().join(","),
         PlainValue::Typed(of, description) => format!("{of:?} {}", order_text(description)),
         item => format!("{item:?}"),
@@ -272,10 +288,20 @@ mod tests {
 
     #[test]
     fn sets_of_the_same_items_are_equal_in_any_order() {
-        let frozen = |items: &[PlainValue]| PlainValue::typed(PythonType::FrozenSet, PlainValue::Set(items.to_vec()));
+        let frozen = |items: &[PlainValue]| {
+            PlainValue::typed(PythonType::FrozenSet, PlainValue::Set(items.to_vec()))
+        };
         let set = |items: &[PlainValue]| PlainValue::Set(items.to_vec());
-        let first = set(&["a".into(), f64::NAN.into(), frozen(&[1i64.into(), 2i64.into()])]);
-        let second = set(&[frozen(&[2i64.into(), 1i64.into()]), "a".into(), f64::NAN.into()]);
+        let first = set(&[
+            "a".into(),
+            f64::NAN.into(),
+            frozen(&[1i64.into(), 2i64.into()]),
+        ]);
+        let second = set(&[
+            frozen(&[2i64.into(), 1i64.into()]),
+            "a".into(),
+            f64::NAN.into(),
+        ]);
         assert!(first.same_bits(&second));
         assert!(!set(&["a".into(), "b".into()]).same_bits(&set(&["a".into(), "c".into()])));
         assert!(!set(&["a".into()]).same_bits(&set(&["a".into(), "b".into()])));

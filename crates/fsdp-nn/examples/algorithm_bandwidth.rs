@@ -1,16 +1,26 @@
-//! Measures how fast the optimizers' update loops go over memory: GB/s read and written on one core.
+//! Measures how fast the optimizers' update loops go over memory: GB/s read and written on one
+//! core.
 #![expect(clippy::print_stdout, reason = "an example that reports to a person")]
 
 use std::time::{Duration, Instant};
 
-use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, Algorithm, AlgorithmError, Float, SgdOptions, StateKind};
+use fsdp_nn::algorithm::{
+    AdagradOptions, AdamOptions, Algorithm, AlgorithmError, Float, SgdOptions, StateKind,
+};
 use half::{bf16, f16};
 
 const ELEMENTS: usize = 1 << 22;
 
 fn measure<T: Float>(algorithm: &Algorithm, value: fn(f32) -> T) -> Result<(), AlgorithmError> {
-    let slices = algorithm.state_entries().filter(|entry| entry.kind == StateKind::LikeParameter).count();
-    let wave = |scale: f32| (0..ELEMENTS).map(|i| value((i as f32).sin() * scale)).collect::<Vec<T>>();
+    let slices = algorithm
+        .state_entries()
+        .filter(|entry| entry.kind == StateKind::LikeParameter)
+        .count();
+    let wave = |scale: f32| {
+        (0..ELEMENTS)
+            .map(|i| value((i as f32).sin() * scale))
+            .collect::<Vec<T>>()
+    };
     let (mut param, grad) = (wave(1.0), wave(0.1));
     let mut state = vec![vec![value(0.0); ELEMENTS]; slices];
     let mut best = Duration::MAX;
@@ -36,11 +46,29 @@ fn measure<T: Float>(algorithm: &Algorithm, value: fn(f32) -> T) -> Result<(), A
 fn main() -> Result<(), AlgorithmError> {
     let algorithms = [
         Algorithm::Sgd(SgdOptions::default()),
-        Algorithm::Sgd(SgdOptions { momentum: 0.9, nesterov: true, weight_decay: 0.1, ..SgdOptions::default() }),
-        Algorithm::Adam(AdamOptions { eps: 1e-4, ..AdamOptions::default() }),
-        Algorithm::AdamW(AdamOptions { eps: 1e-4, ..AdamOptions::adamw() }),
-        Algorithm::AdamW(AdamOptions { eps: 1e-4, amsgrad: true, ..AdamOptions::adamw() }),
-        Algorithm::Adagrad(AdagradOptions { eps: 1e-4, ..AdagradOptions::default() }),
+        Algorithm::Sgd(SgdOptions {
+            momentum: 0.9,
+            nesterov: true,
+            weight_decay: 0.1,
+            ..SgdOptions::default()
+        }),
+        Algorithm::Adam(AdamOptions {
+            eps: 1e-4,
+            ..AdamOptions::default()
+        }),
+        Algorithm::AdamW(AdamOptions {
+            eps: 1e-4,
+            ..AdamOptions::adamw()
+        }),
+        Algorithm::AdamW(AdamOptions {
+            eps: 1e-4,
+            amsgrad: true,
+            ..AdamOptions::adamw()
+        }),
+        Algorithm::Adagrad(AdagradOptions {
+            eps: 1e-4,
+            ..AdagradOptions::default()
+        }),
     ];
     for algorithm in &algorithms {
         measure::<f32>(algorithm, |value| value)?;

@@ -1,11 +1,12 @@
-//! How long the optimizer state of 4 ranks takes to save and to load, beside a plain copy of the same bytes; and how
-//! much memory.
+//! How long the optimizer state of 4 ranks takes to save and to load, beside a plain copy of the
+//! same bytes; and how much memory.
 //!
-//! `cargo run --release -p fsdp-nn --example optim_state_dict [-- --json]`: 256 MiB of AdamW state on 4 ranks that are
-//! threads. Each time is the median of five; the ratio is to one memcpy of all the state into fresh memory in the same
-//! run. The peak is what all ranks together allocate above the state itself (and, for a load, above the dict that is
-//! loaded), results included. With `--json` the output is an array of cases: `name`, `bytes` (of state), `seconds`,
-//! `ratio`, `peak_bytes`.
+//! `cargo run --release -p fsdp-nn --example optim_state_dict [-- --json]`: 256 MiB of AdamW state
+//! on 4 ranks that are threads. Each time is the median of five; the ratio is to one memcpy of all
+//! the state into fresh memory in the same run. The peak is what all ranks together allocate above
+//! the state itself (and, for a load, above the dict that is loaded), results included. With
+//! `--json` the output is an array of cases: `name`, `bytes` (of state), `seconds`, `ratio`,
+//! `peak_bytes`.
 
 #![expect(clippy::print_stdout, reason = "a bench's figures are its output")]
 
@@ -42,24 +43,52 @@ struct Figure {
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let copies = (0..RUNS).map(|_| memcpy()).collect::<Vec<_>>();
-    let copy = Figure { name: "memcpy into fresh memory", seconds: median(copies), peak_bytes: STATE_BYTES };
-    let figures = run_local(RANKS, measure)?.into_iter().next().ok_or("no ranks")??;
+    let copy = Figure {
+        name: "memcpy into fresh memory",
+        seconds: median(copies),
+        peak_bytes: STATE_BYTES,
+    };
+    let figures = run_local(RANKS, measure)?
+        .into_iter()
+        .next()
+        .ok_or("no ranks")??;
     let figures: Vec<Figure> = std::iter::once(copy).chain(figures).collect();
     let seconds = figures[0].seconds;
     if std::env::args().any(|argument| argument == "--json") {
         let case = |figure: &Figure| {
-            let Figure { name, seconds: of_case, peak_bytes } = figure;
+            let Figure {
+                name,
+                seconds: of_case,
+                peak_bytes,
+            } = figure;
             let ratio = of_case / seconds;
             json!({ "name": name, "bytes": STATE_BYTES, "seconds": of_case, "ratio": ratio, "peak_bytes": peak_bytes })
         };
-        println!("{}", serde_json::to_string_pretty(&figures.iter().map(case).collect::<Vec<_>>())?);
+        println!(
+            "{}",
+            serde_json::to_string_pretty(&figures.iter().map(case).collect::<Vec<_>>())?
+        );
         return Ok(());
     }
-    println!("{} MiB of state, {RANKS} ranks, median of {RUNS}", STATE_BYTES >> 20);
-    println!("{:<44} {:>9} {:>8} {:>8} {:>9}", "", "seconds", "GB/s", "memcpy x", "peak MiB");
-    for Figure { name, seconds: of_case, peak_bytes } in &figures {
+    println!(
+        "{} MiB of state, {RANKS} ranks, median of {RUNS}",
+        STATE_BYTES >> 20
+    );
+    println!(
+        "{:<44} {:>9} {:>8} {:>8} {:>9}",
+        "", "seconds", "GB/s", "memcpy x", "peak MiB"
+    );
+    for Figure {
+        name,
+        seconds: of_case,
+        peak_bytes,
+    } in &figures
+    {
         let (speed, ratio) = (STATE_BYTES as f64 / of_case / 1e9, of_case / seconds);
-        println!("{name:<44} {of_case:>9.4} {speed:>8.2} {ratio:>8.2} {:>9}", peak_bytes >> 20);
+        println!(
+            "{name:<44} {of_case:>9.4} {speed:>8.2} {ratio:>8.2} {:>9}",
+            peak_bytes >> 20
+        );
     }
     Ok(())
 }
@@ -78,7 +107,8 @@ fn median(mut seconds: Vec<f64>) -> f64 {
     seconds[seconds.len() / 2]
 }
 
-/// Runs a call on all ranks several times, and drops what it returns after the clock and the allocator were read.
+/// Runs a call on all ranks several times, and drops what it returns after the clock and the
+/// allocator were read.
 fn time<T>(
     group: &ProcessGroup,
     name: &'static str,
@@ -100,19 +130,31 @@ fn time<T>(
         group.barrier()?;
         drop(result);
     }
-    Ok(Figure { name, seconds: median(seconds), peak_bytes: most })
+    Ok(Figure {
+        name,
+        seconds: median(seconds),
+        peak_bytes: most,
+    })
 }
 
 fn measure(group: ProcessGroup) -> Result<Vec<Figure>, NnError> {
     let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
-        let units = (0..UNITS).map(|i| scope.pp(i).unit(|scope| linear_no_bias(WIDTH, WIDTH, scope.vb())));
+        let units = (0..UNITS).map(|i| {
+            scope
+                .pp(i)
+                .unit(|scope| linear_no_bias(WIDTH, WIDTH, scope.vb()))
+        });
         units.collect::<candle_core::Result<Vec<Unit<Linear>>>>()
     })?;
     let parameters = model.parameters();
     let mut optimizer = Optimizer::new(parameters, Algorithm::AdamW(AdamOptions::adamw()))?;
     let x = Tensor::ones((1, WIDTH), DType::F32, &Device::Cpu)?;
-    let loss =
-        model.forward(|units| units.iter().try_fold(x.clone(), |h, unit| unit.forward(&h)?.tanh())?.mean_all())?;
+    let loss = model.forward(|units| {
+        units
+            .iter()
+            .try_fold(x.clone(), |h, unit| unit.forward(&h)?.tanh())?
+            .mean_all()
+    })?;
     model.backward(&loss)?;
     optimizer.step()?;
     drop(loss);
@@ -120,15 +162,26 @@ fn measure(group: ProcessGroup) -> Result<Vec<Figure>, NnError> {
 
     let mut figures = Vec::new();
     for (kind, save, load) in [
-        (StateDictType::Sharded, "optim_state_dict, Sharded", "optim_state_dict_to_load, Sharded"),
-        (StateDictType::Full, "optim_state_dict, Full (on every rank)", "optim_state_dict_to_load, Full"),
+        (
+            StateDictType::Sharded,
+            "optim_state_dict, Sharded",
+            "optim_state_dict_to_load, Sharded",
+        ),
+        (
+            StateDictType::Full,
+            "optim_state_dict, Full (on every rank)",
+            "optim_state_dict_to_load, Full",
+        ),
     ] {
         parameters.state_dict_type(StateDictSettings::of(kind), || -> Result<(), NnError> {
-            figures.push(time(&group, save, || optim_state_dict(None, parameters, &optimizer))?);
+            figures.push(time(&group, save, || {
+                optim_state_dict(None, parameters, &optimizer)
+            })?);
             let state = optim_state_dict(None, parameters, &optimizer)?;
             let options = OptimLoadOptions::default();
-            figures
-                .push(time(&group, load, || optim_state_dict_to_load(&state, parameters, &mut optimizer, &options))?);
+            figures.push(time(&group, load, || {
+                optim_state_dict_to_load(&state, parameters, &mut optimizer, &options)
+            })?);
             Ok(())
         })?;
     }

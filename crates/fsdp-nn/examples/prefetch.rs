@@ -1,7 +1,8 @@
-//! Measures what collectives beside the computation save: steps on two ranks behind a simulated link on which
-//! communication takes half as long as the computation.
+//! Measures what collectives beside the computation save: steps on two ranks behind a simulated
+//! link on which communication takes half as long as the computation.
 //!
-//! `RAYON_NUM_THREADS=1 cargo run --release -p fsdp-nn --example prefetch`: each rank computes on one core.
+//! `RAYON_NUM_THREADS=1 cargo run --release -p fsdp-nn --example prefetch`: each rank computes on
+//! one core.
 #![expect(clippy::print_stdout, reason = "an example that reports to a person")]
 
 use std::time::{Duration, Instant};
@@ -9,7 +10,9 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{Linear, linear_no_bias};
 use fsdp_comm::{LocalRanks, ProcessGroup, SimulatedLink};
-use fsdp_nn::{BackwardPrefetch, FsdpConfig, FullyShardedDataParallel, NnError, ShardingStrategy, Unit};
+use fsdp_nn::{
+    BackwardPrefetch, FsdpConfig, FullyShardedDataParallel, NnError, ShardingStrategy, Unit,
+};
 
 const UNITS: usize = 10;
 const WIDTH: usize = 512;
@@ -22,26 +25,43 @@ type Model = FullyShardedDataParallel<Vec<Unit<Linear>>>;
 
 fn model(group: &ProcessGroup, config: FsdpConfig) -> Result<Model, NnError> {
     FullyShardedDataParallel::new(group.clone(), config, |scope| {
-        (0..UNITS).map(|index| scope.pp(index).unit(|scope| linear_no_bias(WIDTH, WIDTH, scope.vb()))).collect()
+        (0..UNITS)
+            .map(|index| {
+                scope
+                    .pp(index)
+                    .unit(|scope| linear_no_bias(WIDTH, WIDTH, scope.vb()))
+            })
+            .collect()
     })
 }
 
-/// Runs a step without an optimizer, which all ranks begin together, and returns the time of the slowest rank.
+/// Runs a step without an optimizer, which all ranks begin together, and returns the time of the
+/// slowest rank.
 fn step(model: &Model, input: &Tensor) -> Result<Duration, NnError> {
     model.group().barrier()?;
     let begun = Instant::now();
     let loss = model.forward(|layers| {
-        layers.iter().try_fold(input.clone(), |x, layer| layer.forward(&x)?.relu())?.sqr()?.mean_all()
+        layers
+            .iter()
+            .try_fold(input.clone(), |x, layer| layer.forward(&x)?.relu())?
+            .sqr()?
+            .mean_all()
     })?;
     model.backward(&loss)?;
     let taken = begun.elapsed();
     model.parameters().zero_grad();
     let slowest = model.group().all_gather_object(&taken.as_secs_f64())?;
-    Ok(Duration::from_secs_f64(slowest.into_iter().fold(0.0, f64::max)))
+    Ok(Duration::from_secs_f64(
+        slowest.into_iter().fold(0.0, f64::max),
+    ))
 }
 
-/// Returns the median step of each configuration, taken in turns. Those without communication say so.
-fn measure(link: Option<SimulatedLink>, configs: &[(FsdpConfig, bool)]) -> Result<Vec<Duration>, NnError> {
+/// Returns the median step of each configuration, taken in turns. Those without communication say
+/// so.
+fn measure(
+    link: Option<SimulatedLink>,
+    configs: &[(FsdpConfig, bool)],
+) -> Result<Vec<Duration>, NnError> {
     let ranks = LocalRanks::new(RANKS);
     let ranks = match link {
         Some(link) => ranks.link(link),
@@ -49,7 +69,10 @@ fn measure(link: Option<SimulatedLink>, configs: &[(FsdpConfig, bool)]) -> Resul
     };
     let outcomes = ranks.run(|group| -> Result<Vec<Duration>, NnError> {
         let input = Tensor::ones((ROWS, WIDTH), DType::F32, &Device::Cpu)?;
-        let models = configs.iter().map(|(config, _)| model(&group, config.clone())).collect::<Result<Vec<_>, _>>()?;
+        let models = configs
+            .iter()
+            .map(|(config, _)| model(&group, config.clone()))
+            .collect::<Result<Vec<_>, _>>()?;
         for (model, (_, communicates)) in models.iter().zip(configs) {
             model.set_requires_gradient_sync(*communicates);
         }
@@ -67,7 +90,10 @@ fn measure(link: Option<SimulatedLink>, configs: &[(FsdpConfig, bool)]) -> Resul
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let alone = FsdpConfig { strategy: ShardingStrategy::NoShard, ..FsdpConfig::default() };
+    let alone = FsdpConfig {
+        strategy: ShardingStrategy::NoShard,
+        ..FsdpConfig::default()
+    };
     let without = FsdpConfig::default();
     let ahead = |backward_prefetch| FsdpConfig {
         backward_prefetch: Some(backward_prefetch),
@@ -75,20 +101,37 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ..FsdpConfig::default()
     };
     let computation = measure(None, &[(alone.clone(), false)])?[0];
-    // Each step gathers all units twice and reduces them once. A rank gets the other's half each time.
+    // Each step gathers all units twice and reduces them once. A rank gets the other's half each
+    // time.
     let (collectives, bytes) = (3 * UNITS, 3 * UNITS * WIDTH * WIDTH * 4 / RANKS);
     let latency = Duration::from_micros(100);
     let transfer = computation.as_secs_f64() / 2.0 - (latency * collectives as u32).as_secs_f64();
-    let link = SimulatedLink { latency, bytes_per_second: (bytes as f64 / transfer) as u64 };
+    let link = SimulatedLink {
+        latency,
+        bytes_per_second: (bytes as f64 / transfer) as u64,
+    };
     println!(
         "{UNITS} units of {WIDTH} x {WIDTH}, {ROWS} rows, {RANKS} ranks; the computation takes {computation:.1?} a step"
     );
-    println!("a link of {:.1} MB/s: communication takes half of that", link.bytes_per_second as f64 / 1e6);
-    let configs =
-        [(alone, false), (without, true), (ahead(BackwardPrefetch::Pre), true), (ahead(BackwardPrefetch::Post), true)];
+    println!(
+        "a link of {:.1} MB/s: communication takes half of that",
+        link.bytes_per_second as f64 / 1e6
+    );
+    let configs = [
+        (alone, false),
+        (without, true),
+        (ahead(BackwardPrefetch::Pre), true),
+        (ahead(BackwardPrefetch::Post), true),
+    ];
     let taken = measure(Some(link), &configs)?;
-    for (name, taken_by) in
-        ["computation alone", "without prefetch", "prefetch, Pre", "prefetch, Post"].iter().zip(&taken)
+    for (name, taken_by) in [
+        "computation alone",
+        "without prefetch",
+        "prefetch, Pre",
+        "prefetch, Post",
+    ]
+    .iter()
+    .zip(&taken)
     {
         let ratio = taken_by.as_secs_f64() / taken[0].as_secs_f64();
         println!("{name:>20}: {taken_by:.1?} a step, {ratio:.2} x the computation alone");

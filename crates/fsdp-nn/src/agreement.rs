@@ -7,9 +7,10 @@ use crate::{NnError, Result};
 /// The operation that makes a model.
 pub(crate) const NEW: &str = "FullyShardedDataParallel::new";
 
-/// Turns one rank's error into an error on every rank, and checks that all ranks describe their models by the same
-/// lines. Collectives: one agreement; if the lines differ, a binary search for the first difference, with one
-/// all-gather of a number for each of its steps, and one all-gather of a line.
+/// Turns one rank's error into an error on every rank, and checks that all ranks describe their
+/// models by the same lines. Collectives: one agreement; if the lines differ, a binary search for
+/// the first difference, with one all-gather of a number for each of its steps, and one all-gather
+/// of a line.
 pub(crate) fn agree_on_model<T>(
     group: &ProcessGroup,
     operation: &str,
@@ -31,13 +32,17 @@ fn hash(lines: &[String]) -> u64 {
     twox_hash::XxHash3_64::oneshot(lines.join("\n").as_bytes())
 }
 
-/// Finds the first line that is not the same on all ranks, and returns it as an error. At least one line must differ.
-/// Collectives: all-gathers, of hashes and of one line.
+/// Finds the first line that is not the same on all ranks, and returns it as an error. At least one
+/// line must differ. Collectives: all-gathers, of hashes and of one line.
 fn first_difference(group: &ProcessGroup, lines: &[String]) -> Result<NnError> {
-    // Search by halves. The first `same` lines are the same on all ranks, and the first `different` lines are not. Some
-    // rank may have fewer lines than that, and then lacks the last of them. All ranks see the same hashes, so they take
-    // the same turns.
-    let longest = group.all_gather_object(&lines.len())?.into_iter().max().unwrap_or(0);
+    // Search by halves. The first `same` lines are the same on all ranks, and the first `different`
+    // lines are not. Some rank may have fewer lines than that, and then lacks the last of them. All
+    // ranks see the same hashes, so they take the same turns.
+    let longest = group
+        .all_gather_object(&lines.len())?
+        .into_iter()
+        .max()
+        .unwrap_or(0);
     let (mut same, mut different) = (0, longest);
     while same + 1 < different {
         let middle = same.midpoint(different);
@@ -57,10 +62,16 @@ fn first_difference(group: &ProcessGroup, lines: &[String]) -> Result<NnError> {
             None => differences.push((line, vec![rank])),
         }
     }
-    let differences = differences
-        .into_iter()
-        .map(|(line, ranks)| format!("{} {}", on_ranks(&ranks), line.as_deref().unwrap_or("nothing more")));
-    Ok(NnError::DifferentModels { differences: differences.collect() })
+    let differences = differences.into_iter().map(|(line, ranks)| {
+        format!(
+            "{} {}",
+            on_ranks(&ranks),
+            line.as_deref().unwrap_or("nothing more")
+        )
+    });
+    Ok(NnError::DifferentModels {
+        differences: differences.collect(),
+    })
 }
 
 /// Returns the subject and the verb of a sentence about ranks: `rank 3 has`.

@@ -23,8 +23,9 @@ const MODULE: &str = "module.";
 /// An exponential moving average of a sharded model's weights: torch's `AveragedModel` with
 /// `get_ema_multi_avg_fn(decay)`. Each rank averages its shard; no method communicates.
 ///
-/// The first [`Self::update`] copies the weights, and each later one moves the average towards them by `1 - decay`.
-/// Call [`Self::swap`] before an evaluation, to exchange weights and average, and again after it.
+/// The first [`Self::update`] copies the weights, and each later one moves the average towards them
+/// by `1 - decay`. Call [`Self::swap`] before an evaluation, to exchange weights and average, and
+/// again after it.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -54,7 +55,8 @@ const MODULE: &str = "module.";
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// In a checkpoint the average is a value beside model and optimizer: `TrainState::average` saves and loads it.
+/// In a checkpoint the average is a value beside model and optimizer: `TrainState::average` saves
+/// and loads it.
 #[derive(Debug)]
 pub struct AveragedModel {
     parameters: Arc<ShardedParameters>,
@@ -67,11 +69,12 @@ pub struct AveragedModel {
 }
 
 impl AveragedModel {
-    /// Makes an average that begins as a copy of the weights. It takes as much memory as the shards.
+    /// Makes an average that begins as a copy of the weights. It takes as much memory as the
+    /// shards.
     ///
     /// # Errors
-    /// [`NnError::EmaDecay`] for a decay that is not between 0 and 1; [`NnError::Swapped`] while the model has another
-    /// average; candle's errors.
+    /// [`NnError::EmaDecay`] for a decay that is not between 0 and 1; [`NnError::Swapped`] while
+    /// the model has another average; candle's errors.
     pub fn new(parameters: &Arc<ShardedParameters>, decay: f64) -> Result<Self> {
         if !(0.0..=1.0).contains(&decay) {
             return Err(NnError::EmaDecay { decay });
@@ -81,10 +84,19 @@ impl AveragedModel {
         }
         let copy = |fqn: &str| {
             let piece = parameters.local_piece(fqn)?;
-            Ok((fqn.to_owned(), piece.map(|piece| owned_copy(&piece)).transpose()?))
+            Ok((
+                fqn.to_owned(),
+                piece.map(|piece| owned_copy(&piece)).transpose()?,
+            ))
         };
         let average = parameters.fqns().map(copy).collect::<Result<_>>()?;
-        Ok(AveragedModel { parameters: Arc::clone(parameters), decay, n_averaged: 0, average, is_swapped: false })
+        Ok(AveragedModel {
+            parameters: Arc::clone(parameters),
+            decay,
+            n_averaged: 0,
+            average,
+            is_swapped: false,
+        })
     }
 
     /// Returns `true` if this averages the weights of this very model, and not of one like it.
@@ -99,7 +111,8 @@ impl AveragedModel {
         self.n_averaged
     }
 
-    /// Updates the average with the current weights. Call it after each optimizer step, on every rank.
+    /// Updates the average with the current weights. Call it after each optimizer step, on every
+    /// rank.
     ///
     /// # Errors
     /// [`NnError::Swapped`] while the model has this average or another one; candle's errors.
@@ -108,9 +121,15 @@ impl AveragedModel {
             return Err(NnError::Swapped);
         }
         self.parameters.wait_for_readers();
-        let weight = if self.n_averaged == 0 { 1.0 } else { 1.0 - self.decay };
+        let weight = if self.n_averaged == 0 {
+            1.0
+        } else {
+            1.0 - self.decay
+        };
         for (fqn, average) in &self.average {
-            let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else { continue };
+            let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else {
+                continue;
+            };
             if !average.device().is_cpu() {
                 let moved = ((average * (1.0 - weight))? + (param * weight)?)?;
                 average.slice_set(&moved.contiguous()?, 0, 0)?;
@@ -124,16 +143,17 @@ impl AveragedModel {
         Ok(())
     }
 
-    /// Exchanges the weights of the model with the average. Until it is called again, the model computes with the
-    /// average. Its state dict is that of the average then, for a model to be published, but a step of an optimizer, a
-    /// save or load of a run, and a load of the model are errors. Every rank must call it.
+    /// Exchanges the weights of the model with the average. Until it is called again, the model
+    /// computes with the average. Its state dict is that of the average then, for a model to be
+    /// published, but a step of an optimizer, a save or load of a run, and a load of the model are
+    /// errors. Every rank must call it.
     ///
-    /// If the average is dropped while the model has it, the weights are lost: the model keeps the average, and cannot
-    /// be trained any more.
+    /// If the average is dropped while the model has it, the weights are lost: the model keeps the
+    /// average, and cannot be trained any more.
     ///
     /// # Errors
-    /// [`NnError::UnitInUse`] inside a forward; [`NnError::Swapped`] while the model has another average; candle's
-    /// errors.
+    /// [`NnError::UnitInUse`] inside a forward; [`NnError::Swapped`] while the model has another
+    /// average; candle's errors.
     pub fn swap(&mut self) -> Result<()> {
         if self.parameters.has_average() && !self.is_swapped {
             return Err(NnError::Swapped);
@@ -142,7 +162,9 @@ impl AveragedModel {
         self.parameters.wait_for_readers();
         for (fqn, average) in &self.average {
             self.parameters.begin_change(fqn)?;
-            let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else { continue };
+            let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else {
+                continue;
+            };
             if !average.device().is_cpu() {
                 let before = param.copy()?;
                 param.slice_set(average, 0, 0)?;
@@ -160,9 +182,9 @@ impl AveragedModel {
         Ok(())
     }
 
-    /// Returns the average under torch's keys: `n_averaged`, and `module.NAME` for each name of each parameter and for
-    /// each persistent buffer. Parameters are views of the average, sharded like the model; buffers are the model's
-    /// own.
+    /// Returns the average under torch's keys: `n_averaged`, and `module.NAME` for each name of
+    /// each parameter and for each persistent buffer. Parameters are views of the average, sharded
+    /// like the model; buffers are the model's own.
     ///
     /// # Errors
     /// [`NnError::Swapped`] while the model has the average.
@@ -178,31 +200,39 @@ impl AveragedModel {
         for (alias, fqn) in self.parameters.aliases() {
             state.insert(format!("{MODULE}{alias}"), self.sharded(fqn)?);
         }
-        let persistent = self.parameters.buffers().iter().filter(|(_, (_, persistent))| *persistent);
+        let persistent = self
+            .parameters
+            .buffers()
+            .iter()
+            .filter(|(_, (_, persistent))| *persistent);
         for (name, (buffer, _)) in persistent {
             state.insert(format!("{MODULE}{name}"), buffer.clone());
         }
         Ok(state)
     }
 
-    /// Leaves out of the state dict of the average those names of tied parameters under which nothing was saved, if
-    /// something was saved under another of their names. `is_saved` gets keys of the state dict.
+    /// Leaves out of the state dict of the average those names of tied parameters under which
+    /// nothing was saved, if something was saved under another of their names. `is_saved` gets keys
+    /// of the state dict.
     pub fn retain_saved_names(&self, state: &mut StateDict, is_saved: impl Fn(&str) -> bool) {
         let mut tied: IndexMap<&str, Vec<String>> = IndexMap::new();
         for (alias, fqn) in self.parameters.aliases() {
             let own = || vec![format!("{MODULE}{fqn}")];
-            tied.entry(fqn).or_insert_with(own).push(format!("{MODULE}{alias}"));
+            tied.entry(fqn)
+                .or_insert_with(own)
+                .push(format!("{MODULE}{alias}"));
         }
         for keys in tied.values() {
-            let (saved, others): (Vec<&String>, Vec<&String>) = keys.iter().partition(|key| is_saved(key));
+            let (saved, others): (Vec<&String>, Vec<&String>) =
+                keys.iter().partition(|key| is_saved(key));
             if !saved.is_empty() {
                 others.into_iter().for_each(|key| _ = state.remove(key));
             }
         }
     }
 
-    /// Checks that an average can go on from the number of updates in a state dict. A load of a whole run checks it
-    /// before anything changes.
+    /// Checks that an average can go on from the number of updates in a state dict. A load of a
+    /// whole run checks it before anything changes.
     ///
     /// # Errors
     /// [`StateError::Incompatible`] names the key.
@@ -212,30 +242,45 @@ impl AveragedModel {
         }
         let mut report = fsdp_state::LoadReport::default();
         report.missing.push(N_AVERAGED.to_owned());
-        Err(StateError::Incompatible { operation: LOAD, report }.into())
+        Err(StateError::Incompatible {
+            operation: LOAD,
+            report,
+        }
+        .into())
     }
 
-    /// Loads a state dict, whose parameters must cover this rank's shards. A tied parameter may be there under any of
-    /// its names. Values that are views of the average itself, which a load in place has already filled, are not
-    /// copied. Buffers belong to the model, and are not read.
+    /// Loads a state dict, whose parameters must cover this rank's shards. A tied parameter may be
+    /// there under any of its names. Values that are views of the average itself, which a load in
+    /// place has already filled, are not copied. Buffers belong to the model, and are not read.
     ///
     /// # Errors
-    /// [`StateError::Incompatible`] names keys that are missing or have another kind of value; those of a
-    /// [`ShardedParameters::set_parameter`]; [`NnError::Swapped`]. Nothing has been changed then.
+    /// [`StateError::Incompatible`] names keys that are missing or have another kind of value;
+    /// those of a [`ShardedParameters::set_parameter`]; [`NnError::Swapped`]. Nothing has been
+    /// changed then.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         if self.is_swapped {
             return Err(NnError::Swapped);
         }
         let mut report = fsdp_state::LoadReport::default();
         let count = state.get(N_AVERAGED).and_then(count_of);
-        report.missing.extend(count.is_none().then(|| N_AVERAGED.to_owned()));
+        report
+            .missing
+            .extend(count.is_none().then(|| N_AVERAGED.to_owned()));
         let mut taken = Vec::with_capacity(self.average.len());
         let names = state.keys().filter_map(|key| key.strip_prefix(MODULE));
-        let chosen = names_that_count(&self.parameters, names.filter(|name| self.parameters.contains(name)));
+        let chosen = names_that_count(
+            &self.parameters,
+            names.filter(|name| self.parameters.contains(name)),
+        );
         for fqn in self.average.keys() {
-            let key = format!("{MODULE}{}", chosen.get(fqn.as_str()).unwrap_or(&fqn.as_str()));
+            let key = format!(
+                "{MODULE}{}",
+                chosen.get(fqn.as_str()).unwrap_or(&fqn.as_str())
+            );
             match state.get(&key) {
-                Some(StateValue::Sharded(sharded)) => taken.push((fqn, self.sharded(fqn)?, sharded.clone())),
+                Some(StateValue::Sharded(sharded)) => {
+                    taken.push((fqn, self.sharded(fqn)?, sharded.clone()))
+                }
                 Some(StateValue::Tensor(whole)) => {
                     taken.push((fqn, self.sharded(fqn)?, ShardedTensor::from_whole(whole)));
                 }
@@ -243,7 +288,11 @@ impl AveragedModel {
             }
         }
         let Some(count) = count.filter(|_| report.missing.is_empty()) else {
-            return Err(StateError::Incompatible { operation: LOAD, report }.into());
+            return Err(StateError::Incompatible {
+                operation: LOAD,
+                report,
+            }
+            .into());
         };
         for (fqn, target, values) in &taken {
             check_values(fqn, values, target)?;
@@ -260,8 +309,16 @@ impl AveragedModel {
     fn sharded(&self, fqn: &str) -> Result<ShardedTensor> {
         let shape = self.parameters.shape(fqn)?;
         match self.average.get(fqn) {
-            Some(Some(flat)) => Ok(ShardedTensor::from_flat(shape, self.parameters.boxes(fqn)?, flat)?),
-            _ => Ok(ShardedTensor::new(self.parameters.dtype(fqn)?, shape.to_vec(), Vec::new())?),
+            Some(Some(flat)) => Ok(ShardedTensor::from_flat(
+                shape,
+                self.parameters.boxes(fqn)?,
+                flat,
+            )?),
+            _ => Ok(ShardedTensor::new(
+                self.parameters.dtype(fqn)?,
+                shape.to_vec(),
+                Vec::new(),
+            )?),
         }
     }
 }
@@ -269,9 +326,15 @@ impl AveragedModel {
 /// Returns the number of updates that a value holds.
 fn count_of(value: &StateValue) -> Option<i64> {
     let count: Option<i64> = match value {
-        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => {
-            tensor.flatten_all().ok()?.to_dtype(DType::I64).ok()?.get(0).ok()?.to_scalar().ok()
-        }
+        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => tensor
+            .flatten_all()
+            .ok()?
+            .to_dtype(DType::I64)
+            .ok()?
+            .get(0)
+            .ok()?
+            .to_scalar()
+            .ok(),
         StateValue::Plain(value) => value.as_int(),
         _ => None,
     };

@@ -29,41 +29,62 @@ pub(crate) struct Built {
     unit_groups: Groups,
 }
 
-/// Makes the units of a model from its declarations: lays out their parameters, computes this rank's initial values,
-/// and fills the slots by which the model's modules find their units.
+/// Makes the units of a model from its declarations: lays out their parameters, computes this
+/// rank's initial values, and fills the slots by which the model's modules find their units.
 ///
-/// Collectives: for `HybridShard` the creation of two subgroups; with prefetching, the creation of one more for each
-/// group that the model is sharded or replicated over.
-pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &Registry) -> Result<Built> {
+/// Collectives: for `HybridShard` the creation of two subgroups; with prefetching, the creation of
+/// one more for each group that the model is sharded or replicated over.
+pub(crate) fn build_units(
+    group: &ProcessGroup,
+    config: &FsdpConfig,
+    registry: &Registry,
+) -> Result<Built> {
     let groups = shard_and_replicate_groups(group, config)?;
     // As in torch, a single rank has nothing to shard.
-    let strategy = if groups.shard.is_some() { config.strategy } else { ShardingStrategy::NoShard };
-    // Sort the parameters by the units that they belong to, in the order in which they were declared.
-    let mut by_unit: Vec<Vec<(&String, &Declared)>> = registry.units.iter().map(|_| Vec::new()).collect();
+    let strategy = if groups.shard.is_some() {
+        config.strategy
+    } else {
+        ShardingStrategy::NoShard
+    };
+    // Sort the parameters by the units that they belong to, in the order in which they were
+    // declared.
+    let mut by_unit: Vec<Vec<(&String, &Declared)>> =
+        registry.units.iter().map(|_| Vec::new()).collect();
     for (fqn, declared) in &registry.params {
         by_unit[declared.unit].push((fqn, declared));
     }
     let (by_pattern, mut wrapped) = (registry.units_by_pattern(), Vec::new());
     let shared = Arc::new(Shared::default());
     let (unit_groups, overlap) = if config.prefetches() && !groups.are_empty() {
-        // Collectives that overlap with the computation run in groups of their own, so that other collectives in the
-        // model's groups do not mix with them.
+        // Collectives that overlap with the computation run in groups of their own, so that other
+        // collectives in the model's groups do not mix with them.
         let unit_groups = groups.duplicate()?;
         let overlap = Overlap::start(config, unit_groups.shard.clone(), Arc::clone(&shared))?;
         (unit_groups, Some(Arc::new(overlap)))
     } else {
         (groups.clone(), None)
     };
-    let mut built = Built { groups, strategy, handles: Vec::new(), shared, overlap, unit_groups };
+    let mut built = Built {
+        groups,
+        strategy,
+        handles: Vec::new(),
+        shared,
+        overlap,
+        unit_groups,
+    };
     for (index, (unit, declared)) in registry.units.iter().zip(&by_unit).enumerate() {
         if declared.is_empty() {
             continue;
         }
-        // Without `use_orig_params` a FlatParameter is named after its unit, so that two units cannot have one name.
+        // Without `use_orig_params` a FlatParameter is named after its unit, so that two units
+        // cannot have one name.
         if !config.use_orig_params && built.handles.iter().any(|other| other.name == unit.name) {
-            return Err(NnError::DuplicateUnit { unit: unit.name.clone() });
+            return Err(NnError::DuplicateUnit {
+                unit: unit.name.clone(),
+            });
         }
-        let handle = Arc::new(built.unit(index == 0, unit, declared, config, registry.makes_values())?);
+        let handle =
+            Arc::new(built.unit(index == 0, unit, declared, config, registry.makes_values())?);
         // From now on the model's tensors and modules find their unit.
         for (param, (_, declared)) in declared.iter().enumerate() {
             declared.slot.set(&handle, param);
@@ -74,10 +95,16 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
         }
         built.handles.push(handle);
     }
-    // All units exist now. Prefetching, and units by name pattern, gather units on their own, so tell them which there
-    // are.
+    // All units exist now. Prefetching, and units by name pattern, gather units on their own, so
+    // tell them which there are.
     if let Some(overlap) = &built.overlap {
-        overlap.complete(built.handles.iter().map(|handle| Arc::clone(handle.exchange())).collect());
+        overlap.complete(
+            built
+                .handles
+                .iter()
+                .map(|handle| Arc::clone(handle.exchange()))
+                .collect(),
+        );
     }
     registry.wrapped.complete(&wrapped)?;
     Ok(built)
@@ -94,30 +121,71 @@ impl Built {
         makes_values: bool,
     ) -> Result<FlatParamHandle> {
         let dtype = check_unit(declared, config.use_orig_params)?;
-        let align = if config.use_orig_params { aligned_numel(file_dtype(dtype)?) } else { 0 };
-        let shapes = declared.iter().map(|(fqn, p)| ((*fqn).clone(), p.tensor.dims().to_vec())).collect();
+        let align = if config.use_orig_params {
+            aligned_numel(file_dtype(dtype)?)
+        } else {
+            0
+        };
+        let shapes = declared
+            .iter()
+            .map(|(fqn, p)| ((*fqn).clone(), p.tensor.dims().to_vec()))
+            .collect();
         let layout = FlatLayout::new(shapes, align, self.groups.shards())?;
         let params = declared
             .iter()
-            .map(|(fqn, p)| Parameter::new((*fqn).clone(), p.tensor.clone(), p.requires_grad, p.is_in_graph))
+            .map(|(fqn, p)| {
+                Parameter::new(
+                    (*fqn).clone(),
+                    p.tensor.clone(),
+                    p.requires_grad,
+                    p.is_in_graph,
+                )
+            })
             .collect();
         let precision = unit.precision;
         if let Some(reduce) = precision.reduce
             && !file_dtype(reduce).is_ok_and(|dtype| dtype.is_float())
         {
-            return Err(candle_core::Error::UnsupportedDTypeForOp(reduce, "reduction of gradients").into());
+            return Err(candle_core::Error::UnsupportedDTypeForOp(
+                reduce,
+                "reduction of gradients",
+            )
+            .into());
         }
         let (name, cpu_offload) = (unit.name.clone(), config.cpu_offload);
-        let spec = UnitSpec { name, is_root, params, layout, dtype, precision, cpu_offload };
+        let spec = UnitSpec {
+            name,
+            is_root,
+            params,
+            layout,
+            dtype,
+            precision,
+            cpu_offload,
+        };
         let (shared, overlap) = (Arc::clone(&self.shared), self.overlap.clone());
-        FlatParamHandle::new(spec, self.strategy, &self.unit_groups, shared, overlap, &|flat| {
-            if makes_values { initialize(flat, declared, config.seed) } else { Ok(()) }
-        })
+        FlatParamHandle::new(
+            spec,
+            self.strategy,
+            &self.unit_groups,
+            shared,
+            overlap,
+            &|flat| {
+                if makes_values {
+                    initialize(flat, declared, config.seed)
+                } else {
+                    Ok(())
+                }
+            },
+        )
     }
 }
 
 /// Describes a model, its options and its declarations, in lines that the ranks compare.
-pub(crate) fn describe(config: &FsdpConfig, registry: &Registry, aliases: &IndexMap<String, String>) -> Vec<String> {
+pub(crate) fn describe(
+    config: &FsdpConfig,
+    registry: &Registry,
+    aliases: &IndexMap<String, String>,
+) -> Vec<String> {
     let mut lines = vec![
         format!("the strategy {}", config.strategy),
         format!("use_orig_params {}", config.use_orig_params),
@@ -133,42 +201,78 @@ pub(crate) fn describe(config: &FsdpConfig, registry: &Registry, aliases: &Index
         },
     ];
     lines.push(format!("{:?}", config.mixed_precision));
-    lines.extend(registry.units.iter().skip(1).map(|unit| match unit.precision {
-        precision if precision == config.mixed_precision.inside() => format!("the unit `{}`", unit.name),
-        precision => format!("the unit `{}` with {precision:?}", unit.name),
-    }));
+    lines.extend(
+        registry
+            .units
+            .iter()
+            .skip(1)
+            .map(|unit| match unit.precision {
+                precision if precision == config.mixed_precision.inside() => {
+                    format!("the unit `{}`", unit.name)
+                }
+                precision => format!("the unit `{}` with {precision:?}", unit.name),
+            }),
+    );
     lines.extend(registry.params.iter().map(|(fqn, param)| {
         let unit = match registry.units[param.unit].name.as_str() {
             _ if param.unit == 0 => "no unit".to_owned(),
             name => format!("unit `{name}`, number {} of the model,", param.unit),
         };
-        let trained = if param.requires_grad { "trained" } else { "frozen" };
+        let trained = if param.requires_grad {
+            "trained"
+        } else {
+            "frozen"
+        };
         let (dtype, shape) = (param.tensor.dtype().as_str(), param.tensor.dims());
         let shards = param.dtype.as_str();
-        format!("the parameter `{fqn}` in {unit} {trained}, {dtype} {shape:?} of {shards}, from {:?}", param.init)
+        format!(
+            "the parameter `{fqn}` in {unit} {trained}, {dtype} {shape:?} of {shards}, from {:?}",
+            param.init
+        )
     }));
-    lines.extend(aliases.iter().map(|(alias, fqn)| format!("`{alias}` tied to `{fqn}`")));
+    lines.extend(
+        aliases
+            .iter()
+            .map(|(alias, fqn)| format!("`{alias}` tied to `{fqn}`")),
+    );
     lines.extend(registry.buffers.iter().map(|(name, (value, persistent))| {
         let saved = if *persistent { "saved" } else { "not saved" };
-        format!("the buffer `{name}`, {saved}, {} {:?}", value.dtype().as_str(), value.dims())
+        format!(
+            "the buffer `{name}`, {saved}, {} {:?}",
+            value.dtype().as_str(),
+            value.dims()
+        )
     }));
     lines
 }
 
-/// Returns the shard group and the replicate group of this rank. Collectives: for `HybridShard` the creation of two
-/// subgroups.
+/// Returns the shard group and the replicate group of this rank. Collectives: for `HybridShard` the
+/// creation of two subgroups.
 fn shard_and_replicate_groups(group: &ProcessGroup, config: &FsdpConfig) -> Result<Groups> {
     match (config.strategy, &config.mesh) {
-        (ShardingStrategy::NoShard, _) => Ok(Groups { shard: None, replicate: unless_alone(group.clone()) }),
-        (ShardingStrategy::HybridShard, Some(mesh)) if mesh.shape().len() == 2 && mesh.size() == group.world_size() => {
+        (ShardingStrategy::NoShard, _) => Ok(Groups {
+            shard: None,
+            replicate: unless_alone(group.clone()),
+        }),
+        (ShardingStrategy::HybridShard, Some(mesh))
+            if mesh.shape().len() == 2 && mesh.size() == group.world_size() =>
+        {
             let replicate = unless_alone(group.mesh_group(mesh, 0)?);
-            Ok(Groups { shard: unless_alone(group.mesh_group(mesh, 1)?), replicate })
+            Ok(Groups {
+                shard: unless_alone(group.mesh_group(mesh, 1)?),
+                replicate,
+            })
         }
         (ShardingStrategy::HybridShard, mesh) => Err(NnError::Mesh {
-            shape: mesh.as_ref().map_or_else(Vec::new, |mesh| mesh.shape().to_vec()),
+            shape: mesh
+                .as_ref()
+                .map_or_else(Vec::new, |mesh| mesh.shape().to_vec()),
             world_size: group.world_size(),
         }),
-        _ => Ok(Groups { shard: unless_alone(group.clone()), replicate: None }),
+        _ => Ok(Groups {
+            shard: unless_alone(group.clone()),
+            replicate: None,
+        }),
     }
 }
 
@@ -179,31 +283,51 @@ fn unless_alone(group: ProcessGroup) -> Option<ProcessGroup> {
 
 /// Returns the dtype of `fsdp_layout` that corresponds to one of candle's.
 fn file_dtype(dtype: DType) -> Result<fsdp_layout::DType> {
-    fsdp_flat::dtype::from_candle(dtype)
-        .ok_or(NnError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "FlatParameter")))
+    fsdp_flat::dtype::from_candle(dtype).ok_or(NnError::Candle(
+        candle_core::Error::UnsupportedDTypeForOp(dtype, "FlatParameter"),
+    ))
 }
 
-/// Checks that parameters can share a unit, and returns the dtype of their shards. All shards must have one dtype,
-/// which holds floats, and the model must compute with all in one dtype. Without `use_orig_params` all must be trained,
-/// or none.
+/// Checks that parameters can share a unit, and returns the dtype of their shards. All shards must
+/// have one dtype, which holds floats, and the model must compute with all in one dtype. Without
+/// `use_orig_params` all must be trained, or none.
 fn check_unit(declared: &[(&String, &Declared)], use_orig_params: bool) -> Result<DType> {
-    let Some((_, first)) = declared.first() else { return Err(fsdp_layout::FlatLayoutError::Empty.into()) };
+    let Some((_, first)) = declared.first() else {
+        return Err(fsdp_layout::FlatLayoutError::Empty.into());
+    };
     let (dtype, computed) = (first.dtype, file_dtype(first.tensor.dtype())?);
     let expected = file_dtype(dtype)?;
     for (fqn, param) in declared {
         let found = file_dtype(param.dtype)?;
         if !found.is_float() {
-            return Err(fsdp_flat::FlatError::IntegerDType { fqn: (*fqn).clone(), dtype: found }.into());
+            return Err(fsdp_flat::FlatError::IntegerDType {
+                fqn: (*fqn).clone(),
+                dtype: found,
+            }
+            .into());
         }
         if found != expected {
-            return Err(fsdp_flat::FlatError::MixedDType { fqn: (*fqn).clone(), expected, found }.into());
+            return Err(fsdp_flat::FlatError::MixedDType {
+                fqn: (*fqn).clone(),
+                expected,
+                found,
+            }
+            .into());
         }
         let found = file_dtype(param.tensor.dtype())?;
         if found != computed {
-            return Err(fsdp_flat::FlatError::MixedDType { fqn: (*fqn).clone(), expected: computed, found }.into());
+            return Err(fsdp_flat::FlatError::MixedDType {
+                fqn: (*fqn).clone(),
+                expected: computed,
+                found,
+            }
+            .into());
         }
         if !use_orig_params && param.requires_grad != first.requires_grad {
-            return Err(fsdp_flat::FlatError::MixedRequiresGrad { fqn: (*fqn).clone() }.into());
+            return Err(fsdp_flat::FlatError::MixedRequiresGrad {
+                fqn: (*fqn).clone(),
+            }
+            .into());
         }
     }
     Ok(dtype)

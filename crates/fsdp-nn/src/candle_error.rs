@@ -1,12 +1,13 @@
-//! Errors of this crate that pass through candle, and candle's errors about memory that is not there.
+//! Errors of this crate that pass through candle, and candle's errors about memory that is not
+//! there.
 
 use std::io;
 
 use crate::NnError;
 
 impl NnError {
-    /// Returns the error of a computation, which is [`NnError::ParametersSharded`] if candle read released memory.
-    /// `sharded` returns the parameters that are not there, and their units.
+    /// Returns the error of a computation, which is [`NnError::ParametersSharded`] if candle read
+    /// released memory. `sharded` returns the parameters that are not there, and their units.
     pub(crate) fn of_computation(
         error: candle_core::Error,
         sharded: impl FnOnce() -> (Vec<String>, Vec<String>),
@@ -18,10 +19,15 @@ impl NnError {
         if parameters.is_empty() {
             return error.into();
         }
-        NnError::ParametersSharded { parameters, units, error: operation(&error) }
+        NnError::ParametersSharded {
+            parameters,
+            units,
+            error: operation(&error),
+        }
     }
 
-    /// Turns this into candle's error, to pass through code that candle calls. `From` turns it back into this error.
+    /// Turns this into candle's error, to pass through code that candle calls. `From` turns it back
+    /// into this error.
     pub(crate) fn into_candle(self) -> candle_core::Error {
         match self {
             NnError::Candle(error) => error,
@@ -53,29 +59,33 @@ fn reads_released(error: &candle_core::Error) -> bool {
     match error {
         Error::UnexpectedDType { got, .. } => *got == F4,
         Error::DTypeMismatchBinaryOp { lhs, rhs, .. } => *lhs == F4 || *rhs == F4,
-        // candle's fused norms name the dtype of their input, and not that of the weight that is not there.
+        // candle's fused norms name the dtype of their input, and not that of the weight that is
+        // not there.
         Error::UnsupportedDTypeForOp(dtype, _) => *dtype == F4 || dtype.is_float(),
-        Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } | Error::WithPath { inner, .. } => {
-            reads_released(inner)
-        }
+        Error::WithBacktrace { inner, .. }
+        | Error::Context { inner, .. }
+        | Error::WithPath { inner, .. } => reads_released(inner),
         _ => false,
     }
 }
 
-/// Returns the operation that met released memory, for messages. The dtype of that memory says nothing to whoever wrote
-/// the model; another dtype may be the true cause.
+/// Returns the operation that met released memory, for messages. The dtype of that memory says
+/// nothing to whoever wrote the model; another dtype may be the true cause.
 fn operation(error: &candle_core::Error) -> String {
     use candle_core::Error;
     match error {
         Error::UnexpectedDType { msg, .. } => (*msg).to_owned(),
-        // The tensors may all be there, and the operation may not know their dtype: the error is the same.
+        // The tensors may all be there, and the operation may not know their dtype: the error is
+        // the same.
         Error::UnsupportedDTypeForOp(dtype, op) if *dtype != candle_core::DType::F4 => {
             format!("in {op}, or {op} does not support {}", dtype.as_str())
         }
-        Error::DTypeMismatchBinaryOp { op, .. } | Error::UnsupportedDTypeForOp(_, op) => format!("in {op}"),
-        Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } | Error::WithPath { inner, .. } => {
-            operation(inner)
+        Error::DTypeMismatchBinaryOp { op, .. } | Error::UnsupportedDTypeForOp(_, op) => {
+            format!("in {op}")
         }
+        Error::WithBacktrace { inner, .. }
+        | Error::Context { inner, .. }
+        | Error::WithPath { inner, .. } => operation(inner),
         error => error.to_string(),
     }
 }

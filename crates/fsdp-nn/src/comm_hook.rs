@@ -11,8 +11,8 @@ use crate::{NnError, Result};
 pub enum CommHook {
     /// Rounded to `bf16`: torch's `bf16_compress_hook`.
     Bf16Compress,
-    /// Rounded to `f16`: torch's `fp16_compress_hook`. What `f16` cannot hold becomes infinite: scale the loss
-    /// ([`GradScaler`](crate::GradScaler)).
+    /// Rounded to `f16`: torch's `fp16_compress_hook`. What `f16` cannot hold becomes infinite:
+    /// scale the loss ([`GradScaler`](crate::GradScaler)).
     Fp16Compress,
 }
 
@@ -26,10 +26,11 @@ impl CommHook {
 }
 
 impl<M> FullyShardedDataParallel<M> {
-    /// Sends gradients between ranks as a hook says, in all backwards to come: torch's `register_comm_hook`. They are
-    /// rounded before they are sent, and converted back when they have been reduced; what is added up on a rank is not
-    /// rounded. With `f32` gradients it halves what reductions move. As in torch, a model has one hook for good.
-    /// Collectives: one agreement.
+    /// Sends gradients between ranks as a hook says, in all backwards to come: torch's
+    /// `register_comm_hook`. They are rounded before they are sent, and converted back when they
+    /// have been reduced; what is added up on a rank is not rounded. With `f32` gradients it halves
+    /// what reductions move. As in torch, a model has one hook for good. Collectives: one
+    /// agreement.
     ///
     /// ```
     /// # use candle_nn::linear;
@@ -43,12 +44,22 @@ impl<M> FullyShardedDataParallel<M> {
     /// ```
     ///
     /// # Errors
-    /// [`NnError::SecondHook`]; [`NnError::DifferentModels`] if ranks register different ones. One rank's error is
-    /// every rank's.
+    /// [`NnError::SecondHook`]; [`NnError::DifferentModels`] if ranks register different ones. One
+    /// rank's error is every rank's.
     pub fn register_comm_hook(&self, hook: CommHook) -> Result<()> {
         let shared = &self.parameters().shared;
-        let free = if shared.sent_dtype().is_none() { Ok(hook) } else { Err(NnError::SecondHook) };
-        let hook = agree_on_model(self.group(), "register_comm_hook", free, |hook| vec![format!("the hook {hook:?}")])?;
-        if shared.set_sent_dtype(hook.dtype()) { Ok(()) } else { Err(NnError::SecondHook) }
+        let free = if shared.sent_dtype().is_none() {
+            Ok(hook)
+        } else {
+            Err(NnError::SecondHook)
+        };
+        let hook = agree_on_model(self.group(), "register_comm_hook", free, |hook| {
+            vec![format!("the hook {hook:?}")]
+        })?;
+        if shared.set_sent_dtype(hook.dtype()) {
+            Ok(())
+        } else {
+            Err(NnError::SecondHook)
+        }
     }
 }

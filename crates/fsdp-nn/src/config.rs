@@ -12,63 +12,70 @@ use crate::{MixedPrecision, ShardingStrategy};
 /// The moment at which a backward begins to gather its next unit: torch's `BackwardPrefetch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BackwardPrefetch {
-    /// Before the gradients of the current unit are computed: torch's `BACKWARD_PRE`. This leaves the gather most time,
-    /// and needs memory for one more unit.
+    /// Before the gradients of the current unit are computed: torch's `BACKWARD_PRE`. This leaves
+    /// the gather most time, and needs memory for one more unit.
     Pre,
-    /// After the gradients of the current unit have been computed, and before they are reduced: torch's
-    /// `BACKWARD_POST`. The gather overlaps only with what is computed between units.
+    /// After the gradients of the current unit have been computed, and before they are reduced:
+    /// torch's `BACKWARD_POST`. The gather overlaps only with what is computed between units.
     Post,
 }
 
-/// Options of [`FullyShardedDataParallel`](crate::FullyShardedDataParallel), like the arguments of torch's class. They
-/// must be the same on every rank.
+/// Options of [`FullyShardedDataParallel`](crate::FullyShardedDataParallel), like the arguments of
+/// torch's class. They must be the same on every rank.
 #[derive(Clone)]
 pub struct FsdpConfig {
     /// The strategy: what is sharded.
     pub strategy: ShardingStrategy,
-    /// The mesh of `HybridShard`, over all ranks of the process group: replicas along the first dimension, shards along
-    /// the second. Other strategies need none.
+    /// The mesh of `HybridShard`, over all ranks of the process group: replicas along the first
+    /// dimension, shards along the second. Other strategies need none.
     pub mesh: Option<DeviceMesh>,
-    /// `true` (the default) if the optimizer sees the model's own parameters, and not one FlatParameter per unit.
+    /// `true` (the default) if the optimizer sees the model's own parameters, and not one
+    /// FlatParameter per unit.
     pub use_orig_params: bool,
-    /// The dtype of parameters that the model asks for without naming one: `F32`, `F64`, `BF16` or `F16`.
+    /// The dtype of parameters that the model asks for without naming one: `F32`, `F64`, `BF16` or
+    /// `F16`.
     pub dtype: DType,
-    /// The dtypes of gathers, computation and reduction, where they are not `dtype`; for all units but those of
-    /// [`Scope::unit_with`](crate::Scope::unit_with).
+    /// The dtypes of gathers, computation and reduction, where they are not `dtype`; for all units
+    /// but those of [`Scope::unit_with`](crate::Scope::unit_with).
     pub mixed_precision: MixedPrecision,
-    /// The device on which parameters live on this rank: the CPU, or an NVIDIA GPU (feature `cuda`).
+    /// The device on which parameters live on this rank: the CPU, or an NVIDIA GPU (feature
+    /// `cuda`).
     pub device: Device,
-    /// `true` if shards, reduced gradients and optimizer state live in the host's memory, and only gathered parameters
-    /// on `device`: torch's `CPUOffloadPolicy`. Each gather copies this rank's shard to the device, each reduction
-    /// copies its part of the gradient back, and optimizers step on the host. It has no effect if `device` is the CPU.
+    /// `true` if shards, reduced gradients and optimizer state live in the host's memory, and only
+    /// gathered parameters on `device`: torch's `CPUOffloadPolicy`. Each gather copies this rank's
+    /// shard to the device, each reduction copies its part of the gradient back, and optimizers
+    /// step on the host. It has no effect if `device` is the CPU.
     pub cpu_offload: bool,
-    /// The moment at which a backward begins to gather its next unit; `None` (the default) to gather each unit only
-    /// when the backward needs it. With prefetching, gradients of a unit are also reduced while the backward continues,
-    /// so the gradients of one more unit are in memory. Results are bit for bit the same.
+    /// The moment at which a backward begins to gather its next unit; `None` (the default) to
+    /// gather each unit only when the backward needs it. With prefetching, gradients of a unit are
+    /// also reduced while the backward continues, so the gradients of one more unit are in memory.
+    /// Results are bit for bit the same.
     ///
-    /// Units are prefetched in the order in which the previous step used them, after the ranks have checked that it was
-    /// the same on all of them. A step that uses units in another order gathers those on demand. Prefetching pays off
-    /// where ranks wait for the network: the collectives run on a separate thread, which needs some processor time. It
-    /// has no effect on GPUs.
+    /// Units are prefetched in the order in which the previous step used them, after the ranks have
+    /// checked that it was the same on all of them. A step that uses units in another order gathers
+    /// those on demand. Prefetching pays off where ranks wait for the network: the collectives run
+    /// on a separate thread, which needs some processor time. It has no effect on GPUs.
     pub backward_prefetch: Option<BackwardPrefetch>,
-    /// `true` if a forward begins to gather its next unit before it computes the current one: torch's
-    /// `forward_prefetch`. It takes the memory of one more unit, like [`Self::backward_prefetch`].
+    /// `true` if a forward begins to gather its next unit before it computes the current one:
+    /// torch's `forward_prefetch`. It takes the memory of one more unit, like
+    /// [`Self::backward_prefetch`].
     pub forward_prefetch: bool,
-    /// `true` (the default) if at most one unit is prefetched; otherwise three are, which helps with small units and a
-    /// network of high latency. torch's `limit_all_gathers`.
+    /// `true` (the default) if at most one unit is prefetched; otherwise three are, which helps
+    /// with small units and a network of high latency. torch's `limit_all_gathers`.
     pub limit_all_gathers: bool,
     /// The seed of the initial values, which depend only on it and on the parameters' names.
     pub seed: u64,
     /// Patterns of names whose parameters form units: see [`Self::wrap`].
     pub wrapped: Vec<String>,
-    /// A function that returns `true` for the names of parameters to train; all by default. The others are frozen, like
-    /// torch's parameters with `requires_grad=False`.
+    /// A function that returns `true` for the names of parameters to train; all by default. The
+    /// others are frozen, like torch's parameters with `requires_grad=False`.
     pub requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
-    /// A function that returns `true` for the names of parameters that FSDP ignores; none by default. torch's
-    /// `ignored_states`. They are candle variables, whole on every rank, with the same initial values on all of them.
-    /// They are in model state dicts, as buffers are. Their gradients are not reduced;
-    /// [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward) returns them. No
-    /// [`Optimizer`](crate::Optimizer) trains them: see
+    /// A function that returns `true` for the names of parameters that FSDP ignores; none by
+    /// default. torch's `ignored_states`. They are candle variables, whole on every rank, with the
+    /// same initial values on all of them. They are in model state dicts, as buffers are. Their
+    /// gradients are not reduced;
+    /// [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward) returns
+    /// them. No [`Optimizer`](crate::Optimizer) trains them: see
     /// [`ShardedParameters::ignored_states`](crate::ShardedParameters::ignored_states).
     pub ignored_states: Arc<dyn Fn(&str) -> bool + Send + Sync>,
 }
@@ -100,16 +107,18 @@ impl FsdpConfig {
         (self.backward_prefetch.is_some() || self.forward_prefetch) && self.device.is_cpu()
     }
 
-    /// Makes units in a model whose code has none ([`Scope::unit`](crate::Scope::unit)): torch's `auto_wrap_policy`.
-    /// The parameters below each name that matches `pattern` form a unit. `*` matches one part of a name, so
-    /// `model.layers.*` makes each layer a unit. If several patterns match, the first one counts. Parameters of
-    /// explicit units stay in their unit.
+    /// Makes units in a model whose code has none ([`Scope::unit`](crate::Scope::unit)): torch's
+    /// `auto_wrap_policy`. The parameters below each name that matches `pattern` form a unit. `*`
+    /// matches one part of a name, so `model.layers.*` makes each layer a unit. If several patterns
+    /// match, the first one counts. Parameters of explicit units stay in their unit.
     ///
-    /// A unit is gathered when the forward or the backward reads the first of its parameters, and released when it
-    /// reads one of another unit, unless one operation reads both. This is detected by the locks of candle's storages,
-    /// so it works with any model: see [`Withheld`](fsdp_flat::storage::Withheld). On a GPU a pattern is an error,
-    /// because there an operation still runs after it has released the lock. Each unit takes one thread, which mostly
-    /// sleeps. The backward must be [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
+    /// A unit is gathered when the forward or the backward reads the first of its parameters, and
+    /// released when it reads one of another unit, unless one operation reads both. This is
+    /// detected by the locks of candle's storages, so it works with any model: see
+    /// [`Withheld`](fsdp_flat::storage::Withheld). On a GPU a pattern is an error, because there an
+    /// operation still runs after it has released the lock. Each unit takes one thread, which
+    /// mostly sleeps. The backward must be
+    /// [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
     ///
     /// ```
     /// use fsdp_nn::FsdpConfig;

@@ -1,6 +1,7 @@
 //! Parameters and gradients on GPUs: what is done where they are, rather than on the host.
 //!
-//! The collectives here return `None` or `false`, and do nothing, if the process group cannot move GPU memory.
+//! The collectives here return `None` or `false`, and do nothing, if the process group cannot move
+//! GPU memory.
 
 use std::ops::Range;
 
@@ -16,7 +17,12 @@ pub(crate) use nccl::{all_gather, all_reduce, reduce_scatter};
 pub(crate) use host::{all_gather, all_reduce, reduce_scatter};
 
 /// Writes (or adds) a gradient, row-major, to its place in the flat gradient.
-pub(crate) fn copy_gradient(grad: &Tensor, flat: &Tensor, range: Range<usize>, accumulate: bool) -> Result<()> {
+pub(crate) fn copy_gradient(
+    grad: &Tensor,
+    flat: &Tensor,
+    range: Range<usize>,
+    accumulate: bool,
+) -> Result<()> {
     if range.is_empty() {
         return Ok(());
     }
@@ -31,29 +37,39 @@ pub(crate) fn copy_gradient(grad: &Tensor, flat: &Tensor, range: Range<usize>, a
     Ok(())
 }
 
-/// Cuts elements into ranges of bounded length, because candle's kernels count elements in 32 bits, and each
-/// intermediate result takes memory.
+/// Cuts elements into ranges of bounded length, because candle's kernels count elements in 32 bits,
+/// and each intermediate result takes memory.
 fn pieces(numel: usize) -> impl Iterator<Item = Range<usize>> {
     const PIECE: usize = 1 << 24;
-    (0..numel).step_by(PIECE).map(move |start| start..numel.min(start + PIECE))
+    (0..numel)
+        .step_by(PIECE)
+        .map(move |start| start..numel.min(start + PIECE))
 }
 
-/// Returns the sum of the squares of all elements or, with `is_infinity`, their largest absolute value. Returns NaN if
-/// any element is NaN.
+/// Returns the sum of the squares of all elements or, with `is_infinity`, their largest absolute
+/// value. Returns NaN if any element is NaN.
 pub(crate) fn norm_part(flat: &Tensor, is_infinity: bool) -> Result<f64> {
     let (mut squares, mut largest) = (0f64, 0f64);
     for piece in pieces(flat.elem_count()) {
-        let piece = flat.narrow(0, piece.start, piece.len())?.to_dtype(DType::F64)?;
-        // A kernel may ignore NaN when it looks for the largest value. A sum cannot, so it is computed in both cases.
+        let piece = flat
+            .narrow(0, piece.start, piece.len())?
+            .to_dtype(DType::F64)?;
+        // A kernel may ignore NaN when it looks for the largest value. A sum cannot, so it is
+        // computed in both cases.
         squares += piece.sqr()?.sum_all()?.to_scalar::<f64>()?;
         if is_infinity {
             largest = largest.max(piece.abs()?.max_all()?.to_scalar::<f64>()?);
         }
     }
-    Ok(if is_infinity && !squares.is_nan() { largest } else { squares })
+    Ok(if is_infinity && !squares.is_nan() {
+        largest
+    } else {
+        squares
+    })
 }
 
-/// Multiplies all elements. Those of half types are multiplied in `f32`, because a half type may not hold the factor.
+/// Multiplies all elements. Those of half types are multiplied in `f32`, because a half type may
+/// not hold the factor.
 pub(crate) fn scale(flat: &Tensor, factor: f64) -> Result<()> {
     let dtype = match flat.dtype() {
         DType::F16 | DType::BF16 => DType::F32,
@@ -120,15 +136,25 @@ mod nccl {
             })???;
             Ok(())
         }
-        let Some(on_device) = on_device(group, shard) else { return Ok(None) };
-        let whole = zeros_on(&[shard.elem_count() * group.world_size()], shard.dtype(), shard.device())?;
+        let Some(on_device) = on_device(group, shard) else {
+            return Ok(None);
+        };
+        let whole = zeros_on(
+            &[shard.elem_count() * group.world_size()],
+            shard.dtype(),
+            shard.device(),
+        )?;
         with_float!(shard.dtype(), T => gather::<T>(on_device, &whole, shard)?, else unsupported(shard)?);
         Ok(Some(whole))
     }
 
-    /// Fills `reduced` with this rank's part of the mean of all ranks' `whole`. Returns `false` if the group cannot
-    /// move GPU memory.
-    pub(crate) fn reduce_scatter(group: &ProcessGroup, reduced: &Tensor, whole: &Tensor) -> Result<bool> {
+    /// Fills `reduced` with this rank's part of the mean of all ranks' `whole`. Returns `false` if
+    /// the group cannot move GPU memory.
+    pub(crate) fn reduce_scatter(
+        group: &ProcessGroup,
+        reduced: &Tensor,
+        whole: &Tensor,
+    ) -> Result<bool> {
         fn reduce<T: Scalar + Element + CudaDType + DeviceRepr>(
             group: DeviceGroup<'_>,
             reduced: &Tensor,
@@ -137,25 +163,36 @@ mod nccl {
             with_device_slice::<T, _>(whole, |input, stream| {
                 with_device_slice_mut::<T, _>(reduced, |output, own| {
                     let mut output = DeviceSliceMut::new(output, own);
-                    group.reduce_scatter(&mut output, &DeviceSlice::new(input, stream), ReduceOp::Avg)
+                    group.reduce_scatter(
+                        &mut output,
+                        &DeviceSlice::new(input, stream),
+                        ReduceOp::Avg,
+                    )
                 })
             })???;
             Ok(())
         }
-        let Some(on_device) = on_device(group, whole) else { return Ok(false) };
+        let Some(on_device) = on_device(group, whole) else {
+            return Ok(false);
+        };
         with_float!(whole.dtype(), T => reduce::<T>(on_device, reduced, whole)?, else unsupported(whole)?);
         Ok(true)
     }
 
     /// Replaces a tensor by the mean of all ranks' tensors.
     pub(crate) fn all_reduce(group: &ProcessGroup, buffer: &Tensor) -> Result<bool> {
-        fn reduce<T: Scalar + Element + CudaDType + DeviceRepr>(group: DeviceGroup<'_>, buffer: &Tensor) -> Result<()> {
+        fn reduce<T: Scalar + Element + CudaDType + DeviceRepr>(
+            group: DeviceGroup<'_>,
+            buffer: &Tensor,
+        ) -> Result<()> {
             with_device_slice_mut::<T, _>(buffer, |buffer, stream| {
                 group.all_reduce(&mut DeviceSliceMut::new(buffer, stream), ReduceOp::Avg)
             })??;
             Ok(())
         }
-        let Some(on_device) = on_device(group, buffer) else { return Ok(false) };
+        let Some(on_device) = on_device(group, buffer) else {
+            return Ok(false);
+        };
         with_float!(buffer.dtype(), T => reduce::<T>(on_device, buffer)?, else unsupported(buffer)?);
         Ok(true)
     }
@@ -169,12 +206,27 @@ mod tests {
     #[test]
     fn gradients_land_in_their_place_and_add_up() {
         let flat = Tensor::zeros(8, DType::F32, &Device::Cpu).unwrap();
-        let grad = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu).unwrap().t().unwrap();
+        let grad = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)
+            .unwrap()
+            .t()
+            .unwrap();
         copy_gradient(&grad, &flat, 3..7, false).unwrap();
-        assert_eq!(flat.to_vec1::<f32>().unwrap(), [0., 0., 0., 1., 3., 2., 4., 0.]);
+        assert_eq!(
+            flat.to_vec1::<f32>().unwrap(),
+            [0., 0., 0., 1., 3., 2., 4., 0.]
+        );
         copy_gradient(&grad, &flat, 3..7, true).unwrap();
-        assert_eq!(flat.to_vec1::<f32>().unwrap(), [0., 0., 0., 2., 6., 4., 8., 0.]);
-        copy_gradient(&Tensor::zeros(0, DType::F32, &Device::Cpu).unwrap(), &flat, 8..8, false).unwrap();
+        assert_eq!(
+            flat.to_vec1::<f32>().unwrap(),
+            [0., 0., 0., 2., 6., 4., 8., 0.]
+        );
+        copy_gradient(
+            &Tensor::zeros(0, DType::F32, &Device::Cpu).unwrap(),
+            &flat,
+            8..8,
+            false,
+        )
+        .unwrap();
         scale(&flat, 0.5).unwrap();
         assert_eq!(norm_part(&flat, false).unwrap(), 30.0);
         assert_eq!(norm_part(&flat, true).unwrap(), 4.0);
@@ -182,8 +234,14 @@ mod tests {
 
     #[test]
     fn half_types_are_multiplied_by_a_factor_that_they_do_not_hold() {
-        let flat = Tensor::full(40_000f32, 3, &Device::Cpu).unwrap().to_dtype(DType::F16).unwrap();
+        let flat = Tensor::full(40_000f32, 3, &Device::Cpu)
+            .unwrap()
+            .to_dtype(DType::F16)
+            .unwrap();
         scale(&flat, 1.25e-8).unwrap();
-        assert_eq!(flat.to_vec1::<half::f16>().unwrap(), [half::f16::from_f32(5e-4); 3]);
+        assert_eq!(
+            flat.to_vec1::<half::f16>().unwrap(),
+            [half::f16::from_f32(5e-4); 3]
+        );
     }
 }

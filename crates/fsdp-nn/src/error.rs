@@ -54,12 +54,15 @@ pub enum NnError {
     )]
     Swapped,
     /// Gradients are to be clipped by a norm that no norm can be.
-    #[error("gradients cannot be clipped to a norm of {max_norm}: it must be at least 0, and not NaN")]
+    #[error(
+        "gradients cannot be clipped to a norm of {max_norm}: it must be at least 0, and not NaN"
+    )]
     MaxNorm {
         /// The norm.
         max_norm: f64,
     },
-    /// Gradients of some rank hold NaN or infinities, which an update would spread to the parameters of all.
+    /// Gradients of some rank hold NaN or infinities, which an update would spread to the
+    /// parameters of all.
     #[error("the norm of the gradients is {norm}: gradients of some rank are not finite")]
     NonFiniteGradients {
         /// The norm of the gradients of all ranks.
@@ -86,14 +89,20 @@ pub enum NnError {
         world_size: usize,
     },
     /// A forward computes with the parameters of the unit.
-    #[error("the parameters of {} are in use: a forward computes with them", unit_name(unit))]
+    #[error(
+        "the parameters of {} are in use: a forward computes with them",
+        unit_name(unit)
+    )]
     UnitInUse {
         /// The unit's name; empty for the root.
         unit: String,
     },
-    /// A collective of a unit that ran in the background, while the model was computing, has failed: see
-    /// `FsdpConfig::backward_prefetch`.
-    #[error("the {operation} of {} failed while the model was computing: {error}", unit_name(unit))]
+    /// A collective of a unit that ran in the background, while the model was computing, has
+    /// failed: see `FsdpConfig::backward_prefetch`.
+    #[error(
+        "the {operation} of {} failed while the model was computing: {error}",
+        unit_name(unit)
+    )]
     BackgroundCollective {
         /// The unit's name; empty for the root.
         unit: String,
@@ -114,10 +123,14 @@ pub enum NnError {
         unit: String,
     },
     /// A computation read a parameter that was not gathered.
-    #[error("parameter {} is sharded here; {} ({error})", one_of(parameters), where_to_compute(units))]
+    #[error(
+        "parameter {} is sharded here; {} ({error})",
+        one_of(parameters),
+        where_to_compute(units)
+    )]
     ParametersSharded {
-        /// The parameters that were sharded at that time: the one that was used is among them. The likeliest comes
-        /// first.
+        /// The parameters that were sharded at that time: the one that was used is among them. The
+        /// likeliest comes first.
         parameters: Vec<String>,
         /// Their units; the root's name is empty. None if the model was being built.
         units: Vec<String>,
@@ -159,7 +172,9 @@ pub enum NnError {
         fqn: String,
     },
     /// A model that is built from a checkpoint asks for another shape than is in it.
-    #[error("parameter `{fqn}` is requested with shape {asked:?}, but has {found:?} in the checkpoint")]
+    #[error(
+        "parameter `{fqn}` is requested with shape {asked:?}, but has {found:?} in the checkpoint"
+    )]
     OtherShape {
         /// The parameter.
         fqn: String,
@@ -168,7 +183,8 @@ pub enum NnError {
         /// The shape in the checkpoint.
         found: Vec<usize>,
     },
-    /// A buffer is registered under a name that the model has already, or after the model has been built.
+    /// A buffer is registered under a name that the model has already, or after the model has been
+    /// built.
     #[error("buffer `{name}` is registered {problem}")]
     Buffer {
         /// The buffer.
@@ -183,7 +199,9 @@ pub enum NnError {
         fqn: String,
     },
     /// The model had asked for a name before it was tied to another.
-    #[error("`{alias}` is a separate parameter already: tie it to `{fqn}` before the model requests it")]
+    #[error(
+        "`{alias}` is a separate parameter already: tie it to `{fqn}` before the model requests it"
+    )]
     LateTie {
         /// The name.
         alias: String,
@@ -201,7 +219,10 @@ pub enum NnError {
         second: String,
     },
     /// Ties that lead to no parameter.
-    #[error("{} are tied to each other in a circle: tie each to a parameter", quoted(names))]
+    #[error(
+        "{} are tied to each other in a circle: tie each to a parameter",
+        quoted(names)
+    )]
     TieCircle {
         /// The names in it.
         names: Vec<String>,
@@ -224,7 +245,8 @@ pub enum NnError {
         /// The parameter.
         fqn: String,
     },
-    /// The ranks have built different models, been given different options, or chosen different parameters to train.
+    /// The ranks have built different models, been given different options, or chosen different
+    /// parameters to train.
     #[error("the ranks do not have the same model: {}", differences.join("; "))]
     DifferentModels {
         /// The first difference, by groups of ranks that have the same there.
@@ -276,7 +298,8 @@ pub enum NnError {
     OptimState {
         /// The problem.
         error: OptimStateError,
-        /// The global ranks that it is wrong on, where other ranks found nothing; empty if it concerns all.
+        /// The global ranks that it is wrong on, where other ranks found nothing; empty if it
+        /// concerns all.
         ranks: Vec<usize>,
     },
     /// A config of another class than the state dict type asks for.
@@ -316,13 +339,17 @@ pub enum NnError {
         problem: &'static str,
     },
     /// A submodule that the model does not have, in the options of a state dict.
-    #[error("the model has no parameter or buffer in the submodule `{module}`; give a name such as `layers.0`")]
+    #[error(
+        "the model has no parameter or buffer in the submodule `{module}`; give a name such as `layers.0`"
+    )]
     UnknownSubmodule {
         /// The name in the options.
         module: String,
     },
     /// A state dict of FlatParameters cannot be loaded by name.
-    #[error("`{key}` is a FlatParameter: this is a state dict of type Local, or its model was not the root module")]
+    #[error(
+        "`{key}` is a FlatParameter: this is a state dict of type Local, or its model was not the root module"
+    )]
     FlatParameterKey {
         /// The key.
         key: String,
@@ -370,15 +397,24 @@ pub enum NnError {
 
 /// Returns a unit for messages.
 fn unit_name(unit: &str) -> String {
-    if unit.is_empty() { "the root unit".to_owned() } else { format!("unit `{unit}`") }
+    if unit.is_empty() {
+        "the root unit".to_owned()
+    } else {
+        format!("unit `{unit}`")
+    }
 }
 
 /// The most names of a large model that a message has.
 const NAMED: usize = 4;
 
-/// Lists the candidates for a parameter whose name is not known exactly, for a message: "`a`, `b` or one of 3 more".
+/// Lists the candidates for a parameter whose name is not known exactly, for a message: "`a`, `b`
+/// or one of 3 more".
 fn one_of(names: &[String]) -> String {
-    let mut named: Vec<String> = names.iter().take(NAMED).map(|name| format!("`{name}`")).collect();
+    let mut named: Vec<String> = names
+        .iter()
+        .take(NAMED)
+        .map(|name| format!("`{name}`"))
+        .collect();
     if names.len() > NAMED {
         named.push(format!("one of {} more", names.len() - NAMED));
     }
@@ -396,15 +432,26 @@ fn where_to_compute(units: &[String]) -> String {
                 nor copy them"
             .to_owned();
     }
-    let mut names: Vec<String> = units.iter().take(NAMED).map(|unit| unit_name(unit)).collect();
+    let mut names: Vec<String> = units
+        .iter()
+        .take(NAMED)
+        .map(|unit| unit_name(unit))
+        .collect();
     if units.len() > NAMED {
         names.push(format!("{} more", units.len() - NAMED));
     }
-    format!("compute with parameters of {} only inside the forward of their unit", names.join(", "))
+    format!(
+        "compute with parameters of {} only inside the forward of their unit",
+        names.join(", ")
+    )
 }
 
 fn quoted(names: &[String]) -> String {
-    names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
+    names
+        .iter()
+        .map(|name| format!("`{name}`"))
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 /// Returns the end of a message that names ranks.
@@ -418,16 +465,23 @@ fn on_ranks(ranks: &[usize]) -> String {
 
 impl From<OptimStateError> for NnError {
     fn from(error: OptimStateError) -> Self {
-        NnError::OptimState { error, ranks: Vec::new() }
+        NnError::OptimState {
+            error,
+            ranks: Vec::new(),
+        }
     }
 }
 
 impl From<NnError> for StateError {
-    /// Passes an error through the traits of sources and targets, which know only the errors of state dicts.
+    /// Passes an error through the traits of sources and targets, which know only the errors of
+    /// state dicts.
     fn from(error: NnError) -> Self {
         match error {
             NnError::State(error) => error,
-            error => StateError::Other { message: error.to_string(), kind: error.kind() },
+            error => StateError::Other {
+                message: error.to_string(),
+                kind: error.kind(),
+            },
         }
     }
 }

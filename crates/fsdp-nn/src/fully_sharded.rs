@@ -20,12 +20,13 @@ use crate::scope::Scope;
 use crate::unit::UnitOutput;
 use crate::{NnError, Result};
 
-/// A candle model whose parameters, gradients and optimizer state are sharded over the ranks of a process group:
-/// torch's `FullyShardedDataParallel`.
+/// A candle model whose parameters, gradients and optimizer state are sharded over the ranks of a
+/// process group: torch's `FullyShardedDataParallel`.
 ///
-/// The model is built from a [`Scope`]. Each module built with [`Scope::unit`] is a unit, which is gathered and
-/// released as a whole. Parameters outside of units belong to the root unit, which stays gathered from forward to the
-/// end of backward. Every rank must build the same model and call the same methods in the same order.
+/// The model is built from a [`Scope`]. Each module built with [`Scope::unit`] is a unit, which is
+/// gathered and released as a whole. Parameters outside of units belong to the root unit, which
+/// stays gathered from forward to the end of backward. Every rank must build the same model and
+/// call the same methods in the same order.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -63,16 +64,17 @@ pub struct FullyShardedDataParallel<M> {
 }
 
 impl<M> FullyShardedDataParallel<M> {
-    /// Builds a model and shards it. Initial values depend only on the seed and the parameters' names, not on the
-    /// ranks, and no rank ever holds more than its own part of them. Collectives: two agreements; for `HybridShard` the
-    /// creation of two subgroups; with prefetching, the creation of one more for each group that the model is sharded
-    /// or replicated over.
+    /// Builds a model and shards it. Initial values depend only on the seed and the parameters'
+    /// names, not on the ranks, and no rank ever holds more than its own part of them. Collectives:
+    /// two agreements; for `HybridShard` the creation of two subgroups; with prefetching, the
+    /// creation of one more for each group that the model is sharded or replicated over.
     ///
     /// # Errors
-    /// An error of one rank becomes an error on every rank. The errors of `build`; [`NnError::DifferentModels`] if the
-    /// ranks do not build the same model; parameters that cannot share a unit (mixed dtypes, integers, and without
-    /// `use_orig_params` frozen and trained ones, or two units of one name); [`NnError::Mesh`]; ties that lead to no
-    /// parameter ([`Scope::tie`]); [`NnError::ParametersSharded`] if `build` computes with parameters.
+    /// An error of one rank becomes an error on every rank. The errors of `build`;
+    /// [`NnError::DifferentModels`] if the ranks do not build the same model; parameters that
+    /// cannot share a unit (mixed dtypes, integers, and without `use_orig_params` frozen and
+    /// trained ones, or two units of one name); [`NnError::Mesh`]; ties that lead to no parameter
+    /// ([`Scope::tie`]); [`NnError::ParametersSharded`] if `build` computes with parameters.
     pub fn new(
         group: ProcessGroup,
         config: FsdpConfig,
@@ -81,14 +83,15 @@ impl<M> FullyShardedDataParallel<M> {
         Self::build(group, &config, None, build)
     }
 
-    /// Builds a model whose values will be loaded, and whose parameters are zero until then. `shapes` has the shape of
-    /// each parameter by name. It decides which parameters exist: `contains_tensor` and `get_unchecked` of the builder
-    /// answer from it. Collectives: those of [`Self::new`].
+    /// Builds a model whose values will be loaded, and whose parameters are zero until then.
+    /// `shapes` has the shape of each parameter by name. It decides which parameters exist:
+    /// `contains_tensor` and `get_unchecked` of the builder answer from it. Collectives: those of
+    /// [`Self::new`].
     ///
     /// # Errors
-    /// [`NnError::NotInCheckpoint`] for a parameter that is not in `shapes`, and [`NnError::OtherShape`] for one that
-    /// has another shape there. The builder returns these to `build`, which may handle them. The errors of
-    /// [`Self::new`].
+    /// [`NnError::NotInCheckpoint`] for a parameter that is not in `shapes`, and
+    /// [`NnError::OtherShape`] for one that has another shape there. The builder returns these to
+    /// `build`, which may handle them. The errors of [`Self::new`].
     pub fn empty(
         group: ProcessGroup,
         config: FsdpConfig,
@@ -98,8 +101,8 @@ impl<M> FullyShardedDataParallel<M> {
         Self::build(group, &config, Some(shapes), build)
     }
 
-    /// Builds the module with parameters whose storages are empty, and then their shards. With `shapes`, these decide
-    /// which parameters exist.
+    /// Builds the module with parameters whose storages are empty, and then their shards. With
+    /// `shapes`, these decide which parameters exist.
     fn build(
         group: ProcessGroup,
         config: &FsdpConfig,
@@ -133,18 +136,23 @@ impl<M> FullyShardedDataParallel<M> {
         self.parameters.group()
     }
 
-    /// Runs a forward with the root unit gathered. Collectives, over the shard group: one all-gather for the root unit
-    /// and one for each unit whose forward `f` runs, unless they are gathered already. There are none if nothing is
-    /// sharded.
+    /// Runs a forward with the root unit gathered. Collectives, over the shard group: one
+    /// all-gather for the root unit and one for each unit whose forward `f` runs, unless they are
+    /// gathered already. There are none if nothing is sharded.
     ///
     /// # Errors
-    /// The errors of `f` and of the all-gathers; [`NnError::ParametersSharded`] if `f` computes with a parameter of a
-    /// unit outside that unit's forward.
-    pub fn forward<O: UnitOutput>(&self, f: impl FnOnce(&M) -> candle_core::Result<O>) -> Result<O> {
+    /// The errors of `f` and of the all-gathers; [`NnError::ParametersSharded`] if `f` computes
+    /// with a parameter of a unit outside that unit's forward.
+    pub fn forward<O: UnitOutput>(
+        &self,
+        f: impl FnOnce(&M) -> candle_core::Result<O>,
+    ) -> Result<O> {
         let _forward = self.parameters.shared.begin_forward();
         let is_outermost = self.parameters.shared.is_outermost();
         let overlap = self.parameters.overlap.as_ref().filter(|_| is_outermost);
-        let phase = overlap.map(|overlap| overlap.begin(Phase::Forward)).transpose()?;
+        let phase = overlap
+            .map(|overlap| overlap.begin(Phase::Forward))
+            .transpose()?;
         let root = self.parameters.root();
         let whole = root.map(|root| root.gather_for_forward()).transpose()?;
         let watching = self.parameters.wrapped.begin(Phase::Forward)?;
@@ -154,18 +162,18 @@ impl<M> FullyShardedDataParallel<M> {
         phase.map_or(Ok(()), |phase| phase.complete())?;
         drop(whole);
         let output = output.map_tensors(&mut |tensor| cast(tensor, self.output_dtype))?;
-        // Attach a check to the output: a backward must fail if values have changed since this forward. Most units
-        // attach it to their own output. Wrapped units have no output of their own, and units that need no gather
-        // attach nothing.
+        // Attach a check to the output: a backward must fail if values have changed since this
+        // forward. Most units attach it to their own output. Wrapped units have no output of their
+        // own, and units that need no gather attach nothing.
         let unchecked: Vec<Arc<FlatParamHandle>> = self.parameters.unchecked_units();
         if root.is_none() && unchecked.is_empty() {
             return Ok(output);
         }
         let changes = self.parameters.shared.last_change();
         Ok(output.map_tensors(&mut |tensor| {
-            // The hook copies its tensor, so it is attached only where it is needed. A tensor without a gradient has no
-            // backward. And a parameter that the model returns as its output was not computed from the values of
-            // parameters.
+            // The hook copies its tensor, so it is attached only where it is needed. A tensor
+            // without a gradient has no backward. And a parameter that the model returns as its
+            // output was not computed from the values of parameters.
             if !tensor.track_op() || self.parameters.has_tensor(tensor.id()) {
                 return Ok(tensor);
             }
@@ -173,32 +181,38 @@ impl<M> FullyShardedDataParallel<M> {
         })?)
     }
 
-    /// Runs the backward of a loss, in place of candle's `loss.backward()`. The gradients are averaged over all ranks
-    /// and added to the existing ones, sharded like the parameters. Collectives for each unit that the backward
-    /// reaches: one all-gather (full sharding), one reduce-scatter over the shard group, and one all-reduce over the
-    /// replicas (without sharding, over all ranks). Before the last of them, those of the root unit, one all-reduce of
-    /// a byte for each unit and each parameter tells all ranks which parameters got a gradient on any rank. The
-    /// reductions also run for units that this backward does not reach, if it reaches them on other ranks, or if
-    /// earlier backwards inside [`Self::no_sync`] have left gradients there.
+    /// Runs the backward of a loss, in place of candle's `loss.backward()`. The gradients are
+    /// averaged over all ranks and added to the existing ones, sharded like the parameters.
+    /// Collectives for each unit that the backward reaches: one all-gather (full sharding), one
+    /// reduce-scatter over the shard group, and one all-reduce over the replicas (without sharding,
+    /// over all ranks). Before the last of them, those of the root unit, one all-reduce of a byte
+    /// for each unit and each parameter tells all ranks which parameters got a gradient on any
+    /// rank. The reductions also run for units that this backward does not reach, if it reaches
+    /// them on other ranks, or if earlier backwards inside [`Self::no_sync`] have left gradients
+    /// there.
     ///
-    /// Ranks may reach different parameters of a unit, or none of the root. Every other unit must be reached on all
-    /// ranks or on none, because they gather and reduce it together in the middle of the backward. If the batches of
-    /// some ranks have no use for a unit, let its output enter their losses times a tensor of zeros. (A product with
-    /// the number 0 is no part of candle's graph.)
+    /// Ranks may reach different parameters of a unit, or none of the root. Every other unit must
+    /// be reached on all ranks or on none, because they gather and reduce it together in the middle
+    /// of the backward. If the batches of some ranks have no use for a unit, let its output enter
+    /// their losses times a tensor of zeros. (A product with the number 0 is no part of candle's
+    /// graph.)
     ///
-    /// After the first backward a warning (`tracing`) names the trained parameters that got no gradient. This is
-    /// usually caused by operations of candle that have no backward and silently stop gradients.
+    /// After the first backward a warning (`tracing`) names the trained parameters that got no
+    /// gradient. This is usually caused by operations of candle that have no backward and silently
+    /// stop gradients.
     ///
-    /// Returns candle's store with the gradients of variables that are not parameters of this model.
+    /// Returns candle's store with the gradients of variables that are not parameters of this
+    /// model.
     ///
     /// # Errors
-    /// candle's errors, and those of the collectives; [`NnError::ChangedSinceForward`] if the values of a unit have
-    /// changed since the forward. All gradients of this rank are dropped then.
+    /// candle's errors, and those of the collectives; [`NnError::ChangedSinceForward`] if the
+    /// values of a unit have changed since the forward. All gradients of this rank are dropped
+    /// then.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
         self.compute_gradients(loss).inspect_err(|_| {
             self.parameters.zero_grad();
-            // Units in use by a forward around this backward refuse, and stay gathered. Ignore that: the error to
-            // return is that of the backward.
+            // Units in use by a forward around this backward refuse, and stay gathered. Ignore
+            // that: the error to return is that of the backward.
             for handle in &self.parameters.handles {
                 let _ = handle.reshard();
             }
@@ -207,7 +221,12 @@ impl<M> FullyShardedDataParallel<M> {
 
     /// Runs the backward of a loss, and waits until all gradients are reduced.
     fn compute_gradients(&self, loss: &Tensor) -> Result<GradStore> {
-        let phase = self.parameters.overlap.as_ref().map(|overlap| overlap.begin(Phase::Backward)).transpose()?;
+        let phase = self
+            .parameters
+            .overlap
+            .as_ref()
+            .map(|overlap| overlap.begin(Phase::Backward))
+            .transpose()?;
         // The root unit stays gathered until the backward has passed all units.
         if let Some(root) = self.parameters.root() {
             root.gather()?;
@@ -224,10 +243,10 @@ impl<M> FullyShardedDataParallel<M> {
         Ok(grads)
     }
 
-    /// Turns the reduction of gradients off, or on again, for later backwards: torch's `set_requires_gradient_sync`.
-    /// While it is off, each rank accumulates whole gradients, and [`ShardedParameters::gradient`] does not change. The
-    /// first backward after it is on again reduces them together with its own. Every rank must set the same; no
-    /// communication.
+    /// Turns the reduction of gradients off, or on again, for later backwards: torch's
+    /// `set_requires_gradient_sync`. While it is off, each rank accumulates whole gradients, and
+    /// [`ShardedParameters::gradient`] does not change. The first backward after it is on again
+    /// reduces them together with its own. Every rank must set the same; no communication.
     ///
     /// [`Self::no_sync`] does the same inside a closure.
     ///
@@ -251,20 +270,25 @@ impl<M> FullyShardedDataParallel<M> {
         self.parameters.shared.set_no_sync(!requires_gradient_sync);
     }
 
-    /// Turns the reduction of gradients over replicas off, or on again, for later backwards: torch's
-    /// `set_requires_all_reduce`. While it is off, backwards with [`HybridShard`](crate::ShardingStrategy::HybridShard)
-    /// reduce-scatter gradients inside of each replica, and accumulate them there as shards. The first backward after
-    /// it is on again reduces the sum over the replicas. Like [`Self::set_requires_gradient_sync`] it avoids traffic
-    /// between replicas, but takes less memory. With [`NoShard`](crate::ShardingStrategy::NoShard), where every rank is
-    /// a replica, it avoids all traffic. Other strategies have no replicas, and ignore it. Every rank must set the
-    /// same; no communication.
+    /// Turns the reduction of gradients over replicas off, or on again, for later backwards:
+    /// torch's `set_requires_all_reduce`. While it is off, backwards with
+    /// [`HybridShard`](crate::ShardingStrategy::HybridShard) reduce-scatter gradients inside of
+    /// each replica, and accumulate them there as shards. The first backward after it is on again
+    /// reduces the sum over the replicas. Like [`Self::set_requires_gradient_sync`] it avoids
+    /// traffic between replicas, but takes less memory. With
+    /// [`NoShard`](crate::ShardingStrategy::NoShard), where every rank is a replica, it avoids all
+    /// traffic. Other strategies have no replicas, and ignore it. Every rank must set the same; no
+    /// communication.
     pub fn set_requires_all_reduce(&self, requires_all_reduce: bool) {
-        self.parameters.shared.set_no_all_reduce(!requires_all_reduce);
+        self.parameters
+            .shared
+            .set_no_all_reduce(!requires_all_reduce);
     }
 
-    /// Runs `f`, inside which backwards do not communicate: torch's `no_sync`. Their gradients are accumulated whole on
-    /// each rank, and reduced together with those of the next backward outside. This sets the switch of
-    /// [`Self::set_requires_gradient_sync`], and restores it when `f` returns, fails or panics.
+    /// Runs `f`, inside which backwards do not communicate: torch's `no_sync`. Their gradients are
+    /// accumulated whole on each rank, and reduced together with those of the next backward
+    /// outside. This sets the switch of [`Self::set_requires_gradient_sync`], and restores it when
+    /// `f` returns, fails or panics.
     ///
     /// # Errors
     /// The errors of `f`.

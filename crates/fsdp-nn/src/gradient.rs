@@ -1,4 +1,5 @@
-//! Copies candle's gradient tensors, whatever their memory layout, into the flat gradient; its norms and scaling.
+//! Copies candle's gradient tensors, whatever their memory layout, into the flat gradient; its
+//! norms and scaling.
 
 use candle_core::Tensor;
 use fsdp_flat::storage::{HostSlice, Scalar, reserved_vec};
@@ -12,14 +13,25 @@ use crate::{Result, tasks};
 const TILE: usize = 32;
 
 /// Writes (or adds) a gradient, row-major, to its place in the flat gradient.
-pub(crate) fn copy_gradient<T: Scalar>(grad: &Tensor, to: &mut [T], accumulate: bool) -> Result<()> {
-    // The gradient of `x.matmul(&weight.t())` arrives transposed: read it through the transpose, which is contiguous.
+pub(crate) fn copy_gradient<T: Scalar>(
+    grad: &Tensor,
+    to: &mut [T],
+    accumulate: bool,
+) -> Result<()> {
+    // The gradient of `x.matmul(&weight.t())` arrives transposed: read it through the transpose,
+    // which is contiguous.
     if !grad.is_contiguous()
         && let [rows, columns] = *grad.dims()
     {
         let transposed = grad.t()?;
         if transposed.is_contiguous() {
-            transpose(&HostSlice::<T>::read(&transposed)?, to, rows, columns, accumulate);
+            transpose(
+                &HostSlice::<T>::read(&transposed)?,
+                to,
+                rows,
+                columns,
+                accumulate,
+            );
             return Ok(());
         }
     }
@@ -33,11 +45,15 @@ pub(crate) fn copy_gradient<T: Scalar>(grad: &Tensor, to: &mut [T], accumulate: 
     Ok(())
 }
 
-/// Puts gradients of any dtype into a new flat gradient, with zeros for padding and for parameters that have none. They
-/// are cast one at a time, and each is freed once it is copied.
+/// Puts gradients of any dtype into a new flat gradient, with zeros for padding and for parameters
+/// that have none. They are cast one at a time, and each is freed once it is copied.
 ///
-/// Contiguous gradients are appended, so that no memory is filled with zeros first and then with them.
-pub(crate) fn flat_gradient<T: Scalar>(layout: &FlatLayout, mut grads: Vec<Option<Tensor>>) -> Result<Vec<T>> {
+/// Contiguous gradients are appended, so that no memory is filled with zeros first and then with
+/// them.
+pub(crate) fn flat_gradient<T: Scalar>(
+    layout: &FlatLayout,
+    mut grads: Vec<Option<Tensor>>,
+) -> Result<Vec<T>> {
     let mut flat = reserved_vec::<T>(layout.padded_unsharded_numel())?;
     for (entry, numel) in layout.entries().iter().zip(layout.numels_with_padding()) {
         let (start, end) = (flat.len(), flat.len() + numel);
@@ -47,7 +63,9 @@ pub(crate) fn flat_gradient<T: Scalar>(layout: &FlatLayout, mut grads: Vec<Optio
         };
         let grad = grad.map(|grad| cast(grad, Some(T::DTYPE))).transpose()?;
         match grad {
-            Some(grad) if grad.is_contiguous() => flat.extend_from_slice(&HostSlice::<T>::read(&grad)?),
+            Some(grad) if grad.is_contiguous() => {
+                flat.extend_from_slice(&HostSlice::<T>::read(&grad)?)
+            }
             grad => {
                 flat.resize(end, T::zeroed());
                 if let Some(grad) = grad {
@@ -112,10 +130,15 @@ mod tests {
     #[test]
     fn a_flat_gradient_has_zeros_for_padding_and_for_parameters_without_one() {
         let params = [("a", vec![3]), ("b", vec![2, 2]), ("c", vec![1])];
-        let params = params.map(|(name, shape)| (name.to_owned(), shape)).to_vec();
+        let params = params
+            .map(|(name, shape)| (name.to_owned(), shape))
+            .to_vec();
         let layout = FlatLayout::new(params, 4, 3).unwrap();
         let a = Tensor::new(&[1f32, 2., 3.], &Device::Cpu).unwrap();
-        let b = Tensor::new(&[[4f32, 5.], [6., 7.]], &Device::Cpu).unwrap().t().unwrap();
+        let b = Tensor::new(&[[4f32, 5.], [6., 7.]], &Device::Cpu)
+            .unwrap()
+            .t()
+            .unwrap();
         let flat = flat_gradient::<f32>(&layout, vec![Some(a), Some(b), None]).unwrap();
         assert_eq!(flat.len(), layout.padded_unsharded_numel());
         assert_eq!(flat[layout.param_range(0)], [1., 2., 3.]);

@@ -1,9 +1,10 @@
 //! The two custom candle ops that connect a sharded unit with the autograd graph.
 //!
-//! - A parameter tensor is the output of [`ParameterOp`] on a tiny anchor variable. candle passes the parameter's
-//!   gradient to the op's backward, which keeps it in the unit and not in candle's gradient store.
-//! - A unit's output passes through [`PreBackwardOp`]. When the backward reaches it, the op gathers the unit's
-//!   parameters again, and checks that they are still those of the forward.
+//! - A parameter tensor is the output of [`ParameterOp`] on a tiny anchor variable. candle passes
+//!   the parameter's gradient to the op's backward, which keeps it in the unit and not in candle's
+//!   gradient store.
+//! - A unit's output passes through [`PreBackwardOp`]. When the backward reaches it, the op gathers
+//!   the unit's parameters again, and checks that they are still those of the forward.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -21,8 +22,8 @@ enum Leaf {
     Anchor,
 }
 
-/// The leaves of all models in this process. They are looked up by id, because a tensor does not reveal the operation
-/// that made it.
+/// The leaves of all models in this process. They are looked up by id, because a tensor does not
+/// reveal the operation that made it.
 static LEAVES: LazyLock<Mutex<HashMap<TensorId, Leaf>>> = LazyLock::new(Mutex::default);
 
 fn leaves() -> MutexGuard<'static, HashMap<TensorId, Leaf>> {
@@ -42,22 +43,26 @@ pub(crate) fn is_anchor(tensor: &Tensor) -> bool {
     matches!(leaves().get(&tensor.id()), Some(Leaf::Anchor))
 }
 
-/// Returns `true` if a tensor is computed from a parameter that was built to be trained, or from a variable that is no
-/// parameter.
+/// Returns `true` if a tensor is computed from a parameter that was built to be trained, or from a
+/// variable that is no parameter.
 pub(crate) fn depends_on_trainable(tensor: &Tensor) -> bool {
-    tensor.sorted_nodes().into_iter().any(|node| match parameter_of(node) {
-        Some(slot) => slot.is_trainable(),
-        None => node.is_variable() && !is_anchor(node),
-    })
+    tensor
+        .sorted_nodes()
+        .into_iter()
+        .any(|node| match parameter_of(node) {
+            Some(slot) => slot.is_trainable(),
+            None => node.is_variable() && !is_anchor(node),
+        })
 }
 
 thread_local! {
-    /// The gradients of parameters from backwards that run inside another backward, the innermost last.
+    /// The gradients of parameters from backwards that run inside another backward, the innermost
+    /// last.
     static INNER: RefCell<Vec<HashMap<TensorId, Tensor>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A backward inside another one. Until it ends, gradients of parameters are collected for the outer backward, and not
-/// passed to their units.
+/// A backward inside another one. Until it ends, gradients of parameters are collected for the
+/// outer backward, and not passed to their units.
 pub(crate) struct InnerBackward(());
 
 impl InnerBackward {
@@ -68,7 +73,9 @@ impl InnerBackward {
 
     /// Ends the backward, and returns the gradients by their parameters' tensors.
     pub(crate) fn end(self) -> HashMap<TensorId, Tensor> {
-        INNER.with_borrow_mut(|inner| inner.last_mut().map(std::mem::take)).unwrap_or_default()
+        INNER
+            .with_borrow_mut(|inner| inner.last_mut().map(std::mem::take))
+            .unwrap_or_default()
     }
 
     /// Keeps a gradient, and returns `true`, if such a backward runs.
@@ -89,7 +96,8 @@ impl Drop for InnerBackward {
     }
 }
 
-/// The owner of a parameter, which receives its gradient. It is set once the unit that owns the parameter is complete.
+/// The owner of a parameter, which receives its gradient. It is set once the unit that owns the
+/// parameter is complete.
 #[derive(Default)]
 pub(crate) struct ParameterSlot {
     owner: OnceLock<Owner>,
@@ -114,7 +122,9 @@ struct Owner {
 
 impl Owner {
     fn receive_grad(&self, grad: &Tensor) -> Result<()> {
-        self.unit.upgrade().map_or(Ok(()), |unit| unit.receive_grad(self.param, grad))
+        self.unit
+            .upgrade()
+            .map_or(Ok(()), |unit| unit.receive_grad(self.param, grad))
     }
 }
 
@@ -122,7 +132,10 @@ impl ParameterSlot {
     /// Sets the owner: the unit, and the number of the parameter there.
     pub(crate) fn set(&self, unit: &Arc<FlatParamHandle>, param: usize) {
         // A second call cannot happen: each parameter belongs to one unit.
-        let _ = self.owner.set(Owner { unit: Arc::downgrade(unit), param });
+        let _ = self.owner.set(Owner {
+            unit: Arc::downgrade(unit),
+            param,
+        });
     }
 
     /// Records the tensor of the parameter and its anchor variable.
@@ -140,8 +153,11 @@ impl ParameterSlot {
 
     /// Returns `true` if the parameter was built to be trained, or may have been.
     fn is_trainable(&self) -> bool {
-        let Some(Owner { unit, param }) = self.owner.get() else { return true };
-        unit.upgrade().is_none_or(|unit| unit.params[*param].is_trainable)
+        let Some(Owner { unit, param }) = self.owner.get() else {
+            return true;
+        };
+        unit.upgrade()
+            .is_none_or(|unit| unit.params[*param].is_trainable)
     }
 
     /// Returns the number of the last change of values.
@@ -149,10 +165,11 @@ impl ParameterSlot {
         self.unit().map_or(0, |unit| unit.last_change())
     }
 
-    /// Checks that the values of the parameter's unit have not changed since the change with this number. It is called
-    /// before the forward is computed again inside a backward.
+    /// Checks that the values of the parameter's unit have not changed since the change with this
+    /// number. It is called before the forward is computed again inside a backward.
     pub(crate) fn check_unchanged(&self, changes: u64) -> Result<()> {
-        self.unit().map_or(Ok(()), |unit| unit.check_unchanged(changes))
+        self.unit()
+            .map_or(Ok(()), |unit| unit.check_unchanged(changes))
     }
 }
 
@@ -175,7 +192,12 @@ impl CustomOp1 for ParameterOp {
             candle_core::DType::F64 => CpuStorage::F64(Vec::new()),
             candle_core::DType::F16 => CpuStorage::F16(Vec::new()),
             candle_core::DType::BF16 => CpuStorage::BF16(Vec::new()),
-            dtype => return Err(candle_core::Error::UnsupportedDTypeForOp(dtype, self.name())),
+            dtype => {
+                return Err(candle_core::Error::UnsupportedDTypeForOp(
+                    dtype,
+                    self.name(),
+                ));
+            }
         };
         Ok((empty, self.shape.clone()))
     }
@@ -187,10 +209,18 @@ impl CustomOp1 for ParameterOp {
         _: &Layout,
     ) -> candle_core::Result<(candle_core::CudaStorage, Shape)> {
         let empty = fsdp_flat::cuda::empty(&anchor.device, self.dtype);
-        Ok((empty.map_err(|error| NnError::from(error).into_candle())?, self.shape.clone()))
+        Ok((
+            empty.map_err(|error| NnError::from(error).into_candle())?,
+            self.shape.clone(),
+        ))
     }
 
-    fn bwd(&self, _: &Tensor, parameter: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+    fn bwd(
+        &self,
+        _: &Tensor,
+        parameter: &Tensor,
+        grad: &Tensor,
+    ) -> candle_core::Result<Option<Tensor>> {
         if InnerBackward::keep(parameter, grad) {
             return Ok(None);
         }
@@ -201,7 +231,8 @@ impl CustomOp1 for ParameterOp {
     }
 }
 
-/// The identity. Its backward gathers a unit's parameters, and checks that they have not changed since the forward.
+/// The identity. Its backward gathers a unit's parameters, and checks that they have not changed
+/// since the forward.
 pub(crate) struct PreBackwardOp {
     /// The unit that is gathered, and checked; `None` for a model without a root unit.
     handle: Option<Weak<FlatParamHandle>>,
@@ -214,13 +245,25 @@ pub(crate) struct PreBackwardOp {
 impl PreBackwardOp {
     /// Makes the op for the output of a forward that has just been computed.
     pub(crate) fn new(handle: &Arc<FlatParamHandle>) -> Self {
-        PreBackwardOp { handle: Some(Arc::downgrade(handle)), checked: Vec::new(), changes: handle.last_change() }
+        PreBackwardOp {
+            handle: Some(Arc::downgrade(handle)),
+            checked: Vec::new(),
+            changes: handle.last_change(),
+        }
     }
 
     /// Makes the op for the output of the model: its root is gathered, and other units are checked.
-    pub(crate) fn of_model(root: Option<&Arc<FlatParamHandle>>, units: &[Arc<FlatParamHandle>], changes: u64) -> Self {
+    pub(crate) fn of_model(
+        root: Option<&Arc<FlatParamHandle>>,
+        units: &[Arc<FlatParamHandle>],
+        changes: u64,
+    ) -> Self {
         let checked = units.iter().map(Arc::downgrade).collect();
-        PreBackwardOp { handle: root.map(Arc::downgrade), checked, changes }
+        PreBackwardOp {
+            handle: root.map(Arc::downgrade),
+            checked,
+            changes,
+        }
     }
 }
 
@@ -229,10 +272,17 @@ impl CustomOp1 for PreBackwardOp {
         "fsdp-pre-backward"
     }
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(
+        &self,
+        storage: &CpuStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
         use candle_core::backend::BackendStorage;
         // A cast to the same dtype is candle's way to copy any layout to a contiguous one.
-        Ok((storage.to_dtype(layout, storage.dtype())?, layout.shape().clone()))
+        Ok((
+            storage.to_dtype(layout, storage.dtype())?,
+            layout.shape().clone(),
+        ))
     }
 
     #[cfg(feature = "cuda")]
@@ -242,16 +292,24 @@ impl CustomOp1 for PreBackwardOp {
         layout: &Layout,
     ) -> candle_core::Result<(candle_core::CudaStorage, Shape)> {
         use candle_core::backend::BackendStorage;
-        Ok((storage.to_dtype(layout, storage.dtype())?, layout.shape().clone()))
+        Ok((
+            storage.to_dtype(layout, storage.dtype())?,
+            layout.shape().clone(),
+        ))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         for handle in self.checked.iter().filter_map(Weak::upgrade) {
-            handle.check_unchanged(self.changes).map_err(NnError::into_candle)?;
+            handle
+                .check_unchanged(self.changes)
+                .map_err(NnError::into_candle)?;
         }
         if let Some(handle) = self.handle.as_ref().and_then(Weak::upgrade) {
-            // The graph holds activations of the forward, which do not fit other values of the parameters.
-            handle.check_unchanged(self.changes).map_err(NnError::into_candle)?;
+            // The graph holds activations of the forward, which do not fit other values of the
+            // parameters.
+            handle
+                .check_unchanged(self.changes)
+                .map_err(NnError::into_candle)?;
             handle.gather().map_err(NnError::into_candle)?;
         }
         Ok(Some(grad.clone()))

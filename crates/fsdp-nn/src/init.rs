@@ -1,5 +1,6 @@
-//! Initial values that depend on the seed, the parameter's name and the element's position, and on nothing else:
-//! each rank makes only its own elements, and any number of ranks makes the same model.
+//! Initial values that depend on the seed, the parameter's name and the element's position, and on
+//! nothing else: each rank makes only its own elements, and any number of ranks makes the same
+//! model.
 
 use std::f64::consts::TAU;
 use std::ops::Range;
@@ -11,7 +12,14 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
 /// Writes elements `range` of the row-major parameter `fqn` of `shape` into `out`.
-pub(crate) fn fill<T: Scalar>(init: &Init, seed: u64, fqn: &str, shape: &[usize], range: Range<usize>, out: &mut [T]) {
+pub(crate) fn fill<T: Scalar>(
+    init: &Init,
+    seed: u64,
+    fqn: &str,
+    shape: &[usize],
+    range: Range<usize>,
+    out: &mut [T],
+) {
     match distribution(init, shape) {
         Distribution::Constant(value) => out.fill(T::from_f64(value)),
         Distribution::Uniform { low, high } => {
@@ -49,16 +57,29 @@ enum Distribution {
 fn distribution(init: &Init, shape: &[usize]) -> Distribution {
     match *init {
         Init::Const(value) => Distribution::Constant(value),
-        Init::Randn { mean, stdev } => Distribution::Normal { mean, deviation: stdev },
+        Init::Randn { mean, stdev } => Distribution::Normal {
+            mean,
+            deviation: stdev,
+        },
         Init::Uniform { lo, up } => Distribution::Uniform { low: lo, high: up },
-        Init::Kaiming { dist, fan, non_linearity } => {
+        Init::Kaiming {
+            dist,
+            fan,
+            non_linearity,
+        } => {
             let fan = fan.for_shape(&candle_core::Shape::from(shape)).max(1);
             let deviation = non_linearity.gain() / (fan as f64).sqrt();
             match dist {
-                NormalOrUniform::Normal => Distribution::Normal { mean: 0.0, deviation },
+                NormalOrUniform::Normal => Distribution::Normal {
+                    mean: 0.0,
+                    deviation,
+                },
                 NormalOrUniform::Uniform => {
                     let bound = 3f64.sqrt() * deviation;
-                    Distribution::Uniform { low: -bound, high: bound }
+                    Distribution::Uniform {
+                        low: -bound,
+                        high: bound,
+                    }
                 }
             }
         }
@@ -71,7 +92,8 @@ struct Words(ChaCha8Rng);
 impl Words {
     /// Returns the words from `element` on.
     fn at(seed: u64, fqn: &str, element: usize) -> Self {
-        // Seed and name make the key, so that no value depends on the other parameters or on how they are sharded.
+        // Seed and name make the key, so that no value depends on the other parameters or on how
+        // they are sharded.
         let mut key = [0; 32];
         key[..8].copy_from_slice(&seed.to_le_bytes());
         key[8..24].copy_from_slice(&twox_hash::XxHash3_128::oneshot(fqn.as_bytes()).to_le_bytes());
@@ -85,7 +107,8 @@ impl Words {
         (f64::from(self.0.next_u32()) + 0.5) / f64::from(1 << 16) / f64::from(1 << 16)
     }
 
-    /// Returns two independent numbers of the standard normal distribution, by the Box-Muller transform.
+    /// Returns two independent numbers of the standard normal distribution, by the Box-Muller
+    /// transform.
     fn next_normal_pair(&mut self) -> (f64, f64) {
         let radius = (-2.0 * self.next_unit().ln()).sqrt();
         let (sin, cos) = (TAU * self.next_unit()).sin_cos();
@@ -99,7 +122,14 @@ mod tests {
 
     #[test]
     fn any_part_of_a_parameter_has_the_same_values_as_the_whole() {
-        let inits = [Init::Const(0.5), Init::Randn { mean: 1.0, stdev: 2.0 }, Init::Uniform { lo: -1.0, up: 3.0 }];
+        let inits = [
+            Init::Const(0.5),
+            Init::Randn {
+                mean: 1.0,
+                stdev: 2.0,
+            },
+            Init::Uniform { lo: -1.0, up: 3.0 },
+        ];
         for init in inits {
             let mut whole = vec![0f32; 37];
             fill(&init, 7, "h.0.weight", &[37], 0..37, &mut whole);
@@ -113,7 +143,10 @@ mod tests {
 
     #[test]
     fn names_and_seeds_differ_and_moments_are_right() {
-        let normal = Init::Randn { mean: 0.0, stdev: 0.02 };
+        let normal = Init::Randn {
+            mean: 0.0,
+            stdev: 0.02,
+        };
         let make = |seed, name| {
             let mut out = vec![0f64; 100_000];
             fill(&normal, seed, name, &[100_000], 0..100_000, &mut out);

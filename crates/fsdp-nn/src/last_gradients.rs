@@ -1,4 +1,5 @@
-//! The end of a backward: all ranks reduce the gradients that are left, and agree on the parameters that got one.
+//! The end of a backward: all ranks reduce the gradients that are left, and agree on the parameters
+//! that got one.
 
 use fsdp_comm::ReduceOp;
 
@@ -7,12 +8,13 @@ use crate::handle::Unreduced;
 use crate::parameters::ShardedParameters;
 
 impl ShardedParameters {
-    /// Ends a backward that has come to all parameters that it reaches: waits until all gradients are reduced, those of
-    /// the root unit among them.
+    /// Ends a backward that has come to all parameters that it reaches: waits until all gradients
+    /// are reduced, those of the root unit among them.
     ///
-    /// Collectives: unless gradients are accumulated without communication, one all-reduce of a byte for each unit and
-    /// each parameter. While replicas do not reduce, one all-gather of a byte for each unit over the shard group
-    /// instead. Then the reductions of units that have gradients left on any rank.
+    /// Collectives: unless gradients are accumulated without communication, one all-reduce of a
+    /// byte for each unit and each parameter. While replicas do not reduce, one all-gather of a
+    /// byte for each unit over the shard group instead. Then the reductions of units that have
+    /// gradients left on any rank.
     pub(crate) fn finish_backward(&self) -> Result<()> {
         for handle in self.handles.iter().rev() {
             handle.end_backward()?;
@@ -20,9 +22,14 @@ impl ShardedParameters {
         if !self.shared.syncs() {
             return Ok(());
         }
-        // A rank may have nothing left of a unit that others have gradients of: its batch did not come to the root, or
-        // no earlier backward to the unit. All ranks go through the same units, in the same order.
-        let own: Vec<u8> = self.handles.iter().map(|handle| handle.unreduced().to_byte()).collect();
+        // A rank may have nothing left of a unit that others have gradients of: its batch did not
+        // come to the root, or no earlier backward to the unit. All ranks go through the same
+        // units, in the same order.
+        let own: Vec<u8> = self
+            .handles
+            .iter()
+            .map(|handle| handle.unreduced().to_byte())
+            .collect();
         if !self.shared.all_reduces() && self.replicate_group().is_some() {
             let unreduced = self.unreduced_in_replica(own)?;
             return self.reduce_rest(&unreduced);
@@ -34,25 +41,39 @@ impl ShardedParameters {
         }
         let (unreduced, touched) = bytes.split_at(self.handles.len());
         self.reduce_rest(unreduced)?;
-        self.set_has_gradient(&touched.iter().map(|&touched| touched != 0).collect::<Vec<bool>>());
+        self.set_has_gradient(
+            &touched
+                .iter()
+                .map(|&touched| touched != 0)
+                .collect::<Vec<bool>>(),
+        );
         Ok(())
     }
 
-    /// Returns what the ranks of this replica have left to reduce of each unit, as bytes. Partial gradients stay: only
-    /// other replicas have more of them.
+    /// Returns what the ranks of this replica have left to reduce of each unit, as bytes. Partial
+    /// gradients stay: only other replicas have more of them.
     fn unreduced_in_replica(&self, mut own: Vec<u8>) -> Result<Vec<u8>> {
         let partial = Unreduced::Partial.to_byte();
-        own.iter_mut().filter(|byte| **byte == partial).for_each(|byte| *byte = Unreduced::Nothing.to_byte());
-        let Some(group) = self.shard_group() else { return Ok(own) };
+        own.iter_mut()
+            .filter(|byte| **byte == partial)
+            .for_each(|byte| *byte = Unreduced::Nothing.to_byte());
+        let Some(group) = self.shard_group() else {
+            return Ok(own);
+        };
         let of_ranks = group.all_gather_object(&own)?;
-        Ok((0..own.len()).map(|unit| of_ranks.iter().map(|bytes| bytes[unit]).max().unwrap_or(0)).collect())
+        Ok((0..own.len())
+            .map(|unit| of_ranks.iter().map(|bytes| bytes[unit]).max().unwrap_or(0))
+            .collect())
     }
 
-    /// Reduces what all ranks together have left, given as one byte for each unit, and waits for all reductions.
+    /// Reduces what all ranks together have left, given as one byte for each unit, and waits for
+    /// all reductions.
     fn reduce_rest(&self, unreduced: &[u8]) -> Result<()> {
         for (handle, &unreduced) in self.handles.iter().zip(unreduced).rev() {
             handle.reduce_rest(Unreduced::of_byte(unreduced))?;
         }
-        self.handles.iter().try_for_each(|handle| handle.take_reduced())
+        self.handles
+            .iter()
+            .try_for_each(|handle| handle.take_reduced())
     }
 }

@@ -13,10 +13,10 @@
 //! | [`schedule`] | learning rates over the steps of a run |
 //! | [`mod@unit`] | a module that is gathered and released as one |
 //!
-//! How it works: each parameter tensor is the output of a custom op on a tiny anchor variable. candle's backward passes
-//! the parameter's gradient to that op, which collects it. The storage of the parameter is released after the forward
-//! and filled again for the backward. Every weight and graph node of the model shares that storage, so it needs no
-//! change.
+//! How it works: each parameter tensor is the output of a custom op on a tiny anchor variable.
+//! candle's backward passes the parameter's gradient to that op, which collects it. The storage of
+//! the parameter is released after the forward and filled again for the backward. Every weight and
+//! graph node of the model shares that storage, so it needs no change.
 
 mod agreement;
 pub mod algorithm;

@@ -1,5 +1,5 @@
-//! Everything that can be wrong with an optimizer state dict. These errors travel between ranks, so that all return the
-//! same one.
+//! Everything that can be wrong with an optimizer state dict. These errors travel between ranks, so
+//! that all return the same one.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -10,7 +10,8 @@ use thiserror::Error;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum OptimStateError {
-    /// Without `use_orig_params`, a rank has no state for a FlatParameter that rank 0 has state for.
+    /// Without `use_orig_params`, a rank has no state for a FlatParameter that rank 0 has state
+    /// for.
     #[error(
         "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but some \
          ranks are missing some of those states: {}; give all ranks' optimizers the same parameters",
@@ -20,8 +21,9 @@ pub enum OptimStateError {
         /// For each such rank the parameters that it has no state for.
         missing: Vec<(usize, Vec<String>)>,
     },
-    /// Ranks that hold elements of a parameter have different state of it where they must have the same, on save. (On
-    /// load it is [`StateError::DifferingOnRanks`](fsdp_state::StateError::DifferingOnRanks).)
+    /// Ranks that hold elements of a parameter have different state of it where they must have the
+    /// same, on save. (On load it is
+    /// [`StateError::DifferingOnRanks`](fsdp_state::StateError::DifferingOnRanks).)
     #[error(
         "rank {rank} has different values for `{name}` of parameters {fqns:?}: {found}, but rank {reference} has \
          {expected}"
@@ -40,7 +42,8 @@ pub enum OptimStateError {
         /// The value on that rank.
         expected: String,
     },
-    /// With `use_orig_params`, ranks that hold elements of a parameter have no state for them, while others do.
+    /// With `use_orig_params`, ranks that hold elements of a parameter have no state for them,
+    /// while others do.
     #[error(
         "ranks have state for {found} of the {expected} elements (of all replicas) of parameter `{fqn}`: give all ranks' \
          optimizers the same parameters"
@@ -54,15 +57,20 @@ pub enum OptimStateError {
         expected: usize,
     },
     /// Parameters of one FlatParameter have different state entries.
-    #[error("differing optimizer state names for the unflattened parameters: {fqns:?} have {names:?}")]
+    #[error(
+        "differing optimizer state names for the unflattened parameters: {fqns:?} have {names:?}"
+    )]
     DifferingNames {
         /// The parameters.
         fqns: Vec<String>,
         /// The names that each has; empty for one without state.
         names: Vec<Vec<String>>,
     },
-    /// One state entry is a tensor for some parameters of a FlatParameter and something else for others.
-    #[error("differing optimizer state types for state `{name}`: {types:?} for the unflattened parameters {fqns:?}")]
+    /// One state entry is a tensor for some parameters of a FlatParameter and something else for
+    /// others.
+    #[error(
+        "differing optimizer state types for state `{name}`: {types:?} for the unflattened parameters {fqns:?}"
+    )]
     DifferingTypes {
         /// The state entry.
         name: String,
@@ -116,7 +124,9 @@ pub enum OptimStateError {
         expected: Vec<usize>,
     },
     /// A state tensor has not the parameter's dtype. Nothing is cast unasked.
-    #[error("state `{name}` of parameter `{fqn}` is {found}, but the parameter is {expected}: cast it before loading")]
+    #[error(
+        "state `{name}` of parameter `{fqn}` is {found}, but the parameter is {expected}: cast it before loading"
+    )]
     WrongDType {
         /// The parameter.
         fqn: String,
@@ -136,7 +146,9 @@ pub enum OptimStateError {
         found: String,
     },
     /// Zeros cannot stand for the missing state of a parameter without dimensions.
-    #[error("flattening a zero-dimension parameter is not supported: `{fqn}` has no state `{name}`")]
+    #[error(
+        "flattening a zero-dimension parameter is not supported: `{fqn}` has no state `{name}`"
+    )]
     ZeroDimParameter {
         /// The parameter.
         fqn: String,
@@ -168,7 +180,9 @@ pub enum OptimStateError {
         key: String,
     },
     /// A param group names what the optimizer does not hold.
-    #[error("param group {index} of the state dict names `{key}`, which is no parameter of this optimizer")]
+    #[error(
+        "param group {index} of the state dict names `{key}`, which is no parameter of this optimizer"
+    )]
     UnknownParam {
         /// The group.
         index: usize,
@@ -176,7 +190,9 @@ pub enum OptimStateError {
         key: String,
     },
     /// State of a parameter that is not there.
-    #[error("the state dict has state of parameter `{key}`, which is none of the {count} parameters here")]
+    #[error(
+        "the state dict has state of parameter `{key}`, which is none of the {count} parameters here"
+    )]
     UnknownState {
         /// The name or id.
         key: String,
@@ -192,7 +208,9 @@ pub enum OptimStateError {
         expected: String,
     },
     /// An optimizer keeps its number of groups.
-    #[error("loaded state dict has a different number of parameter groups: {saved}, but the optimizer has {current}")]
+    #[error(
+        "loaded state dict has a different number of parameter groups: {saved}, but the optimizer has {current}"
+    )]
     GroupCount {
         /// Groups of the state dict.
         saved: usize,
@@ -216,6 +234,9 @@ pub enum OptimStateError {
 
 /// Returns a text on the parameters that each rank is missing.
 fn on_ranks(missing: &[(usize, Vec<String>)]) -> String {
-    let ranks: Vec<String> = missing.iter().map(|(rank, fqns)| format!("rank {rank} is missing {fqns:?}")).collect();
+    let ranks: Vec<String> = missing
+        .iter()
+        .map(|(rank, fqns)| format!("rank {rank} is missing {fqns:?}"))
+        .collect();
     ranks.join(", ")
 }

@@ -1,4 +1,5 @@
-//! [`ShardedParameters`]: the parameters of a sharded model on one rank, with their names, units and live values.
+//! [`ShardedParameters`]: the parameters of a sharded model on one rank, with their names, units
+//! and live values.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -54,9 +55,9 @@ pub struct ShardedParameters {
 }
 
 impl ShardedParameters {
-    /// Shards the model that `build` has declared, and returns it. Collectives: two agreements; for `HybridShard` the
-    /// creation of two subgroups; with prefetching, the creation of one more for each group that the model is sharded
-    /// or replicated over.
+    /// Shards the model that `build` has declared, and returns it. Collectives: two agreements; for
+    /// `HybridShard` the creation of two subgroups; with prefetching, the creation of one more for
+    /// each group that the model is sharded or replicated over.
     pub(crate) fn new<M>(
         group: ProcessGroup,
         config: &FsdpConfig,
@@ -64,21 +65,43 @@ impl ShardedParameters {
         build: Result<M>,
     ) -> Result<(Self, M)> {
         let mut registry = lock(registry);
-        // Agree before anything is laid out: from different declarations the ranks would make different shards.
+        // Agree before anything is laid out: from different declarations the ranks would make
+        // different shards.
         let declared = build.and_then(|module| Ok((module, registry.complete()?)));
-        let (module, aliases) =
-            agree_on_model(&group, NEW, declared, |(_, aliases)| describe(config, &registry, aliases))?;
-        let built = agree_on_model(&group, NEW, build_units(&group, config, &registry), |_| Vec::new())?;
-        let Built { groups, strategy, handles, shared, overlap, .. } = built;
+        let (module, aliases) = agree_on_model(&group, NEW, declared, |(_, aliases)| {
+            describe(config, &registry, aliases)
+        })?;
+        let built = agree_on_model(&group, NEW, build_units(&group, config, &registry), |_| {
+            Vec::new()
+        })?;
+        let Built {
+            groups,
+            strategy,
+            handles,
+            shared,
+            overlap,
+            ..
+        } = built;
         let mut places: HashMap<&str, Location> = HashMap::with_capacity(registry.params.len());
         for (handle, unit) in handles.iter().enumerate() {
             let params = unit.params.iter().enumerate();
-            places.extend(params.map(|(param, parameter)| (parameter.fqn.as_str(), Location { handle, param })));
+            places
+                .extend(params.map(|(param, parameter)| {
+                    (parameter.fqn.as_str(), Location { handle, param })
+                }));
         }
-        // Keep the order in which the model declared the parameters, which is not the order of units.
-        let locations = registry.params.keys().map(|fqn| (fqn.clone(), places[fqn.as_str()])).collect();
+        // Keep the order in which the model declared the parameters, which is not the order of
+        // units.
+        let locations = registry
+            .params
+            .keys()
+            .map(|fqn| (fqn.clone(), places[fqn.as_str()]))
+            .collect();
         let shard_ranks = shard_ranks(&group, &groups, config);
-        let ignored = registry.ignored.iter().filter_map(|name| Some((name, &registry.buffers.get(name)?.0)));
+        let ignored = registry
+            .ignored
+            .iter()
+            .filter_map(|name| Some((name, &registry.buffers.get(name)?.0)));
         let ignored = ignored.map(|(name, tensor)| Ok((name.clone(), Var::from_tensor(tensor)?)));
         let ignored = ignored.collect::<Result<_>>()?;
         let parameters = ShardedParameters {
@@ -101,11 +124,13 @@ impl ShardedParameters {
         Ok((parameters, module))
     }
 
-    /// Prepares the backward of a loss: tells each unit which of its parameters the backward will reach.
+    /// Prepares the backward of a loss: tells each unit which of its parameters the backward will
+    /// reach.
     pub(crate) fn begin_backward(&self, loss: &Tensor) {
         let reached: HashSet<TensorId> = loss.sorted_nodes().into_iter().map(Tensor::id).collect();
         for handle in &self.handles {
-            // The root unit is reduced last on all ranks, whatever parameters the backward reaches on each of them.
+            // The root unit is reduced last on all ranks, whatever parameters the backward reaches
+            // on each of them.
             if handle.is_root {
                 handle.reduce_last();
             } else {
@@ -119,8 +144,8 @@ impl ShardedParameters {
         self.handles.first().filter(|handle| handle.is_root)
     }
 
-    /// Converts an error of a computation. candle's error about released memory becomes one that names the sharded
-    /// units.
+    /// Converts an error of a computation. candle's error about released memory becomes one that
+    /// names the sharded units.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
         NnError::of_computation(error, || self.shared.sharded())
     }
@@ -137,8 +162,8 @@ impl ShardedParameters {
         &self.group
     }
 
-    /// Returns the ranks that together hold one copy of the parameters, each a shard; `None` if every rank holds all of
-    /// them.
+    /// Returns the ranks that together hold one copy of the parameters, each a shard; `None` if
+    /// every rank holds all of them.
     #[must_use]
     pub const fn shard_group(&self) -> Option<&ProcessGroup> {
         self.groups.shard.as_ref()
@@ -162,8 +187,8 @@ impl ShardedParameters {
         self.use_orig_params
     }
 
-    /// Returns the names of all parameters, in the order in which the model declared them. A tied parameter is listed
-    /// once, by its first name.
+    /// Returns the names of all parameters, in the order in which the model declared them. A tied
+    /// parameter is listed once, by its first name.
     pub fn fqns(&self) -> impl Iterator<Item = &str> {
         self.locations.keys().map(String::as_str)
     }
@@ -174,15 +199,16 @@ impl ShardedParameters {
         &self.aliases
     }
 
-    /// Returns the buffers by name, with `true` for those that are saved. They are whole on every rank.
+    /// Returns the buffers by name, with `true` for those that are saved. They are whole on every
+    /// rank.
     #[must_use]
     pub const fn buffers(&self) -> &IndexMap<String, (Tensor, bool)> {
         &self.buffers
     }
 
-    /// Returns the parameters that [`FsdpConfig::ignored_states`] selects, by name: candle variables, to be trained by
-    /// one of candle's optimizers. They are among the [`Self::buffers`] too. To keep them equal on all ranks, reduce
-    /// their gradients before each step.
+    /// Returns the parameters that [`FsdpConfig::ignored_states`] selects, by name: candle
+    /// variables, to be trained by one of candle's optimizers. They are among the [`Self::buffers`]
+    /// too. To keep them equal on all ranks, reduce their gradients before each step.
     #[must_use]
     pub fn ignored_states(&self) -> &[(String, Var)] {
         &self.ignored
@@ -197,7 +223,12 @@ impl ShardedParameters {
     /// Returns the place of a parameter in its unit.
     pub(crate) fn location(&self, fqn: &str) -> Result<Location> {
         let fqn = self.canonical_fqn(fqn);
-        self.locations.get(fqn).copied().ok_or_else(|| NnError::UnknownParameter { fqn: fqn.to_owned() })
+        self.locations
+            .get(fqn)
+            .copied()
+            .ok_or_else(|| NnError::UnknownParameter {
+                fqn: fqn.to_owned(),
+            })
     }
 
     /// Returns `true` if there is a parameter of this name or alias.
@@ -242,19 +273,21 @@ impl ShardedParameters {
         Ok(handle.layout().param_boxes(param, handle.shard_rank()))
     }
 
-    /// Computes the boxes of the parameter that a rank of the group owns. A rank that the group does not have owns
-    /// none.
+    /// Computes the boxes of the parameter that a rank of the group owns. A rank that the group
+    /// does not have owns none.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
     pub fn boxes_on(&self, fqn: &str, rank: usize) -> Result<Vec<TensorBox>> {
         let Location { handle, param } = self.location(fqn)?;
-        let Some(&shard_rank) = self.shard_ranks.get(rank) else { return Ok(Vec::new()) };
+        let Some(&shard_rank) = self.shard_ranks.get(rank) else {
+            return Ok(Vec::new());
+        };
         Ok(self.handles[handle].layout().param_boxes(param, shard_rank))
     }
 
-    /// Returns the parameter's live values on this rank, as views: the next optimizer step changes them. No
-    /// communication.
+    /// Returns the parameter's live values on this rank, as views: the next optimizer step changes
+    /// them. No communication.
     ///
     /// The views are for reading. Call [`Self::lend`] before writing into them.
     ///
@@ -272,14 +305,15 @@ impl ShardedParameters {
             .ok_or_else(|| candle_core::Error::UnsupportedDTypeForOp(dtype, "FlatParameter").into())
     }
 
-    /// Returns a flat view of this rank's part of the parameter's live values; `None` if it has none. No communication.
+    /// Returns a flat view of this rank's part of the parameter's live values; `None` if it has
+    /// none. No communication.
     pub(crate) fn local_piece(&self, fqn: &str) -> Result<Option<Tensor>> {
         let Location { handle, param } = self.location(fqn)?;
         self.handles[handle].local_piece(param)
     }
 
-    /// Returns the parameter's reduced gradient on this rank, in its boxes, as views; `None` before a backward that
-    /// communicates, or after `zero_grad`. No communication.
+    /// Returns the parameter's reduced gradient on this rank, in its boxes, as views; `None` before
+    /// a backward that communicates, or after `zero_grad`. No communication.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
@@ -295,15 +329,21 @@ impl ShardedParameters {
                 let boxes = handle.layout().param_boxes(param, handle.shard_rank());
                 Ok(Some(ShardedTensor::from_flat(shape, boxes, &piece)?))
             }
-            None => Ok(Some(ShardedTensor::new(handle.dtype(), shape.clone(), Vec::new())?)),
+            None => Ok(Some(ShardedTensor::new(
+                handle.dtype(),
+                shape.clone(),
+                Vec::new(),
+            )?)),
         }
     }
 
-    /// Writes values into the parameter's live memory on this rank. `values` must cover this rank's boxes; elements
-    /// outside of them are ignored. On an error nothing has been written. No communication.
+    /// Writes values into the parameter's live memory on this rank. `values` must cover this rank's
+    /// boxes; elements outside of them are ignored. On an error nothing has been written. No
+    /// communication.
     ///
     /// # Errors
-    /// An unknown name, another shape or dtype, boxes that are not covered, or [`NnError::UnitInUse`].
+    /// An unknown name, another shape or dtype, boxes that are not covered, or
+    /// [`NnError::UnitInUse`].
     pub fn set_parameter(&self, fqn: &str, values: &ShardedTensor) -> Result<()> {
         let Location { handle, param } = self.location(fqn)?;
         let handle = &self.handles[handle];
@@ -315,37 +355,49 @@ impl ShardedParameters {
 
     /// Returns `true` for a tensor that is itself a parameter.
     pub(crate) fn has_tensor(&self, id: TensorId) -> bool {
-        self.handles.iter().flat_map(|handle| &handle.params).any(|param| param.tensor.id() == id)
+        self.handles
+            .iter()
+            .flat_map(|handle| &handle.params)
+            .any(|param| param.tensor.id() == id)
     }
 
-    /// Returns the units, other than the root, that do not check themselves whether their values have changed between
-    /// forward and backward. The output of the model checks them.
+    /// Returns the units, other than the root, that do not check themselves whether their values
+    /// have changed between forward and backward. The output of the model checks them.
     pub(crate) fn unchecked_units(&self) -> Vec<Arc<FlatParamHandle>> {
         let mut units = self.wrapped.handles();
-        units.extend(self.handles.iter().filter(|handle| !handle.needs_gather() && !handle.is_root).cloned());
+        units.extend(
+            self.handles
+                .iter()
+                .filter(|handle| !handle.needs_gather() && !handle.is_root)
+                .cloned(),
+        );
         units
     }
 
-    /// Returns `true` while the model has the average of its weights in the place of the weights: see
-    /// [`AveragedModel::swap`](crate::AveragedModel::swap).
+    /// Returns `true` while the model has the average of its weights in the place of the weights:
+    /// see [`AveragedModel::swap`](crate::AveragedModel::swap).
     #[must_use]
     pub fn has_average(&self) -> bool {
         self.shared.has_average()
     }
 
-    /// Prepares a change of all values: a backward of an earlier forward becomes an error. No communication.
+    /// Prepares a change of all values: a backward of an earlier forward becomes an error. No
+    /// communication.
     pub(crate) fn begin_change_of_all(&self) -> Result<()> {
-        self.handles.iter().try_for_each(|handle| handle.begin_change())
+        self.handles
+            .iter()
+            .try_for_each(|handle| handle.begin_change())
     }
 
-    /// Prepares a change of a parameter's unit: a backward of an earlier forward becomes an error. No communication.
+    /// Prepares a change of a parameter's unit: a backward of an earlier forward becomes an error.
+    /// No communication.
     pub(crate) fn begin_change(&self, fqn: &str) -> Result<()> {
         let Location { handle, .. } = self.location(fqn)?;
         self.handles[handle].begin_change()
     }
 
-    /// Returns the bytes of parameters that are in memory on this rank now: its shards, and the units that are
-    /// gathered.
+    /// Returns the bytes of parameters that are in memory on this rank now: its shards, and the
+    /// units that are gathered.
     #[must_use]
     pub fn parameter_bytes(&self) -> usize {
         self.shared.parameter_bytes()
@@ -357,8 +409,8 @@ impl ShardedParameters {
         self.shared.peak_parameter_bytes()
     }
 
-    /// Releases all gathered parameters of sharded units: torch's `reshard`. No communication, but every rank must call
-    /// it, because all ranks have to gather again.
+    /// Releases all gathered parameters of sharded units: torch's `reshard`. No communication, but
+    /// every rank must call it, because all ranks have to gather again.
     ///
     /// # Errors
     /// [`NnError::UnitInUse`] inside a forward; candle's errors.
@@ -366,12 +418,12 @@ impl ShardedParameters {
         self.handles.iter().try_for_each(|handle| handle.reshard())
     }
 
-    /// Allows the caller to write into views of the live parameters ([`Self::parameter`]), now or later. Gathered
-    /// copies are released, and from now on every forward gathers anew, because a copy could be out of date. No
-    /// communication, but every rank must call it.
+    /// Allows the caller to write into views of the live parameters ([`Self::parameter`]), now or
+    /// later. Gathered copies are released, and from now on every forward gathers anew, because a
+    /// copy could be out of date. No communication, but every rank must call it.
     ///
-    /// Do not write between a forward and its backward: the backward would compute with the new values, without an
-    /// error.
+    /// Do not write between a forward and its backward: the backward would compute with the new
+    /// values, without an error.
     ///
     /// # Errors
     /// [`NnError::UnitInUse`] inside a forward; candle's errors.
@@ -382,13 +434,15 @@ impl ShardedParameters {
         Ok(())
     }
 
-    /// Returns a guard. As long as it lives, whatever would change these parameters, the state of their optimizers or
-    /// an average of them waits: [`Optimizer::step`](crate::Optimizer::step), [`Self::lend`], [`Self::set_parameter`],
-    /// loads, [`AveragedModel::update`](crate::AveragedModel::update). Forwards and backwards do not wait. A save in
-    /// the background copies the state meanwhile. Returns `None` once views have been lent ([`Self::lend`]), because
-    /// whoever has them may write at any time. No communication.
+    /// Returns a guard. As long as it lives, whatever would change these parameters, the state of
+    /// their optimizers or an average of them waits: [`Optimizer::step`](crate::Optimizer::step),
+    /// [`Self::lend`], [`Self::set_parameter`], loads,
+    /// [`AveragedModel::update`](crate::AveragedModel::update). Forwards and backwards do not wait.
+    /// A save in the background copies the state meanwhile. Returns `None` once views have been
+    /// lent ([`Self::lend`]), because whoever has them may write at any time. No communication.
     ///
-    /// Move the guard to the thread that reads: a thread that holds the guard and changes the parameters waits forever.
+    /// Move the guard to the thread that reads: a thread that holds the guard and changes the
+    /// parameters waits forever.
     #[must_use]
     pub fn keep_unchanged(&self) -> Option<Unchanged> {
         (!self.shared.is_lent()).then(|| Unchanged::new(&self.shared.readers))
@@ -406,7 +460,11 @@ impl ShardedParameters {
 }
 
 /// Checks that values can be written to the place of a parameter.
-pub(crate) fn check_values(fqn: &str, values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
+pub(crate) fn check_values(
+    fqn: &str,
+    values: &ShardedTensor,
+    target: &ShardedTensor,
+) -> Result<()> {
     if values.shape() != target.shape() {
         return Err(NnError::Flat(fsdp_flat::FlatError::ShapeMismatch {
             name: fqn.to_owned(),
@@ -419,8 +477,14 @@ pub(crate) fn check_values(fqn: &str, values: &ShardedTensor, target: &ShardedTe
 
 /// Checks that `values` can be copied into `target`'s boxes.
 fn check_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
-    if let Some(shard) = target.shards().iter().find(|shard| !values.covers(&shard.bounds)) {
-        return Err(NnError::Flat(fsdp_flat::FlatError::NotCovered { wanted: shard.bounds.clone() }));
+    if let Some(shard) = target
+        .shards()
+        .iter()
+        .find(|shard| !values.covers(&shard.bounds))
+    {
+        return Err(NnError::Flat(fsdp_flat::FlatError::NotCovered {
+            wanted: shard.bounds.clone(),
+        }));
     }
     if target.local_numel() > 0 && values.dtype() != target.dtype() {
         return Err(NnError::Candle(candle_core::Error::DTypeMismatchBinaryOp {
@@ -438,15 +502,19 @@ fn shard_ranks(group: &ProcessGroup, groups: &Groups, config: &FsdpConfig) -> Ve
     match (&groups.shard, config.strategy, &config.mesh) {
         (None, ..) => vec![0; group.world_size()],
         // Shards lie along the second dimension of the mesh.
-        (Some(_), ShardingStrategy::HybridShard, Some(mesh)) => {
-            ranks.map(|rank| mesh.coordinate(rank).and_then(|at| at.get(1).copied()).unwrap_or(0)).collect()
-        }
+        (Some(_), ShardingStrategy::HybridShard, Some(mesh)) => ranks
+            .map(|rank| {
+                mesh.coordinate(rank)
+                    .and_then(|at| at.get(1).copied())
+                    .unwrap_or(0)
+            })
+            .collect(),
         _ => ranks.collect(),
     }
 }
 
-/// Copies `values` into the memory of `target`'s boxes, all of which they must cover. Does nothing if they are views of
-/// that memory.
+/// Copies `values` into the memory of `target`'s boxes, all of which they must cover. Does nothing
+/// if they are views of that memory.
 pub(crate) fn write_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
     if values.is_same_view(target) {
         return Ok(());

@@ -1,4 +1,5 @@
-//! The declarations of a model: parameters, units, ties and buffers, in the order in which the model requests them.
+//! The declarations of a model: parameters, units, ties and buffers, in the order in which the
+//! model requests them.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -46,8 +47,8 @@ pub(crate) struct Registry {
     pub(crate) buffers: IndexMap<String, (Tensor, bool)>,
     /// The names of those buffers that are parameters selected by `FsdpConfig::ignored_states`.
     pub(crate) ignored: IndexSet<String>,
-    /// The first invalid tie or buffer. `Scope::tie` and `Scope::buffer` cannot return an error, so it is reported when
-    /// the model is complete.
+    /// The first invalid tie or buffer. `Scope::tie` and `Scope::buffer` cannot return an error, so
+    /// it is reported when the model is complete.
     wrong: Option<NnError>,
     /// `true` once the model has been sharded.
     is_complete: bool,
@@ -81,10 +82,18 @@ pub(crate) struct DeclaredUnit {
 
 impl Registry {
     /// Makes a registry with only the root unit.
-    pub(crate) fn new(is_sharded: bool, config: &FsdpConfig, shapes: Option<HashMap<String, Vec<usize>>>) -> Self {
+    pub(crate) fn new(
+        is_sharded: bool,
+        config: &FsdpConfig,
+        shapes: Option<HashMap<String, Vec<usize>>>,
+    ) -> Self {
         Registry {
             params: IndexMap::new(),
-            units: vec![DeclaredUnit { name: String::new(), precision: config.mixed_precision, slot: Arc::default() }],
+            units: vec![DeclaredUnit {
+                name: String::new(),
+                precision: config.mixed_precision,
+                slot: Arc::default(),
+            }],
             open: Vec::new(),
             aliases: IndexMap::new(),
             announced: IndexSet::new(),
@@ -106,12 +115,19 @@ impl Registry {
         }
     }
 
-    /// Returns the unit that a requested name belongs to: the unit that is being built, or else that of a pattern.
+    /// Returns the unit that a requested name belongs to: the unit that is being built, or else
+    /// that of a pattern.
     fn unit_of_request(&mut self, name: &str) -> usize {
         if let Some(&open) = self.open.last() {
             return open;
         }
-        let Some(unit) = self.patterns.iter().find_map(|pattern| unit_of(pattern, name)) else { return 0 };
+        let Some(unit) = self
+            .patterns
+            .iter()
+            .find_map(|pattern| unit_of(pattern, name))
+        else {
+            return 0;
+        };
         if let Some(&unit) = self.by_pattern.get(unit) {
             return unit;
         }
@@ -131,14 +147,23 @@ impl Registry {
 
     /// Checks that each pattern has matched a parameter, even if an earlier pattern took it.
     fn check_patterns(&self) -> Result<()> {
-        // In candle each thread has a GPU stream of its own, and an operation releases the locks of its storages before
-        // its kernels have run. So the thread that releases a unit could free memory that a kernel still reads.
+        // In candle each thread has a GPU stream of its own, and an operation releases the locks of
+        // its storages before its kernels have run. So the thread that releases a unit could free
+        // memory that a kernel still reads.
         if let Some(pattern) = self.patterns.first().filter(|_| self.is_on_gpu) {
-            return Err(NnError::WrappedOnGpu { pattern: pattern.clone() });
+            return Err(NnError::WrappedOnGpu {
+                pattern: pattern.clone(),
+            });
         }
-        let matches = |pattern: &String| self.params.keys().any(|fqn| unit_of(pattern, fqn).is_some());
+        let matches = |pattern: &String| {
+            self.params
+                .keys()
+                .any(|fqn| unit_of(pattern, fqn).is_some())
+        };
         match self.patterns.iter().find(|pattern| !matches(pattern)) {
-            Some(pattern) => Err(NnError::NothingToWrap { pattern: pattern.clone() }),
+            Some(pattern) => Err(NnError::NothingToWrap {
+                pattern: pattern.clone(),
+            }),
             None => Ok(()),
         }
     }
@@ -150,16 +175,24 @@ impl Registry {
             return Err(error);
         }
         self.check_patterns()?;
-        if let Some(name) =
-            self.buffers.keys().find(|name| self.params.contains_key(*name) || self.aliases.contains_key(*name))
+        if let Some(name) = self
+            .buffers
+            .keys()
+            .find(|name| self.params.contains_key(*name) || self.aliases.contains_key(*name))
         {
-            return Err(NnError::Buffer { name: name.clone(), problem: "under the name of a parameter" });
+            return Err(NnError::Buffer {
+                name: name.clone(),
+                problem: "under the name of a parameter",
+            });
         }
         let mut resolved = IndexMap::new();
         for alias in self.aliases.keys() {
             let fqn = self.resolve(alias)?;
             if self.params.contains_key(alias) {
-                return Err(NnError::LateTie { alias: alias.clone(), fqn: fqn.to_owned() });
+                return Err(NnError::LateTie {
+                    alias: alias.clone(),
+                    fqn: fqn.to_owned(),
+                });
             }
             resolved.insert(alias.clone(), fqn.to_owned());
         }
@@ -177,7 +210,9 @@ impl Registry {
         let mut current = name;
         while let Some(next) = self.aliases.get(current) {
             if chain.contains(&next.as_str()) {
-                return Err(NnError::TieCircle { names: chain.into_iter().map(str::to_owned).collect() });
+                return Err(NnError::TieCircle {
+                    names: chain.into_iter().map(str::to_owned).collect(),
+                });
             }
             chain.push(next);
             current = next;
@@ -185,8 +220,9 @@ impl Registry {
         Ok(current)
     }
 
-    /// Begins a unit. Until it is closed, it owns the parameters that the model requests for the first time. If it has
-    /// a `precision` of its own, this returns the dtype for the builder. Otherwise it has that of the unit around it.
+    /// Begins a unit. Until it is closed, it owns the parameters that the model requests for the
+    /// first time. If it has a `precision` of its own, this returns the dtype for the builder.
+    /// Otherwise it has that of the unit around it.
     pub(crate) fn open_unit(
         &mut self,
         name: String,
@@ -195,7 +231,11 @@ impl Registry {
     ) -> Option<DType> {
         let around = self.units[self.open.last().copied().unwrap_or(0)].precision;
         self.open.push(self.units.len());
-        self.units.push(DeclaredUnit { name, precision: precision.unwrap_or(around.inside()), slot });
+        self.units.push(DeclaredUnit {
+            name,
+            precision: precision.unwrap_or(around.inside()),
+            slot,
+        });
         precision.map(|precision| precision.param.unwrap_or(self.dtype))
     }
 
@@ -204,8 +244,8 @@ impl Registry {
         self.open.pop();
     }
 
-    /// Records that the parameter `alias` shares the values of `fqn`. The first alias that is tied to two names is kept
-    /// as an error.
+    /// Records that the parameter `alias` shares the values of `fqn`. The first alias that is tied
+    /// to two names is kept as an error.
     pub(crate) fn tie(&mut self, alias: String, fqn: &str) {
         if alias == fqn {
             self.announced.insert(alias);
@@ -213,7 +253,11 @@ impl Registry {
         }
         match self.aliases.get(&alias) {
             Some(first) if first != fqn => {
-                let error = NnError::TiedTwice { alias, first: first.clone(), second: fqn.to_owned() };
+                let error = NnError::TiedTwice {
+                    alias,
+                    first: first.clone(),
+                    second: fqn.to_owned(),
+                };
                 self.wrong.get_or_insert(error);
             }
             _ => {
@@ -222,29 +266,47 @@ impl Registry {
         }
     }
 
-    /// Registers a buffer of the model's own. The first one whose name another buffer has is kept as an error.
+    /// Registers a buffer of the model's own. The first one whose name another buffer has is kept
+    /// as an error.
     pub(crate) fn add_buffer(&mut self, name: String, value: Tensor, persistent: bool) {
         if self.is_complete {
-            warn!("buffer `{name}` is registered after the model has been built, so it is in no state dict");
+            warn!(
+                "buffer `{name}` is registered after the model has been built, so it is in no state dict"
+            );
         } else if self.buffers.contains_key(&name) {
-            self.wrong.get_or_insert(NnError::Buffer { name, problem: "twice" });
+            self.wrong.get_or_insert(NnError::Buffer {
+                name,
+                problem: "twice",
+            });
         } else {
             self.buffers.insert(name, (value, persistent));
         }
     }
 
-    /// Checks that a parameter is gathered whenever the unit that requests it (`here`) computes: it must belong to that
-    /// unit, to the root, or to a unit around it.
+    /// Checks that a parameter is gathered whenever the unit that requests it (`here`) computes: it
+    /// must belong to that unit, to the root, or to a unit around it.
     fn check_is_gathered_in(&self, fqn: &str, owner: usize, here: usize) -> Result<()> {
         if self.is_complete || owner == 0 || owner == here || self.open.contains(&owner) {
             return Ok(());
         }
         let [first, second] = [owner, here].map(|unit| self.units[unit].name.clone());
-        Err(NnError::SharedBetweenUnits { fqn: fqn.to_owned(), first, second })
+        Err(NnError::SharedBetweenUnits {
+            fqn: fqn.to_owned(),
+            first,
+            second,
+        })
     }
 
-    /// Returns the tensor of a parameter, and declares it if the model requests it for the first time.
-    fn parameter(&mut self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+    /// Returns the tensor of a parameter, and declares it if the model requests it for the first
+    /// time.
+    fn parameter(
+        &mut self,
+        shape: Shape,
+        name: &str,
+        init: Init,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
         let asked = name;
         let name = self.resolve(name)?.to_owned();
         let is_ignored = (self.ignored_states)(&name);
@@ -267,19 +329,39 @@ impl Registry {
         self.check_is_gathered_in(&name, unit, here)?;
         let requires_grad = (self.requires_grad)(&name);
         let precision = self.units[unit].precision;
-        let shard_dtype = if precision.param == Some(dtype) { self.dtype } else { dtype };
-        let is_gathered = self.is_sharded || shard_dtype != dtype || (self.cpu_offload && !device.is_cpu());
+        let shard_dtype = if precision.param == Some(dtype) {
+            self.dtype
+        } else {
+            dtype
+        };
+        let is_gathered =
+            self.is_sharded || shard_dtype != dtype || (self.cpu_offload && !device.is_cpu());
         let slot = Arc::new(ParameterSlot::default());
-        let op = ParameterOp { shape, dtype, slot: Arc::clone(&slot) };
+        let op = ParameterOp {
+            shape,
+            dtype,
+            slot: Arc::clone(&slot),
+        };
         let anchor = Var::zeros(1, DType::F32, device)?;
         let is_in_graph = requires_grad || self.is_frozen_in_graph(unit, is_gathered);
-        let tensor =
-            if is_in_graph { anchor.as_tensor().apply_op1(op)? } else { anchor.as_tensor().apply_op1_no_bwd(&op)? };
+        let tensor = if is_in_graph {
+            anchor.as_tensor().apply_op1(op)?
+        } else {
+            anchor.as_tensor().apply_op1_no_bwd(&op)?
+        };
         release(&tensor)?;
         slot.set_tensors(&tensor, anchor.as_tensor());
         self.params.insert(
             name,
-            Declared { tensor: tensor.clone(), dtype: shard_dtype, init, slot, unit, requires_grad, is_in_graph },
+            Declared {
+                tensor: tensor.clone(),
+                dtype: shard_dtype,
+                init,
+                slot,
+                unit,
+                requires_grad,
+                is_in_graph,
+            },
         );
         Ok(tensor)
     }
@@ -290,13 +372,17 @@ impl Registry {
         if unit == 0 {
             return false;
         }
-        // Gradients of earlier layers need the values of a gathered unit, and a backward that comes to the unit's
-        // parameters shows when it has finished with them.
+        // Gradients of earlier layers need the values of a gathered unit, and a backward that comes
+        // to the unit's parameters shows when it has finished with them.
         //
-        // Where nothing is gathered, candle would keep a gradient of a frozen parameter that is not in the graph until
-        // the end of the backward. `Unit` cuts the graph after a unit that nothing trained comes before. Units by
-        // pattern have no such place.
-        is_gathered || !self.by_pattern.values().any(|by_pattern| *by_pattern == unit)
+        // Where nothing is gathered, candle would keep a gradient of a frozen parameter that is not
+        // in the graph until the end of the backward. `Unit` cuts the graph after a unit that
+        // nothing trained comes before. Units by pattern have no such place.
+        is_gathered
+            || !self
+                .by_pattern
+                .values()
+                .any(|by_pattern| *by_pattern == unit)
     }
 
     /// Returns `true` if initial values must be computed.
@@ -304,11 +390,17 @@ impl Registry {
         self.shapes.is_none()
     }
 
-    /// Returns the shape that a parameter has in the checkpoint, by its own name or one that is tied to it.
+    /// Returns the shape that a parameter has in the checkpoint, by its own name or one that is
+    /// tied to it.
     fn saved_shape(&self, fqn: &str) -> Option<&Vec<usize>> {
         let shapes = self.shapes.as_ref()?;
         let is_alias = |alias: &&String| self.resolve(alias).is_ok_and(|name| name == fqn);
-        let aliases = || self.aliases.keys().filter(is_alias).find_map(|alias| shapes.get(alias));
+        let aliases = || {
+            self.aliases
+                .keys()
+                .filter(is_alias)
+                .find_map(|alias| shapes.get(alias))
+        };
         shapes.get(fqn).or_else(aliases)
     }
 
@@ -316,10 +408,14 @@ impl Registry {
     fn check_saved(&self, fqn: &str, shape: &Shape) -> Result<()> {
         match self.saved_shape(fqn) {
             _ if self.shapes.is_none() => Ok(()),
-            None => Err(NnError::NotInCheckpoint { fqn: fqn.to_owned() }),
-            Some(found) if found != shape.dims() => {
-                Err(NnError::OtherShape { fqn: fqn.to_owned(), asked: shape.dims().to_vec(), found: found.clone() })
-            }
+            None => Err(NnError::NotInCheckpoint {
+                fqn: fqn.to_owned(),
+            }),
+            Some(found) if found != shape.dims() => Err(NnError::OtherShape {
+                fqn: fqn.to_owned(),
+                asked: shape.dims().to_vec(),
+                found: found.clone(),
+            }),
             Some(_) => Ok(()),
         }
     }
@@ -328,14 +424,16 @@ impl Registry {
     fn request_again(&mut self, asked: &str, fqn: &str) -> Result<Tensor> {
         let here = self.unit_of_request(asked);
         let Some(existing) = self.params.get(fqn) else {
-            return Err(NnError::UnknownParameter { fqn: fqn.to_owned() });
+            return Err(NnError::UnknownParameter {
+                fqn: fqn.to_owned(),
+            });
         };
         self.check_is_gathered_in(fqn, existing.unit, here)?;
         Ok(existing.tensor.clone())
     }
 
-    /// Returns the tensor of a name that is requested without a shape: the existing one, or one of the checkpoint's
-    /// shape.
+    /// Returns the tensor of a name that is requested without a shape: the existing one, or one of
+    /// the checkpoint's shape.
     fn unchecked(&mut self, asked: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         let fqn = self.resolve(asked)?.to_owned();
         if let Some((buffer, _)) = self.buffers.get(&fqn) {
@@ -349,38 +447,59 @@ impl Registry {
         }
     }
 
-    /// Returns a buffer, and registers it as a persistent one if the model requests it for the first time.
-    fn buffer(&mut self, shape: &Shape, name: &str, init: &Init, dtype: DType, device: &Device) -> Result<Tensor> {
+    /// Returns a buffer, and registers it as a persistent one if the model requests it for the
+    /// first time.
+    fn buffer(
+        &mut self,
+        shape: &Shape,
+        name: &str,
+        init: &Init,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
         if let Some((existing, _)) = self.buffers.get(name) {
-            // Under mixed precision the buffer may have a dtype of its own, so only its shape is compared.
+            // Under mixed precision the buffer may have a dtype of its own, so only its shape is
+            // compared.
             check_same(name, existing, shape, existing.dtype())?;
             return Ok(existing.clone());
         }
         if self.is_complete {
-            return Err(NnError::LateParameter { fqn: name.to_owned() });
+            return Err(NnError::LateParameter {
+                fqn: name.to_owned(),
+            });
         }
         self.check_saved(name, shape)?;
         let here = self.unit_of_request(name);
         let precision = self.units[here].precision;
-        let full = if precision.param == Some(dtype) { self.dtype } else { dtype };
-        let dtype = if self.ignored.contains(name) { dtype } else { precision.buffer.unwrap_or(full) };
+        let full = if precision.param == Some(dtype) {
+            self.dtype
+        } else {
+            dtype
+        };
+        let dtype = if self.ignored.contains(name) {
+            dtype
+        } else {
+            precision.buffer.unwrap_or(full)
+        };
         let value = with_float!(dtype, T => {
             let mut values = zeroed_vec::<T>(shape.elem_count())?;
             let all = 0..values.len();
             crate::init::fill(init, self.seed, name, shape.dims(), all, &mut values);
             Tensor::from_vec(values, shape, device)?
         }, else return Err(candle_core::Error::UnsupportedDTypeForOp(dtype, "buffer").into()));
-        // Make it a variable: candle's batch norm updates a variable in place, but would update a copy of another
-        // tensor.
+        // Make it a variable: candle's batch norm updates a variable in place, but would update a
+        // copy of another tensor.
         let value = Var::from_tensor(&value)?.into_inner();
         self.buffers.insert(name.to_owned(), (value.clone(), true));
         Ok(value)
     }
 
-    /// Converts an error of the model's own code, which may have computed with a parameter. The last parameter that it
-    /// has requested is listed first, because it is the most likely one.
+    /// Converts an error of the model's own code, which may have computed with a parameter. The
+    /// last parameter that it has requested is listed first, because it is the most likely one.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
-        NnError::of_computation(error, || (self.params.keys().rev().cloned().collect(), Vec::new()))
+        NnError::of_computation(error, || {
+            (self.params.keys().rev().cloned().collect(), Vec::new())
+        })
     }
 }
 
@@ -396,9 +515,13 @@ fn check_same(fqn: &str, existing: &Tensor, shape: &Shape, dtype: DType) -> Resu
     })
 }
 
-/// Returns `true` for the names by which candle's batch norm requests its running statistics, which are buffers.
+/// Returns `true` for the names by which candle's batch norm requests its running statistics, which
+/// are buffers.
 fn is_running_statistic(name: &str) -> bool {
-    matches!(name.rsplit('.').next(), Some("running_mean" | "running_var"))
+    matches!(
+        name.rsplit('.').next(),
+        Some("running_mean" | "running_var")
+    )
 }
 
 pub(crate) type SharedRegistry = Arc<Mutex<Registry>>;
@@ -411,17 +534,35 @@ pub(crate) fn lock(registry: &SharedRegistry) -> MutexGuard<'_, Registry> {
 pub(crate) struct Backend(pub(crate) SharedRegistry);
 
 impl SimpleBackend for Backend {
-    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
-        lock(&self.0).parameter(shape, name, init, dtype, device).map_err(NnError::into_candle)
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        init: Init,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
+        lock(&self.0)
+            .parameter(shape, name, init, dtype, device)
+            .map_err(NnError::into_candle)
     }
 
-    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
-        lock(&self.0).unchecked(name, dtype, device).map_err(NnError::into_candle)
+    fn get_unchecked(
+        &self,
+        name: &str,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
+        lock(&self.0)
+            .unchecked(name, dtype, device)
+            .map_err(NnError::into_candle)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
         let registry = lock(&self.0);
-        let is_saved = registry.resolve(name).is_ok_and(|fqn| registry.saved_shape(fqn).is_some());
+        let is_saved = registry
+            .resolve(name)
+            .is_ok_and(|fqn| registry.saved_shape(fqn).is_some());
         is_saved
             || registry.params.contains_key(name)
             || registry.buffers.contains_key(name)

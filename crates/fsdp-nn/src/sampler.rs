@@ -1,4 +1,5 @@
-//! [`ShardedSampler`]: deals the samples of a data set to ranks, each exactly once per epoch, for any number of ranks.
+//! [`ShardedSampler`]: deals the samples of a data set to ranks, each exactly once per epoch, for
+//! any number of ranks.
 
 use fsdp_layout::PlainValue;
 use fsdp_state::StateDict;
@@ -13,13 +14,19 @@ pub struct SamplerOptions {
     pub batch: u64,
     /// The seed of the order of samples, which is different in each epoch.
     pub seed: u64,
-    /// `true` (the default) to shuffle the samples in each epoch; `false` for the order of the data set.
+    /// `true` (the default) to shuffle the samples in each epoch; `false` for the order of the data
+    /// set.
     pub shuffle: bool,
 }
 
 impl Default for SamplerOptions {
     fn default() -> Self {
-        SamplerOptions { samples: 0, batch: 1, seed: 0, shuffle: true }
+        SamplerOptions {
+            samples: 0,
+            batch: 1,
+            seed: 0,
+            shuffle: true,
+        }
     }
 }
 
@@ -36,7 +43,9 @@ pub enum SamplerError {
         batch: u64,
     },
     /// The state is of another data set, or of another order of it.
-    #[error("the state of the sampler has `{key}` = {saved}, but here it is {here}: the order would be another")]
+    #[error(
+        "the state of the sampler has `{key}` = {saved}, but here it is {here}: the order would be another"
+    )]
     Other {
         /// The key.
         key: &'static str,
@@ -55,11 +64,12 @@ pub enum SamplerError {
     },
 }
 
-/// A sampler that deals the samples of a data set to ranks: torch's `DistributedSampler`, but with a position that is
-/// part of the run's state. The order of samples depends only on the seed and the epoch, and each global batch is
-/// divided into one part per rank. So a run that stops after any batch, and resumes on any number of ranks, sees each
-/// sample exactly once per epoch, in the same global batches. A batch at the end of an epoch continues with the first
-/// samples of the next.
+/// A sampler that deals the samples of a data set to ranks: torch's `DistributedSampler`, but with
+/// a position that is part of the run's state. The order of samples depends only on the seed and
+/// the epoch, and each global batch is divided into one part per rank. So a run that stops after
+/// any batch, and resumes on any number of ranks, sees each sample exactly once per epoch, in the
+/// same global batches. A batch at the end of an epoch continues with the first samples of the
+/// next.
 ///
 /// The order takes no memory, whatever the number of samples is. No method communicates.
 ///
@@ -96,7 +106,10 @@ impl ShardedSampler {
         if samples == 0 || batch == 0 {
             return Err(SamplerError::Empty { samples, batch });
         }
-        Ok(ShardedSampler { options, consumed: 0 })
+        Ok(ShardedSampler {
+            options,
+            consumed: 0,
+        })
     }
 
     /// Returns the number of whole epochs that all ranks together have had.
@@ -113,10 +126,10 @@ impl ShardedSampler {
 
     /// Returns the weight that each sample has in the loss of its rank: `ranks / batch`.
     ///
-    /// Gradients are averaged over ranks, and ranks may have different numbers of samples. Let a rank's loss be the
-    /// *sum* of the losses of its samples times this weight. Then each sample of a global batch counts the same, on any
-    /// number of ranks. With the mean of a rank's samples it would not, and a rank without samples would make all
-    /// gradients NaN.
+    /// Gradients are averaged over ranks, and ranks may have different numbers of samples. Let a
+    /// rank's loss be the *sum* of the losses of its samples times this weight. Then each sample of
+    /// a global batch counts the same, on any number of ranks. With the mean of a rank's samples it
+    /// would not, and a rank without samples would make all gradients NaN.
     ///
     /// ```
     /// use fsdp_nn::sampler::{SamplerOptions, ShardedSampler};
@@ -139,30 +152,47 @@ impl ShardedSampler {
         ranks as f64 / self.options.batch as f64
     }
 
-    /// Returns one rank's samples of the next global batch, as indices into the data set, and advances to the batch
-    /// after it. The numbers of samples of two ranks differ by at most one, and a rank has none if there are more ranks
-    /// than samples in a batch: see [`Self::weight_of_sample`]. Every rank must call it for each batch.
+    /// Returns one rank's samples of the next global batch, as indices into the data set, and
+    /// advances to the batch after it. The numbers of samples of two ranks differ by at most one,
+    /// and a rank has none if there are more ranks than samples in a batch: see
+    /// [`Self::weight_of_sample`]. Every rank must call it for each batch.
     pub fn next_batch(&mut self, rank: usize, ranks: usize) -> Vec<u64> {
         let batch = self.options.batch;
         let start = |rank: usize| (u128::from(batch) * rank as u128 / ranks.max(1) as u128) as u64;
         let part = start(rank)..start(rank.saturating_add(1)).min(batch);
-        let samples = part.map(|offset| self.sample(self.consumed.wrapping_add(offset))).collect();
+        let samples = part
+            .map(|offset| self.sample(self.consumed.wrapping_add(offset)))
+            .collect();
         self.consumed = self.consumed.wrapping_add(batch);
         samples
     }
 
     /// Returns the sample at a place in the order of all epochs.
     fn sample(&self, place: u64) -> u64 {
-        let SamplerOptions { samples, seed, shuffle, .. } = self.options;
+        let SamplerOptions {
+            samples,
+            seed,
+            shuffle,
+            ..
+        } = self.options;
         let (epoch, place) = (place / samples, place % samples);
-        if shuffle { permuted(place, samples, mixed(mixed(seed) ^ epoch)) } else { place }
+        if shuffle {
+            permuted(place, samples, mixed(mixed(seed) ^ epoch))
+        } else {
+            place
+        }
     }
 
-    /// Returns the state for a checkpoint: `samples`, `seed`, `shuffle` and `consumed`, all of them plain values that
-    /// are the same on every rank.
+    /// Returns the state for a checkpoint: `samples`, `seed`, `shuffle` and `consumed`, all of them
+    /// plain values that are the same on every rank.
     #[must_use]
     pub fn state_dict(&self) -> StateDict {
-        let SamplerOptions { samples, seed, shuffle, .. } = self.options;
+        let SamplerOptions {
+            samples,
+            seed,
+            shuffle,
+            ..
+        } = self.options;
         let mut state = StateDict::new();
         state.insert("samples", samples.cast_signed());
         state.insert("seed", seed.cast_signed());
@@ -174,17 +204,30 @@ impl ShardedSampler {
     /// Continues from a saved state. The number of ranks and the size of batches may be different.
     ///
     /// # Errors
-    /// [`SamplerError::Other`] for another data set, seed or order, and [`SamplerError::State`]. Nothing has been
-    /// changed then.
+    /// [`SamplerError::Other`] for another data set, seed or order, and [`SamplerError::State`].
+    /// Nothing has been changed then.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<(), SamplerError> {
-        let SamplerOptions { samples, seed, shuffle, .. } = self.options;
+        let SamplerOptions {
+            samples,
+            seed,
+            shuffle,
+            ..
+        } = self.options;
         let plain = |key| state.get(key).and_then(|value| value.as_plain());
         let int = |key| {
-            let value = plain(key).and_then(PlainValue::as_int).map(i64::cast_unsigned);
-            value.ok_or(SamplerError::State { key, expected: "integer" })
+            let value = plain(key)
+                .and_then(PlainValue::as_int)
+                .map(i64::cast_unsigned);
+            value.ok_or(SamplerError::State {
+                key,
+                expected: "integer",
+            })
         };
         let saved_shuffle = plain("shuffle").and_then(PlainValue::as_bool);
-        let saved_shuffle = saved_shuffle.ok_or(SamplerError::State { key: "shuffle", expected: "bool" })?;
+        let saved_shuffle = saved_shuffle.ok_or(SamplerError::State {
+            key: "shuffle",
+            expected: "bool",
+        })?;
         check("samples", int("samples")?, samples)?;
         check("seed", int("seed")?, seed)?;
         check("shuffle", saved_shuffle, shuffle)?;
@@ -194,18 +237,26 @@ impl ShardedSampler {
 }
 
 /// Checks that a saved setting is the one of this sampler.
-fn check<T: PartialEq + ToString>(key: &'static str, saved: T, here: T) -> Result<(), SamplerError> {
+fn check<T: PartialEq + ToString>(
+    key: &'static str,
+    saved: T,
+    here: T,
+) -> Result<(), SamplerError> {
     if saved == here {
         return Ok(());
     }
-    Err(SamplerError::Other { key, saved: saved.to_string(), here: here.to_string() })
+    Err(SamplerError::Other {
+        key,
+        saved: saved.to_string(),
+        here: here.to_string(),
+    })
 }
 
 /// Returns the image of `x` under a random permutation of the numbers below `n`.
 ///
-/// Four rounds of a Feistel network permute all numbers with as many bits as `n` needs. A result that is not below `n`
-/// is permuted again until it is ("cycle walking"). Each number below `n` then maps to the next such number on its
-/// cycle, so this is a permutation too.
+/// Four rounds of a Feistel network permute all numbers with as many bits as `n` needs. A result
+/// that is not below `n` is permuted again until it is ("cycle walking"). Each number below `n`
+/// then maps to the next such number on its cycle, so this is a permutation too.
 fn permuted(x: u64, n: u64, key: u64) -> u64 {
     let half = (u64::BITS - (n - 1).leading_zeros()).div_ceil(2).max(1);
     let mask = (1u64 << half) - 1;
@@ -213,7 +264,10 @@ fn permuted(x: u64, n: u64, key: u64) -> u64 {
     loop {
         let (mut left, mut right) = (x >> half, x & mask);
         for round in 0..4 {
-            (left, right) = (right, left ^ (mixed(key ^ mixed(right.wrapping_add(round << 56))) & mask));
+            (left, right) = (
+                right,
+                left ^ (mixed(key ^ mixed(right.wrapping_add(round << 56))) & mask),
+            );
         }
         x = left << half | right;
         if x < n {
@@ -236,13 +290,20 @@ mod tests {
     use proptest::prelude::*;
 
     fn sampler(samples: u64, batch: u64, seed: u64) -> ShardedSampler {
-        ShardedSampler::new(SamplerOptions { samples, batch, seed, shuffle: true }).unwrap()
+        ShardedSampler::new(SamplerOptions {
+            samples,
+            batch,
+            seed,
+            shuffle: true,
+        })
+        .unwrap()
     }
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
-        /// A run that is stopped and goes on at other numbers of ranks, and with batches of other sizes.
+        /// A run that is stopped and goes on at other numbers of ranks, and with batches of other
+        /// sizes.
         #[test]
         fn every_sample_comes_once_an_epoch_whatever_the_schedule_of_ranks(
             samples in 1u64..300,
@@ -290,14 +351,30 @@ mod tests {
     #[test]
     fn epochs_and_seeds_have_orders_of_their_own() {
         let mut first = sampler(1000, 1000, 1);
-        let orders = [first.next_batch(0, 1), first.next_batch(0, 1), sampler(1000, 1000, 2).next_batch(0, 1)];
+        let orders = [
+            first.next_batch(0, 1),
+            first.next_batch(0, 1),
+            sampler(1000, 1000, 2).next_batch(0, 1),
+        ];
         assert!(orders[0] != orders[1] && orders[0] != orders[2] && orders[1] != orders[2]);
         assert_eq!(first.epoch(), 2);
         // No sample stays near its place more often than by chance.
-        let near = orders[0].iter().zip(0u64..).filter(|(sample, place)| sample.abs_diff(*place) < 10).count();
+        let near = orders[0]
+            .iter()
+            .zip(0u64..)
+            .filter(|(sample, place)| sample.abs_diff(*place) < 10)
+            .count();
         assert!(near < 50, "{near} of 1000");
-        let plain = SamplerOptions { samples: 3, batch: 5, shuffle: false, ..SamplerOptions::default() };
-        assert_eq!(ShardedSampler::new(plain).unwrap().next_batch(0, 1), [0, 1, 2, 0, 1]);
+        let plain = SamplerOptions {
+            samples: 3,
+            batch: 5,
+            shuffle: false,
+            ..SamplerOptions::default()
+        };
+        assert_eq!(
+            ShardedSampler::new(plain).unwrap().next_batch(0, 1),
+            [0, 1, 2, 0, 1]
+        );
     }
 
     #[test]
@@ -311,11 +388,24 @@ mod tests {
         }
         let mut part = before.state_dict();
         part.remove("consumed");
-        assert!(matches!(here.load_state_dict(&part), Err(SamplerError::State { key: "consumed", .. })));
+        assert!(matches!(
+            here.load_state_dict(&part),
+            Err(SamplerError::State {
+                key: "consumed",
+                ..
+            })
+        ));
         assert_eq!(here, before);
         for (samples, batch) in [(0, 1), (1, 0)] {
-            let options = SamplerOptions { samples, batch, ..SamplerOptions::default() };
-            assert!(matches!(ShardedSampler::new(options), Err(SamplerError::Empty { .. })));
+            let options = SamplerOptions {
+                samples,
+                batch,
+                ..SamplerOptions::default()
+            };
+            assert!(matches!(
+                ShardedSampler::new(options),
+                Err(SamplerError::Empty { .. })
+            ));
         }
     }
 }

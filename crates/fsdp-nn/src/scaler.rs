@@ -23,10 +23,11 @@ pub struct GradScalerOptions {
     pub growth_factor: f64,
     /// The factor by which the scale falls after gradients that were not finite; 0.5 by default.
     pub backoff_factor: f64,
-    /// The number of consecutive steps with finite gradients after which the scale grows; 2000 by default.
+    /// The number of consecutive steps with finite gradients after which the scale grows; 2000 by
+    /// default.
     pub growth_interval: u32,
-    /// `true` (the default) to scale losses. With `false`, [`GradScaler::scale`] returns the loss as it is, and
-    /// [`GradScaler::step`] always steps the optimizer.
+    /// `true` (the default) to scale losses. With `false`, [`GradScaler::scale`] returns the loss
+    /// as it is, and [`GradScaler::step`] always steps the optimizer.
     pub enabled: bool,
 }
 
@@ -42,8 +43,9 @@ impl Default for GradScalerOptions {
     }
 }
 
-/// Scales losses, so that small gradients are not lost in `f16`, and skips steps whose gradients the scale has made too
-/// large: torch's `GradScaler` and `ShardedGradScaler`. All ranks skip the same steps and have the same scale.
+/// Scales losses, so that small gradients are not lost in `f16`, and skips steps whose gradients
+/// the scale has made too large: torch's `GradScaler` and `ShardedGradScaler`. All ranks skip the
+/// same steps and have the same scale.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -101,25 +103,60 @@ impl GradScaler {
     /// # Errors
     /// [`ScalerError::OutOfRange`].
     pub fn new(options: GradScalerOptions) -> Result<Self> {
-        let GradScalerOptions { init_scale, growth_factor, backoff_factor, growth_interval, enabled } = options;
+        let GradScalerOptions {
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            enabled,
+        } = options;
         let scale = init_scale as f32;
         for (key, value, is_fine, range) in [
-            ("init_scale", init_scale, scale.is_finite() && scale > 0.0, "finite and positive in f32"),
-            ("growth_factor", growth_factor, growth_factor.is_finite() && growth_factor > 1.0, "finite and above 1"),
-            ("backoff_factor", backoff_factor, backoff_factor > 0.0 && backoff_factor < 1.0, "between 0 and 1"),
-            ("growth_interval", growth_interval.into(), growth_interval > 0, "at least 1"),
+            (
+                "init_scale",
+                init_scale,
+                scale.is_finite() && scale > 0.0,
+                "finite and positive in f32",
+            ),
+            (
+                "growth_factor",
+                growth_factor,
+                growth_factor.is_finite() && growth_factor > 1.0,
+                "finite and above 1",
+            ),
+            (
+                "backoff_factor",
+                backoff_factor,
+                backoff_factor > 0.0 && backoff_factor < 1.0,
+                "between 0 and 1",
+            ),
+            (
+                "growth_interval",
+                growth_interval.into(),
+                growth_interval > 0,
+                "at least 1",
+            ),
         ] {
             if enabled && !is_fine {
                 return Err(ScalerError::OutOfRange { key, value, range }.into());
             }
         }
-        Ok(GradScaler { options, scale, growth_tracker: 0, unscaled: Vec::new() })
+        Ok(GradScaler {
+            options,
+            scale,
+            growth_tracker: 0,
+            unscaled: Vec::new(),
+        })
     }
 
     /// Returns the scale; 1 if the scaler is not enabled.
     #[must_use]
     pub fn get_scale(&self) -> f64 {
-        if self.options.enabled { self.scale.into() } else { 1.0 }
+        if self.options.enabled {
+            self.scale.into()
+        } else {
+            1.0
+        }
     }
 
     /// Returns a loss times the scale, for the backward. No communication.
@@ -127,12 +164,16 @@ impl GradScaler {
     /// # Errors
     /// candle's errors.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
-        if self.options.enabled { Ok((loss * self.get_scale())?) } else { Ok(loss.clone()) }
+        if self.options.enabled {
+            Ok((loss * self.get_scale())?)
+        } else {
+            Ok(loss.clone())
+        }
     }
 
-    /// Divides all gradients of a model by the scale, and returns `true` if those of all ranks are finite. Call it
-    /// before clipping gradients; otherwise [`Self::step`] does it. Collectives: one all-reduce of a number over all
-    /// ranks.
+    /// Divides all gradients of a model by the scale, and returns `true` if those of all ranks are
+    /// finite. Call it before clipping gradients; otherwise [`Self::step`] does it. Collectives:
+    /// one all-reduce of a number over all ranks.
     ///
     /// # Errors
     /// [`ScalerError::UnscaledTwice`], [`ScalerError::NewGradients`]; the all-reduce's.
@@ -148,28 +189,41 @@ impl GradScaler {
         let mut found = [f32::from(u8::from(!*is_finite.as_ref().unwrap_or(&false)))];
         parameters.group().all_reduce(&mut found, ReduceOp::Max)?;
         is_finite?;
-        let (model, reductions) = (Arc::as_ptr(&parameters.shared).addr(), parameters.shared.reductions());
+        let (model, reductions) = (
+            Arc::as_ptr(&parameters.shared).addr(),
+            parameters.shared.reductions(),
+        );
         let is_finite = found[0] == 0.0;
-        self.unscaled.push(Unscaled { model, reductions, is_finite });
+        self.unscaled.push(Unscaled {
+            model,
+            reductions,
+            is_finite,
+        });
         Ok(is_finite)
     }
 
-    /// Returns what is known of a model's gradients; `None` if they have not been unscaled since the last update.
+    /// Returns what is known of a model's gradients; `None` if they have not been unscaled since
+    /// the last update.
     ///
     /// # Errors
     /// [`ScalerError::NewGradients`].
     fn unscaled_of(&self, parameters: &ShardedParameters) -> Result<Option<Unscaled>> {
         let model = Arc::as_ptr(&parameters.shared).addr();
-        let found = self.unscaled.iter().find(|unscaled| unscaled.model == model).copied();
+        let found = self
+            .unscaled
+            .iter()
+            .find(|unscaled| unscaled.model == model)
+            .copied();
         if found.is_some_and(|found| found.reductions != parameters.shared.reductions()) {
             return Err(ScalerError::NewGradients.into());
         }
         Ok(found)
     }
 
-    /// Steps an optimizer if all gradients of all ranks are finite, and returns `true` if it did. Unscales the
-    /// gradients first unless [`Self::unscale`] was called since the last [`Self::update`]. Several optimizers, of one
-    /// model or of several, may step one after the other. Collectives: those of [`Self::unscale`], and the optimizer's.
+    /// Steps an optimizer if all gradients of all ranks are finite, and returns `true` if it did.
+    /// Unscales the gradients first unless [`Self::unscale`] was called since the last
+    /// [`Self::update`]. Several optimizers, of one model or of several, may step one after the
+    /// other. Collectives: those of [`Self::unscale`], and the optimizer's.
     ///
     /// # Errors
     /// The errors of the optimizer and of [`Self::unscale`].
@@ -187,8 +241,8 @@ impl GradScaler {
         Ok(true)
     }
 
-    /// Updates the scale after a step: it falls if the step was skipped, and grows after enough steps that were not. No
-    /// communication.
+    /// Updates the scale after a step: it falls if the step was skipped, and grows after enough
+    /// steps that were not. No communication.
     ///
     /// # Errors
     /// [`ScalerError::NothingToUpdate`].
@@ -214,8 +268,9 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Returns the state under torch's keys: `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and
-    /// `_growth_tracker`; nothing if the scaler is not enabled. Take it after [`Self::update`].
+    /// Returns the state under torch's keys: `scale`, `growth_factor`, `backoff_factor`,
+    /// `growth_interval` and `_growth_tracker`; nothing if the scaler is not enabled. Take it after
+    /// [`Self::update`].
     #[must_use]
     pub fn state_dict(&self) -> StateDict {
         let mut state = StateDict::new();
@@ -229,8 +284,8 @@ impl GradScaler {
         state
     }
 
-    /// Loads the state of a scaler, which may be torch's. A scaler that is not enabled ignores it, as in torch. No
-    /// communication.
+    /// Loads the state of a scaler, which may be torch's. A scaler that is not enabled ignores it,
+    /// as in torch. No communication.
     ///
     /// # Errors
     /// [`ScalerError::State`] and [`ScalerError::OutOfRange`], and nothing has been changed.
@@ -239,7 +294,11 @@ impl GradScaler {
             return Ok(());
         }
         let float = |key| value(state, key, "a float", PlainValue::as_float);
-        let count = |key| value(state, key, "a count", |value| u32::try_from(value.as_int()?).ok());
+        let count = |key| {
+            value(state, key, "a count", |value| {
+                u32::try_from(value.as_int()?).ok()
+            })
+        };
         let options = GradScalerOptions {
             init_scale: float("scale")?,
             growth_factor: float("growth_factor")?,
@@ -248,10 +307,19 @@ impl GradScaler {
             enabled: true,
         };
         let growth_tracker = count("_growth_tracker")?;
-        let loaded = GradScaler { growth_tracker, ..GradScaler::new(options)? };
+        let loaded = GradScaler {
+            growth_tracker,
+            ..GradScaler::new(options)?
+        };
         // The scale at the beginning of this run stays the same.
         let init_scale = self.options.init_scale;
-        *self = GradScaler { options: GradScalerOptions { init_scale, ..options }, ..loaded };
+        *self = GradScaler {
+            options: GradScalerOptions {
+                init_scale,
+                ..options
+            },
+            ..loaded
+        };
         Ok(())
     }
 }
@@ -264,7 +332,13 @@ fn value<T>(
     convert: impl FnOnce(&PlainValue) -> Option<T>,
 ) -> Result<T> {
     let found = state.get(key).map(|value| value.as_plain());
-    let wrong = |found| NnError::from(ScalerError::State { key, found, expected });
+    let wrong = |found| {
+        NnError::from(ScalerError::State {
+            key,
+            found,
+            expected,
+        })
+    };
     match found {
         None => Err(wrong("nothing")),
         Some(None) => Err(wrong("a tensor or dict")),
@@ -273,14 +347,15 @@ fn value<T>(
 }
 
 impl ShardedParameters {
-    /// Multiplies the gradients of this rank by `factor`, and returns `true` if all of them were finite before. No
-    /// communication.
+    /// Multiplies the gradients of this rank by `factor`, and returns `true` if all of them were
+    /// finite before. No communication.
     fn unscale_gradients(&self, factor: f32) -> Result<bool> {
         let factor = f64::from(factor);
         let mut is_finite = true;
         for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
             if !grad.device().is_cpu() {
-                // A sum of squares on the GPU is not finite if an element is not, and only that sum comes to the host.
+                // A sum of squares on the GPU is not finite if an element is not, and only that sum
+                // comes to the host.
                 is_finite &= device::norm_part(&grad, false)?.is_finite();
                 device::scale(&grad, factor)?;
                 continue;

@@ -2,7 +2,8 @@
 
 use thiserror::Error;
 
-/// A [`GradScaler`](crate::GradScaler) that is used in the wrong order, or given options or state that cannot be.
+/// A [`GradScaler`](crate::GradScaler) that is used in the wrong order, or given options or state
+/// that cannot be.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum ScalerError {

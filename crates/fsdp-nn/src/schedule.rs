@@ -18,11 +18,11 @@ pub enum Decay {
     Linear,
 }
 
-/// A learning rate over the steps of a run, as a multiple of a base: torch's `LambdaLR` with the functions that
-/// `transformers` calls constant, cosine and linear schedules with warm-up.
+/// A learning rate over the steps of a run, as a multiple of a base: torch's `LambdaLR` with the
+/// functions that `transformers` calls constant, cosine and linear schedules with warm-up.
 ///
-/// It has no state: the factor depends only on the number of the step. A run that saves its step, and these fields as
-/// plain values, can resume the schedule.
+/// It has no state: the factor depends only on the number of the step. A run that saves its step,
+/// and these fields as plain values, can resume the schedule.
 ///
 /// ```
 /// use fsdp_nn::schedule::{Decay, Schedule};
@@ -36,7 +36,8 @@ pub struct Schedule {
     pub decay: Decay,
     /// The number of steps in which the rate rises from 0 to the base.
     pub warmup: u64,
-    /// The number of steps, the warm-up included, after which the rate has fallen. A constant rate ignores it.
+    /// The number of steps, the warm-up included, after which the rate has fallen. A constant rate
+    /// ignores it.
     pub steps: u64,
 }
 
@@ -56,9 +57,10 @@ impl Schedule {
         }
     }
 
-    /// Sets the learning rate of each group of an optimizer for a step, counted from 0, to its base rate times the
-    /// factor. The base rate is the group's [`initial_lr`](crate::ParamGroup::initial_lr): its learning rate when a
-    /// schedule is first applied. It is saved in checkpoints, as by torch's schedulers. Every rank must call this; no
+    /// Sets the learning rate of each group of an optimizer for a step, counted from 0, to its base
+    /// rate times the factor. The base rate is the group's
+    /// [`initial_lr`](crate::ParamGroup::initial_lr): its learning rate when a schedule is first
+    /// applied. It is saved in checkpoints, as by torch's schedulers. Every rank must call this; no
     /// communication.
     ///
     /// # Errors
@@ -82,27 +84,55 @@ mod tests {
     /// `torch.optim.lr_scheduler.LambdaLR`.
     #[test]
     fn a_cosine_with_warm_up_is_that_of_transformers() {
-        let schedule = Schedule { decay: Decay::Cosine, warmup: 3, steps: 9 };
-        let expected =
-            [0.0, 1.0 / 3.0, 2.0 / 3.0, 1.0, 0.933_012_701_892_219_3, 0.75, 0.5, 0.25, 0.066_987_298_107_780_7, 0.0];
+        let schedule = Schedule {
+            decay: Decay::Cosine,
+            warmup: 3,
+            steps: 9,
+        };
+        let expected = [
+            0.0,
+            1.0 / 3.0,
+            2.0 / 3.0,
+            1.0,
+            0.933_012_701_892_219_3,
+            0.75,
+            0.5,
+            0.25,
+            0.066_987_298_107_780_7,
+            0.0,
+        ];
         for (step, expected) in (0..).zip(expected) {
             let found = schedule.factor(step);
-            assert!((found - expected).abs() < 1e-15, "step {step}: {found} is not {expected}");
+            assert!(
+                (found - expected).abs() < 1e-15,
+                "step {step}: {found} is not {expected}"
+            );
         }
     }
 
     #[test]
     fn a_constant_rate_only_warms_up() {
-        let factors = |schedule: Schedule| (0..4).map(|step| schedule.factor(step)).collect::<Vec<_>>();
+        let factors =
+            |schedule: Schedule| (0..4).map(|step| schedule.factor(step)).collect::<Vec<_>>();
         assert_eq!(factors(Schedule::default()), [1.0; 4]);
-        assert_eq!(factors(Schedule { warmup: 2, ..Schedule::default() }), [0.0, 0.5, 1.0, 1.0]);
+        assert_eq!(
+            factors(Schedule {
+                warmup: 2,
+                ..Schedule::default()
+            }),
+            [0.0, 0.5, 1.0, 1.0]
+        );
     }
 
     #[test]
     fn rates_stay_at_their_end() {
         for decay in [Decay::Cosine, Decay::Linear] {
             for (warmup, steps) in [(0, 0), (5, 5), (9, 3), (0, 1)] {
-                let schedule = Schedule { decay, warmup, steps };
+                let schedule = Schedule {
+                    decay,
+                    warmup,
+                    steps,
+                };
                 assert!(schedule.factor(u64::MAX).abs() < 1e-15, "{schedule:?}");
                 assert_eq!(schedule.factor(warmup), 1.0, "{schedule:?}");
             }

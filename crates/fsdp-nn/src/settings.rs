@@ -24,7 +24,8 @@ pub enum StateDictType {
 pub struct FullStateDictConfig {
     /// `true` if tensors are put on the CPU.
     pub offload_to_cpu: bool,
-    /// `true` if only rank 0 gets the state dict and the others an empty one; on load, if only rank 0 has one.
+    /// `true` if only rank 0 gets the state dict and the others an empty one; on load, if only rank
+    /// 0 has one.
     pub rank0_only: bool,
 }
 
@@ -47,13 +48,17 @@ pub struct LocalStateDictConfig {
 pub struct FullOptimStateDictConfig {
     /// `true` if tensors are put on the CPU; they are by default.
     pub offload_to_cpu: bool,
-    /// `true` if only rank 0 gets the state dict and the others an empty one; on load, if only rank 0 has one.
+    /// `true` if only rank 0 gets the state dict and the others an empty one; on load, if only rank
+    /// 0 has one.
     pub rank0_only: bool,
 }
 
 impl Default for FullOptimStateDictConfig {
     fn default() -> Self {
-        FullOptimStateDictConfig { offload_to_cpu: true, rank0_only: false }
+        FullOptimStateDictConfig {
+            offload_to_cpu: true,
+            rank0_only: false,
+        }
     }
 }
 
@@ -66,7 +71,9 @@ pub struct ShardedOptimStateDictConfig {
 
 impl Default for ShardedOptimStateDictConfig {
     fn default() -> Self {
-        ShardedOptimStateDictConfig { offload_to_cpu: true }
+        ShardedOptimStateDictConfig {
+            offload_to_cpu: true,
+        }
     }
 }
 
@@ -123,7 +130,13 @@ impl StateDictConfig {
     /// Returns `true` if only rank 0 has the state dict.
     #[must_use]
     pub const fn rank0_only(&self) -> bool {
-        matches!(self, StateDictConfig::Full(FullStateDictConfig { rank0_only: true, .. }))
+        matches!(
+            self,
+            StateDictConfig::Full(FullStateDictConfig {
+                rank0_only: true,
+                ..
+            })
+        )
     }
 
     /// Returns the ranks of the model's group that get a state dict, and the device of its tensors.
@@ -147,8 +160,12 @@ impl OptimStateDictConfig {
     pub fn of(state_dict_type: StateDictType) -> Self {
         match state_dict_type {
             StateDictType::Full => OptimStateDictConfig::Full(FullOptimStateDictConfig::default()),
-            StateDictType::Sharded => OptimStateDictConfig::Sharded(ShardedOptimStateDictConfig::default()),
-            StateDictType::Local => OptimStateDictConfig::Local(LocalOptimStateDictConfig::default()),
+            StateDictType::Sharded => {
+                OptimStateDictConfig::Sharded(ShardedOptimStateDictConfig::default())
+            }
+            StateDictType::Local => {
+                OptimStateDictConfig::Local(LocalOptimStateDictConfig::default())
+            }
         }
     }
 
@@ -165,7 +182,13 @@ impl OptimStateDictConfig {
     /// Returns `true` if only rank 0 has the state dict.
     #[must_use]
     pub const fn rank0_only(&self) -> bool {
-        matches!(self, OptimStateDictConfig::Full(FullOptimStateDictConfig { rank0_only: true, .. }))
+        matches!(
+            self,
+            OptimStateDictConfig::Full(FullOptimStateDictConfig {
+                rank0_only: true,
+                ..
+            })
+        )
     }
 
     /// Returns the ranks of the model's group that get a state dict, and the device of its tensors.
@@ -185,11 +208,19 @@ impl OptimStateDictConfig {
 
 /// Returns which ranks get a full state dict and on which device, from torch's two options.
 fn gather_options(rank0_only: bool, offload_to_cpu: bool) -> GatherOptions {
-    let keep_on = if rank0_only { KeepOn::Ranks(vec![0]) } else { KeepOn::All };
-    GatherOptions { keep_on, device: offload_to_cpu.then_some(Device::Cpu) }
+    let keep_on = if rank0_only {
+        KeepOn::Ranks(vec![0])
+    } else {
+        KeepOn::All
+    };
+    GatherOptions {
+        keep_on,
+        device: offload_to_cpu.then_some(Device::Cpu),
+    }
 }
 
-/// torch's `StateDictSettings`: a type and configs of its classes. The same on every rank. `Full` by default.
+/// torch's `StateDictSettings`: a type and configs of its classes. The same on every rank. `Full`
+/// by default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StateDictSettings {
     state_dict_type: StateDictType,
@@ -233,9 +264,21 @@ impl StateDictSettings {
         let default = StateDictSettings::of(state_dict_type);
         let model = state_dict_config.unwrap_or(default.state_dict_config);
         let optim = optim_state_dict_config.unwrap_or(default.optim_state_dict_config);
-        check_class("state_dict_config", default.state_dict_config.class(), model.class())?;
-        check_class("optim_state_dict_config", default.optim_state_dict_config.class(), optim.class())?;
-        Ok(StateDictSettings { state_dict_config: model, optim_state_dict_config: optim, ..default })
+        check_class(
+            "state_dict_config",
+            default.state_dict_config.class(),
+            model.class(),
+        )?;
+        check_class(
+            "optim_state_dict_config",
+            default.optim_state_dict_config.class(),
+            optim.class(),
+        )?;
+        Ok(StateDictSettings {
+            state_dict_config: model,
+            optim_state_dict_config: optim,
+            ..default
+        })
     }
 
     /// Returns the type.
@@ -259,7 +302,15 @@ impl StateDictSettings {
 
 /// Refuses a config of another class than the type asks for.
 fn check_class(which: &'static str, expected: &'static str, found: &'static str) -> Result<()> {
-    if expected == found { Ok(()) } else { Err(NnError::ConfigType { which, expected, found }) }
+    if expected == found {
+        Ok(())
+    } else {
+        Err(NnError::ConfigType {
+            which,
+            expected,
+            found,
+        })
+    }
 }
 
 /// The settings in force for one model.
@@ -269,7 +320,10 @@ pub(crate) struct CurrentSettings(Mutex<StateDictSettings>);
 impl CurrentSettings {
     /// Puts settings in force, and returns those before.
     pub(crate) fn replace(&self, settings: StateDictSettings) -> StateDictSettings {
-        std::mem::replace(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner), settings)
+        std::mem::replace(
+            &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner),
+            settings,
+        )
     }
 
     /// Returns the settings in force.

@@ -1,5 +1,5 @@
-//! The state that all units of one model share: which of them are gathered, counts of forwards, of changes of values
-//! and of bytes.
+//! The state that all units of one model share: which of them are gathered, counts of forwards, of
+//! changes of values and of bytes.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -17,7 +17,8 @@ pub(crate) struct Shared {
     no_all_reduce: AtomicBool,
     /// The dtype in which gradients are sent, if it is another than that of the reduction.
     sent_dtype: OnceLock<DType>,
-    /// `true` once views of the shards have been lent to somebody who may write into them at any time.
+    /// `true` once views of the shards have been lent to somebody who may write into them at any
+    /// time.
     lent: AtomicBool,
     /// `true` once the check for parameters without a gradient has been made.
     looked_for_unreached: AtomicBool,
@@ -105,7 +106,8 @@ impl Shared {
         self.sent_dtype.get().copied()
     }
 
-    /// Sets the dtype in which gradients are sent. Returns `false` if one has been set already, which stays.
+    /// Sets the dtype in which gradients are sent. Returns `false` if one has been set already,
+    /// which stays.
     pub(crate) fn set_sent_dtype(&self, dtype: DType) -> bool {
         self.sent_dtype.set(dtype).is_ok()
     }
@@ -120,7 +122,8 @@ impl Shared {
         self.lent.load(Ordering::Relaxed)
     }
 
-    /// Returns `true` on the first call only: the caller then looks for parameters without a gradient.
+    /// Returns `true` on the first call only: the caller then looks for parameters without a
+    /// gradient.
     pub(crate) fn begin_look_for_unreached(&self) -> bool {
         !self.looked_for_unreached.swap(true, Ordering::Relaxed)
     }
@@ -143,7 +146,8 @@ impl Shared {
         self.forwards.load(Ordering::Relaxed)
     }
 
-    /// Returns `true` if the shards may have been written since a forward gathered them. The same on every rank.
+    /// Returns `true` if the shards may have been written since a forward gathered them. The same
+    /// on every rank.
     pub(crate) fn may_be_stale(&self, gathered_in: u64) -> bool {
         let is_running = self.running.load(Ordering::Relaxed) > 0;
         self.lent.load(Ordering::Relaxed) && !(is_running && gathered_in == self.forward())
@@ -162,7 +166,11 @@ impl Shared {
     /// Adds a unit that is not gathered, and returns its number.
     pub(crate) fn add_unit(&self, name: &str, parameters: Vec<String>) -> usize {
         let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
-        units.push(UnitState { name: name.to_owned(), parameters, is_whole: false });
+        units.push(UnitState {
+            name: name.to_owned(),
+            parameters,
+            is_whole: false,
+        });
         units.len() - 1
     }
 
@@ -184,7 +192,10 @@ impl Shared {
     pub(crate) fn sharded(&self) -> (Vec<String>, Vec<String>) {
         let units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
         let sharded = units.iter().filter(|unit| !unit.is_whole);
-        let parameters = sharded.clone().flat_map(|unit| unit.parameters.clone()).collect();
+        let parameters = sharded
+            .clone()
+            .flat_map(|unit| unit.parameters.clone())
+            .collect();
         (parameters, sharded.map(|unit| unit.name.clone()).collect())
     }
 

@@ -9,17 +9,19 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ShardingStrategy {
-    /// Parameters are gathered before a unit's forward, freed after it, gathered again for its backward, and freed;
-    /// gradients and optimizer state are sharded. torch's `FULL_SHARD`.
+    /// Parameters are gathered before a unit's forward, freed after it, gathered again for its
+    /// backward, and freed; gradients and optimizer state are sharded. torch's `FULL_SHARD`.
     #[default]
     FullShard,
-    /// Like `FullShard`, but parameters stay gathered from forward to backward: torch's `SHARD_GRAD_OP`.
+    /// Like `FullShard`, but parameters stay gathered from forward to backward: torch's
+    /// `SHARD_GRAD_OP`.
     ShardGradOp,
-    /// Every rank holds everything, and gradients are all-reduced: torch's `NO_SHARD`. A single rank always has this
-    /// strategy.
+    /// Every rank holds everything, and gradients are all-reduced: torch's `NO_SHARD`. A single
+    /// rank always has this strategy.
     NoShard,
-    /// Like `FullShard` along the last dimension of a 2-D mesh, and replicated along the first: gradients are
-    /// reduce-scattered among the ranks that share shards, then all-reduced across replicas. torch's `HYBRID_SHARD`.
+    /// Like `FullShard` along the last dimension of a 2-D mesh, and replicated along the first:
+    /// gradients are reduce-scattered among the ranks that share shards, then all-reduced across
+    /// replicas. torch's `HYBRID_SHARD`.
     HybridShard,
 }
 
@@ -60,7 +62,14 @@ impl FromStr for ShardingStrategy {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|strategy| strategy.name() == name);
-        found.ok_or_else(|| format!("unknown strategy `{name}`: use {}", Self::ALL.map(Self::name).join(", ")))
+        let found = Self::ALL
+            .into_iter()
+            .find(|strategy| strategy.name() == name);
+        found.ok_or_else(|| {
+            format!(
+                "unknown strategy `{name}`: use {}",
+                Self::ALL.map(Self::name).join(", ")
+            )
+        })
     }
 }

@@ -13,10 +13,11 @@ use crate::{NnError, Result};
 
 const WRITE_BACK: &str = "FullParameters::write_back";
 
-/// All parameters of a model, whole on every rank, until it is dropped: torch's `summon_full_params`. Made by
-/// [`ShardedParameters::summon_full_params`].
+/// All parameters of a model, whole on every rank, until it is dropped: torch's
+/// `summon_full_params`. Made by [`ShardedParameters::summon_full_params`].
 ///
-/// While it lives, nothing else can change the parameters: an optimizer's step, a load or a reshard is an error.
+/// While it lives, nothing else can change the parameters: an optimizer's step, a load or a reshard
+/// is an error.
 #[derive(Debug)]
 pub struct FullParameters<'a> {
     parameters: &'a ShardedParameters,
@@ -27,10 +28,11 @@ pub struct FullParameters<'a> {
 }
 
 impl ShardedParameters {
-    /// Gathers all parameters whole on every rank, in the dtype of shards: torch's `summon_full_params`. It takes the
-    /// memory of the whole model on each rank. What is changed is written back by [`FullParameters::write_back`] only,
-    /// as with `writeback=True` in torch; dropping it changes nothing. Collectives: one all-gather for each unit, none
-    /// where nothing is sharded.
+    /// Gathers all parameters whole on every rank, in the dtype of shards: torch's
+    /// `summon_full_params`. It takes the memory of the whole model on each rank. What is changed
+    /// is written back by [`FullParameters::write_back`] only, as with `writeback=True` in torch;
+    /// dropping it changes nothing. Collectives: one all-gather for each unit, none where nothing
+    /// is sharded.
     ///
     /// ```
     /// use candle_nn::linear;
@@ -56,9 +58,20 @@ impl ShardedParameters {
         for handle in &self.handles {
             units.push(handle.gather_whole()?);
         }
-        let tensor = |fqn: &str| self.location(fqn).map(|at| units[at.handle][at.param].clone());
-        let whole = self.fqns().map(|fqn| Ok((fqn.to_owned(), tensor(fqn)?))).collect::<Result<_>>()?;
-        Ok(FullParameters { parameters: self, whole, replaced: IndexSet::new(), in_use })
+        let tensor = |fqn: &str| {
+            self.location(fqn)
+                .map(|at| units[at.handle][at.param].clone())
+        };
+        let whole = self
+            .fqns()
+            .map(|fqn| Ok((fqn.to_owned(), tensor(fqn)?)))
+            .collect::<Result<_>>()?;
+        Ok(FullParameters {
+            parameters: self,
+            whole,
+            replaced: IndexSet::new(),
+            in_use,
+        })
     }
 }
 
@@ -69,15 +82,22 @@ impl FullParameters<'_> {
     /// [`NnError::UnknownParameter`].
     pub fn get(&self, fqn: &str) -> Result<&Tensor> {
         let name = self.parameters.canonical_fqn(fqn);
-        self.whole.get(name).ok_or_else(|| NnError::UnknownParameter { fqn: fqn.to_owned() })
+        self.whole
+            .get(name)
+            .ok_or_else(|| NnError::UnknownParameter {
+                fqn: fqn.to_owned(),
+            })
     }
 
     /// Returns the parameters by name, in the order in which the model declared them.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
-        self.whole.iter().map(|(fqn, tensor)| (fqn.as_str(), tensor))
+        self.whole
+            .iter()
+            .map(|(fqn, tensor)| (fqn.as_str(), tensor))
     }
 
-    /// Replaces the value of a parameter here; the model gets it with [`Self::write_back`]. No communication.
+    /// Replaces the value of a parameter here; the model gets it with [`Self::write_back`]. No
+    /// communication.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`]; a value of another shape or dtype.
@@ -98,23 +118,33 @@ impl FullParameters<'_> {
 
     /// Writes what has been [`set`](Self::set) into the model: each rank its own part.
     ///
-    /// Collectives: one agreement, in which ranks compare hashes of the values. If they differed, parts of different
-    /// values would be mixed in one parameter.
+    /// Collectives: one agreement, in which ranks compare hashes of the values. If they differed,
+    /// parts of different values would be mixed in one parameter.
     ///
     /// # Errors
-    /// [`NnError::DifferentModels`] if the ranks have set different parameters or values, and [`NnError::UnitInUse`]
-    /// while somebody else uses a unit. One rank's error is every rank's, and changes nothing.
+    /// [`NnError::DifferentModels`] if the ranks have set different parameters or values, and
+    /// [`NnError::UnitInUse`] while somebody else uses a unit. One rank's error is every rank's,
+    /// and changes nothing.
     pub fn write_back(self) -> Result<()> {
-        let FullParameters { parameters, whole, replaced, in_use } = self;
+        let FullParameters {
+            parameters,
+            whole,
+            replaced,
+            in_use,
+        } = self;
         drop(in_use);
         let prepared = parameters.reshard().and_then(|()| {
             let values = replaced.iter().filter_map(|fqn| whole.get_key_value(fqn));
-            values.map(|(fqn, value)| Ok((fqn, value, hash(value)?))).collect::<Result<Vec<_>>>()
+            values
+                .map(|(fqn, value)| Ok((fqn, value, hash(value)?)))
+                .collect::<Result<Vec<_>>>()
         });
         let values = agree_on_model(parameters.group(), WRITE_BACK, prepared, |values| {
             values
                 .iter()
-                .map(|(fqn, _, hash)| format!("the parameter `{fqn}` with values of hash {hash:016x}"))
+                .map(|(fqn, _, hash)| {
+                    format!("the parameter `{fqn}` with values of hash {hash:016x}")
+                })
                 .collect()
         })?;
         for (fqn, value, _) in values {

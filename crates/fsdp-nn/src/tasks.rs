@@ -1,14 +1,15 @@
 //! Element-wise work on long slices, shared by the threads of the rayon pool that the caller is in.
 //!
-//! Slices are cut into tasks of a fixed length, so that results do not depend on the number of threads.
+//! Slices are cut into tasks of a fixed length, so that results do not depend on the number of
+//! threads.
 
 use std::cell::Cell;
 
 use rayon::iter::{IndexedParallelIterator as _, IntoParallelIterator as _, ParallelIterator as _};
 use rayon::slice::{ParallelSlice as _, ParallelSliceMut as _};
 
-/// The number of elements of a task. With so many, handing a task to a thread costs little compared with the task
-/// itself.
+/// The number of elements of a task. With so many, handing a task to a thread costs little compared
+/// with the task itself.
 const TASK: usize = 32 << 10;
 
 /// The partial sums of a task, so that the compiler can add several numbers at once.
@@ -19,8 +20,8 @@ thread_local! {
     static IS_ALONE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Makes this thread do all of its work itself. It belongs to no rayon pool, so work that it shared would run in
-/// rayon's global pool and take cores from the ranks' own pools.
+/// Makes this thread do all of its work itself. It belongs to no rayon pool, so work that it shared
+/// would run in rayon's global pool and take cores from the ranks' own pools.
 pub(crate) fn stay_on_this_thread() {
     IS_ALONE.set(true);
 }
@@ -30,30 +31,42 @@ pub(crate) fn is_alone() -> bool {
     IS_ALONE.get() || rayon::current_num_threads() == 1
 }
 
-/// Returns `true` if so many elements are shared by threads. For fewer, another thread would only add its latency.
+/// Returns `true` if so many elements are shared by threads. For fewer, another thread would only
+/// add its latency.
 fn is_shared(len: usize) -> bool {
     len > TASK && !IS_ALONE.get()
 }
 
 /// Calls `f` with each task of two slices of equal length.
-pub(crate) fn for_each_pair<T: Send, U: Sync>(to: &mut [T], from: &[U], f: impl Fn(&mut [T], &[U]) + Sync) {
+pub(crate) fn for_each_pair<T: Send, U: Sync>(
+    to: &mut [T],
+    from: &[U],
+    f: impl Fn(&mut [T], &[U]) + Sync,
+) {
     if !is_shared(to.len()) {
         return f(to, from);
     }
-    to.par_chunks_mut(TASK).zip(from.par_chunks(TASK)).for_each(|(to, from)| f(to, from));
+    to.par_chunks_mut(TASK)
+        .zip(from.par_chunks(TASK))
+        .for_each(|(to, from)| f(to, from));
 }
 
 /// Returns the sum of `term` of all values.
 pub(crate) fn sum<T: Copy + Sync>(values: &[T], term: impl Fn(T) -> f64 + Sync) -> f64 {
     if !is_shared(values.len()) {
-        return values.chunks(TASK).fold(0.0, |sum, task| sum + sum_of_task(task, &term));
+        return values
+            .chunks(TASK)
+            .fold(0.0, |sum, task| sum + sum_of_task(task, &term));
     }
-    let sums: Vec<f64> = values.par_chunks(TASK).map(|task| sum_of_task(task, &term)).collect();
+    let sums: Vec<f64> = values
+        .par_chunks(TASK)
+        .map(|task| sum_of_task(task, &term))
+        .collect();
     sums.into_iter().sum()
 }
 
-/// Returns the sum of `term` of the values of one task. It is added up in several lanes, which the processor can do at
-/// the same time.
+/// Returns the sum of `term` of the values of one task. It is added up in several lanes, which the
+/// processor can do at the same time.
 fn sum_of_task<T: Copy>(values: &[T], term: &impl Fn(T) -> f64) -> f64 {
     let mut lanes = [0f64; LANES];
     let mut chunks = values.chunks_exact(LANES);
@@ -69,8 +82,8 @@ fn sum_of_task<T: Copy>(values: &[T], term: &impl Fn(T) -> f64) -> f64 {
 /// One task of an update: a part of the parameter, of its gradient and of each of its states.
 type Update<'a, T> = (&'a mut [T], &'a [T], Vec<&'a mut [T]>);
 
-/// Calls `update` with each task of a parameter, its gradient and its states, all of equal length. An error of any task
-/// is returned.
+/// Calls `update` with each task of a parameter, its gradient and its states, all of equal length.
+/// An error of any task is returned.
 pub(crate) fn update<T: Send + Sync, E: Send>(
     param: &mut [T],
     grad: &[T],
@@ -80,13 +93,24 @@ pub(crate) fn update<T: Send + Sync, E: Send>(
     if !is_shared(param.len()) {
         return update(param, grad, states);
     }
-    let mut states: Vec<_> = states.iter_mut().map(|state| state.chunks_mut(TASK)).collect();
+    let mut states: Vec<_> = states
+        .iter_mut()
+        .map(|state| state.chunks_mut(TASK))
+        .collect();
     let tasks: Vec<Update<'_, T>> = param
         .chunks_mut(TASK)
         .zip(grad.chunks(TASK))
-        .map(|(param, grad)| (param, grad, states.iter_mut().filter_map(Iterator::next).collect()))
+        .map(|(param, grad)| {
+            (
+                param,
+                grad,
+                states.iter_mut().filter_map(Iterator::next).collect(),
+            )
+        })
         .collect();
-    tasks.into_par_iter().try_for_each(|(param, grad, mut states)| update(param, grad, &mut states))
+    tasks
+        .into_par_iter()
+        .try_for_each(|(param, grad, mut states)| update(param, grad, &mut states))
 }
 
 #[cfg(test)]
@@ -98,24 +122,44 @@ mod tests {
         for len in [0, 1, TASK, TASK + 1, 3 * TASK + 5] {
             let from: Vec<f64> = (0..len).map(|index| index as f64).collect();
             let mut to = vec![1f64; len];
-            for_each_pair(&mut to, &from, |to, from| to.iter_mut().zip(from).for_each(|(to, from)| *to += from));
-            assert!(to.iter().zip(&from).all(|(to, from)| *to == from + 1.0), "{len}");
-            assert_eq!(sum(&from, |value| value), (len * len.saturating_sub(1) / 2) as f64);
+            for_each_pair(&mut to, &from, |to, from| {
+                to.iter_mut().zip(from).for_each(|(to, from)| *to += from)
+            });
+            assert!(
+                to.iter().zip(&from).all(|(to, from)| *to == from + 1.0),
+                "{len}"
+            );
+            assert_eq!(
+                sum(&from, |value| value),
+                (len * len.saturating_sub(1) / 2) as f64
+            );
 
             let (mut first, mut second) = (vec![0f64; len], vec![0f64; len]);
-            let updated = update(&mut to, &from, &mut [&mut first, &mut second], |to, from, states| {
-                let [first, second] = states else { return Err("two states") };
-                for (index, &from) in from.iter().enumerate() {
-                    to[index] -= from;
-                    first[index] += from;
-                    second[index] += 2.0 * from;
-                }
-                Ok(())
-            });
+            let updated = update(
+                &mut to,
+                &from,
+                &mut [&mut first, &mut second],
+                |to, from, states| {
+                    let [first, second] = states else {
+                        return Err("two states");
+                    };
+                    for (index, &from) in from.iter().enumerate() {
+                        to[index] -= from;
+                        first[index] += from;
+                        second[index] += 2.0 * from;
+                    }
+                    Ok(())
+                },
+            );
             assert_eq!(updated, Ok(()));
             assert!(to.iter().all(|&to| to == 1.0), "{len}");
             assert_eq!(first, from);
-            assert!(second.iter().zip(&from).all(|(second, from)| *second == 2.0 * from));
+            assert!(
+                second
+                    .iter()
+                    .zip(&from)
+                    .all(|(second, from)| *second == 2.0 * from)
+            );
         }
     }
 
@@ -141,7 +185,9 @@ mod tests {
     fn an_error_of_a_task_is_returned() {
         let (mut param, grad) = (vec![0f64; 4 * TASK], vec![0f64; 4 * TASK]);
         param[3 * TASK] = 1.0;
-        let updated = update(&mut param, &grad, &mut [], |param, _, _| if param[0] == 1.0 { Err(7) } else { Ok(()) });
+        let updated = update(&mut param, &grad, &mut [], |param, _, _| {
+            if param[0] == 1.0 { Err(7) } else { Ok(()) }
+        });
         assert_eq!(updated, Err(7));
     }
 }

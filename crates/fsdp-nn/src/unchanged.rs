@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use tracing::info_span;
 
-/// A guard, from [`ShardedParameters::keep_unchanged`](crate::ShardedParameters::keep_unchanged). As long as it lives,
-/// the parameters, the state of their optimizers, and averages of them stay as they are. Whatever would change them
-/// waits.
+/// A guard, from [`ShardedParameters::keep_unchanged`](crate::ShardedParameters::keep_unchanged).
+/// As long as it lives, the parameters, the state of their optimizers, and averages of them stay as
+/// they are. Whatever would change them waits.
 #[derive(Debug)]
 pub struct Unchanged {
     readers: Arc<Readers>,
@@ -16,11 +16,13 @@ pub struct Unchanged {
 impl Unchanged {
     pub(crate) fn new(readers: &Arc<Readers>) -> Self {
         readers.begin();
-        Unchanged { readers: Arc::clone(readers) }
+        Unchanged {
+            readers: Arc::clone(readers),
+        }
     }
 
-    /// Ends the guard, and returns for how long a change has waited so far; zero if none has. The changes go on once no
-    /// other guard is left.
+    /// Ends the guard, and returns for how long a change has waited so far; zero if none has. The
+    /// changes go on once no other guard is left.
     pub fn release(self) -> Duration {
         self.readers.waited()
     }
@@ -57,7 +59,10 @@ impl Readers {
         let _span = info_span!("wait for a copy of the state").entered();
         reading.waiting_since.get_or_insert_with(Instant::now);
         while reading.readers > 0 {
-            reading = self.ended.wait(reading).unwrap_or_else(PoisonError::into_inner);
+            reading = self
+                .ended
+                .wait(reading)
+                .unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -78,7 +83,9 @@ impl Readers {
 
     /// Returns for how long a change has waited so far; zero if none waits.
     fn waited(&self) -> Duration {
-        self.lock().waiting_since.map_or(Duration::ZERO, |since| since.elapsed())
+        self.lock()
+            .waiting_since
+            .map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     fn lock(&self) -> MutexGuard<'_, Reading> {

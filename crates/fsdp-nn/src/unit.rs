@@ -22,41 +22,59 @@ impl UnitSlot {
     }
 }
 
-/// A value that a unit's forward may return: tensors that the unit's backward hook can be attached to.
+/// A value that a unit's forward may return: tensors that the unit's backward hook can be attached
+/// to.
 pub trait UnitOutput: Sized {
     /// Replaces each tensor of the value.
     ///
     /// # Errors
     /// The errors of `f`.
-    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Self>;
+    fn map_tensors(
+        self,
+        f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>,
+    ) -> candle_core::Result<Self>;
 }
 
 impl UnitOutput for Tensor {
-    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Self> {
+    fn map_tensors(
+        self,
+        f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>,
+    ) -> candle_core::Result<Self> {
         f(self)
     }
 }
 
 impl<A: UnitOutput, B: UnitOutput> UnitOutput for (A, B) {
-    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Self> {
+    fn map_tensors(
+        self,
+        f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>,
+    ) -> candle_core::Result<Self> {
         Ok((self.0.map_tensors(f)?, self.1.map_tensors(f)?))
     }
 }
 
 impl<O: UnitOutput> UnitOutput for Vec<O> {
-    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Self> {
-        self.into_iter().map(|output| output.map_tensors(f)).collect()
+    fn map_tensors(
+        self,
+        f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>,
+    ) -> candle_core::Result<Self> {
+        self.into_iter()
+            .map(|output| output.map_tensors(f))
+            .collect()
     }
 }
 
 impl<O: UnitOutput> UnitOutput for Option<O> {
-    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Self> {
+    fn map_tensors(
+        self,
+        f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>,
+    ) -> candle_core::Result<Self> {
         self.map(|output| output.map_tensors(f)).transpose()
     }
 }
 
-/// A module whose parameters are gathered before its forward, and, with full sharding, released after it and gathered
-/// again for its backward. Made by [`Scope::unit`](crate::Scope::unit).
+/// A module whose parameters are gathered before its forward, and, with full sharding, released
+/// after it and gathered again for its backward. Made by [`Scope::unit`](crate::Scope::unit).
 pub struct Unit<M> {
     module: M,
     slot: Option<Arc<UnitSlot>>,
@@ -68,7 +86,10 @@ impl<M> Unit<M> {
     }
 
     pub(crate) const fn sharded(module: M, slot: Arc<UnitSlot>) -> Self {
-        Unit { module, slot: Some(slot) }
+        Unit {
+            module,
+            slot: Some(slot),
+        }
     }
 
     /// Runs a forward of the module with the unit's parameters gathered.
@@ -76,7 +97,10 @@ impl<M> Unit<M> {
     ///
     /// # Errors
     /// The errors of `f`, and of the all-gather.
-    pub fn run<O: UnitOutput>(&self, f: impl FnOnce(&M) -> candle_core::Result<O>) -> candle_core::Result<O> {
+    pub fn run<O: UnitOutput>(
+        &self,
+        f: impl FnOnce(&M) -> candle_core::Result<O>,
+    ) -> candle_core::Result<O> {
         let Some(handle) = self.slot.as_ref().and_then(|slot| slot.get()) else {
             return f(&self.module);
         };
@@ -90,17 +114,23 @@ impl<M> Unit<M> {
         if !handle.needs_gather() || handle.is_root {
             return Ok(output);
         }
-        // Attach the hook even if the parameters stay gathered after the forward: another backward, or a change of
-        // values, may release them before this unit's backward.
+        // Attach the hook even if the parameters stay gathered after the forward: another backward,
+        // or a change of values, may release them before this unit's backward.
         output.map_tensors(&mut |tensor| tensor.apply_op1(PreBackwardOp::new(&handle)))
     }
 }
 
-/// Cuts candle's graph after a frozen unit, unless something that can be trained comes before. Then no backward has to
-/// come here, and the activations are not kept. Only for a unit whose backward does not communicate: ranks may decide
-/// differently.
+/// Cuts candle's graph after a frozen unit, unless something that can be trained comes before. Then
+/// no backward has to come here, and the activations are not kept. Only for a unit whose backward
+/// does not communicate: ranks may decide differently.
 fn cut_graph<O: UnitOutput>(output: O) -> candle_core::Result<O> {
-    output.map_tensors(&mut |tensor| Ok(if depends_on_trainable(&tensor) { tensor } else { tensor.detach() }))
+    output.map_tensors(&mut |tensor| {
+        Ok(if depends_on_trainable(&tensor) {
+            tensor
+        } else {
+            tensor.detach()
+        })
+    })
 }
 
 impl<M: Module> Module for Unit<M> {

@@ -9,11 +9,13 @@ use crate::parameters::ShardedParameters;
 const NAMED: usize = 8;
 
 impl ShardedParameters {
-    /// Returns `true` if the parameter has got a gradient on any rank since the last [`Self::zero_grad`]. One that the
-    /// loss does not depend on, or only through operations without a backward, has none: its [`Self::gradient`] is zero
-    /// where its unit has gradients, and optimizers leave it as it is. No communication.
+    /// Returns `true` if the parameter has got a gradient on any rank since the last
+    /// [`Self::zero_grad`]. One that the loss does not depend on, or only through operations
+    /// without a backward, has none: its [`Self::gradient`] is zero where its unit has gradients,
+    /// and optimizers leave it as it is. No communication.
     ///
-    /// The ranks agree on it in [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
+    /// The ranks agree on it in
+    /// [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`](crate::NnError::UnknownParameter).
@@ -22,7 +24,8 @@ impl ShardedParameters {
         Ok(self.handles[location.handle].has_gradient(location.param))
     }
 
-    /// Records which parameters got a gradient on any rank, and warns, once, of those without one. No communication.
+    /// Records which parameters got a gradient on any rank, and warns, once, of those without one.
+    /// No communication.
     pub(crate) fn set_has_gradient(&self, has_gradient: &[bool]) {
         let mut rest = has_gradient;
         for handle in &self.handles {
@@ -36,15 +39,26 @@ impl ShardedParameters {
         }
     }
 
-    /// Warns of trained parameters that got no gradient. `has_gradient` is in the order of all parameters.
+    /// Warns of trained parameters that got no gradient. `has_gradient` is in the order of all
+    /// parameters.
     fn warn_of_unreached(&self, has_gradient: &[bool]) {
-        let params = self.handles.iter().flat_map(|handle| &handle.params).zip(has_gradient);
-        let unreached = params.filter(|(param, has_gradient)| param.requires_grad() && !**has_gradient);
+        let params = self
+            .handles
+            .iter()
+            .flat_map(|handle| &handle.params)
+            .zip(has_gradient);
+        let unreached =
+            params.filter(|(param, has_gradient)| param.requires_grad() && !**has_gradient);
         let unreached: Vec<&str> = unreached.map(|(param, _)| param.fqn.as_str()).collect();
         if unreached.is_empty() {
             return;
         }
-        let mut names = unreached.iter().take(NAMED).map(|fqn| format!("`{fqn}`")).collect::<Vec<_>>().join(", ");
+        let mut names = unreached
+            .iter()
+            .take(NAMED)
+            .map(|fqn| format!("`{fqn}`"))
+            .collect::<Vec<_>>()
+            .join(", ");
         if unreached.len() > NAMED {
             names += &format!(" and {} more", unreached.len() - NAMED);
         }

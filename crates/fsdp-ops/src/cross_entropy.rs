@@ -11,11 +11,12 @@ use crate::values::{Values, contiguous, elements};
 
 const NAME: &str = "cross-entropy";
 
-/// Computes the mean cross-entropy of scores `[rows, classes]` against the class of each row, `[rows]` of u32 or i64:
-/// torch's `cross_entropy`. The result is a scalar.
+/// Computes the mean cross-entropy of scores `[rows, classes]` against the class of each row,
+/// `[rows]` of u32 or i64: torch's `cross_entropy`. The result is a scalar.
 ///
 /// # Errors
-/// Other shapes; no rows; a target that is no class; targets that are no integers, and scores that are no floats.
+/// Other shapes; no rows; a target that is no class; targets that are no integers, and scores that
+/// are no floats.
 pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let (rows, classes) = scores.dims2()?;
     if targets.dims() != [rows] {
@@ -46,7 +47,9 @@ fn indices(targets: &Tensor, classes: usize) -> Result<Vec<usize>> {
     for (row, target) in targets.into_iter().enumerate() {
         match usize::try_from(target) {
             Ok(index) if index < classes => indices.push(index),
-            _ => candle_core::bail!("{NAME}: target {target} of row {row} is none of {classes} classes"),
+            _ => candle_core::bail!(
+                "{NAME}: target {target} of row {row} is none of {classes} classes"
+            ),
         }
     }
     Ok(indices)
@@ -76,7 +79,8 @@ impl CustomOp1 for CrossEntropy {
         with_element!(scores.dtype(), NAME, T => {
             let grad = grad.slice::<T>()?[0].widen() / <T as Element>::Real::of(self.targets.len() as f64);
             let dscores = map_rows([values.slice::<T>()?], width, #[inline(always)] |row, [scores]| {
-                // The derivative by a score is its softmax, less 1 for the target, over the number of rows.
+                // The derivative by a score is its softmax, less 1 for the target, over the number
+                // of rows.
                 softmax_row(scores);
                 let target = self.targets[row];
                 scores[target] -= <T as Element>::Real::ONE;

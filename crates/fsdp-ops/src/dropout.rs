@@ -1,20 +1,23 @@
-//! Dropout whose masks do not depend on how a batch is divided, and are the same when a forward is computed again.
+//! Dropout whose masks do not depend on how a batch is divided, and are the same when a forward is
+//! computed again.
 
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, WithDType as _};
+use candle_core::{
+    CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, WithDType as _,
+};
 
 use crate::element::{Element, with_element};
 use crate::real::Real;
 use crate::rows::map_rows;
 use crate::values::{Values, contiguous, elements};
 
-/// The source of a dropout's masks: whether an element is dropped depends on the seed, the step, the place in the
-/// model, the row's number in the global batch and the element's place in the row, and on nothing else. So a batch that
-/// is cut over ranks or micro-batches gets the masks that it would get as a whole, a run that is resumed continues with
-/// the masks that it would have had, and a part of a model that is computed again in the backward drops the same
-/// elements again.
+/// The source of a dropout's masks: whether an element is dropped depends on the seed, the step,
+/// the place in the model, the row's number in the global batch and the element's place in the row,
+/// and on nothing else. So a batch that is cut over ranks or micro-batches gets the masks that it
+/// would get as a whole, a run that is resumed continues with the masks that it would have had, and
+/// a part of a model that is computed again in the backward drops the same elements again.
 ///
-/// It is a value without state: pass it to the model's forward, and choose a different place ([`Self::at`]) for each
-/// dropout.
+/// It is a value without state: pass it to the model's forward, and choose a different place
+/// ([`Self::at`]) for each dropout.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -37,14 +40,22 @@ impl DropoutMasks {
     /// Makes the masks of one step of a run.
     #[must_use]
     pub const fn new(seed: u64, step: u64) -> Self {
-        DropoutMasks { key: mixed(mixed(seed).wrapping_add(step)), first_row: 0 }
+        DropoutMasks {
+            key: mixed(mixed(seed).wrapping_add(step)),
+            first_row: 0,
+        }
     }
 
     /// Returns the masks of a place in the model: a name, or several, one inside the other.
     #[must_use]
     pub fn at(self, place: &str) -> Self {
-        let key = place.bytes().fold(self.key, |key, byte| mixed(key ^ u64::from(byte)));
-        DropoutMasks { key: mixed(key ^ place.len() as u64), ..self }
+        let key = place
+            .bytes()
+            .fold(self.key, |key, byte| mixed(key ^ u64::from(byte)));
+        DropoutMasks {
+            key: mixed(key ^ place.len() as u64),
+            ..self
+        }
     }
 
     /// Returns the masks for a part of the global batch that begins at row `first_row`.
@@ -70,8 +81,8 @@ const fn mixed(x: u64) -> u64 {
 /// The step of SplitMix64.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Sets each element to 0 with probability `p`, and multiplies the others by `1 / (1 - p)`: torch's `dropout` with
-/// `training=True`. The first dimension of `x` is the rows of the batch.
+/// Sets each element to 0 with probability `p`, and multiplies the others by `1 / (1 - p)`: torch's
+/// `dropout` with `training=True`. The first dimension of `x` is the rows of the batch.
 ///
 /// # Errors
 /// A probability outside of 0 to 1; a tensor without dimensions; a dtype that is not a float.
@@ -79,17 +90,26 @@ pub fn dropout(x: &Tensor, p: f64, masks: DropoutMasks) -> Result<Tensor> {
     if !(0.0..=1.0).contains(&p) {
         candle_core::bail!("dropout: the probability {p} is not between 0 and 1");
     }
-    let Some(&rows) = x.dims().first() else { candle_core::bail!("dropout: a tensor without dimensions has no rows") };
+    let Some(&rows) = x.dims().first() else {
+        candle_core::bail!("dropout: a tensor without dimensions has no rows")
+    };
     if p == 0.0 {
         return Ok(x.clone());
     }
-    let op = Dropout { p, masks, width: x.elem_count().checked_div(rows).unwrap_or(0) };
+    let op = Dropout {
+        p,
+        masks,
+        width: x.elem_count().checked_div(rows).unwrap_or(0),
+    };
     if x.device().is_cpu() {
         return x.contiguous()?.apply_op1(op);
     }
     // On other devices the mask is computed on the host, and applied with candle's operations.
     let ones = Tensor::ones(x.dims(), DType::F32, &Device::Cpu)?;
-    x * ones.apply_op1(op)?.to_device(x.device())?.to_dtype(x.dtype())?
+    x * ones
+        .apply_op1(op)?
+        .to_device(x.device())?
+        .to_dtype(x.dtype())?
 }
 
 #[derive(Clone, Copy)]
@@ -101,9 +121,14 @@ struct Dropout {
 }
 
 impl Dropout {
-    /// Drops elements and scales the others. The backward does the same to gradients, because the mask is the same.
+    /// Drops elements and scales the others. The backward does the same to gradients, because the
+    /// mask is the same.
     fn apply<T: Element>(&self, x: &[T]) -> Vec<T> {
-        let scale = if self.p < 1.0 { T::Real::of(1.0 / (1.0 - self.p)) } else { T::Real::ZERO };
+        let scale = if self.p < 1.0 {
+            T::Real::of(1.0 / (1.0 - self.p))
+        } else {
+            T::Real::ZERO
+        };
         // An element is kept if the upper 32 of its random bits, as a number, are at least this.
         let threshold = (self.p * 4_294_967_296.0) as u64;
         map_rows(
@@ -114,7 +139,11 @@ impl Dropout {
                 let key = self.masks.row_key(row);
                 for (index, value) in values.iter_mut().enumerate() {
                     let bits = mixed(key.wrapping_add((index as u64).wrapping_mul(GOLDEN))) >> 32;
-                    *value = if bits >= threshold { *value * scale } else { T::Real::ZERO };
+                    *value = if bits >= threshold {
+                        *value * scale
+                    } else {
+                        T::Real::ZERO
+                    };
                 }
             },
         )

@@ -4,7 +4,9 @@ use std::borrow::Cow;
 
 use candle_core::{DType, Device, Result, Tensor, WithDType};
 use half::{bf16, f16};
-use rayon::iter::{IndexedParallelIterator as _, IntoParallelRefIterator as _, ParallelIterator as _};
+use rayon::iter::{
+    IndexedParallelIterator as _, IntoParallelRefIterator as _, ParallelIterator as _,
+};
 
 use crate::real::Real;
 
@@ -17,9 +19,11 @@ pub(crate) trait Element: WithDType {
     fn widen(self) -> Self::Real;
     /// Returns the nearest value that this type has.
     fn narrow(value: Self::Real) -> Self;
-    /// Returns the values in the type that arithmetic is done in. Nothing is copied if that is this type itself.
+    /// Returns the values in the type that arithmetic is done in. Nothing is copied if that is this
+    /// type itself.
     fn reals(values: &[Self]) -> Cow<'_, [Self::Real]>;
-    /// Returns the nearest values that this type has. Nothing is copied if arithmetic is done in this type itself.
+    /// Returns the nearest values that this type has. Nothing is copied if arithmetic is done in
+    /// this type itself.
     fn of_reals(values: Vec<Self::Real>) -> Vec<Self>;
 }
 
@@ -93,7 +97,10 @@ pub(crate) fn tensor<T: Element>(values: Vec<T>, dims: &[usize]) -> Result<Tenso
 
 /// Makes a tensor of sums, rounded to the element type.
 pub(crate) fn tensor_of_sums<T: Element>(sums: &[T::Real]) -> Result<Tensor> {
-    tensor(sums.iter().map(|&sum| T::narrow(sum)).collect(), &[sums.len()])
+    tensor(
+        sums.iter().map(|&sum| T::narrow(sum)).collect(),
+        &[sums.len()],
+    )
 }
 
 /// Returns the error of a dtype that an operation does not take.
@@ -101,7 +108,8 @@ pub(crate) fn unsupported<T>(dtype: DType, operation: &'static str) -> Result<T>
     Err(candle_core::Error::UnsupportedDTypeForOp(dtype, operation).bt())
 }
 
-/// Runs code with `$type` as the element type of a dtype; an error for dtypes that no operation here takes.
+/// Runs code with `$type` as the element type of a dtype; an error for dtypes that no operation
+/// here takes.
 macro_rules! with_element {
     ($dtype:expr, $operation:expr, $type:ident => $code:expr) => {
         match $dtype {

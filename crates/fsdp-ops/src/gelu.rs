@@ -25,9 +25,14 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
     apply(x, Gelu::Tanh, Tensor::gelu)
 }
 
-/// Runs `op` on the CPU. On other devices it calls `composed`, the same function made of candle's operations.
+/// Runs `op` on the CPU. On other devices it calls `composed`, the same function made of candle's
+/// operations.
 fn apply(x: &Tensor, op: Gelu, composed: fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
-    if x.device().is_cpu() { x.contiguous()?.apply_op1(op) } else { composed(x) }
+    if x.device().is_cpu() {
+        x.contiguous()?.apply_op1(op)
+    } else {
+        composed(x)
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -86,8 +91,8 @@ pub(crate) fn gelu_erf_of(x: &CpuStorage) -> Result<CpuStorage> {
     })
 }
 
-/// Returns the gradient of the input of [`gelu_erf`] from the gradient of its output. `x` has all elements of the
-/// input.
+/// Returns the gradient of the input of [`gelu_erf`] from the gradient of its output. `x` has all
+/// elements of the input.
 pub(crate) fn gelu_erf_backward(x: &CpuStorage, grad: &Tensor) -> Result<Tensor> {
     let grads = Values::of(grad, ERF)?;
     with_element!(grad.dtype(), ERF, T => {
@@ -107,7 +112,8 @@ fn multiply_by<R: Real>(x: &mut [R], f: impl Fn(R) -> (R, R)) {
     }
 }
 
-/// Multiplies each gradient by the derivative of `x * f(x)`. `f` returns its value and its derivative.
+/// Multiplies each gradient by the derivative of `x * f(x)`. `f` returns its value and its
+/// derivative.
 #[inline(always)]
 fn multiply_by_derivative<R: Real>(grads: &mut [R], x: &[R], f: impl Fn(R) -> (R, R)) {
     for (grad, &x) in grads.iter_mut().zip(x) {
@@ -116,7 +122,8 @@ fn multiply_by_derivative<R: Real>(grads: &mut [R], x: &[R], f: impl Fn(R) -> (R
     }
 }
 
-/// Returns `(1 + tanh(z)) / 2` for the polynomial `z` of GELU's approximation, and its derivative by x.
+/// Returns `(1 + tanh(z)) / 2` for the polynomial `z` of GELU's approximation, and its derivative
+/// by x.
 #[inline(always)]
 fn by_tanh<R: Real>(x: R) -> (R, R) {
     let scale = R::of(0.5 * std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::SQRT_2);
@@ -124,11 +131,23 @@ fn by_tanh<R: Real>(x: R) -> (R, R) {
     let square = x * x;
     let z = scale * x * (R::ONE + cubic * square);
     let slope = scale * (R::ONE + R::of(3.0) * cubic * square);
-    // (1 + tanh z) / 2 = 1 / (1 + e^-2z). In this form no two numbers that are almost equal are subtracted.
+    // (1 + tanh z) / 2 = 1 / (1 + e^-2z). In this form no two numbers that are almost equal are
+    // subtracted.
     let exp = (R::of(-2.0) * z).exponential();
     let value = R::ONE / (R::ONE + exp);
-    // For an x of large magnitude, e^-2z or the slope may overflow to infinity, and a product with zero would be NaN.
-    // The derivative is 0 there.
-    let rest = if value > R::ZERO { value * exp * value } else { R::ZERO };
-    (value, if rest > R::ZERO { R::of(2.0) * rest * slope } else { R::ZERO })
+    // For an x of large magnitude, e^-2z or the slope may overflow to infinity, and a product with
+    // zero would be NaN. The derivative is 0 there.
+    let rest = if value > R::ZERO {
+        value * exp * value
+    } else {
+        R::ZERO
+    };
+    (
+        value,
+        if rest > R::ZERO {
+            R::of(2.0) * rest * slope
+        } else {
+            R::ZERO
+        },
+    )
 }

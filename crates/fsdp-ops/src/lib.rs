@@ -1,10 +1,11 @@
 //! Fast operations with gradients for candle models.
 //!
-//! candle's fused operations (`candle_nn::ops::softmax_last_dim`, `rms_norm`, `layer_norm`, `rotary_emb::rope`,
-//! `ops::sdpa`) have no backward, or silently stop the gradient. The same functions composed of candle's small
-//! operations have a backward, but each small operation reads and writes all elements, in the forward and again in the
-//! backward. The functions here compute in one pass over rows that stay in the cache, have a backward that does the
-//! same, and work in any candle model.
+//! candle's fused operations (`candle_nn::ops::softmax_last_dim`, `rms_norm`, `layer_norm`,
+//! `rotary_emb::rope`, `ops::sdpa`) have no backward, or silently stop the gradient. The same
+//! functions composed of candle's small operations have a backward, but each small operation reads
+//! and writes all elements, in the forward and again in the backward. The functions here compute in
+//! one pass over rows that stay in the cache, have a backward that does the same, and work in any
+//! candle model.
 //!
 //! | function | computes | replaces |
 //! |---|---|---|
@@ -20,11 +21,13 @@
 //! | [`linear()`] | a product with a weight, plus a bias | `candle_nn::Linear` |
 //! | [`linear_gelu_erf`] | GELU of a product with a weight, plus a bias | |
 //!
-//! On CPUs they take f32, f64, bf16 and f16. The half types are computed in f32 and rounded once, at the end. On other
-//! devices each function is composed of candle's operations, and has the same gradients.
+//! On CPUs they take f32, f64, bf16 and f16. The half types are computed in f32 and rounded once,
+//! at the end. On other devices each function is composed of candle's operations, and has the same
+//! gradients.
 //!
-//! Results do not depend on the number of threads or the machine's vector instructions, except in matrix products,
-//! which use the crate `gemm`, as candle does. Work is shared by the threads of the current rayon pool.
+//! Results do not depend on the number of threads or the machine's vector instructions, except in
+//! matrix products, which use the crate `gemm`, as candle does. Work is shared by the threads of
+//! the current rayon pool.
 
 mod attention;
 mod composed;

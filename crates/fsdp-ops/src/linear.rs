@@ -2,7 +2,9 @@
 
 use std::sync::OnceLock;
 
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType as _};
+use candle_core::{
+    CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType as _,
+};
 
 use crate::element::{Element as _, tensor, tensor_of_sums, with_element};
 use crate::gelu::{gelu_erf, gelu_erf_backward, gelu_erf_of};
@@ -12,10 +14,11 @@ use crate::values::{Values, contiguous, cpu, elements, span};
 
 const NAME: &str = "linear";
 
-/// Computes `x * weight^T + bias` over the last dimension of `x`, with a weight `[outputs, inputs]`: torch's `linear`.
+/// Computes `x * weight^T + bias` over the last dimension of `x`, with a weight `[outputs,
+/// inputs]`: torch's `linear`.
 ///
-/// The gradient of the weight comes out in the weight's own layout; composed of a transpose and a product it comes out
-/// transposed, and whoever uses it has to turn it round.
+/// The gradient of the weight comes out in the weight's own layout; composed of a transpose and a
+/// product it comes out transposed, and whoever uses it has to turn it round.
 ///
 /// # Errors
 /// Shapes that do not go together; different dtypes, or one that is not a float.
@@ -35,8 +38,9 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     }
 }
 
-/// Computes `gelu_erf(linear(x, weight, bias))` as one operation. candle sets the gradient of each operation's input to
-/// zero and adds to it; for this input, which is the widest tensor of most models, it need not.
+/// Computes `gelu_erf(linear(x, weight, bias))` as one operation. candle sets the gradient of each
+/// operation's input to zero and adds to it; for this input, which is the widest tensor of most
+/// models, it need not.
 ///
 /// # Errors
 /// The same as [`linear`].
@@ -45,7 +49,8 @@ pub fn linear_gelu_erf(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Ten
     if !x.device().is_cpu() || x.dim(D::Minus1)? != inputs || bias.dims() != [outputs] {
         return gelu_erf(&linear(x, weight, Some(bias))?);
     }
-    x.contiguous()?.apply_op3(weight, &bias.contiguous()?, LinearGelu::default())
+    x.contiguous()?
+        .apply_op3(weight, &bias.contiguous()?, LinearGelu::default())
 }
 
 /// Computes the same with candle's product, for devices that have no fast one here.
@@ -58,8 +63,8 @@ fn on_device(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tenso
     y.reshape(dims)
 }
 
-// The operation takes an input of any rank: a reshape would be a node of candle's graph, whose backward reads and
-// writes all gradients once more.
+// The operation takes an input of any rank: a reshape would be a node of candle's graph, whose
+// backward reads and writes all gradients once more.
 struct Linear;
 
 impl Linear {
@@ -90,7 +95,12 @@ impl Linear {
     }
 
     /// Returns the gradients of the input and of the weight, and that of the bias if it `has_bias`.
-    fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor, has_bias: bool) -> Result<[Option<Tensor>; 3]> {
+    fn backward(
+        x: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+        has_bias: bool,
+    ) -> Result<[Option<Tensor>; 3]> {
         let (outputs, inputs) = weight.dims2()?;
         let grad = grad.contiguous()?;
         let (of_x, of_grad) = (Values::of(x, NAME)?, Values::of(&grad, NAME)?);
@@ -103,9 +113,9 @@ impl Linear {
             let (of_x, by_row) =
                 (Matrix::row_major(&of_x, [rows, inputs]), Matrix::row_major(&reals, [rows, outputs]));
             let of_weight = Matrix::of_layout(&of_weight, layout)?;
-            // The two products are equally much work, so compute them at the same time, each on half of the threads.
-            // One after the other on all threads, more threads would share a product, and wait for each other more
-            // often.
+            // The two products are equally much work, so compute them at the same time, each on
+            // half of the threads. One after the other on all threads, more threads would share a
+            // product, and wait for each other more often.
             let threads = rayon::current_num_threads().div_ceil(2);
             let (dx, dweight) = rayon::join(
                 || product(by_row, of_weight, None, threads),
@@ -120,7 +130,8 @@ impl Linear {
 
 /// Returns the number of rows of an input: of its vectors along the last dimension.
 fn rows(dims: &[usize]) -> usize {
-    dims.split_last().map_or(1, |(_, leading)| leading.iter().product())
+    dims.split_last()
+        .map_or(1, |(_, leading)| leading.iter().product())
 }
 
 impl CustomOp2 for Linear {
@@ -138,7 +149,13 @@ impl CustomOp2 for Linear {
         Linear::forward(x, x_layout, weight, layout, None)
     }
 
-    fn bwd(&self, x: &Tensor, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let [dx, dweight, _] = Linear::backward(x, weight, grad, false)?;
         Ok((dx, dweight))
     }
@@ -195,7 +212,8 @@ impl CustomOp3 for LinearGelu {
         bias: &CpuStorage,
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (product, shape) = Linear::forward(x, x_layout, weight, layout, Some((bias, bias_layout)))?;
+        let (product, shape) =
+            Linear::forward(x, x_layout, weight, layout, Some((bias, bias_layout)))?;
         let y = gelu_erf_of(&product)?;
         // Each operation is computed once.
         let _ = self.product.set(product);
@@ -210,7 +228,9 @@ impl CustomOp3 for LinearGelu {
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(product) = self.product.get() else { candle_core::bail!("{NAME}: a backward before the forward") };
+        let Some(product) = self.product.get() else {
+            candle_core::bail!("{NAME}: a backward before the forward")
+        };
         let grad = gelu_erf_backward(product, &grad.contiguous()?)?;
         let [dx, dweight, dbias] = Linear::backward(x, weight, &grad, true)?;
         Ok((dx, dweight, dbias))

@@ -1,6 +1,8 @@
 //! Layer norm and root-mean-square norm over the last dimension.
 
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType as _};
+use candle_core::{
+    CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType as _,
+};
 
 use crate::composed;
 use crate::element::{Element, tensor, tensor_of_sums, widened, with_element};
@@ -8,8 +10,8 @@ use crate::real::{Real, sum};
 use crate::rows::{map_rows, reduce_rows};
 use crate::values::{Values, contiguous, elements};
 
-/// Computes `(x - mean) / sqrt(variance + eps) * weight + bias`, with mean and variance of the last dimension, for
-/// which there is one weight and one bias each: torch's `layer_norm`.
+/// Computes `(x - mean) / sqrt(variance + eps) * weight + bias`, with mean and variance of the last
+/// dimension, for which there is one weight and one bias each: torch's `layer_norm`.
 ///
 /// # Errors
 /// A weight or a bias of another shape or dtype; a dtype that is not a float.
@@ -20,7 +22,8 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
         return composed::layer_norm(x, weight, bias, eps);
     }
     let norm = LayerNorm { eps };
-    x.contiguous()?.apply_op3(&weight.contiguous()?, &bias.contiguous()?, norm)
+    x.contiguous()?
+        .apply_op3(&weight.contiguous()?, &bias.contiguous()?, norm)
 }
 
 /// Computes `x / sqrt(mean of squares + eps) * weight` over the last dimension: torch's `rms_norm`.
@@ -32,7 +35,8 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return composed::rms_norm(x, weight, eps);
     }
-    x.contiguous()?.apply_op2(&weight.contiguous()?, RmsNorm { eps })
+    x.contiguous()?
+        .apply_op2(&weight.contiguous()?, RmsNorm { eps })
 }
 
 /// Checks that a weight has one element for each column of `x`.
@@ -123,7 +127,13 @@ impl CustomOp2 for RmsNorm {
         })
     }
 
-    fn bwd(&self, x: &Tensor, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let grad = grad.contiguous()?;
         with_element!(x.dtype(), self.name(), T => {
             let (dx, dweight) = backward::<T, false>(self.name(), x, weight, &grad, self.eps)?;
@@ -132,8 +142,8 @@ impl CustomOp2 for RmsNorm {
     }
 }
 
-/// Normalizes a row in place: subtracts the mean if `CENTER`, and divides by the root of the mean square plus `eps`.
-/// Returns the factor that the row was multiplied by, which the backward needs.
+/// Normalizes a row in place: subtracts the mean if `CENTER`, and divides by the root of the mean
+/// square plus `eps`. Returns the factor that the row was multiplied by, which the backward needs.
 #[inline(always)]
 fn normalize<R: Real, const CENTER: bool>(row: &mut [R], eps: f64) -> R {
     let len = R::of(row.len() as f64);
@@ -147,7 +157,8 @@ fn normalize<R: Real, const CENTER: bool>(row: &mut [R], eps: f64) -> R {
     factor
 }
 
-/// Returns the gradient of the input, and those of the weight and, if `CENTER`, of the bias, one after the other.
+/// Returns the gradient of the input, and those of the weight and, if `CENTER`, of the bias, one
+/// after the other.
 fn backward<T: Element, const CENTER: bool>(
     name: &'static str,
     x: &Tensor,
@@ -155,7 +166,11 @@ fn backward<T: Element, const CENTER: bool>(
     grad: &Tensor,
     eps: f64,
 ) -> Result<(Vec<T>, Vec<T::Real>)> {
-    let (x, weight, grad) = (Values::of(x, name)?, Values::of(weight, name)?, Values::of(grad, name)?);
+    let (x, weight, grad) = (
+        Values::of(x, name)?,
+        Values::of(weight, name)?,
+        Values::of(grad, name)?,
+    );
     let weight = widened(weight.slice::<T>()?);
     let width = weight.len();
     let sums = if CENTER { 2 * width } else { width };
@@ -167,15 +182,31 @@ fn backward<T: Element, const CENTER: bool>(
         |_, [grad, x], sums| {
             let factor = normalize::<_, CENTER>(x, eps);
             let (dweight, dbias) = sums.split_at_mut(width);
-            dweight.iter_mut().zip(&*grad).zip(&*x).for_each(|((sum, &grad), &x)| *sum += grad * x);
-            dbias.iter_mut().zip(&*grad).for_each(|(sum, &grad)| *sum += grad);
-            grad.iter_mut().zip(&weight).for_each(|(grad, &weight)| *grad *= weight);
-            // The output does not change if all values of the row change together, or if the row is scaled. So the
-            // gradient has no part in these two directions: take away its mean, and its part along the row.
+            dweight
+                .iter_mut()
+                .zip(&*grad)
+                .zip(&*x)
+                .for_each(|((sum, &grad), &x)| *sum += grad * x);
+            dbias
+                .iter_mut()
+                .zip(&*grad)
+                .for_each(|(sum, &grad)| *sum += grad);
+            grad.iter_mut()
+                .zip(&weight)
+                .for_each(|(grad, &weight)| *grad *= weight);
+            // The output does not change if all values of the row change together, or if the row is
+            // scaled. So the gradient has no part in these two directions: take away its mean, and
+            // its part along the row.
             let len = T::Real::of(width as f64);
-            let mean = if CENTER { sum(width, |index| grad[index]) / len } else { T::Real::ZERO };
+            let mean = if CENTER {
+                sum(width, |index| grad[index]) / len
+            } else {
+                T::Real::ZERO
+            };
             let along = sum(width, |index| grad[index] * x[index]) / len;
-            grad.iter_mut().zip(&*x).for_each(|(grad, &x)| *grad = factor * (*grad - mean - x * along));
+            grad.iter_mut()
+                .zip(&*x)
+                .for_each(|(grad, &x)| *grad = factor * (*grad - mean - x * along));
         },
     ))
 }

@@ -5,12 +5,13 @@ use std::mem::MaybeUninit;
 use rayon::iter::{IndexedParallelIterator as _, ParallelIterator as _};
 use rayon::slice::ParallelSliceMut as _;
 
-/// Computes `len` elements in parts of `part` elements, on the threads of the current rayon pool. `f` gets the number
-/// of a part and its elements, which are all `start` at first. Returns the elements, and the results of `f` in the
-/// order of the parts.
+/// Computes `len` elements in parts of `part` elements, on the threads of the current rayon pool.
+/// `f` gets the number of a part and its elements, which are all `start` at first. Returns the
+/// elements, and the results of `f` in the order of the parts.
 ///
-/// Each thread initializes a part just before it computes it, so the part is still in the cache. `vec!` would
-/// initialize all elements on one thread first, and they would have to be fetched from memory again.
+/// Each thread initializes a part just before it computes it, so the part is still in the cache.
+/// `vec!` would initialize all elements on one thread first, and they would have to be fetched from
+/// memory again.
 #[expect(unsafe_code, reason = "a vector's memory is set by several threads")]
 pub(crate) fn in_parts<T: Copy + Send + Sync, R: Send>(
     len: usize,
@@ -25,7 +26,11 @@ pub(crate) fn in_parts<T: Copy + Send + Sync, R: Send>(
         // SAFETY: each element of the part has just been set.
         f(number, unsafe { part.assume_init_mut() })
     };
-    let results = memory.par_chunks_mut(part.max(1)).enumerate().map(fill).collect();
+    let results = memory
+        .par_chunks_mut(part.max(1))
+        .enumerate()
+        .map(fill)
+        .collect();
     // SAFETY: the parts are all of the first `len` elements, and each part has been set.
     unsafe { output.set_len(len) };
     (output, results)
@@ -40,7 +45,10 @@ mod tests {
         for (len, part) in [(0, 4), (1, 4), (4, 4), (1000, 7), (5, 0)] {
             let (elements, parts) = in_parts(len, part, 5, |number, elements: &mut [usize]| {
                 let start = number * part.max(1);
-                elements.iter_mut().enumerate().for_each(|(index, element)| *element += start + index);
+                elements
+                    .iter_mut()
+                    .enumerate()
+                    .for_each(|(index, element)| *element += start + index);
                 elements.len()
             });
             assert_eq!(elements, (5..5 + len).collect::<Vec<_>>());

@@ -1,6 +1,7 @@
 //! Products of matrices, on threads of the rayon pool that the caller is in.
 //!
-//! candle's own product returns memory that one thread has set to zero first. This one writes each element once.
+//! candle's own product returns memory that one thread has set to zero first. This one writes each
+//! element once.
 
 use candle_core::{Layout, Result};
 use gemm::{Parallelism, gemm};
@@ -19,23 +20,36 @@ pub(crate) struct Matrix<'a, R> {
 impl<'a, R: Real> Matrix<'a, R> {
     /// Returns the matrix whose rows fill the slice, one after the other.
     pub(crate) const fn row_major(values: &'a [R], dims: [usize; 2]) -> Self {
-        Matrix { values, dims, strides: [dims[1], 1] }
+        Matrix {
+            values,
+            dims,
+            strides: [dims[1], 1],
+        }
     }
 
-    /// Returns the matrix of a layout with two dimensions, whose first element is the first of the slice.
+    /// Returns the matrix of a layout with two dimensions, whose first element is the first of the
+    /// slice.
     ///
     /// # Errors
     /// Another number of dimensions.
     pub(crate) fn of_layout(values: &'a [R], layout: &Layout) -> Result<Self> {
         let (rows, columns) = layout.shape().dims2()?;
         let strides = layout.stride();
-        Ok(Matrix { values, dims: [rows, columns], strides: [strides[0], strides[1]] })
+        Ok(Matrix {
+            values,
+            dims: [rows, columns],
+            strides: [strides[0], strides[1]],
+        })
     }
 
     /// Returns the matrix with rows and columns exchanged.
     pub(crate) const fn transposed(self) -> Self {
         let ([rows, columns], [row, column]) = (self.dims, self.strides);
-        Matrix { values: self.values, dims: [columns, rows], strides: [column, row] }
+        Matrix {
+            values: self.values,
+            dims: [columns, rows],
+            strides: [column, row],
+        }
     }
 
     /// Returns `true` if the slice has all elements of the matrix.
@@ -46,7 +60,9 @@ impl<'a, R: Real> Matrix<'a, R> {
         }
         let last_row = (rows - 1).checked_mul(self.strides[0]);
         let last_column = (columns - 1).checked_mul(self.strides[1]);
-        let last = last_row.zip(last_column).and_then(|(row, column)| row.checked_add(column));
+        let last = last_row
+            .zip(last_column)
+            .and_then(|(row, column)| row.checked_add(column));
         last.is_some_and(|last| last < self.values.len())
     }
 }
@@ -55,7 +71,10 @@ impl<'a, R: Real> Matrix<'a, R> {
 ///
 /// # Errors
 /// Sizes that do not go together.
-#[expect(unsafe_code, reason = "gemm takes pointers, and the result's memory is not set twice")]
+#[expect(
+    unsafe_code,
+    reason = "gemm takes pointers, and the result's memory is not set twice"
+)]
 pub(crate) fn product<R: Real>(
     lhs: Matrix<'_, R>,
     rhs: Matrix<'_, R>,
@@ -64,22 +83,38 @@ pub(crate) fn product<R: Real>(
 ) -> Result<Vec<R>> {
     let ([rows, inner], [inner_too, columns]) = (lhs.dims, rhs.dims);
     let fits = inner == inner_too && bias.is_none_or(|bias| bias.len() == columns);
-    let Some(len) = rows.checked_mul(columns).filter(|_| fits && lhs.is_whole() && rhs.is_whole()) else {
-        candle_core::bail!("a product of matrices {:?} and {:?} that do not go together", lhs.dims, rhs.dims);
+    let Some(len) = rows
+        .checked_mul(columns)
+        .filter(|_| fits && lhs.is_whole() && rhs.is_whole())
+    else {
+        candle_core::bail!(
+            "a product of matrices {:?} and {:?} that do not go together",
+            lhs.dims,
+            rhs.dims
+        );
     };
     if inner == 0 || len == 0 {
         let bias = bias.map_or_else(|| vec![R::ZERO; columns], <[R]>::to_vec);
         return Ok(bias.iter().copied().cycle().take(len).collect());
     }
     let mut output = match bias {
-        Some(bias) => in_parts(len, ROWS_OF_TASK * columns, R::ZERO, |_, rows| fill_rows(rows, bias)).0,
+        Some(bias) => {
+            in_parts(len, ROWS_OF_TASK * columns, R::ZERO, |_, rows| {
+                fill_rows(rows, bias)
+            })
+            .0
+        }
         None => Vec::with_capacity(len),
     };
-    let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
+    let parallelism = if threads > 1 {
+        Parallelism::Rayon(threads)
+    } else {
+        Parallelism::None
+    };
     let stride = |stride: usize| stride as isize;
-    // SAFETY: each matrix has all its elements in its slice, as `is_whole` says, and the output has memory for `len`,
-    // which is `rows * columns`, elements. gemm reads the output only where a bias has filled it, and writes each of
-    // its elements, so that all are set afterwards.
+    // SAFETY: each matrix has all its elements in its slice, as `is_whole` says, and the output has
+    // memory for `len`, which is `rows * columns`, elements. gemm reads the output only where a
+    // bias has filled it, and writes each of its elements, so that all are set afterwards.
     unsafe {
         gemm(
             rows,
@@ -112,7 +147,8 @@ const ROWS_OF_TASK: usize = 16;
 
 /// Writes the same row to all rows.
 fn fill_rows<R: Real>(rows: &mut [R], row: &[R]) {
-    rows.chunks_mut(row.len()).for_each(|target| target.copy_from_slice(row));
+    rows.chunks_mut(row.len())
+        .for_each(|target| target.copy_from_slice(row));
 }
 
 #[cfg(test)]
@@ -126,23 +162,50 @@ mod tests {
         };
         let ([rows, inner], columns) = (lhs.dims, rhs.dims[1]);
         let element = |row, column| {
-            bias[column] + (0..inner).map(|index| at(&lhs, row, index) * at(&rhs, index, column)).sum::<f64>()
+            bias[column]
+                + (0..inner)
+                    .map(|index| at(&lhs, row, index) * at(&rhs, index, column))
+                    .sum::<f64>()
         };
-        (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column))).map(|(r, c)| element(r, c)).collect()
+        (0..rows)
+            .flat_map(|row| (0..columns).map(move |column| (row, column)))
+            .map(|(r, c)| element(r, c))
+            .collect()
     }
 
     #[test]
     fn products_of_any_layout_are_those_of_the_definition_on_any_number_of_threads() {
-        let values: Vec<f64> = (0..70 * 90).map(|index| f64::from(index % 17) - 8.0).collect();
-        for (rows, inner, columns) in [(1, 1, 1), (3, 5, 7), (70, 33, 65), (64, 0, 3), (0, 4, 2), (5, 2, 0)] {
+        let values: Vec<f64> = (0..70 * 90)
+            .map(|index| f64::from(index % 17) - 8.0)
+            .collect();
+        for (rows, inner, columns) in [
+            (1, 1, 1),
+            (3, 5, 7),
+            (70, 33, 65),
+            (64, 0, 3),
+            (0, 4, 2),
+            (5, 2, 0),
+        ] {
             let lhs = Matrix::row_major(&values[..rows * inner], [rows, inner]);
-            let rhs = Matrix { values: &values[7..], dims: [inner, columns], strides: [1, inner] };
+            let rhs = Matrix {
+                values: &values[7..],
+                dims: [inner, columns],
+                strides: [1, inner],
+            };
             let bias: Vec<f64> = (0..columns).map(|column| column as f64).collect();
             for threads in [1, 2, 3] {
                 let found = product(lhs, rhs, Some(&bias), threads).unwrap();
-                assert_eq!(found, by_definition(lhs, rhs, &bias), "{rows} {inner} {columns} {threads}");
+                assert_eq!(
+                    found,
+                    by_definition(lhs, rhs, &bias),
+                    "{rows} {inner} {columns} {threads}"
+                );
                 let found = product(lhs, rhs, None, threads).unwrap();
-                assert_eq!(found, by_definition(lhs, rhs, &vec![0.0; columns]), "{rows} {inner} {columns} {threads}");
+                assert_eq!(
+                    found,
+                    by_definition(lhs, rhs, &vec![0.0; columns]),
+                    "{rows} {inner} {columns} {threads}"
+                );
             }
         }
     }
@@ -150,13 +213,21 @@ mod tests {
     #[test]
     fn matrices_beyond_their_slices_and_sizes_that_differ_are_refused() {
         let values = [1f32; 12];
-        let matrix = |rows, columns| Matrix { values: &values, dims: [rows, columns], strides: [columns, 1] };
+        let matrix = |rows, columns| Matrix {
+            values: &values,
+            dims: [rows, columns],
+            strides: [columns, 1],
+        };
         assert!(product(matrix(3, 4), matrix(4, 3), None, 1).is_ok());
         assert!(product(matrix(3, 4), matrix(3, 4), None, 1).is_err());
         assert!(product(matrix(4, 4), matrix(4, 3), None, 1).is_err());
         assert!(product(matrix(3, 4), matrix(4, 4), None, 1).is_err());
         assert!(product(matrix(3, 4), matrix(4, 3), Some(&values), 1).is_err());
-        let far = Matrix { values: &values, dims: [2, 2], strides: [usize::MAX, 1] };
+        let far = Matrix {
+            values: &values,
+            dims: [2, 2],
+            strides: [usize::MAX, 1],
+        };
         assert!(product(far, matrix(2, 2), None, 1).is_err());
     }
 }

@@ -1,7 +1,7 @@
 //! The types that arithmetic is done in, and functions on them that compilers can vectorise.
 
-/// The number of partial sums of a long sum: as many as a vector register holds, so that the sum is vectorised. The
-/// number is the same on all machines, so that the result is the same too.
+/// The number of partial sums of a long sum: as many as a vector register holds, so that the sum is
+/// vectorised. The number is the same on all machines, so that the result is the same too.
 const LANES: usize = 16;
 
 /// A type that arithmetic is done in: `f32` or `f64`.
@@ -34,12 +34,14 @@ pub(crate) trait Real:
     fn exponential(self) -> Self;
     /// Returns the natural logarithm.
     fn logarithm(self) -> Self;
-    /// Returns the value of the standard normal distribution function at this number, and its density there.
+    /// Returns the value of the standard normal distribution function at this number, and its
+    /// density there.
     fn normal(self) -> (Self, Self);
 }
 
-/// The coefficients of `erfc(t) * exp(t * t)` as a polynomial in `u = 1 / (1 + t * SCALE)` without its constant term: a
-/// Chebyshev fit for 0 <= t <= 9.6, where `exp(-t * t)` runs out of f32. Its relative error is below 1e-7.
+/// The coefficients of `erfc(t) * exp(t * t)` as a polynomial in `u = 1 / (1 + t * SCALE)` without
+/// its constant term: a Chebyshev fit for 0 <= t <= 9.6, where `exp(-t * t)` runs out of f32. Its
+/// relative error is below 1e-7.
 const ERFC: [f32; 9] = [
     0.225_631_66,
     0.226_482_31,
@@ -80,15 +82,16 @@ impl Real for f32 {
         // Comparisons, unlike `max` and `min`, leave a NaN as it is.
         let x = if self < LEAST { LEAST } else { self };
         let x = if x > 88.7 { 88.7 } else { x };
-        // e^x = 2^n * e^r with |r| <= ln 2 / 2, where eight terms of the series are as exact as f32 is.
+        // e^x = 2^n * e^r with |r| <= ln 2 / 2, where eight terms of the series are as exact as f32
+        // is.
         let shifted = x * std::f32::consts::LOG2_E + ROUND;
         let n = shifted - ROUND;
         let r = (x - n * LN_2[0]) - n * LN_2[1];
         let series = 1.0 / 720.0 + r * (1.0 / 5040.0);
         let series = 1.0 / 24.0 + r * (1.0 / 120.0 + r * series);
         let series = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * series)));
-        // 2^n = 2^(n - 1) * 2, because 2^127 is the largest power of two in f32, and n may be 128. `shifted` has n in
-        // its lowest bits; the bits above them are shifted out.
+        // 2^n = 2^(n - 1) * 2, because 2^127 is the largest power of two in f32, and n may be 128.
+        // `shifted` has n in its lowest bits; the bits above them are shifted out.
         let half = f32::from_bits((shifted.to_bits().wrapping_add(126)) << 23);
         let power = series * half * 2.0;
         let power = if self < LEAST { 0.0 } else { power };
@@ -111,7 +114,8 @@ impl Real for f32 {
         }
         // Compute the smaller of the two tails, so that small values keep their digits.
         let tail = 0.5 * u * polynomial * exp;
-        let density = exp * (0.5 * std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::FRAC_1_SQRT_2);
+        let density =
+            exp * (0.5 * std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::FRAC_1_SQRT_2);
         (if self > 0.0 { 1.0 - tail } else { tail }, density)
     }
 }
@@ -181,7 +185,10 @@ pub(crate) fn largest<R: Real>(values: &[R]) -> R {
         }
     }
     let rest = chunks.remainder();
-    lanes.iter().chain(rest).fold(R::LEAST, |largest, &value| larger(largest, value))
+    lanes
+        .iter()
+        .chain(rest)
+        .fold(R::LEAST, |largest, &value| larger(largest, value))
 }
 
 /// Returns the larger number, or NaN if one of them is NaN.
@@ -201,7 +208,8 @@ mod tests {
     use super::*;
 
     fn assert_close(found: f32, expected: f64, at: f32) {
-        let error = (f64::from(found) - expected).abs() / expected.abs().max(f64::from(f32::MIN_POSITIVE));
+        let error =
+            (f64::from(found) - expected).abs() / expected.abs().max(f64::from(f32::MIN_POSITIVE));
         assert!(error < 5e-7, "at {at}: {found} is not {expected}");
     }
 
@@ -215,11 +223,20 @@ mod tests {
             let x = step as f32 / 1000.0;
             let (value, density) = x.normal();
             let (exact, exact_density) = f64::from(x).normal();
-            assert!((f64::from(value) - exact).abs() < 2e-7, "at {x}: {value} is not {exact}");
+            assert!(
+                (f64::from(value) - exact).abs() < 2e-7,
+                "at {x}: {value} is not {exact}"
+            );
             // Both have the error of the exponent's square.
             let relative = f64::from(x * x).max(1.0) * 2e-7;
-            assert!((f64::from(value) / exact - 1.0).abs() < relative + 5e-7, "at {x}: {value} is not {exact}");
-            assert!((f64::from(density) / exact_density - 1.0).abs() < relative, "at {x}: {density}");
+            assert!(
+                (f64::from(value) / exact - 1.0).abs() < relative + 5e-7,
+                "at {x}: {value} is not {exact}"
+            );
+            assert!(
+                (f64::from(density) / exact_density - 1.0).abs() < relative,
+                "at {x}: {density}"
+            );
         }
     }
 
@@ -239,9 +256,19 @@ mod tests {
     #[test]
     fn sums_and_maxima_see_each_value_once() {
         for len in [0, 1, 15, 16, 17, 100] {
-            assert_eq!(sum(len, |index| index as f64), (len * len.saturating_sub(1) / 2) as f64);
+            assert_eq!(
+                sum(len, |index| index as f64),
+                (len * len.saturating_sub(1) / 2) as f64
+            );
             let values: Vec<f32> = (0..len).map(|index| index as f32).collect();
-            assert_eq!(largest(&values), if len == 0 { f32::NEG_INFINITY } else { len as f32 - 1.0 });
+            assert_eq!(
+                largest(&values),
+                if len == 0 {
+                    f32::NEG_INFINITY
+                } else {
+                    len as f32 - 1.0
+                }
+            );
         }
         for at in [0, 20, 33] {
             let mut values = [1f32; 34];

@@ -8,9 +8,9 @@ use crate::real::Real;
 use crate::rows::map_rows;
 use crate::values::{Values, contiguous, elements};
 
-/// Rotates the pairs of each vector of `x` `[batch, heads, time, width]` by the angles of its position: element `i`
-/// with element `i + width / 2`. `cos` and `sin` are `[time, width / 2]`, or `[batch, time, width / 2]`; they get no
-/// gradient.
+/// Rotates the pairs of each vector of `x` `[batch, heads, time, width]` by the angles of its
+/// position: element `i` with element `i + width / 2`. `cos` and `sin` are `[time, width / 2]`, or
+/// `[batch, time, width / 2]`; they get no gradient.
 ///
 /// # Errors
 /// Other shapes or dtypes; an odd width.
@@ -26,18 +26,26 @@ pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rotate(x, cos, sin, Pairs::Neighbours)
 }
 
-/// Checks the arguments, and rotates on the CPU with [`Rope`], or on other devices with candle's operations.
+/// Checks the arguments, and rotates on the CPU with [`Rope`], or on other devices with candle's
+/// operations.
 fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor> {
     let op = pairs.name();
     let (batch, heads, time, width) = x.dims4()?;
     for angles in [cos, sin] {
         let dims = angles.dims();
-        if !width.is_multiple_of(2) || ![&[time, width / 2][..], &[batch, time, width / 2]].contains(&dims) {
+        if !width.is_multiple_of(2)
+            || ![&[time, width / 2][..], &[batch, time, width / 2]].contains(&dims)
+        {
             let (lhs, rhs) = (x.shape().clone(), angles.shape().clone());
             return Err(candle_core::Error::ShapeMismatchBinaryOp { lhs, rhs, op }.bt());
         }
         if angles.dtype() != x.dtype() {
-            return Err(candle_core::Error::DTypeMismatchBinaryOp { lhs: x.dtype(), rhs: angles.dtype(), op }.bt());
+            return Err(candle_core::Error::DTypeMismatchBinaryOp {
+                lhs: x.dtype(),
+                rhs: angles.dtype(),
+                op,
+            }
+            .bt());
         }
     }
     if cos.dims() != sin.dims() {
@@ -54,7 +62,13 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor
     }
     let heads = (cos.rank() == 3).then_some(heads);
     let (cos, sin) = (cos.contiguous()?, sin.contiguous()?);
-    x.contiguous()?.apply_op1(Rope { cos, sin, time, heads, pairs })
+    x.contiguous()?.apply_op1(Rope {
+        cos,
+        sin,
+        time,
+        heads,
+        pairs,
+    })
 }
 
 /// The elements of a vector that are rotated together.
@@ -85,7 +99,8 @@ struct Rope {
 }
 
 impl Rope {
-    /// Rotates vectors. With `back` it rotates them by the opposite angles, as the backward does to gradients.
+    /// Rotates vectors. With `back` it rotates them by the opposite angles, as the backward does to
+    /// gradients.
     fn rotate<T: Element>(&self, x: &[T], back: bool) -> Result<Vec<T>> {
         let name = self.name();
         let cos = widened(Values::of(&self.cos, name)?.slice::<T>()?);
@@ -100,7 +115,9 @@ impl Rope {
                 // A row is a vector; rows are in the order of batch, head and time.
                 let batch = self.heads.map_or(0, |heads| row / self.time / heads);
                 let start = (batch * self.time + row % self.time) * half;
-                let angles = cos[start..start + half].iter().zip(&sin[start..start + half]);
+                let angles = cos[start..start + half]
+                    .iter()
+                    .zip(&sin[start..start + half]);
                 match self.pairs {
                     Pairs::Halves => {
                         let (first, second) = x.split_at_mut(half);

@@ -7,7 +7,8 @@ use crate::element::Element;
 use crate::parts::in_parts;
 use crate::real::Real;
 
-/// The elements that one task computes, about: enough to be worth a task, and few enough to stay in cache.
+/// The elements that one task computes, about: enough to be worth a task, and few enough to stay in
+/// cache.
 const TASK: usize = 16 << 10;
 
 /// The width of rows for operations to which rows mean nothing.
@@ -21,8 +22,8 @@ fn rows_of_task(width: usize) -> usize {
 /// Runs a kernel with the widest vector instructions of this machine.
 ///
 /// Only code that is inlined into the kernel has them. So kernels, and closures that they call, are
-/// `#[inline(always)]`, and loop with `for`: the library's `for_each` around a long closure is a function of its own,
-/// for any machine.
+/// `#[inline(always)]`, and loop with `for`: the library's `for_each` around a long closure is a
+/// function of its own, for any machine.
 #[inline(always)]
 pub(crate) fn vectorized<R>(kernel: impl FnOnce() -> R) -> R {
     struct Kernel<K>(K);
@@ -37,8 +38,9 @@ pub(crate) fn vectorized<R>(kernel: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(Kernel(kernel))
 }
 
-/// Computes an output of the same length as each of the inputs, row by row. The kernel gets the number of a row and
-/// that row of each input, widened, and writes its result over the row of the first input. The last row may be shorter.
+/// Computes an output of the same length as each of the inputs, row by row. The kernel gets the
+/// number of a row and that row of each input, widened, and writes its result over the row of the
+/// first input. The last row may be shorter.
 pub(crate) fn map_rows<T: Element, const N: usize>(
     inputs: [&[T]; N],
     width: usize,
@@ -54,7 +56,8 @@ pub(crate) fn map_rows<T: Element, const N: usize>(
     .0
 }
 
-/// Computes an output like [`map_rows`], and sums over all rows: the kernel adds to `sums` numbers that start at zero.
+/// Computes an output like [`map_rows`], and sums over all rows: the kernel adds to `sums` numbers
+/// that start at zero.
 pub(crate) fn reduce_rows<T: Element, const N: usize>(
     inputs: [&[T]; N],
     width: usize,
@@ -67,20 +70,26 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
     let (width, rows) = (width.max(1), rows_of_task(width));
     let (output, parts) = in_parts(len, width * rows, zero, |task, output| {
         let mut part = vec![zero_sum; sums];
-        let mut scratch: [Vec<T::Real>; N] = std::array::from_fn(|_| vec![zero_sum; width.min(output.len())]);
+        let mut scratch: [Vec<T::Real>; N] =
+            std::array::from_fn(|_| vec![zero_sum; width.min(output.len())]);
         vectorized(
             #[inline(always)]
             || {
                 for (index, output) in output.chunks_mut(width).enumerate() {
                     let row = task * rows + index;
                     let range = row * width..row * width + output.len();
-                    // Widen the row of each input, let the kernel change it, and round its first one to the output.
+                    // Widen the row of each input, let the kernel change it, and round its first
+                    // one to the output.
                     for (scratch, input) in scratch.iter_mut().zip(inputs) {
                         for (wide, value) in scratch.iter_mut().zip(&input[range.clone()]) {
                             *wide = value.widen();
                         }
                     }
-                    kernel(row, scratch.each_mut().map(|values| &mut values[..output.len()]), &mut part);
+                    kernel(
+                        row,
+                        scratch.each_mut().map(|values| &mut values[..output.len()]),
+                        &mut part,
+                    );
                     for (value, &wide) in output.iter_mut().zip(&scratch[0]) {
                         *value = T::narrow(wide);
                     }
@@ -104,7 +113,9 @@ pub(crate) fn sum_of_rows<T: Element>(values: &[T], width: usize) -> Vec<T::Real
             #[inline(always)]
             || {
                 for row in rows.chunks_exact(width) {
-                    part.iter_mut().zip(row).for_each(|(sum, &value)| *sum += value.widen());
+                    part.iter_mut()
+                        .zip(row)
+                        .for_each(|(sum, &value)| *sum += value.widen());
                 }
             },
         );
@@ -114,11 +125,15 @@ pub(crate) fn sum_of_rows<T: Element>(values: &[T], width: usize) -> Vec<T::Real
     sum_of_parts(&parts, width)
 }
 
-/// Sums the partial results of all tasks in the order of the tasks, so that the result does not depend on threads.
+/// Sums the partial results of all tasks in the order of the tasks, so that the result does not
+/// depend on threads.
 fn sum_of_parts<R: Real>(parts: &[Vec<R>], width: usize) -> Vec<R> {
     let mut total = vec![R::ZERO; width];
     for part in parts {
-        total.iter_mut().zip(part).for_each(|(total, &part)| *total += part);
+        total
+            .iter_mut()
+            .zip(part)
+            .for_each(|(total, &part)| *total += part);
     }
     total
 }

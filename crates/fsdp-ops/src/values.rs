@@ -21,7 +21,11 @@ impl<'a> Values<'a> {
     pub(crate) fn of(tensor: &'a Tensor, operation: &'static str) -> Result<Self> {
         let (storage, layout) = tensor.storage_and_layout();
         let range = contiguous(layout, operation)?;
-        Ok(Values { storage, range, operation })
+        Ok(Values {
+            storage,
+            range,
+            operation,
+        })
     }
 
     /// Returns the elements.
@@ -29,7 +33,11 @@ impl<'a> Values<'a> {
     /// # Errors
     /// Another dtype; a tensor of another device.
     pub(crate) fn slice<T: Element>(&self) -> Result<&[T]> {
-        elements(cpu(&self.storage, self.operation)?, self.range.clone(), self.operation)
+        elements(
+            cpu(&self.storage, self.operation)?,
+            self.range.clone(),
+            self.operation,
+        )
     }
 }
 
@@ -59,7 +67,10 @@ pub(crate) fn span(layout: &Layout) -> Range<usize> {
 ///
 /// # Errors
 /// A tensor of another device.
-pub(crate) fn cpu<'a>(storage: &'a StorageRef<'_>, operation: &'static str) -> Result<&'a CpuStorage> {
+pub(crate) fn cpu<'a>(
+    storage: &'a StorageRef<'_>,
+    operation: &'static str,
+) -> Result<&'a CpuStorage> {
     match &**storage {
         Storage::Cpu(storage) => Ok(storage),
         _ => candle_core::bail!("{operation}: a tensor on another device than the others"),
@@ -77,7 +88,14 @@ pub(crate) fn elements<'a, T: Element>(
 ) -> Result<&'a [T]> {
     use candle_core::Error;
     use candle_core::backend::BackendStorage as _;
-    let mismatch = || Error::DTypeMismatchBinaryOp { lhs: T::DTYPE, rhs: storage.dtype(), op: operation }.bt();
+    let mismatch = || {
+        Error::DTypeMismatchBinaryOp {
+            lhs: T::DTYPE,
+            rhs: storage.dtype(),
+            op: operation,
+        }
+        .bt()
+    };
     let values = storage.as_slice::<T>().map_err(|_| mismatch())?;
     match values.get(range) {
         Some(values) => Ok(values),

@@ -34,7 +34,9 @@ impl Checkpoint {
     #[new]
     fn new(py: Python<'_>, path: OsString) -> PyResult<Self> {
         let opened = py.detach(|| checkpoint::open(path, OpenOptions { verify: true }));
-        opened.map(|opened| Checkpoint { opened }).map_err(|error| exception(py, error))
+        opened
+            .map(|opened| Checkpoint { opened })
+            .map_err(|error| exception(py, error))
     }
 
     /// Lists the tensors, in the order of the checkpoint.
@@ -42,34 +44,43 @@ impl Checkpoint {
         let tensors = self.opened.metadata().tensors();
         tensors
             .map(|(name, tensor)| {
-                Ok((name.to_owned(), tensor.properties.dtype.torch_name(), sizes(py, &tensor.shape)?))
+                Ok((
+                    name.to_owned(),
+                    tensor.properties.dtype.torch_name(),
+                    sizes(py, &tensor.shape)?,
+                ))
             })
             .collect()
     }
 
     /// Lists the names of the values that are not tensors.
     fn values(&self) -> Vec<String> {
-        self.opened.metadata().values().map(|(name, _)| name.to_owned()).collect()
+        self.opened
+            .metadata()
+            .values()
+            .map(|(name, _)| name.to_owned())
+            .collect()
     }
 
-    /// Returns the metadata as a pickle of torch's `Metadata`. It is encoded from the parsed metadata, so no bytes of
-    /// the file's own pickle reach Python.
+    /// Returns the metadata as a pickle of torch's `Metadata`. It is encoded from the parsed
+    /// metadata, so no bytes of the file's own pickle reach Python.
     fn metadata<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &encode(self.opened.metadata()))
     }
 
-    /// Checks that the stored files are large enough for the bytes that the metadata says are in them, for all tensors
-    /// or for those with these keys. It is called before memory is allocated for the tensors, so that wrong metadata
-    /// cannot ask for more than the files have.
+    /// Checks that the stored files are large enough for the bytes that the metadata says are in
+    /// them, for all tensors or for those with these keys. It is called before memory is allocated
+    /// for the tensors, so that wrong metadata cannot ask for more than the files have.
     #[pyo3(signature = (keys))]
     fn check(&self, py: Python<'_>, keys: Option<HashSet<String>>) -> PyResult<()> {
         let is_wanted = |name: &str| keys.as_ref().is_none_or(|keys| keys.contains(name));
-        py.detach(|| self.opened.check_stored(&is_wanted)).map_err(|error| exception(py, error))
+        py.detach(|| self.opened.check_stored(&is_wanted))
+            .map_err(|error| exception(py, error))
     }
 
-    /// Returns a value that is not a tensor. `tensor` is a Python function that builds the tensors inside it from
-    /// dtype, shape and bytes, and `typed` one that builds objects of other types from the type's name and a simpler
-    /// value.
+    /// Returns a value that is not a tensor. `tensor` is a Python function that builds the tensors
+    /// inside it from dtype, shape and bytes, and `typed` one that builds objects of other types
+    /// from the type's name and a simpler value.
     fn value<'py>(
         &self,
         py: Python<'py>,
@@ -77,50 +88,70 @@ impl Checkpoint {
         tensor: &Bound<'py, PyAny>,
         typed: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let value = py.detach(|| self.opened.read_value(name)).map_err(|error| exception(py, error))?;
+        let value = py
+            .detach(|| self.opened.read_value(name))
+            .map_err(|error| exception(py, error))?;
         to_python(py, &value, tensor, typed)
     }
 
-    /// Returns a value as `torch.save` would write it. The bytes are encoded from the parsed value, so no bytes of the
-    /// file's own pickle reach Python.
+    /// Returns a value as `torch.save` would write it. The bytes are encoded from the parsed value,
+    /// so no bytes of the file's own pickle reach Python.
     fn item<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
         let encoded = py.detach(|| {
             let value = self.opened.read_value(name)?;
             writer::encode_value(&value).map_err(|source| encode_error(name, source))
         });
-        encoded.map(|bytes| PyBytes::new(py, &bytes)).map_err(|error| exception(py, error))
+        encoded
+            .map(|bytes| PyBytes::new(py, &bytes))
+            .map_err(|error| exception(py, error))
     }
 
-    /// Returns the bytes of a value as they are stored. They may be a pickle that runs code when torch loads it. A
-    /// value that is not stored by itself is encoded as [`Self::item`] does.
+    /// Returns the bytes of a value as they are stored. They may be a pickle that runs code when
+    /// torch loads it. A value that is not stored by itself is encoded as [`Self::item`] does.
     fn stored_item<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
         let Some(Entry::Bytes(entry)) = self.opened.metadata().entries.get(name) else {
             return self.item(py, name);
         };
-        let Some(stored) = &entry.stored else { return self.item(py, name) };
+        let Some(stored) = &entry.stored else {
+            return self.item(py, name);
+        };
         let bytes = py.detach(|| self.opened.read_item(name, stored));
-        bytes.map(|bytes| PyBytes::new(py, &bytes)).map_err(|error| exception(py, error))
+        bytes
+            .map(|bytes| PyBytes::new(py, &bytes))
+            .map_err(|error| exception(py, error))
     }
 
-    /// Fills buffers with boxes of tensors, in the dtypes of the checkpoint. Several threads read. All requests are
-    /// checked before the first byte is read.
+    /// Fills buffers with boxes of tensors, in the dtypes of the checkpoint. Several threads read.
+    /// All requests are checked before the first byte is read.
     fn read(&self, py: Python<'_>, wanted: Vec<Wanted<'_>>) -> PyResult<()> {
         let mut requests = Vec::with_capacity(wanted.len());
         let mut memory = Vec::with_capacity(wanted.len());
         for (name, offsets, lengths, buffer) in wanted {
             let found = self.opened.metadata().tensor(&name);
             let tensor = found.ok_or_else(|| exception(py, missing(&name)))?;
-            let bounds = TensorBox { offsets, sizes: lengths };
+            let bounds = TensorBox {
+                offsets,
+                sizes: lengths,
+            };
             if !bounds.fits(&tensor.shape) {
                 let shape = tensor.shape.clone();
-                let error = fsdp_dcp::plan::LoadPlanError::OutOfBounds { fqn: name, bounds, shape };
+                let error = fsdp_dcp::plan::LoadPlanError::OutOfBounds {
+                    fqn: name,
+                    bounds,
+                    shape,
+                };
                 return Err(exception(py, FileError::from(error)));
             }
             let dtype = tensor.properties.dtype;
             let buffer = Memory::of(&buffer, bounds.numel() * dtype.size_in_bytes() as usize)?;
             buffer.check_writable()?;
             memory.push(buffer);
-            requests.push(LoadRequest { fqn: name, dtype, shape: tensor.shape.clone(), boxes: vec![bounds] });
+            requests.push(LoadRequest {
+                fqn: name,
+                dtype,
+                shape: tensor.shape.clone(),
+                boxes: vec![bounds],
+            });
         }
         Memory::check_apart(&memory)?;
         let buffers = memory.iter_mut().map(Memory::bytes_mut);
@@ -136,10 +167,15 @@ impl Checkpoint {
 
 /// Returns the error for a tensor that the checkpoint does not have.
 fn missing(name: &str) -> FileError {
-    FileError::from(fsdp_dcp::plan::LoadPlanError::Missing { fqn: name.to_owned() })
+    FileError::from(fsdp_dcp::plan::LoadPlanError::Missing {
+        fqn: name.to_owned(),
+    })
 }
 
 /// Returns the error for a value that cannot be encoded.
 fn encode_error(name: &str, source: FormatError) -> FileError {
-    FileError::Encode { fqn: name.to_owned(), source }
+    FileError::Encode {
+        fqn: name.to_owned(),
+        source,
+    }
 }

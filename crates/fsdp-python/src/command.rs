@@ -24,11 +24,15 @@ pub(crate) fn run(py: Python<'_>, arguments: Vec<OsString>) -> u8 {
     py.detach(|| fsdp_cli::run(arguments))
 }
 
-/// Runs one command on checkpoints, and returns what it would write to stdout, and its error as an exception or `None`.
+/// Runs one command on checkpoints, and returns what it would write to stdout, and its error as an
+/// exception or `None`.
 ///
 /// On Ctrl-C a conversion stops and leaves nothing behind.
 #[pyfunction]
-pub(crate) fn report(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<(String, Option<PyErr>)> {
+pub(crate) fn report(
+    py: Python<'_>,
+    arguments: Vec<OsString>,
+) -> PyResult<(String, Option<PyErr>)> {
     let stop = Arc::new(AtomicUsize::new(0));
     let (done, finished) = sync_channel::<()>(1);
     let finished = Mutex::new(finished);
@@ -44,7 +48,12 @@ pub(crate) fn report(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<(Stri
     // Python runs its signal handlers on the main thread only, when `check_signals` is called.
     let mut interrupted = None;
     loop {
-        let wait = || finished.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(SIGNAL_CHECK);
+        let wait = || {
+            finished
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .recv_timeout(SIGNAL_CHECK)
+        };
         match py.detach(wait) {
             Ok(()) | Err(RecvTimeoutError::Disconnected) => break,
             Err(RecvTimeoutError::Timeout) => {}
@@ -54,7 +63,9 @@ pub(crate) fn report(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<(Stri
             interrupted.get_or_insert(signal);
         }
     }
-    let reported = worker.join().unwrap_or_else(|_| Err(anyhow!("a bug: the command panicked").into()));
+    let reported = worker
+        .join()
+        .unwrap_or_else(|_| Err(anyhow!("a bug: the command panicked").into()));
     if let Some(signal) = interrupted {
         return Err(signal);
     }

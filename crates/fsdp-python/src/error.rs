@@ -5,19 +5,22 @@ use fsdp_cli::embed::Explained;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-/// Returns an error as a Python exception. Its class is the one in `fsdp_checkpoint.errors` for the exit code with
-/// which the command `fsdp` would end.
+/// Returns an error as a Python exception. Its class is the one in `fsdp_checkpoint.errors` for the
+/// exit code with which the command `fsdp` would end.
 pub(crate) fn exception(py: Python<'_>, error: impl Into<Error>) -> PyErr {
     let explained = Explained::new(&error.into());
     match make_exception(py, &explained) {
-        // If the exception cannot be made, for example because its module cannot be imported, that error is raised.
+        // If the exception cannot be made, for example because its module cannot be imported, that
+        // error is raised.
         Ok(error) | Err(error) => error,
     }
 }
 
 /// Makes the exception with `exception_of` of `fsdp_checkpoint.errors`.
 fn make_exception(py: Python<'_>, explained: &Explained) -> PyResult<PyErr> {
-    let make = py.import("fsdp_checkpoint.errors")?.getattr("exception_of")?;
+    let make = py
+        .import("fsdp_checkpoint.errors")?
+        .getattr("exception_of")?;
     let made = make.call1((explained.exit_code, &explained.message, explained.hint))?;
     Ok(PyErr::from_value(made))
 }

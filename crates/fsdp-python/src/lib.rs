@@ -1,7 +1,8 @@
-//! The native part of the Python package `fsdp_checkpoint`: the engine of `fsdp-dcp`, and the command of `fsdp-cli`.
+//! The native part of the Python package `fsdp_checkpoint`: the engine of `fsdp-dcp`, and the
+//! command of `fsdp-cli`.
 //!
-//! The Python files beside it make the public interface of this. Nothing here knows numpy or torch: tensors come and go
-//! as buffers of bytes.
+//! The Python files beside it make the public interface of this. Nothing here knows numpy or torch:
+//! tensors come and go as buffers of bytes.
 
 mod checkpoint;
 mod command;

@@ -10,7 +10,8 @@ use fsdp_dcp::checkpoint::check_replaceable;
 use fsdp_dcp::plan::{LocalPlan, SelectedItem, Selection};
 use fsdp_dcp::storage::{self, Durable};
 use fsdp_dcp::writer::{
-    PayloadSource, RankWritten, WriteOptions, WrittenItem, decode_item, describe_item, finish_encoded, write_rank,
+    PayloadSource, RankWritten, WriteOptions, WrittenItem, decode_item, describe_item,
+    finish_encoded, write_rank,
 };
 use fsdp_dcp::{FileError, Location};
 use fsdp_layout::boxes::checked_numel;
@@ -22,8 +23,8 @@ use pyo3::types::PyBytes;
 use crate::error::{exception, wrong_argument};
 use crate::memory::Memory;
 
-/// A checkpoint that is being written. If the rank that prepared it drops it without a call of [`Staging::finish`], all
-/// its files are removed.
+/// A checkpoint that is being written. If the rank that prepared it drops it without a call of
+/// [`Staging::finish`], all its files are removed.
 #[pyclass(frozen)]
 pub(crate) struct Staging {
     /// The staging directory; `None` after [`Staging::finish`] or [`Staging::discard`].
@@ -32,7 +33,14 @@ pub(crate) struct Staging {
 }
 
 /// A tensor to write: name, dtype, shape of the whole, offsets and sizes of the box, its bytes.
-type TensorItem<'py> = (String, String, Vec<usize>, Vec<usize>, Vec<usize>, Bound<'py, PyAny>);
+type TensorItem<'py> = (
+    String,
+    String,
+    Vec<usize>,
+    Vec<usize>,
+    Vec<usize>,
+    Bound<'py, PyAny>,
+);
 
 /// A written item: its position in the list of items, its file, offset and length.
 type Placed = (u32, String, u64, u64);
@@ -42,7 +50,8 @@ type Opaque = (String, String);
 
 #[pymethods]
 impl Staging {
-    /// Prepares to write a checkpoint at a path or a URL. Only the coordinator calls this; the other ranks join.
+    /// Prepares to write a checkpoint at a path or a URL. Only the coordinator calls this; the
+    /// other ranks join.
     #[staticmethod]
     fn prepare(py: Python<'_>, path: OsString, overwrite: bool) -> PyResult<Self> {
         let prepared = py.detach(|| {
@@ -55,14 +64,19 @@ impl Staging {
             staging.check_replaces_directory()?;
             Ok::<_, FileError>(staging)
         });
-        prepared.map(Staging::new).map_err(|error| exception(py, error))
+        prepared
+            .map(Staging::new)
+            .map_err(|error| exception(py, error))
     }
 
-    /// Joins the staging directory that the coordinator has made for the same path. `name` is that directory's name.
+    /// Joins the staging directory that the coordinator has made for the same path. `name` is that
+    /// directory's name.
     #[staticmethod]
     fn join(py: Python<'_>, path: OsString, name: &str) -> PyResult<Self> {
         let joined = py.detach(|| Durable::new().join(path, name));
-        joined.map(Staging::new).map_err(|error| exception(py, error))
+        joined
+            .map(Staging::new)
+            .map_err(|error| exception(py, error))
     }
 
     /// The name by which other ranks join.
@@ -71,9 +85,10 @@ impl Staging {
         &self.name
     }
 
-    /// Writes the file of a rank, from the tensors' own memory. When this returns, the file is on the disk. Returns the
-    /// place of each item in it, a report for [`Staging::finish`], and the values that cannot be read without running
-    /// their pickles. Items are numbered in the order of `tensors`, and then of `values`.
+    /// Writes the file of a rank, from the tensors' own memory. When this returns, the file is on
+    /// the disk. Returns the place of each item in it, a report for [`Staging::finish`], and the
+    /// values that cannot be read without running their pickles. Items are numbered in the order of
+    /// `tensors`, and then of `values`.
     fn write_rank<'py>(
         &self,
         py: Python<'py>,
@@ -84,15 +99,24 @@ impl Staging {
         let mut plan = LocalPlan::default();
         let mut items = RankItems::default();
         for (fqn, dtype, shape, offsets, lengths, buffer) in tensors {
-            let dtype = DType::from_torch_name(&dtype)
-                .ok_or_else(|| wrong_argument(format!("`{fqn}` is of dtype {dtype}, which no checkpoint can hold")))?;
-            let bounds = TensorBox { offsets, sizes: lengths };
+            let dtype = DType::from_torch_name(&dtype).ok_or_else(|| {
+                wrong_argument(format!(
+                    "`{fqn}` is of dtype {dtype}, which no checkpoint can hold"
+                ))
+            })?;
+            let bounds = TensorBox {
+                offsets,
+                sizes: lengths,
+            };
             if !bounds.fits(&shape) {
-                return Err(wrong_argument(format!("box {bounds} of `{fqn}` does not lie in its shape {shape:?}")));
+                return Err(wrong_argument(format!(
+                    "box {bounds} of `{fqn}` does not lie in its shape {shape:?}"
+                )));
             }
-            let bytes =
-                checked_numel(&bounds.sizes).and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize));
-            let bytes = bytes.ok_or_else(|| wrong_argument(format!("box {bounds} of `{fqn}` is too large")))?;
+            let bytes = checked_numel(&bounds.sizes)
+                .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize));
+            let bytes = bytes
+                .ok_or_else(|| wrong_argument(format!("box {bounds} of `{fqn}` is too large")))?;
             let buffer = Memory::of(&buffer, bytes)?;
             plan.add_tensor(&fqn, None, dtype, shape, vec![bounds.clone()]);
             items.tensors.entry(fqn).or_default().push((bounds, buffer));
@@ -101,8 +125,8 @@ impl Staging {
         let mut opaque = Vec::new();
         for (fqn, item) in values {
             plan.add_value(&fqn, None, item.len() as u64);
-            // Read the value as a reader will, for its digest. If one value cannot even be described, the checkpoint
-            // has no digests.
+            // Read the value as a reader will, for its digest. If one value cannot even be
+            // described, the checkpoint has no digests.
             let value = match decode_item(&item) {
                 Ok(value) => Some(value),
                 Err(error) => {
@@ -111,43 +135,83 @@ impl Staging {
                 }
             };
             digests &= value.is_some();
-            items.values.insert(fqn, (item, value.unwrap_or(PlainValue::None)));
+            items
+                .values
+                .insert(fqn, (item, value.unwrap_or(PlainValue::None)));
         }
         // Write every item: torch's planner has already decided which rank writes what.
-        let kept = (0..plan.items.len() as u32).map(|item| SelectedItem { item, index: 0, entry: item, chunk: 0 });
-        let selection = Selection { kept: kept.collect() };
-        let options = WriteOptions { digests, ..WriteOptions::default() };
+        let kept = (0..plan.items.len() as u32).map(|item| SelectedItem {
+            item,
+            index: 0,
+            entry: item,
+            chunk: 0,
+        });
+        let selection = Selection {
+            kept: kept.collect(),
+        };
+        let options = WriteOptions {
+            digests,
+            ..WriteOptions::default()
+        };
         let written = py.detach(|| {
             let staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some(staging) = &*staging else { return Ok(None) };
+            let Some(staging) = &*staging else {
+                return Ok(None);
+            };
             write_rank(staging, rank, &plan, &selection, &items, &options).map(Some)
         });
-        let written = written.map_err(|error| exception(py, error))?.ok_or_else(finished)?;
-        let placed = written.items.iter().map(|item| place(&written, item)).collect();
+        let written = written
+            .map_err(|error| exception(py, error))?
+            .ok_or_else(finished)?;
+        let placed = written
+            .items
+            .iter()
+            .map(|item| place(&written, item))
+            .collect();
         let report = serde_json::to_vec(&written).map_err(|error| exception(py, error))?;
         Ok((placed, PyBytes::new(py, &report), opaque))
     }
 
-    /// Writes the hashes and the metadata, which torch has pickled, and commits the checkpoint in one step. `reports`
-    /// are those of [`Staging::write_rank`] of all ranks. Only the coordinator calls this.
+    /// Writes the hashes and the metadata, which torch has pickled, and commits the checkpoint in
+    /// one step. `reports` are those of [`Staging::write_rank`] of all ranks. Only the coordinator
+    /// calls this.
     fn finish(&self, py: Python<'_>, metadata: Vec<u8>, reports: Vec<Vec<u8>>) -> PyResult<()> {
-        let written: Result<Vec<RankWritten>, _> =
-            reports.iter().map(|report| serde_json::from_slice(report)).collect();
+        let written: Result<Vec<RankWritten>, _> = reports
+            .iter()
+            .map(|report| serde_json::from_slice(report))
+            .collect();
         let written = written.map_err(|error| exception(py, error))?;
-        let staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or_else(finished)?;
-        py.detach(|| finish_encoded(staging, &metadata, &written)).map_err(|error| exception(py, error))
+        let staging = self
+            .staging
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()
+            .ok_or_else(finished)?;
+        py.detach(|| finish_encoded(staging, &metadata, &written))
+            .map_err(|error| exception(py, error))
     }
 
-    /// Ends the save without a checkpoint. The rank that prepared it removes the files that were written.
+    /// Ends the save without a checkpoint. The rank that prepared it removes the files that were
+    /// written.
     fn discard(&self, py: Python<'_>) {
-        py.detach(|| drop(self.staging.lock().unwrap_or_else(PoisonError::into_inner).take()));
+        py.detach(|| {
+            drop(
+                self.staging
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .take(),
+            )
+        });
     }
 }
 
 impl Staging {
     fn new(staging: storage::Staging) -> Self {
         let name = staging.name().to_owned();
-        Staging { staging: Mutex::new(Some(staging)), name }
+        Staging {
+            staging: Mutex::new(Some(staging)),
+            name,
+        }
     }
 }
 
@@ -158,7 +222,10 @@ fn finished() -> PyErr {
 
 /// Returns where an item has been written.
 fn place(written: &RankWritten, item: &WrittenItem) -> Placed {
-    let file = written.files.get(item.file as usize).map_or("", |file| &file.name);
+    let file = written
+        .files
+        .get(item.file as usize)
+        .map_or("", |file| &file.name);
     (item.entry, file.to_owned(), item.offset, item.length)
 }
 
@@ -166,8 +233,8 @@ fn place(written: &RankWritten, item: &WrittenItem) -> Placed {
 #[derive(Default)]
 struct RankItems {
     tensors: HashMap<String, Vec<(TensorBox, Memory)>>,
-    /// The bytes of each value's item, and the value that a reader finds in them; [`PlainValue::None`] if they cannot
-    /// be read.
+    /// The bytes of each value's item, and the value that a reader finds in them;
+    /// [`PlainValue::None`] if they cannot be read.
     values: HashMap<String, (PyBackedBytes, PlainValue)>,
 }
 
@@ -179,9 +246,15 @@ impl PayloadSource for RankItems {
         range: Range<u64>,
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError> {
-        let held = self.tensors.get(fqn).and_then(|boxes| boxes.iter().find(|(held, _)| held == bounds));
-        let bytes = held.and_then(|(_, memory)| memory.bytes().get(range.start as usize..range.end as usize));
-        sink(bytes.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?)
+        let held = self
+            .tensors
+            .get(fqn)
+            .and_then(|boxes| boxes.iter().find(|(held, _)| held == bounds));
+        let bytes = held
+            .and_then(|(_, memory)| memory.bytes().get(range.start as usize..range.end as usize));
+        sink(bytes.ok_or_else(|| FileError::NotStored {
+            fqn: fqn.to_owned(),
+        })?)
     }
 
     fn stored_item(&self, fqn: &str) -> Result<Option<Cow<'_, [u8]>>, FileError> {
@@ -189,7 +262,9 @@ impl PayloadSource for RankItems {
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
-        let (_, value) = self.values.get(fqn).ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?;
+        let (_, value) = self.values.get(fqn).ok_or_else(|| FileError::NotStored {
+            fqn: fqn.to_owned(),
+        })?;
         Ok(Cow::Borrowed(value))
     }
 }

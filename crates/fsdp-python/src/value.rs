@@ -6,8 +6,9 @@ use pyo3::types::{PyBytes, PyDict, PyList, PySet, PyTuple};
 
 use crate::error::sizes;
 
-/// Returns a plain value as a Python object. `tensor` is a Python function that makes a tensor from the name of its
-/// dtype, its shape and its bytes; `typed` makes an object from the name of its type and the value that describes it.
+/// Returns a plain value as a Python object. `tensor` is a Python function that makes a tensor from
+/// the name of its dtype, its shape and its bytes; `typed` makes an object from the name of its
+/// type and the value that describes it.
 pub(crate) fn to_python<'py>(
     py: Python<'py>,
     value: &PlainValue,
@@ -22,30 +23,54 @@ pub(crate) fn to_python<'py>(
             let signed = PyDict::new(py);
             signed.set_item("signed", true)?;
             let int = py.get_type::<pyo3::types::PyInt>();
-            int.call_method("from_bytes", (PyBytes::new(py, bytes), "little"), Some(&signed))?
+            int.call_method(
+                "from_bytes",
+                (PyBytes::new(py, bytes), "little"),
+                Some(&signed),
+            )?
         }
         PlainValue::Float(value) => value.into_pyobject(py)?.into_any(),
         PlainValue::Str(value) => value.into_pyobject(py)?.into_any(),
         PlainValue::Bytes(value) => PyBytes::new(py, value).into_any(),
-        PlainValue::List(items) => PyList::new(py, all_to_python(py, items, tensor, typed)?)?.into_any(),
-        PlainValue::Tuple(items) => PyTuple::new(py, all_to_python(py, items, tensor, typed)?)?.into_any(),
-        PlainValue::Set(items) => PySet::new(py, all_to_python(py, items, tensor, typed)?)?.into_any(),
+        PlainValue::List(items) => {
+            PyList::new(py, all_to_python(py, items, tensor, typed)?)?.into_any()
+        }
+        PlainValue::Tuple(items) => {
+            PyTuple::new(py, all_to_python(py, items, tensor, typed)?)?.into_any()
+        }
+        PlainValue::Set(items) => {
+            PySet::new(py, all_to_python(py, items, tensor, typed)?)?.into_any()
+        }
         PlainValue::Dict(items) => {
             let dict = PyDict::new(py);
             for (key, value) in items {
-                dict.set_item(to_python(py, key, tensor, typed)?, to_python(py, value, tensor, typed)?)?;
+                dict.set_item(
+                    to_python(py, key, tensor, typed)?,
+                    to_python(py, value, tensor, typed)?,
+                )?;
             }
             dict.into_any()
         }
         PlainValue::Tensor(plain) => {
             let shape = sizes(py, &plain.shape)?;
-            tensor.call1((plain.dtype.torch_name(), shape, PyBytes::new(py, &plain.data)))?
+            tensor.call1((
+                plain.dtype.torch_name(),
+                shape,
+                PyBytes::new(py, &plain.data),
+            ))?
         }
-        PlainValue::Typed(of, description) => typed.call1((of.name(), to_python(py, description, tensor, typed)?))?,
+        PlainValue::Typed(of, description) => {
+            typed.call1((of.name(), to_python(py, description, tensor, typed)?))?
+        }
         // A kind of value that this crate does not know yet.
         other => {
-            let message = format!("a value of type `{}` has no counterpart in Python", other.type_name());
-            return Err(PyErr::new::<pyo3::exceptions::PyNotImplementedError, _>(message));
+            let message = format!(
+                "a value of type `{}` has no counterpart in Python",
+                other.type_name()
+            );
+            return Err(PyErr::new::<pyo3::exceptions::PyNotImplementedError, _>(
+                message,
+            ));
         }
     })
 }
@@ -57,5 +82,8 @@ fn all_to_python<'py>(
     tensor: &Bound<'py, PyAny>,
     typed: &Bound<'py, PyAny>,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    items.iter().map(|item| to_python(py, item, tensor, typed)).collect()
+    items
+        .iter()
+        .map(|item| to_python(py, item, tensor, typed))
+        .collect()
 }

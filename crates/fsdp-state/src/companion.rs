@@ -1,5 +1,5 @@
-//! Copies the values of one state dict into those of another of the same structure, its companion, after checking that
-//! they fit.
+//! Copies the values of one state dict into those of another of the same structure, its companion,
+//! after checking that they fit.
 
 use std::collections::HashSet;
 
@@ -10,11 +10,20 @@ use crate::memory::copy_into;
 use crate::{StateDict, StateError, StateValue};
 
 /// Checks that two dicts have the same keys, and containers of the same kind and length in them.
-pub(crate) fn check_dict(dict: &StateDict, companion: &StateDict, path: &mut KeyPath) -> Result<(), StateError> {
-    let (keys, others): (HashSet<&str>, HashSet<&str>) = (dict.keys().collect(), companion.keys().collect());
+pub(crate) fn check_dict(
+    dict: &StateDict,
+    companion: &StateDict,
+    path: &mut KeyPath,
+) -> Result<(), StateError> {
+    let (keys, others): (HashSet<&str>, HashSet<&str>) =
+        (dict.keys().collect(), companion.keys().collect());
     if keys != others {
         let (found, expected) = (keys_apart(&keys, &others), keys_apart(&others, &keys));
-        return Err(StateError::CompanionMismatch { key: path.flat_key(), found, expected });
+        return Err(StateError::CompanionMismatch {
+            key: path.flat_key(),
+            found,
+            expected,
+        });
     }
     for (key, value) in dict {
         if let Some(companion) = companion.get(key) {
@@ -34,10 +43,15 @@ fn keys_apart(keys: &HashSet<&str>, others: &HashSet<&str>) -> String {
 }
 
 /// Checks that two values at `path` are containers of the same structure, or both no containers.
-fn check_value(value: &StateValue, companion: &StateValue, path: &mut KeyPath) -> Result<(), StateError> {
+fn check_value(
+    value: &StateValue,
+    companion: &StateValue,
+    path: &mut KeyPath,
+) -> Result<(), StateError> {
     match (value, companion) {
         (StateValue::Dict(dict), StateValue::Dict(companion)) => check_dict(dict, companion, path),
-        (StateValue::List(list), StateValue::List(others)) | (StateValue::Tuple(list), StateValue::Tuple(others))
+        (StateValue::List(list), StateValue::List(others))
+        | (StateValue::Tuple(list), StateValue::Tuple(others))
             if list.len() == others.len() =>
         {
             for (index, (value, companion)) in list.iter().zip(others).enumerate() {
@@ -47,24 +61,37 @@ fn check_value(value: &StateValue, companion: &StateValue, path: &mut KeyPath) -
             }
             Ok(())
         }
-        (value, companion) if is_container(value) || is_container(companion) => Err(StateError::CompanionMismatch {
-            key: path.flat_key(),
-            found: describe(value),
-            expected: describe(companion),
-        }),
+        (value, companion) if is_container(value) || is_container(companion) => {
+            Err(StateError::CompanionMismatch {
+                key: path.flat_key(),
+                found: describe(value),
+                expected: describe(companion),
+            })
+        }
         _ => Ok(()),
     }
 }
 
 const fn is_container(value: &StateValue) -> bool {
-    matches!(value, StateValue::Dict(_) | StateValue::List(_) | StateValue::Tuple(_))
+    matches!(
+        value,
+        StateValue::Dict(_) | StateValue::List(_) | StateValue::Tuple(_)
+    )
 }
 
 /// Checks that a value can be copied into another: same kind, dtype, shape and boxes.
-pub(crate) fn same_leaf(path: &KeyPath, value: &StateValue, companion: &StateValue) -> Result<(), StateError> {
+pub(crate) fn same_leaf(
+    path: &KeyPath,
+    value: &StateValue,
+    companion: &StateValue,
+) -> Result<(), StateError> {
     let same = match (value, companion) {
-        (StateValue::Tensor(a), StateValue::Tensor(b)) => a.dtype() == b.dtype() && a.dims() == b.dims(),
-        (StateValue::Raw(a), StateValue::Raw(b)) => a.dtype() == b.dtype() && a.shape() == b.shape(),
+        (StateValue::Tensor(a), StateValue::Tensor(b)) => {
+            a.dtype() == b.dtype() && a.dims() == b.dims()
+        }
+        (StateValue::Raw(a), StateValue::Raw(b)) => {
+            a.dtype() == b.dtype() && a.shape() == b.shape()
+        }
         (StateValue::Sharded(a), StateValue::Sharded(b)) => {
             a.dtype() == b.dtype() && a.shape() == b.shape() && a.boxes() == b.boxes()
         }
@@ -75,11 +102,18 @@ pub(crate) fn same_leaf(path: &KeyPath, value: &StateValue, companion: &StateVal
         return Ok(());
     }
     let (found, expected) = (describe(value), describe(companion));
-    Err(StateError::CompanionMismatch { key: path.flat_key(), found, expected })
+    Err(StateError::CompanionMismatch {
+        key: path.flat_key(),
+        found,
+        expected,
+    })
 }
 
 /// Copies a value into its companion, and returns the new value of the companion.
-pub(crate) fn copy_leaf(value: &StateValue, companion: &StateValue) -> Result<StateValue, StateError> {
+pub(crate) fn copy_leaf(
+    value: &StateValue,
+    companion: &StateValue,
+) -> Result<StateValue, StateError> {
     match (value, companion) {
         (StateValue::Tensor(from), StateValue::Tensor(to)) => copy_into(from, to)?,
         (StateValue::Sharded(from), StateValue::Sharded(to)) => copy_shards(from, to)?,
@@ -90,7 +124,10 @@ pub(crate) fn copy_leaf(value: &StateValue, companion: &StateValue) -> Result<St
 
 /// Copies the elements of a rank's boxes into those of a tensor with the same boxes.
 pub(crate) fn copy_shards(from: &ShardedTensor, to: &ShardedTensor) -> Result<(), StateError> {
-    from.shards().iter().zip(to.shards()).try_for_each(|(from, to)| copy_into(&from.tensor, &to.tensor))
+    from.shards()
+        .iter()
+        .zip(to.shards())
+        .try_for_each(|(from, to)| copy_into(&from.tensor, &to.tensor))
 }
 
 /// Describes a value's kind, dtype, shape and boxes, for messages.
@@ -100,7 +137,12 @@ pub(crate) fn describe(value: &StateValue) -> String {
         StateValue::Raw(tensor) => format!("raw tensor of {} {:?}", tensor.dtype(), tensor.shape()),
         StateValue::Sharded(tensor) => {
             let boxes: Vec<String> = tensor.boxes().iter().map(ToString::to_string).collect();
-            format!("sharded tensor of {:?} {:?} with boxes {}", tensor.dtype(), tensor.shape(), boxes.join(" "))
+            format!(
+                "sharded tensor of {:?} {:?} with boxes {}",
+                tensor.dtype(),
+                tensor.shape(),
+                boxes.join(" ")
+            )
         }
         StateValue::Dict(dict) => format!("dict of {} keys", dict.len()),
         StateValue::List(list) => format!("list of {} values", list.len()),

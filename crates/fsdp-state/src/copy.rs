@@ -7,11 +7,15 @@ use fsdp_layout::KeyPath;
 
 use crate::companion::{check_dict, copy_leaf, copy_shards, same_leaf};
 use crate::traverse::leaves;
-use crate::{IterateOptions, StateDict, StateDictCallbacks, StateError, StateValue, get_element, iterate_state_dict};
+use crate::{
+    IterateOptions, StateDict, StateDictCallbacks, StateError, StateValue, get_element,
+    iterate_state_dict,
+};
 
-/// Makes a dict of the same structure whose tensors are zeros on the CPU, in memory of their own. Copies can be made
-/// into it again and again. Sharded tensors keep their boxes; plain values are copied. torch's
-/// `_create_cpu_state_dict`, without its pinned or shared memory, which candle does not have.
+/// Makes a dict of the same structure whose tensors are zeros on the CPU, in memory of their own.
+/// Copies can be made into it again and again. Sharded tensors keep their boxes; plain values are
+/// copied. torch's `_create_cpu_state_dict`, without its pinned or shared memory, which candle does
+/// not have.
 ///
 /// # Errors
 /// Dtypes whose elements are not plain bytes.
@@ -31,7 +35,11 @@ use crate::{IterateOptions, StateDict, StateDictCallbacks, StateError, StateValu
 pub fn create_cpu_state_dict(state: &StateDict) -> Result<StateDict, StateError> {
     struct Zeros;
     impl StateDictCallbacks for Zeros {
-        fn sharded(&mut self, _: &KeyPath, tensor: &ShardedTensor) -> Result<StateValue, StateError> {
+        fn sharded(
+            &mut self,
+            _: &KeyPath,
+            tensor: &ShardedTensor,
+        ) -> Result<StateValue, StateError> {
             Ok(ShardedTensor::zeros(tensor.dtype(), tensor.shape(), &tensor.boxes())?.into())
         }
 
@@ -47,9 +55,9 @@ pub fn create_cpu_state_dict(state: &StateDict) -> Result<StateDict, StateError>
     iterate_state_dict(state, &mut Zeros, &IterateOptions::default())
 }
 
-/// Returns `true` if two dicts have the same structure, and in the same places tensors of the same kind, dtype, shape
-/// and boxes. Plain values may differ, and so may devices and the order of keys. torch's
-/// `_check_state_dict_similarity`.
+/// Returns `true` if two dicts have the same structure, and in the same places tensors of the same
+/// kind, dtype, shape and boxes. Plain values may differ, and so may devices and the order of keys.
+/// torch's `_check_state_dict_similarity`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -66,13 +74,13 @@ pub fn check_state_dict_similarity(a: &StateDict, b: &StateDict) -> bool {
     check(a, b).is_ok()
 }
 
-/// Copies the values of one dict into another of the same structure: bytes into the memory of its tensors, on
-/// whatever device they are; plain values and raw tensors replace the old ones.
-/// torch's `_copy_state_dict`. No communication.
+/// Copies the values of one dict into another of the same structure: bytes into the memory of its
+/// tensors, on whatever device they are; plain values and raw tensors replace the old ones. torch's
+/// `_copy_state_dict`. No communication.
 ///
 /// # Errors
-/// [`StateError::CompanionMismatch`] if the dicts are not similar (see [`check_state_dict_similarity`]); nothing has
-/// been copied then.
+/// [`StateError::CompanionMismatch`] if the dicts are not similar (see
+/// [`check_state_dict_similarity`]); nothing has been copied then.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -88,10 +96,10 @@ pub fn copy_state_dict(state: &StateDict, copy: &mut StateDict) -> Result<(), St
     copy_state_dict_deferring(state, copy, &|_| false)?.finish()
 }
 
-/// Copies like [`copy_state_dict`], but leaves out the sharded tensors that `can_wait` selects by their paths. They are
-/// copied by [`DeferredCopies::finish`], on any thread, and must stay as they are until then. Sharded tensors that are
-/// not on the CPU are copied at once, because another thread would not wait for the device to compute them. No
-/// communication.
+/// Copies like [`copy_state_dict`], but leaves out the sharded tensors that `can_wait` selects by
+/// their paths. They are copied by [`DeferredCopies::finish`], on any thread, and must stay as they
+/// are until then. Sharded tensors that are not on the CPU are copied at once, because another
+/// thread would not wait for the device to compute them. No communication.
 ///
 /// # Errors
 /// The errors of [`copy_state_dict`].
@@ -116,7 +124,11 @@ pub fn copy_state_dict_deferring(
     can_wait: &dyn Fn(&KeyPath) -> bool,
 ) -> Result<DeferredCopies, StateError> {
     check(state, copy)?;
-    let mut copier = Copier { copy, can_wait, later: DeferredCopies::default() };
+    let mut copier = Copier {
+        copy,
+        can_wait,
+        later: DeferredCopies::default(),
+    };
     let copied = iterate_state_dict(state, &mut copier, &IterateOptions::default())?;
     let later = copier.later;
     *copy = copied;
@@ -134,11 +146,14 @@ impl DeferredCopies {
     /// # Errors
     /// Memory that was released meanwhile.
     pub fn finish(self) -> Result<(), StateError> {
-        self.0.iter().try_for_each(|(from, to)| copy_shards(from, to))
+        self.0
+            .iter()
+            .try_for_each(|(from, to)| copy_shards(from, to))
     }
 }
 
-/// Copies the leaves of a dict to the same places of `copy`, and puts those that can wait on a list.
+/// Copies the leaves of a dict to the same places of `copy`, and puts those that can wait on a
+/// list.
 struct Copier<'a> {
     copy: &'a StateDict,
     can_wait: &'a dyn Fn(&KeyPath) -> bool,
@@ -156,9 +171,17 @@ impl Copier<'_> {
 }
 
 impl StateDictCallbacks for Copier<'_> {
-    fn sharded(&mut self, path: &KeyPath, tensor: &ShardedTensor) -> Result<StateValue, StateError> {
+    fn sharded(
+        &mut self,
+        path: &KeyPath,
+        tensor: &ShardedTensor,
+    ) -> Result<StateValue, StateError> {
         if let Some(StateValue::Sharded(to)) = get_element(self.copy, path)
-            && tensor.shards().iter().chain(to.shards()).all(|shard| shard.tensor.device().is_cpu())
+            && tensor
+                .shards()
+                .iter()
+                .chain(to.shards())
+                .all(|shard| shard.tensor.device().is_cpu())
             && (self.can_wait)(path)
         {
             self.later.0.push((tensor.clone(), to.clone()));
@@ -175,8 +198,10 @@ impl StateDictCallbacks for Copier<'_> {
 /// Checks that two dicts have the same structure, and leaves that fit in the same places.
 fn check(a: &StateDict, b: &StateDict) -> Result<(), StateError> {
     check_dict(a, b, &mut KeyPath::default())?;
-    leaves(a).into_iter().try_for_each(|(path, value)| match get_element(b, &path) {
-        Some(other) => same_leaf(&path, value, other),
-        None => Ok(()),
-    })
+    leaves(a)
+        .into_iter()
+        .try_for_each(|(path, value)| match get_element(b, &path) {
+            Some(other) => same_leaf(&path, value, other),
+            None => Ok(()),
+        })
 }

@@ -13,18 +13,18 @@ use crate::engine::LoadError as _;
 use crate::transfer::{BoxBytes, Layout, PerRank, read_box};
 use crate::{Leaf, StateDict, StateError, StateValue, flatten_state_dict};
 
-/// Returns the digests of a state dict, by its flat keys: those that a checkpoint of it has, whatever its format and
-/// the number of ranks (`fsdp digest`). The same on every rank.
+/// Returns the digests of a state dict, by its flat keys: those that a checkpoint of it has,
+/// whatever its format and the number of ranks (`fsdp digest`). The same on every rank.
 ///
-/// Every rank passes a dict of the same names. An element of a sharded tensor that several ranks have counts once, with
-/// the value of the first of them. A whole tensor or a plain value counts with the value of rank 0. Tensors that are
-/// contiguous in host memory are not copied.
+/// Every rank passes a dict of the same names. An element of a sharded tensor that several ranks
+/// have counts once, with the value of the first of them. A whole tensor or a plain value counts
+/// with the value of rank 0. Tensors that are contiguous in host memory are not copied.
 ///
 /// Collectives: two agreements, and two object all-gathers, of boxes and of sums.
 ///
 /// # Errors
-/// The same on every rank: ranks that pass different names, kinds, dtypes or shapes; elements that no rank has; any
-/// rank's own error.
+/// The same on every rank: ranks that pass different names, kinds, dtypes or shapes; elements that
+/// no rank has; any rank's own error.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -46,30 +46,46 @@ use crate::{Leaf, StateDict, StateError, StateValue, flatten_state_dict};
 /// assert_eq!(digests(1)?, digests(4)?);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn digest_state_dict(state: &StateDict, group: &ProcessGroup) -> Result<StateDigest, StateError> {
+pub fn digest_state_dict(
+    state: &StateDict,
+    group: &ProcessGroup,
+) -> Result<StateDigest, StateError> {
     const OPERATION: &str = "digest_state_dict";
     // Ranks agree on what there is before they compare the parts that each has.
     let flat = flat_with_leaves(state);
     // A rank with an error sends any hash, because errors are looked at before hashes.
     let hash = flat.as_ref().map_or(0, |flat| {
         let mut hasher = XxHash3_64::new();
-        flat.iter().for_each(|(key, _, leaf)| (key, leaf).hash(&mut hasher));
+        flat.iter()
+            .for_each(|(key, _, leaf)| (key, leaf).hash(&mut hasher));
         hasher.finish()
     });
     let flat = StateError::agree(group, OPERATION, Some(hash), flat)?;
-    // The ranks exchange their boxes of sharded tensors, so that an element on several ranks is counted by one of them.
+    // The ranks exchange their boxes of sharded tensors, so that an element on several ranks is
+    // counted by one of them.
     let sharded = flat.iter().map(|(_, value, _)| value.as_sharded());
-    let mine: Vec<Vec<TensorBox>> = sharded.map(|tensor| tensor.map_or_else(Vec::new, ShardedTensor::boxes)).collect();
+    let mine: Vec<Vec<TensorBox>> = sharded
+        .map(|tensor| tensor.map_or_else(Vec::new, ShardedTensor::boxes))
+        .collect();
     let boxes: Vec<Vec<Vec<TensorBox>>> = group.all_gather_object(&mine)?;
-    let parts = StateError::agree(group, OPERATION, None, parts_of(group, OPERATION, &flat, boxes))?;
+    let parts = StateError::agree(
+        group,
+        OPERATION,
+        None,
+        parts_of(group, OPERATION, &flat, boxes),
+    )?;
     // The parts of all ranks add up.
     let all: Vec<Vec<Part>> = group.all_gather_object(&parts)?;
     let mut digests = StateDigest::default();
     for (index, (key, _, leaf)) in flat.iter().enumerate() {
         let mut whole = Part::default();
-        all.iter().filter_map(|parts| parts.get(index)).for_each(|part| whole.add(*part));
+        all.iter()
+            .filter_map(|parts| parts.get(index))
+            .for_each(|part| whole.add(*part));
         match (leaf.tensor(), whole) {
-            (Some((dtype, shape)), whole) => _ = digests.insert(key.as_str(), whole.finish(dtype, shape)),
+            (Some((dtype, shape)), whole) => {
+                _ = digests.insert(key.as_str(), whole.finish(dtype, shape))
+            }
             (None, Part::Value(digest)) => _ = digests.insert(key.as_str(), digest),
             // A plain value always comes from rank 0.
             (None, Part::Elements(_)) => {}
@@ -79,7 +95,9 @@ pub fn digest_state_dict(state: &StateDict, group: &ProcessGroup) -> Result<Stat
 }
 
 /// Returns a state dict's values by their flat keys, sorted, each with its description.
-pub(crate) fn flat_with_leaves(state: &StateDict) -> Result<Vec<(String, StateValue, Leaf)>, StateError> {
+pub(crate) fn flat_with_leaves(
+    state: &StateDict,
+) -> Result<Vec<(String, StateValue, Leaf)>, StateError> {
     let mut flat = Vec::new();
     for (key, value) in flatten_state_dict(state)?.values {
         let leaf = Leaf::of(&KeyPath(vec![PathPart::Key(key.clone())]), &value)?;
@@ -89,7 +107,8 @@ pub(crate) fn flat_with_leaves(state: &StateDict) -> Result<Vec<(String, StateVa
     Ok(flat)
 }
 
-/// Returns this rank's part in the digest of each value. `boxes` has each rank's boxes of each value.
+/// Returns this rank's part in the digest of each value. `boxes` has each rank's boxes of each
+/// value.
 fn parts_of(
     group: &ProcessGroup,
     operation: &'static str,
@@ -100,14 +119,27 @@ fn parts_of(
     for (index, (key, value, leaf)) in flat.iter().enumerate() {
         let mut have = Vec::with_capacity(boxes.len());
         for of_rank in &mut boxes {
-            have.push(of_rank.get_mut(index).map(std::mem::take).unwrap_or_default());
+            have.push(
+                of_rank
+                    .get_mut(index)
+                    .map(std::mem::take)
+                    .unwrap_or_default(),
+            );
         }
-        parts.push(part_of(group, operation, key, value, leaf, PerRank::all(have))?);
+        parts.push(part_of(
+            group,
+            operation,
+            key,
+            value,
+            leaf,
+            PerRank::all(have),
+        )?);
     }
     Ok(parts)
 }
 
-/// Returns this rank's part in the digest of a value. `have` has the boxes of all ranks, if the value is sharded.
+/// Returns this rank's part in the digest of a value. `have` has the boxes of all ranks, if the
+/// value is sharded.
 fn part_of(
     group: &ProcessGroup,
     operation: &'static str,
@@ -119,8 +151,16 @@ fn part_of(
     let mut sum = Sum::default();
     let Some((dtype, shape)) = leaf.tensor() else {
         // Every rank has the value. Rank 0 counts it; the others only check that it can be counted.
-        let object = value.to_object()?.ok_or_else(|| StateError::ShardedInTuple { key: key.to_owned() })?;
-        return Ok(if group.rank() == 0 { Part::Value(Digest::of_value(&object)) } else { Part::Elements(sum) });
+        let object = value
+            .to_object()?
+            .ok_or_else(|| StateError::ShardedInTuple {
+                key: key.to_owned(),
+            })?;
+        return Ok(if group.rank() == 0 {
+            Part::Value(Digest::of_value(&object))
+        } else {
+            Part::Elements(sum)
+        });
     };
     let element = dtype.size_in_bytes() as usize;
     if !leaf.is_sharded() {
@@ -133,14 +173,32 @@ fn part_of(
         return Ok(Part::Elements(sum));
     }
     let whole = TensorBox::whole(shape);
-    let layout = Layout { shape: shape.to_vec(), element, have, want: PerRank::all(vec![vec![whole.clone()]]) };
+    let layout = Layout {
+        shape: shape.to_vec(),
+        element,
+        have,
+        want: PerRank::all(vec![vec![whole.clone()]]),
+    };
     if let Some((_, missing)) = layout.hole() {
         let (key, shape, rank) = (key.to_owned(), shape.to_vec(), 0);
-        return Err(StateError::NotCovered { operation, key, shape, rank, missing });
+        return Err(StateError::NotCovered {
+            operation,
+            key,
+            shape,
+            rank,
+            missing,
+        });
     }
     let sources = BoxBytes::of(value)?;
-    for piece in layout.pieces_of_whole().into_iter().filter(|piece| piece.source == group.rank()) {
-        if let Some(source) = sources.iter().find(|source| source.bounds() == &piece.bounds) {
+    for piece in layout
+        .pieces_of_whole()
+        .into_iter()
+        .filter(|piece| piece.source == group.rank())
+    {
+        if let Some(source) = sources
+            .iter()
+            .find(|source| source.bounds() == &piece.bounds)
+        {
             source.read(|bytes| sum.add_box(shape, &piece.bounds, element, bytes))??;
             continue;
         }

@@ -10,8 +10,9 @@ use crate::LoadReport;
 
 /// An error of this crate.
 ///
-/// A collective function returns the same error on every rank of its group: what one rank alone meets comes as
-/// [`CommError::RankFailed`] in [`Comm`](Self::Comm), on that rank too. Ranks in errors are global ranks.
+/// A collective function returns the same error on every rank of its group: what one rank alone
+/// meets comes as [`CommError::RankFailed`] in [`Comm`](Self::Comm), on that rank too. Ranks in
+/// errors are global ranks.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum StateError {
@@ -113,8 +114,8 @@ pub enum StateError {
     /// Ranks that should hold the same elements hold others.
     #[error("replicas differ: {}", listed(tensors))]
     ReplicasDiffer {
-        /// The flat keys, and the ranks that hold something else than most; if there is no majority, all that should
-        /// hold the same.
+        /// The flat keys, and the ranks that hold something else than most; if there is no
+        /// majority, all that should hold the same.
         tensors: Vec<(String, Vec<usize>)>,
     },
     /// A target or a sink outside this crate failed.
@@ -134,7 +135,9 @@ pub enum StateError {
         problem: FlatError,
     },
     /// Several values would be loaded into the same memory.
-    #[error("a tensor of shape {shape:?} cannot be filled: it shares elements with another that is loaded too")]
+    #[error(
+        "a tensor of shape {shape:?} cannot be filled: it shares elements with another that is loaded too"
+    )]
     SharedMemory {
         /// The global shape of one of them.
         shape: Vec<usize>,
@@ -151,7 +154,9 @@ pub enum StateError {
         kind: ErrorKind,
     },
     /// Elements that a rank is to get are on no rank.
-    #[error("`{operation}`: no rank has {missing} of `{key}`, a tensor of shape {shape:?}, which rank {rank} needs")]
+    #[error(
+        "`{operation}`: no rank has {missing} of `{key}`, a tensor of shape {shape:?}, which rank {rank} needs"
+    )]
     NotCovered {
         /// The function.
         operation: &'static str,
@@ -183,7 +188,9 @@ pub enum StateError {
         expected: String,
     },
     /// A sharded tensor inside a tuple, which checkpoints hold as one value.
-    #[error("`{key}` is a tuple that holds a sharded tensor, which has no key of its own there: give it one")]
+    #[error(
+        "`{key}` is a tuple that holds a sharded tensor, which has no key of its own there: give it one"
+    )]
     ShardedInTuple {
         /// The flat key of the tuple.
         key: String,
@@ -226,7 +233,9 @@ impl Failure for StateError {
     fn kind(&self) -> ErrorKind {
         match self {
             StateError::Comm(error) => error.kind(),
-            StateError::Incompatible { .. } | StateError::ReplicasDiffer { .. } => ErrorKind::Difference,
+            StateError::Incompatible { .. } | StateError::ReplicasDiffer { .. } => {
+                ErrorKind::Difference
+            }
             StateError::PartlyLoaded { kind, .. } | StateError::Other { kind, .. } => *kind,
             _ => ErrorKind::Other,
         }
@@ -240,12 +249,20 @@ const SHOWN: usize = 8;
 fn listed(tensors: &[(String, Vec<usize>)]) -> String {
     let of = |(name, ranks): &(String, Vec<usize>)| {
         let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();
-        let more = if ranks.len() > SHOWN { " and others" } else { "" };
+        let more = if ranks.len() > SHOWN {
+            " and others"
+        } else {
+            ""
+        };
         format!("`{name}` on rank {}{more}", shown.join(", "))
     };
     let names: Vec<String> = tensors.iter().take(SHOWN).map(of).collect();
     let (names, more) = (names.join("; "), tensors.len().saturating_sub(SHOWN));
-    if more > 0 { format!("{names}; and {more} more") } else { names }
+    if more > 0 {
+        format!("{names}; and {more} more")
+    } else {
+        names
+    }
 }
 
 /// A report in one sentence, long lists cut: ``missing key(s) `a`, `b`; unexpected key(s) `c` ``.
@@ -253,15 +270,32 @@ struct Summary<'a>(&'a LoadReport);
 
 impl std::fmt::Display for Summary<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let LoadReport { missing, unexpected, mismatched } = self.0;
+        let LoadReport {
+            missing,
+            unexpected,
+            mismatched,
+        } = self.0;
         let mismatched: Vec<String> = mismatched
             .iter()
-            .map(|mismatch| format!("{}: saved {}, current {}", mismatch.fqn, mismatch.saved, mismatch.current))
+            .map(|mismatch| {
+                format!(
+                    "{}: saved {}, current {}",
+                    mismatch.fqn, mismatch.saved, mismatch.current
+                )
+            })
             .collect();
-        let lists = [("mismatched", &mismatched), ("missing key(s)", missing), ("unexpected key(s)", unexpected)];
+        let lists = [
+            ("mismatched", &mismatched),
+            ("missing key(s)", missing),
+            ("unexpected key(s)", unexpected),
+        ];
         let mut separator = "";
         for (name, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {
-            let shown: Vec<String> = list.iter().take(SHOWN).map(|name| format!("`{name}`")).collect();
+            let shown: Vec<String> = list
+                .iter()
+                .take(SHOWN)
+                .map(|name| format!("`{name}`"))
+                .collect();
             write!(f, "{separator}{name} {}", shown.join(", "))?;
             if list.len() > SHOWN {
                 write!(f, " and {} more", list.len() - SHOWN)?;

@@ -1,5 +1,6 @@
-//! Nested to flat keys and back: by the rule of torch's distributed checkpoints, which leaves tuples and lists of
-//! plain values whole, and by that of its state-dict utilities, which opens every container.
+//! Nested to flat keys and back: by the rule of torch's distributed checkpoints, which leaves
+//! tuples and lists of plain values whole, and by that of its state-dict utilities, which opens
+//! every container.
 
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
@@ -28,8 +29,8 @@ impl FlatStateDict {
     }
 }
 
-/// Flattens a nested state dict by the rule of [`traverse_state_dict`]. Tensors are shared, not copied.
-/// torch's `checkpoint._nested_dict.flatten_state_dict`.
+/// Flattens a nested state dict by the rule of [`traverse_state_dict`]. Tensors are shared, not
+/// copied. torch's `checkpoint._nested_dict.flatten_state_dict`.
 ///
 /// # Errors
 /// [`StateError::DuplicateKey`] if two values would get one key (`{"a.b": …, "a": {"b": …}}`).
@@ -50,16 +51,16 @@ pub fn flatten_state_dict(state: &StateDict) -> Result<FlatStateDict, StateError
     Ok(flat)
 }
 
-/// Flattens a nested state dict and opens every dict, list and tuple, also those of plain values; sets and tensors
-/// stay whole. Empty containers disappear. Tensors are shared, not copied.
-/// torch's `_state_dict_utils._flatten_state_dict`, which optimizers' flat state dicts are made with.
+/// Flattens a nested state dict and opens every dict, list and tuple, also those of plain values;
+/// sets and tensors stay whole. Empty containers disappear. Tensors are shared, not copied. torch's
+/// `_state_dict_utils._flatten_state_dict`, which optimizers' flat state dicts are made with.
 ///
 /// [`unflatten_state_dict`] brings it back; tuples come back as lists, and lists of plain values as
 /// [`StateValue::List`].
 ///
 /// # Errors
-/// [`StateError::DuplicateKey`] if two values would get one key, also by way of a dict key that is not text
-/// (`{1: …, "1": …}`).
+/// [`StateError::DuplicateKey`] if two values would get one key, also by way of a dict key that is
+/// not text (`{1: …, "1": …}`).
 ///
 /// ```
 /// use fsdp_layout::PlainValue;
@@ -79,14 +80,20 @@ pub fn flatten_containers(state: &StateDict) -> Result<FlatStateDict, StateError
 }
 
 /// Adds the leaves of a value, whose path is `path`, to `flat`.
-fn add_leaves(path: &KeyPath, value: &StateValue, flat: &mut FlatStateDict) -> Result<(), StateError> {
+fn add_leaves(
+    path: &KeyPath,
+    value: &StateValue,
+    flat: &mut FlatStateDict,
+) -> Result<(), StateError> {
     match value {
-        StateValue::Dict(dict) => {
-            dict.iter().try_for_each(|(key, value)| add_leaves(&path.child(PathPart::Key(key.clone())), value, flat))
-        }
+        StateValue::Dict(dict) => dict.iter().try_for_each(|(key, value)| {
+            add_leaves(&path.child(PathPart::Key(key.clone())), value, flat)
+        }),
         StateValue::List(list) | StateValue::Tuple(list) => {
             let mut elements = list.iter().enumerate();
-            elements.try_for_each(|(index, value)| add_leaves(&path.child(PathPart::Index(index)), value, flat))
+            elements.try_for_each(|(index, value)| {
+                add_leaves(&path.child(PathPart::Index(index)), value, flat)
+            })
         }
         StateValue::Plain(value) => add_plain_leaves(path, value, flat),
         tensor => flat.insert(path, tensor.clone()),
@@ -94,15 +101,23 @@ fn add_leaves(path: &KeyPath, value: &StateValue, flat: &mut FlatStateDict) -> R
 }
 
 /// Adds the leaves of a plain value to `flat`, as [`add_leaves`] does.
-fn add_plain_leaves(path: &KeyPath, value: &PlainValue, flat: &mut FlatStateDict) -> Result<(), StateError> {
+fn add_plain_leaves(
+    path: &KeyPath,
+    value: &PlainValue,
+    flat: &mut FlatStateDict,
+) -> Result<(), StateError> {
     match value {
         PlainValue::List(list) | PlainValue::Tuple(list) => {
             let mut elements = list.iter().enumerate();
-            elements.try_for_each(|(index, value)| add_plain_leaves(&path.child(PathPart::Index(index)), value, flat))
+            elements.try_for_each(|(index, value)| {
+                add_plain_leaves(&path.child(PathPart::Index(index)), value, flat)
+            })
         }
         PlainValue::Dict(entries) => entries.iter().try_for_each(|(key, value)| {
             add_plain_leaves(
-                &path.child(PathPart::Key(key.key_text().unwrap_or_else(|| format!("{key:?}")))),
+                &path.child(PathPart::Key(
+                    key.key_text().unwrap_or_else(|| format!("{key:?}")),
+                )),
                 value,
                 flat,
             )
@@ -130,7 +145,9 @@ pub fn unflatten_state_dict(flat: FlatStateDict) -> Result<StateDict, StateError
     let mut root = StateDict::new();
     for (key, value) in flat.values {
         match flat.paths.get(&key) {
-            Some(path) if matches!(path.0.first(), Some(PathPart::Key(_))) => set_element(&mut root, path, value)?,
+            Some(path) if matches!(path.0.first(), Some(PathPart::Key(_))) => {
+                set_element(&mut root, path, value)?
+            }
             _ => {
                 root.insert(key, value);
             }
@@ -160,14 +177,23 @@ mod tests {
             for list in 0..lists {
                 let key = format!("{list}");
                 flat.values.insert(key.clone(), int(1));
-                flat.paths.insert(key.clone(), KeyPath(vec![PathPart::Key(key), PathPart::Index(index)]));
+                flat.paths.insert(
+                    key.clone(),
+                    KeyPath(vec![PathPart::Key(key), PathPart::Index(index)]),
+                );
             }
             unflatten_state_dict(flat)
         };
         assert!(of(1, MAX_LIST_LENGTH - 1).is_ok());
         assert!(of(2000, 100).is_ok());
-        assert!(matches!(of(3, MAX_LIST_LENGTH / 2), Err(StateError::WrongContainer { .. })));
-        assert!(matches!(of(1000, MAX_LIST_LENGTH - 1), Err(StateError::WrongContainer { .. })));
+        assert!(matches!(
+            of(3, MAX_LIST_LENGTH / 2),
+            Err(StateError::WrongContainer { .. })
+        ));
+        assert!(matches!(
+            of(1000, MAX_LIST_LENGTH - 1),
+            Err(StateError::WrongContainer { .. })
+        ));
     }
 
     fn keys(flat: &FlatStateDict) -> Vec<&str> {
@@ -177,7 +203,8 @@ mod tests {
     /// Makes a dict with every container, empty ones too.
     fn mixed() -> StateDict {
         // key1 = [t, [33, t, [44, 55]], [66, 77]], as torch's traversal test has it.
-        let plain_list = |values: &[i64]| StateValue::List(values.iter().map(|&v| int(v)).collect());
+        let plain_list =
+            |values: &[i64]| StateValue::List(values.iter().map(|&v| int(v)).collect());
         let key1 = StateValue::List(vec![
             tensor(),
             StateValue::List(vec![int(33), tensor(), plain_list(&[44, 55])]),
@@ -194,18 +221,30 @@ mod tests {
     #[test]
     fn lists_open_only_for_tensors_and_dicts() {
         let flat = flatten_state_dict(&mixed()).unwrap();
-        assert_eq!(keys(&flat), ["key1.0", "key1.1.0", "key1.1.1", "key1.1.2", "key1.2", "tuple", "scalars"]);
+        assert_eq!(
+            keys(&flat),
+            [
+                "key1.0", "key1.1.0", "key1.1.1", "key1.1.2", "key1.2", "tuple", "scalars"
+            ]
+        );
         let back = unflatten_state_dict(flat).unwrap();
-        let Some(StateValue::List(list)) = back.get("key1") else { panic!("key1 is a list") };
+        let Some(StateValue::List(list)) = back.get("key1") else {
+            panic!("key1 is a list")
+        };
         assert_eq!(list.len(), 3);
-        assert!(matches!(&list[1], StateValue::List(inner) if inner.len() == 3 && inner[1].is_tensor()));
+        assert!(
+            matches!(&list[1], StateValue::List(inner) if inner.len() == 3 && inner[1].is_tensor())
+        );
         assert!(matches!(back.get("tuple"), Some(StateValue::Tuple(_))));
     }
 
     #[test]
     fn all_containers_open_and_tuples_come_back_as_lists() {
         let mut state = mixed();
-        let by_number = PlainValue::Dict(vec![(PlainValue::Int(7), PlainValue::Tuple(vec![true.into()]))]);
+        let by_number = PlainValue::Dict(vec![(
+            PlainValue::Int(7),
+            PlainValue::Tuple(vec![true.into()]),
+        )]);
         state.insert("dict", by_number);
         let flat = flatten_containers(&state).unwrap();
         assert_eq!(
@@ -225,8 +264,13 @@ mod tests {
         );
         let back = unflatten_state_dict(flat).unwrap();
         assert!(matches!(back.get("tuple"), Some(StateValue::List(list)) if list[0].is_tensor()));
-        assert!(matches!(back.get("scalars"), Some(StateValue::List(list)) if list[0].as_plain().is_some()));
-        assert!(matches!(back.dict("dict").unwrap().get("7"), Some(StateValue::List(_))));
+        assert!(
+            matches!(back.get("scalars"), Some(StateValue::List(list)) if list[0].as_plain().is_some())
+        );
+        assert!(matches!(
+            back.dict("dict").unwrap().get("7"),
+            Some(StateValue::List(_))
+        ));
         assert!(!back.contains_key("empty"));
     }
 
@@ -241,20 +285,43 @@ mod tests {
             assert!(matches!(flat, Err(StateError::DuplicateKey { key }) if key == "a.b"));
         }
         let mut state = StateDict::new();
-        state.insert("d", PlainValue::Dict(vec![(1i64.into(), 1i64.into()), ("1".into(), 2i64.into())]));
-        assert!(matches!(flatten_containers(&state), Err(StateError::DuplicateKey { key }) if key == "d.1"));
+        state.insert(
+            "d",
+            PlainValue::Dict(vec![(1i64.into(), 1i64.into()), ("1".into(), 2i64.into())]),
+        );
+        assert!(
+            matches!(flatten_containers(&state), Err(StateError::DuplicateKey { key }) if key == "d.1")
+        );
     }
 
     #[test]
     fn absurd_or_contradicting_paths_are_refused() {
         let flat = |paths: &[(&str, Vec<PathPart>)]| FlatStateDict {
-            values: paths.iter().map(|(key, _)| ((*key).to_owned(), int(1))).collect(),
-            paths: paths.iter().map(|(key, parts)| ((*key).to_owned(), KeyPath(parts.clone()))).collect(),
+            values: paths
+                .iter()
+                .map(|(key, _)| ((*key).to_owned(), int(1)))
+                .collect(),
+            paths: paths
+                .iter()
+                .map(|(key, parts)| ((*key).to_owned(), KeyPath(parts.clone())))
+                .collect(),
         };
         let key = |key: &str| PathPart::Key(key.into());
         let far = flat(&[("a", vec![key("a"), PathPart::Index(1 << 60)])]);
-        assert!(matches!(unflatten_state_dict(far), Err(StateError::WrongContainer { .. })));
-        let both = flat(&[("a.b", vec![key("a"), key("b")]), ("a.0", vec![key("a"), PathPart::Index(0)])]);
-        assert!(matches!(unflatten_state_dict(both), Err(StateError::WrongContainer { expected: "list", .. })));
+        assert!(matches!(
+            unflatten_state_dict(far),
+            Err(StateError::WrongContainer { .. })
+        ));
+        let both = flat(&[
+            ("a.b", vec![key("a"), key("b")]),
+            ("a.0", vec![key("a"), PathPart::Index(0)]),
+        ]);
+        assert!(matches!(
+            unflatten_state_dict(both),
+            Err(StateError::WrongContainer {
+                expected: "list",
+                ..
+            })
+        ));
     }
 }

@@ -8,14 +8,18 @@ use crate::companion::{check_dict, copy_leaf, same_leaf};
 use crate::keep_on::KeepOn;
 use crate::{StateDict, StateError, StateValue};
 
-/// The functions that [`iterate_state_dict`] calls on leaves, one for each kind. Each returns the leaf's new value; its
-/// default keeps the value.
+/// The functions that [`iterate_state_dict`] calls on leaves, one for each kind. Each returns the
+/// leaf's new value; its default keeps the value.
 pub trait StateDictCallbacks {
     /// Maps a sharded tensor: torch's `sharded_tensor_func` and `dtensor_func`.
     ///
     /// # Errors
     /// The implementor's; the iteration ends with it.
-    fn sharded(&mut self, path: &KeyPath, tensor: &ShardedTensor) -> Result<StateValue, StateError> {
+    fn sharded(
+        &mut self,
+        path: &KeyPath,
+        tensor: &ShardedTensor,
+    ) -> Result<StateValue, StateError> {
         let _ = path;
         Ok(tensor.clone().into())
     }
@@ -61,27 +65,29 @@ pub struct IterateOptions<'a> {
     pub keep_on: KeepOn,
     /// This rank, in the group that `keep_on` speaks of.
     pub rank: usize,
-    /// The device of the results; `None` leaves tensors where the callbacks put them. Ignored with a companion. torch's
-    /// `cpu_offload` is the CPU.
+    /// The device of the results; `None` leaves tensors where the callbacks put them. Ignored with
+    /// a companion. torch's `cpu_offload` is the CPU.
     pub device: Option<&'a Device>,
-    /// A dict of the same structure whose tensors take the values, in place: torch's `companion_obj`.
+    /// A dict of the same structure whose tensors take the values, in place: torch's
+    /// `companion_obj`.
     pub companion: Option<&'a StateDict>,
 }
 
-/// Maps every leaf of a state dict, depth-first in container order, to what the callbacks make of it; dicts stay
-/// dicts, lists stay lists, tuples stay tuples. torch's `_iterate_state_dict`.
+/// Maps every leaf of a state dict, depth-first in container order, to what the callbacks make of
+/// it; dicts stay dicts, lists stay lists, tuples stay tuples. torch's `_iterate_state_dict`.
 ///
-/// The callbacks, and any collectives in them, run on every rank. On a rank of [`IterateOptions::keep_on`] the result
-/// has the structure of `state`; on all others it is empty, and each mapped value is dropped at once.
-/// With a companion, each mapped tensor is copied into the companion's tensor of that path (bytes into its memory, no
-/// cast), and it is the companion's tensor that is in the result; plain values and raw tensors are the mapped ones.
-/// Without one, the result holds just what the callbacks return, which by default shares memory with `state`.
+/// The callbacks, and any collectives in them, run on every rank. On a rank of
+/// [`IterateOptions::keep_on`] the result has the structure of `state`; on all others it is empty,
+/// and each mapped value is dropped at once. With a companion, each mapped tensor is copied into
+/// the companion's tensor of that path (bytes into its memory, no cast), and it is the companion's
+/// tensor that is in the result; plain values and raw tensors are the mapped ones. Without one, the
+/// result holds just what the callbacks return, which by default shares memory with `state`.
 ///
 /// This function itself communicates nothing.
 ///
 /// # Errors
-/// The errors of the callbacks; [`StateError::CompanionMismatch`]: the structure is checked before any callback runs, a
-/// mapped tensor when it is copied. Errors are this rank's own.
+/// The errors of the callbacks; [`StateError::CompanionMismatch`]: the structure is checked before
+/// any callback runs, a mapped tensor when it is copied. Errors are this rank's own.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -114,7 +120,14 @@ pub fn iterate_state_dict(
         check_dict(state, companion, &mut path)?;
     }
     let device = options.device;
-    Ok(Iteration { callbacks, keeps, device, path }.dict(state, companion)?.unwrap_or_default())
+    Ok(Iteration {
+        callbacks,
+        keeps,
+        device,
+        path,
+    }
+    .dict(state, companion)?
+    .unwrap_or_default())
 }
 
 struct Iteration<'a, C> {
@@ -126,11 +139,17 @@ struct Iteration<'a, C> {
 
 impl<C: StateDictCallbacks> Iteration<'_, C> {
     /// Visits the values of a dict, and returns the mapped ones; `None` if this rank keeps nothing.
-    fn dict(&mut self, dict: &StateDict, companion: Option<&StateDict>) -> Result<Option<StateDict>, StateError> {
+    fn dict(
+        &mut self,
+        dict: &StateDict,
+        companion: Option<&StateDict>,
+    ) -> Result<Option<StateDict>, StateError> {
         let mut mapped = StateDict::new();
         for (key, value) in dict {
             self.path.0.push(PathPart::Key(key.clone()));
-            if let Some(value) = self.value(value, companion.and_then(|companion| companion.get(key)))? {
+            if let Some(value) =
+                self.value(value, companion.and_then(|companion| companion.get(key)))?
+            {
                 mapped.insert(key, value);
             }
             self.path.0.pop();
@@ -153,14 +172,25 @@ impl<C: StateDictCallbacks> Iteration<'_, C> {
         Ok(self.keeps.then_some(mapped))
     }
 
-    /// Visits a value, and everything below it. The mapped leaf goes into the companion's leaf if there is one.
-    fn value(&mut self, value: &StateValue, companion: Option<&StateValue>) -> Result<Option<StateValue>, StateError> {
+    /// Visits a value, and everything below it. The mapped leaf goes into the companion's leaf if
+    /// there is one.
+    fn value(
+        &mut self,
+        value: &StateValue,
+        companion: Option<&StateValue>,
+    ) -> Result<Option<StateValue>, StateError> {
         let mapped = match value {
             StateValue::Dict(dict) => {
-                return Ok(self.dict(dict, companion.and_then(StateValue::as_dict))?.map(StateValue::Dict));
+                return Ok(self
+                    .dict(dict, companion.and_then(StateValue::as_dict))?
+                    .map(StateValue::Dict));
             }
-            StateValue::List(list) => return Ok(self.list(list, elements(companion))?.map(StateValue::List)),
-            StateValue::Tuple(list) => return Ok(self.list(list, elements(companion))?.map(StateValue::Tuple)),
+            StateValue::List(list) => {
+                return Ok(self.list(list, elements(companion))?.map(StateValue::List));
+            }
+            StateValue::Tuple(list) => {
+                return Ok(self.list(list, elements(companion))?.map(StateValue::Tuple));
+            }
             StateValue::Sharded(tensor) => self.callbacks.sharded(&self.path, tensor)?,
             StateValue::Tensor(tensor) => self.callbacks.tensor(&self.path, tensor)?,
             StateValue::Raw(tensor) => self.callbacks.raw(&self.path, tensor)?,

@@ -6,10 +6,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::StateError;
 
-/// The ranks of a group that keep a result; the others take part and get nothing. torch's `ranks_only`.
+/// The ranks of a group that keep a result; the others take part and get nothing. torch's
+/// `ranks_only`.
 ///
-/// In torch an empty list means all ranks, and `cpu_offload` sets the list to rank 0 in some functions. Here an empty
-/// list means no rank, and the device has no influence.
+/// In torch an empty list means all ranks, and `cpu_offload` sets the list to rank 0 in some
+/// functions. Here an empty list means no rank, and the device has no influence.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum KeepOn {
     /// Every rank.
@@ -48,7 +49,8 @@ impl KeepOn {
 }
 
 impl fmt::Display for KeepOn {
-    /// Writes the ranks as an argument of a function, for errors about arguments that differ between ranks.
+    /// Writes the ranks as an argument of a function, for errors about arguments that differ
+    /// between ranks.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             KeepOn::All => f.write_str("keep on all ranks"),

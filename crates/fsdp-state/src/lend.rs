@@ -1,4 +1,5 @@
-//! [`Memory`] that a target lends to a source, and the trait through which the source asks for it: [`Lend`].
+//! [`Memory`] that a target lends to a source, and the trait through which the source asks for it:
+//! [`Lend`].
 
 use candle_core::{Device, Tensor};
 use fsdp_flat::storage::{self, StorageGuard, is_released};
@@ -12,9 +13,11 @@ use crate::{StateError, StateValue};
 pub enum Memory {
     /// candle tensors, fresh or live, one for each box.
     Tensors(ShardedTensor),
-    /// Fresh candle tensors that take no memory yet, one for each box. [`Memory::allocated`] gives them memory.
+    /// Fresh candle tensors that take no memory yet, one for each box. [`Memory::allocated`] gives
+    /// them memory.
     Unfilled(ShardedTensor),
-    /// The bytes of a whole tensor of a dtype that candle does not compute with, which is to become a [`RawTensor`].
+    /// The bytes of a whole tensor of a dtype that candle does not compute with, which is to become
+    /// a [`RawTensor`].
     Raw {
         /// Its dtype.
         dtype: DType,
@@ -26,8 +29,8 @@ pub enum Memory {
 }
 
 impl Memory {
-    /// Returns fresh memory for boxes of a tensor of `dtype`, on the CPU. For a dtype that candle does not have it is
-    /// memory for the whole tensor: such tensors are never cut.
+    /// Returns fresh memory for boxes of a tensor of `dtype`, on the CPU. For a dtype that candle
+    /// does not have it is memory for the whole tensor: such tensors are never cut.
     ///
     /// # Errors
     /// [`FlatError::OutOfMemory`]; boxes that do not fit the shape.
@@ -47,8 +50,16 @@ impl Memory {
         let bytes = numel.and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize));
         let bytes = bytes.and_then(|bytes| storage::zeroed_vec(bytes).ok());
         match bytes {
-            Some(bytes) => Ok(Memory::Raw { dtype, shape: shape.to_vec(), bytes }),
-            None => Err(FlatError::OutOfMemory { dtype: dtype.to_string(), shape: shape.to_vec() }.into()),
+            Some(bytes) => Ok(Memory::Raw {
+                dtype,
+                shape: shape.to_vec(),
+                bytes,
+            }),
+            None => Err(FlatError::OutOfMemory {
+                dtype: dtype.to_string(),
+                shape: shape.to_vec(),
+            }
+            .into()),
         }
     }
 
@@ -57,22 +68,32 @@ impl Memory {
     /// # Errors
     /// [`FlatError::OutOfMemory`].
     pub fn allocated(self) -> Result<Self, StateError> {
-        let Memory::Unfilled(tensor) = self else { return Ok(self) };
-        for shard in tensor.shards().iter().filter(|shard| is_released(&shard.tensor)) {
+        let Memory::Unfilled(tensor) = self else {
+            return Ok(self);
+        };
+        for shard in tensor
+            .shards()
+            .iter()
+            .filter(|shard| is_released(&shard.tensor))
+        {
             storage::fill_with_zeros(&shard.tensor)?;
         }
         Ok(Memory::Tensors(tensor))
     }
 
-    /// Turns unfilled tensors into a copy of a value that has the same boxes, and returns `true`. Any other memory
-    /// becomes memory for the caller to fill.
+    /// Turns unfilled tensors into a copy of a value that has the same boxes, and returns `true`.
+    /// Any other memory becomes memory for the caller to fill.
     ///
     /// This is faster than a copy into memory that was set to zero first.
     pub(crate) fn filled_with(&mut self, value: Option<&StateValue>) -> Result<bool, StateError> {
-        let Memory::Unfilled(tensor) = self else { return Ok(false) };
+        let Memory::Unfilled(tensor) = self else {
+            return Ok(false);
+        };
         let tensor = tensor.clone();
         let is_filled = match value {
-            Some(StateValue::Tensor(value)) => fill_with_copy(&tensor, &ShardedTensor::from_whole(value))?,
+            Some(StateValue::Tensor(value)) => {
+                fill_with_copy(&tensor, &ShardedTensor::from_whole(value))?
+            }
             Some(StateValue::Sharded(value)) => fill_with_copy(&tensor, value)?,
             _ => false,
         };
@@ -80,8 +101,8 @@ impl Memory {
         Ok(is_filled)
     }
 
-    /// Returns the memory of a live value, to be filled where it is. A raw tensor cannot be changed, and gets fresh
-    /// memory; a value that is not a tensor has none.
+    /// Returns the memory of a live value, to be filled where it is. A raw tensor cannot be
+    /// changed, and gets fresh memory; a value that is not a tensor has none.
     ///
     /// # Errors
     /// [`FlatError::OutOfMemory`].
@@ -98,21 +119,28 @@ impl Memory {
     #[must_use]
     pub fn tensors(&self) -> Vec<Tensor> {
         match self {
-            Memory::Tensors(tensor) | Memory::Unfilled(tensor) => {
-                tensor.shards().iter().map(|shard| shard.tensor.clone()).collect()
-            }
+            Memory::Tensors(tensor) | Memory::Unfilled(tensor) => tensor
+                .shards()
+                .iter()
+                .map(|shard| shard.tensor.clone())
+                .collect(),
             Memory::Raw { .. } => Vec::new(),
         }
     }
 
-    /// Turns filled memory into a value on `device`: a whole tensor if `whole` is `true`, else a sharded one. Raw
-    /// memory always becomes a raw tensor, which is on the CPU.
+    /// Turns filled memory into a value on `device`: a whole tensor if `whole` is `true`, else a
+    /// sharded one. Raw memory always becomes a raw tensor, which is on the CPU.
     ///
     /// # Errors
-    /// [`FlatError::NotCovered`] if `whole` is `true` and the boxes are not all of the tensor; candle's errors.
+    /// [`FlatError::NotCovered`] if `whole` is `true` and the boxes are not all of the tensor;
+    /// candle's errors.
     pub fn into_value(self, whole: bool, device: &Device) -> Result<StateValue, StateError> {
         Ok(match self {
-            Memory::Raw { dtype, shape, bytes } => RawTensor::new(dtype, shape, bytes)?.into(),
+            Memory::Raw {
+                dtype,
+                shape,
+                bytes,
+            } => RawTensor::new(dtype, shape, bytes)?.into(),
             Memory::Tensors(tensor) | Memory::Unfilled(tensor) if whole => {
                 storage::to_device(&tensor.to_whole()?, device)?.into()
             }
@@ -120,8 +148,8 @@ impl Memory {
         })
     }
 
-    /// Returns `true` if a value has the same boxes in the same memory as this, so that filling it would change
-    /// nothing.
+    /// Returns `true` if a value has the same boxes in the same memory as this, so that filling it
+    /// would change nothing.
     pub(crate) fn is_same_view(&self, value: &StateValue) -> bool {
         match (self, value) {
             (Memory::Tensors(tensor), StateValue::Sharded(value)) => tensor.is_same_view(value),
@@ -132,19 +160,37 @@ impl Memory {
         }
     }
 
-    /// Returns host memory of `dtype`, the dtype of the values that come, to be filled in place of these tensors.
-    /// Returns `None` if they can be filled directly: if they are on the host and have that dtype, unless
-    /// `is_in_use` is `true`.
-    pub(crate) fn detour(&self, dtype: DType, is_in_use: bool) -> Result<Option<ShardedTensor>, StateError> {
-        let Memory::Tensors(tensor) = self else { return Ok(None) };
-        let is_on_host = tensor.shards().iter().all(|shard| shard.tensor.device().is_cpu());
+    /// Returns host memory of `dtype`, the dtype of the values that come, to be filled in place of
+    /// these tensors. Returns `None` if they can be filled directly: if they are on the host and
+    /// have that dtype, unless `is_in_use` is `true`.
+    pub(crate) fn detour(
+        &self,
+        dtype: DType,
+        is_in_use: bool,
+    ) -> Result<Option<ShardedTensor>, StateError> {
+        let Memory::Tensors(tensor) = self else {
+            return Ok(None);
+        };
+        let is_on_host = tensor
+            .shards()
+            .iter()
+            .all(|shard| shard.tensor.device().is_cpu());
         let is_same_dtype = tensor.file_dtype()? == dtype;
         if is_on_host && is_same_dtype && !is_in_use {
             return Ok(None);
         }
-        // candle can hold some dtypes that it cannot convert. If the dtypes are the same, no conversion is needed.
-        let held = if is_same_dtype { tensor.dtype() } else { fsdp_flat::dtype::to_candle(dtype)? };
-        Ok(Some(ShardedTensor::zeros(held, tensor.shape(), &tensor.boxes())?))
+        // candle can hold some dtypes that it cannot convert. If the dtypes are the same, no
+        // conversion is needed.
+        let held = if is_same_dtype {
+            tensor.dtype()
+        } else {
+            fsdp_flat::dtype::to_candle(dtype)?
+        };
+        Ok(Some(ShardedTensor::zeros(
+            held,
+            tensor.shape(),
+            &tensor.boxes(),
+        )?))
     }
 
     /// Returns `true` if values of one dtype can be converted to another.
@@ -157,12 +203,15 @@ impl Memory {
         convert_one(from, to).is_ok()
     }
 
-    /// Copies values to these tensors from memory that was filled in their place, and converts them to their dtype.
+    /// Copies values to these tensors from memory that was filled in their place, and converts them
+    /// to their dtype.
     ///
     /// # Errors
     /// candle's errors; tensors that are not contiguous.
     pub fn fill_from(&self, values: &ShardedTensor) -> Result<(), StateError> {
-        let Memory::Tensors(tensor) = self else { return Ok(()) };
+        let Memory::Tensors(tensor) = self else {
+            return Ok(());
+        };
         for (LocalShard { tensor: from, .. }, LocalShard { tensor: to, .. }) in
             values.shards().iter().zip(tensor.shards())
         {
@@ -172,8 +221,8 @@ impl Memory {
     }
 }
 
-/// Copies the boxes of a value to unfilled tensors of the same boxes. Returns `false` if they do not have the same
-/// boxes, or cannot be copied like this. Some of them may have been copied then.
+/// Copies the boxes of a value to unfilled tensors of the same boxes. Returns `false` if they do
+/// not have the same boxes, or cannot be copied like this. Some of them may have been copied then.
 fn fill_with_copy(to: &ShardedTensor, from: &ShardedTensor) -> Result<bool, StateError> {
     if to.shards().len() != from.shards().len() {
         return Ok(false);
@@ -186,11 +235,12 @@ fn fill_with_copy(to: &ShardedTensor, from: &ShardedTensor) -> Result<bool, Stat
     Ok(true)
 }
 
-/// Returns the bytes of each box of some memories; `None` where there is no memory. `guard` has taken their candle
-/// tensors, in the same order.
+/// Returns the bytes of each box of some memories; `None` where there is no memory. `guard` has
+/// taken their candle tensors, in the same order.
 ///
 /// # Errors
-/// [`StateError::SharedMemory`] for memory that shares elements with an earlier one. [`Lend`] lends no such memory.
+/// [`StateError::SharedMemory`] for memory that shares elements with an earlier one. [`Lend`] lends
+/// no such memory.
 pub fn lent_bytes<'a>(
     memories: impl IntoIterator<Item = Option<&'a mut Memory>>,
     guard: &'a mut StorageGuard,
@@ -201,8 +251,11 @@ pub fn lent_bytes<'a>(
         lent.push(match memory {
             Some(Memory::Raw { bytes, .. }) => Some(vec![bytes.as_mut_slice()]),
             Some(Memory::Tensors(tensor) | Memory::Unfilled(tensor)) => {
-                let boxes: Option<Vec<&mut [u8]>> = slices.by_ref().take(tensor.shards().len()).collect();
-                Some(boxes.ok_or_else(|| StateError::SharedMemory { shape: tensor.shape().to_vec() })?)
+                let boxes: Option<Vec<&mut [u8]>> =
+                    slices.by_ref().take(tensor.shards().len()).collect();
+                Some(boxes.ok_or_else(|| StateError::SharedMemory {
+                    shape: tensor.shape().to_vec(),
+                })?)
             }
             None => None,
         });
@@ -212,21 +265,22 @@ pub fn lent_bytes<'a>(
 
 /// Lends memory for wanted tensors, by their positions in a plan, and takes it back filled.
 ///
-/// A source always gets CPU memory of the source's own dtype. Casts, and copies to devices, are done when the memory is
-/// given back.
+/// A source always gets CPU memory of the source's own dtype. Casts, and copies to devices, are
+/// done when the memory is given back.
 pub trait Lend {
-    /// Returns memory for the wanted boxes of one tensor, with a tensor for each box. Live tensors are not locked.
+    /// Returns memory for the wanted boxes of one tensor, with a tensor for each box. Live tensors
+    /// are not locked.
     ///
-    /// Returns `None` if this memory has been lent before, for another name of the same tensor. The values of the first
-    /// name count. Memory that shares only some elements with memory that was lent before is other memory, whose values
-    /// are copied when it is given back.
+    /// Returns `None` if this memory has been lent before, for another name of the same tensor. The
+    /// values of the first name count. Memory that shares only some elements with memory that was
+    /// lent before is other memory, whose values are copied when it is given back.
     ///
     /// # Errors
     /// An error of this rank only: no memory for it.
     fn lend(&mut self, wanted: usize) -> Result<Option<Memory>, StateError>;
 
-    /// Returns the same as [`Self::lend`], except that fresh tensors may be unfilled. It is for sources that have a
-    /// copy to put there.
+    /// Returns the same as [`Self::lend`], except that fresh tensors may be unfilled. It is for
+    /// sources that have a copy to put there.
     ///
     /// # Errors
     /// The same as [`Self::lend`].

@@ -1,5 +1,5 @@
-//! State dicts, which map nested names to tensors (whole, sharded, or raw bytes) and plain values, and the collectives
-//! on them.
+//! State dicts, which map nested names to tensors (whole, sharded, or raw bytes) and plain values,
+//! and the collectives on them.
 //!
 //! | module | what it holds |
 //! |---|---|
@@ -18,10 +18,11 @@
 //!
 //! # Rules for every function that takes a process group
 //! - It is collective: every rank of the group calls it, in the same order as other collectives.
-//! - It begins with an agreement. Ranks compare a hash of their arguments, keys, kinds, dtypes and shapes, and an error
-//!   of one rank becomes an error on every rank. Nothing moves, and nothing changes, before that. A later failure is
-//!   the same error on every rank too.
-//! - The order of the keys in a rank's dict does not matter: collectives use the order of sorted paths.
+//! - It begins with an agreement. Ranks compare a hash of their arguments, keys, kinds, dtypes and
+//!   shapes, and an error of one rank becomes an error on every rank. Nothing moves, and nothing
+//!   changes, before that. A later failure is the same error on every rank too.
+//! - The order of the keys in a rank's dict does not matter: collectives use the order of sorted
+//!   paths.
 //! - Tensors in the result own their memory. Arguments are unchanged.
 //! - Tensors on a GPU are sent through host memory.
 
@@ -45,12 +46,13 @@ mod transfer;
 pub mod traverse;
 
 pub use collectives::{
-    GatherOptions, Reshard, all_gather_sharded_tensor, broadcast_state_dict, broadcast_tensors, distribute_state_dict,
-    distribute_tensors, gather, gather_sharded_tensor, gather_state_dict, gather_state_dict_into,
-    reshard_sharded_tensor, reshard_sharded_tensors, reshard_state_dict,
+    GatherOptions, Reshard, all_gather_sharded_tensor, broadcast_state_dict, broadcast_tensors,
+    distribute_state_dict, distribute_tensors, gather, gather_sharded_tensor, gather_state_dict,
+    gather_state_dict_into, reshard_sharded_tensor, reshard_sharded_tensors, reshard_state_dict,
 };
 pub use copy::{
-    DeferredCopies, check_state_dict_similarity, copy_state_dict, copy_state_dict_deferring, create_cpu_state_dict,
+    DeferredCopies, check_state_dict_similarity, copy_state_dict, copy_state_dict_deferring,
+    create_cpu_state_dict,
 };
 pub use digest::digest_state_dict;
 pub use engine::{LoadError, LoadOptions, Source, Target, load_state};

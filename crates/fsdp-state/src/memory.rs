@@ -9,23 +9,37 @@ use fsdp_layout::{DType, PlainTensor, PlainValue};
 use crate::schema::Leaf;
 use crate::{StateError, StateValue};
 
-/// Copies a tensor into memory of its own, on `device`; on the tensor's own device if that is `None`. The copy takes no
-/// part in backward passes.
+/// Copies a tensor into memory of its own, on `device`; on the tensor's own device if that is
+/// `None`. The copy takes no part in backward passes.
 fn copy_tensor(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, StateError> {
     match device {
-        Some(device) if !device.same_device(tensor.device()) => Ok(to_device(&tensor.detach(), device)?.detach()),
+        Some(device) if !device.same_device(tensor.device()) => {
+            Ok(to_device(&tensor.detach(), device)?.detach())
+        }
         _ => Ok(owned_copy(tensor)?),
     }
 }
 
 /// Copies a rank's boxes of a sharded tensor, each as [`copy_tensor`] does.
-fn copy_sharded(tensor: &ShardedTensor, device: Option<&Device>) -> Result<ShardedTensor, StateError> {
+fn copy_sharded(
+    tensor: &ShardedTensor,
+    device: Option<&Device>,
+) -> Result<ShardedTensor, StateError> {
     let shards = tensor
         .shards()
         .iter()
-        .map(|shard| Ok(LocalShard { bounds: shard.bounds.clone(), tensor: copy_tensor(&shard.tensor, device)? }))
+        .map(|shard| {
+            Ok(LocalShard {
+                bounds: shard.bounds.clone(),
+                tensor: copy_tensor(&shard.tensor, device)?,
+            })
+        })
         .collect::<Result<Vec<_>, StateError>>()?;
-    Ok(ShardedTensor::new(tensor.dtype(), tensor.shape().to_vec(), shards)?)
+    Ok(ShardedTensor::new(
+        tensor.dtype(),
+        tensor.shape().to_vec(),
+        shards,
+    )?)
 }
 
 /// Returns the device of a rank's part of a value; the CPU if it has none.
@@ -39,20 +53,37 @@ pub(crate) fn device_of(value: &StateValue) -> Device {
 
 /// Returns the device of a rank's boxes; the CPU if it has none.
 pub(crate) fn device_of_sharded(tensor: &ShardedTensor) -> Device {
-    tensor.shards().first().map_or(Device::Cpu, |shard| shard.tensor.device().clone())
+    tensor
+        .shards()
+        .first()
+        .map_or(Device::Cpu, |shard| shard.tensor.device().clone())
 }
 
-/// Copies the elements of `src` into the memory of `dst`, which must have its shape and dtype, and be contiguous.
+/// Copies the elements of `src` into the memory of `dst`, which must have its shape and dtype, and
+/// be contiguous.
 pub(crate) fn copy_into(src: &Tensor, dst: &Tensor) -> Result<(), StateError> {
     let src = to_device(&src.detach(), dst.device())?;
-    // If both share a storage, copy `src` first: this thread cannot hold the read lock and the write lock of one
-    // storage.
-    let src = if share_storage(&src, dst) { src.force_contiguous()? } else { src.contiguous()? };
+    // If both share a storage, copy `src` first: this thread cannot hold the read lock and the
+    // write lock of one storage.
+    let src = if share_storage(&src, dst) {
+        src.force_contiguous()?
+    } else {
+        src.contiguous()?
+    };
     if !dst.is_contiguous() {
-        return Err(FlatError::NotContiguous { shape: dst.dims().to_vec() }.into());
+        return Err(FlatError::NotContiguous {
+            shape: dst.dims().to_vec(),
+        }
+        .into());
     }
-    // candle has no CUDA kernels for i16 and i32, so tensors of these dtypes are copied through the host.
-    if !dst.device().is_cpu() && !matches!(dst.dtype(), candle_core::DType::I16 | candle_core::DType::I32) {
+    // candle has no CUDA kernels for i16 and i32, so tensors of these dtypes are copied through the
+    // host.
+    if !dst.device().is_cpu()
+        && !matches!(
+            dst.dtype(),
+            candle_core::DType::I16 | candle_core::DType::I32
+        )
+    {
         return Ok(dst.flatten_all()?.slice_set(&src.flatten_all()?, 0, 0)?);
     }
     let from = HostBytes::read(&src)?;
@@ -67,8 +98,8 @@ fn copy_all(values: &[StateValue], device: Option<&Device>) -> Result<Vec<StateV
 }
 
 impl StateValue {
-    /// Copies the value, as [`StateDict::copy`](crate::StateDict::copy) does. Raw tensors and plain values never
-    /// change, so they are shared.
+    /// Copies the value, as [`StateDict::copy`](crate::StateDict::copy) does. Raw tensors and plain
+    /// values never change, so they are shared.
     ///
     /// # Errors
     /// A tensor whose memory is released; candle's errors.
@@ -91,7 +122,8 @@ impl StateValue {
         })
     }
 
-    /// Returns the same value with its tensors on a device, if one is given. Tensors that are there already are shared.
+    /// Returns the same value with its tensors on a device, if one is given. Tensors that are there
+    /// already are shared.
     ///
     /// # Errors
     /// candle's errors.
@@ -103,8 +135,8 @@ impl StateValue {
         })
     }
 
-    /// Returns a plain value, or a whole tensor of exactly one element, as a plain value; `None` for all other tensors
-    /// and for containers.
+    /// Returns a plain value, or a whole tensor of exactly one element, as a plain value; `None`
+    /// for all other tensors and for containers.
     ///
     /// # Errors
     /// A tensor whose memory is released.
@@ -113,13 +145,17 @@ impl StateValue {
             StateValue::Plain(_) => true,
             StateValue::Tensor(tensor) => tensor.elem_count() == 1,
             StateValue::Raw(tensor) => checked_numel(tensor.shape()) == Some(1),
-            StateValue::Sharded(_) | StateValue::Dict(_) | StateValue::List(_) | StateValue::Tuple(_) => false,
+            StateValue::Sharded(_)
+            | StateValue::Dict(_)
+            | StateValue::List(_)
+            | StateValue::Tuple(_) => false,
         };
         if is_small { self.to_object() } else { Ok(None) }
     }
 
-    /// Returns a copy of a value and of everything in it, tensors included, as one plain value. Formats store a list in
-    /// this form if its elements do not get entries of their own. `None` if a sharded tensor is in it.
+    /// Returns a copy of a value and of everything in it, tensors included, as one plain value.
+    /// Formats store a list in this form if its elements do not get entries of their own. `None` if
+    /// a sharded tensor is in it.
     ///
     /// # Errors
     /// A tensor whose memory is released, or of a dtype that no file holds.
@@ -130,7 +166,10 @@ impl StateValue {
             StateValue::Tuple(values) => objects(values)?.map(PlainValue::Tuple),
             StateValue::Dict(dict) => {
                 let keys = dict.keys().map(|key| PlainValue::Str(key.to_owned()));
-                let values = dict.iter().map(|(_, value)| value.to_object()).collect::<Result<Option<Vec<_>>, _>>()?;
+                let values = dict
+                    .iter()
+                    .map(|(_, value)| value.to_object())
+                    .collect::<Result<Option<Vec<_>>, _>>()?;
                 values.map(|values| PlainValue::Dict(keys.zip(values).collect()))
             }
             StateValue::Tensor(tensor) => {
@@ -138,7 +177,11 @@ impl StateValue {
                 let data = HostBytes::read(&host)?.to_vec();
                 Some(tensor_value(dtype::of(tensor)?, tensor.dims(), data))
             }
-            StateValue::Raw(tensor) => Some(tensor_value(tensor.dtype(), tensor.shape(), tensor.bytes().to_vec())),
+            StateValue::Raw(tensor) => Some(tensor_value(
+                tensor.dtype(),
+                tensor.shape(),
+                tensor.bytes().to_vec(),
+            )),
             StateValue::Sharded(_) => None,
         })
     }
@@ -151,13 +194,20 @@ fn objects(values: &[StateValue]) -> Result<Option<Vec<PlainValue>>, StateError>
 
 /// Returns a tensor as a plain value.
 fn tensor_value(dtype: DType, shape: &[usize], data: Vec<u8>) -> PlainValue {
-    PlainValue::Tensor(PlainTensor { dtype, shape: shape.to_vec(), data })
+    PlainValue::Tensor(PlainTensor {
+        dtype,
+        shape: shape.to_vec(),
+        data,
+    })
 }
 
-/// Converts a result of [`StateValue::to_plain`] back to a value of the kind that `leaf` describes: a tensor on the
-/// CPU, or a plain value. The leaf is needed because a plain value may itself be a small tensor.
+/// Converts a result of [`StateValue::to_plain`] back to a value of the kind that `leaf` describes:
+/// a tensor on the CPU, or a plain value. The leaf is needed because a plain value may itself be a
+/// small tensor.
 pub(crate) fn scalar_to_value(leaf: &Leaf, value: PlainValue) -> Result<StateValue, StateError> {
-    let (Leaf::Whole { .. }, PlainValue::Tensor(PlainTensor { dtype, shape, data })) = (leaf, &value) else {
+    let (Leaf::Whole { .. }, PlainValue::Tensor(PlainTensor { dtype, shape, data })) =
+        (leaf, &value)
+    else {
         return Ok(value.into());
     };
     Ok(match dtype::to_candle(*dtype) {
@@ -167,8 +217,8 @@ pub(crate) fn scalar_to_value(leaf: &Leaf, value: PlainValue) -> Result<StateVal
 }
 
 impl Leaf {
-    /// Returns a value of this kind on a rank that has no elements of it: the small value, if there is one, or a
-    /// sharded tensor without boxes.
+    /// Returns a value of this kind on a rank that has no elements of it: the small value, if there
+    /// is one, or a sharded tensor without boxes.
     ///
     /// # Errors
     /// A dtype that candle does not have.
@@ -176,19 +226,26 @@ impl Leaf {
         match (self.tensor(), small) {
             (_, Some(small)) => scalar_to_value(self, small),
             (Some((dtype, shape)), None) => {
-                Ok(ShardedTensor::new(dtype::to_candle(dtype)?, shape.to_vec(), Vec::new())?.into())
+                Ok(
+                    ShardedTensor::new(dtype::to_candle(dtype)?, shape.to_vec(), Vec::new())?
+                        .into(),
+                )
             }
             (None, None) => Ok(PlainValue::None.into()),
         }
     }
 }
 
-/// Makes room for more items at the end of a buffer. Their number may come from another rank or a file, so a lack of
-/// memory is an error and does not end the process.
+/// Makes room for more items at the end of a buffer. Their number may come from another rank or a
+/// file, so a lack of memory is an error and does not end the process.
 pub(crate) fn try_reserve<T>(buffer: &mut Vec<T>, items: usize) -> Result<(), StateError> {
     if buffer.try_reserve(items).is_err() {
         let bytes = items.saturating_mul(size_of::<T>());
-        return Err(FlatError::OutOfMemory { dtype: DType::U8.to_string(), shape: vec![bytes] }.into());
+        return Err(FlatError::OutOfMemory {
+            dtype: DType::U8.to_string(),
+            shape: vec![bytes],
+        }
+        .into());
     }
     Ok(())
 }

@@ -6,12 +6,12 @@ use fsdp_comm::ProcessGroup;
 use crate::keep_on::KeepOn;
 use crate::{GatherOptions, StateDict, StateError, gather_state_dict};
 
-/// Returns a copy on the CPU, for the ranks that keep it; an empty dict on all others. Sharded tensors stay sharded.
-/// torch's `_offload_state_dict_to_cpu`.
+/// Returns a copy on the CPU, for the ranks that keep it; an empty dict on all others. Sharded
+/// tensors stay sharded. torch's `_offload_state_dict_to_cpu`.
 ///
-/// Tensors that are on the CPU already are copied too: the result shares memory with nothing, so training may go on
-/// while it is written to a file. `rank` is this rank's number in the group whose ranks `keep_on` lists. No
-/// communication.
+/// Tensors that are on the CPU already are copied too: the result shares memory with nothing, so
+/// training may go on while it is written to a file. `rank` is this rank's number in the group
+/// whose ranks `keep_on` lists. No communication.
 ///
 /// # Errors
 /// candle's errors, on this rank only.
@@ -26,8 +26,16 @@ use crate::{GatherOptions, StateDict, StateError, gather_state_dict};
 /// assert!(offload_state_dict_to_cpu(&state, &keep_on, 1)?.is_empty());
 /// # Ok::<(), fsdp_state::StateError>(())
 /// ```
-pub fn offload_state_dict_to_cpu(state: &StateDict, keep_on: &KeepOn, rank: usize) -> Result<StateDict, StateError> {
-    if keep_on.contains(rank) { state.copy_to(Some(&Device::Cpu)) } else { Ok(StateDict::new()) }
+pub fn offload_state_dict_to_cpu(
+    state: &StateDict,
+    keep_on: &KeepOn,
+    rank: usize,
+) -> Result<StateDict, StateError> {
+    if keep_on.contains(rank) {
+        state.copy_to(Some(&Device::Cpu))
+    } else {
+        Ok(StateDict::new())
+    }
 }
 
 /// Options of [`maybe_full_or_cpu_state_dict`].
@@ -37,15 +45,17 @@ pub struct FullOrCpuOptions {
     pub full_state_dict: bool,
     /// `true` for tensors on the CPU.
     pub cpu_offload: bool,
-    /// The ranks that get the result. In torch both options together imply rank 0 only; here the caller says so.
+    /// The ranks that get the result. In torch both options together imply rank 0 only; here the
+    /// caller says so.
     pub keep_on: KeepOn,
 }
 
-/// Returns the state dict in the form that the options ask for, on the ranks that keep it, and an empty dict on the
-/// others: torch's `_maybe_full_or_cpu_state_dict`.
+/// Returns the state dict in the form that the options ask for, on the ranks that keep it, and an
+/// empty dict on the others: torch's `_maybe_full_or_cpu_state_dict`.
 ///
-/// With `full_state_dict` it is the result of [`gather_state_dict`]. Otherwise, with `cpu_offload`, it is that of
-/// [`offload_state_dict_to_cpu`]. With neither it is the dict itself, and shares its tensors.
+/// With `full_state_dict` it is the result of [`gather_state_dict`]. Otherwise, with `cpu_offload`,
+/// it is that of [`offload_state_dict_to_cpu`]. With neither it is the dict itself, and shares its
+/// tensors.
 ///
 /// Collectives: those of [`gather_state_dict`] with `full_state_dict`, else none.
 ///
@@ -86,5 +96,9 @@ pub fn maybe_full_or_cpu_state_dict(
     if options.cpu_offload {
         return offload_state_dict_to_cpu(state, &keep_on, group.rank());
     }
-    Ok(if keep_on.contains(group.rank()) { state.clone() } else { StateDict::new() })
+    Ok(if keep_on.contains(group.rank()) {
+        state.clone()
+    } else {
+        StateDict::new()
+    })
 }

@@ -16,12 +16,13 @@ use crate::{Leaf, StateDict, StateError};
 
 const OPERATION: &str = "check_replicas";
 
-/// Checks that ranks which hold the same elements hold the same bits: whole tensors and plain values on all ranks that
-/// have them, and shards on ranks with the same boxes, also those inside a tuple. Tensors that are contiguous in host
-/// memory are not copied.
+/// Checks that ranks which hold the same elements hold the same bits: whole tensors and plain
+/// values on all ranks that have them, and shards on ranks with the same boxes, also those inside a
+/// tuple. Tensors that are contiguous in host memory are not copied.
 ///
-/// Collectives: one agreement and one object all-gather of a few bytes. If not all ranks hold the same, two exchanges
-/// of 16 bytes for each value or box, and one object all-gather; one more if replicas differ.
+/// Collectives: one agreement and one object all-gather of a few bytes. If not all ranks hold the
+/// same, two exchanges of 16 bytes for each value or box, and one object all-gather; one more if
+/// replicas differ.
 ///
 /// # Errors
 /// The same on every rank: [`StateError::ReplicasDiffer`]; any rank's own error.
@@ -39,7 +40,8 @@ const OPERATION: &str = "check_replicas";
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), StateError> {
-    // Step 1: each rank digests what it holds. If all hold the same, one number from each is enough.
+    // Step 1: each rank digests what it holds. If all hold the same, one number from each is
+    // enough.
     let mut held = StateError::agree(group, OPERATION, None, Held::of(state))?;
     let all: Vec<[Summary; 2]> = group.all_gather_object(&held.summaries())?;
     if all.iter().all(|summaries| *summaries == all[0]) {
@@ -50,8 +52,9 @@ pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), Sta
             held.parts[part] = StateDigest::default();
         }
     }
-    // Step 2: compare each name over the ranks that hold it. Any two ranks may hold the same box, so each name has a
-    // rank that compares it. All ranks learn the hashes of the names that differ, and the ranks at fault.
+    // Step 2: compare each name over the ranks that hold it. Any two ranks may hold the same box,
+    // so each name has a rank that compares it. All ranks learn the hashes of the names that
+    // differ, and the ranks at fault.
     let found: Vec<Vec<(u64, Vec<usize>)>> = group.all_gather_object(&compare(group, &held)?)?;
     let found: HashMap<u64, Vec<usize>> = found.into_iter().flatten().collect();
     if found.is_empty() {
@@ -61,7 +64,10 @@ pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), Sta
     let mut named: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for (name, _) in held.parts.iter().flat_map(StateDigest::iter) {
         if let Some(ranks) = found.get(&short(name)) {
-            named.entry(key_of(name).to_owned()).or_default().extend(ranks);
+            named
+                .entry(key_of(name).to_owned())
+                .or_default()
+                .extend(ranks);
         }
     }
     let mut tensors: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
@@ -69,13 +75,21 @@ pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), Sta
         tensors.entry(name).or_default().extend(ranks);
     }
     let global = group.global_ranks();
-    let of_group = |ranks: BTreeSet<usize>| ranks.into_iter().filter_map(|rank| global.get(rank).copied()).collect();
-    let tensors = tensors.into_iter().map(|(name, ranks)| (name, of_group(ranks))).collect();
+    let of_group = |ranks: BTreeSet<usize>| {
+        ranks
+            .into_iter()
+            .filter_map(|rank| global.get(rank).copied())
+            .collect()
+    };
+    let tensors = tensors
+        .into_iter()
+        .map(|(name, ranks)| (name, of_group(ranks)))
+        .collect();
     Err(StateError::ReplicasDiffer { tensors })
 }
 
-/// Compares the names of which this rank is in charge, over all ranks that hold them. Returns the hashes of those that
-/// differ, each with the ranks at fault. Collectives: two exchanges.
+/// Compares the names of which this rank is in charge, over all ranks that hold them. Returns the
+/// hashes of those that differ, each with the ranks at fault. Collectives: two exchanges.
 fn compare(group: &ProcessGroup, held: &Held) -> Result<Vec<(u64, Vec<usize>)>, StateError> {
     let ranks = group.world_size();
     let mut to: Vec<Vec<u64>> = vec![Vec::new(); ranks];
@@ -85,8 +99,16 @@ fn compare(group: &ProcessGroup, held: &Held) -> Result<Vec<(u64, Vec<usize>)>, 
     }
     let counts: Vec<u64> = to.iter().map(|numbers| numbers.len() as u64).collect();
     let mut receive_counts = vec![0u64; ranks];
-    group.all_to_all_uneven(&mut receive_counts, &vec![1; ranks], &counts, &vec![1; ranks])?;
-    let receive_counts: Vec<usize> = receive_counts.into_iter().map(|count| count as usize).collect();
+    group.all_to_all_uneven(
+        &mut receive_counts,
+        &vec![1; ranks],
+        &counts,
+        &vec![1; ranks],
+    )?;
+    let receive_counts: Vec<usize> = receive_counts
+        .into_iter()
+        .map(|count| count as usize)
+        .collect();
     let send_counts: Vec<usize> = to.iter().map(Vec::len).collect();
     let length = receive_counts.iter().sum();
     let mut received = Vec::new();
@@ -103,7 +125,9 @@ fn compare(group: &ProcessGroup, held: &Held) -> Result<Vec<(u64, Vec<usize>)>, 
             holders.entry(name).or_default().push((rank, digest));
         }
     }
-    let differing = holders.into_iter().map(|(name, held)| (name, differing(&held)));
+    let differing = holders
+        .into_iter()
+        .map(|(name, held)| (name, differing(&held)));
     Ok(differing.filter(|(_, ranks)| !ranks.is_empty()).collect())
 }
 
@@ -141,7 +165,8 @@ impl Held {
                 whole.insert(name_of(&key, ""), Digest::of_value(&object));
                 continue;
             }
-            // This is a tensor, or a tuple that holds sharded tensors: each of its values is compared.
+            // This is a tensor, or a tuple that holds sharded tensors: each of its values is
+            // compared.
             let opened: StateDict = [("", value)].into_iter().collect();
             for (inside, value) in leaves(&opened) {
                 let place = inside.flat_key();
@@ -149,30 +174,40 @@ impl Held {
                 if let Some(value) = value.as_plain() {
                     whole.insert(name_of(&key, &place), Digest::of_value(value));
                 }
-                let Some((dtype, shape)) = leaf.tensor() else { continue };
+                let Some((dtype, shape)) = leaf.tensor() else {
+                    continue;
+                };
                 let element = dtype.size_in_bytes() as usize;
                 for source in BoxBytes::of(value)? {
                     let mut sum = Sum::default();
                     source.read(|bytes| sum.add_box(shape, source.bounds(), element, bytes))??;
                     let digest = sum.finish(dtype, shape);
                     if leaf.is_sharded() {
-                        shards.insert(name_of(&key, &format!("{place} {}", source.bounds())), digest);
+                        shards.insert(
+                            name_of(&key, &format!("{place} {}", source.bounds())),
+                            digest,
+                        );
                     } else {
                         whole.insert(name_of(&key, &place), digest);
                     }
                 }
             }
         }
-        Ok(Held { parts: [whole, shards] })
+        Ok(Held {
+            parts: [whole, shards],
+        })
     }
 
-    /// Returns one summary for the whole values and one for the shards: hashes that are equal on ranks that hold the
-    /// same.
+    /// Returns one summary for the whole values and one for the shards: hashes that are equal on
+    /// ranks that hold the same.
     fn summaries(&self) -> [Summary; 2] {
         self.parts.each_ref().map(|digests| {
             let mut hasher = XxHash3_64::new();
             digests.iter().for_each(|(name, _)| name.hash(&mut hasher));
-            Summary { layout: hasher.finish(), root: digests.root() }
+            Summary {
+                layout: hasher.finish(),
+                root: digests.root(),
+            }
         })
     }
 }
@@ -190,18 +225,22 @@ fn key_of(name: &str) -> &str {
     name.rsplit_once(SEPARATOR).map_or(name, |(key, _)| key)
 }
 
-/// Returns the ranks whose value differs from the most frequent one; all ranks, if no value is more frequent than all
-/// others.
+/// Returns the ranks whose value differs from the most frequent one; all ranks, if no value is more
+/// frequent than all others.
 fn differing(held: &[(usize, u64)]) -> Vec<usize> {
     let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
-    held.iter().for_each(|(_, digest)| *counts.entry(*digest).or_default() += 1);
+    held.iter()
+        .for_each(|(_, digest)| *counts.entry(*digest).or_default() += 1);
     if counts.len() < 2 {
         return Vec::new();
     }
     let most = counts.values().copied().max().unwrap_or_default();
     let is_clear = counts.values().filter(|&&count| count == most).count() == 1;
     let differs = |digest: &u64| !is_clear || counts.get(digest) != Some(&most);
-    held.iter().filter(|(_, digest)| differs(digest)).map(|(rank, _)| *rank).collect()
+    held.iter()
+        .filter(|(_, digest)| differs(digest))
+        .map(|(rank, _)| *rank)
+        .collect()
 }
 
 #[cfg(test)]

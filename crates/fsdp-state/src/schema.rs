@@ -1,4 +1,5 @@
-//! [`Schema`]: a state dict without its elements, which is what ranks agree on before anything moves.
+//! [`Schema`]: a state dict without its elements, which is what ranks agree on before anything
+//! moves.
 
 use std::fmt;
 use std::sync::Arc;
@@ -42,22 +43,46 @@ impl Leaf {
     pub fn of(key: &KeyPath, value: &StateValue) -> Result<Leaf, StateError> {
         let leaf = match value {
             StateValue::Tensor(tensor) if is_released(tensor) => {
-                return Err(FlatError::Freed { shape: tensor.dims().to_vec() }.into());
-            }
-            StateValue::Tensor(tensor) => Leaf::Whole { dtype: dtype::of(tensor)?, shape: tensor.dims().to_vec() },
-            StateValue::Raw(tensor) => Leaf::Whole { dtype: tensor.dtype(), shape: tensor.shape().to_vec() },
-            StateValue::Sharded(tensor) => {
-                if tensor.shards().iter().any(|shard| is_released(&shard.tensor)) {
-                    return Err(FlatError::Freed { shape: tensor.shape().to_vec() }.into());
+                return Err(FlatError::Freed {
+                    shape: tensor.dims().to_vec(),
                 }
-                Leaf::Sharded { dtype: tensor.file_dtype()?, shape: tensor.shape().to_vec() }
+                .into());
+            }
+            StateValue::Tensor(tensor) => Leaf::Whole {
+                dtype: dtype::of(tensor)?,
+                shape: tensor.dims().to_vec(),
+            },
+            StateValue::Raw(tensor) => Leaf::Whole {
+                dtype: tensor.dtype(),
+                shape: tensor.shape().to_vec(),
+            },
+            StateValue::Sharded(tensor) => {
+                if tensor
+                    .shards()
+                    .iter()
+                    .any(|shard| is_released(&shard.tensor))
+                {
+                    return Err(FlatError::Freed {
+                        shape: tensor.shape().to_vec(),
+                    }
+                    .into());
+                }
+                Leaf::Sharded {
+                    dtype: tensor.file_dtype()?,
+                    shape: tensor.shape().to_vec(),
+                }
             }
             _ => Leaf::Plain,
         };
         if let Some((dtype, shape)) = leaf.tensor()
-            && checked_numel(shape).and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize)).is_none()
+            && checked_numel(shape)
+                .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
+                .is_none()
         {
-            return Err(StateError::TooLarge { key: key.flat_key(), shape: shape.to_vec() });
+            return Err(StateError::TooLarge {
+                key: key.flat_key(),
+                shape: shape.to_vec(),
+            });
         }
         Ok(leaf)
     }
@@ -74,7 +99,10 @@ impl Leaf {
     /// Returns dtype and shape for a report: `float32 [2, 3]`.
     #[must_use]
     pub fn describe(&self) -> String {
-        self.tensor().map_or_else(|| self.to_string(), |(dtype, shape)| format!("{dtype} {shape:?}"))
+        self.tensor().map_or_else(
+            || self.to_string(),
+            |(dtype, shape)| format!("{dtype} {shape:?}"),
+        )
     }
 
     /// Returns `true` for a sharded tensor.
@@ -83,8 +111,8 @@ impl Leaf {
         matches!(self, Leaf::Sharded { .. })
     }
 
-    /// Returns `true` for a plain value and for a whole tensor without dimensions: one may stand for the other, as an
-    /// optimizer's step may be either.
+    /// Returns `true` for a plain value and for a whole tensor without dimensions: one may stand
+    /// for the other, as an optimizer's step may be either.
     #[must_use]
     pub fn is_scalar(&self) -> bool {
         match self {
@@ -107,9 +135,16 @@ impl fmt::Display for Leaf {
 
 /// The one description of a state dict without its elements: names, kinds, dtypes and shapes.
 ///
-/// It is sorted by path, so that ranks see one order whatever order their dicts have. Copies share their memory.
+/// It is sorted by path, so that ranks see one order whatever order their dicts have. Copies share
+/// their memory.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-pub struct Schema(#[serde(serialize_with = "serialize_leaves", deserialize_with = "deserialize_leaves")] Arc<Leaves>);
+pub struct Schema(
+    #[serde(
+        serialize_with = "serialize_leaves",
+        deserialize_with = "deserialize_leaves"
+    )]
+    Arc<Leaves>,
+);
 
 /// The leaves of a schema, and their paths.
 type Leaves = Vec<(KeyPath, Leaf)>;
@@ -132,8 +167,9 @@ impl Schema {
         Schema(Arc::new(leaves))
     }
 
-    /// Checks that a state dict can be made of the paths: that its lists have about as many elements as there are
-    /// values. The paths of a checkpoint may ask for many long lists of nothing.
+    /// Checks that a state dict can be made of the paths: that its lists have about as many
+    /// elements as there are values. The paths of a checkpoint may ask for many long lists of
+    /// nothing.
     ///
     /// # Errors
     /// [`StateError::WrongContainer`], which names the path.
@@ -155,11 +191,13 @@ impl Schema {
     /// Returns `true` if some path begins with a key.
     #[must_use]
     pub fn has_key(&self, key: &str) -> bool {
-        self.0.iter().any(|(path, _)| matches!(path.0.first(), Some(PathPart::Key(first)) if first == key))
+        self.0
+            .iter()
+            .any(|(path, _)| matches!(path.0.first(), Some(PathPart::Key(first)) if first == key))
     }
 
-    /// Returns `true` if the leaf at a position is a plain value or a whole tensor of one element. Such small values
-    /// are sent with the schema.
+    /// Returns `true` if the leaf at a position is a plain value or a whole tensor of one element.
+    /// Such small values are sent with the schema.
     #[must_use]
     pub fn is_small(&self, position: usize) -> bool {
         match self.get(position) {
@@ -169,7 +207,8 @@ impl Schema {
         }
     }
 
-    /// Returns the schema of a state dict, with a leaf for each value in its dicts, lists and tuples.
+    /// Returns the schema of a state dict, with a leaf for each value in its dicts, lists and
+    /// tuples.
     ///
     /// # Errors
     /// Tensors whose memory is released, or of dtypes and shapes that no file holds.
@@ -191,9 +230,17 @@ impl Schema {
         Ok((Schema(Arc::new(schema)), values))
     }
 
-    /// Returns the leaves of two schemas with their positions, those of one path side by side, in path order.
-    pub(crate) fn compare<'a>(&'a self, other: &'a Schema) -> impl Iterator<Item = EitherOrBoth<Positioned<'a>>> {
-        self.iter().enumerate().merge_join_by(other.iter().enumerate(), |(_, (a, _)), (_, (b, _))| a.cmp(b))
+    /// Returns the leaves of two schemas with their positions, those of one path side by side, in
+    /// path order.
+    pub(crate) fn compare<'a>(
+        &'a self,
+        other: &'a Schema,
+    ) -> impl Iterator<Item = EitherOrBoth<Positioned<'a>>> {
+        self.iter()
+            .enumerate()
+            .merge_join_by(other.iter().enumerate(), |(_, (a, _)), (_, (b, _))| {
+                a.cmp(b)
+            })
     }
 }
 

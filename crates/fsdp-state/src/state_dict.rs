@@ -28,8 +28,8 @@ pub enum StateValue {
     Tuple(Vec<StateValue>),
 }
 
-/// Names to values, in insertion order: torch's (nested) state dict. Order carries no meaning, and may differ between
-/// ranks. Cloning shares the elements of tensors.
+/// Names to values, in insertion order: torch's (nested) state dict. Order carries no meaning, and
+/// may differ between ranks. Cloning shares the elements of tensors.
 ///
 /// ```
 /// use fsdp_state::{StateDict, StateValue};
@@ -52,7 +52,11 @@ impl StateDict {
     }
 
     /// Sets the value of a key, and returns its old value.
-    pub fn insert(&mut self, key: impl Into<String>, value: impl Into<StateValue>) -> Option<StateValue> {
+    pub fn insert(
+        &mut self,
+        key: impl Into<String>,
+        value: impl Into<StateValue>,
+    ) -> Option<StateValue> {
         self.entries.insert(key.into(), value.into())
     }
 
@@ -60,9 +64,15 @@ impl StateDict {
     ///
     /// # Errors
     /// [`StateError::DuplicateKey`], if it has the key.
-    pub fn insert_new(&mut self, key: impl Into<String>, value: impl Into<StateValue>) -> Result<(), StateError> {
+    pub fn insert_new(
+        &mut self,
+        key: impl Into<String>,
+        value: impl Into<StateValue>,
+    ) -> Result<(), StateError> {
         match self.entries.entry(key.into()) {
-            Entry::Occupied(entry) => Err(StateError::DuplicateKey { key: entry.key().clone() }),
+            Entry::Occupied(entry) => Err(StateError::DuplicateKey {
+                key: entry.key().clone(),
+            }),
             Entry::Vacant(entry) => {
                 entry.insert(value.into());
                 Ok(())
@@ -136,8 +146,8 @@ impl StateDict {
         }
     }
 
-    /// Returns a copy of the dict in which each candle tensor has new memory on the same device. (A clone shares
-    /// memory.)
+    /// Returns a copy of the dict in which each candle tensor has new memory on the same device. (A
+    /// clone shares memory.)
     ///
     /// # Errors
     /// A tensor whose memory is released; candle's errors.
@@ -150,7 +160,9 @@ impl StateDict {
     /// # Errors
     /// The errors of [`Self::copy`].
     pub fn copy_to(&self, device: Option<&Device>) -> Result<Self, StateError> {
-        self.iter().map(|(key, value)| Ok((key.clone(), value.copy_to(device)?))).collect()
+        self.iter()
+            .map(|(key, value)| Ok((key.clone(), value.copy_to(device)?)))
+            .collect()
     }
 }
 
@@ -164,7 +176,8 @@ impl StateValue {
         }
     }
 
-    /// Returns the whole candle tensor; `None` for any other value, a sharded or raw tensor included.
+    /// Returns the whole candle tensor; `None` for any other value, a sharded or raw tensor
+    /// included.
     #[must_use]
     pub const fn as_tensor(&self) -> Option<&Tensor> {
         match self {
@@ -196,7 +209,9 @@ impl StateValue {
     pub fn candle_tensors(&self) -> Vec<&Tensor> {
         match self {
             StateValue::Tensor(tensor) => vec![tensor],
-            StateValue::Sharded(tensor) => tensor.shards().iter().map(|shard| &shard.tensor).collect(),
+            StateValue::Sharded(tensor) => {
+                tensor.shards().iter().map(|shard| &shard.tensor).collect()
+            }
             _ => Vec::new(),
         }
     }
@@ -237,7 +252,10 @@ impl StateValue {
     /// Returns `true` if the value is a tensor of any kind: whole, sharded or raw.
     #[must_use]
     pub const fn is_tensor(&self) -> bool {
-        matches!(self, StateValue::Tensor(_) | StateValue::Sharded(_) | StateValue::Raw(_))
+        matches!(
+            self,
+            StateValue::Tensor(_) | StateValue::Sharded(_) | StateValue::Raw(_)
+        )
     }
 }
 
@@ -265,15 +283,22 @@ from! {
 }
 
 impl<K: Into<String>> FromIterator<(K, StateValue)> for StateDict {
-    /// Makes a dict of keys and values, in their order. If a key occurs twice, the last value counts.
+    /// Makes a dict of keys and values, in their order. If a key occurs twice, the last value
+    /// counts.
     fn from_iter<I: IntoIterator<Item = (K, StateValue)>>(iter: I) -> Self {
-        StateDict { entries: iter.into_iter().map(|(key, value)| (key.into(), value)).collect() }
+        StateDict {
+            entries: iter
+                .into_iter()
+                .map(|(key, value)| (key.into(), value))
+                .collect(),
+        }
     }
 }
 
 impl<K: Into<String>> Extend<(K, StateValue)> for StateDict {
     fn extend<I: IntoIterator<Item = (K, StateValue)>>(&mut self, iter: I) {
-        self.entries.extend(iter.into_iter().map(|(key, value)| (key.into(), value)));
+        self.entries
+            .extend(iter.into_iter().map(|(key, value)| (key.into(), value)));
     }
 }
 

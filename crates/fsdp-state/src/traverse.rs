@@ -6,14 +6,16 @@ use fsdp_layout::{KeyPath, PathPart, PlainValue};
 
 use crate::{StateDict, StateError, StateValue};
 
-/// The most elements of a list that is built from paths. Without it a checkpoint's metadata could ask for a list of
-/// 2^60 gaps.
+/// The most elements of a list that is built from paths. Without it a checkpoint's metadata could
+/// ask for a list of 2^60 gaps.
 pub const MAX_LIST_LENGTH: usize = 1 << 20;
 
-/// Visits the leaves depth-first in container order, with their paths. torch's `traverse_state_dict`.
+/// Visits the leaves depth-first in container order, with their paths. torch's
+/// `traverse_state_dict`.
 ///
-/// Dicts always open, and an empty one has no leaves. A list opens if it directly holds a tensor, a dict, or a list
-/// that opens; else it is one leaf. A tuple is always one leaf, with any tensors in it.
+/// Dicts always open, and an empty one has no leaves. A list opens if it directly holds a tensor, a
+/// dict, or a list that opens; else it is one leaf. A tuple is always one leaf, with any tensors in
+/// it.
 ///
 /// # Errors
 /// The visitor's first.
@@ -39,7 +41,8 @@ pub fn traverse_state_dict<'a, E>(
     walk(state, &opens, &mut visit)
 }
 
-/// Returns every tensor and plain value with its path, depth-first in container order; all containers are opened.
+/// Returns every tensor and plain value with its path, depth-first in container order; all
+/// containers are opened.
 pub(crate) fn leaves(state: &StateDict) -> Vec<(KeyPath, &StateValue)> {
     let mut leaves = Vec::new();
     let Ok(()) = walk(state, &|_| true, &mut |path: &KeyPath, value| {
@@ -53,12 +56,15 @@ pub(crate) fn leaves(state: &StateDict) -> Vec<(KeyPath, &StateValue)> {
 fn opens(value: &StateValue) -> bool {
     match value {
         StateValue::Dict(_) => true,
-        StateValue::List(list) => list.iter().any(|element| element.is_tensor() || opens(element)),
+        StateValue::List(list) => list
+            .iter()
+            .any(|element| element.is_tensor() || opens(element)),
         _ => false,
     }
 }
 
-/// Calls `visit` with each leaf of a dict and its path. Containers that `opens` refuses count as leaves.
+/// Calls `visit` with each leaf of a dict and its path. Containers that `opens` refuses count as
+/// leaves.
 fn walk<'a, E>(
     state: &'a StateDict,
     opens: &impl Fn(&StateValue) -> bool,
@@ -104,8 +110,8 @@ fn walk_value<'a, E>(
     }
 }
 
-/// Returns the value at a path, through dicts, lists and tuples; `None` if the path leads nowhere. torch's
-/// `get_element`.
+/// Returns the value at a path, through dicts, lists and tuples; `None` if the path leads nowhere.
+/// torch's `get_element`.
 ///
 /// A [`StateValue::Plain`] value is not entered: use [`PlainValue`] for what is inside it.
 ///
@@ -119,33 +125,44 @@ fn walk_value<'a, E>(
 #[must_use]
 pub fn get_element<'a>(state: &'a StateDict, path: &KeyPath) -> Option<&'a StateValue> {
     let (first, rest) = path.0.split_first()?;
-    let PathPart::Key(first) = first else { return None };
-    rest.iter().try_fold(state.get(first)?, |value, part| match (part, value) {
-        (PathPart::Key(key), StateValue::Dict(dict)) => dict.get(key),
-        (PathPart::Index(index), StateValue::List(list) | StateValue::Tuple(list)) => list.get(*index),
-        _ => None,
-    })
+    let PathPart::Key(first) = first else {
+        return None;
+    };
+    rest.iter()
+        .try_fold(state.get(first)?, |value, part| match (part, value) {
+            (PathPart::Key(key), StateValue::Dict(dict)) => dict.get(key),
+            (PathPart::Index(index), StateValue::List(list) | StateValue::Tuple(list)) => {
+                list.get(*index)
+            }
+            _ => None,
+        })
 }
 
 /// Returns the value at a path, like [`get_element`], to change it.
 #[must_use]
 pub fn get_element_mut<'a>(state: &'a mut StateDict, path: &KeyPath) -> Option<&'a mut StateValue> {
     let (first, rest) = path.0.split_first()?;
-    let PathPart::Key(first) = first else { return None };
-    rest.iter().try_fold(state.get_mut(first)?, |value, part| match (part, value) {
-        (PathPart::Key(key), StateValue::Dict(dict)) => dict.get_mut(key),
-        (PathPart::Index(index), StateValue::List(list) | StateValue::Tuple(list)) => list.get_mut(*index),
-        _ => None,
-    })
+    let PathPart::Key(first) = first else {
+        return None;
+    };
+    rest.iter()
+        .try_fold(state.get_mut(first)?, |value, part| match (part, value) {
+            (PathPart::Key(key), StateValue::Dict(dict)) => dict.get_mut(key),
+            (PathPart::Index(index), StateValue::List(list) | StateValue::Tuple(list)) => {
+                list.get_mut(*index)
+            }
+            _ => None,
+        })
 }
 
-/// Puts a value at a path, and makes the dicts and lists on the way that are not there, or that are `None` or an empty
-/// plain container. A list that is too short is filled up with `None`. torch's `set_element`.
+/// Puts a value at a path, and makes the dicts and lists on the way that are not there, or that are
+/// `None` or an empty plain container. A list that is too short is filled up with `None`. torch's
+/// `set_element`.
 ///
 /// # Errors
-/// [`StateError::WrongContainer`] if the path is empty or begins with an index, leads through something that is no
-/// container or one of another kind, or has an index of [`MAX_LIST_LENGTH`] or more. The dict is unchanged then,
-/// except for containers that were made on the way.
+/// [`StateError::WrongContainer`] if the path is empty or begins with an index, leads through
+/// something that is no container or one of another kind, or has an index of [`MAX_LIST_LENGTH`] or
+/// more. The dict is unchanged then, except for containers that were made on the way.
 ///
 /// ```
 /// use fsdp_layout::{KeyPath, PathPart};
@@ -156,35 +173,55 @@ pub fn get_element_mut<'a>(state: &'a mut StateDict, path: &KeyPath) -> Option<&
 /// assert_eq!(get_element(&state, &path).and_then(|value| value.as_plain()?.as_int()), Some(7));
 /// # Ok::<(), fsdp_state::StateError>(())
 /// ```
-pub fn set_element(state: &mut StateDict, path: &KeyPath, value: impl Into<StateValue>) -> Result<(), StateError> {
+pub fn set_element(
+    state: &mut StateDict,
+    path: &KeyPath,
+    value: impl Into<StateValue>,
+) -> Result<(), StateError> {
     match path.0.as_slice() {
-        [PathPart::Key(first), rest @ ..] => set_at(entry(state, first, rest), rest, value.into(), path),
-        _ => Err(StateError::WrongContainer { path: path.flat_key(), expected: "dict" }),
+        [PathPart::Key(first), rest @ ..] => {
+            set_at(entry(state, first, rest), rest, value.into(), path)
+        }
+        _ => Err(StateError::WrongContainer {
+            path: path.flat_key(),
+            expected: "dict",
+        }),
     }
 }
 
-/// Checks that lists which are made of these paths have about as many elements as there are paths. Otherwise a few
-/// paths of a checkpoint could ask for many long lists of nothing.
-pub(crate) fn check_gaps<'p>(paths: impl Iterator<Item = &'p KeyPath> + Clone) -> Result<(), StateError> {
-    let most = paths.clone().map(|path| path.0.len()).fold(MAX_LIST_LENGTH, usize::saturating_add);
+/// Checks that lists which are made of these paths have about as many elements as there are paths.
+/// Otherwise a few paths of a checkpoint could ask for many long lists of nothing.
+pub(crate) fn check_gaps<'p>(
+    paths: impl Iterator<Item = &'p KeyPath> + Clone,
+) -> Result<(), StateError> {
+    let most = paths
+        .clone()
+        .map(|path| path.0.len())
+        .fold(MAX_LIST_LENGTH, usize::saturating_add);
     let mut lengths: HashMap<&[PathPart], usize> = HashMap::new();
     let mut total = 0usize;
     for path in paths {
         for (depth, part) in path.0.iter().enumerate() {
-            let PathPart::Index(index) = part else { continue };
+            let PathPart::Index(index) = part else {
+                continue;
+            };
             let length = lengths.entry(&path.0[..depth]).or_default();
             let longer = index.saturating_add(1).saturating_sub(*length);
             *length += longer;
             total = total.saturating_add(longer);
             if total > most {
-                return Err(StateError::WrongContainer { path: path.flat_key(), expected: "list without long gaps" });
+                return Err(StateError::WrongContainer {
+                    path: path.flat_key(),
+                    expected: "list without long gaps",
+                });
             }
         }
     }
     Ok(())
 }
 
-/// Returns the slot of `key`. If the dict has no such key, it gets an empty container of the kind that `rest` needs.
+/// Returns the slot of `key`. If the dict has no such key, it gets an empty container of the kind
+/// that `rest` needs.
 fn entry<'a>(dict: &'a mut StateDict, key: &str, rest: &[PathPart]) -> &'a mut StateValue {
     if !dict.contains_key(key) {
         dict.insert(key, container_for(rest));
@@ -195,7 +232,8 @@ fn entry<'a>(dict: &'a mut StateDict, key: &str, rest: &[PathPart]) -> &'a mut S
     }
 }
 
-/// Returns an empty value into which the rest of a path leads: a dict, a list, or a place for a leaf.
+/// Returns an empty value into which the rest of a path leads: a dict, a list, or a place for a
+/// leaf.
 fn container_for(rest: &[PathPart]) -> StateValue {
     match rest.first() {
         Some(PathPart::Key(_)) => StateValue::Dict(StateDict::new()),
@@ -204,8 +242,8 @@ fn container_for(rest: &[PathPart]) -> StateValue {
     }
 }
 
-/// Returns `true` for a value that stands for nothing yet, and that a container may replace: `None`, or an empty plain
-/// list or dict.
+/// Returns `true` for a value that stands for nothing yet, and that a container may replace:
+/// `None`, or an empty plain list or dict.
 fn is_placeholder(value: &StateValue) -> bool {
     match value {
         StateValue::Plain(PlainValue::None) => true,
@@ -216,7 +254,12 @@ fn is_placeholder(value: &StateValue) -> bool {
 }
 
 /// Sets a value below `slot`, where `rest` of the path leads. Missing containers are made.
-fn set_at(slot: &mut StateValue, rest: &[PathPart], value: StateValue, path: &KeyPath) -> Result<(), StateError> {
+fn set_at(
+    slot: &mut StateValue,
+    rest: &[PathPart],
+    value: StateValue,
+    path: &KeyPath,
+) -> Result<(), StateError> {
     if rest.is_empty() {
         *slot = value;
         return Ok(());
@@ -228,14 +271,22 @@ fn set_at(slot: &mut StateValue, rest: &[PathPart], value: StateValue, path: &Ke
         ([PathPart::Key(part), rest @ ..], StateValue::Dict(dict)) => {
             set_at(entry(dict, part, rest), rest, value, path)
         }
-        ([PathPart::Index(index), rest @ ..], StateValue::List(list)) if *index < MAX_LIST_LENGTH => {
+        ([PathPart::Index(index), rest @ ..], StateValue::List(list))
+            if *index < MAX_LIST_LENGTH =>
+        {
             if list.len() <= *index {
                 list.resize_with(*index + 1, || StateValue::Plain(PlainValue::None));
             }
             set_at(&mut list[*index], rest, value, path)
         }
-        ([] | [PathPart::Key(_), ..], _) => Err(StateError::WrongContainer { path: path.flat_key(), expected: "dict" }),
-        ([PathPart::Index(_), ..], _) => Err(StateError::WrongContainer { path: path.flat_key(), expected: "list" }),
+        ([] | [PathPart::Key(_), ..], _) => Err(StateError::WrongContainer {
+            path: path.flat_key(),
+            expected: "dict",
+        }),
+        ([PathPart::Index(_), ..], _) => Err(StateError::WrongContainer {
+            path: path.flat_key(),
+            expected: "list",
+        }),
     }
 }
 
@@ -272,8 +323,13 @@ mod tests {
 
     #[test]
     fn shallow_dicts_and_lists_of_numbers_are_leaves_of_their_keys() {
-        let state: StateDict =
-            [("key0", 1i64.into()), ("key1", ints(&[1, 2])), ("key2", StateValue::from("a"))].into_iter().collect();
+        let state: StateDict = [
+            ("key0", 1i64.into()),
+            ("key1", ints(&[1, 2])),
+            ("key2", StateValue::from("a")),
+        ]
+        .into_iter()
+        .collect();
         assert_eq!(keys(&state), ["key0", "key1", "key2"]);
     }
 
@@ -285,8 +341,15 @@ mod tests {
             ints(&[66, 77]),
         ]);
         let state: StateDict = [("key1", list)].into_iter().collect();
-        assert_eq!(keys(&state), ["key1.0", "key1.1.0", "key1.1.1", "key1.1.2", "key1.2"]);
-        let inner = get_element(&state, &path(&[key("key1"), PathPart::Index(1), PathPart::Index(2)])).unwrap();
+        assert_eq!(
+            keys(&state),
+            ["key1.0", "key1.1.0", "key1.1.1", "key1.1.2", "key1.2"]
+        );
+        let inner = get_element(
+            &state,
+            &path(&[key("key1"), PathPart::Index(1), PathPart::Index(2)]),
+        )
+        .unwrap();
         assert!(matches!(inner, StateValue::List(list) if list.len() == 2));
     }
 
@@ -303,9 +366,15 @@ mod tests {
         let mut state = StateDict::new();
         let gaps = path(&[key("a"), PathPart::Index(3), key("b.c"), PathPart::Index(1)]);
         set_element(&mut state, &gaps, 5i64).unwrap();
-        assert_eq!(get_element(&state, &gaps).and_then(|value| value.as_plain()?.as_int()), Some(5));
+        assert_eq!(
+            get_element(&state, &gaps).and_then(|value| value.as_plain()?.as_int()),
+            Some(5)
+        );
         let gap = path(&[key("a"), PathPart::Index(0)]);
-        assert!(matches!(get_element(&state, &gap), Some(StateValue::Plain(PlainValue::None))));
+        assert!(matches!(
+            get_element(&state, &gap),
+            Some(StateValue::Plain(PlainValue::None))
+        ));
         set_element(&mut state, &gap, tensor()).unwrap();
         assert!(get_element(&state, &gap).unwrap().is_tensor());
         for missing in [
@@ -332,7 +401,10 @@ mod tests {
             (path(&[key("b"), PathPart::Index(1 << 60)]), "list"),
         ] {
             let error = set_element(&mut state, &wrong, 2i64).unwrap_err();
-            assert!(matches!(error, StateError::WrongContainer { expected: e, .. } if e == expected), "{error}");
+            assert!(
+                matches!(error, StateError::WrongContainer { expected: e, .. } if e == expected),
+                "{error}"
+            );
         }
         assert_eq!(state.plain_at(&["a"]).and_then(PlainValue::as_int), Some(1));
     }

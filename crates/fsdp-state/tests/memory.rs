@@ -13,7 +13,8 @@ use fsdp_state::{
 };
 
 thread_local! {
-    /// Bytes that this thread, which is a rank, has allocated and not freed; and the most since it was last reset.
+    /// Bytes that this thread, which is a rank, has allocated and not freed; and the most since it
+    /// was last reset.
     static LIVE: Cell<isize> = const { Cell::new(0) };
     static PEAK: Cell<isize> = const { Cell::new(0) };
 }
@@ -83,8 +84,13 @@ fn quarter(rank: usize) -> ShardedTensor {
 fn ranks_that_keep_nothing_hold_no_whole_tensor_and_the_one_that_streams_holds_one() {
     let peaks = LocalRanks::new(4)
         .run(|group| {
-            let state: StateDict = (0..6).map(|k| (format!("p{k}"), quarter(group.rank()).into())).collect();
-            let options = GatherOptions { keep_on: KeepOn::Ranks(vec![2]), device: None };
+            let state: StateDict = (0..6)
+                .map(|k| (format!("p{k}"), quarter(group.rank()).into()))
+                .collect();
+            let options = GatherOptions {
+                keep_on: KeepOn::Ranks(vec![2]),
+                device: None,
+            };
             let mut whole = 0;
             let peak = peak(|| {
                 gather_state_dict_into(&state, &group, &options, |_, value| {
@@ -110,14 +116,23 @@ fn a_reshard_needs_what_is_wanted_sent_and_received_and_no_whole_tensor() {
             let tensor = quarter(group.rank());
             let columns = [TensorBox::new(vec![0, group.rank() * 256], vec![1024, 256])];
             let mut resharded = None;
-            let peak = peak(|| resharded = Some(reshard_sharded_tensor(&tensor, &columns, &group).unwrap()));
+            let peak = peak(|| {
+                resharded = Some(reshard_sharded_tensor(&tensor, &columns, &group).unwrap())
+            });
             let column = resharded.unwrap().shards()[0].tensor.clone();
-            let sum = column.to_dtype(DType::F64).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
+            let sum = column
+                .to_dtype(DType::F64)
+                .unwrap()
+                .sum_all()
+                .unwrap()
+                .to_scalar::<f64>()
+                .unwrap();
             assert_eq!(sum, (1 + 2 + 3) as f64 * 256.0 * 256.0);
             peak
         })
         .unwrap();
-    // A quarter wanted, three sixteenths sent and received; the sender's buffer may have grown by doubling.
+    // A quarter wanted, three sixteenths sent and received; the sender's buffer may have grown by
+    // doubling.
     for (rank, peak) in peaks.into_iter().enumerate() {
         assert!(peak <= 3 * MIB + SLACK, "rank {rank} needed {peak} bytes");
     }
@@ -132,9 +147,14 @@ fn a_rank_that_keeps_nothing_drops_each_mapped_value_at_once() {
         }
     }
     let tensor = Tensor::zeros(MIB / 4, DType::F32, &Device::Cpu).unwrap();
-    let state: StateDict = (0..6).map(|k| (format!("p{k}"), tensor.clone().into())).collect();
+    let state: StateDict = (0..6)
+        .map(|k| (format!("p{k}"), tensor.clone().into()))
+        .collect();
     let needed = |keep_on| {
-        let options = IterateOptions { keep_on, ..IterateOptions::default() };
+        let options = IterateOptions {
+            keep_on,
+            ..IterateOptions::default()
+        };
         peak(|| drop(iterate_state_dict(&state, &mut Copies, &options).unwrap()))
     };
     assert!(needed(KeepOn::Ranks(vec![1])) <= MIB + SLACK);

@@ -21,8 +21,14 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: usize, figures: &mut Figures) -> Res
         drop((state, guard));
         let bytes = total(&group, own)?;
         let (source, mut target) = (vec![1u8; own], vec![2u8; own]);
-        let save = SaveOptions { overwrite: true, ..SaveOptions::default() };
-        let options = CheckpointerOptions { save, ..CheckpointerOptions::default() };
+        let save = SaveOptions {
+            overwrite: true,
+            ..SaveOptions::default()
+        };
+        let options = CheckpointerOptions {
+            save,
+            ..CheckpointerOptions::default()
+        };
         let mut checkpointer = Checkpointer::new(&bench.directory, &group, options)?;
         let path = bench.directory.join("behind");
         // The first one allocates the buffers.
@@ -32,7 +38,11 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: usize, figures: &mut Figures) -> Res
         for _ in 0..bench.runs {
             let limit = timed(&group, || Ok(limits::copy_warm(&source, &mut target)))?.time;
             let without = timed(&group, || (0..STEPS).try_for_each(|_| training.step()))?.time;
-            let stall = timed(&group, || Ok(checkpointer.save_async(&path, &training.run)?))?.time;
+            let stall = timed(
+                &group,
+                || Ok(checkpointer.save_async(&path, &training.run)?),
+            )?
+            .time;
             let with = timed(&group, || (0..STEPS).try_for_each(|_| training.step()))?.time;
             let report = checkpointer.wait()?.context("no save was running")?;
             // The first step may have waited for the copy before it changed the weights.

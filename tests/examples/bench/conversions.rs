@@ -22,7 +22,13 @@ pub(crate) fn run(bench: &Bench<'_>, figures: &mut Figures) -> Result<()> {
     let dcp = bench.directory.join("dcp");
     let bytes = on_ranks(RANKS, |group| {
         let training = Training::new(group, bench.size, FsdpConfig::default())?;
-        Ok(save(&dcp, &training.state()?, training.group(), &SaveOptions::default())?.total_bytes)
+        Ok(save(
+            &dcp,
+            &training.state()?,
+            training.group(),
+            &SaveOptions::default(),
+        )?
+        .total_bytes)
     })?;
     let safetensors = bench.directory.join("model.safetensors");
     let other = bench.directory.join("other");
@@ -34,29 +40,64 @@ pub(crate) fn run(bench: &Bench<'_>, figures: &mut Figures) -> Result<()> {
     };
     let threads = ConvertOptions::default().threads;
     let write = || limits::write(&raw(bench), bytes as usize, threads, true);
-    measure(bench, figures, "DCP to safetensors", bytes, ("raw write, fsync", &write), Some(&safetensors), &|| {
-        convert_to(&dcp, &safetensors, OutputFormat::SafetensorsFile)
-    })?;
-    measure(bench, figures, "safetensors to DCP", bytes, ("raw write, fsync", &write), Some(&other), &|| {
-        convert_to(&safetensors, &other, OutputFormat::Dcp { ranks: 2 })
-    })?;
-    measure(bench, figures, "reshard 4 to 2", bytes, ("raw write, fsync", &write), Some(&other), &|| {
-        convert_to(&dcp, &other, OutputFormat::Dcp { ranks: 2 })
-    })?;
-    measure(bench, figures, "DCP to torch", bytes, ("raw write, fsync", &write), Some(&torch), &|| {
-        convert_to(&dcp, &torch, OutputFormat::Torch)
-    })?;
+    measure(
+        bench,
+        figures,
+        "DCP to safetensors",
+        bytes,
+        ("raw write, fsync", &write),
+        Some(&safetensors),
+        &|| convert_to(&dcp, &safetensors, OutputFormat::SafetensorsFile),
+    )?;
+    measure(
+        bench,
+        figures,
+        "safetensors to DCP",
+        bytes,
+        ("raw write, fsync", &write),
+        Some(&other),
+        &|| convert_to(&safetensors, &other, OutputFormat::Dcp { ranks: 2 }),
+    )?;
+    measure(
+        bench,
+        figures,
+        "reshard 4 to 2",
+        bytes,
+        ("raw write, fsync", &write),
+        Some(&other),
+        &|| convert_to(&dcp, &other, OutputFormat::Dcp { ranks: 2 }),
+    )?;
+    measure(
+        bench,
+        figures,
+        "DCP to torch",
+        bytes,
+        ("raw write, fsync", &write),
+        Some(&torch),
+        &|| convert_to(&dcp, &torch, OutputFormat::Torch),
+    )?;
     let read = || limits::read(&safetensors, bytes as usize, threads);
-    measure(bench, figures, "verify hashes", bytes, ("raw read, fresh memory", &read), None, &|| {
-        let report = verify(&*open(&dcp, OpenOptions::default())?, Level::Hashes, None)?;
-        ensure!(report.problems.is_empty(), "a fresh checkpoint has problems");
-        Ok(())
-    })
+    measure(
+        bench,
+        figures,
+        "verify hashes",
+        bytes,
+        ("raw read, fresh memory", &read),
+        None,
+        &|| {
+            let report = verify(&*open(&dcp, OpenOptions::default())?, Level::Hashes, None)?;
+            ensure!(
+                report.problems.is_empty(),
+                "a fresh checkpoint has problems"
+            );
+            Ok(())
+        },
+    )
 }
 
-/// Times something of this process, in pairs with its limit, each of which comes first in half of the pairs. What both
-/// have written is removed before each of them, outside of the time: to give pages back takes long, and pages that have
-/// just been given back are quicker to get again.
+/// Times something of this process, in pairs with its limit, each of which comes first in half of
+/// the pairs. What both have written is removed before each of them, outside of the time: to give
+/// pages back takes long, and pages that have just been given back are quicker to get again.
 fn measure(
     bench: &Bench<'_>,
     figures: &mut Figures,
@@ -67,7 +108,8 @@ fn measure(
     run: &dyn Fn() -> Result<()>,
 ) -> Result<()> {
     let mut peak = 0;
-    // The first time is not counted: it reads files that are not in the cache yet, and memory that was never used.
+    // The first time is not counted: it reads files that are not in the cache yet, and memory that
+    // was never used.
     clear(bench, destination)?;
     timed(run, &mut peak)?;
     let mut pairs = Pairs::default();
@@ -89,11 +131,15 @@ fn measure(
     }
     remove(&raw(bench))?;
     let case = bench.case(name, 1, bytes, pairs.seconds(), pairs.limit(limit_name));
-    figures.push(Case { peak_bytes: Some(peak), ..case });
+    figures.push(Case {
+        peak_bytes: Some(peak),
+        ..case
+    });
     Ok(())
 }
 
-/// Runs something once. Returns its time, and raises `peak` to the most heap that was in use meanwhile.
+/// Runs something once. Returns its time, and raises `peak` to the most heap that was in use
+/// meanwhile.
 fn timed(run: &dyn Fn() -> Result<()>, peak: &mut u64) -> Result<Duration> {
     let before = live_bytes();
     reset_peak();
@@ -117,10 +163,15 @@ fn clear(bench: &Bench<'_>, destination: Option<&Path>) -> Result<()> {
 
 /// Removes a checkpoint of one file, with what lies beside it, or of a directory.
 fn remove(checkpoint: &Path) -> Result<()> {
-    let (Some(directory), Some(name)) = (checkpoint.parent(), checkpoint.file_stem()) else { return Ok(()) };
+    let (Some(directory), Some(name)) = (checkpoint.parent(), checkpoint.file_stem()) else {
+        return Ok(());
+    };
     for entry in std::fs::read_dir(directory)? {
         let entry = entry?;
-        let belongs = entry.file_name().to_string_lossy().starts_with(&*name.to_string_lossy());
+        let belongs = entry
+            .file_name()
+            .to_string_lossy()
+            .starts_with(&*name.to_string_lossy());
         match entry.file_type()?.is_dir() {
             _ if !belongs => {}
             true => std::fs::remove_dir_all(entry.path())?,

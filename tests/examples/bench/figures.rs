@@ -44,15 +44,33 @@ pub(crate) struct Figures {
 
 impl Figures {
     pub(crate) fn new(talks: bool) -> Self {
-        Figures { cases: Vec::new(), talks }
+        Figures {
+            cases: Vec::new(),
+            talks,
+        }
     }
 
     pub(crate) fn push(&mut self, case: Case) {
         if self.talks {
-            let Case { name, size, ranks, place, bytes, seconds, limit, peak_bytes, read_ratio } = &case;
+            let Case {
+                name,
+                size,
+                ranks,
+                place,
+                bytes,
+                seconds,
+                limit,
+                peak_bytes,
+                read_ratio,
+            } = &case;
             let speed = *bytes as f64 / seconds / 1e9;
             print!("{name:<28} {size:>5} {ranks} {place:<6} {seconds:>9.4} s {speed:>7.2} GB/s");
-            if let Some(Limit { name, seconds, ratio }) = limit {
+            if let Some(Limit {
+                name,
+                seconds,
+                ratio,
+            }) = limit
+            {
                 print!("  {ratio:>5.2} x {name} ({seconds:.4} s)");
             }
             if let Some(peak) = peak_bytes {
@@ -86,8 +104,17 @@ impl Pairs {
     }
 
     pub(crate) fn limit(&self, name: &str) -> Limit {
-        let ratios = self.case.iter().zip(&self.limit).map(|(case, limit)| limit / case).collect();
-        Limit { name: name.to_owned(), seconds: median(self.limit.clone()), ratio: median(ratios) }
+        let ratios = self
+            .case
+            .iter()
+            .zip(&self.limit)
+            .map(|(case, limit)| limit / case)
+            .collect();
+        Limit {
+            name: name.to_owned(),
+            seconds: median(self.limit.clone()),
+            ratio: median(ratios),
+        }
     }
 }
 

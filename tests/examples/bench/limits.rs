@@ -53,12 +53,19 @@ pub(crate) fn read(path: &Path, bytes: usize, threads: usize) -> Result<Duration
     }
     std::thread::scope(|scope| {
         let read = |share: Vec<(usize, &mut [u8])>| {
-            share.into_iter().try_for_each(|(offset, part)| file.read_exact_at(part, offset as u64))
+            share
+                .into_iter()
+                .try_for_each(|(offset, part)| file.read_exact_at(part, offset as u64))
         };
-        let threads: Vec<_> = shares.into_iter().map(|share| scope.spawn(move || read(share))).collect();
-        threads
+        let threads: Vec<_> = shares
             .into_iter()
-            .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .map(|share| scope.spawn(move || read(share)))
+            .collect();
+        threads.into_iter().try_for_each(|thread| {
+            thread
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
     })?;
     let elapsed = start.elapsed();
     std::hint::black_box(&memory);
@@ -81,8 +88,8 @@ pub(crate) fn copy_warm(source: &[u8], target: &mut [u8]) -> Duration {
     start.elapsed()
 }
 
-/// Hashes as many bytes as a save does, in blocks that lie in the cache as they do there: it hashes what it is about to
-/// write.
+/// Hashes as many bytes as a save does, in blocks that lie in the cache as they do there: it hashes
+/// what it is about to write.
 pub(crate) fn hash(bytes: usize, threads: usize) -> Result<()> {
     let source: Vec<u8> = (0..HASHED_AT_ONCE).map(|i| i as u8).collect();
     in_parallel(bytes, threads, |_, length| {
@@ -113,8 +120,10 @@ fn in_parallel(
                 })
             })
             .collect();
-        threads
-            .into_iter()
-            .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        threads.into_iter().try_for_each(|thread| {
+            thread
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
     })
 }

@@ -1,5 +1,5 @@
-//! Loading at the same and at other numbers of ranks, into fresh tensors and in place, beside raw reads of as many
-//! bytes into fresh memory.
+//! Loading at the same and at other numbers of ranks, into fresh tensors and in place, beside raw
+//! reads of as many bytes into fresh memory.
 
 use anyhow::Result;
 use fsdp::checkpoint::{load, load_in_place, save};
@@ -20,7 +20,12 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: &[usize], figures: &mut Figures) -> 
         if !path.exists() {
             on_ranks(from, |group| {
                 let training = Training::new(group, bench.size, FsdpConfig::default())?;
-                Ok(save(&path, &training.state()?, training.group(), &SaveOptions::default())?)
+                Ok(save(
+                    &path,
+                    &training.state()?,
+                    training.group(),
+                    &SaveOptions::default(),
+                )?)
             })?;
         }
         let cases = on_ranks(to, |group| {
@@ -41,25 +46,33 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: &[usize], figures: &mut Figures) -> 
                 peaks[0] = peaks[0].max(loaded.peak.saturating_sub(total));
                 drop(template);
                 let mut live = state.clone();
-                let loaded = timed(group, || Ok(load_in_place(&path, &mut live, group, &options)?))?;
+                let loaded = timed(group, || {
+                    Ok(load_in_place(&path, &mut live, group, &options)?)
+                })?;
                 pairs[1].push(loaded.time, limit.time);
                 peaks[1] = peaks[1].max(loaded.peak);
             }
             std::fs::remove_file(&raw)?;
             let reader = CheckpointReader::open(&path)?;
             state.clone().load_state_dict(&reader, group, &options)?;
-            let saved = if from == to { String::new() } else { format!(", saved on {from}") };
-            let cases = ["load", "load in place"].iter().zip(pairs).zip(peaks).map(|((name, pairs), peak)| Case {
-                peak_bytes: Some(peak / to as u64),
-                read_ratio: Some(reader.bytes_read() as f64 / own as f64),
-                ..bench.case(
-                    &format!("{name}{saved}"),
-                    to,
-                    total,
-                    pairs.seconds(),
-                    pairs.limit("raw read, fresh memory"),
-                )
-            });
+            let saved = if from == to {
+                String::new()
+            } else {
+                format!(", saved on {from}")
+            };
+            let cases = ["load", "load in place"].iter().zip(pairs).zip(peaks).map(
+                |((name, pairs), peak)| Case {
+                    peak_bytes: Some(peak / to as u64),
+                    read_ratio: Some(reader.bytes_read() as f64 / own as f64),
+                    ..bench.case(
+                        &format!("{name}{saved}"),
+                        to,
+                        total,
+                        pairs.seconds(),
+                        pairs.limit("raw read, fresh memory"),
+                    )
+                },
+            );
             Ok(cases.collect::<Vec<_>>())
         })?;
         cases.into_iter().for_each(|case| figures.push(case));

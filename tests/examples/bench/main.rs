@@ -1,13 +1,19 @@
-//! How fast state is saved, loaded, gathered and converted, each beside what the machine allows in the same run.
+//! How fast state is saved, loaded, gathered and converted, each beside what the machine allows in
+//! the same run.
 //!
-//! `cargo xtask bench` runs it and puts its figures in one table with those of the other benches. By itself:
-//! `cargo run --release -p fsdp-tests --example bench -- --size 256m --ranks 1,2,4 --only save,load`.
+//! `cargo xtask bench` runs it and puts its figures in one table with those of the other benches.
+//! By itself: `cargo run --release -p fsdp-tests --example bench -- --size 256m --ranks 1,2,4
+//! --only save,load`.
 //!
-//! The state is a GPT's parameters and its AdamW state after one step. Every figure is a median, taken in turns with
-//! that of its limit: raw writes to fresh files, raw reads and copies into fresh or warm memory, by as many threads.
+//! The state is a GPT's parameters and its AdamW state after one step. Every figure is a median,
+//! taken in turns with that of its limit: raw writes to fresh files, raw reads and copies into
+//! fresh or warm memory, by as many threads.
 
 #![expect(clippy::print_stdout, reason = "a bench's figures are its output")]
-#![expect(clippy::disallowed_methods, reason = "limits are measured with plain files")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "limits are measured with plain files"
+)]
 
 mod background;
 mod conversions;
@@ -66,7 +72,10 @@ impl std::str::FromStr for Place {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (name, directory) = text.split_once('=').ok_or("it is not NAME=DIRECTORY")?;
-        Ok(Place { name: name.to_owned(), directory: directory.into() })
+        Ok(Place {
+            name: name.to_owned(),
+            directory: directory.into(),
+        })
     }
 }
 
@@ -96,24 +105,34 @@ impl Bench<'_> {
 }
 
 fn main() -> Result<()> {
-    // Otherwise it depends on where small values lie which memory the allocator gives back to the system, and taking it
-    // anew takes longer than what is measured.
+    // Otherwise it depends on where small values lie which memory the allocator gives back to the
+    // system, and taking it anew takes longer than what is measured.
     fsdp_cli::keep_freed_memory(64 << 20);
     let arguments = Arguments::parse();
-    let wanted = |group: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == group);
+    let wanted =
+        |group: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == group);
     let mut figures = Figures::new(!arguments.json);
     for (index, place) in arguments.place.iter().enumerate() {
-        let directory = tempfile::Builder::new().prefix("fsdp-bench-").tempdir_in(&place.directory);
-        let directory = directory.with_context(|| format!("cannot write to `{}`", place.directory.display()))?;
+        let directory = tempfile::Builder::new()
+            .prefix("fsdp-bench-")
+            .tempdir_in(&place.directory);
+        let directory = directory
+            .with_context(|| format!("cannot write to `{}`", place.directory.display()))?;
         for &size in &arguments.size {
             let path = directory.path().join(size.name());
             std::fs::create_dir(&path)?;
-            let bench = Bench { size, runs: arguments.runs, place: &place.name, directory: path };
+            let bench = Bench {
+                size,
+                runs: arguments.runs,
+                place: &place.name,
+                directory: path,
+            };
             for &ranks in &arguments.ranks {
                 if wanted("save") {
                     save::run(&bench, ranks, &mut figures)?;
                 }
-                // What does not touch the files, or reads them from the cache, is the same everywhere.
+                // What does not touch the files, or reads them from the cache, is the same
+                // everywhere.
                 if index == 0 && wanted("full") {
                     full::run(&bench, ranks, &mut figures)?;
                 }

@@ -33,9 +33,27 @@ impl Size {
 
     pub(crate) const fn config(self) -> GptConfig {
         match self {
-            Size::Small => GptConfig { layers: 2, heads: 4, hidden: 192, seq: 64, vocab: 2000 },
-            Size::Medium => GptConfig { layers: 6, heads: 8, hidden: 512, seq: 64, vocab: 3400 },
-            Size::Large => GptConfig { layers: 12, heads: 16, hidden: 1024, seq: 64, vocab: 13600 },
+            Size::Small => GptConfig {
+                layers: 2,
+                heads: 4,
+                hidden: 192,
+                seq: 64,
+                vocab: 2000,
+            },
+            Size::Medium => GptConfig {
+                layers: 6,
+                heads: 8,
+                hidden: 512,
+                seq: 64,
+                vocab: 3400,
+            },
+            Size::Large => GptConfig {
+                layers: 12,
+                heads: 16,
+                hidden: 1024,
+                seq: 64,
+                vocab: 13600,
+            },
         }
     }
 }
@@ -53,17 +71,27 @@ impl Training {
         let rank = group.rank() as u32;
         let model = FullyShardedDataParallel::new(group, config, |scope| Gpt::new(scope, &gpt))?;
         let optimizer = Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw()))?;
-        let tokens: Vec<u32> = (0..=gpt.seq as u32).map(|i| (i * 7 + rank) % gpt.vocab as u32).collect();
+        let tokens: Vec<u32> = (0..=gpt.seq as u32)
+            .map(|i| (i * 7 + rank) % gpt.vocab as u32)
+            .collect();
         let run = TrainState::new(model, vec![optimizer]);
-        let mut training = Training { run, tokens: Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)? };
+        let mut training = Training {
+            run,
+            tokens: Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?,
+        };
         training.step()?;
         Ok(training)
     }
 
     pub(crate) fn step(&mut self) -> Result<()> {
         let length = self.tokens.dim(1)? - 1;
-        let (inputs, targets) = (self.tokens.narrow(1, 0, length)?, self.tokens.narrow(1, 1, length)?);
-        let TrainState { model, optimizers, .. } = &mut self.run;
+        let (inputs, targets) = (
+            self.tokens.narrow(1, 0, length)?,
+            self.tokens.narrow(1, 1, length)?,
+        );
+        let TrainState {
+            model, optimizers, ..
+        } = &mut self.run;
         let loss = model.forward(|gpt| gpt.loss(&inputs, &targets))?;
         model.backward(&loss)?;
         optimizers.iter_mut().try_for_each(Optimizer::step)?;
@@ -81,9 +109,17 @@ impl Training {
     }
 }
 
-/// Runs `f` on so many ranks, each with its share of the machine's threads; the first rank's result comes back.
-pub(crate) fn on_ranks<T: Send>(count: usize, f: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<T> {
-    let results = Ranks { count, ..Ranks::default() }.run(f)?;
+/// Runs `f` on so many ranks, each with its share of the machine's threads; the first rank's result
+/// comes back.
+pub(crate) fn on_ranks<T: Send>(
+    count: usize,
+    f: impl Fn(ProcessGroup) -> Result<T> + Sync,
+) -> Result<T> {
+    let results = Ranks {
+        count,
+        ..Ranks::default()
+    }
+    .run(f)?;
     let mut results = results.into_iter().collect::<Result<Vec<T>>>()?;
     Ok(results.swap_remove(0))
 }
@@ -93,7 +129,11 @@ pub(crate) fn state_bytes(state: &StateDict) -> usize {
     let mut bytes = 0;
     let counted = fsdp::state::traverse_state_dict(state, |_, value| {
         bytes += match value {
-            StateValue::Sharded(tensor) => tensor.shards().iter().map(|shard| tensor_bytes(&shard.tensor)).sum(),
+            StateValue::Sharded(tensor) => tensor
+                .shards()
+                .iter()
+                .map(|shard| tensor_bytes(&shard.tensor))
+                .sum(),
             StateValue::Tensor(tensor) => tensor_bytes(tensor),
             _ => 0,
         };

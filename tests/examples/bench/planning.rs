@@ -21,7 +21,13 @@ fn plan(tensors: usize, rank: usize, ranks: usize) -> LocalPlan {
         let shape = vec![4 * RANKS, 16];
         let rows = chunk_range(shape[0], ranks, rank);
         let bounds = TensorBox::new(vec![rows.start, 0], vec![rows.len(), shape[1]]);
-        plan.add_tensor(format!("model.layers.{tensor}.weight"), None, DType::F32, shape, vec![bounds]);
+        plan.add_tensor(
+            format!("model.layers.{tensor}.weight"),
+            None,
+            DType::F32,
+            shape,
+            vec![bounds],
+        );
     }
     plan
 }
@@ -47,7 +53,12 @@ pub(crate) fn run(runs: usize, figures: &mut Figures) -> Result<()> {
         decoding.push(start.elapsed().as_secs_f64());
         drop(std::hint::black_box(metadata));
     }
-    figures.push(case("read metadata, 100k tensors", 1, bytes.len() as u64, median(decoding)));
+    figures.push(case(
+        "read metadata, 100k tensors",
+        1,
+        bytes.len() as u64,
+        median(decoding),
+    ));
     Ok(())
 }
 

@@ -43,11 +43,19 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: usize, figures: &mut Figures) -> Res
             ..bench.case(name, ranks, bytes, seconds, limit)
         };
         let hashing = median(hashing);
-        let whole = Limit { name: "the save".to_owned(), seconds, ratio: seconds / hashing };
+        let whole = Limit {
+            name: "the save".to_owned(),
+            seconds,
+            ratio: seconds / hashing,
+        };
         Ok(vec![
             case("save", synced.limit("raw write, fsync")),
             case("save", unsynced.limit("raw write, no fsync")),
-            Case { seconds: hashing, peak_bytes: None, ..case("hashing", whole) },
+            Case {
+                seconds: hashing,
+                peak_bytes: None,
+                ..case("hashing", whole)
+            },
         ])
     })?;
     cases.into_iter().for_each(|case| figures.push(case));

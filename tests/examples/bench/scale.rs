@@ -1,6 +1,8 @@
-//! How the state-dict functions grow with the number of parameters: tiny ones, so that bytes do not matter.
+//! How the state-dict functions grow with the number of parameters: tiny ones, so that bytes do not
+//! matter.
 //!
-//! Time is processor time of the whole process, which other programs on the machine do not change much.
+//! Time is processor time of the whole process, which other programs on the machine do not change
+//! much.
 
 use std::collections::HashMap;
 
@@ -9,9 +11,9 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::Init;
 use fsdp::checkpoint::{load_in_place, save};
 use fsdp::nn::torch::{
-    OptimLoadOptions, StateDictOptions, StateDictSettings, StateDictType, full_optim_state_dict, get_state_dict,
-    load_state_dict, optim_state_dict, optim_state_dict_to_load, scatter_full_optim_state_dict, set_model_state_dict,
-    set_state_dict, state_dict,
+    OptimLoadOptions, StateDictOptions, StateDictSettings, StateDictType, full_optim_state_dict,
+    get_state_dict, load_state_dict, optim_state_dict, optim_state_dict_to_load,
+    scatter_full_optim_state_dict, set_model_state_dict, set_state_dict, state_dict,
 };
 use fsdp::prelude::*;
 use rustix::time::{ClockId, clock_gettime};
@@ -28,7 +30,8 @@ const UNIT: usize = 16;
 
 type Model = FullyShardedDataParallel<Vec<Unit<Vec<Tensor>>>>;
 
-/// The limit of a case: the same function with half as many parameters. Linear growth is half as fast.
+/// The limit of a case: the same function with half as many parameters. Linear growth is half as
+/// fast.
 const HALF: &str = "half as many";
 
 /// A function and the time that it takes, by its name.
@@ -42,7 +45,11 @@ pub(crate) fn run(runs: usize, figures: &mut Figures) -> Result<()> {
             let (model, mut optimizer) = build(group, count)?;
             let mut all: Vec<Times> = Vec::new();
             for run in 0..runs {
-                all.push(times(&model, &mut optimizer, &directory.path().join(run.to_string()))?);
+                all.push(times(
+                    &model,
+                    &mut optimizer,
+                    &directory.path().join(run.to_string()),
+                )?);
             }
             Ok(all)
         })?;
@@ -50,7 +57,11 @@ pub(crate) fn run(runs: usize, figures: &mut Figures) -> Result<()> {
         for (index, (name, _)) in times[0].iter().enumerate() {
             let seconds = median(times.iter().map(|times| times[index].1).collect());
             let of_half = half.get(index).copied();
-            let limit = of_half.map(|half| Limit { name: HALF.to_owned(), seconds: half, ratio: half / seconds });
+            let limit = of_half.map(|half| Limit {
+                name: HALF.to_owned(),
+                seconds: half,
+                ratio: half / seconds,
+            });
             figures.push(Case {
                 name: format!("scale: {name}"),
                 size: count.to_string(),
@@ -75,8 +86,14 @@ fn build(group: ProcessGroup, count: usize) -> Result<(Model, Optimizer)> {
         (0..count / UNIT)
             .map(|unit| {
                 scope.pp(format!("layers.{unit}")).unit(|scope| {
-                    let weight = |index| scope.vb().get_with_hints(4, &format!("p{index}"), Init::Const(0.5));
-                    (0..UNIT).map(weight).collect::<candle_core::Result<Vec<_>>>()
+                    let weight = |index| {
+                        scope
+                            .vb()
+                            .get_with_hints(4, &format!("p{index}"), Init::Const(0.5))
+                    };
+                    (0..UNIT)
+                        .map(weight)
+                        .collect::<candle_core::Result<Vec<_>>>()
                 })
             })
             .collect()
@@ -108,61 +125,137 @@ fn times(model: &Model, optimizer: &mut Optimizer, path: &std::path::Path) -> Re
     let mut times = Times::new();
     let mut note = |name, seconds: f64| times.push((name, seconds));
     let sharded = StateDictOptions::default();
-    let full = StateDictOptions { full_state_dict: true, cpu_offload: true, ..StateDictOptions::default() };
-    let broadcast =
-        StateDictOptions { full_state_dict: true, broadcast_from_rank0: true, ..StateDictOptions::default() };
+    let full = StateDictOptions {
+        full_state_dict: true,
+        cpu_offload: true,
+        ..StateDictOptions::default()
+    };
+    let broadcast = StateDictOptions {
+        full_state_dict: true,
+        broadcast_from_rank0: true,
+        ..StateDictOptions::default()
+    };
 
-    // This uses nothing of the library, and shows how much of the growth comes from the allocator and the caches.
+    // This uses nothing of the library, and shows how much of the growth comes from the allocator
+    // and the caches.
     let plain: Vec<(String, Tensor)> = (0..parameters.fqns().count())
-        .map(|index| Ok((format!("layers.{index}"), Tensor::zeros(4, DType::F32, &Device::Cpu)?)))
+        .map(|index| {
+            Ok((
+                format!("layers.{index}"),
+                Tensor::zeros(4, DType::F32, &Device::Cpu)?,
+            ))
+        })
         .collect::<Result<_>>()?;
     let copied = worked(group, || {
-        let copies = plain.iter().map(|(name, tensor)| Ok((name.clone(), tensor.copy()?)));
+        let copies = plain
+            .iter()
+            .map(|(name, tensor)| Ok((name.clone(), tensor.copy()?)));
         Ok(copies.collect::<Result<HashMap<String, Tensor>>>()?.len())
     })?;
     note("candle tensors, copied into a map", copied.seconds);
     drop(plain);
 
-    let got = worked(group, || Ok(get_state_dict(parameters, &[optimizer], &sharded)?))?;
+    let got = worked(group, || {
+        Ok(get_state_dict(parameters, &[optimizer], &sharded)?)
+    })?;
     note("get_state_dict", got.seconds);
     let (m, o) = &got.value;
     note(
         "set_state_dict",
-        worked(group, || Ok(set_state_dict(m, o, parameters, &mut [optimizer], &sharded)?))?.seconds,
+        worked(group, || {
+            Ok(set_state_dict(
+                m,
+                o,
+                parameters,
+                &mut [optimizer],
+                &sharded,
+            )?)
+        })?
+        .seconds,
     );
-    note("set_model_state_dict", worked(group, || Ok(set_model_state_dict(m, parameters, &sharded)?))?.seconds);
-    let whole = worked(group, || Ok(get_state_dict(parameters, &[optimizer], &full)?))?;
+    note(
+        "set_model_state_dict",
+        worked(group, || Ok(set_model_state_dict(m, parameters, &sharded)?))?.seconds,
+    );
+    let whole = worked(group, || {
+        Ok(get_state_dict(parameters, &[optimizer], &full)?)
+    })?;
     note("get_state_dict, full", whole.seconds);
     let (m, o) = &whole.value;
-    let set = worked(group, || Ok(set_state_dict(m, o, parameters, &mut [optimizer], &broadcast)?))?;
+    let set = worked(group, || {
+        Ok(set_state_dict(
+            m,
+            o,
+            parameters,
+            &mut [optimizer],
+            &broadcast,
+        )?)
+    })?;
     note("set_state_dict, broadcast", set.seconds);
 
-    parameters.state_dict_type(StateDictSettings::of(StateDictType::Sharded), || -> Result<()> {
-        let model = worked(group, || Ok(state_dict(parameters)?))?;
-        note("state_dict, sharded", model.seconds);
-        note("load_state_dict", worked(group, || Ok(load_state_dict(&model.value, parameters, true)?))?.seconds);
-        let optim = worked(group, || Ok(optim_state_dict(None, parameters, optimizer)?))?;
-        note("optim_state_dict, sharded", optim.seconds);
-        let options = OptimLoadOptions::default();
-        let local = worked(group, || Ok(optim_state_dict_to_load(&optim.value, parameters, optimizer, &options)?))?;
-        note("optim_state_dict_to_load", local.seconds);
-        note("Optimizer::load_state_dict", worked(group, || Ok(optimizer.load_state_dict(&local.value)?))?.seconds);
-        Ok(())
+    parameters.state_dict_type(
+        StateDictSettings::of(StateDictType::Sharded),
+        || -> Result<()> {
+            let model = worked(group, || Ok(state_dict(parameters)?))?;
+            note("state_dict, sharded", model.seconds);
+            note(
+                "load_state_dict",
+                worked(group, || {
+                    Ok(load_state_dict(&model.value, parameters, true)?)
+                })?
+                .seconds,
+            );
+            let optim = worked(group, || Ok(optim_state_dict(None, parameters, optimizer)?))?;
+            note("optim_state_dict, sharded", optim.seconds);
+            let options = OptimLoadOptions::default();
+            let local = worked(group, || {
+                Ok(optim_state_dict_to_load(
+                    &optim.value,
+                    parameters,
+                    optimizer,
+                    &options,
+                )?)
+            })?;
+            note("optim_state_dict_to_load", local.seconds);
+            note(
+                "Optimizer::load_state_dict",
+                worked(group, || Ok(optimizer.load_state_dict(&local.value)?))?.seconds,
+            );
+            Ok(())
+        },
+    )?;
+    let optim = worked(group, || {
+        Ok(full_optim_state_dict(None, parameters, optimizer, true)?)
     })?;
-    let optim = worked(group, || Ok(full_optim_state_dict(None, parameters, optimizer, true)?))?;
     note("full_optim_state_dict", optim.seconds);
     let on_root = (group.rank() == 0).then_some(&optim.value);
-    let scattered = worked(group, || Ok(scatter_full_optim_state_dict(on_root, parameters, optimizer)?))?;
+    let scattered = worked(group, || {
+        Ok(scatter_full_optim_state_dict(
+            on_root, parameters, optimizer,
+        )?)
+    })?;
     note("scatter_full_optim_state_dict", scattered.seconds);
 
     let mut run = StateDict::new();
-    let views = StateDictOptions { share_storage: true, ..StateDictOptions::default() };
+    let views = StateDictOptions {
+        share_storage: true,
+        ..StateDictOptions::default()
+    };
     let (m, o) = get_state_dict(parameters, &[optimizer], &views)?;
     run.insert("model", m);
     run.insert("optim", o);
-    note("save", worked(group, || Ok(save(path, &run, group, &SaveOptions::default())?))?.seconds);
+    note(
+        "save",
+        worked(group, || {
+            Ok(save(path, &run, group, &SaveOptions::default())?)
+        })?
+        .seconds,
+    );
     let load = LoadOptions::default();
-    note("load in place", worked(group, || Ok(load_in_place(path, &mut run, group, &load)?))?.seconds);
+    note(
+        "load in place",
+        worked(group, || Ok(load_in_place(path, &mut run, group, &load)?))?.seconds,
+    );
     Ok(times)
 }
 

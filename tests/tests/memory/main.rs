@@ -15,8 +15,8 @@ use fsdp_tests::counting_allocator::CountingAllocator;
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
 
-/// Returns a guard that one test at a time can hold. The allocator counts the whole process, also where a runner runs
-/// several tests in one.
+/// Returns a guard that one test at a time can hold. The allocator counts the whole process, also
+/// where a runner runs several tests in one.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)

@@ -11,7 +11,8 @@ const WIDTH: usize = 16;
 const ROWS: usize = 4096;
 /// One activation of a layer.
 const ACTIVATION: usize = 4 * ROWS * WIDTH;
-/// Activations that a layer keeps for its backward: its input, and what each of its operations gives.
+/// Activations that a layer keeps for its backward: its input, and what each of its operations
+/// gives.
 const KEPT: usize = 8;
 
 struct Layer(Linear);
@@ -27,7 +28,12 @@ impl Module for Layer {
 fn peak(is_recomputed: bool) -> usize {
     let peaks = fsdp_comm::run_local(RANKS, |group| {
         let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
-            let layer = |scope: &Scope| Ok(Recomputed::when(is_recomputed, Layer(linear(WIDTH, WIDTH, scope.vb())?)));
+            let layer = |scope: &Scope| {
+                Ok(Recomputed::when(
+                    is_recomputed,
+                    Layer(linear(WIDTH, WIDTH, scope.vb())?),
+                ))
+            };
             let units = (0..UNITS).map(|i| scope.pp(i).unit(layer));
             units.collect::<candle_core::Result<Vec<Unit<Recomputed<Layer>>>>>()
         })
@@ -40,9 +46,12 @@ fn peak(is_recomputed: bool) -> usize {
             group.barrier().unwrap();
             reset_peak();
             group.barrier().unwrap();
-            let run =
-                |units: &Vec<Unit<Recomputed<Layer>>>| units.iter().try_fold(x.clone(), |h, unit| unit.forward(&h));
-            let loss = model.forward(|units| run(units)?.sqr()?.mean_all()).unwrap();
+            let run = |units: &Vec<Unit<Recomputed<Layer>>>| {
+                units.iter().try_fold(x.clone(), |h, unit| unit.forward(&h))
+            };
+            let loss = model
+                .forward(|units| run(units)?.sqr()?.mean_all())
+                .unwrap();
             model.backward(&loss).unwrap();
             model.parameters().zero_grad();
             group.barrier().unwrap();
@@ -56,10 +65,16 @@ fn peak(is_recomputed: bool) -> usize {
 fn a_step_holds_one_activation_of_each_layer_and_those_of_the_layer_that_it_computes() {
     let _alone = crate::alone();
     let kept = peak(false);
-    assert!(kept > UNITS * KEPT * ACTIVATION, "{kept} bytes: the comparison is not one");
-    // The output of each unit, which its hook copies; and of one unit what it keeps, each with a gradient, a sum of
-    // those, and what is added to it.
+    assert!(
+        kept > UNITS * KEPT * ACTIVATION,
+        "{kept} bytes: the comparison is not one"
+    );
+    // The output of each unit, which its hook copies; and of one unit what it keeps, each with a
+    // gradient, a sum of those, and what is added to it.
     let limit = (2 * UNITS + 4 * KEPT) * ACTIVATION;
     let recomputed = peak(true);
-    assert!(recomputed < limit, "{recomputed} bytes, limit {limit}, {kept} where all are kept");
+    assert!(
+        recomputed < limit,
+        "{recomputed} bytes, limit {limit}, {kept} where all are kept"
+    );
 }

@@ -15,11 +15,16 @@ const BOOKKEEPING: usize = 4 << 20;
 
 fn build(group: &ProcessGroup) -> TrainState<Vec<Unit<Linear>>> {
     let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
-        let units = (0..UNITS).map(|i| scope.pp(i).unit(|scope| linear_no_bias(WIDTH, WIDTH, scope.vb())));
+        let units = (0..UNITS).map(|i| {
+            scope
+                .pp(i)
+                .unit(|scope| linear_no_bias(WIDTH, WIDTH, scope.vb()))
+        });
         units.collect::<candle_core::Result<Vec<Unit<Linear>>>>()
     });
     let model = model.unwrap();
-    let optimizer = Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw())).unwrap();
+    let optimizer =
+        Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw())).unwrap();
     TrainState::new(model, vec![optimizer])
 }
 
@@ -30,10 +35,21 @@ fn a_resume_in_place_takes_the_optimizer_s_state_and_nothing_else() {
     run_local(RANKS, |group| {
         let mut run = build(&group);
         let x = Tensor::ones((1, WIDTH), DType::F32, &Device::Cpu).unwrap();
-        let forward = |units: &Vec<Unit<Linear>>| units.iter().try_fold(x.clone(), |h, unit| unit.forward(&h)?.tanh());
-        run.model.backward(&run.model.forward(|units| forward(units)?.sqr()?.mean_all()).unwrap()).unwrap();
+        let forward = |units: &Vec<Unit<Linear>>| {
+            units
+                .iter()
+                .try_fold(x.clone(), |h, unit| unit.forward(&h)?.tanh())
+        };
+        run.model
+            .backward(
+                &run.model
+                    .forward(|units| forward(units)?.sqr()?.mean_all())
+                    .unwrap(),
+            )
+            .unwrap();
         run.optimizers[0].step().unwrap();
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         checkpointer.save(1, &run).unwrap();
     })
     .unwrap();
@@ -44,7 +60,8 @@ fn a_resume_in_place_takes_the_optimizer_s_state_and_nothing_else() {
         group.barrier().unwrap();
         reset_peak();
         group.barrier().unwrap();
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let (loaded, report) = checkpointer.load_latest(&mut run).unwrap().unwrap();
         assert!(loaded.step == 1 && report.is_clean(), "{report:?}");
         group.barrier().unwrap();

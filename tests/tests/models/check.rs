@@ -6,7 +6,9 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_nn::algorithm::SgdOptions;
-use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ShardedParameters};
+use fsdp_nn::{
+    Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ShardedParameters,
+};
 
 /// A model's forward, from its one input.
 pub(crate) type Forward = Box<dyn Fn(&Tensor) -> candle_core::Result<Tensor>>;
@@ -45,7 +47,14 @@ const LR: f32 = 0.125;
 type Bits = BTreeMap<String, Vec<u32>>;
 
 fn bits(tensor: &Tensor) -> Vec<u32> {
-    tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+    tensor
+        .flatten_all()
+        .unwrap()
+        .to_vec1::<f32>()
+        .unwrap()
+        .into_iter()
+        .map(f32::to_bits)
+        .collect()
 }
 
 /// An output, and the parameters after one step of plain SGD; `None` without a backward.
@@ -65,14 +74,31 @@ fn loss(forward: &Forward, input: &Tensor) -> candle_core::Result<(Tensor, Tenso
 fn plain(case: &Case, values: &BTreeMap<String, Tensor>) -> Outcome {
     let vars = VarMap::new();
     let forward = (case.build)(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu)).unwrap();
-    let vars: Vec<(String, Var)> = vars.data().lock().unwrap().iter().map(|(k, v)| (k.clone(), v.clone())).collect();
+    let vars: Vec<(String, Var)> = vars
+        .data()
+        .lock()
+        .unwrap()
+        .iter()
+        .map(|(k, v)| (k.clone(), v.clone()))
+        .collect();
     for (name, var) in &vars {
-        var.set(values.get(name).unwrap_or_else(|| panic!("{}: no `{name}`", case.name))).unwrap();
+        var.set(
+            values
+                .get(name)
+                .unwrap_or_else(|| panic!("{}: no `{name}`", case.name)),
+        )
+        .unwrap();
     }
-    let (output, loss) =
-        loss(&forward, &(case.input)()).unwrap_or_else(|error| panic!("{} in plain candle: {error}", case.name));
-    let mut outcome = Outcome { output: bits(&output), after: None, trained: BTreeSet::new() };
-    let Ok(gradients) = loss.backward() else { return outcome };
+    let (output, loss) = loss(&forward, &(case.input)())
+        .unwrap_or_else(|error| panic!("{} in plain candle: {error}", case.name));
+    let mut outcome = Outcome {
+        output: bits(&output),
+        after: None,
+        trained: BTreeSet::new(),
+    };
+    let Ok(gradients) = loss.backward() else {
+        return outcome;
+    };
     let mut after = Bits::new();
     for (name, var) in vars {
         let before = var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
@@ -81,7 +107,10 @@ fn plain(case: &Case, values: &BTreeMap<String, Tensor>) -> Outcome {
             continue;
         };
         let gradient = gradient.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        let stepped = before.into_iter().zip(gradient).map(|(value, gradient)| gradient.mul_add(-LR, value).to_bits());
+        let stepped = before
+            .into_iter()
+            .zip(gradient)
+            .map(|(value, gradient)| gradient.mul_add(-LR, value).to_bits());
         after.insert(name.clone(), stepped.collect());
         outcome.trained.insert(name);
     }
@@ -92,8 +121,15 @@ fn plain(case: &Case, values: &BTreeMap<String, Tensor>) -> Outcome {
 /// The whole values of a sharded model.
 fn whole(parameters: &ShardedParameters) -> BTreeMap<String, Tensor> {
     let whole = parameters.summon_full_params().unwrap();
-    let buffers = parameters.buffers().iter().map(|(name, (value, _))| (name.clone(), value.copy().unwrap()));
-    whole.iter().map(|(fqn, value)| (fqn.to_owned(), value.copy().unwrap())).chain(buffers).collect()
+    let buffers = parameters
+        .buffers()
+        .iter()
+        .map(|(name, (value, _))| (name.clone(), value.copy().unwrap()));
+    whole
+        .iter()
+        .map(|(fqn, value)| (fqn.to_owned(), value.copy().unwrap()))
+        .chain(buffers)
+        .collect()
 }
 
 /// The unit of a parameter, by the patterns of a model.
@@ -101,8 +137,11 @@ fn unit_of(case: &Case, fqn: &str) -> Option<String> {
     case.layers.iter().find_map(|pattern| {
         let parts: Vec<&str> = fqn.split('.').collect();
         let wanted: Vec<&str> = pattern.split('.').collect();
-        let fits =
-            parts.len() > wanted.len() && wanted.iter().zip(&parts).all(|(want, part)| *want == "*" || want == part);
+        let fits = parts.len() > wanted.len()
+            && wanted
+                .iter()
+                .zip(&parts)
+                .all(|(want, part)| *want == "*" || want == part);
         fits.then(|| parts[..wanted.len()].join("."))
     })
 }
@@ -110,14 +149,22 @@ fn unit_of(case: &Case, fqn: &str) -> Option<String> {
 /// Compares a sharded model with the plain one, and returns the difference as an error.
 pub(crate) fn check(case: &Case) -> Result<Row, String> {
     let ranks = run_local(2, |group| check_on(&group, case));
-    ranks.map(|mut rows| rows.remove(0)).map_err(|error| error.to_string())
+    ranks
+        .map(|mut rows| rows.remove(0))
+        .map_err(|error| error.to_string())
 }
 
 type Model = FullyShardedDataParallel<Forward>;
 
 fn build(group: &ProcessGroup, case: &Case) -> Result<Model, NnError> {
-    let config = FsdpConfig { seed: 7, ..FsdpConfig::default() };
-    let config = case.layers.iter().fold(config, |config, pattern| config.wrap(*pattern));
+    let config = FsdpConfig {
+        seed: 7,
+        ..FsdpConfig::default()
+    };
+    let config = case
+        .layers
+        .iter()
+        .fold(config, |config, pattern| config.wrap(*pattern));
     FullyShardedDataParallel::new(group.clone(), config, |scope| (case.build)(scope.vb()))
 }
 
@@ -137,21 +184,38 @@ fn check_on(group: &ProcessGroup, case: &Case) -> Row {
     }
 
     let input = (case.input)();
-    let (output, loss) =
-        model.forward(|forward| loss(forward, &input)).unwrap_or_else(|error| panic!("{name}: {error}"));
+    let (output, loss) = model
+        .forward(|forward| loss(forward, &input))
+        .unwrap_or_else(|error| panic!("{name}: {error}"));
     assert!(bits(&output) == plain.output, "{name}: other outputs");
     let largest = of_units.values().max().copied().unwrap_or(0);
-    let (forward, most) = (parameters.peak_parameter_bytes(), shards + of_root + largest);
-    assert!(forward <= most, "{name}: {forward} bytes in a forward, more than {most}");
+    let (forward, most) = (
+        parameters.peak_parameter_bytes(),
+        shards + of_root + largest,
+    );
+    assert!(
+        forward <= most,
+        "{name}: {forward} bytes in a forward, more than {most}"
+    );
     match (&plain.after, model.backward(&loss)) {
         (Some(after), Ok(_)) => {
             let has_gradient = |fqn: &&str| parameters.has_gradient(fqn).unwrap();
-            let trained: BTreeSet<String> = parameters.fqns().filter(has_gradient).map(str::to_owned).collect();
+            let trained: BTreeSet<String> = parameters
+                .fqns()
+                .filter(has_gradient)
+                .map(str::to_owned)
+                .collect();
             assert_eq!(trained, plain.trained, "{name}: parameters with gradients");
-            let sgd = Algorithm::Sgd(SgdOptions { lr: LR.into(), ..SgdOptions::default() });
+            let sgd = Algorithm::Sgd(SgdOptions {
+                lr: LR.into(),
+                ..SgdOptions::default()
+            });
             Optimizer::new(parameters, sgd).unwrap().step().unwrap();
             for (fqn, value) in whole(parameters) {
-                assert!(bits(&value) == after[&fqn], "{name}: `{fqn}` is another one after a step");
+                assert!(
+                    bits(&value) == after[&fqn],
+                    "{name}: `{fqn}` is another one after a step"
+                );
             }
         }
         (None, Err(_)) => {}
@@ -159,7 +223,10 @@ fn check_on(group: &ProcessGroup, case: &Case) -> Row {
         (None, Ok(_)) => panic!("{name}: plain candle has no backward"),
     }
     let step = parameters.peak_parameter_bytes();
-    assert!(step <= most, "{name}: {step} bytes in a step, more than {most}");
+    assert!(
+        step <= most,
+        "{name}: {step} bytes in a step, more than {most}"
+    );
     let whole = of_root + of_units.values().sum::<usize>();
     Row {
         name,

@@ -5,8 +5,8 @@ use std::cell::RefCell;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::{
-    bigcode, deepseek2, falcon, gemma, gemma2, gemma3, glm4_new, granite, helium, llama, mamba, mistral, olmo, olmo2,
-    phi, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, stable_lm, starcoder2,
+    bigcode, deepseek2, falcon, gemma, gemma2, gemma3, glm4_new, granite, helium, llama, mamba,
+    mistral, olmo, olmo2, phi, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, stable_lm, starcoder2,
 };
 use serde::de::DeserializeOwned;
 
@@ -73,8 +73,18 @@ const LAYERS: &[&str] = &["model.layers.*"];
 type Build = fn(VarBuilder<'static>) -> candle_core::Result<Forward>;
 
 pub(crate) fn cases() -> Vec<Case> {
-    let case = |name, layers, build: Build| Case { name, layers, input: tokens, build };
-    let of_row = |name, layers, build: Build| Case { name, layers, input: row, build };
+    let case = |name, layers, build: Build| Case {
+        name,
+        layers,
+        input: tokens,
+        build,
+    };
+    let of_row = |name, layers, build: Build| Case {
+        name,
+        layers,
+        input: row,
+        build,
+    };
     vec![
         case("Llama", LAYERS, |vb| {
             let config: llama::LlamaConfig = config();
@@ -102,7 +112,11 @@ pub(crate) fn cases() -> Vec<Case> {
             LAYERS,
             |vb| changing!(qwen3_moe::ModelForCausalLM::new(&config(), vb)?, x, model => model.forward(x, 0)),
         ),
-        case("Mistral", LAYERS, |vb| changing!(mistral::Model::new(&config(), vb)?, x, model => model.forward(x, 0))),
+        case(
+            "Mistral",
+            LAYERS,
+            |vb| changing!(mistral::Model::new(&config(), vb)?, x, model => model.forward(x, 0)),
+        ),
         case(
             "DeepSeek-V2",
             LAYERS,
@@ -123,8 +137,16 @@ pub(crate) fn cases() -> Vec<Case> {
             LAYERS,
             |vb| changing!(gemma3::Model::new(false, &config_with(ONE_HEAD[0], ONE_HEAD[1]), vb)?, x, model => model.forward(x, 0)),
         ),
-        case("Phi", LAYERS, |vb| changing!(phi::Model::new(&config(), vb)?, x, model => model.forward(x))),
-        case("Phi-3", LAYERS, |vb| changing!(phi3::Model::new(&config(), vb)?, x, model => model.forward(x, 0))),
+        case(
+            "Phi",
+            LAYERS,
+            |vb| changing!(phi::Model::new(&config(), vb)?, x, model => model.forward(x)),
+        ),
+        case(
+            "Phi-3",
+            LAYERS,
+            |vb| changing!(phi3::Model::new(&config(), vb)?, x, model => model.forward(x, 0)),
+        ),
         of_row(
             "Falcon",
             &["transformer.h.*"],
@@ -154,15 +176,27 @@ pub(crate) fn cases() -> Vec<Case> {
             };
             changing!(bigcode::GPTBigCode::load(vb, config)?, x, model => model.forward(x, 0))
         }),
-        case("OLMo", LAYERS, |vb| changing!(olmo::Model::new(&config(), vb)?, x, model => model.forward(x, 0))),
-        case("OLMo 2", LAYERS, |vb| changing!(olmo2::Model::new(&config(), vb)?, x, model => model.forward(x, 0))),
+        case(
+            "OLMo",
+            LAYERS,
+            |vb| changing!(olmo::Model::new(&config(), vb)?, x, model => model.forward(x, 0)),
+        ),
+        case(
+            "OLMo 2",
+            LAYERS,
+            |vb| changing!(olmo2::Model::new(&config(), vb)?, x, model => model.forward(x, 0)),
+        ),
         case("Granite", LAYERS, |vb| {
             let config: granite::GraniteConfig = config();
             let config = config.into_config(false);
             let cache = granite::Cache::new(false, DType::F32, &config, &Device::Cpu)?;
             changing!((granite::Granite::load(vb, &config)?, cache), x, model => model.0.forward(x, 0, &mut model.1))
         }),
-        case("Helium", LAYERS, |vb| changing!(helium::Model::new(&config(), vb)?, x, model => model.forward(x, 0))),
+        case(
+            "Helium",
+            LAYERS,
+            |vb| changing!(helium::Model::new(&config(), vb)?, x, model => model.forward(x, 0)),
+        ),
         of_row(
             "GLM-4",
             LAYERS,
@@ -173,7 +207,10 @@ pub(crate) fn cases() -> Vec<Case> {
             let model = mamba::Model::new(&config, vb.pp("backbone"))?;
             let forward: Forward = Box::new(move |tokens: &Tensor| {
                 let mut state = mamba::State::new(1, &config, DType::F32, &Device::Cpu)?;
-                model.forward(&tokens.narrow(1, 0, 1)?.squeeze(1)?.narrow(0, 0, 1)?, &mut state)
+                model.forward(
+                    &tokens.narrow(1, 0, 1)?.squeeze(1)?.narrow(0, 0, 1)?,
+                    &mut state,
+                )
             });
             Ok(forward)
         }),

@@ -1,7 +1,8 @@
-//! Models of candle-transformers, unmodified: sharded over two ranks, and in units by the names of their layers, they
-//! compute and train as in plain candle.
+//! Models of candle-transformers, unmodified: sharded over two ranks, and in units by the names of
+//! their layers, they compute and train as in plain candle.
 //!
-//! The table of all of them is in the book (`docs/src/models.md`). With `FSDP_BLESS=1` the test writes it.
+//! The table of all of them is in the book (`docs/src/models.md`). With `FSDP_BLESS=1` the test
+//! writes it.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -37,16 +38,29 @@ fn models_of_candle_transformers_compute_and_train_as_in_plain_candle() {
     );
 }
 
-#[expect(clippy::disallowed_methods, reason = "a page of the book is no checkpoint")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a page of the book is no checkpoint"
+)]
 fn write(page: &Path, text: &str) {
     std::fs::write(page, text).unwrap();
 }
 
 fn table(rows: &[Row]) -> String {
-    let mut table = "| model | parameters | trained | units | root | peak of a forward | of a step |\n\
+    let mut table =
+        "| model | parameters | trained | units | root | peak of a forward | of a step |\n\
                      |---|---|---|---|---|---|---|\n"
-        .to_owned();
-    for Row { name, parameters, trained, units, root_percent, forward_percent, step_percent } in rows {
+            .to_owned();
+    for Row {
+        name,
+        parameters,
+        trained,
+        units,
+        root_percent,
+        forward_percent,
+        step_percent,
+    } in rows
+    {
         let trained = trained.map_or("no backward".to_owned(), |trained| trained.to_string());
         table += &format!(
             "| {name} | {parameters} | {trained} | {units} | {root_percent} % | {forward_percent} % | {step_percent} % |\n"

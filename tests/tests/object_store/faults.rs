@@ -23,7 +23,10 @@ use crate::state::{State, save};
 /// One tensor that takes parts, and small ones.
 fn state() -> State {
     let mut state = generation(7);
-    state.tensors.insert("large".to_owned(), (DType::U8, vec![3, 7 << 20], vec![9; 21 << 20]));
+    state.tensors.insert(
+        "large".to_owned(),
+        (DType::U8, vec![3, 7 << 20], vec![9; 21 << 20]),
+    );
     state
 }
 
@@ -36,7 +39,10 @@ fn operations(run: impl Fn(&Location)) -> usize {
 /// The error tells the operation and the object, and what the store said.
 fn assert_tells(error: &FileError) {
     let text = fsdp::dcp::verify::with_causes(error);
-    assert!(text.contains("memory://test/run/c") && text.contains("the test wants it so"), "{text}");
+    assert!(
+        text.contains("memory://test/run/c") && text.contains("the test wants it so"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -55,9 +61,15 @@ fn a_failure_at_any_operation_of_a_save_is_an_error_or_harmless() {
                 Ok(()) => drop(load(&state, 3, &healed)),
                 Err(error) => {
                     assert_tells(&error);
-                    assert!(!matches!(error, FileError::Exists { .. }), "{fail:?}: {error}");
+                    assert!(
+                        !matches!(error, FileError::Exists { .. }),
+                        "{fail:?}: {error}"
+                    );
                     assert_eq!(store.keys(), Vec::<String>::new(), "{fail:?}");
-                    assert!(matches!(CheckpointReader::open(&healed), Err(FileError::NotCommitted { .. })));
+                    assert!(matches!(
+                        CheckpointReader::open(&healed),
+                        Err(FileError::NotCommitted { .. })
+                    ));
                     save(&state, 1, &healed, &Durable::new()).unwrap();
                 }
             }
@@ -93,15 +105,30 @@ fn a_store_that_goes_away_leaves_no_checkpoint_and_the_next_save_cleans_up() {
 #[test]
 fn a_slow_store_is_waited_for_longer_than_other_collectives() {
     let store = Faulty::new(Fail::Never);
-    save(&generation(1), 1, store.location("run/step-00000001"), &Durable::new()).unwrap();
+    save(
+        &generation(1),
+        1,
+        store.location("run/step-00000001"),
+        &Durable::new(),
+    )
+    .unwrap();
     // Two lists take longer than the deadline.
     let slow = Faulty::with(store.healed(), Fail::SlowLists(Duration::from_millis(1500)));
     let ranks = LocalRanks::new(2).deadline(Duration::from_secs(2));
     let run = ranks.run(|group| {
-        let retention = Retention { keep_last: 1.try_into().ok(), keep_every: None };
-        let options = CheckpointerOptions { retention, ..CheckpointerOptions::default() };
+        let retention = Retention {
+            keep_last: 1.try_into().ok(),
+            keep_every: None,
+        };
+        let options = CheckpointerOptions {
+            retention,
+            ..CheckpointerOptions::default()
+        };
         let checkpointer = Checkpointer::new(slow.location("run"), &group, options).unwrap();
-        assert_eq!(checkpointer.latest().unwrap().map(|latest| latest.step), Some(1));
+        assert_eq!(
+            checkpointer.latest().unwrap().map(|latest| latest.step),
+            Some(1)
+        );
         assert_eq!(checkpointer.prune().unwrap(), []);
     });
     run.unwrap();
@@ -111,8 +138,15 @@ fn a_slow_store_is_waited_for_longer_than_other_collectives() {
 fn a_store_that_cannot_be_written_is_found_before_a_save_and_the_check_leaves_nothing() {
     let check = |store: &Arc<Faulty>| {
         let run = LocalRanks::new(2).run(|group| {
-            let checkpointer = Checkpointer::new(store.location("run"), &group, CheckpointerOptions::default());
-            checkpointer.unwrap().check_writable().map_err(|error| error.to_string())
+            let checkpointer = Checkpointer::new(
+                store.location("run"),
+                &group,
+                CheckpointerOptions::default(),
+            );
+            checkpointer
+                .unwrap()
+                .check_writable()
+                .map_err(|error| error.to_string())
         });
         let [first, second] = <[_; 2]>::try_from(run.unwrap()).unwrap();
         assert_eq!(first, second);
@@ -122,7 +156,9 @@ fn a_store_that_cannot_be_written_is_found_before_a_save_and_the_check_leaves_no
     check(&store).unwrap();
     assert_eq!(store.keys(), Vec::<String>::new());
     // Each rank puts an object.
-    let failures = (0..store.operations()).filter(|&at| check(&Faulty::new(Fail::Before(at))).is_err()).count();
+    let failures = (0..store.operations())
+        .filter(|&at| check(&Faulty::new(Fail::Before(at))).is_err())
+        .count();
     assert!(failures >= 2, "{failures}");
     let error = check(&Faulty::new(Fail::From(0))).unwrap_err();
     assert!(error.contains("the test wants it so"), "{error}");
@@ -134,7 +170,11 @@ fn a_failure_at_any_operation_of_a_conversion_leaves_nothing() {
     let path = directory.path().join("c");
     save(&state(), 2, &path, &Durable::new()).unwrap();
     let source = checkpoint::open(&path, OpenOptions::default()).unwrap();
-    for target in [OutputFormat::SafetensorsFile, OutputFormat::SafetensorsShards { ranks: 2 }, OutputFormat::Torch] {
+    for target in [
+        OutputFormat::SafetensorsFile,
+        OutputFormat::SafetensorsShards { ranks: 2 },
+        OutputFormat::Torch,
+    ] {
         let run = |to: &Location| convert(&*source, to, target, ConvertOptions::default());
         for at in 0..operations(|to| drop(run(to).unwrap())) {
             for fail in [Fail::Before(at), Fail::After(at)] {
@@ -147,9 +187,13 @@ fn a_failure_at_any_operation_of_a_conversion_leaves_nothing() {
                     match error {
                         // It was put in its place, though the store denied it.
                         FileError::CommitUnknown { .. } => {
-                            let healed = Location::with_store(store.healed(), "memory://test", "run/c");
+                            let healed =
+                                Location::with_store(store.healed(), "memory://test", "run/c");
                             let there = checkpoint::open(&healed, OpenOptions::default()).unwrap();
-                            assert_eq!(there.metadata().entries.len(), source.metadata().entries.len());
+                            assert_eq!(
+                                there.metadata().entries.len(),
+                                source.metadata().entries.len()
+                            );
                         }
                         _ => assert_eq!(keys, Vec::<String>::new(), "{target:?} {fail:?}"),
                     }
@@ -187,7 +231,10 @@ fn a_failure_at_any_operation_of_a_load_is_an_error() {
 fn an_answer_that_got_lost_is_not_somebody_elses_checkpoint() {
     let server = Server::start();
     let target = server.location("lost");
-    server.behaviour.lose_an_answer.store(true, Ordering::SeqCst);
+    server
+        .behaviour
+        .lose_an_answer
+        .store(true, Ordering::SeqCst);
     save(&generation(1), 2, &target, &Durable::new()).unwrap();
     assert!(!server.behaviour.lose_an_answer.load(Ordering::SeqCst));
     load(&generation(1), 1, &target);
@@ -200,13 +247,27 @@ fn an_answer_that_got_lost_is_not_somebody_elses_checkpoint() {
 #[test]
 fn credentials_are_in_no_message() {
     let server = Server::start();
-    let settings = server.environment().map(|(key, value)| (key.to_ascii_lowercase(), value));
+    let settings = server
+        .environment()
+        .map(|(key, value)| (key.to_ascii_lowercase(), value));
     let wrong = ("aws_access_key_id".to_owned(), "nobody".to_owned());
     let location = Location::with_settings("s3://bucket/x", settings.into_iter().chain([wrong]));
     let error = CheckpointReader::open(&location).unwrap_err();
-    let text = format!("{} {error:?} {location:?}", fsdp::dcp::verify::with_causes(&error));
-    assert!(text.contains("s3://bucket/x") && !text.contains(SECRET), "{text}");
+    let text = format!(
+        "{} {error:?} {location:?}",
+        fsdp::dcp::verify::with_causes(&error)
+    );
+    assert!(
+        text.contains("s3://bucket/x") && !text.contains(SECRET),
+        "{text}"
+    );
     let saved = save(&generation(1), 1, &location, &Durable::new()).unwrap_err();
-    let FileError::Io { source, .. } = &saved else { panic!("{saved:?}") };
-    assert_eq!(source.kind(), std::io::ErrorKind::PermissionDenied, "{saved:?}");
+    let FileError::Io { source, .. } = &saved else {
+        panic!("{saved:?}")
+    };
+    assert_eq!(
+        source.kind(),
+        std::io::ErrorKind::PermissionDenied,
+        "{saved:?}"
+    );
 }

@@ -11,8 +11,8 @@ use fsdp::dcp::object_store::memory::InMemory;
 use fsdp::dcp::object_store::multipart::{MultipartStore, PartId};
 use fsdp::dcp::object_store::path::Path;
 use fsdp::dcp::object_store::{
-    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartId, MultipartUpload, ObjectMeta, ObjectStore,
-    PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartId, MultipartUpload,
+    ObjectMeta, ObjectStore, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 use futures_util::stream::{self, BoxStream, StreamExt as _, TryStreamExt as _};
 
@@ -51,7 +51,10 @@ struct Step<'a> {
 }
 
 fn failure() -> Error {
-    Error::Generic { store: "Faulty", source: "the test wants it so".into() }
+    Error::Generic {
+        store: "Faulty",
+        source: "the test wants it so".into(),
+    }
 }
 
 impl Faulty {
@@ -62,7 +65,12 @@ impl Faulty {
     /// A store that holds this already.
     pub(crate) fn with(inner: Arc<InMemory>, fail: Fail) -> Arc<Self> {
         let (count, begun) = Default::default();
-        Arc::new(Faulty { inner, fail, count, begun })
+        Arc::new(Faulty {
+            inner,
+            fail,
+            count,
+            begun,
+        })
     }
 
     /// One that never fails, with the same objects.
@@ -84,7 +92,11 @@ impl Faulty {
     }
 
     pub(crate) fn keys(&self) -> Vec<String> {
-        let all = self.inner.list(None).map_ok(|meta| meta.location.to_string()).try_collect::<Vec<_>>();
+        let all = self
+            .inner
+            .list(None)
+            .map_ok(|meta| meta.location.to_string())
+            .try_collect::<Vec<_>>();
         let mut keys = futures_util::FutureExt::now_or_never(all).unwrap().unwrap();
         keys.sort();
         keys
@@ -103,7 +115,10 @@ impl Faulty {
         match self.fail {
             Fail::Before(at) if number == at => Err(failure()),
             Fail::From(at) if number >= at => Err(failure()),
-            _ => Ok(Step { store: self, number }),
+            _ => Ok(Step {
+                store: self,
+                number,
+            }),
         }
     }
 }
@@ -119,12 +134,21 @@ impl Step<'_> {
 
 #[async_trait::async_trait]
 impl ObjectStore for Faulty {
-    async fn put_opts(&self, key: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
+    async fn put_opts(
+        &self,
+        key: &Path,
+        payload: PutPayload,
+        options: PutOptions,
+    ) -> Result<PutResult> {
         let step = self.step()?;
         step.done(self.inner.put_opts(key, payload, options).await)
     }
 
-    async fn put_multipart_opts(&self, _: &Path, _: PutMultipartOptions) -> Result<Box<dyn MultipartUpload>> {
+    async fn put_multipart_opts(
+        &self,
+        _: &Path,
+        _: PutMultipartOptions,
+    ) -> Result<Box<dyn MultipartUpload>> {
         panic!("parts are sent by their numbers")
     }
 
@@ -133,7 +157,10 @@ impl ObjectStore for Faulty {
         step.done(self.inner.get_opts(key, options).await)
     }
 
-    fn delete_stream(&self, keys: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+    fn delete_stream(
+        &self,
+        keys: BoxStream<'static, Result<Path>>,
+    ) -> BoxStream<'static, Result<Path>> {
         match self.step() {
             Ok(_) => self.inner.delete_stream(keys),
             Err(error) => stream::once(async { Err(error) }).boxed(),
@@ -167,12 +194,23 @@ impl MultipartStore for Faulty {
         Ok(begun)
     }
 
-    async fn put_part(&self, key: &Path, id: &MultipartId, index: usize, data: PutPayload) -> Result<PartId> {
+    async fn put_part(
+        &self,
+        key: &Path,
+        id: &MultipartId,
+        index: usize,
+        data: PutPayload,
+    ) -> Result<PartId> {
         let step = self.step()?;
         step.done(self.inner.put_part(key, id, index, data).await)
     }
 
-    async fn complete_multipart(&self, key: &Path, id: &MultipartId, parts: Vec<PartId>) -> Result<PutResult> {
+    async fn complete_multipart(
+        &self,
+        key: &Path,
+        id: &MultipartId,
+        parts: Vec<PartId>,
+    ) -> Result<PutResult> {
         let step = self.step()?;
         let done = self.inner.complete_multipart(key, id, parts).await;
         if done.is_ok() {

@@ -1,6 +1,10 @@
 //! Checkpoints in object stores: in memory with faults, and on a real server that speaks S3.
 
-#![expect(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 mod commands;
 mod conformance;

@@ -55,9 +55,17 @@ impl Front {
         let is_put = request.method() == Method::PUT;
         let is_conditional = request.headers().contains_key("if-none-match");
         let key = request.uri().path().trim_start_matches('/').to_owned();
-        let range = request.headers().get("range").and_then(|range| range.to_str().ok()).unwrap_or_default();
+        let range = request
+            .headers()
+            .get("range")
+            .and_then(|range| range.to_str().ok())
+            .unwrap_or_default();
         let line = format!("{} {key} {range}", request.method());
-        self.behaviour.requests.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+        self.behaviour
+            .requests
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(line);
         let only = |status: StatusCode| {
             let mut response = Response::new(Body::empty());
             *response.status_mut() = status;
@@ -99,12 +107,19 @@ impl Server {
             conditional: tokio::sync::Mutex::default(),
             behaviour: behaviour.clone(),
         });
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-        let listener = runtime.block_on(TcpListener::bind(("127.0.0.1", 0))).unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .unwrap();
+        let listener = runtime
+            .block_on(TcpListener::bind(("127.0.0.1", 0)))
+            .unwrap();
         let address = listener.local_addr().unwrap();
         runtime.spawn(async move {
             while let Ok((socket, _)) = listener.accept().await {
-                // A head and its body go at once, instead of waiting for each other's acknowledgement.
+                // A head and its body go at once, instead of waiting for each other's
+                // acknowledgement.
                 socket.set_nodelay(true).unwrap();
                 let front = front.clone();
                 let service = service_fn(move |request| {
@@ -112,11 +127,17 @@ impl Server {
                     async move { front.answer(request).await }
                 });
                 tokio::spawn(
-                    hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(socket), service),
+                    hyper::server::conn::http1::Builder::new()
+                        .serve_connection(TokioIo::new(socket), service),
                 );
             }
         });
-        Server { directory, address, behaviour, _runtime: runtime }
+        Server {
+            directory,
+            address,
+            behaviour,
+            _runtime: runtime,
+        }
     }
 
     /// Returns the variables with which programs find it.
@@ -130,13 +151,24 @@ impl Server {
     }
 
     pub(crate) fn location(&self, prefix: &str) -> Location {
-        let settings = self.environment().map(|(key, value)| (key.to_ascii_lowercase(), value));
+        let settings = self
+            .environment()
+            .map(|(key, value)| (key.to_ascii_lowercase(), value));
         Location::with_settings(&format!("s3://{BUCKET}/{prefix}"), settings)
     }
 
     /// Uploads that were begun, and neither completed nor aborted.
     pub(crate) fn unfinished(&self) -> usize {
         let names = std::fs::read_dir(self.directory.path()).unwrap();
-        names.filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().starts_with(".upload")).count()
+        names
+            .filter(|entry| {
+                entry
+                    .as_ref()
+                    .unwrap()
+                    .file_name()
+                    .to_string_lossy()
+                    .starts_with(".upload")
+            })
+            .count()
     }
 }

@@ -1,6 +1,9 @@
 //! cuBLAS: products of matrices.
 
-#![expect(unsafe_code, reason = "functions of C, whose pointers their callers answer for")]
+#![expect(
+    unsafe_code,
+    reason = "functions of C, whose pointers their callers answer for"
+)]
 
 use std::ffi::{c_int, c_longlong, c_void};
 use std::sync::Mutex;
@@ -42,12 +45,18 @@ unsafe extern "C" fn cublasCreate_v2(made: *mut Handle) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cublasDestroy_v2(handle: Handle) -> Code {
-    if HANDLES.remove(handle).is_some() { SUCCESS } else { NOT_INITIALIZED }
+    if HANDLES.remove(handle).is_some() {
+        SUCCESS
+    } else {
+        NOT_INITIALIZED
+    }
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn cublasSetStream_v2(handle: Handle, stream: Handle) -> Code {
-    let Some(of_handle) = HANDLES.get(handle) else { return NOT_INITIALIZED };
+    let Some(of_handle) = HANDLES.get(handle) else {
+        return NOT_INITIALIZED;
+    };
     *lock(&of_handle) = stream.addr();
     SUCCESS
 }
@@ -63,12 +72,17 @@ struct Matrix {
 
 impl Matrix {
     fn place(&self, batch: usize, row: usize, column: usize) -> usize {
-        let (down, across) = if self.is_transposed { (column, row) } else { (row, column) };
+        let (down, across) = if self.is_transposed {
+            (column, row)
+        } else {
+            (row, column)
+        };
         batch * self.strides[1] + across * self.strides[0] + down
     }
 }
 
-/// Products `c = alpha * a * b + beta * c` of a batch, with the rows and columns of `c` and the columns of `a`.
+/// Products `c = alpha * a * b + beta * c` of a batch, with the rows and columns of `c` and the
+/// columns of `a`.
 #[derive(Debug, Clone, Copy)]
 struct Product {
     a: Matrix,
@@ -82,19 +96,38 @@ struct Product {
 
 /// Carries out products. Each element is rounded once.
 fn multiply<T: Element>(product: &Product) -> Result<(), String> {
-    let Product { a, b, c, size: [rows, columns, inner], batches, alpha, beta } = *product;
+    let Product {
+        a,
+        b,
+        c,
+        size: [rows, columns, inner],
+        batches,
+        alpha,
+        beta,
+    } = *product;
     let (left, right) = (elements::<T>(a.address)?, elements::<T>(b.address)?);
     let to = elements::<T>(c.address)?;
     for batch in 0..batches {
-        let left_rows: Vec<f64> =
-            (0..rows * inner).map(|k| left.get(a.place(batch, k / inner, k % inner)).to_f64()).collect();
+        let left_rows: Vec<f64> = (0..rows * inner)
+            .map(|k| left.get(a.place(batch, k / inner, k % inner)).to_f64())
+            .collect();
         for column in 0..columns {
-            let factors: Vec<f64> = (0..inner).map(|k| right.get(b.place(batch, k, column)).to_f64()).collect();
+            let factors: Vec<f64> = (0..inner)
+                .map(|k| right.get(b.place(batch, k, column)).to_f64())
+                .collect();
             for row in 0..rows {
-                let sum: f64 = left_rows[row * inner..][..inner].iter().zip(&factors).map(|(x, y)| x * y).sum();
+                let sum: f64 = left_rows[row * inner..][..inner]
+                    .iter()
+                    .zip(&factors)
+                    .map(|(x, y)| x * y)
+                    .sum();
                 let place = c.place(batch, row, column);
                 // What a result is added to is not read if it counts for nothing.
-                let before = if beta == 0.0 { 0.0 } else { beta * to.get(place).to_f64() };
+                let before = if beta == 0.0 {
+                    0.0
+                } else {
+                    beta * to.get(place).to_f64()
+                };
                 to.set(place, T::from_f64(alpha * sum + before));
             }
         }
@@ -104,7 +137,9 @@ fn multiply<T: Element>(product: &Product) -> Result<(), String> {
 
 /// Begins products on the stream of a handle.
 fn begin(handle: Handle, dtype: c_int, product: Product) -> Code {
-    let Some(stream) = HANDLES.get(handle) else { return NOT_INITIALIZED };
+    let Some(stream) = HANDLES.get(handle) else {
+        return NOT_INITIALIZED;
+    };
     let work: Work = match dtype {
         F32 => Box::new(move || multiply::<f32>(&product)),
         F64 => Box::new(move || multiply::<f64>(&product)),
@@ -113,12 +148,19 @@ fn begin(handle: Handle, dtype: c_int, product: Product) -> Code {
         _ => return NOT_SUPPORTED,
     };
     let stream = std::ptr::without_provenance_mut(*lock(&stream));
-    if push(stream, work).is_ok() { SUCCESS } else { EXECUTION_FAILED }
+    if push(stream, work).is_ok() {
+        SUCCESS
+    } else {
+        EXECUTION_FAILED
+    }
 }
 
 /// Returns the sizes of a call; `None` if one is negative.
 fn sizes<const N: usize>(sizes: [i64; N]) -> Option<[usize; N]> {
-    sizes.iter().all(|&size| size >= 0).then(|| sizes.map(|size| size as usize))
+    sizes
+        .iter()
+        .all(|&size| size >= 0)
+        .then(|| sizes.map(|size| size as usize))
 }
 
 #[unsafe(no_mangle)]
@@ -152,15 +194,25 @@ unsafe extern "C" fn cublasGemmStridedBatchedEx(
     }
     let [m, n, k, batches] = [m, n, k, batches].map(i64::from);
     let [a_column, b_column, c_column] = [a_column, b_column, c_column].map(i64::from);
-    let Some([m, n, k, batches]) = sizes([m, n, k, batches]) else { return INVALID_VALUE };
+    let Some([m, n, k, batches]) = sizes([m, n, k, batches]) else {
+        return INVALID_VALUE;
+    };
     let all = [a_column, a_stride, b_column, b_stride, c_column, c_stride];
-    let Some([a_column, a_stride, b_column, b_stride, c_column, c_stride]) = sizes(all) else { return INVALID_VALUE };
+    let Some([a_column, a_stride, b_column, b_stride, c_column, c_stride]) = sizes(all) else {
+        return INVALID_VALUE;
+    };
     // SAFETY: the factors have the type that is computed with.
-    let Some((alpha, beta)) = (unsafe { factor(alpha, compute_type).zip(factor(beta, compute_type)) }) else {
+    let Some((alpha, beta)) =
+        (unsafe { factor(alpha, compute_type).zip(factor(beta, compute_type)) })
+    else {
         say(&format!("cuBLAS: compute type {compute_type} is not known"));
         return NOT_SUPPORTED;
     };
-    let matrix = |address, strides, operation| Matrix { address, strides, is_transposed: operation != PLAIN };
+    let matrix = |address, strides, operation| Matrix {
+        address,
+        strides,
+        is_transposed: operation != PLAIN,
+    };
     let product = Product {
         a: matrix(a, [a_column, a_stride], a_operation),
         b: matrix(b, [b_column, b_stride], b_operation),
@@ -251,13 +303,33 @@ mod tests {
             elements::<f32>(address).unwrap().fill_from(values).unwrap();
             address
         };
-        let matrix = |address, column, is_transposed| Matrix { address, strides: [column, 4], is_transposed };
-        // [1 3; 2 4] * [5 7; 6 8], and with the first one transposed. The result's memory holds no numbers before.
-        for (is_transposed, expected) in [(false, [23.0, 34.0, 31.0, 46.0]), (true, [17.0, 39.0, 23.0, 53.0])] {
+        let matrix = |address, column, is_transposed| Matrix {
+            address,
+            strides: [column, 4],
+            is_transposed,
+        };
+        // [1 3; 2 4] * [5 7; 6 8], and with the first one transposed. The result's memory holds no
+        // numbers before.
+        for (is_transposed, expected) in [
+            (false, [23.0, 34.0, 31.0, 46.0]),
+            (true, [17.0, 39.0, 23.0, 53.0]),
+        ] {
             let (a, b) = (upload(&[1.0, 2.0, 3.0, 4.0]), upload(&[5.0, 6.0, 7.0, 8.0]));
             let c = devices()[0].allocate(16).unwrap();
-            let (a, b, to) = (matrix(a, 2, is_transposed), matrix(b, 2, false), matrix(c, 2, false));
-            let product = Product { a, b, c: to, size: [2, 2, 2], batches: 1, alpha: 1.0, beta: 0.0 };
+            let (a, b, to) = (
+                matrix(a, 2, is_transposed),
+                matrix(b, 2, false),
+                matrix(c, 2, false),
+            );
+            let product = Product {
+                a,
+                b,
+                c: to,
+                size: [2, 2, 2],
+                batches: 1,
+                alpha: 1.0,
+                beta: 0.0,
+            };
             multiply::<f32>(&product).unwrap();
             assert_eq!(elements::<f32>(c).unwrap().to_vec(), expected);
         }

@@ -1,6 +1,9 @@
 //! CUDA's driver: contexts, memory, streams and events.
 
-#![expect(unsafe_code, reason = "functions of C, whose pointers their callers answer for")]
+#![expect(
+    unsafe_code,
+    reason = "functions of C, whose pointers their callers answer for"
+)]
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
@@ -47,7 +50,11 @@ fn explain(error: String) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuInit(_flags: c_uint) -> Code {
-    if devices().is_empty() { code::NO_DEVICE } else { code::SUCCESS }
+    if devices().is_empty() {
+        code::NO_DEVICE
+    } else {
+        code::SUCCESS
+    }
 }
 
 #[unsafe(no_mangle)]
@@ -66,7 +73,11 @@ unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Code {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) -> Code {
+unsafe extern "C" fn cuDeviceGetAttribute(
+    value: *mut c_int,
+    attribute: c_int,
+    _device: c_int,
+) -> Code {
     let found = match attribute {
         MEMORY_POOLS_SUPPORTED => 1,
         COMPUTE_CAPABILITY_MAJOR => 9,
@@ -88,7 +99,9 @@ const fn context(ordinal: usize) -> Handle {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDevicePrimaryCtxRetain(made: *mut Handle, device: c_int) -> Code {
     // SAFETY: the caller's pointer.
-    usize::try_from(device).map_or(code::INVALID_DEVICE, |ordinal| answer(unsafe { give(made, context(ordinal)) }))
+    usize::try_from(device).map_or(code::INVALID_DEVICE, |ordinal| {
+        answer(unsafe { give(made, context(ordinal)) })
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -130,13 +143,21 @@ extern "C" fn cuCtxSynchronize() -> Code {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorName(code: Code, text: *mut *const c_char) -> Code {
     // SAFETY: the caller's pointer.
-    answer(code::text(code).ok_or(code::INVALID_VALUE).and_then(|found| unsafe { give(text, found.0.as_ptr().cast()) }))
+    answer(
+        code::text(code)
+            .ok_or(code::INVALID_VALUE)
+            .and_then(|found| unsafe { give(text, found.0.as_ptr().cast()) }),
+    )
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorString(code: Code, text: *mut *const c_char) -> Code {
     // SAFETY: the caller's pointer.
-    answer(code::text(code).ok_or(code::INVALID_VALUE).and_then(|found| unsafe { give(text, found.1.as_ptr().cast()) }))
+    answer(
+        code::text(code)
+            .ok_or(code::INVALID_VALUE)
+            .and_then(|found| unsafe { give(text, found.1.as_ptr().cast()) }),
+    )
 }
 
 #[unsafe(no_mangle)]
@@ -154,9 +175,13 @@ unsafe extern "C" fn cuMemAlloc_v2(made: *mut Address, bytes: usize) -> Code {
 #[unsafe(no_mangle)]
 extern "C" fn cuMemFreeAsync(address: Address, on: Handle) -> Code {
     answer(stream(on).and_then(|(_, _)| {
-        let owner = device_of(address).and_then(|ordinal| devices().get(ordinal)).ok_or(code::INVALID_VALUE)?;
+        let owner = device_of(address)
+            .and_then(|ordinal| devices().get(ordinal))
+            .ok_or(code::INVALID_VALUE)?;
         if !owner.memory.is_allocated(address) {
-            return Err(explain(format!("{address:#x} is freed, and was not allocated")));
+            return Err(explain(format!(
+                "{address:#x} is freed, and was not allocated"
+            )));
         }
         // Only what the stream was given before may still use it.
         push(on, Box::new(move || owner.memory.free(address))).map(drop)
@@ -173,7 +198,9 @@ extern "C" fn cuMemFree_v2(address: Address) -> Code {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemHostAlloc(made: *mut *mut c_void, bytes: usize, _flags: c_uint) -> Code {
-    let Ok(layout) = Layout::from_size_align(bytes.max(1), PAGE) else { return code::INVALID_VALUE };
+    let Ok(layout) = Layout::from_size_align(bytes.max(1), PAGE) else {
+        return code::INVALID_VALUE;
+    };
     // SAFETY: the size is not zero.
     let memory = unsafe { alloc(layout) };
     if memory.is_null() {
@@ -188,9 +215,13 @@ unsafe extern "C" fn cuMemHostAlloc(made: *mut *mut c_void, bytes: usize, _flags
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemFreeHost(memory: *mut c_void) -> Code {
-    let Some(bytes) = machine::unpin(memory.addr()) else { return code::INVALID_VALUE };
+    let Some(bytes) = machine::unpin(memory.addr()) else {
+        return code::INVALID_VALUE;
+    };
     devices().iter().for_each(machine::Device::synchronize);
-    let Ok(layout) = Layout::from_size_align(bytes.max(1), PAGE) else { return code::INVALID_VALUE };
+    let Ok(layout) = Layout::from_size_align(bytes.max(1), PAGE) else {
+        return code::INVALID_VALUE;
+    };
     // SAFETY: `cuMemHostAlloc` made it with this layout, and no stream uses it any more.
     unsafe { dealloc(memory.cast(), layout) };
     code::SUCCESS
@@ -216,13 +247,23 @@ impl Host {
 /// Checks that a pointer is the host's and an address is a GPU's with so many bytes.
 fn check(host: *const c_void, address: Address, bytes: usize) -> Result<(), Code> {
     if host.is_null() || device_of(host.addr() as u64).is_some() {
-        return Err(explain(format!("{host:?} is used as an address of the host, and is none")));
+        return Err(explain(format!(
+            "{host:?} is used as an address of the host, and is none"
+        )));
     }
-    elements::<u8>(address).and_then(|there| there.first(bytes)).map(drop).map_err(explain)
+    elements::<u8>(address)
+        .and_then(|there| there.first(bytes))
+        .map(drop)
+        .map_err(explain)
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: Address, from: *const c_void, bytes: usize, on: Handle) -> Code {
+unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
+    to: Address,
+    from: *const c_void,
+    bytes: usize,
+    on: Handle,
+) -> Code {
     if bytes == 0 {
         return code::SUCCESS;
     }
@@ -230,8 +271,8 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: Address, from: *const c_void, byte
         count_copy(bytes);
         let host = Host(from.cast_mut().cast());
         let work: Work = if machine::is_pinned(from.addr(), bytes) {
-            // Read only when the stream gets there: who changes pinned memory too early gets wrong values.
-            // SAFETY: the caller keeps the memory until then.
+            // Read only when the stream gets there: who changes pinned memory too early gets wrong
+            // values. SAFETY: the caller keeps the memory until then.
             Box::new(move || elements::<u8>(to)?.fill_from(unsafe { host.bytes(bytes) }))
         } else {
             // SAFETY: the caller's memory.
@@ -243,7 +284,12 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: Address, from: *const c_void, byte
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: Address, bytes: usize, on: Handle) -> Code {
+unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
+    to: *mut c_void,
+    from: Address,
+    bytes: usize,
+    on: Handle,
+) -> Code {
     if bytes == 0 {
         return code::SUCCESS;
     }
@@ -307,7 +353,11 @@ unsafe extern "C" fn cuStreamCreate(made: *mut Handle, flags: c_uint) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuStreamDestroy_v2(handle: Handle) -> Code {
-    if STREAMS.remove(handle).is_some() { code::SUCCESS } else { code::INVALID_HANDLE }
+    if STREAMS.remove(handle).is_some() {
+        code::SUCCESS
+    } else {
+        code::INVALID_HANDLE
+    }
 }
 
 #[unsafe(no_mangle)]
@@ -341,7 +391,11 @@ unsafe extern "C" fn cuEventCreate(made: *mut Handle, _flags: c_uint) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuEventDestroy_v2(handle: Handle) -> Code {
-    if EVENTS.remove(handle).is_some() { code::SUCCESS } else { code::INVALID_HANDLE }
+    if EVENTS.remove(handle).is_some() {
+        code::SUCCESS
+    } else {
+        code::INVALID_HANDLE
+    }
 }
 
 #[unsafe(no_mangle)]
@@ -355,7 +409,9 @@ extern "C" fn cuEventRecord(handle: Handle, on: Handle) -> Code {
 #[unsafe(no_mangle)]
 extern "C" fn cuEventQuery(handle: Handle) -> Code {
     match event(handle) {
-        Ok(event) if lock(&event).is_reached() => answer(devices().iter().try_for_each(machine::Device::check)),
+        Ok(event) if lock(&event).is_reached() => {
+            answer(devices().iter().try_for_each(machine::Device::check))
+        }
         Ok(_) => code::NOT_READY,
         Err(error) => error,
     }
@@ -380,7 +436,8 @@ extern "C" fn cuStreamWaitEvent(handle: Handle, of: Handle, _flags: c_uint) -> C
     }))
 }
 
-/// Tells how often something was copied between the host and a GPU, and how many bytes. CUDA has no such function.
+/// Tells how often something was copied between the host and a GPU, and how many bytes. CUDA has no
+/// such function.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cudaStandInHostCopies(counts: *mut [u64; 2]) -> Code {
     // SAFETY: the caller's pointer.

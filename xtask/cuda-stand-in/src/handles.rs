@@ -18,7 +18,9 @@ const FIRST: usize = 1 << 12;
 
 impl<T: Clone> Handles<T> {
     pub(crate) const fn new() -> Self {
-        Handles { objects: Mutex::new(None) }
+        Handles {
+            objects: Mutex::new(None),
+        }
     }
 
     /// Stores an object, and returns its handle.
@@ -52,9 +54,19 @@ mod tests {
     fn a_handle_that_was_removed_names_nothing() {
         let handles: Handles<u8> = Handles::new();
         let (first, second) = (handles.add(1), handles.add(2));
-        assert_eq!((handles.get(first), handles.get(second)), (Some(1), Some(2)));
+        assert_eq!(
+            (handles.get(first), handles.get(second)),
+            (Some(1), Some(2))
+        );
         assert_eq!(handles.remove(first), Some(1));
-        assert_eq!((handles.get(first), handles.remove(first), handles.get(second)), (None, None, Some(2)));
+        assert_eq!(
+            (
+                handles.get(first),
+                handles.remove(first),
+                handles.get(second)
+            ),
+            (None, None, Some(2))
+        );
         assert_eq!(handles.get(std::ptr::null_mut()), None);
     }
 }

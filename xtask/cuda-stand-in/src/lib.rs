@@ -1,18 +1,20 @@
 //! A stand-in for NVIDIA's libraries, with which the code for GPUs runs on a machine without one.
 //!
-//! The library exports the functions that this project's programs call: of CUDA's driver, cuBLAS, cuRAND and NCCL.
-//! `cargo xtask gpu --stand-in` builds it, gives it the names of those libraries, and runs the tests for GPUs with it.
+//! The library exports the functions that this project's programs call: of CUDA's driver, cuBLAS,
+//! cuRAND and NCCL. `cargo xtask gpu --stand-in` builds it, gives it the names of those libraries,
+//! and runs the tests for GPUs with it.
 //!
 //! It is stricter than a GPU where that finds mistakes:
 //!
-//! - An address in GPU memory is no address of the host, so host code that follows one is ended by the system.
+//! - An address in GPU memory is no address of the host, so host code that follows one is ended by
+//!   the system.
 //! - Memory is filled with ones before it is used: as floating-point numbers these are not numbers.
 //! - Every access is checked against the allocation that it belongs to.
 //! - Every stream has a thread, so work that does not wait for other work overtakes it.
 //! - A kernel runs only if candle has one of that name.
 //!
-//! It says nothing of a GPU's speed, of how its kernels round, or of its limits. Its settings are environment
-//! variables:
+//! It says nothing of a GPU's speed, of how its kernels round, or of its limits. Its settings are
+//! environment variables:
 //!
 //! | variable | meaning |
 //! |---|---|

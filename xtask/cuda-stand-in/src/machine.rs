@@ -33,10 +33,16 @@ pub(crate) mod code {
             SUCCESS => ("CUDA_SUCCESS\0", "no error\0"),
             INVALID_VALUE => ("CUDA_ERROR_INVALID_VALUE\0", "invalid argument\0"),
             OUT_OF_MEMORY => ("CUDA_ERROR_OUT_OF_MEMORY\0", "out of memory\0"),
-            NO_DEVICE => ("CUDA_ERROR_NO_DEVICE\0", "no CUDA-capable device is detected\0"),
+            NO_DEVICE => (
+                "CUDA_ERROR_NO_DEVICE\0",
+                "no CUDA-capable device is detected\0",
+            ),
             INVALID_DEVICE => ("CUDA_ERROR_INVALID_DEVICE\0", "invalid device ordinal\0"),
             INVALID_CONTEXT => ("CUDA_ERROR_INVALID_CONTEXT\0", "invalid device context\0"),
-            OPERATING_SYSTEM => ("CUDA_ERROR_OPERATING_SYSTEM\0", "a call of the operating system failed\0"),
+            OPERATING_SYSTEM => (
+                "CUDA_ERROR_OPERATING_SYSTEM\0",
+                "a call of the operating system failed\0",
+            ),
             INVALID_HANDLE => ("CUDA_ERROR_INVALID_HANDLE\0", "invalid resource handle\0"),
             NOT_FOUND => ("CUDA_ERROR_NOT_FOUND\0", "named symbol not found\0"),
             NOT_READY => ("CUDA_ERROR_NOT_READY\0", "device not ready\0"),
@@ -71,7 +77,11 @@ pub(crate) struct Device {
 impl Device {
     /// Fails if work of this GPU has failed: nothing works any more then.
     pub(crate) fn check(&self) -> Result<(), Code> {
-        if self.failure.get().is_some() { Err(code::LAUNCH_FAILED) } else { Ok(()) }
+        if self.failure.get().is_some() {
+            Err(code::LAUNCH_FAILED)
+        } else {
+            Ok(())
+        }
     }
 
     /// Makes a stream.
@@ -81,7 +91,8 @@ impl Device {
             say(&format!("the GPU has failed: {error}"));
             failure.set(error).ok();
         };
-        let queue = Queue::start(is_blocking, delay(), report).map_err(|_| code::OPERATING_SYSTEM)?;
+        let queue =
+            Queue::start(is_blocking, delay(), report).map_err(|_| code::OPERATING_SYSTEM)?;
         let queue = Arc::new(queue);
         let mut queues = lock(&self.queues);
         // Queues that nobody else holds and that are empty are done.
@@ -113,7 +124,10 @@ impl Device {
             // The default stream waits for all streams that block, and they wait for it.
             Some(default) if Arc::ptr_eq(&default, queue) => {
                 let queues = lock(&self.queues).clone();
-                queues.iter().filter(|queue| queue.is_blocking).for_each(|other| queue.wait_for(other.last()));
+                queues
+                    .iter()
+                    .filter(|queue| queue.is_blocking)
+                    .for_each(|other| queue.wait_for(other.last()));
             }
             Some(default) if queue.is_blocking => queue.wait_for(default.last()),
             _ => {}
@@ -150,10 +164,12 @@ fn delay() -> Duration {
 pub(crate) fn devices() -> &'static [Device] {
     static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
     DEVICES.get_or_init(|| {
-        let capacity = number("CUDA_STAND_IN_MEMORY").unwrap_or(MEMORY).next_multiple_of(1 << 12);
+        let capacity = number("CUDA_STAND_IN_MEMORY")
+            .unwrap_or(MEMORY)
+            .next_multiple_of(1 << 12);
         let make = |(ordinal, number)| {
-            let memory =
-                Memory::new(ordinal, capacity).inspect_err(|error| say(&format!("no memory for a GPU: {error}")));
+            let memory = Memory::new(ordinal, capacity)
+                .inspect_err(|error| say(&format!("no memory for a GPU: {error}")));
             let failure = Arc::new(OnceLock::new());
             Some(Device {
                 memory: memory.ok()?,
@@ -163,7 +179,9 @@ pub(crate) fn devices() -> &'static [Device] {
                 failure,
             })
         };
-        let count = number("CUDA_STAND_IN_DEVICES").map_or(1, |count| count as usize).min(MOST_DEVICES);
+        let count = number("CUDA_STAND_IN_DEVICES")
+            .map_or(1, |count| count as usize)
+            .min(MOST_DEVICES);
         visible(count, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref())
             .into_iter()
             .enumerate()
@@ -174,7 +192,9 @@ pub(crate) fn devices() -> &'static [Device] {
 
 /// Returns the numbers of the GPUs that a list in the form of `CUDA_VISIBLE_DEVICES` leaves.
 fn visible(count: usize, list: Option<&str>) -> Vec<usize> {
-    let Some(list) = list else { return (0..count).collect() };
+    let Some(list) = list else {
+        return (0..count).collect();
+    };
     // The first entry that names no GPU ends the list.
     let numbers = list.split(',').map_while(|entry| entry.trim().parse().ok());
     numbers.take_while(|&number| number < count).collect()
@@ -183,7 +203,10 @@ fn visible(count: usize, list: Option<&str>) -> Vec<usize> {
 /// The elements at an address of any GPU.
 pub(crate) fn elements<T: Copy>(address: Address) -> Result<Elements<T>, String> {
     let device = device_of(address).and_then(|ordinal| devices().get(ordinal));
-    device.ok_or_else(|| format!("{address:#x} is used as an address of a GPU, and is none"))?.memory.elements(address)
+    device
+        .ok_or_else(|| format!("{address:#x} is used as an address of a GPU, and is none"))?
+        .memory
+        .elements(address)
 }
 
 thread_local! {
@@ -205,7 +228,9 @@ pub(crate) fn current_ordinal() -> Option<usize> {
 
 /// Returns the GPU of the thread's context, if it has not failed.
 pub(crate) fn current() -> Result<&'static Device, Code> {
-    let device = current_ordinal().and_then(|ordinal| devices().get(ordinal)).ok_or(code::INVALID_CONTEXT)?;
+    let device = current_ordinal()
+        .and_then(|ordinal| devices().get(ordinal))
+        .ok_or(code::INVALID_CONTEXT)?;
     device.check()?;
     Ok(device)
 }
@@ -276,11 +301,17 @@ pub(crate) fn count_copy(bytes: usize) {
 
 /// Returns the number of copies between the host and GPUs so far, and of their bytes.
 pub(crate) fn copies() -> [u64; 2] {
-    [COPIES[0].load(Ordering::Relaxed), COPIES[1].load(Ordering::Relaxed)]
+    [
+        COPIES[0].load(Ordering::Relaxed),
+        COPIES[1].load(Ordering::Relaxed),
+    ]
 }
 
 /// Writes a line to stderr: there is nobody else to tell what a code does not.
-#[expect(clippy::print_stderr, reason = "a library that C programs load has no other way to explain a failure")]
+#[expect(
+    clippy::print_stderr,
+    reason = "a library that C programs load has no other way to explain a failure"
+)]
 pub(crate) fn say(line: &str) {
     eprintln!("stand-in for CUDA: {line}");
 }

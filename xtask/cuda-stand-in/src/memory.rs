@@ -1,6 +1,9 @@
 //! The memory of one GPU: host memory whose addresses only this library can follow.
 
-#![expect(unsafe_code, reason = "memory that kernels of several streams use at once, as on a GPU")]
+#![expect(
+    unsafe_code,
+    reason = "memory that kernels of several streams use at once, as on a GPU"
+)]
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -23,7 +26,9 @@ const POISON: u8 = 0xff;
 
 /// Returns the number of the GPU that an address belongs to; `None` for addresses of the host.
 pub(crate) fn device_of(address: Address) -> Option<usize> {
-    (address & MARK != 0).then(|| usize::try_from((address & !MARK) >> OFFSET_BITS).ok()).flatten()
+    (address & MARK != 0)
+        .then(|| usize::try_from((address & !MARK) >> OFFSET_BITS).ok())
+        .flatten()
 }
 
 /// The memory of one GPU.
@@ -36,7 +41,8 @@ pub(crate) struct Memory {
     blocks: Mutex<Blocks>,
 }
 
-// SAFETY: the pages stay where they are for as long as the value lives, and `blocks` is behind a lock.
+// SAFETY: the pages stay where they are for as long as the value lives, and `blocks` is behind a
+// lock.
 unsafe impl Send for Memory {}
 // SAFETY: as above; kernels use the bytes through raw pointers only.
 unsafe impl Sync for Memory {}
@@ -52,10 +58,22 @@ impl Memory {
     /// Makes the memory of the GPU with this number.
     pub(crate) fn new(device: usize, capacity: u64) -> Result<Memory, String> {
         let len = usize::try_from(capacity).map_err(|error| error.to_string())?;
-        let mut map = MmapOptions::new().len(len).no_reserve_swap().map_anon().map_err(|error| error.to_string())?;
-        let blocks = Blocks { used: BTreeMap::new(), free: BTreeMap::from([(0, capacity)]) };
+        let mut map = MmapOptions::new()
+            .len(len)
+            .no_reserve_swap()
+            .map_anon()
+            .map_err(|error| error.to_string())?;
+        let blocks = Blocks {
+            used: BTreeMap::new(),
+            free: BTreeMap::from([(0, capacity)]),
+        };
         let start = MARK | (device as u64) << OFFSET_BITS;
-        Ok(Memory { start, base: map.as_mut_ptr(), _map: map, blocks: Mutex::new(blocks) })
+        Ok(Memory {
+            start,
+            base: map.as_mut_ptr(),
+            _map: map,
+            blocks: Mutex::new(blocks),
+        })
     }
 
     /// Takes memory; `None` if no free part is long enough.
@@ -70,27 +88,39 @@ impl Memory {
         blocks.used.insert(offset, bytes);
         drop(blocks);
         // SAFETY: these bytes are within the map, and nobody else has been given them.
-        unsafe { self.base.add(offset as usize).write_bytes(POISON, bytes as usize) };
+        unsafe {
+            self.base
+                .add(offset as usize)
+                .write_bytes(POISON, bytes as usize)
+        };
         Some(self.start + offset)
     }
 
     /// Returns `true` for the address of an allocation.
     pub(crate) fn is_allocated(&self, address: Address) -> bool {
-        lock(&self.blocks).used.contains_key(&address.wrapping_sub(self.start))
+        lock(&self.blocks)
+            .used
+            .contains_key(&address.wrapping_sub(self.start))
     }
 
     /// Gives an allocation back.
     pub(crate) fn free(&self, address: Address) -> Result<(), String> {
         let offset = address.wrapping_sub(self.start);
         let mut blocks = lock(&self.blocks);
-        let bytes =
-            blocks.used.remove(&offset).ok_or_else(|| format!("{address:#x} is freed, and was not allocated"))?;
+        let bytes = blocks
+            .used
+            .remove(&offset)
+            .ok_or_else(|| format!("{address:#x} is freed, and was not allocated"))?;
         let (mut offset, mut len) = (offset, bytes.next_multiple_of(ALIGNMENT));
         // Join it with the free parts on both sides.
         if let Some(after) = blocks.free.remove(&(offset + len)) {
             len += after;
         }
-        let before = blocks.free.range(..offset).next_back().map(|(&start, &bytes)| (start, bytes));
+        let before = blocks
+            .free
+            .range(..offset)
+            .next_back()
+            .map(|(&start, &bytes)| (start, bytes));
         if let Some((start, bytes)) = before.filter(|(start, bytes)| start + bytes == offset) {
             (offset, len) = (start, bytes + len);
         }
@@ -102,14 +132,25 @@ impl Memory {
     pub(crate) fn elements<T: Copy>(&self, address: Address) -> Result<Elements<T>, String> {
         let offset = address.wrapping_sub(self.start);
         let blocks = lock(&self.blocks);
-        let block = blocks.used.range(..=offset).next_back().filter(|&(start, bytes)| offset <= start + bytes);
-        let (start, bytes) = block.ok_or_else(|| format!("{address:#x} is used, and is not allocated"))?;
+        let block = blocks
+            .used
+            .range(..=offset)
+            .next_back()
+            .filter(|&(start, bytes)| offset <= start + bytes);
+        let (start, bytes) =
+            block.ok_or_else(|| format!("{address:#x} is used, and is not allocated"))?;
         if !offset.is_multiple_of(align_of::<T>() as u64) {
-            return Err(format!("{address:#x} is not aligned to {} bytes", align_of::<T>()));
+            return Err(format!(
+                "{address:#x} is not aligned to {} bytes",
+                align_of::<T>()
+            ));
         }
         let len = (start + bytes - offset) as usize / size_of::<T>();
         // SAFETY: the offset is within the map.
-        Ok(Elements { first: unsafe { self.base.add(offset as usize) }.cast(), len })
+        Ok(Elements {
+            first: unsafe { self.base.add(offset as usize) }.cast(),
+            len,
+        })
     }
 }
 
@@ -120,14 +161,18 @@ pub(crate) struct Elements<T> {
     len: usize,
 }
 
-// SAFETY: plain numbers. Streams that use the same ones at once get any of their values, as on a GPU.
+// SAFETY: plain numbers. Streams that use the same ones at once get any of their values, as on a
+// GPU.
 unsafe impl<T: Copy> Send for Elements<T> {}
 
 impl<T: Copy> Elements<T> {
     /// Returns these elements without those behind `len`.
     pub(crate) fn first(self, len: usize) -> Result<Self, String> {
         if len > self.len {
-            Err(format!("{len} elements are used where there are {}", self.len))
+            Err(format!(
+                "{len} elements are used where there are {}",
+                self.len
+            ))
         } else {
             Ok(Elements { len, ..self })
         }
@@ -135,14 +180,22 @@ impl<T: Copy> Elements<T> {
 
     #[track_caller]
     pub(crate) fn get(&self, index: usize) -> T {
-        assert!(index < self.len, "element {index} is read where there are {}", self.len);
+        assert!(
+            index < self.len,
+            "element {index} is read where there are {}",
+            self.len
+        );
         // SAFETY: within the allocation, and any bytes are a number.
         unsafe { self.first.add(index).read_volatile() }
     }
 
     #[track_caller]
     pub(crate) fn set(&self, index: usize, value: T) {
-        assert!(index < self.len, "element {index} is written where there are {}", self.len);
+        assert!(
+            index < self.len,
+            "element {index} is written where there are {}",
+            self.len
+        );
         // SAFETY: within the allocation.
         unsafe { self.first.add(index).write_volatile(value) }
     }
@@ -176,7 +229,10 @@ mod tests {
         let memory = Memory::new(1, 4096).unwrap();
         let first = memory.allocate(10).unwrap();
         let second = memory.allocate(1000).unwrap();
-        assert_eq!((device_of(first), device_of(second), device_of(0x7fff_0000)), (Some(1), Some(1), None));
+        assert_eq!(
+            (device_of(first), device_of(second), device_of(0x7fff_0000)),
+            (Some(1), Some(1), None)
+        );
         assert!(memory.elements::<f32>(first).unwrap().get(1).is_nan());
         assert_eq!(memory.elements::<u8>(first).unwrap().to_vec(), [POISON; 10]);
         assert!(memory.elements::<f32>(first + 2).is_err());

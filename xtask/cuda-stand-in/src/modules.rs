@@ -1,6 +1,9 @@
 //! Modules, their kernels by name, and launches.
 
-#![expect(unsafe_code, reason = "functions of C, whose pointers their callers answer for")]
+#![expect(
+    unsafe_code,
+    reason = "functions of C, whose pointers their callers answer for"
+)]
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::sync::Arc;
@@ -35,16 +38,28 @@ extern "C" fn cuModuleLoad(_made: *mut Handle, _file: *const c_char) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuModuleUnload(module: Handle) -> Code {
-    if MODULES.remove(module).is_some() { code::SUCCESS } else { code::INVALID_HANDLE }
+    if MODULES.remove(module).is_some() {
+        code::SUCCESS
+    } else {
+        code::INVALID_HANDLE
+    }
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuModuleGetFunction(made: *mut Handle, module: Handle, name: *const c_char) -> Code {
-    let Some(text) = MODULES.get(module) else { return code::INVALID_HANDLE };
+unsafe extern "C" fn cuModuleGetFunction(
+    made: *mut Handle,
+    module: Handle,
+    name: *const c_char,
+) -> Code {
+    let Some(text) = MODULES.get(module) else {
+        return code::INVALID_HANDLE;
+    };
     // SAFETY: the caller's string.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
     if text.is_empty() {
-        say("candle's kernels were compiled without their names: delete `target/check`, and build again");
+        say(
+            "candle's kernels were compiled without their names: delete `target/check`, and build again",
+        );
         return code::NOT_FOUND;
     }
     if !has_word(&text, &name) {
@@ -52,7 +67,9 @@ unsafe extern "C" fn cuModuleGetFunction(made: *mut Handle, module: Handle, name
         return code::NOT_FOUND;
     }
     let Some(kernel) = kernels::find(&name) else {
-        say(&format!("candle's kernel `{name}` is missing in the stand-in"));
+        say(&format!(
+            "candle's kernel `{name}` is missing in the stand-in"
+        ));
         return code::NOT_FOUND;
     };
     // SAFETY: the caller's pointer.
@@ -63,7 +80,10 @@ unsafe extern "C" fn cuModuleGetFunction(made: *mut Handle, module: Handle, name
 fn has_word(text: &str, name: &str) -> bool {
     let is_part = |c: char| c.is_alphanumeric() || c == '_';
     text.match_indices(name).any(|(start, _)| {
-        let (before, after) = (text[..start].chars().next_back(), text[start + name.len()..].chars().next());
+        let (before, after) = (
+            text[..start].chars().next_back(),
+            text[start + name.len()..].chars().next(),
+        );
         !before.is_some_and(is_part) && !after.is_some_and(is_part)
     })
 }
@@ -82,14 +102,22 @@ unsafe extern "C" fn cuLaunchKernel(
     arguments: *mut *mut c_void,
     _extra: *mut *mut c_void,
 ) -> Code {
-    let Some((name, kernel)) = FUNCTIONS.get(function) else { return code::INVALID_HANDLE };
+    let Some((name, kernel)) = FUNCTIONS.get(function) else {
+        return code::INVALID_HANDLE;
+    };
     let threads = block_x.saturating_mul(block_y).saturating_mul(block_z);
     if [grid_x, grid_y, grid_z, threads].contains(&0) || threads > 1024 {
-        say(&format!("`{name}` is launched with {grid_x}x{grid_y}x{grid_z} blocks of {threads} threads"));
+        say(&format!(
+            "`{name}` is launched with {grid_x}x{grid_y}x{grid_z} blocks of {threads} threads"
+        ));
         return code::INVALID_VALUE;
     }
-    let grid = Grid { blocks: grid_x as usize, block: [block_x as usize, block_y as usize] };
-    // SAFETY: the caller gives a pointer for each parameter of the kernel, whose types `kernel` knows.
+    let grid = Grid {
+        blocks: grid_x as usize,
+        block: [block_x as usize, block_y as usize],
+    };
+    // SAFETY: the caller gives a pointer for each parameter of the kernel, whose types `kernel`
+    // knows.
     let mut arguments = unsafe { Arguments::new(arguments) };
     let work = kernel(&mut arguments, grid);
     let named = move || carry_out(work).map_err(|error| format!("`{name}`: {error}"));
@@ -104,6 +132,8 @@ mod tests {
     fn a_kernel_is_found_only_by_its_whole_name() {
         let text = "UNARY_OP(float, uneg_f32, -x)\nFAST_OP(double, fast_min_f64)";
         assert!(has_word(text, "uneg_f32") && has_word(text, "fast_min_f64"));
-        assert!(!has_word(text, "uneg_f3") && !has_word(text, "min_f64") && !has_word(text, "uneg_f64"));
+        assert!(
+            !has_word(text, "uneg_f3") && !has_word(text, "min_f64") && !has_word(text, "uneg_f64")
+        );
     }
 }

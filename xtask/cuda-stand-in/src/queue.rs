@@ -42,7 +42,8 @@ impl Marker {
     }
 }
 
-/// A queue and the thread that empties it. The thread ends after the work that is queued when this is dropped.
+/// A queue and the thread that empties it. The thread ends after the work that is queued when this
+/// is dropped.
 #[derive(Debug)]
 pub(crate) struct Queue {
     work: Mutex<Sender<(Work, Marker)>>,
@@ -59,8 +60,14 @@ impl Queue {
         report: impl Fn(String) + Send + 'static,
     ) -> std::io::Result<Queue> {
         let (work, taken) = mpsc::channel();
-        thread::Builder::new().name("stream".to_owned()).spawn(move || run(&taken, delay, report))?;
-        Ok(Queue { work: Mutex::new(work), last: Mutex::new(Marker::reached()), is_blocking })
+        thread::Builder::new()
+            .name("stream".to_owned())
+            .spawn(move || run(&taken, delay, report))?;
+        Ok(Queue {
+            work: Mutex::new(work),
+            last: Mutex::new(Marker::reached()),
+            is_blocking,
+        })
     }
 
     /// Adds work. Returns the point behind it.
@@ -108,7 +115,10 @@ fn run(work: &Receiver<(Work, Marker)>, delay: Duration, report: impl Fn(String)
 pub(crate) fn carry_out(work: Work) -> Result<(), String> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
-        Err(text.or_else(|| panic.downcast_ref().copied()).unwrap_or("it panicked").to_owned())
+        Err(text
+            .or_else(|| panic.downcast_ref().copied())
+            .unwrap_or("it panicked")
+            .to_owned())
     })
 }
 
@@ -119,7 +129,10 @@ mod tests {
     fn queue(delay: u64) -> (Arc<Queue>, Receiver<String>) {
         let (errors, received) = mpsc::channel();
         let report = move |error| drop(errors.send(error));
-        (Arc::new(Queue::start(true, Duration::from_millis(delay), report).unwrap()), received)
+        (
+            Arc::new(Queue::start(true, Duration::from_millis(delay), report).unwrap()),
+            received,
+        )
     }
 
     #[test]
@@ -139,7 +152,10 @@ mod tests {
         assert!(!slow.last().is_reached());
         quick.wait_for(slow.last());
         quick.push(work("after")).wait();
-        assert_eq!(order.try_iter().collect::<Vec<_>>(), ["quick", "slow", "after"]);
+        assert_eq!(
+            order.try_iter().collect::<Vec<_>>(),
+            ["quick", "slow", "after"]
+        );
     }
 
     #[test]
@@ -148,6 +164,9 @@ mod tests {
         queue.push(Box::new(|| Err("no".to_owned())));
         queue.push(Box::new(|| panic!("out of {}", "bounds")));
         queue.push(Box::new(|| Ok(()))).wait();
-        assert_eq!(errors.try_iter().collect::<Vec<_>>(), ["no", "out of bounds"]);
+        assert_eq!(
+            errors.try_iter().collect::<Vec<_>>(),
+            ["no", "out of bounds"]
+        );
     }
 }

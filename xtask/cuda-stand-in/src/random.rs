@@ -1,6 +1,10 @@
-//! cuRAND: generators, which candle makes for each device. The programs under test draw no numbers from them.
+//! cuRAND: generators, which candle makes for each device. The programs under test draw no numbers
+//! from them.
 
-#![expect(unsafe_code, reason = "functions of C, whose pointers their callers answer for")]
+#![expect(
+    unsafe_code,
+    reason = "functions of C, whose pointers their callers answer for"
+)]
 
 use std::ffi::{c_int, c_ulonglong};
 
@@ -15,7 +19,11 @@ static GENERATORS: Handles<()> = Handles::new();
 
 /// Returns the code of a call that only needs a generator.
 fn known(generator: Option<()>) -> Code {
-    if generator.is_some() { SUCCESS } else { NOT_INITIALIZED }
+    if generator.is_some() {
+        SUCCESS
+    } else {
+        NOT_INITIALIZED
+    }
 }
 
 #[unsafe(no_mangle)]

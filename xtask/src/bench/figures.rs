@@ -51,22 +51,32 @@ impl Case {
     fn replaces(&self, old: &Case) -> bool {
         let limits = [self, old].map(|case| case.limit.as_ref().map(|limit| &limit.name));
         limits[0] == limits[1]
-            && (&self.name, &self.size, self.ranks, &self.place) == (&old.name, &old.size, old.ranks, &old.place)
+            && (&self.name, &self.size, self.ranks, &self.place)
+                == (&old.name, &old.size, old.ranks, &old.place)
     }
 }
 
 impl Results {
-    /// Adds these results to those of an earlier part of the run. If both have a case, these replace it.
+    /// Adds these results to those of an earlier part of the run. If both have a case, these
+    /// replace it.
     pub(super) fn after(self, mut before: Results) -> Result<Results> {
-        ensure!(before.schema == SCHEMA, "the figures to add to have schema {}, not {SCHEMA}", before.schema);
+        ensure!(
+            before.schema == SCHEMA,
+            "the figures to add to have schema {}, not {SCHEMA}",
+            before.schema
+        );
         ensure!(
             before.machine == self.machine,
             "the figures to add to are of another machine: {}, this is {}",
             before.machine,
             self.machine
         );
-        before.cases.retain(|old| !self.cases.iter().any(|new| new.replaces(old)));
-        before.others.retain(|old| self.others.iter().all(|new| new.name != old.name));
+        before
+            .cases
+            .retain(|old| !self.cases.iter().any(|new| new.replaces(old)));
+        before
+            .others
+            .retain(|old| self.others.iter().all(|new| new.name != old.name));
         before.cases.extend(self.cases);
         before.others.extend(self.others);
         Ok(before)

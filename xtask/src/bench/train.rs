@@ -1,4 +1,5 @@
-//! Training steps of the GPT of `fsdp train`, in turns with the same GPT under PyTorch's FSDP2 and gloo.
+//! Training steps of the GPT of `fsdp train`, in turns with the same GPT under PyTorch's FSDP2 and
+//! gloo.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -21,15 +22,40 @@ struct Shape {
 }
 
 const SHAPES: [Shape; 3] = [
-    Shape { name: "small", layers: 2, heads: 4, hidden: 64, seq: 64, batch: 12, steps: 60 },
-    Shape { name: "medium", layers: 6, heads: 6, hidden: 384, seq: 256, batch: 4, steps: 8 },
-    Shape { name: "large", layers: 12, heads: 12, hidden: 768, seq: 256, batch: 4, steps: 4 },
+    Shape {
+        name: "small",
+        layers: 2,
+        heads: 4,
+        hidden: 64,
+        seq: 64,
+        batch: 12,
+        steps: 60,
+    },
+    Shape {
+        name: "medium",
+        layers: 6,
+        heads: 6,
+        hidden: 384,
+        seq: 256,
+        batch: 4,
+        steps: 8,
+    },
+    Shape {
+        name: "large",
+        layers: 12,
+        heads: 12,
+        hidden: 768,
+        seq: 256,
+        batch: 4,
+        steps: 4,
+    },
 ];
 
 /// The first steps of a run, which are not counted: memory and threads are new then.
 const WARM_UP: usize = 2;
 
-/// The figures of one shape on one number of ranks. All ranks together have the threads of the machine.
+/// The figures of one shape on one number of ranks. All ranks together have the threads of the
+/// machine.
 #[derive(Debug, Serialize)]
 pub(super) struct Figures {
     shape: &'static str,
@@ -48,7 +74,8 @@ struct Step {
     peak_memory_bytes: Option<f64>,
 }
 
-/// Trains every shape on every number of ranks, `runs` times, and once each time with torch, if there is a Python.
+/// Trains every shape on every number of ranks, `runs` times, and once each time with torch, if
+/// there is a Python.
 pub(super) fn run(
     root: &Path,
     target: &Path,
@@ -59,15 +86,22 @@ pub(super) fn run(
     let out = target.join("bench-train");
     let mut figures = Vec::new();
     for shape in &SHAPES {
-        for &ranks in ranks.iter().filter(|&&ranks| shape.batch.is_multiple_of(ranks)) {
+        for &ranks in ranks
+            .iter()
+            .filter(|&&ranks| shape.batch.is_multiple_of(ranks))
+        {
             let (mut ours, mut torchs) = (Vec::new(), Vec::new());
             for _ in 0..runs {
                 ours.push(steps(&out, fsdp(target, shape, ranks, &out))?);
                 if let Some(python) = torch {
-                    torchs.push(steps(&out, torch_command(root, python, shape, ranks, &out))?);
+                    torchs.push(steps(
+                        &out,
+                        torch_command(root, python, shape, ranks, &out),
+                    )?);
                 }
             }
-            let (tokens_per_s, torch_tokens_per_s) = (speed(&ours), (!torchs.is_empty()).then(|| speed(&torchs)));
+            let (tokens_per_s, torch_tokens_per_s) =
+                (speed(&ours), (!torchs.is_empty()).then(|| speed(&torchs)));
             figures.push(Figures {
                 shape: shape.name,
                 ranks,
@@ -88,13 +122,23 @@ fn fsdp(target: &Path, shape: &Shape, ranks: usize, out: &Path) -> Command {
     with_options(command, shape, ranks, out)
 }
 
-/// Returns the command that trains the same GPT in PyTorch, with the machine's threads shared equally by the ranks.
+/// Returns the command that trains the same GPT in PyTorch, with the machine's threads shared
+/// equally by the ranks.
 fn torch_command(root: &Path, python: &Path, shape: &Shape, ranks: usize, out: &Path) -> Command {
     let threads = (std::thread::available_parallelism().map_or(1, usize::from) / ranks).max(1);
     let mut command = Command::new(python);
-    command.arg(root.join("tests/interop/gpt_fsdp.py")).arg("--data");
+    command
+        .arg(root.join("tests/interop/gpt_fsdp.py"))
+        .arg("--data");
     command.arg(root.join("crates/fsdp-cli/data/harbour.txt"));
-    command.args(["--mode", "fsdp2", "--save-every", "0", "--threads", &threads.to_string()]);
+    command.args([
+        "--mode",
+        "fsdp2",
+        "--save-every",
+        "0",
+        "--threads",
+        &threads.to_string(),
+    ]);
     with_options(command, shape, ranks, out)
 }
 
@@ -116,31 +160,59 @@ fn with_options(mut command: Command, shape: &Shape, ranks: usize, out: &Path) -
 }
 
 /// Runs a training, and returns its steps.
-#[expect(clippy::disallowed_methods, reason = "a bench's directory is no checkpoint")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a bench's directory is no checkpoint"
+)]
 fn steps(out: &Path, mut command: Command) -> Result<Vec<Step>> {
     if out.exists() {
-        std::fs::remove_dir_all(out).with_context(|| format!("failed to remove `{}`", out.display()))?;
+        std::fs::remove_dir_all(out)
+            .with_context(|| format!("failed to remove `{}`", out.display()))?;
     }
     say(&format!("xtask: {command:?}"));
-    let status = command.stdout(Stdio::null()).stderr(Stdio::inherit()).status();
+    let status = command
+        .stdout(Stdio::null())
+        .stderr(Stdio::inherit())
+        .status();
     let status = status.with_context(|| format!("failed to start {command:?}"))?;
     ensure!(status.success(), "{command:?} failed: {status}");
     let path = out.join("metrics.jsonl");
-    let text = std::fs::read_to_string(&path).with_context(|| format!("failed to read `{}`", path.display()))?;
-    let steps: Vec<Step> = text.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
-    ensure!(steps.len() > WARM_UP, "`{}` has only {} steps", path.display(), steps.len());
+    let text = std::fs::read_to_string(&path)
+        .with_context(|| format!("failed to read `{}`", path.display()))?;
+    let steps: Vec<Step> = text
+        .lines()
+        .map(serde_json::from_str)
+        .collect::<Result<_, _>>()?;
+    ensure!(
+        steps.len() > WARM_UP,
+        "`{}` has only {} steps",
+        path.display(),
+        steps.len()
+    );
     Ok(steps)
 }
 
 /// Returns the median over runs of the median over the steps of a run.
 fn speed(runs: &[Vec<Step>]) -> f64 {
-    let of_run = |steps: &Vec<Step>| median(steps[WARM_UP..].iter().map(|step| step.tokens_per_s).collect());
+    let of_run = |steps: &Vec<Step>| {
+        median(
+            steps[WARM_UP..]
+                .iter()
+                .map(|step| step.tokens_per_s)
+                .collect(),
+        )
+    };
     median(runs.iter().map(of_run).collect())
 }
 
 /// Returns the median over runs of the peak of all ranks' memory.
 fn peak_mib(runs: &[Vec<Step>]) -> f64 {
-    let of_run = |steps: &Vec<Step>| steps.iter().filter_map(|step| step.peak_memory_bytes).fold(f64::NAN, f64::max);
+    let of_run = |steps: &Vec<Step>| {
+        steps
+            .iter()
+            .filter_map(|step| step.peak_memory_bytes)
+            .fold(f64::NAN, f64::max)
+    };
     median(runs.iter().map(of_run).collect()) / f64::from(1 << 20)
 }
 

@@ -5,10 +5,13 @@ use std::path::{Component, Path, PathBuf};
 
 use super::page::Page;
 
-/// Returns a message for each link that leads nowhere, and for each page that the table of contents does not name.
+/// Returns a message for each link that leads nowhere, and for each page that the table of contents
+/// does not name.
 pub(super) fn check(pages: &[Page], source: &Path) -> Vec<String> {
-    let anchors: BTreeMap<&str, BTreeSet<String>> =
-        pages.iter().map(|page| (page.name.as_str(), headings(&page.text))).collect();
+    let anchors: BTreeMap<&str, BTreeSet<String>> = pages
+        .iter()
+        .map(|page| (page.name.as_str(), headings(&page.text)))
+        .collect();
     let mut broken = Vec::new();
     let mut listed = BTreeSet::from(["SUMMARY.md".to_owned()]);
     for page in pages {
@@ -17,7 +20,11 @@ pub(super) fn check(pages: &[Page], source: &Path) -> Vec<String> {
                 continue;
             }
             let (path, anchor) = link.split_once('#').unwrap_or((&link, ""));
-            let target = if path.is_empty() { page.name.clone() } else { resolve(&page.name, path) };
+            let target = if path.is_empty() {
+                page.name.clone()
+            } else {
+                resolve(&page.name, path)
+            };
             if page.name == "SUMMARY.md" {
                 listed.insert(target.clone());
             }
@@ -30,7 +37,11 @@ pub(super) fn check(pages: &[Page], source: &Path) -> Vec<String> {
         }
     }
     for page in pages {
-        let is_included = pages.iter().any(|other| other.text.contains(&format!("{{{{#include {}}}}}", page.name)));
+        let is_included = pages.iter().any(|other| {
+            other
+                .text
+                .contains(&format!("{{{{#include {}}}}}", page.name))
+        });
         if !listed.contains(&page.name) && !is_included {
             broken.push(format!("{}: not in SUMMARY.md", page.name));
         }
@@ -74,7 +85,9 @@ fn links(text: &str) -> Vec<String> {
     let prose = prose(text);
     for opening in ["](", "src=\"", "href=\""] {
         for after in prose.split(opening).skip(1) {
-            let end = after.find(|c: char| c == ')' || c == '"' || c.is_whitespace()).unwrap_or(after.len());
+            let end = after
+                .find(|c: char| c == ')' || c == '"' || c.is_whitespace())
+                .unwrap_or(after.len());
             found.push(after[..end].to_owned());
         }
     }
@@ -94,11 +107,13 @@ fn headings(text: &str) -> BTreeSet<String> {
     anchors
 }
 
-/// Returns the anchor of a heading: lower case, spaces as dashes, and nothing but letters, digits, dashes and
-/// underscores.
+/// Returns the anchor of a heading: lower case, spaces as dashes, and nothing but letters, digits,
+/// dashes and underscores.
 fn anchor(heading: &str) -> String {
     let lower = heading.to_lowercase();
-    let kept = lower.chars().filter(|c| c.is_alphanumeric() || [' ', '-', '_'].contains(c));
+    let kept = lower
+        .chars()
+        .filter(|c| c.is_alphanumeric() || [' ', '-', '_'].contains(c));
     kept.map(|c| if c == ' ' { '-' } else { c }).collect()
 }
 
@@ -107,14 +122,20 @@ mod tests {
     use super::*;
 
     fn page(name: &str, text: &str) -> Page {
-        Page { name: name.to_owned(), text: text.to_owned() }
+        Page {
+            name: name.to_owned(),
+            text: text.to_owned(),
+        }
     }
 
     #[test]
     fn links_to_pages_and_headings_are_followed() {
         let pages = [
             page("SUMMARY.md", "- [A](a.md)\n- [B](deep/b.md)"),
-            page("a.md", "# A thing, or two\n[b](deep/b.md#more-code) `[no](link.md)`\n```\n[no](x.md)\n```\n"),
+            page(
+                "a.md",
+                "# A thing, or two\n[b](deep/b.md#more-code) `[no](link.md)`\n```\n[no](x.md)\n```\n",
+            ),
             page("deep/b.md", "## More `code`\n[a](../a.md#a-thing-or-two)"),
         ];
         assert_eq!(check(&pages, Path::new("none")), Vec::<String>::new());

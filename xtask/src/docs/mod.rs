@@ -1,4 +1,5 @@
-//! `cargo xtask docs`: builds the book, checks its links and plots, and runs its console samples again.
+//! `cargo xtask docs`: builds the book, checks its links and plots, and runs its console samples
+//! again.
 
 mod commands;
 mod links;
@@ -33,15 +34,21 @@ pub(crate) struct DocsArguments {
     /// Also open every page in this Chromium, at the widths of a desktop and of a phone
     #[arg(long, value_name = "CHROMIUM", conflicts_with = "no_build")]
     browser: Option<PathBuf>,
-    /// Build the `fsdp` of the samples together with all tests, which is quicker where they are built anyway
+    /// Build the `fsdp` of the samples together with all tests, which is quicker where they are
+    /// built anyway
     #[arg(skip)]
     with_tests: bool,
 }
 
 impl DocsArguments {
     /// The part that `cargo xtask ci` checks.
-    pub(crate) const CI: Self =
-        DocsArguments { bless: false, program: None, no_build: true, browser: None, with_tests: true };
+    pub(crate) const CI: Self = DocsArguments {
+        bless: false,
+        program: None,
+        no_build: true,
+        browser: None,
+        with_tests: true,
+    };
 }
 
 /// Builds and checks the book.
@@ -49,14 +56,22 @@ pub(crate) fn run(root: &Path, arguments: &DocsArguments) -> Result<()> {
     let source = root.join("docs/src");
     let pages = page::read_all(&source)?;
     let broken = links::check(&pages, &source);
-    ensure!(broken.is_empty(), "some links of the book lead nowhere:\n  {}", broken.join("\n  "));
+    ensure!(
+        broken.is_empty(),
+        "some links of the book lead nowhere:\n  {}",
+        broken.join("\n  ")
+    );
     plots::check(root, arguments.bless)?;
     let program = match &arguments.program {
         Some(program) => program.clone(),
         None => {
             let build = vec!["build", "--package", "fsdp-cli", "--locked"];
             let tests = [&["test", "--no-run", "--tests"], TESTED].concat();
-            cargo(root, if arguments.with_tests { &tests } else { &build }, &[])?;
+            cargo(
+                root,
+                if arguments.with_tests { &tests } else { &build },
+                &[],
+            )?;
             target(root).join("debug/fsdp")
         }
     };
@@ -65,10 +80,16 @@ pub(crate) fn run(root: &Path, arguments: &DocsArguments) -> Result<()> {
     if arguments.no_build {
         return Ok(());
     }
-    let built = Command::new("mdbook").arg("build").arg(root.join("docs")).status();
+    let built = Command::new("mdbook")
+        .arg("build")
+        .arg(root.join("docs"))
+        .status();
     let built = built.context("failed to start mdbook: `cargo install mdbook --locked`")?;
     ensure!(built.success(), "`mdbook build` failed with {built}");
-    say(&format!("xtask: the book is in `{}`", root.join("docs/book/index.html").display()));
+    say(&format!(
+        "xtask: the book is in `{}`",
+        root.join("docs/book/index.html").display()
+    ));
     match &arguments.browser {
         Some(chromium) => read_in_browser(root, chromium),
         None => Ok(()),
@@ -81,6 +102,8 @@ fn read_in_browser(root: &Path, chromium: &Path) -> Result<()> {
     let python = environment(&target.join("docs-python"), false)?;
     install(&python, &[PLAYWRIGHT])?;
     let mut test = Command::new(python);
-    test.arg(root.join("docs/tests/browser.py")).arg(root.join("docs/book")).arg(chromium);
+    test.arg(root.join("docs/tests/browser.py"))
+        .arg(root.join("docs/book"))
+        .arg(chromium);
     succeed(test.arg(target.join("docs-screenshots")))
 }

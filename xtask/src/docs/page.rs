@@ -22,13 +22,16 @@ pub(super) fn read_all(source: &Path) -> Result<Vec<Page>> {
 
 /// Reads the pages below a directory.
 fn collect(directory: &Path, source: &Path, pages: &mut Vec<Page>) -> Result<()> {
-    for entry in fs::read_dir(directory).with_context(|| format!("failed to list `{}`", directory.display()))? {
+    for entry in fs::read_dir(directory)
+        .with_context(|| format!("failed to list `{}`", directory.display()))?
+    {
         let path = entry?.path();
         if path.is_dir() {
             collect(&path, source, pages)?;
         } else if path.extension().is_some_and(|extension| extension == "md") {
             let name = path.strip_prefix(source)?.to_string_lossy().into_owned();
-            let text = fs::read_to_string(&path).with_context(|| format!("failed to read `{}`", path.display()))?;
+            let text = fs::read_to_string(&path)
+                .with_context(|| format!("failed to read `{}`", path.display()))?;
             pages.push(Page { name, text });
         }
     }
@@ -36,7 +39,10 @@ fn collect(directory: &Path, source: &Path, pages: &mut Vec<Page>) -> Result<()>
 }
 
 /// Writes a page or a picture.
-#[expect(clippy::disallowed_methods, reason = "a page or a picture is no checkpoint")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a page or a picture is no checkpoint"
+)]
 pub(super) fn write(path: &Path, text: &str) -> Result<()> {
     std::fs::write(path, text).with_context(|| format!("failed to write `{}`", path.display()))
 }

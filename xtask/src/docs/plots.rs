@@ -28,15 +28,20 @@ const TOP: f64 = 34.0;
 /// Compares the plots with those that the figures make, or writes them.
 pub(super) fn check(root: &Path, bless: bool) -> Result<()> {
     let path = root.join(FIGURES);
-    let text = std::fs::read(&path).with_context(|| format!("failed to read `{}`", path.display()))?;
-    let results: Results = serde_json::from_slice(&text).with_context(|| format!("`{FIGURES}` has no figures"))?;
+    let text =
+        std::fs::read(&path).with_context(|| format!("failed to read `{}`", path.display()))?;
+    let results: Results =
+        serde_json::from_slice(&text).with_context(|| format!("`{FIGURES}` has no figures"))?;
     for (name, drawn) in draw(&results) {
         let path = root.join(PICTURES).join(name);
         let there = std::fs::read_to_string(&path).unwrap_or_default();
         if there == drawn {
             continue;
         }
-        ensure!(bless, "`{PICTURES}/{name}` is not what `{FIGURES}` makes (`--bless` draws it)");
+        ensure!(
+            bless,
+            "`{PICTURES}/{name}` is not what `{FIGURES}` makes (`--bless` draws it)"
+        );
         page::write(&path, &drawn)?;
         say(&format!("xtask: drew `{PICTURES}/{name}`"));
     }
@@ -52,10 +57,20 @@ struct Group {
 
 /// Draws all plots, each with the name of its file.
 fn draw(results: &Results) -> Vec<(&'static str, String)> {
-    let cases: Vec<&Case> = results.cases.iter().filter(|case| case.size == SIZE).collect();
-    let saves = cases.iter().filter(|case| case.name == "save" && limit_is(case, "raw write, fsync"));
-    let saves: Vec<Group> = saves.map(|case| speeds(case, format!("{}, {}", ranks(case), case.place))).collect();
-    let loads = cases.iter().filter(|case| case.name.starts_with("load in place"));
+    let cases: Vec<&Case> = results
+        .cases
+        .iter()
+        .filter(|case| case.size == SIZE)
+        .collect();
+    let saves = cases
+        .iter()
+        .filter(|case| case.name == "save" && limit_is(case, "raw write, fsync"));
+    let saves: Vec<Group> = saves
+        .map(|case| speeds(case, format!("{}, {}", ranks(case), case.place)))
+        .collect();
+    let loads = cases
+        .iter()
+        .filter(|case| case.name.starts_with("load in place"));
     let loads: Vec<Group> = loads
         .map(|case| {
             let saved = case.name.strip_prefix("load in place, saved on ");
@@ -63,17 +78,39 @@ fn draw(results: &Results) -> Vec<(&'static str, String)> {
             speeds(case, format!("{}, saved on {saved}", ranks(case)))
         })
         .collect();
-    let legend = [("r0", "fsdp"), ("r1", "PyTorch"), ("none", "the machine's limit")];
+    let legend = [
+        ("r0", "fsdp"),
+        ("r1", "PyTorch"),
+        ("none", "the machine's limit"),
+    ];
     vec![
-        ("bench-save.svg", bars("Saves of 2 GiB, GB/s", &legend, &saves, false)),
-        ("bench-load.svg", bars("Loads of 2 GiB in place, GB/s", &legend, &loads, false)),
-        ("bench-torch.svg", bars("Times as fast as PyTorch, 2 GiB", &[], &ratios(&cases), true)),
+        (
+            "bench-save.svg",
+            bars("Saves of 2 GiB, GB/s", &legend, &saves, false),
+        ),
+        (
+            "bench-load.svg",
+            bars("Loads of 2 GiB in place, GB/s", &legend, &loads, false),
+        ),
+        (
+            "bench-torch.svg",
+            bars(
+                "Times as fast as PyTorch, 2 GiB",
+                &[],
+                &ratios(&cases),
+                true,
+            ),
+        ),
     ]
 }
 
 /// Returns the number of ranks in words.
 fn ranks(case: &Case) -> String {
-    format!("{} {}", case.ranks, if case.ranks == 1 { "rank" } else { "ranks" })
+    format!(
+        "{} {}",
+        case.ranks,
+        if case.ranks == 1 { "rank" } else { "ranks" }
+    )
 }
 
 fn limit_is(case: &Case, name: &str) -> bool {
@@ -88,8 +125,15 @@ fn speeds(case: &Case, label: String) -> Group {
         ("r1", case.torch_seconds),
         ("none", case.limit.as_ref().map(|limit| limit.seconds)),
     ];
-    let bars = all.into_iter().filter_map(|(class, seconds)| Some((class, speed(seconds?))));
-    Group { label, bars: bars.map(|(class, speed)| (class, speed, format!("{speed:.2}"))).collect() }
+    let bars = all
+        .into_iter()
+        .filter_map(|(class, seconds)| Some((class, speed(seconds?))));
+    Group {
+        label,
+        bars: bars
+            .map(|(class, speed)| (class, speed, format!("{speed:.2}")))
+            .collect(),
+    }
 }
 
 /// Returns how many times as fast as torch each case is, for which torch was measured, each once.
@@ -97,24 +141,41 @@ fn ratios(cases: &[&Case]) -> Vec<Group> {
     let mut groups: Vec<Group> = Vec::new();
     for case in cases {
         let label = format!("{}, {}, {}", case.name, ranks(case), case.place);
-        let Some(torch) = case.torch_seconds else { continue };
+        let Some(torch) = case.torch_seconds else {
+            continue;
+        };
         if case.name.contains("saved on") || groups.iter().any(|group| group.label == label) {
             continue;
         }
         let ratio = torch / case.seconds;
-        groups.push(Group { label, bars: vec![("r0", ratio, format!("{ratio:.1}"))] });
+        groups.push(Group {
+            label,
+            bars: vec![("r0", ratio, format!("{ratio:.1}"))],
+        });
     }
     groups
 }
 
-/// Draws groups of bars as SVG elements. With `logarithmic`, the values are ratios on a logarithmic axis: bars start at
-/// 1, and values below 1 go to the left.
+/// Draws groups of bars as SVG elements. With `logarithmic`, the values are ratios on a logarithmic
+/// axis: bars start at 1, and values below 1 go to the left.
 fn bars(title: &str, legend: &[(&str, &str)], groups: &[Group], logarithmic: bool) -> String {
-    let values = || groups.iter().flat_map(|group| group.bars.iter().map(|(_, value, _)| *value));
+    let values = || {
+        groups
+            .iter()
+            .flat_map(|group| group.bars.iter().map(|(_, value, _)| *value))
+    };
     let most = values().fold(1.0, f64::max);
-    let least = if logarithmic { values().fold(1.0, f64::min) } else { 0.0 };
+    let least = if logarithmic {
+        values().fold(1.0, f64::min)
+    } else {
+        0.0
+    };
     let x = |value: f64| {
-        let along = if logarithmic { (value / least).ln() / (most / least).ln().max(1e-9) } else { value / most };
+        let along = if logarithmic {
+            (value / least).ln() / (most / least).ln().max(1e-9)
+        } else {
+            value / most
+        };
         LEFT + along * (WIDTH - LEFT - RIGHT)
     };
     let base = x(if logarithmic { 1.0 } else { 0.0 });
@@ -171,7 +232,10 @@ fn bars(title: &str, legend: &[(&str, &str)], groups: &[Group], logarithmic: boo
 }
 
 fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('"', "&quot;")
 }
 
 #[cfg(test)]
@@ -197,8 +261,15 @@ mod tests {
     fn what_was_not_measured_has_no_bar() {
         let group = speeds(&case("save", 1.0, None), "a".to_owned());
         assert_eq!(group.bars, [("r0", 2.0, "2.00".to_owned())]);
-        assert_eq!(speeds(&case("save", 1.0, Some(4.0)), "a".to_owned()).bars[1].1, 0.5);
-        let cases = [&case("save", 1.0, None), &case("load", 1.0, Some(3.0)), &case("load", 1.0, Some(3.0))];
+        assert_eq!(
+            speeds(&case("save", 1.0, Some(4.0)), "a".to_owned()).bars[1].1,
+            0.5
+        );
+        let cases = [
+            &case("save", 1.0, None),
+            &case("load", 1.0, Some(3.0)),
+            &case("load", 1.0, Some(3.0)),
+        ];
         let groups = ratios(&cases);
         assert_eq!(groups.len(), 1);
         assert_eq!(groups[0].bars[0].2, "3.0");
@@ -208,12 +279,19 @@ mod tests {
     fn slower_than_torch_goes_to_the_left() {
         let groups: Vec<Group> = [0.5, 8.0]
             .into_iter()
-            .map(|value| Group { label: "<x>".to_owned(), bars: vec![("r0", value, String::new())] })
+            .map(|value| Group {
+                label: "<x>".to_owned(),
+                bars: vec![("r0", value, String::new())],
+            })
             .collect();
         let drawn = bars("t", &[], &groups, true);
-        // The smallest value begins at the left edge, and 1 is a quarter of the way to 8, in powers of 2.
+        // The smallest value begins at the left edge, and 1 is a quarter of the way to 8, in powers
+        // of 2.
         assert!(drawn.contains(&format!("<rect x=\"{LEFT:.1}\"")), "{drawn}");
         let one = LEFT + (WIDTH - LEFT - RIGHT) / 4.0;
-        assert!(drawn.contains(&format!("<rect x=\"{one:.1}\"")) && drawn.contains("&lt;x&gt;"), "{drawn}");
+        assert!(
+            drawn.contains(&format!("<rect x=\"{one:.1}\"")) && drawn.contains("&lt;x&gt;"),
+            "{drawn}"
+        );
     }
 }

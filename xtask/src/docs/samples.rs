@@ -1,9 +1,9 @@
 //! Console samples of the book: run again, and compared with what the page shows.
 //!
-//! A block that begins with <code>```console,run</code> is run. Lines that begin with `$ ` are commands of a shell, and
-//! what follows each, up to the next, is its output, stdout and stderr together. A line `…` stands for any number of
-//! lines. All samples of a page run one after the other in one directory, in which `pytorch` is a checkpoint that
-//! PyTorch wrote on two ranks.
+//! A block that begins with <code>```console,run</code> is run. Lines that begin with `$ ` are
+//! commands of a shell, and what follows each, up to the next, is its output, stdout and stderr
+//! together. A line `…` stands for any number of lines. All samples of a page run one after the
+//! other in one directory, in which `pytorch` is a checkpoint that PyTorch wrote on two ranks.
 
 use std::path::Path;
 use std::process::Command;
@@ -28,8 +28,11 @@ pub(super) fn check(pages: &[Page], root: &Path, program: &Path, bless: bool) ->
     let mut commands = 0;
     for page in pages.iter().filter(|page| page.text.contains(OPENING)) {
         let place = tempfile::tempdir().context("failed to make a directory for samples")?;
-        let copied =
-            Command::new("cp").arg("-r").arg(root.join(CHECKPOINT)).arg(place.path().join("pytorch")).status()?;
+        let copied = Command::new("cp")
+            .arg("-r")
+            .arg(root.join(CHECKPOINT))
+            .arg(place.path().join("pytorch"))
+            .status()?;
         ensure!(copied.success(), "failed to copy the samples' checkpoint");
         let (text, ran) = again(&page.text, |line| shell(line, place.path(), program))?;
         commands += ran;
@@ -40,9 +43,16 @@ pub(super) fn check(pages: &[Page], root: &Path, program: &Path, bless: bool) ->
             super::page::write(&root.join("docs/src").join(&page.name), &text)?;
             say(&format!("xtask: blessed `{}`", page.name));
         } else {
-            let changed = page.text.lines().zip(text.lines()).find(|(shown, now)| shown != now);
+            let changed = page
+                .text
+                .lines()
+                .zip(text.lines())
+                .find(|(shown, now)| shown != now);
             let (shown, now) = changed.unwrap_or(("the end", "more"));
-            differences.push(format!("{}: the page shows\n    {shown}\n  and now it is\n    {now}", page.name));
+            differences.push(format!(
+                "{}: the page shows\n    {shown}\n  and now it is\n    {now}",
+                page.name
+            ));
         }
     }
     ensure!(
@@ -50,12 +60,14 @@ pub(super) fn check(pages: &[Page], root: &Path, program: &Path, bless: bool) ->
         "console samples print something else now (`--bless` writes it):\n  {}",
         differences.join("\n  ")
     );
-    say(&format!("xtask: {commands} commands of console samples print what the book shows"));
+    say(&format!(
+        "xtask: {commands} commands of console samples print what the book shows"
+    ));
     Ok(())
 }
 
-/// Returns the text of a page with its samples as `run` prints them now, and the number of commands. A part that `…`
-/// leaves out stays left out if the rest fits.
+/// Returns the text of a page with its samples as `run` prints them now, and the number of
+/// commands. A part that `…` leaves out stays left out if the rest fits.
 fn again(text: &str, mut run: impl FnMut(&str) -> Result<String>) -> Result<(String, usize)> {
     let mut now = String::new();
     let mut ran = 0;
@@ -70,14 +82,21 @@ fn again(text: &str, mut run: impl FnMut(&str) -> Result<String>) -> Result<(Str
             if command == "```" {
                 break;
             }
-            let Some(command) = command.strip_prefix("$ ") else { bail!("`{command}` follows no command") };
+            let Some(command) = command.strip_prefix("$ ") else {
+                bail!("`{command}` follows no command")
+            };
             let mut shown = Vec::new();
-            while let Some(output) = lines.next_if(|line| !line.starts_with("$ ") && *line != "```") {
+            while let Some(output) = lines.next_if(|line| !line.starts_with("$ ") && *line != "```")
+            {
                 shown.push(output);
             }
             let printed = run(command)?;
             let printed: Vec<&str> = printed.lines().collect();
-            let kept = if fits(&shown, &printed) { &shown } else { &printed };
+            let kept = if fits(&shown, &printed) {
+                &shown
+            } else {
+                &printed
+            };
             kept.iter().for_each(|line| push(&mut now, line));
             ran += 1;
         }
@@ -90,18 +109,23 @@ fn push(text: &mut String, line: &str) {
     text.push('\n');
 }
 
-/// Returns `true` if the lines shown are those printed, where each `…` stands for any number of lines.
+/// Returns `true` if the lines shown are those printed, where each `…` stands for any number of
+/// lines.
 fn fits(shown: &[&str], printed: &[&str]) -> bool {
     match shown.split_first() {
         None => printed.is_empty(),
-        Some((&ELLIPSIS, rest)) => (0..=printed.len()).any(|skipped| fits(rest, &printed[skipped..])),
+        Some((&ELLIPSIS, rest)) => {
+            (0..=printed.len()).any(|skipped| fits(rest, &printed[skipped..]))
+        }
         Some((line, rest)) => printed.first() == Some(line) && fits(rest, &printed[1..]),
     }
 }
 
 /// Runs a line of a shell, and returns what it wrote to stdout and stderr.
 fn shell(line: &str, place: &Path, program: &Path) -> Result<String> {
-    let program = program.canonicalize().with_context(|| format!("failed to find `{}`", program.display()))?;
+    let program = program
+        .canonicalize()
+        .with_context(|| format!("failed to find `{}`", program.display()))?;
     let directory = program.parent().context("a program is in a directory")?;
     let path = std::env::var("PATH").unwrap_or_default();
     let output = Command::new("sh")
@@ -123,7 +147,13 @@ mod tests {
 
     #[test]
     fn a_sample_that_prints_the_same_stays_as_it_is() {
-        let printed = |line: &str| Ok(if line == "one" { "1\n".to_owned() } else { "a\nb\nc\nz\n".to_owned() });
+        let printed = |line: &str| {
+            Ok(if line == "one" {
+                "1\n".to_owned()
+            } else {
+                "a\nb\nc\nz\n".to_owned()
+            })
+        };
         assert_eq!(again(PAGE, printed).unwrap(), (PAGE.to_owned(), 2));
     }
 

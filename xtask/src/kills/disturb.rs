@@ -1,4 +1,5 @@
-//! One run whose ranks and launchers are killed and stopped until it ends, and the limits that it keeps on the way.
+//! One run whose ranks and launchers are killed and stopped until it ends, and the limits that it
+//! keeps on the way.
 
 use std::path::Path;
 use std::thread;
@@ -14,15 +15,20 @@ use crate::shell::say;
 
 /// The longest time for which a launcher is stopped.
 const LONGEST_STOP: Duration = Duration::from_secs(2);
-/// The time that a rank may take to end once it knows of a failure, on a machine that has fewer cores than ranks.
+/// The time that a rank may take to end once it knows of a failure, on a machine that has fewer
+/// cores than ranks.
 const END: Duration = Duration::from_secs(2);
 
 /// The moments of the failures of a run.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Pace {
-    /// At random moments, with no more than `longest` between two, until there were so many failures in all runs, or so
-    /// many in this one.
-    Random { longest: Duration, in_all: u64, of_a_run: u64 },
+    /// At random moments, with no more than `longest` between two, until there were so many
+    /// failures in all runs, or so many in this one.
+    Random {
+        longest: Duration,
+        in_all: u64,
+        of_a_run: u64,
+    },
     /// One after each such time, for as long as the run takes.
     Every(Duration),
 }
@@ -79,7 +85,9 @@ impl Run<'_> {
             }
             let (saved, begun) = (newest(self.out)?, starts(self.out)?.len());
             let hit = Instant::now();
-            let Some(survivors) = self.hit(&mut job, &ranks, random, counts)? else { continue };
+            let Some(survivors) = self.hit(&mut job, &ranks, random, counts)? else {
+                continue;
+            };
             let steps = done(self.out)?;
             self.check_survivors(&survivors, hit, counts)?;
             // The run goes on: it resumes from the newest checkpoint, and saves another one.
@@ -88,21 +96,28 @@ impl Run<'_> {
                     return Ok(());
                 }
                 if saved == self.work.steps {
-                    // A rank that was stopped after its last step may go on at any time, so the launcher waits for it.
+                    // A rank that was stopped after its last step may go on at any time, so the
+                    // launcher waits for it.
                     signal(&ranks, Signal::CONT);
                 }
                 ensure!(hit.elapsed() < HANG, "no step within {HANG:?} of a failure");
             }
             counts.slowest = counts.slowest.max(hit.elapsed());
-            // A kill in the last moment of a save may find the new checkpoint there: then the run is yet to start
-            // again.
+            // A kill in the last moment of a save may find the new checkpoint there: then the run
+            // is yet to start again.
             if let Some(start) = starts(self.out)?.get(begun) {
                 let (lost, most) = (steps.saturating_sub(*start), self.work.save_every);
-                ensure!(lost <= most, "of {steps} steps {lost} were lost, more than {most}: the run began at {start}");
+                ensure!(
+                    lost <= most,
+                    "of {steps} steps {lost} were lost, more than {most}: the run began at {start}"
+                );
                 counts.lost = counts.lost.max(lost);
             }
             if let Pace::Every(_) = self.pace {
-                say(&format!("kills: at step {steps} of {}; {counts:?}", self.work.steps));
+                say(&format!(
+                    "kills: at step {steps} of {}; {counts:?}",
+                    self.work.steps
+                ));
             }
         }
         ensure!(job.wait(HANG)?, "the run does not end");
@@ -110,10 +125,20 @@ impl Run<'_> {
     }
 
     /// Returns the time until the next failure; `None` if there were enough.
-    fn pause(&self, counts: &Counts, before: u64, begin: Instant, random: &mut StdRng) -> Option<Duration> {
+    fn pause(
+        &self,
+        counts: &Counts,
+        before: u64,
+        begin: Instant,
+        random: &mut StdRng,
+    ) -> Option<Duration> {
         let here = counts.all() - before;
         match self.pace {
-            Pace::Random { longest, in_all, of_a_run } => {
+            Pace::Random {
+                longest,
+                in_all,
+                of_a_run,
+            } => {
                 (counts.all() < in_all && here < of_a_run).then(|| longest.mul_f64(random.random()))
             }
             Pace::Every(every) => {
@@ -123,9 +148,15 @@ impl Run<'_> {
         }
     }
 
-    /// Kills or stops a rank, half of the ranks, or the launcher. Returns the ranks that it has left, which cannot go
-    /// on; `None` if nothing is lost.
-    fn hit(&self, job: &mut Job, ranks: &[Pid], random: &mut StdRng, counts: &mut Counts) -> Result<Option<Vec<Pid>>> {
+    /// Kills or stops a rank, half of the ranks, or the launcher. Returns the ranks that it has
+    /// left, which cannot go on; `None` if nothing is lost.
+    fn hit(
+        &self,
+        job: &mut Job,
+        ranks: &[Pid],
+        random: &mut StdRng,
+        counts: &mut Counts,
+    ) -> Result<Option<Vec<Pid>>> {
         let victim = random.random_range(0..ranks.len());
         let host = 0..ranks.len() / 2;
         let (victims, with, count) = match random.random_range(0..20) {
@@ -154,14 +185,18 @@ impl Run<'_> {
         };
         *count += 1;
         signal(&ranks[victims.clone()], with);
-        let survivors = ranks.iter().enumerate().filter(|(at, _)| !victims.contains(at));
+        let survivors = ranks
+            .iter()
+            .enumerate()
+            .filter(|(at, _)| !victims.contains(at));
         Ok(Some(survivors.map(|(_, rank)| *rank).collect()))
     }
 
-    /// Waits until the ranks that a failure has left have ended, and checks that this takes no longer than a step and
-    /// the timeout.
+    /// Waits until the ranks that a failure has left have ended, and checks that this takes no
+    /// longer than a step and the timeout.
     ///
-    /// The launcher ends those that do not end by themselves once one has. `cargo xtask soak` checks that all do.
+    /// The launcher ends those that do not end by themselves once one has. `cargo xtask soak`
+    /// checks that all do.
     fn check_survivors(&self, survivors: &[Pid], hit: Instant, counts: &mut Counts) -> Result<()> {
         let timeout = Duration::from_secs(self.work.timeout);
         let limit = self.longest_step + timeout + END;

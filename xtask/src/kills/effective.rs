@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
-/// Returns the effective time of a run: the time of its useful steps, divided by the whole time that it took.
+/// Returns the effective time of a run: the time of its useful steps, divided by the whole time
+/// that it took.
 ///
-/// `steps` are the seconds that each of its steps takes in a run that nobody disturbs, without saves. So a step counts
-/// once, however often it was done, and everything else counts as lost: starts, saves, loads, the time until a failure
-/// is noticed, and steps that were done again. Returns `None` if there is no step or no time.
+/// `steps` are the seconds that each of its steps takes in a run that nobody disturbs, without
+/// saves. So a step counts once, however often it was done, and everything else counts as lost:
+/// starts, saves, loads, the time until a failure is noticed, and steps that were done again.
+/// Returns `None` if there is no step or no time.
 pub(super) fn effective(steps: &[f64], whole: Duration) -> Option<f64> {
     let share = steps.iter().sum::<f64>() / whole.as_secs_f64();
     (!steps.is_empty() && share.is_finite()).then_some(share)

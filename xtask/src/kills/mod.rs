@@ -1,9 +1,10 @@
-//! `cargo xtask kills`: a run whose ranks and launchers are killed and stopped over and over must end with the bits of
-//! one that nobody disturbed.
+//! `cargo xtask kills`: a run whose ranks and launchers are killed and stopped over and over must
+//! end with the bits of one that nobody disturbed.
 //!
-//! Without `--every` these are many short runs, hit at random moments. With it, it is one long run with a failure after
-//! each such time, and its [effective time](effective::effective) is told. In both, each failure may lose the steps
-//! since the last save at most, and the ranks that it leaves must end within a step and the timeout.
+//! Without `--every` these are many short runs, hit at random moments. With it, it is one long run
+//! with a failure after each such time, and its [effective time](effective::effective) is told. In
+//! both, each failure may lose the steps since the last save at most, and the ranks that it leaves
+//! must end within a step and the timeout.
 
 mod disturb;
 mod effective;
@@ -40,11 +41,12 @@ pub(crate) struct KillsArguments {
     /// The deadline of the ranks: a stopped one is noticed after it
     #[arg(long, value_name = "SECONDS", default_value_t = 5)]
     timeout: u64,
-    /// The time between two failures of one long run, which would take N such times undisturbed [default: short runs,
-    /// hit at random moments]
+    /// The time between two failures of one long run, which would take N such times undisturbed
+    /// [default: short runs, hit at random moments]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     every: Option<u32>,
-    /// The least effective time of that run: the time of its steps undisturbed, as a part of the time that it took
+    /// The least effective time of that run: the time of its steps undisturbed, as a part of the
+    /// time that it took
     #[arg(long, value_name = "SHARE", requires = "every")]
     effective: Option<f64>,
     /// The `fsdp` to test [default: the debug build of this tree]
@@ -54,8 +56,8 @@ pub(crate) struct KillsArguments {
 
 /// The steps of a short run.
 const STEPS: u64 = 150;
-/// The longest time between two failures of a short run, in times of one that nobody disturbs: most runs must live to
-/// see one.
+/// The longest time between two failures of a short run, in times of one that nobody disturbs: most
+/// runs must live to see one.
 const LONGEST_LIFE: f64 = 0.5;
 /// The failures of a short run at most: it must end some time.
 const KILLS_OF_A_RUN: u64 = 25;
@@ -80,7 +82,13 @@ pub(crate) fn run(root: &Path, arguments: &KillsArguments) -> Result<()> {
     let mut random = StdRng::seed_from_u64(seed);
     match arguments.every {
         Some(seconds) => {
-            let (every, work) = (Duration::from_secs(seconds.into()), Work { keep_last: Some(KEPT), ..work });
+            let (every, work) = (
+                Duration::from_secs(seconds.into()),
+                Work {
+                    keep_last: Some(KEPT),
+                    ..work
+                },
+            );
             one_long_run(work, dir.path(), every, arguments, &mut random)
         }
         None => many_short_runs(&work, dir.path(), arguments.kills, &mut random),
@@ -88,13 +96,22 @@ pub(crate) fn run(root: &Path, arguments: &KillsArguments) -> Result<()> {
     .with_context(|| format!("seed {seed}\n{}", last_lines(&dir.path().join("said"))))
 }
 
-#[expect(clippy::disallowed_methods, reason = "a run that was compared is not needed any more")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a run that was compared is not needed any more"
+)]
 fn many_short_runs(work: &Work, dir: &Path, kills: u64, random: &mut StdRng) -> Result<()> {
     let (quiet, said) = (dir.join("quiet"), dir.join("said"));
     let start = Instant::now();
-    ensure!(work.start(&quiet, &said)?.wait(HANG)?, "the run that nobody disturbs takes more than {HANG:?}");
+    ensure!(
+        work.start(&quiet, &said)?.wait(HANG)?,
+        "the run that nobody disturbs takes more than {HANG:?}"
+    );
     let undisturbed = start.elapsed();
-    say(&format!("kills: a run of {STEPS} steps on {} ranks takes {undisturbed:.1?}", work.ranks));
+    say(&format!(
+        "kills: a run of {STEPS} steps on {} ranks takes {undisturbed:.1?}",
+        work.ranks
+    ));
     let longest_step = longest(&step_seconds(&quiet)?);
     let mut counts = Counts::default();
     let (mut runs, mut disturbed) = (0, Duration::ZERO);
@@ -102,17 +119,32 @@ fn many_short_runs(work: &Work, dir: &Path, kills: u64, random: &mut StdRng) -> 
         let out = dir.join(format!("run-{runs}"));
         let start = Instant::now();
         let longest = undisturbed.mul_f64(LONGEST_LIFE);
-        let pace = Pace::Random { longest, in_all: kills, of_a_run: KILLS_OF_A_RUN };
-        let run = Run { work, out: &out, said: &said, pace, longest_step };
-        run.disturb(random, &mut counts).with_context(|| format!("run {runs}"))?;
+        let pace = Pace::Random {
+            longest,
+            in_all: kills,
+            of_a_run: KILLS_OF_A_RUN,
+        };
+        let run = Run {
+            work,
+            out: &out,
+            said: &said,
+            pace,
+            longest_step,
+        };
+        run.disturb(random, &mut counts)
+            .with_context(|| format!("run {runs}"))?;
         disturbed += start.elapsed();
         runs += 1;
         // Every bit of the state after the last step is the same.
-        work.check_same(&quiet, &out, STEPS).with_context(|| format!("run {runs}"))?;
+        work.check_same(&quiet, &out, STEPS)
+            .with_context(|| format!("run {runs}"))?;
         fs::remove_file(&said).ok();
         // A thousand kills take many runs.
         fs::remove_dir_all(&out)?;
-        say(&format!("kills: {} in {runs} runs, no wrong bit; {counts:?}; {disturbed:.0?} in all", counts.all()));
+        say(&format!(
+            "kills: {} in {runs} runs, no wrong bit; {counts:?}; {disturbed:.0?} in all",
+            counts.all()
+        ));
     }
     Ok(())
 }
@@ -126,17 +158,27 @@ fn one_long_run(
     random: &mut StdRng,
 ) -> Result<()> {
     let (quiet, out, said) = (dir.join("quiet"), dir.join("disturbed"), dir.join("said"));
-    // Step 1: nobody disturbs a run that takes as long. It tells how many steps there are to do, their bits, and their
-    // time.
+    // Step 1: nobody disturbs a run that takes as long. It tells how many steps there are to do,
+    // their bits, and their time.
     let length = every.mul_f64(arguments.kills as f64);
-    say(&format!("kills: a run that nobody disturbs takes {length:.0?}"));
+    say(&format!(
+        "kills: a run that nobody disturbs takes {length:.0?}"
+    ));
     let start = Instant::now();
-    let mut job = Work { steps: ENDLESS, ..work.clone() }.start(&quiet, &said)?;
-    ensure!(!job.wait(length)?, "the run that nobody disturbs ended too soon");
+    let mut job = Work {
+        steps: ENDLESS,
+        ..work.clone()
+    }
+    .start(&quiet, &said)?;
+    ensure!(
+        !job.wait(length)?,
+        "the run that nobody disturbs ended too soon"
+    );
     job.stop()?;
     let undisturbed = start.elapsed();
     let (steps, seconds) = (newest(&quiet)?, step_seconds(&quiet)?);
-    let alone = effective(&seconds, undisturbed).context("the run that nobody disturbs has done no step")?;
+    let alone = effective(&seconds, undisturbed)
+        .context("the run that nobody disturbs has done no step")?;
     say(&format!(
         "kills: {steps} steps of {:.1} ms on {} ranks; undisturbed, with saves, they took {undisturbed:.1?}: effective time \
          {alone:.3}",
@@ -145,7 +187,13 @@ fn one_long_run(
     ));
     // Step 2: the same number of steps, with failures.
     let (work, mut counts, start) = (Work { steps, ..work }, Counts::default(), Instant::now());
-    let run = Run { work: &work, out: &out, said: &said, pace: Pace::Every(every), longest_step: longest(&seconds) };
+    let run = Run {
+        work: &work,
+        out: &out,
+        said: &said,
+        pace: Pace::Every(every),
+        longest_step: longest(&seconds),
+    };
     run.disturb(random, &mut counts)?;
     let disturbed = start.elapsed();
     // Step 3: compare.
@@ -157,7 +205,10 @@ fn one_long_run(
         counts.all()
     ));
     let limit = arguments.effective.unwrap_or(0.0);
-    ensure!(share >= limit, "the effective time is {share:.3}, less than {limit}");
+    ensure!(
+        share >= limit,
+        "the effective time is {share:.3}, less than {limit}"
+    );
     Ok(())
 }
 

@@ -23,8 +23,11 @@ const NOISE: usize = 64 << 10;
 /// The most bits that are flipped in a recording.
 const FLIPS: usize = 8;
 /// The time that the other side has to let a connection in, to take bytes, and to answer.
-const PATIENCE: (Duration, Duration, Duration) =
-    (Duration::from_secs(1), Duration::from_millis(200), Duration::from_millis(20));
+const PATIENCE: (Duration, Duration, Duration) = (
+    Duration::from_secs(1),
+    Duration::from_millis(200),
+    Duration::from_millis(20),
+);
 /// The pause after a port had closed, and while none is open.
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -49,7 +52,8 @@ enum Trick {
     Silent,
     /// A recording, of which a byte is sent from time to time.
     Slow,
-    /// A greeting with some bits flipped, and the end of what this side sends. The connection stays open.
+    /// A greeting with some bits flipped, and the end of what this side sends. The connection stays
+    /// open.
     HalfClosed,
     /// Many connections, opened and closed at once.
     Burst,
@@ -92,7 +96,9 @@ pub(super) struct Field {
 impl Field {
     /// Sets the open ports of a job.
     pub(super) fn set_targets(&self, job: usize, targets: Vec<Target>) {
-        *self.targets[job].lock().unwrap_or_else(PoisonError::into_inner) = targets;
+        *self.targets[job]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = targets;
     }
 
     /// Tells all strangers, and all who watch, to end.
@@ -106,10 +112,20 @@ impl Field {
 
     /// Chooses an open port, a store's as often as a rank's; `None` if none is open.
     fn target(&self, random: &mut StdRng) -> Option<Target> {
-        let lists = self.targets.iter().map(|targets| targets.lock().unwrap_or_else(PoisonError::into_inner).clone());
-        let (stores, ranks): (Vec<Target>, Vec<Target>) =
-            lists.flatten().partition(|target| target.kind == Kind::Store);
-        let (first, second) = if random.random_bool(0.5) { (stores, ranks) } else { (ranks, stores) };
+        let lists = self.targets.iter().map(|targets| {
+            targets
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone()
+        });
+        let (stores, ranks): (Vec<Target>, Vec<Target>) = lists
+            .flatten()
+            .partition(|target| target.kind == Kind::Store);
+        let (first, second) = if random.random_bool(0.5) {
+            (stores, ranks)
+        } else {
+            (ranks, stores)
+        };
         let list = if first.is_empty() { second } else { first };
         (!list.is_empty()).then(|| list[random.random_range(0..list.len())])
     }
@@ -125,14 +141,22 @@ impl Field {
 /// Bothers open ports until the end.
 pub(super) fn bother(field: &Field, recording: &Recording, seed: u64) {
     let random = StdRng::seed_from_u64(seed);
-    let mut stranger = Stranger { field, recording, random, kept: VecDeque::new() };
+    let mut stranger = Stranger {
+        field,
+        recording,
+        random,
+        kept: VecDeque::new(),
+    };
     while !field.has_ended() {
         let Some(target) = field.target(&mut stranger.random) else {
             thread::sleep(PAUSE);
             continue;
         };
         // The other side may end a connection at any time. The port may also have closed.
-        if stranger.visit(target).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused) {
+        if stranger
+            .visit(target)
+            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+        {
             thread::sleep(PAUSE);
         }
         stranger.go_on();
@@ -163,7 +187,9 @@ impl Stranger<'_> {
         let Recording { greeting, all } = self.recording;
         match trick {
             Trick::Noise => stream.write_all(&self.noise())?,
-            Trick::Truncated => stream.write_all(&greeting[..self.random.random_range(0..greeting.len())])?,
+            Trick::Truncated => {
+                stream.write_all(&greeting[..self.random.random_range(0..greeting.len())])?
+            }
             Trick::Flipped => stream.write_all(&flipped(all, &mut self.random))?,
             Trick::Replayed => stream.write_all(all)?,
             Trick::Changed => {
@@ -171,8 +197,11 @@ impl Stranger<'_> {
                 stream.write_all(&[&all[..same], &self.noise()].concat())?;
             }
             Trick::Huge => {
-                let claim =
-                    if self.random.random_bool(0.5) { vec![0xff; 256] } else { i64::MAX.to_le_bytes().repeat(32) };
+                let claim = if self.random.random_bool(0.5) {
+                    vec![0xff; 256]
+                } else {
+                    i64::MAX.to_le_bytes().repeat(32)
+                };
                 stream.write_all(&[greeting, &claim[..], &vec![0; NOISE]].concat())?;
             }
             Trick::Reflected => {
@@ -209,9 +238,17 @@ impl Stranger<'_> {
     }
 
     /// Reads an answer, if there is one, and counts it.
-    fn answer(&self, target: Target, stream: &mut TcpStream, answer: &mut [u8]) -> io::Result<usize> {
+    fn answer(
+        &self,
+        target: Target,
+        stream: &mut TcpStream,
+        answer: &mut [u8],
+    ) -> io::Result<usize> {
         let count = stream.read(answer)?;
-        self.field.visits(target.kind).answered.fetch_add(u64::from(count > 0), Ordering::Relaxed);
+        self.field
+            .visits(target.kind)
+            .answered
+            .fetch_add(u64::from(count > 0), Ordering::Relaxed);
         Ok(count)
     }
 
@@ -263,7 +300,10 @@ mod tests {
     fn at_most_a_few_bits_are_flipped() {
         let mut random = StdRng::seed_from_u64(1);
         for _ in 0..100 {
-            let bits: u32 = flipped(&[0; 40], &mut random).iter().map(|byte| byte.count_ones()).sum();
+            let bits: u32 = flipped(&[0; 40], &mut random)
+                .iter()
+                .map(|byte| byte.count_ones())
+                .sum();
             assert!(bits <= FLIPS as u32);
         }
     }
@@ -273,13 +313,24 @@ mod tests {
         let field = Field::default();
         let mut random = StdRng::seed_from_u64(1);
         assert_eq!(field.target(&mut random), None);
-        let store = Target { port: 1, kind: Kind::Store };
+        let store = Target {
+            port: 1,
+            kind: Kind::Store,
+        };
         field.set_targets(0, vec![store]);
         assert_eq!(field.target(&mut random), Some(store));
-        let ranks = [2, 3, 4].map(|port| Target { port, kind: Kind::Rank });
+        let ranks = [2, 3, 4].map(|port| Target {
+            port,
+            kind: Kind::Rank,
+        });
         field.set_targets(1, ranks.to_vec());
         let chosen: Vec<Target> = (0..200).filter_map(|_| field.target(&mut random)).collect();
-        assert!(ranks.iter().chain([&store]).all(|target| chosen.contains(target)));
+        assert!(
+            ranks
+                .iter()
+                .chain([&store])
+                .all(|target| chosen.contains(target))
+        );
         field.set_targets(0, Vec::new());
         assert!((0..200).all(|_| field.target(&mut random) != Some(store)));
     }

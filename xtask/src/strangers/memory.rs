@@ -12,17 +12,23 @@ pub(super) struct Levels(Vec<(Pid, u64)>);
 impl Levels {
     /// Takes the levels of these processes.
     pub(super) fn of(processes: &[Pid]) -> Result<Self> {
-        let levels = processes.iter().map(|process| Ok((*process, resident(*process)?)));
+        let levels = processes
+            .iter()
+            .map(|process| Ok((*process, resident(*process)?)));
         Ok(Levels(levels.collect::<Result<_>>()?))
     }
 
-    /// Returns the largest growth of a process since then, in bytes, which must be no more than the limit.
+    /// Returns the largest growth of a process since then, in bytes, which must be no more than the
+    /// limit.
     pub(super) fn check(&self, limit: u64) -> Result<u64> {
         let mut most = 0;
         for (process, before) in &self.0 {
             let now = resident(*process)?;
             let grown = now.saturating_sub(*before);
-            ensure!(grown <= limit, "the process {process:?} has grown from {before} bytes to {now}");
+            ensure!(
+                grown <= limit,
+                "the process {process:?} has grown from {before} bytes to {now}"
+            );
             most = most.max(grown);
         }
         Ok(most)
@@ -36,10 +42,12 @@ fn resident(process: Pid) -> Result<u64> {
     resident_bytes(&status).with_context(|| format!("the process {process:?} has ended"))
 }
 
-/// Returns the bytes in memory from the status of a process. One that has ended, and that nobody has waited for, has
-/// none.
+/// Returns the bytes in memory from the status of a process. One that has ended, and that nobody
+/// has waited for, has none.
 fn resident_bytes(status: &str) -> Option<u64> {
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))?;
     let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kibibytes.checked_mul(1024)
 }
@@ -50,7 +58,10 @@ mod tests {
 
     #[test]
     fn memory_is_read_from_the_status_and_a_process_that_has_ended_has_none() {
-        assert_eq!(resident_bytes("Name:\tfsdp\nVmHWM:\t  9000 kB\nVmRSS:\t    2048 kB\n"), Some(2 << 20));
+        assert_eq!(
+            resident_bytes("Name:\tfsdp\nVmHWM:\t  9000 kB\nVmRSS:\t    2048 kB\n"),
+            Some(2 << 20)
+        );
         assert_eq!(resident_bytes("Name:\tfsdp\nState:\tZ (zombie)\n"), None);
     }
 
@@ -59,6 +70,12 @@ mod tests {
         let this = rustix::process::getpid();
         let now = resident(this).unwrap();
         assert!(Levels(vec![(this, now)]).check(64 << 20).is_ok());
-        assert!(Levels(vec![(this, 0)]).check(0).unwrap_err().to_string().contains("has grown"));
+        assert!(
+            Levels(vec![(this, 0)])
+                .check(0)
+                .unwrap_err()
+                .to_string()
+                .contains("has grown")
+        );
     }
 }

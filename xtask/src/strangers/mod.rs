@@ -1,15 +1,17 @@
-//! `cargo xtask strangers`: strangers at both ports of jobs, for a given time. The jobs must not notice.
+//! `cargo xtask strangers`: strangers at both ports of jobs, for a given time. The jobs must not
+//! notice.
 //!
-//! A job has two kinds of ports. That of the store, on rank 0, is open for as long as the job runs. In jobs of at most
-//! 32 ranks, each rank's own is open until all ranks have met. So there are two jobs at a time: one that runs all the
-//! time, and beside it, one after another, jobs that meet. The last rank of each of these comes late, and until then
-//! its other ranks wait at their open ports. Ranks of one host send their tensors through shared memory, but they meet
-//! over sockets like ranks of many hosts.
+//! A job has two kinds of ports. That of the store, on rank 0, is open for as long as the job runs.
+//! In jobs of at most 32 ranks, each rank's own is open until all ranks have met. So there are two
+//! jobs at a time: one that runs all the time, and beside it, one after another, jobs that meet.
+//! The last rank of each of these comes late, and until then its other ranks wait at their open
+//! ports. Ranks of one host send their tensors through shared memory, but they meet over sockets
+//! like ranks of many hosts.
 //!
-//! The strangers are threads. One of the ranks of the running job reaches its store through a [recorder], and the
-//! strangers send what it said: whole, in part, with flipped bits, slowly. They also send noise, claims of much to
-//! come, the other side's own answers, or nothing. A [seed](StrangersArguments::seed) fixes all that they choose, but
-//! not the times.
+//! The strangers are threads. One of the ranks of the running job reaches its store through a
+//! [recorder], and the strangers send what it said: whole, in part, with flipped bits, slowly. They
+//! also send noise, claims of much to come, the other side's own answers, or nothing. A
+//! [seed](StrangersArguments::seed) fixes all that they choose, but not the times.
 //!
 //! Each check was seen to fail:
 //!
@@ -106,9 +108,15 @@ pub(crate) fn run(root: &Path, arguments: &StrangersArguments) -> Result<()> {
         max_restarts: 0,
         grace: 10,
     };
-    let task = Task { work, field: Field::default(), dir: dir.path(), growth: arguments.growth << 20 };
+    let task = Task {
+        work,
+        field: Field::default(),
+        dir: dir.path(),
+        growth: arguments.growth << 20,
+    };
     task.run(arguments, seed).with_context(|| {
-        let said = ["running", "meeting"].map(|job| format!("the {job} job:\n{}", last_lines(&task.said(job))));
+        let said = ["running", "meeting"]
+            .map(|job| format!("the {job} job:\n{}", last_lines(&task.said(job))));
         format!("seed {seed}\n{}", said.join("\n"))
     })
 }
@@ -117,10 +125,16 @@ impl Task<'_> {
     fn run(&self, arguments: &StrangersArguments, seed: u64) -> Result<()> {
         // Step 1: the bits of the jobs that meet.
         let quiet = self.dir.join("quiet");
-        ensure!(self.work.start(&quiet, &self.said("meeting"))?.wait(HANG)?, "a job takes more than {HANG:?}");
+        ensure!(
+            self.work.start(&quiet, &self.said("meeting"))?.wait(HANG)?,
+            "a job takes more than {HANG:?}"
+        );
         // Step 2: a job that runs, and whose last rank is overheard while it joins.
         let out = self.dir.join("running");
-        let endless = Work { steps: ENDLESS, ..self.work.clone() };
+        let endless = Work {
+            steps: ENDLESS,
+            ..self.work.clone()
+        };
         let (mut job, recording) = self.overhear(&endless, &out)?;
         self.warm_up(&mut job, &out)?;
         // Step 3: strangers come.
@@ -133,22 +147,37 @@ impl Task<'_> {
             let meetings = scope.spawn(|| self.meet(&quiet).inspect_err(|_| self.field.end()));
             let grown = self.watch(&mut job, &out, seconds);
             self.field.end();
-            let meetings = meetings.join().map_err(|_| anyhow::anyhow!("the thread of the meetings panicked"))?;
+            let meetings = meetings
+                .join()
+                .map_err(|_| anyhow::anyhow!("the thread of the meetings panicked"))?;
             Ok::<_, anyhow::Error>((grown?, meetings?))
         })?;
-        for (kind, visits) in [("the store", &self.field.store), ("a rank", &self.field.rank)] {
+        for (kind, visits) in [
+            ("the store", &self.field.store),
+            ("a rank", &self.field.rank),
+        ] {
             let answered = visits.answered.load(Ordering::Relaxed);
-            ensure!(answered > 0, "no stranger got an answer at the port of {kind}, so none was tested");
+            ensure!(
+                answered > 0,
+                "no stranger got an answer at the port of {kind}, so none was tested"
+            );
         }
         // Step 4: as many steps, and nobody disturbs them.
         job.stop()?;
         let steps = newest(&out)?;
-        say(&format!("strangers: they are gone; now {steps} steps that nobody disturbs"));
+        say(&format!(
+            "strangers: they are gone; now {steps} steps that nobody disturbs"
+        ));
         let alone = self.dir.join("alone");
-        let undisturbed = Work { steps, ..self.work.clone() };
+        let undisturbed = Work {
+            steps,
+            ..self.work.clone()
+        };
         let limit = 3 * seconds + HANG;
         ensure!(
-            undisturbed.start(&alone, &self.said("running"))?.wait(limit)?,
+            undisturbed
+                .start(&alone, &self.said("running"))?
+                .wait(limit)?,
             "{steps} steps take more than {limit:?}"
         );
         undisturbed.check_same(&alone, &out, steps)?;
@@ -166,7 +195,8 @@ impl Task<'_> {
         self.dir.join(format!("said-{job}"))
     }
 
-    /// Starts a job whose last rank reaches the store through a recorder, and returns it with what that rank has said.
+    /// Starts a job whose last rank reaches the store through a recorder, and returns it with what
+    /// that rank has said.
     fn overhear(&self, work: &Work, out: &Path) -> Result<(Job, Recording)> {
         let recorder = Recorder::open()?;
         let come = self.dir.join("come");
@@ -187,8 +217,15 @@ impl Task<'_> {
         }
         let recording = recorder.recording();
         let Recording { greeting, all } = &recording;
-        ensure!(!greeting.is_empty() && all.len() > greeting.len(), "nothing was overheard");
-        say(&format!("strangers: overheard {} bytes, the first {} of them a greeting", all.len(), greeting.len()));
+        ensure!(
+            !greeting.is_empty() && all.len() > greeting.len(),
+            "nothing was overheard"
+        );
+        say(&format!(
+            "strangers: overheard {} bytes, the first {} of them a greeting",
+            all.len(),
+            greeting.len()
+        ));
         Ok((job, recording))
     }
 
@@ -215,25 +252,44 @@ impl Task<'_> {
             grown = grown.max(levels.check(self.growth)?);
             if reported.elapsed() > REPORT {
                 reported = Instant::now();
-                let (seconds, mebibytes) = (begin.elapsed().as_secs(), grown as f64 / 1024.0 / 1024.0);
-                say(&format!("strangers: {seconds} s; {}; the most growth is {mebibytes:.1} MiB", self.told()));
+                let (seconds, mebibytes) =
+                    (begin.elapsed().as_secs(), grown as f64 / 1024.0 / 1024.0);
+                say(&format!(
+                    "strangers: {seconds} s; {}; the most growth is {mebibytes:.1} MiB",
+                    self.told()
+                ));
             }
         }
         self.field.set_targets(RUNNING, Vec::new());
         let steps = done(out)? - before;
-        say(&format!("strangers: the running job did {steps} steps in {:.0?}", begin.elapsed()));
-        ensure!(steps > 0 || self.field.has_ended(), "the running job did no step in {time:?}");
+        say(&format!(
+            "strangers: the running job did {steps} steps in {:.0?}",
+            begin.elapsed()
+        ));
+        ensure!(
+            steps > 0 || self.field.has_ended(),
+            "the running job did no step in {time:?}"
+        );
         Ok(grown)
     }
 
     /// Lets one job after another meet until the end, and returns their number.
-    #[expect(clippy::disallowed_methods, reason = "a run that was compared is not needed any more")]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a run that was compared is not needed any more"
+    )]
     fn meet(&self, quiet: &Path) -> Result<u64> {
         let mut meetings = 0;
         while !self.field.has_ended() {
-            let (out, come) = (self.dir.join("meeting"), self.dir.join(format!("come-{meetings}")));
-            self.meet_once(&out, &come).with_context(|| format!("meeting {meetings}"))?;
-            self.work.check_same(quiet, &out, STEPS).with_context(|| format!("meeting {meetings}"))?;
+            let (out, come) = (
+                self.dir.join("meeting"),
+                self.dir.join(format!("come-{meetings}")),
+            );
+            self.meet_once(&out, &come)
+                .with_context(|| format!("meeting {meetings}"))?;
+            self.work
+                .check_same(quiet, &out, STEPS)
+                .with_context(|| format!("meeting {meetings}"))?;
             fs::remove_dir_all(&out)?;
             meetings += 1;
         }
@@ -242,9 +298,12 @@ impl Task<'_> {
 
     /// Runs a job whose last rank is late. Until it comes, the ports of the others are open.
     fn meet_once(&self, out: &Path, come: &Path) -> Result<()> {
-        let mut job = self.work.start_with_a_late_rank(come, out, &self.said("meeting"))?;
+        let mut job = self
+            .work
+            .start_with_a_late_rank(come, out, &self.said("meeting"))?;
         let until = Instant::now() + HANG;
-        let all = |open: &[ports::Target], kind| open.iter().filter(|target| target.kind == kind).count();
+        let all =
+            |open: &[ports::Target], kind| open.iter().filter(|target| target.kind == kind).count();
         let waiting: Vec<Pid> = loop {
             let ranks = job.ranks()?;
             let open = targets(&ranks);
@@ -276,10 +335,15 @@ impl Task<'_> {
     fn told(&self) -> String {
         let told = |what: &str, visits: &Visits| {
             let [connections, refused, answered] =
-                [&visits.connections, &visits.refused, &visits.answered].map(|count| count.load(Ordering::Relaxed));
+                [&visits.connections, &visits.refused, &visits.answered]
+                    .map(|count| count.load(Ordering::Relaxed));
             format!("{connections} connections to {what} ({refused} refused, {answered} answered)")
         };
-        format!("{}, {}", told("stores", &self.field.store), told("ranks", &self.field.rank))
+        format!(
+            "{}, {}",
+            told("stores", &self.field.store),
+            told("ranks", &self.field.rank)
+        )
     }
 }
 

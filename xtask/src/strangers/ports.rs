@@ -34,12 +34,20 @@ pub(super) fn targets(ranks: &[Pid]) -> Vec<Target> {
     let mut targets = Vec::new();
     for rank in ranks {
         let process = format!("/proc/{}", rank.as_raw_nonzero());
-        let Ok(files) = fs::read_dir(format!("{process}/fd")) else { continue };
+        let Ok(files) = fs::read_dir(format!("{process}/fd")) else {
+            continue;
+        };
         let links = files.filter_map(|file| fs::read_link(file.ok()?.path()).ok());
         let own: Vec<u64> = links.filter_map(|link| socket(link.to_str()?)).collect();
-        let store = fs::read(format!("{process}/environ")).ok().and_then(|variables| store_port(&variables));
+        let store = fs::read(format!("{process}/environ"))
+            .ok()
+            .and_then(|variables| store_port(&variables));
         for (port, _) in open.iter().filter(|(_, socket)| own.contains(socket)) {
-            let kind = if store == Some(*port) { Kind::Store } else { Kind::Rank };
+            let kind = if store == Some(*port) {
+                Kind::Store
+            } else {
+                Kind::Rank
+            };
             targets.push(Target { port: *port, kind });
         }
     }
@@ -54,12 +62,18 @@ pub(super) fn store_of(rank: Pid) -> Result<u16> {
 
 /// Returns the number of a socket from the link of an open file; `None` if that is no socket.
 fn socket(link: &str) -> Option<u64> {
-    link.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
+    link.strip_prefix("socket:[")?
+        .strip_suffix(']')?
+        .parse()
+        .ok()
 }
 
-/// Returns the value of `MASTER_PORT` among the variables of a process, each of which ends with a zero byte.
+/// Returns the value of `MASTER_PORT` among the variables of a process, each of which ends with a
+/// zero byte.
 fn store_port(variables: &[u8]) -> Option<u16> {
-    let mut variables = variables.split(|byte| *byte == 0).filter_map(|variable| std::str::from_utf8(variable).ok());
+    let mut variables = variables
+        .split(|byte| *byte == 0)
+        .filter_map(|variable| std::str::from_utf8(variable).ok());
     variables.find_map(|variable| variable.strip_prefix("MASTER_PORT=")?.parse().ok())
 }
 
@@ -93,28 +107,40 @@ mod tests {
     fn only_sockets_that_listen_are_listed_with_their_ports() {
         assert_eq!(listeners(TABLE), [(29500, 4711), (22, 17)]);
         assert_eq!(listeners(""), []);
-        let six = "heading\n   0: 00000000000000000000000001000000:733D 0:0 0A 0:0 00:0 0 0 0 99 1 0 100";
+        let six =
+            "heading\n   0: 00000000000000000000000001000000:733D 0:0 0A 0:0 00:0 0 0 0 99 1 0 100";
         assert_eq!(listeners(six), [(29501, 99)]);
     }
 
     #[test]
     fn links_of_other_files_are_no_sockets() {
         assert_eq!(socket("socket:[4711]"), Some(4711));
-        for other in ["pipe:[4711]", "/dev/null", "socket:[]", "anon_inode:[eventpoll]"] {
+        for other in [
+            "pipe:[4711]",
+            "/dev/null",
+            "socket:[]",
+            "anon_inode:[eventpoll]",
+        ] {
             assert_eq!(socket(other), None, "{other}");
         }
     }
 
     #[test]
     fn the_port_of_the_store_is_that_of_the_variable() {
-        assert_eq!(store_port(b"RANK=0\0MASTER_PORT=29500\0OLD_MASTER_PORT=1\0"), Some(29500));
+        assert_eq!(
+            store_port(b"RANK=0\0MASTER_PORT=29500\0OLD_MASTER_PORT=1\0"),
+            Some(29500)
+        );
         assert_eq!(store_port(b"OLD_MASTER_PORT=1\0MASTER_PORT=no\0"), None);
     }
 
     #[test]
     fn the_listeners_of_a_process_are_found() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let own = Target { port: listener.local_addr().unwrap().port(), kind: Kind::Rank };
+        let own = Target {
+            port: listener.local_addr().unwrap().port(),
+            kind: Kind::Rank,
+        };
         let this = rustix::process::getpid();
         assert!(targets(&[this]).contains(&own));
         drop(listener);

@@ -1,4 +1,5 @@
-//! A recorder between a rank and the store of its job: it passes everything on, and keeps what the rank says.
+//! A recorder between a rank and the store of its job: it passes everything on, and keeps what the
+//! rank says.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
@@ -32,7 +33,10 @@ pub(super) struct Recorder {
 
 impl Recorder {
     pub(super) fn open() -> Result<Self> {
-        Ok(Recorder { listener: TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?, heard: Arc::default() })
+        Ok(Recorder {
+            listener: TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?,
+            heard: Arc::default(),
+        })
     }
 
     pub(super) fn port(&self) -> Result<u16> {
@@ -61,13 +65,15 @@ fn lock(heard: &Mutex<Recording>) -> MutexGuard<'_, Recording> {
     heard.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Connects a rank with the store, until one of them ends the connection. The rank tries again if there is no store
-/// yet.
+/// Connects a rank with the store, until one of them ends the connection. The rank tries again if
+/// there is no store yet.
 fn pass_on(mut rank: TcpStream, store: u16, heard: &Mutex<Recording>) {
     let Ok(mut store) = TcpStream::connect((Ipv4Addr::LOCALHOST, store)) else {
         return thread::sleep(PAUSE);
     };
-    let (Ok(mut answers), Ok(mut to_rank)) = (store.try_clone(), rank.try_clone()) else { return };
+    let (Ok(mut answers), Ok(mut to_rank)) = (store.try_clone(), rank.try_clone()) else {
+        return;
+    };
     thread::spawn(move || {
         std::io::copy(&mut answers, &mut to_rank).ok();
         to_rank.shutdown(Shutdown::Both).ok();
@@ -99,7 +105,9 @@ mod tests {
     fn a_recorder_passes_both_sides_on_and_keeps_what_the_first_one_says() {
         let store = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let recorder = Recorder::open().unwrap();
-        recorder.lead_to(store.local_addr().unwrap().port()).unwrap();
+        recorder
+            .lead_to(store.local_addr().unwrap().port())
+            .unwrap();
         let mut rank = TcpStream::connect((Ipv4Addr::LOCALHOST, recorder.port().unwrap())).unwrap();
         let (mut there, _) = store.accept().unwrap();
         let mut buffer = [0; 5];
@@ -112,7 +120,10 @@ mod tests {
         rank.write_all(b"again").unwrap();
         there.read_exact(&mut buffer).unwrap();
         let Recording { greeting, all } = recorder.recording();
-        assert_eq!((&greeting[..], &all[..]), (&b"hello"[..], &b"helloagain"[..]));
+        assert_eq!(
+            (&greeting[..], &all[..]),
+            (&b"hello"[..], &b"helloagain"[..])
+        );
         // The end of one side is the end of the other.
         drop(rank);
         assert_eq!(there.read(&mut buffer).unwrap(), 0);

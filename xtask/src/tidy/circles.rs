@@ -2,31 +2,38 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Known uses that make a circle: the first file or folder uses the second. Do not add to this list.
+/// Known uses that make a circle: the first file or folder uses the second. Do not add to this
+/// list.
 const KNOWN: [(&str, &str); 1] = [
-    // `storage` lends memory on GPUs through `cuda`, which needs its traits; only a build with the feature `cuda` can
-    // check a move.
+    // `storage` lends memory on GPUs through `cuda`, which needs its traits; only a build with the
+    // feature `cuda` can check a move.
     ("crates/fsdp-flat/src/cuda", "crates/fsdp-flat/src/storage"),
 ];
 
 /// Pairs of files, or of folders: the first uses the second.
 type Uses = BTreeSet<(String, String)>;
 
-/// Returns a message for each circle in the uses of one crate: files, or folders of `src`, that use each other,
-/// directly or through others. Uses in [`KNOWN`] do not count.
+/// Returns a message for each circle in the uses of one crate: files, or folders of `src`, that use
+/// each other, directly or through others. Uses in [`KNOWN`] do not count.
 pub(super) fn check(uses: &Uses) -> Vec<String> {
-    let known = KNOWN.iter().map(|&(from, to)| (from.to_owned(), to.to_owned())).collect();
+    let known = KNOWN
+        .iter()
+        .map(|&(from, to)| (from.to_owned(), to.to_owned()))
+        .collect();
     breaches(uses, &known)
 }
 
-/// Returns a message for each entry of [`KNOWN`] that is not among `uses`, the uses of all crates, any more.
+/// Returns a message for each entry of [`KNOWN`] that is not among `uses`, the uses of all crates,
+/// any more.
 pub(super) fn stale(uses: &Uses) -> Vec<String> {
     let folders = folders(uses);
     let mut stale = Vec::new();
     for (from, to) in KNOWN {
         let entry = (from.to_owned(), to.to_owned());
         if !uses.contains(&entry) && !folders.contains(&entry) {
-            stale.push(format!("`{from}` does not use `{to}` any longer: remove it from xtask's list"));
+            stale.push(format!(
+                "`{from}` does not use `{to}` any longer: remove it from xtask's list"
+            ));
         }
     }
     stale
@@ -35,20 +42,26 @@ pub(super) fn stale(uses: &Uses) -> Vec<String> {
 /// Returns a message for each circle that remains without the `known` uses.
 fn breaches(uses: &Uses, known: &Uses) -> Vec<String> {
     let files = circles(&uses.difference(known).cloned().collect());
-    let files = files.into_iter().map(|circle| format!("files use each other in a circle: {circle}"));
+    let files = files
+        .into_iter()
+        .map(|circle| format!("files use each other in a circle: {circle}"));
     let folders = circles(&folders(uses).difference(known).cloned().collect());
-    let folders = folders.into_iter().map(|circle| format!("folders use each other in a circle: {circle}"));
+    let folders = folders
+        .into_iter()
+        .map(|circle| format!("folders use each other in a circle: {circle}"));
     files.chain(folders).collect()
 }
 
 /// Returns the uses of folders by files of other folders.
 fn folders(uses: &Uses) -> Uses {
-    let folders = uses.iter().filter_map(|(from, to)| Some((folder(from, uses)?, folder(to, uses)?)));
+    let folders = uses
+        .iter()
+        .filter_map(|(from, to)| Some((folder(from, uses)?, folder(to, uses)?)));
     folders.filter(|(from, to)| from != to).collect()
 }
 
-/// Returns the folder of `src` that a file belongs to. `a/b.rs`, `a/b/c.rs`, and `a.rs` beside a folder `a` all belong
-/// to `crates/x/src/a`. Other files directly in `src` belong to none.
+/// Returns the folder of `src` that a file belongs to. `a/b.rs`, `a/b/c.rs`, and `a.rs` beside a
+/// folder `a` all belong to `crates/x/src/a`. Other files directly in `src` belong to none.
 fn folder(file: &str, uses: &Uses) -> Option<String> {
     let (source, rest) = file.split_once("/src/")?;
     let room = match rest.split_once('/') {
@@ -56,7 +69,9 @@ fn folder(file: &str, uses: &Uses) -> Option<String> {
         None => format!("{source}/src/{}", rest.strip_suffix(".rs")?),
     };
     let inside = format!("{room}/");
-    uses.iter().any(|(from, to)| from.starts_with(&inside) || to.starts_with(&inside)).then_some(room)
+    uses.iter()
+        .any(|(from, to)| from.starts_with(&inside) || to.starts_with(&inside))
+        .then_some(room)
 }
 
 /// Returns one shortest circle through each group of nodes that reach each other.
@@ -80,7 +95,10 @@ fn circles(uses: &Uses) -> Vec<String> {
 }
 
 /// Returns the shortest circle through a node, found by a breadth-first search.
-fn circle_through<'a>(start: &'a str, next: &BTreeMap<&'a str, Vec<&'a str>>) -> Option<Vec<&'a str>> {
+fn circle_through<'a>(
+    start: &'a str,
+    next: &BTreeMap<&'a str, Vec<&'a str>>,
+) -> Option<Vec<&'a str>> {
     let mut came_from: BTreeMap<&str, &str> = BTreeMap::new();
     let mut queue = VecDeque::from([start]);
     while let Some(node) = queue.pop_front() {
@@ -111,7 +129,10 @@ mod tests {
     }
 
     fn in_a_crate(pairs: &[(&str, &str)]) -> Uses {
-        pairs.iter().map(|&(from, to)| (format!("crates/x/src/{from}"), format!("crates/x/src/{to}"))).collect()
+        pairs
+            .iter()
+            .map(|&(from, to)| (format!("crates/x/src/{from}"), format!("crates/x/src/{to}")))
+            .collect()
     }
 
     #[test]
@@ -121,8 +142,14 @@ mod tests {
 
     #[test]
     fn a_circle_of_files_is_told_once_with_its_files_in_order() {
-        let found = circles_of(&[("a.rs", "b.rs"), ("b.rs", "c.rs"), ("c.rs", "a.rs"), ("d.rs", "a.rs")]);
-        let told = "crates/x/src/a.rs -> crates/x/src/b.rs -> crates/x/src/c.rs -> crates/x/src/a.rs";
+        let found = circles_of(&[
+            ("a.rs", "b.rs"),
+            ("b.rs", "c.rs"),
+            ("c.rs", "a.rs"),
+            ("d.rs", "a.rs"),
+        ]);
+        let told =
+            "crates/x/src/a.rs -> crates/x/src/b.rs -> crates/x/src/c.rs -> crates/x/src/a.rs";
         assert_eq!(found, [format!("files use each other in a circle: {told}")]);
         assert_eq!(circles_of(&[("a.rs", "b.rs"), ("b.rs", "a.rs")]).len(), 1);
     }
@@ -131,15 +158,26 @@ mod tests {
     fn folders_must_not_use_each_other_even_where_no_files_do() {
         let found = circles_of(&[("a/one.rs", "b/one.rs"), ("b/two.rs", "a/two.rs")]);
         let told = "crates/x/src/a -> crates/x/src/b -> crates/x/src/a";
-        assert_eq!(found, [format!("folders use each other in a circle: {told}")]);
+        assert_eq!(
+            found,
+            [format!("folders use each other in a circle: {told}")]
+        );
         // The file `a.rs` is of the folder `a`; `c.rs` is of none.
-        assert_eq!(circles_of(&[("a.rs", "b/one.rs"), ("b/two.rs", "a/two.rs")]).len(), 1);
+        assert_eq!(
+            circles_of(&[("a.rs", "b/one.rs"), ("b/two.rs", "a/two.rs")]).len(),
+            1
+        );
         assert!(circles_of(&[("c.rs", "b/one.rs"), ("b/two.rs", "d.rs")]).is_empty());
     }
 
     #[test]
     fn a_known_use_is_let_pass_and_all_others_are_still_checked() {
-        let uses = [("a.rs", "b.rs"), ("b.rs", "a.rs"), ("c.rs", "d.rs"), ("d.rs", "c.rs")];
+        let uses = [
+            ("a.rs", "b.rs"),
+            ("b.rs", "a.rs"),
+            ("c.rs", "d.rs"),
+            ("d.rs", "c.rs"),
+        ];
         let known = in_a_crate(&uses[1..2]);
         let found = breaches(&in_a_crate(&uses), &known);
         assert_eq!(found.len(), 1);

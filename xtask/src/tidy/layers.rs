@@ -1,5 +1,5 @@
-//! The rule that a crate uses only crates of lower layers, and the check that the crates and builds that should not
-//! need candle do not use it.
+//! The rule that a crate uses only crates of lower layers, and the check that the crates and builds
+//! that should not need candle do not use it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,12 +18,38 @@ const LAYERS: [(&str, &[&str]); 12] = [
     ("fsdp-dcp", &["fsdp-layout", "fsdp-digest"]),
     ("fsdp-comm", &["fsdp-layout"]),
     ("fsdp-flat", &["fsdp-layout"]),
-    ("fsdp-state", &["fsdp-layout", "fsdp-digest", "fsdp-comm", "fsdp-flat"]),
-    ("fsdp-nn", &["fsdp-layout", "fsdp-comm", "fsdp-flat", "fsdp-state"]),
-    ("fsdp-checkpoint", &["fsdp-layout", "fsdp-digest", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn"]),
+    (
+        "fsdp-state",
+        &["fsdp-layout", "fsdp-digest", "fsdp-comm", "fsdp-flat"],
+    ),
+    (
+        "fsdp-nn",
+        &["fsdp-layout", "fsdp-comm", "fsdp-flat", "fsdp-state"],
+    ),
+    (
+        "fsdp-checkpoint",
+        &[
+            "fsdp-layout",
+            "fsdp-digest",
+            "fsdp-dcp",
+            "fsdp-comm",
+            "fsdp-flat",
+            "fsdp-state",
+            "fsdp-nn",
+        ],
+    ),
     (
         "fsdp",
-        &["fsdp-ops", "fsdp-layout", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn", "fsdp-checkpoint"],
+        &[
+            "fsdp-ops",
+            "fsdp-layout",
+            "fsdp-dcp",
+            "fsdp-comm",
+            "fsdp-flat",
+            "fsdp-state",
+            "fsdp-nn",
+            "fsdp-checkpoint",
+        ],
     ),
     ("fsdp-cli", &["fsdp-layout", "fsdp-dcp", "fsdp"]),
     ("fsdp-python", &["fsdp-layout", "fsdp-dcp", "fsdp-cli"]),
@@ -41,27 +67,53 @@ const TENSOR_LIBRARIES: [&str; 3] = ["candle", "gemm", "tokenizers"];
 /// Checks the dependencies of all crates, as cargo sees them.
 pub(super) fn check(root: &Path) -> Result<Vec<String>> {
     let mut breaches = layers(&dependencies(root)?);
-    let tree = ["tree", "--package", "fsdp-cli", "--no-default-features", "--edges", "normal", "--prefix", "none"];
+    let tree = [
+        "tree",
+        "--package",
+        "fsdp-cli",
+        "--no-default-features",
+        "--edges",
+        "normal",
+        "--prefix",
+        "none",
+    ];
     let tree = cargo(root, &[&tree[..], &["--locked"]].concat())?;
     breaches.extend(tensor_libraries(&String::from_utf8_lossy(&tree)));
     Ok(breaches)
 }
 
-/// Returns a message for each tensor library in the output of `cargo tree` for the command without `train`.
+/// Returns a message for each tensor library in the output of `cargo tree` for the command without
+/// `train`.
 fn tensor_libraries(tree: &str) -> Vec<String> {
     let packages = tree.lines().filter_map(|line| line.split(' ').next());
-    let mut found: Vec<&str> =
-        packages.filter(|package| TENSOR_LIBRARIES.iter().any(|library| package.starts_with(library))).collect();
+    let mut found: Vec<&str> = packages
+        .filter(|package| {
+            TENSOR_LIBRARIES
+                .iter()
+                .any(|library| package.starts_with(library))
+        })
+        .collect();
     found.sort_unstable();
     found.dedup();
-    found.iter().map(|package| format!("`fsdp-cli` without its feature `train` must not need `{package}`")).collect()
+    found
+        .iter()
+        .map(|package| format!("`fsdp-cli` without its feature `train` must not need `{package}`"))
+        .collect()
 }
 
 /// Runs cargo in the workspace, and returns its output.
 fn cargo(root: &Path, arguments: &[&str]) -> Result<Vec<u8>> {
-    let output = Command::new(program()).current_dir(root).args(arguments).output();
+    let output = Command::new(program())
+        .current_dir(root)
+        .args(arguments)
+        .output();
     let output = output.context("failed to run cargo")?;
-    ensure!(output.status.success(), "`cargo {}` failed with {}", arguments.join(" "), output.status);
+    ensure!(
+        output.status.success(),
+        "`cargo {}` failed with {}",
+        arguments.join(" "),
+        output.status
+    );
     Ok(output.stdout)
 }
 
@@ -69,7 +121,9 @@ fn cargo(root: &Path, arguments: &[&str]) -> Result<Vec<u8>> {
 fn dependencies(root: &Path) -> Result<BTreeMap<String, Vec<String>>> {
     let output = cargo(root, &["metadata", "--no-deps", "--format-version", "1"])?;
     let metadata: Value = serde_json::from_slice(&output)?;
-    let Some(packages) = metadata["packages"].as_array() else { bail!("`cargo metadata` lists no packages") };
+    let Some(packages) = metadata["packages"].as_array() else {
+        bail!("`cargo metadata` lists no packages")
+    };
     let mut found = BTreeMap::new();
     for package in packages {
         let all = package["dependencies"].as_array().into_iter().flatten();
@@ -85,26 +139,38 @@ fn name(package: &Value) -> String {
     package["name"].as_str().unwrap_or_default().to_owned()
 }
 
-/// Returns a message for each use of a crate that is not in a lower layer, or of a tensor library where none is
-/// allowed.
+/// Returns a message for each use of a crate that is not in a lower layer, or of a tensor library
+/// where none is allowed.
 fn layers(dependencies: &BTreeMap<String, Vec<String>>) -> Vec<String> {
     let mut breaches = Vec::new();
     for (package, used) in dependencies {
-        let allowed = LAYERS.iter().find(|(name, _)| name == package).map(|(_, allowed)| *allowed);
+        let allowed = LAYERS
+            .iter()
+            .find(|(name, _)| name == package)
+            .map(|(_, allowed)| *allowed);
         for used in used {
             let ours = LAYERS.iter().any(|(name, _)| name == used);
             if let Some(allowed) = allowed
                 && ours
                 && !allowed.contains(&used.as_str())
             {
-                breaches.push(format!("crate `{package}` must not use `{used}`: layers point down only"));
+                breaches.push(format!(
+                    "crate `{package}` must not use `{used}`: layers point down only"
+                ));
             }
             if used.starts_with("candle") && WITHOUT_CANDLE.contains(&package.as_str()) {
-                breaches.push(format!("crate `{package}` must not use `{used}`: it knows no tensor library"));
+                breaches.push(format!(
+                    "crate `{package}` must not use `{used}`: it knows no tensor library"
+                ));
             }
         }
-        if package.starts_with("fsdp") && allowed.is_none() && !WITHOUT_LAYER.contains(&package.as_str()) {
-            breaches.push(format!("crate `{package}` has no layer: add it to the table in xtask"));
+        if package.starts_with("fsdp")
+            && allowed.is_none()
+            && !WITHOUT_LAYER.contains(&package.as_str())
+        {
+            breaches.push(format!(
+                "crate `{package}` has no layer: add it to the table in xtask"
+            ));
         }
     }
     breaches
@@ -115,7 +181,10 @@ mod tests {
     use super::*;
 
     fn package(name: &str, used: &[&str]) -> BTreeMap<String, Vec<String>> {
-        BTreeMap::from([(name.to_owned(), used.iter().map(|&used| used.to_owned()).collect())])
+        BTreeMap::from([(
+            name.to_owned(),
+            used.iter().map(|&used| used.to_owned()).collect(),
+        )])
     }
 
     #[test]
@@ -130,8 +199,9 @@ mod tests {
     #[test]
     fn tensor_libraries_are_found_among_the_packages_of_a_tree() {
         assert!(tensor_libraries("fsdp-cli v0.1.0\nanyhow v1.0.0\n").is_empty());
-        let found =
-            tensor_libraries("fsdp-cli v0.1.0\ncandle-core v0.11.1\ngemm-f32 v0.1.0\ncandle-core v0.11.1 (*)\n");
+        let found = tensor_libraries(
+            "fsdp-cli v0.1.0\ncandle-core v0.11.1\ngemm-f32 v0.1.0\ncandle-core v0.11.1 (*)\n",
+        );
         assert_eq!(found.len(), 2, "{found:?}");
     }
 }

@@ -15,7 +15,16 @@ use anyhow::{Context as _, Result, ensure};
 use self::modules::Modules;
 
 /// The directories without source files of this project.
-const SKIPPED: [&str; 8] = ["target", ".git", "fixtures", "book", "runs", "seeds", "corpus", "artifacts"];
+const SKIPPED: [&str; 8] = [
+    "target",
+    ".git",
+    "fixtures",
+    "book",
+    "runs",
+    "seeds",
+    "corpus",
+    "artifacts",
+];
 
 /// The files that are the root of a crate, relative to the package's directory.
 const ROOTS: [&str; 2] = ["src/lib.rs", "src/main.rs"];
@@ -28,52 +37,80 @@ pub(crate) fn check(root: &Path) -> Result<()> {
         breaches.extend(text::check(name, text));
     }
     breaches.extend(check_modules(&files)?);
-    ensure!(breaches.is_empty(), "the tree is not tidy:\n  {}", breaches.join("\n  "));
+    ensure!(
+        breaches.is_empty(),
+        "the tree is not tidy:\n  {}",
+        breaches.join("\n  ")
+    );
     Ok(())
 }
 
-/// Returns a message for each circle within a crate, and for each name that several public types have. `files` are the
-/// texts of all files, by name.
+/// Returns a message for each circle within a crate, and for each name that several public types
+/// have. `files` are the texts of all files, by name.
 fn check_modules(files: &BTreeMap<String, String>) -> Result<Vec<String>> {
     let mut breaches = Vec::new();
     let mut all_uses = BTreeSet::new();
     let mut types: Vec<(String, String)> = Vec::new();
     // Each crate is read from the file that is its root.
-    for root in files.keys().filter(|name| ROOTS.iter().any(|root| name.ends_with(&format!("/{root}")))) {
+    for root in files
+        .keys()
+        .filter(|name| ROOTS.iter().any(|root| name.ends_with(&format!("/{root}"))))
+    {
         let modules = Modules::read(files, root)?;
         let uses = modules.uses();
         breaches.extend(circles::check(&uses));
         all_uses.extend(uses);
-        // The names of types matter only in the libraries: nobody else uses the types of xtask and of the tests.
+        // The names of types matter only in the libraries: nobody else uses the types of xtask and
+        // of the tests.
         if root.starts_with("crates/") {
             for (file, module) in modules.iter() {
-                types.extend(module.public_types.iter().map(|name| (name.clone(), file.to_owned())));
+                types.extend(
+                    module
+                        .public_types
+                        .iter()
+                        .map(|name| (name.clone(), file.to_owned())),
+                );
             }
         }
     }
     // These two rules need all crates together.
     breaches.extend(circles::stale(&all_uses));
-    breaches.extend(names::check(types.iter().map(|(name, file)| (name.as_str(), file.as_str()))));
+    breaches.extend(names::check(
+        types
+            .iter()
+            .map(|(name, file)| (name.as_str(), file.as_str())),
+    ));
     Ok(breaches)
 }
 
 /// Reads all text files of the project, each with its name below `root`.
 fn read(root: &Path) -> Result<BTreeMap<String, String>> {
     let mut paths = Vec::new();
-    for top in ["crates", "examples", "tests", "fuzz", "xtask", "docs", ".ci"] {
+    for top in [
+        "crates", "examples", "tests", "fuzz", "xtask", "docs", ".ci",
+    ] {
         collect(&root.join(top), &mut paths)?;
     }
     for entry in fs::read_dir(root)? {
         let path = entry?.path();
-        if path.extension().is_some_and(|extension| extension == "md" || extension == "toml") {
+        if path
+            .extension()
+            .is_some_and(|extension| extension == "md" || extension == "toml")
+        {
             paths.push(path);
         }
     }
     let mut files = BTreeMap::new();
     for path in paths {
         // A file that is not text is not source.
-        let Ok(text) = fs::read_to_string(&path) else { continue };
-        let name = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().replace('\\', "/");
+        let Ok(text) = fs::read_to_string(&path) else {
+            continue;
+        };
+        let name = path
+            .strip_prefix(root)
+            .unwrap_or(&path)
+            .to_string_lossy()
+            .replace('\\', "/");
         files.insert(name, text);
     }
     Ok(files)
@@ -81,7 +118,9 @@ fn read(root: &Path) -> Result<BTreeMap<String, String>> {
 
 /// Adds the paths of all files below a directory, without those in [`SKIPPED`].
 fn collect(directory: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
-    for entry in fs::read_dir(directory).with_context(|| format!("failed to list `{}`", directory.display()))? {
+    for entry in fs::read_dir(directory)
+        .with_context(|| format!("failed to list `{}`", directory.display()))?
+    {
         let entry = entry?;
         let path = entry.path();
         if entry.file_type()?.is_dir() {

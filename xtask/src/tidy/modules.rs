@@ -1,4 +1,5 @@
-//! The modules of a crate, read from their sources: items, imports, and the file that each path leads to.
+//! The modules of a crate, read from their sources: items, imports, and the file that each path
+//! leads to.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -66,7 +67,9 @@ impl Modules {
         file: &str,
         directory: &str,
     ) -> Result<()> {
-        let text = files.get(file).with_context(|| format!("there is no `{file}`"))?;
+        let text = files
+            .get(file)
+            .with_context(|| format!("there is no `{file}`"))?;
         let parsed = syn::parse_file(text).with_context(|| format!("failed to parse `{file}`"))?;
         self.read_items(files, &parsed.items, path, file, directory)
     }
@@ -79,7 +82,11 @@ impl Modules {
         file: &str,
         directory: &str,
     ) -> Result<()> {
-        let mut module = Module { path: path.clone(), file: file.to_owned(), ..Module::default() };
+        let mut module = Module {
+            path: path.clone(),
+            file: file.to_owned(),
+            ..Module::default()
+        };
         for item in items.iter().filter(|item| !is_for_tests(attributes(item))) {
             match item {
                 Item::Mod(item) => {
@@ -90,7 +97,11 @@ impl Modules {
                         self.read_items(files, items, child, file, &below)?;
                     } else {
                         let beside = format!("{below}.rs");
-                        let found = if files.contains_key(&beside) { beside } else { format!("{below}/mod.rs") };
+                        let found = if files.contains_key(&beside) {
+                            beside
+                        } else {
+                            format!("{below}/mod.rs")
+                        };
                         self.read_file(files, child, &found, &below)?;
                     }
                     module.children.insert(name);
@@ -112,15 +123,20 @@ impl Modules {
 
     /// Returns the pairs of different files of which the first uses an item of the second.
     ///
-    /// A module that declares a child, or exports what a descendant holds, does not use it by that alone. An item is
-    /// used where it is defined, not where it is exported again.
+    /// A module that declares a child, or exports what a descendant holds, does not use it by that
+    /// alone. An item is used where it is defined, not where it is exported again.
     pub(super) fn uses(&self) -> BTreeSet<(String, String)> {
         let mut found = BTreeSet::new();
         for module in &self.0 {
-            let imports = module.imports.iter().map(|import| (&import.path, import.public));
+            let imports = module
+                .imports
+                .iter()
+                .map(|import| (&import.path, import.public));
             let mentions = module.mentions.iter().map(|path| (path, false));
             for (path, public) in imports.chain(mentions) {
-                let Some(target) = self.resolve(module, path, MAX_REEXPORTS) else { continue };
+                let Some(target) = self.resolve(module, path, MAX_REEXPORTS) else {
+                    continue;
+                };
                 let exported = public && target.path.starts_with(&module.path);
                 if target.file != module.file && !exported {
                     found.insert((module.file.clone(), target.file.clone()));
@@ -130,7 +146,8 @@ impl Modules {
         found
     }
 
-    /// Finds the module that defines the item of a path, or that the path names; `None` if it leads out of the crate.
+    /// Finds the module that defines the item of a path, or that the path names; `None` if it leads
+    /// out of the crate.
     fn resolve(&self, from: &Module, path: &[String], reexports: usize) -> Option<&Module> {
         let (mut at, mut rest) = (from.path.clone(), path);
         match rest.first()?.as_str() {
@@ -145,29 +162,41 @@ impl Modules {
                     rest = &rest[1..];
                 }
             }
-            // A path that starts with another name is in this crate only if the name is that of a child module.
+            // A path that starts with another name is in this crate only if the name is that of a
+            // child module.
             name if !from.children.contains(name) => return None,
             _ => {}
         }
         // Walks down the child modules, then looks for the item in the module that they lead to.
         let mut module = self.get(&at)?;
-        while let Some((name, tail)) = rest.split_first().filter(|(name, _)| module.children.contains(*name)) {
+        while let Some((name, tail)) = rest
+            .split_first()
+            .filter(|(name, _)| module.children.contains(*name))
+        {
             at.push(name.clone());
             module = self.get(&at)?;
             rest = tail;
         }
-        let Some(name) = rest.first() else { return Some(module) };
+        let Some(name) = rest.first() else {
+            return Some(module);
+        };
         if module.items.contains(name) {
             return Some(module);
         }
         let reexports = reexports.checked_sub(1)?;
-        if let Some(import) = module.imports.iter().find(|import| import.name.as_ref() == Some(name)) {
+        if let Some(import) = module
+            .imports
+            .iter()
+            .find(|import| import.name.as_ref() == Some(name))
+        {
             let further: Segments = import.path.iter().chain(&rest[1..]).cloned().collect();
             return self.resolve(module, &further, reexports);
         }
         let globs = module.imports.iter().filter(|import| import.name.is_none());
         let mut exporters = globs.filter_map(|glob| self.resolve(module, &glob.path, reexports));
-        exporters.find(|exporter| exporter.items.contains(name)).or(Some(module))
+        exporters
+            .find(|exporter| exporter.items.contains(name))
+            .or(Some(module))
     }
 }
 
@@ -201,7 +230,12 @@ struct Mentions<'a>(&'a mut BTreeSet<Segments>);
 impl<'ast> Visit<'ast> for Mentions<'_> {
     fn visit_path(&mut self, path: &'ast syn::Path) {
         if path.leading_colon.is_none() && path.segments.len() > 1 {
-            self.0.insert(path.segments.iter().map(|segment| segment.ident.to_string()).collect());
+            self.0.insert(
+                path.segments
+                    .iter()
+                    .map(|segment| segment.ident.to_string())
+                    .collect(),
+            );
         }
         visit::visit_path(self, path);
     }
@@ -224,26 +258,49 @@ impl<'ast> Visit<'ast> for Mentions<'_> {
 fn flatten(tree: &UseTree, before: &[String], public: bool, imports: &mut Vec<Import>) {
     match tree {
         UseTree::Path(tree) => {
-            let path: Segments = before.iter().cloned().chain([tree.ident.to_string()]).collect();
+            let path: Segments = before
+                .iter()
+                .cloned()
+                .chain([tree.ident.to_string()])
+                .collect();
             flatten(&tree.tree, &path, public, imports);
         }
-        UseTree::Group(tree) => tree.items.iter().for_each(|tree| flatten(tree, before, public, imports)),
-        UseTree::Glob(_) => imports.push(Import { path: before.to_vec(), name: None, public }),
+        UseTree::Group(tree) => tree
+            .items
+            .iter()
+            .for_each(|tree| flatten(tree, before, public, imports)),
+        UseTree::Glob(_) => imports.push(Import {
+            path: before.to_vec(),
+            name: None,
+            public,
+        }),
         UseTree::Name(tree) => imports.push(named(before, &tree.ident, &tree.ident, public)),
         UseTree::Rename(tree) => imports.push(named(before, &tree.ident, &tree.rename, public)),
     }
 }
 
-/// Returns the import of one name: `ident` is the last part of the path, and `name` what it is called here (after
-/// `as`).
+/// Returns the import of one name: `ident` is the last part of the path, and `name` what it is
+/// called here (after `as`).
 fn named(before: &[String], ident: &syn::Ident, name: &syn::Ident, public: bool) -> Import {
     // `use a::{self}` brings in `a`.
     if ident == "self" {
-        let name = if name == "self" { before.last().cloned() } else { Some(name.to_string()) };
-        return Import { path: before.to_vec(), name, public };
+        let name = if name == "self" {
+            before.last().cloned()
+        } else {
+            Some(name.to_string())
+        };
+        return Import {
+            path: before.to_vec(),
+            name,
+            public,
+        };
     }
     let path = before.iter().cloned().chain([ident.to_string()]).collect();
-    Import { path, name: Some(name.to_string()), public }
+    Import {
+        path,
+        name: Some(name.to_string()),
+        public,
+    }
 }
 
 /// Returns `true` if an item has `#[cfg(test)]`.
@@ -251,7 +308,11 @@ fn is_for_tests(attributes: &[Attribute]) -> bool {
     attributes
         .iter()
         .filter(|attribute| attribute.path().is_ident("cfg"))
-        .any(|attribute| attribute.parse_args::<syn::Path>().is_ok_and(|path| path.is_ident("test")))
+        .any(|attribute| {
+            attribute
+                .parse_args::<syn::Path>()
+                .is_ok_and(|path| path.is_ident("test"))
+        })
 }
 
 fn attributes(item: &Item) -> &[Attribute] {
@@ -276,12 +337,22 @@ mod tests {
     use super::*;
 
     fn uses(files: &[(&str, &str)]) -> Vec<(String, String)> {
-        let files = files.iter().map(|&(file, text)| (file.to_owned(), text.to_owned())).collect();
-        Modules::read(&files, "src/lib.rs").unwrap().uses().into_iter().collect()
+        let files = files
+            .iter()
+            .map(|&(file, text)| (file.to_owned(), text.to_owned()))
+            .collect();
+        Modules::read(&files, "src/lib.rs")
+            .unwrap()
+            .uses()
+            .into_iter()
+            .collect()
     }
 
     fn pairs(expected: &[(&str, &str)]) -> Vec<(String, String)> {
-        expected.iter().map(|&(from, to)| (from.to_owned(), to.to_owned())).collect()
+        expected
+            .iter()
+            .map(|&(from, to)| (from.to_owned(), to.to_owned()))
+            .collect()
     }
 
     #[test]
@@ -293,8 +364,12 @@ mod tests {
             ("src/c.rs", "pub fn g() { use crate::d::D; }"),
             ("src/d.rs", "pub struct D; use std::fmt::Debug;"),
         ]);
-        let expected =
-            [("src/a.rs", "src/b.rs"), ("src/a.rs", "src/c.rs"), ("src/b.rs", "src/c.rs"), ("src/c.rs", "src/d.rs")];
+        let expected = [
+            ("src/a.rs", "src/b.rs"),
+            ("src/a.rs", "src/c.rs"),
+            ("src/b.rs", "src/c.rs"),
+            ("src/c.rs", "src/d.rs"),
+        ];
         assert_eq!(found, pairs(&expected));
     }
 
@@ -303,29 +378,50 @@ mod tests {
         let child = ("src/a/child.rs", "use super::helper; pub struct C;");
         let root = ("src/lib.rs", "mod a; pub use a::C;");
         let parent = "mod child; pub use self::child::C; fn helper() {}";
-        assert_eq!(uses(&[root, ("src/a/mod.rs", parent), child]), pairs(&[("src/a/child.rs", "src/a/mod.rs")]));
+        assert_eq!(
+            uses(&[root, ("src/a/mod.rs", parent), child]),
+            pairs(&[("src/a/child.rs", "src/a/mod.rs")])
+        );
         let parent = "mod child; pub use child::C; fn helper() {} fn f() { child::run() }";
-        let both = [("src/a/child.rs", "src/a/mod.rs"), ("src/a/mod.rs", "src/a/child.rs")];
+        let both = [
+            ("src/a/child.rs", "src/a/mod.rs"),
+            ("src/a/mod.rs", "src/a/child.rs"),
+        ];
         assert_eq!(uses(&[root, ("src/a/mod.rs", parent), child]), pairs(&both));
     }
 
     #[test]
     fn an_item_is_used_where_it_is_defined_not_where_it_is_exported() {
         let found = uses(&[
-            ("src/lib.rs", "mod a; mod b; mod c; pub use a::*; pub(crate) use b::{self as other, B as Renamed};"),
+            (
+                "src/lib.rs",
+                "mod a; mod b; mod c; pub use a::*; pub(crate) use b::{self as other, B as Renamed};",
+            ),
             ("src/a.rs", "pub struct A;"),
             ("src/b.rs", "pub struct B;"),
-            ("src/c.rs", "use crate::{A, Renamed}; fn f() { super::other::g() }"),
+            (
+                "src/c.rs",
+                "use crate::{A, Renamed}; fn f() { super::other::g() }",
+            ),
         ]);
-        assert_eq!(found, pairs(&[("src/c.rs", "src/a.rs"), ("src/c.rs", "src/b.rs")]));
+        assert_eq!(
+            found,
+            pairs(&[("src/c.rs", "src/a.rs"), ("src/c.rs", "src/b.rs")])
+        );
     }
 
     #[test]
     fn code_for_tests_visibilities_and_modules_within_a_file_are_no_uses() {
         let found = uses(&[
             ("src/lib.rs", "mod a; mod b;"),
-            ("src/a.rs", "#[cfg(test)] mod tests { use crate::b::B; } mod inner { use super::A; } struct A;"),
-            ("src/b.rs", "pub(super) struct B; pub(in crate::a) fn f() {}"),
+            (
+                "src/a.rs",
+                "#[cfg(test)] mod tests { use crate::b::B; } mod inner { use super::A; } struct A;",
+            ),
+            (
+                "src/b.rs",
+                "pub(super) struct B; pub(in crate::a) fn f() {}",
+            ),
         ]);
         assert!(found.is_empty(), "{found:?}");
     }

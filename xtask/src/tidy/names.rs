@@ -5,22 +5,32 @@ use std::collections::BTreeMap;
 /// Names that several public types are known to have. Do not add to this list.
 const KNOWN: [&str; 0] = [];
 
-/// Returns a message for each name that several public types have. `types` are pairs of a type's name and its file.
+/// Returns a message for each name that several public types have. `types` are pairs of a type's
+/// name and its file.
 pub(super) fn check<'a>(types: impl IntoIterator<Item = (&'a str, &'a str)>) -> Vec<String> {
     breaches(types, &KNOWN)
 }
 
-/// Returns a message for each name of several types that is not in `known`, and for each name in `known` that is no
-/// longer one.
-fn breaches<'a>(types: impl IntoIterator<Item = (&'a str, &'a str)>, known: &[&str]) -> Vec<String> {
+/// Returns a message for each name of several types that is not in `known`, and for each name in
+/// `known` that is no longer one.
+fn breaches<'a>(
+    types: impl IntoIterator<Item = (&'a str, &'a str)>,
+    known: &[&str],
+) -> Vec<String> {
     let mut files: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for (name, file) in types {
         files.entry(name).or_default().push(file);
     }
-    let twice = files.iter().filter(|(name, files)| files.len() > 1 && !known.contains(name));
-    let twice = twice.map(|(name, files)| format!("`{name}` is a public type in {}", files.join(" and in ")));
-    let stale = known.iter().filter(|name| files.get(*name).is_none_or(|files| files.len() < 2));
-    let stale = stale.map(|name| format!("`{name}` is one public type by now: remove it from xtask's list"));
+    let twice = files
+        .iter()
+        .filter(|(name, files)| files.len() > 1 && !known.contains(name));
+    let twice = twice
+        .map(|(name, files)| format!("`{name}` is a public type in {}", files.join(" and in ")));
+    let stale = known
+        .iter()
+        .filter(|name| files.get(*name).is_none_or(|files| files.len() < 2));
+    let stale = stale
+        .map(|name| format!("`{name}` is one public type by now: remove it from xtask's list"));
     twice.chain(stale).collect()
 }
 

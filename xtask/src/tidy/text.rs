@@ -1,5 +1,5 @@
-//! The rules of single files: no paths of one machine, not too long, `unsafe` only where listed, plain first sentences,
-//! comments no wider than the code.
+//! The rules of single files: no paths of one machine, not too long, `unsafe` only where listed,
+//! plain first sentences, comments no wider than the code.
 
 /// The most lines that a file may have.
 const MAX_LINES: usize = 1000;
@@ -37,7 +37,8 @@ const UNSAFE: [&str; 29] = [
     "crates/fsdp-cli/src/launch/parent.rs",
     // Memory that a Python object lends.
     "crates/fsdp-python/src/memory.rs",
-    // The functions of C that stand in for those of NVIDIA's libraries, and the memory of a GPU that is none.
+    // The functions of C that stand in for those of NVIDIA's libraries, and the memory of a GPU
+    // that is none.
     "xtask/cuda-stand-in/src/blas.rs",
     "xtask/cuda-stand-in/src/driver.rs",
     "xtask/cuda-stand-in/src/kernels/arguments.rs",
@@ -55,16 +56,30 @@ const UNSAFE: [&str; 29] = [
 /// The words that no doc comment starts with: a sentence that does is a riddle until its end.
 const FIRST_WORDS: [&str; 7] = ["As", "Of", "That", "Those", "What", "Whether", "Who"];
 
-/// The most characters of a line of a comment. It is the width of code in rustfmt.toml; rustfmt does not wrap comments.
-const MAX_COMMENT_WIDTH: usize = 120;
+/// The most characters of a line of a comment. It is the width of code in rustfmt.toml; rustfmt
+/// does not wrap comments.
+const MAX_COMMENT_WIDTH: usize = 100;
 
 /// Lists the rules that one text file breaks.
 pub(super) fn check(name: &str, text: &str) -> Vec<String> {
     let mut breaches = Vec::new();
     // Written in halves, so that this file does not break its own rule.
-    for machine in [concat!("/", "work/"), concat!("/", "root/"), concat!("/", "home/"), concat!("/", "tmp/")] {
-        for (number, line) in text.lines().enumerate().filter(|(_, line)| line.contains(machine)) {
-            breaches.push(format!("{name}:{}: a path of one machine: {}", number + 1, line.trim()));
+    for machine in [
+        concat!("/", "work/"),
+        concat!("/", "root/"),
+        concat!("/", "home/"),
+        concat!("/", "tmp/"),
+    ] {
+        for (number, line) in text
+            .lines()
+            .enumerate()
+            .filter(|(_, line)| line.contains(machine))
+        {
+            breaches.push(format!(
+                "{name}:{}: a path of one machine: {}",
+                number + 1,
+                line.trim()
+            ));
         }
     }
     if !name.ends_with(".rs") {
@@ -72,31 +87,49 @@ pub(super) fn check(name: &str, text: &str) -> Vec<String> {
     }
     let lines = text.lines().count();
     if lines > MAX_LINES {
-        breaches.push(format!("{name}: {lines} lines, more than {MAX_LINES}: split it by purpose"));
+        breaches.push(format!(
+            "{name}: {lines} lines, more than {MAX_LINES}: split it by purpose"
+        ));
     }
     if !text.starts_with("//!") {
-        breaches.push(format!("{name}: its first line should say what it is for (`//! ...`)"));
+        breaches.push(format!(
+            "{name}: its first line should say what it is for (`//! ...`)"
+        ));
     }
     for (number, word) in riddles(text) {
-        breaches.push(format!("{name}:{number}: a doc comment should not start with \"{word}\""));
+        breaches.push(format!(
+            "{name}:{number}: a doc comment should not start with \"{word}\""
+        ));
     }
     for number in wide_comments(text) {
-        breaches.push(format!("{name}:{number}: a comment wider than {MAX_COMMENT_WIDTH} characters"));
+        breaches.push(format!(
+            "{name}:{number}: a comment wider than {MAX_COMMENT_WIDTH} characters"
+        ));
     }
     if !UNSAFE.contains(&name) {
         for (number, line) in text.lines().enumerate() {
             let code = line.trim_start();
-            let keyword = [concat!("unsafe", " {"), concat!("unsafe", " fn"), concat!("unsafe", " impl")];
+            let keyword = [
+                concat!("unsafe", " {"),
+                concat!("unsafe", " fn"),
+                concat!("unsafe", " impl"),
+            ];
             let opens = code.contains(concat!("(unsafe", "_code"));
-            if !code.starts_with("//") && (opens || keyword.iter().any(|keyword| code.contains(keyword))) {
-                breaches.push(format!("{name}:{}: `unsafe` outside the modules that xtask lists", number + 1));
+            if !code.starts_with("//")
+                && (opens || keyword.iter().any(|keyword| code.contains(keyword)))
+            {
+                breaches.push(format!(
+                    "{name}:{}: `unsafe` outside the modules that xtask lists",
+                    number + 1
+                ));
             }
         }
     }
     breaches
 }
 
-/// Lists the doc comments that start with one of [`FIRST_WORDS`], as pairs of a line's number and that word.
+/// Lists the doc comments that start with one of [`FIRST_WORDS`], as pairs of a line's number and
+/// that word.
 fn riddles(text: &str) -> Vec<(usize, &'static str)> {
     let mut found = Vec::new();
     let mut before = "";
@@ -104,15 +137,24 @@ fn riddles(text: &str) -> Vec<(usize, &'static str)> {
         let marker = marker(line.trim_start());
         if !marker.is_empty() && marker != before {
             let first = line.trim_start().trim_start_matches(marker).trim_start();
-            let word = first.split(|c: char| !c.is_alphanumeric()).next().unwrap_or_default();
-            found.extend(FIRST_WORDS.iter().find(|&&refused| refused == word).map(|&word| (number + 1, word)));
+            let word = first
+                .split(|c: char| !c.is_alphanumeric())
+                .next()
+                .unwrap_or_default();
+            found.extend(
+                FIRST_WORDS
+                    .iter()
+                    .find(|&&refused| refused == word)
+                    .map(|&word| (number + 1, word)),
+            );
         }
         before = marker;
     }
     found
 }
 
-/// Lists the lines of comments that are too wide. Rows of tables and samples of code cannot be broken, so they may be.
+/// Lists the lines of comments that are too wide. Rows of tables and samples of code cannot be
+/// broken, so they may be.
 fn wide_comments(text: &str) -> Vec<usize> {
     let mut found = Vec::new();
     let mut is_sample = false;
@@ -149,7 +191,10 @@ mod tests {
     fn files_that_break_a_rule_are_found() {
         assert!(check("a.rs", "//! About.\n").is_empty());
         assert_eq!(check("a.rs", "use b;\n").len(), 1);
-        assert_eq!(check("a.rs", &format!("//! About.\n{}", "\n".repeat(MAX_LINES))).len(), 1);
+        assert_eq!(
+            check("a.rs", &format!("//! About.\n{}", "\n".repeat(MAX_LINES))).len(),
+            1
+        );
         let code = concat!("//! About.\nlet x = unsafe", " { y };\n");
         assert_eq!(check("a.rs", code).len(), 1);
         assert!(check(UNSAFE[0], code).is_empty());
@@ -158,7 +203,10 @@ mod tests {
 
     #[test]
     fn comments_that_are_too_wide_are_found() {
-        let (wide, narrow) = ("é".repeat(MAX_COMMENT_WIDTH), "é".repeat(MAX_COMMENT_WIDTH - 4));
+        let (wide, narrow) = (
+            "é".repeat(MAX_COMMENT_WIDTH),
+            "é".repeat(MAX_COMMENT_WIDTH - 4),
+        );
         let lines = [
             format!("//! {narrow}"),
             format!("//! {wide}"),
@@ -185,7 +233,10 @@ mod tests {
             "}",
         ];
         assert_eq!(riddles(&text.join("\n")), [(1, "What"), (8, "As")]);
-        let breaches = check("crates/x/src/a.rs", "//! About.\n\n/// Whether: no.\nfn f() {}\n");
+        let breaches = check(
+            "crates/x/src/a.rs",
+            "//! About.\n\n/// Whether: no.\nfn f() {}\n",
+        );
         assert_eq!(breaches.len(), 1, "{breaches:?}");
     }
 }

@@ -39,26 +39,41 @@ struct Arguments {
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
     if arguments.trace {
-        let lines = tracing_subscriber::fmt().without_time().with_target(false).with_ansi(false);
-        lines.with_max_level(tracing::Level::TRACE).with_env_filter("simulate=trace").init();
+        let lines = tracing_subscriber::fmt()
+            .without_time()
+            .with_target(false)
+            .with_ansi(false);
+        lines
+            .with_max_level(tracing::Level::TRACE)
+            .with_env_filter("simulate=trace")
+            .init();
     }
     let seeds = arguments.seed..arguments.seed.saturating_add(arguments.seeds);
     if arguments.flaws {
         for flaw in Flaw::ALL {
-            let found = seeds.clone().find_map(|seed| Some((seed, simulate(seed, Some(flaw)).err()?)));
-            let Some((seed, error)) = found else { bail!("{flaw:?} was not found") };
+            let found = seeds
+                .clone()
+                .find_map(|seed| Some((seed, simulate(seed, Some(flaw)).err()?)));
+            let Some((seed, error)) = found else {
+                bail!("{flaw:?} was not found")
+            };
             println!("{flaw:?}: seed {seed}: {error:#}");
         }
         return Ok(());
     }
     let start = Instant::now();
-    let threads = arguments.threads.or_else(|| Some(thread::available_parallelism().ok()?.get())).unwrap_or(1);
+    let threads = arguments
+        .threads
+        .or_else(|| Some(thread::available_parallelism().ok()?.get()))
+        .unwrap_or(1);
     let (next, totals) = (AtomicU64::new(seeds.start), Mutex::new(Summary::default()));
     let failed = Mutex::new(Vec::new());
     thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
-                while let Some(seed) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|seed| *seed < seeds.end) {
+                while let Some(seed) =
+                    Some(next.fetch_add(1, Ordering::Relaxed)).filter(|seed| *seed < seeds.end)
+                {
                     match simulate(seed, None) {
                         Ok(summary) => {
                             let mut totals = locked(&totals);
@@ -76,7 +91,12 @@ fn main() -> Result<()> {
         }
     });
     let minutes = start.elapsed().as_secs_f64() / 60.0;
-    let Summary { operations, links, struck, .. } = *locked(&totals);
+    let Summary {
+        operations,
+        links,
+        struck,
+        ..
+    } = *locked(&totals);
     println!(
         "{} simulations, {operations} operations, {links} linked files, {struck} crashes, {:.0} a minute",
         arguments.seeds,
@@ -84,7 +104,11 @@ fn main() -> Result<()> {
     );
     let failed = locked(&failed);
     if !failed.is_empty() {
-        bail!("{} simulations failed; `--seeds 1 --seed {}` repeats one of them", failed.len(), failed[0]);
+        bail!(
+            "{} simulations failed; `--seeds 1 --seed {}` repeats one of them",
+            failed.len(),
+            failed[0]
+        );
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! The arithmetic of a memory tier, without I/O: whose copy a rank keeps, which steps are whole, which parts are
-//! transferred.
+//! The arithmetic of a memory tier, without I/O: whose copy a rank keeps, which steps are whole,
+//! which parts are transferred.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 /// A save to the memory tier. The one that the run continues from is the greatest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(super) struct MemoryStep {
-    /// The number of a start of the job, which is larger than the numbers of all starts before it. A run that goes back
-    /// to an older step gets a new number too. Parts of different starts are never joined, because the same step may
-    /// have another result after a restart.
+    /// The number of a start of the job, which is larger than the numbers of all starts before it.
+    /// A run that goes back to an older step gets a new number too. Parts of different starts are
+    /// never joined, because the same step may have another result after a restart.
     pub(super) start: u64,
     /// Steps done when it was saved.
     pub(super) step: u64,
@@ -30,7 +30,10 @@ pub(super) struct Part {
 
 impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Part { of: MemoryStep { step, ranks, start }, rank } = self;
+        let Part {
+            of: MemoryStep { step, ranks, start },
+            rank,
+        } = self;
         write!(f, "step-{step:08}-{start:016x}-rank-{rank}-of-{ranks}")
     }
 }
@@ -39,10 +42,19 @@ impl Part {
     /// Parses the name of a part's directory; returns `None` for any other name.
     pub(super) fn from_name(name: &str) -> Option<Self> {
         let words: Vec<&str> = name.split('-').collect();
-        let &["step", step, start, "rank", rank, "of", ranks] = words.as_slice() else { return None };
+        let &["step", step, start, "rank", rank, "of", ranks] = words.as_slice() else {
+            return None;
+        };
         let start = u64::from_str_radix(start, 16).ok()?;
-        let of = MemoryStep { start, step: step.parse().ok()?, ranks: ranks.parse().ok()? };
-        let part = Part { of, rank: rank.parse().ok()? };
+        let of = MemoryStep {
+            start,
+            step: step.parse().ok()?,
+            ranks: ranks.parse().ok()?,
+        };
+        let part = Part {
+            of,
+            rank: rank.parse().ok()?,
+        };
         // Only the exact spelling that `Display` writes is accepted, so one part has one name.
         let is_exact = part.to_string() == name;
         (is_exact && part.rank < of.ranks && of.ranks <= MAX_WORLD_SIZE).then_some(part)
@@ -55,7 +67,8 @@ pub(super) struct PartCopy {
     pub(super) part: Part,
     /// The lowest rank of the host that has it.
     pub(super) host: usize,
-    /// The name of the directory that holds it: the directory of the rank that saved it, or that of the rank's buddy.
+    /// The name of the directory that holds it: the directory of the rank that saved it, or that of
+    /// the rank's buddy.
     pub(super) holder: String,
 }
 
@@ -67,24 +80,30 @@ pub(super) struct Transfer {
     pub(super) to: usize,
 }
 
-/// Returns the buddy of each rank: the rank that keeps a copy of its part. `hosts` has the lowest rank of each rank's
-/// host.
+/// Returns the buddy of each rank: the rank that keeps a copy of its part. `hosts` has the lowest
+/// rank of each rank's host.
 ///
-/// A rank and its buddy are on different hosts if there are several. Every rank is the buddy of one rank, unless more
-/// than half of all ranks are on one host: then the other ranks take turns as the buddies of that host's ranks. A
-/// single rank is its own buddy.
+/// A rank and its buddy are on different hosts if there are several. Every rank is the buddy of one
+/// rank, unless more than half of all ranks are on one host: then the other ranks take turns as the
+/// buddies of that host's ranks. A single rank is its own buddy.
 pub(super) fn buddies(hosts: &[usize]) -> Vec<usize> {
     let ranks = hosts.len();
     let ranks_of = |host: usize| hosts.iter().filter(|other| **other == host).count();
-    let largest = hosts.iter().copied().max_by_key(|&host| ranks_of(host)).unwrap_or_default();
-    // The ranks form a ring, in which the ranks of a host are neighbours. Those of the largest host come first.
+    let largest = hosts
+        .iter()
+        .copied()
+        .max_by_key(|&host| ranks_of(host))
+        .unwrap_or_default();
+    // The ranks form a ring, in which the ranks of a host are neighbours. Those of the largest host
+    // come first.
     let mut ring: Vec<usize> = (0..ranks).collect();
     ring.sort_by_key(|&rank| (hosts[rank] != largest, hosts[rank]));
     let of_largest = ranks_of(largest);
     let others = ranks - of_largest;
     let mut buddies = vec![0; ranks];
     for (at, &rank) in ring.iter().enumerate() {
-        // The distance is the number of ranks of the largest host, so that the buddy is beyond the rank's own host.
+        // The distance is the number of ranks of the largest host, so that the buddy is beyond the
+        // rank's own host.
         let buddy = match others {
             0 => at + 1,
             _ if at < of_largest => of_largest + at % others,
@@ -98,45 +117,68 @@ pub(super) fn buddies(hosts: &[usize]) -> Vec<usize> {
 /// The most ranks that a message names.
 const MAX_LISTED: usize = 20;
 
-/// Returns the steps of which there is at least one part, the newest first, each with the first few ranks whose parts
-/// are missing.
+/// Returns the steps of which there is at least one part, the newest first, each with the first few
+/// ranks whose parts are missing.
 pub(super) fn steps(copies: &[PartCopy]) -> Vec<(MemoryStep, Vec<usize>)> {
     let mut found: BTreeMap<MemoryStep, BTreeSet<usize>> = BTreeMap::new();
     for copy in copies {
-        found.entry(copy.part.of).or_default().insert(copy.part.rank);
+        found
+            .entry(copy.part.of)
+            .or_default()
+            .insert(copy.part.rank);
     }
     // The map is sorted, so the newest is its last entry.
-    found.into_iter().rev().map(|(step, ranks)| (step, missing_ranks(step, &ranks))).collect()
+    found
+        .into_iter()
+        .rev()
+        .map(|(step, ranks)| (step, missing_ranks(step, &ranks)))
+        .collect()
 }
 
-/// Returns the first few ranks of a save that are not among `present`. The number of ranks comes from a file name, and
-/// may be absurdly large.
+/// Returns the first few ranks of a save that are not among `present`. The number of ranks comes
+/// from a file name, and may be absurdly large.
 pub(super) fn missing_ranks(step: MemoryStep, present: &BTreeSet<usize>) -> Vec<usize> {
-    (0..step.ranks).filter(|rank| !present.contains(rank)).take(MAX_LISTED).collect()
+    (0..step.ranks)
+        .filter(|rank| !present.contains(rank))
+        .take(MAX_LISTED)
+        .collect()
 }
 
 /// Returns the newest step that has all parts.
 pub(super) fn newest_whole(copies: &[PartCopy]) -> Option<MemoryStep> {
-    steps(copies).into_iter().find(|(_, missing)| missing.is_empty()).map(|(step, _)| step)
+    steps(copies)
+        .into_iter()
+        .find(|(_, missing)| missing.is_empty())
+        .map(|(step, _)| step)
 }
 
-/// Returns the newest step that has as many copies of each part as a save leaves: two, or one of a single rank. Where
-/// there is none, because a host was lost, returns the newest step that has all parts.
+/// Returns the newest step that has as many copies of each part as a save leaves: two, or one of a
+/// single rank. Where there is none, because a host was lost, returns the newest step that has all
+/// parts.
 pub(super) fn newest_complete(copies: &[PartCopy]) -> Option<MemoryStep> {
     let mut counts: BTreeMap<Part, usize> = BTreeMap::new();
     for copy in copies {
         *counts.entry(copy.part).or_default() += 1;
     }
-    let complete: Vec<PartCopy> =
-        copies.iter().filter(|copy| counts[&copy.part] >= copy.part.of.ranks.min(2)).cloned().collect();
+    let complete: Vec<PartCopy> = copies
+        .iter()
+        .filter(|copy| counts[&copy.part] >= copy.part.of.ranks.min(2))
+        .cloned()
+        .collect();
     newest_whole(&complete).or_else(|| newest_whole(copies))
 }
 
-/// Returns the copies that a rank checks. The ranks of a host take turns over the copies on that host.
+/// Returns the copies that a rank checks. The ranks of a host take turns over the copies on that
+/// host.
 pub(super) fn share<'c>(copies: &'c [PartCopy], hosts: &[usize], rank: usize) -> Vec<&'c PartCopy> {
-    let ranks: Vec<usize> = (0..hosts.len()).filter(|&other| hosts[other] == hosts[rank]).collect();
+    let ranks: Vec<usize> = (0..hosts.len())
+        .filter(|&other| hosts[other] == hosts[rank])
+        .collect();
     let here = copies.iter().filter(|copy| copy.host == hosts[rank]);
-    here.enumerate().filter(|(index, _)| ranks[index % ranks.len()] == rank).map(|(_, copy)| copy).collect()
+    here.enumerate()
+        .filter(|(index, _)| ranks[index % ranks.len()] == rank)
+        .map(|(_, copy)| copy)
+        .collect()
 }
 
 /// Returns the transfers that bring every part to the lowest rank of every host that lacks it.
@@ -150,17 +192,24 @@ pub(super) fn transfers(copies: &[PartCopy], hosts: &[usize]) -> Vec<Transfer> {
     for (part, holders) in holders {
         // The hosts that have the part take turns as senders.
         let lacking = all.difference(&holders);
-        transfers.extend(lacking.zip(holders.iter().cycle()).map(|(&to, &from)| Transfer { part, from, to }));
+        transfers.extend(
+            lacking
+                .zip(holders.iter().cycle())
+                .map(|(&to, &from)| Transfer { part, from, to }),
+        );
     }
     transfers
 }
 
-/// Groups transfers into rounds. In a round each rank sends at most one part and receives at most one.
+/// Groups transfers into rounds. In a round each rank sends at most one part and receives at most
+/// one.
 pub(super) fn rounds(transfers: Vec<Transfer>) -> Vec<Vec<Transfer>> {
     let mut rounds: Vec<Vec<Transfer>> = Vec::new();
     for transfer in transfers {
         let is_free = |round: &&mut Vec<Transfer>| {
-            round.iter().all(|other| other.from != transfer.from && other.to != transfer.to)
+            round
+                .iter()
+                .all(|other| other.from != transfer.from && other.to != transfer.to)
         };
         match rounds.iter_mut().find(is_free) {
             Some(round) => round.push(transfer),
@@ -177,17 +226,35 @@ mod tests {
     use super::*;
 
     fn at(step: u64, ranks: usize) -> MemoryStep {
-        MemoryStep { step, ranks, start: 7 }
+        MemoryStep {
+            step,
+            ranks,
+            start: 7,
+        }
     }
 
     fn copy(of: MemoryStep, rank: usize, host: usize) -> PartCopy {
-        PartCopy { part: Part { of, rank }, host, holder: format!("rank-{rank}") }
+        PartCopy {
+            part: Part { of, rank },
+            host,
+            holder: format!("rank-{rank}"),
+        }
     }
 
     #[test]
     fn a_name_says_all_of_a_part_and_nothing_else_is_one() {
-        let part = Part { of: MemoryStep { step: 20, ranks: 4, start: 0xabc }, rank: 3 };
-        assert_eq!(part.to_string(), "step-00000020-0000000000000abc-rank-3-of-4");
+        let part = Part {
+            of: MemoryStep {
+                step: 20,
+                ranks: 4,
+                start: 0xabc,
+            },
+            rank: 3,
+        };
+        assert_eq!(
+            part.to_string(),
+            "step-00000020-0000000000000abc-rank-3-of-4"
+        );
         assert_eq!(Part::from_name(&part.to_string()), Some(part));
         for name in [
             "step-00000020",
@@ -270,23 +337,51 @@ mod tests {
 
     #[test]
     fn a_step_is_whole_if_all_parts_of_one_save_are_there() {
-        let (new, old, other) = (at(30, 2), at(20, 2), MemoryStep { start: 8, ..at(30, 2) });
-        // Rank 1 had not saved step 30 yet, and what another start of the job had of that step does not count.
-        let copies = [copy(new, 0, 0), copy(new, 0, 0), copy(other, 1, 0), copy(old, 0, 0), copy(old, 1, 0)];
+        let (new, old, other) = (
+            at(30, 2),
+            at(20, 2),
+            MemoryStep {
+                start: 8,
+                ..at(30, 2)
+            },
+        );
+        // Rank 1 had not saved step 30 yet, and what another start of the job had of that step does
+        // not count.
+        let copies = [
+            copy(new, 0, 0),
+            copy(new, 0, 0),
+            copy(other, 1, 0),
+            copy(old, 0, 0),
+            copy(old, 1, 0),
+        ];
         assert_eq!(newest_whole(&copies), Some(old));
-        let found: Vec<_> = steps(&copies).into_iter().map(|(step, missing)| (step.step, missing)).collect();
+        let found: Vec<_> = steps(&copies)
+            .into_iter()
+            .map(|(step, missing)| (step.step, missing))
+            .collect();
         assert_eq!(found, [(30, vec![0]), (30, vec![1]), (20, vec![])]);
         assert_eq!(newest_whole(&copies[..4]), None);
         // The same step of another number of ranks is another save.
-        assert_eq!(newest_whole(&[copy(at(5, 1), 0, 0), copy(at(5, 2), 0, 0)]), Some(at(5, 1)));
+        assert_eq!(
+            newest_whole(&[copy(at(5, 1), 0, 0), copy(at(5, 2), 0, 0)]),
+            Some(at(5, 1))
+        );
     }
 
     #[test]
     fn the_ranks_of_a_host_share_the_checking() {
         let hosts = [0, 0, 2];
-        let copies: Vec<PartCopy> = (0..5).map(|rank| copy(at(1, 5), rank, if rank == 4 { 2 } else { 0 })).collect();
-        let shares: Vec<Vec<usize>> =
-            (0..3).map(|rank| share(&copies, &hosts, rank).iter().map(|copy| copy.part.rank).collect()).collect();
+        let copies: Vec<PartCopy> = (0..5)
+            .map(|rank| copy(at(1, 5), rank, if rank == 4 { 2 } else { 0 }))
+            .collect();
+        let shares: Vec<Vec<usize>> = (0..3)
+            .map(|rank| {
+                share(&copies, &hosts, rank)
+                    .iter()
+                    .map(|copy| copy.part.rank)
+                    .collect()
+            })
+            .collect();
         assert_eq!(shares, [vec![0, 2], vec![1, 3], vec![4]]);
     }
 }

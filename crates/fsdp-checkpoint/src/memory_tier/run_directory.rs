@@ -14,7 +14,8 @@ use twox_hash::XxHash3_64;
 
 use crate::CheckpointError;
 
-/// The name of the file, in the directory of a run's checkpoints, with the number of the run in the memory tier.
+/// The name of the file, in the directory of a run's checkpoints, with the number of the run in the
+/// memory tier.
 const RUN_FILE: &str = ".memory-tier";
 
 /// The name of the file, in the run's directory of the memory tier, with the number of the host.
@@ -33,8 +34,9 @@ pub(super) struct RunDirectory {
 }
 
 impl RunDirectory {
-    /// Finds the run's directory in the tier. If it has none yet, `create` makes one; without `create` this returns
-    /// `None`. Collective: agreements, an object broadcast and an object all-gather.
+    /// Finds the run's directory in the tier. If it has none yet, `create` makes one; without
+    /// `create` this returns `None`. Collective: agreements, an object broadcast and an object
+    /// all-gather.
     ///
     /// # Errors
     /// The same on every rank: errors of the storage, a directory of another user.
@@ -45,47 +47,72 @@ impl RunDirectory {
         create: bool,
     ) -> Result<Option<Self>, CheckpointError> {
         const OPERATION: &str = "open the memory tier";
-        // Step 1: rank 0 reads the number of the run, or makes one for a new run. A copy of the run's directory has the
-        // same number, but is another run, so the name in the tier is made of the number and the path.
+        // Step 1: rank 0 reads the number of the run, or makes one for a new run. A copy of the
+        // run's directory has the same number, but is another run, so the name in the tier is made
+        // of the number and the path.
         let file = run.join(RUN_FILE);
-        let number = if group.rank() == 0 { number_in(&file, create) } else { Ok(None) };
+        let number = if group.rank() == 0 {
+            number_in(&file, create)
+        } else {
+            Ok(None)
+        };
         let number = CheckpointError::agree(group, OPERATION, None, number)?;
         let name = number.map(|number| name_in_tier(number, run));
         let name: Option<String> = group.broadcast_object(Some(&name), 0)?;
         let Some(name) = name else { return Ok(None) };
-        // Step 2: each rank reads the number of its host. Ranks with the same number see the same directory, so they
-        // count as one host.
+        // Step 2: each rank reads the number of its host. Ranks with the same number see the same
+        // directory, so they count as one host.
         let root = directory.join(name);
         let host = make_private(&root).and_then(|()| number_in(&root.join(HOST_FILE), true));
         let host = CheckpointError::agree(group, OPERATION, None, host)?;
         let numbers: Vec<Option<u64>> = group.all_gather_object(&host)?;
-        let lowest = |number: &Option<u64>| numbers.iter().position(|other| other == number).unwrap_or_default();
+        let lowest = |number: &Option<u64>| {
+            numbers
+                .iter()
+                .position(|other| other == number)
+                .unwrap_or_default()
+        };
         let hosts = numbers.iter().map(lowest).collect();
         Ok(Some(RunDirectory { root, hosts }))
     }
 }
 
-/// Returns the name of a run's directory in the tier: a part of the name of its own directory, for those who look into
-/// the tier, and a hash of the run's number and path.
+/// Returns the name of a run's directory in the tier: a part of the name of its own directory, for
+/// those who look into the tier, and a hash of the run's number and path.
 fn name_in_tier(number: u64, run: &Location) -> String {
-    let path = run.local().and_then(|path| path.canonicalize().ok()).unwrap_or_else(|| run.name().to_owned());
+    let path = run
+        .local()
+        .and_then(|path| path.canonicalize().ok())
+        .unwrap_or_else(|| run.name().to_owned());
     let hash = XxHash3_64::oneshot_with_seed(number, path.as_os_str().as_encoded_bytes());
     let last = path.file_name().unwrap_or_default().to_string_lossy();
-    let last: String = last.chars().filter(|letter| letter.is_ascii_alphanumeric()).take(32).collect();
+    let last: String = last
+        .chars()
+        .filter(|letter| letter.is_ascii_alphanumeric())
+        .take(32)
+        .collect();
     format!("{last}-{hash:016x}")
 }
 
-/// Makes a directory of the tier that other users cannot read, unless it exists. (An object store has no directories.)
+/// Makes a directory of the tier that other users cannot read, unless it exists. (An object store
+/// has no directories.)
 ///
 /// # Errors
 /// It cannot be made, or belongs to another user.
 pub(super) fn make_private(directory: &Location) -> Result<(), CheckpointError> {
-    let Some(path) = directory.local() else { return Ok(()) };
-    let failed = |source| FileError::Io { operation: "create", path: path.to_owned(), source };
+    let Some(path) = directory.local() else {
+        return Ok(());
+    };
+    let failed = |source| FileError::Io {
+        operation: "create",
+        path: path.to_owned(),
+        source,
+    };
     make_private_directory(path).map_err(|source| failed(source).into())
 }
 
-/// Makes a directory that only this user can open, and the directories above it. One that exists must be this user's.
+/// Makes a directory that only this user can open, and the directories above it. One that exists
+/// must be this user's.
 fn make_private_directory(path: &Path) -> io::Result<()> {
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent)?;
@@ -94,15 +121,20 @@ fn make_private_directory(path: &Path) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         made => return made,
     }
-    // A tmpfs is often open to all users. One who made this directory before could read the state, or replace it.
+    // A tmpfs is often open to all users. One who made this directory before could read the state,
+    // or replace it.
     if fs::symlink_metadata(path)?.uid() == rustix::process::geteuid().as_raw() {
         return Ok(());
     }
-    Err(io::Error::new(io::ErrorKind::PermissionDenied, "it belongs to another user"))
+    Err(io::Error::new(
+        io::ErrorKind::PermissionDenied,
+        "it belongs to another user",
+    ))
 }
 
-/// Reads the number in a file; returns `None` if there is no such file. With `create`, a missing file is created with a
-/// random number. If several ranks create it at the same time, one of them succeeds, and all read its number.
+/// Reads the number in a file; returns `None` if there is no such file. With `create`, a missing
+/// file is created with a random number. If several ranks create it at the same time, one of them
+/// succeeds, and all read its number.
 fn number_in(file: &Location, create: bool) -> Result<Option<u64>, CheckpointError> {
     if !file.exists()? {
         if !create {
@@ -114,12 +146,18 @@ fn number_in(file: &Location, create: bool) -> Result<Option<u64>, CheckpointErr
         }
     }
     let text = file.read_file(NUMBER_BYTES)?;
-    let number = std::str::from_utf8(&text).ok().and_then(|text| u64::from_str_radix(text, 16).ok());
-    number.map(Some).ok_or_else(|| CheckpointError::NotAMemoryTier { path: file.name().to_owned() })
+    let number = std::str::from_utf8(&text)
+        .ok()
+        .and_then(|text| u64::from_str_radix(text, 16).ok());
+    number
+        .map(Some)
+        .ok_or_else(|| CheckpointError::NotAMemoryTier {
+            path: file.name().to_owned(),
+        })
 }
 
-/// Writes a new random number to a file, in one step. If another process has written one before, that is the error
-/// [`FileError::Exists`].
+/// Writes a new random number to a file, in one step. If another process has written one before,
+/// that is the error [`FileError::Exists`].
 fn make_number(file: &Location) -> Result<(), FileError> {
     let text = format!("{:016x}", random());
     let staging = Durable::new().prepare(file, false)?;
@@ -129,7 +167,8 @@ fn make_number(file: &Location) -> Result<(), FileError> {
     staging.commit_single()
 }
 
-/// Returns a random number: the standard library seeds its hashers with random numbers of the system.
+/// Returns a random number: the standard library seeds its hashers with random numbers of the
+/// system.
 fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }

@@ -1,4 +1,5 @@
-//! A save in the background holds what the state was when it was asked for, and its errors are not lost.
+//! A save in the background holds what the state was when it was asked for, and its errors are not
+//! lost.
 
 use std::io;
 use std::path::Path;
@@ -8,8 +9,8 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use fsdp_checkpoint::{
-    AsyncSaver, CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, LoadReport, SaveOptions, Stateful,
-    load_whole, step_path,
+    AsyncSaver, CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, LoadReport,
+    SaveOptions, Stateful, load_whole, step_path,
 };
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_dcp::checkpoint::{self, Checkpoint};
@@ -24,7 +25,12 @@ use fsdp_state::{StateDict, StateValue};
 fn state(rank: usize, world: usize, value: f32) -> StateDict {
     let tensor = Tensor::full(value, (1, 1000), &Device::Cpu).unwrap();
     let bounds = TensorBox::new(vec![rank, 0], vec![1, 1000]);
-    let matrix = ShardedTensor::new(tensor.dtype(), vec![world, 1000], vec![LocalShard { bounds, tensor }]).unwrap();
+    let matrix = ShardedTensor::new(
+        tensor.dtype(),
+        vec![world, 1000],
+        vec![LocalShard { bounds, tensor }],
+    )
+    .unwrap();
     let mut state = StateDict::new();
     state.insert("matrix", matrix);
     state.insert("step", f64::from(value));
@@ -32,14 +38,26 @@ fn state(rank: usize, world: usize, value: f32) -> StateDict {
 }
 
 fn overwrite(state: &StateDict, value: f32) {
-    for shard in state.get("matrix").and_then(StateValue::as_sharded).unwrap().shards() {
-        HostSliceMut::<f32>::write(&shard.tensor).unwrap().fill(value);
+    for shard in state
+        .get("matrix")
+        .and_then(StateValue::as_sharded)
+        .unwrap()
+        .shards()
+    {
+        HostSliceMut::<f32>::write(&shard.tensor)
+            .unwrap()
+            .fill(value);
     }
 }
 
 fn saved(path: &Path) -> Vec<f32> {
     let state = load_whole(path, &[], &LoadOptions::default()).unwrap();
-    let values = state.get("matrix").and_then(StateValue::as_tensor).unwrap().flatten_all().unwrap();
+    let values = state
+        .get("matrix")
+        .and_then(StateValue::as_tensor)
+        .unwrap()
+        .flatten_all()
+        .unwrap();
     let step = state.plain_at(&["step"]).unwrap().as_float().unwrap();
     let values = values.to_vec1::<f32>().unwrap();
     assert!(values.iter().all(|&value| f64::from(value) == step));
@@ -68,9 +86,17 @@ fn training_may_change_everything_as_soon_as_the_call_returns() {
     run_local(3, |group| {
         let mut saver = AsyncSaver::new(&group).unwrap();
         let state = state(group.rank(), 3, 1.0);
-        let options = SaveOptions { durable: Durable::with_hook(gate.clone()), ..SaveOptions::default() };
-        saver.save(dir.path().join("first"), &state, &options).unwrap();
-        assert!(saver.is_saving(), "the disk is held up, yet the call has returned");
+        let options = SaveOptions {
+            durable: Durable::with_hook(gate.clone()),
+            ..SaveOptions::default()
+        };
+        saver
+            .save(dir.path().join("first"), &state, &options)
+            .unwrap();
+        assert!(
+            saver.is_saving(),
+            "the disk is held up, yet the call has returned"
+        );
         overwrite(&state, 7.0);
         // Collectives of training go on meanwhile.
         group.barrier().unwrap();
@@ -80,8 +106,20 @@ fn training_may_change_everything_as_soon_as_the_call_returns() {
         assert!(report.total_bytes >= 3 * 4000, "{report:?}");
         assert!(saver.wait().unwrap().is_none());
         // The next one waits for nothing, and uses the same buffers.
-        saver.save(dir.path().join("second"), &self::state(group.rank(), 3, 2.0), &options).unwrap();
-        saver.save(dir.path().join("third"), &self::state(group.rank(), 3, 3.0), &options).unwrap();
+        saver
+            .save(
+                dir.path().join("second"),
+                &self::state(group.rank(), 3, 2.0),
+                &options,
+            )
+            .unwrap();
+        saver
+            .save(
+                dir.path().join("third"),
+                &self::state(group.rank(), 3, 3.0),
+                &options,
+            )
+            .unwrap();
     })
     .unwrap();
     for (name, value) in [("first", 1.0), ("second", 2.0), ("third", 3.0)] {
@@ -95,13 +133,23 @@ fn the_progress_of_a_save_begins_at_nothing() {
     let gate = Arc::new(Gate::default());
     run_local(1, |group| {
         let mut saver = AsyncSaver::new(&group).unwrap();
-        let options = SaveOptions { durable: Durable::with_hook(gate.clone()), ..SaveOptions::default() };
+        let options = SaveOptions {
+            durable: Durable::with_hook(gate.clone()),
+            ..SaveOptions::default()
+        };
         *gate.open.lock().unwrap() = true;
-        saver.save(dir.path().join("first"), &state(0, 1, 1.0), &options).unwrap();
+        saver
+            .save(dir.path().join("first"), &state(0, 1, 1.0), &options)
+            .unwrap();
         saver.wait().unwrap();
-        assert_eq!((saver.progress().written(), saver.progress().total()), (4000, 4000));
+        assert_eq!(
+            (saver.progress().written(), saver.progress().total()),
+            (4000, 4000)
+        );
         *gate.open.lock().unwrap() = false;
-        saver.save(dir.path().join("second"), &state(0, 1, 2.0), &options).unwrap();
+        saver
+            .save(dir.path().join("second"), &state(0, 1, 2.0), &options)
+            .unwrap();
         assert_eq!(saver.progress().written(), 0);
         *gate.open.lock().unwrap() = true;
         gate.changed.notify_all();
@@ -115,7 +163,11 @@ struct Broken(AtomicBool);
 
 impl StepHook for Broken {
     fn before(&self, _: Step, _: &Path) -> io::Result<()> {
-        if self.0.load(Ordering::SeqCst) { Err(io::Error::from_raw_os_error(5)) } else { Ok(()) }
+        if self.0.load(Ordering::SeqCst) {
+            Err(io::Error::from_raw_os_error(5))
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -125,19 +177,32 @@ fn a_failure_is_the_next_calls_error_on_every_rank_and_then_it_works_again() {
     let broken = Arc::new(Broken(AtomicBool::new(true)));
     run_local(2, |group| {
         let mut saver = AsyncSaver::new(&group).unwrap();
-        let options = SaveOptions { durable: Durable::with_hook(broken.clone()), ..SaveOptions::default() };
+        let options = SaveOptions {
+            durable: Durable::with_hook(broken.clone()),
+            ..SaveOptions::default()
+        };
         let state = state(group.rank(), 2, 4.0);
-        saver.save(dir.path().join("lost"), &state, &options).unwrap();
-        let error = saver.save(dir.path().join("never-started"), &state, &options).unwrap_err().to_string();
+        saver
+            .save(dir.path().join("lost"), &state, &options)
+            .unwrap();
+        let error = saver
+            .save(dir.path().join("never-started"), &state, &options)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("save"), "{error}");
         group.barrier().unwrap();
         broken.0.store(false, Ordering::SeqCst);
         group.barrier().unwrap();
-        saver.save(dir.path().join("saved"), &state, &options).unwrap();
+        saver
+            .save(dir.path().join("saved"), &state, &options)
+            .unwrap();
         saver.wait().unwrap();
     })
     .unwrap();
-    let names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let names: Vec<_> = std::fs::read_dir(dir.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name())
+        .collect();
     assert_eq!(names, ["saved"]);
     assert_eq!(saved(&dir.path().join("saved")), vec![4.0; 2000]);
 }
@@ -152,10 +217,14 @@ fn what_cannot_be_copied_on_one_rank_starts_no_save_on_any() {
             let matrix = lost.get("matrix").and_then(StateValue::as_sharded).unwrap();
             release(&matrix.shards()[0].tensor).unwrap();
         }
-        let error = saver.save(dir.path().join("lost"), &lost, &SaveOptions::default()).unwrap_err();
+        let error = saver
+            .save(dir.path().join("lost"), &lost, &SaveOptions::default())
+            .unwrap_err();
         assert!(error.to_string().contains("freed"), "{error}");
         assert!(saver.wait().unwrap().is_none());
-        saver.save(dir.path().join("whole"), &whole, &SaveOptions::default()).unwrap();
+        saver
+            .save(dir.path().join("whole"), &whole, &SaveOptions::default())
+            .unwrap();
         saver.wait().unwrap().unwrap();
     })
     .unwrap();
@@ -168,12 +237,20 @@ fn what_cannot_be_copied_on_one_rank_starts_no_save_on_any() {
 fn a_rank_may_be_an_async_task() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .build()
+            .unwrap();
         runtime.block_on(async {
             let mut saver = AsyncSaver::new(&group).unwrap();
             for step in 1..=2 {
                 let state = state(group.rank(), 2, step as f32);
-                saver.save(dir.path().join(format!("{step}")), &state, &SaveOptions::default()).unwrap();
+                saver
+                    .save(
+                        dir.path().join(format!("{step}")),
+                        &state,
+                        &SaveOptions::default(),
+                    )
+                    .unwrap();
             }
             // The second one is waited for by the drop.
         });
@@ -187,7 +264,8 @@ fn a_rank_may_be_an_async_task() {
 fn a_load_waits_for_the_save_before_it_and_a_run_that_goes_back_continues_from_what_it_loaded() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let mut state = state(group.rank(), 2, 1.0);
         checkpointer.save(1, &state).unwrap();
         checkpointer.save_async(2, &state).unwrap();
@@ -197,7 +275,10 @@ fn a_load_waits_for_the_save_before_it_and_a_run_that_goes_back_continues_from_w
         checkpointer.load(1, &mut state).unwrap();
         checkpointer.save(4, &state).unwrap();
         let saved = checkpoint::open(step_path(dir.path(), 4), OpenOptions::default()).unwrap();
-        assert_eq!(saved.lineage().unwrap().parent.map(|parent| parent.step), Some(1));
+        assert_eq!(
+            saved.lineage().unwrap().parent.map(|parent| parent.step),
+            Some(1)
+        );
     })
     .unwrap();
 }
@@ -227,7 +308,8 @@ impl Stateful for Slow {
 fn a_save_in_the_background_returns_the_time_of_the_whole_call() {
     let dir = tempfile::tempdir().unwrap();
     run_local(1, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let stall = checkpointer.save_async(1, &Slow(state(0, 1, 1.0))).unwrap();
         assert!(stall >= SLOWNESS, "{stall:?}");
         checkpointer.wait().unwrap();

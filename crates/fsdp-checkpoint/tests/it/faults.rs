@@ -1,4 +1,5 @@
-//! Whatever fails while a checkpoint is saved: every rank gets the error, and the old checkpoint is what it was.
+//! Whatever fails while a checkpoint is saved: every rank gets the error, and the old checkpoint is
+//! what it was.
 
 #![expect(clippy::disallowed_methods, reason = "a file is put in the way")]
 
@@ -10,8 +11,8 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use fsdp_checkpoint::{
-    CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, latest_checkpoint, list_checkpoints,
-    load, load_whole, save, step_path,
+    CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions,
+    latest_checkpoint, list_checkpoints, load, load_whole, save, step_path,
 };
 use fsdp_comm::{CommError, LocalRanks, ProcessGroup, run_local};
 use fsdp_dcp::storage::{Durable, Step, StepHook};
@@ -29,7 +30,9 @@ struct FailAt {
 impl StepHook for FailAt {
     fn before(&self, step: Step, _: &Path) -> io::Result<()> {
         match self.taken.fetch_add(1, Ordering::SeqCst) {
-            taken if taken == self.step && step != Step::Remove => Err(io::Error::from_raw_os_error(28)),
+            taken if taken == self.step && step != Step::Remove => {
+                Err(io::Error::from_raw_os_error(28))
+            }
             _ => Ok(()),
         }
     }
@@ -40,15 +43,22 @@ const ROWS: usize = 7;
 /// Rows of a matrix cut over the ranks, a whole vector that all ranks hold, and a plain value.
 fn state(group: &ProcessGroup, start: f32) -> StateDict {
     let rows = chunk_range(ROWS, group.world_size(), group.rank());
-    let all = Tensor::arange(start, start + (ROWS * 3) as f32, &Device::Cpu).unwrap().reshape((ROWS, 3)).unwrap();
+    let all = Tensor::arange(start, start + (ROWS * 3) as f32, &Device::Cpu)
+        .unwrap()
+        .reshape((ROWS, 3))
+        .unwrap();
     let shards = (!rows.is_empty()).then(|| LocalShard {
         bounds: TensorBox::new(vec![rows.start, 0], vec![rows.len(), 3]),
         tensor: all.narrow(0, rows.start, rows.len()).unwrap(),
     });
-    let sharded = ShardedTensor::new(all.dtype(), vec![ROWS, 3], shards.into_iter().collect()).unwrap();
+    let sharded =
+        ShardedTensor::new(all.dtype(), vec![ROWS, 3], shards.into_iter().collect()).unwrap();
     let mut state = StateDict::new();
     state.insert("matrix", sharded);
-    state.insert("vector", Tensor::arange(start, start + 4.0, &Device::Cpu).unwrap());
+    state.insert(
+        "vector",
+        Tensor::arange(start, start + 4.0, &Device::Cpu).unwrap(),
+    );
     state.insert("step", f64::from(start));
     state
 }
@@ -57,18 +67,37 @@ fn saved_start(path: &Path) -> f64 {
     let state = load_whole(path, &[], &LoadOptions::default()).unwrap();
     let start = state.plain_at(&["step"]).unwrap().as_float().unwrap();
     let matrix = state.get("matrix").and_then(StateValue::as_tensor).unwrap();
-    let expected = Tensor::arange(start as f32, start as f32 + (ROWS * 3) as f32, &Device::Cpu).unwrap();
-    assert_eq!(matrix.flatten_all().unwrap().to_vec1::<f32>().unwrap(), expected.to_vec1::<f32>().unwrap());
+    let expected =
+        Tensor::arange(start as f32, start as f32 + (ROWS * 3) as f32, &Device::Cpu).unwrap();
+    assert_eq!(
+        matrix.flatten_all().unwrap().to_vec1::<f32>().unwrap(),
+        expected.to_vec1::<f32>().unwrap()
+    );
     start
 }
 
-fn save_on(world: usize, path: &Path, start: f32, durable: Durable) -> Vec<Result<(), CheckpointError>> {
-    let options = SaveOptions { overwrite: true, durable, ..SaveOptions::default() };
-    run_local(world, |group| save(path, &state(&group, start), &group, &options).map(|_| ())).unwrap()
+fn save_on(
+    world: usize,
+    path: &Path,
+    start: f32,
+    durable: Durable,
+) -> Vec<Result<(), CheckpointError>> {
+    let options = SaveOptions {
+        overwrite: true,
+        durable,
+        ..SaveOptions::default()
+    };
+    run_local(world, |group| {
+        save(path, &state(&group, start), &group, &options).map(|_| ())
+    })
+    .unwrap()
 }
 
 fn entries(dir: &Path) -> Vec<PathBuf> {
-    std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect()
+    std::fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect()
 }
 
 #[test]
@@ -80,12 +109,20 @@ fn each_durable_step_that_fails_leaves_the_old_checkpoint() {
                 let dir = tempfile::tempdir().unwrap();
                 let path = dir.path().join("checkpoint");
                 if overwrite {
-                    save_on(2, &path, 1.0, Durable::new()).into_iter().for_each(|saved| saved.unwrap());
+                    save_on(2, &path, 1.0, Durable::new())
+                        .into_iter()
+                        .for_each(|saved| saved.unwrap());
                 }
-                let hook = Arc::new(FailAt { step, taken: AtomicUsize::new(0) });
+                let hook = Arc::new(FailAt {
+                    step,
+                    taken: AtomicUsize::new(0),
+                });
                 let outcomes = save_on(world, &path, 100.0, Durable::with_hook(hook.clone()));
                 let errors = outcomes.iter().filter(|outcome| outcome.is_err()).count();
-                assert!(errors == 0 || errors == world, "step {step}: {errors} of {world} ranks fail: {outcomes:?}");
+                assert!(
+                    errors == 0 || errors == world,
+                    "step {step}: {errors} of {world} ranks fail: {outcomes:?}"
+                );
                 if errors == 0 {
                     assert_eq!(saved_start(&path), 100.0);
                     if hook.taken.load(Ordering::SeqCst) <= step {
@@ -100,10 +137,19 @@ fn each_durable_step_that_fails_leaves_the_old_checkpoint() {
                 if overwrite && !is_new {
                     assert_eq!(saved_start(&path), 1.0, "step {step}");
                 }
-                let leftovers = entries(dir.path()).into_iter().filter(|entry| *entry != path).count();
-                assert!(leftovers <= usize::from(is_new), "step {step} leaves {:?}", entries(dir.path()));
+                let leftovers = entries(dir.path())
+                    .into_iter()
+                    .filter(|entry| *entry != path)
+                    .count();
+                assert!(
+                    leftovers <= usize::from(is_new),
+                    "step {step} leaves {:?}",
+                    entries(dir.path())
+                );
                 // The next save succeeds.
-                save_on(world, &path, 200.0, Durable::new()).into_iter().for_each(|saved| saved.unwrap());
+                save_on(world, &path, 200.0, Durable::new())
+                    .into_iter()
+                    .for_each(|saved| saved.unwrap());
                 assert_eq!(saved_start(&path), 200.0);
             }
             assert!(failed >= 6, "only {failed} steps can fail on {world} ranks");
@@ -115,18 +161,27 @@ fn each_durable_step_that_fails_leaves_the_old_checkpoint() {
 fn a_rank_that_dies_is_an_error_on_the_others() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("checkpoint");
-    save_on(3, &path, 1.0, Durable::new()).into_iter().for_each(|saved| saved.unwrap());
+    save_on(3, &path, 1.0, Durable::new())
+        .into_iter()
+        .for_each(|saved| saved.unwrap());
     for dying in 0..3 {
-        let outcomes = LocalRanks::new(3).deadline(Duration::from_secs(5)).run(|group| {
-            if group.rank() == dying {
-                return None;
-            }
-            let options = SaveOptions { overwrite: true, ..SaveOptions::default() };
-            Some(save(&path, &state(&group, 9.0), &group, &options))
-        });
+        let outcomes = LocalRanks::new(3)
+            .deadline(Duration::from_secs(5))
+            .run(|group| {
+                if group.rank() == dying {
+                    return None;
+                }
+                let options = SaveOptions {
+                    overwrite: true,
+                    ..SaveOptions::default()
+                };
+                Some(save(&path, &state(&group, 9.0), &group, &options))
+            });
         for outcome in outcomes.unwrap().into_iter().flatten() {
             match outcome {
-                Err(CheckpointError::Comm(CommError::RankLeft { rank, .. })) => assert_eq!(rank, dying),
+                Err(CheckpointError::Comm(CommError::RankLeft { rank, .. })) => {
+                    assert_eq!(rank, dying)
+                }
                 other => panic!("rank {dying} died, but: {other:?}"),
             }
         }
@@ -142,13 +197,21 @@ fn ranks_that_disagree_save_nothing() {
     let outcomes = run_local(2, |group| {
         let mut state = state(&group, 1.0);
         let shape = if group.rank() == 0 { 4 } else { 5 };
-        state.insert("vector", Tensor::zeros(shape, candle_core::DType::F32, &Device::Cpu).unwrap());
-        save(&path, &state, &group, &SaveOptions::default()).map(|_| ()).map_err(|error| error.to_string())
+        state.insert(
+            "vector",
+            Tensor::zeros(shape, candle_core::DType::F32, &Device::Cpu).unwrap(),
+        );
+        save(&path, &state, &group, &SaveOptions::default())
+            .map(|_| ())
+            .map_err(|error| error.to_string())
     })
     .unwrap();
     for outcome in outcomes {
         let message = outcome.unwrap_err();
-        assert!(message.contains("`vector`") && message.contains("rank"), "{message}");
+        assert!(
+            message.contains("`vector`") && message.contains("rank"),
+            "{message}"
+        );
     }
     assert_eq!(entries(dir.path()), Vec::<PathBuf>::new());
 }
@@ -164,10 +227,14 @@ fn ranks_that_save_to_different_places_are_told_so_and_save_nothing() {
     for error in errors {
         let message = error.to_string();
         assert!(
-            message.contains("on rank 1") && message.contains("all ranks must save to the same place"),
+            message.contains("on rank 1")
+                && message.contains("all ranks must save to the same place"),
             "{message}"
         );
-        assert!(message.contains(dirs[1].path().to_str().unwrap()), "{message}");
+        assert!(
+            message.contains(dirs[1].path().to_str().unwrap()),
+            "{message}"
+        );
         assert_eq!(error.kind(), ErrorKind::Usage);
     }
     assert!(dirs.iter().all(|dir| entries(dir.path()).is_empty()));
@@ -177,13 +244,20 @@ fn ranks_that_save_to_different_places_are_told_so_and_save_nothing() {
 fn ranks_that_save_different_steps_are_told_so_and_save_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let errors = run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let step = 20 + 10 * group.rank() as u64;
-        checkpointer.save(step, &state(&group, 1.0)).unwrap_err().to_string()
+        checkpointer
+            .save(step, &state(&group, 1.0))
+            .unwrap_err()
+            .to_string()
     })
     .unwrap();
     for message in errors {
-        assert!(message.contains("step 20") && message.contains("step 30"), "{message}");
+        assert!(
+            message.contains("step 20") && message.contains("step 30"),
+            "{message}"
+        );
     }
     assert!(entries(dir.path()).is_empty());
 }
@@ -194,20 +268,39 @@ fn a_directory_that_cannot_be_written_is_found_before_a_save_and_on_every_rank()
     std::fs::write(dir.path().join("file"), "not a directory").unwrap();
     let check = |run: &Path, durable: Durable| {
         let outcomes = run_local(2, |group| {
-            let save = SaveOptions { durable: durable.clone(), ..SaveOptions::default() };
-            let options = CheckpointerOptions { save, ..CheckpointerOptions::default() };
+            let save = SaveOptions {
+                durable: durable.clone(),
+                ..SaveOptions::default()
+            };
+            let options = CheckpointerOptions {
+                save,
+                ..CheckpointerOptions::default()
+            };
             let checkpointer = Checkpointer::new(run, &group, options).unwrap();
-            checkpointer.check_writable().map_err(|error| error.to_string())
+            checkpointer
+                .check_writable()
+                .map_err(|error| error.to_string())
         });
         let [first, second] = <[_; 2]>::try_from(outcomes.unwrap()).unwrap();
         assert_eq!(first, second);
         first
     };
     let error = check(&dir.path().join("file/run"), Durable::new()).unwrap_err();
-    assert!(error.contains("Not a directory") && error.contains("file/run"), "{error}");
+    assert!(
+        error.contains("Not a directory") && error.contains("file/run"),
+        "{error}"
+    );
     // Each step fails once, until none is left.
     let run = dir.path().join("new/run");
-    let fails_at = |step| check(&run, Durable::with_hook(Arc::new(FailAt { step, taken: AtomicUsize::new(0) })));
+    let fails_at = |step| {
+        check(
+            &run,
+            Durable::with_hook(Arc::new(FailAt {
+                step,
+                taken: AtomicUsize::new(0),
+            })),
+        )
+    };
     let failures = (0..).take_while(|&step| fails_at(step).is_err()).count();
     assert!(failures > 4, "{failures}");
     assert!(entries(&run).is_empty());
@@ -220,7 +313,9 @@ fn what_a_killed_save_has_left_goes_with_the_next_save_to_its_place() {
     let left = dir.path().join(".checkpoint.tmp-0123456789abcdef");
     std::fs::create_dir(&left).unwrap();
     std::fs::write(left.join("__0_0.distcp"), "half").unwrap();
-    save_on(2, &path, 1.0, Durable::new()).into_iter().for_each(|saved| saved.unwrap());
+    save_on(2, &path, 1.0, Durable::new())
+        .into_iter()
+        .for_each(|saved| saved.unwrap());
     assert_eq!(entries(dir.path()), std::slice::from_ref(&path));
 }
 
@@ -228,10 +323,18 @@ fn what_a_killed_save_has_left_goes_with_the_next_save_to_its_place() {
 fn an_existing_checkpoint_is_only_replaced_when_asked() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("checkpoint");
-    save_on(2, &path, 1.0, Durable::new()).into_iter().for_each(|saved| saved.unwrap());
-    let again =
-        run_local(2, |group| save(&path, &state(&group, 2.0), &group, &SaveOptions::default()).map(|_| ())).unwrap();
-    assert!(again.iter().all(|outcome| outcome.as_ref().is_err_and(|error| error.to_string().contains("exists"))));
+    save_on(2, &path, 1.0, Durable::new())
+        .into_iter()
+        .for_each(|saved| saved.unwrap());
+    let again = run_local(2, |group| {
+        save(&path, &state(&group, 2.0), &group, &SaveOptions::default()).map(|_| ())
+    })
+    .unwrap();
+    assert!(again.iter().all(|outcome| {
+        outcome
+            .as_ref()
+            .is_err_and(|error| error.to_string().contains("exists"))
+    }));
     assert_eq!(saved_start(&path), 1.0);
 }
 
@@ -239,11 +342,16 @@ fn an_existing_checkpoint_is_only_replaced_when_asked() {
 fn a_load_that_fails_changes_nothing_on_any_rank() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("checkpoint");
-    save_on(2, &path, 1.0, Durable::new()).into_iter().for_each(|saved| saved.unwrap());
+    save_on(2, &path, 1.0, Durable::new())
+        .into_iter()
+        .for_each(|saved| saved.unwrap());
     // A byte of rank 1's file is changed; only a rank that reads it can notice.
     let file = path.join("__1_0.distcp");
     let mut bytes = std::fs::read(&file).unwrap();
-    let position = bytes.windows(4).rposition(|window| window == 20f32.to_le_bytes()).unwrap();
+    let position = bytes
+        .windows(4)
+        .rposition(|window| window == 20f32.to_le_bytes())
+        .unwrap();
     bytes[position] ^= 1;
     edit(&file, &bytes);
     let outcomes = run_local(3, |group| {
@@ -260,7 +368,10 @@ fn a_load_that_fails_changes_nothing_on_any_rank() {
     }
 }
 
-#[expect(clippy::disallowed_methods, reason = "the test damages a file on purpose")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the test damages a file on purpose"
+)]
 fn edit(path: &Path, bytes: &[u8]) {
     std::fs::write(path, bytes).unwrap();
 }
@@ -269,11 +380,17 @@ fn edit(path: &Path, bytes: &[u8]) {
 fn only_committed_steps_are_listed() {
     let dir = tempfile::tempdir().unwrap();
     for step in [20, 3, 100] {
-        save_on(1, &step_path(dir.path(), step), 1.0, Durable::new()).into_iter().for_each(|saved| saved.unwrap());
+        save_on(1, &step_path(dir.path(), step), 1.0, Durable::new())
+            .into_iter()
+            .for_each(|saved| saved.unwrap());
     }
     std::fs::create_dir(dir.path().join("step-00000999")).unwrap();
     std::fs::create_dir(dir.path().join(".step-00000200.tmp-1")).unwrap();
-    let steps: Vec<u64> = list_checkpoints(dir.path()).unwrap().into_iter().map(|found| found.step).collect();
+    let steps: Vec<u64> = list_checkpoints(dir.path())
+        .unwrap()
+        .into_iter()
+        .map(|found| found.step)
+        .collect();
     assert_eq!(steps, [3, 20, 100]);
     assert_eq!(latest_checkpoint(dir.path()).unwrap().unwrap().step, 100);
     let missing = list_checkpoints(dir.path().join("nowhere"));
@@ -286,11 +403,26 @@ fn a_file_is_not_replaced_by_a_checkpoint() {
     let path = dir.path().join("notes");
     std::fs::write(&path, "mine").unwrap();
     let errors = run_local(2, |group| {
-        let options = SaveOptions { overwrite: true, ..SaveOptions::default() };
-        save(path.as_path(), &StateDict::from_iter([("step", 1i64.into())]), &group, &options).unwrap_err().to_string()
+        let options = SaveOptions {
+            overwrite: true,
+            ..SaveOptions::default()
+        };
+        save(
+            path.as_path(),
+            &StateDict::from_iter([("step", 1i64.into())]),
+            &group,
+            &options,
+        )
+        .unwrap_err()
+        .to_string()
     })
     .unwrap();
-    assert!(errors.iter().all(|error| error.contains("cannot be replaced by a directory")), "{errors:?}");
+    assert!(
+        errors
+            .iter()
+            .all(|error| error.contains("cannot be replaced by a directory")),
+        "{errors:?}"
+    );
     assert_eq!(std::fs::read(&path).unwrap(), b"mine");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
 }

@@ -1,13 +1,16 @@
-//! A model is built from a checkpoint of any format: what the file has is what the model gets, or an error that names
-//! it.
+//! A model is built from a checkpoint of any format: what the file has is what the model gets, or
+//! an error that names it.
 
 use std::collections::HashMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use candle_nn::{Embedding, LayerNorm, Linear, Module, VarBuilder, embedding, layer_norm, linear_no_bias};
+use candle_nn::{
+    Embedding, LayerNorm, Linear, Module, VarBuilder, embedding, layer_norm, linear_no_bias,
+};
 use fsdp_checkpoint::{
-    CheckpointError, FromCheckpointOptions, LoadOptions, SaveOptions, TrainState, from_checkpoint, save,
+    CheckpointError, FromCheckpointOptions, LoadOptions, SaveOptions, TrainState, from_checkpoint,
+    save,
 };
 use fsdp_checkpoint::{Checkpointer, CheckpointerOptions};
 use fsdp_comm::{ProcessGroup, run_local};
@@ -15,7 +18,8 @@ use fsdp_nn::algorithm::{AdamOptions, Algorithm};
 use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, Scope, ShardingStrategy};
 use fsdp_state::StateDict;
 
-/// A language model whose head is tied unless the file has one, as Qwen2 is, and whose norm may have its old names.
+/// A language model whose head is tied unless the file has one, as Qwen2 is, and whose norm may
+/// have its old names.
 struct Lm {
     tokens: Embedding,
     norm: LayerNorm,
@@ -35,13 +39,16 @@ impl Lm {
     }
 
     fn forward(&self, tokens: &Tensor) -> candle_core::Result<Tensor> {
-        self.head.forward(&self.norm.forward(&self.tokens.forward(tokens)?)?)
+        self.head
+            .forward(&self.norm.forward(&self.tokens.forward(tokens)?)?)
     }
 }
 
 fn tensor(first: usize, shape: &[usize]) -> Tensor {
     let numel = shape.iter().product::<usize>();
-    let values: Vec<f32> = (first..first + numel).map(|i| ((i * 37) % 101) as f32 / 50.0 - 1.0).collect();
+    let values: Vec<f32> = (first..first + numel)
+        .map(|i| ((i * 37) % 101) as f32 / 50.0 - 1.0)
+        .collect();
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
@@ -72,13 +79,26 @@ fn load<M>(
     from_checkpoint(group.clone(), FsdpConfig::default(), path, options, build)
 }
 
-fn check_equal_to_plain(path: &Path, tensors: &HashMap<String, Tensor>, options: &FromCheckpointOptions) {
-    let plain = Lm::new(VarBuilder::from_tensors(tensors.clone(), DType::F32, &Device::Cpu)).unwrap();
+fn check_equal_to_plain(
+    path: &Path,
+    tensors: &HashMap<String, Tensor>,
+    options: &FromCheckpointOptions,
+) {
+    let plain = Lm::new(VarBuilder::from_tensors(
+        tensors.clone(),
+        DType::F32,
+        &Device::Cpu,
+    ))
+    .unwrap();
     let expected = plain.forward(&tokens()).unwrap().to_vec2::<f32>().unwrap();
     for world in 1..=3 {
         run_local(world, |group| {
             let model = load(&group, path, options, |scope| Lm::new(scope.vb())).unwrap();
-            let found = model.forward(|lm| lm.forward(&tokens())).unwrap().to_vec2::<f32>().unwrap();
+            let found = model
+                .forward(|lm| lm.forward(&tokens()))
+                .unwrap()
+                .to_vec2::<f32>()
+                .unwrap();
             assert_eq!(found, expected, "{world} ranks");
         })
         .unwrap();
@@ -109,7 +129,8 @@ fn names_that_begin_with_model_are_the_models_own_in_a_format_of_flat_keys() {
     let path = dir.path().join("model.safetensors");
     candle_core::safetensors::save(&tensors(true, ["weight", "bias"]), &path).unwrap();
     run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| {
             let model = Lm::new(scope.vb())?;
             let head = linear_no_bias(4, 5, scope.vb().pp("lm_head"))?;
@@ -119,9 +140,13 @@ fn names_that_begin_with_model_are_the_models_own_in_a_format_of_flat_keys() {
         checkpointer.load(path.as_path(), &mut run).unwrap();
         let tokens = Tensor::new(&[[0u32, 3]], &Device::Cpu).unwrap();
         let found = run.model.forward(|lm| lm.forward(&tokens)).unwrap();
-        let expected = VarBuilder::from_tensors(tensors(true, ["weight", "bias"]), DType::F32, &Device::Cpu);
+        let expected =
+            VarBuilder::from_tensors(tensors(true, ["weight", "bias"]), DType::F32, &Device::Cpu);
         let expected = Lm::new(expected).unwrap().forward(&tokens).unwrap();
-        assert_eq!(found.to_vec3::<f32>().unwrap(), expected.to_vec3::<f32>().unwrap());
+        assert_eq!(
+            found.to_vec3::<f32>().unwrap(),
+            expected.to_vec3::<f32>().unwrap()
+        );
     })
     .unwrap();
 }
@@ -146,12 +171,17 @@ fn the_file_tells_a_tied_head_from_one_of_its_own_and_old_names_from_new_ones() 
                         let weight = vb.get(4, "weight").or_else(|_| vb.get(4, "gamma"))?;
                         let bias = vb.get(4, "bias").or_else(|_| vb.get(4, "beta"))?;
                         let tokens = embedding(5, 4, scope.vb().pp("model.embed_tokens"))?;
-                        let head = untied.then(|| scope.vb().get((5, 4), "lm_head.weight")).transpose()?;
+                        let head = untied
+                            .then(|| scope.vb().get((5, 4), "lm_head.weight"))
+                            .transpose()?;
                         Ok((weight, bias, tokens, head))
                     })
                     .unwrap();
-                    let found =
-                        model.forward(|(weight, ..)| weight.affine(1.0, 0.0)).unwrap().to_vec1::<f32>().unwrap();
+                    let found = model
+                        .forward(|(weight, ..)| weight.affine(1.0, 0.0))
+                        .unwrap()
+                        .to_vec1::<f32>()
+                        .unwrap();
                     assert_eq!(found, tensors["model.norm.gamma"].to_vec1::<f32>().unwrap());
                 })
                 .unwrap();
@@ -166,10 +196,19 @@ fn renames_apply_while_the_model_is_built() {
     let expected = tensors(true, NEW);
     let old: HashMap<String, Tensor> = expected
         .iter()
-        .map(|(name, tensor)| (format!("wrapper.{}", name.replace("model.", "m.")), tensor.clone()))
+        .map(|(name, tensor)| {
+            (
+                format!("wrapper.{}", name.replace("model.", "m.")),
+                tensor.clone(),
+            )
+        })
         .collect();
-    let pairs = [("model", "wrapper.m"), ("", "wrapper")].map(|(model, dict)| (model.to_owned(), dict.to_owned()));
-    let options = FromCheckpointOptions { fqn_renames: pairs.to_vec(), ..FromCheckpointOptions::default() };
+    let pairs = [("model", "wrapper.m"), ("", "wrapper")]
+        .map(|(model, dict)| (model.to_owned(), dict.to_owned()));
+    let options = FromCheckpointOptions {
+        fqn_renames: pairs.to_vec(),
+        ..FromCheckpointOptions::default()
+    };
     for path in saved(dir.path(), "renamed", &old) {
         check_equal_to_plain(&path, &expected, &options);
     }
@@ -191,7 +230,8 @@ fn a_key_that_the_checkpoint_lacks_fails_while_the_model_is_built() {
         })
         .unwrap();
         assert!(
-            errors[0].contains("`model.norm.bias`") && errors.iter().all(|error| *error == errors[0]),
+            errors[0].contains("`model.norm.bias`")
+                && errors.iter().all(|error| *error == errors[0]),
             "{errors:?}"
         );
     }
@@ -203,17 +243,33 @@ fn another_shape_is_named_while_the_model_is_built_and_the_files_shape_can_be_as
     for path in saved(dir.path(), "shapes", &tensors(false, NEW)) {
         run_local(2, |group| {
             let options = FromCheckpointOptions {
-                load: LoadOptions { strict: false, ..LoadOptions::default() },
+                load: LoadOptions {
+                    strict: false,
+                    ..LoadOptions::default()
+                },
                 ..FromCheckpointOptions::default()
             };
-            let error = load(&group, &path, &options, |scope| scope.vb().get((4, 4), "model.embed_tokens.weight"));
+            let error = load(&group, &path, &options, |scope| {
+                scope.vb().get((4, 4), "model.embed_tokens.weight")
+            });
             let error = error.err().unwrap().to_string();
             assert!(
-                error.contains("`model.embed_tokens.weight`") && error.contains("[4, 4]") && error.contains("[5, 4]"),
+                error.contains("`model.embed_tokens.weight`")
+                    && error.contains("[4, 4]")
+                    && error.contains("[5, 4]"),
                 "{error}"
             );
-            let model = load(&group, &path, &options, |scope| scope.vb().get_unchecked("model.embed_tokens.weight"));
-            assert_eq!(model.unwrap().parameters().shape("model.embed_tokens.weight").unwrap(), [5, 4]);
+            let model = load(&group, &path, &options, |scope| {
+                scope.vb().get_unchecked("model.embed_tokens.weight")
+            });
+            assert_eq!(
+                model
+                    .unwrap()
+                    .parameters()
+                    .shape("model.embed_tokens.weight")
+                    .unwrap(),
+                [5, 4]
+            );
         })
         .unwrap();
     }
@@ -225,11 +281,25 @@ fn a_tensor_that_the_model_never_asks_for_is_an_error_unless_it_may_be_left() {
     let [path, _] = saved(dir.path(), "more", &tensors(true, NEW));
     run_local(2, |group| {
         let build = |scope: &Scope| embedding(5, 4, scope.vb().pp("model.embed_tokens"));
-        let error = load(&group, &path, &FromCheckpointOptions::default(), build).err().unwrap().to_string();
+        let error = load(&group, &path, &FromCheckpointOptions::default(), build)
+            .err()
+            .unwrap()
+            .to_string();
         assert!(error.contains("lm_head.weight"), "{error}");
-        let load_options = LoadOptions { strict: false, ..LoadOptions::default() };
-        load(&group, &path, &FromCheckpointOptions { load: load_options, ..FromCheckpointOptions::default() }, build)
-            .unwrap();
+        let load_options = LoadOptions {
+            strict: false,
+            ..LoadOptions::default()
+        };
+        load(
+            &group,
+            &path,
+            &FromCheckpointOptions {
+                load: load_options,
+                ..FromCheckpointOptions::default()
+            },
+            build,
+        )
+        .unwrap();
     })
     .unwrap();
 }
@@ -237,38 +307,75 @@ fn a_tensor_that_the_model_never_asks_for_is_an_error_unless_it_may_be_left() {
 #[test]
 fn values_are_converted_to_the_models_dtype() {
     let dir = tempfile::tempdir().unwrap();
-    let half: HashMap<String, Tensor> =
-        tensors(true, NEW).into_iter().map(|(name, tensor)| (name, tensor.to_dtype(DType::BF16).unwrap())).collect();
+    let half: HashMap<String, Tensor> = tensors(true, NEW)
+        .into_iter()
+        .map(|(name, tensor)| (name, tensor.to_dtype(DType::BF16).unwrap()))
+        .collect();
     let [path, _] = saved(dir.path(), "bf16", &half);
-    let expected = half.into_iter().map(|(name, tensor)| (name, tensor.to_dtype(DType::F32).unwrap())).collect();
+    let expected = half
+        .into_iter()
+        .map(|(name, tensor)| (name, tensor.to_dtype(DType::F32).unwrap()))
+        .collect();
     check_equal_to_plain(&path, &expected, &FromCheckpointOptions::default());
 }
 
 #[test]
 fn the_model_of_a_run_comes_from_below_its_key_at_any_number_of_ranks() {
     let dir = tempfile::tempdir().unwrap();
-    let build = |scope: &Scope| scope.pp("model").unit(|scope| linear_no_bias(3, 5, scope.vb()));
+    let build = |scope: &Scope| {
+        scope
+            .pp("model")
+            .unit(|scope| linear_no_bias(3, 5, scope.vb()))
+    };
     let input = || Tensor::ones((1, 3), DType::F32, &Device::Cpu).unwrap();
     let expected = run_local(2, |group| {
-        let config = FsdpConfig { seed: 8, ..FsdpConfig::default() };
+        let config = FsdpConfig {
+            seed: 8,
+            ..FsdpConfig::default()
+        };
         let model = FullyShardedDataParallel::new(group.clone(), config, build).unwrap();
-        let optimizer = Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw())).unwrap();
+        let optimizer =
+            Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw())).unwrap();
         let mut run = TrainState::new(model, vec![optimizer]);
-        run.model.backward(&run.model.forward(|layer| layer.forward(&input())?.sqr()?.mean_all()).unwrap()).unwrap();
+        run.model
+            .backward(
+                &run.model
+                    .forward(|layer| layer.forward(&input())?.sqr()?.mean_all())
+                    .unwrap(),
+            )
+            .unwrap();
         run.optimizers[0].step().unwrap();
         run.values.insert("step", 1i64);
-        Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap().save(1, &run).unwrap();
-        run.model.forward(|layer| layer.forward(&input())).unwrap().to_vec2::<f32>().unwrap()
+        Checkpointer::new(dir.path(), &group, CheckpointerOptions::default())
+            .unwrap()
+            .save(1, &run)
+            .unwrap();
+        run.model
+            .forward(|layer| layer.forward(&input()))
+            .unwrap()
+            .to_vec2::<f32>()
+            .unwrap()
     })
     .unwrap();
-    let path = fsdp_checkpoint::latest_checkpoint(dir.path()).unwrap().unwrap().path;
+    let path = fsdp_checkpoint::latest_checkpoint(dir.path())
+        .unwrap()
+        .unwrap()
+        .path;
     for world in [1, 3] {
         run_local(world, |group| {
             for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
-                let config = FsdpConfig { strategy, ..FsdpConfig::default() };
+                let config = FsdpConfig {
+                    strategy,
+                    ..FsdpConfig::default()
+                };
                 let options = FromCheckpointOptions::default();
-                let model = from_checkpoint(group.clone(), config, path.clone(), &options, build).unwrap();
-                let found = model.forward(|layer| layer.forward(&input())).unwrap().to_vec2::<f32>().unwrap();
+                let model =
+                    from_checkpoint(group.clone(), config, path.clone(), &options, build).unwrap();
+                let found = model
+                    .forward(|layer| layer.forward(&input()))
+                    .unwrap()
+                    .to_vec2::<f32>()
+                    .unwrap();
                 assert_eq!(found, expected[0]);
             }
         })

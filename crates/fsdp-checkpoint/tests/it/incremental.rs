@@ -1,13 +1,19 @@
-//! Saves that write only what has changed: frozen weights are linked, and no checkpoint needs another one to be whole.
+//! Saves that write only what has changed: frozen weights are linked, and no checkpoint needs
+//! another one to be whole.
 
-#![expect(clippy::disallowed_methods, reason = "the tests look at files and remove checkpoints")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the tests look at files and remove checkpoints"
+)]
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
-use fsdp_checkpoint::{Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, SaveReport, Saver, load};
+use fsdp_checkpoint::{
+    Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, SaveReport, Saver, load,
+};
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::reader::OpenOptions;
@@ -24,7 +30,12 @@ const TRAINED: usize = 1000;
 fn row(group: &ProcessGroup, length: usize, value: f32) -> ShardedTensor {
     let tensor = Tensor::full(value + group.rank() as f32, (1, length), &Device::Cpu).unwrap();
     let bounds = TensorBox::new(vec![group.rank(), 0], vec![1, length]);
-    ShardedTensor::new(tensor.dtype(), vec![RANKS, length], vec![LocalShard { bounds, tensor }]).unwrap()
+    ShardedTensor::new(
+        tensor.dtype(),
+        vec![RANKS, length],
+        vec![LocalShard { bounds, tensor }],
+    )
+    .unwrap()
 }
 
 /// A state of frozen weights, trained ones, and the number of the step.
@@ -39,7 +50,10 @@ fn state(group: &ProcessGroup, frozen: f32, step: i64) -> StateDict {
 }
 
 fn incremental() -> SaveOptions {
-    SaveOptions { incremental: true, ..SaveOptions::default() }
+    SaveOptions {
+        incremental: true,
+        ..SaveOptions::default()
+    }
 }
 
 /// Saves states one after the other, and returns the reports of each rank.
@@ -48,7 +62,9 @@ fn saved(directory: &Path, frozen: &[f32], options: &SaveOptions) -> Vec<Vec<Sav
         let mut saver = Saver::new();
         let saves = frozen.iter().enumerate().map(|(step, &frozen)| {
             let state = state(&group, frozen, step as i64);
-            saver.save(directory.join(step.to_string()), &state, &group, options).unwrap()
+            saver
+                .save(directory.join(step.to_string()), &state, &group, options)
+                .unwrap()
         });
         saves.collect::<Vec<_>>()
     })
@@ -59,11 +75,19 @@ fn saved(directory: &Path, frozen: &[f32], options: &SaveOptions) -> Vec<Vec<Sav
 fn check(path: &Path, frozen: f32, step: i64) {
     let checkpoint = open(path, OpenOptions::default()).unwrap();
     let report = verify(&*checkpoint, Level::Deep, None).unwrap();
-    assert!(report.is_ok() && report.digests == 4, "{}: {:?}", path.display(), report.problems);
+    assert!(
+        report.is_ok() && report.digests == 4,
+        "{}: {:?}",
+        path.display(),
+        report.problems
+    );
     run_local(1, |group| {
         let mut wanted = StateDict::new();
         for (name, length) in [("base.0", FROZEN), ("lora", TRAINED)] {
-            wanted.insert(name, Tensor::zeros((RANKS, length), candle_core::DType::F32, &Device::Cpu).unwrap());
+            wanted.insert(
+                name,
+                Tensor::zeros((RANKS, length), candle_core::DType::F32, &Device::Cpu).unwrap(),
+            );
         }
         load(path, &mut wanted, &group, &LoadOptions::default()).unwrap();
         let first = |name: &str| {
@@ -75,14 +99,25 @@ fn check(path: &Path, frozen: f32, step: i64) {
     .unwrap();
 }
 
-/// Returns the files of a checkpoint by their numbers in the file system, and the bytes that only it has.
+/// Returns the files of a checkpoint by their numbers in the file system, and the bytes that only
+/// it has.
 fn own_bytes(path: &Path, others: &[&Path]) -> u64 {
     let files = |path: &Path| -> Vec<(u64, u64)> {
-        let entries = std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().metadata().unwrap());
+        let entries = std::fs::read_dir(path)
+            .unwrap()
+            .map(|entry| entry.unwrap().metadata().unwrap());
         entries.map(|file| (file.ino(), file.len())).collect()
     };
-    let elsewhere: BTreeSet<u64> = others.iter().flat_map(|other| files(other)).map(|(number, _)| number).collect();
-    files(path).into_iter().filter(|(number, _)| !elsewhere.contains(number)).map(|(_, length)| length).sum()
+    let elsewhere: BTreeSet<u64> = others
+        .iter()
+        .flat_map(|other| files(other))
+        .map(|(number, _)| number)
+        .collect();
+    files(path)
+        .into_iter()
+        .filter(|(number, _)| !elsewhere.contains(number))
+        .map(|(_, length)| length)
+        .sum()
 }
 
 #[test]
@@ -93,7 +128,10 @@ fn frozen_weights_are_written_once_and_each_checkpoint_is_whole_without_the_othe
     for of_rank in &reports {
         assert_eq!(of_rank[0].linked_bytes, 0);
         for report in &of_rank[1..] {
-            assert!(report.linked_bytes * 100 >= report.rank_bytes * 98, "{report:?}");
+            assert!(
+                report.linked_bytes * 100 >= report.rank_bytes * 98,
+                "{report:?}"
+            );
         }
     }
     let first = own_bytes(&at(0), &[]);
@@ -101,7 +139,8 @@ fn frozen_weights_are_written_once_and_each_checkpoint_is_whole_without_the_othe
     // Removed in any order, the others stay whole.
     for (removed, left) in [(1, &[0, 2, 3][..]), (0, &[2, 3]), (3, &[2])] {
         std::fs::remove_dir_all(at(removed)).unwrap();
-        left.iter().for_each(|&step| check(&at(step), 5.0, step as i64));
+        left.iter()
+            .for_each(|&step| check(&at(step), 5.0, step as i64));
     }
 }
 
@@ -111,11 +150,25 @@ fn weights_that_change_are_written_again_and_a_plain_save_links_nothing() {
     let at = |step: usize| directory.path().join(step.to_string());
     let frozen = [1.0, 1.0, 2.0, 2.0];
     let reports = saved(directory.path(), &frozen, &incremental());
-    assert_eq!(reports[1].iter().map(|report| report.linked_bytes > 0).collect::<Vec<_>>(), [false, true, false, true]);
-    frozen.iter().enumerate().for_each(|(step, &frozen)| check(&at(step), frozen, step as i64));
+    assert_eq!(
+        reports[1]
+            .iter()
+            .map(|report| report.linked_bytes > 0)
+            .collect::<Vec<_>>(),
+        [false, true, false, true]
+    );
+    frozen
+        .iter()
+        .enumerate()
+        .for_each(|(step, &frozen)| check(&at(step), frozen, step as i64));
     let plain = tempfile::tempdir().unwrap();
     let reports = saved(plain.path(), &[1.0, 1.0], &SaveOptions::default());
-    assert!(reports.concat().iter().all(|report| report.linked_bytes == 0));
+    assert!(
+        reports
+            .concat()
+            .iter()
+            .all(|report| report.linked_bytes == 0)
+    );
 }
 
 #[test]
@@ -125,7 +178,15 @@ fn a_checkpoint_before_that_was_replaced_or_removed_is_not_linked() {
     run_local(RANKS, |group| {
         let mut saver = Saver::new();
         let mut save = |name: &str, frozen, step| {
-            saver.save(at(name), &state(&group, frozen, step), &group, &incremental()).unwrap().linked_bytes
+            saver
+                .save(
+                    at(name),
+                    &state(&group, frozen, step),
+                    &group,
+                    &incremental(),
+                )
+                .unwrap()
+                .linked_bytes
         };
         save("a", 3.0, 0);
         group.barrier().unwrap();
@@ -135,8 +196,13 @@ fn a_checkpoint_before_that_was_replaced_or_removed_is_not_linked() {
         group.barrier().unwrap();
         assert_eq!(save("b", 3.0, 1), 0);
         // Another state takes its place.
-        let other = SaveOptions { overwrite: true, ..SaveOptions::default() };
-        Saver::new().save(at("b"), &state(&group, 4.0, 1), &group, &other).unwrap();
+        let other = SaveOptions {
+            overwrite: true,
+            ..SaveOptions::default()
+        };
+        Saver::new()
+            .save(at("b"), &state(&group, 4.0, 1), &group, &other)
+            .unwrap();
         assert_eq!(save("c", 3.0, 2), 0);
         assert!(save("d", 3.0, 3) > 0);
     })
@@ -145,11 +211,14 @@ fn a_checkpoint_before_that_was_replaced_or_removed_is_not_linked() {
     check(&at("d"), 3.0, 3);
 }
 
-/// Goes on from step 1 of a run in a process of its own, with other values of the trained tensor, and saves step 2.
-/// Returns the bytes that each rank linked.
+/// Goes on from step 1 of a run in a process of its own, with other values of the trained tensor,
+/// and saves step 2. Returns the bytes that each rank linked.
 fn resumed(run: &Path, after_load: impl Fn(&ProcessGroup, &mut StateDict) + Sync) -> Vec<u64> {
     run_local(RANKS, |group| {
-        let options = CheckpointerOptions { save: incremental(), ..CheckpointerOptions::default() };
+        let options = CheckpointerOptions {
+            save: incremental(),
+            ..CheckpointerOptions::default()
+        };
         let mut checkpoints = Checkpointer::new(run, &group, options).unwrap();
         let mut state = state(&group, 0.0, 0);
         checkpoints.load(1u64, &mut state).unwrap();
@@ -164,8 +233,14 @@ fn resumed(run: &Path, after_load: impl Fn(&ProcessGroup, &mut StateDict) + Sync
 /// Saves step 1 of a run that begins anew.
 fn begun(run: &Path, frozen: f32, overwrite: bool) {
     run_local(RANKS, |group| {
-        let save = SaveOptions { overwrite, ..incremental() };
-        let options = CheckpointerOptions { save, ..CheckpointerOptions::default() };
+        let save = SaveOptions {
+            overwrite,
+            ..incremental()
+        };
+        let options = CheckpointerOptions {
+            save,
+            ..CheckpointerOptions::default()
+        };
         let mut checkpoints = Checkpointer::new(run, &group, options).unwrap();
         checkpoints.save(1u64, &state(&group, frozen, 1)).unwrap();
     })
@@ -207,16 +282,25 @@ fn a_process_that_goes_on_does_not_link_what_has_taken_the_place_of_its_parent()
     let linked = resumed(directory.path(), |group, _| {
         group.barrier().unwrap();
         if group.rank() == 0 {
-            // Another run saves there: the frozen weights are the same, and yet it is not the parent.
+            // Another run saves there: the frozen weights are the same, and yet it is not the
+            // parent.
             let other = std::thread::scope(|scope| {
                 scope
                     .spawn(|| {
                         run_local(RANKS, |group| {
-                            let options = SaveOptions { overwrite: true, ..SaveOptions::default() };
+                            let options = SaveOptions {
+                                overwrite: true,
+                                ..SaveOptions::default()
+                            };
                             let mut state = state(&group, 5.0, 1);
                             state.insert("step", 77i64);
                             Saver::new()
-                                .save(directory.path().join("step-00000001"), &state, &group, &options)
+                                .save(
+                                    directory.path().join("step-00000001"),
+                                    &state,
+                                    &group,
+                                    &options,
+                                )
                                 .unwrap();
                         })
                         .unwrap();

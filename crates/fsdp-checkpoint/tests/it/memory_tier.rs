@@ -1,7 +1,10 @@
-//! The memory tier of a run, on ranks that have a directory for each host: what is lost, damaged or torn, and where a
-//! run goes on from then.
+//! The memory tier of a run, on ranks that have a directory for each host: what is lost, damaged or
+//! torn, and where a run goes on from then.
 
-#![expect(clippy::disallowed_methods, reason = "the tests damage files on purpose")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the tests damage files on purpose"
+)]
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,17 +22,30 @@ use tempfile::TempDir;
 /// The rows of a tensor that is dealt out to ranks.
 const ROWS: usize = 7;
 
-/// The state of a step: rows that are spread over the ranks, a tensor that each rank has, and values, one of a single
-/// rank.
+/// The state of a step: rows that are spread over the ranks, a tensor that each rank has, and
+/// values, one of a single rank.
 fn state(group: &ProcessGroup, step: u64) -> StateDict {
     let (rank, ranks) = (group.rank(), group.world_size());
     let (first, end) = (ROWS * rank / ranks, ROWS * (rank + 1) / ranks);
-    let elements: Vec<f32> = (first * 3..end * 3).map(|index| index as f32 + 1000. * step as f32).collect();
+    let elements: Vec<f32> = (first * 3..end * 3)
+        .map(|index| index as f32 + 1000. * step as f32)
+        .collect();
     let tensor = Tensor::from_vec(elements, (end - first, 3), &Device::Cpu).unwrap();
     let bounds = TensorBox::new(vec![first, 0], vec![end - first, 3]);
     let mut state = StateDict::new();
-    state.insert("rows", ShardedTensor::new(DType::F32, vec![ROWS, 3], vec![LocalShard { bounds, tensor }]).unwrap());
-    state.insert("whole", Tensor::full(step as f32, (2, 2), &Device::Cpu).unwrap());
+    state.insert(
+        "rows",
+        ShardedTensor::new(
+            DType::F32,
+            vec![ROWS, 3],
+            vec![LocalShard { bounds, tensor }],
+        )
+        .unwrap(),
+    );
+    state.insert(
+        "whole",
+        Tensor::full(step as f32, (2, 2), &Device::Cpu).unwrap(),
+    );
     state.insert("step", step.cast_signed());
     if rank == ranks - 1 {
         state.insert("of the last rank", "a value");
@@ -49,11 +65,21 @@ impl Run {
         self.0.path().join(format!("host-{host}"))
     }
 
-    fn on_ranks<T: Send>(&self, ranks: usize, f: impl Fn(&mut Checkpointer, &ProcessGroup) -> T + Sync) -> Vec<T> {
+    fn on_ranks<T: Send>(
+        &self,
+        ranks: usize,
+        f: impl Fn(&mut Checkpointer, &ProcessGroup) -> T + Sync,
+    ) -> Vec<T> {
         let run = |group: ProcessGroup| {
             let memory_tier = Some(self.host(group.rank() / 2).into());
-            let options = CheckpointerOptions { memory_tier, ..CheckpointerOptions::default() };
-            f(&mut Checkpointer::new(self.0.path().join("run"), &group, options).unwrap(), &group)
+            let options = CheckpointerOptions {
+                memory_tier,
+                ..CheckpointerOptions::default()
+            };
+            f(
+                &mut Checkpointer::new(self.0.path().join("run"), &group, options).unwrap(),
+                &group,
+            )
         };
         run_local(ranks, run).unwrap()
     }
@@ -62,7 +88,9 @@ impl Run {
     fn save(&self, ranks: usize, steps: &[u64]) {
         self.on_ranks(ranks, |checkpointer, group| {
             for &step in steps {
-                let report = checkpointer.save_to_memory(step, &state(group, step)).unwrap();
+                let report = checkpointer
+                    .save_to_memory(step, &state(group, step))
+                    .unwrap();
                 assert_eq!(report.total_bytes as usize, (ROWS * 3 + ranks * 4) * 4);
             }
         });
@@ -77,12 +105,19 @@ impl Run {
             let (StepCheckpoint { step, path }, _) = checkpointer.load_latest(&mut run).unwrap()?;
             let mut expected = state(group, step);
             expected.remove("of the last rank");
-            assert_eq!(format!("{:?}", elements(&run)), format!("{:?}", elements(&expected)));
-            // It is an ordinary checkpoint, of which every byte has a hash, and which has all values.
+            assert_eq!(
+                format!("{:?}", elements(&run)),
+                format!("{:?}", elements(&expected))
+            );
+            // It is an ordinary checkpoint, of which every byte has a hash, and which has all
+            // values.
             let opened = fsdp_dcp::reader::CheckpointReader::open(&path).unwrap();
             let report = verify(&opened, Level::Hashes, None).unwrap();
             assert!(report.problems.is_empty(), "{:?}", report.problems);
-            assert_eq!(opened.read_value("of the last rank").unwrap().as_str(), Some("a value"));
+            assert_eq!(
+                opened.read_value("of the last rank").unwrap().as_str(),
+                Some("a value")
+            );
             Some(step)
         });
         assert!(loaded.iter().all(|step| *step == loaded[0]), "{loaded:?}");
@@ -91,13 +126,17 @@ impl Run {
 
     /// Saves a checkpoint of a step.
     fn checkpoint(&self, step: u64) {
-        self.on_ranks(2, |checkpointer, group| checkpointer.save(step, &state(group, step)).unwrap());
+        self.on_ranks(2, |checkpointer, group| {
+            checkpointer.save(step, &state(group, step)).unwrap()
+        });
     }
 
     /// Returns the only directory of a run in the tier of a host.
     fn in_tier(&self, host: usize) -> PathBuf {
-        let mut found: Vec<PathBuf> =
-            fs::read_dir(self.host(host)).unwrap().map(|entry| entry.unwrap().path()).collect();
+        let mut found: Vec<PathBuf> = fs::read_dir(self.host(host))
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .collect();
         assert_eq!(found.len(), 1, "{found:?}");
         found.remove(0)
     }
@@ -105,7 +144,10 @@ impl Run {
     /// Returns the parts of a step, on all hosts.
     fn parts_of(&self, step: u64) -> Vec<PathBuf> {
         let name = format!("step-{step:08}-");
-        self.parts().into_iter().filter(|part| part.to_string_lossy().contains(&name)).collect()
+        self.parts()
+            .into_iter()
+            .filter(|part| part.to_string_lossy().contains(&name))
+            .collect()
     }
 
     /// Returns the directories of parts below the directories of all hosts.
@@ -114,17 +156,27 @@ impl Run {
         parts.retain(|file| file.ends_with(".metadata"));
         // The others are joined checkpoints.
         let is_part = |part: &PathBuf| part.to_string_lossy().contains("-of-");
-        parts.iter().map(|file| file.parent().unwrap().to_owned()).filter(is_part).collect()
+        parts
+            .iter()
+            .map(|file| file.parent().unwrap().to_owned())
+            .filter(is_part)
+            .collect()
     }
 }
 
 /// Returns all files below a directory.
 fn files(directory: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
+    let Ok(entries) = fs::read_dir(directory) else {
+        return Vec::new();
+    };
     let mut found = Vec::new();
     for entry in entries.flatten() {
         let path = entry.path();
-        if path.is_dir() { found.extend(files(&path)) } else { found.push(path) }
+        if path.is_dir() {
+            found.extend(files(&path))
+        } else {
+            found.push(path)
+        }
     }
     found.sort();
     found
@@ -134,12 +186,18 @@ fn elements(state: &StateDict) -> Vec<(Vec<f32>, Option<i64>)> {
     let rows = &state.get("rows").unwrap().as_sharded().unwrap().shards()[0].tensor;
     let whole = state.get("whole").unwrap().as_tensor().unwrap();
     let step = state.plain_at(&["step"]).and_then(|step| step.as_int());
-    [rows, whole].iter().map(|tensor| (tensor.flatten_all().unwrap().to_vec1().unwrap(), step)).collect()
+    [rows, whole]
+        .iter()
+        .map(|tensor| (tensor.flatten_all().unwrap().to_vec1().unwrap(), step))
+        .collect()
 }
 
 /// Changes a byte in the middle of the data file of a part.
 fn flip(part: &Path) {
-    let data = files(part).into_iter().find(|file| file.extension().is_some_and(|end| end == "distcp")).unwrap();
+    let data = files(part)
+        .into_iter()
+        .find(|file| file.extension().is_some_and(|end| end == "distcp"))
+        .unwrap();
     let mut bytes = fs::read(&data).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
@@ -162,17 +220,31 @@ fn the_newest_two_steps_stay_and_each_part_has_a_copy_elsewhere() {
     run.save(4, &[10, 20, 30]);
     // The parts of steps 10, 20, ... on a host.
     let counts = |host: usize, steps: [u64; 3]| {
-        let parts: Vec<PathBuf> = run.parts().into_iter().filter(|part| part.starts_with(run.host(host))).collect();
+        let parts: Vec<PathBuf> = run
+            .parts()
+            .into_iter()
+            .filter(|part| part.starts_with(run.host(host)))
+            .collect();
         steps.map(|step| {
-            parts.iter().filter(|part| part.to_string_lossy().contains(&format!("step-{step:08}-"))).count()
+            parts
+                .iter()
+                .filter(|part| part.to_string_lossy().contains(&format!("step-{step:08}-")))
+                .count()
         })
     };
     for host in [0, 1] {
         assert_eq!(counts(host, [10, 20, 30]), [0, 4, 4]);
         let of_each = |rank: usize| {
-            files(&run.host(host)).iter().filter(|file| file.ends_with(format!("__{rank}_0.distcp"))).count()
+            files(&run.host(host))
+                .iter()
+                .filter(|file| file.ends_with(format!("__{rank}_0.distcp")))
+                .count()
         };
-        assert_eq!([0, 1, 2, 3].map(of_each), [2; 4], "both steps of every rank are on both hosts");
+        assert_eq!(
+            [0, 1, 2, 3].map(of_each),
+            [2; 4],
+            "both steps of every rank are on both hosts"
+        );
     }
     // The next start of the job, at another number of ranks, goes on in the same way.
     assert_eq!(run.load(2), Some(30));
@@ -187,20 +259,46 @@ fn the_newest_two_steps_stay_and_each_part_has_a_copy_elsewhere() {
 fn a_damaged_part_is_never_used_and_its_copy_is() {
     let run = Run::new();
     run.save(2, &[20, 30]);
-    let newest: Vec<PathBuf> =
-        run.parts().into_iter().filter(|part| part.to_string_lossy().contains("step-00000030")).collect();
+    let newest: Vec<PathBuf> = run
+        .parts()
+        .into_iter()
+        .filter(|part| part.to_string_lossy().contains("step-00000030"))
+        .collect();
     assert_eq!(newest.len(), 4);
     // One copy of each part.
-    flip(newest.iter().find(|part| ends(part, "rank-0-of-2")).unwrap());
-    flip(newest.iter().find(|part| ends(part, "rank-1-of-2")).unwrap());
+    flip(
+        newest
+            .iter()
+            .find(|part| ends(part, "rank-0-of-2"))
+            .unwrap(),
+    );
+    flip(
+        newest
+            .iter()
+            .find(|part| ends(part, "rank-1-of-2"))
+            .unwrap(),
+    );
     assert_eq!(run.load(2), Some(30));
     // Both copies of one: the step before it, on all ranks alike.
-    newest.iter().filter(|part| ends(part, "rank-1-of-2")).skip(1).for_each(|part| flip(part));
-    let strict = run.on_ranks(2, |checkpointer, _| checkpointer.latest_in_memory(true).unwrap_err().to_string());
-    assert!(strict[0].contains("step 30") && strict[0].contains("[1]") && strict[0] == strict[1], "{strict:?}");
+    newest
+        .iter()
+        .filter(|part| ends(part, "rank-1-of-2"))
+        .skip(1)
+        .for_each(|part| flip(part));
+    let strict = run.on_ranks(2, |checkpointer, _| {
+        checkpointer.latest_in_memory(true).unwrap_err().to_string()
+    });
+    assert!(
+        strict[0].contains("step 30") && strict[0].contains("[1]") && strict[0] == strict[1],
+        "{strict:?}"
+    );
     assert_eq!(run.load(2), Some(20));
     // The damaged step does not come back.
-    assert!(run.parts().iter().all(|part| !part.to_string_lossy().contains("step-00000030")));
+    assert!(
+        run.parts()
+            .iter()
+            .all(|part| !part.to_string_lossy().contains("step-00000030"))
+    );
 }
 
 fn ends(part: &Path, name: &str) -> bool {
@@ -212,7 +310,10 @@ fn a_step_that_not_all_ranks_have_saved_is_never_taken() {
     let run = Run::new();
     run.save(2, &[20, 30]);
     // The same as if rank 1 had been killed before it saved.
-    for part in run.parts().iter().filter(|part| ends(part, "rank-1-of-2") && part.to_string_lossy().contains("00030"))
+    for part in run
+        .parts()
+        .iter()
+        .filter(|part| ends(part, "rank-1-of-2") && part.to_string_lossy().contains("00030"))
     {
         fs::remove_dir_all(part).unwrap();
     }
@@ -239,11 +340,23 @@ fn two_runs_in_one_tier_do_not_meet() {
     let save_to = |run: &Run, step: u64| {
         run_local(2, |group| {
             let memory_tier = Some(first.host(0).into());
-            let options = CheckpointerOptions { memory_tier, ..CheckpointerOptions::default() };
-            let mut checkpointer = Checkpointer::new(run.0.path().join("run"), &group, options).unwrap();
+            let options = CheckpointerOptions {
+                memory_tier,
+                ..CheckpointerOptions::default()
+            };
+            let mut checkpointer =
+                Checkpointer::new(run.0.path().join("run"), &group, options).unwrap();
             let before = checkpointer.latest_in_memory(true).unwrap();
-            checkpointer.save_to_memory(step, &state(&group, step)).unwrap();
-            (before.map(|found| found.step), checkpointer.latest_in_memory(true).unwrap().map(|found| found.step))
+            checkpointer
+                .save_to_memory(step, &state(&group, step))
+                .unwrap();
+            (
+                before.map(|found| found.step),
+                checkpointer
+                    .latest_in_memory(true)
+                    .unwrap()
+                    .map(|found| found.step),
+            )
         })
         .unwrap()
     };
@@ -259,15 +372,31 @@ fn two_runs_in_one_tier_do_not_meet() {
 fn without_a_tier_or_its_space_every_rank_gets_the_same_error_and_nothing_changes() {
     let run = Run::new();
     let none = run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(run.0.path(), &group, CheckpointerOptions::default()).unwrap();
-        checkpointer.save_to_memory(1, &state(&group, 1)).unwrap_err()
+        let mut checkpointer =
+            Checkpointer::new(run.0.path(), &group, CheckpointerOptions::default()).unwrap();
+        checkpointer
+            .save_to_memory(1, &state(&group, 1))
+            .unwrap_err()
     });
-    assert!(none.unwrap().iter().all(|error| matches!(error, CheckpointError::NoMemoryTier)));
+    assert!(
+        none.unwrap()
+            .iter()
+            .all(|error| matches!(error, CheckpointError::NoMemoryTier))
+    );
     // A file is where the second host's directory should be.
     fs::write(run.host(1), "x").unwrap();
-    let errors = run
-        .on_ranks(4, |checkpointer, group| checkpointer.save_to_memory(1, &state(group, 1)).unwrap_err().to_string());
-    assert!(errors.iter().all(|error| *error == errors[0] && error.contains("host-1")), "{errors:?}");
+    let errors = run.on_ranks(4, |checkpointer, group| {
+        checkpointer
+            .save_to_memory(1, &state(group, 1))
+            .unwrap_err()
+            .to_string()
+    });
+    assert!(
+        errors
+            .iter()
+            .all(|error| *error == errors[0] && error.contains("host-1")),
+        "{errors:?}"
+    );
     assert_eq!(run.load(2), None);
 }
 
@@ -277,11 +406,15 @@ fn a_run_that_goes_back_continues_from_what_it_did_then() {
     run.checkpoint(5);
     run.on_ranks(2, |checkpointer, group| {
         for step in [10, 20, 30] {
-            checkpointer.save_to_memory(step, &state(group, step)).unwrap();
+            checkpointer
+                .save_to_memory(step, &state(group, step))
+                .unwrap();
         }
         checkpointer.load(5u64, &mut state(group, 0)).unwrap();
         for step in [12, 14] {
-            checkpointer.save_to_memory(step, &state(group, step)).unwrap();
+            checkpointer
+                .save_to_memory(step, &state(group, step))
+                .unwrap();
         }
     });
     assert_eq!(run.load(2), Some(14));
@@ -306,8 +439,11 @@ fn a_step_that_is_in_use_and_cannot_be_removed_does_not_come_back() {
     let run = Run::new();
     run.checkpoint(5);
     run.save(2, &[20, 30]);
-    let readers: Vec<_> =
-        run.parts_of(30).iter().map(|part| fsdp_dcp::reader::CheckpointReader::open(part.as_path()).unwrap()).collect();
+    let readers: Vec<_> = run
+        .parts_of(30)
+        .iter()
+        .map(|part| fsdp_dcp::reader::CheckpointReader::open(part.as_path()).unwrap())
+        .collect();
     run.on_ranks(2, |checkpointer, group| {
         checkpointer.load(5u64, &mut state(group, 0)).unwrap();
         checkpointer.save_to_memory(12, &state(group, 12)).unwrap();
@@ -330,7 +466,15 @@ fn a_step_without_its_copies_replaces_none_that_has_them() {
     run.save(2, &[20, 30]);
     // The same as if the copies of step 30 had not fitted.
     for part in run.parts_of(30) {
-        let own = part.file_name().unwrap().to_str().unwrap().split('-').nth(4).unwrap().to_owned();
+        let own = part
+            .file_name()
+            .unwrap()
+            .to_str()
+            .unwrap()
+            .split('-')
+            .nth(4)
+            .unwrap()
+            .to_owned();
         if !part.parent().unwrap().ends_with(format!("rank-{own}")) {
             fs::remove_dir_all(part).unwrap();
         }
@@ -351,7 +495,10 @@ fn a_copied_run_has_a_tier_of_its_own() {
     }
     run_local(2, |group| {
         let memory_tier = Some(run.host(0).into());
-        let options = CheckpointerOptions { memory_tier, ..CheckpointerOptions::default() };
+        let options = CheckpointerOptions {
+            memory_tier,
+            ..CheckpointerOptions::default()
+        };
         let mut checkpointer = Checkpointer::new(copy.clone(), &group, options).unwrap();
         assert_eq!(checkpointer.latest_in_memory(true).unwrap(), None);
         checkpointer.save_to_memory(7, &state(&group, 7)).unwrap();
@@ -368,9 +515,15 @@ fn ranks_that_differ_in_a_value_get_the_same_error_and_nothing_changes() {
     let errors = run.on_ranks(2, |checkpointer, group| {
         let mut state = state(group, 30);
         state.insert("rng", group.rank() as i64);
-        checkpointer.save_to_memory(30, &state).unwrap_err().to_string()
+        checkpointer
+            .save_to_memory(30, &state)
+            .unwrap_err()
+            .to_string()
     });
-    assert!(errors[0].contains("`rng`") && errors[0] == errors[1], "{errors:?}");
+    assert!(
+        errors[0].contains("`rng`") && errors[0] == errors[1],
+        "{errors:?}"
+    );
     assert_eq!(run.parts(), before);
     // Elements that no rank holds are found when they are saved, not when they are needed.
     let errors = run.on_ranks(2, |checkpointer, group| {
@@ -378,9 +531,15 @@ fn ranks_that_differ_in_a_value_get_the_same_error_and_nothing_changes() {
         if group.rank() == 1 {
             state.remove("rows");
         }
-        checkpointer.save_to_memory(30, &state).unwrap_err().to_string()
+        checkpointer
+            .save_to_memory(30, &state)
+            .unwrap_err()
+            .to_string()
     });
-    assert!(errors[0].contains("`rows`") && errors[0] == errors[1], "{errors:?}");
+    assert!(
+        errors[0].contains("`rows`") && errors[0] == errors[1],
+        "{errors:?}"
+    );
     assert_eq!(run.parts(), before);
 }
 
@@ -394,9 +553,24 @@ fn a_tier_that_cannot_be_used_leaves_the_checkpoints() {
     let second = run.host(1).join(name);
     fs::create_dir_all(&second).unwrap();
     fs::write(second.join("step-00000030"), "x").unwrap();
-    let errors = run.on_ranks(4, |checkpointer, _| checkpointer.latest_in_memory(false).unwrap_err().to_string());
-    assert!(errors.iter().all(|error| *error == errors[0] && error.contains("host-1")), "{errors:?}");
-    assert!(run.parts().iter().all(|part| !part.starts_with(run.host(1))), "what was received would fill the tier");
+    let errors = run.on_ranks(4, |checkpointer, _| {
+        checkpointer
+            .latest_in_memory(false)
+            .unwrap_err()
+            .to_string()
+    });
+    assert!(
+        errors
+            .iter()
+            .all(|error| *error == errors[0] && error.contains("host-1")),
+        "{errors:?}"
+    );
+    assert!(
+        run.parts()
+            .iter()
+            .all(|part| !part.starts_with(run.host(1))),
+        "what was received would fill the tier"
+    );
     assert_eq!(run.load(4), Some(5));
     // Without that file it can.
     fs::remove_file(second.join("step-00000030")).unwrap();
@@ -410,7 +584,11 @@ fn a_part_that_cannot_be_read_is_not_taken_for_damaged() {
     run.checkpoint(5);
     run.save(2, &[20, 30]);
     // A socket: the system cannot open it.
-    let mut data: Vec<PathBuf> = run.parts_of(30).iter().flat_map(|part| files(part)).collect();
+    let mut data: Vec<PathBuf> = run
+        .parts_of(30)
+        .iter()
+        .flat_map(|part| files(part))
+        .collect();
     data.retain(|file| file.extension().is_some_and(|end| end == "distcp"));
     for file in &data {
         fs::rename(file, file.with_extension("away")).unwrap();
@@ -418,7 +596,12 @@ fn a_part_that_cannot_be_read_is_not_taken_for_damaged() {
         std::os::unix::net::UnixListener::bind(&socket).unwrap();
         fs::rename(socket, file).unwrap();
     }
-    let errors = run.on_ranks(2, |checkpointer, _| checkpointer.latest_in_memory(false).unwrap_err().to_string());
+    let errors = run.on_ranks(2, |checkpointer, _| {
+        checkpointer
+            .latest_in_memory(false)
+            .unwrap_err()
+            .to_string()
+    });
     assert_eq!(errors[0], errors[1]);
     assert_eq!(run.load(2), Some(5));
     assert_eq!(run.parts_of(30).len(), 4);
@@ -464,18 +647,27 @@ fn a_checkpoint_after_a_resume_from_memory_continues_the_chain() {
         checkpointer.save(15u64, &state(group, 15)).unwrap();
     });
     let open = |step: u64| {
-        fsdp_dcp::checkpoint::open(run.0.path().join(format!("run/step-{step:08}")), OpenOptions { verify: true })
-            .unwrap()
+        fsdp_dcp::checkpoint::open(
+            run.0.path().join(format!("run/step-{step:08}")),
+            OpenOptions { verify: true },
+        )
+        .unwrap()
     };
     let parent = open(15).lineage().unwrap().parent.unwrap();
-    assert_eq!((parent.step, parent.digest), (5, open(5).digests().unwrap().root()));
+    assert_eq!(
+        (parent.step, parent.digest),
+        (5, open(5).digests().unwrap().root())
+    );
 }
 
 #[test]
 fn a_run_below_the_directory_of_its_tier_continues_from_its_own_checkpoints() {
     let dir = TempDir::new().unwrap();
     run_local(2, |group| {
-        let options = CheckpointerOptions { memory_tier: Some(dir.path().into()), ..CheckpointerOptions::default() };
+        let options = CheckpointerOptions {
+            memory_tier: Some(dir.path().into()),
+            ..CheckpointerOptions::default()
+        };
         let mut checkpointer = Checkpointer::new(dir.path().join("run"), &group, options).unwrap();
         for step in [5, 10] {
             checkpointer.save(step, &state(&group, step)).unwrap();
@@ -484,7 +676,10 @@ fn a_run_below_the_directory_of_its_tier_continues_from_its_own_checkpoints() {
         checkpointer.save(15, &state(&group, 15)).unwrap();
         let path = dir.path().join("run/step-00000015");
         let saved = fsdp_dcp::checkpoint::open(path, OpenOptions { verify: true }).unwrap();
-        assert_eq!(saved.lineage().unwrap().parent.map(|parent| parent.step), Some(10));
+        assert_eq!(
+            saved.lineage().unwrap().parent.map(|parent| parent.step),
+            Some(10)
+        );
     })
     .unwrap();
 }
@@ -498,9 +693,17 @@ fn parts_of_different_steps_are_never_joined() {
         let mut state = state(group, 0);
         // Nothing in the state tells its step.
         state.remove("step");
-        checkpointer.save_to_memory(20 + 10 * group.rank() as u64, &state).unwrap_err().to_string()
+        checkpointer
+            .save_to_memory(20 + 10 * group.rank() as u64, &state)
+            .unwrap_err()
+            .to_string()
     });
-    assert!(errors.iter().all(|error| error.contains("step 20") && error.contains("step 30")), "{errors:?}");
+    assert!(
+        errors
+            .iter()
+            .all(|error| error.contains("step 20") && error.contains("step 30")),
+        "{errors:?}"
+    );
     assert_eq!(run.parts(), before);
     assert_eq!(run.load(2), Some(10));
 }
@@ -513,7 +716,10 @@ fn the_tier_of_a_run_is_its_owners_alone_and_disappears_with_it() {
     let run = Run::new();
     run.save(2, &[10]);
     let directory = run.in_tier(0);
-    assert_eq!(fs::metadata(&directory).unwrap().permissions().mode() & 0o777, 0o700);
+    assert_eq!(
+        fs::metadata(&directory).unwrap().permissions().mode() & 0o777,
+        0o700
+    );
     run.on_ranks(2, |checkpointer, group| {
         checkpointer.clear_memory().unwrap();
         // All ranks have cleared it.
@@ -524,8 +730,18 @@ fn the_tier_of_a_run_is_its_owners_alone_and_disappears_with_it() {
         checkpointer.save_to_memory(20, &state(group, 20)).unwrap();
     });
     // Only root can give a directory to another user.
-    if fs::metadata(&directory).unwrap().uid() == 0 && std::os::unix::fs::chown(&directory, Some(1234), None).is_ok() {
-        let errors = run.on_ranks(2, |checkpointer, _| checkpointer.latest_in_memory(false).unwrap_err().to_string());
-        assert!(errors[0].contains("another user") && errors[0] == errors[1], "{errors:?}");
+    if fs::metadata(&directory).unwrap().uid() == 0
+        && std::os::unix::fs::chown(&directory, Some(1234), None).is_ok()
+    {
+        let errors = run.on_ranks(2, |checkpointer, _| {
+            checkpointer
+                .latest_in_memory(false)
+                .unwrap_err()
+                .to_string()
+        });
+        assert!(
+            errors[0].contains("another user") && errors[0] == errors[1],
+            "{errors:?}"
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! A save in the background copies a training run while training goes on, and holds what the state was when it was
-//! asked for.
+//! A save in the background copies a training run while training goes on, and holds what the state
+//! was when it was asked for.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -8,8 +8,9 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear};
 use fsdp_checkpoint::{
-    CheckpointError, Checkpointer, CheckpointerOptions, KeptUnchanged, LoadOptions, LoadReport, StateDictOptions,
-    Stateful, TrainState, get_model_state_dict, load_whole, set_model_state_dict, step_path,
+    CheckpointError, Checkpointer, CheckpointerOptions, KeptUnchanged, LoadOptions, LoadReport,
+    StateDictOptions, Stateful, TrainState, get_model_state_dict, load_whole, set_model_state_dict,
+    step_path,
 };
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_dcp::checkpoint::Checkpoint;
@@ -24,9 +25,12 @@ use fsdp_state::{StateDict, StateValue};
 const WIDTH: usize = 1500;
 
 fn run(group: ProcessGroup, config: FsdpConfig) -> TrainState<Linear> {
-    let model =
-        FullyShardedDataParallel::new(group, config, |scope| linear(WIDTH, WIDTH, scope.vb().pp("layer"))).unwrap();
-    let optimizer = Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw())).unwrap();
+    let model = FullyShardedDataParallel::new(group, config, |scope| {
+        linear(WIDTH, WIDTH, scope.vb().pp("layer"))
+    })
+    .unwrap();
+    let optimizer =
+        Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw())).unwrap();
     let average = AveragedModel::new(model.parameters(), 0.9).unwrap();
     let mut run = TrainState::new(model, vec![optimizer]);
     run.average = Some(average);
@@ -35,7 +39,10 @@ fn run(group: ProcessGroup, config: FsdpConfig) -> TrainState<Linear> {
 
 fn backward(run: &TrainState<Linear>) {
     let x = Tensor::ones((1, WIDTH), DType::F32, &Device::Cpu).unwrap();
-    let loss = run.model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all()).unwrap();
+    let loss = run
+        .model
+        .forward(|layer| layer.forward(&x)?.sqr()?.mean_all())
+        .unwrap();
     run.model.backward(&loss).unwrap();
 }
 
@@ -46,9 +53,16 @@ fn step(run: &mut TrainState<Linear>) {
 
 #[test]
 fn a_step_right_after_the_call_changes_nothing_in_the_checkpoint() {
-    let strategies = [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard];
+    let strategies = [
+        ShardingStrategy::FullShard,
+        ShardingStrategy::ShardGradOp,
+        ShardingStrategy::NoShard,
+    ];
     for (strategy, world) in strategies.into_iter().zip([2, 3, 1]) {
-        let config = FsdpConfig { strategy, ..FsdpConfig::default() };
+        let config = FsdpConfig {
+            strategy,
+            ..FsdpConfig::default()
+        };
         assert_saves_are_unharmed(world, &config);
         assert_saves_are_unharmed(world, &config.wrap("layer"));
     }
@@ -58,7 +72,8 @@ fn a_step_right_after_the_call_changes_nothing_in_the_checkpoint() {
 fn assert_saves_are_unharmed(world: usize, config: &FsdpConfig) {
     let dir = tempfile::tempdir().unwrap();
     let digests = run_local(world, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let mut run = run(group, config.clone());
         backward(&run);
         step(&mut run);
@@ -91,12 +106,18 @@ fn whatever_changes_the_state_waits_until_it_has_been_read() {
         step(&mut run);
         let parameters = run.model.parameters().clone();
         let weight = parameters.parameter("layer.weight").unwrap();
-        assert_waits("step", &parameters, &mut || run.optimizers[0].step().unwrap());
-        assert_waits("set_parameter", &parameters, &mut || parameters.set_parameter("layer.weight", &weight).unwrap());
+        assert_waits("step", &parameters, &mut || {
+            run.optimizers[0].step().unwrap()
+        });
+        assert_waits("set_parameter", &parameters, &mut || {
+            parameters.set_parameter("layer.weight", &weight).unwrap()
+        });
         let mut averaged = run.average.take().unwrap();
         let state = averaged.state_dict().unwrap();
         assert_waits("update", &parameters, &mut || averaged.update().unwrap());
-        assert_waits("load of the average", &parameters, &mut || averaged.load_state_dict(&state).unwrap());
+        assert_waits("load of the average", &parameters, &mut || {
+            averaged.load_state_dict(&state).unwrap()
+        });
         assert_waits("swap", &parameters, &mut || averaged.swap().unwrap());
         averaged.swap().unwrap();
         let options = StateDictOptions::default();
@@ -105,12 +126,16 @@ fn whatever_changes_the_state_waits_until_it_has_been_read() {
             set_model_state_dict(&model, &parameters, &options).unwrap();
         });
         assert_waits("lend", &parameters, &mut || parameters.lend().unwrap());
-        assert!(parameters.keep_unchanged().is_none(), "somebody may write at any time");
+        assert!(
+            parameters.keep_unchanged().is_none(),
+            "somebody may write at any time"
+        );
     })
     .unwrap();
 }
 
-/// Checks that `change` returns only after a reader of the values has ended, and that the guard tells of the wait.
+/// Checks that `change` returns only after a reader of the values has ended, and that the guard
+/// tells of the wait.
 fn assert_waits(name: &str, parameters: &fsdp_nn::ShardedParameters, change: &mut dyn FnMut()) {
     let has_ended = AtomicBool::new(false);
     let guard = parameters.keep_unchanged().unwrap();
@@ -123,7 +148,10 @@ fn assert_waits(name: &str, parameters: &fsdp_nn::ShardedParameters, change: &mu
         });
         change();
         assert!(has_ended.load(Ordering::SeqCst), "`{name}` did not wait");
-        assert!(reader.join().unwrap() > Duration::ZERO, "`{name}` has waited");
+        assert!(
+            reader.join().unwrap() > Duration::ZERO,
+            "`{name}` has waited"
+        );
     });
 }
 
@@ -140,17 +168,24 @@ fn tensors_that_no_guard_covers_are_copied_at_once() {
         run.values.insert("average.mine", own.clone());
         let whole = Tensor::ones(1000, DType::F32, &Device::Cpu).unwrap();
         run.values.insert("whole", whole.clone());
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         checkpointer.save_async(1, &run).unwrap();
         HostSliceMut::<f32>::write(&whole).unwrap().fill(7.0);
-        HostSliceMut::<f32>::write(&own.shards()[0].tensor).unwrap().fill(7.0);
+        HostSliceMut::<f32>::write(&own.shards()[0].tensor)
+            .unwrap()
+            .fill(7.0);
         checkpointer.wait().unwrap().unwrap();
     })
     .unwrap();
     let state = load_whole(step_path(dir.path(), 1), &[], &LoadOptions::default()).unwrap();
     for key in ["average.mine", "whole"] {
         let tensor = state.get(key).and_then(StateValue::as_tensor).unwrap();
-        assert_eq!(tensor.max_all().unwrap().to_scalar::<f32>().unwrap(), 1.0, "{key}");
+        assert_eq!(
+            tensor.max_all().unwrap().to_scalar::<f32>().unwrap(),
+            1.0,
+            "{key}"
+        );
     }
 }
 
@@ -158,12 +193,15 @@ fn tensors_that_no_guard_covers_are_copied_at_once() {
 fn the_average_of_another_model_is_copied_at_once() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let (mut run, mut other) =
-            (run(group.clone(), FsdpConfig::default()), run(group.clone(), FsdpConfig::default()));
+        let (mut run, mut other) = (
+            run(group.clone(), FsdpConfig::default()),
+            run(group.clone(), FsdpConfig::default()),
+        );
         backward(&other);
         step(&mut other);
         std::mem::swap(&mut run.average, &mut other.average);
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let before = checkpointer.save(1, &run).unwrap();
         other.model.parameters().zero_grad();
         backward(&other);
@@ -206,7 +244,8 @@ fn what_cannot_be_copied_later_on_one_rank_is_an_error_on_every_rank_and_leaves_
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
         let lost = Lost(run(group.clone(), FsdpConfig::default()));
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         checkpointer.save_async(1, &lost).unwrap();
         let error = checkpointer.wait().unwrap_err();
         assert!(error.to_string().contains("freed"), "{error}");
@@ -222,15 +261,24 @@ fn views_that_may_be_written_at_any_time_are_copied_at_once() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
         let run = run(group.clone(), FsdpConfig::default());
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         checkpointer.save(1, &run).unwrap();
-        assert!(run.state_to_save().unwrap().1.is_some(), "a save only reads");
+        assert!(
+            run.state_to_save().unwrap().1.is_some(),
+            "a save only reads"
+        );
         let views = run.state_dict().unwrap();
         let before = checkpointer.save(2, &run).unwrap();
         checkpointer.save_async(3, &run).unwrap();
         let model = views.get("model").and_then(StateValue::as_dict).unwrap();
-        let weight = model.get("layer.weight").and_then(StateValue::as_sharded).unwrap();
-        HostSliceMut::<f32>::write(&weight.shards()[0].tensor).unwrap().fill(7.0);
+        let weight = model
+            .get("layer.weight")
+            .and_then(StateValue::as_sharded)
+            .unwrap();
+        HostSliceMut::<f32>::write(&weight.shards()[0].tensor)
+            .unwrap()
+            .fill(7.0);
         assert_eq!(checkpointer.wait().unwrap().unwrap().digest, before.digest);
     })
     .unwrap();

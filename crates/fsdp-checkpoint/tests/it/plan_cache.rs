@@ -1,4 +1,5 @@
-//! A saver plans once; it plans again when what any rank holds has changed, and never writes by a plan that is wrong.
+//! A saver plans once; it plans again when what any rank holds has changed, and never writes by a
+//! plan that is wrong.
 
 use candle_core::{Device, Tensor};
 use fsdp_checkpoint::{CheckpointError, LoadOptions, SaveOptions, SaveReport, Saver, load_whole};
@@ -20,7 +21,10 @@ fn state(group: &ProcessGroup, rows: usize, value: f32) -> StateDict {
     });
     let dtype = candle_core::DType::F32;
     let mut state = StateDict::new();
-    state.insert("matrix", ShardedTensor::new(dtype, vec![rows, COLUMNS], shards.into_iter().collect()).unwrap());
+    state.insert(
+        "matrix",
+        ShardedTensor::new(dtype, vec![rows, COLUMNS], shards.into_iter().collect()).unwrap(),
+    );
     state.insert("vector", Tensor::full(value, 300, &Device::Cpu).unwrap());
     // Of another length each time: values are no part of the layout.
     state.insert("name", "x".repeat(value as usize));
@@ -29,11 +33,21 @@ fn state(group: &ProcessGroup, rows: usize, value: f32) -> StateDict {
 
 fn check(path: &std::path::Path, rows: usize, value: f32) {
     let saved = load_whole(path, &[], &LoadOptions::default()).unwrap();
-    let tensor = |key| saved.get(key).and_then(StateValue::as_tensor).unwrap().flatten_all().unwrap();
+    let tensor = |key| {
+        saved
+            .get(key)
+            .and_then(StateValue::as_tensor)
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+    };
     let tensor = |key| tensor(key).to_vec1::<f32>().unwrap();
     assert_eq!(tensor("matrix"), vec![value; rows * COLUMNS]);
     assert_eq!(tensor("vector"), vec![value; 300]);
-    assert_eq!(saved.plain_at(&["name"]).unwrap().as_str().unwrap().len(), value as usize);
+    assert_eq!(
+        saved.plain_at(&["name"]).unwrap().as_str().unwrap().len(),
+        value as usize
+    );
 }
 
 #[test]
@@ -46,10 +60,20 @@ fn an_unchanged_layout_exchanges_no_plans() {
             for round in 1..=3u8 {
                 let path = dir.path().join(round.to_string());
                 let before = group.traffic();
-                saver.save(&path, &state(&group, 7, f32::from(round)), &group, &SaveOptions::default()).unwrap();
+                saver
+                    .save(
+                        &path,
+                        &state(&group, 7, f32::from(round)),
+                        &group,
+                        &SaveOptions::default(),
+                    )
+                    .unwrap();
                 let traffic = group.traffic().since(&before);
                 assert_eq!(traffic.tensor_bytes(), 0);
-                counts.push(traffic.count(Operation::GatherObject) + traffic.count(Operation::ScatterObject));
+                counts.push(
+                    traffic.count(Operation::GatherObject)
+                        + traffic.count(Operation::ScatterObject),
+                );
                 check(&path, 7, f32::from(round));
             }
             // Plans and selections once; what was written, each time.
@@ -65,7 +89,9 @@ fn a_layout_that_changed_is_planned_anew_even_if_it_did_on_one_rank_only() {
     run_local(3, |group| {
         let mut saver = Saver::new();
         let options = SaveOptions::default();
-        let mut save = |name: &str, state: &StateDict| saver.save(dir.path().join(name), state, &group, &options);
+        let mut save = |name: &str, state: &StateDict| {
+            saver.save(dir.path().join(name), state, &group, &options)
+        };
         save("small", &state(&group, 7, 1.0)).unwrap();
         save("large", &state(&group, 11, 2.0)).unwrap();
         // Rank 2 alone holds one tensor more.
@@ -82,7 +108,11 @@ fn a_layout_that_changed_is_planned_anew_even_if_it_did_on_one_rank_only() {
     check(&dir.path().join("large"), 11, 2.0);
     check(&dir.path().join("more"), 11, 3.0);
     check(&dir.path().join("less"), 11, 4.0);
-    let key = |name: &str| load_whole(dir.path().join(name), &["more"], &LoadOptions::default()).unwrap().len();
+    let key = |name: &str| {
+        load_whole(dir.path().join(name), &["more"], &LoadOptions::default())
+            .unwrap()
+            .len()
+    };
     assert_eq!((key("more"), key("less")), (1, 0));
 }
 
@@ -91,8 +121,14 @@ fn a_failed_save_and_a_failed_plan_leave_a_saver_that_works() {
     let dir = tempfile::tempdir().unwrap();
     let results: Vec<SaveReport> = run_local(2, |group| {
         let mut saver = Saver::new();
-        let mut save =
-            |name: &str, state: &StateDict| saver.save(dir.path().join(name), state, &group, &SaveOptions::default());
+        let mut save = |name: &str, state: &StateDict| {
+            saver.save(
+                dir.path().join(name),
+                state,
+                &group,
+                &SaveOptions::default(),
+            )
+        };
         save("first", &state(&group, 4, 1.0)).unwrap();
         // There already.
         assert!(matches!(
@@ -111,7 +147,10 @@ fn a_failed_save_and_a_failed_plan_leave_a_saver_that_works() {
     check(&dir.path().join("first"), 4, 1.0);
     check(&dir.path().join("second"), 4, 2.0);
     assert!(!dir.path().join("torn").exists());
-    assert_eq!(results[0].total_bytes, results[0].rank_bytes + results[1].rank_bytes);
+    assert_eq!(
+        results[0].total_bytes,
+        results[0].rank_bytes + results[1].rank_bytes
+    );
 }
 
 #[test]
@@ -119,14 +158,40 @@ fn another_group_or_another_way_to_deduplicate_has_another_plan() {
     let dir = tempfile::tempdir().unwrap();
     run_local(4, |group| {
         let mut saver = Saver::new();
-        let half: Vec<usize> = if group.rank() < 2 { vec![0, 1] } else { vec![2, 3] };
-        let (first, second) = (group.subgroup(&[0, 1]).unwrap(), group.subgroup(&[2, 3]).unwrap());
+        let half: Vec<usize> = if group.rank() < 2 {
+            vec![0, 1]
+        } else {
+            vec![2, 3]
+        };
+        let (first, second) = (
+            group.subgroup(&[0, 1]).unwrap(),
+            group.subgroup(&[2, 3]).unwrap(),
+        );
         let own = first.or(second).unwrap();
-        saver.save(dir.path().join("all"), &state(&group, 9, 1.0), &group, &SaveOptions::default()).unwrap();
+        saver
+            .save(
+                dir.path().join("all"),
+                &state(&group, 9, 1.0),
+                &group,
+                &SaveOptions::default(),
+            )
+            .unwrap();
         let path = dir.path().join(format!("half-{}", half[0]));
-        saver.save(&path, &state(&own, 9, 2.0), &own, &SaveOptions::default()).unwrap();
-        let lowest = SaveOptions { deduplicate: Deduplicate::LowestRank, ..SaveOptions::default() };
-        saver.save(dir.path().join("lowest"), &state(&group, 9, 3.0), &group, &lowest).unwrap();
+        saver
+            .save(&path, &state(&own, 9, 2.0), &own, &SaveOptions::default())
+            .unwrap();
+        let lowest = SaveOptions {
+            deduplicate: Deduplicate::LowestRank,
+            ..SaveOptions::default()
+        };
+        saver
+            .save(
+                dir.path().join("lowest"),
+                &state(&group, 9, 3.0),
+                &group,
+                &lowest,
+            )
+            .unwrap();
     })
     .unwrap();
     check(&dir.path().join("all"), 9, 1.0);

@@ -1,13 +1,13 @@
-//! A checkpoint that one number of ranks saved is loaded by any other number, bit for bit. No tensor bytes move between
-//! ranks, and no more is read than is needed.
+//! A checkpoint that one number of ranks saved is loaded by any other number, bit for bit. No
+//! tensor bytes move between ranks, and no more is read than is needed.
 
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use candle_nn::{Linear, Module, linear};
 use fsdp_checkpoint::{
-    Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, StateDictOptions, TrainState, get_state_dict,
-    load_whole, save,
+    Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, StateDictOptions, TrainState,
+    get_state_dict, load_whole, save,
 };
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_flat::storage::HostBytes;
@@ -17,8 +17,18 @@ use fsdp_state::{StateDict, StateValue, flatten_state_dict};
 
 type Model = FullyShardedDataParallel<(Unit<Linear>, Unit<Linear>, Linear)>;
 
-fn model(group: ProcessGroup, strategy: ShardingStrategy, use_orig_params: bool, seed: u64) -> Model {
-    let config = FsdpConfig { strategy, use_orig_params, seed, ..FsdpConfig::default() };
+fn model(
+    group: ProcessGroup,
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+    seed: u64,
+) -> Model {
+    let config = FsdpConfig {
+        strategy,
+        use_orig_params,
+        seed,
+        ..FsdpConfig::default()
+    };
     FullyShardedDataParallel::new(group, config, |scope| {
         Ok((
             scope.pp("a").unit(|scope| linear(5, 7, scope.vb()))?,
@@ -30,10 +40,14 @@ fn model(group: ProcessGroup, strategy: ShardingStrategy, use_orig_params: bool,
 }
 
 fn step(model: &Model, optimizer: &mut Optimizer, seed: usize) {
-    let x: Vec<f32> = (0..10).map(|i| ((i * 37 + seed * 11) % 17) as f32 / 8.0 - 1.0).collect();
+    let x: Vec<f32> = (0..10)
+        .map(|i| ((i * 37 + seed * 11) % 17) as f32 / 8.0 - 1.0)
+        .collect();
     let x = Tensor::from_vec(x, (2, 5), &Device::Cpu).unwrap();
     let forward = |m: &(Unit<Linear>, Unit<Linear>, Linear)| {
-        m.2.forward(&m.1.forward(&m.0.forward(&x)?.tanh()?)?)?.sqr()?.mean_all()
+        m.2.forward(&m.1.forward(&m.0.forward(&x)?.tanh()?)?)?
+            .sqr()?
+            .mean_all()
     };
     let loss = model.forward(forward).unwrap();
     model.backward(&loss).unwrap();
@@ -43,10 +57,21 @@ fn step(model: &Model, optimizer: &mut Optimizer, seed: usize) {
 
 fn algorithms() -> Vec<Algorithm> {
     vec![
-        Algorithm::AdamW(AdamOptions { lr: 0.01, amsgrad: true, ..AdamOptions::adamw() }),
+        Algorithm::AdamW(AdamOptions {
+            lr: 0.01,
+            amsgrad: true,
+            ..AdamOptions::adamw()
+        }),
         Algorithm::Adam(AdamOptions::default()),
-        Algorithm::Sgd(SgdOptions { lr: 0.1, momentum: 0.9, ..SgdOptions::default() }),
-        Algorithm::Sgd(SgdOptions { lr: 0.1, ..SgdOptions::default() }),
+        Algorithm::Sgd(SgdOptions {
+            lr: 0.1,
+            momentum: 0.9,
+            ..SgdOptions::default()
+        }),
+        Algorithm::Sgd(SgdOptions {
+            lr: 0.1,
+            ..SgdOptions::default()
+        }),
         Algorithm::Adagrad(AdagradOptions::default()),
     ]
 }
@@ -66,7 +91,13 @@ fn options() -> StateDictOptions {
 }
 
 /// Trains three steps and saves; returns nothing but what is on disk.
-fn train_and_save(path: &Path, world: usize, strategy: ShardingStrategy, use_orig_params: bool, algorithm: &Algorithm) {
+fn train_and_save(
+    path: &Path,
+    world: usize,
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+    algorithm: &Algorithm,
+) {
     run_local(world, |group| {
         let model = model(group.clone(), strategy, use_orig_params, 1);
         let mut optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
@@ -74,7 +105,11 @@ fn train_and_save(path: &Path, world: usize, strategy: ShardingStrategy, use_ori
         let before = group.traffic();
         let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
         save(path, &whole_state(m, o), &group, &SaveOptions::default()).unwrap();
-        assert_eq!(group.traffic().since(&before).tensor_bytes(), 0, "a sharded save moves tensor bytes");
+        assert_eq!(
+            group.traffic().since(&before).tensor_bytes(),
+            0,
+            "a sharded save moves tensor bytes"
+        );
     })
     .unwrap();
 }
@@ -124,13 +159,18 @@ fn any_world_strategy_and_mode_loads_what_another_saved() {
                     let optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
                     let mut run = TrainState::new(model, vec![optimizer]);
                     let mut checkpointer =
-                        Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+                        Checkpointer::new(dir.path(), &group, CheckpointerOptions::default())
+                            .unwrap();
                     let report = checkpointer.load(&path, &mut run).unwrap();
                     assert!(report.is_clean(), "{report:?}");
                     checkpointer.save(&again, &run).unwrap();
                 })
                 .unwrap();
-                assert_eq!(bits(&again), saved, "{algorithm:?}: saved by case {from}, loaded on {world} ranks");
+                assert_eq!(
+                    bits(&again),
+                    saved,
+                    "{algorithm:?}: saved by case {from}, loaded on {world} ranks"
+                );
             }
         }
     }
@@ -143,8 +183,14 @@ fn training_goes_on_as_if_never_stopped() {
         let path = dir.path().join("checkpoint");
         let run = |world: usize, resume: bool, steps: std::ops::Range<usize>, save_to: &Path| {
             run_local(world, |group| {
-                let save = SaveOptions { overwrite: true, ..SaveOptions::default() };
-                let options = CheckpointerOptions { save, ..CheckpointerOptions::default() };
+                let save = SaveOptions {
+                    overwrite: true,
+                    ..SaveOptions::default()
+                };
+                let options = CheckpointerOptions {
+                    save,
+                    ..CheckpointerOptions::default()
+                };
                 let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
                 let model = model(group, ShardingStrategy::FullShard, true, 1);
                 let optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
@@ -152,7 +198,9 @@ fn training_goes_on_as_if_never_stopped() {
                 if resume {
                     checkpointer.load(&path, &mut run).unwrap();
                 }
-                steps.clone().for_each(|seed| step(&run.model, &mut run.optimizers[0], seed));
+                steps
+                    .clone()
+                    .for_each(|seed| step(&run.model, &mut run.optimizers[0], seed));
                 checkpointer.save(save_to, &run).unwrap();
             })
             .unwrap();

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use fsdp_checkpoint::{
-    Checkpointer, CheckpointerOptions, Retention, SaveOptions, list_checkpoints, prune, save, step_path,
+    Checkpointer, CheckpointerOptions, Retention, SaveOptions, list_checkpoints, prune, save,
+    step_path,
 };
 use fsdp_comm::run_local;
 use fsdp_dcp::reader::{CheckpointReader, OpenOptions};
@@ -18,19 +19,35 @@ fn save_steps(dir: &Path, steps: &[u64]) {
     run_local(1, |group| {
         for &step in steps {
             let mut state = StateDict::new();
-            state.insert("weight", Tensor::full(step as f32, 1000, &Device::Cpu).unwrap());
-            save(step_path(dir, step), &state, &group, &SaveOptions::default()).unwrap();
+            state.insert(
+                "weight",
+                Tensor::full(step as f32, 1000, &Device::Cpu).unwrap(),
+            );
+            save(
+                step_path(dir, step),
+                &state,
+                &group,
+                &SaveOptions::default(),
+            )
+            .unwrap();
         }
     })
     .unwrap();
 }
 
 fn steps(dir: &Path) -> Vec<u64> {
-    list_checkpoints(dir).unwrap().iter().map(|checkpoint| checkpoint.step).collect()
+    list_checkpoints(dir)
+        .unwrap()
+        .iter()
+        .map(|checkpoint| checkpoint.step)
+        .collect()
 }
 
 fn last(count: usize) -> Retention {
-    Retention { keep_last: count.try_into().ok(), keep_every: None }
+    Retention {
+        keep_last: count.try_into().ok(),
+        keep_every: None,
+    }
 }
 
 #[test]
@@ -38,9 +55,18 @@ fn the_last_ones_and_every_nth_stay() {
     let dir = tempfile::tempdir().unwrap();
     save_steps(dir.path(), &[5, 10, 15, 20, 25]);
     assert_eq!(prune(dir.path(), &Retention::default()).unwrap(), []);
-    let retention = Retention { keep_every: 10.try_into().ok(), ..last(1) };
+    let retention = Retention {
+        keep_every: 10.try_into().ok(),
+        ..last(1)
+    };
     let removed = prune(dir.path(), &retention).unwrap();
-    assert_eq!(removed.iter().map(|checkpoint| checkpoint.step).collect::<Vec<_>>(), [5, 15]);
+    assert_eq!(
+        removed
+            .iter()
+            .map(|checkpoint| checkpoint.step)
+            .collect::<Vec<_>>(),
+        [5, 15]
+    );
     assert_eq!(steps(dir.path()), [10, 20, 25]);
     assert_eq!(prune(dir.path(), &retention).unwrap(), []);
     // Nothing else is left of those that went.
@@ -60,7 +86,8 @@ fn a_checkpoint_that_is_read_stays_until_it_is_not() {
     assert_eq!(steps(dir.path()), [3]);
 }
 
-/// Checks that of the steps 1 to 4 of a run that keeps its last one, step 2 stays too until `free` has been called.
+/// Checks that of the steps 1 to 4 of a run that keeps its last one, step 2 stays too until `free`
+/// has been called.
 fn assert_second_of_four_stays_until(run: &Path, free: impl FnOnce()) {
     prune(run, &last(1)).unwrap();
     assert_eq!(steps(run), [2, 4]);
@@ -98,7 +125,11 @@ struct NoRemoval;
 
 impl StepHook for NoRemoval {
     fn before(&self, step: Step, _: &Path) -> io::Result<()> {
-        if step == Step::Remove { Err(io::Error::from_raw_os_error(5)) } else { Ok(()) }
+        if step == Step::Remove {
+            Err(io::Error::from_raw_os_error(5))
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -107,7 +138,9 @@ fn what_a_broken_off_removal_left_goes_with_the_next_one() {
     let dir = tempfile::tempdir().unwrap();
     save_steps(dir.path(), &[1, 2, 3]);
     let broken = Durable::with_hook(Arc::new(NoRemoval));
-    broken.remove_checkpoint(step_path(dir.path(), 1)).unwrap_err();
+    broken
+        .remove_checkpoint(step_path(dir.path(), 1))
+        .unwrap_err();
     // It is gone all the same, at once and whole.
     assert_eq!(steps(dir.path()), [2, 3]);
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 3);
@@ -122,15 +155,33 @@ fn a_step_without_leading_zeros_is_found_opened_and_removed() {
     run_local(2, |group| {
         let state: StateDict = [("step", 20i64.into())].into_iter().collect();
         for name in ["step-20", "step-3"] {
-            save(dir.path().join(name), &state, &group, &SaveOptions::default()).unwrap();
+            save(
+                dir.path().join(name),
+                &state,
+                &group,
+                &SaveOptions::default(),
+            )
+            .unwrap();
         }
-        let options = CheckpointerOptions { retention: last(1), ..CheckpointerOptions::default() };
+        let options = CheckpointerOptions {
+            retention: last(1),
+            ..CheckpointerOptions::default()
+        };
         let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
-        let (found, _) = checkpointer.load_latest(&mut state.clone()).unwrap().unwrap();
-        assert_eq!((found.step, found.path), (20, Location::from(dir.path().join("step-20"))));
+        let (found, _) = checkpointer
+            .load_latest(&mut state.clone())
+            .unwrap()
+            .unwrap();
+        assert_eq!(
+            (found.step, found.path),
+            (20, Location::from(dir.path().join("step-20")))
+        );
         let removed = checkpointer.prune().unwrap();
         assert_eq!(removed.len(), 1);
-        assert_eq!((removed[0].step, &removed[0].path), (3, &Location::from(dir.path().join("step-3"))));
+        assert_eq!(
+            (removed[0].step, &removed[0].path),
+            (3, &Location::from(dir.path().join("step-3")))
+        );
     })
     .unwrap();
 }
@@ -140,7 +191,10 @@ fn a_run_that_goes_back_keeps_what_it_saves_then() {
     let dir = tempfile::tempdir().unwrap();
     save_steps(dir.path(), &[800, 900, 1000]);
     run_local(1, |group| {
-        let options = CheckpointerOptions { retention: last(2), ..CheckpointerOptions::default() };
+        let options = CheckpointerOptions {
+            retention: last(2),
+            ..CheckpointerOptions::default()
+        };
         let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
         let weight = Tensor::zeros(1000, candle_core::DType::F32, &Device::Cpu).unwrap();
         let mut state: StateDict = [("weight", weight.into())].into_iter().collect();
@@ -151,7 +205,8 @@ fn a_run_that_goes_back_keeps_what_it_saves_then() {
         // Dropping the checkpointer waits for the removal.
     })
     .unwrap();
-    // The two newest of the run as it is now; later steps are of the branch that it has left, and are not touched.
+    // The two newest of the run as it is now; later steps are of the branch that it has left, and
+    // are not touched.
     assert_eq!(steps(dir.path()), [850, 860, 900, 1000]);
 }
 
@@ -160,7 +215,10 @@ fn a_run_that_goes_back_keeps_what_it_continues_from() {
     let dir = tempfile::tempdir().unwrap();
     save_steps(dir.path(), &[700, 800, 900, 1000]);
     run_local(1, |group| {
-        let options = CheckpointerOptions { retention: last(2), ..CheckpointerOptions::default() };
+        let options = CheckpointerOptions {
+            retention: last(2),
+            ..CheckpointerOptions::default()
+        };
         let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
         let weight = Tensor::zeros(1000, candle_core::DType::F32, &Device::Cpu).unwrap();
         let mut state: StateDict = [("weight", weight.into())].into_iter().collect();
@@ -180,7 +238,11 @@ fn a_checkpoint_with_files_of_others_stays_until_they_are_gone() {
     let scores = step_path(dir.path(), 2).join("scores");
     std::fs::create_dir(&scores).unwrap();
     // Files that frameworks keep beside a checkpoint, such as `config.json`, are removed with it.
-    std::fs::copy(step_path(dir.path(), 1).join(".metadata"), step_path(dir.path(), 1).join("config.json")).unwrap();
+    std::fs::copy(
+        step_path(dir.path(), 1).join(".metadata"),
+        step_path(dir.path(), 1).join("config.json"),
+    )
+    .unwrap();
     assert_second_of_four_stays_until(dir.path(), || std::fs::remove_dir(&scores).unwrap());
 }
 
@@ -188,7 +250,10 @@ fn a_checkpoint_with_files_of_others_stays_until_they_are_gone() {
 fn a_prune_beside_that_of_a_save_is_no_error() {
     let dir = tempfile::tempdir().unwrap();
     run_local(1, |group| {
-        let options = CheckpointerOptions { retention: last(1), ..CheckpointerOptions::default() };
+        let options = CheckpointerOptions {
+            retention: last(1),
+            ..CheckpointerOptions::default()
+        };
         let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
         let state: StateDict = [("step", 1i64.into())].into_iter().collect();
         for step in 1..=50u64 {
@@ -205,9 +270,17 @@ fn a_checkpoint_after_one_of_another_program_names_no_parent() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
         let mut state: StateDict = [("step", 20i64.into())].into_iter().collect();
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
-        let parent = |step| checkpoint::open(step_path(dir.path(), step), OpenOptions::default()).unwrap();
-        let parent = |step| parent(step).lineage().unwrap().parent.map(|parent| parent.step);
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let parent =
+            |step| checkpoint::open(step_path(dir.path(), step), OpenOptions::default()).unwrap();
+        let parent = |step| {
+            parent(step)
+                .lineage()
+                .unwrap()
+                .parent
+                .map(|parent| parent.step)
+        };
         checkpointer.save(1, &state).unwrap();
         checkpointer.save(2, &state).unwrap();
         assert_eq!(parent(2), Some(1));

@@ -1,4 +1,5 @@
-//! The deterministic simulation of saves finds nothing, and finds every bug that is put in on purpose.
+//! The deterministic simulation of saves finds nothing, and finds every bug that is put in on
+//! purpose.
 
 #![expect(unreachable_pub, reason = "its modules are those of the example too")]
 
@@ -37,6 +38,9 @@ fn a_seed_repeats_every_operation() {
 #[test]
 fn every_bug_that_is_put_in_is_found() {
     for flaw in Flaw::ALL {
-        assert!((0..SEEDS).any(|seed| simulate(seed, Some(flaw)).is_err()), "{flaw:?} was not found");
+        assert!(
+            (0..SEEDS).any(|seed| simulate(seed, Some(flaw)).is_err()),
+            "{flaw:?} was not found"
+        );
     }
 }

@@ -16,7 +16,8 @@ use crate::work::Work;
 /// The largest number of ranks of a checkpoint.
 const MAX_RANKS: u64 = 1 << 16;
 
-/// The default size limit of a file in Hugging Face's layout, which is that of Hugging Face's own writers.
+/// The default size limit of a file in Hugging Face's layout, which is that of Hugging Face's own
+/// writers.
 const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 
 /// Returns the parser of a number of ranks.
@@ -81,7 +82,8 @@ pub(super) struct WriteArguments {
     /// Replace the checkpoint at DST, once everything is written
     #[arg(long)]
     pub(super) overwrite: bool,
-    /// Only show how many tensors, values and bytes would be written, and the memory that it would take
+    /// Only show how many tensors, values and bytes would be written, and the memory that it would
+    /// take
     #[arg(long)]
     pub(super) dry_run: bool,
     #[command(flatten)]
@@ -103,7 +105,8 @@ pub(super) struct TargetArguments {
     /// Take the configuration and the tokenizer of this directory along, for hf
     #[arg(long, value_name = "DIR")]
     with: Option<Location>,
-    /// Leave out tensors and values that are objects of types that are never built, where the format cannot keep them
+    /// Leave out tensors and values that are objects of types that are never built, where the
+    /// format cannot keep them
     #[arg(long)]
     pub(super) drop_opaque: bool,
 }
@@ -111,11 +114,13 @@ pub(super) struct TargetArguments {
 /// The parts of tensor-parallel ranks.
 #[derive(Debug, Args)]
 pub(super) struct TensorParallelArguments {
-    /// Write separate files for each of N tensor-parallel ranks, with the rank's parts of all tensors (only for hf)
+    /// Write separate files for each of N tensor-parallel ranks, with the rank's parts of all
+    /// tensors (only for hf)
     #[arg(long, value_name = "N", value_parser = ranks())]
     tp: Option<usize>,
-    /// Cut tensors whose keys end with PATTERN in this way for --tp: colwise, rowwise, vocab, replicate and others,
-    /// such as `mixer.in_proj=colwise`. Needed for tensors that no built-in rule matches. May be given more than once
+    /// Cut tensors whose keys end with PATTERN in this way for --tp: colwise, rowwise, vocab,
+    /// replicate and others, such as `mixer.in_proj=colwise`. Needed for tensors that no built-in
+    /// rule matches. May be given more than once
     #[arg(long, value_name = "PATTERN=HOW", requires = "tp")]
     tp_rule: Vec<String>,
 }
@@ -145,14 +150,15 @@ pub(crate) struct ConvertArguments {
     /// No keys that this glob matches; may be given more than once
     #[arg(long, value_name = "GLOB")]
     pub(super) exclude: Vec<String>,
-    /// Replace OLD by NEW in keys that are OLD or begin with OLD and a dot; `model.=` removes `model.`.
-    /// May be given more than once: the first rule that fits a key counts
+    /// Replace OLD by NEW in keys that are OLD or begin with OLD and a dot; `model.=` removes
+    /// `model.`. May be given more than once: the first rule that fits a key counts
     #[arg(long, value_name = "OLD=NEW", value_parser = rename_rule)]
     pub(super) rename: Vec<(String, String)>,
     /// Put this before all keys, after --rename
     #[arg(long, value_name = "PREFIX")]
     pub(super) prefix: Option<String>,
-    /// Cast tensors of float64, float32, float16 and bfloat16, but for the state of optimizers and counts of steps
+    /// Cast tensors of float64, float32, float16 and bfloat16, but for the state of optimizers and
+    /// counts of steps
     #[arg(long, value_enum)]
     dtype: Option<CastTo>,
     /// Cast the state of optimizers too
@@ -200,8 +206,14 @@ pub(crate) struct MergeArguments {
     /// Place to write to; nothing may be there, unless --overwrite is given
     #[arg(value_name = "DST")]
     pub(super) destination: Location,
-    /// The weight of each checkpoint, in their order; weights are divided by their sum [default: all equal]
-    #[arg(long, value_name = "W", allow_negative_numbers = true, conflicts_with = "lora")]
+    /// The weight of each checkpoint, in their order; weights are divided by their sum [default:
+    /// all equal]
+    #[arg(
+        long,
+        value_name = "W",
+        allow_negative_numbers = true,
+        conflicts_with = "lora"
+    )]
     pub(super) weight: Vec<f64>,
     /// Merge this LoRA adapter, a directory as PEFT saves it, into the checkpoint
     #[arg(long, value_name = "DIR")]
@@ -234,9 +246,9 @@ impl TargetArguments {
         Ok(match self.to {
             To::Dcp => OutputFormat::Dcp { ranks },
             To::Safetensors => OutputFormat::SafetensorsFile,
-            To::Hf => {
-                OutputFormat::SafetensorsDirectory { max_file_bytes: self.max_shard_size.unwrap_or(MAX_SHARD_BYTES) }
-            }
+            To::Hf => OutputFormat::SafetensorsDirectory {
+                max_file_bytes: self.max_shard_size.unwrap_or(MAX_SHARD_BYTES),
+            },
             To::HfSharded => OutputFormat::SafetensorsShards { ranks },
             To::Torch => OutputFormat::Torch,
         })
@@ -247,43 +259,64 @@ impl TargetArguments {
     /// # Errors
     /// The option is given for a format that does not have it; there is no such directory.
     pub(super) fn with(&self) -> Result<Option<&Location>> {
-        let Some(with) = &self.with else { return Ok(None) };
+        let Some(with) = &self.with else {
+            return Ok(None);
+        };
         if self.to != To::Hf {
             return Err(self.unused("--with"));
         }
         if !with.exists()? || with.is_file()? {
-            return Err(UsageError::NoDirectory { option: "--with", path: with.to_string() }.into());
+            return Err(UsageError::NoDirectory {
+                option: "--with",
+                path: with.to_string(),
+            }
+            .into());
         }
         Ok(Some(with))
     }
 
     /// Returns the error that the format does not have an option.
     fn unused(&self, option: &'static str) -> Error {
-        UsageError::Unused { option, to: self.to.name() }.into()
+        UsageError::Unused {
+            option,
+            to: self.to.name(),
+        }
+        .into()
     }
 }
 
 impl ConvertArguments {
     /// Checks the combinations of options that are not checked elsewhere.
     pub(super) fn check(&self) -> Result<()> {
-        self.map.check_set(Some(self.tensor_parallel.tp.is_some()))?;
+        self.map
+            .check_set(Some(self.tensor_parallel.tp.is_some()))?;
         if self.tensor_parallel.tp.is_some() && self.target.to != To::Hf {
             return Err(self.target.unused("--tp"));
         }
         Ok(())
     }
 
-    /// Plans the parts of tensor-parallel ranks, if `--tp` is given. The numbers of heads that the command line does
-    /// not set are taken from the first of `places` that has a `config.json` with them.
-    pub(super) fn plan(&self, metadata: &Metadata, places: &[&Location]) -> Result<Option<TensorParallelPlan>> {
-        let Some(ranks) = self.tensor_parallel.tp else { return Ok(None) };
+    /// Plans the parts of tensor-parallel ranks, if `--tp` is given. The numbers of heads that the
+    /// command line does not set are taken from the first of `places` that has a `config.json` with
+    /// them.
+    pub(super) fn plan(
+        &self,
+        metadata: &Metadata,
+        places: &[&Location],
+    ) -> Result<Option<TensorParallelPlan>> {
+        let Some(ranks) = self.tensor_parallel.tp else {
+            return Ok(None);
+        };
         let rules = Rules::new(&self.tensor_parallel.tp_rule, self.map.values(places))?;
         Ok(Some(TensorParallelPlan::new(metadata, &rules, ranks)?))
     }
 
     /// Returns the cast, if one is asked for.
     pub(super) fn cast(&self) -> Option<Cast> {
-        self.dtype.map(|to| Cast { dtype: to.dtype(), with_optimizer: self.cast_optimizer })
+        self.dtype.map(|to| Cast {
+            dtype: to.dtype(),
+            with_optimizer: self.cast_optimizer,
+        })
     }
 }
 
@@ -300,13 +333,25 @@ fn size(text: &str) -> Result<u64, String> {
         "mib" => 1 << 20,
         "gib" => 1 << 30,
         "tib" => 1 << 40,
-        _ => return Err("a size is a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB".to_owned()),
+        _ => {
+            return Err(
+                "a size is a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB".to_owned(),
+            );
+        }
     };
-    // A whole number is computed exactly. One with a fraction, such as `1.5GB`, goes through a float.
-    let whole: Option<u64> = number.parse().ok().and_then(|number: u64| number.checked_mul(unit));
-    let is_plain = number.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+    // A whole number is computed exactly. One with a fraction, such as `1.5GB`, goes through a
+    // float.
+    let whole: Option<u64> = number
+        .parse()
+        .ok()
+        .and_then(|number: u64| number.checked_mul(unit));
+    let is_plain = number
+        .bytes()
+        .all(|byte| byte.is_ascii_digit() || byte == b'.');
     let bytes = match (whole, number.parse::<f64>()) {
-        (None, Ok(number)) if is_plain && number < u64::MAX as f64 / unit as f64 => Some((number * unit as f64) as u64),
+        (None, Ok(number)) if is_plain && number < u64::MAX as f64 / unit as f64 => {
+            Some((number * unit as f64) as u64)
+        }
         _ => whole,
     };
     match bytes {
@@ -335,7 +380,18 @@ mod tests {
         assert_eq!(size("500 mb"), Ok(500_000_000));
         assert_eq!(size("1.5GB"), Ok(1_500_000_000));
         assert_eq!(size("18446744073709551615"), Ok(u64::MAX));
-        for bad in ["", "GB", "0", "-1", "1.5.2GB", "infGB", "1e3", "0.0001B", "5XB", "99999999999GiB"] {
+        for bad in [
+            "",
+            "GB",
+            "0",
+            "-1",
+            "1.5.2GB",
+            "infGB",
+            "1e3",
+            "0.0001B",
+            "5XB",
+            "99999999999GiB",
+        ] {
             assert!(size(bad).is_err(), "{bad}");
         }
     }

@@ -15,11 +15,20 @@ use crate::text::count;
 /// Writes the average of checkpoints, or a base with a LoRA adapter: `fsdp merge`.
 ///
 /// # Errors
-/// The sources cannot be read, or do not belong together, or the destination cannot be written: then there is none.
+/// The sources cannot be read, or do not belong together, or the destination cannot be written:
+/// then there is none.
 pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
-    let destination = Destination::of(&arguments.destination, &arguments.target, &arguments.writing)?;
+    let destination = Destination::of(
+        &arguments.destination,
+        &arguments.target,
+        &arguments.writing,
+    )?;
     let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
-    let opened = arguments.from.iter().map(|from| open(from, &destination)).collect::<Result<Vec<_>>>()?;
+    let opened = arguments
+        .from
+        .iter()
+        .map(|from| open(from, &destination))
+        .collect::<Result<Vec<_>>>()?;
     let mut views = Vec::with_capacity(opened.len());
     for source in &opened {
         keys.check(source.metadata())?;
@@ -36,7 +45,9 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
         }
         return write(&average, &destination);
     };
-    let [base] = views.as_slice() else { return Err(UsageError::OneBase.into()) };
+    let [base] = views.as_slice() else {
+        return Err(UsageError::OneBase.into());
+    };
     let config = LoraConfig::read(place)?;
     // Open the file rather than the directory: a trainer's directory holds more than the adapter.
     let files = ["adapter_model.safetensors", "adapter_model.bin"].map(|name| place.join(name));

@@ -25,15 +25,33 @@ pub(crate) use self::merge::merge;
 /// The source cannot be read, or the destination not be written: then there is none.
 pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     arguments.check()?;
-    let destination = Destination::of(&arguments.destination, &arguments.target, &arguments.writing)?;
-    let keys = Keys::new(&arguments.include, &arguments.exclude, &arguments.rename, arguments.prefix.as_deref())?;
+    let destination = Destination::of(
+        &arguments.destination,
+        &arguments.target,
+        &arguments.writing,
+    )?;
+    let keys = Keys::new(
+        &arguments.include,
+        &arguments.exclude,
+        &arguments.rename,
+        arguments.prefix.as_deref(),
+    )?;
     let source = open(&arguments.source, &destination)?;
     keys.check(source.metadata())?;
     let view = View::new(&*source, |key| keys.rename(key), arguments.cast())?;
-    let places: Vec<&Location> = arguments.target.with()?.into_iter().chain([&arguments.source]).collect();
+    let places: Vec<&Location> = arguments
+        .target
+        .with()?
+        .into_iter()
+        .chain([&arguments.source])
+        .collect();
     let map = arguments.map.read(&places)?;
     let mapped = map.map(|map| Mapped::new(&view, &map)).transpose()?;
-    if let Some(unmatched) = mapped.as_ref().map(Mapped::unmatched).filter(|unmatched| !unmatched.is_empty()) {
+    if let Some(unmatched) = mapped
+        .as_ref()
+        .map(Mapped::unmatched)
+        .filter(|unmatched| !unmatched.is_empty())
+    {
         let keys = count(unmatched.len(), "key matches", "keys match");
         output::talk(&format!("{keys} no rule of the map, and stay as they are:"));
         output::talk_keys(unmatched);
@@ -48,7 +66,9 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
 /// # Errors
 /// The same as [`run`].
 pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
-    let target = OutputFormat::Dcp { ranks: arguments.world_size };
+    let target = OutputFormat::Dcp {
+        ranks: arguments.world_size,
+    };
     let destination = Destination::new(&arguments.destination, target, "dcp", &arguments.writing);
     let source = open(&arguments.source, &destination)?;
     write(&*source, &destination)

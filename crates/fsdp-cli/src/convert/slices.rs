@@ -32,8 +32,12 @@ pub(super) fn cut_tensors(plan: &TensorParallelPlan) -> Vec<CutTensor> {
 pub(super) fn most_bytes(plan: &TensorParallelPlan, metadata: &Metadata) -> u64 {
     let bytes_of_rank = |rank| {
         let sizes = plan.cuts().map(|(name, cut)| {
-            let element = metadata.tensor(name).map_or(0, |tensor| tensor.properties.dtype.size_in_bytes());
-            cut.shape_of(rank).iter().fold(element, |bytes, &size| bytes.saturating_mul(size as u64))
+            let element = metadata
+                .tensor(name)
+                .map_or(0, |tensor| tensor.properties.dtype.size_in_bytes());
+            cut.shape_of(rank)
+                .iter()
+                .fold(element, |bytes, &size| bytes.saturating_mul(size as u64))
         });
         sizes.fold(0, u64::saturating_add)
     };
@@ -43,8 +47,17 @@ pub(super) fn most_bytes(plan: &TensorParallelPlan, metadata: &Metadata) -> u64 
 impl CutTensor {
     /// Returns a line: key, shape, how it is cut, and the shapes on the ranks.
     pub(super) fn line(&self) -> String {
-        let alike = self.ranks.chunk_by(|a, b| a == b).map(|same| format!("{} x {:?}", same.len(), same[0]));
+        let alike = self
+            .ranks
+            .chunk_by(|a, b| a == b)
+            .map(|same| format!("{} x {:?}", same.len(), same[0]));
         let alike: Vec<String> = alike.collect();
-        format!("{}\t{:?}\t{}\t{}", escaped(&self.name), self.shape, escaped(&self.how), alike.join(", "))
+        format!(
+            "{}\t{:?}\t{}\t{}",
+            escaped(&self.name),
+            self.shape,
+            escaped(&self.how),
+            alike.join(", ")
+        )
     }
 }

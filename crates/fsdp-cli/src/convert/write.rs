@@ -24,8 +24,8 @@ use crate::text::{count, escaped, iec};
 
 const SCHEMA: u32 = 1;
 
-/// The largest piece of a tensor that a thread reads at a time. A thread holds two pieces: one as it was read, and one
-/// as it will be written.
+/// The largest piece of a tensor that a thread reads at a time. A thread holds two pieces: one as
+/// it was read, and one as it will be written.
 const PIECE: u64 = 16 << 20;
 /// The memory that reading and writing take besides the pieces.
 const AROUND: u64 = 2 << 20;
@@ -65,7 +65,8 @@ struct Written {
     /// The keys of values that the format cannot hold, and the file that holds them.
     aside: Vec<String>,
     aside_file: Option<String>,
-    /// The keys of quantized tensors, which are written as integers. `KEY.quantizer` describes their meaning.
+    /// The keys of quantized tensors, which are written as integers. `KEY.quantizer` describes
+    /// their meaning.
     quantized: Vec<String>,
     /// The containers that the format cannot express: keys that are not text, tuples, empty dicts.
     containers: Vec<String>,
@@ -93,20 +94,40 @@ struct Ranks {
 
 impl Ranks {
     fn new(plan: &TensorParallelPlan, source: &dyn Checkpoint, is_planned: bool) -> Self {
-        let tensors = if is_planned { cut_tensors(plan) } else { Vec::new() };
-        Ranks { ranks: plan.ranks(), most_bytes: most_bytes(plan, source.metadata()), tensors }
+        let tensors = if is_planned {
+            cut_tensors(plan)
+        } else {
+            Vec::new()
+        };
+        Ranks {
+            ranks: plan.ranks(),
+            most_bytes: most_bytes(plan, source.metadata()),
+            tensors,
+        }
     }
 
     fn text(&self) -> String {
-        format!(" in parts for {} ranks of at most {}", self.ranks, iec(self.most_bytes))
+        format!(
+            " in parts for {} ranks of at most {}",
+            self.ranks,
+            iec(self.most_bytes)
+        )
     }
 }
 
 impl<'a> Destination<'a> {
     /// Makes the destination of a command that writes any format.
-    pub(super) fn of(path: &'a Location, target: &'a TargetArguments, writing: &WriteArguments) -> Result<Self> {
+    pub(super) fn of(
+        path: &'a Location,
+        target: &'a TargetArguments,
+        writing: &WriteArguments,
+    ) -> Result<Self> {
         let destination = Destination::new(path, target.format()?, target.to.name(), writing);
-        Ok(Destination { drop_opaque: target.drop_opaque, with: target.with()?, ..destination })
+        Ok(Destination {
+            drop_opaque: target.drop_opaque,
+            with: target.with()?,
+            ..destination
+        })
     }
 
     /// Adds the parts that tensor-parallel ranks get.
@@ -115,7 +136,12 @@ impl<'a> Destination<'a> {
     }
 
     /// Creates a destination from the options that all writing commands have.
-    pub(super) fn new(path: &'a Location, target: OutputFormat, name: &'static str, writing: &WriteArguments) -> Self {
+    pub(super) fn new(
+        path: &'a Location,
+        target: OutputFormat,
+        name: &'static str,
+        writing: &WriteArguments,
+    ) -> Self {
         Destination {
             path,
             target,
@@ -132,20 +158,35 @@ impl<'a> Destination<'a> {
     }
 }
 
-/// Opens the source, and checks that the destination does not overlap it, and is free or may be replaced.
-pub(super) fn open(source: &Location, destination: &Destination<'_>) -> Result<Box<dyn Checkpoint>> {
+/// Opens the source, and checks that the destination does not overlap it, and is free or may be
+/// replaced.
+pub(super) fn open(
+    source: &Location,
+    destination: &Destination<'_>,
+) -> Result<Box<dyn Checkpoint>> {
     let opened = checkpoint::open(source, OpenOptions { verify: true })?;
     let to = destination.path;
     let taken = to.exists()?;
     if overlap(source, to) {
         let (source, destination) = (source.to_string(), to.to_string());
-        return Err(UsageError::Overlap { source_path: source, destination }.into());
+        return Err(UsageError::Overlap {
+            source_path: source,
+            destination,
+        }
+        .into());
     }
     if writes_file(&destination.target) && to.to_string().ends_with('/') {
-        return Err(UsageError::NotAFile { path: to.to_string(), to: destination.name }.into());
+        return Err(UsageError::NotAFile {
+            path: to.to_string(),
+            to: destination.name,
+        }
+        .into());
     }
     if taken && !destination.overwrite {
-        return Err(UsageError::Exists { path: to.to_string() }.into());
+        return Err(UsageError::Exists {
+            path: to.to_string(),
+        }
+        .into());
     }
     if taken {
         check_replaceable(destination)?;
@@ -153,8 +194,9 @@ pub(super) fn open(source: &Location, destination: &Destination<'_>) -> Result<B
     Ok(opened)
 }
 
-/// Checks that `--overwrite` may replace what is there, so that a mistake does not delete other files. A file may be
-/// replaced if it is empty or of a known format, a directory if it is empty or holds nothing but a checkpoint.
+/// Checks that `--overwrite` may replace what is there, so that a mistake does not delete other
+/// files. A file may be replaced if it is empty or of a known format, a directory if it is empty or
+/// holds nothing but a checkpoint.
 fn check_replaceable(destination: &Destination<'_>) -> Result<()> {
     let to = destination.path;
     let is_file = match to.local() {
@@ -162,23 +204,36 @@ fn check_replaceable(destination: &Destination<'_>) -> Result<()> {
         None => to.is_file()?,
     };
     if is_file != writes_file(&destination.target) {
-        return Err(UsageError::NotReplaceable { path: to.to_string() }.into());
+        return Err(UsageError::NotReplaceable {
+            path: to.to_string(),
+        }
+        .into());
     }
     if is_file {
-        return match checkpoint::open(to, OpenOptions { verify: false }).map_err(|error| error.kind()) {
-            // The file is not empty and of no known format, so it may be something else than a checkpoint.
+        return match checkpoint::open(to, OpenOptions { verify: false })
+            .map_err(|error| error.kind())
+        {
+            // The file is not empty and of no known format, so it may be something else than a
+            // checkpoint.
             Err(ErrorKind::UnsupportedVersion) if to.read_file(0).is_err() => {
-                Err(UsageError::NotReplaceable { path: to.to_string() }.into())
+                Err(UsageError::NotReplaceable {
+                    path: to.to_string(),
+                }
+                .into())
             }
             _ => Ok(()),
         };
     }
-    // In an object store only single objects can be replaced. For all else the conversion returns an error.
+    // In an object store only single objects can be replaced. For all else the conversion returns
+    // an error.
     if to.local().is_none() {
         return Ok(());
     }
     match checkpoint::check_replaceable(to) {
-        Err(FileError::NotReplaceable { .. }) => Err(UsageError::NotReplaceable { path: to.to_string() }.into()),
+        Err(FileError::NotReplaceable { .. }) => Err(UsageError::NotReplaceable {
+            path: to.to_string(),
+        }
+        .into()),
         checked => Ok(checked?),
     }
 }
@@ -196,20 +251,29 @@ fn overlap(source: &Location, destination: &Location) -> bool {
 /// Returns `true` if a place is another one, or is in it.
 fn is_within(inner: &Location, outer: &Location) -> bool {
     match (inner.local(), outer.local()) {
-        (Some(inner), Some(outer)) => {
-            resolved(inner).zip(resolved(outer)).is_some_and(|(inner, outer)| inner.starts_with(outer))
-        }
+        (Some(inner), Some(outer)) => resolved(inner)
+            .zip(resolved(outer))
+            .is_some_and(|(inner, outer)| inner.starts_with(outer)),
         (None, None) => inner.name().starts_with(outer.name()),
         _ => false,
     }
 }
 
-/// Returns the absolute path of a place. If the place does not exist yet, the closest directory above it that exists is
-/// resolved.
+/// Returns the absolute path of a place. If the place does not exist yet, the closest directory
+/// above it that exists is resolved.
 fn resolved(path: &Path) -> Option<PathBuf> {
     path.ancestors().find_map(|ancestor| {
-        let place = if ancestor.as_os_str().is_empty() { Path::new(".") } else { ancestor };
-        Some(place.canonicalize().ok()?.join(path.strip_prefix(ancestor).ok()?))
+        let place = if ancestor.as_os_str().is_empty() {
+            Path::new(".")
+        } else {
+            ancestor
+        };
+        Some(
+            place
+                .canonicalize()
+                .ok()?
+                .join(path.strip_prefix(ancestor).ok()?),
+        )
     })
 }
 
@@ -218,7 +282,8 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
     let mut written = Written::planned(source, destination);
     if !destination.dry_run {
         let stop = StopRequest::new();
-        // Uploads cannot be stopped between two steps, so signals end the process as they always do.
+        // Uploads cannot be stopped between two steps, so signals end the process as they always
+        // do.
         if destination.path.local().is_some() {
             stop.watch()?;
         }
@@ -239,7 +304,11 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
         let done = convert(source, destination.path, destination.target, options);
         drop(bar);
         if let (Err(_), Some(signal)) = (&done, stop.signal()) {
-            return Err(ConversionStopped { signal, destination: destination.path.to_string() }.into());
+            return Err(ConversionStopped {
+                signal,
+                destination: destination.path.to_string(),
+            }
+            .into());
         }
         let Converted {
             tensors,
@@ -268,38 +337,60 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
             copied,
             left_behind,
             notes_left_out,
-            dropped: dropped.into_iter().map(|(key, of)| format!("{key} ({of})")).collect(),
+            dropped: dropped
+                .into_iter()
+                .map(|(key, of)| format!("{key} ({of})"))
+                .collect(),
             ..written
         };
     }
     if let Some(file) = &written.aside_file {
         let (count, name) = (written.aside.len(), destination.name);
         let are = if written.dry_run { "would be" } else { "are" };
-        output::talk(&format!("{count} values that `{name}` cannot hold {are} in `{file}`:"));
-        written.aside.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
+        output::talk(&format!(
+            "{count} values that `{name}` cannot hold {are} in `{file}`:"
+        ));
+        written
+            .aside
+            .iter()
+            .for_each(|key| output::talk(&format!("  {}", escaped(key))));
     }
     if !written.quantized.is_empty() {
         let count = written.quantized.len();
         output::talk(&format!(
             "{count} quantized tensors were written as integers, with a value `KEY.quantizer` for each:"
         ));
-        written.quantized.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
+        written
+            .quantized
+            .iter()
+            .for_each(|key| output::talk(&format!("  {}", escaped(key))));
     }
     if !written.containers.is_empty() {
         let (count, name) = (written.containers.len(), destination.name);
         output::talk(&format!(
             "{count} places of the state dict that `{name}` cannot tell (keys become text, tuples lists, empty dicts go):"
         ));
-        written.containers.iter().for_each(|place| output::talk(&format!("  {}", escaped(place))));
+        written
+            .containers
+            .iter()
+            .for_each(|place| output::talk(&format!("  {}", escaped(place))));
     }
     if !written.dropped.is_empty() {
         let count = written.dropped.len();
         let were = if count == 1 { "item was" } else { "items were" };
         output::talk(&format!("{count} opaque {were} left out:"));
-        written.dropped.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
+        written
+            .dropped
+            .iter()
+            .for_each(|key| output::talk(&format!("  {}", escaped(key))));
     }
-    let names =
-        |files: &[String]| files.iter().map(|file| format!("`{}`", escaped(file))).collect::<Vec<_>>().join(", ");
+    let names = |files: &[String]| {
+        files
+            .iter()
+            .map(|file| format!("`{}`", escaped(file)))
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
     if !written.copied.is_empty() {
         output::talk(&format!("copied {}", names(&written.copied)));
     }
@@ -308,38 +399,73 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
     }
     if !written.notes_left_out.is_empty() {
         let name = destination.name;
-        output::talk(&format!("notes in the header that `{name}` cannot hold: {}", names(&written.notes_left_out)));
+        output::talk(&format!(
+            "notes in the header that `{name}` cannot hold: {}",
+            names(&written.notes_left_out)
+        ));
     }
     if destination.json {
         return output::json(&written);
     }
-    let Written { tensors, values, bytes, memory, destination: path, .. } = &written;
+    let Written {
+        tensors,
+        values,
+        bytes,
+        memory,
+        destination: path,
+        ..
+    } = &written;
     let (bytes, memory) = (iec(*bytes), iec(*memory));
-    let ranks = written.tensor_parallel.as_ref().map(Ranks::text).unwrap_or_default();
-    let (tensors, values) = (count(*tensors, "tensor", "tensors"), count(*values, "value", "values"));
+    let ranks = written
+        .tensor_parallel
+        .as_ref()
+        .map(Ranks::text)
+        .unwrap_or_default();
+    let (tensors, values) = (
+        count(*tensors, "tensor", "tensors"),
+        count(*values, "value", "values"),
+    );
     if written.dry_run {
-        let cut = written.tensor_parallel.iter().flat_map(|ranks| &ranks.tensors);
-        cut.map(CutTensor::line).try_for_each(|line| output::data(&line))?;
+        let cut = written
+            .tensor_parallel
+            .iter()
+            .flat_map(|ranks| &ranks.tensors);
+        cut.map(CutTensor::line)
+            .try_for_each(|line| output::data(&line))?;
         return output::data(&format!(
             "would write {tensors} and {values}, {bytes}{ranks}, to `{}` with at most about {memory} of memory",
             escaped(path)
         ));
     }
-    output::talk(&format!("wrote {tensors} and {values}, {bytes}{ranks}, to `{}`", escaped(path)));
+    output::talk(&format!(
+        "wrote {tensors} and {values}, {bytes}{ranks}, to `{}`",
+        escaped(path)
+    ));
     Ok(())
 }
 
 impl Written {
     /// Returns the report of what will be written, in which the rest is filled in later.
     fn planned(source: &dyn Checkpoint, destination: &Destination<'_>) -> Self {
-        let sizes = || source.metadata().tensors().map(|(_, tensor)| inspect::bytes(tensor));
+        let sizes = || {
+            source
+                .metadata()
+                .tensors()
+                .map(|(_, tensor)| inspect::bytes(tensor))
+        };
         let largest = sizes().max().unwrap_or(0);
         let threads = destination.threads as u64;
-        let mut aside: Vec<String> = source.metadata().values().map(|(key, _)| key.to_owned()).collect();
+        let mut aside: Vec<String> = source
+            .metadata()
+            .values()
+            .map(|(key, _)| key.to_owned())
+            .collect();
         let aside_file = match destination.target {
-            OutputFormat::SafetensorsFile => {
-                destination.path.name().file_name().map(|name| checkpoint::values_beside(&name.to_string_lossy()))
-            }
+            OutputFormat::SafetensorsFile => destination
+                .path
+                .name()
+                .file_name()
+                .map(|name| checkpoint::values_beside(&name.to_string_lossy())),
             OutputFormat::SafetensorsDirectory { .. } | OutputFormat::SafetensorsShards { .. } => {
                 Some(checkpoint::VALUES_FILE.to_owned())
             }
@@ -368,7 +494,10 @@ impl Written {
             left_behind: Vec::new(),
             notes_left_out: Vec::new(),
             dropped: Vec::new(),
-            tensor_parallel: destination.plan.as_ref().map(|plan| Ranks::new(plan, source, destination.dry_run)),
+            tensor_parallel: destination
+                .plan
+                .as_ref()
+                .map(|plan| Ranks::new(plan, source, destination.dry_run)),
         }
     }
 }

@@ -3,12 +3,17 @@
 use candle_core::{Result, Tensor};
 use candle_nn::kv_cache::KvCache;
 use candle_nn::{Init, VarBuilder};
-use fsdp::ops::{layer_norm, linear, linear_gelu_erf, packed_attention, scaled_dot_product_attention};
+use fsdp::ops::{
+    layer_norm, linear, linear_gelu_erf, packed_attention, scaled_dot_product_attention,
+};
 
 use super::config::GptConfig;
 
 /// The initial values of matrices and embeddings.
-pub(super) const NORMAL: Init = Init::Randn { mean: 0.0, stdev: 0.02 };
+pub(super) const NORMAL: Init = Init::Randn {
+    mean: 0.0,
+    stdev: 0.02,
+};
 
 const LAYER_NORM_EPS: f64 = 1e-5;
 
@@ -30,7 +35,8 @@ impl Block {
         })
     }
 
-    /// Computes `[batch, time, hidden]` from the same. With a cache, the positions go on after those that it holds.
+    /// Computes `[batch, time, hidden]` from the same. With a cache, the positions go on after
+    /// those that it holds.
     pub(super) fn forward(&self, x: &Tensor, cache: Option<&mut KvCache>) -> Result<Tensor> {
         let x = (x + self.attn.forward(&self.ln_1.forward(x)?, cache)?)?;
         let mlp = self.mlp.forward(&self.ln_2.forward(&x)?)?;
@@ -54,7 +60,8 @@ impl Attention {
         })
     }
 
-    /// Mixes the positions of `x`. With a cache, `x` holds only new positions, and the cache those before.
+    /// Mixes the positions of `x`. With a cache, `x` holds only new positions, and the cache those
+    /// before.
     fn forward(&self, x: &Tensor, cache: Option<&mut KvCache>) -> Result<Tensor> {
         let qkv = self.c_attn.forward(x)?;
         let mixed = match cache {
@@ -64,14 +71,18 @@ impl Attention {
         self.c_proj.forward(&mixed)
     }
 
-    /// Computes the attention of new positions over those in the cache and themselves, and appends their keys and
-    /// values to the cache. Several positions at once are allowed only if the cache is empty, because of the causal
-    /// mask.
+    /// Computes the attention of new positions over those in the cache and themselves, and appends
+    /// their keys and values to the cache. Several positions at once are allowed only if the cache
+    /// is empty, because of the causal mask.
     fn attention_with_cache(&self, qkv: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
-        // Split `[batch, time, 3 * heads * width]` into queries, keys and values of `[batch, heads, time, width]`.
+        // Split `[batch, time, 3 * heads * width]` into queries, keys and values of `[batch, heads,
+        // time, width]`.
         let (batch, time, packed) = qkv.dims3()?;
         let width = packed / 3 / self.heads;
-        let parts = qkv.reshape((batch, time, 3, self.heads, width))?.permute((2, 0, 3, 1, 4))?.contiguous()?;
+        let parts = qkv
+            .reshape((batch, time, 3, self.heads, width))?
+            .permute((2, 0, 3, 1, 4))?
+            .contiguous()?;
         let (key, value) = cache.append(&parts.get(1)?, &parts.get(2)?)?;
         let scale = (width as f64).powf(-0.5);
         let is_causal = time > 1;
@@ -94,7 +105,8 @@ impl Mlp {
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.c_proj.forward(&linear_gelu_erf(x, &self.c_fc.weight, &self.c_fc.bias)?)
+        self.c_proj
+            .forward(&linear_gelu_erf(x, &self.c_fc.weight, &self.c_fc.bias)?)
     }
 }
 
@@ -107,7 +119,14 @@ impl Linear {
     fn new(vb: &VarBuilder<'_>, input: usize, output: usize) -> Result<Self> {
         let bound = (input as f64).powf(-0.5);
         let weight = vb.get_with_hints((output, input), "weight", NORMAL)?;
-        let bias = vb.get_with_hints(output, "bias", Init::Uniform { lo: -bound, up: bound })?;
+        let bias = vb.get_with_hints(
+            output,
+            "bias",
+            Init::Uniform {
+                lo: -bound,
+                up: bound,
+            },
+        )?;
         Ok(Linear { weight, bias })
     }
 

@@ -28,7 +28,9 @@ pub enum GptConfigError {
         size: &'static str,
     },
     /// The heads cannot share the hidden width equally.
-    #[error("hidden width {hidden} cannot be shared by {heads} heads: it must be a multiple of them")]
+    #[error(
+        "hidden width {hidden} cannot be shared by {heads} heads: it must be a multiple of them"
+    )]
     Heads {
         /// The width.
         hidden: usize,
@@ -54,7 +56,10 @@ impl GptConfig {
             return Err(GptConfigError::Zero { size });
         }
         if !self.hidden.is_multiple_of(self.heads) {
-            return Err(GptConfigError::Heads { hidden: self.hidden, heads: self.heads });
+            return Err(GptConfigError::Heads {
+                hidden: self.hidden,
+                heads: self.heads,
+            });
         }
         Ok(())
     }

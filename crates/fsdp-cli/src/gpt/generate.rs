@@ -11,12 +11,12 @@ use super::block::Block;
 const POSITIONS: usize = 2;
 
 impl Gpt {
-    /// Continues `prompt` by `length` tokens, and returns those (u32). `draw` chooses each one by the scores `[vocab]`
-    /// of all tokens.
+    /// Continues `prompt` by `length` tokens, and returns those (u32). `draw` chooses each one by
+    /// the scores `[vocab]` of all tokens.
     ///
-    /// All units are gathered once, and are whole until the end. Keys and values of earlier positions are kept, so a
-    /// token costs one position. Where the text is longer than the model's context, the context starts again with the
-    /// last half of it.
+    /// All units are gathered once, and are whole until the end. Keys and values of earlier
+    /// positions are kept, so a token costs one position. Where the text is longer than the model's
+    /// context, the context starts again with the last half of it.
     ///
     /// # Errors
     /// No prompt; those of `draw`; those of [`Self::logits`].
@@ -36,7 +36,8 @@ impl Gpt {
         })
     }
 
-    /// Returns the prompt, and behind it the tokens that continue it. The parameters of `blocks` must be gathered.
+    /// Returns the prompt, and behind it the tokens that continue it. The parameters of `blocks`
+    /// must be gathered.
     fn generate_with(
         &self,
         blocks: &[&Block],
@@ -48,18 +49,19 @@ impl Gpt {
         let seq = self.config.seq;
         let mut caches = vec![KvCache::new(POSITIONS, seq); blocks.len()];
         let mut text = prompt.to_vec();
-        // The context begins with the token at `start`. Its first `cached` positions are in the caches.
+        // The context begins with the token at `start`. Its first `cached` positions are in the
+        // caches.
         let (mut start, mut cached) = (0, 0);
         for _ in 0..length {
-            // If the context is full, begin again with its last half: all positions change, so the caches are of no
-            // use.
+            // If the context is full, begin again with its last half: all positions change, so the
+            // caches are of no use.
             if text.len() - start > seq {
                 start = text.len() - seq.div_ceil(2);
                 cached = 0;
                 caches.iter_mut().for_each(KvCache::reset);
             }
-            // Only tokens whose keys and values are not cached pass through the model: all of the context after a
-            // restart, otherwise one.
+            // Only tokens whose keys and values are not cached pass through the model: all of the
+            // context after a restart, otherwise one.
             let new = Tensor::new(&text[start + cached..], device)?.unsqueeze(0)?;
             let mut x = self.embed(&new, cached)?;
             for (block, cache) in blocks.iter().zip(&mut caches) {
@@ -74,8 +76,9 @@ impl Gpt {
     }
 }
 
-/// Calls `f` with the blocks of all units, while the parameters of all units are gathered. For that, each unit runs
-/// inside the run of the one before it. `units` are those that are not gathered yet, and `blocks` are of the others.
+/// Calls `f` with the blocks of all units, while the parameters of all units are gathered. For
+/// that, each unit runs inside the run of the one before it. `units` are those that are not
+/// gathered yet, and `blocks` are of the others.
 fn with_whole(
     units: &[Unit<Recomputed<Block>>],
     blocks: &[&Block],
@@ -83,6 +86,8 @@ fn with_whole(
 ) -> Result<Tensor> {
     match units.split_first() {
         None => f(blocks),
-        Some((unit, rest)) => unit.run(|block| with_whole(rest, &[blocks, &[block.module()]].concat(), f)),
+        Some((unit, rest)) => {
+            unit.run(|block| with_whole(rest, &[blocks, &[block.module()]].concat(), f))
+        }
     }
 }

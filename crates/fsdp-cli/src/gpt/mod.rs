@@ -11,9 +11,9 @@ use fsdp::ops::{cross_entropy, linear};
 use self::block::{Block, LayerNorm, NORMAL};
 pub use self::config::{GptConfig, GptConfigError};
 
-/// nanoGPT's GPT-2: learned positions, pre-norm blocks, exact GELU, output weights tied to the token embedding, no
-/// dropout. Parameters have nanoGPT's names and torch's orientation (`Linear` weights are `[out, in]`), and torch's
-/// initial distributions. Each block is one FSDP unit.
+/// nanoGPT's GPT-2: learned positions, pre-norm blocks, exact GELU, output weights tied to the
+/// token embedding, no dropout. Parameters have nanoGPT's names and torch's orientation (`Linear`
+/// weights are `[out, in]`), and torch's initial distributions. Each block is one FSDP unit.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -46,7 +46,8 @@ impl Gpt {
         Self::build(scope, config, false)
     }
 
-    /// Declares the same model, whose blocks are computed again in the backward instead of keeping their activations.
+    /// Declares the same model, whose blocks are computed again in the backward instead of keeping
+    /// their activations.
     ///
     /// # Errors
     /// The same as [`Self::new`].
@@ -54,7 +55,8 @@ impl Gpt {
         Self::build(scope, config, true)
     }
 
-    /// Declares the parameters. With `is_recomputed`, blocks compute their activations again in the backward.
+    /// Declares the parameters. With `is_recomputed`, blocks compute their activations again in the
+    /// backward.
     fn build(scope: &Scope, config: &GptConfig, is_recomputed: bool) -> Result<Self> {
         config.validate().map_err(candle_core::Error::wrap)?;
         let transformer = scope.pp("transformer");
@@ -64,12 +66,23 @@ impl Gpt {
         let layers = transformer.pp("h");
         let blocks = (0..config.layers)
             .map(|layer| {
-                layers.pp(layer).unit(|scope| Ok(Recomputed::when(is_recomputed, Block::new(&scope.vb(), config)?)))
+                layers.pp(layer).unit(|scope| {
+                    Ok(Recomputed::when(
+                        is_recomputed,
+                        Block::new(&scope.vb(), config)?,
+                    ))
+                })
             })
             .collect::<Result<_>>()?;
         let ln_f = LayerNorm::new(&vb.pp("ln_f"), config.hidden)?;
         scope.tie("lm_head.weight", "transformer.wte.weight");
-        Ok(Gpt { config: *config, wte, wpe, blocks, ln_f })
+        Ok(Gpt {
+            config: *config,
+            wte,
+            wpe,
+            blocks,
+            ln_f,
+        })
     }
 
     /// Returns the sizes.
@@ -78,8 +91,8 @@ impl Gpt {
         &self.config
     }
 
-    /// Computes the next-token scores `[batch, time, vocab]` of tokens `[batch, time]` (u32), with `time` at most
-    /// `seq`.
+    /// Computes the next-token scores `[batch, time, vocab]` of tokens `[batch, time]` (u32), with
+    /// `time` at most `seq`.
     ///
     /// # Errors
     /// Tokens of another rank or dtype, longer than `seq`, or outside the vocabulary.
@@ -95,7 +108,11 @@ impl Gpt {
     fn embed(&self, tokens: &Tensor, start: usize) -> Result<Tensor> {
         let (batch, time) = tokens.dims2()?;
         let positions = self.wpe.narrow(0, start, time)?.unsqueeze(0)?;
-        let embedded = self.wte.index_select(&tokens.flatten_all()?, 0)?.reshape((batch, time, self.config.hidden))?;
+        let embedded = self.wte.index_select(&tokens.flatten_all()?, 0)?.reshape((
+            batch,
+            time,
+            self.config.hidden,
+        ))?;
         embedded.broadcast_add(&positions)
     }
 
@@ -104,14 +121,19 @@ impl Gpt {
         linear(&self.ln_f.forward(x)?, &self.wte, None)
     }
 
-    /// Computes the mean cross-entropy of the scores against `targets` `[batch, time]` (u32), which is a scalar.
+    /// Computes the mean cross-entropy of the scores against `targets` `[batch, time]` (u32), which
+    /// is a scalar.
     ///
     /// # Errors
     /// The same as [`Self::logits`].
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let logits = self.logits(tokens)?.flatten_to(1)?;
         // A mean over many tokens has more digits than the half types.
-        let logits = if logits.dtype() == DType::F64 { logits } else { logits.to_dtype(DType::F32)? };
+        let logits = if logits.dtype() == DType::F64 {
+            logits
+        } else {
+            logits.to_dtype(DType::F32)?
+        };
         cross_entropy(&logits, &targets.flatten_all()?)
     }
 }
@@ -122,7 +144,13 @@ mod tests {
     use candle_core::{Device, IndexOp as _};
     use candle_nn::{VarBuilder, VarMap};
 
-    const CONFIG: GptConfig = GptConfig { layers: 2, heads: 2, hidden: 8, seq: 5, vocab: 11 };
+    const CONFIG: GptConfig = GptConfig {
+        layers: 2,
+        heads: 2,
+        hidden: 8,
+        seq: 5,
+        vocab: 11,
+    };
 
     fn plain(config: &GptConfig) -> (VarMap, Gpt) {
         let variables = VarMap::new();
@@ -141,7 +169,10 @@ mod tests {
     fn parameters_have_the_names_and_shapes_of_nanogpt() {
         let (variables, _) = plain(&CONFIG);
         let variables = variables.data().lock().unwrap();
-        let mut found: Vec<(&str, &[usize])> = variables.iter().map(|(k, v)| (k.as_str(), v.dims())).collect();
+        let mut found: Vec<(&str, &[usize])> = variables
+            .iter()
+            .map(|(k, v)| (k.as_str(), v.dims()))
+            .collect();
         found.sort_unstable();
         let mut expected: Vec<(String, Vec<usize>)> = vec![
             ("transformer.wte.weight".into(), vec![11, 8]),
@@ -168,46 +199,81 @@ mod tests {
             }
         }
         expected.sort_unstable();
-        let expected: Vec<(&str, &[usize])> = expected.iter().map(|(k, v)| (k.as_str(), v.as_slice())).collect();
+        let expected: Vec<(&str, &[usize])> = expected
+            .iter()
+            .map(|(k, v)| (k.as_str(), v.as_slice()))
+            .collect();
         assert_eq!(found, expected);
     }
 
     #[test]
     fn a_position_does_not_see_later_ones() {
         let (_variables, model) = plain(&CONFIG);
-        let before = model.logits(&Tensor::new(&[[1u32, 2, 3, 4]], &Device::Cpu).unwrap()).unwrap();
-        let after = model.logits(&Tensor::new(&[[1u32, 2, 9, 9]], &Device::Cpu).unwrap()).unwrap();
-        let rows = |logits: &Tensor, at: usize| logits.i((0, at)).unwrap().to_vec1::<f64>().unwrap();
+        let before = model
+            .logits(&Tensor::new(&[[1u32, 2, 3, 4]], &Device::Cpu).unwrap())
+            .unwrap();
+        let after = model
+            .logits(&Tensor::new(&[[1u32, 2, 9, 9]], &Device::Cpu).unwrap())
+            .unwrap();
+        let rows =
+            |logits: &Tensor, at: usize| logits.i((0, at)).unwrap().to_vec1::<f64>().unwrap();
         assert_eq!(rows(&before, 0), rows(&after, 0));
         assert_eq!(rows(&before, 1), rows(&after, 1));
         assert_ne!(rows(&before, 2), rows(&after, 2));
     }
 
-    /// Checks that every operation of the model has a right backward in candle: the gradient of each parameter, along a
-    /// fixed direction, is the difference quotient of the loss.
+    /// Checks that every operation of the model has a right backward in candle: the gradient of
+    /// each parameter, along a fixed direction, is the difference quotient of the loss.
     #[test]
     fn gradients_are_those_of_the_loss() {
         let (variables, model) = plain(&CONFIG);
         let (tokens, targets) = batch();
         let mut names: Vec<String> = variables.data().lock().unwrap().keys().cloned().collect();
         names.sort();
-        // The same values in each run, large enough that no term of a derivative is lost in rounding.
+        // The same values in each run, large enough that no term of a derivative is lost in
+        // rounding.
         for (index, name) in names.iter().enumerate() {
             let var = &variables.data().lock().unwrap()[name];
             let angles = Tensor::arange(0u32, var.elem_count() as u32, &Device::Cpu).unwrap();
             let angles = (angles.to_dtype(DType::F64).unwrap() * 0.7).unwrap() + index as f64;
-            var.set(&(angles.unwrap().sin().unwrap() * 0.3).unwrap().reshape(var.dims()).unwrap()).unwrap();
+            var.set(
+                &(angles.unwrap().sin().unwrap() * 0.3)
+                    .unwrap()
+                    .reshape(var.dims())
+                    .unwrap(),
+            )
+            .unwrap();
         }
         let grads = model.loss(&tokens, &targets).unwrap().backward().unwrap();
-        let loss = || model.loss(&tokens, &targets).unwrap().to_scalar::<f64>().unwrap();
+        let loss = || {
+            model
+                .loss(&tokens, &targets)
+                .unwrap()
+                .to_scalar::<f64>()
+                .unwrap()
+        };
         for (name, var) in variables.data().lock().unwrap().iter() {
-            let grad = grads.get(var).unwrap_or_else(|| panic!("no gradient of {name}"));
+            let grad = grads
+                .get(var)
+                .unwrap_or_else(|| panic!("no gradient of {name}"));
             let direction = Tensor::arange(0u32, var.elem_count() as u32, &Device::Cpu).unwrap();
-            let direction = direction.to_dtype(DType::F64).unwrap().sin().unwrap().reshape(var.dims()).unwrap();
-            let along = (grad * &direction).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
+            let direction = direction
+                .to_dtype(DType::F64)
+                .unwrap()
+                .sin()
+                .unwrap()
+                .reshape(var.dims())
+                .unwrap();
+            let along = (grad * &direction)
+                .unwrap()
+                .sum_all()
+                .unwrap()
+                .to_scalar::<f64>()
+                .unwrap();
             let value = var.as_tensor().copy().unwrap();
             let at = |distance: f64| {
-                var.set(&(&value + (&direction * distance).unwrap()).unwrap()).unwrap();
+                var.set(&(&value + (&direction * distance).unwrap()).unwrap())
+                    .unwrap();
                 loss()
             };
             let quotient = (at(1e-5) - at(-1e-5)) / 2e-5;
@@ -223,11 +289,20 @@ mod tests {
         let most_likely = |scores: &Tensor| scores.argmax(0)?.to_scalar::<u32>();
         let mut expected = vec![3u32, 7];
         for _ in 0..10 {
-            let tokens = Tensor::new(expected.as_slice(), &Device::Cpu).unwrap().unsqueeze(0).unwrap();
-            let scores = model.logits(&tokens).unwrap().i((0, expected.len() - 1)).unwrap();
+            let tokens = Tensor::new(expected.as_slice(), &Device::Cpu)
+                .unwrap()
+                .unsqueeze(0)
+                .unwrap();
+            let scores = model
+                .logits(&tokens)
+                .unwrap()
+                .i((0, expected.len() - 1))
+                .unwrap();
             expected.push(most_likely(&scores).unwrap());
         }
-        let text = model.generate(&[3, 7], 10, &Device::Cpu, &mut |scores| most_likely(scores)).unwrap();
+        let text = model
+            .generate(&[3, 7], 10, &Device::Cpu, &mut |scores| most_likely(scores))
+            .unwrap();
         assert_eq!(text.to_vec1::<u32>().unwrap(), expected[2..]);
     }
 
@@ -239,20 +314,49 @@ mod tests {
             seen.push(scores.to_vec1::<f64>()?);
             Ok(seen.len() as u32)
         });
-        assert_eq!(text.unwrap().to_vec1::<u32>().unwrap(), [1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        assert_eq!(
+            text.unwrap().to_vec1::<u32>().unwrap(),
+            [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        );
         // The sixth position does not fit any more: the context starts again with the last three.
         let tokens = Tensor::new(&[[3u32, 4, 5]], &Device::Cpu).unwrap();
-        let expected = model.logits(&tokens).unwrap().i((0, 2)).unwrap().to_vec1::<f64>().unwrap();
+        let expected = model
+            .logits(&tokens)
+            .unwrap()
+            .i((0, 2))
+            .unwrap()
+            .to_vec1::<f64>()
+            .unwrap();
         for (found, expected) in seen[5].iter().zip(expected) {
-            assert!((found - expected).abs() < 1e-12, "{found} is not {expected}");
+            assert!(
+                (found - expected).abs() < 1e-12,
+                "{found} is not {expected}"
+            );
         }
-        assert!(model.generate(&[], 1, &Device::Cpu, &mut |_| Ok(0)).is_err());
+        assert!(
+            model
+                .generate(&[], 1, &Device::Cpu, &mut |_| Ok(0))
+                .is_err()
+        );
     }
 
     #[test]
     fn sizes_that_make_no_model_are_refused() {
-        assert_eq!(GptConfig { layers: 0, ..CONFIG }.validate(), Err(GptConfigError::Zero { size: "layers" }));
+        assert_eq!(
+            GptConfig {
+                layers: 0,
+                ..CONFIG
+            }
+            .validate(),
+            Err(GptConfigError::Zero { size: "layers" })
+        );
         let odd = GptConfig { heads: 3, ..CONFIG };
-        assert_eq!(odd.validate(), Err(GptConfigError::Heads { hidden: 8, heads: 3 }));
+        assert_eq!(
+            odd.validate(),
+            Err(GptConfigError::Heads {
+                hidden: 8,
+                heads: 3
+            })
+        );
     }
 }

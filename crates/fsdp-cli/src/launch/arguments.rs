@@ -30,12 +30,12 @@ Examples:
   fsdp launch --nproc 4 -- fsdp train --steps 60 --out runs/demo
   fsdp launch --nproc 8 --nnodes 2 --node-rank 0 --master-addr node0 -- fsdp train --batch 16 --out /shared/runs/demo")]
 pub(crate) struct LaunchArguments {
-    /// Number of processes on this node. With MIN:MAX a job on one node begins with MAX, and each restart leaves out
-    /// the processes that failed, down to MIN
+    /// Number of processes on this node. With MIN:MAX a job on one node begins with MAX, and each
+    /// restart leaves out the processes that failed, down to MIN
     #[arg(long, value_name = "N|MIN:MAX", env = "FSDP_NPROC")]
     pub(super) nproc: Processes,
-    /// Seconds after which a job that has shrunk below MAX saves, and is started again with MAX processes [default:
-    /// never]
+    /// Seconds after which a job that has shrunk below MAX saves, and is started again with MAX
+    /// processes [default: never]
     #[arg(long, value_name = "SECONDS", env = "FSDP_REGROW_AFTER")]
     pub(super) regrow_after: Option<NonZeroU64>,
     /// Number of nodes; `fsdp launch` is started on each
@@ -50,22 +50,29 @@ pub(crate) struct LaunchArguments {
     /// Port on which rank 0 listens [default: a free one on one node, else 29500]
     #[arg(long, value_name = "PORT", env = "FSDP_MASTER_PORT")]
     master_port: Option<u16>,
-    /// Name that tells this job from others on the same port; the same on all nodes
-    /// [default: random on one node, else made of address, port and sizes; required with --insecure on several nodes]
+    /// Name that tells this job from others on the same port; the same on all nodes [default:
+    /// random on one node, else made of address, port and sizes; required with --insecure on
+    /// several nodes]
     #[arg(long, value_name = "ID", env = "FSDP_JOB_ID")]
     job_id: Option<String>,
-    /// Let the ranks of several nodes meet without a secret, although anybody in the network could join them then
+    /// Let the ranks of several nodes meet without a secret, although anybody in the network could
+    /// join them then
     #[arg(long, env = "FSDP_INSECURE", value_parser = BoolishValueParser::new())]
     insecure: bool,
     /// Seconds between asking processes to end and killing them
     #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "FSDP_GRACE")]
     pub(super) grace: u64,
-    /// Times that all processes are started again after one has failed. `fsdp train` continues from its newest
-    /// checkpoint then
+    /// Times that all processes are started again after one has failed. `fsdp train` continues from
+    /// its newest checkpoint then
     #[arg(long, value_name = "R", default_value_t = 0, env = "FSDP_MAX_RESTARTS")]
     pub(super) max_restarts: u32,
     /// The program and its arguments
-    #[arg(value_name = "PROGRAM", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    #[arg(
+        value_name = "PROGRAM",
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true
+    )]
     pub(super) program: Vec<OsString>,
 }
 
@@ -82,15 +89,22 @@ impl FromStr for Processes {
     /// Reads `N` or `MIN:MAX`.
     fn from_str(text: &str) -> Result<Self, String> {
         let (least, most) = text.split_once(':').unwrap_or((text, text));
-        let number = |text: &str| text.parse().ok().filter(|count| (1..=MAX_PROCESSES).contains(count));
+        let number = |text: &str| {
+            text.parse()
+                .ok()
+                .filter(|count| (1..=MAX_PROCESSES).contains(count))
+        };
         match (number(least), number(most)) {
             (Some(least), Some(most)) if least <= most => Ok(Processes { least, most }),
-            _ => Err(format!("it must be a number from 1 to {MAX_PROCESSES}, or two as MIN:MAX")),
+            _ => Err(format!(
+                "it must be a number from 1 to {MAX_PROCESSES}, or two as MIN:MAX"
+            )),
         }
     }
 }
 
-/// The variable of the job's secret. It is no option, because everybody on a host can see command lines.
+/// The variable of the job's secret. It is no option, because everybody on a host can see command
+/// lines.
 const SECRET: &str = "FSDP_SECRET";
 
 /// The place at which all ranks of a job meet, and the data that all of them share.
@@ -110,22 +124,30 @@ pub(super) struct Place {
 }
 
 impl LaunchArguments {
-    /// Returns the place at which the ranks of the job meet, `nproc` on each node, after some restarts.
+    /// Returns the place at which the ranks of the job meet, `nproc` on each node, after some
+    /// restarts.
     ///
     /// # Errors
     /// Options that do not go together; no free port.
     pub(super) fn place(&self, nproc: usize, restarts: u32) -> Result<Place> {
         let (nnodes, node_rank) = (self.nnodes.get(), self.node_rank);
         let several = nnodes > 1;
-        // The launchers of several nodes do not talk to each other, so none knows what another has left.
+        // The launchers of several nodes do not talk to each other, so none knows what another has
+        // left.
         if several && self.nproc.least < self.nproc.most {
             return Err(JobError::ElasticNodes { nnodes }.into());
         }
         if node_rank >= nnodes {
             return Err(JobError::NodeRank { node_rank, nnodes }.into());
         }
-        let world_size = nproc.checked_mul(nnodes).filter(|&size| size <= MAX_WORLD_SIZE);
-        let world_size = world_size.ok_or(JobError::WorldSize { nproc, nnodes, max: MAX_WORLD_SIZE })?;
+        let world_size = nproc
+            .checked_mul(nnodes)
+            .filter(|&size| size <= MAX_WORLD_SIZE);
+        let world_size = world_size.ok_or(JobError::WorldSize {
+            nproc,
+            nnodes,
+            max: MAX_WORLD_SIZE,
+        })?;
         let master_addr = match &self.master_addr {
             Some(address) => address.clone(),
             None if several => return Err(JobError::MasterAddr { nnodes }.into()),
@@ -138,8 +160,11 @@ impl LaunchArguments {
         };
         let job = match &self.job_id {
             Some(job) => job.clone(),
-            // Without a secret the name is all that tells jobs apart, and others may come to the same one.
-            None if several && self.insecure && !has_secret() => return Err(JobError::JobName { nnodes }.into()),
+            // Without a secret the name is all that tells jobs apart, and others may come to the
+            // same one.
+            None if several && self.insecure && !has_secret() => {
+                return Err(JobError::JobName { nnodes }.into());
+            }
             // All nodes must come to the same name.
             None if several => format!("{master_addr}:{master_port}-{nnodes}x{nproc}"),
             None => format!("{:016x}", rand::random::<u64>()),
@@ -152,7 +177,17 @@ impl LaunchArguments {
             Some(Secret::random().context("failed to make a secret")?)
         };
         let (insecure, restarts) = (self.insecure, (restarts, self.max_restarts));
-        Ok(Place { world_size, nproc, node_rank, master_addr, master_port, job, secret, insecure, restarts })
+        Ok(Place {
+            world_size,
+            nproc,
+            node_rank,
+            master_addr,
+            master_port,
+            job,
+            secret,
+            insecure,
+            restarts,
+        })
     }
 
     /// Checks that ranks of several nodes will let each other in.
@@ -162,7 +197,10 @@ impl LaunchArguments {
         if has_secret() || self.insecure || is_loopback {
             return Ok(());
         }
-        Err(JobError::Secret { nnodes: self.nnodes.get() }.into())
+        Err(JobError::Secret {
+            nnodes: self.nnodes.get(),
+        }
+        .into())
     }
 }
 
@@ -189,7 +227,11 @@ impl Place {
             ("TORCHELASTIC_RESTART_COUNT", self.restarts.0.to_string()),
             ("TORCHELASTIC_MAX_RESTARTS", self.restarts.1.to_string()),
         ];
-        variables.extend(self.secret.as_ref().map(|secret| (SECRET, secret.text().to_owned())));
+        variables.extend(
+            self.secret
+                .as_ref()
+                .map(|secret| (SECRET, secret.text().to_owned())),
+        );
         variables
     }
 }
@@ -199,8 +241,11 @@ fn has_secret() -> bool {
     std::env::var_os(SECRET).is_some_and(|secret| !secret.is_empty())
 }
 
-/// Finds a port that is free now. If another program takes it before rank 0 does, the ranks report that.
+/// Finds a port that is free now. If another program takes it before rank 0 does, the ranks report
+/// that.
 fn free_port() -> Result<u16> {
-    let port = TcpListener::bind((LOCALHOST, 0)).and_then(|listener| listener.local_addr()).map(|bound| bound.port());
+    let port = TcpListener::bind((LOCALHOST, 0))
+        .and_then(|listener| listener.local_addr())
+        .map(|bound| bound.port());
     port.with_context(|| format!("no free port on {LOCALHOST}: name one with `--master-port`"))
 }

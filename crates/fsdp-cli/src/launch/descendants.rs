@@ -1,4 +1,5 @@
-//! The processes that ranks have started: those of a rank's process group, and those that a rank has left behind.
+//! The processes that ranks have started: those of a rank's process group, and those that a rank
+//! has left behind.
 
 use std::collections::HashSet;
 use std::os::unix::process::ExitStatusExt as _;
@@ -6,11 +7,12 @@ use std::process::ExitStatus;
 
 use rustix::process::{Pid, WaitOptions, getpid, waitpid};
 
-/// Makes this process the parent of the processes that ranks leave behind, where the system can do that. It then learns
-/// how they end.
+/// Makes this process the parent of the processes that ranks leave behind, where the system can do
+/// that. It then learns how they end.
 pub(super) fn adopt_orphans() {
     #[cfg(target_os = "linux")]
-    // Where it fails, such processes belong to the first process of the system, as they do by default.
+    // Where it fails, such processes belong to the first process of the system, as they do by
+    // default.
     rustix::process::set_child_subreaper(Some(getpid())).ok();
 }
 
@@ -31,28 +33,40 @@ impl Processes {
     /// Lists all processes.
     pub(super) fn list() -> Self {
         let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-        let stats = entries.filter_map(|entry| std::fs::read_to_string(entry.path().join("stat")).ok());
+        let stats =
+            entries.filter_map(|entry| std::fs::read_to_string(entry.path().join("stat")).ok());
         Processes(stats.filter_map(|stat| parse(&stat)).collect())
     }
 
     /// Returns `true` if a process of a group still runs.
     pub(super) fn run_in(&self, group: Pid) -> bool {
-        self.0.iter().any(|process| process.group == group.as_raw_nonzero().get() && !process.has_ended)
+        self.0
+            .iter()
+            .any(|process| process.group == group.as_raw_nonzero().get() && !process.has_ended)
     }
 
     /// Returns `true` if a process has ended, and its status has not been read yet.
     pub(super) fn has_ended(&self, id: Pid) -> bool {
-        self.0.iter().any(|process| process.id == id.as_raw_nonzero().get() && process.has_ended)
+        self.0
+            .iter()
+            .any(|process| process.id == id.as_raw_nonzero().get() && process.has_ended)
     }
 
-    /// Reads the statuses of the processes that ranks have left behind and that have ended, so that the system can
-    /// forget them. Returns the group and the status of each. `own` are the processes that are waited for elsewhere.
+    /// Reads the statuses of the processes that ranks have left behind and that have ended, so that
+    /// the system can forget them. Returns the group and the status of each. `own` are the
+    /// processes that are waited for elsewhere.
     pub(super) fn reap_orphans(&self, own: &HashSet<Pid>) -> Vec<(Pid, ExitStatus)> {
         let this = getpid().as_raw_nonzero().get();
-        let ended = self.0.iter().filter(|process| process.has_ended && process.parent == this);
+        let ended = self
+            .0
+            .iter()
+            .filter(|process| process.has_ended && process.parent == this);
         let mut found = Vec::new();
         for process in ended {
-            let (Some(id), Some(group)) = (Pid::from_raw(process.id), Pid::from_raw(process.group)) else { continue };
+            let (Some(id), Some(group)) = (Pid::from_raw(process.id), Pid::from_raw(process.group))
+            else {
+                continue;
+            };
             if own.contains(&id) {
                 continue;
             }
@@ -72,7 +86,12 @@ fn parse(stat: &str) -> Option<Process> {
     let mut fields = fields.split(' ');
     let has_ended = matches!(fields.next()?, "Z" | "X");
     let (parent, group) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
-    Some(Process { id: id.parse().ok()?, parent, group, has_ended })
+    Some(Process {
+        id: id.parse().ok()?,
+        parent,
+        group,
+        has_ended,
+    })
 }
 
 #[cfg(test)]
@@ -81,7 +100,12 @@ mod tests {
 
     #[test]
     fn the_name_of_a_program_cannot_confuse() {
-        let running = Process { id: 12, parent: 3, group: 4, has_ended: false };
+        let running = Process {
+            id: 12,
+            parent: 3,
+            group: 4,
+            has_ended: false,
+        };
         assert_eq!(parse("12 (a) Z (b) 7) S 3 4 5 0 -1\n"), Some(running));
         assert!(parse("12 (sh) Z 3 4 5 0\n").unwrap().has_ended);
         assert_eq!(parse("12 (sh) S"), None);

@@ -19,7 +19,11 @@ pub(super) struct Exit {
 
 impl Exit {
     pub(super) const fn new(rank: usize, status: ExitStatus, was_asked: bool) -> Self {
-        Exit { rank, status, was_asked }
+        Exit {
+            rank,
+            status,
+            was_asked,
+        }
     }
 
     /// Returns `true` if the other processes cannot go on after this.
@@ -29,15 +33,21 @@ impl Exit {
 
     /// Returns the exit code, as shells do for signals.
     pub(super) fn code(self) -> u8 {
-        let code = self.status.code().or_else(|| self.status.signal().map(|signal| 128 + signal));
-        code.and_then(|code| u8::try_from(code).ok()).unwrap_or(exit_codes::INTERNAL)
+        let code = self
+            .status
+            .code()
+            .or_else(|| self.status.signal().map(|signal| 128 + signal));
+        code.and_then(|code| u8::try_from(code).ok())
+            .unwrap_or(exit_codes::INTERNAL)
     }
 
     /// Returns a text on how the process ended, such as `failed with exit code 7`.
     pub(super) fn describe(self) -> String {
         match (self.status.code(), self.status.signal()) {
             (Some(0), _) => "succeeded".to_owned(),
-            (Some(code), _) if code == i32::from(exit_codes::STOPPED) => "stopped and saved".to_owned(),
+            (Some(code), _) if code == i32::from(exit_codes::STOPPED) => {
+                "stopped and saved".to_owned()
+            }
             (Some(code), _) => format!("failed with exit code {code}"),
             (None, Some(signal)) => format!("was ended by signal {signal}"),
             (None, None) => format!("failed: {}", self.status),
@@ -53,41 +63,72 @@ pub(super) struct Cause {
     pub(super) because_of: Vec<usize>,
 }
 
-/// Returns the exit that caused the others; `None` if all processes succeeded. `exits` are in the order of time.
-/// `blame_dir` is the directory of the notes in which ranks name the ranks because of which they failed, if there is
-/// one.
+/// Returns the exit that caused the others; `None` if all processes succeeded. `exits` are in the
+/// order of time. `blame_dir` is the directory of the notes in which ranks name the ranks because
+/// of which they failed, if there is one.
 pub(super) fn cause(exits: &[Exit], blame_dir: Option<&Path>) -> Option<Cause> {
     let bad = exits.iter().filter(|exit| !exit.status.success());
-    let causes = bad.map(|&exit| Cause { exit, because_of: blamed(exit.rank, blame_dir) });
-    // The best candidate is a rank that failed, that was not asked to end, and that named no other rank. It failed
-    // first, even if others noticed its failure and ended before it did. Among equals, the first exit is taken.
-    causes.min_by_key(|cause| (!cause.exit.is_failure(), cause.exit.was_asked, !cause.because_of.is_empty()))
+    let causes = bad.map(|&exit| Cause {
+        exit,
+        because_of: blamed(exit.rank, blame_dir),
+    });
+    // The best candidate is a rank that failed, that was not asked to end, and that named no other
+    // rank. It failed first, even if others noticed its failure and ended before it did. Among
+    // equals, the first exit is taken.
+    causes.min_by_key(|cause| {
+        (
+            !cause.exit.is_failure(),
+            cause.exit.was_asked,
+            !cause.because_of.is_empty(),
+        )
+    })
 }
 
-/// Returns the number of ranks that a job has lost, which is at least 1. These are the ranks that failed without being
-/// asked to end, and that named no other rank. There may be none, for example if a rank only stopped answering. Then
-/// the ranks that `cause` names are counted.
+/// Returns the number of ranks that a job has lost, which is at least 1. These are the ranks that
+/// failed without being asked to end, and that named no other rank. There may be none, for example
+/// if a rank only stopped answering. Then the ranks that `cause` names are counted.
 pub(super) fn lost(exits: &[Exit], cause: &Cause, blame_dir: Option<&Path>) -> usize {
-    let failed = exits.iter().filter(|exit| exit.is_failure() && !exit.was_asked);
-    let unprovoked = failed.filter(|exit| blamed(exit.rank, blame_dir).is_empty()).count();
-    if unprovoked > 0 { unprovoked } else { cause.because_of.len().max(1) }
+    let failed = exits
+        .iter()
+        .filter(|exit| exit.is_failure() && !exit.was_asked);
+    let unprovoked = failed
+        .filter(|exit| blamed(exit.rank, blame_dir).is_empty())
+        .count();
+    if unprovoked > 0 {
+        unprovoked
+    } else {
+        cause.because_of.len().max(1)
+    }
 }
 
 /// Returns the ranks that a rank has named in its note; none if it has left no note.
 fn blamed(rank: usize, blame_dir: Option<&Path>) -> Vec<usize> {
-    let note = blame_dir.and_then(|directory| fs::read_to_string(directory.join(rank.to_string())).ok());
+    let note =
+        blame_dir.and_then(|directory| fs::read_to_string(directory.join(rank.to_string())).ok());
     let note = note.unwrap_or_default();
-    note.split_whitespace().filter_map(|rank| rank.parse().ok()).collect()
+    note.split_whitespace()
+        .filter_map(|rank| rank.parse().ok())
+        .collect()
 }
 
-/// Lists all exits, those that are alike together: `rank 1 failed with exit code 7; ranks 0, 2-3 succeeded`.
+/// Lists all exits, those that are alike together: `rank 1 failed with exit code 7; ranks 0, 2-3
+/// succeeded`.
 pub(super) fn list(exits: &[Exit]) -> String {
     let mut alike: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for exit in exits {
-        let asked = if exit.was_asked && exit.is_failure() { " after being asked to end" } else { "" };
-        alike.entry(format!("{}{asked}", exit.describe())).or_default().push(exit.rank);
+        let asked = if exit.was_asked && exit.is_failure() {
+            " after being asked to end"
+        } else {
+            ""
+        };
+        alike
+            .entry(format!("{}{asked}", exit.describe()))
+            .or_default()
+            .push(exit.rank);
     }
-    let lines = alike.into_iter().map(|(how, ranks)| format!("{} {how}", ranks_text(ranks)));
+    let lines = alike
+        .into_iter()
+        .map(|(how, ranks)| format!("{} {how}", ranks_text(ranks)));
     lines.collect::<Vec<_>>().join("; ")
 }
 
@@ -101,8 +142,13 @@ pub(super) fn ranks_text(mut ranks: Vec<usize>) -> String {
             _ => ranges.push((*rank, *rank)),
         }
     }
-    let text =
-        ranges.iter().map(|(first, last)| if first == last { first.to_string() } else { format!("{first}-{last}") });
+    let text = ranges.iter().map(|(first, last)| {
+        if first == last {
+            first.to_string()
+        } else {
+            format!("{first}-{last}")
+        }
+    });
     let plural = if ranks.len() == 1 { "" } else { "s" };
     format!("rank{plural} {}", text.collect::<Vec<_>>().join(", "))
 }
@@ -122,13 +168,26 @@ mod tests {
         fs::write(notes.path().join("0"), "1").unwrap();
         fs::write(notes.path().join("2"), "0 1").unwrap();
         let killed = Exit::new(3, ExitStatus::from_raw(9), true);
-        for exits in [[exit(0, 16), exit(2, 16), exit(1, 7), killed], [killed, exit(1, 7), exit(2, 16), exit(0, 16)]] {
+        for exits in [
+            [exit(0, 16), exit(2, 16), exit(1, 7), killed],
+            [killed, exit(1, 7), exit(2, 16), exit(0, 16)],
+        ] {
             let cause = cause(&exits, Some(notes.path())).unwrap();
             assert_eq!(lost(&exits, &cause, Some(notes.path())), 1);
-            assert_eq!((cause.exit.rank, cause.exit.code(), cause.because_of), (1, 7, vec![]));
+            assert_eq!(
+                (cause.exit.rank, cause.exit.code(), cause.because_of),
+                (1, 7, vec![])
+            );
         }
         let two = [exit(1, 7), exit(3, 9), exit(0, 16), exit(2, 16)];
-        assert_eq!(lost(&two, &cause(&two, Some(notes.path())).unwrap(), Some(notes.path())), 2);
+        assert_eq!(
+            lost(
+                &two,
+                &cause(&two, Some(notes.path())).unwrap(),
+                Some(notes.path())
+            ),
+            2
+        );
         // The rank that caused the failure is on another node, or hangs.
         let exits = [exit(4, 0), exit(0, 16), killed];
         let cause = cause(&exits, Some(notes.path())).unwrap();
@@ -139,6 +198,9 @@ mod tests {
     #[test]
     fn exits_are_listed_by_their_likeness() {
         let exits = [exit(2, 16), exit(0, 16), exit(1, 0), exit(3, 16)];
-        assert_eq!(list(&exits), "ranks 0, 2-3 failed with exit code 16; rank 1 succeeded");
+        assert_eq!(
+            list(&exits),
+            "ranks 0, 2-3 failed with exit code 16; rank 1 succeeded"
+        );
     }
 }

@@ -1,8 +1,9 @@
 //! A process that ends the ranks if the launcher is killed.
 //!
-//! The system ends each rank's own process then, but not what that process has started, such as the program of `fsdp
-//! launch -- sh -c '…'`. The guard is told of each process group through a pipe. The pipe is closed when the launcher
-//! ends, in any way, and then the guard kills the groups that are left, and removes the directory of the ranks' notes.
+//! The system ends each rank's own process then, but not what that process has started, such as the
+//! program of `fsdp launch -- sh -c '…'`. The guard is told of each process group through a pipe.
+//! The pipe is closed when the launcher ends, in any way, and then the guard kills the groups that
+//! are left, and removes the directory of the ranks' notes.
 
 use std::collections::BTreeSet;
 use std::io::{self, BufRead as _, Write as _};
@@ -32,10 +33,17 @@ impl Guard {
     /// This program cannot be started again.
     pub(super) fn start() -> Result<Guard> {
         let mut command = Command::new(this_program()?);
-        // The guard must outlive a signal to the launcher's process group, such as that of Ctrl-C. So it gets a group
-        // of its own.
-        command.arg(COMMAND).process_group(0).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
-        let mut process = command.spawn().context("failed to start the guard of the processes")?;
+        // The guard must outlive a signal to the launcher's process group, such as that of Ctrl-C.
+        // So it gets a group of its own.
+        command
+            .arg(COMMAND)
+            .process_group(0)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        let mut process = command
+            .spawn()
+            .context("failed to start the guard of the processes")?;
         let pipe = process.stdin.take();
         Ok(Guard { process, pipe })
     }
@@ -45,11 +53,12 @@ impl Guard {
     /// # Errors
     /// The guard has ended.
     pub(super) fn watch(&mut self, group: Pid) -> Result<()> {
-        self.tell(&format!("+{}\n", group.as_raw_nonzero())).context("the guard of the processes has ended")
+        self.tell(&format!("+{}\n", group.as_raw_nonzero()))
+            .context("the guard of the processes has ended")
     }
 
-    /// Takes back [`watch`](Guard::watch) after the group has ended, because the system may give its number to other
-    /// processes.
+    /// Takes back [`watch`](Guard::watch) after the group has ended, because the system may give
+    /// its number to other processes.
     pub(super) fn forget(&mut self, group: Pid) {
         // A guard that has ended kills nothing.
         self.tell(&format!("-{}\n", group.as_raw_nonzero())).ok();
@@ -58,7 +67,10 @@ impl Guard {
     /// Has a directory removed when this process ends, if it is still there then.
     pub(super) fn remove(&mut self, directory: &Path) {
         // The pipe is for lines of text. A directory with another name may stay behind.
-        if let Some(directory) = directory.to_str().filter(|directory| !directory.contains('\n')) {
+        if let Some(directory) = directory
+            .to_str()
+            .filter(|directory| !directory.contains('\n'))
+        {
             self.tell(&format!("={directory}\n")).ok();
         }
     }
@@ -69,7 +81,9 @@ impl Guard {
     }
 
     fn tell(&mut self, line: &str) -> io::Result<()> {
-        self.pipe.as_mut().map_or(Ok(()), |pipe| pipe.write_all(line.as_bytes()))
+        self.pipe
+            .as_mut()
+            .map_or(Ok(()), |pipe| pipe.write_all(line.as_bytes()))
     }
 }
 
@@ -84,12 +98,15 @@ impl Drop for Guard {
 
 /// Guards process groups until stdin is closed: the guard's side.
 pub(crate) fn run() {
-    // Whoever asks all processes of a job to stop asks this one too. It is needed until the launcher has ended.
+    // Whoever asks all processes of a job to stop asks this one too. It is needed until the
+    // launcher has ended.
     let _stays = Signals::new(REQUESTS);
     let (mut groups, mut directory) = (BTreeSet::new(), None);
     for line in io::stdin().lock().lines() {
         let Ok(line) = line else { break };
-        let Some((sign, rest)) = line.split_at_checked(1) else { break };
+        let Some((sign, rest)) = line.split_at_checked(1) else {
+            break;
+        };
         match (sign, rest.parse::<i32>()) {
             ("+", Ok(group)) => drop(groups.insert(group)),
             ("-", Ok(group)) => drop(groups.remove(&group)),

@@ -17,7 +17,8 @@ use crate::output::{self, Stream};
 /// The longest line. Longer ones are broken.
 const MAX_LINE_BYTES: u64 = 64 << 10;
 
-/// The time without output after which it counts as finished, although a process still holds a pipe.
+/// The time without output after which it counts as finished, although a process still holds a
+/// pipe.
 const QUIET: Duration = Duration::from_secs(1);
 
 /// The time between two looks for a signal while output is being written.
@@ -25,13 +26,15 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
 const STACK_BYTES: usize = 256 << 10;
 
-/// The number of last lines on stderr that are kept of each process, and the longest that one may be.
+/// The number of last lines on stderr that are kept of each process, and the longest that one may
+/// be.
 const LAST_LINES: usize = 8;
 const LAST_LINE_BYTES: usize = 400;
 
 /// The threads that copy lines.
 pub(super) struct Lines {
-    /// Nothing is ever sent: each thread holds a clone, and `ended` closes when all of them are dropped.
+    /// Nothing is ever sent: each thread holds a clone, and `ended` closes when all of them are
+    /// dropped.
     running: Sender<Infallible>,
     ended: Receiver<Infallible>,
     progress: Arc<Progress>,
@@ -53,14 +56,24 @@ pub(super) type LastLines = HashMap<usize, VecDeque<String>>;
 impl Lines {
     pub(super) fn new() -> Self {
         let (running, ended) = mpsc::channel();
-        Lines { running, ended, progress: Arc::default(), last: Arc::default() }
+        Lines {
+            running,
+            ended,
+            progress: Arc::default(),
+            last: Arc::default(),
+        }
     }
 
     /// Copies the output of a process until it ends.
     ///
     /// # Errors
     /// Threads cannot be started.
-    pub(super) fn copy(&self, rank: usize, stdout: Option<ChildStdout>, stderr: Option<ChildStderr>) -> Result<()> {
+    pub(super) fn copy(
+        &self,
+        rank: usize,
+        stdout: Option<ChildStdout>,
+        stderr: Option<ChildStderr>,
+    ) -> Result<()> {
         if let Some(stdout) = stdout {
             self.start(rank, stdout, Stream::Stdout)?;
         }
@@ -70,8 +83,8 @@ impl Lines {
         Ok(())
     }
 
-    /// Starts the thread that copies one stream of a process. `running` is dropped when the thread ends, which is how
-    /// [`finish`](Self::finish) notices that all threads have ended.
+    /// Starts the thread that copies one stream of a process. `running` is dropped when the thread
+    /// ends, which is how [`finish`](Self::finish) notices that all threads have ended.
     fn start(&self, rank: usize, from: impl Read + Send + 'static, to: Stream) -> Result<()> {
         let (running, progress) = (self.running.clone(), Arc::clone(&self.progress));
         let last = (to == Stream::Stderr).then(|| Arc::clone(&self.last));
@@ -79,13 +92,19 @@ impl Lines {
             copy(rank, from, to, &progress, last.as_deref());
             drop(running);
         };
-        let thread = thread::Builder::new().name(format!("lines-{rank}")).stack_size(STACK_BYTES);
-        thread.spawn(copy).map(drop).with_context(|| format!("failed to start a thread for rank {rank}"))
+        let thread = thread::Builder::new()
+            .name(format!("lines-{rank}"))
+            .stack_size(STACK_BYTES);
+        thread
+            .spawn(copy)
+            .map(drop)
+            .with_context(|| format!("failed to start a thread for rank {rank}"))
     }
 
-    /// Waits until all output is written, and returns the last lines of each process. A process that has left the
-    /// session may still hold a pipe; this does not wait for that process. Usually this waits even if the reader of
-    /// this program's own output does not read, but no longer once `is_asked_to_end` returns `true`.
+    /// Waits until all output is written, and returns the last lines of each process. A process
+    /// that has left the session may still hold a pipe; this does not wait for that process.
+    /// Usually this waits even if the reader of this program's own output does not read, but no
+    /// longer once `is_asked_to_end` returns `true`.
     pub(super) fn finish(self, mut is_asked_to_end: impl FnMut() -> bool) -> LastLines {
         drop(self.running);
         let (mut quiet_since, mut written) = (Instant::now(), 0);
@@ -104,16 +123,33 @@ impl Lines {
 }
 
 /// Copies one stream. If stdout is closed, the pipe is closed too, so that the process notices.
-fn copy(rank: usize, from: impl Read, to: Stream, progress: &Progress, last: Option<&Mutex<LastLines>>) {
+fn copy(
+    rank: usize,
+    from: impl Read,
+    to: Stream,
+    progress: &Progress,
+    last: Option<&Mutex<LastLines>>,
+) {
     let mut from = BufReader::new(from);
     let prefix = format!("[{rank}] ").into_bytes();
     let mut line = prefix.clone();
-    while from.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
+    while from
+        .by_ref()
+        .take(MAX_LINE_BYTES)
+        .read_until(b'\n', &mut line)
+        .is_ok_and(|read| read > 0)
+    {
         if !line.ends_with(b"\n") {
             line.push(b'\n');
         }
         if let Some(last) = last {
-            keep(&line[prefix.len()..], last.lock().unwrap_or_else(PoisonError::into_inner).entry(rank).or_default());
+            keep(
+                &line[prefix.len()..],
+                last.lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .entry(rank)
+                    .or_default(),
+            );
         }
         // While a line is being written, output is not finished, however long that takes.
         progress.writing.fetch_add(1, Ordering::AcqRel);

@@ -17,8 +17,9 @@ use super::signals::{Event, Events};
 use crate::output;
 use crate::stop::REQUESTS;
 
-/// The time for the other processes to end by themselves after one has failed. They usually fail because of it, and
-/// their messages say more than a signal. The process that really failed first may be among them.
+/// The time for the other processes to end by themselves after one has failed. They usually fail
+/// because of it, and their messages say more than a signal. The process that really failed first
+/// may be among them.
 const SETTLE: Duration = Duration::from_secs(2);
 
 /// The time between two looks at the processes that ranks have started.
@@ -26,16 +27,17 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
 const STACK_BYTES: usize = 256 << 10;
 
-/// The processes of this node. The system does not reuse the id of a process until its status has been read, so a
-/// signal cannot reach another process.
+/// The processes of this node. The system does not reuse the id of a process until its status has
+/// been read, so a signal cannot reach another process.
 pub(super) struct RunningProcesses<'e> {
     running: BTreeMap<usize, Child>,
-    /// The ranks whose own process has ended while processes that it has started may go on. They are still in
-    /// `running`.
+    /// The ranks whose own process has ended while processes that it has started may go on. They
+    /// are still in `running`.
     outlived: BTreeSet<usize>,
     /// The status of the process that ended last of those that a rank's process has left behind.
     last: BTreeMap<usize, ExitStatus>,
-    /// The time of the next look at the processes that ranks have started, if there is a reason for one.
+    /// The time of the next look at the processes that ranks have started, if there is a reason for
+    /// one.
     look_at: Option<Instant>,
     events: &'e Events,
     grace: Duration,
@@ -57,8 +59,8 @@ enum Stage {
     Running,
     /// A process has failed. The others are asked to end at this time, if they still run then.
     Settling(Instant),
-    /// The processes were asked to end, because one failed or because the launcher was asked to end, and are killed at
-    /// this time.
+    /// The processes were asked to end, because one failed or because the launcher was asked to
+    /// end, and are killed at this time.
     Ending(Instant),
     /// The processes were killed.
     Killed,
@@ -88,8 +90,14 @@ pub(super) struct Ended {
 }
 
 impl<'e> RunningProcesses<'e> {
-    /// Returns a node without processes. At `stop_at` they are asked to stop, with `grace` to do so.
-    pub(super) fn new(events: &'e Events, grace: Duration, stop_at: Option<Instant>, guard: Guard) -> Self {
+    /// Returns a node without processes. At `stop_at` they are asked to stop, with `grace` to do
+    /// so.
+    pub(super) fn new(
+        events: &'e Events,
+        grace: Duration,
+        stop_at: Option<Instant>,
+        guard: Guard,
+    ) -> Self {
         RunningProcesses {
             running: BTreeMap::new(),
             outlived: BTreeSet::new(),
@@ -118,12 +126,20 @@ impl<'e> RunningProcesses<'e> {
         let events = self.events.sender.clone();
         let watch = move || {
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-            while matches!(waitid(WaitId::Pid(process), options), Err(rustix::io::Errno::INTR)) {}
+            while matches!(
+                waitid(WaitId::Pid(process), options),
+                Err(rustix::io::Errno::INTR)
+            ) {}
             // Sending fails only when all is over.
             events.send(Event::Ended(rank)).ok();
         };
-        let thread = thread::Builder::new().name(format!("watch-{rank}")).stack_size(STACK_BYTES);
-        thread.spawn(watch).map(drop).with_context(|| format!("failed to start a thread for rank {rank}"))
+        let thread = thread::Builder::new()
+            .name(format!("watch-{rank}"))
+            .stack_size(STACK_BYTES);
+        thread
+            .spawn(watch)
+            .map(drop)
+            .with_context(|| format!("failed to start a thread for rank {rank}"))
     }
 
     /// Waits until all processes have ended.
@@ -132,9 +148,15 @@ impl<'e> RunningProcesses<'e> {
     /// The status of a process cannot be read.
     pub(super) fn wait(mut self) -> Result<Ended> {
         while !self.running.is_empty() {
-            let until = [self.stage_ends(), self.look_at].into_iter().flatten().min();
+            let until = [self.stage_ends(), self.look_at]
+                .into_iter()
+                .flatten()
+                .min();
             let event = match until {
-                Some(until) => self.events.receiver.recv_timeout(until.saturating_duration_since(Instant::now())),
+                Some(until) => self
+                    .events
+                    .receiver
+                    .recv_timeout(until.saturating_duration_since(Instant::now())),
                 None => self.events.receiver.recv().map_err(RecvTimeoutError::from),
             };
             match event {
@@ -144,26 +166,38 @@ impl<'e> RunningProcesses<'e> {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
-            // This is checked after events too, so that many of them cannot keep the next stage from coming.
+            // This is checked after events too, so that many of them cannot keep the next stage
+            // from coming.
             self.time_has_come()?;
         }
         let exits = std::mem::take(&mut self.exits);
-        let (first_signal, got_signal, was_stopped) = (self.first_signal, self.got_signal, self.was_stopped);
-        Ok(Ended { exits, first_signal, got_signal, was_stopped })
+        let (first_signal, got_signal, was_stopped) =
+            (self.first_signal, self.got_signal, self.was_stopped);
+        Ok(Ended {
+            exits,
+            first_signal,
+            got_signal,
+            was_stopped,
+        })
     }
 
     /// Returns the time at which this stage ends by itself.
     fn stage_ends(&self) -> Option<Instant> {
-        if matches!(self.stage, Stage::Running) { self.stop_at } else { self.stage.until() }
+        if matches!(self.stage, Stage::Running) {
+            self.stop_at
+        } else {
+            self.stage.until()
+        }
     }
 
     /// Asks for a look at the processes that ranks have started.
     fn look_soon(&mut self) {
-        self.look_at.get_or_insert_with(|| Instant::now() + LOOK_INTERVAL);
+        self.look_at
+            .get_or_insert_with(|| Instant::now() + LOOK_INTERVAL);
     }
 
-    /// Passes a signal to the launcher on to all processes. Those by which schedulers and terminals ask a program to
-    /// stop begin the last stage.
+    /// Passes a signal to the launcher on to all processes. Those by which schedulers and terminals
+    /// ask a program to stop begin the last stage.
     fn pass_on(&mut self, number: i32) {
         if let Some(signal) = Signal::from_named_raw(number) {
             self.signal(signal);
@@ -182,7 +216,8 @@ impl<'e> RunningProcesses<'e> {
         }
     }
 
-    /// Begins the next stage if that is due now, and looks at the processes that ranks have started if that is due.
+    /// Begins the next stage if that is due now, and looks at the processes that ranks have started
+    /// if that is due.
     fn time_has_come(&mut self) -> Result<()> {
         if self.running.is_empty() {
             return Ok(());
@@ -204,13 +239,17 @@ impl<'e> RunningProcesses<'e> {
         let are = if self.running.len() == 1 { "is" } else { "are" };
         match self.stage {
             Stage::Settling(_) => {
-                output::talk(&format!("{still_running} {are} still running: sending SIGTERM"));
+                output::talk(&format!(
+                    "{still_running} {are} still running: sending SIGTERM"
+                ));
                 self.signal(Signal::TERM);
                 self.stage = Stage::Ending(Instant::now() + self.grace);
             }
             Stage::Ending(_) => {
                 let grace = self.grace;
-                output::talk(&format!("{still_running} {are} still running after {grace:?}: sending SIGKILL"));
+                output::talk(&format!(
+                    "{still_running} {are} still running after {grace:?}: sending SIGKILL"
+                ));
                 self.signal(Signal::KILL);
                 self.stage = Stage::Killed;
                 self.look_soon();
@@ -226,10 +265,12 @@ impl<'e> RunningProcesses<'e> {
 
     /// Notes the end of a rank's own process.
     fn ended(&mut self, rank: usize) -> Result<()> {
-        let Some(child) = self.running.get(&rank) else { return Ok(()) };
-        // If the rank's own process is a shell, it dies of a signal at once, while the program that it has started
-        // still saves. That program has the same time to end. The signal need not have come from this launcher:
-        // schedulers signal every process of a job.
+        let Some(child) = self.running.get(&rank) else {
+            return Ok(());
+        };
+        // If the rank's own process is a shell, it dies of a signal at once, while the program that
+        // it has started still saves. That program has the same time to end. The signal need not
+        // have come from this launcher: schedulers signal every process of a job.
         match self.stage {
             Stage::Ending(_) => {
                 self.outlived.insert(rank);
@@ -248,17 +289,26 @@ impl<'e> RunningProcesses<'e> {
         }
     }
 
-    /// Looks at the processes that ranks have started: takes the status of those that have ended, and finishes each
-    /// rank of which no process runs any more.
+    /// Looks at the processes that ranks have started: takes the status of those that have ended,
+    /// and finishes each rank of which no process runs any more.
     fn look(&mut self) -> Result<()> {
         let processes = Processes::list();
-        let ranks: Vec<(usize, Pid)> =
-            self.running.iter().map(|(&rank, child)| (rank, Pid::from_child(child))).collect();
-        let own: HashSet<Pid> = ranks.iter().map(|&(_, process)| process).chain([self.guard.process()]).collect();
+        let ranks: Vec<(usize, Pid)> = self
+            .running
+            .iter()
+            .map(|(&rank, child)| (rank, Pid::from_child(child)))
+            .collect();
+        let own: HashSet<Pid> = ranks
+            .iter()
+            .map(|&(_, process)| process)
+            .chain([self.guard.process()])
+            .collect();
         for (group, status) in processes.reap_orphans(&own) {
-            // If a process that a rank has started ends before the rank's own process, that tells nothing about the
-            // rank.
-            let of_rank = ranks.iter().find(|&&(_, process)| process == group && processes.has_ended(process));
+            // If a process that a rank has started ends before the rank's own process, that tells
+            // nothing about the rank.
+            let of_rank = ranks
+                .iter()
+                .find(|&&(_, process)| process == group && processes.has_ended(process));
             if let Some(&(rank, _)) = of_rank {
                 self.last.insert(rank, status);
             }
@@ -275,23 +325,38 @@ impl<'e> RunningProcesses<'e> {
         Ok(())
     }
 
-    /// Reads the status of a rank's process, and ends the processes that it has left running. A failure ends all other
-    /// processes.
+    /// Reads the status of a rank's process, and ends the processes that it has left running. A
+    /// failure ends all other processes.
     fn finish(&mut self, rank: usize) -> Result<()> {
         self.outlived.remove(&rank);
-        let Some(mut child) = self.running.remove(&rank) else { return Ok(()) };
+        let Some(mut child) = self.running.remove(&rank) else {
+            return Ok(());
+        };
         let process = Pid::from_child(&child);
         kill_process_group(process, Signal::KILL).ok();
         // Forget the process before `wait` frees its id, which another process may get.
         self.guard.forget(process);
-        let own = child.wait().with_context(|| format!("failed to wait for rank {rank}"))?;
-        // Where a shell died of the request to stop, the program that it has started tells how the rank ended.
-        let last = self.last.remove(&rank).filter(|_| own.signal().is_some_and(|signal| REQUESTS.contains(&signal)));
-        let exit = Exit::new(rank, last.unwrap_or(own), matches!(self.stage, Stage::Ending(_) | Stage::Killed));
+        let own = child
+            .wait()
+            .with_context(|| format!("failed to wait for rank {rank}"))?;
+        // Where a shell died of the request to stop, the program that it has started tells how the
+        // rank ended.
+        let last = self.last.remove(&rank).filter(|_| {
+            own.signal()
+                .is_some_and(|signal| REQUESTS.contains(&signal))
+        });
+        let exit = Exit::new(
+            rank,
+            last.unwrap_or(own),
+            matches!(self.stage, Stage::Ending(_) | Stage::Killed),
+        );
         self.exits.push(exit);
         if exit.is_failure() && matches!(self.stage, Stage::Running) {
             if !self.running.is_empty() {
-                output::talk(&format!("rank {rank} {}; the other processes end too", exit.describe()));
+                output::talk(&format!(
+                    "rank {rank} {}; the other processes end too",
+                    exit.describe()
+                ));
             }
             self.stage = Stage::Settling(Instant::now() + SETTLE);
         }
@@ -306,11 +371,14 @@ impl<'e> RunningProcesses<'e> {
     }
 }
 
-/// Returns `true` if a process has died of a signal by which programs are asked to stop. Its status stays unread.
+/// Returns `true` if a process has died of a signal by which programs are asked to stop. Its status
+/// stays unread.
 fn died_of_request(process: Pid) -> bool {
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
     let status = waitid(WaitId::Pid(process), options).ok().flatten();
-    status.and_then(|status| status.terminating_signal()).is_some_and(|signal| REQUESTS.contains(&signal))
+    status
+        .and_then(|status| status.terminating_signal())
+        .is_some_and(|signal| REQUESTS.contains(&signal))
 }
 
 impl Drop for RunningProcesses<'_> {

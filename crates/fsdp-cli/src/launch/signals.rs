@@ -38,8 +38,8 @@ impl Events {
     pub(super) fn listen() -> Result<Self> {
         let (sender, receiver) = mpsc::channel();
         let ends_at_request = Arc::new(AtomicBool::new(false));
-        // SIGUSR1 and SIGUSR2 are meant for the processes of the job. By default they would end this process, and all
-        // others with it.
+        // SIGUSR1 and SIGUSR2 are meant for the processes of the job. By default they would end
+        // this process, and all others with it.
         let signals = [&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat();
         let signals = [&not_ignored(&signals)[..], &[SIGCHLD]].concat();
         let mut signals = Signals::new(signals).context("failed to listen for signals")?;
@@ -49,22 +49,36 @@ impl Events {
                 if ends.load(Ordering::Relaxed) && REQUESTS.contains(&signal) {
                     end_by(signal);
                 }
-                let event = if signal == SIGCHLD { Event::ChildEnded } else { Event::Signal(signal) };
+                let event = if signal == SIGCHLD {
+                    Event::ChildEnded
+                } else {
+                    Event::Signal(signal)
+                };
                 if to.send(event).is_err() {
                     break;
                 }
             }
         };
-        thread::Builder::new().name("signals".to_owned()).spawn(forward).context("failed to start a thread")?;
-        Ok(Events { sender, receiver, ends_at_request })
+        thread::Builder::new()
+            .name("signals".to_owned())
+            .spawn(forward)
+            .context("failed to start a thread")?;
+        Ok(Events {
+            sender,
+            receiver,
+            ends_at_request,
+        })
     }
 
-    /// Returns `true` if this process has been asked to end, or is asked to within this time. Only for times in which
-    /// no process runs: all other events are dropped.
+    /// Returns `true` if this process has been asked to end, or is asked to within this time. Only
+    /// for times in which no process runs: all other events are dropped.
     pub(super) fn requested_within(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
         loop {
-            match self.receiver.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            match self
+                .receiver
+                .recv_timeout(until.saturating_duration_since(Instant::now()))
+            {
                 Ok(Event::Signal(signal)) if REQUESTS.contains(&signal) => return true,
                 Ok(_) => {}
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return false,

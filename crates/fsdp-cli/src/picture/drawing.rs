@@ -8,7 +8,10 @@ use super::terminal::cut;
 use crate::markup::{escape, shortened, svg, svg_file};
 use crate::text::{count, iec};
 
-const SIZE: Size = Size { rows: 8, columns: 96 };
+const SIZE: Size = Size {
+    rows: 8,
+    columns: 96,
+};
 /// The files that are drawn one by one.
 const FILES: usize = 256;
 const WIDTH: f64 = 960.0;
@@ -24,7 +27,10 @@ const NAME: usize = 50;
 /// Returns the picture as a file of its own.
 pub(super) fn file(title: &str, holdings: &Holdings<'_>, limit: usize) -> String {
     let (body, height) = draw(holdings, limit, 40.0);
-    let heading = format!("<text x=\"12\" y=\"26\" font-size=\"16\">{}</text>\n", escape(&summary(holdings)));
+    let heading = format!(
+        "<text x=\"12\" y=\"26\" font-size=\"16\">{}</text>\n",
+        escape(&summary(holdings))
+    );
     svg_file(title, WIDTH, height, &format!("{heading}{body}"))
 }
 
@@ -75,7 +81,11 @@ fn draw(holdings: &Holdings<'_>, limit: usize, top: f64) -> (String, f64) {
         y += LINE;
     }
     if holdings.holders.len() > FILES {
-        label(&mut drawn, &format!("… and {} more files", holdings.holders.len() - FILES), y);
+        label(
+            &mut drawn,
+            &format!("… and {} more files", holdings.holders.len() - FILES),
+            y,
+        );
         y += LINE;
     }
     // Then the tensors, each as a grid of cells in the colours of their files.
@@ -84,7 +94,12 @@ fn draw(holdings: &Holdings<'_>, limit: usize, top: f64) -> (String, f64) {
     for (name, entry) in tensors.iter().take(limit) {
         let raster = holdings.raster(entry, SIZE);
         label(&mut drawn, name, y);
-        let what = format!("{} {:?}{}", entry.properties.dtype, entry.shape, cut(&raster.dimensions));
+        let what = format!(
+            "{} {:?}{}",
+            entry.properties.dtype,
+            entry.shape,
+            cut(&raster.dimensions)
+        );
         let _ = writeln!(
             drawn,
             "<text class=\"soft\" x=\"{:.1}\" y=\"{y:.1}\">{}</text>",
@@ -102,7 +117,11 @@ fn draw(holdings: &Holdings<'_>, limit: usize, top: f64) -> (String, f64) {
                     Cell::Several => ("class=\"several\"".to_owned(), "several boxes".to_owned()),
                     Cell::Holder(position) => {
                         let holder = &holdings.holders[position as usize];
-                        let who = format!("rank {}, {}", holder.rank_text(), shortened(&holder.file, NAME));
+                        let who = format!(
+                            "rank {}, {}",
+                            holder.rank_text(),
+                            shortened(&holder.file, NAME)
+                        );
                         (format!("fill=\"{}\"", colour(position)), who)
                     }
                 };
@@ -118,7 +137,11 @@ fn draw(holdings: &Holdings<'_>, limit: usize, top: f64) -> (String, f64) {
         y += LINE.max(raster.rows as f64 * height + 6.0);
     }
     if tensors.len() > limit {
-        label(&mut drawn, &format!("… and {} more tensors", tensors.len() - limit), y);
+        label(
+            &mut drawn,
+            &format!("… and {} more tensors", tensors.len() - limit),
+            y,
+        );
         y += LINE;
     }
     (drawn, y)

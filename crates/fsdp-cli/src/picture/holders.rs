@@ -50,15 +50,26 @@ pub(super) struct Summary<'a> {
 impl<'a> Holdings<'a> {
     /// Finds out which file holds how much of the selected tensors. Names are in natural order.
     pub(super) fn new(path: String, source: &'a dyn Checkpoint, keys: &Keys<'_>) -> Self {
-        let selected = source.metadata().tensors().filter(|(name, _)| keys.rename(name) == Rename::Keep);
+        let selected = source
+            .metadata()
+            .tensors()
+            .filter(|(name, _)| keys.rename(name) == Rename::Keep);
         let mut tensors: Vec<(&str, &TensorEntry)> = selected.collect();
         tensors.sort_by(|a, b| natord::compare(a.0, b.0));
         let mut by_file: HashMap<&str, Holder> = HashMap::new();
         for (_, entry) in &tensors {
             for chunk in &entry.chunks {
-                let Some(stored) = &chunk.stored else { continue };
-                let holder = by_file.entry(&stored.relative_path).or_insert_with(|| Holder::new(stored));
-                let elements = chunk.bounds.sizes.iter().fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
+                let Some(stored) = &chunk.stored else {
+                    continue;
+                };
+                let holder = by_file
+                    .entry(&stored.relative_path)
+                    .or_insert_with(|| Holder::new(stored));
+                let elements = chunk
+                    .bounds
+                    .sizes
+                    .iter()
+                    .fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
                 holder.boxes += 1;
                 let bytes = elements.saturating_mul(entry.properties.dtype.size_in_bytes());
                 holder.bytes = holder.bytes.saturating_add(bytes);
@@ -66,9 +77,19 @@ impl<'a> Holdings<'a> {
         }
         let mut holders: Vec<(&str, Holder)> = by_file.into_iter().collect();
         holders.sort_by(|a, b| natord::compare(a.0, b.0));
-        let positions = holders.iter().enumerate().map(|(position, (file, _))| (*file, position as u32)).collect();
+        let positions = holders
+            .iter()
+            .enumerate()
+            .map(|(position, (file, _))| (*file, position as u32))
+            .collect();
         let holders = holders.into_iter().map(|(_, holder)| holder).collect();
-        Holdings { path, format: source.format().name(), holders, tensors, positions }
+        Holdings {
+            path,
+            format: source.format().name(),
+            holders,
+            tensors,
+            positions,
+        }
     }
 
     pub(super) const fn is_empty(&self) -> bool {
@@ -81,12 +102,19 @@ impl<'a> Holdings<'a> {
 
     /// Returns the bytes of all selected tensors.
     pub(super) fn bytes(&self) -> u64 {
-        self.tensors.iter().fold(0, |bytes, (_, entry)| bytes.saturating_add(inspect::bytes(entry)))
+        self.tensors.iter().fold(0, |bytes, (_, entry)| {
+            bytes.saturating_add(inspect::bytes(entry))
+        })
     }
 
     /// Returns the most bytes of any file, at least 1.
     pub(super) fn largest(&self) -> u64 {
-        self.holders.iter().map(|holder| holder.bytes).max().unwrap_or(0).max(1)
+        self.holders
+            .iter()
+            .map(|holder| holder.bytes)
+            .max()
+            .unwrap_or(0)
+            .max(1)
     }
 
     /// Returns the object of `--json`.
@@ -104,7 +132,10 @@ impl<'a> Holdings<'a> {
     /// Draws who holds which part of a tensor.
     pub(super) fn raster(&self, entry: &TensorEntry, size: Size) -> Raster {
         let boxes = entry.chunks.iter().map(|chunk| {
-            let holder = chunk.stored.as_ref().and_then(|stored| self.positions.get(stored.relative_path.as_str()));
+            let holder = chunk
+                .stored
+                .as_ref()
+                .and_then(|stored| self.positions.get(stored.relative_path.as_str()));
             (&chunk.bounds, holder.copied())
         });
         Raster::new(&entry.shape, boxes, size)
@@ -113,11 +144,17 @@ impl<'a> Holdings<'a> {
 
 impl Holder {
     fn new(stored: &StorageInfo) -> Self {
-        Holder { file: stored.relative_path.clone(), rank: inspect::rank(stored), boxes: 0, bytes: 0 }
+        Holder {
+            file: stored.relative_path.clone(),
+            rank: inspect::rank(stored),
+            boxes: 0,
+            bytes: 0,
+        }
     }
 
     /// Returns the rank, or a dash where the file's name tells none.
     pub(super) fn rank_text(&self) -> String {
-        self.rank.map_or_else(|| "–".to_owned(), |rank| rank.to_string())
+        self.rank
+            .map_or_else(|| "–".to_owned(), |rank| rank.to_string())
     }
 }

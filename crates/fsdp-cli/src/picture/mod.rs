@@ -56,7 +56,8 @@ pub(crate) struct PictureArguments {
     /// Replace the file that is there
     #[arg(long)]
     overwrite: bool,
-    /// One JSON object on stdout: the boxes and bytes of each file. Those of each tensor are in `fsdp inspect --json`
+    /// One JSON object on stdout: the boxes and bytes of each file. Those of each tensor are in
+    /// `fsdp inspect --json`
     #[arg(long, env = "FSDP_JSON")]
     json: bool,
 }
@@ -80,7 +81,10 @@ pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
         return if arguments.json {
             output::json(&holdings.json())
         } else {
-            output::lines(&terminal::lines(&holdings, arguments.limit.unwrap_or(IN_TERMINAL)))
+            output::lines(&terminal::lines(
+                &holdings,
+                arguments.limit.unwrap_or(IN_TERMINAL),
+            ))
         };
     };
     let limit = arguments.limit.unwrap_or(IN_FILE);

@@ -22,8 +22,9 @@ pub(super) struct Size {
     pub(super) columns: usize,
 }
 
-/// A tensor as a grid of cells. If the tensor is cut along one dimension, that dimension runs across. If it is cut
-/// along several, the first of them runs down and the second across, and the grid shows the middle of the others.
+/// A tensor as a grid of cells. If the tensor is cut along one dimension, that dimension runs
+/// across. If it is cut along several, the first of them runs down and the second across, and the
+/// grid shows the middle of the others.
 #[derive(Debug)]
 pub(super) struct Raster {
     pub(super) rows: usize,
@@ -45,22 +46,31 @@ impl Axis {
     fn new(dimension: Option<usize>, shape: &[usize], cells: usize) -> Self {
         let length = dimension.map_or(1, |dimension| shape[dimension]);
         // Each cell stands for the element in its middle.
-        let place = |cell: usize| ((2 * cell + 1) as u128 * length as u128 / (2 * cells) as u128) as usize;
-        Axis { dimension, places: (0..cells).map(place).collect() }
+        let place =
+            |cell: usize| ((2 * cell + 1) as u128 * length as u128 / (2 * cells) as u128) as usize;
+        Axis {
+            dimension,
+            places: (0..cells).map(place).collect(),
+        }
     }
 
     /// Returns the cells whose elements a box holds.
     fn covered(&self, bounds: &TensorBox) -> Range<usize> {
-        let Some(dimension) = self.dimension else { return 0..self.places.len() };
+        let Some(dimension) = self.dimension else {
+            return 0..self.places.len();
+        };
         let (start, size) = (bounds.offsets[dimension], bounds.sizes[dimension]);
         let first = self.places.partition_point(|&place| place < start);
-        let end = self.places.partition_point(|&place| place < start.saturating_add(size));
+        let end = self
+            .places
+            .partition_point(|&place| place < start.saturating_add(size));
         first..end
     }
 }
 
 impl Raster {
-    /// Draws the boxes of a tensor, each with the number of its holder. A box without a holder is not drawn.
+    /// Draws the boxes of a tensor, each with the number of its holder. A box without a holder is
+    /// not drawn.
     pub(super) fn new<'b>(
         shape: &[usize],
         boxes: impl Iterator<Item = (&'b TensorBox, Option<u32>)> + Clone,
@@ -68,9 +78,15 @@ impl Raster {
     ) -> Self {
         // A box of another number of dimensions is damage, which `verify` tells.
         let boxes = boxes.filter(|(bounds, _)| {
-            bounds.offsets.len() == shape.len() && bounds.sizes.len() == shape.len() && !bounds.sizes.contains(&0)
+            bounds.offsets.len() == shape.len()
+                && bounds.sizes.len() == shape.len()
+                && !bounds.sizes.contains(&0)
         });
-        let is_cut = |&dimension: &usize| boxes.clone().any(|(bounds, _)| bounds.sizes[dimension] < shape[dimension]);
+        let is_cut = |&dimension: &usize| {
+            boxes
+                .clone()
+                .any(|(bounds, _)| bounds.sizes[dimension] < shape[dimension])
+        };
         let cut: Vec<usize> = (0..shape.len()).filter(is_cut).collect();
         let (down, across) = match *cut {
             [] => (None, None),
@@ -78,7 +94,10 @@ impl Raster {
             [down, across, ..] => (Some(down), Some(across)),
         };
         let rows = down.map_or(1, |down| shape[down].min(size.rows));
-        let (down, across) = (Axis::new(down, shape, rows), Axis::new(across, shape, size.columns));
+        let (down, across) = (
+            Axis::new(down, shape, rows),
+            Axis::new(across, shape, size.columns),
+        );
         let hidden: Vec<usize> = cut.iter().copied().skip(2).collect();
         let mut cells = vec![Cell::Nobody; rows * size.columns];
         for (bounds, holder) in boxes {
@@ -87,7 +106,9 @@ impl Raster {
                 let start = bounds.offsets[dimension];
                 (start..start.saturating_add(bounds.sizes[dimension])).contains(&middle)
             };
-            let Some(holder) = holder.filter(|_| hidden.iter().all(is_seen)) else { continue };
+            let Some(holder) = holder.filter(|_| hidden.iter().all(is_seen)) else {
+                continue;
+            };
             for row in down.covered(bounds) {
                 for cell in &mut cells[row * size.columns..][across.covered(bounds)] {
                     *cell = match *cell {
@@ -98,8 +119,16 @@ impl Raster {
                 }
             }
         }
-        let dimensions = [down.dimension, across.dimension].into_iter().flatten().collect();
-        Raster { rows, columns: size.columns, cells, dimensions }
+        let dimensions = [down.dimension, across.dimension]
+            .into_iter()
+            .flatten()
+            .collect();
+        Raster {
+            rows,
+            columns: size.columns,
+            cells,
+            dimensions,
+        }
     }
 
     /// Returns the cells of a row.
@@ -107,7 +136,8 @@ impl Raster {
         &self.cells[row * self.columns..][..self.columns]
     }
 
-    /// Returns the runs of equal neighbouring cells in a row: the range of columns of each run, and its cell.
+    /// Returns the runs of equal neighbouring cells in a row: the range of columns of each run, and
+    /// its cell.
     pub(super) fn runs(&self, row: usize) -> impl Iterator<Item = (Range<usize>, Cell)> {
         let mut at = 0;
         self.row(row).chunk_by(|a, b| a == b).map(move |run| {
@@ -122,40 +152,69 @@ impl Raster {
 mod tests {
     use super::*;
 
-    const SIZE: Size = Size { rows: 4, columns: 8 };
+    const SIZE: Size = Size {
+        rows: 4,
+        columns: 8,
+    };
 
     /// Draws boxes, given by their offsets and sizes; the first is held by 0, the next by 1.
     fn picture(shape: &[usize], boxes: &[(&[usize], &[usize])]) -> Vec<String> {
-        let boxes: Vec<TensorBox> =
-            boxes.iter().map(|(offsets, sizes)| TensorBox::new(offsets.to_vec(), sizes.to_vec())).collect();
-        let held = boxes.iter().enumerate().map(|(holder, bounds)| (bounds, Some(holder as u32)));
+        let boxes: Vec<TensorBox> = boxes
+            .iter()
+            .map(|(offsets, sizes)| TensorBox::new(offsets.to_vec(), sizes.to_vec()))
+            .collect();
+        let held = boxes
+            .iter()
+            .enumerate()
+            .map(|(holder, bounds)| (bounds, Some(holder as u32)));
         let raster = Raster::new(shape, held, SIZE);
         let show = |cell: &Cell| match cell {
             Cell::Nobody => '.',
             Cell::Holder(holder) => char::from_digit(*holder, 36).unwrap(),
             Cell::Several => '+',
         };
-        (0..raster.rows).map(|row| raster.row(row).iter().map(show).collect()).collect()
+        (0..raster.rows)
+            .map(|row| raster.row(row).iter().map(show).collect())
+            .collect()
     }
 
     #[test]
     fn a_strip_runs_along_the_dimension_that_is_cut() {
-        assert_eq!(picture(&[4, 6], &[(&[0, 0], &[3, 6]), (&[3, 0], &[1, 6])]), ["00000011"]);
-        assert_eq!(picture(&[4, 6], &[(&[0, 0], &[4, 3]), (&[0, 3], &[4, 3])]), ["00001111"]);
+        assert_eq!(
+            picture(&[4, 6], &[(&[0, 0], &[3, 6]), (&[3, 0], &[1, 6])]),
+            ["00000011"]
+        );
+        assert_eq!(
+            picture(&[4, 6], &[(&[0, 0], &[4, 3]), (&[0, 3], &[4, 3])]),
+            ["00001111"]
+        );
         assert_eq!(picture(&[], &[(&[], &[])]), ["00000000"]);
     }
 
     #[test]
     fn parts_of_rows_are_seen_as_such() {
         // A flat range that ends in the middle of the second row, and the rest.
-        let boxes: [(&[usize], &[usize]); 4] =
-            [(&[0, 0], &[1, 8]), (&[1, 0], &[1, 4]), (&[1, 4], &[1, 4]), (&[2, 0], &[2, 8])];
-        assert_eq!(picture(&[4, 8], &boxes), ["00000000", "11112222", "33333333", "33333333"]);
+        let boxes: [(&[usize], &[usize]); 4] = [
+            (&[0, 0], &[1, 8]),
+            (&[1, 0], &[1, 4]),
+            (&[1, 4], &[1, 4]),
+            (&[2, 0], &[2, 8]),
+        ];
+        assert_eq!(
+            picture(&[4, 8], &boxes),
+            ["00000000", "11112222", "33333333", "33333333"]
+        );
     }
 
     #[test]
     fn holes_copies_and_damage_are_shown() {
-        assert_eq!(picture(&[8], &[(&[0], &[3]), (&[2], &[2]), (&[9], &[9]), (&[1, 1], &[1, 1])]), ["00+1...."]);
+        assert_eq!(
+            picture(
+                &[8],
+                &[(&[0], &[3]), (&[2], &[2]), (&[9], &[9]), (&[1, 1], &[1, 1])]
+            ),
+            ["00+1...."]
+        );
     }
 
     #[test]

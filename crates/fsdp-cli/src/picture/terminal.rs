@@ -8,7 +8,10 @@ use crate::markup::shortened;
 use crate::text::{count, escaped, iec};
 
 /// The most cells that a tensor is drawn in.
-const SIZE: Size = Size { rows: 8, columns: 40 };
+const SIZE: Size = Size {
+    rows: 8,
+    columns: 40,
+};
 /// The files that are listed one by one.
 const FILES: usize = 36;
 /// The longest name that is shown whole.
@@ -21,8 +24,16 @@ pub(super) fn lines(holdings: &Holdings<'_>, limit: usize) -> Vec<String> {
     let tensors = holdings.tensors();
     let files = count(holdings.holders.len(), "file", "files");
     let mut lines = vec![
-        format!("checkpoint  {} ({})", escaped(&holdings.path), holdings.format),
-        format!("tensors     {}, {} in {files}", tensors.len(), iec(holdings.bytes())),
+        format!(
+            "checkpoint  {} ({})",
+            escaped(&holdings.path),
+            holdings.format
+        ),
+        format!(
+            "tensors     {}, {} in {files}",
+            tensors.len(),
+            iec(holdings.bytes())
+        ),
         String::new(),
     ];
     add_files(holdings, &mut lines);
@@ -31,23 +42,44 @@ pub(super) fn lines(holdings: &Holdings<'_>, limit: usize) -> Vec<String> {
     add_rasters(holdings, shown, &mut lines);
     if tensors.len() > shown.len() {
         let more = tensors.len() - shown.len();
-        lines.push(format!("… and {more} more: `--limit N` shows N, `--include GLOB` selects, `--html FILE` draws"));
+        lines.push(format!(
+            "… and {more} more: `--limit N` shows N, `--include GLOB` selects, `--html FILE` draws"
+        ));
     }
     lines
 }
 
 /// Adds a table of the files, with a bar for the bytes of each.
 fn add_files(holdings: &Holdings<'_>, lines: &mut Vec<String>) {
-    let mut rows = vec![["".to_owned(), "rank".to_owned(), "file".to_owned(), "boxes".to_owned(), "bytes".to_owned()]];
+    let mut rows = vec![[
+        "".to_owned(),
+        "rank".to_owned(),
+        "file".to_owned(),
+        "boxes".to_owned(),
+        "bytes".to_owned(),
+    ]];
     let listed = &holdings.holders[..holdings.holders.len().min(FILES)];
     rows.extend(listed.iter().enumerate().map(|(position, holder)| {
         let file = shortened(&escaped(&holder.file), NAME);
-        [symbol(position as u32).to_string(), holder.rank_text(), file, holder.boxes.to_string(), iec(holder.bytes)]
+        [
+            symbol(position as u32).to_string(),
+            holder.rank_text(),
+            file,
+            holder.boxes.to_string(),
+            iec(holder.bytes),
+        ]
     }));
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let width = |column: usize| {
+        rows.iter()
+            .map(|row| row[column].chars().count())
+            .max()
+            .unwrap_or(0)
+    };
     let [rank, file, boxes, bytes] = [1, 2, 3, 4].map(width);
     for (index, row) in rows.iter().enumerate() {
-        let bar = index.checked_sub(1).map(|position| bar(listed[position].bytes, holdings.largest()));
+        let bar = index
+            .checked_sub(1)
+            .map(|position| bar(listed[position].bytes, holdings.largest()));
         let line = format!(
             "{:1}  {:>rank$}  {:file$}  {:>boxes$}  {:>bytes$}  {}",
             row[0],
@@ -60,21 +92,39 @@ fn add_files(holdings: &Holdings<'_>, lines: &mut Vec<String>) {
         lines.push(line.trim_end().to_owned());
     }
     if holdings.holders.len() > FILES {
-        lines.push(format!("… and {} more; letters repeat after {FILES} files", holdings.holders.len() - FILES));
+        lines.push(format!(
+            "… and {} more; letters repeat after {FILES} files",
+            holdings.holders.len() - FILES
+        ));
     }
 }
 
 /// Adds a picture of each tensor, with a symbol for the file that holds each of its parts.
 fn add_rasters(holdings: &Holdings<'_>, shown: &[(&str, &TensorEntry)], lines: &mut Vec<String>) {
-    let names: Vec<String> = shown.iter().map(|(name, _)| shortened(&escaped(name), NAME)).collect();
-    let width = names.iter().map(|name| name.chars().count()).max().unwrap_or(0);
+    let names: Vec<String> = shown
+        .iter()
+        .map(|(name, _)| shortened(&escaped(name), NAME))
+        .collect();
+    let width = names
+        .iter()
+        .map(|name| name.chars().count())
+        .max()
+        .unwrap_or(0);
     for (name, (_, entry)) in names.iter().zip(shown) {
         let raster = holdings.raster(entry, SIZE);
         let what = format!("{} {:?}", entry.properties.dtype, entry.shape);
         for row in 0..raster.rows {
-            let cells: String = raster.row(row).iter().map(|&cell| cell_symbol(cell)).collect();
+            let cells: String = raster
+                .row(row)
+                .iter()
+                .map(|&cell| cell_symbol(cell))
+                .collect();
             let name = if row == 0 { name.as_str() } else { "" };
-            let note = if row > 0 { String::new() } else { format!("  {what}{}", cut(&raster.dimensions)) };
+            let note = if row > 0 {
+                String::new()
+            } else {
+                format!("  {what}{}", cut(&raster.dimensions))
+            };
             lines.push(format!("{name:width$}  {cells}{note}"));
         }
     }
@@ -110,7 +160,11 @@ fn cell_symbol(cell: Cell) -> char {
 fn bar(bytes: u64, largest: u64) -> String {
     let eighths = (u128::from(bytes) * u128::from(BAR) * 8 / u128::from(largest)) as usize;
     let mut bar = "█".repeat(eighths / 8);
-    bar.extend(["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"].get(eighths % 8).copied());
+    bar.extend(
+        ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"]
+            .get(eighths % 8)
+            .copied(),
+    );
     bar
 }
 

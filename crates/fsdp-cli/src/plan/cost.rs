@@ -23,13 +23,14 @@ pub(super) struct Traffic {
 }
 
 impl Links {
-    /// Returns how long ranks take to copy what they save to their hosts' memory. Training stands still meanwhile.
+    /// Returns how long ranks take to copy what they save to their hosts' memory. Training stands
+    /// still meanwhile.
     pub(super) fn stall(&self, held: &Traffic) -> f64 {
         held.rank as f64 / self.staging
     }
 
-    /// Returns how long it takes to move bytes between hosts and storage: as long as the busiest host, or the storage,
-    /// whichever is slower.
+    /// Returns how long it takes to move bytes between hosts and storage: as long as the busiest
+    /// host, or the storage, whichever is slower.
     pub(super) fn transfer(&self, traffic: &Traffic) -> f64 {
         (traffic.host as f64 / self.host_link).max(traffic.total as f64 / self.storage)
     }
@@ -38,7 +39,9 @@ impl Links {
 impl Traffic {
     /// Adds up what each rank moves, on hosts of `per_host` ranks that follow each other.
     pub(super) fn of_ranks(by_rank: &[u64], per_host: usize) -> Self {
-        let hosts = by_rank.chunks(per_host.max(1)).map(|host| host.iter().sum::<u64>());
+        let hosts = by_rank
+            .chunks(per_host.max(1))
+            .map(|host| host.iter().sum::<u64>());
         Traffic {
             rank: by_rank.iter().copied().max().unwrap_or(0),
             host: hosts.max().unwrap_or(0),
@@ -54,11 +57,36 @@ mod tests {
     #[test]
     fn the_slowest_part_decides() {
         let traffic = Traffic::of_ranks(&[4, 6, 1, 1, 3], 2);
-        assert_eq!(traffic, Traffic { rank: 6, host: 10, total: 15 });
-        let links = Links { staging: 3.0, host_link: 2.0, storage: 100.0 };
+        assert_eq!(
+            traffic,
+            Traffic {
+                rank: 6,
+                host: 10,
+                total: 15
+            }
+        );
+        let links = Links {
+            staging: 3.0,
+            host_link: 2.0,
+            storage: 100.0,
+        };
         assert_eq!(links.stall(&traffic), 2.0);
         assert_eq!(links.transfer(&traffic), 5.0);
-        assert_eq!(Links { storage: 1.0, ..links }.transfer(&traffic), 15.0);
-        assert_eq!(Traffic::of_ranks(&[], 8), Traffic { rank: 0, host: 0, total: 0 });
+        assert_eq!(
+            Links {
+                storage: 1.0,
+                ..links
+            }
+            .transfer(&traffic),
+            15.0
+        );
+        assert_eq!(
+            Traffic::of_ranks(&[], 8),
+            Traffic {
+                rank: 0,
+                host: 0,
+                total: 0
+            }
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! The interval between checkpoints that loses the least time to saves and failures. Pure arithmetic, in seconds.
+//! The interval between checkpoints that loses the least time to saves and failures. Pure
+//! arithmetic, in seconds.
 
 /// The times of a job that decide how often it should save, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -7,19 +8,21 @@ pub(super) struct Job {
     pub(super) mtbf: f64,
     /// The time for which a save stops the training.
     pub(super) stall: f64,
-    /// The time from the end of the stall until the checkpoint is committed. Training goes on meanwhile.
+    /// The time from the end of the stall until the checkpoint is committed. Training goes on
+    /// meanwhile.
     pub(super) tail: f64,
     /// The time from a failure until training goes on: finding it, starting again, loading.
     pub(super) restart: f64,
 }
 
-/// Returns Young's interval: the square root of twice the stall times the mean time between failures.
+/// Returns Young's interval: the square root of twice the stall times the mean time between
+/// failures.
 pub(super) fn young(job: &Job) -> f64 {
     (2.0 * job.stall * job.mtbf).sqrt()
 }
 
-/// Returns Daly's interval, which is right also where failures are frequent: Young's with two more terms, and the mean
-/// time between failures where a stall is twice as long as that.
+/// Returns Daly's interval, which is right also where failures are frequent: Young's with two more
+/// terms, and the mean time between failures where a stall is twice as long as that.
 pub(super) fn daly(job: &Job) -> f64 {
     let ratio = job.stall / (2.0 * job.mtbf);
     if ratio >= 1.0 {
@@ -28,21 +31,26 @@ pub(super) fn daly(job: &Job) -> f64 {
     young(job) * (1.0 + ratio.sqrt() / 3.0 + ratio / 9.0) - job.stall
 }
 
-/// Returns the interval of training time between saves: Daly's, but not shorter than a save takes, as saves follow each
-/// other.
+/// Returns the interval of training time between saves: Daly's, but not shorter than a save takes,
+/// as saves follow each other.
 pub(super) fn best(job: &Job) -> f64 {
     daly(job).max(job.stall + job.tail)
 }
 
-/// Returns the fraction of all time in which training makes progress that is kept (goodput), if a save begins after
-/// each `interval` of training.
+/// Returns the fraction of all time in which training makes progress that is kept (goodput), if a
+/// save begins after each `interval` of training.
 ///
-/// This is Daly's complete model: failures come at any time, also in a save or a restart. A failure costs the restart,
-/// the training since the last save began, and the training during the tail of that save.
+/// This is Daly's complete model: failures come at any time, also in a save or a restart. A failure
+/// costs the restart, the training since the last save began, and the training during the tail of
+/// that save.
 pub(super) fn effective(job: &Job, interval: f64) -> f64 {
     let segment = ((interval + job.stall) / job.mtbf).exp_m1();
     // Where both are 0, nothing but the restarts is lost.
-    let kept = if segment > 0.0 { interval / job.mtbf / segment } else { 1.0 };
+    let kept = if segment > 0.0 {
+        interval / job.mtbf / segment
+    } else {
+        1.0
+    };
     kept * (-(job.restart + job.tail) / job.mtbf).exp()
 }
 
@@ -58,13 +66,20 @@ mod tests {
     const HOUR: f64 = 3600.0;
 
     fn job(mtbf: f64, stall: f64) -> Job {
-        Job { mtbf, stall, tail: 0.0, restart: 0.0 }
+        Job {
+            mtbf,
+            stall,
+            tail: 0.0,
+            restart: 0.0,
+        }
     }
 
     /// Returns the best interval of many, by trying them.
     fn best_of_many(job: &Job) -> f64 {
         let tried = (1..200_000).map(|step| job.mtbf * f64::from(step) / 50_000.0);
-        tried.max_by(|a, b| effective(job, *a).total_cmp(&effective(job, *b))).unwrap()
+        tried
+            .max_by(|a, b| effective(job, *a).total_cmp(&effective(job, *b)))
+            .unwrap()
     }
 
     #[test]
@@ -72,7 +87,10 @@ mod tests {
         for stall in [1.0, 10.0, 60.0, 600.0, 1800.0] {
             let job = job(HOUR, stall);
             let (daly, best) = (daly(&job), best_of_many(&job));
-            assert!((daly / best - 1.0).abs() < 0.02, "stall {stall}: {daly} and {best}");
+            assert!(
+                (daly / best - 1.0).abs() < 0.02,
+                "stall {stall}: {daly} and {best}"
+            );
             // Young's is further off where saves are long.
             assert!((young(&job) / best - 1.0).abs() >= (daly / best - 1.0).abs());
         }
@@ -90,26 +108,41 @@ mod tests {
         assert_eq!(effective(&job(HOUR, 0.0), 0.0), 1.0);
         let rare = job(1e12, 10.0);
         assert!((effective(&rare, 90.0) - 0.9).abs() < 1e-6);
-        let restarting = Job { restart: 600.0, ..job(HOUR, 0.0) };
+        let restarting = Job {
+            restart: 600.0,
+            ..job(HOUR, 0.0)
+        };
         assert!((effective(&restarting, 0.0) - (-1f64 / 6.0).exp()).abs() < 1e-12);
     }
 
     #[test]
     fn saves_never_overlap() {
-        let slow = Job { tail: 2.0 * HOUR, ..job(HOUR, 1.0) };
+        let slow = Job {
+            tail: 2.0 * HOUR,
+            ..job(HOUR, 1.0)
+        };
         assert_eq!(best(&slow), 2.0 * HOUR + 1.0);
     }
 
-    /// Meta's figures: 419 unexpected of 466 interruptions in 54 days on 16,384 GPUs, over 90 % effective time.
+    /// Meta's figures: 419 unexpected of 466 interruptions in 54 days on 16,384 GPUs, over 90 %
+    /// effective time.
     #[test]
     fn llama_3_was_interrupted_every_three_hours_and_trained_nine_tenths_of_the_time() {
         let days = 54.0 * 24.0 * HOUR;
         let (all, unexpected) = (days / 466.0, days / 419.0);
-        assert!((unexpected / HOUR - 3.09).abs() < 0.01, "one in three hours");
+        assert!(
+            (unexpected / HOUR - 3.09).abs() < 0.01,
+            "one in three hours"
+        );
         // The default of `--mtbf` is the rate of one of its hosts.
         let host = super::super::DEFAULT_MTBF_HOURS * HOUR;
         assert!((mtbf_of_job(host, 16_384 / 8) / all - 1.0).abs() < 0.01);
-        let job = Job { mtbf: all, stall: 1.0, tail: 5.0, restart: 600.0 };
+        let job = Job {
+            mtbf: all,
+            stall: 1.0,
+            tail: 5.0,
+            restart: 600.0,
+        };
         assert!((0.90..0.97).contains(&effective(&job, best(&job))));
     }
 
@@ -118,7 +151,14 @@ mod tests {
     fn ft_hsdp_gains_by_shorter_recovery_what_the_model_says() {
         // The failures that make 44 % of recoveries of 10 minutes.
         let mtbf = -600.0 / 0.44f64.ln();
-        let after = Job { restart: 180.0, ..job(mtbf, 0.0) };
-        assert!((effective(&after, 0.0) - 0.80).abs() < 0.05, "{}", effective(&after, 0.0));
+        let after = Job {
+            restart: 180.0,
+            ..job(mtbf, 0.0)
+        };
+        assert!(
+            (effective(&after, 0.0) - 0.80).abs() < 0.05,
+            "{}",
+            effective(&after, 0.0)
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! `fsdp plan`: computes the checkpoints of a job that is larger than any machine at hand, with the planner that saves
-//! use.
+//! `fsdp plan`: computes the checkpoints of a job that is larger than any machine at hand, with the
+//! planner that saves use.
 
 mod cost;
 mod interval;
@@ -27,7 +27,8 @@ use super::output;
 
 /// The largest number of ranks.
 const MAX_RANKS: u64 = 131_072;
-/// The default mean time between failures of a host, in hours. It is that of the hosts that trained Llama 3.
+/// The default mean time between failures of a host, in hours. It is that of the hosts that trained
+/// Llama 3.
 const DEFAULT_MTBF_HOURS: f64 = 5700.0;
 
 /// Options of `fsdp plan`.
@@ -118,8 +119,8 @@ fn positive(text: &str) -> Result<f64, String> {
 /// Plans the checkpoints of a job: `fsdp plan`.
 ///
 /// # Errors
-/// There is no such checkpoint, the ranks cannot be divided into equal replicas, the plan is too large, or the plot
-/// exists already.
+/// There is no such checkpoint, the ranks cannot be divided into equal replicas, the plan is too
+/// large, or the plot exists already.
 pub(crate) fn run(arguments: &PlanArguments) -> Result<()> {
     let (name, state) = arguments.state()?;
     if let Some(plot) = &arguments.plot {
@@ -130,12 +131,24 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<()> {
         if let Some(plot) = &arguments.plot {
             write(plot, plot::svg(&report).as_bytes(), false)?;
         }
-        return if arguments.json { output::json(&report) } else { output::lines(&report.lines()) };
+        return if arguments.json {
+            output::json(&report)
+        } else {
+            output::lines(&report.lines())
+        };
     }
-    let plans = arguments.sweep.iter().map(|&ranks| arguments.report(&name, &state, ranks));
-    let plans = plans.map(|plan| plan.map(Report::without_memory)).collect::<Result<Vec<_>>>()?;
+    let plans = arguments
+        .sweep
+        .iter()
+        .map(|&ranks| arguments.report(&name, &state, ranks));
+    let plans = plans
+        .map(|plan| plan.map(Report::without_memory))
+        .collect::<Result<Vec<_>>>()?;
     if arguments.json {
-        return output::json(&Sweep { schema: SCHEMA, plans });
+        return output::json(&Sweep {
+            schema: SCHEMA,
+            plans,
+        });
     }
     let mut lines = vec![Report::header()];
     lines.extend(plans.iter().map(Report::row));
@@ -149,8 +162,13 @@ impl PlanArguments {
             return Ok((location.to_string(), State::of_checkpoint(location)?));
         }
         let name = self.model.as_deref().unwrap_or_default();
-        let preset = models::preset(name).ok_or_else(|| UsageError::NoModel { name: name.to_owned() })?;
-        Ok((name.to_owned(), State::of_model(preset, self.dtype, self.optimizer)?))
+        let preset = models::preset(name).ok_or_else(|| UsageError::NoModel {
+            name: name.to_owned(),
+        })?;
+        Ok((
+            name.to_owned(),
+            State::of_model(preset, self.dtype, self.optimizer)?,
+        ))
     }
 
     /// Plans for one number of ranks.
@@ -166,8 +184,18 @@ impl PlanArguments {
             host_mtbf: self.mtbf * 3600.0,
             restart: self.restart * 60.0,
         };
-        let shape = Shape { ranks, replicas: self.replicas, layout: self.layout };
+        let shape = Shape {
+            ranks,
+            replicas: self.replicas,
+            layout: self.layout,
+        };
         let planned = twin::plan(state, &shape)?;
-        Ok(Report::new(name.to_owned(), state, &shape, &machines, &planned))
+        Ok(Report::new(
+            name.to_owned(),
+            state,
+            &shape,
+            &machines,
+            &planned,
+        ))
     }
 }

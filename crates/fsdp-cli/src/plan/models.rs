@@ -56,21 +56,78 @@ pub(super) const PRESETS: &[Preset] = &[
     gpt2("gpt2-355m", 24, 1024),
     gpt2("gpt2-774m", 36, 1280),
     gpt2("gpt2-1.5b", 48, 1600),
-    llama("llama-1b", Llama { layers: 16, hidden: 2048, intermediate: 8192, head: 64, tied: true, ..LLAMA_8B }),
-    llama("llama-3b", Llama { layers: 28, hidden: 3072, intermediate: 8192, heads: 24, tied: true, ..LLAMA_8B }),
+    llama(
+        "llama-1b",
+        Llama {
+            layers: 16,
+            hidden: 2048,
+            intermediate: 8192,
+            head: 64,
+            tied: true,
+            ..LLAMA_8B
+        },
+    ),
+    llama(
+        "llama-3b",
+        Llama {
+            layers: 28,
+            hidden: 3072,
+            intermediate: 8192,
+            heads: 24,
+            tied: true,
+            ..LLAMA_8B
+        },
+    ),
     llama("llama-8b", LLAMA_8B),
-    llama("llama-70b", Llama { layers: 80, hidden: 8192, intermediate: 28_672, heads: 64, ..LLAMA_8B }),
-    llama("llama-405b", Llama { layers: 126, hidden: 16_384, intermediate: 53_248, heads: 128, ..LLAMA_8B }),
-    llama("mistral-7b", Llama { vocab: 32_000, ..LLAMA_8B }),
-    llama("mixtral-8x7b", Llama { vocab: 32_000, experts: 8, ..LLAMA_8B }),
+    llama(
+        "llama-70b",
+        Llama {
+            layers: 80,
+            hidden: 8192,
+            intermediate: 28_672,
+            heads: 64,
+            ..LLAMA_8B
+        },
+    ),
+    llama(
+        "llama-405b",
+        Llama {
+            layers: 126,
+            hidden: 16_384,
+            intermediate: 53_248,
+            heads: 128,
+            ..LLAMA_8B
+        },
+    ),
+    llama(
+        "mistral-7b",
+        Llama {
+            vocab: 32_000,
+            ..LLAMA_8B
+        },
+    ),
+    llama(
+        "mixtral-8x7b",
+        Llama {
+            vocab: 32_000,
+            experts: 8,
+            ..LLAMA_8B
+        },
+    ),
 ];
 
 const fn llama(name: &'static str, sizes: Llama) -> Preset {
-    Preset { name, family: Family::Llama(sizes) }
+    Preset {
+        name,
+        family: Family::Llama(sizes),
+    }
 }
 
 const fn gpt2(name: &'static str, layers: usize, hidden: usize) -> Preset {
-    Preset { name, family: Family::Gpt2 { layers, hidden } }
+    Preset {
+        name,
+        family: Family::Gpt2 { layers, hidden },
+    }
 }
 
 /// Returns the preset of this name.
@@ -79,7 +136,8 @@ pub(super) fn preset(name: &str) -> Option<&'static Preset> {
 }
 
 impl Preset {
-    /// Lists the parameters by unit: one for each layer, and one for the parameters that are in no layer.
+    /// Lists the parameters by unit: one for each layer, and one for the parameters that are in no
+    /// layer.
     pub(super) fn units(&self) -> Vec<Vec<Parameter>> {
         match self.family {
             Family::Llama(sizes) => sizes.units(),
@@ -92,13 +150,18 @@ impl Llama {
     /// Returns the parameters: those of the root, then those of each layer.
     fn units(&self) -> Vec<Vec<Parameter>> {
         let mut root = vec![
-            ("model.embed_tokens.weight".to_owned(), vec![self.vocab, self.hidden]),
+            (
+                "model.embed_tokens.weight".to_owned(),
+                vec![self.vocab, self.hidden],
+            ),
             ("model.norm.weight".to_owned(), vec![self.hidden]),
         ];
         if !self.tied {
             root.push(("lm_head.weight".to_owned(), vec![self.vocab, self.hidden]));
         }
-        std::iter::once(root).chain((0..self.layers).map(|layer| self.layer(layer))).collect()
+        std::iter::once(root)
+            .chain((0..self.layers).map(|layer| self.layer(layer)))
+            .collect()
     }
 
     /// Returns the parameters of one layer, by Hugging Face's names.
@@ -116,24 +179,42 @@ impl Llama {
             all.push(("mlp.up_proj".to_owned(), vec![inner, hidden]));
             all.push(("mlp.down_proj".to_owned(), vec![hidden, inner]));
         } else {
-            all.push(("block_sparse_moe.gate".to_owned(), vec![self.experts, hidden]));
+            all.push((
+                "block_sparse_moe.gate".to_owned(),
+                vec![self.experts, hidden],
+            ));
         }
         for expert in 0..self.experts {
-            for (name, shape) in [("w1", [inner, hidden]), ("w2", [hidden, inner]), ("w3", [inner, hidden])] {
-                all.push((format!("block_sparse_moe.experts.{expert}.{name}"), shape.to_vec()));
+            for (name, shape) in [
+                ("w1", [inner, hidden]),
+                ("w2", [hidden, inner]),
+                ("w3", [inner, hidden]),
+            ] {
+                all.push((
+                    format!("block_sparse_moe.experts.{expert}.{name}"),
+                    shape.to_vec(),
+                ));
             }
         }
         all.push(("input_layernorm".to_owned(), vec![hidden]));
         all.push(("post_attention_layernorm".to_owned(), vec![hidden]));
-        all.into_iter().map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape)).collect()
+        all.into_iter()
+            .map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape))
+            .collect()
     }
 }
 
 /// Returns the parameters of a GPT-2: those of the root, then those of each block.
 fn gpt2_units(layers: usize, hidden: usize) -> Vec<Vec<Parameter>> {
     let root = vec![
-        ("transformer.wte.weight".to_owned(), vec![GPT2_VOCAB, hidden]),
-        ("transformer.wpe.weight".to_owned(), vec![GPT2_POSITIONS, hidden]),
+        (
+            "transformer.wte.weight".to_owned(),
+            vec![GPT2_VOCAB, hidden],
+        ),
+        (
+            "transformer.wpe.weight".to_owned(),
+            vec![GPT2_POSITIONS, hidden],
+        ),
         ("transformer.ln_f.weight".to_owned(), vec![hidden]),
         ("transformer.ln_f.bias".to_owned(), vec![hidden]),
     ];
@@ -149,11 +230,16 @@ fn gpt2_units(layers: usize, hidden: usize) -> Vec<Vec<Parameter>> {
         ];
         let named = parts.into_iter().flat_map(move |(name, weight, bias)| {
             let name = format!("transformer.h.{layer}.{name}");
-            [(format!("{name}.weight"), weight), (format!("{name}.bias"), vec![bias])]
+            [
+                (format!("{name}.weight"), weight),
+                (format!("{name}.bias"), vec![bias]),
+            ]
         });
         named.collect()
     };
-    std::iter::once(root).chain((0..layers).map(layer)).collect()
+    std::iter::once(root)
+        .chain((0..layers).map(layer))
+        .collect()
 }
 
 #[cfg(test)]
@@ -180,7 +266,12 @@ mod tests {
             .iter()
             .map(|preset| {
                 let parameters = preset.units().into_iter().flatten();
-                (preset.name, parameters.map(|(_, shape)| shape.iter().product::<usize>() as u64).sum())
+                (
+                    preset.name,
+                    parameters
+                        .map(|(_, shape)| shape.iter().product::<usize>() as u64)
+                        .sum(),
+                )
             })
             .collect();
         assert_eq!(ours, published);
@@ -190,7 +281,11 @@ mod tests {
     fn names_are_unique_and_each_layer_is_a_unit() {
         for preset in PRESETS {
             let units = preset.units();
-            let mut names: Vec<String> = units.iter().flatten().map(|(name, _)| name.clone()).collect();
+            let mut names: Vec<String> = units
+                .iter()
+                .flatten()
+                .map(|(name, _)| name.clone())
+                .collect();
             let all = names.len();
             names.sort();
             names.dedup();

@@ -57,7 +57,8 @@ struct Planner {
     received_bytes: u64,
     plan_seconds: f64,
     metadata_seconds: f64,
-    /// The most memory that this process has had; none where the system does not tell, and of one plan among several.
+    /// The most memory that this process has had; none where the system does not tell, and of one
+    /// plan among several.
     peak_bytes: Option<u64>,
 }
 
@@ -79,7 +80,8 @@ struct Failures {
 }
 
 impl Report {
-    /// Computes the times of saves, loads and restarts from what has been planned, and the best interval between saves.
+    /// Computes the times of saves, loads and restarts from what has been planned, and the best
+    /// interval between saves.
     pub(super) fn new(
         model: String,
         state: &super::State,
@@ -94,7 +96,8 @@ impl Report {
         let load = links.transfer(&held);
         let job = Job {
             mtbf: interval::mtbf_of_job(machines.host_mtbf, hosts),
-            // A save in the background copies all that a rank holds, before the ranks divide copies among them.
+            // A save in the background copies all that a rank holds, before the ranks divide copies
+            // among them.
             stall: links.stall(&held),
             tail: links.transfer(&written),
             restart: machines.restart + load,
@@ -122,7 +125,10 @@ impl Report {
                 metadata_seconds: planned.encoding.as_secs_f64(),
                 peak_bytes: crate::memory::peak_of_process(),
             },
-            save: Save { stall_seconds: job.stall, seconds: job.stall + job.tail },
+            save: Save {
+                stall_seconds: job.stall,
+                seconds: job.stall + job.tail,
+            },
             load_seconds: load,
             failures: Failures {
                 hosts,
@@ -135,7 +141,8 @@ impl Report {
         }
     }
 
-    /// Leaves out the memory of the process. Of several plans it would be that of the largest so far.
+    /// Leaves out the memory of the process. Of several plans it would be that of the largest so
+    /// far.
     pub(super) fn without_memory(mut self) -> Self {
         self.planner.peak_bytes = None;
         self
@@ -153,8 +160,16 @@ impl Report {
 
     /// Returns a line that tells what was planned.
     pub(super) fn title(&self) -> String {
-        let replicas = if self.replicas > 1 { format!(", {} replicas", self.replicas) } else { String::new() };
-        format!("{} on {} ranks{replicas}", escaped(&self.model), grouped(self.ranks as u64))
+        let replicas = if self.replicas > 1 {
+            format!(", {} replicas", self.replicas)
+        } else {
+            String::new()
+        };
+        format!(
+            "{} on {} ranks{replicas}",
+            escaped(&self.model),
+            grouped(self.ranks as u64)
+        )
     }
 
     /// Returns the table of one plan.
@@ -163,13 +178,29 @@ impl Report {
             Layout::Flat => "each unit flattened, then cut",
             Layout::Rows => "each tensor cut along its rows",
         };
-        let Planner { received_bytes, plan_seconds, metadata_seconds, peak_bytes } = self.planner;
+        let Planner {
+            received_bytes,
+            plan_seconds,
+            metadata_seconds,
+            peak_bytes,
+        } = self.planner;
         let failures = &self.failures;
         let mut rows = vec![
             ("job", self.title()),
             ("layout", layout.to_owned()),
-            ("parameters", self.parameters.map_or_else(|| "unknown".to_owned(), grouped)),
-            ("state", format!("{} in {} tensors", iec(self.bytes), grouped(self.tensors as u64))),
+            (
+                "parameters",
+                self.parameters
+                    .map_or_else(|| "unknown".to_owned(), grouped),
+            ),
+            (
+                "state",
+                format!(
+                    "{} in {} tensors",
+                    iec(self.bytes),
+                    grouped(self.tensors as u64)
+                ),
+            ),
             ("held by a rank", iec(self.held_by_rank)),
             ("", String::new()),
             ("written by a rank", self.bytes_of_rank.text(iec)),
@@ -179,30 +210,59 @@ impl Report {
             (".metadata", iec(self.metadata_bytes)),
             ("", String::new()),
             ("sent to the planner", iec(received_bytes)),
-            ("planning", format!("{}, once for each layout", duration(plan_seconds))),
-            ("encoding .metadata", format!("{}, in each save", duration(metadata_seconds))),
+            (
+                "planning",
+                format!("{}, once for each layout", duration(plan_seconds)),
+            ),
+            (
+                "encoding .metadata",
+                format!("{}, in each save", duration(metadata_seconds)),
+            ),
         ];
         rows.extend(peak_bytes.map(|bytes| ("memory of this plan", iec(bytes))));
         rows.extend([
             ("", String::new()),
-            ("training waits for a save", duration(self.save.stall_seconds)),
+            (
+                "training waits for a save",
+                duration(self.save.stall_seconds),
+            ),
             ("a save takes", duration(self.save.seconds)),
             ("load takes", duration(self.load_seconds)),
             (
                 "mean time between failures",
-                format!("{} on {} hosts", duration(failures.mtbf_seconds), grouped(failures.hosts as u64)),
+                format!(
+                    "{} on {} hosts",
+                    duration(failures.mtbf_seconds),
+                    grouped(failures.hosts as u64)
+                ),
             ),
-            ("best interval between saves", duration(failures.interval_seconds)),
-            ("effective time", format!("{:.1} %", 100.0 * failures.effective)),
+            (
+                "best interval between saves",
+                duration(failures.interval_seconds),
+            ),
+            (
+                "effective time",
+                format!("{:.1} %", 100.0 * failures.effective),
+            ),
         ]);
-        rows.into_iter().map(|(name, value)| format!("{name:<28} {value}").trim_end().to_owned()).collect()
+        rows.into_iter()
+            .map(|(name, value)| format!("{name:<28} {value}").trim_end().to_owned())
+            .collect()
     }
 
     /// Returns the header of the table of several plans.
     pub(super) fn header() -> String {
         format!(
             "{:>7} {:>10} {:>7} {:>9} {:>8} {:>8} {:>8} {:>8} {:>6}",
-            "ranks", "of a rank", "boxes", ".metadata", "planning", "save", "load", "interval", "eff. %"
+            "ranks",
+            "of a rank",
+            "boxes",
+            ".metadata",
+            "planning",
+            "save",
+            "load",
+            "interval",
+            "eff. %"
         )
     }
 
@@ -235,7 +295,13 @@ impl LeastMost {
 
 /// Formats seconds for people.
 pub(super) fn duration(seconds: f64) -> String {
-    let units = [("d", 86_400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)];
+    let units = [
+        ("d", 86_400.0),
+        ("h", 3600.0),
+        ("min", 60.0),
+        ("s", 1.0),
+        ("ms", 1e-3),
+    ];
     let fits = units.into_iter().find(|&(_, unit)| seconds >= unit);
     let (name, unit) = fits.unwrap_or(("us", 1e-6));
     format!("{:.1} {name}", seconds / unit)
@@ -261,11 +327,21 @@ mod tests {
     #[test]
     fn numbers_and_times_are_short() {
         assert_eq!(
-            [grouped(7), grouped(999), grouped(1000), grouped(405_853_388_800)],
+            [
+                grouped(7),
+                grouped(999),
+                grouped(1000),
+                grouped(405_853_388_800)
+            ],
             ["7", "999", "1,000", "405,853,388,800"]
         );
         assert_eq!(
-            [duration(0.0), duration(0.25), duration(59.0), duration(90.0)],
+            [
+                duration(0.0),
+                duration(0.25),
+                duration(59.0),
+                duration(90.0)
+            ],
             ["0.0 us", "250.0 ms", "59.0 s", "1.5 min"]
         );
         assert_eq!([duration(7200.0), duration(400_000.0)], ["2.0 h", "4.6 d"]);

@@ -1,4 +1,5 @@
-//! The state that a job saves: that of a published model with its optimizer, or that of a checkpoint.
+//! The state that a job saves: that of a published model with its optimizer, or that of a
+//! checkpoint.
 
 use anyhow::Result;
 use clap::ValueEnum;
@@ -53,7 +54,11 @@ impl OptimizerState {
         match self {
             OptimizerState::Adamw => vec![("exp_avg", parameters), ("exp_avg_sq", parameters)],
             OptimizerState::AdamwMaster => {
-                vec![("master_param", DType::F32), ("exp_avg", DType::F32), ("exp_avg_sq", DType::F32)]
+                vec![
+                    ("master_param", DType::F32),
+                    ("exp_avg", DType::F32),
+                    ("exp_avg_sq", DType::F32),
+                ]
             }
             OptimizerState::Sgd => vec![("momentum_buffer", parameters)],
             OptimizerState::None => Vec::new(),
@@ -67,7 +72,9 @@ impl OptimizerState {
     /// Lists the values of its parameter group.
     const fn values(self) -> &'static [&'static str] {
         match self {
-            OptimizerState::Adamw | OptimizerState::AdamwMaster => &["lr", "betas.0", "betas.1", "eps", "weight_decay"],
+            OptimizerState::Adamw | OptimizerState::AdamwMaster => {
+                &["lr", "betas.0", "betas.1", "eps", "weight_decay"]
+            }
             OptimizerState::Sgd => &["lr", "momentum", "dampening", "weight_decay"],
             OptimizerState::None => &[],
         }
@@ -85,7 +92,8 @@ pub(super) struct Key {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Unit {
     pub(super) parameters: Vec<Parameter>,
-    /// The tensors of each kind (the parameters themselves, the first moments, …), one for each parameter.
+    /// The tensors of each kind (the parameters themselves, the first moments, …), one for each
+    /// parameter.
     pub(super) kinds: Vec<(DType, Vec<Key>)>,
 }
 
@@ -99,51 +107,93 @@ pub(super) struct State {
     pub(super) whole: Vec<(Key, DType, Vec<usize>)>,
     /// The values that every rank holds, with the bytes of their items.
     pub(super) values: Vec<(Key, u64)>,
-    /// The flat keys in the order of the state dict; empty if that is the order above, kind by kind.
+    /// The flat keys in the order of the state dict; empty if that is the order above, kind by
+    /// kind.
     pub(super) order: Vec<String>,
 }
 
 impl Key {
     fn of(parts: &[&str]) -> Self {
-        let path = KeyPath(parts.iter().map(|part| PathPart::Key((*part).to_owned())).collect());
-        Key { fqn: path.flat_key(), path: Some(path) }
+        let path = KeyPath(
+            parts
+                .iter()
+                .map(|part| PathPart::Key((*part).to_owned()))
+                .collect(),
+        );
+        Key {
+            fqn: path.flat_key(),
+            path: Some(path),
+        }
     }
 }
 
 impl State {
-    /// Returns the state of a model and its optimizer, under the keys that `fsdp train` and torch give it.
+    /// Returns the state of a model and its optimizer, under the keys that `fsdp train` and torch
+    /// give it.
     ///
     /// # Errors
     /// A value that cannot be encoded. All those here can.
-    pub(super) fn of_model(preset: &Preset, parameters: ParameterType, optimizer: OptimizerState) -> Result<Self> {
+    pub(super) fn of_model(
+        preset: &Preset,
+        parameters: ParameterType,
+        optimizer: OptimizerState,
+    ) -> Result<Self> {
         let dtype = parameters.dtype();
-        let mut state = State { parameters: Some(0), ..State::default() };
+        let mut state = State {
+            parameters: Some(0),
+            ..State::default()
+        };
         for parameters in preset.units() {
             let names = || parameters.iter().map(|(name, _)| name.as_str());
-            let mut kinds = vec![(dtype, names().map(|name| Key::of(&["model", name])).collect::<Vec<_>>())];
+            let mut kinds = vec![(
+                dtype,
+                names()
+                    .map(|name| Key::of(&["model", name]))
+                    .collect::<Vec<_>>(),
+            )];
             for (kept, dtype) in optimizer.kept(dtype) {
-                kinds.push((dtype, names().map(|name| Key::of(&["optim", "state", name, kept])).collect()));
+                kinds.push((
+                    dtype,
+                    names()
+                        .map(|name| Key::of(&["optim", "state", name, kept]))
+                        .collect(),
+                ));
             }
             if optimizer.has_step() {
-                let steps = names().map(|name| (Key::of(&["optim", "state", name, "step"]), DType::F32, Vec::new()));
+                let steps = names().map(|name| {
+                    (
+                        Key::of(&["optim", "state", name, "step"]),
+                        DType::F32,
+                        Vec::new(),
+                    )
+                });
                 state.whole.extend(steps);
             }
-            let elements: u64 = parameters.iter().map(|(_, shape)| shape.iter().product::<usize>() as u64).sum();
+            let elements: u64 = parameters
+                .iter()
+                .map(|(_, shape)| shape.iter().product::<usize>() as u64)
+                .sum();
             state.parameters = state.parameters.map(|all| all + elements);
             state.units.push(Unit { parameters, kinds });
         }
         let float = value_item_length(&PlainValue::Float(0.1))?;
         for value in optimizer.values() {
-            state.values.push((Key::of(&["optim", "param_groups", "0", value]), float));
+            state
+                .values
+                .push((Key::of(&["optim", "param_groups", "0", value]), float));
         }
-        state.values.push((Key::of(&["train", "step"]), value_item_length(&PlainValue::Int(100_000))?));
+        state.values.push((
+            Key::of(&["train", "step"]),
+            value_item_length(&PlainValue::Int(100_000))?,
+        ));
         Ok(state)
     }
 
     /// Returns the state that a checkpoint holds, from its metadata.
     ///
-    /// Tensors of one type whose names are equal up to their first number are a unit: `model.layers.3.`. State of an
-    /// optimizer is told apart by the last part of its name. Tensors without dimensions are on all ranks.
+    /// Tensors of one type whose names are equal up to their first number are a unit:
+    /// `model.layers.3.`. State of an optimizer is told apart by the last part of its name. Tensors
+    /// without dimensions are on all ranks.
     ///
     /// # Errors
     /// There is no committed checkpoint.
@@ -152,17 +202,29 @@ impl State {
         Ok(State::of_metadata(checkpoint.metadata()))
     }
 
-    /// Returns the state of a checkpoint. Tensors with dimensions are in units by their names and dtypes, as if a model
-    /// had them.
+    /// Returns the state of a checkpoint. Tensors with dimensions are in units by their names and
+    /// dtypes, as if a model had them.
     fn of_metadata(metadata: &Metadata) -> Self {
-        let mut state = State { order: metadata.entries.keys().cloned().collect(), ..State::default() };
+        let mut state = State {
+            order: metadata.entries.keys().cloned().collect(),
+            ..State::default()
+        };
         let mut units: IndexMap<(&str, &str, DType), Unit> = IndexMap::new();
         for (fqn, entry) in &metadata.entries {
-            let path = metadata.planner_data.as_ref().and_then(|paths| paths.get(fqn)).cloned();
-            let key = Key { fqn: fqn.clone(), path };
+            let path = metadata
+                .planner_data
+                .as_ref()
+                .and_then(|paths| paths.get(fqn))
+                .cloned();
+            let key = Key {
+                fqn: fqn.clone(),
+                path,
+            };
             match entry {
                 Entry::Bytes(value) => {
-                    state.values.push((key, value.stored.as_ref().map_or(0, |stored| stored.length)));
+                    state
+                        .values
+                        .push((key, value.stored.as_ref().map_or(0, |stored| stored.length)));
                 }
                 Entry::Tensor(tensor) if tensor.shape.is_empty() => {
                     state.whole.push((key, tensor.properties.dtype, Vec::new()));
@@ -186,12 +248,15 @@ impl State {
     /// Returns the bytes of all tensors, each once.
     pub(super) fn bytes(&self) -> u64 {
         let of = |dtype: DType, shape: &[usize]| {
-            (checked_numel(shape).unwrap_or(usize::MAX) as u64).saturating_mul(dtype.size_in_bytes())
+            (checked_numel(shape).unwrap_or(usize::MAX) as u64)
+                .saturating_mul(dtype.size_in_bytes())
         };
         let sharded = self.units.iter().flat_map(|unit| {
-            unit.kinds
-                .iter()
-                .flat_map(move |(dtype, _)| unit.parameters.iter().map(move |(_, shape)| of(*dtype, shape)))
+            unit.kinds.iter().flat_map(move |(dtype, _)| {
+                unit.parameters
+                    .iter()
+                    .map(move |(_, shape)| of(*dtype, shape))
+            })
         });
         let whole = self.whole.iter().map(|(_, dtype, shape)| of(*dtype, shape));
         sharded.chain(whole).fold(0, u64::saturating_add)
@@ -199,14 +264,22 @@ impl State {
 
     /// Returns the number of tensors.
     pub(super) fn tensors(&self) -> usize {
-        let sharded: usize = self.units.iter().map(|unit| unit.kinds.len() * unit.parameters.len()).sum();
+        let sharded: usize = self
+            .units
+            .iter()
+            .map(|unit| unit.kinds.len() * unit.parameters.len())
+            .sum();
         sharded + self.whole.len()
     }
 }
 
 /// Returns the name up to its first number, with that, and for state of an optimizer the last part.
 fn unit_of(fqn: &str) -> (&str, &str) {
-    let kind = if fqn.starts_with("optim") { fqn.rsplit('.').next().unwrap_or_default() } else { "" };
+    let kind = if fqn.starts_with("optim") {
+        fqn.rsplit('.').next().unwrap_or_default()
+    } else {
+        ""
+    };
     let mut end = 0;
     for part in fqn.split('.') {
         end += part.len() + 1;
@@ -224,8 +297,14 @@ mod tests {
 
     #[test]
     fn layers_are_units_and_moments_are_apart() {
-        assert_eq!(unit_of("model.layers.12.mlp.weight"), ("model.layers.12.", ""));
-        assert_eq!(unit_of("optim.state.h.3.w.exp_avg"), ("optim.state.h.3.", "exp_avg"));
+        assert_eq!(
+            unit_of("model.layers.12.mlp.weight"),
+            ("model.layers.12.", "")
+        );
+        assert_eq!(
+            unit_of("optim.state.h.3.w.exp_avg"),
+            ("optim.state.h.3.", "exp_avg")
+        );
         assert_eq!(unit_of("model.embed.weight"), ("", ""));
         assert_eq!(unit_of("optim.state.embed.exp_avg_sq"), ("", "exp_avg_sq"));
         assert_eq!(unit_of("7"), ("7", ""));
@@ -234,13 +313,27 @@ mod tests {
     /// MLPerf Storage gives its checkpoints in GiB, of the model and of the optimizer.
     #[test]
     fn states_are_as_large_as_the_checkpoints_of_mlperf_storage() {
-        for (name, model, optimizer) in [("llama-8b", 15, 90), ("llama-70b", 130, 781), ("llama-405b", 755, 4533)] {
-            let of = |state| State::of_model(preset(name).unwrap(), ParameterType::Bfloat16, state).unwrap().bytes();
+        for (name, model, optimizer) in [
+            ("llama-8b", 15, 90),
+            ("llama-70b", 130, 781),
+            ("llama-405b", 755, 4533),
+        ] {
+            let of = |state| {
+                State::of_model(preset(name).unwrap(), ParameterType::Bfloat16, state)
+                    .unwrap()
+                    .bytes()
+            };
             let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
             let alone = gib(of(OptimizerState::None));
             let kept = gib(of(OptimizerState::AdamwMaster)) - alone;
-            assert!((alone / f64::from(model) - 1.0).abs() < 0.02, "{name}: {alone} GiB");
-            assert!((kept / f64::from(optimizer) - 1.0).abs() < 0.02, "{name}: {kept} GiB");
+            assert!(
+                (alone / f64::from(model) - 1.0).abs() < 0.02,
+                "{name}: {alone} GiB"
+            );
+            assert!(
+                (kept / f64::from(optimizer) - 1.0).abs() < 0.02,
+                "{name}: {kept} GiB"
+            );
         }
     }
 }

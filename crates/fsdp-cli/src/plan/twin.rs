@@ -1,4 +1,5 @@
-//! Simulates a save of many ranks in one process, with the layouts, the planner and the metadata of real saves.
+//! Simulates a save of many ranks in one process, with the layouts, the planner and the metadata of
+//! real saves.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -71,19 +72,30 @@ pub(super) struct Planned {
 impl LeastMost {
     /// Returns the least and the most of some values.
     fn of(values: impl Iterator<Item = u64>) -> Self {
-        values.fold(LeastMost { least: u64::MAX, most: 0 }, |so_far, value| LeastMost {
-            least: so_far.least.min(value),
-            most: so_far.most.max(value),
-        })
+        values.fold(
+            LeastMost {
+                least: u64::MAX,
+                most: 0,
+            },
+            |so_far, value| LeastMost {
+                least: so_far.least.min(value),
+                most: so_far.most.max(value),
+            },
+        )
     }
 }
 
 /// Plans a save of the state.
 ///
 /// # Errors
-/// Ranks that cannot be divided into equal replicas; a plan that is too large for this machine; errors of the planner.
+/// Ranks that cannot be divided into equal replicas; a plan that is too large for this machine;
+/// errors of the planner.
 pub(super) fn plan(state: &State, shape: &Shape) -> Result<Planned> {
-    let Shape { ranks, replicas, layout } = *shape;
+    let Shape {
+        ranks,
+        replicas,
+        layout,
+    } = *shape;
     if !ranks.is_multiple_of(replicas) {
         return Err(UsageError::UnequalReplicas { ranks, replicas }.into());
     }
@@ -100,18 +112,32 @@ pub(super) fn plan(state: &State, shape: &Shape) -> Result<Planned> {
         sort(&mut local, &mut units, &state.order);
     }
 
-    // Step 1: each shard's ranks offer its boxes. Replicas hold the same, so their boxes are made and sent once, as in
-    // a save.
+    // Step 1: each shard's ranks offer its boxes. Replicas hold the same, so their boxes are made
+    // and sent once, as in a save.
     let schema = local.schema();
     let schema_bytes: u64 = schema.items.iter().map(|item| item.wire_bytes()).sum();
-    let whole_bytes: u64 = state.whole.iter().map(|(_, dtype, _)| dtype.size_in_bytes()).sum();
+    let whole_bytes: u64 = state
+        .whole
+        .iter()
+        .map(|(_, dtype, _)| dtype.size_in_bytes())
+        .sum();
     let (mut offers, mut held) = (Vec::with_capacity(shards), Vec::with_capacity(shards));
     let (mut boxes, mut received) = (0, schema_bytes);
     for shard in 0..shards {
-        let bytes: u64 = units.iter().map(|unit| unit.hold(shard, shards, &mut local)).sum();
+        let bytes: u64 = units
+            .iter()
+            .map(|unit| unit.hold(shard, shards, &mut local))
+            .sum();
         held.push(bytes + whole_bytes);
-        let offer = Offer { schema: 0, boxes: local.held_boxes() };
-        received += offer.boxes.iter().map(|held| held.wire_bytes()).sum::<u64>();
+        let offer = Offer {
+            schema: 0,
+            boxes: local.held_boxes(),
+        };
+        received += offer
+            .boxes
+            .iter()
+            .map(|held| held.wire_bytes())
+            .sum::<u64>();
         boxes += offer.boxes.len();
         if boxes > MAX_BOXES {
             return Err(UsageError::TooManyBoxes { limit: MAX_BOXES }.into());
@@ -122,20 +148,40 @@ pub(super) fn plan(state: &State, shape: &Shape) -> Result<Planned> {
 
     // Step 2: the planner decides who writes what, and checks that every element is written once.
     let start = Instant::now();
-    let mut global = plan_offers(std::slice::from_ref(&schema), offers, &of_ranks, PlanOptions::default())?;
+    let mut global = plan_offers(
+        std::slice::from_ref(&schema),
+        offers,
+        &of_ranks,
+        PlanOptions::default(),
+    )?;
     let planning = start.elapsed();
 
     // Step 3: the metadata gets the places that the items would have, and is encoded.
     let start = Instant::now();
-    let lengths: HashMap<&str, u64> = state.values.iter().map(|(key, length)| (key.fqn.as_str(), *length)).collect();
+    let lengths: HashMap<&str, u64> = state
+        .values
+        .iter()
+        .map(|(key, length)| (key.fqn.as_str(), *length))
+        .collect();
     let files = predict_file_lengths(&mut global, |fqn| lengths.get(fqn).copied().unwrap_or(0))?;
     let mut metadata = 0;
-    encode_in_pieces(&global.metadata, &mut |piece| metadata += piece.len() as u64);
+    encode_in_pieces(&global.metadata, &mut |piece| {
+        metadata += piece.len() as u64
+    });
     let encoding = start.elapsed();
 
     Ok(Planned {
-        boxes: global.metadata.tensors().map(|(_, tensor)| tensor.chunks.len() as u64).sum(),
-        items: LeastMost::of(global.selections.iter().map(|selection| selection.kept.len() as u64)),
+        boxes: global
+            .metadata
+            .tensors()
+            .map(|(_, tensor)| tensor.chunks.len() as u64)
+            .sum(),
+        items: LeastMost::of(
+            global
+                .selections
+                .iter()
+                .map(|selection| selection.kept.len() as u64),
+        ),
         payload: LeastMost::of(global.loads.iter().copied()),
         files,
         held: of_ranks.iter().map(|&shard| held[shard]).collect(),
@@ -156,27 +202,52 @@ struct Sharded<'s> {
 }
 
 impl<'s> Sharded<'s> {
-    /// Adds the tensors of all units to the local plan, and returns the units with the numbers of these items. All
-    /// parameters come first, then all first moments, and so on, as in state dicts.
-    fn add_all(state: &'s State, shards: usize, layout: Layout, local: &mut LocalPlan) -> Result<Vec<Self>> {
+    /// Adds the tensors of all units to the local plan, and returns the units with the numbers of
+    /// these items. All parameters come first, then all first moments, and so on, as in state
+    /// dicts.
+    fn add_all(
+        state: &'s State,
+        shards: usize,
+        layout: Layout,
+        local: &mut LocalPlan,
+    ) -> Result<Vec<Self>> {
         let units = state.units.iter().map(|unit| -> Result<Self> {
             let flat = match (layout, unit.kinds.first()) {
-                (Layout::Flat, Some((dtype, _))) => {
-                    Some(FlatLayout::new(unit.parameters.clone(), aligned_numel(*dtype), shards)?)
-                }
+                (Layout::Flat, Some((dtype, _))) => Some(FlatLayout::new(
+                    unit.parameters.clone(),
+                    aligned_numel(*dtype),
+                    shards,
+                )?),
                 _ => None,
             };
-            Ok(Sharded { unit, flat, items: Vec::new() })
+            Ok(Sharded {
+                unit,
+                flat,
+                items: Vec::new(),
+            })
         });
         let mut units = units.collect::<Result<Vec<_>>>()?;
-        let kinds = state.units.iter().map(|unit| unit.kinds.len()).max().unwrap_or(0);
+        let kinds = state
+            .units
+            .iter()
+            .map(|unit| unit.kinds.len())
+            .max()
+            .unwrap_or(0);
         for kind in 0..kinds {
             for sharded in &mut units {
-                let Some((dtype, keys)) = sharded.unit.kinds.get(kind) else { continue };
+                let Some((dtype, keys)) = sharded.unit.kinds.get(kind) else {
+                    continue;
+                };
                 let first = local.items.len();
                 sharded.items.push((first..first + keys.len()).collect());
                 for (key, (_, shape)) in keys.iter().zip(&sharded.unit.parameters) {
-                    local.add_tensor(&key.fqn, key.path.clone(), *dtype, shape.clone(), Vec::new());
+                    local.add_tensor(
+                        &key.fqn,
+                        key.path.clone(),
+                        *dtype,
+                        shape.clone(),
+                        Vec::new(),
+                    );
                 }
             }
         }
@@ -195,7 +266,8 @@ impl<'s> Sharded<'s> {
             for (items, (dtype, _)) in self.items.iter().zip(&self.unit.kinds) {
                 bytes += elements * dtype.size_in_bytes();
                 let item = local.items.get_mut(items[parameter]);
-                if let Some(WriteContent::Tensor { boxes, .. }) = item.map(|item| &mut item.content) {
+                if let Some(WriteContent::Tensor { boxes, .. }) = item.map(|item| &mut item.content)
+                {
                     boxes.clone_from(&own);
                 }
             }
@@ -206,15 +278,25 @@ impl<'s> Sharded<'s> {
 
 /// Sorts the items of the local plan in the order of these keys.
 fn sort(local: &mut LocalPlan, units: &mut [Sharded<'_>], order: &[String]) {
-    let positions: HashMap<&str, usize> = order.iter().enumerate().map(|(at, fqn)| (fqn.as_str(), at)).collect();
-    let mut items: Vec<_> = std::mem::take(&mut local.items).into_iter().enumerate().collect();
+    let positions: HashMap<&str, usize> = order
+        .iter()
+        .enumerate()
+        .map(|(at, fqn)| (fqn.as_str(), at))
+        .collect();
+    let mut items: Vec<_> = std::mem::take(&mut local.items)
+        .into_iter()
+        .enumerate()
+        .collect();
     items.sort_by_key(|(_, item)| positions.get(item.fqn.as_str()).copied());
     let mut moved = vec![0; items.len()];
     for (to, (from, item)) in items.into_iter().enumerate() {
         moved[from] = to;
         local.items.push(item);
     }
-    for item in units.iter_mut().flat_map(|unit| unit.items.iter_mut().flatten()) {
+    for item in units
+        .iter_mut()
+        .flat_map(|unit| unit.items.iter_mut().flatten())
+    {
         *item = moved[*item];
     }
 }
@@ -226,7 +308,11 @@ fn rows(shape: &[usize], shard: usize, shards: usize) -> Vec<TensorBox> {
         let own = chunk_range(dim, shards, shard);
         (bounds.offsets[0], bounds.sizes[0]) = (own.start, own.len());
     }
-    if bounds.is_empty() { Vec::new() } else { vec![bounds] }
+    if bounds.is_empty() {
+        Vec::new()
+    } else {
+        vec![bounds]
+    }
 }
 
 #[cfg(test)]

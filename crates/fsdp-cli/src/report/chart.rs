@@ -21,8 +21,14 @@ pub(super) fn chart(title: &str, series: &Series, show: impl Fn(f64) -> String) 
     // Steps go back where somebody has joined the metrics of two runs.
     let steps = || points.iter().map(|point| point.step);
     let (first, last) = (steps().min()?, steps().max()?);
-    let least = points.iter().map(|point| point.least).fold(f64::INFINITY, f64::min);
-    let most = points.iter().map(|point| point.most).fold(f64::NEG_INFINITY, f64::max);
+    let least = points
+        .iter()
+        .map(|point| point.least)
+        .fold(f64::INFINITY, f64::min);
+    let most = points
+        .iter()
+        .map(|point| point.most)
+        .fold(f64::NEG_INFINITY, f64::max);
     // A flat curve runs through the middle.
     let margin = match most - least {
         0.0 if most == 0.0 => 1.0,
@@ -50,10 +56,18 @@ pub(super) fn chart(title: &str, series: &Series, show: impl Fn(f64) -> String) 
             escape(&show(value))
         );
     }
-    let above = points.iter().map(|point| format!("{:.1},{:.1}", x(point), y(point.most)));
-    let below = points.iter().rev().map(|point| format!("{:.1},{:.1}", x(point), y(point.least)));
+    let above = points
+        .iter()
+        .map(|point| format!("{:.1},{:.1}", x(point), y(point.most)));
+    let below = points
+        .iter()
+        .rev()
+        .map(|point| format!("{:.1},{:.1}", x(point), y(point.least)));
     let band: Vec<String> = above.chain(below).collect();
-    let line: Vec<String> = points.iter().map(|point| format!("{:.1},{:.1}", x(point), y(point.mean()))).collect();
+    let line: Vec<String> = points
+        .iter()
+        .map(|point| format!("{:.1},{:.1}", x(point), y(point.mean())))
+        .collect();
     let _ = write!(
         drawn,
         "<polygon class=\"band\" points=\"{}\"/>\n<polyline class=\"one\" points=\"{}\"/>\n\
@@ -78,6 +92,9 @@ mod tests {
             series.push(step, Some(step as f64));
         }
         let drawn = chart("loss", &series, |value| value.to_string()).unwrap();
-        assert!(!drawn.contains("-inf") && !drawn.contains("NaN") && !drawn.contains("e1"), "{drawn}");
+        assert!(
+            !drawn.contains("-inf") && !drawn.contains("NaN") && !drawn.contains("e1"),
+            "{drawn}"
+        );
     }
 }

@@ -33,7 +33,8 @@ pub(super) struct Start {
     pub(super) step: u64,
     pub(super) ranks: Option<u64>,
     pub(super) resumed_from: Option<String>,
-    /// The way in which it ended: at its last step, or by a signal. `None` if it was killed or crashed.
+    /// The way in which it ended: at its last step, or by a signal. `None` if it was killed or
+    /// crashed.
     pub(super) end: Option<&'static str>,
 }
 
@@ -73,13 +74,29 @@ impl History {
 
     /// Adds an event. Of long lists the oldest entries are dropped and counted.
     fn add(&mut self, line: Line) {
-        let Line { event, time, step, ranks, resumed_from, path, bytes, seconds, stall_seconds } = line;
+        let Line {
+            event,
+            time,
+            step,
+            ranks,
+            resumed_from,
+            path,
+            bytes,
+            seconds,
+            stall_seconds,
+        } = line;
         let step = step.unwrap_or(0);
         match event.as_str() {
             "start" => {
                 self.earlier_starts += make_room(&mut self.starts);
                 self.resumes += usize::from(resumed_from.is_some());
-                self.starts.push(Start { time, step, ranks, resumed_from, end: None });
+                self.starts.push(Start {
+                    time,
+                    step,
+                    ranks,
+                    resumed_from,
+                    end: None,
+                });
             }
             "checkpoint" => {
                 self.earlier_saves += make_room(&mut self.saves);

@@ -11,18 +11,22 @@ use serde::de::DeserializeOwned;
 const LONGEST: u64 = 1 << 20;
 
 /// A line of a file.
-#[cfg_attr(not(feature = "train"), expect(dead_code, reason = "only `fsdp train` needs the ends of lines"))]
+#[cfg_attr(
+    not(feature = "train"),
+    expect(dead_code, reason = "only `fsdp train` needs the ends of lines")
+)]
 pub(crate) struct Line<T> {
     /// The offset of its end.
     pub(crate) end: u64,
     /// `true` if a line break ends it.
     pub(crate) is_whole: bool,
-    /// Its object; `None` if it could not be parsed, for example because a kill cut it off or another program wrote it.
+    /// Its object; `None` if it could not be parsed, for example because a kill cut it off or
+    /// another program wrote it.
     pub(crate) object: Option<T>,
 }
 
-/// Parses each line as a JSON object and calls `take` with it. Returns the number of lines that could not be parsed. A
-/// missing file has no lines.
+/// Parses each line as a JSON object and calls `take` with it. Returns the number of lines that
+/// could not be parsed. A missing file has no lines.
 ///
 /// # Errors
 /// The file cannot be read.
@@ -45,12 +49,18 @@ pub(crate) fn read<T: DeserializeOwned>(path: &Path, mut take: impl FnMut(T)) ->
 ///
 /// # Errors
 /// The file cannot be read.
-pub(crate) fn visit<T: DeserializeOwned>(from: impl io::Read, mut take: impl FnMut(Line<T>)) -> io::Result<()> {
+pub(crate) fn visit<T: DeserializeOwned>(
+    from: impl io::Read,
+    mut take: impl FnMut(Line<T>),
+) -> io::Result<()> {
     let mut reader = BufReader::new(from);
     let (mut bytes, mut end) = (Vec::new(), 0);
     loop {
         bytes.clear();
-        let read = reader.by_ref().take(LONGEST).read_until(b'\n', &mut bytes)?;
+        let read = reader
+            .by_ref()
+            .take(LONGEST)
+            .read_until(b'\n', &mut bytes)?;
         if read == 0 {
             return Ok(());
         }
@@ -62,7 +72,11 @@ pub(crate) fn visit<T: DeserializeOwned>(from: impl io::Read, mut take: impl FnM
             let rest = skip_line(&mut reader)?;
             (end, is_whole) = (end + rest.length, rest.is_whole);
         }
-        take(Line { end, is_whole, object });
+        take(Line {
+            end,
+            is_whole,
+            object,
+        });
     }
 }
 
@@ -78,11 +92,17 @@ fn skip_line(reader: &mut impl io::BufRead) -> io::Result<Rest> {
     loop {
         let buffer = reader.fill_buf()?;
         let line_break = buffer.iter().position(|&byte| byte == b'\n');
-        let (skipped, is_over) = (line_break.map_or(buffer.len(), |at| at + 1), buffer.is_empty());
+        let (skipped, is_over) = (
+            line_break.map_or(buffer.len(), |at| at + 1),
+            buffer.is_empty(),
+        );
         reader.consume(skipped);
         length += skipped as u64;
         if line_break.is_some() || is_over {
-            return Ok(Rest { length, is_whole: line_break.is_some() });
+            return Ok(Rest {
+                length,
+                is_whole: line_break.is_some(),
+            });
         }
     }
 }
@@ -101,6 +121,9 @@ mod tests {
         let mut taken: Vec<u64> = Vec::new();
         assert_eq!(read(file.path(), |number| taken.push(number)).unwrap(), 2);
         assert_eq!(taken, [1, 2, 3]);
-        assert_eq!(read(Path::new("no/such/file"), |number: u64| taken.push(number)).unwrap(), 0);
+        assert_eq!(
+            read(Path::new("no/such/file"), |number: u64| taken.push(number)).unwrap(),
+            0
+        );
     }
 }

@@ -50,12 +50,19 @@ pub(crate) struct ReportArguments {
 /// Writes the page of a run: `fsdp report`.
 ///
 /// # Errors
-/// The run has neither metrics nor checkpoints; files that cannot be read; a page that exists already.
+/// The run has neither metrics nor checkpoints; files that cannot be read; a page that exists
+/// already.
 pub(crate) fn run(arguments: &ReportArguments) -> Result<()> {
     let directory = &arguments.run;
-    let file = arguments.html.clone().unwrap_or_else(|| directory.join(PAGE));
+    let file = arguments
+        .html
+        .clone()
+        .unwrap_or_else(|| directory.join(PAGE));
     check_free(&file, arguments.overwrite)?;
-    let place = arguments.checkpoint_dir.clone().unwrap_or_else(|| directory.as_path().into());
+    let place = arguments
+        .checkpoint_dir
+        .clone()
+        .unwrap_or_else(|| directory.as_path().into());
     let run = Run {
         name: directory.display().to_string(),
         metrics: Metrics::read(&directory.join(METRICS_FILE))?,

@@ -31,7 +31,9 @@ pub(super) fn html(run: &Run) -> String {
 /// Appends the table of totals.
 fn summary(body: &mut String, run: &Run) {
     let metrics = &run.metrics;
-    let loss = metrics.last_loss.map_or_else(|| "unknown".to_owned(), number);
+    let loss = metrics
+        .last_loss
+        .map_or_else(|| "unknown".to_owned(), number);
     let mut rows = vec![
         ("Steps", metrics.steps.to_string()),
         ("Last loss", loss),
@@ -48,7 +50,10 @@ fn summary(body: &mut String, run: &Run) {
         ));
     }
     if metrics.skipped > 0 {
-        rows.push(("Updates left out", format!("{}: gradients that were not finite", metrics.skipped)));
+        rows.push((
+            "Updates left out",
+            format!("{}: gradients that were not finite", metrics.skipped),
+        ));
     }
     if metrics.unreadable > 0 {
         rows.push(("Unreadable", count_lines(metrics.unreadable)));
@@ -61,7 +66,11 @@ fn summary(body: &mut String, run: &Run) {
 }
 
 fn count_lines(lines: u64) -> String {
-    count(usize::try_from(lines).unwrap_or(usize::MAX), "line of the metrics", "lines of the metrics")
+    count(
+        usize::try_from(lines).unwrap_or(usize::MAX),
+        "line of the metrics",
+        "lines of the metrics",
+    )
 }
 
 /// Appends the curves.
@@ -71,13 +80,20 @@ fn charts(body: &mut String, run: &Run) {
         ("Loss", &metrics.loss, number),
         ("Tokens per second", &metrics.tokens_per_s, number),
         ("Memory of rank 0's process, peak", &metrics.memory, memory),
-        ("Norm of the gradients, before clipping", &metrics.grad_norm, number),
+        (
+            "Norm of the gradients, before clipping",
+            &metrics.grad_norm,
+            number,
+        ),
         ("Learning rate", &metrics.lr, number),
     ];
     for (title, series, show) in curves {
         if let Some(chart) = chart(title, series, show) {
             // Writing to a string cannot fail.
-            let _ = write!(body, "<h2>{title}</h2>\n<div class=\"wide\">{chart}</div>\n");
+            let _ = write!(
+                body,
+                "<h2>{title}</h2>\n<div class=\"wide\">{chart}</div>\n"
+            );
         }
     }
     if metrics.loss.points().len() > 1 {
@@ -93,20 +109,36 @@ fn starts(body: &mut String, history: &History) {
         return;
     }
     body.push_str("<h2>Starts</h2>\n<div class=\"wide\"><table>\n");
-    header(body, &["when (UTC)", "after step", "ranks", "from", "ended"]);
+    header(
+        body,
+        &["when (UTC)", "after step", "ranks", "from", "ended"],
+    );
     let last = history.starts.len() - 1;
     for (index, start) in history.starts.iter().enumerate() {
         // The last one may still run.
-        let silent = if index == last { "" } else { "killed or crashed" };
+        let silent = if index == last {
+            ""
+        } else {
+            "killed or crashed"
+        };
         let ended = start.end.unwrap_or(silent);
-        let class = if start.end.is_none() && index < last { "bad" } else { "" };
+        let class = if start.end.is_none() && index < last {
+            "bad"
+        } else {
+            ""
+        };
         row(
             body,
             &[
                 start.time.map_or_else(|| "unknown".to_owned(), utc),
                 start.step.to_string(),
-                start.ranks.map_or_else(String::new, |ranks| ranks.to_string()),
-                start.resumed_from.as_deref().map_or_else(|| "the beginning".to_owned(), code),
+                start
+                    .ranks
+                    .map_or_else(String::new, |ranks| ranks.to_string()),
+                start
+                    .resumed_from
+                    .as_deref()
+                    .map_or_else(|| "the beginning".to_owned(), code),
                 format!("<span class=\"{class}\">{ended}</span>"),
             ],
         );
@@ -121,7 +153,17 @@ fn saves(body: &mut String, history: &History) {
         return;
     }
     body.push_str("<h2>Saves</h2>\n<div class=\"wide\"><table>\n");
-    header(body, &["step", "place", "size", "seconds", "GB/s", "training waited"]);
+    header(
+        body,
+        &[
+            "step",
+            "place",
+            "size",
+            "seconds",
+            "GB/s",
+            "training waited",
+        ],
+    );
     for save in history.saves.iter().rev() {
         row(
             body,
@@ -156,7 +198,8 @@ fn lineage(body: &mut String, checkpoints: &[Link]) {
                 code(&link.name),
                 lineage.map_or_else(String::new, |lineage| lineage.step.to_string()),
                 parent.map_or_else(String::new, |parent| format!("step {}", parent.step)),
-                link.digest.map_or_else(String::new, |digest| code(&digest.to_string())),
+                link.digest
+                    .map_or_else(String::new, |digest| code(&digest.to_string())),
                 notes.join("<br>"),
             ],
         );
@@ -168,7 +211,10 @@ fn lineage(body: &mut String, checkpoints: &[Link]) {
 /// Returns a note about a checkpoint as HTML, marked if the chain of checkpoints is broken there.
 fn note(note: &Note) -> String {
     let class = if note.is_break() { "bad" } else { "soft" };
-    format!("<span class=\"{class}\">{}</span>", escape(&note.to_string()))
+    format!(
+        "<span class=\"{class}\">{}</span>",
+        escape(&note.to_string())
+    )
 }
 
 /// Appends a note that `more` earlier rows are not shown.
@@ -227,13 +273,23 @@ fn utc(seconds: f64) -> String {
     // Years of 400 begin in March, so that a leap day comes last.
     let day = days + 719_468;
     let (era, day_of_era) = (day / 146_097, day % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
     let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     let month_from_march = (5 * day_of_year + 2) / 153;
     let day_of_month = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let month = if month_from_march < 10 {
+        month_from_march + 3
+    } else {
+        month_from_march - 9
+    };
     let year = era * 400 + year_of_era + u64::from(month <= 2);
-    format!("{year}-{month:02}-{day_of_month:02} {:02}:{:02}:{:02}", second / 3600, second / 60 % 60, second % 60)
+    format!(
+        "{year}-{month:02}-{day_of_month:02} {:02}:{:02}:{:02}",
+        second / 3600,
+        second / 60 % 60,
+        second % 60
+    )
 }
 
 #[cfg(test)]
@@ -252,7 +308,12 @@ mod tests {
     #[test]
     fn numbers_are_short() {
         assert_eq!(
-            [number(2.34567), number(0.01), number(123_456.0), number(3e-9)],
+            [
+                number(2.34567),
+                number(0.01),
+                number(123_456.0),
+                number(3e-9)
+            ],
             ["2.346", "0.0100", "123456", "3.00e-9"]
         );
     }

@@ -3,7 +3,8 @@
 /// The most points that are kept.
 const POINTS: usize = 1024;
 
-/// A point of a curve: the values of a range of steps, as their smallest, their largest and their mean.
+/// A point of a curve: the values of a range of steps, as their smallest, their largest and their
+/// mean.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Point {
     /// The first step.
@@ -42,20 +43,34 @@ impl Point {
 
 /// Joins the points of a chunk, of which there must be at least one.
 fn join_all(points: &[Point]) -> Point {
-    points[1..].iter().fold(points[0], |joined, point| joined.join(point))
+    points[1..]
+        .iter()
+        .fold(points[0], |joined, point| joined.join(point))
 }
 
 impl Default for Series {
     fn default() -> Self {
-        Series { points: Vec::new(), stride: 1 }
+        Series {
+            points: Vec::new(),
+            stride: 1,
+        }
     }
 }
 
 impl Series {
-    /// Adds the value of a step. A value that is not finite is left out, and so is a step without a value.
+    /// Adds the value of a step. A value that is not finite is left out, and so is a step without a
+    /// value.
     pub(super) fn push(&mut self, step: u64, value: Option<f64>) {
-        let Some(value) = value.filter(|value| value.is_finite()) else { return };
-        let point = Point { step, least: value, most: value, sum: value, count: 1 };
+        let Some(value) = value.filter(|value| value.is_finite()) else {
+            return;
+        };
+        let point = Point {
+            step,
+            least: value,
+            most: value,
+            sum: value,
+            count: 1,
+        };
         match self.points.last_mut() {
             Some(last) if last.count < self.stride => *last = last.join(&point),
             _ => self.points.push(point),

@@ -17,7 +17,8 @@ const MAX_RANKS: u64 = 1024;
 /// The largest size of a model or batch.
 pub(super) const MAX_SIZE: u64 = 1 << 24;
 
-/// The most blocks of a model. However small a block is, its names and its plans take memory and time.
+/// The most blocks of a model. However small a block is, its names and its plans take memory and
+/// time.
 pub(super) const MAX_LAYERS: u64 = 4096;
 
 // The headings of options in the help.
@@ -34,10 +35,16 @@ fn size() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=MAX_SIZE)
 }
 
-/// Returns the parser of a place for checkpoints. An empty text would be the current directory, which nobody means.
+/// Returns the parser of a place for checkpoints. An empty text would be the current directory,
+/// which nobody means.
 fn location() -> impl TypedValueParser<Value = Location> {
-    OsStringValueParser::new()
-        .try_map(|text| if text.is_empty() { Err("it is empty") } else { Ok(Location::from(text)) })
+    OsStringValueParser::new().try_map(|text| {
+        if text.is_empty() {
+            Err("it is empty")
+        } else {
+            Ok(Location::from(text))
+        }
+    })
 }
 
 /// Returns the parser of a number of steps, up to the largest that a checkpoint can keep.
@@ -165,34 +172,38 @@ pub(crate) struct TrainArguments {
     /// Directory of the checkpoints and of metrics.jsonl
     #[arg(help_heading = RUN, long, value_name = "DIR", env = "FSDP_OUT")]
     pub(super) out: PathBuf,
-    /// Place for the checkpoints instead of --out: a directory, or the URL of an object store (s3://, gs://, az://)
+    /// Place for the checkpoints instead of --out: a directory, or the URL of an object store
+    /// (s3://, gs://, az://)
     #[arg(help_heading = RUN, long, value_name = "LOCATION", env = "FSDP_CHECKPOINT_DIR", value_parser = location())]
     pub(super) checkpoint_dir: Option<Location>,
-    /// Go on from the newest checkpoint of --out (or --checkpoint-dir), at whatever number of ranks is given now, or
-    /// from the one before if it is damaged. With --resume=strict a damaged one is an error; with --resume=auto a run
-    /// without checkpoints begins. Sizes, batch, learning rate, its schedule, optimizer and text are the checkpoint's
-    /// unless given
+    /// Go on from the newest checkpoint of --out (or --checkpoint-dir), at whatever number of ranks
+    /// is given now, or from the one before if it is damaged. With --resume=strict a damaged one is
+    /// an error; with --resume=auto a run without checkpoints begins. Sizes, batch, learning rate,
+    /// its schedule, optimizer and text are the checkpoint's unless given
     #[arg(help_heading = RUN, long, value_name = "MODE", value_enum, num_args = 0..=1, require_equals = true, default_value_t,
           default_missing_value = "newest", env = "FSDP_RESUME")]
     pub(super) resume: ResumeMode,
-    /// Start from a checkpoint of the same model, PyTorch's too: model, optimizer and step, as far as it has them.
-    /// Sizes, batch, learning rate, optimizer and text are the checkpoint's unless given
+    /// Start from a checkpoint of the same model, PyTorch's too: model, optimizer and step, as far
+    /// as it has them. Sizes, batch, learning rate, optimizer and text are the checkpoint's unless
+    /// given
     #[arg(help_heading = RUN, long, value_name = "CKPT", conflicts_with = "resume", env = "FSDP_INIT_FROM")]
     pub(super) init_from: Option<Location>,
     /// Number of ranks; each holds its own shard [default: as many as the launcher started, or 1]
     #[arg(help_heading = RANKS, long, value_name = "N", env = "FSDP_NPROC",
           value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_RANKS))]
     pub(super) nproc: Option<usize>,
-    /// How ranks reach each other: they are threads of this process (local), or the processes that a launcher (tcp;
-    /// nccl with a GPU each) or an MPI launcher (mpi) started [default: tcp if a launcher started several, else local]
+    /// How ranks reach each other: they are threads of this process (local), or the processes that
+    /// a launcher (tcp; nccl with a GPU each) or an MPI launcher (mpi) started [default: tcp if a
+    /// launcher started several, else local]
     #[arg(help_heading = RANKS, long, value_enum, env = "FSDP_BACKEND")]
     pub(super) backend: Option<BackendName>,
-    /// Device of each rank; if there are several GPUs, the one with its number on this machine [default: cuda with
-    /// --backend nccl, else cpu]
+    /// Device of each rank; if there are several GPUs, the one with its number on this machine
+    /// [default: cuda with --backend nccl, else cpu]
     #[arg(help_heading = RANKS, long, value_enum, env = "FSDP_DEVICE")]
     pub(super) device: Option<DeviceName>,
-    /// CPU threads of each rank, candle's included [default: RAYON_NUM_THREADS, or an equal share of the machine's.
-    /// Where the launcher does not say how many ranks a machine has, the share is that of all ranks]
+    /// CPU threads of each rank, candle's included [default: RAYON_NUM_THREADS, or an equal share
+    /// of the machine's. Where the launcher does not say how many ranks a machine has, the share is
+    /// that of all ranks]
     #[arg(help_heading = RANKS, long, value_name = "THREADS", env = "FSDP_THREADS")]
     pub(super) threads: Option<NonZeroUsize>,
     /// Seconds after which ranks stop waiting for each other
@@ -204,25 +215,26 @@ pub(crate) struct TrainArguments {
     /// Save a checkpoint after every K steps, and after the last [default: after the last only]
     #[arg(help_heading = CHECKPOINTS, long, value_name = "K", env = "FSDP_SAVE_EVERY")]
     pub(super) save_every: Option<NonZeroU64>,
-    /// Keep steps between the checkpoints in this directory of each host, which should be a tmpfs such as /dev/shm.
-    /// Each rank saves its part there, and another rank, on another host if there is one, keeps a copy. --resume
-    /// continues from the newest step, here or in the checkpoints. The last two steps are kept until the run is
-    /// complete
+    /// Keep steps between the checkpoints in this directory of each host, which should be a tmpfs
+    /// such as /dev/shm. Each rank saves its part there, and another rank, on another host if there
+    /// is one, keeps a copy. --resume continues from the newest step, here or in the checkpoints.
+    /// The last two steps are kept until the run is complete
     #[arg(help_heading = CHECKPOINTS, long, value_name = "DIR", env = "FSDP_MEMORY_TIER")]
     pub(super) memory_tier: Option<PathBuf>,
     /// Save to --memory-tier after every K steps
     #[arg(help_heading = CHECKPOINTS, long, value_name = "K", requires = "memory_tier", default_value = "10",
           env = "FSDP_MEMORY_EVERY")]
     pub(super) memory_every: NonZeroU64,
-    /// Write only what has changed since the last checkpoint; data files that are mostly the same are hard links
+    /// Write only what has changed since the last checkpoint; data files that are mostly the same
+    /// are hard links
     #[arg(help_heading = CHECKPOINTS, long, env = "FSDP_INCREMENTAL")]
     pub(super) incremental: bool,
     /// Go on training while checkpoints are written: a step waits only for a copy of the state
     #[arg(help_heading = CHECKPOINTS, long, env = "FSDP_ASYNC_SAVE")]
     pub(super) async_save: bool,
-    /// On a resume, let replicas (no-shard, hybrid-shard) share the reading: each reads a part of the checkpoint and
-    /// sends it to the others. Always on for object stores; for files it is worthwhile if many hosts read them over a
-    /// network
+    /// On a resume, let replicas (no-shard, hybrid-shard) share the reading: each reads a part of
+    /// the checkpoint and sends it to the others. Always on for object stores; for files it is
+    /// worthwhile if many hosts read them over a network
     #[arg(help_heading = CHECKPOINTS, long, env = "FSDP_READ_ONCE")]
     pub(super) read_once: bool,
     /// Remove checkpoints but the newest K, once a new one is whole [default: keep all]
@@ -262,8 +274,8 @@ pub(crate) struct TrainArguments {
     /// Steps after which the learning rate has fallen [default: --steps of the first run]
     #[arg(help_heading = OPTIMIZER, long, value_name = "S", env = "FSDP_SCHEDULE_STEPS", value_parser = steps())]
     pub(super) schedule_steps: Option<u64>,
-    /// Optimizer, with torch's defaults. muon takes the matrices of the blocks, and leaves the rest to adamw
-    /// [default: adamw]
+    /// Optimizer, with torch's defaults. muon takes the matrices of the blocks, and leaves the rest
+    /// to adamw [default: adamw]
     #[arg(help_heading = OPTIMIZER, long, value_enum, env = "FSDP_OPTIMIZER")]
     pub(super) optimizer: Option<OptimizerName>,
     /// Strategy of sharding: full-shard, shard-grad-op, no-shard or hybrid-shard
@@ -278,7 +290,8 @@ pub(crate) struct TrainArguments {
     /// The optimizer sees one FlatParameter per unit
     #[arg(help_heading = SHARDING, long, overrides_with = "use_orig_params", env = "FSDP_FLAT")]
     pub(super) flat: bool,
-    /// Compute in this type, with parameters, reductions and optimizer state in f32. With f16 the loss is scaled
+    /// Compute in this type, with parameters, reductions and optimizer state in f32. With f16 the
+    /// loss is scaled
     #[arg(help_heading = SHARDING, long, value_enum, env = "FSDP_MIXED_PRECISION")]
     pub(super) mixed_precision: Option<HalfPrecision>,
     /// Keep shards and optimizer state in the host's memory, also where the device is a GPU
@@ -287,35 +300,39 @@ pub(crate) struct TrainArguments {
     /// Scale gradients down so that their norm over all parameters is at most this
     #[arg(help_heading = OPTIMIZER, long, value_name = "NORM", env = "FSDP_CLIP_GRAD_NORM", value_parser = positive)]
     pub(super) clip_grad_norm: Option<f64>,
-    /// When gradients of some rank are NaN or infinite: end the run with an error, or skip the update of that step
+    /// When gradients of some rank are NaN or infinite: end the run with an error, or skip the
+    /// update of that step
     #[arg(help_heading = OPTIMIZER, long, value_enum, default_value_t, env = "FSDP_NONFINITE")]
     pub(super) nonfinite: NonFinite,
-    /// Gradient accumulation: forward and backward passes of each rank per step. Only the last one reduces gradients
-    /// over the ranks
+    /// Gradient accumulation: forward and backward passes of each rank per step. Only the last one
+    /// reduces gradients over the ranks
     #[arg(help_heading = OPTIMIZER, long, value_name = "A", default_value_t = 1, env = "FSDP_ACCUMULATE", value_parser = size())]
     pub(super) accumulate: usize,
-    /// Compute the activations of each block again in the backward, instead of keeping them: less memory, more time
+    /// Compute the activations of each block again in the backward, instead of keeping them: less
+    /// memory, more time
     #[arg(help_heading = SHARDING, long, env = "FSDP_ACTIVATION_CHECKPOINTING")]
     pub(super) activation_checkpointing: bool,
-    /// When a backward begins to gather its next unit, beside the computation. Takes the memory of one more unit, and
-    /// pays where ranks wait for the network; no effect on GPUs
+    /// When a backward begins to gather its next unit, beside the computation. Takes the memory of
+    /// one more unit, and pays where ranks wait for the network; no effect on GPUs
     #[arg(help_heading = SHARDING, long, value_enum, default_value_t, env = "FSDP_BACKWARD_PREFETCH")]
     pub(super) backward_prefetch: PrefetchName,
-    /// Begin to gather the next unit of a forward before the present one is computed, beside the computation
+    /// Begin to gather the next unit of a forward before the present one is computed, beside the
+    /// computation
     #[arg(help_heading = SHARDING, long, env = "FSDP_FORWARD_PREFETCH")]
     pub(super) forward_prefetch: bool,
     /// Gather at most one unit ahead, rather than three: less memory
     #[arg(help_heading = SHARDING, long, value_name = "BOOL", action = ArgAction::Set, default_value_t = true,
           env = "FSDP_LIMIT_ALL_GATHERS")]
     pub(super) limit_all_gathers: bool,
-    /// Check after every K steps that ranks which hold the same weights, optimizer state or values hold the same bits
+    /// Check after every K steps that ranks which hold the same weights, optimizer state or values
+    /// hold the same bits
     #[arg(help_heading = SHARDING, long, value_name = "K", env = "FSDP_CHECK_REPLICAS")]
     pub(super) check_replicas: Option<NonZeroU64>,
     /// Bytes of the text sample at the end
     #[arg(help_heading = OUTPUT, long, value_name = "BYTES", default_value_t = 200, env = "FSDP_SAMPLE")]
     pub(super) sample: usize,
-    /// Write a trace of the time spent to FILE, for Perfetto or chrome://tracing; each process its own, with its rank
-    /// in the name
+    /// Write a trace of the time spent to FILE, for Perfetto or chrome://tracing; each process its
+    /// own, with its rank in the name
     #[arg(help_heading = OUTPUT, long, value_name = "FILE", env = "FSDP_TRACE")]
     pub(super) trace: Option<PathBuf>,
     /// One JSON object a line on stdout for the start, each step, each checkpoint and the end
@@ -327,24 +344,75 @@ pub(crate) struct TrainArguments {
 }
 
 impl TrainArguments {
-    /// Returns the options that must be the same on all ranks, as text: they decide what ranks compute together, and in
-    /// which order they call collectives.
+    /// Returns the options that must be the same on all ranks, as text: they decide what ranks
+    /// compute together, and in which order they call collectives.
     pub(super) fn of_all_ranks(&self) -> String {
-        let Self { steps, save_every, memory_tier, memory_every, incremental, async_save, read_once, .. } = self;
-        let Self { strategy, replicas, use_orig_params, flat, mixed_precision, cpu_offload, .. } = self;
-        let Self { clip_grad_norm, nonfinite, accumulate, activation_checkpointing, check_replicas, sample, .. } = self;
+        let Self {
+            steps,
+            save_every,
+            memory_tier,
+            memory_every,
+            incremental,
+            async_save,
+            read_once,
+            ..
+        } = self;
+        let Self {
+            strategy,
+            replicas,
+            use_orig_params,
+            flat,
+            mixed_precision,
+            cpu_offload,
+            ..
+        } = self;
+        let Self {
+            clip_grad_norm,
+            nonfinite,
+            accumulate,
+            activation_checkpointing,
+            check_replicas,
+            sample,
+            ..
+        } = self;
         format!(
             "{:?} {:?} {:?}",
-            (steps, save_every, memory_tier.is_some(), memory_every, incremental, async_save, read_once),
-            (strategy, replicas, use_orig_params, flat, mixed_precision, cpu_offload),
-            (clip_grad_norm, nonfinite, accumulate, activation_checkpointing, check_replicas, sample),
+            (
+                steps,
+                save_every,
+                memory_tier.is_some(),
+                memory_every,
+                incremental,
+                async_save,
+                read_once
+            ),
+            (
+                strategy,
+                replicas,
+                use_orig_params,
+                flat,
+                mixed_precision,
+                cpu_offload
+            ),
+            (
+                clip_grad_norm,
+                nonfinite,
+                accumulate,
+                activation_checkpointing,
+                check_replicas,
+                sample
+            ),
         )
     }
 
-    /// Returns which checkpoint to continue from. A process that a launcher has started again goes on, whatever it did
-    /// the first time.
+    /// Returns which checkpoint to continue from. A process that a launcher has started again goes
+    /// on, whatever it did the first time.
     pub(super) fn resume_mode(&self) -> ResumeMode {
-        if self.goes_on_unasked() { ResumeMode::Auto } else { self.resume }
+        if self.goes_on_unasked() {
+            ResumeMode::Auto
+        } else {
+            self.resume
+        }
     }
 
     /// Returns `true` if the run continues only because a launcher has started it again.
@@ -354,29 +422,44 @@ impl TrainArguments {
 
     /// Returns the place of the checkpoints.
     pub(super) fn checkpoints(&self) -> Location {
-        self.checkpoint_dir.clone().unwrap_or_else(|| (&self.out).into())
+        self.checkpoint_dir
+            .clone()
+            .unwrap_or_else(|| (&self.out).into())
     }
 }
 
 /// Returns the number of times that a launcher has started this process again.
 pub(super) fn restarts() -> u64 {
     let count = std::env::var("TORCHELASTIC_RESTART_COUNT");
-    count.ok().and_then(|count| count.trim().parse().ok()).unwrap_or(0)
+    count
+        .ok()
+        .and_then(|count| count.trim().parse().ok())
+        .unwrap_or(0)
 }
 
-/// Returns torchrun's name of this job, which stays the same when its processes are started again; `None` if it has
-/// none.
+/// Returns torchrun's name of this job, which stays the same when its processes are started again;
+/// `None` if it has none.
 pub(super) fn elastic_job() -> Option<String> {
     // torchrun gives the name `none` to a job without one.
-    std::env::var("TORCHELASTIC_RUN_ID").ok().filter(|job| !job.is_empty() && job != "none")
+    std::env::var("TORCHELASTIC_RUN_ID")
+        .ok()
+        .filter(|job| !job.is_empty() && job != "none")
 }
 
 fn learning_rate(text: &str) -> Result<f64, String> {
     let lr: f64 = text.parse().map_err(|_| "it is not a number".to_owned())?;
-    if lr.is_finite() && lr >= 0.0 { Ok(lr) } else { Err("a learning rate is finite and not negative".to_owned()) }
+    if lr.is_finite() && lr >= 0.0 {
+        Ok(lr)
+    } else {
+        Err("a learning rate is finite and not negative".to_owned())
+    }
 }
 
 fn positive(text: &str) -> Result<f64, String> {
     let value: f64 = text.parse().map_err(|_| "it is not a number".to_owned())?;
-    if value.is_finite() && value > 0.0 { Ok(value) } else { Err("it must be finite and positive".to_owned()) }
+    if value.is_finite() && value > 0.0 {
+        Ok(value)
+    } else {
+        Err("it must be finite and positive".to_owned())
+    }
 }

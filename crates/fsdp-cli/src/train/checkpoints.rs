@@ -26,8 +26,8 @@ pub(super) struct Checkpoints {
     damaged: Vec<Location>,
 }
 
-/// Returns the newest step of the memory tier if it is newer than `step`. A tier that cannot be used is left out, with
-/// a warning. This is a collective.
+/// Returns the newest step of the memory tier if it is newer than `step`. A tier that cannot be
+/// used is left out, with a warning. This is a collective.
 ///
 /// # Errors
 /// A rank was lost; with `--resume=strict`, the errors of [`Checkpointer::latest_in_memory_after`].
@@ -41,23 +41,37 @@ pub(super) fn latest_in_memory(
     if is_strict {
         return found.context("failed to look into the memory tier");
     }
-    Ok(unless_lost(found, "failed to look into the memory tier", group.rank() == 0)?.flatten())
+    Ok(unless_lost(
+        found,
+        "failed to look into the memory tier",
+        group.rank() == 0,
+    )?
+    .flatten())
 }
 
 /// Returns the newest step of the memory tier without reading it. This is a collective.
 ///
 /// # Errors
 /// The errors of [`Checkpointer::step_in_memory`].
-pub(super) fn step_in_memory(arguments: &TrainArguments, group: &ProcessGroup) -> Result<Option<u64>> {
-    checkpointer(arguments, group, false)?.step_in_memory().context("failed to look into the memory tier")
+pub(super) fn step_in_memory(
+    arguments: &TrainArguments,
+    group: &ProcessGroup,
+) -> Result<Option<u64>> {
+    checkpointer(arguments, group, false)?
+        .step_in_memory()
+        .context("failed to look into the memory tier")
 }
 
-/// Turns an error of the memory tier into a warning and `None`, because the run can continue without the tier. Every
-/// rank has the same error, so all of them continue; one of them `reports`.
+/// Turns an error of the memory tier into a warning and `None`, because the run can continue
+/// without the tier. Every rank has the same error, so all of them continue; one of them `reports`.
 ///
 /// # Errors
 /// A rank was lost.
-fn unless_lost<T>(outcome: Result<T, CheckpointError>, failed: &str, reports: bool) -> Result<Option<T>> {
+fn unless_lost<T>(
+    outcome: Result<T, CheckpointError>,
+    failed: &str,
+    reports: bool,
+) -> Result<Option<T>> {
     match outcome {
         Err(error) if error.kind() != ErrorKind::RankLost => {
             if reports {
@@ -69,20 +83,36 @@ fn unless_lost<T>(outcome: Result<T, CheckpointError>, failed: &str, reports: bo
     }
 }
 
-/// Returns the checkpointer of a run. With `replaces`, saves may replace checkpoints. This is a collective.
-fn checkpointer(arguments: &TrainArguments, group: &ProcessGroup, replaces: bool) -> Result<Checkpointer> {
+/// Returns the checkpointer of a run. With `replaces`, saves may replace checkpoints. This is a
+/// collective.
+fn checkpointer(
+    arguments: &TrainArguments,
+    group: &ProcessGroup,
+    replaces: bool,
+) -> Result<Checkpointer> {
     let options = CheckpointerOptions {
-        retention: Retention { keep_last: arguments.keep_last, keep_every: arguments.keep_every },
+        retention: Retention {
+            keep_last: arguments.keep_last,
+            keep_every: arguments.keep_every,
+        },
         // Not strict: the checkpoint may also hold values that another program saved.
-        save: SaveOptions { overwrite: replaces, incremental: arguments.incremental, ..SaveOptions::default() },
-        load: LoadOptions { strict: false, read_once: arguments.read_once.then_some(true), ..LoadOptions::default() },
+        save: SaveOptions {
+            overwrite: replaces,
+            incremental: arguments.incremental,
+            ..SaveOptions::default()
+        },
+        load: LoadOptions {
+            strict: false,
+            read_once: arguments.read_once.then_some(true),
+            ..LoadOptions::default()
+        },
         memory_tier: arguments.memory_tier.as_ref().map(Location::from),
     };
     Ok(Checkpointer::new(arguments.checkpoints(), group, options)?)
 }
 
-/// Removes a damaged checkpoint from an object store, unless there are objects that no save has written. Then the save
-/// to its place is refused.
+/// Removes a damaged checkpoint from an object store, unless there are objects that no save has
+/// written. Then the save to its place is refused.
 ///
 /// # Errors
 /// The errors of the store.
@@ -95,7 +125,9 @@ fn remove_damaged(location: &Location) -> Result<(), FileError> {
 
 /// Returns `true` for the names that saves give to the objects of a checkpoint.
 fn is_of_save(name: &str) -> bool {
-    name == ".metadata" || name.starts_with(".integrity") || (name.starts_with("__") && name.ends_with(".distcp"))
+    name == ".metadata"
+        || name.starts_with(".integrity")
+        || (name.starts_with("__") && name.ends_with(".distcp"))
 }
 
 /// A save in the background.
@@ -107,14 +139,24 @@ struct BackgroundSave {
 }
 
 impl Checkpoints {
-    /// Prepares the saves and the load of a run. Saves replace `damaged` checkpoints. This is a collective.
+    /// Prepares the saves and the load of a run. Saves replace `damaged` checkpoints. This is a
+    /// collective.
     ///
     /// # Errors
     /// The same as [`Checkpointer::new`].
-    pub(super) fn new(arguments: &TrainArguments, group: &ProcessGroup, damaged: &[Location]) -> Result<Self> {
+    pub(super) fn new(
+        arguments: &TrainArguments,
+        group: &ProcessGroup,
+        damaged: &[Location],
+    ) -> Result<Self> {
         let checkpointer = checkpointer(arguments, group, !damaged.is_empty())?;
         let (in_background, damaged) = (arguments.async_save, damaged.to_vec());
-        Ok(Checkpoints { checkpointer, in_background, started: None, damaged })
+        Ok(Checkpoints {
+            checkpointer,
+            in_background,
+            started: None,
+            damaged,
+        })
     }
 
     /// Checks that checkpoints can be saved in `place`, the run's. Every rank calls it.
@@ -122,10 +164,12 @@ impl Checkpoints {
     /// # Errors
     /// The same on every rank: the errors of the storage.
     pub(super) fn check_writable(&self, place: Location) -> Result<()> {
-        self.checkpointer.check_writable().map_err(|source| match source.kind() {
-            ErrorKind::RankLost | ErrorKind::NoSpace => source.into(),
-            _ => Unwritable { place, source }.into(),
-        })
+        self.checkpointer
+            .check_writable()
+            .map_err(|source| match source.kind() {
+                ErrorKind::RankLost | ErrorKind::NoSpace => source.into(),
+                _ => Unwritable { place, source }.into(),
+            })
     }
 
     /// Returns `true` if training goes on during saves.
@@ -133,19 +177,28 @@ impl Checkpoints {
         self.in_background
     }
 
-    /// Saves the state after a step to the memory tier. A failure is a warning only. Every rank calls it.
+    /// Saves the state after a step to the memory tier. A failure is a warning only. Every rank
+    /// calls it.
     ///
     /// # Errors
     /// A rank was lost; stdout is closed.
-    pub(super) fn save_to_memory(&mut self, step: u64, run: &TrainState<Gpt>, report: Option<&Report>) -> Result<()> {
+    pub(super) fn save_to_memory(
+        &mut self,
+        step: u64,
+        run: &TrainState<Gpt>,
+        report: Option<&Report>,
+    ) -> Result<()> {
         let saved = self.checkpointer.save_to_memory(step, run);
         let failed = format!("failed to save step {step} to the memory tier");
         let saved = unless_lost(saved, &failed, report.is_some())?;
-        let (Some(saved), Some(report)) = (saved, report) else { return Ok(()) };
+        let (Some(saved), Some(report)) = (saved, report) else {
+            return Ok(());
+        };
         report.memory(step, saved.total_bytes, saved.duration.as_secs_f64())
     }
 
-    /// Removes the run's steps from the memory tier. A failure is a warning only. Every rank calls it.
+    /// Removes the run's steps from the memory tier. A failure is a warning only. Every rank calls
+    /// it.
     ///
     /// # Errors
     /// A rank was lost.
@@ -167,14 +220,23 @@ impl Checkpoints {
     ///
     /// # Errors
     /// The errors of this save; for a save in the background, those of the previous one.
-    pub(super) fn save(&mut self, step: u64, run: &TrainState<Gpt>, report: Option<&Report>) -> Result<()> {
+    pub(super) fn save(
+        &mut self,
+        step: u64,
+        run: &TrainState<Gpt>,
+        report: Option<&Report>,
+    ) -> Result<()> {
         let clock = Instant::now();
         self.wait(report)?;
         self.make_room(step, run.model.group())?;
         if self.in_background {
             let started = self.checkpointer.save_async(step, run);
             started.with_context(|| self.failed(step))?;
-            self.started = Some(BackgroundSave { step, stall: clock.elapsed(), outcome: None });
+            self.started = Some(BackgroundSave {
+                step,
+                stall: clock.elapsed(),
+                outcome: None,
+            });
             return Ok(());
         }
         let saved = self.checkpointer.save(step, run);
@@ -182,19 +244,25 @@ impl Checkpoints {
         self.report(step, &saved, clock.elapsed(), report)
     }
 
-    /// Removes a damaged checkpoint of this step from an object store. A directory is replaced in one step, which no
-    /// object store can do. Every rank calls it.
+    /// Removes a damaged checkpoint of this step from an object store. A directory is replaced in
+    /// one step, which no object store can do. Every rank calls it.
     ///
     /// # Errors
     /// The same on every rank: the errors of the store.
     fn make_room(&mut self, step: u64, group: &ProcessGroup) -> Result<()> {
         let location = self.checkpointer.location(step);
-        let Some(at) = self.damaged.iter().position(|damaged| *damaged == location) else { return Ok(()) };
+        let Some(at) = self.damaged.iter().position(|damaged| *damaged == location) else {
+            return Ok(());
+        };
         self.damaged.swap_remove(at);
         if location.local().is_some() {
             return Ok(());
         }
-        let removed = if group.rank() == 0 { remove_damaged(&location) } else { Ok(()) };
+        let removed = if group.rank() == 0 {
+            remove_damaged(&location)
+        } else {
+            Ok(())
+        };
         let group = group.with_deadline_at_least(SaveOptions::default().deadline);
         let removed = group.agree("remove a damaged checkpoint", removed);
         removed.with_context(|| format!("failed to remove the damaged `{location}`"))
@@ -205,7 +273,14 @@ impl Checkpoints {
     /// # Errors
     /// The errors of that save, the same on every rank.
     pub(super) fn wait(&mut self, report: Option<&Report>) -> Result<()> {
-        let Some(BackgroundSave { step, stall, outcome }) = self.started.take() else { return Ok(()) };
+        let Some(BackgroundSave {
+            step,
+            stall,
+            outcome,
+        }) = self.started.take()
+        else {
+            return Ok(());
+        };
         let outcome = match outcome {
             Some(outcome) => outcome,
             None => info_span!("wait for the save before").in_scope(|| self.checkpointer.wait()),
@@ -216,13 +291,15 @@ impl Checkpoints {
         }
     }
 
-    /// Reports a save in the background as soon as it is done. Only the rank that reports asks; an error is kept until
-    /// all ranks [`wait`](Checkpoints::wait).
+    /// Reports a save in the background as soon as it is done. Only the rank that reports asks; an
+    /// error is kept until all ranks [`wait`](Checkpoints::wait).
     ///
     /// # Errors
     /// stdout is closed.
     pub(super) fn report_if_finished(&mut self, report: &Report) -> Result<()> {
-        let Some(started) = &mut self.started else { return Ok(()) };
+        let Some(started) = &mut self.started else {
+            return Ok(());
+        };
         if started.outcome.is_some() || self.checkpointer.is_saving() {
             return Ok(());
         }
@@ -244,7 +321,13 @@ impl Checkpoints {
     }
 
     /// Reports a checkpoint that is whole.
-    fn report(&self, step: u64, saved: &SaveReport, stall: Duration, report: Option<&Report>) -> Result<()> {
+    fn report(
+        &self,
+        step: u64,
+        saved: &SaveReport,
+        stall: Duration,
+        report: Option<&Report>,
+    ) -> Result<()> {
         let Some(report) = report else { return Ok(()) };
         report.checkpoint(&Saved {
             step,

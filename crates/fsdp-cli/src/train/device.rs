@@ -13,7 +13,9 @@ impl DeviceName {
     /// A GPU backend with CPUs as the device; a build or a machine without GPUs.
     pub(super) fn choose(arguments: &TrainArguments) -> Result<Self> {
         let device = match (arguments.device, arguments.backend) {
-            (Some(DeviceName::Cpu), Some(BackendName::Nccl)) => return Err(JobError::NcclOnCpus.into()),
+            (Some(DeviceName::Cpu), Some(BackendName::Nccl)) => {
+                return Err(JobError::NcclOnCpus.into());
+            }
             (Some(device), _) => device,
             (None, Some(BackendName::Nccl)) => DeviceName::Cuda,
             (None, _) => DeviceName::Cpu,
@@ -24,8 +26,8 @@ impl DeviceName {
         Ok(device)
     }
 
-    /// Opens the device of a rank: the GPU with its number on this machine. If there are more ranks than GPUs, they
-    /// share.
+    /// Opens the device of a rank: the GPU with its number on this machine. If there are more ranks
+    /// than GPUs, they share.
     ///
     /// # Errors
     /// The GPU cannot be used.
@@ -42,9 +44,17 @@ impl DeviceName {
 fn devices() -> Result<usize, JobError> {
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
 
-    let count = CudaContext::device_count().map_err(|error| JobError::NoGpu { reason: error.to_string() })?;
+    let count = CudaContext::device_count().map_err(|error| JobError::NoGpu {
+        reason: error.to_string(),
+    })?;
     let count = usize::try_from(count).unwrap_or_default();
-    if count == 0 { Err(JobError::NoGpu { reason: "CUDA finds none".to_owned() }) } else { Ok(count) }
+    if count == 0 {
+        Err(JobError::NoGpu {
+            reason: "CUDA finds none".to_owned(),
+        })
+    } else {
+        Ok(count)
+    }
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -27,7 +27,15 @@ pub(super) struct Candidates<'a> {
 
 impl<'a> Candidates<'a> {
     pub(super) const fn new(run: &'a Location, mode: ResumeMode, reports: bool) -> Self {
-        Candidates { run, mode, reports, damaged: Vec::new(), memory: None, is_memory_damaged: false, damage: None }
+        Candidates {
+            run,
+            mode,
+            reports,
+            damaged: Vec::new(),
+            memory: None,
+            is_memory_damaged: false,
+            damage: None,
+        }
     }
 
     /// Returns `true` if the run may continue from a step of the memory tier.
@@ -45,8 +53,14 @@ impl<'a> Candidates<'a> {
     /// # Errors
     /// The storage cannot be read.
     pub(super) fn newest_step(&self) -> Result<Option<u64>> {
-        let listed = if self.run.exists()? { list_checkpoints(self.run)? } else { Vec::new() };
-        let undamaged = listed.into_iter().filter(|checkpoint| !self.damaged.contains(&checkpoint.path));
+        let listed = if self.run.exists()? {
+            list_checkpoints(self.run)?
+        } else {
+            Vec::new()
+        };
+        let undamaged = listed
+            .into_iter()
+            .filter(|checkpoint| !self.damaged.contains(&checkpoint.path));
         Ok(undamaged.last().map(|newest| newest.step))
     }
 
@@ -57,7 +71,9 @@ impl<'a> Candidates<'a> {
 
     /// Returns `true` if this is the place of the step of the memory tier.
     pub(super) fn is_memory(&self, path: &Location) -> bool {
-        self.memory.as_ref().is_some_and(|memory| memory.path == *path)
+        self.memory
+            .as_ref()
+            .is_some_and(|memory| memory.path == *path)
     }
 
     /// Returns `true` if the run has no checkpoint yet.
@@ -75,11 +91,18 @@ impl<'a> Candidates<'a> {
     pub(super) fn open_newest(&mut self) -> Result<Resume> {
         let damage = self.damage.take();
         let Some(path) = self.left()?.pop() else {
-            let none = || NoCheckpoint { directory: self.run.to_string() }.into();
+            let none = || {
+                NoCheckpoint {
+                    directory: self.run.to_string(),
+                }
+                .into()
+            };
             return Err(damage.map_or_else(none, |(_, error)| error));
         };
         if let (Some((damaged, error)), true) = (damage, self.reports) {
-            output::talk(&format!("warning: `{damaged}` is damaged, and the one before it is taken: {error:#}"));
+            output::talk(&format!(
+                "warning: `{damaged}` is damaged, and the one before it is taken: {error:#}"
+            ));
         }
         Resume::open(path.clone()).map_err(|error| named_if_damaged(error, &path))
     }
@@ -87,7 +110,8 @@ impl<'a> Candidates<'a> {
     /// Takes a checkpoint for damaged, so that the one before it is next.
     ///
     /// # Errors
-    /// The damage, with `--resume=strict`, or if it is known already: then there was no checkpoint before.
+    /// The damage, with `--resume=strict`, or if it is known already: then there was no checkpoint
+    /// before.
     pub(super) fn fall_back(&mut self, path: Location, error: Error) -> Result<()> {
         if self.mode == ResumeMode::Strict || self.damaged.contains(&path) {
             return Err(error);
@@ -104,16 +128,25 @@ impl<'a> Candidates<'a> {
     /// Returns the checkpoints that are not known to be damaged, the oldest first.
     fn left(&self) -> Result<Vec<Location>> {
         // The step in memory is newer than all undamaged checkpoints.
-        let all = self.of_run()?.into_iter().chain(self.memory.clone()).map(|StepCheckpoint { path, .. }| path);
+        let all = self
+            .of_run()?
+            .into_iter()
+            .chain(self.memory.clone())
+            .map(|StepCheckpoint { path, .. }| path);
         Ok(all.filter(|path| !self.damaged.contains(path)).collect())
     }
 
     /// Returns the checkpoints of the run, the oldest first.
     fn of_run(&self) -> Result<Vec<StepCheckpoint>> {
         // A run that was killed before its first checkpoint may have none but in memory.
-        let may_be_absent = self.mode == ResumeMode::Auto || self.memory.is_some() || self.is_memory_damaged;
+        let may_be_absent =
+            self.mode == ResumeMode::Auto || self.memory.is_some() || self.is_memory_damaged;
         let is_there = !may_be_absent || self.run.exists()?;
-        Ok(if is_there { list_checkpoints(self.run)? } else { Vec::new() })
+        Ok(if is_there {
+            list_checkpoints(self.run)?
+        } else {
+            Vec::new()
+        })
     }
 }
 
@@ -126,5 +159,8 @@ pub(super) fn named_if_damaged(error: Error, path: &Location) -> Error {
 }
 
 fn is_damage(error: &Error) -> bool {
-    matches!(exit_code(error), exit_codes::CORRUPT | exit_codes::INCOMPLETE)
+    matches!(
+        exit_code(error),
+        exit_codes::CORRUPT | exit_codes::INCOMPLETE
+    )
 }

@@ -20,8 +20,8 @@ impl Launched {
     /// Finds the launcher of this process; `None` if ranks are threads.
     ///
     /// # Errors
-    /// A launcher's variables that make no sense, or none where `--backend` needs one; a backend that this build has
-    /// not; another number of ranks was asked for.
+    /// A launcher's variables that make no sense, or none where `--backend` needs one; a backend
+    /// that this build has not; another number of ranks was asked for.
     pub(super) fn find(arguments: &TrainArguments) -> Result<Option<Self>> {
         let backend = match arguments.backend {
             Some(BackendName::Mpi) => BackendKind::Mpi,
@@ -35,7 +35,9 @@ impl Launched {
             (Some(BackendName::Mpi), _) => started_by_mpi()?,
             (None, Ok(environment)) if environment.world_size == 1 => return Ok(None),
             (None, Ok(environment)) => environment,
-            (None, Err(CommError::Environment { variable, .. })) if is_unset(&variable) && variable == "RANK" => {
+            (None, Err(CommError::Environment { variable, .. }))
+                if is_unset(&variable) && variable == "RANK" =>
+            {
                 return Ok(None);
             }
             (None, Err(error)) => return Err(error.into()),
@@ -43,7 +45,10 @@ impl Launched {
         let world_size = environment.world_size;
         match arguments.nproc {
             Some(nproc) if nproc != world_size => Err(JobError::Nproc { nproc, world_size }.into()),
-            _ => Ok(Some(Launched { environment, backend })),
+            _ => Ok(Some(Launched {
+                environment,
+                backend,
+            })),
         }
     }
 
@@ -63,7 +68,9 @@ impl Launched {
 
     /// Returns the number of ranks of this machine; all, if the launcher does not tell.
     pub(super) fn local_world_size(&self) -> usize {
-        self.environment.local_world_size.unwrap_or(self.environment.world_size)
+        self.environment
+            .local_world_size
+            .unwrap_or(self.environment.world_size)
     }
 
     /// Returns `true` for rank 0, which reports.
@@ -85,30 +92,44 @@ impl Launched {
 /// # Errors
 /// The error of this rank, or that of another rank.
 pub(super) fn run(group: &ProcessGroup, ranks: &Ranks, job: &Job<'_>) -> Result<Ended> {
-    // Each process has read its own command line and its own copy of the text, and found its own newest checkpoint, so
-    // compare them.
+    // Each process has read its own command line and its own copy of the text, and found its own
+    // newest checkpoint, so compare them.
     let mut hasher = DefaultHasher::new();
-    format!("{:?} {} {:?} {}", job.settings, job.start(), job.batches, job.text.digest()).hash(&mut hasher);
+    format!(
+        "{:?} {} {:?} {}",
+        job.settings,
+        job.start(),
+        job.batches,
+        job.text.digest()
+    )
+    .hash(&mut hasher);
     job.arguments.of_all_ranks().hash(&mut hasher);
-    let start = format!("train from step {} with the same options and the same text", job.start());
+    let start = format!(
+        "train from step {} with the same options and the same text",
+        job.start()
+    );
     group.agree_on(&start, hasher.finish(), Ok::<_, CommError>(()))?;
     let result = ranks.run_one(group.rank(), || rank::run(group.clone(), job))?;
     result.inspect_err(|error| {
-        // Leaving the group tells the others of the failure. So keep the group until this process ends, after it has
-        // reported its error. But a damaged checkpoint is an error on all ranks, and they may continue with another
-        // checkpoint.
+        // Leaving the group tells the others of the failure. So keep the group until this process
+        // ends, after it has reported its error. But a damaged checkpoint is an error on all ranks,
+        // and they may continue with another checkpoint.
         if error.downcast_ref::<UnreadableCheckpoint>().is_none() {
             std::mem::forget(group.clone());
         }
     })
 }
 
-/// Reads the place of a process that an MPI launcher started. No address needs to be set, as MPI connects the
-/// processes.
+/// Reads the place of a process that an MPI launcher started. No address needs to be set, as MPI
+/// connects the processes.
 fn started_by_mpi() -> Result<Environment, CommError> {
     Environment::from_variables(|name| {
         let value = std::env::var(name).ok();
-        if name == "MASTER_ADDR" { value.or_else(|| Some("localhost".to_owned())) } else { value }
+        if name == "MASTER_ADDR" {
+            value.or_else(|| Some("localhost".to_owned()))
+        } else {
+            value
+        }
     })
 }
 

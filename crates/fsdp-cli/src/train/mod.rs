@@ -41,15 +41,19 @@ use crate::stop::StopRequest;
 pub(crate) use self::arguments::TrainArguments;
 use self::arguments::{DeviceName, ResumeMode, elastic_job, restarts};
 
-/// Returns the file for this process's trace. If ranks are processes, each writes a file of its own.
+/// Returns the file for this process's trace. If ranks are processes, each writes a file of its
+/// own.
 pub(crate) fn trace_file(arguments: &TrainArguments) -> Option<PathBuf> {
     let file = arguments.trace.as_ref()?;
-    let rank = Launched::find(arguments).ok().flatten().map(|launched| launched.rank());
+    let rank = Launched::find(arguments)
+        .ok()
+        .flatten()
+        .map(|launched| launched.rank());
     Some(own_trace(file, rank, restarts()))
 }
 
-/// Returns `FILE-rank3-restart1.json` for `FILE.json` and rank 3 after one restart. The trace of an attempt that has
-/// failed stays.
+/// Returns `FILE-rank3-restart1.json` for `FILE.json` and rank 3 after one restart. The trace of an
+/// attempt that has failed stays.
 fn own_trace(file: &Path, rank: Option<usize>, restarts: u64) -> PathBuf {
     let mut name = file.file_stem().unwrap_or_default().to_owned();
     if let Some(rank) = rank {
@@ -65,8 +69,8 @@ fn own_trace(file: &Path, rank: Option<usize>, restarts: u64) -> PathBuf {
     file.with_file_name(name)
 }
 
-/// Returns the number of CPU threads of each rank of this process: `--threads`, or else the number that the user has
-/// set for candle, or else the rank's share of the machine.
+/// Returns the number of CPU threads of each rank of this process: `--threads`, or else the number
+/// that the user has set for candle, or else the rank's share of the machine.
 pub(crate) fn threads_per_rank(arguments: &TrainArguments) -> usize {
     // A launcher's variables that make no sense are an error of the run, which comes next.
     let launched = Launched::find(arguments).ok().flatten();
@@ -85,8 +89,8 @@ fn ranks(arguments: &TrainArguments, launched: Option<&Launched>) -> Ranks {
 /// Trains: `fsdp train`.
 ///
 /// # Errors
-/// Options that cannot be combined or satisfied, and any failure of training. Errors that can be found in advance are
-/// returned before anything is written.
+/// Options that cannot be combined or satisfied, and any failure of training. Errors that can be
+/// found in advance are returned before anything is written.
 pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     // Until training begins a signal may end this process: nothing would be lost.
     let stop = StopRequest::new();
@@ -96,31 +100,45 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let run = &arguments.checkpoints();
     let reports = launched.as_ref().is_none_or(Launched::is_first);
     if reports {
-        // Looking for steps in the memory tier would already disturb a run that is saving there, so this comes first.
+        // Looking for steps in the memory tier would already disturb a run that is saving there, so
+        // this comes first.
         report::check_free(arguments)?;
     }
     let ranks = ranks(arguments, launched.as_ref());
     let mut candidates = Candidates::new(run, arguments.resume_mode(), reports);
     let mut group = None;
-    // The parts of a step in memory are spread over the hosts, so only all ranks together can tell which step is whole.
+    // The parts of a step in memory are spread over the hosts, so only all ranks together can tell
+    // which step is whole.
     if let (Some(launched), Some(_)) = (&launched, &arguments.memory_tier) {
         group = Some(launched.meet(&ranks)?);
     }
     if let (ResumeMode::No, Some(tier)) = (arguments.resume_mode(), &arguments.memory_tier)
-        && let Some(step) = on_ranks(&ranks, group.as_ref(), |group| step_in_memory(arguments, group))?
+        && let Some(step) = on_ranks(&ranks, group.as_ref(), |group| {
+            step_in_memory(arguments, group)
+        })?
     {
         // The tier holds steps of a run with the same directory.
-        return Err(JobError::OutIsTaken { directory: tier.display().to_string(), step }.into());
+        return Err(JobError::OutIsTaken {
+            directory: tier.display().to_string(),
+            step,
+        }
+        .into());
     }
     let ended = loop {
         // Step 1: look for a step in memory that is newer than the newest undamaged checkpoint.
         if arguments.memory_tier.is_some() && candidates.may_be_in_memory() {
             let newest = candidates.newest_step()?;
-            let found = on_ranks(&ranks, group.as_ref(), |group| latest_in_memory(arguments, group, newest))?;
+            let found = on_ranks(&ranks, group.as_ref(), |group| {
+                latest_in_memory(arguments, group, newest)
+            })?;
             candidates.set_memory(found);
         }
         // Step 2: check all that can be checked without the other ranks.
-        let place = Place { launched: launched.as_ref(), device, threads_per_rank: ranks.threads_per_rank() };
+        let place = Place {
+            launched: launched.as_ref(),
+            device,
+            threads_per_rank: ranks.threads_per_rank(),
+        };
         let ended = match prepare(arguments, &place, &mut candidates, stop.clone()) {
             Ok(None) => return Ok(()),
             Ok(Some(job)) => {
@@ -138,7 +156,8 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
             }
             Err(error) => Err(error),
         };
-        // Damage is the same error on all ranks, so all of them continue with the checkpoint before.
+        // Damage is the same error on all ranks, so all of them continue with the checkpoint
+        // before.
         match ended {
             Err(error) => match error.downcast_ref::<UnreadableCheckpoint>() {
                 Some(UnreadableCheckpoint { path }) => candidates.fall_back(path.clone(), error)?,
@@ -153,8 +172,9 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     }
 }
 
-/// Runs a collective before the job, and returns its result, which is the same on every rank. `group` is given if this
-/// process is a single rank; otherwise the ranks are threads of this process.
+/// Runs a collective before the job, and returns its result, which is the same on every rank.
+/// `group` is given if this process is a single rank; otherwise the ranks are threads of this
+/// process.
 ///
 /// # Errors
 /// The first error of any rank.
@@ -179,8 +199,8 @@ struct Place<'a> {
     threads_per_rank: usize,
 }
 
-/// Opens the checkpoint that the run continues from, and checks the options; returns `None` if the run is complete
-/// already.
+/// Opens the checkpoint that the run continues from, and checks the options; returns `None` if the
+/// run is complete already.
 ///
 /// # Errors
 /// Options that contradict each other, the checkpoint or the text; files that cannot be read.
@@ -190,7 +210,11 @@ fn prepare<'a>(
     candidates: &mut Candidates<'_>,
     stop: StopRequest,
 ) -> Result<Option<Job<'a>>> {
-    let &Place { launched, device, threads_per_rank } = place;
+    let &Place {
+        launched,
+        device,
+        threads_per_rank,
+    } = place;
     let world_size = launched.map_or(arguments.nproc.unwrap_or(1), Launched::world_size);
     let mode = arguments.resume_mode();
     let begins = match mode {
@@ -209,7 +233,9 @@ fn prepare<'a>(
     let settings = Settings::resolve(arguments, resume.as_ref());
     let settings = match &resume {
         // Damage may show first in the settings. Then the checkpoint before may do.
-        Some(resume) if !begins => settings.map_err(|error| named_if_damaged(error, &resume.path))?,
+        Some(resume) if !begins => {
+            settings.map_err(|error| named_if_damaged(error, &resume.path))?
+        }
         _ => settings?,
     };
     settings.gpt.validate()?;
@@ -217,8 +243,12 @@ fn prepare<'a>(
         Some(path) => Text::open(path)?,
         None => Text::builtin(),
     };
-    let batches =
-        Batches { batch: settings.batch, seq: settings.gpt.seq, ranks: world_size, accumulation: arguments.accumulate };
+    let batches = Batches {
+        batch: settings.batch,
+        seq: settings.gpt.seq,
+        ranks: world_size,
+        accumulation: arguments.accumulate,
+    };
     batches.check(&text)?;
     let mesh = mesh(arguments, world_size)?;
     if let Some(Resume { step, path, .. }) = &resume
@@ -226,7 +256,9 @@ fn prepare<'a>(
     {
         let steps = arguments.steps;
         if launched.is_none_or(Launched::is_first) {
-            output::talk(&format!("nothing to do: `{path}` is at step {step} of {steps}"));
+            output::talk(&format!(
+                "nothing to do: `{path}` is at step {step} of {steps}"
+            ));
         }
         return Ok(None);
     }
@@ -236,9 +268,19 @@ fn prepare<'a>(
     if begins && launched.is_none_or(Launched::is_first) {
         check_saved_nowhere_else(arguments)?;
     }
-    let rows = resume.as_ref().map_or(Ok(0), |resume| resume.rows(settings.batch))?;
-    let from = resume.as_ref().map(|Resume { step, path, .. }| StepCheckpoint { step: *step, path: path.clone() });
-    let is_saved = !begins && from.as_ref().is_some_and(|from| !candidates.is_memory(&from.path));
+    let rows = resume
+        .as_ref()
+        .map_or(Ok(0), |resume| resume.rows(settings.batch))?;
+    let from = resume
+        .as_ref()
+        .map(|Resume { step, path, .. }| StepCheckpoint {
+            step: *step,
+            path: path.clone(),
+        });
+    let is_saved = !begins
+        && from
+            .as_ref()
+            .is_some_and(|from| !candidates.is_memory(&from.path));
     let resume = Mutex::new(resume.map(Arc::new));
     let local_rank = launched.map(Launched::local_rank);
     let damaged = candidates.damaged().to_vec();
@@ -279,8 +321,13 @@ fn mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> 
         return Ok(None);
     }
     let replicas = arguments.replicas.get();
-    let mesh = DeviceMesh::new(&[replicas, ranks / replicas], &["replicate", "shard"], ranks);
-    mesh.map(Some).map_err(|_| JobError::Replicas { replicas, ranks }.into())
+    let mesh = DeviceMesh::new(
+        &[replicas, ranks / replicas],
+        &["replicate", "shard"],
+        ranks,
+    );
+    mesh.map(Some)
+        .map_err(|_| JobError::Replicas { replicas, ranks }.into())
 }
 
 /// Checks that a run would not mix its checkpoints with those of another.
@@ -290,13 +337,18 @@ fn check_out_is_free(arguments: &TrainArguments) -> Result<()> {
         return Ok(());
     }
     match latest_checkpoint(&run)? {
-        Some(found) => Err(JobError::OutIsTaken { directory: run.to_string(), step: found.step }.into()),
+        Some(found) => Err(JobError::OutIsTaken {
+            directory: run.to_string(),
+            step: found.step,
+        }
+        .into()),
         None => Ok(()),
     }
 }
 
-/// Checks that the run's directory is not that of a run which has saved its checkpoints in another place, and which
-/// would begin anew because `--checkpoint-dir` is not what it was. Its metrics would be lost.
+/// Checks that the run's directory is not that of a run which has saved its checkpoints in another
+/// place, and which would begin anew because `--checkpoint-dir` is not what it was. Its metrics
+/// would be lost.
 fn check_saved_nowhere_else(arguments: &TrainArguments) -> Result<()> {
     #[derive(serde::Deserialize)]
     struct Event {
@@ -310,18 +362,30 @@ fn check_saved_nowhere_else(arguments: &TrainArguments) -> Result<()> {
             last = event.path;
         }
     })?;
-    let Some(place) = last.map(Location::from) else { return Ok(()) };
-    let failed = || format!("failed to look for the checkpoints of the run in `{}`", arguments.out.display());
+    let Some(place) = last.map(Location::from) else {
+        return Ok(());
+    };
+    let failed = || {
+        format!(
+            "failed to look for the checkpoints of the run in `{}`",
+            arguments.out.display()
+        )
+    };
     let is_here = place.name().parent() == Some(arguments.checkpoints().name());
     if is_here || !place.exists().with_context(failed)? {
         return Ok(());
     }
     let directory = arguments.out.display().to_string();
-    Err(JobError::SavedElsewhere { directory, place: place.to_string() }.into())
+    Err(JobError::SavedElsewhere {
+        directory,
+        place: place.to_string(),
+    }
+    .into())
 }
 
-/// Checks that a run which its launcher has started again finds its own checkpoints, and not those of another run:
-/// torchrun also restarts a process that has refused to begin because of them. It is known only of jobs with a name.
+/// Checks that a run which its launcher has started again finds its own checkpoints, and not those
+/// of another run: torchrun also restarts a process that has refused to begin because of them. It
+/// is known only of jobs with a name.
 fn check_run_is_own(arguments: &TrainArguments, candidates: &Candidates<'_>) -> Result<()> {
     #[derive(serde::Deserialize)]
     struct Event {
@@ -329,7 +393,9 @@ fn check_run_is_own(arguments: &TrainArguments, candidates: &Candidates<'_>) -> 
         job: Option<String>,
     }
 
-    let Some(own) = elastic_job() else { return Ok(()) };
+    let Some(own) = elastic_job() else {
+        return Ok(());
+    };
     let mut last_start = None;
     lines::read(&arguments.out.join(EVENTS_FILE), |event: Event| {
         if event.event == "start" {
@@ -337,14 +403,17 @@ fn check_run_is_own(arguments: &TrainArguments, candidates: &Candidates<'_>) -> 
         }
     })?;
     match (last_start, candidates.newest_step()?) {
-        (Some(job), Some(step)) if job.as_ref() != Some(&own) => {
-            Err(JobError::OutIsTaken { directory: arguments.checkpoints().to_string(), step }.into())
+        (Some(job), Some(step)) if job.as_ref() != Some(&own) => Err(JobError::OutIsTaken {
+            directory: arguments.checkpoints().to_string(),
+            step,
         }
+        .into()),
         _ => Ok(()),
     }
 }
 
-/// Returns the error that probably caused the others: one that does not blame other ranks, if there is such an error.
+/// Returns the error that probably caused the others: one that does not blame other ranks, if there
+/// is such an error.
 fn first_cause(errors: impl Iterator<Item = Error>) -> Result<()> {
     errors.min_by_key(is_about_others).map_or(Ok(()), Err)
 }
@@ -368,7 +437,10 @@ mod tests {
 
     #[test]
     fn each_attempt_has_a_trace_of_its_own() {
-        for (rank, named) in [(Some(0), "a/t-rank0-restart2.json"), (None, "a/t-restart2.json")] {
+        for (rank, named) in [
+            (Some(0), "a/t-rank0-restart2.json"),
+            (None, "a/t-restart2.json"),
+        ] {
             assert_eq!(own_trace(Path::new("a/t.json"), rank, 2), Path::new(named));
         }
     }

@@ -1,4 +1,5 @@
-//! The reports of a run: a line of JSON per step in `metrics.jsonl`, a progress bar or lines on stderr, JSON on stdout.
+//! The reports of a run: a line of JSON per step in `metrics.jsonl`, a progress bar or lines on
+//! stderr, JSON on stdout.
 
 use std::fmt::Display;
 use std::fs::{File, OpenOptions, TryLockError};
@@ -122,15 +123,24 @@ struct Bar {
 }
 
 impl Report {
-    /// Makes the run's directory, locks it and that of the checkpoints, and opens the files of metrics and events.
-    /// Removes the metrics of steps from `start` on, because these steps are about to be done, maybe for a second time.
+    /// Makes the run's directory, locks it and that of the checkpoints, and opens the files of
+    /// metrics and events. Removes the metrics of steps from `start` on, because these steps are
+    /// about to be done, maybe for a second time.
     ///
     /// # Errors
-    /// Another run holds a lock; the directory cannot be made, or a file cannot be opened or shortened.
+    /// Another run holds a lock; the directory cannot be made, or a file cannot be opened or
+    /// shortened.
     pub(super) fn open(arguments: &TrainArguments, start: u64) -> Result<Self> {
-        let TrainArguments { out, steps, json, no_progress, .. } = arguments;
+        let TrainArguments {
+            out,
+            steps,
+            json,
+            no_progress,
+            ..
+        } = arguments;
         let (steps, json) = (*steps, *json);
-        // The directory is created durably: checkpoints are saved in it, and would be lost with it when power fails.
+        // The directory is created durably: checkpoints are saved in it, and would be lost with it
+        // when power fails.
         Durable::new().create_directories(out)?;
         let (path, events_path) = (out.join(METRICS_FILE), out.join(EVENTS_FILE));
         let events = open_to_append(&events_path).with_context(|| failed_to_open(&events_path))?;
@@ -138,9 +148,19 @@ impl Report {
         let checkpoints = lock_checkpoints(arguments, MOMENT)?;
         begin_events(&events, start).with_context(|| failed_to_open(&events_path))?;
         let metrics = open_metrics(&path, start).with_context(|| failed_to_open(&path))?;
-        let terminal = std::io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
+        let terminal = std::io::stderr().is_terminal()
+            && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
         let bar = (terminal && !json && !no_progress).then(|| Bar::new(start, steps));
-        Ok(Report { metrics, path, events, events_path, _checkpoints: checkpoints, json, bar, steps })
+        Ok(Report {
+            metrics,
+            path,
+            events,
+            events_path,
+            _checkpoints: checkpoints,
+            json,
+            bar,
+            steps,
+        })
     }
 
     /// Reports the start of the run.
@@ -160,17 +180,26 @@ impl Report {
         let mut line = serde_json::to_string(metrics).context("failed to write JSON")?;
         line.push('\n');
         let failed = || format!("failed to write `{}`", self.path.display());
-        self.metrics.write_all(line.as_bytes()).with_context(failed)?;
+        self.metrics
+            .write_all(line.as_bytes())
+            .with_context(failed)?;
         let done = metrics.step + 1;
-        let StepMetrics { loss, tokens_per_s, .. } = metrics;
+        let StepMetrics {
+            loss, tokens_per_s, ..
+        } = metrics;
         if metrics.skipped {
-            self.tell(&format!("step {done}/{}: the gradients are not finite, and the update is skipped", self.steps));
+            self.tell(&format!(
+                "step {done}/{}: the gradients are not finite, and the update is skipped",
+                self.steps
+            ));
         }
         match &mut self.bar {
             Some(bar) => bar.step(done, *loss, *tokens_per_s),
             None if done.is_multiple_of(self.steps.div_ceil(LINES)) || done == self.steps => {
                 let steps = self.steps;
-                self.tell(&format!("step {done}/{steps}: loss {loss:.4}, {tokens_per_s:.0} tokens/s"));
+                self.tell(&format!(
+                    "step {done}/{steps}: loss {loss:.4}, {tokens_per_s:.0} tokens/s"
+                ));
             }
             None => {}
         }
@@ -182,21 +211,34 @@ impl Report {
     /// # Errors
     /// stdout is closed.
     pub(super) fn checkpoint(&self, saved: &Saved) -> Result<()> {
-        let Saved { path, bytes, seconds, stall_seconds, .. } = saved;
-        let (mib, speed) = (*bytes as f64 / f64::from(1 << 20), *bytes as f64 / 1e9 / seconds);
+        let Saved {
+            path,
+            bytes,
+            seconds,
+            stall_seconds,
+            ..
+        } = saved;
+        let (mib, speed) = (
+            *bytes as f64 / f64::from(1 << 20),
+            *bytes as f64 / 1e9 / seconds,
+        );
         self.tell(&format!(
             "saved `{path}`: {mib:.1} MiB in {seconds:.2} s ({speed:.2} GB/s), training waited {stall_seconds:.2} s"
         ));
         self.happened(&Event::Checkpoint(saved))
     }
 
-    /// Reports a save to the memory tier: the bytes of all tensors, not counting the copies, and the seconds for which
-    /// training waited.
+    /// Reports a save to the memory tier: the bytes of all tensors, not counting the copies, and
+    /// the seconds for which training waited.
     ///
     /// # Errors
     /// stdout is closed.
     pub(super) fn memory(&self, step: u64, bytes: u64, seconds: f64) -> Result<()> {
-        self.event(&Event::Memory { step, bytes, seconds })
+        self.event(&Event::Memory {
+            step,
+            bytes,
+            seconds,
+        })
     }
 
     /// Reports that a signal stopped the run after this many steps.
@@ -209,7 +251,9 @@ impl Report {
             output::talk("");
         }
         let steps = self.steps;
-        self.tell(&format!("stopped by a signal after step {step}/{steps}, which is saved: go on with `--resume`"));
+        self.tell(&format!(
+            "stopped by a signal after step {step}/{steps}, which is saved: go on with `--resume`"
+        ));
         self.happened(&Event::Stopped { step })
     }
 
@@ -242,7 +286,9 @@ impl Report {
         let mut object = serde_json::to_value(event).context("failed to write JSON")?;
         object["time"] = now().into();
         let failed = || format!("failed to write `{}`", self.events_path.display());
-        (&self.events).write_all(format!("{object}\n").as_bytes()).with_context(failed)
+        (&self.events)
+            .write_all(format!("{object}\n").as_bytes())
+            .with_context(failed)
     }
 
     /// Writes a line to stderr: above the bar if there is one, and not at all with `--json`.
@@ -256,19 +302,30 @@ impl Report {
 
     /// Writes an event to stdout, with `--json`.
     fn event(&self, event: &Event<'_>) -> Result<()> {
-        if self.json { output::json(event) } else { Ok(()) }
+        if self.json {
+            output::json(event)
+        } else {
+            Ok(())
+        }
     }
 }
 
 impl Bar {
     /// Creates the bar of a run that begins after `start` of `steps` steps.
     fn new(start: u64, steps: u64) -> Self {
-        let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr_with_hz(BAR_HZ));
+        let bar =
+            ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr_with_hz(BAR_HZ));
         let template = "{bar:20} {pos}/{len} steps, {msg}, {eta} left";
-        bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
+        bar.set_style(
+            ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()),
+        );
         bar.set_position(start);
         bar.reset_eta();
-        Bar { bar, loss: Sparkline::default(), tokens_per_s: Sparkline::default() }
+        Bar {
+            bar,
+            loss: Sparkline::default(),
+            tokens_per_s: Sparkline::default(),
+        }
     }
 
     /// Shows a step that is done.
@@ -276,23 +333,34 @@ impl Bar {
         self.loss.push(loss);
         self.tokens_per_s.push(tokens_per_s);
         let (losses, speeds) = (&self.loss, &self.tokens_per_s);
-        self.bar.set_message(format!("loss {loss:.4} {losses}, {tokens_per_s:.0} tokens/s {speeds}"));
+        self.bar.set_message(format!(
+            "loss {loss:.4} {losses}, {tokens_per_s:.0} tokens/s {speeds}"
+        ));
         self.bar.set_position(done);
     }
 }
 
-/// Checks that no other run uses the directories of this one now. [`Report::open`] takes the locks themselves, when
-/// this run has something to write.
+/// Checks that no other run uses the directories of this one now. [`Report::open`] takes the locks
+/// themselves, when this run has something to write.
 ///
 /// # Errors
 /// Another run holds a lock.
 pub(super) fn check_free(arguments: &TrainArguments) -> Result<()> {
-    // A launcher starts a job again while its old processes may still end, and while the locks of a host that has died
-    // are still there. The other ranks wait for this one at the rendezvous until the timeout.
+    // A launcher starts a job again while its old processes may still end, and while the locks of a
+    // host that has died are still there. The other ranks wait for this one at the rendezvous until
+    // the timeout.
     let is_restarted = elastic_job().is_some() || restarts() > 0;
-    let patience = if is_restarted { Duration::from_secs(arguments.timeout.get() / 2) } else { MOMENT };
-    // If the file is missing, no run has been here. If it cannot be opened, `Report::open` returns that error.
-    if let Ok(events) = OpenOptions::new().append(true).open(arguments.out.join(EVENTS_FILE)) {
+    let patience = if is_restarted {
+        Duration::from_secs(arguments.timeout.get() / 2)
+    } else {
+        MOMENT
+    };
+    // If the file is missing, no run has been here. If it cannot be opened, `Report::open` returns
+    // that error.
+    if let Ok(events) = OpenOptions::new()
+        .append(true)
+        .open(arguments.out.join(EVENTS_FILE))
+    {
         lock(&events, arguments.out.display(), patience)?;
     }
     lock_checkpoints(arguments, patience)?;
@@ -302,20 +370,24 @@ pub(super) fn check_free(arguments: &TrainArguments) -> Result<()> {
 /// The time for which another run holds a lock that only looks whether it is free.
 const MOMENT: Duration = Duration::from_secs(1);
 
-/// Locks the directory of the checkpoints, which may be another than that of the run, and returns what holds the lock.
-/// There is none in an object store, and none where only files can be locked that are open for writing (NFS).
+/// Locks the directory of the checkpoints, which may be another than that of the run, and returns
+/// what holds the lock. There is none in an object store, and none where only files can be locked
+/// that are open for writing (NFS).
 ///
 /// # Errors
 /// Another run holds the lock.
 fn lock_checkpoints(arguments: &TrainArguments, patience: Duration) -> Result<Option<File>> {
     let place = arguments.checkpoints();
-    let Some(directory) = place.local().and_then(|path| File::open(path).ok()) else { return Ok(None) };
+    let Some(directory) = place.local().and_then(|path| File::open(path).ok()) else {
+        return Ok(None);
+    };
     lock(&directory, &place, patience)?;
     Ok(Some(directory))
 }
 
-/// Takes a lock, which lasts until the file is closed, or its process ends in any way. Two runs in one directory would
-/// mix their steps. Where the file system has no locks, other runs are not seen.
+/// Takes a lock, which lasts until the file is closed, or its process ends in any way. Two runs in
+/// one directory would mix their steps. Where the file system has no locks, other runs are not
+/// seen.
 ///
 /// # Errors
 /// Another run still holds the lock when the time of `patience` is over.
@@ -325,7 +397,10 @@ fn lock(file: &File, directory: impl Display, patience: Duration) -> Result<()> 
         match file.try_lock() {
             Ok(()) | Err(TryLockError::Error(_)) => return Ok(()),
             Err(TryLockError::WouldBlock) if Instant::now() >= until => {
-                return Err(JobError::OutInUse { directory: directory.to_string() }.into());
+                return Err(JobError::OutInUse {
+                    directory: directory.to_string(),
+                }
+                .into());
             }
             Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(100)),
         }
@@ -343,8 +418,8 @@ fn open_metrics(path: &Path, start: u64) -> std::io::Result<File> {
     Ok(metrics)
 }
 
-/// Prepares the file of events to append to it. If the run starts from the beginning, older events are removed: they
-/// are of a run that ended before its first checkpoint.
+/// Prepares the file of events to append to it. If the run starts from the beginning, older events
+/// are removed: they are of a run that ended before its first checkpoint.
 fn begin_events(events: &File, start: u64) -> std::io::Result<()> {
     if start == 0 {
         events.set_len(0)?;
@@ -354,7 +429,11 @@ fn begin_events(events: &File, start: u64) -> std::io::Result<()> {
 
 /// Opens a file to read it and to append to it. Creates it if it does not exist.
 fn open_to_append(path: &Path) -> std::io::Result<File> {
-    OpenOptions::new().read(true).append(true).create(true).open(path)
+    OpenOptions::new()
+        .read(true)
+        .append(true)
+        .create(true)
+        .open(path)
 }
 
 /// Ends the last line of a file, which a kill may have left half written.
@@ -364,12 +443,18 @@ fn end_line(mut file: &File) -> std::io::Result<()> {
     if length > 0 {
         file.read_exact_at(&mut last, length - 1)?;
     }
-    if last == *b"\n" { Ok(()) } else { file.write_all(b"\n") }
+    if last == *b"\n" {
+        Ok(())
+    } else {
+        file.write_all(b"\n")
+    }
 }
 
 /// Returns the time in seconds since 1970, to the millisecond.
 pub(super) fn now() -> f64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
     since.as_millis() as f64 / 1e3
 }
 
@@ -379,12 +464,15 @@ struct Numbered {
     step: u64,
 }
 
-/// Returns the bytes of the lines of steps before `start`, up to the first line of a later step. What cannot be read
-/// stays where such lines come after it; at the end it goes, as a kill may have left half a line.
+/// Returns the bytes of the lines of steps before `start`, up to the first line of a later step.
+/// What cannot be read stays where such lines come after it; at the end it goes, as a kill may have
+/// left half a line.
 fn length_before(metrics: &File, start: u64) -> std::io::Result<u64> {
     let (mut length, mut is_over) = (0, false);
     lines::visit(metrics, |line: Line<Numbered>| {
-        let Some(Numbered { step }) = line.object.filter(|_| line.is_whole && !is_over) else { return };
+        let Some(Numbered { step }) = line.object.filter(|_| line.is_whole && !is_over) else {
+            return;
+        };
         is_over = step >= start;
         if !is_over {
             length = line.end;
@@ -398,30 +486,54 @@ mod tests {
     use super::*;
 
     fn lines(steps: &[(u64, &str)]) -> String {
-        steps.iter().map(|(step, loss)| format!("{{\"step\":{step},\"loss\":{loss}}}\n")).collect()
+        steps
+            .iter()
+            .map(|(step, loss)| format!("{{\"step\":{step},\"loss\":{loss}}}\n"))
+            .collect()
     }
 
     #[test]
     fn lines_stay_up_to_the_first_later_or_torn_one() {
         // A loss that is not a number is null in JSON.
-        let (kept, later) = (lines(&[(0, "1.5"), (1, "null"), (2, "1.0")]), lines(&[(3, "1.0")]));
+        let (kept, later) = (
+            lines(&[(0, "1.5"), (1, "null"), (2, "1.0")]),
+            lines(&[(3, "1.0")]),
+        );
         for rest in [later.as_str(), "{\"step\":", "no JSON\n", ""] {
             let mut file = tempfile::tempfile().unwrap();
             file.write_all(format!("{kept}{rest}").as_bytes()).unwrap();
             std::io::Seek::rewind(&mut file).unwrap();
-            assert_eq!(length_before(&file, 3).unwrap(), kept.len() as u64, "{rest}");
+            assert_eq!(
+                length_before(&file, 3).unwrap(),
+                kept.len() as u64,
+                "{rest}"
+            );
         }
     }
 
     #[test]
     fn a_damaged_line_takes_no_good_one_with_it() {
-        let (before, after, later) = (lines(&[(0, "1.5")]), lines(&[(1, "1.0"), (2, "1.0")]), lines(&[(3, "1.0")]));
-        for damage in ["{\"step\":\n", "no JSON\n", &*format!("{}\n", "\0".repeat(5 << 20))] {
+        let (before, after, later) = (
+            lines(&[(0, "1.5")]),
+            lines(&[(1, "1.0"), (2, "1.0")]),
+            lines(&[(3, "1.0")]),
+        );
+        for damage in [
+            "{\"step\":\n",
+            "no JSON\n",
+            &*format!("{}\n", "\0".repeat(5 << 20)),
+        ] {
             let mut file = tempfile::tempfile().unwrap();
-            file.write_all(format!("{before}{damage}{after}{later}").as_bytes()).unwrap();
+            file.write_all(format!("{before}{damage}{after}{later}").as_bytes())
+                .unwrap();
             std::io::Seek::rewind(&mut file).unwrap();
             let kept = before.len() + damage.len() + after.len();
-            assert_eq!(length_before(&file, 3).unwrap(), kept as u64, "{}", damage.len());
+            assert_eq!(
+                length_before(&file, 3).unwrap(),
+                kept as u64,
+                "{}",
+                damage.len()
+            );
         }
     }
 }

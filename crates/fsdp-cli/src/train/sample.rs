@@ -6,7 +6,8 @@ use fsdp::prelude::*;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// The temperature of the sample. Below 1, likely bytes are taken more often than the model predicts.
+/// The temperature of the sample. Below 1, likely bytes are taken more often than the model
+/// predicts.
 const TEMPERATURE: f64 = 0.8;
 
 /// The text that the model continues: the start of a paragraph.
@@ -27,16 +28,24 @@ pub(super) fn sample(
         let quantile = f64::from(rng.next_u32()) / f64::from(u32::MAX);
         Ok(draw(&scores.to_dtype(DType::F32)?.to_vec1()?, quantile))
     };
-    let text = model.forward(|gpt| gpt.generate(&[u32::from(PROMPT)], length, device, &mut next))?;
+    let text =
+        model.forward(|gpt| gpt.generate(&[u32::from(PROMPT)], length, device, &mut next))?;
     model.parameters().reshard()?;
-    let bytes: Vec<u8> = text.to_vec1::<u32>()?.iter().map(|&byte| byte as u8).collect();
+    let bytes: Vec<u8> = text
+        .to_vec1::<u32>()?
+        .iter()
+        .map(|&byte| byte as u8)
+        .collect();
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// Returns the token at `quantile` of the distribution that the scores describe.
 fn draw(logits: &[f32], quantile: f64) -> u32 {
     let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let weights: Vec<f64> = logits.iter().map(|&score| (f64::from(score - highest) / TEMPERATURE).exp()).collect();
+    let weights: Vec<f64> = logits
+        .iter()
+        .map(|&score| (f64::from(score - highest) / TEMPERATURE).exp())
+        .collect();
     let mut left = quantile * weights.iter().sum::<f64>();
     for (token, weight) in weights.iter().enumerate() {
         left -= weight;

@@ -8,12 +8,18 @@ use super::arguments::HalfPrecision;
 
 /// Returns the dtypes of a run.
 pub(super) fn precision(half: Option<HalfPrecision>) -> MixedPrecision {
-    let Some(half) = half else { return MixedPrecision::default() };
+    let Some(half) = half else {
+        return MixedPrecision::default();
+    };
     let param = match half {
         HalfPrecision::Bf16 => DType::BF16,
         HalfPrecision::F16 => DType::F16,
     };
-    MixedPrecision { param: Some(param), reduce: Some(DType::F32), ..MixedPrecision::default() }
+    MixedPrecision {
+        param: Some(param),
+        reduce: Some(DType::F32),
+        ..MixedPrecision::default()
+    }
 }
 
 /// Makes the scaler of a run. Only `f16` needs a scale.

@@ -1,4 +1,5 @@
-//! The settings of a run. An option on the command line comes first, then the checkpoint's value, then the default.
+//! The settings of a run. An option on the command line comes first, then the checkpoint's value,
+//! then the default.
 
 use std::path::PathBuf;
 
@@ -58,24 +59,44 @@ impl Resume {
         let step = reader.read_value("train.step")?;
         let step = step.as_int().and_then(|step| u64::try_from(step).ok());
         let step = step.with_context(|| format!("`train.step` of `{path}` is not a step"))?;
-        Ok(Resume { step, path, checkpoint: Box::new(reader), model: MODEL, optimizer: true })
+        Ok(Resume {
+            step,
+            path,
+            checkpoint: Box::new(reader),
+            model: MODEL,
+            optimizer: true,
+        })
     }
 
-    /// Opens a checkpoint of any run and any format, PyTorch's too, that may hold no more than a model.
+    /// Opens a checkpoint of any run and any format, PyTorch's too, that may hold no more than a
+    /// model.
     ///
     /// # Errors
     /// The location is not a checkpoint, or a damaged one.
     pub(super) fn at(path: &Location) -> Result<Self> {
         let checkpoint = checkpoint::open(path, OpenOptions::default())?;
         let metadata = checkpoint.metadata();
-        let model = if metadata.tensor(EMBEDDING).is_some() { "" } else { MODEL };
+        let model = if metadata.tensor(EMBEDDING).is_some() {
+            ""
+        } else {
+            MODEL
+        };
         let has = |prefix: &str| metadata.entries.keys().any(|key| key.starts_with(prefix));
-        let by_name = has(&format!("{OPTIMIZER}state.{EMBEDDING}.")) || !has(&format!("{OPTIMIZER}state."));
+        let by_name =
+            has(&format!("{OPTIMIZER}state.{EMBEDDING}.")) || !has(&format!("{OPTIMIZER}state."));
         if !by_name {
-            output::talk(&format!("`{path}`: the optimizer's state is not by parameters' names, and is left out"));
+            output::talk(&format!(
+                "`{path}`: the optimizer's state is not by parameters' names, and is left out"
+            ));
         }
         let optimizer = has(&format!("{OPTIMIZER}param_groups.")) && by_name;
-        let mut resume = Resume { step: 0, path: path.clone(), checkpoint, model, optimizer };
+        let mut resume = Resume {
+            step: 0,
+            path: path.clone(),
+            checkpoint,
+            model,
+            optimizer,
+        };
         let step = resume.read("train.step", natural)?;
         let missing = match (optimizer, step) {
             (true, Some(_)) => "",
@@ -90,8 +111,8 @@ impl Resume {
         Ok(resume)
     }
 
-    /// Returns the number of rows of the text that the run has read so far. It is stored if the batches had several
-    /// sizes. Otherwise all had the size that is stored, or else `batch`.
+    /// Returns the number of rows of the text that the run has read so far. It is stored if the
+    /// batches had several sizes. Otherwise all had the size that is stored, or else `batch`.
     ///
     /// # Errors
     /// Values that cannot be read.
@@ -107,27 +128,42 @@ impl Resume {
     fn lr(&self) -> Result<Option<f64>> {
         let entries = &self.checkpoint.metadata().entries;
         let is_lr = |key: &str| key.starts_with("optim.param_groups.") && key.ends_with(".lr");
-        let found = entries.iter().find(|(key, entry)| is_lr(key) && matches!(entry, Entry::Bytes(_)));
+        let found = entries
+            .iter()
+            .find(|(key, entry)| is_lr(key) && matches!(entry, Entry::Bytes(_)));
         found.map_or(Ok(None), |(key, _)| self.read(key, PlainValue::as_float))
     }
 
-    /// Returns a size of the model from the shapes of its tensors, for checkpoints of programs that do not save their
-    /// settings.
+    /// Returns a size of the model from the shapes of its tensors, for checkpoints of programs that
+    /// do not save their settings.
     fn size_of_tensors(&self, key: &str) -> Option<usize> {
         let metadata = self.checkpoint.metadata();
         match key {
-            "hidden" => metadata.tensor(&format!("{}{EMBEDDING}", self.model))?.shape.get(1).copied(),
-            "seq" => metadata.tensor(&format!("{}transformer.wpe.weight", self.model))?.shape.first().copied(),
+            "hidden" => metadata
+                .tensor(&format!("{}{EMBEDDING}", self.model))?
+                .shape
+                .get(1)
+                .copied(),
+            "seq" => metadata
+                .tensor(&format!("{}transformer.wpe.weight", self.model))?
+                .shape
+                .first()
+                .copied(),
             "layers" => {
                 let prefix = format!("{}transformer.h.", self.model);
                 let layer = |key: &str| key.strip_prefix(&prefix)?.split('.').next()?.parse().ok();
-                metadata.tensors().filter_map(|(key, _)| layer(key)).max().and_then(|last: usize| last.checked_add(1))
+                metadata
+                    .tensors()
+                    .filter_map(|(key, _)| layer(key))
+                    .max()
+                    .and_then(|last: usize| last.checked_add(1))
             }
             _ => None,
         }
     }
 
-    /// Reads a value; `None` if the checkpoint has none of this name, as those of other programs may not.
+    /// Reads a value; `None` if the checkpoint has none of this name, as those of other programs
+    /// may not.
     fn value(&self, key: &str) -> Result<Option<PlainValue>> {
         if !self.checkpoint.metadata().entries.contains_key(key) {
             return Ok(None);
@@ -139,9 +175,21 @@ impl Resume {
     ///
     /// # Errors
     /// A value that cannot be read, or that `convert` refuses.
-    pub(super) fn read<T>(&self, key: &str, convert: impl FnOnce(&PlainValue) -> Option<T>) -> Result<Option<T>> {
-        let Some(value) = self.value(key)? else { return Ok(None) };
-        let what = || format!("`{key}` of `{}` cannot be a {}", self.path, value.type_name());
+    pub(super) fn read<T>(
+        &self,
+        key: &str,
+        convert: impl FnOnce(&PlainValue) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let Some(value) = self.value(key)? else {
+            return Ok(None);
+        };
+        let what = || {
+            format!(
+                "`{key}` of `{}` cannot be a {}",
+                self.path,
+                value.type_name()
+            )
+        };
         convert(&value).with_context(what).map(Some)
     }
 }
@@ -150,7 +198,8 @@ impl Settings {
     /// Determines the settings of a run.
     ///
     /// # Errors
-    /// A checkpoint whose settings cannot be read, or an option that contradicts a setting which cannot change.
+    /// A checkpoint whose settings cannot be read, or an option that contradicts a setting which
+    /// cannot change.
     pub(super) fn resolve(arguments: &TrainArguments, resume: Option<&Resume>) -> Result<Self> {
         let gpt = GptConfig {
             layers: size(arguments.layers, resume, "layers", 2)?,
@@ -159,35 +208,59 @@ impl Settings {
             seq: size(arguments.seq, resume, "seq", 64)?,
             vocab: VOCAB,
         };
-        // Other numbers of heads fit the same shapes, so only this comparison finds that the number has changed.
+        // Other numbers of heads fit the same shapes, so only this comparison finds that the number
+        // has changed.
         if let Some(heads) = saved_size(resume, "heads")?.filter(|&heads| heads != gpt.heads) {
             let (saved, asked) = (heads.to_string(), gpt.heads.to_string());
-            return Err(JobError::Changed { option: "--heads", saved, asked }.into());
+            return Err(JobError::Changed {
+                option: "--heads",
+                saved,
+                asked,
+            }
+            .into());
         }
         let lr = match saved(resume, "train.config.lr", PlainValue::as_float)? {
             Some(lr) => Some(lr),
             None => resume.map_or(Ok(None), Resume::lr)?,
         };
         let schedule = Schedule {
-            decay: decay(arguments.schedule, saved(resume, "train.config.schedule", text)?)?,
-            warmup: arguments.warmup.or(saved(resume, "train.config.warmup", natural)?).unwrap_or(0),
+            decay: decay(
+                arguments.schedule,
+                saved(resume, "train.config.schedule", text)?,
+            )?,
+            warmup: arguments
+                .warmup
+                .or(saved(resume, "train.config.warmup", natural)?)
+                .unwrap_or(0),
             steps: arguments
                 .schedule_steps
                 .or(saved(resume, "train.config.schedule_steps", natural)?)
                 .unwrap_or(arguments.steps),
         };
         if schedule.decay != Decay::Constant && arguments.steps > schedule.steps {
-            return Err(JobError::AfterSchedule { steps: arguments.steps, schedule: schedule.steps }.into());
+            return Err(JobError::AfterSchedule {
+                steps: arguments.steps,
+                schedule: schedule.steps,
+            }
+            .into());
         }
-        let seed = saved(resume, "train.seed", |seed| Some(seed.as_int()?.cast_unsigned()))?;
+        let seed = saved(resume, "train.seed", |seed| {
+            Some(seed.as_int()?.cast_unsigned())
+        })?;
         Ok(Settings {
             gpt,
             batch: size(arguments.batch, resume, "batch", 12)?,
             lr: arguments.lr.or(lr).unwrap_or(1e-3),
             seed: arguments.seed.or(seed).unwrap_or(0),
-            optimizer: optimizer(arguments.optimizer, saved(resume, "train.config.optimizer", text)?)?,
+            optimizer: optimizer(
+                arguments.optimizer,
+                saved(resume, "train.config.optimizer", text)?,
+            )?,
             schedule,
-            data: arguments.data.clone().or(saved(resume, "train.config.data", text)?.map(PathBuf::from)),
+            data: arguments
+                .data
+                .clone()
+                .or(saved(resume, "train.config.data", text)?.map(PathBuf::from)),
         })
     }
 
@@ -202,8 +275,8 @@ impl Settings {
         Ok(config.map(|config| Digest::of_value(&config).to_string()))
     }
 
-    /// Returns the checkpoint's `train` part after this many steps, which have read `rows` rows of the text.
-    /// [`Settings::resolve`] and [`Resume::rows`] read it.
+    /// Returns the checkpoint's `train` part after this many steps, which have read `rows` rows of
+    /// the text. [`Settings::resolve`] and [`Resume::rows`] read it.
     pub(super) fn state(&self, step: u64, rows: u64) -> StateDict {
         let mut config = StateDict::new();
         for (key, value) in [
@@ -238,9 +311,13 @@ impl Settings {
     }
 }
 
-/// Reads a value of the checkpoint that a run continues from. Returns `None` if it continues from none, or if the
-/// checkpoint has no such value.
-fn saved<T>(resume: Option<&Resume>, key: &str, convert: impl FnOnce(&PlainValue) -> Option<T>) -> Result<Option<T>> {
+/// Reads a value of the checkpoint that a run continues from. Returns `None` if it continues from
+/// none, or if the checkpoint has no such value.
+fn saved<T>(
+    resume: Option<&Resume>,
+    key: &str,
+    convert: impl FnOnce(&PlainValue) -> Option<T>,
+) -> Result<Option<T>> {
     resume.map_or(Ok(None), |resume| resume.read(key, convert))
 }
 
@@ -249,13 +326,20 @@ fn size(asked: Option<usize>, resume: Option<&Resume>, key: &str, default: usize
     Ok(asked.or(saved_size(resume, key)?).unwrap_or(default))
 }
 
-/// Returns a size of the model or of the batch from the settings of the checkpoint, or else from its tensors.
+/// Returns a size of the model or of the batch from the settings of the checkpoint, or else from
+/// its tensors.
 fn saved_size(resume: Option<&Resume>, key: &str) -> Result<Option<usize>> {
-    let Some(resume) = resume else { return Ok(None) };
+    let Some(resume) = resume else {
+        return Ok(None);
+    };
     let name = format!("train.config.{key}");
     let saved = resume.read(&name, |value| usize::try_from(value.as_int()?).ok())?;
     // The number comes from a file, so it is bounded before memory is taken for it.
-    let most = if key == "layers" { MAX_LAYERS } else { MAX_SIZE };
+    let most = if key == "layers" {
+        MAX_LAYERS
+    } else {
+        MAX_SIZE
+    };
     ensure!(
         saved.is_none_or(|saved| (1..=most).contains(&(saved as u64))),
         "`{name}` of `{}` is {}, and can be 1 to {most}",
@@ -275,15 +359,23 @@ fn natural(value: &PlainValue) -> Option<u64> {
     u64::try_from(value.as_int()?).ok()
 }
 
-/// Returns the optimizer of the run: the checkpoint's, if it names one, and an error if another one was asked for.
+/// Returns the optimizer of the run: the checkpoint's, if it names one, and an error if another one
+/// was asked for.
 fn optimizer(asked: Option<OptimizerName>, saved: Option<String>) -> Result<OptimizerName> {
-    let Some(saved) = saved else { return Ok(asked.unwrap_or(OptimizerName::Adamw)) };
+    let Some(saved) = saved else {
+        return Ok(asked.unwrap_or(OptimizerName::Adamw));
+    };
     let known = <OptimizerName as clap::ValueEnum>::from_str(&saved, false).ok();
     match (asked, known) {
-        (Some(asked), _) if asked.name() != saved => {
-            Err(JobError::Changed { option: "--optimizer", saved, asked: asked.name().to_owned() }.into())
+        (Some(asked), _) if asked.name() != saved => Err(JobError::Changed {
+            option: "--optimizer",
+            saved,
+            asked: asked.name().to_owned(),
         }
-        (_, known) => known.with_context(|| format!("the checkpoint's optimizer `{saved}` is not known here")),
+        .into()),
+        (_, known) => {
+            known.with_context(|| format!("the checkpoint's optimizer `{saved}` is not known here"))
+        }
     }
 }
 
@@ -300,5 +392,8 @@ fn decay(asked: Option<ScheduleName>, saved: Option<String>) -> Result<Decay> {
 /// Returns the name of a decay in checkpoints.
 fn name(decay: Decay) -> &'static str {
     let names = <ScheduleName as clap::ValueEnum>::value_variants();
-    names.iter().find(|name| name.decay() == decay).map_or("", |name| name.name())
+    names
+        .iter()
+        .find(|name| name.decay() == decay)
+        .map_or("", |name| name.name())
 }

@@ -20,7 +20,11 @@ pub(super) struct Sparkline {
 
 impl Default for Sparkline {
     fn default() -> Self {
-        Sparkline { means: Vec::new(), stride: 1, waiting: Vec::new() }
+        Sparkline {
+            means: Vec::new(),
+            stride: 1,
+            waiting: Vec::new(),
+        }
     }
 }
 
@@ -52,13 +56,24 @@ impl fmt::Display for Sparkline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let values: Vec<f64> = match self.means.len() {
             0..=WIDTH => self.means.clone(),
-            length => self.means.chunks(length.div_ceil(WIDTH)).map(mean).collect(),
+            length => self
+                .means
+                .chunks(length.div_ceil(WIDTH))
+                .map(mean)
+                .collect(),
         };
-        let (least, most) =
-            values.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(least, most), v| (least.min(*v), most.max(*v)));
+        let (least, most) = values
+            .iter()
+            .fold((f64::INFINITY, f64::NEG_INFINITY), |(least, most), v| {
+                (least.min(*v), most.max(*v))
+            });
         for value in values {
             // If all values are equal, the curve is in the middle.
-            let along = if most > least { (value - least) / (most - least) } else { 0.5 };
+            let along = if most > least {
+                (value - least) / (most - least)
+            } else {
+                0.5
+            };
             let level = ((along * LEVELS.len() as f64) as usize).min(LEVELS.len() - 1);
             write!(f, "{}", LEVELS[level])?;
         }

@@ -13,19 +13,33 @@ use crate::job_failure::OtherModel;
 /// The key of a gradient scaler's scale in a checkpoint.
 const SCALE: &str = "scaler.scale";
 
-/// Loads the model, and the optimizer and the gradient scaler (if there is one) of a checkpoint: each rank reads the
-/// bytes that it needs, to where they belong. The run's other values stay as they are. This is a collective.
+/// Loads the model, and the optimizer and the gradient scaler (if there is one) of a checkpoint:
+/// each rank reads the bytes that it needs, to where they belong. The run's other values stay as
+/// they are. This is a collective.
 ///
 /// # Errors
 /// The same on every rank: [`OtherModel`], and nothing has been changed then; damaged files.
-pub(super) fn restore(resume: &Resume, checkpointer: &mut Checkpointer, run: &mut TrainState<Gpt>) -> Result<()> {
+pub(super) fn restore(
+    resume: &Resume,
+    checkpointer: &mut Checkpointer,
+    run: &mut TrainState<Gpt>,
+) -> Result<()> {
     let differences = differences(resume, run.model.parameters())?;
     if !differences.is_empty() {
-        return Err(OtherModel { path: resume.path.to_string(), differences }.into());
+        return Err(OtherModel {
+            path: resume.path.to_string(),
+            differences,
+        }
+        .into());
     }
     let kept = std::mem::take(&mut run.values);
-    let optimizers = if resume.optimizer { Vec::new() } else { std::mem::take(&mut run.optimizers) };
-    // If the run was in another precision before, no scaler was saved. Then this run begins with its own scaler.
+    let optimizers = if resume.optimizer {
+        Vec::new()
+    } else {
+        std::mem::take(&mut run.optimizers)
+    };
+    // If the run was in another precision before, no scaler was saved. Then this run begins with
+    // its own scaler.
     let has_scaler = resume.read(SCALE, |value| Some(value.clone()))?.is_some();
     let scaler = if has_scaler { None } else { run.scaler.take() };
     let loaded = checkpointer.load(&resume.path, run);
@@ -33,21 +47,28 @@ pub(super) fn restore(resume: &Resume, checkpointer: &mut Checkpointer, run: &mu
     run.optimizers.extend(optimizers);
     run.values = kept;
     let report = loaded.map_err(without_advice)?;
-    // Other programs may save more beside model and optimizer, which is left alone. Nothing that the run needs may be
-    // missing.
+    // Other programs may save more beside model and optimizer, which is left alone. Nothing that
+    // the run needs may be missing.
     if report.missing.is_empty() {
         Ok(())
     } else {
-        Err(StateError::Incompatible { operation: "resume", report }.into())
+        Err(StateError::Incompatible {
+            operation: "resume",
+            report,
+        }
+        .into())
     }
 }
 
-/// Returns the cause of a load that was interrupted: the run ends, so nobody continues with what was loaded partly.
+/// Returns the cause of a load that was interrupted: the run ends, so nobody continues with what
+/// was loaded partly.
 fn without_advice(error: CheckpointError) -> CheckpointError {
     match error {
-        CheckpointError::State(StateError::PartlyLoaded { reason, kind }) => {
-            StateError::Other { message: reason, kind }.into()
+        CheckpointError::State(StateError::PartlyLoaded { reason, kind }) => StateError::Other {
+            message: reason,
+            kind,
         }
+        .into(),
         error => error,
     }
 }
@@ -62,20 +83,28 @@ fn differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<St
     let entries = &resume.checkpoint.metadata().entries;
     let entry = |name: &str| entries.get(&format!("{}{name}", resume.model));
     let mut lines = Vec::new();
-    let names: Vec<&str> = parameters.fqns().chain(parameters.aliases().keys().map(String::as_str)).collect();
+    let names: Vec<&str> = parameters
+        .fqns()
+        .chain(parameters.aliases().keys().map(String::as_str))
+        .collect();
     for &name in &names {
         let shape = parameters.shape(name)?;
         match entry(name) {
             Some(Entry::Tensor(tensor)) if tensor.shape == shape => {}
             Some(Entry::Tensor(tensor)) => {
-                lines.push(format!("`{name}`: checkpoint {:?}, this model {shape:?}", tensor.shape));
+                lines.push(format!(
+                    "`{name}`: checkpoint {:?}, this model {shape:?}",
+                    tensor.shape
+                ));
             }
             Some(Entry::Bytes(_)) => lines.push(format!("`{name}`: no tensor in the checkpoint")),
             // A tied parameter may be there under another of its names.
             None if parameters.aliases().iter().any(|(alias, tied)| {
                 (tied == name && entry(alias).is_some()) || (alias == name && entry(tied).is_some())
             }) => {}
-            None => lines.push(format!("`{name}`: not in the checkpoint, this model {shape:?}")),
+            None => lines.push(format!(
+                "`{name}`: not in the checkpoint, this model {shape:?}"
+            )),
         }
     }
     for (key, entry) in entries {
@@ -83,7 +112,10 @@ fn differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<St
             && !names.contains(&name)
             && !(resume.model.is_empty() && is_of_run(name))
         {
-            lines.push(format!("`{name}`: checkpoint {:?}, not in this model", tensor.shape));
+            lines.push(format!(
+                "`{name}`: checkpoint {:?}, not in this model",
+                tensor.shape
+            ));
         }
     }
     lines.sort_by(|a, b| natord::compare(a, b));

@@ -1,6 +1,9 @@
 //! The offline commands from outside, on checkpoints that PyTorch wrote.
 
-#![expect(clippy::disallowed_methods, reason = "the tests damage files on purpose")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the tests damage files on purpose"
+)]
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,8 +11,6 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use fsdp_cli::exit_codes;
-use fsdp_dcp::metadata::{Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
-use fsdp_layout::{DType, TensorBox};
 use predicates::prelude::*;
 use predicates::str::contains;
 use safetensors::SafeTensors;
@@ -18,34 +19,44 @@ use tempfile::TempDir;
 
 use crate::common::fsdp;
 
-fn fixtures() -> PathBuf {
+pub(crate) fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures")
 }
 
-fn fixture(name: &str) -> String {
+pub(crate) fn fixture(name: &str) -> String {
     fixtures().join(name).to_str().unwrap().to_owned()
 }
 
-fn json(arguments: &[&str]) -> Value {
-    let output = fsdp(arguments).arg("--json").assert().success().get_output().stdout.clone();
+pub(crate) fn json(arguments: &[&str]) -> Value {
+    let output = fsdp(arguments)
+        .arg("--json")
+        .assert()
+        .success()
+        .get_output()
+        .stdout
+        .clone();
     serde_json::from_slice(&output).unwrap()
 }
 
 /// The path of a new file or directory of the test's own.
-fn place(directory: &TempDir, name: &str) -> String {
+pub(crate) fn place(directory: &TempDir, name: &str) -> String {
     directory.path().join(name).to_str().unwrap().to_owned()
 }
 
 /// A copy that may be damaged.
-fn copy(from: &str, to: &str) {
+pub(crate) fn copy(from: &str, to: &str) {
     fs::create_dir(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
-        fs::write(Path::new(to).join(entry.file_name()), fs::read(entry.path()).unwrap()).unwrap();
+        fs::write(
+            Path::new(to).join(entry.file_name()),
+            fs::read(entry.path()).unwrap(),
+        )
+        .unwrap();
     }
 }
 
-fn flip(file: &Path, byte: usize) {
+pub(crate) fn flip(file: &Path, byte: usize) {
     let mut bytes = fs::read(file).unwrap();
     bytes[byte] ^= 1;
     fs::write(file, bytes).unwrap();
@@ -57,12 +68,18 @@ fn dcp_fixtures() -> Vec<(String, PathBuf)> {
     for entry in fs::read_dir(fixtures()).unwrap() {
         let directory = entry.unwrap().path();
         if directory.join("dcp/.metadata").is_file() {
-            found.push((directory.join("dcp").to_str().unwrap().to_owned(), directory));
+            found.push((
+                directory.join("dcp").to_str().unwrap().to_owned(),
+                directory,
+            ));
         }
     }
     assert!(found.len() >= 25);
     for variant in ["peritem", "threads2", "lowestrank", "nocollectives", "zstd"] {
-        found.push((fixture(&format!("variants_ws2/{variant}")), fixtures().join("variants_ws2")));
+        found.push((
+            fixture(&format!("variants_ws2/{variant}")),
+            fixtures().join("variants_ws2"),
+        ));
     }
     found.push((fixture("hf_ws2/fs_safetensors"), fixtures().join("hf_ws2")));
     found
@@ -71,7 +88,8 @@ fn dcp_fixtures() -> Vec<(String, PathBuf)> {
 #[test]
 fn inspect_lists_exactly_what_pytorch_saved() {
     for (checkpoint, truth) in dcp_fixtures() {
-        let truth: Value = serde_json::from_slice(&fs::read(truth.join("truth.json")).unwrap()).unwrap();
+        let truth: Value =
+            serde_json::from_slice(&fs::read(truth.join("truth.json")).unwrap()).unwrap();
         let (mut tensors, mut values) = (BTreeMap::new(), Vec::new());
         for (key, entry) in truth["entries"].as_object().unwrap() {
             match entry["kind"].as_str().unwrap() {
@@ -81,16 +99,29 @@ fn inspect_lists_exactly_what_pytorch_saved() {
         }
         let found = json(&["inspect", &checkpoint]);
         assert_eq!(found["schema"], 1);
-        assert_eq!((&found["format"], &found["committed"]), (&"dcp".into(), &true.into()), "{checkpoint}");
+        assert_eq!(
+            (&found["format"], &found["committed"]),
+            (&"dcp".into(), &true.into()),
+            "{checkpoint}"
+        );
         let listed: BTreeMap<&str, (&Value, &Value)> = found["tensors"]
             .as_array()
             .unwrap()
             .iter()
-            .map(|tensor| (tensor["name"].as_str().unwrap(), (&tensor["dtype"], &tensor["shape"])))
+            .map(|tensor| {
+                (
+                    tensor["name"].as_str().unwrap(),
+                    (&tensor["dtype"], &tensor["shape"]),
+                )
+            })
             .collect();
         assert_eq!(listed, tensors, "{checkpoint}");
-        let mut listed: Vec<&str> =
-            found["values"].as_array().unwrap().iter().map(|value| value.as_str().unwrap()).collect();
+        let mut listed: Vec<&str> = found["values"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|value| value.as_str().unwrap())
+            .collect();
         listed.sort_unstable();
         values.sort_unstable();
         assert_eq!(listed, values, "{checkpoint}");
@@ -110,24 +141,48 @@ fn inspect_knows_formats_by_their_content() {
         assert_eq!(json(&["inspect", &path])["format"], format, "{path}");
     }
     let path = fixture("fsdp1_orig_adamw_ws2/dcp");
-    fsdp(&["inspect", &path, "--tree"]).assert().success().stdout(contains("\n  model (").and(contains("float32 [")));
-    let lines = fsdp(&["inspect", &path, "--tensors"]).assert().success().get_output().stdout.clone();
+    fsdp(&["inspect", &path, "--tree"])
+        .assert()
+        .success()
+        .stdout(contains("\n  model (").and(contains("float32 [")));
+    let lines = fsdp(&["inspect", &path, "--tensors"])
+        .assert()
+        .success()
+        .get_output()
+        .stdout
+        .clone();
     let lines = String::from_utf8(lines).unwrap();
     assert!(lines.lines().all(|line| line.split('\t').count() == 4));
-    let position = |key: &str| lines.lines().position(|line| line.starts_with(key)).unwrap();
+    let position = |key: &str| {
+        lines
+            .lines()
+            .position(|line| line.starts_with(key))
+            .unwrap()
+    };
     assert!(position("model.blocks.0.") < position("model.blocks.1."));
 }
 
 /// Tensors that lie inside values have keys by their path besides: they are in no truth.
 fn assert_same_tensors(found: &[u8], truth: &[u8], values: &[Value], what: &str) {
-    let (found, truth) = (SafeTensors::deserialize(found).unwrap(), SafeTensors::deserialize(truth).unwrap());
-    let inside = |key: &str| values.iter().any(|value| key.starts_with(&format!("{}.", value.as_str().unwrap())));
+    let (found, truth) = (
+        SafeTensors::deserialize(found).unwrap(),
+        SafeTensors::deserialize(truth).unwrap(),
+    );
+    let inside = |key: &str| {
+        values
+            .iter()
+            .any(|value| key.starts_with(&format!("{}.", value.as_str().unwrap())))
+    };
     for key in found.names() {
         assert!(truth.tensor(key).is_ok() || inside(key), "{key} in {what}");
     }
     for (key, wanted) in truth.tensors() {
         let tensor = found.tensor(&key).unwrap();
-        assert_eq!((tensor.dtype(), tensor.shape()), (wanted.dtype(), wanted.shape()), "{key} in {what}");
+        assert_eq!(
+            (tensor.dtype(), tensor.shape()),
+            (wanted.dtype(), wanted.shape()),
+            "{key} in {what}"
+        );
         assert!(tensor.data() == wanted.data(), "{key} in {what}");
     }
 }
@@ -137,31 +192,57 @@ fn converting_to_safetensors_gives_the_truth_bit_for_bit_and_lists_what_is_besid
     let directory = tempfile::tempdir().unwrap();
     for (number, (checkpoint, truth)) in dcp_fixtures().into_iter().enumerate() {
         let file = place(&directory, &format!("{number}.safetensors"));
-        let values = json(&["inspect", &checkpoint])["values"].as_array().unwrap().clone();
-        let output = fsdp(&["convert", &checkpoint, &file, "--to", "safetensors"]).assert().success();
+        let values = json(&["inspect", &checkpoint])["values"]
+            .as_array()
+            .unwrap()
+            .clone();
+        let output = fsdp(&["convert", &checkpoint, &file, "--to", "safetensors"])
+            .assert()
+            .success();
         let talk = String::from_utf8(output.get_output().stderr.clone()).unwrap();
         assert!(output.get_output().stdout.is_empty());
         for value in &values {
-            assert!(talk.contains(&format!("\n  {}\n", value.as_str().unwrap())), "{value} of {checkpoint}: {talk}");
+            assert!(
+                talk.contains(&format!("\n  {}\n", value.as_str().unwrap())),
+                "{value} of {checkpoint}: {talk}"
+            );
         }
         let truth = fs::read(truth.join("truth.safetensors")).unwrap();
         assert_same_tensors(&fs::read(&file).unwrap(), &truth, &values, &checkpoint);
         // What lies beside it is read again.
-        assert_eq!(json(&["inspect", &file])["values"].as_array().unwrap().len(), values.len(), "{checkpoint}");
+        assert_eq!(
+            json(&["inspect", &file])["values"]
+                .as_array()
+                .unwrap()
+                .len(),
+            values.len(),
+            "{checkpoint}"
+        );
     }
 }
 
 #[test]
 fn resharding_there_and_back_changes_nothing() {
     let directory = tempfile::tempdir().unwrap();
-    for (number, name) in ["fsdp1_flat_adamw_ws2", "fsdp2_bf16_adamw_ws2", "misc_ws3"].into_iter().enumerate() {
+    for (number, name) in ["fsdp1_flat_adamw_ws2", "fsdp2_bf16_adamw_ws2", "misc_ws3"]
+        .into_iter()
+        .enumerate()
+    {
         let source = fixture(&format!("{name}/dcp"));
         let mut last = source.clone();
         for (step, ranks) in ["1", "2", "3", "5", "2"].into_iter().enumerate() {
             let next = place(&directory, &format!("{number}-{step}"));
-            fsdp(&["reshard", &last, &next, "--world-size", ranks]).assert().success();
-            fsdp(&["diff", &source, &next]).assert().success().stdout("");
-            fsdp(&["verify", &next]).assert().success().stdout(contains(", hashes,"));
+            fsdp(&["reshard", &last, &next, "--world-size", ranks])
+                .assert()
+                .success();
+            fsdp(&["diff", &source, &next])
+                .assert()
+                .success()
+                .stdout("");
+            fsdp(&["verify", &next])
+                .assert()
+                .success()
+                .stdout(contains(", hashes,"));
             last = next;
         }
     }
@@ -171,30 +252,59 @@ fn resharding_there_and_back_changes_nothing() {
 fn every_format_holds_the_same() {
     let directory = tempfile::tempdir().unwrap();
     let source = fixture("misc_ws2/dcp");
-    for (to, options) in
-        [("dcp", ["--world-size", "3"]), ("safetensors", ["--prefix", ""]), ("hf", ["--max-shard-size", "2KB"])]
-    {
+    for (to, options) in [
+        ("dcp", ["--world-size", "3"]),
+        ("safetensors", ["--prefix", ""]),
+        ("hf", ["--max-shard-size", "2KB"]),
+    ] {
         let place = place(&directory, to);
-        fsdp(&["convert", &source, &place, "--to", to]).args(options).assert().success();
-        fsdp(&["diff", &source, &place]).assert().success().stdout("");
+        fsdp(&["convert", &source, &place, "--to", to])
+            .args(options)
+            .assert()
+            .success();
+        fsdp(&["diff", &source, &place])
+            .assert()
+            .success()
+            .stdout("");
     }
     // Tensors that were inside values are not cut over the files.
     for name in ["misc_ws2", "fsdp2_adamw_ws2"] {
         let source = fixture(&format!("{name}/dcp"));
         let sharded = place(&directory, &format!("hf-sharded-{name}"));
-        fsdp(&["convert", &source, &sharded, "--to", "hf-sharded", "--world-size", "2"]).assert().success();
-        fsdp(&["diff", &source, &sharded]).assert().success().stdout("");
+        fsdp(&[
+            "convert",
+            &source,
+            &sharded,
+            "--to",
+            "hf-sharded",
+            "--world-size",
+            "2",
+        ])
+        .assert()
+        .success();
+        fsdp(&["diff", &source, &sharded])
+            .assert()
+            .success()
+            .stdout("");
     }
     let source = fixture("fsdp2_adamw_ws2/dcp");
     let file = place(&directory, "model.pt");
-    fsdp(&["convert", &source, &file, "--to", "torch"]).assert().success();
-    fsdp(&["diff", &source, &file]).assert().success().stdout("");
+    fsdp(&["convert", &source, &file, "--to", "torch"])
+        .assert()
+        .success();
+    fsdp(&["diff", &source, &file])
+        .assert()
+        .success()
+        .stdout("");
 }
 
 #[test]
 fn convert_selects_renames_and_casts() {
     let directory = tempfile::tempdir().unwrap();
-    let (source, file) = (fixture("fsdp2_adamw_ws2/dcp"), place(&directory, "model.safetensors"));
+    let (source, file) = (
+        fixture("fsdp2_adamw_ws2/dcp"),
+        place(&directory, "model.safetensors"),
+    );
     let options = [
         "--to",
         "safetensors",
@@ -209,41 +319,79 @@ fn convert_selects_renames_and_casts() {
         "--dtype",
         "bfloat16",
     ];
-    let convert = [&["convert", source.as_str(), file.as_str()], options.as_slice()].concat();
+    let convert = [
+        &["convert", source.as_str(), file.as_str()],
+        options.as_slice(),
+    ]
+    .concat();
     let planned = json(&[convert.as_slice(), &["--dry-run"]].concat());
     assert!(!Path::new(&file).exists());
     assert!(planned["memory"].as_u64().unwrap() > 0);
     let written = json(&convert);
-    assert_eq!((&written["tensors"], &written["bytes"]), (&planned["tensors"], &planned["bytes"]));
+    assert_eq!(
+        (&written["tensors"], &written["bytes"]),
+        (&planned["tensors"], &planned["bytes"])
+    );
     let bytes = fs::read(&file).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     assert!(file.len() > 5);
     for (key, tensor) in file.tensors() {
-        assert!(key.starts_with("gpt.") && !key.contains("model.") && !key.ends_with(".bias"), "{key}");
+        assert!(
+            key.starts_with("gpt.") && !key.contains("model.") && !key.ends_with(".bias"),
+            "{key}"
+        );
         assert_eq!(tensor.dtype(), safetensors::Dtype::BF16);
     }
-    let noted = ["convert", &source, &place(&directory, "noted"), "--to", "torch", "--exclude", "optmizer.*"];
-    fsdp(&noted).assert().success().stderr(contains("`--exclude optmizer.*` matches no key"));
+    let noted = [
+        "convert",
+        &source,
+        &place(&directory, "noted"),
+        "--to",
+        "torch",
+        "--exclude",
+        "optmizer.*",
+    ];
+    fsdp(&noted)
+        .assert()
+        .success()
+        .stderr(contains("`--exclude optmizer.*` matches no key"));
 }
 
 #[test]
 fn diff_tells_what_differs_and_how_much() {
     let directory = tempfile::tempdir().unwrap();
-    let (source, other) = (fixture("fsdp2_adamw_ws2/truth.safetensors"), place(&directory, "other"));
+    let (source, other) = (
+        fixture("fsdp2_adamw_ws2/truth.safetensors"),
+        place(&directory, "other"),
+    );
     let mut bytes = fs::read(&source).unwrap();
     // The lowest bit of a float32 in the last tensor's last element.
     let at = bytes.len() - 4;
     bytes[at] ^= 1;
     fs::write(&other, bytes).unwrap();
-    let found = fsdp(&["diff", &source, &other, "--json"]).assert().code(i32::from(exit_codes::DIFFERENCE));
+    let found = fsdp(&["diff", &source, &other, "--json"])
+        .assert()
+        .code(i32::from(exit_codes::DIFFERENCE));
     let found: Value = serde_json::from_slice(&found.get_output().stdout).unwrap();
-    assert_eq!((&found["schema"], &found["equal"]), (&1.into(), &false.into()));
-    let [difference] = found["differences"].as_array().unwrap().as_slice() else { panic!("{found}") };
-    assert_eq!((&difference["kind"], &difference["elements"]), (&"elements".into(), &1.into()));
+    assert_eq!(
+        (&found["schema"], &found["equal"]),
+        (&1.into(), &false.into())
+    );
+    let [difference] = found["differences"].as_array().unwrap().as_slice() else {
+        panic!("{found}")
+    };
+    assert_eq!(
+        (&difference["kind"], &difference["elements"]),
+        (&"elements".into(), &1.into())
+    );
     let max = difference["max_abs"].as_f64().unwrap();
     assert!(max > 0.0 && max < 1e-3, "{max}");
-    fsdp(&["diff", &source, &other, "--tolerance", "0.001"]).assert().success();
-    fsdp(&["diff", &source, &other, "--tolerance", "-1"]).assert().code(i32::from(exit_codes::USAGE));
+    fsdp(&["diff", &source, &other, "--tolerance", "0.001"])
+        .assert()
+        .success();
+    fsdp(&["diff", &source, &other, "--tolerance", "-1"])
+        .assert()
+        .code(i32::from(exit_codes::USAGE));
     fsdp(&["diff", &source, &fixture("fsdp2_adamw_ws2/dcp")])
         .assert()
         .code(i32::from(exit_codes::DIFFERENCE))
@@ -255,23 +403,44 @@ fn a_flipped_bit_in_a_sealed_checkpoint_is_found_where_it_is() {
     let directory = tempfile::tempdir().unwrap();
     let sealed = place(&directory, "sealed");
     copy(&fixture("fsdp2_adamw_ws2/dcp"), &sealed);
-    fsdp(&["verify", &sealed]).assert().success().stdout(contains("no hashes"));
-    fsdp(&["verify", &sealed, "--seal"]).assert().success().stderr(contains("sealed"));
+    fsdp(&["verify", &sealed])
+        .assert()
+        .success()
+        .stdout(contains("no hashes"));
+    fsdp(&["verify", &sealed, "--seal"])
+        .assert()
+        .success()
+        .stderr(contains("sealed"));
     let found = json(&["verify", &sealed, "--level", "deep"]);
-    assert_eq!((&found["ok"], &found["hashed"]), (&true.into(), &true.into()));
+    assert_eq!(
+        (&found["ok"], &found["hashed"]),
+        (&true.into(), &true.into())
+    );
 
     for file in ["__0_0.distcp", "__1_0.distcp"] {
         let path = Path::new(&sealed).join(file);
         let length = fs::metadata(&path).unwrap().len() as usize;
         for byte in [0, length / 3, length - 1] {
             flip(&path, byte);
-            let found = fsdp(&["verify", &sealed, "--json"]).assert().code(i32::from(exit_codes::CORRUPT));
+            let found = fsdp(&["verify", &sealed, "--json"])
+                .assert()
+                .code(i32::from(exit_codes::CORRUPT));
             let found: Value = serde_json::from_slice(&found.get_output().stdout).unwrap();
-            let problem = found["problems"].as_array().unwrap().iter().find(|problem| problem["offset"].is_u64());
+            let problem = found["problems"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .find(|problem| problem["offset"].is_u64());
             let problem = problem.unwrap();
-            assert_eq!((&found["ok"], &problem["file"]), (&false.into(), &file.into()));
+            assert_eq!(
+                (&found["ok"], &problem["file"]),
+                (&false.into(), &file.into())
+            );
             assert!(problem["offset"].as_u64().unwrap() <= byte as u64);
-            fsdp(&["verify", &sealed]).assert().code(10).stderr(contains(format!("`{file}` at byte")));
+            fsdp(&["verify", &sealed])
+                .assert()
+                .code(10)
+                .stderr(contains(format!("`{file}` at byte")));
             // Damage is not sealed over.
             fsdp(&["verify", &sealed, "--seal"]).assert().code(10);
             flip(&path, byte);
@@ -279,7 +448,10 @@ fn a_flipped_bit_in_a_sealed_checkpoint_is_found_where_it_is() {
     }
     let metadata = Path::new(&sealed).join(".metadata");
     flip(&metadata, 100);
-    fsdp(&["verify", &sealed]).assert().code(10).stderr(contains(".metadata"));
+    fsdp(&["verify", &sealed])
+        .assert()
+        .code(10)
+        .stderr(contains(".metadata"));
     flip(&metadata, 100);
     fsdp(&["verify", &sealed]).assert().success();
 }
@@ -290,28 +462,51 @@ fn what_is_missing_or_short_has_its_own_codes() {
     let code = |code: u8| i32::from(code);
     let nothing = place(&directory, "nothing");
     for command in ["inspect", "verify"] {
-        fsdp(&[command, &nothing]).assert().code(code(exit_codes::INCOMPLETE)).stderr(contains("hint: "));
+        fsdp(&[command, &nothing])
+            .assert()
+            .code(code(exit_codes::INCOMPLETE))
+            .stderr(contains("hint: "));
     }
     let damaged = place(&directory, "damaged");
     copy(&fixture("fsdp2_adamw_ws2/dcp"), &damaged);
     let file = Path::new(&damaged).join("__1_0.distcp");
     let bytes = fs::read(&file).unwrap();
     fs::write(&file, &bytes[..bytes.len() / 2]).unwrap();
-    fsdp(&["verify", &damaged]).assert().code(code(exit_codes::CORRUPT)).stderr(contains("__1_0.distcp"));
+    fsdp(&["verify", &damaged])
+        .assert()
+        .code(code(exit_codes::CORRUPT))
+        .stderr(contains("__1_0.distcp"));
     let destination = place(&directory, "destination");
-    fsdp(&["convert", &damaged, &destination, "--to", "hf"]).assert().failure().stderr(contains("__1_0.distcp"));
-    fsdp(&["reshard", &damaged, &destination, "--world-size", "3"]).assert().failure();
+    fsdp(&["convert", &damaged, &destination, "--to", "hf"])
+        .assert()
+        .failure()
+        .stderr(contains("__1_0.distcp"));
+    fsdp(&["reshard", &damaged, &destination, "--world-size", "3"])
+        .assert()
+        .failure();
     fs::remove_file(&file).unwrap();
-    for arguments in [&["verify", &damaged][..], &["convert", &damaged, &destination, "--to", "hf"]] {
-        fsdp(arguments).assert().code(code(exit_codes::INCOMPLETE)).stderr(contains("__1_0.distcp"));
+    for arguments in [
+        &["verify", &damaged][..],
+        &["convert", &damaged, &destination, "--to", "hf"],
+    ] {
+        fsdp(arguments)
+            .assert()
+            .code(code(exit_codes::INCOMPLETE))
+            .stderr(contains("__1_0.distcp"));
     }
     // Failed commands leave nothing.
-    let left: Vec<_> = fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let left: Vec<_> = fs::read_dir(directory.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name())
+        .collect();
     assert_eq!(left, ["damaged"]);
 
     let text = place(&directory, "text");
     fs::write(&text, "this is no checkpoint, it is a text").unwrap();
-    fsdp(&["inspect", &text]).assert().code(code(exit_codes::UNSUPPORTED_VERSION)).stderr(contains("neither"));
+    fsdp(&["inspect", &text])
+        .assert()
+        .code(code(exit_codes::UNSUPPORTED_VERSION))
+        .stderr(contains("neither"));
 }
 
 /// A `.metadata` whose files lie elsewhere: same length, so that the pickle stays valid.
@@ -323,7 +518,9 @@ fn paths_that_lead_out_are_refused() {
     let metadata = Path::new(&hostile).join(".metadata");
     let mut bytes = fs::read(&metadata).unwrap();
     let (from, to) = (b"__1_0.distcp", b"../../../etc");
-    let places: Vec<usize> = (0..bytes.len() - from.len()).filter(|&at| bytes[at..].starts_with(from)).collect();
+    let places: Vec<usize> = (0..bytes.len() - from.len())
+        .filter(|&at| bytes[at..].starts_with(from))
+        .collect();
     assert!(!places.is_empty());
     for at in places {
         bytes[at..at + to.len()].copy_from_slice(to);
@@ -334,7 +531,10 @@ fn paths_that_lead_out_are_refused() {
         .assert()
         .code(i32::from(exit_codes::UNSAFE))
         .stderr(contains("../../../etc"));
-    fsdp(&["verify", &hostile]).assert().failure().stderr(contains("../../../etc"));
+    fsdp(&["verify", &hostile])
+        .assert()
+        .failure()
+        .stderr(contains("../../../etc"));
     assert!(!Path::new(&destination).exists());
 }
 
@@ -348,30 +548,134 @@ fn usage_errors_write_nothing() {
     let copied = place(&directory, "copy");
     copy(&source, &copied);
     for (arguments, message) in [
-        (vec!["convert", &source, &taken, "--to", "hf"], "exists already"),
-        (vec!["reshard", &source, &taken, "--world-size", "2"], "exists already"),
-        (vec!["cat", &source, "model.head.weight", "--npy", &taken], "exists already"),
-        (vec!["reshard", &copied, &copied, "--world-size", "2", "--overwrite"], "overlap"),
+        (
+            vec!["convert", &source, &taken, "--to", "hf"],
+            "exists already",
+        ),
+        (
+            vec!["reshard", &source, &taken, "--world-size", "2"],
+            "exists already",
+        ),
+        (
+            vec!["cat", &source, "model.head.weight", "--npy", &taken],
+            "exists already",
+        ),
+        (
+            vec![
+                "reshard",
+                &copied,
+                &copied,
+                "--world-size",
+                "2",
+                "--overwrite",
+            ],
+            "overlap",
+        ),
         (vec!["convert", &copied, &inside, "--to", "hf"], "overlap"),
-        (vec!["reshard", &source, &free, "--world-size", "0"], "--world-size"),
-        (vec!["convert", &source, &free, "--to", "torch", "--world-size", "2"], "has no effect"),
-        (vec!["convert", &source, &free, "--to", "hf", "--include", "nothing.*"], "select no key"),
-        (vec!["convert", &source, &free, "--to", "hf", "--include", "["], "not a valid glob"),
         (
-            vec!["convert", &source, &free, "--to", "hf", "--include", "model.*", "--include", "ema.*"],
+            vec!["reshard", &source, &free, "--world-size", "0"],
+            "--world-size",
+        ),
+        (
+            vec![
+                "convert",
+                &source,
+                &free,
+                "--to",
+                "torch",
+                "--world-size",
+                "2",
+            ],
+            "has no effect",
+        ),
+        (
+            vec![
+                "convert",
+                &source,
+                &free,
+                "--to",
+                "hf",
+                "--include",
+                "nothing.*",
+            ],
+            "select no key",
+        ),
+        (
+            vec!["convert", &source, &free, "--to", "hf", "--include", "["],
+            "not a valid glob",
+        ),
+        (
+            vec![
+                "convert",
+                &source,
+                &free,
+                "--to",
+                "hf",
+                "--include",
+                "model.*",
+                "--include",
+                "ema.*",
+            ],
             "`--include ema.*`",
         ),
         (
-            vec!["merge", "--from", &source, &free, "--to", "hf", "--include", "model.*", "--include", "ema.*"],
+            vec![
+                "merge",
+                "--from",
+                &source,
+                &free,
+                "--to",
+                "hf",
+                "--include",
+                "model.*",
+                "--include",
+                "ema.*",
+            ],
             "`--include ema.*`",
         ),
-        (vec!["diff", &source, &source, "--include", "model.*", "--include", "ema.*"], "`--include ema.*`"),
-        (vec!["convert", &source, &free, "--to", "hf", "--rename", "nothing=x"], "matches no key"),
-        (vec!["convert", &source, &free, "--to", "hf", "--rename", "nothing"], "OLD=NEW"),
-        (vec!["convert", &source, &free, "--to", "hf", "--prefix", "a", "--dtype", "int8"], "--dtype"),
+        (
+            vec![
+                "diff",
+                &source,
+                &source,
+                "--include",
+                "model.*",
+                "--include",
+                "ema.*",
+            ],
+            "`--include ema.*`",
+        ),
+        (
+            vec![
+                "convert",
+                &source,
+                &free,
+                "--to",
+                "hf",
+                "--rename",
+                "nothing=x",
+            ],
+            "matches no key",
+        ),
+        (
+            vec![
+                "convert", &source, &free, "--to", "hf", "--rename", "nothing",
+            ],
+            "OLD=NEW",
+        ),
+        (
+            vec![
+                "convert", &source, &free, "--to", "hf", "--prefix", "a", "--dtype", "int8",
+            ],
+            "--dtype",
+        ),
         (vec!["man", "nothing"], "no command"),
     ] {
-        fsdp(&arguments).assert().code(i32::from(exit_codes::USAGE)).stdout("").stderr(contains(message));
+        fsdp(&arguments)
+            .assert()
+            .code(i32::from(exit_codes::USAGE))
+            .stdout("")
+            .stderr(contains(message));
     }
     assert_eq!(fs::read_to_string(&taken).unwrap(), "mine");
     fsdp(&["diff", &source, &copied]).assert().success();
@@ -382,36 +686,68 @@ fn usage_errors_write_nothing() {
     fs::write(Path::new(&mine).join("thesis.txt"), "years").unwrap();
     for path in [&taken, &mine] {
         let reshard = ["reshard", &source, path, "--world-size", "2", "--overwrite"];
-        fsdp(&reshard).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("--overwrite"));
+        fsdp(&reshard)
+            .assert()
+            .code(i32::from(exit_codes::USAGE))
+            .stderr(contains("--overwrite"));
     }
     assert!(Path::new(&mine).join("thesis.txt").is_file());
-    fsdp(&["reshard", &source, &copied, "--world-size", "3", "--overwrite"]).assert().success();
+    fsdp(&[
+        "reshard",
+        &source,
+        &copied,
+        "--world-size",
+        "3",
+        "--overwrite",
+    ])
+    .assert()
+    .success();
     assert!(Path::new(&copied).join("__2_0.distcp").is_file());
     fsdp(&["diff", &source, &copied]).assert().success();
 }
 
-/// Killed at whatever moment: the destination is whole or absent, and the next command removes what was left.
+/// Killed at whatever moment: the destination is whole or absent, and the next command removes what
+/// was left.
 #[test]
 fn a_killed_command_leaves_the_source_as_it_was_and_the_destination_whole_or_absent() {
     for to in ["dcp", "safetensors", "hf", "torch"] {
         let directory = tempfile::tempdir().unwrap();
-        let (source, destination) = (place(&directory, "source"), place(&directory, "destination"));
+        let (source, destination) = (
+            place(&directory, "source"),
+            place(&directory, "destination"),
+        );
         let fixture = fixture("fsdp2_adamw_ws4/dcp");
         copy(&fixture, &source);
         fs::create_dir(directory.path().join(".destination.tmp-00000000deadbeef")).unwrap();
         let convert = match to {
-            "dcp" => vec!["reshard", &source, &destination, "--overwrite", "--world-size", "7"],
+            "dcp" => vec![
+                "reshard",
+                &source,
+                &destination,
+                "--overwrite",
+                "--world-size",
+                "7",
+            ],
             to => vec!["convert", &source, &destination, "--overwrite", "--to", to],
         };
         let mut micros = 1_000;
         for round in 0..24u64 {
             let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fsdp"));
-            let mut child = command.args(&convert).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+            let mut child = command
+                .args(&convert)
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap();
             std::thread::sleep(std::time::Duration::from_micros(micros));
             child.kill().unwrap();
             let done = child.wait().unwrap().success();
             // Longer and longer, until it is done before; then from the start, a little shifted.
-            micros = if done { 700 + 131 * round } else { micros + micros / 3 };
+            micros = if done {
+                700 + 131 * round
+            } else {
+                micros + micros / 3
+            };
             if Path::new(&destination).exists() {
                 fsdp(&["verify", &destination]).assert().success();
                 fsdp(&["diff", &source, &destination]).assert().success();
@@ -421,12 +757,22 @@ fn a_killed_command_leaves_the_source_as_it_was_and_the_destination_whole_or_abs
         fsdp(&["diff", &fixture, &destination]).assert().success();
         for entry in fs::read_dir(&fixture).unwrap() {
             let name = entry.unwrap().file_name();
-            let (before, after) = (Path::new(&fixture).join(&name), Path::new(&source).join(&name));
-            assert!(fs::read(before).unwrap() == fs::read(after).unwrap(), "{name:?}");
+            let (before, after) = (
+                Path::new(&fixture).join(&name),
+                Path::new(&source).join(&name),
+            );
+            assert!(
+                fs::read(before).unwrap() == fs::read(after).unwrap(),
+                "{name:?}"
+            );
         }
-        let mut left: Vec<_> =
-            fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        left.retain(|name| name != "source" && name != "destination" && name != "destination.values.json");
+        let mut left: Vec<_> = fs::read_dir(directory.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name())
+            .collect();
+        left.retain(|name| {
+            name != "source" && name != "destination" && name != "destination.values.json"
+        });
         assert!(left.is_empty(), "{to}: {left:?} are left");
     }
 }
@@ -435,8 +781,19 @@ fn a_killed_command_leaves_the_source_as_it_was_and_the_destination_whole_or_abs
 fn a_directory_of_configuration_that_does_not_exist_is_refused_before_anything_is_written() {
     let directory = tempfile::tempdir().unwrap();
     let (destination, with) = (place(&directory, "destination"), place(&directory, "with"));
-    let convert = ["convert", &fixture("fsdp2_adamw_ws2/dcp"), &destination, "--to", "hf", "--with", &with];
-    fsdp(&convert).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("`--with`").and(contains(&with)));
+    let convert = [
+        "convert",
+        &fixture("fsdp2_adamw_ws2/dcp"),
+        &destination,
+        "--to",
+        "hf",
+        "--with",
+        &with,
+    ];
+    fsdp(&convert)
+        .assert()
+        .code(i32::from(exit_codes::USAGE))
+        .stderr(contains("`--with`").and(contains(&with)));
     assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
 }
 
@@ -445,8 +802,17 @@ fn a_file_that_is_named_like_a_directory_is_refused_before_it_is_written() {
     let directory = tempfile::tempdir().unwrap();
     for to in ["safetensors", "torch"] {
         let destination = format!("{}/", place(&directory, "destination"));
-        let convert = ["convert", &fixture("fsdp2_adamw_ws2/dcp"), &destination, "--to", to];
-        fsdp(&convert).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("writes one file"));
+        let convert = [
+            "convert",
+            &fixture("fsdp2_adamw_ws2/dcp"),
+            &destination,
+            "--to",
+            to,
+        ];
+        fsdp(&convert)
+            .assert()
+            .code(i32::from(exit_codes::USAGE))
+            .stderr(contains("writes one file"));
     }
     assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
 }
@@ -455,238 +821,53 @@ fn a_file_that_is_named_like_a_directory_is_refused_before_it_is_written() {
 #[test]
 fn every_dtype_goes_through_every_command() {
     let directory = tempfile::tempdir().unwrap();
-    for (source, quantized) in [("dtypes/every.pt", 0), ("dtypes/every", 0), ("dtypes/quantized.pt", 4)] {
+    for (source, quantized) in [
+        ("dtypes/every.pt", 0),
+        ("dtypes/every", 0),
+        ("dtypes/quantized.pt", 4),
+    ] {
         let source = fixture(source);
         fsdp(&["inspect", &source]).assert().success();
-        fsdp(&["verify", &source, "--level", "deep"]).assert().success();
+        fsdp(&["verify", &source, "--level", "deep"])
+            .assert()
+            .success();
         for to in ["dcp", "safetensors", "hf", "hf-sharded", "torch"] {
             let destination = place(&directory, to);
             let convert = ["convert", &source, &destination, "--to", to, "--overwrite"];
             let written = json(&convert);
-            assert_eq!(written["quantized"].as_array().unwrap().len(), quantized, "{source} to {to}");
+            assert_eq!(
+                written["quantized"].as_array().unwrap().len(),
+                quantized,
+                "{source} to {to}"
+            );
             if quantized == 0 {
                 fsdp(&["diff", &source, &destination]).assert().success();
             } else {
-                fsdp(&convert).assert().success().stderr(contains("\n  m.channels\n"));
-                fsdp(&["cat", &destination, "m.tensor.quantizer"]).assert().success().stdout(contains("0.1"));
+                fsdp(&convert)
+                    .assert()
+                    .success()
+                    .stderr(contains("\n  m.channels\n"));
+                fsdp(&["cat", &destination, "m.tensor.quantizer"])
+                    .assert()
+                    .success()
+                    .stdout(contains("0.1"));
             }
-            fsdp(&["verify", &destination, "--level", "deep"]).assert().success();
+            fsdp(&["verify", &destination, "--level", "deep"])
+                .assert()
+                .success();
         }
     }
-    for name in ["complex128", "float8_e4m3fn", "bool", "int8", "empty", "scalar", "transposed"] {
-        fsdp(&["cat", &fixture("dtypes/every.pt"), &format!("m.{name}")]).assert().success();
-    }
-}
-
-#[test]
-fn single_files_are_sealed_beside_them() {
-    let directory = tempfile::tempdir().unwrap();
-    let source = fixture("fsdp2_adamw_ws2/dcp");
-    for (name, to) in [("model.safetensors", "safetensors"), ("model.pt", "torch")] {
-        let file = place(&directory, name);
-        fsdp(&["convert", &source, &file, "--to", to]).assert().success();
-        fsdp(&["verify", &file]).assert().success().stdout(contains("no hashes"));
-        fsdp(&["verify", &file, "--seal"]).assert().success().stderr(contains("sealed"));
-        fsdp(&["verify", &file]).assert().success().stdout(contains(", hashes,"));
-        assert_eq!(json(&["inspect", &file])["hashed"], true);
-        flip(Path::new(&file), fs::metadata(&file).unwrap().len() as usize / 2);
-        fsdp(&["verify", &file]).assert().code(i32::from(exit_codes::CORRUPT)).stderr(contains(name));
-    }
-}
-
-#[test]
-fn cat_shows_elements_statistics_and_values() {
-    let directory = tempfile::tempdir().unwrap();
-    let source = fixture("misc_ws2/dcp");
-    let truth = fs::read(fixtures().join("misc_ws2/truth.safetensors")).unwrap();
-    let truth = SafeTensors::deserialize(&truth).unwrap();
-    let wanted = truth.tensor("plain.x_f32").unwrap();
-    let floats: Vec<f32> = wanted.data().as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
-
-    let shown = json(&["cat", &source, "plain.x_f32"]);
-    assert_eq!((&shown["dtype"], &shown["shape"]), (&"float32".into(), &serde_json::json!([5, 3])));
-    let elements = shown["elements"].as_array().unwrap();
-    assert_eq!(elements.len(), floats.len());
-    for (element, wanted) in elements.iter().zip(&floats).filter(|(_, wanted)| wanted.is_finite()) {
-        assert_eq!(element.as_f64().unwrap() as f32, *wanted);
-    }
-    let text = fsdp(&["cat", &source, "plain.x_f32"]).assert().success().get_output().stdout.clone();
-    assert_eq!(String::from_utf8(text).unwrap().lines().count(), 5);
-    let stats = &json(&["cat", &source, "plain.x_f32", "--stats"])["stats"];
-    assert_eq!(stats["count"], 15);
-    let max = floats.iter().copied().filter(|value| value.is_finite()).fold(f32::MIN, f32::max);
-    assert_eq!(stats["max"].as_f64().unwrap(), f64::from(max));
-
-    let file = place(&directory, "x.npy");
-    fsdp(&["cat", &source, "plain.x_f32", "--npy", &file]).assert().success().stdout("");
-    let bytes = fs::read(&file).unwrap();
-    assert!(bytes.starts_with(b"\x93NUMPY\x01\x00") && bytes.len() % 64 == wanted.data().len() % 64);
-    assert!(bytes.ends_with(wanted.data()));
-    let header = String::from_utf8_lossy(&bytes[10..bytes.len() - wanted.data().len()]).into_owned();
-    assert!(header.contains("'descr': '<f4', 'fortran_order': False, 'shape': (5,3,)"), "{header}");
-    // The same bytes go through a pipe, and nothing else does.
-    let piped = fsdp(&["cat", &source, "plain.x_f32", "--npy", "-"]).current_dir(directory.path()).assert().success();
-    assert!(piped.get_output().stdout == bytes);
-    assert!(!directory.path().join("-").exists());
-    let mut from_environment = fsdp(&["cat", &source, "plain.x_f32", "--npy", "-"]);
-    assert!(from_environment.env("FSDP_JSON", "true").assert().success().get_output().stdout == bytes);
-    fsdp(&["cat", &source, "plain.x_f32", "--npy", "-", "--json"])
-        .assert()
-        .code(i32::from(exit_codes::USAGE))
-        .stdout("")
-        .stderr(contains("would both write to stdout"));
-
-    fsdp(&["cat", &source, "py.int"]).assert().success().stdout("149\n");
-    fsdp(&["cat", &source, "py.int", "--stats"]).assert().code(i32::from(exit_codes::USAGE));
-    fsdp(&["cat", &source, "no.such.key"])
-        .assert()
-        .code(i32::from(exit_codes::DIFFERENCE))
-        .stderr(contains("no.such.key"));
-}
-
-/// One tensor whose name would clear the screen and turn text around.
-#[test]
-fn names_cannot_act_on_the_terminal() {
-    let directory = tempfile::tempdir().unwrap();
-    let file = place(&directory, "hostile.safetensors");
-    let header = r#"{"a\u001b[2J\u202eb\nc":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#;
-    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
-    bytes.extend(header.as_bytes());
-    bytes.push(7);
-    fs::write(&file, bytes).unwrap();
-    let shown = "a\\u{1b}[2J\\u{202e}b\\nc";
-    for arguments in [vec!["inspect", &file], vec!["inspect", &file, "--tree"], vec!["inspect", &file, "--tensors"]] {
-        let output = fsdp(&arguments).assert().success().stdout(contains(shown));
-        assert!(!output.get_output().stdout.contains(&0x1b));
-    }
-    let output = fsdp(&["diff", &file, &fixture("misc_ws2/dcp")]).assert().code(17).stdout(contains(shown));
-    assert!(!output.get_output().stdout.contains(&0x1b));
-    let output = fsdp(&["cat", &fixture("misc_ws2/dcp"), "a\u{1b}[2J"]).assert().failure();
-    assert!(!output.get_output().stderr.contains(&0x1b));
-}
-
-/// Runs the command with a pipe as stdout that nobody reads.
-fn unread(arguments: &[&str]) -> std::process::Output {
-    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fsdp"));
-    let (reader, writer) = std::io::pipe().unwrap();
-    drop(reader);
-    command.args(arguments).stdout(writer).stderr(Stdio::piped()).output().unwrap()
-}
-
-#[test]
-fn a_reader_that_goes_away_is_no_error() {
-    let path = fixture("fsdp2_adamw_ws2/dcp");
-    for arguments in [vec!["inspect", &path], vec!["inspect", &path, "--json"], vec!["cat", &path, "model.head.weight"]]
-    {
-        let output = unread(&arguments);
-        assert_eq!((output.status.code(), output.stderr.as_slice()), (Some(0), [].as_slice()), "{arguments:?}");
-    }
-}
-
-#[test]
-fn what_a_report_has_found_is_told_by_the_exit_code_even_if_nobody_reads_the_report() {
-    let directory = tempfile::tempdir().unwrap();
-    let (whole, damaged, nothing) =
-        (fixture("fsdp2_adamw_ws2/dcp"), place(&directory, "damaged"), place(&directory, "nothing"));
-    copy(&whole, &damaged);
-    let file = Path::new(&damaged).join("__0_0.distcp");
-    fs::write(&file, vec![0; fs::metadata(&file).unwrap().len() as usize]).unwrap();
-    let other = fixture("fsdp2_adamw_ws4/dcp");
-    for (arguments, code) in [
-        (["verify", &damaged, "--level", "deep"].as_slice(), exit_codes::CORRUPT),
-        (&["verify", &damaged, "--level", "deep", "--json"], exit_codes::CORRUPT),
-        (&["verify", &nothing, "--json"], exit_codes::INCOMPLETE),
-        (&["diff", &whole, &other], exit_codes::DIFFERENCE),
-        (&["diff", &whole, &other, "--json"], exit_codes::DIFFERENCE),
-        (&["inspect", &nothing, "--json"], exit_codes::INCOMPLETE),
+    for name in [
+        "complex128",
+        "float8_e4m3fn",
+        "bool",
+        "int8",
+        "empty",
+        "scalar",
+        "transposed",
     ] {
-        let output = unread(arguments);
-        let talk = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(i32::from(code)), "{arguments:?}: {talk}");
+        fsdp(&["cat", &fixture("dtypes/every.pt"), &format!("m.{name}")])
+            .assert()
+            .success();
     }
-}
-
-#[test]
-fn shells_and_man_are_served() {
-    for shell in ["bash", "zsh", "fish", "powershell", "elvish"] {
-        fsdp(&["completions", shell]).assert().success().stdout(contains("reshard"));
-    }
-    fsdp(&["man"]).assert().success().stdout(contains(".TH fsdp 1"));
-    fsdp(&["man", "convert"])
-        .assert()
-        .success()
-        .stdout(contains(".TH fsdp\\-convert 1").or(contains(".TH fsdp-convert 1")));
-}
-
-/// Writes a safetensors file of `count` tensors of `length` bytes, the byte `value` over and over.
-fn bytes_of(path: &str, count: usize, length: usize, value: u8) {
-    let data = vec![value; length];
-    let tensors = (0..count).map(|index| {
-        let tensor = safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![length], &data).unwrap();
-        (format!("k{index}"), tensor)
-    });
-    fs::write(path, safetensors::serialize(tensors, None).unwrap()).unwrap();
-}
-
-/// Runs the command in a shell with a limit on its address space, in KiB.
-#[cfg(target_os = "linux")]
-fn limited(kib: u64, arguments: &str) -> std::process::Output {
-    let program = crate::common::program();
-    let script = format!("ulimit -v {kib}; exec '{}' {arguments}", program.display());
-    std::process::Command::new("sh").args(["-c", &script]).output().unwrap()
-}
-
-#[test]
-fn sizes_whose_sum_has_more_than_64_bits_are_shown() {
-    let directory = TempDir::new().unwrap();
-    let mut metadata = Metadata::default();
-    for number in 0..8 {
-        let bounds = TensorBox::whole(&[1 << 58]);
-        let stored = StorageInfo {
-            relative_path: "__0_0.distcp".to_owned(),
-            offset: 0,
-            length: 1 << 62,
-            transforms: Vec::new(),
-        };
-        let tensor = TensorEntry {
-            properties: TensorProperties::of(DType::Complex128),
-            shape: bounds.sizes.clone(),
-            chunks: vec![Chunk { bounds, stored: Some(stored) }],
-        };
-        metadata.entries.insert(number.to_string(), Entry::Tensor(tensor));
-    }
-    fs::write(directory.path().join(METADATA_FILE), encode(&metadata)).unwrap();
-    fs::write(directory.path().join("__0_0.distcp"), [0; 64]).unwrap();
-    let path = directory.path().to_str().unwrap();
-    fsdp(&["inspect", path]).assert().success().stdout(contains("17179869184.0 GiB"));
-    fsdp(&["verify", path]).assert().code(i32::from(exit_codes::CORRUPT));
-}
-
-#[test]
-#[cfg(target_os = "linux")]
-fn fewer_threads_than_were_asked_for_do_the_same_work() {
-    let directory = TempDir::new().unwrap();
-    let file = place(&directory, "many.safetensors");
-    bytes_of(&file, 600, 1, 7);
-    let output = limited(1_000_000, &format!("verify --threads 500 '{file}'"));
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-}
-
-#[test]
-#[cfg(target_os = "linux")]
-fn tensors_that_differ_everywhere_are_compared_in_little_memory() {
-    let directory = TempDir::new().unwrap();
-    let (first, second) = (place(&directory, "a.safetensors"), place(&directory, "b.safetensors"));
-    bytes_of(&first, 1, 48 << 20, 1);
-    bytes_of(&second, 1, 48 << 20, 3);
-    // Two pieces of 16 MiB, beside the program itself. The numbers of one piece would take 256 MiB.
-    let output = limited(300_000, &format!("diff --threads 1 '{first}' '{second}'"));
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert_eq!(
-        output.status.code(),
-        Some(i32::from(exit_codes::DIFFERENCE)),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    assert!(text.contains("k0: 50331648 elements differ, by at most 2"), "{text}");
 }

@@ -1,7 +1,10 @@
 //! A rank that fails or is lost: every rank ends in time, with the exit code of what happened.
 
 #![cfg(target_os = "linux")]
-#![expect(clippy::disallowed_methods, reason = "the tests make and damage files on purpose")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the tests make and damage files on purpose"
+)]
 
 use std::fs;
 use std::path::Path;
@@ -24,8 +27,26 @@ const LATE: Duration = Duration::from_secs(2);
 /// Trains up to a step, with a save every other step. `before` is what starts the command.
 fn train_to(steps: &str, before: &[&str], out: &Path, more: &[&str]) -> std::process::Output {
     let mut command = Command::new(FSDP);
-    command.args(before).args(["train", "--steps", steps, "--save-every", "2", "--sample", "0", "--out"]).arg(out);
-    command.args(["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16"]).args(more).output().unwrap()
+    command
+        .args(before)
+        .args([
+            "train",
+            "--steps",
+            steps,
+            "--save-every",
+            "2",
+            "--sample",
+            "0",
+            "--out",
+        ])
+        .arg(out);
+    command
+        .args([
+            "--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16",
+        ])
+        .args(more)
+        .output()
+        .unwrap()
 }
 
 /// Damages a file: metadata so that opening shows it, all else so that only reading shows it.
@@ -52,17 +73,27 @@ fn a_damaged_newest_checkpoint_is_passed_over_unless_resuming_is_strict() {
         assert_eq!(strict.status.code(), Some(i32::from(exit_codes::CORRUPT)));
         for (before, more) in [
             (&[][..], &["--resume", "--nproc", "2"][..]),
-            (&["launch", "--nproc", "2", "--", FSDP], &["--resume", "--timeout", "20"]),
+            (
+                &["launch", "--nproc", "2", "--", FSDP],
+                &["--resume", "--timeout", "20"],
+            ),
         ] {
             let output = train_to("8", before, &out, more);
             let talk = String::from_utf8_lossy(&output.stderr);
             assert!(output.status.success(), "{talk}");
             assert_eq!(talk.matches("warning: ").count(), 1, "{talk}");
-            assert!(talk.contains("step-00000006` is damaged") && talk.contains("step-00000004`\n"), "{talk}");
+            assert!(
+                talk.contains("step-00000006` is damaged") && talk.contains("step-00000004`\n"),
+                "{talk}"
+            );
             assert_eq!(losses(&out), straight, "{file}");
             // It was replaced by a whole one; the next round damages it again.
             fs::remove_dir_all(out.join("step-00000008")).unwrap();
-            assert!(train_to("7", &[], &out, &["--resume=strict"]).status.success());
+            assert!(
+                train_to("7", &[], &out, &["--resume=strict"])
+                    .status
+                    .success()
+            );
             fs::remove_dir_all(out.join("step-00000007")).unwrap();
             damage(&out.join("step-00000006").join(file));
         }
@@ -73,13 +104,30 @@ fn a_damaged_newest_checkpoint_is_passed_over_unless_resuming_is_strict() {
 fn a_limit_on_the_size_of_files_is_an_error_and_no_death() {
     let dir = TempDir::new().unwrap();
     let out = dir.path().join("out");
-    let script = format!("ulimit -f 64; exec {FSDP} train --nproc 2 --steps 1 --sample 0 --out {}", out.display());
-    let output = Command::new("sh").args(["-c", &script]).stdin(Stdio::null()).output().unwrap();
+    let script = format!(
+        "ulimit -f 64; exec {FSDP} train --nproc 2 --steps 1 --sample 0 --out {}",
+        out.display()
+    );
+    let output = Command::new("sh")
+        .args(["-c", &script])
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
     let talk = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(i32::from(exit_codes::IO)), "{talk}");
-    assert!(talk.contains("File too large") && talk.contains(".distcp"), "{talk}");
+    assert_eq!(
+        output.status.code(),
+        Some(i32::from(exit_codes::IO)),
+        "{talk}"
+    );
+    assert!(
+        talk.contains("File too large") && talk.contains(".distcp"),
+        "{talk}"
+    );
     // Nothing of the checkpoint is left.
-    let mut left: Vec<_> = fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let mut left: Vec<_> = fs::read_dir(&out)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name())
+        .collect();
     left.sort();
     assert_eq!(left, ["events.jsonl", "metrics.jsonl"]);
 }
@@ -90,28 +138,59 @@ fn gradients_that_are_not_finite_end_the_run_or_skip_the_step_but_are_never_appl
     // The first update makes the parameters so large that the next gradients are not finite.
     let run = |out: &Path, nonfinite: &str| {
         let mut command = Command::new(FSDP);
-        command.args(["train", "--nproc", "2", "--steps", "4", "--save-every", "1", "--sample", "0", "--lr", "1e38"]);
-        command.args(["--optimizer", "sgd", "--nonfinite", nonfinite, "--out"]).arg(out).output().unwrap()
+        command.args([
+            "train",
+            "--nproc",
+            "2",
+            "--steps",
+            "4",
+            "--save-every",
+            "1",
+            "--sample",
+            "0",
+            "--lr",
+            "1e38",
+        ]);
+        command
+            .args(["--optimizer", "sgd", "--nonfinite", nonfinite, "--out"])
+            .arg(out)
+            .output()
+            .unwrap()
     };
     let (ends, skips) = (dir.path().join("ends"), dir.path().join("skips"));
     let ended = run(&ends, "error");
     let talk = String::from_utf8_lossy(&ended.stderr);
-    assert_eq!(ended.status.code(), Some(i32::from(exit_codes::INTERNAL)), "{talk}");
-    assert!(talk.contains("step 2 was not done") && talk.contains("gradients of some rank are not finite"), "{talk}");
+    assert_eq!(
+        ended.status.code(),
+        Some(i32::from(exit_codes::INTERNAL)),
+        "{talk}"
+    );
+    assert!(
+        talk.contains("step 2 was not done")
+            && talk.contains("gradients of some rank are not finite"),
+        "{talk}"
+    );
     assert_eq!(latest_checkpoint(&ends).unwrap().unwrap().step, 1);
     let skipped = run(&skips, "skip");
     let talk = String::from_utf8_lossy(&skipped.stderr);
-    assert!(skipped.status.success() && talk.contains("step 4/4: the gradients are not finite"), "{talk}");
+    assert!(
+        skipped.status.success() && talk.contains("step 4/4: the gradients are not finite"),
+        "{talk}"
+    );
     let metrics = fs::read_to_string(skips.join("metrics.jsonl")).unwrap();
-    let skipped: Vec<bool> = metrics.lines().map(|line| line.contains(r#""skipped":true"#)).collect();
+    let skipped: Vec<bool> = metrics
+        .lines()
+        .map(|line| line.contains(r#""skipped":true"#))
+        .collect();
     assert_eq!(skipped, [false, true, true, true]);
 }
 
 /// Nothing else takes longer than this.
 const HANG: Duration = Duration::from_secs(60);
 
-/// `$1` is a directory for each rank's process id and exit code, `$2` what one does first, `$3` how many ranks end by
-/// themselves. The launcher, which ends all ranks when one fails, learns of a failure only when these have told theirs.
+/// `$1` is a directory for each rank's process id and exit code, `$2` what one does first, `$3` how
+/// many ranks end by themselves. The launcher, which ends all ranks when one fails, learns of a
+/// failure only when these have told theirs.
 const RANK: &str = r#"
 dir=$1; before=$2; ending=$3; shift 3
 (eval "$before"; exec "$@") & echo $! > "$dir/pid-$RANK.new"; mv "$dir/pid-$RANK.new" "$dir/pid-$RANK"
@@ -133,21 +212,53 @@ impl Job {
     fn start(before: &str, ending: usize, steps: &str) -> Job {
         let dir = TempDir::new().unwrap();
         let mut command = Command::new(FSDP);
-        for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("FSDP_")) {
+        for (name, _) in
+            std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("FSDP_"))
+        {
             command.env_remove(name);
         }
-        command.args(["launch", "--grace", "1", "--nproc", &RANKS.to_string(), "--", "sh", "-c", RANK, "rank"]);
+        command.args([
+            "launch",
+            "--grace",
+            "1",
+            "--nproc",
+            &RANKS.to_string(),
+            "--",
+            "sh",
+            "-c",
+            RANK,
+            "rank",
+        ]);
         command
             .arg(dir.path())
             .arg(before)
             .arg(ending.to_string())
             .args([FSDP, "train", "--backend", "tcp", "--out"])
             .arg(dir.path().join("out"));
-        command.args(["--timeout", &DEADLINE.as_secs().to_string(), "--steps", steps, "--save-every", "1"]);
-        command.args(["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--sample", "0"]);
-        let said = fs::File::options().create(true).append(true).open(dir.path().join("said")).unwrap();
-        command.stdin(Stdio::null()).stdout(said.try_clone().unwrap()).stderr(said);
-        Job { launch: command.spawn().unwrap(), dir }
+        command.args([
+            "--timeout",
+            &DEADLINE.as_secs().to_string(),
+            "--steps",
+            steps,
+            "--save-every",
+            "1",
+        ]);
+        command.args([
+            "--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--sample", "0",
+        ]);
+        let said = fs::File::options()
+            .create(true)
+            .append(true)
+            .open(dir.path().join("said"))
+            .unwrap();
+        command
+            .stdin(Stdio::null())
+            .stdout(said.try_clone().unwrap())
+            .stderr(said);
+        Job {
+            launch: command.spawn().unwrap(),
+            dir,
+        }
     }
 
     fn said(&self) -> String {
@@ -157,21 +268,31 @@ impl Job {
     /// Waits for a rank's file, and returns what is in it.
     fn told(&self, what: &str, rank: usize, limit: Duration) -> i32 {
         let path = self.dir.path().join(format!("{what}-{rank}"));
-        self.until(limit, &format!("the {what} of rank {rank}"), || path.exists());
+        self.until(limit, &format!("the {what} of rank {rank}"), || {
+            path.exists()
+        });
         fs::read_to_string(path).unwrap().trim().parse().unwrap()
     }
 
     fn until(&self, limit: Duration, what: &str, happens: impl Fn() -> bool) {
         let until = Instant::now() + limit;
         while !happens() {
-            assert!(Instant::now() < until, "no {what} within {limit:?}\n{}", self.said());
+            assert!(
+                Instant::now() < until,
+                "no {what} within {limit:?}\n{}",
+                self.said()
+            );
             thread::sleep(Duration::from_millis(5));
         }
     }
 
     fn newest(&self) -> Option<u64> {
         let out = self.dir.path().join("out");
-        if out.exists() { latest_checkpoint(&out).unwrap().map(|found| found.step) } else { None }
+        if out.exists() {
+            latest_checkpoint(&out).unwrap().map(|found| found.step)
+        } else {
+            None
+        }
     }
 }
 
@@ -183,28 +304,57 @@ impl Drop for Job {
 }
 
 fn is_alive(pid: Pid) -> bool {
-    let stat = fs::read_to_string(Path::new("/proc").join(pid.as_raw_nonzero().to_string()).join("stat"));
+    let stat = fs::read_to_string(
+        Path::new("/proc")
+            .join(pid.as_raw_nonzero().to_string())
+            .join("stat"),
+    );
     test_kill_process(pid).is_ok() && !stat.is_ok_and(|stat| stat.contains(") Z "))
 }
 
 /// The last rank is hit in the middle of training and saving.
 fn lost(signal: Signal) {
     let mut job = Job::start("", RANKS - 1, "1000000");
-    let pids: Vec<Pid> = (0..RANKS).map(|rank| Pid::from_raw(job.told("pid", rank, HANG)).unwrap()).collect();
+    let pids: Vec<Pid> = (0..RANKS)
+        .map(|rank| Pid::from_raw(job.told("pid", rank, HANG)).unwrap())
+        .collect();
     job.until(HANG, "checkpoint", || job.newest().is_some());
     let hit = Instant::now();
     kill_process(pids[RANKS - 1], signal).unwrap();
     for rank in 0..RANKS - 1 {
-        let code = job.told("code", rank, (DEADLINE + LATE).saturating_sub(hit.elapsed()));
-        assert_eq!(code, i32::from(exit_codes::RANK_LOST), "rank {rank}\n{}", job.said());
+        let code = job.told(
+            "code",
+            rank,
+            (DEADLINE + LATE).saturating_sub(hit.elapsed()),
+        );
+        assert_eq!(
+            code,
+            i32::from(exit_codes::RANK_LOST),
+            "rank {rank}\n{}",
+            job.said()
+        );
     }
     job.launch.wait().unwrap();
-    job.until(LATE, "end of all processes", || !pids.iter().any(|&pid| is_alive(pid)));
+    job.until(LATE, "end of all processes", || {
+        !pids.iter().any(|&pid| is_alive(pid))
+    });
     let step = job.newest().unwrap();
     let mut resume = Command::new(FSDP);
-    resume.args(["train", "--resume", "--nproc", "2", "--steps", &(step + 1).to_string(), "--out"]);
+    resume.args([
+        "train",
+        "--resume",
+        "--nproc",
+        "2",
+        "--steps",
+        &(step + 1).to_string(),
+        "--out",
+    ]);
     let output = resume.arg(job.dir.path().join("out")).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     assert_eq!(job.newest(), Some(step + 1));
 }
 
@@ -222,9 +372,18 @@ fn survivors_of_a_stopped_rank_end_in_time_and_the_newest_checkpoint_resumes() {
 #[test]
 fn what_one_rank_cannot_write_is_the_exit_code_of_all() {
     for limited in 0..RANKS - 1 {
-        let job = Job::start(&format!("if [ $RANK = {limited} ]; then trap '' XFSZ; ulimit -f 8; fi"), RANKS, "2");
+        let job = Job::start(
+            &format!("if [ $RANK = {limited} ]; then trap '' XFSZ; ulimit -f 8; fi"),
+            RANKS,
+            "2",
+        );
         for rank in 0..RANKS {
-            assert_eq!(job.told("code", rank, HANG), i32::from(exit_codes::IO), "rank {rank}\n{}", job.said());
+            assert_eq!(
+                job.told("code", rank, HANG),
+                i32::from(exit_codes::IO),
+                "rank {rank}\n{}",
+                job.said()
+            );
         }
         assert_eq!(job.newest(), None);
     }
@@ -236,7 +395,11 @@ fn a_full_disk_is_the_exit_code_of_all() {
     let user = ["--user", "--map-root-user", "--mount"];
     let mount = "mount -t tmpfs -o size=64k none \"$0\"";
     let dir = TempDir::new().unwrap();
-    let tried = Command::new("unshare").args(user).args(["sh", "-c", mount]).arg(dir.path()).output();
+    let tried = Command::new("unshare")
+        .args(user)
+        .args(["sh", "-c", mount])
+        .arg(dir.path())
+        .output();
     if !tried.is_ok_and(|output| output.status.success()) {
         eprintln!("skipped: this system mounts nothing for tests");
         return;
@@ -244,9 +407,21 @@ fn a_full_disk_is_the_exit_code_of_all() {
     let train = format!("{mount} && exec \"$@\"");
     for nproc in ["1", "3"] {
         let mut command = Command::new("unshare");
-        command.args(user).args(["sh", "-c", &train]).arg(dir.path()).args([FSDP, "train", "--nproc", nproc]);
-        let output = command.args(["--steps", "1", "--sample", "0", "--out"]).arg(dir.path()).output().unwrap();
+        command
+            .args(user)
+            .args(["sh", "-c", &train])
+            .arg(dir.path())
+            .args([FSDP, "train", "--nproc", nproc]);
+        let output = command
+            .args(["--steps", "1", "--sample", "0", "--out"])
+            .arg(dir.path())
+            .output()
+            .unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(i32::from(exit_codes::NO_SPACE)), "{nproc} ranks: {said}");
+        assert_eq!(
+            output.status.code(),
+            Some(i32::from(exit_codes::NO_SPACE)),
+            "{nproc} ranks: {said}"
+        );
     }
 }

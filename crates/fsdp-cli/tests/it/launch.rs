@@ -10,7 +10,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use assert_cmd::Command;
-use fsdp::checkpoint::latest_checkpoint;
 use fsdp_cli::exit_codes;
 use predicates::prelude::*;
 use predicates::str::contains;
@@ -21,46 +20,86 @@ use tempfile::TempDir;
 use crate::common::{FSDP, fsdp};
 use crate::metrics::losses;
 
-const SMALL: [&str; 12] =
-    ["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--batch", "12", "--sample", "8"];
+pub(crate) const SMALL: [&str; 12] = [
+    "--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--batch", "12", "--sample",
+    "8",
+];
 
-fn launch(nproc: &str, program: &[&str]) -> Command {
+pub(crate) fn launch(nproc: &str, program: &[&str]) -> Command {
     let mut command = fsdp(&["launch", "--grace", "1", "--nproc", nproc, "--"]);
     command.args(program);
     command
 }
 
 fn launch_train(nproc: &str, out: &Path, arguments: &[&str]) -> Command {
-    let mut command = launch(nproc, &[FSDP, "train", "--timeout", "20", "--out", out.to_str().unwrap()]);
+    let mut command = launch(
+        nproc,
+        &[
+            FSDP,
+            "train",
+            "--timeout",
+            "20",
+            "--out",
+            out.to_str().unwrap(),
+        ],
+    );
     command.args(arguments);
     command
 }
 
-fn train(out: &Path, arguments: &[&str]) {
-    fsdp(&["train", "--out", out.to_str().unwrap()]).args(arguments).assert().success();
+pub(crate) fn train(out: &Path, arguments: &[&str]) {
+    fsdp(&["train", "--out", out.to_str().unwrap()])
+        .args(arguments)
+        .assert()
+        .success();
 }
 
 #[test]
 fn processes_get_the_losses_of_threads_bit_for_bit_and_checkpoints_cross() {
     let dir = TempDir::new().unwrap();
     let (threads, processes) = (dir.path().join("threads"), dir.path().join("processes"));
-    train(&threads, &[&SMALL[..], &["--nproc", "3", "--steps", "6"]].concat());
-    let output = launch_train("3", &processes, &SMALL).args(["--steps", "6", "--backend", "tcp"]).assert().success();
+    train(
+        &threads,
+        &[&SMALL[..], &["--nproc", "3", "--steps", "6"]].concat(),
+    );
+    let output = launch_train("3", &processes, &SMALL)
+        .args(["--steps", "6", "--backend", "tcp"])
+        .assert()
+        .success();
     assert_eq!(losses(&processes), losses(&threads));
     // Only rank 0 talks.
     let talk = String::from_utf8_lossy(&output.get_output().stderr).into_owned();
-    assert!(talk.contains("[0] step 6/6") && !talk.contains("[1]") && !talk.contains("[2]"), "{talk}");
+    assert!(
+        talk.contains("[0] step 6/6") && !talk.contains("[1]") && !talk.contains("[2]"),
+        "{talk}"
+    );
 
     let ahead = dir.path().join("ahead");
-    let prefetch = ["--backward-prefetch", "pre", "--forward-prefetch", "--limit-all-gathers", "false"];
-    launch_train("3", &ahead, &SMALL).args(["--steps", "6"]).args(prefetch).assert().success();
-    assert_eq!(losses(&ahead), losses(&threads), "units that are gathered ahead");
+    let prefetch = [
+        "--backward-prefetch",
+        "pre",
+        "--forward-prefetch",
+        "--limit-all-gathers",
+        "false",
+    ];
+    launch_train("3", &ahead, &SMALL)
+        .args(["--steps", "6"])
+        .args(prefetch)
+        .assert()
+        .success();
+    assert_eq!(
+        losses(&ahead),
+        losses(&threads),
+        "units that are gathered ahead"
+    );
 
     // To threads at another number of ranks, and back; a launched `train` needs no `--backend`.
     for out in [&threads, &processes] {
         train(out, &["--nproc", "2", "--steps", "9", "--resume"]);
     }
-    launch_train("4", &processes, &["--steps", "12", "--resume"]).assert().success();
+    launch_train("4", &processes, &["--steps", "12", "--resume"])
+        .assert()
+        .success();
     train(&threads, &["--nproc", "4", "--steps", "12", "--resume"]);
     assert_eq!(losses(&processes), losses(&threads));
     assert_eq!(losses(&processes).len(), 12);
@@ -70,20 +109,40 @@ fn processes_get_the_losses_of_threads_bit_for_bit_and_checkpoints_cross() {
 fn programs_get_their_share_of_the_cores_unless_the_user_has_set_it() {
     let script = ["sh", "-c", "echo $RAYON_NUM_THREADS"];
     let cores = thread::available_parallelism().unwrap().get();
-    launch("1", &script).assert().success().stdout(format!("[0] {cores}\n"));
+    launch("1", &script)
+        .assert()
+        .success()
+        .stdout(format!("[0] {cores}\n"));
     let many = launch("64", &script).assert().success();
     let share = (cores / 64).max(1);
     assert!(
-        String::from_utf8_lossy(&many.get_output().stdout).lines().all(|line| line.ends_with(&format!("] {share}")))
+        String::from_utf8_lossy(&many.get_output().stdout)
+            .lines()
+            .all(|line| line.ends_with(&format!("] {share}")))
     );
-    launch("1", &script).env("RAYON_NUM_THREADS", "7").assert().success().stdout("[0] 7\n");
+    launch("1", &script)
+        .env("RAYON_NUM_THREADS", "7")
+        .assert()
+        .success()
+        .stdout("[0] 7\n");
 }
 
 #[test]
 fn output_has_its_rank_and_variables_are_torchruns() {
     let script = "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR $MASTER_PORT \
                   $FSDP_JOB_ID; printf torn >&2";
-    let several = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--master-port", "7", "--job-id", "j"];
+    let several = [
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--master-addr",
+        "h",
+        "--master-port",
+        "7",
+        "--job-id",
+        "j",
+    ];
     fsdp(&["launch", "--nproc", "2"])
         .env("FSDP_SECRET", "a secret of this test")
         .args(several)
@@ -97,28 +156,71 @@ fn output_has_its_rank_and_variables_are_torchruns() {
 #[test]
 fn each_job_has_a_secret_and_several_nodes_must_be_given_one() {
     let one_node = || {
-        let output = launch("2", &["sh", "-c", "echo $FSDP_SECRET"]).assert().success();
+        let output = launch("2", &["sh", "-c", "echo $FSDP_SECRET"])
+            .assert()
+            .success();
         let lines = String::from_utf8_lossy(&output.get_output().stdout).into_owned();
-        let secrets: Vec<String> = lines.lines().map(|line| line.split(' ').nth(1).unwrap().to_owned()).collect();
-        assert!(secrets.len() == 2 && secrets[0] == secrets[1] && secrets[0].len() >= 32, "{lines}");
+        let secrets: Vec<String> = lines
+            .lines()
+            .map(|line| line.split(' ').nth(1).unwrap().to_owned())
+            .collect();
+        assert!(
+            secrets.len() == 2 && secrets[0] == secrets[1] && secrets[0].len() >= 32,
+            "{lines}"
+        );
         secrets[0].clone()
     };
     assert_ne!(one_node(), one_node());
 
     let nodes = |options: &[&str]| {
-        let mut command = fsdp(&["launch", "--nproc", "1", "--nnodes", "2", "--master-addr", "node0"]);
-        command.args(options).args(["--", "sh", "-c", "echo ${FSDP_SECRET:-none} $FSDP_INSECURE"]);
+        let mut command = fsdp(&[
+            "launch",
+            "--nproc",
+            "1",
+            "--nnodes",
+            "2",
+            "--master-addr",
+            "node0",
+        ]);
+        command
+            .args(options)
+            .args(["--", "sh", "-c", "echo ${FSDP_SECRET:-none} $FSDP_INSECURE"]);
         command
     };
-    nodes(&[]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("FSDP_SECRET"));
+    nodes(&[])
+        .assert()
+        .code(i32::from(exit_codes::USAGE))
+        .stderr(contains("FSDP_SECRET"));
     // The name that is made of address, port and sizes is that of other jobs too.
-    nodes(&["--insecure"]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("--job-id"));
-    nodes(&["--insecure", "--job-id", "j"]).assert().success().stdout("[0] none true\n");
+    nodes(&["--insecure"])
+        .assert()
+        .code(i32::from(exit_codes::USAGE))
+        .stderr(contains("--job-id"));
+    nodes(&["--insecure", "--job-id", "j"])
+        .assert()
+        .success()
+        .stdout("[0] none true\n");
     let secret = "a secret of this test";
-    nodes(&[]).env("FSDP_SECRET", secret).assert().success().stdout(format!("[0] {secret} false\n"));
+    nodes(&[])
+        .env("FSDP_SECRET", secret)
+        .assert()
+        .success()
+        .stdout(format!("[0] {secret} false\n"));
     // Nobody else reaches a loopback address.
     for loopback in ["127.0.0.1", "[::1]", "::1"] {
-        fsdp(&["launch", "--nproc", "1", "--nnodes", "2", "--master-addr", loopback, "--", "true"]).assert().success();
+        fsdp(&[
+            "launch",
+            "--nproc",
+            "1",
+            "--nnodes",
+            "2",
+            "--master-addr",
+            loopback,
+            "--",
+            "true",
+        ])
+        .assert()
+        .success();
     }
 }
 
@@ -132,12 +234,21 @@ fn the_first_failure_ends_all_and_its_exit_code_is_returned() {
          else while ! [ -e {0} ]; do sleep 0.05; done; exit 7; fi",
         pids.display()
     );
-    launch("2", &["sh", "-c", &script]).assert().code(7).stderr(contains("rank 1 failed with exit code 7"));
+    launch("2", &["sh", "-c", &script])
+        .assert()
+        .code(7)
+        .stderr(contains("rank 1 failed with exit code 7"));
     for pid in fs::read_to_string(&pids).unwrap().split_whitespace() {
         assert_ended(pid.parse().unwrap());
     }
-    launch("2", &["sh", "-c", "kill -9 $$"]).assert().code(137).stderr(contains("was ended by signal 9"));
-    launch("2", &["./no-such-program"]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("no-such-program"));
+    launch("2", &["sh", "-c", "kill -9 $$"])
+        .assert()
+        .code(137)
+        .stderr(contains("was ended by signal 9"));
+    launch("2", &["./no-such-program"])
+        .assert()
+        .code(i32::from(exit_codes::USAGE))
+        .stderr(contains("no-such-program"));
 }
 
 #[test]
@@ -145,30 +256,55 @@ fn the_rank_that_failed_first_is_blamed_although_others_end_before_it() {
     // Ranks 0 and 2 fail because of rank 1, which takes longer to say why it failed.
     let script = "if [ $RANK = 1 ]; then sleep 0.5; echo the reason >&2; exit 7; fi; \
                   printf 1 > $FSDP_BLAME_DIR/$RANK; echo lost rank 1 >&2; exit 16";
-    let blamed =
-        contains("error: rank 1 failed with exit code 7").and(contains("the last lines of rank 1:\n  the reason\n"));
-    let listed = contains("all exits: ranks 0, 2 failed with exit code 16; rank 1 failed with exit code 7");
-    launch("3", &["sh", "-c", script]).assert().code(7).stderr(blamed.and(listed));
+    let blamed = contains("error: rank 1 failed with exit code 7")
+        .and(contains("the last lines of rank 1:\n  the reason\n"));
+    let listed =
+        contains("all exits: ranks 0, 2 failed with exit code 16; rank 1 failed with exit code 7");
+    launch("3", &["sh", "-c", script])
+        .assert()
+        .code(7)
+        .stderr(blamed.and(listed));
     // A rank that does not end by itself is not the one that is reported, but it is named.
-    let script = "if [ $RANK = 1 ]; then exec sleep 600; fi; printf 1 > $FSDP_BLAME_DIR/$RANK; exit 16";
+    let script =
+        "if [ $RANK = 1 ]; then exec sleep 600; fi; printf 1 > $FSDP_BLAME_DIR/$RANK; exit 16";
     let listed = contains("rank 1 was ended by signal 15 after being asked to end");
     let blamed = contains("error: rank 0 failed with exit code 16 because of rank 1");
-    launch("2", &["sh", "-c", script]).assert().code(16).stderr(blamed.and(listed));
+    launch("2", &["sh", "-c", script])
+        .assert()
+        .code(16)
+        .stderr(blamed.and(listed));
 }
 
 #[test]
 fn the_longest_times_are_times() {
     let longest = u64::MAX.to_string();
     let script = "if [ $RANK = 1 ]; then exit 3; fi; sleep 1";
-    fsdp(&["launch", "--nproc", "2", "--grace", &longest, "--", "sh", "-c", script]).assert().code(3);
-    let elastic = ["launch", "--nproc", "1:2", "--max-restarts", "1", "--grace", "1", "--regrow-after", &longest];
-    fsdp(&[&elastic[..], &["--", "sh", "-c", "exit 3"]].concat()).assert().code(3);
+    fsdp(&[
+        "launch", "--nproc", "2", "--grace", &longest, "--", "sh", "-c", script,
+    ])
+    .assert()
+    .code(3);
+    let elastic = [
+        "launch",
+        "--nproc",
+        "1:2",
+        "--max-restarts",
+        "1",
+        "--grace",
+        "1",
+        "--regrow-after",
+        &longest,
+    ];
+    fsdp(&[&elastic[..], &["--", "sh", "-c", "exit 3"]].concat())
+        .assert()
+        .code(3);
 }
 
 /// Its process is gone, or will be once its new parent has waited for it.
-fn assert_ended(pid: i32) {
+pub(crate) fn assert_ended(pid: i32) {
     let limit = Instant::now() + Duration::from_secs(20);
-    let is_zombie = || fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") Z "));
+    let is_zombie =
+        || fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") Z "));
     while test_kill_process(Pid::from_raw(pid).unwrap()).is_ok() && !is_zombie() {
         assert!(Instant::now() < limit, "process {pid} still runs");
         thread::sleep(Duration::from_millis(10));
@@ -176,13 +312,34 @@ fn assert_ended(pid: i32) {
 }
 
 /// A launch that is running: each rank writes its process id to a file `R` of the directory first.
-fn start(dir: &Path, nproc: usize, then: &str) -> (std::process::Child, Vec<i32>) {
-    let script = format!("echo $$ > {0}/$RANK.new; mv {0}/$RANK.new {0}/$RANK; {then}", dir.display());
+pub(crate) fn start(dir: &Path, nproc: usize, then: &str) -> (std::process::Child, Vec<i32>) {
+    let script = format!(
+        "echo $$ > {0}/$RANK.new; mv {0}/$RANK.new {0}/$RANK; {then}",
+        dir.display()
+    );
     let mut command = std::process::Command::new(FSDP);
-    command.args(["launch", "--grace", "5", "--nproc", &nproc.to_string(), "--", "sh", "-c", &script]);
-    command.env_remove("FSDP_BACKEND").stdout(Stdio::null()).stderr(Stdio::piped());
+    command.args([
+        "launch",
+        "--grace",
+        "5",
+        "--nproc",
+        &nproc.to_string(),
+        "--",
+        "sh",
+        "-c",
+        &script,
+    ]);
+    command
+        .env_remove("FSDP_BACKEND")
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped());
     let child = command.spawn().unwrap();
-    (child, (0..nproc).map(|rank| wait_for_pid(&dir.join(rank.to_string()))).collect())
+    (
+        child,
+        (0..nproc)
+            .map(|rank| wait_for_pid(&dir.join(rank.to_string())))
+            .collect(),
+    )
 }
 
 /// Waits until a process has written its id to this file.
@@ -198,7 +355,7 @@ fn wait_for_pid(file: &Path) -> i32 {
 }
 
 /// Waits until a program has ended, and returns its exit code.
-fn code_of(mut launch: std::process::Child) -> Option<i32> {
+pub(crate) fn code_of(mut launch: std::process::Child) -> Option<i32> {
     let limit = Instant::now() + Duration::from_secs(60);
     loop {
         if let Some(status) = launch.try_wait().unwrap() {
@@ -216,8 +373,8 @@ fn code_of(mut launch: std::process::Child) -> Option<i32> {
 fn a_program_in_a_shell_has_its_grace_although_the_shell_dies_at_once() {
     let dir = TempDir::new().unwrap();
     let dirs = dir.path().display();
-    // The shell has no trap. What it has started needs a while to save. Its pauses are short, because a signal can miss
-    // a process that has just been started.
+    // The shell has no trap. What it has started needs a while to save. Its pauses are short,
+    // because a signal can miss a process that has just been started.
     let program = format!(
         "trap 'sleep 1; : > {dirs}/saved-$RANK; exit 18' TERM; : > {dirs}/ready-$RANK; while :; do sleep 0.05; done"
     );
@@ -262,7 +419,9 @@ fn signals_of_the_users_own_choice_are_passed_on_and_end_nothing() {
 fn what_a_rank_leaves_behind_is_forgotten_once_it_has_ended() {
     let dir = TempDir::new().unwrap();
     let dirs = dir.path().display();
-    let then = format!("(sleep 0.5 & echo $! > {dirs}/orphan.new; mv {dirs}/orphan.new {dirs}/orphan); exec sleep 600");
+    let then = format!(
+        "(sleep 0.5 & echo $! > {dirs}/orphan.new; mv {dirs}/orphan.new {dirs}/orphan); exec sleep 600"
+    );
     let (launch, pids) = start(dir.path(), 1, &then);
     let orphan = wait_for_pid(&dir.path().join("orphan"));
     let limit = Instant::now() + Duration::from_secs(20);
@@ -280,14 +439,23 @@ fn a_launcher_ends_although_nobody_reads_its_output() {
     let dir = TempDir::new().unwrap();
     let pid = dir.path().join("pid");
     // More than the pipe to this test holds, but less than that and the pipe to the launcher.
-    let script =
-        format!("echo $$ > {0}.new; mv {0}.new {0}; head -c 100000 /dev/zero | tr '\\0' x; exit 0", pid.display());
+    let script = format!(
+        "echo $$ > {0}.new; mv {0}.new {0}; head -c 100000 /dev/zero | tr '\\0' x; exit 0",
+        pid.display()
+    );
     let mut command = std::process::Command::new(FSDP);
     command.args(["launch", "--nproc", "1", "--", "sh", "-c", &script]);
-    let mut launch = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut launch = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
     let unread = launch.stdout.take();
     assert_ended(wait_for_pid(&pid));
-    assert!(launch.try_wait().unwrap().is_none(), "all output was written");
+    assert!(
+        launch.try_wait().unwrap().is_none(),
+        "all output was written"
+    );
     kill_process(Pid::from_child(&launch), Signal::TERM).unwrap();
     assert_eq!(code_of(launch), Some(0));
     drop(unread);
@@ -295,10 +463,16 @@ fn a_launcher_ends_although_nobody_reads_its_output() {
 
 #[test]
 fn a_launcher_needs_no_directory_for_temporary_files_and_leaves_none() {
-    launch("2", &["true"]).env("TMPDIR", "/no/such/directory").assert().success();
+    launch("2", &["true"])
+        .env("TMPDIR", "/no/such/directory")
+        .assert()
+        .success();
     let dir = TempDir::new().unwrap();
     let place = dir.path().join("place");
-    let then = format!("echo $FSDP_BLAME_DIR > {0}.new; mv {0}.new {0}; exec sleep 600", place.display());
+    let then = format!(
+        "echo $FSDP_BLAME_DIR > {0}.new; mv {0}.new {0}; exec sleep 600",
+        place.display()
+    );
     let (mut launch, _) = start(dir.path(), 1, &then);
     wait_for(&place);
     let notes = fs::read_to_string(&place).unwrap();
@@ -341,7 +515,9 @@ fn a_killed_launch_leaves_nothing_that_its_processes_started() {
         dir.path().display()
     );
     let (mut launch, pids) = start(dir.path(), 2, &then);
-    let children: Vec<i32> = (0..2).map(|rank| wait_for_pid(&dir.path().join(format!("child-{rank}")))).collect();
+    let children: Vec<i32> = (0..2)
+        .map(|rank| wait_for_pid(&dir.path().join(format!("child-{rank}"))))
+        .collect();
     launch.kill().unwrap();
     launch.wait().unwrap();
     pids.into_iter().chain(children).for_each(assert_ended);
@@ -359,7 +535,8 @@ fn the_guard_outlives_a_request_to_all_processes_of_a_job() {
     let child = wait_for_pid(&dir.path().join("child-0"));
     let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", launch.id())).unwrap();
     let guard = children.split_whitespace().find(|id| {
-        fs::read_to_string(format!("/proc/{id}/cmdline")).is_ok_and(|command| command.contains("launch-guard"))
+        fs::read_to_string(format!("/proc/{id}/cmdline"))
+            .is_ok_and(|command| command.contains("launch-guard"))
     });
     let guard = guard.unwrap();
     // It hears the signal once it has begun to listen.
@@ -378,194 +555,11 @@ fn the_guard_outlives_a_request_to_all_processes_of_a_job() {
 #[cfg(target_os = "linux")]
 fn catches(process: &str, signal: Signal) -> bool {
     let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap();
+    let mask = status
+        .lines()
+        .find_map(|line| line.strip_prefix("SigCgt:"))
+        .unwrap();
     u64::from_str_radix(mask.trim(), 16).unwrap() >> (signal.as_raw() - 1) & 1 == 1
-}
-
-#[test]
-fn a_rank_killed_in_training_ends_all_and_the_newest_checkpoint_resumes() {
-    let dir = TempDir::new().unwrap();
-    let out = dir.path().join("out");
-    let train_forever = format!(
-        "exec {FSDP} train --backend tcp --timeout 10 --steps 1000000 --save-every 2 --out {} {}",
-        out.display(),
-        SMALL.join(" ")
-    );
-    let (launch, pids) = start(dir.path(), 3, &train_forever);
-    let limit = Instant::now() + Duration::from_secs(60);
-    while !out.exists() || latest_checkpoint(&out).unwrap().is_none() {
-        assert!(Instant::now() < limit, "no checkpoint within a minute");
-        thread::sleep(Duration::from_millis(10));
-    }
-    kill_process(Pid::from_raw(pids[1]).unwrap(), Signal::KILL).unwrap();
-    let output = launch.wait_with_output().unwrap();
-    let talk = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(137), "{talk}");
-    assert!(talk.contains("rank 1 was ended by signal 9"), "{talk}");
-    pids.into_iter().for_each(assert_ended);
-    let step = latest_checkpoint(&out).unwrap().unwrap().step;
-    train(&out, &["--nproc", "2", "--resume", "--steps", &(step + 1).to_string()]);
-    assert_eq!(losses(&out).len() as u64, step + 1);
-}
-
-#[test]
-fn a_restarted_job_goes_on_from_its_newest_checkpoint_as_if_nothing_had_happened() {
-    let dir = TempDir::new().unwrap();
-    let (out, straight, failed) = (dir.path().join("out"), dir.path().join("straight"), dir.path().join("failed"));
-    // Rank 1 is killed once, as soon as there is a checkpoint; then again before there is anything to save.
-    let script = format!(
-        "{FSDP} train --backend tcp --timeout 20 --steps 200 --save-every 10 --out {out} {small} & train=$!\n\
-         if [ $RANK = 1 ] && [ $TORCHELASTIC_RESTART_COUNT -lt 2 ]; then\n\
-         while [ $TORCHELASTIC_RESTART_COUNT = 0 ] && ! [ -e {out}/step-00000010 ]; do sleep 0.01; done\n\
-         echo $TORCHELASTIC_RESTART_COUNT >> {failed}; kill -9 $train; fi\n\
-         wait $train",
-        out = out.display(),
-        failed = failed.display(),
-        small = SMALL.join(" "),
-    );
-    let mut command =
-        fsdp(&["launch", "--grace", "1", "--nproc", "3", "--max-restarts", "2", "--", "sh", "-c", &script]);
-    let told = contains("rank 1 failed with exit code 137").and(contains("(restart 2 of 2)"));
-    command.assert().success().stderr(told);
-    assert_eq!(fs::read_to_string(failed).unwrap(), "0\n1\n");
-    train(&straight, &[&SMALL[..], &["--nproc", "3", "--steps", "200"]].concat());
-    assert_eq!(losses(&out), losses(&straight));
-
-    // There is no restart without need: after the last one, a mistake on the command line, or a signal.
-    launch("1", &["false"]).assert().code(1).stderr(contains("restart").not());
-    let restarting = |script: &str| fsdp(&["launch", "--nproc", "1", "--max-restarts", "3", "--", "sh", "-c", script]);
-    restarting("exit 2").assert().code(2).stderr(contains("restart").not());
-    restarting("kill -TERM $PPID; sleep 600").assert().code(143).stderr(contains("restart").not());
-    restarting("exit 5").assert().code(5).stderr(contains("(restart 3 of 3)"));
-}
-
-#[test]
-fn a_launcher_that_is_told_to_end_while_a_failure_ends_its_processes_does_not_restart_them() {
-    let dir = TempDir::new().unwrap();
-    // Rank 1 waits until the launcher knows of rank 0's end.
-    let script = format!(
-        "if [ $RANK = 0 ]; then echo $$ > {pid}.new; mv {pid}.new {pid}; exit 5; fi\n\
-         while ! [ -e {pid} ]; do sleep 0.01; done\n\
-         while kill -0 $(cat {pid}); do sleep 0.01; done 2> /dev/null\n\
-         kill -TERM $PPID; exec sleep 600",
-        pid = dir.path().join("pid").display(),
-    );
-    let options = ["launch", "--grace", "1", "--nproc", "2", "--max-restarts", "3", "--", "sh", "-c", &script];
-    fsdp(&options).assert().code(5).stderr(contains("restart").not());
-}
-
-#[test]
-fn an_elastic_job_goes_on_with_the_processes_that_are_left_and_takes_them_back() {
-    let dir = TempDir::new().unwrap();
-    let worlds = dir.path().join("worlds");
-    // Rank 1 of 3 fails once. The 2 that are left work until they are told to stop; the 3 after that succeed.
-    let script = format!(
-        "[ $RANK = 0 ] && echo $WORLD_SIZE >> {worlds}\n\
-         case $TORCHELASTIC_RESTART_COUNT$RANK in 01) exit 7;; 0*) sleep 600;; esac\n\
-         [ $WORLD_SIZE = 3 ] && exit 0\n\
-         trap 'exit {stopped}' TERM; sleep 600 & wait",
-        worlds = worlds.display(),
-        stopped = exit_codes::STOPPED,
-    );
-    let options = ["launch", "--grace", "20", "--nproc", "2:3", "--max-restarts", "1", "--regrow-after", "1"];
-    let mut command = fsdp(&[&options[..], &["--", "sh", "-c", &script]].concat());
-    let told = contains("starting 2 processes again").and(contains("saved; starting 3 processes again\n"));
-    command.assert().success().stderr(told);
-    assert_eq!(fs::read_to_string(worlds).unwrap(), "3\n2\n3\n");
-
-    // There are never fewer than the least, and nothing changes on several nodes.
-    let script = "echo $WORLD_SIZE >> $0; exit 5";
-    let least = dir.path().join("least");
-    let options = ["launch", "--nproc", "1:2", "--max-restarts", "3", "--", "sh", "-c", script];
-    fsdp(&[&options[..], &[least.to_str().unwrap()]].concat()).assert().code(5).stderr(contains("(restart 3 of 3)"));
-    assert!(fs::read_to_string(least).unwrap().ends_with("1\n1\n1\n"));
-    let nodes = ["launch", "--nproc", "1:2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--", "true"];
-    fsdp(&nodes).assert().code(2).stderr(contains("can change only on one node"));
-    for wrong in ["0", "3:2", "1:2:3", "2:", "2000"] {
-        launch(wrong, &["true"]).assert().code(2).stderr(contains("or two as MIN:MAX"));
-    }
-}
-
-#[test]
-fn a_job_that_regrows_loses_no_process_where_the_grace_is_too_short() {
-    let dir = TempDir::new().unwrap();
-    let worlds = dir.path().join("worlds");
-    let script = format!(
-        "[ $RANK = 0 ] && echo $WORLD_SIZE >> {worlds}\n\
-         case $TORCHELASTIC_RESTART_COUNT$RANK in 01) exit 7;; 0*) exit 0;; esac\n\
-         [ $WORLD_SIZE = 3 ] && exit 0\n\
-         trap '' TERM; sleep 600",
-        worlds = worlds.display(),
-    );
-    let options = ["launch", "--grace", "1", "--nproc", "1:3", "--max-restarts", "2", "--regrow-after", "1"];
-    let told = contains("choose a longer `--grace`").and(contains("starting 3 processes again (restart 2 of 2)"));
-    fsdp(&[&options[..], &["--", "sh", "-c", &script]].concat()).assert().success().stderr(told);
-    assert_eq!(fs::read_to_string(&worlds).unwrap(), "3\n2\n3\n");
-    // A program that never saves ends at last.
-    let options = ["launch", "--grace", "1", "--nproc", "1:3", "--max-restarts", "1", "--regrow-after", "1"];
-    fsdp(&[&options[..], &["--", "sh", "-c", &script]].concat()).assert().code(137);
-}
-
-#[test]
-fn a_number_of_processes_that_the_program_refuses_is_not_the_last_that_is_tried() {
-    let dir = TempDir::new().unwrap();
-    let worlds = dir.path().join("worlds");
-    // One of 4 processes fails, and the program refuses to run with 3.
-    let script = format!(
-        "[ $RANK = 0 ] && echo $WORLD_SIZE >> {worlds}\n\
-         case $WORLD_SIZE$RANK in 41) exit 5;; 3*) exit 2;; esac",
-        worlds = worlds.display(),
-    );
-    let launch = |nproc: &str| {
-        fs::remove_file(&worlds).ok();
-        fsdp(&["launch", "--nproc", nproc, "--max-restarts", "1", "--", "sh", "-c", &script]).assert()
-    };
-    launch("1:4").success().stderr(contains("starting 2 processes again\n"));
-    assert_eq!(fs::read_to_string(&worlds).unwrap(), "4\n3\n2\n");
-    launch("3:4").code(2);
-    assert_eq!(fs::read_to_string(&worlds).unwrap(), "4\n3\n");
-}
-
-#[test]
-fn restarts_of_what_fails_at_once_are_not_used_up_at_once() {
-    let mut command = std::process::Command::new(FSDP);
-    command.args(["launch", "--nproc", "1", "--max-restarts", "100", "--", "sh", "-c", "exit 5"]);
-    let mut launch = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    let lines = std::io::BufRead::lines(std::io::BufReader::new(launch.stderr.take().unwrap()));
-    let mut pauses = Vec::new();
-    for line in lines.map_while(Result::ok).filter(|line| line.contains("(restart ")) {
-        pauses.push(line.split("again").nth(1).unwrap().to_owned());
-        if pauses.len() == 3 {
-            // Between two attempts there is no process that a signal could end.
-            kill_process(Pid::from_child(&launch), Signal::TERM).unwrap();
-            break;
-        }
-    }
-    assert_eq!(pauses, [" (restart 1 of 100)", " in 1s (restart 2 of 100)", " in 2s (restart 3 of 100)"]);
-    assert_eq!(code_of(launch), Some(5));
-}
-
-#[test]
-fn a_job_that_has_lost_a_rank_trains_on_with_the_others() {
-    let dir = TempDir::new().unwrap();
-    let (out, straight) = (dir.path().join("out"), dir.path().join("straight"));
-    let script = format!(
-        "{FSDP} train --backend tcp --timeout 20 --steps 60 --save-every 10 --out {out} {small} & train=$!\n\
-         if [ $RANK = 1 ] && [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then\n\
-         while ! [ -e {out}/step-00000010 ]; do sleep 0.01; done; kill -9 $train; fi\n\
-         wait $train",
-        out = out.display(),
-        small = SMALL.join(" "),
-    );
-    // 12 rows are shared by 8 ranks at first, and by 7 then.
-    let options = ["launch", "--grace", "1", "--nproc", "6:8", "--max-restarts", "1", "--", "sh", "-c", &script];
-    fsdp(&options).assert().success().stderr(contains("starting 7 processes again"));
-    train(&straight, &[&SMALL[..], &["--nproc", "1", "--steps", "60"]].concat());
-    let (losses, expected) = (losses(&out), losses(&straight));
-    assert_eq!(losses.len(), expected.len());
-    for (step, (loss, expected)) in losses.iter().zip(&expected).enumerate() {
-        assert!((loss - expected).abs() < 1e-3 * expected, "step {step}: loss {loss} is not {expected}");
-    }
 }
 
 #[test]
@@ -588,41 +582,90 @@ fn a_rendezvous_that_fails_is_told_with_its_exit_code() {
     ];
     let lost = i32::from(exit_codes::RANK_LOST);
     let usage = i32::from(exit_codes::USAGE);
-    alone(&place, &[]).assert().code(lost).stderr(contains(format!("rendezvous at `127.0.0.1:{port}` failed")));
-    alone(&place, &["--nproc", "3"]).assert().code(usage).stderr(contains("the launcher has started 2 ranks"));
+    alone(&place, &[])
+        .assert()
+        .code(lost)
+        .stderr(contains(format!("rendezvous at `127.0.0.1:{port}` failed")));
+    alone(&place, &["--nproc", "3"])
+        .assert()
+        .code(usage)
+        .stderr(contains("the launcher has started 2 ranks"));
     drop(taken);
-    alone(&place, &[]).assert().code(lost).stderr(contains("connected: rank 0; missing: rank 1"));
-    alone(&[("RANK", "0"), ("WORLD_SIZE", "none")], &[]).assert().code(usage).stderr(contains("`WORLD_SIZE`"));
-    alone(&[], &["--backend", "tcp"]).assert().code(usage).stderr(contains("`RANK` is not set"));
+    alone(&place, &[])
+        .assert()
+        .code(lost)
+        .stderr(contains("connected: rank 0; missing: rank 1"));
+    alone(&[("RANK", "0"), ("WORLD_SIZE", "none")], &[])
+        .assert()
+        .code(usage)
+        .stderr(contains("`WORLD_SIZE`"));
+    alone(&[], &["--backend", "tcp"])
+        .assert()
+        .code(usage)
+        .stderr(contains("`RANK` is not set"));
     assert!(!out.exists());
 }
 
 #[test]
 fn doctor_tells_backends_and_launcher() {
     let report = |variables: &[(&str, &str)]| -> Value {
-        let output = fsdp(&["doctor", "--json"]).envs(variables.iter().copied()).assert().success();
+        let output = fsdp(&["doctor", "--json"])
+            .envs(variables.iter().copied())
+            .assert()
+            .success();
         serde_json::from_slice(&output.get_output().stdout).unwrap()
     };
     let alone = report(&[]);
     assert_eq!(alone["backends"][1]["name"], "tcp");
     assert_eq!(alone["backends"][1]["compiled_in"], true);
-    assert_eq!((&alone["launcher"], alone["cpu_cores"].as_u64() > Some(0)), (&Value::Null, true));
+    assert_eq!(
+        (&alone["launcher"], alone["cpu_cores"].as_u64() > Some(0)),
+        (&Value::Null, true)
+    );
     assert!(alone["libraries"].get("libnccl.so.2").is_some());
     let launched = report(&[("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "node0")]);
     assert_eq!(launched["launcher"]["name"], "torchrun");
-    assert_eq!((&launched["launcher"]["rank"], &launched["variables"]["RANK"]), (&1.into(), &"1".into()));
-    assert!(launched["hints"][0].as_str().unwrap().contains("`FSDP_JOB_ID` is not set"), "{launched}");
+    assert_eq!(
+        (
+            &launched["launcher"]["rank"],
+            &launched["variables"]["RANK"]
+        ),
+        (&1.into(), &"1".into())
+    );
+    assert!(
+        launched["hints"][0]
+            .as_str()
+            .unwrap()
+            .contains("`FSDP_JOB_ID` is not set"),
+        "{launched}"
+    );
     let named = report(&[
         ("RANK", "1"),
         ("WORLD_SIZE", "2"),
         ("MASTER_ADDR", "node0"),
         ("FSDP_JOB_ID", "the job of this test"),
     ]);
-    assert!(!named["hints"].to_string().contains("FSDP_JOB_ID"), "{named}");
+    assert!(
+        !named["hints"].to_string().contains("FSDP_JOB_ID"),
+        "{named}"
+    );
     let broken = report(&[("RANK", "5"), ("WORLD_SIZE", "2")]);
-    assert!(broken["hints"][0].as_str().unwrap().contains("`RANK`"), "{broken}");
+    assert!(
+        broken["hints"][0].as_str().unwrap().contains("`RANK`"),
+        "{broken}"
+    );
     let half = report(&[("RANK", "0"), ("FSDP_SECRET", "a secret of this test")]);
-    assert!(half["hints"][0].as_str().unwrap().contains("`WORLD_SIZE`"), "{half}");
-    assert!(half["secret"] == true && alone["secret"] == false && !half.to_string().contains("a secret of this"));
-    fsdp(&["doctor"]).assert().success().stdout(contains("nccl: not compiled in"));
+    assert!(
+        half["hints"][0].as_str().unwrap().contains("`WORLD_SIZE`"),
+        "{half}"
+    );
+    assert!(
+        half["secret"] == true
+            && alone["secret"] == false
+            && !half.to_string().contains("a secret of this")
+    );
+    fsdp(&["doctor"])
+        .assert()
+        .success()
+        .stdout(contains("nccl: not compiled in"));
 }

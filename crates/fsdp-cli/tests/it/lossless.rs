@@ -1,6 +1,9 @@
 //! The offline commands lose nothing, or say what they lose.
 
-#![expect(clippy::disallowed_methods, reason = "a test writes a map and a configuration by hand")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "a test writes a map and a configuration by hand"
+)]
 
 use std::fs;
 use std::path::Path;
@@ -12,7 +15,12 @@ use tempfile::TempDir;
 use crate::common::fsdp;
 
 fn fixture(name: &str) -> String {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(name).to_str().unwrap().to_owned()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../tests/fixtures")
+        .join(name)
+        .to_str()
+        .unwrap()
+        .to_owned()
 }
 
 /// The path of a new file or directory of the test's own.
@@ -24,15 +32,30 @@ fn place(directory: &TempDir, name: &str) -> String {
 fn a_flag_beats_the_environment() {
     let checkpoint = fixture("fsdp1_orig_adamw_ws2/dcp");
     let mut inspect = fsdp(&["inspect", &checkpoint, "--tree"]);
-    inspect.env("FSDP_JSON", "true").assert().success().stdout(contains("  model (").and(contains("{").not()));
-    fsdp(&["inspect", &checkpoint, "--tree", "--json"]).assert().code(2);
+    inspect
+        .env("FSDP_JSON", "true")
+        .assert()
+        .success()
+        .stdout(contains("  model (").and(contains("{").not()));
+    fsdp(&["inspect", &checkpoint, "--tree", "--json"])
+        .assert()
+        .code(2);
     let directory = tempfile::tempdir().unwrap();
-    let (plain, hindered) = (place(&directory, "plain.safetensors"), place(&directory, "hindered.safetensors"));
-    fsdp(&["convert", &checkpoint, &plain, "--to", "safetensors"]).assert().success();
+    let (plain, hindered) = (
+        place(&directory, "plain.safetensors"),
+        place(&directory, "hindered.safetensors"),
+    );
+    fsdp(&["convert", &checkpoint, &plain, "--to", "safetensors"])
+        .assert()
+        .success();
     let mut convert = fsdp(&["convert", &checkpoint, &hindered, "--to", "safetensors"]);
-    for (name, value) in
-        [("INCLUDE", "model.*"), ("EXCLUDE", "*"), ("DTYPE", "bfloat16"), ("PREFIX", "x."), ("DRY_RUN", "true")]
-    {
+    for (name, value) in [
+        ("INCLUDE", "model.*"),
+        ("EXCLUDE", "*"),
+        ("DTYPE", "bfloat16"),
+        ("PREFIX", "x."),
+        ("DRY_RUN", "true"),
+    ] {
         convert.env(format!("FSDP_{name}"), value);
     }
     convert.assert().success();
@@ -47,22 +70,47 @@ fn foreign(name: &str) -> String {
 #[test]
 fn classes_and_attributes_of_tensors_are_not_lost_without_a_word() {
     let directory = tempfile::tempdir().unwrap();
-    let warned = "WARN some tensors have a class or attributes of their own in Python, which are not kept";
-    fsdp(&["convert", &foreign("attributes.pt"), &place(&directory, "x.safetensors"), "--to", "safetensors"])
-        .assert()
-        .success()
-        .stderr(contains(warned).and(contains("tensors=2 first=\"tagged\"")).and(contains("\x1b").not()));
+    let warned =
+        "WARN some tensors have a class or attributes of their own in Python, which are not kept";
+    fsdp(&[
+        "convert",
+        &foreign("attributes.pt"),
+        &place(&directory, "x.safetensors"),
+        "--to",
+        "safetensors",
+    ])
+    .assert()
+    .success()
+    .stderr(
+        contains(warned)
+            .and(contains("tensors=2 first=\"tagged\""))
+            .and(contains("\x1b").not()),
+    );
     for plain in ["full.pth", "legacy.pt", "per_rank/hsdp", "lightning"].map(foreign) {
-        fsdp(&["inspect", &plain]).assert().success().stderr(contains("WARN").not());
+        fsdp(&["inspect", &plain])
+            .assert()
+            .success()
+            .stderr(contains("WARN").not());
     }
 }
 
 #[test]
 fn opaque_values_are_named_shown_and_never_lost_without_a_word() {
     let checkpoint = foreign("obj/dc");
-    fsdp(&["verify", &checkpoint]).assert().success().stdout(contains("opaque ").and(contains("objs.TrainState")));
-    fsdp(&["inspect", &checkpoint]).assert().success().stdout(contains("objs.TrainState"));
-    let found = fsdp(&["inspect", &checkpoint, "--json"]).assert().success().get_output().stdout.clone();
+    fsdp(&["verify", &checkpoint])
+        .assert()
+        .success()
+        .stdout(contains("opaque ").and(contains("objs.TrainState")));
+    fsdp(&["inspect", &checkpoint])
+        .assert()
+        .success()
+        .stdout(contains("objs.TrainState"));
+    let found = fsdp(&["inspect", &checkpoint, "--json"])
+        .assert()
+        .success()
+        .get_output()
+        .stdout
+        .clone();
     let found: serde_json::Value = serde_json::from_slice(&found).unwrap();
     let name = found["opaque"][0]["name"].as_str().unwrap();
     fsdp(&["cat", &checkpoint, name])
@@ -70,14 +118,24 @@ fn opaque_values_are_named_shown_and_never_lost_without_a_word() {
         .success()
         .stdout(contains("\"$type\": \"objs.TrainState\"").and(contains("\n    \"step\": 3")));
     let directory = tempfile::tempdir().unwrap();
-    let (file, copy) = (place(&directory, "m.safetensors"), place(&directory, "copy"));
+    let (file, copy) = (
+        place(&directory, "m.safetensors"),
+        place(&directory, "copy"),
+    );
     let convert = ["convert", &checkpoint, &file, "--to", "safetensors"];
-    fsdp(&convert).assert().code(20).stderr(contains("objs.TrainState").and(contains("--drop-opaque")));
+    fsdp(&convert)
+        .assert()
+        .code(20)
+        .stderr(contains("objs.TrainState").and(contains("--drop-opaque")));
     assert!(!Path::new(&file).exists());
     let dropped = [&convert[..], &["--drop-opaque"]].concat();
-    let told = contains("1 opaque item was left out").and(contains("objs.TrainState")).and(contains(" and 0 values"));
+    let told = contains("1 opaque item was left out")
+        .and(contains("objs.TrainState"))
+        .and(contains(" and 0 values"));
     fsdp(&dropped).assert().success().stderr(told);
-    fsdp(&["reshard", &checkpoint, &copy, "--world-size", "2"]).assert().success();
+    fsdp(&["reshard", &checkpoint, &copy, "--world-size", "2"])
+        .assert()
+        .success();
     fsdp(&["diff", &checkpoint, &copy]).assert().success();
 }
 
@@ -85,7 +143,10 @@ fn opaque_values_are_named_shown_and_never_lost_without_a_word() {
 fn opaque_tensors_are_named_shown_and_never_lost_without_a_word() {
     let checkpoint = foreign("opaque_tensors/int8");
     let opaque = contains("opaque      0.weight: torchao.quantization.Int8Tensor, ");
-    fsdp(&["inspect", &checkpoint]).assert().success().stdout(opaque);
+    fsdp(&["inspect", &checkpoint])
+        .assert()
+        .success()
+        .stdout(opaque);
     fsdp(&["verify", &checkpoint, "--level", "deep"])
         .assert()
         .success()
@@ -94,15 +155,30 @@ fn opaque_tensors_are_named_shown_and_never_lost_without_a_word() {
         .assert()
         .success()
         .stdout(contains("Int8Tensor").and(contains("\"dtype\": \"int8\"")));
-    fsdp(&["cat", &checkpoint, "0.weight", "--stats"]).assert().code(2);
+    fsdp(&["cat", &checkpoint, "0.weight", "--stats"])
+        .assert()
+        .code(2);
     let directory = tempfile::tempdir().unwrap();
-    let (file, copy) = (place(&directory, "m.safetensors"), place(&directory, "copy"));
+    let (file, copy) = (
+        place(&directory, "m.safetensors"),
+        place(&directory, "copy"),
+    );
     let convert = ["convert", &checkpoint, &file, "--to", "safetensors"];
-    fsdp(&convert).assert().code(20).stderr(contains("Int8Tensor").and(contains("--drop-opaque")));
-    fsdp(&[&convert[..], &["--drop-opaque"]].concat()).assert().success().stderr(contains("2 opaque"));
-    fsdp(&["reshard", &checkpoint, &copy, "--world-size", "2"]).assert().success();
+    fsdp(&convert)
+        .assert()
+        .code(20)
+        .stderr(contains("Int8Tensor").and(contains("--drop-opaque")));
+    fsdp(&[&convert[..], &["--drop-opaque"]].concat())
+        .assert()
+        .success()
+        .stderr(contains("2 opaque"));
+    fsdp(&["reshard", &checkpoint, &copy, "--world-size", "2"])
+        .assert()
+        .success();
     fsdp(&["diff", &checkpoint, &copy]).assert().success();
-    fsdp(&["verify", &copy, "--level", "deep"]).assert().success();
+    fsdp(&["verify", &copy, "--level", "deep"])
+        .assert()
+        .success();
 }
 
 #[test]
@@ -111,9 +187,17 @@ fn checkpoints_of_other_frameworks_pass_through_every_command() {
     for (number, (name, format, key)) in [
         ("per_rank/verl", "rank-files", "model.up.weight"),
         ("per_rank/tp", "rank-files", "up.weight"),
-        ("torch_checkpointing/tc", "torch-checkpointing", "model.0.weight"),
+        (
+            "torch_checkpointing/tc",
+            "torch-checkpointing",
+            "model.0.weight",
+        ),
         ("deepspeed/zero3", "deepspeed", "model.embed.weight"),
-        ("deepspeed/universal", "deepspeed-universal", "optim.state.norm.weight.exp_avg"),
+        (
+            "deepspeed/universal",
+            "deepspeed-universal",
+            "optim.state.norm.weight.exp_avg",
+        ),
         ("hfbin", "torch-directory", ""),
         ("numpy_gguf/arrays.npz", "numpy", "fortran"),
         ("numpy_gguf/model.gguf", "gguf", "blk.0.attn_q.weight"),
@@ -122,23 +206,47 @@ fn checkpoints_of_other_frameworks_pass_through_every_command() {
     .enumerate()
     {
         let source = foreign(name);
-        let found = fsdp(&["inspect", &source, "--json"]).assert().success().get_output().stdout.clone();
+        let found = fsdp(&["inspect", &source, "--json"])
+            .assert()
+            .success()
+            .get_output()
+            .stdout
+            .clone();
         let found: serde_json::Value = serde_json::from_slice(&found).unwrap();
         assert_eq!(found["format"], format, "{name}");
-        fsdp(&["verify", &source, "--level", "deep"]).assert().success();
+        fsdp(&["verify", &source, "--level", "deep"])
+            .assert()
+            .success();
         if !key.is_empty() {
             fsdp(&["cat", &source, key, "--stats"]).assert().success();
         }
         let copy = place(&directory, &format!("{number}"));
         if format == "gguf" {
-            fsdp(&["reshard", &source, &copy, "--world-size", "3"]).assert().code(20).stderr(contains("Q4_K"));
-            fsdp(&["convert", &source, &copy, "--to", "dcp", "--drop-opaque"]).assert().success();
+            fsdp(&["reshard", &source, &copy, "--world-size", "3"])
+                .assert()
+                .code(20)
+                .stderr(contains("Q4_K"));
+            fsdp(&["convert", &source, &copy, "--to", "dcp", "--drop-opaque"])
+                .assert()
+                .success();
             continue;
         }
-        fsdp(&["reshard", &source, &copy, "--world-size", "3", "--dry-run"]).assert().success();
+        fsdp(&["reshard", &source, &copy, "--world-size", "3", "--dry-run"])
+            .assert()
+            .success();
         assert!(!Path::new(&copy).exists());
-        fsdp(&["reshard", &source, &copy, "--world-size", "3"]).assert().success();
-        let tensors = ["diff", &source, &copy, "--exclude", "*param_groups*", "--exclude", "optimizer.state.*"];
+        fsdp(&["reshard", &source, &copy, "--world-size", "3"])
+            .assert()
+            .success();
+        let tensors = [
+            "diff",
+            &source,
+            &copy,
+            "--exclude",
+            "*param_groups*",
+            "--exclude",
+            "optimizer.state.*",
+        ];
         fsdp(&tensors).assert().success();
     }
 }
@@ -146,41 +254,96 @@ fn checkpoints_of_other_frameworks_pass_through_every_command() {
 #[test]
 fn a_map_renames_and_cuts_and_diff_follows_it() {
     let directory = tempfile::tempdir().unwrap();
-    let (source, map, to) = (foreign("per_rank/accelerate"), place(&directory, "map"), place(&directory, "to"));
+    let (source, map, to) = (
+        foreign("per_rank/accelerate"),
+        place(&directory, "map"),
+        place(&directory, "to"),
+    );
     let rules = "# two halves\nup.weight -> wide.{}.weight";
     fs::write(&map, rules).unwrap();
-    fsdp(&["convert", &source, &to, "--to", "hf", "--map", &map]).assert().code(2).stderr(contains("line 2"));
-    let rules = "up.weight -> q.weight, k.weight | permute(heads) | split(0)\ndown.{what} -> out.{what}\n";
+    fsdp(&["convert", &source, &to, "--to", "hf", "--map", &map])
+        .assert()
+        .code(2)
+        .stderr(contains("line 2"));
+    let rules =
+        "up.weight -> q.weight, k.weight | permute(heads) | split(0)\ndown.{what} -> out.{what}\n";
     fs::write(&map, rules).unwrap();
     let convert = ["convert", &source, &to, "--to", "hf", "--map", &map];
-    fsdp(&convert).assert().code(2).stderr(contains("--set heads=N"));
+    fsdp(&convert)
+        .assert()
+        .code(2)
+        .stderr(contains("--set heads=N"));
     let convert = [&convert[..], &["--set", "heads=2"]].concat();
-    fsdp(&convert).assert().success().stderr(contains("2 keys match no rule").and(contains("up.bias")));
+    fsdp(&convert)
+        .assert()
+        .success()
+        .stderr(contains("2 keys match no rule").and(contains("up.bias")));
     fsdp(&["diff", &source, &to]).assert().code(17);
     let diff = ["diff", &source, &to, "--map", &map, "--set", "heads=2"];
     fsdp(&diff).assert().success().stderr(contains("equal: 6"));
-    fsdp(&[&diff[..], &["--include", "q.*"]].concat()).assert().success().stderr(contains("equal: 1"));
+    fsdp(&[&diff[..], &["--include", "q.*"]].concat())
+        .assert()
+        .success()
+        .stderr(contains("equal: 1"));
     // And back.
     let back = place(&directory, "back");
-    let reverse = ["convert", &to, &back, "--to", "dcp", "--map", &map, "--map-reverse", "--set", "heads=2"];
+    let reverse = [
+        "convert",
+        &to,
+        &back,
+        "--to",
+        "dcp",
+        "--map",
+        &map,
+        "--map-reverse",
+        "--set",
+        "heads=2",
+    ];
     fsdp(&reverse).assert().success();
     fsdp(&["diff", &source, &back]).assert().success();
     // A configuration beside the checkpoint tells the number of heads.
-    fs::write(Path::new(&to).join("config.json"), r#"{"num_attention_heads": 2}"#).unwrap();
+    fs::write(
+        Path::new(&to).join("config.json"),
+        r#"{"num_attention_heads": 2}"#,
+    )
+    .unwrap();
     let again = place(&directory, "again");
-    fsdp(&["convert", &to, &again, "--to", "dcp", "--map", &map, "--map-reverse"]).assert().success();
+    fsdp(&[
+        "convert",
+        &to,
+        &again,
+        "--to",
+        "dcp",
+        "--map",
+        &map,
+        "--map-reverse",
+    ])
+    .assert()
+    .success();
     fsdp(&["diff", &back, &again]).assert().success();
     // And so does the one of `--with`, before it.
     let (with, third) = (place(&directory, "with"), place(&directory, "third"));
     fs::create_dir(&with).unwrap();
     fs::write(Path::new(&with).join("config.json"), r#"{"n_head": 2}"#).unwrap();
-    fs::write(Path::new(&to).join("config.json"), r#"{"num_attention_heads": 1}"#).unwrap();
-    let convert = ["convert", &source, &third, "--to", "hf", "--map", &map, "--with", &with];
-    fsdp(&convert).assert().success().stderr(contains("copied `config.json`"));
-    fsdp(&["diff", &source, &third, "--map", &map, "--set", "heads=2"]).assert().success();
+    fs::write(
+        Path::new(&to).join("config.json"),
+        r#"{"num_attention_heads": 1}"#,
+    )
+    .unwrap();
+    let convert = [
+        "convert", &source, &third, "--to", "hf", "--map", &map, "--with", &with,
+    ];
+    fsdp(&convert)
+        .assert()
+        .success()
+        .stderr(contains("copied `config.json`"));
+    fsdp(&["diff", &source, &third, "--map", &map, "--set", "heads=2"])
+        .assert()
+        .success();
 }
 
-/// Writes a folder of Llama with one layer, of 8 heads and 2 of keys and values, and its configuration.
+/// Writes a folder of Llama with one layer, of 8 heads and 2 of keys and values, and its
+/// configuration.
 fn llama(to: &str, more: &[(&str, &[usize])]) {
     let tensors: &[(&str, &[usize])] = &[
         ("model.embed_tokens.weight", &[100, 16]),
@@ -193,7 +356,9 @@ fn llama(to: &str, more: &[(&str, &[usize])]) {
     let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
     for (name, shape) in tensors.iter().chain(more) {
         let start = data.len();
-        data.extend((0..shape.iter().product::<usize>()).flat_map(|at| ((start + at) as f32).to_le_bytes()));
+        data.extend(
+            (0..shape.iter().product::<usize>()).flat_map(|at| ((start + at) as f32).to_le_bytes()),
+        );
         let info = serde_json::json!({ "dtype": "F32", "shape": shape, "data_offsets": [start, data.len()] });
         header.insert((*name).to_owned(), info);
     }
@@ -201,7 +366,11 @@ fn llama(to: &str, more: &[(&str, &[usize])]) {
     fs::create_dir(to).unwrap();
     let file = [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat();
     fs::write(Path::new(to).join("model.safetensors"), file).unwrap();
-    fs::write(Path::new(to).join("config.json"), r#"{"num_attention_heads": 8, "num_key_value_heads": 2}"#).unwrap();
+    fs::write(
+        Path::new(to).join("config.json"),
+        r#"{"num_attention_heads": 8, "num_key_value_heads": 2}"#,
+    )
+    .unwrap();
 }
 
 #[test]
@@ -212,29 +381,75 @@ fn tensor_parallel_ranks_get_parts_that_read_as_the_whole() {
     let convert = ["convert", &source, &to, "--to", "hf", "--tp", "4"];
     let planned = [&convert[..], &["--dry-run"]].concat();
     let lines = contains("k_proj.weight\t[8, 16]\tcolwise(kv_heads)\t4 x [4, 16]\n")
-        .and(contains("embed_tokens.weight\t[100, 16]\tvocab\t3 x [32, 16], 1 x [4, 16]\n"))
+        .and(contains(
+            "embed_tokens.weight\t[100, 16]\tvocab\t3 x [32, 16], 1 x [4, 16]\n",
+        ))
         .and(contains("in parts for 4 ranks of at most 3.6 KiB"));
     fsdp(&planned).assert().success().stdout(lines);
-    let report = fsdp(&[&planned[..], &["--json"]].concat()).assert().success().get_output().stdout.clone();
+    let report = fsdp(&[&planned[..], &["--json"]].concat())
+        .assert()
+        .success()
+        .get_output()
+        .stdout
+        .clone();
     let report: serde_json::Value = serde_json::from_slice(&report).unwrap();
     assert_eq!(report["tensor_parallel"]["ranks"], 4);
-    assert_eq!(report["tensor_parallel"]["tensors"][4]["ranks"][3], serde_json::json!([16, 8]));
+    assert_eq!(
+        report["tensor_parallel"]["tensors"][4]["ranks"][3],
+        serde_json::json!([16, 8])
+    );
     assert!(!Path::new(&to).exists());
-    fsdp(&convert).assert().success().stderr(contains("copied `config.json`").and(contains("for 4 ranks")));
-    assert!(Path::new(&to).join("model-rank-3-part-0.safetensors").exists());
-    fsdp(&["diff", &source, &to]).assert().success().stderr(contains("equal: 6"));
+    fsdp(&convert)
+        .assert()
+        .success()
+        .stderr(contains("copied `config.json`").and(contains("for 4 ranks")));
+    assert!(
+        Path::new(&to)
+            .join("model-rank-3-part-0.safetensors")
+            .exists()
+    );
+    fsdp(&["diff", &source, &to])
+        .assert()
+        .success()
+        .stderr(contains("equal: 6"));
     fsdp(&["verify", &to, "--level", "deep"]).assert().success();
     // And from these parts to other ones.
     let again = place(&directory, "again");
-    fsdp(&["convert", &to, &again, "--to", "hf", "--tp", "2", "--map", "hf-to-fused"]).assert().success();
-    let split = ["diff", &again, &source, "--map", "fused-to-hf", "--set", "heads=8", "--set", "kv_heads=2"];
+    fsdp(&[
+        "convert",
+        &to,
+        &again,
+        "--to",
+        "hf",
+        "--tp",
+        "2",
+        "--map",
+        "hf-to-fused",
+    ])
+    .assert()
+    .success();
+    let split = [
+        "diff",
+        &again,
+        &source,
+        "--map",
+        "fused-to-hf",
+        "--set",
+        "heads=8",
+        "--set",
+        "kv_heads=2",
+    ];
     fsdp(&split).assert().success();
 }
 
 #[test]
 fn what_cannot_be_cut_for_tensor_parallel_ranks_is_refused_before_anything_is_written() {
     let directory = tempfile::tempdir().unwrap();
-    let (source, odd, to) = (place(&directory, "source"), place(&directory, "odd"), place(&directory, "to"));
+    let (source, odd, to) = (
+        place(&directory, "source"),
+        place(&directory, "odd"),
+        place(&directory, "to"),
+    );
     llama(&source, &[]);
     llama(&odd, &[("model.layers.0.mixer.in_proj.weight", &[8, 16])]);
     let refused = |options: &[&str], text: &str| {
@@ -242,27 +457,57 @@ fn what_cannot_be_cut_for_tensor_parallel_ranks_is_refused_before_anything_is_wr
             let arguments = [&["convert"], options, dry].concat();
             fsdp(&arguments).assert().code(2).stderr(contains(text));
         }
-        assert!(fs::read_dir(directory.path()).unwrap().count() <= 4, "nothing is written: {text}");
+        assert!(
+            fs::read_dir(directory.path()).unwrap().count() <= 4,
+            "nothing is written: {text}"
+        );
         assert!(!Path::new(&to).exists());
     };
-    let hf = |source, more: &[&'static str]| [&[source, to.as_str(), "--to", "hf"][..], more].concat();
-    refused(&hf(&source, &["--tp", "3"]), "embed_tokens.weight` of shape [100, 16] cannot be cut over 3");
-    refused(&hf(&source, &["--tp", "16"]), "8 heads are not a multiple of 16");
-    refused(&hf(&source, &["--tp", "2", "--set", "kv_heads=4"]), "is the number of heads right?");
+    let hf =
+        |source, more: &[&'static str]| [&[source, to.as_str(), "--to", "hf"][..], more].concat();
+    refused(
+        &hf(&source, &["--tp", "3"]),
+        "embed_tokens.weight` of shape [100, 16] cannot be cut over 3",
+    );
+    refused(
+        &hf(&source, &["--tp", "16"]),
+        "8 heads are not a multiple of 16",
+    );
+    refused(
+        &hf(&source, &["--tp", "2", "--set", "kv_heads=4"]),
+        "is the number of heads right?",
+    );
     refused(
         &hf(&source, &["--tp", "2", "--tp-rule", "mixer=colwise"]),
         "`mixer=colwise` for tensor-parallel ranks matches no",
     );
-    refused(&hf(&source, &["--tp", "2", "--tp-rule", "q_proj=columns"]), "`columns` is not one of");
-    refused(&hf(&odd, &["--tp", "2"]), "no rule says how `model.layers.0.mixer.in_proj.weight` of shape [8, 16]");
+    refused(
+        &hf(&source, &["--tp", "2", "--tp-rule", "q_proj=columns"]),
+        "`columns` is not one of",
+    );
+    refused(
+        &hf(&odd, &["--tp", "2"]),
+        "no rule says how `model.layers.0.mixer.in_proj.weight` of shape [8, 16]",
+    );
     refused(&hf(&odd, &["--tp", "2"]), "--tp-rule");
-    refused(&hf(&source, &["--set", "heads=8"]), "`--set` has no effect without `--map` or `--tp`");
+    refused(
+        &hf(&source, &["--set", "heads=8"]),
+        "`--set` has no effect without `--map` or `--tp`",
+    );
     let diff = ["diff", &source, &source, "--set", "heads=8"];
-    fsdp(&diff).assert().code(2).stderr(contains("`--set` has no effect without `--map`\n"));
-    refused(&[&source, &to, "--to", "dcp", "--tp", "2"], "`--tp` has no effect with `--to dcp`");
+    fsdp(&diff)
+        .assert()
+        .code(2)
+        .stderr(contains("`--set` has no effect without `--map`\n"));
+    refused(
+        &[&source, &to, "--to", "dcp", "--tp", "2"],
+        "`--tp` has no effect with `--to dcp`",
+    );
     fs::remove_file(Path::new(&source).join("config.json")).unwrap();
     refused(&hf(&source, &["--tp", "2"]), "--set NAME=N");
     let rule = ["--tp", "2", "--tp-rule", "mixer.in_proj=rowwise"];
-    fsdp(&[&["convert"], &hf(&odd, &[])[..], &rule].concat()).assert().success();
+    fsdp(&[&["convert"], &hf(&odd, &[])[..], &rule].concat())
+        .assert()
+        .success();
     fsdp(&["diff", &odd, &to]).assert().success();
 }

@@ -11,6 +11,7 @@ mod metrics;
 mod commands;
 mod digest;
 mod lossless;
+mod output;
 mod overwrite;
 mod pictures;
 mod plan;
@@ -22,6 +23,8 @@ mod equivalence;
 #[cfg(feature = "train")]
 mod failures;
 #[cfg(feature = "train")]
+mod init_from;
+#[cfg(feature = "train")]
 mod kill;
 #[cfg(feature = "train")]
 mod launch;
@@ -30,8 +33,12 @@ mod memory_tier;
 #[cfg(feature = "train")]
 mod report;
 #[cfg(feature = "train")]
+mod restart;
+#[cfg(feature = "train")]
 mod stop;
 #[cfg(feature = "train")]
 mod strangers;
 #[cfg(feature = "train")]
 mod train;
+#[cfg(feature = "train")]
+mod train_options;

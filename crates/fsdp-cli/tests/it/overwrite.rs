@@ -1,6 +1,9 @@
 //! `--overwrite` replaces checkpoints, and nothing that is not the checkpoint's.
 
-#![expect(clippy::disallowed_methods, reason = "the tests put files of others beside checkpoints")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the tests put files of others beside checkpoints"
+)]
 
 use std::fs;
 use std::path::Path;
@@ -11,13 +14,24 @@ use tempfile::TempDir;
 
 use crate::common::fsdp;
 
-const SOURCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/fsdp2_adamw_ws2/dcp");
+const SOURCE: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../../tests/fixtures/fsdp2_adamw_ws2/dcp"
+);
 
-/// Writes the model of the fixture as a directory of Hugging Face, with a configuration beside it, and returns its
-/// path.
+/// Writes the model of the fixture as a directory of Hugging Face, with a configuration beside it,
+/// and returns its path.
 fn model_directory(parent: &TempDir) -> String {
     let path = parent.path().join("model").to_str().unwrap().to_owned();
-    let convert = ["convert", SOURCE, &path, "--to", "hf", "--include", "model.*"];
+    let convert = [
+        "convert",
+        SOURCE,
+        &path,
+        "--to",
+        "hf",
+        "--include",
+        "model.*",
+    ];
     fsdp(&convert).assert().success();
     for name in ["config.json", "tokenizer.json", "README.md"] {
         fs::write(Path::new(&path).join(name), "{}").unwrap();
@@ -26,7 +40,17 @@ fn model_directory(parent: &TempDir) -> String {
 }
 
 fn convert_again(path: &str) -> assert_cmd::assert::Assert {
-    fsdp(&["convert", SOURCE, path, "--to", "hf", "--include", "model.*", "--overwrite"]).assert()
+    fsdp(&[
+        "convert",
+        SOURCE,
+        path,
+        "--to",
+        "hf",
+        "--include",
+        "model.*",
+        "--overwrite",
+    ])
+    .assert()
 }
 
 #[test]
@@ -39,14 +63,21 @@ fn the_files_of_a_framework_go_with_its_checkpoint() {
 
 #[test]
 fn files_of_others_are_never_taken_away() {
-    for other in ["checkpoint-500/optimizer.pt", ".git/config", "thesis.tex", "other-model.safetensors.bak"] {
+    for other in [
+        "checkpoint-500/optimizer.pt",
+        ".git/config",
+        "thesis.tex",
+        "other-model.safetensors.bak",
+    ] {
         let parent = TempDir::new().unwrap();
         let path = model_directory(&parent);
         let other_path = Path::new(&path).join(other);
         fs::create_dir_all(other_path.parent().unwrap()).unwrap();
         fs::write(&other_path, "precious").unwrap();
         let name = other.split('/').next().unwrap();
-        convert_again(&path).code(2).stderr(contains(format!("`{name}`")));
+        convert_again(&path)
+            .code(2)
+            .stderr(contains(format!("`{name}`")));
         assert_eq!(fs::read(&other_path).unwrap(), b"precious");
         assert!(Path::new(&path).join("config.json").exists());
     }
@@ -60,12 +91,17 @@ fn files_whose_names_are_not_utf8_are_never_taken_away() {
 
     let parent = TempDir::new().unwrap();
     // By itself, beside a checkpoint, and beside a damaged one.
-    let (alone, path) = (parent.path().join("alone").to_str().unwrap().to_owned(), model_directory(&parent));
+    let (alone, path) = (
+        parent.path().join("alone").to_str().unwrap().to_owned(),
+        model_directory(&parent),
+    );
     fs::create_dir(&alone).unwrap();
     for directory in [&alone, &path, &path] {
         let other = Path::new(directory).join(OsStr::from_bytes(b"caf\xe9.txt"));
         fs::write(&other, "precious").unwrap();
-        convert_again(directory).code(2).stderr(contains("`caf\u{fffd}.txt`"));
+        convert_again(directory)
+            .code(2)
+            .stderr(contains("`caf\u{fffd}.txt`"));
         assert_eq!(fs::read(&other).unwrap(), b"precious");
         if directory == &path {
             fs::write(first_safetensors(Path::new(&path)), "cut off").unwrap();
@@ -78,12 +114,34 @@ fn the_values_of_another_file_stay() {
     let parent = TempDir::new().unwrap();
     let path = |name: &str| parent.path().join(name).to_str().unwrap().to_owned();
     let (out, other) = (path("out"), path("out.safetensors"));
-    fsdp(&["convert", SOURCE, &out, "--to", "safetensors"]).assert().success();
+    fsdp(&["convert", SOURCE, &out, "--to", "safetensors"])
+        .assert()
+        .success();
     let values = fs::read(path("out.values.json")).unwrap();
     // Both files would have their values under this name.
-    fsdp(&["convert", &out, &other, "--to", "safetensors", "--include", "model.*"]).assert().success();
-    let refused = ["convert", SOURCE, &other, "--to", "safetensors", "--overwrite"];
-    fsdp(&refused).assert().code(2).stderr(contains("`out.values.json`").and(contains("move it away")));
+    fsdp(&[
+        "convert",
+        &out,
+        &other,
+        "--to",
+        "safetensors",
+        "--include",
+        "model.*",
+    ])
+    .assert()
+    .success();
+    let refused = [
+        "convert",
+        SOURCE,
+        &other,
+        "--to",
+        "safetensors",
+        "--overwrite",
+    ];
+    fsdp(&refused)
+        .assert()
+        .code(2)
+        .stderr(contains("`out.values.json`").and(contains("move it away")));
     assert!(fs::read(path("out.values.json")).unwrap() == values);
     fsdp(&["diff", SOURCE, &out]).assert().success();
 }
@@ -92,9 +150,23 @@ fn the_values_of_another_file_stay() {
 fn a_configuration_stays_where_it_is_asked_for() {
     let parent = TempDir::new().unwrap();
     let path = model_directory(&parent);
-    let convert = ["convert", SOURCE, &path, "--to", "hf", "--include", "model.*", "--with", &path, "--overwrite"];
+    let convert = [
+        "convert",
+        SOURCE,
+        &path,
+        "--to",
+        "hf",
+        "--include",
+        "model.*",
+        "--with",
+        &path,
+        "--overwrite",
+    ];
     fsdp(&convert).assert().success();
-    assert_eq!(fs::read(Path::new(&path).join("config.json")).unwrap(), b"{}");
+    assert_eq!(
+        fs::read(Path::new(&path).join("config.json")).unwrap(),
+        b"{}"
+    );
 }
 
 #[test]
@@ -104,7 +176,9 @@ fn a_damaged_checkpoint_is_replaced_but_no_directory_beside_it() {
     fs::write(first_safetensors(Path::new(&path)), "cut off").unwrap();
     let other = Path::new(&path).join("checkpoint-500");
     fs::create_dir(&other).unwrap();
-    convert_again(&path).code(2).stderr(contains("`checkpoint-500`"));
+    convert_again(&path)
+        .code(2)
+        .stderr(contains("`checkpoint-500`"));
     fs::remove_dir(other).unwrap();
     convert_again(&path).success();
 }
@@ -116,10 +190,28 @@ fn an_adapter_that_is_read_is_not_replaced() {
     let adapter = parent.path().join("adapter");
     fs::create_dir(&adapter).unwrap();
     let settings = adapter.join("adapter_config.json");
-    fs::write(&settings, r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#).unwrap();
-    fs::copy(first_safetensors(Path::new(&path)), adapter.join("adapter_model.safetensors")).unwrap();
+    fs::write(
+        &settings,
+        r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#,
+    )
+    .unwrap();
+    fs::copy(
+        first_safetensors(Path::new(&path)),
+        adapter.join("adapter_model.safetensors"),
+    )
+    .unwrap();
     let adapter = adapter.to_str().unwrap();
-    let merge = ["merge", "--from", &path, "--lora", adapter, adapter, "--to", "hf", "--overwrite"];
+    let merge = [
+        "merge",
+        "--from",
+        &path,
+        "--lora",
+        adapter,
+        adapter,
+        "--to",
+        "hf",
+        "--overwrite",
+    ];
     fsdp(&merge).assert().code(2).stderr(contains("overlap"));
     assert!(settings.exists());
 }
@@ -129,23 +221,36 @@ fn a_checkpoint_that_another_program_has_saved_over_is_told() {
     let parent = TempDir::new().unwrap();
     let path = |name: &str| parent.path().join(name).to_str().unwrap().to_owned();
     for (name, ranks) in [("ours", "2"), ("other", "3")] {
-        fsdp(&["reshard", SOURCE, &path(name), "--world-size", ranks]).assert().success();
+        fsdp(&["reshard", SOURCE, &path(name), "--world-size", ranks])
+            .assert()
+            .success();
     }
     // Other programs know nothing of the file with the hashes.
     for entry in fs::read_dir(path("other")).unwrap() {
         let entry = entry.unwrap();
         if entry.file_name() != ".integrity" {
-            fs::copy(entry.path(), parent.path().join("ours").join(entry.file_name())).unwrap();
+            fs::copy(
+                entry.path(),
+                parent.path().join("ours").join(entry.file_name()),
+            )
+            .unwrap();
         }
     }
-    fsdp(&["inspect", &path("ours")]).assert().code(10).stderr(contains("another program has saved over"));
+    fsdp(&["inspect", &path("ours")])
+        .assert()
+        .code(10)
+        .stderr(contains("another program has saved over"));
     fs::remove_file(parent.path().join("ours/.integrity")).unwrap();
     fsdp(&["inspect", &path("ours")]).assert().success();
 }
 
 fn first_safetensors(directory: &Path) -> std::path::PathBuf {
-    let mut entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
-    entries.find(|path| path.extension().is_some_and(|end| end == "safetensors")).unwrap()
+    let mut entries = fs::read_dir(directory)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    entries
+        .find(|path| path.extension().is_some_and(|end| end == "safetensors"))
+        .unwrap()
 }
 
 #[test]
@@ -153,8 +258,19 @@ fn a_file_that_is_no_checkpoint_stays() {
     let parent = tempfile::tempdir().unwrap();
     let path = parent.path().join("file");
     let to = path.to_str().unwrap();
-    let convert =
-        || fsdp(&["convert", SOURCE, to, "--to", "safetensors", "--include", "model.*", "--overwrite"]).assert();
+    let convert = || {
+        fsdp(&[
+            "convert",
+            SOURCE,
+            to,
+            "--to",
+            "safetensors",
+            "--include",
+            "model.*",
+            "--overwrite",
+        ])
+        .assert()
+    };
     std::fs::write(&path, "notes of somebody").unwrap();
     convert().code(2).stderr(contains("cannot be replaced"));
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "notes of somebody");

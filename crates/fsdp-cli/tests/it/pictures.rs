@@ -1,7 +1,10 @@
-//! `fsdp map`, `fsdp diff --heatmap` and `fsdp report` on checkpoints and metrics that lie there: no tensor library is
-//! needed.
+//! `fsdp map`, `fsdp diff --heatmap` and `fsdp report` on checkpoints and metrics that lie there:
+//! no tensor library is needed.
 
-#![expect(clippy::disallowed_methods, reason = "the tests write files of their own")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the tests write files of their own"
+)]
 
 use std::collections::HashMap;
 use std::fs;
@@ -15,7 +18,8 @@ use tempfile::TempDir;
 use crate::common::fsdp;
 
 fn fixture() -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/fsdp2_adamw_ws2/dcp");
+    let path =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/fsdp2_adamw_ws2/dcp");
     path.to_str().unwrap().to_owned()
 }
 
@@ -26,31 +30,53 @@ fn place(directory: &TempDir, name: &str) -> String {
 
 /// Runs a command that must succeed, and returns what it writes to stdout.
 fn stdout(arguments: &[&str]) -> String {
-    let output = fsdp(arguments).assert().success().get_output().stdout.clone();
+    let output = fsdp(arguments)
+        .assert()
+        .success()
+        .get_output()
+        .stdout
+        .clone();
     String::from_utf8(output).unwrap()
 }
 
 /// Writes a safetensors file with one tensor of 4 x 128 elements.
 fn write_tensor(path: &Path, name: &str, change: impl Fn(usize) -> f32) {
-    let values: Vec<u8> = (0..512).flat_map(|index| (index as f32 + change(index)).to_le_bytes()).collect();
+    let values: Vec<u8> = (0..512)
+        .flat_map(|index| (index as f32 + change(index)).to_le_bytes())
+        .collect();
     let view = TensorView::new(Dtype::F32, vec![4, 128], &values).unwrap();
-    fs::write(path, safetensors::serialize([(name, view)], None::<HashMap<String, String>>).unwrap()).unwrap();
+    fs::write(
+        path,
+        safetensors::serialize([(name, view)], None::<HashMap<String, String>>).unwrap(),
+    )
+    .unwrap();
 }
 
 #[test]
 fn a_map_shows_each_file_and_the_part_of_each_tensor_in_it() {
     let shown = stdout(&["map", &fixture(), "--include", "model.*.weight"]);
-    assert!(shown.contains("0  __0_0.distcp") && shown.contains("1  __1_0.distcp"), "{shown}");
-    let strip = shown.lines().find(|line| line.starts_with("model.") && line.contains("cut along dim 0")).unwrap();
+    assert!(
+        shown.contains("0  __0_0.distcp") && shown.contains("1  __1_0.distcp"),
+        "{shown}"
+    );
+    let strip = shown
+        .lines()
+        .find(|line| line.starts_with("model.") && line.contains("cut along dim 0"))
+        .unwrap();
     let cells = strip.split_whitespace().nth(1).unwrap();
     assert_eq!(cells.chars().count(), 40, "{strip}");
     assert_eq!(cells, format!("{}{}", "0".repeat(20), "1".repeat(20)));
     // The bytes of the files are those of all tensors.
-    let json: serde_json::Value = serde_json::from_str(&stdout(&["map", &fixture(), "--json"])).unwrap();
+    let json: serde_json::Value =
+        serde_json::from_str(&stdout(&["map", &fixture(), "--json"])).unwrap();
     let files = json["files"].as_array().unwrap();
-    let sum: u64 = files.iter().map(|file| file["bytes"].as_u64().unwrap()).sum();
+    let sum: u64 = files
+        .iter()
+        .map(|file| file["bytes"].as_u64().unwrap())
+        .sum();
     assert_eq!(Some(sum), json["bytes"].as_u64());
-    let inspected: serde_json::Value = serde_json::from_str(&stdout(&["inspect", &fixture(), "--json"])).unwrap();
+    let inspected: serde_json::Value =
+        serde_json::from_str(&stdout(&["inspect", &fixture(), "--json"])).unwrap();
     assert_eq!(json["bytes"], inspected["bytes"]);
 }
 
@@ -64,15 +90,27 @@ fn a_map_is_one_file_that_loads_nothing_and_escapes_names() {
         let file = place(&directory, name);
         fsdp(&["map", model, option, &file]).assert().success();
         let text = fs::read_to_string(&file).unwrap();
-        assert!(text.contains("&lt;script&gt;") && !text.contains("<script"), "{text}");
+        assert!(
+            text.contains("&lt;script&gt;") && !text.contains("<script"),
+            "{text}"
+        );
         let without_namespace = text.replace("http://www.w3.org/2000/svg", "");
-        assert!(!without_namespace.contains("://") && !text.contains("src=") && !text.contains('\u{202e}'));
+        assert!(
+            !without_namespace.contains("://")
+                && !text.contains("src=")
+                && !text.contains('\u{202e}')
+        );
         assert!(text.contains("prefers-color-scheme:dark"));
         // A file that is there stays, unless it may be replaced.
         fs::write(&file, "mine").unwrap();
-        fsdp(&["map", model, option, &file]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("exists"));
+        fsdp(&["map", model, option, &file])
+            .assert()
+            .code(i32::from(exit_codes::USAGE))
+            .stderr(contains("exists"));
         assert_eq!(fs::read_to_string(&file).unwrap(), "mine");
-        fsdp(&["map", model, option, &file, "--overwrite"]).assert().success();
+        fsdp(&["map", model, option, &file, "--overwrite"])
+            .assert()
+            .success();
         assert!(fs::read_to_string(&file).unwrap().len() > 100);
     }
 }
@@ -80,9 +118,21 @@ fn a_map_is_one_file_that_loads_nothing_and_escapes_names() {
 #[test]
 fn a_map_shows_no_more_than_asked_for() {
     let shown = stdout(&["map", &fixture(), "--limit", "3"]);
-    assert_eq!(shown.lines().filter(|line| line.contains("float32")).count(), 3, "{shown}");
-    assert!(shown.lines().last().unwrap().starts_with("… and "), "{shown}");
-    fsdp(&["map", &fixture(), "--include", "nothing"]).assert().code(i32::from(exit_codes::USAGE));
+    assert_eq!(
+        shown
+            .lines()
+            .filter(|line| line.contains("float32"))
+            .count(),
+        3,
+        "{shown}"
+    );
+    assert!(
+        shown.lines().last().unwrap().starts_with("… and "),
+        "{shown}"
+    );
+    fsdp(&["map", &fixture(), "--include", "nothing"])
+        .assert()
+        .code(i32::from(exit_codes::USAGE));
 }
 
 #[test]
@@ -96,12 +146,29 @@ fn a_heat_map_shows_where_tensors_differ() {
         511 => 0.5,
         _ => 0.0,
     });
-    let arguments = ["diff", a.to_str().unwrap(), b.to_str().unwrap(), "--heatmap"];
-    let output = fsdp(&arguments).assert().code(i32::from(exit_codes::DIFFERENCE)).stderr(contains("heat maps"));
+    let arguments = [
+        "diff",
+        a.to_str().unwrap(),
+        b.to_str().unwrap(),
+        "--heatmap",
+    ];
+    let output = fsdp(&arguments)
+        .assert()
+        .code(i32::from(exit_codes::DIFFERENCE))
+        .stderr(contains("heat maps"));
     let shown = String::from_utf8(output.get_output().stdout.clone()).unwrap();
     let rows: Vec<&str> = shown.lines().skip(1).map(str::trim).collect();
     let dots = |count: usize| "·".repeat(count);
-    assert_eq!(rows, [dots(64), format!("█{}", dots(63)), dots(64), format!("{}▒", dots(63))], "{shown}");
+    assert_eq!(
+        rows,
+        [
+            dots(64),
+            format!("█{}", dots(63)),
+            dots(64),
+            format!("{}▒", dots(63))
+        ],
+        "{shown}"
+    );
 }
 
 /// A run's directory with metrics, and events of two starts.
@@ -131,7 +198,10 @@ fn run(directory: &TempDir) -> PathBuf {
 fn a_report_has_curves_saves_and_restarts_in_one_page() {
     let directory = TempDir::new().unwrap();
     let run = run(&directory);
-    fsdp(&["report", run.to_str().unwrap()]).assert().success().stderr(contains("report.html"));
+    fsdp(&["report", run.to_str().unwrap()])
+        .assert()
+        .success()
+        .stderr(contains("report.html"));
     let page = fs::read_to_string(run.join("report.html")).unwrap();
     for wanted in [
         "<h2>Loss</h2>",
@@ -150,14 +220,21 @@ fn a_report_has_curves_saves_and_restarts_in_one_page() {
     assert!(!page.contains("<i>") && !page.contains("<script"));
     // 5,000 steps take no more room than 1,000 points.
     assert!(page.len() < 400_000, "{}", page.len());
-    fsdp(&["report", run.to_str().unwrap()]).assert().code(i32::from(exit_codes::USAGE));
-    fsdp(&["report", run.to_str().unwrap(), "--overwrite"]).assert().success();
+    fsdp(&["report", run.to_str().unwrap()])
+        .assert()
+        .code(i32::from(exit_codes::USAGE));
+    fsdp(&["report", run.to_str().unwrap(), "--overwrite"])
+        .assert()
+        .success();
 }
 
 #[test]
 fn a_directory_that_is_no_run_has_no_report() {
     let directory = TempDir::new().unwrap();
     let path = directory.path().to_str().unwrap();
-    fsdp(&["report", path]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("neither metrics nor"));
+    fsdp(&["report", path])
+        .assert()
+        .code(i32::from(exit_codes::USAGE))
+        .stderr(contains("neither metrics nor"));
     assert!(!directory.path().join("report.html").exists());
 }

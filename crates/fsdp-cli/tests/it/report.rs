@@ -1,6 +1,9 @@
 //! The files that `fsdp train` leaves for `fsdp report`, and the text that it prints.
 
-#![expect(clippy::disallowed_methods, reason = "the tests write files of their own")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the tests write files of their own"
+)]
 
 use std::fs;
 use std::path::Path;
@@ -11,12 +14,26 @@ use tempfile::TempDir;
 use crate::common::fsdp;
 
 /// A model so small that a step takes no time.
-const TINY: [&str; 12] =
-    ["--layers", "1", "--heads", "1", "--hidden", "16", "--seq", "16", "--batch", "4", "--threads", "1"];
+const TINY: [&str; 12] = [
+    "--layers",
+    "1",
+    "--heads",
+    "1",
+    "--hidden",
+    "16",
+    "--seq",
+    "16",
+    "--batch",
+    "4",
+    "--threads",
+    "1",
+];
 
 fn lines(path: &Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
 }
 
 #[test]
@@ -40,18 +57,51 @@ fn a_run_keeps_its_starts_saves_and_ends_for_its_report() {
     train(&["--steps", "6", "--resume"]);
 
     let text = fs::read_to_string(&events).unwrap();
-    let found: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    let kinds: Vec<&str> = found.iter().map(|event| event["event"].as_str().unwrap()).collect();
-    assert_eq!(kinds, ["start", "checkpoint", "checkpoint", "end", "start", "checkpoint", "end"]);
-    assert!(found.iter().all(|event| event["time"].as_f64().unwrap() > 1.7e9));
-    assert_eq!((&found[4]["step"], &found[4]["ranks"]), (&Value::from(4), &Value::from(2)));
+    let found: Vec<Value> = text
+        .lines()
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .collect();
+    let kinds: Vec<&str> = found
+        .iter()
+        .map(|event| event["event"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        kinds,
+        [
+            "start",
+            "checkpoint",
+            "checkpoint",
+            "end",
+            "start",
+            "checkpoint",
+            "end"
+        ]
+    );
+    assert!(
+        found
+            .iter()
+            .all(|event| event["time"].as_f64().unwrap() > 1.7e9)
+    );
+    assert_eq!(
+        (&found[4]["step"], &found[4]["ranks"]),
+        (&Value::from(4), &Value::from(2))
+    );
     let metrics = lines(&out.join("metrics.jsonl"));
-    let times: Vec<f64> = metrics.iter().map(|line| line["time"].as_f64().unwrap()).collect();
+    let times: Vec<f64> = metrics
+        .iter()
+        .map(|line| line["time"].as_f64().unwrap())
+        .collect();
     assert!(times.len() == 6 && times.is_sorted() && times[0] > 1.7e9);
 
     fsdp(&["report"]).arg(&out).assert().success();
     let page = fs::read_to_string(out.join("report.html")).unwrap();
-    for wanted in ["step-00000006", "<th>parent</th>", "2, of which 1 resumed", "Tokens per second", "Learning rate"] {
+    for wanted in [
+        "step-00000006",
+        "<th>parent</th>",
+        "2, of which 1 resumed",
+        "Tokens per second",
+        "Learning rate",
+    ] {
         assert!(page.contains(wanted), "{wanted}");
     }
 }
@@ -70,18 +120,34 @@ fn the_text_that_a_model_writes_cannot_act_on_a_terminal() {
         .assert()
         .success();
     let sample = String::from_utf8_lossy(&output.get_output().stdout).into_owned();
-    assert!(sample.contains("\\u{1b}"), "the model has not learned its text: {sample:?}");
-    assert!(!sample.contains(|c: char| c.is_control() && c != '\n'), "{sample:?}");
+    assert!(
+        sample.contains("\\u{1b}"),
+        "the model has not learned its text: {sample:?}"
+    );
+    assert!(
+        !sample.contains(|c: char| c.is_control() && c != '\n'),
+        "{sample:?}"
+    );
 }
 
 #[test]
 fn the_options_of_train_come_in_groups() {
     let output = fsdp(&["train", "--help"]).assert().success();
     let help = String::from_utf8_lossy(&output.get_output().stdout).into_owned();
-    let at: Vec<usize> =
-        ["Run:", "Ranks:", "Checkpoints:", "Model and batch:", "Optimizer:", "Sharding and precision:", "Output:"]
-            .iter()
-            .map(|heading| help.find(&format!("\n{heading}\n")).unwrap_or_else(|| panic!("no {heading}")))
-            .collect();
+    let at: Vec<usize> = [
+        "Run:",
+        "Ranks:",
+        "Checkpoints:",
+        "Model and batch:",
+        "Optimizer:",
+        "Sharding and precision:",
+        "Output:",
+    ]
+    .iter()
+    .map(|heading| {
+        help.find(&format!("\n{heading}\n"))
+            .unwrap_or_else(|| panic!("no {heading}"))
+    })
+    .collect();
     assert!(at.is_sorted(), "{at:?}");
 }

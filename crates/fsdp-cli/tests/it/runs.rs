@@ -1,6 +1,9 @@
 //! `fsdp ls` and `fsdp prune`: the checkpoints of a run.
 
-#![expect(clippy::disallowed_methods, reason = "a test makes a run's folder by hand")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "a test makes a run's folder by hand"
+)]
 
 use std::fs;
 use std::path::Path;
@@ -14,18 +17,23 @@ use crate::common::fsdp;
 /// Makes a run with checkpoints of these steps.
 fn run_with(steps: &[u64]) -> TempDir {
     let run = tempfile::tempdir().unwrap();
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/fsdp2_adamw_ws2/dcp");
+    let source =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/fsdp2_adamw_ws2/dcp");
     for step in steps {
         let to = run.path().join(format!("step-{step}"));
         let (source, to) = (source.to_str().unwrap(), to.to_str().unwrap());
-        fsdp(&["reshard", source, to, "--world-size", "2"]).assert().success();
+        fsdp(&["reshard", source, to, "--world-size", "2"])
+            .assert()
+            .success();
     }
     run
 }
 
 fn names(run: &TempDir) -> Vec<String> {
-    let mut names: Vec<String> =
-        fs::read_dir(run.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<String> = fs::read_dir(run.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
     names.sort();
     names
 }
@@ -35,16 +43,41 @@ fn ls_lists_the_checkpoints_of_a_run_by_step() {
     let run = run_with(&[9, 10]);
     fs::create_dir(run.path().join("step-11")).unwrap();
     let path = run.path().to_str().unwrap();
-    let output = fsdp(&["ls", path]).assert().success().get_output().stdout.clone();
-    let lines: Vec<String> = String::from_utf8(output).unwrap().lines().map(str::to_owned).collect();
+    let output = fsdp(&["ls", path])
+        .assert()
+        .success()
+        .get_output()
+        .stdout
+        .clone();
+    let lines: Vec<String> = String::from_utf8(output)
+        .unwrap()
+        .lines()
+        .map(str::to_owned)
+        .collect();
     assert_eq!(lines.len(), 3);
-    assert!(lines[0].contains("step-9  dcp, ") && lines[0].ends_with(", hashes"), "{}", lines[0]);
-    assert!(lines[2].contains("step-11  cannot be opened"), "{}", lines[2]);
-    let json = fsdp(&["ls", path, "--json"]).assert().success().get_output().stdout.clone();
+    assert!(
+        lines[0].contains("step-9  dcp, ") && lines[0].ends_with(", hashes"),
+        "{}",
+        lines[0]
+    );
+    assert!(
+        lines[2].contains("step-11  cannot be opened"),
+        "{}",
+        lines[2]
+    );
+    let json = fsdp(&["ls", path, "--json"])
+        .assert()
+        .success()
+        .get_output()
+        .stdout
+        .clone();
     let json: serde_json::Value = serde_json::from_slice(&json).unwrap();
     assert_eq!(json["checkpoints"][1]["step"], 10);
     assert!(json["checkpoints"][2]["error"].is_string());
-    fsdp(&["inspect", path]).assert().code(11).stderr(contains("the folder of a run"));
+    fsdp(&["inspect", path])
+        .assert()
+        .code(11)
+        .stderr(contains("the folder of a run"));
 }
 
 #[test]
@@ -53,11 +86,20 @@ fn prune_removes_the_oldest_and_only_if_told() {
     let path = run.path().to_str().unwrap();
     let prune = ["prune", path, "--keep", "1", "--keep-every", "20"];
     let listed = contains("step-10  would be removed").and(contains("step-30  would be removed"));
-    fsdp(&prune).assert().success().stdout(listed.and(contains("step-20").not())).stderr(contains("--yes"));
+    fsdp(&prune)
+        .assert()
+        .success()
+        .stdout(listed.and(contains("step-20").not()))
+        .stderr(contains("--yes"));
     assert_eq!(names(&run), ["step-10", "step-20", "step-30", "step-40"]);
-    fsdp(&[&prune[..], &["--yes"]].concat()).assert().success().stdout(contains("step-10  removed"));
+    fsdp(&[&prune[..], &["--yes"]].concat())
+        .assert()
+        .success()
+        .stdout(contains("step-10  removed"));
     assert_eq!(names(&run), ["step-20", "step-40"]);
-    fsdp(&["prune", path, "--keep", "0", "--yes"]).assert().code(2);
+    fsdp(&["prune", path, "--keep", "0", "--yes"])
+        .assert()
+        .code(2);
     assert_eq!(names(&run), ["step-20", "step-40"]);
 }
 
@@ -66,7 +108,10 @@ fn prune_keeps_the_old_ones_if_no_newer_one_is_whole() {
     let run = run_with(&[10, 20]);
     fs::remove_file(run.path().join("step-20/__0_0.distcp")).unwrap();
     let path = run.path().to_str().unwrap();
-    fsdp(&["prune", path, "--keep", "1", "--yes"]).assert().code(2).stderr(contains("whole"));
+    fsdp(&["prune", path, "--keep", "1", "--yes"])
+        .assert()
+        .code(2)
+        .stderr(contains("whole"));
     assert_eq!(names(&run), ["step-10", "step-20"]);
 }
 
@@ -78,8 +123,13 @@ fn prune_leaves_what_may_not_be_a_checkpoint() {
     fs::write(run.path().join("step-6.ckpt"), "nor this").unwrap();
     fs::create_dir(run.path().join("step-10/plots")).unwrap();
     let path = run.path().to_str().unwrap();
-    let stays = contains("step-5  stays").and(contains("step-6.ckpt  stays")).and(contains("`plots` is not its own"));
-    fsdp(&["prune", path, "--keep", "1", "--yes"]).assert().success().stdout(stays);
+    let stays = contains("step-5  stays")
+        .and(contains("step-6.ckpt  stays"))
+        .and(contains("`plots` is not its own"));
+    fsdp(&["prune", path, "--keep", "1", "--yes"])
+        .assert()
+        .success()
+        .stdout(stays);
     assert_eq!(names(&run), ["step-10", "step-40", "step-5", "step-6.ckpt"]);
 }
 
@@ -89,7 +139,10 @@ fn prune_leaves_a_checkpoint_with_a_file_of_somebody_else_in_it() {
     fs::write(run.path().join("step-10/results.csv"), "mine").unwrap();
     let path = run.path().to_str().unwrap();
     let prune = ["prune", path, "--keep", "1", "--yes"];
-    fsdp(&prune).assert().success().stdout(contains("step-10  stays: `results.csv` is not its own"));
+    fsdp(&prune)
+        .assert()
+        .success()
+        .stdout(contains("step-10  stays: `results.csv` is not its own"));
     assert_eq!(names(&run), ["step-10", "step-40"]);
 }
 
@@ -105,9 +158,17 @@ fn prune_leaves_a_checkpoint_that_a_link_in_the_folder_needs() {
     let stays = contains("step-30  stays: the link `step-40` leads to it")
         .and(contains("step-10  stays: the link `best` leads to it"))
         .and(contains("step-20  removed"));
-    fsdp(&["prune", path, "--keep", "1", "--yes"]).assert().success().stdout(stays);
-    assert_eq!(names(&run), ["best", "lost", "step-10", "step-30", "step-40"]);
-    fsdp(&["verify", &format!("{path}/step-40")]).assert().success();
+    fsdp(&["prune", path, "--keep", "1", "--yes"])
+        .assert()
+        .success()
+        .stdout(stays);
+    assert_eq!(
+        names(&run),
+        ["best", "lost", "step-10", "step-30", "step-40"]
+    );
+    fsdp(&["verify", &format!("{path}/step-40")])
+        .assert()
+        .success();
 }
 
 #[test]
@@ -123,9 +184,16 @@ fn prune_sees_links_in_the_runs_folder_when_the_checkpoints_lie_below_it() {
     std::os::unix::fs::symlink("step-30", outputs.join("checkpoint/good")).unwrap();
     let path = run.path().to_str().unwrap();
     let stays = contains("step-10  stays: the link `best` leads to it")
-        .and(contains("step-20  stays: the link `outputs/last` leads to it"))
-        .and(contains("step-30  stays: the link `outputs/checkpoint/good` leads to it"));
-    fsdp(&["prune", path, "--keep", "1", "--yes"]).assert().success().stdout(stays);
+        .and(contains(
+            "step-20  stays: the link `outputs/last` leads to it",
+        ))
+        .and(contains(
+            "step-30  stays: the link `outputs/checkpoint/good` leads to it",
+        ));
+    fsdp(&["prune", path, "--keep", "1", "--yes"])
+        .assert()
+        .success()
+        .stdout(stays);
     assert!(run.path().join("best/.metadata").exists() && outputs.join("last/.metadata").exists());
 }
 
@@ -135,11 +203,16 @@ fn prune_leaves_a_checkpoint_with_a_name_in_it_that_is_not_utf8() {
     use std::os::unix::ffi::OsStrExt as _;
 
     let run = run_with(&[10, 40]);
-    let results = run.path().join("step-10").join(std::ffi::OsStr::from_bytes(b"r\xe9sultats"));
+    let results = run
+        .path()
+        .join("step-10")
+        .join(std::ffi::OsStr::from_bytes(b"r\xe9sultats"));
     fs::create_dir(&results).unwrap();
     let path = run.path().to_str().unwrap();
     let prune = ["prune", path, "--keep", "1", "--yes"];
-    fsdp(&prune).assert().success().stdout(contains("step-10  stays: `r\u{fffd}sultats` is not its own"));
+    fsdp(&prune).assert().success().stdout(contains(
+        "step-10  stays: `r\u{fffd}sultats` is not its own",
+    ));
     assert!(results.exists());
 }
 
@@ -147,15 +220,23 @@ fn prune_leaves_a_checkpoint_with_a_name_in_it_that_is_not_utf8() {
 fn a_folder_without_checkpoints_is_told() {
     let run = tempfile::tempdir().unwrap();
     let path = run.path().to_str().unwrap();
-    for command in [&["ls", path][..], &["log", path], &["prune", path, "--keep", "1"]] {
-        fsdp(command).assert().success().stderr(contains("no checkpoints in"));
+    for command in [
+        &["ls", path][..],
+        &["log", path],
+        &["prune", path, "--keep", "1"],
+    ] {
+        fsdp(command)
+            .assert()
+            .success()
+            .stderr(contains("no checkpoints in"));
     }
 }
 
 #[test]
 fn log_lists_checkpoints_of_other_programs_by_the_steps_in_their_names() {
     let run = tempfile::tempdir().unwrap();
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/fsdp2_adamw_ws2/dcp");
+    let source =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/fsdp2_adamw_ws2/dcp");
     for step in [9, 100, 10] {
         let to = run.path().join(format!("step-{step}"));
         fs::create_dir(&to).unwrap();
@@ -164,9 +245,21 @@ fn log_lists_checkpoints_of_other_programs_by_the_steps_in_their_names() {
             fs::copy(file.path(), to.join(file.file_name())).unwrap();
         }
     }
-    let output = fsdp(&["log", run.path().to_str().unwrap()]).assert().success().get_output().stdout.clone();
-    let lines: Vec<String> = String::from_utf8(output).unwrap().lines().map(str::to_owned).collect();
-    let names: Vec<&str> = lines.iter().filter_map(|line| line.strip_suffix("  no digest")).collect();
+    let output = fsdp(&["log", run.path().to_str().unwrap()])
+        .assert()
+        .success()
+        .get_output()
+        .stdout
+        .clone();
+    let lines: Vec<String> = String::from_utf8(output)
+        .unwrap()
+        .lines()
+        .map(str::to_owned)
+        .collect();
+    let names: Vec<&str> = lines
+        .iter()
+        .filter_map(|line| line.strip_suffix("  no digest"))
+        .collect();
     assert_eq!(names, ["step-100", "step-10", "step-9"]);
 }
 
@@ -177,7 +270,10 @@ fn prune_does_not_compare_steps_with_epochs() {
     fs::rename(run_with(&[1]).path().join("step-1"), &epoch).unwrap();
     let path = run.path().to_str().unwrap();
     let names_of_both = contains("`epoch-3`").and(contains("`step-100`"));
-    fsdp(&["prune", path, "--keep", "1", "--yes"]).assert().code(2).stderr(names_of_both);
+    fsdp(&["prune", path, "--keep", "1", "--yes"])
+        .assert()
+        .code(2)
+        .stderr(names_of_both);
     assert_eq!(names(&run), ["epoch-3", "step-100"]);
 }
 
@@ -186,9 +282,17 @@ fn a_key_that_is_not_there_gets_those_most_like_it() {
     let run = run_with(&[1]);
     let path = run.path().join("step-1");
     let path = path.to_str().unwrap();
-    let inspect = fsdp(&["inspect", path, "--json"]).assert().success().get_output().stdout.clone();
+    let inspect = fsdp(&["inspect", path, "--json"])
+        .assert()
+        .success()
+        .get_output()
+        .stdout
+        .clone();
     let inspect: serde_json::Value = serde_json::from_slice(&inspect).unwrap();
     let key = inspect["tensors"][0]["name"].as_str().unwrap();
     let wrong = format!("{}x", &key[..key.len() - 1]);
-    fsdp(&["cat", path, &wrong]).assert().code(17).stderr(contains(format!("`{key}`")));
+    fsdp(&["cat", path, &wrong])
+        .assert()
+        .code(17)
+        .stderr(contains(format!("`{key}`")));
 }

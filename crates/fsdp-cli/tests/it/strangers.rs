@@ -25,8 +25,8 @@ const WARM_UP: usize = 2000;
 /// The connections during which the process must not grow.
 const CONNECTIONS: usize = 40_000;
 
-/// The most bytes by which the process may grow. A thread that listens uses the memory by which its heap grows at a
-/// time, 16 MiB, before it uses any of it again.
+/// The most bytes by which the process may grow. A thread that listens uses the memory by which its
+/// heap grows at a time, 16 MiB, before it uses any of it again.
 const GROWTH: u64 = 20 << 20;
 
 /// A process that is killed when this is dropped.
@@ -42,10 +42,26 @@ impl Drop for Waiting {
 /// Starts rank 0 of a job whose other rank never comes.
 fn start_rank_0(port: u16, out: &TempDir) -> Waiting {
     let child = Command::new(program())
-        .args(["train", "--backend", "tcp", "--steps", "1", "--sample", "0", "--timeout", "600", "--out"])
+        .args([
+            "train",
+            "--backend",
+            "tcp",
+            "--steps",
+            "1",
+            "--sample",
+            "0",
+            "--timeout",
+            "600",
+            "--out",
+        ])
         .arg(out.path().join("out"))
         .env("FSDP_SECRET", "the secret of this test")
-        .envs([("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")])
+        .envs([
+            ("RANK", "0"),
+            ("LOCAL_RANK", "0"),
+            ("WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+        ])
         .env("MASTER_PORT", port.to_string())
         .stdin(Stdio::null())
         .stdout(Stdio::null())
@@ -63,12 +79,15 @@ fn wait_for_port(port: u16) {
     }
 }
 
-/// Makes many connections at once, none of which says what a rank says, and returns the number that were refused.
+/// Makes many connections at once, none of which says what a rank says, and returns the number that
+/// were refused.
 fn bother(port: u16, connections: usize) -> usize {
     fn one_by_one(port: u16, connections: usize) -> usize {
         let mut refused = 0;
         for _ in 0..connections {
-            let Ok(mut stream) = TcpStream::connect((Ipv4Addr::LOCALHOST, port)) else { continue };
+            let Ok(mut stream) = TcpStream::connect((Ipv4Addr::LOCALHOST, port)) else {
+                continue;
+            };
             stream.set_read_timeout(Some(HANG)).unwrap();
             // The other side may end the connection at any time.
             stream.write_all(&[7; 100]).ok();
@@ -79,23 +98,39 @@ fn bother(port: u16, connections: usize) -> usize {
         refused
     }
     thread::scope(|scope| {
-        let strangers: Vec<_> =
-            (0..STRANGERS).map(|_| scope.spawn(move || one_by_one(port, connections / STRANGERS))).collect();
-        strangers.into_iter().map(|stranger| stranger.join().unwrap()).sum()
+        let strangers: Vec<_> = (0..STRANGERS)
+            .map(|_| scope.spawn(move || one_by_one(port, connections / STRANGERS)))
+            .collect();
+        strangers
+            .into_iter()
+            .map(|stranger| stranger.join().unwrap())
+            .sum()
     })
 }
 
 /// Returns the bytes of memory that a process uses.
 fn resident_bytes(process: &Waiting) -> u64 {
     let status = fs::read_to_string(format!("/proc/{}/status", process.0.id())).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-    line.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() << 10
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))
+        .unwrap();
+    line.trim()
+        .strip_suffix(" kB")
+        .unwrap()
+        .parse::<u64>()
+        .unwrap()
+        << 10
 }
 
 #[test]
 fn refused_connections_leave_no_memory_behind() {
     let out = TempDir::new().unwrap();
-    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
     let mut rank = start_rank_0(port, &out);
     wait_for_port(port);
     bother(port, WARM_UP);

@@ -1,14 +1,16 @@
-//! `fsdp train` from outside: what it writes, how it goes on at another number of ranks, and how it fails.
+//! `fsdp train` from outside: what it writes, how it goes on at another number of ranks, and how it
+//! fails.
 
-#![expect(clippy::disallowed_methods, reason = "the tests damage files on purpose")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the tests damage files on purpose"
+)]
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
 use fsdp::checkpoint::{load_whole, save};
-use fsdp::dcp::internals::ArchiveLayout;
-use fsdp::dcp::metadata::{BytesEntry, Entry, StorageInfo, decode, encode};
 use fsdp::prelude::*;
 use fsdp_cli::exit_codes;
 use predicates::prelude::*;
@@ -19,35 +21,47 @@ use tempfile::TempDir;
 use crate::common::fsdp;
 
 /// A model and batch small enough for many runs.
-const SMALL: [&str; 12] =
-    ["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--batch", "12", "--sample", "8"];
+pub(crate) const SMALL: [&str; 12] = [
+    "--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--batch", "12", "--sample",
+    "8",
+];
 
-fn train(out: &Path, arguments: &[&str]) -> Command {
+pub(crate) fn train(out: &Path, arguments: &[&str]) -> Command {
     let mut command = fsdp(&["train", "--out", out.to_str().unwrap()]);
     command.args(arguments);
     command
 }
 
-fn train_small(out: &Path, arguments: &[&str]) {
+pub(crate) fn train_small(out: &Path, arguments: &[&str]) {
     train(out, &SMALL).args(arguments).assert().success();
 }
 
 fn lines(path: &Path) -> Vec<Value> {
-    fs::read_to_string(path).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    fs::read_to_string(path)
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
 }
 
-fn losses(out: &Path) -> Vec<f64> {
+pub(crate) fn losses(out: &Path) -> Vec<f64> {
     let metrics = lines(&out.join("metrics.jsonl"));
     for (step, line) in metrics.iter().enumerate() {
         assert_eq!(line["step"], step as u64);
     }
-    metrics.iter().map(|line| line["loss"].as_f64().unwrap()).collect()
+    metrics
+        .iter()
+        .map(|line| line["loss"].as_f64().unwrap())
+        .collect()
 }
 
-fn assert_close(found: &[f64], expected: &[f64]) {
+pub(crate) fn assert_close(found: &[f64], expected: &[f64]) {
     assert_eq!(found.len(), expected.len());
     for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
-        assert!((found - expected).abs() / expected < 1e-4, "step {step}: {found} is not {expected}");
+        assert!(
+            (found - expected).abs() / expected < 1e-4,
+            "step {step}: {found} is not {expected}"
+        );
     }
 }
 
@@ -70,13 +84,40 @@ fn resumed_at_other_numbers_of_ranks_a_run_goes_on_as_if_never_stopped() {
     let dir = TempDir::new().unwrap();
     let (whole, parts) = (dir.path().join("whole"), dir.path().join("parts"));
     train_small(&whole, &["--nproc", "1", "--steps", "60"]);
-    train_small(&parts, &["--nproc", "4", "--steps", "20", "--save-every", "20"]);
+    train_small(
+        &parts,
+        &["--nproc", "4", "--steps", "20", "--save-every", "20"],
+    );
     // Sizes, batch and learning rate are the checkpoint's.
-    train(&parts, &["--nproc", "2", "--steps", "40", "--resume", "--flat"]).assert().success();
-    train(&parts, &["--nproc", "3", "--steps", "60", "--resume", "--strategy", "shard-grad-op"]).assert().success();
+    train(
+        &parts,
+        &["--nproc", "2", "--steps", "40", "--resume", "--flat"],
+    )
+    .assert()
+    .success();
+    train(
+        &parts,
+        &[
+            "--nproc",
+            "3",
+            "--steps",
+            "60",
+            "--resume",
+            "--strategy",
+            "shard-grad-op",
+        ],
+    )
+    .assert()
+    .success();
     assert_close(&losses(&parts), &losses(&whole));
-    let steps: Vec<String> = ["00000020", "00000040", "00000060"].map(|step| format!("step-{step}")).into();
-    assert!(steps.iter().all(|step| parts.join(step).join(".metadata").is_file()));
+    let steps: Vec<String> = ["00000020", "00000040", "00000060"]
+        .map(|step| format!("step-{step}"))
+        .into();
+    assert!(
+        steps
+            .iter()
+            .all(|step| parts.join(step).join(".metadata").is_file())
+    );
 }
 
 #[test]
@@ -91,29 +132,62 @@ fn a_run_cut_short_does_its_last_steps_again_and_its_metrics_have_each_step_once
     fs::write(cut.join("metrics.jsonl"), &metrics[..metrics.len() - 5]).unwrap();
     // And a save that did not finish.
     fs::create_dir(cut.join(".step-00000008.tmp-00000000deadbeef")).unwrap();
-    train(&cut, &["--nproc", "3", "--steps", "8", "--resume"]).assert().success();
+    train(&cut, &["--nproc", "3", "--steps", "8", "--resume"])
+        .assert()
+        .success();
     assert_close(&losses(&cut), &losses(&whole));
-    assert!(!cut.join(".step-00000008.tmp-00000000deadbeef").exists(), "leftovers of the same step are removed");
+    assert!(
+        !cut.join(".step-00000008.tmp-00000000deadbeef").exists(),
+        "leftovers of the same step are removed"
+    );
 }
 
 #[test]
 fn stdout_is_data_stderr_is_talk_and_metrics_tell_what_each_rank_holds() {
     let dir = TempDir::new().unwrap();
-    let output = train(dir.path(), &SMALL).args(["--nproc", "2", "--steps", "3", "--json"]).output().unwrap();
+    let output = train(dir.path(), &SMALL)
+        .args(["--nproc", "2", "--steps", "3", "--json"])
+        .output()
+        .unwrap();
     assert!(output.status.success());
-    assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
-    let events: Vec<Value> =
-        String::from_utf8(output.stdout).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let kinds: Vec<&str> = events.iter().map(|event| event["event"].as_str().unwrap()).collect();
-    assert_eq!(kinds, ["start", "step", "step", "step", "checkpoint", "end"]);
+    assert!(
+        output.stderr.is_empty(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let events: Vec<Value> = String::from_utf8(output.stdout)
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    let kinds: Vec<&str> = events
+        .iter()
+        .map(|event| event["event"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        kinds,
+        ["start", "step", "step", "step", "checkpoint", "end"]
+    );
     assert_eq!(events[0]["schema"], 1);
-    assert!(events[5]["sample"].as_str().is_some_and(|sample| !sample.is_empty()));
+    assert!(
+        events[5]["sample"]
+            .as_str()
+            .is_some_and(|sample| !sample.is_empty())
+    );
     let parameters = events[0]["parameters"].as_u64().unwrap();
     for line in lines(&dir.path().join("metrics.jsonl")) {
-        let held: Vec<u64> = line["parameter_bytes"].as_array().unwrap().iter().map(|b| b.as_u64().unwrap()).collect();
+        let held: Vec<u64> = line["parameter_bytes"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|b| b.as_u64().unwrap())
+            .collect();
         assert_eq!(held.len(), 2);
         // Half each, and alignment.
-        assert!(held.iter().all(|&bytes| bytes < 4 * parameters / 2 + 1024), "{held:?} of {parameters} parameters");
+        assert!(
+            held.iter().all(|&bytes| bytes < 4 * parameters / 2 + 1024),
+            "{held:?} of {parameters} parameters"
+        );
         assert!(line["tokens_per_s"].as_f64().unwrap() > 0.0);
     }
 }
@@ -127,13 +201,45 @@ fn accumulated_gradients_and_a_loose_clip_do_not_change_the_run_but_a_tight_clip
         losses(&out)
     };
     let plain = run("plain", &["--nproc", "1"]);
-    assert_close(&run("accumulated", &["--nproc", "2", "--accumulate", "3", "--clip-grad-norm", "1e6"]), &plain);
+    assert_close(
+        &run(
+            "accumulated",
+            &[
+                "--nproc",
+                "2",
+                "--accumulate",
+                "3",
+                "--clip-grad-norm",
+                "1e6",
+            ],
+        ),
+        &plain,
+    );
     let sgd = run("sgd", &["--nproc", "2", "--optimizer", "sgd", "--lr", "1"]);
-    let clipped = run("clipped", &["--nproc", "2", "--optimizer", "sgd", "--lr", "1", "--clip-grad-norm", "1e-3"]);
+    let clipped = run(
+        "clipped",
+        &[
+            "--nproc",
+            "2",
+            "--optimizer",
+            "sgd",
+            "--lr",
+            "1",
+            "--clip-grad-norm",
+            "1e-3",
+        ],
+    );
     // The norm of the metrics is the one before clipping.
-    let norm = |name: &str| lines(&dir.path().join(name).join("metrics.jsonl"))[0]["grad_norm"].as_f64().unwrap();
+    let norm = |name: &str| {
+        lines(&dir.path().join(name).join("metrics.jsonl"))[0]["grad_norm"]
+            .as_f64()
+            .unwrap()
+    };
     assert_eq!(norm("sgd"), norm("clipped"));
-    assert!(clipped[5] > sgd[5] + 0.1, "{clipped:?} hardly moves, {sgd:?} does");
+    assert!(
+        clipped[5] > sgd[5] + 0.1,
+        "{clipped:?} hardly moves, {sgd:?} does"
+    );
 }
 
 #[test]
@@ -141,41 +247,127 @@ fn a_schedule_goes_on_where_it_stopped_at_another_number_of_ranks() {
     let dir = TempDir::new().unwrap();
     let (whole, parts) = (dir.path().join("whole"), dir.path().join("parts"));
     let rates = |out: &Path| -> Vec<f64> {
-        lines(&out.join("metrics.jsonl")).iter().map(|line| line["lr"].as_f64().unwrap()).collect()
+        lines(&out.join("metrics.jsonl"))
+            .iter()
+            .map(|line| line["lr"].as_f64().unwrap())
+            .collect()
     };
-    let schedule = ["--schedule", "linear", "--warmup", "2", "--lr", "0.5", "--optimizer", "sgd"];
-    train_small(&whole, &[&schedule[..], &["--nproc", "2", "--steps", "6"]].concat());
+    let schedule = [
+        "--schedule",
+        "linear",
+        "--warmup",
+        "2",
+        "--lr",
+        "0.5",
+        "--optimizer",
+        "sgd",
+    ];
+    train_small(
+        &whole,
+        &[&schedule[..], &["--nproc", "2", "--steps", "6"]].concat(),
+    );
     assert_eq!(rates(&whole), [0.0, 0.25, 0.5, 0.375, 0.25, 0.125]);
-    train_small(&parts, &[&schedule[..], &["--nproc", "3", "--steps", "4", "--schedule-steps", "6"]].concat());
-    train(&parts, &["--nproc", "1", "--steps", "6", "--resume", "--sample", "0"]).assert().success();
+    train_small(
+        &parts,
+        &[
+            &schedule[..],
+            &["--nproc", "3", "--steps", "4", "--schedule-steps", "6"],
+        ]
+        .concat(),
+    );
+    train(
+        &parts,
+        &["--nproc", "1", "--steps", "6", "--resume", "--sample", "0"],
+    )
+    .assert()
+    .success();
     assert_eq!(rates(&parts), rates(&whole));
     assert_close(&losses(&parts), &losses(&whole));
     // Steps at a rate of 0 would do nothing.
-    let further = train(&parts, &["--steps", "9", "--resume"]).assert().code(i32::from(exit_codes::USAGE));
+    let further = train(&parts, &["--steps", "9", "--resume"])
+        .assert()
+        .code(i32::from(exit_codes::USAGE));
     further.stderr(contains("after 6 steps").and(contains("--schedule-steps")));
-    train(&parts, &["--steps", "9", "--resume", "--schedule-steps", "9", "--sample", "0"]).assert().success();
+    train(
+        &parts,
+        &[
+            "--steps",
+            "9",
+            "--resume",
+            "--schedule-steps",
+            "9",
+            "--sample",
+            "0",
+        ],
+    )
+    .assert()
+    .success();
     assert_eq!(rates(&parts).len(), 9);
 }
 
 #[test]
 fn what_cannot_be_done_is_said_before_anything_is_written() {
     let dir = TempDir::new().unwrap();
-    let (out, empty, short) = (dir.path().join("out"), dir.path().join("empty"), dir.path().join("short"));
+    let (out, empty, short) = (
+        dir.path().join("out"),
+        dir.path().join("empty"),
+        dir.path().join("short"),
+    );
     fs::write(&empty, "").unwrap();
     fs::write(&short, "too short").unwrap();
     let (empty, short) = (empty.to_str().unwrap(), short.to_str().unwrap());
     let cases: [(&[&str], u8, &str); 11] = [
-        (&["--nproc", "0"], exit_codes::USAGE, "invalid value '0' for '--nproc <N>'"),
-        (&["--steps", "many"], exit_codes::USAGE, "invalid value 'many'"),
-        (&["--save-every", "0"], exit_codes::USAGE, "invalid value '0' for '--save-every <K>'"),
+        (
+            &["--nproc", "0"],
+            exit_codes::USAGE,
+            "invalid value '0' for '--nproc <N>'",
+        ),
+        (
+            &["--steps", "many"],
+            exit_codes::USAGE,
+            "invalid value 'many'",
+        ),
+        (
+            &["--save-every", "0"],
+            exit_codes::USAGE,
+            "invalid value '0' for '--save-every <K>'",
+        ),
         (&["--data", empty], exit_codes::USAGE, "is empty"),
-        (&["--data", short], exit_codes::USAGE, "has 9 bytes, but rows of 64 tokens need at least 66"),
-        (&["--data", "no-such-file"], exit_codes::IO, "failed to read training text `no-such-file`"),
-        (&["--nproc", "13"], exit_codes::USAGE, "a batch of 12 rows has too few for 13 parts"),
-        (&["--heads", "3"], exit_codes::USAGE, "hidden width 64 cannot be shared by 3 heads"),
-        (&["--strategy", "half-shard"], exit_codes::USAGE, "unknown strategy `half-shard`"),
-        (&["--strategy", "hybrid-shard", "--nproc", "3"], exit_codes::USAGE, "cannot divide 3 ranks into 2"),
-        (&["--resume"], exit_codes::INCOMPLETE, "failed to list the checkpoints in"),
+        (
+            &["--data", short],
+            exit_codes::USAGE,
+            "has 9 bytes, but rows of 64 tokens need at least 66",
+        ),
+        (
+            &["--data", "no-such-file"],
+            exit_codes::IO,
+            "failed to read training text `no-such-file`",
+        ),
+        (
+            &["--nproc", "13"],
+            exit_codes::USAGE,
+            "a batch of 12 rows has too few for 13 parts",
+        ),
+        (
+            &["--heads", "3"],
+            exit_codes::USAGE,
+            "hidden width 64 cannot be shared by 3 heads",
+        ),
+        (
+            &["--strategy", "half-shard"],
+            exit_codes::USAGE,
+            "unknown strategy `half-shard`",
+        ),
+        (
+            &["--strategy", "hybrid-shard", "--nproc", "3"],
+            exit_codes::USAGE,
+            "cannot divide 3 ranks into 2",
+        ),
+        (
+            &["--resume"],
+            exit_codes::INCOMPLETE,
+            "failed to list the checkpoints in",
+        ),
     ];
     for (arguments, code, message) in cases {
         let assert = train(&out, arguments).assert().code(i32::from(code));
@@ -191,14 +383,26 @@ fn a_checkpoint_that_does_not_fit_or_is_damaged_changes_nothing() {
     train_small(&out, &["--nproc", "2", "--steps", "2"]);
     let check = |arguments: &[&str], code: u8, messages: &[&str]| {
         let before = snapshot(&out);
-        let mut assert = train(&out, arguments).assert().code(i32::from(code)).stdout("");
+        let mut assert = train(&out, arguments)
+            .assert()
+            .code(i32::from(code))
+            .stdout("");
         for message in messages {
             assert = assert.stderr(contains(*message));
         }
         assert!(snapshot(&out) == before, "{arguments:?} changed something");
     };
-    let resume = |arguments: &[&'static str]| [&["--resume", "--steps", "4", "--nproc", "2"], arguments].concat();
-    check(&["--steps", "4"], exit_codes::USAGE, &["already holds a checkpoint, of step 2", "hint: continue from it"]);
+    let resume = |arguments: &[&'static str]| {
+        [&["--resume", "--steps", "4", "--nproc", "2"], arguments].concat()
+    };
+    check(
+        &["--steps", "4"],
+        exit_codes::USAGE,
+        &[
+            "already holds a checkpoint, of step 2",
+            "hint: continue from it",
+        ],
+    );
     check(
         &resume(&["--hidden", "32", "--layers", "2"]),
         exit_codes::DIFFERENCE,
@@ -208,8 +412,16 @@ fn a_checkpoint_that_does_not_fit_or_is_damaged_changes_nothing() {
             "`transformer.h.1.ln_1.weight`: not in the checkpoint, this model [32]",
         ],
     );
-    check(&resume(&["--heads", "4"]), exit_codes::USAGE, &["`--heads` cannot change from 2 to 4"]);
-    check(&resume(&["--optimizer", "sgd"]), exit_codes::USAGE, &["`--optimizer` cannot change from adamw to sgd"]);
+    check(
+        &resume(&["--heads", "4"]),
+        exit_codes::USAGE,
+        &["`--heads` cannot change from 2 to 4"],
+    );
+    check(
+        &resume(&["--optimizer", "sgd"]),
+        exit_codes::USAGE,
+        &["`--optimizer` cannot change from adamw to sgd"],
+    );
 
     let checkpoint = out.join("step-00000002");
     let file = checkpoint.join("__1_0.distcp");
@@ -217,7 +429,11 @@ fn a_checkpoint_that_does_not_fit_or_is_damaged_changes_nothing() {
     let mut edited = whole.clone();
     edited[whole.len() / 2] ^= 1;
     fs::write(&file, &edited).unwrap();
-    check(&resume(&[]), exit_codes::CORRUPT, &["__1_0.distcp", "their hash differs"]);
+    check(
+        &resume(&[]),
+        exit_codes::CORRUPT,
+        &["__1_0.distcp", "their hash differs"],
+    );
     fs::write(&file, &whole[..whole.len() / 2]).unwrap();
     check(&resume(&[]), exit_codes::CORRUPT, &["__1_0.distcp"]);
     fs::write(&file, &whole).unwrap();
@@ -225,7 +441,11 @@ fn a_checkpoint_that_does_not_fit_or_is_damaged_changes_nothing() {
     fs::write(checkpoint.join(".metadata"), &metadata[..100]).unwrap();
     check(&resume(&[]), exit_codes::CORRUPT, &[".metadata"]);
     fs::remove_file(checkpoint.join(".metadata")).unwrap();
-    check(&resume(&[]), exit_codes::INCOMPLETE, &["holds no committed checkpoint"]);
+    check(
+        &resume(&[]),
+        exit_codes::INCOMPLETE,
+        &["holds no committed checkpoint"],
+    );
     fs::write(checkpoint.join(".metadata"), metadata).unwrap();
     train(&out, &resume(&[])).assert().success();
 }
@@ -234,7 +454,11 @@ fn a_checkpoint_that_does_not_fit_or_is_damaged_changes_nothing() {
 fn options_can_be_set_by_the_environment() {
     let dir = TempDir::new().unwrap();
     let mut command = fsdp(&["train"]);
-    command.args(SMALL).env("FSDP_OUT", dir.path()).env("FSDP_NPROC", "3").env("FSDP_STEPS", "1");
+    command
+        .args(SMALL)
+        .env("FSDP_OUT", dir.path())
+        .env("FSDP_NPROC", "3")
+        .env("FSDP_STEPS", "1");
     command.assert().success().stderr(contains("on 3 ranks"));
     assert_eq!(losses(dir.path()).len(), 1);
 }
@@ -242,7 +466,10 @@ fn options_can_be_set_by_the_environment() {
 #[test]
 fn inspect_lists_tensors_in_natural_order_with_boxes_and_step() {
     let dir = TempDir::new().unwrap();
-    train_small(dir.path(), &["--nproc", "3", "--steps", "2", "--layers", "11"]);
+    train_small(
+        dir.path(),
+        &["--nproc", "3", "--steps", "2", "--layers", "11"],
+    );
     let checkpoint = dir.path().join("step-00000002");
     let checkpoint = checkpoint.to_str().unwrap();
     let output = fsdp(&["inspect", checkpoint, "--json"]).output().unwrap();
@@ -251,146 +478,79 @@ fn inspect_lists_tensors_in_natural_order_with_boxes_and_step() {
     assert_eq!(summary["committed"], true);
     assert_eq!(summary["step"], 2);
     let tensors = summary["tensors"].as_array().unwrap();
-    let names: Vec<&str> = tensors.iter().map(|tensor| tensor["name"].as_str().unwrap()).collect();
+    let names: Vec<&str> = tensors
+        .iter()
+        .map(|tensor| tensor["name"].as_str().unwrap())
+        .collect();
     let place = |name: &str| names.iter().position(|found| *found == name).unwrap();
     assert!(place("model.transformer.h.2.ln_1.bias") < place("model.transformer.h.10.ln_1.bias"));
-    assert!(names.contains(&"model.lm_head.weight"), "tied weights are listed under both names");
+    assert!(
+        names.contains(&"model.lm_head.weight"),
+        "tied weights are listed under both names"
+    );
     for tensor in tensors {
-        let numbers =
-            |value: &Value| -> u64 { value.as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).product() };
+        let numbers = |value: &Value| -> u64 {
+            value
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|n| n.as_u64().unwrap())
+                .product()
+        };
         let boxes = tensor["boxes"].as_array().unwrap();
         assert_eq!(
-            boxes.iter().map(|part| numbers(&part["sizes"])).sum::<u64>(),
+            boxes
+                .iter()
+                .map(|part| numbers(&part["sizes"]))
+                .sum::<u64>(),
             numbers(&tensor["shape"]),
             "{tensor}"
         );
         assert_eq!(tensor["bytes"], 4 * numbers(&tensor["shape"]));
-        assert!(boxes.iter().all(|part| part["rank"].as_u64().is_some_and(|rank| rank < 3)));
+        assert!(
+            boxes
+                .iter()
+                .all(|part| part["rank"].as_u64().is_some_and(|rank| rank < 3))
+        );
     }
     let human = fsdp(&["inspect", checkpoint]).assert().success();
-    human.stdout(contains("step        2").and(contains("model.transformer.wte.weight")).and(contains("[256, 16]")));
+    human.stdout(
+        contains("step        2")
+            .and(contains("model.transformer.wte.weight"))
+            .and(contains("[256, 16]")),
+    );
 
     let nothing = dir.path().to_str().unwrap();
     let code = i32::from(exit_codes::INCOMPLETE);
-    fsdp(&["inspect", nothing]).assert().code(code).stdout("").stderr(contains("is not a committed checkpoint"));
-    let output = fsdp(&["inspect", nothing, "--json"]).assert().code(code).get_output().stdout.clone();
-    assert_eq!(serde_json::from_slice::<Value>(&output).unwrap()["committed"], false);
+    fsdp(&["inspect", nothing])
+        .assert()
+        .code(code)
+        .stdout("")
+        .stderr(contains("is not a committed checkpoint"));
+    let output = fsdp(&["inspect", nothing, "--json"])
+        .assert()
+        .code(code)
+        .get_output()
+        .stdout
+        .clone();
+    assert_eq!(
+        serde_json::from_slice::<Value>(&output).unwrap()["committed"],
+        false
+    );
 }
 
 /// Losses by step, wherever the run began.
-fn losses_by_step(out: &Path) -> Vec<(u64, f64)> {
+pub(crate) fn losses_by_step(out: &Path) -> Vec<(u64, f64)> {
     let metrics = lines(&out.join("metrics.jsonl"));
-    metrics.iter().map(|line| (line["step"].as_u64().unwrap(), line["loss"].as_f64().unwrap())).collect()
-}
-
-#[test]
-fn a_run_starts_from_any_checkpoint_of_the_same_model_as_far_as_it_goes() {
-    let dir = TempDir::new().unwrap();
-    let at = |name: &str| dir.path().join(name);
-    let path = |name: &str| at(name).to_str().unwrap().to_owned();
-    train_small(&at("whole"), &["--nproc", "2", "--steps", "20", "--save-every", "10"]);
-    let whole = losses_by_step(&at("whole"));
-    let saved = path("whole/step-00000010");
-
-    // Model, optimizer and step, from another number of ranks.
-    fsdp(&["reshard", &saved, &path("resharded"), "--world-size", "3"]).assert().success();
-    let options = ["--nproc", "2", "--steps", "20", "--init-from"];
-    train(&at("went-on"), &options).arg(path("resharded")).assert().success();
-    let went_on = losses_by_step(&at("went-on"));
-    assert_eq!(went_on.first().map(|(step, _)| *step), Some(10));
-    let loss = |losses: &[(u64, f64)]| losses.iter().map(|(_, loss)| *loss).collect::<Vec<_>>();
-    assert_close(&loss(&went_on), &loss(&whole[10..]));
-    // The place is taken now.
-    train(&at("went-on"), &options).arg(path("resharded")).assert().code(i32::from(exit_codes::USAGE));
-
-    // Model, optimizer and `train.step` alone, as a program saves them that keeps no settings.
-    let keep = ["--include", "model.*", "--include", "optim.*", "--include", "train.step"];
-    fsdp(&["convert", &saved, &path("bare"), "--to", "dcp"]).args(keep).assert().success();
-    let settings = ["--heads", "2", "--batch", "12"];
-    train(&at("from-bare"), &options).arg(path("bare")).args(settings).assert().success();
-    assert_close(&loss(&losses_by_step(&at("from-bare"))), &loss(&whole[10..]));
-
-    // Only a model: its sizes are those of its tensors.
-    fsdp(&["convert", &saved, &path("model"), "--to", "dcp", "--include", "model.*"]).assert().success();
-    let mut command = train(&at("anew"), &["--nproc", "2", "--steps", "2", "--init-from", &path("model")]);
-    command.args(settings).assert().success().stderr(contains("only a model"));
-    let anew = losses_by_step(&at("anew"));
-    assert_eq!(anew.first().map(|(step, _)| *step), Some(0));
-    assert!(anew[0].1 < whole[0].1, "{} is that of a fresh model, {}", anew[0].1, whole[0].1);
-
-    // Any other format does as well: one file, several, torch's.
-    for (name, format) in [
-        ("one.safetensors", &["safetensors"][..]),
-        ("several", &["hf", "--max-shard-size", "20KB"]),
-        ("state.pt", &["torch"]),
-    ] {
-        fsdp(&["convert", &saved, &path(name), "--to"]).args(format).assert().success();
-        let out = at(&format!("from-{name}"));
-        train(&out, &options).arg(path(name)).assert().success();
-        assert_eq!(losses_by_step(&out), went_on, "{name}");
-    }
-    // A model's names may stand alone, as Hugging Face's do; one of a tied parameter's names is enough.
-    let names =
-        ["--include", "model.*", "--exclude", "model.lm_head.weight", "--rename", "model.=", "--to", "safetensors"];
-    fsdp(&["convert", &saved, &path("names.safetensors")]).args(names).assert().success();
-    let mut command =
-        train(&at("from-names"), &["--nproc", "3", "--steps", "2", "--init-from", &path("names.safetensors")]);
-    command.args(settings).assert().success().stderr(contains("only a model"));
-    assert_close(&loss(&losses_by_step(&at("from-names"))), &loss(&anew));
-    // What is no checkpoint, and another model.
-    fs::write(at("text"), "no checkpoint").unwrap();
-    train(&at("none"), &["--init-from", &path("text")]).assert().failure().stderr(contains("text"));
-    let other = ["--hidden", "32", "--init-from", &saved];
-    train(&at("none"), &other).assert().code(i32::from(exit_codes::DIFFERENCE));
-    assert!(!at("none").exists());
-}
-
-#[test]
-fn what_others_keep_beside_a_run_is_left_alone_and_state_that_lacks_is_told() {
-    let dir = TempDir::new().unwrap();
-    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
-    train_small(&dir.path().join("whole"), &["--nproc", "2", "--steps", "2"]);
-    let saved = path("whole/step-00000002");
-    let start = |from: &str, out: &str| {
-        train(&dir.path().join(out), &["--nproc", "2", "--steps", "4", "--init-from", &path(from)]).assert()
-    };
-    // A tensor that is no part of the model: one of the names of tied weights, elsewhere.
-    let rename = ["--to", "dcp", "--rename", "model.lm_head.weight=extra.weight"];
-    fsdp(&["convert", &saved, &path("extra")]).args(rename).assert().success();
-    start("extra", "from-extra").success();
-    let exclude = ["--to", "dcp", "--exclude", "optim.state.transformer.ln_f.weight.*"];
-    fsdp(&["convert", &saved, &path("lacks")]).args(exclude).assert().success();
-    let refused = start("lacks", "from-lacks").code(i32::from(exit_codes::DIFFERENCE));
-    refused.stderr(contains("missing key(s) `transformer.ln_f.weight`"));
-    assert!(!dir.path().join("from-lacks").exists());
-}
-
-/// Adds a value to a checkpoint that only another program could make: a pickle of an object.
-fn add_object(checkpoint: &Path, key: &str) {
-    let pickle = b"\x80\x02cargparse\nNamespace\n)R.";
-    let archive = ArchiveLayout::new("archive", pickle.to_vec(), &[]);
-    let item = [archive.head(0), archive.tail(&[])].concat();
-    fs::write(checkpoint.join("__9_0.distcp"), &item).unwrap();
-    let mut metadata = decode(&fs::read(checkpoint.join(".metadata")).unwrap()).unwrap();
-    let length = item.len() as u64;
-    let stored = StorageInfo { relative_path: "__9_0.distcp".to_owned(), offset: 0, length, transforms: Vec::new() };
-    metadata.entries.insert(key.to_owned(), Entry::Bytes(BytesEntry { stored: Some(stored) }));
-    fs::write(checkpoint.join(".metadata"), encode(&metadata)).unwrap();
-    fs::remove_file(checkpoint.join(".integrity")).unwrap();
-}
-
-#[test]
-fn objects_of_other_programs_beside_a_run_are_left_alone() {
-    let dir = TempDir::new().unwrap();
-    train_small(&dir.path().join("whole"), &["--nproc", "2", "--steps", "2"]);
-    let checkpoint = dir.path().join("whole/step-00000002");
-    add_object(&checkpoint, "arguments");
-    let checkpoint = checkpoint.to_str().unwrap();
-    // It is named and shown, and never made.
-    fsdp(&["cat", checkpoint, "arguments"]).assert().success().stdout(contains("argparse.Namespace"));
-    let out = dir.path().join("out");
-    train(&out, &["--nproc", "3", "--steps", "3", "--init-from", checkpoint]).assert().success();
-    assert_eq!(losses_by_step(&out).first().map(|(step, _)| *step), Some(2));
+    metrics
+        .iter()
+        .map(|line| {
+            (
+                line["step"].as_u64().unwrap(),
+                line["loss"].as_f64().unwrap(),
+            )
+        })
+        .collect()
 }
 
 #[test]
@@ -399,23 +559,49 @@ fn saves_in_the_background_are_the_same_checkpoints() {
     let steps = ["--nproc", "3", "--steps", "6", "--save-every", "2"];
     let (now, behind) = (dir.path().join("now"), dir.path().join("behind"));
     train_small(&now, &steps);
-    let told = train(&behind, &SMALL).args(steps).args(["--async-save", "--json"]).assert().success();
+    let told = train(&behind, &SMALL)
+        .args(steps)
+        .args(["--async-save", "--json"])
+        .assert()
+        .success();
     assert_eq!(losses(&now), losses(&behind));
     for step in [2, 4, 6] {
         let name = format!("step-{step:08}");
-        let compared = fsdp(&["diff", now.join(&name).to_str().unwrap(), behind.join(&name).to_str().unwrap()]);
+        let compared = fsdp(&[
+            "diff",
+            now.join(&name).to_str().unwrap(),
+            behind.join(&name).to_str().unwrap(),
+        ]);
         { compared }.assert().success();
     }
     let events = String::from_utf8(told.get_output().stdout.clone()).unwrap();
-    let events: Vec<Value> = events.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let saved: Vec<&Value> = events.iter().filter(|event| event["event"] == "checkpoint").collect();
-    assert_eq!(saved.iter().map(|event| event["step"].as_u64().unwrap()).collect::<Vec<_>>(), [2, 4, 6]);
+    let events: Vec<Value> = events
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    let saved: Vec<&Value> = events
+        .iter()
+        .filter(|event| event["event"] == "checkpoint")
+        .collect();
+    assert_eq!(
+        saved
+            .iter()
+            .map(|event| event["step"].as_u64().unwrap())
+            .collect::<Vec<_>>(),
+        [2, 4, 6]
+    );
     for event in saved {
         assert!(event["bytes"].as_u64().unwrap() > 0);
-        assert!(event["stall_seconds"].as_f64().unwrap() >= 0.0 && event["seconds"].as_f64().unwrap() > 0.0);
+        assert!(
+            event["stall_seconds"].as_f64().unwrap() >= 0.0
+                && event["seconds"].as_f64().unwrap() > 0.0
+        );
     }
     // It goes on from there as from any other.
-    train_small(&behind, &["--nproc", "2", "--steps", "8", "--resume", "--async-save"]);
+    train_small(
+        &behind,
+        &["--nproc", "2", "--steps", "8", "--resume", "--async-save"],
+    );
     train_small(&now, &["--nproc", "2", "--steps", "8", "--resume"]);
     assert_eq!(losses(&now), losses(&behind));
 }
@@ -428,7 +614,15 @@ fn a_save_in_the_background_that_fails_is_not_lost() {
     // A file where the last checkpoint would be.
     fs::write(out.join("step-00000004"), b"in the way").unwrap();
     train(&out, &SMALL)
-        .args(["--nproc", "2", "--steps", "4", "--save-every", "2", "--async-save"])
+        .args([
+            "--nproc",
+            "2",
+            "--steps",
+            "4",
+            "--save-every",
+            "2",
+            "--async-save",
+        ])
         .assert()
         .failure()
         .stderr(contains("step-00000004"));
@@ -441,32 +635,63 @@ fn old_checkpoints_go_and_every_nth_stays() {
         let dir = TempDir::new().unwrap();
         let out = dir.path().join("run");
         let keep = ["--save-every", "1", "--keep-last", "2", "--keep-every", "3"];
-        train_small(&out, &[&["--nproc", "2", "--steps", "7"][..], &keep, mode].concat());
+        train_small(
+            &out,
+            &[&["--nproc", "2", "--steps", "7"][..], &keep, mode].concat(),
+        );
         let steps = || {
-            let mut names: Vec<_> =
-                fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+            let mut names: Vec<_> = fs::read_dir(&out)
+                .unwrap()
+                .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+                .collect();
             names.sort();
             names.retain(|name| !name.ends_with(".jsonl"));
             names
         };
         assert_eq!(steps(), ["step-00000003", "step-00000006", "step-00000007"]);
         // The one that is resumed from goes too, once it has been read.
-        train_small(&out, &[&["--steps", "9", "--resume"][..], &keep, mode].concat());
-        assert_eq!(steps(), ["step-00000003", "step-00000006", "step-00000008", "step-00000009"]);
+        train_small(
+            &out,
+            &[&["--steps", "9", "--resume"][..], &keep, mode].concat(),
+        );
+        assert_eq!(
+            steps(),
+            [
+                "step-00000003",
+                "step-00000006",
+                "step-00000008",
+                "step-00000009"
+            ]
+        );
     }
     let dir = TempDir::new().unwrap();
-    train(dir.path(), &SMALL).args(["--keep-every", "2"]).assert().code(i32::from(exit_codes::USAGE));
+    train(dir.path(), &SMALL)
+        .args(["--keep-every", "2"])
+        .assert()
+        .code(i32::from(exit_codes::USAGE));
 }
 
 #[test]
 fn a_run_whose_checkpoints_are_elsewhere_does_not_begin_anew_while_they_are_there() {
     let dir = TempDir::new().unwrap();
     let (out, elsewhere) = (dir.path().join("out"), dir.path().join("elsewhere"));
-    let steps = |steps| ["--steps", steps, "--checkpoint-dir", elsewhere.to_str().unwrap()];
+    let steps = |steps| {
+        [
+            "--steps",
+            steps,
+            "--checkpoint-dir",
+            elsewhere.to_str().unwrap(),
+        ]
+    };
     train_small(&out, &steps("2"));
     for mode in [&[][..], &["--resume=auto"]] {
-        let begin = train(&out, &SMALL).args(["--steps", "1"]).args(mode).assert();
-        begin.code(i32::from(exit_codes::USAGE)).stderr(contains("in another place").and(contains("--checkpoint-dir")));
+        let begin = train(&out, &SMALL)
+            .args(["--steps", "1"])
+            .args(mode)
+            .assert();
+        begin
+            .code(i32::from(exit_codes::USAGE))
+            .stderr(contains("in another place").and(contains("--checkpoint-dir")));
     }
     assert_eq!(losses(&out).len(), 2);
     train(&out, &steps("3")).arg("--resume").assert().success();
@@ -480,16 +705,28 @@ fn a_run_whose_checkpoints_are_elsewhere_does_not_begin_anew_while_they_are_ther
 fn a_number_of_blocks_that_would_fill_the_memory_is_refused() {
     let dir = TempDir::new().unwrap();
     let (out, many) = (dir.path().join("out"), dir.path().join("many"));
-    train(&out, &["--steps", "1", "--layers", "16777216"]).assert().code(i32::from(exit_codes::USAGE));
+    train(&out, &["--steps", "1", "--layers", "16777216"])
+        .assert()
+        .code(i32::from(exit_codes::USAGE));
     train_small(&out, &["--steps", "1"]);
     let saved = out.join("step-00000001");
     let mut state = load_whole(saved.as_path(), &[], &LoadOptions::default()).unwrap();
-    let Some(StateValue::Dict(train_state)) = state.get_mut("train") else { panic!("no `train`") };
-    let Some(StateValue::Dict(config)) = train_state.get_mut("config") else { panic!("no `train.config`") };
+    let Some(StateValue::Dict(train_state)) = state.get_mut("train") else {
+        panic!("no `train`")
+    };
+    let Some(StateValue::Dict(config)) = train_state.get_mut("config") else {
+        panic!("no `train.config`")
+    };
     config.insert("layers", 16_777_216i64);
-    run_local(1, |group| save(many.as_path(), &state, &group, &SaveOptions::default()).unwrap()).unwrap();
+    run_local(1, |group| {
+        save(many.as_path(), &state, &group, &SaveOptions::default()).unwrap()
+    })
+    .unwrap();
     let from = ["--steps", "2", "--init-from", many.to_str().unwrap()];
-    train(&dir.path().join("other"), &from).assert().failure().stderr(contains("`train.config.layers` of"));
+    train(&dir.path().join("other"), &from)
+        .assert()
+        .failure()
+        .stderr(contains("`train.config.layers` of"));
 }
 
 #[test]
@@ -499,13 +736,24 @@ fn a_place_where_nothing_can_be_saved_is_found_before_the_first_step() {
     fs::write(&file, "not a directory").unwrap();
     let place = file.join("checkpoints");
     train(&out, &SMALL)
-        .args(["--nproc", "2", "--steps", "1", "--checkpoint-dir", place.to_str().unwrap()])
+        .args([
+            "--nproc",
+            "2",
+            "--steps",
+            "1",
+            "--checkpoint-dir",
+            place.to_str().unwrap(),
+        ])
         .assert()
         .code(i32::from(exit_codes::IO))
         .stderr(contains("no checkpoint can be saved in").and(contains("--checkpoint-dir")));
     assert!(!out.exists(), "nothing is written");
-    let empty = train(&out, &SMALL).args(["--steps", "1", "--checkpoint-dir", ""]).assert();
-    empty.code(i32::from(exit_codes::USAGE)).stderr(contains("--checkpoint-dir"));
+    let empty = train(&out, &SMALL)
+        .args(["--steps", "1", "--checkpoint-dir", ""])
+        .assert();
+    empty
+        .code(i32::from(exit_codes::USAGE))
+        .stderr(contains("--checkpoint-dir"));
 }
 
 #[cfg(target_os = "linux")]
@@ -518,7 +766,13 @@ fn a_run_may_be_in_a_directory_whose_name_is_not_utf8() {
     let out = dir.path().join(OsStr::from_bytes(b"r\xfcn"));
     for (steps, resume) in [("1", "no"), ("2", "newest")] {
         let mut command = fsdp(&["train", "--nproc", "2", "--steps", steps]);
-        command.arg(format!("--resume={resume}")).arg("--out").arg(&out).args(SMALL).assert().success();
+        command
+            .arg(format!("--resume={resume}"))
+            .arg("--out")
+            .arg(&out)
+            .args(SMALL)
+            .assert()
+            .success();
     }
     assert!(out.join("step-00000002/.metadata").is_file());
 }
@@ -527,15 +781,44 @@ fn a_run_may_be_in_a_directory_whose_name_is_not_utf8() {
 fn a_trace_shows_where_time_went() {
     let dir = TempDir::new().unwrap();
     let (out, trace) = (dir.path().join("run"), dir.path().join("trace.json"));
-    train_small(&out, &["--nproc", "2", "--steps", "2", "--async-save", "--trace", trace.to_str().unwrap()]);
+    train_small(
+        &out,
+        &[
+            "--nproc",
+            "2",
+            "--steps",
+            "2",
+            "--async-save",
+            "--trace",
+            trace.to_str().unwrap(),
+        ],
+    );
     let events: Value = serde_json::from_slice(&fs::read(&trace).unwrap()).unwrap();
     let events = events.as_array().unwrap();
-    for name in ["step", "forward", "backward", "optimizer", "save", "plan", "stage", "write", "fsync", "commit"] {
-        assert!(events.iter().any(|event| event["name"] == name), "no `{name}`");
+    for name in [
+        "step",
+        "forward",
+        "backward",
+        "optimizer",
+        "save",
+        "plan",
+        "stage",
+        "write",
+        "fsync",
+        "commit",
+    ] {
+        assert!(
+            events.iter().any(|event| event["name"] == name),
+            "no `{name}`"
+        );
     }
     let of = |name: &str, key: &str| -> Vec<u64> {
-        let begun = events.iter().filter(|event| event["name"] == name && event["ph"] == "B");
-        begun.map(|event| event["args"][key].as_str().unwrap().parse().unwrap()).collect()
+        let begun = events
+            .iter()
+            .filter(|event| event["name"] == name && event["ph"] == "B");
+        begun
+            .map(|event| event["args"][key].as_str().unwrap().parse().unwrap())
+            .collect()
     };
     let mut ranks = of("write", "rank");
     ranks.sort_unstable();
@@ -556,7 +839,14 @@ fn a_trace_shows_where_time_went() {
 fn a_run_that_is_refused_leaves_the_trace_of_the_one_before() {
     let dir = TempDir::new().unwrap();
     let (out, trace) = (dir.path().join("run"), dir.path().join("trace.json"));
-    let arguments = ["--nproc", "2", "--steps", "2", "--trace", trace.to_str().unwrap()];
+    let arguments = [
+        "--nproc",
+        "2",
+        "--steps",
+        "2",
+        "--trace",
+        trace.to_str().unwrap(),
+    ];
     train_small(&out, &arguments);
     let before = fs::read(&trace).unwrap();
     let taken = i32::from(exit_codes::USAGE);
@@ -564,15 +854,37 @@ fn a_run_that_is_refused_leaves_the_trace_of_the_one_before() {
     assert!(fs::read(&trace).unwrap() == before);
     // Nor does it make one.
     let other = dir.path().join("other.json");
-    train(&out, &["--steps", "2", "--trace", other.to_str().unwrap()]).assert().code(taken);
+    train(&out, &["--steps", "2", "--trace", other.to_str().unwrap()])
+        .assert()
+        .code(taken);
     assert!(!other.exists());
     // A shorter trace takes the place of a longer one.
     fs::write(&other, "x".repeat(1 << 20)).unwrap();
-    train(&out, &["--resume", "--steps", "3", "--trace", other.to_str().unwrap()]).assert().success();
+    train(
+        &out,
+        &[
+            "--resume",
+            "--steps",
+            "3",
+            "--trace",
+            other.to_str().unwrap(),
+        ],
+    )
+    .assert()
+    .success();
     serde_json::from_slice::<Value>(&fs::read(&other).unwrap()).unwrap();
     // A process that was started again keeps the trace of the attempt that failed.
-    let again = ["--resume", "--steps", "4", "--trace", trace.to_str().unwrap()];
-    train(&out, &again).env("TORCHELASTIC_RESTART_COUNT", "1").assert().success();
+    let again = [
+        "--resume",
+        "--steps",
+        "4",
+        "--trace",
+        trace.to_str().unwrap(),
+    ];
+    train(&out, &again)
+        .env("TORCHELASTIC_RESTART_COUNT", "1")
+        .assert()
+        .success();
     assert!(fs::read(&trace).unwrap() == before && dir.path().join("trace-restart1.json").exists());
 }
 
@@ -582,162 +894,21 @@ fn torchrun_does_not_continue_the_run_of_another_job_that_its_first_attempt_was_
     let out = dir.path().join("run");
     let attempt = |job: &str, count: &str, steps: &str| {
         let mut command = train(&out, &SMALL);
-        command.args(["--steps", steps]).env("TORCHELASTIC_RUN_ID", job).env("TORCHELASTIC_RESTART_COUNT", count);
+        command
+            .args(["--steps", steps])
+            .env("TORCHELASTIC_RUN_ID", job)
+            .env("TORCHELASTIC_RESTART_COUNT", count);
         command.assert()
     };
     attempt("first", "0", "2").success();
     attempt("first", "1", "4").success();
     let before = snapshot(&out);
     for count in ["0", "1", "2"] {
-        attempt("second", count, "6").code(i32::from(exit_codes::USAGE)).stderr(contains("already holds a checkpoint"));
+        attempt("second", count, "6")
+            .code(i32::from(exit_codes::USAGE))
+            .stderr(contains("already holds a checkpoint"));
     }
     assert!(snapshot(&out) == before);
     // A job without a name cannot be told from others.
     attempt("none", "1", "6").success();
-}
-
-#[test]
-fn a_batch_of_another_size_goes_on_with_the_next_rows() {
-    let dir = TempDir::new().unwrap();
-    let (whole, parts) = (dir.path().join("whole"), dir.path().join("parts"));
-    // Nothing is learned, so the loss of a step depends on its rows only.
-    let still = ["--lr", "0", "--optimizer", "sgd", "--nproc", "2"];
-    train_small(&whole, &[&still[..], &["--batch", "6", "--steps", "8"]].concat());
-    train_small(&parts, &[&still[..], &["--batch", "12", "--steps", "2"]].concat());
-    train(&parts, &["--resume", "--batch", "6", "--steps", "4", "--sample", "0"]).assert().success();
-    train(&parts, &["--resume", "--batch", "12", "--steps", "5", "--sample", "0"]).assert().success();
-    let (whole, parts_losses) = (losses(&whole), losses(&parts));
-    let mean = |at: usize| (whole[at] + whole[at + 1]) / 2.0;
-    assert_close(&parts_losses, &[mean(0), mean(2), whole[4], whole[5], mean(6)]);
-    let last = parts.join("step-00000005");
-    fsdp(&["cat", last.to_str().unwrap(), "train.rows"]).assert().success().stdout("48\n");
-    let log = fsdp(&["log", parts.to_str().unwrap(), "--json"]).assert().success().get_output().stdout.clone();
-    let log: Value = serde_json::from_slice(&log).unwrap();
-    let positions: Vec<&Value> =
-        log["checkpoints"].as_array().unwrap().iter().map(|link| &link["lineage"]["data"]["position"]).collect();
-    assert_eq!(positions, [48, 36, 24]);
-}
-
-/// Nothing is written, and the message says how to get what is missing.
-#[test]
-fn gpus_that_cannot_be_used_are_a_usage_error() {
-    let dir = TempDir::new().unwrap();
-    let out = dir.path().join("run");
-    let refused = |arguments: &[&str], message: &str| {
-        train(&out, arguments).assert().code(i32::from(exit_codes::USAGE)).stderr(contains(message));
-        assert!(!out.exists());
-    };
-    if cfg!(feature = "nccl") {
-        refused(&["--backend", "nccl", "--device", "cpu"], "`--device cpu`");
-    } else {
-        refused(&["--backend", "nccl"], "--features nccl");
-    }
-    if cfg!(not(feature = "cuda")) {
-        refused(&["--device", "cuda"], "--features cuda");
-    }
-}
-
-/// candle sizes its pool by the machine unless it is told before first use, so it is counted from outside.
-#[cfg(target_os = "linux")]
-#[test]
-fn candles_pool_has_the_threads_of_one_rank() {
-    // Large enough for candle to use its pool.
-    let large = ["--layers", "1", "--hidden", "256", "--steps", "2", "--nproc", "2", "--sample", "0"];
-    let dir = TempDir::new().unwrap();
-    for (threads, expected) in [("1", 0), ("3", 2)] {
-        let mut command = std::process::Command::new(crate::common::FSDP);
-        command.args(["train", "--out"]).arg(dir.path().join(threads)).args(large).args(["--threads", threads]);
-        let mut run = command.stderr(std::process::Stdio::null()).spawn().unwrap();
-        let mut most = 0;
-        while run.try_wait().unwrap().is_none() {
-            most = most.max(threads_named(run.id(), "candle-bp-"));
-        }
-        assert!(run.wait().unwrap().success());
-        assert_eq!(most, expected, "--threads {threads}");
-    }
-}
-
-/// Counts the threads of a process whose names start like this.
-#[cfg(target_os = "linux")]
-fn threads_named(process: u32, prefix: &str) -> usize {
-    let Ok(tasks) = fs::read_dir(format!("/proc/{process}/task")) else { return 0 };
-    let name = |task: fs::DirEntry| fs::read_to_string(task.path().join("comm")).unwrap_or_default();
-    tasks.flatten().map(name).filter(|name| name.starts_with(prefix)).count()
-}
-
-#[test]
-fn activations_that_are_computed_again_change_no_bit_of_the_losses() {
-    let dir = TempDir::new().unwrap();
-    let (kept, again) = (dir.path().join("kept"), dir.path().join("again"));
-    train_small(&kept, &["--nproc", "2", "--steps", "6"]);
-    train_small(&again, &["--nproc", "2", "--steps", "6", "--activation-checkpointing"]);
-    assert_eq!(losses(&again), losses(&kept));
-}
-
-#[test]
-fn units_that_are_gathered_ahead_change_no_bit_of_the_losses() {
-    let dir = TempDir::new().unwrap();
-    let out = |name: &str| dir.path().join(name);
-    let run = ["--nproc", "3", "--steps", "6"];
-    train_small(&out("on-demand"), &run);
-    let expected = losses(&out("on-demand"));
-    for (name, prefetch) in [
-        ("pre", &["--backward-prefetch", "pre", "--forward-prefetch"][..]),
-        ("post", &["--backward-prefetch", "post", "--limit-all-gathers", "false"]),
-        ("forward", &["--backward-prefetch", "none", "--forward-prefetch", "--limit-all-gathers", "true"]),
-    ] {
-        train_small(&out(name), &[&run[..], prefetch].concat());
-        assert_eq!(losses(&out(name)), expected, "{name}");
-    }
-}
-
-#[test]
-fn a_run_that_goes_on_in_f16_begins_with_a_scale_of_its_own() {
-    let dir = TempDir::new().unwrap();
-    let out = dir.path().join("run");
-    train_small(&out, &["--nproc", "2", "--steps", "3"]);
-    train(&out, &["--nproc", "2", "--steps", "6", "--mixed-precision", "f16", "--resume"]).assert().success();
-    let scale = |step: &str| fsdp(&["cat", out.join(step).to_str().unwrap(), "scaler.scale"]).output().unwrap();
-    assert!(!scale("step-00000003").status.success());
-    assert!(scale("step-00000006").status.success());
-    // And back: what is not needed any more is left out.
-    train(&out, &["--nproc", "2", "--steps", "7", "--resume"]).assert().success();
-    assert!(!scale("step-00000007").status.success());
-}
-
-#[test]
-fn half_precision_trains_as_far_and_its_scale_goes_on() {
-    let dir = TempDir::new().unwrap();
-    let out = |name: &str| dir.path().join(name);
-    train_small(&out("f32"), &["--nproc", "2", "--steps", "20"]);
-    let expected = losses(&out("f32"))[19];
-    for half in ["bf16", "f16"] {
-        let half_out = out(half);
-        train_small(&half_out, &["--nproc", "2", "--steps", "10", "--mixed-precision", half, "--cpu-offload"]);
-        let resumed = ["--nproc", "3", "--steps", "20", "--mixed-precision", half, "--resume"];
-        train(&half_out, &resumed).assert().success();
-        let found = *losses(&half_out).last().unwrap();
-        assert!((found - expected).abs() < 0.02 * expected, "{half}: {found} is not {expected}");
-        let inspected =
-            fsdp(&["cat", half_out.join("step-00000020").to_str().unwrap(), "scaler.scale"]).output().unwrap();
-        assert_eq!(inspected.status.success(), half == "f16", "{half}: the scale is in the checkpoint");
-    }
-}
-
-#[test]
-fn muon_and_schedule_free_runs_go_on_at_other_numbers_of_ranks() {
-    let dir = TempDir::new().unwrap();
-    for optimizer in ["muon", "adafactor", "schedule-free"] {
-        let (whole, parts) = (dir.path().join(format!("{optimizer}-whole")), dir.path().join(optimizer));
-        let saved = ["--save-every", "8", "--optimizer", optimizer, "--lr", "0.02"];
-        train(&whole, &SMALL).args(["--nproc", "1", "--steps", "24"]).args(saved).assert().success();
-        train(&parts, &SMALL).args(["--nproc", "4", "--steps", "8"]).args(saved).assert().success();
-        train(&parts, &["--nproc", "2", "--steps", "16", "--resume"]).assert().success();
-        train(&parts, &["--nproc", "3", "--steps", "24", "--resume"]).assert().success();
-        let (found, expected) = (losses(&parts), losses(&whole));
-        for (step, (found, expected)) in found.iter().zip(&expected).enumerate() {
-            assert!((found - expected).abs() < 1e-2 * expected, "{optimizer}, step {step}: {found} is not {expected}");
-        }
-        assert!(expected[23] < 0.95 * expected[0], "{optimizer}: {expected:?}");
-    }
 }

@@ -1,5 +1,5 @@
-//! A listener that accepts only connections which complete the handshake. Other connections can use only a bounded
-//! amount of memory and file descriptors.
+//! A listener that accepts only connections which complete the handshake. Other connections can use
+//! only a bounded amount of memory and file descriptors.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,8 +12,8 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use super::handshake::{Hello, handshake_as_server};
 use super::key::Key;
 
-/// The largest number of connections in the middle of the handshake. More wait in the system's queue, where they take
-/// no file descriptors.
+/// The largest number of connections in the middle of the handshake. More wait in the system's
+/// queue, where they take no file descriptors.
 const MAX_PENDING_HANDSHAKES: usize = 64;
 
 /// The time that the handshake may take.
@@ -22,17 +22,21 @@ const DEADLINE: Duration = Duration::from_secs(5);
 /// The time that a handshake may take while other connections wait for its place.
 const DEADLINE_WHEN_FULL: Duration = Duration::from_millis(250);
 
-/// The pause after the system could not accept a connection. There may be no file descriptor left until another
-/// connection closes.
+/// The pause after the system could not accept a connection. There may be no file descriptor left
+/// until another connection closes.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Accepts connections forever, and calls `on_authenticated` with each that has completed the handshake.
+/// Accepts connections forever, and calls `on_authenticated` with each that has completed the
+/// handshake.
 pub(super) async fn accept_authenticated(
     listener: &TcpListener,
     key: &Key,
     mut on_authenticated: impl FnMut(TcpStream, Hello),
 ) {
-    let mut pending = PendingHandshakes { handshakes: JoinSet::new(), oldest_first: VecDeque::new() };
+    let mut pending = PendingHandshakes {
+        handshakes: JoinSet::new(),
+        oldest_first: VecDeque::new(),
+    };
     loop {
         let is_full = pending.handshakes.len() >= MAX_PENDING_HANDSHAKES;
         let oldest_is_slow = until_slow(pending.oldest_first.front().map(|&(began, _)| began));

@@ -18,13 +18,15 @@ use super::key::{KEY_BYTES, Key};
 use super::nonce::{Nonce, nonce};
 use crate::blocking::{read_exact, write_all};
 
-/// The first bytes of a connection, which no other protocol begins with. The last one is the version.
+/// The first bytes of a connection, which no other protocol begins with. The last one is the
+/// version.
 const MAGIC: [u8; 8] = *b"fsdp\0kv\x03";
 
 /// The answer to a client that has proved that it has the key.
 const WELCOME: u8 = 1;
 
-/// The purposes of proofs. They differ, so that no side can send a proof back to the side that made it.
+/// The purposes of proofs. They differ, so that no side can send a proof back to the side that made
+/// it.
 const SERVER: &str = "server";
 const CLIENT: &str = "client";
 
@@ -39,7 +41,10 @@ const HELLO_BYTES: usize = 16;
 
 impl Hello {
     pub(crate) fn new(rank: usize, world_size: usize) -> Hello {
-        Hello { rank: rank as u64, world_size: world_size as u64 }
+        Hello {
+            rank: rank as u64,
+            world_size: world_size as u64,
+        }
     }
 
     fn to_bytes(self) -> [u8; HELLO_BYTES] {
@@ -53,7 +58,10 @@ impl Hello {
         fn word(bytes: &[u8; HELLO_BYTES], at: usize) -> u64 {
             u64::from_le_bytes(std::array::from_fn(|byte| bytes[at + byte]))
         }
-        Hello { rank: word(bytes, 0), world_size: word(bytes, 8) }
+        Hello {
+            rank: word(bytes, 0),
+            world_size: word(bytes, 8),
+        }
     }
 }
 
@@ -74,18 +82,25 @@ impl From<io::Error> for Refusal {
 
 /// Returns the error for bytes that no rank sends.
 pub(crate) fn not_this_protocol() -> io::Error {
-    let message = "received bytes that are not of this protocol; is another program using this port?";
+    let message =
+        "received bytes that are not of this protocol; is another program using this port?";
     io::Error::new(io::ErrorKind::InvalidData, message)
 }
 
-/// Carries out the client's side of the handshake: proves that this process has the key, and checks that the server has
-/// it.
-pub(crate) fn handshake_as_client(stream: &TcpStream, key: &Key, hello: Hello, until: Instant) -> Result<(), Refusal> {
-    // Step 1: challenge the server. Each side sends a fresh nonce, so that a recording of an earlier handshake proves
-    // nothing.
+/// Carries out the client's side of the handshake: proves that this process has the key, and checks
+/// that the server has it.
+pub(crate) fn handshake_as_client(
+    stream: &TcpStream,
+    key: &Key,
+    hello: Hello,
+    until: Instant,
+) -> Result<(), Refusal> {
+    // Step 1: challenge the server. Each side sends a fresh nonce, so that a recording of an
+    // earlier handshake proves nothing.
     let client = nonce()?;
     write_all(stream, &[&MAGIC[..], &client].concat(), until)?;
-    // Step 2: check the server's proof first, so that this process sends nothing about itself to a stranger.
+    // Step 2: check the server's proof first, so that this process sends nothing about itself to a
+    // stranger.
     let mut server = Nonce::default();
     read_exact(stream, &mut server, until)?;
     let mut proof = [0; KEY_BYTES];
@@ -97,7 +112,8 @@ pub(crate) fn handshake_as_client(stream: &TcpStream, key: &Key, hello: Hello, u
     let hello = hello.to_bytes();
     let proof = key.prove(CLIENT, &[&client, &server, &hello]);
     write_all(stream, &[&hello[..], &proof].concat(), until)?;
-    // Step 4: wait for the server's welcome, because it may drop a connection if too many arrive at once.
+    // Step 4: wait for the server's welcome, because it may drop a connection if too many arrive at
+    // once.
     let mut answer = [0];
     read_exact(stream, &mut answer, until)?;
     if answer != [WELCOME] {
@@ -106,16 +122,22 @@ pub(crate) fn handshake_as_client(stream: &TcpStream, key: &Key, hello: Hello, u
     Ok(())
 }
 
-/// Carries out the server's side of the handshake: returns the client's hello once the client has proved that it has
-/// the key.
+/// Carries out the server's side of the handshake: returns the client's hello once the client has
+/// proved that it has the key.
 ///
 /// A client without the key learns only that a job listens here.
-pub(super) async fn handshake_as_server(stream: &mut tokio::net::TcpStream, key: &Key) -> io::Result<Hello> {
+pub(super) async fn handshake_as_server(
+    stream: &mut tokio::net::TcpStream,
+    key: &Key,
+) -> io::Result<Hello> {
     // Step 1: drop clients of other protocols before computing anything for them.
     let mut magic = [0; MAGIC.len()];
     stream.read_exact(&mut magic).await?;
     if magic != MAGIC {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "it is no rank, or one of another version"));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "it is no rank, or one of another version",
+        ));
     }
     let mut client = Nonce::default();
     stream.read_exact(&mut client).await?;
@@ -129,7 +151,10 @@ pub(super) async fn handshake_as_server(stream: &mut tokio::net::TcpStream, key:
     let mut proof = [0; KEY_BYTES];
     stream.read_exact(&mut proof).await?;
     if !key.accepts(CLIENT, &[&client, &server, &hello], &proof) {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it does not have the job's key"));
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "it does not have the job's key",
+        ));
     }
     // Step 4: tell the client that it was accepted.
     stream.write_all(&[WELCOME]).await?;

@@ -7,17 +7,19 @@ use sha2::{Digest, Sha256};
 
 use super::secret::Secret;
 
-/// The version of what ranks send each other after the handshake. Ranks of other versions have other keys, so they are
-/// told at once that they do not belong to the job.
+/// The version of what ranks send each other after the handshake. Ranks of other versions have
+/// other keys, so they are told at once that they do not belong to the job.
 pub(crate) const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// The length of keys and of proofs.
 pub(super) const KEY_BYTES: usize = 32;
 
-/// The key with which the two sides of a connection show each other that they belong to the same job.
+/// The key with which the two sides of a connection show each other that they belong to the same
+/// job.
 ///
-/// It is derived from the job's secret, its name, and the version of this program, so that jobs with the same secret
-/// have different keys. Without a secret it still distinguishes jobs, but does not keep out anybody who knows the name.
+/// It is derived from the job's secret, its name, and the version of this program, so that jobs
+/// with the same secret have different keys. Without a secret it still distinguishes jobs, but does
+/// not keep out anybody who knows the name.
 #[derive(Clone)]
 pub(crate) struct Key([u8; KEY_BYTES]);
 
@@ -36,7 +38,9 @@ impl Key {
     /// Makes the key that a job has in a version of this program.
     fn of_version(version: &str, secret: Option<&Secret>, job: &str) -> Key {
         let secret = secret.map_or("", Secret::text);
-        Key(Sha256::digest(secret).into()).derive("version", version.as_bytes()).derive("job", job.as_bytes())
+        Key(Sha256::digest(secret).into())
+            .derive("version", version.as_bytes())
+            .derive("job", job.as_bytes())
     }
 
     /// Derives another key from this one, for another use.
@@ -49,13 +53,14 @@ impl Key {
         self.mac(purpose, parts).finalize().into_bytes().into()
     }
 
-    /// Returns `true` if the proof was made with this key, for this purpose and these parts. The time that this takes
-    /// does not depend on the proof.
+    /// Returns `true` if the proof was made with this key, for this purpose and these parts. The
+    /// time that this takes does not depend on the proof.
     pub(super) fn accepts(&self, purpose: &str, parts: &[&[u8]], proof: &[u8; KEY_BYTES]) -> bool {
         self.mac(purpose, parts).verify(&(*proof).into()).is_ok()
     }
 
-    /// Returns the HMAC of some parts with this key, for one purpose. Different purposes give different results.
+    /// Returns the HMAC of some parts with this key, for one purpose. Different purposes give
+    /// different results.
     fn mac(&self, purpose: &str, parts: &[&[u8]]) -> Hmac<Sha256> {
         // HMAC fills up a key that is shorter than a block of the hash with zeros.
         let mut block = hmac::digest::Key::<Hmac<Sha256>>::default();

@@ -1,8 +1,9 @@
-//! Access to a job: every connection begins with a handshake that only ranks of the job can complete.
+//! Access to a job: every connection begins with a handshake that only ranks of the job can
+//! complete.
 //!
-//! Both ports of a job, that of the store and those of the ranks, are open to every process that can reach them. The
-//! [acceptor] therefore knows nothing about a connection, and keeps nothing for it but a few bytes, until the
-//! [handshake] has shown that the other side has the job's [`Key`].
+//! Both ports of a job, that of the store and those of the ranks, are open to every process that
+//! can reach them. The [acceptor] therefore knows nothing about a connection, and keeps nothing for
+//! it but a few bytes, until the [handshake] has shown that the other side has the job's [`Key`].
 
 mod acceptor;
 mod handshake;

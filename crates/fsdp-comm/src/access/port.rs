@@ -20,18 +20,22 @@ pub(crate) struct Port {
 }
 
 impl Port {
-    /// Listens at the first of these addresses that is one of this host. A thread of this `name` calls
-    /// `on_authenticated` with each connection that has completed the handshake, inside of a tokio runtime.
+    /// Listens at the first of these addresses that is one of this host. A thread of this `name`
+    /// calls `on_authenticated` with each connection that has completed the handshake, inside of a
+    /// tokio runtime.
     ///
     /// # Errors
-    /// The port is taken, or no address is one of this host; the system refuses a thread, or what the runtime needs.
+    /// The port is taken, or no address is one of this host; the system refuses a thread, or what
+    /// the runtime needs.
     pub(crate) fn open(
         addresses: &[SocketAddr],
         key: Key,
         name: &str,
         on_authenticated: impl FnMut(TcpStream, Hello) + Send + 'static,
     ) -> io::Result<Port> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
         let listener = runtime.block_on(bind(addresses))?;
         let address = listener.local_addr()?;
         let (stop, stopped) = oneshot::channel();
@@ -44,7 +48,11 @@ impl Port {
             });
         };
         let thread = thread::Builder::new().name(name.to_owned()).spawn(serve)?;
-        Ok(Port { address, stop: Some(stop), thread: Some(thread) })
+        Ok(Port {
+            address,
+            stop: Some(stop),
+            thread: Some(thread),
+        })
     }
 
     /// Returns the address at which it listens.
@@ -62,8 +70,9 @@ impl Drop for Port {
     }
 }
 
-/// Listens at the first of these addresses that is one of this host. If somebody else has the port there, the next
-/// address is of no use: those who look for this port would try the taken one first.
+/// Listens at the first of these addresses that is one of this host. If somebody else has the port
+/// there, the next address is of no use: those who look for this port would try the taken one
+/// first.
 async fn bind(addresses: &[SocketAddr]) -> io::Result<TcpListener> {
     let mut reason = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for &address in addresses {
@@ -83,18 +92,31 @@ mod tests {
     #[cfg(target_os = "linux")]
     fn a_port_is_opened_at_the_first_address_of_this_host_and_nowhere_if_it_is_taken_there() {
         let open = |addresses: &[&str]| {
-            let addresses: Vec<SocketAddr> = addresses.iter().map(|address| address.parse().unwrap()).collect();
-            Port::open(&addresses, Key::of_job(None, "job"), "test", |_, _| ()).map(|port| port.address())
+            let addresses: Vec<SocketAddr> = addresses
+                .iter()
+                .map(|address| address.parse().unwrap())
+                .collect();
+            Port::open(&addresses, Key::of_job(None, "job"), "test", |_, _| ())
+                .map(|port| port.address())
         };
         // An address for documentation, which no host has.
         let nowhere = "198.51.100.1:0";
         assert!(open(&[nowhere, "127.0.0.1:0"]).unwrap().ip().is_loopback());
-        assert_eq!(open(&[nowhere]).unwrap_err().kind(), io::ErrorKind::AddrNotAvailable);
+        assert_eq!(
+            open(&[nowhere]).unwrap_err().kind(),
+            io::ErrorKind::AddrNotAvailable
+        );
         assert_eq!(open(&[]).unwrap_err().kind(), io::ErrorKind::NotFound);
         let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let (here, port) = (taken.local_addr().unwrap().to_string(), taken.local_addr().unwrap().port());
+        let (here, port) = (
+            taken.local_addr().unwrap().to_string(),
+            taken.local_addr().unwrap().port(),
+        );
         let elsewhere = format!("127.0.0.2:{port}");
-        assert_eq!(open(&[&here, &elsewhere]).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        assert_eq!(
+            open(&[&here, &elsewhere]).unwrap_err().kind(),
+            io::ErrorKind::AddrInUse
+        );
         open(&[&elsewhere, &here]).unwrap();
     }
 }

@@ -4,13 +4,14 @@ use std::{fmt, io};
 
 use super::nonce::nonce_text;
 
-/// The fewest bytes of a secret. Whoever listens to a handshake can try guesses for as long as they like.
+/// The fewest bytes of a secret. Whoever listens to a handshake can try guesses for as long as they
+/// like.
 const MIN_BYTES: usize = 16;
 
 /// A text that all ranks of a job know, and no other process.
 ///
-/// Every connection between ranks begins with a proof that both sides know it; the secret itself is never sent. It is
-/// not shown by `Debug`.
+/// Every connection between ranks begins with a proof that both sides know it; the secret itself is
+/// never sent. It is not shown by `Debug`.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(String);
 
@@ -22,7 +23,10 @@ impl Secret {
     pub fn new(text: impl Into<String>) -> Result<Secret, String> {
         let text = text.into();
         if text.len() < MIN_BYTES {
-            return Err(format!("has {} bytes, but a secret has at least {MIN_BYTES}", text.len()));
+            return Err(format!(
+                "has {} bytes, but a secret has at least {MIN_BYTES}",
+                text.len()
+            ));
         }
         Ok(Secret(text))
     }
@@ -58,6 +62,10 @@ mod tests {
         assert_ne!(one, other);
         assert_eq!(Secret::new(one.text()), Ok(one.clone()));
         assert!(!format!("{one:?}").contains(one.text()));
-        assert!(Secret::new("fifteen bytes..").unwrap_err().contains("15 bytes"));
+        assert!(
+            Secret::new("fifteen bytes..")
+                .unwrap_err()
+                .contains("15 bytes")
+        );
     }
 }

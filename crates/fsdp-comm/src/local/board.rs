@@ -1,4 +1,5 @@
-//! The progress of all ranks of a group, and the error that ended the group, which all its ranks can see.
+//! The progress of all ranks of a group, and the error that ended the group, which all its ranks
+//! can see.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -12,8 +13,9 @@ use crate::error::CommError;
 pub(super) struct Board {
     global_ranks: Vec<usize>,
     state: Mutex<State>,
-    /// For each rank, the condition variable that it waits on. A rank is woken when it can go on, and not for each step
-    /// of another one: with many ranks on few cores, waking them would take longer than their computation.
+    /// For each rank, the condition variable that it waits on. A rank is woken when it can go on,
+    /// and not for each step of another one: with many ranks on few cores, waking them would take
+    /// longer than their computation.
     changed: Vec<Condvar>,
     turns: Option<Arc<dyn Turns>>,
 }
@@ -22,8 +24,9 @@ pub(super) struct Board {
 #[derive(Debug)]
 struct State {
     ranks: Vec<RankState>,
-    /// The records of all ranks in the last round that all of them have entered. Those of one round are enough, because
-    /// a rank enters a round only after it has got the records of the one before.
+    /// The records of all ranks in the last round that all of them have entered. Those of one round
+    /// are enough, because a rank enters a round only after it has got the records of the one
+    /// before.
     records: Arc<Vec<Vec<u8>>>,
     /// The error that has ended the group.
     failure: Option<CommError>,
@@ -52,7 +55,11 @@ impl Board {
         let changed = global_ranks.iter().map(|_| Condvar::new()).collect();
         Board {
             global_ranks,
-            state: Mutex::new(State { ranks, records: Arc::default(), failure: None }),
+            state: Mutex::new(State {
+                ranks,
+                records: Arc::default(),
+                failure: None,
+            }),
             changed,
             turns,
         }
@@ -66,7 +73,9 @@ impl Board {
     fn wake(&self, ranks: impl IntoIterator<Item = usize>) {
         match &self.turns {
             Some(turns) => turns.changed(),
-            None => ranks.into_iter().for_each(|rank| self.changed[rank].notify_all()),
+            None => ranks
+                .into_iter()
+                .for_each(|rank| self.changed[rank].notify_all()),
         }
     }
 
@@ -82,8 +91,14 @@ impl Board {
 
     /// Notes that a rank, which may be of another group, takes no further part.
     pub(super) fn leave(&self, global_rank: usize, reason: &str) {
-        if let Some(rank) = self.global_ranks.iter().position(|&rank| rank == global_rank) {
-            self.lock().ranks[rank].left.get_or_insert_with(|| reason.to_owned());
+        if let Some(rank) = self
+            .global_ranks
+            .iter()
+            .position(|&rank| rank == global_rank)
+        {
+            self.lock().ranks[rank]
+                .left
+                .get_or_insert_with(|| reason.to_owned());
             self.wake_all();
         }
     }
@@ -104,10 +119,17 @@ impl Board {
         state.ranks[rank].arrived = round.number + 1;
         state.ranks[rank].readers_done = 0;
         if state.ranks.iter().all(|rank| rank.arrived > round.number) {
-            // The last rank collects the records for all. If each rank copied them for itself, these copies would take
-            // most of the time in a group of many ranks.
-            state.records = Arc::new(state.ranks.iter_mut().map(|rank| std::mem::take(&mut rank.record)).collect());
-            // Give the lock back before waking the others, because they would only wait for the lock.
+            // The last rank collects the records for all. If each rank copied them for itself,
+            // these copies would take most of the time in a group of many ranks.
+            state.records = Arc::new(
+                state
+                    .ranks
+                    .iter_mut()
+                    .map(|rank| std::mem::take(&mut rank.record))
+                    .collect(),
+            );
+            // Give the lock back before waking the others, because they would only wait for the
+            // lock.
             drop(state);
             self.wake_all();
             state = self.lock();
@@ -116,8 +138,8 @@ impl Board {
         Ok(Arc::clone(&state.records))
     }
 
-    /// Notes that this rank has finished reading from the ranks in `read`, and waits until all of `readers` have
-    /// finished reading from it.
+    /// Notes that this rank has finished reading from the ranks in `read`, and waits until all of
+    /// `readers` have finished reading from it.
     pub(super) fn finish(
         &self,
         round: &Round<'_>,
@@ -127,8 +149,8 @@ impl Board {
     ) -> Result<(), CommError> {
         let mut state = self.lock();
         state.ranks[rank].finished = round.number + 1;
-        // Step 1: count this reader at each rank whose bytes it has read. If it was the last reader that such a rank
-        // waits for, wake that rank.
+        // Step 1: count this reader at each rank whose bytes it has read. If it was the last reader
+        // that such a rank waits for, wake that rank.
         let mut ready = Vec::new();
         for &owner in read {
             let of_owner = &mut state.ranks[owner];
@@ -146,7 +168,8 @@ impl Board {
         state.ranks[rank].awaits = Some(readers.len());
         let mut reads = vec![false; self.changed.len()];
         readers.iter().for_each(|&reader| reads[reader] = true);
-        let is_ready = |other: &RankState, number: usize| other.finished > round.number || !reads[number];
+        let is_ready =
+            |other: &RankState, number: usize| other.finished > round.number || !reads[number];
         let mut state = self.wait(state, round, rank, is_ready)?;
         state.ranks[rank].awaits = None;
         Ok(())
@@ -172,11 +195,18 @@ impl Board {
         let mut until = round.until;
         loop {
             // The wait is over when no rank is missing.
-            let missing = || state.ranks.iter().enumerate().filter(|&(number, rank)| !is_ready(rank, number));
+            let missing = || {
+                state
+                    .ranks
+                    .iter()
+                    .enumerate()
+                    .filter(|&(number, rank)| !is_ready(rank, number))
+            };
             if missing().next().is_none() {
                 return Ok(state);
             }
-            // An error of the group comes first, then a missing rank that has left, then the deadline.
+            // An error of the group comes first, then a missing rank that has left, then the
+            // deadline.
             let left = missing().find_map(|(number, rank)| Some((number, rank.left.clone()?)));
             let failure = match (&state.failure, left) {
                 (Some(failure), _) => Some(failure.clone()),

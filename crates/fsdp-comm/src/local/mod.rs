@@ -1,11 +1,15 @@
 //! The `local` backend: ranks are threads of one process.
 //!
-//! A rank publishes the slice that it sends for the duration of a round, and the others copy straight from it into
-//! their own slices, or reduce it there: bytes are copied once, by all ranks at the same time.
+//! A rank publishes the slice that it sends for the duration of a round, and the others copy
+//! straight from it into their own slices, or reduce it there: bytes are copied once, by all ranks
+//! at the same time.
 
 mod board;
 mod ranks;
-#[expect(unsafe_code, reason = "other threads read a slice that a rank lends for the duration of a round")]
+#[expect(
+    unsafe_code,
+    reason = "other threads read a slice that a rank lends for the duration of a round"
+)]
 mod slot;
 mod turns;
 
@@ -62,8 +66,8 @@ impl Hub {
         group
     }
 
-    /// Records in all groups, also in those that are made later, that a rank takes no further part. If a rank leaves
-    /// more than once, the first reason is kept.
+    /// Records in all groups, also in those that are made later, that a rank takes no further part.
+    /// If a rank leaves more than once, the first reason is kept.
     fn leave(&self, rank: usize, reason: &str) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.left.contains_key(&rank) {
@@ -76,8 +80,8 @@ impl Hub {
     }
 }
 
-/// A rank's membership in the job. All groups of the rank share it, and the rank leaves when the last of them is
-/// dropped.
+/// A rank's membership in the job. All groups of the rank share it, and the rank leaves when the
+/// last of them is dropped.
 #[derive(Debug)]
 struct Membership {
     hub: Arc<Hub>,
@@ -111,15 +115,26 @@ impl Backend for LocalBackend {
         &self.group.global_ranks
     }
 
-    fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError> {
+    fn round<'p>(
+        &self,
+        round: &Round<'_>,
+        record: &[u8],
+        send: &[u8],
+        plan: Planner<'p, '_>,
+    ) -> Result<(), CommError> {
         let Group { board, slots, .. } = &*self.group;
         // Other ranks may read `send` until the end of the closure.
         slots[self.rank].lend(round.number, send, || {
             let records = board.exchange(round, self.rank, record)?;
             let records: Vec<&[u8]> = records.iter().map(Vec::as_slice).collect();
-            let Some(plan) = plan(&records)? else { return Ok(()) };
+            let Some(plan) = plan(&records)? else {
+                return Ok(());
+            };
             let others = (0..slots.len()).filter(|&rank| rank != self.rank);
-            let readers: Vec<usize> = others.clone().filter(|&rank| plan.is_read_by(rank)).collect();
+            let readers: Vec<usize> = others
+                .clone()
+                .filter(|&rank| plan.is_read_by(rank))
+                .collect();
             let read: Vec<usize> = others.filter(|&rank| plan.reads(rank)).collect();
             self.read(round, plan)?;
             // The slice must stay until all its readers are done.
@@ -127,12 +142,26 @@ impl Backend for LocalBackend {
         })
     }
 
-    fn subgroup(&self, _round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError> {
-        let global_ranks: Vec<usize> =
-            ranks.iter().filter_map(|&rank| self.group.global_ranks.get(rank).copied()).collect();
-        let rank = ranks.iter().position(|&rank| rank == self.rank).unwrap_or_default();
+    fn subgroup(
+        &self,
+        _round: &Round<'_>,
+        id: u64,
+        ranks: &[usize],
+    ) -> Result<Arc<dyn Backend>, CommError> {
+        let global_ranks: Vec<usize> = ranks
+            .iter()
+            .filter_map(|&rank| self.group.global_ranks.get(rank).copied())
+            .collect();
+        let rank = ranks
+            .iter()
+            .position(|&rank| rank == self.rank)
+            .unwrap_or_default();
         let group = self.membership.hub.group(id, &global_ranks);
-        Ok(Arc::new(LocalBackend { membership: Arc::clone(&self.membership), group, rank }))
+        Ok(Arc::new(LocalBackend {
+            membership: Arc::clone(&self.membership),
+            group,
+            rank,
+        }))
     }
 
     fn abort(&self, _round: u64, error: &CommError) {
@@ -143,23 +172,31 @@ impl Backend for LocalBackend {
 impl LocalBackend {
     /// Fills this rank's destination from the slices that the other ranks have published.
     fn read(&self, round: &Round<'_>, plan: Plan<'_>) -> Result<(), CommError> {
-        let Group { board, slots, global_ranks } = &*self.group;
+        let Group {
+            board,
+            slots,
+            global_ranks,
+        } = &*self.group;
         let mut loans = Vec::with_capacity(slots.len());
         for (rank, slot) in slots.iter().enumerate() {
             let loan = plan.reads(rank).then(|| slot.borrow(round.number));
             if let Some(None) = loan {
-                // The slice is not published any more although this rank has not read it. Its owner withdraws it early
-                // only if the round has failed.
+                // The slice is not published any more although this rank has not read it. Its owner
+                // withdraws it early only if the round has failed.
                 return Err(board.failure_of(round, self.rank, rank));
             }
             loans.push(loan.flatten());
         }
-        let sources: Vec<&[u8]> = loans.iter().map(|loan| loan.as_ref().map_or(&[][..], |loan| loan.bytes())).collect();
-        plan.deliver(&sources, self.rank).map_err(|(rank, published)| CommError::RankLeft {
-            rank: global_ranks[rank],
-            operation: round.operation.to_owned(),
-            sequence: round.sequence,
-            reason: format!("published only {published} bytes"),
-        })
+        let sources: Vec<&[u8]> = loans
+            .iter()
+            .map(|loan| loan.as_ref().map_or(&[][..], |loan| loan.bytes()))
+            .collect();
+        plan.deliver(&sources, self.rank)
+            .map_err(|(rank, published)| CommError::RankLeft {
+                rank: global_ranks[rank],
+                operation: round.operation.to_owned(),
+                sequence: round.sequence,
+                reason: format!("published only {published} bytes"),
+            })
     }
 }

@@ -15,15 +15,15 @@ use crate::error::{CommError, RankFailure, bounded};
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
 use crate::link::{LinkedBackend, SimulatedLink};
 
-/// The stack size of each rank's thread. It is this large because candle's backward pass recurses once for each node of
-/// the graph. It is address space: only the used part becomes memory.
+/// The stack size of each rank's thread. It is this large because candle's backward pass recurses
+/// once for each node of the graph. It is address space: only the used part becomes memory.
 pub const RANK_STACK_BYTES: usize = 256 << 20;
 
 /// Runs `f` on `world_size` threads, one for each rank, and returns their results in rank order.
 ///
 /// # Errors
-/// [`CommError::RankFailed`] names the ranks that panicked, the first to do so first. The operations of other ranks
-/// that needed them have failed, as they do if a rank returns early.
+/// [`CommError::RankFailed`] names the ranks that panicked, the first to do so first. The
+/// operations of other ranks that needed them have failed, as they do if a rank returns early.
 pub fn run_local<T, F>(world_size: usize, f: F) -> Result<Vec<T>, CommError>
 where
     F: Fn(ProcessGroup) -> T + Sync,
@@ -33,8 +33,8 @@ where
 }
 
 impl ProcessGroup {
-    /// Returns a group of the calling rank alone. Its collectives wait for nobody. With it a rank runs a collective
-    /// function on its own data alone.
+    /// Returns a group of the calling rank alone. Its collectives wait for nobody. With it a rank
+    /// runs a collective function on its own data alone.
     ///
     /// ```
     /// use fsdp_comm::{CommError, ProcessGroup};
@@ -48,7 +48,11 @@ impl ProcessGroup {
         let hub = Arc::new(Hub::default());
         let group = hub.group(0, &[0]);
         let membership = Arc::new(Membership { hub, rank: 0 });
-        ProcessGroup::new(Arc::new(LocalBackend { membership, group, rank: 0 }))
+        ProcessGroup::new(Arc::new(LocalBackend {
+            membership,
+            group,
+            rank: 0,
+        }))
     }
 }
 
@@ -76,7 +80,13 @@ pub struct LocalRanks {
 impl LocalRanks {
     /// Creates options for this many ranks, with [`DEFAULT_DEADLINE`] and [`RANK_STACK_BYTES`].
     pub fn new(world_size: usize) -> Self {
-        LocalRanks { world_size, deadline: DEFAULT_DEADLINE, stack_bytes: RANK_STACK_BYTES, link: None, turns: None }
+        LocalRanks {
+            world_size,
+            deadline: DEFAULT_DEADLINE,
+            stack_bytes: RANK_STACK_BYTES,
+            link: None,
+            turns: None,
+        }
     }
 
     /// Sets the deadline of the group that each rank gets.
@@ -91,7 +101,8 @@ impl LocalRanks {
         self
     }
 
-    /// Puts a simulated network link before each rank, which all bytes from other ranks cross. For tests and benches.
+    /// Puts a simulated network link before each rank, which all bytes from other ranks cross. For
+    /// tests and benches.
     pub fn link(mut self, link: SimulatedLink) -> Self {
         self.link = Some(link);
         self
@@ -114,38 +125,67 @@ impl LocalRanks {
     {
         if self.world_size == 0 {
             let message = "there must be at least one rank".to_owned();
-            return Err(CommError::InvalidArgument { operation: "run_local".to_owned(), message });
+            return Err(CommError::InvalidArgument {
+                operation: "run_local".to_owned(),
+                message,
+            });
         }
-        let hub = Arc::new(Hub { turns: self.turns.clone(), ..Hub::default() });
+        let hub = Arc::new(Hub {
+            turns: self.turns.clone(),
+            ..Hub::default()
+        });
         let global_ranks: Vec<usize> = (0..self.world_size).collect();
-        // The group is held until all ranks are done, so that a rank that starts late learns of the error that ended
-        // it.
+        // The group is held until all ranks are done, so that a rank that starts late learns of the
+        // error that ended it.
         let world = hub.group(0, &global_ranks);
-        let memberships: Vec<Arc<Membership>> =
-            global_ranks.iter().map(|&rank| Arc::new(Membership { hub: Arc::clone(&hub), rank })).collect();
-        // The failures are in the order of the panics, because the first one is the likely cause of the others.
+        let memberships: Vec<Arc<Membership>> = global_ranks
+            .iter()
+            .map(|&rank| {
+                Arc::new(Membership {
+                    hub: Arc::clone(&hub),
+                    rank,
+                })
+            })
+            .collect();
+        // The failures are in the order of the panics, because the first one is the likely cause of
+        // the others.
         let panics: Mutex<Vec<RankFailure>> = Mutex::default();
         let started = thread::scope(|scope| {
             let mut threads = Vec::with_capacity(self.world_size);
-            // If a rank cannot be started, the remaining memberships are dropped, which tells the started ranks.
+            // If a rank cannot be started, the remaining memberships are dropped, which tells the
+            // started ranks.
             for (rank, membership) in memberships.into_iter().enumerate() {
                 let (world, panics, f) = (&world, &panics, &f);
-                let builder = thread::Builder::new().name(format!("rank-{rank}")).stack_size(self.stack_bytes);
+                let builder = thread::Builder::new()
+                    .name(format!("rank-{rank}"))
+                    .stack_size(self.stack_bytes);
                 let thread = builder
                     .spawn_scoped(scope, move || self.run_rank(membership, world, panics, f))
-                    .map_err(|error| CommError::Start { rank, message: error.to_string() })?;
+                    .map_err(|error| CommError::Start {
+                        rank,
+                        message: error.to_string(),
+                    })?;
                 threads.push(thread);
             }
-            Ok(threads.into_iter().map(|thread| thread.join().unwrap_or(Err(()))).collect::<Vec<_>>())
+            Ok(threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap_or(Err(())))
+                .collect::<Vec<_>>())
         });
         let results = started?;
         let failures = panics.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let failed = || CommError::RankFailed { operation: "run_local".to_owned(), failures: failures.clone() };
-        results.into_iter().map(|result| result.map_err(|()| failed())).collect()
+        let failed = || CommError::RankFailed {
+            operation: "run_local".to_owned(),
+            failures: failures.clone(),
+        };
+        results
+            .into_iter()
+            .map(|result| result.map_err(|()| failed()))
+            .collect()
     }
 
-    /// Runs the part of one rank on its thread. If it panics, this tells the other ranks, adds its failure to `panics`,
-    /// and returns `Err`.
+    /// Runs the part of one rank on its thread. If it panics, this tells the other ranks, adds its
+    /// failure to `panics`, and returns `Err`.
     fn run_rank<T>(
         &self,
         membership: Arc<Membership>,
@@ -155,20 +195,35 @@ impl LocalRanks {
     ) -> Result<T, ()> {
         let rank = membership.rank;
         let _turn = self.turns.as_ref().map(|turns| Turn::begin(turns, rank));
-        // Values are dropped in the reverse order. So this makes the rank leave before its turn ends.
+        // Values are dropped in the reverse order. So this makes the rank leave before its turn
+        // ends.
         let membership = membership;
-        let backend = LocalBackend { membership: Arc::clone(&membership), group: Arc::clone(world), rank };
+        let backend = LocalBackend {
+            membership: Arc::clone(&membership),
+            group: Arc::clone(world),
+            rank,
+        };
         let backend: Arc<dyn Backend> = Arc::new(backend);
         let backend = match self.link {
             Some(link) => Arc::new(LinkedBackend::new(backend, link)),
             None => backend,
         };
-        let group = ProcessGroup::new(backend).with_deadline(self.deadline).with_ranks_on_host(self.world_size);
-        // `membership` outlives the unwinding, so that the others are told of the panic before they see the rank leave.
+        let group = ProcessGroup::new(backend)
+            .with_deadline(self.deadline)
+            .with_ranks_on_host(self.world_size);
+        // `membership` outlives the unwinding, so that the others are told of the panic before they
+        // see the rank leave.
         catch_unwind(AssertUnwindSafe(|| f(group))).map_err(|panic| {
             let message = bounded(&format_args!("panicked: {}", panic_message(&*panic)));
-            let failure = RankFailure { rank, kind: ErrorKind::Other, message: message.clone() };
-            panics.lock().unwrap_or_else(PoisonError::into_inner).push(failure);
+            let failure = RankFailure {
+                rank,
+                kind: ErrorKind::Other,
+                message: message.clone(),
+            };
+            panics
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(failure);
             membership.hub.leave(rank, &message);
         })
     }
@@ -177,5 +232,7 @@ impl LocalRanks {
 /// Returns the text of a panic.
 fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let message = panic.downcast_ref::<&str>().copied();
-    message.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+    message
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no message")
 }

@@ -1,7 +1,7 @@
 //! A place where one thread lends a slice to others for the duration of a closure.
 //!
-//! Readers hold a read lock while they use the slice, and the end of the loan takes the write lock. So the lender
-//! neither goes on nor unwinds while another thread still reads its memory.
+//! Readers hold a read lock while they use the slice, and the end of the loan takes the write lock.
+//! So the lender neither goes on nor unwinds while another thread still reads its memory.
 
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
@@ -17,7 +17,8 @@ struct Lent {
     len: usize,
 }
 
-// SAFETY: `start` and `len` are those of a `&[u8]`, which may go to and be shared with other threads.
+// SAFETY: `start` and `len` are those of a `&[u8]`, which may go to and be shared with other
+// threads.
 unsafe impl Send for Lent {}
 // SAFETY: as above.
 unsafe impl Sync for Lent {}
@@ -33,17 +34,23 @@ impl Slot {
             }
         }
         let _take_back = TakeBack(self);
-        *self.lent.write().unwrap_or_else(PoisonError::into_inner) =
-            Some(Lent { round, start: bytes.as_ptr(), len: bytes.len() });
+        *self.lent.write().unwrap_or_else(PoisonError::into_inner) = Some(Lent {
+            round,
+            start: bytes.as_ptr(),
+            len: bytes.len(),
+        });
         during()
     }
 
-    /// Borrows the slice that is lent for this round; `None` if that loan has not begun or has ended.
+    /// Borrows the slice that is lent for this round; `None` if that loan has not begun or has
+    /// ended.
     ///
     /// This never waits. If the lock is taken for writing, the lender is taking the slice back.
     pub(super) fn borrow(&self, round: u64) -> Option<Loan<'_>> {
         let lent = self.lent.try_read().ok()?;
-        lent.as_ref().is_some_and(|lent| lent.round == round).then_some(Loan(lent))
+        lent.as_ref()
+            .is_some_and(|lent| lent.round == round)
+            .then_some(Loan(lent))
     }
 }
 
@@ -55,9 +62,10 @@ impl Loan<'_> {
     /// Returns the bytes that are lent; none if there is no loan any more.
     pub(super) fn bytes(&self) -> &[u8] {
         match &*self.0 {
-            // SAFETY: the pointer and length are those of a slice that `lend` was given, borrowed until `lend` returns
-            // or unwinds. Before either it takes the write lock, which it cannot get while this holds the read lock.
-            // It was given a shared slice, so nobody writes to it meanwhile. The result lives no longer than `self`.
+            // SAFETY: the pointer and length are those of a slice that `lend` was given, borrowed
+            // until `lend` returns or unwinds. Before either it takes the write lock, which it
+            // cannot get while this holds the read lock. It was given a shared slice, so nobody
+            // writes to it meanwhile. The result lives no longer than `self`.
             Some(lent) => unsafe { std::slice::from_raw_parts(lent.start, lent.len) },
             None => &[],
         }
@@ -98,7 +106,10 @@ mod tests {
                     })
                 }));
                 assert!(panic.is_err());
-                assert!(done_reading.load(Ordering::SeqCst), "the slice was freed while it was read");
+                assert!(
+                    done_reading.load(Ordering::SeqCst),
+                    "the slice was freed while it was read"
+                );
             });
             lending.wait();
             let loan = slot.borrow(0).unwrap();

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-/// The order in which the ranks of [`LocalRanks`](super::LocalRanks) run: a simulation lets one go on at a time, so
-/// that a run can be repeated exactly.
+/// The order in which the ranks of [`LocalRanks`](super::LocalRanks) run: a simulation lets one go
+/// on at a time, so that a run can be repeated exactly.
 pub trait Turns: fmt::Debug + Send + Sync {
     /// Begins the part of a rank, on its thread. Returns when it is the turn of that rank.
     fn begin(&self, rank: usize);
@@ -12,8 +12,8 @@ pub trait Turns: fmt::Debug + Send + Sync {
     /// Ends the part of the rank whose thread this is.
     fn end(&self);
 
-    /// Lets others run until one of them has called [`Turns::changed`]. Returns `false` if none ever will, because all
-    /// of them wait: then the deadline of the operation counts as over.
+    /// Lets others run until one of them has called [`Turns::changed`]. Returns `false` if none
+    /// ever will, because all of them wait: then the deadline of the operation counts as over.
     fn wait(&self) -> bool;
 
     /// Notes that something has changed for which ranks may be waiting.

@@ -18,7 +18,13 @@ use crate::tcp::{DIRECT_UP_TO, Participant, TcpBackend};
 use crate::wire;
 
 /// The variables of launchers that start MPI processes. Each launcher sets at least one.
-const LAUNCHED: [&str; 5] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID", "SLURM_STEP_ID"];
+const LAUNCHED: [&str; 5] = [
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "MPI_LOCALRANKID",
+    "SLURM_STEP_ID",
+];
 
 /// The room for the address of the store.
 const ADDRESS_BYTES: usize = 1024;
@@ -56,17 +62,24 @@ struct Owner {
 impl Owner {
     /// Starts MPI on a new thread.
     fn start(until: Instant) -> Result<Owner, CommError> {
-        // The first channel asks the thread to leave, the second tells that MPI has started, the third that it has been
-        // left.
+        // The first channel asks the thread to leave, the second tells that MPI has started, the
+        // third that it has been left.
         let (leave, leaves) = mpsc::channel();
         let (ready, is_ready) = mpsc::channel();
         let (leaving, left) = mpsc::channel();
-        let thread = thread::Builder::new().name("mpi".to_owned()).spawn(move || be_in_mpi(&leaves, &ready, &leaving));
+        let thread = thread::Builder::new()
+            .name("mpi".to_owned())
+            .spawn(move || be_in_mpi(&leaves, &ready, &leaving));
         thread.map_err(|error| unavailable(format!("its thread could not be started: {error}")))?;
         match is_ready.recv_timeout(until.saturating_duration_since(Instant::now())) {
-            Ok(Ok(())) => Ok(Owner { leave: Mutex::new(Some(leave)), left: Mutex::new(left) }),
+            Ok(Ok(())) => Ok(Owner {
+                leave: Mutex::new(Some(leave)),
+                left: Mutex::new(left),
+            }),
             Ok(Err(message)) => Err(unavailable(message)),
-            Err(_) => Err(rendezvous("MPI did not start all processes in time".to_owned())),
+            Err(_) => Err(rendezvous(
+                "MPI did not start all processes in time".to_owned(),
+            )),
         }
     }
 }
@@ -89,8 +102,8 @@ fn be_in_mpi(leaves: &Receiver<()>, ready: &Sender<Result<(), String>>, leaving:
 
 /// Calls MPI regularly until this process leaves, or its group is dropped without leaving.
 ///
-/// A call that has ended on this rank may still need this process before it ends on other ranks. MPI makes progress
-/// only while it is called, and this process may compute for a long time.
+/// A call that has ended on this rank may still need this process before it ends on other ranks.
+/// MPI makes progress only while it is called, and this process may compute for a long time.
 fn keep_going(leaves: &Receiver<()>) -> Result<(), RecvTimeoutError> {
     loop {
         match leaves.recv_timeout(PROGRESS_INTERVAL) {
@@ -109,19 +122,26 @@ impl Job {
     pub(super) fn join(deadline: Duration) -> Result<Arc<Job>, CommError> {
         static JOINED: OnceLock<()> = OnceLock::new();
         if LAUNCHED.iter().all(|name| std::env::var_os(name).is_none()) {
-            let message =
-                "no MPI launcher has started this process: start the ranks with `mpirun -n N` or `srun --mpi`";
+            let message = "no MPI launcher has started this process: start the ranks with `mpirun -n N` or `srun --mpi`";
             return Err(unavailable(message.to_owned()));
         }
         if JOINED.set(()).is_err() {
-            return Err(unavailable("this process has already joined MPI, which it can do only once".to_owned()));
+            return Err(unavailable(
+                "this process has already joined MPI, which it can do only once".to_owned(),
+            ));
         }
         let until = until(deadline);
         let owner = Owner::start(until)?;
         let world = Communicator::world().map_err(|error| failed("MPI_Comm_size", error))?;
         let (control, ranks_on_host) = blame::noted(world.rank(), meet(&world, deadline, until))?;
         let (failed, stuck) = (AtomicBool::new(false), AtomicBool::new(false));
-        Ok(Arc::new(Job { owner, control: Arc::new(control), ranks_on_host, failed, stuck }))
+        Ok(Arc::new(Job {
+            owner,
+            control: Arc::new(control),
+            ranks_on_host,
+            failed,
+            stuck,
+        }))
     }
 
     /// Records that a group has failed.
@@ -137,14 +157,26 @@ impl Job {
 
 impl Drop for Job {
     fn drop(&mut self) {
-        let limit = self.failed.load(Ordering::Acquire).then_some(FAILED_GOODBYE_TIMEOUT);
-        // Leaving MPI waits for all ranks, so a rank leaves only if all do. A process that ends without leaving is left
-        // to its launcher.
+        let limit = self
+            .failed
+            .load(Ordering::Acquire)
+            .then_some(FAILED_GOODBYE_TIMEOUT);
+        // Leaving MPI waits for all ranks, so a rank leaves only if all do. A process that ends
+        // without leaving is left to its launcher.
         let all_leave = self.control.say_goodbye(limit) && !self.stuck.load(Ordering::Acquire);
-        let leave = self.owner.leave.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let leave = self
+            .owner
+            .leave
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         if let Some(leave) = leave.filter(|_| all_leave) {
             leave.send(()).ok();
-            let left = self.owner.left.lock().unwrap_or_else(PoisonError::into_inner);
+            let left = self
+                .owner
+                .left
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
             if left.recv_timeout(FINALIZE_TIMEOUT) == Err(RecvTimeoutError::Timeout) {
                 tracing::warn!("MPI did not end within {FINALIZE_TIMEOUT:?}");
             }
@@ -152,8 +184,13 @@ impl Drop for Job {
     }
 }
 
-/// Connects this process to all others. Returns the connection, and the number of ranks on this host.
-fn meet(world: &Communicator, deadline: Duration, until: Instant) -> Result<(TcpBackend, usize), CommError> {
+/// Connects this process to all others. Returns the connection, and the number of ranks on this
+/// host.
+fn meet(
+    world: &Communicator,
+    deadline: Duration,
+    until: Instant,
+) -> Result<(TcpBackend, usize), CommError> {
     let (store, ranks_on_host) = open_store(world, deadline, until)?;
     let place = Participant {
         rank: world.rank(),
@@ -169,36 +206,71 @@ fn meet(world: &Communicator, deadline: Duration, until: Instant) -> Result<(Tcp
     Ok((TcpBackend::meet(&place, store, true)?, ranks_on_host))
 }
 
-/// Opens the store on rank 0, and tells its address to the others through MPI. Returns the store, and the number of
-/// ranks on this host.
-fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Result<(TcpStore, usize), CommError> {
-    // Step 1: gather the names of all hosts, so that rank 0 knows whether all ranks are on one host.
+/// Opens the store on rank 0, and tells its address to the others through MPI. Returns the store,
+/// and the number of ranks on this host.
+fn open_store(
+    world: &Communicator,
+    deadline: Duration,
+    until: Instant,
+) -> Result<(TcpStore, usize), CommError> {
+    // Step 1: gather the names of all hosts, so that rank 0 knows whether all ranks are on one
+    // host.
     let (rank, world_size) = (world.rank(), world.ranks());
     let name = ::mpi::environment::processor_name().unwrap_or_default();
     let mut own = name.clone().into_bytes();
     own.resize(NAME_BYTES, 0);
-    let buffers = Buffers { send: own.clone(), ..Buffers::default() };
+    let buffers = Buffers {
+        send: own.clone(),
+        ..Buffers::default()
+    };
     let gathered = world.all_gather(buffers, &vec![NAME_BYTES; world_size]);
-    let names = wait(gathered.map_err(|error| failed("MPI_Iallgatherv", error))?, until)?.receive;
-    let ranks_on_host = names.chunks(NAME_BYTES).filter(|name| **name == own[..]).count();
+    let names = wait(
+        gathered.map_err(|error| failed("MPI_Iallgatherv", error))?,
+        until,
+    )?
+    .receive;
+    let ranks_on_host = names
+        .chunks(NAME_BYTES)
+        .filter(|name| **name == own[..])
+        .count();
     // Step 2: rank 0 opens the store, at an address that the others can reach.
-    let options = StoreOptions { job: "mpi".to_owned(), secret: None, insecure: false, rank, world_size, deadline };
+    let options = StoreOptions {
+        job: "mpi".to_owned(),
+        secret: None,
+        insecure: false,
+        rank,
+        world_size,
+        deadline,
+    };
     let mut hosted = None;
     let mut told = Buffers::default();
     if rank == 0 {
         let one_host = ranks_on_host == world_size;
-        let master = std::env::var("MASTER_ADDR").ok().filter(|address| !address.is_empty());
-        let host = master.unwrap_or(if one_host { "127.0.0.1".to_owned() } else { name });
+        let master = std::env::var("MASTER_ADDR")
+            .ok()
+            .filter(|address| !address.is_empty());
+        let host = master.unwrap_or(if one_host {
+            "127.0.0.1".to_owned()
+        } else {
+            name
+        });
         // MPI has connected the processes already, so the secret can be sent through it.
         let store = host_store(&format!("{host}:0"), &options);
-        let place = store.as_ref().map(|(store, secret)| (store.address().to_owned(), secret.text().to_owned()));
+        let place = store
+            .as_ref()
+            .map(|(store, secret)| (store.address().to_owned(), secret.text().to_owned()));
         told.receive = wire::encode(&place.map_err(ToString::to_string)).unwrap_or_default();
         hosted = Some(store.map(|(store, _)| store));
     }
     // Step 3: rank 0 tells the others the address and the secret, or its error.
-    let telling = world.broadcast(told, ADDRESS_BYTES, 0).map_err(|error| failed("MPI_Ibcast", error))?;
+    let telling = world
+        .broadcast(told, ADDRESS_BYTES, 0)
+        .map_err(|error| failed("MPI_Ibcast", error))?;
     let told = wait(telling, until)?.receive;
-    let store = match (hosted, wire::decode_prefix::<Result<(String, String), String>>(&told)) {
+    let store = match (
+        hosted,
+        wire::decode_prefix::<Result<(String, String), String>>(&told),
+    ) {
         (Some(store), _) => store,
         (None, Ok((Ok((address, secret)), _))) => {
             let secret = Some(Secret::new(secret).map_err(rendezvous)?);
@@ -211,17 +283,24 @@ fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Resul
 
 /// Opens a store with a secret of its own.
 fn host_store(address: &str, options: &StoreOptions) -> Result<(TcpStore, Secret), CommError> {
-    let secret = Secret::random().map_err(|error| rendezvous(format!("there is no random number: {error}")))?;
-    let options = StoreOptions { secret: Some(secret.clone()), ..options.clone() };
+    let secret = Secret::random()
+        .map_err(|error| rendezvous(format!("there is no random number: {error}")))?;
+    let options = StoreOptions {
+        secret: Some(secret.clone()),
+        ..options.clone()
+    };
     TcpStore::host(address, &options).map(|store| (store, secret))
 }
 
-/// Waits for a call while the ranks are not connected yet, so that only the deadline can end the wait.
+/// Waits for a call while the ranks are not connected yet, so that only the deadline can end the
+/// wait.
 fn wait(mut pending: Pending, until: Instant) -> Result<Buffers, CommError> {
     let mut pause = Pause::new();
     while !pending.test().map_err(|error| failed("MPI_Test", error))? {
         if Instant::now() >= until {
-            return Err(rendezvous("not all processes that MPI started came in time".to_owned()));
+            return Err(rendezvous(
+                "not all processes that MPI started came in time".to_owned(),
+            ));
         }
         pause.take();
     }
@@ -229,7 +308,11 @@ fn wait(mut pending: Pending, until: Instant) -> Result<Buffers, CommError> {
 }
 
 pub(super) fn failed(call: &str, message: String) -> CommError {
-    CommError::Library { library: "MPI".to_owned(), call: call.to_owned(), message }
+    CommError::Library {
+        library: "MPI".to_owned(),
+        call: call.to_owned(),
+        message,
+    }
 }
 
 fn unavailable(message: String) -> CommError {
@@ -237,5 +320,10 @@ fn unavailable(message: String) -> CommError {
 }
 
 fn rendezvous(message: String) -> CommError {
-    CommError::Rendezvous { address: "MPI".to_owned(), joined: Vec::new(), missing: Vec::new(), message }
+    CommError::Rendezvous {
+        address: "MPI".to_owned(),
+        joined: Vec::new(),
+        missing: Vec::new(),
+        message,
+    }
 }

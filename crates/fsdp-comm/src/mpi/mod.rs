@@ -1,8 +1,10 @@
-//! The `mpi` backend: ranks are processes that `mpirun` or `srun` has started; tensors go through MPI's collectives.
+//! The `mpi` backend: ranks are processes that `mpirun` or `srun` has started; tensors go through
+//! MPI's collectives.
 //!
-//! Records, errors and heartbeats are sent as in the `tcp` backend, between processes that find each other through MPI.
-//! So a rank that dies or stops is named, and all ranks agree before they make a call of MPI's, which cannot be undone.
-//! Reductions are exchanges followed by this crate's own reduction, as MPI promises no order.
+//! Records, errors and heartbeats are sent as in the `tcp` backend, between processes that find
+//! each other through MPI. So a rank that dies or stops is named, and all ranks agree before they
+//! make a call of MPI's, which cannot be undone. Reductions are exchanges followed by this crate's
+//! own reduction, as MPI promises no order.
 
 mod job;
 #[expect(unsafe_code, reason = "calls of a C library")]
@@ -28,10 +30,18 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
     let until = until(deadline);
     let job = Job::join(deadline)?;
     let control = Arc::clone(&job.control);
-    let round = Round { number: 0, sequence: 0, operation: "rendezvous", deadline, until };
+    let round = Round {
+        number: 0,
+        sequence: 0,
+        operation: "rendezvous",
+        deadline,
+        until,
+    };
     let (rank, ranks_on_host) = (control.rank(), job.ranks_on_host);
     let backend = blame::noted(rank, MpiBackend::new(job, control, 0, &round))?;
-    Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(deadline).with_ranks_on_host(ranks_on_host))
+    Ok(ProcessGroup::new(Arc::new(backend))
+        .with_deadline(deadline)
+        .with_ranks_on_host(ranks_on_host))
 }
 
 /// One rank of one group.
@@ -44,22 +54,41 @@ struct MpiBackend {
 }
 
 impl MpiBackend {
-    /// Makes the backend of one group, and its MPI communicator. `control` is the same group over TCP, over which the
-    /// ranks agree on each operation. Collective over the group, except in a group of one rank, which needs no
-    /// communicator.
-    fn new(job: Arc<Job>, control: Arc<TcpBackend>, id: u64, round: &Round<'_>) -> Result<Self, CommError> {
+    /// Makes the backend of one group, and its MPI communicator. `control` is the same group over
+    /// TCP, over which the ranks agree on each operation. Collective over the group, except in a
+    /// group of one rank, which needs no communicator.
+    fn new(
+        job: Arc<Job>,
+        control: Arc<TcpBackend>,
+        id: u64,
+        round: &Round<'_>,
+    ) -> Result<Self, CommError> {
         let ranks = control.global_ranks();
-        let communicator = if ranks.len() > 1 { Some(create(&job, &control, id, round)?) } else { None };
-        Ok(MpiBackend { control, communicator: Mutex::new(communicator), job })
+        let communicator = if ranks.len() > 1 {
+            Some(create(&job, &control, id, round)?)
+        } else {
+            None
+        };
+        Ok(MpiBackend {
+            control,
+            communicator: Mutex::new(communicator),
+            job,
+        })
     }
 
     /// Moves the bytes of a round. If that fails, this process does not use MPI any more.
     fn transfer(&self, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
-        let mut slot = self.communicator.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slot = self
+            .communicator
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let rank = self.control.rank();
         let Some(communicator) = &*slot else {
             return plan.deliver(&[send], rank).map_err(|(_, published)| {
-                failed("a copy", format!("{published} bytes are fewer than this rank wants of itself"))
+                failed(
+                    "a copy",
+                    format!("{published} bytes are fewer than this rank wants of itself"),
+                )
             });
         };
         let mut wait = |call: library::Result<Pending>| wait(&self.control, round, call);
@@ -86,7 +115,13 @@ impl Backend for MpiBackend {
         self.control.global_ranks()
     }
 
-    fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError> {
+    fn round<'p>(
+        &self,
+        round: &Round<'_>,
+        record: &[u8],
+        send: &[u8],
+        plan: Planner<'p, '_>,
+    ) -> Result<(), CommError> {
         let mut planned = None;
         let planner: Planner<'_, '_> = Box::new(|records| {
             planned = plan(records)?;
@@ -96,9 +131,19 @@ impl Backend for MpiBackend {
         planned.map_or(Ok(()), |plan| self.transfer(round, send, plan))
     }
 
-    fn subgroup(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError> {
+    fn subgroup(
+        &self,
+        round: &Round<'_>,
+        id: u64,
+        ranks: &[usize],
+    ) -> Result<Arc<dyn Backend>, CommError> {
         let control = Arc::new(self.control.child(round, id, ranks)?);
-        Ok(Arc::new(MpiBackend::new(Arc::clone(&self.job), control, id, round)?))
+        Ok(Arc::new(MpiBackend::new(
+            Arc::clone(&self.job),
+            control,
+            id,
+            round,
+        )?))
     }
 
     fn abort(&self, round: u64, error: &CommError) {
@@ -107,21 +152,31 @@ impl Backend for MpiBackend {
     }
 }
 
-/// Creates a communicator, on a thread that can be left behind, because MPI has only a blocking call for it.
-fn create(job: &Job, control: &TcpBackend, id: u64, round: &Round<'_>) -> Result<Communicator, CommError> {
+/// Creates a communicator, on a thread that can be left behind, because MPI has only a blocking
+/// call for it.
+fn create(
+    job: &Job,
+    control: &TcpBackend,
+    id: u64,
+    round: &Round<'_>,
+) -> Result<Communicator, CommError> {
     const CALL: &str = "MPI_Comm_create_group";
     // A rank may have given up already, and then no rank may make the call.
     control.tell_again(round, &[])?;
     let ranks = control.global_ranks().to_vec();
     let (made, is_made) = mpsc::channel();
     let make = move || drop(made.send(Communicator::create(&ranks, id)));
-    let thread = thread::Builder::new().name("mpi-group".to_owned()).spawn(make);
+    let thread = thread::Builder::new()
+        .name("mpi-group".to_owned())
+        .spawn(make);
     thread.map_err(|error| failed(CALL, error.to_string()))?;
     let mut patience = Patience::default();
     loop {
         match is_made.recv_timeout(PEER_CHECK_INTERVAL) {
             Ok(made) => return made.map_err(|error| failed(CALL, error)),
-            Err(mpsc::RecvTimeoutError::Disconnected) => return Err(failed(CALL, "its thread ended".to_owned())),
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                return Err(failed(CALL, "its thread ended".to_owned()));
+            }
             Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
         if let Some(failure) = patience.lost(control, round) {
@@ -131,13 +186,21 @@ fn create(job: &Job, control: &TcpBackend, id: u64, round: &Round<'_>) -> Result
     }
 }
 
-/// Waits until a call is over, and returns its buffers. Fails if another rank is lost, or at the deadline.
-fn wait(control: &TcpBackend, round: &Round<'_>, call: library::Result<Pending>) -> Result<Buffers, CommError> {
+/// Waits until a call is over, and returns its buffers. Fails if another rank is lost, or at the
+/// deadline.
+fn wait(
+    control: &TcpBackend,
+    round: &Round<'_>,
+    call: library::Result<Pending>,
+) -> Result<Buffers, CommError> {
     let mut pending = call.map_err(|error| failed(round.operation, error))?;
     let mut pause = Pause::new();
     let mut look = Instant::now() + PEER_CHECK_INTERVAL;
     let mut patience = Patience::default();
-    while !pending.test().map_err(|error| failed(round.operation, error))? {
+    while !pending
+        .test()
+        .map_err(|error| failed(round.operation, error))?
+    {
         pause.take();
         // To look for lost ranks takes longer than to ask MPI, so it is done less often.
         let now = Instant::now();
@@ -150,7 +213,10 @@ fn wait(control: &TcpBackend, round: &Round<'_>, call: library::Result<Pending>)
         }
     }
     pending.finish().ok_or_else(|| {
-        failed(round.operation, "MPI says that the call is over, but its buffers are not back".to_owned())
+        failed(
+            round.operation,
+            "MPI says that the call is over, but its buffers are not back".to_owned(),
+        )
     })
 }
 

@@ -1,8 +1,9 @@
-//! Calls of NCCL, whose functions are loaded by name at run time, and the memory that they use while they run.
+//! Calls of NCCL, whose functions are loaded by name at run time, and the memory that they use
+//! while they run.
 //!
-//! cudarc's bindings are not used: candle's feature `cuda` would link them, so that no program would start without
-//! NCCL, and they do not know the file name in NVIDIA's packages. Communicators are non-blocking: a call returns at
-//! once, and [`Communicator::state`] tells how far it is.
+//! cudarc's bindings are not used: candle's feature `cuda` would link them, so that no program
+//! would start without NCCL, and they do not know the file name in NVIDIA's packages. Communicators
+//! are non-blocking: a call returns at once, and [`Communicator::state`] tells how far it is.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
@@ -21,7 +22,8 @@ pub(super) type Result<T> = std::result::Result<T, String>;
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// The file name of CUDA's driver, which NCCL needs.
 const DRIVER: &str = "libcuda.so.1";
-/// The first version whose configuration has all the fields that are set here, 2.18, as `ncclGetVersion` writes it.
+/// The first version whose configuration has all the fields that are set here, 2.18, as
+/// `ncclGetVersion` writes it.
 const OLDEST: c_int = 21_800;
 
 const SUCCESS: c_int = 0;
@@ -49,7 +51,8 @@ impl UniqueId {
     }
 }
 
-/// NCCL's `ncclConfig_t` of 2.18. Later versions read it too, as `size` and `version` tell them its fields.
+/// NCCL's `ncclConfig_t` of 2.18. Later versions read it too, as `size` and `version` tell them its
+/// fields.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -64,8 +67,8 @@ struct Config {
 }
 
 impl Config {
-    /// Returns a configuration whose calls return before they are done, so that this process can look for lost ranks
-    /// meanwhile.
+    /// Returns a configuration whose calls return before they are done, so that this process can
+    /// look for lost ranks meanwhile.
     const fn non_blocking() -> Config {
         Config {
             size: size_of::<Config>(),
@@ -139,7 +142,9 @@ fn functions() -> Result<&'static Functions> {
 /// Loads CUDA's driver and NCCL, and checks NCCL's version.
 fn load() -> Result<Functions> {
     open(&[DRIVER]).map_err(|error| {
-        format!("CUDA's driver, `{DRIVER}`, cannot be loaded ({error}): it comes with NVIDIA's driver")
+        format!(
+            "CUDA's driver, `{DRIVER}`, cannot be loaded ({error}): it comes with NVIDIA's driver"
+        )
     })?;
     let library = open(&NAMES).map_err(|error| {
         format!(
@@ -148,12 +153,15 @@ fn load() -> Result<Functions> {
             NAMES[0]
         )
     })?;
-    let functions = Functions::find(library).map_err(|error| format!("NCCL, `{}`, is of no use: {error}", NAMES[0]))?;
+    let functions = Functions::find(library)
+        .map_err(|error| format!("NCCL, `{}`, is of no use: {error}", NAMES[0]))?;
     let mut version = 0;
     // SAFETY: it writes a number.
     let code = unsafe { (functions.get_version)(&mut version) };
     if code != SUCCESS || version < OLDEST {
-        return Err(format!("NCCL is too old: its version is {version}, and must be at least {OLDEST} (2.18)"));
+        return Err(format!(
+            "NCCL is too old: its version is {version}, and must be at least {OLDEST} (2.18)"
+        ));
     }
     Ok(functions)
 }
@@ -175,7 +183,9 @@ fn open(names: &[&str]) -> Result<Library> {
 
 /// Returns the message of the dynamic loader itself.
 fn cause(error: &libloading::Error) -> String {
-    std::error::Error::source(error).unwrap_or(error).to_string()
+    std::error::Error::source(error)
+        .unwrap_or(error)
+        .to_string()
 }
 
 /// Checks that NCCL and the driver can be loaded.
@@ -199,15 +209,23 @@ pub(super) fn unique_id() -> Result<UniqueId> {
 impl Functions {
     /// Turns the code of a call into a result. A call that has only begun is not an error.
     fn begun(&self, code: c_int, communicator: Raw) -> Result<()> {
-        if code == SUCCESS || code == IN_PROGRESS { Ok(()) } else { Err(self.describe(code, communicator)) }
+        if code == SUCCESS || code == IN_PROGRESS {
+            Ok(())
+        } else {
+            Err(self.describe(code, communicator))
+        }
     }
 
     /// Returns NCCL's texts on an error code, and on the last error of a communicator.
     fn describe(&self, code: c_int, communicator: Raw) -> String {
-        // SAFETY: both only look something up; the communicator is one of this process, or null. Their texts are
-        // strings that live at least until the next call of NCCL.
-        let (kind, last) =
-            unsafe { (text_at((self.get_error_string)(code)), text_at((self.get_last_error)(communicator))) };
+        // SAFETY: both only look something up; the communicator is one of this process, or null.
+        // Their texts are strings that live at least until the next call of NCCL.
+        let (kind, last) = unsafe {
+            (
+                text_at((self.get_error_string)(code)),
+                text_at((self.get_last_error)(communicator)),
+            )
+        };
         let kind = kind.unwrap_or_default();
         match last.filter(|last| !last.is_empty()) {
             Some(last) => format!("{kind} (code {code}): {last}"),
@@ -225,7 +243,11 @@ unsafe fn text_at(text: *const c_char) -> Option<String> {
         return None;
     }
     // SAFETY: the caller's promise.
-    Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+    Some(
+        unsafe { CStr::from_ptr(text) }
+            .to_string_lossy()
+            .into_owned(),
+    )
 }
 
 /// An address in a GPU's memory.
@@ -305,7 +327,8 @@ pub(super) struct Communicator {
 }
 
 impl Communicator {
-    /// Begins to join the other ranks that were given this id, on the GPU of the thread's current context.
+    /// Begins to join the other ranks that were given this id, on the GPU of the thread's current
+    /// context.
     pub(super) fn begin(id: UniqueId, rank: usize, ranks: usize) -> Result<Communicator> {
         let functions = functions()?;
         let (rank, ranks) = (int(rank)?, int(ranks)?);
@@ -334,25 +357,76 @@ impl Communicator {
         let (functions, raw) = (self.functions, self.raw);
         let stream: Stream = stream.cu_stream().cast();
         let of = |dtype: DType| number(dtype).ok_or_else(|| format!("it knows no {dtype}"));
-        // SAFETY: the caller has lent the memory at these addresses, which is as long as the counts say on every rank,
-        // until it has seen an event of the stream behind this call, or has aborted the communicator.
+        // SAFETY: the caller has lent the memory at these addresses, which is as long as the counts
+        // say on every rank, until it has seen an event of the stream behind this call, or has
+        // aborted the communicator.
         let code = unsafe {
             match *call {
-                Movement::AllGather { send, receive, count, dtype } => {
-                    (functions.all_gather)(read(send), write(receive), count, of(dtype)?, raw, stream)
-                }
-                Movement::ReduceScatter { send, receive, count, dtype, op } => {
+                Movement::AllGather {
+                    send,
+                    receive,
+                    count,
+                    dtype,
+                } => (functions.all_gather)(
+                    read(send),
+                    write(receive),
+                    count,
+                    of(dtype)?,
+                    raw,
+                    stream,
+                ),
+                Movement::ReduceScatter {
+                    send,
+                    receive,
+                    count,
+                    dtype,
+                    op,
+                } => {
                     let op = reduction(op);
-                    (functions.reduce_scatter)(read(send), write(receive), count, of(dtype)?, op, raw, stream)
+                    (functions.reduce_scatter)(
+                        read(send),
+                        write(receive),
+                        count,
+                        of(dtype)?,
+                        op,
+                        raw,
+                        stream,
+                    )
                 }
-                Movement::AllReduce { buffer, count, dtype, op } => {
+                Movement::AllReduce {
+                    buffer,
+                    count,
+                    dtype,
+                    op,
+                } => {
                     let op = reduction(op);
-                    (functions.all_reduce)(read(buffer), write(buffer), count, of(dtype)?, op, raw, stream)
+                    (functions.all_reduce)(
+                        read(buffer),
+                        write(buffer),
+                        count,
+                        of(dtype)?,
+                        op,
+                        raw,
+                        stream,
+                    )
                 }
-                Movement::Broadcast { buffer, bytes, root } => {
-                    (functions.broadcast)(read(buffer), write(buffer), bytes, BYTE, int(root)?, raw, stream)
-                }
-                Movement::Exchange { ref send, ref receive } => {
+                Movement::Broadcast {
+                    buffer,
+                    bytes,
+                    root,
+                } => (functions.broadcast)(
+                    read(buffer),
+                    write(buffer),
+                    bytes,
+                    BYTE,
+                    int(root)?,
+                    raw,
+                    stream,
+                ),
+                Movement::Exchange {
+                    ref send,
+                    ref receive,
+                } => {
                     functions.begun((functions.group_start)(), raw)?;
                     let begun = self.exchange(send, receive, stream);
                     // A group that was begun must be ended, whatever happened within.
@@ -365,17 +439,28 @@ impl Communicator {
     }
 
     /// Sends and receives, within a group.
-    fn exchange(&self, send: &[(Address, usize)], receive: &[(Address, usize)], stream: Stream) -> Result<()> {
+    fn exchange(
+        &self,
+        send: &[(Address, usize)],
+        receive: &[(Address, usize)],
+        stream: Stream,
+    ) -> Result<()> {
         let (functions, raw) = (self.functions, self.raw);
         for (rank, (&(from, sent), &(to, received))) in send.iter().zip(receive).enumerate() {
             let rank = int(rank)?;
             if sent > 0 {
                 // SAFETY: as in `call`.
-                functions.begun(unsafe { (functions.send)(read(from), sent, BYTE, rank, raw, stream) }, raw)?;
+                functions.begun(
+                    unsafe { (functions.send)(read(from), sent, BYTE, rank, raw, stream) },
+                    raw,
+                )?;
             }
             if received > 0 {
                 // SAFETY: as in `call`.
-                functions.begun(unsafe { (functions.recv)(write(to), received, BYTE, rank, raw, stream) }, raw)?;
+                functions.begun(
+                    unsafe { (functions.recv)(write(to), received, BYTE, rank, raw, stream) },
+                    raw,
+                )?;
             }
         }
         Ok(())
@@ -384,7 +469,8 @@ impl Communicator {
     /// Begins to leave the other ranks. [`Self::state`] tells when that is done.
     pub(super) fn finalize(&self) -> Result<()> {
         // SAFETY: a live communicator, on which nothing runs.
-        self.functions.begun(unsafe { (self.functions.finalize)(self.raw) }, self.raw)
+        self.functions
+            .begun(unsafe { (self.functions.finalize)(self.raw) }, self.raw)
     }
 
     /// Frees a communicator that has left the other ranks.
@@ -444,7 +530,9 @@ mod tests {
 
     #[test]
     fn a_library_that_is_another_lacks_functions() {
-        let Ok(library) = open(&["libc.so.6"]) else { return };
+        let Ok(library) = open(&["libc.so.6"]) else {
+            return;
+        };
         let error = Functions::find(library).unwrap_err();
         assert!(error.contains("`ncclGetVersion`"), "{error}");
     }

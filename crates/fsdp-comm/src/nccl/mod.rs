@@ -1,8 +1,9 @@
 //! The `nccl` backend: ranks are processes with a GPU each, whose memory NCCL moves directly.
 //!
-//! Records, errors, objects and slices of host memory are sent as in the `tcp` backend, and processes find each other
-//! as there. So a rank that dies or stops is named, and all ranks agree before they make a call of NCCL's. Only the
-//! collectives of [`DeviceGroup`](crate::device::DeviceGroup) go through NCCL.
+//! Records, errors, objects and slices of host memory are sent as in the `tcp` backend, and
+//! processes find each other as there. So a rank that dies or stops is named, and all ranks agree
+//! before they make a call of NCCL's. Only the collectives of
+//! [`DeviceGroup`](crate::device::DeviceGroup) go through NCCL.
 
 #[expect(unsafe_code, reason = "calls of a C library")]
 pub(crate) mod library;
@@ -32,11 +33,23 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
     let environment = Environment::from_env()?;
     let ordinal = device_ordinal(&environment)?;
     let ranks_on_host = environment.local_world_size.unwrap_or(1);
-    let control = Arc::new(TcpOptions::new(environment).deadline(deadline).connect_backend()?);
-    let round = Round { number: 0, sequence: 0, operation: "rendezvous", deadline, until };
+    let control = Arc::new(
+        TcpOptions::new(environment)
+            .deadline(deadline)
+            .connect_backend()?,
+    );
+    let round = Round {
+        number: 0,
+        sequence: 0,
+        operation: "rendezvous",
+        deadline,
+        until,
+    };
     let rank = control.rank();
     let backend = blame::noted(rank, NcclBackend::new(control, ordinal, &round))?;
-    Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(deadline).with_ranks_on_host(ranks_on_host))
+    Ok(ProcessGroup::new(Arc::new(backend))
+        .with_deadline(deadline)
+        .with_ranks_on_host(ranks_on_host))
 }
 
 /// Checks that this machine has a driver, NCCL and a GPU.
@@ -50,18 +63,25 @@ pub(crate) fn check() -> Result<(), CommError> {
 
 /// Returns the number of GPUs that this process sees.
 fn devices() -> Result<usize, CommError> {
-    let count = CudaContext::device_count().map_err(|error| unavailable(format!("CUDA does not start: {error}")))?;
+    let count = CudaContext::device_count()
+        .map_err(|error| unavailable(format!("CUDA does not start: {error}")))?;
     match usize::try_from(count) {
-        Ok(0) | Err(_) => Err(unavailable("CUDA finds no GPU: see `CUDA_VISIBLE_DEVICES`".to_owned())),
+        Ok(0) | Err(_) => Err(unavailable(
+            "CUDA finds no GPU: see `CUDA_VISIBLE_DEVICES`".to_owned(),
+        )),
         Ok(count) => Ok(count),
     }
 }
 
-/// Returns the GPU of a rank: the one with the number of its local rank, or the only one that it sees. If the launcher
-/// tells no local ranks, the ranks of each host are taken to have consecutive numbers.
+/// Returns the GPU of a rank: the one with the number of its local rank, or the only one that it
+/// sees. If the launcher tells no local ranks, the ranks of each host are taken to have consecutive
+/// numbers.
 fn device_ordinal(environment: &Environment) -> Result<usize, CommError> {
     let devices = devices()?;
-    ordinal(environment.local_rank.unwrap_or(environment.rank % devices), devices)
+    ordinal(
+        environment.local_rank.unwrap_or(environment.rank % devices),
+        devices,
+    )
 }
 
 /// Returns the number of the GPU of a local rank. A process that sees a single GPU takes that one.
@@ -82,14 +102,16 @@ fn unavailable(message: String) -> CommError {
 /// One rank of one group.
 #[derive(Debug)]
 struct NcclBackend {
-    // This field is dropped first, so that this rank leaves NCCL before it tells the others that it leaves the group.
+    // This field is dropped first, so that this rank leaves NCCL before it tells the others that it
+    // leaves the group.
     owner: Owner,
     control: Arc<TcpBackend>,
     ordinal: usize,
 }
 
 impl NcclBackend {
-    /// Makes the NCCL communicator of a group with all its ranks, which tell each other NCCL's id over `control`.
+    /// Makes the NCCL communicator of a group with all its ranks, which tell each other NCCL's id
+    /// over `control`.
     fn new(control: Arc<TcpBackend>, ordinal: usize, round: &Round<'_>) -> Result<Self, CommError> {
         // Rank 0 makes the id. If it cannot, all ranks get its error.
         let own: Option<Result<Vec<u8>, String>> =
@@ -103,14 +125,21 @@ impl NcclBackend {
         let told = control.tell_again(round, &record)?;
         let first = told.first().map(|record| &record[..]).unwrap_or_default();
         let id = wire::decode::<Option<Result<Vec<u8>, String>>>(first).map_err(object)?;
-        let id = id.unwrap_or_else(|| Err("it was not told".to_owned())).map_err(|message| CommError::Library {
-            library: "NCCL".to_owned(),
-            call: "ncclGetUniqueId".to_owned(),
-            message,
-        })?;
-        let id = UniqueId::from_bytes(&id).ok_or_else(|| object("an id of another length".to_owned()))?;
+        let id = id
+            .unwrap_or_else(|| Err("it was not told".to_owned()))
+            .map_err(|message| CommError::Library {
+                library: "NCCL".to_owned(),
+                call: "ncclGetUniqueId".to_owned(),
+                message,
+            })?;
+        let id = UniqueId::from_bytes(&id)
+            .ok_or_else(|| object("an id of another length".to_owned()))?;
         let owner = Owner::start(&control, ordinal, id, round)?;
-        Ok(NcclBackend { owner, control, ordinal })
+        Ok(NcclBackend {
+            owner,
+            control,
+            ordinal,
+        })
     }
 }
 
@@ -127,11 +156,22 @@ impl Backend for NcclBackend {
         self.control.global_ranks()
     }
 
-    fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError> {
+    fn round<'p>(
+        &self,
+        round: &Round<'_>,
+        record: &[u8],
+        send: &[u8],
+        plan: Planner<'p, '_>,
+    ) -> Result<(), CommError> {
         self.control.round(round, record, send, plan)
     }
 
-    fn subgroup(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError> {
+    fn subgroup(
+        &self,
+        round: &Round<'_>,
+        id: u64,
+        ranks: &[usize],
+    ) -> Result<Arc<dyn Backend>, CommError> {
         let control = Arc::new(self.control.child(round, id, ranks)?);
         Ok(Arc::new(NcclBackend::new(control, self.ordinal, round)?))
     }
@@ -150,7 +190,12 @@ impl DeviceTransfer for NcclBackend {
         self.ordinal
     }
 
-    fn transfer(&self, round: &Round<'_>, call: DeviceCall, stream: &CudaStream) -> Result<(), CommError> {
+    fn transfer(
+        &self,
+        round: &Round<'_>,
+        call: DeviceCall,
+        stream: &CudaStream,
+    ) -> Result<(), CommError> {
         self.owner.run(&self.control, call.0, stream, round)
     }
 }
@@ -162,7 +207,11 @@ mod tests {
     #[test]
     fn each_rank_of_a_host_has_the_gpu_of_its_number() {
         assert_eq!(ordinal(3, 4), Ok(3));
-        assert_eq!(ordinal(3, 1), Ok(0), "a launcher shows each rank its own GPU only");
+        assert_eq!(
+            ordinal(3, 1),
+            Ok(0),
+            "a launcher shows each rank its own GPU only"
+        );
         let error = ordinal(4, 4).unwrap_err().to_string();
         assert!(error.contains("rank 4 of its host, which has 4"), "{error}");
     }
@@ -174,7 +223,13 @@ mod tests {
             Ok(()) => assert!(devices().unwrap() > 0),
             Err(CommError::BackendUnavailable { backend, message }) => {
                 assert_eq!(backend, "nccl");
-                let named = ["libcuda.so.1", "libnccl.so.2", "NCCL is too old", "CUDA does not start", "no GPU"];
+                let named = [
+                    "libcuda.so.1",
+                    "libnccl.so.2",
+                    "NCCL is too old",
+                    "CUDA does not start",
+                    "no GPU",
+                ];
                 assert!(named.iter().any(|name| message.contains(name)), "{message}");
             }
             Err(other) => panic!("{other}"),

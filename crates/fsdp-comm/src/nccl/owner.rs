@@ -58,12 +58,20 @@ impl Owner {
         };
         let thread = thread::Builder::new().name("nccl".to_owned()).spawn(own);
         thread.map_err(|error| failed("a thread", error.to_string()))?;
-        answer(&is_made, round)
-            .unwrap_or_else(|| Err(failed(round.operation, "it did not return in time".to_owned())))?;
-        Ok(Owner { jobs: Mutex::new(Some(jobs)), ended: Mutex::new(ended) })
+        answer(&is_made, round).unwrap_or_else(|| {
+            Err(failed(
+                round.operation,
+                "it did not return in time".to_owned(),
+            ))
+        })?;
+        Ok(Owner {
+            jobs: Mutex::new(Some(jobs)),
+            ended: Mutex::new(ended),
+        })
     }
 
-    /// Carries out a call after all earlier work of the stream. When this returns, the call is over on the GPU.
+    /// Carries out a call after all earlier work of the stream. When this returns, the call is over
+    /// on the GPU.
     pub(super) fn run(
         &self,
         control: &Arc<TcpBackend>,
@@ -71,11 +79,20 @@ impl Owner {
         stream: &CudaStream,
         round: &Round<'_>,
     ) -> Result<(), CommError> {
-        let ready = stream.record_event(None).map_err(|error| driver("cuEventRecord", error))?;
+        let ready = stream
+            .record_event(None)
+            .map_err(|error| driver("cuEventRecord", error))?;
         let (reply, is_done) = mpsc::channel();
-        let job = Job { call, ready, watch: Watch::new(control, round), reply };
+        let job = Job {
+            call,
+            ready,
+            watch: Watch::new(control, round),
+            reply,
+        };
         let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-        jobs.as_ref().and_then(|jobs| jobs.send(job).ok()).ok_or_else(|| gone(round))?;
+        jobs.as_ref()
+            .and_then(|jobs| jobs.send(job).ok())
+            .ok_or_else(|| gone(round))?;
         answer(&is_done, round).unwrap_or_else(|| end_process(round.operation))
     }
 }
@@ -83,7 +100,10 @@ impl Owner {
 impl Drop for Owner {
     fn drop(&mut self) {
         // The thread goes on to the end once there are no more jobs.
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.jobs
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         if ended.recv_timeout(FINALIZE_TIMEOUT * 2) == Err(RecvTimeoutError::Timeout) {
             tracing::warn!("NCCL did not leave its group in time");
@@ -91,9 +111,12 @@ impl Drop for Owner {
     }
 }
 
-/// Waits for the thread's answer. It comes at the latest soon after the round's deadline, unless NCCL does not return.
-/// Then there is none.
-fn answer(answers: &Receiver<Result<(), CommError>>, round: &Round<'_>) -> Option<Result<(), CommError>> {
+/// Waits for the thread's answer. It comes at the latest soon after the round's deadline, unless
+/// NCCL does not return. Then there is none.
+fn answer(
+    answers: &Receiver<Result<(), CommError>>,
+    round: &Round<'_>,
+) -> Option<Result<(), CommError>> {
     let left = round.until.saturating_duration_since(Instant::now());
     match answers.recv_timeout(left + GRACE + FINALIZE_TIMEOUT * 2) {
         Ok(answer) => Some(answer),
@@ -102,23 +125,37 @@ fn answer(answers: &Receiver<Result<(), CommError>>, round: &Round<'_>) -> Optio
     }
 }
 
-/// Ends this process, as the GPU may still read and write memory that the caller gets back with any answer. All other
-/// ranks learn that this one has ended.
+/// Ends this process, as the GPU may still read and write memory that the caller gets back with any
+/// answer. All other ranks learn that this one has ended.
 fn end_process(operation: &str) -> ! {
-    tracing::error!(operation, "a call of NCCL cannot be ended, and may still use GPU memory: this process ends");
+    tracing::error!(
+        operation,
+        "a call of NCCL cannot be ended, and may still use GPU memory: this process ends"
+    );
     std::process::abort();
 }
 
 fn gone(round: &Round<'_>) -> CommError {
-    failed(round.operation, "an earlier call failed, which ended its communicator".to_owned())
+    failed(
+        round.operation,
+        "an earlier call failed, which ended its communicator".to_owned(),
+    )
 }
 
 fn failed(call: &str, message: String) -> CommError {
-    CommError::Library { library: "NCCL".to_owned(), call: call.to_owned(), message }
+    CommError::Library {
+        library: "NCCL".to_owned(),
+        call: call.to_owned(),
+        message,
+    }
 }
 
 fn driver(call: &str, error: DriverError) -> CommError {
-    CommError::Library { library: "CUDA".to_owned(), call: call.to_owned(), message: error.to_string() }
+    CommError::Library {
+        library: "CUDA".to_owned(),
+        call: call.to_owned(),
+        message: error.to_string(),
+    }
 }
 
 /// The communicator and the stream, which the thread owns.
@@ -128,28 +165,43 @@ struct Owned {
 }
 
 impl Owned {
-    /// Joins the communicator that `id` names, on the GPU with this ordinal. An error is reported to the other ranks.
+    /// Joins the communicator that `id` names, on the GPU with this ordinal. An error is reported
+    /// to the other ranks.
     fn join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
         Owned::try_join(ordinal, id, watch).inspect_err(|error| watch.abort(error))
     }
 
     /// Joins the communicator of the group: waits until all ranks have joined.
     fn try_join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
-        // The communicator gets a stream of its own, so that candle's streams never wait for a collective.
-        let context = CudaContext::new(ordinal).map_err(|error| driver("cuDevicePrimaryCtxRetain", error))?;
-        let stream = context.new_stream().map_err(|error| driver("cuStreamCreate", error))?;
+        // The communicator gets a stream of its own, so that candle's streams never wait for a
+        // collective.
+        let context =
+            CudaContext::new(ordinal).map_err(|error| driver("cuDevicePrimaryCtxRetain", error))?;
+        let stream = context
+            .new_stream()
+            .map_err(|error| driver("cuStreamCreate", error))?;
         let begun = Communicator::begin(id, watch.control_rank(), watch.control_ranks());
         let communicator = begun.map_err(|error| failed("ncclCommInitRankConfig", error))?;
         let joined = watch.wait("ncclCommInitRankConfig", || communicator.state());
-        // Report an error to the other ranks before the communicator is dropped, because the drop waits for them.
+        // Report an error to the other ranks before the communicator is dropped, because the drop
+        // waits for them.
         joined.inspect_err(|error| watch.abort(error))?;
-        Ok(Owned { communicator, stream })
+        Ok(Owned {
+            communicator,
+            stream,
+        })
     }
 
-    /// Carries out jobs until there are no more, or one has failed. A failed call cannot be undone on its own, so the
-    /// communicator ends with it.
+    /// Carries out jobs until there are no more, or one has failed. A failed call cannot be undone
+    /// on its own, so the communicator ends with it.
     fn work(self, jobs: &Receiver<Job>) {
-        for Job { call, ready, watch, reply } in jobs {
+        for Job {
+            call,
+            ready,
+            watch,
+            reply,
+        } in jobs
+        {
             let outcome = self.carry_out(&call, &ready, &watch);
             if let Err(error) = outcome {
                 // Tell the others first: NCCL ends a communicator only when all ranks do.
@@ -166,13 +218,26 @@ impl Owned {
         self.leave();
     }
 
-    /// Carries out a call after the work that `ready` stands for, and waits until the GPU is done with it.
-    fn carry_out(&self, call: &Movement, ready: &CudaEvent, watch: &Watch) -> Result<(), CommError> {
+    /// Carries out a call after the work that `ready` stands for, and waits until the GPU is done
+    /// with it.
+    fn carry_out(
+        &self,
+        call: &Movement,
+        ready: &CudaEvent,
+        watch: &Watch,
+    ) -> Result<(), CommError> {
         let operation = watch.operation.as_str();
-        self.stream.wait(ready).map_err(|error| driver("cuStreamWaitEvent", error))?;
-        self.communicator.call(call, &self.stream).map_err(|error| failed(operation, error))?;
+        self.stream
+            .wait(ready)
+            .map_err(|error| driver("cuStreamWaitEvent", error))?;
+        self.communicator
+            .call(call, &self.stream)
+            .map_err(|error| failed(operation, error))?;
         watch.wait(operation, || self.communicator.state())?;
-        let over = self.stream.record_event(None).map_err(|error| driver("cuEventRecord", error))?;
+        let over = self
+            .stream
+            .record_event(None)
+            .map_err(|error| driver("cuEventRecord", error))?;
         watch.wait(operation, || {
             // Errors of the network and of other ranks are reported here, and not by the GPU.
             self.communicator.state()?;
@@ -180,10 +245,13 @@ impl Owned {
         })
     }
 
-    /// Aborts the running call, and waits until the GPU no longer touches the borrowed memory. Returns `true` if
-    /// it does not touch it any more.
+    /// Aborts the running call, and waits until the GPU no longer touches the borrowed memory.
+    /// Returns `true` if it does not touch it any more.
     fn give_up(self) -> bool {
-        let Owned { communicator, stream } = self;
+        let Owned {
+            communicator,
+            stream,
+        } = self;
         drop(communicator);
         let until = Instant::now() + FINALIZE_TIMEOUT;
         let mut pause = Pause::new();
@@ -204,9 +272,13 @@ impl Owned {
         true
     }
 
-    /// Leaves the communicator together with the other ranks. If they do not leave in time, it is aborted.
+    /// Leaves the communicator together with the other ranks. If they do not leave in time, it is
+    /// aborted.
     fn leave(self) {
-        let Owned { communicator, stream } = self;
+        let Owned {
+            communicator,
+            stream,
+        } = self;
         let until = Instant::now() + FINALIZE_TIMEOUT;
         let left = communicator.finalize().and_then(|()| {
             let mut pause = Pause::new();
@@ -242,11 +314,25 @@ struct Watch {
 
 impl Watch {
     fn new(control: &Arc<TcpBackend>, round: &Round<'_>) -> Watch {
-        let &Round { number, sequence, operation, deadline, until } = round;
-        Watch { control: Arc::clone(control), number, sequence, operation: operation.to_owned(), deadline, until }
+        let &Round {
+            number,
+            sequence,
+            operation,
+            deadline,
+            until,
+        } = round;
+        Watch {
+            control: Arc::clone(control),
+            number,
+            sequence,
+            operation: operation.to_owned(),
+            deadline,
+            until,
+        }
     }
 
-    /// Returns this rank in the group that `control` connects, whose ranks are those of the communicator.
+    /// Returns this rank in the group that `control` connects, whose ranks are those of the
+    /// communicator.
     fn control_rank(&self) -> usize {
         self.control.rank()
     }
@@ -257,8 +343,21 @@ impl Watch {
     }
 
     fn round(&self) -> Round<'_> {
-        let &Watch { number, sequence, ref operation, deadline, until, .. } = self;
-        Round { number, sequence, operation, deadline, until }
+        let &Watch {
+            number,
+            sequence,
+            ref operation,
+            deadline,
+            until,
+            ..
+        } = self;
+        Round {
+            number,
+            sequence,
+            operation,
+            deadline,
+            until,
+        }
     }
 
     /// Tells the other ranks that the operation has failed.
@@ -266,8 +365,8 @@ impl Watch {
         self.control.abort(self.number, error);
     }
 
-    /// Returns the error that names another rank, if one is to blame. NCCL may have noticed its loss first, so this
-    /// waits for a moment.
+    /// Returns the error that names another rank, if one is to blame. NCCL may have noticed its
+    /// loss first, so this waits for a moment.
     fn blame(&self) -> Option<CommError> {
         let until = Instant::now() + GRACE;
         loop {
@@ -296,9 +395,13 @@ impl Watch {
     /// Waits until `is_done` returns `true`.
     ///
     /// # Errors
-    /// The error of `is_done`, or that of the rank that has caused it. The loss of another rank, or the deadline, if
-    /// the call is not done within [`GRACE`] after that.
-    fn wait(&self, call: &str, mut is_done: impl FnMut() -> Result<bool, String>) -> Result<(), CommError> {
+    /// The error of `is_done`, or that of the rank that has caused it. The loss of another rank, or
+    /// the deadline, if the call is not done within [`GRACE`] after that.
+    fn wait(
+        &self,
+        call: &str,
+        mut is_done: impl FnMut() -> Result<bool, String>,
+    ) -> Result<(), CommError> {
         let mut pause = Pause::new();
         let mut look = Instant::now() + PEER_CHECK_INTERVAL;
         let mut failing_since: Option<Instant> = None;

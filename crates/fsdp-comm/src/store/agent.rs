@@ -1,12 +1,14 @@
-//! The rendezvous under torchrun, whose agent listens at the job's address with torch's own `TCPStore`.
+//! The rendezvous under torchrun, whose agent listens at the job's address with torch's own
+//! `TCPStore`.
 //!
-//! All ranks are clients of the agent's store. Rank 0, which may be on another host than the agent, hosts the job's
-//! store on a free port and publishes its address under a key of the agent's store. That key outlives the ranks: if
-//! torchrun starts them again, it holds the old address until the new rank 0 has set it. A rank whose connection is
-//! refused therefore reads the key again and retries.
+//! All ranks are clients of the agent's store. Rank 0, which may be on another host than the agent,
+//! hosts the job's store on a free port and publishes its address under a key of the agent's store.
+//! That key outlives the ranks: if torchrun starts them again, it holds the old address until the
+//! new rank 0 has set it. A rank whose connection is refused therefore reads the key again and
+//! retries.
 //!
-//! A nonce follows the address. It is part of the job's name for as long as this rank 0 lives, so no rank mistakes
-//! another job at an old address for its own.
+//! A nonce follows the address. It is part of the job's name for as long as this rank 0 lives, so
+//! no rank mistakes another job at an old address for its own.
 
 use std::fmt;
 use std::io;
@@ -37,16 +39,17 @@ const STOP_WAITING: u8 = 0;
 /// The longest value that is read: longer than any address with a nonce.
 const MAX_ADDRESS_BYTES: usize = 160;
 
-/// The time that a refused rank waits before it reads the key again. It is long because all ranks ask one agent.
+/// The time that a refused rank waits before it reads the key again. It is long because all ranks
+/// ask one agent.
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 
-/// The number of addresses that a rank can try within the deadline. An address without a greeting may be an old one, at
-/// which another program listens now, or that of a process that is stopped.
+/// The number of addresses that a rank can try within the deadline. An address without a greeting
+/// may be an old one, at which another program listens now, or that of a process that is stopped.
 const ADDRESSES: u32 = 4;
 
 impl TcpStore {
-    /// Joins the job's store through the store of torchrun's agent at `agent` (`host:port`), in which `key` holds the
-    /// address of rank 0. With `one_host`, all ranks are on this one.
+    /// Joins the job's store through the store of torchrun's agent at `agent` (`host:port`), in
+    /// which `key` holds the address of rank 0. With `one_host`, all ranks are on this one.
     pub(crate) fn through_agent(
         agent: &str,
         key: &str,
@@ -71,14 +74,22 @@ impl TcpStore {
             // No other host needs to reach rank 0 if no other host has ranks.
             Ipv4Addr::LOCALHOST.into()
         } else if local.is_loopback() && (options.secret.is_some() || options.insecure) {
-            // The agent is on this host, and other hosts reach this host at the address at which they reach the agent.
+            // The agent is on this host, and other hosts reach this host at the address at which
+            // they reach the agent.
             Ipv4Addr::UNSPECIFIED.into()
         } else {
             local
         };
-        let nonce = nonce_text().map_err(|error| failed(format!("rank 0 found no random number: {error}")))?;
-        let store = TcpStore::host(&in_zone(connection.local, ip, 0).to_string(), &named(options, &nonce))?;
-        let address = store.address().parse().map_err(|_| failed(format!("`{}` is no address", store.address())))?;
+        let nonce = nonce_text()
+            .map_err(|error| failed(format!("rank 0 found no random number: {error}")))?;
+        let store = TcpStore::host(
+            &in_zone(connection.local, ip, 0).to_string(),
+            &named(options, &nonce),
+        )?;
+        let address = store
+            .address()
+            .parse()
+            .map_err(|_| failed(format!("`{}` is no address", store.address())))?;
         connection.publish(key, &Published { address, nonce }).map_err(|error| {
             failed(format!(
                 "rank 0 could not tell its address to the store of torchrun's agent within {deadline:?}: {}; \
@@ -106,10 +117,14 @@ impl fmt::Display for Published {
 
 /// Returns options for the job while its rank 0 has this nonce.
 fn named(options: &StoreOptions, nonce: &str) -> StoreOptions {
-    StoreOptions { job: format!("{}/{nonce}", options.job), ..options.clone() }
+    StoreOptions {
+        job: format!("{}/{nonce}", options.job),
+        ..options.clone()
+    }
 }
 
-/// A client of the agent's store. In its protocol integers are little-endian, and strings follow their length.
+/// A client of the agent's store. In its protocol integers are little-endian, and strings follow
+/// their length.
 struct Agent {
     stream: TcpStream,
     /// The address of this end of the connection.
@@ -124,12 +139,21 @@ impl Agent {
     fn connect(address: &str, until: Instant, pause: Duration) -> io::Result<Agent> {
         let stream = connect_until(&Name(address), until, pause)?;
         let (local, peer) = (stream.local_addr()?, stream.peer_addr()?);
-        write_all(&stream, &[&[VALIDATE][..], &MAGIC.to_le_bytes()].concat(), until)?;
-        Ok(Agent { stream, local, peer, until })
+        write_all(
+            &stream,
+            &[&[VALIDATE][..], &MAGIC.to_le_bytes()].concat(),
+            until,
+        )?;
+        Ok(Agent {
+            stream,
+            local,
+            peer,
+            until,
+        })
     }
 
-    /// Joins the store of rank 0 at the address under the key. Retries until the deadline, and returns the reason if
-    /// that was not possible.
+    /// Joins the store of rank 0 at the address under the key. Retries until the deadline, and
+    /// returns the reason if that was not possible.
     fn join(&mut self, key: &str, options: &StoreOptions) -> Result<TcpStore, String> {
         let (rank, deadline) = (options.rank, options.deadline);
         loop {
@@ -140,19 +164,32 @@ impl Agent {
                     reason(&error)
                 )
             })?;
-            let ip = if published.ip().is_unspecified() { self.peer.ip() } else { published.ip() };
+            let ip = if published.ip().is_unspecified() {
+                self.peer.ip()
+            } else {
+                published.ip()
+            };
             let address = in_zone(self.local, ip, published.port());
             let joined = match connect_once(address, self.until) {
                 Ok(stream) => {
                     let until = self.until.min(until(deadline / ADDRESSES));
-                    TcpStore::join(stream, &published.to_string(), &named(options, &nonce), until)
+                    TcpStore::join(
+                        stream,
+                        &published.to_string(),
+                        &named(options, &nonce),
+                        until,
+                    )
                 }
                 Err(error) => Err(NotJoined::Lost(error)),
             };
             match joined {
                 // Another attempt would not end in time.
                 Err(reason) if Instant::now() + 2 * ASK_AGAIN >= self.until => {
-                    return Err(format!("{}{}", reason.message(&address.to_string(), options), hint(published.ip())));
+                    return Err(format!(
+                        "{}{}",
+                        reason.message(&address.to_string(), options),
+                        hint(published.ip())
+                    ));
                 }
                 Err(reason) => {
                     tracing::debug!(%address, ?reason, "not let in; rank 0 may have a new address soon");
@@ -174,30 +211,44 @@ impl Agent {
             return Ok(());
         }
         let (found, own) = (found.address, own.address);
-        Err(invalid(format!("`{key}` is {found} after it was set to {own}: is there another rank 0?")))
+        Err(invalid(format!(
+            "`{key}` is {found} after it was set to {own}: is there another rank 0?"
+        )))
     }
 
-    /// Waits until the key is set, and returns the address under it. Reading a key that is not set is an error of the
-    /// agent's store, so waiting comes first.
+    /// Waits until the key is set, and returns the address under it. Reading a key that is not set
+    /// is an error of the agent's store, so waiting comes first.
     fn wait_and_get(&mut self, key: &str) -> io::Result<Published> {
         self.send(&[&[WAIT], &1_u64.to_le_bytes()[..], &string(key)])?;
         let [answer] = self.read()?;
         if answer != STOP_WAITING {
-            return Err(invalid(format!("what answers there speaks another protocol: {answer:#04x} to a wait")));
+            return Err(invalid(format!(
+                "what answers there speaks another protocol: {answer:#04x} to a wait"
+            )));
         }
         self.send(&[&[GET], &string(key)[..]])?;
         let len = u64::from_le_bytes(self.read()?);
-        let Some(len) = usize::try_from(len).ok().filter(|&len| len <= MAX_ADDRESS_BYTES) else {
-            return Err(invalid(format!("`{key}` has {len} bytes, but an address has at most {MAX_ADDRESS_BYTES}")));
+        let Some(len) = usize::try_from(len)
+            .ok()
+            .filter(|&len| len <= MAX_ADDRESS_BYTES)
+        else {
+            return Err(invalid(format!(
+                "`{key}` has {len} bytes, but an address has at most {MAX_ADDRESS_BYTES}"
+            )));
         };
         let mut value = vec![0; len];
         read_exact(&self.stream, &mut value, self.until)?;
         let value = String::from_utf8_lossy(&value);
-        // An address without a nonce is that of a rank 0 of another version. Its store refuses this rank.
+        // An address without a nonce is that of a rank 0 of another version. Its store refuses this
+        // rank.
         let (address, nonce) = value.split_once(' ').unwrap_or((&value, ""));
         let address = address.parse();
-        let address = address.map_err(|_| invalid(format!("`{key}` is `{}`, no address", value.escape_debug())))?;
-        Ok(Published { address, nonce: nonce.to_owned() })
+        let address = address
+            .map_err(|_| invalid(format!("`{key}` is `{}`, no address", value.escape_debug())))?;
+        Ok(Published {
+            address,
+            nonce: nonce.to_owned(),
+        })
     }
 
     fn send(&mut self, parts: &[&[u8]]) -> io::Result<()> {

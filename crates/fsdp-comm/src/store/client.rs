@@ -15,9 +15,11 @@ use crate::deadline::{MAX_DEADLINE, until};
 use crate::error::CommError;
 use crate::open_files;
 
-/// A connection to the store. On the rank that hosts the store it owns the store too, which ends when this is dropped.
+/// A connection to the store. On the rank that hosts the store it owns the store too, which ends
+/// when this is dropped.
 ///
-/// One request is carried out at a time, so a thread that [waits](Self::wait) keeps other threads waiting.
+/// One request is carried out at a time, so a thread that [waits](Self::wait) keeps other threads
+/// waiting.
 #[derive(Debug)]
 pub struct TcpStore {
     address: String,
@@ -51,8 +53,9 @@ const GRACE: Duration = Duration::from_secs(2);
 /// The shortest and the longest time between two attempts of a rank to join, in milliseconds.
 const RETRY_MILLISECONDS: (usize, usize) = (20, 1000);
 
-/// Returns the time between two attempts of a rank to join. It grows with the number of ranks, so that a store which is
-/// not open yet, or its name server, gets about a thousand requests in a second at most.
+/// Returns the time between two attempts of a rank to join. It grows with the number of ranks, so
+/// that a store which is not open yet, or its name server, gets about a thousand requests in a
+/// second at most.
 pub(super) fn retry_pause(options: &StoreOptions) -> Duration {
     let (shortest, longest) = RETRY_MILLISECONDS;
     // Ranks that were started together do not try together for ever.
@@ -63,49 +66,69 @@ pub(super) fn retry_pause(options: &StoreOptions) -> Duration {
 impl TcpStore {
     /// Opens the store at `address` (`host:port`, port 0 for any) and connects to it.
     ///
-    /// If `host` is a name, and not an address or `localhost`, and there is a secret or `insecure`, the store listens
-    /// at every address of this host: its name may lead elsewhere here than on other hosts, or nowhere yet.
+    /// If `host` is a name, and not an address or `localhost`, and there is a secret or `insecure`,
+    /// the store listens at every address of this host: its name may lead elsewhere here than on
+    /// other hosts, or nowhere yet.
     ///
     /// # Errors
-    /// [`CommError::Rendezvous`] if the address is not this host's, or the port is taken, or other hosts reach the
-    /// address and there is no secret.
+    /// [`CommError::Rendezvous`] if the address is not this host's, or the port is taken, or other
+    /// hosts reach the address and there is no secret.
     pub fn host(address: &str, options: &StoreOptions) -> Result<TcpStore, CommError> {
         let rank = options.rank;
         let failed = |message: String| rendezvous(address, format!("rank {rank}: {message}"));
         open_files::make_room(options.world_size).map_err(failed)?;
-        let addresses = listening::addresses(address, options)
-            .map_err(|error| rendezvous(address, format!("rank {rank} could not listen: {error}; see MASTER_ADDR")))?;
+        let addresses = listening::addresses(address, options).map_err(|error| {
+            rendezvous(
+                address,
+                format!("rank {rank} could not listen: {error}; see MASTER_ADDR"),
+            )
+        })?;
         for found in &addresses {
             options.check_address(found.ip()).map_err(failed)?;
         }
         let server = server::start(&addresses, options).map_err(|error| {
             let hint = match error.kind() {
-                ErrorKind::AddrInUse => "; is another job using this port? choose another MASTER_PORT",
-                ErrorKind::AddrNotAvailable => "; MASTER_ADDR must be an address of the host of rank 0",
+                ErrorKind::AddrInUse => {
+                    "; is another job using this port? choose another MASTER_PORT"
+                }
+                ErrorKind::AddrNotAvailable => {
+                    "; MASTER_ADDR must be an address of the host of rank 0"
+                }
                 _ => "",
             };
-            rendezvous(address, format!("rank {rank} could not listen: {error}{hint}"))
+            rendezvous(
+                address,
+                format!("rank {rank} could not listen: {error}{hint}"),
+            )
         })?;
         let listens_at = server.address();
         if !listening::is_everywhere(address, options) {
-            return Self::open(&listens_at.to_string(), &[listens_at][..], options, Some(server));
+            return Self::open(
+                &listens_at.to_string(),
+                &[listens_at][..],
+                options,
+                Some(server),
+            );
         }
         let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
         let (name, port) = (format!("{host}:{}", listens_at.port()), listens_at.port());
         Self::open(&name, &listening::loopback(port)[..], options, Some(server))
     }
 
-    /// Connects to the store at `address` (`host:port`), and retries until the store opens or the deadline is over.
+    /// Connects to the store at `address` (`host:port`), and retries until the store opens or the
+    /// deadline is over.
     ///
     /// # Errors
-    /// [`CommError::Rendezvous`] if no store answers within the deadline, if it is the store of another job, or if
-    /// another process has joined it as this rank and is still there at the deadline.
+    /// [`CommError::Rendezvous`] if no store answers within the deadline, if it is the store of
+    /// another job, or if another process has joined it as this rank and is still there at the
+    /// deadline.
     pub fn connect(address: &str, options: &StoreOptions) -> Result<TcpStore, CommError> {
         Self::open(address, listening::Name(address), options, None)
     }
 
-    /// Connects to a store and joins it. `address` is its name for messages and other ranks, and `at` are the addresses
-    /// that this rank tries. `server` is the port of the store, if this rank hosts it; the result keeps it.
+    /// Connects to a store and joins it. `address` is its name for messages and other ranks, and
+    /// `at` are the addresses that this rank tries. `server` is the port of the store, if this rank
+    /// hosts it; the result keeps it.
     fn open(
         address: &str,
         at: impl ToSocketAddrs,
@@ -119,10 +142,18 @@ impl TcpStore {
                 .map_err(NotJoined::Lost)
                 .and_then(|stream| Self::join(stream, address, options, until));
             match joined {
-                Ok(store) => return Ok(TcpStore { _server: server, ..store }),
-                // The store drops connections if too many arrive at once. Or it is that of an earlier attempt of this
-                // job, in which rank 0 has not noticed yet that others have ended. So try again until the deadline.
-                Err(reason @ (NotJoined::Lost(_) | NotJoined::NotNow(_))) if Instant::now() + pause < until => {
+                Ok(store) => {
+                    return Ok(TcpStore {
+                        _server: server,
+                        ..store
+                    });
+                }
+                // The store drops connections if too many arrive at once. Or it is that of an
+                // earlier attempt of this job, in which rank 0 has not noticed yet that others have
+                // ended. So try again until the deadline.
+                Err(reason @ (NotJoined::Lost(_) | NotJoined::NotNow(_)))
+                    if Instant::now() + pause < until =>
+                {
                     tracing::debug!(address, ?reason, "not joined yet; trying again");
                     thread::sleep(pause);
                 }
@@ -138,18 +169,24 @@ impl TcpStore {
         options: &StoreOptions,
         until: Instant,
     ) -> Result<TcpStore, NotJoined> {
-        options.check_address(stream.peer_addr()?.ip()).map_err(NotJoined::Refused)?;
+        options
+            .check_address(stream.peer_addr()?.ip())
+            .map_err(NotJoined::Refused)?;
         // Step 1: both sides show that they belong to the same job.
         let hello = Hello::new(options.rank, options.world_size);
         let key = options.key();
         handshake_as_client(&stream, &key, hello, until)?;
-        // Step 2: the store of this job accepts this rank or refuses it, for example because the rank has already
-        // joined.
+        // Step 2: the store of this job accepts this rank or refuses it, for example because the
+        // rank has already joined.
         match read_blocking(&mut stream, until)? {
             Reply::Welcome => {}
             Reply::NotNow(reason) => return Err(NotJoined::NotNow(reason)),
             Reply::Refused(reason) => return Err(NotJoined::Refused(reason)),
-            _ => return Err(NotJoined::Refused("the program at this address is not a store".to_owned())),
+            _ => {
+                return Err(NotJoined::Refused(
+                    "the program at this address is not a store".to_owned(),
+                ));
+            }
         }
         Ok(TcpStore {
             address: address.to_owned(),
@@ -174,8 +211,8 @@ impl TcpStore {
         &self.key
     }
 
-    /// Returns the address that this host has in the connection to the store. Usually other ranks can reach this host
-    /// at the same address.
+    /// Returns the address that this host has in the connection to the store. Usually other ranks
+    /// can reach this host at the same address.
     #[must_use]
     pub fn local_ip(&self) -> IpAddr {
         self.local.ip()
@@ -186,13 +223,14 @@ impl TcpStore {
         self.peer.ip()
     }
 
-    /// Returns the address of a port at an IP address. If that is a link-local one, the link is that of the connection
-    /// to the store.
+    /// Returns the address of a port at an IP address. If that is a link-local one, the link is
+    /// that of the connection to the store.
     pub(crate) fn in_zone(&self, ip: IpAddr, port: u16) -> SocketAddr {
         listening::in_zone(self.local, ip, port)
     }
 
-    /// Returns `true` if the store, and the ranks on its host, listen at every address of that host.
+    /// Returns `true` if the store, and the ranks on its host, listen at every address of that
+    /// host.
     pub(crate) fn is_everywhere(&self) -> bool {
         self.is_everywhere
     }
@@ -202,7 +240,10 @@ impl TcpStore {
     /// # Errors
     /// [`CommError::Store`]: the store is gone, or key or value are too long.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<(), CommError> {
-        let request = Request::Set { key: key.to_owned(), value: value.to_vec() };
+        let request = Request::Set {
+            key: key.to_owned(),
+            value: value.to_vec(),
+        };
         self.ask("set", request, self.deadline).map(drop)
     }
 
@@ -211,19 +252,32 @@ impl TcpStore {
     /// # Errors
     /// [`CommError::Store`]: the store is gone.
     pub fn get(&self, key: &str) -> Result<Option<Vec<u8>>, CommError> {
-        match self.ask("get", Request::Get { key: key.to_owned() }, self.deadline)? {
+        match self.ask(
+            "get",
+            Request::Get {
+                key: key.to_owned(),
+            },
+            self.deadline,
+        )? {
             Reply::Value(value) => Ok(value),
             reply => Err(self.unexpected("get", &reply)),
         }
     }
 
-    /// Waits until all these keys have been set, and returns their values. At the deadline it returns `Err` with the
-    /// keys that have not been set.
+    /// Waits until all these keys have been set, and returns their values. At the deadline it
+    /// returns `Err` with the keys that have not been set.
     ///
     /// # Errors
     /// [`CommError::Store`]: the store is gone.
-    pub fn wait(&self, keys: &[String], deadline: Duration) -> Result<Result<Vec<Vec<u8>>, Vec<String>>, CommError> {
-        let request = Request::Wait { keys: keys.to_vec(), milliseconds: milliseconds(deadline) };
+    pub fn wait(
+        &self,
+        keys: &[String],
+        deadline: Duration,
+    ) -> Result<Result<Vec<Vec<u8>>, Vec<String>>, CommError> {
+        let request = Request::Wait {
+            keys: keys.to_vec(),
+            milliseconds: milliseconds(deadline),
+        };
         match self.ask("wait", request, deadline)? {
             Reply::Values(values) => Ok(Ok(values)),
             Reply::Missing(keys) => Ok(Err(keys)),
@@ -231,10 +285,17 @@ impl TcpStore {
         }
     }
 
-    /// Waits until each rank has set its key, which is `prefix` and its number. The wait ends early if a rank has ended
-    /// its connection to the store and keys are missing.
-    pub(crate) fn wait_for_ranks(&self, prefix: &str, deadline: Duration) -> Result<RankValues, CommError> {
-        let request = Request::WaitForRanks { prefix: prefix.to_owned(), milliseconds: milliseconds(deadline) };
+    /// Waits until each rank has set its key, which is `prefix` and its number. The wait ends early
+    /// if a rank has ended its connection to the store and keys are missing.
+    pub(crate) fn wait_for_ranks(
+        &self,
+        prefix: &str,
+        deadline: Duration,
+    ) -> Result<RankValues, CommError> {
+        let request = Request::WaitForRanks {
+            prefix: prefix.to_owned(),
+            milliseconds: milliseconds(deadline),
+        };
         match self.ask("wait", request, deadline)? {
             Reply::Values(values) => Ok(RankValues::Complete(values)),
             Reply::Missing(keys) => Ok(RankValues::Missing(keys)),
@@ -254,19 +315,33 @@ impl TcpStore {
     /// Adds to the number under a key, 0 if it has not been set, and returns the sum.
     ///
     /// # Errors
-    /// [`CommError::Store`]: the store is gone, or what is under the key is not a number that `add` made.
+    /// [`CommError::Store`]: the store is gone, or what is under the key is not a number that `add`
+    /// made.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64, CommError> {
-        match self.ask("add", Request::Add { key: key.to_owned(), amount }, self.deadline)? {
+        match self.ask(
+            "add",
+            Request::Add {
+                key: key.to_owned(),
+                amount,
+            },
+            self.deadline,
+        )? {
             Reply::Number(number) => Ok(number),
             reply => Err(self.unexpected("add", &reply)),
         }
     }
 
-    /// Sets a key if its value is `expected` (`None`: if it has not been set). Returns its value after that.
+    /// Sets a key if its value is `expected` (`None`: if it has not been set). Returns its value
+    /// after that.
     ///
     /// # Errors
     /// [`CommError::Store`]: the store is gone, or key or value are too long.
-    pub fn compare_and_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<Vec<u8>, CommError> {
+    pub fn compare_and_set(
+        &self,
+        key: &str,
+        expected: Option<&[u8]>,
+        value: &[u8],
+    ) -> Result<Vec<u8>, CommError> {
         self.compare_and_set_within(self.deadline, key, expected, value)
     }
 
@@ -279,7 +354,11 @@ impl TcpStore {
         value: &[u8],
     ) -> Result<Vec<u8>, CommError> {
         let expected = expected.map(<[u8]>::to_vec);
-        let request = Request::CompareAndSet { key: key.to_owned(), expected, value: value.to_vec() };
+        let request = Request::CompareAndSet {
+            key: key.to_owned(),
+            expected,
+            value: value.to_vec(),
+        };
         match self.ask("compare_and_set", request, deadline)? {
             Reply::Value(value) => Ok(value.unwrap_or_default()),
             reply => Err(self.unexpected("compare_and_set", &reply)),
@@ -288,21 +367,31 @@ impl TcpStore {
 
     /// Ends the connection. The store, if this rank hosts it, goes on.
     pub(crate) fn leave(&self) {
-        self.connection.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.connection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
     }
 
-    /// Sends a request and waits for the reply; `name` is the operation, for errors. A connection that broke in the
-    /// middle of a request is not used again: the next reply could be that of the one before.
+    /// Sends a request and waits for the reply; `name` is the operation, for errors. A connection
+    /// that broke in the middle of a request is not used again: the next reply could be that of the
+    /// one before.
     fn ask(&self, name: &str, request: Request, deadline: Duration) -> Result<Reply, CommError> {
-        request.check().map_err(|message| self.error(name, message))?;
+        request
+            .check()
+            .map_err(|message| self.error(name, message))?;
         // A request that is too long must not cost the connection, so it is encoded first.
         let request = to_bytes(&request).map_err(|error| self.error(name, error.to_string()))?;
-        let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut connection = self
+            .connection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let Some(mut stream) = connection.take() else {
             return Err(self.error(name, "the connection was lost in an earlier request"));
         };
         let until = until(deadline.saturating_add(GRACE));
-        let reply = write_all(&stream, &request, until).and_then(|()| read_blocking(&mut stream, until));
+        let reply =
+            write_all(&stream, &request, until).and_then(|()| read_blocking(&mut stream, until));
         match reply.map_err(|error| self.error(name, error.to_string()))? {
             Reply::Refused(reason) => {
                 *connection = Some(stream);
@@ -320,12 +409,21 @@ impl TcpStore {
     }
 
     fn error(&self, request: &str, message: impl Into<String>) -> CommError {
-        CommError::Store { address: self.address.clone(), request: request.to_owned(), message: message.into() }
+        CommError::Store {
+            address: self.address.clone(),
+            request: request.to_owned(),
+            message: message.into(),
+        }
     }
 }
 
 pub(super) fn rendezvous(address: &str, message: String) -> CommError {
-    CommError::Rendezvous { address: address.to_owned(), joined: Vec::new(), missing: Vec::new(), message }
+    CommError::Rendezvous {
+        address: address.to_owned(),
+        joined: Vec::new(),
+        missing: Vec::new(),
+        message,
+    }
 }
 
 /// Returns a deadline as it is sent to the store.
@@ -358,7 +456,8 @@ pub(super) enum NotJoined {
     OtherJob,
     /// The store of this job refused this rank, or its address is not allowed without a secret.
     Refused(String),
-    /// The store of this job cannot take this rank now. It may be that of an earlier attempt, which is about to end.
+    /// The store of this job cannot take this rank now. It may be that of an earlier attempt, which
+    /// is about to end.
     NotNow(String),
     /// There is no store, or the connection to it was lost.
     Lost(io::Error),
@@ -390,17 +489,25 @@ impl NotJoined {
             ),
             NotJoined::Refused(reason) => format!("rank {rank}: {reason}"),
             NotJoined::NotNow(reason) => {
-                format!("rank {rank} could not join the job at {address} within {deadline:?}: {reason}")
+                format!(
+                    "rank {rank} could not join the job at {address} within {deadline:?}: {reason}"
+                )
             }
             NotJoined::Lost(error) => {
-                format!("rank {rank} could not reach rank 0 at {address} within {deadline:?}: {error}")
+                format!(
+                    "rank {rank} could not reach rank 0 at {address} within {deadline:?}: {error}"
+                )
             }
         }
     }
 }
 
 /// Connects to an address, and retries after each pause until `until`.
-pub(super) fn connect_until(address: &impl ToSocketAddrs, until: Instant, pause: Duration) -> io::Result<TcpStream> {
+pub(super) fn connect_until(
+    address: &impl ToSocketAddrs,
+    until: Instant,
+    pause: Duration,
+) -> io::Result<TcpStream> {
     loop {
         match connect_once(address, until) {
             Err(error) if Instant::now() + pause >= until => return Err(error),
@@ -414,7 +521,9 @@ pub(super) fn connect_until(address: &impl ToSocketAddrs, until: Instant, pause:
 pub(super) fn connect_once(address: impl ToSocketAddrs, until: Instant) -> io::Result<TcpStream> {
     let mut error = io::Error::new(ErrorKind::NotFound, "the name has no address");
     for address in address.to_socket_addrs()? {
-        let left = until.saturating_duration_since(Instant::now()).clamp(Duration::from_millis(1), GRACE);
+        let left = until
+            .saturating_duration_since(Instant::now())
+            .clamp(Duration::from_millis(1), GRACE);
         match TcpStream::connect_timeout(&address, left) {
             // A client that connects to a free port of its own host can be given that port itself.
             Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
@@ -437,7 +546,14 @@ mod tests {
     const DEADLINE: Duration = Duration::from_secs(20);
 
     fn options(rank: usize, deadline: Duration) -> StoreOptions {
-        StoreOptions { job: "job".to_owned(), secret: None, insecure: false, rank, world_size: 3, deadline }
+        StoreOptions {
+            job: "job".to_owned(),
+            secret: None,
+            insecure: false,
+            rank,
+            world_size: 3,
+            deadline,
+        }
     }
 
     #[test]
@@ -451,28 +567,50 @@ mod tests {
             let waiting = scope.spawn(|| host.wait_for_ranks("place/", DEADLINE).unwrap());
             // It asks the same, and ends before there is a reply.
             let stream = other.connection.lock().unwrap().take().unwrap();
-            let request = Request::WaitForRanks { prefix: "place/".to_owned(), milliseconds: 1 << 20 };
+            let request = Request::WaitForRanks {
+                prefix: "place/".to_owned(),
+                milliseconds: 1 << 20,
+            };
             write_all(&stream, &to_bytes(&request).unwrap(), until(DEADLINE)).unwrap();
             drop(stream);
             let outcome = waiting.join().unwrap();
-            assert!(matches!(&outcome, RankValues::Departed(ranks) if ranks[..] == [1]), "{outcome:?}");
+            assert!(
+                matches!(&outcome, RankValues::Departed(ranks) if ranks[..] == [1]),
+                "{outcome:?}"
+            );
         });
         assert_eq!(host.departed(DEADLINE).unwrap(), [1]);
-        let late = TcpStore::connect(host.address(), &options(2, Duration::from_millis(200))).unwrap_err();
-        assert!(late.to_string().contains("the rendezvous there has failed"), "{late}");
+        let late =
+            TcpStore::connect(host.address(), &options(2, Duration::from_millis(200))).unwrap_err();
+        assert!(
+            late.to_string().contains("the rendezvous there has failed"),
+            "{late}"
+        );
         // Others than those who need all ranks go on.
         host.set("key", b"value").unwrap();
-        assert_eq!(host.wait(&["key".to_owned()], DEADLINE).unwrap().unwrap(), [b"value"]);
+        assert_eq!(
+            host.wait(&["key".to_owned()], DEADLINE).unwrap().unwrap(),
+            [b"value"]
+        );
     }
 
     #[test]
     fn no_rank_joins_after_the_others_have_waited_for_it_in_vain() {
         let host = TcpStore::host("127.0.0.1:0", &options(0, DEADLINE)).unwrap();
         host.set("place/0", b"").unwrap();
-        let outcome = host.wait_for_ranks("place/", Duration::from_millis(50)).unwrap();
-        assert!(matches!(&outcome, RankValues::Missing(keys) if keys[..] == ["place/1", "place/2"]), "{outcome:?}");
-        let late = TcpStore::connect(host.address(), &options(1, Duration::from_millis(200))).unwrap_err();
-        assert!(late.to_string().contains("the rendezvous there has failed"), "{late}");
+        let outcome = host
+            .wait_for_ranks("place/", Duration::from_millis(50))
+            .unwrap();
+        assert!(
+            matches!(&outcome, RankValues::Missing(keys) if keys[..] == ["place/1", "place/2"]),
+            "{outcome:?}"
+        );
+        let late =
+            TcpStore::connect(host.address(), &options(1, Duration::from_millis(200))).unwrap_err();
+        assert!(
+            late.to_string().contains("the rendezvous there has failed"),
+            "{late}"
+        );
     }
 
     #[test]
@@ -484,19 +622,27 @@ mod tests {
         }
         host.set("place/0", &[0]).unwrap();
         let outcome = host.wait_for_ranks("place/", DEADLINE).unwrap();
-        assert!(matches!(&outcome, RankValues::Complete(values) if *values == [[0], [1], [2]]), "{outcome:?}");
+        assert!(
+            matches!(&outcome, RankValues::Complete(values) if *values == [[0], [1], [2]]),
+            "{outcome:?}"
+        );
     }
 
     /// Connects more ranks than the usual limit of 1,024 open files allows in one process.
     #[test]
     fn many_ranks_learn_of_each_other_within_the_deadline() {
         const RANKS: usize = 600;
-        let place = |rank| StoreOptions { world_size: RANKS, ..options(rank, DEADLINE) };
+        let place = |rank| StoreOptions {
+            world_size: RANKS,
+            ..options(rank, DEADLINE)
+        };
         // The clients are in this process too.
         open_files::make_room(2 * RANKS).unwrap();
         let host = TcpStore::host("127.0.0.1:0", &place(0)).unwrap();
         let meet = |store: &TcpStore, rank: usize| {
-            store.set(&format!("place/{rank}"), &rank.to_le_bytes()).unwrap();
+            store
+                .set(&format!("place/{rank}"), &rank.to_le_bytes())
+                .unwrap();
             let outcome = store.wait_for_ranks("place/", DEADLINE).unwrap();
             assert!(matches!(outcome, RankValues::Complete(values) if values.len() == RANKS));
         };
@@ -512,8 +658,14 @@ mod tests {
     #[test]
     fn all_ranks_together_make_about_a_thousand_attempts_in_a_second_at_most() {
         for world_size in [1, 2, 50, 1000, 1 << 16] {
-            let pause = retry_pause(&StoreOptions { world_size, ..options(0, DEADLINE) });
-            assert!(pause >= Duration::from_millis(20) && pause <= Duration::from_secs(1), "{world_size}: {pause:?}");
+            let pause = retry_pause(&StoreOptions {
+                world_size,
+                ..options(0, DEADLINE)
+            });
+            assert!(
+                pause >= Duration::from_millis(20) && pause <= Duration::from_secs(1),
+                "{world_size}: {pause:?}"
+            );
             let each_second = world_size.min(1000) as f64 / pause.as_secs_f64();
             assert!(each_second <= 1001.0, "{world_size}: {each_second}");
         }

@@ -6,11 +6,13 @@ use std::vec;
 
 use super::protocol::StoreOptions;
 
-/// Returns `true` if a store at this address (`host:port`) listens at every address of its host: `host` is a name, or
-/// stands for all addresses (0.0.0.0), and there is a secret or nobody asks for one.
+/// Returns `true` if a store at this address (`host:port`) listens at every address of its host:
+/// `host` is a name, or stands for all addresses (0.0.0.0), and there is a secret or nobody asks
+/// for one.
 ///
-/// The name of a host may lead elsewhere on that host itself: to 127.0.1.1 by `/etc/hosts` of Debian, or nowhere yet in
-/// Kubernetes, where the name of a pod gets its address after the pod has started.
+/// The name of a host may lead elsewhere on that host itself: to 127.0.1.1 by `/etc/hosts` of
+/// Debian, or nowhere yet in Kubernetes, where the name of a pod gets its address after the pod has
+/// started.
 pub(super) fn is_everywhere(address: &str, options: &StoreOptions) -> bool {
     let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
     let bare = without_brackets(host);
@@ -20,8 +22,8 @@ pub(super) fn is_everywhere(address: &str, options: &StoreOptions) -> bool {
     is_any && (options.secret.is_some() || options.insecure)
 }
 
-/// An address (`host:port`) to look up. The host may be an IPv6 address with the name of a zone, such as
-/// `[fe80::1%eth0]`, which the standard library does not take in brackets.
+/// An address (`host:port`) to look up. The host may be an IPv6 address with the name of a zone,
+/// such as `[fe80::1%eth0]`, which the standard library does not take in brackets.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Name<'a>(pub(super) &'a str);
 
@@ -29,7 +31,11 @@ impl ToSocketAddrs for Name<'_> {
     type Iter = vec::IntoIter<SocketAddr>;
 
     fn to_socket_addrs(&self) -> io::Result<Self::Iter> {
-        match self.0.rsplit_once(':').map(|(host, port)| (host, port.parse())) {
+        match self
+            .0
+            .rsplit_once(':')
+            .map(|(host, port)| (host, port.parse()))
+        {
             Some((host, Ok(port))) => (without_brackets(host), port).to_socket_addrs(),
             _ => self.0.to_socket_addrs(),
         }
@@ -41,8 +47,8 @@ fn without_brackets(host: &str) -> &str {
     host.trim_start_matches('[').trim_end_matches(']')
 }
 
-/// Returns the address of a port at an IP address. If that is a link-local one, which hosts on several links may have,
-/// the link is that of `local`, an address of this host.
+/// Returns the address of a port at an IP address. If that is a link-local one, which hosts on
+/// several links may have, the link is that of `local`, an address of this host.
 pub(super) fn in_zone(local: SocketAddr, ip: IpAddr, port: u16) -> SocketAddr {
     match (ip, local) {
         (IpAddr::V6(ip), SocketAddr::V6(local)) if ip.is_unicast_link_local() => {
@@ -52,24 +58,35 @@ pub(super) fn in_zone(local: SocketAddr, ip: IpAddr, port: u16) -> SocketAddr {
     }
 }
 
-/// Returns the addresses at which a store may listen. It listens at the first of them that this host has.
+/// Returns the addresses at which a store may listen. It listens at the first of them that this
+/// host has.
 pub(super) fn addresses(address: &str, options: &StoreOptions) -> io::Result<Vec<SocketAddr>> {
     if !is_everywhere(address, options) {
         return Name(address).to_socket_addrs().map(Iterator::collect);
     }
-    let port = address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
-    let port = port.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the address has no port"))?;
+    let port = address
+        .rsplit_once(':')
+        .and_then(|(_, port)| port.parse().ok());
+    let port =
+        port.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the address has no port"))?;
     Ok(every_address(port).to_vec())
 }
 
-/// Returns the addresses that stand for all addresses of this host. Listening at the first one includes those of IPv4.
+/// Returns the addresses that stand for all addresses of this host. Listening at the first one
+/// includes those of IPv4.
 pub(crate) fn every_address(port: u16) -> [SocketAddr; 2] {
-    [(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()]
+    [
+        (Ipv6Addr::UNSPECIFIED, port).into(),
+        (Ipv4Addr::UNSPECIFIED, port).into(),
+    ]
 }
 
 /// Returns the addresses at which this host reaches what listens here at this port.
 pub(super) fn loopback(port: u16) -> [SocketAddr; 2] {
-    [(Ipv4Addr::LOCALHOST, port).into(), (Ipv6Addr::LOCALHOST, port).into()]
+    [
+        (Ipv4Addr::LOCALHOST, port).into(),
+        (Ipv6Addr::LOCALHOST, port).into(),
+    ]
 }
 
 #[cfg(test)]
@@ -92,12 +109,26 @@ mod tests {
         for options in [with(Some("a secret of this test"), false), with(None, true)] {
             for name in ["node0:29500", "job-0.job.svc:0", "0.0.0.0:0", "[::]:1"] {
                 assert!(is_everywhere(name, &options), "{name}");
-                assert!(addresses(name, &options).unwrap().iter().all(|address| address.ip().is_unspecified()));
+                assert!(
+                    addresses(name, &options)
+                        .unwrap()
+                        .iter()
+                        .all(|address| address.ip().is_unspecified())
+                );
             }
-            for address in ["127.0.0.1:29500", "[::1]:29500", "10.0.0.5:1", "localhost:1", "[fe80::1%eth0]:1"] {
+            for address in [
+                "127.0.0.1:29500",
+                "[::1]:29500",
+                "10.0.0.5:1",
+                "localhost:1",
+                "[fe80::1%eth0]:1",
+            ] {
                 assert!(!is_everywhere(address, &options), "{address}");
             }
-            assert_eq!(addresses("10.0.0.5:7", &options).unwrap(), ["10.0.0.5:7".parse().unwrap()]);
+            assert_eq!(
+                addresses("10.0.0.5:7", &options).unwrap(),
+                ["10.0.0.5:7".parse().unwrap()]
+            );
             assert!(addresses("node0", &options).is_err());
         }
         assert!(!is_everywhere("node0:29500", &with(None, false)));

@@ -1,8 +1,9 @@
-//! A key-value store over TCP, through which the ranks of a job find each other: torch's `TCPStore`.
+//! A key-value store over TCP, through which the ranks of a job find each other: torch's
+//! `TCPStore`.
 //!
-//! Rank 0 [hosts](TcpStore::host) it, all others [connect](TcpStore::connect). A connection begins with the handshake
-//! of [`access`](crate::access), so that processes of two jobs that use one port never meet. Where torchrun's agent has
-//! the job's port, its store tells where rank 0's is.
+//! Rank 0 [hosts](TcpStore::host) it, all others [connect](TcpStore::connect). A connection begins
+//! with the handshake of [`access`](crate::access), so that processes of two jobs that use one port
+//! never meet. Where torchrun's agent has the job's port, its store tells where rank 0's is.
 
 mod agent;
 mod client;

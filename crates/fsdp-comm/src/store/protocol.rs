@@ -16,11 +16,13 @@ use crate::wire;
 pub const MAX_KEY_BYTES: usize = 4096;
 /// The longest value of the store, in bytes.
 pub const MAX_VALUE_BYTES: usize = 16 << 20;
-/// The longest message: a request to wait for one key of each of very many ranks, or the values of these keys.
+/// The longest message: a request to wait for one key of each of very many ranks, or the values of
+/// these keys.
 pub(super) const MAX_MESSAGE_BYTES: usize = 64 << 20;
 /// The most bytes of all keys and values together, beside 1 KiB for each rank.
 pub const MAX_STORE_BYTES: usize = 64 << 20;
-/// The bytes of keys and values that each rank adds to [`MAX_STORE_BYTES`]: more than its address takes.
+/// The bytes of keys and values that each rank adds to [`MAX_STORE_BYTES`]: more than its address
+/// takes.
 pub(super) const MAX_STORE_BYTES_PER_RANK: usize = 1 << 10;
 
 /// The description of a rank, with which it connects to the store.
@@ -30,7 +32,8 @@ pub struct StoreOptions {
     pub job: String,
     /// The secret of the job. Without one, the store lets in everybody who knows the job's name.
     pub secret: Option<Secret>,
-    /// `true` if the ranks may meet at an address that other hosts reach, although there is no secret.
+    /// `true` if the ranks may meet at an address that other hosts reach, although there is no
+    /// secret.
     pub insecure: bool,
     /// This rank.
     pub rank: usize,
@@ -81,8 +84,8 @@ pub(super) enum Request {
         expected: Option<Vec<u8>>,
         value: Vec<u8>,
     },
-    /// Waits for one key of each rank, which is this prefix and the rank's number, unless a rank has ended its
-    /// connection.
+    /// Waits for one key of each rank, which is this prefix and the rank's number, unless a rank
+    /// has ended its connection.
     WaitForRanks {
         prefix: String,
         milliseconds: u64,
@@ -96,14 +99,18 @@ impl Request {
     pub(super) fn check(&self) -> Result<(), String> {
         match self {
             Request::Set { key, value } => check_key(key).and_then(|()| check_value(value)),
-            Request::CompareAndSet { key, expected, value } => {
+            Request::CompareAndSet {
+                key,
+                expected,
+                value,
+            } => {
                 check_key(key)?;
                 check_value(expected.as_deref().unwrap_or_default())?;
                 check_value(value)
             }
-            Request::Get { key } | Request::Add { key, .. } | Request::WaitForRanks { prefix: key, .. } => {
-                check_key(key)
-            }
+            Request::Get { key }
+            | Request::Add { key, .. }
+            | Request::WaitForRanks { prefix: key, .. } => check_key(key),
             Request::Departed => Ok(()),
             Request::Wait { keys, .. } => keys.iter().try_for_each(|key| check_key(key)),
         }
@@ -112,14 +119,20 @@ impl Request {
 
 fn check_key(key: &str) -> Result<(), String> {
     if key.len() > MAX_KEY_BYTES {
-        return Err(format!("a key of {} bytes is longer than {MAX_KEY_BYTES}", key.len()));
+        return Err(format!(
+            "a key of {} bytes is longer than {MAX_KEY_BYTES}",
+            key.len()
+        ));
     }
     Ok(())
 }
 
 fn check_value(value: &[u8]) -> Result<(), String> {
     if value.len() > MAX_VALUE_BYTES {
-        return Err(format!("a value of {} bytes is longer than {MAX_VALUE_BYTES}", value.len()));
+        return Err(format!(
+            "a value of {} bytes is longer than {MAX_VALUE_BYTES}",
+            value.len()
+        ));
     }
     Ok(())
 }
@@ -151,8 +164,11 @@ pub(super) fn out_of_memory(message: String) -> io::Error {
 /// Encodes a message, with its length in front.
 pub(super) fn to_bytes<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
     let body = wire::encode(message).map_err(invalid)?;
-    let len = u32::try_from(body.len()).ok().filter(|&len| len as usize <= MAX_MESSAGE_BYTES);
-    let len = len.ok_or_else(|| invalid(format!("a message of {} bytes is too long", body.len())))?;
+    let len = u32::try_from(body.len())
+        .ok()
+        .filter(|&len| len as usize <= MAX_MESSAGE_BYTES);
+    let len =
+        len.ok_or_else(|| invalid(format!("a message of {} bytes is too long", body.len())))?;
     Ok([&len.to_le_bytes(), &body[..]].concat())
 }
 
@@ -166,7 +182,10 @@ pub(super) fn message_len(prefix: [u8; 4]) -> io::Result<usize> {
 }
 
 /// Reads one message before the deadline. Its length is checked before memory is reserved.
-pub(super) fn read_blocking<T: DeserializeOwned>(stream: &mut TcpStream, until: Instant) -> io::Result<T> {
+pub(super) fn read_blocking<T: DeserializeOwned>(
+    stream: &mut TcpStream,
+    until: Instant,
+) -> io::Result<T> {
     let mut prefix = [0; 4];
     read_exact(stream, &mut prefix, until)?;
     let mut body = zeroed(message_len(prefix)?, "a message of the store").map_err(out_of_memory)?;

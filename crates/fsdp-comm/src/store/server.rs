@@ -13,7 +13,8 @@ use tokio::sync::Notify;
 use tokio::time::timeout;
 
 use super::protocol::{
-    MAX_STORE_BYTES, MAX_STORE_BYTES_PER_RANK, Reply, Request, StoreOptions, invalid, message_len, to_bytes,
+    MAX_STORE_BYTES, MAX_STORE_BYTES_PER_RANK, Reply, Request, StoreOptions, invalid, message_len,
+    to_bytes,
 };
 use crate::access::{Hello, Port};
 use crate::wire;
@@ -42,11 +43,21 @@ struct State {
     has_failed: bool,
 }
 
-/// Opens a store at the first of these addresses that is one of this host. It ends when the port is dropped.
+/// Opens a store at the first of these addresses that is one of this host. It ends when the port is
+/// dropped.
 pub(super) fn start(addresses: &[SocketAddr], options: &StoreOptions) -> io::Result<Port> {
     let (world_size, state) = (options.world_size, Mutex::default());
-    let shared = Arc::new(Shared { world_size, state, changed: Notify::new() });
-    Port::open(addresses, options.key(), "fsdp-store", move |stream, hello| shared.serve_rank(stream, hello))
+    let shared = Arc::new(Shared {
+        world_size,
+        state,
+        changed: Notify::new(),
+    });
+    Port::open(
+        addresses,
+        options.key(),
+        "fsdp-store",
+        move |stream, hello| shared.serve_rank(stream, hello),
+    )
 }
 
 /// Serves one connection, from the registration of its rank until it ends.
@@ -57,7 +68,8 @@ async fn serve(mut stream: TcpStream, hello: Hello, shared: &Shared) -> io::Resu
         return told;
     }
     if told.is_err() {
-        // The reply could not be sent, so the rank does not know of its seat, and will connect again.
+        // The reply could not be sent, so the rank does not know of its seat, and will connect
+        // again.
         shared.lock().joined.remove(&hello.rank);
         return told;
     }
@@ -74,8 +86,8 @@ async fn answer_requests(stream: &mut TcpStream, shared: &Shared) -> io::Result<
             request => request?,
         };
         let reply = match request.check() {
-            // A rank may end while it waits for others. Its request is carried out first, as it may have ended after
-            // that.
+            // A rank may end while it waits for others. Its request is carried out first, as it may
+            // have ended after that.
             Ok(()) => tokio::select! {
                 biased;
                 reply = shared.answer(request) => reply,
@@ -87,8 +99,8 @@ async fn answer_requests(stream: &mut TcpStream, shared: &Shared) -> io::Result<
     }
 }
 
-/// Waits until the other side ends the connection. If the other side sends something meanwhile, this waits for ever;
-/// but no client sends anything before it has its reply.
+/// Waits until the other side ends the connection. If the other side sends something meanwhile,
+/// this waits for ever; but no client sends anything before it has its reply.
 async fn end_of(stream: &TcpStream) {
     if let Ok(1..) = stream.peek(&mut [0]).await {
         std::future::pending().await
@@ -110,7 +122,8 @@ impl Shared {
         });
     }
 
-    /// Assigns a rank its seat. A rank can have only one connection, so there are no more connections than ranks.
+    /// Assigns a rank its seat. A rank can have only one connection, so there are no more
+    /// connections than ranks.
     fn register(&self, Hello { rank, world_size }: Hello) -> Reply {
         let here = self.world_size as u64;
         if world_size != here {
@@ -122,11 +135,13 @@ impl Shared {
             return Reply::Refused(format!("there is no rank {rank} in a job of {here} ranks"));
         }
         let mut state = self.lock();
-        // In both cases below, this store may belong to the last attempt of the job, which is just ending, and the rank
-        // to the next attempt. So the rank is told to try again: the store of its own attempt opens when this one has
-        // ended.
+        // In both cases below, this store may belong to the last attempt of the job, which is just
+        // ending, and the rank to the next attempt. So the rank is told to try again: the store of
+        // its own attempt opens when this one has ended.
         if state.has_failed {
-            return Reply::NotNow("the rendezvous there has failed, and has not ended yet".to_owned());
+            return Reply::NotNow(
+                "the rendezvous there has failed, and has not ended yet".to_owned(),
+            );
         }
         if !state.joined.insert(rank) {
             return Reply::NotNow(format!("another process has already joined as rank {rank}"));
@@ -149,18 +164,39 @@ impl Shared {
             },
             Request::Get { key } => Reply::Value(self.lock().values.get(&key).cloned()),
             Request::Wait { keys, milliseconds } => {
-                self.wait(keys.len(), |number| keys[number].clone(), milliseconds, false).await
+                self.wait(
+                    keys.len(),
+                    |number| keys[number].clone(),
+                    milliseconds,
+                    false,
+                )
+                .await
             }
-            Request::WaitForRanks { prefix, milliseconds } => {
-                self.wait(self.world_size, |rank| format!("{prefix}{rank}"), milliseconds, true).await
+            Request::WaitForRanks {
+                prefix,
+                milliseconds,
+            } => {
+                self.wait(
+                    self.world_size,
+                    |rank| format!("{prefix}{rank}"),
+                    milliseconds,
+                    true,
+                )
+                .await
             }
             Request::Departed => Reply::Departed(self.lock().departed.clone()),
             Request::Add { key, amount } => {
                 let mut state = self.lock();
-                let before = match state.values.get(&key).map(|value| <[u8; 8]>::try_from(&value[..])) {
+                let before = match state
+                    .values
+                    .get(&key)
+                    .map(|value| <[u8; 8]>::try_from(&value[..]))
+                {
                     None => 0,
                     Some(Ok(bytes)) => i64::from_le_bytes(bytes),
-                    Some(Err(_)) => return Reply::Refused(format!("the value of `{key}` is no number")),
+                    Some(Err(_)) => {
+                        return Reply::Refused(format!("the value of `{key}` is no number"));
+                    }
                 };
                 let sum = before.wrapping_add(amount);
                 match self.put(&mut state, key, sum.to_le_bytes().to_vec()) {
@@ -168,7 +204,11 @@ impl Shared {
                     Err(message) => Reply::Refused(message),
                 }
             }
-            Request::CompareAndSet { key, expected, value } => {
+            Request::CompareAndSet {
+                key,
+                expected,
+                value,
+            } => {
                 let mut state = self.lock();
                 if state.values.get(&key) != expected.as_ref() {
                     return Reply::Value(state.values.get(&key).cloned());
@@ -183,11 +223,17 @@ impl Shared {
 
     /// Sets a key, unless the store would then hold more than its share of memory.
     fn put(&self, state: &mut State, key: String, value: Vec<u8>) -> Result<(), String> {
-        let before = state.values.get(&key).map_or(0, |before| key.len() + before.len());
+        let before = state
+            .values
+            .get(&key)
+            .map_or(0, |before| key.len() + before.len());
         let bytes = state.bytes - before + key.len() + value.len();
-        let limit = MAX_STORE_BYTES.saturating_add(self.world_size.saturating_mul(MAX_STORE_BYTES_PER_RANK));
+        let limit = MAX_STORE_BYTES
+            .saturating_add(self.world_size.saturating_mul(MAX_STORE_BYTES_PER_RANK));
         if bytes > limit {
-            return Err(format!("the store is full: its keys and values may have {limit} bytes together"));
+            return Err(format!(
+                "the store is full: its keys and values may have {limit} bytes together"
+            ));
         }
         state.bytes = bytes;
         state.values.insert(key, value);
@@ -195,9 +241,9 @@ impl Shared {
         Ok(())
     }
 
-    /// Waits for `count` keys, no longer than this. `key` returns each by its number: a list of the keys of many ranks
-    /// for each of many waiting ranks would take much memory. With `needs_all_ranks`, the wait fails once a rank has
-    /// ended its connection.
+    /// Waits for `count` keys, no longer than this. `key` returns each by its number: a list of the
+    /// keys of many ranks for each of many waiting ranks would take much memory. With
+    /// `needs_all_ranks`, the wait fails once a rank has ended its connection.
     async fn wait(
         &self,
         count: usize,
@@ -211,14 +257,24 @@ impl Shared {
         }
         let mut state = self.lock();
         state.has_failed |= needs_all_ranks;
-        Reply::Missing((0..count).map(key).filter(|key| !state.values.contains_key(key)).collect())
+        Reply::Missing(
+            (0..count)
+                .map(key)
+                .filter(|key| !state.values.contains_key(key))
+                .collect(),
+        )
     }
 
-    /// Waits until all keys have values, and returns these. With `needs_all_ranks` this gives up when a rank has ended
-    /// its connection.
-    async fn wait_without_end(&self, count: usize, key: &impl Fn(usize) -> String, needs_all_ranks: bool) -> Reply {
-        // Keys are never removed, so those that have been found need not be looked up again. Many ranks wait for the
-        // keys of many ranks, and each new key wakes them all.
+    /// Waits until all keys have values, and returns these. With `needs_all_ranks` this gives up
+    /// when a rank has ended its connection.
+    async fn wait_without_end(
+        &self,
+        count: usize,
+        key: &impl Fn(usize) -> String,
+        needs_all_ranks: bool,
+    ) -> Reply {
+        // Keys are never removed, so those that have been found need not be looked up again. Many
+        // ranks wait for the keys of many ranks, and each new key wakes them all.
         let mut found = 0;
         loop {
             // Any change after this line ends the wait, so none is missed.
@@ -229,7 +285,8 @@ impl Shared {
                     found += 1;
                 }
                 if found == count {
-                    let values = (0..count).filter_map(|number| state.values.get(&key(number)).cloned());
+                    let values =
+                        (0..count).filter_map(|number| state.values.get(&key(number)).cloned());
                     return Reply::Values(values.collect());
                 }
                 if needs_all_ranks && !state.departed.is_empty() {
@@ -242,20 +299,24 @@ impl Shared {
     }
 }
 
-/// Reads one message: four bytes for its length, then its body. A client may keep silent between messages for as long
-/// as it likes, but not within one.
+/// Reads one message: four bytes for its length, then its body. A client may keep silent between
+/// messages for as long as it likes, but not within one.
 async fn read<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<T> {
     let mut prefix = [0; 4];
     stream.read_exact(&mut prefix).await?;
     let len = message_len(prefix)?;
     // The buffer grows with the bytes that arrive, so a wrong length takes no memory.
     let mut body = Vec::new();
-    timeout(MESSAGE_DEADLINE, stream.take(len as u64).read_to_end(&mut body)).await??;
+    timeout(
+        MESSAGE_DEADLINE,
+        stream.take(len as u64).read_to_end(&mut body),
+    )
+    .await??;
     wire::decode(&body).map_err(invalid)
 }
 
-/// Writes a reply. The values of many keys can be longer than a message, which is an error of that request only. A
-/// client that does not read is dropped, as its replies would pile up.
+/// Writes a reply. The values of many keys can be longer than a message, which is an error of that
+/// request only. A client that does not read is dropped, as its replies would pile up.
 async fn write(stream: &mut TcpStream, reply: &Reply) -> io::Result<()> {
     let bytes = to_bytes(reply).or_else(|error| to_bytes(&Reply::Refused(error.to_string())))?;
     timeout(MESSAGE_DEADLINE, stream.write_all(&bytes)).await?

@@ -19,16 +19,20 @@ pub(super) struct Acceptor {
 }
 
 impl Acceptor {
-    /// Listens at the first of these addresses that is one of this host, and lets in every connection which proves in
-    /// the handshake that it has the key.
+    /// Listens at the first of these addresses that is one of this host, and lets in every
+    /// connection which proves in the handshake that it has the key.
     ///
     /// # Errors
     /// The same as of [`Port::open`].
     pub(super) fn open(addresses: &[SocketAddr], key: Key) -> io::Result<Acceptor> {
         let (send_on, authenticated) = mpsc::channel();
-        let port =
-            Port::open(addresses, key, "fsdp-acceptor", move |stream, hello| hand_over(&send_on, stream, hello))?;
-        Ok(Acceptor { port, authenticated })
+        let port = Port::open(addresses, key, "fsdp-acceptor", move |stream, hello| {
+            hand_over(&send_on, stream, hello)
+        })?;
+        Ok(Acceptor {
+            port,
+            authenticated,
+        })
     }
 
     /// Returns the number of the port.
@@ -43,7 +47,8 @@ impl Acceptor {
             Ok(connection) => Some(connection),
             Err(RecvTimeoutError::Timeout) => None,
             Err(RecvTimeoutError::Disconnected) => {
-                // The thread has ended, so nobody comes any more. Callers ask again at once, so let the time pass here.
+                // The thread has ended, so nobody comes any more. Callers ask again at once, so let
+                // the time pass here.
                 thread::sleep(left);
                 None
             }
@@ -56,10 +61,12 @@ impl Acceptor {
     }
 }
 
-/// Makes a connection of the runtime an ordinary blocking socket, and sends it on. If that fails, the connection is
-/// lost, and its rank counts as one that did not come.
+/// Makes a connection of the runtime an ordinary blocking socket, and sends it on. If that fails,
+/// the connection is lost, and its rank counts as one that did not come.
 fn hand_over(send_on: &mpsc::Sender<Comer>, stream: tokio::net::TcpStream, hello: Hello) {
-    let ordinary = stream.into_std().and_then(|stream| stream.set_nonblocking(false).map(|()| stream));
+    let ordinary = stream
+        .into_std()
+        .and_then(|stream| stream.set_nonblocking(false).map(|()| stream));
     match ordinary {
         // Sending fails only when nobody waits for connections any more.
         Ok(stream) => drop(send_on.send((stream, hello))),

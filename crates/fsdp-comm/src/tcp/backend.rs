@@ -21,8 +21,8 @@ use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
 use crate::store::TcpStore;
 
 /// The size of the largest group whose ranks send their records to each other directly, unless
-/// [`TcpOptions::direct_up_to`] says otherwise. With so few ranks, one message to each takes no longer than a few
-/// messages that wait for each other.
+/// [`TcpOptions::direct_up_to`] says otherwise. With so few ranks, one message to each takes no
+/// longer than a few messages that wait for each other.
 pub(crate) const DIRECT_UP_TO: usize = 32;
 
 /// The options with which a process joins its job through the `tcp` backend.
@@ -38,7 +38,12 @@ pub struct TcpOptions {
 impl TcpOptions {
     /// Creates options for a place in a job, with [`DEFAULT_DEADLINE`] and shared memory.
     pub fn new(environment: Environment) -> Self {
-        TcpOptions { environment, deadline: DEFAULT_DEADLINE, shared_memory: true, direct_up_to: DIRECT_UP_TO }
+        TcpOptions {
+            environment,
+            deadline: DEFAULT_DEADLINE,
+            shared_memory: true,
+            direct_up_to: DIRECT_UP_TO,
+        }
     }
 
     /// Sets the deadline of the rendezvous and of the group.
@@ -47,17 +52,18 @@ impl TcpOptions {
         self
     }
 
-    /// Chooses whether this rank shares memory with others on its host. If one rank of a group does not, no rank of
-    /// that group does.
+    /// Chooses whether this rank shares memory with others on its host. If one rank of a group does
+    /// not, no rank of that group does.
     pub fn shared_memory(mut self, shared_memory: bool) -> Self {
         self.shared_memory = shared_memory;
         self
     }
 
-    /// Sets the size of the largest group whose ranks agree on operations by a message of each rank to each other rank;
-    /// 32 unless set. In a larger group a rank sends about `log2(ranks)` messages, which other ranks pass on. In a job
-    /// of more ranks, each connects to about `2 log2(ranks)` others at the start, and to others when it needs to. All
-    /// ranks of a job must choose the same; [`connect`](Self::connect) checks that.
+    /// Sets the size of the largest group whose ranks agree on operations by a message of each rank
+    /// to each other rank; 32 unless set. In a larger group a rank sends about `log2(ranks)`
+    /// messages, which other ranks pass on. In a job of more ranks, each connects to about `2
+    /// log2(ranks)` others at the start, and to others when it needs to. All ranks of a job must
+    /// choose the same; [`connect`](Self::connect) checks that.
     pub fn direct_up_to(mut self, ranks: usize) -> Self {
         self.direct_up_to = ranks;
         self
@@ -66,16 +72,16 @@ impl TcpOptions {
     /// Waits for all other ranks, and creates the group of all.
     ///
     /// # Errors
-    /// [`CommError::Rendezvous`] names the ranks that came and those that did not, or a rank that has set
-    /// `direct_up_to` otherwise than rank 0.
+    /// [`CommError::Rendezvous`] names the ranks that came and those that did not, or a rank that
+    /// has set `direct_up_to` otherwise than rank 0.
     pub fn connect(&self) -> Result<ProcessGroup, CommError> {
         let backend = self.connect_backend()?;
         let group = ProcessGroup::new(Arc::new(backend)).with_deadline(self.deadline);
         Ok(group.with_ranks_on_host(self.environment.local_world_size.unwrap_or(1)))
     }
 
-    /// Does what [`connect`](Self::connect) does, and returns the backend itself. A failure for which other ranks are
-    /// to blame is noted for the launcher.
+    /// Does what [`connect`](Self::connect) does, and returns the backend itself. A failure for
+    /// which other ranks are to blame is noted for the launcher.
     pub(crate) fn connect_backend(&self) -> Result<TcpBackend, CommError> {
         blame::noted(self.environment.rank, self.meet())
     }
@@ -115,14 +121,31 @@ pub(crate) struct TcpBackend {
 
 impl TcpBackend {
     /// Waits for all other ranks of a job at a store.
-    pub(crate) fn meet(participant: &Participant, store: TcpStore, shared_memory: bool) -> Result<Self, CommError> {
-        let &Participant { rank, world_size, deadline, until, .. } = participant;
+    pub(crate) fn meet(
+        participant: &Participant,
+        store: TcpStore,
+        shared_memory: bool,
+    ) -> Result<Self, CommError> {
+        let &Participant {
+            rank,
+            world_size,
+            deadline,
+            until,
+            ..
+        } = participant;
         let node = rendezvous::meet(participant, store, shared_memory)?;
-        let round = Round { number: 0, sequence: 0, operation: "rendezvous", deadline, until };
+        let round = Round {
+            number: 0,
+            sequence: 0,
+            operation: "rendezvous",
+            deadline,
+            until,
+        };
         TcpBackend::new(node, 0, (0..world_size).collect(), rank, &round)
     }
 
-    /// Opens a group on this rank, and sets up its shared memory where all of its ranks can share it.
+    /// Opens a group on this rank, and sets up its shared memory where all of its ranks can share
+    /// it.
     fn new(
         node: Arc<Node>,
         id: u64,
@@ -131,49 +154,97 @@ impl TcpBackend {
         round: &Round<'_>,
     ) -> Result<Self, CommError> {
         node.open(id, &global_ranks);
-        let member = Member { node: &node, group: id, ranks: &global_ranks, rank };
+        let member = Member {
+            node: &node,
+            group: id,
+            ranks: &global_ranks,
+            rank,
+        };
         let memory = SharedMemory::new(member, round).inspect_err(|error| {
             // The others may still be in an earlier step, and would wait for this rank in vain.
             node.abort(id, 0, error);
             node.close(id);
         })?;
-        Ok(TcpBackend { node, id, global_ranks, rank, memory })
+        Ok(TcpBackend {
+            node,
+            id,
+            global_ranks,
+            rank,
+            memory,
+        })
     }
 
     /// Creates a group of some of these ranks: see [`Backend::subgroup`].
-    pub(crate) fn child(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Self, CommError> {
-        let global_ranks: Vec<usize> = ranks.iter().filter_map(|&rank| self.global_ranks.get(rank).copied()).collect();
-        let rank = ranks.iter().position(|&rank| rank == self.rank).unwrap_or_default();
+    pub(crate) fn child(
+        &self,
+        round: &Round<'_>,
+        id: u64,
+        ranks: &[usize],
+    ) -> Result<Self, CommError> {
+        let global_ranks: Vec<usize> = ranks
+            .iter()
+            .filter_map(|&rank| self.global_ranks.get(rank).copied())
+            .collect();
+        let rank = ranks
+            .iter()
+            .position(|&rank| rank == self.rank)
+            .unwrap_or_default();
         TcpBackend::new(Arc::clone(&self.node), id, global_ranks, rank, round)
     }
 
     fn member(&self) -> Member<'_> {
-        Member { node: &self.node, group: self.id, ranks: &self.global_ranks, rank: self.rank }
+        Member {
+            node: &self.node,
+            group: self.id,
+            ranks: &self.global_ranks,
+            rank: self.rank,
+        }
     }
 }
 
 /// The methods for backends that move only tensors in another way.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 impl TcpBackend {
-    /// Waits for all ranks of a new group, before any of its operations, and exchanges a record with them.
-    pub(crate) fn tell_again(&self, round: &Round<'_>, record: &[u8]) -> Result<Vec<Bytes>, CommError> {
-        let round = Round { number: LAST_SETUP_ROUND, ..*round };
+    /// Waits for all ranks of a new group, before any of its operations, and exchanges a record
+    /// with them.
+    pub(crate) fn tell_again(
+        &self,
+        round: &Round<'_>,
+        record: &[u8],
+    ) -> Result<Vec<Bytes>, CommError> {
+        let round = Round {
+            number: LAST_SETUP_ROUND,
+            ..*round
+        };
         let told = sockets::exchange(self.member(), &round, record)
             .inspect_err(|error| self.node.abort(self.id, LAST_SETUP_ROUND, error))?;
         self.node.inbox().lock().forget(self.id, LAST_SETUP_ROUND);
         Ok(told)
     }
 
-    /// Returns the reason that a round which still needs all other ranks cannot end, if there is one.
+    /// Returns the reason that a round which still needs all other ranks cannot end, if there is
+    /// one.
     pub(crate) fn failure(&self, round: &Round<'_>) -> Option<CommError> {
         let own = self.global_ranks[self.rank];
-        let others: Vec<usize> = self.global_ranks.iter().copied().filter(|&rank| rank != own).collect();
-        self.node.failure(self.id, &Round { number: round.number + SETUP_ROUNDS, ..*round }, &others)
+        let others: Vec<usize> = self
+            .global_ranks
+            .iter()
+            .copied()
+            .filter(|&rank| rank != own)
+            .collect();
+        self.node.failure(
+            self.id,
+            &Round {
+                number: round.number + SETUP_ROUNDS,
+                ..*round
+            },
+            &others,
+        )
     }
 
-    /// Tells all ranks of the job that this one leaves, and waits until all others have told the same, but no longer
-    /// than `limit` (`None` waits without end). Returns `true` if all have; a rank that ends or stops without a word
-    /// has not.
+    /// Tells all ranks of the job that this one leaves, and waits until all others have told the
+    /// same, but no longer than `limit` (`None` waits without end). Returns `true` if all have; a
+    /// rank that ends or stops without a word has not.
     #[cfg(feature = "mpi")]
     pub(crate) fn say_goodbye(&self, limit: Option<Duration>) -> bool {
         self.node.say_goodbye(limit)
@@ -193,8 +264,17 @@ impl Backend for TcpBackend {
         &self.global_ranks
     }
 
-    fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError> {
-        let round = &Round { number: round.number + SETUP_ROUNDS, ..*round };
+    fn round<'p>(
+        &self,
+        round: &Round<'_>,
+        record: &[u8],
+        send: &[u8],
+        plan: Planner<'p, '_>,
+    ) -> Result<(), CommError> {
+        let round = &Round {
+            number: round.number + SETUP_ROUNDS,
+            ..*round
+        };
         // A group that has failed stays failed.
         if let Some(failure) = self.node.failure(self.id, round, &[]) {
             return Err(failure);
@@ -206,7 +286,12 @@ impl Backend for TcpBackend {
         }
     }
 
-    fn subgroup(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError> {
+    fn subgroup(
+        &self,
+        round: &Round<'_>,
+        id: u64,
+        ranks: &[usize],
+    ) -> Result<Arc<dyn Backend>, CommError> {
         Ok(Arc::new(self.child(round, id, ranks)?))
     }
 
@@ -249,7 +334,11 @@ mod tests {
 
     /// Returns both ranks of a job.
     fn pair(shared_memory: bool) -> [Arc<TcpBackend>; 2] {
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = std::net::TcpListener::bind("127.0.0.1:0")
+            .unwrap()
+            .local_addr()
+            .unwrap()
+            .port();
         thread::scope(|scope| {
             let second = scope.spawn(|| connect(1, port, shared_memory));
             [connect(0, port, shared_memory), second.join().unwrap()]
@@ -258,14 +347,26 @@ mod tests {
 
     /// Returns the first round of a group, which may take so long.
     fn round(deadline: Duration) -> Round<'static> {
-        Round { number: 0, sequence: 0, operation: "test", deadline, until: until(deadline) }
+        Round {
+            number: 0,
+            sequence: 0,
+            operation: "test",
+            deadline,
+            until: until(deadline),
+        }
     }
 
     fn gather_much(backend: Arc<TcpBackend>) {
         let own = vec![backend.rank() as u8 + 1; 20 << 20];
         let mut all = vec![0; 2 * own.len()];
-        ProcessGroup::new(backend).all_gather_into(&mut all, &own).unwrap();
-        assert!(all.iter().enumerate().all(|(at, &byte)| usize::from(byte) == at / own.len() + 1));
+        ProcessGroup::new(backend)
+            .all_gather_into(&mut all, &own)
+            .unwrap();
+        assert!(
+            all.iter()
+                .enumerate()
+                .all(|(at, &byte)| usize::from(byte) == at / own.len() + 1)
+        );
     }
 
     #[test]
@@ -293,10 +394,22 @@ mod tests {
         thread::scope(|scope| {
             scope.spawn(|| {
                 let destination = Destination::Copy(vec![Vec::new(), Vec::new()]);
-                sender.round(&round, b"", &bytes, one_way(vec![0..BYTES, 0..0], vec![0..0; 2], destination)).unwrap();
+                sender
+                    .round(
+                        &round,
+                        b"",
+                        &bytes,
+                        one_way(vec![0..BYTES, 0..0], vec![0..0; 2], destination),
+                    )
+                    .unwrap();
             });
             let take = Box::new(|offset: usize, pieces: &[&[u8]]| {
-                assert!(pieces.iter().flat_map(|piece| *piece).all(|byte| *byte == 1));
+                assert!(
+                    pieces
+                        .iter()
+                        .flat_map(|piece| *piece)
+                        .all(|byte| *byte == 1)
+                );
                 if offset.is_multiple_of(CHUNK_BYTES) {
                     thread::sleep(Duration::from_millis(20));
                     most = most.max(receiver.node.inbox().lock().most_waiting_chunks());
@@ -310,9 +423,24 @@ mod tests {
     }
 
     /// Returns a planner for a round in which all bytes go to rank 0.
-    fn one_way<'p>(to: Vec<Range<usize>>, from: Vec<Range<usize>>, destination: Destination<'p>) -> Planner<'p, 'p> {
-        let longest = from.iter().chain(&to).map(ExactSizeIterator::len).max().unwrap_or(0);
-        let plan = Plan { pattern: Pattern::Gather { root: 0 }, longest, to, from, destination };
+    fn one_way<'p>(
+        to: Vec<Range<usize>>,
+        from: Vec<Range<usize>>,
+        destination: Destination<'p>,
+    ) -> Planner<'p, 'p> {
+        let longest = from
+            .iter()
+            .chain(&to)
+            .map(ExactSizeIterator::len)
+            .max()
+            .unwrap_or(0);
+        let plan = Plan {
+            pattern: Pattern::Gather { root: 0 },
+            longest,
+            to,
+            from,
+            destination,
+        };
         Box::new(|_| Ok(Some(plan)))
     }
 
@@ -323,11 +451,18 @@ mod tests {
         let round = round(Duration::from_millis(150));
         let (is_over, sent) = (AtomicBool::new(false), AtomicUsize::new(0));
         thread::scope(|scope| {
-            // Nothing is taken from the socket until it takes no more, and the round's deadline is over.
+            // Nothing is taken from the socket until it takes no more, and the round's deadline is
+            // over.
             let busy = receiver.node.inbox().lock();
             scope.spawn(|| {
                 let body = &vec![0; CHUNK_BYTES];
-                let chunk = Outgoing { to: 1, kind: Kind::Chunk, group: 7, round: &round, body };
+                let chunk = Outgoing {
+                    to: 1,
+                    kind: Kind::Chunk,
+                    group: 7,
+                    round: &round,
+                    body,
+                };
                 while !is_over.load(Ordering::Relaxed) && sender.node.send(chunk).is_ok() {
                     sent.fetch_add(1, Ordering::Relaxed);
                 }
@@ -342,7 +477,9 @@ mod tests {
         });
         thread::scope(|scope| {
             let barriers = ranks.map(|rank| scope.spawn(|| ProcessGroup::new(rank).barrier()));
-            barriers.into_iter().for_each(|barrier| barrier.join().unwrap().unwrap());
+            barriers
+                .into_iter()
+                .for_each(|barrier| barrier.join().unwrap().unwrap());
         });
     }
 
@@ -350,11 +487,18 @@ mod tests {
     fn a_rank_that_leaves_is_not_taken_for_one_that_died_by_a_rank_that_still_sends_to_it() {
         let [receiver, sender] = pair(false);
         let round = round(Duration::from_secs(20));
-        let heartbeat = |to| Outgoing { to, kind: Kind::Heartbeat, group: 0, round: &round, body: b"" };
-        // While the receiver's inbox is locked, it reads none of the frames that the other rank has sent.
+        let heartbeat = |to| Outgoing {
+            to,
+            kind: Kind::Heartbeat,
+            group: 0,
+            round: &round,
+            body: b"",
+        };
+        // While the receiver's inbox is locked, it reads none of the frames that the other rank has
+        // sent.
         let busy = receiver.node.inbox().lock();
-        // Then the other rank sends more small frames than the system delivers at once, and leaves. The last of them,
-        // and the goodbye, still wait in the system.
+        // Then the other rank sends more small frames than the system delivers at once, and leaves.
+        // The last of them, and the goodbye, still wait in the system.
         (0..100).for_each(|_| sender.node.write(heartbeat(0)).unwrap());
         drop(sender);
         thread::scope(|scope| {
@@ -365,26 +509,44 @@ mod tests {
             sends.join().unwrap();
         });
         let error = receiver.node.send(heartbeat(1)).unwrap_err();
-        assert!(matches!(&error, CommError::RankLeft { reason, .. } if reason == "has left the group"), "{error}");
+        assert!(
+            matches!(&error, CommError::RankLeft { reason, .. } if reason == "has left the group"),
+            "{error}"
+        );
     }
 
     #[test]
     #[cfg(target_os = "linux")]
     fn a_rank_that_comes_to_make_a_group_after_the_others_gave_up_gets_their_error() {
         let [first, second] = pair(true);
-        let error = first.child(&round(Duration::from_millis(200)), 7, &[0, 1]).unwrap_err();
-        assert!(matches!(&error, CommError::Timeout { missing, .. } if missing[..] == [1]), "{error}");
+        let error = first
+            .child(&round(Duration::from_millis(200)), 7, &[0, 1])
+            .unwrap_err();
+        assert!(
+            matches!(&error, CommError::Timeout { missing, .. } if missing[..] == [1]),
+            "{error}"
+        );
         // The second rank has got the first message of the first one, and no other one will come.
-        assert_eq!(second.child(&round(Duration::from_secs(20)), 7, &[0, 1]).unwrap_err(), error);
+        assert_eq!(
+            second
+                .child(&round(Duration::from_secs(20)), 7, &[0, 1])
+                .unwrap_err(),
+            error
+        );
     }
 
     #[test]
     #[cfg(target_os = "linux")]
     fn a_rank_whose_deadline_ends_before_it_hears_why_another_gave_up_has_the_same_error() {
         let [first, second] = pair(true);
-        let barrier = |rank: &TcpBackend, deadline| rank.round(&round(deadline), b"", b"", Box::new(|_| Ok(None)));
+        let barrier = |rank: &TcpBackend, deadline| {
+            rank.round(&round(deadline), b"", b"", Box::new(|_| Ok(None)))
+        };
         let error = barrier(&second, Duration::from_millis(100)).unwrap_err();
-        assert!(matches!(&error, CommError::Timeout { missing, .. } if missing[..] == [0]), "{error}");
+        assert!(
+            matches!(&error, CommError::Timeout { missing, .. } if missing[..] == [0]),
+            "{error}"
+        );
         thread::scope(|scope| {
             let late = scope.spawn(|| barrier(&first, Duration::ZERO));
             thread::sleep(Duration::from_millis(200));

@@ -27,8 +27,8 @@ pub(super) struct Outgoing<'a> {
     segment: &'a Segment,
     send: &'a [u8],
     published: &'a mut Published,
-    /// The different ranges of `send` that ranks read. All are cut into chunks of one size. The chunks with the same
-    /// number lie side by side in a window.
+    /// The different ranges of `send` that ranks read. All are cut into chunks of one size. The
+    /// chunks with the same number lie side by side in a window.
     places: Vec<Range<usize>>,
     /// The other ranks that read, each with its number of bytes.
     readers: Vec<(usize, usize)>,
@@ -65,25 +65,45 @@ impl<'a> Outgoing<'a> {
                     (ReaderWord::Size, chunk as u64),
                 ];
                 for (word, value) in words {
-                    segment.reader_word(reader, word).store(value, Ordering::Relaxed);
+                    segment
+                        .reader_word(reader, word)
+                        .store(value, Ordering::Relaxed);
                 }
             }
         }
-        let readers: Vec<(usize, usize)> = to.iter().map(ExactSizeIterator::len).enumerate().collect();
-        let readers = readers.into_iter().filter(|&(reader, len)| reader != member.rank && len > 0).collect();
+        let readers: Vec<(usize, usize)> =
+            to.iter().map(ExactSizeIterator::len).enumerate().collect();
+        let readers = readers
+            .into_iter()
+            .filter(|&(reader, len)| reader != member.rank && len > 0)
+            .collect();
         // Readers look at their words only after this store.
-        segment.word(Word::Planned).store(round.number + 1, Ordering::Release);
+        segment
+            .word(Word::Planned)
+            .store(round.number + 1, Ordering::Release);
         segment.notify(Notification::ToReaders);
-        // A place that only this rank reads is never written. But it counted above, because the size of a chunk must be
-        // the same on all ranks.
+        // A place that only this rank reads is never written. But it counted above, because the
+        // size of a chunk must be the same on all ranks.
         for place in &mut places {
-            let is_read_by_others =
-                to.iter().enumerate().any(|(reader, range)| reader != member.rank && *range == *place);
+            let is_read_by_others = to
+                .iter()
+                .enumerate()
+                .any(|(reader, range)| reader != member.rank && *range == *place);
             if !is_read_by_others {
                 *place = 0..0;
             }
         }
-        Outgoing { member, round, segment, send, published, places, readers, chunk, sent: 0 }
+        Outgoing {
+            member,
+            round,
+            segment,
+            send,
+            published,
+            places,
+            readers,
+            chunk,
+            sent: 0,
+        }
     }
 
     /// Returns `true` if all chunks are published.
@@ -96,14 +116,32 @@ impl<'a> Outgoing<'a> {
         if self.is_over() {
             return Ok(());
         }
-        let Outgoing { member, round, segment, .. } = *self;
+        let Outgoing {
+            member,
+            round,
+            segment,
+            ..
+        } = *self;
         // Step 1: wait until the window of this chunk is free.
         let number = self.published.chunks;
         let window = (number % 2) as usize;
         for &reader in &self.published.readers[window] {
             // Chunk `number - 2` lies in this window. Its readers must have consumed it.
-            let consumed = || segment.reader_word(reader, ReaderWord::Consumed).load(Ordering::Acquire) + 1 >= number;
-            wait(member, round, segment, Notification::ToOwner, consumed, || vec![member.ranks[reader]])?;
+            let consumed = || {
+                segment
+                    .reader_word(reader, ReaderWord::Consumed)
+                    .load(Ordering::Acquire)
+                    + 1
+                    >= number
+            };
+            wait(
+                member,
+                round,
+                segment,
+                Notification::ToOwner,
+                consumed,
+                || vec![member.ranks[reader]],
+            )?;
         }
         // Step 2: nobody reads the window now, so write the next chunk of every place.
         for (index, place) in self.places.iter().enumerate() {
@@ -116,10 +154,17 @@ impl<'a> Outgoing<'a> {
         }
         // Step 3: note who reads this chunk, and publish it.
         let reads = |&&(_, len): &&(usize, usize)| len > self.sent;
-        self.published.readers[window] = self.readers.iter().filter(reads).map(|&(reader, _)| reader).collect();
+        self.published.readers[window] = self
+            .readers
+            .iter()
+            .filter(reads)
+            .map(|&(reader, _)| reader)
+            .collect();
         // From this store on, readers read the window.
         self.published.chunks += 1;
-        segment.word(Word::Published).store(self.published.chunks, Ordering::Release);
+        segment
+            .word(Word::Published)
+            .store(self.published.chunks, Ordering::Release);
         segment.notify(Notification::ToReaders);
         self.sent += self.chunk;
         Ok(())
@@ -151,8 +196,21 @@ struct Cut {
 }
 
 impl<'a> Incoming<'a> {
-    pub(super) fn new(member: Member<'a>, round: &'a Round<'a>, segment: &'a Segment, from: usize, len: usize) -> Self {
-        Incoming { member, round, segment, from, left: len, cut: None }
+    pub(super) fn new(
+        member: Member<'a>,
+        round: &'a Round<'a>,
+        segment: &'a Segment,
+        from: usize,
+        len: usize,
+    ) -> Self {
+        Incoming {
+            member,
+            round,
+            segment,
+            from,
+            left: len,
+            cut: None,
+        }
     }
 
     /// Returns `true` if all bytes have been consumed.
@@ -160,9 +218,14 @@ impl<'a> Incoming<'a> {
         self.left == 0
     }
 
-    /// Waits for the next chunk, and returns it. It stays in place until [`consumed`](Self::consumed) is called.
+    /// Waits for the next chunk, and returns it. It stays in place until
+    /// [`consumed`](Self::consumed) is called.
     pub(super) fn chunk(&mut self) -> Result<&'a [u8], CommError> {
-        let Cut { number, offset, size } = match self.cut {
+        let Cut {
+            number,
+            offset,
+            size,
+        } = match self.cut {
             Some(cut) => cut,
             None => self.plan()?,
         };
@@ -181,12 +244,15 @@ impl<'a> Incoming<'a> {
         })
     }
 
-    /// Tells the sender that this rank is done with the chunk, so that its window can be written again.
+    /// Tells the sender that this rank is done with the chunk, so that its window can be written
+    /// again.
     pub(super) fn consumed(&mut self) {
         if let Some(Cut { number, size, .. }) = &mut self.cut {
             *number += 1;
             self.left = self.left.saturating_sub(*size);
-            self.segment.reader_word(self.member.rank, ReaderWord::Consumed).store(*number, Ordering::Release);
+            self.segment
+                .reader_word(self.member.rank, ReaderWord::Consumed)
+                .store(*number, Ordering::Release);
             self.segment.notify(Notification::ToOwner);
         }
     }
@@ -195,9 +261,20 @@ impl<'a> Incoming<'a> {
     fn plan(&mut self) -> Result<Cut, CommError> {
         let planned = self.round.number + 1;
         self.wait(|segment| segment.word(Word::Planned).load(Ordering::Acquire) >= planned)?;
-        let word = |word| self.segment.reader_word(self.member.rank, word).load(Ordering::Relaxed);
-        let (offset, size) = (word(ReaderWord::Offset) as usize, word(ReaderWord::Size).max(1) as usize);
-        let cut = Cut { number: word(ReaderWord::First), offset, size };
+        let word = |word| {
+            self.segment
+                .reader_word(self.member.rank, word)
+                .load(Ordering::Relaxed)
+        };
+        let (offset, size) = (
+            word(ReaderWord::Offset) as usize,
+            word(ReaderWord::Size).max(1) as usize,
+        );
+        let cut = Cut {
+            number: word(ReaderWord::First),
+            offset,
+            size,
+        };
         self.cut = Some(cut);
         Ok(cut)
     }
@@ -205,6 +282,13 @@ impl<'a> Incoming<'a> {
     /// Waits until the sender has made a change of its segment after which `is_ready` is true.
     fn wait(&self, is_ready: impl Fn(&Segment) -> bool) -> Result<(), CommError> {
         let missing = || vec![self.member.ranks[self.from]];
-        wait(self.member, self.round, self.segment, Notification::ToReaders, || is_ready(self.segment), missing)
+        wait(
+            self.member,
+            self.round,
+            self.segment,
+            Notification::ToReaders,
+            || is_ready(self.segment),
+            missing,
+        )
     }
 }

@@ -5,15 +5,15 @@ use std::io::{self, Read, Write};
 use crate::access::not_this_protocol;
 use crate::buffer::reserve;
 
-/// The longest body. Tensors, and bundles of records, are cut into bodies of [`CHUNK_BYTES`]. A single record is not
-/// cut, but even in the largest job it is shorter than this.
+/// The longest body. Tensors, and bundles of records, are cut into bodies of [`CHUNK_BYTES`]. A
+/// single record is not cut, but even in the largest job it is shorter than this.
 const MAX_BODY_BYTES: u64 = 16 << 20;
 
 /// The number of bytes of a tensor that one frame carries.
 pub(super) const CHUNK_BYTES: usize = 1 << 20;
 
-/// The length of a header: the kind (one byte), then the group, the round and the length of the body, 8 bytes each,
-/// little-endian.
+/// The length of a header: the kind (one byte), then the group, the round and the length of the
+/// body, 8 bytes each, little-endian.
 const HEADER_BYTES: usize = 25;
 
 /// The kind of a frame.
@@ -31,9 +31,11 @@ pub(super) enum Kind {
     Goodbye,
     /// Records of several ranks in a round.
     Bundle,
-    /// A request for the records of some ranks in a round. The body lists these ranks by their numbers in the group.
+    /// A request for the records of some ranks in a round. The body lists these ranks by their
+    /// numbers in the group.
     Question,
-    /// The answer that a rank left without having entered a round. The body is that rank's number in the group.
+    /// The answer that a rank left without having entered a round. The body is that rank's number
+    /// in the group.
     Absent,
     /// The news that a rank has ended without a goodbye. The body is its global rank.
     Ended,
@@ -62,7 +64,8 @@ pub(super) struct Frame {
     pub(super) body: Vec<u8>,
 }
 
-/// A frame to send that no operation of this rank waits for: the answer to a question, or news to pass on.
+/// A frame to send that no operation of this rank waits for: the answer to a question, or news to
+/// pass on.
 #[derive(Debug)]
 pub(super) struct Notice {
     pub(super) to: usize,
@@ -94,11 +97,17 @@ pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     };
     // The length comes from another process, so memory for it is reserved in a way that can fail.
     let mut body = Vec::new();
-    reserve(&mut body, len as usize, "a frame").map_err(|error| io::Error::new(io::ErrorKind::OutOfMemory, error))?;
+    reserve(&mut body, len as usize, "a frame")
+        .map_err(|error| io::Error::new(io::ErrorKind::OutOfMemory, error))?;
     if stream.take(len).read_to_end(&mut body)? as u64 != len {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
-    Ok(Frame { kind, group: word(&header, 1), round: word(&header, 9), body })
+    Ok(Frame {
+        kind,
+        group: word(&header, 1),
+        round: word(&header, 9),
+        body,
+    })
 }
 
 /// Returns the number at byte `at` of a header.
@@ -108,11 +117,18 @@ fn word(header: &[u8; HEADER_BYTES], at: usize) -> u64 {
 
 /// Returns `true` if a write that failed with this error may be tried again.
 pub(super) fn is_retryable(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
+    matches!(
+        error.kind(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted
+    )
 }
 
 /// Writes all bytes. After each timeout of the socket it asks `go_on` whether to try again.
-pub(super) fn write(stream: &mut impl Write, mut bytes: &[u8], go_on: impl Fn() -> bool) -> io::Result<()> {
+pub(super) fn write(
+    stream: &mut impl Write,
+    mut bytes: &[u8],
+    go_on: impl Fn() -> bool,
+) -> io::Result<()> {
     while !bytes.is_empty() {
         match stream.write(bytes) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
@@ -142,17 +158,28 @@ mod tests {
             let bytes = [&header(kind, 7, u64::MAX, 3)[..], b"abc", b"next"].concat();
             let mut stream = &bytes[..];
             let frame = read(&mut stream).unwrap();
-            assert_eq!((frame.kind, frame.group, frame.round, &frame.body[..]), (kind, 7, u64::MAX, &b"abc"[..]));
+            assert_eq!(
+                (frame.kind, frame.group, frame.round, &frame.body[..]),
+                (kind, 7, u64::MAX, &b"abc"[..])
+            );
             assert_eq!(stream, b"next");
         }
     }
 
     #[test]
     fn the_longest_record_of_the_largest_job_fits_in_a_frame() {
-        // The counts of an all-to-all, two for each rank, are the most that a rank says about itself. A call may have
-        // one size for each rank.
-        let call = Call { sizes: vec![usize::MAX; MAX_WORLD_SIZE], ..Call::new(Operation::AllToAllUneven) };
-        let header = Header { call, fault: None, own: vec![u64::MAX; 2 * MAX_WORLD_SIZE], inline: true };
+        // The counts of an all-to-all, two for each rank, are the most that a rank says about
+        // itself. A call may have one size for each rank.
+        let call = Call {
+            sizes: vec![usize::MAX; MAX_WORLD_SIZE],
+            ..Call::new(Operation::AllToAllUneven)
+        };
+        let header = Header {
+            call,
+            fault: None,
+            own: vec![u64::MAX; 2 * MAX_WORLD_SIZE],
+            inline: true,
+        };
         let texts = 2 * MAX_MESSAGE_BYTES + INLINE_BYTES;
         // A bundle has the rank and the length in front of each record.
         let beside = 8;
@@ -175,7 +202,10 @@ mod tests {
             let calls = RankCall::collect((0..ranks).map(|rank| (rank, LongCall(rank))));
             assert_eq!(calls.len(), ranks);
             let error = CommError::Mismatch { sequence: 7, calls };
-            assert!(wire::encode(&error).unwrap().len() <= MAX_BODY_BYTES as usize, "{ranks}");
+            assert!(
+                wire::encode(&error).unwrap().len() <= MAX_BODY_BYTES as usize,
+                "{ranks}"
+            );
         }
         // A call also has two lengths, and a rank.
         const { assert!(MAX_WORLD_SIZE * (MIN_CALL_BYTES + 24) < MAX_BODY_BYTES as usize) };

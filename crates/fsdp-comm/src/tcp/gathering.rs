@@ -7,7 +7,8 @@ use bytes::{Buf, Bytes};
 use super::frame::CHUNK_BYTES;
 use super::schedule::{Schedule, Step};
 
-/// The bytes in front of each record in a bundle: the rank of the group whose record it is, and its length.
+/// The bytes in front of each record in a bundle: the rank of the group whose record it is, and its
+/// length.
 const PREFIX_BYTES: usize = 8;
 
 /// The records of a round, by rank of the group, and this rank's part in passing them on.
@@ -19,7 +20,8 @@ pub(super) struct Gathering {
     slots: Vec<Slot>,
     /// The time at which this rank entered the round.
     pub(super) entered: Option<Instant>,
-    /// The number of records that this rank holds without a gap, from its own on in the order of ranks. It sends these.
+    /// The number of records that this rank holds without a gap, from its own on in the order of
+    /// ranks. It sends these.
     run: usize,
     /// The number of steps in which this rank has sent.
     steps_sent: usize,
@@ -81,8 +83,13 @@ impl Gathering {
     pub(super) fn next_step(&mut self, schedule: Schedule) -> Option<Step> {
         let step = schedule.steps().nth(self.steps_sent)?;
         // Records may have come since the last call: count on.
-        let mut following = schedule.block(schedule.rank(), schedule.ranks()).skip(self.run);
-        while following.next().is_some_and(|rank| self.record(rank).is_some()) {
+        let mut following = schedule
+            .block(schedule.rank(), schedule.ranks())
+            .skip(self.run);
+        while following
+            .next()
+            .is_some_and(|rank| self.record(rank).is_some())
+        {
             self.run += 1;
         }
         if self.run < step.len {
@@ -92,32 +99,47 @@ impl Gathering {
         Some(step)
     }
 
-    /// Returns the records that this rank sends in a step, in as few bundles as the size of a frame allows.
+    /// Returns the records that this rank sends in a step, in as few bundles as the size of a frame
+    /// allows.
     pub(super) fn outgoing(&self, schedule: Schedule, step: Step) -> Vec<Vec<u8>> {
-        bundles(schedule.block(schedule.rank(), step.len).filter_map(|rank| Some((rank, self.record(rank)?))))
+        bundles(
+            schedule
+                .block(schedule.rank(), step.len)
+                .filter_map(|rank| Some((rank, self.record(rank)?))),
+        )
     }
 
-    /// Returns all records, in rank order, once this rank has them and has passed on those that others wait for.
+    /// Returns all records, in rank order, once this rank has them and has passed on those that
+    /// others wait for.
     pub(super) fn complete(&self, schedule: Schedule) -> Option<Vec<Bytes>> {
         if self.steps_sent < schedule.steps().count() {
             return None;
         }
-        (0..schedule.ranks()).map(|rank| self.record(rank).cloned()).collect()
+        (0..schedule.ranks())
+            .map(|rank| self.record(rank).cloned())
+            .collect()
     }
 
     /// Returns the ranks whose records are not here.
     pub(super) fn missing(&self, schedule: Schedule) -> Vec<usize> {
-        (0..schedule.ranks()).filter(|&rank| self.record(rank).is_none()).collect()
+        (0..schedule.ranks())
+            .filter(|&rank| self.record(rank).is_none())
+            .collect()
     }
 
     /// Returns the ranks that still owe this rank records in some step of the schedule.
     pub(super) fn debtors(&self, schedule: Schedule) -> impl Iterator<Item = usize> {
-        let owes = move |step: &Step| schedule.block(step.from, step.len).any(|rank| self.record(rank).is_none());
+        let owes = move |step: &Step| {
+            schedule
+                .block(step.from, step.len)
+                .any(|rank| self.record(rank).is_none())
+        };
         schedule.steps().filter(owes).map(|step| step.from)
     }
 }
 
-/// Encodes records, each with its rank. A bundle is no longer than a chunk, unless it consists of a single long record.
+/// Encodes records, each with its rank. A bundle is no longer than a chunk, unless it consists of a
+/// single long record.
 pub(super) fn bundles<'r>(records: impl Iterator<Item = (usize, &'r Bytes)>) -> Vec<Vec<u8>> {
     let mut bundles: Vec<Vec<u8>> = Vec::new();
     for (rank, record) in records {
@@ -138,7 +160,10 @@ pub(super) fn unbundle(bundle: Vec<u8>) -> Option<Vec<(usize, Bytes)>> {
     let mut rest = Bytes::from(bundle);
     let mut records = Vec::new();
     while !rest.is_empty() {
-        let (rank, len) = (rest.try_get_u32_le().ok()?, rest.try_get_u32_le().ok()? as usize);
+        let (rank, len) = (
+            rest.try_get_u32_le().ok()?,
+            rest.try_get_u32_le().ok()? as usize,
+        );
         if len > rest.len() {
             return None;
         }
@@ -180,7 +205,10 @@ mod tests {
         let longest = Bytes::from(vec![2; CHUNK_BYTES + 1]);
         let records = [&long, &long, &long, &long, &longest, &long];
         let bundles = bundles(records.into_iter().enumerate());
-        let sizes: Vec<usize> = bundles.iter().map(|bundle| unbundle(bundle.clone()).unwrap().len()).collect();
+        let sizes: Vec<usize> = bundles
+            .iter()
+            .map(|bundle| unbundle(bundle.clone()).unwrap().len())
+            .collect();
         assert_eq!(sizes, [3, 1, 1, 1]);
     }
 
@@ -189,23 +217,42 @@ mod tests {
         let schedule = Schedule::new(6, 4);
         let mut gathering = Gathering::default();
         gathering.add(0, record(0));
-        assert_eq!(gathering.next_step(schedule), None, "it has not entered the round");
+        assert_eq!(
+            gathering.next_step(schedule),
+            None,
+            "it has not entered the round"
+        );
         gathering.enter(schedule, record(4), Instant::now());
         let step = gathering.next_step(schedule).unwrap();
         assert_eq!((step.to, step.len), (3, 1));
-        assert_eq!(gathering.next_step(schedule), None, "it does not have the record of rank 5");
+        assert_eq!(
+            gathering.next_step(schedule),
+            None,
+            "it does not have the record of rank 5"
+        );
         assert_eq!(gathering.debtors(schedule).collect::<Vec<_>>(), [5, 0, 2]);
         gathering.add(5, record(5));
         let step = gathering.next_step(schedule).unwrap();
         assert_eq!((step.to, step.len), (2, 2));
         let sent = gathering.outgoing(schedule, step);
-        assert_eq!(unbundle(sent[0].clone()), Some(vec![(4, record(4)), (5, record(5))]));
+        assert_eq!(
+            unbundle(sent[0].clone()),
+            Some(vec![(4, record(4)), (5, record(5))])
+        );
         // The last step needs no more than what it has.
-        assert_eq!(gathering.next_step(schedule).map(|step| (step.to, step.len)), Some((0, 2)));
+        assert_eq!(
+            gathering
+                .next_step(schedule)
+                .map(|step| (step.to, step.len)),
+            Some((0, 2))
+        );
         assert_eq!(gathering.missing(schedule), [1, 2, 3]);
         assert_eq!(gathering.debtors(schedule).collect::<Vec<_>>(), [0, 2]);
         assert_eq!(gathering.complete(schedule), None);
         (1..4).for_each(|of| gathering.add(of, record(of)));
-        assert_eq!(gathering.complete(schedule), Some((0..6).map(record).collect()));
+        assert_eq!(
+            gathering.complete(schedule),
+            Some((0..6).map(record).collect())
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! The frames that this process has received, and what it knows about the other ranks. Nothing here sends, waits or
-//! looks at the clock.
+//! The frames that this process has received, and what it knows about the other ranks. Nothing here
+//! sends, waits or looks at the clock.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::io;
@@ -14,7 +14,8 @@ use crate::blocking::is_end;
 use crate::error::CommError;
 use crate::wire;
 
-/// The time without any frame after which a rank counts as stopped or unreachable, and not merely slow.
+/// The time without any frame after which a rank counts as stopped or unreachable, and not merely
+/// slow.
 pub(super) const SILENCE: Duration = Duration::from_millis(1750);
 
 /// The time that a process which was stopped has for reading what the others sent meanwhile.
@@ -32,8 +33,8 @@ pub(super) struct State {
     direct_up_to: usize,
     /// By global rank.
     pub(super) ranks: Vec<RankState>,
-    /// The time of silence after which a rank counts as lost, even during an operation that may take longer: the
-    /// deadline of the job.
+    /// The time of silence after which a rank counts as lost, even during an operation that may
+    /// take longer: the deadline of the job.
     pub(super) patience: Duration,
     /// The last time at which the thread that sends heartbeats was seen to run.
     pub(super) last_beat: Instant,
@@ -45,10 +46,11 @@ pub(super) struct State {
     pub(super) questions: BTreeSet<Question>,
     /// The frames to send that no operation of this rank waits for.
     pub(super) notices: Vec<Notice>,
-    /// The ranks to which this one passes on the news that a rank has ended. Empty if every two ranks are connected.
+    /// The ranks to which this one passes on the news that a rank has ended. Empty if every two
+    /// ranks are connected.
     pub(super) neighbours: Vec<usize>,
-    /// The ranks that have ended without a goodbye, or of which another rank says so, in the order in which this rank
-    /// heard of it.
+    /// The ranks that have ended without a goodbye, or of which another rank says so, in the order
+    /// in which this rank heard of it.
     lost: Vec<usize>,
     /// Groups that this process has dropped. Frames for them may still arrive, and are ignored.
     closed: HashSet<u64>,
@@ -62,18 +64,19 @@ pub(super) struct RankState {
     /// The way in which it has left, for messages; `None` while it has not.
     pub(super) left: Option<String>,
     pub(super) said_goodbye: bool,
-    /// The time of its last frame, or the time since which this rank expects frames from it. `None` while there is no
-    /// reason to expect any: there is no connection, and none has been asked for.
+    /// The time of its last frame, or the time since which this rank expects frames from it. `None`
+    /// while there is no reason to expect any: there is no connection, and none has been asked for.
     pub(super) last_frame_received: Option<Instant>,
-    /// The number of connections to it. There may be two if both ranks have made one at the same time.
+    /// The number of connections to it. There may be two if both ranks have made one at the same
+    /// time.
     connections: usize,
 }
 
 /// The knowledge of this rank about a group.
 #[derive(Debug, Default)]
 pub(super) struct GroupState {
-    /// The global ranks of the group, in the group's order. Empty while only frames of others tell that the group
-    /// exists.
+    /// The global ranks of the group, in the group's order. Empty while only frames of others tell
+    /// that the group exists.
     pub(super) ranks: Vec<usize>,
     /// The place of this rank among them.
     pub(super) schedule: Schedule,
@@ -81,10 +84,11 @@ pub(super) struct GroupState {
     failure: Option<(u64, CommError)>,
     /// The received frames, by global rank and round.
     rounds: HashMap<(usize, u64), Incoming>,
-    /// The records that travel through other ranks, by round. Those of the last round that is over are kept, because
-    /// others that are still in it may ask for them.
+    /// The records that travel through other ranks, by round. Those of the last round that is over
+    /// are kept, because others that are still in it may ask for them.
     pub(super) gatherings: BTreeMap<u64, Gathering>,
-    /// The last round that is over on this rank, among those whose records travel through other ranks.
+    /// The last round that is over on this rank, among those whose records travel through other
+    /// ranks.
     pub(super) over: Option<u64>,
 }
 
@@ -112,16 +116,22 @@ impl GroupState {
         self.failure.is_some()
     }
 
-    /// Returns the ranks of the group that this one sends to or receives from if records travel through other ranks.
+    /// Returns the ranks of the group that this one sends to or receives from if records travel
+    /// through other ranks.
     fn neighbours(&self) -> Vec<usize> {
-        self.schedule.neighbours().into_iter().map(|rank| self.ranks[rank]).collect()
+        self.schedule
+            .neighbours()
+            .into_iter()
+            .map(|rank| self.ranks[rank])
+            .collect()
     }
 }
 
 impl RankState {
     /// Returns the time since its last frame, or since this rank began to need it.
     pub(super) fn silence(&self, now: Instant) -> Duration {
-        self.last_frame_received.map_or(Duration::ZERO, |last| now.saturating_duration_since(last))
+        self.last_frame_received
+            .map_or(Duration::ZERO, |last| now.saturating_duration_since(last))
     }
 
     /// Returns `true` if there is a connection to it.
@@ -137,8 +147,19 @@ impl RankState {
 
 impl State {
     /// Creates the state of a rank that is not connected to any other.
-    pub(super) fn new(rank: usize, ranks: usize, direct_up_to: usize, deadline: Duration, now: Instant) -> Self {
-        let unknown = |_| RankState { left: None, said_goodbye: false, last_frame_received: None, connections: 0 };
+    pub(super) fn new(
+        rank: usize,
+        ranks: usize,
+        direct_up_to: usize,
+        deadline: Duration,
+        now: Instant,
+    ) -> Self {
+        let unknown = |_| RankState {
+            left: None,
+            said_goodbye: false,
+            last_frame_received: None,
+            connections: 0,
+        };
         State {
             rank,
             direct_up_to,
@@ -156,21 +177,25 @@ impl State {
         }
     }
 
-    /// Notes that this process runs. If that was last noted long ago, the process was stopped, and then the others are
-    /// not to blame for their silence: what they sent has not been read yet.
+    /// Notes that this process runs. If that was last noted long ago, the process was stopped, and
+    /// then the others are not to blame for their silence: what they sent has not been read yet.
     pub(super) fn beat(&mut self, now: Instant) {
         if now.saturating_duration_since(self.last_beat) > SILENCE {
             self.resumed = Some(now);
-            self.ranks.iter_mut().for_each(|rank| rank.excuse_silence(now));
+            self.ranks
+                .iter_mut()
+                .for_each(|rank| rank.excuse_silence(now));
         }
         self.last_beat = now;
     }
 
-    /// Returns `true` if this process was stopped until a moment ago, so that it may not have read yet what the others
-    /// sent meanwhile. They may have sent that this rank itself is to blame.
+    /// Returns `true` if this process was stopped until a moment ago, so that it may not have read
+    /// yet what the others sent meanwhile. They may have sent that this rank itself is to blame.
     pub(super) fn catches_up(&self, now: Instant) -> bool {
         now.saturating_duration_since(self.last_beat) > SILENCE
-            || self.resumed.is_some_and(|resumed| now.saturating_duration_since(resumed) < CATCH_UP)
+            || self
+                .resumed
+                .is_some_and(|resumed| now.saturating_duration_since(resumed) < CATCH_UP)
     }
 
     /// Takes a frame of another rank.
@@ -179,14 +204,22 @@ impl State {
     /// A frame that no rank sends.
     pub(super) fn receive(&mut self, from: usize, frame: Frame, now: Instant) -> io::Result<()> {
         self.ranks[from].last_frame_received = Some(now);
-        let Frame { kind, group, round, body } = frame;
+        let Frame {
+            kind,
+            group,
+            round,
+            body,
+        } = frame;
         match kind {
             Kind::Heartbeat => {}
             Kind::Goodbye => {
                 self.ranks[from].said_goodbye = true;
-                // If this rank failed to write to it before it read the goodbye, it took that rank for lost.
+                // If this rank failed to write to it before it read the goodbye, it took that rank
+                // for lost.
                 self.lost.retain(|&lost| lost != from);
-                self.ranks[from].left.get_or_insert_with(|| String::from_utf8_lossy(&body).into_owned());
+                self.ranks[from]
+                    .left
+                    .get_or_insert_with(|| String::from_utf8_lossy(&body).into_owned());
             }
             Kind::Ended => {
                 let ended = self.rank_of(&body)?;
@@ -195,12 +228,19 @@ impl State {
             // All kinds below are about a group.
             _ if self.closed.contains(&group) => {}
             Kind::Abort => {
-                let unreadable = |message| CommError::Aborted { rank: from, message };
+                let unreadable = |message| CommError::Aborted {
+                    rank: from,
+                    message,
+                };
                 let failure = wire::decode(&body).unwrap_or_else(unreadable);
                 let state = self.groups.entry(group).or_default();
-                // The first round that failed counts. The news of a later one may arrive before, from a rank that is
-                // further than this one.
-                if state.failure.as_ref().is_none_or(|&(failed, _)| round < failed) {
+                // The first round that failed counts. The news of a later one may arrive before,
+                // from a rank that is further than this one.
+                if state
+                    .failure
+                    .as_ref()
+                    .is_none_or(|&(failed, _)| round < failed)
+                {
                     state.failure = Some((round, failure));
                     self.pass_on_failure(group);
                 }
@@ -213,17 +253,27 @@ impl State {
                     return Err(not_this_protocol());
                 }
                 if let Some(gathering) = self.gathering(group, round) {
-                    records.into_iter().for_each(|(rank, record)| gathering.add(rank, record));
+                    records
+                        .into_iter()
+                        .for_each(|(rank, record)| gathering.add(rank, record));
                 }
             }
             Kind::Question => {
                 let asked = self.ranks_of(&body)?;
-                // If this rank does not have the records either, it asks its own neighbours for them.
+                // If this rank does not have the records either, it asks its own neighbours for
+                // them.
                 let state = self.groups.get_mut(&group);
                 if let Some(gathering) = state.and_then(|state| state.gatherings.get_mut(&round)) {
-                    gathering.others_ask |= asked.iter().any(|&about| gathering.record(about).is_none());
+                    gathering.others_ask |=
+                        asked.iter().any(|&about| gathering.record(about).is_none());
                 }
-                self.questions.extend(asked.into_iter().map(|about| Question { group, round, from, about }));
+                self.questions
+                    .extend(asked.into_iter().map(|about| Question {
+                        group,
+                        round,
+                        from,
+                        about,
+                    }));
             }
             Kind::Absent => {
                 let absent = self.rank_of(&body)?;
@@ -237,8 +287,12 @@ impl State {
 
     /// Reads the body of a frame that consists of a rank of a group.
     fn rank_of(&self, body: &[u8]) -> io::Result<usize> {
-        let rank = body.try_into().ok().and_then(|bytes| usize::try_from(u64::from_le_bytes(bytes)).ok());
-        rank.filter(|&rank| rank < self.ranks.len()).ok_or_else(not_this_protocol)
+        let rank = body
+            .try_into()
+            .ok()
+            .and_then(|bytes| usize::try_from(u64::from_le_bytes(bytes)).ok());
+        rank.filter(|&rank| rank < self.ranks.len())
+            .ok_or_else(not_this_protocol)
     }
 
     /// Reads the body of a frame that consists of ranks of a group, at least one.
@@ -246,7 +300,9 @@ impl State {
         if body.is_empty() {
             return Err(not_this_protocol());
         }
-        body.chunks(size_of::<u64>()).map(|bytes| self.rank_of(bytes)).collect()
+        body.chunks(size_of::<u64>())
+            .map(|bytes| self.rank_of(bytes))
+            .collect()
     }
 
     /// Notes a new connection to a rank.
@@ -257,14 +313,14 @@ impl State {
         self.lost.retain(|&lost| lost != to);
     }
 
-    /// Notes that this rank needs the rank `of` from now on. From now on its silence counts, although there may be no
-    /// connection yet.
+    /// Notes that this rank needs the rank `of` from now on. From now on its silence counts,
+    /// although there may be no connection yet.
     pub(super) fn expect(&mut self, of: usize, now: Instant) {
         self.ranks[of].last_frame_received.get_or_insert(now);
     }
 
-    /// Notes that a connection to a rank ended with this error. The rank is lost with its last connection: its frames
-    /// come on only one of them, and this rank does not know on which.
+    /// Notes that a connection to a rank ended with this error. The rank is lost with its last
+    /// connection: its frames come on only one of them, and this rank does not know on which.
     pub(super) fn disconnect(&mut self, from: usize, error: &io::Error) {
         let connections = &mut self.ranks[from].connections;
         *connections = connections.saturating_sub(1);
@@ -272,8 +328,9 @@ impl State {
             return;
         }
         self.lose(from, error);
-        // All of its frames have been read, and there was no goodbye, so its process has ended: pass that on. If it was
-        // lost for another reason, perhaps only these two ranks do not reach each other.
+        // All of its frames have been read, and there was no goodbye, so its process has ended:
+        // pass that on. If it was lost for another reason, perhaps only these two ranks do not
+        // reach each other.
         if !self.ranks[from].said_goodbye && self.ranks[from].left.as_deref() == Some(EXITED) {
             self.pass_on_end(from);
         }
@@ -281,7 +338,11 @@ impl State {
 
     /// Notes that there can be no connection to a rank any more, because of this error.
     pub(super) fn lose(&mut self, from: usize, error: &io::Error) {
-        let reason = if is_end(error) { EXITED.to_owned() } else { format!("was lost: {error}") };
+        let reason = if is_end(error) {
+            EXITED.to_owned()
+        } else {
+            format!("was lost: {error}")
+        };
         if !self.leaving {
             tracing::debug!(rank = from, reason, "a rank left");
         }
@@ -291,23 +352,29 @@ impl State {
         }
     }
 
-    /// Notes that a rank has refused a connection. So it has left or ended. If there is another connection to it, its
-    /// frames may still be on their way there, and the end of that connection will tell that it has left.
+    /// Notes that a rank has refused a connection. So it has left or ended. If there is another
+    /// connection to it, its frames may still be on their way there, and the end of that connection
+    /// will tell that it has left.
     pub(super) fn refuse(&mut self, by: usize) {
-        let reason = if self.lost.contains(&by) { EXITED } else { "has ended (it takes no connections any more)" };
+        let reason = if self.lost.contains(&by) {
+            EXITED
+        } else {
+            "has ended (it takes no connections any more)"
+        };
         let rank = &mut self.ranks[by];
         if rank.connections == 0 {
             rank.left.get_or_insert_with(|| reason.to_owned());
         }
     }
 
-    /// Takes the news that the rank `of` has ended without a goodbye. The news must not overtake that rank's own
-    /// frames. So it counts only if there is no connection to that rank: then no frames are on their way, because a
-    /// rank sends frames on a connection only once the other side has noted it.
+    /// Takes the news that the rank `of` has ended without a goodbye. The news must not overtake
+    /// that rank's own frames. So it counts only if there is no connection to that rank: then no
+    /// frames are on their way, because a rank sends frames on a connection only once the other
+    /// side has noted it.
     ///
-    /// The news may be wrong: a rank that was stopped for long may find connections closed whose other ends are well.
-    /// So this rank tries to connect in order to send a heartbeat, and believes the news only when the connection is
-    /// refused.
+    /// The news may be wrong: a rank that was stopped for long may find connections closed whose
+    /// other ends are well. So this rank tries to connect in order to send a heartbeat, and
+    /// believes the news only when the connection is refused.
     fn hear_of_end(&mut self, of: usize) {
         let rank = &self.ranks[of];
         if of == self.rank || rank.connections > 0 || rank.said_goodbye || self.lost.contains(&of) {
@@ -316,31 +383,65 @@ impl State {
         self.lost.push(of);
         self.pass_on_end(of);
         if !self.leaving {
-            self.notices.push(Notice { to: of, kind: Kind::Heartbeat, group: 0, round: 0, body: Vec::new() });
+            self.notices.push(Notice {
+                to: of,
+                kind: Kind::Heartbeat,
+                group: 0,
+                round: 0,
+                body: Vec::new(),
+            });
         }
     }
 
     /// Tells the neighbours that a rank has ended. Each rank passes this news on once.
     fn pass_on_end(&mut self, of: usize) {
-        let tell = |&to: &usize| Notice { to, kind: Kind::Ended, group: 0, round: 0, body: rank_body(of) };
+        let tell = |&to: &usize| Notice {
+            to,
+            kind: Kind::Ended,
+            group: 0,
+            round: 0,
+            body: rank_body(of),
+        };
         if !self.leaving {
-            self.notices.extend(self.neighbours.iter().filter(|&&to| to != of).map(tell));
+            self.notices
+                .extend(self.neighbours.iter().filter(|&&to| to != of).map(tell));
         }
     }
 
-    /// Tells the neighbours in a large group that the group has failed. The thread of this rank that uses the group may
-    /// be busy with other things for long, and some neighbours may hear the news from this rank only.
+    /// Tells the neighbours in a large group that the group has failed. The thread of this rank
+    /// that uses the group may be busy with other things for long, and some neighbours may hear the
+    /// news from this rank only.
     fn pass_on_failure(&mut self, group: u64) {
-        let Some(state) = self.groups.get(&group).filter(|state| state.ranks.len() > self.direct_up_to) else { return };
-        let Some((round, error)) = &state.failure else { return };
-        let Ok(body) = wire::encode(error) else { return };
-        let tell = |to| Notice { to, kind: Kind::Abort, group, round: *round, body: body.clone() };
-        self.notices.extend(state.neighbours().into_iter().map(tell));
+        let Some(state) = self
+            .groups
+            .get(&group)
+            .filter(|state| state.ranks.len() > self.direct_up_to)
+        else {
+            return;
+        };
+        let Some((round, error)) = &state.failure else {
+            return;
+        };
+        let Ok(body) = wire::encode(error) else {
+            return;
+        };
+        let tell = |to| Notice {
+            to,
+            kind: Kind::Abort,
+            group,
+            round: *round,
+            body: body.clone(),
+        };
+        self.notices
+            .extend(state.neighbours().into_iter().map(tell));
     }
 
     /// Notes the ranks of a new group. Frames for it may have arrived already.
     pub(super) fn open(&mut self, group: u64, ranks: &[usize]) {
-        let place = ranks.iter().position(|&rank| rank == self.rank).unwrap_or_default();
+        let place = ranks
+            .iter()
+            .position(|&rank| rank == self.rank)
+            .unwrap_or_default();
         let state = self.groups.entry(group).or_default();
         state.schedule = Schedule::new(ranks.len(), place);
         state.ranks = ranks.to_vec();
@@ -349,7 +450,10 @@ impl State {
 
     /// Returns the ranks that this one sends to or receives from in a large group.
     pub(super) fn neighbours_in(&self, group: u64) -> Vec<usize> {
-        self.groups.get(&group).map(GroupState::neighbours).unwrap_or_default()
+        self.groups
+            .get(&group)
+            .map(GroupState::neighbours)
+            .unwrap_or_default()
     }
 
     /// Drops a group.
@@ -359,12 +463,13 @@ impl State {
         self.closed.insert(group);
     }
 
-    /// Lets a group fail on this rank, unless it has failed already. Returns the ranks that this one has to tell.
+    /// Lets a group fail on this rank, unless it has failed already. Returns the ranks that this
+    /// one has to tell.
     ///
-    /// In a small group, a rank that has found the failure itself tells all others, and one that was told tells nobody.
-    /// In a large group each rank tells its neighbours, which pass the news on. A rank does so even if it was told
-    /// itself and has passed the news on already: its neighbours must hear of the failure before they see this rank
-    /// leave.
+    /// In a small group, a rank that has found the failure itself tells all others, and one that
+    /// was told tells nobody. In a large group each rank tells its neighbours, which pass the news
+    /// on. A rank does so even if it was told itself and has passed the news on already: its
+    /// neighbours must hear of the failure before they see this rank leave.
     pub(super) fn fail(&mut self, group: u64, round: u64, error: &CommError) -> Vec<usize> {
         let is_large = |state: &GroupState| state.ranks.len() > self.direct_up_to;
         let state = self.groups.entry(group).or_default();
@@ -374,7 +479,12 @@ impl State {
                 if is_large(state) {
                     return state.neighbours();
                 }
-                state.ranks.iter().copied().filter(|&rank| rank != self.rank).collect()
+                state
+                    .ranks
+                    .iter()
+                    .copied()
+                    .filter(|&rank| rank != self.rank)
+                    .collect()
             }
             Some((_, known)) if known == error && is_large(state) => state.neighbours(),
             Some(_) => Vec::new(),
@@ -383,11 +493,16 @@ impl State {
 
     /// Returns the frames that a rank has sent in a round so far.
     pub(super) fn incoming(&mut self, group: u64, rank: usize, round: u64) -> &mut Incoming {
-        self.groups.entry(group).or_default().rounds.entry((rank, round)).or_default()
+        self.groups
+            .entry(group)
+            .or_default()
+            .rounds
+            .entry((rank, round))
+            .or_default()
     }
 
-    /// Returns what has come of a round whose records travel through other ranks; `None` if an even later round is over
-    /// here, so that nobody can need these records.
+    /// Returns what has come of a round whose records travel through other ranks; `None` if an even
+    /// later round is over here, so that nobody can need these records.
     fn gathering(&mut self, group: u64, round: u64) -> Option<&mut Gathering> {
         let state = self.groups.entry(group).or_default();
         (state.over <= Some(round)).then(|| state.gatherings.entry(round).or_default())
@@ -397,7 +512,10 @@ impl State {
     #[cfg(test)]
     pub(super) fn most_waiting_chunks(&self) -> usize {
         let incoming = self.groups.values().flat_map(|group| group.rounds.values());
-        incoming.map(|incoming| incoming.chunks.len()).max().unwrap_or(0)
+        incoming
+            .map(|incoming| incoming.chunks.len())
+            .max()
+            .unwrap_or(0)
     }
 
     /// Drops the frames of a round.
@@ -410,10 +528,17 @@ impl State {
 
 /// The reasons for which a round cannot end.
 impl State {
-    /// Returns the error for which a round of a group must end while the data of the `missing` ranks has not arrived;
-    /// `None` if it can go on waiting. In this order: the group has failed, a missing rank has left, one of them has
-    /// been silent for too long, or the deadline is over. While this process catches up, nobody is blamed yet.
-    pub(super) fn failure(&self, group: u64, round: &Round<'_>, missing: &[usize], now: Instant) -> Option<CommError> {
+    /// Returns the error for which a round of a group must end while the data of the `missing`
+    /// ranks has not arrived; `None` if it can go on waiting. In this order: the group has failed,
+    /// a missing rank has left, one of them has been silent for too long, or the deadline is over.
+    /// While this process catches up, nobody is blamed yet.
+    pub(super) fn failure(
+        &self,
+        group: u64,
+        round: &Round<'_>,
+        missing: &[usize],
+        now: Instant,
+    ) -> Option<CommError> {
         let ended = self.ended(group, round);
         if ended.is_some() || self.catches_up(now) {
             return ended;
@@ -425,16 +550,25 @@ impl State {
 
     /// Returns the error that has ended the group.
     pub(super) fn ended(&self, group: u64, round: &Round<'_>) -> Option<CommError> {
-        match self.groups.get(&group).and_then(|group| group.failure.as_ref()) {
-            // If the group failed in a later round, all ranks have sent their frames of this round, so it can still
-            // succeed.
+        match self
+            .groups
+            .get(&group)
+            .and_then(|group| group.failure.as_ref())
+        {
+            // If the group failed in a later round, all ranks have sent their frames of this round,
+            // so it can still succeed.
             Some((failed, failure)) if *failed <= round.number => Some(failure.clone()),
             _ => None,
         }
     }
 
     /// Returns the error of a round that misses a rank that has left.
-    pub(super) fn departed(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
+    pub(super) fn departed(
+        &self,
+        group: u64,
+        round: &Round<'_>,
+        missing: &[usize],
+    ) -> Option<CommError> {
         let rank = self.first_lost(group, missing)?;
         let reason = self.ranks[rank].left.as_deref().unwrap_or(EXITED);
         Some(left(rank, round, reason.to_owned()))
@@ -442,14 +576,26 @@ impl State {
 
     /// Returns the error of a round that misses a rank which has been silent for too long.
     ///
-    /// After the deadline, a rank without recent heartbeats is blamed before one that is only slow. Before the
-    /// deadline, a rank is lost once it has been silent for `patience`.
-    pub(super) fn silent(&self, round: &Round<'_>, missing: &[usize], now: Instant) -> Option<CommError> {
-        let limit = if now >= round.until { SILENCE } else { self.patience };
-        let (rank, silence) =
-            missing.iter().map(|&rank| (rank, self.silence(rank, now))).find(|(_, it)| *it > limit)?;
+    /// After the deadline, a rank without recent heartbeats is blamed before one that is only slow.
+    /// Before the deadline, a rank is lost once it has been silent for `patience`.
+    pub(super) fn silent(
+        &self,
+        round: &Round<'_>,
+        missing: &[usize],
+        now: Instant,
+    ) -> Option<CommError> {
+        let limit = if now >= round.until {
+            SILENCE
+        } else {
+            self.patience
+        };
+        let (rank, silence) = missing
+            .iter()
+            .map(|&rank| (rank, self.silence(rank, now)))
+            .find(|(_, it)| *it > limit)?;
         let seconds = silence.as_secs_f64();
-        let reason = format!("has sent no heartbeat for {seconds:.1} s: it is stopped or cannot be reached");
+        let reason =
+            format!("has sent no heartbeat for {seconds:.1} s: it is stopped or cannot be reached");
         Some(left(rank, round, reason))
     }
 
@@ -458,14 +604,25 @@ impl State {
         self.ranks[rank].silence(now)
     }
 
-    /// Returns the rank to blame if one of the `missing` ranks has left: the one that left first. Returns `None` if
-    /// none of them has left.
+    /// Returns the rank to blame if one of the `missing` ranks has left: the one that left first.
+    /// Returns `None` if none of them has left.
     fn first_lost(&self, group: u64, missing: &[usize]) -> Option<usize> {
-        let gone = missing.iter().find(|&&rank| self.ranks[rank].left.is_some())?;
-        // The rank of the group that was lost first is probably the reason why the missing one has left, even if that
-        // first rank is not missing itself.
-        let ranks = self.groups.get(&group).map_or(&[][..], |group| &group.ranks);
-        Some(*self.lost.iter().find(|rank| ranks.contains(rank)).unwrap_or(gone))
+        let gone = missing
+            .iter()
+            .find(|&&rank| self.ranks[rank].left.is_some())?;
+        // The rank of the group that was lost first is probably the reason why the missing one has
+        // left, even if that first rank is not missing itself.
+        let ranks = self
+            .groups
+            .get(&group)
+            .map_or(&[][..], |group| &group.ranks);
+        Some(
+            *self
+                .lost
+                .iter()
+                .find(|rank| ranks.contains(rank))
+                .unwrap_or(gone),
+        )
     }
 }
 
@@ -481,7 +638,12 @@ pub(super) fn timeout(round: &Round<'_>, missing: &[usize], now: Instant) -> Opt
 
 /// Returns the error of a round that cannot end because a rank has left.
 fn left(rank: usize, round: &Round<'_>, reason: String) -> CommError {
-    CommError::RankLeft { rank, operation: round.operation.to_owned(), sequence: round.sequence, reason }
+    CommError::RankLeft {
+        rank,
+        operation: round.operation.to_owned(),
+        sequence: round.sequence,
+        reason,
+    }
 }
 
 /// Returns the body of a frame that consists of a rank.
@@ -491,7 +653,10 @@ pub(super) fn rank_body(rank: usize) -> Vec<u8> {
 
 /// Returns the body of a frame that consists of ranks.
 pub(super) fn ranks_body(ranks: &[usize]) -> Vec<u8> {
-    ranks.iter().flat_map(|&rank| (rank as u64).to_le_bytes()).collect()
+    ranks
+        .iter()
+        .flat_map(|&rank| (rank as u64).to_le_bytes())
+        .collect()
 }
 
 #[cfg(test)]
@@ -507,7 +672,18 @@ mod tests {
         // A rank of another group has nothing to do with it.
         state.lose(3, &died());
         assert_eq!(state.first_lost(7, &[1, 2]), None);
-        state.receive(1, Frame { kind: Kind::Goodbye, group: 0, round: 0, body: Vec::new() }, now).unwrap();
+        state
+            .receive(
+                1,
+                Frame {
+                    kind: Kind::Goodbye,
+                    group: 0,
+                    round: 0,
+                    body: Vec::new(),
+                },
+                now,
+            )
+            .unwrap();
         assert_eq!(state.first_lost(7, &[1, 2]), Some(1));
         assert_eq!(state.first_lost(7, &[2]), None);
         state.lose(2, &died());
@@ -523,14 +699,37 @@ mod tests {
         let mut state = State::new(0, 3, 32, SILENCE, now);
         state.open(7, &[0, 1, 2]);
         let until = now + SILENCE;
-        let round = |number| Round { number, sequence: number, operation: "barrier", deadline: SILENCE, until };
+        let round = |number| Round {
+            number,
+            sequence: number,
+            operation: "barrier",
+            deadline: SILENCE,
+            until,
+        };
         for (from, failed) in [(1, 5), (2, 4), (1, 6)] {
-            let error = CommError::Aborted { rank: from, message: failed.to_string() };
+            let error = CommError::Aborted {
+                rank: from,
+                message: failed.to_string(),
+            };
             let body = wire::encode(&error).unwrap();
-            state.receive(from, Frame { kind: Kind::Abort, group: 7, round: failed, body }, now).unwrap();
+            state
+                .receive(
+                    from,
+                    Frame {
+                        kind: Kind::Abort,
+                        group: 7,
+                        round: failed,
+                        body,
+                    },
+                    now,
+                )
+                .unwrap();
         }
         assert_eq!(state.ended(7, &round(3)), None);
-        assert!(matches!(state.ended(7, &round(4)), Some(CommError::Aborted { rank: 2, .. })));
+        assert!(matches!(
+            state.ended(7, &round(4)),
+            Some(CommError::Aborted { rank: 2, .. })
+        ));
         assert_eq!(state.ended(7, &round(4)), state.ended(7, &round(6)));
     }
 
@@ -539,15 +738,29 @@ mod tests {
         let mut state = State::new(0, 40, 32, SILENCE, now);
         state.open(7, &(0..40).collect::<Vec<_>>());
         state.neighbours = state.neighbours_in(7);
-        state.neighbours.clone().into_iter().for_each(|rank| state.connect(rank, now));
+        state
+            .neighbours
+            .clone()
+            .into_iter()
+            .for_each(|rank| state.connect(rank, now));
         state
     }
 
-    /// Returns the ranks to which there is a notice of this kind. Besides, only heartbeats may be sent.
+    /// Returns the ranks to which there is a notice of this kind. Besides, only heartbeats may be
+    /// sent.
     fn told(state: &mut State, kind: Kind) -> Vec<usize> {
         let notices = state.notices();
-        assert!(notices.iter().all(|notice| [kind, Kind::Heartbeat].contains(&notice.kind)), "{notices:?}");
-        notices.into_iter().filter(|notice| notice.kind == kind).map(|notice| notice.to).collect()
+        assert!(
+            notices
+                .iter()
+                .all(|notice| [kind, Kind::Heartbeat].contains(&notice.kind)),
+            "{notices:?}"
+        );
+        notices
+            .into_iter()
+            .filter(|notice| notice.kind == kind)
+            .map(|notice| notice.to)
+            .collect()
     }
 
     #[test]
@@ -559,10 +772,25 @@ mod tests {
             if !knows_it_first {
                 state.groups.clear();
             }
-            let body = wire::encode(&CommError::Aborted { rank: 5, message: String::new() }).unwrap();
+            let body = wire::encode(&CommError::Aborted {
+                rank: 5,
+                message: String::new(),
+            })
+            .unwrap();
             for from in [1, 2, 4] {
                 let body = body.clone();
-                state.receive(from, Frame { kind: Kind::Abort, group: 7, round: 5, body }, now).unwrap();
+                state
+                    .receive(
+                        from,
+                        Frame {
+                            kind: Kind::Abort,
+                            group: 7,
+                            round: 5,
+                            body,
+                        },
+                        now,
+                    )
+                    .unwrap();
             }
             if !knows_it_first {
                 assert_eq!(told(&mut state, Kind::Abort), []);
@@ -571,7 +799,18 @@ mod tests {
             assert_eq!(told(&mut state, Kind::Abort), neighbours);
             // A small group needs no help.
             state.open(8, &(0..32).collect::<Vec<_>>());
-            state.receive(1, Frame { kind: Kind::Abort, group: 8, round: 5, body }, now).unwrap();
+            state
+                .receive(
+                    1,
+                    Frame {
+                        kind: Kind::Abort,
+                        group: 8,
+                        round: 5,
+                        body,
+                    },
+                    now,
+                )
+                .unwrap();
             assert_eq!(told(&mut state, Kind::Abort), []);
         }
     }
@@ -582,7 +821,18 @@ mod tests {
         let mut state = large(now);
         let neighbours = state.neighbours.clone();
         let news = |state: &mut State, of: usize| {
-            state.receive(4, Frame { kind: Kind::Ended, group: 0, round: 0, body: rank_body(of) }, now).unwrap();
+            state
+                .receive(
+                    4,
+                    Frame {
+                        kind: Kind::Ended,
+                        group: 0,
+                        round: 0,
+                        body: rank_body(of),
+                    },
+                    now,
+                )
+                .unwrap();
         };
         // There is no connection to rank 5, and none can be made.
         news(&mut state, 5);
@@ -593,7 +843,11 @@ mod tests {
         assert_eq!(state.ranks[5].left.as_deref(), Some(EXITED));
         // Rank 6 is well.
         news(&mut state, 6);
-        let to_sixth = state.notices().into_iter().filter(|notice| notice.to == 6).map(|notice| notice.kind);
+        let to_sixth = state
+            .notices()
+            .into_iter()
+            .filter(|notice| notice.to == 6)
+            .map(|notice| notice.kind);
         assert!(to_sixth.eq([Kind::Heartbeat]));
         state.connect(6, now);
         assert_eq!(state.first_lost(7, &[6]), None);
@@ -602,10 +856,25 @@ mod tests {
         assert_eq!(state.ranks[2].left, None);
         assert_eq!(told(&mut state, Kind::Ended), []);
         state.disconnect(2, &io::ErrorKind::UnexpectedEof.into());
-        let others: Vec<usize> = neighbours.iter().copied().filter(|&rank| rank != 2).collect();
+        let others: Vec<usize> = neighbours
+            .iter()
+            .copied()
+            .filter(|&rank| rank != 2)
+            .collect();
         assert_eq!(told(&mut state, Kind::Ended), others);
         // Rank 1 leaves as it should.
-        state.receive(1, Frame { kind: Kind::Goodbye, group: 0, round: 0, body: Vec::new() }, now).unwrap();
+        state
+            .receive(
+                1,
+                Frame {
+                    kind: Kind::Goodbye,
+                    group: 0,
+                    round: 0,
+                    body: Vec::new(),
+                },
+                now,
+            )
+            .unwrap();
         state.disconnect(1, &io::ErrorKind::UnexpectedEof.into());
         news(&mut state, 1);
         // That is not so of this rank.
@@ -626,7 +895,8 @@ mod tests {
         assert_eq!(state.ranks[5].left, None);
         state.disconnect(5, &io::ErrorKind::UnexpectedEof.into());
         assert_eq!(state.ranks[5].left.as_deref(), Some(EXITED));
-        // There has been no connection to rank 6. It may have left as it should, and is not blamed before others.
+        // There has been no connection to rank 6. It may have left as it should, and is not blamed
+        // before others.
         state.refuse(6);
         assert_eq!(state.first_lost(7, &[6]), Some(5));
         assert!(state.ranks[6].left.is_some() && !state.lost.contains(&6));
@@ -662,10 +932,38 @@ mod tests {
             (Kind::Ended, vec![0; 7]),
         ];
         for (kind, body) in refused {
-            assert!(state.receive(1, Frame { kind, group: 0, round: 0, body }, now).is_err(), "{kind:?}");
+            assert!(
+                state
+                    .receive(
+                        1,
+                        Frame {
+                            kind,
+                            group: 0,
+                            round: 0,
+                            body
+                        },
+                        now
+                    )
+                    .is_err(),
+                "{kind:?}"
+            );
         }
         for kind in [Kind::Bundle, Kind::Question, Kind::Absent, Kind::Ended] {
-            assert!(state.receive(1, Frame { kind, group: 0, round: 0, body: vec![0; 8] }, now).is_ok(), "{kind:?}");
+            assert!(
+                state
+                    .receive(
+                        1,
+                        Frame {
+                            kind,
+                            group: 0,
+                            round: 0,
+                            body: vec![0; 8]
+                        },
+                        now
+                    )
+                    .is_ok(),
+                "{kind:?}"
+            );
         }
     }
 }

@@ -1,4 +1,5 @@
-//! The inbox as the threads of this process share it: its state behind a lock, and the signals of its changes.
+//! The inbox as the threads of this process share it: its state behind a lock, and the signals of
+//! its changes.
 
 use std::io;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -22,7 +23,11 @@ pub(super) struct Inbox {
 
 impl Inbox {
     pub(super) fn new(state: State) -> Inbox {
-        Inbox { state: Mutex::new(state), changed: Condvar::new(), noticed: Condvar::new() }
+        Inbox {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            noticed: Condvar::new(),
+        }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
@@ -51,7 +56,8 @@ impl Inbox {
         let mut state = self.lock();
         state.receive(from, frame, Instant::now())?;
         // Only these frames can make a question answerable, or tell that it never will be.
-        let may_answer = matches!(kind, Kind::Bundle | Kind::Question | Kind::Goodbye) && !state.questions.is_empty();
+        let may_answer = matches!(kind, Kind::Bundle | Kind::Question | Kind::Goodbye)
+            && !state.questions.is_empty();
         let may_notify = may_answer || !state.notices.is_empty();
         drop(state);
         // A heartbeat gives no operation what it waits for.
@@ -70,8 +76,15 @@ impl Inbox {
     }
 
     /// Waits for a change, but no longer than this.
-    pub(super) fn wait<'s>(&self, state: MutexGuard<'s, State>, limit: Duration) -> MutexGuard<'s, State> {
-        self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
+    pub(super) fn wait<'s>(
+        &self,
+        state: MutexGuard<'s, State>,
+        limit: Duration,
+    ) -> MutexGuard<'s, State> {
+        self.changed
+            .wait_timeout(state, limit)
+            .unwrap_or_else(PoisonError::into_inner)
+            .0
     }
 
     /// Sleeps between two heartbeats. Returns `true` if this rank leaves.
@@ -88,9 +101,9 @@ impl Inbox {
         }
     }
 
-    /// Waits until there are notices to send, and returns them. With `has_others` there are notices that could not be
-    /// sent before, and this returns after [`OFFER_AGAIN`] at the latest, so that they are tried again. Returns `None`
-    /// if this rank leaves.
+    /// Waits until there are notices to send, and returns them. With `has_others` there are notices
+    /// that could not be sent before, and this returns after [`OFFER_AGAIN`] at the latest, so that
+    /// they are tried again. Returns `None` if this rank leaves.
     pub(super) fn wait_for_notices(&self, has_others: bool) -> Option<Vec<Notice>> {
         let mut state = self.lock();
         let mut is_first = true;
@@ -104,9 +117,14 @@ impl Inbox {
             }
             is_first = false;
             state = if has_others {
-                self.noticed.wait_timeout(state, OFFER_AGAIN).unwrap_or_else(PoisonError::into_inner).0
+                self.noticed
+                    .wait_timeout(state, OFFER_AGAIN)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0
             } else {
-                self.noticed.wait(state).unwrap_or_else(PoisonError::into_inner)
+                self.noticed
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner)
             };
         }
     }

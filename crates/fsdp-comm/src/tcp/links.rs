@@ -1,15 +1,18 @@
-//! The connections of this process to the other ranks, and the threads that read them and make new ones.
+//! The connections of this process to the other ranks, and the threads that read them and make new
+//! ones.
 //!
-//! In a small job every two ranks are connected from the start. In a large one a rank connects to another one when it
-//! first needs to, and takes connections for as long as the job runs. Three rules keep the frames of a rank in order,
-//! and make sure that others notice its end only after its last frame:
-//! - A rank sends all its frames to another one on the same connection, the first that it had. If two ranks have
-//!   connected to each other at the same time, both connections stay open, and each rank may send on a different one.
-//! - If rank A has made a connection to rank B, A sends frames on it only once B has *noted* the connection (counted it
-//!   as one to A) and has said so. So if B has noted no connection to A, no frames of A are on their way. If A then
-//!   refuses a connection from B, A has ended.
-//! - A rank that has made a connection does not give it up once the other side may have noted it, because that would
-//!   look like the end of this rank.
+//! In a small job every two ranks are connected from the start. In a large one a rank connects to
+//! another one when it first needs to, and takes connections for as long as the job runs. Three
+//! rules keep the frames of a rank in order, and make sure that others notice its end only after
+//! its last frame:
+//! - A rank sends all its frames to another one on the same connection, the first that it had. If
+//!   two ranks have connected to each other at the same time, both connections stay open, and each
+//!   rank may send on a different one.
+//! - If rank A has made a connection to rank B, A sends frames on it only once B has *noted* the
+//!   connection (counted it as one to A) and has said so. So if B has noted no connection to A, no
+//!   frames of A are on their way. If A then refuses a connection from B, A has ended.
+//! - A rank that has made a connection does not give it up once the other side may have noted it,
+//!   because that would look like the end of this rank.
 //!
 //! A new connection goes through these steps, after the handshake:
 //!
@@ -37,8 +40,8 @@ use crate::blocking::is_end;
 /// The time after which a blocked write checks whether it should go on.
 const WRITE_SLICE: Duration = Duration::from_millis(100);
 
-/// The time for which a rank that leaves or aborts tries to tell the others, and then the time for which one that
-/// leaves waits until they have closed their ends.
+/// The time for which a rank that leaves or aborts tries to tell the others, and then the time for
+/// which one that leaves waits until they have closed their ends.
 pub(super) const GOODBYE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The time that one attempt to connect may take, so that it does not hold up a rank that leaves.
@@ -66,8 +69,8 @@ pub(super) struct Directory {
 pub(super) struct Links {
     rank: usize,
     pub(super) inbox: Inbox,
-    /// For each rank the connection on which this one sends to it, which never changes once it is set. It is locked
-    /// while a frame is written.
+    /// For each rank the connection on which this one sends to it, which never changes once it is
+    /// set. It is locked while a frame is written.
     writers: Vec<OnceLock<Mutex<Arc<TcpStream>>>>,
     /// All connections, also those that carry no frames yet. `None` once this rank has left.
     open: Mutex<Option<Vec<Connection>>>,
@@ -84,8 +87,8 @@ struct Connection {
     /// The rank at the other end.
     rank: usize,
     stream: Arc<TcpStream>,
-    /// `true` once the other side may have noted the connection. From then on, if it ended without a goodbye, the other
-    /// side would think that this rank has ended.
+    /// `true` once the other side may have noted the connection. From then on, if it ended without
+    /// a goodbye, the other side would think that this rank has ended.
     is_offered: bool,
 }
 
@@ -96,7 +99,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// The connections themselves.
 impl Links {
     /// Creates the links of a rank that is not connected to any of the others.
-    pub(super) fn new(rank: usize, ranks: usize, inbox: Inbox, directory: Option<Directory>) -> Arc<Links> {
+    pub(super) fn new(
+        rank: usize,
+        ranks: usize,
+        inbox: Inbox,
+        directory: Option<Directory>,
+    ) -> Arc<Links> {
         Arc::new(Links {
             rank,
             inbox,
@@ -109,7 +117,11 @@ impl Links {
     }
 
     /// Starts a thread for which [`close`](Self::close) waits.
-    pub(super) fn spawn(&self, name: String, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    pub(super) fn spawn(
+        &self,
+        name: String,
+        run: impl FnOnce() + Send + 'static,
+    ) -> io::Result<()> {
         let thread = thread::Builder::new().name(name).spawn(run)?;
         let mut threads = lock(&self.threads);
         threads.retain(|thread| !thread.is_finished());
@@ -125,15 +137,22 @@ impl Links {
         self.keep(from, &stream)?;
         self.note(from, &stream);
         let links = Arc::clone(self);
-        self.spawn(format!("from-rank-{from}"), move || links.receive_all(from, &stream, reader(&stream), None))
+        self.spawn(format!("from-rank-{from}"), move || {
+            links.receive_all(from, &stream, reader(&stream), None)
+        })
     }
 
     /// Takes the connections that other ranks make, until the port is closed.
     pub(super) fn admit_all(self: &Arc<Self>, comers: Receiver<Comer>) {
         for (stream, hello) in comers {
             let ranks = self.writers.len();
-            let Some(from) = (0..ranks).find(|&rank| rank != self.rank && hello == Hello::new(rank, ranks)) else {
-                tracing::warn!("refused a connection from a process that claims to be rank {}", hello.rank);
+            let Some(from) =
+                (0..ranks).find(|&rank| rank != self.rank && hello == Hello::new(rank, ranks))
+            else {
+                tracing::warn!(
+                    "refused a connection from a process that claims to be rank {}",
+                    hello.rank
+                );
                 continue;
             };
             let links = Arc::clone(self);
@@ -148,20 +167,23 @@ impl Links {
         }
     }
 
-    /// Takes a connection that another rank has made, and then the frames of that rank until the connection ends.
+    /// Takes a connection that another rank has made, and then the frames of that rank until the
+    /// connection ends.
     fn admit(&self, from: usize, stream: Arc<TcpStream>) -> io::Result<()> {
         prepare(&stream)?;
         self.keep(from, &stream)?;
         let mut reader = reader(&stream);
-        // Step 1: wait for the first frame. Until the other rank has sent it, it may give the connection up and try
-        // again.
+        // Step 1: wait for the first frame. Until the other rank has sent it, it may give the
+        // connection up and try again.
         let first = frame::read(&mut reader).inspect_err(|_| self.forget(&stream))?;
         // Step 2: note the connection before any frame of an operation is on its way.
         match self.note(from, &stream) {
             // Step 3: tell the other rank that the connection is noted. Any frame does that.
             Noted::SendsHere => self.send_heartbeat(from),
             // `send_heartbeat` would use the other connection. No other thread writes to this one.
-            Noted::SendsElsewhere => drop((&*stream).write(&frame::header(Kind::Heartbeat, 0, 0, 0))),
+            Noted::SendsElsewhere => {
+                drop((&*stream).write(&frame::header(Kind::Heartbeat, 0, 0, 0)))
+            }
             // The other rank will try again, and be refused.
             Noted::Leaves => {
                 self.forget(&stream);
@@ -173,8 +195,8 @@ impl Links {
         Ok(())
     }
 
-    /// Starts a thread that connects to a rank, unless there is a connection already, or that rank is gone. This does
-    /// not wait for the connection.
+    /// Starts a thread that connects to a rank, unless there is a connection already, or that rank
+    /// is gone. This does not wait for the connection.
     pub(super) fn reach(self: &Arc<Self>, to: usize) {
         if self.directory.is_none() || to == self.rank || self.is_connected(to) {
             return;
@@ -204,8 +226,9 @@ impl Links {
             match self.try_to_connect(to) {
                 Ok(stream) => {
                     let mut reader = reader(&stream);
-                    // Wait until the other side has noted the connection. However long that takes, this rank must not
-                    // give it up now: only the other side may end it, or this rank when it leaves.
+                    // Wait until the other side has noted the connection. However long that takes,
+                    // this rank must not give it up now: only the other side may end it, or this
+                    // rank when it leaves.
                     if let Ok(first) = frame::read(&mut reader) {
                         self.note(to, &stream);
                         self.end_attempt(to);
@@ -216,8 +239,8 @@ impl Links {
                 Err(Refusal::Io(error)) if error.kind() != io::ErrorKind::ConnectionRefused => {
                     tracing::debug!(%error, rank = to, "not connected; trying again");
                 }
-                // The other rank listened before it published its address. So now it is gone, and another process may
-                // have its port.
+                // The other rank listened before it published its address. So now it is gone, and
+                // another process may have its port.
                 Err(Refusal::Io(_) | Refusal::OtherJob) => {
                     self.inbox.change(|state| state.refuse(to));
                     break;
@@ -230,15 +253,22 @@ impl Links {
 
     /// Makes a connection to a rank, and offers it to that rank with the first frame.
     fn try_to_connect(&self, to: usize) -> Result<Arc<TcpStream>, Refusal> {
-        let Some(directory) = &self.directory else { return Err(io::Error::from(io::ErrorKind::NotFound).into()) };
+        let Some(directory) = &self.directory else {
+            return Err(io::Error::from(io::ErrorKind::NotFound).into());
+        };
         let stream = TcpStream::connect_timeout(&directory.addresses[to], CONNECT_SLICE)?;
         stream.set_nodelay(true)?;
         let stream = Arc::new(stream);
         self.keep(to, &stream)?;
         let hello = Hello::new(self.rank, self.writers.len());
-        let greeted = handshake_as_client(&stream, &directory.key, hello, Instant::now() + HANDSHAKE_TIME)
-            .and_then(|()| Ok(prepare(&stream)?))
-            .and_then(|()| Ok(self.offer_connection(&stream)?));
+        let greeted = handshake_as_client(
+            &stream,
+            &directory.key,
+            hello,
+            Instant::now() + HANDSHAKE_TIME,
+        )
+        .and_then(|()| Ok(prepare(&stream)?))
+        .and_then(|()| Ok(self.offer_connection(&stream)?));
         match greeted {
             Ok(()) => Ok(stream),
             Err(refusal) => {
@@ -251,18 +281,24 @@ impl Links {
     /// Sends the first frame on a connection that this rank has made, unless it is leaving.
     fn offer_connection(&self, stream: &Arc<TcpStream>) -> io::Result<()> {
         {
-            // A rank that leaves says goodbye on all connections that it has offered. So none may be offered after
-            // that: both locks are held while this is checked and noted.
+            // A rank that leaves says goodbye on all connections that it has offered. So none may
+            // be offered after that: both locks are held while this is checked and noted.
             let state = self.inbox.lock();
             let mut open = lock(&self.open);
-            let offered = open.iter_mut().flatten().find(|connection| Arc::ptr_eq(&connection.stream, stream));
-            let offered = offered.filter(|_| !state.leaving).ok_or(io::ErrorKind::NotConnected)?;
+            let offered = open
+                .iter_mut()
+                .flatten()
+                .find(|connection| Arc::ptr_eq(&connection.stream, stream));
+            let offered = offered
+                .filter(|_| !state.leaving)
+                .ok_or(io::ErrorKind::NotConnected)?;
             offered.is_offered = true;
         }
         (&**stream).write_all(&frame::header(Kind::Heartbeat, 0, 0, 0))
     }
 
-    /// Notes that no thread is connecting to a rank any more, and wakes those that wait for the connection.
+    /// Notes that no thread is connecting to a rank any more, and wakes those that wait for the
+    /// connection.
     fn end_attempt(&self, to: usize) {
         lock(&self.attempts).remove(&to);
         self.inbox.change(|_| ());
@@ -283,8 +319,8 @@ impl Links {
         })
     }
 
-    /// Hands the frames of a rank to the inbox until the connection ends. If its first frame has been read already, it
-    /// is passed as `first`.
+    /// Hands the frames of a rank to the inbox until the connection ends. If its first frame has
+    /// been read already, it is passed as `first`.
     fn receive_all(
         &self,
         from: usize,
@@ -305,7 +341,11 @@ impl Links {
     fn keep(&self, of: usize, stream: &Arc<TcpStream>) -> io::Result<()> {
         let mut open = lock(&self.open);
         let open = open.as_mut().ok_or(io::ErrorKind::NotConnected)?;
-        open.push(Connection { rank: of, stream: Arc::clone(stream), is_offered: false });
+        open.push(Connection {
+            rank: of,
+            stream: Arc::clone(stream),
+            is_offered: false,
+        });
         Ok(())
     }
 
@@ -319,30 +359,36 @@ impl Links {
         self.inbox.change(|_| ());
     }
 
-    /// Gives up a rank to which a frame could not be written as a whole, because of this error: ends the connections to
-    /// it, and sees to it that the rank counts as lost.
+    /// Gives up a rank to which a frame could not be written as a whole, because of this error:
+    /// ends the connections to it, and sees to it that the rank counts as lost.
     pub(super) fn give_up(&self, on: usize, error: &io::Error) {
         let how = if is_end(error) {
-            // The rank has ended, maybe as it should. Its last frames may not have been read yet, and this rank may
-            // still need them. The thread that reads them notes the end of the rank after the last one.
+            // The rank has ended, maybe as it should. Its last frames may not have been read yet,
+            // and this rank may still need them. The thread that reads them notes the end of the
+            // rank after the last one.
             Shutdown::Write
         } else {
             self.inbox.lose(on, error);
             Shutdown::Both
         };
         let open = lock(&self.open);
-        let of_rank = open.iter().flatten().filter(|connection| connection.rank == on);
+        let of_rank = open
+            .iter()
+            .flatten()
+            .filter(|connection| connection.rank == on);
         of_rank.for_each(|connection| drop(connection.stream.shutdown(how)));
     }
 
     /// Ends all connections and all threads. There are no new ones after this.
     pub(super) fn close(&self) {
-        // Step 1: send no more, but read on. If a frame came for a socket that is closed, the system would drop the
-        // frames of this rank that have not arrived yet, and its goodbye may be among them.
+        // Step 1: send no more, but read on. If a frame came for a socket that is closed, the
+        // system would drop the frames of this rank that have not arrived yet, and its goodbye may
+        // be among them.
         for connection in lock(&self.open).iter().flatten() {
             connection.stream.shutdown(Shutdown::Write).ok();
         }
-        // Step 2: let the other ranks close their ends, which they do once they have read everything.
+        // Step 2: let the other ranks close their ends, which they do once they have read
+        // everything.
         self.wait_for_others_to_close();
         // Step 3: close what is still open, because the other rank is stopped or cannot be reached.
         for connection in lock(&self.open).take().unwrap_or_default() {
@@ -350,12 +396,15 @@ impl Links {
         }
         // Step 4: wait for all threads. A thread may still start others, which end at once.
         loop {
-            let Some(thread) = lock(&self.threads).pop() else { return };
+            let Some(thread) = lock(&self.threads).pop() else {
+                return;
+            };
             thread.join().ok();
         }
     }
 
-    /// Waits until the other ranks have closed their ends of all connections, but no longer than [`GOODBYE_TIMEOUT`].
+    /// Waits until the other ranks have closed their ends of all connections, but no longer than
+    /// [`GOODBYE_TIMEOUT`].
     fn wait_for_others_to_close(&self) {
         let until = Instant::now() + GOODBYE_TIMEOUT;
         let mut state = self.inbox.lock();
@@ -376,8 +425,8 @@ impl Links {
 
 /// The frames that this rank sends.
 impl Links {
-    /// Writes a frame to a rank, if there is a connection to it. `about` is the group and the round of the frame. After
-    /// each timeout of the socket, `go_on` says whether to try again.
+    /// Writes a frame to a rank, if there is a connection to it. `about` is the group and the round
+    /// of the frame. After each timeout of the socket, `go_on` says whether to try again.
     pub(super) fn write(
         &self,
         to: usize,
@@ -386,15 +435,20 @@ impl Links {
         body: &[u8],
         go_on: impl Fn() -> bool,
     ) -> io::Result<()> {
-        let Some(writer) = self.writers[to].get() else { return Ok(()) };
+        let Some(writer) = self.writers[to].get() else {
+            return Ok(());
+        };
         write_frame(&lock(writer), kind, about, body, go_on)
     }
 
-    /// Sends a frame if that is possible within [`GOODBYE_TIMEOUT`]. Another thread may hold the socket for longer,
-    /// because it waits for a rank that does not read; then the frame is not sent.
+    /// Sends a frame if that is possible within [`GOODBYE_TIMEOUT`]. Another thread may hold the
+    /// socket for longer, because it waits for a rank that does not read; then the frame is not
+    /// sent.
     pub(super) fn try_send(&self, to: usize, kind: Kind, about: (u64, u64), body: &[u8]) {
         let until = Instant::now() + GOODBYE_TIMEOUT;
-        let Some(writer) = self.writers[to].get() else { return };
+        let Some(writer) = self.writers[to].get() else {
+            return;
+        };
         while Instant::now() < until {
             match writer.try_lock() {
                 Ok(writer) => {
@@ -412,12 +466,20 @@ impl Links {
 
     /// Tells all ranks to which there are connections that this one leaves.
     pub(super) fn say_goodbye(&self) {
-        let reason: &[u8] = if thread::panicking() { b"panicked" } else { b"has left the group" };
+        let reason: &[u8] = if thread::panicking() {
+            b"panicked"
+        } else {
+            b"has left the group"
+        };
         (0..self.writers.len()).for_each(|to| self.try_send(to, Kind::Goodbye, (0, 0), reason));
-        // The loop above used only the connections on which this rank sends. On the others that it has offered, no
-        // thread writes any more, and the other side may have noted them although this one has not. So say goodbye
-        // there too.
-        for connection in lock(&self.open).iter().flatten().filter(|connection| connection.is_offered) {
+        // The loop above used only the connections on which this rank sends. On the others that it
+        // has offered, no thread writes any more, and the other side may have noted them although
+        // this one has not. So say goodbye there too.
+        for connection in lock(&self.open)
+            .iter()
+            .flatten()
+            .filter(|connection| connection.is_offered)
+        {
             let writer = self.writers[connection.rank].get();
             if !writer.is_some_and(|writer| Arc::ptr_eq(&lock(writer), &connection.stream)) {
                 write_frame(&connection.stream, Kind::Goodbye, (0, 0), reason, || false).ok();
@@ -425,15 +487,16 @@ impl Links {
         }
     }
 
-    /// Sends notices until this rank leaves. A notice that cannot be sent yet is tried again later, so that a rank that
-    /// does not read does not hold up the notices to others.
+    /// Sends notices until this rank leaves. A notice that cannot be sent yet is tried again later,
+    /// so that a rank that does not read does not hold up the notices to others.
     pub(super) fn send_notices(self: &Arc<Self>) {
         let mut due: Vec<Notice> = Vec::new();
         while let Some(notices) = self.inbox.wait_for_notices(!due.is_empty()) {
             due.extend(notices);
             due.retain(|notice| !self.offer(notice));
         }
-        // The others must learn that a group has failed, or that a rank has ended, before they see this one leave.
+        // The others must learn that a group has failed, or that a rank has ended, before they see
+        // this one leave.
         due.extend(self.inbox.lock().notices());
         due.retain(|notice| matches!(notice.kind, Kind::Abort | Kind::Ended));
         let until = Instant::now() + GOODBYE_TIMEOUT;
@@ -446,10 +509,16 @@ impl Links {
         }
     }
 
-    /// Tries to send a notice. Returns `false` if it has to be tried again: there is no connection yet, or the socket
-    /// is busy or takes nothing.
+    /// Tries to send a notice. Returns `false` if it has to be tried again: there is no connection
+    /// yet, or the socket is busy or takes nothing.
     fn offer(self: &Arc<Self>, notice: &Notice) -> bool {
-        let &Notice { to, kind, group, round, ref body } = notice;
+        let &Notice {
+            to,
+            kind,
+            group,
+            round,
+            ref body,
+        } = notice;
         // A rank that has left needs no notice.
         if self.inbox.lock().ranks[to].left.is_some() {
             return true;
@@ -458,7 +527,9 @@ impl Links {
             self.reach(to);
             return false;
         };
-        let Ok(writer) = writer.try_lock() else { return false };
+        let Ok(writer) = writer.try_lock() else {
+            return false;
+        };
         let header = frame::header(kind, group, round, body.len());
         let sent = match begin_frame(&writer, &header, body) {
             Ok(0) => return false,
@@ -482,8 +553,8 @@ impl Links {
     /// Sends heartbeats to all ranks to which there are connections.
     pub(super) fn send_heartbeats(&self) {
         for to in (0..self.writers.len()).filter(|&to| self.is_connected(to)) {
-            // A rank that does not read holds up this thread for a while. Note that this process runs before each
-            // heartbeat, so that it is not taken for one that was stopped.
+            // A rank that does not read holds up this thread for a while. Note that this process
+            // runs before each heartbeat, so that it is not taken for one that was stopped.
             self.inbox.lock().beat(Instant::now());
             self.send_heartbeat(to);
         }
@@ -491,13 +562,15 @@ impl Links {
 
     /// Sends a heartbeat to a rank, if there is a connection to it and its socket is free.
     fn send_heartbeat(&self, to: usize) {
-        let Some(writer) = self.writers[to].get() else { return };
+        let Some(writer) = self.writers[to].get() else {
+            return;
+        };
         // A thread that holds the socket is sending a frame, which is as good as a heartbeat.
         if let Ok(writer) = writer.try_lock() {
             let heartbeat = frame::header(Kind::Heartbeat, 0, 0, 0);
-            // So small a write nearly always succeeds as a whole or not at all. If nothing is written, the other rank
-            // is not reading, and need not be told. If a part is written, no frame can follow it, so the connection is
-            // of no use any more.
+            // So small a write nearly always succeeds as a whole or not at all. If nothing is
+            // written, the other rank is not reading, and need not be told. If a part is written,
+            // no frame can follow it, so the connection is of no use any more.
             match (&**writer).write(&heartbeat) {
                 Ok(written) if written < heartbeat.len() => drop(writer.shutdown(Shutdown::Both)),
                 _ => {}
@@ -520,7 +593,8 @@ fn reader(stream: &TcpStream) -> BufReader<&TcpStream> {
     BufReader::with_capacity(READ_BUFFER_BYTES, stream)
 }
 
-/// Prepares a socket for frames: they are sent without delay, reads wait without end, and writes return now and then.
+/// Prepares a socket for frames: they are sent without delay, reads wait without end, and writes
+/// return now and then.
 fn prepare(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_read_timeout(None)?;
@@ -540,7 +614,8 @@ fn write_frame(
     finish_frame(writer, &header, body, written, go_on)
 }
 
-/// Writes as much of a frame as the socket takes at once, and returns how much that was. Usually it is everything.
+/// Writes as much of a frame as the socket takes at once, and returns how much that was. Usually it
+/// is everything.
 fn begin_frame(mut writer: &TcpStream, header: &[u8], body: &[u8]) -> io::Result<usize> {
     match writer.write_vectored(&[IoSlice::new(header), IoSlice::new(body)]) {
         Err(error) if frame::is_retryable(&error) => Ok(0),
@@ -559,5 +634,9 @@ fn finish_frame(
     if written < header.len() {
         frame::write(&mut writer, &header[written..], &go_on)?;
     }
-    frame::write(&mut writer, &body[written.saturating_sub(header.len())..], &go_on)
+    frame::write(
+        &mut writer,
+        &body[written.saturating_sub(header.len())..],
+        &go_on,
+    )
 }

@@ -1,13 +1,14 @@
-//! The `tcp` backend: ranks are processes, which connect to rank 0 at MASTER_ADDR first, and then to each other.
+//! The `tcp` backend: ranks are processes, which connect to rank 0 at MASTER_ADDR first, and then
+//! to each other.
 //!
-//! A socket between two processes carries heartbeats, errors and, between hosts, everything else. In a small job every
-//! two processes are connected. In a large one two processes connect when one of them first needs to send to the other
-//! ([`links`]). Groups whose ranks are all on one host carry out their rounds through shared memory ([`shared`])
-//! instead.
+//! A socket between two processes carries heartbeats, errors and, between hosts, everything else.
+//! In a small job every two processes are connected. In a large one two processes connect when one
+//! of them first needs to send to the other ([`links`]). Groups whose ranks are all on one host
+//! carry out their rounds through shared memory ([`shared`]) instead.
 //!
-//! At the start of a [round](crate::backend) each rank gets the records of all others. In a small group every rank
-//! sends its record to every other. In a large group records travel through other ranks ([`relay`]), in the order of
-//! [`schedule`].
+//! At the start of a [round](crate::backend) each rank gets the records of all others. In a small
+//! group every rank sends its record to every other. In a large group records travel through other
+//! ranks ([`relay`]), in the order of [`schedule`].
 
 mod acceptor;
 mod backend;

@@ -78,8 +78,8 @@ pub(super) struct Node {
 }
 
 impl Node {
-    /// Takes over the connections to other ranks, and starts the threads that read them, that send heartbeats and
-    /// notices, and that take other connections.
+    /// Takes over the connections to other ranks, and starts the threads that read them, that send
+    /// heartbeats and notices, and that take other connections.
     pub(super) fn start(
         rank: usize,
         hosts: Vec<Option<String>>,
@@ -98,7 +98,15 @@ impl Node {
         }
         let links = Links::new(rank, ranks, Inbox::new(state), directory);
         // From here on, an error drops the node, which ends its connections and threads.
-        let mut node = Node { rank, hosts, direct_up_to, links, port: None, notifier: None, _store: store };
+        let mut node = Node {
+            rank,
+            hosts,
+            direct_up_to,
+            links,
+            port: None,
+            notifier: None,
+            _store: store,
+        };
         for (from, stream) in streams.into_iter().enumerate() {
             if let Some(stream) = stream {
                 node.links.adopt(from, stream)?;
@@ -118,7 +126,8 @@ impl Node {
         if let Some((port, comers)) = comers {
             node.port = Some(port);
             let links = Arc::clone(&node.links);
-            node.links.spawn("admits".to_owned(), move || links.admit_all(comers))?;
+            node.links
+                .spawn("admits".to_owned(), move || links.admit_all(comers))?;
         }
         Ok(Arc::new(node))
     }
@@ -130,7 +139,8 @@ impl Node {
     /// Waits until there is a connection to a rank.
     ///
     /// # Errors
-    /// The round cannot end: that rank has left or is silent, the group has failed, or the deadline is over.
+    /// The round cannot end: that rank has left or is silent, the group has failed, or the deadline
+    /// is over.
     fn await_connection(&self, to: usize, group: u64, round: &Round<'_>) -> Result<(), CommError> {
         while !self.links.is_connected(to) {
             self.links.reach(to);
@@ -146,42 +156,61 @@ impl Node {
         Ok(())
     }
 
-    /// Writes a frame to a rank. While that rank does not read, this waits until the round cannot end any more.
+    /// Writes a frame to a rank. While that rank does not read, this waits until the round cannot
+    /// end any more.
     ///
     /// # Errors
-    /// The frame could not be written as a whole, so the connection can carry no other one, and the rank counts as
-    /// lost once all of its frames have been read. With the reason that the round cannot end, if there was one before.
+    /// The frame could not be written as a whole, so the connection can carry no other one, and the
+    /// rank counts as lost once all of its frames have been read. With the reason that the round
+    /// cannot end, if there was one before.
     pub(super) fn write(&self, frame: Outgoing<'_>) -> Result<(), Option<CommError>> {
-        let Outgoing { to, kind, group, round, body } = frame;
+        let Outgoing {
+            to,
+            kind,
+            group,
+            round,
+            body,
+        } = frame;
         let failing_since = Cell::new(None);
         let go_on = || {
             let (state, now) = (self.inbox().lock(), Instant::now());
             if state.failure(group, round, &[to], now).is_none() {
                 return true;
             }
-            // Other groups use the connection too, so a frame should not end in the middle because this one has failed.
-            // A rank that is well reads on soon.
+            // Other groups use the connection too, so a frame should not end in the middle because
+            // this one has failed. A rank that is well reads on soon.
             let since = failing_since.get().unwrap_or(now);
             failing_since.set(Some(since));
-            state.ranks[to].left.is_none() && state.silence(to, now) <= SILENCE && now <= since + SILENCE
+            state.ranks[to].left.is_none()
+                && state.silence(to, now) <= SILENCE
+                && now <= since + SILENCE
         };
-        self.links.write(to, kind, (group, round.number), body, go_on).map_err(|error| {
-            let failure = {
-                let state = self.inbox().lock();
-                let missing = if state.ranks[to].left.is_some() { &[][..] } else { &[to] };
-                state.failure(group, round, missing, Instant::now())
-            };
-            self.links.give_up(to, &error);
-            failure
-        })
+        self.links
+            .write(to, kind, (group, round.number), body, go_on)
+            .map_err(|error| {
+                let failure = {
+                    let state = self.inbox().lock();
+                    let missing = if state.ranks[to].left.is_some() {
+                        &[][..]
+                    } else {
+                        &[to]
+                    };
+                    state.failure(group, round, missing, Instant::now())
+                };
+                self.links.give_up(to, &error);
+                failure
+            })
     }
 
     /// Sends a frame. While the other rank does not read, this waits until the round's deadline.
     ///
     /// # Errors
-    /// The round cannot end: the group has failed, that rank has left or is silent, or the deadline is over.
+    /// The round cannot end: the group has failed, that rank has left or is silent, or the deadline
+    /// is over.
     pub(super) fn send(&self, frame: Outgoing<'_>) -> Result<(), CommError> {
-        let Outgoing { to, group, round, .. } = frame;
+        let Outgoing {
+            to, group, round, ..
+        } = frame;
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
         }
@@ -189,14 +218,21 @@ impl Node {
         match self.write(frame) {
             Ok(()) => Ok(()),
             Err(Some(failure)) => Err(failure),
-            // The rank is lost because of the failed write. Another one may have to be named as the first to be lost.
+            // The rank is lost because of the failed write. Another one may have to be named as the
+            // first to be lost.
             Err(None) => self.wait(group, round, |_| Err(vec![to])),
         }
     }
 
-    /// Exchanges records with all ranks of a large group, and returns them in rank order. [`State::next`] decides each
-    /// step, as [`relay`](super::relay) describes; this carries the steps out, without the lock while it sends.
-    pub(super) fn gather(&self, group: u64, round: &Round<'_>, record: &[u8]) -> Result<Vec<Bytes>, CommError> {
+    /// Exchanges records with all ranks of a large group, and returns them in rank order.
+    /// [`State::next`] decides each step, as [`relay`](super::relay) describes; this carries the
+    /// steps out, without the lock while it sends.
+    pub(super) fn gather(
+        &self,
+        group: u64,
+        round: &Round<'_>,
+        record: &[u8],
+    ) -> Result<Vec<Bytes>, CommError> {
         let mut state = self.inbox().lock();
         let (begun, mut has_reached) = (Instant::now(), false);
         state.enter(group, round.number, record, begun);
@@ -208,20 +244,28 @@ impl Node {
                     let left = until.saturating_duration_since(Instant::now());
                     state = self.inbox().wait(state, left);
                     if !has_reached && begun.elapsed() > NEIGHBOUR_CHECK {
-                        // If the group is only a part of a large job, a rank that should send to this one may not have
-                        // connected yet. Without a connection, this rank would not notice that the other one leaves or
-                        // stops.
+                        // If the group is only a part of a large job, a rank that should send to
+                        // this one may not have connected yet. Without a connection, this rank
+                        // would not notice that the other one leaves or stops.
                         has_reached = true;
                         let neighbours = state.neighbours_in(group);
                         drop(state);
-                        neighbours.into_iter().for_each(|rank| self.links.reach(rank));
+                        neighbours
+                            .into_iter()
+                            .for_each(|rank| self.links.reach(rank));
                         state = self.inbox().lock();
                     }
                 }
                 Next::Send { to, bundles } => {
                     drop(state);
                     for bundle in bundles {
-                        self.pass_on(Outgoing { to, kind: Kind::Bundle, group, round, body: &bundle })?;
+                        self.pass_on(Outgoing {
+                            to,
+                            kind: Kind::Bundle,
+                            group,
+                            round,
+                            body: &bundle,
+                        })?;
                     }
                     state = self.inbox().lock();
                 }
@@ -236,11 +280,13 @@ impl Node {
         }
     }
 
-    /// Sends a frame of a relayed exchange. While the other rank does not read, this waits until the round's deadline.
-    /// It is not an error if the other rank is gone: it may have all records already. If it is still needed, the
-    /// exchange itself fails.
+    /// Sends a frame of a relayed exchange. While the other rank does not read, this waits until
+    /// the round's deadline. It is not an error if the other rank is gone: it may have all records
+    /// already. If it is still needed, the exchange itself fails.
     fn pass_on(&self, frame: Outgoing<'_>) -> Result<(), CommError> {
-        let Outgoing { to, group, round, .. } = frame;
+        let Outgoing {
+            to, group, round, ..
+        } = frame;
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
         }
@@ -258,43 +304,71 @@ impl Node {
         }
     }
 
-    /// Asks the rank `of` for the records of the ranks `about`. If there is no connection to `of`, this does not wait
-    /// for one, because `of` may be the rank at fault, and there are others to ask. The question is sent once there is
-    /// a connection.
-    fn ask(&self, of: usize, about: &[usize], group: u64, round: &Round<'_>) -> Result<(), CommError> {
+    /// Asks the rank `of` for the records of the ranks `about`. If there is no connection to `of`,
+    /// this does not wait for one, because `of` may be the rank at fault, and there are others to
+    /// ask. The question is sent once there is a connection.
+    fn ask(
+        &self,
+        of: usize,
+        about: &[usize],
+        group: u64,
+        round: &Round<'_>,
+    ) -> Result<(), CommError> {
         if self.links.is_connected(of) {
-            return self.pass_on(Outgoing { to: of, kind: Kind::Question, group, round, body: &ranks_body(about) });
+            return self.pass_on(Outgoing {
+                to: of,
+                kind: Kind::Question,
+                group,
+                round,
+                body: &ranks_body(about),
+            });
         }
-        self.notify(Notice { to: of, kind: Kind::Question, group, round: round.number, body: ranks_body(about) });
+        self.notify(Notice {
+            to: of,
+            kind: Kind::Question,
+            group,
+            round: round.number,
+            body: ranks_body(about),
+        });
         Ok(())
     }
 
-    /// Hands a notice to the thread that sends notices, which sends it as soon as there is a connection.
+    /// Hands a notice to the thread that sends notices, which sends it as soon as there is a
+    /// connection.
     fn notify(&self, notice: Notice) {
         self.links.reach(notice.to);
         self.inbox().lock().notices.push(notice);
         self.inbox().look_for_notices();
     }
 
-    /// Lets a group fail on this rank, and tells the other ranks that have to hear it from this one.
+    /// Lets a group fail on this rank, and tells the other ranks that have to hear it from this
+    /// one.
     pub(super) fn abort(&self, group: u64, round: u64, error: &CommError) {
         let told = self.inbox().change(|state| state.fail(group, round, error));
-        let Ok(body) = wire::encode(error) else { return };
-        // This rank may leave after this call, so try for a while to send the news here. What cannot be sent is left to
-        // the thread that sends notices.
+        let Ok(body) = wire::encode(error) else {
+            return;
+        };
+        // This rank may leave after this call, so try for a while to send the news here. What
+        // cannot be sent is left to the thread that sends notices.
         let until = Instant::now() + GOODBYE_TIMEOUT;
         told.iter().for_each(|&to| self.links.reach(to));
         for to in told {
             if self.is_connected_before(to, until) {
                 self.links.try_send(to, Kind::Abort, (group, round), &body);
             } else {
-                self.notify(Notice { to, kind: Kind::Abort, group, round, body: body.clone() });
+                self.notify(Notice {
+                    to,
+                    kind: Kind::Abort,
+                    group,
+                    round,
+                    body: body.clone(),
+                });
             }
         }
     }
 
-    /// Waits until there is a connection to a rank that this one has reached out to. Returns `false` if there is none
-    /// in time, or that rank has left.
+    /// Waits until there is a connection to a rank that this one has reached out to. Returns
+    /// `false` if there is none in time, or that rank has left.
     fn is_connected_before(&self, to: usize, until: Instant) -> bool {
         let mut state = self.inbox().lock();
         while !self.links.is_connected(to) {
@@ -307,8 +381,9 @@ impl Node {
         true
     }
 
-    /// Tells all ranks that this one leaves, and waits until all others have told the same, but no longer than `limit`
-    /// (`None` waits without end). Returns `true` if all have, and `false` if one of them is lost or the time is over.
+    /// Tells all ranks that this one leaves, and waits until all others have told the same, but no
+    /// longer than `limit` (`None` waits without end). Returns `true` if all have, and `false` if
+    /// one of them is lost or the time is over.
     #[cfg(feature = "mpi")]
     pub(super) fn say_goodbye(&self, limit: Option<Duration>) -> bool {
         self.links.say_goodbye();
@@ -316,13 +391,20 @@ impl Node {
         let mut state = self.inbox().lock();
         loop {
             let staying = || {
-                let others = state.ranks.iter().enumerate().filter(|&(rank, _)| rank != self.rank);
-                others.map(|(_, state)| state).filter(|state| !state.said_goodbye)
+                let others = state
+                    .ranks
+                    .iter()
+                    .enumerate()
+                    .filter(|&(rank, _)| rank != self.rank);
+                others
+                    .map(|(_, state)| state)
+                    .filter(|state| !state.said_goodbye)
             };
             if staying().next().is_none() {
                 return true;
             }
-            if staying().any(|state| state.left.is_some() || state.silence(Instant::now()) > SILENCE)
+            if staying()
+                .any(|state| state.left.is_some() || state.silence(Instant::now()) > SILENCE)
                 || until.is_some_and(|until| Instant::now() >= until)
             {
                 return false;
@@ -341,12 +423,21 @@ impl Node {
         self.inbox().lock().close(group);
     }
 
-    /// Returns the reason that a round which still waits for these ranks cannot end, if there is one.
-    pub(super) fn failure(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
-        self.inbox().lock().failure(group, round, missing, Instant::now())
+    /// Returns the reason that a round which still waits for these ranks cannot end, if there is
+    /// one.
+    pub(super) fn failure(
+        &self,
+        group: u64,
+        round: &Round<'_>,
+        missing: &[usize],
+    ) -> Option<CommError> {
+        self.inbox()
+            .lock()
+            .failure(group, round, missing, Instant::now())
     }
 
-    /// Waits until `ready` returns a result. While it cannot, `ready` returns the ranks that are missing.
+    /// Waits until `ready` returns a result. While it cannot, `ready` returns the ranks that are
+    /// missing.
     ///
     /// # Errors
     /// One of the missing ranks is lost, the group has failed, or the deadline is over.
@@ -366,7 +457,8 @@ impl Node {
             if let Some(failure) = state.failure(group, round, &missing, Instant::now()) {
                 return Err(failure);
             }
-            // Connect to the missing ranks. Without a connection, this rank would not notice that they leave or stop.
+            // Connect to the missing ranks. Without a connection, this rank would not notice that
+            // they leave or stop.
             if !has_reached && !missing.iter().all(|&rank| self.links.is_connected(rank)) {
                 has_reached = true;
                 drop(state);
@@ -376,7 +468,9 @@ impl Node {
             }
             // The deadline may be over while this process catches up.
             let left = round.until.saturating_duration_since(Instant::now());
-            state = self.inbox().wait(state, left.clamp(CATCH_UP_CHECK, HEARTBEAT));
+            state = self
+                .inbox()
+                .wait(state, left.clamp(CATCH_UP_CHECK, HEARTBEAT));
         }
     }
 }
@@ -384,8 +478,8 @@ impl Node {
 impl Drop for Node {
     fn drop(&mut self) {
         self.inbox().change(|state| state.leaving = true);
-        // Step 1: let the notices out. The others must get the news that this rank has to pass on before they see it
-        // leave.
+        // Step 1: let the notices out. The others must get the news that this rank has to pass on
+        // before they see it leave.
         if let Some(notifier) = self.notifier.take() {
             notifier.join().ok();
         }

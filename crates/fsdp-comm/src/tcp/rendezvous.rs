@@ -1,12 +1,15 @@
-//! The rendezvous: the processes of a job publish their addresses in the store, and then connect to each other.
+//! The rendezvous: the processes of a job publish their addresses in the store, and then connect to
+//! each other.
 //!
-//! In a small job every two ranks connect. In a large one each rank connects to its neighbours in the
-//! [schedule](super::schedule) of the group of all ranks, about `2 log2(ranks)`, and later to others when it needs to.
-//! So during the rendezvous a rank may not notice that another one, to which it is not connected, has ended. Therefore
-//! all ranks meet in the store a second time: no rank goes on before all are connected to their neighbours.
+//! In a small job every two ranks connect. In a large one each rank connects to its neighbours in
+//! the [schedule](super::schedule) of the group of all ranks, about `2 log2(ranks)`, and later to
+//! others when it needs to. So during the rendezvous a rank may not notice that another one, to
+//! which it is not connected, has ended. Therefore all ranks meet in the store a second time: no
+//! rank goes on before all are connected to their neighbours.
 //!
-//! The first rank that gives up writes its error to the store, and then ends its connection to it. The others notice
-//! that it has ended, and return the error that is in the store, so that all ranks have the same.
+//! The first rank that gives up writes its error to the store, and then ends its connection to it.
+//! The others notice that it has ended, and return the error that is in the store, so that all
+//! ranks have the same.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
@@ -31,8 +34,8 @@ use crate::wire;
 /// The address at which a rank listens, and what else the other ranks must know of it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Address {
-    /// The address of its host. It is unspecified (0.0.0.0) if the rank is on the host of the store: then other ranks
-    /// use the address at which they have reached the store.
+    /// The address of its host. It is unspecified (0.0.0.0) if the rank is on the host of the
+    /// store: then other ranks use the address at which they have reached the store.
     ip: IpAddr,
     port: u16,
     /// A token of the host. Ranks with equal tokens can share memory.
@@ -42,9 +45,14 @@ struct Address {
 }
 
 impl Address {
-    /// Returns the address at which this rank, which has this connection to the store, reaches the other one.
+    /// Returns the address at which this rank, which has this connection to the store, reaches the
+    /// other one.
     fn reach(&self, store: &TcpStore) -> SocketAddr {
-        let ip = if self.ip.is_unspecified() { store.peer_ip() } else { self.ip };
+        let ip = if self.ip.is_unspecified() {
+            store.peer_ip()
+        } else {
+            self.ip
+        };
         store.in_zone(ip, self.port)
     }
 }
@@ -61,8 +69,8 @@ const KNOWS: &str = "tcp/knows/";
 /// The key of the error of the first rank that has given up.
 const FAILURE: &str = "tcp/failure";
 
-/// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read the outcome. It is
-/// longer than the others need for two checks of the store.
+/// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read
+/// the outcome. It is longer than the others need for two checks of the store.
 const LINGER: Duration = Duration::from_millis(500);
 
 /// The time between two checks whether a rank has ended, while this one waits for connections.
@@ -88,10 +96,12 @@ pub(crate) struct Participant {
     pub(crate) connects_all: bool,
 }
 
-/// Opens the store of a job. Rank 0 hosts it at the job's address or, if torchrun's agent listens there, at a free
-/// port.
+/// Opens the store of a job. Rank 0 hosts it at the job's address or, if torchrun's agent listens
+/// there, at a free port.
 pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpStore, CommError> {
-    let &Environment { rank, world_size, .. } = environment;
+    let &Environment {
+        rank, world_size, ..
+    } = environment;
     let options = StoreOptions {
         job: environment.job.clone(),
         secret: environment.secret.clone(),
@@ -111,10 +121,19 @@ pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpS
 }
 
 /// Finds all other ranks through the store, and connects to them.
-pub(super) fn meet(participant: &Participant, store: TcpStore, shared_memory: bool) -> Result<Arc<Node>, CommError> {
+pub(super) fn meet(
+    participant: &Participant,
+    store: TcpStore,
+    shared_memory: bool,
+) -> Result<Arc<Node>, CommError> {
     let connected = connect_all(participant, &store, shared_memory);
     let (hosts, connections) = connected.map_err(|error| participant.give_up(&store, error))?;
-    let &Participant { rank, deadline, direct_up_to, .. } = participant;
+    let &Participant {
+        rank,
+        deadline,
+        direct_up_to,
+        ..
+    } = participant;
     Node::start(rank, hosts, connections, store, deadline, direct_up_to)
         .map_err(|error| participant.io("start its threads", &error))
 }
@@ -122,80 +141,137 @@ pub(super) fn meet(participant: &Participant, store: TcpStore, shared_memory: bo
 /// A token of each rank's host, and the connections of this rank.
 type Connected = (Vec<Option<String>>, Connections);
 
-/// Publishes this rank's address, and connects it to its neighbours, in a small job to all other ranks.
-fn connect_all(participant: &Participant, store: &TcpStore, shared_memory: bool) -> Result<Connected, CommError> {
+/// Publishes this rank's address, and connects it to its neighbours, in a small job to all other
+/// ranks.
+fn connect_all(
+    participant: &Participant,
+    store: &TcpStore,
+    shared_memory: bool,
+) -> Result<Connected, CommError> {
     let rank = participant.rank;
     participant.make_room()?;
-    // Step 1: agree on a nonce, which the first rank to come chooses. The key of the connections between ranks is
-    // derived from it. So only a process that the store has let in can complete the handshake of these connections.
+    // Step 1: agree on a nonce, which the first rank to come chooses. The key of the connections
+    // between ranks is derived from it. So only a process that the store has let in can complete
+    // the handshake of these connections.
     let nonce = nonce().map_err(|error| participant.io("get a random number", &error))?;
-    let nonce = store.compare_and_set("tcp/nonce", None, &nonce).map_err(|error| participant.lost(&error))?;
+    let nonce = store
+        .compare_and_set("tcp/nonce", None, &nonce)
+        .map_err(|error| participant.lost(&error))?;
     let key = participant.key.derive("ranks", &nonce);
-    // Step 2: listen, and let others in from now on, in the background. So they can connect as soon as they know the
-    // address of this rank, and no rank waits for another one to reach this point.
+    // Step 2: listen, and let others in from now on, in the background. So they can connect as soon
+    // as they know the address of this rank, and no rank waits for another one to reach this point.
     let (addresses, ip) = own_addresses(store);
     let acceptor = Acceptor::open(&addresses, key.clone());
     let mut acceptor = acceptor.map_err(|error| participant.io("listen", &error))?;
     // Step 3: exchange addresses through the store.
     let host = shared_memory.then(host_token).flatten();
-    let address = Address { ip, port: acceptor.port(), host, direct_up_to: participant.direct_up_to };
+    let address = Address {
+        ip,
+        port: acceptor.port(),
+        host,
+        direct_up_to: participant.direct_up_to,
+    };
     let addresses = exchange_addresses(participant, store, &address)?;
-    let directory = Directory { addresses: addresses.iter().map(|address| address.reach(store)).collect(), key };
+    let directory = Directory {
+        addresses: addresses
+            .iter()
+            .map(|address| address.reach(store))
+            .collect(),
+        key,
+    };
     let hosts = addresses.into_iter().map(|address| address.host).collect();
-    // Step 4: connect to the lower ranks among the neighbours, then wait for the connections of the higher ones. So of
-    // every two ranks exactly one connects.
+    // Step 4: connect to the lower ranks among the neighbours, then wait for the connections of the
+    // higher ones. So of every two ranks exactly one connects.
     let mut streams: Vec<Option<TcpStream>> = (0..participant.world_size).map(|_| None).collect();
-    let (lower, higher): (Vec<usize>, Vec<usize>) =
-        participant.neighbours().into_iter().partition(|&other| other < rank);
+    let (lower, higher): (Vec<usize>, Vec<usize>) = participant
+        .neighbours()
+        .into_iter()
+        .partition(|&other| other < rank);
     for other in lower {
         let address = directory.addresses[other];
         let connected = connect(participant, &directory.key, address);
-        streams[other] = Some(connected.map_err(|error| participant.unreachable(store, other, address, &error))?);
+        streams[other] = Some(
+            connected.map_err(|error| participant.unreachable(store, other, address, &error))?,
+        );
     }
     accept_all(participant, store, &mut acceptor, &mut streams, &higher)?;
     if participant.connects_all {
-        return Ok((hosts, Connections { streams, later: None }));
+        return Ok((
+            hosts,
+            Connections {
+                streams,
+                later: None,
+            },
+        ));
     }
     // Step 5: in a large job, wait until all ranks are connected to their neighbours.
     wait_until_all_connected(participant, store)?;
-    Ok((hosts, Connections { streams, later: Some(LaterConnections { directory, acceptor }) }))
+    Ok((
+        hosts,
+        Connections {
+            streams,
+            later: Some(LaterConnections {
+                directory,
+                acceptor,
+            }),
+        },
+    ))
 }
 
 /// Returns the addresses at which this rank may listen, and the address of this host to publish.
 fn own_addresses(store: &TcpStore) -> (Vec<SocketAddr>, IpAddr) {
     let ip = store.local_ip();
     if ip.is_loopback() && store.is_everywhere() {
-        // This is the host of the store, and the store listens at all addresses of it. This rank has reached the store
-        // at a loopback address, which is of no use to other hosts. So listen at all addresses too.
+        // This is the host of the store, and the store listens at all addresses of it. This rank
+        // has reached the store at a loopback address, which is of no use to other hosts. So listen
+        // at all addresses too.
         return (every_address(0).to_vec(), Ipv4Addr::UNSPECIFIED.into());
     }
     (vec![store.in_zone(ip, 0)], ip)
 }
 
 impl Participant {
-    /// Makes room for the connections of this rank to all others, and on rank 0 for those to its store.
+    /// Makes room for the connections of this rank to all others, and on rank 0 for those to its
+    /// store.
     fn make_room(&self) -> Result<(), CommError> {
-        let connections = if self.rank == 0 { 2 * self.world_size } else { self.world_size };
-        open_files::make_room(connections).map_err(|message| self.failed(format!("rank {}: {message}", self.rank)))
+        let connections = if self.rank == 0 {
+            2 * self.world_size
+        } else {
+            self.world_size
+        };
+        open_files::make_room(connections)
+            .map_err(|message| self.failed(format!("rank {}: {message}", self.rank)))
     }
 
     /// Returns the ranks that this one connects to in the rendezvous.
     fn neighbours(&self) -> Vec<usize> {
         if self.connects_all {
-            return (0..self.world_size).filter(|&other| other != self.rank).collect();
+            return (0..self.world_size)
+                .filter(|&other| other != self.rank)
+                .collect();
         }
         Schedule::new(self.world_size, self.rank).neighbours()
     }
 
     /// Returns the error of a rendezvous that misses these ranks.
     fn missing(&self, missing: Vec<usize>, message: String) -> CommError {
-        CommError::Rendezvous { address: self.address.clone(), joined: Vec::new(), missing, message }
+        CommError::Rendezvous {
+            address: self.address.clone(),
+            joined: Vec::new(),
+            missing,
+            message,
+        }
     }
 
     /// Returns the error of a rendezvous in which each rank came or is missing.
     fn incomplete(&self, is_missing: impl Fn(usize) -> bool, message: String) -> CommError {
         let (missing, joined) = (0..self.world_size).partition(|&rank| is_missing(rank));
-        CommError::Rendezvous { address: self.address.clone(), joined, missing, message }
+        CommError::Rendezvous {
+            address: self.address.clone(),
+            joined,
+            missing,
+            message,
+        }
     }
 
     /// Returns the error of a rank that failed by itself.
@@ -213,44 +289,66 @@ impl Participant {
         self.missing(vec![0], format!("rank 0 is gone: {error}"))
     }
 
-    /// Returns the error for ranks that have ended their connections to the store, in this order. The first of them is
-    /// probably the reason why the others have.
+    /// Returns the error for ranks that have ended their connections to the store, in this order.
+    /// The first of them is probably the reason why the others have.
     fn departed(&self, ranks: &[usize]) -> CommError {
         let first = ranks.first().copied().unwrap_or_default();
-        self.missing(vec![first], format!("rank {first} ended before all ranks were connected"))
+        self.missing(
+            vec![first],
+            format!("rank {first} ended before all ranks were connected"),
+        )
     }
 
-    /// Asks the store which ranks have ended. Returns the error if one of them `is_awaited` or has given up, or if rank
-    /// 0 has ended and the store with it.
+    /// Asks the store which ranks have ended. Returns the error if one of them `is_awaited` or has
+    /// given up, or if rank 0 has ended and the store with it.
     fn ended(&self, store: &TcpStore, is_awaited: impl Fn(usize) -> bool) -> Option<CommError> {
         match store.departed(self.until.saturating_duration_since(Instant::now())) {
             Err(error) => Some(self.lost(&error)),
-            Ok(departed) if departed.iter().any(|&other| is_awaited(other)) => Some(self.departed(&departed)),
+            Ok(departed) if departed.iter().any(|&other| is_awaited(other)) => {
+                Some(self.departed(&departed))
+            }
             Ok(departed) if departed.is_empty() => None,
             Ok(_) => wire::decode(&store.get(FAILURE).ok()??).ok(),
         }
     }
 
-    /// Ends the part of this rank in a rendezvous that has failed. Returns the error of the first rank that gave up,
-    /// which is `own` if that is this rank, or if the store does not answer any more.
+    /// Ends the part of this rank in a rendezvous that has failed. Returns the error of the first
+    /// rank that gave up, which is `own` if that is this rank, or if the store does not answer any
+    /// more.
     fn give_up(&self, store: &TcpStore, own: CommError) -> CommError {
         let told = wire::encode(&own).ok();
-        let first = told.and_then(|own| store.compare_and_set_within(CHECK, FAILURE, None, &own).ok());
+        let first = told.and_then(|own| {
+            store
+                .compare_and_set_within(CHECK, FAILURE, None, &own)
+                .ok()
+        });
         store.leave();
         if self.rank == 0 {
             // The store ends with this rank, and the others have yet to read the error there.
             thread::sleep(LINGER);
         }
-        first.and_then(|first| wire::decode(&first).ok()).unwrap_or(own)
+        first
+            .and_then(|first| wire::decode(&first).ok())
+            .unwrap_or(own)
     }
 
     /// Returns the error of a rank that could not connect to another one.
-    fn unreachable(&self, store: &TcpStore, other: usize, address: SocketAddr, error: &io::Error) -> CommError {
-        // The other rank may have ended because a third one had ended before: then blame the first that ended.
+    fn unreachable(
+        &self,
+        store: &TcpStore,
+        other: usize,
+        address: SocketAddr,
+        error: &io::Error,
+    ) -> CommError {
+        // The other rank may have ended because a third one had ended before: then blame the first
+        // that ended.
         match store.departed(CHECK) {
             Ok(departed) if !departed.is_empty() => self.departed(&departed),
             _ => {
-                let message = format!("rank {} could not connect to rank {other} at {address}: {error}", self.rank);
+                let message = format!(
+                    "rank {} could not connect to rank {other} at {address}: {error}",
+                    self.rank
+                );
                 self.missing(vec![other], message)
             }
         }
@@ -258,16 +356,26 @@ impl Participant {
 }
 
 /// Publishes this rank's address in the store, and waits for the addresses of all ranks.
-fn exchange_addresses(participant: &Participant, store: &TcpStore, own: &Address) -> Result<Vec<Address>, CommError> {
+fn exchange_addresses(
+    participant: &Participant,
+    store: &TcpStore,
+    own: &Address,
+) -> Result<Vec<Address>, CommError> {
     let deadline = participant.deadline;
     let encoded = wire::encode(own).map_err(|message| participant.failed(message))?;
     let late = format!("not all ranks came within {deadline:?}");
     let addresses = exchange(participant, store, ADDRESS, &encoded, &late)?;
-    let decoded: Result<Vec<Address>, String> = addresses.iter().map(|bytes| wire::decode(bytes)).collect();
+    let decoded: Result<Vec<Address>, String> =
+        addresses.iter().map(|bytes| wire::decode(bytes)).collect();
     let addresses = decoded.map_err(|message| participant.failed(message))?;
     // Ranks that differ in this would wait for messages that are never sent.
-    let chosen = addresses.first().map_or(participant.direct_up_to, |first| first.direct_up_to);
-    let mut others = addresses.iter().map(|address| address.direct_up_to).enumerate();
+    let chosen = addresses
+        .first()
+        .map_or(participant.direct_up_to, |first| first.direct_up_to);
+    let mut others = addresses
+        .iter()
+        .map(|address| address.direct_up_to)
+        .enumerate();
     if let Some((rank, other)) = others.find(|&(_, other)| other != chosen) {
         let message = format!(
             "`direct_up_to` is {chosen} on rank 0 and {other} on rank {rank}, but must be the same on all ranks"
@@ -277,8 +385,8 @@ fn exchange_addresses(participant: &Participant, store: &TcpStore, own: &Address
     Ok(addresses)
 }
 
-/// Sets the key of this rank, which is `prefix` and its number, and waits for the values of all ranks. `late` is the
-/// message if some do not come in time.
+/// Sets the key of this rank, which is `prefix` and its number, and waits for the values of all
+/// ranks. `late` is the message if some do not come in time.
 fn exchange(
     participant: &Participant,
     store: &TcpStore,
@@ -286,14 +394,20 @@ fn exchange(
     own: &[u8],
     late: &str,
 ) -> Result<Vec<Vec<u8>>, CommError> {
-    store.set(&format!("{prefix}{}", participant.rank), own).map_err(|error| participant.lost(&error))?;
+    store
+        .set(&format!("{prefix}{}", participant.rank), own)
+        .map_err(|error| participant.lost(&error))?;
     let left = participant.until.saturating_duration_since(Instant::now());
-    match store.wait_for_ranks(prefix, left).map_err(|error| participant.lost(&error))? {
+    match store
+        .wait_for_ranks(prefix, left)
+        .map_err(|error| participant.lost(&error))?
+    {
         RankValues::Complete(values) => Ok(values),
         RankValues::Departed(ranks) => Err(participant.departed(&ranks)),
-        RankValues::Missing(keys) => {
-            Err(participant.incomplete(|rank| keys.contains(&format!("{prefix}{rank}")), late.to_owned()))
-        }
+        RankValues::Missing(keys) => Err(participant.incomplete(
+            |rank| keys.contains(&format!("{prefix}{rank}")),
+            late.to_owned(),
+        )),
     }
 }
 
@@ -305,7 +419,13 @@ fn accept_all(
     streams: &mut [Option<TcpStream>],
     higher: &[usize],
 ) -> Result<(), CommError> {
-    let &Participant { rank, world_size, deadline, until, .. } = participant;
+    let &Participant {
+        rank,
+        world_size,
+        deadline,
+        until,
+        ..
+    } = participant;
     let mut is_suspected = false;
     while higher.iter().any(|&other| streams[other].is_none()) {
         let is_awaited = |other: usize| higher.contains(&other) && streams[other].is_none();
@@ -314,8 +434,9 @@ fn accept_all(
                 let message = format!("not all ranks connected to rank {rank} within {deadline:?}");
                 return Err(participant.incomplete(is_awaited, message));
             }
-            // A rank that has ended will not connect. But it may have connected just before, and the connection may
-            // still be on its way to this thread. So fail only if the next check finds the same.
+            // A rank that has ended will not connect. But it may have connected just before, and
+            // the connection may still be on its way to this thread. So fail only if the next check
+            // finds the same.
             let suspicion = participant.ended(store, is_awaited);
             match suspicion {
                 Some(error) if is_suspected => return Err(error),
@@ -323,11 +444,17 @@ fn accept_all(
             }
             continue;
         };
-        let other = higher.iter().find(|&&other| hello == Hello::new(other, world_size));
+        let other = higher
+            .iter()
+            .find(|&&other| hello == Hello::new(other, world_size));
         match other {
-            // A rank connects a second time only if it has lost the first connection, so the new one takes its place.
+            // A rank connects a second time only if it has lost the first connection, so the new
+            // one takes its place.
             Some(&other) => streams[other] = Some(stream),
-            None => tracing::warn!("refused a connection from a process that claims to be rank {}", hello.rank),
+            None => tracing::warn!(
+                "refused a connection from a process that claims to be rank {}",
+                hello.rank
+            ),
         }
     }
     Ok(())
@@ -336,27 +463,51 @@ fn accept_all(
 /// Waits until all ranks have connected to their neighbours.
 fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Result<(), CommError> {
     // Step 1: say that this rank is connected, and wait until all ranks have said so.
-    let &Participant { rank, world_size, deadline, until, .. } = participant;
+    let &Participant {
+        rank,
+        world_size,
+        deadline,
+        until,
+        ..
+    } = participant;
     let late = format!("not all ranks connected to each other within {deadline:?}");
     exchange(participant, store, CONNECTED, &[], &late)?;
-    // Step 2: say that this rank knows. The store ends with rank 0, so rank 0 goes on only when all others know.
-    store.set(&format!("{KNOWS}{rank}"), &[]).map_err(|error| participant.lost(&error))?;
-    let mut unknowing: Vec<String> = (1..world_size).map(|other| format!("{KNOWS}{other}")).collect();
+    // Step 2: say that this rank knows. The store ends with rank 0, so rank 0 goes on only when all
+    // others know.
+    store
+        .set(&format!("{KNOWS}{rank}"), &[])
+        .map_err(|error| participant.lost(&error))?;
+    let mut unknowing: Vec<String> = (1..world_size)
+        .map(|other| format!("{KNOWS}{other}"))
+        .collect();
     while rank == 0 && Instant::now() < until {
-        let Err(missing) = store.wait(&unknowing, CHECK).map_err(|error| participant.lost(&error))? else { break };
+        let Err(missing) = store
+            .wait(&unknowing, CHECK)
+            .map_err(|error| participant.lost(&error))?
+        else {
+            break;
+        };
         // Nobody needs to wait for a rank that has ended.
-        let departed = store.departed(CHECK).map_err(|error| participant.lost(&error))?;
-        unknowing =
-            missing.into_iter().filter(|key| !departed.iter().any(|rank| *key == format!("{KNOWS}{rank}"))).collect();
+        let departed = store
+            .departed(CHECK)
+            .map_err(|error| participant.lost(&error))?;
+        unknowing = missing
+            .into_iter()
+            .filter(|key| !departed.iter().any(|rank| *key == format!("{KNOWS}{rank}")))
+            .collect();
     }
     Ok(())
 }
 
-/// Connects to a rank, and tries again until the deadline, because a rank drops connections when too many come at once.
+/// Connects to a rank, and tries again until the deadline, because a rank drops connections when
+/// too many come at once.
 fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Result<TcpStream> {
     let hello = Hello::new(participant.rank, participant.world_size);
     loop {
-        let left = participant.until.saturating_duration_since(Instant::now()).max(RETRY);
+        let left = participant
+            .until
+            .saturating_duration_since(Instant::now())
+            .max(RETRY);
         let connected = TcpStream::connect_timeout(&address, left);
         let greeted = connected.map_err(Refusal::Io).and_then(|stream| {
             stream.set_nodelay(true)?;
@@ -365,14 +516,19 @@ fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Res
         });
         match greeted {
             // The other rank listened before it published its address, so it is gone.
-            Err(Refusal::Io(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return Err(error),
+            Err(Refusal::Io(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                return Err(error);
+            }
             Err(Refusal::Io(error)) if Instant::now() + RETRY < participant.until => {
                 tracing::debug!(%error, %address, "not connected; trying again");
                 thread::sleep(RETRY);
             }
             Err(Refusal::Io(error)) => return Err(error),
             Err(Refusal::OtherJob) => {
-                return Err(io::Error::new(io::ErrorKind::PermissionDenied, "a process of another job is there"));
+                return Err(io::Error::new(
+                    io::ErrorKind::PermissionDenied,
+                    "a process of another job is there",
+                ));
             }
             Ok(stream) => return Ok(stream),
         }
@@ -387,12 +543,26 @@ mod tests {
     /// Returns the options of a rank of a job for its store.
     fn options(rank: usize, world_size: usize) -> StoreOptions {
         let (job, deadline) = ("job".to_owned(), Duration::from_secs(20));
-        StoreOptions { job, secret: None, insecure: false, rank, world_size, deadline }
+        StoreOptions {
+            job,
+            secret: None,
+            insecure: false,
+            rank,
+            world_size,
+            deadline,
+        }
     }
 
     /// Meets the other ranks of a job in vain, and returns the error.
-    fn meet(options: &StoreOptions, store: TcpStore, deadline: Duration, direct_up_to: usize) -> CommError {
-        let &StoreOptions { rank, world_size, .. } = options;
+    fn meet(
+        options: &StoreOptions,
+        store: TcpStore,
+        deadline: Duration,
+        direct_up_to: usize,
+    ) -> CommError {
+        let &StoreOptions {
+            rank, world_size, ..
+        } = options;
         let participant = Participant {
             rank,
             world_size,
@@ -411,14 +581,24 @@ mod tests {
         for direct_up_to in [3, 1] {
             let [first, second, third] = [0, 1, 2].map(|rank| options(rank, 3));
             let host = TcpStore::host("127.0.0.1:0", &first).unwrap();
-            let [other, silent] = [&second, &third].map(|options| TcpStore::connect(host.address(), options).unwrap());
+            let [other, silent] = [&second, &third]
+                .map(|options| TcpStore::connect(host.address(), options).unwrap());
             // Rank 2 publishes an address, and then connects to nobody.
-            let address = Address { ip: Ipv4Addr::LOCALHOST.into(), port: 1, host: None, direct_up_to };
-            silent.set(&format!("{ADDRESS}2"), &wire::encode(&address).unwrap()).unwrap();
+            let address = Address {
+                ip: Ipv4Addr::LOCALHOST.into(),
+                port: 1,
+                host: None,
+                direct_up_to,
+            };
+            silent
+                .set(&format!("{ADDRESS}2"), &wire::encode(&address).unwrap())
+                .unwrap();
             thread::scope(|scope| {
-                let other = scope.spawn(|| meet(&second, other, Duration::from_secs(20), direct_up_to));
+                let other =
+                    scope.spawn(|| meet(&second, other, Duration::from_secs(20), direct_up_to));
                 let first = meet(&first, host, Duration::from_millis(700), direct_up_to);
-                let is_named = matches!(&first, CommError::Rendezvous { missing, .. } if missing[..] == [2]);
+                let is_named =
+                    matches!(&first, CommError::Rendezvous { missing, .. } if missing[..] == [2]);
                 assert!(is_named, "{first}");
                 assert_eq!(other.join().unwrap(), first);
             });
@@ -433,7 +613,12 @@ mod tests {
         thread::scope(|scope| {
             let other = scope.spawn(|| meet(&second, other, Duration::from_secs(2), 1));
             let first = meet(&first, host, Duration::from_secs(2), 32);
-            assert!(first.to_string().contains("`direct_up_to` is 32 on rank 0 and 1 on rank 1"), "{first}");
+            assert!(
+                first
+                    .to_string()
+                    .contains("`direct_up_to` is 32 on rank 0 and 1 on rank 1"),
+                "{first}"
+            );
             assert_eq!(other.join().unwrap(), first);
         });
     }

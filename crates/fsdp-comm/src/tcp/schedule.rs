@@ -1,8 +1,9 @@
 //! The schedule of an exchange in which records travel through other ranks: Bruck's all-gather.
 //!
-//! At first a rank holds its own record only. In step `k` it sends to the rank `2^k` places before it, and receives
-//! from the rank `2^k` places after it. What it receives are the records that follow those that it holds already. So
-//! their number doubles with each step, and after `log2(ranks)` steps, rounded up, each rank holds the records of all.
+//! At first a rank holds its own record only. In step `k` it sends to the rank `2^k` places before
+//! it, and receives from the rank `2^k` places after it. What it receives are the records that
+//! follow those that it holds already. So their number doubles with each step, and after
+//! `log2(ranks)` steps, rounded up, each rank holds the records of all.
 //!
 //! Places are ranks of the group. The first rank follows the last.
 
@@ -23,8 +24,9 @@ pub(super) struct Step {
     pub(super) to: usize,
     /// The rank that this one receives from.
     pub(super) from: usize,
-    /// The number of records that are sent, and that are received. Those sent begin with the record of this rank, those
-    /// received with the record of `from`; the others follow in the order of ranks.
+    /// The number of records that are sent, and that are received. Those sent begin with the record
+    /// of this rank, those received with the record of `from`; the others follow in the order of
+    /// ranks.
     pub(super) len: usize,
 }
 
@@ -47,24 +49,28 @@ impl Schedule {
     pub(super) fn steps(self) -> impl Iterator<Item = Step> {
         let Schedule { ranks, rank } = self;
         let distances = iter::successors(Some(1), |distance: &usize| distance.checked_mul(2));
-        distances.take_while(move |&distance| distance < ranks).map(move |distance| Step {
-            to: (rank + ranks - distance) % ranks,
-            from: (rank + distance) % ranks,
-            // The last step brings only the records that are left.
-            len: distance.min(ranks - distance),
-        })
+        distances
+            .take_while(move |&distance| distance < ranks)
+            .map(move |distance| Step {
+                to: (rank + ranks - distance) % ranks,
+                from: (rank + distance) % ranks,
+                // The last step brings only the records that are left.
+                len: distance.min(ranks - distance),
+            })
     }
 
-    /// Returns the ranks that this one sends to or receives from, in rank order. News that each rank passes on to its
-    /// neighbours reaches all ranks.
+    /// Returns the ranks that this one sends to or receives from, in rank order. News that each
+    /// rank passes on to its neighbours reaches all ranks.
     pub(super) fn neighbours(self) -> Vec<usize> {
-        let neighbours: BTreeSet<usize> = self.steps().flat_map(|step| [step.to, step.from]).collect();
+        let neighbours: BTreeSet<usize> =
+            self.steps().flat_map(|step| [step.to, step.from]).collect();
         neighbours.into_iter().collect()
     }
 
-    /// Returns two ranks that this one receives from, and that are on the way of a record from `rank` to this one. One
-    /// is as far away as the longest step that does not pass `rank`. The other is as far away as the shortest of the
-    /// steps that together lead to `rank`. Both may be the same.
+    /// Returns two ranks that this one receives from, and that are on the way of a record from
+    /// `rank` to this one. One is as far away as the longest step that does not pass `rank`. The
+    /// other is as far away as the shortest of the steps that together lead to `rank`. Both may be
+    /// the same.
     pub(super) fn toward(self, rank: usize) -> [usize; 2] {
         let distance = (rank + self.ranks - self.rank) % self.ranks;
         let longest = 1 << distance.checked_ilog2().unwrap_or_default();
@@ -72,7 +78,8 @@ impl Schedule {
         [longest, shortest].map(|step| (self.rank + step) % self.ranks)
     }
 
-    /// Returns `len` ranks in order, beginning with `first`. The first rank of the group follows the last.
+    /// Returns `len` ranks in order, beginning with `first`. The first rank of the group follows
+    /// the last.
     pub(super) fn block(self, first: usize, len: usize) -> impl Iterator<Item = usize> {
         (first..first + len).map(move |rank| rank % self.ranks)
     }
@@ -90,14 +97,19 @@ mod tests {
     const SIZES: [usize; 13] = [1, 2, 3, 4, 5, 33, 64, 97, 100, 511, 1000, 1023, 1024];
 
     fn steps(ranks: usize) -> Vec<Vec<Step>> {
-        (0..ranks).map(|rank| Schedule::new(ranks, rank).steps().collect()).collect()
+        (0..ranks)
+            .map(|rank| Schedule::new(ranks, rank).steps().collect())
+            .collect()
     }
 
     #[test]
     fn a_rank_sends_as_many_messages_as_its_group_has_binary_digits() {
         for ranks in SIZES.into_iter().chain(1..200) {
             let digits = ranks.next_power_of_two().trailing_zeros() as usize;
-            assert!(steps(ranks).iter().all(|steps| steps.len() == digits), "{ranks}");
+            assert!(
+                steps(ranks).iter().all(|steps| steps.len() == digits),
+                "{ranks}"
+            );
         }
         assert_eq!(steps(1024)[7].len(), 10);
         assert_eq!(steps(1025)[7].len(), 11);
@@ -111,7 +123,11 @@ mod tests {
                 for (number, step) in own.iter().enumerate() {
                     assert_ne!(step.to, rank);
                     let other = all[step.to][number];
-                    assert_eq!((other.from, other.len), (rank, step.len), "{rank} of {ranks}");
+                    assert_eq!(
+                        (other.from, other.len),
+                        (rank, step.len),
+                        "{rank} of {ranks}"
+                    );
                 }
                 let first = own.first().map_or(rank, |step| step.to);
                 assert_eq!(Schedule::new(ranks, 0).keeper(rank), first);
@@ -122,10 +138,20 @@ mod tests {
     #[test]
     fn neighbours_are_few_and_each_others() {
         for ranks in SIZES {
-            let all: Vec<Vec<usize>> = (0..ranks).map(|rank| Schedule::new(ranks, rank).neighbours()).collect();
+            let all: Vec<Vec<usize>> = (0..ranks)
+                .map(|rank| Schedule::new(ranks, rank).neighbours())
+                .collect();
             for (rank, neighbours) in all.iter().enumerate() {
-                assert!(neighbours.len() <= 2 * ranks.next_power_of_two().trailing_zeros() as usize, "{ranks}");
-                assert!(neighbours.iter().all(|&other| other != rank && all[other].contains(&rank)), "{ranks}");
+                assert!(
+                    neighbours.len() <= 2 * ranks.next_power_of_two().trailing_zeros() as usize,
+                    "{ranks}"
+                );
+                assert!(
+                    neighbours
+                        .iter()
+                        .all(|&other| other != rank && all[other].contains(&rank)),
+                    "{ranks}"
+                );
             }
         }
         assert_eq!(Schedule::new(1024, 0).neighbours().len(), 19);
@@ -135,13 +161,23 @@ mod tests {
     #[test]
     fn every_rank_is_reached_over_either_neighbour_on_the_way() {
         for ranks in SIZES.into_iter().filter(|&ranks| ranks > 1) {
-            for (rank, to) in [(0, 1), (0, ranks - 1), (ranks / 2, ranks / 3), (ranks - 1, 0)] {
+            for (rank, to) in [
+                (0, 1),
+                (0, ranks - 1),
+                (ranks / 2, ranks / 3),
+                (ranks - 1, 0),
+            ] {
                 for way in [0, 1] {
                     let mut at = rank;
                     let mut steps = 0;
                     while at != to {
                         let next = Schedule::new(ranks, at).toward(to)[way];
-                        assert!(Schedule::new(ranks, at).steps().any(|step| step.from == next), "{ranks}");
+                        assert!(
+                            Schedule::new(ranks, at)
+                                .steps()
+                                .any(|step| step.from == next),
+                            "{ranks}"
+                        );
                         at = next;
                         steps += 1;
                     }
@@ -156,14 +192,18 @@ mod tests {
         for ranks in SIZES.into_iter().chain(6..80) {
             let all = steps(ranks);
             // For each rank, how often it has got each record.
-            let mut got: Vec<Vec<u8>> =
-                (0..ranks).map(|rank| (0..ranks).map(|of| u8::from(of == rank)).collect()).collect();
+            let mut got: Vec<Vec<u8>> = (0..ranks)
+                .map(|rank| (0..ranks).map(|of| u8::from(of == rank)).collect())
+                .collect();
             for number in 0..all[0].len() {
                 let before = got.clone();
                 for (rank, own) in all.iter().enumerate() {
                     let Step { from, len, .. } = own[number];
                     for of in Schedule::new(ranks, rank).block(from, len) {
-                        assert_eq!(before[from][of], 1, "rank {from} of {ranks} does not have the record of {of} yet");
+                        assert_eq!(
+                            before[from][of], 1,
+                            "rank {from} of {ranks} does not have the record of {of} yet"
+                        );
                         got[rank][of] += 1;
                     }
                 }

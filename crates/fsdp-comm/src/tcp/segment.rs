@@ -8,12 +8,13 @@
 //! two windows, of chunks with even and with odd numbers
 //! ```
 //!
-//! The protocol, in the modules `shared` and `chunks`, says who writes and reads what at which time. The owner writes
-//! records and windows only while nobody reads them. Each hand-over is a release store of a word by one rank, which
-//! another rank sees with an acquire load.
+//! The protocol, in the modules `shared` and `chunks`, says who writes and reads what at which
+//! time. The owner writes records and windows only while nobody reads them. Each hand-over is a
+//! release store of a word by one rank, which another rank sees with an acquire load.
 //!
-//! All processes of a job follow this protocol. A process that does not can make others compute wrong values. It cannot
-//! make them read outside the mapping: all sizes are checked, and the memory is sealed, so it cannot shrink.
+//! All processes of a job follow this protocol. A process that does not can make others compute
+//! wrong values. It cannot make them read outside the mapping: all sizes are checked, and the
+//! memory is sealed, so it cannot shrink.
 
 use std::fs::File;
 use std::io;
@@ -27,7 +28,8 @@ use rustix::thread::futex;
 
 /// The longest record. Records have a few words for each rank, and a small payload.
 pub(super) const RECORD_BYTES: usize = 128 << 10;
-/// The size of each of the two windows: small enough that the bytes are still in a cache when other ranks read them.
+/// The size of each of the two windows: small enough that the bytes are still in a cache when other
+/// ranks read them.
 pub(super) const WINDOW_BYTES: usize = 1 << 20;
 
 /// The size of a cache line. The words about each reader have a line of their own.
@@ -64,8 +66,8 @@ pub(super) enum ReaderWord {
     Size,
 }
 
-/// One of the two notifications of a segment, named after the ranks that wait for it. It is a futex: a count in memory,
-/// on which the kernel lets processes sleep until another one wakes them.
+/// One of the two notifications of a segment, named after the ranks that wait for it. It is a
+/// futex: a count in memory, on which the kernel lets processes sleep until another one wakes them.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Notification {
     /// The owner has arrived or published.
@@ -82,7 +84,8 @@ pub(super) struct Segment {
 }
 
 impl Segment {
-    /// Returns the length of the words: three lines of the owner and its notifications, and a line for each reader.
+    /// Returns the length of the words: three lines of the owner and its notifications, and a line
+    /// for each reader.
     fn header_bytes(ranks: usize) -> usize {
         (LINE * (3 + ranks)).next_multiple_of(PAGE)
     }
@@ -92,20 +95,33 @@ impl Segment {
         Self::header_bytes(ranks) + 2 * RECORD_BYTES + 2 * WINDOW_BYTES
     }
 
-    /// Creates zeroed memory for a group of this many ranks, and the file through which others map it.
+    /// Creates zeroed memory for a group of this many ranks, and the file through which others map
+    /// it.
     pub(super) fn create(ranks: usize) -> io::Result<(Segment, File)> {
-        let file = File::from(memfd_create("fsdp", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
+        let file = File::from(memfd_create(
+            "fsdp",
+            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+        )?);
         ftruncate(&file, Self::len(ranks) as u64)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         Ok((Self::map(&file, ranks)?, file))
     }
 
-    /// Maps the memory of another process of this host, given its id and the number of the file there.
+    /// Maps the memory of another process of this host, given its id and the number of the file
+    /// there.
     pub(super) fn open(process: u32, file: i32, ranks: usize) -> io::Result<Segment> {
-        let file = File::options().read(true).write(true).open(format!("/proc/{process}/fd/{file}"))?;
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .open(format!("/proc/{process}/fd/{file}"))?;
         let needed = SealFlags::SHRINK | SealFlags::GROW;
-        if !rustix::fs::fcntl_get_seals(&file)?.contains(needed) || file.metadata()?.len() != Self::len(ranks) as u64 {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "it is not the memory of a rank"));
+        if !rustix::fs::fcntl_get_seals(&file)?.contains(needed)
+            || file.metadata()?.len() != Self::len(ranks) as u64
+        {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "it is not the memory of a rank",
+            ));
         }
         Self::map(&file, ranks)
     }
@@ -116,14 +132,17 @@ impl Segment {
     }
 
     fn map(file: &File, ranks: usize) -> io::Result<Segment> {
-        Ok(Segment { map: MmapOptions::new().len(Self::len(ranks)).map_raw(file)?, ranks })
+        Ok(Segment {
+            map: MmapOptions::new().len(Self::len(ranks)).map_raw(file)?,
+            ranks,
+        })
     }
 
     /// Returns the word at this offset of the header.
     fn at(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset + 8 <= Self::header_bytes(self.ranks));
-        // SAFETY: inside the mapping, which lives as long as `self`, and aligned as the mapping begins at a page; all
-        // processes use these eight bytes as an atomic only.
+        // SAFETY: inside the mapping, which lives as long as `self`, and aligned as the mapping
+        // begins at a page; all processes use these eight bytes as an atomic only.
         unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().add(offset).cast()) }
     }
 
@@ -145,25 +164,32 @@ impl Segment {
         self.at(LINE * (3 + reader) + 8 * word as usize)
     }
 
-    /// Returns the two words of a notification: its count, and the number of ranks that wait for it.
+    /// Returns the two words of a notification: its count, and the number of ranks that wait for
+    /// it.
     fn words_of(&self, notification: Notification) -> (&AtomicU32, &AtomicU64) {
         let line = LINE * (1 + notification as usize);
         let count: *mut AtomicU64 = self.at(line).as_ptr().cast();
-        // SAFETY: the first half of a word of the header, which all processes use as an atomic of this size only.
-        (unsafe { AtomicU32::from_ptr(count.cast()) }, self.at(line + 8))
+        // SAFETY: the first half of a word of the header, which all processes use as an atomic of
+        // this size only.
+        (
+            unsafe { AtomicU32::from_ptr(count.cast()) },
+            self.at(line + 8),
+        )
     }
 
     /// Wakes the ranks that wait for a change. It is called after the change.
     pub(super) fn notify(&self, notification: Notification) {
         let (count, waiting) = self.words_of(notification);
         count.fetch_add(1, Ordering::SeqCst);
-        // A rank that counts as waiting only after this load looks at the memory still later, and sees the change.
+        // A rank that counts as waiting only after this load looks at the memory still later, and
+        // sees the change.
         if waiting.load(Ordering::SeqCst) > 0 {
             futex::wake(count, futex::Flags::empty(), i32::MAX as u32).ok();
         }
     }
 
-    /// Sleeps until another rank notifies, but no longer than `limit`, and not at all if `is_ready`.
+    /// Sleeps until another rank notifies, but no longer than `limit`, and not at all if
+    /// `is_ready`.
     pub(super) fn wait_for_notification(
         &self,
         notification: Notification,
@@ -175,7 +201,10 @@ impl Segment {
         waiting.fetch_add(1, Ordering::SeqCst);
         let before = count.load(Ordering::SeqCst);
         if !is_ready() {
-            let limit = futex::Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
+            let limit = futex::Timespec {
+                tv_sec: limit.as_secs() as i64,
+                tv_nsec: i64::from(limit.subsec_nanos()),
+            };
             // The caller checks again, whatever ended the sleep.
             futex::wait(count, futex::Flags::empty(), before, Some(&limit)).ok();
         }
@@ -184,7 +213,11 @@ impl Segment {
 
     /// Returns the address of a part of the mapping.
     fn area(&self, offset: usize, len: usize) -> *mut u8 {
-        assert!(offset.checked_add(len).is_some_and(|end| end <= Self::len(self.ranks)));
+        assert!(
+            offset
+                .checked_add(len)
+                .is_some_and(|end| end <= Self::len(self.ranks))
+        );
         // SAFETY: inside the mapping.
         unsafe { self.map.as_mut_ptr().add(offset) }
     }
@@ -202,16 +235,18 @@ impl Segment {
     /// Copies bytes to this offset of the mapping.
     fn write(&self, offset: usize, bytes: &[u8]) {
         let area = self.area(offset, bytes.len());
-        // SAFETY: `area` has room for them, and nobody reads there now (the protocol). The caller's slice is not in the
-        // mapping, to whose bytes no safe code has a reference outside the closures of `read`.
+        // SAFETY: `area` has room for them, and nobody reads there now (the protocol). The caller's
+        // slice is not in the mapping, to whose bytes no safe code has a reference outside the
+        // closures of `read`.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), area, bytes.len()) }
     }
 
     /// Returns the bytes at this offset of the mapping.
     fn bytes(&self, offset: usize, len: usize) -> &[u8] {
         let area = self.area(offset, len);
-        // SAFETY: inside the mapping, and not written to until this reader says that it has consumed them or arrives at
-        // the round after the next (the protocol), which it does after the last use of the slice.
+        // SAFETY: inside the mapping, and not written to until this reader says that it has
+        // consumed them or arrives at the round after the next (the protocol), which it does after
+        // the last use of the slice.
         unsafe { std::slice::from_raw_parts(area, len) }
     }
 
@@ -219,7 +254,8 @@ impl Segment {
     pub(super) fn write_record(&self, parity: usize, record: &[u8]) {
         assert!(record.len() <= RECORD_BYTES);
         self.write(self.record_offset(parity), record);
-        self.word(Word::RecordLen(parity)).store(record.len() as u64, Ordering::Release);
+        self.word(Word::RecordLen(parity))
+            .store(record.len() as u64, Ordering::Release);
     }
 
     /// Returns the owner's record, once the owner has arrived at the round.
@@ -253,10 +289,20 @@ mod tests {
         let reader = Segment::open(std::process::id(), Segment::number(&file), 3).unwrap();
         owner.write_record(1, b"record");
         owner.write_window(1, WINDOW_BYTES - 3, b"end");
-        reader.reader_word(2, ReaderWord::Consumed).store(7, Ordering::Release);
-        assert_eq!((reader.record(1), reader.record(0)), (&b"record"[..], &b""[..]));
+        reader
+            .reader_word(2, ReaderWord::Consumed)
+            .store(7, Ordering::Release);
+        assert_eq!(
+            (reader.record(1), reader.record(0)),
+            (&b"record"[..], &b""[..])
+        );
         assert_eq!(reader.window(1, WINDOW_BYTES - 3, 3), b"end");
-        assert_eq!(owner.reader_word(2, ReaderWord::Consumed).load(Ordering::Acquire), 7);
+        assert_eq!(
+            owner
+                .reader_word(2, ReaderWord::Consumed)
+                .load(Ordering::Acquire),
+            7
+        );
         assert_eq!(reader.window(0, usize::MAX, 2), b"");
     }
 
@@ -277,7 +323,11 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !arrived() {
-                    reader.wait_for_notification(Notification::ToReaders, Duration::from_secs(60), arrived);
+                    reader.wait_for_notification(
+                        Notification::ToReaders,
+                        Duration::from_secs(60),
+                        arrived,
+                    );
                 }
             });
             std::thread::sleep(Duration::from_millis(20));

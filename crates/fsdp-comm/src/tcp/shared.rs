@@ -1,14 +1,17 @@
 //! Rounds through shared memory, for groups whose ranks are all on one host.
 //!
-//! Each rank owns a segment that all ranks map. The segment holds the rank's record. The bytes that the rank sends go
-//! through two windows of the segment, chunk by chunk: the rank writes chunk `k` into window `k % 2` once all readers
-//! have consumed chunk `k - 2`. Bytes that several ranks read (an all-gather) are written once. If ranks read different
-//! bytes (a reduce-scatter), their chunks share the window.
+//! Each rank owns a segment that all ranks map. The segment holds the rank's record. The bytes that
+//! the rank sends go through two windows of the segment, chunk by chunk: the rank writes chunk `k`
+//! into window `k % 2` once all readers have consumed chunk `k - 2`. Bytes that several ranks read
+//! (an all-gather) are written once. If ranks read different bytes (a reduce-scatter), their chunks
+//! share the window.
 //!
 //! A round has these steps:
 //! 1. Each rank writes its record, and says that it has arrived.
-//! 2. Each rank waits until all have arrived. All agree on a verdict: the round is complete, or it has failed.
-//! 3. Each rank plans from all records what it sends and reads, and tells its readers where their chunks will lie.
+//! 2. Each rank waits until all have arrived. All agree on a verdict: the round is complete, or it
+//!    has failed.
+//! 3. Each rank plans from all records what it sends and reads, and tells its readers where their
+//!    chunks will lie.
 //! 4. Each rank publishes its chunks, and in between consumes those of the others.
 
 use std::fs;
@@ -30,9 +33,10 @@ use crate::wire;
 
 /// The bit of a verdict that is set once the group has failed.
 ///
-/// The verdict is a word in the segment of rank 0, by which all ranks agree on the outcome of each round. Without this
-/// bit, it is the number of complete rounds. With this bit, its other bits are the number of complete rounds, which is
-/// also the number of the round that failed, and the rank that gave up.
+/// The verdict is a word in the segment of rank 0, by which all ranks agree on the outcome of each
+/// round. Without this bit, it is the number of complete rounds. With this bit, its other bits are
+/// the number of complete rounds, which is also the number of the round that failed, and the rank
+/// that gave up.
 const FAILED: u64 = 1 << 63;
 /// The position of the rank in a verdict. The bits below it are the round.
 const RANK_SHIFT: u32 = 40;
@@ -54,8 +58,8 @@ struct Invitation {
     token: u64,
 }
 
-/// Returns a token that is equal for processes that can share memory: those of one running kernel and one namespace of
-/// process ids.
+/// Returns a token that is equal for processes that can share memory: those of one running kernel
+/// and one namespace of process ids.
 pub(super) fn host_token() -> Option<String> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let processes = fs::read_link("/proc/self/ns/pid").ok()?;
@@ -63,10 +67,15 @@ pub(super) fn host_token() -> Option<String> {
 }
 
 impl SharedMemory {
-    /// Creates a segment on each rank of the group, and maps the segments of all others. Returns `None` on all ranks if
-    /// one of them cannot. The ranks then use sockets.
+    /// Creates a segment on each rank of the group, and maps the segments of all others. Returns
+    /// `None` on all ranks if one of them cannot. The ranks then use sockets.
     pub(super) fn new(member: Member<'_>, round: &Round<'_>) -> Result<Option<Self>, CommError> {
-        let Member { node, ranks, rank, group } = member;
+        let Member {
+            node,
+            ranks,
+            rank,
+            group,
+        } = member;
         let host = &node.hosts[ranks[0]];
         if host.is_none() || ranks.iter().any(|&rank| node.hosts[rank] != *host) {
             return Ok(None);
@@ -77,23 +86,49 @@ impl SharedMemory {
         });
         let token = group ^ (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let invitation = created.as_ref().ok().map(|(segment, file)| {
-            segment.word(Word::Verdict).store(SETUP_ROUNDS, Ordering::Release);
+            segment
+                .word(Word::Verdict)
+                .store(SETUP_ROUNDS, Ordering::Release);
             segment.word(Word::Token).store(token, Ordering::Release);
-            Invitation { process: std::process::id(), file: Segment::number(file), token }
+            Invitation {
+                process: std::process::id(),
+                file: Segment::number(file),
+                token,
+            }
         });
         // Step 2: send all ranks what they need to map it, over the sockets.
-        let invitations = exchange(member, &Round { number: 0, ..*round }, &encode(&invitation))?;
-        // Step 3: map the segments of all others. The file stays open until all have mapped it, after the next
-        // exchange.
+        let invitations = exchange(
+            member,
+            &Round {
+                number: 0,
+                ..*round
+            },
+            &encode(&invitation),
+        )?;
+        // Step 3: map the segments of all others. The file stays open until all have mapped it,
+        // after the next exchange.
         let (own, _file) = created.ok().unzip();
         let segments = own.and_then(|own| map_all(rank, own, &invitations));
         // Step 4: use shared memory only if it works for all ranks.
-        let verdicts = exchange(member, &Round { number: 1, ..*round }, &encode(&segments.is_some()))?;
+        let verdicts = exchange(
+            member,
+            &Round {
+                number: 1,
+                ..*round
+            },
+            &encode(&segments.is_some()),
+        )?;
         (0..2).for_each(|number| node.inbox().lock().forget(group, number));
-        if !verdicts.iter().all(|verdict| wire::decode(verdict) == Ok(true)) {
+        if !verdicts
+            .iter()
+            .all(|verdict| wire::decode(verdict) == Ok(true))
+        {
             return Ok(None);
         }
-        Ok(segments.map(|segments| SharedMemory { segments, published: Mutex::default() }))
+        Ok(segments.map(|segments| SharedMemory {
+            segments,
+            published: Mutex::default(),
+        }))
     }
 
     /// Carries out a round.
@@ -109,20 +144,29 @@ impl SharedMemory {
         if record.len() > RECORD_BYTES {
             return Err(CommError::InvalidArgument {
                 operation: round.operation.to_owned(),
-                message: format!("its {} bytes of arguments are more than {RECORD_BYTES}", record.len()),
+                message: format!(
+                    "its {} bytes of arguments are more than {RECORD_BYTES}",
+                    record.len()
+                ),
             });
         }
         let parity = (round.number % 2) as usize;
         let own = &self.segments[rank];
-        // Step 1: publish this rank's record, and wake the others. It overwrites the record of the round before last,
-        // which nobody reads any more, because all ranks have arrived at the last round since then.
+        // Step 1: publish this rank's record, and wake the others. It overwrites the record of the
+        // round before last, which nobody reads any more, because all ranks have arrived at the
+        // last round since then.
         own.write_record(parity, record);
-        own.word(Word::Arrived).store(round.number + 1, Ordering::Release);
+        own.word(Word::Arrived)
+            .store(round.number + 1, Ordering::Release);
         own.notify(Notification::ToReaders);
         // Step 2: wait for all ranks, and agree on whether all have come.
         self.conclude(member, round, self.all_arrived(member, round))?;
         // Steps 3 and 4.
-        let records: Vec<&[u8]> = self.segments.iter().map(|segment| segment.record(parity)).collect();
+        let records: Vec<&[u8]> = self
+            .segments
+            .iter()
+            .map(|segment| segment.record(parity))
+            .collect();
         match plan(&records)? {
             Some(plan) => self.transfer(member, round, send, plan),
             None => Ok(()),
@@ -133,30 +177,48 @@ impl SharedMemory {
     fn all_arrived(&self, member: Member<'_>, round: &Round<'_>) -> Result<(), CommError> {
         for segment in &self.segments {
             let missing = || self.missing(member, round);
-            wait(member, round, segment, Notification::ToReaders, || has_arrived(segment, round), missing)?;
+            wait(
+                member,
+                round,
+                segment,
+                Notification::ToReaders,
+                || has_arrived(segment, round),
+                missing,
+            )?;
         }
         Ok(())
     }
 
-    /// Returns the ranks that have not arrived at a round, as global ranks, for the error when a deadline is over.
+    /// Returns the ranks that have not arrived at a round, as global ranks, for the error when a
+    /// deadline is over.
     fn missing(&self, member: Member<'_>, round: &Round<'_>) -> Vec<usize> {
         let ranks = self.segments.iter().zip(member.ranks);
-        ranks.filter(|(segment, _)| !has_arrived(segment, round)).map(|(_, &rank)| rank).collect()
+        ranks
+            .filter(|(segment, _)| !has_arrived(segment, round))
+            .map(|(_, &rank)| rank)
+            .collect()
     }
 
-    /// Makes all ranks agree on the outcome of a round: all have arrived, or it has failed. The first rank that knows
-    /// decides, by setting the verdict atomically.
+    /// Makes all ranks agree on the outcome of a round: all have arrived, or it has failed. The
+    /// first rank that knows decides, by setting the verdict atomically.
     ///
-    /// Without this, a rank could arrive just after another has given up waiting for it, and continue as if nothing had
-    /// happened.
-    fn conclude(&self, member: Member<'_>, round: &Round<'_>, all: Result<(), CommError>) -> Result<(), CommError> {
+    /// Without this, a rank could arrive just after another has given up waiting for it, and
+    /// continue as if nothing had happened.
+    fn conclude(
+        &self,
+        member: Member<'_>,
+        round: &Round<'_>,
+        all: Result<(), CommError>,
+    ) -> Result<(), CommError> {
         let verdict = self.segments[0].word(Word::Verdict);
         let complete = round.number + 1;
         let failed = FAILED | (member.rank as u64) << RANK_SHIFT | round.number;
         let own = if all.is_ok() { complete } else { failed };
-        // The verdict of the round before can be replaced only once, so the first rank decides. If that is this rank,
-        // its own outcome counts.
-        let Err(decided) = verdict.compare_exchange(round.number, own, Ordering::AcqRel, Ordering::Acquire) else {
+        // The verdict of the round before can be replaced only once, so the first rank decides. If
+        // that is this rank, its own outcome counts.
+        let Err(decided) =
+            verdict.compare_exchange(round.number, own, Ordering::AcqRel, Ordering::Acquire)
+        else {
             return all;
         };
         let rounds = decided & ((1 << RANK_SHIFT) - 1);
@@ -164,29 +226,60 @@ impl SharedMemory {
             // The round was complete; a later failure does not change that.
             return Ok(());
         }
-        // Another rank has given up, and sends its error over the socket. Wait for that, so that all ranks return the
-        // same error, also if the deadline of this rank is over meanwhile.
-        let patient = Round { until: round.until.max(Instant::now() + SILENCE), ..*round };
+        // Another rank has given up, and sends its error over the socket. Wait for that, so that
+        // all ranks return the same error, also if the deadline of this rank is over meanwhile.
+        let patient = Round {
+            until: round.until.max(Instant::now() + SILENCE),
+            ..*round
+        };
         let by = ((decided & !FAILED) >> RANK_SHIFT) as usize;
         let by = member.ranks.get(by).copied().unwrap_or(member.ranks[0]);
         all.and_then(|()| member.node.wait(member.group, &patient, |_| Err(vec![by])))
     }
 
-    /// Transfers the payloads of a round: publishes this rank's bytes chunk by chunk, and consumes those of the others.
-    fn transfer(&self, member: Member<'_>, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
+    /// Transfers the payloads of a round: publishes this rank's bytes chunk by chunk, and consumes
+    /// those of the others.
+    fn transfer(
+        &self,
+        member: Member<'_>,
+        round: &Round<'_>,
+        send: &[u8],
+        plan: Plan<'_>,
+    ) -> Result<(), CommError> {
         let rank = member.rank;
-        let mut published = self.published.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut outgoing = Outgoing::new(member, round, &self.segments[rank], &plan.to, send, &mut published);
+        let mut published = self
+            .published
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let mut outgoing = Outgoing::new(
+            member,
+            round,
+            &self.segments[rank],
+            &plan.to,
+            send,
+            &mut published,
+        );
         let own = send.get(plan.from[rank].clone()).unwrap_or_default();
-        // Each rank begins with the bytes of a different rank, so that not all wait for the same one.
+        // Each rank begins with the bytes of a different rank, so that not all wait for the same
+        // one.
         let others = (1..self.segments.len()).map(|k| (rank + k) % self.segments.len());
-        let incoming = |from: usize| Incoming::new(member, round, &self.segments[from], from, plan.from[from].len());
+        let incoming = |from: usize| {
+            Incoming::new(
+                member,
+                round,
+                &self.segments[from],
+                from,
+                plan.from[from].len(),
+            )
+        };
         match plan.destination {
             Destination::Copy(destinations) => {
-                let mut fillers: Vec<Filler<'_>> = destinations.into_iter().map(Filler::new).collect();
+                let mut fillers: Vec<Filler<'_>> =
+                    destinations.into_iter().map(Filler::new).collect();
                 let mut incoming: Vec<Incoming<'_>> = others.map(incoming).collect();
-                // In each turn, publish the next chunk and consume one chunk of each other rank. The own bytes are
-                // copied in the first turn, while the others publish their chunks.
+                // In each turn, publish the next chunk and consume one chunk of each other rank.
+                // The own bytes are copied in the first turn, while the others publish their
+                // chunks.
                 let mut first = true;
                 while first || !outgoing.is_over() || !incoming.iter().all(Incoming::is_over) {
                     outgoing.publish()?;
@@ -209,7 +302,8 @@ impl SharedMemory {
                         continue;
                     }
                     let mut pieces = vec![&[][..]; self.segments.len()];
-                    // The chunks of all ranks have the same size, as all ranks send to the same places.
+                    // The chunks of all ranks have the same size, as all ranks send to the same
+                    // places.
                     let mut len = own.len() - offset;
                     for incoming in &mut incoming {
                         pieces[incoming.from] = incoming.chunk()?;
@@ -233,24 +327,36 @@ fn has_arrived(segment: &Segment, round: &Round<'_>) -> bool {
 
 /// Encodes a message for the other ranks of the host.
 fn encode<T: Serialize>(value: &T) -> Vec<u8> {
-    // If encoding fails, the other ranks cannot decode the empty bytes either, and then no rank uses shared memory.
+    // If encoding fails, the other ranks cannot decode the empty bytes either, and then no rank
+    // uses shared memory.
     wire::encode(value).unwrap_or_default()
 }
 
-/// Maps the segments of all ranks. Returns `None` if one cannot be mapped or does not hold its rank's token.
+/// Maps the segments of all ranks. Returns `None` if one cannot be mapped or does not hold its
+/// rank's token.
 fn map_all(rank: usize, own: Segment, invitations: &[Bytes]) -> Option<Vec<Segment>> {
     let mut own = Some(own);
     let mut segments = Vec::with_capacity(invitations.len());
     for (from, invitation) in invitations.iter().enumerate() {
-        segments.push(if from == rank { own.take()? } else { map(from, invitation, invitations.len())? });
+        segments.push(if from == rank {
+            own.take()?
+        } else {
+            map(from, invitation, invitations.len())?
+        });
     }
     Some(segments)
 }
 
 /// Maps the segment of another rank.
 fn map(from: usize, invitation: &Bytes, ranks: usize) -> Option<Segment> {
-    let Invitation { process, file, token } = wire::decode::<Option<Invitation>>(invitation).ok()??;
+    let Invitation {
+        process,
+        file,
+        token,
+    } = wire::decode::<Option<Invitation>>(invitation).ok()??;
     let segment = Segment::open(process, file, ranks)
         .inspect_err(|error| tracing::warn!(rank = from, %error, "memory cannot be shared: it goes over sockets"));
-    segment.ok().filter(|segment| segment.word(Word::Token).load(Ordering::Acquire) == token)
+    segment
+        .ok()
+        .filter(|segment| segment.word(Word::Token).load(Ordering::Acquire) == token)
 }

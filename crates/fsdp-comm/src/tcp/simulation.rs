@@ -1,7 +1,8 @@
-//! Whole groups in one thread: the states of all ranks, a network that delays and reorders frames, and a clock that
-//! jumps from one event to the next. A seed decides everything that is random.
+//! Whole groups in one thread: the states of all ranks, a network that delays and reorders frames,
+//! and a clock that jumps from one event to the next. A seed decides everything that is random.
 //!
-//! Each rank is connected to its neighbours at the start, and to others once it sends something to them or they to it.
+//! Each rank is connected to its neighbours at the start, and to others once it sends something to
+//! them or they to it.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
@@ -29,7 +30,8 @@ const LATENCY: Duration = Duration::from_millis(3);
 /// The most time between the end of a round on a rank and its next round.
 const SKEW: Duration = Duration::from_millis(800);
 
-/// The time within which ranks must notice that a rank has ended, once all who are not at fault are in the round.
+/// The time within which ranks must notice that a rank has ended, once all who are not at fault are
+/// in the round.
 const AT_ONCE: Duration = Duration::from_millis(100);
 
 /// A generator of random numbers, which are the same for the same seed.
@@ -43,7 +45,10 @@ impl Random {
 
     fn below(&mut self, limit: usize) -> usize {
         // The constants are those of a common generator of this kind.
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as usize % limit.max(1)
     }
 
@@ -132,7 +137,8 @@ struct Rank {
 }
 
 impl Rank {
-    /// Returns the number of frames that it has sent, without heartbeats, goodbyes and answers that a record is absent.
+    /// Returns the number of frames that it has sent, without heartbeats, goodbyes and answers that
+    /// a record is absent.
     fn sent(&self) -> usize {
         self.bundles + self.questions + self.aborts + self.ends
     }
@@ -151,7 +157,8 @@ struct World {
     waiting: HashMap<(usize, usize), Vec<Frame>>,
     /// The pairs of ranks of which the first sends to the second.
     linked: HashSet<(usize, usize)>,
-    /// For each pair of ranks, the number of connections whose end the second one sees when the first one ends.
+    /// For each pair of ranks, the number of connections whose end the second one sees when the
+    /// first one ends.
     ends: BTreeMap<(usize, usize), usize>,
     random: Random,
     /// The time at which the last rank at fault ended.
@@ -169,7 +176,10 @@ impl World {
             let mut state = State::new(number, ranks, 1, DEADLINE, start);
             state.open(GROUP, &(0..ranks).collect::<Vec<_>>());
             state.neighbours = Schedule::new(ranks, number).neighbours();
-            let fault = faults.iter().find(|(at_fault, _)| *at_fault == number).map(|(_, fault)| *fault);
+            let fault = faults
+                .iter()
+                .find(|(at_fault, _)| *at_fault == number)
+                .map(|(_, fault)| *fault);
             Rank {
                 state,
                 condition: Condition::Running,
@@ -222,13 +232,16 @@ impl World {
     }
 
     fn plan(&mut self, at: Instant, event: Event) {
-        self.events.insert((at.max(self.now), self.number_of_events), event);
+        self.events
+            .insert((at.max(self.now), self.number_of_events), event);
         self.number_of_events += 1;
     }
 
     /// Plans the next round of a rank, or its end.
     fn plan_round(&mut self, rank: usize) {
-        let Rank { completed, fault, .. } = self.ranks[rank];
+        let Rank {
+            completed, fault, ..
+        } = self.ranks[rank];
         let mut at = self.now + self.random.within(SKEW);
         match fault {
             Some(Fault::Late(round, by)) if round == completed => at += by,
@@ -242,7 +255,8 @@ impl World {
         self.plan(at, Event::Enter(rank));
     }
 
-    /// Returns the time at which a frame arrives that a rank sends now. It is not before the arrival of earlier frames.
+    /// Returns the time at which a frame arrives that a rank sends now. It is not before the
+    /// arrival of earlier frames.
     fn arrival(&mut self, from: usize, to: usize) -> Instant {
         let latency = self.random.within(LATENCY);
         let last = self.last.entry((from, to)).or_insert(self.now);
@@ -250,7 +264,8 @@ impl World {
         *last
     }
 
-    /// Sends a frame from one rank to another, and counts it. If the sender is not connected, it asks for that first.
+    /// Sends a frame from one rank to another, and counts it. If the sender is not connected, it
+    /// asks for that first.
     fn send(&mut self, from: usize, to: usize, kind: Kind, round: u64, body: Vec<u8>) {
         let sender = &mut self.ranks[from];
         match kind {
@@ -260,7 +275,12 @@ impl World {
             Kind::Ended => sender.ends += 1,
             _ => {}
         }
-        let frame = Frame { kind, group: GROUP, round, body };
+        let frame = Frame {
+            kind,
+            group: GROUP,
+            round,
+            body,
+        };
         if self.linked.contains(&(from, to)) {
             let at = self.arrival(from, to);
             return self.plan(at, Event::Frame { from, to, frame });
@@ -278,7 +298,8 @@ impl World {
         }
     }
 
-    /// Lets the rank `to` note a connection that `from` has asked for. `from` learns that a little later.
+    /// Lets the rank `to` note a connection that `from` has asked for. `from` learns that a little
+    /// later.
     fn accept(&mut self, from: usize, to: usize) {
         if self.ranks[from].condition == Condition::Gone {
             return;
@@ -292,7 +313,8 @@ impl World {
         self.link(to, from);
     }
 
-    /// Lets a rank send to another one from now on, beginning with the frames that have waited for the connection.
+    /// Lets a rank send to another one from now on, beginning with the frames that have waited for
+    /// the connection.
     fn link(&mut self, from: usize, to: usize) {
         self.linked.insert((from, to));
         for frame in self.waiting.remove(&(from, to)).unwrap_or_default() {
@@ -307,8 +329,11 @@ impl World {
         if self.ranks[rank].fault.is_some() {
             self.last_end = self.now;
         }
-        let ends: Vec<(usize, usize)> =
-            self.ends.range((rank, 0)..(rank + 1, 0)).map(|(&(_, to), &count)| (to, count)).collect();
+        let ends: Vec<(usize, usize)> = self
+            .ends
+            .range((rank, 0)..(rank + 1, 0))
+            .map(|(&(_, to), &count)| (to, count))
+            .collect();
         for (to, count) in ends {
             for _ in 0..count {
                 let at = self.arrival(rank, to);
@@ -326,7 +351,8 @@ impl World {
         self.end(rank);
     }
 
-    /// Handles all events in the order of their times, until none is left, and returns the simulation as it is then.
+    /// Handles all events in the order of their times, until none is left, and returns the
+    /// simulation as it is then.
     fn run(mut self) -> Self {
         while let Some(((at, _), event)) = self.events.pop_first() {
             self.now = at;
@@ -364,7 +390,9 @@ impl World {
                 // Another time to wake up has been set since.
                 Event::Wake(_) if self.ranks[rank].wake.is_some_and(|wake| wake > at) => continue,
                 Event::Wake(_) => self.ranks[rank].wake = None,
-                Event::Frame { from, frame, .. } => self.ranks[rank].state.receive(from, frame, at).unwrap(),
+                Event::Frame { from, frame, .. } => {
+                    self.ranks[rank].state.receive(from, frame, at).unwrap()
+                }
                 Event::Connect { from, .. } => self.accept(from, rank),
                 Event::Connected { from, .. } => {
                     self.ranks[rank].state.connect(from, at);
@@ -375,10 +403,14 @@ impl World {
                     self.waiting.remove(&(rank, from));
                 }
                 Event::End { from, .. } => {
-                    self.ranks[rank].state.disconnect(from, &io::ErrorKind::UnexpectedEof.into());
+                    self.ranks[rank]
+                        .state
+                        .disconnect(from, &io::ErrorKind::UnexpectedEof.into());
                 }
                 Event::Fault(_, Fault::Dies(_) | Fault::DiesBefore(_)) => self.end(rank),
-                Event::Fault(_, Fault::Stops(_)) => self.ranks[rank].condition = Condition::Stopped(at, None),
+                Event::Fault(_, Fault::Stops(_)) => {
+                    self.ranks[rank].condition = Condition::Stopped(at, None)
+                }
                 Event::Fault(_, Fault::Pauses(_, pause)) => {
                     self.ranks[rank].condition = Condition::Stopped(at, Some(at + pause));
                 }
@@ -391,7 +423,8 @@ impl World {
         self
     }
 
-    /// Gives a rank the heartbeats of all that are connected to it, which are no events of their own.
+    /// Gives a rank the heartbeats of all that are connected to it, which are no events of their
+    /// own.
     fn hear(&mut self, rank: usize) {
         let now = self.now;
         if now < self.ranks[rank].heard + HEARTBEAT {
@@ -427,10 +460,18 @@ impl World {
     fn go_on(&mut self, rank: usize) {
         while let Some(until) = self.ranks[rank].until {
             let number = self.ranks[rank].completed;
-            let round = Round { number, sequence: number, operation: "barrier", deadline: DEADLINE, until };
+            let round = Round {
+                number,
+                sequence: number,
+                operation: "barrier",
+                deadline: DEADLINE,
+                until,
+            };
             match self.ranks[rank].state.next(GROUP, &round, self.now) {
                 Ok(Next::Send { to, bundles }) => {
-                    bundles.into_iter().for_each(|bundle| self.send(rank, to, Kind::Bundle, number, bundle));
+                    bundles
+                        .into_iter()
+                        .for_each(|bundle| self.send(rank, to, Kind::Bundle, number, bundle));
                 }
                 Ok(Next::Ask(questions)) => {
                     for (of, about) in questions {
@@ -485,7 +526,8 @@ impl World {
         }
     }
 
-    /// Checks that all ranks that are not at fault have errors, and that these name ranks at fault only.
+    /// Checks that all ranks that are not at fault have errors, and that these name ranks at fault
+    /// only.
     fn assert_blame(&self) {
         self.assert_blame_of(self.sound());
     }
@@ -494,7 +536,10 @@ impl World {
     fn assert_blame_of<'w>(&'w self, ranks: impl Iterator<Item = &'w Rank>) {
         for rank in ranks {
             let Some((_, error)) = &rank.error else {
-                panic!("rank {} has no error after {} rounds", rank.state.rank, rank.completed);
+                panic!(
+                    "rank {} has no error after {} rounds",
+                    rank.state.rank, rank.completed
+                );
             };
             let named = match error {
                 CommError::RankLeft { rank, .. } => vec![*rank],
@@ -502,7 +547,11 @@ impl World {
                 error => panic!("{error}"),
             };
             let is_at_fault = |&rank: &usize| self.ranks[rank].fault.is_some();
-            assert!(!named.is_empty() && named.iter().all(is_at_fault), "rank {}: {error}", rank.state.rank);
+            assert!(
+                !named.is_empty() && named.iter().all(is_at_fault),
+                "rank {}: {error}",
+                rank.state.rank
+            );
         }
     }
 
@@ -513,10 +562,20 @@ impl World {
 
     /// Checks that all ranks that are not at fault have failed within this time.
     fn assert_failed_within(&self, limit: Duration) {
-        let ripe = self.sound().map(|rank| rank.entered).max().unwrap().max(self.last_end);
+        let ripe = self
+            .sound()
+            .map(|rank| rank.entered)
+            .max()
+            .unwrap()
+            .max(self.last_end);
         for rank in self.sound() {
             let failed = rank.error.as_ref().unwrap().0;
-            assert!(failed <= ripe + limit, "rank {}: {:?} late", rank.state.rank, failed - ripe);
+            assert!(
+                failed <= ripe + limit,
+                "rank {}: {:?} late",
+                rank.state.rank,
+                failed - ripe
+            );
         }
     }
 }
@@ -537,25 +596,42 @@ fn a_barrier_of_1024_ranks_takes_ten_messages_of_each() {
         let world = World::new(ranks, 3, 1, &[]).run();
         world.assert_success();
         for rank in &world.ranks {
-            assert_eq!((rank.bundles, rank.questions), (3 * each, 0), "rank {} of {ranks}", rank.state.rank);
+            assert_eq!(
+                (rank.bundles, rank.questions),
+                (3 * each, 0),
+                "rank {} of {ranks}",
+                rank.state.rank
+            );
         }
     }
 }
 
-/// The messages of a rank in the handshake of a connection: a greeting and a proof, or an answer and a welcome.
+/// The messages of a rank in the handshake of a connection: a greeting and a proof, or an answer
+/// and a welcome.
 const HANDSHAKE: usize = 2;
 
 #[test]
 fn the_rendezvous_and_a_barrier_of_1024_ranks_take_few_connections_and_messages_of_each() {
-    // The store of rank 0 hears from all ranks in any case, as they know no other address. It is not part of this.
+    // The store of rank 0 hears from all ranks in any case, as they know no other address. It is
+    // not part of this.
     for (ranks, digits) in [(33, 6), (600, 10), (1023, 10), (1024, 10)] {
         let world = World::new(ranks, 1, 1, &[]).run();
         world.assert_success();
         for rank in 0..ranks {
-            let connections: usize = world.ends.range((rank, 0)..(rank + 1, 0)).map(|(_, count)| count).sum();
-            assert!(connections <= 2 * digits, "rank {rank} of {ranks}: {connections} connections");
+            let connections: usize = world
+                .ends
+                .range((rank, 0)..(rank + 1, 0))
+                .map(|(_, count)| count)
+                .sum();
+            assert!(
+                connections <= 2 * digits,
+                "rank {rank} of {ranks}: {connections} connections"
+            );
             let messages = HANDSHAKE * connections + world.ranks[rank].sent();
-            assert!(messages <= 5 * digits, "rank {rank} of {ranks}: {messages} messages");
+            assert!(
+                messages <= 5 * digits,
+                "rank {rank} of {ranks}: {messages} messages"
+            );
         }
     }
 }
@@ -569,9 +645,14 @@ fn the_news_of_an_end_takes_few_messages_of_each_rank() {
         for rank in world.sound() {
             // At most one connection: the rank looks for itself whether the other one has ended.
             assert!(rank.connects <= 1, "rank {} of {ranks}", rank.state.rank);
-            // Beside its records, the rank tells its neighbours once that the other one has ended, and at most twice
-            // that the group has failed.
-            assert!(rank.sent() <= 8 * digits, "rank {} of {ranks}: {} messages", rank.state.rank, rank.sent());
+            // Beside its records, the rank tells its neighbours once that the other one has ended,
+            // and at most twice that the group has failed.
+            assert!(
+                rank.sent() <= 8 * digits,
+                "rank {} of {ranks}: {} messages",
+                rank.state.rank,
+                rank.sent()
+            );
         }
     }
 }
@@ -581,17 +662,24 @@ fn a_rank_that_dies_is_named_by_a_rank_that_waits_alone_and_is_not_connected_to_
     for ranks in [33, 50, 1024] {
         // All but rank 12 come much later.
         let others = (0..ranks).filter(|rank| ![1, 12].contains(rank));
-        let mut faults: Vec<_> = others.map(|rank| (rank, Fault::Late(1, DEADLINE / 2))).collect();
+        let mut faults: Vec<_> = others
+            .map(|rank| (rank, Fault::Late(1, DEADLINE / 2)))
+            .collect();
         faults.push((1, Fault::DiesBefore(1)));
         let world = World::new(ranks, 3, 5, &faults).run();
         world.assert_failed_within(KEEPER_PAUSE + AT_ONCE);
-        assert!(matches!(world.ranks[12].error, Some((_, CommError::RankLeft { rank: 1, .. }))));
+        assert!(matches!(
+            world.ranks[12].error,
+            Some((_, CommError::RankLeft { rank: 1, .. }))
+        ));
     }
 }
 
 #[test]
 fn all_ranks_get_the_records_of_all_in_whatever_order_frames_come() {
-    with_many_seeds(1024, |ranks, seed, _| World::new(ranks, 4, seed, &[]).run().assert_success());
+    with_many_seeds(1024, |ranks, seed, _| {
+        World::new(ranks, 4, seed, &[]).run().assert_success()
+    });
 }
 
 #[test]
@@ -607,10 +695,21 @@ fn exactly_the_ranks_that_are_late_are_named_by_all() {
             return;
         }
         let first = world.ranks[0].error.as_ref().unwrap().1.clone();
-        let CommError::Timeout { missing, sequence: 1, .. } = &first else { panic!("{first}") };
+        let CommError::Timeout {
+            missing,
+            sequence: 1,
+            ..
+        } = &first
+        else {
+            panic!("{first}")
+        };
         assert_eq!(*missing, expected, "seed {seed}");
         for rank in &world.ranks {
-            assert_eq!(rank.error.as_ref().map(|(_, error)| error), Some(&first), "seed {seed}");
+            assert_eq!(
+                rank.error.as_ref().map(|(_, error)| error),
+                Some(&first),
+                "seed {seed}"
+            );
             assert_eq!(rank.completed, 1, "seed {seed}");
         }
     });
@@ -625,7 +724,10 @@ fn a_rank_that_is_late_until_the_deadline_costs_few_connections() {
         world.assert_blame();
         // All connect to the late rank itself. The others help each other.
         let connects: usize = world.ranks.iter().map(|rank| rank.connects).sum();
-        assert!(connects <= ranks * digits, "{ranks} ranks: {connects} connections");
+        assert!(
+            connects <= ranks * digits,
+            "{ranks} ranks: {connects} connections"
+        );
     }
 }
 
@@ -650,11 +752,16 @@ fn a_rank_that_dies_is_named_by_a_rank_that_waits_alone() {
     for ranks in [3, 8, 33, 50, 1024] {
         // All but rank 2 come much later.
         let others = (0..ranks).filter(|rank| ![1, 2].contains(rank));
-        let mut faults: Vec<_> = others.map(|rank| (rank, Fault::Late(1, DEADLINE / 2))).collect();
+        let mut faults: Vec<_> = others
+            .map(|rank| (rank, Fault::Late(1, DEADLINE / 2)))
+            .collect();
         faults.push((1, Fault::DiesBefore(1)));
         let world = World::new(ranks, 3, 5, &faults).run();
         world.assert_failed_at_once();
-        assert!(matches!(world.ranks[2].error, Some((_, CommError::RankLeft { rank: 1, .. }))));
+        assert!(matches!(
+            world.ranks[2].error,
+            Some((_, CommError::RankLeft { rank: 1, .. }))
+        ));
     }
 }
 
@@ -680,7 +787,13 @@ fn ranks_may_leave_after_the_last_round() {
 fn a_rank_that_dies_at_any_time_is_named() {
     with_many_seeds(1024, |ranks, seed, random| {
         let victim = random.below(ranks);
-        let world = World::new(ranks, 6, seed, &[(victim, Fault::Dies(random.within(3 * SKEW)))]).run();
+        let world = World::new(
+            ranks,
+            6,
+            seed,
+            &[(victim, Fault::Dies(random.within(3 * SKEW)))],
+        )
+        .run();
         world.assert_blame();
         world.assert_failed_at_once();
     });
@@ -690,7 +803,13 @@ fn a_rank_that_dies_at_any_time_is_named() {
 fn a_rank_that_stops_at_any_time_is_named() {
     with_many_seeds(400, |ranks, seed, random| {
         let victim = random.below(ranks);
-        let world = World::new(ranks, 6, seed, &[(victim, Fault::Stops(random.within(3 * SKEW)))]).run();
+        let world = World::new(
+            ranks,
+            6,
+            seed,
+            &[(victim, Fault::Stops(random.within(3 * SKEW)))],
+        )
+        .run();
         world.assert_blame();
     });
 }
@@ -699,7 +818,9 @@ fn a_rank_that_stops_at_any_time_is_named() {
 fn a_rank_that_pauses_spoils_nothing() {
     with_many_seeds(200, |ranks, seed, random| {
         let fault = Fault::Pauses(random.within(3 * SKEW), random.within(DEADLINE / 2));
-        World::new(ranks, 6, seed, &[(random.below(ranks), fault)]).run().assert_success();
+        World::new(ranks, 6, seed, &[(random.below(ranks), fault)])
+            .run()
+            .assert_success();
     });
 }
 
@@ -718,13 +839,23 @@ fn a_rank_that_stops_after_it_has_entered_keeps_no_record_from_the_others() {
     with_many_seeds(200, |ranks, seed, random| {
         // It stops while all wait for the last rank.
         let victim = random.below(ranks - 1);
-        let faults = [(victim, Fault::Stops(2 * SKEW)), (ranks - 1, Fault::Late(0, 3 * SKEW))];
+        let faults = [
+            (victim, Fault::Stops(2 * SKEW)),
+            (ranks - 1, Fault::Late(0, 3 * SKEW)),
+        ];
         let world = World::new(ranks, 2, seed, &faults).run();
         let all_but_victim = world.ranks.iter().filter(|rank| rank.state.rank != victim);
         for rank in all_but_victim {
-            assert_eq!(rank.completed, 1, "rank {}, seed {seed}: {:?}", rank.state.rank, rank.error);
+            assert_eq!(
+                rank.completed, 1,
+                "rank {}, seed {seed}: {:?}",
+                rank.state.rank, rank.error
+            );
             let named = &rank.error.as_ref().unwrap().1;
-            assert!(matches!(named, CommError::RankLeft { rank, .. } if *rank == victim), "{named}");
+            assert!(
+                matches!(named, CommError::RankLeft { rank, .. } if *rank == victim),
+                "{named}"
+            );
         }
     });
 }

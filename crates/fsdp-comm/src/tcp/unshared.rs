@@ -1,4 +1,5 @@
-//! The replacement of `shared.rs` on systems where shared memory is not supported. Ranks always use sockets there.
+//! The replacement of `shared.rs` on systems where shared memory is not supported. Ranks always use
+//! sockets there.
 
 use super::sockets::Member;
 use crate::backend::{Planner, Round};
@@ -26,7 +27,8 @@ impl SharedMemory {
     }
 }
 
-/// Returns `None`: processes on this system cannot share memory. (On Linux, processes whose tokens are equal can.)
+/// Returns `None`: processes on this system cannot share memory. (On Linux, processes whose tokens
+/// are equal can.)
 pub(super) fn host_token() -> Option<String> {
     None
 }

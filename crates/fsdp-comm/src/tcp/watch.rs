@@ -11,7 +11,8 @@ use crate::error::CommError;
 /// The time between two checks of the other ranks while this one waits.
 const PEER_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The number of checks of the memory before a rank sleeps. They take about as long as falling asleep.
+/// The number of checks of the memory before a rank sleeps. They take about as long as falling
+/// asleep.
 const SPINS: usize = 200;
 
 /// Waits until `is_ready` returns `true`.
@@ -35,8 +36,8 @@ pub(super) fn wait(
     }
     loop {
         segment.wait_for_notification(notification, PEER_CHECK_INTERVAL, &is_ready);
-        // The ranks may have made the change and left after that. So look for their loss first, and then for the
-        // change.
+        // The ranks may have made the change and left after that. So look for their loss first, and
+        // then for the change.
         let failure = node.failure(group, round, &missing());
         match failure {
             _ if is_ready() => return Ok(()),

@@ -7,13 +7,20 @@ use super::Case;
 
 pub(super) fn cases() -> Vec<Case> {
     vec![
-        Case::new("groups: of some ranks", 1..=5, |group| of_some_ranks(&group)),
+        Case::new("groups: of some ranks", 1..=5, |group| {
+            of_some_ranks(&group)
+        }),
         Case::new("groups: of a mesh", 4..=4, |group| of_a_mesh(&group)),
-        Case::new("groups: at the same time", 2..=4, |group| at_the_same_time(&group)),
+        Case::new("groups: at the same time", 2..=4, |group| {
+            at_the_same_time(&group)
+        }),
         Case::new("groups: under their own deadlines", 1..=2, |group| {
             let short = group.with_deadline(std::time::Duration::from_secs(7));
             assert_eq!(
-                short.subgroup(&[0]).unwrap().map(|group| group.deadline().as_secs()),
+                short
+                    .subgroup(&[0])
+                    .unwrap()
+                    .map(|group| group.deadline().as_secs()),
                 (group.rank() == 0).then_some(7)
             );
             assert_eq!(group.deadline(), super::DEADLINE);
@@ -34,7 +41,9 @@ fn of_some_ranks(group: &ProcessGroup) {
     let (rank, world_size) = (group.rank(), group.world_size());
     let mut kept = Vec::new();
     for members in 1..1usize << world_size {
-        let members: Vec<usize> = (0..world_size).filter(|rank| members >> rank & 1 == 1).collect();
+        let members: Vec<usize> = (0..world_size)
+            .filter(|rank| members >> rank & 1 == 1)
+            .collect();
         let asked: Vec<usize> = members.iter().rev().copied().collect();
         let Some(sub) = group.subgroup(&asked).unwrap() else {
             assert!(!members.contains(&rank));
@@ -71,7 +80,10 @@ fn of_a_mesh(group: &ProcessGroup) {
         assert_eq!(sum_of_ranks(&shard, len), rank / 2 * 4 + 1);
     }
     let line = DeviceMesh::new(&[4], &["shard"], 4).unwrap();
-    assert_eq!(group.mesh_group(&line, 0).unwrap().global_ranks(), [0, 1, 2, 3]);
+    assert_eq!(
+        group.mesh_group(&line, 0).unwrap().global_ranks(),
+        [0, 1, 2, 3]
+    );
 }
 
 /// Uses two groups of the same ranks from two threads of each rank, each in its own order.

@@ -11,10 +11,16 @@ pub(super) fn cases() -> Vec<Case> {
         .map(|&(name, right, wrong)| {
             Case::new(format!("invalid: {name}"), 2..=3, move |group| {
                 let victim = group.world_size() - 1;
-                let result = if group.rank() == victim { wrong(&group) } else { right(&group) };
+                let result = if group.rank() == victim {
+                    wrong(&group)
+                } else {
+                    right(&group)
+                };
                 let error = error_of(result);
                 match &error {
-                    CommError::InvalidArgument { .. } => assert_eq!(group.rank(), victim, "{error}"),
+                    CommError::InvalidArgument { .. } => {
+                        assert_eq!(group.rank(), victim, "{error}")
+                    }
                     CommError::RankFailed { failures, .. } => {
                         assert_ne!(group.rank(), victim);
                         assert_eq!((failures.len(), failures[0].rank), (1, victim), "{error}");
@@ -26,16 +32,27 @@ pub(super) fn cases() -> Vec<Case> {
             })
         })
         .collect();
-    cases.push(Case::new("invalid: an average of integers", 1..=2, |group| {
-        for len in [1, 5000] {
-            let error = error_of(group.all_reduce(&mut vec![1i32; len], ReduceOp::Avg));
-            assert!(matches!(error, CommError::UnsupportedReduction { .. }), "{error:?}");
-            let input = vec![1u8; len * group.world_size()];
-            let error = error_of(group.reduce_scatter(&mut vec![1; len], &input, ReduceOp::Avg));
-            assert!(matches!(error, CommError::UnsupportedReduction { .. }), "{error:?}");
-        }
-        group.barrier().unwrap();
-    }));
+    cases.push(Case::new(
+        "invalid: an average of integers",
+        1..=2,
+        |group| {
+            for len in [1, 5000] {
+                let error = error_of(group.all_reduce(&mut vec![1i32; len], ReduceOp::Avg));
+                assert!(
+                    matches!(error, CommError::UnsupportedReduction { .. }),
+                    "{error:?}"
+                );
+                let input = vec![1u8; len * group.world_size()];
+                let error =
+                    error_of(group.reduce_scatter(&mut vec![1; len], &input, ReduceOp::Avg));
+                assert!(
+                    matches!(error, CommError::UnsupportedReduction { .. }),
+                    "{error:?}"
+                );
+            }
+            group.barrier().unwrap();
+        },
+    ));
     cases
 }
 
@@ -59,16 +76,33 @@ const WRONG_CALLS: &[(&str, Call, Call)] = &[
     (
         "all-gather, slices too short",
         |group| group.all_gather_into_slices(&mut [&mut whole(group, 3000)], &[1.0; 3000]),
-        |group| group.all_gather_into_slices(&mut [&mut whole(group, 1000), &mut whole(group, 1000)], &[1.0; 3000]),
+        |group| {
+            group.all_gather_into_slices(
+                &mut [&mut whole(group, 1000), &mut whole(group, 1000)],
+                &[1.0; 3000],
+            )
+        },
     ),
     (
         "all-gather, too few counts",
-        |group| group.all_gather_uneven_into(&mut whole(group, 2), &vec![2; group.world_size()], &[1.0; 2]),
+        |group| {
+            group.all_gather_uneven_into(
+                &mut whole(group, 2),
+                &vec![2; group.world_size()],
+                &[1.0; 2],
+            )
+        },
         |group| group.all_gather_uneven_into(&mut [0.0; 2], &[2], &[1.0; 2]),
     ),
     (
         "all-gather, counts that overflow",
-        |group| group.all_gather_uneven_into(&mut whole(group, 2), &vec![2; group.world_size()], &[1.0; 2]),
+        |group| {
+            group.all_gather_uneven_into(
+                &mut whole(group, 2),
+                &vec![2; group.world_size()],
+                &[1.0; 2],
+            )
+        },
         |group| {
             let mut counts = vec![usize::MAX; group.world_size()];
             counts[group.rank()] = 2;
@@ -94,7 +128,11 @@ const WRONG_CALLS: &[(&str, Call, Call)] = &[
         "gather, no output on the root",
         |group| {
             let root = group.world_size() - 1;
-            group.gather((group.rank() == root).then_some(&mut whole(group, 1)[..]), &[1.0], root)
+            group.gather(
+                (group.rank() == root).then_some(&mut whole(group, 1)[..]),
+                &[1.0],
+                root,
+            )
         },
         |group| group.gather(None, &[1.0], group.rank()),
     ),
@@ -107,7 +145,12 @@ const WRONG_CALLS: &[(&str, Call, Call)] = &[
         "scatter, an output that is not as counted",
         |group| {
             let counts = vec![1; group.world_size()];
-            group.scatter_uneven(&mut [0.0], root_only(group, &whole(group, 1)[..]), &counts, 0)
+            group.scatter_uneven(
+                &mut [0.0],
+                root_only(group, &whole(group, 1)[..]),
+                &counts,
+                0,
+            )
         },
         |group| group.scatter_uneven(&mut [0.0; 2], None, &vec![1; group.world_size()], 0),
     ),
@@ -117,11 +160,30 @@ const WRONG_CALLS: &[(&str, Call, Call)] = &[
             let counts = vec![1; group.world_size()];
             group.all_to_all_uneven(&mut whole(group, 1), &counts, &whole(group, 1), &counts)
         },
-        |group| group.all_to_all_uneven(&mut whole(group, 1), &[1, 1, 1, 1], &whole(group, 1), &[1, 1, 1, 1]),
+        |group| {
+            group.all_to_all_uneven(
+                &mut whole(group, 1),
+                &[1, 1, 1, 1],
+                &whole(group, 1),
+                &[1, 1, 1, 1],
+            )
+        },
     ),
-    ("sub-group, no ranks", |group| group.subgroup(&[0]).map(drop), |group| group.subgroup(&[]).map(drop)),
-    ("sub-group, a rank twice", |group| group.subgroup(&[0]).map(drop), |group| group.subgroup(&[0, 0]).map(drop)),
-    ("sub-group, no such rank", |group| group.subgroup(&[0]).map(drop), |group| group.subgroup(&[9]).map(drop)),
+    (
+        "sub-group, no ranks",
+        |group| group.subgroup(&[0]).map(drop),
+        |group| group.subgroup(&[]).map(drop),
+    ),
+    (
+        "sub-group, a rank twice",
+        |group| group.subgroup(&[0]).map(drop),
+        |group| group.subgroup(&[0, 0]).map(drop),
+    ),
+    (
+        "sub-group, no such rank",
+        |group| group.subgroup(&[0]).map(drop),
+        |group| group.subgroup(&[9]).map(drop),
+    ),
     (
         "mesh group, no such dimension",
         |group| {
@@ -137,13 +199,19 @@ const WRONG_CALLS: &[(&str, Call, Call)] = &[
         "scatter of objects, too few",
         |group| {
             let root = group.world_size() - 1;
-            group.scatter_object(Some(&vec![1u8; group.world_size()]), root).map(drop)
+            group
+                .scatter_object(Some(&vec![1u8; group.world_size()]), root)
+                .map(drop)
         },
         |group| group.scatter_object(Some(&[1u8]), group.rank()).map(drop),
     ),
     (
         "broadcast of an object, none on the root",
-        |group| group.broadcast_object(Some(&1u8), group.world_size() - 1).map(drop),
+        |group| {
+            group
+                .broadcast_object(Some(&1u8), group.world_size() - 1)
+                .map(drop)
+        },
         |group| group.broadcast_object::<u8>(None, group.rank()).map(drop),
     ),
 ];

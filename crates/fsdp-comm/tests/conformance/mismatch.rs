@@ -1,4 +1,5 @@
-//! Ranks that call different things: found at the operation where it happens, by all, naming who called what.
+//! Ranks that call different things: found at the operation where it happens, by all, naming who
+//! called what.
 
 use fsdp_comm::{CommError, ProcessGroup, ReduceOp};
 use fsdp_layout::DeviceMesh;
@@ -10,11 +11,23 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(format!("mismatch: {name}"), 2..=3, move |group| {
             let (rank, victim) = (group.rank(), group.world_size() - 1);
             let failing = expendable(&group);
-            let error = error_of(if rank == victim { one(&failing) } else { most(&failing) });
-            let CommError::Mismatch { calls, .. } = &error else { panic!("{error:?}") };
-            let named: Vec<usize> = calls.iter().flat_map(|call| call.ranks.iter().copied()).collect();
+            let error = error_of(if rank == victim {
+                one(&failing)
+            } else {
+                most(&failing)
+            });
+            let CommError::Mismatch { calls, .. } = &error else {
+                panic!("{error:?}")
+            };
+            let named: Vec<usize> = calls
+                .iter()
+                .flat_map(|call| call.ranks.iter().copied())
+                .collect();
             assert_eq!(named, (0..=victim).collect::<Vec<_>>(), "{error}");
-            let odd = calls.iter().find(|call| call.ranks == [victim]).expect("the odd one is alone");
+            let odd = calls
+                .iter()
+                .find(|call| call.ranks == [victim])
+                .expect("the odd one is alone");
             assert!(odd.call.contains(says), "{error}");
             // Over, for everybody, for the same reason.
             assert_eq!(error_of(failing.barrier()), error);
@@ -25,7 +38,8 @@ pub(super) fn cases() -> Vec<Case> {
 }
 
 type Call = fn(&ProcessGroup) -> Result<(), CommError>;
-/// A kind of mismatch: its name, the call of all ranks but the last, the last rank's, and the error's words for that.
+/// A kind of mismatch: its name, the call of all ranks but the last, the last rank's, and the
+/// error's words for that.
 type Kind = (&'static str, Call, Call, &'static str);
 
 fn all_gather<const N: usize>(group: &ProcessGroup) -> Result<(), CommError> {
@@ -34,7 +48,11 @@ fn all_gather<const N: usize>(group: &ProcessGroup) -> Result<(), CommError> {
 
 fn gather_to(group: &ProcessGroup, root: usize) -> Result<(), CommError> {
     let mut output = vec![0f32; group.world_size()];
-    group.gather((group.rank() == root).then_some(&mut output[..]), &[1.0], root)
+    group.gather(
+        (group.rank() == root).then_some(&mut output[..]),
+        &[1.0],
+        root,
+    )
 }
 
 fn uneven(group: &ProcessGroup, others: usize) -> Result<(), CommError> {
@@ -44,9 +62,17 @@ fn uneven(group: &ProcessGroup, others: usize) -> Result<(), CommError> {
 }
 
 fn all_to_all(group: &ProcessGroup, receive: usize) -> Result<(), CommError> {
-    let (sent, received) = (vec![2000; group.world_size()], vec![receive; group.world_size()]);
+    let (sent, received) = (
+        vec![2000; group.world_size()],
+        vec![receive; group.world_size()],
+    );
     let input = vec![0f32; sent.iter().sum()];
-    group.all_to_all_uneven(&mut vec![0.0; received.iter().sum()], &received, &input, &sent)
+    group.all_to_all_uneven(
+        &mut vec![0.0; received.iter().sum()],
+        &received,
+        &input,
+        &sent,
+    )
 }
 
 fn mesh_group(group: &ProcessGroup, shape: [usize; 2], dim: usize) -> Result<(), CommError> {
@@ -107,8 +133,18 @@ const KINDS: &[Kind] = &[
         |group| group.broadcast(&mut [0i32; 4], 0),
         "int32",
     ),
-    ("another size", all_gather::<3000>, all_gather::<2999>, "all_gather of 2999 float32"),
-    ("nothing against something", all_gather::<1>, all_gather::<0>, "all_gather of 0 float32"),
+    (
+        "another size",
+        all_gather::<3000>,
+        all_gather::<2999>,
+        "all_gather of 2999 float32",
+    ),
+    (
+        "nothing against something",
+        all_gather::<1>,
+        all_gather::<0>,
+        "all_gather of 0 float32",
+    ),
     (
         "another size of a broadcast",
         |group| group.broadcast(&mut [0f32; 4], 0),
@@ -121,7 +157,12 @@ const KINDS: &[Kind] = &[
         |group| group.broadcast(&mut [0f32; 4], 1),
         "broadcast from 1",
     ),
-    ("another root of a gather", |group| gather_to(group, 0), |group| gather_to(group, 1), "gather to 1"),
+    (
+        "another root of a gather",
+        |group| gather_to(group, 0),
+        |group| gather_to(group, 1),
+        "gather to 1",
+    ),
     (
         "another reduction",
         |group| reduce(group, 4, ReduceOp::Sum),
@@ -134,7 +175,12 @@ const KINDS: &[Kind] = &[
         |group| reduce(group, 40_000, ReduceOp::Sum),
         "all_reduce(sum)",
     ),
-    ("other counts", |group| uneven(group, 2), |group| uneven(group, 3), "all_gather_uneven of [3, "),
+    (
+        "other counts",
+        |group| uneven(group, 2),
+        |group| uneven(group, 3),
+        "all_gather_uneven of [3, ",
+    ),
     (
         "counts of an all-to-all that do not fit",
         |group| all_to_all(group, 2000),

@@ -1,5 +1,6 @@
-//! The conformance suite of all backends. A backend's own test runs all of [`cases`] in all of their worlds, each rank
-//! as the backend runs ranks, and checks that exactly the [`Case::casualties`] fail.
+//! The conformance suite of all backends. A backend's own test runs all of [`cases`] in all of
+//! their worlds, each rank as the backend runs ranks, and checks that exactly the
+//! [`Case::casualties`] fail.
 
 mod elements;
 mod faults;
@@ -35,7 +36,12 @@ impl Case {
         worlds: RangeInclusive<usize>,
         run: impl Fn(ProcessGroup) + Sync + Send + 'static,
     ) -> Self {
-        Case { name: name.into(), worlds, casualty: None, run: Box::new(run) }
+        Case {
+            name: name.into(),
+            worlds,
+            casualty: None,
+            run: Box::new(run),
+        }
     }
 
     /// Runs one rank's part.
@@ -68,7 +74,12 @@ fn error_of<T: Debug>(result: Result<T, CommError>) -> CommError {
 /// Checks that all ranks of the group have the same error.
 #[track_caller]
 fn same_on_all(group: &ProcessGroup, error: &CommError) {
-    for (rank, other) in group.all_gather_object(error).unwrap().into_iter().enumerate() {
+    for (rank, other) in group
+        .all_gather_object(error)
+        .unwrap()
+        .into_iter()
+        .enumerate()
+    {
         assert_eq!(other, *error, "on rank {rank} and on rank {}", group.rank());
     }
 }

@@ -10,22 +10,41 @@ pub(super) fn cases() -> Vec<Case> {
     vec![
         Case::new("objects: of all sizes", 1..=5, |group| of_all_sizes(&group)),
         Case::new("objects: in pieces", 1..=4, |group| in_pieces(&group)),
-        Case::new("objects: that cannot be encoded", 2..=3, |group| that_cannot_be_encoded(&group)),
-        Case::new("objects: of different types", 2..=2, |group| of_different_types(&group)),
+        Case::new("objects: that cannot be encoded", 2..=3, |group| {
+            that_cannot_be_encoded(&group)
+        }),
+        Case::new("objects: of different types", 2..=2, |group| {
+            of_different_types(&group)
+        }),
         Case::new("objects: agreement", 1..=5, |group| agreement(&group)),
-        Case::new("objects: agreement on a schema", 2..=4, |group| agreement_on_a_schema(&group)),
-        Case::new("objects: kinds of failures", 2..=3, |group| kinds_of_failures(&group)),
-        Case::new("objects: messages of any size", 2..=3, |group| messages_of_any_size(&group)),
+        Case::new("objects: agreement on a schema", 2..=4, |group| {
+            agreement_on_a_schema(&group)
+        }),
+        Case::new("objects: kinds of failures", 2..=3, |group| {
+            kinds_of_failures(&group)
+        }),
+        Case::new("objects: messages of any size", 2..=3, |group| {
+            messages_of_any_size(&group)
+        }),
     ]
 }
 
 /// Checks that the errors of all ranks have the kind of the first failing rank's error.
 fn kinds_of_failures(group: &ProcessGroup) {
     let full = || std::io::Error::from(std::io::ErrorKind::StorageFull);
-    let outcome = if group.rank() == 1 { Err(full()) } else { Ok(()) };
+    let outcome = if group.rank() == 1 {
+        Err(full())
+    } else {
+        Ok(())
+    };
     let error = error_of(group.agree("save", outcome));
-    let CommError::RankFailed { failures, .. } = &error else { panic!("{error:?}") };
-    assert_eq!((failures.len(), failures[0].rank, failures[0].kind), (1, 1, ErrorKind::NoSpace));
+    let CommError::RankFailed { failures, .. } = &error else {
+        panic!("{error:?}")
+    };
+    assert_eq!(
+        (failures.len(), failures[0].rank, failures[0].kind),
+        (1, 1, ErrorKind::NoSpace)
+    );
     assert_eq!(error.kind(), ErrorKind::NoSpace);
     same_on_all(group, &error);
     let error = error_of(group.agree("save", Err::<(), _>("no kind")));
@@ -42,7 +61,11 @@ struct Object {
 /// Makes a rank's object: a small one for rank 0, a larger one for each rank after it.
 fn object(rank: usize, scale: usize) -> Object {
     let next = (rank > 0).then(|| Box::new(object(rank - 1, scale)));
-    Object { name: format!("rank {rank}"), bytes: vec![rank as u8; rank * scale], next }
+    Object {
+        name: format!("rank {rank}"),
+        bytes: vec![rank as u8; rank * scale],
+        next,
+    }
 }
 
 fn of_all_sizes(group: &ProcessGroup) {
@@ -56,26 +79,43 @@ fn of_all_sizes(group: &ProcessGroup) {
             let values = (rank == root).then_some(&all[..]);
             assert_eq!(group.scatter_object(values, root).unwrap(), all[rank]);
             let value = (rank == root).then_some(&all[world_size - 1]);
-            assert_eq!(group.broadcast_object(value, root).unwrap(), all[world_size - 1]);
+            assert_eq!(
+                group.broadcast_object(value, root).unwrap(),
+                all[world_size - 1]
+            );
         }
     }
     group.all_gather_object(&()).unwrap();
     assert_eq!(group.broadcast_object(Some(&String::new()), 0).unwrap(), "");
 }
 
-/// Objects that are too large for one round move in several. Text is used because it is encoded fast.
+/// Objects that are too large for one round move in several. Text is used because it is encoded
+/// fast.
 fn in_pieces(group: &ProcessGroup) {
     let (rank, world_size) = (group.rank(), group.world_size());
     // Different lengths, so that some ranks are done before others. One is empty.
     let text = |rank: usize| format!("{rank}abcdefg").repeat(rank * (3 << 20) / 8 + rank * 100);
-    let all: Vec<String> = (0..world_size).map(|rank| text(rank + 3)).chain([String::new()]).collect();
+    let all: Vec<String> = (0..world_size)
+        .map(|rank| text(rank + 3))
+        .chain([String::new()])
+        .collect();
     let all = &all[1..];
     let root = world_size - 1;
     assert!(group.all_gather_object(&all[rank]).unwrap() == all);
     assert!(group.gather_object(&all[rank], root).unwrap() == (rank == root).then(|| all.to_vec()));
-    assert!(group.scatter_object((rank == root).then_some(all), root).unwrap() == all[rank]);
+    assert!(
+        group
+            .scatter_object((rank == root).then_some(all), root)
+            .unwrap()
+            == all[rank]
+    );
     let long = text(8);
-    assert!(group.broadcast_object((rank == root).then_some(&long), root).unwrap() == long);
+    assert!(
+        group
+            .broadcast_object((rank == root).then_some(&long), root)
+            .unwrap()
+            == long
+    );
     // The group goes on.
     assert_eq!(group.all_gather_object(&rank).unwrap().len(), world_size);
 }
@@ -86,23 +126,44 @@ struct Picky(bool);
 
 impl Serialize for Picky {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        if self.0 { serializer.serialize_bool(true) } else { Err(serde::ser::Error::custom("not this one")) }
+        if self.0 {
+            serializer.serialize_bool(true)
+        } else {
+            Err(serde::ser::Error::custom("not this one"))
+        }
     }
 }
 
 fn that_cannot_be_encoded(group: &ProcessGroup) {
     let error = error_of(group.all_gather_object(&Picky(group.rank() != 1)));
     match (group.rank(), &error) {
-        (1, CommError::Object { action, message, .. }) => {
+        (
+            1,
+            CommError::Object {
+                action, message, ..
+            },
+        ) => {
             assert_eq!((&action[..], &message[..]), ("encode", "not this one"))
         }
-        (_, CommError::RankFailed { operation, failures }) => {
-            assert_eq!((&operation[..], failures[0].rank, failures.len()), ("all_gather_object", 1, 1));
+        (
+            _,
+            CommError::RankFailed {
+                operation,
+                failures,
+            },
+        ) => {
+            assert_eq!(
+                (&operation[..], failures[0].rank, failures.len()),
+                ("all_gather_object", 1, 1)
+            );
             assert!(failures[0].message.contains("not this one"), "{error}");
         }
         _ => panic!("{error:?}"),
     }
-    assert_eq!(group.all_gather_object(&Picky(true)).unwrap().len(), group.world_size());
+    assert_eq!(
+        group.all_gather_object(&Picky(true)).unwrap().len(),
+        group.world_size()
+    );
 }
 
 fn of_different_types(group: &ProcessGroup) {
@@ -111,7 +172,10 @@ fn of_different_types(group: &ProcessGroup) {
         0 => error_of(group.all_gather_object(&1u8)),
         _ => error_of(group.all_gather_object(&"a longer string".to_owned())),
     };
-    assert!(matches!(&error, CommError::Object { action, .. } if action == "decode"), "{error:?}");
+    assert!(
+        matches!(&error, CommError::Object { action, .. } if action == "decode"),
+        "{error:?}"
+    );
     group.barrier().unwrap();
 }
 
@@ -120,13 +184,33 @@ fn agreement(group: &ProcessGroup) {
     assert_eq!(group.agree("save", Ok::<_, String>(rank)), Ok(rank));
     for failing in 1..1usize << world_size {
         let fails = |rank: usize| failing >> rank & 1 == 1;
-        let outcome = if fails(rank) { Err(format!("rank {rank}'s own reason")) } else { Ok(()) };
+        let outcome = if fails(rank) {
+            Err(format!("rank {rank}'s own reason"))
+        } else {
+            Ok(())
+        };
         let error = error_of(group.agree("save", outcome));
-        let CommError::RankFailed { operation, failures } = &error else { panic!("{error:?}") };
+        let CommError::RankFailed {
+            operation,
+            failures,
+        } = &error
+        else {
+            panic!("{error:?}")
+        };
         assert_eq!(operation, "save");
         let expected: Vec<usize> = (0..world_size).filter(|&rank| fails(rank)).collect();
-        assert_eq!(failures.iter().map(|failure| failure.rank).collect::<Vec<_>>(), expected);
-        assert!(failures.iter().all(|failure| failure.message == format!("rank {}'s own reason", failure.rank)));
+        assert_eq!(
+            failures
+                .iter()
+                .map(|failure| failure.rank)
+                .collect::<Vec<_>>(),
+            expected
+        );
+        assert!(
+            failures
+                .iter()
+                .all(|failure| failure.message == format!("rank {}'s own reason", failure.rank))
+        );
         same_on_all(group, &error);
     }
     assert_eq!(group.agree("save", Ok::<_, String>(rank)), Ok(rank));
@@ -134,26 +218,50 @@ fn agreement(group: &ProcessGroup) {
 
 fn agreement_on_a_schema(group: &ProcessGroup) {
     let (rank, world_size) = (group.rank(), group.world_size());
-    assert_eq!(group.agree_on("load", u64::MAX, Ok::<_, String>(())), Ok(()));
+    assert_eq!(
+        group.agree_on("load", u64::MAX, Ok::<_, String>(())),
+        Ok(())
+    );
     let error = error_of(group.agree_on("load", (rank == 1).into(), Ok::<_, String>(())));
-    let CommError::SchemaMismatch { operation, schemas } = &error else { panic!("{error:?}") };
+    let CommError::SchemaMismatch { operation, schemas } = &error else {
+        panic!("{error:?}")
+    };
     assert_eq!(operation, "load");
     let ranks: Vec<&[usize]> = schemas.iter().map(|schema| &schema.ranks[..]).collect();
     let others: Vec<usize> = (0..world_size).filter(|&rank| rank != 1).collect();
     assert_eq!(ranks, [&others[..], &[1]]);
     same_on_all(group, &error);
     // A rank's own error says more than a difference that may come of it.
-    let outcome = if rank == 0 { Err("no such file") } else { Ok(()) };
+    let outcome = if rank == 0 {
+        Err("no such file")
+    } else {
+        Ok(())
+    };
     let error = error_of(group.agree_on("load", rank as u64, outcome));
-    assert!(matches!(&error, CommError::RankFailed { failures, .. } if failures.len() == 1), "{error:?}");
+    assert!(
+        matches!(&error, CommError::RankFailed { failures, .. } if failures.len() == 1),
+        "{error:?}"
+    );
     same_on_all(group, &error);
 }
 
 fn messages_of_any_size(group: &ProcessGroup) {
-    let outcome = if group.rank() == 1 { Err("é".repeat(5 << 20)) } else { Ok(()) };
+    let outcome = if group.rank() == 1 {
+        Err("é".repeat(5 << 20))
+    } else {
+        Ok(())
+    };
     let error = error_of(group.agree(&"long name ".repeat(10_000), outcome));
-    let CommError::RankFailed { operation, failures } = &error else { panic!("{error:?}") };
-    assert!(failures[0].message.len() <= MAX_MESSAGE_BYTES && failures[0].message.starts_with("éé"));
+    let CommError::RankFailed {
+        operation,
+        failures,
+    } = &error
+    else {
+        panic!("{error:?}")
+    };
+    assert!(
+        failures[0].message.len() <= MAX_MESSAGE_BYTES && failures[0].message.starts_with("éé")
+    );
     assert!(operation.len() <= MAX_MESSAGE_BYTES);
     same_on_all(group, &error);
 }

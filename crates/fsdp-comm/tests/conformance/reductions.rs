@@ -14,13 +14,23 @@ pub(super) fn cases() -> Vec<Case> {
                 check(&group, len, bf16::from_f32, bf16::to_f32, bf16::to_bits);
             }
         }),
-        Case::new("reductions: of more than ranks look at together", 2..=3, |group| {
-            let value = |rank: usize, index: usize| (index % 1000 + rank) as f32;
-            let mut buffer: Vec<f32> = (0..2_500_001).map(|index| value(group.rank(), index)).collect();
-            group.all_reduce(&mut buffer, ReduceOp::Sum).unwrap();
-            let sum = |index: usize| (0..group.world_size()).map(|rank| value(rank, index)).sum::<f32>();
-            assert!((0..buffer.len()).all(|index| buffer[index] == sum(index)));
-        }),
+        Case::new(
+            "reductions: of more than ranks look at together",
+            2..=3,
+            |group| {
+                let value = |rank: usize, index: usize| (index % 1000 + rank) as f32;
+                let mut buffer: Vec<f32> = (0..2_500_001)
+                    .map(|index| value(group.rank(), index))
+                    .collect();
+                group.all_reduce(&mut buffer, ReduceOp::Sum).unwrap();
+                let sum = |index: usize| {
+                    (0..group.world_size())
+                        .map(|rank| value(rank, index))
+                        .sum::<f32>()
+                };
+                assert!((0..buffer.len()).all(|index| buffer[index] == sum(index)));
+            },
+        ),
         Case::new("reductions: averages in double precision", 2..=3, |group| {
             let mut buffer = vec![0.1 + group.rank() as f64; 3000];
             group.all_reduce(&mut buffer, ReduceOp::Avg).unwrap();
@@ -55,19 +65,32 @@ fn check<T: fsdp_comm::Element, B: PartialEq + std::fmt::Debug>(
     bits: fn(T) -> B,
 ) {
     let (rank, world_size) = (group.rank(), group.world_size());
-    let of_rank = |rank: usize| -> Vec<T> { (0..len * world_size).map(|index| from(unruly(rank, index))).collect() };
+    let of_rank = |rank: usize| -> Vec<T> {
+        (0..len * world_size)
+            .map(|index| from(unruly(rank, index)))
+            .collect()
+    };
     let input = of_rank(rank);
     let all: Vec<Vec<T>> = (0..world_size).map(of_rank).collect();
     for op in [ReduceOp::Sum, ReduceOp::Avg] {
         let expected: Vec<B> = (0..input.len())
             .map(|index| {
-                let sum = all[1..].iter().fold(to(all[0][index]), |sum, rank| sum + to(rank[index]));
-                bits(from(if op == ReduceOp::Avg { sum / world_size as f32 } else { sum }))
+                let sum = all[1..]
+                    .iter()
+                    .fold(to(all[0][index]), |sum, rank| sum + to(rank[index]));
+                bits(from(if op == ReduceOp::Avg {
+                    sum / world_size as f32
+                } else {
+                    sum
+                }))
             })
             .collect();
         let mut everything = input.clone();
         group.all_reduce(&mut everything, op).unwrap();
-        assert_eq!(everything.into_iter().map(bits).collect::<Vec<_>>(), expected);
+        assert_eq!(
+            everything.into_iter().map(bits).collect::<Vec<_>>(),
+            expected
+        );
         let mut piece = vec![T::zeroed(); len];
         group.reduce_scatter(&mut piece, &input, op).unwrap();
         let piece: Vec<B> = piece.into_iter().map(bits).collect();

@@ -7,7 +7,9 @@ use super::Case;
 pub(super) fn cases() -> Vec<Case> {
     vec![
         Case::new("traffic: of tensors", 1..=5, |group| of_tensors(&group)),
-        Case::new("traffic: of objects and control", 1..=3, |group| of_objects_and_control(&group)),
+        Case::new("traffic: of objects and control", 1..=3, |group| {
+            of_objects_and_control(&group)
+        }),
     ]
 }
 
@@ -29,29 +31,49 @@ fn of_tensors(group: &ProcessGroup) {
             assert_eq!(traffic.collectives.values().sum::<u64>(), 1);
             (traffic.tensor_bytes_sent, traffic.tensor_bytes_received)
         };
-        let traffic = measured(group, |group| group.all_gather_into(&mut whole.clone(), &whole[..len]).unwrap());
+        let traffic = measured(group, |group| {
+            group
+                .all_gather_into(&mut whole.clone(), &whole[..len])
+                .unwrap()
+        });
         assert_eq!(traffic.count(Operation::AllGather), 1);
         assert_eq!(sent_and_received(traffic), (bytes * others, bytes * others));
 
-        let traffic =
-            measured(group, |group| group.reduce_scatter(&mut vec![0.0; len], &whole, ReduceOp::Sum).unwrap());
+        let traffic = measured(group, |group| {
+            group
+                .reduce_scatter(&mut vec![0.0; len], &whole, ReduceOp::Sum)
+                .unwrap()
+        });
         assert_eq!(sent_and_received(traffic), (bytes * others, bytes * others));
 
-        let traffic = measured(group, |group| group.broadcast(&mut vec![0f32; len], 0).unwrap());
+        let traffic = measured(group, |group| {
+            group.broadcast(&mut vec![0f32; len], 0).unwrap()
+        });
         let is_root = u64::from(rank == 0);
-        assert_eq!(sent_and_received(traffic), (is_root * bytes * others, (1 - is_root) * bytes));
+        assert_eq!(
+            sent_and_received(traffic),
+            (is_root * bytes * others, (1 - is_root) * bytes)
+        );
 
         let traffic = measured(group, |group| {
             let input = (rank == 0).then_some(&whole[..]);
             group.scatter(&mut vec![0f32; len], input, 0).unwrap();
         });
-        assert_eq!(sent_and_received(traffic), (is_root * bytes * others, (1 - is_root) * bytes));
+        assert_eq!(
+            sent_and_received(traffic),
+            (is_root * bytes * others, (1 - is_root) * bytes)
+        );
 
         let traffic = measured(group, |group| {
             let mut output = whole.clone();
-            group.gather((rank == 0).then_some(&mut output[..]), &whole[..len], 0).unwrap();
+            group
+                .gather((rank == 0).then_some(&mut output[..]), &whole[..len], 0)
+                .unwrap();
         });
-        assert_eq!(sent_and_received(traffic), ((1 - is_root) * bytes, is_root * bytes * others));
+        assert_eq!(
+            sent_and_received(traffic),
+            ((1 - is_root) * bytes, is_root * bytes * others)
+        );
 
         // A sub-group's traffic is the rank's.
         let traffic = measured(group, |group| {
@@ -63,7 +85,11 @@ fn of_tensors(group: &ProcessGroup) {
         assert_eq!(traffic.tensor_bytes(), 0);
     }
     // A large all-reduce sends each rank's segment of the input, and then its own segment to all.
-    let traffic = measured(group, |group| group.all_reduce(&mut vec![1f32; 64 * 60 * 4], ReduceOp::Sum).unwrap());
+    let traffic = measured(group, |group| {
+        group
+            .all_reduce(&mut vec![1f32; 64 * 60 * 4], ReduceOp::Sum)
+            .unwrap()
+    });
     let segment = (64 * 60 * 4 / world_size * 4) as u64;
     if 64 * 60 * 4 % (world_size * 64) == 0 {
         assert_eq!(
@@ -80,16 +106,26 @@ fn of_objects_and_control(group: &ProcessGroup) {
         group.barrier().unwrap();
         group.agree("save", Ok::<_, String>(())).unwrap();
     });
-    assert_eq!(traffic.tensor_bytes() + traffic.object_bytes_sent + traffic.object_bytes_received, 0);
+    assert_eq!(
+        traffic.tensor_bytes() + traffic.object_bytes_sent + traffic.object_bytes_received,
+        0
+    );
     assert_eq!(traffic.control_bytes_sent > 0, others > 0);
-    assert_eq!((traffic.count(Operation::Barrier), traffic.count(Operation::Agree)), (1, 1));
+    assert_eq!(
+        (
+            traffic.count(Operation::Barrier),
+            traffic.count(Operation::Agree)
+        ),
+        (1, 1)
+    );
     for len in [10, 10_000] {
         let traffic = measured(group, |group| {
             group.all_gather_object(&vec![7u8; len]).unwrap();
         });
         assert_eq!(traffic.tensor_bytes(), 0);
         assert!(
-            traffic.object_bytes_sent >= len as u64 * others && traffic.object_bytes_sent <= (len as u64 + 8) * others
+            traffic.object_bytes_sent >= len as u64 * others
+                && traffic.object_bytes_sent <= (len as u64 + 8) * others
         );
         assert_eq!(traffic.object_bytes_received, traffic.object_bytes_sent);
     }

@@ -15,7 +15,11 @@ const HANG: Duration = Duration::from_secs(60);
 
 /// Returns a port that nobody uses at the moment.
 pub(crate) fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    std::net::TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port()
 }
 
 /// Processes that are killed when this is dropped.
@@ -56,10 +60,19 @@ impl Ranks {
                     String::from_utf8_lossy(&bytes).into_owned()
                 })
             }
-            let outputs = [collect(process.stdout.take().unwrap()), collect(process.stderr.take().unwrap())];
-            Rank { process, outputs: Some(outputs) }
+            let outputs = [
+                collect(process.stdout.take().unwrap()),
+                collect(process.stderr.take().unwrap()),
+            ];
+            Rank {
+                process,
+                outputs: Some(outputs),
+            }
         };
-        Ranks { what: what.to_owned(), ranks: (0..world_size).map(start).collect() }
+        Ranks {
+            what: what.to_owned(),
+            ranks: (0..world_size).map(start).collect(),
+        }
     }
 
     pub(crate) fn signal(&self, rank: usize, signal: Signal) {
@@ -76,7 +89,11 @@ impl Ranks {
                     panic!("`{}`, rank {rank}: {status}: {output}", self.what);
                 }
             }
-            assert!(started.elapsed() < HANG, "`{}`: the ranks do not get going", self.what);
+            assert!(
+                started.elapsed() < HANG,
+                "`{}`: the ranks do not get going",
+                self.what
+            );
             thread::sleep(Duration::from_millis(2));
         }
     }
@@ -93,7 +110,12 @@ impl Ranks {
                         format!("--- rank {rank}\n{}", self.output(rank))
                     })
                     .collect();
-                panic!("`{}`, rank {rank} of {}: {status}\n{}", self.what, self.ranks.len(), outputs.join("\n"));
+                panic!(
+                    "`{}`, rank {rank} of {}: {status}\n{}",
+                    self.what,
+                    self.ranks.len(),
+                    outputs.join("\n")
+                );
             }
         }
     }
@@ -106,7 +128,11 @@ impl Ranks {
             .map(|&rank| {
                 let status = self.end_of(rank, until.saturating_duration_since(Instant::now()));
                 let output = self.output(rank);
-                assert!(status.success(), "`{}`, rank {rank}: {status}\n{output}", self.what);
+                assert!(
+                    status.success(),
+                    "`{}`, rank {rank}: {status}\n{output}",
+                    self.what
+                );
                 (rank, output)
             })
             .collect()
@@ -129,7 +155,9 @@ impl Ranks {
 
     fn output(&mut self, rank: usize) -> String {
         let outputs = self.ranks[rank].outputs.take();
-        outputs.map(|outputs| outputs.map(|output| output.join().unwrap()).concat()).unwrap_or_default()
+        outputs
+            .map(|outputs| outputs.map(|output| output.join().unwrap()).concat())
+            .unwrap_or_default()
     }
 }
 

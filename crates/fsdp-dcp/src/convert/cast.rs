@@ -17,7 +17,8 @@ pub(super) const CASTABLE: [DType; 4] = [DType::F64, DType::F32, DType::F16, DTy
 pub struct Cast {
     /// The type to cast to.
     pub dtype: DType,
-    /// `true` to cast the state of optimizers too. Training goes on worse from moments of fewer bits.
+    /// `true` to cast the state of optimizers too. Training goes on worse from moments of fewer
+    /// bits.
     pub with_optimizer: bool,
 }
 
@@ -25,11 +26,19 @@ impl Cast {
     /// Returns a cast of all tensors except optimizer state.
     #[must_use]
     pub const fn parameters(dtype: DType) -> Self {
-        Cast { dtype, with_optimizer: false }
+        Cast {
+            dtype,
+            with_optimizer: false,
+        }
     }
 
     /// Returns `true` if this cast changes a tensor.
-    pub(super) fn changes(&self, fqn: &str, tensor: &TensorEntry, optimizers: &Optimizers<'_>) -> bool {
+    pub(super) fn changes(
+        &self,
+        fqn: &str,
+        tensor: &TensorEntry,
+        optimizers: &Optimizers<'_>,
+    ) -> bool {
         CASTABLE.contains(&tensor.properties.dtype)
             && !is_count(fqn, tensor)
             && (self.with_optimizer || !optimizers.hold(fqn))
@@ -55,7 +64,9 @@ impl<'m> Optimizers<'m> {
             let at = fqn.find("param_groups")?;
             (at == 0 || fqn[..at].ends_with('.')).then_some(&fqn[..at])
         });
-        Optimizers { beside_groups: groups.collect() }
+        Optimizers {
+            beside_groups: groups.collect(),
+        }
     }
 
     /// Returns `true` for the state of an optimizer, and for a count of steps.
@@ -82,7 +93,11 @@ impl<'m> Optimizers<'m> {
 /// Casts between the types of [`CASTABLE`], rounding to nearest, ties to even, as torch does.
 pub(super) fn cast_elements(src: &[u8], from: DType, dst: &mut [u8], to: DType) {
     /// Converts each element: `A` bytes to `B` bytes.
-    fn each<const A: usize, const B: usize>(src: &[u8], dst: &mut [u8], of: impl Fn([u8; A]) -> [u8; B]) {
+    fn each<const A: usize, const B: usize>(
+        src: &[u8],
+        dst: &mut [u8],
+        of: impl Fn([u8; A]) -> [u8; B],
+    ) {
         let (src, _) = src.as_chunks::<A>();
         let (dst, _) = dst.as_chunks_mut::<B>();
         for (from, to) in src.iter().zip(dst) {
@@ -90,18 +105,42 @@ pub(super) fn cast_elements(src: &[u8], from: DType, dst: &mut [u8], to: DType) 
         }
     }
     match (from, to) {
-        (DType::F64, DType::F32) => each(src, dst, |b| (f64::from_le_bytes(b) as f32).to_le_bytes()),
-        (DType::F64, DType::F16) => each(src, dst, |b| f16::from_f32(f64::from_le_bytes(b) as f32).to_le_bytes()),
-        (DType::F64, DType::BF16) => each(src, dst, |b| bf16::from_f32(f64::from_le_bytes(b) as f32).to_le_bytes()),
-        (DType::F32, DType::F64) => each(src, dst, |b| f64::from(f32::from_le_bytes(b)).to_le_bytes()),
-        (DType::F32, DType::F16) => each(src, dst, |b| f16::from_f32(f32::from_le_bytes(b)).to_le_bytes()),
-        (DType::F32, DType::BF16) => each(src, dst, |b| bf16::from_f32(f32::from_le_bytes(b)).to_le_bytes()),
-        (DType::F16, DType::F64) => each(src, dst, |b| f16::from_le_bytes(b).to_f64().to_le_bytes()),
-        (DType::F16, DType::F32) => each(src, dst, |b| f16::from_le_bytes(b).to_f32().to_le_bytes()),
-        (DType::F16, DType::BF16) => each(src, dst, |b| bf16::from_f32(f16::from_le_bytes(b).to_f32()).to_le_bytes()),
-        (DType::BF16, DType::F64) => each(src, dst, |b| bf16::from_le_bytes(b).to_f64().to_le_bytes()),
-        (DType::BF16, DType::F32) => each(src, dst, |b| bf16::from_le_bytes(b).to_f32().to_le_bytes()),
-        (DType::BF16, DType::F16) => each(src, dst, |b| f16::from_f32(bf16::from_le_bytes(b).to_f32()).to_le_bytes()),
+        (DType::F64, DType::F32) => {
+            each(src, dst, |b| (f64::from_le_bytes(b) as f32).to_le_bytes())
+        }
+        (DType::F64, DType::F16) => each(src, dst, |b| {
+            f16::from_f32(f64::from_le_bytes(b) as f32).to_le_bytes()
+        }),
+        (DType::F64, DType::BF16) => each(src, dst, |b| {
+            bf16::from_f32(f64::from_le_bytes(b) as f32).to_le_bytes()
+        }),
+        (DType::F32, DType::F64) => {
+            each(src, dst, |b| f64::from(f32::from_le_bytes(b)).to_le_bytes())
+        }
+        (DType::F32, DType::F16) => each(src, dst, |b| {
+            f16::from_f32(f32::from_le_bytes(b)).to_le_bytes()
+        }),
+        (DType::F32, DType::BF16) => each(src, dst, |b| {
+            bf16::from_f32(f32::from_le_bytes(b)).to_le_bytes()
+        }),
+        (DType::F16, DType::F64) => {
+            each(src, dst, |b| f16::from_le_bytes(b).to_f64().to_le_bytes())
+        }
+        (DType::F16, DType::F32) => {
+            each(src, dst, |b| f16::from_le_bytes(b).to_f32().to_le_bytes())
+        }
+        (DType::F16, DType::BF16) => each(src, dst, |b| {
+            bf16::from_f32(f16::from_le_bytes(b).to_f32()).to_le_bytes()
+        }),
+        (DType::BF16, DType::F64) => {
+            each(src, dst, |b| bf16::from_le_bytes(b).to_f64().to_le_bytes())
+        }
+        (DType::BF16, DType::F32) => {
+            each(src, dst, |b| bf16::from_le_bytes(b).to_f32().to_le_bytes())
+        }
+        (DType::BF16, DType::F16) => each(src, dst, |b| {
+            f16::from_f32(bf16::from_le_bytes(b).to_f32()).to_le_bytes()
+        }),
         // Equal types are read directly; others are refused when the view is made.
         _ => dst.copy_from_slice(&src[..dst.len().min(src.len())]),
     }

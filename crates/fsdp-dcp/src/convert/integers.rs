@@ -1,5 +1,6 @@
-//! A checkpoint seen with its quantized tensors as the integers that they are made of: no format's plain tensors are
-//! quantized, and what they mean (scheme, scale, zero point) becomes a value `KEY.quantizer`.
+//! A checkpoint seen with its quantized tensors as the integers that they are made of: no format's
+//! plain tensors are quantized, and what they mean (scheme, scale, zero point) becomes a value
+//! `KEY.quantizer`.
 
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
@@ -28,14 +29,22 @@ fn integer(dtype: DType) -> Option<DType> {
 }
 
 fn unsupported(fqn: &str, what: &str) -> FileError {
-    FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what: what.to_owned() } }
+    FileError::Encode {
+        fqn: fqn.to_owned(),
+        source: FormatError::Unsupported {
+            what: what.to_owned(),
+        },
+    }
 }
 
 impl<'a> Integers<'a> {
     /// Makes the view; `None` if nothing is quantized.
     pub(super) fn of(source: &'a dyn Checkpoint) -> Result<Option<Self>, FileError> {
         let from = source.metadata();
-        if !from.tensors().any(|(_, tensor)| integer(tensor.properties.dtype).is_some()) {
+        if !from
+            .tensors()
+            .any(|(_, tensor)| integer(tensor.properties.dtype).is_some())
+        {
             return Ok(None);
         }
         let mut metadata = from.clone();
@@ -43,16 +52,28 @@ impl<'a> Integers<'a> {
         // The keys of the quantizers, by those of their tensors.
         let mut beside = IndexMap::new();
         for (fqn, tensor) in from.tensors() {
-            let Some(dtype) = integer(tensor.properties.dtype) else { continue };
+            let Some(dtype) = integer(tensor.properties.dtype) else {
+                continue;
+            };
             if let Some(Entry::Tensor(tensor)) = metadata.entries.get_mut(fqn) {
                 tensor.properties.dtype = dtype;
             }
             let Some(quantizer) = source.quantizer(fqn)? else {
-                return Err(unsupported(fqn, "a quantized tensor without its scale and zero point"));
+                return Err(unsupported(
+                    fqn,
+                    "a quantized tensor without its scale and zero point",
+                ));
             };
             let key = quantizer_key(fqn);
-            if metadata.entries.insert(key.clone(), Entry::Bytes(BytesEntry::default())).is_some() {
-                return Err(unsupported(fqn, &format!("a quantized tensor beside a value `{key}`")));
+            if metadata
+                .entries
+                .insert(key.clone(), Entry::Bytes(BytesEntry::default()))
+                .is_some()
+            {
+                return Err(unsupported(
+                    fqn,
+                    &format!("a quantized tensor beside a value `{key}`"),
+                ));
             }
             if let Some(paths) = &mut metadata.planner_data {
                 // Beside the tensor, where that is in a dict; at the top, where it is in a list.
@@ -68,17 +89,22 @@ impl<'a> Integers<'a> {
         }
         let mut structure = source.structure().cloned();
         if let Some(structure) = &mut structure {
-            structure
-                .add_beside(&beside, ".quantizer")
-                .map_err(|fqn| unsupported(&fqn, "a quantized tensor in a state dict that is no dict"))?;
+            structure.add_beside(&beside, ".quantizer").map_err(|fqn| {
+                unsupported(&fqn, "a quantized tensor in a state dict that is no dict")
+            })?;
         }
-        Ok(Some(Integers { seen: Seen::of(source, metadata, structure), quantizers }))
+        Ok(Some(Integers {
+            seen: Seen::of(source, metadata, structure),
+            quantizers,
+        }))
     }
 
     /// Returns the keys of the quantized tensors.
     pub(super) fn keys(&self) -> impl Iterator<Item = &str> {
         let from = self.source(0).metadata();
-        from.tensors().filter(|(_, tensor)| integer(tensor.properties.dtype).is_some()).map(|(fqn, _)| fqn)
+        from.tensors()
+            .filter(|(_, tensor)| integer(tensor.properties.dtype).is_some())
+            .map(|(fqn, _)| fqn)
     }
 }
 
@@ -88,12 +114,16 @@ impl Layer for Integers<'_> {
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
-        self.quantizers.get(fqn).map_or(Origin::Source(0, fqn), Origin::Value)
+        self.quantizers
+            .get(fqn)
+            .map_or(Origin::Source(0, fqn), Origin::Value)
     }
 
     fn inputs_of_made(&self, _: &str, _: &mut Vec<(usize, String)>) {}
 
     fn read_made(&self, fqn: &str, _: &mut [Slot<'_>]) -> Result<(), FileError> {
-        Err(FileError::NotStored { fqn: fqn.to_owned() })
+        Err(FileError::NotStored {
+            fqn: fqn.to_owned(),
+        })
     }
 }

@@ -1,13 +1,14 @@
-//! Converts any checkpoint to any format that can be written. Tensors are streamed, so memory does not grow with their
-//! size.
+//! Converts any checkpoint to any format that can be written. Tensors are streamed, so memory does
+//! not grow with their size.
 //!
-//! [`convert`] writes the contents of a [`Checkpoint`] in another format, or as a DCP directory for another number of
-//! ranks ([`OutputFormat::Dcp`]), which is resharding. Wrap the source in a [`View`] to select, rename and cast. The
-//! source is only read. The destination is committed as a whole, or not at all. Hashes of the source are checked as it
-//! is read, and new hashes are computed for what is written.
+//! [`convert`] writes the contents of a [`Checkpoint`] in another format, or as a DCP directory for
+//! another number of ranks ([`OutputFormat::Dcp`]), which is resharding. Wrap the source in a
+//! [`View`] to select, rename and cast. The source is only read. The destination is committed as a
+//! whole, or not at all. Hashes of the source are checked as it is read, and new hashes are
+//! computed for what is written.
 //!
-//! Each thread holds one piece of a tensor, of at most 16 MiB. Only values that are not tensors, and items with a
-//! stream transform, are held whole.
+//! Each thread holds one piece of a tensor, of at most 16 MiB. Only values that are not tensors,
+//! and items with a stream transform, are held whole.
 
 mod cast;
 mod integers;
@@ -58,28 +59,59 @@ pub fn convert(
 ) -> Result<Converted, FileError> {
     if let Some(integers) = Integers::of(source)? {
         let quantized = integers.keys().map(str::to_owned).collect();
-        return Ok(Converted { quantized, ..convert(&integers, destination, target, options)? });
+        return Ok(Converted {
+            quantized,
+            ..convert(&integers, destination, target, options)?
+        });
     }
-    // Files of a trainer's state beside a DCP directory's own go along as they are, so their keys stay out of the
-    // directory.
-    let kept = if matches!(target, OutputFormat::Dcp { .. }) { Kept::of(source) } else { Kept::default() };
+    // Files of a trainer's state beside a DCP directory's own go along as they are, so their keys
+    // stay out of the directory.
+    let kept = if matches!(target, OutputFormat::Dcp { .. }) {
+        Kept::of(source)
+    } else {
+        Kept::default()
+    };
     if kept.keys.is_empty() {
         return write(source, destination.into(), target, &kept, options);
     }
-    let keep = |fqn: &str| if kept.keys.contains(fqn) { Rename::Drop } else { Rename::Keep };
-    write(&View::new(source, keep, None)?, destination.into(), target, &kept, options)
+    let keep = |fqn: &str| {
+        if kept.keys.contains(fqn) {
+            Rename::Drop
+        } else {
+            Rename::Keep
+        }
+    };
+    write(
+        &View::new(source, keep, None)?,
+        destination.into(),
+        target,
+        &kept,
+        options,
+    )
 }
 
-/// Refuses tensors with vastly more elements than are stored, before any plan or file becomes as large as they are.
-fn check_sizes(source: &dyn Checkpoint, target: OutputFormat, opaque: &[(String, String)]) -> Result<(), FileError> {
+/// Refuses tensors with vastly more elements than are stored, before any plan or file becomes as
+/// large as they are.
+fn check_sizes(
+    source: &dyn Checkpoint,
+    target: OutputFormat,
+    opaque: &[(String, String)],
+) -> Result<(), FileError> {
     let opaque: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
     // Ranks share the elements.
     let ranks = match target {
-        OutputFormat::Dcp { ranks } | OutputFormat::SafetensorsShards { ranks } => ranks.max(1) as u64,
+        OutputFormat::Dcp { ranks } | OutputFormat::SafetensorsShards { ranks } => {
+            ranks.max(1) as u64
+        }
         _ => 1,
     };
-    for (fqn, tensor) in source.metadata().tensors().filter(|(fqn, _)| !opaque.contains(fqn)) {
-        let bytes = byte_length(&TensorBox::whole(&tensor.shape), tensor.properties.dtype).unwrap_or(usize::MAX);
+    for (fqn, tensor) in source
+        .metadata()
+        .tensors()
+        .filter(|(fqn, _)| !opaque.contains(fqn))
+    {
+        let bytes = byte_length(&TensorBox::whole(&tensor.shape), tensor.properties.dtype)
+            .unwrap_or(usize::MAX);
         check_expansion(source, fqn, bytes as u64 / ranks)?;
     }
     Ok(())
@@ -93,8 +125,12 @@ fn write(
     kept: &Kept,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
-    // From DCP to DCP, values in the directory's own files are copied as bytes, so they may be opaque.
-    let copied = matches!((source.format(), target), (Format::Dcp, OutputFormat::Dcp { .. }));
+    // From DCP to DCP, values in the directory's own files are copied as bytes, so they may be
+    // opaque.
+    let copied = matches!(
+        (source.format(), target),
+        (Format::Dcp, OutputFormat::Dcp { .. })
+    );
     let beside = keys_beside(source);
     let (opaque, unknown): (Vec<_>, Vec<_>) = opaque_entries(source, options.threads)?
         .into_iter()
@@ -104,27 +140,57 @@ fn write(
             return Err(FileError::Opaque { values: unknown });
         }
         let dropped: HashSet<&str> = unknown.iter().map(|(fqn, _)| fqn.as_str()).collect();
-        let keep = |fqn: &str| if dropped.contains(fqn) { Rename::Drop } else { Rename::Keep };
+        let keep = |fqn: &str| {
+            if dropped.contains(fqn) {
+                Rename::Drop
+            } else {
+                Rename::Keep
+            }
+        };
         let view = View::new(source, keep, None)?;
         let converted = write(&view, destination, target, kept, options)?;
-        return Ok(Converted { dropped: unknown, ..converted });
+        return Ok(Converted {
+            dropped: unknown,
+            ..converted
+        });
     }
     // All that can be found wrong with the source is found before anything is written.
-    let same = source.structure().filter(|_| target != OutputFormat::Torch).and_then(Structure::same_texts);
+    let same = source
+        .structure()
+        .filter(|_| target != OutputFormat::Torch)
+        .and_then(Structure::same_texts);
     if let Some((path, [other, text])) = same {
-        let what = format!("a dict with both keys {} and {} in a format other than torch's", shown(other), shown(text));
-        let fqn = if path.is_empty() { shown(text) } else { format!("{path}.{}", shown(text)) };
-        return Err(FileError::Encode { fqn, source: FormatError::Unsupported { what } });
+        let what = format!(
+            "a dict with both keys {} and {} in a format other than torch's",
+            shown(other),
+            shown(text)
+        );
+        let fqn = if path.is_empty() {
+            shown(text)
+        } else {
+            format!("{path}.{}", shown(text))
+        };
+        return Err(FileError::Encode {
+            fqn,
+            source: FormatError::Unsupported { what },
+        });
     }
     if let Some(plan) = options.tensor_parallel {
         if !matches!(target, OutputFormat::SafetensorsDirectory { .. }) {
             let what = "a format that has no files of tensor-parallel ranks".to_owned();
-            return Err(FileError::Encode { fqn: String::new(), source: FormatError::Unsupported { what } });
+            return Err(FileError::Encode {
+                fqn: String::new(),
+                source: FormatError::Unsupported { what },
+            });
         }
         safetensors::write_ranks::check_plan(source, plan)?;
     }
     if matches!(target, OutputFormat::Dcp { .. }) {
-        source.metadata().entries.keys().try_for_each(|fqn| check_key_length(fqn))?;
+        source
+            .metadata()
+            .entries
+            .keys()
+            .try_for_each(|fqn| check_key_length(fqn))?;
     }
     source.check_stored(&|_| true)?;
     check_sizes(source, target, &opaque)?;
@@ -139,19 +205,31 @@ fn write(
             staging.check_replaces_directory()?;
         }
     }
-    let mut containers = source.structure().map(Structure::modules).unwrap_or_default();
+    let mut containers = source
+        .structure()
+        .map(Structure::modules)
+        .unwrap_or_default();
     if target != OutputFormat::Torch {
-        containers.extend(source.structure().map(Structure::untold).unwrap_or_default());
+        containers.extend(
+            source
+                .structure()
+                .map(Structure::untold)
+                .unwrap_or_default(),
+        );
     }
     let ExtraFiles { files, others, .. } = ExtraFiles::of(source)?;
-    let (read, files) = files.into_iter().partition(|name| kept.leaves_out(source, name));
+    let (read, files) = files
+        .into_iter()
+        .partition(|name| kept.leaves_out(source, name));
     let mut extra = CopiedFiles::default();
     let mut left_behind: Vec<String> = [others, read].concat();
     if target.keeps_framework(source.format()) {
         extra.add(files, source.directory());
-    } else if matches!(target, OutputFormat::SafetensorsDirectory { .. }) && !source.format().is_file() {
-        // Hugging Face's libraries need the configuration and the tokenizer beside the weights, so these files go with
-        // them.
+    } else if matches!(target, OutputFormat::SafetensorsDirectory { .. })
+        && !source.format().is_file()
+    {
+        // Hugging Face's libraries need the configuration and the tokenizer beside the weights, so
+        // these files go with them.
         let needed = ExtraFiles::for_hugging_face(source.directory())?;
         left_behind.extend(files.into_iter().filter(|name| !needed.contains(name)));
         extra.add(needed, source.directory());
@@ -159,16 +237,36 @@ fn write(
         left_behind.extend(files);
     }
     left_behind.sort();
-    let with = options.with.map(|with| CheckedDirectory::open(with, false, Links::Follow)).transpose()?;
+    let with = options
+        .with
+        .map(|with| CheckedDirectory::open(with, false, Links::Follow))
+        .transpose()?;
     if let Some(with) = &with {
         extra.add(ExtraFiles::for_hugging_face(with)?, with);
     }
     let converted = match target {
-        OutputFormat::Dcp { ranks } => reshard::write(source, staging, ranks.max(1), &opaque, &extra, options),
-        OutputFormat::SafetensorsFile => safetensors::write::write_file(source, &destination, staging, options),
+        OutputFormat::Dcp { ranks } => {
+            reshard::write(source, staging, ranks.max(1), &opaque, &extra, options)
+        }
+        OutputFormat::SafetensorsFile => {
+            safetensors::write::write_file(source, &destination, staging, options)
+        }
         OutputFormat::SafetensorsDirectory { max_file_bytes } => match options.tensor_parallel {
-            Some(plan) => safetensors::write_ranks::write_ranks(source, staging, plan, max_file_bytes, &extra, options),
-            None => safetensors::write::write_directory(source, staging, max_file_bytes, &extra, options),
+            Some(plan) => safetensors::write_ranks::write_ranks(
+                source,
+                staging,
+                plan,
+                max_file_bytes,
+                &extra,
+                options,
+            ),
+            None => safetensors::write::write_directory(
+                source,
+                staging,
+                max_file_bytes,
+                &extra,
+                options,
+            ),
         },
         OutputFormat::SafetensorsShards { ranks } => {
             safetensors::write::write_shards(source, staging, ranks.max(1), &extra, options)
@@ -176,10 +274,18 @@ fn write(
         OutputFormat::Torch => torch::write::write(source, staging, options),
     };
     let notes_left_out = match target {
-        OutputFormat::Dcp { .. } | OutputFormat::Torch => {
-            source.notes().iter().map(|(key, _)| (*key).to_owned()).collect()
-        }
+        OutputFormat::Dcp { .. } | OutputFormat::Torch => source
+            .notes()
+            .iter()
+            .map(|(key, _)| (*key).to_owned())
+            .collect(),
         _ => Vec::new(),
     };
-    Ok(Converted { containers, copied: extra.names(), left_behind, notes_left_out, ..converted? })
+    Ok(Converted {
+        containers,
+        copied: extra.names(),
+        left_behind,
+        notes_left_out,
+        ..converted?
+    })
 }

@@ -23,13 +23,14 @@ pub enum OutputFormat {
         /// The number of ranks.
         ranks: usize,
     },
-    /// One file that `torch.load(weights_only=True)` opens: nested dicts and lists, as the keys' paths say.
+    /// One file that `torch.load(weights_only=True)` opens: nested dicts and lists, as the keys'
+    /// paths say.
     Torch,
 }
 
 impl OutputFormat {
-    /// Returns `true` if what is written is for the framework that wrote the source: files beside the source's own,
-    /// such as a trainer's loop state or a model's configuration, go with it.
+    /// Returns `true` if what is written is for the framework that wrote the source: files beside
+    /// the source's own, such as a trainer's loop state or a model's configuration, go with it.
     #[must_use]
     pub const fn keeps_framework(&self, source: Format) -> bool {
         matches!(
@@ -37,7 +38,8 @@ impl OutputFormat {
             (Format::Dcp, OutputFormat::Dcp { .. })
                 | (
                     Format::SafetensorsDirectory,
-                    OutputFormat::SafetensorsDirectory { .. } | OutputFormat::SafetensorsShards { .. }
+                    OutputFormat::SafetensorsDirectory { .. }
+                        | OutputFormat::SafetensorsShards { .. }
                 )
         )
     }

@@ -23,8 +23,9 @@ pub enum Rename {
     Keep,
     /// Leave it out.
     Drop,
-    /// Rename it to this. The parts of its path in the nested state dict that the new key does not change stay, and one
-    /// key replaces the others: {`opt`: {`lr`: …}} with `opt.lr` renamed to `optimizer.lr` is {`optimizer`: {`lr`: …}}.
+    /// Rename it to this. The parts of its path in the nested state dict that the new key does not
+    /// change stay, and one key replaces the others: {`opt`: {`lr`: …}} with `opt.lr` renamed to
+    /// `optimizer.lr` is {`optimizer`: {`lr`: …}}.
     To(String),
 }
 
@@ -39,18 +40,23 @@ pub struct View<'a> {
 
 impl std::fmt::Debug for View<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("View").field("names", &self.names).finish_non_exhaustive()
+        f.debug_struct("View")
+            .field("names", &self.names)
+            .finish_non_exhaustive()
     }
 }
 
 /// Returns the error that something cannot be done with a key.
 fn unsupported(fqn: &str, what: String) -> FileError {
-    FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what } }
+    FileError::Encode {
+        fqn: fqn.to_owned(),
+        source: FormatError::Unsupported { what },
+    }
 }
 
 impl<'a> View<'a> {
-    /// Makes a view in which `rename` decides about each key, and `cast` about the dtype of tensors of `f64`, `f32`,
-    /// `f16` and `bf16`.
+    /// Makes a view in which `rename` decides about each key, and `cast` about the dtype of tensors
+    /// of `f64`, `f32`, `f16` and `bf16`.
     pub fn new(
         source: &'a dyn Checkpoint,
         rename: impl Fn(&str) -> Rename,
@@ -75,7 +81,10 @@ impl<'a> View<'a> {
                 Rename::Keep => (fqn.clone(), path.cloned()),
                 Rename::To(name) => {
                     let path = path.map(|path| {
-                        KeyPath(Moved::new(path, &name).apply(&path.0, |key| PathPart::Key(key.to_owned())))
+                        KeyPath(
+                            Moved::new(path, &name)
+                                .apply(&path.0, |key| PathPart::Key(key.to_owned())),
+                        )
                     });
                     (name, path)
                 }
@@ -92,16 +101,28 @@ impl<'a> View<'a> {
             if let (Some(paths), Some(path)) = (&mut metadata.planner_data, path) {
                 paths.insert(name.clone(), path);
             }
-            if let (Some(digests), Some(digest)) = (&mut digests, source.digests().and_then(|all| all.get(fqn))) {
+            if let (Some(digests), Some(digest)) =
+                (&mut digests, source.digests().and_then(|all| all.get(fqn)))
+            {
                 digests.insert(&name, digest);
             }
             metadata.entries.insert(name.clone(), entry);
             if let Some(other) = names.insert(name.clone(), fqn.clone()) {
-                return Err(unsupported(&name, format!("one name for both `{other}` and `{fqn}`")));
+                return Err(unsupported(
+                    &name,
+                    format!("one name for both `{other}` and `{fqn}`"),
+                ));
             }
         }
-        let structure = source.structure().map(|structure| structure_of_view(structure, &rename)).transpose()?;
-        Ok(View { seen: Seen::of(source, metadata, structure), names, digests })
+        let structure = source
+            .structure()
+            .map(|structure| structure_of_view(structure, &rename))
+            .transpose()?;
+        Ok(View {
+            seen: Seen::of(source, metadata, structure),
+            names,
+            digests,
+        })
     }
 
     /// Returns the source's name of a key.
@@ -111,7 +132,10 @@ impl<'a> View<'a> {
 }
 
 /// Returns a structure as a view shows it.
-fn structure_of_view(structure: &Structure, rename: &dyn Fn(&str) -> Rename) -> Result<Structure, FileError> {
+fn structure_of_view(
+    structure: &Structure,
+    rename: &dyn Fn(&str) -> Rename,
+) -> Result<Structure, FileError> {
     structure.rebuilt(&mut |fqn, path| match rename(fqn) {
         Rename::Keep => Placed::Stays,
         Rename::Drop => Placed::LeftOut,
@@ -133,9 +157,15 @@ impl Layer for View<'_> {
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
         let name = self.source_name(fqn);
-        let dtype = |metadata: &Metadata, fqn: &str| metadata.tensor(fqn).map(|tensor| tensor.properties.dtype);
+        let dtype = |metadata: &Metadata, fqn: &str| {
+            metadata.tensor(fqn).map(|tensor| tensor.properties.dtype)
+        };
         let is_cast = dtype(&self.seen.metadata, fqn) != dtype(self.source(0).metadata(), name);
-        if is_cast { Origin::Made } else { Origin::Source(0, name) }
+        if is_cast {
+            Origin::Made
+        } else {
+            Origin::Source(0, name)
+        }
     }
 
     fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
@@ -151,13 +181,21 @@ impl Layer for View<'_> {
             // Read in pieces, because the source's elements may be larger than those of the slot.
             let mut rest: &mut [u8] = slot.bytes;
             let length = slot.bounds.numel() as u64 * from.size_in_bytes();
-            stream(self.source(0), name, from, &slot.bounds, 0..length, &mut |bytes| {
-                let elements = bytes.len() / from.size_in_bytes() as usize;
-                let (now, later) = std::mem::take(&mut rest).split_at_mut(elements * to.size_in_bytes() as usize);
-                cast_elements(bytes, from, now, to);
-                rest = later;
-                Ok::<(), FileError>(())
-            })?;
+            stream(
+                self.source(0),
+                name,
+                from,
+                &slot.bounds,
+                0..length,
+                &mut |bytes| {
+                    let elements = bytes.len() / from.size_in_bytes() as usize;
+                    let (now, later) = std::mem::take(&mut rest)
+                        .split_at_mut(elements * to.size_in_bytes() as usize);
+                    cast_elements(bytes, from, now, to);
+                    rest = later;
+                    Ok::<(), FileError>(())
+                },
+            )?;
             slot.filled(0..slot.bytes.len());
         }
         Ok(())

@@ -1,5 +1,5 @@
-//! The items of a `.distcp` file that are tensors: their layout, which is known before the data is, and how to find the
-//! payload in one.
+//! The items of a `.distcp` file that are tensors: their layout, which is known before the data is,
+//! and how to find the payload in one.
 //!
 //! An item is what `torch.save` makes of one tensor or one value, with [`ROOT`] as its root
 //! directory. Items of values are in [`value`](crate::torch::value).
@@ -18,7 +18,8 @@ use crate::strided::read_overlap;
 use crate::torch::tensor_ref::{TensorRef, check_writable, write_tensor};
 use crate::torch::zip::{ArchiveLayout, Directory, ROOT};
 
-/// The bytes of one tensor item around its payload, in a form that `torch.load(weights_only=True)` accepts.
+/// The bytes of one tensor item around its payload, in a form that `torch.load(weights_only=True)`
+/// accepts.
 ///
 /// ```
 /// use fsdp_dcp::internals::TensorItem;
@@ -43,17 +44,24 @@ impl TensorItem {
     /// Lays out the item of a row-major tensor of this type and shape.
     pub fn new(dtype: DType, shape: &[usize]) -> Result<Self, FormatError> {
         check_writable(dtype)?;
-        let length = checked_numel(shape).and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
-        let payload_length = length.filter(|&length| length < i64::MAX as u64).ok_or(FormatError::Limit {
-            what: "tensor length",
-            value: u64::MAX,
-            limit: i64::MAX as u64,
-        })?;
+        let length = checked_numel(shape)
+            .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
+        let payload_length =
+            length
+                .filter(|&length| length < i64::MAX as u64)
+                .ok_or(FormatError::Limit {
+                    what: "tensor length",
+                    value: u64::MAX,
+                    limit: i64::MAX as u64,
+                })?;
         let mut pickle = Vec::with_capacity(256);
         write::proto(&mut pickle, 2);
         write_tensor(&mut pickle, 0, dtype, shape);
         write::op(&mut pickle, write::STOP);
-        Ok(TensorItem { layout: ArchiveLayout::new(ROOT, pickle, &[payload_length]), payload_length })
+        Ok(TensorItem {
+            layout: ArchiveLayout::new(ROOT, pickle, &[payload_length]),
+            payload_length,
+        })
     }
 
     /// Returns the bytes of the whole item.
@@ -87,8 +95,8 @@ impl TensorItem {
     }
 }
 
-/// The bytes of an item around its payload. An item that this library has written is recognized by them, and then its
-/// zip directory and its pickle need no parsing.
+/// The bytes of an item around its payload. An item that this library has written is recognized by
+/// them, and then its zip directory and its pickle need no parsing.
 #[derive(Debug)]
 pub(crate) struct KnownItem {
     length: u64,
@@ -97,8 +105,8 @@ pub(crate) struct KnownItem {
     tensor: StoredTensor,
 }
 
-/// The bytes at one end of an item, and the position in them of the CRC-32 of its payload. The CRC differs from item to
-/// item, and all other bytes are the same in each.
+/// The bytes at one end of an item, and the position in them of the CRC-32 of its payload. The CRC
+/// differs from item to item, and all other bytes are the same in each.
 #[derive(Debug)]
 struct EndBytes {
     bytes: Vec<u8>,
@@ -109,10 +117,15 @@ struct EndBytes {
 const CRC_BYTES: usize = 4;
 
 impl EndBytes {
-    /// Returns the bytes that `with_crc` makes with a CRC. Their position is found by comparing two of them.
+    /// Returns the bytes that `with_crc` makes with a CRC. Their position is found by comparing two
+    /// of them.
     fn new(with_crc: impl Fn(u32) -> Vec<u8>) -> Self {
         let (bytes, other) = (with_crc(0), with_crc(u32::MAX));
-        let crc = bytes.iter().zip(&other).position(|(a, b)| a != b).unwrap_or(bytes.len());
+        let crc = bytes
+            .iter()
+            .zip(&other)
+            .position(|(a, b)| a != b)
+            .unwrap_or(bytes.len());
         EndBytes { bytes, crc }
     }
 
@@ -135,7 +148,10 @@ impl KnownItem {
             length: item.length(),
             head: EndBytes::new(|crc| item.head(crc)),
             tail: EndBytes::new(|crc| item.tail(crc)),
-            tensor: StoredTensor { tensor, storage_offset: item.payload_offset() },
+            tensor: StoredTensor {
+                tensor,
+                storage_offset: item.payload_offset(),
+            },
         })
     }
 
@@ -144,10 +160,18 @@ impl KnownItem {
         self.length
     }
 
-    /// Returns `true` if the bytes at both ends of an item are those of this one, except for the CRC of the payload.
+    /// Returns `true` if the bytes at both ends of an item are those of this one, except for the
+    /// CRC of the payload.
     fn is_same(&self, item: &Ends<'_>) -> bool {
-        let last = if item.tail.is_empty() { &item.head } else { &item.tail };
-        let tail = last.len().checked_sub(self.tail.bytes.len()).map(|start| &last[start..]);
+        let last = if item.tail.is_empty() {
+            &item.head
+        } else {
+            &item.tail
+        };
+        let tail = last
+            .len()
+            .checked_sub(self.tail.bytes.len())
+            .map(|start| &last[start..]);
         let head = item.head.get(..self.head.bytes.len());
         item.len() == self.length
             && head.is_some_and(|head| self.head.is_same(head))
@@ -170,8 +194,12 @@ impl StoredTensor {
         Self::locate_known(item, None)
     }
 
-    /// Finds the tensor as [`Self::locate`] does, but without parsing an item that is the `known` one.
-    pub(crate) fn locate_known(item: &dyn ReadAt, known: Option<&KnownItem>) -> Result<Self, FormatError> {
+    /// Finds the tensor as [`Self::locate`] does, but without parsing an item that is the `known`
+    /// one.
+    pub(crate) fn locate_known(
+        item: &dyn ReadAt,
+        known: Option<&KnownItem>,
+    ) -> Result<Self, FormatError> {
         let item = &Ends::new(item)?;
         if let Some(known) = known.filter(|known| known.is_same(item)) {
             return Ok(known.tensor.clone());
@@ -181,9 +209,13 @@ impl StoredTensor {
         let pickle = directory.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
         let parsed = parse(&pickle)?;
         let Some(tensor) = TensorRef::of(&parsed, parsed.root())? else {
-            // A class or object of unknown type is opaque; any other value is not what the metadata says.
+            // A class or object of unknown type is opaque; any other value is not what the metadata
+            // says.
             return Err(match parsed.wrong(parsed.root(), "a tensor") {
-                error @ PickleError { kind: PickleErrorKind::Global { .. }, .. } => error.into(),
+                error @ PickleError {
+                    kind: PickleErrorKind::Global { .. },
+                    ..
+                } => error.into(),
                 _ => FormatError::unexpected("a tensor", parsed.node(parsed.root()).kind()),
             });
         };
@@ -191,10 +223,16 @@ impl StoredTensor {
         let record = directory.get(&name)?;
         if record.length < tensor.storage_bytes {
             let found = format!("one of {}", record.length);
-            return Err(FormatError::unexpected(format!("a storage of {} bytes", tensor.storage_bytes), found));
+            return Err(FormatError::unexpected(
+                format!("a storage of {} bytes", tensor.storage_bytes),
+                found,
+            ));
         }
         let storage_offset = directory.data_offset(item, &name, record)?;
-        Ok(StoredTensor { tensor, storage_offset })
+        Ok(StoredTensor {
+            tensor,
+            storage_offset,
+        })
     }
 
     /// Reads a part of the tensor: `overlap` of the box `bounds` that the item holds, into a slot.
@@ -209,11 +247,19 @@ impl StoredTensor {
         let mut layout = self.tensor.layout.clone();
         layout.bounds = bounds.clone();
         let element = self.tensor.dtype.size_in_bytes() as usize;
-        read_overlap(reader, item_offset + self.storage_offset, element, &layout, overlap, slot)
+        read_overlap(
+            reader,
+            item_offset + self.storage_offset,
+            element,
+            &layout,
+            overlap,
+            slot,
+        )
     }
 }
 
-/// An item whose first and last bytes are in memory, because its zip structure and its pickle are there.
+/// An item whose first and last bytes are in memory, because its zip structure and its pickle are
+/// there.
 struct Ends<'a> {
     item: Window<'a>,
     head: Vec<u8>,
@@ -228,21 +274,29 @@ const TAIL: u64 = 1024;
 const WHOLE: u64 = 8 << 10;
 
 impl<'a> Ends<'a> {
-    /// Reads the beginning and the end of an item, where the small records of its archive are, or all of a short one.
+    /// Reads the beginning and the end of an item, where the small records of its archive are, or
+    /// all of a short one.
     fn new(item: &'a dyn ReadAt) -> Result<Self, FormatError> {
         let len = item.len();
         let (head, tail) = if len <= WHOLE {
             (len, 0)
         } else {
-            // Read no more than one hash block at each end. The payload between them has large blocks.
+            // Read no more than one hash block at each end. The payload between them has large
+            // blocks.
             let head = item.block_at(0).map_or(HEAD, |block| block.end.min(HEAD));
-            let tail = item.block_at(len - 1).map_or(TAIL, |block| (len - block.start).min(TAIL));
+            let tail = item
+                .block_at(len - 1)
+                .map_or(TAIL, |block| (len - block.start).min(TAIL));
             (head, tail)
         };
         let (mut head, mut tail) = (vec![0; head as usize], vec![0; tail as usize]);
         item.read_exact_at(0, &mut head)?;
         item.read_exact_at(len - tail.len() as u64, &mut tail)?;
-        Ok(Ends { item: Window::new(item, 0, len)?, head, tail })
+        Ok(Ends {
+            item: Window::new(item, 0, len)?,
+            head,
+            tail,
+        })
     }
 }
 
@@ -258,8 +312,12 @@ impl ReadAt for Ends<'_> {
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
         let tail_start = self.len() - self.tail.len() as u64;
         match offset.checked_add(dst.len() as u64) {
-            Some(end) if end <= self.head.len() as u64 => self.head.as_slice().read_exact_at(offset, dst),
-            Some(_) if offset >= tail_start => self.tail.as_slice().read_exact_at(offset - tail_start, dst),
+            Some(end) if end <= self.head.len() as u64 => {
+                self.head.as_slice().read_exact_at(offset, dst)
+            }
+            Some(_) if offset >= tail_start => {
+                self.tail.as_slice().read_exact_at(offset - tail_start, dst)
+            }
             _ => self.item.read_exact_at(offset, dst),
         }
     }

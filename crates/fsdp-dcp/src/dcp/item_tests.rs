@@ -22,8 +22,13 @@ fn values() -> impl Strategy<Value = PlainValue> {
         any::<f64>().prop_map(PlainValue::Float),
         ".{0,20}".prop_map(PlainValue::Str),
         prop::collection::vec(any::<u8>(), 0..20).prop_map(PlainValue::Bytes),
-        prop::collection::vec(any::<u8>(), 0..6)
-            .prop_map(|data| { PlainValue::Tensor(PlainTensor { dtype: DType::U8, shape: vec![data.len()], data }) }),
+        prop::collection::vec(any::<u8>(), 0..6).prop_map(|data| {
+            PlainValue::Tensor(PlainTensor {
+                dtype: DType::U8,
+                shape: vec![data.len()],
+                data,
+            })
+        }),
     ];
     leaf.prop_recursive(4, 64, 6, |inner| {
         prop_oneof![
@@ -58,15 +63,26 @@ fn tensors_of_every_dtype_survive() {
             assert_eq!(item.head(crc).len() as u64, item.payload_offset());
             assert_eq!(bytes.len() as u64, item.length());
             let stored = StoredTensor::locate(&bytes).unwrap();
-            assert_eq!((stored.tensor.dtype, &stored.tensor.shape[..]), (dtype, shape));
+            assert_eq!(
+                (stored.tensor.dtype, &stored.tensor.shape[..]),
+                (dtype, shape)
+            );
             assert_eq!(stored.storage_offset, item.payload_offset());
             let known = KnownItem::new(dtype, shape).unwrap();
-            assert!(known.is_same(&Ends::new(&bytes).unwrap()), "{dtype} {shape:?}");
-            assert_eq!(StoredTensor::locate_known(&bytes, Some(&known)).unwrap(), stored);
+            assert!(
+                known.is_same(&Ends::new(&bytes).unwrap()),
+                "{dtype} {shape:?}"
+            );
+            assert_eq!(
+                StoredTensor::locate_known(&bytes, Some(&known)).unwrap(),
+                stored
+            );
             let whole = TensorBox::whole(shape);
             let mut read = vec![0xee; payload.len()];
             let mut slot = Slot::new(whole.clone(), &mut read);
-            stored.read(&mut BlockReader::new(&bytes), 0, &whole, &whole, &mut slot).unwrap();
+            stored
+                .read(&mut BlockReader::new(&bytes), 0, &whole, &whole, &mut slot)
+                .unwrap();
             assert_eq!(read, payload);
         }
     }
@@ -81,7 +97,10 @@ fn a_large_item_is_known_by_its_ends() {
     let ends = item.head(crc).len()..bytes.len() - item.tail(crc).len();
     let located = StoredTensor::locate(&bytes).unwrap();
     assert!(known.is_same(&Ends::new(&bytes).unwrap()));
-    assert_eq!(StoredTensor::locate_known(&bytes, Some(&known)).unwrap(), located);
+    assert_eq!(
+        StoredTensor::locate_known(&bytes, Some(&known)).unwrap(),
+        located
+    );
     for at in (0..ends.start).chain(ends.end..bytes.len()) {
         let mut changed = bytes.clone();
         changed[at] ^= 0x55;
@@ -91,7 +110,10 @@ fn a_large_item_is_known_by_its_ends() {
     // A tensor of another shape with as many elements, and one of another type.
     for (dtype, shape) in [(DType::F32, &[50, 100][..]), (DType::I32, &[5000])] {
         let other = KnownItem::new(dtype, shape).unwrap();
-        assert_eq!(StoredTensor::locate_known(&bytes, Some(&other)).unwrap(), located);
+        assert_eq!(
+            StoredTensor::locate_known(&bytes, Some(&other)).unwrap(),
+            located
+        );
     }
 }
 
@@ -113,7 +135,8 @@ impl ReadAt for Sparse {
             *byte = if let Some(byte) = self.head.get(at as usize) {
                 *byte
             } else {
-                at.checked_sub(tail_start).map_or(0, |at| self.tail[at as usize])
+                at.checked_sub(tail_start)
+                    .map_or(0, |at| self.tail[at as usize])
             };
         }
         Ok(())
@@ -127,40 +150,73 @@ fn an_item_beyond_4_gib_is_known_by_its_ends() {
     let item = TensorItem::new(dtype, &shape).unwrap();
     let known = KnownItem::new(dtype, &shape).unwrap();
     let crc = 0x0102_0304;
-    let mut sparse = Sparse { head: item.head(crc), payload: item.payload_length(), tail: item.tail(crc) };
+    let mut sparse = Sparse {
+        head: item.head(crc),
+        payload: item.payload_length(),
+        tail: item.tail(crc),
+    };
     let located = StoredTensor::locate(&sparse).unwrap();
-    assert_eq!((located.tensor.dtype, &located.tensor.shape[..]), (dtype, &shape[..]));
+    assert_eq!(
+        (located.tensor.dtype, &located.tensor.shape[..]),
+        (dtype, &shape[..])
+    );
     assert!(known.is_same(&Ends::new(&sparse).unwrap()));
-    assert_eq!(StoredTensor::locate_known(&sparse, Some(&known)).unwrap(), located);
+    assert_eq!(
+        StoredTensor::locate_known(&sparse, Some(&known)).unwrap(),
+        located
+    );
     for at in 0..sparse.tail.len() {
         sparse.tail[at] ^= 0x55;
         let known = StoredTensor::locate_known(&sparse, Some(&known)).ok();
-        assert_eq!(known, StoredTensor::locate(&sparse).ok(), "byte {at} of the tail");
+        assert_eq!(
+            known,
+            StoredTensor::locate(&sparse).ok(),
+            "byte {at} of the tail"
+        );
         sparse.tail[at] ^= 0x55;
     }
 }
 
 #[test]
 fn items_in_a_file_with_hashes_are_known_by_their_ends() {
-    // Lengths below and above those up to which items are read whole, and above the length of a hash block.
+    // Lengths below and above those up to which items are read whole, and above the length of a
+    // hash block.
     let lengths = [1, 1000, 5000, 100_000, 3 << 20];
-    let data: Vec<Vec<u8>> = lengths.iter().map(|&length| (0..length).map(|index| index as u8).collect()).collect();
+    let data: Vec<Vec<u8>> = lengths
+        .iter()
+        .map(|&length| (0..length).map(|index| index as u8).collect())
+        .collect();
     let views = lengths.iter().zip(&data).map(|(length, data)| {
-        let view = safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![*length], data).unwrap();
+        let view =
+            safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![*length], data)
+                .unwrap();
         (format!("of_{length}"), view)
     });
     let directory = tempfile::tempdir().unwrap();
-    let (file, saved) = (directory.path().join("model.safetensors"), directory.path().join("saved"));
+    let (file, saved) = (
+        directory.path().join("model.safetensors"),
+        directory.path().join("saved"),
+    );
     safetensors::serialize_to_file(views, None, &file).unwrap();
     let source = open(file.as_path(), OpenOptions::default()).unwrap();
-    convert(&*source, &saved, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
+    convert(
+        &*source,
+        &saved,
+        OutputFormat::Dcp { ranks: 2 },
+        ConvertOptions::default(),
+    )
+    .unwrap();
 
-    let files = CheckedDirectory::open(&Location::from(saved.as_path()), true, Links::Refuse).unwrap();
+    let files =
+        CheckedDirectory::open(&Location::from(saved.as_path()), true, Links::Refuse).unwrap();
     let reader = CheckpointReader::open(saved.as_path()).unwrap();
     let mut items = 0;
     for (fqn, bounds, stored) in reader.metadata().stored() {
         let file = files.file(&stored.relative_path).unwrap();
-        assert!(file.block_at(stored.offset).is_some(), "{fqn}: its bytes have a hash");
+        assert!(
+            file.block_at(stored.offset).is_some(),
+            "{fqn}: its bytes have a hash"
+        );
         let item = Window::new(&*file, stored.offset, stored.length).unwrap();
         let known = KnownItem::new(DType::U8, &bounds.unwrap().sizes).unwrap();
         assert!(known.is_same(&Ends::new(&item).unwrap()), "{fqn}");
@@ -174,8 +230,14 @@ fn lengths_need_no_data() {
     // 5 GiB, and a tensor larger than any file.
     let item = TensorItem::new(DType::F32, &[5 << 28]).unwrap();
     assert_eq!(item.payload_length(), 5 << 30);
-    assert_eq!(item.head(0).len() as u64 + item.payload_length() + item.tail(0).len() as u64, item.length());
-    assert!(matches!(TensorItem::new(DType::F64, &[usize::MAX, 2]), Err(FormatError::Limit { .. })));
+    assert_eq!(
+        item.head(0).len() as u64 + item.payload_length() + item.tail(0).len() as u64,
+        item.length()
+    );
+    assert!(matches!(
+        TensorItem::new(DType::F64, &[usize::MAX, 2]),
+        Err(FormatError::Limit { .. })
+    ));
 }
 
 #[test]
@@ -185,8 +247,12 @@ fn every_prefix_and_every_flip_of_an_item_is_an_error_or_harmless() {
     let payload = [1u8, 2, 3, 4, 5, 6, 7, 8];
     let crc = crc32fast::hash(&payload);
     let tensor = [tensor.head(crc), payload.to_vec(), tensor.tail(crc)].concat();
-    let value =
-        encode_value(&PlainValue::Tuple(vec![1.into(), "a".into(), PlainValue::List(vec![0.5.into()])])).unwrap();
+    let value = encode_value(&PlainValue::Tuple(vec![
+        1.into(),
+        "a".into(),
+        PlainValue::List(vec![0.5.into()]),
+    ]))
+    .unwrap();
     for end in 0..tensor.len() {
         assert!(StoredTensor::locate(&tensor[..end].to_vec()).is_err());
     }
@@ -207,7 +273,13 @@ fn every_prefix_and_every_flip_of_an_item_is_an_error_or_harmless() {
             let whole = TensorBox::whole(&stored.tensor.shape);
             let mut dst = vec![0; whole.numel() * stored.tensor.dtype.size_in_bytes() as usize];
             let mut slot = Slot::new(whole.clone(), &mut dst);
-            let _ = stored.read(&mut BlockReader::new(&flipped), 0, &whole, &whole, &mut slot);
+            let _ = stored.read(
+                &mut BlockReader::new(&flipped),
+                0,
+                &whole,
+                &whole,
+                &mut slot,
+            );
         }
     }
     for bit in 0..value.len() * 8 {

@@ -1,5 +1,5 @@
-//! Copies the items of opaque tensors from one DCP directory to another. Opaque tensors cannot be cut, so their
-//! boxes stay as they are.
+//! Copies the items of opaque tensors from one DCP directory to another. Opaque tensors cannot be
+//! cut, so their boxes stay as they are.
 
 use std::collections::HashSet;
 
@@ -24,8 +24,8 @@ struct Item<'s> {
     part: Part,
 }
 
-/// Copies the opaque tensors in `opaque` to separate files, divided among the ranks, and adds them to the metadata and
-/// to the ranks' reports.
+/// Copies the opaque tensors in `opaque` to separate files, divided among the ranks, and adds them
+/// to the metadata and to the ranks' reports.
 pub(super) fn copy(
     source: &dyn Checkpoint,
     staging: &Staging,
@@ -35,26 +35,62 @@ pub(super) fn copy(
     written: &mut [RankWritten],
 ) -> Result<(), FileError> {
     let mut items: Vec<Vec<Item<'_>>> = written.iter().map(|_| Vec::new()).collect();
-    for (fqn, tensor) in source.metadata().tensors().filter(|(fqn, _)| opaque.contains(fqn)) {
+    for (fqn, tensor) in source
+        .metadata()
+        .tensors()
+        .filter(|(fqn, _)| opaque.contains(fqn))
+    {
         // A box without elements has no place in a file, and so no item.
-        let chunks: Vec<_> = tensor.chunks.iter().filter(|chunk| chunk.stored.is_some()).cloned().collect();
+        let chunks: Vec<_> = tensor
+            .chunks
+            .iter()
+            .filter(|chunk| chunk.stored.is_some())
+            .cloned()
+            .collect();
         let entry = metadata.entries.len() as u32;
         let digest = digest_of_opaque(source, fqn)?;
-        let stored = tensor.chunks.iter().filter_map(|chunk| chunk.stored.as_ref());
+        let stored = tensor
+            .chunks
+            .iter()
+            .filter_map(|chunk| chunk.stored.as_ref());
         for (number, stored) in stored.enumerate() {
             let rank = number * items.len() / chunks.len();
             // The digest is that of the whole tensor, so it is reported with one of its items only.
-            let part = if number == 0 { Part::Value(digest) } else { Part::default() };
-            items[rank].push(Item { fqn, stored, entry, chunk: number as u32, part });
+            let part = if number == 0 {
+                Part::Value(digest)
+            } else {
+                Part::default()
+            };
+            items[rank].push(Item {
+                fqn,
+                stored,
+                entry,
+                chunk: number as u32,
+                part,
+            });
         }
-        let copied = TensorEntry { chunks, ..tensor.clone() };
-        metadata.entries.insert(fqn.to_owned(), Entry::Tensor(copied));
-        let path = source.metadata().planner_data.as_ref().and_then(|paths| paths.get(fqn));
+        let copied = TensorEntry {
+            chunks,
+            ..tensor.clone()
+        };
+        metadata
+            .entries
+            .insert(fqn.to_owned(), Entry::Tensor(copied));
+        let path = source
+            .metadata()
+            .planner_data
+            .as_ref()
+            .and_then(|paths| paths.get(fqn));
         if let (Some(paths), Some(path)) = (&mut metadata.planner_data, path) {
             paths.insert(fqn.to_owned(), path.clone());
         }
     }
-    for (rank, (items, written)) in items.iter().zip(written).enumerate().filter(|(_, (items, _))| !items.is_empty()) {
+    for (rank, (items, written)) in items
+        .iter()
+        .zip(written)
+        .enumerate()
+        .filter(|(_, (items, _))| !items.is_empty())
+    {
         write_file(source, staging, rank, items, options, written)?;
     }
     Ok(())

@@ -1,10 +1,11 @@
-//! Checkpoints in parts: each rank saves what it holds in a directory of its own, and the parts together are one
-//! checkpoint.
+//! Checkpoints in parts: each rank saves what it holds in a directory of its own, and the parts
+//! together are one checkpoint.
 //!
-//! A part is a DCP directory. Its `.metadata` lists the boxes of one rank, with the shapes of the whole tensors, and it
-//! has an integrity file of its own. [`plan_part`](crate::plan::plan_part), [`write_rank`](super::writer::write_rank)
-//! and [`finish`](super::writer::finish) write it. To send a part to another host, [`PartFiles`] reads it as a sequence
-//! of bytes, and [`NewPart`] writes such a sequence as a part. [`join`] makes one checkpoint of all parts.
+//! A part is a DCP directory. Its `.metadata` lists the boxes of one rank, with the shapes of the
+//! whole tensors, and it has an integrity file of its own. [`plan_part`](crate::plan::plan_part),
+//! [`write_rank`](super::writer::write_rank) and [`finish`](super::writer::finish) write it. To
+//! send a part to another host, [`PartFiles`] reads it as a sequence of bytes, and [`NewPart`]
+//! writes such a sequence as a part. [`join`] makes one checkpoint of all parts.
 
 use crate::error::{FileError, FormatError};
 use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES};
@@ -30,7 +31,8 @@ pub fn check(part: impl Into<Location>) -> Result<(), FileError> {
     let directory = reader.directory();
     for name in covered(&reader)? {
         let file = directory.file(&name)?;
-        file.verify_whole().map_err(|source| directory.file_error(&name, source))?;
+        file.verify_whole()
+            .map_err(|source| directory.file_error(&name, source))?;
     }
     Ok(())
 }
@@ -39,15 +41,19 @@ pub fn check(part: impl Into<Location>) -> Result<(), FileError> {
 fn covered(reader: &CheckpointReader) -> Result<Vec<String>, FileError> {
     let directory = reader.directory();
     if !directory.has_integrity() {
-        return Err(FileError::MissingFiles { path: reader.path().to_owned(), files: vec![INTEGRITY_FILE.to_owned()] });
+        return Err(FileError::MissingFiles {
+            path: reader.path().to_owned(),
+            files: vec![INTEGRITY_FILE.to_owned()],
+        });
     }
     let mut names = directory.covered();
     names.retain(|name| name != METADATA_FILE);
     Ok(names)
 }
 
-/// Joins parts to one checkpoint at `target`, and replaces an existing one. Files are hard links where possible: then
-/// the checkpoint needs no space beside its parts, and is still whole when they are removed.
+/// Joins parts to one checkpoint at `target`, and replaces an existing one. Files are hard links
+/// where possible: then the checkpoint needs no space beside its parts, and is still whole when
+/// they are removed.
 ///
 /// # Errors
 /// Parts that cannot be read, or that have data files of the same name; errors of the storage.
@@ -62,36 +68,59 @@ pub fn join(target: impl Into<Location>, parts: &[Location]) -> Result<(), FileE
         for name in covered(&reader)? {
             if written.files.iter().any(|file| file.name == name) {
                 let reason = format!("two parts have a file `{name}`");
-                let source = FormatError::Malformed { what: "part of a checkpoint", reason };
-                return Err(FileError::File { path: reader.path().to_owned(), source });
+                let source = FormatError::Malformed {
+                    what: "part of a checkpoint",
+                    reason,
+                };
+                return Err(FileError::File {
+                    path: reader.path().to_owned(),
+                    source,
+                });
             }
             if !staging.link(part, &name, &name)? {
                 copy(&*reader.directory().file(&name)?, &staging, &reader, &name)?;
             }
-            let integrity = reader.directory().hashes(&name).cloned().unwrap_or_default();
+            let integrity = reader
+                .directory()
+                .hashes(&name)
+                .cloned()
+                .unwrap_or_default();
             written.files.push(WrittenFile { name, integrity });
         }
         metadata.push(reader.metadata().clone());
     }
-    commit(staging, &encode(&Metadata::merge(metadata)), &[written], None, None).map(drop)
+    commit(
+        staging,
+        &encode(&Metadata::merge(metadata)),
+        &[written],
+        None,
+        None,
+    )
+    .map(drop)
 }
 
 /// Copies a file of a part, and checks its hashes while reading.
-fn copy(file: &CheckedFile, staging: &Staging, reader: &CheckpointReader, name: &str) -> Result<(), FileError> {
+fn copy(
+    file: &CheckedFile,
+    staging: &Staging,
+    reader: &CheckpointReader,
+    name: &str,
+) -> Result<(), FileError> {
     let new = staging.create(name, file.len())?;
     let mut buffer = Vec::new();
     let mut at = 0;
     while at < file.len() {
         buffer.resize(COPY_BYTES.min(file.len() - at) as usize, 0);
-        file.read_exact_at(at, &mut buffer).map_err(|source| reader.directory().file_error(name, source))?;
+        file.read_exact_at(at, &mut buffer)
+            .map_err(|source| reader.directory().file_error(name, source))?;
         new.write_at(at, &buffer)?;
         at += buffer.len() as u64;
     }
     new.finish()
 }
 
-/// The name and the length in bytes of each file of a part, in the order in which [`PartFiles::read`] concatenates
-/// them.
+/// The name and the length in bytes of each file of a part, in the order in which
+/// [`PartFiles::read`] concatenates them.
 pub type PartList = Vec<(String, u64)>;
 
 /// A part that is read as one sequence of bytes: the contents of its files, one after the other.
@@ -125,8 +154,8 @@ impl PartFiles {
         &self.files
     }
 
-    /// Fills `dst` with the bytes of the sequence that begin at `offset`, checked against their hashes. Bytes of `dst`
-    /// beyond the end of the sequence stay as they are.
+    /// Fills `dst` with the bytes of the sequence that begin at `offset`, checked against their
+    /// hashes. Bytes of `dst` beyond the end of the sequence stay as they are.
     ///
     /// # Errors
     /// The part is damaged, or cannot be read.
@@ -134,7 +163,9 @@ impl PartFiles {
         let directory = self.reader.directory();
         for Run { file, at, bytes } in runs(&self.files, offset, dst.len()) {
             let (name, _) = &self.files[file];
-            let read = directory.extra_file(name)?.read_exact_at(at, &mut dst[bytes]);
+            let read = directory
+                .extra_file(name)?
+                .read_exact_at(at, &mut dst[bytes]);
             read.map_err(|source| directory.file_error(name, source))?;
         }
         Ok(())
@@ -146,27 +177,42 @@ impl PartFiles {
 pub struct NewPart {
     staging: Staging,
     list: PartList,
-    /// The files in the order of `list`; `None` for `.metadata`, whose bytes are kept for the commit.
+    /// The files in the order of `list`; `None` for `.metadata`, whose bytes are kept for the
+    /// commit.
     files: Vec<Option<StagedFile>>,
     metadata: Vec<u8>,
     written: u64,
 }
 
 impl NewPart {
-    /// Prepares to write a part with these files, which [`PartFiles::list`] returned on another rank.
+    /// Prepares to write a part with these files, which [`PartFiles::list`] returned on another
+    /// rank.
     ///
     /// # Errors
-    /// A list without the files that every part has, or with impossible lengths; a target that exists already; errors
-    /// of the storage.
+    /// A list without the files that every part has, or with impossible lengths; a target that
+    /// exists already; errors of the storage.
     pub fn create(target: impl Into<Location>, list: PartList) -> Result<Self, FileError> {
         let target = target.into();
-        check_list(&list).map_err(|source| FileError::File { path: target.name().to_owned(), source })?;
+        check_list(&list).map_err(|source| FileError::File {
+            path: target.name().to_owned(),
+            source,
+        })?;
         let staging = Durable::new().prepare(&target, false)?;
         let mut files = Vec::with_capacity(list.len());
         for (name, length) in &list {
-            files.push(if name == METADATA_FILE { None } else { Some(staging.create(name, *length)?) });
+            files.push(if name == METADATA_FILE {
+                None
+            } else {
+                Some(staging.create(name, *length)?)
+            });
         }
-        Ok(NewPart { staging, list, files, metadata: Vec::new(), written: 0 })
+        Ok(NewPart {
+            staging,
+            list,
+            files,
+            metadata: Vec::new(),
+            written: 0,
+        })
     }
 
     /// Writes the next bytes of the sequence.
@@ -174,7 +220,12 @@ impl NewPart {
     /// # Errors
     /// Errors of the storage.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
-        for Run { file, at, bytes: range } in runs(&self.list, self.written, bytes.len()) {
+        for Run {
+            file,
+            at,
+            bytes: range,
+        } in runs(&self.list, self.written, bytes.len())
+        {
             match &self.files[file] {
                 Some(file) => file.write_at(at, &bytes[range])?,
                 None => self.metadata.extend_from_slice(&bytes[range]),
@@ -192,27 +243,51 @@ impl NewPart {
         let total: u64 = self.list.iter().map(|(_, length)| length).sum();
         if self.written != total {
             let reason = "the staging directory lacks bytes of a part that was to be copied";
-            return Err(FileError::NotCommitted { path: self.staging.directory().to_owned(), reason });
+            return Err(FileError::NotCommitted {
+                path: self.staging.directory().to_owned(),
+                reason,
+            });
         }
-        self.files.into_iter().flatten().try_for_each(StagedFile::finish)?;
+        self.files
+            .into_iter()
+            .flatten()
+            .try_for_each(StagedFile::finish)?;
         self.staging.commit(METADATA_FILE, &self.metadata)
     }
 }
 
-/// Checks that a list of files from another rank has the two files that each part has, and that their lengths are
-/// within the limits.
+/// Checks that a list of files from another rank has the two files that each part has, and that
+/// their lengths are within the limits.
 fn check_list(list: &PartList) -> Result<(), FormatError> {
-    let length = |wanted: &str| list.iter().find(|(name, _)| name == wanted).map(|(_, length)| *length);
-    for (name, limit) in [(INTEGRITY_FILE, MAX_INTEGRITY_BYTES), (METADATA_FILE, MAX_PICKLE_BYTES)] {
+    let length = |wanted: &str| {
+        list.iter()
+            .find(|(name, _)| name == wanted)
+            .map(|(_, length)| *length)
+    };
+    for (name, limit) in [
+        (INTEGRITY_FILE, MAX_INTEGRITY_BYTES),
+        (METADATA_FILE, MAX_PICKLE_BYTES),
+    ] {
         match length(name) {
             Some(length) if length <= limit => {}
-            Some(value) => return Err(FormatError::Limit { what: "file length", value, limit }),
+            Some(value) => {
+                return Err(FormatError::Limit {
+                    what: "file length",
+                    value,
+                    limit,
+                });
+            }
             None => {
-                return Err(FormatError::Malformed { what: "part of a checkpoint", reason: format!("no `{name}`") });
+                return Err(FormatError::Malformed {
+                    what: "part of a checkpoint",
+                    reason: format!("no `{name}`"),
+                });
             }
         }
     }
-    let total = list.iter().try_fold(0u64, |sum, (_, length)| sum.checked_add(*length));
+    let total = list
+        .iter()
+        .try_fold(0u64, |sum, (_, length)| sum.checked_add(*length));
     total.map(drop).ok_or_else(|| FormatError::Malformed {
         what: "part of a checkpoint",
         reason: "its files are longer than any can be".to_owned(),
@@ -229,8 +304,8 @@ struct Run {
     bytes: std::ops::Range<usize>,
 }
 
-/// Splits the `length` bytes of the sequence from `offset` by file. Bytes beyond the end of the sequence are in no
-/// range.
+/// Splits the `length` bytes of the sequence from `offset` by file. Bytes beyond the end of the
+/// sequence are in no range.
 fn runs(list: &PartList, offset: u64, length: usize) -> Vec<Run> {
     let end = offset.saturating_add(length as u64);
     let (mut runs, mut start) = (Vec::new(), 0u64);
@@ -238,7 +313,11 @@ fn runs(list: &PartList, offset: u64, length: usize) -> Vec<Run> {
         let next = start + length;
         let (from, to) = (offset.max(start), end.min(next));
         if from < to {
-            runs.push(Run { file, at: from - start, bytes: (from - offset) as usize..(to - offset) as usize });
+            runs.push(Run {
+                file,
+                at: from - start,
+                bytes: (from - offset) as usize..(to - offset) as usize,
+            });
         }
         start = next;
     }
@@ -251,9 +330,16 @@ mod tests {
 
     #[test]
     fn a_row_of_bytes_is_cut_where_files_end() {
-        let list = vec![("a".to_owned(), 3), ("empty".to_owned(), 0), ("b".to_owned(), 4)];
+        let list = vec![
+            ("a".to_owned(), 3),
+            ("empty".to_owned(), 0),
+            ("b".to_owned(), 4),
+        ];
         let cut = |offset, length| -> Vec<(usize, u64, std::ops::Range<usize>)> {
-            runs(&list, offset, length).into_iter().map(|run| (run.file, run.at, run.bytes)).collect()
+            runs(&list, offset, length)
+                .into_iter()
+                .map(|run| (run.file, run.at, run.bytes))
+                .collect()
         };
         assert_eq!(cut(0, 7), [(0, 0, 0..3), (2, 0, 3..7)]);
         assert_eq!(cut(2, 3), [(0, 2, 0..1), (2, 0, 1..3)]);
@@ -266,18 +352,33 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let list = |lengths: [u64; 3]| {
             let names = ["__0_0.distcp", INTEGRITY_FILE, METADATA_FILE];
-            names.iter().map(|name| (*name).to_owned()).zip(lengths).collect::<PartList>()
+            names
+                .iter()
+                .map(|name| (*name).to_owned())
+                .zip(lengths)
+                .collect::<PartList>()
         };
-        for bad in
-            [list([1, 2, 3])[..2].to_vec(), list([1, u64::MAX, 1]), list([1, 1, u64::MAX]), list([u64::MAX, 1, 1])]
-        {
+        for bad in [
+            list([1, 2, 3])[..2].to_vec(),
+            list([1, u64::MAX, 1]),
+            list([1, 1, u64::MAX]),
+            list([u64::MAX, 1, 1]),
+        ] {
             NewPart::create(dir.path().join("part"), bad).unwrap_err();
         }
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing was written");
+        assert_eq!(
+            std::fs::read_dir(dir.path()).unwrap().count(),
+            0,
+            "nothing was written"
+        );
         // Too few bytes are never committed.
         let mut part = NewPart::create(dir.path().join("part"), list([4, 1, 1])).unwrap();
         part.write(&[1, 2, 3, 4, 5]).unwrap();
         part.commit().unwrap_err();
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
+        assert_eq!(
+            std::fs::read_dir(dir.path()).unwrap().count(),
+            0,
+            "nothing is left"
+        );
     }
 }

@@ -28,32 +28,70 @@ pub(crate) fn write(
     let opaque: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
     let plans = plans(source, ranks, &opaque)?;
     let mut global = plan_save(&plans, PlanOptions::default())?;
-    // Without paths, torch's offline tools use flat keys. If only some keys have paths, all are dropped.
-    let has_paths = |paths: &IndexMap<_, _>| !paths.is_empty() || source.metadata().entries.is_empty();
-    if !source.metadata().planner_data.as_ref().is_some_and(has_paths) {
+    // Without paths, torch's offline tools use flat keys. If only some keys have paths, all are
+    // dropped.
+    let has_paths =
+        |paths: &IndexMap<_, _>| !paths.is_empty() || source.metadata().entries.is_empty();
+    if !source
+        .metadata()
+        .planner_data
+        .as_ref()
+        .is_some_and(has_paths)
+    {
         global.metadata.planner_data = None;
     }
-    let streamed = Streamed { source, options, extra: Default::default() };
-    let write_options = WriteOptions { threads: Some(options.threads), ..WriteOptions::default() };
+    let streamed = Streamed {
+        source,
+        options,
+        extra: Default::default(),
+    };
+    let write_options = WriteOptions {
+        threads: Some(options.threads),
+        ..WriteOptions::default()
+    };
     let mut written = Vec::with_capacity(ranks);
     for (rank, (plan, selection)) in plans.iter().zip(&global.selections).enumerate() {
-        written.push(write_rank(&staging, rank, plan, selection, &streamed, &write_options)?);
+        written.push(write_rank(
+            &staging,
+            rank,
+            plan,
+            selection,
+            &streamed,
+            &write_options,
+        )?);
     }
-    opaque::copy(source, &staging, &opaque, options, &mut global.metadata, &mut written)?;
+    opaque::copy(
+        source,
+        &staging,
+        &opaque,
+        options,
+        &mut global.metadata,
+        &mut written,
+    )?;
     if !extra.is_empty() {
-        // The names of these files are the same in every save, so another save at the same place could write them too:
-        // exclude that.
+        // The names of these files are the same in every save, so another save at the same place
+        // could write them too: exclude that.
         staging.claim()?;
         let copied = extra.copy(&staging)?;
-        let files = copied.into_iter().map(|(name, integrity)| WrittenFile { name, integrity });
-        written.push(RankWritten { files: files.collect(), ..RankWritten::default() });
+        let files = copied
+            .into_iter()
+            .map(|(name, integrity)| WrittenFile { name, integrity });
+        written.push(RankWritten {
+            files: files.collect(),
+            ..RankWritten::default()
+        });
     }
     finish_copy(staging, global.metadata, &written, source)?;
     Ok(summary(source))
 }
 
-/// Makes the local plans of `ranks` ranks: tensors cut along dim 0 as torch cuts them, values on every rank.
-fn plans(source: &dyn Checkpoint, ranks: usize, opaque: &HashSet<&str>) -> Result<Vec<LocalPlan>, FileError> {
+/// Makes the local plans of `ranks` ranks: tensors cut along dim 0 as torch cuts them, values on
+/// every rank.
+fn plans(
+    source: &dyn Checkpoint,
+    ranks: usize,
+    opaque: &HashSet<&str>,
+) -> Result<Vec<LocalPlan>, FileError> {
     let metadata = source.metadata();
     let mut plans = vec![LocalPlan::default(); ranks];
     for (fqn, entry) in &metadata.entries {
@@ -61,14 +99,21 @@ fn plans(source: &dyn Checkpoint, ranks: usize, opaque: &HashSet<&str>) -> Resul
             // The items of opaque tensors are copied, and are not part of a plan.
             continue;
         }
-        let path = metadata.planner_data.as_ref().and_then(|paths| paths.get(fqn)).cloned();
+        let path = metadata
+            .planner_data
+            .as_ref()
+            .and_then(|paths| paths.get(fqn))
+            .cloned();
         let content = match entry {
             Entry::Bytes(_) => {
                 let length = match stored_item(source, fqn)? {
                     Some(item) => Ok(item.len() as u64),
                     None => value_item_length(&source.read_value(fqn)?),
                 };
-                let length = length.map_err(|source| FileError::Encode { fqn: fqn.clone(), source })?;
+                let length = length.map_err(|source| FileError::Encode {
+                    fqn: fqn.clone(),
+                    source,
+                })?;
                 WriteContent::Value { length }
             }
             Entry::Tensor(tensor) => WriteContent::Tensor {
@@ -83,7 +128,11 @@ fn plans(source: &dyn Checkpoint, ranks: usize, opaque: &HashSet<&str>) -> Resul
             if let WriteContent::Tensor { shape, boxes, .. } = &mut content {
                 boxes.push(rows_of_rank(shape, rank, ranks));
             }
-            plan.items.push(WriteItem { fqn: fqn.clone(), path: path.clone(), content });
+            plan.items.push(WriteItem {
+                fqn: fqn.clone(),
+                path: path.clone(),
+                content,
+            });
         }
     }
     Ok(plans)

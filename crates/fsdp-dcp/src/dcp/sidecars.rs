@@ -1,12 +1,13 @@
-//! The files of `torch.save` beside a DCP directory's own, in which trainers keep what is no sharded tensor.
+//! The files of `torch.save` beside a DCP directory's own, in which trainers keep what is no
+//! sharded tensor.
 //!
 //! ```text
 //! meta.pt       Lightning: loops, callbacks, hyperparameters, schedulers
 //! common.pt     Megatron-core: arguments, iteration, the groups of the optimizer
 //! ```
 //!
-//! Both frameworks put their contents at the top level of the state dict that they load, beside the keys of the
-//! directory. So their keys are at the top level here too.
+//! Both frameworks put their contents at the top level of the state dict that they load, beside the
+//! keys of the directory. So their keys are at the top level here too.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -31,7 +32,10 @@ use crate::torch::read::{add, read_flat};
 const NAMES: [&str; 2] = ["common.pt", "meta.pt"];
 
 /// Opens a DCP directory with the files beside its own.
-pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
+pub(crate) fn open(
+    location: &Location,
+    options: OpenOptions,
+) -> Result<Box<dyn Checkpoint>, FileError> {
     let own = CheckpointReader::open_with(location, options)?;
     let mut sidecars = Vec::new();
     let mut taken: HashSet<String> = own.metadata().entries.keys().cloned().collect();
@@ -49,7 +53,13 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Box<dyn 
     let mut joined = Joined::new(Format::Dcp, location.name(), directory);
     joined.add(Part::default(), Box::new(own))?;
     for (name, sidecar) in sidecars {
-        joined.add(Part { place: name.to_owned(), ..Part::default() }, Box::new(sidecar))?;
+        joined.add(
+            Part {
+                place: name.to_owned(),
+                ..Part::default()
+            },
+            Box::new(sidecar),
+        )?;
     }
     Ok(Box::new(joined.finish()))
 }
@@ -64,16 +74,21 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// Finds the sidecar files of which all keys are still present and unchanged. If some keys of a file are excluded,
-    /// renamed, or computed anew (cast, averaged, mapped), the file is not copied, and its remaining keys are written
-    /// like all others.
+    /// Finds the sidecar files of which all keys are still present and unchanged. If some keys of a
+    /// file are excluded, renamed, or computed anew (cast, averaged, mapped), the file is not
+    /// copied, and its remaining keys are written like all others.
     pub(crate) fn of(checkpoint: &dyn Checkpoint) -> Self {
         let mut kept = Kept::default();
         if checkpoint.format() != Format::Dcp {
             return kept;
         }
         for part in checkpoint.parts() {
-            if is_sidecar(&part) && part.keys.iter().all(|(key, name)| is_unchanged(checkpoint, &part, key, name)) {
+            if is_sidecar(&part)
+                && part
+                    .keys
+                    .iter()
+                    .all(|(key, name)| is_unchanged(checkpoint, &part, key, name))
+            {
                 kept.files.push(part.place.to_owned());
                 kept.keys.extend(part.keys.values().cloned());
             }
@@ -91,13 +106,17 @@ impl Kept {
 /// Returns the keys whose data is in sidecar files.
 pub(crate) fn keys_beside(checkpoint: &dyn Checkpoint) -> HashSet<&str> {
     let stored = checkpoint.metadata().stored();
-    stored.filter(|(_, _, stored)| NAMES.contains(&stored.relative_path.as_str())).map(|(fqn, ..)| fqn).collect()
+    stored
+        .filter(|(_, _, stored)| NAMES.contains(&stored.relative_path.as_str()))
+        .map(|(fqn, ..)| fqn)
+        .collect()
 }
 
 /// Returns `true` if a checkpoint has at `name` what a part of it has at `key`, as it is.
 fn is_unchanged(checkpoint: &dyn Checkpoint, part: &PartOf<'_>, key: &str, name: &str) -> bool {
     let (own, seen) = (part.checkpoint.metadata(), checkpoint.metadata());
-    // The same entry is not enough: a tensor that is computed anew has it too, and all values of a file have one.
+    // The same entry is not enough: a tensor that is computed anew has it too, and all values of a
+    // file have one.
     own.entries.get(key) == seen.entries.get(name) && checkpoint.key_in_parts(name) == Some(name)
 }
 
@@ -106,8 +125,8 @@ fn is_sidecar(part: &PartOf<'_>) -> bool {
     NAMES.contains(&part.place)
 }
 
-/// Returns `true` if there is a file of this name that begins as a file of `torch.save` does. A file that begins
-/// differently was not written by the framework.
+/// Returns `true` if there is a file of this name that begins as a file of `torch.save` does. A
+/// file that begins differently was not written by the framework.
 fn is_there(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError> {
     match directory.has(name) {
         // A link that leads out is not a part of the checkpoint.
@@ -119,11 +138,13 @@ fn is_there(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError>
     if file.len() < start.len() as u64 {
         return Ok(false);
     }
-    file.read_exact_at(0, &mut start).map_err(|source| directory.file_error(name, source))?;
+    file.read_exact_at(0, &mut start)
+        .map_err(|source| directory.file_error(name, source))?;
     Ok(start.starts_with(b"PK") || legacy::is_start(&start))
 }
 
-/// Opens one such file. A file that cannot be read as separate keys becomes one opaque value under its file name.
+/// Opens one such file. A file that cannot be read as separate keys becomes one opaque value under
+/// its file name.
 fn open_sidecar(
     location: &Location,
     name: &str,
@@ -135,14 +156,19 @@ fn open_sidecar(
     let name: Arc<str> = Arc::from(name);
     let of = match read_flat(assembler.directory(), &name) {
         Ok(flat) => match flat.found.keys().find(|key| taken.contains(*key)) {
-            Some(key) => format!("a state dict with `{key}`, which another file of the directory has too"),
+            Some(key) => {
+                format!("a state dict with `{key}`, which another file of the directory has too")
+            }
             None if !matches!(flat.structure, Structure::Dict(_)) => "what is no dict".to_owned(),
             None => {
                 add(&mut assembler, &name, &flat, &mut |_| Some(Vec::new()))?;
                 return Ok(assembler.finish(Some(flat.structure)));
             }
         },
-        Err(FileError::File { source: FormatError::Unsupported { what }, .. }) => what,
+        Err(FileError::File {
+            source: FormatError::Unsupported { what },
+            ..
+        }) => what,
         Err(error) => return Err(error),
     };
     let path = KeyPath(vec![PathPart::Key(name.to_string())]);

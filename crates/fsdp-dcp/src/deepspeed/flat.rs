@@ -21,7 +21,13 @@ pub(super) struct Named {
 impl Named {
     /// Makes an error of this file.
     pub(super) fn error(&self, directory: &CheckedDirectory, reason: String) -> FileError {
-        directory.file_error(&self.name, FormatError::Malformed { what: "DeepSpeed checkpoint", reason })
+        directory.file_error(
+            &self.name,
+            FormatError::Malformed {
+                what: "DeepSpeed checkpoint",
+                reason,
+            },
+        )
     }
 
     /// Returns a flat tensor by its key.
@@ -32,7 +38,8 @@ impl Named {
         }
     }
 
-    /// Returns the boxes of a tensor of `shape` whose elements `range` lie in a flat tensor, from position `at` on.
+    /// Returns the boxes of a tensor of `shape` whose elements `range` lie in a flat tensor, from
+    /// position `at` on.
     pub(super) fn pieces(
         &self,
         directory: &CheckedDirectory,
@@ -41,10 +48,12 @@ impl Named {
         shape: &[usize],
         range: Range<usize>,
     ) -> Result<Vec<Piece>, FileError> {
-        let is_flat =
-            matches!((&tensor.shape[..], &tensor.layout.strides[..]), ([size], [1]) if at + range.len() <= *size);
+        let is_flat = matches!((&tensor.shape[..], &tensor.layout.strides[..]), ([size], [1]) if at + range.len() <= *size);
         if !is_flat {
-            let reason = format!("a flat tensor of shape {:?} is too short for its parameters", tensor.shape);
+            let reason = format!(
+                "a flat tensor of shape {:?} is too short for its parameters",
+                tensor.shape
+            );
             return Err(self.error(directory, reason));
         }
         let piece = self.flat.piece(&self.name, tensor);
@@ -53,7 +62,14 @@ impl Named {
         let mut pieces = Vec::new();
         for bounds in boxes_of_flat_range(shape, range) {
             let (strides, elements) = (row_major_strides(&bounds.sizes), bounds.numel() as u64);
-            pieces.push(Piece { layout: StridedLayout { bounds, offset: at, strides }, ..piece.clone() });
+            pieces.push(Piece {
+                layout: StridedLayout {
+                    bounds,
+                    offset: at,
+                    strides,
+                },
+                ..piece.clone()
+            });
             at += elements;
         }
         Ok(pieces)

@@ -10,9 +10,9 @@
 //!   zero/PARAMETER/{fp32,exp_avg,exp_avg_sq,step}.pt
 //! ```
 //!
-//! The parameters are those that DeepSpeed's own `zero_to_fp32.py` makes: the fp32 copies, not the 16-bit ones beside
-//! them. All tensors keep the dtype in which they are stored: a training may have had its master parameters in 16 bits
-//! too. The tree is that of other checkpoints:
+//! The parameters are those that DeepSpeed's own `zero_to_fp32.py` makes: the fp32 copies, not the
+//! 16-bit ones beside them. All tensors keep the dtype in which they are stored: a training may
+//! have had its master parameters in 16 bits too. The tree is that of other checkpoints:
 //!
 //! | key | from |
 //! |---|---|

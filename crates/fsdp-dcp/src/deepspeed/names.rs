@@ -9,10 +9,13 @@ pub(super) const OPTIM_END: &str = "_optim_states.pt";
 
 /// Returns `true` if a directory with these entries is a DeepSpeed checkpoint.
 pub(crate) fn is_there(names: &[String]) -> bool {
-    names.iter().any(|name| is_model(name) || is_optimizer(name))
+    names
+        .iter()
+        .any(|name| is_model(name) || is_optimizer(name))
 }
 
-/// Returns `true` for the name of a file of model states. Hidden files, which macOS leaves on foreign disks, are none.
+/// Returns `true` for the name of a file of model states. Hidden files, which macOS leaves on
+/// foreign disks, are none.
 pub(super) fn is_model(name: &str) -> bool {
     name.ends_with(MODEL_END) && !name.starts_with('.')
 }
@@ -24,18 +27,30 @@ pub(super) fn is_optimizer(name: &str) -> bool {
 
 /// Reads the ranks in a file's name: the data parallel one, if the file is one of ZeRO's shards.
 pub(super) fn data_rank(name: &str) -> Result<Option<usize>, FormatError> {
-    let stem = name.strip_suffix(MODEL_END).or_else(|| name.strip_suffix(OPTIM_END)).unwrap_or(name);
-    let stem = stem.strip_prefix("bf16_").or_else(|| stem.strip_prefix("fp16_")).unwrap_or(stem);
-    let (data_rank, model_rank) = match stem.strip_prefix("zero_pp_rank_").and_then(|rest| rest.split_once("_mp_rank_"))
+    let stem = name
+        .strip_suffix(MODEL_END)
+        .or_else(|| name.strip_suffix(OPTIM_END))
+        .unwrap_or(name);
+    let stem = stem
+        .strip_prefix("bf16_")
+        .or_else(|| stem.strip_prefix("fp16_"))
+        .unwrap_or(stem);
+    let (data_rank, model_rank) = match stem
+        .strip_prefix("zero_pp_rank_")
+        .and_then(|rest| rest.split_once("_mp_rank_"))
     {
         Some((data, model)) => (data.parse().ok().map(Some), model.parse::<usize>().ok()),
-        None => (Some(None), stem.strip_prefix("mp_rank_").and_then(|model| model.parse().ok())),
+        None => (
+            Some(None),
+            stem.strip_prefix("mp_rank_")
+                .and_then(|model| model.parse().ok()),
+        ),
     };
     match (data_rank, model_rank) {
         (Some(data_rank), Some(0)) => Ok(data_rank),
-        (Some(_), Some(_)) => {
-            Err(FormatError::Unsupported { what: "a checkpoint of DeepSpeed with tensor parallelism".to_owned() })
-        }
+        (Some(_), Some(_)) => Err(FormatError::Unsupported {
+            what: "a checkpoint of DeepSpeed with tensor parallelism".to_owned(),
+        }),
         _ => Err(FormatError::Unsupported {
             what: "a checkpoint of DeepSpeed with pipeline stages or experts".to_owned(),
         }),

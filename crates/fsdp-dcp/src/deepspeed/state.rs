@@ -30,12 +30,20 @@ pub(super) type Shapes = IndexMap<String, Vec<usize>>;
 
 /// Returns the path `model.NAME`.
 pub(super) fn model_path(name: &str) -> KeyPath {
-    KeyPath(vec![PathPart::Key("model".to_owned()), PathPart::Key(name.to_owned())])
+    KeyPath(vec![
+        PathPart::Key("model".to_owned()),
+        PathPart::Key(name.to_owned()),
+    ])
 }
 
 /// Returns the path `optim.state.NAME.ENTRY`.
 pub(super) fn state_path(name: &str, entry: &str) -> KeyPath {
-    KeyPath(["optim", "state", name, entry].iter().map(|part| PathPart::Key((*part).to_owned())).collect())
+    KeyPath(
+        ["optim", "state", name, entry]
+            .iter()
+            .map(|part| PathPart::Key((*part).to_owned()))
+            .collect(),
+    )
 }
 
 /// Returns the text of a path's part; `None` for an index, or if there is no part.
@@ -47,14 +55,24 @@ fn key(part: Option<&PathPart>) -> Option<&str> {
 }
 
 /// Reads the shapes of the parameters, one map for each parameter group of the optimizer.
-pub(super) fn param_shapes(directory: &CheckedDirectory, model: &Named) -> Result<Vec<Shapes>, FileError> {
+pub(super) fn param_shapes(
+    directory: &CheckedDirectory,
+    model: &Named,
+) -> Result<Vec<Shapes>, FileError> {
     let mut groups: Vec<Shapes> = Vec::new();
     for (path, leaf) in model.flat.found.values() {
-        if let [PathPart::Key(first), PathPart::Index(group), PathPart::Key(name)] = &path.0[..]
+        if let [
+            PathPart::Key(first),
+            PathPart::Index(group),
+            PathPart::Key(name),
+        ] = &path.0[..]
             && first == "param_shapes"
         {
             if *group > groups.len() {
-                return Err(model.error(directory, "its groups of parameters are not in order".to_owned()));
+                return Err(model.error(
+                    directory,
+                    "its groups of parameters are not in order".to_owned(),
+                ));
             }
             if *group == groups.len() {
                 groups.push(Shapes::new());
@@ -66,7 +84,11 @@ pub(super) fn param_shapes(directory: &CheckedDirectory, model: &Named) -> Resul
 }
 
 /// Reads the shapes of the frozen parameters, which are at the key `below`.
-pub(super) fn shapes_below(directory: &CheckedDirectory, model: &Named, below: &str) -> Result<Shapes, FileError> {
+pub(super) fn shapes_below(
+    directory: &CheckedDirectory,
+    model: &Named,
+    below: &str,
+) -> Result<Shapes, FileError> {
     let mut shapes = Shapes::new();
     for (path, leaf) in model.flat.found.values() {
         if let [PathPart::Key(first), PathPart::Key(name)] = &path.0[..]
@@ -79,7 +101,12 @@ pub(super) fn shapes_below(directory: &CheckedDirectory, model: &Named, below: &
 }
 
 /// Reads the shape of a parameter from a leaf of the model states.
-fn shape(directory: &CheckedDirectory, model: &Named, name: &str, leaf: &Leaf) -> Result<Vec<usize>, FileError> {
+fn shape(
+    directory: &CheckedDirectory,
+    model: &Named,
+    name: &str,
+    leaf: &Leaf,
+) -> Result<Vec<usize>, FileError> {
     let sizes = match leaf {
         Leaf::Value(Held::Plain(value)) => match value.untyped() {
             PlainValue::Tuple(sizes) | PlainValue::List(sizes) => Some(sizes),
@@ -87,7 +114,12 @@ fn shape(directory: &CheckedDirectory, model: &Named, name: &str, leaf: &Leaf) -
         },
         _ => None,
     };
-    let sizes = sizes.and_then(|sizes| sizes.iter().map(|size| usize::try_from(size.as_int()?).ok()).collect());
+    let sizes = sizes.and_then(|sizes| {
+        sizes
+            .iter()
+            .map(|size| usize::try_from(size.as_int()?).ok())
+            .collect()
+    });
     let sizes: Option<Vec<usize>> = sizes;
     let sane = sizes.filter(|sizes| is_sane_shape(sizes) && checked_numel(sizes).is_some());
     sane.ok_or_else(|| model.error(directory, format!("the shape of `{name}` makes no sense")))
@@ -106,7 +138,13 @@ pub(super) fn add_rest(assembler: &mut Assembler, model: &Named) -> Result<(), F
             Some("module") => {
                 let name = KeyPath(path.0[1..].to_vec()).flat_key();
                 if buffers.contains(name.as_str()) {
-                    add_leaf(assembler, &model.name, &model.flat, &model_path(&name), leaf)?;
+                    add_leaf(
+                        assembler,
+                        &model.name,
+                        &model.flat,
+                        &model_path(&name),
+                        leaf,
+                    )?;
                 }
             }
             Some(first) if OF_PARAMETERS.contains(&first) => {}
@@ -118,13 +156,16 @@ pub(super) fn add_rest(assembler: &mut Assembler, model: &Named) -> Result<(), F
     Ok(())
 }
 
-/// Returns the shared parameters as pairs: the name of a parameter that is not stored itself, and the name of the
-/// parameter with the same elements that is stored instead. (Tied weights are an example.)
+/// Returns the shared parameters as pairs: the name of a parameter that is not stored itself, and
+/// the name of the parameter with the same elements that is stored instead. (Tied weights are an
+/// example.)
 pub(super) fn shared(model: &Named) -> Vec<(&str, &str)> {
     let mut pairs = Vec::new();
     for (path, leaf) in model.flat.found.values() {
-        if let ([PathPart::Key(first), PathPart::Key(name)], Leaf::Value(Held::Plain(PlainValue::Str(of)))) =
-            (&path.0[..], leaf)
+        if let (
+            [PathPart::Key(first), PathPart::Key(name)],
+            Leaf::Value(Held::Plain(PlainValue::Str(of))),
+        ) = (&path.0[..], leaf)
             && first == "shared_params"
         {
             pairs.push((name.as_str(), of.as_str()));

@@ -54,8 +54,8 @@ pub enum Difference {
         count: u64,
         /// Position of the first, row-major.
         first: u64,
-        /// The largest absolute difference. `None` if the elements are not numbers; NaN if one is NaN on one side
-        /// only.
+        /// The largest absolute difference. `None` if the elements are not numbers; NaN if one is
+        /// NaN on one side only.
         max_abs: Option<f64>,
     },
     /// The nested containers differ there, though flat keys and values may be equal.
@@ -74,8 +74,9 @@ pub enum Difference {
     },
 }
 
-/// Compares two checkpoints of any format, on the default number of threads, and calls `found` with the key of each
-/// difference. Keys come in the order of the first checkpoint; keys that only the second one has follow.
+/// Compares two checkpoints of any format, on the default number of threads, and calls `found` with
+/// the key of each difference. Keys come in the order of the first checkpoint; keys that only the
+/// second one has follow.
 pub fn diff(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
@@ -85,7 +86,8 @@ pub fn diff(
     diff_on_threads(first, second, tolerance, default_threads(), found)
 }
 
-/// Does the same as [`diff()`], on this number of threads. The order of the differences does not depend on it.
+/// Does the same as [`diff()`], on this number of threads. The order of the differences does not
+/// depend on it.
 pub fn diff_on_threads(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
@@ -93,21 +95,32 @@ pub fn diff_on_threads(
     threads: usize,
     found: &mut dyn FnMut(&str, Difference),
 ) -> Result<(), FileError> {
-    walk(first, second, tolerance, threads, &|fqn, entry| key(first, second, fqn, entry, tolerance), found)
+    walk(
+        first,
+        second,
+        tolerance,
+        threads,
+        &|fqn, entry| key(first, second, fqn, entry, tolerance),
+        found,
+    )
 }
 
-/// Compares two checkpoints by their recorded digests, without reading tensors. Returns `false` without comparing if
-/// one of them has none. Equal digests mean equal bits. Where digests differ, it is not known by how much.
+/// Compares two checkpoints by their recorded digests, without reading tensors. Returns `false`
+/// without comparing if one of them has none. Equal digests mean equal bits. Where digests differ,
+/// it is not known by how much.
 pub fn diff_digests(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
     found: &mut dyn FnMut(&str, Difference),
 ) -> Result<bool, FileError> {
-    let (Some(a), Some(b)) = (first.digests(), second.digests()) else { return Ok(false) };
+    let (Some(a), Some(b)) = (first.digests(), second.digests()) else {
+        return Ok(false);
+    };
     let by_digest = |fqn: &str, entry: &Entry| {
         let other = second.metadata().entries.get(fqn);
         let quantizer = quantizer_key(fqn);
-        let is_equal = a.get(fqn) == b.get(fqn) && (!is_quantized(entry) || a.get(&quantizer) == b.get(&quantizer));
+        let is_equal = a.get(fqn) == b.get(fqn)
+            && (!is_quantized(entry) || a.get(&quantizer) == b.get(&quantizer));
         Ok(shallow(entry, other).or_else(|| (!is_equal).then_some(Difference::Digest)))
     };
     walk(first, second, Tolerance::default(), 1, &by_digest, found)?;
@@ -117,8 +130,9 @@ pub fn diff_digests(
 /// A comparison of a key of one checkpoint with the other checkpoint.
 type CompareKey<'c> = dyn Fn(&str, &Entry) -> Result<Option<Difference>, FileError> + Sync + 'c;
 
-/// Compares two checkpoints key by key. `compare` compares a key of the first one with the second. Keys that only the
-/// second one has, values that one holds whole and the other in parts, and containers are compared here.
+/// Compares two checkpoints key by key. `compare` compares a key of the first one with the second.
+/// Keys that only the second one has, values that one holds whole and the other in parts, and
+/// containers are compared here.
 fn walk(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
@@ -130,26 +144,37 @@ fn walk(
     // A value that one checkpoint holds whole and the other in parts is compared part by part.
     let (nested, in_parts) = (Nested::of(first, second)?, Nested::of(second, first)?);
     let entries: Vec<(&String, &Entry)> = first.metadata().entries.iter().collect();
-    let compared = on_each(&entries, threads, |(fqn, entry)| match nested.parts.get(*fqn) {
-        Some(_) => Ok(None),
-        None if in_parts.in_other.contains(*fqn) => Ok(None),
-        None => compare(fqn, entry),
+    let compared = on_each(&entries, threads, |(fqn, entry)| {
+        match nested.parts.get(*fqn) {
+            Some(_) => Ok(None),
+            None if in_parts.in_other.contains(*fqn) => Ok(None),
+            None => compare(fqn, entry),
+        }
     });
     for ((fqn, _), compared) in entries.into_iter().zip(compared) {
         for (key, value) in nested.parts.get(fqn).into_iter().flatten() {
-            part(value, second, key, tolerance, false)?.into_iter().for_each(|difference| found(key, difference));
+            part(value, second, key, tolerance, false)?
+                .into_iter()
+                .for_each(|difference| found(key, difference));
         }
         if let Some(difference) = compared? {
             found(fqn, difference);
         }
     }
-    // The keys that only the second checkpoint has: a value that is in parts in the first, a part of a value that is
-    // whole there, or a key that is missing.
-    for fqn in second.metadata().entries.keys().filter(|fqn| !first.metadata().entries.contains_key(*fqn)) {
+    // The keys that only the second checkpoint has: a value that is in parts in the first, a part
+    // of a value that is whole there, or a key that is missing.
+    for fqn in second
+        .metadata()
+        .entries
+        .keys()
+        .filter(|fqn| !first.metadata().entries.contains_key(*fqn))
+    {
         match in_parts.parts.get(fqn) {
             Some(parts) => {
                 for (key, value) in parts {
-                    part(value, first, key, tolerance, true)?.into_iter().for_each(|difference| found(key, difference));
+                    part(value, first, key, tolerance, true)?
+                        .into_iter()
+                        .for_each(|difference| found(key, difference));
                 }
             }
             None if nested.in_other.contains(fqn) => {}
@@ -160,10 +185,22 @@ fn walk(
         containers(first, second, found);
     }
     for (key, own, other) in other_sequences(&nested, second) {
-        found(&key, Difference::Container { first: own, second: other });
+        found(
+            &key,
+            Difference::Container {
+                first: own,
+                second: other,
+            },
+        );
     }
     for (key, own, other) in other_sequences(&in_parts, first) {
-        found(&key, Difference::Container { first: other, second: own });
+        found(
+            &key,
+            Difference::Container {
+                first: other,
+                second: own,
+            },
+        );
     }
     Ok(())
 }
@@ -183,13 +220,25 @@ fn key(
         Entry::Bytes(_) => {
             let (a, b) = (first.describe_value(fqn)?, second.describe_value(fqn)?);
             let differ = !tolerance.allows(&a, &b);
-            Ok(differ.then(|| Difference::Value { first: shown(&a), second: shown(&b) }))
+            Ok(differ.then(|| Difference::Value {
+                first: shown(&a),
+                second: shown(&b),
+            }))
         }
-        Entry::Tensor(_) if first.opaque_type(fqn)?.is_some() || second.opaque_type(fqn)?.is_some() => {
+        Entry::Tensor(_)
+            if first.opaque_type(fqn)?.is_some() || second.opaque_type(fqn)?.is_some() =>
+        {
             opaque_tensors(first, second, fqn)
         }
         Entry::Tensor(tensor) => {
-            let found = tensors(first, second, fqn, tensor.properties.dtype, &tensor.shape, tolerance)?;
+            let found = tensors(
+                first,
+                second,
+                fqn,
+                tensor.properties.dtype,
+                &tensor.shape,
+                tolerance,
+            )?;
             match found {
                 None if is_quantized(entry) => quantizers(first, second, fqn, tolerance),
                 found => Ok(found),
@@ -210,9 +259,13 @@ fn quantizers(
     fqn: &str,
     tolerance: Tolerance,
 ) -> Result<Option<Difference>, FileError> {
-    let [a, b] = [first, second].map(|of| Ok::<_, FileError>(of.quantizer(fqn)?.unwrap_or(PlainValue::None)));
+    let [a, b] = [first, second]
+        .map(|of| Ok::<_, FileError>(of.quantizer(fqn)?.unwrap_or(PlainValue::None)));
     let (a, b) = (a?, b?);
-    Ok((!tolerance.allows(&a, &b)).then(|| Difference::Value { first: shown(&a), second: shown(&b) }))
+    Ok((!tolerance.allows(&a, &b)).then(|| Difference::Value {
+        first: shown(&a),
+        second: shown(&b),
+    }))
 }
 
 /// Returns a difference that shows in the metadata of a key; `None` if only the data can tell.
@@ -221,7 +274,10 @@ fn shallow(first: &Entry, second: Option<&Entry>) -> Option<Difference> {
         (_, None) => Some(Difference::OnlyInFirst),
         (Entry::Bytes(_), Some(Entry::Bytes(_))) => None,
         (Entry::Tensor(a), Some(Entry::Tensor(b))) if a.shape != b.shape => {
-            Some(Difference::Shape { first: a.shape.clone(), second: b.shape.clone() })
+            Some(Difference::Shape {
+                first: a.shape.clone(),
+                second: b.shape.clone(),
+            })
         }
         (Entry::Tensor(a), Some(Entry::Tensor(b))) => {
             let (first, second) = (a.properties.dtype, b.properties.dtype);
@@ -231,8 +287,8 @@ fn shallow(first: &Entry, second: Option<&Entry>) -> Option<Difference> {
     }
 }
 
-/// Compares a part of a value that one checkpoint holds whole with the other checkpoint's value at the part's key.
-/// `is_second` is `true` if the second checkpoint holds the whole.
+/// Compares a part of a value that one checkpoint holds whole with the other checkpoint's value at
+/// the part's key. `is_second` is `true` if the second checkpoint holds the whole.
 fn part(
     value: &PlainValue,
     other: &dyn Checkpoint,
@@ -245,24 +301,37 @@ fn part(
         None => return Ok(Some(Difference::OnlyInFirst)),
         Some(Entry::Bytes(_)) => other.describe_value(fqn)?,
         Some(Entry::Tensor(tensor)) => {
-            let PlainValue::Tensor(own) = value else { return Ok(Some(Difference::Kind)) };
+            let PlainValue::Tensor(own) = value else {
+                return Ok(Some(Difference::Kind));
+            };
             if own.shape != tensor.shape || own.dtype != tensor.properties.dtype {
                 return Ok(Some(Difference::Kind));
             }
             let mut data = vec![0; own.data.len()];
             other.read_box(fqn, &TensorBox::whole(&tensor.shape), &mut data)?;
-            PlainValue::Tensor(PlainTensor { data, ..own.clone() })
+            PlainValue::Tensor(PlainTensor {
+                data,
+                ..own.clone()
+            })
         }
     };
-    let (first, second) = if is_second { (&theirs, value) } else { (value, &theirs) };
+    let (first, second) = if is_second {
+        (&theirs, value)
+    } else {
+        (value, &theirs)
+    };
     if tolerance.allows(first, second) {
         return Ok(None);
     }
-    Ok(Some(Difference::Value { first: shown(first), second: shown(second) }))
+    Ok(Some(Difference::Value {
+        first: shown(first),
+        second: shown(second),
+    }))
 }
 
-/// Compares the nested containers that the keys came from, if both checkpoints store them. A value that one
-/// checkpoint holds whole and the other in parts is compared elsewhere, together with its containers.
+/// Compares the nested containers that the keys came from, if both checkpoints store them. A value
+/// that one checkpoint holds whole and the other in parts is compared elsewhere, together with its
+/// containers.
 fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str, Difference)) {
     let (first, second) = (first.places(), second.places());
     for (key, place) in &first {
@@ -272,23 +341,39 @@ fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str,
             None => found(key, Difference::OnlyInFirst),
             Some(other) if same_container(place, other) => {}
             Some(other) if *place == Place::Leaf || *other == Place::Leaf => {}
-            Some(other) => found(key, Difference::Container { first: place.to_string(), second: other.to_string() }),
+            Some(other) => found(
+                key,
+                Difference::Container {
+                    first: place.to_string(),
+                    second: other.to_string(),
+                },
+            ),
         }
     }
-    let more = second.iter().filter(|(key, place)| !first.contains_key(*key) && **place != Place::Leaf);
-    more.filter(|(key, _)| !is_in_leaf(key, &first)).for_each(|(key, _)| found(key, Difference::OnlyInSecond));
+    let more = second
+        .iter()
+        .filter(|(key, place)| !first.contains_key(*key) && **place != Place::Leaf);
+    more.filter(|(key, _)| !is_in_leaf(key, &first))
+        .for_each(|(key, _)| found(key, Difference::OnlyInSecond));
 }
 
-/// Returns the lists and tuples that `nested` holds as values, and that are a container of another kind or length in
-/// the `other` checkpoint, which holds them in parts: the key, and both containers.
+/// Returns the lists and tuples that `nested` holds as values, and that are a container of another
+/// kind or length in the `other` checkpoint, which holds them in parts: the key, and both
+/// containers.
 fn other_sequences(nested: &Nested, other: &dyn Checkpoint) -> Vec<(String, String, String)> {
-    let Some(structure) = other.structure().filter(|_| !nested.sequences.is_empty()) else { return Vec::new() };
+    let Some(structure) = other.structure().filter(|_| !nested.sequences.is_empty()) else {
+        return Vec::new();
+    };
     let places = structure.places();
     let mut differ = Vec::new();
     for (key, sequence) in &nested.sequences {
         let (own, theirs) = match (*sequence, places.get(key)) {
-            (Sequence::List(length), Some(theirs @ Place::Tuple(_))) => (Place::List(length), theirs),
-            (Sequence::Tuple(length), Some(theirs @ Place::List(_))) => (Place::Tuple(length), theirs),
+            (Sequence::List(length), Some(theirs @ Place::Tuple(_))) => {
+                (Place::List(length), theirs)
+            }
+            (Sequence::Tuple(length), Some(theirs @ Place::List(_))) => {
+                (Place::Tuple(length), theirs)
+            }
             // An empty dict at the end has no part.
             (Sequence::List(length), Some(theirs @ Place::List(other))) if length != *other => {
                 (Place::List(length), theirs)
@@ -305,11 +390,12 @@ fn other_sequences(nested: &Nested, other: &dyn Checkpoint) -> Vec<(String, Stri
 
 /// Returns `true` if a key lies below that of a leaf.
 fn is_in_leaf(key: &str, places: &IndexMap<String, Place<'_>>) -> bool {
-    key.match_indices('.').any(|(end, _)| places.get(&key[..end]) == Some(&Place::Leaf))
+    key.match_indices('.')
+        .any(|(end, _)| places.get(&key[..end]) == Some(&Place::Leaf))
 }
 
-/// Returns `true` if two places are containers of one kind, whose keys, where both have them, are of one type. What
-/// only one of them holds is a difference at its own place.
+/// Returns `true` if two places are containers of one kind, whose keys, where both have them, are
+/// of one type. What only one of them holds is a difference at its own place.
 fn same_container(first: &Place<'_>, second: &Place<'_>) -> bool {
     match (first, second) {
         (Place::Leaf, Place::Leaf) | (Place::List(_), Place::List(_)) => true,
@@ -318,21 +404,34 @@ fn same_container(first: &Place<'_>, second: &Place<'_>) -> bool {
             // Keys of several types may have the same text.
             let mut types: HashMap<Option<String>, Vec<&str>> = HashMap::new();
             for key in a {
-                types.entry(key.key_text()).or_default().push(key.type_name());
+                types
+                    .entry(key.key_text())
+                    .or_default()
+                    .push(key.type_name());
             }
-            b.iter().all(|key| types.get(&key.key_text()).is_none_or(|of| of.contains(&key.type_name())))
+            b.iter().all(|key| {
+                types
+                    .get(&key.key_text())
+                    .is_none_or(|of| of.contains(&key.type_name()))
+            })
         }
         _ => false,
     }
 }
 
-/// Compares a tensor that is opaque in one of two checkpoints: its type, and its bytes as they are stored.
-fn opaque_tensors(first: &dyn Checkpoint, second: &dyn Checkpoint, fqn: &str) -> Result<Option<Difference>, FileError> {
+/// Compares a tensor that is opaque in one of two checkpoints: its type, and its bytes as they are
+/// stored.
+fn opaque_tensors(
+    first: &dyn Checkpoint,
+    second: &dyn Checkpoint,
+    fqn: &str,
+) -> Result<Option<Difference>, FileError> {
     let (a, b) = (first.opaque_type(fqn)?, second.opaque_type(fqn)?);
     if a == b && digest_of_opaque(first, fqn)? == digest_of_opaque(second, fqn)? {
         return Ok(None);
     }
-    let [first, second] = [a, b].map(|of| of.map_or_else(|| "a plain tensor".to_owned(), |of| format!("a {of}")));
+    let [first, second] =
+        [a, b].map(|of| of.map_or_else(|| "a plain tensor".to_owned(), |of| format!("a {of}")));
     Ok(Some(Difference::Value { first, second }))
 }
 
@@ -351,15 +450,31 @@ fn tensors(
     let mut at = 0u64;
     stream::<FileError>(first, fqn, dtype, &whole, 0..length, &mut |bytes| {
         let mut compared = 0;
-        stream::<FileError>(second, fqn, dtype, &whole, at..at + bytes.len() as u64, &mut |theirs| {
-            let ours = &bytes[compared..compared + theirs.len()];
-            elements.compare(at + compared as u64, ours, theirs);
-            compared += theirs.len();
-            Ok(())
-        })?;
+        stream::<FileError>(
+            second,
+            fqn,
+            dtype,
+            &whole,
+            at..at + bytes.len() as u64,
+            &mut |theirs| {
+                let ours = &bytes[compared..compared + theirs.len()];
+                elements.compare(at + compared as u64, ours, theirs);
+                compared += theirs.len();
+                Ok(())
+            },
+        )?;
         at += bytes.len() as u64;
         Ok(())
     })?;
-    let Elements { count, first, max_abs, .. } = elements;
-    Ok((count > 0).then_some(Difference::Elements { count, first, max_abs }))
+    let Elements {
+        count,
+        first,
+        max_abs,
+        ..
+    } = elements;
+    Ok((count > 0).then_some(Difference::Elements {
+        count,
+        first,
+        max_abs,
+    }))
 }

@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::elements::{for_each, parts_of_complex};
 
-/// The differences between elements that are tolerated. If both limits are zero, elements must be equal bit for bit.
+/// The differences between elements that are tolerated. If both limits are zero, elements must be
+/// equal bit for bit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Tolerance {
     /// Absolute difference allowed.
@@ -23,13 +24,17 @@ impl Tolerance {
             return a.is_nan() != b.is_nan();
         }
         let is_finite = a.is_finite() && b.is_finite();
-        let allowed = if is_finite { self.absolute + self.relative * b.abs() } else { 0.0 };
+        let allowed = if is_finite {
+            self.absolute + self.relative * b.abs()
+        } else {
+            0.0
+        };
         // The difference of an infinity and itself is NaN, which is not more.
         (a - b).abs() > allowed
     }
 
-    /// Returns `true` if two complex numbers differ by more than is allowed: as points of the plane, or, if they are
-    /// not finite, in one of their parts.
+    /// Returns `true` if two complex numbers differ by more than is allowed: as points of the
+    /// plane, or, if they are not finite, in one of their parts.
     fn is_exceeded_by_complex(self, a: [f64; 2], b: [f64; 2]) -> bool {
         if [a, b].as_flattened().iter().all(|part| part.is_finite()) {
             return distance_of_complex(a, b) > self.absolute + self.relative * b[0].hypot(b[1]);
@@ -37,21 +42,30 @@ impl Tolerance {
         (0..2).any(|part| self.is_exceeded(a[part], b[part]))
     }
 
-    /// Returns `true` if two values are equal, except for floats that differ by no more than is allowed.
+    /// Returns `true` if two values are equal, except for floats that differ by no more than is
+    /// allowed.
     pub(super) fn allows(self, a: &PlainValue, b: &PlainValue) -> bool {
-        let all =
-            |a: &[PlainValue], b: &[PlainValue]| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| self.allows(a, b));
+        let all = |a: &[PlainValue], b: &[PlainValue]| {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| self.allows(a, b))
+        };
         match (a, b) {
-            (PlainValue::Float(a), PlainValue::Float(b)) if self != Tolerance::default() => !self.is_exceeded(*a, *b),
-            (PlainValue::List(a), PlainValue::List(b)) | (PlainValue::Tuple(a), PlainValue::Tuple(b)) => all(a, b),
-            (PlainValue::Tensor(a), PlainValue::Tensor(b)) if a.dtype == b.dtype && a.shape == b.shape => {
+            (PlainValue::Float(a), PlainValue::Float(b)) if self != Tolerance::default() => {
+                !self.is_exceeded(*a, *b)
+            }
+            (PlainValue::List(a), PlainValue::List(b))
+            | (PlainValue::Tuple(a), PlainValue::Tuple(b)) => all(a, b),
+            (PlainValue::Tensor(a), PlainValue::Tensor(b))
+                if a.dtype == b.dtype && a.shape == b.shape =>
+            {
                 let mut elements = Elements::new(a.dtype, self);
                 elements.compare(0, &a.data, &b.data);
                 elements.count == 0
             }
             (PlainValue::Dict(a), PlainValue::Dict(b)) => {
                 a.len() == b.len()
-                    && a.iter().zip(b).all(|((ka, va), (kb, vb))| ka.same_bits(kb) && self.allows(va, vb))
+                    && a.iter()
+                        .zip(b)
+                        .all(|((ka, va), (kb, vb))| ka.same_bits(kb) && self.allows(va, vb))
             }
             (a, b) => a.same_bits(b),
         }
@@ -72,12 +86,19 @@ pub(super) struct Elements {
 
 impl Elements {
     pub(super) fn new(dtype: DType, tolerance: Tolerance) -> Self {
-        Elements { dtype, tolerance, count: 0, first: 0, max_abs: None }
+        Elements {
+            dtype,
+            tolerance,
+            count: 0,
+            first: 0,
+            max_abs: None,
+        }
     }
 
     /// Compares pieces that begin at a byte of the tensor.
     pub(super) fn compare(&mut self, at: u64, first: &[u8], second: &[u8]) {
-        /// The bytes of which the numbers are decoded at once, a multiple of the size of every element.
+        /// The bytes of which the numbers are decoded at once, a multiple of the size of every
+        /// element.
         const BLOCK: usize = 16 << 10;
         let element = self.dtype.size_in_bytes() as usize;
         let (mut a, mut b) = (Vec::new(), Vec::new());
@@ -89,10 +110,17 @@ impl Elements {
             a.clear();
             b.clear();
             let part = parts_of_complex(self.dtype);
-            let are_numbers = for_each(part.unwrap_or(self.dtype), first, &mut |value| a.push(value))
-                && for_each(part.unwrap_or(self.dtype), second, &mut |value| b.push(value));
+            let are_numbers = for_each(part.unwrap_or(self.dtype), first, &mut |value| {
+                a.push(value)
+            }) && for_each(part.unwrap_or(self.dtype), second, &mut |value| {
+                b.push(value)
+            });
             let start = (at as usize + block * BLOCK) / element;
-            for (index, (bits_a, bits_b)) in first.chunks_exact(element).zip(second.chunks_exact(element)).enumerate() {
+            for (index, (bits_a, bits_b)) in first
+                .chunks_exact(element)
+                .zip(second.chunks_exact(element))
+                .enumerate()
+            {
                 if bits_a == bits_b {
                     continue;
                 }
@@ -141,7 +169,11 @@ impl Elements {
     fn differs_by(&mut self, position: u64, distance: f64) {
         self.differs(position);
         let max = self.max_abs.get_or_insert(0.0);
-        *max = if max.is_nan() || distance.is_nan() { f64::NAN } else { max.max(distance) };
+        *max = if max.is_nan() || distance.is_nan() {
+            f64::NAN
+        } else {
+            max.max(distance)
+        };
     }
 
     /// Counts an element that differs.
@@ -153,7 +185,8 @@ impl Elements {
     }
 }
 
-/// Returns how far two integers of 64 bits are apart, which floats of the two may not tell; `None` for other types.
+/// Returns how far two integers of 64 bits are apart, which floats of the two may not tell; `None`
+/// for other types.
 fn distance_of_integers(dtype: DType, a: &[u8], b: &[u8]) -> Option<f64> {
     let (a, b) = (<[u8; 8]>::try_from(a).ok()?, <[u8; 8]>::try_from(b).ok()?);
     match dtype {

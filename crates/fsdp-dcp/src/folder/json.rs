@@ -16,25 +16,35 @@ use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::ReadAt as _;
 
-/// The length up to which a file is read. A longer file is an opaque value, because numbers take many times the memory
-/// of their text.
+/// The length up to which a file is read. A longer file is an opaque value, because numbers take
+/// many times the memory of their text.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Opens a file of JSON. Objects are flattened, and arrays that hold objects, as a file of torch is.
+/// Opens a file of JSON. Objects are flattened, and arrays that hold objects, as a file of torch
+/// is.
 pub(super) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
     let (parent, name) = location.split()?;
     let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
     let length = directory.file(name)?.len();
     let assembler = Assembler::new(Format::Folder, location.name(), directory);
-    let mut flat = Flattener { assembler, file: Arc::from(name), budget: Budget::new(length, PICKLE_FACTOR) };
+    let mut flat = Flattener {
+        assembler,
+        file: Arc::from(name),
+        budget: Budget::new(length, PICKLE_FACTOR),
+    };
     if length > MAX_BYTES {
         let held = Held::whole_file(format!("JSON text of {length} bytes"), name, length);
-        flat.assembler.add_value(&KeyPath::default(), &flat.file, held)?;
+        flat.assembler
+            .add_value(&KeyPath::default(), &flat.file, held)?;
         return Ok(flat.assembler.finish(None));
     }
     let bytes = flat.assembler.directory().read_small(name, MAX_BYTES)?;
-    let read = python_json::parse(&bytes)
-        .map_err(|error| flat.error(FormatError::Malformed { what: "JSON", reason: error.to_string() }))?;
+    let read = python_json::parse(&bytes).map_err(|error| {
+        flat.error(FormatError::Malformed {
+            what: "JSON",
+            reason: error.to_string(),
+        })
+    })?;
     let structure = flat.flatten(read, &KeyPath::default())?;
     Ok(flat.assembler.finish(Some(structure)))
 }
@@ -54,27 +64,35 @@ impl Flattener {
     /// Adds what lies below a value, whose place is `path`.
     fn flatten(&mut self, value: PlainValue, path: &KeyPath) -> Result<Structure, FileError> {
         // All of the path is copied for whatever lies there.
-        let length: usize = path.0.iter().map(|part| part.to_string().len() + size_of::<PathPart>()).sum();
+        let length: usize = path
+            .0
+            .iter()
+            .map(|part| part.to_string().len() + size_of::<PathPart>())
+            .sum();
         let charged = self.budget.charge("memory for keys", 4 * length as u64);
         charged.map_err(|over| self.error(over.into()))?;
         match value {
             PlainValue::Dict(items) => {
                 let mut dict = Vec::with_capacity(items.len());
                 for (key, value) in items {
-                    let structure =
-                        self.flatten(value, &path.child(PathPart::Key(key.as_str().unwrap_or_default().to_owned())))?;
+                    let structure = self.flatten(
+                        value,
+                        &path.child(PathPart::Key(key.as_str().unwrap_or_default().to_owned())),
+                    )?;
                     dict.push((key, structure));
                 }
                 Ok(Structure::Dict(dict))
             }
             PlainValue::List(items) if items.iter().any(holds_objects) => {
                 let items = items.into_iter().enumerate();
-                let items = items.map(|(index, item)| self.flatten(item, &path.child(PathPart::Index(index))));
+                let items = items
+                    .map(|(index, item)| self.flatten(item, &path.child(PathPart::Index(index))));
                 Ok(Structure::List(items.collect::<Result<_, _>>()?))
             }
             value => {
                 let fqn = path.flat_key();
-                self.assembler.add_value(path, &self.file, Held::Plain(value))?;
+                self.assembler
+                    .add_value(path, &self.file, Held::Plain(value))?;
                 Ok(Structure::Leaf(fqn))
             }
         }

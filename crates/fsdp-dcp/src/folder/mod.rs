@@ -1,4 +1,5 @@
-//! The folders of trainers: a model, and beside it the state of its training, in files and directories of their own.
+//! The folders of trainers: a model, and beside it the state of its training, in files and
+//! directories of their own.
 //!
 //! ```text
 //! checkpoint_0/                       accelerate's `save_state`
@@ -11,10 +12,10 @@
 //!   global_step10/  latest            DeepSpeed's shards, and the name of their directory
 //! ```
 //!
-//! All of them are one tree: `model.…`, `optimizer.…`, `scheduler.…`, `rng_state.rank_0.…`. A configuration and a
-//! tokenizer are files beside it, as they are beside a model alone. DeepSpeed's shards hold a model and its optimizer
-//! themselves: they are at the top, or below `deepspeed` where the folder has the model, or an optimizer, in files of
-//! its own.
+//! All of them are one tree: `model.…`, `optimizer.…`, `scheduler.…`, `rng_state.rank_0.…`. A
+//! configuration and a tokenizer are files beside it, as they are beside a model alone. DeepSpeed's
+//! shards hold a model and its optimizer themselves: they are at the top, or below `deepspeed`
+//! where the folder has the model, or an optimizer, in files of its own.
 
 mod json;
 mod names;
@@ -55,16 +56,32 @@ pub(crate) fn open(
     let mut folder = Joined::new(Format::Folder, location.name(), directory);
     let mut parts = names::parts(names, rank_files::is_there(names));
     if let Some(place) = shards::place(location, names)? {
-        let has_own = parts.iter().any(|part| matches!(part.item[0].as_str(), "model" | "optimizer"));
-        let item = if has_own { vec!["deepspeed".to_owned()] } else { Vec::new() };
-        parts.push(names::Part { place, item, kind: Kind::Own });
+        let has_own = parts
+            .iter()
+            .any(|part| matches!(part.item[0].as_str(), "model" | "optimizer"));
+        let item = if has_own {
+            vec!["deepspeed".to_owned()]
+        } else {
+            Vec::new()
+        };
+        parts.push(names::Part {
+            place,
+            item,
+            kind: Kind::Own,
+        });
     }
     for part in parts {
         let checkpoint: Box<dyn Checkpoint> = match part.kind {
             Kind::Own => open(&location.join(&part.place), options)?,
             Kind::Json => Box::new(json::open(&location.join(&part.place), options)?),
-            Kind::Safetensors => Box::new(SafetensorsCheckpoint::open_directory(location, options)?),
-            Kind::TorchIndex => Box::new(index::open(location, &["pytorch_model.bin.index.json".to_owned()], options)?),
+            Kind::Safetensors => {
+                Box::new(SafetensorsCheckpoint::open_directory(location, options)?)
+            }
+            Kind::TorchIndex => Box::new(index::open(
+                location,
+                &["pytorch_model.bin.index.json".to_owned()],
+                options,
+            )?),
             Kind::RankFiles => Box::new(rank_files::open(location, options)?),
         };
         folder.add(joined_part(part, &*checkpoint), checkpoint)?;
@@ -81,16 +98,23 @@ fn joined_part(part: names::Part, checkpoint: &dyn Checkpoint) -> Part {
     if kind == Kind::RankFiles && are_items(of) {
         prefix.clear();
     }
-    // The keys in accelerate's directories begin with `model.` or `optimizer.` already. So that part of the key is
-    // skipped: the prefix of this part of the folder is the same.
+    // The keys in accelerate's directories begin with `model.` or `optimizer.` already. So that
+    // part of the key is skipped: the prefix of this part of the folder is the same.
     let skip = usize::from(is_directory && !prefix.is_empty() && have_item(of));
-    Part { place, is_directory, prefix, skip }
+    Part {
+        place,
+        is_directory,
+        prefix,
+        skip,
+    }
 }
 
-/// Returns `true` if the paths of all keys begin with the same part, `model` or `optimizer`, and have something below
-/// it: so it is where a state dict was saved as `{"model": …}`.
+/// Returns `true` if the paths of all keys begin with the same part, `model` or `optimizer`, and
+/// have something below it: so it is where a state dict was saved as `{"model": …}`.
 fn have_item(metadata: &Metadata) -> bool {
-    let Some(paths) = &metadata.planner_data else { return false };
+    let Some(paths) = &metadata.planner_data else {
+        return false;
+    };
     let mut first = None;
     let mut begins = |fqn: &String| match paths.get(fqn).map(|path| path.0.as_slice()) {
         Some([PathPart::Key(key), _, ..]) => {
@@ -104,5 +128,6 @@ fn have_item(metadata: &Metadata) -> bool {
 /// Returns `true` if the keys of files of ranks begin with the names of their items.
 fn are_items(metadata: &Metadata) -> bool {
     let is_item = |fqn: &String| ["model.", "optim"].iter().any(|item| fqn.starts_with(item));
-    metadata.entries.keys().any(|fqn| fqn.starts_with("optim")) && metadata.entries.keys().all(is_item)
+    metadata.entries.keys().any(|fqn| fqn.starts_with("optim"))
+        && metadata.entries.keys().all(is_item)
 }

@@ -1,10 +1,15 @@
-//! JSON as Python writes it: with the words `NaN`, `Infinity` and `-Infinity`, which JSON itself does not have.
+//! JSON as Python writes it: with the words `NaN`, `Infinity` and `-Infinity`, which JSON itself
+//! does not have.
 
 use fsdp_layout::PlainValue;
 use serde_json::Value;
 
 /// The words, the longer one of two with the same end first, and their values.
-const WORDS: [(&[u8], f64); 3] = [(b"-Infinity", f64::NEG_INFINITY), (b"Infinity", f64::INFINITY), (b"NaN", f64::NAN)];
+const WORDS: [(&[u8], f64); 3] = [
+    (b"-Infinity", f64::NEG_INFINITY),
+    (b"Infinity", f64::INFINITY),
+    (b"NaN", f64::NAN),
+];
 
 /// The most markers that are tried.
 const ATTEMPTS: u32 = 16;
@@ -15,7 +20,8 @@ pub(super) fn parse(text: &[u8]) -> Result<PlainValue, serde_json::Error> {
         Ok(value) => return Ok(plain(value, None)),
         Err(error) => error,
     };
-    // Each word becomes a string that begins with a marker, because strings are what a parser gives back unchanged.
+    // Each word becomes a string that begins with a marker, because strings are what a parser gives
+    // back unchanged.
     for attempt in 0..ATTEMPTS {
         let marker = format!("number {attempt}: ");
         let (marked, words) = mark(text, &marker);
@@ -23,7 +29,8 @@ pub(super) fn parse(text: &[u8]) -> Result<PlainValue, serde_json::Error> {
             return Err(error);
         }
         let value = serde_json::from_slice(&marked)?;
-        // A string of the text itself that looks like a marked word would be taken for a number: try another marker.
+        // A string of the text itself that looks like a marked word would be taken for a number:
+        // try another marker.
         if count_marked(&value, &marker) == words {
             return Ok(plain(value, Some(&marker)));
         }
@@ -36,7 +43,9 @@ fn mark(text: &[u8], marker: &str) -> (Vec<u8>, usize) {
     let mut marked = Vec::with_capacity(text.len());
     let (mut words, mut at, mut in_string) = (0, 0, false);
     while let Some(&byte) = text.get(at) {
-        let word = WORDS.iter().find(|(word, _)| !in_string && text[at..].starts_with(word));
+        let word = WORDS
+            .iter()
+            .find(|(word, _)| !in_string && text[at..].starts_with(word));
         if let Some((word, _)) = word {
             marked.push(b'"');
             marked.extend_from_slice(marker.as_bytes());
@@ -47,7 +56,11 @@ fn mark(text: &[u8], marker: &str) -> (Vec<u8>, usize) {
             continue;
         }
         // A character after a backslash does not end the string.
-        let taken = if in_string && byte == b'\\' { 2.min(text.len() - at) } else { 1 };
+        let taken = if in_string && byte == b'\\' {
+            2.min(text.len() - at)
+        } else {
+            1
+        };
         in_string ^= byte == b'"';
         marked.extend_from_slice(&text[at..at + taken]);
         at += taken;
@@ -58,10 +71,14 @@ fn mark(text: &[u8], marker: &str) -> (Vec<u8>, usize) {
 /// Returns the value of a marked word; `None` for any other text.
 fn marked_number(text: &str, marker: &str) -> Option<f64> {
     let word = text.strip_prefix(marker)?.as_bytes();
-    WORDS.iter().find(|(known, _)| *known == word).map(|(_, value)| *value)
+    WORDS
+        .iter()
+        .find(|(known, _)| *known == word)
+        .map(|(_, value)| *value)
 }
 
-/// Returns the number of marked words among the values. As a key a word is an error, so those are not counted.
+/// Returns the number of marked words among the values. As a key a word is an error, so those are
+/// not counted.
 fn count_marked(value: &Value, marker: &str) -> usize {
     match value {
         Value::String(text) => usize::from(marked_number(text, marker).is_some()),
@@ -86,10 +103,15 @@ fn plain(value: Value, marker: Option<&str>) -> PlainValue {
             Some(number) => PlainValue::Float(number),
             None => PlainValue::Str(text),
         },
-        Value::Array(items) => PlainValue::List(items.into_iter().map(|item| plain(item, marker)).collect()),
-        Value::Object(items) => {
-            PlainValue::Dict(items.into_iter().map(|(key, value)| (key.into(), plain(value, marker))).collect())
+        Value::Array(items) => {
+            PlainValue::List(items.into_iter().map(|item| plain(item, marker)).collect())
         }
+        Value::Object(items) => PlainValue::Dict(
+            items
+                .into_iter()
+                .map(|(key, value)| (key.into(), plain(value, marker)))
+                .collect(),
+        ),
     }
 }
 
@@ -105,14 +127,21 @@ mod tests {
     fn words_of_python_are_numbers_and_strings_stay() {
         let strict = r#"{"a": [1.5, -2, "NaN", "number 0: NaN"], "b": {"c": null}}"#;
         assert_eq!(shown(strict), shown(strict));
-        let found =
-            parse(br#"[NaN, Infinity,-Infinity, "NaN", "a\"NaN", "number 0: NaN", {"Infinity": NaN}]"#).unwrap();
-        let PlainValue::List(items) = found else { panic!("no list") };
+        let found = parse(
+            br#"[NaN, Infinity,-Infinity, "NaN", "a\"NaN", "number 0: NaN", {"Infinity": NaN}]"#,
+        )
+        .unwrap();
+        let PlainValue::List(items) = found else {
+            panic!("no list")
+        };
         assert!(matches!(items[0], PlainValue::Float(number) if number.is_nan()));
         assert_eq!(items[1], PlainValue::Float(f64::INFINITY));
         assert_eq!(items[2], PlainValue::Float(f64::NEG_INFINITY));
         let text = |text: &str| PlainValue::Str(text.to_owned());
-        assert_eq!(items[3..6], [text("NaN"), text("a\"NaN"), text("number 0: NaN")]);
+        assert_eq!(
+            items[3..6],
+            [text("NaN"), text("a\"NaN"), text("number 0: NaN")]
+        );
         assert!(
             matches!(&items[6], PlainValue::Dict(items) if matches!(items[0].1, PlainValue::Float(n) if n.is_nan()))
         );
@@ -122,11 +151,19 @@ mod tests {
     fn floats_keep_all_bits() {
         let mut bits = 1u64;
         for _ in 0..10_000 {
-            bits = bits.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            bits = bits
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             // Between 1/2 and 1, and any.
-            for number in [f64::from_bits(bits >> 12 | 1022 << 52), f64::from_bits(bits)] {
+            for number in [
+                f64::from_bits(bits >> 12 | 1022 << 52),
+                f64::from_bits(bits),
+            ] {
                 if number.is_finite() {
-                    assert_eq!(parse(format!("{number:?}").as_bytes()).unwrap(), PlainValue::Float(number));
+                    assert_eq!(
+                        parse(format!("{number:?}").as_bytes()).unwrap(),
+                        PlainValue::Float(number)
+                    );
                 }
             }
         }
@@ -134,14 +171,28 @@ mod tests {
 
     #[test]
     fn integers_of_64_bits_stay_integers() {
-        assert_eq!(parse(b"9223372036854775807").unwrap(), PlainValue::Int(i64::MAX));
+        assert_eq!(
+            parse(b"9223372036854775807").unwrap(),
+            PlainValue::Int(i64::MAX)
+        );
         let big = PlainValue::BigInt(vec![255, 255, 255, 255, 255, 255, 255, 255, 0]);
         assert_eq!(parse(b"18446744073709551615").unwrap(), big);
     }
 
     #[test]
     fn what_is_no_json_is_an_error() {
-        for text in ["", "{", "NaN2", "Na", "\"NaN", "[NaN", "nan", "+Infinity", "{NaN: 1}", "\"\\"] {
+        for text in [
+            "",
+            "{",
+            "NaN2",
+            "Na",
+            "\"NaN",
+            "[NaN",
+            "nan",
+            "+Infinity",
+            "{NaN: 1}",
+            "\"\\",
+        ] {
             assert!(parse(text.as_bytes()).is_err(), "{text}");
         }
     }

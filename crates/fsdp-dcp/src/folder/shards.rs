@@ -13,8 +13,8 @@ const MAX_BYTES: u64 = 4096;
 /// The beginning of the names that DeepSpeed gives to its directories.
 const STEP: &str = "global_step";
 
-/// Finds the directory of DeepSpeed's shards among the names in a folder: the one that `latest` names, or else the only
-/// one that has a name of DeepSpeed's.
+/// Finds the directory of DeepSpeed's shards among the names in a folder: the one that `latest`
+/// names, or else the only one that has a name of DeepSpeed's.
 pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<String>, FileError> {
     let is_directory = |name: &str| -> Result<bool, FileError> {
         Ok(location.join(name).storage().kind()? == Some(EntryKind::Directory))
@@ -25,10 +25,19 @@ pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<Stri
         let name = String::from_utf8_lossy(&text).trim().to_owned();
         if name.is_empty() || name.contains(['/', '\\', '\0']) || name == "." || name == ".." {
             let reason = "it is no name of a directory beside it".to_owned();
-            return Err(directory.file_error(LATEST, FormatError::Malformed { what: "name of a checkpoint", reason }));
+            return Err(directory.file_error(
+                LATEST,
+                FormatError::Malformed {
+                    what: "name of a checkpoint",
+                    reason,
+                },
+            ));
         }
         if !is_directory(&name)? {
-            return Err(FileError::MissingFiles { path: location.name().to_owned(), files: vec![name] });
+            return Err(FileError::MissingFiles {
+                path: location.name().to_owned(),
+                files: vec![name],
+            });
         }
         return Ok(Some(name));
     }
@@ -41,9 +50,16 @@ pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<Stri
         }
     }
     if let [first, second, ..] = &found[..] {
-        let reason = format!("it has both `{first}` and `{second}`, and no `{LATEST}` that names one");
-        let source = FormatError::Malformed { what: "folder of checkpoints", reason };
-        return Err(FileError::File { path: location.name().to_owned(), source });
+        let reason =
+            format!("it has both `{first}` and `{second}`, and no `{LATEST}` that names one");
+        let source = FormatError::Malformed {
+            what: "folder of checkpoints",
+            reason,
+        };
+        return Err(FileError::File {
+            path: location.name().to_owned(),
+            source,
+        });
     }
     Ok(found.pop())
 }

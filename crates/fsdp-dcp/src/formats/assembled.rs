@@ -1,8 +1,9 @@
-//! A checkpoint that is assembled from pieces of files: boxes of tensors that lie in any layout, and values that are
-//! held in memory.
+//! A checkpoint that is assembled from pieces of files: boxes of tensors that lie in any layout,
+//! and values that are held in memory.
 //!
-//! It is used for formats without their own metadata: files of `torch.save`, one or many, NumPy, GGUF, and DeepSpeed's
-//! shards. Each format adds the places of its boxes; reading, the comparison of copies and error messages are shared.
+//! It is used for formats without their own metadata: files of `torch.save`, one or many, NumPy,
+//! GGUF, and DeepSpeed's shards. Each format adds the places of its boxes; reading, the comparison
+//! of copies and error messages are shared.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -22,13 +23,16 @@ use super::structure::Structure;
 use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
 use crate::limits::PICKLE_FACTOR;
-use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties};
+use crate::metadata::{
+    BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties,
+};
 use crate::payload::slot::Slot;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::{BlockReader, ReadAt};
 use crate::strided::{StridedLayout, read_overlap};
 
-/// A way to find where the bytes of a piece begin, for formats in which that can be found only by reading the file.
+/// A way to find where the bytes of a piece begin, for formats in which that can be found only by
+/// reading the file.
 pub(crate) trait FindStart: fmt::Debug + Send + Sync {
     /// Returns the offset of the storage's first byte in its file.
     fn find(&self, file: &dyn ReadAt) -> Result<u64, FormatError>;
@@ -48,7 +52,8 @@ pub(crate) trait Packed: fmt::Debug + Send + Sync {
 pub(crate) enum Start {
     /// The storage begins at this offset.
     At(u64),
-    /// The storage begins a little after this offset. The exact place is found when the piece is read.
+    /// The storage begins a little after this offset. The exact place is found when the piece is
+    /// read.
     Near(u64, Arc<dyn FindStart>),
     /// The storage begins at this offset of the decompressed bytes of a record.
     In(Arc<dyn Packed>, u64),
@@ -83,15 +88,23 @@ pub(crate) enum Held {
     Plain(PlainValue),
     /// An opaque value: the type of the object in it, and its description.
     Opaque(String, PlainValue),
-    /// An opaque value that is known by its bytes only: the kind of what they are, and their place. They are read when
-    /// the value is described.
+    /// An opaque value that is known by its bytes only: the kind of what they are, and their place.
+    /// They are read when the value is described.
     Stored(String, StorageInfo),
 }
 
 impl Held {
     /// Makes the opaque value of a whole file, which is of this kind.
     pub(crate) fn whole_file(of: String, file: &str, length: u64) -> Self {
-        Held::Stored(of, StorageInfo { relative_path: file.to_owned(), offset: 0, length, transforms: Vec::new() })
+        Held::Stored(
+            of,
+            StorageInfo {
+                relative_path: file.to_owned(),
+                offset: 0,
+                length,
+                transforms: Vec::new(),
+            },
+        )
     }
 
     /// Returns `true` if two files hold the same.
@@ -142,14 +155,23 @@ impl Assembler {
             path: path.to_owned(),
             format,
             directory,
-            metadata: Metadata { planner_data: Some(IndexMap::new()), ..Metadata::default() },
+            metadata: Metadata {
+                planner_data: Some(IndexMap::new()),
+                ..Metadata::default()
+            },
             pieces: HashMap::new(),
             values: HashMap::new(),
             quantizers: HashMap::new(),
             structure: None,
         };
         let budget = Budget::new(0, 1);
-        Assembler { opened, boxes: HashMap::new(), first: HashMap::new(), files: HashSet::new(), budget }
+        Assembler {
+            opened,
+            boxes: HashMap::new(),
+            first: HashMap::new(),
+            files: HashSet::new(),
+            budget,
+        }
     }
 
     /// Returns the files that are read.
@@ -157,8 +179,8 @@ impl Assembler {
         &self.opened.directory
     }
 
-    /// Adds pieces of a tensor. A box that exists already is another copy, which is compared before the tensor is
-    /// converted.
+    /// Adds pieces of a tensor. A box that exists already is another copy, which is compared before
+    /// the tensor is converted.
     pub(crate) fn add_tensor(
         &mut self,
         path: &KeyPath,
@@ -168,20 +190,43 @@ impl Assembler {
         pieces: Vec<Piece>,
     ) -> Result<(), FileError> {
         let fqn = path.flat_key();
-        self.charge(file, fqn.len() + pieces.len() * (PIECE_BYTES + 64 * shape.len()))?;
+        self.charge(
+            file,
+            fqn.len() + pieces.len() * (PIECE_BYTES + 64 * shape.len()),
+        )?;
         let properties = TensorProperties::of(dtype);
-        let fresh = || Entry::Tensor(TensorEntry { properties, shape: shape.to_vec(), chunks: Vec::new() });
+        let fresh = || {
+            Entry::Tensor(TensorEntry {
+                properties,
+                shape: shape.to_vec(),
+                chunks: Vec::new(),
+            })
+        };
         let differs = |first: &HashMap<String, Arc<str>>, what: String| FileError::Differing {
             fqn: fqn.clone(),
             what,
-            first: first.get(&fqn).map_or_else(String::new, ToString::to_string),
+            first: first
+                .get(&fqn)
+                .map_or_else(String::new, ToString::to_string),
             second: file.to_string(),
         };
-        let first = self.first.entry(fqn.clone()).or_insert_with(|| file.clone()).clone();
+        let first = self
+            .first
+            .entry(fqn.clone())
+            .or_insert_with(|| file.clone())
+            .clone();
         let metadata = &mut self.opened.metadata;
-        metadata.planner_data.get_or_insert_default().entry(fqn.clone()).or_insert_with(|| path.clone());
-        let Entry::Tensor(tensor) = metadata.entries.entry(fqn.clone()).or_insert_with(fresh) else {
-            return Err(differs(&self.first, "is a value in one and a tensor in the other".to_owned()));
+        metadata
+            .planner_data
+            .get_or_insert_default()
+            .entry(fqn.clone())
+            .or_insert_with(|| path.clone());
+        let Entry::Tensor(tensor) = metadata.entries.entry(fqn.clone()).or_insert_with(fresh)
+        else {
+            return Err(differs(
+                &self.first,
+                "is a value in one and a tensor in the other".to_owned(),
+            ));
         };
         if tensor.shape != shape && *first != **file {
             let what = format!(
@@ -189,11 +234,19 @@ impl Assembler {
                  as FSDP1's LOCAL_STATE_DICT has them),",
                 tensor.shape
             );
-            return Err(self.opened.directory.file_error(file, FormatError::Unsupported { what }));
+            return Err(self
+                .opened
+                .directory
+                .file_error(file, FormatError::Unsupported { what }));
         }
         if tensor.properties.dtype != dtype || tensor.shape != shape {
-            let there = format!("a `{}` tensor of shape {:?}", tensor.properties.dtype, tensor.shape);
-            let what = format!("is {there} in one, and a `{dtype}` tensor of shape {shape:?} in the other");
+            let there = format!(
+                "a `{}` tensor of shape {:?}",
+                tensor.properties.dtype, tensor.shape
+            );
+            let what = format!(
+                "is {there} in one, and a `{dtype}` tensor of shape {shape:?} in the other"
+            );
             return Err(differs(&self.first, what));
         }
         let boxes = self.boxes.entry(fqn.clone()).or_default();
@@ -203,14 +256,24 @@ impl Assembler {
             let stored = piece.stored(dtype);
             let is_copy = !boxes.insert(bounds.clone());
             if is_copy && *first == **file && !bounds.is_empty() {
-                let source = FormatError::Malformed { what: "checkpoint", reason: format!("it has `{fqn}` twice") };
+                let source = FormatError::Malformed {
+                    what: "checkpoint",
+                    reason: format!("it has `{fqn}` twice"),
+                };
                 return Err(self.opened.directory.file_error(file, source));
             }
             of_tensor.insert(stored.clone(), piece);
             if is_copy {
-                metadata.replicas.push(Replica { fqn: fqn.clone(), bounds: Some(bounds), stored });
+                metadata.replicas.push(Replica {
+                    fqn: fqn.clone(),
+                    bounds: Some(bounds),
+                    stored,
+                });
             } else {
-                tensor.chunks.push(Chunk { bounds, stored: Some(stored) });
+                tensor.chunks.push(Chunk {
+                    bounds,
+                    stored: Some(stored),
+                });
             }
         }
         Ok(())
@@ -231,20 +294,36 @@ impl Assembler {
             let length = self.opened.directory.file(file)?.len();
             self.budget.allow(length.saturating_mul(PICKLE_FACTOR));
         }
-        let charged = self.budget.charge("memory for pieces of tensors", bytes as u64);
+        let charged = self
+            .budget
+            .charge("memory for pieces of tensors", bytes as u64);
         charged.map_err(|over| self.opened.directory.file_error(file, over.into()))
     }
 
-    /// Adds a value. If another file holds a value at the same path, the two must be equal, and the first one is kept.
-    pub(crate) fn add_value(&mut self, path: &KeyPath, file: &Arc<str>, value: Held) -> Result<(), FileError> {
+    /// Adds a value. If another file holds a value at the same path, the two must be equal, and the
+    /// first one is kept.
+    pub(crate) fn add_value(
+        &mut self,
+        path: &KeyPath,
+        file: &Arc<str>,
+        value: Held,
+    ) -> Result<(), FileError> {
         let fqn = path.flat_key();
         let metadata = &mut self.opened.metadata;
         if metadata.entries.contains_key(&fqn) {
-            if self.opened.values.get(&fqn).is_some_and(|first| first.is_same(&value)) {
+            if self
+                .opened
+                .values
+                .get(&fqn)
+                .is_some_and(|first| first.is_same(&value))
+            {
                 return Ok(());
             }
             return Err(FileError::Differing {
-                first: self.first.get(&fqn).map_or_else(String::new, ToString::to_string),
+                first: self
+                    .first
+                    .get(&fqn)
+                    .map_or_else(String::new, ToString::to_string),
                 second: file.to_string(),
                 what: "is not the same in both".to_owned(),
                 fqn,
@@ -252,31 +331,49 @@ impl Assembler {
         }
         let stored = match &value {
             Held::Stored(_, stored) => stored.clone(),
-            Held::Plain(_) | Held::Opaque(..) => {
-                StorageInfo { relative_path: file.to_string(), offset: 0, length: 0, transforms: Vec::new() }
-            }
+            Held::Plain(_) | Held::Opaque(..) => StorageInfo {
+                relative_path: file.to_string(),
+                offset: 0,
+                length: 0,
+                transforms: Vec::new(),
+            },
         };
-        metadata.planner_data.get_or_insert_default().insert(fqn.clone(), path.clone());
-        metadata.entries.insert(fqn.clone(), Entry::Bytes(BytesEntry { stored: Some(stored) }));
+        metadata
+            .planner_data
+            .get_or_insert_default()
+            .insert(fqn.clone(), path.clone());
+        metadata.entries.insert(
+            fqn.clone(),
+            Entry::Bytes(BytesEntry {
+                stored: Some(stored),
+            }),
+        );
         self.first.insert(fqn.clone(), file.clone());
         self.opened.values.insert(fqn, value);
         Ok(())
     }
 
-    /// Adds how a tensor is quantized. If another file holds the tensor too, it must be quantized in the same way
-    /// there.
+    /// Adds how a tensor is quantized. If another file holds the tensor too, it must be quantized
+    /// in the same way there.
     pub(crate) fn add_quantizer(
         &mut self,
         fqn: String,
         file: &Arc<str>,
         quantizer: PlainValue,
     ) -> Result<(), FileError> {
-        let first = self.opened.quantizers.entry(fqn.clone()).or_insert_with(|| quantizer.clone());
+        let first = self
+            .opened
+            .quantizers
+            .entry(fqn.clone())
+            .or_insert_with(|| quantizer.clone());
         if first.same_bits(&quantizer) {
             return Ok(());
         }
         Err(FileError::Differing {
-            first: self.first.get(&fqn).map_or_else(String::new, ToString::to_string),
+            first: self
+                .first
+                .get(&fqn)
+                .map_or_else(String::new, ToString::to_string),
             second: file.to_string(),
             what: "has another scale or zero point".to_owned(),
             fqn,
@@ -292,12 +389,18 @@ impl Assembler {
             leaves.len() == keys.len() && keys.keys().all(|key| leaves.contains(key.as_str()))
         };
         let structure = structure.filter(fits);
-        Assembled { structure, ..self.opened }
+        Assembled {
+            structure,
+            ..self.opened
+        }
     }
 
     /// Sorts the keys in this order.
     pub(crate) fn sort_by_order(&mut self, order: &IndexMap<String, String>) {
-        self.opened.metadata.entries.sort_by_cached_key(|key, _| order.get_index_of(key).unwrap_or(usize::MAX));
+        self.opened
+            .metadata
+            .entries
+            .sort_by_cached_key(|key, _| order.get_index_of(key).unwrap_or(usize::MAX));
     }
 }
 
@@ -309,7 +412,10 @@ fn memory_of(value: &PlainValue) -> usize {
         PlainValue::List(items) | PlainValue::Tuple(items) | PlainValue::Set(items) => {
             items.iter().map(memory_of).sum()
         }
-        PlainValue::Dict(items) => items.iter().map(|(key, value)| memory_of(key) + memory_of(value)).sum(),
+        PlainValue::Dict(items) => items
+            .iter()
+            .map(|(key, value)| memory_of(key) + memory_of(value))
+            .sum(),
         PlainValue::Tensor(tensor) => tensor.data.len(),
         PlainValue::Typed(_, description) => memory_of(description),
         _ => 0,
@@ -318,26 +424,47 @@ fn memory_of(value: &PlainValue) -> usize {
 }
 
 impl Piece {
-    /// Returns the place of the piece for the metadata. The places of two pieces of a tensor always differ.
+    /// Returns the place of the piece for the metadata. The places of two pieces of a tensor always
+    /// differ.
     fn stored(&self, dtype: DType) -> StorageInfo {
         let start = match &self.start {
             Start::At(start) | Start::Near(start, _) => *start,
             Start::In(record, _) => {
                 let (offset, length) = record.place();
                 let transforms = vec!["deflate".to_owned()];
-                return StorageInfo { relative_path: self.file.to_string(), offset, length, transforms };
+                return StorageInfo {
+                    relative_path: self.file.to_string(),
+                    offset,
+                    length,
+                    transforms,
+                };
             }
         };
         let (offset, length) = match self.elements {
             Elements::Plain => {
-                let (first, last) = (self.layout.offset, self.layout.last().unwrap_or(self.layout.offset));
+                let (first, last) = (
+                    self.layout.offset,
+                    self.layout.last().unwrap_or(self.layout.offset),
+                );
                 let element = dtype.size_in_bytes();
-                let count = if self.layout.bounds.is_empty() { 0 } else { last.saturating_sub(first) + 1 };
-                (start.saturating_add(first.saturating_mul(element)), count.saturating_mul(element))
+                let count = if self.layout.bounds.is_empty() {
+                    0
+                } else {
+                    last.saturating_sub(first) + 1
+                };
+                (
+                    start.saturating_add(first.saturating_mul(element)),
+                    count.saturating_mul(element),
+                )
             }
             Elements::Blocks(format) => (start, format.bytes(self.layout.bounds.numel() as u64)),
         };
-        StorageInfo { relative_path: self.file.to_string(), offset, length, transforms: Vec::new() }
+        StorageInfo {
+            relative_path: self.file.to_string(),
+            offset,
+            length,
+            transforms: Vec::new(),
+        }
     }
 
     /// Reads `overlap` into its place in a slot.
@@ -353,13 +480,35 @@ impl Piece {
             Start::Near(_, find) => find.find(file)?,
             Start::In(record, start) => {
                 let bytes = record.unpacked(file);
-                return read_overlap(&mut BlockReader::new(&*bytes), *start, element, &self.layout, overlap, slot);
+                return read_overlap(
+                    &mut BlockReader::new(&*bytes),
+                    *start,
+                    element,
+                    &self.layout,
+                    overlap,
+                    slot,
+                );
             }
         };
         match self.elements {
-            Elements::Plain => read_overlap(&mut BlockReader::new(file), start, element, &self.layout, overlap, slot),
+            Elements::Plain => read_overlap(
+                &mut BlockReader::new(file),
+                start,
+                element,
+                &self.layout,
+                overlap,
+                slot,
+            ),
             Elements::Blocks(format) => {
-                blocks::read(file, start, format, &self.layout.bounds, overlap, &slot.bounds, slot.bytes)?;
+                blocks::read(
+                    file,
+                    start,
+                    format,
+                    &self.layout.bounds,
+                    overlap,
+                    &slot.bounds,
+                    slot.bytes,
+                )?;
                 slot.add_to_digest(overlap, element);
                 Ok(())
             }
@@ -371,21 +520,33 @@ impl Assembled {
     /// Returns the piece of a tensor that is stored at a place.
     fn piece(&self, fqn: &str, stored: &StorageInfo) -> Result<&Piece, FileError> {
         let piece = self.pieces.get(fqn).and_then(|pieces| pieces.get(stored));
-        piece.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })
+        piece.ok_or_else(|| FileError::NotStored {
+            fqn: fqn.to_owned(),
+        })
     }
 
     /// Reads the part of a box that is in one piece.
-    fn fill(&self, fqn: &str, dtype: DType, stored: &StorageInfo, slot: &mut Slot<'_>) -> Result<(), FileError> {
+    fn fill(
+        &self,
+        fqn: &str,
+        dtype: DType,
+        stored: &StorageInfo,
+        slot: &mut Slot<'_>,
+    ) -> Result<(), FileError> {
         let piece = self.piece(fqn, stored)?;
-        let Some(overlap) = piece.layout.bounds.intersect(&slot.bounds) else { return Ok(()) };
+        let Some(overlap) = piece.layout.bounds.intersect(&slot.bounds) else {
+            return Ok(());
+        };
         let file = self.directory.file(&piece.file)?;
         let element = dtype.size_in_bytes() as usize;
-        piece.read(&*file, element, &overlap, slot).map_err(|source| FileError::Item {
-            fqn: fqn.to_owned(),
-            path: self.directory.path().join(&*piece.file),
-            offset: stored.offset,
-            source,
-        })
+        piece
+            .read(&*file, element, &overlap, slot)
+            .map_err(|source| FileError::Item {
+                fqn: fqn.to_owned(),
+                path: self.directory.path().join(&*piece.file),
+                offset: stored.offset,
+                source,
+            })
     }
 }
 
@@ -415,10 +576,17 @@ impl Checkpoint for Assembled {
     }
 
     fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        let Some(tensor) = self.metadata.tensor(fqn) else { return Err(no_value(&self.metadata, fqn)) };
+        let Some(tensor) = self.metadata.tensor(fqn) else {
+            return Err(no_value(&self.metadata, fqn));
+        };
         for chunk in &tensor.chunks {
-            let Some(stored) = &chunk.stored else { continue };
-            for slot in slots.iter_mut().filter(|slot| chunk.bounds.intersect(&slot.bounds).is_some()) {
+            let Some(stored) = &chunk.stored else {
+                continue;
+            };
+            for slot in slots
+                .iter_mut()
+                .filter(|slot| chunk.bounds.intersect(&slot.bounds).is_some())
+            {
                 self.fill(fqn, tensor.properties.dtype, stored, slot)?;
             }
         }
@@ -429,10 +597,20 @@ impl Checkpoint for Assembled {
         Ok(self.quantizers.get(fqn).cloned())
     }
 
-    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
+    fn read_replica(
+        &self,
+        replica: &Replica,
+        bounds: &TensorBox,
+        dst: &mut [u8],
+    ) -> Result<(), FileError> {
         let dtype = tensor_of(&self.metadata, &replica.fqn)?.properties.dtype;
         check_length(&replica.fqn, bounds, dtype.size_in_bytes(), dst)?;
-        self.fill(&replica.fqn, dtype, &replica.stored, &mut Slot::new(bounds.clone(), dst))
+        self.fill(
+            &replica.fqn,
+            dtype,
+            &replica.stored,
+            &mut Slot::new(bounds.clone(), dst),
+        )
     }
 
     fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
@@ -450,9 +628,17 @@ impl Checkpoint for Assembled {
         match self.values.get(fqn) {
             Some(Held::Plain(value) | Held::Opaque(_, value)) => Ok(value.clone()),
             Some(Held::Stored(of, stored)) => {
-                let hash = PlainValue::Bytes(hash_of_item(self, fqn, stored)?.to_le_bytes().to_vec());
-                let data = format!("{} bytes with the digest {}", stored.length, Digest::of_value(&hash));
-                Ok(PlainValue::Dict(vec![("$type".into(), of.as_str().into()), ("data".into(), data.as_str().into())]))
+                let hash =
+                    PlainValue::Bytes(hash_of_item(self, fqn, stored)?.to_le_bytes().to_vec());
+                let data = format!(
+                    "{} bytes with the digest {}",
+                    stored.length,
+                    Digest::of_value(&hash)
+                );
+                Ok(PlainValue::Dict(vec![
+                    ("$type".into(), of.as_str().into()),
+                    ("data".into(), data.as_str().into()),
+                ]))
             }
             None => Err(no_value(&self.metadata, fqn)),
         }
@@ -463,12 +649,19 @@ impl Checkpoint for Assembled {
             Some(Held::Plain(value)) => Ok(value.clone()),
             Some(Held::Opaque(of, _) | Held::Stored(of, _)) => {
                 let file = match self.metadata.entries.get(fqn) {
-                    Some(Entry::Bytes(BytesEntry { stored: Some(stored) })) => &stored.relative_path,
+                    Some(Entry::Bytes(BytesEntry {
+                        stored: Some(stored),
+                    })) => &stored.relative_path,
                     _ => "",
                 };
                 let path = self.directory.path().join(file);
                 let source = FormatError::Opaque { of: of.clone() };
-                Err(FileError::Item { fqn: fqn.to_owned(), path, offset: 0, source })
+                Err(FileError::Item {
+                    fqn: fqn.to_owned(),
+                    path,
+                    offset: 0,
+                    source,
+                })
             }
             None => Err(no_value(&self.metadata, fqn)),
         }

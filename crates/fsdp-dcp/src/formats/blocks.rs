@@ -40,7 +40,9 @@ impl BlockFormat {
 
     /// Decodes one block.
     fn decode(self, block: &[u8], elements: &mut [f32; BLOCK]) {
-        let [low, high, numbers @ ..] = block else { return };
+        let [low, high, numbers @ ..] = block else {
+            return;
+        };
         let scale = f16::from_le_bytes([*low, *high]).to_f32();
         match self {
             BlockFormat::Q8_0 => {
@@ -61,7 +63,8 @@ impl BlockFormat {
 /// The blocks that are read at once.
 const AT_ONCE: usize = 2048;
 
-/// Reads `overlap` of a tensor of whole blocks, whose box is `whole`, to where it lies in `dst`, which holds `bounds`.
+/// Reads `overlap` of a tensor of whole blocks, whose box is `whole`, to where it lies in `dst`,
+/// which holds `bounds`.
 pub(crate) fn read(
     file: &dyn ReadAt,
     start: u64,

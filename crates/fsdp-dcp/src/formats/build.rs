@@ -1,4 +1,5 @@
-//! Building nested containers: from the paths of flat keys, and from other containers whose keys change.
+//! Building nested containers: from the paths of flat keys, and from other containers whose keys
+//! change.
 
 use std::collections::BTreeMap;
 
@@ -11,8 +12,8 @@ use crate::error::{FileError, FormatError};
 use crate::limits::MAX_DEPTH;
 use crate::metadata::Metadata;
 
-/// The largest number of list positions without a value in a checkpoint. It is limited because positions come from
-/// files.
+/// The largest number of list positions without a value in a checkpoint. It is limited because
+/// positions come from files.
 const MAX_GAPS: usize = 1 << 16;
 
 /// A decision about a leaf or an empty container of a structure.
@@ -38,8 +39,15 @@ impl Structure {
             let path = path.unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.clone())]));
             if path.0.len() >= MAX_DEPTH {
                 let (value, limit) = (path.0.len() as u64, MAX_DEPTH as u64);
-                let source = FormatError::TooLarge { what: "nesting", value, limit };
-                return Err(FileError::Encode { fqn: fqn.clone(), source });
+                let source = FormatError::TooLarge {
+                    what: "nesting",
+                    value,
+                    limit,
+                };
+                return Err(FileError::Encode {
+                    fqn: fqn.clone(),
+                    source,
+                });
             }
             if path.0.is_empty() && metadata.entries.len() == 1 {
                 // The root itself is a tensor, or one value.
@@ -49,23 +57,40 @@ impl Structure {
             root.insert(fqn, &steps, Builder::Leaf(fqn.clone()))?;
         }
         let mut gaps = MAX_GAPS;
-        root.finish(&mut gaps).map_err(|source| FileError::Encode { fqn: String::new(), source })
+        root.finish(&mut gaps).map_err(|source| FileError::Encode {
+            fqn: String::new(),
+            source,
+        })
     }
 
-    /// Returns this structure with leaves and empty containers moved or left out, as `place` decides by the flat key
-    /// and the path of each. Containers that become empty are removed. In a list, an empty dict replaces a removed item
-    /// unless it was at the end, so that the keys of the other items stay the same.
+    /// Returns this structure with leaves and empty containers moved or left out, as `place`
+    /// decides by the flat key and the path of each. Containers that become empty are removed. In a
+    /// list, an empty dict replaces a removed item unless it was at the end, so that the keys of
+    /// the other items stay the same.
     ///
     /// # Errors
     /// Two leaves would get one place.
-    pub(crate) fn rebuilt(&self, place: &mut dyn FnMut(&str, &KeyPath) -> Placed) -> Result<Self, FileError> {
-        let mut rebuild = Rebuild { place, path: KeyPath::default(), steps: Vec::new(), root: None };
+    pub(crate) fn rebuilt(
+        &self,
+        place: &mut dyn FnMut(&str, &KeyPath) -> Placed,
+    ) -> Result<Self, FileError> {
+        let mut rebuild = Rebuild {
+            place,
+            path: KeyPath::default(),
+            steps: Vec::new(),
+            root: None,
+        };
         rebuild.add(self)?;
-        let Some(root) = rebuild.root else { return Ok(Structure::Dict(Vec::new())) };
-        // The positions come from a structure, so there is no limit to the number of missing ones: they were there
-        // before.
+        let Some(root) = rebuild.root else {
+            return Ok(Structure::Dict(Vec::new()));
+        };
+        // The positions come from a structure, so there is no limit to the number of missing ones:
+        // they were there before.
         let mut gaps = usize::MAX;
-        root.finish(&mut gaps).map_err(|source| FileError::Encode { fqn: String::new(), source })
+        root.finish(&mut gaps).map_err(|source| FileError::Encode {
+            fqn: String::new(),
+            source,
+        })
     }
 }
 
@@ -84,11 +109,16 @@ impl Rebuild<'_> {
     fn add(&mut self, structure: &Structure) -> Result<(), FileError> {
         let (fqn, empty) = match structure {
             Structure::Leaf(fqn) => (fqn.clone(), None),
-            Structure::Dict(items) if items.is_empty() => (self.path.flat_key(), Some(Builder::Dict(IndexMap::new()))),
-            Structure::Module(of, items) if items.is_empty() => {
-                (self.path.flat_key(), Some(Builder::Module(of.clone(), IndexMap::new())))
+            Structure::Dict(items) if items.is_empty() => {
+                (self.path.flat_key(), Some(Builder::Dict(IndexMap::new())))
             }
-            Structure::List(items) if items.is_empty() => (self.path.flat_key(), Some(Builder::List(BTreeMap::new()))),
+            Structure::Module(of, items) if items.is_empty() => (
+                self.path.flat_key(),
+                Some(Builder::Module(of.clone(), IndexMap::new())),
+            ),
+            Structure::List(items) if items.is_empty() => {
+                (self.path.flat_key(), Some(Builder::List(BTreeMap::new())))
+            }
             Structure::Tuple(items) if items.is_empty() => {
                 (self.path.flat_key(), Some(Builder::Tuple(BTreeMap::new())))
             }
@@ -97,7 +127,9 @@ impl Rebuild<'_> {
         let (fqn, steps) = match (self.place)(&fqn, &self.path) {
             Placed::Stays => (fqn, self.steps.clone()),
             Placed::LeftOut => return Ok(()),
-            Placed::Moves(name, moved) => (name, moved.apply(&self.steps, |key| Step::Key(key.into()))),
+            Placed::Moves(name, moved) => {
+                (name, moved.apply(&self.steps, |key| Step::Key(key.into())))
+            }
         };
         let last = empty.unwrap_or_else(|| Builder::Leaf(fqn.clone()));
         match &mut self.root {
@@ -106,7 +138,10 @@ impl Rebuild<'_> {
                 self.root = Some(last);
                 Ok(())
             }
-            None => self.root.insert(Builder::container_for(&steps)).insert(&fqn, &steps, last),
+            None => self
+                .root
+                .insert(Builder::container_for(&steps))
+                .insert(&fqn, &steps, last),
         }
     }
 
@@ -150,8 +185,8 @@ impl Step {
     }
 }
 
-/// The items of a dict that is being built, by their keys as Rust shows them: keys of several types may have the same
-/// text.
+/// The items of a dict that is being built, by their keys as Rust shows them: keys of several types
+/// may have the same text.
 type Items = IndexMap<String, (PlainValue, Builder)>;
 
 /// A structure that is being built.
@@ -159,7 +194,8 @@ enum Builder {
     Leaf(String),
     Dict(Items),
     Module(String, Items),
-    /// The items by position. A position without a value was an empty dict, which flattening leaves out.
+    /// The items by position. A position without a value was an empty dict, which flattening leaves
+    /// out.
     List(BTreeMap<usize, Builder>),
     Tuple(BTreeMap<usize, Builder>),
 }
@@ -182,7 +218,9 @@ impl Builder {
         };
         let mut at = self;
         for (index, step) in way.iter().enumerate() {
-            at = at.item(fqn, step, || Builder::container_for(&steps[index + 1..]))?.0;
+            at = at
+                .item(fqn, step, || Builder::container_for(&steps[index + 1..]))?
+                .0;
         }
         let kind = std::mem::discriminant(&last);
         let is_leaf = matches!(last, Builder::Leaf(_));
@@ -207,14 +245,26 @@ impl Builder {
             make()
         };
         let item = match (self, step) {
-            (Builder::Dict(items) | Builder::Module(_, items), Step::Key(key) | Step::Attribute(_, key)) => {
-                &mut items.entry(format!("{key:?}")).or_insert_with(|| (key.clone(), make())).1
+            (
+                Builder::Dict(items) | Builder::Module(_, items),
+                Step::Key(key) | Step::Attribute(_, key),
+            ) => {
+                &mut items
+                    .entry(format!("{key:?}"))
+                    .or_insert_with(|| (key.clone(), make()))
+                    .1
             }
-            (Builder::List(items) | Builder::Tuple(items), Step::InList(index) | Step::InTuple(index)) => {
-                items.entry(*index).or_insert_with(make)
-            }
+            (
+                Builder::List(items) | Builder::Tuple(items),
+                Step::InList(index) | Step::InTuple(index),
+            ) => items.entry(*index).or_insert_with(make),
             (Builder::Leaf(_), _) => return Err(refused(fqn, "a value where others lie below")),
-            _ => return Err(refused(fqn, "a place that is a dict to one key and a list to another")),
+            _ => {
+                return Err(refused(
+                    fqn,
+                    "a place that is a dict to one key and a list to another",
+                ));
+            }
         };
         Ok((item, is_new))
     }
@@ -231,17 +281,31 @@ impl Builder {
     }
 }
 
-fn finish_dict(items: Items, gaps: &mut usize) -> Result<Vec<(PlainValue, Structure)>, FormatError> {
-    items.into_values().map(|(key, child)| Ok((key, child.finish(gaps)?))).collect()
+fn finish_dict(
+    items: Items,
+    gaps: &mut usize,
+) -> Result<Vec<(PlainValue, Structure)>, FormatError> {
+    items
+        .into_values()
+        .map(|(key, child)| Ok((key, child.finish(gaps)?)))
+        .collect()
 }
 
-/// Returns the items of a list in order. `gaps` is the number of missing positions that may still be filled.
-fn finish_list(list: BTreeMap<usize, Builder>, gaps: &mut usize) -> Result<Vec<Structure>, FormatError> {
+/// Returns the items of a list in order. `gaps` is the number of missing positions that may still
+/// be filled.
+fn finish_list(
+    list: BTreeMap<usize, Builder>,
+    gaps: &mut usize,
+) -> Result<Vec<Structure>, FormatError> {
     let mut items = Vec::with_capacity(list.len());
     for (index, child) in list {
         let Some(left) = gaps.checked_sub(index - items.len()) else {
             let (value, limit) = (index as u64, MAX_GAPS as u64);
-            return Err(FormatError::Limit { what: "number of list positions without a value", value, limit });
+            return Err(FormatError::Limit {
+                what: "number of list positions without a value",
+                value,
+                limit,
+            });
         };
         *gaps = left;
         // A list has no holes. A missing position was an empty dict, which flattening leaves out.
@@ -252,5 +316,10 @@ fn finish_list(list: BTreeMap<usize, Builder>, gaps: &mut usize) -> Result<Vec<S
 }
 
 fn refused(fqn: &str, what: &str) -> FileError {
-    FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what: what.to_owned() } }
+    FileError::Encode {
+        fqn: fqn.to_owned(),
+        source: FormatError::Unsupported {
+            what: what.to_owned(),
+        },
+    }
 }

@@ -1,5 +1,5 @@
-//! Files that other programs put beside a checkpoint's own: the state of a trainer's loop, a model's configuration, a
-//! tokenizer.
+//! Files that other programs put beside a checkpoint's own: the state of a trainer's loop, a
+//! model's configuration, a tokenizer.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -16,18 +16,19 @@ use crate::storage::read_at::ReadAt as _;
 /// The files beside a checkpoint's own.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ExtraFiles {
-    /// The regular files that belong to the checkpoint's framework, sorted: a copy of the checkpoint needs them.
+    /// The regular files that belong to the checkpoint's framework, sorted: a copy of the
+    /// checkpoint needs them.
     pub files: Vec<String>,
-    /// Everything else, sorted: directories, links that lead out, the same weights in other formats, data files of
-    /// other saves, and names that are not UTF-8, as messages show them.
+    /// Everything else, sorted: directories, links that lead out, the same weights in other
+    /// formats, data files of other saves, and names that are not UTF-8, as messages show them.
     pub others: Vec<String>,
     /// The first file in either list that no framework keeps beside a checkpoint of this format.
     foreign: Option<String>,
 }
 
 impl ExtraFiles {
-    /// Returns a file or directory that belongs neither to the checkpoint nor to its framework, and would be lost if
-    /// the checkpoint were removed or replaced; `None` if there is none.
+    /// Returns a file or directory that belongs neither to the checkpoint nor to its framework, and
+    /// would be lost if the checkpoint were removed or replaced; `None` if there is none.
     pub fn foreign(&self) -> Option<&str> {
         self.foreign.as_deref()
     }
@@ -42,8 +43,11 @@ impl ExtraFiles {
             Format::Folder => &|name| is_own_of_safetensors(name) || is_own_of_torch(name),
             _ => &is_own_of_torch,
         };
-        let mut stored: HashSet<&str> =
-            checkpoint.metadata().stored().map(|(_, _, stored)| stored.relative_path.as_str()).collect();
+        let mut stored: HashSet<&str> = checkpoint
+            .metadata()
+            .stored()
+            .map(|(_, _, stored)| stored.relative_path.as_str())
+            .collect();
         // A part of a folder may be a directory of its own, or hold nothing.
         if checkpoint.format() == Format::Folder {
             stored.extend(checkpoint.parts().iter().map(|part| part.place));
@@ -54,10 +58,15 @@ impl ExtraFiles {
                 continue;
             }
             let is_file = is_file(directory, &name)?;
-            if found.foreign.is_none() && !(is_file && is_of_framework(checkpoint.format(), &name)) {
+            if found.foreign.is_none() && !(is_file && is_of_framework(checkpoint.format(), &name))
+            {
                 found.foreign = Some(name.clone());
             }
-            if is_file && !is_other_data(&name) { found.files.push(name) } else { found.others.push(name) }
+            if is_file && !is_other_data(&name) {
+                found.files.push(name)
+            } else {
+                found.others.push(name)
+            }
         }
         for name in directory.names_not_utf8()? {
             found.foreign.get_or_insert_with(|| name.clone());
@@ -67,8 +76,8 @@ impl ExtraFiles {
         Ok(found)
     }
 
-    /// Lists the files of a directory that Hugging Face's libraries need besides the weights: a configuration, a
-    /// tokenizer, a model's own code.
+    /// Lists the files of a directory that Hugging Face's libraries need besides the weights: a
+    /// configuration, a tokenizer, a model's own code.
     pub(crate) fn for_hugging_face(directory: &CheckedDirectory) -> Result<Vec<String>, FileError> {
         let mut files = Vec::new();
         for name in directory.names()? {
@@ -88,9 +97,12 @@ fn is_file(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError> 
     }
 }
 
-/// Returns `true` for the name of a file that belongs to a DCP directory, besides those that the metadata names.
+/// Returns `true` for the name of a file that belongs to a DCP directory, besides those that the
+/// metadata names.
 fn is_own_of_dcp(name: &str) -> bool {
-    name.starts_with(METADATA_FILE) || name.starts_with(INTEGRITY_FILE) || name.ends_with(METADATA_FILE)
+    name.starts_with(METADATA_FILE)
+        || name.starts_with(INTEGRITY_FILE)
+        || name.ends_with(METADATA_FILE)
 }
 
 /// Returns `true` for a data file of a DCP directory, and for the sidecar of hashes.
@@ -98,12 +110,16 @@ pub(crate) fn is_data_of_dcp(name: &str) -> bool {
     name.ends_with(".distcp") || name.starts_with(INTEGRITY_FILE)
 }
 
-/// Returns `true` for the name of a file that belongs to a safetensors directory, besides the tensors.
+/// Returns `true` for the name of a file that belongs to a safetensors directory, besides the
+/// tensors.
 fn is_own_of_safetensors(name: &str) -> bool {
-    name.starts_with(INTEGRITY_FILE) || name == VALUES_FILE || name.ends_with(".safetensors.index.json")
+    name.starts_with(INTEGRITY_FILE)
+        || name == VALUES_FILE
+        || name.ends_with(".safetensors.index.json")
 }
 
-/// Returns `true` for the name of a file that belongs to files of `torch.save`, besides those with tensors.
+/// Returns `true` for the name of a file that belongs to files of `torch.save`, besides those with
+/// tensors.
 fn is_own_of_torch(name: &str) -> bool {
     name.starts_with(INTEGRITY_FILE) || name.ends_with(".bin.index.json") || name == "metadata.pkl"
 }
@@ -127,19 +143,27 @@ const OF_HUGGING_FACE: [&str; 12] = [
 /// Returns `true` for a configuration, a part of a tokenizer, or a model's own code.
 fn is_of_hugging_face(name: &str) -> bool {
     let is_code = name.ends_with(".py")
-        && ["modeling_", "configuration_", "tokenization_"].iter().any(|start| name.starts_with(start));
+        && ["modeling_", "configuration_", "tokenization_"]
+            .iter()
+            .any(|start| name.starts_with(start));
     is_code || OF_HUGGING_FACE.iter().any(|start| name.starts_with(start))
 }
 
 /// The files that Lightning and Megatron keep beside the data of a DCP directory.
 const BESIDE_DCP: [&str; 3] = ["meta.pt", "common.pt", "metadata.json"];
 
-/// The files that trainers keep beside their weights, besides those that Hugging Face's libraries look for.
-const BESIDE_WEIGHTS: [&str; 5] =
-    ["README.md", "adapter_config.json", "training_args.bin", "zero_to_fp32.py", "latest"];
+/// The files that trainers keep beside their weights, besides those that Hugging Face's libraries
+/// look for.
+const BESIDE_WEIGHTS: [&str; 5] = [
+    "README.md",
+    "adapter_config.json",
+    "training_args.bin",
+    "zero_to_fp32.py",
+    "latest",
+];
 
-/// Returns `true` for a file that a framework keeps beside a checkpoint of a format, or that an earlier save or a
-/// signature has left there: it goes with the checkpoint.
+/// Returns `true` for a file that a framework keeps beside a checkpoint of a format, or that an
+/// earlier save or a signature has left there: it goes with the checkpoint.
 fn is_of_framework(format: Format, name: &str) -> bool {
     if name.ends_with(".distcp") || name.ends_with(".sig") {
         return true;
@@ -150,15 +174,24 @@ fn is_of_framework(format: Format, name: &str) -> bool {
     }
 }
 
-/// Returns `true` for data files of another save, for weights in another format, which a copy would make stale, and for
-/// signatures, which are of the original's bytes.
+/// Returns `true` for data files of another save, for weights in another format, which a copy would
+/// make stale, and for signatures, which are of the original's bytes.
 fn is_other_data(name: &str) -> bool {
-    let weights = name.starts_with("pytorch_model") || name.starts_with("tf_model") || name.starts_with("flax_model");
-    weights || [".distcp", ".safetensors", ".gguf", ".onnx", ".sig"].iter().any(|end| name.ends_with(end))
+    let weights = name.starts_with("pytorch_model")
+        || name.starts_with("tf_model")
+        || name.starts_with("flax_model");
+    weights
+        || [".distcp", ".safetensors", ".gguf", ".onnx", ".sig"]
+            .iter()
+            .any(|end| name.ends_with(end))
 }
 
 /// Copies one file, a block at a time.
-fn copy_file(from: &CheckedDirectory, name: &str, staging: &Staging) -> Result<FileIntegrity, FileError> {
+fn copy_file(
+    from: &CheckedDirectory,
+    name: &str,
+    staging: &Staging,
+) -> Result<FileIntegrity, FileError> {
     let file = from.extra_file(name)?;
     let length = file.len();
     let staged = staging.create(name, length)?;
@@ -166,7 +199,8 @@ fn copy_file(from: &CheckedDirectory, name: &str, staging: &Staging) -> Result<F
     let (mut hashes, mut buffer) = (Vec::new(), Vec::new());
     for at in (0..length).step_by(block as usize) {
         buffer.resize(block.min(length - at) as usize, 0);
-        file.read_exact_at(at, &mut buffer).map_err(|source| from.file_error(name, source))?;
+        file.read_exact_at(at, &mut buffer)
+            .map_err(|source| from.file_error(name, source))?;
         staged.write_at(at, &buffer)?;
         hashes.push(XxHash3_64::oneshot(&buffer));
     }
@@ -176,7 +210,8 @@ fn copy_file(from: &CheckedDirectory, name: &str, staging: &Staging) -> Result<F
     Ok(integrity)
 }
 
-/// Files that go with what is written, and the directories that they come from. The last one with a name counts.
+/// Files that go with what is written, and the directories that they come from. The last one with a
+/// name counts.
 #[derive(Default)]
 pub(crate) struct CopiedFiles<'c> {
     from: BTreeMap<String, &'c CheckedDirectory>,
@@ -199,8 +234,14 @@ impl<'c> CopiedFiles<'c> {
     }
 
     /// Copies the files to where the checkpoint is written, and returns their hashes.
-    pub(crate) fn copy(&self, staging: &Staging) -> Result<BTreeMap<String, FileIntegrity>, FileError> {
-        let copied = self.from.iter().map(|(name, from)| Ok((name.clone(), copy_file(from, name, staging)?)));
+    pub(crate) fn copy(
+        &self,
+        staging: &Staging,
+    ) -> Result<BTreeMap<String, FileIntegrity>, FileError> {
+        let copied = self
+            .from
+            .iter()
+            .map(|(name, from)| Ok((name.clone(), copy_file(from, name, staging)?)));
         copied.collect()
     }
 }

@@ -1,4 +1,5 @@
-//! The JSON index of a model in several files: `model.safetensors.index.json`, `pytorch_model.bin.index.json`.
+//! The JSON index of a model in several files: `model.safetensors.index.json`,
+//! `pytorch_model.bin.index.json`.
 
 use indexmap::IndexMap;
 use serde::Deserialize;
@@ -19,22 +20,30 @@ impl Index {
     /// Reads an index.
     pub(crate) fn read(directory: &CheckedDirectory, name: &str) -> Result<Self, FileError> {
         let bytes = directory.read_small(name, MAX_INDEX_BYTES)?;
-        let charged = Budget::new(bytes.len() as u64, 1).charge_json("memory for the index", &bytes);
+        let charged =
+            Budget::new(bytes.len() as u64, 1).charge_json("memory for the index", &bytes);
         charged.map_err(|over| directory.file_error(name, over.into()))?;
         serde_json::from_slice(&bytes).map_err(|error| {
-            let source = FormatError::Malformed { what: "index", reason: error.to_string() };
+            let source = FormatError::Malformed {
+                what: "index",
+                reason: error.to_string(),
+            };
             directory.file_error(name, source)
         })
     }
 
-    /// Returns `true` if the index says that a key is in another file. Keys that the index does not list are read from
-    /// the file in which they are found, because libraries load everything in the files.
+    /// Returns `true` if the index says that a key is in another file. Keys that the index does not
+    /// list are read from the file in which they are found, because libraries load everything in
+    /// the files.
     pub(crate) fn is_elsewhere(&self, key: &str, file: &str) -> bool {
         self.weight_map.get(key).is_some_and(|of| of != file)
     }
 
     /// Returns the keys of each file. A file that does not lie beside the index is an error.
-    pub(crate) fn files(&self, directory: &CheckedDirectory) -> Result<IndexMap<&str, Vec<&str>>, FileError> {
+    pub(crate) fn files(
+        &self,
+        directory: &CheckedDirectory,
+    ) -> Result<IndexMap<&str, Vec<&str>>, FileError> {
         let mut files: IndexMap<&str, Vec<&str>> = IndexMap::new();
         for (key, file) in &self.weight_map {
             files.entry(file).or_default().push(key);

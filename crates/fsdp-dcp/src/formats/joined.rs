@@ -53,44 +53,97 @@ pub(crate) struct Joined {
 impl Joined {
     /// Begins a checkpoint without any parts.
     pub(crate) fn new(format: Format, path: &Path, directory: CheckedDirectory) -> Self {
-        let metadata = Metadata { planner_data: Some(IndexMap::new()), ..Metadata::default() };
-        let seen = Seen { sources: Vec::new(), metadata, structure: None };
+        let metadata = Metadata {
+            planner_data: Some(IndexMap::new()),
+            ..Metadata::default()
+        };
+        let seen = Seen {
+            sources: Vec::new(),
+            metadata,
+            structure: None,
+        };
         let (structures, places, origins) = Default::default();
-        Joined { format, path: path.to_owned(), directory, seen, structures, places, origins }
+        Joined {
+            format,
+            path: path.to_owned(),
+            directory,
+            seen,
+            structures,
+            places,
+            origins,
+        }
     }
 
     /// Adds a part. A key that another part has already is an error.
-    pub(crate) fn add(&mut self, part: Part, checkpoint: Box<dyn Checkpoint>) -> Result<(), FileError> {
-        let Part { place, is_directory, prefix, skip } = part;
+    pub(crate) fn add(
+        &mut self,
+        part: Part,
+        checkpoint: Box<dyn Checkpoint>,
+    ) -> Result<(), FileError> {
+        let Part {
+            place,
+            is_directory,
+            prefix,
+            skip,
+        } = part;
         let index = self.places.len();
         let of = checkpoint.metadata();
         let is_moved = !prefix.is_empty() || skip > 0;
         let placed = |stored: &StorageInfo| {
             let relative = &stored.relative_path;
-            let relative_path = if is_directory { format!("{place}/{relative}") } else { relative.clone() };
-            StorageInfo { relative_path, ..stored.clone() }
+            let relative_path = if is_directory {
+                format!("{place}/{relative}")
+            } else {
+                relative.clone()
+            };
+            StorageInfo {
+                relative_path,
+                ..stored.clone()
+            }
         };
         let mut keys = HashMap::new();
-        let mut added = Metadata { planner_data: Some(IndexMap::new()), ..Metadata::default() };
+        let mut added = Metadata {
+            planner_data: Some(IndexMap::new()),
+            ..Metadata::default()
+        };
         for (fqn, entry) in &of.entries {
-            let own = of.planner_data.as_ref().and_then(|paths| paths.get(fqn)).cloned();
+            let own = of
+                .planner_data
+                .as_ref()
+                .and_then(|paths| paths.get(fqn))
+                .cloned();
             let path = if is_moved {
                 let own = own.unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.clone())]));
-                Some(KeyPath(prefix.iter().cloned().chain(own.0.into_iter().skip(skip)).collect()))
+                Some(KeyPath(
+                    prefix
+                        .iter()
+                        .cloned()
+                        .chain(own.0.into_iter().skip(skip))
+                        .collect(),
+                ))
             } else {
                 own
             };
-            let key = path.as_ref().filter(|_| is_moved).map_or_else(|| fqn.clone(), KeyPath::flat_key);
+            let key = path
+                .as_ref()
+                .filter(|_| is_moved)
+                .map_or_else(|| fqn.clone(), KeyPath::flat_key);
             let mut entry = entry.clone();
             match &mut entry {
                 Entry::Tensor(tensor) => {
-                    let stored = tensor.chunks.iter_mut().filter_map(|chunk| chunk.stored.as_mut());
+                    let stored = tensor
+                        .chunks
+                        .iter_mut()
+                        .filter_map(|chunk| chunk.stored.as_mut());
                     stored.for_each(|stored| *stored = placed(stored));
                 }
                 Entry::Bytes(bytes) => bytes.stored = bytes.stored.as_ref().map(placed),
             }
             if self.seen.metadata.entries.contains_key(&key) || added.entries.contains_key(&key) {
-                let what = format!("`{key}` in both `{}` and `{place}` of one folder", self.place_of(&key));
+                let what = format!(
+                    "`{key}` in both `{}` and `{place}` of one folder",
+                    self.place_of(&key)
+                );
                 return Err(FileError::File {
                     path: checkpoint.path().to_owned(),
                     source: FormatError::Unsupported { what },
@@ -105,7 +158,11 @@ impl Joined {
         }
         let replicas = of.replicas.iter().filter_map(|replica| {
             let fqn = keys.get(&replica.fqn)?.clone();
-            Some(Replica { fqn, bounds: replica.bounds.clone(), stored: placed(&replica.stored) })
+            Some(Replica {
+                fqn,
+                bounds: replica.bounds.clone(),
+                stored: placed(&replica.stored),
+            })
         });
         self.seen.metadata.replicas.extend(replicas);
         let structure = match checkpoint.structure() {
@@ -113,14 +170,23 @@ impl Joined {
             _ => Structure::of_paths(&added)?,
         };
         self.seen.metadata.entries.extend(added.entries);
-        self.seen.metadata.planner_data.get_or_insert_default().extend(added.planner_data.unwrap_or_default());
+        self.seen
+            .metadata
+            .planner_data
+            .get_or_insert_default()
+            .extend(added.planner_data.unwrap_or_default());
         self.structures.push(structure);
         self.seen.sources.push(Source::Own(checkpoint));
-        self.places.push(Place { place, is_directory, keys });
+        self.places.push(Place {
+            place,
+            is_directory,
+            keys,
+        });
         Ok(())
     }
 
-    /// Completes the checkpoint. If the containers of the parts do not fit together, the whole has no structure.
+    /// Completes the checkpoint. If the containers of the parts do not fit together, the whole has
+    /// no structure.
     pub(crate) fn finish(mut self) -> Self {
         let structure = Structure::merged(std::mem::take(&mut self.structures));
         let does_fit = structure.leaves().len() == self.seen.metadata.entries.len();
@@ -128,16 +194,22 @@ impl Joined {
         self
     }
 
-    /// Returns the place of the part that has a key, for errors; an empty text if the part is still being added.
+    /// Returns the place of the part that has a key, for errors; an empty text if the part is still
+    /// being added.
     fn place_of(&self, key: &str) -> String {
-        let place = self.origins.get(key).and_then(|(index, _)| self.places.get(*index));
+        let place = self
+            .origins
+            .get(key)
+            .and_then(|(index, _)| self.places.get(*index));
         place.map_or_else(String::new, |place| place.place.clone())
     }
 }
 
 /// Wraps a structure in nested dicts with these keys, the first of them outermost.
 fn below(prefix: &[PathPart], structure: Structure) -> Structure {
-    prefix.iter().rev().fold(structure, |structure, part| Structure::Dict(vec![(part.to_string().into(), structure)]))
+    prefix.iter().rev().fold(structure, |structure, part| {
+        Structure::Dict(vec![(part.to_string().into(), structure)])
+    })
 }
 
 impl Layer for Joined {
@@ -151,7 +223,9 @@ impl Layer for Joined {
     }
 
     fn read_made(&self, fqn: &str, _: &mut [Slot<'_>]) -> Result<(), FileError> {
-        Err(FileError::NotStored { fqn: fqn.to_owned() })
+        Err(FileError::NotStored {
+            fqn: fqn.to_owned(),
+        })
     }
 
     fn inputs_of_made(&self, _: &str, _: &mut Vec<(usize, String)>) {}
@@ -170,12 +244,21 @@ impl Layer for Joined {
 
     fn parts(&self) -> Vec<PartOf<'_>> {
         let parts = self.places.iter().zip(&self.seen.sources);
-        let parts = parts.map(|(Place { place, is_directory, keys }, source)| PartOf {
-            place,
-            is_directory: *is_directory,
-            checkpoint: &**source,
-            keys,
-        });
+        let parts = parts.map(
+            |(
+                Place {
+                    place,
+                    is_directory,
+                    keys,
+                },
+                source,
+            )| PartOf {
+                place,
+                is_directory: *is_directory,
+                checkpoint: &**source,
+                keys,
+            },
+        );
         parts.collect()
     }
 
@@ -183,15 +266,23 @@ impl Layer for Joined {
         Some(fqn)
     }
 
-    /// Translates a place in this checkpoint to a place in one of its sources: file names lose the name of the source's
-    /// directory.
+    /// Translates a place in this checkpoint to a place in one of its sources: file names lose the
+    /// name of the source's directory.
     fn stored_in<'s>(&self, source: usize, stored: &'s StorageInfo) -> Cow<'s, StorageInfo> {
-        let Place { place, is_directory, .. } = &self.places[source];
-        let below = stored.relative_path.strip_prefix(place.as_str()).and_then(|rest| rest.strip_prefix('/'));
+        let Place {
+            place,
+            is_directory,
+            ..
+        } = &self.places[source];
+        let below = stored
+            .relative_path
+            .strip_prefix(place.as_str())
+            .and_then(|rest| rest.strip_prefix('/'));
         match below {
-            Some(below) if *is_directory => {
-                Cow::Owned(StorageInfo { relative_path: below.to_owned(), ..stored.clone() })
-            }
+            Some(below) if *is_directory => Cow::Owned(StorageInfo {
+                relative_path: below.to_owned(),
+                ..stored.clone()
+            }),
             _ => Cow::Borrowed(stored),
         }
     }

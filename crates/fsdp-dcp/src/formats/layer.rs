@@ -1,8 +1,8 @@
-//! The shared part of all views of checkpoints, which change keys, shapes or dtypes, or show several checkpoints as
-//! one.
+//! The shared part of all views of checkpoints, which change keys, shapes or dtypes, or show
+//! several checkpoints as one.
 //!
-//! A layer says where the content of each key comes from. All methods of a [`Checkpoint`] follow from that, in the same
-//! way for all layers.
+//! A layer says where the content of each key comes from. All methods of a [`Checkpoint`] follow
+//! from that, in the same way for all layers.
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -61,8 +61,16 @@ pub(crate) struct Seen<'s> {
 
 impl<'s> Seen<'s> {
     /// Returns what is seen of a single checkpoint.
-    pub(crate) fn of(source: &'s dyn Checkpoint, metadata: Metadata, structure: Option<Structure>) -> Self {
-        Seen { sources: vec![Source::Lent(source)], metadata, structure }
+    pub(crate) fn of(
+        source: &'s dyn Checkpoint,
+        metadata: Metadata,
+        structure: Option<Structure>,
+    ) -> Self {
+        Seen {
+            sources: vec![Source::Lent(source)],
+            metadata,
+            structure,
+        }
     }
 }
 
@@ -87,7 +95,8 @@ pub(crate) trait Layer: Send + Sync {
     /// Fills boxes of a tensor whose origin is [`Origin::Made`].
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError>;
 
-    /// Adds the sources, by position, and the keys that a tensor of [`Origin::Made`] is computed from.
+    /// Adds the sources, by position, and the keys that a tensor of [`Origin::Made`] is computed
+    /// from.
     fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>);
 
     /// Returns its format.
@@ -110,7 +119,8 @@ pub(crate) trait Layer: Send + Sync {
         self.source(0).parts()
     }
 
-    /// Returns the key that the content at a key has in the whole of these parts, if it comes from there as it is.
+    /// Returns the key that the content at a key has in the whole of these parts, if it comes from
+    /// there as it is.
     fn key_in_parts<'o>(&'o self, fqn: &'o str) -> Option<&'o str> {
         match self.origin(fqn) {
             Origin::Source(0, name) => self.source(0).key_in_parts(name),
@@ -123,7 +133,8 @@ pub(crate) trait Layer: Send + Sync {
         None
     }
 
-    /// Turns a place from this layer's metadata into that of a source, whose paths are relative to the source.
+    /// Turns a place from this layer's metadata into that of a source, whose paths are relative to
+    /// the source.
     fn stored_in<'s>(&self, source: usize, stored: &'s StorageInfo) -> Cow<'s, StorageInfo> {
         let _ = source;
         Cow::Borrowed(stored)
@@ -131,7 +142,11 @@ pub(crate) trait Layer: Send + Sync {
 
     /// Returns the number of bytes that were read from data files so far.
     fn bytes_read(&self) -> u64 {
-        self.seen().sources.iter().map(|source| source.bytes_read()).sum()
+        self.seen()
+            .sources
+            .iter()
+            .map(|source| source.bytes_read())
+            .sum()
     }
 }
 
@@ -143,22 +158,29 @@ fn origin_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<Origin<'o>, Fil
     Ok(layer.origin(fqn))
 }
 
-/// Returns the source that stores the bytes of a key, and the key there. A key whose content the layer makes is an
-/// error.
+/// Returns the source that stores the bytes of a key, and the key there. A key whose content the
+/// layer makes is an error.
 fn source_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<(usize, &'o str), FileError> {
     match origin_of(layer, fqn)? {
         Origin::Source(source, name) => Ok((source, name)),
-        _ => Err(FileError::NotStored { fqn: fqn.to_owned() }),
+        _ => Err(FileError::NotStored {
+            fqn: fqn.to_owned(),
+        }),
     }
 }
 
 /// Returns a replica with the key and the paths that it has in a source.
 fn replica_in<L: Layer>(layer: &L, source: usize, name: &str, replica: &Replica) -> Replica {
     let stored = layer.stored_in(source, &replica.stored).into_owned();
-    Replica { fqn: name.to_owned(), bounds: replica.bounds.clone(), stored }
+    Replica {
+        fqn: name.to_owned(),
+        bounds: replica.bounds.clone(),
+        stored,
+    }
 }
 
-/// Runs a check on each source, for the keys of the source that the chosen keys of the layer come from.
+/// Runs a check on each source, for the keys of the source that the chosen keys of the layer come
+/// from.
 fn check_sources<L: Layer>(
     layer: &L,
     keys: KeyFilter<'_>,
@@ -177,7 +199,9 @@ fn check_sources<L: Layer>(
         needed[source].insert(name);
     }
     let needed = needed.iter().enumerate();
-    needed.into_iter().try_for_each(|(index, keys)| check(layer.source(index), &|fqn| keys.contains(fqn)))
+    needed
+        .into_iter()
+        .try_for_each(|(index, keys)| check(layer.source(index), &|fqn| keys.contains(fqn)))
 }
 
 impl<L: Layer> Checkpoint for L {
@@ -225,7 +249,9 @@ impl<L: Layer> Checkpoint for L {
         match origin_of(self, fqn)? {
             Origin::Source(source, name) => self.source(source).read_boxes(name, slots),
             Origin::Made => self.read_made(fqn, slots),
-            Origin::Value(_) => Err(FileError::NotStored { fqn: fqn.to_owned() }),
+            Origin::Value(_) => Err(FileError::NotStored {
+                fqn: fqn.to_owned(),
+            }),
         }
     }
 
@@ -240,7 +266,8 @@ impl<L: Layer> Checkpoint for L {
     fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
         match origin_of(self, fqn)? {
             Origin::Source(source, name) => self.source(source).opaque_type(name),
-            // A tensor that is made of an opaque one cannot be read; the error of that read says so.
+            // A tensor that is made of an opaque one cannot be read; the error of that read says
+            // so.
             Origin::Value(_) | Origin::Made => Ok(None),
         }
     }
@@ -261,26 +288,42 @@ impl<L: Layer> Checkpoint for L {
 
     fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
         let (source, name) = source_of(self, fqn)?;
-        self.source(source).read_item(name, &self.stored_in(source, stored))
+        self.source(source)
+            .read_item(name, &self.stored_in(source, stored))
     }
 
-    fn read_stored(&self, fqn: &str, stored: &StorageInfo, at: u64, dst: &mut [u8]) -> Result<(), FileError> {
+    fn read_stored(
+        &self,
+        fqn: &str,
+        stored: &StorageInfo,
+        at: u64,
+        dst: &mut [u8],
+    ) -> Result<(), FileError> {
         let (source, name) = source_of(self, fqn)?;
-        self.source(source).read_stored(name, &self.stored_in(source, stored), at, dst)
+        self.source(source)
+            .read_stored(name, &self.stored_in(source, stored), at, dst)
     }
 
-    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
+    fn read_replica(
+        &self,
+        replica: &Replica,
+        bounds: &TensorBox,
+        dst: &mut [u8],
+    ) -> Result<(), FileError> {
         match origin_of(self, &replica.fqn)? {
-            Origin::Source(source, name) => {
-                self.source(source).read_replica(&replica_in(self, source, name, replica), bounds, dst)
-            }
+            Origin::Source(source, name) => self.source(source).read_replica(
+                &replica_in(self, source, name, replica),
+                bounds,
+                dst,
+            ),
             _ => self.read_boxes(&replica.fqn, &mut [Slot::new(bounds.clone(), dst)]),
         }
     }
 
     fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {
         let (source, name) = source_of(self, &replica.fqn)?;
-        self.source(source).read_value_replica(&replica_in(self, source, name, replica))
+        self.source(source)
+            .read_value_replica(&replica_in(self, source, name, replica))
     }
 
     fn check_stored(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {

@@ -7,12 +7,20 @@ use crate::metadata::{Metadata, TensorEntry};
 use crate::plan::{LoadPlanError, LoadRequest};
 
 /// Returns the entry of a tensor, or the error that there is none.
-pub(crate) fn tensor_of<'m>(metadata: &'m Metadata, fqn: &str) -> Result<&'m TensorEntry, FileError> {
+pub(crate) fn tensor_of<'m>(
+    metadata: &'m Metadata,
+    fqn: &str,
+) -> Result<&'m TensorEntry, FileError> {
     metadata.tensor(fqn).ok_or_else(|| {
         let is_value = metadata.entries.contains_key(fqn);
         let fqn = fqn.to_owned();
         if is_value {
-            LoadPlanError::Kind { fqn, saved: "value", wanted: "tensor" }.into()
+            LoadPlanError::Kind {
+                fqn,
+                saved: "value",
+                wanted: "tensor",
+            }
+            .into()
         } else {
             LoadPlanError::Missing { fqn }.into()
         }
@@ -20,7 +28,11 @@ pub(crate) fn tensor_of<'m>(metadata: &'m Metadata, fqn: &str) -> Result<&'m Ten
 }
 
 /// Makes the request for one box of a tensor, in the dtype and shape that it has.
-pub(crate) fn request_of(metadata: &Metadata, fqn: &str, bounds: &TensorBox) -> Result<LoadRequest, FileError> {
+pub(crate) fn request_of(
+    metadata: &Metadata,
+    fqn: &str,
+    bounds: &TensorBox,
+) -> Result<LoadRequest, FileError> {
     let tensor = tensor_of(metadata, fqn)?;
     Ok(LoadRequest {
         fqn: fqn.to_owned(),
@@ -35,17 +47,31 @@ pub(crate) fn no_value(metadata: &Metadata, fqn: &str) -> FileError {
     let is_tensor = metadata.tensor(fqn).is_some();
     let fqn = fqn.to_owned();
     if is_tensor {
-        LoadPlanError::Kind { fqn, saved: "tensor", wanted: "value" }.into()
+        LoadPlanError::Kind {
+            fqn,
+            saved: "tensor",
+            wanted: "value",
+        }
+        .into()
     } else {
         LoadPlanError::Missing { fqn }.into()
     }
 }
 
 /// Checks that a destination is as long as its box.
-pub(crate) fn check_length(fqn: &str, bounds: &TensorBox, element: u64, dst: &[u8]) -> Result<(), FileError> {
+pub(crate) fn check_length(
+    fqn: &str,
+    bounds: &TensorBox,
+    element: u64,
+    dst: &[u8],
+) -> Result<(), FileError> {
     let (given, planned) = (dst.len() as u64, bounds.numel() as u64 * element);
     if given != planned {
-        return Err(FileError::PayloadLength { fqn: fqn.to_owned(), given, planned });
+        return Err(FileError::PayloadLength {
+            fqn: fqn.to_owned(),
+            given,
+            planned,
+        });
     }
     Ok(())
 }

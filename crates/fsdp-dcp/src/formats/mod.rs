@@ -1,5 +1,5 @@
-//! The part of reading that all formats share: the trait `Checkpoint`, views of checkpoints, and reads of many tensors
-//! at once.
+//! The part of reading that all formats share: the trait `Checkpoint`, views of checkpoints, and
+//! reads of many tensors at once.
 
 pub(crate) mod assembled;
 pub(crate) mod blocks;

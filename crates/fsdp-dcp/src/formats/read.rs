@@ -34,12 +34,12 @@ impl Default for OpenOptions {
 pub struct Destination<'d> {
     /// Key, dtype, shape and boxes.
     pub request: LoadRequest,
-    /// The bytes of each box, row-major, in the dtype of the *checkpoint* (which is the request's, unless casts are
-    /// allowed).
+    /// The bytes of each box, row-major, in the dtype of the *checkpoint* (which is the request's,
+    /// unless casts are allowed).
     pub buffers: Vec<&'d mut [u8]>,
-    /// `true` if the caller compares the sums of this tensor with its digest, together with those of other readers that
-    /// read the rest of it. If sums are asked for and the checkpoint has such a digest, the hashes of its bytes are not
-    /// checked.
+    /// `true` if the caller compares the sums of this tensor with its digest, together with those
+    /// of other readers that read the rest of it. If sums are asked for and the checkpoint has such
+    /// a digest, the hashes of its bytes are not checked.
     pub is_compared: bool,
 }
 
@@ -47,7 +47,11 @@ impl<'d> Destination<'d> {
     /// Makes a destination whose bytes are checked by this read.
     #[must_use]
     pub fn new(request: LoadRequest, buffers: Vec<&'d mut [u8]>) -> Self {
-        Destination { request, buffers, is_compared: false }
+        Destination {
+            request,
+            buffers,
+            is_compared: false,
+        }
     }
 }
 
@@ -75,7 +79,11 @@ pub struct ReadDone {
 
 impl Default for ReadOptions {
     fn default() -> Self {
-        ReadOptions { plan: ReadPlanOptions::default(), threads: default_threads(), digest: false }
+        ReadOptions {
+            plan: ReadPlanOptions::default(),
+            threads: default_threads(),
+            digest: false,
+        }
     }
 }
 
@@ -90,7 +98,8 @@ struct Job<'d> {
     slots: Vec<Slot<'d>>,
 }
 
-/// A function that fills boxes of one tensor, which a plan has checked. Called from several threads at once.
+/// A function that fills boxes of one tensor, which a plan has checked. Called from several threads
+/// at once.
 pub(crate) type FillBoxes<'f> = dyn Fn(&str, &mut [Slot<'_>]) -> Result<(), FileError> + Sync + 'f;
 
 /// A checkpoint's files, and all that was recorded of their content.
@@ -113,15 +122,20 @@ struct RecordedRequest<'c> {
 }
 
 impl RecordedRequest<'_> {
-    /// Returns the type of the elements in the checkpoint, or the requested one for a tensor that is missing there.
+    /// Returns the type of the elements in the checkpoint, or the requested one for a tensor that
+    /// is missing there.
     fn dtype(&self) -> DType {
-        self.tensor.map_or(self.request.dtype, |tensor| tensor.properties.dtype)
+        self.tensor
+            .map_or(self.request.dtype, |tensor| tensor.properties.dtype)
     }
 
-    /// Returns the tensor and its digest if the request is for the tensor as a whole, in one box, so that what is read
-    /// can be compared with the digest. Returns `None` otherwise, and if no digest was recorded.
+    /// Returns the tensor and its digest if the request is for the tensor as a whole, in one box,
+    /// so that what is read can be compared with the digest. Returns `None` otherwise, and if no
+    /// digest was recorded.
     fn whole(&self) -> Option<(&TensorEntry, Digest)> {
-        let (tensor, [bounds]) = (self.tensor?, &self.request.boxes[..]) else { return None };
+        let (tensor, [bounds]) = (self.tensor?, &self.request.boxes[..]) else {
+            return None;
+        };
         let is_whole = tensor.shape == bounds.sizes && !bounds.is_empty();
         Some((tensor, self.digest.filter(|_| is_whole)?))
     }
@@ -129,41 +143,74 @@ impl RecordedRequest<'_> {
 
 impl<'c> Files<'c> {
     /// Looks up what was recorded of the tensor of a request.
-    fn look_up(&self, request: LoadRequest, is_compared: bool, with_digest: bool) -> RecordedRequest<'c> {
-        let digest = self.digests.filter(|_| with_digest).and_then(|digests| digests.get(&request.fqn));
-        RecordedRequest { tensor: self.metadata.tensor(&request.fqn), request, digest, is_compared }
+    fn look_up(
+        &self,
+        request: LoadRequest,
+        is_compared: bool,
+        with_digest: bool,
+    ) -> RecordedRequest<'c> {
+        let digest = self
+            .digests
+            .filter(|_| with_digest)
+            .and_then(|digests| digests.get(&request.fqn));
+        RecordedRequest {
+            tensor: self.metadata.tensor(&request.fqn),
+            request,
+            digest,
+            is_compared,
+        }
     }
 
-    /// Checks the hashes of whole tensors whose sums are not what was recorded: they were read without checking
-    /// hashes. The error tells which bytes are wrong. If none are, the sums tell the caller that something else is.
-    fn check_differing(&self, wanted: &[RecordedRequest<'_>], sums: &[Vec<Sum>]) -> Result<(), FileError> {
+    /// Checks the hashes of whole tensors whose sums are not what was recorded: they were read
+    /// without checking hashes. The error tells which bytes are wrong. If none are, the sums tell
+    /// the caller that something else is.
+    fn check_differing(
+        &self,
+        wanted: &[RecordedRequest<'_>],
+        sums: &[Vec<Sum>],
+    ) -> Result<(), FileError> {
         let mut differing = HashSet::new();
         for (wanted, sums) in wanted.iter().zip(sums) {
-            let Some((tensor, recorded)) = wanted.whole() else { continue };
-            let found = sums.first().map(|sum| sum.finish(tensor.properties.dtype, &tensor.shape));
+            let Some((tensor, recorded)) = wanted.whole() else {
+                continue;
+            };
+            let found = sums
+                .first()
+                .map(|sum| sum.finish(tensor.properties.dtype, &tensor.shape));
             if found != Some(recorded) {
                 differing.insert(wanted.request.fqn.as_str());
             }
         }
-        if differing.is_empty() { Ok(()) } else { self.check_hashes(&differing) }
+        if differing.is_empty() {
+            Ok(())
+        } else {
+            self.check_hashes(&differing)
+        }
     }
 
     /// Checks the hashes of the files that hold these tensors.
     fn check_hashes(&self, fqns: &HashSet<&str>) -> Result<(), FileError> {
-        let stored = self.metadata.stored().filter(|(name, ..)| fqns.contains(name)).map(|(_, _, stored)| stored);
+        let stored = self
+            .metadata
+            .stored()
+            .filter(|(name, ..)| fqns.contains(name))
+            .map(|(_, _, stored)| stored);
         let names: BTreeSet<&str> = stored.map(|stored| stored.relative_path.as_str()).collect();
         for name in names {
             let file = self.directory.file(name)?;
-            file.verify_whole().map_err(|source| self.directory.file_error(name, source))?;
+            file.verify_whole()
+                .map_err(|source| self.directory.file_error(name, source))?;
         }
         Ok(())
     }
 }
 
-/// Plans and reads many tensors at once: in the order of the files, by several threads, each byte once.
+/// Plans and reads many tensors at once: in the order of the files, by several threads, each byte
+/// once.
 ///
-/// Where sums are asked for, tensors that are read whole are checked by their digests, and by their hashes only if
-/// those differ. So are tensors of which the caller compares the sums ([`Destination::is_compared`]).
+/// Where sums are asked for, tensors that are read whole are checked by their digests, and by their
+/// hashes only if those differ. So are tensors of which the caller compares the sums
+/// ([`Destination::is_compared`]).
 pub(crate) fn read_in_parallel(
     files: Files<'_>,
     destinations: Vec<Destination<'_>>,
@@ -177,9 +224,14 @@ pub(crate) fn read_in_parallel(
         buffers.push(destination.buffers);
     }
     // Nothing is read before all requests and all buffers are known to be right.
-    let plan = plan_load(files.metadata, wanted.iter().map(|wanted| &wanted.request), options.plan)?;
+    let plan = plan_load(
+        files.metadata,
+        wanted.iter().map(|wanted| &wanted.request),
+        options.plan,
+    )?;
     let mut jobs = jobs(&wanted, buffers, &plan, options.threads)?;
-    // The jobs are taken in the order of the files: a job stands where the first read of its request does.
+    // The jobs are taken in the order of the files: a job stands where the first read of its
+    // request does.
     let mut position = vec![usize::MAX; wanted.len()];
     for (at, read) in plan.reads.iter().enumerate().rev() {
         position[read.request] = at;
@@ -189,14 +241,27 @@ pub(crate) fn read_in_parallel(
         for job in &mut jobs {
             let wanted = &wanted[job.request];
             sum_over(job, wanted)?;
-            let is_compared = (wanted.digest.is_some() && wanted.is_compared) || wanted.whole().is_some();
-            job.slots.iter_mut().for_each(|slot| slot.is_compared = is_compared);
+            let is_compared =
+                (wanted.digest.is_some() && wanted.is_compared) || wanted.whole().is_some();
+            job.slots
+                .iter_mut()
+                .for_each(|slot| slot.is_compared = is_compared);
         }
     }
-    let sums = wanted.iter().map(|wanted| vec![Sum::default(); wanted.request.boxes.len()]).collect();
+    let sums = wanted
+        .iter()
+        .map(|wanted| vec![Sum::default(); wanted.request.boxes.len()])
+        .collect();
     let sums: Mutex<Vec<Vec<Sum>>> = Mutex::new(sums);
-    let threads = options.threads.saturating_mul(files.directory.threads_per_reader()).clamp(1, jobs.len().max(1));
-    let bytes: usize = jobs.iter().flat_map(|job| &job.slots).map(|slot| slot.bytes.len()).sum();
+    let threads = options
+        .threads
+        .saturating_mul(files.directory.threads_per_reader())
+        .clamp(1, jobs.len().max(1));
+    let bytes: usize = jobs
+        .iter()
+        .flat_map(|job| &job.slots)
+        .map(|slot| slot.bytes.len())
+        .sum();
     let queue = Mutex::new(jobs.into_iter());
     let failed = AtomicBool::new(false);
     info_span!("read", bytes, threads).in_scope(|| {
@@ -225,12 +290,18 @@ pub(crate) fn read_in_parallel(
         sums.clear();
     }
     let requests = wanted.into_iter().map(|wanted| wanted.request).collect();
-    Ok(ReadDone { plan, sums, requests })
+    Ok(ReadDone {
+        plan,
+        sums,
+        requests,
+    })
 }
 
 /// Asks for sums over what the slots of a job are filled with.
 fn sum_over(job: &mut Job<'_>, wanted: &RecordedRequest<'_>) -> Result<(), FileError> {
-    let Some(tensor) = wanted.tensor else { return Ok(()) };
+    let Some(tensor) = wanted.tensor else {
+        return Ok(());
+    };
     for slot in &mut job.slots {
         let element = tensor.properties.dtype.size_in_bytes() as usize;
         let place = BoxPlace::new(&tensor.shape, &slot.bounds, element);
@@ -258,7 +329,11 @@ fn jobs<'d>(
         }
         let (request, dtype) = (&wanted.request, wanted.dtype());
         check_buffers(request, dtype, &buffers)?;
-        let mut whole = Job { request: index, boxes: Vec::new(), slots: Vec::with_capacity(buffers.len()) };
+        let mut whole = Job {
+            request: index,
+            boxes: Vec::new(),
+            slots: Vec::with_capacity(buffers.len()),
+        };
         for (number, (bounds, buffer)) in request.boxes.iter().zip(buffers).enumerate() {
             if buffer.len() > LARGE_DESTINATION && threads > 1 {
                 let parts = split(bounds, buffer, dtype.size_in_bytes() as usize);
@@ -280,16 +355,32 @@ fn jobs<'d>(
 }
 
 /// Checks that there is one buffer for each box, and that it has the length of the box in bytes.
-fn check_buffers(request: &LoadRequest, dtype: DType, buffers: &[&mut [u8]]) -> Result<(), FileError> {
+fn check_buffers(
+    request: &LoadRequest,
+    dtype: DType,
+    buffers: &[&mut [u8]],
+) -> Result<(), FileError> {
     let given = buffers.iter().map(|buffer| buffer.len() as u64).sum();
     if buffers.len() != request.boxes.len() {
-        let planned = request.boxes.iter().filter_map(|bounds| byte_length(bounds, dtype)).sum::<usize>() as u64;
-        return Err(FileError::PayloadLength { fqn: request.fqn.clone(), given, planned });
+        let planned = request
+            .boxes
+            .iter()
+            .filter_map(|bounds| byte_length(bounds, dtype))
+            .sum::<usize>() as u64;
+        return Err(FileError::PayloadLength {
+            fqn: request.fqn.clone(),
+            given,
+            planned,
+        });
     }
     for (bounds, buffer) in request.boxes.iter().zip(buffers) {
         let planned = byte_length(bounds, dtype).unwrap_or(usize::MAX);
         if buffer.len() != planned {
-            return Err(FileError::PayloadLength { fqn: request.fqn.clone(), given, planned: planned as u64 });
+            return Err(FileError::PayloadLength {
+                fqn: request.fqn.clone(),
+                given,
+                planned: planned as u64,
+            });
         }
     }
     Ok(())
@@ -300,7 +391,8 @@ pub(crate) fn byte_length(bounds: &TensorBox, dtype: DType) -> Option<usize> {
     checked_numel(&bounds.sizes)?.checked_mul(dtype.size_in_bytes() as usize)
 }
 
-/// Cuts a box and its bytes along its first dimension that has an extent, into parts of about [`LARGE_DESTINATION`].
+/// Cuts a box and its bytes along its first dimension that has an extent, into parts of about
+/// [`LARGE_DESTINATION`].
 fn split<'d>(bounds: &TensorBox, mut buffer: &'d mut [u8], element: usize) -> Vec<Slot<'d>> {
     let Some(dim) = bounds.sizes.iter().position(|&size| size > 1) else {
         return vec![Slot::new(bounds.clone(), buffer)];

@@ -1,6 +1,6 @@
-//! Compares replicas: with rank-local metadata, and in shards that each rank wrote for itself, there are several copies
-//! of replicated tensors and values. A load takes the first copy. If another copy differs, the ranks no longer had the
-//! same values.
+//! Compares replicas: with rank-local metadata, and in shards that each rank wrote for itself,
+//! there are several copies of replicated tensors and values. A load takes the first copy. If
+//! another copy differs, the ranks no longer had the same values.
 
 use fsdp_layout::TensorBox;
 use thiserror::Error;
@@ -42,9 +42,18 @@ pub(crate) fn compare(
     }
 }
 
-/// Compares all replicas of the tensors and values with these keys. The first replica that differs is an error.
-pub(crate) fn check_replicas(checkpoint: &dyn Checkpoint, keys: KeyFilter<'_>) -> Result<(), FileError> {
-    for replica in checkpoint.metadata().replicas.iter().filter(|replica| keys(&replica.fqn)) {
+/// Compares all replicas of the tensors and values with these keys. The first replica that differs
+/// is an error.
+pub(crate) fn check_replicas(
+    checkpoint: &dyn Checkpoint,
+    keys: KeyFilter<'_>,
+) -> Result<(), FileError> {
+    for replica in checkpoint
+        .metadata()
+        .replicas
+        .iter()
+        .filter(|replica| keys(&replica.fqn))
+    {
         let differs = |what: String| FileError::Differing {
             fqn: replica.fqn.clone(),
             what,
@@ -54,8 +63,12 @@ pub(crate) fn check_replicas(checkpoint: &dyn Checkpoint, keys: KeyFilter<'_>) -
         match compare(checkpoint, replica, None) {
             Ok(()) => {}
             Err(ReplicaError::Read(error)) => return Err(error),
-            Err(ReplicaError::Differs { .. }) => return Err(differs("is not the same in both".to_owned())),
-            Err(error @ ReplicaError::Chunk(_)) => return Err(differs(format!("cannot be read ({error})"))),
+            Err(ReplicaError::Differs { .. }) => {
+                return Err(differs("is not the same in both".to_owned()));
+            }
+            Err(error @ ReplicaError::Chunk(_)) => {
+                return Err(differs(format!("cannot be read ({error})")));
+            }
         }
     }
     Ok(())
@@ -63,9 +76,17 @@ pub(crate) fn check_replicas(checkpoint: &dyn Checkpoint, keys: KeyFilter<'_>) -
 
 /// Returns the file of the copy that a load takes.
 fn first_file<'c>(checkpoint: &'c dyn Checkpoint, replica: &Replica) -> &'c str {
-    let chunks = checkpoint.metadata().tensor(&replica.fqn).into_iter().flat_map(|tensor| &tensor.chunks);
-    let first = chunks.into_iter().find(|chunk| Some(&chunk.bounds) == replica.bounds.as_ref());
-    first.and_then(|chunk| chunk.stored.as_ref()).map_or("", |stored| &stored.relative_path)
+    let chunks = checkpoint
+        .metadata()
+        .tensor(&replica.fqn)
+        .into_iter()
+        .flat_map(|tensor| &tensor.chunks);
+    let first = chunks
+        .into_iter()
+        .find(|chunk| Some(&chunk.bounds) == replica.bounds.as_ref());
+    first
+        .and_then(|chunk| chunk.stored.as_ref())
+        .map_or("", |stored| &stored.relative_path)
 }
 
 /// Compares a replica of a value with the first copy.
@@ -73,13 +94,16 @@ fn value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), ReplicaEr
     let is_same = match checkpoint.read_value(&replica.fqn) {
         // A value that cannot be read is compared by its stored bytes.
         Err(error) if error.opaque_type().is_some() => {
-            let Some(Entry::Bytes(BytesEntry { stored: Some(stored) })) =
-                checkpoint.metadata().entries.get(&replica.fqn)
+            let Some(Entry::Bytes(BytesEntry {
+                stored: Some(stored),
+            })) = checkpoint.metadata().entries.get(&replica.fqn)
             else {
                 return Err(error.into());
             };
-            let (first, this) =
-                (checkpoint.read_item(&replica.fqn, stored)?, checkpoint.read_item(&replica.fqn, &replica.stored)?);
+            let (first, this) = (
+                checkpoint.read_item(&replica.fqn, stored)?,
+                checkpoint.read_item(&replica.fqn, &replica.stored)?,
+            );
             first == this
         }
         first => first?.same_bits(&checkpoint.read_value_replica(replica)?),
@@ -102,7 +126,8 @@ fn same_stored(
         && hash_of_item(checkpoint, fqn, first)? == hash_of_item(checkpoint, fqn, second)?)
 }
 
-/// Compares a replica of a tensor's box with the elements that the checkpoint gives there, piece by piece.
+/// Compares a replica of a tensor's box with the elements that the checkpoint gives there, piece by
+/// piece.
 fn tensor(
     checkpoint: &dyn Checkpoint,
     replica: &Replica,
@@ -112,12 +137,20 @@ fn tensor(
     let entry = tensor_of(checkpoint.metadata(), &replica.fqn)?;
     validate_chunks(&entry.shape, [whole])?;
     if checkpoint.opaque_type(&replica.fqn)?.is_some() {
-        let first = entry.chunks.iter().find(|chunk| chunk.bounds == *whole).and_then(|chunk| chunk.stored.as_ref());
+        let first = entry
+            .chunks
+            .iter()
+            .find(|chunk| chunk.bounds == *whole)
+            .and_then(|chunk| chunk.stored.as_ref());
         let same = match first {
             Some(first) => same_stored(checkpoint, &replica.fqn, first, &replica.stored)?,
             None => false,
         };
-        return if same { Ok(()) } else { Err(ReplicaError::Differs { what: "chunk" }) };
+        return if same {
+            Ok(())
+        } else {
+            Err(ReplicaError::Differs { what: "chunk" })
+        };
     }
     let dtype = entry.properties.dtype;
     let length = whole.numel() as u64 * dtype.size_in_bytes();

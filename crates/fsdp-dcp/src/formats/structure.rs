@@ -6,8 +6,8 @@ use std::fmt;
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
-/// The containers of a nested state dict, including what flat keys cannot express: the types of dict keys, tuples, and
-/// empty containers.
+/// The containers of a nested state dict, including what flat keys cannot express: the types of
+/// dict keys, tuples, and empty containers.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Structure {
     /// A tensor or value, by its flat key.
@@ -22,11 +22,17 @@ pub enum Structure {
     Module(String, Vec<(PlainValue, Structure)>),
 }
 
-/// Returns the texts of the keys of a dict in flat keys. A text gets quotes if another key of the dict looks the same,
-/// as `'1'` beside the number 1. `None` stands for a key that no checkpoint has.
-pub(crate) fn key_texts<'k>(keys: impl Iterator<Item = &'k PlainValue> + Clone) -> Vec<Option<String>> {
-    let others: HashSet<String> =
-        keys.clone().filter(|key| key.as_str().is_none()).filter_map(PlainValue::key_text).collect();
+/// Returns the texts of the keys of a dict in flat keys. A text gets quotes if another key of the
+/// dict looks the same, as `'1'` beside the number 1. `None` stands for a key that no checkpoint
+/// has.
+pub(crate) fn key_texts<'k>(
+    keys: impl Iterator<Item = &'k PlainValue> + Clone,
+) -> Vec<Option<String>> {
+    let others: HashSet<String> = keys
+        .clone()
+        .filter(|key| key.as_str().is_none())
+        .filter_map(PlainValue::key_text)
+        .collect();
     keys.map(|key| match key {
         PlainValue::Str(text) if others.contains(text) => key.quoted_key_text(),
         key => key.key_text(),
@@ -35,7 +41,8 @@ pub(crate) fn key_texts<'k>(keys: impl Iterator<Item = &'k PlainValue> + Clone) 
 }
 
 impl Structure {
-    /// Returns the flat keys of all leaves and of all empty containers, with the path of typed keys to each.
+    /// Returns the flat keys of all leaves and of all empty containers, with the path of typed keys
+    /// to each.
     pub(crate) fn places(&self) -> IndexMap<String, Place<'_>> {
         let mut places = IndexMap::new();
         self.collect(&mut KeyPath::default(), &mut places);
@@ -66,12 +73,16 @@ impl Structure {
             Structure::Leaf(_) => Vec::new(),
             Structure::Dict(items) | Structure::Module(_, items) => {
                 let texts = key_texts(items.iter().map(|(key, _)| key));
-                let parts = texts.into_iter().map(|text| PathPart::Key(text.unwrap_or_default()));
+                let parts = texts
+                    .into_iter()
+                    .map(|text| PathPart::Key(text.unwrap_or_default()));
                 parts.zip(items.iter().map(|(_, child)| child)).collect()
             }
-            Structure::List(items) | Structure::Tuple(items) => {
-                items.iter().enumerate().map(|(index, child)| (PathPart::Index(index), child)).collect()
-            }
+            Structure::List(items) | Structure::Tuple(items) => items
+                .iter()
+                .enumerate()
+                .map(|(index, child)| (PathPart::Index(index), child))
+                .collect(),
         }
     }
 
@@ -81,15 +92,29 @@ impl Structure {
             return self;
         }
         let prefix = KeyPath(prefix.to_vec()).flat_key();
-        self.map_leaves(&|fqn| if fqn.is_empty() { prefix.clone() } else { format!("{prefix}.{fqn}") })
+        self.map_leaves(&|fqn| {
+            if fqn.is_empty() {
+                prefix.clone()
+            } else {
+                format!("{prefix}.{fqn}")
+            }
+        })
     }
 
     /// Replaces the key of each leaf.
     fn map_leaves(self, name: &dyn Fn(&str) -> String) -> Self {
         let items = |items: Vec<(PlainValue, Structure)>| {
-            items.into_iter().map(|(key, child)| (key, child.map_leaves(name))).collect()
+            items
+                .into_iter()
+                .map(|(key, child)| (key, child.map_leaves(name)))
+                .collect()
         };
-        let list = |items: Vec<Structure>| items.into_iter().map(|child| child.map_leaves(name)).collect();
+        let list = |items: Vec<Structure>| {
+            items
+                .into_iter()
+                .map(|child| child.map_leaves(name))
+                .collect()
+        };
         match self {
             Structure::Leaf(fqn) => Structure::Leaf(name(&fqn)),
             Structure::Dict(entries) => Structure::Dict(items(entries)),
@@ -123,27 +148,45 @@ impl Structure {
             if let Structure::Module(name, _) = structure {
                 // The containers inside of the module are part of it, and are not listed.
                 let key = path.flat_key();
-                let place = if key.is_empty() { "the root" } else { key.as_str() };
-                modules.push(format!("{place}: a module of type {name}, of which only the tensors stay"));
+                let place = if key.is_empty() {
+                    "the root"
+                } else {
+                    key.as_str()
+                };
+                modules.push(format!(
+                    "{place}: a module of type {name}, of which only the tensors stay"
+                ));
                 continue;
             }
-            stack.extend(structure.children().into_iter().map(|(part, child)| (path.child(part), child)));
+            stack.extend(
+                structure
+                    .children()
+                    .into_iter()
+                    .map(|(part, child)| (path.child(part), child)),
+            );
         }
         modules
     }
 
-    /// Describes what the flat keys and paths of a checkpoint cannot express of this structure, each place in a line.
+    /// Describes what the flat keys and paths of a checkpoint cannot express of this structure,
+    /// each place in a line.
     pub(crate) fn untold(&self) -> Vec<String> {
         let mut untold = Vec::new();
         for (key, place) in self.places() {
-            let name = if key.is_empty() { "the root" } else { key.as_str() };
+            let name = if key.is_empty() {
+                "the root"
+            } else {
+                key.as_str()
+            };
             match place {
                 Place::Dict(keys) if keys.is_empty() && !key.is_empty() => {
                     untold.push(format!("{name}: an empty dict"))
                 }
                 Place::Dict(keys) => {
                     let other = keys.iter().find(|key| key.as_str().is_none());
-                    untold.extend(other.map(|key| format!("{name}: keys of type {}", key.type_name())));
+                    untold.extend(
+                        other.map(|key| format!("{name}: keys of type {}", key.type_name())),
+                    );
                 }
                 Place::Tuple(_) => untold.push(format!("{name}: a tuple")),
                 Place::List(_) | Place::Leaf => {}
@@ -152,31 +195,46 @@ impl Structure {
         untold
     }
 
-    /// Returns the path of a dict in which two keys have the same text, and these keys. Only formats that store the
-    /// types of keys can hold it.
+    /// Returns the path of a dict in which two keys have the same text, and these keys. Only
+    /// formats that store the types of keys can hold it.
     pub(crate) fn same_texts(&self) -> Option<(String, [&PlainValue; 2])> {
         let mut stack = vec![(KeyPath::default(), self)];
         while let Some((path, structure)) = stack.pop() {
             if let Structure::Dict(items) = structure {
-                let others = items.iter().map(|(key, _)| key).filter(|key| key.as_str().is_none());
-                let others: HashMap<String, &PlainValue> =
-                    others.filter_map(|key| Some((key.key_text()?, key))).collect();
-                let same = items.iter().find_map(|(key, _)| Some([*others.get(key.as_str()?)?, key]));
+                let others = items
+                    .iter()
+                    .map(|(key, _)| key)
+                    .filter(|key| key.as_str().is_none());
+                let others: HashMap<String, &PlainValue> = others
+                    .filter_map(|key| Some((key.key_text()?, key)))
+                    .collect();
+                let same = items
+                    .iter()
+                    .find_map(|(key, _)| Some([*others.get(key.as_str()?)?, key]));
                 if let Some(same) = same {
                     return Some((path.flat_key(), same));
                 }
             }
-            stack.extend(structure.children().into_iter().map(|(part, child)| (path.child(part), child)));
+            stack.extend(
+                structure
+                    .children()
+                    .into_iter()
+                    .map(|(part, child)| (path.child(part), child)),
+            );
         }
         None
     }
 
-    /// Adds leaves beside others: `beside` has their keys, by those of the others. A leaf goes into the same dict, or
-    /// to the top level, if the other one is in a list.
+    /// Adds leaves beside others: `beside` has their keys, by those of the others. A leaf goes into
+    /// the same dict, or to the top level, if the other one is in a list.
     ///
     /// # Errors
     /// The key of one of the others beside which there is no such place.
-    pub(crate) fn add_beside(&mut self, beside: &IndexMap<String, String>, suffix: &str) -> Result<(), String> {
+    pub(crate) fn add_beside(
+        &mut self,
+        beside: &IndexMap<String, String>,
+        suffix: &str,
+    ) -> Result<(), String> {
         let mut placed = HashSet::new();
         let mut stack = vec![&mut *self];
         while let Some(structure) = stack.pop() {
@@ -209,7 +267,8 @@ impl Structure {
         Ok(())
     }
 
-    /// Merges dicts, and dicts at the same key of them. Whatever else is at one key, the first is kept.
+    /// Merges dicts, and dicts at the same key of them. Whatever else is at one key, the first is
+    /// kept.
     pub(crate) fn merged(structures: Vec<Structure>) -> Structure {
         let mut structures = structures.into_iter();
         let mut entries = match structures.next() {
@@ -225,9 +284,18 @@ impl Structure {
         // Keys of several types may have the same text.
         let mut items: IndexMap<String, (PlainValue, Vec<Structure>)> = IndexMap::new();
         for (key, child) in entries {
-            items.entry(format!("{key:?}")).or_insert_with(|| (key, Vec::new())).1.push(child);
+            items
+                .entry(format!("{key:?}"))
+                .or_insert_with(|| (key, Vec::new()))
+                .1
+                .push(child);
         }
-        Structure::Dict(items.into_values().map(|(key, children)| (key, Structure::merged(children))).collect())
+        Structure::Dict(
+            items
+                .into_values()
+                .map(|(key, children)| (key, Structure::merged(children)))
+                .collect(),
+        )
     }
 }
 

@@ -1,4 +1,5 @@
-//! Every format reads with as many threads as it is asked to, and the bytes do not depend on how many those are.
+//! Every format reads with as many threads as it is asked to, and the bytes do not depend on how
+//! many those are.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
@@ -10,7 +11,9 @@ use super::checkpoint::{Checkpoint, Format};
 use super::read::{Destination, OpenOptions, ReadOptions};
 use crate::convert::{ConvertOptions, OutputFormat, convert};
 use crate::error::{FileError, FormatError};
-use crate::metadata::{Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
+use crate::metadata::{
+    Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
+};
 use crate::open::open;
 use crate::plan::LoadRequest;
 use crate::storage::backend::{EntryKind, Links, ReadDirectory, Stage, Storage};
@@ -31,20 +34,32 @@ fn name(tensor: usize) -> String {
 fn write(path: &Path) {
     let staging: Staging = Durable::new().prepare(path, false).unwrap();
     let item = crate::dcp::item::TensorItem::new(DType::U8, &[BYTES]).unwrap();
-    let file = staging.create("__0_0.distcp", item.length() * TENSORS as u64).unwrap();
+    let file = staging
+        .create("__0_0.distcp", item.length() * TENSORS as u64)
+        .unwrap();
     let mut metadata = Metadata::default();
     for tensor in 0..TENSORS {
-        let bytes: Vec<u8> = (0..BYTES).map(|at| (at * 31 + tensor * 7 + at / 251) as u8).collect();
+        let bytes: Vec<u8> = (0..BYTES)
+            .map(|at| (at * 31 + tensor * 7 + at / 251) as u8)
+            .collect();
         let (offset, crc) = (item.length() * tensor as u64, crc32fast::hash(&bytes));
-        file.write_at(offset, &[item.head(crc), bytes, item.tail(crc)].concat()).unwrap();
+        file.write_at(offset, &[item.head(crc), bytes, item.tail(crc)].concat())
+            .unwrap();
         let stored = StorageInfo {
             relative_path: "__0_0.distcp".to_owned(),
             offset,
             length: item.length(),
             transforms: Vec::new(),
         };
-        let chunks = vec![Chunk { bounds: TensorBox::whole(&[BYTES]), stored: Some(stored) }];
-        let entry = TensorEntry { properties: TensorProperties::of(DType::U8), shape: vec![BYTES], chunks };
+        let chunks = vec![Chunk {
+            bounds: TensorBox::whole(&[BYTES]),
+            stored: Some(stored),
+        }];
+        let entry = TensorEntry {
+            properties: TensorProperties::of(DType::U8),
+            shape: vec![BYTES],
+            chunks,
+        };
         metadata.entries.insert(name(tensor), Entry::Tensor(entry));
     }
     file.finish().unwrap();
@@ -58,8 +73,16 @@ fn every_format(parent: &Path) -> Vec<(Format, PathBuf)> {
     let source = open(&dcp, OpenOptions::default()).unwrap();
     let mut all = vec![(Format::Dcp, dcp)];
     for (format, name, target) in [
-        (Format::SafetensorsFile, "one.safetensors", OutputFormat::SafetensorsFile),
-        (Format::SafetensorsDirectory, "directory", OutputFormat::SafetensorsShards { ranks: 2 }),
+        (
+            Format::SafetensorsFile,
+            "one.safetensors",
+            OutputFormat::SafetensorsFile,
+        ),
+        (
+            Format::SafetensorsDirectory,
+            "directory",
+            OutputFormat::SafetensorsShards { ranks: 2 },
+        ),
         (Format::Torch, "one.pt", OutputFormat::Torch),
     ] {
         let path = parent.join(name);
@@ -75,9 +98,25 @@ fn read(checkpoint: &dyn Checkpoint, threads: usize) -> Vec<Vec<u8>> {
     let mut buffers = vec![vec![0; bounds.numel()]; TENSORS];
     let destinations = buffers.iter_mut().enumerate().map(|(tensor, buffer)| {
         let (fqn, shape, boxes) = (name(tensor), vec![BYTES], vec![bounds.clone()]);
-        Destination::new(LoadRequest { fqn, dtype: DType::U8, shape, boxes }, vec![buffer])
+        Destination::new(
+            LoadRequest {
+                fqn,
+                dtype: DType::U8,
+                shape,
+                boxes,
+            },
+            vec![buffer],
+        )
     });
-    checkpoint.read(destinations.collect(), ReadOptions { threads, ..ReadOptions::default() }).unwrap();
+    checkpoint
+        .read(
+            destinations.collect(),
+            ReadOptions {
+                threads,
+                ..ReadOptions::default()
+            },
+        )
+        .unwrap();
     buffers
 }
 
@@ -90,7 +129,11 @@ fn one_thread_and_many_read_the_same_bytes_of_every_format() {
         assert_eq!(checkpoint.format(), format);
         for threads in [1, 4] {
             let bytes = read(&*checkpoint, threads);
-            assert_eq!(*first.get_or_insert_with(|| bytes.clone()), bytes, "{format} with {threads} threads");
+            assert_eq!(
+                *first.get_or_insert_with(|| bytes.clone()),
+                bytes,
+                "{format} with {threads} threads"
+            );
         }
     }
 }
@@ -101,8 +144,12 @@ fn every_format_reads_with_several_threads_at_once() {
     for (format, path) in every_format(parent.path()) {
         for (threads, expected) in [(1, false), (2, true)] {
             let meeting = Arc::new(Meeting::default());
-            let inner: Arc<dyn Storage> = Arc::new(crate::storage::local::LocalStorage::new(path.clone()));
-            let location = Location::with_storage(Arc::new(Watched { inner, meeting: meeting.clone() }));
+            let inner: Arc<dyn Storage> =
+                Arc::new(crate::storage::local::LocalStorage::new(path.clone()));
+            let location = Location::with_storage(Arc::new(Watched {
+                inner,
+                meeting: meeting.clone(),
+            }));
             let checkpoint = open(location, OpenOptions::default()).unwrap();
             // What opening reads is not what is watched.
             meeting.begin(expected);
@@ -139,7 +186,8 @@ impl Meeting {
         self.state.lock().unwrap().met
     }
 
-    /// Runs a read. The first one waits for another, for so long that only a serial reader lets it wait in vain.
+    /// Runs a read. The first one waits for another, for so long that only a serial reader lets it
+    /// wait in vain.
     fn attend<T>(&self, read: impl FnOnce() -> T) -> T {
         let mut state = self.state.lock().unwrap();
         if !state.has_begun {
@@ -151,7 +199,9 @@ impl Meeting {
         self.changed.notify_all();
         if state.waits {
             let limit = Duration::from_secs(20);
-            let waited = self.changed.wait_timeout_while(state, limit, |state| !state.met && state.waits);
+            let waited = self
+                .changed
+                .wait_timeout_while(state, limit, |state| !state.met && state.waits);
             state = waited.unwrap().0;
             // Waited in vain: the others need not.
             state.waits &= state.met;
@@ -171,7 +221,10 @@ struct Watched {
 
 impl Watched {
     fn wrap(&self, inner: Arc<dyn Storage>) -> Arc<dyn Storage> {
-        Arc::new(Watched { inner, meeting: self.meeting.clone() })
+        Arc::new(Watched {
+            inner,
+            meeting: self.meeting.clone(),
+        })
     }
 }
 
@@ -205,7 +258,10 @@ impl Storage for Watched {
     }
 
     fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError> {
-        Ok(Box::new(WatchedDirectory { inner: self.inner.open(links)?, meeting: self.meeting.clone() }))
+        Ok(Box::new(WatchedDirectory {
+            inner: self.inner.open(links)?,
+            meeting: self.meeting.clone(),
+        }))
     }
 
     fn prepare(&self, durable: &Durable, overwrite: bool) -> Result<Box<dyn Stage>, FileError> {
@@ -241,7 +297,10 @@ impl ReadDirectory for WatchedDirectory {
     }
 
     fn file(&self, relative: &str) -> Result<Box<dyn ReadAt>, FileError> {
-        Ok(Box::new(WatchedFile { inner: self.inner.file(relative)?, meeting: self.meeting.clone() }))
+        Ok(Box::new(WatchedFile {
+            inner: self.inner.file(relative)?,
+            meeting: self.meeting.clone(),
+        }))
     }
 
     fn threads_per_reader(&self) -> usize {
@@ -264,6 +323,7 @@ impl ReadAt for WatchedFile {
     }
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
-        self.meeting.attend(|| self.inner.read_exact_at(offset, dst))
+        self.meeting
+            .attend(|| self.inner.read_exact_at(offset, dst))
     }
 }

@@ -6,9 +6,9 @@
 //! STEM[.VARIANT].ENDING.index.json          or STEM.ENDING.index.VARIANT.json: the index of several files
 //! ```
 //!
-//! A directory may hold the same model several times: in half precision (`fp16`), without the moving average of its
-//! weights (`non_ema`), or in its authors' own format (`consolidated`). Libraries load the files without a variant, and
-//! so does this.
+//! A directory may hold the same model several times: in half precision (`fp16`), without the
+//! moving average of its weights (`non_ema`), or in its authors' own format (`consolidated`).
+//! Libraries load the files without a variant, and so does this.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,14 +18,20 @@ use crate::limits::MAX_LISTED_FILES;
 use crate::storage::checked_directory::CheckedDirectory;
 
 /// The stems that libraries look for, in their order of preference.
-const STEMS: [&str; 4] = ["model", "diffusion_pytorch_model", "adapter_model", "pytorch_model"];
-/// The stems of which `transformers` loads a single file even if there is an index, which may be left from an older
-/// save.
+const STEMS: [&str; 4] = [
+    "model",
+    "diffusion_pytorch_model",
+    "adapter_model",
+    "pytorch_model",
+];
+/// The stems of which `transformers` loads a single file even if there is an index, which may be
+/// left from an older save.
 const SINGLE_FIRST: [&str; 2] = ["model", "pytorch_model"];
-/// The words for variants after other stems than [`STEMS`]. Any other dot is a part of a name, as in `llama-3.1`.
+/// The words for variants after other stems than [`STEMS`]. Any other dot is a part of a name, as
+/// in `llama-3.1`.
 const VARIANTS: [&str; 7] = ["bf16", "ema", "fp16", "fp32", "fp8", "int8", "non_ema"];
-/// The stems of files in the formats of Mistral and of OpenCLIP. They hold the same weights as the files of [`STEMS`]
-/// beside them, mostly under other keys.
+/// The stems of files in the formats of Mistral and of OpenCLIP. They hold the same weights as the
+/// files of [`STEMS`] beside them, mostly under other keys.
 const OF_AUTHORS: [&str; 3] = ["consolidated", "open_clip_model", "open_clip_pytorch_model"];
 
 /// The beginning of the name of a rank's shard, as torch's `HuggingFaceStorageWriter` has it.
@@ -45,21 +51,32 @@ pub(crate) enum Weights {
 struct Group {
     index: Option<String>,
     files: Vec<String>,
-    /// One of the files `…-00001-of-00002` for each count, such as `00002`. The names of the others follow from it.
+    /// One of the files `…-00001-of-00002` for each count, such as `00002`. The names of the others
+    /// follow from it.
     parts: BTreeMap<String, Part>,
 }
 
 impl Weights {
-    /// Chooses the files to read among the sorted `names` in a directory that have this ending, such as `.safetensors`.
+    /// Chooses the files to read among the sorted `names` in a directory that have this ending,
+    /// such as `.safetensors`.
     ///
     /// # Errors
-    /// Several indexes, none of which libraries prefer; a file such as `…-00001-of-00002` whose counterparts are
-    /// missing.
-    pub(crate) fn choose(directory: &CheckedDirectory, names: &[String], ending: &str) -> Result<Self, FileError> {
+    /// Several indexes, none of which libraries prefer; a file such as `…-00001-of-00002` whose
+    /// counterparts are missing.
+    pub(crate) fn choose(
+        directory: &CheckedDirectory,
+        names: &[String],
+        ending: &str,
+    ) -> Result<Self, FileError> {
         let groups = chosen_groups(names, ending);
-        let mut indexed: Vec<(&String, &String)> =
-            groups.iter().filter_map(|(stem, group)| Some((stem, group.index.as_ref()?))).collect();
-        let known = STEMS.iter().find_map(|known| indexed.iter().find(|(stem, _)| stem == known)).copied();
+        let mut indexed: Vec<(&String, &String)> = groups
+            .iter()
+            .filter_map(|(stem, group)| Some((stem, group.index.as_ref()?)))
+            .collect();
+        let known = STEMS
+            .iter()
+            .find_map(|known| indexed.iter().find(|(stem, _)| stem == known))
+            .copied();
         if let Some((stem, index)) = known {
             let single = format!("{stem}{ending}");
             if SINGLE_FIRST.contains(&stem.as_str()) && names.binary_search(&single).is_ok() {
@@ -77,9 +94,14 @@ impl Weights {
                 }
             }
             [(_, first), (_, second), ..] => {
-                let what = format!("a directory with both `{first}` and `{second}` (name a file of one of them)");
+                let what = format!(
+                    "a directory with both `{first}` and `{second}` (name a file of one of them)"
+                );
                 let source = FormatError::Unsupported { what };
-                return Err(FileError::File { path: directory.path().to_owned(), source });
+                return Err(FileError::File {
+                    path: directory.path().to_owned(),
+                    source,
+                });
             }
         }
         let parts = groups.values().flat_map(|group| group.parts.values());
@@ -92,8 +114,8 @@ impl Weights {
     }
 }
 
-/// Returns the files grouped by stem and variant. It leaves out a variant if the plain files exist, and files of
-/// [`OF_AUTHORS`] if there are files of [`STEMS`].
+/// Returns the files grouped by stem and variant. It leaves out a variant if the plain files exist,
+/// and files of [`OF_AUTHORS`] if there are files of [`STEMS`].
 fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, Group> {
     let mut groups: BTreeMap<String, Group> = BTreeMap::new();
     // macOS leaves a hidden `._NAME` of its own beside every file on foreign disks.
@@ -102,8 +124,12 @@ fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, Group> {
             groups.entry(stem).or_default().index = Some(name.clone());
         } else if let Some(base) = name.strip_suffix(ending) {
             let part = Part::of(base);
-            let group =
-                groups.entry(part.as_ref().map_or_else(|| base.to_owned(), |part| part.stem.clone())).or_default();
+            let group = groups
+                .entry(
+                    part.as_ref()
+                        .map_or_else(|| base.to_owned(), |part| part.stem.clone()),
+                )
+                .or_default();
             group.files.push(name.clone());
             if let Some(part) = part {
                 group.parts.insert(part.count.clone(), part);
@@ -112,7 +138,9 @@ fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, Group> {
     }
     let stems: BTreeSet<String> = groups.keys().cloned().collect();
     let has_known = STEMS.iter().any(|known| stems.contains(*known));
-    groups.retain(|stem, _| !(is_variant(stem, &stems) || has_known && OF_AUTHORS.contains(&stem.as_str())));
+    groups.retain(|stem, _| {
+        !(is_variant(stem, &stems) || has_known && OF_AUTHORS.contains(&stem.as_str()))
+    });
     groups
 }
 
@@ -126,12 +154,21 @@ fn is_variant(stem: &str, stems: &BTreeSet<String>) -> bool {
 
 /// Returns `true` for the name of a file of weights that libraries look for, or of its index.
 pub(crate) fn is_known(name: &str, ending: &str) -> bool {
-    let rest = STEMS.iter().find_map(|stem| name.strip_prefix(stem).filter(|rest| rest.starts_with(['.', '-'])));
+    let rest = STEMS.iter().find_map(|stem| {
+        name.strip_prefix(stem)
+            .filter(|rest| rest.starts_with(['.', '-']))
+    });
     rest.is_some_and(|rest| rest.ends_with(ending) || rest.contains(&format!("{ending}.index")))
 }
 
-/// Returns the error of a key that is in two files of a directory, where nothing tells which of them counts.
-pub(crate) fn in_two_files(directory: &CheckedDirectory, key: &str, first: &str, second: &str) -> FileError {
+/// Returns the error of a key that is in two files of a directory, where nothing tells which of
+/// them counts.
+pub(crate) fn in_two_files(
+    directory: &CheckedDirectory,
+    key: &str,
+    first: &str,
+    second: &str,
+) -> FileError {
     let what = format!(
         "`{key}` in both `{first}` and `{second}`, where no index tells which one counts (name a file, or move one away),"
     );
@@ -140,7 +177,9 @@ pub(crate) fn in_two_files(directory: &CheckedDirectory, key: &str, first: &str,
 
 /// Returns the stem and variant of an index: `model` for `model.safetensors.index.json`.
 fn stem_of_index(name: &str, ending: &str) -> Option<String> {
-    let (stem, rest) = name.strip_suffix(".json")?.split_once(&format!("{ending}.index"))?;
+    let (stem, rest) = name
+        .strip_suffix(".json")?
+        .split_once(&format!("{ending}.index"))?;
     match rest.strip_prefix('.') {
         None => rest.is_empty().then(|| stem.to_owned()),
         Some(variant) => Some(format!("{stem}.{variant}")),
@@ -163,24 +202,39 @@ struct Part {
 const COUNT_DIGITS: usize = 5;
 
 impl Part {
-    /// Parses `STEM-00001-of-00002` or `STEM-00001-of-00002.VARIANT`; returns `None` for other names. Files that begin
-    /// with [`SHARD`] are those of ranks. They do not count, because a rank that has nothing to write has no file.
+    /// Parses `STEM-00001-of-00002` or `STEM-00001-of-00002.VARIANT`; returns `None` for other
+    /// names. Files that begin with [`SHARD`] are those of ranks. They do not count, because a rank
+    /// that has nothing to write has no file.
     fn of(base: &str) -> Option<Self> {
         let (before, rest) = base.rsplit_once("-of-")?;
         let (before, number) = before.rsplit_once('-')?;
-        let (count, variant) = rest.split_once('.').map_or((rest, None), |(count, variant)| (count, Some(variant)));
-        let is_number = |text: &str| text.len() == COUNT_DIGITS && text.bytes().all(|byte| byte.is_ascii_digit());
+        let (count, variant) = rest
+            .split_once('.')
+            .map_or((rest, None), |(count, variant)| (count, Some(variant)));
+        let is_number = |text: &str| {
+            text.len() == COUNT_DIGITS && text.bytes().all(|byte| byte.is_ascii_digit())
+        };
         if !is_number(number) || !is_number(count) || before.starts_with(SHARD) {
             return None;
         }
         let after = variant.map_or_else(String::new, |variant| format!(".{variant}"));
-        Some(Part { stem: format!("{before}{after}"), before: before.to_owned(), after, count: count.to_owned() })
+        Some(Part {
+            stem: format!("{before}{after}"),
+            before: before.to_owned(),
+            after,
+            count: count.to_owned(),
+        })
     }
 
-    /// Returns the names of all files that should exist. This is lazy, because the count comes from a file's name and
-    /// may be absurdly large.
+    /// Returns the names of all files that should exist. This is lazy, because the count comes from
+    /// a file's name and may be absurdly large.
     fn names_of_all(&self, ending: &str) -> impl Iterator<Item = String> {
-        let Part { before, after, count, .. } = self;
+        let Part {
+            before,
+            after,
+            count,
+            ..
+        } = self;
         let all = count.parse().unwrap_or(0usize);
         (1..=all).map(move |number| format!("{before}-{number:05}-of-{count}{after}{ending}"))
     }
@@ -194,7 +248,10 @@ mod tests {
         let mut names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         names.sort_unstable();
         let groups = chosen_groups(&names, ".safetensors");
-        groups.into_values().flat_map(|group| group.index.into_iter().chain(group.files)).collect()
+        groups
+            .into_values()
+            .flat_map(|group| group.index.into_iter().chain(group.files))
+            .collect()
     }
 
     #[test]
@@ -202,22 +259,48 @@ mod tests {
         for others in [
             &["model.fp16.safetensors"][..],
             &["model.non_ema.safetensors", "model.bf16.safetensors"],
-            &["model.fp16-00001-of-00002.safetensors", "model.fp16-00002-of-00002.safetensors"],
-            &["model-00001-of-00002.fp16.safetensors", "model.safetensors.index.fp16.json"],
-            &["model.fp16.safetensors.index.json", "consolidated.safetensors"],
+            &[
+                "model.fp16-00001-of-00002.safetensors",
+                "model.fp16-00002-of-00002.safetensors",
+            ],
+            &[
+                "model-00001-of-00002.fp16.safetensors",
+                "model.safetensors.index.fp16.json",
+            ],
+            &[
+                "model.fp16.safetensors.index.json",
+                "consolidated.safetensors",
+            ],
         ] {
-            assert_eq!(chosen(&[&["model.safetensors"], others].concat()), ["model.safetensors"], "{others:?}");
+            assert_eq!(
+                chosen(&[&["model.safetensors"], others].concat()),
+                ["model.safetensors"],
+                "{others:?}"
+            );
             assert_eq!(chosen(others).len(), others.len(), "{others:?}");
         }
     }
 
     #[test]
     fn files_of_other_stems_are_taken_together() {
-        let names = ["a.safetensors", "b-1.safetensors", "llama-3.1.safetensors", "consolidated.safetensors"];
+        let names = [
+            "a.safetensors",
+            "b-1.safetensors",
+            "llama-3.1.safetensors",
+            "consolidated.safetensors",
+        ];
         assert_eq!(chosen(&names).len(), names.len());
-        let names = ["encoder.safetensors", "encoder.0.safetensors", "llama-3.safetensors", "llama-3.1.safetensors"];
+        let names = [
+            "encoder.safetensors",
+            "encoder.0.safetensors",
+            "llama-3.safetensors",
+            "llama-3.1.safetensors",
+        ];
         assert_eq!(chosen(&names).len(), names.len());
-        assert_eq!(chosen(&["unet.safetensors", "unet.fp16.safetensors"]), ["unet.safetensors"]);
+        assert_eq!(
+            chosen(&["unet.safetensors", "unet.fp16.safetensors"]),
+            ["unet.safetensors"]
+        );
     }
 
     #[test]
@@ -227,7 +310,13 @@ mod tests {
         let all: Vec<String> = part.names_of_all(".safetensors").collect();
         assert_eq!(all[2], "model-00003-of-00003.fp16.safetensors");
         assert_eq!(all.len(), 3);
-        for none in ["model", "model-1-of-2", "shard-00001-model-00001-of-00003", "model-0000x-of-00002", "-of-00002"] {
+        for none in [
+            "model",
+            "model-1-of-2",
+            "shard-00001-model-00001-of-00003",
+            "model-0000x-of-00002",
+            "-of-00002",
+        ] {
             assert!(Part::of(none).is_none(), "{none}");
         }
     }

@@ -16,7 +16,8 @@ const MAX_DIMENSIONS: u32 = 4;
 const ALIGNMENT: u64 = 32;
 /// The bytes that are read at once.
 const AT_ONCE: u64 = 1 << 20;
-/// The bytes that may be built from a byte of the header: short texts and small numbers become several times as many.
+/// The bytes that may be built from a byte of the header: short texts and small numbers become
+/// several times as many.
 const FACTOR: u64 = 8;
 
 /// The content of a header.
@@ -43,7 +44,10 @@ pub(super) struct Info {
 }
 
 fn malformed(reason: impl Into<String>) -> FormatError {
-    FormatError::Malformed { what: "GGUF file", reason: reason.into() }
+    FormatError::Malformed {
+        what: "GGUF file",
+        reason: reason.into(),
+    }
 }
 
 /// A reader of numbers and texts, one after the other.
@@ -66,7 +70,9 @@ impl Cursor<'_> {
     fn fill(&mut self, dst: &mut [u8]) -> Result<(), FormatError> {
         let end = self.at.saturating_add(dst.len() as u64);
         if self.at < self.block_start || end > self.block_start + self.block.len() as u64 {
-            let length = AT_ONCE.max(dst.len() as u64).min(self.file.len().saturating_sub(self.at));
+            let length = AT_ONCE
+                .max(dst.len() as u64)
+                .min(self.file.len().saturating_sub(self.at));
             self.block.resize(length as usize, 0);
             self.file.read_exact_at(self.at, &mut self.block)?;
             self.block_start = self.at;
@@ -76,7 +82,10 @@ impl Cursor<'_> {
             }
         }
         let start = (self.at - self.block_start) as usize;
-        let bytes = self.block.get(start..start + dst.len()).ok_or_else(|| malformed("it is cut short"))?;
+        let bytes = self
+            .block
+            .get(start..start + dst.len())
+            .ok_or_else(|| malformed("it is cut short"))?;
         dst.copy_from_slice(bytes);
         self.at = end;
         Ok(())
@@ -138,7 +147,11 @@ impl Cursor<'_> {
             }
             11 => PlainValue::Int(i64::from_le_bytes(self.bytes()?)),
             12 => PlainValue::Float(f64::from_le_bytes(self.bytes()?)),
-            kind => return Err(malformed(format!("it has a value of the unknown type {kind}"))),
+            kind => {
+                return Err(malformed(format!(
+                    "it has a value of the unknown type {kind}"
+                )));
+            }
         })
     }
 
@@ -164,13 +177,21 @@ impl Cursor<'_> {
 impl Header {
     /// Reads the header of a file.
     pub(super) fn read(file: &dyn ReadAt) -> Result<Self, FormatError> {
-        let mut cursor = Cursor { file, at: 0, block: Vec::new(), block_start: 0, budget: Budget::new(0, 1) };
+        let mut cursor = Cursor {
+            file,
+            at: 0,
+            block: Vec::new(),
+            block_start: 0,
+            budget: Budget::new(0, 1),
+        };
         if cursor.bytes::<4>()? != *START {
             return Err(malformed("it does not begin as one"));
         }
         let version = cursor.u32()?;
         if ![2, 3].contains(&version) {
-            return Err(FormatError::Unsupported { what: format!("version {version} of GGUF") });
+            return Err(FormatError::Unsupported {
+                what: format!("version {version} of GGUF"),
+            });
         }
         let (tensor_count, value_count) = (cursor.u64()?, cursor.u64()?);
         let mut values = Vec::new();
@@ -180,7 +201,10 @@ impl Header {
             let kind = cursor.u32()?;
             let value = cursor.value(kind, 0)?;
             if key == "general.alignment" {
-                alignment = value.as_int().and_then(|value| u64::try_from(value).ok()).unwrap_or(0);
+                alignment = value
+                    .as_int()
+                    .and_then(|value| u64::try_from(value).ok())
+                    .unwrap_or(0);
                 if !alignment.is_power_of_two() {
                     return Err(malformed("its alignment is no power of two"));
                 }
@@ -193,19 +217,33 @@ impl Header {
             let name = cursor.text(MAX_KEY_BYTES as u64)?;
             let dimensions = cursor.u32()?;
             if dimensions > MAX_DIMENSIONS {
-                return Err(malformed(format!("the tensor `{name}` has {dimensions} dimensions")));
+                return Err(malformed(format!(
+                    "the tensor `{name}` has {dimensions} dimensions"
+                )));
             }
             let mut shape = Vec::new();
             for _ in 0..dimensions {
-                let size = usize::try_from(cursor.u64()?).map_err(|_| malformed("a dimension is too large"))?;
+                let size = usize::try_from(cursor.u64()?)
+                    .map_err(|_| malformed("a dimension is too large"))?;
                 shape.push(size);
             }
             shape.reverse();
             let (kind, offset) = (cursor.u32()?, cursor.u64()?);
-            tensors.push(Info { name, shape, kind, offset });
+            tensors.push(Info {
+                name,
+                shape,
+                kind,
+                offset,
+            });
         }
-        let data =
-            cursor.at.checked_next_multiple_of(alignment).ok_or_else(|| malformed("its alignment is too large"))?;
-        Ok(Header { values, tensors, data })
+        let data = cursor
+            .at
+            .checked_next_multiple_of(alignment)
+            .ok_or_else(|| malformed("its alignment is too large"))?;
+        Ok(Header {
+            values,
+            tensors,
+            data,
+        })
     }
 }

@@ -1,8 +1,9 @@
 //! llama.cpp's files: a header of keys and values, the list of tensors, and their elements.
 //!
-//! Tensors of `F32`, `F16`, `BF16`, `F64` and of integers are read as they are, those of `Q8_0` and `Q4_0` as `f32`.
-//! Tensors of other blocks are opaque values that name their kind. The header's keys (`general.name`, the tokenizer's
-//! tokens) are values. GGUF counts dimensions from the innermost; shapes here begin with the outermost.
+//! Tensors of `F32`, `F16`, `BF16`, `F64` and of integers are read as they are, those of `Q8_0` and
+//! `Q4_0` as `f32`. Tensors of other blocks are opaque values that name their kind. The header's
+//! keys (`general.name`, the tokenizer's tokens) are values. GGUF counts dimensions from the
+//! innermost; shapes here begin with the outermost.
 
 mod header;
 
@@ -31,7 +32,10 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
     let mut assembler = Assembler::new(Format::Gguf, location.name(), directory);
     let file = assembler.directory().file(name)?;
-    let error = |source| FileError::File { path: location.name().to_owned(), source };
+    let error = |source| FileError::File {
+        path: location.name().to_owned(),
+        source,
+    };
     let header = Header::read(&*file).map_err(error)?;
     check_not_split(&header).map_err(error)?;
     let name: Arc<str> = Arc::from(name);
@@ -41,31 +45,48 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
         let path = KeyPath(vec![PathPart::Key(info.name.clone())]);
         match kind(info.kind) {
             Some((dtype, elements)) => {
-                let piece = piece(&name, &info, dtype, elements, header.data, file.len()).map_err(error)?;
+                let piece =
+                    piece(&name, &info, dtype, elements, header.data, file.len()).map_err(error)?;
                 assembler.add_tensor(&path, &name, dtype, &info.shape, vec![piece])?;
             }
             None => {
-                let next = starts.get(starts.partition_point(|start| *start <= info.offset)).copied();
-                let stored = opaque_place(&name, &info, header.data, next, file.len()).map_err(error)?;
-                let kind =
-                    blocks_of(info.kind).map_or_else(|| format!("kind {}", info.kind), |(name, ..)| name.to_owned());
+                let next = starts
+                    .get(starts.partition_point(|start| *start <= info.offset))
+                    .copied();
+                let stored =
+                    opaque_place(&name, &info, header.data, next, file.len()).map_err(error)?;
+                let kind = blocks_of(info.kind).map_or_else(
+                    || format!("kind {}", info.kind),
+                    |(name, ..)| name.to_owned(),
+                );
                 let of = format!("GGUF tensor of {kind} {:?}", info.shape);
                 assembler.add_value(&path, &name, Held::Stored(of, stored))?;
             }
         }
     }
     for (key, value) in header.values {
-        assembler.add_value(&KeyPath(vec![PathPart::Key(key)]), &name, Held::Plain(value))?;
+        assembler.add_value(
+            &KeyPath(vec![PathPart::Key(key)]),
+            &name,
+            Held::Plain(value),
+        )?;
     }
     Ok(assembler.finish(None))
 }
 
-/// Refuses one of several files into which a model was split: the tensors of the others would be missing.
+/// Refuses one of several files into which a model was split: the tensors of the others would be
+/// missing.
 fn check_not_split(header: &Header) -> Result<(), FormatError> {
-    let count = header.values.iter().find(|(key, _)| key == "split.count").and_then(|(_, count)| count.as_int());
+    let count = header
+        .values
+        .iter()
+        .find(|(key, _)| key == "split.count")
+        .and_then(|(_, count)| count.as_int());
     match count {
         Some(count) if count > 1 => Err(FormatError::Unsupported {
-            what: format!("one of the {count} files of a split model (join them with `llama-gguf-split --merge`)"),
+            what: format!(
+                "one of the {count} files of a split model (join them with `llama-gguf-split --merge`)"
+            ),
         }),
         _ => Ok(()),
     }
@@ -83,15 +104,28 @@ fn piece(
     let numel = numel(info)?;
     let bytes = match elements {
         Elements::Plain => numel.checked_mul(dtype.size_in_bytes()),
-        Elements::Blocks(_) if !info.shape.last().is_some_and(|size| size.is_multiple_of(BLOCK)) => {
+        Elements::Blocks(_)
+            if !info
+                .shape
+                .last()
+                .is_some_and(|size| size.is_multiple_of(BLOCK)) =>
+        {
             return Err(malformed(info, "is not made of whole blocks"));
         }
         Elements::Blocks(format) => Some(format.bytes(numel)),
     };
     let start = start_in(info, data, bytes, length)?;
-    let layout =
-        StridedLayout { bounds: TensorBox::whole(&info.shape), offset: 0, strides: row_major_strides(&info.shape) };
-    Ok(Piece { file: file.clone(), start: Start::At(start), layout, elements })
+    let layout = StridedLayout {
+        bounds: TensorBox::whole(&info.shape),
+        offset: 0,
+        strides: row_major_strides(&info.shape),
+    };
+    Ok(Piece {
+        file: file.clone(),
+        start: Start::At(start),
+        layout,
+        elements,
+    })
 }
 
 /// Returns the type as which a kind of tensors is read; `None` for a kind that cannot be read.
@@ -112,8 +146,9 @@ fn kind(kind: u32) -> Option<(DType, Elements)> {
     }
 }
 
-/// Returns the place of a tensor of blocks that are not read, after a check that it lies in the file. Blocks of an
-/// unknown kind may take all bytes up to the next tensor, which begins at `next`, or up to the end of the file.
+/// Returns the place of a tensor of blocks that are not read, after a check that it lies in the
+/// file. Blocks of an unknown kind may take all bytes up to the next tensor, which begins at
+/// `next`, or up to the end of the file.
 fn opaque_place(
     file: &Arc<str>,
     info: &Info,
@@ -123,7 +158,12 @@ fn opaque_place(
 ) -> Result<StorageInfo, FormatError> {
     let numel = numel(info)?;
     let bytes = match blocks_of(info.kind) {
-        Some((_, elements, _)) if !info.shape.last().is_some_and(|size| (*size as u64).is_multiple_of(elements)) => {
+        Some((_, elements, _))
+            if !info
+                .shape
+                .last()
+                .is_some_and(|size| (*size as u64).is_multiple_of(elements)) =>
+        {
             return Err(malformed(info, "is not made of whole blocks"));
         }
         Some((_, elements, bytes)) => (numel / elements).checked_mul(bytes),
@@ -134,11 +174,19 @@ fn opaque_place(
     };
     let start = start_in(info, data, bytes, length)?;
     let length = bytes.unwrap_or_default();
-    Ok(StorageInfo { relative_path: file.to_string(), offset: start, length, transforms: Vec::new() })
+    Ok(StorageInfo {
+        relative_path: file.to_string(),
+        offset: start,
+        length,
+        transforms: Vec::new(),
+    })
 }
 
 fn malformed(info: &Info, reason: &str) -> FormatError {
-    FormatError::Malformed { what: "GGUF file", reason: format!("the tensor `{}` {reason}", info.name) }
+    FormatError::Malformed {
+        what: "GGUF file",
+        reason: format!("the tensor `{}` {reason}", info.name),
+    }
 }
 
 /// Returns the number of a tensor's elements.
@@ -147,7 +195,8 @@ fn numel(info: &Info) -> Result<u64, FormatError> {
     Ok(numel.ok_or_else(|| malformed(info, "has too many elements"))? as u64)
 }
 
-/// Returns where a tensor of so many bytes begins in its file; an error if it does not lie in the file.
+/// Returns where a tensor of so many bytes begins in its file; an error if it does not lie in the
+/// file.
 fn start_in(info: &Info, data: u64, bytes: Option<u64>, length: u64) -> Result<u64, FormatError> {
     let start = data.checked_add(info.offset);
     let end = start.and_then(|start| start.checked_add(bytes?));
@@ -155,8 +204,8 @@ fn start_in(info: &Info, data: u64, bytes: Option<u64>, length: u64) -> Result<u
     start.ok_or_else(|| malformed(info, "reaches beyond the end of the file"))
 }
 
-/// Returns the name of a kind of blocks that is not read, the elements of a block, and its bytes; `None` if it is not
-/// known.
+/// Returns the name of a kind of blocks that is not read, the elements of a block, and its bytes;
+/// `None` if it is not known.
 fn blocks_of(kind: u32) -> Option<(&'static str, u64, u64)> {
     const KINDS: [(u32, &str, u64, u64); 24] = [
         (3, "Q4_1", 32, 20),

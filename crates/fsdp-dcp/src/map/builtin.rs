@@ -2,13 +2,22 @@
 
 /// The names of the maps that are built in, and what each is for.
 pub const NAMES: [(&str, &str); 8] = [
-    ("llama-to-hf", "Llama of Meta and torchtitan to that of Hugging Face; needs `heads` and `kv_heads`"),
+    (
+        "llama-to-hf",
+        "Llama of Meta and torchtitan to that of Hugging Face; needs `heads` and `kv_heads`",
+    ),
     ("hf-to-llama", "the other way"),
     ("nanogpt-to-hf", "nanoGPT to Hugging Face's GPT-2"),
     ("hf-to-nanogpt", "the other way"),
-    ("megatron-to-hf", "Megatron-core's Llama to that of Hugging Face; needs `heads` and `kv_heads`"),
+    (
+        "megatron-to-hf",
+        "Megatron-core's Llama to that of Hugging Face; needs `heads` and `kv_heads`",
+    ),
     ("hf-to-megatron", "the other way, with the layers stacked"),
-    ("fused-to-hf", "Llama and Qwen of vLLM and SGLang to those of Hugging Face; needs `heads` and `kv_heads`"),
+    (
+        "fused-to-hf",
+        "Llama and Qwen of vLLM and SGLang to those of Hugging Face; needs `heads` and `kv_heads`",
+    ),
     ("hf-to-fused", "the other way"),
 ];
 
@@ -27,7 +36,8 @@ pub(super) fn text(name: &str) -> Option<(&'static str, bool)> {
     })
 }
 
-/// The map of Meta's Llama. Its rows of queries and keys have the rotary halves of a head interleaved.
+/// The map of Meta's Llama. Its rows of queries and keys have the rotary halves of a head
+/// interleaved.
 const LLAMA: &str = "\
 tok_embeddings.weight -> model.embed_tokens.weight
 layers.{i}.attention.wq.weight -> model.layers.{i}.self_attn.q_proj.weight | permute(heads)
@@ -54,8 +64,8 @@ transformer.h.{i}.mlp.c_proj.weight -> transformer.h.{i}.mlp.c_proj.weight | tra
 drop transformer.h.{i}.attn.bias
 ";
 
-/// The map of Megatron-core's Llama. Layers are stacked along a first dimension (`torch_dist`), or have keys of their
-/// own.
+/// The map of Megatron-core's Llama. Layers are stacked along a first dimension (`torch_dist`), or
+/// have keys of their own.
 const MEGATRON: &str = "\
 embedding.word_embeddings.weight -> model.embed_tokens.weight
 decoder.layers.self_attention.linear_qkv.weight -> model.layers.{i}.self_attn.q_proj.weight, model.layers.{i}.self_attn.k_proj.weight, model.layers.{i}.self_attn.v_proj.weight | unstack(i) | split_qkv(heads, kv_heads)
@@ -76,8 +86,8 @@ decoder.final_layernorm.weight -> model.norm.weight
 output_layer.weight -> lm_head.weight
 ";
 
-/// The map of Llama and Qwen in inference servers. They have one matrix for queries, keys and values, and one for the
-/// gate and up projections.
+/// The map of Llama and Qwen in inference servers. They have one matrix for queries, keys and
+/// values, and one for the gate and up projections.
 const FUSED: &str = "\
 model.layers.{i}.self_attn.qkv_proj.weight -> model.layers.{i}.self_attn.q_proj.weight, model.layers.{i}.self_attn.k_proj.weight, model.layers.{i}.self_attn.v_proj.weight | split(0, heads, kv_heads, kv_heads)
 model.layers.{i}.self_attn.qkv_proj.bias -> model.layers.{i}.self_attn.q_proj.bias, model.layers.{i}.self_attn.k_proj.bias, model.layers.{i}.self_attn.v_proj.bias | split(0, heads, kv_heads, kv_heads)

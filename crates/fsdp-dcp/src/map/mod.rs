@@ -10,8 +10,8 @@
 //! drop freqs_cis
 //! ```
 //!
-//! `{i}` matches a part of a key without dots, and `{rest*}` any text. Operations come after `|`, and are applied from
-//! left to right:
+//! `{i}` matches a part of a key without dots, and `{rest*}` any text. Operations come after `|`,
+//! and are applied from left to right:
 //!
 //! | operation | effect |
 //! |---|---|
@@ -22,8 +22,9 @@
 //! | `split_qkv(heads, kv_heads)`, `join_qkv(heads, kv_heads)` | splits Megatron's grouped rows into queries, keys and values, and back |
 //! | `unstack(i)`, `stack(i)` | makes a tensor of each index of the first dimension, which becomes `{i}` in the keys, and back |
 //!
-//! Numbers may be names, whose values are given with the map. The first rule that matches a key is applied; keys that
-//! no rule matches stay as they are. Elements are moved and never computed with, so there and back is bit-exact.
+//! Numbers may be names, whose values are given with the map. The first rule that matches a key is
+//! applied; keys that no rule matches stay as they are. Elements are moved and never computed with,
+//! so there and back is bit-exact.
 
 mod builtin;
 mod match_keys;
@@ -54,7 +55,10 @@ impl Map {
     /// # Ok::<(), fsdp_dcp::map::MapError>(())
     /// ```
     pub fn parse(text: &str, values: &Values) -> Result<Self, MapError> {
-        Ok(Map { rules: parse::rules(text, values)?, is_builtin: false })
+        Ok(Map {
+            rules: parse::rules(text, values)?,
+            is_builtin: false,
+        })
     }
 
     /// Returns the map of one of the names in [`BUILTIN`]; `None` for any other name.
@@ -64,7 +68,10 @@ impl Map {
     pub fn builtin(name: &str, values: &Values) -> Option<Result<Self, MapError>> {
         let (text, is_reversed) = builtin::text(name)?;
         Some(parse::rules(text, values).map(|rules| {
-            let map = Map { rules, is_builtin: true };
+            let map = Map {
+                rules,
+                is_builtin: true,
+            };
             if is_reversed { map.reversed() } else { map }
         }))
     }
@@ -77,8 +84,16 @@ impl Map {
             line: rule.line,
             sources: rule.targets.clone(),
             targets: rule.sources.clone(),
-            operations: rule.operations.iter().rev().map(Operation::reversed).collect(),
+            operations: rule
+                .operations
+                .iter()
+                .rev()
+                .map(Operation::reversed)
+                .collect(),
         });
-        Map { rules: rules.collect(), is_builtin: self.is_builtin }
+        Map {
+            rules: rules.collect(),
+            is_builtin: self.is_builtin,
+        }
     }
 }

@@ -27,16 +27,24 @@ impl Template {
             if at > 0 {
                 parts.push(Part::Text(rest[..at].to_owned()));
             }
-            let end = rest[at..].find('}').ok_or_else(|| format!("`{text}` has no end of `{{`"))?;
+            let end = rest[at..]
+                .find('}')
+                .ok_or_else(|| format!("`{text}` has no end of `{{`"))?;
             let name = &rest[at + 1..at + end];
-            let (name, is_rest) = name.strip_suffix('*').map_or((name, false), |name| (name, true));
+            let (name, is_rest) = name
+                .strip_suffix('*')
+                .map_or((name, false), |name| (name, true));
             if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
                 return Err(format!("`{name}` is no name"));
             }
             if matches!(parts.last(), Some(Part::Name(_) | Part::Rest(_))) {
                 return Err(format!("`{text}` has two places side by side"));
             }
-            parts.push(if is_rest { Part::Rest(name.to_owned()) } else { Part::Name(name.to_owned()) });
+            parts.push(if is_rest {
+                Part::Rest(name.to_owned())
+            } else {
+                Part::Name(name.to_owned())
+            });
             rest = &rest[at + end + 1..];
         }
         if rest.contains('}') {
@@ -72,8 +80,8 @@ impl Template {
                 Part::Name(name) => (name, false),
                 Part::Rest(name) => (name, true),
             };
-            // A place goes up to the text after it: the last such text for the rest of a key, as none follows it
-            // elsewhere.
+            // A place goes up to the text after it: the last such text for the rest of a key, as
+            // none follows it elsewhere.
             let end = match self.0.get(at + 1) {
                 Some(Part::Text(next)) if is_rest => rest.rfind(next.as_str())?,
                 Some(Part::Text(next)) => rest.find(next.as_str())?,
@@ -83,7 +91,10 @@ impl Template {
             if text.is_empty() || (!is_rest && text.contains('.')) {
                 return None;
             }
-            if bindings.insert(name.clone(), text.to_owned()).is_some_and(|other| other != text) {
+            if bindings
+                .insert(name.clone(), text.to_owned())
+                .is_some_and(|other| other != text)
+            {
                 return None;
             }
             rest = &rest[end..];
@@ -112,13 +123,26 @@ mod tests {
     fn places_match_parts_of_keys() {
         let template = Template::parse("layers.{i}.attention.{w}.weight").unwrap();
         let bindings = template.matches("layers.12.attention.wq.weight").unwrap();
-        assert_eq!((bindings["i"].as_str(), bindings["w"].as_str()), ("12", "wq"));
-        assert_eq!(template.fill(&bindings).unwrap(), "layers.12.attention.wq.weight");
-        for other in ["layers.12.attention.weight", "layers.1.2.attention.w.weight", "x.layers.1.attention.w.weight"] {
+        assert_eq!(
+            (bindings["i"].as_str(), bindings["w"].as_str()),
+            ("12", "wq")
+        );
+        assert_eq!(
+            template.fill(&bindings).unwrap(),
+            "layers.12.attention.wq.weight"
+        );
+        for other in [
+            "layers.12.attention.weight",
+            "layers.1.2.attention.w.weight",
+            "x.layers.1.attention.w.weight",
+        ] {
             assert_eq!(template.matches(other), None, "{other}");
         }
         let rest = Template::parse("model.{rest*}.weight").unwrap();
-        assert_eq!(rest.matches("model.a.weight.b.weight").unwrap()["rest"], "a.weight.b");
+        assert_eq!(
+            rest.matches("model.a.weight.b.weight").unwrap()["rest"],
+            "a.weight.b"
+        );
         let twice = Template::parse("{a}.{a}").unwrap();
         assert!(twice.matches("x.x").is_some() && twice.matches("x.y").is_none());
         for bad in ["", "a.{", "a.}", "a.{}", "{a}{b}", "{a b}"] {

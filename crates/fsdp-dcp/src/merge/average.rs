@@ -1,5 +1,5 @@
-//! The weighted average of checkpoints with the same keys, such as the last checkpoints of a run, or the models of a
-//! "soup".
+//! The weighted average of checkpoints with the same keys, such as the last checkpoints of a run,
+//! or the models of a "soup".
 
 use std::collections::HashSet;
 
@@ -17,8 +17,9 @@ use crate::payload::slot::Slot;
 
 /// The average of checkpoints.
 ///
-/// Floating-point and complex tensors are averaged, element by element, in `f64`, and rounded once. Everything else
-/// (values, counts, and optimizer state, whose average is meaningless) is taken from the first checkpoint.
+/// Floating-point and complex tensors are averaged, element by element, in `f64`, and rounded once.
+/// Everything else (values, counts, and optimizer state, whose average is meaningless) is taken
+/// from the first checkpoint.
 pub struct Average<'a> {
     seen: Seen<'a>,
     /// The weight of each; they add up to 1.
@@ -28,29 +29,43 @@ pub struct Average<'a> {
 
 impl std::fmt::Debug for Average<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Average").field("weights", &self.weights).finish_non_exhaustive()
+        f.debug_struct("Average")
+            .field("weights", &self.weights)
+            .finish_non_exhaustive()
     }
 }
 
 impl<'a> Average<'a> {
-    /// Makes the average of checkpoints. `weights` has one weight for each, whose sum must not be 0; if it is empty,
-    /// all weights are equal.
+    /// Makes the average of checkpoints. `weights` has one weight for each, whose sum must not be
+    /// 0; if it is empty, all weights are equal.
     ///
     /// # Errors
-    /// Checkpoints whose keys, shapes or dtypes differ; tensors of 8-bit floats and other quantized ones; weights that
-    /// are not finite, or not one for each.
+    /// Checkpoints whose keys, shapes or dtypes differ; tensors of 8-bit floats and other quantized
+    /// ones; weights that are not finite, or not one for each.
     pub fn new(sources: Vec<&'a dyn Checkpoint>, weights: &[f64]) -> Result<Self, FileError> {
         let Some((first, others)) = sources.split_first() else {
-            return Err(FileError::Merge { reason: "there are no checkpoints".to_owned() });
+            return Err(FileError::Merge {
+                reason: "there are no checkpoints".to_owned(),
+            });
         };
-        let weights = if weights.is_empty() { vec![1.0; sources.len()] } else { weights.to_vec() };
+        let weights = if weights.is_empty() {
+            vec![1.0; sources.len()]
+        } else {
+            weights.to_vec()
+        };
         let sum: f64 = weights.iter().sum();
         if weights.len() != sources.len() {
-            let reason = format!("{} weights for {} checkpoints", weights.len(), sources.len());
+            let reason = format!(
+                "{} weights for {} checkpoints",
+                weights.len(),
+                sources.len()
+            );
             return Err(FileError::Merge { reason });
         }
         if !sum.is_finite() || sum == 0.0 {
-            return Err(FileError::Merge { reason: format!("the weights add up to {sum}") });
+            return Err(FileError::Merge {
+                reason: format!("the weights add up to {sum}"),
+            });
         }
         let metadata = first.metadata().clone();
         for other in others {
@@ -76,10 +91,13 @@ impl<'a> Average<'a> {
                     averaged.insert(fqn.to_owned());
                     continue;
                 }
-                None if dtype.is_float() || dtype.is_quantized() => format!("has the dtype {dtype}"),
+                None if dtype.is_float() || dtype.is_quantized() => {
+                    format!("has the dtype {dtype}")
+                }
                 None => continue,
             };
-            // An average of the scales beside the quantized weights of the first checkpoint would be a broken model.
+            // An average of the scales beside the quantized weights of the first checkpoint would
+            // be a broken model.
             if !others.is_empty() {
                 let reason = format!(
                     "`{fqn}` {what}, which cannot be averaged: leave it out with `--exclude`, or merge the checkpoints before \
@@ -90,15 +108,31 @@ impl<'a> Average<'a> {
         }
         let weights = weights.iter().map(|weight| weight / sum).collect();
         // Replicas in a source are not replicas of the average.
-        let metadata = Metadata { replicas: Vec::new(), ..metadata };
+        let metadata = Metadata {
+            replicas: Vec::new(),
+            ..metadata
+        };
         let structure = first.structure().cloned();
         let sources = sources.iter().map(|source| Source::Lent(*source)).collect();
-        Ok(Average { seen: Seen { sources, metadata, structure }, weights, averaged })
+        Ok(Average {
+            seen: Seen {
+                sources,
+                metadata,
+                structure,
+            },
+            weights,
+            averaged,
+        })
     }
 
     /// Returns the keys whose values are taken from the first checkpoint.
     pub fn taken_from_first(&self) -> impl Iterator<Item = &str> {
-        self.seen.metadata.entries.keys().map(String::as_str).filter(|fqn| !self.averaged.contains(*fqn))
+        self.seen
+            .metadata
+            .entries
+            .keys()
+            .map(String::as_str)
+            .filter(|fqn| !self.averaged.contains(*fqn))
     }
 }
 
@@ -125,10 +159,13 @@ fn check_same(first: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<(), File
             (Entry::Tensor(a), Some(Entry::Tensor(b))) if a.shape != b.shape => {
                 return Err(differs(fqn, "has not the same shape in both"));
             }
-            (Entry::Tensor(a), Some(Entry::Tensor(b))) if a.properties.dtype != b.properties.dtype => {
+            (Entry::Tensor(a), Some(Entry::Tensor(b)))
+                if a.properties.dtype != b.properties.dtype =>
+            {
                 return Err(differs(fqn, "has not the same dtype in both"));
             }
-            (Entry::Tensor(_), Some(Entry::Tensor(_))) | (Entry::Bytes(_), Some(Entry::Bytes(_))) => {}
+            (Entry::Tensor(_), Some(Entry::Tensor(_)))
+            | (Entry::Bytes(_), Some(Entry::Bytes(_))) => {}
             _ => return Err(differs(fqn, "is a tensor in one and a value in the other")),
         }
     }
@@ -141,7 +178,11 @@ impl Layer for Average<'_> {
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
-        if self.averaged.contains(fqn) { Origin::Made } else { Origin::Source(0, fqn) }
+        if self.averaged.contains(fqn) {
+            Origin::Made
+        } else {
+            Origin::Source(0, fqn)
+        }
     }
 
     fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
@@ -165,6 +206,8 @@ impl Layer for Average<'_> {
             write(parts, &sums, bytes);
             Ok(())
         };
-        slots.iter_mut().try_for_each(|slot| fill(slot, dtype, &mut average))
+        slots
+            .iter_mut()
+            .try_for_each(|slot| fill(slot, dtype, &mut average))
     }
 }

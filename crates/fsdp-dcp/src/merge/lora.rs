@@ -1,7 +1,8 @@
 //! A LoRA adapter, as the library PEFT saves it, merged into its base.
 //!
-//! The weight of a module becomes `W + scale · B · A`, where `scale` is `lora_alpha / r`, or `lora_alpha / √r` for an
-//! adapter with `use_rslora`. The products are computed in `f64` and the sum is rounded once.
+//! The weight of a module becomes `W + scale · B · A`, where `scale` is `lora_alpha / r`, or
+//! `lora_alpha / √r` for an adapter with `use_rslora`. The products are computed in `f64` and the
+//! sum is rounded once.
 
 use std::collections::HashMap;
 
@@ -61,12 +62,12 @@ pub struct LoraConfig {
     others: IndexMap<String, serde_json::Value>,
 }
 
-/// The methods of initialization that leave the base unchanged. With the others, PEFT subtracts the initial product of
-/// the factors from the base each time that it loads the adapter.
+/// The methods of initialization that leave the base unchanged. With the others, PEFT subtracts the
+/// initial product of the factors from the base each time that it loads the adapter.
 const BASE_UNCHANGED: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
 
-/// The settings of kinds of adapters that are not supported: their update is computed in another way, or applies to
-/// some tokens or layers only.
+/// The settings of kinds of adapters that are not supported: their update is computed in another
+/// way, or applies to some tokens or layers only.
 const OTHER_KINDS: [&str; 7] = [
     "alora_invocation_tokens",
     "arrow_config",
@@ -86,15 +87,21 @@ impl LoraConfig {
         let directory = CheckedDirectory::open(&adapter.into(), false, Links::Follow)?;
         let bytes = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
         let malformed = |error: serde_json::Error| {
-            let source = FormatError::Malformed { what: "settings of an adapter", reason: error.to_string() };
+            let source = FormatError::Malformed {
+                what: "settings of an adapter",
+                reason: error.to_string(),
+            };
             directory.file_error(CONFIG, source)
         };
-        let unsupported = |what: String| Err(directory.file_error(CONFIG, FormatError::Unsupported { what }));
+        let unsupported =
+            |what: String| Err(directory.file_error(CONFIG, FormatError::Unsupported { what }));
         // The settings of other kinds of adapters are others.
         let AdapterKind { peft_type } = serde_json::from_slice(&bytes).map_err(malformed)?;
         match peft_type.as_deref() {
             Some("LORA") => {}
-            other => return unsupported(format!("an adapter of type {}", other.unwrap_or("unknown"))),
+            other => {
+                return unsupported(format!("an adapter of type {}", other.unwrap_or("unknown")));
+            }
         }
         let config: LoraConfig = serde_json::from_slice(&bytes).map_err(malformed)?;
         if config.use_dora {
@@ -108,24 +115,45 @@ impl LoraConfig {
                  when it is saved with `path_initial_model_for_weight_conversion`;"
             ));
         }
-        let is_set = |value: &serde_json::Value| !(value.is_null() || *value == serde_json::Value::Bool(false));
-        if let Some(kind) = OTHER_KINDS.iter().find(|kind| config.others.get(**kind).is_some_and(is_set)) {
+        let is_set = |value: &serde_json::Value| {
+            !(value.is_null() || *value == serde_json::Value::Bool(false))
+        };
+        if let Some(kind) = OTHER_KINDS
+            .iter()
+            .find(|kind| config.others.get(**kind).is_some_and(is_set))
+        {
             return unsupported(format!("an adapter with `{kind}`"));
         }
-        let is_plain =
-            |pattern: &&String| pattern.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
-        if let Some(pattern) = config.alpha_pattern.keys().find(|pattern| !is_plain(pattern)) {
-            return unsupported(format!("the regular expression `{pattern}` for a module's alpha"));
+        let is_plain = |pattern: &&String| {
+            pattern
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+        };
+        if let Some(pattern) = config
+            .alpha_pattern
+            .keys()
+            .find(|pattern| !is_plain(pattern))
+        {
+            return unsupported(format!(
+                "the regular expression `{pattern}` for a module's alpha"
+            ));
         }
         Ok(config)
     }
 
     /// Returns the factor of a module's update.
     fn scale(&self, module: &str, rank: usize) -> f64 {
-        let is_of =
-            |pattern: &str| module == pattern || module.strip_suffix(pattern).is_some_and(|rest| rest.ends_with('.'));
-        let alpha =
-            self.alpha_pattern.iter().find(|(pattern, _)| is_of(pattern)).map_or(self.lora_alpha, |(_, alpha)| *alpha);
+        let is_of = |pattern: &str| {
+            module == pattern
+                || module
+                    .strip_suffix(pattern)
+                    .is_some_and(|rest| rest.ends_with('.'))
+        };
+        let alpha = self
+            .alpha_pattern
+            .iter()
+            .find(|(pattern, _)| is_of(pattern))
+            .map_or(self.lora_alpha, |(_, alpha)| *alpha);
         let rank = rank as f64;
         alpha / if self.use_rslora { rank.sqrt() } else { rank }
     }
@@ -140,8 +168,8 @@ struct Update {
     dtypes: [DType; 2],
     rank: usize,
     scale: f64,
-    /// `true` if the weight is `[in, out]`, `false` if it is `[out, in]`, `None` if it is square and
-    /// [`BaseModel::orient`] has to decide.
+    /// `true` if the weight is `[in, out]`, `false` if it is `[out, in]`, `None` if it is square
+    /// and [`BaseModel::orient`] has to decide.
     is_transposed: Option<bool>,
 }
 
@@ -150,14 +178,16 @@ pub struct Lora<'a> {
     /// The base, and the adapter.
     seen: Seen<'a>,
     updates: IndexMap<String, Update>,
-    /// The adapter's keys of tensors that replace tensors of the base, by the key in the base. If a weight is both
-    /// replaced and updated, the update is added to the replacement.
+    /// The adapter's keys of tensors that replace tensors of the base, by the key in the base. If a
+    /// weight is both replaced and updated, the update is added to the replacement.
     replaced: HashMap<String, String>,
 }
 
 impl std::fmt::Debug for Lora<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Lora").field("updates", &self.updates).finish_non_exhaustive()
+        f.debug_struct("Lora")
+            .field("updates", &self.updates)
+            .finish_non_exhaustive()
     }
 }
 
@@ -165,43 +195,74 @@ impl<'a> Lora<'a> {
     /// Merges an adapter into its base.
     ///
     /// # Errors
-    /// Keys of the adapter that the base does not have, shapes that do not fit, and unsupported adapters: with
-    /// `lora_bias`, convolutions, or DoRA.
-    pub fn new(base: &'a dyn Checkpoint, adapter: &'a dyn Checkpoint, config: &LoraConfig) -> Result<Self, FileError> {
+    /// Keys of the adapter that the base does not have, shapes that do not fit, and unsupported
+    /// adapters: with `lora_bias`, convolutions, or DoRA.
+    pub fn new(
+        base: &'a dyn Checkpoint,
+        adapter: &'a dyn Checkpoint,
+        config: &LoraConfig,
+    ) -> Result<Self, FileError> {
         let mut metadata = base.metadata().clone();
         metadata.replicas.clear();
         let mut updates = IndexMap::new();
         let mut replaced = HashMap::new();
         let model = BaseModel::of(base)?;
         for (fqn, tensor) in adapter.metadata().tensors() {
-            let name = fqn.strip_prefix(BASE).ok_or_else(|| refused(fqn, "a key that is not of an adapter of PEFT"))?;
+            let name = fqn
+                .strip_prefix(BASE)
+                .ok_or_else(|| refused(fqn, "a key that is not of an adapter of PEFT"))?;
             match Factor::of(name) {
-                Some(Factor { module, is_a: true, is_embedding }) => {
+                Some(Factor {
+                    module,
+                    is_a: true,
+                    is_embedding,
+                }) => {
                     let key = format!("{module}.weight");
-                    let b = factor_b(adapter, fqn).ok_or_else(|| refused(fqn, "a factor without the other one"))?;
-                    let update = update(base, (fqn, tensor), (&b, adapter), &key, is_embedding, config, module)?;
+                    let b = factor_b(adapter, fqn)
+                        .ok_or_else(|| refused(fqn, "a factor without the other one"))?;
+                    let update = update(
+                        base,
+                        (fqn, tensor),
+                        (&b, adapter),
+                        &key,
+                        is_embedding,
+                        config,
+                        module,
+                    )?;
                     if let Some(Update { a: first, .. }) = updates.insert(key, update) {
-                        return Err(refused(fqn, format!("a second update, after `{first}`, of one weight")));
+                        return Err(refused(
+                            fqn,
+                            format!("a second update, after `{first}`, of one weight"),
+                        ));
                     }
                 }
                 // A factor B is taken together with its factor A.
                 Some(Factor { is_a: false, .. }) if factor_a(adapter, fqn) => {}
                 Some(_) => return Err(refused(fqn, "a factor without the other one")),
-                None if name.contains("lora_") => return Err(refused(fqn, "this part of an adapter")),
+                None if name.contains("lora_") => {
+                    return Err(refused(fqn, "this part of an adapter"));
+                }
                 None => {
                     let is_trained_whole = !name.contains(BASE_LAYER);
                     let name = replaced_key(name);
                     check_replacement(base, &name, (fqn, tensor))?;
-                    if is_trained_whole && !config.ensure_weight_tying && model.is_tied_embedding(base, &name) {
+                    if is_trained_whole
+                        && !config.ensure_weight_tying
+                        && model.is_tied_embedding(base, &name)
+                    {
                         let what = "an embedding that was trained without the output layer that shares its weight: merge it with PEFT, \
                                     which makes two weights of them,";
                         return Err(refused(fqn, what));
                     }
-                    metadata.entries.insert(name.clone(), crate::metadata::Entry::Tensor(tensor.clone()));
+                    metadata
+                        .entries
+                        .insert(name.clone(), crate::metadata::Entry::Tensor(tensor.clone()));
                     if let Some(first) = replaced.insert(name, fqn.to_owned()) {
                         return Err(refused(
                             fqn,
-                            format!("a second tensor, after `{first}`, in place of one of the base"),
+                            format!(
+                                "a second tensor, after `{first}`, in place of one of the base"
+                            ),
                         ));
                     }
                 }
@@ -215,20 +276,35 @@ impl<'a> Lora<'a> {
             }
         }
         if updates.is_empty() && replaced.is_empty() {
-            return Err(FileError::Merge { reason: "the adapter has no tensors".to_owned() });
+            return Err(FileError::Merge {
+                reason: "the adapter has no tensors".to_owned(),
+            });
         }
         let sources = vec![Source::Lent(base), Source::Lent(adapter)];
-        Ok(Lora { seen: Seen { sources, metadata, structure: base.structure().cloned() }, updates, replaced })
+        Ok(Lora {
+            seen: Seen {
+                sources,
+                metadata,
+                structure: base.structure().cloned(),
+            },
+            updates,
+            replaced,
+        })
     }
 
     /// Returns the source and the key in it of the weight to which an update is added.
     fn weight<'o>(&'o self, fqn: &'o str) -> (usize, &'o str) {
-        self.replaced.get(fqn).map_or((0, fqn), |key| (1, key.as_str()))
+        self.replaced
+            .get(fqn)
+            .map_or((0, fqn), |key| (1, key.as_str()))
     }
 
     /// Returns the keys of the tensors that the adapter changes.
     pub fn changed(&self) -> impl Iterator<Item = &str> {
-        let only_replaced = self.replaced.keys().filter(|key| !self.updates.contains_key(*key));
+        let only_replaced = self
+            .replaced
+            .keys()
+            .filter(|key| !self.updates.contains_key(*key));
         self.updates.keys().chain(only_replaced).map(String::as_str)
     }
 }
@@ -245,12 +321,19 @@ struct BaseModel {
     architectures: Option<Vec<String>>,
 }
 
-/// The types of models whose layers are `Conv1D`, with weights of shape `[in, out]`, except the output layer.
+/// The types of models whose layers are `Conv1D`, with weights of shape `[in, out]`, except the
+/// output layer.
 const CONV1D_MODELS: [&str; 4] = ["decision_transformer", "gpt2", "imagegpt", "openai-gpt"];
-/// The names of `Conv1D` layers in those models. In other models, layers of these names may be of another kind.
+/// The names of `Conv1D` layers in those models. In other models, layers of these names may be of
+/// another kind.
 const CONV1D_LAYERS: [&str; 3] = ["c_attn", "c_fc", "c_proj"];
 /// The endings of the keys of token embeddings.
-const EMBEDDINGS: [&str; 4] = ["embed_tokens.weight", "tok_embeddings.weight", "word_embeddings.weight", "wte.weight"];
+const EMBEDDINGS: [&str; 4] = [
+    "embed_tokens.weight",
+    "tok_embeddings.weight",
+    "word_embeddings.weight",
+    "wte.weight",
+];
 /// The endings of the keys of output layers, which may share the weight of the token embedding.
 const OUTPUTS: [&str; 3] = ["embed_out.weight", "lm_head.weight", "output.weight"];
 
@@ -268,21 +351,35 @@ impl BaseModel {
         Ok(serde_json::from_slice(&bytes).unwrap_or_default())
     }
 
-    /// Returns `true` if a key is that of a token embedding that shares its weight with the output layer.
+    /// Returns `true` if a key is that of a token embedding that shares its weight with the output
+    /// layer.
     fn is_tied_embedding(&self, base: &dyn Checkpoint, key: &str) -> bool {
-        let has_output =
-            || base.metadata().tensors().any(|(key, _)| OUTPUTS.iter().any(|output| key.ends_with(output)));
+        let has_output = || {
+            base.metadata()
+                .tensors()
+                .any(|(key, _)| OUTPUTS.iter().any(|output| key.ends_with(output)))
+        };
         // Only causal language models have an output layer over the tokens.
-        let is_language_model =
-            |names: &Vec<String>| names.iter().any(|name| name.contains("LM") && !name.contains("Masked"));
-        let is_tied = self.tie_word_embeddings.or(self.architectures.as_ref().map(is_language_model)).unwrap_or(true);
+        let is_language_model = |names: &Vec<String>| {
+            names
+                .iter()
+                .any(|name| name.contains("LM") && !name.contains("Masked"))
+        };
+        let is_tied = self
+            .tie_word_embeddings
+            .or(self.architectures.as_ref().map(is_language_model))
+            .unwrap_or(true);
         EMBEDDINGS.iter().any(|embedding| key.ends_with(embedding)) && is_tied && !has_output()
     }
 
-    /// Decides for each update of a square weight whether the weight is `[in, out]`. The other weights of layers of the
-    /// same name tell, or the type of the model. PEFT's setting `fan_in_fan_out` is the last resort, because PEFT
-    /// records it for the last layer only.
-    fn orient(&self, updates: &mut IndexMap<String, Update>, fan_in_fan_out: bool) -> Result<(), FileError> {
+    /// Decides for each update of a square weight whether the weight is `[in, out]`. The other
+    /// weights of layers of the same name tell, or the type of the model. PEFT's setting
+    /// `fan_in_fan_out` is the last resort, because PEFT records it for the last layer only.
+    fn orient(
+        &self,
+        updates: &mut IndexMap<String, Update>,
+        fan_in_fan_out: bool,
+    ) -> Result<(), FileError> {
         let known: HashMap<String, bool> = updates
             .iter()
             .filter_map(|(key, update)| Some((layer_of(key).to_owned(), update.is_transposed?)))
@@ -290,7 +387,10 @@ impl BaseModel {
         let mut layers = updates.keys().map(|key| layer_of(key));
         let first = layers.next();
         let is_one_kind = layers.all(|layer| Some(layer) == first);
-        for (key, update) in updates.iter_mut().filter(|(_, update)| update.is_transposed.is_none()) {
+        for (key, update) in updates
+            .iter_mut()
+            .filter(|(_, update)| update.is_transposed.is_none())
+        {
             let layer = layer_of(key);
             let is_conv1d = CONV1D_LAYERS.contains(&layer);
             update.is_transposed = Some(match (known.get(layer), self.model_type.as_deref()) {
@@ -316,8 +416,8 @@ fn layer_of(key: &str) -> &str {
 
 /// Returns the base's key of a tensor that an adapter replaces.
 ///
-/// PEFT calls the weight below an update `MODULE.base_layer.weight`. It saves that of an embedding, which may have
-/// grown.
+/// PEFT calls the weight below an update `MODULE.base_layer.weight`. It saves that of an embedding,
+/// which may have grown.
 fn replaced_key(name: &str) -> String {
     match name.rsplit_once(BASE_LAYER) {
         Some((module, rest)) => format!("{module}.{rest}"),
@@ -326,11 +426,19 @@ fn replaced_key(name: &str) -> String {
 }
 
 /// Checks that the base has a tensor of this name, and that it has the same shape as the adapter's.
-fn check_replacement(base: &dyn Checkpoint, name: &str, (fqn, tensor): (&str, &TensorEntry)) -> Result<(), FileError> {
+fn check_replacement(
+    base: &dyn Checkpoint,
+    name: &str,
+    (fqn, tensor): (&str, &TensorEntry),
+) -> Result<(), FileError> {
     let there = base.metadata().tensor(name);
-    let there = there.ok_or_else(|| refused(fqn, format!("an adapter to a base without `{name}`")))?;
+    let there =
+        there.ok_or_else(|| refused(fqn, format!("an adapter to a base without `{name}`")))?;
     if there.shape != tensor.shape {
-        let what = format!("a tensor of shape {:?} in place of one of shape {:?}", tensor.shape, there.shape);
+        let what = format!(
+            "a tensor of shape {:?} in place of one of shape {:?}",
+            tensor.shape, there.shape
+        );
         return Err(refused(fqn, what));
     }
     Ok(())
@@ -344,8 +452,8 @@ struct Factor<'k> {
 }
 
 impl<'k> Factor<'k> {
-    /// Parses `MODULE.lora_A.weight`, `MODULE.lora_A.NAME.weight` or `MODULE.lora_embedding_A`; returns `None` for
-    /// other keys.
+    /// Parses `MODULE.lora_A.weight`, `MODULE.lora_A.NAME.weight` or `MODULE.lora_embedding_A`;
+    /// returns `None` for other keys.
     fn of(name: &'k str) -> Option<Self> {
         for (word, is_a, is_embedding) in [
             (".lora_A", true, false),
@@ -353,10 +461,19 @@ impl<'k> Factor<'k> {
             (".lora_embedding_A", true, true),
             (".lora_embedding_B", false, true),
         ] {
-            let Some((module, rest)) = name.split_once(word) else { continue };
-            let is_weight =
-                if is_embedding { !rest.contains("..") } else { rest == ".weight" || is_named_weight(rest) };
-            return is_weight.then_some(Factor { module, is_a, is_embedding });
+            let Some((module, rest)) = name.split_once(word) else {
+                continue;
+            };
+            let is_weight = if is_embedding {
+                !rest.contains("..")
+            } else {
+                rest == ".weight" || is_named_weight(rest)
+            };
+            return is_weight.then_some(Factor {
+                module,
+                is_a,
+                is_embedding,
+            });
         }
         None
     }
@@ -364,19 +481,25 @@ impl<'k> Factor<'k> {
 
 /// Returns `true` for `.NAME.weight`.
 fn is_named_weight(rest: &str) -> bool {
-    let name = rest.strip_prefix('.').and_then(|rest| rest.strip_suffix(".weight"));
+    let name = rest
+        .strip_prefix('.')
+        .and_then(|rest| rest.strip_suffix(".weight"));
     name.is_some_and(|name| !name.is_empty() && !name.contains('.'))
 }
 
 /// Returns the key of the factor `B` that belongs to a factor `A`; `None` if the adapter lacks it.
 fn factor_b(adapter: &dyn Checkpoint, a: &str) -> Option<String> {
-    let b = a.replacen(".lora_A", ".lora_B", 1).replacen(".lora_embedding_A", ".lora_embedding_B", 1);
+    let b =
+        a.replacen(".lora_A", ".lora_B", 1)
+            .replacen(".lora_embedding_A", ".lora_embedding_B", 1);
     adapter.metadata().tensor(&b).is_some().then_some(b)
 }
 
 /// Returns `true` if the adapter has the factor `A` that belongs to a factor `B`.
 fn factor_a(adapter: &dyn Checkpoint, b: &str) -> bool {
-    let a = b.replacen(".lora_B", ".lora_A", 1).replacen(".lora_embedding_B", ".lora_embedding_A", 1);
+    let a =
+        b.replacen(".lora_B", ".lora_A", 1)
+            .replacen(".lora_embedding_B", ".lora_embedding_A", 1);
     adapter.metadata().tensor(&a).is_some()
 }
 
@@ -392,13 +515,26 @@ fn update(
 ) -> Result<Update, FileError> {
     let b_tensor = tensor_of(adapter.metadata(), b)?;
     let weight = base.metadata().tensor(key);
-    let weight = weight.ok_or_else(|| refused(a, format!("an adapter to a base without `{key}`")))?;
-    let ([rank, inputs], [outputs, same]) = (a_tensor.shape.as_slice(), b_tensor.shape.as_slice()) else {
+    let weight =
+        weight.ok_or_else(|| refused(a, format!("an adapter to a base without `{key}`")))?;
+    let ([rank, inputs], [outputs, same]) = (a_tensor.shape.as_slice(), b_tensor.shape.as_slice())
+    else {
         return Err(refused(a, "an update that is no product of two matrices"));
     };
-    let (fits, fits_transposed) = (weight.shape == [*outputs, *inputs], weight.shape == [*inputs, *outputs]);
-    let is_transposed = if is_embedding { Some(true) } else { (fits != fits_transposed).then_some(fits_transposed) };
-    let does_fit = if is_embedding { fits_transposed } else { fits || fits_transposed };
+    let (fits, fits_transposed) = (
+        weight.shape == [*outputs, *inputs],
+        weight.shape == [*inputs, *outputs],
+    );
+    let is_transposed = if is_embedding {
+        Some(true)
+    } else {
+        (fits != fits_transposed).then_some(fits_transposed)
+    };
+    let does_fit = if is_embedding {
+        fits_transposed
+    } else {
+        fits || fits_transposed
+    };
     if rank != same || *rank == 0 || !does_fit {
         let what = format!(
             "factors of shapes {:?} and {:?} for a weight of shape {:?}",
@@ -411,11 +547,23 @@ fn update(
         return Err(refused(a, format!("an update of dtype `{dtype}`")));
     }
     let (a, b) = (a.to_owned(), b.to_owned());
-    Ok(Update { a, b, dtypes, rank: *rank, scale: config.scale(module, *rank), is_transposed })
+    Ok(Update {
+        a,
+        b,
+        dtypes,
+        rank: *rank,
+        scale: config.scale(module, *rank),
+        is_transposed,
+    })
 }
 
 /// Reads a box of a matrix as numbers.
-fn numbers(source: &dyn Checkpoint, fqn: &str, dtype: DType, bounds: &TensorBox) -> Result<Vec<f64>, FileError> {
+fn numbers(
+    source: &dyn Checkpoint,
+    fqn: &str,
+    dtype: DType,
+    bounds: &TensorBox,
+) -> Result<Vec<f64>, FileError> {
     let length = bounds.numel() * dtype.size_in_bytes() as usize;
     check_expansion(source, fqn, length as u64)?;
     let mut bytes = vec![0; length];
@@ -436,7 +584,12 @@ impl Update {
     }
 
     /// Adds the update to the numbers of a box of the weight.
-    fn add(&self, adapter: &dyn Checkpoint, part: &TensorBox, sums: &mut [f64]) -> Result<(), FileError> {
+    fn add(
+        &self,
+        adapter: &dyn Checkpoint,
+        part: &TensorBox,
+        sums: &mut [f64],
+    ) -> Result<(), FileError> {
         let (rows, columns) = (part.sizes[0], part.sizes[1]);
         // Rows of the weight are outputs, and its columns inputs, or the other way round.
         let is_transposed = self.is_transposed == Some(true);
@@ -450,7 +603,11 @@ impl Update {
             let sums = &mut sums[row * columns..(row + 1) * columns];
             for k in 0..self.rank {
                 for (column, sum) in sums.iter_mut().enumerate() {
-                    let (input, output) = if is_transposed { (row, column) } else { (column, row) };
+                    let (input, output) = if is_transposed {
+                        (row, column)
+                    } else {
+                        (column, row)
+                    };
                     *sum += self.scale * b[output * self.rank + k] * a[k * width + input];
                 }
             }
@@ -473,13 +630,23 @@ impl Layer for Lora<'_> {
     }
 
     fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
-        let Some(update) = self.updates.get(fqn) else { return };
+        let Some(update) = self.updates.get(fqn) else {
+            return;
+        };
         let (source, key) = self.weight(fqn);
-        inputs.extend([(source, key.to_owned()), (1, update.a.clone()), (1, update.b.clone())]);
+        inputs.extend([
+            (source, key.to_owned()),
+            (1, update.a.clone()),
+            (1, update.b.clone()),
+        ]);
     }
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        let Some(update) = self.updates.get(fqn) else { return Err(FileError::NotStored { fqn: fqn.to_owned() }) };
+        let Some(update) = self.updates.get(fqn) else {
+            return Err(FileError::NotStored {
+                fqn: fqn.to_owned(),
+            });
+        };
         let (weight, adapter) = (self.weight(fqn), self.source(1));
         let (source, key) = (self.source(weight.0), weight.1);
         let dtype = tensor_of(&self.seen.metadata, fqn)?.properties.dtype;
@@ -491,6 +658,8 @@ impl Layer for Lora<'_> {
             write(dtype, &sums, bytes);
             Ok(())
         };
-        slots.iter_mut().try_for_each(|slot| fill(slot, dtype, &mut merge))
+        slots
+            .iter_mut()
+            .try_for_each(|slot| fill(slot, dtype, &mut merge))
     }
 }

@@ -1,8 +1,8 @@
-//! Merges several checkpoints into one: the weighted average of checkpoints with the same keys, or a base with a LoRA
-//! adapter.
+//! Merges several checkpoints into one: the weighted average of checkpoints with the same keys, or
+//! a base with a LoRA adapter.
 //!
-//! Both are views: values are computed when [`convert`](crate::convert::convert) reads them, piece by piece, so memory
-//! does not grow with the size of tensors.
+//! Both are views: values are computed when [`convert`](crate::convert::convert) reads them, piece
+//! by piece, so memory does not grow with the size of tensors.
 
 mod average;
 mod lora;
@@ -15,5 +15,8 @@ use crate::error::{FileError, FormatError};
 
 /// Returns the error of checkpoints that cannot be merged at a key.
 fn refused(fqn: &str, what: impl Into<String>) -> FileError {
-    FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what: what.into() } }
+    FileError::Encode {
+        fqn: fqn.to_owned(),
+        source: FormatError::Unsupported { what: what.into() },
+    }
 }

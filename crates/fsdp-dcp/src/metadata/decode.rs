@@ -6,7 +6,8 @@ use fsdp_layout::{KeyPath, PathPart, TensorBox};
 use indexmap::IndexMap;
 
 use super::{
-    BytesEntry, Chunk, Entry, MemoryFormat, Metadata, StorageInfo, StorageMeta, TensorEntry, TensorProperties,
+    BytesEntry, Chunk, Entry, MemoryFormat, Metadata, StorageInfo, StorageMeta, TensorEntry,
+    TensorProperties,
 };
 use crate::limits::{MAX_KEY_BYTES, is_sane_shape};
 use crate::pickle::{Global, Node, NodeId, Pickle, PickleError, PickleErrorKind, Walk, parse};
@@ -16,12 +17,17 @@ const MEMORY: &str = "memory for metadata";
 
 type Result<T> = std::result::Result<T, PickleError>;
 
-/// Decodes a `.metadata` file (or a rank's `__{rank}.metadata`), of any torch that wrote this format.
+/// Decodes a `.metadata` file (or a rank's `__{rank}.metadata`), of any torch that wrote this
+/// format.
 pub fn decode(bytes: &[u8]) -> Result<Metadata> {
     let pickle = parse(bytes)?;
     let p = &pickle;
     let budget = &mut Walk::new(p);
-    let fields = p.state(p.root(), Global::Metadata, "torch.distributed.checkpoint's Metadata")?;
+    let fields = p.state(
+        p.root(),
+        Global::Metadata,
+        "torch.distributed.checkpoint's Metadata",
+    )?;
     // The places come first, so that each chunk can take its own.
     let mut storage = storage_data(p, budget, fields.find_some("storage_data"))?;
 
@@ -30,19 +36,35 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
         let fqn = fqn(p, key)?;
         budget.charge(p, key, MEMORY, (fqn.len() + size_of::<Entry>()) as u64)?;
         let entry = if p.is_object(value, Global::BytesStorageMetadata) {
-            Entry::Bytes(BytesEntry { stored: storage.remove(&(fqn, None)) })
+            Entry::Bytes(BytesEntry {
+                stored: storage.remove(&(fqn, None)),
+            })
         } else {
             Entry::Tensor(tensor(p, budget, value, fqn, &mut storage)?)
         };
         if entries.insert(fqn.to_owned(), entry).is_some() {
-            return Err(p.error(key, PickleErrorKind::Value { what: "the same key stands twice in the metadata" }));
+            return Err(p.error(
+                key,
+                PickleErrorKind::Value {
+                    what: "the same key stands twice in the metadata",
+                },
+            ));
         }
     }
     Ok(Metadata {
         entries,
-        planner_data: fields.find_some("planner_data").map(|id| planner_data(p, budget, id)).transpose()?,
-        storage_meta: fields.find_some("storage_meta").map(|id| storage_meta(p, id)).transpose()?,
-        version: fields.find_some("version").map(|id| p.str(id).map(str::to_owned)).transpose()?,
+        planner_data: fields
+            .find_some("planner_data")
+            .map(|id| planner_data(p, budget, id))
+            .transpose()?,
+        storage_meta: fields
+            .find_some("storage_meta")
+            .map(|id| storage_meta(p, id))
+            .transpose()?,
+        version: fields
+            .find_some("version")
+            .map(|id| p.str(id).map(str::to_owned))
+            .transpose()?,
         replicas: Vec::new(),
     })
 }
@@ -52,7 +74,14 @@ fn fqn<'a>(p: &Pickle<'a>, id: NodeId) -> Result<&'a str> {
     let fqn = p.str(id)?;
     if fqn.len() > MAX_KEY_BYTES {
         let (value, limit) = (fqn.len() as u64, MAX_KEY_BYTES as u64);
-        return Err(p.error(id, PickleErrorKind::Limit { what: "key length", value, limit }));
+        return Err(p.error(
+            id,
+            PickleErrorKind::Limit {
+                what: "key length",
+                value,
+                limit,
+            },
+        ));
     }
     Ok(fqn)
 }
@@ -60,19 +89,33 @@ fn fqn<'a>(p: &Pickle<'a>, id: NodeId) -> Result<&'a str> {
 type StorageData<'a> = HashMap<(&'a str, Option<Vec<usize>>), StorageInfo>;
 
 /// Reads the places of all items, by key and offsets.
-fn storage_data<'a>(p: &Pickle<'a>, budget: &mut Walk, id: Option<NodeId>) -> Result<StorageData<'a>> {
-    let Some(id) = id else { return Ok(HashMap::new()) };
+fn storage_data<'a>(
+    p: &Pickle<'a>,
+    budget: &mut Walk,
+    id: Option<NodeId>,
+) -> Result<StorageData<'a>> {
+    let Some(id) = id else {
+        return Ok(HashMap::new());
+    };
     let entries = p.dict(id)?;
     let mut storage = HashMap::with_capacity(entries.len());
     for &(key, value) in entries {
         let index = p.state(key, Global::MetadataIndex, "a MetadataIndex")?;
-        let offsets = index.find_some("offset").map(|id| p.sizes(id)).transpose()?;
+        let offsets = index
+            .find_some("offset")
+            .map(|id| p.sizes(id))
+            .transpose()?;
         let info = p.state(value, Global::StorageInfo, "a _StorageInfo")?;
         let mut transforms = Vec::new();
         if let Some(id) = info.find_some("transform_descriptors") {
             for &transform in p.sequence(id)? {
                 let text = p.str(transform)?;
-                budget.charge(p, transform, MEMORY, (text.len() + size_of::<String>()) as u64)?;
+                budget.charge(
+                    p,
+                    transform,
+                    MEMORY,
+                    (text.len() + size_of::<String>()) as u64,
+                )?;
                 transforms.push(text.to_owned());
             }
         }
@@ -85,7 +128,12 @@ fn storage_data<'a>(p: &Pickle<'a>, budget: &mut Walk, id: Option<NodeId>) -> Re
         let length = size_of::<StorageInfo>() + stored.relative_path.len();
         budget.charge(p, value, MEMORY, length as u64)?;
         if stored.offset.checked_add(stored.length).is_none() {
-            return Err(p.error(value, PickleErrorKind::Value { what: "an item ends beyond any file" }));
+            return Err(p.error(
+                value,
+                PickleErrorKind::Value {
+                    what: "an item ends beyond any file",
+                },
+            ));
         }
         storage.insert((fqn(p, index.get("fqn")?)?, offsets), stored);
     }
@@ -100,33 +148,63 @@ fn tensor<'a>(
     fqn: &'a str,
     storage: &mut StorageData<'a>,
 ) -> Result<TensorEntry> {
-    let fields = p.state(id, Global::TensorStorageMetadata, "a TensorStorageMetadata or BytesStorageMetadata")?;
+    let fields = p.state(
+        id,
+        Global::TensorStorageMetadata,
+        "a TensorStorageMetadata or BytesStorageMetadata",
+    )?;
     let shape = p.sizes(fields.get("size")?)?;
     if !is_sane_shape(&shape) {
-        return Err(p.error(id, PickleErrorKind::Value { what: "a tensor has too many elements" }));
+        return Err(p.error(
+            id,
+            PickleErrorKind::Value {
+                what: "a tensor has too many elements",
+            },
+        ));
     }
     let chunks = p.sequence(fields.get("chunks")?)?.iter().map(|&id| {
         let chunk = p.state(id, Global::ChunkStorageMetadata, "a ChunkStorageMetadata")?;
         let offsets = p.sizes(chunk.get("offsets")?)?;
         let sizes = p.sizes(chunk.get("sizes")?)?;
         if offsets.len() != sizes.len() {
-            return Err(p.error(id, PickleErrorKind::Value { what: "a chunk's offsets and sizes differ in number" }));
+            return Err(p.error(
+                id,
+                PickleErrorKind::Value {
+                    what: "a chunk's offsets and sizes differ in number",
+                },
+            ));
         }
         let key = (fqn, Some(offsets));
         // Copied, not taken: an empty chunk may share its offsets with another one.
         let stored = storage.get(&key).cloned();
-        let path = stored.as_ref().map_or(0, |stored| stored.relative_path.len());
-        budget.charge(p, id, MEMORY, (size_of::<Chunk>() + path + sizes.len() * 2 * size_of::<usize>()) as u64)?;
-        Ok(Chunk { bounds: TensorBox::new(key.1.unwrap_or_default(), sizes), stored })
+        let path = stored
+            .as_ref()
+            .map_or(0, |stored| stored.relative_path.len());
+        budget.charge(
+            p,
+            id,
+            MEMORY,
+            (size_of::<Chunk>() + path + sizes.len() * 2 * size_of::<usize>()) as u64,
+        )?;
+        Ok(Chunk {
+            bounds: TensorBox::new(key.1.unwrap_or_default(), sizes),
+            stored,
+        })
     });
     let chunks = chunks.collect::<Result<_>>()?;
-    Ok(TensorEntry { properties: properties(p, fields.get("properties")?)?, shape, chunks })
+    Ok(TensorEntry {
+        properties: properties(p, fields.get("properties")?)?,
+        shape,
+        chunks,
+    })
 }
 
 /// Reads torch's `TensorProperties`.
 fn properties(p: &Pickle<'_>, id: NodeId) -> Result<TensorProperties> {
     let wrong = || p.wrong(id, "TensorProperties with a state of 5 or 6 values");
-    let Node::Object(object) = p.node(id) else { return Err(wrong()) };
+    let Node::Object(object) = p.node(id) else {
+        return Err(wrong());
+    };
     if object.global != Global::TensorProperties {
         return Err(wrong());
     }
@@ -137,8 +215,13 @@ fn properties(p: &Pickle<'_>, id: NodeId) -> Result<TensorProperties> {
         [dtype, _layout, grad, format, pin, strides] => (dtype, grad, format, pin, Some(strides)),
         _ => return Err(wrong()),
     };
-    let Node::Global(Global::DType(dtype)) = *p.node(dtype) else { return Err(p.wrong(dtype, "a dtype")) };
-    let strides = strides.filter(|&id| *p.node(id) != Node::None).map(|id| p.sizes(id)).transpose()?;
+    let Node::Global(Global::DType(dtype)) = *p.node(dtype) else {
+        return Err(p.wrong(dtype, "a dtype"));
+    };
+    let strides = strides
+        .filter(|&id| *p.node(id) != Node::None)
+        .map(|id| p.sizes(id))
+        .transpose()?;
     Ok(TensorProperties {
         dtype,
         requires_grad: p.bool(requires_grad)?,
@@ -151,7 +234,14 @@ fn properties(p: &Pickle<'_>, id: NodeId) -> Result<TensorProperties> {
 /// Reads a memory format.
 fn format_of(p: &Pickle<'_>, id: NodeId) -> Result<MemoryFormat> {
     let object = p.object(id)?;
-    let unknown = || p.error(id, PickleErrorKind::Value { what: "unknown memory format" });
+    let unknown = || {
+        p.error(
+            id,
+            PickleErrorKind::Value {
+                what: "unknown memory format",
+            },
+        )
+    };
     match (object.global, p.args(object)) {
         (Global::MemFormatEncoding, [value]) => match p.int(*value)? {
             0 => Ok(MemoryFormat::Contiguous),
@@ -164,7 +254,11 @@ fn format_of(p: &Pickle<'_>, id: NodeId) -> Result<MemoryFormat> {
 }
 
 /// Reads the paths of flat keys in the nested state dict.
-fn planner_data(p: &Pickle<'_>, budget: &mut Walk, id: NodeId) -> Result<IndexMap<String, KeyPath>> {
+fn planner_data(
+    p: &Pickle<'_>,
+    budget: &mut Walk,
+    id: NodeId,
+) -> Result<IndexMap<String, KeyPath>> {
     let mut paths = IndexMap::new();
     for &(key, path) in p.dict(id)? {
         let fqn = fqn(p, key)?;
@@ -189,14 +283,30 @@ fn planner_data(p: &Pickle<'_>, budget: &mut Walk, id: NodeId) -> Result<IndexMa
 /// Reads torch's `StorageMeta`. Its `checkpoint_id` may be a text or a `pathlib.Path`.
 fn storage_meta(p: &Pickle<'_>, id: NodeId) -> Result<StorageMeta> {
     let fields = p.state(id, Global::StorageMeta, "a StorageMeta")?;
-    let text = |field| fields.find_some(field).map(|id| p.str(id).map(str::to_owned)).transpose();
+    let text = |field| {
+        fields
+            .find_some(field)
+            .map(|id| p.str(id).map(str::to_owned))
+            .transpose()
+    };
     let checkpoint_id = match fields.find_some("checkpoint_id") {
         None => None,
-        Some(id) if p.object(id).is_ok_and(|object| matches!(object.global, Global::Path(_))) => {
-            let parts = p.args(p.object(id)?).iter().map(|&part| p.str(part)).collect::<Result<Vec<_>>>()?;
+        Some(id)
+            if p.object(id)
+                .is_ok_and(|object| matches!(object.global, Global::Path(_))) =>
+        {
+            let parts = p
+                .args(p.object(id)?)
+                .iter()
+                .map(|&part| p.str(part))
+                .collect::<Result<Vec<_>>>()?;
             Some(parts.join("/").replacen("//", "/", 1))
         }
         Some(id) => Some(p.str(id)?.to_owned()),
     };
-    Ok(StorageMeta { checkpoint_id, save_id: text("save_id")?, load_id: text("load_id")? })
+    Ok(StorageMeta {
+        checkpoint_id,
+        save_id: text("save_id")?,
+        load_id: text("load_id")?,
+    })
 }

@@ -1,10 +1,13 @@
-//! Writes torch's `Metadata` pickle: protocol 4, nothing random, so the same metadata gives the same bytes.
+//! Writes torch's `Metadata` pickle: protocol 4, nothing random, so the same metadata gives the
+//! same bytes.
 
 use std::collections::HashMap;
 
 use fsdp_layout::PathPart;
 
-use super::{Entry, MemoryFormat, Metadata, StorageInfo, StorageMeta, TensorEntry, TensorProperties};
+use super::{
+    Entry, MemoryFormat, Metadata, StorageInfo, StorageMeta, TensorEntry, TensorProperties,
+};
 use crate::pickle::write;
 
 const METADATA: &str = "torch.distributed.checkpoint.metadata";
@@ -24,10 +27,15 @@ pub fn encode(metadata: &Metadata) -> Vec<u8> {
     bytes
 }
 
-/// Encodes metadata as [`encode`] does, and hands over the bytes in order in pieces of about a mebibyte. So the whole,
-/// which is gigabytes for many thousand ranks, need never be in memory.
+/// Encodes metadata as [`encode`] does, and hands over the bytes in order in pieces of about a
+/// mebibyte. So the whole, which is gigabytes for many thousand ranks, need never be in memory.
 pub fn encode_in_pieces(metadata: &Metadata, sink: &mut dyn FnMut(&[u8])) {
-    let mut e = Encoder { out: Vec::new(), sink, memo: HashMap::new(), memoized: 0 };
+    let mut e = Encoder {
+        out: Vec::new(),
+        sink,
+        memo: HashMap::new(),
+        memoized: 0,
+    };
     write::proto(&mut e.out, 4);
     e.object(METADATA, "Metadata", |e| {
         e.field("state_dict_metadata", |e| {
@@ -71,7 +79,8 @@ struct Encoder<'m, 's> {
     /// The bytes that are not handed over yet.
     out: Vec<u8>,
     sink: &'s mut dyn FnMut(&[u8]),
-    /// Memo index of what was written before: texts, globals and a few objects, by a key of its own.
+    /// Memo index of what was written before: texts, globals and a few objects, by a key of its
+    /// own.
     memo: HashMap<(&'static str, &'m str), u32>,
     memoized: u32,
 }
@@ -260,27 +269,33 @@ impl<'m> Encoder<'m, '_> {
 
     /// Writes the place of the bytes of one value or box.
     fn storage_info(&mut self, stored: &'m StorageInfo) {
-        self.object("torch.distributed.checkpoint.filesystem", "_StorageInfo", |e| {
-            e.field("relative_path", |e| e.text(&stored.relative_path));
-            e.field("offset", |e| write::unsigned(&mut e.out, stored.offset));
-            e.field("length", |e| write::unsigned(&mut e.out, stored.length));
-            if !stored.transforms.is_empty() {
-                e.field("transform_descriptors", |e| {
-                    write::op(&mut e.out, write::EMPTY_LIST);
-                    write::op(&mut e.out, write::MARK);
-                    for transform in &stored.transforms {
-                        e.text(transform);
-                    }
-                    write::op(&mut e.out, write::APPENDS);
-                });
-            }
-        });
+        self.object(
+            "torch.distributed.checkpoint.filesystem",
+            "_StorageInfo",
+            |e| {
+                e.field("relative_path", |e| e.text(&stored.relative_path));
+                e.field("offset", |e| write::unsigned(&mut e.out, stored.offset));
+                e.field("length", |e| write::unsigned(&mut e.out, stored.length));
+                if !stored.transforms.is_empty() {
+                    e.field("transform_descriptors", |e| {
+                        write::op(&mut e.out, write::EMPTY_LIST);
+                        write::op(&mut e.out, write::MARK);
+                        for transform in &stored.transforms {
+                            e.text(transform);
+                        }
+                        write::op(&mut e.out, write::APPENDS);
+                    });
+                }
+            },
+        );
     }
 
     /// Writes torch's `StorageMeta`.
     fn storage_meta(&mut self, meta: &'m StorageMeta) {
         self.object(METADATA, "StorageMeta", |e| {
-            e.field("checkpoint_id", |e| e.optional_text(meta.checkpoint_id.as_deref()));
+            e.field("checkpoint_id", |e| {
+                e.optional_text(meta.checkpoint_id.as_deref())
+            });
             e.field("save_id", |e| e.optional_text(meta.save_id.as_deref()));
             e.field("load_id", |e| e.optional_text(meta.load_id.as_deref()));
             e.field("modules", |e| write::op(&mut e.out, write::EMPTY_LIST));

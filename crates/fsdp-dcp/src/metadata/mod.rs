@@ -1,8 +1,9 @@
-//! The content of `.metadata`: which tensors and objects a checkpoint holds, in which chunks, stored where.
+//! The content of `.metadata`: which tensors and objects a checkpoint holds, in which chunks,
+//! stored where.
 //!
-//! torch keeps three dicts (what there is, where it sits in the state dict, where it is stored). Here each chunk knows
-//! its own storage, so that there is one place to look. [`decode()`] reads torch's pickle, [`encode()`] writes it:
-//! protocol 4, the same bytes for the same metadata.
+//! torch keeps three dicts (what there is, where it sits in the state dict, where it is stored).
+//! Here each chunk knows its own storage, so that there is one place to look. [`decode()`] reads
+//! torch's pickle, [`encode()`] writes it: protocol 4, the same bytes for the same metadata.
 
 mod decode;
 mod encode;
@@ -183,15 +184,23 @@ impl Metadata {
                 Entry::Tensor(tensor) => (&tensor.chunks[..], None),
                 Entry::Bytes(bytes) => (&[][..], bytes.stored.as_ref()),
             };
-            let chunks = chunks.iter().filter_map(|chunk| Some((Some(&chunk.bounds), chunk.stored.as_ref()?)));
-            chunks.chain(bytes.map(|stored| (None, stored))).map(move |(bounds, stored)| (fqn.as_str(), bounds, stored))
+            let chunks = chunks
+                .iter()
+                .filter_map(|chunk| Some((Some(&chunk.bounds), chunk.stored.as_ref()?)));
+            chunks
+                .chain(bytes.map(|stored| (None, stored)))
+                .map(move |(bounds, stored)| (fqn.as_str(), bounds, stored))
         });
-        first.chain(self.replicas.iter().map(|more| (more.fqn.as_str(), more.bounds.as_ref(), &more.stored)))
+        first.chain(
+            self.replicas
+                .iter()
+                .map(|more| (more.fqn.as_str(), more.bounds.as_ref(), &more.stored)),
+        )
     }
 
-    /// Merges several metadata, such as the rank-local ones (`__{rank}.metadata`). Where they overlap, the first one
-    /// counts: a chunk or value that several hold is taken once, and its other copies are noted as
-    /// [`Metadata::replicas`].
+    /// Merges several metadata, such as the rank-local ones (`__{rank}.metadata`). Where they
+    /// overlap, the first one counts: a chunk or value that several hold is taken once, and its
+    /// other copies are noted as [`Metadata::replicas`].
     #[must_use]
     pub fn merge(parts: impl IntoIterator<Item = Metadata>) -> Metadata {
         let mut merged = Metadata::default();
@@ -210,27 +219,42 @@ impl Metadata {
                             match (known.contains(&chunk.bounds), chunk.stored) {
                                 (false, stored) => {
                                     added.push(chunk.bounds.clone());
-                                    there.chunks.push(Chunk { bounds: chunk.bounds, stored });
+                                    there.chunks.push(Chunk {
+                                        bounds: chunk.bounds,
+                                        stored,
+                                    });
                                 }
                                 (true, Some(stored)) => {
                                     let bounds = Some(chunk.bounds);
-                                    merged.replicas.push(Replica { fqn: fqn.clone(), bounds, stored });
+                                    merged.replicas.push(Replica {
+                                        fqn: fqn.clone(),
+                                        bounds,
+                                        stored,
+                                    });
                                 }
                                 (true, None) => {}
                             }
                         }
-                        // The boxes of this part become known only now. If the part itself holds a box twice, both
-                        // stay, and a later check finds that error.
+                        // The boxes of this part become known only now. If the part itself holds a
+                        // box twice, both stay, and a later check finds that error.
                         known.extend(added);
                     }
-                    // Keep both, also where a name is a tensor in one part and a value in another. The comparison of
-                    // copies finds such a name.
+                    // Keep both, also where a name is a tensor in one part and a value in another.
+                    // The comparison of copies finds such a name.
                     (Some(_), Entry::Bytes(BytesEntry { stored })) => {
-                        merged.replicas.extend(stored.map(|stored| Replica { fqn, bounds: None, stored }));
+                        merged.replicas.extend(stored.map(|stored| Replica {
+                            fqn,
+                            bounds: None,
+                            stored,
+                        }));
                     }
                     (Some(Entry::Bytes(_)), Entry::Tensor(more)) => {
                         for Chunk { bounds, stored } in more.chunks {
-                            let replica = |stored| Replica { fqn: fqn.clone(), bounds: Some(bounds), stored };
+                            let replica = |stored| Replica {
+                                fqn: fqn.clone(),
+                                bounds: Some(bounds),
+                                stored,
+                            };
                             merged.replicas.extend(stored.map(replica));
                         }
                     }

@@ -28,32 +28,55 @@ pub(super) struct Header {
 }
 
 fn malformed(reason: impl Into<String>) -> FormatError {
-    FormatError::Malformed { what: "array", reason: reason.into() }
+    FormatError::Malformed {
+        what: "array",
+        reason: reason.into(),
+    }
 }
 
 impl Header {
-    /// Reads the header of the array that is all of `source`, and checks that its elements are there.
+    /// Reads the header of the array that is all of `source`, and checks that its elements are
+    /// there.
     pub(super) fn read(source: &dyn ReadAt) -> Result<Self, FormatError> {
         let fixed = read_whole(source, 0, source.len().min(12))?;
-        let (text, length) = match fixed.get(..8).filter(|start| start.starts_with(START)).map(|start| start[6]) {
-            Some(1) => (10, fixed.get(8..10).map_or(0, |bytes| u64::from(u16::from_le_bytes([bytes[0], bytes[1]])))),
+        let (text, length) = match fixed
+            .get(..8)
+            .filter(|start| start.starts_with(START))
+            .map(|start| start[6])
+        {
+            Some(1) => (
+                10,
+                fixed.get(8..10).map_or(0, |bytes| {
+                    u64::from(u16::from_le_bytes([bytes[0], bytes[1]]))
+                }),
+            ),
             Some(2 | 3) => {
                 let bytes = fixed.get(8..12).and_then(|bytes| bytes.try_into().ok());
-                (12, bytes.map_or(0, |bytes| u64::from(u32::from_le_bytes(bytes))))
+                (
+                    12,
+                    bytes.map_or(0, |bytes| u64::from(u32::from_le_bytes(bytes))),
+                )
             }
             Some(version) => {
-                return Err(FormatError::Unsupported { what: format!("version {version} of NumPy's format") });
+                return Err(FormatError::Unsupported {
+                    what: format!("version {version} of NumPy's format"),
+                });
             }
             None => return Err(malformed("it does not begin as one")),
         };
         if length > MAX_HEADER {
-            return Err(FormatError::Limit { what: "array header length", value: length, limit: MAX_HEADER });
+            return Err(FormatError::Limit {
+                what: "array header length",
+                value: length,
+                limit: MAX_HEADER,
+            });
         }
         let bytes = read_whole(source, text, length)?;
         let bytes = std::str::from_utf8(&bytes).map_err(|_| malformed("its header is no text"))?;
         let header = Self::parse(bytes, text + length)?;
         let elements = checked_numel(&header.shape).filter(|_| is_sane_shape(&header.shape));
-        let bytes = elements.and_then(|count| (count as u64).checked_mul(header.dtype.size_in_bytes()));
+        let bytes =
+            elements.and_then(|count| (count as u64).checked_mul(header.dtype.size_in_bytes()));
         if bytes.and_then(|bytes| bytes.checked_add(header.length)) != Some(source.len()) {
             return Err(malformed("its length is not that of its elements"));
         }
@@ -63,25 +86,50 @@ impl Header {
     /// Reads `{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }`.
     fn parse(text: &str, length: u64) -> Result<Self, FormatError> {
         let after = |key: &str| {
-            let at = text.find(&format!("'{key}'")).ok_or_else(|| malformed(format!("its header has no `{key}`")))?;
+            let at = text
+                .find(&format!("'{key}'"))
+                .ok_or_else(|| malformed(format!("its header has no `{key}`")))?;
             let rest = text[at + key.len() + 2..].trim_start();
-            rest.strip_prefix(':').map(str::trim_start).ok_or_else(|| malformed("its header is no dict"))
+            rest.strip_prefix(':')
+                .map(str::trim_start)
+                .ok_or_else(|| malformed("its header is no dict"))
         };
         let descr = after("descr")?;
-        let name = descr.strip_prefix('\'').and_then(|rest| rest.split_once('\''));
+        let name = descr
+            .strip_prefix('\'')
+            .and_then(|rest| rest.split_once('\''));
         let Some((name, _)) = name else {
-            return Err(FormatError::Unsupported { what: "an array of structures".to_owned() });
+            return Err(FormatError::Unsupported {
+                what: "an array of structures".to_owned(),
+            });
         };
         let is_fortran = match after("fortran_order")? {
             rest if rest.starts_with("True") => true,
             rest if rest.starts_with("False") => false,
-            _ => return Err(malformed("its order is neither that of C nor that of Fortran")),
+            _ => {
+                return Err(malformed(
+                    "its order is neither that of C nor that of Fortran",
+                ));
+            }
         };
-        let shape = after("shape")?.strip_prefix('(').and_then(|rest| rest.split_once(')'));
+        let shape = after("shape")?
+            .strip_prefix('(')
+            .and_then(|rest| rest.split_once(')'));
         let (shape, _) = shape.ok_or_else(|| malformed("its shape is no tuple"))?;
-        let sizes = shape.split(',').map(str::trim).filter(|size| !size.is_empty());
-        let sizes = sizes.map(|size| size.parse().map_err(|_| malformed("its shape is no tuple of numbers")));
-        Ok(Header { dtype: dtype(name)?, shape: sizes.collect::<Result<_, _>>()?, is_fortran, length })
+        let sizes = shape
+            .split(',')
+            .map(str::trim)
+            .filter(|size| !size.is_empty());
+        let sizes = sizes.map(|size| {
+            size.parse()
+                .map_err(|_| malformed("its shape is no tuple of numbers"))
+        });
+        Ok(Header {
+            dtype: dtype(name)?,
+            shape: sizes.collect::<Result<_, _>>()?,
+            is_fortran,
+            length,
+        })
     }
 
     /// Returns where the elements lie.
@@ -92,7 +140,11 @@ impl Header {
         } else {
             row_major_strides(&self.shape)
         };
-        StridedLayout { bounds: TensorBox::whole(&self.shape), offset: 0, strides }
+        StridedLayout {
+            bounds: TensorBox::whole(&self.shape),
+            offset: 0,
+            strides,
+        }
     }
 }
 
@@ -113,6 +165,10 @@ fn dtype(name: &str) -> Result<DType, FormatError> {
         "|b1" => DType::Bool,
         "<c8" => DType::Complex64,
         "<c16" => DType::Complex128,
-        name => return Err(FormatError::Unsupported { what: format!("an array of NumPy's type `{name}`") }),
+        name => {
+            return Err(FormatError::Unsupported {
+                what: format!("an array of NumPy's type `{name}`"),
+            });
+        }
     })
 }

@@ -1,8 +1,8 @@
 //! NumPy's files: `.npy`, one array, and `.npz`, a zip archive of several.
 //!
-//! The key of an array is the name of its record in a `.npz`, or of the file if that is a `.npy`, without the ending
-//! `.npy`. Records may be compressed, as `savez_compressed` writes them. Arrays of objects and of structures, and
-//! big-endian numbers are refused.
+//! The key of an array is the name of its record in a `.npz`, or of the file if that is a `.npy`,
+//! without the ending `.npy`. Records may be compressed, as `savez_compressed` writes them. Arrays
+//! of objects and of structures, and big-endian numbers are refused.
 
 mod header;
 
@@ -24,12 +24,16 @@ use crate::torch::zip::{Deflated, Directory, Kept};
 /// The ending of the names of records.
 const RECORD_END: &str = ".npy";
 
-/// Returns `true` if an archive is NumPy's: if all of its records are arrays, or if an array is at its top. The
-/// records of torch's archives all lie below one directory.
+/// Returns `true` if an archive is NumPy's: if all of its records are arrays, or if an array is at
+/// its top. The records of torch's archives all lie below one directory.
 pub(crate) fn is_archive(file: &dyn ReadAt) -> bool {
     Directory::read_rootless(file).is_ok_and(|archive| {
         let is_array = |name: &String| name.ends_with(RECORD_END);
-        archive.records.keys().all(is_array) || archive.records.keys().any(|name| is_array(name) && !name.contains('/'))
+        archive.records.keys().all(is_array)
+            || archive
+                .records
+                .keys()
+                .any(|name| is_array(name) && !name.contains('/'))
     })
 }
 
@@ -39,13 +43,21 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
     let mut assembler = Assembler::new(Format::Numpy, location.name(), directory);
     let file = assembler.directory().file(name)?;
-    let error = |source| FileError::File { path: location.name().to_owned(), source };
+    let error = |source| FileError::File {
+        path: location.name().to_owned(),
+        source,
+    };
     let arrays = arrays(&*file, name).map_err(error)?;
     let name: Arc<str> = Arc::from(name);
     for (key, start, header) in arrays {
         let path = KeyPath(vec![PathPart::Key(key)]);
         let layout = header.layout();
-        let piece = Piece { file: name.clone(), start, layout, elements: Elements::Plain };
+        let piece = Piece {
+            file: name.clone(),
+            start,
+            layout,
+            elements: Elements::Plain,
+        };
         assembler.add_tensor(&path, &name, header.dtype, &header.shape, vec![piece])?;
     }
     Ok(assembler.finish(None))
@@ -67,7 +79,8 @@ fn arrays(file: &dyn ReadAt, name: &str) -> Result<Vec<(String, Start, Header)>,
     let mut arrays = Vec::with_capacity(archive.records.len());
     for (name, record) in &archive.records {
         if !name.ends_with(RECORD_END) {
-            let what = format!("the record `{name}` of an archive of NumPy, which is not an array,");
+            let what =
+                format!("the record `{name}` of an archive of NumPy, which is not an array,");
             return Err(FormatError::Unsupported { what });
         }
         let data = archive.data_offset(file, name, record)?;
@@ -77,7 +90,8 @@ fn arrays(file: &dyn ReadAt, name: &str) -> Result<Vec<(String, Start, Header)>,
             let header = Header::read(&record.of(file)).map_err(|error| error.of_key(&key))?;
             (Start::In(Arc::new(record), header.length), header)
         } else {
-            let header = Header::read(&Window::new(file, data, record.length)?).map_err(|error| error.of_key(&key))?;
+            let header = Header::read(&Window::new(file, data, record.length)?)
+                .map_err(|error| error.of_key(&key))?;
             (Start::At(data + header.length), header)
         };
         arrays.push((key, start, header));

@@ -15,8 +15,8 @@ pub struct Slot<'d> {
     pub bytes: &'d mut [u8],
     /// The sum over the elements that were filled so far, if a digest is wanted.
     pub(crate) digest: Option<SlotDigest>,
-    /// `true` if the digest of the whole tensor will be compared after the read, so that the hashes of its bytes need
-    /// not be checked.
+    /// `true` if the digest of the whole tensor will be compared after the read, so that the hashes
+    /// of its bytes need not be checked.
     pub(crate) is_compared: bool,
 }
 
@@ -31,20 +31,27 @@ impl<'d> Slot<'d> {
     /// Makes a slot of a box and its memory, which must have the length of the box in bytes.
     #[must_use]
     pub fn new(bounds: TensorBox, bytes: &'d mut [u8]) -> Self {
-        Slot { bounds, bytes, digest: None, is_compared: false }
+        Slot {
+            bounds,
+            bytes,
+            digest: None,
+            is_compared: false,
+        }
     }
 
     /// Adds a part of the box, which has been filled, to the sum, if that is asked for.
     pub(crate) fn add_to_digest(&mut self, part: &TensorBox, element: usize) {
-        let Some(digest) = &mut self.digest else { return };
+        let Some(digest) = &mut self.digest else {
+            return;
+        };
         for run in copy_runs(part, &self.bounds, part) {
             let bytes = run.src * element..(run.src + run.len) * element;
             digest.add(bytes.start, &self.bytes[bytes]);
         }
     }
 
-    /// Adds these bytes of the slot, which have been filled, to the digest of the slot, if one is asked for. A format
-    /// that fills bytes by itself reports each byte once.
+    /// Adds these bytes of the slot, which have been filled, to the digest of the slot, if one is
+    /// asked for. A format that fills bytes by itself reports each byte once.
     pub fn filled(&mut self, range: Range<usize>) {
         if let (Some(digest), Some(bytes)) = (&mut self.digest, self.bytes.get(range.clone())) {
             digest.add(range.start, bytes);
@@ -55,7 +62,10 @@ impl<'d> Slot<'d> {
 impl SlotDigest {
     /// Makes the sum of a box, to which nothing has come yet.
     pub(crate) fn new(place: BoxPlace) -> Self {
-        SlotDigest { place, sum: Sum::default() }
+        SlotDigest {
+            place,
+            sum: Sum::default(),
+        }
     }
 
     /// Adds bytes that came to this position of the slot.

@@ -9,8 +9,8 @@ use crate::error::FileError;
 
 /// A source of the bytes of a rank's items. Several threads call it at once.
 pub trait PayloadSource: Sync {
-    /// Passes bytes `range` of the row-major payload of box `bounds` of tensor `fqn` to `sink`, in order, in pieces of
-    /// any size.
+    /// Passes bytes `range` of the row-major payload of box `bounds` of tensor `fqn` to `sink`, in
+    /// order, in pieces of any size.
     ///
     /// Large contiguous pieces are written without a copy; small ones are collected first.
     fn payload(
@@ -21,8 +21,8 @@ pub trait PayloadSource: Sync {
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError>;
 
-    /// Passes the same bytes as [`PayloadSource::payload`], for a caller that only reads them and does not count them
-    /// as written.
+    /// Passes the same bytes as [`PayloadSource::payload`], for a caller that only reads them and
+    /// does not count them as written.
     fn look(
         &self,
         fqn: &str,
@@ -33,13 +33,14 @@ pub trait PayloadSource: Sync {
         self.payload(fqn, bounds, range, sink)
     }
 
-    /// Returns the stored bytes of a value that is copied without decoding it; `None` if [`PayloadSource::value`]
-    /// returns the value.
+    /// Returns the stored bytes of a value that is copied without decoding it; `None` if
+    /// [`PayloadSource::value`] returns the value.
     fn stored_item(&self, fqn: &str) -> Result<Option<Cow<'_, [u8]>>, FileError> {
         let _ = fqn;
         Ok(None)
     }
 
-    /// Returns a non-tensor value, or its description if [`PayloadSource::stored_item`] returns its bytes.
+    /// Returns a non-tensor value, or its description if [`PayloadSource::stored_item`] returns its
+    /// bytes.
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError>;
 }

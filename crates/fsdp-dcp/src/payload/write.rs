@@ -1,5 +1,5 @@
-//! Writing payloads to their places in a file: hashing, checksums and writing in one pass over pieces that fit the
-//! cache, by several threads.
+//! Writing payloads to their places in a file: hashing, checksums and writing in one pass over
+//! pieces that fit the cache, by several threads.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -61,8 +61,9 @@ pub(crate) struct WrittenPayload {
     pub(crate) sum: Sum,
 }
 
-/// Writes payloads to their places in a file, and returns their checksums and hashes. `whole` is called with the
-/// checksum of each payload as soon as that has been written; without it no checksums are computed.
+/// Writes payloads to their places in a file, and returns their checksums and hashes. `whole` is
+/// called with the checksum of each payload as soon as that has been written; without it no
+/// checksums are computed.
 pub(crate) fn write_payloads(
     file: &StagedFile,
     payloads: &[PlannedPayload<'_>],
@@ -81,11 +82,24 @@ pub(crate) fn write_payloads(
         &parts,
         file.writers(threads),
         |&(index, ..)| Some(index),
-        |&(index, start, end), buffer| write_part(file, &payloads[index], start..end, source, with_checksum, buffer),
+        |&(index, start, end), buffer| {
+            write_part(
+                file,
+                &payloads[index],
+                start..end,
+                source,
+                with_checksum,
+                buffer,
+            )
+        },
         whole,
     )?;
     // Empty payloads have no parts, so `whole` is called for them here.
-    for (index, _) in payloads.iter().enumerate().filter(|(_, payload)| payload.length == 0) {
+    for (index, _) in payloads
+        .iter()
+        .enumerate()
+        .filter(|(_, payload)| payload.length == 0)
+    {
         whole(index, 0)?;
     }
     let mut written = vec![WrittenPayload::default(); payloads.len()];
@@ -132,11 +146,13 @@ pub(crate) fn write_part(
     Ok(sink.done)
 }
 
-/// Runs all tasks on some threads, each with a buffer of its own; the results are in the order of the tasks.
+/// Runs all tasks on some threads, each with a buffer of its own; the results are in the order of
+/// the tasks.
 ///
-/// Consecutive tasks may be parts of the same payload; `whole` is called when the last of them is done, with the
-/// checksum of all. The bytes around the payload are written then, and not at the end, because an object store receives
-/// files in large parts, and parts with holes would have to be kept in memory.
+/// Consecutive tasks may be parts of the same payload; `whole` is called when the last of them is
+/// done, with the checksum of all. The bytes around the payload are written then, and not at the
+/// end, because an object store receives files in large parts, and parts with holes would have to
+/// be kept in memory.
 pub(crate) fn in_parallel<T: Sync>(
     tasks: &[T],
     threads: usize,
@@ -147,9 +163,15 @@ pub(crate) fn in_parallel<T: Sync>(
     let payloads: Vec<Option<usize>> = tasks.iter().map(payload).collect();
     // The first task of a payload counts those that are not done.
     let parts = payloads.chunk_by(|a, b| a.is_some() && a == b);
-    let parts: Vec<Range<usize>> =
-        parts.scan(0, |at, part| Some(std::mem::replace(at, *at + part.len())..*at)).collect();
-    let left: Vec<AtomicUsize> = parts.iter().map(|part| AtomicUsize::new(part.len())).collect();
+    let parts: Vec<Range<usize>> = parts
+        .scan(0, |at, part| {
+            Some(std::mem::replace(at, *at + part.len())..*at)
+        })
+        .collect();
+    let left: Vec<AtomicUsize> = parts
+        .iter()
+        .map(|part| AtomicUsize::new(part.len()))
+        .collect();
     let next = AtomicUsize::new(0);
     let failed = AtomicBool::new(false);
     let results: Vec<Mutex<Done>> = tasks.iter().map(|_| Mutex::default()).collect();
@@ -157,7 +179,9 @@ pub(crate) fn in_parallel<T: Sync>(
         let mut buffer = Vec::new();
         while !failed.load(Ordering::Relaxed) {
             let index = next.fetch_add(1, Ordering::Relaxed);
-            let (Some(task), Some(result)) = (tasks.get(index), results.get(index)) else { break };
+            let (Some(task), Some(result)) = (tasks.get(index), results.get(index)) else {
+                break;
+            };
             let done = run(task, &mut buffer);
             failed.fetch_or(done.is_err(), Ordering::Relaxed);
             *result.lock().unwrap_or_else(PoisonError::into_inner) = done?;
@@ -178,19 +202,31 @@ pub(crate) fn in_parallel<T: Sync>(
         Ok(())
     };
     on_threads(threads.clamp(1, tasks.len().max(1)), work)?;
-    Ok(results.into_iter().map(|done| done.into_inner().unwrap_or_else(PoisonError::into_inner)).collect())
+    Ok(results
+        .into_iter()
+        .map(|done| done.into_inner().unwrap_or_else(PoisonError::into_inner))
+        .collect())
 }
 
 /// Checks that a source gave no more bytes than planned; and, once it is done (`whole`), no fewer.
-pub(crate) fn check_length(fqn: &str, given: u64, planned: u64, whole: bool) -> Result<(), FileError> {
+pub(crate) fn check_length(
+    fqn: &str,
+    given: u64,
+    planned: u64,
+    whole: bool,
+) -> Result<(), FileError> {
     if given > planned || (whole && given < planned) {
-        return Err(FileError::PayloadLength { fqn: fqn.to_owned(), given, planned });
+        return Err(FileError::PayloadLength {
+            fqn: fqn.to_owned(),
+            given,
+            planned,
+        });
     }
     Ok(())
 }
 
-/// A sink that receives the bytes of a part in order, hashes and writes them. Pieces that are large enough are written
-/// without a copy.
+/// A sink that receives the bytes of a part in order, hashes and writes them. Pieces that are large
+/// enough are written without a copy.
 struct PartSink<'a> {
     file: &'a StagedFile,
     payload: &'a PlannedPayload<'a>,
@@ -203,15 +239,20 @@ struct PartSink<'a> {
 }
 
 impl PartSink<'_> {
-    /// Takes the next bytes of the part. Whole blocks are written at once. Smaller pieces are collected in the buffer
-    /// until there is enough for a write.
+    /// Takes the next bytes of the part. Whole blocks are written at once. Smaller pieces are
+    /// collected in the buffer until there is enough for a write.
     fn put(&mut self, mut bytes: &[u8]) -> Result<(), FileError> {
         while !bytes.is_empty() {
             let left = self.end - self.at;
             // A write has whole blocks, or all that is left of the part.
             let wanted = left.min(AT_ONCE.max(self.block)) as usize;
             let have = bytes.len() as u64;
-            let direct = if have >= left { left } else { have - have % self.block }.min(wanted as u64) as usize;
+            let direct = if have >= left {
+                left
+            } else {
+                have - have % self.block
+            }
+            .min(wanted as u64) as usize;
             if self.buffer.is_empty() && direct > 0 {
                 let (now, rest) = bytes.split_at(direct);
                 self.write(now)?;

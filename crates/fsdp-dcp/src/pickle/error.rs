@@ -36,7 +36,8 @@ pub enum PickleErrorKind {
         /// The protocol number.
         protocol: u8,
     },
-    /// A value that only an unknown class or function could build. It was neither imported nor called.
+    /// A value that only an unknown class or function could build. It was neither imported nor
+    /// called.
     #[error("global `{module}.{name}` is not allowed")]
     Global {
         /// Its module.
@@ -54,7 +55,8 @@ pub enum PickleErrorKind {
         /// The limit; see [`crate::limits`].
         limit: u64,
     },
-    /// More than the budget of memory and work for an input allows. A file of which that is true may be sound.
+    /// More than the budget of memory and work for an input allows. A file of which that is true
+    /// may be sound.
     #[error("{what} of {value} is beyond the limit of {limit}")]
     TooLarge {
         /// The quantity.
@@ -116,6 +118,9 @@ impl PickleErrorKind {
     /// Returns an error with this reason at a position in the pickle.
     #[must_use]
     pub(crate) fn at(self, offset: usize) -> PickleError {
-        PickleError { offset: offset as u64, kind: self }
+        PickleError {
+            offset: offset as u64,
+            kind: self,
+        }
     }
 }

@@ -4,7 +4,8 @@ use fsdp_layout::{DType, PythonType};
 
 /// A known global. It is never called, and only tells which kind of value an object is.
 ///
-/// It takes two bytes, so that a [`Node`](super::node::Node) that holds one with its arguments needs no allocation.
+/// It takes two bytes, so that a [`Node`](super::node::Node) that holds one with its arguments
+/// needs no allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Global {
@@ -52,7 +53,8 @@ pub enum Global {
     RebuildFromTypeV2,
     /// `torch.Tensor` or `torch.nn.parameter.Parameter`, as a class.
     TensorClass,
-    /// `torch.per_tensor_affine` and its like: how a tensor is quantized. The position of its name in [`QSCHEMES`].
+    /// `torch.per_tensor_affine` and its like: how a tensor is quantized. The position of its name
+    /// in [`QSCHEMES`].
     QScheme(u8),
     /// `collections.OrderedDict`
     OrderedDict,
@@ -62,8 +64,8 @@ pub enum Global {
     Set,
     /// `frozenset`
     FrozenSet,
-    /// `dict`, `list`, `int`, `float`: builtins that a `defaultdict` or a `REDUCE` may name. The position of its name
-    /// in [`BUILTINS`].
+    /// `dict`, `list`, `int`, `float`: builtins that a `defaultdict` or a `REDUCE` may name. The
+    /// position of its name in [`BUILTINS`].
     Builtin(u8),
     /// `bytearray`
     ByteArray,
@@ -86,7 +88,8 @@ pub(crate) const QSCHEMES: &[&str] = &[
 /// The known builtins.
 pub(crate) const BUILTINS: &[&str] = &["dict", "list", "int", "long", "float"];
 
-/// Returns the position of a name in a list of known names. It is a byte, so that nodes which hold it stay small.
+/// Returns the position of a name in a list of known names. It is a byte, so that nodes which hold
+/// it stay small.
 fn position_in(list: &[&str], name: &str) -> Option<u8> {
     u8::try_from(list.iter().position(|known| *known == name)?).ok()
 }
@@ -116,7 +119,8 @@ pub(crate) const STORAGES: &[(&str, DType)] = &[
 ];
 
 impl Global {
-    /// Returns the text that describes the global. Digests of opaque values depend on it, so it must never change.
+    /// Returns the text that describes the global. Digests of opaque values depend on it, so it
+    /// must never change.
     pub(crate) fn description(self) -> String {
         match self {
             Global::QScheme(position) => format!("QScheme({:?})", name_at(QSCHEMES, position)),
@@ -144,14 +148,15 @@ impl Global {
                 "StorageMeta" => StorageMeta,
                 _ => return None,
             },
-            "torch.distributed.checkpoint.filesystem" | "torch.distributed._shard.checkpoint.filesystem" => {
-                match name {
-                    "_StorageInfo" => StorageInfo,
-                    _ => return None,
-                }
-            }
+            "torch.distributed.checkpoint.filesystem"
+            | "torch.distributed._shard.checkpoint.filesystem" => match name {
+                "_StorageInfo" => StorageInfo,
+                _ => return None,
+            },
             // The same fields, under a name of Megatron-core's.
-            "megatron.core.dist_checkpointing.strategies.torch" if name == "MCoreMetadata" => Metadata,
+            "megatron.core.dist_checkpointing.strategies.torch" if name == "MCoreMetadata" => {
+                Metadata
+            }
             "torch" => match name {
                 "Size" => Size,
                 "device" => Device,
@@ -163,7 +168,9 @@ impl Global {
                 },
             },
             "torch.serialization" if name == "_get_layout" => GetLayout,
-            "torch.storage" if name == "UntypedStorage" || name == "_UntypedStorage" => UntypedStorage,
+            "torch.storage" if name == "UntypedStorage" || name == "_UntypedStorage" => {
+                UntypedStorage
+            }
             "torch._utils" => match name {
                 "_rebuild_tensor" => RebuildTensor,
                 "_rebuild_tensor_v2" => RebuildTensorV2,

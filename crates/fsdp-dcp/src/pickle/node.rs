@@ -44,14 +44,16 @@ pub enum Node<'a> {
     Dict(Vec<(NodeId, NodeId)>),
     /// A class or function that is itself the value.
     Global(Global),
-    /// A class or function and the arguments to which it would have been applied; nothing was called.
+    /// A class or function and the arguments to which it would have been applied; nothing was
+    /// called.
     Object(ObjectNode),
     /// A persistent id: in torch files, a storage.
     PersistentId(NodeId),
-    /// A class or function that is not on the list of known ones, itself the value: its module and its name.
+    /// A class or function that is not on the list of known ones, itself the value: its module and
+    /// its name.
     Foreign(&'a str, &'a str),
-    /// An object of an unknown class, or the result of an unknown function. Its description is kept, and it is never
-    /// built.
+    /// An object of an unknown class, or the result of an unknown function. Its description is
+    /// kept, and it is never built.
     Opaque(Box<OpaqueNode<'a>>),
 }
 
@@ -72,8 +74,8 @@ pub struct OpaqueNode<'a> {
     pub entries: Vec<(NodeId, NodeId)>,
 }
 
-/// See [`Node::Tuple`]: a range in one list of the items of all tuples. That saves an allocation for each of many small
-/// tuples.
+/// See [`Node::Tuple`]: a range in one list of the items of all tuples. That saves an allocation
+/// for each of many small tuples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TupleNode {
     pub(super) start: u32,
@@ -117,8 +119,9 @@ impl Node<'_> {
     }
 }
 
-/// The nodes that all pickles share: `None`, `True`, `False`, and the integers of one byte, which are most of a
-/// checkpoint's sizes and offsets. Their numbers come before those of a pickle's own nodes.
+/// The nodes that all pickles share: `None`, `True`, `False`, and the integers of one byte, which
+/// are most of a checkpoint's sizes and offsets. Their numbers come before those of a pickle's own
+/// nodes.
 static SHARED: LazyLock<[Node<'static>; SHARED_NODES]> = LazyLock::new(|| {
     std::array::from_fn(|number| match number {
         0 => Node::None,
@@ -204,7 +207,8 @@ impl<'a> Pickle<'a> {
         node_of(&self.nodes, id)
     }
 
-    /// Makes an error at the place where this node was made, or at the beginning of the pickle for a shared node.
+    /// Makes an error at the place where this node was made, or at the beginning of the pickle for
+    /// a shared node.
     #[must_use]
     pub fn error(&self, id: NodeId, kind: PickleErrorKind) -> PickleError {
         kind.at(position(id).map_or(0, |position| self.offsets[position] as usize))
@@ -216,7 +220,10 @@ impl<'a> Pickle<'a> {
         let kind = match self.node(id) {
             Node::Foreign(module, name) => foreign(module, name),
             Node::Opaque(object) => foreign(object.module, object.name),
-            other => PickleErrorKind::Kind { expected, found: other.kind() },
+            other => PickleErrorKind::Kind {
+                expected,
+                found: other.kind(),
+            },
         };
         self.error(id, kind)
     }
@@ -239,14 +246,26 @@ impl<'a> Pickle<'a> {
 
     /// Returns the node as a count or a position: an integer that is not negative.
     pub fn unsigned(&self, id: NodeId) -> Result<u64, PickleError> {
-        u64::try_from(self.int(id)?)
-            .map_err(|_| self.error(id, PickleErrorKind::Value { what: "a size or position is negative" }))
+        u64::try_from(self.int(id)?).map_err(|_| {
+            self.error(
+                id,
+                PickleErrorKind::Value {
+                    what: "a size or position is negative",
+                },
+            )
+        })
     }
 
     /// Returns the node as a count or a position of this machine's size.
     pub fn usize(&self, id: NodeId) -> Result<usize, PickleError> {
-        usize::try_from(self.unsigned(id)?)
-            .map_err(|_| self.error(id, PickleErrorKind::Value { what: "a size does not fit this machine" }))
+        usize::try_from(self.unsigned(id)?).map_err(|_| {
+            self.error(
+                id,
+                PickleErrorKind::Value {
+                    what: "a size does not fit this machine",
+                },
+            )
+        })
     }
 
     /// Returns the node as a bool.
@@ -299,7 +318,12 @@ impl<'a> Pickle<'a> {
     }
 
     /// Returns the attributes of an object of this class, as `BUILD` would have set them.
-    pub fn state(&self, id: NodeId, class: Global, expected: &'static str) -> Result<Fields<'_, 'a>, PickleError> {
+    pub fn state(
+        &self,
+        id: NodeId,
+        class: Global,
+        expected: &'static str,
+    ) -> Result<Fields<'_, 'a>, PickleError> {
         match self.node(id) {
             Node::Object(object) if object.global == class => {
                 let entries = match object.state {
@@ -309,7 +333,11 @@ impl<'a> Pickle<'a> {
                 if let Some(state) = object.state {
                     check_attributes(self.node(state)).map_err(|kind| self.error(id, kind))?;
                 }
-                Ok(Fields { pickle: self, of: id, entries })
+                Ok(Fields {
+                    pickle: self,
+                    of: id,
+                    entries,
+                })
             }
             _ => Err(self.wrong(id, expected)),
         }
@@ -327,17 +355,24 @@ impl<'a> Pickle<'a> {
         };
         let limit = crate::limits::MAX_TENSOR_RANK;
         if items.len() > limit {
-            let kind =
-                PickleErrorKind::Limit { what: "number of dimensions", value: items.len() as u64, limit: limit as u64 };
+            let kind = PickleErrorKind::Limit {
+                what: "number of dimensions",
+                value: items.len() as u64,
+                limit: limit as u64,
+            };
             return Err(self.error(id, kind));
         }
         items.iter().map(|&item| self.usize(item)).collect()
     }
 }
 
-/// Returns the error of a place that cannot use an object of this class, or the result of this function.
+/// Returns the error of a place that cannot use an object of this class, or the result of this
+/// function.
 fn foreign(module: &str, name: &str) -> PickleErrorKind {
-    PickleErrorKind::Global { module: excerpt(module), name: excerpt(name) }
+    PickleErrorKind::Global {
+        module: excerpt(module),
+        name: excerpt(name),
+    }
 }
 
 /// Shortens a name for an error message to the length of a line.
@@ -349,12 +384,17 @@ fn excerpt(name: &str) -> String {
     }
 }
 
-/// Checks that an object does not have too many attributes, because looking one up is a linear search.
+/// Checks that an object does not have too many attributes, because looking one up is a linear
+/// search.
 pub(crate) fn check_attributes(state: &Node<'_>) -> Result<(), PickleErrorKind> {
     match state {
         Node::Dict(entries) if entries.len() > MAX_ATTRIBUTES => {
             let (value, limit) = (entries.len() as u64, MAX_ATTRIBUTES as u64);
-            Err(PickleErrorKind::Limit { what: "number of attributes", value, limit })
+            Err(PickleErrorKind::Limit {
+                what: "number of attributes",
+                value,
+                limit,
+            })
         }
         _ => Ok(()),
     }
@@ -382,11 +422,13 @@ impl Fields<'_, '_> {
     /// Returns the attribute of this name, if it exists and is not `None`.
     #[must_use]
     pub fn find_some(&self, field: &str) -> Option<NodeId> {
-        self.find(field).filter(|&value| *self.pickle.node(value) != Node::None)
+        self.find(field)
+            .filter(|&value| *self.pickle.node(value) != Node::None)
     }
 
     /// Returns the attribute of this name; it is an error if it does not exist.
     pub fn get(&self, field: &'static str) -> Result<NodeId, PickleError> {
-        self.find(field).ok_or_else(|| self.pickle.error(self.of, PickleErrorKind::Field { field }))
+        self.find(field)
+            .ok_or_else(|| self.pickle.error(self.of, PickleErrorKind::Field { field }))
     }
 }

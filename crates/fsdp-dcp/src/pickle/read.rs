@@ -4,7 +4,8 @@ use std::borrow::Cow;
 
 use super::error::{PickleError, PickleErrorKind};
 use super::node::{
-    FALSE, NONE, Node, NodeId, OpaqueNode, Pickle, TRUE, TupleNode, node_of, own_node, position, small_int,
+    FALSE, NONE, Node, NodeId, OpaqueNode, Pickle, TRUE, TupleNode, node_of, own_node, position,
+    small_int,
 };
 use crate::budget::Budget;
 use crate::limits::{MAX_INTEGER_BYTES, MAX_MEMO_GAP, MAX_PICKLE_BYTES, PICKLE_FACTOR};
@@ -21,7 +22,12 @@ pub fn parse(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
 pub(crate) fn parse_within(bytes: &[u8], budget: Budget) -> Result<Pickle<'_>, PickleError> {
     let limit = MAX_PICKLE_BYTES.min(u64::from(u32::MAX));
     if bytes.len() as u64 > limit {
-        return Err(PickleErrorKind::Limit { what: "pickle length", value: bytes.len() as u64, limit }.at(0));
+        return Err(PickleErrorKind::Limit {
+            what: "pickle length",
+            value: bytes.len() as u64,
+            limit,
+        }
+        .at(0));
     }
     // A checkpoint's metadata has about this many nodes, and as many items of tuples.
     let nodes = (bytes.len() / 16).min(MOST_NODES_AT_FIRST);
@@ -39,8 +45,22 @@ pub(crate) fn parse_within(bytes: &[u8], budget: Budget) -> Result<Pickle<'_>, P
         budget,
     };
     let root = machine.run().map_err(|kind| kind.at(machine.op))?;
-    let Machine { nodes, offsets, items, budget, at: end, .. } = machine;
-    Ok(Pickle { nodes, offsets, items, root, end, budget })
+    let Machine {
+        nodes,
+        offsets,
+        items,
+        budget,
+        at: end,
+        ..
+    } = machine;
+    Ok(Pickle {
+        nodes,
+        offsets,
+        items,
+        root,
+        end,
+        budget,
+    })
 }
 
 /// The result of one opcode. Its error does not have a position yet.
@@ -60,16 +80,17 @@ pub(super) struct Machine<'a> {
     /// Stack heights at the open `MARK`s.
     marks: Vec<usize>,
     memo: Vec<Option<NodeId>>,
-    /// The number of items and bytes copied from one node to another. It is limited to one for each byte of the pickle,
-    /// because repeated copies of shared nodes could grow exponentially.
+    /// The number of items and bytes copied from one node to another. It is limited to one for each
+    /// byte of the pickle, because repeated copies of shared nodes could grow exponentially.
     pub(super) copied: usize,
     budget: Budget,
 }
 
-/// The bytes that are charged for a node. They are the bytes of the node and of its position, twice, because an arena
-/// that grows holds the old copy and the new one at the same time.
+/// The bytes that are charged for a node. They are the bytes of the node and of its position,
+/// twice, because an arena that grows holds the old copy and the new one at the same time.
 const NODE: u64 = 2 * (size_of::<Node<'_>>() + size_of::<u32>()) as u64;
-/// The bytes that are charged for a reference to a node, in a list, in a tuple, on the stack or in the memo.
+/// The bytes that are charged for a reference to a node, in a list, in a tuple, on the stack or in
+/// the memo.
 const REFERENCE: u64 = size_of::<Option<NodeId>>() as u64;
 
 impl<'a> Machine<'a> {
@@ -136,7 +157,8 @@ impl<'a> Machine<'a> {
                     let value = f64::from_be_bytes(self.array()?);
                     self.push(Node::Float(value))?;
                 }
-                // Text: SHORT_BINUNICODE, BINUNICODE, BINUNICODE8, and Python 2's SHORT_BINSTRING, BINSTRING.
+                // Text: SHORT_BINUNICODE, BINUNICODE, BINUNICODE8, and Python 2's SHORT_BINSTRING,
+                // BINSTRING.
                 0x8c | b'U' => {
                     let [length] = self.array()?;
                     self.text(u64::from(length))?;
@@ -212,7 +234,12 @@ impl<'a> Machine<'a> {
                     let expected = "a set";
                     match self.top_node(expected)? {
                         Node::Set(set) => set.extend(items),
-                        other => return Err(PickleErrorKind::Kind { expected, found: other.kind() }),
+                        other => {
+                            return Err(PickleErrorKind::Kind {
+                                expected,
+                                found: other.kind(),
+                            });
+                        }
                     }
                 }
                 0x91 => {
@@ -241,7 +268,8 @@ impl<'a> Machine<'a> {
                     let operands = self.pop_many::<2>()?;
                     self.object(operands[0], operands[1])?;
                 }
-                // NEWOBJ_EX: keyword arguments must be absent, unless the class is not known anyway.
+                // NEWOBJ_EX: keyword arguments must be absent, unless the class is not known
+                // anyway.
                 0x92 => {
                     let operands = self.pop_many::<3>()?;
                     let is_foreign = matches!(self.node(operands[0]), Node::Foreign(..));
@@ -304,11 +332,16 @@ impl<'a> Machine<'a> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    /// Checks a claimed length against the bytes that are left, before anything is allocated for it.
+    /// Checks a claimed length against the bytes that are left, before anything is allocated for
+    /// it.
     fn check_remaining(&self, length: u64) -> Result1<usize> {
         let remaining = (self.bytes.len() - self.at) as u64;
         if length > remaining {
-            return Err(PickleErrorKind::Limit { what: "length", value: length, limit: remaining });
+            return Err(PickleErrorKind::Limit {
+                what: "length",
+                value: length,
+                limit: remaining,
+            });
         }
         Ok(length as usize)
     }
@@ -324,7 +357,10 @@ impl<'a> Machine<'a> {
     /// Reads text up to the end of the line.
     fn line(&mut self) -> Result1<&'a str> {
         let rest = &self.bytes[self.at..];
-        let end = rest.iter().position(|&byte| byte == b'\n').ok_or(PickleErrorKind::Truncated)?;
+        let end = rest
+            .iter()
+            .position(|&byte| byte == b'\n')
+            .ok_or(PickleErrorKind::Truncated)?;
         self.at += end + 1;
         std::str::from_utf8(&rest[..end]).map_err(|_| PickleErrorKind::Text)
     }
@@ -335,7 +371,8 @@ impl<'a> Machine<'a> {
         match std::str::from_utf8(bytes) {
             Ok(text) => self.push(Node::Str(text)),
             Err(_) if has_lone_surrogates(bytes) => {
-                // Python's name of a file that is not UTF-8, for example. Rust has no such text, so it is opaque.
+                // Python's name of a file that is not UTF-8, for example. Rust has no such text, so
+                // it is opaque.
                 self.push(Node::Bytes(Cow::Borrowed(bytes)))?;
                 self.push_tuple(self.stack.len() - 1)?;
                 let args = self.pop()?;
@@ -354,7 +391,11 @@ impl<'a> Machine<'a> {
     /// Pushes an integer of this many bytes.
     fn long(&mut self, length: u64) -> Result1<()> {
         if length > MAX_INTEGER_BYTES {
-            return Err(PickleErrorKind::Limit { what: "integer length", value: length, limit: MAX_INTEGER_BYTES });
+            return Err(PickleErrorKind::Limit {
+                what: "integer length",
+                value: length,
+                limit: MAX_INTEGER_BYTES,
+            });
         }
         let bytes = self.take(length)?;
         let node = match int_from_le_bytes(bytes) {
@@ -366,8 +407,13 @@ impl<'a> Machine<'a> {
 
     /// Adds a node to the arena, and pushes it.
     pub(super) fn push(&mut self, node: Node<'a>) -> Result1<()> {
-        let boxed = if matches!(node, Node::Opaque(_)) { size_of::<OpaqueNode<'_>>() } else { 0 };
-        self.budget.charge("memory for values", NODE + boxed as u64)?;
+        let boxed = if matches!(node, Node::Opaque(_)) {
+            size_of::<OpaqueNode<'_>>()
+        } else {
+            0
+        };
+        self.budget
+            .charge("memory for values", NODE + boxed as u64)?;
         let id = own_node(self.nodes.len());
         self.nodes.push(node);
         self.offsets.push(self.op as u32);
@@ -375,7 +421,8 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Returns the lowest stack height that an opcode may pop to. Values below an open mark must not be popped.
+    /// Returns the lowest stack height that an opcode may pop to. Values below an open mark must
+    /// not be popped.
     fn floor(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
@@ -392,13 +439,16 @@ impl<'a> Machine<'a> {
         node_of(&self.nodes, id)
     }
 
-    /// Returns the node on top of the stack, for a change. A shared node, which cannot be changed, is not what was
-    /// `expected`.
+    /// Returns the node on top of the stack, for a change. A shared node, which cannot be changed,
+    /// is not what was `expected`.
     pub(super) fn top_node(&mut self, expected: &'static str) -> Result1<&mut Node<'a>> {
         let top = self.top()?;
         match position(top) {
             Some(position) => Ok(&mut self.nodes[position]),
-            None => Err(PickleErrorKind::Kind { expected, found: self.node(top).kind() }),
+            None => Err(PickleErrorKind::Kind {
+                expected,
+                found: self.node(top).kind(),
+            }),
         }
     }
 
@@ -410,21 +460,33 @@ impl<'a> Machine<'a> {
 
     /// Returns the stack height below the `count` values on top.
     fn below_top(&self, count: usize) -> Result1<usize> {
-        let start = self.stack.len().checked_sub(count).filter(|&start| start >= self.floor());
+        let start = self
+            .stack
+            .len()
+            .checked_sub(count)
+            .filter(|&start| start >= self.floor());
         start.ok_or(PickleErrorKind::Stack)
     }
 
     fn pop_many<const N: usize>(&mut self) -> Result1<[NodeId; N]> {
         let start = self.below_top(N)?;
-        let values = self.stack[start..].try_into().map_err(|_| PickleErrorKind::Stack)?;
+        let values = self.stack[start..]
+            .try_into()
+            .map_err(|_| PickleErrorKind::Stack)?;
         self.stack.truncate(start);
         Ok(values)
     }
 
     /// Makes a tuple of the values above a stack height.
     fn push_tuple(&mut self, start: usize) -> Result1<()> {
-        let tuple = TupleNode { start: self.items.len() as u32, len: (self.stack.len() - start) as u32 };
-        self.budget.charge("memory for values", (self.stack.len() - start) as u64 * REFERENCE)?;
+        let tuple = TupleNode {
+            start: self.items.len() as u32,
+            len: (self.stack.len() - start) as u32,
+        };
+        self.budget.charge(
+            "memory for values",
+            (self.stack.len() - start) as u64 * REFERENCE,
+        )?;
         self.items.extend_from_slice(&self.stack[start..]);
         self.stack.truncate(start);
         self.push(Node::Tuple(tuple))
@@ -445,36 +507,51 @@ impl<'a> Machine<'a> {
         Ok(self.stack.split_off(start))
     }
 
-    /// Returns the position in the arena of the node just below a stack height, to which the values above that height
-    /// are to be added. A shared node holds no values, and is an error: it is not what was `expected`.
+    /// Returns the position in the arena of the node just below a stack height, to which the values
+    /// above that height are to be added. A shared node holds no values, and is an error: it is not
+    /// what was `expected`.
     fn container(&self, start: usize, expected: &'static str) -> Result1<usize> {
-        let below = start.checked_sub(1).filter(|&below| below >= self.floor()).ok_or(PickleErrorKind::Stack)?;
+        let below = start
+            .checked_sub(1)
+            .filter(|&below| below >= self.floor())
+            .ok_or(PickleErrorKind::Stack)?;
         let id = self.stack[below];
-        position(id).ok_or_else(|| PickleErrorKind::Kind { expected, found: self.node(id).kind() })
+        position(id).ok_or_else(|| PickleErrorKind::Kind {
+            expected,
+            found: self.node(id).kind(),
+        })
     }
 
-    /// Appends the values above a stack height to the list, or to the object of an unknown class, below them.
+    /// Appends the values above a stack height to the list, or to the object of an unknown class,
+    /// below them.
     fn extend_list(&mut self, start: usize) -> Result1<()> {
         let expected = "a list";
         let container = self.container(start, expected)?;
         let items = &self.stack[start..];
-        self.budget.charge("memory for values", items.len() as u64 * REFERENCE)?;
+        self.budget
+            .charge("memory for values", items.len() as u64 * REFERENCE)?;
         match &mut self.nodes[container] {
             Node::List(list) => list.extend(items),
             Node::Opaque(object) => object.items.extend(items),
-            other => return Err(PickleErrorKind::Kind { expected, found: other.kind() }),
+            other => {
+                return Err(PickleErrorKind::Kind {
+                    expected,
+                    found: other.kind(),
+                });
+            }
         }
         self.stack.truncate(start);
         Ok(())
     }
 
-    /// Adds the values above a stack height, keys and values by turns, to the dict, or to the object of an unknown
-    /// class, below them.
+    /// Adds the values above a stack height, keys and values by turns, to the dict, or to the
+    /// object of an unknown class, below them.
     fn extend_dict(&mut self, start: usize) -> Result1<()> {
         let expected = "a dict";
         let container = self.container(start, expected)?;
         let items = &self.stack[start..];
-        self.budget.charge("memory for values", items.len() as u64 * REFERENCE)?;
+        self.budget
+            .charge("memory for values", items.len() as u64 * REFERENCE)?;
         if !items.len().is_multiple_of(2) {
             return Err(PickleErrorKind::Stack);
         }
@@ -482,7 +559,12 @@ impl<'a> Machine<'a> {
         match &mut self.nodes[container] {
             Node::Dict(dict) => dict.extend(pairs),
             Node::Opaque(object) => object.entries.extend(pairs),
-            other => return Err(PickleErrorKind::Kind { expected, found: other.kind() }),
+            other => {
+                return Err(PickleErrorKind::Kind {
+                    expected,
+                    found: other.kind(),
+                });
+            }
         }
         self.stack.truncate(start);
         Ok(())
@@ -490,7 +572,9 @@ impl<'a> Machine<'a> {
 
     /// Pushes the value of a memo entry.
     fn get(&mut self, index: u64) -> Result1<()> {
-        let id = usize::try_from(index).ok().and_then(|index| *self.memo.get(index)?);
+        let id = usize::try_from(index)
+            .ok()
+            .and_then(|index| *self.memo.get(index)?);
         self.stack.push(id.ok_or(PickleErrorKind::Memo { index })?);
         Ok(())
     }
@@ -500,10 +584,17 @@ impl<'a> Machine<'a> {
         let top = self.top()?;
         let limit = self.memo.len() + MAX_MEMO_GAP;
         if index > limit {
-            return Err(PickleErrorKind::Limit { what: "memo index", value: index as u64, limit: limit as u64 });
+            return Err(PickleErrorKind::Limit {
+                what: "memo index",
+                value: index as u64,
+                limit: limit as u64,
+            });
         }
         if index >= self.memo.len() {
-            self.budget.charge("memory for values", (index + 1 - self.memo.len()) as u64 * REFERENCE)?;
+            self.budget.charge(
+                "memory for values",
+                (index + 1 - self.memo.len()) as u64 * REFERENCE,
+            )?;
             self.memo.resize(index + 1, None);
         }
         self.memo[index] = Some(top);
@@ -511,10 +602,13 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// Returns `true` if bytes are text as Python pickles it: UTF-8, except for halves of surrogate pairs.
+/// Returns `true` if bytes are text as Python pickles it: UTF-8, except for halves of surrogate
+/// pairs.
 fn has_lone_surrogates(mut bytes: &[u8]) -> bool {
     while let Err(error) = std::str::from_utf8(bytes) {
-        let [0xed, 0xa0..=0xbf, 0x80..=0xbf, rest @ ..] = &bytes[error.valid_up_to()..] else { return false };
+        let [0xed, 0xa0..=0xbf, 0x80..=0xbf, rest @ ..] = &bytes[error.valid_up_to()..] else {
+            return false;
+        };
         bytes = rest;
     }
     true

@@ -10,9 +10,21 @@ fn refused(bytes: &[u8]) -> PickleErrorKind {
 
 #[test]
 fn integers_keep_their_value_in_every_form() {
-    for value in
-        [0, 1, 255, 256, 65535, 65536, -1, -128, -129, i64::from(i32::MIN), i64::from(i32::MAX) + 1, i64::MIN, i64::MAX]
-    {
+    for value in [
+        0,
+        1,
+        255,
+        256,
+        65535,
+        65536,
+        -1,
+        -128,
+        -129,
+        i64::from(i32::MIN),
+        i64::from(i32::MAX) + 1,
+        i64::MIN,
+        i64::MAX,
+    ] {
         let mut bytes = Vec::new();
         write::proto(&mut bytes, 2);
         write::int(&mut bytes, value);
@@ -24,21 +36,32 @@ fn integers_keep_their_value_in_every_form() {
     write::unsigned(&mut bytes, u64::MAX);
     write::op(&mut bytes, write::STOP);
     let pickle = parse(&bytes).unwrap();
-    assert_eq!(*pickle.node(pickle.root()), Node::BigInt(&[255, 255, 255, 255, 255, 255, 255, 255, 0]));
+    assert_eq!(
+        *pickle.node(pickle.root()),
+        Node::BigInt(&[255, 255, 255, 255, 255, 255, 255, 255, 0])
+    );
     assert_eq!(parse(b"\x8a\x00.").map(|p| p.int(p.root())).unwrap(), Ok(0));
 }
 
 #[test]
 fn a_parsed_list_has_its_items() {
     let pickle = parse(b"\x80\x04]\x94(K\x01\x8c\x01ae.").unwrap();
-    let Node::List(items) = pickle.node(pickle.root()) else { panic!("no list") };
-    assert_eq!((pickle.int(items[0]), pickle.str(items[1])), (Ok(1), Ok("a")));
+    let Node::List(items) = pickle.node(pickle.root()) else {
+        panic!("no list")
+    };
+    assert_eq!(
+        (pickle.int(items[0]), pickle.str(items[1])),
+        (Ok(1), Ok("a"))
+    );
 }
 
 /// Returns the value of a pickle as Rust shows it.
 fn shown(bytes: &[u8]) -> String {
     let pickle = parse(bytes).unwrap();
-    format!("{:?}", crate::torch::value::value_of(&pickle, pickle.root()).unwrap())
+    format!(
+        "{:?}",
+        crate::torch::value::value_of(&pickle, pickle.root()).unwrap()
+    )
 }
 
 #[test]
@@ -51,11 +74,25 @@ fn dicts_and_bytes_keep_what_they_are_made_of_however_that_is_spelled() {
     ] {
         assert_eq!(shown(call), dict, "{call:?}");
     }
-    assert_eq!(shown(b"ccollections\ndefaultdict\nc__builtin__\nlist\n\x85R."), shown(b"}."));
+    assert_eq!(
+        shown(b"ccollections\ndefaultdict\nc__builtin__\nlist\n\x85R."),
+        shown(b"}.")
+    );
     let other = refused(b"ccollections\nOrderedDict\nK\x01\x85R.");
-    assert!(matches!(other, PickleErrorKind::Kind { found: "an int", .. }), "{other:?}");
-    // In protocol 2, older versions of Python call `bytearray` with a text and an encoding, and newer ones with bytes.
-    let bytes = shown(b"c__builtin__\nbytearray\nX\x03\x00\x00\x00a\xc3\xbfX\x07\x00\x00\x00latin-1\x86R.");
+    assert!(
+        matches!(
+            other,
+            PickleErrorKind::Kind {
+                found: "an int",
+                ..
+            }
+        ),
+        "{other:?}"
+    );
+    // In protocol 2, older versions of Python call `bytearray` with a text and an encoding, and
+    // newer ones with bytes.
+    let bytes =
+        shown(b"c__builtin__\nbytearray\nX\x03\x00\x00\x00a\xc3\xbfX\x07\x00\x00\x00latin-1\x86R.");
     let call =
         b"c__builtin__\nbytearray\nc_codecs\nencode\nX\x03\x00\x00\x00a\xc3\xbfX\x06\x00\x00\x00latin1\x86R\x85R.";
     assert_eq!(bytes, shown(call));
@@ -64,13 +101,26 @@ fn dicts_and_bytes_keep_what_they_are_made_of_however_that_is_spelled() {
 #[test]
 fn text_with_surrogates_is_opaque_and_other_bytes_are_no_text() {
     // `pickle.dumps({'a': 'x\udcff'}, 2)`
-    let pickle = parse(b"\x80\x02}q\x00X\x01\x00\x00\x00aq\x01X\x04\x00\x00\x00x\xed\xb3\xbfq\x02s.").unwrap();
+    let pickle =
+        parse(b"\x80\x02}q\x00X\x01\x00\x00\x00aq\x01X\x04\x00\x00\x00x\xed\xb3\xbfq\x02s.")
+            .unwrap();
     let (_, value) = pickle.dict(pickle.root()).unwrap()[0];
-    let Node::Opaque(object) = pickle.node(value) else { panic!("{:?}", pickle.node(value)) };
-    assert_eq!((object.module, object.name), ("builtins", "str (with surrogates)"));
-    assert_eq!(*pickle.node(pickle.sequence(object.args).unwrap()[0]), Node::Bytes(b"x\xed\xb3\xbf"[..].into()));
-    for bytes in [&b"X\x01\x00\x00\x00\xff."[..], b"X\x02\x00\x00\x00\xed\xb3.", b"X\x04\x00\x00\x00\xed\xb3\xbf\xff."]
-    {
+    let Node::Opaque(object) = pickle.node(value) else {
+        panic!("{:?}", pickle.node(value))
+    };
+    assert_eq!(
+        (object.module, object.name),
+        ("builtins", "str (with surrogates)")
+    );
+    assert_eq!(
+        *pickle.node(pickle.sequence(object.args).unwrap()[0]),
+        Node::Bytes(b"x\xed\xb3\xbf"[..].into())
+    );
+    for bytes in [
+        &b"X\x01\x00\x00\x00\xff."[..],
+        b"X\x02\x00\x00\x00\xed\xb3.",
+        b"X\x04\x00\x00\x00\xed\xb3\xbf\xff.",
+    ] {
         assert_eq!(refused(bytes), PickleErrorKind::Text);
     }
 }
@@ -82,7 +132,10 @@ fn unknown_globals_are_named_and_never_built() {
         crate::torch::value::value_of(&pickle, pickle.root()).expect_err("must be refused")
     };
     let system = value_of(b"cos\nsystem\nX\x04\x00\x00\x00true\x85R.");
-    assert_eq!(system.to_string(), "pickle refused at byte 21: global `os.system` is not allowed");
+    assert_eq!(
+        system.to_string(),
+        "pickle refused at byte 21: global `os.system` is not allowed"
+    );
     for bytes in [
         &b"cos\nsystem\nX\x04\x00\x00\x00true\x85R."[..],
         b"\x80\x04\x8c\x02os\x8c\x06system\x93.",
@@ -92,28 +145,70 @@ fn unknown_globals_are_named_and_never_built() {
         b"ctorch\nload\n.",
     ] {
         let refused = value_of(bytes);
-        assert!(matches!(&refused, FormatError::Pickle(error) if opaque_type(error).is_some()), "{bytes:?}");
+        assert!(
+            matches!(&refused, FormatError::Pickle(error) if opaque_type(error).is_some()),
+            "{bytes:?}"
+        );
     }
     // INST, OBJ, EXT1, GET, persistent text ids and buffers are not even opcodes here.
     for opcode in *b"ioPgpIVSFL\x82\x83\x84\x97\x98" {
-        assert_eq!(refused(&[opcode, b'.', b'\n']), PickleErrorKind::Opcode { opcode });
+        assert_eq!(
+            refused(&[opcode, b'.', b'\n']),
+            PickleErrorKind::Opcode { opcode }
+        );
     }
 }
 
 #[test]
 fn lengths_are_checked_before_anything_is_allocated() {
-    assert!(matches!(refused(b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f."), PickleErrorKind::Limit { what: "length", .. }));
-    assert!(matches!(refused(b"\x8b\xff\xff\xff\xff."), PickleErrorKind::Limit { what: "integer length", .. }));
-    assert!(matches!(refused(b"\x8d\xff\xff\xff\xff\xff\xff\xff\xffa."), PickleErrorKind::Limit { .. }));
-    assert!(matches!(refused(b"B\xff\xff\xff\xff."), PickleErrorKind::Limit { .. }));
-    assert!(matches!(refused(b"Nr\xff\xff\xff\x7f."), PickleErrorKind::Limit { what: "memo index", .. }));
-    assert_eq!(refused(b"j\xff\xff\xff\x7f."), PickleErrorKind::Memo { index: 0x7fff_ffff });
-    assert_eq!(refused(b"\x80\x09."), PickleErrorKind::Protocol { protocol: 9 });
+    assert!(matches!(
+        refused(b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f."),
+        PickleErrorKind::Limit { what: "length", .. }
+    ));
+    assert!(matches!(
+        refused(b"\x8b\xff\xff\xff\xff."),
+        PickleErrorKind::Limit {
+            what: "integer length",
+            ..
+        }
+    ));
+    assert!(matches!(
+        refused(b"\x8d\xff\xff\xff\xff\xff\xff\xff\xffa."),
+        PickleErrorKind::Limit { .. }
+    ));
+    assert!(matches!(
+        refused(b"B\xff\xff\xff\xff."),
+        PickleErrorKind::Limit { .. }
+    ));
+    assert!(matches!(
+        refused(b"Nr\xff\xff\xff\x7f."),
+        PickleErrorKind::Limit {
+            what: "memo index",
+            ..
+        }
+    ));
+    assert_eq!(
+        refused(b"j\xff\xff\xff\x7f."),
+        PickleErrorKind::Memo { index: 0x7fff_ffff }
+    );
+    assert_eq!(
+        refused(b"\x80\x09."),
+        PickleErrorKind::Protocol { protocol: 9 }
+    );
 }
 
 #[test]
 fn what_lies_below_a_mark_is_out_of_reach() {
-    for bytes in [&b"(0."[..], b"N(\x85.", b"(2.", b"]N(a.", b"t.", b"(e.", b"N.", b"("] {
+    for bytes in [
+        &b"(0."[..],
+        b"N(\x85.",
+        b"(2.",
+        b"]N(a.",
+        b"t.",
+        b"(e.",
+        b"N.",
+        b"(",
+    ] {
         let parsed = parse(bytes);
         assert_eq!(parsed.is_ok(), bytes == b"N.", "{bytes:?}");
     }
@@ -161,7 +256,13 @@ fn billion_laughs_stay_small() {
         bytes.extend_from_slice(b"h\x00h\x01R0");
     }
     bytes.push(b'.');
-    assert!(matches!(refused(&bytes), PickleErrorKind::Limit { what: "copies of shared values", .. }));
+    assert!(matches!(
+        refused(&bytes),
+        PickleErrorKind::Limit {
+            what: "copies of shared values",
+            ..
+        }
+    ));
 }
 
 #[test]
@@ -179,7 +280,11 @@ fn descriptions_of_known_names_keep_their_text() {
     for (module, name, text) in [
         ("builtins", "list", "Builtin(\"list\")"),
         ("builtins", "float", "Builtin(\"float\")"),
-        ("torch", "per_tensor_affine", "QScheme(\"per_tensor_affine\")"),
+        (
+            "torch",
+            "per_tensor_affine",
+            "QScheme(\"per_tensor_affine\")",
+        ),
         ("torch", "Size", "Size"),
     ] {
         assert_eq!(Global::lookup(module, name).unwrap().description(), text);

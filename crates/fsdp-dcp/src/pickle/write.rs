@@ -1,4 +1,5 @@
-//! Writing pickles: the few opcodes that torch's loaders accept, without a memo, so that equal values give equal bytes.
+//! Writing pickles: the few opcodes that torch's loaders accept, without a memo, so that equal
+//! values give equal bytes.
 
 /// Marks the top of the stack.
 pub(crate) const MARK: u8 = b'(';
@@ -62,7 +63,8 @@ pub(crate) fn int(out: &mut Vec<u8>, value: i64) {
         // The shortest two's complement that keeps the sign.
         let mut length = bytes.len();
         let fill = if value < 0 { 0xff } else { 0 };
-        while length > 1 && bytes[length - 1] == fill && (bytes[length - 2] >= 0x80) == (value < 0) {
+        while length > 1 && bytes[length - 1] == fill && (bytes[length - 2] >= 0x80) == (value < 0)
+        {
             length -= 1;
         }
         out.extend_from_slice(&[0x8a, length as u8]);
@@ -100,7 +102,8 @@ pub(crate) fn float(out: &mut Vec<u8>, value: f64) {
     out.extend_from_slice(&value.to_be_bytes());
 }
 
-/// Writes text, in a form that every protocol from 2 knows. (`BINUNICODE`; text of 4 GiB does not occur.)
+/// Writes text, in a form that every protocol from 2 knows. (`BINUNICODE`; text of 4 GiB does not
+/// occur.)
 pub(crate) fn text(out: &mut Vec<u8>, value: &str) {
     out.extend_from_slice(b"X");
     out.extend_from_slice(&(value.len() as u32).to_le_bytes());
@@ -127,7 +130,8 @@ pub(crate) fn global(out: &mut Vec<u8>, module: &str, name: &str) {
     out.extend_from_slice(b"\n");
 }
 
-/// Closes a tuple of `count` items that were just written; [`open_tuple`] must have been called before them.
+/// Closes a tuple of `count` items that were just written; [`open_tuple`] must have been called
+/// before them.
 pub(crate) fn close_tuple(out: &mut Vec<u8>, count: usize) {
     match count {
         0 => op(out, EMPTY_TUPLE),

@@ -23,10 +23,11 @@ pub struct LoadRequest {
 /// The strictness of a load plan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReadPlanOptions {
-    /// `true` to leave tensors alone that the checkpoint does not have (torch's `allow_partial_load`), instead of
-    /// failing.
+    /// `true` to leave tensors alone that the checkpoint does not have (torch's
+    /// `allow_partial_load`), instead of failing.
     pub allow_missing: bool,
-    /// `true` to plan reads of tensors stored in another dtype, which the caller casts; otherwise that is an error.
+    /// `true` to plan reads of tensors stored in another dtype, which the caller casts; otherwise
+    /// that is an error.
     pub allow_cast: bool,
 }
 
@@ -83,7 +84,9 @@ pub enum LoadPlanError {
         wanted: Vec<usize>,
     },
     /// The dtypes differ, and casting was not asked for.
-    #[error("dtype mismatch for `{fqn}`: saved {saved}, wanted {wanted}; ask for a cast to convert")]
+    #[error(
+        "dtype mismatch for `{fqn}`: saved {saved}, wanted {wanted}; ask for a cast to convert"
+    )]
     DType {
         /// The key.
         fqn: String,
@@ -135,7 +138,8 @@ pub enum LoadPlanError {
     },
 }
 
-/// Plans the reads for these requests, and checks everything: presence, kind, shape, dtype, coverage.
+/// Plans the reads for these requests, and checks everything: presence, kind, shape, dtype,
+/// coverage.
 ///
 /// ```
 /// use fsdp_dcp::metadata::{Chunk, Entry, Metadata, TensorEntry, TensorProperties};
@@ -165,9 +169,17 @@ pub fn plan_load<'r>(
     for (index, request) in requests.into_iter().enumerate() {
         match metadata.entries.get(&request.fqn) {
             None if options.allow_missing => plan.missing.push(index),
-            None => return Err(LoadPlanError::Missing { fqn: request.fqn.clone() }),
+            None => {
+                return Err(LoadPlanError::Missing {
+                    fqn: request.fqn.clone(),
+                });
+            }
             Some(Entry::Bytes(_)) => {
-                return Err(LoadPlanError::Kind { fqn: request.fqn.clone(), saved: "value", wanted: "tensor" });
+                return Err(LoadPlanError::Kind {
+                    fqn: request.fqn.clone(),
+                    saved: "value",
+                    wanted: "tensor",
+                });
             }
             Some(Entry::Tensor(saved)) => plan_tensor(saved, index, request, options, &mut reads)?,
         }
@@ -198,11 +210,19 @@ fn plan_tensor<'m>(
         });
     }
     if saved.properties.dtype != request.dtype && !options.allow_cast {
-        return Err(LoadPlanError::DType { fqn: fqn.clone(), saved: saved.properties.dtype, wanted: request.dtype });
+        return Err(LoadPlanError::DType {
+            fqn: fqn.clone(),
+            saved: saved.properties.dtype,
+            wanted: request.dtype,
+        });
     }
     // Chunks that overlap would count twice below.
-    validate_chunks(&saved.shape, saved.chunks.iter().map(|chunk| &chunk.bounds))
-        .map_err(|source| LoadPlanError::Chunks { fqn: fqn.clone(), source })?;
+    validate_chunks(&saved.shape, saved.chunks.iter().map(|chunk| &chunk.bounds)).map_err(
+        |source| LoadPlanError::Chunks {
+            fqn: fqn.clone(),
+            source,
+        },
+    )?;
     for (wanted, bounds) in request.boxes.iter().enumerate() {
         if !bounds.fits(&request.shape) {
             return Err(LoadPlanError::OutOfBounds {
@@ -215,14 +235,30 @@ fn plan_tensor<'m>(
         for (chunk, of) in saved.chunks.iter().enumerate() {
             if let Some(overlap) = of.bounds.intersect(bounds) {
                 covered += overlap.numel();
-                let place = of.stored.as_ref().map(|stored| (stored.relative_path.as_str(), stored.offset));
-                reads.push((place, ReadItem { request: index, wanted, chunk, overlap }));
+                let place = of
+                    .stored
+                    .as_ref()
+                    .map(|stored| (stored.relative_path.as_str(), stored.offset));
+                reads.push((
+                    place,
+                    ReadItem {
+                        request: index,
+                        wanted,
+                        chunk,
+                        overlap,
+                    },
+                ));
             }
         }
         // The chunks are disjoint, so equal counts mean that all is there.
         let numel = bounds.numel();
         if covered != numel {
-            return Err(LoadPlanError::Incomplete { fqn: fqn.clone(), bounds: bounds.clone(), covered, numel });
+            return Err(LoadPlanError::Incomplete {
+                fqn: fqn.clone(),
+                bounds: bounds.clone(),
+                covered,
+                numel,
+            });
         }
     }
     Ok(())

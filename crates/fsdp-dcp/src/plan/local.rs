@@ -37,21 +37,24 @@ pub enum WriteContent {
         shape: Vec<usize>,
         /// The boxes; empty ones are dropped.
         boxes: Vec<TensorBox>,
-        /// `true` if every rank that has the tensor holds the whole of it, as its only box. It is then sent to the
-        /// planner once for all ranks.
+        /// `true` if every rank that has the tensor holds the whole of it, as its only box. It is
+        /// then sent to the planner once for all ranks.
         is_whole: bool,
     },
     /// A non-tensor value, which every rank that has it lists.
     Value {
-        /// The bytes of its item, for balancing ([`value_item_length`](crate::writer::value_item_length)).
+        /// The bytes of its item, for balancing
+        /// ([`value_item_length`](crate::writer::value_item_length)).
         length: u64,
     },
 }
 
-/// The keys of a rank's plan, without the boxes that only this rank holds: the same on most ranks of a job.
+/// The keys of a rank's plan, without the boxes that only this rank holds: the same on most ranks
+/// of a job.
 ///
-/// A global plan is made from the distinct schemas of all ranks, each sent once, and from each rank's [`HeldBox`]es. So
-/// a rank sends little more than its boxes, and all keys, paths, dtypes and shapes are still compared.
+/// A global plan is made from the distinct schemas of all ranks, each sent once, and from each
+/// rank's [`HeldBox`]es. So a rank sends little more than its boxes, and all keys, paths, dtypes
+/// and shapes are still compared.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct PlanSchema {
     /// The items, in the order of the plan.
@@ -110,24 +113,53 @@ impl LocalPlan {
         boxes: Vec<TensorBox>,
     ) {
         let properties = TensorProperties::of(dtype);
-        let content = WriteContent::Tensor { properties, shape, boxes, is_whole: false };
-        self.items.push(WriteItem { fqn: fqn.into(), path, content });
+        let content = WriteContent::Tensor {
+            properties,
+            shape,
+            boxes,
+            is_whole: false,
+        };
+        self.items.push(WriteItem {
+            fqn: fqn.into(),
+            path,
+            content,
+        });
     }
 
-    /// Adds a tensor that is whole on this rank, and on every other rank that adds it with this method.
-    pub fn add_whole_tensor(&mut self, fqn: impl Into<String>, path: Option<KeyPath>, dtype: DType, shape: Vec<usize>) {
+    /// Adds a tensor that is whole on this rank, and on every other rank that adds it with this
+    /// method.
+    pub fn add_whole_tensor(
+        &mut self,
+        fqn: impl Into<String>,
+        path: Option<KeyPath>,
+        dtype: DType,
+        shape: Vec<usize>,
+    ) {
         let (properties, boxes) = (TensorProperties::of(dtype), vec![TensorBox::whole(&shape)]);
-        let content = WriteContent::Tensor { properties, shape, boxes, is_whole: true };
-        self.items.push(WriteItem { fqn: fqn.into(), path, content });
+        let content = WriteContent::Tensor {
+            properties,
+            shape,
+            boxes,
+            is_whole: true,
+        };
+        self.items.push(WriteItem {
+            fqn: fqn.into(),
+            path,
+            content,
+        });
     }
 
     /// Adds a non-tensor value.
     pub fn add_value(&mut self, fqn: impl Into<String>, path: Option<KeyPath>, length: u64) {
-        self.items.push(WriteItem { fqn: fqn.into(), path, content: WriteContent::Value { length } });
+        self.items.push(WriteItem {
+            fqn: fqn.into(),
+            path,
+            content: WriteContent::Value { length },
+        });
     }
 
-    /// Returns a hash of everything except the lengths of values. While no rank's hash changes, the global plan does
-    /// not change either (except for its balance), and need not be made again.
+    /// Returns a hash of everything except the lengths of values. While no rank's hash changes, the
+    /// global plan does not change either (except for its balance), and need not be made again.
     #[must_use]
     pub fn layout_hash(&self) -> u128 {
         let mut hasher = WideHasher::default();
@@ -140,8 +172,8 @@ impl LocalPlan {
         hasher.0.finish_128()
     }
 
-    /// Returns a hash of the [`schema`](LocalPlan::schema), without the lengths of values. Of ranks with the same hash
-    /// only one has to send its schema.
+    /// Returns a hash of the [`schema`](LocalPlan::schema), without the lengths of values. Of ranks
+    /// with the same hash only one has to send its schema.
     #[must_use]
     pub fn schema_hash(&self) -> u128 {
         let mut hasher = WideHasher::default();
@@ -157,23 +189,52 @@ impl LocalPlan {
         let items = self.items.iter().map(|item| {
             let content = match &item.content {
                 WriteContent::Value { length } => SchemaContent::Value { length: *length },
-                WriteContent::Tensor { properties, shape, is_whole, .. } => {
-                    SchemaContent::Tensor { properties: properties.clone(), shape: shape.clone(), is_whole: *is_whole }
-                }
+                WriteContent::Tensor {
+                    properties,
+                    shape,
+                    is_whole,
+                    ..
+                } => SchemaContent::Tensor {
+                    properties: properties.clone(),
+                    shape: shape.clone(),
+                    is_whole: *is_whole,
+                },
             };
-            SchemaItem { fqn: item.fqn.clone(), path: item.path.clone(), content }
+            SchemaItem {
+                fqn: item.fqn.clone(),
+                path: item.path.clone(),
+                content,
+            }
         });
-        PlanSchema { items: items.collect() }
+        PlanSchema {
+            items: items.collect(),
+        }
     }
 
-    /// Returns the boxes that are not in the [`schema`](LocalPlan::schema). Empty boxes are left out.
+    /// Returns the boxes that are not in the [`schema`](LocalPlan::schema). Empty boxes are left
+    /// out.
     #[must_use]
     pub fn held_boxes(&self) -> Vec<HeldBox> {
         let mut held = Vec::new();
         for (position, item) in self.items.iter().enumerate() {
-            let WriteContent::Tensor { boxes, is_whole: false, .. } = &item.content else { continue };
-            for (index, bounds) in boxes.iter().enumerate().filter(|(_, bounds)| !bounds.is_empty()) {
-                held.push(HeldBox { item: position as u32, index: index as u32, bounds: bounds.clone() });
+            let WriteContent::Tensor {
+                boxes,
+                is_whole: false,
+                ..
+            } = &item.content
+            else {
+                continue;
+            };
+            for (index, bounds) in boxes
+                .iter()
+                .enumerate()
+                .filter(|(_, bounds)| !bounds.is_empty())
+            {
+                held.push(HeldBox {
+                    item: position as u32,
+                    index: index as u32,
+                    bounds: bounds.clone(),
+                });
             }
         }
         held
@@ -189,10 +250,14 @@ impl HeldBox {
 }
 
 impl SchemaItem {
-    /// Returns about how many bytes it takes to send this. A number or a length takes eight bytes at most.
+    /// Returns about how many bytes it takes to send this. A number or a length takes eight bytes
+    /// at most.
     #[must_use]
     pub fn wire_bytes(&self) -> u64 {
-        let path = self.path.as_ref().map_or(0, |path| path.flat_key().len() + 12 * path.0.len());
+        let path = self
+            .path
+            .as_ref()
+            .map_or(0, |path| path.flat_key().len() + 12 * path.0.len());
         let shape = match &self.content {
             SchemaContent::Tensor { shape, .. } => 8 * shape.len(),
             SchemaContent::Value { .. } => 0,
@@ -202,13 +267,19 @@ impl SchemaItem {
 }
 
 impl WriteItem {
-    /// Hashes all that ranks must agree on about this item: not the length of a value, and not the boxes of a tensor.
+    /// Hashes all that ranks must agree on about this item: not the length of a value, and not the
+    /// boxes of a tensor.
     fn hash_schema(&self, hasher: &mut impl Hasher) {
         self.fqn.hash(hasher);
         self.path.hash(hasher);
         match &self.content {
             WriteContent::Value { .. } => false.hash(hasher),
-            WriteContent::Tensor { properties, shape, is_whole, .. } => {
+            WriteContent::Tensor {
+                properties,
+                shape,
+                is_whole,
+                ..
+            } => {
                 (true, properties, shape, is_whole).hash(hasher);
             }
         }

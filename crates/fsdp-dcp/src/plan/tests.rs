@@ -15,26 +15,52 @@ fn line(offset: usize, size: usize) -> TensorBox {
 fn saved(shape: Vec<usize>, chunks: Vec<TensorBox>) -> Metadata {
     let chunks = chunks.into_iter().enumerate().map(|(i, bounds)| {
         let relative_path = format!("__{i}_0.distcp");
-        Chunk { bounds, stored: Some(StorageInfo { relative_path, offset: 0, length: 1, transforms: vec![] }) }
+        Chunk {
+            bounds,
+            stored: Some(StorageInfo {
+                relative_path,
+                offset: 0,
+                length: 1,
+                transforms: vec![],
+            }),
+        }
     });
-    let entry = TensorEntry { properties: TensorProperties::of(DType::F32), shape, chunks: chunks.collect() };
+    let entry = TensorEntry {
+        properties: TensorProperties::of(DType::F32),
+        shape,
+        chunks: chunks.collect(),
+    };
     let mut metadata = Metadata::default();
     metadata.entries.insert("t".into(), Entry::Tensor(entry));
     metadata
 }
 
 fn request(shape: Vec<usize>, boxes: Vec<TensorBox>) -> LoadRequest {
-    LoadRequest { fqn: "t".into(), dtype: DType::F32, shape, boxes }
+    LoadRequest {
+        fqn: "t".into(),
+        dtype: DType::F32,
+        shape,
+        boxes,
+    }
 }
 
-/// Returns of each read: its offset in the saved chunk, its offset in the wanted box, and its length.
+/// Returns of each read: its offset in the saved chunk, its offset in the wanted box, and its
+/// length.
 fn reads(metadata: &Metadata, wanted: TensorBox) -> Vec<(usize, usize, usize)> {
     let tensor = metadata.tensor("t").unwrap();
-    let plan = plan_load(metadata, &[request(tensor.shape.clone(), vec![wanted.clone()])], ReadPlanOptions::default())
-        .unwrap();
+    let plan = plan_load(
+        metadata,
+        &[request(tensor.shape.clone(), vec![wanted.clone()])],
+        ReadPlanOptions::default(),
+    )
+    .unwrap();
     let of = |read: &ReadItem| {
         let at = read.overlap.offsets[0];
-        (at - tensor.chunks[read.chunk].bounds.offsets[0], at - wanted.offsets[0], read.overlap.sizes[0])
+        (
+            at - tensor.chunks[read.chunk].bounds.offsets[0],
+            at - wanted.offsets[0],
+            read.overlap.sizes[0],
+        )
     };
     plan.reads.iter().map(of).collect()
 }
@@ -53,7 +79,11 @@ fn overlaps_are_those_of_torch() {
 
 /// Returns the item and the box of each selection.
 fn kept(selection: &Selection) -> Vec<(u32, u32)> {
-    selection.kept.iter().map(|kept| (kept.item, kept.index)).collect()
+    selection
+        .kept
+        .iter()
+        .map(|kept| (kept.item, kept.index))
+        .collect()
 }
 
 #[test]
@@ -70,7 +100,14 @@ fn a_local_plan_becomes_metadata_with_each_thing_once() {
     let before = plans.clone();
     let global = plan_save(&plans, PlanOptions::default()).unwrap();
     assert_eq!(plans, before);
-    assert_eq!(global.selections.iter().map(|s| s.kept.len()).sum::<usize>(), 4 + 1 + 1);
+    assert_eq!(
+        global
+            .selections
+            .iter()
+            .map(|s| s.kept.len())
+            .sum::<usize>(),
+        4 + 1 + 1
+    );
     assert!(global.selections.iter().all(|s| kept(s).contains(&(2, 0))));
     let keys: Vec<_> = global.metadata.entries.keys().collect();
     assert_eq!(keys, ["tensor", "value", "st"]);
@@ -78,7 +115,13 @@ fn a_local_plan_becomes_metadata_with_each_thing_once() {
     assert_eq!(global.metadata.tensor("tensor").unwrap().chunks.len(), 1);
     assert_eq!(global.metadata.version.as_deref(), Some("1.0.0"));
 
-    let lowest = plan_save(&plans, PlanOptions { deduplicate: Deduplicate::LowestRank }).unwrap();
+    let lowest = plan_save(
+        &plans,
+        PlanOptions {
+            deduplicate: Deduplicate::LowestRank,
+        },
+    )
+    .unwrap();
     assert_eq!(kept(&lowest.selections[0]), [(0, 0), (1, 0), (2, 0)]);
     assert_eq!(kept(&lowest.selections[3]), [(2, 0)]);
 }
@@ -87,7 +130,13 @@ fn a_local_plan_becomes_metadata_with_each_thing_once() {
 fn ranks_that_share_an_offer_get_the_plan_of_ranks_that_each_bring_it() {
     let plan = |shard: usize| {
         let mut plan = LocalPlan::default();
-        plan.add_tensor("sharded", None, DType::F32, vec![6, 4], vec![TensorBox::new(vec![shard * 2, 0], vec![2, 4])]);
+        plan.add_tensor(
+            "sharded",
+            None,
+            DType::F32,
+            vec![6, 4],
+            vec![TensorBox::new(vec![shard * 2, 0], vec![2, 4])],
+        );
         plan.add_whole_tensor("whole", None, DType::F32, vec![5]);
         plan.add_value("step", None, 20);
         plan
@@ -95,15 +144,37 @@ fn ranks_that_share_an_offer_get_the_plan_of_ranks_that_each_bring_it() {
     let plans: Vec<LocalPlan> = (0..9).map(|rank| plan(rank % 3)).collect();
     for deduplicate in [Deduplicate::Balanced, Deduplicate::LowestRank] {
         let options = PlanOptions { deduplicate };
-        let offers = (0..3).map(|shard| Offer { schema: 0, boxes: plans[shard].held_boxes() }).collect();
+        let offers = (0..3)
+            .map(|shard| Offer {
+                schema: 0,
+                boxes: plans[shard].held_boxes(),
+            })
+            .collect();
         let of_ranks: Vec<usize> = (0..9).map(|rank| rank % 3).collect();
         let shared = plan_offers(&[plans[0].schema()], offers, &of_ranks, options).unwrap();
         assert_eq!(shared, plan_save(&plans, options).unwrap());
     }
-    let lost = Offer { schema: 0, boxes: Vec::new() };
-    let offers = vec![Offer { schema: 0, boxes: plans[1].held_boxes() }, lost];
-    let error = plan_offers(&[plans[0].schema()], offers, &[0, 1, 0], PlanOptions::default()).unwrap_err();
-    let SavePlanError::Chunks { ranks, .. } = error else { panic!("{error}") };
+    let lost = Offer {
+        schema: 0,
+        boxes: Vec::new(),
+    };
+    let offers = vec![
+        Offer {
+            schema: 0,
+            boxes: plans[1].held_boxes(),
+        },
+        lost,
+    ];
+    let error = plan_offers(
+        &[plans[0].schema()],
+        offers,
+        &[0, 1, 0],
+        PlanOptions::default(),
+    )
+    .unwrap_err();
+    let SavePlanError::Chunks { ranks, .. } = error else {
+        panic!("{error}")
+    };
     assert_eq!(ranks, [0, 2]);
 }
 
@@ -141,18 +212,32 @@ fn ranks_must_agree_and_are_named_when_they_do_not() {
         plan
     };
     let base = plan(DType::F32, vec![2]);
-    for (other, what) in [(plan(DType::BF16, vec![2]), "dtype"), (plan(DType::F32, vec![3]), "shape"), (value, "kind")]
-    {
-        let error = plan_save(&[base.clone(), base.clone(), other], PlanOptions::default()).unwrap_err();
+    for (other, what) in [
+        (plan(DType::BF16, vec![2]), "dtype"),
+        (plan(DType::F32, vec![3]), "shape"),
+        (value, "kind"),
+    ] {
+        let error =
+            plan_save(&[base.clone(), base.clone(), other], PlanOptions::default()).unwrap_err();
         let text = error.to_string();
-        let SavePlanError::Disagreement { fqn, what: found, first_rank: 0, second_rank: 2, .. } = error else {
+        let SavePlanError::Disagreement {
+            fqn,
+            what: found,
+            first_rank: 0,
+            second_rank: 2,
+            ..
+        } = error
+        else {
             panic!("{text}")
         };
         assert_eq!((fqn.as_str(), found), ("model.w", what));
     }
     let mut twice = base.clone();
     twice.items.extend(base.items.clone());
-    assert!(matches!(plan_save(&[twice], PlanOptions::default()), Err(SavePlanError::DuplicateKey { rank: 0, .. })));
+    assert!(matches!(
+        plan_save(&[twice], PlanOptions::default()),
+        Err(SavePlanError::DuplicateKey { rank: 0, .. })
+    ));
 }
 
 #[test]
@@ -164,9 +249,15 @@ fn a_key_that_readers_would_refuse_is_an_error_with_its_beginning() {
     };
     assert!(plan_save(&[plan(MAX_KEY_BYTES)], PlanOptions::default()).is_ok());
     let long = plan(MAX_KEY_BYTES + 2);
-    for planned in [plan_save(&[plan(2), long.clone()], PlanOptions::default()), plan_part(&long)] {
+    for planned in [
+        plan_save(&[plan(2), long.clone()], PlanOptions::default()),
+        plan_part(&long),
+    ] {
         let text = planned.unwrap_err().to_string();
-        assert!(text.contains("1048578 bytes") && text.contains("`éé") && text.len() < 400, "{text}");
+        assert!(
+            text.contains("1048578 bytes") && text.contains("`éé") && text.len() < 400,
+            "{text}"
+        );
     }
 }
 
@@ -185,12 +276,33 @@ fn holes_overlaps_and_strays_are_errors() {
         Err(SavePlanError::Chunks { source, .. }) => Some(*source),
         Err(other) => panic!("{other}"),
     };
-    assert_eq!(chunks(&[line(0, 1), line(1, 1), line(2, 1), line(3, 1)]), None);
-    assert!(matches!(chunks(&[line(0, 2), line(1, 3)]), Some(ChunkError::Overlap { .. })));
-    assert!(matches!(chunks(&[line(0, 2), line(0, 4)]), Some(ChunkError::Overlap { .. })));
-    assert_eq!(chunks(&[line(0, 2), line(3, 1)]), Some(ChunkError::Incomplete { covered: 3, numel: 4 }));
-    assert!(matches!(chunks(&[line(0, 4), line(3, 2)]), Some(ChunkError::OutOfBounds { .. })));
-    assert!(matches!(chunks(&[line(0, 4), line(usize::MAX, 2)]), Some(ChunkError::OutOfBounds { .. })));
+    assert_eq!(
+        chunks(&[line(0, 1), line(1, 1), line(2, 1), line(3, 1)]),
+        None
+    );
+    assert!(matches!(
+        chunks(&[line(0, 2), line(1, 3)]),
+        Some(ChunkError::Overlap { .. })
+    ));
+    assert!(matches!(
+        chunks(&[line(0, 2), line(0, 4)]),
+        Some(ChunkError::Overlap { .. })
+    ));
+    assert_eq!(
+        chunks(&[line(0, 2), line(3, 1)]),
+        Some(ChunkError::Incomplete {
+            covered: 3,
+            numel: 4
+        })
+    );
+    assert!(matches!(
+        chunks(&[line(0, 4), line(3, 2)]),
+        Some(ChunkError::OutOfBounds { .. })
+    ));
+    assert!(matches!(
+        chunks(&[line(0, 4), line(usize::MAX, 2)]),
+        Some(ChunkError::OutOfBounds { .. })
+    ));
 }
 
 #[test]
@@ -201,7 +313,13 @@ fn empty_shards_are_left_out() {
         .map(|&(offset, size)| {
             let mut plan = LocalPlan::default();
             plan.add_tensor("t", None, DType::F32, vec![5], vec![line(offset, size)]);
-            plan.add_tensor("none", None, DType::F32, vec![0, 3], vec![TensorBox::whole(&[0, 3])]);
+            plan.add_tensor(
+                "none",
+                None,
+                DType::F32,
+                vec![0, 3],
+                vec![TensorBox::whole(&[0, 3])],
+            );
             plan
         })
         .collect();
@@ -209,40 +327,98 @@ fn empty_shards_are_left_out() {
     assert_eq!(global.metadata.tensor("t").unwrap().chunks.len(), 3);
     assert_eq!(global.metadata.tensor("none").unwrap().chunks.len(), 0);
     assert!(global.selections[3].kept.is_empty());
-    let wanted = LoadRequest { fqn: "none".into(), ..request(vec![0, 3], vec![TensorBox::whole(&[0, 3])]) };
-    assert!(plan_load(&global.metadata, &[wanted], ReadPlanOptions::default()).unwrap().reads.is_empty());
+    let wanted = LoadRequest {
+        fqn: "none".into(),
+        ..request(vec![0, 3], vec![TensorBox::whole(&[0, 3])])
+    };
+    assert!(
+        plan_load(&global.metadata, &[wanted], ReadPlanOptions::default())
+            .unwrap()
+            .reads
+            .is_empty()
+    );
 }
 
 #[test]
 fn what_cannot_be_loaded_is_said_before_reading() {
     let metadata = saved(vec![8], vec![line(0, 4), line(4, 3)]);
-    let ask = |request: LoadRequest, options| plan_load(&metadata, &[request], options).unwrap_err();
+    let ask =
+        |request: LoadRequest, options| plan_load(&metadata, &[request], options).unwrap_err();
     let strict = ReadPlanOptions::default();
     let whole = || request(vec![8], vec![line(0, 8)]);
-    assert!(matches!(ask(whole(), strict), LoadPlanError::Incomplete { covered: 7, numel: 8, .. }));
-    assert!(matches!(ask(request(vec![2, 4], vec![]), strict), LoadPlanError::Size { .. }));
-    assert!(matches!(ask(request(vec![8], vec![line(7, 2)]), strict), LoadPlanError::OutOfBounds { .. }));
-    let bf16 = LoadRequest { dtype: DType::BF16, ..request(vec![8], vec![line(0, 4)]) };
-    assert!(matches!(ask(bf16.clone(), strict), LoadPlanError::DType { .. }));
-    let cast = ReadPlanOptions { allow_cast: true, ..strict };
+    assert!(matches!(
+        ask(whole(), strict),
+        LoadPlanError::Incomplete {
+            covered: 7,
+            numel: 8,
+            ..
+        }
+    ));
+    assert!(matches!(
+        ask(request(vec![2, 4], vec![]), strict),
+        LoadPlanError::Size { .. }
+    ));
+    assert!(matches!(
+        ask(request(vec![8], vec![line(7, 2)]), strict),
+        LoadPlanError::OutOfBounds { .. }
+    ));
+    let bf16 = LoadRequest {
+        dtype: DType::BF16,
+        ..request(vec![8], vec![line(0, 4)])
+    };
+    assert!(matches!(
+        ask(bf16.clone(), strict),
+        LoadPlanError::DType { .. }
+    ));
+    let cast = ReadPlanOptions {
+        allow_cast: true,
+        ..strict
+    };
     assert_eq!(plan_load(&metadata, &[bf16], cast).unwrap().reads.len(), 1);
-    let missing = LoadRequest { fqn: "zz".into(), ..whole() };
-    assert_eq!(ask(missing.clone(), strict).to_string(), "missing key in checkpoint: `zz`");
-    let partial = ReadPlanOptions { allow_missing: true, ..strict };
-    assert_eq!(plan_load(&metadata, &[missing], partial).unwrap().missing, [0]);
+    let missing = LoadRequest {
+        fqn: "zz".into(),
+        ..whole()
+    };
+    assert_eq!(
+        ask(missing.clone(), strict).to_string(),
+        "missing key in checkpoint: `zz`"
+    );
+    let partial = ReadPlanOptions {
+        allow_missing: true,
+        ..strict
+    };
+    assert_eq!(
+        plan_load(&metadata, &[missing], partial).unwrap().missing,
+        [0]
+    );
     let overlapping = saved(vec![8], vec![line(0, 5), line(4, 4)]);
     let error = plan_load(&overlapping, &[whole()], strict).unwrap_err();
-    assert!(matches!(error, LoadPlanError::Chunks { source: ChunkError::Overlap { .. }, .. }));
+    assert!(matches!(
+        error,
+        LoadPlanError::Chunks {
+            source: ChunkError::Overlap { .. },
+            ..
+        }
+    ));
     let mut value = Metadata::default();
-    value.entries.insert("t".into(), Entry::Bytes(Default::default()));
-    assert!(matches!(plan_load(&value, &[whole()], strict), Err(LoadPlanError::Kind { .. })));
+    value
+        .entries
+        .insert("t".into(), Entry::Bytes(Default::default()));
+    assert!(matches!(
+        plan_load(&value, &[whole()], strict),
+        Err(LoadPlanError::Kind { .. })
+    ));
 }
 
 /// Boxes that cut a tensor by a grid: each dimension at the given places.
 fn grid(shape: &[usize], cuts: &[Vec<usize>]) -> Vec<TensorBox> {
     let mut boxes = vec![TensorBox::new(vec![], vec![])];
     for (&size, cuts) in shape.iter().zip(cuts) {
-        let mut ends: Vec<usize> = cuts.iter().map(|cut| cut % (size + 1)).chain([0, size]).collect();
+        let mut ends: Vec<usize> = cuts
+            .iter()
+            .map(|cut| cut % (size + 1))
+            .chain([0, size])
+            .collect();
         ends.sort_unstable();
         ends.dedup();
         boxes = boxes
@@ -261,7 +437,11 @@ fn grid(shape: &[usize], cuts: &[Vec<usize>]) -> Vec<TensorBox> {
 }
 
 /// A cut: of one box, along one dimension, at one place.
-type BoxCut = (prop::sample::Index, prop::sample::Index, prop::sample::Index);
+type BoxCut = (
+    prop::sample::Index,
+    prop::sample::Index,
+    prop::sample::Index,
+);
 
 /// Cuts a tensor, and what the cuts before have made of it, in two again and again.
 fn cut_up(shape: &[usize], cuts: &[BoxCut]) -> Vec<TensorBox> {
@@ -281,7 +461,8 @@ fn cut_up(shape: &[usize], cuts: &[BoxCut]) -> Vec<TensorBox> {
     boxes
 }
 
-/// The search takes about `n log n` steps. One that compared each chunk with each would be stopped by the test runner.
+/// The search takes about `n log n` steps. One that compared each chunk with each would be stopped
+/// by the test runner.
 #[test]
 fn many_chunks_that_only_one_of_several_dimensions_tells_apart_are_checked_in_time() {
     let count = 100_000;
@@ -296,13 +477,20 @@ fn many_chunks_that_only_one_of_several_dimensions_tells_apart_are_checked_in_ti
         let mut chunks: Vec<TensorBox> = (0..count).map(|index| chunk(index, 2)).collect();
         assert_eq!(validate_chunks(&shape, &chunks), Ok(16 * count));
         chunks[count / 3] = chunk(count / 3, 3);
-        assert!(matches!(validate_chunks(&shape, &chunks), Err(ChunkError::Overlap { .. })), "{apart}");
+        assert!(
+            matches!(
+                validate_chunks(&shape, &chunks),
+                Err(ChunkError::Overlap { .. })
+            ),
+            "{apart}"
+        );
     }
 }
 
 proptest! {
-    /// Cuts a tensor into chunks at random, leaves some out, and checks that they do not overlap. Then adds one more at
-    /// random, which overlaps if a comparison with each of the others says so.
+    /// Cuts a tensor into chunks at random, leaves some out, and checks that they do not overlap.
+    /// Then adds one more at random, which overlaps if a comparison with each of the others says
+    /// so.
     #[test]
     fn chunks_are_said_to_overlap_exactly_if_two_share_an_element(
         (shape, cuts) in prop::collection::vec(1usize..40, 1..5).prop_flat_map(|shape| {
@@ -354,7 +542,8 @@ proptest! {
         let boxes = grid(&shape, &cuts);
         let numel: usize = shape.iter().product();
         prop_assert_eq!(validate_chunks(&shape, &boxes), Ok(numel));
-        // One box grown by a step to the left or right shares elements with a neighbour, or leaves the tensor.
+        // One box grown by a step to the left or right shares elements with a neighbour, or leaves
+        // the tensor.
         let mut grown = boxes.clone();
         let (which, dim) = (pick.index(boxes.len()), dim.index(shape.len()));
         grown[which].sizes[dim] += 1;
@@ -407,35 +596,74 @@ fn a_thousand_tensors_on_a_thousand_ranks_are_planned() {
             let mut plan = LocalPlan::default();
             for i in 0..64 {
                 let bounds = TensorBox::new(vec![rank * 4, 0], vec![4, 64]);
-                plan.add_tensor(format!("layers.{i}.weight"), None, DType::F32, vec![ranks * 4, 64], vec![bounds]);
+                plan.add_tensor(
+                    format!("layers.{i}.weight"),
+                    None,
+                    DType::F32,
+                    vec![ranks * 4, 64],
+                    vec![bounds],
+                );
             }
             plan
         })
         .collect();
     let global = plan_save(&plans, PlanOptions::default()).unwrap();
-    assert!(global.selections.iter().all(|selection| selection.kept.len() == 64));
-    assert_eq!(global.metadata.tensor("layers.63.weight").unwrap().chunks.len(), ranks);
+    assert!(
+        global
+            .selections
+            .iter()
+            .all(|selection| selection.kept.len() == 64)
+    );
+    assert_eq!(
+        global
+            .metadata
+            .tensor("layers.63.weight")
+            .unwrap()
+            .chunks
+            .len(),
+        ranks
+    );
 }
 
-/// Plans as simply as can be: all ranks' items side by side. What it gives is what any other way must give.
+/// Plans as simply as can be: all ranks' items side by side. What it gives is what any other way
+/// must give.
 fn simple_plan(plans: &[LocalPlan]) -> (Metadata, Vec<Vec<(u32, u32)>>) {
     type Candidates = Vec<(u32, u32, u32)>;
-    let mut metadata = Metadata { version: Some("1.0.0".to_owned()), ..Metadata::default() };
+    let mut metadata = Metadata {
+        version: Some("1.0.0".to_owned()),
+        ..Metadata::default()
+    };
     let paths = metadata.planner_data.get_or_insert_default();
-    // Per key: its first item, and per box (in order) or for the value all (rank, item, box) that have it.
-    let mut keys: indexmap::IndexMap<&str, (&WriteItem, std::collections::BTreeMap<Option<TensorBox>, Candidates>)> =
-        Default::default();
+    // Per key: its first item, and per box (in order) or for the value all (rank, item, box) that
+    // have it.
+    let mut keys: indexmap::IndexMap<
+        &str,
+        (
+            &WriteItem,
+            std::collections::BTreeMap<Option<TensorBox>, Candidates>,
+        ),
+    > = Default::default();
     for (rank, plan) in plans.iter().enumerate() {
         for (position, item) in plan.items.iter().enumerate() {
-            let (_, held) = keys.entry(&item.fqn).or_insert_with(|| (item, Default::default()));
+            let (_, held) = keys
+                .entry(&item.fqn)
+                .or_insert_with(|| (item, Default::default()));
             match &item.content {
                 WriteContent::Value { .. } => {
-                    held.entry(None).or_default().push((rank as u32, position as u32, 0));
+                    held.entry(None)
+                        .or_default()
+                        .push((rank as u32, position as u32, 0));
                 }
                 WriteContent::Tensor { boxes, .. } => {
-                    for (index, bounds) in boxes.iter().enumerate().filter(|(_, bounds)| !bounds.is_empty()) {
+                    for (index, bounds) in boxes
+                        .iter()
+                        .enumerate()
+                        .filter(|(_, bounds)| !bounds.is_empty())
+                    {
                         let candidate = (rank as u32, position as u32, index as u32);
-                        held.entry(Some(bounds.clone())).or_default().push(candidate);
+                        held.entry(Some(bounds.clone()))
+                            .or_default()
+                            .push(candidate);
                     }
                 }
             }
@@ -455,7 +683,10 @@ fn simple_plan(plans: &[LocalPlan]) -> (Metadata, Vec<Vec<(u32, u32)>>) {
                 }
                 _ => unreachable!(),
             };
-            chunks.extend(bounds.map(|bounds| Chunk { bounds, stored: None }));
+            chunks.extend(bounds.map(|bounds| Chunk {
+                bounds,
+                stored: None,
+            }));
             match candidates.as_slice() {
                 [(rank, item, index)] => {
                     loads[*rank as usize] += bytes;
@@ -466,15 +697,22 @@ fn simple_plan(plans: &[LocalPlan]) -> (Metadata, Vec<Vec<(u32, u32)>>) {
         }
         let entry = match &first.content {
             WriteContent::Value { .. } => Entry::Bytes(Default::default()),
-            WriteContent::Tensor { properties, shape, .. } => {
-                Entry::Tensor(TensorEntry { properties: properties.clone(), shape: shape.clone(), chunks })
-            }
+            WriteContent::Tensor {
+                properties, shape, ..
+            } => Entry::Tensor(TensorEntry {
+                properties: properties.clone(),
+                shape: shape.clone(),
+                chunks,
+            }),
         };
         metadata.entries.insert(fqn.to_owned(), entry);
     }
     shared.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
     for (bytes, candidates) in shared {
-        let (rank, item, index) = *candidates.iter().min_by_key(|(rank, ..)| (loads[*rank as usize], *rank)).unwrap();
+        let (rank, item, index) = *candidates
+            .iter()
+            .min_by_key(|(rank, ..)| (loads[*rank as usize], *rank))
+            .unwrap();
         loads[rank as usize] += bytes;
         kept[rank as usize].push((item, index));
     }
@@ -483,8 +721,8 @@ fn simple_plan(plans: &[LocalPlan]) -> (Metadata, Vec<Vec<(u32, u32)>>) {
 }
 
 proptest! {
-    /// Keys on some ranks only, replicated on some and sharded over others, in orders of their own: what ranks have in
-    /// common is told once, and the plan is the one of whole plans.
+    /// Keys on some ranks only, replicated on some and sharded over others, in orders of their own:
+    /// what ranks have in common is told once, and the plan is the one of whole plans.
     #[test]
     fn schemas_and_boxes_make_the_plan_that_whole_plans_make(
         ranks in 1usize..6,

@@ -43,27 +43,36 @@ pub enum ChunkError {
     },
 }
 
-/// Checks that the chunks lie inside a tensor of this shape and share no element, and returns how many they hold.
-/// Empty chunks need only lie inside. `n` chunks of a grid take about `n log n`. Long chunks that overlap along many
-/// dimensions, which only a crafted file has, take more.
+/// Checks that the chunks lie inside a tensor of this shape and share no element, and returns how
+/// many they hold. Empty chunks need only lie inside. `n` chunks of a grid take about `n log n`.
+/// Long chunks that overlap along many dimensions, which only a crafted file has, take more.
 pub(crate) fn validate_chunks<'c>(
     shape: &[usize],
     chunks: impl IntoIterator<Item = &'c TensorBox>,
 ) -> Result<usize, ChunkError> {
-    checked_numel(shape).ok_or_else(|| ChunkError::Shape { shape: shape.to_vec() })?;
+    checked_numel(shape).ok_or_else(|| ChunkError::Shape {
+        shape: shape.to_vec(),
+    })?;
     let mut boxes = Vec::new();
     for bounds in chunks {
         if !bounds.fits(shape) {
-            return Err(ChunkError::OutOfBounds { bounds: bounds.clone(), shape: shape.to_vec() });
+            return Err(ChunkError::OutOfBounds {
+                bounds: bounds.clone(),
+                shape: shape.to_vec(),
+            });
         }
         if !bounds.is_empty() {
             boxes.push(bounds);
         }
     }
     if let Some((first, second)) = find_overlap(shape, &boxes) {
-        return Err(ChunkError::Overlap { first: first.clone(), second: second.clone() });
+        return Err(ChunkError::Overlap {
+            first: first.clone(),
+            second: second.clone(),
+        });
     }
-    // The boxes are disjoint and inside the tensor, so the sum cannot exceed its number of elements.
+    // The boxes are disjoint and inside the tensor, so the sum cannot exceed its number of
+    // elements.
     Ok(boxes.iter().map(|bounds| bounds.numel()).sum())
 }
 
@@ -75,11 +84,15 @@ pub(super) fn validate_cover<'c>(
     let covered = validate_chunks(shape, chunks)?;
     match checked_numel(shape) {
         Some(numel) if covered == numel => Ok(()),
-        numel => Err(ChunkError::Incomplete { covered, numel: numel.unwrap_or(usize::MAX) }),
+        numel => Err(ChunkError::Incomplete {
+            covered,
+            numel: numel.unwrap_or(usize::MAX),
+        }),
     }
 }
 
-/// Checks every tensor of a checkpoint: bounds, overlaps, coverage. Returns the first key that fails, and how.
+/// Checks every tensor of a checkpoint: bounds, overlaps, coverage. Returns the first key that
+/// fails, and how.
 pub fn validate_metadata(metadata: &Metadata) -> Result<(), (String, ChunkError)> {
     for (fqn, tensor) in metadata.tensors() {
         let chunks = tensor.chunks.iter().map(|chunk| &chunk.bounds);

@@ -1,5 +1,5 @@
-//! Directories with a file of `torch.save` for each rank, which holds the rank's parts of the tensors (DTensors, or
-//! FSDP1's ShardedTensors) and copies of what every rank has.
+//! Directories with a file of `torch.save` for each rank, which holds the rank's parts of the
+//! tensors (DTensors, or FSDP1's ShardedTensors) and copies of what every rank has.
 //!
 //! ```text
 //! model_world_size_4_rank_0.pt        verl, SkyRL; with optim_… and extra_state_…
@@ -8,12 +8,14 @@
 //! model_0.pt                          torch_checkpointing, beside `metadata.pkl`; with optimizer_0.pt and others
 //! ```
 //!
-//! The boxes of all ranks are chunks of one tensor. What several ranks hold must be the same: values are compared when
-//! the checkpoint is opened, tensors before they are converted, and by `verify` at its deepest level.
+//! The boxes of all ranks are chunks of one tensor. What several ranks hold must be the same:
+//! values are compared when the checkpoint is opened, tensors before they are converted, and by
+//! `verify` at its deepest level.
 //!
-//! Where there are several items, their keys begin with the item's name (`model.`, `optim.`). An item other than a
-//! model or an optimizer (random numbers, a data loader's place) may be another one on each rank: then each rank's is
-//! kept, below `ITEM.rank_R`. That of verl's `extra_state` always is.
+//! Where there are several items, their keys begin with the item's name (`model.`, `optim.`). An
+//! item other than a model or an optimizer (random numbers, a data loader's place) may be another
+//! one on each rank: then each rank's is kept, below `ITEM.rank_R`. That of verl's `extra_state`
+//! always is.
 
 mod checkpointing;
 mod names;
@@ -57,11 +59,18 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
         check_ranks(&directory, files, None)?;
     }
     let is_one = items.len() == 1;
-    assemble(Assembler::new(Format::RankFiles, location.name(), directory), &items, is_one)
+    assemble(
+        Assembler::new(Format::RankFiles, location.name(), directory),
+        &items,
+        is_one,
+    )
 }
 
 /// Finds the files of all items.
-fn items(directory: &CheckedDirectory, parse: &dyn Fn(&str) -> Option<RankFile>) -> Result<Items, FileError> {
+fn items(
+    directory: &CheckedDirectory,
+    parse: &dyn Fn(&str) -> Option<RankFile>,
+) -> Result<Items, FileError> {
     let mut items = Items::new();
     for name in directory.names()? {
         let Some(file) = parse(&name) else { continue };
@@ -73,8 +82,8 @@ fn items(directory: &CheckedDirectory, parse: &dyn Fn(&str) -> Option<RankFile>)
     Ok(items)
 }
 
-/// Assembles the items. Each is at the top under its name; if `is_one`, the keys of the only item are at the top
-/// themselves.
+/// Assembles the items. Each is at the top under its name; if `is_one`, the keys of the only item
+/// are at the top themselves.
 fn assemble(mut assembler: Assembler, items: &Items, is_one: bool) -> Result<Assembled, FileError> {
     let mut root = Vec::new();
     for (item, files) in items {
@@ -106,7 +115,10 @@ fn add_item(
     for (rank, file) in files {
         let name: Arc<str> = Arc::from(file.name.as_str());
         let flat = read_flat(assembler.directory(), &name)?;
-        let mut prefix: Vec<PathPart> = item.iter().map(|item| PathPart::Key((*item).to_owned())).collect();
+        let mut prefix: Vec<PathPart> = item
+            .iter()
+            .map(|item| PathPart::Key((*item).to_owned()))
+            .collect();
         if of_each_rank {
             prefix.push(PathPart::Key(format!("rank_{rank}")));
         }
@@ -122,33 +134,48 @@ fn add_item(
         }
     }
     // A mesh tells how many ranks there were, where the names do not.
-    let missing = (0..ranks).filter(|rank| !files.contains_key(rank)).take(MAX_LISTED_FILES);
+    let missing = (0..ranks)
+        .filter(|rank| !files.contains_key(rank))
+        .take(MAX_LISTED_FILES);
     let missing = missing.filter_map(|rank| Some(files.values().next()?.of_rank(rank)));
     assembler.directory().check_missing(missing.collect())?;
     if of_each_rank {
         return Ok(Structure::Dict(structures));
     }
-    Ok(structures.pop().map_or_else(|| Structure::Dict(Vec::new()), |(_, structure)| structure))
+    Ok(structures
+        .pop()
+        .map_or_else(|| Structure::Dict(Vec::new()), |(_, structure)| structure))
 }
 
-/// Returns `true` if an item without parts of tensors holds other keys, values or tensors on some rank.
-fn differs_by_rank(directory: &CheckedDirectory, files: &BTreeMap<usize, RankFile>) -> Result<bool, FileError> {
+/// Returns `true` if an item without parts of tensors holds other keys, values or tensors on some
+/// rank.
+fn differs_by_rank(
+    directory: &CheckedDirectory,
+    files: &BTreeMap<usize, RankFile>,
+) -> Result<bool, FileError> {
     let mut first: Option<(&str, FlatFile)> = None;
     let mut differs = false;
     for file in files.values() {
         let flat = read_flat(directory, &file.name)?;
-        if flat.found.values().any(|(_, leaf)| matches!(leaf, Leaf::Sharded(_))) {
+        if flat
+            .found
+            .values()
+            .any(|(_, leaf)| matches!(leaf, Leaf::Sharded(_)))
+        {
             return Ok(false);
         }
         match &first {
             None => first = Some((&file.name, flat)),
-            Some((name, first)) => differs = differs || do_differ(directory, (name, first), (&file.name, &flat))?,
+            Some((name, first)) => {
+                differs = differs || do_differ(directory, (name, first), (&file.name, &flat))?
+            }
         }
     }
     Ok(differs)
 }
 
-/// Returns `true` if two files, each given as its name and its content, hold other keys, values or tensors.
+/// Returns `true` if two files, each given as its name and its content, hold other keys, values or
+/// tensors.
 fn do_differ(
     directory: &CheckedDirectory,
     (first_name, first): (&str, &FlatFile),
@@ -179,8 +206,9 @@ fn do_differ(
     Ok(false)
 }
 
-/// The most bytes of a tensor of which the elements are compared when a checkpoint is opened. A larger one is taken for
-/// a copy, and compared before a conversion. The state of a generator of random numbers takes a few KiB.
+/// The most bytes of a tensor of which the elements are compared when a checkpoint is opened. A
+/// larger one is taken for a copy, and compared before a conversion. The state of a generator of
+/// random numbers takes a few KiB.
 const SMALL_TENSOR: u64 = 1 << 20;
 
 /// Returns the bytes of a tensor's elements.
@@ -194,8 +222,13 @@ fn check_ranks(
     files: &BTreeMap<usize, RankFile>,
     world_size: Option<usize>,
 ) -> Result<(), FileError> {
-    let Some(first) = files.values().next() else { return Ok(()) };
-    if let Some(other) = files.values().find(|file| file.world_size != first.world_size) {
+    let Some(first) = files.values().next() else {
+        return Ok(());
+    };
+    if let Some(other) = files
+        .values()
+        .find(|file| file.world_size != first.world_size)
+    {
         return Err(two_saves(directory, first, &other.name));
     }
     let last = files.keys().next_back().map_or(0, |last| last + 1);
@@ -203,12 +236,20 @@ fn check_ranks(
     if last > world_size {
         return Err(two_saves(directory, first, &first.of_rank(last - 1)));
     }
-    let missing = (0..world_size).filter(|rank| !files.contains_key(rank)).take(MAX_LISTED_FILES);
+    let missing = (0..world_size)
+        .filter(|rank| !files.contains_key(rank))
+        .take(MAX_LISTED_FILES);
     directory.check_missing(missing.map(|rank| first.of_rank(rank)).collect())
 }
 
 /// Returns the error of two files that are not of one save.
 fn two_saves(directory: &CheckedDirectory, first: &RankFile, second: &str) -> FileError {
     let reason = format!("it is of another save than `{}`", first.name);
-    directory.file_error(second, FormatError::Malformed { what: "checkpoint", reason })
+    directory.file_error(
+        second,
+        FormatError::Malformed {
+            what: "checkpoint",
+            reason,
+        },
+    )
 }

@@ -26,10 +26,15 @@ pub(super) struct RankFile {
 impl RankFile {
     /// Reads `ITEM_world_size_N_rank_R.pt`, or `ITEM_rankR.bin`; `None` for any other name.
     pub(super) fn parse(name: &str) -> Option<Self> {
-        let (stem, end) = [".pt", ".bin", ".pth"].iter().find_map(|end| Some((name.strip_suffix(end)?, *end)))?;
+        let (stem, end) = [".pt", ".bin", ".pth"]
+            .iter()
+            .find_map(|end| Some((name.strip_suffix(end)?, *end)))?;
         let (before, rank) = split_number(stem)?;
-        let item = before.strip_suffix("_rank_").or_else(|| before.strip_suffix("_rank"))?;
-        let world_size = split_number(item).and_then(|(item, count)| Some((item.strip_suffix("_world_size_")?, count)));
+        let item = before
+            .strip_suffix("_rank_")
+            .or_else(|| before.strip_suffix("_rank"))?;
+        let world_size = split_number(item)
+            .and_then(|(item, count)| Some((item.strip_suffix("_world_size_")?, count)));
         let (item, world_size) = match world_size {
             Some((item, count)) => (item, Some(count)),
             None => (item, None),
@@ -40,7 +45,8 @@ impl RankFile {
             "optimizer_0" => "optimizer",
             item => item,
         };
-        let is_sane = is_item(item) && rank < MAX_RANKS && world_size.is_none_or(|count| count <= MAX_RANKS);
+        let is_sane =
+            is_item(item) && rank < MAX_RANKS && world_size.is_none_or(|count| count <= MAX_RANKS);
         is_sane.then(|| RankFile {
             name: name.to_owned(),
             item: item.to_owned(),
@@ -72,8 +78,8 @@ impl RankFile {
     }
 }
 
-/// Returns `true` for the name of a state. Hidden files are somebody else's: macOS leaves one beside every file on
-/// foreign disks.
+/// Returns `true` for the name of a state. Hidden files are somebody else's: macOS leaves one
+/// beside every file on foreign disks.
 fn is_item(item: &str) -> bool {
     !item.is_empty() && !item.starts_with('.')
 }
@@ -92,10 +98,16 @@ mod tests {
     #[test]
     fn names_of_frameworks_are_known_and_others_are_not() {
         let file = RankFile::parse("model_world_size_4_rank_3.pt").unwrap();
-        assert_eq!((file.item.as_str(), file.rank, file.world_size), ("model", 3, Some(4)));
+        assert_eq!(
+            (file.item.as_str(), file.rank, file.world_size),
+            ("model", 3, Some(4))
+        );
         assert_eq!(file.of_rank(0), "model_world_size_4_rank_0.pt");
         let file = RankFile::parse("pytorch_model_fsdp_0_rank12.bin").unwrap();
-        assert_eq!((file.item.as_str(), file.rank, file.world_size), ("model", 12, None));
+        assert_eq!(
+            (file.item.as_str(), file.rank, file.world_size),
+            ("model", 12, None)
+        );
         assert_eq!(file.of_rank(1), "pytorch_model_fsdp_0_rank1.bin");
         for name in [
             "mp_rank_00_model_states.pt",

@@ -25,7 +25,12 @@ impl OldValues {
     pub(super) fn beside(target: &Location) -> Result<Self, FileError> {
         let (folder, name) = target.split()?;
         let other = folder.join(other_with_values_of(name));
-        Ok(OldValues { target: target.clone(), name: values_beside(name), folder, other })
+        Ok(OldValues {
+            target: target.clone(),
+            name: values_beside(name),
+            folder,
+            other,
+        })
     }
 
     /// Returns the name of the values file.
@@ -38,34 +43,41 @@ impl OldValues {
         &self.folder
     }
 
-    /// Returns `true` if a file of this name is there, and holds values that nothing refers to once the target is
-    /// replaced. What cannot be read may be needed.
+    /// Returns `true` if a file of this name is there, and holds values that nothing refers to once
+    /// the target is replaced. What cannot be read may be needed.
     pub(super) fn is_unneeded(&self, name: &str) -> bool {
-        let Some(ending) = name.strip_prefix(&self.name) else { return false };
+        let Some(ending) = name.strip_prefix(&self.name) else {
+            return false;
+        };
         if !ending.is_empty() && !ending.starts_with(NEW_VALUES) {
             return false;
         }
-        let Ok(bytes) = self.folder.join(name).read_file(MAX_INDEX_BYTES) else { return false };
+        let Ok(bytes) = self.folder.join(name).read_file(MAX_INDEX_BYTES) else {
+            return false;
+        };
         let hash = values_hash(&bytes);
         // The values are read first: whoever puts new ones there has put the file before.
-        let (Ok(own), Ok(other)) = (referred(&self.target), referred(&self.other)) else { return false };
+        let (Ok(own), Ok(other)) = (referred(&self.target), referred(&self.other)) else {
+            return false;
+        };
         if other.as_ref() == Some(&hash) {
             return false;
         }
         match ending.strip_prefix(NEW_VALUES) {
-            // The target may have a later hash than its values: a process was killed before it gave the new values
-            // their final name.
+            // The target may have a later hash than its values: a process was killed before it gave
+            // the new values their final name.
             None => own.is_some(),
             // The first name that earlier versions used has no hash.
             Some("") => own.as_ref() == Some(&hash),
-            // A killed process has left values under their first name. The hash in the name tells that they are values.
+            // A killed process has left values under their first name. The hash in the name tells
+            // that they are values.
             Some(of) => of.strip_prefix('-') == Some(hash.as_str()),
         }
     }
 }
 
-/// Returns the hash of the values file that a single file refers to; `None` if it refers to none, is no safetensors
-/// file, or is not there.
+/// Returns the hash of the values file that a single file refers to; `None` if it refers to none,
+/// is no safetensors file, or is not there.
 fn referred(file: &Location) -> Result<Option<String>, FileError> {
     if !file.is_file()? {
         return Ok(None);

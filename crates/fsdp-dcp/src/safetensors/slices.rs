@@ -1,4 +1,5 @@
-//! The note in the header of a tensor-parallel rank's file: the rank, and the part of each tensor that the file holds.
+//! The note in the header of a tensor-parallel rank's file: the rank, and the part of each tensor
+//! that the file holds.
 
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::row_major_strides;
@@ -51,7 +52,10 @@ pub(super) fn rank_file_name(rank: usize, file: usize) -> String {
 
 /// Returns the rank in the name of a rank's file; `None` for other names.
 pub(super) fn rank_in_name(name: &str) -> Option<usize> {
-    let (rank, file) = name.strip_prefix("model-rank-")?.strip_suffix(".safetensors")?.split_once("-part-")?;
+    let (rank, file) = name
+        .strip_prefix("model-rank-")?
+        .strip_suffix(".safetensors")?
+        .split_once("-part-")?;
     let (rank, file) = (rank.parse().ok()?, file.parse().ok()?);
     (rank_file_name(rank, file) == name).then_some(rank)
 }
@@ -59,7 +63,10 @@ pub(super) fn rank_in_name(name: &str) -> Option<usize> {
 impl RankNote {
     /// Returns the names of the files of all ranks.
     pub(super) fn names(&self) -> impl Iterator<Item = String> {
-        self.files.iter().enumerate().flat_map(|(rank, &files)| (0..files).map(move |file| rank_file_name(rank, file)))
+        self.files
+            .iter()
+            .enumerate()
+            .flat_map(|(rank, &files)| (0..files).map(move |file| rank_file_name(rank, file)))
     }
 }
 
@@ -67,8 +74,17 @@ impl SliceNote {
     /// Makes the note of a rank's part of a tensor; `None` if the rank has the whole tensor.
     pub(super) fn new(cut: &Cut, rank: usize) -> Option<Self> {
         let slice = cut.slice(rank);
-        let ranges = slice.ranges.iter().map(|range| (range.start, range.start + range.len)).collect();
-        let note = SliceNote { how: cut.how().to_owned(), shape: cut.shape().to_vec(), dim: slice.dim, ranges };
+        let ranges = slice
+            .ranges
+            .iter()
+            .map(|range| (range.start, range.start + range.len))
+            .collect();
+        let note = SliceNote {
+            how: cut.how().to_owned(),
+            shape: cut.shape().to_vec(),
+            dim: slice.dim,
+            ranges,
+        };
         (cut.shape_of(rank) != cut.shape()).then_some(note)
     }
 
@@ -82,8 +98,8 @@ impl SliceNote {
         self.ranges.len()
     }
 
-    /// Returns the boxes that a part of this shape consists of, without empty ones; `None` if the note does not fit the
-    /// shape.
+    /// Returns the boxes that a part of this shape consists of, without empty ones; `None` if the
+    /// note does not fit the shape.
     pub(super) fn boxes(&self, part: &[usize]) -> Option<Vec<SliceBox>> {
         let mut expected = self.shape.clone();
         let size = expected.get_mut(self.dim)?;
@@ -96,13 +112,19 @@ impl SliceNote {
         let (mut boxes, mut local, mut last) = (Vec::new(), 0usize, 0);
         for &(start, end) in &self.ranges {
             // Ranges must be in order in the tensor too, so no index occurs twice.
-            let len = end.checked_sub(start).filter(|_| start >= last && end <= whole)?;
+            let len = end
+                .checked_sub(start)
+                .filter(|_| start >= last && end <= whole)?;
             last = end;
             if len > 0 {
                 let mut bounds = TensorBox::whole(&self.shape);
                 (bounds.offsets[self.dim], bounds.sizes[self.dim]) = (start, len);
                 let offset = local.checked_mul(strides[self.dim])? as u64;
-                boxes.push(SliceBox { bounds, offset, strides: is_apart.then(|| strides.clone()) });
+                boxes.push(SliceBox {
+                    bounds,
+                    offset,
+                    strides: is_apart.then(|| strides.clone()),
+                });
             }
             local = local.checked_add(len)?;
         }
@@ -115,16 +137,29 @@ mod tests {
     use super::*;
 
     fn note(shape: &[usize], dim: usize, ranges: &[(usize, usize)]) -> SliceNote {
-        SliceNote { how: String::new(), shape: shape.to_vec(), dim, ranges: ranges.to_vec() }
+        SliceNote {
+            how: String::new(),
+            shape: shape.to_vec(),
+            dim,
+            ranges: ranges.to_vec(),
+        }
     }
 
     #[test]
     fn ranges_become_boxes_in_the_part() {
         let boxes = note(&[4, 12], 1, &[(2, 4), (6, 8)]).boxes(&[4, 4]).unwrap();
         assert_eq!(boxes[1].bounds, TensorBox::new(vec![0, 6], vec![4, 2]));
-        assert_eq!((boxes[1].offset, boxes[1].strides.as_deref()), (2, Some(&[4, 1][..])));
-        let boxes = note(&[12, 4], 0, &[(2, 4), (6, 8), (12, 12)]).boxes(&[4, 4]).unwrap();
-        assert_eq!((boxes.len(), boxes[1].offset, &boxes[1].strides), (2, 8, &None));
+        assert_eq!(
+            (boxes[1].offset, boxes[1].strides.as_deref()),
+            (2, Some(&[4, 1][..]))
+        );
+        let boxes = note(&[12, 4], 0, &[(2, 4), (6, 8), (12, 12)])
+            .boxes(&[4, 4])
+            .unwrap();
+        assert_eq!(
+            (boxes.len(), boxes[1].offset, &boxes[1].strides),
+            (2, 8, &None)
+        );
     }
 
     #[test]
@@ -141,7 +176,11 @@ mod tests {
             (&[], 0, &[], &[]),
             (&[usize::MAX, usize::MAX], 0, &[(0, 2)], &[2, usize::MAX]),
         ] {
-            assert_eq!(note(shape, dim, ranges).boxes(part), None, "{shape:?} {dim} {ranges:?} {part:?}");
+            assert_eq!(
+                note(shape, dim, ranges).boxes(part),
+                None,
+                "{shape:?} {dim} {ranges:?} {part:?}"
+            );
         }
     }
 }

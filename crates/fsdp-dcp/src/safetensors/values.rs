@@ -7,14 +7,15 @@
 //! }
 //! ```
 //!
-//! Files of earlier versions also have the paths of all keys, which are in the header now: `"paths": {"list.0":
-//! ["list", 0], …}`.
+//! Files of earlier versions also have the paths of all keys, which are in the header now:
+//! `"paths": {"list.0": ["list", 0], …}`.
 //!
-//! None, bools, integers, floats, text, lists, and dicts with text keys are plain JSON. Other values are objects with a
-//! single key that starts with `$`: `$tuple`, `$set`, `$bytes` (hexadecimal), `$float` (bits, hexadecimal, for
-//! NaN and infinities), `$int` (little-endian two's complement, hexadecimal), `$dict` (pairs), `$tensor` (the key of a
-//! tensor among the others), and the names of the types of [`PythonType`](fsdp_layout::PythonType), such as
-//! `$torch.dtype`, with the value that describes the object.
+//! None, bools, integers, floats, text, lists, and dicts with text keys are plain JSON. Other
+//! values are objects with a single key that starts with `$`: `$tuple`, `$set`, `$bytes`
+//! (hexadecimal), `$float` (bits, hexadecimal, for NaN and infinities), `$int` (little-endian two's
+//! complement, hexadecimal), `$dict` (pairs), `$tensor` (the key of a tensor among the others), and
+//! the names of the types of [`PythonType`](fsdp_layout::PythonType), such as `$torch.dtype`, with
+//! the value that describes the object.
 
 use std::collections::HashSet;
 
@@ -28,11 +29,15 @@ pub(super) const FORMAT: &str = "fsdp-values";
 pub(super) const VERSION: u64 = 1;
 
 pub(super) fn malformed(reason: impl ToString) -> FormatError {
-    FormatError::Malformed { what: "values file", reason: reason.to_string() }
+    FormatError::Malformed {
+        what: "values file",
+        reason: reason.to_string(),
+    }
 }
 
-/// A function that stores a tensor that was inside a value among the other tensors, and returns the key that it has
-/// got. Its argument is a key by the tensor's path (`py.tuple.0`); tensors in one value may have the same one.
+/// A function that stores a tensor that was inside a value among the other tensors, and returns the
+/// key that it has got. Its argument is a key by the tensor's path (`py.tuple.0`); tensors in one
+/// value may have the same one.
 type StoreTensor<'f, 'v> = dyn FnMut(String, &'v PlainTensor) -> String + 'f;
 
 /// Encodes a values file. An error comes with the key of the value that cannot be written.
@@ -46,7 +51,8 @@ pub(crate) fn encode<'v>(
         object.insert(fqn.clone(), json);
     }
     let file = json!({ "format": FORMAT, "version": VERSION, "values": object });
-    let mut bytes = serde_json::to_vec_pretty(&file).map_err(|error| (String::new(), malformed(error)))?;
+    let mut bytes =
+        serde_json::to_vec_pretty(&file).map_err(|error| (String::new(), malformed(error)))?;
     bytes.push(b'\n');
     Ok(bytes)
 }
@@ -74,7 +80,8 @@ fn to_json<'v>(
     }
     let mut all = |items: &'v [PlainValue]| -> Result<Value, FormatError> {
         let items = items.iter().enumerate();
-        let items = items.map(|(index, item)| to_json(item, &format!("{path}.{index}"), depth + 1, tensor));
+        let items =
+            items.map(|(index, item)| to_json(item, &format!("{path}.{index}"), depth + 1, tensor));
         Ok(Value::Array(items.collect::<Result<_, _>>()?))
     };
     Ok(match value {
@@ -100,12 +107,15 @@ fn to_json<'v>(
         PlainValue::Dict(entries) => {
             // A JSON object has different texts as keys.
             let texts: HashSet<&str> = entries.iter().filter_map(|(key, _)| key.as_str()).collect();
-            let plain = texts.len() == entries.len() && !texts.iter().any(|text| text.starts_with('$'));
+            let plain =
+                texts.len() == entries.len() && !texts.iter().any(|text| text.starts_with('$'));
             let mut object = Map::new();
             let mut pairs = Vec::new();
             for (key, value) in entries {
                 let json_key = to_json(key, path, depth + 1, tensor)?;
-                let name = json_key.as_str().map_or_else(|| json_key.to_string(), str::to_owned);
+                let name = json_key
+                    .as_str()
+                    .map_or_else(|| json_key.to_string(), str::to_owned);
                 let value = to_json(value, &format!("{path}.{name}"), depth + 1, tensor)?;
                 match (plain, key.as_str()) {
                     (true, Some(key)) => {
@@ -114,18 +124,27 @@ fn to_json<'v>(
                     _ => pairs.push(json!([json_key, value])),
                 }
             }
-            if plain { Value::Object(object) } else { json!({ "$dict": pairs }) }
+            if plain {
+                Value::Object(object)
+            } else {
+                json!({ "$dict": pairs })
+            }
         }
         PlainValue::Tensor(inside) => {
             json!({ "$tensor": tensor(path.to_owned(), inside) })
         }
         PlainValue::Typed(of, description) => {
             let mut object = Map::new();
-            object.insert(format!("${}", of.name()), to_json(description, path, depth + 1, tensor)?);
+            object.insert(
+                format!("${}", of.name()),
+                to_json(description, path, depth + 1, tensor)?,
+            );
             Value::Object(object)
         }
         other => {
-            return Err(FormatError::Unsupported { what: format!("a value of type `{}` in JSON", other.type_name()) });
+            return Err(FormatError::Unsupported {
+                what: format!("a value of type `{}` in JSON", other.type_name()),
+            });
         }
     })
 }

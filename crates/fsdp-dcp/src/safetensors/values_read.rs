@@ -1,4 +1,5 @@
-//! Reads a values file directly into plain values. Every element is charged to the memory budget before it is built.
+//! Reads a values file directly into plain values. Every element is charged to the memory budget
+//! before it is built.
 
 use std::fmt;
 
@@ -15,22 +16,31 @@ use crate::error::FormatError;
 pub(crate) struct Values {
     /// The values, by flat key.
     pub(crate) values: IndexMap<String, PlainValue>,
-    /// The paths of all keys, including those of tensors, in the nested state dict. Only files of earlier versions have
-    /// them.
+    /// The paths of all keys, including those of tensors, in the nested state dict. Only files of
+    /// earlier versions have them.
     pub(crate) paths: Option<IndexMap<String, KeyPath>>,
 }
 
-/// Reads a values file. `tensor` reads the tensor with a given key, for values that contain tensors.
+/// Reads a values file. `tensor` reads the tensor with a given key, for values that contain
+/// tensors.
 pub(crate) fn decode(
     bytes: &[u8],
     tensor: &mut dyn FnMut(&str) -> Result<PlainTensor, FormatError>,
 ) -> Result<Values, FormatError> {
     let elements = Budget::new(0, 1);
     let text = Budget::new(bytes.len() as u64, 1);
-    let mut context = Context { elements, text, tensor, error: None };
+    let mut context = Context {
+        elements,
+        text,
+        tensor,
+        error: None,
+    };
     let mut json = serde_json::Deserializer::from_slice(bytes);
-    let read = FileSeed(&mut context).deserialize(&mut json).and_then(|values| json.end().map(|()| values));
-    // The JSON reader turns an error of these visitors into a text, so the original one is returned instead.
+    let read = FileSeed(&mut context)
+        .deserialize(&mut json)
+        .and_then(|values| json.end().map(|()| values));
+    // The JSON reader turns an error of these visitors into a text, so the original one is returned
+    // instead.
     match (read, context.error) {
         (Ok(values), _) => Ok(values),
         (Err(_), Some(error)) => Err(error),
@@ -113,7 +123,9 @@ impl<'de> Visitor<'de> for FileSeed<'_, '_> {
 
 /// Reads the paths of earlier files: a dict of lists of texts and positions.
 fn paths_of(value: PlainValue) -> Result<IndexMap<String, KeyPath>, FormatError> {
-    let PlainValue::Dict(paths) = value else { return Err(malformed("the paths are no object")) };
+    let PlainValue::Dict(paths) = value else {
+        return Err(malformed("the paths are no object"));
+    };
     let path_of = |(fqn, path)| match (fqn, path) {
         (PlainValue::Str(fqn), PlainValue::List(parts)) => Ok((fqn, KeyPath(parts_of(parts)?))),
         _ => Err(malformed("a path is no list")),
@@ -229,9 +241,13 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
     }
 }
 
-/// Returns the value of an object with a tag, such as a tuple for `{"$tuple": [1, 2]}`. `value` is what stands behind
-/// the tag. The documentation of `values.rs` lists the tags.
-fn tagged(context: &mut Context<'_>, tag: &str, value: PlainValue) -> Result<PlainValue, FormatError> {
+/// Returns the value of an object with a tag, such as a tuple for `{"$tuple": [1, 2]}`. `value` is
+/// what stands behind the tag. The documentation of `values.rs` lists the tags.
+fn tagged(
+    context: &mut Context<'_>,
+    tag: &str,
+    value: PlainValue,
+) -> Result<PlainValue, FormatError> {
     Ok(match (tag, value) {
         ("$tuple", PlainValue::List(items)) => PlainValue::Tuple(items),
         ("$set", PlainValue::List(items)) => PlainValue::Set(items),
@@ -239,9 +255,9 @@ fn tagged(context: &mut Context<'_>, tag: &str, value: PlainValue) -> Result<Pla
         ("$bytes", PlainValue::Str(text)) => PlainValue::Bytes(unhex(&text)?),
         ("$int", PlainValue::Str(text)) => PlainValue::BigInt(unhex(&text)?),
         ("$bytes" | "$int", _) => return Err(malformed("bytes are not in hexadecimal")),
-        ("$float", PlainValue::Str(text)) if is_hexadecimal(&text) => {
-            PlainValue::Float(f64::from_bits(u64::from_str_radix(&text, 16).map_err(malformed)?))
-        }
+        ("$float", PlainValue::Str(text)) if is_hexadecimal(&text) => PlainValue::Float(
+            f64::from_bits(u64::from_str_radix(&text, 16).map_err(malformed)?),
+        ),
         ("$float", _) => return Err(malformed("the bits of a float are not in hexadecimal")),
         ("$dict", PlainValue::List(pairs)) => {
             let pair_of = |pair| match pair {
@@ -258,7 +274,11 @@ fn tagged(context: &mut Context<'_>, tag: &str, value: PlainValue) -> Result<Pla
         (tag, value) => match tag.strip_prefix('$').and_then(PythonType::from_name) {
             Some(of) if of.fits(&value) => PlainValue::typed(of, value),
             Some(of) => {
-                return Err(malformed(format!("a `{}` from a value of type `{}`", of.name(), value.type_name())));
+                return Err(malformed(format!(
+                    "a `{}` from a value of type `{}`",
+                    of.name(),
+                    value.type_name()
+                )));
             }
             None => return Err(malformed(format!("unknown tag `{tag}`"))),
         },
@@ -275,7 +295,10 @@ fn unhex(text: &str) -> Result<Vec<u8>, FormatError> {
     if !text.len().is_multiple_of(2) || !is_hexadecimal(text) {
         return Err(malformed("bytes are not in hexadecimal"));
     }
-    (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).map_err(malformed)).collect()
+    (0..text.len())
+        .step_by(2)
+        .map(|at| u8::from_str_radix(&text[at..at + 2], 16).map_err(malformed))
+        .collect()
 }
 
 #[cfg(test)]
@@ -290,7 +313,11 @@ mod tests {
 
     #[test]
     fn values_survive() {
-        let tensor = PlainTensor { dtype: DType::U8, shape: vec![1], data: vec![9] };
+        let tensor = PlainTensor {
+            dtype: DType::U8,
+            shape: vec![1],
+            data: vec![9],
+        };
         let value = PlainValue::List(vec![
             PlainValue::None,
             PlainValue::Bool(true),
@@ -307,12 +334,21 @@ mod tests {
             PlainValue::Bytes(vec![0, 255]),
             PlainValue::Tuple(vec![PlainValue::Set(vec![PlainValue::Int(1)])]),
             PlainValue::Dict(vec![("a".into(), PlainValue::None)]),
-            PlainValue::Dict(vec![("a".into(), PlainValue::Int(1)), ("a".into(), PlainValue::Int(2))]),
+            PlainValue::Dict(vec![
+                ("a".into(), PlainValue::Int(1)),
+                ("a".into(), PlainValue::Int(2)),
+            ]),
             PlainValue::Dict(vec![("$tuple".into(), PlainValue::None)]),
-            PlainValue::Dict(vec![(PlainValue::Int(1), PlainValue::None), ("x".into(), 2.5.into())]),
+            PlainValue::Dict(vec![
+                (PlainValue::Int(1), PlainValue::None),
+                ("x".into(), 2.5.into()),
+            ]),
             PlainValue::Tuple(vec![PlainValue::Tensor(tensor.clone())]),
             PlainValue::typed(PythonType::DType, "torch.bfloat16"),
-            PlainValue::typed(PythonType::Size, PlainValue::Tuple(vec![PlainValue::Int(3)])),
+            PlainValue::typed(
+                PythonType::Size,
+                PlainValue::Tuple(vec![PlainValue::Int(3)]),
+            ),
         ]);
         let values = IndexMap::from([("a.0".to_owned(), value.clone())]);
         let mut keys = Vec::new();
@@ -327,7 +363,11 @@ mod tests {
             Ok(tensor.clone())
         };
         let read = decode(&bytes, &mut load).unwrap();
-        assert!(read.values["a.0"].same_bits(&value), "{:?}", read.values["a.0"]);
+        assert!(
+            read.values["a.0"].same_bits(&value),
+            "{:?}",
+            read.values["a.0"]
+        );
     }
 
     #[test]
@@ -337,10 +377,16 @@ mod tests {
         for end in 0..bytes.len() - 2 {
             assert!(decode(&bytes[..end], &mut no_tensor).is_err());
         }
-        for text in [r#"{"format":"fsdp-values","version":2,"values":{}}"#, r#"{"values":{}}"#, "[]"] {
+        for text in [
+            r#"{"format":"fsdp-values","version":2,"values":{}}"#,
+            r#"{"values":{}}"#,
+            "[]",
+        ] {
             assert!(decode(text.as_bytes(), &mut no_tensor).is_err());
         }
-        let tagged = |inner: &str| format!(r#"{{"format":"fsdp-values","version":1,"values":{{"a":{inner}}}}}"#);
+        let tagged = |inner: &str| {
+            format!(r#"{{"format":"fsdp-values","version":1,"values":{{"a":{inner}}}}}"#)
+        };
         for inner in [
             r#"{"$x":1}"#,
             r#"{"$bytes":"0"}"#,
@@ -353,7 +399,10 @@ mod tests {
             r#"{"$torch.dtype":1}"#,
             r#"{"$torch.Size":{"$tuple":["a"]}}"#,
         ] {
-            assert!(decode(tagged(inner).as_bytes(), &mut no_tensor).is_err(), "{inner}");
+            assert!(
+                decode(tagged(inner).as_bytes(), &mut no_tensor).is_err(),
+                "{inner}"
+            );
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Writes a model for tensor-parallel ranks: each rank's parts of the tensors go to files of their own, which inference
-//! servers read.
+//! Writes a model for tensor-parallel ranks: each rank's parts of the tensors go to files of their
+//! own, which inference servers read.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -26,12 +26,18 @@ use crate::storage::integrity::Integrity;
 use crate::tensor_parallel::{Cut, Slice, TensorParallelPlan};
 
 /// Checks that a plan has all tensors of a checkpoint, with the same shapes.
-pub(crate) fn check_plan(source: &dyn Checkpoint, plan: &TensorParallelPlan) -> Result<(), FileError> {
+pub(crate) fn check_plan(
+    source: &dyn Checkpoint,
+    plan: &TensorParallelPlan,
+) -> Result<(), FileError> {
     for (fqn, tensor) in source.metadata().tensors() {
         if plan.cut(fqn).map(Cut::shape) != Some(&tensor.shape[..]) {
             let what =
                 "a tensor that the plan for tensor-parallel ranks does not have, or has in another shape".to_owned();
-            return Err(FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what } });
+            return Err(FileError::Encode {
+                fqn: fqn.to_owned(),
+                source: FormatError::Unsupported { what },
+            });
         }
     }
     Ok(())
@@ -42,13 +48,22 @@ struct RankSlices<'a> {
     streamed: &'a Streamed<'a>,
     plan: &'a TensorParallelPlan,
     rank: usize,
-    /// The sums over the elements that no rank with a lower number has, by key. So each element is in one sum.
+    /// The sums over the elements that no rank with a lower number has, by key. So each element is
+    /// in one sum.
     sums: Mutex<IndexMap<String, Sum>>,
 }
 
 impl RankSlices<'_> {
-    /// Reads a box of the rank's part of a tensor, and adds to `sum` the elements that no rank with a lower number has.
-    fn read(&self, fqn: &str, slice: &Slice, part: &TensorBox, dst: &mut [u8], sum: &mut Sum) -> Result<(), FileError> {
+    /// Reads a box of the rank's part of a tensor, and adds to `sum` the elements that no rank with
+    /// a lower number has.
+    fn read(
+        &self,
+        fqn: &str,
+        slice: &Slice,
+        part: &TensorBox,
+        dst: &mut [u8],
+        sum: &mut Sum,
+    ) -> Result<(), FileError> {
         let source = self.streamed.source;
         let tensor = tensor_of(source.metadata(), fqn)?;
         let element = tensor.properties.dtype.size_in_bytes() as usize;
@@ -60,7 +75,8 @@ impl RankSlices<'_> {
             if let Some(progress) = self.streamed.options.progress {
                 progress(bytes.len() as u64);
             }
-            sum.add_box(&tensor.shape, bounds, element, bytes).map_err(|error| wrong_box(fqn, &error))
+            sum.add_box(&tensor.shape, bounds, element, bytes)
+                .map_err(|error| wrong_box(fqn, &error))
         };
         if slice.ranges.is_empty() {
             source.read_box(fqn, part, dst)?;
@@ -71,9 +87,12 @@ impl RankSlices<'_> {
             let mut here = part.clone();
             (here.offsets[slice.dim], here.sizes[slice.dim]) = (local, range.len);
             local += range.len;
-            let Some(overlap) = part.intersect(&here) else { continue };
+            let Some(overlap) = part.intersect(&here) else {
+                continue;
+            };
             let mut whole = overlap.clone();
-            whole.offsets[slice.dim] = range.start + overlap.offsets[slice.dim] - here.offsets[slice.dim];
+            whole.offsets[slice.dim] =
+                range.start + overlap.offsets[slice.dim] - here.offsets[slice.dim];
             if overlap == *part {
                 source.read_box(fqn, &whole, dst)?;
                 add(&whole, dst, range.is_first)?;
@@ -107,9 +126,15 @@ impl PayloadSource for RankSlices<'_> {
         check_expansion(source, fqn, range.end)?;
         let slice = cut.slice(self.rank);
         let mut sum = Sum::default();
-        let mut read = |part: &TensorBox, dst: &mut [u8]| self.read(fqn, &slice, part, dst, &mut sum);
+        let mut read =
+            |part: &TensorBox, dst: &mut [u8]| self.read(fqn, &slice, part, dst, &mut sum);
         stream_boxes(&mut read, tensor.properties.dtype, bounds, range, sink)?;
-        self.sums.lock().unwrap_or_else(PoisonError::into_inner).entry(fqn.to_owned()).or_default().add(sum);
+        self.sums
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .entry(fqn.to_owned())
+            .or_default()
+            .add(sum);
         Ok(())
     }
 
@@ -118,7 +143,8 @@ impl PayloadSource for RankSlices<'_> {
     }
 }
 
-/// Writes files of at most `max_file_bytes` for each rank, with its parts of all tensors under the source's keys.
+/// Writes files of at most `max_file_bytes` for each rank, with its parts of all tensors under the
+/// source's keys.
 pub(crate) fn write_ranks(
     source: &dyn Checkpoint,
     staging: Staging,
@@ -131,49 +157,101 @@ pub(crate) fn write_ranks(
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
     let whole = whole_tensors(source, &inside);
-    let streamed = Streamed { source, options, extra: inside.clone() };
+    let streamed = Streamed {
+        source,
+        options,
+        extra: inside.clone(),
+    };
     let pieces_of = |rank: usize| -> Vec<Vec<Piece<'_>>> {
         // Tensors that were inside values are written once, with the first rank.
         let pieces = whole.iter().filter_map(|of| match plan.cut(of.fqn) {
-            Some(cut) if !inside.contains_key(of.fqn) => {
-                Some(Piece { bounds: TensorBox::whole(&cut.shape_of(rank)), ..*of })
-            }
+            Some(cut) if !inside.contains_key(of.fqn) => Some(Piece {
+                bounds: TensorBox::whole(&cut.shape_of(rank)),
+                ..*of
+            }),
             _ => (rank == 0).then(|| of.clone()),
         });
         files_of(pieces, max_file_bytes)
     };
     // Every file notes how many files each rank has, so that a reader notices when one is missing.
-    let files: Vec<usize> = (0..plan.ranks()).map(|rank| pieces_of(rank).len()).collect();
-    let mut integrity = Integrity { files: extra.copy(&staging)?, ..Integrity::default() };
+    let files: Vec<usize> = (0..plan.ranks())
+        .map(|rank| pieces_of(rank).len())
+        .collect();
+    let mut integrity = Integrity {
+        files: extra.copy(&staging)?,
+        ..Integrity::default()
+    };
     let mut sums: IndexMap<String, Sum> = IndexMap::new();
     for rank in 0..plan.ranks() {
-        let slices = RankSlices { streamed: &streamed, plan, rank, sums: Mutex::default() };
-        // The writer would compute sums over parts, which are of no whole tensor. `RankSlices` computes them instead.
+        let slices = RankSlices {
+            streamed: &streamed,
+            plan,
+            rank,
+            sums: Mutex::default(),
+        };
+        // The writer would compute sums over parts, which are of no whole tensor. `RankSlices`
+        // computes them instead.
         let none = Metadata::default();
-        let files_of_rank = Files { staging: &staging, source: &slices, digested: &none, threads: options.threads };
+        let files_of_rank = Files {
+            staging: &staging,
+            source: &slices,
+            digested: &none,
+            threads: options.threads,
+        };
         for (index, pieces) in pieces_of(rank).iter().enumerate() {
             // The note tells from which part of which tensor each tensor of this file was cut.
             let cut = |piece: &Piece<'_>| {
-                let cut = plan.cut(piece.fqn).filter(|_| !inside.contains_key(piece.fqn))?;
+                let cut = plan
+                    .cut(piece.fqn)
+                    .filter(|_| !inside.contains_key(piece.fqn))?;
                 Some((piece.fqn.to_owned(), SliceNote::new(cut, rank)?))
             };
-            let note = RankNote { rank, files: files.clone(), tensors: pieces.iter().filter_map(cut).collect() };
+            let note = RankNote {
+                rank,
+                files: files.clone(),
+                tensors: pieces.iter().filter_map(cut).collect(),
+            };
             let note = serde_json::to_string(&note).map_err(|error| {
-                let source = FormatError::Malformed { what: "note of a rank", reason: error.to_string() };
-                FileError::Encode { fqn: RANK_NOTE.to_owned(), source }
+                let source = FormatError::Malformed {
+                    what: "note of a rank",
+                    reason: error.to_string(),
+                };
+                FileError::Encode {
+                    fqn: RANK_NOTE.to_owned(),
+                    source,
+                }
             })?;
             let name = rank_file_name(rank, index);
             let mut texts = aside.texts(rank == 0 && index == 0);
             texts.insert(RANK_NOTE.to_owned(), note);
-            let written = files_of_rank.write(Some(&name), &|_| Ok(texts.clone()), pieces, &mut Sums::new())?;
+            let written = files_of_rank.write(
+                Some(&name),
+                &|_| Ok(texts.clone()),
+                pieces,
+                &mut Sums::new(),
+            )?;
             integrity.files.insert(name, written);
         }
-        // The sums of all ranks together are over each element once, so they give the digests of the whole tensors.
-        for (fqn, sum) in slices.sums.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        // The sums of all ranks together are over each element once, so they give the digests of
+        // the whole tensors.
+        for (fqn, sum) in slices
+            .sums
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner)
+        {
             sums.entry(fqn).or_default().add(sum);
         }
     }
     let sums: Sums<'_> = sums.iter().map(|(fqn, &sum)| (fqn.as_str(), sum)).collect();
-    let small = bytes.map(|bytes| (VALUES_FILE.to_owned(), bytes)).into_iter().collect();
-    finish(source, staging, integrity, digests(&streamed, &aside, &sums), small)
+    let small = bytes
+        .map(|bytes| (VALUES_FILE.to_owned(), bytes))
+        .into_iter()
+        .collect();
+    finish(
+        source,
+        staging,
+        integrity,
+        digests(&streamed, &aside, &sums),
+        small,
+    )
 }

@@ -62,42 +62,64 @@ pub(super) fn write_bundle(statement: &Statement, key: &PrivateKey) -> Result<St
     let bundle = Bundle {
         media_type: MEDIA_TYPE.to_owned(),
         verification_material: Material {
-            public_key: Some(KeyName { hint: Some(key.public()?.hash().to_owned()) }),
+            public_key: Some(KeyName {
+                hint: Some(key.public()?.hash().to_owned()),
+            }),
             tlog_entries: Vec::new(),
         },
         dsse_envelope: Some(Envelope {
             payload: Base64::encode_string(&payload),
             payload_type: PAYLOAD_TYPE.to_owned(),
-            signatures: vec![Signature { sig, keyid: String::new() }],
+            signatures: vec![Signature {
+                sig,
+                keyid: String::new(),
+            }],
         }),
     };
     serde_json::to_string(&bundle).map_err(malformed)
 }
 
-/// Reads a bundle, checks that its signature is the key's, and returns the statement that was signed.
+/// Reads a bundle, checks that its signature is the key's, and returns the statement that was
+/// signed.
 pub(super) fn read_bundle(bytes: &[u8], key: &PublicKey) -> Result<Statement, SignError> {
     if bytes.len() as u64 > MAX_SIGNATURE_BYTES {
-        return Err(malformed(format!("it has more than {MAX_SIGNATURE_BYTES} bytes")));
+        return Err(malformed(format!(
+            "it has more than {MAX_SIGNATURE_BYTES} bytes"
+        )));
     }
     let bundle: Bundle = serde_json::from_slice(bytes).map_err(malformed)?;
     if bundle.media_type != MEDIA_TYPE {
-        return Err(unsupported(format!("it is a bundle of type `{}`, not `{MEDIA_TYPE}`", bundle.media_type)));
+        return Err(unsupported(format!(
+            "it is a bundle of type `{}`, not `{MEDIA_TYPE}`",
+            bundle.media_type
+        )));
     }
     let Some(named) = bundle.verification_material.public_key else {
-        return Err(unsupported("it was signed with a certificate, not with a key"));
+        return Err(unsupported(
+            "it was signed with a certificate, not with a key",
+        ));
     };
     let Some(envelope) = bundle.dsse_envelope else {
         return Err(unsupported("it holds no envelope"));
     };
     if envelope.payload_type != PAYLOAD_TYPE {
-        return Err(unsupported(format!("its payload is of type `{}`, not `{PAYLOAD_TYPE}`", envelope.payload_type)));
+        return Err(unsupported(format!(
+            "its payload is of type `{}`, not `{PAYLOAD_TYPE}`",
+            envelope.payload_type
+        )));
     }
     let [signature] = envelope.signatures.as_slice() else {
-        return Err(SignError::NotOne { found: envelope.signatures.len() });
+        return Err(SignError::NotOne {
+            found: envelope.signatures.len(),
+        });
     };
-    // This only gives a better message, and is no protection: whoever forges a signature writes the right name.
+    // This only gives a better message, and is no protection: whoever forges a signature writes the
+    // right name.
     if let Some(signed) = named.hint.filter(|hint| hint != key.hash()) {
-        return Err(SignError::OtherKey { signed, given: key.hash().to_owned() });
+        return Err(SignError::OtherKey {
+            signed,
+            given: key.hash().to_owned(),
+        });
     }
     let payload = Base64::decode_vec(&envelope.payload).map_err(malformed)?;
     let signature = Base64::decode_vec(&signature.sig).map_err(malformed)?;
@@ -109,14 +131,22 @@ pub(super) fn read_bundle(bytes: &[u8], key: &PublicKey) -> Result<Statement, Si
 
 /// Returns the bytes that are signed for a payload.
 fn encoded(payload: &[u8]) -> Vec<u8> {
-    let head = format!("DSSEv1 {} {PAYLOAD_TYPE} {} ", PAYLOAD_TYPE.len(), payload.len());
+    let head = format!(
+        "DSSEv1 {} {PAYLOAD_TYPE} {} ",
+        PAYLOAD_TYPE.len(),
+        payload.len()
+    );
     [head.as_bytes(), payload].concat()
 }
 
 fn malformed(reason: impl ToString) -> SignError {
-    SignError::Malformed { reason: reason.to_string() }
+    SignError::Malformed {
+        reason: reason.to_string(),
+    }
 }
 
 fn unsupported(reason: impl Into<String>) -> SignError {
-    SignError::Unsupported { reason: reason.into() }
+    SignError::Unsupported {
+        reason: reason.into(),
+    }
 }

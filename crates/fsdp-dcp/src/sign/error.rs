@@ -41,7 +41,9 @@ pub enum SignError {
         found: usize,
     },
     /// A signature that names another key.
-    #[error("it was signed with another key: the hash of that key is {signed}, and that of the given key {given}")]
+    #[error(
+        "it was signed with another key: the hash of that key is {signed}, and that of the given key {given}"
+    )]
     OtherKey {
         /// The hash of the key that the signature names.
         signed: String,
@@ -91,9 +93,22 @@ impl Failure for SignError {
 /// Lists the first few files for a message, with what became of each.
 fn listed(changed: &[String], added: &[String], missing: &[String]) -> String {
     const LISTED: usize = 4;
-    let all = [(changed, "was changed"), (added, "was added"), (missing, "is missing")];
-    let all: Vec<String> =
-        all.iter().flat_map(|(names, became)| names.iter().map(move |name| format!("`{name}` {became}"))).collect();
-    let (first, more) = (all[..all.len().min(LISTED)].join(", "), all.len().saturating_sub(LISTED));
-    if more > 0 { format!("{first}, and {more} more") } else { first }
+    let all = [
+        (changed, "was changed"),
+        (added, "was added"),
+        (missing, "is missing"),
+    ];
+    let all: Vec<String> = all
+        .iter()
+        .flat_map(|(names, became)| names.iter().map(move |name| format!("`{name}` {became}")))
+        .collect();
+    let (first, more) = (
+        all[..all.len().min(LISTED)].join(", "),
+        all.len().saturating_sub(LISTED),
+    );
+    if more > 0 {
+        format!("{first}, and {more} more")
+    } else {
+        first
+    }
 }

@@ -1,8 +1,9 @@
 //! Signing a checkpoint, and checking a signature: who vouches for every byte of it.
 //!
-//! Hashes and digests find faults. They are no protection against somebody who changes a checkpoint and its hashes with
-//! it; a signature is. It is one file in the format of OpenSSF Model Signing 1.0, so that the Python tool
-//! `model_signing` checks those that are made here, and its own are checked here:
+//! Hashes and digests find faults. They are no protection against somebody who changes a checkpoint
+//! and its hashes with it; a signature is. It is one file in the format of OpenSSF Model Signing
+//! 1.0, so that the Python tool `model_signing` checks those that are made here, and its own are
+//! checked here:
 //!
 //! ```text
 //! a bundle of Sigstore (JSON)
@@ -15,12 +16,13 @@
 //!       predicate.resources                 each file's path and SHA-256
 //! ```
 //!
-//! All files below the checkpoint's directory are signed, the integrity file and those of other programs included. So a
-//! checkpoint is sealed first and signed last. Left out are the signature itself and what belongs to git (`.git`,
-//! `.github`, `.gitattributes`, `.gitignore`). A checkpoint that is one file is signed by itself: nothing beside it is
-//! covered.
+//! All files below the checkpoint's directory are signed, the integrity file and those of other
+//! programs included. So a checkpoint is sealed first and signed last. Left out are the signature
+//! itself and what belongs to git (`.git`, `.github`, `.gitattributes`, `.gitignore`). A checkpoint
+//! that is one file is signed by itself: nothing beside it is covered.
 //!
-//! A file may be changed between the check and a load. To rule that out, check a copy that nobody else can write.
+//! A file may be changed between the check and a load. To rule that out, check a copy that nobody
+//! else can write.
 
 mod bundle;
 mod error;
@@ -60,7 +62,8 @@ const ITSELF: &str = ".";
 /// The options of signing a checkpoint, and of checking a signature.
 #[derive(Clone, Copy, Default)]
 pub struct SignOptions<'a> {
-    /// The path of the signature below the checkpoint's directory, if it lies there: it is not signed itself.
+    /// The path of the signature below the checkpoint's directory, if it lies there: it is not
+    /// signed itself.
     pub signature: Option<&'a str>,
     /// The number of threads that hash, one file each; 0 for one.
     pub threads: usize,
@@ -70,7 +73,10 @@ pub struct SignOptions<'a> {
 
 impl std::fmt::Debug for SignOptions<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SignOptions").field("signature", &self.signature).field("threads", &self.threads).finish()
+        f.debug_struct("SignOptions")
+            .field("signature", &self.signature)
+            .field("threads", &self.threads)
+            .finish()
     }
 }
 
@@ -85,22 +91,34 @@ pub struct Signed {
     pub key: String,
 }
 
-/// Signs a checkpoint of any format. Returns the content of the signature's file, and what the signature vouches for.
+/// Signs a checkpoint of any format. Returns the content of the signature's file, and what the
+/// signature vouches for.
 ///
-/// Every byte is read once, in a trainer's folder twice. Bytes that have hashes are checked, so that nothing damaged is
-/// signed.
+/// Every byte is read once, in a trainer's folder twice. Bytes that have hashes are checked, so
+/// that nothing damaged is signed.
 ///
 /// # Errors
-/// There is no checkpoint; it has bytes that are not those of its hashes; links or devices in its directory; a file
-/// with values beside it, which a signature of the file would not cover.
-pub fn sign(location: &Location, key: &PrivateKey, options: SignOptions<'_>) -> Result<(String, Signed), SignError> {
+/// There is no checkpoint; it has bytes that are not those of its hashes; links or devices in its
+/// directory; a file with values beside it, which a signature of the file would not cover.
+pub fn sign(
+    location: &Location,
+    key: &PrivateKey,
+    options: SignOptions<'_>,
+) -> Result<(String, Signed), SignError> {
     let checkpoint = open(location, OpenOptions { verify: true })?;
     // The files of a folder are covered by the hashes of its parts, and only a part compares them.
     if !checkpoint.parts().is_empty() {
         let report = verify(&*checkpoint, Level::Hashes, None)?;
         if let Some(problem) = report.problems.into_iter().next() {
-            let source = FormatError::Malformed { what: "checkpoint", reason: problem.error };
-            return Err(FileError::File { path: location.name().to_owned(), source }.into());
+            let source = FormatError::Malformed {
+                what: "checkpoint",
+                reason: problem.error,
+            };
+            return Err(FileError::File {
+                path: location.name().to_owned(),
+                source,
+            }
+            .into());
         }
     }
     let directory = checkpoint.directory();
@@ -108,25 +126,38 @@ pub fn sign(location: &Location, key: &PrivateKey, options: SignOptions<'_>) -> 
         let (_, name) = location.split()?;
         let values = values_beside(name);
         if directory.has(&values)? {
-            return Err(SignError::Beside { path: location.name().to_owned(), file: values });
+            return Err(SignError::Beside {
+                path: location.name().to_owned(),
+                file: values,
+            });
         }
-        BTreeMap::from([(ITSELF.to_owned(), hash(&directory.extra_file(name)?, options).map_err(of(directory, name))?)])
+        BTreeMap::from([(
+            ITSELF.to_owned(),
+            hash(&directory.extra_file(name)?, options).map_err(of(directory, name))?,
+        )])
     } else {
         let left_out: Vec<&str> = left_out(options).collect();
         let mut files = location.files()?;
         files.retain(|name| !left_out.iter().any(|left_out| is_below(name, left_out)));
         hash_all(directory, &files, options)?
     };
-    let name = location.name().file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let name = location
+        .name()
+        .file_name()
+        .map(|name| name.to_string_lossy().into_owned())
+        .unwrap_or_default();
     let ignored = left_out(options).map(str::to_owned).collect();
     let statement = Statement::new(name, &hashes, ignored);
-    let signed =
-        Signed { files: hashes.len(), root: statement.root().to_owned(), key: key.public()?.hash().to_owned() };
+    let signed = Signed {
+        files: hashes.len(),
+        root: statement.root().to_owned(),
+        key: key.public()?.hash().to_owned(),
+    };
     Ok((write_bundle(&statement, key)?, signed))
 }
 
-/// Checks that a signature is one of the key's, and that the files at a location are those that were signed: no other,
-/// none changed, none missing. Nothing there is taken for a checkpoint.
+/// Checks that a signature is one of the key's, and that the files at a location are those that
+/// were signed: no other, none changed, none missing. Nothing there is taken for a checkpoint.
 ///
 /// # Errors
 /// [`SignError`] says which of all that is not so.
@@ -146,17 +177,25 @@ pub fn check(
         let directory = CheckedDirectory::open(&parent, false, Links::Follow)?;
         let values = values_beside(name);
         if directory.has(&values)? {
-            return Err(SignError::Beside { path: location.name().to_owned(), file: values });
+            return Err(SignError::Beside {
+                path: location.name().to_owned(),
+                file: values,
+            });
         }
-        BTreeMap::from([(ITSELF.to_owned(), hash(&*directory.file(name)?, options).map_err(of(&directory, name))?)])
+        BTreeMap::from([(
+            ITSELF.to_owned(),
+            hash(&*directory.file(name)?, options).map_err(of(&directory, name))?,
+        )])
     } else {
         let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
         let left_out: Vec<&str> = left_out(options).collect();
         let files = location.files()?.into_iter();
-        let mut files: Vec<String> =
-            files.filter(|name| !left_out.iter().any(|left_out| is_below(name, left_out))).collect();
-        // Only files that were signed need hashing: others are wrong whatever they hold. So are those that the signer
-        // chose to leave out: nobody vouches for them, and a load would read them all the same.
+        let mut files: Vec<String> = files
+            .filter(|name| !left_out.iter().any(|left_out| is_below(name, left_out)))
+            .collect();
+        // Only files that were signed need hashing: others are wrong whatever they hold. So are
+        // those that the signer chose to leave out: nobody vouches for them, and a load would read
+        // them all the same.
         files.retain(|name| {
             let is_signed = signed.contains_key(name);
             if !is_signed {
@@ -173,12 +212,27 @@ pub fn check(
             Some(_) => {}
         }
     }
-    differs.added.extend(found.into_keys().filter(|name| !signed.contains_key(name)));
-    let Differences { changed, added, missing } = differs;
+    differs
+        .added
+        .extend(found.into_keys().filter(|name| !signed.contains_key(name)));
+    let Differences {
+        changed,
+        added,
+        missing,
+    } = differs;
     if changed.len() + added.len() + missing.len() > 0 {
-        return Err(SignError::Differs { path: location.name().to_owned(), changed, added, missing });
+        return Err(SignError::Differs {
+            path: location.name().to_owned(),
+            changed,
+            added,
+            missing,
+        });
     }
-    Ok(Signed { files: signed.len(), root: statement.root().to_owned(), key: key.hash().to_owned() })
+    Ok(Signed {
+        files: signed.len(),
+        root: statement.root().to_owned(),
+        key: key.hash().to_owned(),
+    })
 }
 
 /// Reads the file of a signature.
@@ -205,7 +259,8 @@ fn left_out(options: SignOptions<'_>) -> impl Iterator<Item = &str> {
 
 /// Returns `true` if a path is another one, or lies below it.
 fn is_below(path: &str, above: &str) -> bool {
-    path.strip_prefix(above).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+    path.strip_prefix(above)
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
 /// Hashes files, each on one thread.
@@ -216,7 +271,10 @@ fn hash_all(
 ) -> Result<BTreeMap<String, Sha256Hash>, FileError> {
     let hashed = on_each(files, options.threads, |name| {
         let file = directory.extra_file(name)?;
-        Ok((name.clone(), hash(&file, options).map_err(of(directory, name))?))
+        Ok((
+            name.clone(),
+            hash(&file, options).map_err(of(directory, name))?,
+        ))
     });
     hashed.into_iter().collect()
 }
@@ -237,6 +295,9 @@ fn hash(file: &dyn ReadAt, options: SignOptions<'_>) -> Result<Sha256Hash, Forma
 }
 
 /// Returns a function that makes an error of a file.
-fn of<'a>(directory: &'a CheckedDirectory, name: &'a str) -> impl FnOnce(FormatError) -> FileError + 'a {
+fn of<'a>(
+    directory: &'a CheckedDirectory,
+    name: &'a str,
+) -> impl FnOnce(FormatError) -> FileError + 'a {
     move |source| directory.file_error(name, source)
 }

@@ -16,7 +16,8 @@ const PREDICATE_TYPE: &str = "https://model_signing/signature/v1.0";
 const METHOD: &str = "files";
 const HASH: &str = "sha256";
 
-/// A statement of in-toto about a model. Fields that are not known do not count, as the format says.
+/// A statement of in-toto about a model. Fields that are not known do not count, as the format
+/// says.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Statement {
@@ -60,8 +61,8 @@ struct Resource {
     digest: String,
 }
 
-/// The parts of a statement that say of what kind it is. They are read first, so that a statement of another kind is
-/// not called broken.
+/// The parts of a statement that say of what kind it is. They are read first, so that a statement
+/// of another kind is not called broken.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Kind {
@@ -72,7 +73,11 @@ struct Kind {
 
 impl Statement {
     /// Makes the statement about a model's files.
-    pub(super) fn new(name: String, hashes: &BTreeMap<String, Sha256Hash>, ignore_paths: Vec<String>) -> Self {
+    pub(super) fn new(
+        name: String,
+        hashes: &BTreeMap<String, Sha256Hash>,
+        ignore_paths: Vec<String>,
+    ) -> Self {
         let mut files: Vec<(&String, &Sha256Hash)> = hashes.iter().collect();
         // Sort by the parts of the paths, as the Python tool does, so that both make the same root.
         files.sort_by(|(a, _), (b, _)| a.split('/').cmp(b.split('/')));
@@ -84,7 +89,10 @@ impl Statement {
         });
         Statement {
             kind: STATEMENT_TYPE.to_owned(),
-            subject: vec![Subject { name, digest: SubjectDigest { sha256: root } }],
+            subject: vec![Subject {
+                name,
+                digest: SubjectDigest { sha256: root },
+            }],
             predicate_type: PREDICATE_TYPE.to_owned(),
             predicate: Predicate {
                 serialization: Serialization {
@@ -100,12 +108,19 @@ impl Statement {
 
     /// Reads a statement whose signature has been checked.
     pub(super) fn read(payload: &[u8]) -> Result<Self, SignError> {
-        let Kind { kind, predicate_type } = serde_json::from_slice(payload).map_err(malformed)?;
+        let Kind {
+            kind,
+            predicate_type,
+        } = serde_json::from_slice(payload).map_err(malformed)?;
         if kind != STATEMENT_TYPE || predicate_type != PREDICATE_TYPE {
-            return Err(unsupported(format!("it states `{kind}` about `{predicate_type}`, not `{PREDICATE_TYPE}`")));
+            return Err(unsupported(format!(
+                "it states `{kind}` about `{predicate_type}`, not `{PREDICATE_TYPE}`"
+            )));
         }
         let statement: Statement = serde_json::from_slice(payload).map_err(malformed)?;
-        let Serialization { method, hash_type, .. } = &statement.predicate.serialization;
+        let Serialization {
+            method, hash_type, ..
+        } = &statement.predicate.serialization;
         if method != METHOD || hash_type != HASH {
             return Err(unsupported(format!(
                 "it hashes by `{method}` with `{hash_type}`, not by `{METHOD}` with `{HASH}`"
@@ -116,7 +131,9 @@ impl Statement {
 
     /// Returns the hash of all hashes, as hexadecimal digits.
     pub(super) fn root(&self) -> &str {
-        self.subject.first().map_or("", |subject| &subject.digest.sha256)
+        self.subject
+            .first()
+            .map_or("", |subject| &subject.digest.sha256)
     }
 
     /// Returns the files' hashes by their paths.
@@ -126,9 +143,16 @@ impl Statement {
     pub(super) fn hashes(&self) -> Result<BTreeMap<String, Sha256Hash>, SignError> {
         let mut hashes = BTreeMap::new();
         let mut in_order = Vec::new();
-        for Resource { name, algorithm, digest } in &self.predicate.resources {
+        for Resource {
+            name,
+            algorithm,
+            digest,
+        } in &self.predicate.resources
+        {
             if algorithm != HASH {
-                return Err(unsupported(format!("`{name}` has a hash of `{algorithm}`, not `{HASH}`")));
+                return Err(unsupported(format!(
+                    "`{name}` has a hash of `{algorithm}`, not `{HASH}`"
+                )));
             }
             let mut hash = Sha256Hash::default();
             let decoded = base16ct::mixed::decode(digest, &mut hash).map_err(malformed)?;
@@ -141,7 +165,9 @@ impl Statement {
             }
         }
         if self.subject.len() != 1 || root(in_order.iter()) != self.root() {
-            return Err(malformed("the hash of all files is not that of their hashes"));
+            return Err(malformed(
+                "the hash of all files is not that of their hashes",
+            ));
         }
         Ok(hashes)
     }
@@ -155,7 +181,9 @@ fn root<'a>(hashes: impl Iterator<Item = &'a Sha256Hash>) -> String {
 }
 
 fn malformed(reason: impl ToString) -> SignError {
-    SignError::Malformed { reason: reason.to_string() }
+    SignError::Malformed {
+        reason: reason.to_string(),
+    }
 }
 
 fn unsupported(reason: String) -> SignError {

@@ -1,5 +1,8 @@
 //! Signatures that are ours, and those of the Python tool.
-#![expect(clippy::disallowed_methods, reason = "the tests damage files on purpose")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the tests damage files on purpose"
+)]
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -30,7 +33,11 @@ fn signature() -> Vec<u8> {
 
 /// The options for a signature at its usual place.
 fn usual() -> SignOptions<'static> {
-    SignOptions { signature: Some("model.sig"), threads: 2, progress: None }
+    SignOptions {
+        signature: Some("model.sig"),
+        threads: 2,
+        progress: None,
+    }
 }
 
 /// Copies the signed checkpoint, so that it can be changed.
@@ -38,7 +45,10 @@ fn copy() -> (TempDir, PathBuf) {
     let directory = TempDir::new().unwrap();
     let to = directory.path().join("checkpoint");
     fs::create_dir_all(to.join("notes")).unwrap();
-    for name in Location::from(fixture().join("checkpoint")).files().unwrap() {
+    for name in Location::from(fixture().join("checkpoint"))
+        .files()
+        .unwrap()
+    {
         fs::copy(fixture().join("checkpoint").join(&name), to.join(&name)).unwrap();
     }
     (directory, to)
@@ -51,7 +61,12 @@ fn check_at(path: &Path, signature: &[u8]) -> Result<Signed, SignError> {
 /// Returns the names of files that were changed, added, and are missing.
 fn differences(path: &Path) -> [Vec<String>; 3] {
     match check_at(path, &signature()) {
-        Err(SignError::Differs { changed, added, missing, .. }) => [changed, added, missing],
+        Err(SignError::Differs {
+            changed,
+            added,
+            missing,
+            ..
+        }) => [changed, added, missing],
         other => panic!("{other:?}"),
     }
 }
@@ -65,11 +80,23 @@ fn a_signature_of_the_python_tool_is_accepted() {
 
 #[test]
 fn the_same_files_have_the_root_of_the_python_tool() {
-    let (content, signed) = sign(&fixture().join("checkpoint").into(), &private(), usual()).unwrap();
-    assert_eq!(signed, check_at(&fixture().join("checkpoint"), &signature()).unwrap());
-    assert_eq!(check_at(&fixture().join("checkpoint"), content.as_bytes()).unwrap(), signed);
+    let (content, signed) =
+        sign(&fixture().join("checkpoint").into(), &private(), usual()).unwrap();
+    assert_eq!(
+        signed,
+        check_at(&fixture().join("checkpoint"), &signature()).unwrap()
+    );
+    assert_eq!(
+        check_at(&fixture().join("checkpoint"), content.as_bytes()).unwrap(),
+        signed
+    );
     // Nothing in it is random: the same checkpoint and key have the same signature.
-    assert_eq!(sign(&fixture().join("checkpoint").into(), &private(), usual()).unwrap().0, content);
+    assert_eq!(
+        sign(&fixture().join("checkpoint").into(), &private(), usual())
+            .unwrap()
+            .0,
+        content
+    );
 }
 
 #[test]
@@ -80,7 +107,10 @@ fn files_that_are_changed_added_or_missing_are_named() {
     fs::write(path.join("__0_0.distcp"), data).unwrap();
     fs::write(path.join("notes/b.txt"), "").unwrap();
     fs::remove_file(path.join("notes.txt")).unwrap();
-    assert_eq!(differences(&path), [vec!["__0_0.distcp"], vec!["notes/b.txt"], vec!["notes.txt"]]);
+    assert_eq!(
+        differences(&path),
+        [vec!["__0_0.distcp"], vec!["notes/b.txt"], vec!["notes.txt"]]
+    );
     let error = check_at(&path, &signature()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     let message = error.to_string();
@@ -93,7 +123,12 @@ fn files_that_the_signer_left_out_are_not_vouched_for() {
     let (_directory, path) = copy();
     // The signature lies elsewhere, and what is at its place is some file.
     let options = SignOptions::default();
-    match check(&path.as_path().into(), &signature(), &public("key.pub.pem"), options) {
+    match check(
+        &path.as_path().into(),
+        &signature(),
+        &public("key.pub.pem"),
+        options,
+    ) {
         Err(SignError::Differs { added, .. }) => assert_eq!(added, ["model.sig"]),
         other => panic!("{other:?}"),
     }
@@ -103,9 +138,10 @@ fn files_that_the_signer_left_out_are_not_vouched_for() {
 fn a_link_is_refused_wherever_it_leads() {
     let (_directory, path) = copy();
     std::os::unix::fs::symlink("__0_0.distcp", path.join("notes/link")).unwrap();
-    for error in
-        [check_at(&path, &signature()).unwrap_err(), sign(&path.as_path().into(), &private(), usual()).unwrap_err()]
-    {
+    for error in [
+        check_at(&path, &signature()).unwrap_err(),
+        sign(&path.as_path().into(), &private(), usual()).unwrap_err(),
+    ] {
         assert_eq!(error.kind(), ErrorKind::Unsafe);
         assert!(error.to_string().contains("`notes/link`"), "{error}");
     }
@@ -114,7 +150,13 @@ fn a_link_is_refused_wherever_it_leads() {
 #[test]
 fn another_key_is_told() {
     let path = fixture().join("checkpoint");
-    let error = check(&path.into(), &signature(), &public("other.pub.pem"), usual()).unwrap_err();
+    let error = check(
+        &path.into(),
+        &signature(),
+        &public("other.pub.pem"),
+        usual(),
+    )
+    .unwrap_err();
     assert!(matches!(error, SignError::OtherKey { .. }), "{error}");
     assert_eq!(error.kind(), ErrorKind::Unsafe);
 }
@@ -129,20 +171,36 @@ fn a_signature_that_is_stripped_or_forged_is_refused() {
         check_at(&path, &serde_json::to_vec(&bundle).unwrap()).unwrap_err()
     };
     let stripped = changed(&|bundle| bundle["dsseEnvelope"]["signatures"] = json!([]));
-    assert!(matches!(stripped, SignError::NotOne { found: 0 }), "{stripped}");
-    let none = changed(&|bundle| _ = bundle["dsseEnvelope"].as_object_mut().unwrap().remove("signatures"));
+    assert!(
+        matches!(stripped, SignError::NotOne { found: 0 }),
+        "{stripped}"
+    );
+    let none = changed(&|bundle| {
+        _ = bundle["dsseEnvelope"]
+            .as_object_mut()
+            .unwrap()
+            .remove("signatures")
+    });
     assert!(matches!(none, SignError::NotOne { found: 0 }), "{none}");
     let empty = changed(&|bundle| bundle["dsseEnvelope"]["signatures"][0]["sig"] = "".into());
     assert!(matches!(empty, SignError::Invalid), "{empty}");
     // Another statement under the same signature.
     let other = changed(&|bundle| {
-        let payload = Base64::decode_vec(bundle["dsseEnvelope"]["payload"].as_str().unwrap()).unwrap();
-        let payload = String::from_utf8(payload).unwrap().replace("__0_0", "__1_0");
+        let payload =
+            Base64::decode_vec(bundle["dsseEnvelope"]["payload"].as_str().unwrap()).unwrap();
+        let payload = String::from_utf8(payload)
+            .unwrap()
+            .replace("__0_0", "__1_0");
         bundle["dsseEnvelope"]["payload"] = Base64::encode_string(payload.as_bytes()).into();
     });
     assert!(matches!(other, SignError::Invalid), "{other}");
-    let certificate = changed(&|bundle| bundle["verificationMaterial"] = json!({"certificate": {"rawBytes": ""}}));
-    assert!(matches!(certificate, SignError::Unsupported { .. }), "{certificate}");
+    let certificate = changed(&|bundle| {
+        bundle["verificationMaterial"] = json!({"certificate": {"rawBytes": ""}})
+    });
+    assert!(
+        matches!(certificate, SignError::Unsupported { .. }),
+        "{certificate}"
+    );
 }
 
 #[test]
@@ -156,31 +214,44 @@ fn no_changed_byte_of_a_signature_goes_unnoticed() {
             assert_eq!(signed, check_at(&path, &bytes).unwrap(), "byte {at}");
             let read: Value = serde_json::from_slice(&changed).unwrap();
             let before: Value = serde_json::from_slice(&bytes).unwrap();
-            assert_eq!(read["dsseEnvelope"]["payload"], before["dsseEnvelope"]["payload"], "byte {at}");
+            assert_eq!(
+                read["dsseEnvelope"]["payload"], before["dsseEnvelope"]["payload"],
+                "byte {at}"
+            );
         }
-        assert!(check_at(&path, &bytes[..at]).is_err(), "prefix of {at} bytes");
+        assert!(
+            check_at(&path, &bytes[..at]).is_err(),
+            "prefix of {at} bytes"
+        );
     }
 }
 
 #[test]
 fn a_statement_that_contradicts_itself_is_refused_though_it_is_signed() {
     let hashes = BTreeMap::from([("a".to_owned(), [1; 32]), ("b".to_owned(), [2; 32])]);
-    let statement = serde_json::to_value(Statement::new("c".to_owned(), &hashes, Vec::new())).unwrap();
+    let statement =
+        serde_json::to_value(Statement::new("c".to_owned(), &hashes, Vec::new())).unwrap();
     let refused = |change: &dyn Fn(&mut Value)| {
         let mut statement = statement.clone();
         change(&mut statement);
         let read = Statement::read(&serde_json::to_vec(&statement).unwrap());
-        read.and_then(|statement| statement.hashes()).unwrap_err().to_string()
+        read.and_then(|statement| statement.hashes())
+            .unwrap_err()
+            .to_string()
     };
     let twice = refused(&|statement| statement["predicate"]["resources"][1]["name"] = "a".into());
     assert!(twice.contains("`a` stands twice"), "{twice}");
     let root = refused(&|statement| statement["subject"][0]["digest"]["sha256"] = "00".into());
     assert!(root.contains("the hash of all files"), "{root}");
-    let short = refused(&|statement| statement["predicate"]["resources"][0]["digest"] = "0101".into());
+    let short =
+        refused(&|statement| statement["predicate"]["resources"][0]["digest"] = "0101".into());
     assert!(short.contains("`a`"), "{short}");
-    let shards = refused(&|statement| statement["predicate"]["serialization"]["method"] = "shards".into());
+    let shards =
+        refused(&|statement| statement["predicate"]["serialization"]["method"] = "shards".into());
     assert!(shards.contains("`shards`"), "{shards}");
-    let old = refused(&|statement| statement["predicateType"] = "https://model_signing/Digests/v0.1".into());
+    let old = refused(&|statement| {
+        statement["predicateType"] = "https://model_signing/Digests/v0.1".into()
+    });
     assert!(old.contains("Digests/v0.1"), "{old}");
 }
 

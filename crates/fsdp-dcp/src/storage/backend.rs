@@ -1,5 +1,5 @@
-//! The traits that each kind of storage implements: [`Storage`] for a place, [`ReadDirectory`] to read it, and
-//! [`Stage`] to write a checkpoint that will be committed there.
+//! The traits that each kind of storage implements: [`Storage`] for a place, [`ReadDirectory`] to
+//! read it, and [`Stage`] to write a checkpoint that will be committed there.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -41,10 +41,12 @@ pub(crate) trait Storage: Send + Sync {
     /// Returns the kind of the entry that is here; `None` if there is nothing.
     fn kind(&self) -> Result<Option<EntryKind>, FileError>;
 
-    /// Returns the names of the entries directly below, sorted. Names that are not UTF-8 are left out.
+    /// Returns the names of the entries directly below, sorted. Names that are not UTF-8 are left
+    /// out.
     fn names(&self) -> Result<Vec<String>, FileError>;
 
-    /// Returns the names that [`Storage::names`] leaves out, sorted, as messages show them. None is a checkpoint's.
+    /// Returns the names that [`Storage::names`] leaves out, sorted, as messages show them. None is
+    /// a checkpoint's.
     fn names_not_utf8(&self) -> Result<Vec<String>, FileError> {
         Ok(Vec::new())
     }
@@ -61,10 +63,12 @@ pub(crate) trait Storage: Send + Sync {
     /// Begins a checkpoint that will be committed here.
     fn prepare(&self, durable: &Durable, overwrite: bool) -> Result<Box<dyn Stage>, FileError>;
 
-    /// Returns what another rank prepared for this place under the name that [`Stage::name`] gave it.
+    /// Returns what another rank prepared for this place under the name that [`Stage::name`] gave
+    /// it.
     fn join(&self, durable: &Durable, name: &str) -> Result<Box<dyn Stage>, FileError>;
 
-    /// Removes the checkpoint that is here. Returns `false`, and removes nothing, if it is known to be read.
+    /// Removes the checkpoint that is here. Returns `false`, and removes nothing, if it is known to
+    /// be read.
     fn remove_checkpoint(&self, durable: &Durable) -> Result<bool, FileError>;
 
     /// Removes the objects of a save that was never committed. Returns `true` if there were any.
@@ -81,7 +85,8 @@ pub(crate) trait Storage: Send + Sync {
         Ok(Vec::new())
     }
 
-    /// Puts the old checkpoint back if a crash in the middle of an overwrite left none here. Returns `true` if it did.
+    /// Puts the old checkpoint back if a crash in the middle of an overwrite left none here.
+    /// Returns `true` if it did.
     fn recover(&self, durable: &Durable) -> Result<bool, FileError> {
         let _ = durable;
         Ok(false)
@@ -93,7 +98,8 @@ pub(crate) trait ReadDirectory: fmt::Debug + Send + Sync {
     /// Returns its name for messages.
     fn name(&self) -> &Path;
 
-    /// Returns the names of the entries directly in it, sorted. Names that are not UTF-8 are left out.
+    /// Returns the names of the entries directly in it, sorted. Names that are not UTF-8 are left
+    /// out.
     fn names(&self) -> Result<Vec<String>, FileError>;
 
     /// Returns the names that [`ReadDirectory::names`] leaves out, sorted, as messages show them.
@@ -109,7 +115,8 @@ pub(crate) trait ReadDirectory: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Returns the number of threads that should read in place of each thread that would be enough for a disk.
+    /// Returns the number of threads that should read in place of each thread that would be enough
+    /// for a disk.
     fn threads_per_reader(&self) -> usize;
 
     /// Returns how many bytes to read at once before they are hashed.
@@ -118,7 +125,8 @@ pub(crate) trait ReadDirectory: fmt::Debug + Send + Sync {
 
 /// A checkpoint that is being written.
 ///
-/// If the stage that [`Storage::prepare`] returned is dropped without a commit, everything that was written is removed.
+/// If the stage that [`Storage::prepare`] returned is dropped without a commit, everything that was
+/// written is removed.
 pub(crate) trait Stage: fmt::Debug + Send + Sync {
     /// Returns the name by which other ranks join it.
     fn name(&self) -> &str;
@@ -129,8 +137,8 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
     /// Returns the directory or prefix in which files are written before the commit.
     fn directory(&self) -> &Path;
 
-    /// Returns the suffix that distinguishes this save's files from those of others, if all are written to the same
-    /// place.
+    /// Returns the suffix that distinguishes this save's files from those of others, if all are
+    /// written to the same place.
     fn suffix(&self) -> Option<&str> {
         None
     }
@@ -141,8 +149,8 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
     /// Creates a file of this length. Subdirectories in `relative` are created.
     fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError>;
 
-    /// Adds a finished file of another checkpoint to this one, under the name `as_name`, without moving its bytes
-    /// through this process. Returns `false` if the storage cannot do that.
+    /// Adds a finished file of another checkpoint to this one, under the name `as_name`, without
+    /// moving its bytes through this process. Returns `false` if the storage cannot do that.
     fn link(&self, from: &dyn Storage, name: &str, as_name: &str) -> Result<bool, FileError> {
         let _ = (from, name, as_name);
         Ok(false)
@@ -160,7 +168,8 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
     /// Removes a file beside the target, if it is there.
     fn remove_sidecar(&self, name: &str) -> Result<(), FileError>;
 
-    /// Checks that all these files, some of which other ranks wrote, are in the directory that will be committed.
+    /// Checks that all these files, some of which other ranks wrote, are in the directory that will
+    /// be committed.
     fn check_files(&self, files: &mut dyn Iterator<Item = &String>) -> Result<(), FileError>;
 
     /// Writes the commit marker and publishes the checkpoint.
@@ -185,8 +194,16 @@ pub(crate) trait StageFile: fmt::Debug + Send + Sync {
 }
 
 /// Refuses a write that reaches beyond the planned length of a file.
-pub(crate) fn check_write(path: &Path, length: u64, offset: u64, bytes: &[u8]) -> Result<(), FileError> {
-    if offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= length) {
+pub(crate) fn check_write(
+    path: &Path,
+    length: u64,
+    offset: u64,
+    bytes: &[u8],
+) -> Result<(), FileError> {
+    if offset
+        .checked_add(bytes.len() as u64)
+        .is_some_and(|end| end <= length)
+    {
         return Ok(());
     }
     let error = std::io::Error::other("the write reaches beyond the planned length");
@@ -201,7 +218,10 @@ pub(crate) struct UnusableUrl {
 
 impl UnusableUrl {
     fn refused<T>(&self) -> Result<T, FileError> {
-        Err(FileError::Location { path: self.name.clone(), source: self.reason })
+        Err(FileError::Location {
+            path: self.name.clone(),
+            source: self.reason,
+        })
     }
 }
 
@@ -211,12 +231,18 @@ impl Storage for UnusableUrl {
     }
 
     fn child(&self, below: &str) -> Arc<dyn Storage> {
-        Arc::new(UnusableUrl { name: self.name.join(below), reason: self.reason })
+        Arc::new(UnusableUrl {
+            name: self.name.join(below),
+            reason: self.reason,
+        })
     }
 
     fn parent(&self) -> Arc<dyn Storage> {
         let name = self.name.parent().unwrap_or(Path::new("")).to_owned();
-        Arc::new(UnusableUrl { name, reason: self.reason })
+        Arc::new(UnusableUrl {
+            name,
+            reason: self.reason,
+        })
     }
 
     fn exists(&self) -> Result<bool, FileError> {

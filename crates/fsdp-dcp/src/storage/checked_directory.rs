@@ -1,4 +1,5 @@
-//! The files of a checkpoint: opened safely, counted, and checked where an integrity file covers them.
+//! The files of a checkpoint: opened safely, counted, and checked where an integrity file covers
+//! them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -50,9 +51,14 @@ impl CheckedDirectory {
         Ok(directory)
     }
 
-    /// Opens the directory of a checkpoint that is the single file `name`. With `verify`, the integrity file of that
-    /// file is read, if there is one; [`integrity_beside`] returns its name. Symbolic links are followed.
-    pub(crate) fn open_beside(location: &Location, name: &str, verify: bool) -> Result<Self, FileError> {
+    /// Opens the directory of a checkpoint that is the single file `name`. With `verify`, the
+    /// integrity file of that file is read, if there is one; [`integrity_beside`] returns its name.
+    /// Symbolic links are followed.
+    pub(crate) fn open_beside(
+        location: &Location,
+        name: &str,
+        verify: bool,
+    ) -> Result<Self, FileError> {
         let mut directory = Self::open_unchecked(location, Links::Follow)?;
         let integrity = integrity_beside(name);
         if verify && directory.has(&integrity)? {
@@ -61,13 +67,21 @@ impl CheckedDirectory {
         Ok(directory)
     }
 
-    /// Opens a directory to read one of its files, which another program may have put there. The file is checked if the
-    /// directory's integrity file lists it.
-    pub(crate) fn open_for(location: &Location, name: &str, verify: bool) -> Result<Self, FileError> {
+    /// Opens a directory to read one of its files, which another program may have put there. The
+    /// file is checked if the directory's integrity file lists it.
+    pub(crate) fn open_for(
+        location: &Location,
+        name: &str,
+        verify: bool,
+    ) -> Result<Self, FileError> {
         let mut directory = Self::open(location, verify, Links::Refuse)?;
         let known = directory.integrity.take().map(|mut known| {
             known.hashes.retain(|file, _| file == name);
-            Known { digests: None, lineage: None, ..known }
+            Known {
+                digests: None,
+                lineage: None,
+                ..known
+            }
         });
         directory.integrity = known.filter(|known| !known.hashes.is_empty());
         Ok(directory)
@@ -75,24 +89,33 @@ impl CheckedDirectory {
 
     fn open_unchecked(location: &Location, links: Links) -> Result<Self, FileError> {
         let directory = location.storage().open(links)?;
-        Ok(CheckedDirectory { directory, integrity: None, files: Mutex::default(), bytes_read: Arc::default() })
+        Ok(CheckedDirectory {
+            directory,
+            integrity: None,
+            files: Mutex::default(),
+            bytes_read: Arc::default(),
+        })
     }
 
     /// Reads the integrity file of a directory.
     ///
-    /// In an object store several saves to one target may have left theirs, each under a name of its own. The right one
-    /// has the hash of the `.metadata` that was committed.
+    /// In an object store several saves to one target may have left theirs, each under a name of
+    /// its own. The right one has the hash of the `.metadata` that was committed.
     fn read_directory_integrity(&self) -> Result<Option<Known>, FileError> {
         if self.has(INTEGRITY_FILE)? {
             return Ok(Some(known(self.read_integrity(INTEGRITY_FILE)?)));
         }
         let mut names = self.names()?;
-        names.retain(|name| name.strip_prefix(INTEGRITY_FILE).is_some_and(|rest| rest.starts_with('-')));
+        names.retain(|name| {
+            name.strip_prefix(INTEGRITY_FILE)
+                .is_some_and(|rest| rest.starts_with('-'))
+        });
         let mut found = None;
         for name in &names {
             let integrity = self.read_integrity(name)?;
             let is_right = names.len() == 1 || self.covers_metadata(&integrity)?;
-            // If none is right, the last one is used, so that reading the `.metadata` fails with the right error.
+            // If none is right, the last one is used, so that reading the `.metadata` fails with
+            // the right error.
             found = Some(integrity);
             if is_right {
                 break;
@@ -106,19 +129,24 @@ impl CheckedDirectory {
         Integrity::decode(&bytes).map_err(|source| self.file_error(name, source))
     }
 
-    /// Returns `true` if an integrity file has the hash of the `.metadata` that is here, or none of a `.metadata`.
+    /// Returns `true` if an integrity file has the hash of the `.metadata` that is here, or none of
+    /// a `.metadata`.
     fn covers_metadata(&self, integrity: &Integrity) -> Result<bool, FileError> {
-        let Some(metadata) = integrity.files.get(METADATA_FILE) else { return Ok(true) };
+        let Some(metadata) = integrity.files.get(METADATA_FILE) else {
+            return Ok(true);
+        };
         let bytes = self.read_small(METADATA_FILE, MAX_PICKLE_BYTES)?;
         Ok(check(metadata, METADATA_FILE, &bytes).is_ok())
     }
 
-    /// Returns the number of threads that should read in place of each one that would read from a disk.
+    /// Returns the number of threads that should read in place of each one that would read from a
+    /// disk.
     pub(crate) fn threads_per_reader(&self) -> usize {
         self.directory.threads_per_reader()
     }
 
-    /// Returns `true` if its files are objects of an object store, so that each read of them comes over the network.
+    /// Returns `true` if its files are objects of an object store, so that each read of them comes
+    /// over the network.
     #[must_use]
     pub fn is_object_store(&self) -> bool {
         self.directory.is_object_store()
@@ -153,13 +181,17 @@ impl CheckedDirectory {
 
     /// Returns the files that the integrity file covers, sorted.
     pub(crate) fn covered(&self) -> Vec<String> {
-        let mut names: Vec<String> = self.integrity.iter().flat_map(|known| known.hashes.keys().cloned()).collect();
+        let mut names: Vec<String> = self
+            .integrity
+            .iter()
+            .flat_map(|known| known.hashes.keys().cloned())
+            .collect();
         names.sort();
         names
     }
 
-    /// Checks that all files that the integrity file lists exist. Some formats have no list of their files, so a
-    /// missing one would go unnoticed without this.
+    /// Checks that all files that the integrity file lists exist. Some formats have no list of
+    /// their files, so a missing one would go unnoticed without this.
     pub(crate) fn check_covered(&self) -> Result<(), FileError> {
         let mut missing = Vec::new();
         for name in self.covered() {
@@ -175,7 +207,10 @@ impl CheckedDirectory {
         if files.is_empty() {
             return Ok(());
         }
-        Err(FileError::MissingFiles { path: self.path().to_owned(), files })
+        Err(FileError::MissingFiles {
+            path: self.path().to_owned(),
+            files,
+        })
     }
 
     /// Returns the bytes that were read from its files so far.
@@ -188,17 +223,21 @@ impl CheckedDirectory {
     pub fn has(&self, relative: &str) -> Result<bool, FileError> {
         match self.directory.file(relative) {
             Ok(_) => Ok(true),
-            Err(FileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(false),
+            Err(FileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+                Ok(false)
+            }
             Err(error) => Err(error),
         }
     }
 
-    /// Returns the names of the entries directly in it, sorted; those that are not UTF-8 are left out.
+    /// Returns the names of the entries directly in it, sorted; those that are not UTF-8 are left
+    /// out.
     pub(crate) fn names(&self) -> Result<Vec<String>, FileError> {
         self.directory.names()
     }
 
-    /// Returns the names that [`CheckedDirectory::names`] leaves out, sorted, as messages show them.
+    /// Returns the names that [`CheckedDirectory::names`] leaves out, sorted, as messages show
+    /// them.
     pub(crate) fn names_not_utf8(&self) -> Result<Vec<String>, FileError> {
         self.directory.names_not_utf8()
     }
@@ -212,7 +251,13 @@ impl CheckedDirectory {
         let opened = self.directory.file(relative)?;
         let integrity = self.integrity_of(relative)?.cloned();
         let at_once = self.directory.bytes_per_read();
-        let file = Arc::new(CheckedFile::new(opened, at_once, relative, integrity, self.bytes_read.clone()));
+        let file = Arc::new(CheckedFile::new(
+            opened,
+            at_once,
+            relative,
+            integrity,
+            self.bytes_read.clone(),
+        ));
         if files.len() >= OPEN_FILES {
             files.clear();
         }
@@ -220,51 +265,89 @@ impl CheckedDirectory {
         Ok(file)
     }
 
-    /// Opens a file that another program may have put beside the checkpoint's own. It is checked if the integrity file
-    /// lists it.
+    /// Opens a file that another program may have put beside the checkpoint's own. It is checked if
+    /// the integrity file lists it.
     pub(crate) fn extra_file(&self, relative: &str) -> Result<CheckedFile, FileError> {
         let opened = self.directory.file(relative)?;
-        let integrity = self.integrity.as_ref().and_then(|known| known.hashes.get(relative)).cloned();
+        let integrity = self
+            .integrity
+            .as_ref()
+            .and_then(|known| known.hashes.get(relative))
+            .cloned();
         let at_once = self.directory.bytes_per_read();
-        Ok(CheckedFile::new(opened, at_once, relative, integrity, self.bytes_read.clone()))
+        Ok(CheckedFile::new(
+            opened,
+            at_once,
+            relative,
+            integrity,
+            self.bytes_read.clone(),
+        ))
     }
 
-    /// Reads a whole file of at most `limit` bytes, and checks it against the integrity file, if there is one.
+    /// Reads a whole file of at most `limit` bytes, and checks it against the integrity file, if
+    /// there is one.
     pub(crate) fn read_small(&self, relative: &str, limit: u64) -> Result<Vec<u8>, FileError> {
         let path = self.path().join(relative);
         let file = self.directory.file(relative)?;
         let length = file.len();
         if length > limit {
-            let source = FormatError::Limit { what: "file length", value: length, limit };
+            let source = FormatError::Limit {
+                what: "file length",
+                value: length,
+                limit,
+            };
             return Err(FileError::File { path, source });
         }
-        let bytes = read_whole(&*file, 0, length).map_err(|source| FileError::File { path, source })?;
+        let bytes =
+            read_whole(&*file, 0, length).map_err(|source| FileError::File { path, source })?;
         if let Some(integrity) = self.integrity_of(relative)? {
-            check(integrity, relative, &bytes).map_err(|source| self.file_error(relative, source))?;
+            check(integrity, relative, &bytes)
+                .map_err(|source| self.file_error(relative, source))?;
         }
         Ok(bytes)
     }
 
     /// Returns the error of a file from the reason.
     pub(crate) fn file_error(&self, relative: &str, source: FormatError) -> FileError {
-        FileError::File { path: self.path().join(relative), source }
+        FileError::File {
+            path: self.path().join(relative),
+            source,
+        }
     }
 
-    /// Returns the hashes of a file. Where there is an integrity file, a file that it does not list is an error.
+    /// Returns the hashes of a file. Where there is an integrity file, a file that it does not list
+    /// is an error.
     fn integrity_of(&self, relative: &str) -> Result<Option<&Arc<FileIntegrity>>, FileError> {
-        let Some(known) = &self.integrity else { return Ok(None) };
+        let Some(known) = &self.integrity else {
+            return Ok(None);
+        };
         if let Some(integrity) = known.hashes.get(relative) {
             return Ok(Some(integrity));
         }
         let reason = "the integrity file does not list it".to_owned();
-        Err(self.file_error(relative, FormatError::Malformed { what: "checkpoint", reason }))
+        Err(self.file_error(
+            relative,
+            FormatError::Malformed {
+                what: "checkpoint",
+                reason,
+            },
+        ))
     }
 }
 
-/// Converts the content of an integrity file into the form in which readers of its files can share the hashes.
+/// Converts the content of an integrity file into the form in which readers of its files can share
+/// the hashes.
 fn known(integrity: Integrity) -> Known {
-    let hashes = integrity.files.into_iter().map(|(path, file)| (path, Arc::new(file))).collect();
-    Known { hashes, digests: integrity.digests, lineage: integrity.lineage }
+    let hashes = integrity
+        .files
+        .into_iter()
+        .map(|(path, file)| (path, Arc::new(file)))
+        .collect();
+    Known {
+        hashes,
+        digests: integrity.digests,
+        lineage: integrity.lineage,
+    }
 }
 
 /// Checks a file that is in memory.
@@ -272,12 +355,20 @@ fn check(integrity: &FileIntegrity, name: &str, bytes: &[u8]) -> Result<(), Form
     let (length, expected) = (bytes.len() as u64, integrity.length());
     if expected != length {
         let (offset, end) = (length.min(expected), length.max(expected));
-        return Err(FormatError::Corrupt { file: name.to_owned(), offset, end });
+        return Err(FormatError::Corrupt {
+            file: name.to_owned(),
+            offset,
+            end,
+        });
     }
     for block in integrity.blocks() {
         let Range { start: offset, end } = block.range;
         if XxHash3_64::oneshot(&bytes[offset as usize..end as usize]) != block.hash {
-            return Err(FormatError::Corrupt { file: name.to_owned(), offset, end });
+            return Err(FormatError::Corrupt {
+                file: name.to_owned(),
+                offset,
+                end,
+            });
         }
     }
     Ok(())

@@ -24,7 +24,9 @@ pub struct CheckedFile {
 
 impl std::fmt::Debug for CheckedFile {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CheckedFile").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("CheckedFile")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
     }
 }
 
@@ -37,18 +39,29 @@ impl CheckedFile {
         integrity: Option<Arc<FileIntegrity>>,
         bytes_read: Arc<AtomicU64>,
     ) -> Self {
-        CheckedFile { file: file.into(), bytes_per_read, name: name.to_owned(), integrity, bytes_read }
+        CheckedFile {
+            file: file.into(),
+            bytes_per_read,
+            name: name.to_owned(),
+            integrity,
+            bytes_read,
+        }
     }
 
     /// Reads without checking.
     fn read(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
         self.file.read_exact_at(offset, dst)?;
-        self.bytes_read.fetch_add(dst.len() as u64, Ordering::Relaxed);
+        self.bytes_read
+            .fetch_add(dst.len() as u64, Ordering::Relaxed);
         Ok(())
     }
 
     fn corrupt(&self, range: Range<u64>) -> FormatError {
-        FormatError::Corrupt { file: self.name.clone(), offset: range.start, end: range.end }
+        FormatError::Corrupt {
+            file: self.name.clone(),
+            offset: range.start,
+            end: range.end,
+        }
     }
 
     /// Checks the bytes of a whole block.
@@ -61,15 +74,28 @@ impl CheckedFile {
 
     /// Returns the same file without its hashes, for bytes that are checked in another way.
     pub(crate) fn unchecked(&self) -> Self {
-        let (file, name, bytes_read) = (self.file.clone(), self.name.clone(), self.bytes_read.clone());
-        CheckedFile { file, bytes_per_read: self.bytes_per_read, name, integrity: None, bytes_read }
+        let (file, name, bytes_read) = (
+            self.file.clone(),
+            self.name.clone(),
+            self.bytes_read.clone(),
+        );
+        CheckedFile {
+            file,
+            bytes_per_read: self.bytes_per_read,
+            name,
+            integrity: None,
+            bytes_read,
+        }
     }
 
-    /// Cuts the file into parts of whole blocks, which [`verify`](Self::verify) can check on different threads. There
-    /// are none for a file without hashes. A file whose length is not that in the integrity file is an error.
+    /// Cuts the file into parts of whole blocks, which [`verify`](Self::verify) can check on
+    /// different threads. There are none for a file without hashes. A file whose length is not that
+    /// in the integrity file is an error.
     pub(crate) fn parts(&self) -> Result<Vec<Range<u64>>, FormatError> {
         const PART: u64 = 64 << 20;
-        let Some(integrity) = &self.integrity else { return Ok(Vec::new()) };
+        let Some(integrity) = &self.integrity else {
+            return Ok(Vec::new());
+        };
         let (length, expected) = (self.len(), integrity.length());
         if expected != length {
             return Err(self.corrupt(length.min(expected)..length.max(expected)));
@@ -85,18 +111,31 @@ impl CheckedFile {
         Ok(parts)
     }
 
-    /// Reads the whole file, and checks it against its hashes. The first block that differs is the error.
+    /// Reads the whole file, and checks it against its hashes. The first block that differs is the
+    /// error.
     pub(crate) fn verify_whole(&self) -> Result<(), FormatError> {
-        self.parts()?.into_iter().try_for_each(|part| self.verify(part, None))
+        self.parts()?
+            .into_iter()
+            .try_for_each(|part| self.verify(part, None))
     }
 
-    /// Reads and checks one of its [`parts`](Self::parts), a block at a time. Fails at the first block that does not
-    /// have its hash. `progress` is called with the number of bytes of each block that has been checked.
-    pub(crate) fn verify(&self, part: Range<u64>, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), FormatError> {
-        let Some(integrity) = &self.integrity else { return Ok(()) };
+    /// Reads and checks one of its [`parts`](Self::parts), a block at a time. Fails at the first
+    /// block that does not have its hash. `progress` is called with the number of bytes of each
+    /// block that has been checked.
+    pub(crate) fn verify(
+        &self,
+        part: Range<u64>,
+        progress: Option<&(dyn Fn(u64) + Sync)>,
+    ) -> Result<(), FormatError> {
+        let Some(integrity) = &self.integrity else {
+            return Ok(());
+        };
         let mut buffer = Vec::new();
         let mut at = part.start;
-        while let Some(block) = integrity.block_at(at).filter(|block| block.range.start < part.end) {
+        while let Some(block) = integrity
+            .block_at(at)
+            .filter(|block| block.range.start < part.end)
+        {
             at = block.range.end;
             buffer.resize((block.range.end - block.range.start) as usize, 0);
             self.read(block.range.start, &mut buffer)?;
@@ -108,8 +147,8 @@ impl CheckedFile {
         Ok(())
     }
 
-    /// Returns the whole blocks between `offset` and `end`, the first of which must begin at `offset`. They are at most
-    /// as many as are read at once, but at least one if there is any.
+    /// Returns the whole blocks between `offset` and `end`, the first of which must begin at
+    /// `offset`. They are at most as many as are read at once, but at least one if there is any.
     fn whole_blocks(&self, integrity: &FileIntegrity, offset: u64, end: u64) -> Vec<HashedBlock> {
         let mut blocks: Vec<HashedBlock> = Vec::new();
         let mut at = offset;
@@ -134,7 +173,9 @@ impl ReadAt for CheckedFile {
         if self.integrity.is_some() {
             return self.read_in_pieces(offset, dst, &mut |_, _| ());
         }
-        let end = offset.checked_add(dst.len() as u64).filter(|&end| end <= self.len());
+        let end = offset
+            .checked_add(dst.len() as u64)
+            .filter(|&end| end <= self.len());
         end.ok_or_else(|| beyond_the_end(offset, dst.len()))?;
         self.read(offset, dst)
     }
@@ -145,7 +186,9 @@ impl ReadAt for CheckedFile {
         mut dst: &mut [u8],
         seen: &mut dyn FnMut(usize, &[u8]),
     ) -> Result<(), FormatError> {
-        let end = offset.checked_add(dst.len() as u64).ok_or_else(|| beyond_the_end(offset, dst.len()))?;
+        let end = offset
+            .checked_add(dst.len() as u64)
+            .ok_or_else(|| beyond_the_end(offset, dst.len()))?;
         if end > self.len() {
             return Err(beyond_the_end(offset, dst.len()));
         }
@@ -159,7 +202,8 @@ impl ReadAt for CheckedFile {
             return Ok(());
         };
         while offset < end {
-            // Blocks that are wanted whole are read together, straight into their place, and then hashed one by one.
+            // Blocks that are wanted whole are read together, straight into their place, and then
+            // hashed one by one.
             let whole = self.whole_blocks(integrity, offset, end);
             if let Some(last) = whole.last() {
                 let (now, rest) = dst.split_at_mut((last.range.end - offset) as usize);
@@ -167,7 +211,8 @@ impl ReadAt for CheckedFile {
                 offset = last.range.end;
                 self.read(start, now)?;
                 for block in whole {
-                    let bytes = (block.range.start - start) as usize..(block.range.end - start) as usize;
+                    let bytes =
+                        (block.range.start - start) as usize..(block.range.end - start) as usize;
                     self.check(block, &now[bytes.clone()])?;
                     seen(done + bytes.start, &now[bytes]);
                 }
@@ -175,9 +220,11 @@ impl ReadAt for CheckedFile {
                 dst = rest;
                 continue;
             }
-            // A block that is wanted in part must be read whole, so that its hash can be checked. A byte that no hash
-            // covers was added later.
-            let block = integrity.block_at(offset).ok_or_else(|| self.corrupt(offset..self.len()))?;
+            // A block that is wanted in part must be read whole, so that its hash can be checked. A
+            // byte that no hash covers was added later.
+            let block = integrity
+                .block_at(offset)
+                .ok_or_else(|| self.corrupt(offset..self.len()))?;
             if block.range.end > self.len() {
                 return Err(self.corrupt(block.range));
             }
@@ -200,6 +247,9 @@ impl ReadAt for CheckedFile {
     }
 
     fn block_at(&self, offset: u64) -> Option<Range<u64>> {
-        self.integrity.as_ref()?.block_at(offset).map(|block| block.range)
+        self.integrity
+            .as_ref()?
+            .block_at(offset)
+            .map(|block| block.range)
     }
 }

@@ -6,11 +6,11 @@ use super::fs::Durable;
 use super::location::Location;
 use crate::error::FileError;
 
-/// Lists what crashed saves to `target` left: staging directories that nobody writes to any more, and old versions that
-/// were replaced but not removed.
+/// Lists what crashed saves to `target` left: staging directories that nobody writes to any more,
+/// and old versions that were replaced but not removed.
 ///
-/// For an object store the list is empty: leftovers disturb nobody there, and the next save to the same target removes
-/// them once it is committed.
+/// For an object store the list is empty: leftovers disturb nobody there, and the next save to the
+/// same target removes them once it is committed.
 ///
 /// # Errors
 /// A directory that cannot be listed.
@@ -26,9 +26,11 @@ pub fn clean_stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, FileErro
     target.into().storage().clean_stale(&Durable::new())
 }
 
-/// Puts the old checkpoint back where a crash in the middle of an overwrite left none. Returns `true` if it did.
+/// Puts the old checkpoint back where a crash in the middle of an overwrite left none. Returns
+/// `true` if it did.
 ///
-/// Only file systems that cannot exchange two directories need this, and every [`Durable::prepare`] does it.
+/// Only file systems that cannot exchange two directories need this, and every [`Durable::prepare`]
+/// does it.
 ///
 /// # Errors
 /// A directory that cannot be listed or renamed.
@@ -39,10 +41,12 @@ pub fn recover(target: impl Into<Location>) -> Result<bool, FileError> {
 impl Durable {
     /// Removes a checkpoint, unless a reader holds its lock. Returns `true` if it was removed.
     ///
-    /// A directory disappears in one step; a crash in the middle leaves a part of it under a name that [`stale`] lists.
-    /// Readers hold a shared lock on the directory; where locks do not work, nobody is known to read.
+    /// A directory disappears in one step; a crash in the middle leaves a part of it under a name
+    /// that [`stale`] lists. Readers hold a shared lock on the directory; where locks do not work,
+    /// nobody is known to read.
     ///
-    /// In an object store `.metadata` goes first. Readers are not known there: they find that the rest is missing.
+    /// In an object store `.metadata` goes first. Readers are not known there: they find that the
+    /// rest is missing.
     ///
     /// # Errors
     /// The errors of the storage.
@@ -50,12 +54,12 @@ impl Durable {
         target.into().storage().remove_checkpoint(self)
     }
 
-    /// Removes what a crashed save, or a removal that was interrupted, has left of a checkpoint in an object store.
-    /// Returns `true` if there was anything.
+    /// Removes what a crashed save, or a removal that was interrupted, has left of a checkpoint in
+    /// an object store. Returns `true` if there was anything.
     ///
-    /// Nothing is done where there is a `.metadata`, or an object whose name is not one of a save's own. Nothing is
-    /// done in a directory either, whose leftovers lie beside it ([`clean_stale`]). A save to this very target that is
-    /// in progress fails after this.
+    /// Nothing is done where there is a `.metadata`, or an object whose name is not one of a save's
+    /// own. Nothing is done in a directory either, whose leftovers lie beside it ([`clean_stale`]).
+    /// A save to this very target that is in progress fails after this.
     ///
     /// # Errors
     /// The errors of the store.

@@ -1,4 +1,5 @@
-//! The operations of a file system that checkpoints need: those of the operating system, or those of a test.
+//! The operations of a file system that checkpoints need: those of the operating system, or those
+//! of a test.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -10,8 +11,8 @@ use super::read_at::ReadAt;
 
 /// A file system: what holds the directories and files of checkpoints.
 ///
-/// Usually this is the file system of the operating system. A test can use its own, for example one that loses what was
-/// not synced.
+/// Usually this is the file system of the operating system. A test can use its own, for example one
+/// that loses what was not synced.
 pub trait FileSystem: fmt::Debug + Send + Sync {
     /// Returns what is at a path. With [`Links::Refuse`] a symbolic link is not followed.
     fn status(&self, path: &Path, links: Links) -> io::Result<Status>;
@@ -68,7 +69,8 @@ pub trait FileSystem: fmt::Debug + Send + Sync {
 
     /// Returns `true` if a directory, or a link to one, is at this path.
     fn is_directory(&self, path: &Path) -> bool {
-        self.status(path, Links::Follow).is_ok_and(|status| status.kind == EntryKind::Directory)
+        self.status(path, Links::Follow)
+            .is_ok_and(|status| status.kind == EntryKind::Directory)
     }
 }
 
@@ -88,8 +90,8 @@ pub enum EntryKind {
 pub enum Links {
     /// They are errors: the names come from a file that may be hostile.
     Refuse,
-    /// They are followed: the names come from the user, or from the directory itself (Hugging Face's cache is made of
-    /// links).
+    /// They are followed: the names come from the user, or from the directory itself (Hugging
+    /// Face's cache is made of links).
     Follow,
 }
 
@@ -131,10 +133,12 @@ pub enum LockKind {
 
 /// An open file or directory that can be locked. Its lock is held until it is dropped.
 pub trait Lockable: fmt::Debug + Send + Sync {
-    /// Takes the lock. Returns `false` if somebody else holds it. An error says that locks do not work here.
+    /// Takes the lock. Returns `false` if somebody else holds it. An error says that locks do not
+    /// work here.
     fn try_lock(&self, kind: LockKind) -> io::Result<bool>;
 
-    /// Waits until nobody else holds the lock, and takes it alone. An error says that locks do not work here.
+    /// Waits until nobody else holds the lock, and takes it alone. An error says that locks do not
+    /// work here.
     fn lock(&self) -> io::Result<()>;
 
     /// Returns the numbers by which the file system knows it.
@@ -143,7 +147,8 @@ pub trait Lockable: fmt::Debug + Send + Sync {
 
 /// A directory that is held open, wherever it is moved meanwhile.
 pub trait OpenDirectory: Lockable {
-    /// Opens a regular file below the directory, by the parts of its path, none of which leads upwards.
+    /// Opens a regular file below the directory, by the parts of its path, none of which leads
+    /// upwards.
     fn file(&self, parts: &[&str], links: Links) -> Result<Box<dyn ReadAt>, OpenError>;
 }
 

@@ -57,13 +57,18 @@ pub struct Durable {
 
 impl Default for Durable {
     fn default() -> Self {
-        Durable { hook: None, files: Arc::new(OperatingSystem) }
+        Durable {
+            hook: None,
+            files: Arc::new(OperatingSystem),
+        }
     }
 }
 
 impl fmt::Debug for Durable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Durable").field("hook", &self.hook.is_some()).finish()
+        f.debug_struct("Durable")
+            .field("hook", &self.hook.is_some())
+            .finish()
     }
 }
 
@@ -77,12 +82,18 @@ impl Durable {
     /// Returns durable storage whose every step the hook watches.
     #[must_use]
     pub fn with_hook(hook: Arc<dyn StepHook>) -> Self {
-        Durable { hook: Some(hook), ..Self::default() }
+        Durable {
+            hook: Some(hook),
+            ..Self::default()
+        }
     }
 
     /// Returns the same in another file system.
     pub(super) fn within(&self, files: &Arc<dyn FileSystem>) -> Self {
-        Durable { hook: self.hook.clone(), files: files.clone() }
+        Durable {
+            hook: self.hook.clone(),
+            files: files.clone(),
+        }
     }
 
     /// Returns the file system that it works on.
@@ -112,39 +123,52 @@ impl Durable {
         .entered();
         let outcome = match &self.hook {
             None => run(),
-            Some(hook) => hook.before(step, path).and_then(|()| run()).and_then(|done| {
-                hook.after(step, path)?;
-                Ok(done)
-            }),
+            Some(hook) => hook
+                .before(step, path)
+                .and_then(|()| run())
+                .and_then(|done| {
+                    hook.after(step, path)?;
+                    Ok(done)
+                }),
         };
         outcome.map_err(FileError::io(operation, path))
     }
 
     /// Creates one directory, whose parent must exist. Returns `false` if it existed already.
     pub(super) fn create_directory(&self, path: &Path) -> Result<bool, FileError> {
-        self.step(Step::CreateDirectory, "create the directory", path, || match self.files.create_directory(path) {
-            Ok(()) => Ok(true),
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
-            Err(error) => Err(error),
-        })
+        self.step(
+            Step::CreateDirectory,
+            "create the directory",
+            path,
+            || match self.files.create_directory(path) {
+                Ok(()) => Ok(true),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+                Err(error) => Err(error),
+            },
+        )
     }
 
-    /// Creates a directory and its missing parents, each durably: what is saved in it later is not lost with its name.
+    /// Creates a directory and its missing parents, each durably: what is saved in it later is not
+    /// lost with its name.
     ///
-    /// Directories that exist already are made durable too: a process may have made one and ended before it synced it.
+    /// Directories that exist already are made durable too: a process may have made one and ended
+    /// before it synced it.
     ///
     /// # Errors
     /// [`FileError::Io`].
     pub fn create_directories(&self, path: &Path) -> Result<(), FileError> {
         // A relative path ends with an empty one, and an absolute one with the root.
-        let Some(parent) = path.parent() else { return Ok(()) };
+        let Some(parent) = path.parent() else {
+            return Ok(());
+        };
         self.create_directories(parent)?;
         let is_there = self.files.is_directory(path);
         if !is_there {
             self.create_directory(path)?;
         }
         match self.sync_directory(parent_of(path)) {
-            // The directory existed before, and it is somebody else's, or its file system has no syncs.
+            // The directory existed before, and it is somebody else's, or its file system has no
+            // syncs.
             Err(FileError::Io { source, .. }) if is_there && is_refused(&source) => Ok(()),
             synced => synced,
         }
@@ -152,19 +176,34 @@ impl Durable {
 
     /// Creates a file that must not exist.
     pub(super) fn create_file(&self, path: &Path) -> Result<Box<dyn NewFile>, FileError> {
-        self.step(Step::CreateFile, "create", path, || self.files.create_file(path))
+        self.step(Step::CreateFile, "create", path, || {
+            self.files.create_file(path)
+        })
     }
 
     /// Gives a new file its full length, so that a full disk is found before the writing.
-    pub(super) fn preallocate(&self, file: &dyn NewFile, path: &Path, length: u64) -> Result<(), FileError> {
+    pub(super) fn preallocate(
+        &self,
+        file: &dyn NewFile,
+        path: &Path,
+        length: u64,
+    ) -> Result<(), FileError> {
         if length == 0 {
             return Ok(());
         }
-        self.step(Step::Preallocate, "allocate space for", path, || file.allocate(length))
+        self.step(Step::Preallocate, "allocate space for", path, || {
+            file.allocate(length)
+        })
     }
 
     /// Writes bytes at a position of a file.
-    pub(super) fn write_at(&self, file: &dyn NewFile, path: &Path, offset: u64, bytes: &[u8]) -> Result<(), FileError> {
+    pub(super) fn write_at(
+        &self,
+        file: &dyn NewFile,
+        path: &Path,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<(), FileError> {
         self.step(Step::Write, "write", path, || file.write_at(offset, bytes))
     }
 
@@ -175,15 +214,22 @@ impl Durable {
 
     /// Fsyncs a directory, which makes the names in it durable.
     pub(super) fn sync_directory(&self, path: &Path) -> Result<(), FileError> {
-        self.step(Step::SyncDirectory, "sync the directory", path, || self.files.sync_directory(path))
+        self.step(Step::SyncDirectory, "sync the directory", path, || {
+            self.files.sync_directory(path)
+        })
     }
 
-    /// Renames to a place where nothing is. If something is there, it stays, and the error is [`FileError::Exists`].
+    /// Renames to a place where nothing is. If something is there, it stays, and the error is
+    /// [`FileError::Exists`].
     pub(super) fn rename_new(&self, from: &Path, to: &Path) -> Result<(), FileError> {
-        let renamed = self.step(Step::Rename, "rename to", to, || self.files.rename_new(from, to));
+        let renamed = self.step(Step::Rename, "rename to", to, || {
+            self.files.rename_new(from, to)
+        });
         match renamed {
             Err(FileError::Io { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => {
-                Err(FileError::Exists { path: to.to_owned() })
+                Err(FileError::Exists {
+                    path: to.to_owned(),
+                })
             }
             other => other,
         }
@@ -191,13 +237,19 @@ impl Durable {
 
     /// Renames a file over whatever file is there.
     pub(super) fn rename_over(&self, from: &Path, to: &Path) -> Result<(), FileError> {
-        self.step(Step::Rename, "rename to", to, || self.files.rename_over(from, to))
+        self.step(Step::Rename, "rename to", to, || {
+            self.files.rename_over(from, to)
+        })
     }
 
     /// Exchanges two paths in one step. Returns `false` if the file system cannot do that.
     pub(super) fn exchange(&self, a: &Path, b: &Path) -> Result<bool, FileError> {
-        let exchanged =
-            self.step(Step::Exchange, "put the new checkpoint in place of", b, || self.files.exchange(a, b));
+        let exchanged = self.step(
+            Step::Exchange,
+            "put the new checkpoint in place of",
+            b,
+            || self.files.exchange(a, b),
+        );
         match exchanged {
             Ok(()) => Ok(true),
             Err(FileError::Io { source, .. }) if is_unsupported(&source) => Ok(false),
@@ -207,28 +259,37 @@ impl Durable {
 
     /// Removes a file.
     pub(super) fn remove_file(&self, path: &Path) -> Result<(), FileError> {
-        self.step(Step::Remove, "remove", path, || self.files.remove_file(path))
+        self.step(Step::Remove, "remove", path, || {
+            self.files.remove_file(path)
+        })
     }
 
     /// Removes a directory with all that it holds.
     pub(super) fn remove_directory(&self, path: &Path) -> Result<(), FileError> {
-        self.step(Step::Remove, "remove", path, || match self.files.remove_directory(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            other => other,
+        self.step(Step::Remove, "remove", path, || {
+            match self.files.remove_directory(path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+                other => other,
+            }
         })
     }
 }
 
 /// Returns `true` if the operation is not for this process, or not for this file system.
 fn is_refused(error: &io::Error) -> bool {
-    let kinds = [io::ErrorKind::PermissionDenied, io::ErrorKind::ReadOnlyFilesystem];
+    let kinds = [
+        io::ErrorKind::PermissionDenied,
+        io::ErrorKind::ReadOnlyFilesystem,
+    ];
     kinds.contains(&error.kind()) || is_unsupported(error)
 }
 
 /// Returns `true` if the file system does not know the operation.
 fn is_unsupported(error: &io::Error) -> bool {
     let codes = [Errno::INVAL, Errno::NOSYS, Errno::OPNOTSUPP];
-    error.raw_os_error().is_some_and(|code| codes.iter().any(|errno| errno.raw_os_error() == code))
+    error
+        .raw_os_error()
+        .is_some_and(|code| codes.iter().any(|errno| errno.raw_os_error() == code))
 }
 
 /// Returns the directory that a path lies in: the current one for a bare name.
@@ -239,12 +300,17 @@ pub(super) fn parent_of(path: &Path) -> &Path {
     }
 }
 
-/// Returns the directory that `target` lies in, and the prefix of the names there that belong to it: `.NAME.`.
+/// Returns the directory that `target` lies in, and the prefix of the names there that belong to
+/// it: `.NAME.`.
 pub(super) fn staging_prefix(target: &Path) -> Result<(PathBuf, String), FileError> {
-    let name = target.file_name().and_then(|name| name.to_str()).ok_or_else(|| {
-        let error = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no name in UTF-8");
-        FileError::io("write to", target)(error)
-    })?;
+    let name = target
+        .file_name()
+        .and_then(|name| name.to_str())
+        .ok_or_else(|| {
+            let error =
+                std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no name in UTF-8");
+            FileError::io("write to", target)(error)
+        })?;
     Ok((parent_of(target).to_owned(), format!(".{name}.")))
 }
 

@@ -1,8 +1,9 @@
-//! The integrity file: hashes of every byte of a checkpoint, in blocks small enough to check partial reads; and the
-//! digests of the tensors and values that the bytes are, however they are cut.
+//! The integrity file: hashes of every byte of a checkpoint, in blocks small enough to check
+//! partial reads; and the digests of the tensors and values that the bytes are, however they are
+//! cut.
 //!
-//! It lies beside `.metadata`, torch ignores it, and foreign checkpoints have none. It is text, one JSON value per
-//! line:
+//! It lies beside `.metadata`, torch ignores it, and foreign checkpoints have none. It is text, one
+//! JSON value per line:
 //!
 //! ```text
 //! {"format":"fsdp-integrity","version":2,"hash":"xxh3-64","files":2}
@@ -12,13 +13,15 @@
 //! {"xxh3_128":"…"}
 //! ```
 //!
-//! Each file is cut into *segments* that follow each other without a gap. Each large tensor payload has a segment of
-//! its own, so that its first block begins where the payload does. A segment `[length, block, hashes]` has one xxh3-64
-//! for each `block` bytes of it (the last block may be shorter). Blocks are about a 128th of a payload, at least 16 KiB
-//! and at most 1 MiB, so that reading a part of a chunk costs little more than that part.
+//! Each file is cut into *segments* that follow each other without a gap. Each large tensor payload
+//! has a segment of its own, so that its first block begins where the payload does. A segment
+//! `[length, block, hashes]` has one xxh3-64 for each `block` bytes of it (the last block may be
+//! shorter). Blocks are about a 128th of a payload, at least 16 KiB and at most 1 MiB, so that
+//! reading a part of a chunk costs little more than that part.
 //!
-//! The line of digests ([`StateDigest`]) came with version 2; a file without it has version 1. Before the digests it
-//! may have the place of the checkpoint in its run ([`Lineage`]). The last line is a hash of all bytes before it.
+//! The line of digests ([`StateDigest`]) came with version 2; a file without it has version 1.
+//! Before the digests it may have the place of the checkpoint in its run ([`Lineage`]). The last
+//! line is a hash of all bytes before it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -52,10 +55,13 @@ const SMALLEST_BLOCK: u64 = 16 << 10;
 /// Bytes of the largest block.
 const LARGEST_BLOCK: u64 = 1 << 20;
 
-/// Returns the length in bytes of the blocks into which a segment of this length is divided for hashing.
+/// Returns the length in bytes of the blocks into which a segment of this length is divided for
+/// hashing.
 #[must_use]
 pub(crate) fn block_length(segment: u64) -> u64 {
-    (segment / 128).next_power_of_two().clamp(SMALLEST_BLOCK, LARGEST_BLOCK)
+    (segment / 128)
+        .next_power_of_two()
+        .clamp(SMALLEST_BLOCK, LARGEST_BLOCK)
 }
 
 /// The hashes of a whole checkpoint, by file (relative to its directory).
@@ -103,7 +109,10 @@ impl FileIntegrity {
 
     /// Returns about how many bytes it takes to send this.
     pub(crate) fn wire_bytes(&self) -> u64 {
-        self.segments.iter().map(|segment| 32 + segment.hashes.len() as u64 * 8).sum()
+        self.segments
+            .iter()
+            .map(|segment| 32 + segment.hashes.len() as u64 * 8)
+            .sum()
     }
 
     /// Appends a segment: its length, its block length, and a hash for each block.
@@ -112,20 +121,35 @@ impl FileIntegrity {
             return;
         }
         debug_assert_eq!(hashes.len() as u64, length.div_ceil(block));
-        self.segments.push(Segment { offset: self.length, length, block, hashes });
+        self.segments.push(Segment {
+            offset: self.length,
+            length,
+            block,
+            hashes,
+        });
         self.length += length;
     }
 
     /// Appends a segment of these bytes.
     pub fn push_bytes(&mut self, bytes: &[u8]) {
         let block = block_length(bytes.len() as u64);
-        self.push(bytes.len() as u64, block, bytes.chunks(block as usize).map(XxHash3_64::oneshot).collect());
+        self.push(
+            bytes.len() as u64,
+            block,
+            bytes
+                .chunks(block as usize)
+                .map(XxHash3_64::oneshot)
+                .collect(),
+        );
     }
 
     /// Returns the block around this position.
     #[must_use]
     pub fn block_at(&self, offset: u64) -> Option<HashedBlock> {
-        let index = self.segments.partition_point(|segment| segment.offset <= offset).checked_sub(1)?;
+        let index = self
+            .segments
+            .partition_point(|segment| segment.offset <= offset)
+            .checked_sub(1)?;
         let segment = self.segments.get(index)?;
         let within = offset - segment.offset;
         if within >= segment.length {
@@ -134,7 +158,10 @@ impl FileIntegrity {
         let block = within / segment.block;
         let start = segment.offset + block * segment.block;
         let end = (start + segment.block).min(segment.offset + segment.length);
-        Some(HashedBlock { range: start..end, hash: *segment.hashes.get(block as usize)? })
+        Some(HashedBlock {
+            range: start..end,
+            hash: *segment.hashes.get(block as usize)?,
+        })
     }
 
     /// Returns all blocks in order.
@@ -197,16 +224,23 @@ fn digits_of(hashes: &[u64]) -> String {
 
 /// Returns the hashes in a text that [`digits_of`] made.
 fn hashes_of(digits: &str) -> Result<Vec<u64>, FormatError> {
-    let bytes = hex_simd::decode_to_vec(digits).map_err(|_| malformed("a hash is not of hexadecimal digits"))?;
+    let bytes = hex_simd::decode_to_vec(digits)
+        .map_err(|_| malformed("a hash is not of hexadecimal digits"))?;
     let (hashes, rest) = bytes.as_chunks();
     if !rest.is_empty() {
         return Err(malformed("a hash is cut short"));
     }
-    Ok(hashes.iter().map(|&hash| u64::from_be_bytes(hash)).collect())
+    Ok(hashes
+        .iter()
+        .map(|&hash| u64::from_be_bytes(hash))
+        .collect())
 }
 
 fn malformed(reason: impl ToString) -> FormatError {
-    FormatError::Malformed { what: "integrity file", reason: reason.to_string() }
+    FormatError::Malformed {
+        what: "integrity file",
+        reason: reason.to_string(),
+    }
 }
 
 impl Integrity {
@@ -215,22 +249,48 @@ impl Integrity {
         let mut out = Vec::new();
         let header = Header {
             format: "fsdp-integrity".into(),
-            version: if self.digests.is_some() { INTEGRITY_VERSION } else { WITHOUT_DIGESTS },
+            version: if self.digests.is_some() {
+                INTEGRITY_VERSION
+            } else {
+                WITHOUT_DIGESTS
+            },
             hash: "xxh3-64".into(),
             files: self.files.len(),
         };
         put_line(&mut out, &header)?;
         for (path, file) in &self.files {
-            let digits: Vec<String> = file.segments.iter().map(|segment| digits_of(&segment.hashes)).collect();
+            let digits: Vec<String> = file
+                .segments
+                .iter()
+                .map(|segment| digits_of(&segment.hashes))
+                .collect();
             let segments = file.segments.iter().zip(&digits);
-            let segments = segments.map(|(segment, digits)| (segment.length, segment.block, digits.as_str())).collect();
-            put_line(&mut out, &FileLine { path: path.clone(), length: file.length, segments })?;
+            let segments = segments
+                .map(|(segment, digits)| (segment.length, segment.block, digits.as_str()))
+                .collect();
+            put_line(
+                &mut out,
+                &FileLine {
+                    path: path.clone(),
+                    length: file.length,
+                    segments,
+                },
+            )?;
         }
         if let Some(digests) = &self.digests {
             let (root, lineage) = (digests.root(), self.lineage.clone());
-            put_line(&mut out, &DigestLine { root, lineage, digests: digests.clone() })?;
+            put_line(
+                &mut out,
+                &DigestLine {
+                    root,
+                    lineage,
+                    digests: digests.clone(),
+                },
+            )?;
         }
-        let footer = Footer { xxh3_128: format!("{:032x}", XxHash3_128::oneshot(&out)) };
+        let footer = Footer {
+            xxh3_128: format!("{:032x}", XxHash3_128::oneshot(&out)),
+        };
         put_line(&mut out, &footer)?;
         Ok(out)
     }
@@ -239,20 +299,38 @@ impl Integrity {
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
         if bytes.len() as u64 > MAX_INTEGRITY_BYTES {
             let (value, limit) = (bytes.len() as u64, MAX_INTEGRITY_BYTES);
-            return Err(FormatError::Limit { what: "integrity file length", value, limit });
+            return Err(FormatError::Limit {
+                what: "integrity file length",
+                value,
+                limit,
+            });
         }
         // The last line is checked first: nothing else is believed before its hash.
-        let body = bytes.strip_suffix(b"\n").ok_or_else(|| malformed("it is cut short"))?;
-        let footer_at = body.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+        let body = bytes
+            .strip_suffix(b"\n")
+            .ok_or_else(|| malformed("it is cut short"))?;
+        let footer_at = body
+            .iter()
+            .rposition(|&byte| byte == b'\n')
+            .map_or(0, |at| at + 1);
         let (before, footer) = body.split_at(footer_at);
         let footer: Footer = serde_json::from_slice(footer).map_err(malformed)?;
         if footer.xxh3_128 != format!("{:032x}", XxHash3_128::oneshot(before)) {
-            return Err(malformed("its own hash differs: it was damaged, or changed by hand"));
+            return Err(malformed(
+                "its own hash differs: it was damaged, or changed by hand",
+            ));
         }
         let mut lines = before.split(|&byte| byte == b'\n');
-        let header: Header = serde_json::from_slice(lines.next().unwrap_or_default()).map_err(malformed)?;
-        if header.format != "fsdp-integrity" || header.version > INTEGRITY_VERSION || header.hash != "xxh3-64" {
-            let what = format!("integrity file version {} with hash `{}`", header.version, header.hash);
+        let header: Header =
+            serde_json::from_slice(lines.next().unwrap_or_default()).map_err(malformed)?;
+        if header.format != "fsdp-integrity"
+            || header.version > INTEGRITY_VERSION
+            || header.hash != "xxh3-64"
+        {
+            let what = format!(
+                "integrity file version {} with hash `{}`",
+                header.version, header.hash
+            );
             return Err(FormatError::Unsupported { what });
         }
         let mut lines = lines.filter(|line| !line.is_empty());
@@ -265,7 +343,11 @@ impl Integrity {
                 if !sane || digits.len() as u64 != length.div_ceil(block).saturating_mul(16) {
                     return Err(malformed("a segment's lengths do not fit its hashes"));
                 }
-                if file.length.checked_add(length).is_none_or(|end| end > line.length) {
+                if file
+                    .length
+                    .checked_add(length)
+                    .is_none_or(|end| end > line.length)
+                {
                     return Err(malformed("the segments are longer than their file"));
                 }
                 file.push(length, block, hashes_of(digits)?);
@@ -282,7 +364,8 @@ impl Integrity {
         }
         let (mut digests, mut lineage) = (None, None);
         if header.version > WITHOUT_DIGESTS {
-            let line: DigestLine = serde_json::from_slice(lines.next().unwrap_or_default()).map_err(malformed)?;
+            let line: DigestLine =
+                serde_json::from_slice(lines.next().unwrap_or_default()).map_err(malformed)?;
             if line.root != line.digests.root() {
                 return Err(malformed("the digest of all is not that of the digests"));
             }
@@ -291,7 +374,11 @@ impl Integrity {
         if lines.next().is_some() {
             return Err(malformed("the number of files is wrong"));
         }
-        Ok(Integrity { files, digests, lineage })
+        Ok(Integrity {
+            files,
+            digests,
+            lineage,
+        })
     }
 }
 
@@ -309,14 +396,32 @@ mod tests {
         data.push_bytes(b"tail");
         let mut metadata = FileIntegrity::default();
         metadata.push_bytes(b"metadata");
-        let files = [(".metadata".to_owned(), metadata), ("__0_0.distcp".to_owned(), data)].into();
-        let parent = Some(Parent { step: 7, digest: digests().root() });
-        let lineage = Lineage { step: 8, parent, config: Some("c".to_owned()), data: None };
-        Integrity { files, digests: Some(digests()), lineage: Some(lineage) }
+        let files = [
+            (".metadata".to_owned(), metadata),
+            ("__0_0.distcp".to_owned(), data),
+        ]
+        .into();
+        let parent = Some(Parent {
+            step: 7,
+            digest: digests().root(),
+        });
+        let lineage = Lineage {
+            step: 8,
+            parent,
+            config: Some("c".to_owned()),
+            data: None,
+        };
+        Integrity {
+            files,
+            digests: Some(digests()),
+            lineage: Some(lineage),
+        }
     }
 
     fn digests() -> StateDigest {
-        [("step".to_owned(), Digest::of_value(&PlainValue::Int(1)))].into_iter().collect()
+        [("step".to_owned(), Digest::of_value(&PlainValue::Int(1)))]
+            .into_iter()
+            .collect()
     }
 
     #[test]
@@ -330,10 +435,21 @@ mod tests {
         assert_eq!(file.length(), 4 + (5 << 20) + 4);
         assert_eq!(file.block_at(3).unwrap().range, 0..4);
         assert_eq!(file.block_at(4).unwrap().range, 4..4 + block);
-        assert_eq!(file.block_at(4 + block).unwrap().range, 4 + block..4 + 2 * block);
-        assert_eq!(file.block_at(file.length() - 1).unwrap().range, file.length() - 4..file.length());
+        assert_eq!(
+            file.block_at(4 + block).unwrap().range,
+            4 + block..4 + 2 * block
+        );
+        assert_eq!(
+            file.block_at(file.length() - 1).unwrap().range,
+            file.length() - 4..file.length()
+        );
         assert_eq!(file.block_at(file.length()), None);
-        assert_eq!(file.blocks().map(|block| block.range.end - block.range.start).sum::<u64>(), file.length());
+        assert_eq!(
+            file.blocks()
+                .map(|block| block.range.end - block.range.start)
+                .sum::<u64>(),
+            file.length()
+        );
         assert_eq!(file.blocks().count(), 2 + 80);
     }
 
@@ -353,7 +469,10 @@ mod tests {
             assert!(decoded.is_err(), "bit {bit}");
         }
         for end in 0..bytes.len() {
-            assert!(Integrity::decode(&bytes[..end]).is_err(), "prefix of {end} bytes");
+            assert!(
+                Integrity::decode(&bytes[..end]).is_err(),
+                "prefix of {end} bytes"
+            );
         }
     }
 
@@ -361,15 +480,25 @@ mod tests {
     fn files_of_version_1_are_read_and_later_ones_refused() {
         // A file of before there were digests.
         let before = |version: u32| {
-            let header =
-                format!("{{\"format\":\"fsdp-integrity\",\"version\":{version},\"hash\":\"xxh3-64\",\"files\":1}}\n");
-            let body = format!("{header}{{\"path\":\"a\",\"length\":5,\"segments\":[[5,16384,\"{:016x}\"]]}}\n", 7);
-            format!("{body}{{\"xxh3_128\":\"{:032x}\"}}\n", XxHash3_128::oneshot(body.as_bytes()))
+            let header = format!(
+                "{{\"format\":\"fsdp-integrity\",\"version\":{version},\"hash\":\"xxh3-64\",\"files\":1}}\n"
+            );
+            let body = format!(
+                "{header}{{\"path\":\"a\",\"length\":5,\"segments\":[[5,16384,\"{:016x}\"]]}}\n",
+                7
+            );
+            format!(
+                "{body}{{\"xxh3_128\":\"{:032x}\"}}\n",
+                XxHash3_128::oneshot(body.as_bytes())
+            )
         };
         let read = Integrity::decode(before(1).as_bytes()).unwrap();
         assert_eq!((read.digests.clone(), read.files["a"].length()), (None, 5));
         assert_eq!(read.encode().unwrap(), before(1).into_bytes());
         assert!(Integrity::decode(before(2).as_bytes()).is_err());
-        assert!(matches!(Integrity::decode(before(3).as_bytes()), Err(FormatError::Unsupported { .. })));
+        assert!(matches!(
+            Integrity::decode(before(3).as_bytes()),
+            Err(FormatError::Unsupported { .. })
+        ));
     }
 }

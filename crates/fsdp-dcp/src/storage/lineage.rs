@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 pub struct Lineage {
     /// Steps done when it was saved.
     pub step: u64,
-    /// The checkpoint that the run had saved or loaded before; `None` for the first one of a run that began anew.
+    /// The checkpoint that the run had saved or loaded before; `None` for the first one of a run
+    /// that began anew.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<Parent>,
     /// A text that stands for the configuration of the run: the same for the same configuration.
@@ -31,10 +32,14 @@ pub struct Parent {
 }
 
 impl Parent {
-    /// Returns the parent that was saved after `step` steps and has this digest; `None` if either is not known.
+    /// Returns the parent that was saved after `step` steps and has this digest; `None` if either
+    /// is not known.
     #[must_use]
     pub fn of(step: Option<u64>, digest: Option<Digest>) -> Option<Self> {
-        Some(Parent { step: step?, digest: digest? })
+        Some(Parent {
+            step: step?,
+            digest: digest?,
+        })
     }
 }
 

@@ -16,8 +16,8 @@ use crate::error::{FileError, FormatError, LocationError};
 
 /// The place of a checkpoint, or of a directory of checkpoints.
 ///
-/// It is made from a path or a URL. That opens and checks nothing; an error in the URL is returned by the first
-/// operation on the location.
+/// It is made from a path or a URL. That opens and checks nothing; an error in the URL is returned
+/// by the first operation on the location.
 ///
 /// | URL | is |
 /// |---|---|
@@ -26,8 +26,8 @@ use crate::error::{FileError, FormatError, LocationError};
 /// | `gs://BUCKET/PREFIX` | Google Cloud Storage; settings from `GOOGLE_*` |
 /// | `az://CONTAINER/PREFIX` | Azure Blob Storage; settings from `AZURE_STORAGE_*` |
 ///
-/// Object stores need the cargo feature `object-store`. A URL is taken literally: `%20` in it is three characters of a
-/// key. Credentials come from the environment, never from the URL.
+/// Object stores need the cargo feature `object-store`. A URL is taken literally: `%20` in it is
+/// three characters of a key. Credentials come from the environment, never from the URL.
 ///
 /// ```
 /// use std::path::Path;
@@ -48,18 +48,19 @@ type Settings = Vec<(String, String)>;
 
 #[cfg(feature = "object-store")]
 impl Location {
-    /// Makes the location of a URL in an object store, with settings that take precedence over those of the
-    /// environment. Their names are those of [`object_store`]: `aws_endpoint`, `aws_access_key_id`,
-    /// `google_service_account`, ...
+    /// Makes the location of a URL in an object store, with settings that take precedence over
+    /// those of the environment. Their names are those of [`object_store`]: `aws_endpoint`,
+    /// `aws_access_key_id`, `google_service_account`, ...
     #[must_use]
     pub fn with_settings(url: &str, settings: impl IntoIterator<Item = (String, String)>) -> Self {
-        Self::from_url(url, settings.into_iter().collect()).unwrap_or_else(|| Self::from_path(url.into()))
+        Self::from_url(url, settings.into_iter().collect())
+            .unwrap_or_else(|| Self::from_path(url.into()))
     }
 
     /// Makes the location of a prefix in an object store that the caller has set up.
     ///
-    /// `name` is the name of the store in messages, for example its URL. A client with TLS needs a cryptography
-    /// provider, which the caller must install ([`rustls`]' `install_default`).
+    /// `name` is the name of the store in messages, for example its URL. A client with TLS needs a
+    /// cryptography provider, which the caller must install ([`rustls`]' `install_default`).
     #[must_use]
     pub fn with_store(store: Arc<dyn super::object::Store>, name: &str, prefix: &str) -> Self {
         let name = PathBuf::from(name).join(prefix);
@@ -67,23 +68,35 @@ impl Location {
             return Self::unusable(name, LocationError::Key);
         }
         let bucket = Arc::new(super::object::Bucket::new(store));
-        Location { storage: Arc::new(super::object::ObjectStorage::new(bucket, prefix.to_owned(), name)) }
+        Location {
+            storage: Arc::new(super::object::ObjectStorage::new(
+                bucket,
+                prefix.to_owned(),
+                name,
+            )),
+        }
     }
 }
 
 impl Location {
     fn from_path(path: PathBuf) -> Self {
-        Location { storage: Arc::new(LocalStorage::new(path)) }
+        Location {
+            storage: Arc::new(LocalStorage::new(path)),
+        }
     }
 
     /// Makes the location of a path in a file system that the caller implements.
     #[must_use]
     pub fn within(files: Arc<dyn FileSystem>, path: impl Into<PathBuf>) -> Self {
-        Location { storage: Arc::new(LocalStorage::within(files, path.into())) }
+        Location {
+            storage: Arc::new(LocalStorage::within(files, path.into())),
+        }
     }
 
     fn unusable(name: PathBuf, reason: LocationError) -> Self {
-        Location { storage: Arc::new(UnusableUrl { name, reason }) }
+        Location {
+            storage: Arc::new(UnusableUrl { name, reason }),
+        }
     }
 
     /// Makes a location of a storage that a test brings.
@@ -101,7 +114,11 @@ impl Location {
         let (authority, key) = rest.split_once('/').unwrap_or((rest, ""));
         // The name for messages leaves out what might be a secret: a user name, and a query.
         let shown_authority = authority.rsplit('@').next().unwrap_or_default();
-        let shown_key = key.split('?').next().unwrap_or_default().trim_end_matches('/');
+        let shown_key = key
+            .split('?')
+            .next()
+            .unwrap_or_default()
+            .trim_end_matches('/');
         let shown = match shown_key {
             "" => format!("{scheme}://{shown_authority}"),
             key => format!("{scheme}://{shown_authority}/{key}"),
@@ -125,7 +142,9 @@ impl Location {
         if !is_key(shown_key) {
             return Some(Self::unusable(name, LocationError::Key));
         }
-        Some(Location { storage: object_storage(scheme, authority, shown_key, name, settings) })
+        Some(Location {
+            storage: object_storage(scheme, authority, shown_key, name, settings),
+        })
     }
 
     /// Returns the storage through which this location is read and written.
@@ -148,16 +167,30 @@ impl Location {
     /// Returns the location of this name below this one.
     #[must_use]
     pub fn join(&self, below: impl AsRef<str>) -> Location {
-        Location { storage: self.storage.child(below.as_ref()) }
+        Location {
+            storage: self.storage.child(below.as_ref()),
+        }
     }
 
     /// Returns the directory or prefix that contains it, and its name there.
     pub(crate) fn split(&self) -> Result<(Location, &str), FileError> {
-        let name = self.name().file_name().and_then(|name| name.to_str()).ok_or_else(|| {
-            let error = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no name in UTF-8");
-            FileError::io("open", self.name())(error)
-        })?;
-        Ok((Location { storage: self.storage.parent() }, name))
+        let name = self
+            .name()
+            .file_name()
+            .and_then(|name| name.to_str())
+            .ok_or_else(|| {
+                let error = std::io::Error::new(
+                    std::io::ErrorKind::InvalidInput,
+                    "it has no name in UTF-8",
+                );
+                FileError::io("open", self.name())(error)
+            })?;
+        Ok((
+            Location {
+                storage: self.storage.parent(),
+            },
+            name,
+        ))
     }
 
     /// Returns `true` if anything is here: a file or directory, an object, or objects below it.
@@ -191,9 +224,16 @@ impl Location {
     pub fn read_file(&self, limit: u64) -> Result<Vec<u8>, FileError> {
         let (directory, name) = self.split()?;
         let file = directory.storage().open(Links::Follow)?.file(name)?;
-        let failed = |source| FileError::File { path: self.name().to_owned(), source };
+        let failed = |source| FileError::File {
+            path: self.name().to_owned(),
+            source,
+        };
         if file.len() > limit {
-            return Err(failed(FormatError::Limit { what: "file length", value: file.len(), limit }));
+            return Err(failed(FormatError::Limit {
+                what: "file length",
+                value: file.len(),
+                limit,
+            }));
         }
         read_whole(&*file, 0, file.len()).map_err(failed)
     }
@@ -207,11 +247,14 @@ impl Location {
     }
 }
 
-/// Returns `true` if a text is the scheme of a URL. A single letter is not one, because it may be a drive.
+/// Returns `true` if a text is the scheme of a URL. A single letter is not one, because it may be a
+/// drive.
 fn is_scheme(text: &str) -> bool {
     text.len() > 1
         && text.starts_with(|c: char| c.is_ascii_alphabetic())
-        && text.chars().all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c))
+        && text
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c))
 }
 
 /// Returns `true` if a text can be the key of an object that a checkpoint has, or the end of one.
@@ -220,14 +263,27 @@ fn is_key(key: &str) -> bool {
 }
 
 #[cfg(feature = "object-store")]
-fn object_storage(scheme: &str, bucket: &str, key: &str, name: PathBuf, settings: Settings) -> Arc<dyn Storage> {
+fn object_storage(
+    scheme: &str,
+    bucket: &str,
+    key: &str,
+    name: PathBuf,
+    settings: Settings,
+) -> Arc<dyn Storage> {
     let bucket = Arc::new(super::object::Bucket::from_url(scheme, bucket, settings));
-    Arc::new(super::object::ObjectStorage::new(bucket, key.to_owned(), name))
+    Arc::new(super::object::ObjectStorage::new(
+        bucket,
+        key.to_owned(),
+        name,
+    ))
 }
 
 #[cfg(not(feature = "object-store"))]
 fn object_storage(_: &str, _: &str, _: &str, name: PathBuf, _: Settings) -> Arc<dyn Storage> {
-    Arc::new(UnusableUrl { name, reason: LocationError::NotBuilt })
+    Arc::new(UnusableUrl {
+        name,
+        reason: LocationError::NotBuilt,
+    })
 }
 
 impl fmt::Display for Location {
@@ -271,7 +327,9 @@ impl Hash for Location {
 
 impl From<PathBuf> for Location {
     fn from(path: PathBuf) -> Self {
-        path.to_str().and_then(|text| Self::from_url(text, Settings::new())).unwrap_or_else(|| Self::from_path(path))
+        path.to_str()
+            .and_then(|text| Self::from_url(text, Settings::new()))
+            .unwrap_or_else(|| Self::from_path(path))
     }
 }
 
@@ -332,11 +390,23 @@ mod tests {
         for path in ["a", "./a", "/a/b", "a:b", "a//b", "", "c://d", "/s3://x"] {
             let location = Location::from(path);
             assert_eq!(location.local(), Some(Path::new(path)));
-            assert_eq!(location.join("x").local(), Some(Path::new(path).join("x").as_path()));
+            assert_eq!(
+                location.join("x").local(),
+                Some(Path::new(path).join("x").as_path())
+            );
         }
-        assert_eq!(Location::from("file:///a/b").local(), Some(Path::new("/a/b")));
-        assert_eq!(Location::from("file://localhost/a").local(), Some(Path::new("/a")));
-        assert_eq!(Location::from("a").split().unwrap().0.local(), Some(Path::new(".")));
+        assert_eq!(
+            Location::from("file:///a/b").local(),
+            Some(Path::new("/a/b"))
+        );
+        assert_eq!(
+            Location::from("file://localhost/a").local(),
+            Some(Path::new("/a"))
+        );
+        assert_eq!(
+            Location::from("a").split().unwrap().0.local(),
+            Some(Path::new("."))
+        );
     }
 
     #[test]
@@ -346,13 +416,20 @@ mod tests {
             ("file://host/x", LocationError::Host, "file://host/x"),
             ("s3:///x", LocationError::Host, "s3:///x"),
             ("s3://id:secret@b/x", LocationError::Credentials, "s3://b/x"),
-            ("az://c/x?sig=secret", LocationError::Credentials, "az://c/x"),
+            (
+                "az://c/x?sig=secret",
+                LocationError::Credentials,
+                "az://c/x",
+            ),
             ("az://c?sig=secret/x", LocationError::Credentials, "az://c"),
             ("s3://b/a/../x", LocationError::Key, "s3://b/a/../x"),
             ("s3://b/a//x", LocationError::Key, "s3://b/a//x"),
         ] {
             let location = Location::from(url);
-            assert_eq!((location.to_string().as_str(), location.local()), (shown, None));
+            assert_eq!(
+                (location.to_string().as_str(), location.local()),
+                (shown, None)
+            );
             match location.exists().unwrap_err() {
                 FileError::Location { source, path } => {
                     assert_eq!((source, path.as_path()), (reason, Path::new(shown)));
@@ -367,7 +444,21 @@ mod tests {
     #[test]
     fn without_the_feature_the_error_says_how_to_build() {
         let error = crate::reader::CheckpointReader::open("s3://bucket/x").unwrap_err();
-        assert!(matches!(error, FileError::Location { source: LocationError::NotBuilt, .. }), "{error}");
-        assert!(std::error::Error::source(&error).unwrap().to_string().contains("--features object-store"));
+        assert!(
+            matches!(
+                error,
+                FileError::Location {
+                    source: LocationError::NotBuilt,
+                    ..
+                }
+            ),
+            "{error}"
+        );
+        assert!(
+            std::error::Error::source(&error)
+                .unwrap()
+                .to_string()
+                .contains("--features object-store")
+        );
     }
 }

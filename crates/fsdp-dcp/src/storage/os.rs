@@ -11,11 +11,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, SystemTime};
 
-use rustix::fs::{CWD, FallocateFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, SeekFrom};
+use rustix::fs::{
+    CWD, FallocateFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, SeekFrom,
+};
 use rustix::io::Errno;
 
 use super::file_system::{
-    EntryKind, FileSystem, Identity, Links, LockKind, Lockable, NewFile, OpenDirectory, OpenError, Status,
+    EntryKind, FileSystem, Identity, Links, LockKind, Lockable, NewFile, OpenDirectory, OpenError,
+    Status,
 };
 use super::read_at::ReadAt;
 use crate::error::FormatError;
@@ -37,8 +40,12 @@ impl FileSystem for OperatingSystem {
         std::fs::read_dir(path)?
             .map(|entry| {
                 let entry = entry?;
-                // The kind of an entry that has just been removed is not known, and does not matter.
-                Ok((entry.file_name(), entry.file_type().map_or(EntryKind::Special, kind)))
+                // The kind of an entry that has just been removed is not known, and does not
+                // matter.
+                Ok((
+                    entry.file_name(),
+                    entry.file_type().map_or(EntryKind::Special, kind),
+                ))
             })
             .collect()
     }
@@ -48,20 +55,33 @@ impl FileSystem for OperatingSystem {
     }
 
     fn create_file(&self, path: &Path) -> io::Result<Box<dyn NewFile>> {
-        Ok(Box::new(OsFile(OpenOptions::new().write(true).create_new(true).open(path)?)))
+        Ok(Box::new(OsFile(
+            OpenOptions::new().write(true).create_new(true).open(path)?,
+        )))
     }
 
     fn open_directory(&self, path: &Path) -> io::Result<Box<dyn OpenDirectory>> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        Ok(Box::new(OsDirectory(rustix::fs::open(path, flags, Mode::empty())?)))
+        Ok(Box::new(OsDirectory(rustix::fs::open(
+            path,
+            flags,
+            Mode::empty(),
+        )?)))
     }
 
     fn open_lock(&self, path: &Path) -> io::Result<Box<dyn Lockable>> {
-        let file = OpenOptions::new().write(true).create(true).truncate(false).open(path)?;
+        let file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(path)?;
         Ok(Box::new(OsDirectory(file.into())))
     }
 
-    #[expect(clippy::disallowed_methods, reason = "this is the module that decides when bytes are durable")]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "this is the module that decides when bytes are durable"
+    )]
     fn sync_directory(&self, path: &Path) -> io::Result<()> {
         File::open(path)?.sync_all()
     }
@@ -73,20 +93,34 @@ impl FileSystem for OperatingSystem {
     fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()> {
         match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
             Ok(()) => Ok(()),
-            // A file system without this flag: its plain rename still refuses a directory that holds something.
-            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) if !self.exists(to) => self.rename_over(from, to),
-            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Err(io::ErrorKind::AlreadyExists.into()),
+            // A file system without this flag: its plain rename still refuses a directory that
+            // holds something.
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) if !self.exists(to) => {
+                self.rename_over(from, to)
+            }
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+                Err(io::ErrorKind::AlreadyExists.into())
+            }
             Err(error) => Err(error.into()),
         }
     }
 
-    #[expect(clippy::disallowed_methods, reason = "the callers sync before and after")]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the callers sync before and after"
+    )]
     fn rename_over(&self, from: &Path, to: &Path) -> io::Result<()> {
         std::fs::rename(from, to)
     }
 
     fn exchange(&self, a: &Path, b: &Path) -> io::Result<()> {
-        Ok(rustix::fs::renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE)?)
+        Ok(rustix::fs::renameat_with(
+            CWD,
+            a,
+            CWD,
+            b,
+            RenameFlags::EXCHANGE,
+        )?)
     }
 
     fn link(&self, from: &Path, to: &Path) -> io::Result<()> {
@@ -97,7 +131,10 @@ impl FileSystem for OperatingSystem {
         std::fs::remove_file(path)
     }
 
-    #[expect(clippy::disallowed_methods, reason = "only staging directories and replaced checkpoints come here")]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "only staging directories and replaced checkpoints come here"
+    )]
     fn remove_directory(&self, path: &Path) -> io::Result<()> {
         std::fs::remove_dir_all(path)
     }
@@ -113,7 +150,11 @@ impl FileSystem for OperatingSystem {
 
 fn status(metadata: &Metadata) -> Status {
     let identity = Identity(metadata.dev(), metadata.ino());
-    Status { kind: kind(metadata.file_type()), identity, mode: metadata.mode() & 0o7777 }
+    Status {
+        kind: kind(metadata.file_type()),
+        identity,
+        mode: metadata.mode() & 0o7777,
+    }
 }
 
 fn kind(kind: StdFileType) -> EntryKind {
@@ -132,16 +173,17 @@ struct OsFile(File);
 
 impl NewFile for OsFile {
     fn allocate(&self, length: u64) -> io::Result<()> {
-        // Check the free space first. Some file systems use up all of it before `fallocate` fails. One without any size
-        // does not tell its free space: ramfs, and many that programs implement.
+        // Check the free space first. Some file systems use up all of it before `fallocate` fails.
+        // One without any size does not tell its free space: ramfs, and many that programs
+        // implement.
         if let Ok(stat) = rustix::fs::fstatvfs(&self.0)
             && stat.f_blocks > 0
             && length > stat.f_bavail.saturating_mul(stat.f_frsize)
         {
             return Err(Errno::NOSPC.into());
         }
-        // Memory is given page by page, which takes as long here as while writing, where several threads share the
-        // work.
+        // Memory is given page by page, which takes as long here as while writing, where several
+        // threads share the work.
         if is_in_memory(&self.0) {
             return self.0.set_len(length);
         }
@@ -156,7 +198,10 @@ impl NewFile for OsFile {
         self.0.write_all_at(bytes, offset)
     }
 
-    #[expect(clippy::disallowed_methods, reason = "this is the module that decides when bytes are durable")]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "this is the module that decides when bytes are durable"
+    )]
     fn sync(&self) -> io::Result<()> {
         self.0.sync_all()
     }
@@ -167,7 +212,8 @@ impl NewFile for OsFile {
 fn is_in_memory(file: &File) -> bool {
     /// The kernel's number of tmpfs.
     const TMPFS: u64 = 0x0102_1994;
-    rustix::fs::fstatfs(file).is_ok_and(|found| u64::try_from(found.f_type).is_ok_and(|kind| kind == TMPFS))
+    rustix::fs::fstatfs(file)
+        .is_ok_and(|found| u64::try_from(found.f_type).is_ok_and(|kind| kind == TMPFS))
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -209,9 +255,11 @@ impl OpenDirectory for OsDirectory {
             Links::Refuse => OFlags::NOFOLLOW,
         };
         let failed = |errno| failed(errno, links);
-        let Some((name, directories)) = parts.split_last() else { return Err(failed(Errno::ISDIR)) };
-        // Open one directory after the other, each relative to the one before it, so that no link is followed on the
-        // way.
+        let Some((name, directories)) = parts.split_last() else {
+            return Err(failed(Errno::ISDIR));
+        };
+        // Open one directory after the other, each relative to the one before it, so that no link
+        // is followed on the way.
         let mut below: Option<OwnedFd> = None;
         for part in directories {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | follow;
@@ -219,7 +267,9 @@ impl OpenDirectory for OsDirectory {
             let next = rustix::fs::openat(at, *part, flags, Mode::empty());
             below = Some(next.map_err(|errno| match errno {
                 // A link, or a file, where a directory must be.
-                Errno::NOTDIR => OpenError::Refused("it leads through something that is no directory"),
+                Errno::NOTDIR => {
+                    OpenError::Refused("it leads through something that is no directory")
+                }
                 errno => failed(errno),
             })?);
         }
@@ -237,10 +287,13 @@ impl OpenDirectory for OsDirectory {
     }
 }
 
-/// Turns an error of opening a file into an [`OpenError`]; a link that must not be followed gets an explanation.
+/// Turns an error of opening a file into an [`OpenError`]; a link that must not be followed gets an
+/// explanation.
 fn failed(errno: Errno, links: Links) -> OpenError {
     if errno == Errno::LOOP && links == Links::Refuse {
-        return OpenError::Refused("a symbolic link is on the way; `cp -rL` makes a copy without links");
+        return OpenError::Refused(
+            "a symbolic link is on the way; `cp -rL` makes a copy without links",
+        );
     }
     OpenError::Io(errno.into())
 }
@@ -259,21 +312,30 @@ impl ReadAt for OsReadFile {
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
         let length = dst.len() as u64;
-        self.file.read_exact_at(dst, offset).map_err(|source| FormatError::Read { offset, length, source })
+        self.file
+            .read_exact_at(dst, offset)
+            .map_err(|source| FormatError::Read {
+                offset,
+                length,
+                source,
+            })
     }
 
     fn has_hole(&self, range: Range<u64>) -> bool {
-        // This moves the position of the file, which nothing else uses. If there is no hole, the system returns the end
-        // of the file.
+        // This moves the position of the file, which nothing else uses. If there is no hole, the
+        // system returns the end of the file.
         rustix::fs::seek(&self.file, SeekFrom::Hole(range.start)).is_ok_and(|hole| hole < range.end)
     }
 }
 
-/// Returns a number that is different for each call, in this process and in others: a hash of the time, the process and
-/// the number of calls so far. Names of temporary files and directories contain it.
+/// Returns a number that is different for each call, in this process and in others: a hash of the
+/// time, the process and the number of calls so far. Names of temporary files and directories
+/// contain it.
 pub(super) fn nonce() -> u64 {
     static COUNT: AtomicU64 = AtomicU64::new(0);
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let now = SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
     let mut seed = now.as_nanos().to_le_bytes().to_vec();
     seed.extend(std::process::id().to_le_bytes());
     seed.extend(COUNT.fetch_add(1, Ordering::Relaxed).to_le_bytes());

@@ -7,10 +7,14 @@ use crate::error::FileError;
 /// Longest path that a checkpoint may name.
 const MAX_PATH: usize = 4096;
 
-/// Returns the parts of a relative path below `root`, if it is plain: no `..`, not absolute, no other system's
-/// separators.
+/// Returns the parts of a relative path below `root`, if it is plain: no `..`, not absolute, no
+/// other system's separators.
 pub(crate) fn relative_parts<'p>(root: &Path, path: &'p str) -> Result<Vec<&'p str>, FileError> {
-    check_relative(path).map_err(|reason| FileError::Path { root: root.to_owned(), path: path.to_owned(), reason })
+    check_relative(path).map_err(|reason| FileError::Path {
+        root: root.to_owned(),
+        path: path.to_owned(),
+        reason,
+    })
 }
 
 /// Returns the parts of a relative path, or the reason why it is not plain.

@@ -17,8 +17,8 @@ pub trait ReadAt: Send + Sync {
     /// Fills `dst` with the bytes from `offset`, and checks them where hashes are known.
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError>;
 
-    /// Does the same as [`ReadAt::read_exact_at`], and shows `seen` each piece, in order, while it is in the
-    /// processor's cache: where it begins in `dst`, and its bytes.
+    /// Does the same as [`ReadAt::read_exact_at`], and shows `seen` each piece, in order, while it
+    /// is in the processor's cache: where it begins in `dst`, and its bytes.
     fn read_in_pieces(
         &self,
         offset: u64,
@@ -30,14 +30,15 @@ pub trait ReadAt: Send + Sync {
         Ok(())
     }
 
-    /// Returns `true` if it is known that nothing was ever written to some of a range: the file is larger than what it
-    /// takes on the disk.
+    /// Returns `true` if it is known that nothing was ever written to some of a range: the file is
+    /// larger than what it takes on the disk.
     fn has_hole(&self, range: Range<u64>) -> bool {
         let _ = range;
         false
     }
 
-    /// Returns the range around `offset` that one hash covers, if there is one: reading any of it costs reading it all.
+    /// Returns the range around `offset` that one hash covers, if there is one: reading any of it
+    /// costs reading it all.
     fn block_at(&self, offset: u64) -> Option<Range<u64>> {
         let _ = offset;
         None
@@ -47,17 +48,29 @@ pub trait ReadAt: Send + Sync {
 /// The length from which bytes that are read whole are looked at for holes.
 const LARGE: u64 = 1 << 20;
 
-/// Reads a whole range into memory. It is for metadata, headers, directories and values, not for elements of tensors.
+/// Reads a whole range into memory. It is for metadata, headers, directories and values, not for
+/// elements of tensors.
 ///
-/// A large range with a hole is refused. A sparse file takes no space on a disk, but reading it could fill the memory,
-/// and no program writes such metadata.
-pub(crate) fn read_whole<S: ReadAt + ?Sized>(source: &S, offset: u64, length: u64) -> Result<Vec<u8>, FormatError> {
-    let end = offset.checked_add(length).filter(|&end| end <= source.len());
-    let end = end.ok_or_else(|| beyond_the_end(offset, usize::try_from(length).unwrap_or(usize::MAX)))?;
+/// A large range with a hole is refused. A sparse file takes no space on a disk, but reading it
+/// could fill the memory, and no program writes such metadata.
+pub(crate) fn read_whole<S: ReadAt + ?Sized>(
+    source: &S,
+    offset: u64,
+    length: u64,
+) -> Result<Vec<u8>, FormatError> {
+    let end = offset
+        .checked_add(length)
+        .filter(|&end| end <= source.len());
+    let end =
+        end.ok_or_else(|| beyond_the_end(offset, usize::try_from(length).unwrap_or(usize::MAX)))?;
     if length >= LARGE && source.has_hole(offset..end) {
-        let reason =
-            format!("{length} bytes at byte {offset} are to be read, and nothing was ever written to some of them");
-        return Err(FormatError::Malformed { what: "file", reason });
+        let reason = format!(
+            "{length} bytes at byte {offset} are to be read, and nothing was ever written to some of them"
+        );
+        return Err(FormatError::Malformed {
+            what: "file",
+            reason,
+        });
     }
     let mut bytes = vec![0; length as usize];
     source.read_exact_at(offset, &mut bytes)?;
@@ -66,8 +79,15 @@ pub(crate) fn read_whole<S: ReadAt + ?Sized>(source: &S, offset: u64, length: u6
 
 /// Returns the error of a read that goes beyond the end.
 pub(crate) fn beyond_the_end(offset: u64, length: usize) -> FormatError {
-    let source = std::io::Error::new(std::io::ErrorKind::UnexpectedEof, "the file ends before that");
-    FormatError::Read { offset, length: length as u64, source }
+    let source = std::io::Error::new(
+        std::io::ErrorKind::UnexpectedEof,
+        "the file ends before that",
+    );
+    FormatError::Read {
+        offset,
+        length: length as u64,
+        source,
+    }
 }
 
 impl ReadAt for [u8] {
@@ -76,8 +96,12 @@ impl ReadAt for [u8] {
     }
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
-        let range = usize::try_from(offset).ok().and_then(|start| Some(start..start.checked_add(dst.len())?));
-        let bytes = range.and_then(|range| self.get(range)).ok_or_else(|| beyond_the_end(offset, dst.len()))?;
+        let range = usize::try_from(offset)
+            .ok()
+            .and_then(|start| Some(start..start.checked_add(dst.len())?));
+        let bytes = range
+            .and_then(|range| self.get(range))
+            .ok_or_else(|| beyond_the_end(offset, dst.len()))?;
         dst.copy_from_slice(bytes);
         Ok(())
     }
@@ -120,14 +144,20 @@ impl<'a> Window<'a> {
     pub(crate) fn new(source: &'a dyn ReadAt, start: u64, len: u64) -> Result<Self, FormatError> {
         match start.checked_add(len) {
             Some(end) if end <= source.len() => Ok(Window { source, start, len }),
-            _ => Err(beyond_the_end(start, usize::try_from(len).unwrap_or(usize::MAX))),
+            _ => Err(beyond_the_end(
+                start,
+                usize::try_from(len).unwrap_or(usize::MAX),
+            )),
         }
     }
 }
 
 impl std::fmt::Debug for Window<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Window").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+        f.debug_struct("Window")
+            .field("start", &self.start)
+            .field("len", &self.len)
+            .finish_non_exhaustive()
     }
 }
 
@@ -144,7 +174,8 @@ impl ReadAt for Window<'_> {
     }
 
     fn has_hole(&self, range: Range<u64>) -> bool {
-        self.source.has_hole(self.start.saturating_add(range.start)..self.start.saturating_add(range.end))
+        self.source
+            .has_hole(self.start.saturating_add(range.start)..self.start.saturating_add(range.end))
     }
 
     fn block_at(&self, offset: u64) -> Option<Range<u64>> {
@@ -154,7 +185,8 @@ impl ReadAt for Window<'_> {
     }
 }
 
-/// A reader of many small pieces in ascending order, which reads each underlying byte once: it keeps the last block.
+/// A reader of many small pieces in ascending order, which reads each underlying byte once: it
+/// keeps the last block.
 #[derive(Debug)]
 pub struct BlockReader<'a, S: ?Sized> {
     source: &'a S,
@@ -162,7 +194,8 @@ pub struct BlockReader<'a, S: ?Sized> {
     block_start: u64,
 }
 
-/// The size from which pieces are read straight into their destination, where no hash asks for more.
+/// The size from which pieces are read straight into their destination, where no hash asks for
+/// more.
 const DIRECT: usize = 32 << 10;
 /// The number of bytes that are read at once around small pieces.
 const READ_AHEAD: u64 = 256 << 10;
@@ -170,11 +203,15 @@ const READ_AHEAD: u64 = 256 << 10;
 impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
     /// Makes a reader that has read nothing yet.
     pub(crate) fn new(source: &'a S) -> Self {
-        BlockReader { source, block: Vec::new(), block_start: 0 }
+        BlockReader {
+            source,
+            block: Vec::new(),
+            block_start: 0,
+        }
     }
 
-    /// Fills `dst` with the bytes from `offset`. Nothing at or beyond `limit` is read ahead. `seen` is shown each
-    /// piece, as [`ReadAt::read_in_pieces`] does.
+    /// Fills `dst` with the bytes from `offset`. Nothing at or beyond `limit` is read ahead. `seen`
+    /// is shown each piece, as [`ReadAt::read_in_pieces`] does.
     pub(crate) fn read(
         &mut self,
         mut offset: u64,
@@ -197,24 +234,32 @@ impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
             }
             let end = offset + dst.len() as u64;
             let direct = match self.source.block_at(offset) {
-                // The piece begins with a whole block: read that block, and the whole blocks after it, straight to
-                // their destination.
-                Some(block) if block.start == offset && block.end <= end => self.whole_blocks(block.end, end),
-                // The piece begins with a part of a block: read the whole block, because only that can be checked, and
-                // keep it for the next piece.
+                // The piece begins with a whole block: read that block, and the whole blocks after
+                // it, straight to their destination.
+                Some(block) if block.start == offset && block.end <= end => {
+                    self.whole_blocks(block.end, end)
+                }
+                // The piece begins with a part of a block: read the whole block, because only that
+                // can be checked, and keep it for the next piece.
                 Some(block) => {
                     self.load(block)?;
                     continue;
                 }
                 None if dst.len() >= DIRECT => end,
                 None => {
-                    let ahead = (offset + READ_AHEAD).min(limit).min(self.source.len()).max(end);
+                    let ahead = (offset + READ_AHEAD)
+                        .min(limit)
+                        .min(self.source.len())
+                        .max(end);
                     self.load(offset..ahead)?;
                     continue;
                 }
             };
             let take = (direct - offset) as usize;
-            self.source.read_in_pieces(offset, &mut dst[..take], &mut |at, piece| seen(done + at, piece))?;
+            self.source
+                .read_in_pieces(offset, &mut dst[..take], &mut |at, piece| {
+                    seen(done + at, piece)
+                })?;
             done += take;
             offset = direct;
             dst = &mut dst[take..];
@@ -222,7 +267,8 @@ impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
         Ok(())
     }
 
-    /// Returns where the blocks end that lie one after the other from `start`, all of them before `end`.
+    /// Returns where the blocks end that lie one after the other from `start`, all of them before
+    /// `end`.
     fn whole_blocks(&self, start: u64, end: u64) -> u64 {
         let mut at = start;
         while let Some(next) = self.source.block_at(at).filter(|next| next.end <= end) {

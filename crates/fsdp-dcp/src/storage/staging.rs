@@ -1,4 +1,5 @@
-//! A checkpoint while it is written: a directory beside the target, or objects without a `.metadata`.
+//! A checkpoint while it is written: a directory beside the target, or objects without a
+//! `.metadata`.
 
 use std::path::Path;
 
@@ -11,7 +12,8 @@ use crate::error::FileError;
 
 /// A checkpoint that is being written.
 ///
-/// When the one that [`Durable::prepare`] returned is dropped without a commit, it removes what was written.
+/// When the one that [`Durable::prepare`] returned is dropped without a commit, it removes what was
+/// written.
 #[derive(Debug)]
 pub struct Staging(Box<dyn Stage>);
 
@@ -20,12 +22,17 @@ pub struct Staging(Box<dyn Stage>);
 pub struct StagedFile(Box<dyn StageFile>);
 
 impl Durable {
-    /// Prepares to write a checkpoint at `target`, a path or a URL. Missing directories are created.
+    /// Prepares to write a checkpoint at `target`, a path or a URL. Missing directories are
+    /// created.
     ///
     /// # Errors
-    /// If something is at the target and `overwrite` is not set, [`FileError::Exists`]. A directory of an object store
-    /// cannot be overwritten: [`FileError::Overwrite`].
-    pub fn prepare(&self, target: impl Into<Location>, overwrite: bool) -> Result<Staging, FileError> {
+    /// If something is at the target and `overwrite` is not set, [`FileError::Exists`]. A directory
+    /// of an object store cannot be overwritten: [`FileError::Overwrite`].
+    pub fn prepare(
+        &self,
+        target: impl Into<Location>,
+        overwrite: bool,
+    ) -> Result<Staging, FileError> {
         Ok(Staging(target.into().storage().prepare(self, overwrite)?))
     }
 
@@ -64,16 +71,21 @@ impl Staging {
 
     /// Returns the target's own name.
     pub(crate) fn target_name(&self) -> &str {
-        self.target().file_name().and_then(|name| name.to_str()).unwrap_or_default()
+        self.target()
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or_default()
     }
 
-    /// Returns where files are written for now: the staging directory; in an object store, the target itself.
+    /// Returns where files are written for now: the staging directory; in an object store, the
+    /// target itself.
     pub(crate) fn directory(&self) -> &Path {
         self.0.directory()
     }
 
-    /// Returns the name of a rank's data file of this number: `__0_0.distcp` for the first. In an object store it is
-    /// `__0_0-<nonce>.distcp`, since savers of the same target work side by side there.
+    /// Returns the name of a rank's data file of this number: `__0_0.distcp` for the first. In an
+    /// object store it is `__0_0-<nonce>.distcp`, since savers of the same target work side by side
+    /// there.
     #[must_use]
     pub fn data_file_of(&self, rank: usize, number: usize) -> String {
         match self.0.suffix() {
@@ -82,22 +94,34 @@ impl Staging {
         }
     }
 
-    /// Makes a finished file of another checkpoint a file of this one too: by a hard link, or, in an object store, by a
-    /// copy that the store makes. Returns `false` where that cannot be done, so that the caller writes the file.
+    /// Makes a finished file of another checkpoint a file of this one too: by a hard link, or, in
+    /// an object store, by a copy that the store makes. Returns `false` where that cannot be done,
+    /// so that the caller writes the file.
     ///
     /// # Errors
     /// A path that leads out of the checkpoint.
-    pub(crate) fn link(&self, checkpoint: &Location, name: &str, as_name: &str) -> Result<bool, FileError> {
+    pub(crate) fn link(
+        &self,
+        checkpoint: &Location,
+        name: &str,
+        as_name: &str,
+    ) -> Result<bool, FileError> {
         self.0.link(checkpoint.storage(), name, as_name)
     }
 
-    /// Returns the name that a linked file of a rank gets, given the number of files linked before it. It keeps its
-    /// name, except in an object store, where the names of each save's files have its nonce.
+    /// Returns the name that a linked file of a rank gets, given the number of files linked before
+    /// it. It keeps its name, except in an object store, where the names of each save's files have
+    /// its nonce.
     pub(crate) fn linked_name(&self, name: &str, rank: usize, number: usize) -> String {
-        if self.0.suffix().is_some() { self.data_file_of(rank, number) } else { name.to_owned() }
+        if self.0.suffix().is_some() {
+            self.data_file_of(rank, number)
+        } else {
+            name.to_owned()
+        }
     }
 
-    /// Returns the name of a DCP checkpoint's integrity file: `.integrity`; in an object store `.integrity-<nonce>`.
+    /// Returns the name of a DCP checkpoint's integrity file: `.integrity`; in an object store
+    /// `.integrity-<nonce>`.
     pub(crate) fn integrity_file(&self) -> String {
         match self.0.suffix() {
             None => INTEGRITY_FILE.to_owned(),
@@ -105,8 +129,9 @@ impl Staging {
         }
     }
 
-    /// Claims the target for files whose names other savers of the same target would choose too: in an object store,
-    /// only one saver may write those. To be called before the first of them is written.
+    /// Claims the target for files whose names other savers of the same target would choose too: in
+    /// an object store, only one saver may write those. To be called before the first of them is
+    /// written.
     ///
     /// # Errors
     /// [`FileError::Exists`]: another save is at it, or was.
@@ -122,7 +147,8 @@ impl Staging {
         Ok(StagedFile(self.0.create(relative, length)?))
     }
 
-    /// Creates the file of a checkpoint that is one file; [`Staging::commit_single`] puts it in its place.
+    /// Creates the file of a checkpoint that is one file; [`Staging::commit_single`] puts it in its
+    /// place.
     ///
     /// # Errors
     /// The errors of the storage.
@@ -172,19 +198,24 @@ impl Staging {
         self.0.remove_sidecar(name)
     }
 
-    /// Checks that these files, some of which other ranks wrote, are all where the checkpoint will be committed.
+    /// Checks that these files, some of which other ranks wrote, are all where the checkpoint will
+    /// be committed.
     ///
     /// # Errors
     /// [`FileError::TargetMismatch`].
-    pub(crate) fn check_files<'f>(&self, mut files: impl Iterator<Item = &'f String>) -> Result<(), FileError> {
+    pub(crate) fn check_files<'f>(
+        &self,
+        mut files: impl Iterator<Item = &'f String>,
+    ) -> Result<(), FileError> {
         self.0.check_files(&mut files)
     }
 
-    /// Writes the commit marker and publishes the checkpoint; before that, the target is not a checkpoint. All other
-    /// files must be finished.
+    /// Writes the commit marker and publishes the checkpoint; before that, the target is not a
+    /// checkpoint. All other files must be finished.
     ///
     /// # Errors
-    /// The errors of the storage. [`FileError::Exists`]: another save to the same target was faster.
+    /// The errors of the storage. [`FileError::Exists`]: another save to the same target was
+    /// faster.
     /// [`FileError::CommitUnknown`]: the object store does not say whether it was done.
     pub fn commit(self, marker: &str, bytes: &[u8]) -> Result<(), FileError> {
         self.0.commit(marker, bytes)
@@ -200,8 +231,8 @@ impl Staging {
 
     /// Publishes the finished file of [`Staging::create_single`], and a sidecar.
     ///
-    /// The step that publishes the file is the commit. Before it, the target and its sidecar are as they were; after
-    /// it, the new sidecar is there under one of its two names.
+    /// The step that publishes the file is the commit. Before it, the target and its sidecar are as
+    /// they were; after it, the new sidecar is there under one of its two names.
     ///
     /// # Errors
     /// The errors of [`Staging::commit`].
@@ -211,12 +242,14 @@ impl Staging {
 }
 
 impl StagedFile {
-    /// Returns how many of `threads` threads should write it: an upload holds parts in memory for each.
+    /// Returns how many of `threads` threads should write it: an upload holds parts in memory for
+    /// each.
     pub(crate) fn writers(&self, threads: usize) -> usize {
         self.0.writers(threads)
     }
 
-    /// Writes bytes at a position. Several threads may do so at once. Writing beyond the planned length is an error.
+    /// Writes bytes at a position. Several threads may do so at once. Writing beyond the planned
+    /// length is an error.
     ///
     /// # Errors
     /// The errors of the storage.

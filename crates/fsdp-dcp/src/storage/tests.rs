@@ -1,4 +1,5 @@
-//! Staging directories, one step at a time. Crashes of whole saves are tested in `tests/it/crash.rs`.
+//! Staging directories, one step at a time. Crashes of whole saves are tested in
+//! `tests/it/crash.rs`.
 
 use super::backend::Links;
 use super::checked_directory::CheckedDirectory;
@@ -8,8 +9,10 @@ use crate::error::FileError;
 use std::path::Path;
 
 fn names(parent: &Path) -> Vec<String> {
-    let mut names: Vec<String> =
-        std::fs::read_dir(parent).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<String> = std::fs::read_dir(parent)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
     names.sort();
     names
 }
@@ -27,7 +30,10 @@ fn what_is_committed_is_there_and_nothing_else() {
         assert_eq!(target.exists(), round > 0);
         staging.commit("a", content).unwrap();
         assert_eq!(std::fs::read(target.join("a")).unwrap(), *content);
-        assert_eq!(std::fs::read(target.join("sub/b")).unwrap(), b"\0\0\0\0data");
+        assert_eq!(
+            std::fs::read(target.join("sub/b")).unwrap(),
+            b"\0\0\0\0data"
+        );
         assert_eq!(names(target.parent().unwrap()), ["checkpoint"]);
     }
 }
@@ -66,7 +72,10 @@ fn new_directories_are_durable_in_their_parents() {
 }
 
 /// A hook that makes the sync of one directory fail once, with this error.
-struct FailOnce(std::path::PathBuf, std::sync::Mutex<Option<std::io::ErrorKind>>);
+struct FailOnce(
+    std::path::PathBuf,
+    std::sync::Mutex<Option<std::io::ErrorKind>>,
+);
 
 impl StepHook for FailOnce {
     fn before(&self, step: Step, path: &Path) -> std::io::Result<()> {
@@ -83,14 +92,22 @@ fn a_directory_above_that_cannot_be_synced_is_no_obstacle_unless_its_disk_fails(
     let parent = tempfile::tempdir().unwrap();
     let inner = parent.path().join("runs");
     std::fs::create_dir(&inner).unwrap();
-    for (kind, is_error) in [(std::io::ErrorKind::PermissionDenied, false), (std::io::ErrorKind::Other, true)] {
+    for (kind, is_error) in [
+        (std::io::ErrorKind::PermissionDenied, false),
+        (std::io::ErrorKind::Other, true),
+    ] {
         let hook = FailOnce(parent.path().to_owned(), std::sync::Mutex::new(Some(kind)));
         let durable = Durable::with_hook(std::sync::Arc::new(hook));
-        assert_eq!(durable.create_directories(&inner).is_err(), is_error, "{kind:?}");
+        assert_eq!(
+            durable.create_directories(&inner).is_err(),
+            is_error,
+            "{kind:?}"
+        );
     }
 }
 
-/// A hook that removes what crashes have left of saves to a target, right after the first directory was made.
+/// A hook that removes what crashes have left of saves to a target, right after the first directory
+/// was made.
 struct CleanOnce(std::path::PathBuf, std::sync::atomic::AtomicBool);
 
 impl StepHook for CleanOnce {
@@ -99,7 +116,8 @@ impl StepHook for CleanOnce {
     }
 
     fn after(&self, step: Step, _: &Path) -> std::io::Result<()> {
-        if step == Step::CreateDirectory && !self.1.swap(true, std::sync::atomic::Ordering::SeqCst) {
+        if step == Step::CreateDirectory && !self.1.swap(true, std::sync::atomic::Ordering::SeqCst)
+        {
             assert_eq!(clean_stale(&self.0).unwrap().len(), 1);
         }
         Ok(())
@@ -110,8 +128,15 @@ impl StepHook for CleanOnce {
 fn a_save_whose_new_directory_is_taken_for_what_a_crash_has_left_makes_another() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("c");
-    let durable = Durable::with_hook(std::sync::Arc::new(CleanOnce(target.clone(), Default::default())));
-    durable.prepare(&target, false).unwrap().commit("a", b"saved").unwrap();
+    let durable = Durable::with_hook(std::sync::Arc::new(CleanOnce(
+        target.clone(),
+        Default::default(),
+    )));
+    durable
+        .prepare(&target, false)
+        .unwrap()
+        .commit("a", b"saved")
+        .unwrap();
     assert_eq!(std::fs::read(target.join("a")).unwrap(), b"saved");
     assert_eq!(names(parent.path()), ["c"]);
 }
@@ -124,8 +149,14 @@ fn overwriting_must_be_asked_for() {
     let fast = Durable::new().prepare(&target, false).unwrap();
     fast.commit("a", b"fast").unwrap();
     // Two savers, one target: exactly one wins.
-    assert!(matches!(slow.commit("a", b"slow"), Err(FileError::Exists { .. })));
-    assert!(matches!(Durable::new().prepare(&target, false), Err(FileError::Exists { .. })));
+    assert!(matches!(
+        slow.commit("a", b"slow"),
+        Err(FileError::Exists { .. })
+    ));
+    assert!(matches!(
+        Durable::new().prepare(&target, false),
+        Err(FileError::Exists { .. })
+    ));
     assert_eq!(std::fs::read(target.join("a")).unwrap(), b"fast");
     assert_eq!(names(parent.path()), ["c"]);
 }
@@ -138,9 +169,17 @@ fn open(target: &Path) -> Result<CheckedDirectory, FileError> {
 fn what_is_being_read_stays_when_it_is_replaced() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("c");
-    Durable::new().prepare(&target, false).unwrap().commit("a", b"old").unwrap();
+    Durable::new()
+        .prepare(&target, false)
+        .unwrap()
+        .commit("a", b"old")
+        .unwrap();
     let reader = open(&target).unwrap();
-    Durable::new().prepare(&target, true).unwrap().commit("a", b"new").unwrap();
+    Durable::new()
+        .prepare(&target, true)
+        .unwrap()
+        .commit("a", b"new")
+        .unwrap();
     assert_eq!(std::fs::read(target.join("a")).unwrap(), b"new");
     // The reader opens its files only now.
     assert_eq!(reader.read_small("a", 3).unwrap(), b"old");
@@ -154,7 +193,11 @@ fn what_is_being_read_stays_when_it_is_replaced() {
 fn a_reader_finds_the_old_or_the_new_whenever_it_comes() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("c");
-    Durable::new().prepare(&target, false).unwrap().commit("a", b"x").unwrap();
+    Durable::new()
+        .prepare(&target, false)
+        .unwrap()
+        .commit("a", b"x")
+        .unwrap();
     let done = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
         for _ in 0..2 {
@@ -165,7 +208,11 @@ fn a_reader_finds_the_old_or_the_new_whenever_it_comes() {
             });
         }
         for _ in 0..200 {
-            Durable::new().prepare(&target, true).unwrap().commit("a", b"x").unwrap();
+            Durable::new()
+                .prepare(&target, true)
+                .unwrap()
+                .commit("a", b"x")
+                .unwrap();
         }
         done.store(true, std::sync::atomic::Ordering::Relaxed);
     });
@@ -177,7 +224,13 @@ fn a_save_in_progress_is_not_stale_and_a_dropped_one_is_gone() {
     let target = parent.path().join("c");
     let staging = Durable::new().prepare(&target, false).unwrap();
     assert_eq!(stale(&target).unwrap(), Vec::<std::path::PathBuf>::new());
-    assert_eq!(Durable::new().join(&target, staging.name()).unwrap().directory(), staging.directory());
+    assert_eq!(
+        Durable::new()
+            .join(&target, staging.name())
+            .unwrap()
+            .directory(),
+        staging.directory()
+    );
     assert!(Durable::new().join(&target, "tmp-../../x").is_err());
     drop(staging);
     assert_eq!(names(parent.path()), Vec::<String>::new());
@@ -201,7 +254,8 @@ fn an_old_checkpoint_without_a_new_one_is_put_back() {
     assert!(!recover(&target).unwrap());
 }
 
-/// A hook of a file system that cannot exchange directories, and on which nothing can be renamed to this path.
+/// A hook of a file system that cannot exchange directories, and on which nothing can be renamed to
+/// this path.
 struct NoWayTo(std::path::PathBuf);
 
 impl StepHook for NoWayTo {
@@ -218,11 +272,19 @@ impl StepHook for NoWayTo {
 fn an_overwrite_that_ends_between_its_renames_puts_back_the_last_version_and_no_older_one() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("c");
-    Durable::new().prepare(&target, false).unwrap().commit("a", b"last").unwrap();
+    Durable::new()
+        .prepare(&target, false)
+        .unwrap()
+        .commit("a", b"last")
+        .unwrap();
     // The version before that was replaced, and a reader has kept it from being removed.
     std::fs::create_dir(parent.path().join(".c.old-ffffffffffffffff")).unwrap();
     let durable = Durable::with_hook(std::sync::Arc::new(NoWayTo(target.clone())));
-    durable.prepare(&target, true).unwrap().commit("a", b"new").unwrap_err();
+    durable
+        .prepare(&target, true)
+        .unwrap()
+        .commit("a", b"new")
+        .unwrap_err();
     assert!(!target.exists());
     assert!(recover(&target).unwrap());
     assert_eq!(std::fs::read(target.join("a")).unwrap(), b"last");
@@ -244,7 +306,10 @@ fn single_files_replace_files() {
 }
 
 #[test]
-#[expect(clippy::disallowed_methods, reason = "the test makes a file to be replaced")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the test makes a file to be replaced"
+)]
 fn what_replaces_something_private_is_private() {
     use std::os::unix::fs::PermissionsExt as _;
     let parent = tempfile::tempdir().unwrap();
@@ -255,27 +320,50 @@ fn what_replaces_something_private_is_private() {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     }
     Durable::new().replace_file(&file, b"new").unwrap();
-    Durable::new().prepare(&directory, true).unwrap().commit("a", b"new").unwrap();
+    Durable::new()
+        .prepare(&directory, true)
+        .unwrap()
+        .commit("a", b"new")
+        .unwrap();
     for (path, mode) in [(&file, 0o600), (&directory, 0o700)] {
-        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, mode, "{}", path.display());
+        assert_eq!(
+            path.metadata().unwrap().permissions().mode() & 0o777,
+            mode,
+            "{}",
+            path.display()
+        );
     }
 }
 
 #[test]
 fn names_in_a_staging_directory_stay_inside() {
     let parent = tempfile::tempdir().unwrap();
-    let staging = Durable::new().prepare(parent.path().join("c"), false).unwrap();
+    let staging = Durable::new()
+        .prepare(parent.path().join("c"), false)
+        .unwrap();
     for name in ["../x", "/x", "a/../x", "", "a//b", "a\\b", "."] {
-        assert!(matches!(staging.write(name, b""), Err(FileError::Path { .. })), "{name}");
+        assert!(
+            matches!(staging.write(name, b""), Err(FileError::Path { .. })),
+            "{name}"
+        );
     }
 }
 
 #[test]
 fn what_does_not_fit_the_disk_takes_nothing_of_it() {
     let parent = tempfile::tempdir().unwrap();
-    let staging = Durable::new().prepare(parent.path().join("c"), false).unwrap();
+    let staging = Durable::new()
+        .prepare(parent.path().join("c"), false)
+        .unwrap();
     let refused = staging.create("file", 1 << 60).unwrap_err();
-    let FileError::Io { source, .. } = refused else { panic!("{refused}") };
+    let FileError::Io { source, .. } = refused else {
+        panic!("{refused}")
+    };
     assert_eq!(source.kind(), std::io::ErrorKind::StorageFull);
-    assert_eq!(std::fs::metadata(staging.directory().join("file")).unwrap().len(), 0);
+    assert_eq!(
+        std::fs::metadata(staging.directory().join("file"))
+            .unwrap()
+            .len(),
+        0
+    );
 }

@@ -30,8 +30,8 @@ pub enum TensorParallelError {
         /// The name of the number.
         name: String,
     },
-    /// Tensors that no rule matches. They cannot be assumed to be whole on every rank: the model would compute wrong
-    /// results if they are not.
+    /// Tensors that no rule matches. They cannot be assumed to be whole on every rank: the model
+    /// would compute wrong results if they are not.
     #[error("no rule says how `{fqn}` of shape {shape:?} is cut over tensor-parallel ranks{}", and_more(.more))]
     Unknown {
         /// The key of the first one.
@@ -41,8 +41,11 @@ pub enum TensorParallelError {
         /// The number of the others.
         more: usize,
     },
-    /// A tensor that a rule matches, but that cannot be cut by it, because of its shape or the number of ranks.
-    #[error("`{fqn}` of shape {shape:?} cannot be cut over {ranks} tensor-parallel ranks by `{rule}`: {reason}")]
+    /// A tensor that a rule matches, but that cannot be cut by it, because of its shape or the
+    /// number of ranks.
+    #[error(
+        "`{fqn}` of shape {shape:?} cannot be cut over {ranks} tensor-parallel ranks by `{rule}`: {reason}"
+    )]
     Tensor {
         /// The key.
         fqn: String,

@@ -1,7 +1,9 @@
-//! Tensor parallelism: the parts of a model's tensors that each rank holds. This is arithmetic only.
+//! Tensor parallelism: the parts of a model's tensors that each rank holds. This is arithmetic
+//! only.
 //!
-//! [`Rules`] tell by a tensor's key how it is cut. A [`TensorParallelPlan`] applies them to a checkpoint for a number
-//! of ranks, and fails if a tensor does not fit. The names are those of the tensor-parallel plans of `transformers`:
+//! [`Rules`] tell by a tensor's key how it is cut. A [`TensorParallelPlan`] applies them to a
+//! checkpoint for a number of ranks, and fails if a tensor does not fit. The names are those of the
+//! tensor-parallel plans of `transformers`:
 //!
 //! | rule | what a rank holds of `weight`, which is `[out, in]` | of `bias` |
 //! |---|---|---|

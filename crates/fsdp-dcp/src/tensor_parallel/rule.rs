@@ -5,8 +5,9 @@ use std::fmt;
 
 use super::error::TensorParallelError;
 
-/// The rules for models in Hugging Face's naming: Llama, Mistral, Qwen, Gemma, Phi, Mixtral, GPT-NeoX, GPT-2 and others
-/// with the same names of layers. The first rule that matches a tensor counts.
+/// The rules for models in Hugging Face's naming: Llama, Mistral, Qwen, Gemma, Phi, Mixtral,
+/// GPT-NeoX, GPT-2 and others with the same names of layers. The first rule that matches a tensor
+/// counts.
 ///
 /// The rules of GPT-NeoX name the model too: ChatGLM's `mlp.dense_h_to_4h` is two fused matrices.
 const BUILTIN: &str = "\
@@ -75,7 +76,8 @@ pub(super) enum How {
 pub(super) enum Parts {
     /// This number of equal parts, each of which may be cut at any index.
     Equal(usize),
-    /// A part for each of these numbers of heads. All heads have the same size, and cuts are between heads.
+    /// A part for each of these numbers of heads. All heads have the same size, and cuts are
+    /// between heads.
     Heads(Vec<Heads>),
 }
 
@@ -108,13 +110,16 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// Parses rules `PATTERN=HOW`, which take precedence over the built-in ones. A pattern matches the end of a key,
-    /// with or without its `.weight` or `.bias`: `self_attn.q_proj`, `layers.*.mixer.in_proj`. `values` has the numbers
-    /// for names such as `heads`.
+    /// Parses rules `PATTERN=HOW`, which take precedence over the built-in ones. A pattern matches
+    /// the end of a key, with or without its `.weight` or `.bias`: `self_attn.q_proj`,
+    /// `layers.*.mixer.in_proj`. `values` has the numbers for names such as `heads`.
     ///
     /// # Errors
     /// [`TensorParallelError::Rule`] for the first text that is not a rule.
-    pub fn new<T: AsRef<str>>(texts: &[T], values: BTreeMap<String, usize>) -> Result<Self, TensorParallelError> {
+    pub fn new<T: AsRef<str>>(
+        texts: &[T],
+        values: BTreeMap<String, usize>,
+    ) -> Result<Self, TensorParallelError> {
         let mut rules = Vec::new();
         for text in texts {
             rules.push(Rule::parse(text.as_ref(), false)?);
@@ -127,17 +132,24 @@ impl Rules {
 
     /// Returns the first rule that matches a tensor, with its position.
     pub(super) fn find(&self, fqn: &str) -> Option<(usize, &Rule)> {
-        self.rules.iter().enumerate().find(|(_, rule)| rule.fits(fqn))
+        self.rules
+            .iter()
+            .enumerate()
+            .find(|(_, rule)| rule.fits(fqn))
     }
 
     /// Returns the rules that were given, with their positions.
     pub(super) fn given(&self) -> impl Iterator<Item = (usize, &Rule)> {
-        self.rules.iter().enumerate().filter(|(_, rule)| !rule.is_builtin)
+        self.rules
+            .iter()
+            .enumerate()
+            .filter(|(_, rule)| !rule.is_builtin)
     }
 
     /// Returns `true` if a rule that was given cuts this tensor.
     pub(super) fn is_cut_by_given(&self, fqn: &str) -> bool {
-        self.find(fqn).is_some_and(|(_, rule)| !rule.is_builtin && rule.how != How::Replicate)
+        self.find(fqn)
+            .is_some_and(|(_, rule)| !rule.is_builtin && rule.how != How::Replicate)
     }
 
     /// Returns the number of a name.
@@ -149,8 +161,13 @@ impl Rules {
 impl Rule {
     /// Parses `PATTERN=HOW`.
     fn parse(text: &str, is_builtin: bool) -> Result<Self, TensorParallelError> {
-        let error = |reason: &str| TensorParallelError::Rule { text: text.to_owned(), reason: reason.to_owned() };
-        let (pattern, how) = text.split_once('=').ok_or_else(|| error("it is not PATTERN=HOW"))?;
+        let error = |reason: &str| TensorParallelError::Rule {
+            text: text.to_owned(),
+            reason: reason.to_owned(),
+        };
+        let (pattern, how) = text
+            .split_once('=')
+            .ok_or_else(|| error("it is not PATTERN=HOW"))?;
         let pattern: Vec<String> = pattern.trim().split('.').map(str::to_owned).collect();
         if pattern.iter().any(String::is_empty) {
             return Err(error("a part of the pattern is empty"));
@@ -159,7 +176,12 @@ impl Rule {
             return Err(error("`**` can only be the last part of the pattern"));
         }
         let how = How::parse(how.trim()).map_err(|reason| error(&reason))?;
-        Ok(Rule { text: text.to_owned(), pattern, how, is_builtin })
+        Ok(Rule {
+            text: text.to_owned(),
+            pattern,
+            how,
+            is_builtin,
+        })
     }
 
     /// Returns the text after the `=`, such as `colwise(heads)`.
@@ -167,19 +189,24 @@ impl Rule {
         self.text.split_once('=').map_or("", |(_, how)| how.trim())
     }
 
-    /// Returns `true` if the pattern is the end of a key, or of the name of the layer that a weight or a bias belongs
-    /// to.
+    /// Returns `true` if the pattern is the end of a key, or of the name of the layer that a weight
+    /// or a bias belongs to.
     fn fits(&self, fqn: &str) -> bool {
-        let layer = fqn.strip_suffix(".weight").or_else(|| fqn.strip_suffix(".bias"));
+        let layer = fqn
+            .strip_suffix(".weight")
+            .or_else(|| fqn.strip_suffix(".bias"));
         self.is_end_of(fqn) || layer.is_some_and(|layer| self.is_end_of(layer))
     }
 
-    /// Returns `true` if the pattern fits the end of a name, or, with a last `**`, a place in the name before its last
-    /// part.
+    /// Returns `true` if the pattern fits the end of a name, or, with a last `**`, a place in the
+    /// name before its last part.
     fn is_end_of(&self, name: &str) -> bool {
         let parts: Vec<&str> = name.split('.').collect();
         let fits = |parts: &[&str], pattern: &[String]| {
-            parts.iter().zip(pattern).all(|(part, wanted)| wanted == "*" || wanted == part)
+            parts
+                .iter()
+                .zip(pattern)
+                .all(|(part, wanted)| wanted == "*" || wanted == part)
         };
         match self.pattern.split_last() {
             Some((last, first)) if last == "**" => {
@@ -207,17 +234,35 @@ impl How {
             None => (text, None),
             Some((word, rest)) => {
                 let rest = rest.strip_suffix(')').ok_or("`)` is missing")?;
-                (word, Some(rest.split(',').map(Heads::parse).collect::<Result<Vec<_>, _>>()?))
+                (
+                    word,
+                    Some(
+                        rest.split(',')
+                            .map(Heads::parse)
+                            .collect::<Result<Vec<_>, _>>()?,
+                    ),
+                )
             }
         };
         let is_conv1d = word.starts_with("conv1d_");
         match (word, heads) {
             ("replicate", None) => Ok(How::Replicate),
             ("vocab", None) => Ok(How::Vocab),
-            ("packed_colwise", None) => Ok(How::Outputs { parts: Parts::Equal(2), is_conv1d }),
-            ("colwise" | "conv1d_colwise", heads) => Ok(How::Outputs { parts: Parts::new(heads), is_conv1d }),
-            ("rowwise" | "conv1d_rowwise", heads) => Ok(How::Inputs { parts: Parts::new(heads), is_conv1d }),
-            ("replicate" | "vocab" | "packed_colwise", Some(_)) => Err(format!("`{word}` has no heads")),
+            ("packed_colwise", None) => Ok(How::Outputs {
+                parts: Parts::Equal(2),
+                is_conv1d,
+            }),
+            ("colwise" | "conv1d_colwise", heads) => Ok(How::Outputs {
+                parts: Parts::new(heads),
+                is_conv1d,
+            }),
+            ("rowwise" | "conv1d_rowwise", heads) => Ok(How::Inputs {
+                parts: Parts::new(heads),
+                is_conv1d,
+            }),
+            ("replicate" | "vocab" | "packed_colwise", Some(_)) => {
+                Err(format!("`{word}` has no heads"))
+            }
             _ => Err(format!(
                 "`{word}` is not one of colwise, rowwise, packed_colwise, conv1d_colwise, conv1d_rowwise, vocab, replicate"
             )),
@@ -238,7 +283,10 @@ impl Heads {
         match text.parse() {
             Ok(0) => Err("the number of heads must not be 0".to_owned()),
             Ok(number) => Ok(Heads::Number(number)),
-            Err(_) if !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') => {
+            Err(_)
+                if !text.is_empty()
+                    && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') =>
+            {
                 Ok(Heads::Name(text.to_owned()))
             }
             Err(_) => Err(format!("`{text}` is neither a number nor a name")),
@@ -253,22 +301,41 @@ mod tests {
     #[test]
     fn patterns_are_ends_of_keys_at_dots() {
         let rule = Rule::parse("layers.*.q = colwise", false).unwrap();
-        assert!(rule.fits("model.layers.3.q.weight") && rule.fits("layers.3.q.bias") && rule.fits("layers.3.q"));
-        for other in
-            ["layers.3.q.scale", "layers.3.4.q.weight", "layers.q.weight", "layers.3.xq.weight", "mylayers.3.q"]
-        {
+        assert!(
+            rule.fits("model.layers.3.q.weight")
+                && rule.fits("layers.3.q.bias")
+                && rule.fits("layers.3.q")
+        );
+        for other in [
+            "layers.3.q.scale",
+            "layers.3.4.q.weight",
+            "layers.q.weight",
+            "layers.3.xq.weight",
+            "mylayers.3.q",
+        ] {
             assert!(!rule.fits(other), "{other}");
         }
-        assert!(Rule::parse("a.weight=replicate", false).unwrap().fits("x.a.weight"));
+        assert!(
+            Rule::parse("a.weight=replicate", false)
+                .unwrap()
+                .fits("x.a.weight")
+        );
     }
 
     #[test]
     fn two_stars_match_all_below_a_module() {
         let rule = Rule::parse("vision_tower.** = replicate", false).unwrap();
-        for key in ["vision_tower.weight", "model.vision_tower.layers.0.self_attn.q_proj.weight"] {
+        for key in [
+            "vision_tower.weight",
+            "model.vision_tower.layers.0.self_attn.q_proj.weight",
+        ] {
             assert!(rule.fits(key), "{key}");
         }
-        for other in ["vision_tower", "model.vision_towers.q_proj.weight", "q_proj.weight"] {
+        for other in [
+            "vision_tower",
+            "model.vision_towers.q_proj.weight",
+            "q_proj.weight",
+        ] {
             assert!(!rule.fits(other), "{other}");
         }
         assert!(Rule::parse("** = replicate", false).unwrap().fits("a.b"));
@@ -278,18 +345,35 @@ mod tests {
     #[test]
     fn the_heads_of_the_text_model_do_not_cut_a_vision_model() {
         let rules = Rules::new::<&str>(&[], BTreeMap::new()).unwrap();
-        for key in ["vision_tower.encoder.layers.0.self_attn.q_proj.weight", "visual.blocks.0.mlp.gate_proj.weight"] {
+        for key in [
+            "vision_tower.encoder.layers.0.self_attn.q_proj.weight",
+            "visual.blocks.0.mlp.gate_proj.weight",
+        ] {
             assert_eq!(rules.find(key).unwrap().1.how, How::Replicate, "{key}");
         }
     }
 
     #[test]
     fn what_is_no_rule_is_refused() {
-        for bad in ["a", "a=", "=colwise", "a..b=colwise", "a=columns", "a=colwise(", "a=colwise()", "a=colwise(0)"] {
+        for bad in [
+            "a",
+            "a=",
+            "=colwise",
+            "a..b=colwise",
+            "a=columns",
+            "a=colwise(",
+            "a=colwise()",
+            "a=colwise(0)",
+        ] {
             assert!(Rules::new(&[bad], BTreeMap::new()).is_err(), "{bad}");
         }
-        for bad in ["a=vocab(2)", "a=replicate(heads)", "a=packed_colwise(heads)", "a=colwise(a b)", "a=colwise(heads"]
-        {
+        for bad in [
+            "a=vocab(2)",
+            "a=replicate(heads)",
+            "a=packed_colwise(heads)",
+            "a=colwise(a b)",
+            "a=colwise(heads",
+        ] {
             assert!(Rules::new(&[bad], BTreeMap::new()).is_err(), "{bad}");
         }
     }
@@ -297,7 +381,21 @@ mod tests {
     #[test]
     fn rules_that_are_given_go_before_those_that_are_built_in() {
         let rules = Rules::new(&["q_proj = replicate"], BTreeMap::new()).unwrap();
-        assert_eq!(rules.find("model.layers.0.self_attn.q_proj.weight").unwrap().1.how, How::Replicate);
-        assert_ne!(rules.find("model.layers.0.self_attn.k_proj.weight").unwrap().1.how, How::Replicate);
+        assert_eq!(
+            rules
+                .find("model.layers.0.self_attn.q_proj.weight")
+                .unwrap()
+                .1
+                .how,
+            How::Replicate
+        );
+        assert_ne!(
+            rules
+                .find("model.layers.0.self_attn.k_proj.weight")
+                .unwrap()
+                .1
+                .how,
+            How::Replicate
+        );
     }
 }

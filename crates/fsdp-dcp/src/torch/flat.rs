@@ -1,7 +1,7 @@
 //! The content of a file of `torch.save`: a nested state dict, flattened as DCP does it.
 //!
-//! Dicts are flattened, and lists that hold tensors or dicts; a tuple only where it holds a dict with tensors. Other
-//! values are read when the file is opened, with the tensors that they hold.
+//! Dicts are flattened, and lists that hold tensors or dicts; a tuple only where it holds a dict
+//! with tensors. Other values are read when the file is opened, with the tensors that they hold.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -57,26 +57,44 @@ impl FlatFile {
         };
         let structure = flat.flatten(parsed.root(), &KeyPath::default())?;
         let found = flat.found;
-        Ok(FlatFile { found, structure, storages: Arc::new(storages) })
+        Ok(FlatFile {
+            found,
+            structure,
+            storages: Arc::new(storages),
+        })
     }
 
     /// Reads a tensor of this file, which is `file`.
-    pub(crate) fn tensor(&self, file: &dyn ReadAt, tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
+    pub(crate) fn tensor(
+        &self,
+        file: &dyn ReadAt,
+        tensor: &TensorRef,
+    ) -> Result<PlainTensor, FormatError> {
         TensorLoader::new(&self.storages, file).tensor(tensor)
     }
 
-    /// Returns the keys of the tensors that have a class or attributes of their own in Python, which are not kept.
+    /// Returns the keys of the tensors that have a class or attributes of their own in Python,
+    /// which are not kept.
     pub(crate) fn tensors_without_attributes(&self) -> impl Iterator<Item = &str> {
-        let loses = |leaf: &Leaf| matches!(leaf, Leaf::Tensor(tensor, _) if tensor.loses_attributes);
-        self.found.iter().filter(move |(_, (_, leaf))| loses(leaf)).map(|(fqn, _)| fqn.as_str())
+        let loses =
+            |leaf: &Leaf| matches!(leaf, Leaf::Tensor(tensor, _) if tensor.loses_attributes);
+        self.found
+            .iter()
+            .filter(move |(_, (_, leaf))| loses(leaf))
+            .map(|(fqn, _)| fqn.as_str())
     }
 
-    /// Returns where a tensor of this file, whose name is `file`, lies. A storage that is missing or too short is an
-    /// error.
+    /// Returns where a tensor of this file, whose name is `file`, lies. A storage that is missing
+    /// or too short is an error.
     pub(crate) fn piece(&self, file: &Arc<str>, tensor: &TensorRef) -> Result<Piece, FormatError> {
         let about = self.storages.start(tensor)?;
         let start = Start::Near(about, Arc::new(InStorage::of(&self.storages, tensor)));
-        Ok(Piece { file: file.clone(), start, layout: tensor.layout.clone(), elements: Elements::Plain })
+        Ok(Piece {
+            file: file.clone(),
+            start,
+            layout: tensor.layout.clone(),
+            elements: Elements::Plain,
+        })
     }
 }
 
@@ -93,7 +111,9 @@ fn read_pickle(file: &dyn ReadAt) -> Result<(Vec<u8>, Storages), FormatError> {
     archive.check_byte_order(file)?;
     if !archive.records.contains_key("data.pkl") {
         let what = "an archive without the record `data.pkl` of `torch.save`, as `torch.export.save` writes it,";
-        return Err(FormatError::Unsupported { what: what.to_owned() });
+        return Err(FormatError::Unsupported {
+            what: what.to_owned(),
+        });
     }
     let pickle = archive.read_record(file, "data.pkl", MAX_OBJECT_BYTES)?;
     Ok((pickle, Storages::Archive(archive)))
@@ -126,7 +146,10 @@ impl Flattener<'_, '_> {
                 for (key, part) in self.module_parts(id, object)? {
                     let text = p.str(key)?;
                     self.charge_path(id, path, text)?;
-                    items.push((text.into(), self.flatten(part, &path.child(PathPart::Key(text.to_owned())))?));
+                    items.push((
+                        text.into(),
+                        self.flatten(part, &path.child(PathPart::Key(text.to_owned())))?,
+                    ));
                 }
                 Structure::Module(format!("{}.{}", object.module, object.name), items)
             }
@@ -144,18 +167,27 @@ impl Flattener<'_, '_> {
                 }
                 Structure::Dict(items)
             }
-            Node::List(items) if self.recurses(id)? => Structure::List(self.flatten_all(items, path)?),
+            Node::List(items) if self.recurses(id)? => {
+                Structure::List(self.flatten_all(items, path)?)
+            }
             Node::Tuple(_) if self.has_tensors_in_dicts(id, false)? => {
                 Structure::Tuple(self.flatten_all(p.sequence(id)?, path)?)
             }
             _ => {
                 // The path and the flat key are kept in several places.
                 let length: usize = path.0.iter().map(part_length).sum();
-                self.walk.charge(p, id, "memory for keys", 8 * length as u64)?;
+                self.walk
+                    .charge(p, id, "memory for keys", 8 * length as u64)?;
                 let fqn = path.flat_key();
                 let leaf = self.leaf(id).map_err(|error| error.of_key(&fqn))?;
-                if self.found.insert(fqn.clone(), (path.clone(), leaf)).is_some() {
-                    return Err(FormatError::Unsupported { what: format!("two values with the flat key `{fqn}`") });
+                if self
+                    .found
+                    .insert(fqn.clone(), (path.clone(), leaf))
+                    .is_some()
+                {
+                    return Err(FormatError::Unsupported {
+                        what: format!("two values with the flat key `{fqn}`"),
+                    });
                 }
                 Structure::Leaf(fqn)
             }
@@ -167,17 +199,22 @@ impl Flattener<'_, '_> {
     /// Charges the path of an item of a container at a path, all of which is copied for each item.
     fn charge_path(&mut self, id: NodeId, path: &KeyPath, text: &str) -> Result<(), FormatError> {
         let length = path.0.iter().map(part_length).sum::<usize>() + text.len();
-        Ok(self.walk.charge(self.pickle, id, "memory for keys", length as u64)?)
+        Ok(self
+            .walk
+            .charge(self.pickle, id, "memory for keys", length as u64)?)
     }
 
     /// Makes the key of a dict.
     fn key(&mut self, id: NodeId) -> Result<PlainValue, FormatError> {
         let p = self.pickle;
-        convert(p, id, &mut self.walk, &mut |_: &TensorRef| Err(unsupported_key(p, id)))
+        convert(p, id, &mut self.walk, &mut |_: &TensorRef| {
+            Err(unsupported_key(p, id))
+        })
     }
 
-    /// Returns `true` if a key of a dict is an object that only running code could build, as an enum or a number of
-    /// NumPy is. Then nothing in the dict has a flat key, and all of it is one opaque value.
+    /// Returns `true` if a key of a dict is an object that only running code could build, as an
+    /// enum or a number of NumPy is. Then nothing in the dict has a flat key, and all of it is one
+    /// opaque value.
     fn has_opaque_key(&mut self, entries: &[(NodeId, NodeId)]) -> Result<bool, FormatError> {
         for &(key, _) in entries {
             // Nearly all keys are text.
@@ -185,7 +222,9 @@ impl Flattener<'_, '_> {
                 continue;
             }
             match self.key(key) {
-                Err(FormatError::Pickle(error)) if opaque_type(&error).is_some() => return Ok(true),
+                Err(FormatError::Pickle(error)) if opaque_type(&error).is_some() => {
+                    return Ok(true);
+                }
                 key => drop(key?),
             }
         }
@@ -210,7 +249,8 @@ impl Flattener<'_, '_> {
         let mut aside = self.walk.aside();
         let found = match TensorRef::of(p, id) {
             Ok(Some(tensor)) => {
-                self.walk.charge(p, id, "memory for tensors", tensor.description_bytes())?;
+                self.walk
+                    .charge(p, id, "memory for tensors", tensor.description_bytes())?;
                 let quantizer = match tensor.quantizer {
                     Some(quantizer) => Some(convert(p, quantizer, &mut self.walk, loader)?),
                     None => None,
@@ -223,7 +263,9 @@ impl Flattener<'_, '_> {
         match found {
             Ok(value) => Ok(Leaf::Value(Held::Plain(value))),
             Err(FormatError::Pickle(error)) => {
-                let Some(of) = opaque_type(&error) else { return Err(error.into()) };
+                let Some(of) = opaque_type(&error) else {
+                    return Err(error.into());
+                };
                 // Describe the opaque value now, because the pickle is not kept.
                 let description = convert(p, id, &mut aside, loader)?;
                 self.walk.resume(aside);
@@ -234,9 +276,15 @@ impl Flattener<'_, '_> {
     }
 
     /// Adds what lies below the items of a list or tuple.
-    fn flatten_all(&mut self, items: &[NodeId], path: &KeyPath) -> Result<Vec<Structure>, FormatError> {
+    fn flatten_all(
+        &mut self,
+        items: &[NodeId],
+        path: &KeyPath,
+    ) -> Result<Vec<Structure>, FormatError> {
         let items = items.iter().enumerate();
-        items.map(|(index, &item)| self.flatten(item, &path.child(PathPart::Index(index)))).collect()
+        items
+            .map(|(index, &item)| self.flatten(item, &path.child(PathPart::Index(index))))
+            .collect()
     }
 
     /// Returns `true` if a list holds a tensor or a dict, or a list that does.
@@ -244,7 +292,8 @@ impl Flattener<'_, '_> {
         let p = self.pickle;
         self.walk.enter(p, id)?;
         let items = p.sequence(id)?;
-        self.walk.charge(p, id, "expanded size", items.len() as u64)?;
+        self.walk
+            .charge(p, id, "expanded size", items.len() as u64)?;
         let mut found = false;
         for &item in items {
             found = match p.node(item) {
@@ -294,19 +343,29 @@ impl Flattener<'_, '_> {
         Ok(matches!(TensorRef::of(p, id), Ok(Some(_))) || is_sharded(p, id))
     }
 
-    /// Returns `true` for an `nn.Module` that was saved whole: an object with the attributes of all modules.
+    /// Returns `true` for an `nn.Module` that was saved whole: an object with the attributes of all
+    /// modules.
     fn is_module(&mut self, id: NodeId, object: &OpaqueNode<'_>) -> Result<bool, FormatError> {
         let p = self.pickle;
         let attributes = attributes(p, object);
         // Many objects may share one list of attributes, so each look through it is charged.
-        self.walk.charge(p, id, "expanded size", attributes.len() as u64)?;
-        let has = |part: &str| attributes.iter().any(|(key, _)| matches!(p.node(*key), Node::Str(key) if *key == part));
+        self.walk
+            .charge(p, id, "expanded size", attributes.len() as u64)?;
+        let has = |part: &str| {
+            attributes
+                .iter()
+                .any(|(key, _)| matches!(p.node(*key), Node::Str(key) if *key == part))
+        };
         Ok(MODULE_PARTS.iter().all(|part| has(part)))
     }
 
-    /// Returns the parameters, buffers and submodules of a module by name, without those that are `None` and without
-    /// non-persistent buffers.
-    fn module_parts(&mut self, id: NodeId, object: &OpaqueNode<'_>) -> Result<Vec<(NodeId, NodeId)>, FormatError> {
+    /// Returns the parameters, buffers and submodules of a module by name, without those that are
+    /// `None` and without non-persistent buffers.
+    fn module_parts(
+        &mut self,
+        id: NodeId,
+        object: &OpaqueNode<'_>,
+    ) -> Result<Vec<(NodeId, NodeId)>, FormatError> {
         let p = self.pickle;
         let (mut parts, mut left_out) = (Vec::new(), HashSet::new());
         for &(key, value) in attributes(p, object) {
@@ -334,8 +393,14 @@ impl Flattener<'_, '_> {
 
     /// Charges one of the names in the module at a node, which is noted and looked up.
     fn charge_name(&mut self, id: NodeId, name: NodeId) -> Result<(), FormatError> {
-        let length = if let Node::Str(text) = self.pickle.node(name) { text.len() as u64 } else { 0 };
-        Ok(self.walk.charge(self.pickle, id, "expanded size", NOTED + length)?)
+        let length = if let Node::Str(text) = self.pickle.node(name) {
+            text.len() as u64
+        } else {
+            0
+        };
+        Ok(self
+            .walk
+            .charge(self.pickle, id, "expanded size", NOTED + length)?)
     }
 }
 
@@ -345,13 +410,16 @@ fn unsupported_key(p: &Pickle<'_>, key: NodeId) -> FormatError {
         Node::BigInt(_) => "an int of more than 64 bits",
         other => other.kind(),
     };
-    FormatError::Unsupported { what: format!("{kind} as the key of a dict") }
+    FormatError::Unsupported {
+        what: format!("{kind} as the key of a dict"),
+    }
 }
 
 /// The bytes that a look at the arguments of an object is charged, whether they describe a tensor.
 const LOOK: u64 = 128;
 
-/// The bytes that a name in a module is charged besides its text: a set of names that grows takes most.
+/// The bytes that a name in a module is charged besides its text: a set of names that grows takes
+/// most.
 const NOTED: u64 = 2 * size_of::<&str>() as u64;
 
 /// The attributes of a module that hold its tensors and the modules below it.
@@ -362,5 +430,8 @@ const NOT_PERSISTENT: &str = "_non_persistent_buffers_set";
 
 /// Returns the attributes of an object.
 fn attributes<'p>(p: &'p Pickle<'_>, object: &OpaqueNode<'_>) -> &'p [(NodeId, NodeId)] {
-    object.state.and_then(|state| p.dict(state).ok()).unwrap_or_default()
+    object
+        .state
+        .and_then(|state| p.dict(state).ok())
+        .unwrap_or_default()
 }

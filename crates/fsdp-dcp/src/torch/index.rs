@@ -1,5 +1,5 @@
-//! Directories with the weights of a model in files of `torch.save`, as older versions of Hugging Face's libraries
-//! wrote them: one file, or several with a JSON index.
+//! Directories with the weights of a model in files of `torch.save`, as older versions of Hugging
+//! Face's libraries wrote them: one file, or several with a JSON index.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,12 +19,21 @@ const ENDING: &str = ".bin";
 
 /// Returns those names in a directory that are of a model's weights, or of an index of them.
 pub(crate) fn weights(names: &[String]) -> Vec<String> {
-    names.iter().filter(|name| is_known(name, ENDING)).cloned().collect()
+    names
+        .iter()
+        .filter(|name| is_known(name, ENDING))
+        .cloned()
+        .collect()
 }
 
-/// Opens the files of these names. If one of them is an index, opens the files that it lists, and reads each key from
-/// the file that the index gives. Any other key that is in two files is an error.
-pub(crate) fn open(location: &Location, names: &[String], options: OpenOptions) -> Result<Assembled, FileError> {
+/// Opens the files of these names. If one of them is an index, opens the files that it lists, and
+/// reads each key from the file that the index gives. Any other key that is in two files is an
+/// error.
+pub(crate) fn open(
+    location: &Location,
+    names: &[String],
+    options: OpenOptions,
+) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
     directory.check_covered()?;
     let index = match Weights::choose(&directory, names, ENDING)? {
@@ -46,19 +55,33 @@ pub(crate) fn open(location: &Location, names: &[String], options: OpenOptions) 
         let flat = read_flat(assembler.directory(), &name)?;
         if let Some(missing) = keys.iter().find(|key| !flat.found.contains_key(**key)) {
             let reason = format!("it does not hold `{missing}`, which the index looks for here");
-            let source = FormatError::Malformed { what: "checkpoint", reason };
+            let source = FormatError::Malformed {
+                what: "checkpoint",
+                reason,
+            };
             return Err(assembler.directory().file_error(file, source));
         }
         let is_here = |key: &str| !index.is_elsewhere(key, file);
-        take(&mut found, &assembler, file, flat.found.keys().filter(|key| is_here(key)))?;
-        add(&mut assembler, &name, &flat, &mut |key| is_here(key).then(Vec::new))?;
+        take(
+            &mut found,
+            &assembler,
+            file,
+            flat.found.keys().filter(|key| is_here(key)),
+        )?;
+        add(&mut assembler, &name, &flat, &mut |key| {
+            is_here(key).then(Vec::new)
+        })?;
     }
     assembler.sort_by_order(&index.weight_map);
     Ok(assembler.finish(None))
 }
 
 /// Opens these files, of which no index tells what is in them.
-fn open_files(location: &Location, directory: CheckedDirectory, files: &[String]) -> Result<Assembled, FileError> {
+fn open_files(
+    location: &Location,
+    directory: CheckedDirectory,
+    files: &[String],
+) -> Result<Assembled, FileError> {
     let mut assembler = Assembler::new(Format::TorchDirectory, location.name(), directory);
     let mut structure = None;
     let mut found = HashMap::new();
@@ -72,7 +95,8 @@ fn open_files(location: &Location, directory: CheckedDirectory, files: &[String]
     Ok(assembler.finish(structure.filter(|_| files.len() == 1)))
 }
 
-/// Notes the keys that are taken from a file. One that has been taken from another file is an error.
+/// Notes the keys that are taken from a file. One that has been taken from another file is an
+/// error.
 fn take<'f, 'k>(
     found: &mut HashMap<String, &'f str>,
     assembler: &Assembler,

@@ -21,8 +21,8 @@ use crate::storage::read_at::{ReadAt, read_whole};
 /// The number of first bytes by which such a file is recognized.
 pub(crate) const START_LENGTH: usize = 13;
 
-/// Returns `true` if a file that begins with these bytes is of this format. It begins with a pickle of an integer of
-/// ten bytes, in a frame if its protocol is 4 or 5.
+/// Returns `true` if a file that begins with these bytes is of this format. It begins with a pickle
+/// of an integer of ten bytes, in a frame if its protocol is 4 or 5.
 pub(crate) fn is_start(bytes: &[u8]) -> bool {
     let pickle = match bytes {
         [0x80, 4 | 5, 0x95, frame @ ..] => frame.get(8..).unwrap_or_default(),
@@ -32,7 +32,8 @@ pub(crate) fn is_start(bytes: &[u8]) -> bool {
     pickle.starts_with(&[0x8a, 10])
 }
 
-/// The bytes with which such a file begins if its pickles are of protocol 0 or 1, which are not read.
+/// The bytes with which such a file begins if its pickles are of protocol 0 or 1, which are not
+/// read.
 pub(crate) const OLD_START: &[u8] = b"L11954703714";
 
 /// Reads the pickle of the object, and finds the storages.
@@ -51,11 +52,23 @@ pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages), FormatErr
         let mut elements = [0; 8];
         source.read_exact_at(at, &mut elements)?;
         let data = at + 8;
-        let size = sizes.get(key).ok_or_else(|| FormatError::MissingRecord { name: key.to_owned() })?;
+        let size = sizes.get(key).ok_or_else(|| FormatError::MissingRecord {
+            name: key.to_owned(),
+        })?;
         let length = u64::from_le_bytes(elements).checked_mul(*size);
-        let end = length.and_then(|length| data.checked_add(length)).filter(|&end| end <= source.len());
-        let end = end.ok_or_else(|| FormatError::unexpected(format!("the storage `{key}`"), "the end of the file"))?;
-        storages.insert(key.to_owned(), LegacyStorage { data, length: end - data });
+        let end = length
+            .and_then(|length| data.checked_add(length))
+            .filter(|&end| end <= source.len());
+        let end = end.ok_or_else(|| {
+            FormatError::unexpected(format!("the storage `{key}`"), "the end of the file")
+        })?;
+        storages.insert(
+            key.to_owned(),
+            LegacyStorage {
+                data,
+                length: end - data,
+            },
+        );
         at = end;
     }
     Ok((object, Storages::Legacy(storages)))
@@ -63,7 +76,8 @@ pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages), FormatErr
 
 /// Reads the pickle that starts here, and moves to what follows it.
 fn pickle_at(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>, FormatError> {
-    /// The number of bytes that are tried first. The length of a pickle is only known by parsing it.
+    /// The number of bytes that are tried first. The length of a pickle is only known by parsing
+    /// it.
     const FIRST: u64 = 64 << 10;
     let rest = source.len().saturating_sub(*at).min(MAX_OBJECT_BYTES);
     let mut length = FIRST.min(rest);
@@ -85,14 +99,19 @@ fn pickle_at(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>, FormatError> 
 
 /// Returns `true` if the error may be caused by too few bytes.
 fn is_cut(error: &PickleErrorKind) -> bool {
-    matches!(error, PickleErrorKind::Truncated | PickleErrorKind::Limit { what: "length", .. })
+    matches!(
+        error,
+        PickleErrorKind::Truncated | PickleErrorKind::Limit { what: "length", .. }
+    )
 }
 
 /// Refuses a file of a big-endian machine.
 fn check_byte_order(system: &Pickle<'_>) -> Result<(), FormatError> {
     for &(key, value) in system.dict(system.root())? {
         if system.str(key)? == "little_endian" && !system.bool(value)? {
-            return Err(FormatError::Unsupported { what: "the byte order `big`".to_owned() });
+            return Err(FormatError::Unsupported {
+                what: "the byte order `big`".to_owned(),
+            });
         }
     }
     Ok(())
@@ -102,10 +121,18 @@ fn check_byte_order(system: &Pickle<'_>) -> Result<(), FormatError> {
 fn element_sizes(p: &Pickle<'_>) -> Result<HashMap<String, u64>, FormatError> {
     let mut sizes = HashMap::new();
     for id in p.persistent_ids() {
-        let [_storage, class, key, _location, _elements, ref view @ ..] = *p.sequence(id)? else { continue };
-        // The view is the last value. Many storages may share a longer tuple, so what else is in it is not looked at.
-        if view.first().is_some_and(|&view| *p.node(view) != Node::None) {
-            return Err(FormatError::Unsupported { what: "a storage that is a view of another one".to_owned() });
+        let [_storage, class, key, _location, _elements, ref view @ ..] = *p.sequence(id)? else {
+            continue;
+        };
+        // The view is the last value. Many storages may share a longer tuple, so what else is in it
+        // is not looked at.
+        if view
+            .first()
+            .is_some_and(|&view| *p.node(view) != Node::None)
+        {
+            return Err(FormatError::Unsupported {
+                what: "a storage that is a view of another one".to_owned(),
+            });
         }
         let size = match p.node(class) {
             Node::Global(Global::TypedStorage(dtype)) => dtype.size_in_bytes(),

@@ -1,5 +1,5 @@
-//! Files of `torch.save`: a zip archive with a pickle, and the storages that it names; before torch 1.6, pickles and
-//! storages one after the other.
+//! Files of `torch.save`: a zip archive with a pickle, and the storages that it names; before torch
+//! 1.6, pickles and storages one after the other.
 
 pub(crate) mod flat;
 pub(crate) mod index;

@@ -15,8 +15,8 @@ use crate::torch::flat::{FlatFile, Leaf};
 
 /// Opens a file of `torch.save`, written by any version of torch.
 ///
-/// Sharded tensors become whole tensors whose chunks are the parts of the ranks. In a file that one of several ranks
-/// has written, the chunks of the other ranks are missing.
+/// Sharded tensors become whole tensors whose chunks are the parts of the ranks. In a file that one
+/// of several ranks has written, the chunks of the other ranks are missing.
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
     let (parent, name) = location.split()?;
     let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
@@ -28,21 +28,24 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     Ok(assembler.finish(Some(flat.structure)))
 }
 
-/// Reads the state dict of one file, as flat keys. Tensors are located, but not read. Logs a warning if some tensors
-/// have a class or attributes in Python that are not kept.
+/// Reads the state dict of one file, as flat keys. Tensors are located, but not read. Logs a
+/// warning if some tensors have a class or attributes in Python that are not kept.
 pub(crate) fn read_flat(directory: &CheckedDirectory, name: &str) -> Result<FlatFile, FileError> {
     let file = directory.file(name)?;
     let flat = FlatFile::read(&*file).map_err(|source| directory.file_error(name, source))?;
     let simplified: Vec<&str> = flat.tensors_without_attributes().collect();
     if let [first, ..] = simplified[..] {
-        let (path, tensors) = (directory.path().join(name).display().to_string(), simplified.len());
+        let (path, tensors) = (
+            directory.path().join(name).display().to_string(),
+            simplified.len(),
+        );
         warn!(%path, tensors, first, "some tensors have a class or attributes of their own in Python, which are not kept");
     }
     Ok(flat)
 }
 
-/// Adds the tensors and values of a file. `prefix` returns the parts to put before the path of a key, or `None` to
-/// leave the key out.
+/// Adds the tensors and values of a file. `prefix` returns the parts to put before the path of a
+/// key, or `None` to leave the key out.
 pub(crate) fn add(
     assembler: &mut Assembler,
     name: &Arc<str>,
@@ -50,7 +53,9 @@ pub(crate) fn add(
     prefix: &mut dyn FnMut(&str) -> Option<Vec<PathPart>>,
 ) -> Result<(), FileError> {
     for (fqn, (path, leaf)) in &flat.found {
-        let Some(mut parts) = prefix(fqn) else { continue };
+        let Some(mut parts) = prefix(fqn) else {
+            continue;
+        };
         parts.extend(path.0.iter().cloned());
         add_leaf(assembler, name, flat, &KeyPath(parts), leaf)?;
     }
@@ -70,11 +75,16 @@ pub(crate) fn add_leaf(
         Leaf::Tensor(tensor, _) => (tensor.dtype, &tensor.shape, std::slice::from_ref(tensor)),
         Leaf::Sharded(sharded) => (sharded.dtype, &sharded.shape, &sharded.parts[..]),
     };
-    let pieces = parts.iter().map(|part| flat.piece(name, part)).collect::<Result<Vec<_>, _>>();
+    let pieces = parts
+        .iter()
+        .map(|part| flat.piece(name, part))
+        .collect::<Result<Vec<_>, _>>();
     let pieces = pieces.map_err(|source| assembler.directory().file_error(name, source))?;
     assembler.add_tensor(path, name, dtype, shape, pieces)?;
     match leaf {
-        Leaf::Tensor(_, Some(quantizer)) => assembler.add_quantizer(path.flat_key(), name, quantizer.clone()),
+        Leaf::Tensor(_, Some(quantizer)) => {
+            assembler.add_quantizer(path.flat_key(), name, quantizer.clone())
+        }
         _ => Ok(()),
     }
 }

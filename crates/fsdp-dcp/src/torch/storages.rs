@@ -33,8 +33,8 @@ fn record_of(key: &str) -> String {
 }
 
 impl Storages {
-    /// Returns the start of a tensor's storage, including its header if it has one. A storage that is too short is an
-    /// error.
+    /// Returns the start of a tensor's storage, including its header if it has one. A storage that
+    /// is too short is an error.
     pub(crate) fn start(&self, tensor: &TensorRef) -> Result<u64, FormatError> {
         self.start_of(&tensor.storage, tensor.storage_bytes)
     }
@@ -47,25 +47,39 @@ impl Storages {
                 (record.header, record.length)
             }
             Storages::Legacy(storages) => {
-                let missing = || FormatError::MissingRecord { name: key.to_owned() };
+                let missing = || FormatError::MissingRecord {
+                    name: key.to_owned(),
+                };
                 let storage = storages.get(key).ok_or_else(missing)?;
                 (storage.data, storage.length)
             }
         };
         if length < bytes {
             let expected = format!("a storage of {bytes} bytes");
-            return Err(FormatError::unexpected(expected, format!("one of {length}")));
+            return Err(FormatError::unexpected(
+                expected,
+                format!("one of {length}"),
+            ));
         }
         Ok(start)
     }
 
     /// Returns the start of the data of a tensor's storage, which the storage's header determines.
-    pub(crate) fn data_offset(&self, source: &dyn ReadAt, tensor: &TensorRef) -> Result<u64, FormatError> {
+    pub(crate) fn data_offset(
+        &self,
+        source: &dyn ReadAt,
+        tensor: &TensorRef,
+    ) -> Result<u64, FormatError> {
         self.data_offset_of(source, &tensor.storage, tensor.storage_bytes)
     }
 
     /// Returns the start of the data of a storage, of which this many bytes must be there.
-    pub(crate) fn data_offset_of(&self, source: &dyn ReadAt, key: &str, bytes: u64) -> Result<u64, FormatError> {
+    pub(crate) fn data_offset_of(
+        &self,
+        source: &dyn ReadAt,
+        key: &str,
+        bytes: u64,
+    ) -> Result<u64, FormatError> {
         let start = self.start_of(key, bytes)?;
         match self {
             Storages::Archive(archive) => {
@@ -88,7 +102,11 @@ pub(crate) struct InStorage {
 impl InStorage {
     /// Returns the storage of a tensor.
     pub(crate) fn of(storages: &Arc<Storages>, tensor: &TensorRef) -> Self {
-        InStorage { storages: storages.clone(), key: tensor.storage.clone(), bytes: tensor.storage_bytes }
+        InStorage {
+            storages: storages.clone(),
+            key: tensor.storage.clone(),
+            bytes: tensor.storage_bytes,
+        }
     }
 }
 

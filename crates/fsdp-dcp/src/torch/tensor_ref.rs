@@ -22,21 +22,30 @@ pub struct TensorRef {
     pub shape: Vec<usize>,
     /// The places of the elements in the storage.
     pub layout: StridedLayout,
-    /// The node that says how the tensor is quantized, if it is: a tuple `(scheme, scale, zero point)`, or
-    /// `(scheme, scales, zero points, axis)`.
+    /// The node that says how the tensor is quantized, if it is: a tuple `(scheme, scale, zero
+    /// point)`, or `(scheme, scales, zero points, axis)`.
     pub quantizer: Option<NodeId>,
     /// `true` if the tensor has a class or attributes of its own in Python, which are not kept.
     pub loses_attributes: bool,
 }
 
-/// The most objects of a Parameter or of a tensor with attributes that wrap a plain tensor, one in the other, and the
-/// tensor itself.
+/// The most objects of a Parameter or of a tensor with attributes that wrap a plain tensor, one in
+/// the other, and the tensor itself.
 pub(super) const MAX_WRAPPERS: usize = 4;
 
 impl TensorRef {
     /// Returns a row-major tensor that is all of its storage.
-    pub(crate) fn row_major(storage: String, storage_bytes: u64, dtype: DType, shape: &[usize]) -> TensorRef {
-        let layout = StridedLayout { bounds: TensorBox::whole(shape), offset: 0, strides: torch_strides(shape) };
+    pub(crate) fn row_major(
+        storage: String,
+        storage_bytes: u64,
+        dtype: DType,
+        shape: &[usize],
+    ) -> TensorRef {
+        let layout = StridedLayout {
+            bounds: TensorBox::whole(shape),
+            offset: 0,
+            strides: torch_strides(shape),
+        };
         TensorRef {
             storage,
             storage_bytes,
@@ -51,7 +60,8 @@ impl TensorRef {
     /// Returns about how many bytes its description takes.
     pub(crate) fn description_bytes(&self) -> u64 {
         // The shape, the strides, and the offsets and sizes of the bounds.
-        (size_of::<TensorRef>() + self.storage.len() + 4 * size_of::<usize>() * self.shape.len()) as u64
+        (size_of::<TensorRef>() + self.storage.len() + 4 * size_of::<usize>() * self.shape.len())
+            as u64
     }
 
     /// Returns the tensor that this node describes; `None` if it describes something else.
@@ -60,30 +70,42 @@ impl TensorRef {
         let mut id = id;
         let mut loses_attributes = false;
         for _ in 0..MAX_WRAPPERS {
-            let Node::Object(object) = p.node(id) else { return Ok(None) };
+            let Node::Object(object) = p.node(id) else {
+                return Ok(None);
+            };
             let args = p.args(object);
             loses_attributes |= object.state.is_some_and(|state| has_attributes(p, state));
             match (object.global, args) {
                 (Global::RebuildQTensor, [storage, offset, shape, strides, quantizer, ..]) => {
                     let found = tensor(p, id, [*storage, *offset, *shape, *strides], None)?;
-                    return Ok(Some(TensorRef { quantizer: Some(*quantizer), loses_attributes, ..found }));
+                    return Ok(Some(TensorRef {
+                        quantizer: Some(*quantizer),
+                        loses_attributes,
+                        ..found
+                    }));
                 }
-                // The arguments are (tensor, requires_grad, hooks), and then the attributes, if there are any.
+                // The arguments are (tensor, requires_grad, hooks), and then the attributes, if
+                // there are any.
                 (Global::RebuildParameter, [inner, rest @ ..]) => {
                     loses_attributes |= rest.get(2).is_some_and(|&state| has_attributes(p, state));
                     id = *inner;
                 }
-                // (function, class, arguments, attributes): the arguments are those of the function.
+                // (function, class, arguments, attributes): the arguments are those of the
+                // function.
                 (Global::RebuildFromTypeV2, [function, class, arguments, rest @ ..]) => {
-                    loses_attributes |=
-                        is_subclass(p, *class) || rest.first().is_some_and(|&state| has_attributes(p, state));
+                    loses_attributes |= is_subclass(p, *class)
+                        || rest.first().is_some_and(|&state| has_attributes(p, state));
                     let arguments = p.sequence(*arguments)?;
                     match (p.node(*function), arguments) {
                         (Node::Global(Global::RebuildParameter), [inner, ..]) => id = *inner,
                         (Node::Global(global), arguments) => {
-                            let found = rebuilt(p, id, *global, arguments)?
-                                .ok_or_else(|| p.wrong(*function, "a function that rebuilds a tensor"))?;
-                            return Ok(Some(TensorRef { loses_attributes, ..found }));
+                            let found = rebuilt(p, id, *global, arguments)?.ok_or_else(|| {
+                                p.wrong(*function, "a function that rebuilds a tensor")
+                            })?;
+                            return Ok(Some(TensorRef {
+                                loses_attributes,
+                                ..found
+                            }));
                         }
                         // The class says more about what it is.
                         (Node::Foreign(..), _) if matches!(p.node(*class), Node::Foreign(..)) => {
@@ -94,11 +116,19 @@ impl TensorRef {
                 }
                 (global, args) => {
                     let found = rebuilt(p, id, global, args)?;
-                    return Ok(found.map(|found| TensorRef { loses_attributes, ..found }));
+                    return Ok(found.map(|found| TensorRef {
+                        loses_attributes,
+                        ..found
+                    }));
                 }
             }
         }
-        Err(p.error(id, PickleErrorKind::Value { what: "a tensor is wrapped too many times" }))
+        Err(p.error(
+            id,
+            PickleErrorKind::Value {
+                what: "a tensor is wrapped too many times",
+            },
+        ))
     }
 }
 
@@ -107,11 +137,14 @@ fn is_subclass(p: &Pickle<'_>, class: NodeId) -> bool {
     matches!(p.node(class), Node::Foreign(module, _) if *module != "torch" && !module.starts_with("torch."))
 }
 
-/// Returns `true` if the state of an object has any attributes: a dict, or a tuple of a dict (or `None`) and a dict of
-/// slots. Many tensors may share a longer tuple, so what else is in it is not looked at.
+/// Returns `true` if the state of an object has any attributes: a dict, or a tuple of a dict (or
+/// `None`) and a dict of slots. Many tensors may share a longer tuple, so what else is in it is not
+/// looked at.
 fn has_attributes(p: &Pickle<'_>, state: NodeId) -> bool {
     match p.node(state) {
-        Node::Tuple(_) => p.sequence(state).is_ok_and(|parts| parts.iter().take(2).any(|&part| is_filled(p, part))),
+        Node::Tuple(_) => p
+            .sequence(state)
+            .is_ok_and(|parts| parts.iter().take(2).any(|&part| is_filled(p, part))),
         _ => is_filled(p, state),
     }
 }
@@ -121,14 +154,22 @@ fn is_filled(p: &Pickle<'_>, id: NodeId) -> bool {
     matches!(p.node(id), Node::Dict(attributes) if !attributes.is_empty())
 }
 
-/// Returns the tensor that one of torch's functions rebuilds from these arguments; `None` for other functions.
-fn rebuilt(p: &Pickle<'_>, at: NodeId, function: Global, args: &[NodeId]) -> Result<Option<TensorRef>, PickleError> {
+/// Returns the tensor that one of torch's functions rebuilds from these arguments; `None` for other
+/// functions.
+fn rebuilt(
+    p: &Pickle<'_>,
+    at: NodeId,
+    function: Global,
+    args: &[NodeId],
+) -> Result<Option<TensorRef>, PickleError> {
     let (args, dtype, metadata) = match (function, args) {
         (Global::RebuildTensor | Global::RebuildTensorV2, [a, b, c, d, rest @ ..]) => {
             ([*a, *b, *c, *d], None, rest.get(2))
         }
         (Global::RebuildTensorV3, [a, b, c, d, _grad, _hooks, dtype, rest @ ..]) => {
-            let Node::Global(Global::DType(of)) = *p.node(*dtype) else { return Err(p.wrong(*dtype, "a dtype")) };
+            let Node::Global(Global::DType(of)) = *p.node(*dtype) else {
+                return Err(p.wrong(*dtype, "a dtype"));
+            };
             ([*a, *b, *c, *d], Some(of), rest.first())
         }
         _ => return Ok(None),
@@ -139,19 +180,32 @@ fn rebuilt(p: &Pickle<'_>, at: NodeId, function: Global, args: &[NodeId]) -> Res
     tensor(p, at, args, dtype).map(Some)
 }
 
-/// Refuses, as opaque, a tensor with a pending conjugation or negation. torch applies these only when they are needed,
-/// and saves just a flag, so the elements in the storage are not those of the tensor.
+/// Refuses, as opaque, a tensor with a pending conjugation or negation. torch applies these only
+/// when they are needed, and saves just a flag, so the elements in the storage are not those of the
+/// tensor.
 fn check_resolved(p: &Pickle<'_>, metadata: NodeId) -> Result<(), PickleError> {
-    let Node::Dict(flags) = p.node(metadata) else { return Ok(()) };
+    let Node::Dict(flags) = p.node(metadata) else {
+        return Ok(());
+    };
     // Many tensors may share them.
     check_attributes(p.node(metadata)).map_err(|kind| p.error(metadata, kind))?;
     for &(key, value) in flags {
         let name = match (p.node(key), p.node(value)) {
-            (Node::Str("conj"), Node::Bool(true)) => "Tensor (its conjugation is pending: `resolve_conj`)",
-            (Node::Str("neg"), Node::Bool(true)) => "Tensor (its negation is pending: `resolve_neg`)",
+            (Node::Str("conj"), Node::Bool(true)) => {
+                "Tensor (its conjugation is pending: `resolve_conj`)"
+            }
+            (Node::Str("neg"), Node::Bool(true)) => {
+                "Tensor (its negation is pending: `resolve_neg`)"
+            }
             _ => continue,
         };
-        return Err(p.error(value, PickleErrorKind::Global { module: "torch".to_owned(), name: name.to_owned() }));
+        return Err(p.error(
+            value,
+            PickleErrorKind::Global {
+                module: "torch".to_owned(),
+                name: name.to_owned(),
+            },
+        ));
     }
     Ok(())
 }
@@ -171,7 +225,9 @@ pub(crate) struct StorageRef {
 impl StorageRef {
     /// Returns the storage that this node, a persistent id, describes.
     pub(crate) fn of(p: &Pickle<'_>, id: NodeId) -> Result<Self, PickleError> {
-        let Node::PersistentId(persistent) = *p.node(id) else { return Err(p.wrong(id, "a storage")) };
+        let Node::PersistentId(persistent) = *p.node(id) else {
+            return Err(p.wrong(id, "a storage"));
+        };
         let [kind, class, key, _location, numel, ..] = *p.sequence(persistent)? else {
             return Err(p.wrong(persistent, "a storage's five values"));
         };
@@ -183,9 +239,23 @@ impl StorageRef {
             Node::Global(Global::UntypedStorage) => None,
             _ => return Err(p.wrong(class, "a storage class")),
         };
-        let bytes = p.unsigned(numel)?.checked_mul(dtype.map_or(1, DType::size_in_bytes));
-        let bytes = bytes.ok_or_else(|| p.error(id, PickleErrorKind::Value { what: "a storage is too large" }))?;
-        Ok(StorageRef { key: storage_key(p, key)?.to_owned(), bytes, dtype, class })
+        let bytes = p
+            .unsigned(numel)?
+            .checked_mul(dtype.map_or(1, DType::size_in_bytes));
+        let bytes = bytes.ok_or_else(|| {
+            p.error(
+                id,
+                PickleErrorKind::Value {
+                    what: "a storage is too large",
+                },
+            )
+        })?;
+        Ok(StorageRef {
+            key: storage_key(p, key)?.to_owned(),
+            bytes,
+            dtype,
+            class,
+        })
     }
 
     /// Returns torch's name of its class.
@@ -197,22 +267,38 @@ impl StorageRef {
     }
 }
 
-/// Returns the key of a storage. Each tensor has a copy of it, so it must not be long: torch writes a number.
+/// Returns the key of a storage. Each tensor has a copy of it, so it must not be long: torch writes
+/// a number.
 pub(super) fn storage_key<'a>(p: &Pickle<'a>, key: NodeId) -> Result<&'a str, PickleError> {
     let text = p.str(key)?;
     let (value, limit) = (text.len() as u64, MAX_STORAGE_KEY_BYTES as u64);
     if value > limit {
-        return Err(p.error(key, PickleErrorKind::Limit { what: "length of a storage's key", value, limit }));
+        return Err(p.error(
+            key,
+            PickleErrorKind::Limit {
+                what: "length of a storage's key",
+                value,
+                limit,
+            },
+        ));
     }
     Ok(text)
 }
 
-/// Reads a tensor from the arguments with which torch rebuilds it, and checks that it lies in its storage. `untyped` is
-/// the dtype where the storage has none.
-fn tensor(p: &Pickle<'_>, at: NodeId, args: [NodeId; 4], untyped: Option<DType>) -> Result<TensorRef, PickleError> {
+/// Reads a tensor from the arguments with which torch rebuilds it, and checks that it lies in its
+/// storage. `untyped` is the dtype where the storage has none.
+fn tensor(
+    p: &Pickle<'_>,
+    at: NodeId,
+    args: [NodeId; 4],
+    untyped: Option<DType>,
+) -> Result<TensorRef, PickleError> {
     let [storage, offset, shape, strides] = args;
     let storage = StorageRef::of(p, storage)?;
-    let (Some(dtype), true) = (storage.dtype.or(untyped), storage.dtype.is_none() == untyped.is_some()) else {
+    let (Some(dtype), true) = (
+        storage.dtype.or(untyped),
+        storage.dtype.is_none() == untyped.is_some(),
+    ) else {
         return Err(p.wrong(storage.class, "a storage class"));
     };
     let absurd = |what| p.error(at, PickleErrorKind::Value { what });
@@ -229,13 +315,19 @@ fn tensor(p: &Pickle<'_>, at: NodeId, args: [NodeId; 4], untyped: Option<DType>)
         let last = shape
             .iter()
             .zip(&strides)
-            .try_fold(offset, |at, (&size, &stride)| at.checked_add((size as u64 - 1).checked_mul(stride as u64)?));
+            .try_fold(offset, |at, (&size, &stride)| {
+                at.checked_add((size as u64 - 1).checked_mul(stride as u64)?)
+            });
         let end = last.and_then(|last| last.checked_add(1)?.checked_mul(dtype.size_in_bytes()));
         if end.is_none_or(|end| end > storage.bytes) {
             return Err(absurd("a tensor reaches beyond its storage"));
         }
     }
-    let layout = StridedLayout { bounds: TensorBox::whole(&shape), offset, strides };
+    let layout = StridedLayout {
+        bounds: TensorBox::whole(&shape),
+        offset,
+        strides,
+    };
     Ok(TensorRef {
         storage: storage.key,
         storage_bytes: storage.bytes,
@@ -249,7 +341,10 @@ fn tensor(p: &Pickle<'_>, at: NodeId, args: [NodeId; 4], untyped: Option<DType>)
 
 /// Returns the name of torch's typed storage class; `None` where torch uses an untyped one.
 fn storage_class(dtype: DType) -> Option<&'static str> {
-    crate::pickle::STORAGES.iter().find(|(_, of)| *of == dtype).map(|(class, _)| *class)
+    crate::pickle::STORAGES
+        .iter()
+        .find(|(_, of)| *of == dtype)
+        .map(|(class, _)| *class)
 }
 
 /// Checks that torch can rebuild a tensor of this type from its bytes alone.
@@ -267,7 +362,11 @@ pub(crate) fn check_writable(dtype: DType) -> Result<(), FormatError> {
 pub(crate) fn write_tensor(out: &mut Vec<u8>, key: usize, dtype: DType, shape: &[usize]) {
     let numel: u64 = shape.iter().map(|&size| size as u64).product();
     let class = storage_class(dtype);
-    let function = if class.is_some() { "_rebuild_tensor_v2" } else { "_rebuild_tensor_v3" };
+    let function = if class.is_some() {
+        "_rebuild_tensor_v2"
+    } else {
+        "_rebuild_tensor_v3"
+    };
     write::global(out, "torch._utils", function);
     write::op(out, write::MARK);
     // The storage, as a persistent id.
@@ -279,7 +378,14 @@ pub(crate) fn write_tensor(out: &mut Vec<u8>, key: usize, dtype: DType, shape: &
     }
     write::text(out, &key.to_string());
     write::text(out, "cpu");
-    write::unsigned(out, if class.is_some() { numel } else { numel * dtype.size_in_bytes() });
+    write::unsigned(
+        out,
+        if class.is_some() {
+            numel
+        } else {
+            numel * dtype.size_in_bytes()
+        },
+    );
     write::op(out, write::TUPLE);
     write::op(out, write::BINPERSID);
     write::int(out, 0);

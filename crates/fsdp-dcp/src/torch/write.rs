@@ -20,7 +20,12 @@ use crate::pickle::write;
 use crate::storage::{StagedFile, Staging};
 
 fn unsupported(fqn: &str, what: &str) -> FileError {
-    FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what: what.to_owned() } }
+    FileError::Encode {
+        fqn: fqn.to_owned(),
+        source: FormatError::Unsupported {
+            what: what.to_owned(),
+        },
+    }
 }
 
 /// A storage of the file to be written.
@@ -73,21 +78,36 @@ impl<'a> Pickled<'a> {
             Structure::Leaf(fqn) => match (self.metadata.tensor(fqn), self.values.get(fqn)) {
                 (Some(tensor), _) => {
                     check_writable(tensor.properties.dtype)?;
-                    write_tensor(&mut self.bytes, self.storages.len(), tensor.properties.dtype, &tensor.shape);
+                    write_tensor(
+                        &mut self.bytes,
+                        self.storages.len(),
+                        tensor.properties.dtype,
+                        &tensor.shape,
+                    );
                     self.storages.push(PlannedStorage::Tensor(fqn, tensor));
                 }
                 (None, Some(value)) => {
                     let mut inside: Vec<&PlainTensor> = Vec::new();
-                    put(&mut self.bytes, value, &mut inside, self.storages.len(), depth)?;
-                    self.storages.extend(inside.into_iter().map(PlannedStorage::Inside));
+                    put(
+                        &mut self.bytes,
+                        value,
+                        &mut inside,
+                        self.storages.len(),
+                        depth,
+                    )?;
+                    self.storages
+                        .extend(inside.into_iter().map(PlannedStorage::Inside));
                 }
-                (None, None) => return Err(FormatError::unexpected(format!("a key `{fqn}`"), "none")),
+                (None, None) => {
+                    return Err(FormatError::unexpected(format!("a key `{fqn}`"), "none"));
+                }
             },
         }
         Ok(())
     }
 
-    /// Writes the items of a module as those of its state dict: each key is the path of an item below the module.
+    /// Writes the items of a module as those of its state dict: each key is the path of an item
+    /// below the module.
     fn put_module(
         &mut self,
         prefix: &str,
@@ -101,7 +121,13 @@ impl<'a> Pickled<'a> {
                 self.put_module(&format!("{name}."), below, depth + 1)?;
                 continue;
             }
-            put(&mut self.bytes, &PlainValue::Str(name), &mut Vec::new(), 0, depth + 1)?;
+            put(
+                &mut self.bytes,
+                &PlainValue::Str(name),
+                &mut Vec::new(),
+                0,
+                depth + 1,
+            )?;
             self.put(item, depth + 1)?;
         }
         Ok(())
@@ -112,15 +138,21 @@ impl<'a> Pickled<'a> {
     }
 }
 
-/// Checks that a structure is not too deep. Paths come from files, and the functions that walk them are recursive.
+/// Checks that a structure is not too deep. Paths come from files, and the functions that walk them
+/// are recursive.
 fn check_depth(depth: usize) -> Result<(), FormatError> {
     if depth >= MAX_DEPTH {
-        return Err(FormatError::TooLarge { what: "nesting", value: depth as u64, limit: MAX_DEPTH as u64 });
+        return Err(FormatError::TooLarge {
+            what: "nesting",
+            value: depth as u64,
+            limit: MAX_DEPTH as u64,
+        });
     }
     Ok(())
 }
 
-/// Returns the structure to write: the source's own, or else that of its keys' paths. All keys have a place in it.
+/// Returns the structure to write: the source's own, or else that of its keys' paths. All keys have
+/// a place in it.
 fn structure_of(source: &dyn Checkpoint) -> Result<Structure, FileError> {
     let metadata = source.metadata();
     let structure = match source.structure() {
@@ -128,8 +160,15 @@ fn structure_of(source: &dyn Checkpoint) -> Result<Structure, FileError> {
         None => Structure::of_paths(metadata)?,
     };
     let leaves = structure.leaves();
-    match metadata.entries.keys().find(|fqn| !leaves.contains(fqn.as_str())) {
-        Some(fqn) => Err(unsupported(fqn, "a key that has no place in the state dict")),
+    match metadata
+        .entries
+        .keys()
+        .find(|fqn| !leaves.contains(fqn.as_str()))
+    {
+        Some(fqn) => Err(unsupported(
+            fqn,
+            "a key that has no place in the state dict",
+        )),
         None => Ok(structure),
     }
 }
@@ -146,11 +185,23 @@ pub(crate) fn write(
         values.insert(fqn.to_owned(), source.read_value(fqn)?);
     }
     // Make the pickle first: it numbers the storages, which determines their places.
-    let mut pickled = Pickled { bytes: Vec::new(), storages: Vec::new(), metadata: source.metadata(), values: &values };
+    let mut pickled = Pickled {
+        bytes: Vec::new(),
+        storages: Vec::new(),
+        metadata: source.metadata(),
+        values: &values,
+    };
     write::proto(&mut pickled.bytes, 2);
-    pickled.put(&structure, 0).map_err(|source| FileError::Encode { fqn: "data.pkl".to_owned(), source })?;
+    pickled
+        .put(&structure, 0)
+        .map_err(|source| FileError::Encode {
+            fqn: "data.pkl".to_owned(),
+            source,
+        })?;
     write::op(&mut pickled.bytes, write::STOP);
-    let Pickled { bytes, storages, .. } = pickled;
+    let Pickled {
+        bytes, storages, ..
+    } = pickled;
 
     let mut lengths = Vec::with_capacity(storages.len());
     let mut boxes = Vec::with_capacity(storages.len());
@@ -164,9 +215,13 @@ pub(crate) fn write(
         lengths.push(length.ok_or_else(|| unsupported(fqn, "a tensor of absurd size"))?);
         boxes.push(TensorBox::whole(shape));
     }
-    // torch calls the root of an archive like the file. No part of a record's path is `.` or `..`, so such a file has
-    // the usual root.
-    let stem = staging.target().file_stem().and_then(|stem| stem.to_str()).filter(|stem| ![".", ".."].contains(stem));
+    // torch calls the root of an archive like the file. No part of a record's path is `.` or `..`,
+    // so such a file has the usual root.
+    let stem = staging
+        .target()
+        .file_stem()
+        .and_then(|stem| stem.to_str())
+        .filter(|stem| ![".", ".."].contains(stem));
     let root = stem.unwrap_or(ROOT).replace(['/', '\\'], "_");
     let layout = ArchiveLayout::new(&root, bytes, &lengths);
 
@@ -183,7 +238,11 @@ pub(crate) fn write(
             }
         });
     }
-    let streamed = Streamed { source, options, extra };
+    let streamed = Streamed {
+        source,
+        options,
+        extra,
+    };
     let payloads: Vec<PlannedPayload<'_>> = (0..storages.len())
         .map(|index| PlannedPayload {
             fqn: &names[index],
@@ -197,7 +256,13 @@ pub(crate) fn write(
     let file = staging.create_single(layout.length())?;
     // The header before a storage contains its checksum, so it is written after the storage.
     let write_before = |index, crc| write_header(&file, &layout, index, crc);
-    let written = write_payloads(&file, &payloads, &streamed, options.threads, Some(&write_before))?;
+    let written = write_payloads(
+        &file,
+        &payloads,
+        &streamed,
+        options.threads,
+        Some(&write_before),
+    )?;
     let crcs: Vec<u32> = written.iter().map(|written| written.crc).collect();
     if crcs.is_empty() {
         write_header(&file, &layout, 0, 0)?;
@@ -208,9 +273,14 @@ pub(crate) fn write(
     Ok(summary(source))
 }
 
-/// Writes the bytes before a storage, which contain its checksum. Before the first storage, that is all of the
-/// archive's head.
-fn write_header(file: &StagedFile, layout: &ArchiveLayout, index: usize, crc: u32) -> Result<(), FileError> {
+/// Writes the bytes before a storage, which contain its checksum. Before the first storage, that is
+/// all of the archive's head.
+fn write_header(
+    file: &StagedFile,
+    layout: &ArchiveLayout,
+    index: usize,
+    crc: u32,
+) -> Result<(), FileError> {
     if index == 0 {
         return file.write_at(0, &layout.head(crc));
     }

@@ -13,35 +13,54 @@ use crate::formats::read::OpenOptions;
 use crate::open::open;
 use crate::safetensors::sidecar::values_beside;
 use crate::storage::Durable;
-use crate::storage::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, block_length, integrity_beside};
+use crate::storage::integrity::{
+    FileIntegrity, INTEGRITY_FILE, Integrity, block_length, integrity_beside,
+};
 use crate::storage::location::Location;
 use crate::storage::read_at::{ReadAt, Window};
 use crate::threads::default_threads;
 use crate::torch::zip::Directory;
 
-/// Adds an integrity file to a checkpoint, replacing one that is there: to a directory inside it, to a file
-/// beside it, as `NAME.integrity`.
+/// Adds an integrity file to a checkpoint, replacing one that is there: to a directory inside it,
+/// to a file beside it, as `NAME.integrity`.
 ///
-/// The checkpoint must be readable, metadata and structure: a broken one gets no hashes. Its data is taken as it is.
-pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), FileError> {
+/// The checkpoint must be readable, metadata and structure: a broken one gets no hashes. Its data
+/// is taken as it is.
+pub fn add_integrity(
+    location: impl Into<Location>,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) -> Result<(), FileError> {
     let location = location.into();
     let path = location.name();
     // Open it without the old hashes, because these may be out of date.
     let checkpoint = open(&location, OpenOptions { verify: false })?;
     if checkpoint.format() == Format::Folder {
-        let source =
-            FormatError::Unsupported { what: "hashing a folder as a whole, and not each of its parts,".to_owned() };
-        return Err(FileError::File { path: path.to_owned(), source });
+        let source = FormatError::Unsupported {
+            what: "hashing a folder as a whole, and not each of its parts,".to_owned(),
+        };
+        return Err(FileError::File {
+            path: path.to_owned(),
+            source,
+        });
     }
     let report = verify(&*checkpoint, Level::Sizes, None)?;
     if let Some(problem) = report.problems.into_iter().next() {
-        let source = FormatError::Malformed { what: "checkpoint", reason: problem.error };
-        return Err(FileError::File { path: path.to_owned(), source });
+        let source = FormatError::Malformed {
+            what: "checkpoint",
+            reason: problem.error,
+        };
+        return Err(FileError::File {
+            path: path.to_owned(),
+            source,
+        });
     }
     let directory = checkpoint.directory();
     // Segments start and end with items, so that reading one item checks little else.
     let mut cuts: BTreeMap<String, BTreeSet<u64>> = BTreeMap::new();
-    let own_name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let own_name = path
+        .file_name()
+        .and_then(|name| name.to_str())
+        .unwrap_or_default();
     let is_file = checkpoint.format().is_file();
     let (integrity_at, names) = if is_file {
         let beside = location.split()?.0.join(integrity_beside(own_name));
@@ -71,34 +90,52 @@ pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u6
             cuts.insert(stored.offset);
             cuts.insert(stored.offset + stored.length);
         }
-        if checkpoint.format() == Format::Dcp && stored.length >= LARGE_ITEM && stored.transforms.is_empty() {
+        if checkpoint.format() == Format::Dcp
+            && stored.length >= LARGE_ITEM
+            && stored.transforms.is_empty()
+        {
             let file = directory.file(&stored.relative_path)?;
-            cuts.extend(payload_of(&*file, stored.offset, stored.length).into_iter().flatten());
+            cuts.extend(
+                payload_of(&*file, stored.offset, stored.length)
+                    .into_iter()
+                    .flatten(),
+            );
         }
     }
-    // Tensors in files beside the directory's own (those of Lightning and Megatron) have no digests.
+    // Tensors in files beside the directory's own (those of Lightning and Megatron) have no
+    // digests.
     let digested = match checkpoint.parts().first() {
         Some(own) => digest(own.checkpoint, default_threads())?,
         None => digest(&*checkpoint, default_threads())?,
     };
-    let mut integrity = Integrity { digests: Some(digested), ..Integrity::default() };
+    let mut integrity = Integrity {
+        digests: Some(digested),
+        ..Integrity::default()
+    };
     for (name, cuts) in cuts {
         let file = directory.file(&name)?;
-        let hashed = hash(&*file, &cuts, progress).map_err(|source| directory.file_error(&name, source))?;
+        let hashed =
+            hash(&*file, &cuts, progress).map_err(|source| directory.file_error(&name, source))?;
         integrity.files.insert(name, hashed);
     }
-    let bytes = integrity.encode().map_err(|source| directory.file_error(INTEGRITY_FILE, source))?;
+    let bytes = integrity
+        .encode()
+        .map_err(|source| directory.file_error(INTEGRITY_FILE, source))?;
     Durable::new().replace_file(integrity_at, &bytes)
 }
 
 /// The length from which items have a segment for their payload.
 const LARGE_ITEM: u64 = 32 << 10;
 
-/// Returns where the largest record of an item starts and ends in the file, if the item is a torch archive.
+/// Returns where the largest record of an item starts and ends in the file, if the item is a torch
+/// archive.
 fn payload_of(file: &dyn ReadAt, offset: u64, length: u64) -> Option<[u64; 2]> {
     let item = Window::new(file, offset, length).ok()?;
     let directory = Directory::read(&item).ok()?;
-    let (name, record) = directory.records.iter().max_by_key(|(_, record)| record.length)?;
+    let (name, record) = directory
+        .records
+        .iter()
+        .max_by_key(|(_, record)| record.length)?;
     let start = offset + directory.data_offset(&item, name, record).ok()?;
     Some([start, start + record.length])
 }

@@ -1,4 +1,5 @@
-//! Checking the zip checksums of DCP items and torch archives, for checkpoints without an integrity file.
+//! Checking the zip checksums of DCP items and torch archives, for checkpoints without an integrity
+//! file.
 
 use std::collections::BTreeSet;
 
@@ -20,9 +21,14 @@ pub(super) fn check_items(
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) {
     let directory = checkpoint.directory();
-    let items = checkpoint.metadata().stored().filter(|(_, _, stored)| stored.transforms.is_empty());
+    let items = checkpoint
+        .metadata()
+        .stored()
+        .filter(|(_, _, stored)| stored.transforms.is_empty());
     let items: Vec<(&str, &StorageInfo)> = items.map(|(fqn, _, stored)| (fqn, stored)).collect();
-    let checked = on_each(&items, threads, |(fqn, stored)| check_item(directory, fqn, stored, progress));
+    let checked = on_each(&items, threads, |(fqn, stored)| {
+        check_item(directory, fqn, stored, progress)
+    });
     for ((fqn, stored), checked) in items.into_iter().zip(checked) {
         if let Err(error) = checked {
             report.add(Some(fqn), Some(stored), &error);
@@ -38,15 +44,22 @@ pub(super) fn check_files(
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) {
     let directory = checkpoint.directory();
-    let mut names: BTreeSet<&str> =
-        checkpoint.metadata().stored().map(|(_, _, stored)| stored.relative_path.as_str()).collect();
+    let mut names: BTreeSet<&str> = checkpoint
+        .metadata()
+        .stored()
+        .map(|(_, _, stored)| stored.relative_path.as_str())
+        .collect();
     if checkpoint.format().is_file() {
         names.extend(checkpoint.path().file_name().and_then(|name| name.to_str()));
     }
     for name in names {
         let checked = directory.file(name).and_then(|file| {
-            let all =
-                StorageInfo { relative_path: name.to_owned(), offset: 0, length: file.len(), transforms: Vec::new() };
+            let all = StorageInfo {
+                relative_path: name.to_owned(),
+                offset: 0,
+                length: file.len(),
+                transforms: Vec::new(),
+            };
             match is_archive(&*file) {
                 Ok(true) => check_records(&*file, &all, threads, progress),
                 Ok(false) => Ok(()),
@@ -92,8 +105,8 @@ fn check_item(
     })
 }
 
-/// Checks the checksum of each record of the item that lies at `stored` in a file. The first one that differs is the
-/// error.
+/// Checks the checksum of each record of the item that lies at `stored` in a file. The first one
+/// that differs is the error.
 fn check_records(
     file: &dyn ReadAt,
     stored: &StorageInfo,
@@ -102,13 +115,21 @@ fn check_records(
 ) -> Result<(), FormatError> {
     let item = Window::new(file, stored.offset, stored.length)?;
     // Items of the SAFETENSORS format are no archives, and have no checksums.
-    let Ok(archive) = Directory::read(&item).or_else(|_| Directory::read_rootless(&item)) else { return Ok(()) };
+    let Ok(archive) = Directory::read(&item).or_else(|_| Directory::read_rootless(&item)) else {
+        return Ok(());
+    };
     let records: Vec<(&String, &Record)> = archive.records.iter().collect();
     let checked = on_each(&records, threads, |(name, record)| {
         let start = archive.data_offset(&item, name, record)?;
-        // The range is read even where there is no checksum, so that a range that cannot be read is found.
+        // The range is read even where there is no checksum, so that a range that cannot be read is
+        // found.
         let crc = if record.is_deflated {
-            crc(&Deflated::new(start, record, &Kept::default()).of(&item), 0, record.length, progress)?
+            crc(
+                &Deflated::new(start, record, &Kept::default()).of(&item),
+                0,
+                record.length,
+                progress,
+            )?
         } else {
             crc(&item, start, record.length, progress)?
         };

@@ -51,9 +51,10 @@ pub enum Level {
     Deep,
 }
 
-/// Verifies an open checkpoint. Problems with its contents are in the report. An error is returned only if nothing
-/// could be checked, or if the checkpoint names files outside of its directory ([`FileError::Path`]). `progress` is
-/// called with the number of bytes of every piece that was read.
+/// Verifies an open checkpoint. Problems with its contents are in the report. An error is returned
+/// only if nothing could be checked, or if the checkpoint names files outside of its directory
+/// ([`FileError::Path`]). `progress` is called with the number of bytes of every piece that was
+/// read.
 pub fn verify(
     checkpoint: &dyn Checkpoint,
     level: Level,
@@ -100,7 +101,10 @@ fn verify_parts(
     threads: usize,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<Report, FileError> {
-    let mut all = Report { has_integrity: true, ..Report::default() };
+    let mut all = Report {
+        has_integrity: true,
+        ..Report::default()
+    };
     for part in parts {
         let report = verify_on_threads(part.checkpoint, level, threads, progress)?;
         all.absorb_part(report, part);
@@ -120,7 +124,10 @@ fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
             }
             Entry::Tensor(tensor) => {
                 report.tensors += 1;
-                let covered = validate_chunks(&tensor.shape, tensor.chunks.iter().map(|chunk| &chunk.bounds));
+                let covered = validate_chunks(
+                    &tensor.shape,
+                    tensor.chunks.iter().map(|chunk| &chunk.bounds),
+                );
                 match covered {
                     Err(error) => report.add(Some(fqn), None, &error),
                     Ok(covered) => {
@@ -130,7 +137,11 @@ fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
                         }
                     }
                 }
-                if tensor.chunks.iter().any(|chunk| !chunk.bounds.is_empty() && chunk.stored.is_none()) {
+                if tensor
+                    .chunks
+                    .iter()
+                    .any(|chunk| !chunk.bounds.is_empty() && chunk.stored.is_none())
+                {
                     report.add(Some(fqn), None, &FileError::NotStored { fqn: fqn.clone() });
                 }
             }
@@ -138,24 +149,32 @@ fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
     }
 }
 
-/// Checks that files are long enough for their items, and that each item is what the metadata says. Reads one element
-/// of each chunk, in linear time.
-fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize) -> Result<(), FileError> {
+/// Checks that files are long enough for their items, and that each item is what the metadata says.
+/// Reads one element of each chunk, in linear time.
+fn sizes(
+    checkpoint: &dyn Checkpoint,
+    report: &mut Report,
+    threads: usize,
+) -> Result<(), FileError> {
     let entries: Vec<(&String, &Entry)> = checkpoint.metadata().entries.iter().collect();
-    let parts = on_each(&entries, threads, |(fqn, entry)| -> Result<Report, FileError> {
-        let mut part = Report::default();
-        match entry {
-            Entry::Bytes(bytes) => match refuse_paths(checkpoint.read_value(fqn))? {
-                Ok(_) => {}
-                Err(error) => match error.opaque_type() {
-                    Some(of) => part.opaque.push(((*fqn).clone(), of)),
-                    None => part.add(Some(fqn), bytes.stored.as_ref(), &error),
+    let parts = on_each(
+        &entries,
+        threads,
+        |(fqn, entry)| -> Result<Report, FileError> {
+            let mut part = Report::default();
+            match entry {
+                Entry::Bytes(bytes) => match refuse_paths(checkpoint.read_value(fqn))? {
+                    Ok(_) => {}
+                    Err(error) => match error.opaque_type() {
+                        Some(of) => part.opaque.push(((*fqn).clone(), of)),
+                        None => part.add(Some(fqn), bytes.stored.as_ref(), &error),
+                    },
                 },
-            },
-            Entry::Tensor(tensor) => chunk_ends(checkpoint, fqn, tensor, &mut part)?,
-        }
-        Ok(part)
-    });
+                Entry::Tensor(tensor) => chunk_ends(checkpoint, fqn, tensor, &mut part)?,
+            }
+            Ok(part)
+        },
+    );
     for part in parts {
         report.absorb(part?);
     }
@@ -170,18 +189,41 @@ fn chunk_ends(
     report: &mut Report,
 ) -> Result<(), FileError> {
     // Chunks that do not make up their tensor have been reported, and cannot be read.
-    if validate_chunks(&tensor.shape, tensor.chunks.iter().map(|chunk| &chunk.bounds)).is_err() {
+    if validate_chunks(
+        &tensor.shape,
+        tensor.chunks.iter().map(|chunk| &chunk.bounds),
+    )
+    .is_err()
+    {
         return Ok(());
     }
     let mut element = vec![0; tensor.properties.dtype.size_in_bytes() as usize];
     let mut opaque = None;
-    for chunk in tensor.chunks.iter().filter(|chunk| !chunk.bounds.is_empty()) {
-        let Some(stored) = &chunk.stored else { continue };
-        let at = chunk.bounds.offsets.iter().zip(&chunk.bounds.sizes).map(|(offset, size)| offset + size - 1);
+    for chunk in tensor
+        .chunks
+        .iter()
+        .filter(|chunk| !chunk.bounds.is_empty())
+    {
+        let Some(stored) = &chunk.stored else {
+            continue;
+        };
+        let at = chunk
+            .bounds
+            .offsets
+            .iter()
+            .zip(&chunk.bounds.sizes)
+            .map(|(offset, size)| offset + size - 1);
         let last = TensorBox::new(at.collect(), vec![1; chunk.bounds.rank()]);
-        // Read this chunk alone. An ordinary read would plan over all chunks, for each of them again.
-        let this = Replica { fqn: fqn.to_owned(), bounds: Some(chunk.bounds.clone()), stored: stored.clone() };
-        let Err(error) = refuse_paths(checkpoint.read_replica(&this, &last, &mut element))? else { continue };
+        // Read this chunk alone. An ordinary read would plan over all chunks, for each of them
+        // again.
+        let this = Replica {
+            fqn: fqn.to_owned(),
+            bounds: Some(chunk.bounds.clone()),
+            stored: stored.clone(),
+        };
+        let Err(error) = refuse_paths(checkpoint.read_replica(&this, &last, &mut element))? else {
+            continue;
+        };
         let Some(of) = error.opaque_type() else {
             report.add(Some(fqn), Some(stored), &error);
             continue;
@@ -197,8 +239,8 @@ fn chunk_ends(
     Ok(())
 }
 
-/// Turns a path that leads out of the checkpoint, or through a link, into an error of the whole verification. Other
-/// errors of the read are returned inside, for the report.
+/// Turns a path that leads out of the checkpoint, or through a link, into an error of the whole
+/// verification. Other errors of the read are returned inside, for the report.
 fn refuse_paths<T>(read: Result<T, FileError>) -> Result<Result<T, FileError>, FileError> {
     match read {
         Err(error @ FileError::Path { .. }) => Err(error),
@@ -207,12 +249,18 @@ fn refuse_paths<T>(read: Result<T, FileError>) -> Result<Result<T, FileError>, F
 }
 
 /// Checks every byte that a hash or a checksum covers.
-fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, progress: Option<&(dyn Fn(u64) + Sync)>) {
+fn hashes(
+    checkpoint: &dyn Checkpoint,
+    report: &mut Report,
+    threads: usize,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) {
     let directory = checkpoint.directory();
     if !directory.has_integrity() {
         match checkpoint.format() {
             Format::Dcp => checksums::check_items(checkpoint, report, threads, progress),
-            // Files of `torch.save` and NumPy archives have checksums inside. Files of other formats have none.
+            // Files of `torch.save` and NumPy archives have checksums inside. Files of other
+            // formats have none.
             _ => checksums::check_files(checkpoint, report, threads, progress),
         }
         return;
@@ -221,7 +269,10 @@ fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, prog
     let mut parts: Vec<(String, Result<Range<u64>, FileError>)> = Vec::new();
     for name in directory.covered() {
         let file = directory.file(&name);
-        match file.and_then(|file| file.parts().map_err(|source| directory.file_error(&name, source))) {
+        match file.and_then(|file| {
+            file.parts()
+                .map_err(|source| directory.file_error(&name, source))
+        }) {
             Ok(of) => parts.extend(of.into_iter().map(|part| (name.clone(), Ok(part)))),
             Err(error) => parts.push((name, Err(error))),
         }
@@ -234,7 +285,9 @@ fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, prog
     // Report only the first error of each file.
     let mut last = None;
     for ((name, part), found) in parts.into_iter().zip(found) {
-        let Err(error) = part.map(drop).and(found) else { continue };
+        let Err(error) = part.map(drop).and(found) else {
+            continue;
+        };
         if last.as_ref() == Some(&name) {
             continue;
         }
@@ -250,7 +303,11 @@ fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, prog
 }
 
 /// Compares each copy of what was replicated with the one that a load takes.
-fn copies(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
+fn copies(
+    checkpoint: &dyn Checkpoint,
+    report: &mut Report,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) {
     for replica in &checkpoint.metadata().replicas {
         report.replicas += 1;
         if let Err(error) = compare(checkpoint, replica, progress) {
@@ -259,20 +316,38 @@ fn copies(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(d
     }
 }
 
-/// Reads every element and value: counts NaN and infinities, and compares digests with the recorded ones.
-fn deep(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, progress: Option<&(dyn Fn(u64) + Sync)>) {
+/// Reads every element and value: counts NaN and infinities, and compares digests with the recorded
+/// ones.
+fn deep(
+    checkpoint: &dyn Checkpoint,
+    report: &mut Report,
+    threads: usize,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) {
     let entries: Vec<(&String, &Entry)> = checkpoint.metadata().entries.iter().collect();
     let found = on_each(&entries, threads, |(fqn, entry)| match entry {
         Entry::Tensor(_) => match elements(checkpoint, fqn, progress) {
-            Err(error) if error.opaque_type().is_some() => Ok((None, Some(digest_of_opaque(checkpoint, fqn)?))),
+            Err(error) if error.opaque_type().is_some() => {
+                Ok((None, Some(digest_of_opaque(checkpoint, fqn)?)))
+            }
             found => found,
         },
         // A value that cannot be read has been reported.
-        Entry::Bytes(_) => Ok((None, checkpoint.describe_value(fqn).ok().as_ref().map(Digest::of_value))),
+        Entry::Bytes(_) => Ok((
+            None,
+            checkpoint
+                .describe_value(fqn)
+                .ok()
+                .as_ref()
+                .map(Digest::of_value),
+        )),
     });
     for ((fqn, entry), found) in entries.into_iter().zip(found) {
         let stored = match entry {
-            Entry::Tensor(tensor) => tensor.chunks.first().and_then(|chunk| chunk.stored.as_ref()),
+            Entry::Tensor(tensor) => tensor
+                .chunks
+                .first()
+                .and_then(|chunk| chunk.stored.as_ref()),
             Entry::Bytes(bytes) => bytes.stored.as_ref(),
         };
         let (census, digest) = match found {
@@ -285,29 +360,42 @@ fn deep(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, progre
         if let Some(census) = census.filter(|census| census.nan + census.infinite > 0) {
             report.not_finite.push((fqn.clone(), census));
         }
-        let (Some(recorded), Some(digest)) = (checkpoint.digests(), digest) else { continue };
+        let (Some(recorded), Some(digest)) = (checkpoint.digests(), digest) else {
+            continue;
+        };
         report.digests += 1;
         if recorded.get(fqn) != Some(digest) {
             report.add(Some(fqn), stored, &wrong_digest(checkpoint, fqn));
         }
     }
-    let Some(recorded) = checkpoint.digests() else { return };
-    let mut others: HashMap<&str, Digest> =
-        recorded.iter().filter(|(fqn, _)| !checkpoint.metadata().entries.contains_key(*fqn)).collect();
+    let Some(recorded) = checkpoint.digests() else {
+        return;
+    };
+    let mut others: HashMap<&str, Digest> = recorded
+        .iter()
+        .filter(|(fqn, _)| !checkpoint.metadata().entries.contains_key(*fqn))
+        .collect();
     for (fqn, _) in checkpoint.metadata().tensors() {
         match digest_of_quantizer(checkpoint, fqn) {
-            Ok(Some((name, digest))) if others.get(&*name) == Some(&digest) => _ = others.remove(&*name),
+            Ok(Some((name, digest))) if others.get(&*name) == Some(&digest) => {
+                _ = others.remove(&*name)
+            }
             Ok(_) => {}
             Err(error) => report.add(Some(fqn), None, &error),
         }
     }
     let mut others: Vec<&str> = others.into_keys().collect();
     others.sort_unstable();
-    others.into_iter().for_each(|fqn| report.add(Some(fqn), None, &wrong_digest(checkpoint, fqn)));
+    others
+        .into_iter()
+        .for_each(|fqn| report.add(Some(fqn), None, &wrong_digest(checkpoint, fqn)));
 }
 
 fn wrong_digest(checkpoint: &dyn Checkpoint, fqn: &str) -> FileError {
-    FileError::Digests { path: checkpoint.path().to_owned(), names: vec![fqn.to_owned()] }
+    FileError::Digests {
+        path: checkpoint.path().to_owned(),
+        names: vec![fqn.to_owned()],
+    }
 }
 
 /// Computes statistics of a whole tensor; `None` if its elements are not real numbers.
@@ -317,10 +405,13 @@ pub fn census(
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<Option<Census>, FileError> {
     let dtype = tensor_of(checkpoint.metadata(), fqn)?.properties.dtype;
-    Ok(elements(checkpoint, fqn, progress)?.0.filter(|_| Census::counts(dtype)))
+    Ok(elements(checkpoint, fqn, progress)?
+        .0
+        .filter(|_| Census::counts(dtype)))
 }
 
-/// Reads a whole tensor once. Returns the count of its elements, if they are real or complex numbers, and its digest.
+/// Reads a whole tensor once. Returns the count of its elements, if they are real or complex
+/// numbers, and its digest.
 fn elements(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
@@ -334,8 +425,10 @@ fn elements(
     }
     let (mut census, mut sum, mut at) = (Census::default(), Sum::default(), 0);
     let whole = TensorBox::whole(&tensor.shape);
-    validate_chunks(&tensor.shape, std::iter::empty())
-        .map_err(|source| LoadPlanError::Chunks { fqn: fqn.to_owned(), source })?;
+    validate_chunks(&tensor.shape, std::iter::empty()).map_err(|source| LoadPlanError::Chunks {
+        fqn: fqn.to_owned(),
+        source,
+    })?;
     let length = whole.numel() as u64 * dtype.size_in_bytes();
     stream::<FileError>(checkpoint, fqn, dtype, &whole, 0..length, &mut |bytes| {
         if counts {
@@ -348,18 +441,24 @@ fn elements(
         }
         Ok(())
     })?;
-    Ok((counts.then_some(census), Some(sum.finish(dtype, &tensor.shape))))
+    Ok((
+        counts.then_some(census),
+        Some(sum.finish(dtype, &tensor.shape)),
+    ))
 }
 
-/// Returns the files in a checkpoint's directory that neither its metadata names nor this crate writes: leftovers of
-/// other saves.
+/// Returns the files in a checkpoint's directory that neither its metadata names nor this crate
+/// writes: leftovers of other saves.
 pub fn unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, FileError> {
     let directory = checkpoint.directory();
     if checkpoint.format() != Format::Dcp {
         return Ok(Vec::new());
     }
-    let known: std::collections::HashSet<&str> =
-        checkpoint.metadata().stored().map(|(_, _, stored)| stored.relative_path.as_str()).collect();
+    let known: std::collections::HashSet<&str> = checkpoint
+        .metadata()
+        .stored()
+        .map(|(_, _, stored)| stored.relative_path.as_str())
+        .collect();
     let names = directory.names()?.into_iter();
     let unknown = names.filter(|name| name.ends_with(".distcp") && !known.contains(name.as_str()));
     Ok(unknown.map(PathBuf::from).collect())

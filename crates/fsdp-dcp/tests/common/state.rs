@@ -1,4 +1,5 @@
-//! A whole state in memory, and a save of it by N ranks that are threads: what the test binaries of this crate share.
+//! A whole state in memory, and a save of it by N ranks that are threads: what the test binaries of
+//! this crate share.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -29,7 +30,9 @@ impl PayloadSource for State {
     ) -> Result<(), FileError> {
         let bytes = self.part(fqn, bounds);
         // Odd pieces, so that the writer has to gather them.
-        bytes[range.start as usize..range.end as usize].chunks(100_003).try_for_each(sink)
+        bytes[range.start as usize..range.end as usize]
+            .chunks(100_003)
+            .try_for_each(sink)
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
@@ -48,7 +51,8 @@ impl State {
         part
     }
 
-    /// Makes the plan of what each of `ranks` ranks holds: flat ranges of every tensor but the scalar, which all have.
+    /// Makes the plan of what each of `ranks` ranks holds: flat ranges of every tensor but the
+    /// scalar, which all have.
     pub(crate) fn plans(&self, ranks: usize) -> Vec<LocalPlan> {
         (0..ranks)
             .map(|rank| {
@@ -72,11 +76,14 @@ pub(crate) fn shard(shape: &[usize], rank: usize, ranks: usize) -> Vec<TensorBox
     }
     let numel: usize = shape.iter().product();
     let each = numel.div_ceil(ranks);
-    boxes_of_flat_range(shape, (rank * each).min(numel)..((rank + 1) * each).min(numel))
+    boxes_of_flat_range(
+        shape,
+        (rank * each).min(numel)..((rank + 1) * each).min(numel),
+    )
 }
 
-/// Saves a state on ranks that are threads. It replaces an old checkpoint in a local directory; an object store cannot
-/// replace one.
+/// Saves a state on ranks that are threads. It replaces an old checkpoint in a local directory; an
+/// object store cannot replace one.
 pub(crate) fn save(
     state: &State,
     ranks: usize,
@@ -102,12 +109,18 @@ pub(crate) fn save(
                         plan,
                         selection,
                         state,
-                        &WriteOptions { threads: Some(2), ..WriteOptions::default() },
+                        &WriteOptions {
+                            threads: Some(2),
+                            ..WriteOptions::default()
+                        },
                     )
                 })
             })
             .collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Result<Vec<_>, _>>()
+        ranks
+            .into_iter()
+            .map(|rank| rank.join().unwrap())
+            .collect::<Result<Vec<_>, _>>()
     })?;
     finish(staging, global.metadata, &written, None).map(|_| ())
 }

@@ -1,5 +1,5 @@
-//! Damaged and hostile checkpoints: always a typed error, or (unsealed) a plain reading; never a panic, nothing
-//! outside.
+//! Damaged and hostile checkpoints: always a typed error, or (unsealed) a plain reading; never a
+//! panic, nothing outside.
 
 use std::path::{Path, PathBuf};
 
@@ -19,7 +19,9 @@ use crate::{bounded, fixtures, write_parts};
 /// Writes a small tensor and a value, saved by two ranks.
 fn small(target: &Path) {
     let mut state = State::default();
-    state.tensors.insert("w".to_owned(), (DType::F32, vec![3, 2], (0..24).collect()));
+    state
+        .tensors
+        .insert("w".to_owned(), (DType::F32, vec![3, 2], (0..24).collect()));
     state.values.insert("step".to_owned(), PlainValue::Int(20));
     save(&state, 2, target, &Durable::new()).unwrap();
 }
@@ -27,19 +29,28 @@ fn small(target: &Path) {
 /// Reads a checkpoint up to the first error.
 fn read_until_error(directory: &Path) -> Result<(), FileError> {
     let checkpoint = CheckpointReader::open(directory)?;
-    checkpoint.metadata().entries.iter().try_for_each(|(fqn, entry)| match entry {
-        Entry::Tensor(_) => checkpoint.read_tensor(fqn).map(drop),
-        Entry::Bytes(_) => checkpoint.read_value(fqn).map(drop),
-    })
+    checkpoint
+        .metadata()
+        .entries
+        .iter()
+        .try_for_each(|(fqn, entry)| match entry {
+            Entry::Tensor(_) => checkpoint.read_tensor(fqn).map(drop),
+            Entry::Bytes(_) => checkpoint.read_value(fqn).map(drop),
+        })
 }
 
 /// Changes one bit of a file in place.
 fn flip(file: &Path, bit: usize) {
     use std::os::unix::fs::FileExt as _;
-    let file = std::fs::OpenOptions::new().read(true).write(true).open(file).unwrap();
+    let file = std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(file)
+        .unwrap();
     let mut byte = [0];
     file.read_exact_at(&mut byte, bit as u64 / 8).unwrap();
-    file.write_all_at(&[byte[0] ^ 1 << (bit % 8)], bit as u64 / 8).unwrap();
+    file.write_all_at(&[byte[0] ^ 1 << (bit % 8)], bit as u64 / 8)
+        .unwrap();
 }
 
 /// Reads everything that a checkpoint holds.
@@ -50,7 +61,9 @@ fn read_all(directory: &Path) -> Result<usize, FileError> {
     for (fqn, entry) in &checkpoint.metadata().entries {
         // Everything is tried, whatever failed before: no key may panic.
         outcome = outcome.and(match entry {
-            Entry::Tensor(_) => checkpoint.read_tensor(fqn).map(|tensor| bytes += tensor.len()),
+            Entry::Tensor(_) => checkpoint
+                .read_tensor(fqn)
+                .map(|tensor| bytes += tensor.len()),
             Entry::Bytes(_) => checkpoint.read_value(fqn).map(drop),
         });
     }
@@ -77,7 +90,11 @@ fn copy(from: &Path, to: &Path) {
 
 fn overwrite(path: &Path, bytes: &[u8]) {
     use std::io::Write as _;
-    let mut file = std::fs::OpenOptions::new().write(true).truncate(true).open(path).unwrap();
+    let mut file = std::fs::OpenOptions::new()
+        .write(true)
+        .truncate(true)
+        .open(path)
+        .unwrap();
     file.write_all(bytes).unwrap();
 }
 
@@ -91,7 +108,11 @@ fn every_flipped_bit_that_is_read_is_found_in_a_sealed_checkpoint() {
         for bit in 0..std::fs::read(&file).unwrap().len() * 8 {
             flip(&file, bit);
             // Small files: every byte lies in a block that some read needs.
-            assert!(bounded(|| read_until_error(&target)).is_err(), "bit {bit} of {}", file.display());
+            assert!(
+                bounded(|| read_until_error(&target)).is_err(),
+                "bit {bit} of {}",
+                file.display()
+            );
             flip(&file, bit);
         }
     }
@@ -107,7 +128,11 @@ fn every_prefix_of_every_file_is_an_error() {
         let whole = std::fs::read(&file).unwrap();
         for end in 0..whole.len() {
             overwrite(&file, &whole[..end]);
-            assert!(bounded(|| read_all(&target)).is_err(), "{end} bytes of {}", file.display());
+            assert!(
+                bounded(|| read_all(&target)).is_err(),
+                "{end} bytes of {}",
+                file.display()
+            );
         }
         overwrite(&file, &whole);
     }
@@ -127,7 +152,11 @@ fn flips_and_prefixes_of_a_foreign_checkpoint_never_panic() {
         }
         for end in (0..whole.len()).step_by(17) {
             overwrite(&file, &whole[..end]);
-            assert!(bounded(|| read_all(&target)).is_err(), "{end} bytes of {}", file.display());
+            assert!(
+                bounded(|| read_all(&target)).is_err(),
+                "{end} bytes of {}",
+                file.display()
+            );
         }
         overwrite(&file, &whole);
     }
@@ -141,7 +170,12 @@ fn other_formats(parent: &Path) -> Vec<PathBuf> {
     let targets = [
         ("m.safetensors", OutputFormat::SafetensorsFile),
         ("m.pt", OutputFormat::Torch),
-        ("hf", OutputFormat::SafetensorsDirectory { max_file_bytes: 1000 }),
+        (
+            "hf",
+            OutputFormat::SafetensorsDirectory {
+                max_file_bytes: 1000,
+            },
+        ),
         ("shards", OutputFormat::SafetensorsShards { ranks: 2 }),
     ];
     let made = targets.into_iter().map(|(name, target)| {
@@ -160,19 +194,27 @@ fn other_formats(parent: &Path) -> Vec<PathBuf> {
     made
 }
 
-/// Opens a checkpoint of any format, reads and verifies all of it, and returns `true` if nothing is wrong.
+/// Opens a checkpoint of any format, reads and verifies all of it, and returns `true` if nothing is
+/// wrong.
 fn is_whole(path: &Path) -> bool {
     let read = || -> Result<bool, FileError> {
         let checkpoint = open(path, OpenOptions::default())?;
         let report = verify(&*checkpoint, Level::Deep, None)?;
-        let values: Vec<String> = checkpoint.metadata().values().map(|(key, _)| key.to_owned()).collect();
-        values.iter().try_for_each(|key| checkpoint.read_value(key).map(drop))?;
+        let values: Vec<String> = checkpoint
+            .metadata()
+            .values()
+            .map(|(key, _)| key.to_owned())
+            .collect();
+        values
+            .iter()
+            .try_for_each(|key| checkpoint.read_value(key).map(drop))?;
         Ok(report.is_ok())
     };
     read().unwrap_or(false)
 }
 
-/// Each bit and each prefix of each file of each format: never a panic; where there are hashes, always found.
+/// Each bit and each prefix of each file of each format: never a panic; where there are hashes,
+/// always found.
 #[test]
 fn flips_and_prefixes_of_every_format() {
     let parent = tempfile::tempdir().unwrap();
@@ -182,7 +224,11 @@ fn flips_and_prefixes_of_every_format() {
                 add_integrity(&place, None).unwrap();
             }
             assert!(is_whole(&place));
-            for file in files(if place.is_dir() { &place } else { place.parent().unwrap() }) {
+            for file in files(if place.is_dir() {
+                &place
+            } else {
+                place.parent().unwrap()
+            }) {
                 let whole = std::fs::read(&file).unwrap();
                 for bit in (0..whole.len() * 8).step_by(3) {
                     flip(&file, bit);
@@ -208,7 +254,9 @@ fn with_paths(directory: &Path, relative_path: &str) {
     let mut metadata = decode(&std::fs::read(directory.join(METADATA_FILE)).unwrap()).unwrap();
     for entry in metadata.entries.values_mut() {
         match entry {
-            Entry::Bytes(bytes) => bytes.stored.as_mut().unwrap().relative_path = relative_path.to_owned(),
+            Entry::Bytes(bytes) => {
+                bytes.stored.as_mut().unwrap().relative_path = relative_path.to_owned()
+            }
             Entry::Tensor(tensor) => {
                 for chunk in &mut tensor.chunks {
                     chunk.stored.as_mut().unwrap().relative_path = relative_path.to_owned();
@@ -229,7 +277,14 @@ fn paths_that_lead_out_of_the_checkpoint_are_not_opened() {
     std::os::unix::fs::symlink(parent.path().join("outside"), target.join("linked")).unwrap();
     std::os::unix::fs::symlink("/dev/zero", target.join("zero")).unwrap();
     let fifo = target.join("fifo");
-    rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &fifo,
+        rustix::fs::FileType::Fifo,
+        0o600.into(),
+        0,
+    )
+    .unwrap();
     std::fs::create_dir(target.join("directory")).unwrap();
     for path in [
         "../outside/__0_0.distcp",
@@ -249,7 +304,10 @@ fn paths_that_lead_out_of_the_checkpoint_are_not_opened() {
         let checkpoint = CheckpointReader::open(&target).unwrap();
         let error = bounded(|| checkpoint.read_tensor("w")).unwrap_err();
         assert!(matches!(error, FileError::Path { .. }), "{path:?}: {error}");
-        assert!(matches!(checkpoint.read_value("n.step"), Err(FileError::Path { .. })), "{path:?}");
+        assert!(
+            matches!(checkpoint.read_value("n.step"), Err(FileError::Path { .. })),
+            "{path:?}"
+        );
         // Verifying says the same, and does not call the checkpoint damaged.
         let verified = bounded(|| verify(&checkpoint, Level::Sizes, None));
         assert!(matches!(verified, Err(FileError::Path { .. })), "{path:?}");
@@ -278,7 +336,10 @@ fn swapped_missing_and_mixed_data_files_are_found() {
 fn what_is_no_checkpoint_says_so() {
     let parent = tempfile::tempdir().unwrap();
     for path in [parent.path().join("nothing"), parent.path().to_owned()] {
-        assert!(matches!(CheckpointReader::open(&path), Err(FileError::NotCommitted { .. })));
+        assert!(matches!(
+            CheckpointReader::open(&path),
+            Err(FileError::NotCommitted { .. })
+        ));
     }
 }
 

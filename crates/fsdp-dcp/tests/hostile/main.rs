@@ -1,7 +1,10 @@
-//! Hostile and damaged files: a typed error or a plain reading each time, no panic, nothing outside the directory, and
-//! at most 64 MiB of memory. A case that hangs is stopped by the test runner.
+//! Hostile and damaged files: a typed error or a plain reading each time, no panic, nothing outside
+//! the directory, and at most 64 MiB of memory. A case that hangs is stopped by the test runner.
 
-#![expect(clippy::disallowed_methods, reason = "tests damage checkpoints by hand")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "tests damage checkpoints by hand"
+)]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod bombs;
@@ -9,11 +12,16 @@ mod campaign;
 mod crafted;
 mod damage;
 mod random;
+mod repeats;
 mod seeds;
 #[path = "../common/state.rs"]
 mod state;
 #[path = "../../../../fuzz/src/lib.rs"]
-#[expect(clippy::expect_used, unreachable_pub, reason = "the same file is the library of the fuzz targets")]
+#[expect(
+    clippy::expect_used,
+    unreachable_pub,
+    reason = "the same file is the library of the fuzz targets"
+)]
 mod targets;
 
 use std::path::{Path, PathBuf};
@@ -34,7 +42,8 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures")
 }
 
-/// Writes the parts of two tensor-parallel ranks: halves of what has an even size, and copies of the rest.
+/// Writes the parts of two tensor-parallel ranks: halves of what has an even size, and copies of
+/// the rest.
 fn write_parts(source: &dyn Checkpoint, to: &Path) {
     let rules = source.metadata().tensors().map(|(fqn, tensor)| {
         let how = match tensor.shape[..] {
@@ -50,8 +59,19 @@ fn write_parts(source: &dyn Checkpoint, to: &Path) {
     rules.sort_by_key(|rule| std::cmp::Reverse(rule.len()));
     let rules = Rules::new(&rules, [].into()).unwrap();
     let plan = TensorParallelPlan::new(source.metadata(), &rules, 2).unwrap();
-    let options = ConvertOptions { tensor_parallel: Some(&plan), ..ConvertOptions::default() };
-    convert(source, to, OutputFormat::SafetensorsDirectory { max_file_bytes: 1000 }, options).unwrap();
+    let options = ConvertOptions {
+        tensor_parallel: Some(&plan),
+        ..ConvertOptions::default()
+    };
+    convert(
+        source,
+        to,
+        OutputFormat::SafetensorsDirectory {
+            max_file_bytes: 1000,
+        },
+        options,
+    )
+    .unwrap();
 }
 
 /// Runs a case, and asserts on the memory that it took.

@@ -143,7 +143,9 @@ proptest! {
 #[test]
 fn a_hostile_integrity_file_allocates_no_block() {
     let line = r#"{"path":"a","length":1073741824,"segments":[[1073741824,1073741824,"0000000000000000"]]}"#;
-    let before = format!("{{\"format\":\"fsdp-integrity\",\"version\":1,\"hash\":\"xxh3-64\",\"files\":1}}\n{line}\n");
+    let before = format!(
+        "{{\"format\":\"fsdp-integrity\",\"version\":1,\"hash\":\"xxh3-64\",\"files\":1}}\n{line}\n"
+    );
     let hash = twox_hash::XxHash3_128::oneshot(before.as_bytes());
     let file = format!("{before}{{\"xxh3_128\":\"{hash:032x}\"}}\n");
     assert!(bounded(|| Integrity::decode(file.as_bytes())).is_err());

@@ -1,4 +1,5 @@
-//! The fuzz targets over their seeds: those that are kept in `fuzz/seeds`, and the files that PyTorch wrote.
+//! The fuzz targets over their seeds: those that are kept in `fuzz/seeds`, and the files that
+//! PyTorch wrote.
 
 use std::path::Path;
 
@@ -9,7 +10,11 @@ use crate::{bounded, fixtures};
 fn files(directory: &Path, found: &mut Vec<std::path::PathBuf>) {
     for entry in std::fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
-        if path.is_dir() { files(&path, found) } else { found.push(path) }
+        if path.is_dir() {
+            files(&path, found)
+        } else {
+            found.push(path)
+        }
     }
 }
 

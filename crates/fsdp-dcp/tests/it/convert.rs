@@ -1,4 +1,5 @@
-//! Conversions and reshards of real checkpoints: bit for bit, there and back, and the source untouched.
+//! Conversions and reshards of real checkpoints: bit for bit, there and back, and the source
+//! untouched.
 
 use std::path::Path;
 
@@ -27,7 +28,10 @@ fn resharding_keeps_every_bit() {
         for ranks in [5, 2, 3, 1] {
             let resharded = parent.path().join(format!("{name}-{ranks}"));
             let source = open(&from, OpenOptions::default()).unwrap();
-            let options = ConvertOptions { overwrite: true, ..ConvertOptions::default() };
+            let options = ConvertOptions {
+                overwrite: true,
+                ..ConvertOptions::default()
+            };
             convert(&*source, &resharded, OutputFormat::Dcp { ranks }, options).unwrap();
             check_against_truth(&resharded, &truth);
             from = resharded;
@@ -39,23 +43,40 @@ fn resharding_keeps_every_bit() {
 fn every_format_leads_back() {
     let parent = tempfile::tempdir().unwrap();
     let formats = [
-        ("model.safetensors", OutputFormat::SafetensorsFile, Format::SafetensorsFile),
-        ("hf", OutputFormat::SafetensorsDirectory { max_file_bytes: 4000 }, Format::SafetensorsDirectory),
-        ("shards", OutputFormat::SafetensorsShards { ranks: 3 }, Format::SafetensorsDirectory),
+        (
+            "model.safetensors",
+            OutputFormat::SafetensorsFile,
+            Format::SafetensorsFile,
+        ),
+        (
+            "hf",
+            OutputFormat::SafetensorsDirectory {
+                max_file_bytes: 4000,
+            },
+            Format::SafetensorsDirectory,
+        ),
+        (
+            "shards",
+            OutputFormat::SafetensorsShards { ranks: 3 },
+            Format::SafetensorsDirectory,
+        ),
         ("full.pt", OutputFormat::Torch, Format::Torch),
     ];
     for (index, name) in dcp_fixtures().iter().enumerate() {
         let truth = Truth::of(name);
         let source = fixtures().join(name).join("dcp");
         for (number, (file, target, format)) in formats.into_iter().enumerate() {
-            // All formats of all fixtures would take a minute of fsyncs: those with every kind of thing take all, of
-            // the others each takes one by turns (and the single file, below).
+            // All formats of all fixtures would take a minute of fsyncs: those with every kind of
+            // thing take all, of the others each takes one by turns (and the single file, below).
             if number != index % 4 && number > 0 && !name.starts_with("misc") {
                 continue;
             }
             let converted = parent.path().join(name).join(file);
             to(&source, &converted, target);
-            assert_eq!(open(&converted, OpenOptions::default()).unwrap().format(), format);
+            assert_eq!(
+                open(&converted, OpenOptions::default()).unwrap().format(),
+                format
+            );
             check_against_truth(&converted, &truth);
             if number != index % 4 && !name.starts_with("misc") {
                 continue;
@@ -69,7 +90,11 @@ fn every_format_leads_back() {
         let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         for (key, (_, shape, data)) in &truth.tensors {
             let tensor = file.tensor(key).unwrap();
-            assert_eq!((tensor.shape(), tensor.data()), (&shape[..], &data[..]), "{key} in {name}");
+            assert_eq!(
+                (tensor.shape(), tensor.data()),
+                (&shape[..], &data[..]),
+                "{key} in {name}"
+            );
         }
     }
 }
@@ -79,7 +104,13 @@ fn tensors_inside_values_get_keys_by_path_in_safetensors() {
     let parent = tempfile::tempdir().unwrap();
     let converted = parent.path().join("m.safetensors");
     let source = open(fixtures().join("misc_ws2/dcp"), OpenOptions::default()).unwrap();
-    let report = convert(&*source, &converted, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap();
+    let report = convert(
+        &*source,
+        &converted,
+        OutputFormat::SafetensorsFile,
+        ConvertOptions::default(),
+    )
+    .unwrap();
     assert!(report.aside.contains(&"py.tuple_with_tensor".to_owned()));
     assert_eq!(report.aside_file.as_deref(), Some("m.values.json"));
     let bytes = std::fs::read(&converted).unwrap();
@@ -90,21 +121,46 @@ fn tensors_inside_values_get_keys_by_path_in_safetensors() {
 #[test]
 fn a_tensor_under_the_key_of_a_value_is_an_error() {
     let parent = tempfile::tempdir().unwrap();
-    let (source, to) = (parent.path().join("source.pt"), parent.path().join("to.safetensors"));
-    let tensor = PlainTensor { dtype: DType::U8, shape: vec![1], data: vec![7] };
-    let state = PlainValue::Dict(vec![("w".into(), PlainValue::Tensor(tensor)), ("step".into(), PlainValue::Int(5))]);
+    let (source, to) = (
+        parent.path().join("source.pt"),
+        parent.path().join("to.safetensors"),
+    );
+    let tensor = PlainTensor {
+        dtype: DType::U8,
+        shape: vec![1],
+        data: vec![7],
+    };
+    let state = PlainValue::Dict(vec![
+        ("w".into(), PlainValue::Tensor(tensor)),
+        ("step".into(), PlainValue::Int(5)),
+    ]);
     std::fs::write(&source, encode_value(&state).unwrap()).unwrap();
     let opened = open(&source, OpenOptions::default()).unwrap();
-    convert(&*opened, &to, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap();
-    // Another program writes the file again with one tensor more, and keeps the notes in the header.
+    convert(
+        &*opened,
+        &to,
+        OutputFormat::SafetensorsFile,
+        ConvertOptions::default(),
+    )
+    .unwrap();
+    // Another program writes the file again with one tensor more, and keeps the notes in the
+    // header.
     let bytes = std::fs::read(&to).unwrap();
     let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
-    let view = || safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![1], &[8]).unwrap();
-    let again = safetensors::serialize([("w", view()), ("step", view())], header.metadata().clone()).unwrap();
+    let view =
+        || safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![1], &[8]).unwrap();
+    let again =
+        safetensors::serialize([("w", view()), ("step", view())], header.metadata().clone())
+            .unwrap();
     std::fs::write(&to, again).unwrap();
-    let Err(error) = open(&to, OpenOptions::default()) else { panic!("the tensor or the value is lost") };
+    let Err(error) = open(&to, OpenOptions::default()) else {
+        panic!("the tensor or the value is lost")
+    };
     let text = with_causes(&error);
-    assert!(text.contains("to.values.json") && text.contains("`step` is a value in it, and a tensor"), "{text}");
+    assert!(
+        text.contains("to.values.json") && text.contains("`step` is a value in it, and a tensor"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -114,21 +170,39 @@ fn hugging_face_files_keep_their_limit_and_their_index() {
     to(
         &fixtures().join("hf_ws2/truth.safetensors"),
         &converted,
-        OutputFormat::SafetensorsDirectory { max_file_bytes: 4000 },
+        OutputFormat::SafetensorsDirectory {
+            max_file_bytes: 4000,
+        },
     );
-    let index: serde_json::Value =
-        serde_json::from_slice(&std::fs::read(converted.join("model.safetensors.index.json")).unwrap()).unwrap();
-    let total: usize = Truth::of("hf_ws2").tensors.values().map(|(_, _, bytes)| bytes.len()).sum();
+    let index: serde_json::Value = serde_json::from_slice(
+        &std::fs::read(converted.join("model.safetensors.index.json")).unwrap(),
+    )
+    .unwrap();
+    let total: usize = Truth::of("hf_ws2")
+        .tensors
+        .values()
+        .map(|(_, _, bytes)| bytes.len())
+        .sum();
     assert_eq!(index["metadata"]["total_size"], total);
     let mut seen = 0;
     for entry in std::fs::read_dir(&converted).unwrap() {
         let name = entry.unwrap().file_name().into_string().unwrap();
-        if let Some(number) = name.strip_prefix("model-").and_then(|rest| rest.strip_suffix(".safetensors")) {
+        if let Some(number) = name
+            .strip_prefix("model-")
+            .and_then(|rest| rest.strip_suffix(".safetensors"))
+        {
             assert_eq!(number.len(), "00001-of-00009".len());
             let bytes = std::fs::read(converted.join(&name)).unwrap();
             let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-            let inside: usize = file.tensors().iter().map(|(_, tensor)| tensor.data().len()).sum();
-            assert!(inside <= 4000 || file.len() == 1, "{name} holds {inside} bytes");
+            let inside: usize = file
+                .tensors()
+                .iter()
+                .map(|(_, tensor)| tensor.data().len())
+                .sum();
+            assert!(
+                inside <= 4000 || file.len() == 1,
+                "{name} holds {inside} bytes"
+            );
             for key in file.names() {
                 assert_eq!(index["weight_map"][key], name);
                 seen += 1;
@@ -142,14 +216,24 @@ fn hugging_face_files_keep_their_limit_and_their_index() {
 fn views_select_rename_and_cast() {
     let parent = tempfile::tempdir().unwrap();
     let truth = Truth::of("fsdp2_adamw_ws2");
-    let source = open(fixtures().join("fsdp2_adamw_ws2/dcp"), OpenOptions::default()).unwrap();
+    let source = open(
+        fixtures().join("fsdp2_adamw_ws2/dcp"),
+        OpenOptions::default(),
+    )
+    .unwrap();
     let rename = |key: &str| match key.strip_prefix("model.") {
         Some(rest) => Rename::To(format!("net.{rest}")),
         None => Rename::Drop,
     };
     let view = View::new(&*source, rename, Some(Cast::parameters(DType::BF16))).unwrap();
     let converted = parent.path().join("m.safetensors");
-    convert(&view, &converted, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap();
+    convert(
+        &view,
+        &converted,
+        OutputFormat::SafetensorsFile,
+        ConvertOptions::default(),
+    )
+    .unwrap();
     let checkpoint = open(&converted, OpenOptions::default()).unwrap();
     let keys: Vec<&String> = checkpoint.metadata().entries.keys().collect();
     assert!(keys.iter().all(|key| key.starts_with("net.")) && !keys.is_empty());
@@ -162,7 +246,9 @@ fn views_select_rename_and_cast() {
             .flat_map(|b| half::bf16::from_f32(f32::from_le_bytes(*b)).to_le_bytes())
             .collect();
         let mut read = vec![0; wanted.len()];
-        checkpoint.read_box(key, &TensorBox::whole(shape), &mut read).unwrap();
+        checkpoint
+            .read_box(key, &TensorBox::whole(shape), &mut read)
+            .unwrap();
         assert!(read == wanted, "{key}");
     }
     let clash = View::new(&*source, |_| Rename::To("same".to_owned()), None);
@@ -174,19 +260,31 @@ fn views_select_rename_and_cast() {
 fn a_cast_leaves_the_optimizer_unless_asked_and_steps_always() {
     let step = |key: &str| key.ends_with("step");
     for (name, is_optimizer) in [
-        ("fsdp2_adamw_ws2/dcp", &|key: &str| key.starts_with("optim.")),
-        ("fsdp1_orig_adamw_ws2/full.pt", &|key: &str| !key.starts_with("model.")),
+        ("fsdp2_adamw_ws2/dcp", &|key: &str| {
+            key.starts_with("optim.")
+        }),
+        ("fsdp1_orig_adamw_ws2/full.pt", &|key: &str| {
+            !key.starts_with("model.")
+        }),
     ] as [(&str, &dyn Fn(&str) -> bool); 2]
     {
         let source = open(fixtures().join(name), OpenOptions::default()).unwrap();
         for with_optimizer in [false, true] {
-            let cast = Cast { dtype: DType::BF16, with_optimizer };
+            let cast = Cast {
+                dtype: DType::BF16,
+                with_optimizer,
+            };
             let view = View::new(&*source, |_| Rename::Keep, Some(cast)).unwrap();
             let (mut cast, mut kept) = (0, 0);
             for (key, tensor) in view.metadata().tensors() {
                 let before = source.metadata().tensor(key).unwrap().properties.dtype;
-                let is_cast = before == DType::F32 && !step(key) && (with_optimizer || !is_optimizer(key));
-                assert_eq!(tensor.properties.dtype, if is_cast { DType::BF16 } else { before }, "{key}");
+                let is_cast =
+                    before == DType::F32 && !step(key) && (with_optimizer || !is_optimizer(key));
+                assert_eq!(
+                    tensor.properties.dtype,
+                    if is_cast { DType::BF16 } else { before },
+                    "{key}"
+                );
                 *(if is_cast { &mut cast } else { &mut kept }) += 1;
             }
             assert!(cast > 0 && kept > 0, "{name}: {cast} {kept}");
@@ -194,33 +292,65 @@ fn a_cast_leaves_the_optimizer_unless_asked_and_steps_always() {
     }
     // The file of an optimizer alone.
     let state = |key: &str| {
-        PlainValue::Dict(vec![(key.into(), tensor(DType::F32, &[2])), ("step".into(), tensor(DType::F32, &[]))])
+        PlainValue::Dict(vec![
+            (key.into(), tensor(DType::F32, &[2])),
+            ("step".into(), tensor(DType::F32, &[])),
+        ])
     };
     let optimizer = PlainValue::Dict(vec![
-        ("state".into(), PlainValue::Dict(vec![(PlainValue::Int(0), state("exp_avg"))])),
+        (
+            "state".into(),
+            PlainValue::Dict(vec![(PlainValue::Int(0), state("exp_avg"))]),
+        ),
         ("param_groups".into(), PlainValue::List(Vec::new())),
     ]);
     let parent = tempfile::tempdir().unwrap();
     let file = parent.path().join("optimizer.pt");
     std::fs::write(&file, encode_value(&optimizer).unwrap()).unwrap();
     let source = open(&file, OpenOptions::default()).unwrap();
-    let view = View::new(&*source, |_| Rename::Keep, Some(Cast::parameters(DType::BF16))).unwrap();
-    assert!(view.metadata().tensors().all(|(_, tensor)| tensor.properties.dtype == DType::F32));
+    let view = View::new(
+        &*source,
+        |_| Rename::Keep,
+        Some(Cast::parameters(DType::BF16)),
+    )
+    .unwrap();
+    assert!(
+        view.metadata()
+            .tensors()
+            .all(|(_, tensor)| tensor.properties.dtype == DType::F32)
+    );
 }
 
 fn tensor(dtype: DType, shape: &[usize]) -> PlainValue {
     let length = shape.iter().product::<usize>() * dtype.size_in_bytes() as usize;
-    PlainValue::Tensor(PlainTensor { dtype, shape: shape.to_vec(), data: vec![0; length] })
+    PlainValue::Tensor(PlainTensor {
+        dtype,
+        shape: shape.to_vec(),
+        data: vec![0; length],
+    })
 }
 
-/// Lightning's `meta.pt`, Megatron's `common.pt`, a model's `config.json`: without them the framework opens nothing.
+/// Lightning's `meta.pt`, Megatron's `common.pt`, a model's `config.json`: without them the
+/// framework opens nothing.
 #[test]
 fn files_beside_a_checkpoint_come_along_or_are_named() {
     let parent = tempfile::tempdir().unwrap();
     let (from, hf) = (parent.path().join("from"), parent.path().join("hf"));
-    let source = open(fixtures().join("fsdp2_adamw_ws2/dcp"), OpenOptions::default()).unwrap();
-    let directory = OutputFormat::SafetensorsDirectory { max_file_bytes: 10_000 };
-    convert(&*source, &from, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
+    let source = open(
+        fixtures().join("fsdp2_adamw_ws2/dcp"),
+        OpenOptions::default(),
+    )
+    .unwrap();
+    let directory = OutputFormat::SafetensorsDirectory {
+        max_file_bytes: 10_000,
+    };
+    convert(
+        &*source,
+        &from,
+        OutputFormat::Dcp { ranks: 2 },
+        ConvertOptions::default(),
+    )
+    .unwrap();
     convert(&*source, &hf, directory, ConvertOptions::default()).unwrap();
     let extra = ["common.pt", "config.json", "meta.pt", "tokenizer.json"];
     for path in [&from, &hf] {
@@ -232,7 +362,8 @@ fn files_beside_a_checkpoint_come_along_or_are_named() {
     }
     for (number, (from, target, comes)) in [
         (&from, OutputFormat::Dcp { ranks: 3 }, &extra[..]),
-        // The configuration and the tokenizer go into Hugging Face's layout, whatever format the source has.
+        // The configuration and the tokenizer go into Hugging Face's layout, whatever format the
+        // source has.
         (&from, directory, &["config.json", "tokenizer.json"]),
         (&from, OutputFormat::Torch, &[]),
         (&hf, directory, &extra),
@@ -248,7 +379,10 @@ fn files_beside_a_checkpoint_come_along_or_are_named() {
         let done = convert(&*source, &to, target, ConvertOptions::default()).unwrap();
         assert_eq!(done.copied, comes, "{target:?}");
         let stays = extra.into_iter().filter(|name| !comes.contains(name));
-        let mut all: Vec<&str> = ["below", "pytorch_model.bin"].into_iter().chain(stays).collect();
+        let mut all: Vec<&str> = ["below", "pytorch_model.bin"]
+            .into_iter()
+            .chain(stays)
+            .collect();
         let mut left = done.left_behind.clone();
         all.sort_unstable();
         left.sort();
@@ -277,7 +411,9 @@ fn a_conversion_that_fails_leaves_nothing() {
     for (index, target) in [
         OutputFormat::Dcp { ranks: 2 },
         OutputFormat::SafetensorsFile,
-        OutputFormat::SafetensorsDirectory { max_file_bytes: 100 },
+        OutputFormat::SafetensorsDirectory {
+            max_file_bytes: 100,
+        },
         OutputFormat::SafetensorsShards { ranks: 2 },
         OutputFormat::Torch,
     ]
@@ -287,7 +423,10 @@ fn a_conversion_that_fails_leaves_nothing() {
         let source = open(&broken, OpenOptions::default()).unwrap();
         let destination = parent.path().join(format!("out-{index}"));
         assert!(convert(&*source, &destination, target, ConvertOptions::default()).is_err());
-        let left: Vec<_> = std::fs::read_dir(parent.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        let left: Vec<_> = std::fs::read_dir(parent.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name())
+            .collect();
         assert_eq!(left, ["broken"]);
     }
 }
@@ -300,9 +439,15 @@ fn a_tensor_whose_name_is_that_of_the_headers_texts_is_refused() {
     std::fs::write(&path, encode_value(&PlainValue::Dict(items)).unwrap()).unwrap();
     let source = open(&path, OpenOptions::default()).unwrap();
     let to = parent.path().join("to");
-    for target in [OutputFormat::SafetensorsFile, OutputFormat::SafetensorsShards { ranks: 2 }] {
+    for target in [
+        OutputFormat::SafetensorsFile,
+        OutputFormat::SafetensorsShards { ranks: 2 },
+    ] {
         let error = convert(&*source, &to, target, ConvertOptions::default()).unwrap_err();
-        assert!(with_causes(&error).contains("__metadata__") && !to.exists(), "{error}");
+        assert!(
+            with_causes(&error).contains("__metadata__") && !to.exists(),
+            "{error}"
+        );
     }
 }
 
@@ -315,7 +460,12 @@ fn a_key_that_is_too_long_for_dcp_is_refused_before_anything_is_written() {
         let items = vec![("k".repeat(length).into(), tensor(DType::U8, &[2]))];
         std::fs::write(&path, encode_value(&PlainValue::Dict(items)).unwrap()).unwrap();
         let source = open(&path, OpenOptions::default()).unwrap();
-        let outcome = convert(&*source, &destination, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default());
+        let outcome = convert(
+            &*source,
+            &destination,
+            OutputFormat::Dcp { ranks: 2 },
+            ConvertOptions::default(),
+        );
         assert_eq!(outcome.is_err(), is_refused);
         assert_eq!(destination.exists(), !is_refused);
         if let Err(error) = outcome {
@@ -329,13 +479,23 @@ fn a_key_that_is_too_long_for_dcp_is_refused_before_anything_is_written() {
 fn a_file_of_torch_opens_again_whatever_its_name() {
     let parent = tempfile::tempdir().unwrap();
     let path = parent.path().join("source.pt");
-    std::fs::write(&path, encode_value(&PlainValue::Dict(vec![("a".into(), tensor(DType::U8, &[2]))])).unwrap())
-        .unwrap();
+    std::fs::write(
+        &path,
+        encode_value(&PlainValue::Dict(vec![(
+            "a".into(),
+            tensor(DType::U8, &[2]),
+        )]))
+        .unwrap(),
+    )
+    .unwrap();
     for name in ["model", "a.b.pt", "..pt", "...", "ü\n.pt"] {
         let destination = parent.path().join(name);
         to(&path, &destination, OutputFormat::Torch);
         let opened = open(&destination, OpenOptions::default()).unwrap();
-        assert!(verify(&*opened, Level::Deep, None).unwrap().is_ok(), "{name:?}");
+        assert!(
+            verify(&*opened, Level::Deep, None).unwrap().is_ok(),
+            "{name:?}"
+        );
     }
 }
 
@@ -344,25 +504,49 @@ fn notes_in_a_header_stay_where_the_format_has_a_place_for_them() {
     let parent = tempfile::tempdir().unwrap();
     let from = parent.path().join("lora.safetensors");
     let data = 1.5f32.to_le_bytes();
-    let tensor = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![1], &data).unwrap();
-    let notes = [("format", "pt"), ("ss_network_dim", "16"), ("modelspec.title", "ünter")];
-    let notes: std::collections::HashMap<String, String> =
-        notes.into_iter().map(|(key, text)| (key.to_owned(), text.to_owned())).collect();
-    std::fs::write(&from, safetensors::serialize([("w", tensor)], Some(notes)).unwrap()).unwrap();
+    let tensor =
+        safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![1], &data).unwrap();
+    let notes = [
+        ("format", "pt"),
+        ("ss_network_dim", "16"),
+        ("modelspec.title", "ünter"),
+    ];
+    let notes: std::collections::HashMap<String, String> = notes
+        .into_iter()
+        .map(|(key, text)| (key.to_owned(), text.to_owned()))
+        .collect();
+    std::fs::write(
+        &from,
+        safetensors::serialize([("w", tensor)], Some(notes)).unwrap(),
+    )
+    .unwrap();
     let source = open(&from, OpenOptions::default()).unwrap();
     let notes_of = |checkpoint: &dyn Checkpoint| -> Vec<(String, String)> {
-        let mut notes: Vec<_> =
-            checkpoint.notes().into_iter().map(|(key, text)| (key.to_owned(), text.to_owned())).collect();
+        let mut notes: Vec<_> = checkpoint
+            .notes()
+            .into_iter()
+            .map(|(key, text)| (key.to_owned(), text.to_owned()))
+            .collect();
         notes.sort();
         notes
     };
-    let expected =
-        [("modelspec.title", "ünter"), ("ss_network_dim", "16")].map(|(key, text)| (key.to_owned(), text.to_owned()));
+    let expected = [("modelspec.title", "ünter"), ("ss_network_dim", "16")]
+        .map(|(key, text)| (key.to_owned(), text.to_owned()));
     assert_eq!(notes_of(&*source), expected);
-    let cast = View::new(&*source, |_| Rename::Keep, Some(Cast::parameters(DType::F16))).unwrap();
+    let cast = View::new(
+        &*source,
+        |_| Rename::Keep,
+        Some(Cast::parameters(DType::F16)),
+    )
+    .unwrap();
     for (number, (target, keeps)) in [
         (OutputFormat::SafetensorsFile, true),
-        (OutputFormat::SafetensorsDirectory { max_file_bytes: 1 << 30 }, true),
+        (
+            OutputFormat::SafetensorsDirectory {
+                max_file_bytes: 1 << 30,
+            },
+            true,
+        ),
         (OutputFormat::SafetensorsShards { ranks: 2 }, true),
         (OutputFormat::Torch, false),
         (OutputFormat::Dcp { ranks: 1 }, false),
@@ -378,7 +562,11 @@ fn notes_in_a_header_stay_where_the_format_has_a_place_for_them() {
             assert_eq!(notes_of(&*written), expected, "{target:?}");
             assert!(done.notes_left_out.is_empty());
         } else {
-            assert_eq!(done.notes_left_out, ["modelspec.title", "ss_network_dim"], "{target:?}");
+            assert_eq!(
+                done.notes_left_out,
+                ["modelspec.title", "ss_network_dim"],
+                "{target:?}"
+            );
         }
     }
 }

@@ -1,4 +1,5 @@
-//! A save that fails or is killed at any durable step leaves the old checkpoint or the new one, never a mixture.
+//! A save that fails or is killed at any durable step leaves the old checkpoint or the new one,
+//! never a mixture.
 
 use std::cell::Cell;
 use std::io;
@@ -27,7 +28,14 @@ pub(crate) struct At {
 
 impl At {
     pub(crate) fn new(step: usize, after: bool, exchange: bool) -> Self {
-        At { step, after, kill: false, exchange, count: AtomicUsize::new(0), struck: AtomicBool::new(false) }
+        At {
+            step,
+            after,
+            kill: false,
+            exchange,
+            count: AtomicUsize::new(0),
+            struck: AtomicBool::new(false),
+        }
     }
 }
 
@@ -61,7 +69,11 @@ impl StepHook for At {
     }
 
     fn after(&self, _: Step, _: &Path) -> io::Result<()> {
-        if NUMBER.get() == self.step && self.after { self.strike() } else { Ok(()) }
+        if NUMBER.get() == self.step && self.after {
+            self.strike()
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -69,9 +81,15 @@ impl StepHook for At {
 fn state(generation: u8) -> State {
     let mut state = State::default();
     for name in ["a", "b"] {
-        state.tensors.insert(name.to_owned(), (DType::U8, vec![4, 5000], vec![generation; 20_000]));
+        state.tensors.insert(
+            name.to_owned(),
+            (DType::U8, vec![4, 5000], vec![generation; 20_000]),
+        );
     }
-    state.values.insert("generation".to_owned(), PlainValue::Int(i64::from(generation)));
+    state.values.insert(
+        "generation".to_owned(),
+        PlainValue::Int(i64::from(generation)),
+    );
     state
 }
 
@@ -81,9 +99,17 @@ fn generation(target: &Path) -> Option<u8> {
         return None;
     }
     let checkpoint = CheckpointReader::open(target).unwrap();
-    let PlainValue::Int(generation) = checkpoint.read_value("generation").unwrap() else { panic!("not a number") };
+    let PlainValue::Int(generation) = checkpoint.read_value("generation").unwrap() else {
+        panic!("not a number")
+    };
     for name in ["a", "b"] {
-        assert!(checkpoint.read_tensor(name).unwrap().iter().all(|byte| i64::from(*byte) == generation));
+        assert!(
+            checkpoint
+                .read_tensor(name)
+                .unwrap()
+                .iter()
+                .all(|byte| i64::from(*byte) == generation)
+        );
     }
     Some(generation as u8)
 }
@@ -108,15 +134,22 @@ fn a_failure_at_any_step_is_an_error_and_leaves_old_or_new() {
             if overwrite {
                 save(&state(1), 2, target, &Durable::new()).unwrap();
             } else if fresh.exists() {
-                std::fs::rename(&fresh, parent.path().join(format!("done-{step}-{after}"))).unwrap();
+                std::fs::rename(&fresh, parent.path().join(format!("done-{step}-{after}")))
+                    .unwrap();
             }
             let hook = Arc::new(At::new(step, after, exchange));
             let saved = save(&state(2), 2, target, &Durable::with_hook(hook.clone()));
-            assert_eq!(saved.is_err(), hook.struck.load(Ordering::SeqCst), "step {step}, after {after}");
+            assert_eq!(
+                saved.is_err(),
+                hook.struck.load(Ordering::SeqCst),
+                "step {step}, after {after}"
+            );
             let found = generation(target);
             match saved {
                 // The error tells which one is there.
-                Ok(()) | Err(FileError::AfterCommit { .. }) => assert_eq!(found, Some(2), "step {step}"),
+                Ok(()) | Err(FileError::AfterCommit { .. }) => {
+                    assert_eq!(found, Some(2), "step {step}")
+                }
                 Err(error) => assert_eq!(found, overwrite.then_some(1), "step {step}: {error}"),
             }
             clean_stale(target).unwrap();
@@ -130,15 +163,24 @@ fn a_failure_at_any_step_is_an_error_and_leaves_old_or_new() {
     assert_eq!(left, Vec::<String>::new());
 }
 
-/// Not a test by itself: the process that [`a_kill_at_any_step_leaves_old_or_new`] starts and that dies.
+/// Not a test by itself: the process that [`a_kill_at_any_step_leaves_old_or_new`] starts and that
+/// dies.
 #[test]
 fn killed_child() {
-    let Ok(order) = std::env::var("FSDP_DCP_KILL") else { return };
+    let Ok(order) = std::env::var("FSDP_DCP_KILL") else {
+        return;
+    };
     let mut order = order.split(' ');
-    let (step, after) = (order.next().unwrap().parse().unwrap(), order.next().unwrap() == "after");
+    let (step, after) = (
+        order.next().unwrap().parse().unwrap(),
+        order.next().unwrap() == "after",
+    );
     let exchange = order.next().unwrap() == "true";
     let target = order.next().unwrap();
-    let hook = Arc::new(At { kill: true, ..At::new(step, after, exchange) });
+    let hook = Arc::new(At {
+        kill: true,
+        ..At::new(step, after, exchange)
+    });
     save(&state(2), 2, Path::new(target), &Durable::with_hook(hook)).unwrap();
 }
 
@@ -147,23 +189,39 @@ fn a_kill_at_any_step_leaves_old_or_new() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("target");
     let steps = steps_of_a_save(&target);
-    let cases = (0..steps).flat_map(|step| [(step, "before", true), (step, "before", false), (step, "after", false)]);
+    let cases = (0..steps).flat_map(|step| {
+        [
+            (step, "before", true),
+            (step, "before", false),
+            (step, "after", false),
+        ]
+    });
     let mut lived = 0;
     for (step, when, exchange) in cases {
         save(&state(1), 2, &target, &Durable::new()).unwrap();
         let child = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "crash::killed_child"])
-            .env("FSDP_DCP_KILL", format!("{step} {when} {exchange} {}", target.display()))
+            .env(
+                "FSDP_DCP_KILL",
+                format!("{step} {when} {exchange} {}", target.display()),
+            )
             .output()
             .unwrap();
-        // A save that can exchange takes fewer steps; one that cannot never comes to the end of that step.
+        // A save that can exchange takes fewer steps; one that cannot never comes to the end of
+        // that step.
         lived += usize::from(child.status.success());
-        assert!(!child.status.success() || generation(&target) == Some(2), "step {step}, {when}");
+        assert!(
+            !child.status.success() || generation(&target) == Some(2),
+            "step {step}, {when}"
+        );
         // Without exchange, the old checkpoint may have stepped aside already: it is put back.
         if recover(&target).unwrap() {
             assert!(!exchange && generation(&target) == Some(1));
         }
-        assert!(matches!(generation(&target), Some(1 | 2)), "step {step}, {when}");
+        assert!(
+            matches!(generation(&target), Some(1 | 2)),
+            "step {step}, {when}"
+        );
         clean_stale(&target).unwrap();
         let left = std::fs::read_dir(parent.path()).unwrap().count();
         assert_eq!(left, 1, "step {step}, {when}");
@@ -183,7 +241,8 @@ impl StepHook for Unsynced {
         match step {
             Step::Exchange => self.exchanged.store(true, Ordering::SeqCst),
             Step::SyncDirectory
-                if self.exchanged.load(Ordering::SeqCst) && !self.struck.swap(true, Ordering::SeqCst) =>
+                if self.exchanged.load(Ordering::SeqCst)
+                    && !self.struck.swap(true, Ordering::SeqCst) =>
             {
                 return Err(io::Error::from_raw_os_error(5));
             }
@@ -200,6 +259,9 @@ fn an_overwrite_that_may_not_last_puts_the_old_checkpoint_back() {
     save(&state(1), 2, &target, &Durable::new()).unwrap();
     let hook = Arc::new(Unsynced::default());
     save(&state(2), 2, &target, &Durable::with_hook(hook.clone())).unwrap_err();
-    assert!(hook.struck.load(Ordering::SeqCst), "the file system cannot exchange directories");
+    assert!(
+        hook.struck.load(Ordering::SeqCst),
+        "the file system cannot exchange directories"
+    );
     assert_eq!(generation(&target), Some(1));
 }

@@ -1,5 +1,5 @@
-//! Every dtype of torch, those too that candle and safetensors do not know, and quantized tensors: readable, and the
-//! same after any conversion.
+//! Every dtype of torch, those too that candle and safetensors do not know, and quantized tensors:
+//! readable, and the same after any conversion.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,9 @@ const TARGETS: [OutputFormat; 6] = [
     OutputFormat::Dcp { ranks: 1 },
     OutputFormat::Dcp { ranks: 3 },
     OutputFormat::SafetensorsFile,
-    OutputFormat::SafetensorsDirectory { max_file_bytes: 300 },
+    OutputFormat::SafetensorsDirectory {
+        max_file_bytes: 300,
+    },
     OutputFormat::SafetensorsShards { ranks: 2 },
     OutputFormat::Torch,
 ];
@@ -32,7 +34,12 @@ fn truth() -> BTreeMap<String, Tensor> {
     let json: BTreeMap<String, serde_json::Value> = serde_json::from_slice(&json).unwrap();
     let tensor = |(name, what): (String, serde_json::Value)| {
         let dtype = DType::from_torch_name(what["dtype"].as_str().unwrap()).unwrap();
-        let shape = what["shape"].as_array().unwrap().iter().map(|size| size.as_u64().unwrap() as usize).collect();
+        let shape = what["shape"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|size| size.as_u64().unwrap() as usize)
+            .collect();
         let data = file.tensor(&name).unwrap().data().to_vec();
         (name, (dtype, shape, data))
     };
@@ -55,8 +62,10 @@ fn tensors(checkpoint: &dyn Checkpoint) -> BTreeMap<String, Tensor> {
 #[test]
 fn every_dtype_survives_every_conversion() {
     let parent = tempfile::tempdir().unwrap();
-    let truth: BTreeMap<_, _> =
-        truth().into_iter().filter(|(_, (dtype, ..))| !dtype.torch_name().starts_with('q')).collect();
+    let truth: BTreeMap<_, _> = truth()
+        .into_iter()
+        .filter(|(_, (dtype, ..))| !dtype.torch_name().starts_with('q'))
+        .collect();
     assert!(truth.len() >= 24);
     for from in ["every", "every.pt"] {
         let source = open(fixtures().join("dtypes").join(from), OpenOptions::default()).unwrap();
@@ -68,8 +77,18 @@ fn every_dtype_survives_every_conversion() {
             assert_eq!(tensors(&*opened), truth, "{from} to {target:?}");
             // And back.
             let back = parent.path().join(format!("{from}-{number}-back"));
-            convert(&*opened, &back, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
-            assert_eq!(tensors(&*open(&back, OpenOptions::default()).unwrap()), truth, "{from} to {target:?} and back");
+            convert(
+                &*opened,
+                &back,
+                OutputFormat::Dcp { ranks: 2 },
+                ConvertOptions::default(),
+            )
+            .unwrap();
+            assert_eq!(
+                tensors(&*open(&back, OpenOptions::default()).unwrap()),
+                truth,
+                "{from} to {target:?} and back"
+            );
         }
     }
 }
@@ -87,7 +106,10 @@ fn quantized_tensors_become_their_integers_and_say_what_these_mean() {
         let source = open(fixtures().join("dtypes").join(from), OpenOptions::default()).unwrap();
         let held = tensors(&*source);
         assert_eq!(held["m.tensor"], truth["m.tensor"]);
-        assert_eq!(source.quantizer("m.tensor").unwrap(), Some(per_tensor.clone()));
+        assert_eq!(
+            source.quantizer("m.tensor").unwrap(),
+            Some(per_tensor.clone())
+        );
         for (number, target) in TARGETS.into_iter().enumerate() {
             let converted = parent.path().join(format!("{from}-{number}"));
             let done = convert(&*source, &converted, target, ConvertOptions::default()).unwrap();
@@ -97,21 +119,46 @@ fn quantized_tensors_become_their_integers_and_say_what_these_mean() {
             assert_eq!(found.len(), held.len());
             for (key, (dtype, shape, data)) in &held {
                 let (integer, same_shape, same_data) = &found[key];
-                assert!(!integer.torch_name().starts_with('q') && integer.size_in_bytes() == dtype.size_in_bytes());
+                assert!(
+                    !integer.torch_name().starts_with('q')
+                        && integer.size_in_bytes() == dtype.size_in_bytes()
+                );
                 assert_eq!((shape, data), (same_shape, same_data), "{key}");
             }
-            assert_eq!(opened.read_value("m.tensor.quantizer").unwrap(), per_tensor, "{from} to {target:?}");
+            assert_eq!(
+                opened.read_value("m.tensor.quantizer").unwrap(),
+                per_tensor,
+                "{from} to {target:?}"
+            );
             if from == "quantized.pt" {
-                let PlainValue::Tuple(parts) = opened.read_value("m.channels.quantizer").unwrap() else { panic!() };
-                let [scheme, PlainValue::Tensor(scales), PlainValue::Tensor(zeros), axis] = &parts[..] else {
+                let PlainValue::Tuple(parts) = opened.read_value("m.channels.quantizer").unwrap()
+                else {
+                    panic!()
+                };
+                let [
+                    scheme,
+                    PlainValue::Tensor(scales),
+                    PlainValue::Tensor(zeros),
+                    axis,
+                ] = &parts[..]
+                else {
                     panic!("{parts:?}")
                 };
                 assert_eq!(
                     (scheme, axis),
-                    (&PlainValue::typed(PythonType::QScheme, "torch.per_channel_affine"), &PlainValue::Int(0))
+                    (
+                        &PlainValue::typed(PythonType::QScheme, "torch.per_channel_affine"),
+                        &PlainValue::Int(0)
+                    )
                 );
-                assert_eq!((scales.shape.as_slice(), zeros.shape.as_slice()), (&[3][..], &[3][..]));
-                assert_eq!(opened.read_value("list.0.quantizer").unwrap(), PlainValue::Tuple(parts));
+                assert_eq!(
+                    (scales.shape.as_slice(), zeros.shape.as_slice()),
+                    (&[3][..], &[3][..])
+                );
+                assert_eq!(
+                    opened.read_value("list.0.quantizer").unwrap(),
+                    PlainValue::Tuple(parts)
+                );
             }
         }
     }
@@ -120,18 +167,38 @@ fn quantized_tensors_become_their_integers_and_say_what_these_mean() {
 #[test]
 fn quantized_tensors_keep_their_scale_under_another_name_or_are_refused() {
     let parent = tempfile::tempdir().unwrap();
-    let source = open(fixtures().join("dtypes/quantized.pt"), OpenOptions::default()).unwrap();
+    let source = open(
+        fixtures().join("dtypes/quantized.pt"),
+        OpenOptions::default(),
+    )
+    .unwrap();
     let quantizer = source.quantizer("m.tensor").unwrap().unwrap();
-    let mapped = |text: &str| Mapped::new(&*source, &Map::parse(text, &Values::new()).unwrap()).unwrap();
+    let mapped =
+        |text: &str| Mapped::new(&*source, &Map::parse(text, &Values::new()).unwrap()).unwrap();
     let to = parent.path().join("renamed.safetensors");
-    convert(&mapped("m.tensor -> x"), &to, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap();
+    convert(
+        &mapped("m.tensor -> x"),
+        &to,
+        OutputFormat::SafetensorsFile,
+        ConvertOptions::default(),
+    )
+    .unwrap();
     let written = open(&to, OpenOptions::default()).unwrap();
     assert_eq!(written.read_value("x.quantizer").unwrap(), quantizer);
     // A transposed tensor may need other scales, so the conversion is refused.
     let to = parent.path().join("changed.safetensors");
     let changed = mapped("m.tensor -> x | transpose");
-    let error = convert(&changed, &to, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap_err();
-    assert!(with_causes(&error).contains("`x`") && with_causes(&error).contains("scale"), "{error}");
+    let error = convert(
+        &changed,
+        &to,
+        OutputFormat::SafetensorsFile,
+        ConvertOptions::default(),
+    )
+    .unwrap_err();
+    assert!(
+        with_causes(&error).contains("`x`") && with_causes(&error).contains("scale"),
+        "{error}"
+    );
     assert!(!to.exists());
 }
 
@@ -154,8 +221,14 @@ fn quantized_tensors_keep_their_scale_when_they_are_stored_with_zstd() {
     let mut metadata = decode(&std::fs::read(plain.join(METADATA_FILE)).unwrap()).unwrap();
     let mut file = Vec::new();
     for entry in metadata.entries.values_mut() {
-        let Entry::Tensor(tensor) = entry else { panic!("a value") };
-        for stored in tensor.chunks.iter_mut().filter_map(|chunk| chunk.stored.as_mut()) {
+        let Entry::Tensor(tensor) = entry else {
+            panic!("a value")
+        };
+        for stored in tensor
+            .chunks
+            .iter_mut()
+            .filter_map(|chunk| chunk.stored.as_mut())
+        {
             let bytes = std::fs::read(plain.join(&stored.relative_path)).unwrap();
             let item = zstd(&bytes[stored.offset as usize..][..stored.length as usize]);
             *stored = StorageInfo {
@@ -169,22 +242,32 @@ fn quantized_tensors_keep_their_scale_when_they_are_stored_with_zstd() {
     }
     std::fs::write(parent.path().join(METADATA_FILE), encode(&metadata)).unwrap();
     std::fs::write(parent.path().join("__0_0.distcp"), file).unwrap();
-    let (plain, source) =
-        (open(plain, OpenOptions::default()).unwrap(), open(parent.path(), OpenOptions::default()).unwrap());
+    let (plain, source) = (
+        open(plain, OpenOptions::default()).unwrap(),
+        open(parent.path(), OpenOptions::default()).unwrap(),
+    );
     assert_eq!(tensors(&*source), tensors(&*plain));
-    assert_eq!(source.quantizer("m.tensor").unwrap(), plain.quantizer("m.tensor").unwrap());
+    assert_eq!(
+        source.quantizer("m.tensor").unwrap(),
+        plain.quantizer("m.tensor").unwrap()
+    );
 }
 
 #[test]
 fn chunks_of_a_quantized_tensor_must_have_one_scale() {
     let plain = fixtures().join("dtypes/quantized");
     let metadata = decode(&std::fs::read(plain.join(METADATA_FILE)).unwrap()).unwrap();
-    let Some(Entry::Tensor(tensor)) = metadata.entries.get("m.tensor") else { panic!("no tensor") };
+    let Some(Entry::Tensor(tensor)) = metadata.entries.get("m.tensor") else {
+        panic!("no tensor")
+    };
     let stored = tensor.chunks[0].stored.clone().unwrap();
     let file = std::fs::read(plain.join(&stored.relative_path)).unwrap();
     let item = &file[stored.offset as usize..][..stored.length as usize];
     let mut other = item.to_vec();
-    let at = item.windows(8).position(|bytes| bytes == 0.1f64.to_be_bytes()).unwrap();
+    let at = item
+        .windows(8)
+        .position(|bytes| bytes == 0.1f64.to_be_bytes())
+        .unwrap();
     other[at..at + 8].copy_from_slice(&0.2f64.to_be_bytes());
     for (second, is_same) in [(item, true), (&other, false)] {
         // Two chunks of three rows, each in a file of its own.
@@ -196,19 +279,39 @@ fn chunks_of_a_quantized_tensor_must_have_one_scale() {
         for (number, bytes) in [item, second].into_iter().enumerate() {
             let name = format!("__{number}_0.distcp");
             std::fs::write(parent.path().join(&name), bytes).unwrap();
-            let place = StorageInfo { relative_path: name, offset: 0, ..stored.clone() };
+            let place = StorageInfo {
+                relative_path: name,
+                offset: 0,
+                ..stored.clone()
+            };
             tensor.chunks[number].stored = Some(place);
         }
         let mut metadata = metadata.clone();
-        metadata.entries = [("m.tensor".to_owned(), Entry::Tensor(tensor))].into_iter().collect();
+        metadata.entries = [("m.tensor".to_owned(), Entry::Tensor(tensor))]
+            .into_iter()
+            .collect();
         std::fs::write(parent.path().join(METADATA_FILE), encode(&metadata)).unwrap();
         let source = open(parent.path(), OpenOptions::default()).unwrap();
         let to = parent.path().join("to.safetensors");
-        let converted = convert(&*source, &to, OutputFormat::SafetensorsFile, ConvertOptions::default());
+        let converted = convert(
+            &*source,
+            &to,
+            OutputFormat::SafetensorsFile,
+            ConvertOptions::default(),
+        );
         match converted {
             Ok(done) => assert!(is_same && done.quantized == ["m.tensor"]),
-            Err(FileError::Differing { fqn, first, second, .. }) => {
-                assert_eq!((fqn, first, second), ("m.tensor".into(), "__0_0.distcp".into(), "__1_0.distcp".into()));
+            Err(FileError::Differing {
+                fqn, first, second, ..
+            }) => {
+                assert_eq!(
+                    (fqn, first, second),
+                    (
+                        "m.tensor".into(),
+                        "__0_0.distcp".into(),
+                        "__1_0.distcp".into()
+                    )
+                );
                 assert!(!is_same);
             }
             Err(other) => panic!("{}", with_causes(&other)),

@@ -10,7 +10,9 @@ use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, verify};
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures")
+        .join(name)
 }
 
 pub(crate) fn opened(path: &Path) -> Box<dyn Checkpoint> {
@@ -28,7 +30,10 @@ pub(crate) fn refused(path: &Path) -> FileError {
 /// Lists the differences of two checkpoints.
 pub(crate) fn differences(a: &dyn Checkpoint, b: &dyn Checkpoint) -> Vec<String> {
     let mut found = Vec::new();
-    diff(a, b, Tolerance::default(), &mut |key, difference| found.push(format!("{key}: {difference:?}"))).unwrap();
+    diff(a, b, Tolerance::default(), &mut |key, difference| {
+        found.push(format!("{key}: {difference:?}"))
+    })
+    .unwrap();
     found
 }
 
@@ -40,7 +45,9 @@ pub(crate) fn assert_converts(source: &dyn Checkpoint) {
     for (number, target) in [
         OutputFormat::Dcp { ranks: 3 },
         OutputFormat::SafetensorsFile,
-        OutputFormat::SafetensorsDirectory { max_file_bytes: 200 },
+        OutputFormat::SafetensorsDirectory {
+            max_file_bytes: 200,
+        },
         OutputFormat::SafetensorsShards { ranks: 2 },
         OutputFormat::Torch,
     ]
@@ -48,9 +55,21 @@ pub(crate) fn assert_converts(source: &dyn Checkpoint) {
     .enumerate()
     {
         let to = parent.path().join(number.to_string());
-        convert(source, &to, target, ConvertOptions { drop_opaque: true, ..ConvertOptions::default() }).unwrap();
+        convert(
+            source,
+            &to,
+            target,
+            ConvertOptions {
+                drop_opaque: true,
+                ..ConvertOptions::default()
+            },
+        )
+        .unwrap();
         let found = differences(source, &*opened(&to));
-        let found: Vec<&String> = found.iter().filter(|line| !line.contains("Container")).collect();
+        let found: Vec<&String> = found
+            .iter()
+            .filter(|line| !line.contains("Container"))
+            .collect();
         assert_eq!(found, [""; 0], "{target:?}");
     }
 }
@@ -72,7 +91,10 @@ pub(crate) fn copy(from: &Path, to: &Path) {
 pub(crate) fn replace(path: &Path, old: &[u8], new: &[u8]) {
     assert_eq!(old.len(), new.len());
     let mut bytes = std::fs::read(path).unwrap();
-    let at = bytes.windows(old.len()).position(|part| part == old).unwrap();
+    let at = bytes
+        .windows(old.len())
+        .position(|part| part == old)
+        .unwrap();
     bytes[at..at + new.len()].copy_from_slice(new);
     std::fs::write(path, bytes).unwrap();
 }

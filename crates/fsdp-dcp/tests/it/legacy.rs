@@ -10,13 +10,21 @@ use fsdp_dcp::verify::{Level, verify};
 use fsdp_layout::{ErrorKind, Failure, PlainValue, PythonType};
 
 fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures")
+        .join(name)
 }
 
 fn differences(a: &Path, b: &Path) -> Vec<String> {
-    let (a, b) = (open(a, OpenOptions::default()).unwrap(), open(b, OpenOptions::default()).unwrap());
+    let (a, b) = (
+        open(a, OpenOptions::default()).unwrap(),
+        open(b, OpenOptions::default()).unwrap(),
+    );
     let mut found = Vec::new();
-    diff(&*a, &*b, Tolerance::default(), &mut |key, difference| found.push(format!("{key}: {difference:?}"))).unwrap();
+    diff(&*a, &*b, Tolerance::default(), &mut |key, difference| {
+        found.push(format!("{key}: {difference:?}"))
+    })
+    .unwrap();
     found
 }
 
@@ -29,8 +37,13 @@ fn a_legacy_file_holds_what_the_new_one_does() {
     assert!(verify(&*source, Level::Deep, None).unwrap().is_ok());
     assert_eq!(differences(&legacy, &new), [""; 0]);
     let parent = tempfile::tempdir().unwrap();
-    for (number, target) in
-        [OutputFormat::Torch, OutputFormat::Dcp { ranks: 2 }, OutputFormat::SafetensorsFile].into_iter().enumerate()
+    for (number, target) in [
+        OutputFormat::Torch,
+        OutputFormat::Dcp { ranks: 2 },
+        OutputFormat::SafetensorsFile,
+    ]
+    .into_iter()
+    .enumerate()
     {
         let to = parent.path().join(number.to_string());
         convert(&*source, &to, target, ConvertOptions::default()).unwrap();
@@ -41,7 +54,12 @@ fn a_legacy_file_holds_what_the_new_one_does() {
 #[test]
 fn all_protocols_of_pickle_hold_the_same() {
     let first = fixture("legacy_protocol_2.pt");
-    for name in ["legacy_protocol_3.pt", "legacy_protocol_4.pt", "legacy_protocol_5.pt", "zip_protocol_5.pt"] {
+    for name in [
+        "legacy_protocol_3.pt",
+        "legacy_protocol_4.pt",
+        "legacy_protocol_5.pt",
+        "zip_protocol_5.pt",
+    ] {
         assert_eq!(differences(&first, &fixture(name)), [""; 0], "{name}");
     }
     let source = open(&first, OpenOptions::default()).unwrap();
@@ -50,8 +68,17 @@ fn all_protocols_of_pickle_hold_the_same() {
         ("dt", PlainValue::typed(PythonType::DType, "torch.bfloat16")),
         ("dev", PlainValue::typed(PythonType::Device, "cuda:1")),
         ("size", PlainValue::typed(PythonType::Size, tuple)),
-        ("f", PlainValue::typed(PythonType::FrozenSet, PlainValue::Set(vec![PlainValue::Int(3)]))),
-        ("ba", PlainValue::typed(PythonType::ByteArray, PlainValue::Bytes(b"xy".to_vec()))),
+        (
+            "f",
+            PlainValue::typed(
+                PythonType::FrozenSet,
+                PlainValue::Set(vec![PlainValue::Int(3)]),
+            ),
+        ),
+        (
+            "ba",
+            PlainValue::typed(PythonType::ByteArray, PlainValue::Bytes(b"xy".to_vec())),
+        ),
     ] {
         assert_eq!(source.read_value(key).unwrap(), value, "{key}");
     }
@@ -66,7 +93,10 @@ fn protocols_before_2_are_refused_with_advice() {
         let error = open(&path, OpenOptions::default()).err().unwrap();
         assert_eq!(error.kind(), ErrorKind::UnsupportedVersion);
         assert!(
-            std::error::Error::source(&error).unwrap().to_string().contains("`pickle_protocol` 0 or 1"),
+            std::error::Error::source(&error)
+                .unwrap()
+                .to_string()
+                .contains("`pickle_protocol` 0 or 1"),
             "{error:?}"
         );
     }
@@ -79,20 +109,31 @@ fn every_prefix_of_a_legacy_file_is_an_error() {
     let path = parent.path().join("file.pt");
     for end in (0..bytes.len()).step_by(13).chain([bytes.len() - 1]) {
         std::fs::write(&path, &bytes[..end]).unwrap();
-        assert!(open(&path, OpenOptions::default()).is_err(), "prefix of {end} bytes");
+        assert!(
+            open(&path, OpenOptions::default()).is_err(),
+            "prefix of {end} bytes"
+        );
     }
 }
 
 #[test]
 fn tensors_whose_conjugation_or_negation_is_pending_are_not_read_as_what_their_storage_holds() {
-    for (name, advice) in [("conjugated.pt", "resolve_conj"), ("negated.pt", "resolve_neg")] {
+    for (name, advice) in [
+        ("conjugated.pt", "resolve_conj"),
+        ("negated.pt", "resolve_neg"),
+    ] {
         let source = open(fixture(name), OpenOptions::default()).unwrap();
         let opaque = source.opaque_type("z").unwrap().unwrap();
         assert!(opaque.contains(advice), "{opaque}");
         assert!(source.read_value("z").is_err());
         assert_eq!(source.metadata().tensor("w").unwrap().shape, [2]);
         let parent = tempfile::tempdir().unwrap();
-        let converted = convert(&*source, parent.path().join("c"), OutputFormat::Torch, ConvertOptions::default());
+        let converted = convert(
+            &*source,
+            parent.path().join("c"),
+            OutputFormat::Torch,
+            ConvertOptions::default(),
+        );
         assert!(converted.unwrap_err().to_string().contains("`z`"));
     }
 }
@@ -100,8 +141,11 @@ fn tensors_whose_conjugation_or_negation_is_pending_are_not_read_as_what_their_s
 #[test]
 fn a_module_that_was_saved_whole_opens_in_the_old_format_too() {
     let source = open(fixture("legacy_module.pt"), OpenOptions::default()).unwrap();
-    let tensors: Vec<(&str, &[usize])> =
-        source.metadata().tensors().map(|(fqn, tensor)| (fqn, tensor.shape.as_slice())).collect();
+    let tensors: Vec<(&str, &[usize])> = source
+        .metadata()
+        .tensors()
+        .map(|(fqn, tensor)| (fqn, tensor.shape.as_slice()))
+        .collect();
     assert_eq!(tensors, [("0.weight", &[3, 2][..]), ("0.bias", &[3])]);
     assert!(verify(&*source, Level::Deep, None).unwrap().is_ok());
 }

@@ -1,6 +1,9 @@
 //! Tests of the crate from outside: real PyTorch checkpoints, whole saves, crashes.
 
-#![expect(clippy::disallowed_methods, reason = "tests damage and move checkpoints by hand")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "tests damage and move checkpoints by hand"
+)]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod convert;

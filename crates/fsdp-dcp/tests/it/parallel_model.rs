@@ -31,7 +31,13 @@ const HIDDEN: usize = 16;
 pub(crate) const TOKENS: [usize; 5] = [3, 98, 40, 3, 77];
 
 /// Returns the tensors of a layer with Llama's names.
-fn llama_layer(heads: usize, kv_heads: usize, head: usize, biases: bool, is_fused: bool) -> Vec<(String, Vec<usize>)> {
+fn llama_layer(
+    heads: usize,
+    kv_heads: usize,
+    head: usize,
+    biases: bool,
+    is_fused: bool,
+) -> Vec<(String, Vec<usize>)> {
     let (q, kv) = (heads * head, kv_heads * head);
     let mut layer = vec![
         ("input_layernorm.weight", vec![HIDDEN]),
@@ -54,13 +60,27 @@ fn llama_layer(heads: usize, kv_heads: usize, head: usize, biases: bool, is_fuse
         layer.push(("self_attn.k_proj.bias", vec![kv]));
         layer.push(("self_attn.v_proj.bias", vec![kv]));
     }
-    layer.into_iter().map(|(name, shape)| (name.to_owned(), shape)).collect()
+    layer
+        .into_iter()
+        .map(|(name, shape)| (name.to_owned(), shape))
+        .collect()
 }
 
-fn named(prefix: &str, outside: &[(&str, &[usize])], layer: &[(String, Vec<usize>)]) -> Vec<(String, Vec<usize>)> {
-    let mut all: Vec<_> = outside.iter().map(|(name, shape)| ((*name).to_owned(), shape.to_vec())).collect();
+fn named(
+    prefix: &str,
+    outside: &[(&str, &[usize])],
+    layer: &[(String, Vec<usize>)],
+) -> Vec<(String, Vec<usize>)> {
+    let mut all: Vec<_> = outside
+        .iter()
+        .map(|(name, shape)| ((*name).to_owned(), shape.to_vec()))
+        .collect();
     for index in 0..LAYERS {
-        all.extend(layer.iter().map(|(name, shape)| (format!("{prefix}{index}.{name}"), shape.clone())));
+        all.extend(
+            layer
+                .iter()
+                .map(|(name, shape)| (format!("{prefix}{index}.{name}"), shape.clone())),
+        );
     }
     all
 }
@@ -68,10 +88,18 @@ fn named(prefix: &str, outside: &[(&str, &[usize])], layer: &[(String, Vec<usize
 /// Returns Llama with few heads of keys and values, and tied embeddings.
 pub(crate) fn llama() -> Model {
     let layer = llama_layer(8, 2, 4, false, false);
-    let outside: &[(&str, &[usize])] =
-        &[("model.embed_tokens.weight", &[100, HIDDEN]), ("model.norm.weight", &[HIDDEN])];
+    let outside: &[(&str, &[usize])] = &[
+        ("model.embed_tokens.weight", &[100, HIDDEN]),
+        ("model.norm.weight", &[HIDDEN]),
+    ];
     let tensors = named("model.layers.", outside, &layer);
-    Model { tensors, heads: 8, kv_heads: 2, head: 4, logits: "model.embed_tokens.weight" }
+    Model {
+        tensors,
+        heads: 8,
+        kv_heads: 2,
+        head: 4,
+        logits: "model.embed_tokens.weight",
+    }
 }
 
 /// Returns Qwen2, which has biases; its embeddings are not tied.
@@ -83,10 +111,17 @@ pub(crate) fn qwen2() -> Model {
         ("lm_head.weight", &[100, HIDDEN]),
     ];
     let tensors = named("model.layers.", outside, &layer);
-    Model { tensors, heads: 4, kv_heads: 4, head: 4, logits: "lm_head.weight" }
+    Model {
+        tensors,
+        heads: 4,
+        kv_heads: 4,
+        head: 4,
+        logits: "lm_head.weight",
+    }
 }
 
-/// Returns Phi-3, which has one matrix for queries, keys and values, and one for both halves of its gate.
+/// Returns Phi-3, which has one matrix for queries, keys and values, and one for both halves of its
+/// gate.
 pub(crate) fn phi3() -> Model {
     let layer = llama_layer(4, 2, 4, false, true);
     let outside: &[(&str, &[usize])] = &[
@@ -95,7 +130,13 @@ pub(crate) fn phi3() -> Model {
         ("lm_head.weight", &[100, HIDDEN]),
     ];
     let tensors = named("model.layers.", outside, &layer);
-    Model { tensors, heads: 4, kv_heads: 2, head: 4, logits: "lm_head.weight" }
+    Model {
+        tensors,
+        heads: 4,
+        kv_heads: 2,
+        head: 4,
+        logits: "lm_head.weight",
+    }
 }
 
 /// Returns GPT-2, whose matrices are `[in, out]`.
@@ -122,7 +163,13 @@ pub(crate) fn gpt2() -> Model {
         ("ln_f.weight", &[HIDDEN]),
         ("ln_f.bias", &[HIDDEN]),
     ];
-    Model { tensors: named("h.", outside, &layer), heads: 4, kv_heads: 4, head: 4, logits: "wte.weight" }
+    Model {
+        tensors: named("h.", outside, &layer),
+        heads: 4,
+        kv_heads: 4,
+        head: 4,
+        logits: "wte.weight",
+    }
 }
 
 impl Model {
@@ -142,7 +189,11 @@ impl Model {
             header.insert(name.clone(), info);
         }
         let header = serde_json::to_vec(&header).unwrap();
-        std::fs::write(path, [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat()).unwrap();
+        std::fs::write(
+            path,
+            [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat(),
+        )
+        .unwrap();
     }
 }
 
@@ -152,13 +203,23 @@ pub(crate) fn held(paths: &[PathBuf]) -> Held {
     for path in paths {
         let bytes = std::fs::read(path).unwrap();
         for (name, view) in SafeTensors::deserialize(&bytes).unwrap().tensors() {
-            let at = view.data().as_chunks::<4>().0.iter().map(|bytes| f64::from(f32::from_le_bytes(*bytes))).collect();
+            let at = view
+                .data()
+                .as_chunks::<4>()
+                .0
+                .iter()
+                .map(|bytes| f64::from(f32::from_le_bytes(*bytes)))
+                .collect();
             let (rows, columns) = match *view.shape() {
                 [columns] => (1, columns),
                 [rows, columns] => (rows, columns),
                 _ => panic!("{name} has shape {:?}", view.shape()),
             };
-            assert!(held.insert(name.clone(), Matrix { rows, columns, at }).is_none(), "{name} is there twice");
+            assert!(
+                held.insert(name.clone(), Matrix { rows, columns, at })
+                    .is_none(),
+                "{name} is there twice"
+            );
         }
     }
     held
@@ -172,7 +233,11 @@ pub(crate) fn files_of_rank(directory: &Path, rank: usize) -> Vec<PathBuf> {
 
 impl Matrix {
     fn zeros(rows: usize, columns: usize) -> Self {
-        Matrix { rows, columns, at: vec![0.0; rows * columns] }
+        Matrix {
+            rows,
+            columns,
+            at: vec![0.0; rows * columns],
+        }
     }
 
     fn row(&self, row: usize) -> &[f64] {
@@ -193,11 +258,18 @@ impl Matrix {
     fn columns(&self, widths: &[usize], part: usize) -> Self {
         let start: usize = widths[..part].iter().sum();
         let rows = (0..self.rows).flat_map(|row| &self.row(row)[start..start + widths[part]]);
-        Matrix { rows: self.rows, columns: widths[part], at: rows.copied().collect() }
+        Matrix {
+            rows: self.rows,
+            columns: widths[part],
+            at: rows.copied().collect(),
+        }
     }
 
     fn add(&mut self, other: &Matrix) {
-        assert_eq!((self.columns, self.at.len().is_multiple_of(other.at.len())), (other.columns, true));
+        assert_eq!(
+            (self.columns, self.at.len().is_multiple_of(other.at.len())),
+            (other.columns, true)
+        );
         for (index, at) in self.at.iter_mut().enumerate() {
             *at += other.at[index % other.at.len()];
         }
@@ -209,16 +281,26 @@ impl Matrix {
     }
 }
 
-/// Returns `x` times the transposed `[out, in]` matrix of a layer; GPT-2 has that of `[in, out]`. Without a bias.
+/// Returns `x` times the transposed `[out, in]` matrix of a layer; GPT-2 has that of `[in, out]`.
+/// Without a bias.
 fn linear(x: &Matrix, held: &Held, layer: &str) -> Matrix {
     let weight = &held[&format!("{layer}.weight")];
     let is_conv1d = layer.contains(".c_");
-    let weight = if is_conv1d { weight.transposed() } else { weight.clone() };
+    let weight = if is_conv1d {
+        weight.transposed()
+    } else {
+        weight.clone()
+    };
     assert_eq!(x.columns, weight.columns, "{layer}");
     let mut y = Matrix::zeros(x.rows, weight.rows);
     for row in 0..x.rows {
         for out in 0..weight.rows {
-            y.at[row * weight.rows + out] = x.row(row).iter().zip(weight.row(out)).map(|(a, b)| a * b).sum();
+            y.at[row * weight.rows + out] = x
+                .row(row)
+                .iter()
+                .zip(weight.row(out))
+                .map(|(a, b)| a * b)
+                .sum();
         }
     }
     y
@@ -251,7 +333,9 @@ fn norm(x: &Matrix, held: &Held, layer: &str) -> Matrix {
     let mut y = x.clone();
     for row in y.at.chunks_exact_mut(x.columns) {
         let size = (row.iter().map(|at| at * at).sum::<f64>() / row.len() as f64 + 1e-6).sqrt();
-        row.iter_mut().zip(&weight.at).for_each(|(at, weight)| *at = *at / size * weight);
+        row.iter_mut()
+            .zip(&weight.at)
+            .for_each(|(at, weight)| *at = *at / size * weight);
     }
     if let Some(bias) = held.get(&format!("{layer}.bias")) {
         y.add(bias);
@@ -259,7 +343,8 @@ fn norm(x: &Matrix, held: &Held, layer: &str) -> Matrix {
     y
 }
 
-/// Computes causal attention of one rank's heads. Several heads of queries share one of keys and values.
+/// Computes causal attention of one rank's heads. Several heads of queries share one of keys and
+/// values.
 fn attention(q: &Matrix, k: &Matrix, v: &Matrix, head: usize) -> Matrix {
     let (heads, kv_heads) = (q.columns / head, k.columns / head);
     assert!(kv_heads > 0 && heads.is_multiple_of(kv_heads));
@@ -306,44 +391,107 @@ fn embed(ranks: &[Held], key: &str) -> Matrix {
 pub(crate) fn logits(ranks: &[Held], model: &Model) -> Vec<f64> {
     let silu = |at: f64| at / (1.0 + (-at).exp());
     let is_gpt2 = ranks[0].contains_key("wte.weight");
-    let mut x = embed(ranks, if is_gpt2 { "wte.weight" } else { "model.embed_tokens.weight" });
+    let mut x = embed(
+        ranks,
+        if is_gpt2 {
+            "wte.weight"
+        } else {
+            "model.embed_tokens.weight"
+        },
+    );
     if is_gpt2 {
         let positions = &ranks[0]["wpe.weight"];
-        x.add(&Matrix { rows: x.rows, columns: HIDDEN, at: positions.at[..x.at.len()].to_vec() });
+        x.add(&Matrix {
+            rows: x.rows,
+            columns: HIDDEN,
+            at: positions.at[..x.at.len()].to_vec(),
+        });
     }
     for layer in 0..LAYERS {
-        let at = if is_gpt2 { format!("h.{layer}.") } else { format!("model.layers.{layer}.") };
+        let at = if is_gpt2 {
+            format!("h.{layer}.")
+        } else {
+            format!("model.layers.{layer}.")
+        };
         let of = |name: &str| format!("{at}{name}");
-        let normed = norm(&x, &ranks[0], &of(if is_gpt2 { "ln_1" } else { "input_layernorm" }));
-        let out = of(if is_gpt2 { "attn.c_proj" } else { "self_attn.o_proj" });
+        let normed = norm(
+            &x,
+            &ranks[0],
+            &of(if is_gpt2 { "ln_1" } else { "input_layernorm" }),
+        );
+        let out = of(if is_gpt2 {
+            "attn.c_proj"
+        } else {
+            "self_attn.o_proj"
+        });
         let attended = ranks.iter().map(|held| {
             // A rank has its share of each kind of heads of a fused layer, and at least one.
-            let (heads, kv_heads) = (model.heads / ranks.len(), (model.kv_heads / ranks.len()).max(1));
-            let widths = [heads * model.head, kv_heads * model.head, kv_heads * model.head];
-            let fused = of(if is_gpt2 { "attn.c_attn" } else { "self_attn.qkv_proj" });
+            let (heads, kv_heads) = (
+                model.heads / ranks.len(),
+                (model.kv_heads / ranks.len()).max(1),
+            );
+            let widths = [
+                heads * model.head,
+                kv_heads * model.head,
+                kv_heads * model.head,
+            ];
+            let fused = of(if is_gpt2 {
+                "attn.c_attn"
+            } else {
+                "self_attn.qkv_proj"
+            });
             let [q, k, v] = if held.contains_key(&format!("{fused}.weight")) {
                 let all = outputs(&normed, held, &fused);
                 [0, 1, 2].map(|part| all.columns(&widths, part))
             } else {
-                ["q", "k", "v"].map(|name| outputs(&normed, held, &of(&format!("self_attn.{name}_proj"))))
+                ["q", "k", "v"]
+                    .map(|name| outputs(&normed, held, &of(&format!("self_attn.{name}_proj"))))
             };
             linear(&attention(&q, &k, &v, model.head), held, &out)
         });
         x.add(&summed(attended, &ranks[0], &out));
-        let normed = norm(&x, &ranks[0], &of(if is_gpt2 { "ln_2" } else { "post_attention_layernorm" }));
-        let down = of(if is_gpt2 { "mlp.c_proj" } else { "mlp.down_proj" });
+        let normed = norm(
+            &x,
+            &ranks[0],
+            &of(if is_gpt2 {
+                "ln_2"
+            } else {
+                "post_attention_layernorm"
+            }),
+        );
+        let down = of(if is_gpt2 {
+            "mlp.c_proj"
+        } else {
+            "mlp.down_proj"
+        });
         let computed = ranks.iter().map(|held| {
             let inner = if is_gpt2 {
                 outputs(&normed, held, &of("mlp.c_fc")).map(f64::tanh)
             } else if held.contains_key(&of("mlp.gate_up_proj.weight")) {
                 let both = linear(&normed, held, &of("mlp.gate_up_proj"));
                 let half = both.columns / 2;
-                let (gate, up) = (both.columns(&[half, half], 0).map(silu), both.columns(&[half, half], 1));
-                Matrix { at: gate.at.iter().zip(&up.at).map(|(a, b)| a * b).collect(), ..gate }
+                let (gate, up) = (
+                    both.columns(&[half, half], 0).map(silu),
+                    both.columns(&[half, half], 1),
+                );
+                Matrix {
+                    at: gate.at.iter().zip(&up.at).map(|(a, b)| a * b).collect(),
+                    ..gate
+                }
             } else {
-                let (gate, up) =
-                    (linear(&normed, held, &of("mlp.gate_proj")), linear(&normed, held, &of("mlp.up_proj")));
-                Matrix { at: gate.at.iter().zip(&up.at).map(|(&a, b)| silu(a) * b).collect(), ..gate }
+                let (gate, up) = (
+                    linear(&normed, held, &of("mlp.gate_proj")),
+                    linear(&normed, held, &of("mlp.up_proj")),
+                );
+                Matrix {
+                    at: gate
+                        .at
+                        .iter()
+                        .zip(&up.at)
+                        .map(|(&a, b)| silu(a) * b)
+                        .collect(),
+                    ..gate
+                }
             };
             linear(&inner, held, &down)
         });
@@ -353,5 +501,7 @@ pub(crate) fn logits(ranks: &[Held], model: &Model) -> Vec<f64> {
     let name = model.logits.strip_suffix(".weight").unwrap();
     // The ranks' logits follow each other.
     let parts: Vec<Matrix> = ranks.iter().map(|held| linear(&x, held, name)).collect();
-    (0..x.rows).flat_map(|row| parts.iter().flat_map(move |part| part.row(row).to_vec())).collect()
+    (0..x.rows)
+        .flat_map(|row| parts.iter().flat_map(move |part| part.row(row).to_vec()))
+        .collect()
 }

@@ -10,7 +10,9 @@ use fsdp_dcp::verify::{Level, verify};
 use fsdp_layout::{DType, ErrorKind, Failure, PlainTensor, PlainValue};
 
 fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/sound").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures/sound")
+        .join(name)
 }
 
 fn causes(error: &FileError) -> String {
@@ -35,7 +37,11 @@ fn files_of_other_kinds_are_not_called_damaged() {
     ] {
         let error = open(fixture(name), OpenOptions::default()).err().unwrap();
         let text = causes(&error);
-        assert_eq!(error.kind(), ErrorKind::UnsupportedVersion, "{name}: {text}");
+        assert_eq!(
+            error.kind(),
+            ErrorKind::UnsupportedVersion,
+            "{name}: {text}"
+        );
         assert!(text.contains(words), "{name}: {text}");
     }
 }
@@ -43,7 +49,10 @@ fn files_of_other_kinds_are_not_called_damaged() {
 #[test]
 fn an_archive_of_numpy_may_be_empty() {
     let opened = open(fixture("empty.npz"), OpenOptions::default()).unwrap();
-    assert_eq!((opened.format(), opened.metadata().entries.len()), (Format::Numpy, 0));
+    assert_eq!(
+        (opened.format(), opened.metadata().entries.len()),
+        (Format::Numpy, 0)
+    );
 }
 
 #[test]
@@ -51,7 +60,12 @@ fn an_expanded_tensor_that_is_too_large_to_check_is_not_damage() {
     let opened = open(fixture("expanded.pt"), OpenOptions::default()).unwrap();
     let report = verify(&*opened, Level::Deep, None).unwrap();
     let kinds: Vec<ErrorKind> = report.problems.iter().map(|problem| problem.kind).collect();
-    assert_eq!(kinds, [ErrorKind::UnsupportedVersion], "{:?}", report.problems);
+    assert_eq!(
+        kinds,
+        [ErrorKind::UnsupportedVersion],
+        "{:?}",
+        report.problems
+    );
 }
 
 #[test]
@@ -59,7 +73,11 @@ fn directories_of_formats_that_are_not_read_are_named() {
     let parent = tempfile::tempdir().unwrap();
     let (zarr, old) = (parent.path().join("zarr"), parent.path().join("old"));
     std::fs::create_dir_all(zarr.join("model.w")).unwrap();
-    std::fs::write(zarr.join("metadata.json"), r#"{"sharded_backend": "zarr", "sharded_backend_version": 1}"#).unwrap();
+    std::fs::write(
+        zarr.join("metadata.json"),
+        r#"{"sharded_backend": "zarr", "sharded_backend_version": 1}"#,
+    )
+    .unwrap();
     std::fs::create_dir_all(old.join("mp_rank_00")).unwrap();
     for (path, word) in [(zarr, "`zarr`"), (old, "Megatron-LM's old format")] {
         let error = open(&path, OpenOptions::default()).err().unwrap();
@@ -72,14 +90,24 @@ fn directories_of_formats_that_are_not_read_are_named() {
 fn parts_of_ranks_that_do_not_say_where_they_belong_are_not_called_damaged() {
     let parent = tempfile::tempdir().unwrap();
     for (rank, length) in [(0, 3), (1, 4)] {
-        let part = PlainTensor { dtype: DType::U8, shape: vec![length], data: vec![1; length] };
+        let part = PlainTensor {
+            dtype: DType::U8,
+            shape: vec![length],
+            data: vec![1; length],
+        };
         let state = PlainValue::Dict(vec![("w".into(), PlainValue::Tensor(part))]);
-        let file = parent.path().join(format!("model_world_size_2_rank_{rank}.pt"));
+        let file = parent
+            .path()
+            .join(format!("model_world_size_2_rank_{rank}.pt"));
         std::fs::write(file, encode_value(&state).unwrap()).unwrap();
     }
     let error = open(parent.path(), OpenOptions::default()).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::UnsupportedVersion);
-    assert!(causes(&error).contains("LOCAL_STATE_DICT"), "{}", causes(&error));
+    assert!(
+        causes(&error).contains("LOCAL_STATE_DICT"),
+        "{}",
+        causes(&error)
+    );
 }
 
 #[test]
@@ -89,5 +117,9 @@ fn an_index_without_its_files_names_them() {
     std::fs::write(parent.path().join("model.safetensors.index.json"), index).unwrap();
     let error = open(parent.path(), OpenOptions::default()).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::Incomplete);
-    assert!(causes(&error).contains("model-00001-of-00001.safetensors"), "{}", causes(&error));
+    assert!(
+        causes(&error).contains("model-00001-of-00001.safetensors"),
+        "{}",
+        causes(&error)
+    );
 }

@@ -1,4 +1,5 @@
-//! The files of tensor-parallel ranks: ranks that compute with their parts get what one rank gets with the whole.
+//! The files of tensor-parallel ranks: ranks that compute with their parts get what one rank gets
+//! with the whole.
 
 use std::path::Path;
 
@@ -11,11 +12,22 @@ use fsdp_dcp::verify::{Level, verify};
 use tempfile::TempDir;
 
 use crate::foreign::{assert_converts, differences, opened, refused};
-use crate::parallel_model::{Held, Model, TOKENS, files_of_rank, gpt2, held, llama, logits, phi3, qwen2};
+use crate::parallel_model::{
+    Held, Model, TOKENS, files_of_rank, gpt2, held, llama, logits, phi3, qwen2,
+};
 
 fn plan(model: &Model, source: &dyn Checkpoint, ranks: usize) -> TensorParallelPlan {
-    let values = [("heads".to_owned(), model.heads), ("kv_heads".to_owned(), model.kv_heads)].into();
-    TensorParallelPlan::new(source.metadata(), &Rules::new::<&str>(&[], values).unwrap(), ranks).unwrap()
+    let values = [
+        ("heads".to_owned(), model.heads),
+        ("kv_heads".to_owned(), model.kv_heads),
+    ]
+    .into();
+    TensorParallelPlan::new(
+        source.metadata(),
+        &Rules::new::<&str>(&[], values).unwrap(),
+        ranks,
+    )
+    .unwrap()
 }
 
 fn export(
@@ -24,13 +36,26 @@ fn export(
     to: &Path,
     max_file_bytes: u64,
 ) -> Result<Converted, FileError> {
-    let options = ConvertOptions { tensor_parallel: Some(plan), ..ConvertOptions::default() };
-    convert(source, to, OutputFormat::SafetensorsDirectory { max_file_bytes }, options)
+    let options = ConvertOptions {
+        tensor_parallel: Some(plan),
+        ..ConvertOptions::default()
+    };
+    convert(
+        source,
+        to,
+        OutputFormat::SafetensorsDirectory { max_file_bytes },
+        options,
+    )
 }
 
 #[test]
 fn ranks_compute_with_their_parts_what_one_computes_with_the_whole() {
-    for (name, model) in [("llama", llama()), ("qwen2", qwen2()), ("phi3", phi3()), ("gpt2", gpt2())] {
+    for (name, model) in [
+        ("llama", llama()),
+        ("qwen2", qwen2()),
+        ("phi3", phi3()),
+        ("gpt2", gpt2()),
+    ] {
         let parent = TempDir::new().unwrap();
         let path = parent.path().join("source.safetensors");
         model.write(&path);
@@ -42,15 +67,31 @@ fn ranks_compute_with_their_parts_what_one_computes_with_the_whole() {
             let to = parent.path().join(format!("{ranks}"));
             // Small files, so that a rank has several.
             export(&*source, &plan(&model, &*source, ranks), &to, 4000).unwrap();
-            let parts: Vec<Held> = (0..ranks).map(|rank| held(&files_of_rank(&to, rank))).collect();
+            let parts: Vec<Held> = (0..ranks)
+                .map(|rank| held(&files_of_rank(&to, rank)))
+                .collect();
             let found = logits(&parts, &model);
-            let error = found.iter().zip(&whole).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-            assert!(found.len() == whole.len() && error < 1e-9, "{name} on {ranks} ranks: {error}");
+            let error = found
+                .iter()
+                .zip(&whole)
+                .map(|(a, b)| (a - b).abs())
+                .fold(0.0, f64::max);
+            assert!(
+                found.len() == whole.len() && error < 1e-9,
+                "{name} on {ranks} ranks: {error}"
+            );
             // Only tensors that are not cut are on every rank.
             let elements = |held: &Held| held.values().map(|matrix| matrix.at.len()).sum::<usize>();
-            let all = model.tensors.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum::<usize>();
+            let all = model
+                .tensors
+                .iter()
+                .map(|(_, shape)| shape.iter().product::<usize>())
+                .sum::<usize>();
             let most = parts.iter().map(elements).max().unwrap();
-            assert!(most * ranks < all * 2, "{name}: {most} of {all} elements on one of {ranks} ranks");
+            assert!(
+                most * ranks < all * 2,
+                "{name}: {most} of {all} elements on one of {ranks} ranks"
+            );
         }
     }
 }
@@ -78,10 +119,17 @@ fn the_parts_of_ranks_read_as_the_whole_bit_for_bit() {
 fn matrices_that_a_map_joins_are_cut_as_servers_have_them() {
     for model in [llama(), qwen2()] {
         let parent = TempDir::new().unwrap();
-        let (path, to) = (parent.path().join("source.safetensors"), parent.path().join("to"));
+        let (path, to) = (
+            parent.path().join("source.safetensors"),
+            parent.path().join("to"),
+        );
         model.write(&path);
         let source = opened(&path);
-        let values = [("heads".to_owned(), model.heads), ("kv_heads".to_owned(), model.kv_heads)].into();
+        let values = [
+            ("heads".to_owned(), model.heads),
+            ("kv_heads".to_owned(), model.kv_heads),
+        ]
+        .into();
         let map = |name| Map::builtin(name, &values).unwrap().unwrap();
         let fused = Mapped::new(&*source, &map("hf-to-fused")).unwrap();
         export(&fused, &plan(&model, &fused, 4), &to, 1 << 30).unwrap();
@@ -89,7 +137,11 @@ fn matrices_that_a_map_joins_are_cut_as_servers_have_them() {
         assert!(!parts[0].contains_key("model.layers.0.self_attn.q_proj.weight"));
         let whole = logits(&[held(std::slice::from_ref(&path))], &model);
         let found = logits(&parts, &model);
-        let error = found.iter().zip(&whole).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        let error = found
+            .iter()
+            .zip(&whole)
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, f64::max);
         assert!(error < 1e-9, "{error}");
         let read = opened(&to);
         let back = Mapped::new(&*read, &map("fused-to-hf")).unwrap();
@@ -100,7 +152,10 @@ fn matrices_that_a_map_joins_are_cut_as_servers_have_them() {
 #[test]
 fn a_rank_whose_files_are_missing_is_named() {
     let parent = TempDir::new().unwrap();
-    let (path, to) = (parent.path().join("source.safetensors"), parent.path().join("to"));
+    let (path, to) = (
+        parent.path().join("source.safetensors"),
+        parent.path().join("to"),
+    );
     let model = llama();
     model.write(&path);
     let source = opened(&path);
@@ -119,7 +174,10 @@ fn a_rank_whose_files_are_missing_is_named() {
             }
             let error = refused(&to);
             let name = missing.file_name().unwrap().to_str().unwrap();
-            assert!(matches!(&error, FileError::MissingFiles { files, .. } if files == &[name]), "{error}");
+            assert!(
+                matches!(&error, FileError::MissingFiles { files, .. } if files == &[name]),
+                "{error}"
+            );
         }
         std::fs::write(&missing, bytes).unwrap();
     }
@@ -134,7 +192,10 @@ fn a_rank_whose_files_are_missing_is_named() {
 #[test]
 fn a_copy_that_is_damaged_on_one_rank_is_found_without_hashes() {
     let parent = TempDir::new().unwrap();
-    let (path, to) = (parent.path().join("source.safetensors"), parent.path().join("to"));
+    let (path, to) = (
+        parent.path().join("source.safetensors"),
+        parent.path().join("to"),
+    );
     let model = llama();
     model.write(&path);
     let source = opened(&path);
@@ -152,9 +213,22 @@ fn a_copy_that_is_damaged_on_one_rank_is_found_without_hashes() {
     std::fs::write(&file, bytes).unwrap();
     let damaged = opened(&to);
     let report = verify(&*damaged, Level::Deep, None).unwrap();
-    assert!(report.problems.iter().any(|problem| problem.fqn.as_deref() == Some(key)), "{:?}", report.problems);
+    assert!(
+        report
+            .problems
+            .iter()
+            .any(|problem| problem.fqn.as_deref() == Some(key)),
+        "{:?}",
+        report.problems
+    );
     let target = OutputFormat::SafetensorsFile;
-    let error = convert(&*damaged, parent.path().join("again"), target, ConvertOptions::default()).unwrap_err();
+    let error = convert(
+        &*damaged,
+        parent.path().join("again"),
+        target,
+        ConvertOptions::default(),
+    )
+    .unwrap_err();
     assert!(matches!(error, FileError::Differing { .. }), "{error}");
 }
 
@@ -168,11 +242,31 @@ fn a_plan_of_another_model_or_for_another_format_writes_nothing() {
     qwen2().write(&other_path);
     let other = plan(&qwen2(), &*opened(&other_path), 2);
     let to = parent.path().join("to");
-    assert!(matches!(export(&*source, &other, &to, 1 << 30), Err(FileError::Encode { .. })));
+    assert!(matches!(
+        export(&*source, &other, &to, 1 << 30),
+        Err(FileError::Encode { .. })
+    ));
     let plan = plan(&llama(), &*source, 2);
-    for target in [OutputFormat::SafetensorsFile, OutputFormat::SafetensorsShards { ranks: 2 }, OutputFormat::Torch] {
-        let options = ConvertOptions { tensor_parallel: Some(&plan), ..ConvertOptions::default() };
-        assert!(matches!(convert(&*source, &to, target, options), Err(FileError::Encode { .. })), "{target:?}");
+    for target in [
+        OutputFormat::SafetensorsFile,
+        OutputFormat::SafetensorsShards { ranks: 2 },
+        OutputFormat::Torch,
+    ] {
+        let options = ConvertOptions {
+            tensor_parallel: Some(&plan),
+            ..ConvertOptions::default()
+        };
+        assert!(
+            matches!(
+                convert(&*source, &to, target, options),
+                Err(FileError::Encode { .. })
+            ),
+            "{target:?}"
+        );
     }
-    assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 2, "nothing beside the sources");
+    assert_eq!(
+        std::fs::read_dir(parent.path()).unwrap().count(),
+        2,
+        "nothing beside the sources"
+    );
 }

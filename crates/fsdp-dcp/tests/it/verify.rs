@@ -7,7 +7,9 @@ use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::diff::{Difference, Tolerance, diff};
 use fsdp_dcp::internals::{TensorItem, encode_value};
-use fsdp_dcp::metadata::{BytesEntry, Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
+use fsdp_dcp::metadata::{
+    BytesEntry, Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
+};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::Durable;
 use fsdp_dcp::verify::{Level, Report, add_integrity, unknown_files, verify};
@@ -44,8 +46,16 @@ fn flip(file: &Path, at: usize) {
 fn fixtures_are_whole_at_every_level() {
     for name in dcp_fixtures() {
         let report = verified(&fixtures().join(&name).join("dcp"), Level::Deep);
-        assert!(report.is_ok() && !report.has_integrity, "{name}: {:?}", report.problems);
-        let not_finite: Vec<&str> = report.not_finite.iter().map(|(key, _)| key.as_str()).collect();
+        assert!(
+            report.is_ok() && !report.has_integrity,
+            "{name}: {:?}",
+            report.problems
+        );
+        let not_finite: Vec<&str> = report
+            .not_finite
+            .iter()
+            .map(|(key, _)| key.as_str())
+            .collect();
         if name.starts_with("misc") {
             assert_eq!(not_finite, ["plain.x_nan_inf"], "{name}");
         } else {
@@ -60,13 +70,33 @@ fn a_complex_number_with_a_part_that_is_not_finite_is_counted() {
     let path = directory.path().join("complex.pt");
     let parts = [1.0, f64::NAN, f64::NEG_INFINITY, 1.0, 2.0, -3.0];
     let data = parts.iter().flat_map(|part| part.to_le_bytes()).collect();
-    let tensor = PlainTensor { dtype: DType::Complex128, shape: vec![3], data };
-    std::fs::write(&path, encode_value(&PlainValue::Dict(vec![("c".into(), PlainValue::Tensor(tensor))])).unwrap())
-        .unwrap();
+    let tensor = PlainTensor {
+        dtype: DType::Complex128,
+        shape: vec![3],
+        data,
+    };
+    std::fs::write(
+        &path,
+        encode_value(&PlainValue::Dict(vec![(
+            "c".into(),
+            PlainValue::Tensor(tensor),
+        )]))
+        .unwrap(),
+    )
+    .unwrap();
     let report = verified(&path, Level::Deep);
-    let [(key, census)] = report.not_finite.as_slice() else { panic!("{:?}", report.not_finite) };
-    assert_eq!((key.as_str(), census.count, census.nan, census.infinite), ("c", 3, 1, 1));
-    assert_eq!(fsdp_dcp::verify::census(&*open(&path, OpenOptions::default()).unwrap(), "c", None).unwrap(), None);
+    let [(key, census)] = report.not_finite.as_slice() else {
+        panic!("{:?}", report.not_finite)
+    };
+    assert_eq!(
+        (key.as_str(), census.count, census.nan, census.infinite),
+        ("c", 3, 1, 1)
+    );
+    assert_eq!(
+        fsdp_dcp::verify::census(&*open(&path, OpenOptions::default()).unwrap(), "c", None)
+            .unwrap(),
+        None
+    );
 }
 
 #[test]
@@ -84,7 +114,11 @@ fn sealing_makes_later_damage_visible() {
         copy(&fixtures().join(from), &path);
         add_integrity(&path, None).unwrap();
         let report = verified(&path, Level::Hashes);
-        assert!(report.is_ok() && report.has_integrity, "{from}: {:?}", report.problems);
+        assert!(
+            report.is_ok() && report.has_integrity,
+            "{from}: {:?}",
+            report.problems
+        );
         check_against_truth(&path, &Truth::of(truth));
         for entry in std::fs::read_dir(&path).unwrap() {
             let file = entry.unwrap().path();
@@ -108,16 +142,26 @@ fn sealing_makes_later_damage_visible() {
 fn single_files_are_sealed_too() {
     let parent = tempfile::tempdir().unwrap();
     let source = open(fixtures().join("misc_ws2/dcp"), OpenOptions::default()).unwrap();
-    for (name, target) in [("m.safetensors", OutputFormat::SafetensorsFile), ("m.pt", OutputFormat::Torch)] {
+    for (name, target) in [
+        ("m.safetensors", OutputFormat::SafetensorsFile),
+        ("m.pt", OutputFormat::Torch),
+    ] {
         let file = parent.path().join(name);
         convert(&*source, &file, target, ConvertOptions::default()).unwrap();
         assert!(!verified(&file, Level::Hashes).has_integrity);
         add_integrity(&file, None).unwrap();
         let report = verified(&file, Level::Deep);
-        assert!(report.is_ok() && report.has_integrity, "{:?}", report.problems);
+        assert!(
+            report.is_ok() && report.has_integrity,
+            "{:?}",
+            report.problems
+        );
         let values = parent.path().join("m.values.json");
-        let covered: Vec<&Path> =
-            [&file].into_iter().chain(name.ends_with('s').then_some(&values)).map(|p| &**p).collect();
+        let covered: Vec<&Path> = [&file]
+            .into_iter()
+            .chain(name.ends_with('s').then_some(&values))
+            .map(|p| &**p)
+            .collect();
         for path in covered {
             let length = std::fs::metadata(path).unwrap().len() as usize;
             for at in (0..length).step_by(length / 50 + 1).chain([length - 1]) {
@@ -132,7 +176,10 @@ fn single_files_are_sealed_too() {
         }
         assert!(verified(&file, Level::Hashes).is_ok());
         // The hashes go when the file is replaced.
-        let options = ConvertOptions { overwrite: true, ..ConvertOptions::default() };
+        let options = ConvertOptions {
+            overwrite: true,
+            ..ConvertOptions::default()
+        };
         convert(&*source, &file, target, options).unwrap();
         let report = verified(&file, Level::Hashes);
         assert!(report.is_ok() && !report.has_integrity);
@@ -148,7 +195,11 @@ fn the_first_bad_file_and_offset_are_named() {
     let at = 8_000_000;
     flip(&path.join("__1_0.distcp"), at);
     let report = verified(&path, Level::Hashes);
-    let problem = report.problems.iter().find(|problem| problem.fqn.is_none()).unwrap();
+    let problem = report
+        .problems
+        .iter()
+        .find(|problem| problem.fqn.is_none())
+        .unwrap();
     assert_eq!(problem.file.as_deref(), Some("__1_0.distcp"));
     let offset = problem.offset.unwrap() as usize;
     assert!(offset <= at && at < offset + (1 << 20), "{offset}");
@@ -162,7 +213,10 @@ fn checksums_find_damage_in_foreign_checkpoints() {
     let truth = Truth::of("variants_ws2");
     let bytes = std::fs::read(path.join("__0_0.distcp")).unwrap();
     let payload = &truth.tensors["rep"].2;
-    let at = bytes.windows(payload.len()).position(|window| window == payload).unwrap();
+    let at = bytes
+        .windows(payload.len())
+        .position(|window| window == payload)
+        .unwrap();
     flip(&path.join("__0_0.distcp"), at + 5);
     assert!(verified(&path, Level::Sizes).is_ok());
     let report = verified(&path, Level::Hashes);
@@ -178,21 +232,40 @@ fn checksums_find_damage_in_torch_files() {
     let parent = tempfile::tempdir().unwrap();
     let source = open(fixtures().join("misc_ws2/dcp"), OpenOptions::default()).unwrap();
     let ours = parent.path().join("ours.pt");
-    convert(&*source, &ours, OutputFormat::Torch, ConvertOptions::default()).unwrap();
+    convert(
+        &*source,
+        &ours,
+        OutputFormat::Torch,
+        ConvertOptions::default(),
+    )
+    .unwrap();
     let theirs = parent.path().join("theirs.pt");
     std::fs::copy(fixtures().join("fsdp2_adamw_ws2/full.pt"), &theirs).unwrap();
     for file in [ours, theirs] {
         assert!(verified(&file, Level::Deep).is_ok());
         let checkpoint = open(&file, OpenOptions::default()).unwrap();
-        let places: Vec<StorageInfo> = checkpoint.metadata().stored().map(|(_, _, stored)| stored.clone()).collect();
+        let places: Vec<StorageInfo> = checkpoint
+            .metadata()
+            .stored()
+            .map(|(_, _, stored)| stored.clone())
+            .collect();
         let mut tried = 0;
         for stored in places.iter().filter(|stored| stored.length > 0) {
             // The record's header comes first, and less than two kilobytes of padding.
             let bytes = std::fs::read(&file).unwrap();
             let header = stored.offset as usize;
-            let field = |at: usize| usize::from(u16::from_le_bytes([bytes[header + at], bytes[header + at + 1]]));
+            let field = |at: usize| {
+                usize::from(u16::from_le_bytes([
+                    bytes[header + at],
+                    bytes[header + at + 1],
+                ]))
+            };
             let data = header + 30 + field(26) + field(28);
-            for at in [data, data + stored.length as usize / 2, data + stored.length as usize - 1] {
+            for at in [
+                data,
+                data + stored.length as usize / 2,
+                data + stored.length as usize - 1,
+            ] {
                 flip(&file, at);
                 let report = verified(&file, Level::Hashes);
                 assert_eq!(report.problems.len(), 1, "byte {at} of {}", file.display());
@@ -213,8 +286,18 @@ fn what_is_missing_is_reported_at_its_level() {
     std::fs::remove_file(path.join("__1_0.distcp")).unwrap();
     assert!(verified(&path, Level::Structure).is_ok());
     let report = verified(&path, Level::Sizes);
-    assert!(report.problems.iter().all(|problem| problem.file.as_deref() == Some("__1_0.distcp")));
-    assert!(report.problems.iter().any(|problem| problem.fqn.as_deref() == Some("w")));
+    assert!(
+        report
+            .problems
+            .iter()
+            .all(|problem| problem.file.as_deref() == Some("__1_0.distcp"))
+    );
+    assert!(
+        report
+            .problems
+            .iter()
+            .any(|problem| problem.fqn.as_deref() == Some("w"))
+    );
     assert!(add_integrity(&path, None).is_err());
 }
 
@@ -222,14 +305,27 @@ fn what_is_missing_is_reported_at_its_level() {
 #[test]
 fn a_missing_shard_is_an_error_on_open() {
     let parent = tempfile::tempdir().unwrap();
-    let source = open(fixtures().join("fsdp2_adamw_ws2/dcp"), OpenOptions::default()).unwrap();
+    let source = open(
+        fixtures().join("fsdp2_adamw_ws2/dcp"),
+        OpenOptions::default(),
+    )
+    .unwrap();
     let missing = |path: &Path| match open(path, OpenOptions::default()).map(drop) {
         Err(FileError::MissingFiles { files, .. }) => files,
         other => panic!("{other:?}"),
     };
-    for shard in ["shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors"] {
+    for shard in [
+        "shard-00001-model-00001-of-00001.safetensors",
+        "shard-00002-model-00001-of-00001.safetensors",
+    ] {
         let path = parent.path().join(shard);
-        convert(&*source, &path, OutputFormat::SafetensorsShards { ranks: 2 }, ConvertOptions::default()).unwrap();
+        convert(
+            &*source,
+            &path,
+            OutputFormat::SafetensorsShards { ranks: 2 },
+            ConvertOptions::default(),
+        )
+        .unwrap();
         std::fs::remove_file(path.join(shard)).unwrap();
         assert_eq!(missing(&path), [shard]);
         // Without the hashes too.
@@ -240,8 +336,13 @@ fn a_missing_shard_is_an_error_on_open() {
     let foreign = parent.path().join("foreign");
     copy(&fixtures().join("hf_ws2/hf_sharded"), &foreign);
     add_integrity(&foreign, None).unwrap();
-    let names = std::fs::read_dir(&foreign).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
-    let last = names.filter(|name| name.ends_with(".safetensors")).max().unwrap();
+    let names = std::fs::read_dir(&foreign)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let last = names
+        .filter(|name| name.ends_with(".safetensors"))
+        .max()
+        .unwrap();
     std::fs::remove_file(foreign.join(&last)).unwrap();
     assert_eq!(missing(&foreign), [last]);
 }
@@ -249,16 +350,33 @@ fn a_missing_shard_is_an_error_on_open() {
 #[test]
 fn another_file_does_not_stand_in_for_a_missing_shard() {
     let parent = tempfile::tempdir().unwrap();
-    let source = open(fixtures().join("fsdp2_adamw_ws2/dcp"), OpenOptions::default()).unwrap();
+    let source = open(
+        fixtures().join("fsdp2_adamw_ws2/dcp"),
+        OpenOptions::default(),
+    )
+    .unwrap();
     let path = parent.path().join("shards");
-    convert(&*source, &path, OutputFormat::SafetensorsShards { ranks: 2 }, ConvertOptions::default()).unwrap();
+    convert(
+        &*source,
+        &path,
+        OutputFormat::SafetensorsShards { ranks: 2 },
+        ConvertOptions::default(),
+    )
+    .unwrap();
     std::fs::remove_file(path.join(".integrity")).unwrap();
-    let other = safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![1], &[7]).unwrap();
-    std::fs::write(path.join("other.safetensors"), safetensors::serialize([("other", other)], None).unwrap()).unwrap();
+    let other =
+        safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![1], &[7]).unwrap();
+    std::fs::write(
+        path.join("other.safetensors"),
+        safetensors::serialize([("other", other)], None).unwrap(),
+    )
+    .unwrap();
     assert!(open(&path, OpenOptions::default()).is_ok());
     let shard = "shard-00002-model-00001-of-00001.safetensors";
     std::fs::remove_file(path.join(shard)).unwrap();
-    let Err(FileError::MissingFiles { files, .. }) = open(&path, OpenOptions::default()) else { panic!("no error") };
+    let Err(FileError::MissingFiles { files, .. }) = open(&path, OpenOptions::default()) else {
+        panic!("no error")
+    };
     assert_eq!(files, [shard]);
 }
 
@@ -270,24 +388,50 @@ fn copies_that_differ_are_found_at_the_deepest_level() {
     copy(&fixtures().join("variants_ws2/nocollectives"), &path);
     let report = verified(&path, Level::Deep);
     assert!(report.is_ok(), "{:?}", report.problems);
-    assert_eq!(report.replicas, open(&path, OpenOptions::default()).unwrap().metadata().replicas.len());
-    let replicas = open(&path, OpenOptions::default()).unwrap().metadata().replicas.clone();
-    let tensor = replicas.iter().find(|replica| replica.bounds.is_some()).unwrap();
+    assert_eq!(
+        report.replicas,
+        open(&path, OpenOptions::default())
+            .unwrap()
+            .metadata()
+            .replicas
+            .len()
+    );
+    let replicas = open(&path, OpenOptions::default())
+        .unwrap()
+        .metadata()
+        .replicas
+        .clone();
+    let tensor = replicas
+        .iter()
+        .find(|replica| replica.bounds.is_some())
+        .unwrap();
     assert!(replicas.iter().any(|replica| replica.bounds.is_none()));
     // One element of the second rank's copy.
     let truth = &Truth::of("variants_ws2").tensors[&tensor.fqn].2;
     let file = path.join(&tensor.stored.relative_path);
     let bytes = std::fs::read(&file).unwrap();
-    let item = tensor.stored.offset as usize..(tensor.stored.offset + tensor.stored.length) as usize;
-    let at = item.start + bytes[item].windows(truth.len()).position(|window| window == truth).unwrap();
+    let item =
+        tensor.stored.offset as usize..(tensor.stored.offset + tensor.stored.length) as usize;
+    let at = item.start
+        + bytes[item]
+            .windows(truth.len())
+            .position(|window| window == truth)
+            .unwrap();
     flip(&file, at);
     assert!(verified(&path, Level::Sizes).is_ok());
     let report = verified(&path, Level::Deep);
-    let problem = report.problems.iter().find(|problem| problem.error.contains("differs from the first")).unwrap();
+    let problem = report
+        .problems
+        .iter()
+        .find(|problem| problem.error.contains("differs from the first"))
+        .unwrap();
     assert_eq!(problem.fqn.as_ref(), Some(&tensor.fqn));
     assert_eq!(problem.file.as_ref(), Some(&tensor.stored.relative_path));
     // A conversion could keep only one of them.
-    let (source, to) = (open(&path, OpenOptions::default()).unwrap(), parent.path().join("to"));
+    let (source, to) = (
+        open(&path, OpenOptions::default()).unwrap(),
+        parent.path().join("to"),
+    );
     for target in [OutputFormat::Torch, OutputFormat::Dcp { ranks: 2 }] {
         let refused = convert(&*source, &to, target, ConvertOptions::default());
         assert!(matches!(refused, Err(FileError::Differing { fqn, .. }) if fqn == tensor.fqn));
@@ -299,7 +443,10 @@ fn copies_that_differ_are_found_at_the_deepest_level() {
 fn what_is_a_tensor_on_one_rank_and_a_value_on_another_is_found() {
     let parent = tempfile::tempdir().unwrap();
     let plain = TensorItem::new(DType::U8, &[1]).unwrap();
-    let items = [[plain.head(0), vec![0], plain.tail(0)].concat(), encode_value(&PlainValue::Int(0)).unwrap()];
+    let items = [
+        [plain.head(0), vec![0], plain.tail(0)].concat(),
+        encode_value(&PlainValue::Int(0)).unwrap(),
+    ];
     let entry = |rank: usize| {
         let stored = Some(StorageInfo {
             relative_path: format!("__{rank}_0.distcp"),
@@ -310,8 +457,15 @@ fn what_is_a_tensor_on_one_rank_and_a_value_on_another_is_found() {
         if rank == 1 {
             return Entry::Bytes(BytesEntry { stored });
         }
-        let chunks = vec![Chunk { bounds: TensorBox::whole(&[1]), stored }];
-        Entry::Tensor(TensorEntry { properties: TensorProperties::of(DType::U8), shape: vec![1], chunks })
+        let chunks = vec![Chunk {
+            bounds: TensorBox::whole(&[1]),
+            stored,
+        }];
+        Entry::Tensor(TensorEntry {
+            properties: TensorProperties::of(DType::U8),
+            shape: vec![1],
+            chunks,
+        })
     };
     for (name, ranks) in [("tensor-first", [0, 1]), ("value-first", [1, 0])] {
         let path = parent.path().join(name);
@@ -327,32 +481,79 @@ fn what_is_a_tensor_on_one_rank_and_a_value_on_another_is_found() {
         assert_eq!(report.problems[0].fqn.as_deref(), Some("x"));
         let source = open(&path, OpenOptions::default()).unwrap();
         let to = parent.path().join("to");
-        assert!(convert(&*source, &to, OutputFormat::Torch, ConvertOptions::default()).is_err(), "{name}");
+        assert!(
+            convert(
+                &*source,
+                &to,
+                OutputFormat::Torch,
+                ConvertOptions::default()
+            )
+            .is_err(),
+            "{name}"
+        );
     }
 }
 
 #[test]
 fn differences_are_told_apart() {
-    let a = open(fixtures().join("fsdp2_adamw_ws2/dcp"), OpenOptions::default()).unwrap();
-    let b = open(fixtures().join("fsdp2_adamw_ws1/dcp"), OpenOptions::default()).unwrap();
+    let a = open(
+        fixtures().join("fsdp2_adamw_ws2/dcp"),
+        OpenOptions::default(),
+    )
+    .unwrap();
+    let b = open(
+        fixtures().join("fsdp2_adamw_ws1/dcp"),
+        OpenOptions::default(),
+    )
+    .unwrap();
     let mut found = Vec::new();
-    diff(&*a, &*a, Tolerance::default(), &mut |key, difference| found.push((key.to_owned(), difference))).unwrap();
+    diff(&*a, &*a, Tolerance::default(), &mut |key, difference| {
+        found.push((key.to_owned(), difference))
+    })
+    .unwrap();
     assert_eq!(found, []);
-    diff(&*a, &*b, Tolerance::default(), &mut |key, difference| found.push((key.to_owned(), difference))).unwrap();
+    diff(&*a, &*b, Tolerance::default(), &mut |key, difference| {
+        found.push((key.to_owned(), difference))
+    })
+    .unwrap();
     let (key, difference) = &found[0];
     assert!(key.starts_with("model."));
-    let Difference::Elements { count, max_abs: Some(max), .. } = difference else { panic!("{difference:?}") };
+    let Difference::Elements {
+        count,
+        max_abs: Some(max),
+        ..
+    } = difference
+    else {
+        panic!("{difference:?}")
+    };
     assert!(*count > 0 && *max > 0.0 && *max < 10.0);
     let mut loose = 0;
-    diff(&*a, &*b, Tolerance { absolute: 100.0, relative: 0.0 }, &mut |_, _| loose += 1).unwrap();
+    diff(
+        &*a,
+        &*b,
+        Tolerance {
+            absolute: 100.0,
+            relative: 0.0,
+        },
+        &mut |_, _| loose += 1,
+    )
+    .unwrap();
     assert_eq!(loose, 0);
     let c = open(fixtures().join("misc_ws1/dcp"), OpenOptions::default()).unwrap();
     let mut kinds = (0, 0);
-    diff(&*a, &*c, Tolerance::default(), &mut |_, difference| match difference {
-        Difference::OnlyInFirst => kinds.0 += 1,
-        Difference::OnlyInSecond => kinds.1 += 1,
-        other => panic!("{other:?}"),
-    })
+    diff(
+        &*a,
+        &*c,
+        Tolerance::default(),
+        &mut |_, difference| match difference {
+            Difference::OnlyInFirst => kinds.0 += 1,
+            Difference::OnlyInSecond => kinds.1 += 1,
+            other => panic!("{other:?}"),
+        },
+    )
     .unwrap();
-    assert_eq!(kinds, (a.metadata().entries.len(), c.metadata().entries.len()));
+    assert_eq!(
+        kinds,
+        (a.metadata().entries.len(), c.metadata().entries.len())
+    );
 }

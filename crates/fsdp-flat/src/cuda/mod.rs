@@ -1,6 +1,9 @@
 //! The memory behind tensors on NVIDIA GPUs: as bytes, to the host and back, released and filled.
 
-#![expect(unsafe_code, reason = "elements as bytes, memory that is not filled yet, and pinned memory")]
+#![expect(
+    unsafe_code,
+    reason = "elements as bytes, memory that is not filled yet, and pinned memory"
+)]
 
 mod staging;
 
@@ -93,21 +96,32 @@ pub(crate) fn read(
     if to.len() >= STAGED_FROM_BYTES {
         return staging::read(&stream, &bytes, to).map_err(failed);
     }
-    stream.memcpy_dtoh(&bytes, to).and_then(|()| stream.synchronize()).map_err(failed)
+    stream
+        .memcpy_dtoh(&bytes, to)
+        .and_then(|()| stream.synchronize())
+        .map_err(failed)
 }
 
 /// Copies a contiguous tensor to the host.
 pub(crate) fn to_host(tensor: &Tensor) -> Result<Tensor, FlatError> {
     let (storage, layout) = tensor.storage_and_layout();
     let range = contiguous_range(tensor, layout)?;
-    let Storage::Cuda(storage) = &*storage else { return Err(FlatError::device(tensor)) };
+    let Storage::Cuda(storage) = &*storage else {
+        return Err(FlatError::device(tensor));
+    };
     let mut host = TensorBuffer::zeros(tensor.dims(), tensor.dtype())?;
     let size = tensor.dtype().size_in_bytes();
-    read(tensor, storage, range.start * size..range.end * size, host.bytes_mut())?;
+    read(
+        tensor,
+        storage,
+        range.start * size..range.end * size,
+        host.bytes_mut(),
+    )?;
     Ok(host.into_tensor())
 }
 
-/// Copies bytes from the host to a range, in bytes, of the storage. Returns when the copy has finished.
+/// Copies bytes from the host to a range, in bytes, of the storage. Returns when the copy has
+/// finished.
 pub(crate) fn write(
     tensor: &Tensor,
     storage: &mut CudaStorage,
@@ -124,7 +138,10 @@ pub(crate) fn write(
         return Ok(());
     }
     // The caller may free `from` as soon as this returns, so the copy must have finished by then.
-    stream.memcpy_htod(from, &mut bytes).and_then(|()| stream.synchronize()).map_err(failed)
+    stream
+        .memcpy_htod(from, &mut bytes)
+        .and_then(|()| stream.synchronize())
+        .map_err(failed)
 }
 
 /// Gives the memory back to CUDA.
@@ -139,38 +156,68 @@ pub(crate) fn release(storage: &mut CudaStorage) -> Result<(), FlatError> {
 /// # Errors
 /// Dtypes whose elements are not plain bytes, and CUDA's.
 pub fn empty(device: &CudaDevice, dtype: DType) -> Result<CudaStorage, FlatError> {
-    Ok(CudaStorage { slice: uninitialized(device, dtype, 0)?, device: device.clone() })
+    Ok(CudaStorage {
+        slice: uninitialized(device, dtype, 0)?,
+        device: device.clone(),
+    })
 }
 
 /// Makes a tensor without elements, for which CUDA need not give any memory.
-pub(crate) fn without_elements(shape: &[usize], dtype: DType, device: &CudaDevice) -> Result<Tensor, FlatError> {
+pub(crate) fn without_elements(
+    shape: &[usize],
+    dtype: DType,
+    device: &CudaDevice,
+) -> Result<Tensor, FlatError> {
     let storage = Storage::Cuda(empty(device, dtype)?);
-    Ok(Tensor::from_storage(storage, shape, candle_core::op::BackpropOp::none(), false))
+    Ok(Tensor::from_storage(
+        storage,
+        shape,
+        candle_core::op::BackpropOp::none(),
+        false,
+    ))
 }
 
 /// Puts fresh memory in the place of a storage's, with the elements of host memory.
-pub(crate) fn refill(storage: &mut CudaStorage, dtype: DType, numel: usize, from: &[u8]) -> Result<(), FlatError> {
+pub(crate) fn refill(
+    storage: &mut CudaStorage,
+    dtype: DType,
+    numel: usize,
+    from: &[u8],
+) -> Result<(), FlatError> {
     let device = storage.device.clone();
-    let mut fresh = CudaStorage { slice: uninitialized(&device, dtype, numel)?, device };
+    let mut fresh = CudaStorage {
+        slice: uninitialized(&device, dtype, numel)?,
+        device,
+    };
     let stream = fresh.device.cuda_stream();
     if let Some(mut bytes) = bytes_of_mut(&mut fresh).filter(|_| !from.is_empty()) {
-        stream.memcpy_htod(from, &mut bytes).and_then(|()| stream.synchronize()).map_err(failed)?;
+        stream
+            .memcpy_htod(from, &mut bytes)
+            .and_then(|()| stream.synchronize())
+            .map_err(failed)?;
     }
     *storage = fresh;
     Ok(())
 }
 
-/// Puts fresh memory in the place of a storage's, with the elements of `source`, which is contiguous and of the same
-/// device.
+/// Puts fresh memory in the place of a storage's, with the elements of `source`, which is
+/// contiguous and of the same device.
 pub(crate) fn refill_from(storage: &mut CudaStorage, source: &Tensor) -> Result<(), FlatError> {
     let size = source.dtype().size_in_bytes();
     let (from, layout) = source.storage_and_layout();
     let range = contiguous_range(source, layout)?;
-    let Storage::Cuda(from) = &*from else { return Err(FlatError::device(source)) };
+    let Storage::Cuda(from) = &*from else {
+        return Err(FlatError::device(source));
+    };
     let from = bytes_of(from).ok_or_else(|| unsupported(source))?;
-    let from = from.try_slice(range.start * size..range.end * size).ok_or_else(|| released(source))?;
+    let from = from
+        .try_slice(range.start * size..range.end * size)
+        .ok_or_else(|| released(source))?;
     let device = storage.device.clone();
-    let mut fresh = CudaStorage { slice: uninitialized(&device, source.dtype(), source.elem_count())?, device };
+    let mut fresh = CudaStorage {
+        slice: uninitialized(&device, source.dtype(), source.elem_count())?,
+        device,
+    };
     let stream = fresh.device.cuda_stream();
     if let Some(mut to) = bytes_of_mut(&mut fresh).filter(|_| !from.is_empty()) {
         stream.memcpy_dtod(&from, &mut to).map_err(failed)?;
@@ -179,7 +226,8 @@ pub(crate) fn refill_from(storage: &mut CudaStorage, source: &Tensor) -> Result<
     Ok(())
 }
 
-/// Runs `f` on the elements of a contiguous tensor in GPU memory, with the stream that they were written in.
+/// Runs `f` on the elements of a contiguous tensor in GPU memory, with the stream that they were
+/// written in.
 ///
 /// # Errors
 /// A tensor that is released, not contiguous, of another dtype, or not on an NVIDIA GPU.
@@ -189,7 +237,9 @@ pub fn with_device_slice<T: Scalar + CudaDType, R>(
 ) -> Result<R, FlatError> {
     let (storage, layout) = tensor.storage_and_layout();
     let range = contiguous_range(tensor, layout)?;
-    let Storage::Cuda(storage) = &*storage else { return Err(FlatError::device(tensor)) };
+    let Storage::Cuda(storage) = &*storage else {
+        return Err(FlatError::device(tensor));
+    };
     if is_released(tensor, storage) {
         return Err(released(tensor));
     }
@@ -198,7 +248,8 @@ pub fn with_device_slice<T: Scalar + CudaDType, R>(
     Ok(f(&view, &storage.device.cuda_stream()))
 }
 
-/// Like [`with_device_slice`], but `f` may change the elements. The storage's write lock is held meanwhile.
+/// Like [`with_device_slice`], but `f` may change the elements. The storage's write lock is held
+/// meanwhile.
 ///
 /// # Errors
 /// The same as [`with_device_slice`].
@@ -208,7 +259,9 @@ pub fn with_device_slice_mut<T: Scalar + CudaDType + DeviceRepr, R>(
 ) -> Result<R, FlatError> {
     with_storage_mut(tensor, |storage, layout| {
         let range = contiguous_range(tensor, layout)?;
-        let StorageMut::Cuda(storage) = storage else { return Err(FlatError::device(tensor)) };
+        let StorageMut::Cuda(storage) = storage else {
+            return Err(FlatError::device(tensor));
+        };
         if is_released(tensor, storage) {
             return Err(released(tensor));
         }

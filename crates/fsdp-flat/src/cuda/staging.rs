@@ -1,5 +1,5 @@
-//! Copies from the GPU to the host, through pinned memory and in pieces. While the GPU sends one piece to a pinned
-//! buffer, the CPU copies the piece before it to its destination.
+//! Copies from the GPU to the host, through pinned memory and in pieces. While the GPU sends one
+//! piece to a pinned buffer, the CPU copies the piece before it to its destination.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -9,7 +9,8 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaContext, CudaEvent, CudaStream, CudaView, DriverError, PinnedHostSlice,
 };
 
-/// The bytes that are copied at a time. Each GPU that is read from takes twice as much of the host's memory, for good.
+/// The bytes that are copied at a time. Each GPU that is read from takes twice as much of the
+/// host's memory, for good.
 const PIECE_BYTES: usize = 16 << 20;
 
 /// The stream and the two pinned buffers that pieces of one GPU's memory go through.
@@ -21,23 +22,31 @@ struct Stage {
 impl Stage {
     /// Makes the stage of the GPU with this CUDA ordinal.
     fn new(ordinal: usize) -> Result<Stage, DriverError> {
-        // The stage has its own context. A second stream in candle's context would make candle synchronize streams at
-        // every op.
+        // The stage has its own context. A second stream in candle's context would make candle
+        // synchronize streams at every op.
         let context = CudaContext::new(ordinal)?;
         let buffer = || -> Result<PinnedHostSlice<u8>, DriverError> {
-            // The flags are 0, so the memory is not write-combined: the host would read such memory very slowly.
-            // SAFETY: any bytes are a valid `u8`, and these are zeroed before anything reads them.
+            // The flags are 0, so the memory is not write-combined: the host would read such memory
+            // very slowly. SAFETY: any bytes are a valid `u8`, and these are zeroed before anything
+            // reads them.
             let mut buffer = unsafe { context.alloc_pinned_with_flags::<u8>(PIECE_BYTES, 0) }?;
             // SAFETY: the buffer has `PIECE_BYTES` bytes, and nothing else uses it yet.
             unsafe { std::ptr::write_bytes(buffer.as_mut_ptr()?, 0, PIECE_BYTES) };
             Ok(buffer)
         };
-        Ok(Stage { stream: context.new_stream()?, buffers: [buffer()?, buffer()?] })
+        Ok(Stage {
+            stream: context.new_stream()?,
+            buffers: [buffer()?, buffer()?],
+        })
     }
 }
 
 /// Copies `from`, which `stream` has written, to the host. The copy is complete when this returns.
-pub(super) fn read(stream: &CudaStream, from: &CudaView<'_, u8>, to: &mut [u8]) -> Result<(), DriverError> {
+pub(super) fn read(
+    stream: &CudaStream,
+    from: &CudaView<'_, u8>,
+    to: &mut [u8],
+) -> Result<(), DriverError> {
     static STAGES: Mutex<Option<HashMap<usize, Stage>>> = Mutex::new(None);
     let ordinal = stream.context().ordinal();
     let mut stages = STAGES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -46,15 +55,15 @@ pub(super) fn read(stream: &CudaStream, from: &CudaView<'_, u8>, to: &mut [u8]) 
         Some(stage) => stage,
         None => Stage::new(ordinal)?,
     };
-    // After an error the stage is dropped and the next call makes a new one: a transfer into this one's buffers may
-    // still be under way.
+    // After an error the stage is dropped and the next call makes a new one: a transfer into this
+    // one's buffers may still be under way.
     let stage = through(stage, stream, from, to)?;
     stages.insert(ordinal, stage);
     Ok(())
 }
 
-/// Copies `from` to `to` through the buffers of a stage. Returns the stage only after a success; otherwise it is
-/// dropped.
+/// Copies `from` to `to` through the buffers of a stage. Returns the stage only after a success;
+/// otherwise it is dropped.
 fn through(
     mut stage: Stage,
     stream: &CudaStream,
@@ -70,7 +79,9 @@ fn through(
             let range = start..len.min(start + PIECE_BYTES);
             let buffer = &mut stage.buffers[k % 2].as_mut_slice()?[..range.len()];
             // Nothing may touch the buffer before the event: only then has its piece arrived.
-            stage.stream.memcpy_dtoh(&from.slice(range.clone()), buffer)?;
+            stage
+                .stream
+                .memcpy_dtoh(&from.slice(range.clone()), buffer)?;
             let event = stage.stream.record_event(None)?;
             // While this piece is on its way, move the one before it out of the other buffer.
             if let Some(piece) = before.replace((k % 2, range, event)) {
@@ -86,7 +97,8 @@ fn through(
     copied.map(|()| stage)
 }
 
-/// Waits until the GPU has copied a piece to its staging buffer, and copies it from there to its range of `to`.
+/// Waits until the GPU has copied a piece to its staging buffer, and copies it from there to its
+/// range of `to`.
 fn take(
     stage: &Stage,
     (buffer, range, event): (usize, Range<usize>, CudaEvent),

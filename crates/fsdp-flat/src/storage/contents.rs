@@ -39,11 +39,12 @@ impl Contents {
         Contents(Elements::Host(T::to_cpu_storage_owned(data)))
     }
 
-    /// Makes contents of the elements of a contiguous tensor. Elements in the host's memory are copied. Elements on a
-    /// GPU stay there, and are copied by [`Self::put`].
+    /// Makes contents of the elements of a contiguous tensor. Elements in the host's memory are
+    /// copied. Elements on a GPU stay there, and are copied by [`Self::put`].
     ///
     /// # Errors
-    /// A tensor that is released, not contiguous, or of a dtype that is not a float; [`FlatError::OutOfMemory`].
+    /// A tensor that is released, not contiguous, or of a dtype that is not a float;
+    /// [`FlatError::OutOfMemory`].
     pub fn of(source: &Tensor) -> Result<Self, FlatError> {
         #[cfg(feature = "cuda")]
         if source.device().is_cuda() {
@@ -65,23 +66,33 @@ impl Contents {
 
     fn elem_count(&self) -> usize {
         match &self.0 {
-            Elements::Host(data) => bytes_of(data).map_or(0, <[u8]>::len) / self.dtype().size_in_bytes().max(1),
+            Elements::Host(data) => {
+                bytes_of(data).map_or(0, <[u8]>::len) / self.dtype().size_in_bytes().max(1)
+            }
             #[cfg(feature = "cuda")]
             Elements::Device(source) => source.elem_count(),
         }
     }
 
-    /// Replaces the storage of a tensor with these elements. All tensors that share the storage see the change. The
-    /// tensor must cover its whole storage, or else the other elements of the storage are lost.
+    /// Replaces the storage of a tensor with these elements. All tensors that share the storage see
+    /// the change. The tensor must cover its whole storage, or else the other elements of the
+    /// storage are lost.
     ///
     /// # Errors
     /// The same as [`refill`].
     pub fn put(self, tensor: &Tensor) -> Result<(), FlatError> {
-        with_storage_mut(tensor, |storage, layout| self.put_into(tensor, storage, layout))
+        with_storage_mut(tensor, |storage, layout| {
+            self.put_into(tensor, storage, layout)
+        })
     }
 
     /// Does what [`Self::put`] does, for a tensor whose storage is already locked for writing.
-    pub(super) fn put_into(self, tensor: &Tensor, storage: StorageMut<'_>, layout: &Layout) -> Result<(), FlatError> {
+    pub(super) fn put_into(
+        self,
+        tensor: &Tensor,
+        storage: StorageMut<'_>,
+        layout: &Layout,
+    ) -> Result<(), FlatError> {
         if self.elem_count() != tensor.elem_count() || self.dtype() != tensor.dtype() {
             return Err(FlatError::ShapeMismatch {
                 name: format!("storage of {:?}", tensor.dtype()),
@@ -91,7 +102,9 @@ impl Contents {
         }
         // A tensor that begins in the middle of its storage does not cover the storage.
         if contiguous_range(tensor, layout)?.start > 0 {
-            return Err(FlatError::NotContiguous { shape: tensor.dims().to_vec() });
+            return Err(FlatError::NotContiguous {
+                shape: tensor.dims().to_vec(),
+            });
         }
         match (storage, self.0) {
             (StorageMut::Cpu(storage), Elements::Host(data)) => {
@@ -104,20 +117,23 @@ impl Contents {
                 cuda::refill(storage, tensor.dtype(), tensor.elem_count(), bytes)
             }
             #[cfg(feature = "cuda")]
-            (StorageMut::Cuda(storage), Elements::Device(source)) => cuda::refill_from(storage, &source),
+            (StorageMut::Cuda(storage), Elements::Device(source)) => {
+                cuda::refill_from(storage, &source)
+            }
             #[cfg(feature = "cuda")]
             (StorageMut::Cpu(_), Elements::Device(_)) => Err(FlatError::device(tensor)),
         }
     }
 }
 
-/// Replaces the storage of a tensor by these elements, row-major. All tensors that share the storage see the change.
+/// Replaces the storage of a tensor by these elements, row-major. All tensors that share the
+/// storage see the change.
 ///
 /// The tensor must cover its whole storage, or else the other elements of the storage are lost.
 ///
 /// # Errors
-/// Another number of elements or another dtype than the tensor's; a tensor that is not contiguous, or that does not
-/// begin at the start of its storage; a device that this build does not support.
+/// Another number of elements or another dtype than the tensor's; a tensor that is not contiguous,
+/// or that does not begin at the start of its storage; a device that this build does not support.
 pub fn refill<T: Scalar>(tensor: &Tensor, data: Vec<T>) -> Result<(), FlatError> {
     Contents::new(data).put(tensor)
 }

@@ -6,15 +6,17 @@ use std::ops::{Deref, DerefMut, Range};
 use candle_core::{CpuStorage, Storage, StorageRef, Tensor};
 
 use super::host::{Scalar, TensorBuffer, bytes_of, bytes_of_mut};
-use super::lend::{StorageMut, contiguous_range, is_released_storage, released, unsupported, with_storage_mut};
+use super::lend::{
+    StorageMut, contiguous_range, is_released_storage, released, unsupported, with_storage_mut,
+};
 use crate::FlatError;
 #[cfg(feature = "cuda")]
 use crate::cuda;
 
 /// The bytes of a contiguous tensor, row-major, in the machine's byte order.
 ///
-/// It holds the read lock of the tensor's storage, so writers wait. If the tensor is on a GPU, the bytes are a copy on
-/// the host.
+/// It holds the read lock of the tensor's storage, so writers wait. If the tensor is on a GPU, the
+/// bytes are a copy on the host.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -30,16 +32,21 @@ enum Source<'a> {
     /// A locked storage in the host's memory, and the range of the tensor's bytes in it.
     Lent(StorageRef<'a>, Range<usize>),
     /// A copy on the host of bytes that lie on a GPU.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "all memory is the host's"))]
+    #[cfg_attr(
+        not(feature = "cuda"),
+        expect(dead_code, reason = "all memory is the host's")
+    )]
     Copied(TensorBuffer),
 }
 
 impl<'a> HostBytes<'a> {
-    /// Locks a tensor's storage for reading and returns a guard over its bytes. Bytes on a GPU are copied to the host.
+    /// Locks a tensor's storage for reading and returns a guard over its bytes. Bytes on a GPU are
+    /// copied to the host.
     ///
     /// # Errors
-    /// A tensor that is released, not contiguous, on a device that this build does not support, or of a dtype whose
-    /// elements are not plain bytes; [`FlatError::OutOfMemory`] if there is no host memory for the copy from a GPU.
+    /// A tensor that is released, not contiguous, on a device that this build does not support, or
+    /// of a dtype whose elements are not plain bytes; [`FlatError::OutOfMemory`] if there is no
+    /// host memory for the copy from a GPU.
     pub fn read(tensor: &'a Tensor) -> Result<Self, FlatError> {
         let (storage, layout) = tensor.storage_and_layout();
         let range = byte_range(tensor, contiguous_range(tensor, layout)?);
@@ -65,8 +72,11 @@ impl Deref for HostBytes<'_> {
     fn deref(&self) -> &[u8] {
         match &self.0 {
             Source::Lent(storage, range) => match &**storage {
-                // `read` has checked that there are such bytes, and the lock has been held since then.
-                Storage::Cpu(data) => bytes_of(data).and_then(|bytes| bytes.get(range.clone())).unwrap_or_default(),
+                // `read` has checked that there are such bytes, and the lock has been held since
+                // then.
+                Storage::Cpu(data) => bytes_of(data)
+                    .and_then(|bytes| bytes.get(range.clone()))
+                    .unwrap_or_default(),
                 _ => &[],
             },
             Source::Copied(copy) => copy.bytes(),
@@ -76,15 +86,19 @@ impl Deref for HostBytes<'_> {
 
 impl std::fmt::Debug for HostBytes<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("HostBytes").field("len", &self.len()).finish_non_exhaustive()
+        f.debug_struct("HostBytes")
+            .field("len", &self.len())
+            .finish_non_exhaustive()
     }
 }
 
-/// The bytes of a contiguous tensor, row-major, in the machine's byte order, to be changed in place.
+/// The bytes of a contiguous tensor, row-major, in the machine's byte order, to be changed in
+/// place.
 ///
-/// candle gives mutable access to a storage only during a call, so this guard takes the storage out of the tensor and
-/// puts it back on drop. Until then, reading the tensor, or one that shares its storage, fails like reading a released
-/// tensor. If the tensor is on a GPU, the bytes are a copy on the host, which [`Self::finish`] or the drop writes back.
+/// candle gives mutable access to a storage only during a call, so this guard takes the storage out
+/// of the tensor and puts it back on drop. Until then, reading the tensor, or one that shares its
+/// storage, fails like reading a released tensor. If the tensor is on a GPU, the bytes are a copy
+/// on the host, which [`Self::finish`] or the drop writes back.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -118,7 +132,8 @@ impl HostBytesMut {
     /// Takes a tensor's storage to change it.
     ///
     /// # Errors
-    /// The same as [`HostBytes::read`]. A tensor whose storage another guard for writing holds counts as released.
+    /// The same as [`HostBytes::read`]. A tensor whose storage another guard for writing holds
+    /// counts as released.
     pub fn write(tensor: &Tensor) -> Result<Self, FlatError> {
         let (held, range) = with_storage_mut(tensor, |storage, layout| {
             let range = byte_range(tensor, contiguous_range(tensor, layout)?);
@@ -135,11 +150,15 @@ impl HostBytesMut {
                 }
             }
         })?;
-        Ok(HostBytesMut { tensor: tensor.clone(), range, held: Some(held) })
+        Ok(HostBytesMut {
+            tensor: tensor.clone(),
+            range,
+            held: Some(held),
+        })
     }
 
-    /// Gives the elements back to the tensor; if it is on a GPU, they are copied there. Dropping the guard does the
-    /// same, but cannot report an error.
+    /// Gives the elements back to the tensor; if it is on a GPU, they are copied there. Dropping
+    /// the guard does the same, but cannot report an error.
     ///
     /// # Errors
     /// The errors of the copy.
@@ -152,10 +171,14 @@ impl HostBytesMut {
         match self.held.take() {
             Some(Held::Storage(storage)) => exchange(&self.tensor, storage).map(drop),
             #[cfg(feature = "cuda")]
-            Some(Held::Copy(mut copy)) => with_storage_mut(&self.tensor, |storage, _| match storage {
-                StorageMut::Cuda(storage) => cuda::write(&self.tensor, storage, self.range.clone(), copy.bytes_mut()),
-                StorageMut::Cpu(_) => Err(FlatError::device(&self.tensor)),
-            }),
+            Some(Held::Copy(mut copy)) => {
+                with_storage_mut(&self.tensor, |storage, _| match storage {
+                    StorageMut::Cuda(storage) => {
+                        cuda::write(&self.tensor, storage, self.range.clone(), copy.bytes_mut())
+                    }
+                    StorageMut::Cpu(_) => Err(FlatError::device(&self.tensor)),
+                })
+            }
             None => Ok(()),
         }
     }
@@ -163,7 +186,8 @@ impl HostBytesMut {
 
 impl Drop for HostBytesMut {
     fn drop(&mut self) {
-        // Host memory can always be put back. If the copy to a GPU fails, the next use of the GPU will fail too.
+        // Host memory can always be put back. If the copy to a GPU fails, the next use of the GPU
+        // will fail too.
         let _ = self.give_back();
     }
 }
@@ -173,9 +197,9 @@ impl Deref for HostBytesMut {
 
     fn deref(&self) -> &[u8] {
         match &self.held {
-            Some(Held::Storage(storage)) => {
-                bytes_of(storage).and_then(|bytes| bytes.get(self.range.clone())).unwrap_or_default()
-            }
+            Some(Held::Storage(storage)) => bytes_of(storage)
+                .and_then(|bytes| bytes.get(self.range.clone()))
+                .unwrap_or_default(),
             #[cfg(feature = "cuda")]
             Some(Held::Copy(copy)) => copy.bytes(),
             None => &[],
@@ -186,9 +210,9 @@ impl Deref for HostBytesMut {
 impl DerefMut for HostBytesMut {
     fn deref_mut(&mut self) -> &mut [u8] {
         match &mut self.held {
-            Some(Held::Storage(storage)) => {
-                bytes_of_mut(storage).and_then(|bytes| bytes.get_mut(self.range.clone())).unwrap_or_default()
-            }
+            Some(Held::Storage(storage)) => bytes_of_mut(storage)
+                .and_then(|bytes| bytes.get_mut(self.range.clone()))
+                .unwrap_or_default(),
             #[cfg(feature = "cuda")]
             Some(Held::Copy(copy)) => copy.bytes_mut(),
             None => &mut [],
@@ -210,7 +234,10 @@ impl<'a, T: Scalar> HostSlice<'a, T> {
     /// The same as [`HostBytes::read`], and another dtype than `T`.
     pub fn read(tensor: &'a Tensor) -> Result<Self, FlatError> {
         check_dtype::<T>(tensor)?;
-        Ok(HostSlice { bytes: HostBytes::read(tensor)?, element: PhantomData })
+        Ok(HostSlice {
+            bytes: HostBytes::read(tensor)?,
+            element: PhantomData,
+        })
     }
 }
 
@@ -218,12 +245,14 @@ impl<T: Scalar> Deref for HostSlice<'_, T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // The bytes come from a vector of `T`, so the cast can fail only if there are none: then the slice is empty.
+        // The bytes come from a vector of `T`, so the cast can fail only if there are none: then
+        // the slice is empty.
         bytemuck::try_cast_slice(&self.bytes).unwrap_or_default()
     }
 }
 
-/// The elements of a contiguous tensor, to be changed in place: [`HostBytesMut`] as values of its dtype.
+/// The elements of a contiguous tensor, to be changed in place: [`HostBytesMut`] as values of its
+/// dtype.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -247,7 +276,10 @@ impl<T: Scalar> HostSliceMut<T> {
     /// The same as [`HostBytesMut::write`], and another dtype than `T`.
     pub fn write(tensor: &Tensor) -> Result<Self, FlatError> {
         check_dtype::<T>(tensor)?;
-        Ok(HostSliceMut { bytes: HostBytesMut::write(tensor)?, element: PhantomData })
+        Ok(HostSliceMut {
+            bytes: HostBytesMut::write(tensor)?,
+            element: PhantomData,
+        })
     }
 
     /// Gives the elements back, as [`HostBytesMut::finish`] does.
@@ -285,17 +317,30 @@ fn check_dtype<T: Scalar>(tensor: &Tensor) -> Result<(), FlatError> {
         return Ok(());
     }
     let (expected, got) = (T::DTYPE, tensor.dtype());
-    Err(candle_core::Error::UnexpectedDType { msg: "elements of a tensor", expected, got }.into())
+    Err(candle_core::Error::UnexpectedDType {
+        msg: "elements of a tensor",
+        expected,
+        got,
+    }
+    .into())
 }
 
-/// Checks that a storage holds the bytes `range` of a tensor, and that its elements are plain bytes.
-pub(crate) fn check_readable(tensor: &Tensor, storage: &CpuStorage, range: &Range<usize>) -> Result<(), FlatError> {
+/// Checks that a storage holds the bytes `range` of a tensor, and that its elements are plain
+/// bytes.
+pub(crate) fn check_readable(
+    tensor: &Tensor,
+    storage: &CpuStorage,
+    range: &Range<usize>,
+) -> Result<(), FlatError> {
     if is_released_storage(tensor, storage) {
         return Err(released(tensor));
     }
     let bytes = bytes_of(storage).ok_or_else(|| unsupported(tensor))?;
     // A storage that is too short counts as released.
-    bytes.get(range.clone()).map(drop).ok_or_else(|| released(tensor))
+    bytes
+        .get(range.clone())
+        .map(drop)
+        .ok_or_else(|| released(tensor))
 }
 
 /// Returns an empty storage of the kind that marks a tensor as released.
@@ -335,7 +380,10 @@ mod tests {
             panic!("halfway");
         }));
         assert!(failed.is_err());
-        assert_eq!(*HostSlice::<f64>::read(&flat).unwrap(), [0., 0., 9., 2., 3., 0.]);
+        assert_eq!(
+            *HostSlice::<f64>::read(&flat).unwrap(),
+            [0., 0., 9., 2., 3., 0.]
+        );
     }
 
     #[test]
@@ -344,10 +392,19 @@ mod tests {
         let (low, high) = (flat.narrow(0, 0, 2).unwrap(), flat.narrow(0, 2, 2).unwrap());
         let held = HostBytesMut::write(&low).unwrap();
         assert!(is_released(&high));
-        assert!(matches!(HostBytes::read(&high), Err(FlatError::Freed { .. })));
-        assert!(matches!(HostBytesMut::write(&high), Err(FlatError::Freed { .. })));
+        assert!(matches!(
+            HostBytes::read(&high),
+            Err(FlatError::Freed { .. })
+        ));
+        assert!(matches!(
+            HostBytesMut::write(&high),
+            Err(FlatError::Freed { .. })
+        ));
         drop(held);
-        let (one, two) = (HostBytes::read(&low).unwrap(), HostBytes::read(&high).unwrap());
+        let (one, two) = (
+            HostBytes::read(&low).unwrap(),
+            HostBytes::read(&high).unwrap(),
+        );
         assert_eq!(*one, *two);
     }
 
@@ -355,13 +412,28 @@ mod tests {
     fn what_has_no_plain_bytes_in_a_row_is_refused_and_stays() {
         let whole = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
         let transposed = whole.t().unwrap();
-        assert!(matches!(HostBytes::read(&transposed), Err(FlatError::NotContiguous { .. })));
-        assert!(matches!(HostBytesMut::write(&transposed), Err(FlatError::NotContiguous { .. })));
-        assert!(matches!(HostSlice::<f64>::read(&whole), Err(FlatError::Candle(_))));
+        assert!(matches!(
+            HostBytes::read(&transposed),
+            Err(FlatError::NotContiguous { .. })
+        ));
+        assert!(matches!(
+            HostBytesMut::write(&transposed),
+            Err(FlatError::NotContiguous { .. })
+        ));
+        assert!(matches!(
+            HostSlice::<f64>::read(&whole),
+            Err(FlatError::Candle(_))
+        ));
         assert!(!is_released(&whole));
         release(&whole).unwrap();
-        assert!(matches!(HostSlice::<f32>::read(&whole), Err(FlatError::Freed { .. })));
-        assert!(matches!(HostSliceMut::<f32>::write(&whole), Err(FlatError::Freed { .. })));
+        assert!(matches!(
+            HostSlice::<f32>::read(&whole),
+            Err(FlatError::Freed { .. })
+        ));
+        assert!(matches!(
+            HostSliceMut::<f32>::write(&whole),
+            Err(FlatError::Freed { .. })
+        ));
     }
 
     #[test]
@@ -370,7 +442,10 @@ mod tests {
             let tensor = zeros(&shape, DType::F64).unwrap();
             assert!(HostSlice::<f64>::read(&tensor).unwrap().is_empty());
             let mut slice = HostSliceMut::<f64>::write(&tensor).unwrap();
-            assert!(slice.is_empty() && slice.iter_mut().next().is_none(), "{shape:?}");
+            assert!(
+                slice.is_empty() && slice.iter_mut().next().is_none(),
+                "{shape:?}"
+            );
             slice.finish().unwrap();
             assert!(!is_released(&tensor));
         }

@@ -19,7 +19,8 @@ macro_rules! scalars {
     ($($type:ty => $variant:ident),*) => {
         $(impl Scalar for $type {})*
 
-        /// The dtypes of candle whose elements are plain bytes, which is all that can be saved and loaded.
+        /// The dtypes of candle whose elements are plain bytes, which is all that can be saved and
+        /// loaded.
         pub const PLAIN_DTYPES: &[candle_core::DType] =
             &[$(candle_core::DType::$variant,)* candle_core::DType::F8E8M0];
 
@@ -32,7 +33,8 @@ macro_rules! scalars {
             }
         }
 
-        /// Returns the storage's elements as bytes that can be changed; `None` for types that are not plain bytes.
+        /// Returns the storage's elements as bytes that can be changed; `None` for types that are
+        /// not plain bytes.
         pub(crate) fn bytes_of_mut(storage: &mut CpuStorage) -> Option<&mut [u8]> {
             match storage {
                 $(CpuStorage::$variant(data) => Some(bytemuck::cast_slice_mut(data)),)*
@@ -41,8 +43,8 @@ macro_rules! scalars {
             }
         }
 
-        /// Copies a range of the storage's elements to memory of their own; `None` for types that are not plain bytes,
-        /// and for a range that is not there.
+        /// Copies a range of the storage's elements to memory of their own; `None` for types that
+        /// are not plain bytes, and for a range that is not there.
         fn copied(storage: &CpuStorage, range: Range<usize>) -> Option<Result<CpuStorage, TryReserveError>> {
             match storage {
                 $(CpuStorage::$variant(data) => {
@@ -72,10 +74,14 @@ macro_rules! scalars {
 scalars! { u8 => U8, u32 => U32, i16 => I16, i32 => I32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64, F8E4M3 => F8E4M3 }
 
 fn out_of_memory(dtype: candle_core::DType, shape: &[usize]) -> FlatError {
-    FlatError::OutOfMemory { dtype: dtype.as_str().to_owned(), shape: shape.to_vec() }
+    FlatError::OutOfMemory {
+        dtype: dtype.as_str().to_owned(),
+        shape: shape.to_vec(),
+    }
 }
 
-/// Makes a vector of zeros. Large ones are not written to: the system provides their memory as zeros when it is used.
+/// Makes a vector of zeros. Large ones are not written to: the system provides their memory as
+/// zeros when it is used.
 ///
 /// # Errors
 /// [`FlatError::OutOfMemory`].
@@ -89,7 +95,9 @@ pub fn zeroed_vec<T: Scalar>(numel: usize) -> Result<Vec<T>, FlatError> {
 /// [`FlatError::OutOfMemory`].
 pub fn reserved_vec<T: Scalar>(numel: usize) -> Result<Vec<T>, FlatError> {
     let mut empty = Vec::new();
-    empty.try_reserve_exact(numel).map_err(|_| out_of_memory(T::DTYPE, &[numel]))?;
+    empty
+        .try_reserve_exact(numel)
+        .map_err(|_| out_of_memory(T::DTYPE, &[numel]))?;
     Ok(empty)
 }
 
@@ -116,15 +124,25 @@ impl TensorBuffer {
     /// # Errors
     /// Dtypes whose elements are not plain bytes; [`FlatError::OutOfMemory`].
     pub fn zeros(shape: &[usize], dtype: candle_core::DType) -> Result<Self, FlatError> {
-        Ok(TensorBuffer { storage: zeroed(dtype, shape)?, shape: shape.to_vec() })
+        Ok(TensorBuffer {
+            storage: zeroed(dtype, shape)?,
+            shape: shape.to_vec(),
+        })
     }
 
-    /// Makes a buffer of this shape without any elements, which is no tensor until its storage has been replaced.
+    /// Makes a buffer of this shape without any elements, which is no tensor until its storage has
+    /// been replaced.
     ///
     /// # Errors
     /// Dtypes whose elements are not plain bytes.
-    pub(super) fn without_elements(shape: &[usize], dtype: candle_core::DType) -> Result<Self, FlatError> {
-        Ok(TensorBuffer { storage: zeroed(dtype, &[0])?, shape: shape.to_vec() })
+    pub(super) fn without_elements(
+        shape: &[usize],
+        dtype: candle_core::DType,
+    ) -> Result<Self, FlatError> {
+        Ok(TensorBuffer {
+            storage: zeroed(dtype, &[0])?,
+            shape: shape.to_vec(),
+        })
     }
 
     /// Returns the storage.
@@ -132,16 +150,22 @@ impl TensorBuffer {
         self.storage
     }
 
-    /// Copies a range of a storage's elements; `None` for dtypes whose elements are not plain bytes.
+    /// Copies a range of a storage's elements; `None` for dtypes whose elements are not plain
+    /// bytes.
     pub(super) fn copied(
         storage: &CpuStorage,
         range: Range<usize>,
         shape: &[usize],
     ) -> Result<Option<Self>, FlatError> {
         let dtype = storage.dtype();
-        let Some(storage) = copied(storage, range) else { return Ok(None) };
+        let Some(storage) = copied(storage, range) else {
+            return Ok(None);
+        };
         let storage = storage.map_err(|_| out_of_memory(dtype, shape))?;
-        Ok(Some(TensorBuffer { storage, shape: shape.to_vec() }))
+        Ok(Some(TensorBuffer {
+            storage,
+            shape: shape.to_vec(),
+        }))
     }
 
     /// Returns the elements' bytes, row-major.
@@ -158,6 +182,11 @@ impl TensorBuffer {
     /// Turns the memory into the tensor, without a copy.
     #[must_use]
     pub fn into_tensor(self) -> Tensor {
-        Tensor::from_storage(Storage::Cpu(self.storage), self.shape, candle_core::op::BackpropOp::none(), false)
+        Tensor::from_storage(
+            Storage::Cpu(self.storage),
+            self.shape,
+            candle_core::op::BackpropOp::none(),
+            false,
+        )
     }
 }

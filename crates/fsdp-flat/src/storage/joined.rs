@@ -8,24 +8,35 @@ use super::storage_id;
 
 /// Runs `f` on the bytes of all `tensors` as one slice, without a copy.
 ///
-/// The tensors must be contiguous views of one CPU storage, and each must begin where the one before it ends, as the
-/// pieces of a FlatParameter do.
+/// The tensors must be contiguous views of one CPU storage, and each must begin where the one
+/// before it ends, as the pieces of a FlatParameter do.
 ///
 /// # Errors
-/// `f` itself, which was not called: the tensors are not adjacent, or their storage has been released.
+/// `f` itself, which was not called: the tensors are not adjacent, or their storage has been
+/// released.
 pub fn with_joined_bytes<R, F: FnOnce(&[u8]) -> R>(tensors: &[&Tensor], f: F) -> Result<R, F> {
-    let Some((first, rest)) = tensors.split_first() else { return Err(f) };
-    // The storages are compared before one is locked. A thread that takes a read lock a second time would deadlock with
-    // a writer that came in between.
+    let Some((first, rest)) = tensors.split_first() else {
+        return Err(f);
+    };
+    // The storages are compared before one is locked. A thread that takes a read lock a second time
+    // would deadlock with a writer that came in between.
     let id = storage_id(first);
-    let Ok(mut range) = contiguous_range(first, first.layout()) else { return Err(f) };
+    let Ok(mut range) = contiguous_range(first, first.layout()) else {
+        return Err(f);
+    };
     for tensor in rest {
-        let next = contiguous_range(tensor, tensor.layout()).ok().filter(|next| next.start == range.end);
-        let Some(next) = next.filter(|_| storage_id(tensor) == id) else { return Err(f) };
+        let next = contiguous_range(tensor, tensor.layout())
+            .ok()
+            .filter(|next| next.start == range.end);
+        let Some(next) = next.filter(|_| storage_id(tensor) == id) else {
+            return Err(f);
+        };
         range.end = next.end;
     }
     let (storage, _) = first.storage_and_layout();
-    let Storage::Cpu(data) = &*storage else { return Err(f) };
+    let Storage::Cpu(data) = &*storage else {
+        return Err(f);
+    };
     if is_released_storage(first, data) {
         return Err(f);
     }
@@ -63,11 +74,14 @@ mod tests {
     #[test]
     fn views_are_joined_beside_somebody_who_writes() {
         let flat = Tensor::arange(0u32, 20_000, &Device::Cpu).unwrap();
-        let views: Vec<Tensor> = (0..20_000).map(|at| flat.narrow(0, at, 1).unwrap()).collect();
+        let views: Vec<Tensor> = (0..20_000)
+            .map(|at| flat.narrow(0, at, 1).unwrap())
+            .collect();
         let (sender, receiver) = mpsc::channel();
         thread::spawn(move || {
             thread::scope(|scope| {
-                let writer = scope.spawn(|| (0..2000).for_each(|_| drop(HostBytesMut::write(&flat))));
+                let writer =
+                    scope.spawn(|| (0..2000).for_each(|_| drop(HostBytesMut::write(&flat))));
                 let views: Vec<&Tensor> = views.iter().collect();
                 while !writer.is_finished() {
                     // The storage may be lent to the writer just now.

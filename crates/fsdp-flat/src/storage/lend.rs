@@ -26,7 +26,8 @@ impl StorageMut<'_> {
     }
 }
 
-/// An in-place op that lends the storage of a tensor to a closure: candle gives no other way to change a storage.
+/// An in-place op that lends the storage of a tensor to a closure: candle gives no other way to
+/// change a storage.
 struct Lend<F, R> {
     closure: RefCell<Option<F>>,
     result: RefCell<Option<R>>,
@@ -46,7 +47,11 @@ where
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(&self, storage: &mut candle_core::CudaStorage, layout: &Layout) -> candle_core::Result<()> {
+    fn cuda_fwd(
+        &self,
+        storage: &mut candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<()> {
         self.lend(StorageMut::Cuda(storage), layout);
         Ok(())
     }
@@ -63,7 +68,8 @@ where
     }
 }
 
-/// Runs `f` on the storage of a tensor, under its write lock. All tensors that share the storage see the change.
+/// Runs `f` on the storage of a tensor, under its write lock. All tensors that share the storage
+/// see the change.
 ///
 /// # Errors
 /// The errors of `f`, and a tensor on a device that this build does not know.
@@ -74,13 +80,19 @@ pub(crate) fn with_storage_mut<R>(
     if !is_known(tensor.device()) {
         return Err(FlatError::device(tensor));
     }
-    let lend = Lend { closure: RefCell::new(Some(f)), result: RefCell::new(None) };
+    let lend = Lend {
+        closure: RefCell::new(Some(f)),
+        result: RefCell::new(None),
+    };
     match tensor.elem_count() {
-        // A shape such as [2, 0] has the strides [0, 1]. candle would take them for repeated elements, and refuse.
+        // A shape such as [2, 0] has the strides [0, 1]. candle would take them for repeated
+        // elements, and refuse.
         0 => tensor.detach().flatten_all()?.inplace_op1(&lend)?,
         _ => tensor.inplace_op1(&lend)?,
     }
-    lend.result.into_inner().unwrap_or_else(|| Err(FlatError::device(tensor)))
+    lend.result
+        .into_inner()
+        .unwrap_or_else(|| Err(FlatError::device(tensor)))
 }
 
 /// Returns `true` if this build can access the memory of this device.
@@ -90,23 +102,34 @@ fn is_known(device: &Device) -> bool {
 
 /// Returns the error for a tensor whose memory has been released.
 pub(crate) fn released(tensor: &Tensor) -> FlatError {
-    FlatError::Freed { shape: tensor.dims().to_vec() }
+    FlatError::Freed {
+        shape: tensor.dims().to_vec(),
+    }
 }
 
 /// Returns the range of its storage's elements that a contiguous tensor occupies.
-pub(crate) fn contiguous_range(tensor: &Tensor, layout: &Layout) -> Result<std::ops::Range<usize>, FlatError> {
-    let (start, end) =
-        layout.contiguous_offsets().ok_or_else(|| FlatError::NotContiguous { shape: tensor.dims().to_vec() })?;
+pub(crate) fn contiguous_range(
+    tensor: &Tensor,
+    layout: &Layout,
+) -> Result<std::ops::Range<usize>, FlatError> {
+    let (start, end) = layout
+        .contiguous_offsets()
+        .ok_or_else(|| FlatError::NotContiguous {
+            shape: tensor.dims().to_vec(),
+        })?;
     Ok(start..end)
 }
 
 /// Returns the error for a tensor of a dtype whose elements are not plain bytes.
 pub(crate) fn unsupported(tensor: &Tensor) -> FlatError {
-    FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "bytes of a tensor"))
+    FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(
+        tensor.dtype(),
+        "bytes of a tensor",
+    ))
 }
 
-/// Returns `true` if `tensor`, whose storage this is, has been released. A released storage has a dummy dtype, which is
-/// not the tensor's.
+/// Returns `true` if `tensor`, whose storage this is, has been released. A released storage has a
+/// dummy dtype, which is not the tensor's.
 pub(crate) fn is_released_storage(tensor: &Tensor, storage: &CpuStorage) -> bool {
     use candle_core::backend::BackendStorage;
     storage.dtype() != tensor.dtype()

@@ -12,9 +12,9 @@ use crate::FlatError;
 
 /// The storages of some CPU tensors, taken out of them; given back on drop.
 ///
-/// candle gives access to one storage at a time, and only during a call. So the storages are taken out. Until they are
-/// put back, reading one of the tensors, or a tensor that shares a storage with them, fails like reading a released
-/// tensor.
+/// candle gives access to one storage at a time, and only during a call. So the storages are taken
+/// out. Until they are put back, reading one of the tensors, or a tensor that shares a storage with
+/// them, fails like reading a released tensor.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -52,22 +52,25 @@ struct Taken {
 }
 
 impl StorageGuard {
-    /// Takes the storages out of these tensors until the guard is dropped. Meanwhile no tensor of the same storage can
-    /// be read. A tensor on another device is not taken. Neither is a tensor that shares elements with an earlier one,
-    /// since no two may be changed at once.
+    /// Takes the storages out of these tensors until the guard is dropped. Meanwhile no tensor of
+    /// the same storage can be read. A tensor on another device is not taken. Neither is a tensor
+    /// that shares elements with an earlier one, since no two may be changed at once.
     ///
     /// # Errors
-    /// A tensor that is released, not contiguous, or of a dtype whose elements are not plain bytes. Nothing is taken
-    /// then.
+    /// A tensor that is released, not contiguous, or of a dtype whose elements are not plain bytes.
+    /// Nothing is taken then.
     pub fn take(tensors: &[&Tensor]) -> Result<Self, FlatError> {
-        // Step 1: look at all tensors, and note which bytes of which storage each needs. Nothing is taken yet, so that
-        // an error changes nothing. Tensors may share a storage.
+        // Step 1: look at all tensors, and note which bytes of which storage each needs. Nothing is
+        // taken yet, so that an error changes nothing. Tensors may share a storage.
         let mut by_address: HashMap<usize, usize> = HashMap::new();
         let mut storages: Vec<Taken> = Vec::new();
         for (index, &tensor) in tensors.iter().enumerate() {
             let (storage, layout) = tensor.storage_and_layout();
-            let Storage::Cpu(data) = &*storage else { continue };
-            // An empty range: only the dtype, and that the tensor is not released, are checked here.
+            let Storage::Cpu(data) = &*storage else {
+                continue;
+            };
+            // An empty range: only the dtype, and that the tensor is not released, are checked
+            // here.
             check_readable(tensor, data, &(0..0))?;
             if tensor.elem_count() == 0 {
                 continue;
@@ -75,20 +78,36 @@ impl StorageGuard {
             let size = tensor.dtype().size_in_bytes();
             let elements = contiguous_range(tensor, layout)?;
             let bytes = elements.start * size..elements.end * size;
-            let at = *by_address.entry(std::ptr::from_ref(data).addr()).or_insert_with(|| {
-                storages.push(Taken { owner: tensor.clone(), storage: nothing(), ranges: Vec::new() });
-                storages.len() - 1
-            });
-            // Ranges of one storage are kept in order. A tensor that shares bytes with an earlier one is not taken.
+            let at = *by_address
+                .entry(std::ptr::from_ref(data).addr())
+                .or_insert_with(|| {
+                    storages.push(Taken {
+                        owner: tensor.clone(),
+                        storage: nothing(),
+                        ranges: Vec::new(),
+                    });
+                    storages.len() - 1
+                });
+            // Ranges of one storage are kept in order. A tensor that shares bytes with an earlier
+            // one is not taken.
             let ranges = &mut storages[at].ranges;
             let place = ranges.partition_point(|(_, other)| other.start < bytes.end);
-            if place.checked_sub(1).is_none_or(|before| ranges[before].1.end <= bytes.start) {
+            if place
+                .checked_sub(1)
+                .is_none_or(|before| ranges[before].1.end <= bytes.start)
+            {
                 ranges.insert(place, (index, bytes));
             }
         }
         // Step 2: take the storages.
-        let is_empty = tensors.iter().map(|tensor| tensor.elem_count() == 0).collect();
-        let mut taken = StorageGuard { storages: Vec::with_capacity(storages.len()), is_empty };
+        let is_empty = tensors
+            .iter()
+            .map(|tensor| tensor.elem_count() == 0)
+            .collect();
+        let mut taken = StorageGuard {
+            storages: Vec::with_capacity(storages.len()),
+            is_empty,
+        };
         for mut storage in storages {
             storage.storage = exchange(&storage.owner, nothing())?;
             taken.storages.push(storage);
@@ -96,15 +115,26 @@ impl StorageGuard {
         Ok(taken)
     }
 
-    /// Returns the bytes of each tensor that was asked for, row-major; `None` for a tensor that was not taken.
+    /// Returns the bytes of each tensor that was asked for, row-major; `None` for a tensor that was
+    /// not taken.
     pub fn bytes_mut(&mut self) -> Vec<Option<&mut [u8]>> {
-        let mut all: Vec<Option<&mut [u8]>> = self.is_empty.iter().map(|empty| empty.then(Default::default)).collect();
+        let mut all: Vec<Option<&mut [u8]>> = self
+            .is_empty
+            .iter()
+            .map(|empty| empty.then(Default::default))
+            .collect();
         for taken in &mut self.storages {
             let mut rest = bytes_of_mut(&mut taken.storage).unwrap_or_default();
             let mut at = 0;
             for (index, range) in &taken.ranges {
-                let Some((_, from)) = std::mem::take(&mut rest).split_at_mut_checked(range.start - at) else { break };
-                let Some((bytes, after)) = from.split_at_mut_checked(range.len()) else { break };
+                let Some((_, from)) =
+                    std::mem::take(&mut rest).split_at_mut_checked(range.start - at)
+                else {
+                    break;
+                };
+                let Some((bytes, after)) = from.split_at_mut_checked(range.len()) else {
+                    break;
+                };
                 all[*index] = Some(bytes);
                 (rest, at) = (after, range.end);
             }
@@ -116,8 +146,12 @@ impl StorageGuard {
 impl Drop for StorageGuard {
     fn drop(&mut self) {
         for taken in &mut self.storages {
-            // Putting a storage back is the same operation as taking it, which has succeeded, so this does too.
-            let _ = exchange(&taken.owner, std::mem::replace(&mut taken.storage, nothing()));
+            // Putting a storage back is the same operation as taking it, which has succeeded, so
+            // this does too.
+            let _ = exchange(
+                &taken.owner,
+                std::mem::replace(&mut taken.storage, nothing()),
+            );
         }
     }
 }
@@ -144,15 +178,23 @@ mod tests {
     #[test]
     fn views_of_one_storage_and_storages_of_their_own_are_filled_where_they_are() {
         let flat = Tensor::zeros(10, DType::U8, &Device::Cpu).unwrap();
-        let [end, overlapping, start] = [(6, 4), (3, 4), (1, 4)].map(|(at, len)| flat.narrow(0, at, len).unwrap());
+        let [end, overlapping, start] =
+            [(6, 4), (3, 4), (1, 4)].map(|(at, len)| flat.narrow(0, at, len).unwrap());
         let own = Tensor::zeros((2, 2), DType::U32, &Device::Cpu).unwrap();
         let empty = Tensor::zeros((2, 0), DType::F32, &Device::Cpu).unwrap();
-        let mut taken = StorageGuard::take(&[&end, &overlapping, &own, &empty, &start, &end]).unwrap();
+        let mut taken =
+            StorageGuard::take(&[&end, &overlapping, &own, &empty, &start, &end]).unwrap();
         assert!([&flat, &end, &own].iter().all(|tensor| is_released(tensor)));
         assert!(flat.to_vec1::<u8>().is_err());
-        assert_eq!(fill(&mut taken), [Some(4), None, Some(16), Some(0), Some(4), None]);
+        assert_eq!(
+            fill(&mut taken),
+            [Some(4), None, Some(16), Some(0), Some(4), None]
+        );
         drop(taken);
-        assert_eq!(flat.to_vec1::<u8>().unwrap(), [0, 5, 5, 5, 5, 0, 1, 1, 1, 1]);
+        assert_eq!(
+            flat.to_vec1::<u8>().unwrap(),
+            [0, 5, 5, 5, 5, 0, 1, 1, 1, 1]
+        );
         assert_eq!(own.to_vec2::<u32>().unwrap(), [[0x0303_0303; 2]; 2]);
         assert_eq!(empty.to_vec2::<f32>().unwrap(), [[]; 2] as [[f32; 0]; 2]);
     }

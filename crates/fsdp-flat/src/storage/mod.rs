@@ -1,16 +1,18 @@
 //! The memory behind a tensor: read it, change it in place, release it and fill it again.
 //!
-//! [`HostBytes`] and [`HostSlice`] read; [`HostBytesMut`] and [`HostSliceMut`] change in place, and [`StorageGuard`]
-//! does so for many tensors at once. All of them are guards, which hold the memory until they are dropped.
+//! [`HostBytes`] and [`HostSlice`] read; [`HostBytesMut`] and [`HostSliceMut`] change in place, and
+//! [`StorageGuard`] does so for many tensors at once. All of them are guards, which hold the memory
+//! until they are dropped.
 //!
-//! candle gives mutable access to a storage only to an in-place op, during a call. So a guard for writing takes the
-//! storage out of the tensor, and puts it back when it is dropped. Memory of NVIDIA GPUs (feature `cuda`) is copied to
-//! the host, and written back.
+//! candle gives mutable access to a storage only to an in-place op, during a call. So a guard for
+//! writing takes the storage out of the tensor, and puts it back when it is dropped. Memory of
+//! NVIDIA GPUs (feature `cuda`) is copied to the host, and written back.
 //!
-//! [`Contents`] are elements that can be put into a released tensor, and [`Withheld`] makes readers of tensors wait.
+//! [`Contents`] are elements that can be put into a released tensor, and [`Withheld`] makes readers
+//! of tensors wait.
 //!
-//! A *released* storage is an empty storage of candle's dummy dtype `F4`, which no op supports. So an op that reads it
-//! fails with candle's dtype error, and never reads past the end.
+//! A *released* storage is an empty storage of candle's dummy dtype `F4`, which no op supports. So
+//! an op that reads it fails with candle's dtype error, and never reads past the end.
 
 mod contents;
 mod guard;
@@ -45,34 +47,40 @@ pub fn is_released(tensor: &Tensor) -> bool {
     }
 }
 
-/// Returns `true` if two tensors are views of one storage. If so, one cannot be read while the other is being changed.
+/// Returns `true` if two tensors are views of one storage. If so, one cannot be read while the
+/// other is being changed.
 #[must_use]
 pub fn share_storage(a: &Tensor, b: &Tensor) -> bool {
     place(a).0 == place(b).0
 }
 
-/// Returns a number that is the same for all views of one storage, and different for other storages. It may be used
-/// again for a new storage once the last view is dropped.
+/// Returns a number that is the same for all views of one storage, and different for other
+/// storages. It may be used again for a new storage once the last view is dropped.
 #[must_use]
 pub fn storage_id(tensor: &Tensor) -> usize {
     place(tensor).0
 }
 
-/// Returns `true` if two tensors are views of the same elements of one storage, with the same shape and strides.
+/// Returns `true` if two tensors are views of the same elements of one storage, with the same shape
+/// and strides.
 pub(crate) fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
     place(a) == place(b) && a.dtype() == b.dtype() && a.layout() == b.layout()
 }
 
 /// Returns the address of a tensor's storage, and the offset at which the tensor begins in it.
 ///
-/// The storage's lock is held only inside this function. Callers that compare two tensors thus never hold two locks.
+/// The storage's lock is held only inside this function. Callers that compare two tensors thus
+/// never hold two locks.
 fn place(tensor: &Tensor) -> (usize, usize) {
     let (storage, layout) = tensor.storage_and_layout();
-    (std::ptr::from_ref::<Storage>(&*storage).addr(), layout.start_offset())
+    (
+        std::ptr::from_ref::<Storage>(&*storage).addr(),
+        layout.start_offset(),
+    )
 }
 
-/// Frees the memory of a tensor. Reading the tensor, or one that shares its storage, is an error until [`refill`] is
-/// called.
+/// Frees the memory of a tensor. Reading the tensor, or one that shares its storage, is an error
+/// until [`refill`] is called.
 ///
 /// # Errors
 /// A tensor on a device that this build does not support.
@@ -94,8 +102,8 @@ fn release_storage(storage: StorageMut<'_>) -> Result<(), FlatError> {
 
 /// Copies a tensor to another device, or clones it if it is there already.
 ///
-/// Unlike candle's `to_device`, this copies only the elements of a view, not its whole storage, and copies from a GPU
-/// go through pinned memory.
+/// Unlike candle's `to_device`, this copies only the elements of a view, not its whole storage, and
+/// copies from a GPU go through pinned memory.
 ///
 /// # Errors
 /// candle's errors.
@@ -136,14 +144,22 @@ pub fn owned_copy(tensor: &Tensor) -> Result<Tensor, FlatError> {
 ///
 /// # Errors
 /// The same as [`zeros`], and candle's errors.
-pub fn zeros_on(shape: &[usize], dtype: candle_core::DType, device: &Device) -> Result<Tensor, FlatError> {
+pub fn zeros_on(
+    shape: &[usize],
+    dtype: candle_core::DType,
+    device: &Device,
+) -> Result<Tensor, FlatError> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = device
         && shape.contains(&0)
     {
         return cuda::without_elements(shape, dtype, device);
     }
-    if device.is_cpu() { zeros(shape, dtype) } else { Ok(Tensor::zeros(shape, dtype, device)?) }
+    if device.is_cpu() {
+        zeros(shape, dtype)
+    } else {
+        Ok(Tensor::zeros(shape, dtype, device)?)
+    }
 }
 
 /// Makes a contiguous tensor of zeros on the CPU.
@@ -154,8 +170,9 @@ pub fn zeros(shape: &[usize], dtype: candle_core::DType) -> Result<Tensor, FlatE
     Ok(TensorBuffer::zeros(shape, dtype)?.into_tensor())
 }
 
-/// Makes a contiguous tensor on the CPU that takes no memory yet. It is a released tensor until [`fill_with_copy`] or
-/// [`fill_with_zeros`] gives it elements. A tensor without elements needs neither.
+/// Makes a contiguous tensor on the CPU that takes no memory yet. It is a released tensor until
+/// [`fill_with_copy`] or [`fill_with_zeros`] gives it elements. A tensor without elements needs
+/// neither.
 ///
 /// # Errors
 /// Dtypes whose elements are not plain bytes.
@@ -168,8 +185,9 @@ pub fn unfilled(shape: &[usize], dtype: candle_core::DType) -> Result<Tensor, Fl
     Ok(tensor)
 }
 
-/// Gives a tensor that [`unfilled`] made a copy of the elements of another. Returns `false`, and does nothing, if that
-/// one has another number of elements or another dtype, is not on the CPU, or is not contiguous.
+/// Gives a tensor that [`unfilled`] made a copy of the elements of another. Returns `false`, and
+/// does nothing, if that one has another number of elements or another dtype, is not on the CPU, or
+/// is not contiguous.
 ///
 /// # Errors
 /// A source that is released; [`FlatError::OutOfMemory`].
@@ -177,9 +195,16 @@ pub fn fill_with_copy(tensor: &Tensor, source: &Tensor) -> Result<bool, FlatErro
     if tensor.elem_count() != source.elem_count() || tensor.dtype() != source.dtype() {
         return Ok(false);
     }
-    let copy = match (&*source.storage_and_layout().0, source.layout().contiguous_offsets()) {
-        (Storage::Cpu(storage), _) if is_released_storage(source, storage) => return Err(released(source)),
-        (Storage::Cpu(storage), Some((start, end))) => TensorBuffer::copied(storage, start..end, tensor.dims())?,
+    let copy = match (
+        &*source.storage_and_layout().0,
+        source.layout().contiguous_offsets(),
+    ) {
+        (Storage::Cpu(storage), _) if is_released_storage(source, storage) => {
+            return Err(released(source));
+        }
+        (Storage::Cpu(storage), Some((start, end))) => {
+            TensorBuffer::copied(storage, start..end, tensor.dims())?
+        }
         _ => None,
     };
     let Some(copy) = copy else { return Ok(false) };
@@ -192,7 +217,10 @@ pub fn fill_with_copy(tensor: &Tensor, source: &Tensor) -> Result<bool, FlatErro
 /// # Errors
 /// [`FlatError::OutOfMemory`].
 pub fn fill_with_zeros(tensor: &Tensor) -> Result<(), FlatError> {
-    guard::exchange(tensor, TensorBuffer::zeros(tensor.dims(), tensor.dtype())?.into_storage())?;
+    guard::exchange(
+        tensor,
+        TensorBuffer::zeros(tensor.dims(), tensor.dtype())?.into_storage(),
+    )?;
     Ok(())
 }
 
@@ -208,20 +236,39 @@ mod tests {
             assert!(is_released(&tensor) && tensor.dims() == [2, 3] && tensor.dtype() == *dtype);
             let view = tensor.narrow(0, 1, 1).unwrap();
             fill_with_zeros(&tensor).unwrap();
-            assert_eq!(HostBytes::read(&view).unwrap().len(), 3 * dtype.size_in_bytes());
+            assert_eq!(
+                HostBytes::read(&view).unwrap().len(),
+                3 * dtype.size_in_bytes()
+            );
         }
         let source = Tensor::arange(0f32, 8f32, &Device::Cpu).unwrap();
         let tensor = unfilled(&[2, 3], DType::F32).unwrap();
         assert!(!fill_with_copy(&tensor, &source).unwrap() && is_released(&tensor));
         assert!(
-            !fill_with_copy(&tensor, &source.reshape((4, 2)).unwrap().t().unwrap().narrow(1, 0, 3).unwrap()).unwrap()
+            !fill_with_copy(
+                &tensor,
+                &source
+                    .reshape((4, 2))
+                    .unwrap()
+                    .t()
+                    .unwrap()
+                    .narrow(1, 0, 3)
+                    .unwrap()
+            )
+            .unwrap()
         );
         assert!(fill_with_copy(&tensor, &source.narrow(0, 1, 6).unwrap()).unwrap());
-        assert_eq!(tensor.to_vec2::<f32>().unwrap(), [[1., 2., 3.], [4., 5., 6.]]);
+        assert_eq!(
+            tensor.to_vec2::<f32>().unwrap(),
+            [[1., 2., 3.], [4., 5., 6.]]
+        );
         assert!(!share_storage(&tensor, &source));
         release(&source).unwrap();
         let other = unfilled(&[8], DType::F32).unwrap();
-        assert!(matches!(fill_with_copy(&other, &source), Err(FlatError::Freed { .. })));
+        assert!(matches!(
+            fill_with_copy(&other, &source),
+            Err(FlatError::Freed { .. })
+        ));
         assert!(!is_released(&unfilled(&[0, 3], DType::F32).unwrap()));
     }
 
@@ -229,15 +276,26 @@ mod tests {
     fn an_owned_copy_has_the_values_of_any_layout_and_shares_nothing() {
         let flat = Tensor::arange(0f32, 12f32, &Device::Cpu).unwrap();
         let part = flat.narrow(0, 2, 6).unwrap().reshape((2, 3)).unwrap();
-        for view in [part.clone(), part.t().unwrap(), part.narrow(1, 1, 2).unwrap(), part.narrow(0, 0, 0).unwrap()] {
+        for view in [
+            part.clone(),
+            part.t().unwrap(),
+            part.narrow(1, 1, 2).unwrap(),
+            part.narrow(0, 0, 0).unwrap(),
+        ] {
             let copy = owned_copy(&view).unwrap();
             assert!(copy.is_contiguous() && !share_storage(&copy, &view));
-            assert_eq!(copy.to_vec2::<f32>().unwrap(), view.to_vec2::<f32>().unwrap());
+            assert_eq!(
+                copy.to_vec2::<f32>().unwrap(),
+                view.to_vec2::<f32>().unwrap()
+            );
             assert_eq!(HostBytes::read(&copy).unwrap().len(), view.elem_count() * 4);
         }
         // candle allocates no copies of this one.
         let scales = zeros(&[3], DType::F8E8M0).unwrap();
-        assert_eq!(*HostBytes::read(&owned_copy(&scales).unwrap()).unwrap(), [0; 3]);
+        assert_eq!(
+            *HostBytes::read(&owned_copy(&scales).unwrap()).unwrap(),
+            [0; 3]
+        );
         let scalar = owned_copy(&Tensor::new(2i64, &Device::Cpu).unwrap()).unwrap();
         assert_eq!(scalar.to_scalar::<i64>().unwrap(), 2);
         release(&flat).unwrap();
@@ -248,7 +306,10 @@ mod tests {
     fn more_than_there_is_is_an_error_and_not_the_end() {
         for dtype in [DType::F32, DType::F8E8M0] {
             for shape in [vec![1 << 57], vec![1 << 40, 1 << 40]] {
-                assert!(matches!(zeros(&shape, dtype), Err(FlatError::OutOfMemory { .. })), "{shape:?}");
+                assert!(
+                    matches!(zeros(&shape, dtype), Err(FlatError::OutOfMemory { .. })),
+                    "{shape:?}"
+                );
             }
         }
         let raw = crate::RawTensor::zeros(fsdp_layout::DType::Bool, vec![usize::MAX, 2]);
@@ -257,7 +318,10 @@ mod tests {
 
     #[test]
     fn a_released_storage_is_an_error_for_every_reader_and_comes_back() {
-        let weight = Tensor::arange(0f32, 6f32, &Device::Cpu).unwrap().reshape((2, 3)).unwrap();
+        let weight = Tensor::arange(0f32, 6f32, &Device::Cpu)
+            .unwrap()
+            .reshape((2, 3))
+            .unwrap();
         let transposed = weight.t().unwrap();
         release(&weight).unwrap();
         assert!(is_released(&weight) && is_released(&transposed));
@@ -270,14 +334,32 @@ mod tests {
         assert!(weight.broadcast_add(&weight).is_err());
         assert!(weight.to_vec2::<f32>().is_err());
         assert!(transposed.contiguous().is_err());
-        assert!(matches!(HostBytes::read(&weight), Err(FlatError::Freed { .. })));
-        assert!(matches!(HostSlice::<f32>::read(&weight), Err(FlatError::Freed { .. })));
-        assert!(matches!(refill(&weight, vec![0f32; 5]), Err(FlatError::ShapeMismatch { .. })));
+        assert!(matches!(
+            HostBytes::read(&weight),
+            Err(FlatError::Freed { .. })
+        ));
+        assert!(matches!(
+            HostSlice::<f32>::read(&weight),
+            Err(FlatError::Freed { .. })
+        ));
+        assert!(matches!(
+            refill(&weight, vec![0f32; 5]),
+            Err(FlatError::ShapeMismatch { .. })
+        ));
         let rows = weight.narrow(0, 1, 1).unwrap();
-        assert!(matches!(refill(&rows, vec![0f32; 3]), Err(FlatError::NotContiguous { .. })));
-        assert!(matches!(refill(&transposed, vec![0f32; 6]), Err(FlatError::NotContiguous { .. })));
+        assert!(matches!(
+            refill(&rows, vec![0f32; 3]),
+            Err(FlatError::NotContiguous { .. })
+        ));
+        assert!(matches!(
+            refill(&transposed, vec![0f32; 6]),
+            Err(FlatError::NotContiguous { .. })
+        ));
         refill(&weight, vec![1f32, 2., 3., 4., 5., 6.]).unwrap();
-        assert_eq!(transposed.to_vec2::<f32>().unwrap(), [[1., 4.], [2., 5.], [3., 6.]]);
+        assert_eq!(
+            transposed.to_vec2::<f32>().unwrap(),
+            [[1., 4.], [2., 5.], [3., 6.]]
+        );
     }
 
     #[test]
@@ -309,7 +391,12 @@ mod tests {
         assert_eq!(PLAIN_DTYPES, all);
         for dtype in all {
             let tensor = zeros(&[2, 2], dtype).unwrap();
-            assert!(HostBytes::read(&tensor).unwrap().iter().all(|&byte| byte == 0));
+            assert!(
+                HostBytes::read(&tensor)
+                    .unwrap()
+                    .iter()
+                    .all(|&byte| byte == 0)
+            );
             release(&tensor).unwrap();
             assert!(is_released(&tensor), "{dtype:?}");
             assert!(HostBytes::read(&tensor).is_err());

@@ -1,17 +1,20 @@
-//! Tensors whose readers are made to wait. This detects when code that knows nothing of sharding starts to use a
-//! tensor.
+//! Tensors whose readers are made to wait. This detects when code that knows nothing of sharding
+//! starts to use a tensor.
 //!
-//! candle has no hook for the use of a tensor. But each operation, on each device, takes the read lock of the tensor's
-//! storage first. A [`Withheld`] holds the write locks of released tensors. An operation that reads one of them blocks,
-//! [`Withheld::is_awaited`] then returns `true`, and [`Withheld::give`] fills the tensors and lets the operation
-//! continue.
+//! candle has no hook for the use of a tensor. But each operation, on each device, takes the read
+//! lock of the tensor's storage first. A [`Withheld`] holds the write locks of released tensors. An
+//! operation that reads one of them blocks, [`Withheld::is_awaited`] then returns `true`, and
+//! [`Withheld::give`] fills the tensors and lets the operation continue.
 //!
-//! candle gives access to a storage, and so to its lock, only inside a callback. So a separate thread stays inside such
-//! callbacks, nested one in the other, as long as the locks are held. The locks are parking_lot's, whose queue of
-//! waiters can be inspected. [`Withheld::new`] tests that once, because it depends on the kind of lock that candle
-//! uses.
+//! candle gives access to a storage, and so to its lock, only inside a callback. So a separate
+//! thread stays inside such callbacks, nested one in the other, as long as the locks are held. The
+//! locks are parking_lot's, whose queue of waiters can be inspected. [`Withheld::new`] tests that
+//! once, because it depends on the kind of lock that candle uses.
 
-#![expect(unsafe_code, reason = "the locks of storages: this only inspects their queues, and whether they are held")]
+#![expect(
+    unsafe_code,
+    reason = "the locks of storages: this only inspects their queues, and whether they are held"
+)]
 
 use std::collections::HashSet;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -29,19 +32,21 @@ use super::lend::{StorageMut, with_storage_mut};
 use super::{release_storage, storage_id};
 use crate::FlatError;
 
-/// The offset from a lock's address to the key of the queue in which a writer waits for the last readers. (The key of
-/// the queue of readers that wait for a writer is the address itself.)
+/// The offset from a lock's address to the key of the queue in which a writer waits for the last
+/// readers. (The key of the queue of readers that wait for a writer is the address itself.)
 const QUEUE_OF_WRITERS: usize = 1;
 
 /// The fixed part of the size of the thread's stack.
 const STACK_BYTES: usize = 256 << 10;
-/// The part of the stack for each tensor, because the call that holds its lock is nested in those of the others.
+/// The part of the stack for each tensor, because the call that holds its lock is nested in those
+/// of the others.
 const STACK_BYTES_PER_TENSOR: usize = 4 << 10;
 
 /// The interval at which [`Withheld::settle`] checks whether the thread waits for a lock.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// The time for which [`Withheld::new`] waits until a test thread blocks on a lock, even on a busy machine.
+/// The time for which [`Withheld::new`] waits until a test thread blocks on a lock, even on a busy
+/// machine.
 const TRY_OUT: Duration = Duration::from_secs(10);
 
 /// Tensors that can be released in such a way that their readers wait until they are filled again.
@@ -68,10 +73,11 @@ pub struct Withheld {
     /// The addresses of the locks, by which parking_lot knows their queues.
     locks: Vec<usize>,
     shared: Arc<Shared>,
-    /// The channel to the thread. Each call of [`Self::withhold`] sends a request: the receiver of the contents that
-    /// end it. `None` once this is dropped.
+    /// The channel to the thread. Each call of [`Self::withhold`] sends a request: the receiver of
+    /// the contents that end it. `None` once this is dropped.
     requests: Option<Sender<Receiver<Give>>>,
-    /// The sender of the contents that end the current request; `None` if the tensors are not withheld.
+    /// The sender of the contents that end the current request; `None` if the tensors are not
+    /// withheld.
     gives: Mutex<Option<Sender<Give>>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -98,8 +104,8 @@ enum State {
     Asked,
     /// The thread holds all locks, and readers wait.
     Held,
-    /// The locks could not be taken, for this reason. The reason is `None` if there is no thread, or if it has been
-    /// returned to a caller already.
+    /// The locks could not be taken, for this reason. The reason is `None` if there is no thread,
+    /// or if it has been returned to a caller already.
     Failed(Option<FlatError>),
 }
 
@@ -116,13 +122,15 @@ impl Shared {
 
     /// Waits for as long as the state is one of these.
     fn wait_while(&self, is_waiting: impl Fn(&State) -> bool) -> MutexGuard<'_, State> {
-        let waited = self.changed.wait_while(self.state(), |state| is_waiting(state));
+        let waited = self
+            .changed
+            .wait_while(self.state(), |state| is_waiting(state));
         waited.unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A guard that the thread holds while it serves a request. When it is dropped, also by a panic, the tensors are free,
-/// unless the request has failed.
+/// A guard that the thread holds while it serves a request. When it is dropped, also by a panic,
+/// the tensors are free, unless the request has failed.
 struct Ends<'a>(&'a Shared);
 
 impl Drop for Ends<'_> {
@@ -137,11 +145,12 @@ impl Drop for Ends<'_> {
 }
 
 impl Withheld {
-    /// Starts the thread that will hold the locks of these tensors. Each tensor must have a storage of its own.
+    /// Starts the thread that will hold the locks of these tensors. Each tensor must have a storage
+    /// of its own.
     ///
     /// # Errors
-    /// [`FlatError::SharedStorage`]; [`FlatError::UnseenUse`] if this version of candle uses other locks; the errors of
-    /// starting a thread.
+    /// [`FlatError::SharedStorage`]; [`FlatError::UnseenUse`] if this version of candle uses other
+    /// locks; the errors of starting a thread.
     pub fn new(tensors: Vec<Tensor>) -> Result<Self, FlatError> {
         static IS_SUPPORTED: OnceLock<bool> = OnceLock::new();
         // The thread would deadlock on the lock of a storage that it already holds.
@@ -159,66 +168,94 @@ impl Withheld {
     /// Starts the thread that holds the locks while there is a request to do so.
     fn start(tensors: Vec<Tensor>) -> Result<Self, FlatError> {
         let locks = tensors.iter().map(lock_of).collect();
-        // Keep the tensors without their graphs, which would keep more memory alive than the storages.
+        // Keep the tensors without their graphs, which would keep more memory alive than the
+        // storages.
         let tensors: Vec<Tensor> = tensors.iter().map(Tensor::detach).collect();
         let withheld = tensors.clone();
         let shared = Arc::new(Shared::default());
         let (requests, received) = mpsc::channel::<Receiver<Give>>();
         let of_thread = Arc::clone(&shared);
         let stack = STACK_BYTES + STACK_BYTES_PER_TENSOR * tensors.len();
-        let run = move || received.into_iter().for_each(|gives| hold(&withheld, &gives, &of_thread));
-        let builder = thread::Builder::new().name("fsdp-withheld".to_owned()).stack_size(stack);
+        let run = move || {
+            received
+                .into_iter()
+                .for_each(|gives| hold(&withheld, &gives, &of_thread))
+        };
+        let builder = thread::Builder::new()
+            .name("fsdp-withheld".to_owned())
+            .stack_size(stack);
         let thread = builder.spawn(run).map_err(candle_core::Error::Io)?;
-        Ok(Withheld { tensors, locks, shared, requests: Some(requests), gives: Mutex::default(), thread: Some(thread) })
+        Ok(Withheld {
+            tensors,
+            locks,
+            shared,
+            requests: Some(requests),
+            gives: Mutex::default(),
+            thread: Some(thread),
+        })
     }
 
     fn gives(&self) -> MutexGuard<'_, Option<Sender<Give>>> {
         self.gives.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins to withhold the tensors. As soon as the operations that read them now have finished, all locks are taken,
-    /// the memory is released, and new readers wait. Has no effect if the tensors are already withheld.
+    /// Begins to withhold the tensors. As soon as the operations that read them now have finished,
+    /// all locks are taken, the memory is released, and new readers wait. Has no effect if the
+    /// tensors are already withheld.
     pub fn withhold(&self) {
         let mut gives = self.gives();
         if gives.is_some() {
             return;
         }
-        // Ask the thread to take the locks. It holds them until it gets contents through this channel, or the sender is
-        // dropped.
+        // Ask the thread to take the locks. It holds them until it gets contents through this
+        // channel, or the sender is dropped.
         let (sender, receiver) = mpsc::channel();
         self.shared.set(State::Asked);
-        if self.requests.as_ref().is_none_or(|requests| requests.send(receiver).is_err()) {
+        if self
+            .requests
+            .as_ref()
+            .is_none_or(|requests| requests.send(receiver).is_err())
+        {
             self.shared.set(State::Failed(None));
         }
         *gives = Some(sender);
     }
 
-    /// Waits until the thread holds all locks after [`Self::withhold`]. From then on, readers wait. Returns at once if
-    /// the tensors are not withheld.
+    /// Waits until the thread holds all locks after [`Self::withhold`]. From then on, readers wait.
+    /// Returns at once if the tensors are not withheld.
     ///
     /// # Errors
-    /// A tensor on a device that this build does not support, and the errors of a GPU's driver. Then readers do not
-    /// wait.
+    /// A tensor on a device that this build does not support, and the errors of a GPU's driver.
+    /// Then readers do not wait.
     pub fn wait(&self) -> Result<(), FlatError> {
-        let mut state = self.shared.wait_while(|state| matches!(state, State::Asked));
+        let mut state = self
+            .shared
+            .wait_while(|state| matches!(state, State::Asked));
         match &mut *state {
             State::Failed(error) => Err(error.take().unwrap_or(FlatError::NotWithheld)),
             _ => Ok(()),
         }
     }
 
-    /// Waits like [`Self::wait`], but returns early if an operation still reads one of the tensors: that operation may
-    /// in turn wait for other tensors.
+    /// Waits like [`Self::wait`], but returns early if an operation still reads one of the tensors:
+    /// that operation may in turn wait for other tensors.
     ///
     /// # Errors
     /// The same as [`Self::wait`].
     pub fn settle(&self) -> Result<(), FlatError> {
         let is_asked = |state: &mut State| matches!(state, State::Asked);
         loop {
-            let state = self.shared.changed.wait_timeout_while(self.shared.state(), LOOK, is_asked);
+            let state = self
+                .shared
+                .changed
+                .wait_timeout_while(self.shared.state(), LOOK, is_asked);
             drop(state.unwrap_or_else(PoisonError::into_inner));
             // If an operation reads one of the tensors, the thread waits in the queue of writers.
-            let is_read = || self.locks.iter().any(|&lock| has_waiting(lock + QUEUE_OF_WRITERS));
+            let is_read = || {
+                self.locks
+                    .iter()
+                    .any(|&lock| has_waiting(lock + QUEUE_OF_WRITERS))
+            };
             if !matches!(*self.shared.state(), State::Asked) || is_read() {
                 break;
             }
@@ -233,30 +270,40 @@ impl Withheld {
     #[must_use]
     pub fn is_awaited(&self) -> bool {
         // Before all locks are taken, the thread itself may be the one that waits.
-        matches!(*self.shared.state(), State::Held) && self.locks.iter().any(|&lock| has_waiting(lock))
+        matches!(*self.shared.state(), State::Held)
+            && self.locks.iter().any(|&lock| has_waiting(lock))
     }
 
-    /// Returns `true` if the lock of one of the tensors is held: an operation reads it, or the tensors are withheld.
+    /// Returns `true` if the lock of one of the tensors is held: an operation reads it, or the
+    /// tensors are withheld.
     #[must_use]
     pub fn is_in_use(&self) -> bool {
-        self.tensors.iter().zip(&self.locks).any(|(tensor, &lock)| is_locked(tensor, lock))
+        self.tensors
+            .iter()
+            .zip(&self.locks)
+            .any(|(tensor, &lock)| is_locked(tensor, lock))
     }
 
-    /// Fills the tensors with `contents`, which are in the order of the tensors in [`Self::new`], and lets their
-    /// readers continue.
+    /// Fills the tensors with `contents`, which are in the order of the tensors in [`Self::new`],
+    /// and lets their readers continue.
     ///
     /// # Errors
-    /// [`FlatError::WrongContents`]; contents of another shape or dtype; the errors of [`Self::wait`]. The readers then
-    /// get the error of a released tensor.
+    /// [`FlatError::WrongContents`]; contents of another shape or dtype; the errors of
+    /// [`Self::wait`]. The readers then get the error of a released tensor.
     pub fn give(&self, contents: Vec<Contents>) -> Result<(), FlatError> {
         let given = contents.len();
-        let Some(gives) = self.gives().take() else { return Err(FlatError::WrongContents { given, withheld: 0 }) };
+        let Some(gives) = self.gives().take() else {
+            return Err(FlatError::WrongContents { given, withheld: 0 });
+        };
         let (result, given) = mpsc::channel();
-        // If sending fails, the message is dropped with its result sender, so `recv` below returns at once.
+        // If sending fails, the message is dropped with its result sender, so `recv` below returns
+        // at once.
         let _ = gives.send(Give { contents, result });
         drop(gives);
         let given = given.recv();
-        let mut state = self.shared.wait_while(|state| matches!(state, State::Asked | State::Held));
+        let mut state = self
+            .shared
+            .wait_while(|state| matches!(state, State::Asked | State::Held));
         match (&mut *state, given) {
             (State::Failed(error), _) => Err(error.take().unwrap_or(FlatError::NotWithheld)),
             (_, Ok(result)) => result,
@@ -264,11 +311,14 @@ impl Withheld {
         }
     }
 
-    /// Lets readers continue without filling the tensors, if they are withheld. They get the error of a released
-    /// tensor.
+    /// Lets readers continue without filling the tensors, if they are withheld. They get the error
+    /// of a released tensor.
     pub fn let_go(&self) {
         if self.gives().take().is_some() {
-            drop(self.shared.wait_while(|state| matches!(state, State::Asked | State::Held)));
+            drop(
+                self.shared
+                    .wait_while(|state| matches!(state, State::Asked | State::Held)),
+            );
         }
     }
 }
@@ -278,7 +328,8 @@ impl Drop for Withheld {
         self.let_go();
         drop(self.requests.take());
         if let Some(thread) = self.thread.take() {
-            // If the thread panicked, its readers have continued, and there is nobody to report it to.
+            // If the thread panicked, its readers have continued, and there is nobody to report it
+            // to.
             let _ = thread.join();
         }
     }
@@ -304,19 +355,30 @@ fn hold(tensors: &[Tensor], gives: &Receiver<Give>, shared: &Shared) {
 type Given = (Sender<Result<(), FlatError>>, Result<(), FlatError>);
 
 /// Waits for contents while all storages are lent, and fills them.
-fn hold_lent(mut lent: Vec<Lent<'_>>, gives: &Receiver<Give>, shared: &Shared) -> Result<Option<Given>, FlatError> {
-    // The memory is released only when all locks are held, because until then an operation may read it.
+fn hold_lent(
+    mut lent: Vec<Lent<'_>>,
+    gives: &Receiver<Give>,
+    shared: &Shared,
+) -> Result<Option<Given>, FlatError> {
+    // The memory is released only when all locks are held, because until then an operation may read
+    // it.
     for lent in &mut lent {
         release_storage(lent.storage.reborrow())?;
     }
     shared.set(State::Held);
-    let Ok(Give { contents, result }) = gives.recv() else { return Ok(None) };
+    let Ok(Give { contents, result }) = gives.recv() else {
+        return Ok(None);
+    };
     let (given, withheld) = (contents.len(), lent.len());
     if given != withheld {
-        return Ok(Some((result, Err(FlatError::WrongContents { given, withheld }))));
+        return Ok(Some((
+            result,
+            Err(FlatError::WrongContents { given, withheld }),
+        )));
     }
     let mut filled = contents.into_iter().zip(lent);
-    let filled = filled.try_for_each(|(contents, lent)| contents.put_into(lent.tensor, lent.storage, lent.layout));
+    let filled = filled
+        .try_for_each(|(contents, lent)| contents.put_into(lent.tensor, lent.storage, lent.layout));
     Ok(Some((result, filled)))
 }
 
@@ -327,16 +389,23 @@ struct Lent<'a> {
     storage: StorageMut<'a>,
 }
 
-/// Runs `f` while the write locks of all tensors are held. `lent` has the first of them, which are locked already.
+/// Runs `f` while the write locks of all tensors are held. `lent` has the first of them, which are
+/// locked already.
 fn lend_all(
     tensors: &[Tensor],
     lent: Vec<Lent<'_>>,
     f: &mut dyn FnMut(Vec<Lent<'_>>) -> Result<(), FlatError>,
 ) -> Result<(), FlatError> {
-    let Some(tensor) = tensors.get(lent.len()) else { return f(lent) };
+    let Some(tensor) = tensors.get(lent.len()) else {
+        return f(lent);
+    };
     with_storage_mut(tensor, |storage, layout| {
         let mut lent: Vec<Lent<'_>> = lent;
-        lent.push(Lent { tensor, layout, storage });
+        lent.push(Lent {
+            tensor,
+            layout,
+            storage,
+        });
         lend_all(tensors, lent, f)
     })
 }
@@ -348,12 +417,12 @@ fn lock_of(tensor: &Tensor) -> usize {
     std::ptr::from_ref(unsafe { RwLockReadGuard::rwlock(&storage).raw() }).expose_provenance()
 }
 
-/// Returns `true` if the lock of a tensor's storage is held. `lock` is the address that [`lock_of`] returned for this
-/// tensor.
+/// Returns `true` if the lock of a tensor's storage is held. `lock` is the address that [`lock_of`]
+/// returned for this tensor.
 fn is_locked(_owner: &Tensor, lock: usize) -> bool {
     let lock = std::ptr::with_exposed_provenance::<RawRwLock>(lock);
-    // SAFETY: `lock_of` exposed the address of this lock, and `_owner` keeps the lock alive. Locks may be inspected
-    // from any thread.
+    // SAFETY: `lock_of` exposed the address of this lock, and `_owner` keeps the lock alive. Locks
+    // may be inspected from any thread.
     unsafe { &*lock }.is_locked()
 }
 
@@ -424,9 +493,15 @@ mod tests {
             withheld.wait().unwrap();
             assert!(!withheld.is_awaited(), "nobody reads");
             let reader = read(&withheld, &tensors[usize::from(round) % 3].t().unwrap());
-            withheld.give((0..3).map(|_| contents(f32::from(round))).collect()).unwrap();
+            withheld
+                .give((0..3).map(|_| contents(f32::from(round))).collect())
+                .unwrap();
             assert_eq!(reader.join().unwrap().unwrap(), 4. * f32::from(round));
-            assert_eq!(sum(&tensors[0]), 4. * f32::from(round), "it is a tensor as any other");
+            assert_eq!(
+                sum(&tensors[0]),
+                4. * f32::from(round),
+                "it is a tensor as any other"
+            );
         }
     }
 
@@ -454,11 +529,20 @@ mod tests {
     #[test]
     fn tensors_that_cannot_be_withheld_are_an_error_and_nobody_waits() {
         // candle lends no storage through a tensor whose elements repeat.
-        let repeated = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap().broadcast_as(4).unwrap();
+        let repeated = Tensor::zeros(1, DType::F32, &Device::Cpu)
+            .unwrap()
+            .broadcast_as(4)
+            .unwrap();
         let withheld = Withheld::new(vec![repeated]).unwrap();
         withheld.withhold();
-        assert!(!matches!(withheld.wait().unwrap_err(), FlatError::NotWithheld), "the reason itself");
-        assert!(matches!(withheld.settle(), Err(FlatError::NotWithheld)), "it is not said a second time");
+        assert!(
+            !matches!(withheld.wait().unwrap_err(), FlatError::NotWithheld),
+            "the reason itself"
+        );
+        assert!(
+            matches!(withheld.settle(), Err(FlatError::NotWithheld)),
+            "it is not said a second time"
+        );
         let (sender, receiver) = mpsc::channel();
         thread::spawn(move || sender.send(withheld.give(vec![contents(1.)]).is_err()));
         assert_eq!(receiver.recv_timeout(Duration::from_secs(10)), Ok(true));
@@ -468,20 +552,30 @@ mod tests {
     fn views_of_one_storage_are_refused() {
         let tensor = tensor(1.);
         let view = tensor.t().unwrap();
-        assert!(matches!(Withheld::new(vec![tensor, view]), Err(FlatError::SharedStorage)));
+        assert!(matches!(
+            Withheld::new(vec![tensor, view]),
+            Err(FlatError::SharedStorage)
+        ));
     }
 
     #[test]
     fn contents_that_do_not_fit_are_an_error_and_readers_go_on() {
         let tensor = tensor(1.);
         let withheld = Withheld::new(vec![tensor.clone()]).unwrap();
-        for wrong in [vec![], vec![Contents::new(vec![1f32; 3])], vec![Contents::new(vec![1f64; 4])]] {
+        for wrong in [
+            vec![],
+            vec![Contents::new(vec![1f32; 3])],
+            vec![Contents::new(vec![1f64; 4])],
+        ] {
             withheld.withhold();
             let given = withheld.give(wrong);
             assert!(given.is_err());
             assert!(sum_is_error(&tensor));
         }
-        assert!(withheld.give(vec![contents(1.)]).is_err(), "nothing is withheld");
+        assert!(
+            withheld.give(vec![contents(1.)]).is_err(),
+            "nothing is withheld"
+        );
     }
 
     #[test]
@@ -524,7 +618,9 @@ mod tests {
         withheld.withhold();
         withheld.wait().unwrap();
         let reader = read(&withheld, &tensors[699]);
-        withheld.give((0..700).map(|_| contents(2.)).collect()).unwrap();
+        withheld
+            .give((0..700).map(|_| contents(2.)).collect())
+            .unwrap();
         assert_eq!(reader.join().unwrap().unwrap(), 8.);
     }
 }

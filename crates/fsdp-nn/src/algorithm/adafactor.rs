@@ -1,4 +1,5 @@
-//! `torch.optim.Adafactor`: an Adam without momentum, whose averages of squares are kept by row and by column.
+//! `torch.optim.Adafactor`: an Adam without momentum, whose averages of squares are kept by row and
+//! by column.
 
 use fsdp_layout::{DType, PlainValue};
 
@@ -8,19 +9,22 @@ use super::state::{StateEntries, StateEntry};
 
 /// Hyperparameters of Adafactor; the defaults are torch's.
 ///
-/// For a parameter of two or more dimensions it keeps one average for each row and one for each column (`row_var`,
-/// `col_var`), whole on every rank. For one of one dimension it keeps `variance`, sharded like the parameter. Its
-/// optimizer must see the model's own parameters (`use_orig_params`).
+/// For a parameter of two or more dimensions it keeps one average for each row and one for each
+/// column (`row_var`, `col_var`), whole on every rank. For one of one dimension it keeps
+/// `variance`, sharded like the parameter. Its optimizer must see the model's own parameters
+/// (`use_orig_params`).
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdafactorOptions {
     /// The largest relative learning rate; 0.01 by default.
     pub lr: f64,
     /// The power of the step in the weight of new squares; -0.8 by default.
     pub beta2_decay: f64,
-    /// Two lower bounds: of the root of an average of squares, and of the root mean square of a parameter; (`None`,
-    /// 1e-3) by default. `None` stands for the distance from 1 to the next larger number of the parameter's dtype.
+    /// Two lower bounds: of the root of an average of squares, and of the root mean square of a
+    /// parameter; (`None`, 1e-3) by default. `None` stands for the distance from 1 to the next
+    /// larger number of the parameter's dtype.
     pub eps: (Option<f64>, f64),
-    /// The clipping threshold: an update whose root mean square is larger is scaled down to it; 1 by default.
+    /// The clipping threshold: an update whose root mean square is larger is scaled down to it; 1
+    /// by default.
     pub d: f64,
     /// The weight decay: the parameter shrinks by `lr` times this at each step; 0 by default.
     pub weight_decay: f64,
@@ -47,7 +51,8 @@ impl Default for AdafactorOptions {
 /// The averages of squares of one parameter.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Squares {
-    /// `row_var` and `col_var`: each matrix of the parameter has a mean for each row and each column.
+    /// `row_var` and `col_var`: each matrix of the parameter has a mean for each row and each
+    /// column.
     Factored { rows: Vec<f64>, columns: Vec<f64> },
     /// `variance`: each element has its own.
     Whole(Vec<f64>),
@@ -59,7 +64,10 @@ impl Squares {
         match shape {
             [batch @ .., rows, columns] => {
                 let batch: usize = batch.iter().product();
-                Squares::Factored { rows: vec![0.0; batch * rows], columns: vec![0.0; batch * columns] }
+                Squares::Factored {
+                    rows: vec![0.0; batch * rows],
+                    columns: vec![0.0; batch * columns],
+                }
             }
             _ => Squares::Whole(vec![0.0; shape.iter().product()]),
         }
@@ -85,7 +93,11 @@ impl Squares {
             Squares::Factored { rows, columns } => vec![rows.as_slice(), columns],
             Squares::Whole(values) => vec![values.as_slice()],
         };
-        Self::shapes(shape).into_iter().zip(values).map(|((name, shape), values)| (name, values, shape)).collect()
+        Self::shapes(shape)
+            .into_iter()
+            .zip(values)
+            .map(|((name, shape), values)| (name, values, shape))
+            .collect()
     }
 
     /// Returns all values, to be sent to other ranks.
@@ -125,16 +137,26 @@ impl Squares {
                     let mut of_columns = vec![0.0; *width];
                     for (row, values) in matrix.chunks_exact(*width).enumerate() {
                         let sum: f64 = values.iter().map(|g| g * g).sum();
-                        of_columns.iter_mut().zip(values).for_each(|(sum, g)| *sum += g * g);
+                        of_columns
+                            .iter_mut()
+                            .zip(values)
+                            .for_each(|(sum, g)| *sum += g * g);
                         move_to(&mut rows[index * height + row], sum / *width as f64, weight);
                     }
                     for (column, sum) in of_columns.into_iter().enumerate() {
-                        move_to(&mut columns[index * width + column], sum / *height as f64, weight);
+                        move_to(
+                            &mut columns[index * width + column],
+                            sum / *height as f64,
+                            weight,
+                        );
                     }
                 }
             }
             (Squares::Whole(values), _) => {
-                values.iter_mut().zip(grad).for_each(|(value, g)| move_to(value, g * g, weight));
+                values
+                    .iter_mut()
+                    .zip(grad)
+                    .for_each(|(value, g)| move_to(value, g * g, weight));
             }
             _ => {}
         }
@@ -147,7 +169,8 @@ impl Squares {
                 let matrices = rows.chunks_exact(*height).zip(columns.chunks_exact(*width));
                 let estimate = matrices.flat_map(|(rows, columns)| {
                     let mean = at_least(rows.iter().sum::<f64>() / rows.len() as f64, eps);
-                    rows.iter().flat_map(move |row| columns.iter().map(move |column| row * column / mean))
+                    rows.iter()
+                        .flat_map(move |row| columns.iter().map(move |column| row * column / mean))
                 });
                 estimate.collect()
             }
@@ -174,14 +197,29 @@ fn root_mean_square(values: &[f64]) -> f64 {
 impl AdafactorOptions {
     pub(super) fn validate(&self) -> Result<(), AlgorithmError> {
         let eps1 = self.eps.0.unwrap_or(0.0);
-        let values = [("lr", self.lr), ("eps[0]", eps1), ("eps[1]", self.eps.1), ("weight_decay", self.weight_decay)];
+        let values = [
+            ("lr", self.lr),
+            ("eps[0]", eps1),
+            ("eps[1]", self.eps.1),
+            ("weight_decay", self.weight_decay),
+        ];
         at_least_zero("Adafactor", &values)?;
         for (key, value, is_fine, range) in [
-            ("beta2_decay", self.beta2_decay, self.beta2_decay <= 0.0, "finite and at most 0"),
+            (
+                "beta2_decay",
+                self.beta2_decay,
+                self.beta2_decay <= 0.0,
+                "finite and at most 0",
+            ),
             ("d", self.d, self.d >= 1.0, "finite and at least 1"),
         ] {
             if !is_fine || !value.is_finite() {
-                return Err(AlgorithmError::OutOfRange { algorithm: "Adafactor", key, value, range });
+                return Err(AlgorithmError::OutOfRange {
+                    algorithm: "Adafactor",
+                    key,
+                    value,
+                    range,
+                });
             }
         }
         Ok(())
@@ -204,7 +242,12 @@ impl AdafactorOptions {
         Ok(Self {
             lr: reader.float("lr", self.lr)?,
             beta2_decay: reader.float("beta2_decay", self.beta2_decay)?,
-            eps: reader.read("eps", self.eps, "a tuple of None or a float, and a float", eps)?,
+            eps: reader.read(
+                "eps",
+                self.eps,
+                "a tuple of None or a float, and a float",
+                eps,
+            )?,
             d: reader.float("d", self.d)?,
             weight_decay: reader.float("weight_decay", self.weight_decay)?,
             foreach: reader.optional_switch("foreach", None)?,
@@ -212,12 +255,14 @@ impl AdafactorOptions {
         })
     }
 
-    /// Returns the entries that all parameters have; the averages depend on the shape, and are whole on every rank.
+    /// Returns the entries that all parameters have; the averages depend on the shape, and are
+    /// whole on every rank.
     pub(super) const fn state_entries() -> StateEntries {
         [Some(StateEntry::STEP), None, None, None]
     }
 
-    /// Updates a whole parameter and its averages once. `step` is the number of this update, from 1.
+    /// Updates a whole parameter and its averages once. `step` is the number of this update, from
+    /// 1.
     pub(crate) fn update(
         &self,
         step: f32,
@@ -237,21 +282,31 @@ impl AdafactorOptions {
         let rate = self.lr.min(step.powf(-0.5));
         let alpha = at_least(root_mean_square(param), self.eps.1) * rate;
         if self.weight_decay != 0.0 {
-            param.iter_mut().for_each(|p| *p *= 1.0 - self.lr * self.weight_decay);
+            param
+                .iter_mut()
+                .for_each(|p| *p *= 1.0 - self.lr * self.weight_decay);
         }
         squares.average(grad, shape, step.powf(self.beta2_decay));
         let sign = if self.maximize { -1.0 } else { 1.0 };
         let estimate = squares.estimate(shape, eps1);
-        let update = estimate.into_iter().zip(grad).map(|(v, g)| sign * g / at_least(v, eps1 * eps1).sqrt());
+        let update = estimate
+            .into_iter()
+            .zip(grad)
+            .map(|(v, g)| sign * g / at_least(v, eps1 * eps1).sqrt());
         let update: Vec<f64> = update.collect();
         let factor = alpha / at_least(root_mean_square(&update) / self.d, 1.0);
-        param.iter_mut().zip(update).for_each(|(p, u)| *p -= factor * u);
+        param
+            .iter_mut()
+            .zip(update)
+            .for_each(|(p, u)| *p -= factor * u);
     }
 }
 
 /// Reads torch's pair `eps`, whose first element may be `None`.
 fn eps(value: &PlainValue) -> Option<(Option<f64>, f64)> {
-    let (PlainValue::Tuple(items) | PlainValue::List(items)) = value else { return None };
+    let (PlainValue::Tuple(items) | PlainValue::List(items)) = value else {
+        return None;
+    };
     match items.as_slice() {
         [PlainValue::None, second] => Some((None, second.as_float()?)),
         [first, second] => Some((Some(first.as_float()?), second.as_float()?)),

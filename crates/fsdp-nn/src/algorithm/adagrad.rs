@@ -12,7 +12,8 @@ use super::state::{StateEntries, StateEntry};
 pub struct AdagradOptions {
     /// The learning rate; 1e-2 by default.
     pub lr: f64,
-    /// The decay of the learning rate, which is `lr / (1 + (n - 1) * lr_decay)` in update n; 0 by default.
+    /// The decay of the learning rate, which is `lr / (1 + (n - 1) * lr_decay)` in update n; 0 by
+    /// default.
     pub lr_decay: f64,
     /// The number that is added to the denominator; 1e-10 by default.
     pub eps: f64,
@@ -22,7 +23,8 @@ pub struct AdagradOptions {
     pub initial_accumulator_value: f64,
     /// `true` to maximize the objective instead of minimizing it; `false` by default.
     pub maximize: bool,
-    /// Switches of torch's implementations. They are saved and loaded, and have no effect. Adagrad has no `capturable`.
+    /// Switches of torch's implementations. They are saved and loaded, and have no effect. Adagrad
+    /// has no `capturable`.
     pub switches: Switches,
 }
 
@@ -60,7 +62,10 @@ impl AdagradOptions {
             ("lr_decay", float_or_zero(self.lr_decay)),
             ("eps", self.eps.into()),
             ("weight_decay", float_or_zero(self.weight_decay)),
-            ("initial_accumulator_value", float_or_zero(self.initial_accumulator_value)),
+            (
+                "initial_accumulator_value",
+                float_or_zero(self.initial_accumulator_value),
+            ),
             ("foreach", optional_bool(self.switches.foreach)),
             ("maximize", self.maximize.into()),
             ("differentiable", self.switches.differentiable.into()),
@@ -74,7 +79,8 @@ impl AdagradOptions {
             lr_decay: reader.float("lr_decay", self.lr_decay)?,
             eps: reader.float("eps", self.eps)?,
             weight_decay: reader.float("weight_decay", self.weight_decay)?,
-            initial_accumulator_value: reader.float("initial_accumulator_value", self.initial_accumulator_value)?,
+            initial_accumulator_value: reader
+                .float("initial_accumulator_value", self.initial_accumulator_value)?,
             maximize: reader.switch("maximize", false)?,
             switches: reader.switches(Switches::default())?,
         })
@@ -86,7 +92,13 @@ impl AdagradOptions {
     }
 
     /// Runs one step. The slices must have equal lengths.
-    pub(super) fn update<T: Float>(&self, step: f32, params: &mut [T], grads: &[T], sums: &mut [T]) {
+    pub(super) fn update<T: Float>(
+        &self,
+        step: f32,
+        params: &mut [T],
+        grads: &[T],
+        sums: &mut [T],
+    ) {
         let rate = self.lr / (1.0 + (f64::from(step) - 1.0) * self.lr_decay);
         let gradient = Gradient::new(self.maximize, self.weight_decay);
         let (descent, one) = (scalar::<T>(-rate), scalar::<T>(1.0));

@@ -7,20 +7,22 @@ use super::float::{Element, Float, Gradient, Weight, scalar};
 use super::group::{Reader, Switches, float_or_zero, group, optional_bool};
 use super::state::{StateEntries, StateEntry};
 
-/// Hyperparameters of Adam and AdamW; [`Default`] has torch's for Adam, [`AdamOptions::adamw`] those for AdamW.
+/// Hyperparameters of Adam and AdamW; [`Default`] has torch's for Adam, [`AdamOptions::adamw`]
+/// those for AdamW.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdamOptions {
     /// The learning rate; 1e-3 by default.
     pub lr: f64,
-    /// The decay rates of the running averages of the gradient and of its square; (0.9, 0.999) by default.
+    /// The decay rates of the running averages of the gradient and of its square; (0.9, 0.999) by
+    /// default.
     pub betas: (f64, f64),
     /// The number that is added to the denominator; 1e-8 by default.
     pub eps: f64,
-    /// The weight decay. Adam adds the parameter times this to the gradient; 0 by default. AdamW shrinks the parameter
-    /// by `lr` times this at each step; 0.01 by default.
+    /// The weight decay. Adam adds the parameter times this to the gradient; 0 by default. AdamW
+    /// shrinks the parameter by `lr` times this at each step; 0.01 by default.
     pub weight_decay: f64,
-    /// `true` to divide by the largest average of squares so far, which is the state entry `max_exp_avg_sq`; `false` by
-    /// default.
+    /// `true` to divide by the largest average of squares so far, which is the state entry
+    /// `max_exp_avg_sq`; `false` by default.
     pub amsgrad: bool,
     /// `true` to maximize the objective instead of minimizing it; `false` by default.
     pub maximize: bool,
@@ -46,25 +48,47 @@ impl AdamOptions {
     /// Returns torch's defaults for AdamW: a weight decay of 0.01.
     #[must_use]
     pub fn adamw() -> Self {
-        Self { weight_decay: 0.01, ..Self::default() }
+        Self {
+            weight_decay: 0.01,
+            ..Self::default()
+        }
     }
 
     pub(super) fn validate(&self, algorithm: &'static str) -> Result<(), AlgorithmError> {
-        at_least_zero(algorithm, &[("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)])?;
+        at_least_zero(
+            algorithm,
+            &[
+                ("lr", self.lr),
+                ("eps", self.eps),
+                ("weight_decay", self.weight_decay),
+            ],
+        )?;
         for (key, value) in [("betas[0]", self.betas.0), ("betas[1]", self.betas.1)] {
             if !(0.0..1.0).contains(&value) {
                 let range = "at least 0 and less than 1";
-                return Err(AlgorithmError::OutOfRange { algorithm, key, value, range });
+                return Err(AlgorithmError::OutOfRange {
+                    algorithm,
+                    key,
+                    value,
+                    range,
+                });
             }
         }
         Ok(())
     }
 
     pub(super) fn to_group(&self, decoupled: bool) -> Vec<(String, PlainValue)> {
-        let weight_decay = if decoupled { self.weight_decay.into() } else { float_or_zero(self.weight_decay) };
+        let weight_decay = if decoupled {
+            self.weight_decay.into()
+        } else {
+            float_or_zero(self.weight_decay)
+        };
         group([
             ("lr", self.lr.into()),
-            ("betas", PlainValue::Tuple(vec![self.betas.0.into(), self.betas.1.into()])),
+            (
+                "betas",
+                PlainValue::Tuple(vec![self.betas.0.into(), self.betas.1.into()]),
+            ),
             ("eps", self.eps.into()),
             ("weight_decay", weight_decay),
             ("amsgrad", self.amsgrad.into()),
@@ -77,9 +101,13 @@ impl AdamOptions {
         ])
     }
 
-    /// Reads the options of a saved parameter group, and `true` if its weight decay is decoupled. Options that the
-    /// group does not have keep their current values.
-    pub(super) fn read(&self, reader: &mut Reader<'_>, decoupled: bool) -> Result<(Self, bool), AlgorithmError> {
+    /// Reads the options of a saved parameter group, and `true` if its weight decay is decoupled.
+    /// Options that the group does not have keep their current values.
+    pub(super) fn read(
+        &self,
+        reader: &mut Reader<'_>,
+        decoupled: bool,
+    ) -> Result<(Self, bool), AlgorithmError> {
         let options = Self {
             lr: reader.float("lr", self.lr)?,
             betas: reader.float_pair("betas", self.betas)?,
@@ -100,7 +128,8 @@ impl AdamOptions {
             Some(StateEntry::STEP),
             Some(StateEntry::like_parameter("exp_avg", 0.0)),
             Some(StateEntry::like_parameter("exp_avg_sq", 0.0)),
-            self.amsgrad.then(|| StateEntry::like_parameter("max_exp_avg_sq", 0.0)),
+            self.amsgrad
+                .then(|| StateEntry::like_parameter("max_exp_avg_sq", 0.0)),
         ]
     }
 
@@ -137,7 +166,12 @@ impl AdamOptions {
         max_exp_avg_sqs: &mut [T],
     ) {
         let scalars = Scalars::<T>::new(self, decoupled, step);
-        let elements = params.iter_mut().zip(grads).zip(exp_avgs).zip(exp_avg_sqs).zip(max_exp_avg_sqs);
+        let elements = params
+            .iter_mut()
+            .zip(grads)
+            .zip(exp_avgs)
+            .zip(exp_avg_sqs)
+            .zip(max_exp_avg_sqs);
         for ((((param, &grad), exp_avg), exp_avg_sq), max_exp_avg_sq) in elements {
             let (p, m, v) = scalars.average(*param, grad, *exp_avg, *exp_avg_sq);
             let max = Element::load(*max_exp_avg_sq).maximum(v);
@@ -162,7 +196,8 @@ struct Scalars<T: Float> {
     descent: T::Real,
 }
 
-/// Returns Adam's bias correction, `1 - beta^step`: a running average that starts at zero is divided by it.
+/// Returns Adam's bias correction, `1 - beta^step`: a running average that starts at zero is
+/// divided by it.
 pub(crate) fn bias_correction(beta: f64, step: f32) -> f64 {
     1.0 - beta.powf(f64::from(step))
 }
@@ -172,7 +207,10 @@ impl<T: Float> Scalars<T> {
         let (beta1, beta2) = options.betas;
         let keep = 1.0 - options.lr * options.weight_decay;
         Self {
-            gradient: Gradient::new(options.maximize, if decoupled { 0.0 } else { options.weight_decay }),
+            gradient: Gradient::new(
+                options.maximize,
+                if decoupled { 0.0 } else { options.weight_decay },
+            ),
             keep: (decoupled && options.weight_decay != 0.0).then(|| scalar::<T>(keep)),
             first_weight: Weight::new(1.0 - beta1),
             beta2: scalar::<T>(beta2),
@@ -185,12 +223,20 @@ impl<T: Float> Scalars<T> {
 
     /// Returns the decayed parameter, and the running averages of the gradient and of its square.
     #[inline(always)]
-    fn average(&self, param: T, grad: T, exp_avg: T, exp_avg_sq: T) -> (Element<T>, Element<T>, Element<T>) {
+    fn average(
+        &self,
+        param: T,
+        grad: T,
+        exp_avg: T,
+        exp_avg_sq: T,
+    ) -> (Element<T>, Element<T>, Element<T>) {
         let p = Element::load(param);
         let p = self.keep.map_or(p, |keep| p.mul(keep));
         let g = self.gradient.load(grad, p);
         let m = Element::load(exp_avg).lerp(g, self.first_weight);
-        let v = Element::load(exp_avg_sq).mul(self.beta2).addcmul(g, g, self.second_weight);
+        let v = Element::load(exp_avg_sq)
+            .mul(self.beta2)
+            .addcmul(g, g, self.second_weight);
         (p, m, v)
     }
 

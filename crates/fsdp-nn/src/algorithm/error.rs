@@ -41,7 +41,9 @@ pub enum AlgorithmError {
         found: &'static str,
     },
     /// Parameters of this dtype cannot be updated.
-    #[error("{algorithm} cannot update parameters of dtype `{dtype}`: use float32, float64, bfloat16 or float16")]
+    #[error(
+        "{algorithm} cannot update parameters of dtype `{dtype}`: use float32, float64, bfloat16 or float16"
+    )]
     UnsupportedDType {
         /// The optimizer, by torch's name.
         algorithm: &'static str,
@@ -80,13 +82,17 @@ pub enum AlgorithmError {
         shape: Vec<usize>,
     },
     /// An optimizer that keeps state for each parameter is given FlatParameters.
-    #[error("{algorithm} needs `use_orig_params`: its state belongs to rows and columns of the model's own parameters")]
+    #[error(
+        "{algorithm} needs `use_orig_params`: its state belongs to rows and columns of the model's own parameters"
+    )]
     FlatParameters {
         /// The optimizer, by torch's name.
         algorithm: &'static str,
     },
     /// An update that needs the whole parameter was asked to work on a slice.
-    #[error("{algorithm} updates whole matrices, which `Optimizer::step` does, and no slices of them")]
+    #[error(
+        "{algorithm} updates whole matrices, which `Optimizer::step` does, and no slices of them"
+    )]
     NotElementwise {
         /// The optimizer, by torch's name.
         algorithm: &'static str,
@@ -102,11 +108,14 @@ pub enum AlgorithmError {
         step: f32,
     },
     /// An update was given another number of state slices than the schema has.
-    #[error("{algorithm} keeps {expected} state entries per element of a parameter, but the update was given {found}")]
+    #[error(
+        "{algorithm} keeps {expected} state entries per element of a parameter, but the update was given {found}"
+    )]
     StateCount {
         /// The optimizer, by torch's name.
         algorithm: &'static str,
-        /// The number of entries of [`StateKind::LikeParameter`](super::StateKind::LikeParameter) the schema has.
+        /// The number of entries of [`StateKind::LikeParameter`](super::StateKind::LikeParameter)
+        /// the schema has.
         expected: usize,
         /// The number that were given.
         found: usize,
@@ -124,11 +133,20 @@ pub enum AlgorithmError {
 }
 
 /// Refuses the first of these hyperparameters that is negative, infinite or NaN.
-pub(super) fn at_least_zero(algorithm: &'static str, values: &[(&'static str, f64)]) -> Result<(), AlgorithmError> {
-    match values.iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {
-        Some(&(key, value)) => {
-            Err(AlgorithmError::OutOfRange { algorithm, key, value, range: "finite and at least 0" })
-        }
+pub(super) fn at_least_zero(
+    algorithm: &'static str,
+    values: &[(&'static str, f64)],
+) -> Result<(), AlgorithmError> {
+    match values
+        .iter()
+        .find(|(_, value)| !(value.is_finite() && *value >= 0.0))
+    {
+        Some(&(key, value)) => Err(AlgorithmError::OutOfRange {
+            algorithm,
+            key,
+            value,
+            range: "finite and at least 0",
+        }),
         None => Ok(()),
     }
 }

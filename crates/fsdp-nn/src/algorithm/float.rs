@@ -1,9 +1,10 @@
 //! Element types that an optimizer computes in, and torch's element-wise operations on them.
 //!
-//! torch runs a step as a chain of whole-tensor operations. Each one widens its elements, computes, and rounds the
-//! result back to the tensor's dtype. The methods of [`Element`] are those operations for one element, with the same
-//! roundings, so that chaining them element by element gives what torch's chain of tensors gives. Everything is
-//! inlined, because a loop with a call in it is not vectorised.
+//! torch runs a step as a chain of whole-tensor operations. Each one widens its elements, computes,
+//! and rounds the result back to the tensor's dtype. The methods of [`Element`] are those
+//! operations for one element, with the same roundings, so that chaining them element by element
+//! gives what torch's chain of tensors gives. Everything is inlined, because a loop with a call in
+//! it is not vectorised.
 
 use std::convert::identity;
 
@@ -24,7 +25,8 @@ mod sealed {
     {
         /// Returns the nearest value to a scalar, which Python holds in double precision.
         fn from_scalar(value: f64) -> Self;
-        /// Computes `self * factor + addend`, rounded once: torch's kernels use a fused multiply-add.
+        /// Computes `self * factor + addend`, rounded once: torch's kernels use a fused
+        /// multiply-add.
         fn fused(self, factor: Self, addend: Self) -> Self;
         /// Returns the square root, correctly rounded.
         fn root(self) -> Self;
@@ -38,9 +40,10 @@ impl Real for f32 {
         value as f32
     }
 
-    // The product of two f32 is exact in f64, which every target can vectorise; f32::mul_add is a library call wherever
-    // the target does not promise the instruction. The sum is rounded to f64 first, which changes the result about once
-    // in 2^29 operations, by one unit in the last place, and on every machine alike.
+    // The product of two f32 is exact in f64, which every target can vectorise; f32::mul_add is a
+    // library call wherever the target does not promise the instruction. The sum is rounded to f64
+    // first, which changes the result about once in 2^29 operations, by one unit in the last place,
+    // and on every machine alike.
     #[inline(always)]
     fn fused(self, factor: Self, addend: Self) -> Self {
         (f64::from(self) * f64::from(factor) + f64::from(addend)) as f32
@@ -69,8 +72,8 @@ impl Real for f64 {
     }
 }
 
-/// An element type that [`Algorithm::update`](super::Algorithm::update) works on: `f32`, `f64`, [`struct@bf16`] or
-/// [`struct@f16`]. The half types compute in `f32`. This trait is sealed.
+/// An element type that [`Algorithm::update`](super::Algorithm::update) works on: `f32`, `f64`,
+/// [`struct@bf16`] or [`struct@f16`]. The half types compute in `f32`. This trait is sealed.
 pub trait Float: Copy + Send + Sync + 'static {
     /// The type that arithmetic is done in.
     #[doc(hidden)]
@@ -133,7 +136,8 @@ pub(super) fn scalar<T: Float>(value: f64) -> T::Real {
     T::Real::from_scalar(value)
 }
 
-/// One element of a tensor of `T`, widened. Its methods are torch's operations, under torch's names.
+/// One element of a tensor of `T`, widened. Its methods are torch's operations, under torch's
+/// names.
 #[derive(Clone, Copy)]
 pub(super) struct Element<T: Float>(T::Real);
 
@@ -156,8 +160,8 @@ impl<T: Float> Element<T> {
         Self(T::round(value))
     }
 
-    /// Returns a scalar rounded to the element type. torch rounds the scalars of `add` like this, but not those of its
-    /// other operations, which take `T::Real` here.
+    /// Returns a scalar rounded to the element type. torch rounds the scalars of `add` like this,
+    /// but not those of its other operations, which take `T::Real` here.
     pub(super) fn from_scalar(value: f64) -> Self {
         Self::round(scalar::<T>(value))
     }
@@ -176,7 +180,11 @@ impl<T: Float> Element<T> {
     /// Computes `self.add(other, alpha=alpha)`.
     #[inline(always)]
     pub(super) fn add_scaled(self, other: Self, alpha: Self) -> Self {
-        Self::round(if T::EXACT_PRODUCT { self.0 + alpha.0 * other.0 } else { alpha.0.fused(other.0, self.0) })
+        Self::round(if T::EXACT_PRODUCT {
+            self.0 + alpha.0 * other.0
+        } else {
+            alpha.0.fused(other.0, self.0)
+        })
     }
 
     /// Computes `self * factor`.
@@ -219,7 +227,11 @@ impl<T: Float> Element<T> {
     #[inline(always)]
     pub(super) fn maximum(self, other: Self) -> Self {
         let other_is_nan = other.0.partial_cmp(&other.0).is_none();
-        if other.0 > self.0 || other_is_nan { other } else { self }
+        if other.0 > self.0 || other_is_nan {
+            other
+        } else {
+            self
+        }
     }
 
     /// Computes `self.lerp(end, weight)`.
@@ -230,8 +242,8 @@ impl<T: Float> Element<T> {
     }
 }
 
-/// The weight of a `lerp`, prepared once for all elements. torch computes from the nearer of the two ends, so that the
-/// result is exact at both.
+/// The weight of a `lerp`, prepared once for all elements. torch computes from the nearer of the
+/// two ends, so that the result is exact at both.
 #[derive(Clone, Copy)]
 pub(super) struct Weight<R> {
     factor: R,
@@ -243,7 +255,10 @@ impl<R: Real> Weight<R> {
     pub(super) fn new(weight: f64) -> Self {
         let from_start = R::from_scalar(weight.abs()) < R::from_scalar(0.5);
         let (weight, one) = (R::from_scalar(weight), R::from_scalar(1.0));
-        Self { factor: if from_start { weight } else { weight - one }, from_start }
+        Self {
+            factor: if from_start { weight } else { weight - one },
+            from_start,
+        }
     }
 }
 
@@ -251,7 +266,9 @@ impl<R: Real> Weight<R> {
 pub(crate) fn lerp<T: Float>(start: &mut [T], end: &[T], weight: f64) {
     let weight = Weight::new(weight);
     for (start, &end) in start.iter_mut().zip(end) {
-        *start = Element::load(*start).lerp(Element::load(end), weight).store();
+        *start = Element::load(*start)
+            .lerp(Element::load(end), weight)
+            .store();
     }
 }
 
@@ -263,7 +280,8 @@ pub(crate) fn multiply<T: Float>(values: &mut [T], factor: f64) {
     }
 }
 
-/// The changes that a step makes to a gradient before it uses it: negated to maximize, and with the L2 penalty added.
+/// The changes that a step makes to a gradient before it uses it: negated to maximize, and with the
+/// L2 penalty added.
 #[derive(Clone, Copy)]
 pub(super) struct Gradient<T: Float> {
     sign: T::Real,
@@ -273,14 +291,19 @@ pub(super) struct Gradient<T: Float> {
 impl<T: Float> Gradient<T> {
     pub(super) fn new(maximize: bool, weight_decay: f64) -> Self {
         let sign = scalar::<T>(if maximize { -1.0 } else { 1.0 });
-        Self { sign, penalty: (weight_decay != 0.0).then(|| Element::from_scalar(weight_decay)) }
+        Self {
+            sign,
+            penalty: (weight_decay != 0.0).then(|| Element::from_scalar(weight_decay)),
+        }
     }
 
-    /// Returns the gradient that the step uses: negated to maximize, and with the weight decay added.
+    /// Returns the gradient that the step uses: negated to maximize, and with the weight decay
+    /// added.
     #[inline(always)]
     pub(super) fn load(&self, grad: T, param: Element<T>) -> Element<T> {
         // A product with 1 or -1 is exact, so that nothing needs rounding.
         let grad = Element(grad.widen() * self.sign);
-        self.penalty.map_or(grad, |penalty| grad.add_scaled(param, penalty))
+        self.penalty
+            .map_or(grad, |penalty| grad.add_scaled(param, penalty))
     }
 }

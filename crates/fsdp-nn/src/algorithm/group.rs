@@ -28,11 +28,16 @@ pub(super) struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     pub(super) fn new(algorithm: &'static str, group: &'a [(String, PlainValue)]) -> Self {
-        Self { algorithm, group, known: Vec::new(), missing: Vec::new() }
+        Self {
+            algorithm,
+            group,
+            known: Vec::new(),
+            missing: Vec::new(),
+        }
     }
 
-    /// Returns the converted value under `key`, or `current` if the group does not have the key. The last of several
-    /// values counts.
+    /// Returns the converted value under `key`, or `current` if the group does not have the key.
+    /// The last of several values counts.
     ///
     /// # Errors
     /// A value that `convert` does not accept; the message says that it is not `expected`.
@@ -49,23 +54,34 @@ impl<'a> Reader<'a> {
             return Ok(current);
         };
         let found = value.type_name();
-        convert(value).ok_or(AlgorithmError::WrongType { algorithm: self.algorithm, key, expected, found })
+        convert(value).ok_or(AlgorithmError::WrongType {
+            algorithm: self.algorithm,
+            key,
+            expected,
+            found,
+        })
     }
 
     pub(super) fn float(&mut self, key: &'static str, current: f64) -> Result<f64, AlgorithmError> {
         self.read(key, current, "a float", PlainValue::as_float)
     }
 
-    pub(super) fn bool(&mut self, key: &'static str, current: bool) -> Result<bool, AlgorithmError> {
+    pub(super) fn bool(
+        &mut self,
+        key: &'static str,
+        current: bool,
+    ) -> Result<bool, AlgorithmError> {
         self.read(key, current, "a bool", PlainValue::as_bool)
     }
 
     pub(super) fn count(&mut self, key: &'static str, current: u64) -> Result<u64, AlgorithmError> {
-        self.read(key, current, "a count", |value| u64::try_from(value.as_int()?).ok())
+        self.read(key, current, "a count", |value| {
+            u64::try_from(value.as_int()?).ok()
+        })
     }
 
-    /// Returns the value under `key`, or `default` in a group of an older version of torch, which did not have it:
-    /// torch adds it when it loads such a group.
+    /// Returns the value under `key`, or `default` in a group of an older version of torch, which
+    /// did not have it: torch adds it when it loads such a group.
     fn added<T>(
         &mut self,
         key: &'static str,
@@ -79,7 +95,11 @@ impl<'a> Reader<'a> {
     }
 
     /// Returns a switch that older versions of torch did not have.
-    pub(super) fn switch(&mut self, key: &'static str, default: bool) -> Result<bool, AlgorithmError> {
+    pub(super) fn switch(
+        &mut self,
+        key: &'static str,
+        default: bool,
+    ) -> Result<bool, AlgorithmError> {
         self.added(key, default, "a bool", PlainValue::as_bool)
     }
 
@@ -95,7 +115,8 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Returns the switches between torch's implementations, with its defaults for a group that lacks them.
+    /// Returns the switches between torch's implementations, with its defaults for a group that
+    /// lacks them.
     pub(super) fn switches(&mut self, default: Switches) -> Result<Switches, AlgorithmError> {
         Ok(Switches {
             foreach: self.optional_switch("foreach", default.foreach)?,
@@ -105,8 +126,13 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Returns the two floats under `key`, such as Adam's `betas`: a list counts as well, as JSON has no tuples.
-    pub(super) fn float_pair(&mut self, key: &'static str, current: (f64, f64)) -> Result<(f64, f64), AlgorithmError> {
+    /// Returns the two floats under `key`, such as Adam's `betas`: a list counts as well, as JSON
+    /// has no tuples.
+    pub(super) fn float_pair(
+        &mut self,
+        key: &'static str,
+        current: (f64, f64),
+    ) -> Result<(f64, f64), AlgorithmError> {
         self.read(key, current, "a tuple of two floats", |value| match value {
             PlainValue::Tuple(items) | PlainValue::List(items) => match items.as_slice() {
                 [first, second] => first.as_float().zip(second.as_float()),
@@ -116,16 +142,26 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Returns the keys that nobody asked for, with their values, and those that were asked for and are missing.
+    /// Returns the keys that nobody asked for, with their values, and those that were asked for and
+    /// are missing.
     pub(super) fn finish(self) -> (Vec<(String, PlainValue)>, Vec<&'static str>) {
-        let unknown = self.group.iter().filter(|(key, _)| !self.known.contains(&key.as_str())).cloned().collect();
+        let unknown = self
+            .group
+            .iter()
+            .filter(|(key, _)| !self.known.contains(&key.as_str()))
+            .cloned()
+            .collect();
         (unknown, self.missing)
     }
 }
 
 /// Returns a hyperparameter whose default in torch is the integer 0: zero is written as that.
 pub(super) fn float_or_zero(value: f64) -> PlainValue {
-    if value == 0.0 { PlainValue::Int(0) } else { PlainValue::Float(value) }
+    if value == 0.0 {
+        PlainValue::Int(0)
+    } else {
+        PlainValue::Float(value)
+    }
 }
 
 /// Returns `None`, `True` or `False`.
@@ -135,5 +171,8 @@ pub(super) fn optional_bool(value: Option<bool>) -> PlainValue {
 
 /// Gives the keys of a list of literals the type that groups have.
 pub(super) fn group<const N: usize>(entries: [(&str, PlainValue); N]) -> Vec<(String, PlainValue)> {
-    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+    entries
+        .into_iter()
+        .map(|(key, value)| (key.to_owned(), value))
+        .collect()
 }

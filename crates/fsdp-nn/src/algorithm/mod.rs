@@ -1,31 +1,33 @@
-//! The arithmetic of `torch.optim`'s SGD, Adam, AdamW, Adagrad, Adafactor and Muon, and of schedule-free AdamW:
-//! options, param-group keys, state schema, and the update itself.
+//! The arithmetic of `torch.optim`'s SGD, Adam, AdamW, Adagrad, Adafactor and Muon, and of
+//! schedule-free AdamW: options, param-group keys, state schema, and the update itself.
 //!
-//! Nothing here depends on tensors or ranks. [`Algorithm::update`] goes once over the slices of one parameter, its
-//! gradient and its state, in place and without allocating. All update rules except Adafactor's and Muon's are
-//! element-wise. So a rank can run them on the pieces of a parameter that it holds, and gets the same bits as for the
-//! whole parameter.
+//! Nothing here depends on tensors or ranks. [`Algorithm::update`] goes once over the slices of one
+//! parameter, its gradient and its state, in place and without allocating. All update rules except
+//! Adafactor's and Muon's are element-wise. So a rank can run them on the pieces of a parameter
+//! that it holds, and gets the same bits as for the whole parameter.
 //!
 //! # Arithmetic
-//! Results follow torch's single-tensor CPU path (`foreach=False`) on a CPU with fused multiply-add, operation by
-//! operation: scalars such as bias corrections are computed in `f64` as Python does, then rounded to the type that
-//! elements compute in. `f32` and `f64` compute in themselves; `bf16` and `f16` compute in `f32`, and each of torch's
-//! tensor operations rounds to the half type. In tests against torch 2.15 all four agree bit for bit, with two
-//! exceptions:
+//! Results follow torch's single-tensor CPU path (`foreach=False`) on a CPU with fused
+//! multiply-add, operation by operation: scalars such as bias corrections are computed in `f64` as
+//! Python does, then rounded to the type that elements compute in. `f32` and `f64` compute in
+//! themselves; `bf16` and `f16` compute in `f32`, and each of torch's tensor operations rounds to
+//! the half type. In tests against torch 2.15 all four agree bit for bit, with two exceptions:
 //!
-//! - Square roots are correctly rounded here. torch built with MKL takes those of `f32` and `f64` from MKL, where a
-//!   fifth of the `f32` results are off by one unit in the last place. Parameters under Adam, AdamW and Adagrad then
-//!   differ by roundings.
-//! - Where a tensor's elements do not fill torch's last vector, its `add(alpha=…)` rounds half types once more for
-//!   those. Here all elements are treated alike, so that a result does not depend on how a parameter was cut.
+//! - Square roots are correctly rounded here. torch built with MKL takes those of `f32` and `f64`
+//!   from MKL, where a fifth of the `f32` results are off by one unit in the last place. Parameters
+//!   under Adam, AdamW and Adagrad then differ by roundings.
+//! - Where a tensor's elements do not fill torch's last vector, its `add(alpha=…)` rounds half
+//!   types once more for those. Here all elements are treated alike, so that a result does not
+//!   depend on how a parameter was cut.
 //!
-//! With `f16` an `eps` of 1e-8 rounds to zero. A zero gradient is then divided by zero, which torch does not check.
-//! [`Algorithm::check_dtype`] refuses it.
+//! With `f16` an `eps` of 1e-8 rounds to zero. A zero gradient is then divided by zero, which torch
+//! does not check. [`Algorithm::check_dtype`] refuses it.
 //!
 //! # Speed
-//! The loops are vectorised, also for the x86-64 baseline. `f32` comes near the memory's speed. `f64` calls the C
-//! library's `fma` unless the build may use the instruction (`-C target-cpu=x86-64-v3`), which also doubles the speed
-//! of the half types. The example `algorithm_bandwidth` measures.
+//! The loops are vectorised, also for the x86-64 baseline. `f32` comes near the memory's speed.
+//! `f64` calls the C library's `fma` unless the build may use the instruction (`-C
+//! target-cpu=x86-64-v3`), which also doubles the speed of the half types. The example
+//! `algorithm_bandwidth` measures.
 
 mod adafactor;
 mod adagrad;
@@ -78,11 +80,13 @@ pub enum Algorithm {
     Sgd(SgdOptions),
     /// `torch.optim.Adam`: weight decay is added to the gradient.
     Adam(AdamOptions),
-    /// `torch.optim.AdamW`: weight decay shrinks the parameter. Start from [`AdamOptions::adamw`] for its defaults.
+    /// `torch.optim.AdamW`: weight decay shrinks the parameter. Start from [`AdamOptions::adamw`]
+    /// for its defaults.
     AdamW(AdamOptions),
     /// `torch.optim.Adagrad`
     Adagrad(AdagradOptions),
-    /// `torch.optim.Adafactor`. Its steps communicate: see [`Optimizer::step`](crate::Optimizer::step).
+    /// `torch.optim.Adafactor`. Its steps communicate: see
+    /// [`Optimizer::step`](crate::Optimizer::step).
     Adafactor(AdafactorOptions),
     /// `torch.optim.Muon`, for parameters that are matrices. Its steps communicate: see
     /// [`Optimizer::step`](crate::Optimizer::step).
@@ -136,7 +140,8 @@ impl Algorithm {
         Ok(())
     }
 
-    /// Checks the hyperparameters, as the constructors of `torch.optim` do; here they must be finite as well.
+    /// Checks the hyperparameters, as the constructors of `torch.optim` do; here they must be
+    /// finite as well.
     ///
     /// # Errors
     /// [`AlgorithmError::OutOfRange`] and [`AlgorithmError::Nesterov`].
@@ -171,16 +176,26 @@ impl Algorithm {
             DType::F32 => vanishes::<f32>(eps),
             DType::BF16 => vanishes::<half::bf16>(eps),
             DType::F16 => vanishes::<half::f16>(eps),
-            dtype => return Err(AlgorithmError::UnsupportedDType { algorithm: self.name(), dtype }),
+            dtype => {
+                return Err(AlgorithmError::UnsupportedDType {
+                    algorithm: self.name(),
+                    dtype,
+                });
+            }
         };
         if eps > 0.0 && vanishes {
-            return Err(AlgorithmError::VanishingEps { algorithm: self.name(), eps, dtype });
+            return Err(AlgorithmError::VanishingEps {
+                algorithm: self.name(),
+                eps,
+                dtype,
+            });
         }
         Ok(())
     }
 
-    /// Returns the hyperparameters as `torch.optim` keeps them in `param_groups`: the same keys, in the same order,
-    /// with the same types, without `params`. Where torch's default is the integer 0, zero is written as that.
+    /// Returns the hyperparameters as `torch.optim` keeps them in `param_groups`: the same keys, in
+    /// the same order, with the same types, without `params`. Where torch's default is the integer
+    /// 0, zero is written as that.
     #[must_use]
     pub fn to_group(&self) -> Vec<(String, PlainValue)> {
         match self {
@@ -196,15 +211,16 @@ impl Algorithm {
 
     /// Returns these hyperparameters, replaced by those that a param group holds.
     ///
-    /// A key that the group lacks keeps its present value and is listed in [`ReadGroup::missing`]. Switches that older
-    /// versions of torch did not have (`maximize`, `fused`, …) get torch's default instead, as in torch. A key that the
-    /// algorithm does not know (`initial_lr`, or those of another optimizer) goes to [`ReadGroup::unknown`] as it is.
-    /// If a key occurs twice, the last one counts. As in torch, an Adam group with `decoupled_weight_decay` makes an
+    /// A key that the group lacks keeps its present value and is listed in [`ReadGroup::missing`].
+    /// Switches that older versions of torch did not have (`maximize`, `fused`, …) get torch's
+    /// default instead, as in torch. A key that the algorithm does not know (`initial_lr`, or those
+    /// of another optimizer) goes to [`ReadGroup::unknown`] as it is. If a key occurs twice, the
+    /// last one counts. As in torch, an Adam group with `decoupled_weight_decay` makes an
     /// [`Algorithm::AdamW`], and AdamW stays what it is.
     ///
     /// # Errors
-    /// [`AlgorithmError::WrongType`] (integers may stand for floats, lists for tuples, nothing else), and those of
-    /// [`validate`](Algorithm::validate).
+    /// [`AlgorithmError::WrongType`] (integers may stand for floats, lists for tuples, nothing
+    /// else), and those of [`validate`](Algorithm::validate).
     pub fn with_group(&self, group: &[(String, PlainValue)]) -> Result<ReadGroup, AlgorithmError> {
         let mut reader = group::Reader::new(self.name(), group);
         let algorithm = match self {
@@ -217,14 +233,21 @@ impl Algorithm {
             Algorithm::Adagrad(options) => Algorithm::Adagrad(options.read(&mut reader)?),
             Algorithm::Adafactor(options) => Algorithm::Adafactor(options.read(&mut reader)?),
             Algorithm::Muon(options) => Algorithm::Muon(options.read(&mut reader)?),
-            Algorithm::ScheduleFreeAdamW(options) => Algorithm::ScheduleFreeAdamW(options.read(&mut reader)?),
+            Algorithm::ScheduleFreeAdamW(options) => {
+                Algorithm::ScheduleFreeAdamW(options.read(&mut reader)?)
+            }
         };
         algorithm.validate()?;
         let (unknown, missing) = reader.finish();
-        Ok(ReadGroup { algorithm, unknown, missing })
+        Ok(ReadGroup {
+            algorithm,
+            unknown,
+            missing,
+        })
     }
 
-    /// Returns the state kept for each parameter, in torch's order. SGD without momentum keeps none.
+    /// Returns the state kept for each parameter, in torch's order. SGD without momentum keeps
+    /// none.
     pub fn state_entries(&self) -> impl Iterator<Item = StateEntry> + use<> {
         let entries = match self {
             Algorithm::Sgd(options) => options.state_entries(),
@@ -237,22 +260,35 @@ impl Algorithm {
         entries.into_iter().flatten()
     }
 
-    /// Returns the names and the shapes of Adafactor's averages, which a parameter of this shape has from its first
-    /// step on, beside its [`state_entries`](Algorithm::state_entries).
+    /// Returns the names and the shapes of Adafactor's averages, which a parameter of this shape
+    /// has from its first step on, beside its [`state_entries`](Algorithm::state_entries).
     pub(crate) fn averages_of(&self, shape: &[usize]) -> Vec<(&'static str, Vec<usize>)> {
-        if matches!(self, Algorithm::Adafactor(_)) { Squares::shapes(shape) } else { Vec::new() }
+        if matches!(self, Algorithm::Adafactor(_)) {
+            Squares::shapes(shape)
+        } else {
+            Vec::new()
+        }
     }
 
-    /// Returns the kind of a state entry of a parameter of this shape. Returns `None` for an entry that the algorithm
-    /// does not have, and for one that has a shape of its own, such as Adafactor's averages of rows.
+    /// Returns the kind of a state entry of a parameter of this shape. Returns `None` for an entry
+    /// that the algorithm does not have, and for one that has a shape of its own, such as
+    /// Adafactor's averages of rows.
     pub(crate) fn kind_of(&self, name: &str, shape: &[usize]) -> Option<StateKind> {
-        let of_schema = self.state_entries().find(|entry| entry.name == name).map(|entry| entry.kind);
+        let of_schema = self
+            .state_entries()
+            .find(|entry| entry.name == name)
+            .map(|entry| entry.kind);
         let is_like = |(average, own): &(&str, Vec<usize>)| *average == name && own == shape;
-        of_schema.or_else(|| self.averages_of(shape).iter().any(is_like).then_some(StateKind::LikeParameter))
+        of_schema.or_else(|| {
+            self.averages_of(shape)
+                .iter()
+                .any(is_like)
+                .then_some(StateKind::LikeParameter)
+        })
     }
 
-    /// Returns `true` if torch makes the state when the optimizer is constructed (Adagrad), rather than at a
-    /// parameter's first update.
+    /// Returns `true` if torch makes the state when the optimizer is constructed (Adagrad), rather
+    /// than at a parameter's first update.
     #[must_use]
     pub const fn state_exists_from_construction(&self) -> bool {
         matches!(self, Algorithm::Adagrad(_))
@@ -263,16 +299,18 @@ impl Algorithm {
         matches!(self, Algorithm::Adafactor(_) | Algorithm::Muon(_))
     }
 
-    /// Updates one parameter, or a piece of it, in place: `torch.optim.Optimizer.step` for its elements.
+    /// Updates one parameter, or a piece of it, in place: `torch.optim.Optimizer.step` for its
+    /// elements.
     ///
-    /// `step` is the number of this update: what the `step` entry holds once it is incremented, which is the caller's
-    /// task; SGD, which has none, ignores it. `state` holds the entries of [`StateKind::LikeParameter`] in the order of
-    /// [`state_entries`](Algorithm::state_entries). `first` says that entries with [`Initial::FirstGradient`] do not
-    /// exist yet: what their slices hold is then overwritten unread. No collective runs, and nothing is allocated.
+    /// `step` is the number of this update: what the `step` entry holds once it is incremented,
+    /// which is the caller's task; SGD, which has none, ignores it. `state` holds the entries of
+    /// [`StateKind::LikeParameter`] in the order of [`state_entries`](Algorithm::state_entries).
+    /// `first` says that entries with [`Initial::FirstGradient`] do not exist yet: what their
+    /// slices hold is then overwritten unread. No collective runs, and nothing is allocated.
     ///
     /// # Errors
-    /// [`AlgorithmError::Step`], [`AlgorithmError::StateCount`] and [`AlgorithmError::Length`], before anything is
-    /// changed.
+    /// [`AlgorithmError::Step`], [`AlgorithmError::StateCount`] and [`AlgorithmError::Length`],
+    /// before anything is changed.
     ///
     /// ```
     /// use fsdp_nn::algorithm::{Algorithm, SgdOptions};
@@ -316,20 +354,28 @@ impl Algorithm {
                 options.update_amsgrad(true, step, param, grad, exp_avg, exp_avg_sq, max);
             }
             (Algorithm::Adagrad(options), [sum]) => options.update(step, param, grad, sum),
-            (Algorithm::ScheduleFreeAdamW(options), [z, exp_avg_sq]) => options.update(param, grad, z, exp_avg_sq),
+            (Algorithm::ScheduleFreeAdamW(options), [z, exp_avg_sq]) => {
+                options.update(param, grad, z, exp_avg_sq)
+            }
             (Algorithm::Adafactor(_) | Algorithm::Muon(_), _) => {
-                return Err(AlgorithmError::NotElementwise { algorithm: self.name() });
+                return Err(AlgorithmError::NotElementwise {
+                    algorithm: self.name(),
+                });
             }
             _ => {
                 let expected = self.slice_names().count();
-                return Err(AlgorithmError::StateCount { algorithm: self.name(), expected, found });
+                return Err(AlgorithmError::StateCount {
+                    algorithm: self.name(),
+                    expected,
+                    found,
+                });
             }
         }
         Ok(())
     }
 
-    /// Begins a step of all parameters of a group: updates what the group itself keeps from step to step, which only
-    /// schedule-free AdamW has.
+    /// Begins a step of all parameters of a group: updates what the group itself keeps from step to
+    /// step, which only schedule-free AdamW has.
     pub(crate) fn begin_step(&mut self) -> Result<(), AlgorithmError> {
         match self {
             Algorithm::ScheduleFreeAdamW(options) => options.begin_step(),
@@ -347,36 +393,61 @@ impl Algorithm {
     /// Checks that a parameter of this shape can be updated.
     pub(crate) fn check_shape(&self, shape: &[usize]) -> Result<(), AlgorithmError> {
         if matches!(self, Algorithm::Muon(_)) && shape.len() != 2 {
-            return Err(AlgorithmError::NotAMatrix { algorithm: self.name(), shape: shape.to_vec() });
+            return Err(AlgorithmError::NotAMatrix {
+                algorithm: self.name(),
+                shape: shape.to_vec(),
+            });
         }
         Ok(())
     }
 
-    /// Checks that the optimizer can step on the parameters that it sees: the model's own, or FlatParameters.
-    pub(crate) const fn check_parameters(&self, use_orig_params: bool) -> Result<(), AlgorithmError> {
+    /// Checks that the optimizer can step on the parameters that it sees: the model's own, or
+    /// FlatParameters.
+    pub(crate) const fn check_parameters(
+        &self,
+        use_orig_params: bool,
+    ) -> Result<(), AlgorithmError> {
         match self {
-            Algorithm::Adafactor(_) if !use_orig_params => {
-                Err(AlgorithmError::FlatParameters { algorithm: self.name() })
-            }
+            Algorithm::Adafactor(_) if !use_orig_params => Err(AlgorithmError::FlatParameters {
+                algorithm: self.name(),
+            }),
             _ => Ok(()),
         }
     }
 
-    /// Checks the number of a step, from 1: those compute with it that have it in their state, and Adagrad.
+    /// Checks the number of a step, from 1: those compute with it that have it in their state, and
+    /// Adagrad.
     pub(crate) fn check_step(&self, step: f32) -> Result<(), AlgorithmError> {
-        if !self.state_entries().any(|entry| entry.kind == StateKind::Scalar) || (step >= 1.0 && step.is_finite()) {
+        if !self
+            .state_entries()
+            .any(|entry| entry.kind == StateKind::Scalar)
+            || (step >= 1.0 && step.is_finite())
+        {
             return Ok(());
         }
-        Err(AlgorithmError::Step { algorithm: self.name(), step })
+        Err(AlgorithmError::Step {
+            algorithm: self.name(),
+            step,
+        })
     }
 
     /// Returns the names of the entries that an update takes slices of.
     fn slice_names(&self) -> impl Iterator<Item = &'static str> {
-        self.state_entries().filter(|entry| entry.kind == StateKind::LikeParameter).map(|entry| entry.name)
+        self.state_entries()
+            .filter(|entry| entry.kind == StateKind::LikeParameter)
+            .map(|entry| entry.name)
     }
 }
 
 /// Checks that a slice of an update is as long as the parameter.
 fn check_length(name: &'static str, found: usize, expected: usize) -> Result<(), AlgorithmError> {
-    if found == expected { Ok(()) } else { Err(AlgorithmError::Length { name, expected, found }) }
+    if found == expected {
+        Ok(())
+    } else {
+        Err(AlgorithmError::Length {
+            name,
+            expected,
+            found,
+        })
+    }
 }

@@ -7,20 +7,25 @@ use super::float::{Element, Float, Weight, scalar};
 use super::group::{Reader, group};
 use super::state::{StateEntries, StateEntry};
 
-/// The way in which Muon fits the learning rate to the shape of a matrix of A rows and B columns: torch's
-/// `adjust_lr_fn`.
+/// The way in which Muon fits the learning rate to the shape of a matrix of A rows and B columns:
+/// torch's `adjust_lr_fn`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MuonAdjust {
     /// `original`, the default: times the root of A / B, if that is more than 1.
     Original,
-    /// `match_rms_adamw`: times 0.2 roots of the larger of A and B, so that learning rates of AdamW fit.
+    /// `match_rms_adamw`: times 0.2 roots of the larger of A and B, so that learning rates of AdamW
+    /// fit.
     MatchRmsAdamw,
     /// `spectral_unclamped`: times the root of A / B.
     SpectralUnclamped,
 }
 
 impl MuonAdjust {
-    const ALL: [MuonAdjust; 3] = [MuonAdjust::Original, MuonAdjust::MatchRmsAdamw, MuonAdjust::SpectralUnclamped];
+    const ALL: [MuonAdjust; 3] = [
+        MuonAdjust::Original,
+        MuonAdjust::MatchRmsAdamw,
+        MuonAdjust::SpectralUnclamped,
+    ];
 
     /// Returns torch's name.
     #[must_use]
@@ -33,8 +38,8 @@ impl MuonAdjust {
     }
 }
 
-/// Hyperparameters of Muon; the defaults are torch's. Its parameters must be matrices. Others, and embeddings, are
-/// usually left to AdamW.
+/// Hyperparameters of Muon; the defaults are torch's. Its parameters must be matrices. Others, and
+/// embeddings, are usually left to AdamW.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MuonOptions {
     /// The learning rate; 1e-3 by default.
@@ -45,7 +50,8 @@ pub struct MuonOptions {
     pub momentum: f64,
     /// `true` (the default) for Nesterov momentum.
     pub nesterov: bool,
-    /// The coefficients of the polynomial that makes a matrix orthogonal; (3.4445, -4.775, 2.0315) by default.
+    /// The coefficients of the polynomial that makes a matrix orthogonal; (3.4445, -4.775, 2.0315)
+    /// by default.
     pub ns_coefficients: (f64, f64, f64),
     /// The least norm by which a matrix is divided; 1e-7 by default.
     pub eps: f64,
@@ -75,14 +81,45 @@ const MAX_STEPS: u64 = 99;
 
 impl MuonOptions {
     pub(super) fn validate(&self) -> Result<(), AlgorithmError> {
-        let Self { lr, weight_decay, momentum, eps, ns_coefficients: (a, b, c), ns_steps, .. } = *self;
-        at_least_zero("Muon", &[("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum), ("eps", eps)])?;
+        let Self {
+            lr,
+            weight_decay,
+            momentum,
+            eps,
+            ns_coefficients: (a, b, c),
+            ns_steps,
+            ..
+        } = *self;
+        at_least_zero(
+            "Muon",
+            &[
+                ("lr", lr),
+                ("weight_decay", weight_decay),
+                ("momentum", momentum),
+                ("eps", eps),
+            ],
+        )?;
         for (key, value, is_fine, range) in [
-            ("ns_coefficients", a + b + c, (a + b + c).is_finite(), "finite"),
-            ("ns_steps", ns_steps as f64, ns_steps <= MAX_STEPS, "less than 100"),
+            (
+                "ns_coefficients",
+                a + b + c,
+                (a + b + c).is_finite(),
+                "finite",
+            ),
+            (
+                "ns_steps",
+                ns_steps as f64,
+                ns_steps <= MAX_STEPS,
+                "less than 100",
+            ),
         ] {
             if !is_fine {
-                return Err(AlgorithmError::OutOfRange { algorithm: "Muon", key, value, range });
+                return Err(AlgorithmError::OutOfRange {
+                    algorithm: "Muon",
+                    key,
+                    value,
+                    range,
+                });
             }
         }
         Ok(())
@@ -90,13 +127,18 @@ impl MuonOptions {
 
     pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {
         let (a, b, c) = self.ns_coefficients;
-        let adjust = self.adjust_lr_fn.map_or(PlainValue::None, |adjust| adjust.name().to_owned().into());
+        let adjust = self
+            .adjust_lr_fn
+            .map_or(PlainValue::None, |adjust| adjust.name().to_owned().into());
         group([
             ("lr", self.lr.into()),
             ("weight_decay", self.weight_decay.into()),
             ("momentum", self.momentum.into()),
             ("nesterov", self.nesterov.into()),
-            ("ns_coefficients", PlainValue::Tuple(vec![a.into(), b.into(), c.into()])),
+            (
+                "ns_coefficients",
+                PlainValue::Tuple(vec![a.into(), b.into(), c.into()]),
+            ),
             ("eps", self.eps.into()),
             ("ns_steps", self.ns_steps.cast_signed().into()),
             ("adjust_lr_fn", adjust),
@@ -109,41 +151,70 @@ impl MuonOptions {
             weight_decay: reader.float("weight_decay", self.weight_decay)?,
             momentum: reader.float("momentum", self.momentum)?,
             nesterov: reader.bool("nesterov", self.nesterov)?,
-            ns_coefficients: reader.read("ns_coefficients", self.ns_coefficients, "a tuple of three floats", triple)?,
+            ns_coefficients: reader.read(
+                "ns_coefficients",
+                self.ns_coefficients,
+                "a tuple of three floats",
+                triple,
+            )?,
             eps: reader.float("eps", self.eps)?,
             ns_steps: reader.count("ns_steps", self.ns_steps)?,
-            adjust_lr_fn: reader.read("adjust_lr_fn", self.adjust_lr_fn, "None or the name of a function", adjust)?,
+            adjust_lr_fn: reader.read(
+                "adjust_lr_fn",
+                self.adjust_lr_fn,
+                "None or the name of a function",
+                adjust,
+            )?,
         })
     }
 
     pub(super) fn state_entries() -> StateEntries {
-        [Some(StateEntry::like_parameter("momentum_buffer", 0.0)), None, None, None]
+        [
+            Some(StateEntry::like_parameter("momentum_buffer", 0.0)),
+            None,
+            None,
+            None,
+        ]
     }
 
-    /// Updates the momentum of a piece of a parameter, and returns the direction that is to be made orthogonal; slices
-    /// of equal length.
+    /// Updates the momentum of a piece of a parameter, and returns the direction that is to be made
+    /// orthogonal; slices of equal length.
     pub(crate) fn direction<T: Float>(&self, grads: &[T], buffers: &mut [T]) -> Vec<T> {
         let (fresh, ahead) = (Weight::new(1.0 - self.momentum), Weight::new(self.momentum));
         let elements = grads.iter().zip(buffers).map(|(&grad, buffer)| {
             let g = Element::load(grad);
             let b = Element::load(*buffer).lerp(g, fresh);
             *buffer = b.store();
-            if self.nesterov { g.lerp(b, ahead).store() } else { b.store() }
+            if self.nesterov {
+                g.lerp(b, ahead).store()
+            } else {
+                b.store()
+            }
         });
         elements.collect()
     }
 
-    /// Steps a piece of a parameter of this shape along an orthogonal direction; slices of equal length.
-    pub(crate) fn descend<T: Float>(&self, shape: [usize; 2], params: &mut [T], direction: &[half::bf16]) {
+    /// Steps a piece of a parameter of this shape along an orthogonal direction; slices of equal
+    /// length.
+    pub(crate) fn descend<T: Float>(
+        &self,
+        shape: [usize; 2],
+        params: &mut [T],
+        direction: &[half::bf16],
+    ) {
         let keep = scalar::<T>(1.0 - self.lr * self.weight_decay);
         let descent = Element::<T>::from_scalar(-self.adjusted_lr(shape));
         for (param, &direction) in params.iter_mut().zip(direction) {
             let direction = Element::from_scalar(direction.to_f64());
-            *param = Element::load(*param).mul(keep).add_scaled(direction, descent).store();
+            *param = Element::load(*param)
+                .mul(keep)
+                .add_scaled(direction, descent)
+                .store();
         }
     }
 
-    /// Returns the learning rate for a matrix, adjusted to its shape as torch's `adjust_lr_fn` says.
+    /// Returns the learning rate for a matrix, adjusted to its shape as torch's `adjust_lr_fn`
+    /// says.
     fn adjusted_lr(&self, [rows, columns]: [usize; 2]) -> f64 {
         let (rows, columns) = (rows as f64, columns as f64);
         self.lr
@@ -157,7 +228,9 @@ impl MuonOptions {
 
 /// Reads a tuple of three floats.
 fn triple(value: &PlainValue) -> Option<(f64, f64, f64)> {
-    let (PlainValue::Tuple(items) | PlainValue::List(items)) = value else { return None };
+    let (PlainValue::Tuple(items) | PlainValue::List(items)) = value else {
+        return None;
+    };
     match items.as_slice() {
         [a, b, c] => Some((a.as_float()?, b.as_float()?, c.as_float()?)),
         _ => None,
@@ -170,5 +243,8 @@ fn adjust(value: &PlainValue) -> Option<Option<MuonAdjust>> {
         return Some(None);
     }
     let name = value.as_str()?;
-    MuonAdjust::ALL.into_iter().find(|adjust| adjust.name() == name).map(Some)
+    MuonAdjust::ALL
+        .into_iter()
+        .find(|adjust| adjust.name() == name)
+        .map(Some)
 }

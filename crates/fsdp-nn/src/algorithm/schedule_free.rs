@@ -1,4 +1,5 @@
-//! Schedule-free AdamW: an AdamW that needs no schedule of its learning rate, because it averages its iterates.
+//! Schedule-free AdamW: an AdamW that needs no schedule of its learning rate, because it averages
+//! its iterates.
 
 use fsdp_layout::PlainValue;
 
@@ -7,20 +8,21 @@ use super::float::{Element, Float, Weight, scalar};
 use super::group::{Reader, float_or_zero, group, optional_bool};
 use super::state::{Initial, StateEntries, StateEntry, StateKind};
 
-/// Hyperparameters of schedule-free AdamW, with the defaults of the package `schedulefree`, and what its groups keep
-/// from step to step.
+/// Hyperparameters of schedule-free AdamW, with the defaults of the package `schedulefree`, and
+/// what its groups keep from step to step.
 ///
-/// There are three points, in the names of that package: `z` is the iterate, `x` the average of all iterates, and `y`,
-/// between the two, the point at which gradients are computed. While the model trains, its parameters are `y`. Before
-/// an evaluation, or for a checkpoint that others are going to use, [`Optimizer::eval`](crate::Optimizer::eval) turns
-/// them into `x`, and [`Optimizer::train`](crate::Optimizer::train) turns them into `y` again. As in that package, an
+/// There are three points, in the names of that package: `z` is the iterate, `x` the average of all
+/// iterates, and `y`, between the two, the point at which gradients are computed. While the model
+/// trains, its parameters are `y`. Before an evaluation, or for a checkpoint that others are going
+/// to use, [`Optimizer::eval`](crate::Optimizer::eval) turns them into `x`, and
+/// [`Optimizer::train`](crate::Optimizer::train) turns them into `y` again. As in that package, an
 /// optimizer is in `eval` mode at first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScheduleFreeOptions {
     /// The learning rate; 0.0025 by default.
     pub lr: f64,
-    /// The weight of the average `x` in `y`, and the decay rate of the running average of squared gradients; (0.9,
-    /// 0.999) by default.
+    /// The weight of the average `x` in `y`, and the decay rate of the running average of squared
+    /// gradients; (0.9, 0.999) by default.
     pub betas: (f64, f64),
     /// The number that is added to the denominator; 1e-8 by default.
     pub eps: f64,
@@ -83,15 +85,30 @@ impl ScheduleFreeOptions {
         // An infinite rate would make the weights NaN. Before the first step, `lr_max` is -1.
         if !(self.lr_max.is_finite() && self.lr_max >= -1.0) {
             let (key, value, range) = ("lr_max", self.lr_max, "finite and at least -1");
-            return Err(AlgorithmError::OutOfRange { algorithm: NAME, key, value, range });
+            return Err(AlgorithmError::OutOfRange {
+                algorithm: NAME,
+                key,
+                value,
+                range,
+            });
         }
         // `betas[0]` may not be 0, because `switch_weight` divides by it.
         for (key, value, least, range) in [
-            ("betas[0]", self.betas.0, f64::MIN_POSITIVE, "above 0 and less than 1"),
+            (
+                "betas[0]",
+                self.betas.0,
+                f64::MIN_POSITIVE,
+                "above 0 and less than 1",
+            ),
             ("betas[1]", self.betas.1, 0.0, "at least 0 and less than 1"),
         ] {
             if !(least..1.0).contains(&value) {
-                return Err(AlgorithmError::OutOfRange { algorithm: NAME, key, value, range });
+                return Err(AlgorithmError::OutOfRange {
+                    algorithm: NAME,
+                    key,
+                    value,
+                    range,
+                });
             }
         }
         Ok(())
@@ -100,7 +117,10 @@ impl ScheduleFreeOptions {
     pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {
         group([
             ("lr", self.lr.into()),
-            ("betas", PlainValue::Tuple(vec![self.betas.0.into(), self.betas.1.into()])),
+            (
+                "betas",
+                PlainValue::Tuple(vec![self.betas.0.into(), self.betas.1.into()]),
+            ),
             ("eps", self.eps.into()),
             ("r", self.r.into()),
             ("k", self.k.cast_signed().into()),
@@ -134,8 +154,17 @@ impl ScheduleFreeOptions {
     }
 
     pub(super) fn state_entries() -> StateEntries {
-        let z = StateEntry { name: "z", kind: StateKind::LikeParameter, initial: Initial::Parameter };
-        [Some(z), Some(StateEntry::like_parameter("exp_avg_sq", 0.0)), None, None]
+        let z = StateEntry {
+            name: "z",
+            kind: StateKind::LikeParameter,
+            initial: Initial::Parameter,
+        };
+        [
+            Some(z),
+            Some(StateEntry::like_parameter("exp_avg_sq", 0.0)),
+            None,
+            None,
+        ]
     }
 
     /// Returns the weight that the iterate of the current step has in the average.
@@ -143,8 +172,8 @@ impl ScheduleFreeOptions {
         ((self.k + 1) as f64).powf(self.r) * self.lr_max.powf(self.weight_lr_power)
     }
 
-    /// Begins a step: sets its learning rate, the largest rate so far and the sum of weights. The caller counts the
-    /// step in `k` when it is done.
+    /// Begins a step: sets its learning rate, the largest rate so far and the sum of weights. The
+    /// caller counts the step in `k` when it is done.
     ///
     /// # Errors
     /// [`AlgorithmError::NotTraining`] if the parameters are the average.
@@ -152,7 +181,11 @@ impl ScheduleFreeOptions {
         if !self.train_mode {
             return Err(AlgorithmError::NotTraining { algorithm: NAME });
         }
-        let warmup = if self.k < self.warmup_steps { (self.k + 1) as f64 / self.warmup_steps as f64 } else { 1.0 };
+        let warmup = if self.k < self.warmup_steps {
+            (self.k + 1) as f64 / self.warmup_steps as f64
+        } else {
+            1.0
+        };
         self.scheduled_lr = self.lr * warmup;
         self.lr_max = self.lr_max.max(self.scheduled_lr);
         self.weight_sum += self.weight();
@@ -161,7 +194,11 @@ impl ScheduleFreeOptions {
 
     /// Returns the factors of the current step.
     pub(crate) fn factors(&self) -> Factors {
-        let z_weight = if self.weight_sum == 0.0 { 0.0 } else { self.weight() / self.weight_sum };
+        let z_weight = if self.weight_sum == 0.0 {
+            0.0
+        } else {
+            self.weight() / self.weight_sum
+        };
         Factors {
             bias_correction: 1.0 - self.betas.1.powf((self.k + 1) as f64),
             z_weight,
@@ -169,8 +206,15 @@ impl ScheduleFreeOptions {
         }
     }
 
-    /// Runs one step. The slices must have equal lengths; `zs` and `exp_avg_sqs` are the state of `params`.
-    pub(super) fn update<T: Float>(&self, params: &mut [T], grads: &[T], zs: &mut [T], exp_avg_sqs: &mut [T]) {
+    /// Runs one step. The slices must have equal lengths; `zs` and `exp_avg_sqs` are the state of
+    /// `params`.
+    pub(super) fn update<T: Float>(
+        &self,
+        params: &mut [T],
+        grads: &[T],
+        zs: &mut [T],
+        exp_avg_sqs: &mut [T],
+    ) {
         let factors = self.factors();
         let (beta2, second_weight) = (scalar::<T>(self.betas.1), scalar::<T>(1.0 - self.betas.1));
         let bias_correction = scalar::<T>(factors.bias_correction);
@@ -179,26 +223,39 @@ impl ScheduleFreeOptions {
         let z_weight = Weight::new(factors.z_weight);
         let gradient_factor = Element::from_scalar(factors.gradient_factor);
         let negative_lr = Element::from_scalar(-self.scheduled_lr);
-        for (((param, &grad), z), exp_avg_sq) in params.iter_mut().zip(grads).zip(zs).zip(exp_avg_sqs) {
+        for (((param, &grad), z), exp_avg_sq) in
+            params.iter_mut().zip(grads).zip(zs).zip(exp_avg_sqs)
+        {
             let (y, g) = (Element::load(*param), Element::load(grad));
             // AdamW's step, without its average of gradients.
-            let v = Element::load(*exp_avg_sq).mul(beta2).addcmul(g, g, second_weight);
+            let v = Element::load(*exp_avg_sq)
+                .mul(beta2)
+                .addcmul(g, g, second_weight);
             let normalized = g.div_by(v.div(bias_correction).sqrt().add(eps));
             let normalized = decay.map_or(normalized, |decay| normalized.add_scaled(y, decay));
             // Both `y` and `z` move, each from the `z` before this step.
             let old_z = Element::load(*z);
             *exp_avg_sq = v.store();
-            *param = y.lerp(old_z, z_weight).add_scaled(normalized, gradient_factor).store();
+            *param = y
+                .lerp(old_z, z_weight)
+                .add_scaled(normalized, gradient_factor)
+                .store();
             *z = old_z.add_scaled(normalized, negative_lr).store();
         }
     }
 
-    /// Returns the weight of the `lerp` from a parameter to `z` that turns `x` into `y` (`to_train`), or `y` into `x`.
+    /// Returns the weight of the `lerp` from a parameter to `z` that turns `x` into `y`
+    /// (`to_train`), or `y` into `x`.
     ///
-    /// With the first beta `b`, `y = b * x + (1 - b) * z`: from `x` to `z` the weight is `1 - b`. Solved for `x`, that
-    /// is `x = y / b + (1 - 1 / b) * z`: from `y` to `z` the weight is `1 - 1 / b`, which is negative.
+    /// With the first beta `b`, `y = b * x + (1 - b) * z`: from `x` to `z` the weight is `1 - b`.
+    /// Solved for `x`, that is `x = y / b + (1 - 1 / b) * z`: from `y` to `z` the weight is `1 - 1
+    /// / b`, which is negative.
     pub(crate) fn switch_weight(&self, to_train: bool) -> f64 {
-        if to_train { 1.0 - self.betas.0 } else { 1.0 - 1.0 / self.betas.0 }
+        if to_train {
+            1.0 - self.betas.0
+        } else {
+            1.0 - 1.0 / self.betas.0
+        }
     }
 }
 

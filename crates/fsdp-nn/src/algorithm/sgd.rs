@@ -12,7 +12,8 @@ use super::state::{Initial, StateEntries, StateEntry, StateKind};
 pub struct SgdOptions {
     /// The learning rate; 1e-3 by default.
     pub lr: f64,
-    /// The momentum factor; 0 by default. With any other value the state has the entry `momentum_buffer`.
+    /// The momentum factor; 0 by default. With any other value the state has the entry
+    /// `momentum_buffer`.
     pub momentum: f64,
     /// The dampening: the gradient enters the momentum times `1 - dampening`; 0 by default.
     pub dampening: f64,
@@ -22,7 +23,8 @@ pub struct SgdOptions {
     pub nesterov: bool,
     /// `true` to maximize the objective instead of minimizing it; `false` by default.
     pub maximize: bool,
-    /// Switches of torch's implementations. They are saved and loaded, and have no effect. SGD has no `capturable`.
+    /// Switches of torch's implementations. They are saved and loaded, and have no effect. SGD has
+    /// no `capturable`.
     pub switches: Switches,
 }
 
@@ -42,8 +44,22 @@ impl Default for SgdOptions {
 
 impl SgdOptions {
     pub(super) fn validate(&self) -> Result<(), AlgorithmError> {
-        let Self { lr, momentum, dampening, weight_decay, nesterov, .. } = *self;
-        at_least_zero("SGD", &[("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)])?;
+        let Self {
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            ..
+        } = *self;
+        at_least_zero(
+            "SGD",
+            &[
+                ("lr", lr),
+                ("momentum", momentum),
+                ("weight_decay", weight_decay),
+            ],
+        )?;
         if !dampening.is_finite() {
             return Err(AlgorithmError::OutOfRange {
                 algorithm: "SGD",
@@ -53,7 +69,10 @@ impl SgdOptions {
             });
         }
         if nesterov && (momentum == 0.0 || dampening != 0.0) {
-            return Err(AlgorithmError::Nesterov { momentum, dampening });
+            return Err(AlgorithmError::Nesterov {
+                momentum,
+                dampening,
+            });
         }
         Ok(())
     }
@@ -80,13 +99,19 @@ impl SgdOptions {
             weight_decay: reader.float("weight_decay", self.weight_decay)?,
             nesterov: reader.switch("nesterov", false)?,
             maximize: reader.switch("maximize", false)?,
-            switches: reader.switches(Switches { fused: Some(false), ..Switches::default() })?,
+            switches: reader.switches(Switches {
+                fused: Some(false),
+                ..Switches::default()
+            })?,
         })
     }
 
     pub(super) fn state_entries(&self) -> StateEntries {
-        let buffer =
-            StateEntry { name: "momentum_buffer", kind: StateKind::LikeParameter, initial: Initial::FirstGradient };
+        let buffer = StateEntry {
+            name: "momentum_buffer",
+            kind: StateKind::LikeParameter,
+            initial: Initial::FirstGradient,
+        };
         [(self.momentum != 0.0).then_some(buffer), None, None, None]
     }
 
@@ -100,9 +125,15 @@ impl SgdOptions {
         }
     }
 
-    /// Runs one step with momentum. The slices must have equal lengths. `first` is `true` if the buffers have no values
-    /// yet.
-    pub(super) fn update_with_momentum<T: Float>(&self, first: bool, params: &mut [T], grads: &[T], buffers: &mut [T]) {
+    /// Runs one step with momentum. The slices must have equal lengths. `first` is `true` if the
+    /// buffers have no values yet.
+    pub(super) fn update_with_momentum<T: Float>(
+        &self,
+        first: bool,
+        params: &mut [T],
+        grads: &[T],
+        buffers: &mut [T],
+    ) {
         // Four loops, because with these choices inside, one loop would not be vectorised.
         match (first, self.nesterov) {
             (true, false) => self.momentum_loop::<T, true, false>(params, grads, buffers),
@@ -112,8 +143,8 @@ impl SgdOptions {
         }
     }
 
-    /// Updates slices with momentum. `FIRST` is `true` in a parameter's first step, whose momentum is the gradient
-    /// itself.
+    /// Updates slices with momentum. `FIRST` is `true` in a parameter's first step, whose momentum
+    /// is the gradient itself.
     fn momentum_loop<T: Float, const FIRST: bool, const NESTEROV: bool>(
         &self,
         params: &mut [T],
@@ -122,12 +153,19 @@ impl SgdOptions {
     ) {
         let gradient = Gradient::new(self.maximize, self.weight_decay);
         let descent = Element::<T>::from_scalar(-self.lr);
-        let (momentum, ahead) = (scalar::<T>(self.momentum), Element::from_scalar(self.momentum));
+        let (momentum, ahead) = (
+            scalar::<T>(self.momentum),
+            Element::from_scalar(self.momentum),
+        );
         let undamped = Element::from_scalar(1.0 - self.dampening);
         for ((param, &grad), buffer) in params.iter_mut().zip(grads).zip(buffers) {
             let p = Element::load(*param);
             let g = gradient.load(grad, p);
-            let b = if FIRST { g } else { Element::load(*buffer).mul(momentum).add_scaled(g, undamped) };
+            let b = if FIRST {
+                g
+            } else {
+                Element::load(*buffer).mul(momentum).add_scaled(g, undamped)
+            };
             let direction = if NESTEROV { g.add_scaled(b, ahead) } else { b };
             *buffer = b.store();
             *param = p.add_scaled(direction, descent).store();

@@ -29,8 +29,8 @@ pub enum Initial {
     Value(f64),
     /// The parameter's own value at its first update.
     Parameter,
-    /// Nothing: the entry comes into being with the first update, which stores the gradient (after maximize and weight
-    /// decay) in it. Until then a torch state dict does not have the parameter.
+    /// Nothing: the entry comes into being with the first update, which stores the gradient (after
+    /// maximize and weight decay) in it. Until then a torch state dict does not have the parameter.
     FirstGradient,
 }
 
@@ -38,11 +38,18 @@ pub enum Initial {
 pub(super) type StateEntries = [Option<StateEntry>; 4];
 
 impl StateEntry {
-    pub(super) const STEP: StateEntry =
-        StateEntry { name: "step", kind: StateKind::Scalar, initial: Initial::Value(0.0) };
+    pub(super) const STEP: StateEntry = StateEntry {
+        name: "step",
+        kind: StateKind::Scalar,
+        initial: Initial::Value(0.0),
+    };
 
     pub(super) const fn like_parameter(name: &'static str, initial: f64) -> StateEntry {
-        StateEntry { name, kind: StateKind::LikeParameter, initial: Initial::Value(initial) }
+        StateEntry {
+            name,
+            kind: StateKind::LikeParameter,
+            initial: Initial::Value(initial),
+        }
     }
 
     /// Returns the entry's dtype: that of the parameter, but `f32` for a scalar.

@@ -19,22 +19,34 @@ pub(crate) struct Groups {
 }
 
 impl Groups {
-    /// Makes groups of the same ranks, whose operations cannot get mixed up with those of these groups.
-    /// Collectives: the creation of as many subgroups as there are groups.
+    /// Makes groups of the same ranks, whose operations cannot get mixed up with those of these
+    /// groups. Collectives: the creation of as many subgroups as there are groups.
     pub(crate) fn duplicate(&self) -> Result<Groups> {
         Ok(Groups {
             shard: self.shard.as_ref().map(duplicate).transpose()?.flatten(),
-            replicate: self.replicate.as_ref().map(duplicate).transpose()?.flatten(),
+            replicate: self
+                .replicate
+                .as_ref()
+                .map(duplicate)
+                .transpose()?
+                .flatten(),
         })
     }
 
-    /// Returns the same groups with the unit's name as a label. If ranks call collectives for different units, they get
-    /// an error, and not each other's values.
+    /// Returns the same groups with the unit's name as a label. If ranks call collectives for
+    /// different units, they get an error, and not each other's values.
     pub(crate) fn labelled(&self, unit: &str) -> Groups {
-        let label = if unit.is_empty() { "the root unit".to_owned() } else { format!("unit {unit}") };
+        let label = if unit.is_empty() {
+            "the root unit".to_owned()
+        } else {
+            format!("unit {unit}")
+        };
         Groups {
             shard: self.shard.as_ref().map(|group| group.with_label(&label)),
-            replicate: self.replicate.as_ref().map(|group| group.with_label(&label)),
+            replicate: self
+                .replicate
+                .as_ref()
+                .map(|group| group.with_label(&label)),
         }
     }
 

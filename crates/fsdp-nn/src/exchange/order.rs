@@ -1,7 +1,7 @@
 //! The order in which a model uses its units.
 
-/// The order of units in one phase of a step, forward or backward. It is recorded in one step and used for prefetching
-/// in the next.
+/// The order of units in one phase of a step, forward or backward. It is recorded in one step and
+/// used for prefetching in the next.
 #[derive(Debug, Default)]
 pub(super) struct Order {
     /// The units in the order of the last complete phase.
@@ -37,7 +37,11 @@ impl Order {
 
     /// Records the result of a comparison: `true` if all ranks have the same order.
     pub(super) const fn set_compared(&mut self, is_same: bool) {
-        self.agreement = if is_same { Agreement::Same } else { Agreement::Different };
+        self.agreement = if is_same {
+            Agreement::Same
+        } else {
+            Agreement::Different
+        };
     }
 
     /// Records that the phase uses a unit.
@@ -46,12 +50,18 @@ impl Order {
         self.current.push(unit);
     }
 
-    /// Returns the units that the phase will probably use next; none if it has left the known order.
+    /// Returns the units that the phase will probably use next; none if it has left the known
+    /// order.
     pub(super) fn next(&self) -> &[usize] {
-        if self.follows { self.known.get(self.current.len()..).unwrap_or_default() } else { &[] }
+        if self.follows {
+            self.known.get(self.current.len()..).unwrap_or_default()
+        } else {
+            &[]
+        }
     }
 
-    /// Ends a complete phase, and keeps its order for the next step. A phase that used no unit is ignored.
+    /// Ends a complete phase, and keeps its order for the next step. A phase that used no unit is
+    /// ignored.
     pub(super) fn learn(&mut self) {
         if !self.current.is_empty() && self.current != self.known {
             self.known = std::mem::take(&mut self.current);
@@ -94,7 +104,10 @@ mod tests {
         let mut order = Order::default();
         pass(&mut order, &[0, 1, 2, 3]);
         order.set_compared(true);
-        assert_eq!(pass(&mut order, &[0, 2, 3]), [vec![1, 2, 3], vec![], vec![]]);
+        assert_eq!(
+            pass(&mut order, &[0, 2, 3]),
+            [vec![1, 2, 3], vec![], vec![]]
+        );
         assert_eq!(order.to_compare(), Some(&[0, 2, 3][..]));
         order.set_compared(false);
         assert!(pass(&mut order, &[0, 2, 3]).concat().is_empty());

@@ -1,8 +1,9 @@
-//! Collectives that overlap with the computation: units are prefetched before the model needs them, and the gradients
-//! of the last unit are reduced while the backward continues.
+//! Collectives that overlap with the computation: units are prefetched before the model needs them,
+//! and the gradients of the last unit are reduced while the backward continues.
 //!
-//! All collectives of the units run on one thread, in separate process groups. The computation queues them. It does the
-//! same on all ranks, so all ranks run them in the same order, even if one rank is ahead of another.
+//! All collectives of the units run on one thread, in separate process groups. The computation
+//! queues them. It does the same on all ranks, so all ranks run them in the same order, even if one
+//! rank is ahead of another.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -18,7 +19,8 @@ use crate::config::{BackwardPrefetch, FsdpConfig};
 use crate::shared::Shared;
 use crate::{NnError, Result};
 
-/// The largest number of prefetched units, unless [`FsdpConfig::limit_all_gathers`] limits it to one.
+/// The largest number of prefetched units, unless [`FsdpConfig::limit_all_gathers`] limits it to
+/// one.
 const UNITS_AHEAD: usize = 3;
 
 /// A phase of a step. In each phase a model uses its units in a certain order.
@@ -59,7 +61,8 @@ struct State {
     backward: Order,
     /// The units that are being prefetched: the next ones of the order, in that order.
     gathers: VecDeque<(usize, Ticket<Gathered>)>,
-    /// The reductions whose results have not been taken yet. Only the last one may still be running.
+    /// The reductions whose results have not been taken yet. Only the last one may still be
+    /// running.
     reductions: Vec<(usize, Ticket<Reduction>)>,
 }
 
@@ -91,13 +94,22 @@ impl fmt::Debug for Overlap {
 }
 
 impl Overlap {
-    /// Starts the thread for a model whose units use these process groups. Nothing else may use the groups.
-    pub(crate) fn start(config: &FsdpConfig, shard: Option<ProcessGroup>, shared: Arc<Shared>) -> Result<Self> {
+    /// Starts the thread for a model whose units use these process groups. Nothing else may use the
+    /// groups.
+    pub(crate) fn start(
+        config: &FsdpConfig,
+        shard: Option<ProcessGroup>,
+        shared: Arc<Shared>,
+    ) -> Result<Self> {
         let worker = Worker::start("fsdp-collectives").map_err(candle_core::Error::Io)?;
         Ok(Overlap {
             forward_prefetch: config.forward_prefetch,
             backward_prefetch: config.backward_prefetch,
-            limit: if config.limit_all_gathers { 1 } else { UNITS_AHEAD },
+            limit: if config.limit_all_gathers {
+                1
+            } else {
+                UNITS_AHEAD
+            },
             worker,
             shard,
             shared,
@@ -116,32 +128,45 @@ impl Overlap {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a phase, which ends when the guard is dropped.
-    /// Collectives: one all-gather of a number, if the order of units has changed since the last one.
+    /// Begins a phase, which ends when the guard is dropped. Collectives: one all-gather of a
+    /// number, if the order of units has changed since the last one.
     pub(crate) fn begin(&self, phase: Phase) -> Result<PhaseGuard<'_>> {
         let mut state = self.state();
         // Units that were gathered ahead followed the order of another phase.
         self.discard_gathers(&mut state)?;
-        // Compare the order between ranks before following it: collectives in different orders would be an error.
+        // Compare the order between ranks before following it: collectives in different orders
+        // would be an error.
         if let Some(order) = state.order_of(phase).to_compare() {
             let is_same = self.compare(order)?;
             state.order_of(phase).set_compared(is_same);
             if !is_same {
-                warn!(?phase, "ranks use their units in different orders: units are not prefetched");
+                warn!(
+                    ?phase,
+                    "ranks use their units in different orders: units are not prefetched"
+                );
             }
         }
         let outer = state.phase.replace(phase);
         state.order_of(phase).begin();
-        Ok(PhaseGuard { overlap: self, phase, outer })
+        Ok(PhaseGuard {
+            overlap: self,
+            phase,
+            outer,
+        })
     }
 
     /// Returns `true` if all ranks know the same order.
     fn compare(&self, order: &[usize]) -> Result<bool> {
-        let Some(group) = &self.shard else { return Ok(true) };
+        let Some(group) = &self.shard else {
+            return Ok(true);
+        };
         let group = group.with_label("the order of units");
         let bytes: Vec<u8> = order.iter().flat_map(|unit| unit.to_le_bytes()).collect();
         let hash = twox_hash::XxHash3_64::oneshot(&bytes);
-        let hashes = self.worker.submit(move || Ok(group.all_gather_object(&hash)?)).wait()?;
+        let hashes = self
+            .worker
+            .submit(move || Ok(group.all_gather_object(&hash)?))
+            .wait()?;
         Ok(hashes.iter().all(|other| *other == hash))
     }
 
@@ -152,7 +177,10 @@ impl Overlap {
         if let Some(order) = state.order() {
             order.record_use(unit.number);
         }
-        if state.gathers.front().is_some_and(|(number, _)| *number == unit.number)
+        if state
+            .gathers
+            .front()
+            .is_some_and(|(number, _)| *number == unit.number)
             && let Some((_, ticket)) = state.gathers.pop_front()
         {
             return self.take_gathered(unit, ticket);
@@ -170,13 +198,18 @@ impl Overlap {
         gathered.map_err(|error| in_background(unit, "all-gather", error))
     }
 
-    /// Starts to prefetch the units that the model uses next, if the options allow it at this moment.
+    /// Starts to prefetch the units that the model uses next, if the options allow it at this
+    /// moment.
     pub(crate) fn gather_next(&self, moment: Moment) {
         let mut state = self.state();
         let is_wanted = match (state.phase, moment) {
             (Some(Phase::Forward), Moment::BeforeComputation) => self.forward_prefetch,
-            (Some(Phase::Backward), Moment::BeforeComputation) => self.backward_prefetch == Some(BackwardPrefetch::Pre),
-            (Some(Phase::Backward), Moment::AfterComputation) => self.backward_prefetch == Some(BackwardPrefetch::Post),
+            (Some(Phase::Backward), Moment::BeforeComputation) => {
+                self.backward_prefetch == Some(BackwardPrefetch::Pre)
+            }
+            (Some(Phase::Backward), Moment::AfterComputation) => {
+                self.backward_prefetch == Some(BackwardPrefetch::Post)
+            }
             _ => false,
         };
         if !is_wanted {
@@ -186,27 +219,31 @@ impl Overlap {
         let next = state.order().map_or(&[][..], |order| order.next());
         let next: Vec<usize> = next.iter().take(self.limit).skip(begun).copied().collect();
         for number in next {
-            let Some(unit) = self.units.get().and_then(|units| units.get(number)) else { return };
-            // The unit is still gathered from an earlier use. If it is released before the model uses it again, it is
-            // gathered on demand then.
+            let Some(unit) = self.units.get().and_then(|units| units.get(number)) else {
+                return;
+            };
+            // The unit is still gathered from an earlier use. If it is released before the model
+            // uses it again, it is gathered on demand then.
             if self.shared.is_whole(number) {
                 return;
             }
             trace!(unit = %unit.name, "gather ahead");
             self.shared.count_held(unit.unsharded_bytes());
             let unit = Arc::clone(unit);
-            state.gathers.push_back((number, self.worker.submit(move || unit.gather())));
+            state
+                .gathers
+                .push_back((number, self.worker.submit(move || unit.gather())));
         }
     }
 
-    /// Waits for the units that are being prefetched, and discards them, because their values are about to change or
-    /// the model does not use them.
+    /// Waits for the units that are being prefetched, and discards them, because their values are
+    /// about to change or the model does not use them.
     pub(crate) fn discard(&self) -> Result<()> {
         self.discard_gathers(&mut self.state())
     }
 
-    /// Takes all gathers that were begun and not used, and drops what they have brought. Returns the first error of
-    /// any.
+    /// Takes all gathers that were begun and not used, and drops what they have brought. Returns
+    /// the first error of any.
     fn discard_gathers(&self, state: &mut State) -> Result<()> {
         let mut discarded = Ok(());
         while let Some((number, ticket)) = state.gathers.pop_front() {
@@ -217,20 +254,32 @@ impl Overlap {
         discarded
     }
 
-    /// Runs other collectives in the units' groups. Prefetched units are discarded. Every rank must do the same.
-    pub(crate) fn run<T: Send + 'static>(&self, run: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+    /// Runs other collectives in the units' groups. Prefetched units are discarded. Every rank must
+    /// do the same.
+    pub(crate) fn run<T: Send + 'static>(
+        &self,
+        run: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Result<T> {
         self.discard()?;
         self.worker.submit(run).wait()
     }
 
-    /// Reduces the gradients of a unit. If the backward can continue meanwhile, this returns `None`, and the result
-    /// comes from [`Self::take_reduced`]. Collectives: those of [`UnitExchange::reduce`].
-    pub(crate) fn reduce(&self, unit: &Arc<UnitExchange>, reduction: Reduction) -> Result<Option<Reduction>> {
+    /// Reduces the gradients of a unit. If the backward can continue meanwhile, this returns
+    /// `None`, and the result comes from [`Self::take_reduced`]. Collectives: those of
+    /// [`UnitExchange::reduce`].
+    pub(crate) fn reduce(
+        &self,
+        unit: &Arc<UnitExchange>,
+        reduction: Reduction,
+    ) -> Result<Option<Reduction>> {
         let mut state = self.state();
         let overlaps = state.phase == Some(Phase::Backward) && self.backward_prefetch.is_some();
-        // Wait for all earlier reductions. So the unreduced gradients of at most two units are in memory: this unit,
-        // and the unit that is computed while this one is reduced.
-        state.reductions.iter_mut().for_each(|(_, ticket)| ticket.finish());
+        // Wait for all earlier reductions. So the unreduced gradients of at most two units are in
+        // memory: this unit, and the unit that is computed while this one is reduced.
+        state
+            .reductions
+            .iter_mut()
+            .for_each(|(_, ticket)| ticket.finish());
         let reduced = Arc::clone(unit);
         let ticket = self.worker.submit(move || reduced.reduce(reduction));
         if !overlaps {
@@ -243,19 +292,33 @@ impl Overlap {
     /// Waits for the reduction of a unit's gradients, if there is one.
     pub(crate) fn take_reduced(&self, unit: &UnitExchange) -> Result<Option<Reduction>> {
         let mut state = self.state();
-        let Some(at) = state.reductions.iter().position(|(number, _)| *number == unit.number) else { return Ok(None) };
+        let Some(at) = state
+            .reductions
+            .iter()
+            .position(|(number, _)| *number == unit.number)
+        else {
+            return Ok(None);
+        };
         let (_, ticket) = state.reductions.remove(at);
-        ticket.wait().map(Some).map_err(|error| in_background(unit, "reduction of gradients", error))
+        ticket
+            .wait()
+            .map(Some)
+            .map_err(|error| in_background(unit, "reduction of gradients", error))
     }
 }
 
-/// Wraps the error of a collective that ran in the background, with the unit and the operation that it belongs to.
+/// Wraps the error of a collective that ran in the background, with the unit and the operation that
+/// it belongs to.
 fn in_background(unit: &UnitExchange, operation: &'static str, error: NnError) -> NnError {
-    NnError::BackgroundCollective { unit: unit.name.clone(), operation, error: Box::new(error) }
+    NnError::BackgroundCollective {
+        unit: unit.name.clone(),
+        operation,
+        error: Box::new(error),
+    }
 }
 
-/// The guard of a phase. When it is dropped, the outer phase continues, if there is one: a backward may compute a
-/// forward again.
+/// The guard of a phase. When it is dropped, the outer phase continues, if there is one: a backward
+/// may compute a forward again.
 pub(crate) struct PhaseGuard<'a> {
     overlap: &'a Overlap,
     phase: Phase,
@@ -278,8 +341,8 @@ impl Drop for PhaseGuard<'_> {
     fn drop(&mut self) {
         let mut state = self.overlap.state();
         state.phase = self.outer;
-        // Only a failed phase leaves gathers and reductions behind. Its own error is being returned, so theirs are
-        // ignored.
+        // Only a failed phase leaves gathers and reductions behind. Its own error is being
+        // returned, so theirs are ignored.
         let _ = self.overlap.discard_gathers(&mut state);
         // A forward inside of a backward leaves the reductions of that backward alone.
         if self.phase == Phase::Backward {

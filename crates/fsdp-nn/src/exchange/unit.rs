@@ -2,7 +2,9 @@
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{Element, ProcessGroup, ReduceOp};
-use fsdp_flat::storage::{Contents, HostSlice, HostSliceMut, Scalar, to_device, zeroed_vec, zeros_on};
+use fsdp_flat::storage::{
+    Contents, HostSlice, HostSliceMut, Scalar, to_device, zeroed_vec, zeros_on,
+};
 use fsdp_flat::{FlatParameter, with_float};
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::FlatEntry;
@@ -13,7 +15,8 @@ use crate::gradient::add;
 use crate::precision::cast;
 use crate::{Result, device, tasks};
 
-/// The parts of one unit that its collectives need. They never change, so another thread can run the collectives.
+/// The parts of one unit that its collectives need. They never change, so another thread can run
+/// the collectives.
 #[derive(Debug)]
 pub(crate) struct UnitExchange {
     /// The index of the unit among those of the model.
@@ -45,9 +48,11 @@ pub(crate) type Gathered = Vec<Contents>;
 pub(crate) struct Reduction {
     /// Gradients of this rank's own batch, unsharded.
     pub(crate) unsharded: Option<Tensor>,
-    /// The gradient that has been reduced over the shard group, and not yet over replicas; as long as the shard.
+    /// The gradient that has been reduced over the shard group, and not yet over replicas; as long
+    /// as the shard.
     pub(crate) partial: Option<Tensor>,
-    /// The gradient that has been reduced over all ranks, in the dtype and on the device of the shards.
+    /// The gradient that has been reduced over all ranks, in the dtype and on the device of the
+    /// shards.
     pub(crate) reduced: Option<Tensor>,
     /// `true` if the gradients are also reduced over replicas now.
     pub(crate) all_reduces: bool,
@@ -66,14 +71,19 @@ impl UnitExchange {
         Err(candle_core::Error::UnsupportedDTypeForOp(self.dtype, "FlatParameter").into())
     }
 
-    /// Gathers the parameters from all ranks' shards. [`Self::fill`] then puts them into the model's tensors.
-    /// Collectives: one all-gather over the shard group, none if nothing is sharded.
+    /// Gathers the parameters from all ranks' shards. [`Self::fill`] then puts them into the
+    /// model's tensors. Collectives: one all-gather over the shard group, none if nothing is
+    /// sharded.
     pub(crate) fn gather(&self) -> Result<Gathered> {
-        let Some(flat) = &self.flat else { return Ok(Vec::new()) };
+        let Some(flat) = &self.flat else {
+            return Ok(Vec::new());
+        };
         // Cast before the collective, so that the narrower dtype is sent.
         let shard = cast(flat.shard().clone(), Some(self.compute_dtype))?;
         let shard = to_device(&shard, &self.device)?;
-        let Some(group) = &self.groups.shard else { return self.parts(&shard) };
+        let Some(group) = &self.groups.shard else {
+            return self.parts(&shard);
+        };
         trace!(unit = %self.name, "all-gather parameters");
         match device::all_gather(group, &shard)? {
             Some(whole) => self.parts(&whole),
@@ -83,14 +93,19 @@ impl UnitExchange {
         }
     }
 
-    /// Gathers the parameters on the host, from a shard of elements of type `T`. Each parameter gets a buffer of its
-    /// own, and so does each padding, so that nothing is copied afterwards.
-    fn gather_typed<T: Scalar + Element>(&self, shard: &Tensor, group: &ProcessGroup) -> Result<Gathered> {
+    /// Gathers the parameters on the host, from a shard of elements of type `T`. Each parameter
+    /// gets a buffer of its own, and so does each padding, so that nothing is copied afterwards.
+    fn gather_typed<T: Scalar + Element>(
+        &self,
+        shard: &Tensor,
+        group: &ProcessGroup,
+    ) -> Result<Gathered> {
         let mut values: Vec<Vec<T>> = Vec::with_capacity(self.layout.entries().len() + 1);
         for &numel in self.layout.numels_with_padding() {
             values.push(zeroed_vec(numel)?);
         }
-        let right_padding = self.layout.padded_unsharded_numel() - self.layout.unpadded_unsharded_numel();
+        let right_padding =
+            self.layout.padded_unsharded_numel() - self.layout.unpadded_unsharded_numel();
         values.push(zeroed_vec(right_padding)?);
         let mut slices: Vec<&mut [T]> = values.iter_mut().map(Vec::as_mut_slice).collect();
         group.all_gather_into_slices(&mut slices, &HostSlice::<T>::read(shard)?)?;
@@ -99,12 +114,16 @@ impl UnitExchange {
         Ok(params.map(|(_, value)| Contents::new(value)).collect())
     }
 
-    /// Returns the unsharded FlatParameter in the dtype of the shards; `None` if the parameters' own storages hold the
-    /// authoritative values.
-    /// Collectives: one all-gather over the shard group, none if nothing is sharded.
+    /// Returns the unsharded FlatParameter in the dtype of the shards; `None` if the parameters'
+    /// own storages hold the authoritative values. Collectives: one all-gather over the shard
+    /// group, none if nothing is sharded.
     pub(crate) fn gather_flat(&self) -> Result<Option<Tensor>> {
-        let Some(flat) = &self.flat else { return Ok(None) };
-        let Some(group) = &self.groups.shard else { return Ok(Some(flat.shard().clone())) };
+        let Some(flat) = &self.flat else {
+            return Ok(None);
+        };
+        let Some(group) = &self.groups.shard else {
+            return Ok(Some(flat.shard().clone()));
+        };
         if let Some(whole) = device::all_gather(group, flat.shard())? {
             return Ok(Some(whole));
         }
@@ -118,7 +137,11 @@ impl UnitExchange {
 
     /// Puts gathered parameters into the model's tensors. No communication.
     pub(crate) fn fill(&self, gathered: Gathered) -> Result<()> {
-        Ok(self.tensors.iter().zip(gathered).try_for_each(|(tensor, contents)| contents.put(tensor))?)
+        Ok(self
+            .tensors
+            .iter()
+            .zip(gathered)
+            .try_for_each(|(tensor, contents)| contents.put(tensor))?)
     }
 
     /// Cuts an unsharded FlatParameter into the values of each parameter.
@@ -132,26 +155,41 @@ impl UnitExchange {
             .collect()
     }
 
-    /// Reduces gradients: first over the ranks that shard the parameters, and then, if replicas reduce now, over the
-    /// replicas. Collectives: at most one reduce-scatter and one all-reduce.
+    /// Reduces gradients: first over the ranks that shard the parameters, and then, if replicas
+    /// reduce now, over the replicas. Collectives: at most one reduce-scatter and one all-reduce.
     pub(crate) fn reduce(&self, mut reduction: Reduction) -> Result<Reduction> {
-        // First reduce the gradients of all backwards since the last reduction together. Then add the result to that of
-        // earlier reductions (`partial`).
+        // First reduce the gradients of all backwards since the last reduction together. Then add
+        // the result to that of earlier reductions (`partial`).
         if let Some(unsharded) = reduction.unsharded.take() {
             trace!(unit = %self.name, "reduce gradients");
             // Gradients that stay on this rank are not rounded.
-            let sent = if self.groups.shard.is_some() { cast(unsharded, reduction.sent_dtype)? } else { unsharded };
-            let scattered =
-                with_float!(sent.dtype(), T => self.reduce_scatter::<T>(sent)?, else return self.unsupported());
-            self.add_to(&mut reduction.partial, cast(scattered, Some(self.reduce_dtype))?)?;
+            let sent = if self.groups.shard.is_some() {
+                cast(unsharded, reduction.sent_dtype)?
+            } else {
+                unsharded
+            };
+            let scattered = with_float!(sent.dtype(), T => self.reduce_scatter::<T>(sent)?, else return self.unsupported());
+            self.add_to(
+                &mut reduction.partial,
+                cast(scattered, Some(self.reduce_dtype))?,
+            )?;
         }
         if self.groups.replicate.is_some() && !reduction.all_reduces {
             return Ok(reduction);
         }
-        let Some(partial) = reduction.partial.take() else { return Ok(reduction) };
-        let sent = if self.groups.replicate.is_some() { cast(partial, reduction.sent_dtype)? } else { partial };
+        let Some(partial) = reduction.partial.take() else {
+            return Ok(reduction);
+        };
+        let sent = if self.groups.replicate.is_some() {
+            cast(partial, reduction.sent_dtype)?
+        } else {
+            partial
+        };
         let reduced = with_float!(sent.dtype(), T => self.all_reduce::<T>(sent)?, else return self.unsupported());
-        reduction.reduced = Some(to_device(&cast(reduced, Some(self.dtype))?, &self.shard_device)?);
+        reduction.reduced = Some(to_device(
+            &cast(reduced, Some(self.dtype))?,
+            &self.shard_device,
+        )?);
         Ok(reduction)
     }
 
@@ -171,11 +209,17 @@ impl UnitExchange {
         Ok(())
     }
 
-    /// Returns this rank's shard of the mean of the shard group's gradients. If nothing is sharded, returns the
-    /// gradient as it is.
+    /// Returns this rank's shard of the mean of the shard group's gradients. If nothing is sharded,
+    /// returns the gradient as it is.
     fn reduce_scatter<T: Scalar + Element>(&self, unsharded: Tensor) -> Result<Tensor> {
-        let Some(group) = &self.groups.shard else { return Ok(unsharded) };
-        let reduced = zeros_on(&[self.layout.sharded_numel()], unsharded.dtype(), &self.device)?;
+        let Some(group) = &self.groups.shard else {
+            return Ok(unsharded);
+        };
+        let reduced = zeros_on(
+            &[self.layout.sharded_numel()],
+            unsharded.dtype(),
+            &self.device,
+        )?;
         if !device::reduce_scatter(group, &reduced, &unsharded)? {
             let input = HostSlice::<T>::read(&unsharded)?;
             let mut output = HostSliceMut::<T>::write(&reduced)?;
@@ -185,7 +229,8 @@ impl UnitExchange {
         Ok(reduced)
     }
 
-    /// Returns the mean of a shard of the gradient over the replicas. Without replicas, returns the shard as it is.
+    /// Returns the mean of a shard of the gradient over the replicas. Without replicas, returns the
+    /// shard as it is.
     fn all_reduce<T: Scalar + Element>(&self, reduced: Tensor) -> Result<Tensor> {
         if let Some(group) = &self.groups.replicate
             && !device::all_reduce(group, &reduced)?

@@ -8,8 +8,8 @@ use crate::{NnError, Result, tasks};
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread that runs jobs one after the other, in the order in which they are submitted. When this is dropped, it
-/// finishes the submitted jobs and ends.
+/// A thread that runs jobs one after the other, in the order in which they are submitted. When this
+/// is dropped, it finishes the submitted jobs and ends.
 #[derive(Debug)]
 pub(crate) struct Worker {
     jobs: Option<Sender<Job>>,
@@ -25,11 +25,17 @@ impl Worker {
             queue.into_iter().for_each(|job| job());
         };
         let thread = thread::Builder::new().name(name.to_owned()).spawn(run)?;
-        Ok(Worker { jobs: Some(jobs), thread: Some(thread) })
+        Ok(Worker {
+            jobs: Some(jobs),
+            thread: Some(thread),
+        })
     }
 
     /// Submits a job, which runs after all earlier ones.
-    pub(crate) fn submit<T: Send + 'static>(&self, job: impl FnOnce() -> Result<T> + Send + 'static) -> Ticket<T> {
+    pub(crate) fn submit<T: Send + 'static>(
+        &self,
+        job: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Ticket<T> {
         let (result, receiver) = mpsc::channel();
         // Nobody may be waiting for the result any more.
         let job = Box::new(move || drop(result.send(job())));
@@ -37,7 +43,10 @@ impl Worker {
             // If the thread has ended, so has the sender of the result, which the ticket reports.
             let _ = jobs.send(job);
         }
-        Ticket { receiver, result: None }
+        Ticket {
+            receiver,
+            result: None,
+        }
     }
 }
 
@@ -75,7 +84,10 @@ impl<T> Ticket<T> {
 
 /// Returns the error of a job that will never be done, since one before it has panicked.
 fn ended() -> NnError {
-    candle_core::Error::Io(io::Error::other("the thread of the model's collectives has ended")).into()
+    candle_core::Error::Io(io::Error::other(
+        "the thread of the model's collectives has ended",
+    ))
+    .into()
 }
 
 #[cfg(test)]
@@ -96,7 +108,10 @@ mod tests {
             })
             .collect();
         let results: Vec<Result<usize>> = tickets.into_iter().map(Ticket::wait).collect();
-        assert!(matches!(results.as_slice(), [Ok(0), Ok(1), Err(NnError::Swapped), Ok(3)]));
+        assert!(matches!(
+            results.as_slice(),
+            [Ok(0), Ok(1), Err(NnError::Swapped), Ok(3)]
+        ));
         drop(seen);
         assert_eq!(order.into_iter().collect::<Vec<usize>>(), [0, 1, 2, 3]);
     }

@@ -1,4 +1,5 @@
-//! The FlatParameter of one unit: its memory, gathered or sharded, and the forwards and backwards that use it.
+//! The FlatParameter of one unit: its memory, gathered or sharded, and the forwards and backwards
+//! that use it.
 
 mod backward;
 mod on_demand;
@@ -40,9 +41,10 @@ pub(crate) struct UnitSpec {
 
 /// A unit's parameters on this rank.
 ///
-/// If parameters are sharded, `flat` holds the authoritative values, this rank's shard, and the parameters' own
-/// storages are filled only between gather and reshard. With `NoShard` the parameters' storages hold the authoritative
-/// values and `flat` is `None`, unless the model computes in another dtype: then `flat` is the whole FlatParameter.
+/// If parameters are sharded, `flat` holds the authoritative values, this rank's shard, and the
+/// parameters' own storages are filled only between gather and reshard. With `NoShard` the
+/// parameters' storages hold the authoritative values and `flat` is `None`, unless the model
+/// computes in another dtype: then `flat` is the whole FlatParameter.
 #[derive(Debug)]
 pub(crate) struct FlatParamHandle {
     pub(crate) name: String,
@@ -51,7 +53,8 @@ pub(crate) struct FlatParamHandle {
     precision: MixedPrecision,
     strategy: ShardingStrategy,
     exchange: Arc<UnitExchange>,
-    /// The collectives that overlap with the computation; `None` if the computation waits for each collective.
+    /// The collectives that overlap with the computation; `None` if the computation waits for each
+    /// collective.
     overlap: Option<Arc<Overlap>>,
     shared: Arc<Shared>,
     state: Mutex<HandleState>,
@@ -67,18 +70,20 @@ struct HandleState {
     users: usize,
     /// The last change of the unit's values.
     changed_at: u64,
-    /// The unsharded gradient of this rank's own batch. It exists from the last gradient to the reduction.
+    /// The unsharded gradient of this rank's own batch. It exists from the last gradient to the
+    /// reduction.
     unsharded_grad: Option<Tensor>,
     /// `true` for each parameter of `unsharded_grad` that has been written.
     written: Vec<bool>,
     /// `true` for each parameter that got a gradient on this rank since the last `zero_grad`.
     touched: Vec<bool>,
-    /// `true` for each parameter that got a gradient on any rank; empty where the ranks have not agreed on it.
+    /// `true` for each parameter that got a gradient on any rank; empty where the ranks have not
+    /// agreed on it.
     has_gradient: Vec<bool>,
     /// The gradients that this backward has computed so far, by the numbers of their parameters.
     received: Vec<(usize, Tensor)>,
-    /// `true` for each parameter that this backward has finished with, or never reaches; empty before it reaches the
-    /// unit.
+    /// `true` for each parameter that this backward has finished with, or never reaches; empty
+    /// before it reaches the unit.
     finished: Vec<bool>,
     /// The number of parameters that this backward has yet to finish with.
     unfinished: usize,
@@ -86,14 +91,15 @@ struct HandleState {
     is_reduced_last: bool,
     /// `true` once this backward has reduced the unit's gradients, or begun to.
     is_reduced: bool,
-    /// The gradient that has been reduced over the shard group, and not yet over replicas; as long as the shard.
+    /// The gradient that has been reduced over the shard group, and not yet over replicas; as long
+    /// as the shard.
     partial: Option<Tensor>,
     /// The reduced gradient, as long as the shard.
     grad: Option<Tensor>,
 }
 
-/// A guard for a unit's gathered parameters while they are in use. They cannot be resharded or changed until all guards
-/// of the unit are dropped. With full sharding they are released then.
+/// A guard for a unit's gathered parameters while they are in use. They cannot be resharded or
+/// changed until all guards of the unit are dropped. With full sharding they are released then.
 pub(crate) struct WholeParameters<'a>(&'a FlatParamHandle);
 
 impl Drop for WholeParameters<'_> {
@@ -103,8 +109,8 @@ impl Drop for WholeParameters<'_> {
 }
 
 impl FlatParamHandle {
-    /// Makes a unit whose parameters' storages are released. `initialize` writes this rank's initial values into the
-    /// flat shard, which is the whole FlatParameter with `NoShard`.
+    /// Makes a unit whose parameters' storages are released. `initialize` writes this rank's
+    /// initial values into the flat shard, which is the whole FlatParameter with `NoShard`.
     pub(crate) fn new(
         unit: UnitSpec,
         strategy: ShardingStrategy,
@@ -113,20 +119,41 @@ impl FlatParamHandle {
         overlap: Option<Arc<Overlap>>,
         initialize: &dyn Fn(&FlatParameter) -> Result<()>,
     ) -> Result<Self> {
-        let UnitSpec { name, is_root, params, layout, dtype, precision, cpu_offload } = unit;
+        let UnitSpec {
+            name,
+            is_root,
+            params,
+            layout,
+            dtype,
+            precision,
+            cpu_offload,
+        } = unit;
         let compute_dtype = params.first().map_or(dtype, |param| param.tensor.dtype());
         let rank = groups.shard.as_ref().map_or(0, ProcessGroup::rank);
         let shard = zeros(&[layout.sharded_numel()], dtype)?;
         let flat = FlatParameter::new(layout.clone(), rank, shard)?;
         initialize(&flat)?;
         // Compute initial values on the host, so that they are the same for all devices.
-        let device = params.first().map_or(Device::Cpu, |param| param.tensor.device().clone());
-        let shard_device = if cpu_offload { Device::Cpu } else { device.clone() };
+        let device = params
+            .first()
+            .map_or(Device::Cpu, |param| param.tensor.device().clone());
+        let shard_device = if cpu_offload {
+            Device::Cpu
+        } else {
+            device.clone()
+        };
         let is_offloaded = cpu_offload && !device.is_cpu();
-        let flat = FlatParameter::new(layout.clone(), rank, to_device(flat.shard(), &shard_device)?)?;
+        let flat = FlatParameter::new(
+            layout.clone(),
+            rank,
+            to_device(flat.shard(), &shard_device)?,
+        )?;
         shared.count_held(layout.sharded_numel() * dtype.size_in_bytes());
         let exchange = UnitExchange {
-            number: shared.add_unit(&name, params.iter().map(|param| param.fqn.clone()).collect()),
+            number: shared.add_unit(
+                &name,
+                params.iter().map(|param| param.fqn.clone()).collect(),
+            ),
             name: name.clone(),
             layout,
             dtype,
@@ -135,11 +162,22 @@ impl FlatParamHandle {
             device,
             shard_device,
             groups: groups.labelled(&name),
-            flat: (groups.shard.is_some() || compute_dtype != dtype || is_offloaded).then(|| flat.clone()),
+            flat: (groups.shard.is_some() || compute_dtype != dtype || is_offloaded)
+                .then(|| flat.clone()),
             tensors: params.iter().map(|param| param.tensor.clone()).collect(),
         };
         let (exchange, state) = (Arc::new(exchange), Mutex::default());
-        let handle = FlatParamHandle { name, is_root, params, precision, strategy, exchange, overlap, shared, state };
+        let handle = FlatParamHandle {
+            name,
+            is_root,
+            params,
+            precision,
+            strategy,
+            exchange,
+            overlap,
+            shared,
+            state,
+        };
         for param in &handle.params {
             release(&param.tensor)?;
         }
@@ -183,9 +221,9 @@ impl FlatParamHandle {
         self.exchange.groups.shard.is_some()
     }
 
-    /// Returns `true` if the parameters have to be gathered before they are used: parts of them are on other ranks, or
-    /// the model computes in another dtype or on another device than that of the shards. Otherwise their storages are
-    /// always filled.
+    /// Returns `true` if the parameters have to be gathered before they are used: parts of them are
+    /// on other ranks, or the model computes in another dtype or on another device than that of the
+    /// shards. Otherwise their storages are always filled.
     pub(crate) fn needs_gather(&self) -> bool {
         self.exchange.flat.is_some()
     }
@@ -198,7 +236,10 @@ impl FlatParamHandle {
     /// Converts the input of a forward to the dtype of the parameters, if that is asked for.
     pub(crate) fn cast_input(&self, input: &Tensor) -> candle_core::Result<Tensor> {
         let is_cast = self.precision.cast_inputs && self.precision.param.is_some();
-        cast(input.clone(), is_cast.then_some(self.exchange.compute_dtype))
+        cast(
+            input.clone(),
+            is_cast.then_some(self.exchange.compute_dtype),
+        )
     }
 
     /// Converts the output of a forward.
@@ -206,7 +247,8 @@ impl FlatParamHandle {
         cast(output, self.precision.output)
     }
 
-    /// Returns this rank's shard; `None` if the parameters' own storages hold the authoritative values.
+    /// Returns this rank's shard; `None` if the parameters' own storages hold the authoritative
+    /// values.
     pub(crate) fn flat_shard(&self) -> Option<&Tensor> {
         self.exchange.flat.as_ref().map(FlatParameter::shard)
     }
@@ -221,7 +263,10 @@ impl FlatParamHandle {
 
     /// Returns `true` if parameters are released after forward.
     pub(crate) fn reshards_after_forward(&self) -> bool {
-        matches!(self.strategy, ShardingStrategy::FullShard | ShardingStrategy::HybridShard) && !self.is_root
+        matches!(
+            self.strategy,
+            ShardingStrategy::FullShard | ShardingStrategy::HybridShard
+        ) && !self.is_root
     }
 
     /// Returns what the unit's collectives need.
@@ -229,20 +274,32 @@ impl FlatParamHandle {
         &self.exchange
     }
 
-    /// Returns this rank's part of parameter `param`, flat, as a view of the live memory; `None` if it has none.
+    /// Returns this rank's part of parameter `param`, flat, as a view of the live memory; `None` if
+    /// it has none.
     pub(crate) fn local_piece(&self, param: usize) -> Result<Option<Tensor>> {
         match &self.exchange.flat {
             Some(flat) => Ok(flat.piece(param, flat.shard())?),
-            None => Ok(Some(self.params[param].tensor.detach().flatten_all()?).filter(|flat| flat.elem_count() > 0)),
+            None => Ok(Some(self.params[param].tensor.detach().flatten_all()?)
+                .filter(|flat| flat.elem_count() > 0)),
         }
     }
 
-    /// Returns this rank's part of the reduced gradient of parameter `param`, flat; `None` if there is no gradient, or
-    /// if this rank has no part of the parameter.
+    /// Returns this rank's part of the reduced gradient of parameter `param`, flat; `None` if there
+    /// is no gradient, or if this rank has no part of the parameter.
     pub(crate) fn grad_piece(&self, param: usize) -> Result<Option<Tensor>> {
-        let Some(grad) = self.grad() else { return Ok(None) };
-        match self.exchange.layout.shard_param_info(param, self.shard_rank()) {
-            Some(info) => Ok(Some(grad.narrow(0, info.offset_in_shard, info.numel_in_shard)?)),
+        let Some(grad) = self.grad() else {
+            return Ok(None);
+        };
+        match self
+            .exchange
+            .layout
+            .shard_param_info(param, self.shard_rank())
+        {
+            Some(info) => Ok(Some(grad.narrow(
+                0,
+                info.offset_in_shard,
+                info.numel_in_shard,
+            )?)),
             None => Ok(None),
         }
     }
@@ -251,11 +308,14 @@ impl FlatParamHandle {
     pub(crate) fn sharded_param(&self, param: usize) -> Result<ShardedTensor> {
         match &self.exchange.flat {
             Some(flat) => Ok(flat.sharded(param, flat.shard())?),
-            None => Ok(ShardedTensor::from_whole(&self.params[param].tensor.detach())),
+            None => Ok(ShardedTensor::from_whole(
+                &self.params[param].tensor.detach(),
+            )),
         }
     }
 
-    /// Returns the reduced gradient, as long as the shard; `None` before a backward or after `zero_grad`.
+    /// Returns the reduced gradient, as long as the shard; `None` before a backward or after
+    /// `zero_grad`.
     pub(crate) fn grad(&self) -> Option<Tensor> {
         self.state().grad.clone()
     }
@@ -282,23 +342,27 @@ impl FlatParamHandle {
         if self.state().received.is_empty() {
             return Ok(());
         }
-        Err(NnError::BackwardNotEnded { unit: self.exchange.name.clone() })
+        Err(NnError::BackwardNotEnded {
+            unit: self.exchange.name.clone(),
+        })
     }
 
-    /// Returns `true` for each parameter that got a gradient on this rank since the last `zero_grad`.
+    /// Returns `true` for each parameter that got a gradient on this rank since the last
+    /// `zero_grad`.
     pub(crate) fn touched(&self) -> Vec<bool> {
         let mut touched = self.state().touched.clone();
         touched.resize(self.params.len(), false);
         touched
     }
 
-    /// Sets what the ranks have agreed on: `true` for each parameter that got a gradient on any rank.
+    /// Sets what the ranks have agreed on: `true` for each parameter that got a gradient on any
+    /// rank.
     pub(crate) fn set_has_gradient(&self, has_gradient: Vec<bool>) {
         self.state().has_gradient = has_gradient;
     }
 
-    /// Returns `true` if a parameter got a gradient. Where the ranks have not agreed on that, all parameters of a
-    /// unit that has gradients count as having one.
+    /// Returns `true` if a parameter got a gradient. Where the ranks have not agreed on that, all
+    /// parameters of a unit that has gradients count as having one.
     pub(crate) fn has_gradient(&self, param: usize) -> bool {
         let state = self.state();
         state.grad.is_some() && state.has_gradient.get(param).copied().unwrap_or(true)
@@ -318,7 +382,8 @@ impl FlatParamHandle {
         let mut state = self.state();
         state.users -= 1;
         if state.users == 0 && self.reshards_after_forward() {
-            // If this fails (only a GPU's driver can), the parameters stay gathered, and are still counted as such.
+            // If this fails (only a GPU's driver can), the parameters stay gathered, and are still
+            // counted as such.
             let _ = self.release_locked(&mut state);
         }
     }
@@ -329,8 +394,8 @@ impl FlatParamHandle {
         self.gather_locked(state)
     }
 
-    /// Releases parameters that an earlier forward has gathered, if the shards have been lent and may have been written
-    /// since. Lending is the same on all ranks, so all of them gather again.
+    /// Releases parameters that an earlier forward has gathered, if the shards have been lent and
+    /// may have been written since. Lending is the same on all ranks, so all of them gather again.
     fn release_stale_locked(&self, state: &mut HandleState) -> Result<()> {
         if state.users == 0 && self.shared.may_be_stale(state.gathered_in) {
             self.release_locked(state)
@@ -355,8 +420,8 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Returns the gathered parameters, without putting them into their tensors. Takes them from the prefetch, if there
-    /// is one.
+    /// Returns the gathered parameters, without putting them into their tensors. Takes them from
+    /// the prefetch, if there is one.
     fn fetch(&self) -> Result<Gathered> {
         match &self.overlap {
             Some(overlap) => overlap.gather(&self.exchange),
@@ -364,8 +429,8 @@ impl FlatParamHandle {
         }
     }
 
-    /// Records that the parameters are gathered now, and starts to prefetch the units that are used next, if the
-    /// options say so.
+    /// Records that the parameters are gathered now, and starts to prefetch the units that are used
+    /// next, if the options say so.
     fn note_gathered(&self, state: &mut HandleState) {
         self.set_whole(state, true);
         state.gathered_in = self.shared.forward();
@@ -397,7 +462,9 @@ impl FlatParamHandle {
 
     /// Discards prefetched parameters, of this unit and of all others.
     fn discard_ahead(&self) -> Result<()> {
-        self.overlap.as_ref().map_or(Ok(()), |overlap| overlap.discard())
+        self.overlap
+            .as_ref()
+            .map_or(Ok(()), |overlap| overlap.discard())
     }
 
     /// Releases the gathered parameters, if they are gathered and can be gathered again.
@@ -414,11 +481,18 @@ impl FlatParamHandle {
 
     /// Checks that no forward computes with the parameters now.
     fn check_unused(&self, state: &HandleState) -> Result<()> {
-        if state.users > 0 { Err(NnError::UnitInUse { unit: self.name.clone() }) } else { Ok(()) }
+        if state.users > 0 {
+            Err(NnError::UnitInUse {
+                unit: self.name.clone(),
+            })
+        } else {
+            Ok(())
+        }
     }
 
-    /// Prepares a change of the unit's values: waits for those who read them, removes the gathered copy of the old
-    /// values, and makes the backward of a forward that used them an error. No communication.
+    /// Prepares a change of the unit's values: waits for those who read them, removes the gathered
+    /// copy of the old values, and makes the backward of a forward that used them an error. No
+    /// communication.
     pub(crate) fn begin_change(&self) -> Result<()> {
         self.shared.readers.wait();
         let mut state = self.state();
@@ -434,17 +508,19 @@ impl FlatParamHandle {
         self.shared.last_change()
     }
 
-    /// Checks that the unit's values have not changed after the change with the number `since`, which
-    /// [`Self::last_change`] returned before.
+    /// Checks that the unit's values have not changed after the change with the number `since`,
+    /// which [`Self::last_change`] returned before.
     pub(crate) fn check_unchanged(&self, since: u64) -> Result<()> {
         if self.state().changed_at > since {
-            return Err(NnError::ChangedSinceForward { unit: self.name.clone() });
+            return Err(NnError::ChangedSinceForward {
+                unit: self.name.clone(),
+            });
         }
         Ok(())
     }
 
-    /// Converts an error of a computation. candle's error about released memory becomes one that names the sharded
-    /// units.
+    /// Converts an error of a computation. candle's error about released memory becomes one that
+    /// names the sharded units.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
         NnError::of_computation(error, || self.shared.sharded())
     }

@@ -31,19 +31,27 @@ impl FlatParamHandle {
     /// Collectives: one all-gather over the shard group, none if nothing is sharded.
     pub(crate) fn gather_whole(&self) -> Result<Vec<Tensor>> {
         let exchange = Arc::clone(&self.exchange);
-        // Run the gather in the same queue as the units' other collectives, so that their order is the same on all
-        // ranks.
+        // Run the gather in the same queue as the units' other collectives, so that their order is
+        // the same on all ranks.
         let whole = match &self.overlap {
             Some(overlap) => overlap.run(move || exchange.gather_flat())?,
             None => exchange.gather_flat()?,
         };
         let Some(whole) = whole else {
-            return self.params.iter().map(|param| Ok(owned_copy(&param.tensor.detach())?)).collect();
+            return self
+                .params
+                .iter()
+                .map(|param| Ok(owned_copy(&param.tensor.detach())?))
+                .collect();
         };
         let layout = &self.exchange.layout;
         let param = |(index, shape): (usize, &Vec<usize>)| {
             let range = layout.param_range(index);
-            Ok(owned_copy(&whole.narrow(0, range.start, range.len())?.reshape(shape.as_slice())?)?)
+            Ok(owned_copy(
+                &whole
+                    .narrow(0, range.start, range.len())?
+                    .reshape(shape.as_slice())?,
+            )?)
         };
         layout.shapes().iter().enumerate().map(param).collect()
     }

@@ -6,7 +6,9 @@ use fsdp_flat::storage::{HostSliceMut, to_device};
 use fsdp_flat::with_float;
 
 use super::local::{LocalParam, LocalState};
-use super::owners::{Owned, agree, agree_on_parameters, assign_owners, from_owners, owned_of, to_owners};
+use super::owners::{
+    Owned, agree, agree_on_parameters, assign_owners, from_owners, owned_of, to_owners,
+};
 use crate::Result;
 use crate::algorithm::{AdafactorOptions, Algorithm, Squares};
 use crate::parameters::ShardedParameters;
@@ -14,17 +16,18 @@ use crate::parameters::ShardedParameters;
 /// The most entries of averages that a parameter has.
 const ENTRIES: usize = 2;
 
-/// The number of elements of whole parameters for which a step takes memory at a time, on each rank; more if one
-/// parameter has more.
+/// The number of elements of whole parameters for which a step takes memory at a time, on each
+/// rank; more if one parameter has more.
 const BATCH: usize = 1 << 24;
 
-/// Updates the parameters of a group, unless `before`, what this rank has done in the step so far, has failed on some
-/// rank. Values travel, and are computed with, in `f64`: sums do not depend on ranks, and each result is rounded once.
-/// That takes many times the memory of the parameters, so they are updated in batches.
+/// Updates the parameters of a group, unless `before`, what this rank has done in the step so far,
+/// has failed on some rank. Values travel, and are computed with, in `f64`: sums do not depend on
+/// ranks, and each result is rounded once. That takes many times the memory of the parameters, so
+/// they are updated in batches.
 ///
-/// An average that has its parameter's shape is sharded with it, as in every optimizer's state; others are whole on
-/// every rank. Collectives: where parameters are sharded, one agreement; for each batch two agreements, three to five
-/// exchanges and one all-gather over the shard group.
+/// An average that has its parameter's shape is sharded with it, as in every optimizer's state;
+/// others are whole on every rank. Collectives: where parameters are sharded, one agreement; for
+/// each batch two agreements, three to five exchanges and one all-gather over the shard group.
 pub(super) fn step_factored(
     options: &AdafactorOptions,
     algorithm: &Algorithm,
@@ -36,15 +39,19 @@ pub(super) fn step_factored(
     let group = parameters.shard_group();
     let all = before.and_then(|()| owned_of(algorithm, group, locals, indices));
     let (mut all, ()) = agree_on_parameters(group, algorithm, locals, all.map(|all| (all, ())))?;
-    // Each rank updates about as much of a batch as any other. All ranks cut the same batches, because only shapes
-    // decide.
+    // Each rank updates about as much of a batch as any other. All ranks cut the same batches,
+    // because only shapes decide.
     let largest = all.iter().map(Owned::numel).max().unwrap_or(0);
-    let limit = largest.max(BATCH).saturating_mul(group.map_or(1, ProcessGroup::world_size));
+    let limit = largest
+        .max(BATCH)
+        .saturating_mul(group.map_or(1, ProcessGroup::world_size));
     let mut rest = all.as_mut_slice();
     loop {
         let len = batch_len(rest.iter().map(Owned::numel), limit);
         let (batch, after) = rest.split_at_mut(len);
-        assign_owners(batch, |shape| shape.iter().map(|&size| size as u128).product());
+        assign_owners(batch, |shape| {
+            shape.iter().map(|&size| size as u128).product()
+        });
         step_batch(options, parameters, locals, batch)?;
         if after.is_empty() {
             return Ok(());
@@ -53,7 +60,8 @@ pub(super) fn step_factored(
     }
 }
 
-/// Returns the number of parameters of the first batch, of these numbers of elements: at least one, if there are any.
+/// Returns the number of parameters of the first batch, of these numbers of elements: at least one,
+/// if there are any.
 fn batch_len(numels: impl Iterator<Item = usize>, limit: usize) -> usize {
     let mut total = 0usize;
     let fits = numels.enumerate().take_while(|(index, numel)| {
@@ -74,18 +82,42 @@ fn step_batch(
     let rank = group.map_or(0, ProcessGroup::rank);
     let refs: Vec<&Owned> = all.iter().collect();
     // Step 1: this rank's parts of values and gradients, and the averages that all ranks have.
-    let parts = all.iter().map(|owned| read_part(owned, &locals[owned.local])).collect::<Result<Vec<_>>>();
+    let parts = all
+        .iter()
+        .map(|owned| read_part(owned, &locals[owned.local]))
+        .collect::<Result<Vec<_>>>();
     let mut parts = agree(group, parts)?;
     // Step 2: each owner puts its parameters together, and updates them and their averages.
-    let mut params = to_owners(group, &refs, parts.iter_mut().map(|part| std::mem::take(&mut part.param)).collect())?;
-    let grads = to_owners(group, &refs, parts.iter_mut().map(|part| std::mem::take(&mut part.grad)).collect())?;
+    let mut params = to_owners(
+        group,
+        &refs,
+        parts
+            .iter_mut()
+            .map(|part| std::mem::take(&mut part.param))
+            .collect(),
+    )?;
+    let grads = to_owners(
+        group,
+        &refs,
+        parts
+            .iter_mut()
+            .map(|part| std::mem::take(&mut part.grad))
+            .collect(),
+    )?;
     for entry in 0..ENTRIES {
         gather_sharded_averages(group, entry, all, &mut parts)?;
     }
     for (((owned, param), grad), part) in all.iter().zip(&mut params).zip(&grads).zip(&mut parts) {
         if owned.owner == rank {
             let dtype = parameters.file_dtype(&locals[owned.local].handle)?;
-            options.update(next_step(&locals[owned.local]), dtype, &owned.shape, param, grad, &mut part.squares);
+            options.update(
+                next_step(&locals[owned.local]),
+                dtype,
+                &owned.shape,
+                param,
+                grad,
+                &mut part.squares,
+            );
         }
     }
     drop(grads);
@@ -96,8 +128,9 @@ fn step_batch(
         share_averages(group, all, &mut squares)?;
     }
     let written = all.iter().zip(params).zip(squares);
-    let written =
-        written.map(|((owned, param), squares)| write_part(owned, rank, &mut locals[owned.local], &param, &squares));
+    let written = written.map(|((owned, param), squares)| {
+        write_part(owned, rank, &mut locals[owned.local], &param, &squares)
+    });
     agree(group, written.collect::<Result<()>>())
 }
 
@@ -121,15 +154,29 @@ fn values(tensor: &Tensor) -> Result<Vec<f64>> {
 fn read_part(owned: &Owned, local: &LocalParam) -> Result<Part> {
     local.handle.begin_change()?;
     let piece = |piece: Option<Tensor>| piece.map_or(Ok(Vec::new()), |piece| values(&piece));
-    let (param, grad) = (piece(local.handle.local_piece(owned.param)?)?, piece(local.handle.grad_piece(owned.param)?)?);
+    let (param, grad) = (
+        piece(local.handle.local_piece(owned.param)?)?,
+        piece(local.handle.grad_piece(owned.param)?)?,
+    );
     let squares = Squares::zeros(&owned.shape);
-    let mut part = Part { grad, squares: squares.clone(), sharded: Default::default(), param };
+    let mut part = Part {
+        grad,
+        squares: squares.clone(),
+        sharded: Default::default(),
+        param,
+    };
     for (entry, (name, zeros, shape)) in squares.entries(&owned.shape).into_iter().enumerate() {
-        let saved = local.state.as_ref().and_then(|state| state.entries.get(name));
+        let saved = local
+            .state
+            .as_ref()
+            .and_then(|state| state.entries.get(name));
         match saved {
             _ if shape == owned.shape => {
-                let flat = local.live_piece(name).filter(|flat| flat.elem_count() == part.param.len());
-                part.sharded[entry] = flat.map_or_else(|| Ok(vec![0.0; part.param.len()]), values)?;
+                let flat = local
+                    .live_piece(name)
+                    .filter(|flat| flat.elem_count() == part.param.len());
+                part.sharded[entry] =
+                    flat.map_or_else(|| Ok(vec![0.0; part.param.len()]), values)?;
             }
             Some(LocalState::Whole(tensor)) if tensor.elem_count() == zeros.len() => {
                 part.squares.set_entry(entry, &values(tensor)?);
@@ -140,21 +187,30 @@ fn read_part(owned: &Owned, local: &LocalParam) -> Result<Part> {
     Ok(part)
 }
 
-/// Gathers the sharded averages of one entry: each owner gets the whole averages of its parameters. Collective: one
-/// exchange, or none if no average is sharded.
+/// Gathers the sharded averages of one entry: each owner gets the whole averages of its parameters.
+/// Collective: one exchange, or none if no average is sharded.
 fn gather_sharded_averages(
     group: Option<&ProcessGroup>,
     entry: usize,
     all: &[Owned],
     parts: &mut [Part],
 ) -> Result<()> {
-    let is_sharded = |one: &Owned| Squares::shapes(&one.shape).get(entry).is_some_and(|(_, shape)| *shape == one.shape);
-    let chosen: Vec<usize> = (0..all.len()).filter(|&index| is_sharded(&all[index])).collect();
+    let is_sharded = |one: &Owned| {
+        Squares::shapes(&one.shape)
+            .get(entry)
+            .is_some_and(|(_, shape)| *shape == one.shape)
+    };
+    let chosen: Vec<usize> = (0..all.len())
+        .filter(|&index| is_sharded(&all[index]))
+        .collect();
     if chosen.is_empty() {
         return Ok(());
     }
     let owned: Vec<&Owned> = chosen.iter().map(|&index| &all[index]).collect();
-    let sharded = chosen.iter().map(|&index| std::mem::take(&mut parts[index].sharded[entry])).collect();
+    let sharded = chosen
+        .iter()
+        .map(|&index| std::mem::take(&mut parts[index].sharded[entry]))
+        .collect();
     let rank = group.map_or(0, ProcessGroup::rank);
     for (index, whole) in chosen.into_iter().zip(to_owners(group, &owned, sharded)?) {
         if all[index].owner == rank {
@@ -166,23 +222,38 @@ fn gather_sharded_averages(
 
 /// Returns the number of a parameter's next update, counted from 1.
 fn next_step(local: &LocalParam) -> f32 {
-    local.state.as_ref().and_then(|state| state.step).unwrap_or(0.0) + 1.0
+    local
+        .state
+        .as_ref()
+        .and_then(|state| state.step)
+        .unwrap_or(0.0)
+        + 1.0
 }
 
-/// Gives the averages of each parameter, as its owner has them, to all ranks. Collective: one all-gather.
+/// Gives the averages of each parameter, as its owner has them, to all ranks. Collective: one
+/// all-gather.
 fn share_averages(group: &ProcessGroup, all: &[Owned], squares: &mut [Squares]) -> Result<()> {
     let numel = |owner: usize| {
         let of_owner = all.iter().filter(move |one| one.owner == owner);
-        of_owner.map(|one| Squares::zeros(&one.shape).values().len()).sum()
+        of_owner
+            .map(|one| Squares::zeros(&one.shape).values().len())
+            .sum()
     };
     let counts: Vec<usize> = (0..group.world_size()).map(numel).collect();
-    let owned = all.iter().zip(&*squares).filter(|(one, _)| one.owner == group.rank());
+    let owned = all
+        .iter()
+        .zip(&*squares)
+        .filter(|(one, _)| one.owner == group.rank());
     let own: Vec<f64> = owned.flat_map(|(_, squares)| squares.values()).collect();
     let mut received = vec![0.0; counts.iter().sum()];
     group.all_gather_uneven_into(&mut received, &counts, &own)?;
     let mut rest = received.as_slice();
     for owner in 0..group.world_size() {
-        for (one, squares) in all.iter().zip(squares.iter_mut()).filter(|(one, _)| one.owner == owner) {
+        for (one, squares) in all
+            .iter()
+            .zip(squares.iter_mut())
+            .filter(|(one, _)| one.owner == owner)
+        {
             let values;
             (values, rest) = rest.split_at(Squares::zeros(&one.shape).values().len());
             squares.set(values);
@@ -192,7 +263,13 @@ fn share_averages(group: &ProcessGroup, all: &[Owned], squares: &mut [Squares]) 
 }
 
 /// Writes this rank's part of the new values, and the new averages.
-fn write_part(owned: &Owned, rank: usize, local: &mut LocalParam, param: &[f64], squares: &Squares) -> Result<()> {
+fn write_part(
+    owned: &Owned,
+    rank: usize,
+    local: &mut LocalParam,
+    param: &[f64],
+    squares: &Squares,
+) -> Result<()> {
     if let Some(piece) = local.handle.local_piece(owned.param)? {
         with_float!(piece.dtype(), T => {
             let mut piece = HostSliceMut::<T>::write(&piece)?;
@@ -204,11 +281,24 @@ fn write_part(owned: &Owned, rank: usize, local: &mut LocalParam, param: &[f64],
     state.step = Some(next_step(local));
     for (name, values, shape) in squares.entries(&owned.shape) {
         let is_sharded = shape == owned.shape;
-        let values = if is_sharded { &values[owned.parts[rank].clone()] } else { values };
-        let shape = if is_sharded { vec![values.len()] } else { shape };
-        let values = Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(local.handle.dtype())?;
+        let values = if is_sharded {
+            &values[owned.parts[rank].clone()]
+        } else {
+            values
+        };
+        let shape = if is_sharded {
+            vec![values.len()]
+        } else {
+            shape
+        };
+        let values =
+            Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(local.handle.dtype())?;
         let values = to_device(&values, local.handle.shard_device())?;
-        let entry = if is_sharded { LocalState::Piece(values) } else { LocalState::Whole(values) };
+        let entry = if is_sharded {
+            LocalState::Piece(values)
+        } else {
+            LocalState::Whole(values)
+        };
         state.entries.insert(name.to_owned(), entry);
     }
     local.state = Some(state);
@@ -233,7 +323,10 @@ mod tests {
     #[test]
     fn a_batch_has_as_many_parameters_as_fit_and_at_least_one() {
         assert_eq!(batches(&[3, 4, 5, 1], 8), [&[3, 4][..], &[5, 1]]);
-        assert_eq!(batches(&[9, 1, usize::MAX, 0, 2], 8), [&[9][..], &[1], &[usize::MAX], &[0, 2]]);
+        assert_eq!(
+            batches(&[9, 1, usize::MAX, 0, 2], 8),
+            [&[9][..], &[1], &[usize::MAX], &[0, 2]]
+        );
         assert_eq!(batches(&[0, 0, 0], 0), [&[0, 0, 0][..]]);
         assert_eq!(batch_len(std::iter::empty(), 8), 0);
     }

@@ -16,7 +16,8 @@ use crate::handle::FlatParamHandle;
 /// One value of a parameter's state.
 #[derive(Debug, Clone)]
 pub(crate) enum LocalState {
-    /// This rank's piece of a tensor shaped like the parameter: flat, as long as the local parameter.
+    /// This rank's piece of a tensor shaped like the parameter: flat, as long as the local
+    /// parameter.
     Piece(Tensor),
     /// A whole tensor of another shape, the same on every rank.
     Whole(Tensor),
@@ -43,7 +44,8 @@ pub(crate) struct Segment {
 #[derive(Debug)]
 pub(crate) struct LocalParam {
     pub(crate) handle: Arc<FlatParamHandle>,
-    /// `true` if it is a FlatParameter, of all its unit's parameters, rather than one parameter's piece.
+    /// `true` if it is a FlatParameter, of all its unit's parameters, rather than one parameter's
+    /// piece.
     pub(crate) is_flat: bool,
     pub(crate) segments: Vec<Segment>,
     pub(crate) numel: usize,
@@ -51,9 +53,12 @@ pub(crate) struct LocalParam {
 }
 
 impl LocalParam {
-    /// Returns `true` if it is trained now. The parameters of a FlatParameter are either all trained or all frozen.
+    /// Returns `true` if it is trained now. The parameters of a FlatParameter are either all
+    /// trained or all frozen.
     pub(crate) fn requires_grad(&self) -> bool {
-        self.params().first().is_some_and(|&param| self.handle.params[param].requires_grad())
+        self.params()
+            .first()
+            .is_some_and(|&param| self.handle.params[param].requires_grad())
     }
 
     /// Returns the positions in the unit of the model's parameters that it is made of.
@@ -67,12 +72,17 @@ impl LocalParam {
 
     /// Returns `true` if any of its parameters got a gradient.
     pub(crate) fn has_gradient(&self) -> bool {
-        self.params().into_iter().any(|param| self.handle.has_gradient(param))
+        self.params()
+            .into_iter()
+            .any(|param| self.handle.has_gradient(param))
     }
 
     /// Returns the names of the model's parameters that it is made of.
     pub(crate) fn fqns(&self) -> Vec<String> {
-        self.params().into_iter().map(|param| self.handle.params[param].fqn.clone()).collect()
+        self.params()
+            .into_iter()
+            .map(|param| self.handle.params[param].fqn.clone())
+            .collect()
     }
 
     /// Returns its name in torch: the parameter's name, or `<unit>._flat_param`.
@@ -83,8 +93,8 @@ impl LocalParam {
         }
     }
 
-    /// Returns the shape of a state tensor in a local state dict. It is flat, or the parameter's own where every rank
-    /// holds all of it.
+    /// Returns the shape of a state tensor in a local state dict. It is flat, or the parameter's
+    /// own where every rank holds all of it.
     pub(crate) fn dims(&self) -> Vec<usize> {
         match self.segments.as_slice() {
             [segment] if !self.is_flat && !self.handle.is_sharded() => {
@@ -94,17 +104,25 @@ impl LocalParam {
         }
     }
 
-    /// Returns `true` if this rank has no elements of a parameter that is not empty. torch keeps no state for such a
-    /// parameter.
+    /// Returns `true` if this rank has no elements of a parameter that is not empty. torch keeps no
+    /// state for such a parameter.
     pub(crate) fn is_empty(&self) -> bool {
-        self.numel == 0 && self.params().into_iter().any(|param| self.handle.layout().numels()[param] > 0)
+        self.numel == 0
+            && self
+                .params()
+                .into_iter()
+                .any(|param| self.handle.layout().numels()[param] > 0)
     }
 
     /// Returns `true` if it is one box of one of the model's parameters.
     pub(crate) fn is_one_box(&self) -> bool {
         match self.segments.as_slice() {
             [segment] if !self.is_flat => {
-                self.handle.layout().param_boxes(segment.param, self.handle.shard_rank()).len() == 1
+                self.handle
+                    .layout()
+                    .param_boxes(segment.param, self.handle.shard_rank())
+                    .len()
+                    == 1
             }
             _ => false,
         }
@@ -113,7 +131,13 @@ impl LocalParam {
     /// Returns the same parameter without any state.
     pub(crate) fn without_state(&self) -> Self {
         let (handle, segments) = (Arc::clone(&self.handle), self.segments.clone());
-        LocalParam { handle, is_flat: self.is_flat, segments, numel: self.numel, state: None }
+        LocalParam {
+            handle,
+            is_flat: self.is_flat,
+            segments,
+            numel: self.numel,
+            state: None,
+        }
     }
 
     /// Returns this rank's piece of a state tensor; `None` if there is no state, or no such tensor.
@@ -126,7 +150,9 @@ impl LocalParam {
 
     /// Returns the state as a local state dict has it, as views; `None` if there is none.
     pub(crate) fn local_entries(&self) -> Result<Option<StateDict>> {
-        let Some(state) = &self.state else { return Ok(None) };
+        let Some(state) = &self.state else {
+            return Ok(None);
+        };
         let mut entries = StateDict::new();
         if let Some(step) = state.step {
             entries.insert("step", Tensor::new(step, &candle_core::Device::Cpu)?);
@@ -144,17 +170,34 @@ impl LocalParam {
 
     /// Returns the part of a parameter that this rank holds; an empty one if it holds none.
     pub(crate) fn segment(&self, param: usize) -> Segment {
-        let found = self.segments.iter().copied().find(|segment| segment.param == param);
-        found.unwrap_or(Segment { param, start: 0, len: 0 })
+        let found = self
+            .segments
+            .iter()
+            .copied()
+            .find(|segment| segment.param == param);
+        found.unwrap_or(Segment {
+            param,
+            start: 0,
+            len: 0,
+        })
     }
 
-    /// Returns the optimizer state of one parameter, under torch's state names. This rank's pieces become sharded
-    /// tensors, whose layout does not depend on units. `param` is the position of the parameter in its unit.
-    pub(crate) fn portable(&self, state: &ParamState, param: usize) -> Result<IndexMap<String, StateValue>> {
+    /// Returns the optimizer state of one parameter, under torch's state names. This rank's pieces
+    /// become sharded tensors, whose layout does not depend on units. `param` is the position of
+    /// the parameter in its unit.
+    pub(crate) fn portable(
+        &self,
+        state: &ParamState,
+        param: usize,
+    ) -> Result<IndexMap<String, StateValue>> {
         let mut portable = IndexMap::new();
         if let Some(step) = state.step {
-            // Make a new tensor for each parameter, so that an in-place edit of one does not change the others.
-            portable.insert("step".to_owned(), Tensor::new(step, &candle_core::Device::Cpu)?.into());
+            // Make a new tensor for each parameter, so that an in-place edit of one does not change
+            // the others.
+            portable.insert(
+                "step".to_owned(),
+                Tensor::new(step, &candle_core::Device::Cpu)?.into(),
+            );
         }
         for (name, value) in &state.entries {
             let value = match value {
@@ -167,8 +210,8 @@ impl LocalParam {
         Ok(portable)
     }
 
-    /// Returns the elements of one of the model's parameters in a flat piece of state, as boxes of the parameter's own
-    /// shape.
+    /// Returns the elements of one of the model's parameters in a flat piece of state, as boxes of
+    /// the parameter's own shape.
     pub(crate) fn sharded_piece(&self, flat: &Tensor, param: usize) -> Result<ShardedTensor> {
         let layout = self.handle.layout();
         let shape = &layout.shapes()[param];
@@ -177,12 +220,16 @@ impl LocalParam {
             return Ok(ShardedTensor::new(flat.dtype(), shape.clone(), Vec::new())?);
         }
         let boxes = layout.param_boxes(param, self.handle.shard_rank());
-        Ok(ShardedTensor::from_flat(shape, boxes, &flat.narrow(0, start, len)?)?)
+        Ok(ShardedTensor::from_flat(
+            shape,
+            boxes,
+            &flat.narrow(0, start, len)?,
+        )?)
     }
 }
 
-/// Returns the state that the algorithm's schema describes, in fresh memory. Entries that begin as the first gradient
-/// are left out.
+/// Returns the state that the algorithm's schema describes, in fresh memory. Entries that begin as
+/// the first gradient are left out.
 pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result<ParamState> {
     let mut state = ParamState::default();
     for entry in algorithm.state_entries() {
@@ -190,7 +237,10 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
             (StateKind::Scalar, _) => state.step = Some(0.0),
             (StateKind::LikeParameter, Initial::FirstGradient) => {}
             (StateKind::LikeParameter, Initial::Parameter) => {
-                state.entries.insert(entry.name.to_owned(), LocalState::Piece(copy_of_parameter(local)?));
+                state.entries.insert(
+                    entry.name.to_owned(),
+                    LocalState::Piece(copy_of_parameter(local)?),
+                );
             }
             (StateKind::LikeParameter, Initial::Value(value)) => {
                 let flat = zeros(&[local.numel], local.handle.dtype())?;
@@ -202,14 +252,17 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
                     }, else ());
                 }
                 let flat = to_device(&flat, local.handle.shard_device())?;
-                state.entries.insert(entry.name.to_owned(), LocalState::Piece(flat));
+                state
+                    .entries
+                    .insert(entry.name.to_owned(), LocalState::Piece(flat));
             }
         }
     }
     Ok(state)
 }
 
-/// Sets the initial state of a local parameter, if it has none and its algorithm has state before the first gradient.
+/// Sets the initial state of a local parameter, if it has none and its algorithm has state before
+/// the first gradient.
 pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Result<()> {
     if local.state.is_none() {
         let state = initial_state(algorithm, local)?;
@@ -222,7 +275,9 @@ pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Resu
 fn copy_of_parameter(local: &LocalParam) -> Result<Tensor> {
     let flat = zeros(&[local.numel], local.handle.dtype())?;
     for segment in local.segments.iter().filter(|segment| segment.len > 0) {
-        let Some(piece) = local.handle.local_piece(segment.param)? else { continue };
+        let Some(piece) = local.handle.local_piece(segment.param)? else {
+            continue;
+        };
         with_float!(local.handle.dtype(), T => {
             let from = HostSlice::<T>::read(&piece)?;
             let target = flat.narrow(0, segment.start, segment.len)?;

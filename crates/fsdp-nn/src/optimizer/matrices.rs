@@ -7,7 +7,9 @@ use half::bf16;
 
 use super::local::{LocalParam, LocalState};
 use super::newton_schulz::orthogonal;
-use super::owners::{Owned, agree, agree_on_parameters, assign_owners, from_owners, owned_of, to_owners};
+use super::owners::{
+    Owned, agree, agree_on_parameters, assign_owners, from_owners, owned_of, to_owners,
+};
 use crate::Result;
 use crate::algorithm::{Algorithm, MuonOptions};
 use crate::parameters::ShardedParameters;
@@ -15,8 +17,9 @@ use crate::parameters::ShardedParameters;
 /// The key of the momentum in the state.
 const MOMENTUM: &str = "momentum_buffer";
 
-/// Updates the matrices of a group, unless `before`, what this rank has done in the step so far, has failed on some
-/// rank. Collectives: where parameters are sharded, two agreements and two exchanges over the shard group.
+/// Updates the matrices of a group, unless `before`, what this rank has done in the step so far,
+/// has failed on some rank. Collectives: where parameters are sharded, two agreements and two
+/// exchanges over the shard group.
 pub(super) fn step_matrices(
     options: &MuonOptions,
     algorithm: &Algorithm,
@@ -34,15 +37,26 @@ pub(super) fn step_matrices(
     let prepared = before.and_then(|()| {
         let mut matrices = owned_of(algorithm, group, locals, indices)?;
         assign_owners(&mut matrices, cost);
-        let directions = matrices.iter().map(|matrix| direction(options, matrix, &mut locals[matrix.local]));
+        let directions = matrices
+            .iter()
+            .map(|matrix| direction(options, matrix, &mut locals[matrix.local]));
         let directions = directions.collect::<Result<Vec<Vec<bf16>>>>()?;
         Ok((matrices, directions))
     });
     let (matrices, directions) = agree_on_parameters(group, algorithm, locals, prepared)?;
-    // Step 2: each owner gathers the directions of its matrices, orthogonalizes them, and sends the parts back.
+    // Step 2: each owner gathers the directions of its matrices, orthogonalizes them, and sends the
+    // parts back.
     let all: Vec<&Owned> = matrices.iter().collect();
     let owned = to_owners(group, &all, directions)?;
-    let owned = agree(group, orthogonal_of(options, &matrices, owned, group.map_or(0, ProcessGroup::rank)))?;
+    let owned = agree(
+        group,
+        orthogonal_of(
+            options,
+            &matrices,
+            owned,
+            group.map_or(0, ProcessGroup::rank),
+        ),
+    )?;
     let directions = from_owners(group, &all, owned)?;
     // Step 3: each rank updates its parts.
     for (matrix, direction) in matrices.iter().zip(&directions) {
@@ -64,16 +78,26 @@ fn direction(options: &MuonOptions, matrix: &Owned, local: &mut LocalParam) -> R
     local.handle.begin_change()?;
     let mut state = local.state.clone().unwrap_or_default();
     if !matches!(state.entries.get(MOMENTUM), Some(LocalState::Piece(_))) {
-        let fresh = zeros_on(&[local.numel], local.handle.dtype(), local.handle.shard_device())?;
-        state.entries.insert(MOMENTUM.to_owned(), LocalState::Piece(fresh));
+        let fresh = zeros_on(
+            &[local.numel],
+            local.handle.dtype(),
+            local.handle.shard_device(),
+        )?;
+        state
+            .entries
+            .insert(MOMENTUM.to_owned(), LocalState::Piece(fresh));
     }
     let segment = local.segment(matrix.param);
     let momentum = match state.entries.get(MOMENTUM) {
-        Some(LocalState::Piece(flat)) if segment.len > 0 => flat.narrow(0, segment.start, segment.len)?,
+        Some(LocalState::Piece(flat)) if segment.len > 0 => {
+            flat.narrow(0, segment.start, segment.len)?
+        }
         _ => return Ok(Vec::new()),
     };
     local.state = Some(state);
-    let Some(grad) = local.handle.grad_piece(matrix.param)? else { return Ok(Vec::new()) };
+    let Some(grad) = local.handle.grad_piece(matrix.param)? else {
+        return Ok(Vec::new());
+    };
     with_float!(grad.dtype(), T => {
         let grad = HostSlice::<T>::read(&grad)?;
         let mut momentum = HostSliceMut::<T>::write(&momentum)?;
@@ -88,8 +112,19 @@ fn to_bf16<T: Scalar>(value: T) -> bf16 {
 }
 
 /// Steps this rank's part of a matrix.
-fn descend(options: &MuonOptions, matrix: &Owned, local: &LocalParam, direction: &[bf16]) -> Result<()> {
-    let Some(param) = local.handle.local_piece(matrix.param)?.filter(|_| !direction.is_empty()) else { return Ok(()) };
+fn descend(
+    options: &MuonOptions,
+    matrix: &Owned,
+    local: &LocalParam,
+    direction: &[bf16],
+) -> Result<()> {
+    let Some(param) = local
+        .handle
+        .local_piece(matrix.param)?
+        .filter(|_| !direction.is_empty())
+    else {
+        return Ok(());
+    };
     with_float!(param.dtype(), T => {
         let mut param = HostSliceMut::<T>::write(&param)?;
         options.descend(sizes(matrix), &mut param, direction);
@@ -105,7 +140,11 @@ fn orthogonal_of(
     rank: usize,
 ) -> Result<Vec<Vec<bf16>>> {
     let directions = matrices.iter().zip(whole).map(|(matrix, whole)| {
-        if matrix.owner == rank { Ok(orthogonal(options, &whole, sizes(matrix))?) } else { Ok(whole) }
+        if matrix.owner == rank {
+            Ok(orthogonal(options, &whole, sizes(matrix))?)
+        } else {
+            Ok(whole)
+        }
     });
     directions.collect()
 }

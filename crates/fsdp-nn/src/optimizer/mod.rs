@@ -41,7 +41,11 @@ impl ParamGroup {
     #[must_use]
     pub fn new(algorithm: Algorithm, fqns: impl IntoIterator<Item = impl Into<String>>) -> Self {
         let fqns = fqns.into_iter().map(Into::into).collect();
-        ParamGroup { algorithm, extra: Vec::new(), fqns }
+        ParamGroup {
+            algorithm,
+            extra: Vec::new(),
+            fqns,
+        }
     }
 
     /// Returns the names of the parameters.
@@ -50,8 +54,8 @@ impl ParamGroup {
         &self.fqns
     }
 
-    /// Returns the learning rate that a [`Schedule`](crate::Schedule) multiplies: `initial_lr`, as torch's schedulers
-    /// keep it in the group. `None` before a schedule has been applied.
+    /// Returns the learning rate that a [`Schedule`](crate::Schedule) multiplies: `initial_lr`, as
+    /// torch's schedulers keep it in the group. `None` before a schedule has been applied.
     #[must_use]
     pub fn initial_lr(&self) -> Option<f64> {
         let (_, value) = self.extra.iter().rev().find(|(key, _)| key == INITIAL_LR)?;
@@ -68,12 +72,12 @@ impl ParamGroup {
 /// The hyperparameters that a group is to have, and the keys that its algorithm does not know.
 pub type GroupUpdate = (Algorithm, Vec<(String, PlainValue)>);
 
-/// torch's optimizers over a sharded model: SGD, Adam, AdamW, Adagrad, Adafactor, Muon, and schedule-free AdamW
-/// ([`Algorithm`]).
+/// torch's optimizers over a sharded model: SGD, Adam, AdamW, Adagrad, Adafactor, Muon, and
+/// schedule-free AdamW ([`Algorithm`]).
 ///
-/// State is sharded like the parameters. As in torch, a parameter has state from its first step on. Before that, the
-/// algorithm's schema describes it, so reading or loading state needs no step with zero gradients.
-/// No method communicates, except the steps of Adafactor and Muon.
+/// State is sharded like the parameters. As in torch, a parameter has state from its first step on.
+/// Before that, the algorithm's schema describes it, so reading or loading state needs no step with
+/// zero gradients. No method communicates, except the steps of Adafactor and Muon.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -133,9 +137,12 @@ impl Optimizer {
     /// Makes an optimizer of several groups. Parameters in no group are not trained by it.
     ///
     /// # Errors
-    /// Hyperparameters out of range, unknown or repeated parameters, and, without `use_orig_params`, a FlatParameter
-    /// that is split between groups.
-    pub fn with_groups(parameters: &Arc<ShardedParameters>, groups: Vec<ParamGroup>) -> Result<Self> {
+    /// Hyperparameters out of range, unknown or repeated parameters, and, without
+    /// `use_orig_params`, a FlatParameter that is split between groups.
+    pub fn with_groups(
+        parameters: &Arc<ShardedParameters>,
+        groups: Vec<ParamGroup>,
+    ) -> Result<Self> {
         let mut optimizer = Optimizer {
             parameters: Arc::clone(parameters),
             groups: Vec::new(),
@@ -146,12 +153,15 @@ impl Optimizer {
             group_of_local: Vec::new(),
             user_state: StateDict::new(),
         };
-        // Step 1: find the local parameter of each name. Without `use_orig_params` all names of a unit share one, which
-        // this map has by the unit.
+        // Step 1: find the local parameter of each name. Without `use_orig_params` all names of a
+        // unit share one, which this map has by the unit.
         let mut flat_locals: HashMap<usize, usize> = HashMap::new();
         for (index, mut group) in groups.into_iter().enumerate() {
             let mut locals_of_group = Vec::new();
-            let fqns = group.fqns.iter().map(|fqn| parameters.canonical_fqn(fqn).to_owned());
+            let fqns = group
+                .fqns
+                .iter()
+                .map(|fqn| parameters.canonical_fqn(fqn).to_owned());
             group.fqns = fqns.collect();
             for fqn in &*group.fqns {
                 let Location { handle, .. } = parameters.location(fqn)?;
@@ -190,7 +200,10 @@ impl Optimizer {
     }
 
     /// Checks that algorithms, one for each group, can update the parameters of their groups.
-    pub(crate) fn check_algorithms<'a>(&self, algorithms: impl IntoIterator<Item = &'a Algorithm>) -> Result<()> {
+    pub(crate) fn check_algorithms<'a>(
+        &self,
+        algorithms: impl IntoIterator<Item = &'a Algorithm>,
+    ) -> Result<()> {
         for (algorithm, locals) in algorithms.into_iter().zip(&self.locals_of_group) {
             algorithm.validate()?;
             for &local in locals {
@@ -200,7 +213,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Checks that the FlatParameter that holds `fqn` is of this group, and returns its local parameter.
+    /// Checks that the FlatParameter that holds `fqn` is of this group, and returns its local
+    /// parameter.
     fn check_same_group(&self, local: usize, group: usize, fqn: &str) -> Result<usize> {
         if self.group_of_local[local] == group {
             return Ok(local);
@@ -208,10 +222,14 @@ impl Optimizer {
         let mut others = self.locals[local].handle.params.iter();
         let first = others.find(|other| self.local_of.contains_key(&other.fqn));
         let first = first.map_or_else(String::new, |other| other.fqn.clone());
-        Err(NnError::SplitFlatParameter { first, second: fqn.to_owned() })
+        Err(NnError::SplitFlatParameter {
+            first,
+            second: fqn.to_owned(),
+        })
     }
 
-    /// Adds the local parameter for `fqn`, its own piece or the FlatParameter that holds it, and returns its position.
+    /// Adds the local parameter for `fqn`, its own piece or the FlatParameter that holds it, and
+    /// returns its position.
     fn add_local(&mut self, fqn: &str, group: usize) -> Result<usize> {
         let Location { handle, param } = self.parameters.location(fqn)?;
         let handle = Arc::clone(&self.parameters.handles[handle]);
@@ -221,30 +239,55 @@ impl Optimizer {
             let mut segments = Vec::new();
             for (param, info) in layout.shard_param_infos(rank).into_iter().enumerate() {
                 if let Some(info) = info {
-                    segments.push(Segment { param, start: info.offset_in_shard, len: info.numel_in_shard });
+                    segments.push(Segment {
+                        param,
+                        start: info.offset_in_shard,
+                        len: info.numel_in_shard,
+                    });
                 }
             }
             (segments, layout.sharded_numel())
         } else {
-            let len = layout.shard_param_info(param, rank).map_or(0, |info| info.numel_in_shard);
-            (vec![Segment { param, start: 0, len }], len)
+            let len = layout
+                .shard_param_info(param, rank)
+                .map_or(0, |info| info.numel_in_shard);
+            (
+                vec![Segment {
+                    param,
+                    start: 0,
+                    len,
+                }],
+                len,
+            )
         };
-        self.locals.push(LocalParam { handle, is_flat, segments, numel, state: None });
+        self.locals.push(LocalParam {
+            handle,
+            is_flat,
+            segments,
+            numel,
+            state: None,
+        });
         self.group_of_local.push(group);
         Ok(self.locals.len() - 1)
     }
 
-    /// Checks that the optimizer has all parameters of each FlatParameter, or none of them: without `use_orig_params`
-    /// they are updated together.
+    /// Checks that the optimizer has all parameters of each FlatParameter, or none of them: without
+    /// `use_orig_params` they are updated together.
     fn check_flat_parameters_are_whole(&self) -> Result<()> {
         if self.parameters.use_orig_params() {
             return Ok(());
         }
         for local in &self.locals {
-            let (inside, outside): (Vec<_>, Vec<_>) =
-                local.handle.params.iter().partition(|param| self.local_of.contains_key(&param.fqn));
+            let (inside, outside): (Vec<_>, Vec<_>) = local
+                .handle
+                .params
+                .iter()
+                .partition(|param| self.local_of.contains_key(&param.fqn));
             if let (Some(first), Some(second)) = (inside.first(), outside.first()) {
-                return Err(NnError::SplitFlatParameter { first: first.fqn.clone(), second: second.fqn.clone() });
+                return Err(NnError::SplitFlatParameter {
+                    first: first.fqn.clone(),
+                    second: second.fqn.clone(),
+                });
             }
         }
         Ok(())
@@ -262,13 +305,14 @@ impl Optimizer {
         &self.groups
     }
 
-    /// Returns the groups, to change hyperparameters. Every rank must make the same changes. [`Self::step`] refuses a
-    /// group of other parameters in the place of one of these.
+    /// Returns the groups, to change hyperparameters. Every rank must make the same changes.
+    /// [`Self::step`] refuses a group of other parameters in the place of one of these.
     pub fn groups_mut(&mut self) -> &mut [ParamGroup] {
         &mut self.groups
     }
 
-    /// Returns `true` if this optimizer steps on the parameters of this very model, and not of one like it.
+    /// Returns `true` if this optimizer steps on the parameters of this very model, and not of one
+    /// like it.
     #[must_use]
     pub fn belongs_to(&self, parameters: &ShardedParameters) -> bool {
         self.parameters.is_same_model(parameters)
@@ -277,7 +321,8 @@ impl Optimizer {
     /// Returns `true` if this optimizer holds the parameter.
     #[must_use]
     pub fn holds(&self, fqn: &str) -> bool {
-        self.local_of.contains_key(self.parameters.canonical_fqn(fqn))
+        self.local_of
+            .contains_key(self.parameters.canonical_fqn(fqn))
     }
 
     pub(crate) fn locals(&self) -> &[LocalParam] {
@@ -290,7 +335,9 @@ impl Optimizer {
 
     /// Returns the position of the local parameter that holds `fqn`: its id in a state dict.
     pub(crate) fn local_index(&self, fqn: &str) -> Option<usize> {
-        self.local_of.get(self.parameters.canonical_fqn(fqn)).copied()
+        self.local_of
+            .get(self.parameters.canonical_fqn(fqn))
+            .copied()
     }
 
     /// Returns the position of the parameter's group; `None` if this optimizer does not hold it.
@@ -305,37 +352,51 @@ impl Optimizer {
         self.locals.iter().all(|local| local.state.is_none())
     }
 
-    /// Returns a parameter's state under torch's names: `step` as a 0-d f32 tensor, tensors shaped like the parameter
-    /// as sharded views of the live state, and other values unchanged. Returns `None` if the parameter has no state
-    /// yet, or is not in this optimizer. The keys are the same on every rank.
+    /// Returns a parameter's state under torch's names: `step` as a 0-d f32 tensor, tensors shaped
+    /// like the parameter as sharded views of the live state, and other values unchanged. Returns
+    /// `None` if the parameter has no state yet, or is not in this optimizer. The keys are the same
+    /// on every rank.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`] and candle's errors.
     pub fn state_of(&self, fqn: &str) -> Result<Option<IndexMap<String, StateValue>>> {
         let location = self.parameters.location(fqn)?;
-        let Some(&local) = self.local_of.get(self.parameters.canonical_fqn(fqn)) else { return Ok(None) };
+        let Some(&local) = self.local_of.get(self.parameters.canonical_fqn(fqn)) else {
+            return Ok(None);
+        };
         let local = &self.locals[local];
-        local.state.as_ref().map(|state| local.portable(state, location.param)).transpose()
+        local
+            .state
+            .as_ref()
+            .map(|state| local.portable(state, location.param))
+            .transpose()
     }
 
-    /// Returns the state of a local parameter before its first step, in fresh memory: the algorithm's schema with its
-    /// initial values. `None` for one that is frozen, and where the algorithm has no state before its first step.
+    /// Returns the state of a local parameter before its first step, in fresh memory: the
+    /// algorithm's schema with its initial values. `None` for one that is frozen, and where the
+    /// algorithm has no state before its first step.
     pub(crate) fn initial_state_of_local(&self, local: usize) -> Result<Option<ParamState>> {
         if !self.locals[local].requires_grad() {
             return Ok(None);
         }
-        let state = initial_state(&self.groups[self.group_of_local[local]].algorithm, &self.locals[local])?;
+        let state = initial_state(
+            &self.groups[self.group_of_local[local]].algorithm,
+            &self.locals[local],
+        )?;
         Ok((state.step.is_some() || !state.entries.is_empty()).then_some(state))
     }
 
-    /// Returns the names of the model's parameters that this optimizer holds, group by group. A name's position is its
-    /// id in the state dict of an optimizer without sharding.
+    /// Returns the names of the model's parameters that this optimizer holds, group by group. A
+    /// name's position is its id in the state dict of an optimizer without sharding.
     pub fn fqns(&self) -> impl Iterator<Item = &str> {
-        self.groups.iter().flat_map(|group| group.fqns()).map(String::as_str)
+        self.groups
+            .iter()
+            .flat_map(|group| group.fqns())
+            .map(String::as_str)
     }
 
-    /// Returns the state entries that the parameter's algorithm keeps, in torch's order; none if this optimizer does
-    /// not hold it.
+    /// Returns the state entries that the parameter's algorithm keeps, in torch's order; none if
+    /// this optimizer does not hold it.
     #[must_use]
     pub fn state_schema(&self, fqn: &str) -> Vec<StateEntry> {
         match self.group_of(fqn) {
@@ -346,7 +407,9 @@ impl Optimizer {
 
     /// Returns `true` if an entry of a parameter's state is shaped like the parameter.
     pub(crate) fn is_like_parameter(&self, fqn: &str, name: &str) -> bool {
-        let (Some(group), Ok(shape)) = (self.group_of(fqn), self.parameters.shape(fqn)) else { return false };
+        let (Some(group), Ok(shape)) = (self.group_of(fqn), self.parameters.shape(fqn)) else {
+            return false;
+        };
         self.groups[group].algorithm.kind_of(name, shape) == Some(StateKind::LikeParameter)
     }
 
@@ -360,8 +423,8 @@ impl Optimizer {
         &self.locals_of_group[group]
     }
 
-    /// Returns an optimizer of the same parameters and groups without any state. A load fills it, and it then takes the
-    /// place of this one or becomes a state dict.
+    /// Returns an optimizer of the same parameters and groups without any state. A load fills it,
+    /// and it then takes the place of this one or becomes a state dict.
     pub(crate) fn without_state(&self) -> Self {
         Optimizer {
             parameters: Arc::clone(&self.parameters),
@@ -375,15 +438,18 @@ impl Optimizer {
         }
     }
 
-    /// Returns an optimizer of one of the local parameters alone, without any state. State of that parameter can be
-    /// loaded into it to convert the state, while this optimizer stays as it is.
+    /// Returns an optimizer of one of the local parameters alone, without any state. State of that
+    /// parameter can be loaded into it to convert the state, while this optimizer stays as it is.
     pub(crate) fn of_local(&self, local: usize) -> Self {
         let group = &self.groups[self.group_of_local[local]];
         let fqns: Arc<[String]> = self.locals[local].fqns().into();
         Optimizer {
             parameters: Arc::clone(&self.parameters),
             local_of: fqns.iter().map(|fqn| (fqn.clone(), 0)).collect(),
-            groups: vec![ParamGroup { fqns: Arc::clone(&fqns), ..group.clone() }],
+            groups: vec![ParamGroup {
+                fqns: Arc::clone(&fqns),
+                ..group.clone()
+            }],
             locals: vec![self.locals[local].without_state()],
             fqns_of_group: vec![fqns],
             locals_of_group: vec![vec![0]],
@@ -402,14 +468,23 @@ impl Optimizer {
         self.user_state = user_state;
     }
 
-    /// Puts state in place of the present one, also if there is none, and hyperparameters into the groups (in their
-    /// order). Nothing is changed on error.
+    /// Puts state in place of the present one, also if there is none, and hyperparameters into the
+    /// groups (in their order). Nothing is changed on error.
     ///
     /// # Errors
-    /// The number of groups must stay, hyperparameters must be in range, and the algorithms must suit their parameters.
-    pub(crate) fn replace_state(&mut self, states: Vec<Option<ParamState>>, groups: Vec<GroupUpdate>) -> Result<()> {
+    /// The number of groups must stay, hyperparameters must be in range, and the algorithms must
+    /// suit their parameters.
+    pub(crate) fn replace_state(
+        &mut self,
+        states: Vec<Option<ParamState>>,
+        groups: Vec<GroupUpdate>,
+    ) -> Result<()> {
         if groups.len() != self.groups.len() {
-            return Err(OptimStateError::GroupCount { saved: groups.len(), current: self.groups.len() }.into());
+            return Err(OptimStateError::GroupCount {
+                saved: groups.len(),
+                current: self.groups.len(),
+            }
+            .into());
         }
         self.check_algorithms(groups.iter().map(|(algorithm, _)| algorithm))?;
         for (group, (algorithm, extra)) in self.groups.iter_mut().zip(groups) {
@@ -430,5 +505,8 @@ fn check_algorithm(algorithm: &Algorithm, local: &LocalParam) -> Result<()> {
         algorithm.check_dtype(dtype)?;
     }
     let shapes = local.handle.layout().shapes();
-    local.params().into_iter().try_for_each(|param| Ok(algorithm.check_shape(&shapes[param])?))
+    local
+        .params()
+        .into_iter()
+        .try_for_each(|param| Ok(algorithm.check_shape(&shapes[param])?))
 }

@@ -5,13 +5,21 @@ use half::bf16;
 
 use crate::algorithm::MuonOptions;
 
-/// Makes a matrix nearly orthogonal, by the iteration of Newton and Schulz. As in torch, each matrix on the way is
-/// rounded to `bf16`; products are summed in `f32`.
-pub(super) fn orthogonal(options: &MuonOptions, matrix: &[bf16], [rows, columns]: [usize; 2]) -> Result<Vec<bf16>> {
+/// Makes a matrix nearly orthogonal, by the iteration of Newton and Schulz. As in torch, each
+/// matrix on the way is rounded to `bf16`; products are summed in `f32`.
+pub(super) fn orthogonal(
+    options: &MuonOptions,
+    matrix: &[bf16],
+    [rows, columns]: [usize; 2],
+) -> Result<Vec<bf16>> {
     let (a, b, c) = options.ns_coefficients;
     let matrix = Tensor::from_slice(matrix, (rows, columns), &Device::Cpu)?.to_dtype(DType::F32)?;
     let is_tall = rows > columns;
-    let mut x = if is_tall { matrix.t()?.contiguous()? } else { matrix };
+    let mut x = if is_tall {
+        matrix.t()?.contiguous()?
+    } else {
+        matrix
+    };
     let norm = f64::from(x.sqr()?.sum_all()?.to_scalar::<f32>()?).sqrt();
     x = rounded(&(x / rounded_scalar(norm).max(rounded_scalar(options.eps)))?)?;
     for _ in 0..options.ns_steps {

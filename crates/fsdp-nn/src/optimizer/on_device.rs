@@ -1,17 +1,19 @@
 //! The update rules as candle ops, for parameters that are not in host memory.
 //!
-//! The same formulas as [`Algorithm::update`]'s, one op after the other; results differ from those by roundings. Half
-//! types are computed in `f32` and rounded once a step.
+//! The same formulas as [`Algorithm::update`]'s, one op after the other; results differ from those
+//! by roundings. Half types are computed in `f32` and rounded once a step.
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::algorithm::{AdagradOptions, AdamOptions, Algorithm, ScheduleFreeOptions, SgdOptions, bias_correction};
+use crate::algorithm::{
+    AdagradOptions, AdamOptions, Algorithm, ScheduleFreeOptions, SgdOptions, bias_correction,
+};
 
 /// Elements that are updated at a time: each op makes a new tensor of them.
 const PIECE: usize = 1 << 24;
 
-/// Updates a piece of a parameter once, in place: as [`Algorithm::update`]. `state` is in the order of the schema, and
-/// has as many tensors; all are one-dimensional, contiguous and equally long.
+/// Updates a piece of a parameter once, in place: as [`Algorithm::update`]. `state` is in the order
+/// of the schema, and has as many tensors; all are one-dimensional, contiguous and equally long.
 pub(super) fn update(
     algorithm: &Algorithm,
     step: f32,
@@ -20,7 +22,13 @@ pub(super) fn update(
     grad: &Tensor,
     state: &[Tensor],
 ) -> Result<()> {
-    update_by(PIECE, |param, grad, state| update_piece(algorithm, step, first, param, grad, state), param, grad, state)
+    update_by(
+        PIECE,
+        |param, grad, state| update_piece(algorithm, step, first, param, grad, state),
+        param,
+        grad,
+        state,
+    )
 }
 
 /// Updates piece by piece.
@@ -34,13 +42,21 @@ fn update_by(
     let numel = param.elem_count();
     for start in (0..numel).step_by(piece) {
         let len = piece.min(numel - start);
-        let state: Vec<Tensor> = state.iter().map(|tensor| tensor.narrow(0, start, len)).collect::<Result<_>>()?;
-        update(&param.narrow(0, start, len)?, &grad.narrow(0, start, len)?, &state)?;
+        let state: Vec<Tensor> = state
+            .iter()
+            .map(|tensor| tensor.narrow(0, start, len))
+            .collect::<Result<_>>()?;
+        update(
+            &param.narrow(0, start, len)?,
+            &grad.narrow(0, start, len)?,
+            &state,
+        )?;
     }
     Ok(())
 }
 
-/// Updates a parameter and its state with a gradient. All arithmetic is done in the wider type that `widen` chooses.
+/// Updates a parameter and its state with a gradient. All arithmetic is done in the wider type that
+/// `widen` chooses.
 fn update_piece(
     algorithm: &Algorithm,
     step: f32,
@@ -85,7 +101,11 @@ fn store(target: &Tensor, value: &Tensor) -> Result<()> {
 /// Returns the gradient, turned round to maximize, and with the L2 penalty added.
 fn gradient(grad: Tensor, param: &Tensor, maximize: bool, weight_decay: f64) -> Result<Tensor> {
     let grad = if maximize { grad.neg()? } else { grad };
-    if weight_decay == 0.0 { Ok(grad) } else { grad + (param * weight_decay)? }
+    if weight_decay == 0.0 {
+        Ok(grad)
+    } else {
+        grad + (param * weight_decay)?
+    }
 }
 
 fn missing(algorithm: &str) -> candle_core::Error {
@@ -93,7 +113,13 @@ fn missing(algorithm: &str) -> candle_core::Error {
 }
 
 /// Computes a step of SGD.
-fn sgd(options: &SgdOptions, first: bool, p: Tensor, g: Tensor, state: &[Tensor]) -> Result<Updated> {
+fn sgd(
+    options: &SgdOptions,
+    first: bool,
+    p: Tensor,
+    g: Tensor,
+    state: &[Tensor],
+) -> Result<Updated> {
     let g = gradient(g, &p, options.maximize, options.weight_decay)?;
     if options.momentum == 0.0 {
         return Ok(((p - (g * options.lr)?)?, Vec::new()));
@@ -103,13 +129,24 @@ fn sgd(options: &SgdOptions, first: bool, p: Tensor, g: Tensor, state: &[Tensor]
         Some(buffer) => ((buffer * options.momentum)? + (&g * (1.0 - options.dampening))?)?,
         None => return Err(missing("SGD")),
     };
-    let direction = if options.nesterov { (g + (&buffer * options.momentum)?)? } else { buffer.clone() };
+    let direction = if options.nesterov {
+        (g + (&buffer * options.momentum)?)?
+    } else {
+        buffer.clone()
+    };
     Ok(((p - (direction * options.lr)?)?, vec![buffer]))
 }
 
 /// Computes a step of schedule-free AdamW.
-fn schedule_free(options: &ScheduleFreeOptions, y: &Tensor, g: Tensor, state: &[Tensor]) -> Result<Updated> {
-    let [z, exp_avg_sq] = state else { return Err(missing("AdamWScheduleFree")) };
+fn schedule_free(
+    options: &ScheduleFreeOptions,
+    y: &Tensor,
+    g: Tensor,
+    state: &[Tensor],
+) -> Result<Updated> {
+    let [z, exp_avg_sq] = state else {
+        return Err(missing("AdamWScheduleFree"));
+    };
     let (factors, beta2) = (options.factors(), options.betas.1);
     let v = ((exp_avg_sq * beta2)? + (g.sqr()? * (1.0 - beta2))?)?;
     let normalized = (g / ((&v / factors.bias_correction)?.sqrt()? + options.eps)?)?;
@@ -121,11 +158,29 @@ fn schedule_free(options: &ScheduleFreeOptions, y: &Tensor, g: Tensor, state: &[
 }
 
 /// Computes a step of Adam, or with `decoupled` weight decay of AdamW.
-fn adam(options: &AdamOptions, decoupled: bool, step: f32, p: Tensor, g: Tensor, state: &[Tensor]) -> Result<Updated> {
-    let [exp_avg, exp_avg_sq, rest @ ..] = state else { return Err(missing("Adam")) };
+fn adam(
+    options: &AdamOptions,
+    decoupled: bool,
+    step: f32,
+    p: Tensor,
+    g: Tensor,
+    state: &[Tensor],
+) -> Result<Updated> {
+    let [exp_avg, exp_avg_sq, rest @ ..] = state else {
+        return Err(missing("Adam"));
+    };
     let (beta1, beta2) = options.betas;
-    let p = if decoupled && options.weight_decay != 0.0 { (p * (1.0 - options.lr * options.weight_decay))? } else { p };
-    let g = gradient(g, &p, options.maximize, if decoupled { 0.0 } else { options.weight_decay })?;
+    let p = if decoupled && options.weight_decay != 0.0 {
+        (p * (1.0 - options.lr * options.weight_decay))?
+    } else {
+        p
+    };
+    let g = gradient(
+        g,
+        &p,
+        options.maximize,
+        if decoupled { 0.0 } else { options.weight_decay },
+    )?;
     let m = ((exp_avg * beta1)? + (&g * (1.0 - beta1))?)?;
     let v = ((exp_avg_sq * beta2)? + (g.sqr()? * (1.0 - beta2))?)?;
     let (squares, max) = match rest.first() {
@@ -142,8 +197,16 @@ fn adam(options: &AdamOptions, decoupled: bool, step: f32, p: Tensor, g: Tensor,
 }
 
 /// Computes a step of Adagrad.
-fn adagrad(options: &AdagradOptions, step: f32, p: Tensor, g: Tensor, state: &[Tensor]) -> Result<Updated> {
-    let Some(sum) = state.first() else { return Err(missing("Adagrad")) };
+fn adagrad(
+    options: &AdagradOptions,
+    step: f32,
+    p: Tensor,
+    g: Tensor,
+    state: &[Tensor],
+) -> Result<Updated> {
+    let Some(sum) = state.first() else {
+        return Err(missing("Adagrad"));
+    };
     let rate = options.lr / (1.0 + (f64::from(step) - 1.0) * options.lr_decay);
     let g = gradient(g, &p, options.maximize, options.weight_decay)?;
     let sum = (sum + g.sqr()?)?;
@@ -160,10 +223,25 @@ mod tests {
     /// Every rule with every option that changes the formula.
     fn algorithms() -> Vec<Algorithm> {
         let sgd = |momentum, nesterov, weight_decay, dampening| {
-            Algorithm::Sgd(SgdOptions { lr: 0.1, momentum, nesterov, weight_decay, dampening, ..SgdOptions::default() })
+            Algorithm::Sgd(SgdOptions {
+                lr: 0.1,
+                momentum,
+                nesterov,
+                weight_decay,
+                dampening,
+                ..SgdOptions::default()
+            })
         };
-        let adam = AdamOptions { lr: 0.01, weight_decay: 0.1, ..AdamOptions::default() };
-        let amsgrad = AdamOptions { amsgrad: true, maximize: true, ..adam.clone() };
+        let adam = AdamOptions {
+            lr: 0.01,
+            weight_decay: 0.1,
+            ..AdamOptions::default()
+        };
+        let amsgrad = AdamOptions {
+            amsgrad: true,
+            maximize: true,
+            ..adam.clone()
+        };
         vec![
             sgd(0.0, false, 0.0, 0.0),
             sgd(0.9, false, 0.1, 0.3),
@@ -198,31 +276,57 @@ mod tests {
             let wave = |k: usize| (k as f64 * 0.7).sin() + 0.05;
             let mut expected: Vec<f64> = (0..numel).map(wave).collect();
             let param = Tensor::new(expected.as_slice(), &Device::Cpu).unwrap();
-            let entries: Vec<_> =
-                algorithm.state_entries().filter(|entry| entry.kind == StateKind::LikeParameter).collect();
-            let initial = |initial| if let Initial::Value(value) = initial { value } else { 0.0 };
-            let mut expected_state: Vec<Vec<f64>> =
-                entries.iter().map(|entry| vec![initial(entry.initial); numel]).collect();
-            let state: Vec<Tensor> =
-                expected_state.iter().map(|values| Tensor::new(values.as_slice(), &Device::Cpu).unwrap()).collect();
+            let entries: Vec<_> = algorithm
+                .state_entries()
+                .filter(|entry| entry.kind == StateKind::LikeParameter)
+                .collect();
+            let initial = |initial| {
+                if let Initial::Value(value) = initial {
+                    value
+                } else {
+                    0.0
+                }
+            };
+            let mut expected_state: Vec<Vec<f64>> = entries
+                .iter()
+                .map(|entry| vec![initial(entry.initial); numel])
+                .collect();
+            let state: Vec<Tensor> = expected_state
+                .iter()
+                .map(|values| Tensor::new(values.as_slice(), &Device::Cpu).unwrap())
+                .collect();
             for step in 0..STEPS {
-                let first = step == 0 && entries.iter().any(|entry| entry.initial == Initial::FirstGradient);
+                let first = step == 0
+                    && entries
+                        .iter()
+                        .any(|entry| entry.initial == Initial::FirstGradient);
                 let grads: Vec<f64> = (0..numel).map(|k| wave(k * 3 + step * 5)).collect();
                 let grad = Tensor::new(grads.as_slice(), &Device::Cpu).unwrap();
                 let number = (step + 1) as f32;
                 // In pieces, the last of which is not whole.
-                let piece = |p: &Tensor, g: &Tensor, s: &[Tensor]| update_piece(&algorithm, number, first, p, g, s);
+                let piece = |p: &Tensor, g: &Tensor, s: &[Tensor]| {
+                    update_piece(&algorithm, number, first, p, g, s)
+                };
                 update_by(2, piece, &param, &grad, &state).unwrap();
-                let mut slices: Vec<&mut [f64]> = expected_state.iter_mut().map(Vec::as_mut_slice).collect();
-                algorithm.update(number, first, &mut expected, &grads, &mut slices).unwrap();
+                let mut slices: Vec<&mut [f64]> =
+                    expected_state.iter_mut().map(Vec::as_mut_slice).collect();
+                algorithm
+                    .update(number, first, &mut expected, &grads, &mut slices)
+                    .unwrap();
             }
             let close = |found: &Tensor, expected: &[f64]| {
                 for (found, expected) in found.to_vec1::<f64>().unwrap().iter().zip(expected) {
-                    assert!((found - expected).abs() < 1e-12, "{algorithm:?}: {found} is not {expected}");
+                    assert!(
+                        (found - expected).abs() < 1e-12,
+                        "{algorithm:?}: {found} is not {expected}"
+                    );
                 }
             };
             close(&param, &expected);
-            state.iter().zip(&expected_state).for_each(|(found, expected)| close(found, expected));
+            state
+                .iter()
+                .zip(&expected_state)
+                .for_each(|(found, expected)| close(found, expected));
         }
     }
 
@@ -230,11 +334,26 @@ mod tests {
     fn half_types_keep_what_they_cannot_hold_within_a_step() {
         // 0.999 is 1 in bf16: computed there, the average of squares would never forget.
         let adam = Algorithm::Adam(AdamOptions::default());
-        let tensor = |value: f32| Tensor::full(value, 3, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
+        let tensor = |value: f32| {
+            Tensor::full(value, 3, &Device::Cpu)
+                .unwrap()
+                .to_dtype(DType::BF16)
+                .unwrap()
+        };
         let (param, state) = (tensor(1.0), [tensor(0.0), tensor(0.0)]);
         update(&adam, 1.0, false, &param, &tensor(2.0), &state).unwrap();
-        let value = |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()[0];
-        assert!((value(&state[1]) - 0.004).abs() < 2e-5, "{}", value(&state[1]));
+        let value = |tensor: &Tensor| {
+            tensor
+                .to_dtype(DType::F32)
+                .unwrap()
+                .to_vec1::<f32>()
+                .unwrap()[0]
+        };
+        assert!(
+            (value(&state[1]) - 0.004).abs() < 2e-5,
+            "{}",
+            value(&state[1])
+        );
         assert_eq!(param.dtype(), DType::BF16);
     }
 }

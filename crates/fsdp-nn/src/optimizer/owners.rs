@@ -1,5 +1,5 @@
-//! Updates that need whole parameters: one rank, the owner, gathers a parameter, computes its update, and sends every
-//! rank its part.
+//! Updates that need whole parameters: one rank, the owner, gathers a parameter, computes its
+//! update, and sends every rank its part.
 
 use std::hash::{Hash as _, Hasher as _};
 use std::ops::Range;
@@ -31,9 +31,9 @@ impl Owned {
     }
 }
 
-/// Lists the parameters of a group that got a gradient, in the order of the model, which is the same on all ranks: a
-/// rank may have named them in any order. Rank 0 owns them until [`assign_owners`]. All trained parameters get their
-/// initial state.
+/// Lists the parameters of a group that got a gradient, in the order of the model, which is the
+/// same on all ranks: a rank may have named them in any order. Rank 0 owns them until
+/// [`assign_owners`]. All trained parameters get their initial state.
 pub(super) fn owned_of(
     algorithm: &Algorithm,
     group: Option<&ProcessGroup>,
@@ -49,18 +49,35 @@ pub(super) fn owned_of(
         }
         begin_state(algorithm, local)?;
         let layout = local.handle.layout();
-        for param in local.params().into_iter().filter(|&param| local.handle.has_gradient(param)) {
-            let part = |rank| layout.shard_param_info(param, rank).map_or(0..0, |info| info.param_range());
-            let (shape, parts) = (layout.shapes()[param].clone(), (0..ranks).map(part).collect());
-            all.push(Owned { local: index, param, shape, parts, owner: 0 });
+        for param in local
+            .params()
+            .into_iter()
+            .filter(|&param| local.handle.has_gradient(param))
+        {
+            let part = |rank| {
+                layout
+                    .shard_param_info(param, rank)
+                    .map_or(0..0, |info| info.param_range())
+            };
+            let (shape, parts) = (
+                layout.shapes()[param].clone(),
+                (0..ranks).map(part).collect(),
+            );
+            all.push(Owned {
+                local: index,
+                param,
+                shape,
+                parts,
+                owner: 0,
+            });
         }
     }
     all.sort_by_key(|owned| (locals[owned.local].handle.number(), owned.param));
     Ok(all)
 }
 
-/// Turns one rank's error into an error on every rank, and checks that all ranks are about to update the same
-/// parameters: what they exchange does not say which parameters it is of.
+/// Turns one rank's error into an error on every rank, and checks that all ranks are about to
+/// update the same parameters: what they exchange does not say which parameters it is of.
 pub(super) fn agree_on_parameters<T>(
     group: Option<&ProcessGroup>,
     algorithm: &Algorithm,
@@ -70,16 +87,29 @@ pub(super) fn agree_on_parameters<T>(
     let Some(group) = group else { return outcome };
     let hash = outcome.as_ref().map_or(0, |(all, _)| {
         let mut hasher = XxHash3_64::new();
-        all.iter().for_each(|owned| (locals[owned.local].handle.number(), owned.param, &owned.shape).hash(&mut hasher));
+        all.iter().for_each(|owned| {
+            (
+                locals[owned.local].handle.number(),
+                owned.param,
+                &owned.shape,
+            )
+                .hash(&mut hasher)
+        });
         hasher.finish()
     });
-    let operation = format!("Optimizer::step, for the parameters of {} that got a gradient,", algorithm.name());
-    tell(group.agree_on(&operation, hash, outcome.as_ref().map(|_| ())), outcome)
+    let operation = format!(
+        "Optimizer::step, for the parameters of {} that got a gradient,",
+        algorithm.name()
+    );
+    tell(
+        group.agree_on(&operation, hash, outcome.as_ref().map(|_| ())),
+        outcome,
+    )
 }
 
-/// Assigns an owner to each parameter, the same on all ranks. Parameters are assigned in the order of their cost, the
-/// most expensive first, each to the rank with the least work so far. Only ranks that have a part of a parameter can
-/// own it, because only these have its state after a load.
+/// Assigns an owner to each parameter, the same on all ranks. Parameters are assigned in the order
+/// of their cost, the most expensive first, each to the rank with the least work so far. Only ranks
+/// that have a part of a parameter can own it, because only these have its state after a load.
 pub(super) fn assign_owners(all: &mut [Owned], cost: impl Fn(&[usize]) -> u128) {
     let ranks = all.first().map_or(1, |first| first.parts.len());
     let mut order: Vec<usize> = (0..all.len()).collect();
@@ -96,7 +126,10 @@ pub(super) fn assign_owners(all: &mut [Owned], cost: impl Fn(&[usize]) -> u128) 
 /// Turns one rank's error into an error on every rank.
 pub(super) fn agree<T>(group: Option<&ProcessGroup>, outcome: Result<T>) -> Result<T> {
     let Some(group) = group else { return outcome };
-    tell(group.agree("Optimizer::step", outcome.as_ref().map(|_| ())), outcome)
+    tell(
+        group.agree("Optimizer::step", outcome.as_ref().map(|_| ())),
+        outcome,
+    )
 }
 
 /// Returns the outcome of an agreement on `outcome`.
@@ -111,11 +144,14 @@ fn tell<T>(agreed: Result<(), CommError>, outcome: Result<T>) -> Result<T> {
 
 /// Returns the parameters of one owner, with their positions in `all`.
 fn owned_by<'a>(all: &'a [&Owned], owner: usize) -> impl Iterator<Item = (usize, &'a Owned)> {
-    all.iter().copied().enumerate().filter(move |(_, one)| one.owner == owner)
+    all.iter()
+        .copied()
+        .enumerate()
+        .filter(move |(_, one)| one.owner == owner)
 }
 
-/// Returns the parameters that this rank owns, whole, from the parts of all ranks; the others are empty.
-/// Collective: one exchange, none without a group.
+/// Returns the parameters that this rank owns, whole, from the parts of all ranks; the others are
+/// empty. Collective: one exchange, none without a group.
 pub(super) fn to_owners<T: Element + Default>(
     group: Option<&ProcessGroup>,
     all: &[&Owned],
@@ -134,11 +170,15 @@ pub(super) fn to_owners<T: Element + Default>(
     // Step 2: exchange the parts.
     let mut receive_counts = vec![0; ranks];
     for (_, one) in owned_by(all, group.rank()) {
-        receive_counts.iter_mut().zip(&one.parts).for_each(|(count, part)| *count += part.len());
+        receive_counts
+            .iter_mut()
+            .zip(&one.parts)
+            .for_each(|(count, part)| *count += part.len());
     }
     let mut received = vec![T::default(); receive_counts.iter().sum()];
     group.all_to_all_uneven(&mut received, &receive_counts, &sent, &send_counts)?;
-    // Step 3: put the parts of each rank in their places. Each rank has packed them in the order of `all`.
+    // Step 3: put the parts of each rank in their places. Each rank has packed them in the order of
+    // `all`.
     let mut whole = vec![Vec::new(); all.len()];
     let mut rest = received.as_slice();
     for from in 0..ranks {
@@ -171,7 +211,8 @@ pub(super) fn from_owners<T: Element + Default>(
     }
     // Step 2: exchange the parts.
     let mut receive_counts = vec![0; ranks];
-    all.iter().for_each(|one| receive_counts[one.owner] += one.parts[rank].len());
+    all.iter()
+        .for_each(|one| receive_counts[one.owner] += one.parts[rank].len());
     let mut received = vec![T::default(); receive_counts.iter().sum()];
     group.all_to_all_uneven(&mut received, &receive_counts, &sent, &send_counts)?;
     // Step 3: tell the parts apart. Each owner has packed them in the order of `all`.

@@ -13,29 +13,32 @@ use crate::algorithm::{Algorithm, Float, Initial, StateKind};
 use crate::{NnError, Result, tasks};
 
 impl Optimizer {
-    /// Updates all trained parameters that have a gradient, in place, each in one pass over its shard: torch's
-    /// `Optimizer.step`. Gradients are kept.
+    /// Updates all trained parameters that have a gradient, in place, each in one pass over its
+    /// shard: torch's `Optimizer.step`. Gradients are kept.
     ///
-    /// Collectives: none, except for groups of [`Algorithm::Muon`] and [`Algorithm::Adafactor`] if parameters are
-    /// sharded. There each parameter is gathered on one rank, which computes its update and sends it back. Each such
-    /// group takes two or three all-to-all exchanges over the shard group, for Adafactor one all-gather of its
-    /// averages, and two agreements. The results are bit for bit those of a single rank. These groups are
-    /// updated after all others.
+    /// Collectives: none, except for groups of [`Algorithm::Muon`] and [`Algorithm::Adafactor`] if
+    /// parameters are sharded. There each parameter is gathered on one rank, which computes its
+    /// update and sends it back. Each such group takes two or three all-to-all exchanges over the
+    /// shard group, for Adafactor one all-gather of its averages, and two agreements. The results
+    /// are bit for bit those of a single rank. These groups are updated after all others.
     ///
     /// Parameters that got no gradient are left as they are, without weight decay
     /// ([`ShardedParameters::has_gradient`](crate::ShardedParameters::has_gradient)).
     ///
-    /// State that lacks `step` counts from 0, and state that lacks a tensor begins with its initial value.
+    /// State that lacks `step` counts from 0, and state that lacks a tensor begins with its initial
+    /// value.
     ///
     /// # Errors
     /// Before anything is changed: [`NnError::Swapped`]; [`NnError::UnitInUse`] inside a forward;
-    /// [`NnError::BackwardNotEnded`]; schedule-free AdamW in its `eval` mode; hyperparameters out of range, and an
-    /// algorithm that cannot update the parameters of its group; [`NnError::OtherParameters`].
+    /// [`NnError::BackwardNotEnded`]; schedule-free AdamW in its `eval` mode; hyperparameters out
+    /// of range, and an algorithm that cannot update the parameters of its group;
+    /// [`NnError::OtherParameters`].
     ///
-    /// After that, candle's errors, of which memory is one, and those of the collectives. A parameter whose update
-    /// fails keeps its state, but others may have been updated. If the step communicates, an error of one rank is an
-    /// error on every rank of the shard group, except in the last update of a matrix by Muon. If it does not, the other
-    /// ranks learn nothing of the error: end the run.
+    /// After that, candle's errors, of which memory is one, and those of the collectives. A
+    /// parameter whose update fails keeps its state, but others may have been updated. If the step
+    /// communicates, an error of one rank is an error on every rank of the shard group, except in
+    /// the last update of a matrix by Muon. If it does not, the other ranks learn nothing of the
+    /// error: end the run.
     pub fn step(&mut self) -> Result<()> {
         // Step 1: check everything that can be known before something is changed.
         if self.parameters.has_average() {
@@ -52,13 +55,17 @@ impl Optimizer {
             }
             begun.push((algorithm, has_gradients));
         }
-        self.parameters.handles.iter().try_for_each(|handle| handle.check_backward_ended())?;
-        // Release all gathered parameters before shards change, also those of units without a gradient.
+        self.parameters
+            .handles
+            .iter()
+            .try_for_each(|handle| handle.check_backward_ended())?;
+        // Release all gathered parameters before shards change, also those of units without a
+        // gradient.
         self.parameters.reshard()?;
         // A save in the background may still be copying the shards and the state.
         self.parameters.wait_for_readers();
-        // Step 2: update the groups that need no other rank. The first error is kept: the groups of step 3 communicate,
-        // and tell it to the other ranks.
+        // Step 2: update the groups that need no other rank. The first error is kept: the groups of
+        // step 3 communicate, and tell it to the other ranks.
         let mut outcome = Ok(());
         for (index, (algorithm, has_gradients)) in begun.into_iter().enumerate() {
             self.groups[index].algorithm = algorithm;
@@ -69,17 +76,32 @@ impl Optimizer {
                 }
             }
         }
-        // Step 3: update the groups whose parameters must be whole. An error does not end the loop: all ranks begin
-        // each of these groups, in the order of the model, because a rank may have made its groups in any order.
+        // Step 3: update the groups whose parameters must be whole. An error does not end the loop:
+        // all ranks begin each of these groups, in the order of the model, because a rank may have
+        // made its groups in any order.
         for index in self.groups_in_order_of_model() {
             let (group, indices) = (&self.groups[index], &self.locals_of_group[index]);
             let (parameters, locals) = (&self.parameters, &mut self.locals);
             match &group.algorithm {
                 Algorithm::Muon(options) => {
-                    outcome = step_matrices(options, &group.algorithm, parameters, locals, indices, outcome);
+                    outcome = step_matrices(
+                        options,
+                        &group.algorithm,
+                        parameters,
+                        locals,
+                        indices,
+                        outcome,
+                    );
                 }
                 Algorithm::Adafactor(options) => {
-                    outcome = step_factored(options, &group.algorithm, parameters, locals, indices, outcome);
+                    outcome = step_factored(
+                        options,
+                        &group.algorithm,
+                        parameters,
+                        locals,
+                        indices,
+                        outcome,
+                    );
                 }
                 _ => {}
             }
@@ -87,13 +109,18 @@ impl Optimizer {
         outcome
     }
 
-    /// Returns the positions of the groups that have parameters, in the order of the first parameter of each in the
-    /// model.
+    /// Returns the positions of the groups that have parameters, in the order of the first
+    /// parameter of each in the model.
     fn groups_in_order_of_model(&self) -> Vec<usize> {
         let mut order: Vec<(Option<(usize, usize)>, usize)> = Vec::with_capacity(self.groups.len());
         for (index, locals) in self.locals_of_group.iter().enumerate() {
             let locals = locals.iter().map(|&local| &self.locals[local]);
-            let first = locals.flat_map(|local| local.params().into_iter().map(|param| (local.handle.number(), param)));
+            let first = locals.flat_map(|local| {
+                local
+                    .params()
+                    .into_iter()
+                    .map(|param| (local.handle.number(), param))
+            });
             order.push((first.min(), index));
         }
         order.retain(|(first, _)| first.is_some());
@@ -101,8 +128,8 @@ impl Optimizer {
         order.into_iter().map(|(_, index)| index).collect()
     }
 
-    /// Checks that the groups are those that the optimizer was made of, and that their algorithms, which may have been
-    /// changed since, can update their parameters.
+    /// Checks that the groups are those that the optimizer was made of, and that their algorithms,
+    /// which may have been changed since, can update their parameters.
     fn check_groups(&self) -> Result<()> {
         for (index, (group, fqns)) in self.groups.iter().zip(&self.fqns_of_group).enumerate() {
             if !Arc::ptr_eq(&group.fqns, fqns) && group.fqns != *fqns {
@@ -134,16 +161,22 @@ impl Optimizer {
 
     /// Returns `true` if a trained parameter of a group has a gradient.
     fn has_gradients(&self, index: usize) -> bool {
-        let mut locals = self.locals_of_group[index].iter().map(|&local| &self.locals[local]);
+        let mut locals = self.locals_of_group[index]
+            .iter()
+            .map(|&local| &self.locals[local]);
         locals.any(|local| local.requires_grad() && local.has_gradient())
     }
 }
 
 /// Updates one local parameter and its state. On an error the state is what it was.
 ///
-/// State may lack entries of the algorithm, for example if it comes from a checkpoint of another algorithm. Then a
-/// missing `step` counts from 0, and missing tensors start with their initial values.
-pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut LocalParam) -> Result<()> {
+/// State may lack entries of the algorithm, for example if it comes from a checkpoint of another
+/// algorithm. Then a missing `step` counts from 0, and missing tensors start with their initial
+/// values.
+pub(super) fn step_local<T: Scalar + Float>(
+    algorithm: &Algorithm,
+    local: &mut LocalParam,
+) -> Result<()> {
     // The tensors are shared: what is changed here is only which of them there are, and the step.
     let mut state = match &local.state {
         Some(state) => state.clone(),
@@ -151,7 +184,10 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
     };
     let mut first = false;
     let mut slices = Vec::new();
-    for entry in algorithm.state_entries().filter(|entry| entry.kind == StateKind::LikeParameter) {
+    for entry in algorithm
+        .state_entries()
+        .filter(|entry| entry.kind == StateKind::LikeParameter)
+    {
         let missing = !matches!(state.entries.get(entry.name), Some(LocalState::Piece(_)));
         if missing {
             // `first` holds for the one entry that begins as the gradient.
@@ -159,7 +195,11 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
             let mut fresh = initial_state(algorithm, local)?;
             let piece = match fresh.entries.swap_remove(entry.name) {
                 Some(piece) => piece,
-                None => LocalState::Piece(zeros_on(&[local.numel], local.handle.dtype(), local.handle.shard_device())?),
+                None => LocalState::Piece(zeros_on(
+                    &[local.numel],
+                    local.handle.dtype(),
+                    local.handle.shard_device(),
+                )?),
             };
             state.entries.insert(entry.name.to_owned(), piece);
         }
@@ -171,10 +211,15 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
     algorithm.check_step(step)?;
     local.handle.begin_change()?;
     let handle = &local.handle;
-    for segment in local.segments.iter().filter(|segment| segment.len > 0 && handle.has_gradient(segment.param)) {
-        let (Some(param), Some(grad)) =
-            (local.handle.local_piece(segment.param)?, local.handle.grad_piece(segment.param)?)
-        else {
+    for segment in local
+        .segments
+        .iter()
+        .filter(|segment| segment.len > 0 && handle.has_gradient(segment.param))
+    {
+        let (Some(param), Some(grad)) = (
+            local.handle.local_piece(segment.param)?,
+            local.handle.grad_piece(segment.param)?,
+        ) else {
             continue;
         };
         let pieces = slices
@@ -187,13 +232,18 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
         }
         let grad = HostSlice::<T>::read(&grad)?;
         let mut param = HostSliceMut::<T>::write(&param)?;
-        let mut pieces = pieces.iter().map(HostSliceMut::<T>::write).collect::<Result<Vec<_>, _>>()?;
+        let mut pieces = pieces
+            .iter()
+            .map(HostSliceMut::<T>::write)
+            .collect::<Result<Vec<_>, _>>()?;
         let mut slices: Vec<&mut [T]> = pieces.iter_mut().map(|piece| &mut **piece).collect();
         tasks::update(&mut param, &grad, &mut slices, |param, grad, slices| {
             algorithm.update(step, first, param, grad, slices)
         })?;
     }
-    let counts_steps = algorithm.state_entries().any(|entry| entry.kind == StateKind::Scalar);
+    let counts_steps = algorithm
+        .state_entries()
+        .any(|entry| entry.kind == StateKind::Scalar);
     if counts_steps || state.step.is_some() {
         state.step = Some(step);
     }

@@ -14,11 +14,17 @@ impl LoadError for NnError {
         }
     }
 
-    /// Makes any rank's error every rank's. An [`OptimStateError`] keeps its type, and names the ranks that met it
-    /// unless all did. Other errors become a [`CommError::RankFailed`]. Collective: one agreement, and after a failure
-    /// an object all-gather.
-    fn agree<T>(group: &ProcessGroup, operation: &str, hash: Option<u64>, outcome: Result<T>) -> Result<T> {
-        // An agreement sends errors as text only. So keep this rank's error, for the round that follows a failure.
+    /// Makes any rank's error every rank's. An [`OptimStateError`] keeps its type, and names the
+    /// ranks that met it unless all did. Other errors become a [`CommError::RankFailed`].
+    /// Collective: one agreement, and after a failure an object all-gather.
+    fn agree<T>(
+        group: &ProcessGroup,
+        operation: &str,
+        hash: Option<u64>,
+        outcome: Result<T>,
+    ) -> Result<T> {
+        // An agreement sends errors as text only. So keep this rank's error, for the round that
+        // follows a failure.
         let typed = match &outcome {
             Err(NnError::OptimState { error, .. }) => Some(error.clone()),
             _ => None,
@@ -39,14 +45,27 @@ impl LoadError for NnError {
     }
 }
 
-/// Returns the error of the first rank that failed, and the ranks that met the same error. Returns `None` if that error
-/// is not an [`OptimStateError`].
-fn first_of(group: &ProcessGroup, errors: &[Option<OptimStateError>], failure: &CommError) -> Option<NnError> {
-    let CommError::RankFailed { failures, .. } = failure else { return None };
+/// Returns the error of the first rank that failed, and the ranks that met the same error. Returns
+/// `None` if that error is not an [`OptimStateError`].
+fn first_of(
+    group: &ProcessGroup,
+    errors: &[Option<OptimStateError>],
+    failure: &CommError,
+) -> Option<NnError> {
+    let CommError::RankFailed { failures, .. } = failure else {
+        return None;
+    };
     let first = failures.first()?.rank;
-    let position = group.global_ranks().iter().position(|&rank| rank == first)?;
+    let position = group
+        .global_ranks()
+        .iter()
+        .position(|&rank| rank == first)?;
     let error = errors.get(position)?.clone()?;
-    let ranks = group.global_ranks().iter().zip(errors).filter(|(_, other)| other.as_ref() == Some(&error));
+    let ranks = group
+        .global_ranks()
+        .iter()
+        .zip(errors)
+        .filter(|(_, other)| other.as_ref() == Some(&error));
     let mut ranks: Vec<usize> = ranks.map(|(rank, _)| *rank).collect();
     // An empty list stands for all ranks.
     if ranks.len() == group.world_size() {

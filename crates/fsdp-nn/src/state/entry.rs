@@ -1,5 +1,5 @@
-//! Plans how the saved state of a parameter, or of a FlatParameter, is converted to an optimizer's state entries, and
-//! lends the memory for them. Nothing else reads saved entries.
+//! Plans how the saved state of a parameter, or of a FlatParameter, is converted to an optimizer's
+//! state entries, and lends the memory for them. Nothing else reads saved entries.
 
 use std::collections::BTreeSet;
 
@@ -19,15 +19,21 @@ use crate::{NnError, Result};
 /// One saved state entry of one parameter.
 #[derive(Debug, Clone)]
 pub(crate) enum Saved {
-    /// A tensor: its position in the source, its dtype, its shape, and its value if the tensor is small.
-    Tensor { position: usize, dtype: DType, shape: Vec<usize>, small: Option<StateValue> },
+    /// A tensor: its position in the source, its dtype, its shape, and its value if the tensor is
+    /// small.
+    Tensor {
+        position: usize,
+        dtype: DType,
+        shape: Vec<usize>,
+        small: Option<StateValue>,
+    },
     /// A value that is no tensor, or a tensor of one element that is not shaped like its parameter.
     Scalar(StateValue),
 }
 
 impl Saved {
-    /// Returns the entry as its algorithm takes it: a small tensor becomes a scalar, unless it is shaped like a
-    /// parameter without dimensions.
+    /// Returns the entry as its algorithm takes it: a small tensor becomes a scalar, unless it is
+    /// shaped like a parameter without dimensions.
     fn of_kind(&self, kind: Option<StateKind>, parameter: &[usize]) -> Self {
         match self {
             Saved::Tensor { small: Some(value), shape, .. }
@@ -62,25 +68,30 @@ impl Saved {
     pub(crate) fn describe(&self) -> String {
         match self {
             Saved::Tensor { dtype, shape, .. } => format!("{dtype} {shape:?}"),
-            Saved::Scalar(value @ StateValue::Tensor(_)) => {
-                plain(value).and_then(|number| number.as_float()).map_or_else(String::new, |number| number.to_string())
-            }
+            Saved::Scalar(value @ StateValue::Tensor(_)) => plain(value)
+                .and_then(|number| number.as_float())
+                .map_or_else(String::new, |number| number.to_string()),
             Saved::Scalar(StateValue::Plain(value)) => format!("{value:?}"),
             Saved::Scalar(other) => other.kind().to_owned(),
         }
     }
 
-    /// Returns a text that is the same for two scalars only if they are equal and of one dtype; `None` for tensors.
+    /// Returns a text that is the same for two scalars only if they are equal and of one dtype;
+    /// `None` for tensors.
     fn bits(&self) -> Option<String> {
         match self {
             Saved::Tensor { .. } => None,
-            Saved::Scalar(value) => value.to_plain().ok().flatten().map(|value| format!("{value:?}")),
+            Saved::Scalar(value) => value
+                .to_plain()
+                .ok()
+                .flatten()
+                .map(|value| format!("{value:?}")),
         }
     }
 }
 
-/// Returns the number of steps that a value holds, as a number or as a tensor of one element. Returns `None` if it is
-/// negative, not finite, or not a number.
+/// Returns the number of steps that a value holds, as a number or as a tensor of one element.
+/// Returns `None` if it is negative, not finite, or not a number.
 pub(crate) fn as_step(value: &StateValue) -> Option<f32> {
     let step = plain(value)?.as_float()?;
     (step.is_finite() && step >= 0.0).then_some(step as f32)
@@ -98,8 +109,8 @@ pub(crate) struct EntryTensor {
     pub(crate) becomes: DType,
     /// The name of the entry that it becomes, or that it becomes a part of.
     pub(crate) name: String,
-    /// The parameter that it is shaped like, and the memory to fill. `None` for a tensor of another shape, which
-    /// becomes an entry once it has been read.
+    /// The parameter that it is shaped like, and the memory to fill. `None` for a tensor of another
+    /// shape, which becomes an entry once it has been read.
     pub(crate) like: Option<(String, ShardedTensor, Home)>,
 }
 
@@ -114,7 +125,8 @@ pub(crate) enum Home {
     Unfilled,
 }
 
-/// The state of one local parameter while it is loaded. It is complete once all its tensors are filled.
+/// The state of one local parameter while it is loaded. It is complete once all its tensors are
+/// filled.
 #[derive(Debug)]
 pub(crate) struct EntryPlan {
     pub(crate) state: ParamState,
@@ -123,12 +135,13 @@ pub(crate) struct EntryPlan {
     pub(crate) missing: Vec<&'static str>,
 }
 
-/// One state entry of a local parameter, as it was saved for each of the model's parameters that it is made of.
+/// One state entry of a local parameter, as it was saved for each of the model's parameters that it
+/// is made of.
 struct SavedEntry<'a> {
     local: &'a LocalParam,
     name: &'a str,
-    /// The kind that the algorithm gives to this entry; `None` for an entry that has a shape of its own, such as
-    /// Adafactor's averages, and for one that the algorithm does not know.
+    /// The kind that the algorithm gives to this entry; `None` for an entry that has a shape of its
+    /// own, such as Adafactor's averages, and for one that the algorithm does not know.
     kind: Option<StateKind>,
     values: Vec<Option<Saved>>,
 }
@@ -143,52 +156,112 @@ pub(crate) struct EntryOptions {
 }
 
 impl EntryPlan {
-    /// Plans the state of a local parameter; `None` if nothing was saved for it. `saved` has an item for each of the
-    /// model's parameters that the local parameter is made of.
+    /// Plans the state of a local parameter; `None` if nothing was saved for it. `saved` has an
+    /// item for each of the model's parameters that the local parameter is made of.
     pub(crate) fn new(
         local: &LocalParam,
         algorithm: &Algorithm,
         saved: &[Option<&SavedEntries>],
         options: EntryOptions,
     ) -> Result<Option<Self>> {
-        let Some(first) = saved.iter().flatten().next() else { return Ok(None) };
-        // One flat tensor holds an entry of all these parameters. So if one of them has the entry, all others with
-        // state must have it too.
+        let Some(first) = saved.iter().flatten().next() else {
+            return Ok(None);
+        };
+        // One flat tensor holds an entry of all these parameters. So if one of them has the entry,
+        // all others with state must have it too.
         let names: BTreeSet<&String> = first.keys().collect();
-        if saved.iter().flatten().any(|entries| entries.keys().collect::<BTreeSet<_>>() != names) {
-            let names = saved.iter().map(|entries| entries.map_or_else(Vec::new, |e| e.keys().cloned().collect()));
-            return Err(OptimStateError::DifferingNames { fqns: local.fqns(), names: names.collect() }.into());
+        if saved
+            .iter()
+            .flatten()
+            .any(|entries| entries.keys().collect::<BTreeSet<_>>() != names)
+        {
+            let names = saved
+                .iter()
+                .map(|entries| entries.map_or_else(Vec::new, |e| e.keys().cloned().collect()));
+            return Err(OptimStateError::DifferingNames {
+                fqns: local.fqns(),
+                names: names.collect(),
+            }
+            .into());
         }
-        // Adafactor's averages have shapes of their own, and exist from the first step on. Its parameters are never
-        // flat.
+        // Adafactor's averages have shapes of their own, and exist from the first step on. Its
+        // parameters are never flat.
         let (params, shapes) = (local.params(), local.handle.layout().shapes());
-        let averages = if let [param] = params[..] { algorithm.averages_of(&shapes[param]) } else { Vec::new() };
+        let averages = if let [param] = params[..] {
+            algorithm.averages_of(&shapes[param])
+        } else {
+            Vec::new()
+        };
         for (name, expected) in &averages {
-            if let Some(found) = first.get(*name).map(Saved::shape).filter(|found| *found != expected.as_slice()) {
-                let (fqn, name, found, expected) = (local.name(), (*name).to_owned(), found.to_vec(), expected.clone());
-                return Err(OptimStateError::WrongShape { fqn, name, found, expected }.into());
+            if let Some(found) = first
+                .get(*name)
+                .map(Saved::shape)
+                .filter(|found| *found != expected.as_slice())
+            {
+                let (fqn, name, found, expected) = (
+                    local.name(),
+                    (*name).to_owned(),
+                    found.to_vec(),
+                    expected.clone(),
+                );
+                return Err(OptimStateError::WrongShape {
+                    fqn,
+                    name,
+                    found,
+                    expected,
+                }
+                .into());
             }
         }
-        // Take the entries in the algorithm's order, whatever order they were saved in, so that equal state is saved as
-        // equal bytes again.
-        let known = algorithm.state_entries().map(|entry| entry.name).chain(averages.iter().map(|(name, _)| *name));
+        // Take the entries in the algorithm's order, whatever order they were saved in, so that
+        // equal state is saved as equal bytes again.
+        let known = algorithm
+            .state_entries()
+            .map(|entry| entry.name)
+            .chain(averages.iter().map(|(name, _)| *name));
         let known: Vec<&str> = known.collect();
         let mut order: Vec<&String> = first.keys().collect();
-        order.sort_by_key(|name| known.iter().position(|entry| entry == name).unwrap_or(known.len()));
-        let mut plan = EntryPlan { state: ParamState::default(), tensors: Vec::new(), missing: Vec::new() };
+        order.sort_by_key(|name| {
+            known
+                .iter()
+                .position(|entry| entry == name)
+                .unwrap_or(known.len())
+        });
+        let mut plan = EntryPlan {
+            state: ParamState::default(),
+            tensors: Vec::new(),
+            missing: Vec::new(),
+        };
         for name in order {
-            // The algorithm knows which entries are shaped like the parameter; others are kept as they are.
-            let kind = params.first().and_then(|&param| algorithm.kind_of(name, &shapes[param]));
+            // The algorithm knows which entries are shaped like the parameter; others are kept as
+            // they are.
+            let kind = params
+                .first()
+                .and_then(|&param| algorithm.kind_of(name, &shapes[param]));
             let values = saved.iter().zip(&params);
-            let values =
-                values.map(|(entries, &param)| Some(entries.as_ref()?.get(name)?.of_kind(kind, &shapes[param])));
-            plan.add(&SavedEntry { local, name, kind, values: values.collect() }, options)?;
+            let values = values.map(|(entries, &param)| {
+                Some(entries.as_ref()?.get(name)?.of_kind(kind, &shapes[param]))
+            });
+            plan.add(
+                &SavedEntry {
+                    local,
+                    name,
+                    kind,
+                    values: values.collect(),
+                },
+                options,
+            )?;
         }
-        // Note which entries are missing. Those that are made with the first gradient may be absent, because there may
-        // have been no gradient yet.
-        let needed = algorithm.state_entries().filter(|entry| entry.initial != Initial::FirstGradient);
+        // Note which entries are missing. Those that are made with the first gradient may be
+        // absent, because there may have been no gradient yet.
+        let needed = algorithm
+            .state_entries()
+            .filter(|entry| entry.initial != Initial::FirstGradient);
         let has_stepped = plan.state.step.is_some_and(|step| step > 0.0);
-        let averages = averages.into_iter().filter(|_| has_stepped).map(|(name, _)| name);
+        let averages = averages
+            .into_iter()
+            .filter(|_| has_stepped)
+            .map(|(name, _)| name);
         let needed = needed.map(|entry| entry.name).chain(averages);
         plan.missing = needed.filter(|name| !first.contains_key(*name)).collect();
         Ok(Some(plan))
@@ -196,26 +269,53 @@ impl EntryPlan {
 
     /// Plans one entry.
     fn add(&mut self, entry: &SavedEntry<'_>, options: EntryOptions) -> Result<()> {
-        let &SavedEntry { local, name, kind, ref values } = entry;
+        let &SavedEntry {
+            local,
+            name,
+            kind,
+            ref values,
+        } = entry;
         let is_like = kind == Some(StateKind::LikeParameter);
-        let Some(first) = values.iter().flatten().next() else { return Ok(()) };
-        let is_one_type = values.iter().flatten().all(|value| value.type_name() == first.type_name());
+        let Some(first) = values.iter().flatten().next() else {
+            return Ok(());
+        };
+        let is_one_type = values
+            .iter()
+            .flatten()
+            .all(|value| value.type_name() == first.type_name());
         let is_tensor = matches!(first, Saved::Tensor { .. });
         if is_one_type && kind == Some(StateKind::Scalar) && is_tensor {
-            return Err(OptimStateError::MalformedStep { fqn: local.name(), found: first.describe() }.into());
+            return Err(OptimStateError::MalformedStep {
+                fqn: local.name(),
+                found: first.describe(),
+            }
+            .into());
         }
         if !is_one_type || is_like && !is_tensor {
-            let types = values.iter().map(|value| value.as_ref().map_or("None", Saved::type_name).to_owned()).collect();
-            return Err(OptimStateError::DifferingTypes { name: name.to_owned(), types, fqns: local.fqns() }.into());
+            let types = values
+                .iter()
+                .map(|value| value.as_ref().map_or("None", Saved::type_name).to_owned())
+                .collect();
+            return Err(OptimStateError::DifferingTypes {
+                name: name.to_owned(),
+                types,
+                fqns: local.fqns(),
+            }
+            .into());
         }
         if is_tensor {
             return self.add_tensors(entry, options);
         }
         // A FlatParameter has one scalar for all its parameters, so their scalars must be the same.
         let bits = first.bits();
-        let same = |value: &Option<Saved>| value.as_ref().map_or(options.allow_missing, |value| value.bits() == bits);
+        let same = |value: &Option<Saved>| {
+            value
+                .as_ref()
+                .map_or(options.allow_missing, |value| value.bits() == bits)
+        };
         if !values.iter().all(same) {
-            let describe = |value: &Option<Saved>| value.as_ref().map_or("None".to_owned(), Saved::describe);
+            let describe =
+                |value: &Option<Saved>| value.as_ref().map_or("None".to_owned(), Saved::describe);
             let mut dtypes = BTreeSet::new();
             for value in values.iter().flatten() {
                 if let Saved::Scalar(StateValue::Tensor(tensor)) = value {
@@ -230,9 +330,14 @@ impl EntryPlan {
             }
             .into());
         }
-        let Saved::Scalar(value) = first else { return Ok(()) };
+        let Saved::Scalar(value) = first else {
+            return Ok(());
+        };
         if kind == Some(StateKind::Scalar) {
-            let malformed = || OptimStateError::MalformedStep { fqn: local.name(), found: first.describe() };
+            let malformed = || OptimStateError::MalformedStep {
+                fqn: local.name(),
+                found: first.describe(),
+            };
             self.state.step = Some(as_step(value).ok_or_else(malformed)?);
             return Ok(());
         }
@@ -247,13 +352,19 @@ impl EntryPlan {
 
     /// Plans an entry that is a tensor for every parameter that has it.
     fn add_tensors(&mut self, entry: &SavedEntry<'_>, options: EntryOptions) -> Result<()> {
-        let &SavedEntry { local, name, kind, ref values } = entry;
+        let &SavedEntry {
+            local,
+            name,
+            kind,
+            ref values,
+        } = entry;
         let is_like = kind == Some(StateKind::LikeParameter);
         let (params, fqns) = (local.params(), local.fqns());
         let shapes = local.handle.layout().shapes();
         let mut dtypes: BTreeSet<DType> = BTreeSet::new();
-        // Step 1: look at all values before choosing the error. It names the first value that does not fit. Zeros take
-        // the place of absent values, but not for a parameter without dimensions: torch refuses that.
+        // Step 1: look at all values before choosing the error. It names the first value that does
+        // not fit. Zeros take the place of absent values, but not for a parameter without
+        // dimensions: torch refuses that.
         let (mut wrong, mut absent_scalar) = (None, None);
         for ((&param, fqn), value) in params.iter().zip(&fqns).zip(values) {
             let Some(Saved::Tensor { dtype, shape, .. }) = value else {
@@ -267,31 +378,68 @@ impl EntryPlan {
                 wrong = Some((fqn, shape, &shapes[param]));
             }
         }
-        if !is_like && let Some(dtype) = dtypes.iter().find(|dtype| dtype::to_candle(**dtype).is_err()) {
+        if !is_like
+            && let Some(dtype) = dtypes
+                .iter()
+                .find(|dtype| dtype::to_candle(**dtype).is_err())
+        {
             let (fqn, name, kind) = (local.name(), name.to_owned(), format!("tensor of {dtype}"));
             return Err(NnError::UnexpectedState { fqn, name, kind });
         }
         if wrong.is_some() && !is_like && have_one_dtype_and_shape(values) {
-            // The FlatParameter has one such tensor, and the state of each of its parameters was saved with a copy of
-            // it. Until the copies are read and compared, a placeholder keeps the entry's place.
-            self.state.entries.insert(name.to_owned(), LocalState::Plain(PlainValue::None));
+            // The FlatParameter has one such tensor, and the state of each of its parameters was
+            // saved with a copy of it. Until the copies are read and compared, a placeholder keeps
+            // the entry's place.
+            self.state
+                .entries
+                .insert(name.to_owned(), LocalState::Plain(PlainValue::None));
             for value in values.iter().flatten() {
-                let Saved::Tensor { position, dtype, .. } = value else { continue };
+                let Saved::Tensor {
+                    position, dtype, ..
+                } = value
+                else {
+                    continue;
+                };
                 let (position, becomes, name) = (*position, *dtype, name.to_owned());
-                self.tensors.push(EntryTensor { position, becomes, name, like: None });
+                self.tensors.push(EntryTensor {
+                    position,
+                    becomes,
+                    name,
+                    like: None,
+                });
             }
             return Ok(());
         }
         if dtypes.len() > 1 {
             let dtypes = dtypes.iter().map(DType::to_string).collect();
-            return Err(OptimStateError::DifferingDTypes { name: name.to_owned(), dtypes, fqns }.into());
+            return Err(OptimStateError::DifferingDTypes {
+                name: name.to_owned(),
+                dtypes,
+                fqns,
+            }
+            .into());
         }
         if let Some((fqn, found, expected)) = wrong {
-            let (fqn, name, found, expected) = (fqn.clone(), name.to_owned(), found.clone(), expected.clone());
-            return Err(OptimStateError::WrongShape { fqn, name, found, expected }.into());
+            let (fqn, name, found, expected) = (
+                fqn.clone(),
+                name.to_owned(),
+                found.clone(),
+                expected.clone(),
+            );
+            return Err(OptimStateError::WrongShape {
+                fqn,
+                name,
+                found,
+                expected,
+            }
+            .into());
         }
         if let Some(fqn) = absent_scalar {
-            return Err(OptimStateError::ZeroDimParameter { fqn: fqn.clone(), name: name.to_owned() }.into());
+            return Err(OptimStateError::ZeroDimParameter {
+                fqn: fqn.clone(),
+                name: name.to_owned(),
+            }
+            .into());
         }
         let found = dtypes.first().copied().unwrap_or(DType::F32);
         let expected = local.handle.dtype();
@@ -301,33 +449,54 @@ impl EntryPlan {
                 fqn: fqns.first().cloned().unwrap_or_default(),
                 name: name.to_owned(),
                 found: found.to_string(),
-                expected: dtype::from_candle(expected).map_or_else(String::new, |dtype| dtype.to_string()),
+                expected: dtype::from_candle(expected)
+                    .map_or_else(String::new, |dtype| dtype.to_string()),
             }
             .into());
         }
-        // An entry of the parameter's shape takes the parameter's dtype. Other entries keep the dtype that was saved.
-        let becomes = if is_like { expected } else { dtype::to_candle(found)? };
-        // Step 2: find memory for the entry of the whole local parameter. Its live memory is filled only if the values
-        // cover all of it. What is not covered must become zero, so it needs new memory.
-        let live = local.live_piece(name).filter(|live| live.dtype() == becomes);
+        // An entry of the parameter's shape takes the parameter's dtype. Other entries keep the
+        // dtype that was saved.
+        let becomes = if is_like {
+            expected
+        } else {
+            dtype::to_candle(found)?
+        };
+        // Step 2: find memory for the entry of the whole local parameter. Its live memory is filled
+        // only if the values cover all of it. What is not covered must become zero, so it needs new
+        // memory.
+        let live = local
+            .live_piece(name)
+            .filter(|live| live.dtype() == becomes);
         let device = local.handle.shard_device();
         let (flat, home) = match live.filter(|_| values.iter().all(Option::is_some)) {
             Some(live) => (live.clone(), Home::Live),
-            None if device.is_cpu() && local.is_one_box() => (unfilled(&[local.numel], becomes)?, Home::Unfilled),
+            None if device.is_cpu() && local.is_one_box() => {
+                (unfilled(&[local.numel], becomes)?, Home::Unfilled)
+            }
             None => (zeros_on(&[local.numel], becomes, device)?, Home::New),
         };
         // Step 3: give each parameter its part of that memory.
         let becomes = dtype::from_candle(becomes).unwrap_or(found);
         for ((&param, fqn), value) in params.iter().zip(fqns).zip(values) {
-            let Some(Saved::Tensor { position, .. }) = value else { continue };
+            let Some(Saved::Tensor { position, .. }) = value else {
+                continue;
+            };
             let like = Some((fqn, local.sharded_piece(&flat, param)?, home));
-            self.tensors.push(EntryTensor { position: *position, becomes, name: name.to_owned(), like });
+            self.tensors.push(EntryTensor {
+                position: *position,
+                becomes,
+                name: name.to_owned(),
+                like,
+            });
         }
-        self.state.entries.insert(name.to_owned(), LocalState::Piece(flat));
+        self.state
+            .entries
+            .insert(name.to_owned(), LocalState::Piece(flat));
         Ok(())
     }
 
-    /// Adds the scalars of parameter `fqn`, which must be the same on all ranks, as text under `state.<fqn>.<entry>`.
+    /// Adds the scalars of parameter `fqn`, which must be the same on all ranks, as text under
+    /// `state.<fqn>.<entry>`.
     pub(crate) fn add_scalars(&self, fqn: &str, scalars: &mut Vec<(String, String)>) {
         if let Some(step) = self.state.step {
             scalars.push((format!("state.{fqn}.step"), format!("{step:?}")));
@@ -335,32 +504,57 @@ impl EntryPlan {
         for (name, value) in &self.state.entries {
             let value = match value {
                 LocalState::Plain(value) => format!("{value:?}"),
-                LocalState::Whole(tensor) => Saved::Scalar(tensor.clone().into()).bits().unwrap_or_default(),
+                LocalState::Whole(tensor) => Saved::Scalar(tensor.clone().into())
+                    .bits()
+                    .unwrap_or_default(),
                 LocalState::Piece(_) => continue,
             };
             scalars.push((format!("state.{fqn}.{name}"), value));
         }
     }
 
-    /// Sets an entry to a tensor that has been read. It is called once for each parameter of a FlatParameter, and all
-    /// parameters must have the same tensor.
-    pub(crate) fn take_whole(&mut self, local: &LocalParam, name: &str, tensor: Tensor) -> Result<()> {
+    /// Sets an entry to a tensor that has been read. It is called once for each parameter of a
+    /// FlatParameter, and all parameters must have the same tensor.
+    pub(crate) fn take_whole(
+        &mut self,
+        local: &LocalParam,
+        name: &str,
+        tensor: Tensor,
+    ) -> Result<()> {
         if let Some(LocalState::Whole(first)) = self.state.entries.get(name)
             && *HostBytes::read(first)? != *HostBytes::read(&tensor)?
         {
-            let (name, values) = (name.to_owned(), vec!["tensors with other elements".to_owned()]);
+            let (name, values) = (
+                name.to_owned(),
+                vec!["tensors with other elements".to_owned()],
+            );
             let (dtypes, fqns) = (vec![tensor.dtype().as_str().to_owned()], local.fqns());
-            return Err(OptimStateError::DifferingScalars { name, values, dtypes, fqns }.into());
+            return Err(OptimStateError::DifferingScalars {
+                name,
+                values,
+                dtypes,
+                fqns,
+            }
+            .into());
         }
-        self.state.entries.insert(name.to_owned(), LocalState::Whole(tensor));
+        self.state
+            .entries
+            .insert(name.to_owned(), LocalState::Whole(tensor));
         Ok(())
     }
 }
 
-/// Returns `true` if there is a value for every parameter, and all are tensors of the same dtype and shape. Then they
-/// may be copies of one tensor, which the FlatParameter has as a whole.
+/// Returns `true` if there is a value for every parameter, and all are tensors of the same dtype
+/// and shape. Then they may be copies of one tensor, which the FlatParameter has as a whole.
 fn have_one_dtype_and_shape(values: &[Option<Saved>]) -> bool {
-    let Some(Some(Saved::Tensor { dtype: first_dtype, shape: first_shape, .. })) = values.first() else { return false };
+    let Some(Some(Saved::Tensor {
+        dtype: first_dtype,
+        shape: first_shape,
+        ..
+    })) = values.first()
+    else {
+        return false;
+    };
     values.iter().all(|value| match value {
         Some(Saved::Tensor { dtype, shape, .. }) => dtype == first_dtype && shape == first_shape,
         _ => false,

@@ -23,17 +23,35 @@ pub(crate) struct SavedGroup {
 }
 
 impl SavedGroup {
-    /// Returns a live group as a state dict has it. `params` are the names or ids of its parameters. Its
-    /// hyperparameters come in torch's order, and after them the keys that its algorithm does not know.
-    pub(crate) fn of_live(group: &ParamGroup, params: Vec<String>, key_type: OptimStateKeyType) -> Self {
-        let hyperparameters = group.algorithm.to_group().into_iter().chain(group.extra.iter().cloned()).collect();
-        SavedGroup { hyperparameters, params, key_type: Some(key_type) }
+    /// Returns a live group as a state dict has it. `params` are the names or ids of its
+    /// parameters. Its hyperparameters come in torch's order, and after them the keys that its
+    /// algorithm does not know.
+    pub(crate) fn of_live(
+        group: &ParamGroup,
+        params: Vec<String>,
+        key_type: OptimStateKeyType,
+    ) -> Self {
+        let hyperparameters = group
+            .algorithm
+            .to_group()
+            .into_iter()
+            .chain(group.extra.iter().cloned())
+            .collect();
+        SavedGroup {
+            hyperparameters,
+            params,
+            key_type: Some(key_type),
+        }
     }
 
     /// Returns a group of one parameter, without hyperparameters.
     pub(crate) fn of_parameter(name: &str) -> Self {
         let key_type = Some(OptimStateKeyType::ParamName);
-        SavedGroup { hyperparameters: Vec::new(), params: vec![name.to_owned()], key_type }
+        SavedGroup {
+            hyperparameters: Vec::new(),
+            params: vec![name.to_owned()],
+            key_type,
+        }
     }
 }
 
@@ -52,8 +70,11 @@ pub(crate) fn group_dicts(groups: Vec<SavedGroup>) -> StateValue {
 
 /// Returns a group as a dict of `param_groups`.
 fn group_dict(group: SavedGroup) -> StateValue {
-    let mut dict: StateDict =
-        group.hyperparameters.into_iter().map(|(key, value)| (key, StateValue::Plain(value))).collect();
+    let mut dict: StateDict = group
+        .hyperparameters
+        .into_iter()
+        .map(|(key, value)| (key, StateValue::Plain(value)))
+        .collect();
     let mut params = Vec::with_capacity(group.params.len());
     for key in group.params {
         // Ids are written as numbers, so that a load can tell them from names.
@@ -73,12 +94,16 @@ fn group_dict(group: SavedGroup) -> StateValue {
 pub(crate) fn read_param_groups(state: &StateDict) -> Result<Vec<SavedGroup>> {
     match state.get("param_groups") {
         None => Ok(Vec::new()),
-        Some(StateValue::List(groups) | StateValue::Tuple(groups)) => {
-            groups.iter().enumerate().map(|(index, group)| read_group(index, group)).collect()
-        }
-        Some(StateValue::Plain(PlainValue::List(groups) | PlainValue::Tuple(groups))) => {
-            groups.iter().enumerate().map(|(index, group)| read_group(index, &group.clone().into())).collect()
-        }
+        Some(StateValue::List(groups) | StateValue::Tuple(groups)) => groups
+            .iter()
+            .enumerate()
+            .map(|(index, group)| read_group(index, group))
+            .collect(),
+        Some(StateValue::Plain(PlainValue::List(groups) | PlainValue::Tuple(groups))) => groups
+            .iter()
+            .enumerate()
+            .map(|(index, group)| read_group(index, &group.clone().into()))
+            .collect(),
         Some(other) => {
             let problem = format!("`param_groups` is a {}", other.kind());
             Err(NnError::MalformedGroup { index: 0, problem })
@@ -90,15 +115,25 @@ pub(crate) fn read_param_groups(state: &StateDict) -> Result<Vec<SavedGroup>> {
 fn read_group(index: usize, group: &StateValue) -> Result<SavedGroup> {
     let malformed = |problem: String| NnError::MalformedGroup { index, problem };
     let Some(PlainValue::Dict(entries)) = plain(group) else {
-        let wrong = group.as_dict().into_iter().flatten().find(|(_, value)| plain(value).is_none());
+        let wrong = group
+            .as_dict()
+            .into_iter()
+            .flatten()
+            .find(|(_, value)| plain(value).is_none());
         return Err(malformed(match wrong {
             Some((key, value)) => format!("`{key}` is a {}", value.kind()),
             None => format!("it is a {}", group.kind()),
         }));
     };
-    let mut group = SavedGroup { hyperparameters: Vec::new(), params: Vec::new(), key_type: None };
+    let mut group = SavedGroup {
+        hyperparameters: Vec::new(),
+        params: Vec::new(),
+        key_type: None,
+    };
     for (key, value) in entries {
-        let PlainValue::Str(key) = key else { return Err(malformed(format!("a key is a {}", key.type_name()))) };
+        let PlainValue::Str(key) = key else {
+            return Err(malformed(format!("a key is a {}", key.type_name())));
+        };
         if key != "params" {
             group.hyperparameters.push((key, value));
             continue;
@@ -110,7 +145,12 @@ fn read_group(index: usize, group: &StateValue) -> Result<SavedGroup> {
             let (key, key_type) = match param {
                 PlainValue::Str(fqn) => (fqn, OptimStateKeyType::ParamName),
                 PlainValue::Int(id) => (id.to_string(), OptimStateKeyType::ParamId),
-                other => return Err(malformed(format!("`params` holds a {}, not names or ids", other.type_name()))),
+                other => {
+                    return Err(malformed(format!(
+                        "`params` holds a {}, not names or ids",
+                        other.type_name()
+                    )));
+                }
             };
             if group.key_type.is_some_and(|before| before != key_type) {
                 return Err(malformed("`params` holds names and ids".to_owned()));
@@ -122,16 +162,25 @@ fn read_group(index: usize, group: &StateValue) -> Result<SavedGroup> {
     Ok(group)
 }
 
-/// Returns a value as a plain one; tensors of one element (a learning rate may be one) become numbers.
+/// Returns a value as a plain one; tensors of one element (a learning rate may be one) become
+/// numbers.
 pub(crate) fn plain(value: &StateValue) -> Option<PlainValue> {
     match value {
         StateValue::Plain(value) => Some(value.clone()),
         StateValue::Tensor(tensor) if tensor.elem_count() == 1 => number(tensor).ok(),
-        StateValue::List(list) => Some(PlainValue::List(list.iter().map(plain).collect::<Option<_>>()?)),
-        StateValue::Tuple(list) => Some(PlainValue::Tuple(list.iter().map(plain).collect::<Option<_>>()?)),
+        StateValue::List(list) => Some(PlainValue::List(
+            list.iter().map(plain).collect::<Option<_>>()?,
+        )),
+        StateValue::Tuple(list) => Some(PlainValue::Tuple(
+            list.iter().map(plain).collect::<Option<_>>()?,
+        )),
         StateValue::Dict(dict) => {
-            let entry = |(key, value): (&String, &StateValue)| Some((PlainValue::Str(key.clone()), plain(value)?));
-            Some(PlainValue::Dict(dict.iter().map(entry).collect::<Option<_>>()?))
+            let entry = |(key, value): (&String, &StateValue)| {
+                Some((PlainValue::Str(key.clone()), plain(value)?))
+            };
+            Some(PlainValue::Dict(
+                dict.iter().map(entry).collect::<Option<_>>()?,
+            ))
         }
         _ => None,
     }
@@ -162,21 +211,31 @@ impl SavedGroups {
         let mut of_parameter: HashMap<String, Vec<usize>> = HashMap::new();
         for (index, group) in groups.iter().enumerate() {
             for name in &group.params {
-                of_parameter.entry(parameters.canonical_fqn(name).to_owned()).or_default().push(index);
+                of_parameter
+                    .entry(parameters.canonical_fqn(name).to_owned())
+                    .or_default()
+                    .push(index);
             }
         }
-        let empty = (0..groups.len()).filter(|&index| groups[index].params.is_empty()).collect();
-        SavedGroups { groups, of_parameter, empty }
+        let empty = (0..groups.len())
+            .filter(|&index| groups[index].params.is_empty())
+            .collect();
+        SavedGroups {
+            groups,
+            of_parameter,
+            empty,
+        }
     }
 
-    /// Returns the new hyperparameters of each of an optimizer's groups: those of the saved group that names the
-    /// group's parameters. If several saved groups do, their hyperparameters must be the same. Groups without
-    /// parameters are matched in order, over all optimizers.
+    /// Returns the new hyperparameters of each of an optimizer's groups: those of the saved group
+    /// that names the group's parameters. If several saved groups do, their hyperparameters must be
+    /// the same. Groups without parameters are matched in order, over all optimizers.
     ///
-    /// The following is added to `missing`: hyperparameters that a saved group lacks; groups with trained parameters of
-    /// which no saved group names any; and trained parameters that no saved group names, in a group of which others are
-    /// named. The last get the hyperparameters of their group. They are not added if `is_missed` returns `true`,
-    /// because their state is reported as missing already.
+    /// The following is added to `missing`: hyperparameters that a saved group lacks; groups with
+    /// trained parameters of which no saved group names any; and trained parameters that no saved
+    /// group names, in a group of which others are named. The last get the hyperparameters of their
+    /// group. They are not added if `is_missed` returns `true`, because their state is reported as
+    /// missing already.
     pub(crate) fn match_with(
         &mut self,
         optimizer: &Optimizer,
@@ -191,13 +250,15 @@ impl SavedGroups {
             let mut unnamed = Vec::new();
             for fqn in group.fqns() {
                 match self.of_parameter.get(fqn) {
-                    Some(groups) => sources.extend(groups.iter().filter(|&&group| seen.insert(group))),
+                    Some(groups) => {
+                        sources.extend(groups.iter().filter(|&&group| seen.insert(group)))
+                    }
                     None if optimizer.parameters().requires_grad(fqn)? => unnamed.push(fqn),
                     None => {}
                 }
             }
-            // A group without parameters cannot be found by name. It is matched by its position among the groups
-            // without parameters.
+            // A group without parameters cannot be found by name. It is matched by its position
+            // among the groups without parameters.
             if group.fqns().is_empty() {
                 sources.extend(self.empty.pop_front());
             }
@@ -209,7 +270,8 @@ impl SavedGroups {
                 updates.push((group.algorithm.clone(), group.extra.clone()));
                 continue;
             };
-            // Parameters of several saved groups can share one only if the hyperparameters are the same.
+            // Parameters of several saved groups can share one only if the hyperparameters are the
+            // same.
             let source = &self.groups[first];
             for &other in others {
                 if !same_hyperparameters(source, &self.groups[other]) {
@@ -224,19 +286,30 @@ impl SavedGroups {
             missing.extend(unnamed.map(|fqn| format!("param_groups.{index}.params.{fqn}")));
             let read = group.algorithm.with_group(&source.hyperparameters)?;
             read.algorithm.validate()?;
-            missing.extend(read.missing.iter().map(|key| format!("param_groups.{index}.{key}")));
+            missing.extend(
+                read.missing
+                    .iter()
+                    .map(|key| format!("param_groups.{index}.{key}")),
+            );
             updates.push((read.algorithm, read.unknown));
         }
         Ok(updates)
     }
 }
 
-/// Adds the new hyperparameters of an optimizer's groups to the values that must be the same on all ranks. Each group
-/// is named by one of its parameters, because the order of groups may differ between ranks.
-pub(crate) fn agree_on_groups(optimizer: &Optimizer, groups: &[GroupUpdate], agreed: &mut Vec<(String, String)>) {
+/// Adds the new hyperparameters of an optimizer's groups to the values that must be the same on all
+/// ranks. Each group is named by one of its parameters, because the order of groups may differ
+/// between ranks.
+pub(crate) fn agree_on_groups(
+    optimizer: &Optimizer,
+    groups: &[GroupUpdate],
+    agreed: &mut Vec<(String, String)>,
+) {
     for (group, (algorithm, extra)) in optimizer.groups().iter().zip(groups) {
         // The order of parameters in a group may differ too, so take the first by name.
-        let Some(first) = group.fqns().iter().min() else { continue };
+        let Some(first) = group.fqns().iter().min() else {
+            continue;
+        };
         for (key, value) in algorithm.to_group().iter().chain(extra) {
             agreed.push((format!("param_groups.{first}.{key}"), format!("{value:?}")));
         }
@@ -245,9 +318,14 @@ pub(crate) fn agree_on_groups(optimizer: &Optimizer, groups: &[GroupUpdate], agr
 
 /// Returns `true` if two groups have the same hyperparameters, in any order.
 fn same_hyperparameters(a: &SavedGroup, b: &SavedGroup) -> bool {
-    let of_b: HashMap<&str, &PlainValue> = b.hyperparameters.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    let of_b: HashMap<&str, &PlainValue> = b
+        .hyperparameters
+        .iter()
+        .map(|(key, value)| (key.as_str(), value))
+        .collect();
     a.hyperparameters.len() == b.hyperparameters.len()
-        && a.hyperparameters
-            .iter()
-            .all(|(key, value)| of_b.get(key.as_str()).is_some_and(|other| value.same_bits(other)))
+        && a.hyperparameters.iter().all(|(key, value)| {
+            of_b.get(key.as_str())
+                .is_some_and(|other| value.same_bits(other))
+        })
 }

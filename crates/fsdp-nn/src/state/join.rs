@@ -1,6 +1,7 @@
 //! Joins the local optimizer states of all ranks to one state dict, by the model's names.
 //!
-//! Every rank learns what all ranks have, and then computes the same result from it, or the same error.
+//! Every rank learns what all ranks have, and then computes the same result from it, or the same
+//! error.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -16,8 +17,8 @@ use super::local::{LocalStates, portable_state};
 use crate::optimizer::Optimizer;
 use crate::{NnError, Result};
 
-/// The key of a local parameter that is the same on all ranks, whatever its id is there: torch's `_OptimStateKey`.
-/// A model is sharded as a whole here, so that there is no `is_fsdp_managed`.
+/// The key of a local parameter that is the same on all ranks, whatever its id is there: torch's
+/// `_OptimStateKey`. A model is sharded as a whole here, so that there is no `is_fsdp_managed`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct OptimStateKey {
     /// Names of the model's parameters: one with `use_orig_params`, all of a FlatParameter without.
@@ -27,27 +28,31 @@ pub struct OptimStateKey {
 impl OptimStateKey {
     /// Returns the key of the local parameter at position `local` of an optimizer.
     pub(crate) fn of(optimizer: &Optimizer, local: usize) -> Self {
-        OptimStateKey { unflat_param_names: optimizer.locals()[local].fqns() }
+        OptimStateKey {
+            unflat_param_names: optimizer.locals()[local].fqns(),
+        }
     }
 }
 
-/// Returns the keys in the order that all ranks follow. `all` has the keys of each rank. With `merge_keys` the result
-/// is the union of them; without, all ranks must have the same keys.
+/// Returns the keys in the order that all ranks follow. `all` has the keys of each rank. With
+/// `merge_keys` the result is the union of them; without, all ranks must have the same keys.
 pub(crate) fn resolve_keys(
     group: &ProcessGroup,
     all: &[Vec<OptimStateKey>],
     merge_keys: bool,
 ) -> Result<Vec<OptimStateKey>> {
     if merge_keys {
-        // A rank may have nothing of a parameter, so the keys of all ranks count. Sort them, so that all ranks have the
-        // same order.
+        // A rank may have nothing of a parameter, so the keys of all ranks count. Sort them, so
+        // that all ranks have the same order.
         let mut keys: Vec<OptimStateKey> = all.iter().flatten().cloned().collect();
         keys.sort();
         keys.dedup();
         return Ok(keys);
     }
     // Every rank has a piece of each FlatParameter, so every rank must have the keys of rank 0.
-    let Some(keys) = all.first() else { return Ok(Vec::new()) };
+    let Some(keys) = all.first() else {
+        return Ok(Vec::new());
+    };
     let mut missing = Vec::new();
     for (rank, has) in group.global_ranks().iter().zip(all) {
         let has: HashSet<&OptimStateKey> = has.iter().collect();
@@ -60,13 +65,18 @@ pub(crate) fn resolve_keys(
             missing.push((*rank, lacks));
         }
     }
-    if missing.is_empty() { Ok(keys.clone()) } else { Err(OptimStateError::MissingOnRanks { missing }.into()) }
+    if missing.is_empty() {
+        Ok(keys.clone())
+    } else {
+        Err(OptimStateError::MissingOnRanks { missing }.into())
+    }
 }
 
 /// A rank's part of the state, without the elements of tensors. All ranks gather these.
 #[derive(Debug, Serialize, Deserialize)]
 struct Contribution {
-    /// The local parameters for which the rank has state, and the number of elements that it has of each.
+    /// The local parameters for which the rank has state, and the number of elements that it has of
+    /// each.
     keys: Vec<(OptimStateKey, usize)>,
     /// The states of the model's parameters that they are made of, entries by name.
     states: Vec<(String, BTreeMap<String, Entry>)>,
@@ -84,13 +94,21 @@ impl Entry {
     /// Describes a state entry. The value itself goes with it if that is small.
     fn of(name: &str, value: &StateValue) -> Result<Self> {
         let leaf = Leaf::of(&KeyPath(vec![PathPart::Key(name.to_owned())]), value)?;
-        Ok(Entry { leaf, small: value.to_plain()? })
+        Ok(Entry {
+            leaf,
+            small: value.to_plain()?,
+        })
     }
 
     /// Returns `true` if two ranks report the same of an entry.
     fn is_same(&self, other: &Entry) -> bool {
         // The leaf tells whether the value is a small one, which is there on both ranks.
-        self.leaf == other.leaf && self.small.as_ref().zip(other.small.as_ref()).is_none_or(|(a, b)| a.same_bits(b))
+        self.leaf == other.leaf
+            && self
+                .small
+                .as_ref()
+                .zip(other.small.as_ref())
+                .is_none_or(|(a, b)| a.same_bits(b))
     }
 
     /// Returns the value of a rank that lacks the entry: the small one, or a tensor without boxes.
@@ -107,17 +125,20 @@ impl Entry {
     }
 }
 
-/// The entries of one parameter on the ranks that have state of it: their positions in the group, and the entries.
+/// The entries of one parameter on the ranks that have state of it: their positions in the group,
+/// and the entries.
 type Holders<'a> = Vec<(usize, &'a BTreeMap<String, Entry>)>;
 
-/// Returns the states of all parameters for which some rank has state, with the same keys on every rank:
-/// `{fqn: {entry: value}}`. Tensors shaped like parameters are views of this rank's boxes.
+/// Returns the states of all parameters for which some rank has state, with the same keys on every
+/// rank: `{fqn: {entry: value}}`. Tensors shaped like parameters are views of this rank's boxes.
 ///
-/// Scalars must agree on all ranks that have elements of the parameter; those of others are ignored. Collectives: one
-/// object all-gather; for tensors of a shape of their own that some ranks lack, a gather.
+/// Scalars must agree on all ranks that have elements of the parameter; those of others are
+/// ignored. Collectives: one object all-gather; for tensors of a shape of their own that some ranks
+/// lack, a gather.
 ///
 /// # Errors
-/// The same on every rank: [`OptimStateError`] for state that differs between ranks or that some ranks lack.
+/// The same on every rank: [`OptimStateError`] for state that differs between ranks or that some
+/// ranks lack.
 pub(crate) fn join(
     optimizer: &Optimizer,
     group: &ProcessGroup,
@@ -125,7 +146,8 @@ pub(crate) fn join(
     local: Result<LocalStates>,
 ) -> Result<(StateDict, LocalStates)> {
     let contribution = local.and_then(|local| Ok((contribution_of(optimizer, &local)?, local)));
-    // A rank with an error brings `None`. The others then take part in an agreement, which gives all ranks the error.
+    // A rank with an error brings `None`. The others then take part in an agreement, which gives
+    // all ranks the error.
     let (contribution, own) = match contribution {
         Ok(((contribution, own), local)) => (Some(contribution), Ok((own, local))),
         Err(error) => (None, Err(error)),
@@ -136,10 +158,19 @@ pub(crate) fn join(
     }
     let (own, local) = own?;
     let all: Vec<Contribution> = all.into_iter().flatten().collect();
-    // From here on every rank computes from the contributions of all ranks, so all find the same errors.
+    // From here on every rank computes from the contributions of all ranks, so all find the same
+    // errors.
     let merge_keys = optimizer.parameters().use_orig_params();
-    let keys: Vec<Vec<OptimStateKey>> =
-        all.iter().map(|contribution| contribution.keys.iter().map(|(key, _)| key.clone()).collect()).collect();
+    let keys: Vec<Vec<OptimStateKey>> = all
+        .iter()
+        .map(|contribution| {
+            contribution
+                .keys
+                .iter()
+                .map(|(key, _)| key.clone())
+                .collect()
+        })
+        .collect();
     let keys = resolve_keys(group, &keys, merge_keys)?;
     if merge_keys {
         check_elements(optimizer, &keys, &all)?;
@@ -152,14 +183,18 @@ pub(crate) fn join(
     }
     let (mut joined, mut lacking) = (StateDict::new(), StateDict::new());
     for fqn in keys.iter().flat_map(|key| &key.unflat_param_names) {
-        let Some(holders) = known.remove(fqn.as_str()) else { continue };
+        let Some(holders) = known.remove(fqn.as_str()) else {
+            continue;
+        };
         check_same(group, fqn, &holders)?;
-        let Some((_, entries)) = holders.first() else { continue };
+        let Some((_, entries)) = holders.first() else {
+            continue;
+        };
         let (own, mut state) = (own.dict(fqn), StateDict::new());
         for (name, entry) in *entries {
             let here = own.and_then(|own| own.get(name)).cloned();
-            // A whole tensor that is not on every rank is gathered from those that have it. All ranks find out alike
-            // whether the others can hold it.
+            // A whole tensor that is not on every rank is gathered from those that have it. All
+            // ranks find out alike whether the others can hold it.
             if entry.small.is_none() && !entry.leaf.is_sharded() && holders.len() < all.len() {
                 let Ok(absent) = entry.value_without_elements() else {
                     let (fqn, name, kind) = (fqn.clone(), name.clone(), entry.leaf.to_string());
@@ -167,24 +202,43 @@ pub(crate) fn join(
                 };
                 let boxes = here.as_ref().and_then(StateValue::as_tensor);
                 let boxes = boxes.map(|tensor| ShardedTensor::from_whole(tensor).into());
-                let path = KeyPath(vec![PathPart::Key(fqn.clone()), PathPart::Key(name.clone())]);
+                let path = KeyPath(vec![
+                    PathPart::Key(fqn.clone()),
+                    PathPart::Key(name.clone()),
+                ]);
                 set_element(&mut lacking, &path, boxes.unwrap_or(absent))?;
             }
-            state.insert(name.as_str(), here.map_or_else(|| entry.value_without_elements(), Ok)?);
+            state.insert(
+                name.as_str(),
+                here.map_or_else(|| entry.value_without_elements(), Ok)?,
+            );
         }
         joined.insert(fqn.as_str(), state);
     }
     if !lacking.is_empty() {
         let mut replace = |path: &KeyPath, value: StateValue| set_element(&mut joined, path, value);
-        gather(operation, &lacking, group, &GatherOptions::default(), None, &mut replace)?;
+        gather(
+            operation,
+            &lacking,
+            group,
+            &GatherOptions::default(),
+            None,
+            &mut replace,
+        )?;
     }
     Ok((joined, local))
 }
 
-/// Returns this rank's contribution, and its states by the model's names. Parameters of which it has no element are
-/// left out.
-fn contribution_of(optimizer: &Optimizer, local: &LocalStates) -> Result<(Contribution, StateDict)> {
-    let mut contribution = Contribution { keys: Vec::new(), states: Vec::new() };
+/// Returns this rank's contribution, and its states by the model's names. Parameters of which it
+/// has no element are left out.
+fn contribution_of(
+    optimizer: &Optimizer,
+    local: &LocalStates,
+) -> Result<(Contribution, StateDict)> {
+    let mut contribution = Contribution {
+        keys: Vec::new(),
+        states: Vec::new(),
+    };
     let mut own = StateDict::new();
     for (index, _, entries) in &local.states {
         let index = *index;
@@ -193,30 +247,50 @@ fn contribution_of(optimizer: &Optimizer, local: &LocalStates) -> Result<(Contri
             continue;
         }
         for (fqn, state) in portable_state(optimizer, index, entries)? {
-            let entries = state.iter().map(|(name, value)| Ok((name.clone(), Entry::of(name, value)?)));
-            contribution.states.push((fqn.clone(), entries.collect::<Result<_>>()?));
+            let entries = state
+                .iter()
+                .map(|(name, value)| Ok((name.clone(), Entry::of(name, value)?)));
+            contribution
+                .states
+                .push((fqn.clone(), entries.collect::<Result<_>>()?));
             own.insert(fqn, state);
         }
-        contribution.keys.push((OptimStateKey::of(optimizer, index), param.numel));
+        contribution
+            .keys
+            .push((OptimStateKey::of(optimizer, index), param.numel));
     }
     Ok((contribution, own))
 }
 
-/// Checks that the ranks together have optimizer state for all elements of each parameter in `keys`.
-fn check_elements(optimizer: &Optimizer, keys: &[OptimStateKey], all: &[Contribution]) -> Result<()> {
+/// Checks that the ranks together have optimizer state for all elements of each parameter in
+/// `keys`.
+fn check_elements(
+    optimizer: &Optimizer,
+    keys: &[OptimStateKey],
+    all: &[Contribution],
+) -> Result<()> {
     let parameters = optimizer.parameters();
-    let replicas = parameters.group().world_size() / parameters.shard_group().map_or(1, ProcessGroup::world_size);
-    // Each replica of the model holds every element once, so with replicas every element is counted several times.
+    let replicas = parameters.group().world_size()
+        / parameters.shard_group().map_or(1, ProcessGroup::world_size);
+    // Each replica of the model holds every element once, so with replicas every element is counted
+    // several times.
     let mut held: HashMap<&OptimStateKey, usize> = HashMap::new();
     for (key, numel) in all.iter().flat_map(|contribution| &contribution.keys) {
         *held.entry(key).or_default() += numel;
     }
     for key in keys {
-        let [fqn] = key.unflat_param_names.as_slice() else { continue };
+        let [fqn] = key.unflat_param_names.as_slice() else {
+            continue;
+        };
         let expected = parameters.shape(fqn)?.iter().product::<usize>() * replicas;
         let found = held.get(key).copied().unwrap_or(0);
         if found != expected {
-            return Err(OptimStateError::NotOnAllRanks { fqn: fqn.clone(), found, expected }.into());
+            return Err(OptimStateError::NotOnAllRanks {
+                fqn: fqn.clone(),
+                found,
+                expected,
+            }
+            .into());
         }
     }
     Ok(())
@@ -224,7 +298,9 @@ fn check_elements(optimizer: &Optimizer, keys: &[OptimStateKey], all: &[Contribu
 
 /// Checks that all ranks with state of a parameter have the same entries.
 fn check_same(group: &ProcessGroup, fqn: &str, holders: &Holders<'_>) -> Result<()> {
-    let Some(((reference, expected), others)) = holders.split_first() else { return Ok(()) };
+    let Some(((reference, expected), others)) = holders.split_first() else {
+        return Ok(());
+    };
     for (rank, found) in others {
         let names: BTreeSet<&String> = expected.keys().chain(found.keys()).collect();
         for name in names {
@@ -232,7 +308,9 @@ fn check_same(group: &ProcessGroup, fqn: &str, holders: &Holders<'_>) -> Result<
             if a.zip(b).is_some_and(|(a, b)| a.is_same(b)) {
                 continue;
             }
-            let describe = |entry: Option<&Entry>| entry.map_or_else(|| Ok("none".to_owned()), Entry::describe);
+            let describe = |entry: Option<&Entry>| {
+                entry.map_or_else(|| Ok("none".to_owned()), Entry::describe)
+            };
             let global = |rank: usize| group.global_ranks().get(rank).copied().unwrap_or(rank);
             return Err(NnError::from(OptimStateError::DifferingOnRanks {
                 fqns: vec![fqn.to_owned()],

@@ -1,5 +1,6 @@
-//! An optimizer's local state dict: the state of this rank only, in which a parameter is a flat piece of the model's,
-//! under an id or a name. torch's `Optimizer.state_dict` and `load_state_dict`.
+//! An optimizer's local state dict: the state of this rank only, in which a parameter is a flat
+//! piece of the model's, under an id or a name. torch's `Optimizer.state_dict` and
+//! `load_state_dict`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,8 +17,8 @@ use crate::algorithm::Initial;
 use crate::optimizer::{LocalParam, LocalState, Optimizer, initial_state};
 use crate::{NnError, Result};
 
-/// The key in a local state dict under which the state of empty pieces is: of parameters of which this rank has no
-/// element. Below it are the same keys as in `state`.
+/// The key in a local state dict under which the state of empty pieces is: of parameters of which
+/// this rank has no element. Below it are the same keys as in `state`.
 ///
 /// torch does not have this key: its ranks forget how many steps these parameters have made.
 pub(crate) const EMPTY_PIECES: &str = "state_of_empty_pieces";
@@ -25,10 +26,11 @@ pub(crate) const EMPTY_PIECES: &str = "state_of_empty_pieces";
 /// A local optimizer state dict, taken apart. Tensors are shared with it.
 #[derive(Default)]
 pub(crate) struct LocalStates {
-    /// The local parameters that have state, by their positions in the optimizer: their keys and their states, in the
-    /// dict's order.
+    /// The local parameters that have state, by their positions in the optimizer: their keys and
+    /// their states, in the dict's order.
     pub(crate) states: Vec<(usize, String, StateDict)>,
-    /// The states of local parameters of which this rank has no element, by their positions in the optimizer.
+    /// The states of local parameters of which this rank has no element, by their positions in the
+    /// optimizer.
     of_empty: Vec<(usize, StateDict)>,
     /// State under other keys.
     pub(crate) user_state: StateDict,
@@ -40,26 +42,40 @@ impl LocalStates {
     /// Takes apart the dict that [`Optimizer::state_dict`] or [`Optimizer::named_state_dict`] gave.
     ///
     /// # Errors
-    /// [`OptimStateError`]: keys of parameters that the optimizer does not have; a dict without `state`.
+    /// [`OptimStateError`]: keys of parameters that the optimizer does not have; a dict without
+    /// `state`.
     pub(crate) fn read(optimizer: &Optimizer, state: StateDict) -> Result<Self> {
         let count = optimizer.locals().len();
-        let names: HashMap<String, usize> =
-            optimizer.locals().iter().enumerate().map(|(index, local)| (local.name(), index)).collect();
+        let names: HashMap<String, usize> = optimizer
+            .locals()
+            .iter()
+            .enumerate()
+            .map(|(index, local)| (local.name(), index))
+            .collect();
         let groups = read_param_groups(&state)?;
-        Self::sorted(optimizer, state, groups, |key, by_name| match key.parse::<usize>() {
-            Ok(id) if !by_name => (id < count).then_some(id),
-            _ => names.get(key).copied(),
+        Self::sorted(optimizer, state, groups, |key, by_name| {
+            match key.parse::<usize>() {
+                Ok(id) if !by_name => (id < count).then_some(id),
+                _ => names.get(key).copied(),
+            }
         })
     }
 
-    /// Takes apart a dict whose groups are matched with this optimizer's by position. As in torch, a saved parameter is
-    /// loaded into the local parameter at the same position of the same group, whatever its key.
+    /// Takes apart a dict whose groups are matched with this optimizer's by position. As in torch,
+    /// a saved parameter is loaded into the local parameter at the same position of the same group,
+    /// whatever its key.
     ///
     /// # Errors
     /// [`OptimStateError`]: a missing key; another number of groups, or of parameters in a group.
     fn read_by_position(optimizer: &Optimizer, state: StateDict) -> Result<Self> {
-        if let Some(key) = ["state", "param_groups"].into_iter().find(|key| !state.contains_key(key)) {
-            return Err(OptimStateError::MissingKey { key: key.to_owned() }.into());
+        if let Some(key) = ["state", "param_groups"]
+            .into_iter()
+            .find(|key| !state.contains_key(key))
+        {
+            return Err(OptimStateError::MissingKey {
+                key: key.to_owned(),
+            }
+            .into());
         }
         let groups = read_param_groups(&state)?;
         let (saved, current) = (groups.len(), optimizer.groups().len());
@@ -71,16 +87,23 @@ impl LocalStates {
             let params = optimizer.params_of_group(index);
             let (saved, current) = (group.params.len(), params.len());
             if saved != current {
-                return Err(OptimStateError::GroupSize { index, saved, current }.into());
+                return Err(OptimStateError::GroupSize {
+                    index,
+                    saved,
+                    current,
+                }
+                .into());
             }
             positions.extend(group.params.iter().cloned().zip(params.iter().copied()));
         }
-        Self::sorted(optimizer, state, groups, |key, _| positions.get(key).copied())
+        Self::sorted(optimizer, state, groups, |key, _| {
+            positions.get(key).copied()
+        })
     }
 
-    /// Sorts a local state dict into the states of local parameters, state under other keys, and groups. `find` returns
-    /// the position of the local parameter that has a key. Its second argument is `true` if keys are names, and
-    /// `false` if they are ids.
+    /// Sorts a local state dict into the states of local parameters, state under other keys, and
+    /// groups. `find` returns the position of the local parameter that has a key. Its second
+    /// argument is `true` if keys are names, and `false` if they are ids.
     fn sorted(
         optimizer: &Optimizer,
         mut state: StateDict,
@@ -88,23 +111,36 @@ impl LocalStates {
         find: impl Fn(&str, bool) -> Option<usize>,
     ) -> Result<Self> {
         let Some(StateValue::Dict(states)) = state.remove("state") else {
-            return Err(OptimStateError::MissingKey { key: "state".to_owned() }.into());
+            return Err(OptimStateError::MissingKey {
+                key: "state".to_owned(),
+            }
+            .into());
         };
         let locals = optimizer.locals();
-        // The groups determine whether keys are ids or names. Without groups, keys that are numbers count as ids.
+        // The groups determine whether keys are ids or names. Without groups, keys that are numbers
+        // count as ids.
         let of_groups = groups.iter().filter_map(|group| group.key_type);
-        let by_name = key_type_of(&StateDict::new(), of_groups)? == Some(OptimStateKeyType::ParamName);
+        let by_name =
+            key_type_of(&StateDict::new(), of_groups)? == Some(OptimStateKeyType::ParamName);
         let mut read = LocalStates::default();
         for (key, value) in states {
             match (find(&key, by_name), value) {
                 (Some(index), StateValue::Dict(entries)) => read.states.push((index, key, entries)),
                 (Some(_), value) => {
                     let expected = format!("the state of parameter `{key}` is a {}", value.kind());
-                    return Err(OptimStateError::InvalidKeys { keys: vec![key], expected }.into());
+                    return Err(OptimStateError::InvalidKeys {
+                        keys: vec![key],
+                        expected,
+                    }
+                    .into());
                 }
                 // In a dict by ids, a user's key that is a number would be taken for an id.
                 (None, _) if key.parse::<usize>().is_ok() => {
-                    return Err(OptimStateError::UnknownState { key, count: locals.len() }.into());
+                    return Err(OptimStateError::UnknownState {
+                        key,
+                        count: locals.len(),
+                    }
+                    .into());
                 }
                 (None, value) => _ = read.user_state.insert(key, value),
             }
@@ -114,12 +150,16 @@ impl LocalStates {
             let index = find(key, by_name).filter(|&at| locals[at].is_empty());
             read.of_empty.extend(index.zip(value.as_dict().cloned()));
         }
-        // Groups list local parameters. Replace them by the names of the model's parameters, which all other code uses.
+        // Groups list local parameters. Replace them by the names of the model's parameters, which
+        // all other code uses.
         if state.contains_key("param_groups") {
             for (index, group) in groups.iter_mut().enumerate() {
                 let mut names = Vec::new();
                 for key in &group.params {
-                    let unknown = || OptimStateError::UnknownParam { index, key: key.clone() };
+                    let unknown = || OptimStateError::UnknownParam {
+                        index,
+                        key: key.clone(),
+                    };
                     names.extend(locals[find(key, by_name).ok_or_else(unknown)?].fqns());
                 }
                 group.params = names;
@@ -131,11 +171,12 @@ impl LocalStates {
     }
 }
 
-/// Returns the state of each of the model's parameters that a local parameter is made of, from its local state: pieces
-/// become boxes of views.
+/// Returns the state of each of the model's parameters that a local parameter is made of, from its
+/// local state: pieces become boxes of views.
 ///
 /// # Errors
-/// [`OptimStateError::WrongShape`] for pieces of another length than this rank's; containers of tensors.
+/// [`OptimStateError::WrongShape`] for pieces of another length than this rank's; containers of
+/// tensors.
 pub(crate) fn portable_state(
     optimizer: &Optimizer,
     index: usize,
@@ -143,11 +184,19 @@ pub(crate) fn portable_state(
 ) -> Result<Vec<(String, StateDict)>> {
     let local = &optimizer.locals()[index];
     let params = local.params();
-    let mut states: Vec<(String, StateDict)> = local.fqns().into_iter().map(|fqn| (fqn, StateDict::new())).collect();
+    let mut states: Vec<(String, StateDict)> = local
+        .fqns()
+        .into_iter()
+        .map(|fqn| (fqn, StateDict::new()))
+        .collect();
     for (name, value) in entries {
-        let is_like = states.first().is_some_and(|(fqn, _)| optimizer.is_like_parameter(fqn, name));
+        let is_like = states
+            .first()
+            .is_some_and(|(fqn, _)| optimizer.is_like_parameter(fqn, name));
         let value = match value {
-            StateValue::Tensor(tensor) if tensor.dims() == local.dims() && (is_like || tensor.rank() > 0) => {
+            StateValue::Tensor(tensor)
+                if tensor.dims() == local.dims() && (is_like || tensor.rank() > 0) =>
+            {
                 let flat = tensor.flatten_all()?;
                 for ((_, state), &param) in states.iter_mut().zip(&params) {
                     state.insert(name.as_str(), local.sharded_piece(&flat, param)?);
@@ -155,23 +204,39 @@ pub(crate) fn portable_state(
                 continue;
             }
             StateValue::Tensor(tensor) if is_like => {
-                let (fqn, name, found, expected) = (local.name(), name.clone(), tensor.dims().to_vec(), local.dims());
-                return Err(OptimStateError::WrongShape { fqn, name, found, expected }.into());
+                let (fqn, name, found, expected) = (
+                    local.name(),
+                    name.clone(),
+                    tensor.dims().to_vec(),
+                    local.dims(),
+                );
+                return Err(OptimStateError::WrongShape {
+                    fqn,
+                    name,
+                    found,
+                    expected,
+                }
+                .into());
             }
             StateValue::Tensor(_) | StateValue::Raw(_) => value.clone(),
             other => {
                 let (fqn, name, kind) = (local.name(), name.clone(), other.kind().to_owned());
-                plain(other).ok_or(NnError::UnexpectedState { fqn, name, kind })?.into()
+                plain(other)
+                    .ok_or(NnError::UnexpectedState { fqn, name, kind })?
+                    .into()
             }
         };
-        states.iter_mut().for_each(|(_, state)| _ = state.insert(name.as_str(), value.clone()));
+        states
+            .iter_mut()
+            .for_each(|(_, state)| _ = state.insert(name.as_str(), value.clone()));
     }
     Ok(states)
 }
 
-/// Loads state by the model's names into an optimizer that is not in use yet. The first value that does not fit is
-/// returned as an error, instead of a report of all. With `allow_missing_state`, a trained parameter may lack state
-/// that others of its unit have. All ranks must pass the same `arguments`.
+/// Loads state by the model's names into an optimizer that is not in use yet. The first value that
+/// does not fit is returned as an error, instead of a report of all. With `allow_missing_state`, a
+/// trained parameter may lack state that others of its unit have. All ranks must pass the same
+/// `arguments`.
 pub(crate) fn load_exactly(
     operation: &'static str,
     group: &ProcessGroup,
@@ -181,35 +246,52 @@ pub(crate) fn load_exactly(
     arguments: String,
 ) -> Result<()> {
     let parameters = Arc::clone(optimizer.parameters());
-    let prefixes = StatePrefixes { model: None, optim: Some(Vec::new()) };
+    let prefixes = StatePrefixes {
+        model: None,
+        optim: Some(Vec::new()),
+    };
     let target = LiveTarget::new(&parameters, vec![optimizer], prefixes)?;
     let mut target = target.exact(allow_missing_state).with_arguments(arguments);
-    let options = LoadOptions { strict: false, ..LoadOptions::default() };
+    let options = LoadOptions {
+        strict: false,
+        ..LoadOptions::default()
+    };
     load_state::<_, _, NnError>(operation, group, source, &mut target, &options)?;
     Ok(())
 }
 
-/// Loads states by the model's names, like [`load_exactly`], from this rank alone: the states hold everything that it
-/// needs. No communication.
+/// Loads states by the model's names, like [`load_exactly`], from this rank alone: the states hold
+/// everything that it needs. No communication.
 pub(crate) fn load_here(states: StateDict, optimizer: &mut Optimizer) -> Result<()> {
     let state: StateDict = [("state", states.into())].into_iter().collect();
     let (group, mut source) = (ProcessGroup::alone(), DictSource::on_every_rank(&state)?);
-    load_exactly("load_state_dict", &group, &mut source, optimizer, true, String::new())
+    load_exactly(
+        "load_state_dict",
+        &group,
+        &mut source,
+        optimizer,
+        true,
+        String::new(),
+    )
 }
 
 impl Optimizer {
-    /// Returns the state of this rank: `{"state": {"0": {…}}, "param_groups": [{…, "params": [0, 1]}]}`, as torch's
-    /// `Optimizer.state_dict` gives it. Ids are positions over all groups, and are text as keys of `state`.
+    /// Returns the state of this rank: `{"state": {"0": {…}}, "param_groups": [{…, "params": [0,
+    /// 1]}]}`, as torch's `Optimizer.state_dict` gives it. Ids are positions over all groups, and
+    /// are text as keys of `state`.
     ///
     /// A parameter here is a tensor that this rank's optimizer updates:
     ///
-    /// - With `use_orig_params` it is this rank's piece of one of the model's parameters, flat, of shape `[elements on
-    ///   this rank]`. Where nothing is sharded it is the whole parameter in its own shape.
-    /// - Without `use_orig_params` it is this rank's shard of a FlatParameter, with the zeros of its right padding.
+    /// - With `use_orig_params` it is this rank's piece of one of the model's parameters, flat, of
+    ///   shape `[elements on this rank]`. Where nothing is sharded it is the whole parameter in its
+    ///   own shape.
+    /// - Without `use_orig_params` it is this rank's shard of a FlatParameter, with the zeros of
+    ///   its right padding.
     ///
-    /// A piece without elements has an id, but no entry in `state`, as in torch. Its step count and other scalars are
-    /// under a key of their own, `state_of_empty_pieces`, because all ranks must save the same scalars for a parameter.
-    /// A parameter that has not made a step has no state. Tensors are copies.
+    /// A piece without elements has an id, but no entry in `state`, as in torch. Its step count and
+    /// other scalars are under a key of their own, `state_of_empty_pieces`, because all ranks must
+    /// save the same scalars for a parameter. A parameter that has not made a step has no state.
+    /// Tensors are copies.
     ///
     /// # Errors
     /// candle's errors.
@@ -217,16 +299,20 @@ impl Optimizer {
         Ok(self.state_dict_views(OptimStateKeyType::ParamId)?.copy()?)
     }
 
-    /// Returns the same as [`Self::state_dict`], with names instead of ids, as torch's named optimizers give it. The
-    /// names are those of the model's parameters with `use_orig_params`, and `<unit>._flat_param` without.
+    /// Returns the same as [`Self::state_dict`], with names instead of ids, as torch's named
+    /// optimizers give it. The names are those of the model's parameters with `use_orig_params`,
+    /// and `<unit>._flat_param` without.
     ///
     /// # Errors
     /// candle's errors.
     pub fn named_state_dict(&self) -> Result<StateDict> {
-        Ok(self.state_dict_views(OptimStateKeyType::ParamName)?.copy()?)
+        Ok(self
+            .state_dict_views(OptimStateKeyType::ParamName)?
+            .copy()?)
     }
 
-    /// Returns the local state dict. Its tensors are views of the live state. Every local state dict is made here.
+    /// Returns the local state dict. Its tensors are views of the live state. Every local state
+    /// dict is made here.
     pub(crate) fn state_dict_views(&self, key_type: OptimStateKeyType) -> Result<StateDict> {
         let key = |index: usize| match key_type {
             OptimStateKeyType::ParamId => index.to_string(),
@@ -234,15 +320,26 @@ impl Optimizer {
         };
         let (mut state, mut of_empty) = (StateDict::new(), StateDict::new());
         for (index, local) in self.locals().iter().enumerate() {
-            let Some(entries) = local.local_entries()? else { continue };
-            // torch's state dicts have no state of pieces without elements, so it goes under a key of its own.
-            let state = if local.is_empty() { &mut of_empty } else { &mut state };
+            let Some(entries) = local.local_entries()? else {
+                continue;
+            };
+            // torch's state dicts have no state of pieces without elements, so it goes under a key
+            // of its own.
+            let state = if local.is_empty() {
+                &mut of_empty
+            } else {
+                &mut state
+            };
             state.insert_new(key(index), entries)?;
         }
         state.extend(self.user_state().clone());
         let mut groups = Vec::with_capacity(self.groups().len());
         for (index, group) in self.groups().iter().enumerate() {
-            let params = self.params_of_group(index).iter().map(|&local| key(local)).collect();
+            let params = self
+                .params_of_group(index)
+                .iter()
+                .map(|&local| key(local))
+                .collect();
             groups.push(SavedGroup::of_live(group, params, key_type));
         }
         let mut dict = optim_dict(state, groups);
@@ -253,32 +350,46 @@ impl Optimizer {
     }
 
     /// Loads a state dict that [`Self::state_dict`] or [`Self::named_state_dict`] returned: torch's
-    /// `Optimizer.load_state_dict`. Tensors are copied, and nothing is cast. If there is an error, nothing has changed.
-    /// State under keys that are neither ids nor names is kept, and is part of later state dicts.
+    /// `Optimizer.load_state_dict`. Tensors are copied, and nothing is cast. If there is an error,
+    /// nothing has changed. State under keys that are neither ids nor names is kept, and is part of
+    /// later state dicts.
     ///
-    /// Groups and their parameters are matched by position, as in torch. A parameter for which the dict has no state
-    /// has none afterwards. A dict of torch has no `state_of_empty_pieces`. Then a parameter of which this rank has no
-    /// element gets the step count of the other parameters of its group, if that is the same for all of them.
+    /// Groups and their parameters are matched by position, as in torch. A parameter for which the
+    /// dict has no state has none afterwards. A dict of torch has no `state_of_empty_pieces`. Then
+    /// a parameter of which this rank has no element gets the step count of the other parameters of
+    /// its group, if that is the same for all of them.
     ///
     /// # Errors
-    /// [`OptimStateError`]: another number of groups or parameters, tensors of another shape or dtype than this rank's
-    /// piece, entries and hyperparameters that the algorithm needs and that are missing; malformed groups and
-    /// hyperparameters.
+    /// [`OptimStateError`]: another number of groups or parameters, tensors of another shape or
+    /// dtype than this rank's piece, entries and hyperparameters that the algorithm needs and that
+    /// are missing; malformed groups and hyperparameters.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let read = LocalStates::read_by_position(self, state.clone())?;
         let mut groups = Vec::with_capacity(self.groups().len());
-        for (index, (group, saved)) in self.groups().iter().zip(read.groups.iter().flatten()).enumerate() {
+        for (index, (group, saved)) in self
+            .groups()
+            .iter()
+            .zip(read.groups.iter().flatten())
+            .enumerate()
+        {
             let read = group.algorithm.with_group(&saved.hyperparameters)?;
             if let Some(key) = read.missing.first() {
-                return Err(OptimStateError::MissingKey { key: format!("param_groups.{index}.{key}") }.into());
+                return Err(OptimStateError::MissingKey {
+                    key: format!("param_groups.{index}.{key}"),
+                }
+                .into());
             }
             groups.push((read.algorithm, read.unknown));
         }
-        // Load the groups before the states: the new hyperparameters determine which entries there must be.
+        // Load the groups before the states: the new hyperparameters determine which entries there
+        // must be.
         let mut loaded = self.without_state();
         loaded.replace_state(Vec::new(), groups)?;
         let mut states = StateDict::new();
-        let with_elements = read.states.into_iter().map(|(index, _, entries)| (index, entries));
+        let with_elements = read
+            .states
+            .into_iter()
+            .map(|(index, _, entries)| (index, entries));
         for (index, entries) in with_elements.chain(read.of_empty) {
             let portable = portable_state(&loaded, index, &entries)?;
             states.extend(portable.into_iter().map(|(fqn, state)| (fqn, state.into())));
@@ -292,10 +403,13 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Replaces the name of a parameter in an error by that of its FlatParameter: a local state dict has one tensor for
-    /// all parameters of a FlatParameter.
+    /// Replaces the name of a parameter in an error by that of its FlatParameter: a local state
+    /// dict has one tensor for all parameters of a FlatParameter.
     fn name_flat_parameter(&self, mut error: NnError) -> NnError {
-        if let NnError::OptimState { error: OptimStateError::WrongDType { fqn, .. }, .. } = &mut error
+        if let NnError::OptimState {
+            error: OptimStateError::WrongDType { fqn, .. },
+            ..
+        } = &mut error
             && let Some(local) = self.local_index(fqn)
         {
             *fqn = self.locals()[local].name();
@@ -303,27 +417,44 @@ impl Optimizer {
         error
     }
 
-    /// Makes state for parameters of which this rank has no element and that have no state, from the states of the
-    /// other parameters of their groups.
+    /// Makes state for parameters of which this rank has no element and that have no state, from
+    /// the states of the other parameters of their groups.
     fn deduce_empty(&mut self) -> Result<()> {
         for group in 0..self.groups().len() {
             let params = self.params_of_group(group).to_vec();
-            let mut steps =
-                params.iter().filter_map(|&local| self.locals()[local].state.as_ref()).map(|state| state.step);
+            let mut steps = params
+                .iter()
+                .filter_map(|&local| self.locals()[local].state.as_ref())
+                .map(|state| state.step);
             // If the others differ, it is not known how many steps this one has made.
-            let Some(first) = steps.next().filter(|&first| steps.all(|step| step == first)) else { continue };
+            let Some(first) = steps
+                .next()
+                .filter(|&first| steps.all(|step| step == first))
+            else {
+                continue;
+            };
             // Entries that begin with the first gradient are there if the others have them.
             let begun = self.groups()[group].algorithm.state_entries();
-            let mut begun: Vec<&str> = begun.filter(|e| e.initial == Initial::FirstGradient).map(|e| e.name).collect();
-            begun.retain(|name| params.iter().any(|&local| self.locals()[local].live_piece(name).is_some()));
+            let mut begun: Vec<&str> = begun
+                .filter(|e| e.initial == Initial::FirstGradient)
+                .map(|e| e.name)
+                .collect();
+            begun.retain(|name| {
+                params
+                    .iter()
+                    .any(|&local| self.locals()[local].live_piece(name).is_some())
+            });
             for index in params {
                 let local = &self.locals()[index];
                 if local.is_empty() && local.state.is_none() {
                     let mut state = initial_state(&self.groups()[group].algorithm, local)?;
                     state.step = first;
                     for name in &begun {
-                        let nothing = zeros_on(&[0], local.handle.dtype(), local.handle.shard_device())?;
-                        state.entries.insert((*name).to_owned(), LocalState::Piece(nothing));
+                        let nothing =
+                            zeros_on(&[0], local.handle.dtype(), local.handle.shard_device())?;
+                        state
+                            .entries
+                            .insert((*name).to_owned(), LocalState::Piece(nothing));
                     }
                     self.locals_mut()[index].state = Some(state);
                 }

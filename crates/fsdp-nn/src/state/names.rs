@@ -1,4 +1,5 @@
-//! Names of state: those of tied parameters, and the keys of model and optimizer state in a state dict.
+//! Names of state: those of tied parameters, and the keys of model and optimizer state in a state
+//! dict.
 
 use std::collections::HashMap;
 
@@ -19,23 +20,34 @@ pub enum OptimStateKeyType {
     ParamId,
 }
 
-/// Returns the type of the keys of a state dict, ids or names; `None` if the dict is empty. The groups determine the
-/// type. Without groups, keys that are numbers are ids.
+/// Returns the type of the keys of a state dict, ids or names; `None` if the dict is empty. The
+/// groups determine the type. Without groups, keys that are numbers are ids.
 pub(crate) fn key_type_of(
     states: &StateDict,
     mut of_groups: impl Iterator<Item = OptimStateKeyType>,
 ) -> Result<Option<OptimStateKeyType>> {
     let invalid = |expected: &str| {
         let keys = states.keys().take(8).map(str::to_owned).collect();
-        Err(OptimStateError::InvalidKeys { keys, expected: expected.to_owned() }.into())
+        Err(OptimStateError::InvalidKeys {
+            keys,
+            expected: expected.to_owned(),
+        }
+        .into())
     };
-    let numbers = states.keys().filter(|key| key.parse::<usize>().is_ok()).count();
+    let numbers = states
+        .keys()
+        .filter(|key| key.parse::<usize>().is_ok())
+        .count();
     let of_groups = match of_groups.next() {
-        Some(first) if of_groups.any(|other| other != first) => return invalid("some groups have names, others ids"),
+        Some(first) if of_groups.any(|other| other != first) => {
+            return invalid("some groups have names, others ids");
+        }
         of_groups => of_groups,
     };
     match of_groups {
-        Some(OptimStateKeyType::ParamId) if numbers < states.len() => invalid("the groups have ids"),
+        Some(OptimStateKeyType::ParamId) if numbers < states.len() => {
+            invalid("the groups have ids")
+        }
         Some(_) => Ok(of_groups),
         None if states.is_empty() => Ok(None),
         None if numbers == states.len() => Ok(Some(OptimStateKeyType::ParamId)),
@@ -44,15 +56,18 @@ pub(crate) fn key_type_of(
     }
 }
 
-/// Returns which of several names counts, for each parameter that some of them name: parameter to name.
+/// Returns which of several names counts, for each parameter that some of them name: parameter to
+/// name.
 ///
-/// This is the one rule for tied names: state under the parameter's own name counts, else under the first of its
-/// aliases, in the order of their declaration, that a dict has. State under its other names is passed over.
+/// This is the one rule for tied names: state under the parameter's own name counts, else under the
+/// first of its aliases, in the order of their declaration, that a dict has. State under its other
+/// names is passed over.
 pub(crate) fn names_that_count<'n>(
     parameters: &'n ShardedParameters,
     names: impl Iterator<Item = &'n str>,
 ) -> HashMap<&'n str, &'n str> {
-    // The parameter's own name is none of the aliases, and `None` comes before any position among them.
+    // The parameter's own name is none of the aliases, and `None` comes before any position among
+    // them.
     let precedence = |name: &str| parameters.aliases().get_index_of(name);
     let mut chosen: HashMap<&str, &str> = HashMap::new();
     for name in names {
@@ -67,7 +82,8 @@ pub(crate) fn names_that_count<'n>(
 /// The place of a value in the state of optimizers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum OptimKey {
-    /// A part of the state of a parameter, or under a user's key: the path below that key, which begins with an entry.
+    /// A part of the state of a parameter, or under a user's key: the path below that key, which
+    /// begins with an entry.
     State { key: String, inside: Vec<PathPart> },
     /// A part of `param_groups`: the path below it.
     Group(Vec<PathPart>),
@@ -76,29 +92,40 @@ pub(crate) enum OptimKey {
 }
 
 impl OptimKey {
-    /// Reads the place of a value from its path below the optimizers' state. In formats of flat keys, the whole path is
-    /// one text joined by dots, and the parameters' names tell where its parts end. Returns `None` for a path that
-    /// optimizers do not have.
+    /// Reads the place of a value from its path below the optimizers' state. In formats of flat
+    /// keys, the whole path is one text joined by dots, and the parameters' names tell where its
+    /// parts end. Returns `None` for a path that optimizers do not have.
     pub(crate) fn read(path: &[PathPart], is_parameter: &dyn Fn(&str) -> bool) -> Option<Self> {
         match path {
             [PathPart::Key(state), PathPart::Key(key), inside @ ..] if state == "state" => {
-                Some(OptimKey::State { key: key.clone(), inside: inside.to_vec() })
+                Some(OptimKey::State {
+                    key: key.clone(),
+                    inside: inside.to_vec(),
+                })
             }
-            [PathPart::Key(groups), rest @ ..] if groups == "param_groups" => Some(OptimKey::Group(rest.to_vec())),
+            [PathPart::Key(groups), rest @ ..] if groups == "param_groups" => {
+                Some(OptimKey::Group(rest.to_vec()))
+            }
             [PathPart::Key(flat), inside @ ..] => {
                 if let Some(rest) = flat.strip_prefix("state.") {
                     let (key, entry) = split(rest, is_parameter)?;
-                    let inside = [PathPart::Key(entry)].into_iter().chain(inside.iter().cloned()).collect();
+                    let inside = [PathPart::Key(entry)]
+                        .into_iter()
+                        .chain(inside.iter().cloned())
+                        .collect();
                     return Some(OptimKey::State { key, inside });
                 }
                 let rest = flat.strip_prefix("param_groups.")?;
-                // torch's flat form writes groups by parameter, whose name may begin with a number. Formats of flat
-                // keys write nested groups by number.
+                // torch's flat form writes groups by parameter, whose name may begin with a number.
+                // Formats of flat keys write nested groups by number.
                 if let Some((key, name)) = split(rest, is_parameter) {
                     return Some(OptimKey::FlatGroup { key, name });
                 }
                 let (index, name) = rest.split_once('.')?;
-                Some(OptimKey::Group(vec![PathPart::Index(index.parse().ok()?), PathPart::Key(name.to_owned())]))
+                Some(OptimKey::Group(vec![
+                    PathPart::Index(index.parse().ok()?),
+                    PathPart::Key(name.to_owned()),
+                ]))
             }
             _ => None,
         }

@@ -36,8 +36,8 @@ pub(crate) struct LoadContext<'a> {
 }
 
 impl LoadContext<'_> {
-    /// Returns the small value at a position. For a tensor, which is read later, this is a tensor without elements: it
-    /// only shows that there is no plain value here.
+    /// Returns the small value at a position. For a tensor, which is read later, this is a tensor
+    /// without elements: it only shows that there is no plain value here.
     fn value(&self, position: usize) -> Result<StateValue> {
         match self.values.get(&position) {
             Some(value) => Ok(value.clone()),
@@ -50,24 +50,28 @@ impl LoadContext<'_> {
 type Part<'a> = (&'a [PathPart], usize);
 
 impl SavedOptim {
-    /// Sorts the parts of a source that belong to optimizers. `rename` turns names of the source into the model's.
+    /// Sorts the parts of a source that belong to optimizers. `rename` turns names of the source
+    /// into the model's.
     ///
     /// # Errors
-    /// Malformed groups; groups and states by ids; containers where a tensor or a plain value should be; two names that
-    /// `rename` makes one.
+    /// Malformed groups; groups and states by ids; containers where a tensor or a plain value
+    /// should be; two names that `rename` makes one.
     pub(crate) fn new(
         parameters: &ShardedParameters,
         load: &LoadContext<'_>,
         parts: &[(OptimKey, usize)],
         rename: &dyn Fn(&str) -> String,
     ) -> Result<Self> {
-        // A source lists single leaves: those of one parameter, and those of all groups, are collected first.
+        // A source lists single leaves: those of one parameter, and those of all groups, are
+        // collected first.
         let mut by_key: IndexMap<&str, Vec<Part<'_>>> = IndexMap::new();
         let mut groups = StateDict::new();
         let mut flat_groups: IndexMap<&str, SavedGroup> = IndexMap::new();
         for (key, position) in parts {
             match key {
-                OptimKey::State { key, inside } => by_key.entry(key).or_default().push((inside, *position)),
+                OptimKey::State { key, inside } => {
+                    by_key.entry(key).or_default().push((inside, *position))
+                }
                 OptimKey::Group(inside) => {
                     let mut path = vec![PathPart::Key("param_groups".to_owned())];
                     path.extend(inside.iter().cloned());
@@ -75,14 +79,19 @@ impl SavedOptim {
                 }
                 OptimKey::FlatGroup { key, name } => {
                     let value = plain_entry(key, name, &load.value(*position)?)?;
-                    let group = flat_groups.entry(key).or_insert_with(|| SavedGroup::of_parameter(key));
+                    let group = flat_groups
+                        .entry(key)
+                        .or_insert_with(|| SavedGroup::of_parameter(key));
                     group.hyperparameters.push((name.clone(), value));
                 }
             }
         }
         // Nested groups are read as a whole; the flat form has a group for each parameter instead.
         let mut groups = read_param_groups(&groups)?;
-        if let Some(group) = groups.iter().find(|group| group.key_type == Some(OptimStateKeyType::ParamId)) {
+        if let Some(group) = groups
+            .iter()
+            .find(|group| group.key_type == Some(OptimStateKeyType::ParamId))
+        {
             return Err(ids(group.params.clone()));
         }
         groups.extend(flat_groups.into_values());
@@ -91,18 +100,30 @@ impl SavedOptim {
             *name = new_names.add(name, rename)?;
         }
         let groups = SavedGroups::new(groups, parameters);
-        let mut saved = SavedOptim { states: HashMap::new(), groups, user_state: Vec::new(), unexpected: Vec::new() };
+        let mut saved = SavedOptim {
+            states: HashMap::new(),
+            groups,
+            user_state: Vec::new(),
+            unexpected: Vec::new(),
+        };
         let mut new_names = NewNames::default();
-        let named = by_key.into_iter().map(|(key, parts)| Ok((new_names.add(key, rename)?, parts)));
+        let named = by_key
+            .into_iter()
+            .map(|(key, parts)| Ok((new_names.add(key, rename)?, parts)));
         let named: Vec<(String, Vec<Part<'_>>)> = named.collect::<Result<_>>()?;
         // A tied parameter may have been saved under several of its names. One of them is used.
-        let names = named.iter().map(|(name, _)| name.as_str()).filter(|name| parameters.contains(name));
+        let names = named
+            .iter()
+            .map(|(name, _)| name.as_str())
+            .filter(|name| parameters.contains(name));
         let chosen = names_that_count(parameters, names);
         // Go in the order of the source, so that every rank reports the same.
         for (name, parts) in &named {
             let fqn = parameters.canonical_fqn(name);
             if chosen.get(fqn) == Some(&name.as_str()) {
-                saved.states.insert(fqn.to_owned(), entries(fqn, name, load, parts)?);
+                saved
+                    .states
+                    .insert(fqn.to_owned(), entries(fqn, name, load, parts)?);
             } else if !parameters.contains(name) {
                 saved.add_unknown(name, parts)?;
             }
@@ -112,11 +133,14 @@ impl SavedOptim {
 
     /// Returns `true` if some state of a parameter was saved.
     pub(crate) fn has_state(&self, fqn: &str) -> bool {
-        self.states.get(fqn).is_some_and(|entries| !entries.is_empty())
+        self.states
+            .get(fqn)
+            .is_some_and(|entries| !entries.is_empty())
     }
 
-    /// Adds state under a key that no parameter of the model has. If a saved group names the key, it is a parameter of
-    /// another model, and is unexpected. Otherwise it is state that a user has added, under a key that is no number.
+    /// Adds state under a key that no parameter of the model has. If a saved group names the key,
+    /// it is a parameter of another model, and is unexpected. Otherwise it is state that a user has
+    /// added, under a key that is no number.
     fn add_unknown(&mut self, name: &str, parts: &[Part<'_>]) -> Result<()> {
         if self.groups.of_parameter.contains_key(name) {
             self.unexpected.push(name.to_owned());
@@ -126,7 +150,9 @@ impl SavedOptim {
             return Err(ids(vec![name.to_owned()]));
         }
         for (inside, position) in parts {
-            let path = [PathPart::Key(name.to_owned())].into_iter().chain(inside.iter().cloned());
+            let path = [PathPart::Key(name.to_owned())]
+                .into_iter()
+                .chain(inside.iter().cloned());
             self.user_state.push((KeyPath(path.collect()), *position));
         }
         Ok(())
@@ -144,7 +170,8 @@ fn ids(keys: Vec<String>) -> NnError {
     OptimStateError::InvalidKeys { keys, expected }.into()
 }
 
-/// The names in the model that names of a source have been turned into, each with its name in the source.
+/// The names in the model that names of a source have been turned into, each with its name in the
+/// source.
 #[derive(Default)]
 struct NewNames(HashMap<String, String>);
 
@@ -156,21 +183,39 @@ impl NewNames {
     fn add(&mut self, name: &str, rename: &dyn Fn(&str) -> String) -> Result<String> {
         let new = rename(name);
         let first = self.0.entry(new.clone()).or_insert_with(|| name.to_owned());
-        if first == name { Ok(new) } else { Err(StateError::DuplicateKey { key: new }.into()) }
+        if first == name {
+            Ok(new)
+        } else {
+            Err(StateError::DuplicateKey { key: new }.into())
+        }
     }
 }
 
-/// Returns one parameter's entries: positions of tensors, which are read later, and the scalars and plain values
-/// themselves.
-fn entries(fqn: &str, name: &str, load: &LoadContext<'_>, parts: &[Part<'_>]) -> Result<SavedEntries> {
+/// Returns one parameter's entries: positions of tensors, which are read later, and the scalars and
+/// plain values themselves.
+fn entries(
+    fqn: &str,
+    name: &str,
+    load: &LoadContext<'_>,
+    parts: &[Part<'_>],
+) -> Result<SavedEntries> {
     let mut entries = SavedEntries::new();
     let mut nested = StateDict::new();
     for &(path, position) in parts {
-        let Some((_, leaf)) = load.schema.get(position) else { continue };
+        let Some((_, leaf)) = load.schema.get(position) else {
+            continue;
+        };
         let [PathPart::Key(entry), inside @ ..] = path else {
-            let kind = load.values.get(&position).map_or("tensor", StateValue::kind);
+            let kind = load
+                .values
+                .get(&position)
+                .map_or("tensor", StateValue::kind);
             let expected = format!("the state of parameter `{name}` is a {kind}");
-            return Err(OptimStateError::InvalidKeys { keys: vec![name.to_owned()], expected }.into());
+            return Err(OptimStateError::InvalidKeys {
+                keys: vec![name.to_owned()],
+                expected,
+            }
+            .into());
         };
         // A container is assembled from its leaves.
         if !inside.is_empty() {
@@ -178,7 +223,12 @@ fn entries(fqn: &str, name: &str, load: &LoadContext<'_>, parts: &[Part<'_>]) ->
             continue;
         }
         let saved = match (leaf.tensor(), load.values.get(&position).cloned()) {
-            (Some((dtype, shape)), small) => Saved::Tensor { position, dtype, shape: shape.to_vec(), small },
+            (Some((dtype, shape)), small) => Saved::Tensor {
+                position,
+                dtype,
+                shape: shape.to_vec(),
+                small,
+            },
             (None, Some(value)) => Saved::Scalar(value),
             (None, None) => continue,
         };

@@ -13,15 +13,17 @@ use crate::parameters::ShardedParameters;
 pub enum MissingState {
     /// No state: the parameter is left out, as `FSDP.optim_state_dict` does.
     Omit,
-    /// The algorithm's initial values, as `get_optimizer_state_dict` promises; the optimizer is not changed.
+    /// The algorithm's initial values, as `get_optimizer_state_dict` promises; the optimizer is not
+    /// changed.
     Initial,
 }
 
-/// Returns the model state dict with sharded values: every parameter under each of its names, then persistent buffers.
-/// torch's `state_dict` of type `SHARDED` before any copy.
+/// Returns the model state dict with sharded values: every parameter under each of its names, then
+/// persistent buffers. torch's `state_dict` of type `SHARDED` before any copy.
 ///
 /// Values are views of the live parameters, as torch's are: the next optimizer step changes them.
-/// The same keys on every rank; a rank that owns nothing of a parameter has a sharded tensor without boxes.
+/// The same keys on every rank; a rank that owns nothing of a parameter has a sharded tensor
+/// without boxes.
 ///
 /// # Errors
 /// candle's errors.
@@ -38,28 +40,37 @@ pub fn live_model_state_dict(parameters: &ShardedParameters) -> Result<StateDict
 }
 
 /// Returns the buffers that are saved, by their names.
-pub(crate) fn persistent_buffers(parameters: &ShardedParameters) -> impl Iterator<Item = (&str, StateValue)> {
-    let persistent = parameters.buffers().iter().filter(|(_, (_, persistent))| *persistent);
+pub(crate) fn persistent_buffers(
+    parameters: &ShardedParameters,
+) -> impl Iterator<Item = (&str, StateValue)> {
+    let persistent = parameters
+        .buffers()
+        .iter()
+        .filter(|(_, (_, persistent))| *persistent);
     persistent.map(|(name, (value, _))| (name.as_str(), value.clone().into()))
 }
 
-/// Returns the state of several optimizers over one model, as torch's `get_optimizer_state_dict` has it before any
-/// copy: `{"state": {fqn: {name: value}}, "param_groups": [{…, "params": [fqn]}]}`.
+/// Returns the state of several optimizers over one model, as torch's `get_optimizer_state_dict`
+/// has it before any copy: `{"state": {fqn: {name: value}}, "param_groups": [{…, "params":
+/// [fqn]}]}`.
 ///
-/// States are joined and groups are concatenated in order. Values shaped like a parameter are sharded views of the live
-/// state, `step` is a 0-d tensor of its own for each parameter. State under keys that are no parameter's is there too.
-/// The same keys on every rank.
+/// States are joined and groups are concatenated in order. Values shaped like a parameter are
+/// sharded views of the live state, `step` is a 0-d tensor of its own for each parameter. State
+/// under keys that are no parameter's is there too. The same keys on every rank.
 ///
 /// # Errors
-/// [`StateError::DuplicateKey`](fsdp_state::StateError::DuplicateKey) for a key under which two optimizers have state;
-/// candle's errors.
-pub fn live_optim_state_dict(optimizers: &[&Optimizer], missing: MissingState) -> Result<StateDict> {
+/// [`StateError::DuplicateKey`](fsdp_state::StateError::DuplicateKey) for a key under which two
+/// optimizers have state; candle's errors.
+pub fn live_optim_state_dict(
+    optimizers: &[&Optimizer],
+    missing: MissingState,
+) -> Result<StateDict> {
     let (state, groups) = live_states_and_groups(optimizers, missing, &str::to_owned)?;
     Ok(optim_dict(state, groups))
 }
 
-/// Returns the two parts of [`live_optim_state_dict`]. `rename` turns the names of the model's parameters into those of
-/// the state dict.
+/// Returns the two parts of [`live_optim_state_dict`]. `rename` turns the names of the model's
+/// parameters into those of the state dict.
 pub(crate) fn live_states_and_groups(
     optimizers: &[&Optimizer],
     missing: MissingState,
@@ -72,19 +83,30 @@ pub(crate) fn live_states_and_groups(
         let mut initial = Vec::with_capacity(optimizer.locals().len());
         for (index, local) in optimizer.locals().iter().enumerate() {
             let is_wanted = missing == MissingState::Initial && local.state.is_none();
-            initial.push(if is_wanted { optimizer.initial_state_of_local(index)? } else { None });
+            initial.push(if is_wanted {
+                optimizer.initial_state_of_local(index)?
+            } else {
+                None
+            });
         }
         for group in optimizer.groups() {
             for fqn in group.fqns() {
-                let Some(index) = optimizer.local_index(fqn) else { continue };
+                let Some(index) = optimizer.local_index(fqn) else {
+                    continue;
+                };
                 let local = &optimizer.locals()[index];
                 if let Some(of_local) = local.state.as_ref().or(initial[index].as_ref()) {
-                    let entries = local.portable(of_local, optimizer.parameters().location(fqn)?.param)?;
+                    let entries =
+                        local.portable(of_local, optimizer.parameters().location(fqn)?.param)?;
                     state.insert_new(rename(fqn), entries.into_iter().collect::<StateDict>())?;
                 }
             }
             let params = group.fqns().iter().map(|fqn| rename(fqn)).collect();
-            groups.push(SavedGroup::of_live(group, params, OptimStateKeyType::ParamName));
+            groups.push(SavedGroup::of_live(
+                group,
+                params,
+                OptimStateKeyType::ParamName,
+            ));
         }
         for (key, value) in optimizer.user_state() {
             state.insert_new(rename(key), value.clone())?;

@@ -1,14 +1,18 @@
-//! Getting and setting the state of a sharded model and its optimizers: torch's `get_state_dict` family.
+//! Getting and setting the state of a sharded model and its optimizers: torch's `get_state_dict`
+//! family.
 //!
-//! Getting changes nothing. Setting checks everything on every rank first; if anything does not fit, every rank gets
-//! the same error and nothing has been changed.
+//! Getting changes nothing. Setting checks everything on every rank first; if anything does not
+//! fit, every rank gets the same error and nothing has been changed.
 
 use std::collections::HashSet;
 
 use candle_core::Device;
 use fsdp_comm::ProcessGroup;
 use fsdp_state::engine::{DictSource, Source as _};
-use fsdp_state::{GatherOptions, LoadError as _, LoadOptions, LoadReport, StateDict, gather_state_dict, load_state};
+use fsdp_state::{
+    GatherOptions, LoadError as _, LoadOptions, LoadReport, StateDict, gather_state_dict,
+    load_state,
+};
 
 use super::StateDictOptions;
 use crate::handle::FLAT_PARAM;
@@ -20,18 +24,21 @@ use crate::state::{
 };
 use crate::{NnError, Result};
 
-/// Returns the state dicts of a model and its optimizers: (model, optimizers). torch's `get_state_dict`.
+/// Returns the state dicts of a model and its optimizers: (model, optimizers). torch's
+/// `get_state_dict`.
 ///
-/// Sharded (the default): no communication; each rank gets its own boxes under the same keys, and buffers and scalars
-/// whole. Full: all ranks get whole tensors, or those that [`StateDictOptions`] names, and the others empty dicts.
+/// Sharded (the default): no communication; each rank gets its own boxes under the same keys, and
+/// buffers and scalars whole. Full: all ranks get whole tensors, or those that [`StateDictOptions`]
+/// names, and the others empty dicts.
 ///
-/// Collectives for full dicts: those of [`gather_state_dict`], for the model and for the optimizers.
+/// Collectives for full dicts: those of [`gather_state_dict`], for the model and for the
+/// optimizers.
 ///
 /// # Errors
-/// Contradicting options ([`NnError::Options`]); a submodule that the model does not have; names that collide under
-/// `fqn_renames`, or keys that two optimizers have state under
-/// ([`StateError::DuplicateKey`](fsdp_state::StateError::DuplicateKey)); an optimizer of another model; with full state
-/// dicts any rank's error, on every rank.
+/// Contradicting options ([`NnError::Options`]); a submodule that the model does not have; names
+/// that collide under `fqn_renames`, or keys that two optimizers have state under
+/// ([`StateError::DuplicateKey`](fsdp_state::StateError::DuplicateKey)); an optimizer of another
+/// model; with full state dicts any rank's error, on every rank.
 ///
 /// ```
 /// use candle_nn::linear;
@@ -56,16 +63,26 @@ pub fn get_state_dict(
     optimizers: &[&Optimizer],
     options: &StateDictOptions,
 ) -> Result<(StateDict, StateDict)> {
-    Ok((get_model_state_dict(parameters, options)?, get_optimizer_state_dict(parameters, optimizers, options)?))
+    Ok((
+        get_model_state_dict(parameters, options)?,
+        get_optimizer_state_dict(parameters, optimizers, options)?,
+    ))
 }
 
-/// Returns the model's half of [`get_state_dict`]: parameters under all their names, and persistent buffers. torch's
-/// `get_model_state_dict`. Collectives: those of [`get_state_dict`].
+/// Returns the model's half of [`get_state_dict`]: parameters under all their names, and persistent
+/// buffers. torch's `get_model_state_dict`. Collectives: those of [`get_state_dict`].
 ///
 /// # Errors
 /// As [`get_state_dict`].
-pub fn get_model_state_dict(parameters: &ShardedParameters, options: &StateDictOptions) -> Result<StateDict> {
-    finish(parameters.group(), model_views(parameters, options), options)
+pub fn get_model_state_dict(
+    parameters: &ShardedParameters,
+    options: &StateDictOptions,
+) -> Result<StateDict> {
+    finish(
+        parameters.group(),
+        model_views(parameters, options),
+        options,
+    )
 }
 
 /// Returns views of the live model's values, under the names that they have in the state dict.
@@ -73,7 +90,10 @@ fn model_views(parameters: &ShardedParameters, options: &StateDictOptions) -> Re
     options.check(parameters)?;
     let mut state = StateDict::new();
     for (fqn, value) in live_model_state_dict(parameters)? {
-        if options.ignore_frozen_params && parameters.contains(&fqn) && !parameters.requires_grad(&fqn)? {
+        if options.ignore_frozen_params
+            && parameters.contains(&fqn)
+            && !parameters.requires_grad(&fqn)?
+        {
             continue;
         }
         if let Some(name) = options.name_in_dict(&fqn) {
@@ -81,16 +101,17 @@ fn model_views(parameters: &ShardedParameters, options: &StateDictOptions) -> Re
         }
     }
     if options.share_storage {
-        // The caller may write to the views, so gathered copies of the parameters must not be used again.
+        // The caller may write to the views, so gathered copies of the parameters must not be used
+        // again.
         parameters.lend()?;
     }
     Ok(state)
 }
 
-/// Returns the optimizers' half of [`get_state_dict`]: `{"state", "param_groups"}`, states joined, groups concatenated.
-/// torch's `get_optimizer_state_dict`, which however takes a step with a fresh optimizer: here parameters that have not
-/// been stepped have their algorithm's initial state (`step` 0), and the optimizer is not touched. Collectives: those
-/// of [`get_state_dict`].
+/// Returns the optimizers' half of [`get_state_dict`]: `{"state", "param_groups"}`, states joined,
+/// groups concatenated. torch's `get_optimizer_state_dict`, which however takes a step with a fresh
+/// optimizer: here parameters that have not been stepped have their algorithm's initial state
+/// (`step` 0), and the optimizer is not touched. Collectives: those of [`get_state_dict`].
 ///
 /// # Errors
 /// As [`get_state_dict`].
@@ -101,24 +122,30 @@ pub fn get_optimizer_state_dict(
 ) -> Result<StateDict> {
     let views = optimizer_views(parameters, optimizers, options);
     if options.share_storage {
-        // The caller may write to the views at any time, so no copy of the state can be left for later.
+        // The caller may write to the views at any time, so no copy of the state can be left for
+        // later.
         parameters.shared.lend();
     }
     finish(parameters.group(), views, options)
 }
 
-/// Returns views of the live optimizers' state, in the format and under the names of the state dict.
+/// Returns views of the live optimizers' state, in the format and under the names of the state
+/// dict.
 fn optimizer_views(
     parameters: &ShardedParameters,
     optimizers: &[&Optimizer],
     options: &StateDictOptions,
 ) -> Result<StateDict> {
     options.check(parameters)?;
-    if optimizers.iter().any(|optimizer| !optimizer.belongs_to(parameters)) {
+    if optimizers
+        .iter()
+        .any(|optimizer| !optimizer.belongs_to(parameters))
+    {
         return Err(NnError::ForeignOptimizer);
     }
-    let (states, groups) =
-        live_states_and_groups(optimizers, MissingState::Initial, &|fqn| options.renamed_in_dict(fqn))?;
+    let (states, groups) = live_states_and_groups(optimizers, MissingState::Initial, &|fqn| {
+        options.renamed_in_dict(fqn)
+    })?;
     if options.flatten_optimizer_state_dict {
         return flatten(&states, groups);
     }
@@ -128,7 +155,8 @@ fn optimizer_views(
 /// Returns an optimizer state dict in the flat format (`flatten_optimizer_state_dict`).
 ///
 /// # Errors
-/// [`OptimStateError::InvalidKeys`] for state under a user's key, which the flat format has no place for.
+/// [`OptimStateError::InvalidKeys`] for state under a user's key, which the flat format has no
+/// place for.
 fn flatten(states: &StateDict, groups: Vec<SavedGroup>) -> Result<StateDict> {
     let mut flat = StateDict::new();
     let mut parameters: HashSet<String> = HashSet::new();
@@ -142,8 +170,14 @@ fn flatten(states: &StateDict, groups: Vec<SavedGroup>) -> Result<StateDict> {
     }
     for (fqn, state) in states {
         let Some(entries) = state.as_dict().filter(|_| parameters.contains(fqn)) else {
-            let expected = "a flat optimizer state dict has a place for the state of parameters only".to_owned();
-            return Err(OptimStateError::InvalidKeys { keys: vec![fqn.clone()], expected }.into());
+            let expected =
+                "a flat optimizer state dict has a place for the state of parameters only"
+                    .to_owned();
+            return Err(OptimStateError::InvalidKeys {
+                keys: vec![fqn.clone()],
+                expected,
+            }
+            .into());
         };
         for (name, value) in entries {
             flat.insert(format!("state.{fqn}.{name}"), value.clone());
@@ -152,19 +186,32 @@ fn flatten(states: &StateDict, groups: Vec<SavedGroup>) -> Result<StateDict> {
     Ok(flat)
 }
 
-/// Turns views of live values into the state dict that the options ask for: gathered whole, on the CPU, as views, or
-/// copied. Collective only for a full state dict.
-fn finish(group: &ProcessGroup, views: Result<StateDict>, options: &StateDictOptions) -> Result<StateDict> {
+/// Turns views of live values into the state dict that the options ask for: gathered whole, on the
+/// CPU, as views, or copied. Collective only for a full state dict.
+fn finish(
+    group: &ProcessGroup,
+    views: Result<StateDict>,
+    options: &StateDictOptions,
+) -> Result<StateDict> {
     let state = match views {
         Ok(state) => state,
-        // The other ranks go on to the gather, which begins with an agreement. This rank takes part in that agreement,
-        // to tell them its error.
-        Err(error) if options.full_state_dict => return Ok(group.agree_on("gather_state_dict", 0, Err(error))?),
+        // The other ranks go on to the gather, which begins with an agreement. This rank takes part
+        // in that agreement, to tell them its error.
+        Err(error) if options.full_state_dict => {
+            return Ok(group.agree_on("gather_state_dict", 0, Err(error))?);
+        }
         Err(error) => return Err(error),
     };
     let device = options.cpu_offload.then_some(Device::Cpu);
     if options.full_state_dict {
-        return Ok(gather_state_dict(&state, group, &GatherOptions { keep_on: options.kept_on(), device })?);
+        return Ok(gather_state_dict(
+            &state,
+            group,
+            &GatherOptions {
+                keep_on: options.kept_on(),
+                device,
+            },
+        )?);
     }
     if options.share_storage && device.is_none() {
         return Ok(state);
@@ -172,30 +219,36 @@ fn finish(group: &ProcessGroup, views: Result<StateDict>, options: &StateDictOpt
     Ok(state.copy_to(device.as_ref())?)
 }
 
-/// Loads a model and its optimizers: torch's `set_state_dict`. The caller's dicts are not changed. An empty model dict
-/// means optimizers only (with `broadcast_from_rank0`, one that is empty on rank 0).
+/// Loads a model and its optimizers: torch's `set_state_dict`. The caller's dicts are not changed.
+/// An empty model dict means optimizers only (with `broadcast_from_rank0`, one that is empty on
+/// rank 0).
 ///
-/// Every rank passes dicts of the same names, and takes its own part of whole tensors. Scalars, hyperparameters and
-/// whole tensors must be the same on all ranks; buffers are each rank's own. With `broadcast_from_rank0` everything is
-/// rank 0's.
+/// Every rank passes dicts of the same names, and takes its own part of whole tensors. Scalars,
+/// hyperparameters and whole tensors must be the same on all ranks; buffers are each rank's own.
+/// With `broadcast_from_rank0` everything is rank 0's.
 ///
-/// Unless [`StateDictOptions::strict`], names that the dicts lack are in the report as missing: a parameter or buffer
-/// keeps its value; a parameter of an optimizer has no state then, and begins afresh; one that no saved group names
-/// (`param_groups.<index>.params.<name>`) takes the hyperparameters of the others of its group; a group of which none
-/// is named (`param_groups.<index>`) keeps its own; an optimizer for which nothing was saved at all (`param_groups`)
-/// keeps its state.
+/// Unless [`StateDictOptions::strict`], names that the dicts lack are in the report as missing: a
+/// parameter or buffer keeps its value; a parameter of an optimizer has no state then, and begins
+/// afresh; one that no saved group names (`param_groups.<index>.params.<name>`) takes the
+/// hyperparameters of the others of its group; a group of which none is named
+/// (`param_groups.<index>`) keeps its own; an optimizer for which nothing was saved at all
+/// (`param_groups`) keeps its state.
 ///
-/// Values may be whole tensors or sharded in any boxes: boxes that a rank needs and does not have come from the others.
-/// Values go straight into the live memory, so that a rank needs no second copy of its state.
+/// Values may be whole tensors or sharded in any boxes: boxes that a rank needs and does not have
+/// come from the others. Values go straight into the live memory, so that a rank needs no second
+/// copy of its state.
 ///
-/// Collectives: two agreements; with `broadcast_from_rank0` one more and one object broadcast; for values whose boxes
-/// have to move one or two object all-gathers, and the moves: only what a rank needs, small tensors together.
+/// Collectives: two agreements; with `broadcast_from_rank0` one more and one object broadcast; for
+/// values whose boxes have to move one or two object all-gathers, and the moves: only what a rank
+/// needs, small tensors together.
 ///
 /// # Errors
-/// The same on every rank, and nothing is changed: [`StateError::Incompatible`](fsdp_state::StateError::Incompatible)
-/// for names (`strict`), shapes and dtypes that differ; ranks that pass different names, kinds or values; malformed
-/// groups; values that no rank has; an optimizer of another model. A rank that is lost while values move leaves some of
-/// them changed ([`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded)).
+/// The same on every rank, and nothing is changed:
+/// [`StateError::Incompatible`](fsdp_state::StateError::Incompatible) for names (`strict`), shapes
+/// and dtypes that differ; ranks that pass different names, kinds or values; malformed groups;
+/// values that no rank has; an optimizer of another model. A rank that is lost while values move
+/// leaves some of them changed
+/// ([`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded)).
 pub fn set_state_dict(
     model: &StateDict,
     optim: &StateDict,
@@ -203,11 +256,18 @@ pub fn set_state_dict(
     optimizers: &mut [&mut Optimizer],
     options: &StateDictOptions,
 ) -> Result<LoadReport> {
-    set("set_state_dict", Some(model), Some(optim), parameters, optimizers, options)
+    set(
+        "set_state_dict",
+        Some(model),
+        Some(optim),
+        parameters,
+        optimizers,
+        options,
+    )
 }
 
-/// Loads the model's half of [`set_state_dict`]: torch's `set_model_state_dict`. An empty dict changes nothing.
-/// Collectives: those of [`set_state_dict`].
+/// Loads the model's half of [`set_state_dict`]: torch's `set_model_state_dict`. An empty dict
+/// changes nothing. Collectives: those of [`set_state_dict`].
 ///
 /// # Errors
 /// As [`set_state_dict`].
@@ -216,12 +276,19 @@ pub fn set_model_state_dict(
     parameters: &ShardedParameters,
     options: &StateDictOptions,
 ) -> Result<LoadReport> {
-    set("set_model_state_dict", Some(model), None, parameters, &mut [], options)
+    set(
+        "set_model_state_dict",
+        Some(model),
+        None,
+        parameters,
+        &mut [],
+        options,
+    )
 }
 
-/// Loads the optimizers' half of [`set_state_dict`]: torch's `set_optimizer_state_dict`. Groups go by the names in
-/// them; state of parameters that no optimizer holds is reported as unexpected and left out. Collectives: those of
-/// [`set_state_dict`].
+/// Loads the optimizers' half of [`set_state_dict`]: torch's `set_optimizer_state_dict`. Groups go
+/// by the names in them; state of parameters that no optimizer holds is reported as unexpected and
+/// left out. Collectives: those of [`set_state_dict`].
 ///
 /// # Errors
 /// As [`set_state_dict`].
@@ -231,7 +298,14 @@ pub fn set_optimizer_state_dict(
     optimizers: &mut [&mut Optimizer],
     options: &StateDictOptions,
 ) -> Result<LoadReport> {
-    set("set_optimizer_state_dict", None, Some(optim), parameters, optimizers, options)
+    set(
+        "set_optimizer_state_dict",
+        None,
+        Some(optim),
+        parameters,
+        optimizers,
+        options,
+    )
 }
 
 /// Loads the dicts that are given. All three functions that set state call this.
@@ -249,7 +323,8 @@ fn set(
         state.extend(dict.map(|dict| (key, dict.clone().into())));
     }
     let mut checked = options.check(parameters);
-    // With `broadcast_from_rank0` the dicts of the other ranks are ignored, so they are not checked.
+    // With `broadcast_from_rank0` the dicts of the other ranks are ignored, so they are not
+    // checked.
     if !options.broadcast_from_rank0 || group.rank() == 0 {
         checked = checked.and_then(|()| check_dicts(model, optim, parameters));
     }
@@ -258,32 +333,66 @@ fn set(
     // An empty model dict stands for none.
     let has_model = source.schema().has_key("model");
     let key = |key: &str| Some(vec![key.to_owned()]);
-    let prefixes =
-        StatePrefixes { model: key("model").filter(|_| has_model), optim: key("optim").filter(|_| optim.is_some()) };
-    let optimizers = optimizers.iter_mut().map(|optimizer| &mut **optimizer).collect();
-    let target = NnError::or_refuse(group, operation, LiveTarget::new(parameters, optimizers, prefixes))?;
+    let prefixes = StatePrefixes {
+        model: key("model").filter(|_| has_model),
+        optim: key("optim").filter(|_| optim.is_some()),
+    };
+    let optimizers = optimizers
+        .iter_mut()
+        .map(|optimizer| &mut **optimizer)
+        .collect();
+    let target = NnError::or_refuse(
+        group,
+        operation,
+        LiveTarget::new(parameters, optimizers, prefixes),
+    )?;
     let mut target = target
-        .with_names(|name| options.name_in_model(name), |name| options.renamed_in_model(name))
+        .with_names(
+            |name| options.name_in_model(name),
+            |name| options.renamed_in_model(name),
+        )
         .ignore_frozen(options.ignore_frozen_params)
         .with_arguments(options.arguments_of_load());
-    let load = LoadOptions { strict: options.strict, ..LoadOptions::default() };
+    let load = LoadOptions {
+        strict: options.strict,
+        ..LoadOptions::default()
+    };
     load_state(operation, group, &mut source, &mut target, &load)
 }
 
-/// Checks that the model's dict has no key of a FlatParameter, and that the optimizers' dict is in a format that is
-/// known: nested (it has `state`) or flat.
+/// Checks that the model's dict has no key of a FlatParameter, and that the optimizers' dict is in
+/// a format that is known: nested (it has `state`) or flat.
 ///
-/// Keys of FlatParameters are those of a local state dict, which another function loads. An optimizers' dict without
-/// state must not pass for one of parameters that have not been stepped: the state of all of them would be lost.
-fn check_dicts(model: Option<&StateDict>, optim: Option<&StateDict>, parameters: &ShardedParameters) -> Result<()> {
-    let is_flat_param = |key: &str| key.rsplit('.').next() == Some(FLAT_PARAM) && !parameters.contains(key);
-    if let Some(key) = model.into_iter().flat_map(StateDict::keys).find(|key| is_flat_param(key)) {
-        return Err(NnError::FlatParameterKey { key: key.to_owned() });
+/// Keys of FlatParameters are those of a local state dict, which another function loads. An
+/// optimizers' dict without state must not pass for one of parameters that have not been stepped:
+/// the state of all of them would be lost.
+fn check_dicts(
+    model: Option<&StateDict>,
+    optim: Option<&StateDict>,
+    parameters: &ShardedParameters,
+) -> Result<()> {
+    let is_flat_param =
+        |key: &str| key.rsplit('.').next() == Some(FLAT_PARAM) && !parameters.contains(key);
+    if let Some(key) = model
+        .into_iter()
+        .flat_map(StateDict::keys)
+        .find(|key| is_flat_param(key))
+    {
+        return Err(NnError::FlatParameterKey {
+            key: key.to_owned(),
+        });
     }
-    let Some(optim) = optim.filter(|optim| !optim.is_empty()) else { return Ok(()) };
-    let is_flat = optim.keys().all(|key| key.starts_with("state.") || key.starts_with("param_groups."));
+    let Some(optim) = optim.filter(|optim| !optim.is_empty()) else {
+        return Ok(());
+    };
+    let is_flat = optim
+        .keys()
+        .all(|key| key.starts_with("state.") || key.starts_with("param_groups."));
     if !optim.contains_key("state") && !is_flat {
-        return Err(OptimStateError::MissingKey { key: "state".to_owned() }.into());
+        return Err(OptimStateError::MissingKey {
+            key: "state".to_owned(),
+        }
+        .into());
     }
     Ok(())
 }

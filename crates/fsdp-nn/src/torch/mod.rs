@@ -1,5 +1,5 @@
-//! torch's functions for state dicts of a sharded model and its optimizers, under torch's names. Each chooses a source
-//! and a target, and calls [`load_state`](fsdp_state::load_state).
+//! torch's functions for state dicts of a sharded model and its optimizers, under torch's names.
+//! Each chooses a source and a target, and calls [`load_state`](fsdp_state::load_state).
 //!
 //! | torch | here | source | target |
 //! |---|---|---|---|
@@ -22,16 +22,16 @@
 //! Arguments always come in the same order: the state, the parameters and optimizers, the options.
 //!
 //! # Optimizer state
-//! There are two forms of an optimizer state dict. The *local* form belongs to one rank's optimizer: its keys are
-//! parameter ids (or names), and its tensors are flat pieces of this rank
-//! ([`Optimizer::state_dict`](crate::Optimizer::state_dict)). The other form, which is saved, is that of the model
-//! without sharding: `{"state": {name: {entry: value}}, "param_groups": [{…, "params": [name]}]}`, with whole tensors
-//! (`Full`) or sharded ones (`Sharded`). Parameters without state are left out. Each parameter has its own `step`
-//! tensor.
+//! There are two forms of an optimizer state dict. The *local* form belongs to one rank's
+//! optimizer: its keys are parameter ids (or names), and its tensors are flat pieces of this rank
+//! ([`Optimizer::state_dict`](crate::Optimizer::state_dict)). The other form, which is saved, is
+//! that of the model without sharding: `{"state": {name: {entry: value}}, "param_groups": [{…,
+//! "params": [name]}]}`, with whole tensors (`Full`) or sharded ones (`Sharded`). Parameters
+//! without state are left out. Each parameter has its own `step` tensor.
 //!
 //! # Rules of every collective function here
-//! Ranks agree before anything moves or changes: an error of one rank becomes the same error on all of them.
-//! Arguments are not changed, and tensors in results own their memory.
+//! Ranks agree before anything moves or changes: an error of one rank becomes the same error on all
+//! of them. Arguments are not changed, and tensors in results own their memory.
 
 mod get_set;
 mod model;
@@ -43,20 +43,21 @@ mod verify;
 
 pub use crate::settings::{
     FullOptimStateDictConfig, FullStateDictConfig, LocalOptimStateDictConfig, LocalStateDictConfig,
-    OptimStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictConfig, StateDictSettings,
-    StateDictType,
+    OptimStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictConfig,
+    StateDictSettings, StateDictType,
 };
 pub use crate::state::{OptimStateError, OptimStateKey, OptimStateKeyType};
 pub use get_set::{
-    get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, set_optimizer_state_dict,
-    set_state_dict,
+    get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict,
+    set_optimizer_state_dict, set_state_dict,
 };
 pub use model::{load_state_dict, state_dict, state_dict_into};
 pub use optim::{
     OptimLoadOptions, broadcast_processed_state, flatten_optim_state, flatten_optim_state_dict,
-    flatten_sharded_optim_state_dict, full_optim_state_dict, map_param_key_to_optim_keys, optim_state_dict,
-    optim_state_dict_into, optim_state_dict_to_load, scatter_full_optim_state_dict, shard_full_optim_state_dict,
-    shard_orig_param_state, sharded_optim_state_dict, unflatten_optim_state,
+    flatten_sharded_optim_state_dict, full_optim_state_dict, map_param_key_to_optim_keys,
+    optim_state_dict, optim_state_dict_into, optim_state_dict_to_load,
+    scatter_full_optim_state_dict, shard_full_optim_state_dict, shard_orig_param_state,
+    sharded_optim_state_dict, unflatten_optim_state,
 };
 pub use options::StateDictOptions;
 pub use rekey::{consume_prefix_in_state_dict_if_present, rekey_optim_state_dict};

@@ -4,7 +4,8 @@ use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::{KeyPath, PathPart, TensorBox};
 use fsdp_state::engine::{DictSource, DictTarget};
 use fsdp_state::{
-    GatherOptions, LoadError as _, LoadOptions, LoadReport, StateDict, StateValue, copy_state_dict, load_state,
+    GatherOptions, LoadError as _, LoadOptions, LoadReport, StateDict, StateValue, copy_state_dict,
+    load_state,
 };
 use indexmap::IndexMap;
 
@@ -13,18 +14,19 @@ use crate::settings::StateDictType;
 use crate::state::{LiveTarget, StatePrefixes, live_model_state_dict, persistent_buffers};
 use crate::{NnError, Result};
 
-/// Returns the model state dict, of the type that is set ([`ShardedParameters::state_dict_type`]): torch's `state_dict`
-/// of a `FullyShardedDataParallel`. Collective over the model's group. Tensors own their memory; names of one tied
-/// parameter share a tensor in the dict.
+/// Returns the model state dict, of the type that is set ([`ShardedParameters::state_dict_type`]):
+/// torch's `state_dict` of a `FullyShardedDataParallel`. Collective over the model's group. Tensors
+/// own their memory; names of one tied parameter share a tensor in the dict.
 ///
-/// - **Full**: every parameter whole, in its own dtype, under each of its names, and persistent buffers. With
-///   `rank0_only` rank 0 gets all of it and the others an empty dict; these need no memory beyond their shards.
-///   Collectives: two agreements, and in the order of names one all-gather, or one gather, for each tensor or for
-///   several of together less than half of the largest (less than 1 MiB always, at most 32 MiB); none where nothing is
-///   sharded.
-/// - **Sharded**: the same names; each parameter as the boxes that this rank owns, maybe none. No communication.
-/// - **Local**: for each unit `<unit>._flat_param`, a one-dimensional [`ShardedTensor`] of the FlatParameter without
-///   the padding at its end, and persistent buffers. No communication.
+/// - **Full**: every parameter whole, in its own dtype, under each of its names, and persistent
+///   buffers. With `rank0_only` rank 0 gets all of it and the others an empty dict; these need no
+///   memory beyond their shards. Collectives: two agreements, and in the order of names one
+///   all-gather, or one gather, for each tensor or for several of together less than half of the
+///   largest (less than 1 MiB always, at most 32 MiB); none where nothing is sharded.
+/// - **Sharded**: the same names; each parameter as the boxes that this rank owns, maybe none. No
+///   communication.
+/// - **Local**: for each unit `<unit>._flat_param`, a one-dimensional [`ShardedTensor`] of the
+///   FlatParameter without the padding at its end, and persistent buffers. No communication.
 ///
 /// # Errors
 /// With `Full` any rank's, on every rank. With `Local`, [`NnError::MeshWithLocal`] and
@@ -48,12 +50,13 @@ pub fn state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
     Ok(ordered)
 }
 
-/// Makes the same values as [`state_dict`], and hands each to `sink` as soon as it is there. A rank that writes a file
-/// thus needs memory for one tensor, not for the whole model. `sink` is called on the ranks that keep the result only.
+/// Makes the same values as [`state_dict`], and hands each to `sink` as soon as it is there. A rank
+/// that writes a file thus needs memory for one tensor, not for the whole model. `sink` is called
+/// on the ranks that keep the result only.
 ///
 /// # Errors
-/// The same as [`state_dict`], and those of `sink`. With [`StateDictType::Full`] every rank gets an error of `sink`,
-/// when all values have passed; otherwise only this rank does, at once.
+/// The same as [`state_dict`], and those of `sink`. With [`StateDictType::Full`] every rank gets an
+/// error of `sink`, when all values have passed; otherwise only this rank does, at once.
 pub fn state_dict_into(
     parameters: &ShardedParameters,
     mut sink: impl FnMut(&str, StateValue) -> Result<()>,
@@ -97,8 +100,8 @@ fn full(
     })
 }
 
-/// Gathers a dict of views of live values, shaped like parameters, where arithmetic knows the boxes of all ranks. The
-/// path of a value begins with its parameter's name.
+/// Gathers a dict of views of live values, shaped like parameters, where arithmetic knows the boxes
+/// of all ranks. The path of a value begins with its parameter's name.
 pub(super) fn gather(
     operation: &'static str,
     state: &StateDict,
@@ -111,7 +114,14 @@ pub(super) fn gather(
         _ => None,
     };
     let mut pass = |path: &KeyPath, value: StateValue| Ok(sink(path, value)?);
-    Ok(fsdp_state::gather(operation, state, parameters.group(), keep, Some(&boxes_on), &mut pass)?)
+    Ok(fsdp_state::gather(
+        operation,
+        state,
+        parameters.group(),
+        keep,
+        Some(&boxes_on),
+        &mut pass,
+    )?)
 }
 
 /// Returns the flat parameters as views of this rank's shards, and the persistent buffers.
@@ -124,46 +134,70 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
     }
     let mut state = StateDict::new();
     for handle in &parameters.handles {
-        let Some(shard) = handle.flat_shard() else { continue };
+        let Some(shard) = handle.flat_shard() else {
+            continue;
+        };
         let layout = handle.layout();
-        // With `use_orig_params` the padding for the number of ranks counts as part of the FlatParameter; without it
-        // the tensor is the same for any number of ranks.
-        let end = (0..layout.fqns().len()).map(|param| layout.param_range(param).end).max().unwrap_or(0);
+        // With `use_orig_params` the padding for the number of ranks counts as part of the
+        // FlatParameter; without it the tensor is the same for any number of ranks.
+        let end = (0..layout.fqns().len())
+            .map(|param| layout.param_range(param).end)
+            .max()
+            .unwrap_or(0);
         let range = layout.shard(handle.shard_rank()).range;
         let numel = range.end.min(end).saturating_sub(range.start);
         let mut shards = Vec::new();
         if numel > 0 {
             let bounds = TensorBox::new(vec![range.start], vec![numel]);
-            shards.push(LocalShard { bounds, tensor: shard.narrow(0, 0, numel)? });
+            shards.push(LocalShard {
+                bounds,
+                tensor: shard.narrow(0, 0, numel)?,
+            });
         }
-        state.insert_new(handle.flat_param_name(), ShardedTensor::new(handle.dtype(), vec![end], shards)?)?;
+        state.insert_new(
+            handle.flat_param_name(),
+            ShardedTensor::new(handle.dtype(), vec![end], shards)?,
+        )?;
     }
     state.extend(persistent_buffers(parameters));
     Ok(state)
 }
 
-/// Loads a model state dict of the type that is set: torch's `load_state_dict`. Collective over the model's group. A
-/// tied parameter loads from any of its names, and buffers from theirs; `state` is not changed.
+/// Loads a model state dict of the type that is set: torch's `load_state_dict`. Collective over the
+/// model's group. A tied parameter loads from any of its names, and buffers from theirs; `state` is
+/// not changed.
 ///
-/// - **Full**: every rank has the dict and takes its own part: no tensor moves. With `rank0_only` only rank 0 has one
-///   (what the others pass is ignored), and each rank gets just its own part, by scatters.
-/// - **Sharded**: values are whole or in any boxes, from any number of ranks; what a rank lacks comes from the
-///   others, by all-to-alls of overlaps.
-/// - **Local**: flat parameters in any boxes, saved with the same units and mode by any number of ranks.
+/// - **Full**: every rank has the dict and takes its own part: no tensor moves. With `rank0_only`
+///   only rank 0 has one (what the others pass is ignored), and each rank gets just its own part,
+///   by scatters.
+/// - **Sharded**: values are whole or in any boxes, from any number of ranks; what a rank lacks
+///   comes from the others, by all-to-alls of overlaps.
+/// - **Local**: flat parameters in any boxes, saved with the same units and mode by any number of
+///   ranks.
 ///
-/// The report is the same on every rank. Unless `strict`, names that are missing keep their values and unexpected ones
-/// are left out. Whole tensors must be the same on all ranks; buffers are each rank's own.
+/// The report is the same on every rank. Unless `strict`, names that are missing keep their values
+/// and unexpected ones are left out. Whole tensors must be the same on all ranks; buffers are each
+/// rank's own.
 ///
-/// Collectives: two agreements; with `rank0_only` another and an object broadcast; and those of the moves.
+/// Collectives: two agreements; with `rank0_only` another and an object broadcast; and those of the
+/// moves.
 ///
 /// # Errors
-/// The same on every rank, and nothing is changed: [`StateError::Incompatible`](fsdp_state::StateError::Incompatible)
-/// for other shapes or dtypes and, if `strict`, for names that only one side has; ranks that pass different dicts;
-/// elements that no rank has. On a single rank, if that one calls it inside a forward: [`NnError::UnitInUse`].
-/// [`NnError::Swapped`] while the model has an average of its weights.
-pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict: bool) -> Result<LoadReport> {
+/// The same on every rank, and nothing is changed:
+/// [`StateError::Incompatible`](fsdp_state::StateError::Incompatible) for other shapes or dtypes
+/// and, if `strict`, for names that only one side has; ranks that pass different dicts; elements
+/// that no rank has. On a single rank, if that one calls it inside a forward:
+/// [`NnError::UnitInUse`]. [`NnError::Swapped`] while the model has an average of its weights.
+pub fn load_state_dict(
+    state: &StateDict,
+    parameters: &ShardedParameters,
+    strict: bool,
+) -> Result<LoadReport> {
     let settings = parameters.get_state_dict_type();
-    let options = LoadOptions { strict, ..LoadOptions::default() };
+    let options = LoadOptions {
+        strict,
+        ..LoadOptions::default()
+    };
     let (group, operation) = (parameters.group(), "load_state_dict");
     if settings.state_dict_type() == StateDictType::Local {
         // On the next swap the loaded values would become the average.
@@ -175,7 +209,8 @@ pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict
         let mut source = DictSource::open::<NnError>(group, operation, None, Ok(Some(state)))?;
         let target = NnError::or_refuse(group, operation, DictTarget::new(&live, None))?;
         let mut target = target.with_own_tensors();
-        let report: LoadReport = load_state::<_, _, NnError>(operation, group, &mut source, &mut target, &options)?;
+        let report: LoadReport =
+            load_state::<_, _, NnError>(operation, group, &mut source, &mut target, &options)?;
         // The last names are copied first, so that of several names of one buffer the first counts.
         let loaded = target.into_state().into_iter().rev().collect();
         parameters.begin_change_of_all()?;
@@ -184,7 +219,10 @@ pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict
     }
     let root = settings.state_dict_config().rank0_only().then_some(0);
     let mut source = DictSource::open::<NnError>(group, operation, root, Ok(Some(state)))?;
-    let prefixes = StatePrefixes { model: Some(Vec::new()), optim: None };
+    let prefixes = StatePrefixes {
+        model: Some(Vec::new()),
+        optim: None,
+    };
     let mut target = LiveTarget::new(parameters, Vec::new(), prefixes)?;
     load_state(operation, group, &mut source, &mut target, &options)
 }

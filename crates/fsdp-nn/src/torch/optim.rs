@@ -1,4 +1,5 @@
-//! Converts optimizer state between its two forms: keyed by the model's parameter names, and local to a rank.
+//! Converts optimizer state between its two forms: keyed by the model's parameter names, and local
+//! to a rank.
 
 use fsdp_comm::ProcessGroup;
 use fsdp_layout::{KeyPath, PathPart};
@@ -10,62 +11,79 @@ use super::model::gather;
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
 use crate::settings::{
-    FullOptimStateDictConfig, OptimStateDictConfig, ShardedOptimStateDictConfig, StateDictSettings, StateDictType,
+    FullOptimStateDictConfig, OptimStateDictConfig, ShardedOptimStateDictConfig, StateDictSettings,
+    StateDictType,
 };
 use crate::state::{
-    LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, group_dicts, join, load_exactly, load_here,
-    names_that_count, resolve_keys,
+    LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, group_dicts, join,
+    load_exactly, load_here, names_that_count, resolve_keys,
 };
 use crate::{NnError, Result};
 
-/// Returns the optimizer's state by the model's names: torch's `FSDP.optim_state_dict`. Collective over the model's
-/// group.
+/// Returns the optimizer's state by the model's names: torch's `FSDP.optim_state_dict`. Collective
+/// over the model's group.
 ///
 /// `state` is a local state dict, by ids or by names, as [`Optimizer::state_dict`] and
-/// [`Optimizer::named_state_dict`] give it; `None` is the live state of `optimizer`, which is not changed. The type and
-/// the config that are set on the model say what comes: whole tensors on all ranks (`Full`), on rank 0 alone while the
-/// others get an empty dict (`rank0_only`), or the boxes of each rank (`Sharded`; `Local` is the same, as in torch).
-/// `param_groups` is there if `state` has it; a FlatParameter's id becomes the names of all its parameters. State
-/// under keys that are neither ids nor names is passed on, each rank its own.
+/// [`Optimizer::named_state_dict`] give it; `None` is the live state of `optimizer`, which is not
+/// changed. The type and the config that are set on the model say what comes: whole tensors on all
+/// ranks (`Full`), on rank 0 alone while the others get an empty dict (`rank0_only`), or the boxes
+/// of each rank (`Sharded`; `Local` is the same, as in torch). `param_groups` is there if `state`
+/// has it; a FlatParameter's id becomes the names of all its parameters. State under keys that are
+/// neither ids nor names is passed on, each rank its own.
 ///
-/// Each parameter has tensors of its own, `step` included. Parameters without state, or that the optimizer does not
-/// hold, are left out. Scalars must agree on all ranks that have elements of the parameter; those of others are
-/// ignored.
+/// Each parameter has tensors of its own, `step` included. Parameters without state, or that the
+/// optimizer does not hold, are left out. Scalars must agree on all ranks that have elements of the
+/// parameter; those of others are ignored.
 ///
-/// Collectives: with `Sharded`, one object all-gather and one agreement. With `Full`, one object all-gather, two
-/// agreements, and one all-gather for each tensor, in the order of names (with `rank0_only`, a gather). Small tensors
-/// share a call, up to half the size of the largest tensor (but at least 1 MiB, and at most 32 MiB). A tensor whose
-/// shape is not that of its parameter moves only if some rank has nothing of the parameter.
+/// Collectives: with `Sharded`, one object all-gather and one agreement. With `Full`, one object
+/// all-gather, two agreements, and one all-gather for each tensor, in the order of names (with
+/// `rank0_only`, a gather). Small tensors share a call, up to half the size of the largest tensor
+/// (but at least 1 MiB, and at most 32 MiB). A tensor whose shape is not that of its parameter
+/// moves only if some rank has nothing of the parameter.
 ///
 /// # Errors
-/// The same on every rank: [`OptimStateError`] for state that differs between ranks or that some ranks lack;
-/// [`NnError::ForeignOptimizer`].
+/// The same on every rank: [`OptimStateError`] for state that differs between ranks or that some
+/// ranks lack; [`NnError::ForeignOptimizer`].
 pub fn optim_state_dict(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    collected(state, parameters, optimizer, &parameters.get_state_dict_type())
+    collected(
+        state,
+        parameters,
+        optimizer,
+        &parameters.get_state_dict_type(),
+    )
 }
 
-/// Makes the same values as [`optim_state_dict`], and hands each to `sink` (parameter, entry, value) as soon as it is
-/// there. A rank that writes a file thus needs memory for one tensor. Returns what is left: `state` with user state
-/// alone, and `param_groups`; on ranks that keep nothing an empty dict. Collectives: those of [`optim_state_dict`].
+/// Makes the same values as [`optim_state_dict`], and hands each to `sink` (parameter, entry,
+/// value) as soon as it is there. A rank that writes a file thus needs memory for one tensor.
+/// Returns what is left: `state` with user state alone, and `param_groups`; on ranks that keep
+/// nothing an empty dict. Collectives: those of [`optim_state_dict`].
 ///
 /// # Errors
-/// The same as [`optim_state_dict`], and those of `sink`: on every rank, once all values have passed.
+/// The same as [`optim_state_dict`], and those of `sink`: on every rank, once all values have
+/// passed.
 pub fn optim_state_dict_into(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
     mut sink: impl FnMut(&str, &str, StateValue) -> Result<()>,
 ) -> Result<StateDict> {
-    Ok(streamed(state, parameters, optimizer, &parameters.get_state_dict_type(), &mut sink)?.0)
+    Ok(streamed(
+        state,
+        parameters,
+        optimizer,
+        &parameters.get_state_dict_type(),
+        &mut sink,
+    )?
+    .0)
 }
 
-/// Returns the optimizer's state by names with whole tensors on the CPU, whatever settings are in force: torch's
-/// `full_optim_state_dict`. With `rank0_only` (torch's default) the other ranks get an empty dict. For the rest, and
-/// for the collectives, see [`optim_state_dict`] with `Full`.
+/// Returns the optimizer's state by names with whole tensors on the CPU, whatever settings are in
+/// force: torch's `full_optim_state_dict`. With `rank0_only` (torch's default) the other ranks get
+/// an empty dict. For the rest, and for the collectives, see [`optim_state_dict`] with `Full`.
 ///
 /// # Errors
 /// As [`optim_state_dict`].
@@ -75,13 +93,21 @@ pub fn full_optim_state_dict(
     optimizer: &Optimizer,
     rank0_only: bool,
 ) -> Result<StateDict> {
-    let config = FullOptimStateDictConfig { offload_to_cpu: true, rank0_only };
-    let settings = StateDictSettings::new(StateDictType::Full, None, Some(OptimStateDictConfig::Full(config)))?;
+    let config = FullOptimStateDictConfig {
+        offload_to_cpu: true,
+        rank0_only,
+    };
+    let settings = StateDictSettings::new(
+        StateDictType::Full,
+        None,
+        Some(OptimStateDictConfig::Full(config)),
+    )?;
     collected(state, parameters, optimizer, &settings)
 }
 
-/// Returns the optimizer's state by names in each rank's boxes, whatever settings are in force: torch's
-/// `sharded_optim_state_dict`. For the rest, and for the collectives, see [`optim_state_dict`] with `Sharded`.
+/// Returns the optimizer's state by names in each rank's boxes, whatever settings are in force:
+/// torch's `sharded_optim_state_dict`. For the rest, and for the collectives, see
+/// [`optim_state_dict`] with `Sharded`.
 ///
 /// # Errors
 /// As [`optim_state_dict`].
@@ -90,8 +116,14 @@ pub fn sharded_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    let config = ShardedOptimStateDictConfig { offload_to_cpu: false };
-    let settings = StateDictSettings::new(StateDictType::Sharded, None, Some(OptimStateDictConfig::Sharded(config)))?;
+    let config = ShardedOptimStateDictConfig {
+        offload_to_cpu: false,
+    };
+    let settings = StateDictSettings::new(
+        StateDictType::Sharded,
+        None,
+        Some(OptimStateDictConfig::Sharded(config)),
+    )?;
     collected(state, parameters, optimizer, &settings)
 }
 
@@ -103,10 +135,19 @@ fn collected(
     settings: &StateDictSettings,
 ) -> Result<StateDict> {
     let mut states: IndexMap<String, StateDict> = IndexMap::new();
-    let (mut result, order) = streamed(state, parameters, optimizer, settings, &mut |fqn, name, value| {
-        states.entry(fqn.to_owned()).or_default().insert(name, value);
-        Ok(())
-    })?;
+    let (mut result, order) = streamed(
+        state,
+        parameters,
+        optimizer,
+        settings,
+        &mut |fqn, name, value| {
+            states
+                .entry(fqn.to_owned())
+                .or_default()
+                .insert(name, value);
+            Ok(())
+        },
+    )?;
     // A rank that keeps nothing has no `state`. Elsewhere it holds user state, which comes last.
     if let Some(StateValue::Dict(merged)) = result.get_mut("state") {
         let user_state = std::mem::take(merged);
@@ -120,7 +161,8 @@ fn collected(
     Ok(result)
 }
 
-/// Hands all values to `sink`. Returns the user state and the groups, and the names of the parameters in their order.
+/// Hands all values to `sink`. Returns the user state and the groups, and the names of the
+/// parameters in their order.
 fn streamed(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
@@ -139,13 +181,22 @@ fn streamed(
     let (joined, local) = join(optimizer, group, OPERATION, local)?;
     let order = joined.keys().map(str::to_owned).collect();
     if settings.state_dict_type() == StateDictType::Full {
-        gather(OPERATION, &joined, parameters, &keep, |path, value| match path.0.as_slice() {
-            [PathPart::Key(fqn), entry @ ..] => sink(fqn, &KeyPath(entry.to_vec()).flat_key(), value),
-            [PathPart::Index(_), ..] | [] => Ok(()),
-        })?;
+        gather(
+            OPERATION,
+            &joined,
+            parameters,
+            &keep,
+            |path, value| match path.0.as_slice() {
+                [PathPart::Key(fqn), entry @ ..] => {
+                    sink(fqn, &KeyPath(entry.to_vec()).flat_key(), value)
+                }
+                [PathPart::Index(_), ..] | [] => Ok(()),
+            },
+        )?;
         return Ok((user_state_and_groups(local, &keep, group)?, order));
     }
-    // Boxes are not gathered. So without this agreement the other ranks would not learn of an error.
+    // Boxes are not gathered. So without this agreement the other ranks would not learn of an
+    // error.
     let offered = joined.iter().try_for_each(|(fqn, entries)| {
         let mut entries = entries.as_dict().into_iter().flatten();
         entries.try_for_each(|(name, value)| sink(fqn, name, value.copy_to(keep.device.as_ref())?))
@@ -156,12 +207,20 @@ fn streamed(
 
 /// Refuses an optimizer of another model.
 fn check_owner(parameters: &ShardedParameters, optimizer: &Optimizer) -> Result<()> {
-    if optimizer.belongs_to(parameters) { Ok(()) } else { Err(NnError::ForeignOptimizer) }
+    if optimizer.belongs_to(parameters) {
+        Ok(())
+    } else {
+        Err(NnError::ForeignOptimizer)
+    }
 }
 
-/// Returns a dict with the state under keys that are no parameter's, and with the groups. It is empty on ranks that
-/// keep nothing.
-fn user_state_and_groups(local: LocalStates, keep: &GatherOptions, group: &ProcessGroup) -> Result<StateDict> {
+/// Returns a dict with the state under keys that are no parameter's, and with the groups. It is
+/// empty on ranks that keep nothing.
+fn user_state_and_groups(
+    local: LocalStates,
+    keep: &GatherOptions,
+    group: &ProcessGroup,
+) -> Result<StateDict> {
     let mut dict = StateDict::new();
     if !keep.keep_on.contains(group.rank()) {
         return Ok(dict);
@@ -173,9 +232,10 @@ fn user_state_and_groups(local: LocalStates, keep: &GatherOptions, group: &Proce
     Ok(dict)
 }
 
-/// Returns the states of a FlatParameter's parameters, in their order, from its local state (`{entry: value}`, as in
-/// [`Optimizer::state_dict`]): torch's `_unflatten_optim_state`. The model's settings decide whether values are whole
-/// tensors or boxes, and which ranks get them; the other ranks get empty dicts.
+/// Returns the states of a FlatParameter's parameters, in their order, from its local state
+/// (`{entry: value}`, as in [`Optimizer::state_dict`]): torch's `_unflatten_optim_state`. The
+/// model's settings decide whether values are whole tensors or boxes, and which ranks get them; the
+/// other ranks get empty dicts.
 ///
 /// Collectives: those of [`optim_state_dict`], and one agreement.
 ///
@@ -187,19 +247,34 @@ pub fn unflatten_optim_state(
     optimizer: &Optimizer,
     fqns: &[impl AsRef<str>],
 ) -> Result<Vec<StateDict>> {
-    let local = NnError::agree(parameters.group(), "unflatten_optim_state", None, local_of(optimizer, fqns))?;
-    let by_id: StateDict = [(local.to_string(), flat_state.clone().into())].into_iter().collect();
+    let local = NnError::agree(
+        parameters.group(),
+        "unflatten_optim_state",
+        None,
+        local_of(optimizer, fqns),
+    )?;
+    let by_id: StateDict = [(local.to_string(), flat_state.clone().into())]
+        .into_iter()
+        .collect();
     let state: StateDict = [("state", by_id.into())].into_iter().collect();
     let state = optim_state_dict(Some(&state), parameters, optimizer)?;
     let state_of = |fqn: &str| state.dict("state")?.dict(fqn).cloned();
-    Ok(fqns.iter().map(|fqn| state_of(fqn.as_ref()).unwrap_or_default()).collect())
+    Ok(fqns
+        .iter()
+        .map(|fqn| state_of(fqn.as_ref()).unwrap_or_default())
+        .collect())
 }
 
 /// Returns the local parameter that is made of these parameters.
 fn local_of(optimizer: &Optimizer, fqns: &[impl AsRef<str>]) -> Result<usize> {
     let fqns: Vec<&str> = fqns.iter().map(AsRef::as_ref).collect();
-    let local = optimizer.locals().iter().position(|local| local.fqns() == fqns);
-    local.ok_or_else(|| NnError::NotAFlatParameter { fqns: fqns.iter().map(|fqn| (*fqn).to_owned()).collect() })
+    let local = optimizer
+        .locals()
+        .iter()
+        .position(|local| local.fqns() == fqns);
+    local.ok_or_else(|| NnError::NotAFlatParameter {
+        fqns: fqns.iter().map(|fqn| (*fqn).to_owned()).collect(),
+    })
 }
 
 /// Options of [`optim_state_dict_to_load`]; the same on every rank.
@@ -209,60 +284,73 @@ pub struct OptimLoadOptions {
     pub is_named_optimizer: bool,
     /// `true` if the state is put into the optimizer as well.
     pub load_directly: bool,
-    /// `true` if a trained parameter may lack state that others of its unit have, and begin afresh. By default that is
-    /// an error, where torch skips the parameter in silence. Two things are never an error: a whole unit without
-    /// state, which was not used, and missing state that begins with the first gradient, such as momentum.
+    /// `true` if a trained parameter may lack state that others of its unit have, and begin afresh.
+    /// By default that is an error, where torch skips the parameter in silence. Two things are
+    /// never an error: a whole unit without state, which was not used, and missing state that
+    /// begins with the first gradient, such as momentum.
     pub allow_missing_state: bool,
 }
 
-/// Returns the state of this rank's optimizer, as [`Optimizer::load_state_dict`] takes it, from a state dict by the
-/// model's names: torch's `FSDP.optim_state_dict_to_load`. Collective over the model's group.
+/// Returns the state of this rank's optimizer, as [`Optimizer::load_state_dict`] takes it, from a
+/// state dict by the model's names: torch's `FSDP.optim_state_dict_to_load`. Collective over the
+/// model's group.
 ///
-/// `state` is a dict that [`optim_state_dict`] gave on any number of ranks, with any units, strategy and mode; or the
-/// named state dict of a plain optimizer (see [`rekey_optim_state_dict`](super::rekey_optim_state_dict) for one by
-/// ids). It is not changed. Values are whole tensors or sharded in any boxes. With a `rank0_only` config set on the
-/// model only rank 0 has it, and what the others pass is ignored. A tied parameter's state loads from any of its names.
+/// `state` is a dict that [`optim_state_dict`] gave on any number of ranks, with any units,
+/// strategy and mode; or the named state dict of a plain optimizer (see
+/// [`rekey_optim_state_dict`](super::rekey_optim_state_dict) for one by ids). It is not changed.
+/// Values are whole tensors or sharded in any boxes. With a `rank0_only` config set on the model
+/// only rank 0 has it, and what the others pass is ignored. A tied parameter's state loads from any
+/// of its names.
 ///
-/// Groups go by the names in them: each of the optimizer's groups gets the hyperparameters that its parameters were
-/// saved with, whatever the order and number of groups. A parameter that no saved group names goes with the others of
-/// its group, and a group without any that is named keeps what it has. State under keys that are no parameter's is
-/// passed on. The algorithm that was saved decides which entries must be there.
+/// Groups go by the names in them: each of the optimizer's groups gets the hyperparameters that its
+/// parameters were saved with, whatever the order and number of groups. A parameter that no saved
+/// group names goes with the others of its group, and a group without any that is named keeps what
+/// it has. State under keys that are no parameter's is passed on. The algorithm that was saved
+/// decides which entries must be there.
 ///
 /// The optimizer is changed only with [`OptimLoadOptions::load_directly`].
 ///
-/// Memory beyond what is given: the result, which is this rank's shard of the state (twice that to load directly, as
-/// the optimizer has its own), and one tensor on its way, or 32 MiB of it.
+/// Memory beyond what is given: the result, which is this rank's shard of the state (twice that to
+/// load directly, as the optimizer has its own), and one tensor on its way, or 32 MiB of it.
 ///
-/// Collectives: two agreements. With `rank0_only` one agreement more and one object broadcast, and scatters of what
-/// ranks need. For sharded tensors one object all-gather, and only what ranks lack moves, small tensors together.
+/// Collectives: two agreements. With `rank0_only` one agreement more and one object broadcast, and
+/// scatters of what ranks need. For sharded tensors one object all-gather, and only what ranks lack
+/// moves, small tensors together.
 ///
 /// # Errors
-/// The same on every rank, and nothing is changed: [`OptimStateError`] for state that the parameters cannot take;
-/// [`NnError::ConflictingGroups`]; ranks that pass different dicts
-/// ([`StateError::DifferingOnRanks`](fsdp_state::StateError::DifferingOnRanks) for scalars, hyperparameters and whole
-/// tensors).
+/// The same on every rank, and nothing is changed: [`OptimStateError`] for state that the
+/// parameters cannot take; [`NnError::ConflictingGroups`]; ranks that pass different dicts
+/// ([`StateError::DifferingOnRanks`](fsdp_state::StateError::DifferingOnRanks) for scalars,
+/// hyperparameters and whole tensors).
 pub fn optim_state_dict_to_load(
     state: &StateDict,
     parameters: &ShardedParameters,
     optimizer: &mut Optimizer,
     options: &OptimLoadOptions,
 ) -> Result<StateDict> {
-    let rank0_only = parameters.get_state_dict_type().optim_state_dict_config().rank0_only();
+    let rank0_only = parameters
+        .get_state_dict_type()
+        .optim_state_dict_config()
+        .rank0_only();
     let (loaded, dict) = to_local(Some(state), parameters, optimizer, rank0_only, options)?;
     if !options.load_directly {
         return Ok(dict);
     }
     if !dict.contains_key("param_groups") {
-        return Err(OptimStateError::MissingKey { key: "param_groups".to_owned() }.into());
+        return Err(OptimStateError::MissingKey {
+            key: "param_groups".to_owned(),
+        }
+        .into());
     }
     *optimizer = loaded;
     // The result shares no memory with the optimizer.
     Ok(dict.copy()?)
 }
 
-/// Returns the same as [`optim_state_dict_to_load`], with the optimizer's own names (`<unit>._flat_param` without
-/// `use_orig_params`) as keys and nothing loaded: torch's `_flatten_optim_state_dict`. With `rank0_only`, only rank 0's
-/// `state` counts. Collectives: those of [`optim_state_dict_to_load`].
+/// Returns the same as [`optim_state_dict_to_load`], with the optimizer's own names
+/// (`<unit>._flat_param` without `use_orig_params`) as keys and nothing loaded: torch's
+/// `_flatten_optim_state_dict`. With `rank0_only`, only rank 0's `state` counts. Collectives: those
+/// of [`optim_state_dict_to_load`].
 ///
 /// # Errors
 /// The same as [`optim_state_dict_to_load`].
@@ -272,12 +360,16 @@ pub fn flatten_optim_state_dict(
     optimizer: &Optimizer,
     rank0_only: bool,
 ) -> Result<StateDict> {
-    let options = OptimLoadOptions { is_named_optimizer: true, ..OptimLoadOptions::default() };
+    let options = OptimLoadOptions {
+        is_named_optimizer: true,
+        ..OptimLoadOptions::default()
+    };
     Ok(to_local(state, parameters, optimizer, rank0_only, &options)?.1)
 }
 
-/// Returns the local state, by ids, from a full one that every rank has: torch's `shard_full_optim_state_dict`. No
-/// tensor moves. Collectives: those of [`optim_state_dict_to_load`], which also says how to use the result.
+/// Returns the local state, by ids, from a full one that every rank has: torch's
+/// `shard_full_optim_state_dict`. No tensor moves. Collectives: those of
+/// [`optim_state_dict_to_load`], which also says how to use the result.
 ///
 /// # Errors
 /// The same as [`optim_state_dict_to_load`].
@@ -286,12 +378,20 @@ pub fn shard_full_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    Ok(to_local(Some(full), parameters, optimizer, false, &OptimLoadOptions::default())?.1)
+    Ok(to_local(
+        Some(full),
+        parameters,
+        optimizer,
+        false,
+        &OptimLoadOptions::default(),
+    )?
+    .1)
 }
 
-/// Returns this rank's local optimizer state dict, keyed by parameter ids, from a full one that only rank 0 passes:
-/// torch's `scatter_full_optim_state_dict`. `full` is ignored on other ranks. Collectives: those of
-/// [`optim_state_dict_to_load`] with `rank0_only`; it also says how to use the result.
+/// Returns this rank's local optimizer state dict, keyed by parameter ids, from a full one that
+/// only rank 0 passes: torch's `scatter_full_optim_state_dict`. `full` is ignored on other ranks.
+/// Collectives: those of [`optim_state_dict_to_load`] with `rank0_only`; it also says how to use
+/// the result.
 ///
 /// # Errors
 /// The errors of [`optim_state_dict_to_load`]; `None` on rank 0.
@@ -300,16 +400,24 @@ pub fn scatter_full_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    Ok(to_local(full, parameters, optimizer, true, &OptimLoadOptions::default())?.1)
+    Ok(to_local(
+        full,
+        parameters,
+        optimizer,
+        true,
+        &OptimLoadOptions::default(),
+    )?
+    .1)
 }
 
-/// Returns the local state, by ids, from one that is sharded in any boxes: torch's `flatten_sharded_optim_state_dict`.
-/// It is the same function as [`shard_full_optim_state_dict`], because that takes values of both kinds.
+/// Returns the local state, by ids, from one that is sharded in any boxes: torch's
+/// `flatten_sharded_optim_state_dict`. It is the same function as [`shard_full_optim_state_dict`],
+/// because that takes values of both kinds.
 pub use self::shard_full_optim_state_dict as flatten_sharded_optim_state_dict;
 
-/// Loads state by the model's names into a new optimizer like `optimizer`, which is not changed. Returns the new one,
-/// and its local state dict, whose tensors are views of it. All functions that make local state call this.
-/// [`OptimLoadOptions::load_directly`] is not used here.
+/// Loads state by the model's names into a new optimizer like `optimizer`, which is not changed.
+/// Returns the new one, and its local state dict, whose tensors are views of it. All functions that
+/// make local state call this. [`OptimLoadOptions::load_directly`] is not used here.
 fn to_local(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
@@ -319,17 +427,33 @@ fn to_local(
 ) -> Result<(Optimizer, StateDict)> {
     const OPERATION: &str = "optim_state_dict_to_load";
     let group = parameters.group();
-    let missing = || OptimStateError::MissingKey { key: "state".to_owned() };
+    let missing = || OptimStateError::MissingKey {
+        key: "state".to_owned(),
+    };
     let mine = match check_owner(parameters, optimizer) {
         // With `rank0_only` the other ranks bring nothing.
         Ok(()) if rank0_only && group.rank() > 0 => Ok(None),
-        Ok(()) => state.filter(|state| state.dict("state").is_some()).ok_or_else(|| missing().into()).map(Some),
+        Ok(()) => state
+            .filter(|state| state.dict("state").is_some())
+            .ok_or_else(|| missing().into())
+            .map(Some),
         Err(error) => Err(error),
     };
     let mut source = DictSource::open(group, OPERATION, rank0_only.then_some(0), mine)?;
     let mut loaded = optimizer.without_state();
-    load_exactly(OPERATION, group, &mut source, &mut loaded, options.allow_missing_state, format!("{options:?}"))?;
-    let key_type = if options.is_named_optimizer { OptimStateKeyType::ParamName } else { OptimStateKeyType::ParamId };
+    load_exactly(
+        OPERATION,
+        group,
+        &mut source,
+        &mut loaded,
+        options.allow_missing_state,
+        format!("{options:?}"),
+    )?;
+    let key_type = if options.is_named_optimizer {
+        OptimStateKeyType::ParamName
+    } else {
+        OptimStateKeyType::ParamId
+    };
     let mut dict = loaded.state_dict_views(key_type)?;
     if !source.schema().has_key("param_groups") {
         dict.remove("param_groups");
@@ -337,51 +461,79 @@ fn to_local(
     Ok((loaded, dict))
 }
 
-/// Returns the state of one FlatParameter on this rank from the states of its parameters (`{name: {entry: value}}`):
-/// torch's `_flatten_optim_state`. `fqns` are the FlatParameter's parameters in order. Values are whole tensors, or
-/// sharded ones that cover this rank's boxes. Returns an empty dict if none of the parameters has state. No
-/// communication.
+/// Returns the state of one FlatParameter on this rank from the states of its parameters (`{name:
+/// {entry: value}}`): torch's `_flatten_optim_state`. `fqns` are the FlatParameter's parameters in
+/// order. Values are whole tensors, or sharded ones that cover this rank's boxes. Returns an empty
+/// dict if none of the parameters has state. No communication.
 ///
-/// Tensors become this rank's flat shard, with zeros as right padding. A parameter that lacks a tensor has zeros in its
-/// place. Scalars must be the same for all parameters, so none may lack one.
+/// Tensors become this rank's flat shard, with zeros as right padding. A parameter that lacks a
+/// tensor has zeros in its place. Scalars must be the same for all parameters, so none may lack
+/// one.
 ///
 /// # Errors
-/// [`OptimStateError`]: differing names, types, dtypes, scalars; shapes other than the parameters'; missing entries.
-/// [`NnError::NotAFlatParameter`]; boxes that are not covered.
-pub fn flatten_optim_state(state: &StateDict, optimizer: &Optimizer, fqns: &[impl AsRef<str>]) -> Result<StateDict> {
+/// [`OptimStateError`]: differing names, types, dtypes, scalars; shapes other than the parameters';
+/// missing entries. [`NnError::NotAFlatParameter`]; boxes that are not covered.
+pub fn flatten_optim_state(
+    state: &StateDict,
+    optimizer: &Optimizer,
+    fqns: &[impl AsRef<str>],
+) -> Result<StateDict> {
     let local = local_of(optimizer, fqns)?;
-    let states = fqns.iter().filter_map(|fqn| Some((fqn.as_ref(), state.dict(fqn.as_ref())?.clone().into())));
+    let states = fqns
+        .iter()
+        .filter_map(|fqn| Some((fqn.as_ref(), state.dict(fqn.as_ref())?.clone().into())));
     flattened(optimizer, local, states.collect())
 }
 
-/// Returns a local parameter's state as a dict, from the states of its parameters; an empty one if none has state.
+/// Returns a local parameter's state as a dict, from the states of its parameters; an empty one if
+/// none has state.
 fn flattened(optimizer: &Optimizer, local: usize, states: StateDict) -> Result<StateDict> {
     let mut loaded = optimizer.of_local(local);
     load_here(states, &mut loaded)?;
     Ok(loaded.locals()[0].local_entries()?.unwrap_or_default())
 }
 
-/// Returns the state of one of the model's parameters on this rank from its whole state (`{entry: value}`): torch's
-/// `_shard_orig_param_state`, for `use_orig_params`. Tensors become this rank's flat piece, or keep the parameter's
-/// shape where nothing is sharded. Returns an empty dict if this rank has nothing of the parameter, or there is no
-/// state. Values are whole tensors, or sharded ones that cover this rank's boxes. No communication.
+/// Returns the state of one of the model's parameters on this rank from its whole state (`{entry:
+/// value}`): torch's `_shard_orig_param_state`, for `use_orig_params`. Tensors become this rank's
+/// flat piece, or keep the parameter's shape where nothing is sharded. Returns an empty dict if
+/// this rank has nothing of the parameter, or there is no state. Values are whole tensors, or
+/// sharded ones that cover this rank's boxes. No communication.
 ///
 /// # Errors
-/// [`OptimStateError`]: tensors of another shape or dtype than the parameter (torch cuts them in silence), entries that
-/// the optimizer needs and that are missing. [`NnError::UnknownParameter`] for one that the optimizer does not hold.
-pub fn shard_orig_param_state(state: &StateDict, optimizer: &Optimizer, fqn: &str) -> Result<StateDict> {
-    let local = optimizer.local_index(fqn).ok_or_else(|| NnError::UnknownParameter { fqn: fqn.to_owned() })?;
-    let entries = flattened(optimizer, local, [(fqn, state.clone().into())].into_iter().collect())?;
-    Ok(if optimizer.locals()[local].is_empty() { StateDict::new() } else { entries })
+/// [`OptimStateError`]: tensors of another shape or dtype than the parameter (torch cuts them in
+/// silence), entries that the optimizer needs and that are missing. [`NnError::UnknownParameter`]
+/// for one that the optimizer does not hold.
+pub fn shard_orig_param_state(
+    state: &StateDict,
+    optimizer: &Optimizer,
+    fqn: &str,
+) -> Result<StateDict> {
+    let local = optimizer
+        .local_index(fqn)
+        .ok_or_else(|| NnError::UnknownParameter {
+            fqn: fqn.to_owned(),
+        })?;
+    let entries = flattened(
+        optimizer,
+        local,
+        [(fqn, state.clone().into())].into_iter().collect(),
+    )?;
+    Ok(if optimizer.locals()[local].is_empty() {
+        StateDict::new()
+    } else {
+        entries
+    })
 }
 
-/// Returns the parameters that some rank's local state dict has state for, in one order for all ranks; and for those
-/// that this rank's has, the key there. torch's `_map_param_key_to_optim_keys`.
+/// Returns the parameters that some rank's local state dict has state for, in one order for all
+/// ranks; and for those that this rank's has, the key there. torch's
+/// `_map_param_key_to_optim_keys`.
 ///
-/// Without `merge_keys` (for FlatParameters) the order is that of rank 0, whose parameters all ranks must have; the
-/// state of other ranks beyond them is left out. With it (for original parameters, which a rank may have nothing of)
-/// all ranks' parameters are joined and sorted. Optimizers may have been given their parameters in any order. Rank 0 is
-/// that of the model's group, whatever its global rank.
+/// Without `merge_keys` (for FlatParameters) the order is that of rank 0, whose parameters all
+/// ranks must have; the state of other ranks beyond them is left out. With it (for original
+/// parameters, which a rank may have nothing of) all ranks' parameters are joined and sorted.
+/// Optimizers may have been given their parameters in any order. Rank 0 is that of the model's
+/// group, whatever its global rank.
 ///
 /// Collectives: one agreement and one object all-gather.
 ///
@@ -395,7 +547,9 @@ pub fn map_param_key_to_optim_keys(
     let group = optimizer.parameters().group();
     let keyed = LocalStates::read(optimizer, state.clone()).map(|local| {
         let states = local.states.into_iter();
-        states.map(|(index, key, _)| (OptimStateKey::of(optimizer, index), key)).collect::<IndexMap<_, _>>()
+        states
+            .map(|(index, key, _)| (OptimStateKey::of(optimizer, index), key))
+            .collect::<IndexMap<_, _>>()
     });
     let keyed = NnError::agree(group, "map_param_key_to_optim_keys", None, keyed)?;
     let mine: Vec<OptimStateKey> = keyed.keys().cloned().collect();
@@ -403,40 +557,51 @@ pub fn map_param_key_to_optim_keys(
     Ok((resolve_keys(group, &all, merge_keys)?, keyed))
 }
 
-/// Returns rank 0's states on every rank, without the elements of tensors: torch's `_broadcast_processed_state`.
-/// `state` is rank 0's `{"state": {name: {entry: value}}}` and is ignored on all others; rank 0 is that of the model's
-/// group.
+/// Returns rank 0's states on every rank, without the elements of tensors: torch's
+/// `_broadcast_processed_state`. `state` is rank 0's `{"state": {name: {entry: value}}}` and is
+/// ignored on all others; rank 0 is that of the model's group.
 ///
-/// In the result, `{name: {entry: value}}`, tensors are sharded ones without boxes, which have dtype and shape alone.
-/// Plain values and tensors without dimensions are there, unless these are shaped like their parameter. State under
-/// names that are no parameter's is left out.
+/// In the result, `{name: {entry: value}}`, tensors are sharded ones without boxes, which have
+/// dtype and shape alone. Plain values and tensors without dimensions are there, unless these are
+/// shaped like their parameter. State under names that are no parameter's is left out.
 ///
 /// Collectives: one agreement and one object broadcast.
 ///
 /// # Errors
 /// The same on every rank: no state dict on rank 0, or one that is malformed.
-pub fn broadcast_processed_state(state: Option<&StateDict>, optimizer: &Optimizer) -> Result<StateDict> {
+pub fn broadcast_processed_state(
+    state: Option<&StateDict>,
+    optimizer: &Optimizer,
+) -> Result<StateDict> {
     let parameters = optimizer.parameters();
     let group = parameters.group();
     let states = match state.and_then(|state| state.dict("state")) {
-        None if group.rank() == 0 => Err(NnError::from(OptimStateError::MissingKey { key: "state".to_owned() })),
+        None if group.rank() == 0 => Err(NnError::from(OptimStateError::MissingKey {
+            key: "state".to_owned(),
+        })),
         states => Ok(states),
     };
     let source = DictSource::open(group, "broadcast_processed_state", Some(0), states)?;
-    let names = source.schema().iter().filter_map(|(path, _)| match path.0.first()? {
-        PathPart::Key(name) => Some(name.as_str()),
-        PathPart::Index(_) => None,
-    });
+    let names = source
+        .schema()
+        .iter()
+        .filter_map(|(path, _)| match path.0.first()? {
+            PathPart::Key(name) => Some(name.as_str()),
+            PathPart::Index(_) => None,
+        });
     // A tied parameter may have state under several of its names. One of them counts.
     let chosen = names_that_count(parameters, names.filter(|name| parameters.contains(name)));
     let mut processed = StateDict::new();
     for (position, (path, leaf)) in source.schema().iter().enumerate() {
-        let [PathPart::Key(name), entry @ ..] = path.0.as_slice() else { continue };
+        let [PathPart::Key(name), entry @ ..] = path.0.as_slice() else {
+            continue;
+        };
         let fqn = parameters.canonical_fqn(name);
         if chosen.get(fqn) != Some(&name.as_str()) {
             continue;
         }
-        let is_like = matches!(entry, [PathPart::Key(entry)] if optimizer.is_like_parameter(name, entry));
+        let is_like =
+            matches!(entry, [PathPart::Key(entry)] if optimizer.is_like_parameter(name, entry));
         let value = match leaf.tensor() {
             Some((_, shape)) if !shape.is_empty() || is_like => leaf.without_elements(None)?,
             // On rank 0 this is the caller's own value.

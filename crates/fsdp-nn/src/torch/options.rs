@@ -10,33 +10,40 @@ use crate::{NnError, Result};
 pub struct StateDictOptions {
     /// `true` if tensors are whole instead of sharded. A load takes either, and each rank its part.
     pub full_state_dict: bool,
-    /// `true` if values go to the CPU. A load takes them from any device. With `full_state_dict` only rank 0 gets them,
-    /// as in torch, and the others an empty dict, unless `keep_on` says otherwise.
+    /// `true` if values go to the CPU. A load takes them from any device. With `full_state_dict`
+    /// only rank 0 gets them, as in torch, and the others an empty dict, unless `keep_on` says
+    /// otherwise.
     pub cpu_offload: bool,
-    /// The ranks that get a full state dict; the others get an empty one. `None`: all, or rank 0 with `cpu_offload`.
+    /// The ranks that get a full state dict; the others get an empty one. `None`: all, or rank 0
+    /// with `cpu_offload`.
     pub keep_on: Option<KeepOn>,
-    /// `true` if frozen parameters are left out of the model state dict, and may be missing on load.
+    /// `true` if frozen parameters are left out of the model state dict, and may be missing on
+    /// load.
     pub ignore_frozen_params: bool,
-    /// The submodules (by FQN) whose parameters and buffers are in the model state dict; all if empty.
-    /// A load of such a dict needs `strict` off. A name that the model does not have is an error.
+    /// The submodules (by FQN) whose parameters and buffers are in the model state dict; all if
+    /// empty. A load of such a dict needs `strict` off. A name that the model does not have is an
+    /// error.
     pub submodules: Vec<String>,
-    /// `true` if names keep the submodule's FQN in front. Without it only one submodule may be named.
+    /// `true` if names keep the submodule's FQN in front. Without it only one submodule may be
+    /// named.
     pub keep_submodule_prefixes: bool,
-    /// `true` if names that differ between a state dict and the model are an error on load. Shapes always are; state of
-    /// parameters that no optimizer holds never is.
+    /// `true` if names that differ between a state dict and the model are an error on load. Shapes
+    /// always are; state of parameters that no optimizer holds never is.
     pub strict: bool,
-    /// `true` if the dicts of rank 0 are loaded; the other ranks may pass empty dicts. Needs `full_state_dict`.
+    /// `true` if the dicts of rank 0 are loaded; the other ranks may pass empty dicts. Needs
+    /// `full_state_dict`.
     pub broadcast_from_rank0: bool,
-    /// `true` if the optimizers' dict is flat: `state.<fqn>.<name>` and `param_groups.<fqn>.<hyperparameter>` are its
-    /// keys, instead of nested dicts. A load knows either. State under keys that are no parameter's has no place there,
-    /// and is an error.
+    /// `true` if the optimizers' dict is flat: `state.<fqn>.<name>` and
+    /// `param_groups.<fqn>.<hyperparameter>` are its keys, instead of nested dicts. A load knows
+    /// either. State under keys that are no parameter's has no place there, and is an error.
     pub flatten_optimizer_state_dict: bool,
-    /// The names that differ between the state dict and the model, as pairs: an FQN or prefix of FQNs in the model, and
-    /// the same in the dict.
+    /// The names that differ between the state dict and the model, as pairs: an FQN or prefix of
+    /// FQNs in the model, and the same in the dict.
     pub fqn_renames: Vec<(String, String)>,
-    /// `true` if sharded values are views of the live model and optimizer, as torch's are. Such views
-    /// need no copy, but the next step changes them; for a save that is no harm. By default values are copied. If such
-    /// views are loaded into the model that they belong to, nothing is moved, whatever this option is.
+    /// `true` if sharded values are views of the live model and optimizer, as torch's are. Such
+    /// views need no copy, but the next step changes them; for a save that is no harm. By default
+    /// values are copied. If such views are loaded into the model that they belong to, nothing is
+    /// moved, whatever this option is.
     pub share_storage: bool,
 }
 
@@ -62,7 +69,9 @@ impl StateDictOptions {
     /// Refuses options that contradict each other, and submodules that the model does not have.
     pub(super) fn check(&self, parameters: &ShardedParameters) -> Result<()> {
         if self.broadcast_from_rank0 && !self.full_state_dict {
-            return Err(NnError::Options { problem: "full_state_dict must be true when broadcast_from_rank0 is true" });
+            return Err(NnError::Options {
+                problem: "full_state_dict must be true when broadcast_from_rank0 is true",
+            });
         }
         if !self.keep_submodule_prefixes && self.submodules.len() != 1 {
             return Err(NnError::Options {
@@ -70,17 +79,32 @@ impl StateDictOptions {
             });
         }
         let mut names: Vec<&str> = parameters.fqns().collect();
-        names.extend(parameters.aliases().keys().chain(parameters.buffers().keys()).map(String::as_str));
+        names.extend(
+            parameters
+                .aliases()
+                .keys()
+                .chain(parameters.buffers().keys())
+                .map(String::as_str),
+        );
         let is_unknown = |module: &&String| !names.iter().any(|name| below(name, module).is_some());
         match self.submodules.iter().find(is_unknown) {
-            Some(module) => Err(NnError::UnknownSubmodule { module: module.clone() }),
+            Some(module) => Err(NnError::UnknownSubmodule {
+                module: module.clone(),
+            }),
             None => Ok(()),
         }
     }
 
-    /// Returns the options beside `strict` that decide what is loaded, and where: all ranks must have the same ones.
+    /// Returns the options beside `strict` that decide what is loaded, and where: all ranks must
+    /// have the same ones.
     pub(super) fn arguments_of_load(&self) -> String {
-        let Self { ignore_frozen_params, submodules, keep_submodule_prefixes, fqn_renames, .. } = self;
+        let Self {
+            ignore_frozen_params,
+            submodules,
+            keep_submodule_prefixes,
+            fqn_renames,
+            ..
+        } = self;
         format!(
             "ignore_frozen_params {ignore_frozen_params}, submodules {submodules:?}, keep_submodule_prefixes \
              {keep_submodule_prefixes}, fqn_renames {fqn_renames:?}"
@@ -96,11 +120,15 @@ impl StateDictOptions {
         }
     }
 
-    /// Returns the name in the state dict of something in the model; `None` if the options leave it out.
+    /// Returns the name in the state dict of something in the model; `None` if the options leave it
+    /// out.
     pub(super) fn name_in_dict(&self, fqn: &str) -> Option<String> {
         let mut name = fqn;
         if !self.submodules.is_empty() {
-            let (_, rest) = self.submodules.iter().find_map(|module| Some((module, below(fqn, module)?)))?;
+            let (_, rest) = self
+                .submodules
+                .iter()
+                .find_map(|module| Some((module, below(fqn, module)?)))?;
             if !self.keep_submodule_prefixes {
                 name = rest;
             }
@@ -108,15 +136,22 @@ impl StateDictOptions {
         Some(self.renamed_in_dict(name))
     }
 
-    /// Returns the name in the state dict of a parameter of the optimizers, which submodules do not narrow.
+    /// Returns the name in the state dict of a parameter of the optimizers, which submodules do not
+    /// narrow.
     pub(super) fn renamed_in_dict(&self, fqn: &str) -> String {
-        let renamed = self.fqn_renames.iter().find_map(|(model, dict)| replace(fqn, model, dict));
+        let renamed = self
+            .fqn_renames
+            .iter()
+            .find_map(|(model, dict)| replace(fqn, model, dict));
         renamed.unwrap_or_else(|| fqn.to_owned())
     }
 
     /// Returns the name in the model of a parameter in the optimizers' state dict.
     pub(super) fn renamed_in_model(&self, name: &str) -> String {
-        let renamed = self.fqn_renames.iter().find_map(|(model, dict)| replace(name, dict, model));
+        let renamed = self
+            .fqn_renames
+            .iter()
+            .find_map(|(model, dict)| replace(name, dict, model));
         renamed.unwrap_or_else(|| name.to_owned())
     }
 
@@ -131,8 +166,8 @@ impl StateDictOptions {
     }
 }
 
-/// Returns the part of a name that lies below a module: `b.weight` of `a.b.weight` below `a`; all of it if it is the
-/// module's.
+/// Returns the part of a name that lies below a module: `b.weight` of `a.b.weight` below `a`; all
+/// of it if it is the module's.
 fn below<'a>(name: &'a str, module: &str) -> Option<&'a str> {
     match name.strip_prefix(module)? {
         "" => Some(name),
@@ -145,6 +180,12 @@ fn replace(name: &str, from: &str, to: &str) -> Option<String> {
     match name.strip_prefix(from)? {
         "" => Some(to.to_owned()),
         rest if from.is_empty() => Some(format!("{to}.{rest}")),
-        rest => rest.strip_prefix('.').map(|rest| if to.is_empty() { rest.to_owned() } else { format!("{to}.{rest}") }),
+        rest => rest.strip_prefix('.').map(|rest| {
+            if to.is_empty() {
+                rest.to_owned()
+            } else {
+                format!("{to}.{rest}")
+            }
+        }),
     }
 }

@@ -1,4 +1,5 @@
-//! Names and ids of parameters in optimizer state dicts, and prefixes that wrappers put before names.
+//! Names and ids of parameters in optimizer state dicts, and prefixes that wrappers put before
+//! names.
 
 use std::collections::HashMap;
 
@@ -8,18 +9,19 @@ use super::{OptimStateError, OptimStateKeyType};
 use crate::Result;
 use crate::state::{EMPTY_PIECES, group_dicts, key_type_of, read_param_groups};
 
-/// Returns the same state under the other kind of keys: torch's `rekey_optim_state_dict`. `names[id]` is the name of
-/// the parameter with that id: the order of the unsharded model's optimizer
-/// ([`Optimizer::fqns`](crate::Optimizer::fqns) if both have the same groups). So a plain or DDP optimizer's dict by
-/// ids becomes one that a sharded model loads, and back.
+/// Returns the same state under the other kind of keys: torch's `rekey_optim_state_dict`.
+/// `names[id]` is the name of the parameter with that id: the order of the unsharded model's
+/// optimizer ([`Optimizer::fqns`](crate::Optimizer::fqns) if both have the same groups). So a plain
+/// or DDP optimizer's dict by ids becomes one that a sharded model loads, and back.
 ///
-/// `state` is unchanged and the result owns its memory, also if nothing is to be done. Groups keep the order of their
-/// parameters as names, and have ids sorted, which is the optimizer's order. No communication.
+/// `state` is unchanged and the result owns its memory, also if nothing is to be done. Groups keep
+/// the order of their parameters as names, and have ids sorted, which is the optimizer's order. No
+/// communication.
 ///
 /// # Errors
-/// [`OptimStateError::InvalidKeys`] for keys that are neither all names nor all ids; [`OptimStateError::UnknownState`]
-/// and [`OptimStateError::UnknownParam`] for those that `names` lacks; [`StateError::DuplicateKey`] for two ids of one
-/// name; malformed groups.
+/// [`OptimStateError::InvalidKeys`] for keys that are neither all names nor all ids;
+/// [`OptimStateError::UnknownState`] and [`OptimStateError::UnknownParam`] for those that `names`
+/// lacks; [`StateError::DuplicateKey`] for two ids of one name; malformed groups.
 ///
 /// ```
 /// use fsdp_layout::PlainValue;
@@ -41,23 +43,39 @@ pub fn rekey_optim_state_dict(
     key_type: OptimStateKeyType,
     names: &[impl AsRef<str>],
 ) -> Result<StateDict> {
-    let states = state.dict("state").ok_or_else(|| OptimStateError::MissingKey { key: "state".to_owned() })?;
+    let states = state
+        .dict("state")
+        .ok_or_else(|| OptimStateError::MissingKey {
+            key: "state".to_owned(),
+        })?;
     let mut groups = read_param_groups(state)?;
     if key_type_of(states, groups.iter().filter_map(|group| group.key_type))? == Some(key_type) {
         return Ok(state.copy()?);
     }
-    let ids: HashMap<&str, usize> = names.iter().enumerate().rev().map(|(id, name)| (name.as_ref(), id)).collect();
+    let ids: HashMap<&str, usize> = names
+        .iter()
+        .enumerate()
+        .rev()
+        .map(|(id, name)| (name.as_ref(), id))
+        .collect();
     let rekey = |key: &str| match key_type {
-        OptimStateKeyType::ParamName => names.get(key.parse::<usize>().ok()?).map(|name| name.as_ref().to_owned()),
+        OptimStateKeyType::ParamName => names
+            .get(key.parse::<usize>().ok()?)
+            .map(|name| name.as_ref().to_owned()),
         OptimStateKeyType::ParamId => ids.get(key).map(usize::to_string),
     };
     // Other keys of the dict stay as they are.
     let mut result = state.clone();
     for part in ["state", EMPTY_PIECES] {
-        let Some(states) = state.dict(part) else { continue };
+        let Some(states) = state.dict(part) else {
+            continue;
+        };
         let mut rekeyed = StateDict::new();
         for (key, value) in states {
-            let unknown = || OptimStateError::UnknownState { key: key.clone(), count: names.len() };
+            let unknown = || OptimStateError::UnknownState {
+                key: key.clone(),
+                count: names.len(),
+            };
             rekeyed.insert_new(rekey(key).ok_or_else(unknown)?, value.clone())?;
         }
         result.insert(part, rekeyed);
@@ -65,7 +83,10 @@ pub fn rekey_optim_state_dict(
     if state.contains_key("param_groups") {
         for (index, group) in groups.iter_mut().enumerate() {
             for key in &mut group.params {
-                *key = rekey(key).ok_or_else(|| OptimStateError::UnknownParam { index, key: key.clone() })?;
+                *key = rekey(key).ok_or_else(|| OptimStateError::UnknownParam {
+                    index,
+                    key: key.clone(),
+                })?;
             }
             if key_type == OptimStateKeyType::ParamId {
                 group.params.sort_by_key(|id| id.parse::<usize>().ok());
@@ -77,12 +98,13 @@ pub fn rekey_optim_state_dict(
     Ok(result.copy()?)
 }
 
-/// Returns a state dict without a prefix that a wrapper put before its names (`module.` for DDP, `_orig_mod.` for a
-/// compiled model): torch's `consume_prefix_in_state_dict_if_present`, which however changes the dict in place. Names
-/// without the prefix stay. Tensors are shared.
+/// Returns a state dict without a prefix that a wrapper put before its names (`module.` for DDP,
+/// `_orig_mod.` for a compiled model): torch's `consume_prefix_in_state_dict_if_present`, which
+/// however changes the dict in place. Names without the prefix stay. Tensors are shared.
 ///
 /// # Errors
-/// [`StateError::DuplicateKey`] for a name that is there with the prefix and without, of which torch drops one.
+/// [`StateError::DuplicateKey`] for a name that is there with the prefix and without, of which
+/// torch drops one.
 ///
 /// ```
 /// use fsdp_nn::torch::consume_prefix_in_state_dict_if_present;
@@ -93,7 +115,10 @@ pub fn rekey_optim_state_dict(
 /// assert!(state.contains_key("h.0.weight"));
 /// # Ok::<(), fsdp_state::StateError>(())
 /// ```
-pub fn consume_prefix_in_state_dict_if_present(state: &StateDict, prefix: &str) -> Result<StateDict, StateError> {
+pub fn consume_prefix_in_state_dict_if_present(
+    state: &StateDict,
+    prefix: &str,
+) -> Result<StateDict, StateError> {
     let mut stripped = StateDict::new();
     for (name, value) in state {
         stripped.insert_new(name.strip_prefix(prefix).unwrap_or(name), value.clone())?;

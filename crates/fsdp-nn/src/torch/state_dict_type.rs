@@ -10,13 +10,14 @@ impl ShardedParameters {
         self.settings.get()
     }
 
-    /// Changes the settings, until they are changed again, and returns those before: torch's `set_state_dict_type`.
+    /// Changes the settings, until they are changed again, and returns those before: torch's
+    /// `set_state_dict_type`.
     pub fn set_state_dict_type(&self, settings: StateDictSettings) -> StateDictSettings {
         self.settings.replace(settings)
     }
 
-    /// Runs `f` under these settings and puts the ones before back, also where `f` fails or panics: torch's
-    /// `state_dict_type` context, which an exception leaves in force.
+    /// Runs `f` under these settings and puts the ones before back, also where `f` fails or panics:
+    /// torch's `state_dict_type` context, which an exception leaves in force.
     ///
     /// ```
     /// use fsdp_nn::torch::{self, StateDictSettings, StateDictType};

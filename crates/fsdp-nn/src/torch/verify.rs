@@ -1,23 +1,26 @@
-//! Checks of state dicts against expected ones, for tests of this project and of programs that use it.
+//! Checks of state dicts against expected ones, for tests of this project and of programs that use
+//! it.
 
 use std::collections::BTreeSet;
 
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::storage::HostBytes;
-use fsdp_state::{FlatStateDict, GatherOptions, StateDict, StateValue, flatten_containers, gather_state_dict};
+use fsdp_state::{
+    FlatStateDict, GatherOptions, StateDict, StateValue, flatten_containers, gather_state_dict,
+};
 
 use super::{StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict};
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
 use crate::{NnError, Result};
 
-/// Gathers a distributed optimizer state dict, loads it into `fresh` optimizers of an unsharded model, and requires
-/// what they then hold to be, bit for bit, what the `reference` optimizers hold: torch's `_verify_osd_by_load`, with
-/// the values really compared.
+/// Gathers a distributed optimizer state dict, loads it into `fresh` optimizers of an unsharded
+/// model, and requires what they then hold to be, bit for bit, what the `reference` optimizers
+/// hold: torch's `_verify_osd_by_load`, with the values really compared.
 ///
-/// `parameters` are those of the unsharded model (of a process group of one rank) that `fresh` and `reference` step
-/// on. Collective over `group`; every rank passes its own unsharded model. Collectives: those of [`gather_state_dict`]
-/// and one agreement.
+/// `parameters` are those of the unsharded model (of a process group of one rank) that `fresh` and
+/// `reference` step on. Collective over `group`; every rank passes its own unsharded model.
+/// Collectives: those of [`gather_state_dict`] and one agreement.
 ///
 /// # Errors
 /// [`NnError::Differs`] naming the first difference; errors of the load.
@@ -65,18 +68,24 @@ pub fn verify_osd_by_load(
     group: &ProcessGroup,
 ) -> Result<()> {
     let full = gather_state_dict(distributed, group, &GatherOptions::default())?;
-    let options = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
+    let options = StateDictOptions {
+        full_state_dict: true,
+        ..StateDictOptions::default()
+    };
     let loaded = set_optimizer_state_dict(&full, parameters, fresh, &options).and_then(|_| {
         let fresh: Vec<&Optimizer> = fresh.iter().map(|optimizer| &**optimizer).collect();
         let found = get_optimizer_state_dict(parameters, &fresh, &options)?;
-        let of = reference.first().map_or(parameters, |optimizer| optimizer.parameters());
+        let of = reference
+            .first()
+            .map_or(parameters, |optimizer| optimizer.parameters());
         check_same(&found, &get_optimizer_state_dict(of, reference, &options)?)
     });
     Ok(group.agree("verify_osd_by_load", loaded)?)
 }
 
-/// Gathers a distributed model state dict and requires it to be, bit for bit, the `reference` one, which is whole:
-/// torch's `_verify_msd`, exact. Collective over `group`: those of [`gather_state_dict`] and one agreement.
+/// Gathers a distributed model state dict and requires it to be, bit for bit, the `reference` one,
+/// which is whole: torch's `_verify_msd`, exact. Collective over `group`: those of
+/// [`gather_state_dict`] and one agreement.
 ///
 /// # Errors
 /// [`NnError::Differs`] naming the first difference.
@@ -110,7 +119,11 @@ pub fn verify_osd_by_load(
 /// .collect::<Result<Vec<()>, _>>()?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn verify_msd(distributed: &StateDict, reference: &StateDict, group: &ProcessGroup) -> Result<()> {
+pub fn verify_msd(
+    distributed: &StateDict,
+    reference: &StateDict,
+    group: &ProcessGroup,
+) -> Result<()> {
     let full = gather_state_dict(distributed, group, &GatherOptions::default())?;
     Ok(group.agree("verify_msd", check_same(&full, reference))?)
 }
@@ -118,19 +131,29 @@ pub fn verify_msd(distributed: &StateDict, reference: &StateDict, group: &Proces
 /// Checks that two whole state dicts hold the same keys and bits.
 fn check_same(found: &StateDict, expected: &StateDict) -> Result<()> {
     let FlatStateDict { values: found, .. } = flatten_containers(found)?;
-    let FlatStateDict { values: expected, .. } = flatten_containers(expected)?;
+    let FlatStateDict {
+        values: expected, ..
+    } = flatten_containers(expected)?;
     let keys: BTreeSet<&String> = found.keys().chain(expected.keys()).collect();
     for key in keys {
-        let differs = |problem: &str| NnError::Differs { key: key.clone(), problem: problem.to_owned() };
+        let differs = |problem: &str| NnError::Differs {
+            key: key.clone(),
+            problem: problem.to_owned(),
+        };
         let (Some(found), Some(expected)) = (found.get(key), expected.get(key)) else {
-            return Err(differs(if found.contains_key(key) { "it is not expected" } else { "it is missing" }));
+            return Err(differs(if found.contains_key(key) {
+                "it is not expected"
+            } else {
+                "it is missing"
+            }));
         };
         let equal = match (found, expected) {
             (StateValue::Tensor(found), StateValue::Tensor(expected)) => {
                 if found.dims() != expected.dims() || found.dtype() != expected.dtype() {
                     return Err(differs("another shape or dtype"));
                 }
-                *HostBytes::read(&found.contiguous()?)? == *HostBytes::read(&expected.contiguous()?)?
+                *HostBytes::read(&found.contiguous()?)?
+                    == *HostBytes::read(&expected.contiguous()?)?
             }
             (StateValue::Raw(found), StateValue::Raw(expected)) => found == expected,
             (StateValue::Plain(found), StateValue::Plain(expected)) => found.same_bits(expected),

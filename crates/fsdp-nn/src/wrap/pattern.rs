@@ -1,7 +1,9 @@
-//! Units by name pattern, for models whose code has no [`Scope::unit`](crate::Scope::unit): torch's `auto_wrap_policy`.
+//! Units by name pattern, for models whose code has no [`Scope::unit`](crate::Scope::unit): torch's
+//! `auto_wrap_policy`.
 
-/// Returns the name of the unit that a parameter belongs to by a pattern: its leading components that match the
-/// pattern's. `None` if they do not match, or nothing is left of the name below them.
+/// Returns the name of the unit that a parameter belongs to by a pattern: its leading components
+/// that match the pattern's. `None` if they do not match, or nothing is left of the name below
+/// them.
 pub(crate) fn unit_of<'a>(pattern: &str, fqn: &'a str) -> Option<&'a str> {
     let mut end = 0;
     let mut components = fqn.split('.');
@@ -22,9 +24,17 @@ mod tests {
     #[test]
     fn a_pattern_names_units_by_whole_components() {
         for (pattern, fqn, expected) in [
-            ("model.layers.*", "model.layers.12.mlp.weight", Some("model.layers.12")),
+            (
+                "model.layers.*",
+                "model.layers.12.mlp.weight",
+                Some("model.layers.12"),
+            ),
             ("layers.*", "model.layers.12.mlp.weight", None),
-            ("*.layers.*", "model.layers.12.mlp.weight", Some("model.layers.12")),
+            (
+                "*.layers.*",
+                "model.layers.12.mlp.weight",
+                Some("model.layers.12"),
+            ),
             ("model.layers.*", "model.layers.12", None),
             ("model.layers.*", "model.layers2.1.weight", None),
             ("head", "head.weight", Some("head")),

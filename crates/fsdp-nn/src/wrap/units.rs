@@ -1,9 +1,9 @@
-//! The units of a model whose code has none: each is gathered when a computation first uses one of its weights, and
-//! released when the computation uses the next unit.
+//! The units of a model whose code has none: each is gathered when a computation first uses one of
+//! its weights, and released when the computation uses the next unit.
 //!
 //! During a forward or a backward, the parameters of all units that are not gathered are withheld
-//! ([`fsdp_flat::storage::Withheld`]): an operation that reads a withheld parameter blocks. A second thread
-//! gathers each unit when the computation waits for it.
+//! ([`fsdp_flat::storage::Withheld`]): an operation that reads a withheld parameter blocks. A
+//! second thread gathers each unit when the computation waits for it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Sender};
@@ -36,8 +36,12 @@ impl WrappedUnits {
     /// [`FlatError::UnseenUse`](fsdp_flat::FlatError::UnseenUse); the errors of starting threads.
     pub(crate) fn complete(&self, handles: &[Arc<FlatParamHandle>]) -> Result<()> {
         let gathered = handles.iter().filter(|handle| handle.needs_gather());
-        let units = gathered
-            .map(|handle| Ok(Arc::new(WrappedUnit { handle: Arc::clone(handle), withheld: handle.withheld()? })));
+        let units = gathered.map(|handle| {
+            Ok(Arc::new(WrappedUnit {
+                handle: Arc::clone(handle),
+                withheld: handle.withheld()?,
+            }))
+        });
         let units: Vec<_> = units.collect::<Result<_>>()?;
         if !units.is_empty() {
             let worker = Worker::start("fsdp-wrapped").map_err(candle_core::Error::Io)?;
@@ -53,15 +57,21 @@ impl WrappedUnits {
         units.iter().map(|unit| Arc::clone(&unit.handle)).collect()
     }
 
-    /// Begins a forward or a backward: until the returned guard is dropped, units are gathered when the computation
-    /// waits for them. Returns `None` if there are no wrapped units, or if an outer computation is being watched, which
-    /// covers this one.
+    /// Begins a forward or a backward: until the returned guard is dropped, units are gathered when
+    /// the computation waits for them. Returns `None` if there are no wrapped units, or if an outer
+    /// computation is being watched, which covers this one.
     pub(crate) fn begin(&self, phase: Phase) -> Result<Option<Watching<'_>>> {
-        let Some(watched) = self.watched.get() else { return Ok(None) };
+        let Some(watched) = self.watched.get() else {
+            return Ok(None);
+        };
         if self.is_watching.swap(true, Ordering::AcqRel) {
             return Ok(None);
         }
-        let mut watching = Watching { units: self, stop: None, ticket: None };
+        let mut watching = Watching {
+            units: self,
+            stop: None,
+            ticket: None,
+        };
         let mut withheld = Vec::new();
         for unit in &watched.units {
             if unit.handle.prepare_on_demand(phase == Phase::Forward)? {
@@ -71,9 +81,13 @@ impl WrappedUnits {
         let (stop, stopped) = mpsc::channel();
         watching.stop = Some(stop);
         let (begun, has_begun) = mpsc::channel();
-        watching.ticket = Some(watched.worker.submit(move || watch(withheld, phase, &stopped, begun)));
-        // Wait until all units are withheld. A computation that reads one before that would get the error of a released
-        // tensor. If withholding fails, the ticket has the error.
+        watching.ticket = Some(
+            watched
+                .worker
+                .submit(move || watch(withheld, phase, &stopped, begun)),
+        );
+        // Wait until all units are withheld. A computation that reads one before that would get the
+        // error of a released tensor. If withholding fails, the ticket has the error.
         if has_begun.recv().is_err() {
             watching.end()?;
             return Ok(None);
@@ -91,8 +105,8 @@ pub(crate) struct Watching<'a> {
 }
 
 impl Watching<'_> {
-    /// Ends the watch. If a unit could not be gathered, this returns the reason. The computation itself has failed with
-    /// another error then, that of a released tensor.
+    /// Ends the watch. If a unit could not be gathered, this returns the reason. The computation
+    /// itself has failed with another error then, that of a released tensor.
     pub(crate) fn end(mut self) -> Result<()> {
         self.stop()
     }
@@ -106,7 +120,8 @@ impl Watching<'_> {
 
 impl Drop for Watching<'_> {
     fn drop(&mut self) {
-        // After a computation that went well, `end` was called. If not, the computation's own error is being returned.
+        // After a computation that went well, `end` was called. If not, the computation's own error
+        // is being returned.
         let _ = self.stop();
         self.units.is_watching.store(false, Ordering::Release);
     }

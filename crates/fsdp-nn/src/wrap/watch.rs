@@ -20,22 +20,27 @@ pub(super) struct WrappedUnit {
 /// The shortest and the longest interval between two polls of the locks.
 const LOOKS: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(1)];
 
-/// The interval to the next poll is this fraction of the time since the last gather. So a computation never waits for a
-/// poll longer than this fraction of the time that it has computed.
+/// The interval to the next poll is this fraction of the time since the last gather. So a
+/// computation never waits for a poll longer than this fraction of the time that it has computed.
 const PART: u32 = 64;
 
 /// Every so many polls all units are checked, and not only the one that is expected next.
 const ALL: u32 = 8;
 
 /// Watches a computation until `stopped` is closed. Sends to `begun` when all units are withheld.
-/// Collectives: one all-gather over the shard group each time the computation comes to another unit.
+/// Collectives: one all-gather over the shard group each time the computation comes to another
+/// unit.
 pub(super) fn watch(
     units: Vec<Arc<WrappedUnit>>,
     phase: Phase,
     stopped: &Receiver<()>,
     begun: Sender<()>,
 ) -> Result<()> {
-    let mut watch = Watch { units, phase, whole: Vec::new() };
+    let mut watch = Watch {
+        units,
+        phase,
+        whole: Vec::new(),
+    };
     for unit in &watch.units {
         unit.withheld.withhold();
     }
@@ -70,8 +75,8 @@ struct Watch {
 }
 
 impl Watch {
-    /// Returns the unit that the computation waits for; `None` if it waits for none. Checks only the `expected` unit,
-    /// unless there is none or `all` is `true`.
+    /// Returns the unit that the computation waits for; `None` if it waits for none. Checks only
+    /// the `expected` unit, unless there is none or `all` is `true`.
     fn awaited(&self, expected: Option<usize>, all: bool) -> Option<usize> {
         let is_awaited = |unit: &usize| self.units[*unit].withheld.is_awaited();
         match expected.filter(is_awaited) {
@@ -80,7 +85,8 @@ impl Watch {
         }
     }
 
-    /// Returns the unit that most models use next: the following one in a forward, the preceding one in a backward.
+    /// Returns the unit that most models use next: the following one in a forward, the preceding
+    /// one in a backward.
     fn after(&self, unit: usize) -> Option<usize> {
         match self.phase {
             Phase::Forward => Some(unit + 1).filter(|next| *next < self.units.len()),
@@ -90,8 +96,9 @@ impl Watch {
 
     /// Gathers a unit that the computation waits for, and releases those that it has left.
     fn switch_to(&mut self, unit: usize) -> Result<()> {
-        let (left, kept): (Vec<usize>, Vec<usize>) =
-            std::mem::take(&mut self.whole).into_iter().partition(|whole| self.has_left(*whole));
+        let (left, kept): (Vec<usize>, Vec<usize>) = std::mem::take(&mut self.whole)
+            .into_iter()
+            .partition(|whole| self.has_left(*whole));
         self.whole = kept;
         // Release their memory before new memory is gathered.
         for left in left {
@@ -104,12 +111,13 @@ impl Watch {
         Ok(())
     }
 
-    /// Returns `true` if the computation, which now waits for another unit, no longer uses this one.
+    /// Returns `true` if the computation, which now waits for another unit, no longer uses this
+    /// one.
     ///
-    /// One operation may read parameters of both units: it holds locks of this unit while it waits for the other.
-    /// Withholding this unit now would be a deadlock, so it stays gathered until the computation waits for a further
-    /// unit. The answer is the same on all ranks, because while the computation waits, the only locks held are those of
-    /// the waiting operation.
+    /// One operation may read parameters of both units: it holds locks of this unit while it waits
+    /// for the other. Withholding this unit now would be a deadlock, so it stays gathered until the
+    /// computation waits for a further unit. The answer is the same on all ranks, because while the
+    /// computation waits, the only locks held are those of the waiting operation.
     fn has_left(&self, unit: usize) -> bool {
         let WrappedUnit { handle, withheld } = &*self.units[unit];
         let is_released = self.phase == Phase::Backward || handle.reshards_after_forward();

@@ -4,7 +4,9 @@ use candle_core::{Device, Tensor, Var};
 use candle_nn::{Linear, Module, linear};
 use fsdp_comm::{Operation, ProcessGroup, run_local};
 use fsdp_layout::DeviceMesh;
-use fsdp_nn::{BackwardPrefetch, FsdpConfig, FullyShardedDataParallel, NnError, Scope, ShardingStrategy, Unit};
+use fsdp_nn::{
+    BackwardPrefetch, FsdpConfig, FullyShardedDataParallel, NnError, Scope, ShardingStrategy, Unit,
+};
 
 type Model = FullyShardedDataParallel<(Unit<Linear>, Linear)>;
 
@@ -13,9 +15,17 @@ const PARTS: usize = 3;
 fn model(group: &ProcessGroup, strategy: ShardingStrategy) -> Model {
     let world = group.world_size();
     let mesh = DeviceMesh::new(&[world / 2, 2], &["replicate", "shard"], world).unwrap();
-    let config = FsdpConfig { strategy, mesh: Some(mesh), seed: 2, ..FsdpConfig::default() };
+    let config = FsdpConfig {
+        strategy,
+        mesh: Some(mesh),
+        seed: 2,
+        ..FsdpConfig::default()
+    };
     let model = FullyShardedDataParallel::new(group.clone(), config, |scope| {
-        Ok((scope.pp("a").unit(|scope| linear(3, 5, scope.vb()))?, linear(5, 2, scope.vb().pp("b"))?))
+        Ok((
+            scope.pp("a").unit(|scope| linear(3, 5, scope.vb()))?,
+            linear(5, 2, scope.vb().pp("b"))?,
+        ))
     });
     model.unwrap()
 }
@@ -23,11 +33,16 @@ fn model(group: &ProcessGroup, strategy: ShardingStrategy) -> Model {
 /// Backward of a part. The second part does not use the unit.
 fn backward(model: &Model, part: usize) {
     let seed = model.group().rank() * PARTS + part;
-    let x: Vec<f32> = (0..15).map(|i| ((i * 7 + seed * 4) % 13) as f32 / 6.0 - 1.0).collect();
+    let x: Vec<f32> = (0..15)
+        .map(|i| ((i * 7 + seed * 4) % 13) as f32 / 6.0 - 1.0)
+        .collect();
     let x = Tensor::from_vec(x, (3, 5), &Device::Cpu).unwrap();
     let loss = model.forward(|(unit, head)| match part {
         1 => head.forward(&x)?.sqr()?.mean_all(),
-        _ => head.forward(&unit.forward(&x.narrow(1, 0, 3)?.contiguous()?)?.tanh()?)?.sqr()?.mean_all(),
+        _ => head
+            .forward(&unit.forward(&x.narrow(1, 0, 3)?.contiguous()?)?.tanh()?)?
+            .sqr()?
+            .mean_all(),
     });
     model.backward(&loss.unwrap()).unwrap();
 }
@@ -37,7 +52,14 @@ fn gradients(model: &Model) -> Option<Vec<f32>> {
     let mut all = Vec::new();
     for fqn in parameters.fqns() {
         for shard in parameters.gradient(fqn).unwrap()?.shards() {
-            all.extend(shard.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+            all.extend(
+                shard
+                    .tensor
+                    .flatten_all()
+                    .unwrap()
+                    .to_vec1::<f32>()
+                    .unwrap(),
+            );
         }
     }
     Some(all)
@@ -79,7 +101,11 @@ fn no_sync_and_its_switch_are_one_thing() {
 
 #[test]
 fn replicas_reduce_once_for_several_backwards() {
-    for strategy in [ShardingStrategy::HybridShard, ShardingStrategy::NoShard, ShardingStrategy::FullShard] {
+    for strategy in [
+        ShardingStrategy::HybridShard,
+        ShardingStrategy::NoShard,
+        ShardingStrategy::FullShard,
+    ] {
         run_local(4, |group| {
             let each = model(&group, strategy);
             (0..PARTS).for_each(|part| backward(&each, part));
@@ -97,7 +123,10 @@ fn replicas_reduce_once_for_several_backwards() {
             backward(&last, 2);
             let (found, expected) = (gradients(&last).unwrap(), gradients(&each).unwrap());
             for (found, expected) in found.iter().zip(&expected) {
-                assert!((found - expected).abs() < 1e-6, "{strategy}: {found} is not {expected}");
+                assert!(
+                    (found - expected).abs() < 1e-6,
+                    "{strategy}: {found} is not {expected}"
+                );
             }
             for fqn in last.parameters().fqns() {
                 assert!(last.parameters().has_gradient(fqn).unwrap(), "{fqn}");
@@ -135,14 +164,26 @@ fn a_unit_that_ranks_come_to_in_different_backwards_is_reduced_once() {
         let build = |scope: &Scope| scope.pp("a").unit(|scope| linear(3, 2, scope.vb()));
         let model = FullyShardedDataParallel::new(group.clone(), config, build).unwrap();
         let backward = |uses_unit: bool, scale: f64| {
-            let x = Var::from_tensor(&Tensor::full(scale as f32, (2, 3), &Device::Cpu).unwrap()).unwrap();
-            let loss = model.forward(|unit| if uses_unit { unit.forward(&x)?.sum_all() } else { x.sum_all() });
+            let x = Var::from_tensor(&Tensor::full(scale as f32, (2, 3), &Device::Cpu).unwrap())
+                .unwrap();
+            let loss = model.forward(|unit| {
+                if uses_unit {
+                    unit.forward(&x)?.sum_all()
+                } else {
+                    x.sum_all()
+                }
+            });
             model.backward(&loss.unwrap()).unwrap();
         };
         // The gradient of each element of the weight is twice the scale, over two ranks.
         let found = |expected: f32| {
             let gradient = model.parameters().gradient("a.weight").unwrap().unwrap();
-            let values = gradient.shards()[0].tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let values = gradient.shards()[0]
+                .tensor
+                .flatten_all()
+                .unwrap()
+                .to_vec1::<f32>()
+                .unwrap();
             assert_eq!(values, [expected; 6]);
         };
         let is_first = group.rank() == 0;

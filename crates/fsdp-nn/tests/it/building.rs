@@ -1,4 +1,5 @@
-//! A model that cannot be sharded is refused while it is built, with an error that names what is wrong with it.
+//! A model that cannot be sharded is refused while it is built, with an error that names what is
+//! wrong with it.
 
 use std::sync::Mutex;
 
@@ -16,10 +17,15 @@ fn new<M>(
 }
 
 /// The error of a build on every rank.
-fn errors<M>(world: usize, build: impl Fn(&Scope, usize) -> candle_core::Result<M> + Sync) -> Vec<String> {
+fn errors<M>(
+    world: usize,
+    build: impl Fn(&Scope, usize) -> candle_core::Result<M> + Sync,
+) -> Vec<String> {
     run_local(world, |group| {
         let rank = group.rank();
-        new(&group, FsdpConfig::default(), |scope| build(scope, rank)).err().unwrap()
+        new(&group, FsdpConfig::default(), |scope| build(scope, rank))
+            .err()
+            .unwrap()
     })
     .unwrap()
 }
@@ -39,9 +45,17 @@ fn a_chain_of_ties_is_a_tie_to_the_parameter_at_its_end() {
         .unwrap();
         let parameters = model.parameters();
         assert_eq!(parameters.fqns().collect::<Vec<_>>(), ["c"]);
-        assert_eq!((parameters.canonical_fqn("a"), parameters.canonical_fqn("b")), ("c", "c"));
-        let values = model.forward(|(a, b, c)| Ok(vec![a.clone(), b.clone(), c.clone()])).unwrap();
-        let values: Vec<Vec<f32>> = values.iter().map(|value| value.to_vec1().unwrap()).collect();
+        assert_eq!(
+            (parameters.canonical_fqn("a"), parameters.canonical_fqn("b")),
+            ("c", "c")
+        );
+        let values = model
+            .forward(|(a, b, c)| Ok(vec![a.clone(), b.clone(), c.clone()]))
+            .unwrap();
+        let values: Vec<Vec<f32>> = values
+            .iter()
+            .map(|value| value.to_vec1().unwrap())
+            .collect();
         assert_eq!((&values[0], &values[1]), (&values[2], &values[2]));
     })
     .unwrap();
@@ -54,7 +68,10 @@ fn a_tie_that_comes_after_its_alias_is_refused_with_both_names() {
         scope.tie("alias", "weight");
         Ok((alias, get(scope, "weight")?))
     }) {
-        assert!(error.contains("`alias`") && error.contains("`weight`"), "{error}");
+        assert!(
+            error.contains("`alias`") && error.contains("`weight`"),
+            "{error}"
+        );
     }
 }
 
@@ -76,7 +93,10 @@ fn an_alias_that_is_tied_twice_is_refused() {
         scope.tie("a", "c");
         Ok((get(scope, "b")?, get(scope, "c")?))
     }) {
-        assert!(error.contains("`a`") && error.contains("`b`") && error.contains("`c`"), "{error}");
+        assert!(
+            error.contains("`a`") && error.contains("`b`") && error.contains("`c`"),
+            "{error}"
+        );
     }
 }
 
@@ -103,7 +123,10 @@ fn units_of_one_scope_need_the_models_own_parameters() {
         Ok((unit("first")?, unit("second")?))
     };
     run_local(2, |group| {
-        let flat = FsdpConfig { use_orig_params: false, ..FsdpConfig::default() };
+        let flat = FsdpConfig {
+            use_orig_params: false,
+            ..FsdpConfig::default()
+        };
         let error = new(&group, flat, build).err().unwrap();
         assert!(error.contains("`block`"), "{error}");
         let model = new(&group, FsdpConfig::default(), build).unwrap();
@@ -117,22 +140,34 @@ fn ranks_that_build_different_models_are_told_the_first_difference() {
     // Two layers of one size, declared in another order by one rank.
     for error in errors(3, |scope, rank| {
         let names = if rank == 1 { ["x", "y"] } else { ["y", "x"] };
-        names.map(|name| linear(4, 4, scope.pp(name).vb())).into_iter().collect::<candle_core::Result<Vec<_>>>()
+        names
+            .map(|name| linear(4, 4, scope.pp(name).vb()))
+            .into_iter()
+            .collect::<candle_core::Result<Vec<_>>>()
     }) {
-        assert!(error.contains("`x.weight`") && error.contains("`y.weight`") && error.contains('1'), "{error}");
+        assert!(
+            error.contains("`x.weight`") && error.contains("`y.weight`") && error.contains('1'),
+            "{error}"
+        );
     }
     // Another shape, and another dtype.
     for error in errors(3, |scope, rank| {
         get(scope, "same")?;
         scope.vb().get(if rank == 2 { 5 } else { 4 }, "other")
     }) {
-        assert!(error.contains("`other`") && error.contains("rank 2 has") && !error.contains("`same`"), "{error}");
+        assert!(
+            error.contains("`other`") && error.contains("rank 2 has") && !error.contains("`same`"),
+            "{error}"
+        );
     }
     for error in errors(2, |scope, rank| {
         let dtype = if rank == 1 { DType::F64 } else { DType::F32 };
         scope.vb().set_dtype(dtype).get(4, "weight")
     }) {
-        assert!(error.contains("`weight`") && error.contains("rank 1 has") && error.contains("f64"), "{error}");
+        assert!(
+            error.contains("`weight`") && error.contains("rank 1 has") && error.contains("f64"),
+            "{error}"
+        );
     }
     // Another unit structure, with the same names and shapes.
     for error in errors(2, |scope, rank| {
@@ -140,7 +175,8 @@ fn ranks_that_build_different_models_are_told_the_first_difference() {
         if rank == 0 {
             linear(4, 4, x.vb())
         } else {
-            x.unit(|scope| linear(4, 4, scope.vb())).map(|_| linear(4, 4, scope.pp("x").vb()))?
+            x.unit(|scope| linear(4, 4, scope.vb()))
+                .map(|_| linear(4, 4, scope.pp("x").vb()))?
         }
     }) {
         assert!(error.contains("unit"), "{error}");
@@ -152,16 +188,50 @@ fn ranks_with_different_options_are_told_the_first_difference() {
     let build = |scope: &Scope| linear(4, 4, scope.vb());
     let different = run_local(2, |group| {
         let rank = group.rank();
-        let strategy = if rank == 0 { ShardingStrategy::FullShard } else { ShardingStrategy::ShardGradOp };
-        let by_strategy = new(&group, FsdpConfig { strategy, ..FsdpConfig::default() }, build).err().unwrap();
-        let by_seed = new(&group, FsdpConfig { seed: rank as u64, ..FsdpConfig::default() }, build).err().unwrap();
+        let strategy = if rank == 0 {
+            ShardingStrategy::FullShard
+        } else {
+            ShardingStrategy::ShardGradOp
+        };
+        let by_strategy = new(
+            &group,
+            FsdpConfig {
+                strategy,
+                ..FsdpConfig::default()
+            },
+            build,
+        )
+        .err()
+        .unwrap();
+        let by_seed = new(
+            &group,
+            FsdpConfig {
+                seed: rank as u64,
+                ..FsdpConfig::default()
+            },
+            build,
+        )
+        .err()
+        .unwrap();
         let requires_grad = std::sync::Arc::new(move |fqn: &str| rank == 0 || fqn != "bias");
-        let by_grad = new(&group, FsdpConfig { requires_grad, ..FsdpConfig::default() }, build).err().unwrap();
+        let by_grad = new(
+            &group,
+            FsdpConfig {
+                requires_grad,
+                ..FsdpConfig::default()
+            },
+            build,
+        )
+        .err()
+        .unwrap();
         (by_strategy, by_seed, by_grad)
     })
     .unwrap();
     for (by_strategy, by_seed, by_grad) in different {
-        assert!(by_strategy.contains("full-shard") && by_strategy.contains("shard-grad-op"), "{by_strategy}");
+        assert!(
+            by_strategy.contains("full-shard") && by_strategy.contains("shard-grad-op"),
+            "{by_strategy}"
+        );
         assert!(by_seed.contains("seed"), "{by_seed}");
         assert!(by_grad.contains("`bias`"), "{by_grad}");
     }
@@ -183,27 +253,42 @@ fn a_rank_that_cannot_build_the_model_is_every_ranks_error() {
 fn ranks_that_run_different_units_of_one_size_are_told_so() {
     let errors = run_local(2, |group| {
         let model = new(&group, FsdpConfig::default(), |scope| {
-            ["x", "y"].map(|name| scope.pp(name).unit(|scope| linear(4, 4, scope.vb()))).into_iter().collect()
+            ["x", "y"]
+                .map(|name| scope.pp(name).unit(|scope| linear(4, 4, scope.vb())))
+                .into_iter()
+                .collect()
         });
         let model: FullyShardedDataParallel<Vec<Unit<Linear>>> = model.unwrap();
         let x = Tensor::ones((1, 4), DType::F32, &Device::Cpu).unwrap();
         let rank = model.group().rank();
-        model.forward(|units| units[rank].forward(&x)).unwrap_err().to_string()
+        model
+            .forward(|units| units[rank].forward(&x))
+            .unwrap_err()
+            .to_string()
     })
     .unwrap();
     for error in errors {
-        assert!(error.contains("`unit x`") && error.contains("`unit y`"), "{error}");
+        assert!(
+            error.contains("`unit x`") && error.contains("`unit y`"),
+            "{error}"
+        );
     }
 }
 
 #[test]
 fn a_parameter_of_two_units_is_refused_where_it_is_asked_for_again() {
     for error in errors(2, |scope, _| {
-        let shared = |name: &str| scope.pp(name).unit(|_| linear_no_bias(4, 4, scope.pp("shared").vb()));
+        let shared = |name: &str| {
+            scope
+                .pp(name)
+                .unit(|_| linear_no_bias(4, 4, scope.pp("shared").vb()))
+        };
         Ok((shared("first")?, shared("second")?))
     }) {
         assert!(
-            error.contains("`shared.weight`") && error.contains("`first`") && error.contains("`second`"),
+            error.contains("`shared.weight`")
+                && error.contains("`first`")
+                && error.contains("`second`"),
             "{error}"
         );
     }
@@ -214,7 +299,10 @@ fn a_parameter_of_two_units_is_refused_where_it_is_asked_for_again() {
             let outer = scope.pp("outer").unit(|outer| {
                 let own = linear_no_bias(4, 4, outer.pp("own").vb())?;
                 let inner = outer.pp("inner").unit(|_| {
-                    Ok((linear_no_bias(4, 4, outer.pp("own").vb())?, linear_no_bias(4, 4, scope.pp("root").vb())?))
+                    Ok((
+                        linear_no_bias(4, 4, outer.pp("own").vb())?,
+                        linear_no_bias(4, 4, scope.pp("root").vb())?,
+                    ))
                 })?;
                 Ok((own, inner))
             })?;
@@ -246,17 +334,28 @@ fn a_parameter_that_is_asked_for_too_late_is_refused() {
 #[test]
 fn weights_that_are_computed_with_while_the_model_is_built_are_named_as_sharded() {
     for error in errors(2, |scope, _| get(scope, "weight")?.sqr()) {
-        assert!(error.contains("parameter `weight` is sharded here; ") && !error.contains("F4"), "{error}");
+        assert!(
+            error.contains("parameter `weight` is sharded here; ") && !error.contains("F4"),
+            "{error}"
+        );
     }
-    for error in errors(2, |scope, _| scope.vb().get((4, 2), "weight")?.t()?.contiguous()) {
-        assert!(error.contains("parameter `weight` is sharded here; ") && !error.contains("F4"), "{error}");
+    for error in errors(2, |scope, _| {
+        scope.vb().get((4, 2), "weight")?.t()?.contiguous()
+    }) {
+        assert!(
+            error.contains("parameter `weight` is sharded here; ") && !error.contains("F4"),
+            "{error}"
+        );
     }
     // As weight norm does: one of the two.
     for error in errors(2, |scope, _| {
         let (g, v) = (get(scope, "weight_g")?, get(scope, "weight_v")?);
         v.sqr()?.broadcast_mul(&g)
     }) {
-        assert!(error.contains("parameter `weight_v` or `weight_g` is sharded here; "), "{error}");
+        assert!(
+            error.contains("parameter `weight_v` or `weight_g` is sharded here; "),
+            "{error}"
+        );
     }
 }
 
@@ -274,11 +373,26 @@ fn a_weight_of_another_unit_is_named_as_sharded() {
             Ok((first, second, kept.into_inner().unwrap().unwrap()))
         })
         .unwrap();
-        let error = model.forward(|(_, second, kept)| second.run(|weight| weight + kept)).unwrap_err().to_string();
-        assert!(error.contains("parameter `first.weight` is sharded here; "), "{error}");
-        assert!(error.contains("`first`") && error.contains("sharded") && !error.contains("F4"), "{error}");
-        let error = model.forward(|(_, _, kept)| kept.sqr()).unwrap_err().to_string();
-        assert!(error.contains("`first`") && error.contains("sharded") && !error.contains("F4"), "{error}");
+        let error = model
+            .forward(|(_, second, kept)| second.run(|weight| weight + kept))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("parameter `first.weight` is sharded here; "),
+            "{error}"
+        );
+        assert!(
+            error.contains("`first`") && error.contains("sharded") && !error.contains("F4"),
+            "{error}"
+        );
+        let error = model
+            .forward(|(_, _, kept)| kept.sqr())
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("`first`") && error.contains("sharded") && !error.contains("F4"),
+            "{error}"
+        );
     })
     .unwrap();
 }

@@ -1,16 +1,20 @@
-//! Optimizers that need more than elements: Muon's matrices, the modes of schedule-free AdamW, and averages of weights.
+//! Optimizers that need more than elements: Muon's matrices, the modes of schedule-free AdamW, and
+//! averages of weights.
 
 use candle_core::{Device, Tensor};
 use fsdp_comm::{Operation, ProcessGroup, run_local};
 use fsdp_layout::{DeviceMesh, PlainValue};
 use fsdp_nn::algorithm::{
-    AdafactorOptions, AdamOptions, Algorithm, AlgorithmError, MuonAdjust, MuonOptions, ScheduleFreeOptions, SgdOptions,
+    AdafactorOptions, AdamOptions, Algorithm, AlgorithmError, MuonAdjust, MuonOptions,
+    ScheduleFreeOptions, SgdOptions,
 };
 use fsdp_nn::torch::{
-    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict,
+    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict,
+    set_optimizer_state_dict,
 };
 use fsdp_nn::{
-    AveragedModel, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ParamGroup, ShardingStrategy, Unit,
+    AveragedModel, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ParamGroup,
+    ShardingStrategy, Unit,
 };
 use serde_json::Value;
 
@@ -22,11 +26,25 @@ const SHAPES: [[usize; 2]; 4] = [[6, 4], [4, 7], [1, 3], [5, 5]];
 fn model(group: &ProcessGroup, config: FsdpConfig) -> Model {
     let world = group.world_size();
     let replicas = if world.is_multiple_of(2) { 2 } else { 1 };
-    let mesh = DeviceMesh::new(&[replicas, world / replicas], &["replicate", "shard"], world).unwrap();
-    let config = FsdpConfig { mesh: Some(mesh), ..config };
+    let mesh = DeviceMesh::new(
+        &[replicas, world / replicas],
+        &["replicate", "shard"],
+        world,
+    )
+    .unwrap();
+    let config = FsdpConfig {
+        mesh: Some(mesh),
+        ..config
+    };
     let model = FullyShardedDataParallel::new(group.clone(), config, |scope| {
-        let unit = |i: usize| scope.pp(i).unit(|scope| scope.vb().get((SHAPES[i][0], SHAPES[i][1]), "weight"));
-        let units = (0..SHAPES.len() - 1).map(unit).collect::<candle_core::Result<_>>()?;
+        let unit = |i: usize| {
+            scope
+                .pp(i)
+                .unit(|scope| scope.vb().get((SHAPES[i][0], SHAPES[i][1]), "weight"))
+        };
+        let units = (0..SHAPES.len() - 1)
+            .map(unit)
+            .collect::<candle_core::Result<_>>()?;
         Ok((units, scope.vb().get((5, 5), "last")?))
     });
     let model: Model = model.unwrap();
@@ -39,7 +57,10 @@ fn model(group: &ProcessGroup, config: FsdpConfig) -> Model {
 }
 
 fn names() -> Vec<String> {
-    (0..SHAPES.len() - 1).map(|i| format!("{i}.weight")).chain(["last".to_owned()]).collect()
+    (0..SHAPES.len() - 1)
+        .map(|i| format!("{i}.weight"))
+        .chain(["last".to_owned()])
+        .collect()
 }
 
 /// The numbers that `values` in `matrices.py` makes.
@@ -73,11 +94,17 @@ fn step(model: &Model, optimizer: &mut Optimizer, number: u32) {
 
 fn values(model: &Model) -> Vec<Vec<f32>> {
     let whole = model.parameters().summon_full_params().unwrap();
-    whole.iter().map(|(_, tensor)| tensor.flatten_all().unwrap().to_vec1().unwrap()).collect()
+    whole
+        .iter()
+        .map(|(_, tensor)| tensor.flatten_all().unwrap().to_vec1().unwrap())
+        .collect()
 }
 
 fn muon(lr: f64) -> Algorithm {
-    Algorithm::Muon(MuonOptions { lr, ..MuonOptions::default() })
+    Algorithm::Muon(MuonOptions {
+        lr,
+        ..MuonOptions::default()
+    })
 }
 
 /// The optimizer that a torch call with these keyword arguments makes.
@@ -86,7 +113,12 @@ fn with_options(optimizer: &str, options: &Value) -> Algorithm {
         "Muon" => Algorithm::Muon(MuonOptions::default()),
         _ => Algorithm::Adafactor(AdafactorOptions::default()),
     };
-    let group: Vec<_> = options.as_object().unwrap().iter().map(|(key, value)| (key.clone(), plain(value))).collect();
+    let group: Vec<_> = options
+        .as_object()
+        .unwrap()
+        .iter()
+        .map(|(key, value)| (key.clone(), plain(value)))
+        .collect();
     default.with_group(&group).unwrap().algorithm
 }
 
@@ -95,16 +127,25 @@ fn plain(value: &Value) -> PlainValue {
         Value::Bool(value) => PlainValue::Bool(*value),
         Value::String(value) => PlainValue::from(value.clone()),
         Value::Array(items) => PlainValue::List(items.iter().map(plain).collect()),
-        value => value.as_i64().map_or_else(|| PlainValue::Float(value.as_f64().unwrap()), PlainValue::Int),
+        value => value.as_i64().map_or_else(
+            || PlainValue::Float(value.as_f64().unwrap()),
+            PlainValue::Int,
+        ),
     }
 }
 
 fn floats(value: &Value) -> Vec<f64> {
-    value.as_array().unwrap().iter().map(|value| value.as_f64().unwrap()).collect()
+    value
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|value| value.as_f64().unwrap())
+        .collect()
 }
 
-/// The largest difference of Muon's parameters from torch's: the elements of a direction are at most about 1, where
-/// `bf16` has a unit of 1/256, and a few of these roundings add up in each of three steps.
+/// The largest difference of Muon's parameters from torch's: the elements of a direction are at
+/// most about 1, where `bf16` has a unit of 1/256, and a few of these roundings add up in each of
+/// three steps.
 fn muon_tolerance(muon: &MuonOptions, shape: &[usize]) -> f64 {
     let scale = match muon.adjust_lr_fn {
         Some(MuonAdjust::MatchRmsAdamw) => 0.2 * (shape[0].max(shape[1]) as f64).sqrt(),
@@ -119,18 +160,24 @@ fn muon_and_adafactor_step_as_torchs_but_for_roundings() {
     for world in [1, 2] {
         run_local(world, |group| {
             for case in goldens["cases"].as_array().unwrap() {
-                let shape: Vec<usize> = floats(&case["shape"]).into_iter().map(|size| size as usize).collect();
+                let shape: Vec<usize> = floats(&case["shape"])
+                    .into_iter()
+                    .map(|size| size as usize)
+                    .collect();
                 let algorithm = with_options(case["optimizer"].as_str().unwrap(), &case["options"]);
-                let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
-                    scope.vb().get(shape.as_slice(), "w")
-                });
+                let model =
+                    FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+                        scope.vb().get(shape.as_slice(), "w")
+                    });
                 let model = model.unwrap();
                 let mut whole = model.parameters().summon_full_params().unwrap();
                 whole.set("w", matrix(1, &shape)).unwrap();
                 whole.write_back().unwrap();
                 let mut optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
                 for number in 0..case["steps"].as_u64().unwrap() as u32 {
-                    let loss = model.forward(|w| (w * matrix(100 + number, &shape))?.sum_all()).unwrap();
+                    let loss = model
+                        .forward(|w| (w * matrix(100 + number, &shape))?.sum_all())
+                        .unwrap();
                     model.backward(&loss).unwrap();
                     optimizer.step().unwrap();
                     model.parameters().zero_grad();
@@ -140,13 +187,40 @@ fn muon_and_adafactor_step_as_torchs_but_for_roundings() {
                     Algorithm::Muon(muon) => muon_tolerance(muon, &shape),
                     _ => 1e-5,
                 };
-                let found = model.parameters().summon_full_params().unwrap().get("w").unwrap().flatten_all().unwrap();
-                for (found, expected) in found.to_vec1::<f32>().unwrap().iter().zip(floats(&case["param"])) {
-                    assert!((f64::from(*found) - expected).abs() < within, "{what}: {found} is not {expected}");
+                let found = model
+                    .parameters()
+                    .summon_full_params()
+                    .unwrap()
+                    .get("w")
+                    .unwrap()
+                    .flatten_all()
+                    .unwrap();
+                for (found, expected) in found
+                    .to_vec1::<f32>()
+                    .unwrap()
+                    .iter()
+                    .zip(floats(&case["param"]))
+                {
+                    assert!(
+                        (f64::from(*found) - expected).abs() < within,
+                        "{what}: {found} is not {expected}"
+                    );
                 }
-                let options = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
-                let state = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options).unwrap();
-                let state = state.get("state").unwrap().as_dict().unwrap().get("w").unwrap().as_dict().unwrap();
+                let options = StateDictOptions {
+                    full_state_dict: true,
+                    ..StateDictOptions::default()
+                };
+                let state =
+                    get_optimizer_state_dict(model.parameters(), &[&optimizer], &options).unwrap();
+                let state = state
+                    .get("state")
+                    .unwrap()
+                    .as_dict()
+                    .unwrap()
+                    .get("w")
+                    .unwrap()
+                    .as_dict()
+                    .unwrap();
                 let golden = case["state"].as_object().unwrap();
                 let sorted = |keys: Vec<&str>| {
                     let mut keys = keys;
@@ -186,14 +260,24 @@ fn muon_and_adafactor_have_the_bits_of_one_rank_on_any_number_in_any_layout() {
         assert!(values.iter().all(|other| other == &values[0]));
         values.remove(0)
     };
-    let adafactor = Algorithm::Adafactor(AdafactorOptions { lr: 0.1, ..AdafactorOptions::default() });
+    let adafactor = Algorithm::Adafactor(AdafactorOptions {
+        lr: 0.1,
+        ..AdafactorOptions::default()
+    });
     for (algorithm, layouts) in [(muon(0.05), [true, false].as_slice()), (adafactor, &[true])] {
         let expected = train(1, FsdpConfig::default(), &algorithm);
         for world in [2, 4] {
             for strategy in ShardingStrategy::ALL {
                 for &use_orig_params in layouts {
-                    let config = FsdpConfig { strategy, use_orig_params, ..FsdpConfig::default() };
-                    let what = format!("{} {strategy} on {world}, {use_orig_params}", algorithm.name());
+                    let config = FsdpConfig {
+                        strategy,
+                        use_orig_params,
+                        ..FsdpConfig::default()
+                    };
+                    let what = format!(
+                        "{} {strategy} on {world}, {use_orig_params}",
+                        algorithm.name()
+                    );
                     assert_eq!(train(world, config, &algorithm), expected, "{what}");
                 }
             }
@@ -209,38 +293,75 @@ fn muon_exchanges_twice_a_step_and_what_does_not_suit_an_optimizer_is_refused() 
         backward(&model, 0);
         let before = group.traffic();
         optimizer.step().unwrap();
-        assert_eq!(group.traffic().since(&before).count(Operation::AllToAllUneven), 2);
+        assert_eq!(
+            group
+                .traffic()
+                .since(&before)
+                .count(Operation::AllToAllUneven),
+            2
+        );
         let flat = FullyShardedDataParallel::new(
             group.clone(),
-            FsdpConfig { use_orig_params: false, ..FsdpConfig::default() },
+            FsdpConfig {
+                use_orig_params: false,
+                ..FsdpConfig::default()
+            },
             |scope| scope.vb().get((2, 3), "w"),
         );
         let adafactor = Algorithm::Adafactor(AdafactorOptions::default());
         let error = Optimizer::new(flat.unwrap().parameters(), adafactor).unwrap_err();
-        assert!(matches!(error, NnError::Algorithm(AlgorithmError::FlatParameters { .. })), "{error}");
-        let vector = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| scope.vb().get(3, "bias"));
+        assert!(
+            matches!(
+                error,
+                NnError::Algorithm(AlgorithmError::FlatParameters { .. })
+            ),
+            "{error}"
+        );
+        let vector = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| {
+            scope.vb().get(3, "bias")
+        });
         let error = Optimizer::new(vector.unwrap().parameters(), muon(0.05)).unwrap_err();
-        assert!(matches!(error, NnError::Algorithm(AlgorithmError::NotAMatrix { .. })), "{error}");
+        assert!(
+            matches!(error, NnError::Algorithm(AlgorithmError::NotAMatrix { .. })),
+            "{error}"
+        );
     })
     .unwrap();
 }
 
 #[test]
 fn state_goes_on_at_another_number_of_ranks_with_the_bits_of_a_run_that_never_stopped() {
-    let free = ScheduleFreeOptions { lr: 0.05, warmup_steps: 4, weight_decay: 0.1, ..ScheduleFreeOptions::default() };
-    let adafactor = Algorithm::Adafactor(AdafactorOptions { lr: 0.1, ..AdafactorOptions::default() });
+    let free = ScheduleFreeOptions {
+        lr: 0.05,
+        warmup_steps: 4,
+        weight_decay: 0.1,
+        ..ScheduleFreeOptions::default()
+    };
+    let adafactor = Algorithm::Adafactor(AdafactorOptions {
+        lr: 0.1,
+        ..AdafactorOptions::default()
+    });
     for algorithm in [muon(0.05), adafactor, Algorithm::ScheduleFreeAdamW(free)] {
         let begin = |group: &ProcessGroup| {
             let model = model(group, FsdpConfig::default());
             let groups = vec![
                 ParamGroup::new(algorithm.clone(), &names()[..3]),
-                ParamGroup::new(Algorithm::AdamW(AdamOptions { lr: 0.01, ..AdamOptions::adamw() }), ["last"]),
+                ParamGroup::new(
+                    Algorithm::AdamW(AdamOptions {
+                        lr: 0.01,
+                        ..AdamOptions::adamw()
+                    }),
+                    ["last"],
+                ),
             ];
             let mut optimizer = Optimizer::with_groups(model.parameters(), groups).unwrap();
             optimizer.train().unwrap();
             (model, optimizer)
         };
-        let options = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
+        let options = StateDictOptions {
+            full_state_dict: true,
+            ..StateDictOptions::default()
+        };
         let whole = run_local(1, |group| {
             let (model, mut optimizer) = begin(&group);
             (0..5).for_each(|number| step(&model, &mut optimizer, number));
@@ -258,7 +379,8 @@ fn state_goes_on_at_another_number_of_ranks_with_the_bits_of_a_run_that_never_st
                         Some((fqn, entries))
                     })
                     .collect();
-                let state = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options).unwrap();
+                let state =
+                    get_optimizer_state_dict(model.parameters(), &[&optimizer], &options).unwrap();
                 (values(&model), state, entries)
             })
             .unwrap();
@@ -267,19 +389,36 @@ fn state_goes_on_at_another_number_of_ranks_with_the_bits_of_a_run_that_never_st
                 let (model, mut optimizer) = begin(&group);
                 let mut target = model.parameters().summon_full_params().unwrap();
                 for ((fqn, shape), weights) in names().iter().zip(SHAPES).zip(&weights) {
-                    let tensor = Tensor::from_slice(weights, (shape[0], shape[1]), &Device::Cpu).unwrap();
+                    let tensor =
+                        Tensor::from_slice(weights, (shape[0], shape[1]), &Device::Cpu).unwrap();
                     target.set(fqn, tensor).unwrap();
                 }
                 target.write_back().unwrap();
-                set_optimizer_state_dict(&state, model.parameters(), &mut [&mut optimizer], &options).unwrap();
+                set_optimizer_state_dict(
+                    &state,
+                    model.parameters(),
+                    &mut [&mut optimizer],
+                    &options,
+                )
+                .unwrap();
                 for (fqn, names) in &entries {
                     let found = optimizer.state_of(fqn).unwrap().unwrap();
-                    assert!(found.keys().eq(names), "{} has {:?}, not {names:?}", algorithm.name(), found.keys());
+                    assert!(
+                        found.keys().eq(names),
+                        "{} has {:?}, not {names:?}",
+                        algorithm.name(),
+                        found.keys()
+                    );
                 }
                 (2..5).for_each(|number| step(&model, &mut optimizer, number));
                 values(&model)
             });
-            assert_eq!(found.unwrap()[0], whole, "{} from {first} to {then}", algorithm.name());
+            assert_eq!(
+                found.unwrap()[0],
+                whole,
+                "{} from {first} to {then}",
+                algorithm.name()
+            );
         }
     }
 }
@@ -293,15 +432,25 @@ fn in_order(model: &Model, algorithm: &Algorithm, one_group: bool, is_reversed: 
     let groups = if one_group {
         vec![ParamGroup::new(algorithm.clone(), names)]
     } else {
-        names.into_iter().map(|name| ParamGroup::new(algorithm.clone(), [name])).collect()
+        names
+            .into_iter()
+            .map(|name| ParamGroup::new(algorithm.clone(), [name]))
+            .collect()
     };
     Optimizer::with_groups(model.parameters(), groups).unwrap()
 }
 
-/// Matrices of one shape, and of shapes that have as many elements together, would be mixed without an error.
+/// Matrices of one shape, and of shapes that have as many elements together, would be mixed without
+/// an error.
 #[test]
 fn ranks_may_name_matrices_and_make_groups_in_different_orders() {
-    for algorithm in [muon(0.1), Algorithm::Adafactor(AdafactorOptions { lr: 0.1, ..AdafactorOptions::default() })] {
+    for algorithm in [
+        muon(0.1),
+        Algorithm::Adafactor(AdafactorOptions {
+            lr: 0.1,
+            ..AdafactorOptions::default()
+        }),
+    ] {
         let trained = |world: usize, one_group: bool, differ: bool| {
             let found = run_local(world, |group| {
                 let model = model(&group, FsdpConfig::default());
@@ -315,7 +464,12 @@ fn ranks_may_name_matrices_and_make_groups_in_different_orders() {
         for world in [2, 3, 4] {
             let expected = trained(world, true, false);
             for one_group in [true, false] {
-                assert_eq!(trained(world, one_group, true), expected, "{} on {world}, {one_group}", algorithm.name());
+                assert_eq!(
+                    trained(world, one_group, true),
+                    expected,
+                    "{} on {world}, {one_group}",
+                    algorithm.name()
+                );
             }
         }
     }
@@ -337,7 +491,11 @@ fn ranks_that_would_update_different_matrices_as_whole_ones_get_the_same_error()
             error
         })
         .unwrap();
-        assert!(errors[0].contains(algorithm.name()) && errors[0].contains("rank 1"), "{}", errors[0]);
+        assert!(
+            errors[0].contains(algorithm.name()) && errors[0].contains("rank 1"),
+            "{}",
+            errors[0]
+        );
         assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
     }
 }
@@ -346,11 +504,21 @@ fn ranks_that_would_update_different_matrices_as_whole_ones_get_the_same_error()
 fn schedule_free_parameters_are_the_average_in_eval_and_come_back_for_training() {
     run_local(2, |group| {
         let model = model(&group, FsdpConfig::default());
-        let free = ScheduleFreeOptions { lr: 0.1, ..ScheduleFreeOptions::default() };
-        let mut optimizer = Optimizer::new(model.parameters(), Algorithm::ScheduleFreeAdamW(free)).unwrap();
+        let free = ScheduleFreeOptions {
+            lr: 0.1,
+            ..ScheduleFreeOptions::default()
+        };
+        let mut optimizer =
+            Optimizer::new(model.parameters(), Algorithm::ScheduleFreeAdamW(free)).unwrap();
         backward(&model, 0);
         let error = optimizer.step().unwrap_err();
-        assert!(matches!(error, NnError::Algorithm(AlgorithmError::NotTraining { .. })), "{error}");
+        assert!(
+            matches!(
+                error,
+                NnError::Algorithm(AlgorithmError::NotTraining { .. })
+            ),
+            "{error}"
+        );
         assert!(optimizer.is_fresh());
         model.parameters().zero_grad();
         optimizer.train().unwrap();
@@ -360,14 +528,22 @@ fn schedule_free_parameters_are_the_average_in_eval_and_come_back_for_training()
         for number in 0..3 {
             step(&model, &mut optimizer, number);
             let state = |fqn: &str| optimizer.state_of(fqn).unwrap().unwrap();
-            assert_eq!(state("0.weight").keys().collect::<Vec<_>>(), ["z", "exp_avg_sq"]);
+            assert_eq!(
+                state("0.weight").keys().collect::<Vec<_>>(),
+                ["z", "exp_avg_sq"]
+            );
             // By the definition: the average of all z, each with the same weight here.
             sum += 1.0;
             let mut found = Vec::new();
             for fqn in names() {
                 let z = state(&fqn)["z"].as_sharded().unwrap().clone();
-                let shards = z.shards().iter().map(|shard| shard.tensor.flatten_all().unwrap());
-                let mine: Vec<f32> = shards.flat_map(|shard| shard.to_vec1::<f32>().unwrap()).collect();
+                let shards = z
+                    .shards()
+                    .iter()
+                    .map(|shard| shard.tensor.flatten_all().unwrap());
+                let mine: Vec<f32> = shards
+                    .flat_map(|shard| shard.to_vec1::<f32>().unwrap())
+                    .collect();
                 found.push(group.all_gather_object(&mine).unwrap().concat());
             }
             z = found;
@@ -396,7 +572,10 @@ fn an_average_of_weights_is_that_of_torch_and_its_state_comes_back() {
     for world in [1, 2, 3] {
         run_local(world, |group| {
             let model = model(&group, FsdpConfig::default());
-            let sgd = Algorithm::Sgd(SgdOptions { lr: 0.1, ..SgdOptions::default() });
+            let sgd = Algorithm::Sgd(SgdOptions {
+                lr: 0.1,
+                ..SgdOptions::default()
+            });
             let mut optimizer = Optimizer::new(model.parameters(), sgd).unwrap();
             let mut average = AveragedModel::new(model.parameters(), 0.75).unwrap();
             let mut expected = Vec::new();
@@ -407,7 +586,11 @@ fn an_average_of_weights_is_that_of_torch_and_its_state_comes_back() {
                 // torch: a copy first, then `average.lerp(weights, 1 - decay)`.
                 expected = match number {
                     0 => now,
-                    _ => expected.iter().zip(now).map(|(a, w): (&f32, f32)| a + 0.25 * (w - a)).collect(),
+                    _ => expected
+                        .iter()
+                        .zip(now)
+                        .map(|(a, w): (&f32, f32)| a + 0.25 * (w - a))
+                        .collect(),
                 };
             }
             let weights = values(&model);
@@ -424,17 +607,32 @@ fn an_average_of_weights_is_that_of_torch_and_its_state_comes_back() {
             let state = average.state_dict().unwrap();
             let keys: Vec<String> = state.keys().map(str::to_owned).collect();
             let modules = names().into_iter().map(|name| format!("module.{name}"));
-            assert_eq!(keys, ["n_averaged".to_owned()].into_iter().chain(modules).collect::<Vec<_>>());
+            assert_eq!(
+                keys,
+                ["n_averaged".to_owned()]
+                    .into_iter()
+                    .chain(modules)
+                    .collect::<Vec<_>>()
+            );
             let mut other = AveragedModel::new(model.parameters(), 0.75).unwrap();
             let mut part = state.clone();
             part.remove("module.last");
-            assert!(other.load_state_dict(&part).unwrap_err().to_string().contains("module.last"));
+            assert!(
+                other
+                    .load_state_dict(&part)
+                    .unwrap_err()
+                    .to_string()
+                    .contains("module.last")
+            );
             assert_eq!(other.n_averaged(), 0);
             other.load_state_dict(&state).unwrap();
             assert_eq!(other.n_averaged(), 4);
             other.swap().unwrap();
             assert_eq!(values(&model), of_average);
-            assert!(matches!(AveragedModel::new(model.parameters(), 1.5), Err(NnError::EmaDecay { .. })));
+            assert!(matches!(
+                AveragedModel::new(model.parameters(), 1.5),
+                Err(NnError::EmaDecay { .. })
+            ));
         })
         .unwrap();
     }
@@ -445,10 +643,14 @@ fn a_model_that_has_its_average_is_not_trained_or_loaded() {
     run_local(2, |group| {
         let model = model(&group, FsdpConfig::default());
         let parameters = model.parameters();
-        let free = ScheduleFreeOptions { lr: 0.1, ..ScheduleFreeOptions::default() };
+        let free = ScheduleFreeOptions {
+            lr: 0.1,
+            ..ScheduleFreeOptions::default()
+        };
         let mut optimizer = Optimizer::new(parameters, Algorithm::ScheduleFreeAdamW(free)).unwrap();
         optimizer.train().unwrap();
-        let [mut average, mut other] = [(); 2].map(|()| AveragedModel::new(parameters, 0.5).unwrap());
+        let [mut average, mut other] =
+            [(); 2].map(|()| AveragedModel::new(parameters, 0.5).unwrap());
         for number in 0..2 {
             step(&model, &mut optimizer, number);
             average.update().unwrap();
@@ -470,7 +672,10 @@ fn a_model_that_has_its_average_is_not_trained_or_loaded() {
             set_model_state_dict(&state, parameters, &options).map(drop),
         ] {
             let error = refused.unwrap_err();
-            assert!(error.to_string().contains("has the average of its weights"), "{error}");
+            assert!(
+                error.to_string().contains("has the average of its weights"),
+                "{error}"
+            );
         }
         assert_eq!(values(&model), of_average);
         average.swap().unwrap();
@@ -489,7 +694,13 @@ fn a_number_of_updates_that_none_can_be_is_refused() {
         let mut average = AveragedModel::new(model.parameters(), 0.5).unwrap();
         let mut state = average.state_dict().unwrap();
         state.insert("n_averaged", Tensor::new(-1i64, &Device::Cpu).unwrap());
-        assert!(average.load_state_dict(&state).unwrap_err().to_string().contains("n_averaged"));
+        assert!(
+            average
+                .load_state_dict(&state)
+                .unwrap_err()
+                .to_string()
+                .contains("n_averaged")
+        );
         state.insert("n_averaged", Tensor::new(i64::MAX, &Device::Cpu).unwrap());
         average.load_state_dict(&state).unwrap();
         average.update().unwrap();

@@ -1,4 +1,5 @@
-//! Collectives beside the computation: the same bits as without, in bounded memory, and nothing waits that need not.
+//! Collectives beside the computation: the same bits as without, in bounded memory, and nothing
+//! waits that need not.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Condvar, Mutex};
@@ -10,8 +11,8 @@ use fsdp_comm::{CommError, LocalRanks, Operation, ProcessGroup, SimulatedLink, r
 use fsdp_layout::DeviceMesh;
 use fsdp_nn::algorithm::AdamOptions;
 use fsdp_nn::{
-    Algorithm, BackwardPrefetch, CommHook, FsdpConfig, FullyShardedDataParallel, MixedPrecision, NnError, Optimizer,
-    Recomputed, Scope, ShardingStrategy, Unit,
+    Algorithm, BackwardPrefetch, CommHook, FsdpConfig, FullyShardedDataParallel, MixedPrecision,
+    NnError, Optimizer, Recomputed, Scope, ShardingStrategy, Unit,
 };
 
 const LAYERS: usize = 4;
@@ -25,7 +26,10 @@ struct Layer {
 impl Layer {
     fn new(scope: &Scope) -> candle_core::Result<Self> {
         let up = linear(WIDTH, 10, scope.vb().pp("up"))?;
-        Ok(Layer { up, down: linear(10, WIDTH, scope.vb().pp("down"))? })
+        Ok(Layer {
+            up,
+            down: linear(10, WIDTH, scope.vb().pp("down"))?,
+        })
     }
 }
 
@@ -76,11 +80,15 @@ impl Net {
         let block = |index: usize| {
             let scope = scope.pp("layers").pp(index);
             Ok(match units {
-                Units::Mixed if index.is_multiple_of(2) => {
-                    Block::Unit(scope.unit(|scope| Ok(Recomputed::when(false, Layer::new(scope)?)))?)
+                Units::Mixed if index.is_multiple_of(2) => Block::Unit(
+                    scope.unit(|scope| Ok(Recomputed::when(false, Layer::new(scope)?)))?,
+                ),
+                Units::Explicit => Block::Unit(
+                    scope.unit(|scope| Ok(Recomputed::when(false, Layer::new(scope)?)))?,
+                ),
+                Units::Recomputed => {
+                    Block::Unit(scope.unit(|scope| Ok(Recomputed::new(Layer::new(scope)?)))?)
                 }
-                Units::Explicit => Block::Unit(scope.unit(|scope| Ok(Recomputed::when(false, Layer::new(scope)?)))?),
-                Units::Recomputed => Block::Unit(scope.unit(|scope| Ok(Recomputed::new(Layer::new(scope)?)))?),
                 Units::RecomputedAround => Block::Around(Recomputed::new(scope.unit(Layer::new)?)),
                 Units::Wrapped | Units::Mixed => Block::Plain(Layer::new(&scope)?),
             })
@@ -94,21 +102,38 @@ impl Net {
 
     /// The loss of the layers that are not left out.
     fn loss(&self, x: &Tensor, left_out: &[usize]) -> candle_core::Result<Tensor> {
-        let mut h = self.embed.forward(&x.to_dtype(self.embed.weight().dtype())?)?;
-        for (_, block) in self.blocks.iter().enumerate().filter(|(index, _)| !left_out.contains(index)) {
+        let mut h = self
+            .embed
+            .forward(&x.to_dtype(self.embed.weight().dtype())?)?;
+        for (_, block) in self
+            .blocks
+            .iter()
+            .enumerate()
+            .filter(|(index, _)| !left_out.contains(index))
+        {
             h = block.forward(&h)?;
         }
-        self.head.forward(&h)?.to_dtype(DType::F32)?.sqr()?.mean_all()
+        self.head
+            .forward(&h)?
+            .to_dtype(DType::F32)?
+            .sqr()?
+            .mean_all()
     }
 }
 
 fn input(rank: usize, step: usize) -> Tensor {
-    let values: Vec<f32> = (0..12).map(|i| ((i * 7 + rank * 5 + step * 13) % 11) as f32 / 11.0 - 0.4).collect();
+    let values: Vec<f32> = (0..12)
+        .map(|i| ((i * 7 + rank * 5 + step * 13) % 11) as f32 / 11.0 - 0.4)
+        .collect();
     Tensor::from_vec(values, (4, 3), &Device::Cpu).unwrap()
 }
 
 fn model(group: &ProcessGroup, config: FsdpConfig, units: Units) -> FullyShardedDataParallel<Net> {
-    let config = if [Units::Wrapped, Units::Mixed].contains(&units) { config.wrap("layers.*") } else { config };
+    let config = if [Units::Wrapped, Units::Mixed].contains(&units) {
+        config.wrap("layers.*")
+    } else {
+        config
+    };
     FullyShardedDataParallel::new(group.clone(), config, |scope| Net::new(scope, units)).unwrap()
 }
 
@@ -123,15 +148,25 @@ struct Run {
 }
 
 /// Losses of some steps, and the bits of this rank's part of each parameter after them.
-fn train(model: &FullyShardedDataParallel<Net>, run: Run) -> Result<(Vec<u32>, Vec<Vec<u32>>), NnError> {
+fn train(
+    model: &FullyShardedDataParallel<Net>,
+    run: Run,
+) -> Result<(Vec<u32>, Vec<Vec<u32>>), NnError> {
     if let Some(hook) = run.hook {
         model.register_comm_hook(hook)?;
     }
-    let adamw = Algorithm::AdamW(AdamOptions { lr: 1e-2, ..AdamOptions::adamw() });
+    let adamw = Algorithm::AdamW(AdamOptions {
+        lr: 1e-2,
+        ..AdamOptions::adamw()
+    });
     let mut optimizer = Optimizer::new(model.parameters(), adamw)?;
     let mut losses = Vec::new();
     for step in 0..5 {
-        let left_out: &[usize] = if run.leaves_out { [&[][..], &[1], &[1], &[0, 3], &[]][step] } else { &[] };
+        let left_out: &[usize] = if run.leaves_out {
+            [&[][..], &[1], &[1], &[0, 3], &[]][step]
+        } else {
+            &[]
+        };
         for micro_batch in 0..=run.micro_batches {
             model.set_requires_gradient_sync(micro_batch == run.micro_batches);
             let x = input(model.group().rank(), step * 7 + micro_batch);
@@ -145,16 +180,38 @@ fn train(model: &FullyShardedDataParallel<Net>, run: Run) -> Result<(Vec<u32>, V
     let parameters = model.parameters();
     let piece = |fqn: &str| {
         let shards = parameters.parameter(fqn).unwrap().shards().to_vec();
-        let values = shards.iter().map(|shard| shard.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap());
-        values.collect::<Vec<_>>().concat().into_iter().map(f32::to_bits).collect()
+        let values = shards.iter().map(|shard| {
+            shard
+                .tensor
+                .flatten_all()
+                .unwrap()
+                .to_vec1::<f32>()
+                .unwrap()
+        });
+        values
+            .collect::<Vec<_>>()
+            .concat()
+            .into_iter()
+            .map(f32::to_bits)
+            .collect()
     };
     Ok((losses, parameters.fqns().map(piece).collect()))
 }
 
 fn config(world: usize, strategy: ShardingStrategy) -> FsdpConfig {
     let replicas = if world.is_multiple_of(2) { 2 } else { 1 };
-    let mesh = DeviceMesh::new(&[replicas, world / replicas], &["replicate", "shard"], world).unwrap();
-    FsdpConfig { strategy, mesh: Some(mesh), seed: 4, ..FsdpConfig::default() }
+    let mesh = DeviceMesh::new(
+        &[replicas, world / replicas],
+        &["replicate", "shard"],
+        world,
+    )
+    .unwrap();
+    FsdpConfig {
+        strategy,
+        mesh: Some(mesh),
+        seed: 4,
+        ..FsdpConfig::default()
+    }
 }
 
 /// The ways to have collectives beside the computation.
@@ -166,7 +223,12 @@ fn prefetching() -> Vec<FsdpConfig> {
         ..FsdpConfig::default()
     };
     let (pre, post) = (Some(BackwardPrefetch::Pre), Some(BackwardPrefetch::Post));
-    vec![with(pre, true, true), with(post, false, true), with(None, true, false), with(pre, true, false)]
+    vec![
+        with(pre, true, true),
+        with(post, false, true),
+        with(None, true, false),
+        with(pre, true, false),
+    ]
 }
 
 /// Compares runs with collectives beside the computation with one without.
@@ -186,14 +248,30 @@ fn check(
                 let expected = train(&plain, run).unwrap();
                 assert_ne!(expected.0[0], expected.0[1], "losses say something");
                 for prefetching in prefetching() {
-                    let FsdpConfig { backward_prefetch, forward_prefetch, limit_all_gathers, .. } = prefetching;
-                    let config =
-                        FsdpConfig { backward_prefetch, forward_prefetch, limit_all_gathers, ..config.clone() };
+                    let FsdpConfig {
+                        backward_prefetch,
+                        forward_prefetch,
+                        limit_all_gathers,
+                        ..
+                    } = prefetching;
+                    let config = FsdpConfig {
+                        backward_prefetch,
+                        forward_prefetch,
+                        limit_all_gathers,
+                        ..config.clone()
+                    };
                     let what = format!("{units:?} {run:?} {config:?} on {world}");
                     let model = model(&group, config, units);
-                    assert!(train(&model, run).unwrap() == expected, "{what}: other bits");
+                    assert!(
+                        train(&model, run).unwrap() == expected,
+                        "{what}: other bits"
+                    );
                     let bytes = model.parameters().parameter_bytes();
-                    let kept = if strategy == ShardingStrategy::FullShard { between } else { bytes };
+                    let kept = if strategy == ShardingStrategy::FullShard {
+                        between
+                    } else {
+                        bytes
+                    };
                     assert_eq!(bytes, kept, "{what}: nothing stays whole");
                 }
             })
@@ -207,20 +285,36 @@ const WORLDS: [usize; 4] = [1, 2, 3, 4];
 #[test]
 fn losses_have_the_same_bits_with_every_strategy() {
     for units in [Units::Explicit, Units::Wrapped] {
-        check(&WORLDS, &ShardingStrategy::ALL, units, Run::default(), |config| config);
+        check(
+            &WORLDS,
+            &ShardingStrategy::ALL,
+            units,
+            Run::default(),
+            |config| config,
+        );
     }
 }
 
 #[test]
 fn losses_have_the_same_bits_with_recomputed_parts() {
     for units in [Units::Recomputed, Units::RecomputedAround] {
-        check(&[2, 4], &ShardingStrategy::ALL, units, Run::default(), |config| config);
+        check(
+            &[2, 4],
+            &ShardingStrategy::ALL,
+            units,
+            Run::default(),
+            |config| config,
+        );
     }
 }
 
 #[test]
 fn losses_have_the_same_bits_with_accumulated_gradients_and_compressed_reductions() {
-    let run = Run { micro_batches: 2, hook: Some(CommHook::Bf16Compress), ..Run::default() };
+    let run = Run {
+        micro_batches: 2,
+        hook: Some(CommHook::Bf16Compress),
+        ..Run::default()
+    };
     for units in [Units::Explicit, Units::Wrapped] {
         check(&[2, 4], &ShardingStrategy::ALL, units, run, |config| config);
     }
@@ -229,34 +323,65 @@ fn losses_have_the_same_bits_with_accumulated_gradients_and_compressed_reduction
 #[test]
 fn losses_have_the_same_bits_in_mixed_precision_with_frozen_weights_and_offload() {
     for units in [Units::Explicit, Units::Wrapped] {
-        check(&[1, 2, 4], &ShardingStrategy::ALL, units, Run::default(), |config| FsdpConfig {
-            mixed_precision: MixedPrecision { param: Some(DType::BF16), ..MixedPrecision::default() },
-            requires_grad: Arc::new(|fqn| !fqn.contains("down")),
-            cpu_offload: true,
-            ..config
-        });
+        check(
+            &[1, 2, 4],
+            &ShardingStrategy::ALL,
+            units,
+            Run::default(),
+            |config| FsdpConfig {
+                mixed_precision: MixedPrecision {
+                    param: Some(DType::BF16),
+                    ..MixedPrecision::default()
+                },
+                requires_grad: Arc::new(|fqn| !fqn.contains("down")),
+                cpu_offload: true,
+                ..config
+            },
+        );
     }
 }
 
 #[test]
 fn steps_that_leave_the_order_gather_on_demand_and_have_the_same_bits() {
-    let run = Run { leaves_out: true, micro_batches: 1, ..Run::default() };
-    for units in [Units::Explicit, Units::RecomputedAround, Units::Wrapped, Units::Mixed] {
-        check(&[2, 3, 4], &ShardingStrategy::ALL, units, run, |config| config);
+    let run = Run {
+        leaves_out: true,
+        micro_batches: 1,
+        ..Run::default()
+    };
+    for units in [
+        Units::Explicit,
+        Units::RecomputedAround,
+        Units::Wrapped,
+        Units::Mixed,
+    ] {
+        check(&[2, 3, 4], &ShardingStrategy::ALL, units, run, |config| {
+            config
+        });
     }
 }
 
 #[test]
 fn a_slow_link_changes_no_bits() {
-    let link = SimulatedLink { latency: Duration::from_micros(300), bytes_per_second: 10_000_000 };
+    let link = SimulatedLink {
+        latency: Duration::from_micros(300),
+        bytes_per_second: 10_000_000,
+    };
     let train = |config: FsdpConfig| {
-        let losses = LocalRanks::new(2)
-            .link(link)
-            .run(|group| train(&model(&group, config.clone(), Units::Explicit), Run::default()).unwrap());
+        let losses = LocalRanks::new(2).link(link).run(|group| {
+            train(
+                &model(&group, config.clone(), Units::Explicit),
+                Run::default(),
+            )
+            .unwrap()
+        });
         losses.unwrap()
     };
     let config = config(2, ShardingStrategy::FullShard);
-    let ahead = FsdpConfig { backward_prefetch: Some(BackwardPrefetch::Pre), forward_prefetch: true, ..config.clone() };
+    let ahead = FsdpConfig {
+        backward_prefetch: Some(BackwardPrefetch::Pre),
+        forward_prefetch: true,
+        ..config.clone()
+    };
     assert!(train(config) == train(ahead));
 }
 
@@ -276,7 +401,11 @@ impl Places {
     /// Waits until some rank has come to a place.
     fn wait_for(&self, place: &str) {
         let come_to = self.come_to.lock().unwrap();
-        let wait = self.changed.wait_timeout_while(come_to, Duration::from_secs(20), |places| !places.contains(place));
+        let wait = self
+            .changed
+            .wait_timeout_while(come_to, Duration::from_secs(20), |places| {
+                !places.contains(place)
+            });
         assert!(!wait.unwrap().1.timed_out(), "nobody has come to {place}");
     }
 }
@@ -289,9 +418,16 @@ impl<F: Fn() + Send + Sync> CustomOp1 for Tells<F> {
         "tells"
     }
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(
+        &self,
+        storage: &CpuStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
         use candle_core::backend::BackendStorage;
-        Ok((storage.to_dtype(layout, storage.dtype())?, layout.shape().clone()))
+        Ok((
+            storage.to_dtype(layout, storage.dtype())?,
+            layout.shape().clone(),
+        ))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
@@ -300,15 +436,21 @@ impl<F: Fn() + Send + Sync> CustomOp1 for Tells<F> {
     }
 }
 
-/// Runs three steps on two ranks, of which the second waits in each layer, in the last step, until the first is in the
-/// next one.
+/// Runs three steps on two ranks, of which the second waits in each layer, in the last step, until
+/// the first is in the next one.
 fn run_apart(config: &FsdpConfig, waits_in_forward: bool, waits_in_backward: bool) {
     let places = Arc::new(Places::default());
     let ranks = LocalRanks::new(2).run(|group| {
         let rank = group.rank();
         let model = FullyShardedDataParallel::new(group, config.clone(), |scope| {
-            let layer = |index: usize| scope.pp(index).unit(|scope| linear(WIDTH, WIDTH, scope.vb()));
-            (0..LAYERS).map(layer).collect::<candle_core::Result<Vec<Unit<Linear>>>>()
+            let layer = |index: usize| {
+                scope
+                    .pp(index)
+                    .unit(|scope| linear(WIDTH, WIDTH, scope.vb()))
+            };
+            (0..LAYERS)
+                .map(layer)
+                .collect::<candle_core::Result<Vec<Unit<Linear>>>>()
         })
         .unwrap();
         for step in 0..3 {
@@ -346,14 +488,20 @@ fn run_apart(config: &FsdpConfig, waits_in_forward: bool, waits_in_backward: boo
 
 #[test]
 fn a_forward_begins_to_gather_the_next_unit_before_it_computes() {
-    let config = FsdpConfig { forward_prefetch: true, ..config(2, ShardingStrategy::FullShard) };
+    let config = FsdpConfig {
+        forward_prefetch: true,
+        ..config(2, ShardingStrategy::FullShard)
+    };
     run_apart(&config, true, false);
 }
 
 #[test]
 fn a_backward_goes_on_while_the_next_unit_is_gathered_and_the_last_one_reduced() {
     let pre = Some(BackwardPrefetch::Pre);
-    let config = FsdpConfig { backward_prefetch: pre, ..config(2, ShardingStrategy::FullShard) };
+    let config = FsdpConfig {
+        backward_prefetch: pre,
+        ..config(2, ShardingStrategy::FullShard)
+    };
     run_apart(&config, false, true);
 }
 
@@ -361,7 +509,14 @@ fn a_backward_goes_on_while_the_next_unit_is_gathered_and_the_last_one_reduced()
 fn reductions_run_beside_a_backward_that_gathers_nothing() {
     for strategy in [ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard] {
         let post = Some(BackwardPrefetch::Post);
-        run_apart(&FsdpConfig { backward_prefetch: post, ..config(2, strategy) }, false, true);
+        run_apart(
+            &FsdpConfig {
+                backward_prefetch: post,
+                ..config(2, strategy)
+            },
+            false,
+            true,
+        );
     }
 }
 
@@ -383,10 +538,25 @@ fn memory_is_that_of_one_more_unit_or_of_three() {
                 limit_all_gathers,
                 ..config.clone()
             };
-            assert!(peak(ahead(true)) <= plain + unit, "{units:?}: {} after {plain}", peak(ahead(true)));
-            assert_eq!(peak(ahead(true)), plain + unit, "{units:?}: one unit is gathered ahead");
-            assert!(peak(ahead(false)) <= plain + 3 * unit, "{units:?}: {} after {plain}", peak(ahead(false)));
-            assert!(peak(ahead(false)) > plain + unit, "{units:?}: more than one unit is gathered ahead");
+            assert!(
+                peak(ahead(true)) <= plain + unit,
+                "{units:?}: {} after {plain}",
+                peak(ahead(true))
+            );
+            assert_eq!(
+                peak(ahead(true)),
+                plain + unit,
+                "{units:?}: one unit is gathered ahead"
+            );
+            assert!(
+                peak(ahead(false)) <= plain + 3 * unit,
+                "{units:?}: {} after {plain}",
+                peak(ahead(false))
+            );
+            assert!(
+                peak(ahead(false)) > plain + unit,
+                "{units:?}: more than one unit is gathered ahead"
+            );
         })
         .unwrap();
     }
@@ -406,13 +576,27 @@ fn check_traffic(units: Units) {
             let before = group.traffic();
             train(&model, Run::default()).unwrap();
             let traffic = group.traffic().since(&before);
-            (traffic.count(Operation::AllGather), traffic.count(Operation::ReduceScatter), traffic.tensor_bytes())
+            (
+                traffic.count(Operation::AllGather),
+                traffic.count(Operation::ReduceScatter),
+                traffic.tensor_bytes(),
+            )
         };
         let config = config(2, ShardingStrategy::FullShard);
         let expected = count(config.clone());
         for prefetching in prefetching() {
-            let FsdpConfig { backward_prefetch, forward_prefetch, limit_all_gathers, .. } = prefetching;
-            let config = FsdpConfig { backward_prefetch, forward_prefetch, limit_all_gathers, ..config.clone() };
+            let FsdpConfig {
+                backward_prefetch,
+                forward_prefetch,
+                limit_all_gathers,
+                ..
+            } = prefetching;
+            let config = FsdpConfig {
+                backward_prefetch,
+                forward_prefetch,
+                limit_all_gathers,
+                ..config.clone()
+            };
             assert_eq!(count(config), expected);
         }
     })
@@ -421,8 +605,15 @@ fn check_traffic(units: Units) {
 
 #[test]
 fn a_users_own_collectives_do_not_mix_with_those_beside_the_computation() {
-    let (pre, config) = (Some(BackwardPrefetch::Pre), config(2, ShardingStrategy::FullShard));
-    let config = FsdpConfig { backward_prefetch: pre, forward_prefetch: true, ..config };
+    let (pre, config) = (
+        Some(BackwardPrefetch::Pre),
+        config(2, ShardingStrategy::FullShard),
+    );
+    let config = FsdpConfig {
+        backward_prefetch: pre,
+        forward_prefetch: true,
+        ..config
+    };
     run_local(2, |group| {
         let model = model(&group, config.clone(), Units::Explicit);
         for step in 0..4 {
@@ -431,7 +622,9 @@ fn a_users_own_collectives_do_not_mix_with_those_beside_the_computation() {
                 let mut h = net.embed.forward(&x)?;
                 for block in &net.blocks {
                     h = block.forward(&h)?;
-                    let sum = group.all_gather_object(&step).map_err(candle_core::Error::wrap)?;
+                    let sum = group
+                        .all_gather_object(&step)
+                        .map_err(candle_core::Error::wrap)?;
                     assert_eq!(sum, [step, step]);
                 }
                 net.head.forward(&h)?.sqr()?.mean_all()
@@ -444,13 +637,30 @@ fn a_users_own_collectives_do_not_mix_with_those_beside_the_computation() {
 
 #[test]
 fn a_failed_gather_ahead_names_its_unit_and_changes_nothing() {
-    let (pre, config) = (Some(BackwardPrefetch::Pre), config(2, ShardingStrategy::FullShard));
-    let config = FsdpConfig { backward_prefetch: pre, forward_prefetch: true, ..config };
+    let (pre, config) = (
+        Some(BackwardPrefetch::Pre),
+        config(2, ShardingStrategy::FullShard),
+    );
+    let config = FsdpConfig {
+        backward_prefetch: pre,
+        forward_prefetch: true,
+        ..config
+    };
     let errors = run_local(2, |group| {
         let model = model(&group, config.clone(), Units::Explicit);
         let values = |fqn: &str| -> Vec<f32> {
             let shards = model.parameters().parameter(fqn).unwrap().shards().to_vec();
-            shards.iter().flat_map(|shard| shard.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
+            shards
+                .iter()
+                .flat_map(|shard| {
+                    shard
+                        .tensor
+                        .flatten_all()
+                        .unwrap()
+                        .to_vec1::<f32>()
+                        .unwrap()
+                })
+                .collect()
         };
         for step in 0..2 {
             let loss = model.forward(|net| net.loss(&input(0, step), &[])).unwrap();
@@ -471,13 +681,24 @@ fn a_failed_gather_ahead_names_its_unit_and_changes_nothing() {
         });
         let error = forward.unwrap_err();
         assert_eq!(values("layers.2.up.weight"), before);
-        assert!(model.parameters().gradient("layers.2.up.weight").unwrap().is_none());
+        assert!(
+            model
+                .parameters()
+                .gradient("layers.2.up.weight")
+                .unwrap()
+                .is_none()
+        );
         error
     })
     .unwrap();
-    let NnError::BackgroundCollective { unit, error, .. } = &errors[0] else { panic!("{}", errors[0]) };
+    let NnError::BackgroundCollective { unit, error, .. } = &errors[0] else {
+        panic!("{}", errors[0])
+    };
     assert!(unit.starts_with("layers."), "{unit}");
-    assert!(matches!(**error, NnError::Comm(CommError::RankLeft { rank: 1, .. })), "{error}");
+    assert!(
+        matches!(**error, NnError::Comm(CommError::RankLeft { rank: 1, .. })),
+        "{error}"
+    );
     assert!(errors[1].to_string().contains("had enough"));
 }
 
@@ -485,10 +706,19 @@ fn a_failed_gather_ahead_names_its_unit_and_changes_nothing() {
 fn ranks_with_other_options_are_refused() {
     let errors = run_local(2, |group| {
         let forward_prefetch = group.rank() == 0;
-        let config = FsdpConfig { forward_prefetch, ..config(2, ShardingStrategy::FullShard) };
-        let built = FullyShardedDataParallel::new(group, config, |scope| Net::new(scope, Units::Explicit));
+        let config = FsdpConfig {
+            forward_prefetch,
+            ..config(2, ShardingStrategy::FullShard)
+        };
+        let built =
+            FullyShardedDataParallel::new(group, config, |scope| Net::new(scope, Units::Explicit));
         built.err().unwrap().to_string()
     })
     .unwrap();
-    assert!(errors.iter().all(|error| error.contains("forward_prefetch true")), "{errors:?}");
+    assert!(
+        errors
+            .iter()
+            .all(|error| error.contains("forward_prefetch true")),
+        "{errors:?}"
+    );
 }

@@ -1,4 +1,5 @@
-//! Parts that are computed again in the backward: the same bits as without, whatever the ranks, strategy and precision.
+//! Parts that are computed again in the backward: the same bits as without, whatever the ranks,
+//! strategy and precision.
 
 use std::sync::Arc;
 
@@ -8,8 +9,8 @@ use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_layout::DeviceMesh;
 use fsdp_nn::algorithm::{AdamOptions, Algorithm};
 use fsdp_nn::{
-    FsdpConfig, FullyShardedDataParallel, MixedPrecision, NnError, Optimizer, Recomputed, Scope, ShardingStrategy,
-    Unit, recompute,
+    FsdpConfig, FullyShardedDataParallel, MixedPrecision, NnError, Optimizer, Recomputed, Scope,
+    ShardingStrategy, Unit, recompute,
 };
 
 /// The way in which layers are recomputed.
@@ -32,7 +33,10 @@ struct Layer {
 
 impl Layer {
     fn new(scope: &Scope) -> candle_core::Result<Self> {
-        Ok(Layer { up: linear(6, 10, scope.vb().pp("up"))?, down: linear(10, 6, scope.vb().pp("down"))? })
+        Ok(Layer {
+            up: linear(6, 10, scope.vb().pp("up"))?,
+            down: linear(10, 6, scope.vb().pp("down"))?,
+        })
     }
 }
 
@@ -57,7 +61,10 @@ impl Net {
             let inside = matches!(way, Way::Inside | Way::Nested);
             let unit = scope.pp("layers").pp(index);
             let unit = unit.unit(|scope| Ok(Recomputed::when(inside, Layer::new(scope)?)))?;
-            Ok(Arc::new(Recomputed::when(matches!(way, Way::Around | Way::Nested), unit)))
+            Ok(Arc::new(Recomputed::when(
+                matches!(way, Way::Around | Way::Nested),
+                unit,
+            )))
         };
         Ok(Net {
             embed: linear(3, 6, scope.vb().pp("embed"))?,
@@ -81,30 +88,60 @@ impl Net {
         }
         // The first layer a second time: its weights have two uses.
         let h = self.layers[0].forward(&h)?;
-        self.head.forward(&h)?.to_dtype(DType::F32)?.sqr()?.mean_all()
+        self.head
+            .forward(&h)?
+            .to_dtype(DType::F32)?
+            .sqr()?
+            .mean_all()
     }
 }
 
 /// The bits of losses, gradients and parameters of three steps.
 fn train(group: &ProcessGroup, config: FsdpConfig, way: Way) -> Vec<u32> {
-    let model = FullyShardedDataParallel::new(group.clone(), config, |scope| Net::new(scope, way)).unwrap();
-    let adamw = Algorithm::AdamW(AdamOptions { lr: 0.01, ..AdamOptions::adamw() });
+    let model =
+        FullyShardedDataParallel::new(group.clone(), config, |scope| Net::new(scope, way)).unwrap();
+    let adamw = Algorithm::AdamW(AdamOptions {
+        lr: 0.01,
+        ..AdamOptions::adamw()
+    });
     let mut optimizer = Optimizer::new(model.parameters(), adamw).unwrap();
-    let dtype = model.forward(|net| Ok(net.embed.weight().clone())).unwrap().dtype();
+    let dtype = model
+        .forward(|net| Ok(net.embed.weight().clone()))
+        .unwrap()
+        .dtype();
     let mut bits = Vec::new();
     for step in 0..3 {
-        let x: Vec<f32> = (0..12).map(|i| ((i * 7 + step * 5 + group.rank() * 3) % 11) as f32 / 5.0 - 1.0).collect();
-        let x = Tensor::from_vec(x, (4, 3), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        let x: Vec<f32> = (0..12)
+            .map(|i| ((i * 7 + step * 5 + group.rank() * 3) % 11) as f32 / 5.0 - 1.0)
+            .collect();
+        let x = Tensor::from_vec(x, (4, 3), &Device::Cpu)
+            .unwrap()
+            .to_dtype(dtype)
+            .unwrap();
         let loss = model.forward(|net| net.loss(&x)).unwrap();
         model.backward(&loss).unwrap();
         bits.push(loss.to_scalar::<f32>().unwrap().to_bits());
         let parameters = model.parameters();
         for fqn in parameters.fqns() {
             bits.push(u32::from(parameters.has_gradient(fqn).unwrap()));
-            for piece in [parameters.gradient(fqn).unwrap(), Some(parameters.parameter(fqn).unwrap())] {
+            for piece in [
+                parameters.gradient(fqn).unwrap(),
+                Some(parameters.parameter(fqn).unwrap()),
+            ] {
                 for shard in piece.iter().flat_map(|piece| piece.shards()) {
-                    let values = shard.tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap();
-                    bits.extend(values.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits));
+                    let values = shard
+                        .tensor
+                        .flatten_all()
+                        .unwrap()
+                        .to_dtype(DType::F32)
+                        .unwrap();
+                    bits.extend(
+                        values
+                            .to_vec1::<f32>()
+                            .unwrap()
+                            .into_iter()
+                            .map(f32::to_bits),
+                    );
                 }
             }
         }
@@ -116,8 +153,18 @@ fn train(group: &ProcessGroup, config: FsdpConfig, way: Way) -> Vec<u32> {
 
 fn config(strategy: ShardingStrategy, world: usize) -> FsdpConfig {
     let replicas = if world.is_multiple_of(2) { 2 } else { 1 };
-    let mesh = DeviceMesh::new(&[replicas, world / replicas], &["replicate", "shard"], world).unwrap();
-    FsdpConfig { strategy, mesh: Some(mesh), seed: 3, ..FsdpConfig::default() }
+    let mesh = DeviceMesh::new(
+        &[replicas, world / replicas],
+        &["replicate", "shard"],
+        world,
+    )
+    .unwrap();
+    FsdpConfig {
+        strategy,
+        mesh: Some(mesh),
+        seed: 3,
+        ..FsdpConfig::default()
+    }
 }
 
 /// Checks that every way gives the bits of none.
@@ -147,33 +194,59 @@ fn mixed_precision_and_frozen_weights_make_no_difference() {
             cast_inputs: true,
             ..MixedPrecision::default()
         };
-        check(world, &FsdpConfig { mixed_precision, ..config(ShardingStrategy::FullShard, world) }, "bf16");
+        check(
+            world,
+            &FsdpConfig {
+                mixed_precision,
+                ..config(ShardingStrategy::FullShard, world)
+            },
+            "bf16",
+        );
         let frozen = |name: &str| !name.contains("up.weight") && !name.starts_with("layers.2");
-        let config = FsdpConfig { requires_grad: Arc::new(frozen), ..config(ShardingStrategy::FullShard, world) };
+        let config = FsdpConfig {
+            requires_grad: Arc::new(frozen),
+            ..config(ShardingStrategy::FullShard, world)
+        };
         check(world, &config, "frozen");
     }
 }
 
 fn wrapped(group: &ProcessGroup, parts: usize) -> Vec<Vec<f32>> {
-    let config = FsdpConfig { seed: 5, ..FsdpConfig::default() }.wrap("layers.*");
+    let config = FsdpConfig {
+        seed: 5,
+        ..FsdpConfig::default()
+    }
+    .wrap("layers.*");
     let model = FullyShardedDataParallel::new(group.clone(), config, |scope| {
         let layer = |index: usize| Ok(Arc::new(Layer::new(&scope.pp("layers").pp(index))?));
         (0..4).map(layer).collect::<candle_core::Result<Vec<_>>>()
     });
     let model = model.unwrap();
-    let x = Tensor::arange(0f32, 12f32, &Device::Cpu).unwrap().reshape((2, 6)).unwrap();
+    let x = Tensor::arange(0f32, 12f32, &Device::Cpu)
+        .unwrap()
+        .reshape((2, 6))
+        .unwrap();
     let loss = model.forward(|layers| {
         let mut h = x.clone();
         for part in layers.chunks(parts.max(1)) {
             let part = part.to_vec();
-            let run = move |h: &[Tensor]| part.iter().try_fold(h[0].clone(), |h, layer| layer.forward(&h));
-            h = if parts == 0 { run(&[h])? } else { recompute(&[&h], run)? };
+            let run = move |h: &[Tensor]| {
+                part.iter()
+                    .try_fold(h[0].clone(), |h, layer| layer.forward(&h))
+            };
+            h = if parts == 0 {
+                run(&[h])?
+            } else {
+                recompute(&[&h], run)?
+            };
         }
         h.sqr()?.mean_all()
     });
     model.backward(&loss.unwrap()).unwrap();
     let parameters = model.parameters();
-    let pieces = parameters.fqns().map(|fqn| parameters.gradient(fqn).unwrap().unwrap());
+    let pieces = parameters
+        .fqns()
+        .map(|fqn| parameters.gradient(fqn).unwrap().unwrap());
     pieces
         .flat_map(|piece| piece.shards().to_vec())
         .map(|shard| shard.tensor.flatten_all().unwrap().to_vec1().unwrap())
@@ -185,7 +258,11 @@ fn units_by_pattern_are_whole_when_a_part_is_computed_again() {
     for world in 1..=3 {
         let expected = run_local(world, |group| wrapped(&group, 0)).unwrap();
         for parts in [1, 2, 4] {
-            assert_eq!(run_local(world, |group| wrapped(&group, parts)).unwrap(), expected, "{parts} on {world}");
+            assert_eq!(
+                run_local(world, |group| wrapped(&group, parts)).unwrap(),
+                expected,
+                "{parts} on {world}"
+            );
         }
     }
 }
@@ -195,8 +272,10 @@ fn a_unit_around_a_recomputed_module_is_gathered_as_often_as_without() {
     let bytes = |way: Way| {
         let moved = run_local(2, |group| {
             let model =
-                FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| Net::new(scope, way))
-                    .unwrap();
+                FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+                    Net::new(scope, way)
+                })
+                .unwrap();
             let before = group.traffic();
             let x = Tensor::ones((4, 3), DType::F32, &Device::Cpu).unwrap();
             let loss = model.forward(|net| net.loss(&x)).unwrap();
@@ -212,7 +291,9 @@ fn a_unit_around_a_recomputed_module_is_gathered_as_often_as_without() {
 #[test]
 fn variables_that_belong_to_no_sharded_model_get_their_gradients() {
     let var = |seed: usize| {
-        let values: Vec<f32> = (0..9).map(|i| ((i * 5 + seed) % 7) as f32 / 3.0 - 1.0).collect();
+        let values: Vec<f32> = (0..9)
+            .map(|i| ((i * 5 + seed) % 7) as f32 / 3.0 - 1.0)
+            .collect();
         Var::from_vec(values, (3, 3), &Device::Cpu).unwrap()
     };
     let (weight, x, unused) = (var(1), var(2), var(3));
@@ -220,8 +301,15 @@ fn variables_that_belong_to_no_sharded_model_get_their_gradients() {
         let held = weight.as_tensor().clone();
         let f = move |inputs: &[Tensor]| inputs[0].matmul(&held)?.tanh()?.matmul(&held);
         let inputs = [x.as_tensor(), unused.as_tensor()];
-        let y = if is_recomputed { recompute(&inputs, f).unwrap() } else { f(&inputs.map(Clone::clone)).unwrap() };
-        let store = (y.sqr().unwrap().sum_all().unwrap() + x.sum_all().unwrap()).unwrap().backward().unwrap();
+        let y = if is_recomputed {
+            recompute(&inputs, f).unwrap()
+        } else {
+            f(&inputs.map(Clone::clone)).unwrap()
+        };
+        let store = (y.sqr().unwrap().sum_all().unwrap() + x.sum_all().unwrap())
+            .unwrap()
+            .backward()
+            .unwrap();
         [&weight, &x, &unused].map(|var| store.get(var).map(|grad| grad.to_vec2::<f32>().unwrap()))
     };
     assert_eq!(gradients(true), gradients(false));
@@ -232,15 +320,22 @@ fn variables_that_belong_to_no_sharded_model_get_their_gradients() {
 fn a_change_of_values_before_the_backward_is_an_error() {
     for way in [Way::Inside, Way::Around] {
         run_local(2, |group| {
-            let model =
-                FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| Net::new(scope, way)).unwrap();
+            let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| {
+                Net::new(scope, way)
+            })
+            .unwrap();
             let x = Tensor::ones((4, 3), DType::F32, &Device::Cpu).unwrap();
             let loss = model.forward(|net| net.loss(&x)).unwrap();
             let parameters = model.parameters();
             let values = parameters.parameter("layers.1.up.weight").unwrap();
-            parameters.set_parameter("layers.1.up.weight", &values).unwrap();
+            parameters
+                .set_parameter("layers.1.up.weight", &values)
+                .unwrap();
             let error = model.backward(&loss).unwrap_err();
-            assert!(matches!(error, NnError::ChangedSinceForward { .. }), "{way:?}: {error}");
+            assert!(
+                matches!(error, NnError::ChangedSinceForward { .. }),
+                "{way:?}: {error}"
+            );
         })
         .unwrap();
     }

@@ -1,4 +1,5 @@
-//! A schedule multiplies the base of each group, which stays in the group as torch's schedulers keep it.
+//! A schedule multiplies the base of each group, which stays in the group as torch's schedulers
+//! keep it.
 
 use candle_nn::linear;
 use fsdp_comm::run_local;
@@ -9,24 +10,45 @@ use fsdp_nn::{Decay, FsdpConfig, FullyShardedDataParallel, Optimizer, ParamGroup
 #[test]
 fn each_group_has_a_base_of_its_own_that_outlives_a_resume() {
     run_local(2, |group| {
-        let model =
-            FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| linear(3, 2, scope.vb())).unwrap();
+        let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| {
+            linear(3, 2, scope.vb())
+        })
+        .unwrap();
         let optimizer = |lr: f64| {
-            let adamw = |lr: f64| Algorithm::AdamW(AdamOptions { lr, ..AdamOptions::adamw() });
-            let groups = vec![ParamGroup::new(adamw(lr), ["weight"]), ParamGroup::new(adamw(10.0 * lr), ["bias"])];
+            let adamw = |lr: f64| {
+                Algorithm::AdamW(AdamOptions {
+                    lr,
+                    ..AdamOptions::adamw()
+                })
+            };
+            let groups = vec![
+                ParamGroup::new(adamw(lr), ["weight"]),
+                ParamGroup::new(adamw(10.0 * lr), ["bias"]),
+            ];
             Optimizer::with_groups(model.parameters(), groups).unwrap()
         };
         let rates = |optimizer: &Optimizer| -> Vec<f64> {
-            optimizer.groups().iter().map(|group| group.algorithm.lr()).collect()
+            optimizer
+                .groups()
+                .iter()
+                .map(|group| group.algorithm.lr())
+                .collect()
         };
-        let schedule = Schedule { decay: Decay::Linear, warmup: 2, steps: 6 };
+        let schedule = Schedule {
+            decay: Decay::Linear,
+            warmup: 2,
+            steps: 6,
+        };
         let mut first = optimizer(0.1);
         assert_eq!(first.groups()[0].initial_lr(), None);
         let mut expected = Vec::new();
         for step in 0..6 {
             schedule.apply(&mut first, step).unwrap();
             expected.push(rates(&first));
-            assert_eq!(expected[step as usize], [0.1 * schedule.factor(step), 1.0 * schedule.factor(step)]);
+            assert_eq!(
+                expected[step as usize],
+                [0.1 * schedule.factor(step), 1.0 * schedule.factor(step)]
+            );
             assert_eq!(first.groups()[1].initial_lr(), Some(1.0));
         }
         // In the middle of the warm-up, when the rates are not the bases.
@@ -34,7 +56,8 @@ fn each_group_has_a_base_of_its_own_that_outlives_a_resume() {
         let options = StateDictOptions::default();
         let state = get_optimizer_state_dict(model.parameters(), &[&first], &options).unwrap();
         let mut resumed = optimizer(7.0);
-        set_optimizer_state_dict(&state, model.parameters(), &mut [&mut resumed], &options).unwrap();
+        set_optimizer_state_dict(&state, model.parameters(), &mut [&mut resumed], &options)
+            .unwrap();
         for step in 2..6 {
             schedule.apply(&mut resumed, step).unwrap();
             assert_eq!(rates(&resumed), expected[step as usize], "step {step}");

@@ -4,22 +4,35 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear};
 use fsdp_comm::{CommError, ProcessGroup, run_local};
 use fsdp_flat::storage::{refill, release};
-use fsdp_nn::algorithm::{AdafactorOptions, AdamOptions, AlgorithmError, MuonOptions, ScheduleFreeOptions, SgdOptions};
+use fsdp_nn::algorithm::{
+    AdafactorOptions, AdamOptions, AlgorithmError, MuonOptions, ScheduleFreeOptions, SgdOptions,
+};
 use fsdp_nn::torch::{StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict};
-use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ParamGroup, ShardingStrategy};
+use fsdp_nn::{
+    Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ParamGroup,
+    ShardingStrategy,
+};
 use fsdp_state::StateValue;
 
 fn options() -> StateDictOptions {
-    StateDictOptions { strict: false, ..StateDictOptions::default() }
+    StateDictOptions {
+        strict: false,
+        ..StateDictOptions::default()
+    }
 }
 
 fn model(group: &ProcessGroup) -> FullyShardedDataParallel<Linear> {
-    FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| linear(4, 1, scope.vb())).unwrap()
+    FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+        linear(4, 1, scope.vb())
+    })
+    .unwrap()
 }
 
 fn backward(model: &FullyShardedDataParallel<Linear>) {
     let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
-    let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.sum_all()).unwrap();
+    let loss = model
+        .forward(|layer| layer.forward(&x)?.sqr()?.sum_all())
+        .unwrap();
     model.backward(&loss).unwrap();
 }
 
@@ -33,8 +46,23 @@ fn step_of(optimizer: &Optimizer, fqn: &str) -> Option<f32> {
 }
 
 fn weights(model: &FullyShardedDataParallel<Linear>) -> Vec<f32> {
-    let shards = model.parameters().parameter("weight").unwrap().shards().to_vec();
-    shards.iter().flat_map(|shard| shard.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
+    let shards = model
+        .parameters()
+        .parameter("weight")
+        .unwrap()
+        .shards()
+        .to_vec();
+    shards
+        .iter()
+        .flat_map(|shard| {
+            shard
+                .tensor
+                .flatten_all()
+                .unwrap()
+                .to_vec1::<f32>()
+                .unwrap()
+        })
+        .collect()
 }
 
 #[test]
@@ -44,13 +72,24 @@ fn state_without_a_step_counts_from_zero() {
         let mut expected = Optimizer::new(fresh.parameters(), adamw()).unwrap();
         let mut optimizer = Optimizer::new(loaded.parameters(), adamw()).unwrap();
         // A dict without `step`.
-        let mut state = get_optimizer_state_dict(fresh.parameters(), &[&expected], &options()).unwrap();
-        let Some(StateValue::Dict(states)) = state.get_mut("state") else { panic!("state is a dict") };
+        let mut state =
+            get_optimizer_state_dict(fresh.parameters(), &[&expected], &options()).unwrap();
+        let Some(StateValue::Dict(states)) = state.get_mut("state") else {
+            panic!("state is a dict")
+        };
         for fqn in ["weight", "bias"] {
-            let Some(StateValue::Dict(entries)) = states.get_mut(fqn) else { panic!("{fqn} has state") };
+            let Some(StateValue::Dict(entries)) = states.get_mut(fqn) else {
+                panic!("{fqn} has state")
+            };
             assert!(entries.remove("step").is_some());
         }
-        let report = set_optimizer_state_dict(&state, loaded.parameters(), &mut [&mut optimizer], &options()).unwrap();
+        let report = set_optimizer_state_dict(
+            &state,
+            loaded.parameters(),
+            &mut [&mut optimizer],
+            &options(),
+        )
+        .unwrap();
         assert_eq!(report.missing, ["bias.step", "weight.step"]);
         assert_eq!(step_of(&optimizer, "weight"), None);
         for step in 1..=3u8 {
@@ -75,7 +114,10 @@ fn a_step_that_fails_keeps_the_state() {
         optimizer.step().unwrap();
         // The moments of one parameter cannot be reached.
         let state = optimizer.state_of("weight").unwrap().unwrap();
-        let moment = state["exp_avg"].as_sharded().unwrap().shards()[0].tensor.flatten_all().unwrap();
+        let moment = state["exp_avg"].as_sharded().unwrap().shards()[0]
+            .tensor
+            .flatten_all()
+            .unwrap();
         let values = moment.to_vec1::<f32>().unwrap();
         release(&moment).unwrap();
         optimizer.step().unwrap_err();
@@ -92,16 +134,26 @@ fn gradients_that_are_not_finite_on_one_rank_are_an_error_on_all_and_change_noth
     for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
         for bad in [f64::NAN, f64::INFINITY] {
             run_local(3, |group| {
-                let config = FsdpConfig { strategy, ..FsdpConfig::default() };
-                let model = FullyShardedDataParallel::new(group.clone(), config, |scope| linear(4, 1, scope.vb()));
+                let config = FsdpConfig {
+                    strategy,
+                    ..FsdpConfig::default()
+                };
+                let model = FullyShardedDataParallel::new(group.clone(), config, |scope| {
+                    linear(4, 1, scope.vb())
+                });
                 let model = model.unwrap();
                 let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
                 let before = weights(&model);
                 let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
                 let scale = if group.rank() == 1 { bad } else { 1.0 };
-                let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.sum_all()? * scale).unwrap();
+                let loss = model
+                    .forward(|layer| layer.forward(&x)?.sqr()?.sum_all()? * scale)
+                    .unwrap();
                 model.backward(&loss).unwrap();
-                for refused in [model.parameters().clip_grad_norm(1.0), model.parameters().finite_grad_norm()] {
+                for refused in [
+                    model.parameters().clip_grad_norm(1.0),
+                    model.parameters().finite_grad_norm(),
+                ] {
                     let norm = match refused {
                         Err(NnError::NonFiniteGradients { norm }) => norm,
                         other => panic!("{other:?}"),
@@ -126,10 +178,16 @@ fn gradients_that_are_not_finite_on_one_rank_are_an_error_on_all_and_change_noth
 #[test]
 fn an_optimizer_of_another_ones_groups_steps_each_parameter_once() {
     run_local(2, |group| {
-        let sgd = || Algorithm::Sgd(SgdOptions { lr: 0.1, ..SgdOptions::default() });
+        let sgd = || {
+            Algorithm::Sgd(SgdOptions {
+                lr: 0.1,
+                ..SgdOptions::default()
+            })
+        };
         let (one, other) = (model(&group), model(&group));
         let mut first = Optimizer::new(one.parameters(), sgd()).unwrap();
-        let mut again = Optimizer::with_groups(other.parameters(), first.groups().to_vec()).unwrap();
+        let mut again =
+            Optimizer::with_groups(other.parameters(), first.groups().to_vec()).unwrap();
         for (model, optimizer) in [(&one, &mut first), (&other, &mut again)] {
             backward(model);
             optimizer.step().unwrap();
@@ -163,7 +221,9 @@ fn a_backward_that_candle_ran_alone_is_an_error_if_it_left_gradients_behind() {
         let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
         // The loss reaches the weight only, so the unit's backward is not over.
         let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
-        let loss = model.forward(|layer| x.matmul(&layer.weight().t()?)?.sqr()?.sum_all()).unwrap();
+        let loss = model
+            .forward(|layer| x.matmul(&layer.weight().t()?)?.sqr()?.sum_all())
+            .unwrap();
         loss.backward().unwrap();
         let error = optimizer.step().unwrap_err();
         assert!(matches!(error, NnError::BackwardNotEnded { .. }), "{error}");
@@ -174,7 +234,12 @@ fn a_backward_that_candle_ran_alone_is_an_error_if_it_left_gradients_behind() {
 fn bits(model: &FullyShardedDataParallel<Linear>, fqn: &str) -> Vec<u32> {
     let shards = model.parameters().parameter(fqn).unwrap().shards().to_vec();
     let values = shards.iter().flat_map(|shard| {
-        let values = shard.tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap();
+        let values = shard
+            .tensor
+            .flatten_all()
+            .unwrap()
+            .to_dtype(DType::F32)
+            .unwrap();
         values.to_vec1::<f32>().unwrap()
     });
     values.map(f32::to_bits).collect()
@@ -193,20 +258,51 @@ fn assert_refused(what: &str, error: &NnError) {
 #[test]
 fn an_algorithm_that_cannot_update_its_parameters_is_refused_by_a_step_and_by_a_load() {
     run_local(2, |group| {
-        let adamw = |eps| Algorithm::AdamW(AdamOptions { eps, ..AdamOptions::adamw() });
-        let build = |config: FsdpConfig| {
-            FullyShardedDataParallel::new(group.clone(), config, |scope| linear(4, 1, scope.vb())).unwrap()
+        let adamw = |eps| {
+            Algorithm::AdamW(AdamOptions {
+                eps,
+                ..AdamOptions::adamw()
+            })
         };
-        let flat = FsdpConfig { use_orig_params: false, ..FsdpConfig::default() };
+        let build = |config: FsdpConfig| {
+            FullyShardedDataParallel::new(group.clone(), config, |scope| linear(4, 1, scope.vb()))
+                .unwrap()
+        };
+        let flat = FsdpConfig {
+            use_orig_params: false,
+            ..FsdpConfig::default()
+        };
         for (what, config, algorithm) in [
-            ("eps", FsdpConfig { dtype: DType::F16, ..FsdpConfig::default() }, adamw(1e-8)),
-            ("matrix", FsdpConfig::default(), Algorithm::Muon(MuonOptions::default())),
-            ("flat", flat, Algorithm::Adafactor(AdafactorOptions::default())),
+            (
+                "eps",
+                FsdpConfig {
+                    dtype: DType::F16,
+                    ..FsdpConfig::default()
+                },
+                adamw(1e-8),
+            ),
+            (
+                "matrix",
+                FsdpConfig::default(),
+                Algorithm::Muon(MuonOptions::default()),
+            ),
+            (
+                "flat",
+                flat,
+                Algorithm::Adafactor(AdafactorOptions::default()),
+            ),
         ] {
             let model = build(config);
             let mut optimizer = Optimizer::new(model.parameters(), adamw(1e-3)).unwrap();
-            let x = Tensor::ones((2, 4), model.parameters().dtype("weight").unwrap(), &Device::Cpu).unwrap();
-            let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.sum_all()).unwrap();
+            let x = Tensor::ones(
+                (2, 4),
+                model.parameters().dtype("weight").unwrap(),
+                &Device::Cpu,
+            )
+            .unwrap();
+            let loss = model
+                .forward(|layer| layer.forward(&x)?.sqr()?.sum_all())
+                .unwrap();
             model.backward(&loss).unwrap();
             let before = bits(&model, "weight");
             optimizer.groups_mut()[0].algorithm = algorithm;
@@ -217,11 +313,21 @@ fn an_algorithm_that_cannot_update_its_parameters_is_refused_by_a_step_and_by_a_
         // torch's own `eps` from a checkpoint.
         let saved = model(&group);
         let other = Optimizer::new(saved.parameters(), adamw(1e-8)).unwrap();
-        let half = build(FsdpConfig { dtype: DType::F16, ..FsdpConfig::default() });
+        let half = build(FsdpConfig {
+            dtype: DType::F16,
+            ..FsdpConfig::default()
+        });
         let mut optimizer = Optimizer::new(half.parameters(), adamw(1e-3)).unwrap();
-        assert_refused("eps", &optimizer.load_state_dict(&other.state_dict().unwrap()).unwrap_err());
+        assert_refused(
+            "eps",
+            &optimizer
+                .load_state_dict(&other.state_dict().unwrap())
+                .unwrap_err(),
+        );
         let state = get_optimizer_state_dict(saved.parameters(), &[&other], &options()).unwrap();
-        let error = set_optimizer_state_dict(&state, half.parameters(), &mut [&mut optimizer], &options()).unwrap_err();
+        let error =
+            set_optimizer_state_dict(&state, half.parameters(), &mut [&mut optimizer], &options())
+                .unwrap_err();
         assert!(error.to_string().contains("eps"), "{error}");
         assert_eq!(optimizer.groups()[0].algorithm, adamw(1e-3));
     })
@@ -237,7 +343,10 @@ fn a_group_of_other_parameters_in_the_place_of_an_optimizers_own_is_refused() {
         let before = weights(&model);
         optimizer.groups_mut()[0] = ParamGroup::new(adamw(), ["bias"]);
         let error = optimizer.step().unwrap_err();
-        assert!(matches!(error, NnError::OtherParameters { index: 0 }), "{error}");
+        assert!(
+            matches!(error, NnError::OtherParameters { index: 0 }),
+            "{error}"
+        );
         assert_eq!(weights(&model), before);
         // One of the same parameters is a change of hyperparameters.
         optimizer.groups_mut()[0] = ParamGroup::new(adamw(), ["weight", "bias"]);
@@ -260,7 +369,12 @@ fn an_error_of_one_rank_is_one_of_all_in_a_step_that_communicates() {
         optimizer.step().unwrap();
         // One rank has the bias, and cannot reach its moments.
         let state = optimizer.state_of("bias").unwrap().unwrap();
-        let shard = state["exp_avg"].as_sharded().unwrap().shards().first().cloned();
+        let shard = state["exp_avg"]
+            .as_sharded()
+            .unwrap()
+            .shards()
+            .first()
+            .cloned();
         if let Some(shard) = &shard {
             release(&shard.tensor.flatten_all().unwrap()).unwrap();
         }

@@ -1,5 +1,5 @@
-//! Units hand their memory out and take it back: forwards, backwards and loads in any order compute with the live
-//! values.
+//! Units hand their memory out and take it back: forwards, backwards and loads in any order compute
+//! with the live values.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
@@ -9,11 +9,16 @@ use fsdp_flat::ShardedTensor;
 use fsdp_flat::storage::HostSliceMut;
 use fsdp_layout::DeviceMesh;
 use fsdp_nn::algorithm::SgdOptions;
-use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ShardingStrategy, Unit};
+use fsdp_nn::{
+    Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ShardingStrategy, Unit,
+};
 
 const SHARDED: [ShardingStrategy; 2] = [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp];
-const ALL: [ShardingStrategy; 3] =
-    [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard];
+const ALL: [ShardingStrategy; 3] = [
+    ShardingStrategy::FullShard,
+    ShardingStrategy::ShardGradOp,
+    ShardingStrategy::NoShard,
+];
 
 struct Net {
     a: Unit<Linear>,
@@ -24,7 +29,11 @@ struct Net {
 type Model = FullyShardedDataParallel<Net>;
 
 fn config(strategy: ShardingStrategy) -> FsdpConfig {
-    FsdpConfig { strategy, seed: 5, ..FsdpConfig::default() }
+    FsdpConfig {
+        strategy,
+        seed: 5,
+        ..FsdpConfig::default()
+    }
 }
 
 fn model(group: &ProcessGroup, config: FsdpConfig) -> Model {
@@ -39,7 +48,9 @@ fn model(group: &ProcessGroup, config: FsdpConfig) -> Model {
 }
 
 fn input(k: usize) -> Tensor {
-    let values: Vec<f32> = (0..8).map(|i| ((i * 7 + k * 13) % 11) as f32 / 11.0 - 0.4).collect();
+    let values: Vec<f32> = (0..8)
+        .map(|i| ((i * 7 + k * 13) % 11) as f32 / 11.0 - 0.4)
+        .collect();
     Tensor::from_vec(values, (2, 4), &Device::Cpu).unwrap()
 }
 
@@ -64,29 +75,54 @@ fn gradients(model: &Model) -> Vec<Vec<f32>> {
     let parameters = model.parameters();
     let pieces = |gradient: Option<ShardedTensor>| {
         let shards = gradient.map_or_else(Vec::new, |gradient| gradient.shards().to_vec());
-        shards.iter().flat_map(|shard| shard.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
+        shards
+            .iter()
+            .flat_map(|shard| {
+                shard
+                    .tensor
+                    .flatten_all()
+                    .unwrap()
+                    .to_vec1::<f32>()
+                    .unwrap()
+            })
+            .collect()
     };
-    parameters.fqns().map(|fqn| pieces(parameters.gradient(fqn).unwrap())).collect()
+    parameters
+        .fqns()
+        .map(|fqn| pieces(parameters.gradient(fqn).unwrap()))
+        .collect()
 }
 
 fn assert_close(found: &[Vec<f32>], expected: &[Vec<f32>], what: &str) {
-    assert!(expected.iter().flatten().any(|x| x.abs() > 1e-3), "{what}: gradients that say something");
+    assert!(
+        expected.iter().flatten().any(|x| x.abs() > 1e-3),
+        "{what}: gradients that say something"
+    );
     for (found, expected) in found.iter().zip(expected) {
         assert_eq!(found.len(), expected.len(), "{what}");
         for (found, expected) in found.iter().zip(expected) {
-            assert!((found - expected).abs() < 1e-5, "{what}: {found} is not {expected}");
+            assert!(
+                (found - expected).abs() < 1e-5,
+                "{what}: {found} is not {expected}"
+            );
         }
     }
 }
 
 fn fill(views: &[ShardedTensor], value: f32) {
     for shard in views.iter().flat_map(ShardedTensor::shards) {
-        HostSliceMut::<f32>::write(&shard.tensor).unwrap().fill(value);
+        HostSliceMut::<f32>::write(&shard.tensor)
+            .unwrap()
+            .fill(value);
     }
 }
 
 fn views(model: &Model) -> Vec<ShardedTensor> {
-    model.parameters().fqns().map(|fqn| model.parameters().parameter(fqn).unwrap()).collect()
+    model
+        .parameters()
+        .fqns()
+        .map(|fqn| model.parameters().parameter(fqn).unwrap())
+        .collect()
 }
 
 #[test]
@@ -119,7 +155,10 @@ fn a_value_that_is_set_reaches_every_forward_after_it() {
             for fqn in ["a.weight", "a.bias", "head.bias"] {
                 let shape = model.parameters().shape(fqn).unwrap();
                 let zeros = Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
-                model.parameters().set_parameter(fqn, &ShardedTensor::from_whole(&zeros)).unwrap();
+                model
+                    .parameters()
+                    .set_parameter(fqn, &ShardedTensor::from_whole(&zeros))
+                    .unwrap();
             }
             let without_b = loss(&model, 0, false).unwrap();
             assert_eq!(value(&without_b), 0.0, "{strategy}");
@@ -139,7 +178,10 @@ fn a_backward_through_values_that_have_changed_since_its_forward_names_the_unit(
             let computed = loss(&model, 0, true).unwrap();
             let shape = model.parameters().shape("b.weight").unwrap();
             let zeros = Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
-            model.parameters().set_parameter("b.weight", &ShardedTensor::from_whole(&zeros)).unwrap();
+            model
+                .parameters()
+                .set_parameter("b.weight", &ShardedTensor::from_whole(&zeros))
+                .unwrap();
             let error = model.backward(&computed).unwrap_err().to_string();
             // Nothing is left behind: the next step is as any other.
             let again = loss(&model, 0, true).unwrap();
@@ -148,7 +190,10 @@ fn a_backward_through_values_that_have_changed_since_its_forward_names_the_unit(
         })
         .unwrap();
         for error in errors {
-            assert!(error.contains("`b`") && error.contains("changed"), "{strategy}: {error}");
+            assert!(
+                error.contains("`b`") && error.contains("changed"),
+                "{strategy}: {error}"
+            );
         }
     }
 }
@@ -157,7 +202,8 @@ fn a_backward_through_values_that_have_changed_since_its_forward_names_the_unit(
 fn values_cannot_be_set_while_their_unit_computes() {
     run_local(2, |group| {
         let model = model(&group, config(ShardingStrategy::FullShard));
-        let zeros = ShardedTensor::from_whole(&Tensor::zeros((4, 4), DType::F32, &Device::Cpu).unwrap());
+        let zeros =
+            ShardedTensor::from_whole(&Tensor::zeros((4, 4), DType::F32, &Device::Cpu).unwrap());
         let error = model
             .forward(|net| {
                 net.a.run(|_| {
@@ -182,15 +228,27 @@ fn gradients_of_a_unit_that_only_the_first_micro_batch_uses_are_reduced() {
             run_local(world, |group| {
                 let expected = {
                     let model = model(&group, config(strategy));
-                    model.backward(&loss(&model, group.rank(), true).unwrap()).unwrap();
-                    model.backward(&loss(&model, 7 + group.rank(), false).unwrap()).unwrap();
+                    model
+                        .backward(&loss(&model, group.rank(), true).unwrap())
+                        .unwrap();
+                    model
+                        .backward(&loss(&model, 7 + group.rank(), false).unwrap())
+                        .unwrap();
                     gradients(&model)
                 };
                 let model = model(&group, config(strategy));
                 let first = loss(&model, group.rank(), true).unwrap();
-                model.no_sync(|model| model.backward(&first).map(drop)).unwrap();
-                model.backward(&loss(&model, 7 + group.rank(), false).unwrap()).unwrap();
-                assert_close(&gradients(&model), &expected, &format!("{strategy} on {world}"));
+                model
+                    .no_sync(|model| model.backward(&first).map(drop))
+                    .unwrap();
+                model
+                    .backward(&loss(&model, 7 + group.rank(), false).unwrap())
+                    .unwrap();
+                assert_close(
+                    &gradients(&model),
+                    &expected,
+                    &format!("{strategy} on {world}"),
+                );
             })
             .unwrap();
         }
@@ -210,7 +268,8 @@ fn two_forwards_and_then_their_backwards_add_up() {
                     gradients(&model)
                 };
                 let model = model(&group, config(strategy));
-                let mut losses = [group.rank(), 5 + group.rank()].map(|k| loss(&model, k, true).unwrap());
+                let mut losses =
+                    [group.rank(), 5 + group.rank()].map(|k| loss(&model, k, true).unwrap());
                 if !in_order {
                     losses.reverse();
                 }
@@ -244,8 +303,15 @@ impl CustomOp1 for NoWayBack {
         "no-way-back"
     }
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        Ok((storage.to_dtype(layout, storage.dtype())?, layout.shape().clone()))
+    fn cpu_fwd(
+        &self,
+        storage: &CpuStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((
+            storage.to_dtype(layout, storage.dtype())?,
+            layout.shape().clone(),
+        ))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
@@ -276,7 +342,8 @@ fn a_backward_that_fails_in_the_middle_of_a_unit_leaves_nothing_behind() {
                 });
                 model.backward(&loss.unwrap())
             };
-            let norm = |model: &FullyShardedDataParallel<_>| model.parameters().grad_norm().unwrap();
+            let norm =
+                |model: &FullyShardedDataParallel<_>| model.parameters().grad_norm().unwrap();
             let expected = build();
             run(&expected, false).unwrap();
             let model = build();
@@ -301,7 +368,10 @@ fn a_backward_inside_a_forward_leaves_the_forward_its_parameters() {
             .forward(|net| {
                 let inner = net.head.forward(&net.a.forward(&x)?)?.sqr()?.sum_all()?;
                 model.backward(&inner)?;
-                net.head.forward(&net.b.forward(&net.a.forward(&x)?.tanh()?)?.tanh()?)?.sqr()?.sum_all()
+                net.head
+                    .forward(&net.b.forward(&net.a.forward(&x)?.tanh()?)?.tanh()?)?
+                    .sqr()?
+                    .sum_all()
             })
             .unwrap();
         assert_eq!(value(&before), value(&after));
@@ -309,7 +379,8 @@ fn a_backward_inside_a_forward_leaves_the_forward_its_parameters() {
     .unwrap();
 }
 
-/// The unit of an adapter: a frozen matrix that gradients pass through, and a trained one beside it.
+/// The unit of an adapter: a frozen matrix that gradients pass through, and a trained one beside
+/// it.
 #[test]
 fn frozen_weights_that_gradients_pass_through_stay_until_they_have() {
     for strategy in ALL {
@@ -320,23 +391,32 @@ fn frozen_weights_that_gradients_pass_through_stay_until_they_have() {
                     ..config
                 };
                 let whole = model(&group, config(strategy));
-                whole.backward(&loss(&whole, group.rank(), true).unwrap()).unwrap();
+                whole
+                    .backward(&loss(&whole, group.rank(), true).unwrap())
+                    .unwrap();
                 let model = model(&group, frozen(config(strategy)));
                 let between = model.parameters().parameter_bytes();
                 let computed = loss(&model, group.rank(), true).unwrap();
                 model.backward(&computed).unwrap();
                 assert_eq!(model.parameters().parameter_bytes(), between);
                 let names: Vec<String> = model.parameters().fqns().map(str::to_owned).collect();
-                for ((fqn, found), expected) in names.iter().zip(gradients(&model)).zip(gradients(&whole)) {
+                for ((fqn, found), expected) in
+                    names.iter().zip(gradients(&model)).zip(gradients(&whole))
+                {
                     if fqn.ends_with("bias") {
                         assert_close(&[found, vec![1.0]], &[expected, vec![1.0]], fqn);
                     } else {
                         assert!(found.iter().all(|x| *x == 0.0), "{fqn}");
                     }
                 }
-                let mut optimizer =
-                    Optimizer::new(model.parameters(), Algorithm::Sgd(SgdOptions { lr: 0.1, ..Default::default() }))
-                        .unwrap();
+                let mut optimizer = Optimizer::new(
+                    model.parameters(),
+                    Algorithm::Sgd(SgdOptions {
+                        lr: 0.1,
+                        ..Default::default()
+                    }),
+                )
+                .unwrap();
                 optimizer.step().unwrap();
                 let next = loss(&model, group.rank(), true).unwrap();
                 assert_ne!(value(&next), value(&computed));
@@ -352,20 +432,36 @@ fn ranks_that_come_to_different_parameters_of_the_root_reduce_in_one_order() {
         run_local(2, |group| {
             let rank = group.rank();
             let model = FullyShardedDataParallel::new(group, config(strategy), |scope| {
-                let layer = |i: usize| scope.pp("layers").pp(i).unit(|scope| linear(4, 4, scope.vb()));
-                let layers = (0..2).map(layer).collect::<candle_core::Result<Vec<Unit<Linear>>>>()?;
+                let layer = |i: usize| {
+                    scope
+                        .pp("layers")
+                        .pp(i)
+                        .unit(|scope| linear(4, 4, scope.vb()))
+                };
+                let layers = (0..2)
+                    .map(layer)
+                    .collect::<candle_core::Result<Vec<Unit<Linear>>>>()?;
                 let head = |name: &str| candle_nn::linear_no_bias(4, 1, scope.vb().pp(name));
                 Ok((layers, [head("head_a")?, head("head_b")?]))
             })
             .unwrap();
             let loss = model.forward(|(layers, heads)| {
-                let h = layers.iter().try_fold(input(rank), |h, layer| layer.forward(&h)?.tanh())?;
+                let h = layers
+                    .iter()
+                    .try_fold(input(rank), |h, layer| layer.forward(&h)?.tanh())?;
                 let y = heads[0].forward(&h)?;
-                if rank == 0 { (y + heads[1].forward(&h)?)?.sum_all() } else { y.sum_all() }
+                if rank == 0 {
+                    (y + heads[1].forward(&h)?)?.sum_all()
+                } else {
+                    y.sum_all()
+                }
             });
             model.backward(&loss.unwrap()).unwrap();
             for fqn in ["head_a.weight", "head_b.weight", "layers.0.weight"] {
-                assert!(model.parameters().has_gradient(fqn).unwrap(), "{strategy}: {fqn}");
+                assert!(
+                    model.parameters().has_gradient(fqn).unwrap(),
+                    "{strategy}: {fqn}"
+                );
             }
         })
         .unwrap();
@@ -390,17 +486,34 @@ fn ranks_that_do_not_come_to_the_root_take_part_in_its_reduction_with_zeros() {
         all_use_it: bool,
     ) -> Vec<Vec<f32>> {
         let mesh = DeviceMesh::new(&[2, 2], &["replicate", "shard"], 4).unwrap();
-        let config = FsdpConfig { mesh: Some(mesh), ..config(strategy) };
+        let config = FsdpConfig {
+            mesh: Some(mesh),
+            ..config(strategy)
+        };
         let model = FullyShardedDataParallel::new(group.clone(), config, |scope| {
-            let layer = |i: usize| scope.pp("layers").pp(i).unit(|scope| linear(4, 4, scope.vb()));
-            let layers = (0..2).map(layer).collect::<candle_core::Result<Vec<Unit<Linear>>>>()?;
-            Ok((layers, candle_nn::linear_no_bias(4, 4, scope.vb().pp("head"))?))
+            let layer = |i: usize| {
+                scope
+                    .pp("layers")
+                    .pp(i)
+                    .unit(|scope| linear(4, 4, scope.vb()))
+            };
+            let layers = (0..2)
+                .map(layer)
+                .collect::<candle_core::Result<Vec<Unit<Linear>>>>()?;
+            Ok((
+                layers,
+                candle_nn::linear_no_bias(4, 4, scope.vb().pp("head"))?,
+            ))
         });
         let model = model.unwrap();
         let backward = |of_head: Option<f32>| {
             let loss = model.forward(|(layers, head)| {
-                let h = layers.iter().try_fold(input(group.rank()), |h, layer| layer.forward(&h)?.tanh())?;
-                let Some(factor) = of_head else { return h.sum_all() };
+                let h = layers
+                    .iter()
+                    .try_fold(input(group.rank()), |h, layer| layer.forward(&h)?.tanh())?;
+                let Some(factor) = of_head else {
+                    return h.sum_all();
+                };
                 let factor = Tensor::full(factor, (2, 4), &Device::Cpu)?;
                 h.sum_all()? + (head.forward(&h)? * factor)?.sum_all()?
             });
@@ -410,25 +523,45 @@ fn ranks_that_do_not_come_to_the_root_take_part_in_its_reduction_with_zeros() {
         model.set_requires_all_reduce(reduced != Reduced::OverReplicasTogether);
         // Rank 0 alone has a use for the head.
         let without = if all_use_it { Some(0.0) } else { None };
-        backward(if group.rank() == 0 { Some(1.0) } else { without });
+        backward(if group.rank() == 0 {
+            Some(1.0)
+        } else {
+            without
+        });
         model.set_requires_gradient_sync(true);
         model.set_requires_all_reduce(true);
         backward(None);
         assert!(model.parameters().has_gradient("head.weight").unwrap());
         let parameters = model.parameters();
-        let pieces = parameters.fqns().map(|fqn| parameters.gradient(fqn).unwrap().unwrap());
+        let pieces = parameters
+            .fqns()
+            .map(|fqn| parameters.gradient(fqn).unwrap().unwrap());
         let values = pieces.map(|piece| {
-            let shards =
-                piece.shards().iter().map(|shard| shard.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+            let shards = piece.shards().iter().map(|shard| {
+                shard
+                    .tensor
+                    .flatten_all()
+                    .unwrap()
+                    .to_vec1::<f32>()
+                    .unwrap()
+            });
             shards.collect::<Vec<_>>().concat()
         });
         values.collect()
     }
     for strategy in ShardingStrategy::ALL {
-        for reduced in [Reduced::EachTime, Reduced::Together, Reduced::OverReplicasTogether] {
+        for reduced in [
+            Reduced::EachTime,
+            Reduced::Together,
+            Reduced::OverReplicasTogether,
+        ] {
             run_local(4, |group| {
                 let expected = accumulate(&group, strategy, reduced, true);
-                assert_eq!(accumulate(&group, strategy, reduced, false), expected, "{strategy}, {reduced:?}");
+                assert_eq!(
+                    accumulate(&group, strategy, reduced, false),
+                    expected,
+                    "{strategy}, {reduced:?}"
+                );
             })
             .unwrap();
         }
@@ -438,12 +571,22 @@ fn ranks_that_do_not_come_to_the_root_take_part_in_its_reduction_with_zeros() {
 #[test]
 fn an_error_of_one_rank_after_its_last_reduction_leaves_no_gradients_on_any() {
     run_local(2, |group| {
-        let build = |scope: &fsdp_nn::Scope| scope.pp("unit").unit(|scope| linear(4, 1, scope.vb()));
-        let model = FullyShardedDataParallel::new(group.clone(), config(ShardingStrategy::FullShard), build).unwrap();
+        let build =
+            |scope: &fsdp_nn::Scope| scope.pp("unit").unit(|scope| linear(4, 1, scope.vb()));
+        let model = FullyShardedDataParallel::new(
+            group.clone(),
+            config(ShardingStrategy::FullShard),
+            build,
+        )
+        .unwrap();
         // The backward comes to the input after it has finished with the unit.
         let x = Var::from_tensor(&input(0)).unwrap();
         let is_bad = group.rank() == 1;
-        let x = if is_bad { x.as_tensor().apply_op1(NoWayBack).unwrap() } else { x.as_tensor().clone() };
+        let x = if is_bad {
+            x.as_tensor().apply_op1(NoWayBack).unwrap()
+        } else {
+            x.as_tensor().clone()
+        };
         let loss = model.forward(|unit| unit.forward(&x)?.sum_all()).unwrap();
         let error = model.backward(&loss).unwrap_err().to_string();
         if is_bad {
@@ -451,7 +594,13 @@ fn an_error_of_one_rank_after_its_last_reduction_leaves_no_gradients_on_any() {
             // The program goes on with something else.
             group.barrier().unwrap_err();
         }
-        assert!(model.parameters().gradient("unit.weight").unwrap().is_none());
+        assert!(
+            model
+                .parameters()
+                .gradient("unit.weight")
+                .unwrap()
+                .is_none()
+        );
     })
     .unwrap();
 }
@@ -461,7 +610,10 @@ fn an_operation_that_may_not_support_a_dtype_is_named_with_the_dtype() {
     run_local(2, |group| {
         let model = model(&group, config(ShardingStrategy::FullShard));
         let error = model.forward(|_| -> candle_core::Result<Tensor> {
-            Err(candle_core::Error::UnsupportedDTypeForOp(DType::F64, "conv2d"))
+            Err(candle_core::Error::UnsupportedDTypeForOp(
+                DType::F64,
+                "conv2d",
+            ))
         });
         let error = error.unwrap_err().to_string();
         assert!(error.contains("conv2d") && error.contains("f64"), "{error}");

@@ -1,5 +1,5 @@
-//! Units by name pattern: a model whose code knows nothing of units computes and trains as without them, and never
-//! holds more than one of them beside the root.
+//! Units by name pattern: a model whose code knows nothing of units computes and trains as without
+//! them, and never holds more than one of them beside the root.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -8,7 +8,9 @@ use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_comm::{Operation, ProcessGroup, run_local};
 use fsdp_nn::algorithm::AdamOptions;
-use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, MixedPrecision, Optimizer, ShardingStrategy};
+use fsdp_nn::{
+    Algorithm, FsdpConfig, FullyShardedDataParallel, MixedPrecision, Optimizer, ShardingStrategy,
+};
 
 use self::models::{Bert, Llama, Shuffled};
 
@@ -37,15 +39,26 @@ mod models {
     impl Block {
         fn load(vb: VarBuilder<'_>) -> Result<Self> {
             let attn = linear(vb.pp("self_attn"))?;
-            let (up, down) = (linear(vb.pp("mlp.up_proj"))?, linear(vb.pp("mlp.down_proj"))?);
+            let (up, down) = (
+                linear(vb.pp("mlp.up_proj"))?,
+                linear(vb.pp("mlp.down_proj"))?,
+            );
             let rms_1 = rms_norm(WIDTH, 1e-5, vb.pp("input_layernorm"))?;
             let rms_2 = rms_norm(WIDTH, 1e-5, vb.pp("post_attention_layernorm"))?;
-            Ok(Block { rms_1, attn, rms_2, up, down })
+            Ok(Block {
+                rms_1,
+                attn,
+                rms_2,
+                up,
+                down,
+            })
         }
 
         fn forward(&self, x: &Tensor) -> Result<Tensor> {
             let x = (self.attn.forward(&self.rms_1.forward_diff(x)?)? + x)?;
-            self.down.forward(&self.up.forward(&self.rms_2.forward_diff(&x)?)?.tanh()?)? + x
+            self.down
+                .forward(&self.up.forward(&self.rms_2.forward_diff(&x)?)?.tanh()?)?
+                + x
         }
     }
 
@@ -62,8 +75,15 @@ mod models {
             let wte = candle_nn::embedding(7, WIDTH, vb.pp("model.embed_tokens"))?;
             let lm_head = linear(vb.pp("lm_head"))?;
             let ln_f = rms_norm(WIDTH, 1e-5, vb.pp("model.norm"))?;
-            let blocks = (0..LAYERS).map(|i| Block::load(vb.pp(format!("model.layers.{i}")))).collect::<Result<_>>()?;
-            Ok(Llama { wte, blocks, ln_f, lm_head })
+            let blocks = (0..LAYERS)
+                .map(|i| Block::load(vb.pp(format!("model.layers.{i}"))))
+                .collect::<Result<_>>()?;
+            Ok(Llama {
+                wte,
+                blocks,
+                ln_f,
+                lm_head,
+            })
         }
 
         /// Computes with these blocks, one after the other.
@@ -82,7 +102,8 @@ mod models {
         }
     }
 
-    /// A model that comes to its layers in another order than it has made them in, and to some of them again.
+    /// A model that comes to its layers in another order than it has made them in, and to some of
+    /// them again.
     pub(super) struct Shuffled(Llama);
 
     impl Shuffled {
@@ -105,7 +126,10 @@ mod models {
     impl Layer {
         fn load(vb: VarBuilder<'_>) -> Result<Self> {
             let output = candle_nn::linear(WIDTH, WIDTH, vb.pp("output"))?;
-            Ok(Layer { query: linear(vb.pp("attention.query"))?, output })
+            Ok(Layer {
+                query: linear(vb.pp("attention.query"))?,
+                output,
+            })
         }
 
         fn forward(&self, x: &Tensor) -> Result<Tensor> {
@@ -122,9 +146,14 @@ mod models {
     impl Bert {
         pub(super) fn load(vb: VarBuilder<'_>) -> Result<Self> {
             let embeddings = candle_nn::embedding(7, WIDTH, vb.pp("embeddings"))?;
-            let layers =
-                (0..LAYERS).map(|i| Layer::load(vb.pp(format!("encoder.layer.{i}")))).collect::<Result<_>>()?;
-            Ok(Bert { embeddings, layers, pooler: linear(vb.pp("pooler"))? })
+            let layers = (0..LAYERS)
+                .map(|i| Layer::load(vb.pp(format!("encoder.layer.{i}"))))
+                .collect::<Result<_>>()?;
+            Ok(Bert {
+                embeddings,
+                layers,
+                pooler: linear(vb.pp("pooler"))?,
+            })
         }
     }
 
@@ -139,32 +168,50 @@ mod models {
     }
 }
 
-const STRATEGIES: [ShardingStrategy; 3] =
-    [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard];
+const STRATEGIES: [ShardingStrategy; 3] = [
+    ShardingStrategy::FullShard,
+    ShardingStrategy::ShardGradOp,
+    ShardingStrategy::NoShard,
+];
 
 fn config(strategy: ShardingStrategy) -> FsdpConfig {
-    FsdpConfig { strategy, seed: 4, ..FsdpConfig::default() }
+    FsdpConfig {
+        strategy,
+        seed: 4,
+        ..FsdpConfig::default()
+    }
 }
 
 fn tokens(rank: usize, step: usize) -> Tensor {
-    let tokens: Vec<u32> = (0..6).map(|i| ((i * 5 + rank * 3 + step) % 7) as u32).collect();
+    let tokens: Vec<u32> = (0..6)
+        .map(|i| ((i * 5 + rank * 3 + step) % 7) as u32)
+        .collect();
     Tensor::from_vec(tokens, (2, 3), &Device::Cpu).unwrap()
 }
 
 type Load<M> = fn(VarBuilder<'static>) -> candle_core::Result<M>;
 
-fn model<M>(group: &ProcessGroup, config: FsdpConfig, load: Load<M>) -> FullyShardedDataParallel<M> {
+fn model<M>(
+    group: &ProcessGroup,
+    config: FsdpConfig,
+    load: Load<M>,
+) -> FullyShardedDataParallel<M> {
     FullyShardedDataParallel::new(group.clone(), config, |scope| load(scope.vb())).unwrap()
 }
 
 /// Losses of a few steps, and this rank's part of each parameter after them.
 fn train<M: Module>(model: &FullyShardedDataParallel<M>) -> (Vec<f32>, Vec<Vec<f32>>) {
-    let adamw = Algorithm::AdamW(AdamOptions { lr: 1e-2, ..AdamOptions::adamw() });
+    let adamw = Algorithm::AdamW(AdamOptions {
+        lr: 1e-2,
+        ..AdamOptions::adamw()
+    });
     let mut optimizer = Optimizer::new(model.parameters(), adamw).unwrap();
     let mut losses = Vec::new();
     for step in 0..3 {
         let tokens = tokens(model.group().rank(), step);
-        let loss = model.forward(|module| (module.forward(&tokens)? - 0.5)?.sqr()?.mean_all()).unwrap();
+        let loss = model
+            .forward(|module| (module.forward(&tokens)? - 0.5)?.sqr()?.mean_all())
+            .unwrap();
         model.backward(&loss).unwrap();
         optimizer.step().unwrap();
         model.parameters().zero_grad();
@@ -173,7 +220,14 @@ fn train<M: Module>(model: &FullyShardedDataParallel<M>) -> (Vec<f32>, Vec<Vec<f
     let parameters = model.parameters();
     let piece = |fqn: &str| {
         let shards = parameters.parameter(fqn).unwrap().shards().to_vec();
-        let values = shards.iter().map(|shard| shard.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+        let values = shards.iter().map(|shard| {
+            shard
+                .tensor
+                .flatten_all()
+                .unwrap()
+                .to_vec1::<f32>()
+                .unwrap()
+        });
         values.collect::<Vec<_>>().concat()
     };
     (losses, parameters.fqns().map(piece).collect())
@@ -186,13 +240,21 @@ fn check<M: Module>(load: Load<M>, pattern: &str) {
             run_local(world, |group| {
                 let plain = model(&group, config(strategy), load);
                 let wrapped = model(&group, config(strategy).wrap(pattern), load);
-                let expected = plain.forward(|module| module.forward(&tokens(0, 0))).unwrap();
-                let found = wrapped.forward(|module| module.forward(&tokens(0, 0))).unwrap();
-                let [found, expected] = [found, expected].map(|x| x.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+                let expected = plain
+                    .forward(|module| module.forward(&tokens(0, 0)))
+                    .unwrap();
+                let found = wrapped
+                    .forward(|module| module.forward(&tokens(0, 0)))
+                    .unwrap();
+                let [found, expected] =
+                    [found, expected].map(|x| x.flatten_all().unwrap().to_vec1::<f32>().unwrap());
                 assert_eq!(found, expected, "{strategy} on {world}: bit-equal outputs");
                 let losses = [&plain, &wrapped].map(|model| train(model).0);
                 for (found, expected) in losses[1].iter().zip(&losses[0]) {
-                    assert!((found - expected).abs() < 1e-6, "{strategy} on {world}: {losses:?}");
+                    assert!(
+                        (found - expected).abs() < 1e-6,
+                        "{strategy} on {world}: {losses:?}"
+                    );
                 }
             })
             .unwrap();
@@ -219,32 +281,56 @@ fn a_wrapped_model_may_come_to_its_layers_in_any_order_and_again() {
 fn bytes<M>(model: &FullyShardedDataParallel<M>, begins: impl Fn(&str) -> bool) -> usize {
     let parameters = model.parameters();
     let names = parameters.fqns().filter(|fqn| begins(fqn));
-    names.map(|fqn| 4 * parameters.shape(fqn).unwrap().iter().product::<usize>()).sum()
+    names
+        .map(|fqn| 4 * parameters.shape(fqn).unwrap().iter().product::<usize>())
+        .sum()
 }
 
 /// Checks the memory and the all-gathers of a model that comes to its units so often.
 fn check_memory<M: Module>(load: Load<M>, pattern: &str, comes: u64) {
     let prefix = pattern.trim_end_matches('*').to_owned();
     run_local(2, |group| {
-        let model = model(&group, config(ShardingStrategy::FullShard).wrap(pattern), load);
+        let model = model(
+            &group,
+            config(ShardingStrategy::FullShard).wrap(pattern),
+            load,
+        );
         let parameters = model.parameters();
         let shards = parameters.parameter_bytes();
         let root = bytes(&model, |fqn| !fqn.starts_with(&prefix));
         let unit = bytes(&model, |fqn| fqn.starts_with(&format!("{prefix}0.")));
-        let loss = |step| model.forward(|module| module.forward(&tokens(0, step))?.sqr()?.mean_all()).unwrap();
+        let loss = |step| {
+            model
+                .forward(|module| module.forward(&tokens(0, step))?.sqr()?.mean_all())
+                .unwrap()
+        };
         loss(0);
         let limit = shards + root + unit;
-        assert!(parameters.peak_parameter_bytes() <= limit, "{} of {limit}", parameters.peak_parameter_bytes());
-        assert!(parameters.parameter_bytes() <= shards + root, "units are released after a forward");
+        assert!(
+            parameters.peak_parameter_bytes() <= limit,
+            "{} of {limit}",
+            parameters.peak_parameter_bytes()
+        );
+        assert!(
+            parameters.parameter_bytes() <= shards + root,
+            "units are released after a forward"
+        );
         let before = group.traffic();
         let loss = loss(1);
         let gathers = group.traffic().since(&before).count(Operation::AllGather);
-        assert_eq!(gathers, comes, "each unit is gathered whenever the forward comes to it");
+        assert_eq!(
+            gathers, comes,
+            "each unit is gathered whenever the forward comes to it"
+        );
         let before = group.traffic();
         model.backward(&loss).unwrap();
         let gathers = group.traffic().since(&before).count(Operation::AllGather);
         assert!(gathers <= comes, "{gathers}");
-        assert!(parameters.peak_parameter_bytes() <= limit, "{} of {limit}", parameters.peak_parameter_bytes());
+        assert!(
+            parameters.peak_parameter_bytes() <= limit,
+            "{} of {limit}",
+            parameters.peak_parameter_bytes()
+        );
         assert_eq!(parameters.parameter_bytes(), shards);
     })
     .unwrap();
@@ -260,10 +346,17 @@ fn a_wrapped_model_holds_at_most_one_unit_beside_the_root() {
 #[test]
 fn wrapped_adapters_train_in_mixed_precision() {
     run_local(2, |group| {
-        let mixed_precision =
-            MixedPrecision { param: Some(DType::BF16), output: Some(DType::F32), ..MixedPrecision::default() };
+        let mixed_precision = MixedPrecision {
+            param: Some(DType::BF16),
+            output: Some(DType::F32),
+            ..MixedPrecision::default()
+        };
         let requires_grad = Arc::new(|fqn: &str| fqn.contains("mlp"));
-        let config = FsdpConfig { mixed_precision, requires_grad, ..config(ShardingStrategy::FullShard) };
+        let config = FsdpConfig {
+            mixed_precision,
+            requires_grad,
+            ..config(ShardingStrategy::FullShard)
+        };
         let model = model(&group, config.wrap("model.layers.*"), Llama::load);
         let between = model.parameters().parameter_bytes();
         let (losses, _) = train(&model);
@@ -277,7 +370,9 @@ fn wrapped_adapters_train_in_mixed_precision() {
 fn a_pattern_without_parameters_is_refused() {
     run_local(1, |group| {
         let config = config(ShardingStrategy::FullShard).wrap("transformer.h.*");
-        let error = FullyShardedDataParallel::new(group, config, |scope| Llama::load(scope.vb())).err().unwrap();
+        let error = FullyShardedDataParallel::new(group, config, |scope| Llama::load(scope.vb()))
+            .err()
+            .unwrap();
         assert!(error.to_string().contains("`transformer.h.*`"), "{error}");
     })
     .unwrap();
@@ -286,13 +381,22 @@ fn a_pattern_without_parameters_is_refused() {
 #[test]
 fn a_backward_through_wrapped_units_that_have_changed_is_refused() {
     run_local(2, |group| {
-        let model = model(&group, config(ShardingStrategy::FullShard).wrap("model.layers.*"), Llama::load);
-        let loss = model.forward(|module| module.forward(&tokens(0, 0))?.sqr()?.mean_all()).unwrap();
+        let model = model(
+            &group,
+            config(ShardingStrategy::FullShard).wrap("model.layers.*"),
+            Llama::load,
+        );
+        let loss = model
+            .forward(|module| module.forward(&tokens(0, 0))?.sqr()?.mean_all())
+            .unwrap();
         let fqn = "model.layers.2.self_attn.weight";
         let value = model.parameters().parameter(fqn).unwrap();
         model.parameters().set_parameter(fqn, &value).unwrap();
         let error = model.backward(&loss).unwrap_err().to_string();
-        assert!(error.contains("`model.layers.2`") && error.contains("changed"), "{error}");
+        assert!(
+            error.contains("`model.layers.2`") && error.contains("changed"),
+            "{error}"
+        );
     })
     .unwrap();
 }
@@ -300,11 +404,17 @@ fn a_backward_through_wrapped_units_that_have_changed_is_refused() {
 #[test]
 fn a_wrapped_model_goes_on_after_a_forward_that_fails_or_panics() {
     run_local(2, |group| {
-        let model = model(&group, config(ShardingStrategy::FullShard).wrap("model.layers.*"), Llama::load);
+        let model = model(
+            &group,
+            config(ShardingStrategy::FullShard).wrap("model.layers.*"),
+            Llama::load,
+        );
         let tokens = tokens(0, 0);
         let shards = model.parameters().parameter_bytes();
         let sum = || -> f32 {
-            let output = model.forward(|module| module.forward(&tokens)?.sum_all()).unwrap();
+            let output = model
+                .forward(|module| module.forward(&tokens)?.sum_all())
+                .unwrap();
             output.to_scalar().unwrap()
         };
         let expected = sum();
@@ -338,7 +448,9 @@ fn a_wrapped_parameter_that_is_read_between_forwards_is_an_error_and_nobody_wait
         let config = config(ShardingStrategy::FullShard).wrap("layers.*");
         let model = FullyShardedDataParallel::new(group, config, build).unwrap();
         let x = Tensor::ones((1, WIDTH), DType::F32, &Device::Cpu).unwrap();
-        let weight = model.forward(|(weight, layer)| layer.forward(&x).map(|_| weight.clone())).unwrap();
+        let weight = model
+            .forward(|(weight, layer)| layer.forward(&x).map(|_| weight.clone()))
+            .unwrap();
         assert!(weight.sum_all().is_err());
         assert!(model.forward(|(weight, _)| weight.sum_all()).is_ok());
     })
@@ -350,7 +462,9 @@ fn an_operation_on_weights_of_two_units_comes_to_both() {
     for strategy in [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp] {
         run_local(2, |group| {
             let build = |scope: &fsdp_nn::Scope| {
-                let layer = |index: usize| candle_nn::linear_no_bias(WIDTH, WIDTH, scope.vb().pp("layers").pp(index));
+                let layer = |index: usize| {
+                    candle_nn::linear_no_bias(WIDTH, WIDTH, scope.vb().pp("layers").pp(index))
+                };
                 Ok([layer(0)?, layer(1)?])
             };
             let product = |layers: &[candle_nn::Linear; 2]| {
@@ -358,8 +472,11 @@ fn an_operation_on_weights_of_two_units_comes_to_both() {
                 // Twice, so that the second operation comes back to the unit that was left.
                 (a.matmul(b)? + b.matmul(a)?)?.sqr()?.sum_all()
             };
-            let whole = FullyShardedDataParallel::new(group.clone(), config(strategy), build).unwrap();
-            let wrapped = FullyShardedDataParallel::new(group, config(strategy).wrap("layers.*"), build).unwrap();
+            let whole =
+                FullyShardedDataParallel::new(group.clone(), config(strategy), build).unwrap();
+            let wrapped =
+                FullyShardedDataParallel::new(group, config(strategy).wrap("layers.*"), build)
+                    .unwrap();
             for _ in 0..2 {
                 let [expected, found] = [&whole, &wrapped].map(|model| {
                     let loss = model.forward(product).unwrap();
@@ -380,7 +497,9 @@ fn a_backward_inside_the_forward_of_a_wrapped_model_computes_the_same_gradients(
         let models = [(); 2].map(|()| model(&group, config(), Llama::load));
         let tokens = tokens(group.rank(), 0);
         let loss = |module: &Llama| module.forward(&tokens)?.sqr()?.mean_all();
-        models[0].backward(&models[0].forward(loss).unwrap()).unwrap();
+        models[0]
+            .backward(&models[0].forward(loss).unwrap())
+            .unwrap();
         let output = models[1].forward(|module| {
             models[1].backward(&loss(module)?)?;
             module.forward(&tokens)
@@ -390,7 +509,12 @@ fn a_backward_inside_the_forward_of_a_wrapped_model_computes_the_same_gradients(
         let [first, second] = models.map(|model| {
             let gradient = model.parameters().gradient(fqn).unwrap().unwrap();
             let shard = gradient.shards().first().unwrap();
-            shard.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+            shard
+                .tensor
+                .flatten_all()
+                .unwrap()
+                .to_vec1::<f32>()
+                .unwrap()
         });
         assert_eq!(first, second);
     })

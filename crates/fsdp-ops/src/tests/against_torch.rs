@@ -10,8 +10,12 @@ const FIXTURES: &str = include_str!("../../tests/fixtures/operations.json");
 /// Makes a tensor of f64 from its shape and values in the fixtures.
 fn tensor(record: &Value) -> Tensor {
     let numbers = |key: &str| record[key].as_array().unwrap().iter();
-    let shape: Vec<usize> = numbers("shape").map(|size| usize::try_from(size.as_u64().unwrap()).unwrap()).collect();
-    let values: Vec<f64> = numbers("values").map(|value| value.as_f64().unwrap()).collect();
+    let shape: Vec<usize> = numbers("shape")
+        .map(|size| usize::try_from(size.as_u64().unwrap()).unwrap())
+        .collect();
+    let values: Vec<f64> = numbers("values")
+        .map(|value| value.as_f64().unwrap())
+        .collect();
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
@@ -25,12 +29,25 @@ fn compare(name: &str, operation: impl Fn(&[Tensor]) -> Result<Tensor>) {
     let case = &fixtures[name];
     let (inputs, weight) = (tensors(&case["inputs"]), tensor(&case["weight"]));
     let (output, gradients) = (tensor(&case["output"]), tensors(&case["gradients"]));
-    for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 2e-6), (DType::F16, 4e-3), (DType::BF16, 3e-2)] {
-        let inputs: Vec<Tensor> = inputs.iter().map(|input| input.to_dtype(dtype).unwrap()).collect();
+    for (dtype, tolerance) in [
+        (DType::F64, 1e-12),
+        (DType::F32, 2e-6),
+        (DType::F16, 4e-3),
+        (DType::BF16, 3e-2),
+    ] {
+        let inputs: Vec<Tensor> = inputs
+            .iter()
+            .map(|input| input.to_dtype(dtype).unwrap())
+            .collect();
         let (found, found_gradients) = run(&operation, &inputs, &weight).unwrap();
         assert_close(&format!("{name}, {dtype:?}"), &found, &output, tolerance);
         for (index, (found, expected)) in found_gradients.iter().zip(&gradients).enumerate() {
-            assert_close(&format!("{name}, {dtype:?}, gradient {index}"), found, expected, 4.0 * tolerance);
+            assert_close(
+                &format!("{name}, {dtype:?}, gradient {index}"),
+                found,
+                expected,
+                4.0 * tolerance,
+            );
         }
     }
 }
@@ -39,7 +56,10 @@ fn compare(name: &str, operation: impl Fn(&[Tensor]) -> Result<Tensor>) {
 fn angles(x: &Tensor) -> Result<(Tensor, Tensor)> {
     let positions = Tensor::new(&[[0f64], [1.], [2.], [3.]], &Device::Cpu)?;
     let angles = positions.matmul(&Tensor::new(&[[1f64, 0.1, 0.01]], &Device::Cpu)?)?;
-    Ok((angles.cos()?.to_dtype(x.dtype())?, angles.sin()?.to_dtype(x.dtype())?))
+    Ok((
+        angles.cos()?.to_dtype(x.dtype())?,
+        angles.sin()?.to_dtype(x.dtype())?,
+    ))
 }
 
 #[test]
@@ -50,21 +70,35 @@ fn softmax_is_torchs() {
 #[test]
 fn norms_are_torchs() {
     compare("rms_norm", |x| crate::rms_norm(&x[0], &x[1], 1e-5));
-    compare("layer_norm", |x| crate::layer_norm(&x[0], &x[1], &x[2], 1e-5));
+    compare("layer_norm", |x| {
+        crate::layer_norm(&x[0], &x[1], &x[2], 1e-5)
+    });
 }
 
 #[test]
 fn rotary_embeddings_are_torchs() {
-    compare("rope", |x| angles(&x[0]).and_then(|(cos, sin)| crate::rope(&x[0], &cos, &sin)));
-    compare("rope_i", |x| angles(&x[0]).and_then(|(cos, sin)| crate::rope_i(&x[0], &cos, &sin)));
+    compare("rope", |x| {
+        angles(&x[0]).and_then(|(cos, sin)| crate::rope(&x[0], &cos, &sin))
+    });
+    compare("rope_i", |x| {
+        angles(&x[0]).and_then(|(cos, sin)| crate::rope_i(&x[0], &cos, &sin))
+    });
 }
 
 #[test]
 fn attention_is_torchs() {
-    compare("attention", |x| crate::scaled_dot_product_attention(&x[0], &x[1], &x[2], false, 0.5));
-    compare("attention_causal", |x| crate::scaled_dot_product_attention(&x[0], &x[1], &x[2], true, 0.5));
-    compare("packed_attention", |x| crate::packed_attention(&x[0], 2, false));
-    compare("packed_attention_causal", |x| crate::packed_attention(&x[0], 2, true));
+    compare("attention", |x| {
+        crate::scaled_dot_product_attention(&x[0], &x[1], &x[2], false, 0.5)
+    });
+    compare("attention_causal", |x| {
+        crate::scaled_dot_product_attention(&x[0], &x[1], &x[2], true, 0.5)
+    });
+    compare("packed_attention", |x| {
+        crate::packed_attention(&x[0], 2, false)
+    });
+    compare("packed_attention_causal", |x| {
+        crate::packed_attention(&x[0], 2, true)
+    });
 }
 
 #[test]

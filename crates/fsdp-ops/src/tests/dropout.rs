@@ -15,7 +15,12 @@ fn ones(shape: &[usize]) -> Tensor {
 
 /// Returns the elements of a dropout of ones: 0 where one was dropped.
 fn dropped_ones(masks: DropoutMasks, p: f64, shape: &[usize]) -> Vec<f32> {
-    dropout(&ones(shape), p, masks).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    dropout(&ones(shape), p, masks)
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .to_vec1()
+        .unwrap()
 }
 
 #[test]
@@ -24,7 +29,11 @@ fn a_batch_in_parts_is_masked_as_a_whole() {
     for part in [1, 2, 3, 4, 6] {
         let mut parts = Vec::new();
         for row in (0..12).step_by(part) {
-            parts.extend(dropped_ones(masks().from_row(row as u64), 0.3, &[part, 5, 7]));
+            parts.extend(dropped_ones(
+                masks().from_row(row as u64),
+                0.3,
+                &[part, 5, 7],
+            ));
         }
         assert_eq!(parts, whole, "parts of {part}");
     }
@@ -41,7 +50,10 @@ fn steps_seeds_and_places_have_masks_of_their_own() {
         masks().at("drop"),
         masks().from_row(1),
     ];
-    let found: Vec<Vec<f32>> = all.into_iter().map(|masks| dropped_ones(masks, 0.5, &[64])).collect();
+    let found: Vec<Vec<f32>> = all
+        .into_iter()
+        .map(|masks| dropped_ones(masks, 0.5, &[64]))
+        .collect();
     for (index, one) in found.iter().enumerate() {
         assert!(found[..index].iter().all(|other| other != one), "{index}");
     }
@@ -53,7 +65,10 @@ fn as_many_are_dropped_as_asked_and_the_mean_stays() {
         let values = dropped_ones(masks(), p, &[100, 1000]);
         let dropped = values.iter().filter(|value| **value == 0.0).count() as f64 / 1e5;
         // Five standard deviations of the share among 100,000.
-        assert!((dropped - p).abs() < 5.0 * (p * (1.0 - p) / 1e5).sqrt(), "{dropped} of {p}");
+        assert!(
+            (dropped - p).abs() < 5.0 * (p * (1.0 - p) / 1e5).sqrt(),
+            "{dropped} of {p}"
+        );
         let scale = (1.0 / (1.0 - p)) as f32;
         assert!(values.iter().all(|value| *value == 0.0 || *value == scale));
         // Elements are dropped independently of their neighbours in the row and in the column.
@@ -73,12 +88,28 @@ fn the_gradient_passes_where_the_value_did() {
     for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
         let x = Var::from_tensor(&ones(&[6, 9]).to_dtype(dtype).unwrap()).unwrap();
         let y = dropout(x.as_tensor(), 0.5, masks()).unwrap();
-        let weights =
-            Tensor::arange(0f32, 54f32, &Device::Cpu).unwrap().reshape((6, 9)).unwrap().to_dtype(dtype).unwrap();
-        let grads = (&y * &weights).unwrap().sum_all().unwrap().backward().unwrap();
-        let expected = (y.detach() * weights).unwrap().to_dtype(DType::F32).unwrap();
+        let weights = Tensor::arange(0f32, 54f32, &Device::Cpu)
+            .unwrap()
+            .reshape((6, 9))
+            .unwrap()
+            .to_dtype(dtype)
+            .unwrap();
+        let grads = (&y * &weights)
+            .unwrap()
+            .sum_all()
+            .unwrap()
+            .backward()
+            .unwrap();
+        let expected = (y.detach() * weights)
+            .unwrap()
+            .to_dtype(DType::F32)
+            .unwrap();
         let found = grads.get(&x).unwrap().to_dtype(DType::F32).unwrap();
-        assert_eq!(found.to_vec2::<f32>().unwrap(), expected.to_vec2::<f32>().unwrap(), "{dtype:?}");
+        assert_eq!(
+            found.to_vec2::<f32>().unwrap(),
+            expected.to_vec2::<f32>().unwrap(),
+            "{dtype:?}"
+        );
         // An input that is not contiguous is accepted.
         let of_transposed = dropout(&x.as_tensor().t().unwrap(), 0.5, masks()).unwrap();
         assert_eq!(of_transposed.dims(), [9, 6]);
@@ -92,5 +123,8 @@ fn probabilities_that_are_none_and_tensors_without_rows_are_refused() {
     }
     assert!(dropout(&ones(&[]), 0.5, masks()).is_err());
     assert!(dropout(&ones(&[2]).to_dtype(DType::U8).unwrap(), 0.5, masks()).is_err());
-    assert_eq!(dropout(&ones(&[0, 3]), 0.5, masks()).unwrap().dims(), [0, 3]);
+    assert_eq!(
+        dropout(&ones(&[0, 3]), 0.5, masks()).unwrap().dims(),
+        [0, 3]
+    );
 }

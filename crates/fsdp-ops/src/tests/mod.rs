@@ -8,8 +8,8 @@ mod refusals;
 
 use candle_core::{DType, Result, Tensor, Var};
 
-/// Returns the output of an operation, and the gradients of its inputs for the sum of the output times `weight`. All
-/// are f64, whatever the operation was computed in.
+/// Returns the output of an operation, and the gradients of its inputs for the sum of the output
+/// times `weight`. All are f64, whatever the operation was computed in.
 fn run(
     operation: &dyn Fn(&[Tensor]) -> Result<Tensor>,
     inputs: &[Tensor],
@@ -20,8 +20,16 @@ fn run(
     let output = operation(&tensors)?;
     let weighted = (&output * weight.to_dtype(output.dtype())?)?;
     let gradients = weighted.sum_all()?.backward()?;
-    let gradient = |var: &Var| gradients.get(var).expect("every input has a gradient").to_dtype(DType::F64);
-    Ok((output.to_dtype(DType::F64)?, vars.iter().map(gradient).collect::<Result<_>>()?))
+    let gradient = |var: &Var| {
+        gradients
+            .get(var)
+            .expect("every input has a gradient")
+            .to_dtype(DType::F64)
+    };
+    Ok((
+        output.to_dtype(DType::F64)?,
+        vars.iter().map(gradient).collect::<Result<_>>()?,
+    ))
 }
 
 /// Fails unless all values are within `tolerance` of the expected ones, relative to the largest.
@@ -29,9 +37,14 @@ fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
     assert_eq!(found.dims(), expected.dims(), "{what}");
     let values = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f64>().unwrap();
     let (found, expected) = (values(found), values(expected));
-    let largest = expected.iter().fold(1e-3f64, |largest, value| largest.max(value.abs()));
+    let largest = expected
+        .iter()
+        .fold(1e-3f64, |largest, value| largest.max(value.abs()));
     for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
         let close = (found - expected).abs() <= tolerance * largest;
-        assert!(close, "{what}, element {index}: {found} is not {expected} ({largest} is the largest)");
+        assert!(
+            close,
+            "{what}, element {index}: {found} is not {expected} ({largest} is the largest)"
+        );
     }
 }

@@ -6,11 +6,19 @@ use super::run;
 
 /// Returns zeros of a shape.
 fn zeros(shape: &[usize], dtype: DType) -> Tensor {
-    Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+    Tensor::zeros(shape, DType::F32, &Device::Cpu)
+        .unwrap()
+        .to_dtype(dtype)
+        .unwrap()
 }
 
 /// Checks that an operation returns a tensor of this shape, and that all its gradients are zero.
-fn check(name: &str, operation: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[&[usize]], output: &[usize]) {
+fn check(
+    name: &str,
+    operation: impl Fn(&[Tensor]) -> Result<Tensor>,
+    inputs: &[&[usize]],
+    output: &[usize],
+) {
     for dtype in [DType::F32, DType::BF16] {
         let inputs: Vec<Tensor> = inputs.iter().map(|shape| zeros(shape, dtype)).collect();
         let (found, gradients) = run(&operation, &inputs, &zeros(output, dtype)).unwrap();
@@ -18,26 +26,74 @@ fn check(name: &str, operation: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[
         for (gradient, input) in gradients.iter().zip(&inputs) {
             assert_eq!(gradient.dims(), input.dims(), "{name}");
             let values = gradient.flatten_all().unwrap().to_vec1::<f64>().unwrap();
-            assert!(values.iter().all(|value| *value == 0.0), "{name}: {values:?}");
+            assert!(
+                values.iter().all(|value| *value == 0.0),
+                "{name}: {values:?}"
+            );
         }
     }
 }
 
 #[test]
 fn nothing_goes_in_and_nothing_comes_out() {
-    check("linear", |x| crate::linear(&x[0], &x[1], Some(&x[2])), &[&[0, 3], &[2, 3], &[2]], &[0, 2]);
-    check("linear without inputs", |x| crate::linear(&x[0], &x[1], Some(&x[2])), &[&[4, 0], &[2, 0], &[2]], &[4, 2]);
-    check("linear without a bias", |x| crate::linear(&x[0], &x[1], None), &[&[2, 0, 3], &[2, 3]], &[2, 0, 2]);
-    check("linear-gelu-erf", |x| crate::linear_gelu_erf(&x[0], &x[1], &x[2]), &[&[0, 3], &[2, 3], &[2]], &[0, 2]);
+    check(
+        "linear",
+        |x| crate::linear(&x[0], &x[1], Some(&x[2])),
+        &[&[0, 3], &[2, 3], &[2]],
+        &[0, 2],
+    );
+    check(
+        "linear without inputs",
+        |x| crate::linear(&x[0], &x[1], Some(&x[2])),
+        &[&[4, 0], &[2, 0], &[2]],
+        &[4, 2],
+    );
+    check(
+        "linear without a bias",
+        |x| crate::linear(&x[0], &x[1], None),
+        &[&[2, 0, 3], &[2, 3]],
+        &[2, 0, 2],
+    );
+    check(
+        "linear-gelu-erf",
+        |x| crate::linear_gelu_erf(&x[0], &x[1], &x[2]),
+        &[&[0, 3], &[2, 3], &[2]],
+        &[0, 2],
+    );
     for shape in [&[0, 3][..], &[3, 0], &[0]] {
-        check("softmax", |x| crate::softmax_last_dim(&x[0]), &[shape], shape);
+        check(
+            "softmax",
+            |x| crate::softmax_last_dim(&x[0]),
+            &[shape],
+            shape,
+        );
         check("gelu", |x| crate::gelu(&x[0]), &[shape], shape);
         check("gelu-erf", |x| crate::gelu_erf(&x[0]), &[shape], shape);
-        check("dropout", |x| crate::dropout(&x[0], 0.5, crate::DropoutMasks::new(1, 2)), &[shape], shape);
+        check(
+            "dropout",
+            |x| crate::dropout(&x[0], 0.5, crate::DropoutMasks::new(1, 2)),
+            &[shape],
+            shape,
+        );
     }
-    check("layer-norm", |x| crate::layer_norm(&x[0], &x[1], &x[2], 1e-5), &[&[0, 3], &[3], &[3]], &[0, 3]);
-    check("rms-norm", |x| crate::rms_norm(&x[0], &x[1], 1e-5), &[&[0, 3], &[3]], &[0, 3]);
-    check("layer-norm of no width", |x| crate::layer_norm(&x[0], &x[1], &x[2], 1e-5), &[&[3, 0], &[0], &[0]], &[3, 0]);
+    check(
+        "layer-norm",
+        |x| crate::layer_norm(&x[0], &x[1], &x[2], 1e-5),
+        &[&[0, 3], &[3], &[3]],
+        &[0, 3],
+    );
+    check(
+        "rms-norm",
+        |x| crate::rms_norm(&x[0], &x[1], 1e-5),
+        &[&[0, 3], &[3]],
+        &[0, 3],
+    );
+    check(
+        "layer-norm of no width",
+        |x| crate::layer_norm(&x[0], &x[1], &x[2], 1e-5),
+        &[&[3, 0], &[0], &[0]],
+        &[3, 0],
+    );
     for shape in [[0, 2, 3, 4], [2, 0, 3, 4], [2, 2, 0, 4], [2, 2, 3, 0]] {
         let angles = [shape[2], shape[3] / 2];
         let rope = |x: &[Tensor]| {
@@ -45,12 +101,24 @@ fn nothing_goes_in_and_nothing_comes_out() {
             crate::rope(&x[0], &angles, &angles)
         };
         check("rope", rope, &[&shape], &shape);
-        let attention = |x: &[Tensor]| crate::scaled_dot_product_attention(&x[0], &x[1], &x[2], true, 0.5);
+        let attention =
+            |x: &[Tensor]| crate::scaled_dot_product_attention(&x[0], &x[1], &x[2], true, 0.5);
         check("attention", attention, &[&shape, &shape, &shape], &shape);
     }
-    let attention = |x: &[Tensor]| crate::scaled_dot_product_attention(&x[0], &x[1], &x[2], true, 0.5);
-    check("no queries", attention, &[&[1, 1, 0, 4], &[1, 1, 3, 4], &[1, 1, 3, 2]], &[1, 1, 0, 2]);
+    let attention =
+        |x: &[Tensor]| crate::scaled_dot_product_attention(&x[0], &x[1], &x[2], true, 0.5);
+    check(
+        "no queries",
+        attention,
+        &[&[1, 1, 0, 4], &[1, 1, 3, 4], &[1, 1, 3, 2]],
+        &[1, 1, 0, 2],
+    );
     for shape in [[0, 2, 12], [2, 0, 12], [2, 3, 0]] {
-        check("packed", |x| crate::packed_attention(&x[0], 2, true), &[&shape], &[shape[0], shape[1], shape[2] / 3]);
+        check(
+            "packed",
+            |x| crate::packed_attention(&x[0], 2, true),
+            &[&shape],
+            &[shape[0], shape[1], shape[2] / 3],
+        );
     }
 }

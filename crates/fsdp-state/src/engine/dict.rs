@@ -18,16 +18,19 @@ use crate::memory::scalar_to_value;
 use crate::transfer::{BoxBytes, Exchange, Item, Layout, PerRank};
 use crate::{Schema, StateDict, StateError, StateValue};
 
-/// A state dict that values are loaded from. Either every rank has one, whole or sharded, or one rank has it.
+/// A state dict that values are loaded from. Either every rank has one, whole or sharded, or one
+/// rank has it.
 pub struct DictSource<'a> {
     schema: Schema,
-    /// This rank's values, by their positions in the schema; small values are there on every rank. Tensors are shared.
+    /// This rank's values, by their positions in the schema; small values are there on every rank.
+    /// Tensors are shared.
     values: Values,
     /// The rank that has the state dict; `None` if every rank has one, whole or sharded.
     root: Option<usize>,
     /// Computes the boxes of other ranks, if it is given.
     boxes_on: Option<&'a BoxesOn<'a>>,
-    /// For each wanted tensor, the boxes that each rank has and wants. Empty until the tensors have been located.
+    /// For each wanted tensor, the boxes that each rank has and wants. Empty until the tensors have
+    /// been located.
     layouts: Vec<Layout>,
 }
 
@@ -46,23 +49,30 @@ struct Outline {
 pub type BoxesOn<'a> = dyn Fn(&KeyPath, usize) -> Option<Vec<TensorBox>> + 'a;
 
 impl<'a> DictSource<'a> {
-    /// Returns a source in which every rank takes part: each value is sharded over the ranks, or whole on every rank.
-    /// No communication.
+    /// Returns a source in which every rank takes part: each value is sharded over the ranks, or
+    /// whole on every rank. No communication.
     ///
     /// # Errors
     /// Tensors whose memory is released, or of dtypes and shapes that no file holds.
     pub fn on_every_rank(state: &StateDict) -> Result<Self, StateError> {
         let (schema, values) = Schema::with_values(state)?;
         let values = values.into_iter().cloned().map(Some).collect();
-        Ok(DictSource { schema, values, root: None, boxes_on: None, layouts: Vec::new() })
+        Ok(DictSource {
+            schema,
+            values,
+            root: None,
+            boxes_on: None,
+            layouts: Vec::new(),
+        })
     }
 
-    /// Returns a source of the values of rank `root` of the group, where what others pass is ignored; or, without a
-    /// root, of the dict that every rank passes, as [`Self::on_every_rank`]. A rank may pass an error instead, for
-    /// example of its arguments.
+    /// Returns a source of the values of rank `root` of the group, where what others pass is
+    /// ignored; or, without a root, of the dict that every rank passes, as [`Self::on_every_rank`].
+    /// A rank may pass an error instead, for example of its arguments.
     ///
-    /// Collective: with a root one agreement, and one object broadcast of the schema and the small values; without,
-    /// after an error the agreement of [`load_state`](super::load_state), in which the other ranks wait.
+    /// Collective: with a root one agreement, and one object broadcast of the schema and the small
+    /// values; without, after an error the agreement of [`load_state`](super::load_state), in which
+    /// the other ranks wait.
     ///
     /// # Errors
     /// Any rank's own; no such root, or no state dict there; as [`Self::on_every_rank`].
@@ -84,18 +94,27 @@ impl<'a> DictSource<'a> {
             Some(values) => values,
             None => small_values(&schema, small)?,
         };
-        Ok(DictSource { schema, values, root: Some(root), boxes_on: None, layouts: Vec::new() })
+        Ok(DictSource {
+            schema,
+            values,
+            root: Some(root),
+            boxes_on: None,
+            layouts: Vec::new(),
+        })
     }
 
-    /// Returns what the root sends to the other ranks before any tensor moves: its schema and its small values. Returns
-    /// the root's own values too, and `None` on the other ranks.
+    /// Returns what the root sends to the other ranks before any tensor moves: its schema and its
+    /// small values. Returns the root's own values too, and `None` on the other ranks.
     fn outline_of_root(
         group: &ProcessGroup,
         root: usize,
         state: Option<&StateDict>,
     ) -> Result<Option<(Outline, Values)>, StateError> {
         if root >= group.world_size() {
-            return Err(StateError::NoSuchRank { rank: root, world_size: group.world_size() });
+            return Err(StateError::NoSuchRank {
+                rank: root,
+                world_size: group.world_size(),
+            });
         }
         if root != group.rank() {
             return Ok(None);
@@ -110,8 +129,8 @@ impl<'a> DictSource<'a> {
         Ok(Some((Outline { schema, small }, values)))
     }
 
-    /// Sets a function that computes which boxes of a value a rank has, so that ranks need not send each other their
-    /// boxes. It must know all sharded values.
+    /// Sets a function that computes which boxes of a value a rank has, so that ranks need not send
+    /// each other their boxes. It must know all sharded values.
     pub(crate) const fn with_boxes_on(mut self, boxes_on: Option<&'a BoxesOn<'a>>) -> Self {
         self.boxes_on = boxes_on;
         self
@@ -124,15 +143,19 @@ impl<'a> DictSource<'a> {
 
     /// Returns the boxes of a value that this rank has.
     fn have(&self, position: usize) -> Vec<TensorBox> {
-        self.value(position).map(StateValue::boxes).unwrap_or_default()
+        self.value(position)
+            .map(StateValue::boxes)
+            .unwrap_or_default()
     }
 
     fn is_sharded(&self, position: usize) -> bool {
-        self.schema.get(position).is_some_and(|(_, leaf)| leaf.is_sharded())
+        self.schema
+            .get(position)
+            .is_some_and(|(_, leaf)| leaf.is_sharded())
     }
 
-    /// Returns the boxes of a tensor that does not move: this rank's own, and none for the other ranks, because this
-    /// rank needs nothing from them.
+    /// Returns the boxes of a tensor that does not move: this rank's own, and none for the other
+    /// ranks, because this rank needs nothing from them.
     fn local(&self, group: &ProcessGroup, wanted: &Wanted) -> HaveWantOfRanks {
         let only = |boxes| PerRank::only(group.rank(), group.world_size(), boxes);
         (only(self.have(wanted.position)), only(wanted.boxes.clone()))
@@ -141,11 +164,19 @@ impl<'a> DictSource<'a> {
     /// Returns `true` if this rank's own values hold all elements of a wanted tensor.
     fn has_all_of(&self, wanted: &Wanted) -> bool {
         let have = self.have(wanted.position);
-        wanted.boxes.iter().all(|want| uncovered(want, &have).is_empty())
+        wanted
+            .boxes
+            .iter()
+            .all(|want| uncovered(want, &have).is_empty())
     }
 
     /// Returns each rank's boxes of a wanted tensor, if they are known without asking the ranks.
-    fn known_boxes(&self, group: &ProcessGroup, wanted: &Wanted, wanted_on: &WantedOn<'_>) -> Option<HaveWantOfRanks> {
+    fn known_boxes(
+        &self,
+        group: &ProcessGroup,
+        wanted: &Wanted,
+        wanted_on: &WantedOn<'_>,
+    ) -> Option<HaveWantOfRanks> {
         let (path, leaf) = self.schema.get(wanted.position)?;
         let have = |rank| match (self.root, &self.boxes_on) {
             // Only the root has a dict. Its tensors are whole, unless they are sharded ones.
@@ -158,48 +189,72 @@ impl<'a> DictSource<'a> {
         // If the boxes of a single rank are unknown, all ranks have to be asked.
         let ranks = 0..group.world_size();
         let have = ranks.clone().map(have).collect::<Option<Vec<_>>>()?;
-        let want = ranks.map(|rank| wanted_on(wanted, rank)).collect::<Option<Vec<_>>>()?;
+        let want = ranks
+            .map(|rank| wanted_on(wanted, rank))
+            .collect::<Option<Vec<_>>>()?;
         Some((PerRank::all(have), PerRank::all(want)))
     }
 
-    /// Returns each rank's boxes of the tensors that may have to move, because some rank may want elements that it does
-    /// not have, by the positions of the tensors in `wanted`. Collective, if the boxes are not known: an object
-    /// all-gather, and another one before it if ranks do not know what others want.
+    /// Returns each rank's boxes of the tensors that may have to move, because some rank may want
+    /// elements that it does not have, by the positions of the tensors in `wanted`. Collective, if
+    /// the boxes are not known: an object all-gather, and another one before it if ranks do not
+    /// know what others want.
     fn boxes_of_ranks(
         &self,
         group: &ProcessGroup,
         wanted: &[Wanted],
         wanted_on: &WantedOn<'_>,
     ) -> Result<HashMap<usize, HaveWantOfRanks>, StateError> {
-        // Step 1: choose the tensors that may have to move. A dict on a root moves, except for small values, which came
-        // with the schema. Of dicts on every rank, only sharded tensors move, and nothing moves on a single rank.
+        // Step 1: choose the tensors that may have to move. A dict on a root moves, except for
+        // small values, which came with the schema. Of dicts on every rank, only sharded tensors
+        // move, and nothing moves on a single rank.
         let may_move = |&index: &usize| match self.root {
             Some(_) => !self.schema.is_small(wanted[index].position),
             None => group.world_size() > 1 && self.is_sharded(wanted[index].position),
         };
         let mut moving: Vec<usize> = (0..wanted.len()).filter(may_move).collect();
         // Step 2: use what is known without communication.
-        let known = moving.iter().map(|&index| Some((index, self.known_boxes(group, &wanted[index], wanted_on)?)));
+        let known = moving
+            .iter()
+            .map(|&index| Some((index, self.known_boxes(group, &wanted[index], wanted_on)?)));
         if let Some(known) = known.collect() {
             return Ok(known);
         }
-        // Step 3: tell each other which tensors a rank lacks, so that only the boxes of these are sent. This is skipped
-        // for a root's dict, of which the other ranks lack everything, and if it is known what each rank wants.
-        if self.root.is_none() && moving.iter().any(|&index| wanted_on(&wanted[index], 0).is_none()) {
+        // Step 3: tell each other which tensors a rank lacks, so that only the boxes of these are
+        // sent. This is skipped for a root's dict, of which the other ranks lack everything, and if
+        // it is known what each rank wants.
+        if self.root.is_none()
+            && moving
+                .iter()
+                .any(|&index| wanted_on(&wanted[index], 0).is_none())
+        {
             moving.retain(|&index| !self.has_all_of(&wanted[index]));
-            let lacking: BTreeSet<usize> = group.all_gather_object(&moving)?.into_iter().flatten().collect();
+            let lacking: BTreeSet<usize> = group
+                .all_gather_object(&moving)?
+                .into_iter()
+                .flatten()
+                .collect();
             moving = lacking.into_iter().collect();
         }
         if moving.is_empty() {
             return Ok(HashMap::new());
         }
         // Step 4: send each other the boxes.
-        let mine: Vec<(Vec<TensorBox>, Vec<TensorBox>)> =
-            moving.iter().map(|&index| (self.have(wanted[index].position), wanted[index].boxes.clone())).collect();
+        let mine: Vec<(Vec<TensorBox>, Vec<TensorBox>)> = moving
+            .iter()
+            .map(|&index| {
+                (
+                    self.have(wanted[index].position),
+                    wanted[index].boxes.clone(),
+                )
+            })
+            .collect();
         let mut all = group.all_gather_object(&mine)?;
         let mut boxes = HashMap::with_capacity(moving.len());
         for (at, index) in moving.into_iter().enumerate() {
-            let of_ranks = all.iter_mut().map(|boxes| boxes.get_mut(at).map(std::mem::take).unwrap_or_default());
+            let of_ranks = all
+                .iter_mut()
+                .map(|boxes| boxes.get_mut(at).map(std::mem::take).unwrap_or_default());
             let (have, want) = of_ranks.unzip();
             boxes.insert(index, (PerRank::all(have), PerRank::all(want)));
         }
@@ -218,7 +273,14 @@ impl Source for DictSource<'_> {
     }
 
     fn values(&self, positions: &[usize]) -> Result<Vec<StateValue>, StateError> {
-        Ok(positions.iter().map(|&at| self.value(at).cloned().unwrap_or(StateValue::Plain(PlainValue::None))).collect())
+        Ok(positions
+            .iter()
+            .map(|&at| {
+                self.value(at)
+                    .cloned()
+                    .unwrap_or(StateValue::Plain(PlainValue::None))
+            })
+            .collect())
     }
 
     fn hash(&self, position: usize) -> Result<Option<u64>, StateError> {
@@ -226,7 +288,10 @@ impl Source for DictSource<'_> {
             return Ok(None);
         }
         let mut hasher = XxHash3_64::new();
-        for source in self.value(position).map_or_else(|| Ok(Vec::new()), BoxBytes::of)? {
+        for source in self
+            .value(position)
+            .map_or_else(|| Ok(Vec::new()), BoxBytes::of)?
+        {
             source.read(|bytes| hasher.write(bytes))?;
         }
         Ok(Some(hasher.finish()))
@@ -243,13 +308,22 @@ impl Source for DictSource<'_> {
     ) -> Result<(), StateError> {
         // Find the storages that the load is about to fill.
         let memories = wanted.iter().map(memory).collect::<Result<Vec<_>, _>>()?;
-        let live: HashSet<usize> =
-            memories.iter().flat_map(Memory::tensors).map(|tensor| storage_id(&tensor)).collect();
+        let live: HashSet<usize> = memories
+            .iter()
+            .flat_map(Memory::tensors)
+            .map(|tensor| storage_id(&tensor))
+            .collect();
         for (wanted, memory) in wanted.iter().zip(&memories) {
-            let Some(Some(value)) = self.values.get_mut(wanted.position) else { continue };
-            // A value in one of these storages may be overwritten before it is read, so it is copied first. A value
-            // that is its own destination needs no copy, because nothing is written there.
-            let shares = value.candle_tensors().iter().any(|tensor| live.contains(&storage_id(tensor)));
+            let Some(Some(value)) = self.values.get_mut(wanted.position) else {
+                continue;
+            };
+            // A value in one of these storages may be overwritten before it is read, so it is
+            // copied first. A value that is its own destination needs no copy, because nothing is
+            // written there.
+            let shares = value
+                .candle_tensors()
+                .iter()
+                .any(|tensor| live.contains(&storage_id(tensor)));
             if shares && !memory.is_same_view(value) {
                 *value = value.copy()?;
             }
@@ -257,35 +331,67 @@ impl Source for DictSource<'_> {
         Ok(())
     }
 
-    fn locate(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], wanted_on: &WantedOn<'_>) -> Result<(), StateError> {
-        let &LoadCall { operation, group, .. } = call;
+    fn locate(
+        &mut self,
+        call: &LoadCall<'_>,
+        wanted: &[Wanted],
+        wanted_on: &WantedOn<'_>,
+    ) -> Result<(), StateError> {
+        let &LoadCall {
+            operation, group, ..
+        } = call;
         let mut boxes = self.boxes_of_ranks(group, wanted, wanted_on)?;
         self.layouts.clear();
         for (index, tensor) in wanted.iter().enumerate() {
-            let (have, want) = boxes.remove(&index).unwrap_or_else(|| self.local(group, tensor));
+            let (have, want) = boxes
+                .remove(&index)
+                .unwrap_or_else(|| self.local(group, tensor));
             let element = tensor.dtype.size_in_bytes() as usize;
-            let layout = Layout { shape: tensor.shape.clone(), element, have, want };
+            let layout = Layout {
+                shape: tensor.shape.clone(),
+                element,
+                have,
+                want,
+            };
             if let Some((rank, missing)) = layout.hole() {
                 let rank = group.global_ranks().get(rank).copied().unwrap_or(rank);
                 let (key, shape) = (tensor.key.clone(), layout.shape);
-                return Err(StateError::NotCovered { operation, key, shape, rank, missing });
+                return Err(StateError::NotCovered {
+                    operation,
+                    key,
+                    shape,
+                    rank,
+                    missing,
+                });
             }
             self.layouts.push(layout);
         }
         Ok(())
     }
 
-    fn read(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], lend: &mut dyn Lend) -> Result<(), StateError> {
+    fn read(
+        &mut self,
+        call: &LoadCall<'_>,
+        wanted: &[Wanted],
+        lend: &mut dyn Lend,
+    ) -> Result<(), StateError> {
         let layouts = std::mem::take(&mut self.layouts);
         let items = wanted.iter().zip(layouts);
-        let items: Vec<Item<'_>> =
-            items.map(|(wanted, layout)| Item { layout, source: self.value(wanted.position) }).collect();
+        let items: Vec<Item<'_>> = items
+            .map(|(wanted, layout)| Item {
+                layout,
+                source: self.value(wanted.position),
+            })
+            .collect();
         Exchange::run(call.group, call.operation, &items, lend)
     }
 }
 
-/// Returns the values of a rank that is not the root. It has only the small ones, which came with the schema.
+/// Returns the values of a rank that is not the root. It has only the small ones, which came with
+/// the schema.
 fn small_values(schema: &Schema, small: Vec<Option<PlainValue>>) -> Result<Values, StateError> {
     let leaves = schema.iter().map(|(_, leaf)| leaf).zip(small);
-    leaves.map(|(leaf, small)| small.map(|small| scalar_to_value(leaf, small)).transpose()).collect()
+    leaves
+        .map(|(leaf, small)| small.map(|small| scalar_to_value(leaf, small)).transpose())
+        .collect()
 }

@@ -15,8 +15,8 @@ use crate::memory::device_of;
 use crate::schema::Leaf;
 use crate::{Schema, StateDict, StateError, StateValue, get_element_mut};
 
-/// A state dict as a target: it has the structure, kinds and boxes of a template, with fresh tensors or the template's
-/// own.
+/// A state dict as a target: it has the structure, kinds and boxes of a template, with fresh
+/// tensors or the template's own.
 pub struct DictTarget<'a> {
     template: &'a StateDict,
     /// `true` if each rank reads from a checkpoint for itself.
@@ -42,12 +42,21 @@ impl<'a> DictTarget<'a> {
         let (schema, values) = Schema::with_values(template)?;
         let (is_of_checkpoint, is_in_place, has_own_tensors) = (false, false, false);
         let loaded = IndexMap::new();
-        Ok(DictTarget { template, is_of_checkpoint, is_in_place, has_own_tensors, schema, values, device, loaded })
+        Ok(DictTarget {
+            template,
+            is_of_checkpoint,
+            is_in_place,
+            has_own_tensors,
+            schema,
+            values,
+            device,
+            loaded,
+        })
     }
 
-    /// Makes this a target for a checkpoint, from which each rank reads for itself. Ranks may ask for different names,
-    /// and names that only the checkpoint has are no error. With `in_place` the template's own tensors are filled,
-    /// instead of new ones.
+    /// Makes this a target for a checkpoint, from which each rank reads for itself. Ranks may ask
+    /// for different names, and names that only the checkpoint has are no error. With `in_place`
+    /// the template's own tensors are filled, instead of new ones.
     #[must_use]
     pub const fn of_checkpoint(mut self, in_place: bool) -> Self {
         (self.is_of_checkpoint, self.is_in_place) = (true, in_place);
@@ -73,21 +82,26 @@ impl<'a> DictTarget<'a> {
         state
     }
 
-    /// Returns the values that were loaded, by their paths. The template's own tensors, if they were filled, are not
-    /// among them.
+    /// Returns the values that were loaded, by their paths. The template's own tensors, if they
+    /// were filled, are not among them.
     #[must_use]
     pub fn into_loaded(self) -> IndexMap<KeyPath, StateValue> {
         self.loaded
     }
 
     fn device_for(&self, position: usize) -> Device {
-        self.device.clone().unwrap_or_else(|| device_of(self.values[position]))
+        self.device
+            .clone()
+            .unwrap_or_else(|| device_of(self.values[position]))
     }
 
-    /// Returns `true` if a value is so small that the plan takes a copy of it, before any memory is lent.
+    /// Returns `true` if a value is so small that the plan takes a copy of it, before any memory is
+    /// lent.
     fn goes_by_value(&self, saved: &Leaf, current: &Leaf) -> bool {
-        // A plain value in the place of a tensor that is filled where it is would not reach those who share its memory.
-        let is_filled = current.tensor().is_some() && (self.is_in_place || saved.tensor().is_some());
+        // A plain value in the place of a tensor that is filled where it is would not reach those
+        // who share its memory.
+        let is_filled =
+            current.tensor().is_some() && (self.is_in_place || saved.tensor().is_some());
         saved.is_scalar() && current.is_scalar() && !(self.is_of_checkpoint && is_filled)
     }
 
@@ -96,8 +110,13 @@ impl<'a> DictTarget<'a> {
         for wanted in wanted {
             let tensors = self.values[wanted.place].candle_tensors();
             if let Some(tensor) = tensors.iter().find(|tensor| !tensor.is_contiguous()) {
-                let problem = FlatError::NotContiguous { shape: tensor.dims().to_vec() };
-                return Err(StateError::NotFillable { key: wanted.key.clone(), problem });
+                let problem = FlatError::NotContiguous {
+                    shape: tensor.dims().to_vec(),
+                };
+                return Err(StateError::NotFillable {
+                    key: wanted.key.clone(),
+                    problem,
+                });
             }
         }
         Ok(())
@@ -113,21 +132,36 @@ impl Target for DictTarget<'_> {
         small: &dyn Fn(&[usize]) -> Result<Values, E>,
         options: &LoadOptions,
     ) -> Result<Plan, E> {
-        let mut plan = Plan { refuses_unexpected: !self.is_of_checkpoint, ..Plan::default() };
-        // Step 1: compare what the source has with the template, name by name. Small values are copied, and memory is
-        // wanted for all others.
+        let mut plan = Plan {
+            refuses_unexpected: !self.is_of_checkpoint,
+            ..Plan::default()
+        };
+        // Step 1: compare what the source has with the template, name by name. Small values are
+        // copied, and memory is wanted for all others.
         let mut by_value: Vec<(usize, usize)> = Vec::new();
         for leaves in source.compare(&self.schema) {
             match leaves {
                 EitherOrBoth::Left((_, (path, _))) => plan.report.unexpected.push(path.flat_key()),
                 EitherOrBoth::Right((_, (path, _))) => plan.report.missing.push(path.flat_key()),
-                EitherOrBoth::Both((from, (_, saved)), (to, (_, current))) if self.goes_by_value(saved, current) => {
+                EitherOrBoth::Both((from, (_, saved)), (to, (_, current)))
+                    if self.goes_by_value(saved, current) =>
+                {
                     by_value.push((from, to));
                 }
                 EitherOrBoth::Both((from, (path, _)), (place, _)) => {
-                    match Wanted::fit(source, from, || path.flat_key(), self.values[place], options) {
+                    match Wanted::fit(
+                        source,
+                        from,
+                        || path.flat_key(),
+                        self.values[place],
+                        options,
+                    ) {
                         Ok(wanted) => {
-                            plan.wanted.push(Wanted { place, is_same_on_all: !self.has_own_tensors, ..wanted });
+                            plan.wanted.push(Wanted {
+                                place,
+                                is_same_on_all: !self.has_own_tensors,
+                                ..wanted
+                            });
                         }
                         Err(mismatch) => plan.report.mismatched.push(mismatch),
                     }
@@ -139,13 +173,15 @@ impl Target for DictTarget<'_> {
         let values = small(&sources)?;
         for (from, to) in sources.iter().zip(targets) {
             if let (Some(value), Some((path, _))) = (values.get(from), self.schema.get(to)) {
-                self.loaded.insert(path.clone(), value.copy_to(Some(&self.device_for(to)))?);
+                self.loaded
+                    .insert(path.clone(), value.copy_to(Some(&self.device_for(to)))?);
             }
         }
         if self.is_in_place {
             self.check_fillable(&plan.wanted)?;
         }
-        // Values that move between ranks need targets that agree. From a checkpoint each rank may load what it likes.
+        // Values that move between ranks need targets that agree. From a checkpoint each rank may
+        // load what it likes.
         if !self.is_of_checkpoint {
             plan.common.target = self.schema.clone();
         }
@@ -154,11 +190,17 @@ impl Target for DictTarget<'_> {
 
     fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError> {
         let value = self.values[wanted.place];
-        if self.is_in_place { Memory::live(value) } else { fresh(value, wanted) }
+        if self.is_in_place {
+            Memory::live(value)
+        } else {
+            fresh(value, wanted)
+        }
     }
 
     fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {
-        let Some((path, _)) = self.schema.get(wanted.place) else { return Ok(()) };
+        let Some((path, _)) = self.schema.get(wanted.place) else {
+            return Ok(());
+        };
         let value = self.values[wanted.place];
         if self.is_in_place && !matches!(value, StateValue::Raw(_)) {
             return Ok(());
@@ -181,14 +223,20 @@ impl Target for DictTarget<'_> {
 /// Returns fresh memory for the wanted boxes of a tensor, of the dtype of the target's own value.
 fn fresh(value: &StateValue, wanted: &Wanted) -> Result<Memory, StateError> {
     match value.candle_dtype() {
-        Some(dtype) => Ok(Memory::Unfilled(ShardedTensor::unfilled(dtype, &wanted.shape, &wanted.boxes)?)),
+        Some(dtype) => Ok(Memory::Unfilled(ShardedTensor::unfilled(
+            dtype,
+            &wanted.shape,
+            &wanted.boxes,
+        )?)),
         None => Memory::raw(wanted.becomes, &wanted.shape),
     }
 }
 
-/// A target of whole tensors on some ranks. Each tensor goes to a sink as soon as it is complete, and is not kept here.
+/// A target of whole tensors on some ranks. Each tensor goes to a sink as soon as it is complete,
+/// and is not kept here.
 ///
-/// The source must be a [`DictSource`](super::DictSource) of the same state dict: positions are the same in both.
+/// The source must be a [`DictSource`](super::DictSource) of the same state dict: positions are the
+/// same in both.
 pub(crate) struct Whole<'a> {
     keep_on: KeepOn,
     device: Option<Device>,
@@ -205,10 +253,11 @@ pub(crate) struct Whole<'a> {
 pub(crate) type Sink<'a> = dyn FnMut(&KeyPath, StateValue) -> Result<(), StateError> + 'a;
 
 impl<'a> Whole<'a> {
-    /// Returns a target that gathers the values of `state`, and passes each of them, whole, to `sink`, sorted by path.
+    /// Returns a target that gathers the values of `state`, and passes each of them, whole, to
+    /// `sink`, sorted by path.
     ///
-    /// `sink` is called only on the ranks of `group` that `keep_on` names. Tensors go to `device`; without one, each
-    /// goes where this rank's part of it is. No communication.
+    /// `sink` is called only on the ranks of `group` that `keep_on` names. Tensors go to `device`;
+    /// without one, each goes where this rank's part of it is. No communication.
     ///
     /// # Errors
     /// Ranks in `keep_on` that the group does not have; tensors whose memory is released.
@@ -221,10 +270,19 @@ impl<'a> Whole<'a> {
     ) -> Result<Self, StateError> {
         keep_on.check(group.world_size())?;
         let (schema, values) = Schema::with_values(state)?;
-        Ok(Whole { keep_on: keep_on.clone(), device, values, schema, rank: group.rank(), next: 0, sink })
+        Ok(Whole {
+            keep_on: keep_on.clone(),
+            device,
+            values,
+            schema,
+            rank: group.rank(),
+            next: 0,
+            sink,
+        })
     }
 
-    /// Passes this rank's own values before a position to the sink: those that are not sharded, and so do not move.
+    /// Passes this rank's own values before a position to the sink: those that are not sharded, and
+    /// so do not move.
     fn pass_on_before(&mut self, position: usize) -> Result<(), StateError> {
         while self.next < position {
             let at = self.next;
@@ -252,10 +310,18 @@ impl Target for Whole<'_> {
         let mut plan = Plan::default();
         plan.common.arguments = self.keep_on.to_string();
         for (position, (_, leaf)) in source.iter().enumerate() {
-            let Some((dtype, shape)) = leaf.tensor().filter(|_| leaf.is_sharded()) else { continue };
-            let boxes = if self.keep_on.contains(self.rank) { vec![TensorBox::whole(shape)] } else { Vec::new() };
-            // The source is made of the same dict, so that its positions are those of the values here.
-            plan.wanted.extend(Wanted::of(source, position, dtype, boxes));
+            let Some((dtype, shape)) = leaf.tensor().filter(|_| leaf.is_sharded()) else {
+                continue;
+            };
+            let boxes = if self.keep_on.contains(self.rank) {
+                vec![TensorBox::whole(shape)]
+            } else {
+                Vec::new()
+            };
+            // The source is made of the same dict, so that its positions are those of the values
+            // here.
+            plan.wanted
+                .extend(Wanted::of(source, position, dtype, boxes));
         }
         Ok(plan)
     }
@@ -265,21 +331,30 @@ impl Target for Whole<'_> {
     }
 
     fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {
-        let device = self.device.clone().unwrap_or_else(|| device_of(self.values[wanted.position]));
+        let device = self
+            .device
+            .clone()
+            .unwrap_or_else(|| device_of(self.values[wanted.position]));
         let value = memory.into_value(true, &device)?;
         self.pass_on_before(wanted.position)?;
         self.next = wanted.position + 1;
-        let Some((path, _)) = self.schema.get(wanted.position) else { return Ok(()) };
+        let Some((path, _)) = self.schema.get(wanted.position) else {
+            return Ok(());
+        };
         (self.sink)(path, value)
     }
 
     fn wanted_on(&self, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
-        Some(if self.keep_on.contains(rank) { vec![TensorBox::whole(&wanted.shape)] } else { Vec::new() })
+        Some(if self.keep_on.contains(rank) {
+            vec![TensorBox::whole(&wanted.shape)]
+        } else {
+            Vec::new()
+        })
     }
 
     fn commit(&mut self) -> Result<(), StateError> {
-        // All tensors that move have been passed on by now. What is left are this rank's own values after the last of
-        // them.
+        // All tensors that move have been passed on by now. What is left are this rank's own values
+        // after the last of them.
         self.pass_on_before(self.values.len())
     }
 }

@@ -9,9 +9,10 @@ use super::target::{Target, Wanted};
 use crate::StateError;
 use crate::lend::{Lend, Memory};
 
-/// Lends the target's memory to the source. If the target's own memory cannot be filled directly, the source gets
-/// temporary memory, and the values are copied afterwards: a detour. That is so if the memory is on a GPU, has another
-/// dtype, or shares elements with memory that was lent before, and in a staged load.
+/// Lends the target's memory to the source. If the target's own memory cannot be filled directly,
+/// the source gets temporary memory, and the values are copied afterwards: a detour. That is so if
+/// the memory is on a GPU, has another dtype, or shares elements with memory that was lent before,
+/// and in a staged load.
 pub(super) struct Lending<'a, T> {
     target: &'a mut T,
     wanted: &'a [Wanted],
@@ -19,8 +20,8 @@ pub(super) struct Lending<'a, T> {
     is_staged: bool,
     /// The live tensors that have been lent.
     lent: Vec<ShardedTensor>,
-    /// The stretches of live memory that have been lent, by where they begin: where each ends, and the index of its
-    /// tensor in `lent`. They do not overlap.
+    /// The stretches of live memory that have been lent, by where they begin: where each ends, and
+    /// the index of its tensor in `lent`. They do not overlap.
     stretches: BTreeMap<Place, (usize, usize)>,
     /// The target's memory of tensors whose values take a detour.
     detours: HashMap<usize, Memory>,
@@ -35,7 +36,15 @@ impl<'a, T: Target> Lending<'a, T> {
     /// Begins to lend the memory of the wanted tensors.
     pub(super) fn new(target: &'a mut T, wanted: &'a [Wanted], is_staged: bool) -> Self {
         let (lent, stretches, detours, staged) = Default::default();
-        Lending { target, wanted, is_staged, lent, stretches, detours, staged }
+        Lending {
+            target,
+            wanted,
+            is_staged,
+            lent,
+            stretches,
+            detours,
+            staged,
+        }
     }
 
     /// Returns the live memory of a staged load, and the new values for it.
@@ -43,15 +52,26 @@ impl<'a, T: Target> Lending<'a, T> {
         self.staged
     }
 
-    /// Notes a live tensor as lent, and returns `None`. If a tensor that has been lent before has some of its elements,
-    /// nothing is noted, and that tensor is returned.
+    /// Notes a live tensor as lent, and returns `None`. If a tensor that has been lent before has
+    /// some of its elements, nothing is noted, and that tensor is returned.
     fn note_as_lent(&mut self, tensor: &ShardedTensor) -> Option<&ShardedTensor> {
         let mut stretches = Vec::with_capacity(tensor.shards().len());
-        for shard in tensor.shards().iter().filter(|shard| !shard.bounds.is_empty()) {
-            let (storage, start) = (storage_id(&shard.tensor), shard.tensor.layout().start_offset());
+        for shard in tensor
+            .shards()
+            .iter()
+            .filter(|shard| !shard.bounds.is_empty())
+        {
+            let (storage, start) = (
+                storage_id(&shard.tensor),
+                shard.tensor.layout().start_offset(),
+            );
             let end = start + shard.tensor.elem_count();
-            // Stretches do not overlap, so only the last one that begins before the end of this one can reach into it.
-            let before = self.stretches.range((storage, 0)..(storage, end)).next_back();
+            // Stretches do not overlap, so only the last one that begins before the end of this one
+            // can reach into it.
+            let before = self
+                .stretches
+                .range((storage, 0)..(storage, end))
+                .next_back();
             if let Some((_, &(_, owner))) = before.filter(|(_, (before, _))| *before > start) {
                 return self.lent.get(owner);
             }
@@ -70,7 +90,9 @@ impl<'a, T: Target> Lending<'a, T> {
 
 impl<T: Target> Lend for Lending<'_, T> {
     fn lend(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
-        self.lend_unfilled(wanted)?.map(Memory::allocated).transpose()
+        self.lend_unfilled(wanted)?
+            .map(Memory::allocated)
+            .transpose()
     }
 
     fn lend_unfilled(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
@@ -88,7 +110,9 @@ impl<T: Target> Lend for Lending<'_, T> {
         if dtype != becomes {
             memory = memory.allocated()?;
         }
-        let Some(detour) = memory.detour(dtype, is_shared || self.is_staged(wanted))? else { return Ok(Some(memory)) };
+        let Some(detour) = memory.detour(dtype, is_shared || self.is_staged(wanted))? else {
+            return Ok(Some(memory));
+        };
         self.detours.insert(wanted, memory);
         Ok(Some(Memory::Tensors(detour)))
     }

@@ -13,17 +13,23 @@ use super::source::{LoadCall, Source};
 use super::target::{Common, Plan, Target, Values};
 use crate::{LoadReport, StateError};
 
-/// An error that [`load_state`] can return. It knows how to turn one rank's error into an error on every rank.
+/// An error that [`load_state`] can return. It knows how to turn one rank's error into an error on
+/// every rank.
 pub trait LoadError: Failure + From<StateError> + From<CommError> {
     /// Returns the error of a collective, if this is one. Every rank has such an error already.
     fn comm(&self) -> Option<&CommError>;
 
-    /// Turns an error of any rank into an error on every rank. If a `hash` is given, it must also be the same on all
-    /// ranks.
+    /// Turns an error of any rank into an error on every rank. If a `hash` is given, it must also
+    /// be the same on all ranks.
     ///
     /// # Errors
     /// Any rank's error; [`CommError::SchemaMismatch`] for hashes that differ.
-    fn agree<T>(group: &ProcessGroup, operation: &str, hash: Option<u64>, outcome: Result<T, Self>) -> Result<T, Self> {
+    fn agree<T>(
+        group: &ProcessGroup,
+        operation: &str,
+        hash: Option<u64>,
+        outcome: Result<T, Self>,
+    ) -> Result<T, Self> {
         let agreed = match hash {
             Some(hash) => group.agree_on(operation, hash, outcome),
             None => group.agree(operation, outcome),
@@ -31,13 +37,17 @@ pub trait LoadError: Failure + From<StateError> + From<CommError> {
         Ok(agreed?)
     }
 
-    /// Returns the source or the target that this rank has opened. A rank that could not open it does not come to
-    /// [`load_state`], but takes part in the agreement there, in which the other ranks wait. Otherwise there is no
-    /// communication.
+    /// Returns the source or the target that this rank has opened. A rank that could not open it
+    /// does not come to [`load_state`], but takes part in the agreement there, in which the other
+    /// ranks wait. Otherwise there is no communication.
     ///
     /// # Errors
     /// This rank's error, on every rank.
-    fn or_refuse<T>(group: &ProcessGroup, operation: &str, opened: Result<T, impl Into<Self>>) -> Result<T, Self> {
+    fn or_refuse<T>(
+        group: &ProcessGroup,
+        operation: &str,
+        opened: Result<T, impl Into<Self>>,
+    ) -> Result<T, Self> {
         opened.or_else(|error| Self::agree(group, operation, Some(0), Err(error.into())))
     }
 }
@@ -51,26 +61,29 @@ impl LoadError for StateError {
     }
 }
 
-/// Loads the values of `source` into `target`. All loads and collectives on state use this function.
+/// Loads the values of `source` into `target`. All loads and collectives on state use this
+/// function.
 ///
-/// 1. **Compare**: each rank compares the source's schema with what its target can take, and checks that it can read
-///    what it wants.
-/// 2. **Agree**: one round over the ranks. Any rank's error becomes every rank's, and all must have the same
-///    contribution. Only values that ranks have of their own (running statistics, a random generator's state) may
-///    differ.
+/// 1. **Compare**: each rank compares the source's schema with what its target can take, and checks
+///    that it can read what it wants.
+/// 2. **Agree**: one round over the ranks. Any rank's error becomes every rank's, and all must have
+///    the same contribution. Only values that ranks have of their own (running statistics, a random
+///    generator's state) may differ.
 /// 3. **Lend**: the target gives memory for the boxes that it wants, live or fresh.
 /// 4. **Read**: the source fills it, from files, from this rank's own values, or from other ranks.
 /// 5. **Commit**: the target takes over the small values.
 ///
-/// Collective over `group`: two agreements (three for a live target), and those of [`Source::locate`] and
-/// [`Source::read`]; where ranks differ, also an object all-gather, an object broadcast, an all-reduce and an
-/// agreement. The report is the same on every rank, except for missing values that a rank has of its own.
+/// Collective over `group`: two agreements (three for a live target), and those of
+/// [`Source::locate`] and [`Source::read`]; where ranks differ, also an object all-gather, an
+/// object broadcast, an all-reduce and an agreement. The report is the same on every rank, except
+/// for missing values that a rank has of its own.
 ///
 /// # Errors
-/// The same on every rank. Before the first byte is read nothing has changed: [`StateError::Incompatible`] for values
-/// that do not fit (and, if strict, names that only one side has); ranks that pass different arguments, names or
-/// values; any rank's own error. After that it is [`StateError::PartlyLoaded`] if the target is live, and the load is
-/// not staged or fails while it copies the staged values into place.
+/// The same on every rank. Before the first byte is read nothing has changed:
+/// [`StateError::Incompatible`] for values that do not fit (and, if strict, names that only one
+/// side has); ranks that pass different arguments, names or values; any rank's own error. After
+/// that it is [`StateError::PartlyLoaded`] if the target is live, and the load is not staged or
+/// fails while it copies the staged values into place.
 pub fn load_state<S, T, E>(
     operation: &'static str,
     group: &ProcessGroup,
@@ -83,37 +96,56 @@ where
     T: Target,
     E: LoadError + From<S::Error> + From<T::Error>,
 {
-    // Compare. This is local: an error found here must not be returned before the other ranks know of it.
-    let call = LoadCall { operation, group, options };
+    // Compare. This is local: an error found here must not be returned before the other ranks know
+    // of it.
+    let call = LoadCall {
+        operation,
+        group,
+        options,
+    };
     let compared = compare::<S, T, E>(&call, source, target);
-    // Agree. From here on every rank has the same plan, except for the boxes in it and for values of its own.
+    // Agree. From here on every rank has the same plan, except for the boxes in it and for values
+    // of its own.
     let plan = agree(&call, compared)?;
-    source.locate(&call, &plan.wanted, &|wanted, rank| target.wanted_on(wanted, rank))?;
+    source.locate(&call, &plan.wanted, &|wanted, rank| {
+        target.wanted_on(wanted, rank)
+    })?;
 
     // Lend and read. Live memory changes from here on.
     let is_live = target.is_live();
     let is_staged = options.staged && is_live;
     let mut lending = Lending::new(target, &plan.wanted, is_staged);
-    let read = source.read(&call, &plan.wanted, &mut lending).map_err(E::from);
+    let read = source
+        .read(&call, &plan.wanted, &mut lending)
+        .map_err(E::from);
     let mut outcome = match read {
-        // If a collective has failed, every rank has this error already, and no further agreement is possible.
-        Err(error) if error.comm().is_some() => return Err(partly_loaded(is_live && !is_staged, error)),
+        // If a collective has failed, every rank has this error already, and no further agreement
+        // is possible.
+        Err(error) if error.comm().is_some() => {
+            return Err(partly_loaded(is_live && !is_staged, error));
+        }
         outcome => outcome,
     };
     let staged = lending.into_staged();
     if !is_live && outcome.is_ok() {
         outcome = target.commit().map_err(E::from);
     }
-    // A rank that failed to read has still taken part in the collectives. This agreement gives its error to the others.
-    E::agree(group, operation, None, outcome).map_err(|error| partly_loaded(is_live && !is_staged, error))?;
+    // A rank that failed to read has still taken part in the collectives. This agreement gives its
+    // error to the others.
+    E::agree(group, operation, None, outcome)
+        .map_err(|error| partly_loaded(is_live && !is_staged, error))?;
 
     if !is_live {
         return Ok(plan.report);
     }
-    // Commit. The staged values are copied to the live memory. They were made to fit it, but a device may still refuse
-    // them, so the ranks agree once more.
-    let filled = staged.into_iter().try_for_each(|(memory, values)| memory.fill_from(&values));
-    let committed = filled.map_err(E::from).and_then(|()| target.commit().map_err(E::from));
+    // Commit. The staged values are copied to the live memory. They were made to fit it, but a
+    // device may still refuse them, so the ranks agree once more.
+    let filled = staged
+        .into_iter()
+        .try_for_each(|(memory, values)| memory.fill_from(&values));
+    let committed = filled
+        .map_err(E::from)
+        .and_then(|()| target.commit().map_err(E::from));
     E::agree(group, operation, None, committed).map_err(|error| partly_loaded(true, error))?;
     Ok(plan.report)
 }
@@ -121,7 +153,11 @@ where
 /// Wraps an error in [`StateError::PartlyLoaded`] if some live values may be new and others old.
 fn partly_loaded<E: LoadError>(is_partly_loaded: bool, error: E) -> E {
     if is_partly_loaded {
-        StateError::PartlyLoaded { reason: error.to_string(), kind: error.kind() }.into()
+        StateError::PartlyLoaded {
+            reason: error.to_string(),
+            kind: error.kind(),
+        }
+        .into()
     } else {
         error
     }
@@ -135,9 +171,14 @@ where
     E: LoadError + From<S::Error> + From<T::Error>,
 {
     source.schema().check_gaps()?;
-    let mut plan = target.plan::<E>(source.schema(), &|positions| small_values(source, positions), call.options)?;
+    let mut plan = target.plan::<E>(
+        source.schema(),
+        &|positions| small_values(source, positions),
+        call.options,
+    )?;
     plan.report.sort();
-    // Values that do not fit are an error of the load already, which says more than one about their elements.
+    // Values that do not fit are an error of the load already, which says more than one about their
+    // elements.
     if plan.report.mismatched.is_empty() {
         source.check(&plan.wanted)?;
     }
@@ -152,9 +193,20 @@ where
     common.options = call.options.in_common();
     common.source = source.schema().clone();
     common.contents = source.contents();
-    for wanted in plan.wanted.iter().filter(|wanted| wanted.is_same_on_all || source.moves_between_ranks()) {
-        let hash = if wanted.is_same_on_all { source.hash(wanted.position)? } else { None };
-        let text = hash.map_or_else(|| "a tensor".to_owned(), |hash| format!("a tensor with the hash {hash:016x}"));
+    for wanted in plan
+        .wanted
+        .iter()
+        .filter(|wanted| wanted.is_same_on_all || source.moves_between_ranks())
+    {
+        let hash = if wanted.is_same_on_all {
+            source.hash(wanted.position)?
+        } else {
+            None
+        };
+        let text = hash.map_or_else(
+            || "a tensor".to_owned(),
+            |hash| format!("a tensor with the hash {hash:016x}"),
+        );
         common.values.push((wanted.key.clone(), text));
     }
     common.values.sort();
@@ -162,16 +214,20 @@ where
 }
 
 /// Returns the small values of a source among those at these positions.
-fn small_values<S: Source, E: From<S::Error>>(source: &S, positions: &[usize]) -> Result<Values, E> {
+fn small_values<S: Source, E: From<S::Error>>(
+    source: &S,
+    positions: &[usize],
+) -> Result<Values, E> {
     let mut positions = positions.to_vec();
     positions.retain(|&position| source.schema().is_small(position));
     let values = source.values(&positions)?;
     Ok(positions.into_iter().zip(values).collect())
 }
 
-/// Checks that no rank has an error, that all ranks have the same common data, and that everything fits. Collectives:
-/// one agreement; if ranks differ, also an object all-gather, and then either two object broadcasts to find the
-/// difference or, for values that ranks have of their own, those of [`agree_on_own`].
+/// Checks that no rank has an error, that all ranks have the same common data, and that everything
+/// fits. Collectives: one agreement; if ranks differ, also an object all-gather, and then either
+/// two object broadcasts to find the difference or, for values that ranks have of their own, those
+/// of [`agree_on_own`].
 fn agree<E: LoadError>(call: &LoadCall<'_>, compared: Result<Plan, E>) -> Result<Plan, E> {
     let group = call.group;
     let (mut plan, outcome) = match compared {
@@ -180,8 +236,14 @@ fn agree<E: LoadError>(call: &LoadCall<'_>, compared: Result<Plan, E>) -> Result
     };
     let common = std::mem::take(&mut plan.common);
     let hash = hash_of(&common);
-    // The hash of a rank with an error does not matter: errors are checked before hashes are compared.
-    let agreed = E::agree(group, call.operation, Some(hash_of(&(hash, &plan.report))), outcome);
+    // The hash of a rank with an error does not matter: errors are checked before hashes are
+    // compared.
+    let agreed = E::agree(
+        group,
+        call.operation,
+        Some(hash_of(&(hash, &plan.report))),
+        outcome,
+    );
     let error = match agreed {
         Ok(()) => return check_report(call, plan),
         Err(error) => error,
@@ -193,23 +255,28 @@ fn agree<E: LoadError>(call: &LoadCall<'_>, compared: Result<Plan, E>) -> Result
     let Some(other) = hashes.iter().position(|other| *other != hashes[0]) else {
         return agree_on_own(call, plan);
     };
-    // These data may be large, so only two ranks send theirs: the first, and the first that differs from it.
+    // These data may be large, so only two ranks send theirs: the first, and the first that differs
+    // from it.
     let of = |rank: usize| group.broadcast_object((group.rank() == rank).then_some(&common), rank);
     let (first, second): (Common, Common) = (of(0)?, of(other)?);
     Err(difference(call, &first, other, &second).map_or(error, E::from))
 }
 
-/// Checks the plans of ranks that differ only in their reports, because each rank asks for names of its own. If
-/// something does not fit on one rank, all ranks get its error. A name of the source is unexpected only if no rank asks
-/// for it. Collectives: an object broadcast, an all-reduce and an agreement.
+/// Checks the plans of ranks that differ only in their reports, because each rank asks for names of
+/// its own. If something does not fit on one rank, all ranks get its error. A name of the source is
+/// unexpected only if no rank asks for it. Collectives: an object broadcast, an all-reduce and an
+/// agreement.
 fn agree_on_own<E: LoadError>(call: &LoadCall<'_>, mut plan: Plan) -> Result<Plan, E> {
     let group = call.group;
     // Only names that are unexpected on the first rank can be unexpected on all ranks.
     let here = &plan.report.unexpected;
     let mut names: Vec<String> = group.broadcast_object((group.rank() == 0).then_some(here), 0)?;
-    // An entry is 1 if this rank asks for the name. After the reduction it is 1 if any rank does. Reports are sorted,
-    // so a binary search finds the names.
-    let mut is_asked_for: Vec<u8> = names.iter().map(|name| here.binary_search(name).is_err().into()).collect();
+    // An entry is 1 if this rank asks for the name. After the reduction it is 1 if any rank does.
+    // Reports are sorted, so a binary search finds the names.
+    let mut is_asked_for: Vec<u8> = names
+        .iter()
+        .map(|name| here.binary_search(name).is_err().into())
+        .collect();
     group.all_reduce(&mut is_asked_for, ReduceOp::Max)?;
     let mut is_asked_for = is_asked_for.into_iter();
     names.retain(|_| is_asked_for.next() == Some(0));
@@ -221,43 +288,100 @@ fn hash_of(value: &impl Hash) -> u64 {
     BuildHasherDefault::<XxHash3_64>::new().hash_one(value)
 }
 
-/// Returns the first difference between the data of the first rank and of another. Every rank finds the same one.
-fn difference(call: &LoadCall<'_>, first: &Common, other: usize, second: &Common) -> Option<StateError> {
-    let &LoadCall { operation, group, .. } = call;
-    let (reference, rank) = (*group.global_ranks().first()?, *group.global_ranks().get(other)?);
-    let arguments =
-        [(&first.options, &second.options), (&first.arguments, &second.arguments), (&first.contents, &second.contents)];
-    if let Some((expected, found)) = arguments.into_iter().find(|(first, second)| first != second) {
+/// Returns the first difference between the data of the first rank and of another. Every rank finds
+/// the same one.
+fn difference(
+    call: &LoadCall<'_>,
+    first: &Common,
+    other: usize,
+    second: &Common,
+) -> Option<StateError> {
+    let &LoadCall {
+        operation, group, ..
+    } = call;
+    let (reference, rank) = (
+        *group.global_ranks().first()?,
+        *group.global_ranks().get(other)?,
+    );
+    let arguments = [
+        (&first.options, &second.options),
+        (&first.arguments, &second.arguments),
+        (&first.contents, &second.contents),
+    ];
+    if let Some((expected, found)) = arguments
+        .into_iter()
+        .find(|(first, second)| first != second)
+    {
         let (found, expected) = (found.clone(), expected.clone());
-        return Some(StateError::ArgumentMismatch { operation, rank, found, reference, expected });
+        return Some(StateError::ArgumentMismatch {
+            operation,
+            rank,
+            found,
+            reference,
+            expected,
+        });
     }
-    let schemas = [(&first.source, &second.source), (&first.target, &second.target)];
-    if let Some(leaves) = schemas.into_iter().find_map(|(a, b)| first_difference(a.iter(), b.iter())) {
+    let schemas = [
+        (&first.source, &second.source),
+        (&first.target, &second.target),
+    ];
+    if let Some(leaves) = schemas
+        .into_iter()
+        .find_map(|(a, b)| first_difference(a.iter(), b.iter()))
+    {
         return Some(match leaves {
             EitherOrBoth::Left((path, _)) => lacking(operation, path.flat_key(), rank, reference),
             EitherOrBoth::Right((path, _)) => lacking(operation, path.flat_key(), reference, rank),
             EitherOrBoth::Both((path, expected), (_, found)) => {
-                let (key, found, expected) = (path.flat_key(), found.to_string(), expected.to_string());
-                StateError::ValueMismatch { operation, key, rank, found, reference, expected }
+                let (key, found, expected) =
+                    (path.flat_key(), found.to_string(), expected.to_string());
+                StateError::ValueMismatch {
+                    operation,
+                    key,
+                    rank,
+                    found,
+                    reference,
+                    expected,
+                }
             }
         });
     }
-    Some(match first_difference(first.values.iter(), second.values.iter())? {
-        EitherOrBoth::Left((key, _)) => lacking(operation, key.clone(), rank, reference),
-        EitherOrBoth::Right((key, _)) => lacking(operation, key.clone(), reference, rank),
-        EitherOrBoth::Both((key, expected), (_, found)) => {
-            let (key, found, expected) = (key.clone(), found.clone(), expected.clone());
-            StateError::DifferingOnRanks { operation, key, rank, found, reference, expected }
-        }
-    })
+    Some(
+        match first_difference(first.values.iter(), second.values.iter())? {
+            EitherOrBoth::Left((key, _)) => lacking(operation, key.clone(), rank, reference),
+            EitherOrBoth::Right((key, _)) => lacking(operation, key.clone(), reference, rank),
+            EitherOrBoth::Both((key, expected), (_, found)) => {
+                let (key, found, expected) = (key.clone(), found.clone(), expected.clone());
+                StateError::DifferingOnRanks {
+                    operation,
+                    key,
+                    rank,
+                    found,
+                    reference,
+                    expected,
+                }
+            }
+        },
+    )
 }
 
 /// Returns the error of a rank that lacks a key which another has.
-const fn lacking(operation: &'static str, key: String, rank: usize, reference: usize) -> StateError {
-    StateError::KeyMismatch { operation, rank, key, reference }
+const fn lacking(
+    operation: &'static str,
+    key: String,
+    rank: usize,
+    reference: usize,
+) -> StateError {
+    StateError::KeyMismatch {
+        operation,
+        rank,
+        key,
+        reference,
+    }
 }
 
-/// Returns the first item that only one of two sorted lists has, or that has another value in the other.
+/// Returns the first item that only one of two sorted lists has, or that has another value in the
+/// other.
 fn first_difference<'a, K: Ord, V: PartialEq>(
     first: impl Iterator<Item = &'a (K, V)>,
     second: impl Iterator<Item = &'a (K, V)>,
@@ -266,13 +390,18 @@ fn first_difference<'a, K: Ord, V: PartialEq>(
     pairs.find(|pair| !matches!(pair, EitherOrBoth::Both((_, a), (_, b)) if a == b))
 }
 
-/// Returns a plan if everything in it fits: an error for mismatches and, in a strict load, for names that only one side
-/// has.
+/// Returns a plan if everything in it fits: an error for mismatches and, in a strict load, for
+/// names that only one side has.
 fn check_report<E: LoadError>(call: &LoadCall<'_>, plan: Plan) -> Result<Plan, E> {
     let report = &plan.report;
-    let names = !report.missing.is_empty() || plan.refuses_unexpected && !report.unexpected.is_empty();
+    let names =
+        !report.missing.is_empty() || plan.refuses_unexpected && !report.unexpected.is_empty();
     if report.mismatched.is_empty() && !(call.options.strict && names) {
         return Ok(plan);
     }
-    Err(StateError::Incompatible { operation: call.operation, report: plan.report }.into())
+    Err(StateError::Incompatible {
+        operation: call.operation,
+        report: plan.report,
+    }
+    .into())
 }

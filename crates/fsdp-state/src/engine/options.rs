@@ -7,45 +7,57 @@ use candle_core::Device;
 /// The options of a load; the same on every rank.
 #[derive(Debug, Clone)]
 pub struct LoadOptions {
-    /// `true` (the default) if names that only one side has are an error. If `false`, values that the source lacks stay
-    /// as they are, values that the target has no place for are left out, and the report names both.
+    /// `true` (the default) if names that only one side has are an error. If `false`, values that
+    /// the source lacks stay as they are, values that the target has no place for are left out, and
+    /// the report names both.
     ///
-    /// In a load of a checkpoint into a state dict, names that only the checkpoint has are never an error.
+    /// In a load of a checkpoint into a state dict, names that only the checkpoint has are never an
+    /// error.
     pub strict: bool,
-    /// `true` if values may be converted to the dtype of the target. torch's `dcp.load` always converts.
+    /// `true` if values may be converted to the dtype of the target. torch's `dcp.load` always
+    /// converts.
     pub cast: bool,
-    /// `true` if live values are changed only when all new values are there. This takes memory for a second copy of
-    /// them.
+    /// `true` if live values are changed only when all new values are there. This takes memory for
+    /// a second copy of them.
     ///
-    /// If `false`, most errors are still found before anything changes. But a failure while elements move (damage
-    /// inside a file, a lost rank) leaves some values changed.
+    /// If `false`, most errors are still found before anything changes. But a failure while
+    /// elements move (damage inside a file, a lost rank) leaves some values changed.
     pub staged: bool,
-    /// The device of fresh tensors; `None` puts each where the template's is. May differ between ranks.
+    /// The device of fresh tensors; `None` puts each where the template's is. May differ between
+    /// ranks.
     pub device: Option<Device>,
-    /// `true` (the default) to check the bytes of a checkpoint against its hashes, and the loaded tensors against its
-    /// digests, if it has any.
+    /// `true` (the default) to check the bytes of a checkpoint against its hashes, and the loaded
+    /// tensors against its digests, if it has any.
     pub verify: bool,
-    /// `Some(true)` if ranks that load the same data (the replicas of `NoShard` and `HybridShard`) share the reading:
-    /// each reads a part and sends it to the others, so that each byte is read from the storage only once, as in the
-    /// single-replica restore of Orbax. `Some(false)` if every rank reads all that it loads. `None` (the default)
-    /// shares the reading of object stores only. Files are usually read from the storage once per host and then come
-    /// from the system's cache, which is faster than the network. Set `Some(true)` for files that many hosts read over
-    /// a network.
+    /// `Some(true)` if ranks that load the same data (the replicas of `NoShard` and `HybridShard`)
+    /// share the reading: each reads a part and sends it to the others, so that each byte is read
+    /// from the storage only once, as in the single-replica restore of Orbax. `Some(false)` if
+    /// every rank reads all that it loads. `None` (the default) shares the reading of object stores
+    /// only. Files are usually read from the storage once per host and then come from the system's
+    /// cache, which is faster than the network. Set `Some(true)` for files that many hosts read
+    /// over a network.
     pub read_once: Option<bool>,
-    /// Threads that read files, on each rank. `None` (the default) takes one for each core, up to four. Ranks of
-    /// one host share its cores, and each has one thread more than its share. An object store is read by four times as
-    /// many threads, by default by sixteen.
+    /// Threads that read files, on each rank. `None` (the default) takes one for each core, up to
+    /// four. Ranks of one host share its cores, and each has one thread more than its share. An
+    /// object store is read by four times as many threads, by default by sixteen.
     pub threads: Option<usize>,
-    /// The time that a rank waits for the others. `None` means 30 minutes for checkpoints, because storage may be slow,
-    /// and the process group's own deadline otherwise. A time that is less than the group's deadline has no effect.
+    /// The time that a rank waits for the others. `None` means 30 minutes for checkpoints, because
+    /// storage may be slow, and the process group's own deadline otherwise. A time that is less
+    /// than the group's deadline has no effect.
     pub deadline: Option<Duration>,
 }
 
 impl LoadOptions {
-    /// Returns the options that must be the same on all ranks, for people to read. If only some ranks may cast, values
-    /// that do not fit on the others are an error anyway.
+    /// Returns the options that must be the same on all ranks, for people to read. If only some
+    /// ranks may cast, values that do not fit on the others are an error anyway.
     pub(super) fn in_common(&self) -> String {
-        let LoadOptions { strict, staged, verify, read_once, .. } = self;
+        let LoadOptions {
+            strict,
+            staged,
+            verify,
+            read_once,
+            ..
+        } = self;
         format!("strict: {strict}, staged: {staged}, verify: {verify}, read_once: {read_once:?}")
     }
 }

@@ -8,7 +8,8 @@ use super::target::Wanted;
 use crate::lend::{Lend, Memory};
 use crate::{Schema, StateError, StateValue};
 
-/// State that can be loaded: a checkpoint of any format, a state dict on one rank or on all, the live model.
+/// State that can be loaded: a checkpoint of any format, a state dict on one rank or on all, the
+/// live model.
 ///
 /// Every rank of a group has a source of the same schema.
 pub trait Source {
@@ -18,15 +19,15 @@ pub trait Source {
     /// Returns the names, kinds, dtypes and shapes of everything that it holds.
     fn schema(&self) -> &Schema;
 
-    /// Returns the small values at these positions of the schema: plain values, and tensors of one element. A target
-    /// sees them before the ranks agree. No communication.
+    /// Returns the small values at these positions of the schema: plain values, and tensors of one
+    /// element. A target sees them before the ranks agree. No communication.
     ///
     /// # Errors
     /// An error of this rank only.
     fn values(&self, positions: &[usize]) -> Result<Vec<StateValue>, Self::Error>;
 
-    /// Describes what the source holds beyond its schema, for people to read. It must be the same on all ranks, and the
-    /// load checks this.
+    /// Describes what the source holds beyond its schema, for people to read. It must be the same
+    /// on all ranks, and the load checks this.
     fn contents(&self) -> String {
         String::new()
     }
@@ -40,8 +41,9 @@ pub trait Source {
         Ok(())
     }
 
-    /// Returns a hash of the elements of a tensor that every rank holds a whole copy of. Ranks compare these hashes, to
-    /// make sure that their copies are equal. Returns `None` for tensors that all ranks take from the same place.
+    /// Returns a hash of the elements of a tensor that every rank holds a whole copy of. Ranks
+    /// compare these hashes, to make sure that their copies are equal. Returns `None` for tensors
+    /// that all ranks take from the same place.
     ///
     /// # Errors
     /// An error of this rank only.
@@ -50,14 +52,15 @@ pub trait Source {
         Ok(None)
     }
 
-    /// Returns `true` if a read sends values from rank to rank, so that all ranks must want the same tensors. The
-    /// default is `false`: each rank reads its own values, such as from files.
+    /// Returns `true` if a read sends values from rank to rank, so that all ranks must want the
+    /// same tensors. The default is `false`: each rank reads its own values, such as from files.
     fn moves_between_ranks(&self) -> bool {
         false
     }
 
-    /// Copies the values whose storage is shared with live tensors that a load is about to fill. Otherwise the load
-    /// could overwrite them before it reads them. A value that would be loaded into itself is not copied.
+    /// Copies the values whose storage is shared with live tensors that a load is about to fill.
+    /// Otherwise the load could overwrite them before it reads them. A value that would be loaded
+    /// into itself is not copied.
     ///
     /// `memory` returns the target's memory of a wanted tensor.
     ///
@@ -72,19 +75,29 @@ pub trait Source {
         Ok(())
     }
 
-    /// Finds out which ranks have the wanted elements, and checks that none is missing. This is the last check before a
-    /// load changes its target. Collective if elements are spread over ranks.
+    /// Finds out which ranks have the wanted elements, and checks that none is missing. This is the
+    /// last check before a load changes its target. Collective if elements are spread over ranks.
     ///
     /// # Errors
     /// The same on every rank.
-    fn locate(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], wanted_on: &WantedOn<'_>) -> Result<(), Self::Error>;
+    fn locate(
+        &mut self,
+        call: &LoadCall<'_>,
+        wanted: &[Wanted],
+        wanted_on: &WantedOn<'_>,
+    ) -> Result<(), Self::Error>;
 
-    /// Fills the memory that `lend` gives for the wanted tensors. Collective where elements are spread over ranks; a
-    /// rank's own failure is returned when all collectives are done.
+    /// Fills the memory that `lend` gives for the wanted tensors. Collective where elements are
+    /// spread over ranks; a rank's own failure is returned when all collectives are done.
     ///
     /// # Errors
     /// The errors of collectives, the same on every rank, and this rank's own.
-    fn read(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], lend: &mut dyn Lend) -> Result<(), Self::Error>;
+    fn read(
+        &mut self,
+        call: &LoadCall<'_>,
+        wanted: &[Wanted],
+        lend: &mut dyn Lend,
+    ) -> Result<(), Self::Error>;
 }
 
 /// A call of [`load_state`](super::load_state), as its steps see it.
@@ -98,5 +111,6 @@ pub struct LoadCall<'a> {
     pub options: &'a LoadOptions,
 }
 
-/// A function that returns the boxes of a wanted tensor that a rank wants; `None` if only that rank knows.
+/// A function that returns the boxes of a wanted tensor that a rank wants; `None` if only that rank
+/// knows.
 pub type WantedOn<'a> = dyn Fn(&Wanted, usize) -> Option<Vec<TensorBox>> + 'a;

@@ -10,18 +10,21 @@ use crate::lend::Memory;
 use crate::schema::Leaf;
 use crate::{LoadReport, Mismatch, Schema, StateError, StateValue};
 
-/// Something that takes state: fresh tensors, live ones, a model with its optimizers, an optimizer's local state.
+/// Something that takes state: fresh tensors, live ones, a model with its optimizers, an
+/// optimizer's local state.
 pub trait Target {
     /// The target's own errors.
     type Error;
 
-    /// Compares the values of the source with those that the target can take, without changing anything.
+    /// Compares the values of the source with those that the target can take, without changing
+    /// anything.
     ///
-    /// `small` returns those of the source's values at these positions that are small: plain values, and tensors of one
-    /// element.
+    /// `small` returns those of the source's values at these positions that are small: plain
+    /// values, and tensors of one element.
     ///
     /// # Errors
-    /// An error of this rank only: values that no target could take, or that the source cannot read.
+    /// An error of this rank only: values that no target could take, or that the source cannot
+    /// read.
     fn plan<E: From<Self::Error>>(
         &mut self,
         source: &Schema,
@@ -35,8 +38,8 @@ pub trait Target {
     /// An error of this rank only.
     fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError>;
 
-    /// Takes back the memory that [`Self::memory`] returned for these boxes, now with the new values in it. The default
-    /// does nothing, for targets whose live memory was filled.
+    /// Takes back the memory that [`Self::memory`] returned for these boxes, now with the new
+    /// values in it. The default does nothing, for targets whose live memory was filled.
     ///
     /// # Errors
     /// An error of this rank only.
@@ -45,13 +48,14 @@ pub trait Target {
         Ok(())
     }
 
-    /// Returns `true` if the target lends live memory. A load that breaks off then leaves some values changed.
+    /// Returns `true` if the target lends live memory. A load that breaks off then leaves some
+    /// values changed.
     fn is_live(&self) -> bool {
         false
     }
 
-    /// Returns `true` if the memory that a wanted tensor goes to is live. A staged load fills live memory only when all
-    /// new values are there; it fills other memory at once.
+    /// Returns `true` if the memory that a wanted tensor goes to is live. A staged load fills live
+    /// memory only when all new values are there; it fills other memory at once.
     fn lends_live(&self, wanted: &Wanted) -> bool {
         let _ = wanted;
         self.is_live()
@@ -76,8 +80,8 @@ pub type Values = HashMap<usize, StateValue>;
 /// The outcome of a comparison.
 #[derive(Debug, Default)]
 pub struct Plan {
-    /// The tensors to be read, in an order that is the same on all ranks. Of several names of one live tensor the first
-    /// counts.
+    /// The tensors to be read, in an order that is the same on all ranks. Of several names of one
+    /// live tensor the first counts.
     pub wanted: Vec<Wanted>,
     /// All that differs.
     pub report: LoadReport,
@@ -100,8 +104,8 @@ pub struct Common {
     pub contents: String,
     /// The schema that the target asks for; empty if ranks may ask for different ones.
     pub target: Schema,
-    /// Values as pairs of a key and a text: small values, whose floats are compared by their bits. The load adds the
-    /// hashes of whole tensors.
+    /// Values as pairs of a key and a text: small values, whose floats are compared by their bits.
+    /// The load adds the hashes of whole tensors.
     pub values: Vec<(String, String)>,
 }
 
@@ -127,23 +131,42 @@ pub struct Wanted {
 }
 
 impl Wanted {
-    /// Returns a request for boxes of the tensor at a position of a schema; `None` if there is no tensor.
+    /// Returns a request for boxes of the tensor at a position of a schema; `None` if there is no
+    /// tensor.
     #[must_use]
-    pub fn of(schema: &Schema, position: usize, becomes: DType, boxes: Vec<TensorBox>) -> Option<Self> {
+    pub fn of(
+        schema: &Schema,
+        position: usize,
+        becomes: DType,
+        boxes: Vec<TensorBox>,
+    ) -> Option<Self> {
         let (path, leaf) = schema.get(position)?;
-        let (dtype, shape) = leaf.tensor().map(|(dtype, shape)| (dtype, shape.to_vec()))?;
-        Some(Wanted { position, place: 0, key: path.flat_key(), dtype, becomes, shape, boxes, is_same_on_all: true })
+        let (dtype, shape) = leaf
+            .tensor()
+            .map(|(dtype, shape)| (dtype, shape.to_vec()))?;
+        Some(Wanted {
+            position,
+            place: 0,
+            key: path.flat_key(),
+            dtype,
+            becomes,
+            shape,
+            boxes,
+            is_same_on_all: true,
+        })
     }
 
-    /// Returns a request for all of the tensor at a position of a schema, as it is; `None` if there is no tensor.
+    /// Returns a request for all of the tensor at a position of a schema, as it is; `None` if there
+    /// is no tensor.
     #[must_use]
     pub fn whole(schema: &Schema, position: usize) -> Option<Self> {
         let (dtype, shape) = schema.get(position).and_then(|(_, leaf)| leaf.tensor())?;
         Self::of(schema, position, dtype, vec![TensorBox::whole(shape)])
     }
 
-    /// Returns a request for the tensor at a position of `source`, in the boxes of a tensor of the target. Kinds and
-    /// shapes must be the same, and so must dtypes, unless the options allow casts and candle can do it.
+    /// Returns a request for the tensor at a position of `source`, in the boxes of a tensor of the
+    /// target. Kinds and shapes must be the same, and so must dtypes, unless the options allow
+    /// casts and candle can do it.
     ///
     /// # Errors
     /// A line of the report about the value of this name, if the two do not fit.
@@ -156,15 +179,24 @@ impl Wanted {
     ) -> Result<Self, Mismatch> {
         let saved = source.get(position).map(|(_, leaf)| leaf);
         let current = Leaf::of(&KeyPath::default(), target);
-        if let (Some((dtype, shape)), Some((becomes, current))) =
-            (saved.and_then(Leaf::tensor), current.as_ref().ok().and_then(Leaf::tensor))
-            && shape == current
-            && (dtype == becomes || options.cast && target.candle_dtype().is_some_and(|to| Memory::converts(dtype, to)))
+        if let (Some((dtype, shape)), Some((becomes, current))) = (
+            saved.and_then(Leaf::tensor),
+            current.as_ref().ok().and_then(Leaf::tensor),
+        ) && shape == current
+            && (dtype == becomes
+                || options.cast
+                    && target
+                        .candle_dtype()
+                        .is_some_and(|to| Memory::converts(dtype, to)))
             && let Some(wanted) = Wanted::of(source, position, becomes, target.boxes())
         {
             return Ok(wanted);
         }
         let current = current.map_or_else(|error| error.to_string(), |leaf| leaf.describe());
-        Err(Mismatch { fqn: name(), saved: saved.map_or_else(String::new, Leaf::describe), current })
+        Err(Mismatch {
+            fqn: name(),
+            saved: saved.map_or_else(String::new, Leaf::describe),
+            current,
+        })
     }
 }

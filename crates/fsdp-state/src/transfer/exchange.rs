@@ -13,8 +13,8 @@ use crate::lend::{Lend, Memory, lent_bytes};
 use crate::memory::try_reserve;
 use crate::{StateError, StateValue};
 
-/// The most bytes of several tensors that one collective carries together: a bucket. A larger tensor goes alone. If its
-/// parts have to be packed, it goes in windows of this size.
+/// The most bytes of several tensors that one collective carries together: a bucket. A larger
+/// tensor goes alone. If its parts have to be packed, it goes in windows of this size.
 const BUCKET_BYTES: usize = 32 << 20;
 
 /// The bytes that a bucket may have even if the largest tensor is small.
@@ -23,8 +23,8 @@ const LEAST_BUCKET_BYTES: usize = 1 << 20;
 /// The bytes of tensors after which the ranks tell each other whether one of them has failed.
 const STATUS_BYTES: usize = 256 << 20;
 
-/// The most contiguous runs of memory that elements are received into directly. If there are more, the elements arrive
-/// in a buffer first.
+/// The most contiguous runs of memory that elements are received into directly. If there are more,
+/// the elements arrive in a buffer first.
 const MAX_RUNS: usize = 4096;
 
 /// One tensor on its way to the boxes that this rank wants.
@@ -38,8 +38,8 @@ pub(crate) struct Item<'a> {
 
 /// The collectives of one function call.
 ///
-/// A rank that fails sends zeros from then on, so that no other rank waits for it. At regular intervals the ranks agree
-/// that none of them has failed; otherwise all return the error.
+/// A rank that fails sends zeros from then on, so that no other rank waits for it. At regular
+/// intervals the ranks agree that none of them has failed; otherwise all return the error.
 #[derive(Debug)]
 pub(crate) struct Exchange<'g> {
     group: &'g ProcessGroup,
@@ -62,16 +62,19 @@ impl<'g> Exchange<'g> {
 
     /// Returns the value, or keeps the error as this rank's failure if it is the first.
     fn note<T>(&mut self, outcome: Result<T, StateError>) -> Option<T> {
-        outcome.map_err(|error| self.failure.get_or_insert(error)).ok()
+        outcome
+            .map_err(|error| self.failure.get_or_insert(error))
+            .ok()
     }
 
-    /// Counts bytes that have moved. After [`STATUS_BYTES`] of them, all ranks agree that none has failed. Every rank
-    /// counts the same bytes, so all agree at the same time.
+    /// Counts bytes that have moved. After [`STATUS_BYTES`] of them, all ranks agree that none has
+    /// failed. Every rank counts the same bytes, so all agree at the same time.
     fn moved(&mut self, bytes: usize) -> Result<(), CommError> {
         self.unreported = self.unreported.saturating_add(bytes);
         if self.unreported >= STATUS_BYTES {
             self.unreported = 0;
-            self.group.agree(self.operation, self.failure.take().map_or(Ok(()), Err))?;
+            self.group
+                .agree(self.operation, self.failure.take().map_or(Ok(()), Err))?;
         }
         Ok(())
     }
@@ -81,32 +84,42 @@ impl<'g> Exchange<'g> {
         self.group.abort(error.to_string());
         // A call on an aborted group returns the error of the abort.
         let ended = self.group.barrier().err();
-        ended.unwrap_or_else(|| CommError::RankFailed { operation: self.operation.to_owned(), failures: Vec::new() })
+        ended.unwrap_or_else(|| CommError::RankFailed {
+            operation: self.operation.to_owned(),
+            failures: Vec::new(),
+        })
     }
 
-    /// Returns a buffer for a collective. A rank without memory for it ends the operation on all ranks.
+    /// Returns a buffer for a collective. A rank without memory for it ends the operation on all
+    /// ranks.
     fn buffer(&self, bytes: usize) -> Result<Vec<u8>, CommError> {
         zeroed_vec(bytes).map_err(|error| self.abort(&error))
     }
 
-    /// Moves the tensors in the order of `items`, in buckets: small neighbours that take the same route go together.
-    /// The memory of a bucket is borrowed from `lender` just before it moves, and given back right after.
+    /// Moves the tensors in the order of `items`, in buckets: small neighbours that take the same
+    /// route go together. The memory of a bucket is borrowed from `lender` just before it moves,
+    /// and given back right after.
     ///
     /// # Errors
-    /// Errors of collectives, the same on every rank. A failure of this rank that the others do not know of yet is
-    /// returned when all tensors have moved.
+    /// Errors of collectives, the same on every rank. A failure of this rank that the others do not
+    /// know of yet is returned when all tensors have moved.
     pub(crate) fn run(
         group: &'g ProcessGroup,
         operation: &'static str,
         items: &[Item<'_>],
         lender: &mut dyn Lend,
     ) -> Result<(), StateError> {
-        let mut exchange = Exchange { group, operation, failure: None, unreported: 0 };
+        let mut exchange = Exchange {
+            group,
+            operation,
+            failure: None,
+            unreported: 0,
+        };
         let bucket = bucket_bytes(items);
         let mut start = 0;
         while start < items.len() {
-            // Fill a bucket, beginning with one tensor of any size. A tensor has the same size and route on all ranks,
-            // so all ranks make the same buckets.
+            // Fill a bucket, beginning with one tensor of any size. A tensor has the same size and
+            // route on all ranks, so all ranks make the same buckets.
             let route = items[start].layout.route();
             let mut bytes = items[start].layout.bytes();
             let mut end = start + 1;
@@ -119,16 +132,23 @@ impl<'g> Exchange<'g> {
                 end += 1;
             }
             exchange.run_bucket(items, start..end, &route, lender)?;
-            // A local route has no collective in which another rank could wait for this one, so its bytes do not count.
+            // A local route has no collective in which another rank could wait for this one, so its
+            // bytes do not count.
             if route != Route::Local {
-                exchange.moved(items[start..end].iter().map(|item| item.layout.bytes()).sum())?;
+                exchange.moved(
+                    items[start..end]
+                        .iter()
+                        .map(|item| item.layout.bytes())
+                        .sum(),
+                )?;
             }
             start = end;
         }
         exchange.failure.map_or(Ok(()), Err)
     }
 
-    /// Moves one bucket: borrows its memory, runs the collective of its route, and gives the memory back.
+    /// Moves one bucket: borrows its memory, runs the collective of its route, and gives the memory
+    /// back.
     fn run_bucket(
         &mut self,
         items: &[Item<'_>],
@@ -158,8 +178,8 @@ impl<'g> Exchange<'g> {
         Ok(())
     }
 
-    /// Moves one bucket into borrowed memory: reads this rank's boxes, takes the storages out of the tensors to be
-    /// filled, and runs the collective of the route.
+    /// Moves one bucket into borrowed memory: reads this rank's boxes, takes the storages out of
+    /// the tensors to be filled, and runs the collective of the route.
     fn move_bucket(
         &mut self,
         items: &[Item<'_>],
@@ -180,27 +200,47 @@ impl<'g> Exchange<'g> {
                 continue;
             };
             // Unfilled memory becomes a copy of this rank's own value, if that has the same boxes.
-            let is_filled = self.attempt(|| memory.filled_with(item.source)).unwrap_or_default();
+            let is_filled = self
+                .attempt(|| memory.filled_with(item.source))
+                .unwrap_or_default();
             // Values that are already in place are left alone, because others may be reading them.
-            let is_in_place = is_filled || item.source.is_some_and(|source| memory.is_same_view(source));
+            let is_in_place = is_filled
+                || item
+                    .source
+                    .is_some_and(|source| memory.is_same_view(source));
             lent.push((!is_in_place).then_some(memory));
         }
-        // Step 3: take the storages out of the tensors while elements arrive. The bytes of raw memory are here anyway.
-        let tensors: Vec<Tensor> = lent.iter().flatten().flat_map(|memory| memory.tensors()).collect();
-        let mut taken = self.attempt(|| Ok(StorageGuard::take(&tensors.iter().collect::<Vec<_>>())?));
-        let slots = taken.as_mut().and_then(|taken| self.attempt(|| lent_bytes(lent, taken)));
+        // Step 3: take the storages out of the tensors while elements arrive. The bytes of raw
+        // memory are here anyway.
+        let tensors: Vec<Tensor> = lent
+            .iter()
+            .flatten()
+            .flat_map(|memory| memory.tensors())
+            .collect();
+        let mut taken =
+            self.attempt(|| Ok(StorageGuard::take(&tensors.iter().collect::<Vec<_>>())?));
+        let slots = taken
+            .as_mut()
+            .and_then(|taken| self.attempt(|| lent_bytes(lent, taken)));
         let mut slots = slots.into_iter().flatten();
         // Step 4: join the boxes and the memory of each tensor, and run the collective.
         let rank = self.group.rank();
         let mut transfers = Vec::with_capacity(items.len());
         for (Item { layout, .. }, sources) in items.iter().zip(&sources) {
-            let mut transfer = Transfer { layout, want: &layout.want[rank], sources, slots: Vec::new() };
+            let mut transfer = Transfer {
+                layout,
+                want: &layout.want[rank],
+                sources,
+                slots: Vec::new(),
+            };
             // After a failure there are no slots.
             if let Some(slots) = slots.next().flatten() {
                 transfer.slots = slots;
                 if !transfer.has_slots_of_wanted_sizes() {
                     transfer.slots.clear();
-                    self.failure = Some(StateError::SharedMemory { shape: layout.shape.clone() });
+                    self.failure = Some(StateError::SharedMemory {
+                        shape: layout.shape.clone(),
+                    });
                 }
             }
             transfers.push(transfer);
@@ -216,11 +256,13 @@ impl<'g> Exchange<'g> {
                 Ok(())
             }
             Route::AllGather => self.gather(transfers, None),
-            Route::Gather { roots } => roots.iter().try_for_each(|&root| self.gather(transfers, Some(root))),
+            Route::Gather { roots } => roots
+                .iter()
+                .try_for_each(|&root| self.gather(transfers, Some(root))),
             Route::Broadcast { root } => self.broadcast(transfers, *root),
-            Route::Scatter { root } => {
-                self.in_windows(transfers, |exchange, transfers| exchange.scatter(transfers, *root))
-            }
+            Route::Scatter { root } => self.in_windows(transfers, |exchange, transfers| {
+                exchange.scatter(transfers, *root)
+            }),
             Route::AllToAll => self.in_windows(transfers, Exchange::all_to_all),
         }
     }
@@ -234,30 +276,49 @@ impl<'g> Exchange<'g> {
         }
     }
 
-    /// Runs a collective on a bucket. A tensor that is larger than a bucket moves in windows of a bucket's size, so
-    /// that no rank packs all of it at once. Before that, each rank copies the elements that it has itself.
+    /// Runs a collective on a bucket. A tensor that is larger than a bucket moves in windows of a
+    /// bucket's size, so that no rank packs all of it at once. Before that, each rank copies the
+    /// elements that it has itself.
     fn in_windows(
         &mut self,
         transfers: &mut [Transfer<'_>],
         mut run: impl FnMut(&mut Self, &mut [Transfer<'_>]) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         self.copy_own(transfers);
-        let [transfer] = transfers else { return run(self, transfers) };
+        let [transfer] = transfers else {
+            return run(self, transfers);
+        };
         if transfer.layout.bytes() <= BUCKET_BYTES {
             return run(self, transfers);
         }
-        for window in windows(&transfer.layout.shape, transfer.layout.element, BUCKET_BYTES) {
+        for window in windows(
+            &transfer.layout.shape,
+            transfer.layout.element,
+            BUCKET_BYTES,
+        ) {
             let layout = transfer.layout.window(&window);
             let slots = transfer.slots.iter_mut().map(|slot| &mut **slot).collect();
-            run(self, &mut [Transfer { layout: &layout, want: transfer.want, sources: transfer.sources, slots }])?;
+            run(
+                self,
+                &mut [Transfer {
+                    layout: &layout,
+                    want: transfer.want,
+                    sources: transfer.sources,
+                    slots,
+                }],
+            )?;
         }
         Ok(())
     }
 
     /// Gathers whole tensors on one rank, or on all.
-    fn gather(&mut self, transfers: &mut [Transfer<'_>], root: Option<usize>) -> Result<(), CommError> {
-        // Every rank knows all pieces that move, and the order in which they arrive. So it knows how much each rank
-        // sends.
+    fn gather(
+        &mut self,
+        transfers: &mut [Transfer<'_>],
+        root: Option<usize>,
+    ) -> Result<(), CommError> {
+        // Every rank knows all pieces that move, and the order in which they arrive. So it knows
+        // how much each rank sends.
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
         let pieces = in_sender_order(transfers, |transfer| match root {
             Some(root) => transfer.layout.pieces_for(root),
@@ -267,13 +328,19 @@ impl<'g> Exchange<'g> {
         // Pack what this rank sends, and receive where the pieces belong.
         let own = pieces.iter().filter(|(_, piece)| piece.source == rank);
         let own: Vec<Outgoing<'_>> = own
-            .map(|(transfer, piece)| (transfers[*transfer].sources, &piece.bounds, transfers[*transfer].layout.element))
+            .map(|(transfer, piece)| {
+                (
+                    transfers[*transfer].sources,
+                    &piece.bounds,
+                    transfers[*transfer].layout.element,
+                )
+            })
             .collect();
         let group = self.group;
         let (moved, read) = with_packed(&own, |input| match root {
-            None => {
-                self.receive(transfers, &pieces, |outputs| group.all_gather_uneven_into_slices(outputs, &counts, input))
-            }
+            None => self.receive(transfers, &pieces, |outputs| {
+                group.all_gather_uneven_into_slices(outputs, &counts, input)
+            }),
             Some(root) if root == rank => self.receive(transfers, &pieces, |outputs| {
                 group.gather_uneven_into_slices(Some(outputs), &counts, input, root)
             }),
@@ -289,21 +356,34 @@ impl<'g> Exchange<'g> {
         if is_root {
             self.copy_own(transfers);
         }
-        // A single tensor is sent directly from memory to memory. On the root its slot has just been filled.
+        // A single tensor is sent directly from memory to memory. On the root its slot has just
+        // been filled.
         if let [transfer] = transfers
             && let [slot] = &mut transfer.slots[..]
         {
             return self.group.broadcast(slot, root);
         }
         // Several tensors are packed one after the other.
-        let bytes = transfers.iter().map(|transfer| transfer.layout.bytes()).sum();
+        let bytes = transfers
+            .iter()
+            .map(|transfer| transfer.layout.bytes())
+            .sum();
         let mut packed = self.buffer(bytes)?;
         if is_root {
             let mut at = 0;
             for transfer in &*transfers {
-                let (whole, len) = (TensorBox::whole(&transfer.layout.shape), transfer.layout.bytes());
+                let (whole, len) = (
+                    TensorBox::whole(&transfer.layout.shape),
+                    transfer.layout.bytes(),
+                );
                 let to = &mut packed[at..at + len];
-                let read = read_box(transfer.sources, &whole, &whole, transfer.layout.element, to);
+                let read = read_box(
+                    transfer.sources,
+                    &whole,
+                    &whole,
+                    transfer.layout.element,
+                    to,
+                );
                 self.note(read);
                 at += len;
             }
@@ -320,13 +400,19 @@ impl<'g> Exchange<'g> {
         Ok(())
     }
 
-    /// Sends each rank what it wants from the root. If all of it together is larger than a bucket, because several
-    /// ranks want the same elements, this takes several rounds. So the root never packs more than a bucket at once, or
-    /// what one rank wants if that is more.
+    /// Sends each rank what it wants from the root. If all of it together is larger than a bucket,
+    /// because several ranks want the same elements, this takes several rounds. So the root never
+    /// packs more than a bucket at once, or what one rank wants if that is more.
     fn scatter(&mut self, transfers: &mut [Transfer<'_>], root: usize) -> Result<(), CommError> {
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
-        let mut wanted: Vec<usize> =
-            (0..ranks).map(|to| transfers.iter().map(|transfer| transfer.layout.bytes_wanted(to)).sum()).collect();
+        let mut wanted: Vec<usize> = (0..ranks)
+            .map(|to| {
+                transfers
+                    .iter()
+                    .map(|transfer| transfer.layout.bytes_wanted(to))
+                    .sum()
+            })
+            .collect();
         // The root copies its own values and does not send them.
         wanted[root] = 0;
         let mut start = 0;
@@ -342,12 +428,23 @@ impl<'g> Exchange<'g> {
             let mut send = Vec::new();
             if rank == root {
                 try_reserve(&mut send, counts.iter().sum()).map_err(|error| self.abort(&error))?;
-                (start..end).filter(|&to| to != root).for_each(|to| self.pack_for(transfers, to, &mut send));
+                (start..end)
+                    .filter(|&to| to != root)
+                    .for_each(|to| self.pack_for(transfers, to, &mut send));
             }
-            let arrives = if counts[rank] > 0 { incoming(transfers, rank) } else { Vec::new() };
+            let arrives = if counts[rank] > 0 {
+                incoming(transfers, rank)
+            } else {
+                Vec::new()
+            };
             let group = self.group;
             self.receive(transfers, &arrives, |outputs| {
-                group.scatter_uneven_into_slices(outputs, (rank == root).then_some(&send[..]), &counts, root)
+                group.scatter_uneven_into_slices(
+                    outputs,
+                    (rank == root).then_some(&send[..]),
+                    &counts,
+                    root,
+                )
             })?;
             start = end;
         }
@@ -374,10 +471,21 @@ impl<'g> Exchange<'g> {
     /// Appends what this rank sends to another.
     fn pack_for(&mut self, transfers: &[Transfer<'_>], to: usize, send: &mut Vec<u8>) {
         let rank = self.group.rank();
-        for transfer in transfers.iter().filter(|transfer| transfer.layout.concerns(rank, to)) {
-            for piece in transfer.layout.pieces_for(to).iter().filter(|piece| piece.source == rank) {
+        for transfer in transfers
+            .iter()
+            .filter(|transfer| transfer.layout.concerns(rank, to))
+        {
+            for piece in transfer
+                .layout
+                .pieces_for(to)
+                .iter()
+                .filter(|piece| piece.source == rank)
+            {
                 let start = send.len();
-                let packed = pack(&(transfer.sources, &piece.bounds, transfer.layout.element), send);
+                let packed = pack(
+                    &(transfer.sources, &piece.bounds, transfer.layout.element),
+                    send,
+                );
                 self.note(packed);
                 // The receiver expects these bytes, even if they could not be read here.
                 send.resize(start + piece.bounds.numel() * transfer.layout.element, 0);
@@ -385,8 +493,8 @@ impl<'g> Exchange<'g> {
         }
     }
 
-    /// Runs a collective that receives pieces, directly into their destinations if possible, and otherwise into a
-    /// buffer from which they are copied.
+    /// Runs a collective that receives pieces, directly into their destinations if possible, and
+    /// otherwise into a buffer from which they are copied.
     fn receive(
         &mut self,
         transfers: &mut [Transfer<'_>],
@@ -394,10 +502,15 @@ impl<'g> Exchange<'g> {
         run: impl FnOnce(&mut [&mut [u8]]) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         if let Some(parts) = parts(transfers, pieces) {
-            let slots = transfers.iter_mut().flat_map(|transfer| transfer.slots.iter_mut().map(|slot| &mut **slot));
+            let slots = transfers
+                .iter_mut()
+                .flat_map(|transfer| transfer.slots.iter_mut().map(|slot| &mut **slot));
             return run(&mut carve(slots.collect(), &parts));
         }
-        let bytes = pieces.iter().map(|(transfer, piece)| transfers[*transfer].bytes_of(&piece.bounds)).sum();
+        let bytes = pieces
+            .iter()
+            .map(|(transfer, piece)| transfers[*transfer].bytes_of(&piece.bounds))
+            .sum();
         let mut received = self.buffer(bytes)?;
         run(&mut [&mut received])?;
         let mut rest = &received[..];
@@ -410,7 +523,8 @@ impl<'g> Exchange<'g> {
     }
 }
 
-/// One tensor of a bucket, as this rank sees it: the boxes that it has, and memory for those that it wants.
+/// One tensor of a bucket, as this rank sees it: the boxes that it has, and memory for those that
+/// it wants.
 struct Transfer<'a> {
     layout: &'a Layout,
     /// The boxes of the slots.
@@ -425,7 +539,11 @@ impl Transfer<'_> {
     /// Returns `true` if there is a slot for each wanted box, of the size of that box.
     fn has_slots_of_wanted_sizes(&self) -> bool {
         self.slots.len() == self.want.len()
-            && self.slots.iter().zip(self.want).all(|(slot, bounds)| slot.len() == self.bytes_of(bounds))
+            && self
+                .slots
+                .iter()
+                .zip(self.want)
+                .all(|(slot, bounds)| slot.len() == self.bytes_of(bounds))
     }
 
     /// Returns the number of bytes of a box.
@@ -438,7 +556,12 @@ impl Transfer<'_> {
         if self.slots.is_empty() {
             return Ok(());
         }
-        for piece in self.layout.pieces_for(rank).iter().filter(|piece| piece.source == rank) {
+        for piece in self
+            .layout
+            .pieces_for(rank)
+            .iter()
+            .filter(|piece| piece.source == rank)
+        {
             let (want, to) = (&self.want[piece.target], &mut *self.slots[piece.target]);
             read_box(self.sources, &piece.bounds, want, self.layout.element, to)?;
         }
@@ -449,13 +572,24 @@ impl Transfer<'_> {
     fn place(&mut self, piece: &Piece, bytes: &[u8]) {
         if let Some(slot) = self.slots.get_mut(piece.target) {
             let element = self.layout.element;
-            copy_box(bytes, &piece.bounds, slot, &self.want[piece.target], &piece.bounds, element);
+            copy_box(
+                bytes,
+                &piece.bounds,
+                slot,
+                &self.want[piece.target],
+                &piece.bounds,
+                element,
+            );
         }
     }
 }
 
-/// Returns the pieces of several tensors in the order in which senders pack them: by rank, then by tensor.
-fn in_sender_order(transfers: &[Transfer<'_>], pieces_of: impl Fn(&Transfer<'_>) -> Vec<Piece>) -> Vec<(usize, Piece)> {
+/// Returns the pieces of several tensors in the order in which senders pack them: by rank, then by
+/// tensor.
+fn in_sender_order(
+    transfers: &[Transfer<'_>],
+    pieces_of: impl Fn(&Transfer<'_>) -> Vec<Piece>,
+) -> Vec<(usize, Piece)> {
     let mut pieces = Vec::new();
     for (index, transfer) in transfers.iter().enumerate() {
         pieces.extend(pieces_of(transfer).into_iter().map(|piece| (index, piece)));
@@ -480,7 +614,8 @@ fn counts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)], ranks: usize) -
     counts
 }
 
-/// Returns the parts of all slots that pieces go to, if there are slots for all of them and not too many parts.
+/// Returns the parts of all slots that pieces go to, if there are slots for all of them and not too
+/// many parts.
 fn parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<Part>> {
     let mut first = Vec::with_capacity(transfers.len());
     let mut slots = 0;
@@ -496,7 +631,10 @@ fn parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<Pa
             return None;
         }
         for run in copy_runs(&piece.bounds, &piece.bounds, &transfer.want[piece.target]) {
-            parts.push((first[*index] + piece.target, run.dst * element..(run.dst + run.len) * element));
+            parts.push((
+                first[*index] + piece.target,
+                run.dst * element..(run.dst + run.len) * element,
+            ));
             if parts.len() > MAX_RUNS {
                 return None;
             }
@@ -505,9 +643,13 @@ fn parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<Pa
     Some(parts)
 }
 
-/// Returns the most bytes of a bucket. A bucket and the buffer that it travels in together take no more memory than the
-/// largest tensor does alone.
+/// Returns the most bytes of a bucket. A bucket and the buffer that it travels in together take no
+/// more memory than the largest tensor does alone.
 fn bucket_bytes(items: &[Item<'_>]) -> usize {
-    let largest = items.iter().map(|item| item.layout.bytes()).max().unwrap_or(0);
+    let largest = items
+        .iter()
+        .map(|item| item.layout.bytes())
+        .max()
+        .unwrap_or(0);
     (largest / 2).clamp(LEAST_BUCKET_BYTES, BUCKET_BYTES)
 }

@@ -1,7 +1,8 @@
 //! Moving boxes of tensors between ranks: who sends what to whom, and the collectives that do it.
 //!
-//! [`Layout`] is interval arithmetic that every rank does alike. [`Exchange`] carries it out, in buckets of small
-//! tensors and windows of large ones, from the memory of state dicts straight into memory that a target lends.
+//! [`Layout`] is interval arithmetic that every rank does alike. [`Exchange`] carries it out, in
+//! buckets of small tensors and windows of large ones, from the memory of state dicts straight into
+//! memory that a target lends.
 
 mod exchange;
 mod packing;

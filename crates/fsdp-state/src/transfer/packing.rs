@@ -1,4 +1,5 @@
-//! Bytes of boxes: read from the tensors that hold them, packed for sending, and copied to their destinations.
+//! Bytes of boxes: read from the tensors that hold them, packed for sending, and copied to their
+//! destinations.
 
 use candle_core::{Device, Tensor};
 use fsdp_flat::storage::{HostBytes, to_device, with_joined_bytes};
@@ -24,16 +25,26 @@ enum Data {
 }
 
 impl BoxBytes {
-    /// Returns the boxes that a value has on this rank. Those on the CPU are not copied if they are contiguous.
+    /// Returns the boxes that a value has on this rank. Those on the CPU are not copied if they are
+    /// contiguous.
     pub(crate) fn of(value: &StateValue) -> Result<Vec<BoxBytes>, StateError> {
         match value {
-            StateValue::Tensor(tensor) => Ok(vec![Self::on_host(TensorBox::whole(tensor.dims()), tensor)?]),
-            StateValue::Raw(tensor) => {
-                Ok(vec![BoxBytes { bounds: TensorBox::whole(tensor.shape()), data: Data::Raw(tensor.clone()) }])
-            }
+            StateValue::Tensor(tensor) => Ok(vec![Self::on_host(
+                TensorBox::whole(tensor.dims()),
+                tensor,
+            )?]),
+            StateValue::Raw(tensor) => Ok(vec![BoxBytes {
+                bounds: TensorBox::whole(tensor.shape()),
+                data: Data::Raw(tensor.clone()),
+            }]),
             StateValue::Sharded(tensor) => {
-                let shards = tensor.shards().iter().filter(|shard| !shard.bounds.is_empty());
-                shards.map(|shard| Self::on_host(shard.bounds.clone(), &shard.tensor)).collect()
+                let shards = tensor
+                    .shards()
+                    .iter()
+                    .filter(|shard| !shard.bounds.is_empty());
+                shards
+                    .map(|shard| Self::on_host(shard.bounds.clone(), &shard.tensor))
+                    .collect()
             }
             _ => Ok(Vec::new()),
         }
@@ -44,10 +55,14 @@ impl BoxBytes {
         &self.bounds
     }
 
-    /// Returns a box whose elements are in a tensor, which is copied to the host if it is not there.
+    /// Returns a box whose elements are in a tensor, which is copied to the host if it is not
+    /// there.
     fn on_host(bounds: TensorBox, tensor: &Tensor) -> Result<Self, StateError> {
         let tensor = to_device(&tensor.detach(), &Device::Cpu)?.contiguous()?;
-        Ok(BoxBytes { bounds, data: Data::Tensor(tensor) })
+        Ok(BoxBytes {
+            bounds,
+            data: Data::Tensor(tensor),
+        })
     }
 
     /// Calls `f` with the bytes of the box.
@@ -59,7 +74,8 @@ impl BoxBytes {
     }
 }
 
-/// Writes the elements of `bounds`, which `sources` have, into a row-major buffer of the box `target`.
+/// Writes the elements of `bounds`, which `sources` have, into a row-major buffer of the box
+/// `target`.
 pub(crate) fn read_box(
     sources: &[BoxBytes],
     bounds: &TensorBox,
@@ -75,7 +91,8 @@ pub(crate) fn read_box(
     Ok(())
 }
 
-/// Copies the elements of `bounds` from a row-major buffer of the box `src` to one of the box `dst`.
+/// Copies the elements of `bounds` from a row-major buffer of the box `src` to one of the box
+/// `dst`.
 pub(crate) fn copy_box(
     from: &[u8],
     src: &TensorBox,
@@ -90,38 +107,54 @@ pub(crate) fn copy_box(
     }
 }
 
-/// A box to be sent: the boxes of its tensor that are on this rank, the box, and the bytes of an element.
+/// A box to be sent: the boxes of its tensor that are on this rank, the box, and the bytes of an
+/// element.
 pub(crate) type Outgoing<'a> = (&'a [BoxBytes], &'a TensorBox, usize);
 
-/// Runs `f` on the bytes of boxes, one box after the other. The bytes are not copied if the boxes are adjacent in one
-/// storage, as the pieces of a FlatParameter are.
+/// Runs `f` on the bytes of boxes, one box after the other. The bytes are not copied if the boxes
+/// are adjacent in one storage, as the pieces of a FlatParameter are.
 ///
-/// `f` calls a collective, for which other ranks wait. So it also runs if boxes cannot be read: then it gets zeros, and
-/// the error is returned together with its result.
-pub(crate) fn with_packed<R>(boxes: &[Outgoing<'_>], f: impl FnOnce(&[u8]) -> R) -> (R, Result<(), StateError>) {
+/// `f` calls a collective, for which other ranks wait. So it also runs if boxes cannot be read:
+/// then it gets zeros, and the error is returned together with its result.
+pub(crate) fn with_packed<R>(
+    boxes: &[Outgoing<'_>],
+    f: impl FnOnce(&[u8]) -> R,
+) -> (R, Result<(), StateError>) {
     let held: Option<Vec<&Tensor>> = boxes.iter().map(held_exactly).collect();
     let f = match with_joined_bytes(&held.unwrap_or_default(), f) {
         Ok(result) => return (result, Ok(())),
         Err(f) => f,
     };
     let mut packed = Vec::new();
-    let read = boxes.iter().try_for_each(|outgoing| pack(outgoing, &mut packed));
+    let read = boxes
+        .iter()
+        .try_for_each(|outgoing| pack(outgoing, &mut packed));
     // The other ranks expect this many bytes, also if some could not be read.
-    let bytes: usize = boxes.iter().map(|(_, bounds, element)| bounds.numel() * element).sum();
+    let bytes: usize = boxes
+        .iter()
+        .map(|(_, bounds, element)| bounds.numel() * element)
+        .sum();
     packed.resize(bytes, 0);
     (f(&packed), read)
 }
 
 /// Returns the candle tensor that has exactly the elements of a box, if there is one.
 fn held_exactly<'a>((sources, bounds, _): &Outgoing<'a>) -> Option<&'a Tensor> {
-    match &sources.iter().find(|source| source.bounds == **bounds)?.data {
+    match &sources
+        .iter()
+        .find(|source| source.bounds == **bounds)?
+        .data
+    {
         Data::Tensor(tensor) => Some(tensor),
         Data::Raw(_) => None,
     }
 }
 
 /// Appends a box; zeros if it cannot be read.
-pub(crate) fn pack((sources, bounds, element): &Outgoing<'_>, packed: &mut Vec<u8>) -> Result<(), StateError> {
+pub(crate) fn pack(
+    (sources, bounds, element): &Outgoing<'_>,
+    packed: &mut Vec<u8>,
+) -> Result<(), StateError> {
     let (start, bytes) = (packed.len(), bounds.numel() * element);
     try_reserve(packed, bytes)?;
     packed.resize(start + bytes, 0);

@@ -1,4 +1,5 @@
-//! The routes of boxes between ranks: arithmetic that gives the same result on every rank, without communication.
+//! The routes of boxes between ranks: arithmetic that gives the same result on every rank, without
+//! communication.
 
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::checked_numel;
@@ -29,18 +30,34 @@ impl PerRank {
     /// Returns lists for all ranks.
     pub(crate) fn all(lists: Vec<Vec<TensorBox>>) -> Self {
         let ranks = lists.len();
-        PerRank { ranks, lists: lists.into_iter().enumerate().filter(|(_, boxes)| !boxes.is_empty()).collect() }
+        PerRank {
+            ranks,
+            lists: lists
+                .into_iter()
+                .enumerate()
+                .filter(|(_, boxes)| !boxes.is_empty())
+                .collect(),
+        }
     }
 
     /// Returns a list for one of `ranks` ranks, and empty ones for the others.
     pub(crate) fn only(rank: usize, ranks: usize, boxes: Vec<TensorBox>) -> Self {
-        PerRank { ranks, lists: vec![(rank, boxes)] }
+        PerRank {
+            ranks,
+            lists: vec![(rank, boxes)],
+        }
     }
 
     /// Returns the same lists with each box replaced, or left out.
     fn map(&self, f: impl Fn(&TensorBox) -> Option<TensorBox>) -> Self {
-        let lists = self.lists.iter().map(|(rank, boxes)| (*rank, boxes.iter().filter_map(&f).collect()));
-        PerRank { ranks: self.ranks, lists: lists.collect() }
+        let lists = self
+            .lists
+            .iter()
+            .map(|(rank, boxes)| (*rank, boxes.iter().filter_map(&f).collect()));
+        PerRank {
+            ranks: self.ranks,
+            lists: lists.collect(),
+        }
     }
 }
 
@@ -75,7 +92,8 @@ pub(crate) enum Route {
     Broadcast { root: usize },
     /// The tensor is spread over ranks, and all ranks want the whole of it.
     AllGather,
-    /// Some ranks want the whole tensor: one gather for each, so that no rank sends more than its boxes at a time.
+    /// Some ranks want the whole tensor: one gather for each, so that no rank sends more than its
+    /// boxes at a time.
     Gather { roots: Vec<usize> },
     /// One rank has the tensor, and others want parts of it.
     Scatter { root: usize },
@@ -86,7 +104,8 @@ pub(crate) enum Route {
 impl Layout {
     /// Returns the number of bytes of the whole tensor.
     pub(crate) fn bytes(&self) -> usize {
-        // A schema has no tensor that is too large. But if one dimension is 0, the product of the others may overflow.
+        // A schema has no tensor that is too large. But if one dimension is 0, the product of the
+        // others may overflow.
         checked_numel(&self.shape).unwrap_or_default() * self.element
     }
 
@@ -97,25 +116,38 @@ impl Layout {
 
     /// Returns the first rank that wants elements that no rank has, and the first box of them.
     pub(crate) fn hole(&self) -> Option<(usize, TensorBox)> {
-        let holes = uncovered(&TensorBox::whole(&self.shape), self.have.lists.iter().flat_map(|(_, boxes)| boxes));
+        let holes = uncovered(
+            &TensorBox::whole(&self.shape),
+            self.have.lists.iter().flat_map(|(_, boxes)| boxes),
+        );
         if holes.is_empty() {
             return None;
         }
         self.want.lists.iter().find_map(|(rank, want)| {
-            let missing = want.iter().flat_map(|want| holes.iter().filter_map(|hole| hole.intersect(want)));
+            let missing = want
+                .iter()
+                .flat_map(|want| holes.iter().filter_map(|hole| hole.intersect(want)));
             missing.min().map(|missing| (*rank, missing))
         })
     }
 
     /// Returns `true` if a rank has all elements that it wants.
     fn has_all_that_it_wants(&self, rank: usize) -> bool {
-        self.want[rank].iter().all(|want| uncovered(want, &self.have[rank]).is_empty())
+        self.want[rank]
+            .iter()
+            .all(|want| uncovered(want, &self.have[rank]).is_empty())
     }
 
     /// Chooses the cheapest collective that moves every wanted element to the ranks that want it.
     pub(crate) fn route(&self) -> Route {
-        let (sources, receivers) = (ranks_with_elements(&self.have), ranks_with_elements(&self.want));
-        if receivers.iter().all(|&rank| self.has_all_that_it_wants(rank)) {
+        let (sources, receivers) = (
+            ranks_with_elements(&self.have),
+            ranks_with_elements(&self.want),
+        );
+        if receivers
+            .iter()
+            .all(|&rank| self.has_all_that_it_wants(rank))
+        {
             return Route::Local;
         }
         let whole = [TensorBox::whole(&self.shape)];
@@ -129,39 +161,55 @@ impl Layout {
         }
     }
 
-    /// Returns the pieces that make up what a rank wants. It takes as much as possible from itself, then from the ranks
-    /// after it, so that ranks with copies of a tensor share the work.
+    /// Returns the pieces that make up what a rank wants. It takes as much as possible from itself,
+    /// then from the ranks after it, so that ranks with copies of a tensor share the work.
     pub(crate) fn pieces_for(&self, receiver: usize) -> Vec<Piece> {
         let ranks = self.have.ranks;
-        self.pieces(&self.want[receiver], (0..ranks).map(|k| (receiver + k) % ranks))
+        self.pieces(
+            &self.want[receiver],
+            (0..ranks).map(|k| (receiver + k) % ranks),
+        )
     }
 
-    /// Returns the pieces that make up the whole, in rank order; a rank's come in the order of its boxes.
+    /// Returns the pieces that make up the whole, in rank order; a rank's come in the order of its
+    /// boxes.
     pub(crate) fn pieces_of_whole(&self) -> Vec<Piece> {
         self.pieces(&[TensorBox::whole(&self.shape)], 0..self.have.ranks)
     }
 
     /// Returns `true` if one rank has elements that another wants.
     pub(crate) fn concerns(&self, source: usize, receiver: usize) -> bool {
-        self.have[source].iter().any(|have| self.want[receiver].iter().any(|want| have.intersect(want).is_some()))
+        self.have[source].iter().any(|have| {
+            self.want[receiver]
+                .iter()
+                .any(|want| have.intersect(want).is_some())
+        })
     }
 
-    /// Returns the parts of this layout that lie in one box of the tensor. The shape stays that of the whole tensor,
-    /// and a rank's wanted boxes keep their positions: those outside the window become empty.
+    /// Returns the parts of this layout that lie in one box of the tensor. The shape stays that of
+    /// the whole tensor, and a rank's wanted boxes keep their positions: those outside the window
+    /// become empty.
     pub(crate) fn window(&self, window: &TensorBox) -> Layout {
         let nothing = TensorBox::new(vec![0; self.shape.len()], vec![0; self.shape.len()]);
         Layout {
             shape: self.shape.clone(),
             element: self.element,
             have: self.have.map(|bounds| bounds.intersect(window)),
-            want: self.want.map(|bounds| Some(bounds.intersect(window).unwrap_or_else(|| nothing.clone()))),
+            want: self
+                .want
+                .map(|bounds| Some(bounds.intersect(window).unwrap_or_else(|| nothing.clone()))),
         }
     }
 
-    /// Finds the wanted boxes in the boxes of the sources, asked one after the other. What no source has is left out.
+    /// Finds the wanted boxes in the boxes of the sources, asked one after the other. What no
+    /// source has is left out.
     fn pieces(&self, wanted: &[TensorBox], sources: impl Iterator<Item = usize>) -> Vec<Piece> {
-        let mut left: Vec<(usize, TensorBox)> =
-            wanted.iter().cloned().enumerate().filter(|(_, want)| !want.is_empty()).collect();
+        let mut left: Vec<(usize, TensorBox)> = wanted
+            .iter()
+            .cloned()
+            .enumerate()
+            .filter(|(_, want)| !want.is_empty())
+            .collect();
         let mut pieces = Vec::new();
         for source in sources {
             for have in &self.have[source] {
@@ -172,8 +220,16 @@ impl Layout {
                 for (target, want) in left {
                     match want.intersect(have) {
                         Some(bounds) => {
-                            rest.extend(subtract(&want, &bounds).into_iter().map(|part| (target, part)));
-                            pieces.push(Piece { source, target, bounds });
+                            rest.extend(
+                                subtract(&want, &bounds)
+                                    .into_iter()
+                                    .map(|part| (target, part)),
+                            );
+                            pieces.push(Piece {
+                                source,
+                                target,
+                                bounds,
+                            });
                         }
                         None => rest.push((target, want)),
                     }
@@ -189,12 +245,22 @@ impl Layout {
 pub(crate) fn windows(shape: &[usize], element: usize, limit: usize) -> Vec<TensorBox> {
     let mut windows = vec![TensorBox::whole(shape)];
     for dimension in 0..shape.len() {
-        let largest = windows.iter().map(TensorBox::numel).max().unwrap_or(0).saturating_mul(element);
+        let largest = windows
+            .iter()
+            .map(TensorBox::numel)
+            .max()
+            .unwrap_or(0)
+            .saturating_mul(element);
         if largest <= limit {
             break;
         }
-        // The windows are too large, so cut them along this dimension: each gets as many rows as fit, at least one.
-        let row = shape[dimension + 1..].iter().product::<usize>().saturating_mul(element).max(1);
+        // The windows are too large, so cut them along this dimension: each gets as many rows as
+        // fit, at least one.
+        let row = shape[dimension + 1..]
+            .iter()
+            .product::<usize>()
+            .saturating_mul(element)
+            .max(1);
         let rows = (limit / row).max(1);
         windows = windows
             .iter()
@@ -213,7 +279,10 @@ pub(crate) fn windows(shape: &[usize], element: usize, limit: usize) -> Vec<Tens
 
 /// Returns the ranks that have a box with elements in it.
 fn ranks_with_elements(lists: &PerRank) -> Vec<usize> {
-    let ranks = lists.lists.iter().filter(|(_, boxes)| boxes.iter().any(|bounds| !bounds.is_empty()));
+    let ranks = lists
+        .lists
+        .iter()
+        .filter(|(_, boxes)| boxes.iter().any(|bounds| !bounds.is_empty()));
     ranks.map(|(rank, _)| *rank).collect()
 }
 
@@ -227,7 +296,12 @@ mod tests {
 
     fn layout(have: &[&[TensorBox]], want: &[&[TensorBox]]) -> Layout {
         let lists = |lists: &[&[TensorBox]]| lists.iter().map(|boxes| boxes.to_vec()).collect();
-        Layout { shape: vec![4, 3], element: 4, have: PerRank::all(lists(have)), want: PerRank::all(lists(want)) }
+        Layout {
+            shape: vec![4, 3],
+            element: 4,
+            have: PerRank::all(lists(have)),
+            want: PerRank::all(lists(want)),
+        }
     }
 
     #[test]
@@ -239,10 +313,22 @@ mod tests {
             ([&whole[..], &whole], [&low[..], &high], Route::Local),
             ([&low[..], &high], [&low[..], &high], Route::Local),
             ([&low[..], &none], [&none[..], &none], Route::Local),
-            ([&none[..], &whole], [&whole[..], &whole], Route::Broadcast { root: 1 }),
+            (
+                [&none[..], &whole],
+                [&whole[..], &whole],
+                Route::Broadcast { root: 1 },
+            ),
             ([&low[..], &high], [&whole[..], &whole], Route::AllGather),
-            ([&low[..], &high], [&none[..], &whole], Route::Gather { roots: vec![1] }),
-            ([&whole[..], &none], [&low[..], &high], Route::Scatter { root: 0 }),
+            (
+                [&low[..], &high],
+                [&none[..], &whole],
+                Route::Gather { roots: vec![1] },
+            ),
+            (
+                [&whole[..], &none],
+                [&low[..], &high],
+                Route::Scatter { root: 0 },
+            ),
             ([&low[..], &high], [&high[..], &low], Route::AllToAll),
         ] {
             assert_eq!(layout(&have, &want).route(), route, "{have:?} -> {want:?}");
@@ -251,11 +337,25 @@ mod tests {
 
     #[test]
     fn what_nobody_has_is_missed_only_where_it_is_wanted() {
-        let holes = layout(&[&[rows(0, 1)], &[rows(2, 1)]], &[&[rows(0, 1)], &[rows(0, 3)]]);
+        let holes = layout(
+            &[&[rows(0, 1)], &[rows(2, 1)]],
+            &[&[rows(0, 1)], &[rows(0, 3)]],
+        );
         assert_eq!(holes.hole(), Some((1, rows(1, 1))));
-        assert_eq!(layout(&[&[rows(0, 1)], &[]], &[&[rows(0, 1)], &[]]).hole(), None);
-        let (have, want) = (PerRank::all(vec![vec![]]), PerRank::all(vec![vec![rows(0, 0)]]));
-        let empty = Layout { shape: vec![0, 3], element: 4, have, want };
+        assert_eq!(
+            layout(&[&[rows(0, 1)], &[]], &[&[rows(0, 1)], &[]]).hole(),
+            None
+        );
+        let (have, want) = (
+            PerRank::all(vec![vec![]]),
+            PerRank::all(vec![vec![rows(0, 0)]]),
+        );
+        let empty = Layout {
+            shape: vec![0, 3],
+            element: 4,
+            have,
+            want,
+        };
         assert_eq!(empty.hole(), None);
     }
 
@@ -263,19 +363,35 @@ mod tests {
     fn copies_of_a_tensor_share_the_work_and_own_elements_stay() {
         let whole = [rows(0, 4)];
         let layout = layout(&[&whole, &whole, &[rows(1, 1)]], &[&[], &[], &[rows(0, 3)]]);
-        let sources: Vec<(usize, TensorBox)> =
-            layout.pieces_for(2).into_iter().map(|piece| (piece.source, piece.bounds)).collect();
+        let sources: Vec<(usize, TensorBox)> = layout
+            .pieces_for(2)
+            .into_iter()
+            .map(|piece| (piece.source, piece.bounds))
+            .collect();
         assert_eq!(sources, [(2, rows(1, 1)), (0, rows(0, 1)), (0, rows(2, 1))]);
     }
 
     #[test]
     fn windows_cover_a_tensor_once_and_stay_below_the_limit() {
-        for (shape, limit) in [(vec![5, 7, 3], 24), (vec![2, 9], 8), (vec![40], 12), (vec![], 1), (vec![3, 0], 1)] {
+        for (shape, limit) in [
+            (vec![5, 7, 3], 24),
+            (vec![2, 9], 8),
+            (vec![40], 12),
+            (vec![], 1),
+            (vec![3, 0], 1),
+        ] {
             let cut = windows(&shape, 4, limit);
             let whole = TensorBox::whole(&shape);
-            assert_eq!(cut.iter().map(TensorBox::numel).sum::<usize>(), whole.numel(), "{shape:?}");
+            assert_eq!(
+                cut.iter().map(TensorBox::numel).sum::<usize>(),
+                whole.numel(),
+                "{shape:?}"
+            );
             assert!(uncovered(&whole, &cut).is_empty(), "{shape:?}");
-            assert!(cut.iter().all(|window| window.numel() * 4 <= limit.max(4)), "{shape:?}: {cut:?}");
+            assert!(
+                cut.iter().all(|window| window.numel() * 4 <= limit.max(4)),
+                "{shape:?}: {cut:?}"
+            );
         }
     }
 }

@@ -5,14 +5,20 @@ use fsdp_comm::Operation;
 use fsdp_flat::{RawTensor, ShardedTensor};
 use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_state::{
-    LoadOptions, StateDict, StateError, StateValue, broadcast_state_dict, broadcast_tensors, copy_state_dict,
+    LoadOptions, StateDict, StateError, StateValue, broadcast_state_dict, broadcast_tensors,
+    copy_state_dict,
 };
 use proptest::prelude::*;
 
-use crate::ranks::{DTYPES, assert_cut, bits, bits_at, chunks, cut, cuts, f32s, flat_ranges, one_error, run, tensor};
+use crate::ranks::{
+    DTYPES, assert_cut, bits, bits_at, chunks, cut, cuts, f32s, flat_ranges, one_error, run, tensor,
+};
 
 fn not_strict() -> LoadOptions {
-    LoadOptions { strict: false, ..LoadOptions::default() }
+    LoadOptions {
+        strict: false,
+        ..LoadOptions::default()
+    }
 }
 
 fn mask(bytes: [u8; 2]) -> RawTensor {
@@ -33,16 +39,24 @@ fn full() -> StateDict {
     state
 }
 
-/// Makes the dict that a rank has before, in another order: zeros, chunks of the weight, flat ranges of the bias.
+/// Makes the dict that a rank has before, in another order: zeros, chunks of the weight, flat
+/// ranges of the bias.
 fn local(rank: usize, world_size: usize) -> StateDict {
-    let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &candle_core::Device::Cpu).unwrap();
+    let zeros =
+        |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &candle_core::Device::Cpu).unwrap();
     let mut state = StateDict::new();
     let mut nested = StateDict::new();
     let bias = flat_ranges(&[4], world_size).swap_remove(rank);
-    nested.insert("bias", ShardedTensor::zeros(DType::F16, &[4], &bias).unwrap());
+    nested.insert(
+        "bias",
+        ShardedTensor::zeros(DType::F16, &[4], &bias).unwrap(),
+    );
     state.insert("nested", nested);
     let weight = chunks(&[5, 3], world_size).swap_remove(rank);
-    state.insert("weight", ShardedTensor::zeros(DType::F32, &[5, 3], &weight).unwrap());
+    state.insert(
+        "weight",
+        ShardedTensor::zeros(DType::F32, &[5, 3], &weight).unwrap(),
+    );
     state.insert("buffer", zeros(&[3], DType::F32));
     state.insert("mask", mask([0, 0]));
     // A plain value takes a 0-dim tensor, as an optimizer's step may be either.
@@ -54,15 +68,39 @@ fn local(rank: usize, world_size: usize) -> StateDict {
 fn assert_full(loaded: &StateDict, rank: usize, world_size: usize) {
     let full = full();
     let tensor = |key| full.get(key).and_then(StateValue::as_tensor).unwrap();
-    let sharded = |state: &StateDict, key| state.get(key).and_then(StateValue::as_sharded).unwrap().clone();
+    let sharded = |state: &StateDict, key| {
+        state
+            .get(key)
+            .and_then(StateValue::as_sharded)
+            .unwrap()
+            .clone()
+    };
     assert_eq!(bits_at(loaded, "step"), bits(tensor("step")));
     assert_eq!(bits_at(loaded, "buffer"), bits(tensor("buffer")));
     assert!(matches!(loaded.get("mask"), Some(StateValue::Raw(mask)) if mask.bytes() == [1, 1]));
-    assert_eq!(loaded.plain_at(&["lr"]).and_then(PlainValue::as_float), Some(0.5));
-    assert_cut(&sharded(loaded, "weight"), tensor("weight"), &chunks(&[5, 3], world_size)[rank]);
-    let bias = full.dict("nested").unwrap().get("bias").unwrap().as_tensor().unwrap().clone();
+    assert_eq!(
+        loaded.plain_at(&["lr"]).and_then(PlainValue::as_float),
+        Some(0.5)
+    );
+    assert_cut(
+        &sharded(loaded, "weight"),
+        tensor("weight"),
+        &chunks(&[5, 3], world_size)[rank],
+    );
+    let bias = full
+        .dict("nested")
+        .unwrap()
+        .get("bias")
+        .unwrap()
+        .as_tensor()
+        .unwrap()
+        .clone();
     let nested = loaded.dict("nested").unwrap();
-    assert_cut(&sharded(nested, "bias"), &bias, &flat_ranges(&[4], world_size)[rank]);
+    assert_cut(
+        &sharded(nested, "bias"),
+        &bias,
+        &flat_ranges(&[4], world_size)[rank],
+    );
 }
 
 #[test]
@@ -72,9 +110,14 @@ fn every_rank_gets_its_part_of_the_roots_values_in_its_own_layout() {
         run(world_size, |group| {
             let local = local(group.rank(), world_size);
             // What other ranks bring does not count.
-            let brought = if group.rank() == root { Some(full()) } else { Some(StateDict::new()) };
+            let brought = if group.rank() == root {
+                Some(full())
+            } else {
+                Some(StateDict::new())
+            };
             let options = LoadOptions::default();
-            let (loaded, report) = broadcast_state_dict(brought.as_ref(), &local, root, &group, &options).unwrap();
+            let (loaded, report) =
+                broadcast_state_dict(brought.as_ref(), &local, root, &group, &options).unwrap();
             assert!(report.is_clean());
             assert!(loaded.keys().eq(local.keys()));
             assert_full(&loaded, group.rank(), world_size);
@@ -82,7 +125,8 @@ fn every_rank_gets_its_part_of_the_roots_values_in_its_own_layout() {
             assert_eq!(bits_at(&local, "buffer"), [0; 12]);
             let traffic = group.traffic();
             assert_eq!(traffic.count(Operation::AllGatherObject), 1);
-            let tensors = [Operation::Broadcast, Operation::ScatterUneven].map(|operation| traffic.count(operation));
+            let tensors = [Operation::Broadcast, Operation::ScatterUneven]
+                .map(|operation| traffic.count(operation));
             assert!(tensors.iter().sum::<u64>() <= 4, "{tensors:?}");
         });
     }
@@ -92,10 +136,18 @@ fn every_rank_gets_its_part_of_the_roots_values_in_its_own_layout() {
 fn the_root_sends_each_rank_its_boxes_and_no_more() {
     let sent = run(4, |group| {
         let weight = f32s(&[8, 2], 1);
-        let full: StateDict = [("weight", StateValue::Tensor(weight))].into_iter().collect();
+        let full: StateDict = [("weight", StateValue::Tensor(weight))]
+            .into_iter()
+            .collect();
         let boxes = &chunks(&[8, 2], 4)[group.rank()];
-        let local: StateDict =
-            [("weight", ShardedTensor::zeros(DType::F32, &[8, 2], boxes).unwrap().into())].into_iter().collect();
+        let local: StateDict = [(
+            "weight",
+            ShardedTensor::zeros(DType::F32, &[8, 2], boxes)
+                .unwrap()
+                .into(),
+        )]
+        .into_iter()
+        .collect();
         broadcast_state_dict(Some(&full), &local, 1, &group, &LoadOptions::default()).unwrap();
         group.traffic().tensor_bytes_sent
     });
@@ -117,32 +169,67 @@ fn strict_names_what_is_missing_and_unexpected_on_every_rank_before_anything_mov
     };
     let error = one_error(run(3, |group| {
         let local = local(group.rank(), 3);
-        let outcome = broadcast_state_dict(brought(group.rank()).as_ref(), &local, 0, &group, &LoadOptions::default());
+        let outcome = broadcast_state_dict(
+            brought(group.rank()).as_ref(),
+            &local,
+            0,
+            &group,
+            &LoadOptions::default(),
+        );
         assert_eq!(group.traffic().tensor_bytes(), 0);
         group.barrier().unwrap();
         outcome
     }));
     let message = error.to_string();
-    let StateError::Incompatible { report, .. } = error else { panic!("{error}") };
+    let StateError::Incompatible { report, .. } = error else {
+        panic!("{error}")
+    };
     assert_eq!(report.missing, ["lr", "weight"]);
     assert_eq!(report.unexpected, ["another", "extra"]);
-    assert!(message.contains("missing key(s) `lr`, `weight`; unexpected key(s) `another`, `extra`"), "{message}");
+    assert!(
+        message.contains("missing key(s) `lr`, `weight`; unexpected key(s) `another`, `extra`"),
+        "{message}"
+    );
 
     let loaded = run(3, |group| {
         let local = local(group.rank(), 3);
         let brought = brought(group.rank());
-        let before = local.get("weight").and_then(StateValue::as_sharded).unwrap().clone();
-        let (loaded, report) = broadcast_state_dict(brought.as_ref(), &local, 0, &group, &not_strict()).unwrap();
-        assert_eq!(loaded.plain_at(&["lr"]).and_then(PlainValue::as_float), Some(0.1));
-        let weight = loaded.get("weight").and_then(StateValue::as_sharded).unwrap();
-        assert_cut(weight, &Tensor::zeros((5, 3), DType::F32, &candle_core::Device::Cpu).unwrap(), &before.boxes());
+        let before = local
+            .get("weight")
+            .and_then(StateValue::as_sharded)
+            .unwrap()
+            .clone();
+        let (loaded, report) =
+            broadcast_state_dict(brought.as_ref(), &local, 0, &group, &not_strict()).unwrap();
+        assert_eq!(
+            loaded.plain_at(&["lr"]).and_then(PlainValue::as_float),
+            Some(0.1)
+        );
+        let weight = loaded
+            .get("weight")
+            .and_then(StateValue::as_sharded)
+            .unwrap();
+        assert_cut(
+            weight,
+            &Tensor::zeros((5, 3), DType::F32, &candle_core::Device::Cpu).unwrap(),
+            &before.boxes(),
+        );
         assert!(!loaded.contains_key("extra"));
         assert_eq!(bits_at(&loaded, "buffer"), bits(&f32s(&[3], 2)));
         (report, group.traffic().tensor_bytes_sent)
     });
-    assert!(loaded.iter().all(|(report, _)| report.missing == ["lr", "weight"]));
-    assert!(loaded.iter().all(|(report, _)| report.unexpected == ["another", "extra"]));
-    // To two ranks the buffer and the mask, and of the bias what the root does not keep: nothing of `extra`.
+    assert!(
+        loaded
+            .iter()
+            .all(|(report, _)| report.missing == ["lr", "weight"])
+    );
+    assert!(
+        loaded
+            .iter()
+            .all(|(report, _)| report.unexpected == ["another", "extra"])
+    );
+    // To two ranks the buffer and the mask, and of the bias what the root does not keep: nothing of
+    // `extra`.
     assert_eq!(loaded[0].1, 2 * (12 + 2) + 2 * 2);
 }
 
@@ -153,14 +240,34 @@ fn shapes_and_dtypes_that_do_not_fit_are_an_error_even_if_not_strict() {
         full.insert("weight", f32s(&[3, 5], 3));
         full.insert("buffer", tensor(&[3], DType::F64, 3));
         full.insert("nested", 3i64);
-        broadcast_state_dict(Some(&full), &local(group.rank(), 2), 0, &group, &not_strict())
+        broadcast_state_dict(
+            Some(&full),
+            &local(group.rank(), 2),
+            0,
+            &group,
+            &not_strict(),
+        )
     }));
-    let StateError::Incompatible { report, .. } = error else { panic!("{error}") };
-    let mismatched: Vec<_> =
-        report.mismatched.iter().map(|m| (m.fqn.as_str(), m.saved.as_str(), m.current.as_str())).collect();
-    assert_eq!(mismatched, [("buffer", "float64 [3]", "float32 [3]"), ("weight", "float32 [3, 5]", "float32 [5, 3]")]);
+    let StateError::Incompatible { report, .. } = error else {
+        panic!("{error}")
+    };
+    let mismatched: Vec<_> = report
+        .mismatched
+        .iter()
+        .map(|m| (m.fqn.as_str(), m.saved.as_str(), m.current.as_str()))
+        .collect();
+    assert_eq!(
+        mismatched,
+        [
+            ("buffer", "float64 [3]", "float32 [3]"),
+            ("weight", "float32 [3, 5]", "float32 [5, 3]")
+        ]
+    );
     // A value where a dict is wanted is another name.
-    assert_eq!((report.missing, report.unexpected), (vec!["nested.bias".to_owned()], vec!["nested".to_owned()]));
+    assert_eq!(
+        (report.missing, report.unexpected),
+        (vec!["nested.bias".to_owned()], vec!["nested".to_owned()])
+    );
 }
 
 #[test]
@@ -169,20 +276,33 @@ fn small_tensors_share_one_broadcast_and_a_missing_key_is_everyones_error() {
     let names: Vec<&str> = keys.iter().map(String::as_str).collect();
     run(3, |group| {
         let state = |seed: u64| -> StateDict {
-            names.iter().map(|&key| (key, StateValue::Tensor(f32s(&[4, 2], seed + key.len() as u64)))).collect()
+            names
+                .iter()
+                .map(|&key| {
+                    (
+                        key,
+                        StateValue::Tensor(f32s(&[4, 2], seed + key.len() as u64)),
+                    )
+                })
+                .collect()
         };
         let (full, mut local) = (state(1), state(100));
-        let broadcast = |keys: &[&str]| broadcast_tensors(Some(&full), &local, keys, 0, &group, &not_strict());
+        let broadcast =
+            |keys: &[&str]| broadcast_tensors(Some(&full), &local, keys, 0, &group, &not_strict());
         let loaded = broadcast(&names).unwrap();
         assert_eq!(group.traffic().count(Operation::Broadcast), 1);
         assert_eq!(loaded.len(), 20);
-        assert_eq!(broadcast(&["p3", "p1"]).unwrap().keys().collect::<Vec<_>>(), ["p3", "p1"]);
+        assert_eq!(
+            broadcast(&["p3", "p1"]).unwrap().keys().collect::<Vec<_>>(),
+            ["p3", "p1"]
+        );
         // One rank alone lacks a key.
         let mut less = local.clone();
         if group.rank() == 1 {
             less.remove("p3");
         }
-        let error = broadcast_tensors(Some(&full), &less, &["p3"], 0, &group, &not_strict()).unwrap_err();
+        let error =
+            broadcast_tensors(Some(&full), &less, &["p3"], 0, &group, &not_strict()).unwrap_err();
         assert!(
             matches!(&error, StateError::Comm(fsdp_comm::CommError::RankFailed { failures, .. })
             if failures.len() == 1 && failures[0].rank == 1 && failures[0].message.contains("`p3`")),
@@ -226,13 +346,24 @@ fn replicas_get_their_copies_in_rounds() {
     let value = Tensor::arange(0u32, (rows * columns) as u32, &candle_core::Device::Cpu).unwrap();
     let value = value.reshape((rows, columns)).unwrap();
     run(5, |group| {
-        let full: StateDict = [("p", StateValue::Tensor(value.clone()))].into_iter().collect();
+        let full: StateDict = [("p", StateValue::Tensor(value.clone()))]
+            .into_iter()
+            .collect();
         let half = |k: usize| TensorBox::new(vec![k * rows / 2, 0], vec![rows / 2, columns]);
-        let boxes = if group.rank() == 4 { vec![half(0)] } else { vec![half(0), half(1)] };
+        let boxes = if group.rank() == 4 {
+            vec![half(0)]
+        } else {
+            vec![half(0), half(1)]
+        };
         let zeros = ShardedTensor::zeros(DType::U32, &[rows, columns], &boxes).unwrap();
         let local: StateDict = [("p", zeros.into())].into_iter().collect();
-        let (loaded, _) = broadcast_state_dict(Some(&full), &local, 1, &group, &LoadOptions::default()).unwrap();
-        assert_cut(loaded.get("p").unwrap().as_sharded().unwrap(), &value, &boxes);
+        let (loaded, _) =
+            broadcast_state_dict(Some(&full), &local, 1, &group, &LoadOptions::default()).unwrap();
+        assert_cut(
+            loaded.get("p").unwrap().as_sharded().unwrap(),
+            &value,
+            &boxes,
+        );
         assert_eq!(group.traffic().count(Operation::ScatterUneven), 2);
     });
 }
@@ -260,9 +391,16 @@ fn the_root_may_itself_be_sharded() {
     run(2, |group| {
         let parts = cut(&values, &[chunks(&[4, 2], 2).concat()].concat());
         let full: StateDict = [("x", parts.into())].into_iter().collect();
-        let zeros = ShardedTensor::zeros(DType::F32, &[4, 2], &flat_ranges(&[4, 2], 2)[group.rank()]).unwrap();
+        let zeros =
+            ShardedTensor::zeros(DType::F32, &[4, 2], &flat_ranges(&[4, 2], 2)[group.rank()])
+                .unwrap();
         let local: StateDict = [("x", zeros.into())].into_iter().collect();
-        let (loaded, _) = broadcast_state_dict(Some(&full), &local, 0, &group, &LoadOptions::default()).unwrap();
-        assert_cut(loaded.get("x").unwrap().as_sharded().unwrap(), &values, &flat_ranges(&[4, 2], 2)[group.rank()]);
+        let (loaded, _) =
+            broadcast_state_dict(Some(&full), &local, 0, &group, &LoadOptions::default()).unwrap();
+        assert_cut(
+            loaded.get("x").unwrap().as_sharded().unwrap(),
+            &values,
+            &flat_ranges(&[4, 2], 2)[group.rank()],
+        );
     });
 }

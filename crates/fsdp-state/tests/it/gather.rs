@@ -7,15 +7,20 @@ use fsdp_flat::{RawTensor, ShardedTensor};
 use fsdp_layout::placement::boxes_of_placements;
 use fsdp_layout::{Placement, PlainValue, TensorBox};
 use fsdp_state::{
-    GatherOptions, KeepOn, StateDict, StateError, StateValue, all_gather_sharded_tensor, gather_sharded_tensor,
-    gather_state_dict,
+    GatherOptions, KeepOn, StateDict, StateError, StateValue, all_gather_sharded_tensor,
+    gather_sharded_tensor, gather_state_dict,
 };
 use proptest::prelude::*;
 
-use crate::ranks::{DTYPES, bits, bits_at, chunks, cut, cuts, f32s, flat_ranges, one_error, run, tensor};
+use crate::ranks::{
+    DTYPES, bits, bits_at, chunks, cut, cuts, f32s, flat_ranges, one_error, run, tensor,
+};
 
 fn keep_on(ranks: &[usize]) -> GatherOptions {
-    GatherOptions { keep_on: KeepOn::Ranks(ranks.to_vec()), device: None }
+    GatherOptions {
+        keep_on: KeepOn::Ranks(ranks.to_vec()),
+        device: None,
+    }
 }
 
 /// Makes a dict of two sharded tensors, a whole one, a raw one and a number.
@@ -33,7 +38,10 @@ fn state(rank: usize, world_size: usize) -> StateDict {
         state.insert("weight", weight);
     }
     state.insert("buffer", f32s(&[2], 3));
-    state.insert("mask", RawTensor::new(fsdp_layout::DType::Bool, vec![2], vec![0, 1]).unwrap());
+    state.insert(
+        "mask",
+        RawTensor::new(fsdp_layout::DType::Bool, vec![2], vec![0, 1]).unwrap(),
+    );
     state.insert("rank", rank as i64);
     state
 }
@@ -52,16 +60,30 @@ fn rows_of_four_ranks_are_concatenated_on_all_of_them() {
     let expected = bits(&Tensor::cat(&all, 0).unwrap());
     for state in gathered {
         assert_eq!(bits_at(&state, "dt"), expected);
-        assert!(state.get("dt").unwrap().as_tensor().unwrap().device().is_cpu());
+        assert!(
+            state
+                .get("dt")
+                .unwrap()
+                .as_tensor()
+                .unwrap()
+                .device()
+                .is_cpu()
+        );
     }
 }
 
 #[test]
 fn only_the_ranks_that_keep_get_something_and_each_keeps_its_own_order_and_plain_values() {
     for world_size in 1..=5 {
-        for keeping in [vec![0], vec![world_size - 1], vec![0, world_size / 2], vec![]] {
+        for keeping in [
+            vec![0],
+            vec![world_size - 1],
+            vec![0, world_size / 2],
+            vec![],
+        ] {
             let gathered = run(world_size, |group| {
-                gather_state_dict(&state(group.rank(), world_size), &group, &keep_on(&keeping)).unwrap()
+                gather_state_dict(&state(group.rank(), world_size), &group, &keep_on(&keeping))
+                    .unwrap()
             });
             for (rank, full) in gathered.into_iter().enumerate() {
                 if !keeping.contains(&rank) {
@@ -72,8 +94,13 @@ fn only_the_ranks_that_keep_get_something_and_each_keeps_its_own_order_and_plain
                 assert_eq!(bits_at(&full, "weight"), bits(&f32s(&[7, 3], 1)));
                 assert_eq!(bits_at(&full, "bias"), bits(&tensor(&[5], DType::BF16, 2)));
                 assert_eq!(bits_at(&full, "buffer"), bits(&f32s(&[2], 3)));
-                assert!(matches!(full.get("mask"), Some(StateValue::Raw(mask)) if mask.bytes() == [0, 1]));
-                assert_eq!(full.plain_at(&["rank"]).and_then(PlainValue::as_int), Some(rank as i64));
+                assert!(
+                    matches!(full.get("mask"), Some(StateValue::Raw(mask)) if mask.bytes() == [0, 1])
+                );
+                assert_eq!(
+                    full.plain_at(&["rank"]).and_then(PlainValue::as_int),
+                    Some(rank as i64)
+                );
             }
         }
     }
@@ -91,7 +118,10 @@ fn small_sharded_tensors_share_one_collective_and_no_byte_more_than_needed_moves
     for traffic in traffic(GatherOptions::default()) {
         assert_eq!(traffic.count(Operation::AllGatherUneven), 1);
         assert_eq!(traffic.count(Operation::AllGatherObject), 1);
-        assert_eq!(traffic.count(Operation::Gather) + traffic.count(Operation::AllToAllUneven), 0);
+        assert_eq!(
+            traffic.count(Operation::Gather) + traffic.count(Operation::AllToAllUneven),
+            0
+        );
     }
     let all = traffic(keep_on(&[2]));
     for (rank, traffic) in all.iter().enumerate() {
@@ -101,7 +131,12 @@ fn small_sharded_tensors_share_one_collective_and_no_byte_more_than_needed_moves
     }
     // Rank 2 has 6 of the 21 elements of the weight, and 1 of the 5 of the bias.
     assert_eq!(all[2].tensor_bytes_received, bytes - 6 * 4 - 2);
-    assert_eq!(all.iter().map(|traffic| traffic.tensor_bytes_sent).sum::<u64>(), bytes - 6 * 4 - 2);
+    assert_eq!(
+        all.iter()
+            .map(|traffic| traffic.tensor_bytes_sent)
+            .sum::<u64>(),
+        bytes - 6 * 4 - 2
+    );
 }
 
 #[test]
@@ -109,32 +144,55 @@ fn replicas_of_a_hybrid_mesh_are_one_tensor_and_what_is_here_does_not_move() {
     let full = f32s(&[5, 4], 9);
     run(4, |group| {
         let coordinate = [group.rank() / 2, group.rank() % 2];
-        let boxes =
-            boxes_of_placements(&[5, 4], &[Placement::Replicate, Placement::Shard(0)], &[2, 2], &coordinate).unwrap();
+        let boxes = boxes_of_placements(
+            &[5, 4],
+            &[Placement::Replicate, Placement::Shard(0)],
+            &[2, 2],
+            &coordinate,
+        )
+        .unwrap();
         let gathered = all_gather_sharded_tensor(&cut(&full, &boxes), &group, None).unwrap();
         assert_eq!(bits(&gathered), bits(&full));
         let before = group.traffic();
         let whole = cut(&full, &[TensorBox::whole(&[5, 4])]);
-        assert_eq!(bits(&all_gather_sharded_tensor(&whole, &group, None).unwrap()), bits(&full));
+        assert_eq!(
+            bits(&all_gather_sharded_tensor(&whole, &group, None).unwrap()),
+            bits(&full)
+        );
         assert_eq!(group.traffic().since(&before).tensor_bytes(), 0);
     });
 }
 
 #[test]
 fn scalars_empty_tensors_and_more_ranks_than_rows() {
-    let full: Vec<Tensor> =
-        [&[][..], &[0, 3], &[3, 0], &[2, 3], &[1]].iter().map(|shape| tensor(shape, DType::I64, 5)).collect();
+    let full: Vec<Tensor> = [&[][..], &[0, 3], &[3, 0], &[2, 3], &[1]]
+        .iter()
+        .map(|shape| tensor(shape, DType::I64, 5))
+        .collect();
     run(5, |group| {
         for full in &full {
             let boxes = match full.rank() {
-                0 => vec![if group.rank() == 3 { vec![TensorBox::whole(&[])] } else { vec![] }; 5],
+                0 => vec![
+                    if group.rank() == 3 {
+                        vec![TensorBox::whole(&[])]
+                    } else {
+                        vec![]
+                    };
+                    5
+                ],
                 _ => chunks(full.dims(), 5),
             };
             let sharded = cut(full, &boxes[group.rank()]);
             let gathered = all_gather_sharded_tensor(&sharded, &group, None).unwrap();
-            assert_eq!((gathered.dims(), bits(&gathered)), (full.dims(), bits(full)));
+            assert_eq!(
+                (gathered.dims(), bits(&gathered)),
+                (full.dims(), bits(full))
+            );
             let root = gather_sharded_tensor(&sharded, &group, 1, Some(&Device::Cpu)).unwrap();
-            assert_eq!(root.map(|root| bits(&root)), (group.rank() == 1).then(|| bits(full)));
+            assert_eq!(
+                root.map(|root| bits(&root)),
+                (group.rank() == 1).then(|| bits(full))
+            );
         }
     });
 }
@@ -146,16 +204,23 @@ fn containers_keep_their_kinds() {
         let mine = || StateValue::Sharded(cut(&full, &chunks(&[4], 2)[group.rank()]));
         let inner: StateDict = [("x", mine())].into_iter().collect();
         let list = StateValue::List(vec![mine(), 3i64.into(), inner.into()]);
-        let state: StateDict =
-            [("list", list), ("tuple", StateValue::Tuple(vec![mine()])), ("empty", StateDict::new().into())]
-                .into_iter()
-                .collect();
+        let state: StateDict = [
+            ("list", list),
+            ("tuple", StateValue::Tuple(vec![mine()])),
+            ("empty", StateDict::new().into()),
+        ]
+        .into_iter()
+        .collect();
         let gathered = gather_state_dict(&state, &group, &GatherOptions::default()).unwrap();
         let whole = |value: &StateValue| assert_eq!(bits(value.as_tensor().unwrap()), bits(&full));
-        let Some(StateValue::List(list)) = gathered.get("list") else { panic!("no list") };
+        let Some(StateValue::List(list)) = gathered.get("list") else {
+            panic!("no list")
+        };
         whole(&list[0]);
         whole(list[2].as_dict().unwrap().get("x").unwrap());
-        let Some(StateValue::Tuple(tuple)) = gathered.get("tuple") else { panic!("no tuple") };
+        let Some(StateValue::Tuple(tuple)) = gathered.get("tuple") else {
+            panic!("no tuple")
+        };
         whole(&tuple[0]);
         assert!(gathered.dict("empty").unwrap().is_empty());
     });
@@ -189,19 +254,39 @@ fn elements_on_no_rank_are_one_error_that_names_their_box() {
         group.barrier().unwrap();
         outcome
     }));
-    let StateError::NotCovered { rank: 2, missing, shape, .. } = error else { panic!("{error}") };
-    assert_eq!((missing, shape), (TensorBox::new(vec![2, 0], vec![1, 2]), vec![6, 2]));
+    let StateError::NotCovered {
+        rank: 2,
+        missing,
+        shape,
+        ..
+    } = error
+    else {
+        panic!("{error}")
+    };
+    assert_eq!(
+        (missing, shape),
+        (TensorBox::new(vec![2, 0], vec![1, 2]), vec![6, 2])
+    );
 }
 
 #[test]
 fn a_subgroup_gathers_by_itself() {
     let full = f32s(&[5], 8);
     run(4, |group| {
-        let Some(pair) = group.subgroup(&[1, 3]).unwrap() else { return };
+        let Some(pair) = group.subgroup(&[1, 3]).unwrap() else {
+            return;
+        };
         let sharded = cut(&full, &chunks(&[5], 2)[pair.rank()]);
-        assert_eq!(bits(&all_gather_sharded_tensor(&sharded, &pair, None).unwrap()), bits(&full));
+        assert_eq!(
+            bits(&all_gather_sharded_tensor(&sharded, &pair, None).unwrap()),
+            bits(&full)
+        );
         let nothing = cut(&full, &[]);
-        let lost = all_gather_sharded_tensor(if pair.rank() == 0 { &sharded } else { &nothing }, &pair, None);
+        let lost = all_gather_sharded_tensor(
+            if pair.rank() == 0 { &sharded } else { &nothing },
+            &pair,
+            None,
+        );
         assert!(matches!(lost, Err(StateError::NotCovered { rank: 1, .. })));
     });
 }

@@ -28,7 +28,11 @@ pub(crate) const DTYPES: [DType; 11] = [
 
 /// Runs a function on ranks that are threads, and returns the results in rank order.
 pub(crate) fn run<T: Send>(world_size: usize, f: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
-    LocalRanks::new(world_size).stack_bytes(2 << 20).deadline(Duration::from_secs(30)).run(f).unwrap()
+    LocalRanks::new(world_size)
+        .stack_bytes(2 << 20)
+        .deadline(Duration::from_secs(30))
+        .run(f)
+        .unwrap()
 }
 
 /// Checks that all ranks failed with the same message, and returns it.
@@ -36,10 +40,17 @@ pub(crate) fn one_error<T>(outcomes: Vec<Result<T, StateError>>) -> StateError {
     let mut errors: Vec<StateError> = outcomes
         .into_iter()
         .enumerate()
-        .map(|(rank, outcome)| outcome.err().unwrap_or_else(|| panic!("rank {rank} succeeded")))
+        .map(|(rank, outcome)| {
+            outcome
+                .err()
+                .unwrap_or_else(|| panic!("rank {rank} succeeded"))
+        })
         .collect();
     let messages: Vec<String> = errors.iter().map(ToString::to_string).collect();
-    assert!(messages.iter().all(|message| *message == messages[0]), "{messages:#?}");
+    assert!(
+        messages.iter().all(|message| *message == messages[0]),
+        "{messages:#?}"
+    );
     let kinds: Vec<_> = errors.iter().map(std::mem::discriminant).collect();
     assert!(kinds.iter().all(|kind| *kind == kinds[0]));
     errors.remove(0)
@@ -77,28 +88,45 @@ pub(crate) fn f32s(shape: &[usize], seed: u64) -> Tensor {
 
 /// Returns a tensor's bytes.
 pub(crate) fn bits(tensor: &Tensor) -> Vec<u8> {
-    HostBytes::read(&tensor.contiguous().unwrap()).unwrap().to_vec()
+    HostBytes::read(&tensor.contiguous().unwrap())
+        .unwrap()
+        .to_vec()
 }
 
 /// Returns the bytes of the whole tensor at a key.
 pub(crate) fn bits_at(state: &StateDict, key: &str) -> Vec<u8> {
-    bits(state.get(key).and_then(StateValue::as_tensor).unwrap_or_else(|| panic!("no tensor `{key}`")))
+    bits(
+        state
+            .get(key)
+            .and_then(StateValue::as_tensor)
+            .unwrap_or_else(|| panic!("no tensor `{key}`")),
+    )
 }
 
 /// Copies these boxes of a tensor to memory of their own.
 pub(crate) fn cut(full: &Tensor, boxes: &[TensorBox]) -> ShardedTensor {
     let whole = ShardedTensor::from_whole(full);
-    let shards =
-        boxes.iter().map(|bounds| LocalShard { bounds: bounds.clone(), tensor: whole.read_box(bounds).unwrap() });
+    let shards = boxes.iter().map(|bounds| LocalShard {
+        bounds: bounds.clone(),
+        tensor: whole.read_box(bounds).unwrap(),
+    });
     ShardedTensor::new(full.dtype(), full.dims().to_vec(), shards.collect()).unwrap()
 }
 
 /// Checks that a sharded tensor has exactly these boxes of a tensor, bit for bit.
 pub(crate) fn assert_cut(sharded: &ShardedTensor, full: &Tensor, boxes: &[TensorBox]) {
-    assert_eq!((sharded.shape(), sharded.dtype()), (full.dims(), full.dtype()));
+    assert_eq!(
+        (sharded.shape(), sharded.dtype()),
+        (full.dims(), full.dtype())
+    );
     assert_eq!(sharded.boxes(), boxes);
     for (shard, expected) in sharded.shards().iter().zip(cut(full, boxes).shards()) {
-        assert_eq!(bits(&shard.tensor), bits(&expected.tensor), "{}", shard.bounds);
+        assert_eq!(
+            bits(&shard.tensor),
+            bits(&expected.tensor),
+            "{}",
+            shard.bounds
+        );
     }
 }
 
@@ -112,7 +140,11 @@ pub(crate) fn chunks(shape: &[usize], world_size: usize) -> Cuts {
             let rows = chunk_range(shape[0], world_size, rank);
             let (mut offsets, mut sizes) = (vec![0; shape.len()], shape.to_vec());
             (offsets[0], sizes[0]) = (rows.start, rows.len());
-            if rows.is_empty() { Vec::new() } else { vec![TensorBox::new(offsets, sizes)] }
+            if rows.is_empty() {
+                Vec::new()
+            } else {
+                vec![TensorBox::new(offsets, sizes)]
+            }
         })
         .collect()
 }
@@ -120,7 +152,9 @@ pub(crate) fn chunks(shape: &[usize], world_size: usize) -> Cuts {
 /// Returns flat ranges that may cut rows, as a FlatParameter's shards do.
 pub(crate) fn flat_ranges(shape: &[usize], world_size: usize) -> Cuts {
     let numel = shape.iter().product();
-    (0..world_size).map(|rank| boxes_of_flat_range(shape, chunk_range(numel, world_size, rank))).collect()
+    (0..world_size)
+        .map(|rank| boxes_of_flat_range(shape, chunk_range(numel, world_size, rank)))
+        .collect()
 }
 
 /// Boxes cut anywhere and given to any rank; some are on two ranks.
@@ -154,8 +188,8 @@ pub(crate) fn random_cuts(shape: &[usize], world_size: usize, seed: u64) -> Cuts
     cuts
 }
 
-/// Cuts a tensor in one of several ways, chosen by number: chunks, flat ranges, everything on one rank or on all, or
-/// anything.
+/// Cuts a tensor in one of several ways, chosen by number: chunks, flat ranges, everything on one
+/// rank or on all, or anything.
 pub(crate) fn cuts(shape: &[usize], world_size: usize, seed: u64) -> Cuts {
     let whole = vec![TensorBox::whole(shape)];
     match seed % 6 {
@@ -163,7 +197,15 @@ pub(crate) fn cuts(shape: &[usize], world_size: usize, seed: u64) -> Cuts {
         1 => flat_ranges(shape, world_size),
         2 => {
             let holder = (seed / 6) as usize % world_size;
-            (0..world_size).map(|rank| if rank == holder { whole.clone() } else { Vec::new() }).collect()
+            (0..world_size)
+                .map(|rank| {
+                    if rank == holder {
+                        whole.clone()
+                    } else {
+                        Vec::new()
+                    }
+                })
+                .collect()
         }
         3 => vec![whole; world_size],
         _ => random_cuts(shape, world_size, seed),

@@ -5,11 +5,14 @@ use fsdp_comm::Operation;
 use fsdp_flat::ShardedTensor;
 use fsdp_layout::TensorBox;
 use fsdp_state::{
-    LoadOptions, Reshard, StateDict, StateError, reshard_sharded_tensor, reshard_sharded_tensors, reshard_state_dict,
+    LoadOptions, Reshard, StateDict, StateError, reshard_sharded_tensor, reshard_sharded_tensors,
+    reshard_state_dict,
 };
 use proptest::prelude::*;
 
-use crate::ranks::{DTYPES, assert_cut, chunks, cut, cuts, f32s, flat_ranges, one_error, run, tensor};
+use crate::ranks::{
+    DTYPES, assert_cut, chunks, cut, cuts, f32s, flat_ranges, one_error, run, tensor,
+};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
@@ -70,11 +73,21 @@ proptest! {
 fn one_all_to_all_moves_many_tensors_and_only_overlaps() {
     let traffic = run(4, |group| {
         let tensors: Vec<_> = (0..10).map(|k| f32s(&[8, 8], k)).collect();
-        let sharded: Vec<_> = tensors.iter().map(|full| cut(full, &chunks(&[8, 8], 4)[group.rank()])).collect();
+        let sharded: Vec<_> = tensors
+            .iter()
+            .map(|full| cut(full, &chunks(&[8, 8], 4)[group.rank()]))
+            .collect();
         let column = [TensorBox::new(vec![0, 2 * group.rank()], vec![8, 2])];
         let names: Vec<String> = (0..10).map(|k| k.to_string()).collect();
-        let items: Vec<Reshard<'_>> =
-            sharded.iter().zip(&names).map(|(tensor, name)| Reshard { name, tensor, boxes: &column }).collect();
+        let items: Vec<Reshard<'_>> = sharded
+            .iter()
+            .zip(&names)
+            .map(|(tensor, name)| Reshard {
+                name,
+                tensor,
+                boxes: &column,
+            })
+            .collect();
         let resharded = reshard_sharded_tensors(&items, &group).unwrap();
         for (resharded, full) in resharded.iter().zip(&tensors) {
             assert_cut(resharded, full, &column);
@@ -101,7 +114,11 @@ fn boxes_that_stay_do_not_move_and_replicas_serve_their_neighbours() {
         // Two replicas on ranks 0 and 2; ranks 1 and 3 want it whole.
         let whole = vec![TensorBox::whole(&[4, 2])];
         let none = Vec::new();
-        let (have, want) = if group.rank() % 2 == 0 { (&whole, &none) } else { (&none, &whole) };
+        let (have, want) = if group.rank() % 2 == 0 {
+            (&whole, &none)
+        } else {
+            (&none, &whole)
+        };
         let resharded = reshard_sharded_tensor(&cut(&full, have), want, &group).unwrap();
         assert_cut(&resharded, &full, want);
         group.traffic().tensor_bytes_sent
@@ -112,11 +129,18 @@ fn boxes_that_stay_do_not_move_and_replicas_serve_their_neighbours() {
 #[test]
 fn elements_that_nobody_wants_may_be_on_no_rank() {
     let full = f32s(&[4], 1);
-    let (low, high) = (vec![TensorBox::new(vec![0], vec![2])], vec![TensorBox::new(vec![2], vec![2])]);
+    let (low, high) = (
+        vec![TensorBox::new(vec![0], vec![2])],
+        vec![TensorBox::new(vec![2], vec![2])],
+    );
     run(2, |group| {
         let have = if group.rank() == 0 { &low[..] } else { &[] };
         let want = if group.rank() == 1 { &low[..] } else { &[] };
-        assert_cut(&reshard_sharded_tensor(&cut(&full, have), want, &group).unwrap(), &full, want);
+        assert_cut(
+            &reshard_sharded_tensor(&cut(&full, have), want, &group).unwrap(),
+            &full,
+            want,
+        );
     });
     let error = one_error(run(2, |group| {
         let have = if group.rank() == 0 { &low[..] } else { &[] };
@@ -124,7 +148,12 @@ fn elements_that_nobody_wants_may_be_on_no_rank() {
         assert_eq!(group.traffic().tensor_bytes(), 0);
         outcome
     }));
-    let StateError::NotCovered { rank: 0, missing, .. } = error else { panic!("{error}") };
+    let StateError::NotCovered {
+        rank: 0, missing, ..
+    } = error
+    else {
+        panic!("{error}")
+    };
     assert_eq!(missing, high[0]);
 }
 
@@ -140,15 +169,33 @@ fn a_state_dict_is_resharded_into_a_template_with_more_and_fewer_names() {
         state.insert("gone", cut(&full, &chunks(&[6, 2], 3)[rank]));
         let mut local = StateDict::new();
         local.insert("whole", f32s(&[6, 2], 2));
-        local.insert("weight", ShardedTensor::zeros(DType::F32, &[6, 2], &flat_ranges(&[6, 2], 3)[rank]).unwrap());
+        local.insert(
+            "weight",
+            ShardedTensor::zeros(DType::F32, &[6, 2], &flat_ranges(&[6, 2], 3)[rank]).unwrap(),
+        );
         local.insert("lr", 0.1);
-        let options = LoadOptions { strict: false, ..LoadOptions::default() };
+        let options = LoadOptions {
+            strict: false,
+            ..LoadOptions::default()
+        };
         let (loaded, report) = reshard_state_dict(&state, &local, &group, &options).unwrap();
         assert_eq!(report.unexpected, ["gone"]);
         assert!(report.missing.is_empty() && report.mismatched.is_empty());
-        assert_cut(loaded.get("weight").unwrap().as_sharded().unwrap(), &full, &flat_ranges(&[6, 2], 3)[rank]);
-        assert_eq!(crate::ranks::bits_at(&loaded, "whole"), crate::ranks::bits(&full));
-        assert_eq!(loaded.plain_at(&["lr"]).and_then(fsdp_layout::PlainValue::as_float), Some(0.5));
+        assert_cut(
+            loaded.get("weight").unwrap().as_sharded().unwrap(),
+            &full,
+            &flat_ranges(&[6, 2], 3)[rank],
+        );
+        assert_eq!(
+            crate::ranks::bits_at(&loaded, "whole"),
+            crate::ranks::bits(&full)
+        );
+        assert_eq!(
+            loaded
+                .plain_at(&["lr"])
+                .and_then(fsdp_layout::PlainValue::as_float),
+            Some(0.5)
+        );
     });
 }
 
@@ -157,10 +204,17 @@ fn two_tensors_of_one_name_are_refused() {
     let error = one_error(run(2, |group| {
         let full = f32s(&[4], 1);
         let sharded = cut(&full, &chunks(&[4], 2)[group.rank()]);
-        let item = Reshard { name: "x", tensor: &sharded, boxes: &[] };
+        let item = Reshard {
+            name: "x",
+            tensor: &sharded,
+            boxes: &[],
+        };
         reshard_sharded_tensors(&[item, item], &group)
     }));
-    assert!(error.to_string().contains("duplicated flatten key `x`"), "{error}");
+    assert!(
+        error.to_string().contains("duplicated flatten key `x`"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -168,6 +222,11 @@ fn a_tensor_with_a_dimension_of_0_may_have_others_whose_product_overflows() {
     run(2, |group| {
         let shape = vec![1 << 40, 1 << 40, 0];
         let tensor = ShardedTensor::new(DType::F32, shape.clone(), Vec::new()).unwrap();
-        assert_eq!(reshard_sharded_tensor(&tensor, &[], &group).unwrap().shape(), shape);
+        assert_eq!(
+            reshard_sharded_tensor(&tensor, &[], &group)
+                .unwrap()
+                .shape(),
+            shape
+        );
     });
 }

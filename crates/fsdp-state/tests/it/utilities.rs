@@ -5,9 +5,10 @@ use fsdp_flat::storage::HostBytesMut;
 use fsdp_flat::{RawTensor, ShardedTensor};
 use fsdp_layout::{KeyPath, PlainValue};
 use fsdp_state::{
-    FullOrCpuOptions, IterateOptions, Keep, KeepOn, StateDict, StateDictCallbacks, StateError, StateValue,
-    check_state_dict_similarity, copy_state_dict, create_cpu_state_dict, flatten_containers, iterate_state_dict,
-    maybe_full_or_cpu_state_dict, offload_state_dict_to_cpu,
+    FullOrCpuOptions, IterateOptions, Keep, KeepOn, StateDict, StateDictCallbacks, StateError,
+    StateValue, check_state_dict_similarity, copy_state_dict, create_cpu_state_dict,
+    flatten_containers, iterate_state_dict, maybe_full_or_cpu_state_dict,
+    offload_state_dict_to_cpu,
 };
 
 use crate::ranks::{bits, bits_at, chunks, cut, f32s, flat_ranges, run, tensor};
@@ -21,10 +22,19 @@ fn mixed(seed: u64) -> StateDict {
     state.insert("empty", f32s(&[0, 3], seed));
     state.insert("float", 3.5 + seed as f64);
     state.insert("eight", tensor(&[3], DType::F8E4M3, seed));
-    state.insert("raw", RawTensor::new(fsdp_layout::DType::Bool, vec![2], vec![1, seed as u8 % 2]).unwrap());
-    state.insert("sharded", cut(&f32s(&[4, 3], seed), &flat_ranges(&[4, 3], 2)[1]));
+    state.insert(
+        "raw",
+        RawTensor::new(fsdp_layout::DType::Bool, vec![2], vec![1, seed as u8 % 2]).unwrap(),
+    );
+    state.insert(
+        "sharded",
+        cut(&f32s(&[4, 3], seed), &flat_ranges(&[4, 3], 2)[1]),
+    );
     let nested = StateDict::from_iter([("x", StateValue::from(f32s(&[2], seed)))]);
-    state.insert("list", StateValue::List(vec![f32s(&[3], seed).into(), 1i64.into(), nested.into()]));
+    state.insert(
+        "list",
+        StateValue::List(vec![f32s(&[3], seed).into(), 1i64.into(), nested.into()]),
+    );
     state.insert("tuple", StateValue::Tuple(vec![f32s(&[1], seed).into()]));
     state
 }
@@ -33,18 +43,33 @@ fn mixed(seed: u64) -> StateDict {
 fn contents(state: &StateDict) -> Vec<String> {
     struct Contents(Vec<String>);
     impl StateDictCallbacks for Contents {
-        fn sharded(&mut self, path: &KeyPath, tensor: &ShardedTensor) -> Result<StateValue, StateError> {
+        fn sharded(
+            &mut self,
+            path: &KeyPath,
+            tensor: &ShardedTensor,
+        ) -> Result<StateValue, StateError> {
             for shard in tensor.shards() {
-                self.0.push(format!("{} {} {:?}", path.flat_key(), shard.bounds, bits(&shard.tensor)));
+                self.0.push(format!(
+                    "{} {} {:?}",
+                    path.flat_key(),
+                    shard.bounds,
+                    bits(&shard.tensor)
+                ));
             }
             Ok(tensor.clone().into())
         }
         fn tensor(&mut self, path: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
-            self.0.push(format!("{} {:?} {:?}", path.flat_key(), tensor.shape(), bits(tensor)));
+            self.0.push(format!(
+                "{} {:?} {:?}",
+                path.flat_key(),
+                tensor.shape(),
+                bits(tensor)
+            ));
             Ok(tensor.clone().into())
         }
         fn raw(&mut self, path: &KeyPath, tensor: &RawTensor) -> Result<StateValue, StateError> {
-            self.0.push(format!("{} {:?}", path.flat_key(), tensor.bytes()));
+            self.0
+                .push(format!("{} {:?}", path.flat_key(), tensor.bytes()));
             Ok(tensor.clone().into())
         }
         fn plain(&mut self, path: &KeyPath, value: &PlainValue) -> Result<StateValue, StateError> {
@@ -63,7 +88,11 @@ fn a_cpu_dict_is_similar_until_a_size_changes_and_equal_after_the_copy() {
     let mut cpu = create_cpu_state_dict(&state).unwrap();
     assert!(check_state_dict_similarity(&state, &cpu) && check_state_dict_similarity(&cpu, &state));
     assert_eq!(bits_at(&cpu, "tensor"), [0; 40]);
-    let live = cpu.get("tensor").and_then(StateValue::as_tensor).unwrap().clone();
+    let live = cpu
+        .get("tensor")
+        .and_then(StateValue::as_tensor)
+        .unwrap()
+        .clone();
     copy_state_dict(&state, &mut cpu).unwrap();
     assert_eq!(contents(&cpu), contents(&state));
     // The values came into the memory that was there.
@@ -76,7 +105,10 @@ fn a_cpu_dict_is_similar_until_a_size_changes_and_equal_after_the_copy() {
         ("tensor", f32s(&[2, 5], 1).into()),
         ("tensor", tensor(&[5, 2], DType::I32, 1).into()),
         ("tensor", StateValue::from(1.0)),
-        ("sharded", cut(&f32s(&[4, 3], 1), &flat_ranges(&[4, 3], 2)[0]).into()),
+        (
+            "sharded",
+            cut(&f32s(&[4, 3], 1), &flat_ranges(&[4, 3], 2)[0]).into(),
+        ),
         ("list", StateValue::List(vec![])),
         ("tuple", StateValue::List(vec![f32s(&[1], 1).into()])),
         ("more", StateValue::from(1i64)),
@@ -85,7 +117,10 @@ fn a_cpu_dict_is_similar_until_a_size_changes_and_equal_after_the_copy() {
         other.insert(change.0, change.1);
         assert!(!check_state_dict_similarity(&other, &cpu), "{}", change.0);
         let error = copy_state_dict(&other, &mut cpu).unwrap_err();
-        assert!(matches!(error, StateError::CompanionMismatch { .. }), "{error}");
+        assert!(
+            matches!(error, StateError::CompanionMismatch { .. }),
+            "{error}"
+        );
         assert_eq!(contents(&cpu), contents(&mixed(2)), "{error}");
     }
     // Plain values may differ, and so may the order of keys.
@@ -101,15 +136,23 @@ fn a_cpu_dict_is_similar_until_a_size_changes_and_equal_after_the_copy() {
 fn offloaded_tensors_are_copies_on_the_ranks_that_keep_them() {
     let state = mixed(4);
     for rank in 0..4 {
-        let offloaded = offload_state_dict_to_cpu(&state, &KeepOn::Ranks(vec![0, 2]), rank).unwrap();
+        let offloaded =
+            offload_state_dict_to_cpu(&state, &KeepOn::Ranks(vec![0, 2]), rank).unwrap();
         if rank % 2 == 1 {
             assert!(offloaded.is_empty());
             continue;
         }
         assert_eq!(contents(&offloaded), contents(&state));
-        let tensor = offloaded.get("tensor").and_then(StateValue::as_tensor).unwrap();
+        let tensor = offloaded
+            .get("tensor")
+            .and_then(StateValue::as_tensor)
+            .unwrap();
         HostBytesMut::write(tensor).unwrap().fill(7);
-        let shard = &offloaded.get("sharded").and_then(StateValue::as_sharded).unwrap().shards()[0];
+        let shard = &offloaded
+            .get("sharded")
+            .and_then(StateValue::as_sharded)
+            .unwrap()
+            .shards()[0];
         HostBytesMut::write(&shard.tensor).unwrap().fill(7);
         assert_eq!(contents(&state), contents(&mixed(4)));
     }
@@ -120,19 +163,38 @@ fn a_companion_takes_the_values_of_boxes_in_place() {
     let (full, boxes) = (f32s(&[3, 3], 5), flat_ranges(&[3, 3], 2).swap_remove(0));
     let state = StateDict::from_iter([("dt", StateValue::from(cut(&full, &boxes)))]);
     let companion = create_cpu_state_dict(&state).unwrap();
-    let options = IterateOptions { companion: Some(&companion), ..IterateOptions::default() };
+    let options = IterateOptions {
+        companion: Some(&companion),
+        ..IterateOptions::default()
+    };
     let result = iterate_state_dict(&state, &mut Keep, &options).unwrap();
     assert_eq!(contents(&companion), contents(&state));
     assert_eq!(contents(&result), contents(&state));
-    let shard = &result.get("dt").and_then(StateValue::as_sharded).unwrap().shards()[0].tensor;
+    let shard = &result
+        .get("dt")
+        .and_then(StateValue::as_sharded)
+        .unwrap()
+        .shards()[0]
+        .tensor;
     HostBytesMut::write(shard).unwrap().fill(1);
     assert_ne!(contents(&companion), contents(&state));
     // On a rank that does not keep, the companion is not even looked at.
     let nothing = StateDict::new();
-    let away = IterateOptions { companion: Some(&nothing), keep_on: KeepOn::Ranks(vec![1]), ..Default::default() };
-    assert!(iterate_state_dict(&state, &mut Keep, &away).unwrap().is_empty());
+    let away = IterateOptions {
+        companion: Some(&nothing),
+        keep_on: KeepOn::Ranks(vec![1]),
+        ..Default::default()
+    };
+    assert!(
+        iterate_state_dict(&state, &mut Keep, &away)
+            .unwrap()
+            .is_empty()
+    );
     let here = IterateOptions { rank: 1, ..away };
-    assert!(matches!(iterate_state_dict(&state, &mut Keep, &here), Err(StateError::CompanionMismatch { .. })));
+    assert!(matches!(
+        iterate_state_dict(&state, &mut Keep, &here),
+        Err(StateError::CompanionMismatch { .. })
+    ));
 }
 
 #[test]
@@ -145,9 +207,15 @@ fn a_mapped_value_that_its_companion_cannot_take_is_refused() {
     }
     let state = StateDict::from_iter([("w", StateValue::from(f32s(&[2], 1)))]);
     let companion = create_cpu_state_dict(&state).unwrap();
-    let options = IterateOptions { companion: Some(&companion), ..IterateOptions::default() };
+    let options = IterateOptions {
+        companion: Some(&companion),
+        ..IterateOptions::default()
+    };
     let error = iterate_state_dict(&state, &mut Half, &options).unwrap_err();
-    assert!(matches!(&error, StateError::CompanionMismatch { key, .. } if key == "w"), "{error}");
+    assert!(
+        matches!(&error, StateError::CompanionMismatch { key, .. } if key == "w"),
+        "{error}"
+    );
     assert_eq!(bits_at(&companion, "w"), [0; 8]);
 }
 
@@ -161,17 +229,27 @@ fn callbacks_see_leaves_in_container_order_on_every_rank() {
         }
         fn plain(&mut self, path: &KeyPath, value: &PlainValue) -> Result<StateValue, StateError> {
             self.0.push(path.flat_key());
-            if self.0.len() == 100 { Err(StateError::NoSource { rank: 0 }) } else { Ok(value.clone().into()) }
+            if self.0.len() == 100 {
+                Err(StateError::NoSource { rank: 0 })
+            } else {
+                Ok(value.clone().into())
+            }
         }
     }
     let state = mixed(1);
     for keep_on in [KeepOn::All, KeepOn::Ranks(vec![])] {
         let mut order = Order(Vec::new());
-        let options = IterateOptions { keep_on, ..IterateOptions::default() };
+        let options = IterateOptions {
+            keep_on,
+            ..IterateOptions::default()
+        };
         iterate_state_dict(&state, &mut order, &options).unwrap();
         assert_eq!(
             order.0,
-            ["tensor", "bytes", "scalar", "empty", "float", "eight", "list.0", "list.1", "list.2.x", "tuple.0"]
+            [
+                "tensor", "bytes", "scalar", "empty", "float", "eight", "list.0", "list.1",
+                "list.2.x", "tuple.0"
+            ]
         );
     }
     let mut failing = Order(vec![String::new(); 98]);
@@ -184,15 +262,29 @@ fn full_and_cpu_are_chosen_apart_from_who_keeps_the_result() {
     run(3, |group| {
         let sharded = || cut(&full, &chunks(&[5, 2], 3)[group.rank()]);
         let state = StateDict::from_iter([("w", StateValue::from(sharded()))]);
-        for (full_state_dict, cpu_offload) in [(false, false), (false, true), (true, false), (true, true)] {
+        for (full_state_dict, cpu_offload) in
+            [(false, false), (false, true), (true, false), (true, true)]
+        {
             for keep_on in [KeepOn::All, KeepOn::Ranks(vec![1])] {
-                let options = FullOrCpuOptions { full_state_dict, cpu_offload, keep_on: keep_on.clone() };
+                let options = FullOrCpuOptions {
+                    full_state_dict,
+                    cpu_offload,
+                    keep_on: keep_on.clone(),
+                };
                 let result = maybe_full_or_cpu_state_dict(&state, &group, &options).unwrap();
                 if !keep_on.contains(group.rank()) {
                     assert!(result.is_empty());
                 } else if full_state_dict {
                     assert_eq!(bits_at(&result, "w"), bits(&full));
-                    assert!(result.get("w").unwrap().as_tensor().unwrap().device().same_device(&Device::Cpu));
+                    assert!(
+                        result
+                            .get("w")
+                            .unwrap()
+                            .as_tensor()
+                            .unwrap()
+                            .device()
+                            .same_device(&Device::Cpu)
+                    );
                 } else {
                     assert_eq!(contents(&result), contents(&state));
                 }
@@ -210,9 +302,15 @@ fn keys_that_are_no_text_are_written_as_python_writes_them() {
         (PlainValue::Bool(true), "True"),
         (PlainValue::None, "None"),
     ];
-    let entries = keys.iter().map(|(key, _)| (key.clone(), PlainValue::Int(1))).collect();
+    let entries = keys
+        .iter()
+        .map(|(key, _)| (key.clone(), PlainValue::Int(1)))
+        .collect();
     let state = StateDict::from_iter([("d", StateValue::from(PlainValue::Dict(entries)))]);
     let flat = flatten_containers(&state).unwrap();
     let expected: Vec<String> = keys.iter().map(|(_, text)| format!("d.{text}")).collect();
-    assert_eq!(flat.values.keys().collect::<Vec<_>>(), expected.iter().collect::<Vec<_>>());
+    assert_eq!(
+        flat.values.keys().collect::<Vec<_>>(),
+        expected.iter().collect::<Vec<_>>()
+    );
 }

@@ -1,6 +1,9 @@
 //! The arguments of a launch, and how kernels read them.
 
-#![expect(unsafe_code, reason = "the arguments of a kernel are pointers to values of its own types")]
+#![expect(
+    unsafe_code,
+    reason = "the arguments of a kernel are pointers to values of its own types"
+)]
 
 use std::ffi::c_void;
 
@@ -56,10 +59,15 @@ impl Arguments {
         self.value()
     }
 
-    /// Reads the number of dimensions and the address of `arrays` arrays of that length: sizes and strides.
+    /// Reads the number of dimensions and the address of `arrays` arrays of that length: sizes and
+    /// strides.
     pub(super) fn layout(&mut self, arrays: usize) -> Layout {
         let dims = self.size();
-        Layout { dims, arrays, info: self.address() }
+        Layout {
+            dims,
+            arrays,
+            info: self.address(),
+        }
     }
 }
 
@@ -79,14 +87,19 @@ impl Layout {
         }
         let info = match self.dims {
             0 => Vec::new(),
-            dims => elements::<usize>(self.info)?.first(dims * self.arrays)?.to_vec(),
+            dims => elements::<usize>(self.info)?
+                .first(dims * self.arrays)?
+                .to_vec(),
         };
         let array = |k: usize| info[k * self.dims..(k + 1) * self.dims].to_vec();
-        // Kernels do not use the sizes of what is contiguous: those of `index_select` are even another tensor's.
+        // Kernels do not use the sizes of what is contiguous: those of `index_select` are even
+        // another tensor's.
         let places = |(sizes, strides): (Vec<usize>, Vec<usize>)| {
             Places((!is_contiguous(&sizes, &strides)).then_some((sizes, strides)))
         };
-        Ok((1..self.arrays).map(|k| places((array(0), array(k)))).collect())
+        Ok((1..self.arrays)
+            .map(|k| places((array(0), array(k))))
+            .collect())
     }
 }
 
@@ -106,7 +119,9 @@ pub(super) struct Places(Option<(Vec<usize>, Vec<usize>)>);
 
 impl Places {
     pub(super) fn of(&self, index: usize) -> usize {
-        let Some((sizes, strides)) = &self.0 else { return index };
+        let Some((sizes, strides)) = &self.0 else {
+            return index;
+        };
         let mut rest = index;
         let mut place = 0;
         for (size, stride) in sizes.iter().zip(strides).rev() {
@@ -119,7 +134,11 @@ impl Places {
 
 /// Returns the elements of an input, or those of the output if there is none.
 pub(super) fn input<T: Copy>(address: Address, output: Elements<T>) -> Result<Elements<T>, String> {
-    if address == 0 { Ok(output) } else { elements(address) }
+    if address == 0 {
+        Ok(output)
+    } else {
+        elements(address)
+    }
 }
 
 /// Returns a generic kernel for an element type by the type's name.
@@ -149,7 +168,10 @@ mod tests {
     #[test]
     fn elements_are_found_by_sizes_and_strides() {
         let transposed = Places(Some((vec![3, 2], vec![1, 3])));
-        assert_eq!((0..6).map(|k| transposed.of(k)).collect::<Vec<_>>(), [0, 3, 1, 4, 2, 5]);
+        assert_eq!(
+            (0..6).map(|k| transposed.of(k)).collect::<Vec<_>>(),
+            [0, 3, 1, 4, 2, 5]
+        );
         assert_eq!(Places(None).of(4), 4);
         assert!(is_contiguous(&[4, 1, 3], &[3, 7, 1]) && is_contiguous(&[], &[]));
         assert!(!is_contiguous(&[3, 2], &[1, 3]) && !is_contiguous(&[2, 3], &[6, 1]));

@@ -40,7 +40,11 @@ fn copy<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
 }
 
 fn fill<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
-    let (to, value, count) = (arguments.address(), arguments.value::<T>(), arguments.size());
+    let (to, value, count) = (
+        arguments.address(),
+        arguments.value::<T>(),
+        arguments.size(),
+    );
     Box::new(move || elements::<T>(to)?.fill_from(&vec![value; count]))
 }
 
@@ -64,7 +68,10 @@ fn copy_rows<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
         let (from, to) = (elements::<T>(from)?, elements::<T>(to)?);
         for row in 0..rows {
             for column in 0..columns {
-                to.set(row * to_stride + column, from.get(row * from_stride + column));
+                to.set(
+                    row * to_stride + column,
+                    from.get(row * from_stride + column),
+                );
             }
         }
         Ok(())
@@ -80,7 +87,14 @@ fn choose<C: Element, T: Element>(arguments: &mut Arguments) -> Work {
         let (yes, no, to) = (elements::<T>(yes)?, elements::<T>(no)?, elements::<T>(to)?);
         for k in 0..count {
             let is_set = condition.get(places[0].of(k)).to_i64() != 0;
-            to.set(k, if is_set { yes.get(places[1].of(k)) } else { no.get(places[2].of(k)) });
+            to.set(
+                k,
+                if is_set {
+                    yes.get(places[1].of(k))
+                } else {
+                    no.get(places[2].of(k))
+                },
+            );
         }
         Ok(())
     })
@@ -95,7 +109,14 @@ fn cast<S: Element, T: Element>(arguments: &mut Arguments) -> Work {
         for k in 0..count {
             let value = from.get(places[0].of(k));
             let is_plain = S::IS_FLOAT || T::IS_FLOAT;
-            to.set(k, if is_plain { T::from_f64(value.to_f64()) } else { T::from_i64(value.to_i64()) });
+            to.set(
+                k,
+                if is_plain {
+                    T::from_f64(value.to_f64())
+                } else {
+                    T::from_i64(value.to_i64())
+                },
+            );
         }
         Ok(())
     })

@@ -59,12 +59,20 @@ fn place<I: Index>(ids: &Elements<I>, k: usize, size: usize) -> Option<usize> {
 }
 
 fn add<T: Element>(x: T, y: T) -> T {
-    if T::IS_FLOAT { T::from_f64(x.to_f64() + y.to_f64()) } else { T::from_i64(x.to_i64().wrapping_add(y.to_i64())) }
+    if T::IS_FLOAT {
+        T::from_f64(x.to_f64() + y.to_f64())
+    } else {
+        T::from_i64(x.to_i64().wrapping_add(y.to_i64()))
+    }
 }
 
 fn select<I: Index, T: Element>(arguments: &mut Arguments) -> Work {
     let (count, layout) = (arguments.size(), arguments.layout(2));
-    let (ids, from, to) = (arguments.address(), arguments.address(), arguments.address());
+    let (ids, from, to) = (
+        arguments.address(),
+        arguments.address(),
+        arguments.address(),
+    );
     let (_left, source) = (arguments.size(), arguments.size());
     let (chosen, right) = (arguments.size(), arguments.size());
     Box::new(move || {
@@ -72,8 +80,9 @@ fn select<I: Index, T: Element>(arguments: &mut Arguments) -> Work {
         let (from, to) = (elements::<T>(from)?, elements::<T>(to)?);
         for k in 0..count {
             let (row, column) = (k / (chosen * right), k % right);
-            let value = place(&ids, k / right % chosen, source)
-                .map_or(T::ZERO, |place_of_id| from.get(places[0].of((row * source + place_of_id) * right + column)));
+            let value = place(&ids, k / right % chosen, source).map_or(T::ZERO, |place_of_id| {
+                from.get(places[0].of((row * source + place_of_id) * right + column))
+            });
             to.set(k, value);
         }
         Ok(())
@@ -86,10 +95,15 @@ fn gather<I: Index, T: Element>(arguments: &mut Arguments) -> Work {
     let (_left, source) = (arguments.size(), arguments.size());
     let (chosen, right) = (arguments.size(), arguments.size());
     Box::new(move || {
-        let (ids, from, to) = (elements::<I>(ids)?, elements::<T>(from)?, elements::<T>(to)?);
+        let (ids, from, to) = (
+            elements::<I>(ids)?,
+            elements::<T>(from)?,
+            elements::<T>(to)?,
+        );
         for k in 0..count {
             let (row, column) = (k / (right * chosen), k % right);
-            let value = place(&ids, k, source).map_or(T::ZERO, |id| from.get((row * source + id) * right + column));
+            let value = place(&ids, k, source)
+                .map_or(T::ZERO, |id| from.get((row * source + id) * right + column));
             to.set(k, value);
         }
         Ok(())
@@ -102,13 +116,22 @@ fn index_add<I: Index, T: Element>(arguments: &mut Arguments) -> Work {
     let (left, _source) = (arguments.size(), arguments.size());
     let (size, right) = (arguments.size(), arguments.size());
     Box::new(move || {
-        let (ids, from, to) = (elements::<I>(ids)?, elements::<T>(from)?, elements::<T>(to)?);
+        let (ids, from, to) = (
+            elements::<I>(ids)?,
+            elements::<T>(from)?,
+            elements::<T>(to)?,
+        );
         for row in 0..left {
             for k in 0..chosen {
-                let Some(id) = place(&ids, k, size) else { continue };
+                let Some(id) = place(&ids, k, size) else {
+                    continue;
+                };
                 for column in 0..right {
                     let there = (row * size + id) * right + column;
-                    to.set(there, add(to.get(there), from.get((row * chosen + k) * right + column)));
+                    to.set(
+                        there,
+                        add(to.get(there), from.get((row * chosen + k) * right + column)),
+                    );
                 }
             }
         }
@@ -116,17 +139,27 @@ fn index_add<I: Index, T: Element>(arguments: &mut Arguments) -> Work {
     })
 }
 
-/// Returns the work of candle's `scatter` kernels: each source element is combined into the place that its id names
-/// along the scattered dimension.
+/// Returns the work of candle's `scatter` kernels: each source element is combined into the place
+/// that its id names along the scattered dimension.
 fn scatter_with<I: Index, T: Element>(arguments: &mut Arguments, combine: fn(T, T) -> T) -> Work {
-    let (ids, from, to) = (arguments.address(), arguments.address(), arguments.address());
+    let (ids, from, to) = (
+        arguments.address(),
+        arguments.address(),
+        arguments.address(),
+    );
     let (left, source) = (arguments.size(), arguments.size());
     let (size, right) = (arguments.size(), arguments.size());
     Box::new(move || {
-        let (ids, from, to) = (elements::<I>(ids)?, elements::<T>(from)?, elements::<T>(to)?);
+        let (ids, from, to) = (
+            elements::<I>(ids)?,
+            elements::<T>(from)?,
+            elements::<T>(to)?,
+        );
         for row in 0..left {
             for here in (row * source * right)..((row + 1) * source * right) {
-                let Some(id) = place(&ids, here, size) else { continue };
+                let Some(id) = place(&ids, here, size) else {
+                    continue;
+                };
                 let there = (row * size + id) * right + here % right;
                 to.set(there, combine(to.get(there), from.get(here)));
             }

@@ -50,12 +50,23 @@ fn unary<T: Element, O: Unary>(arguments: &mut Arguments, _: Grid) -> Work {
 /// Writes `combine` of the elements of two tensors.
 fn combine<T: Element, R: Element>(arguments: &mut Arguments, combine: fn(T, T) -> R) -> Work {
     let (count, layout) = (arguments.size(), arguments.layout(3));
-    let (left, right, to) = (arguments.address(), arguments.address(), arguments.address());
+    let (left, right, to) = (
+        arguments.address(),
+        arguments.address(),
+        arguments.address(),
+    );
     Box::new(move || {
         let places = layout.places()?;
-        let (left, right, to) = (elements::<T>(left)?, elements::<T>(right)?, elements::<R>(to)?);
+        let (left, right, to) = (
+            elements::<T>(left)?,
+            elements::<T>(right)?,
+            elements::<R>(to)?,
+        );
         for k in 0..count {
-            to.set(k, combine(left.get(places[0].of(k)), right.get(places[1].of(k))));
+            to.set(
+                k,
+                combine(left.get(places[0].of(k)), right.get(places[1].of(k))),
+            );
         }
         Ok(())
     })
@@ -190,7 +201,9 @@ fn normal(x: f64) -> f64 {
 
 fn gelu(x: f64) -> f64 {
     let inner = x + 0.044_715 * x * x * x;
-    0.5 * x * (1.0 + (std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2 * inner).tanh())
+    0.5 * x
+        * (1.0
+            + (std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2 * inner).tanh())
 }
 
 fn sign(x: f64) -> f64 {
@@ -209,7 +222,11 @@ fn affine<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
             let value = if T::IS_FLOAT {
                 T::from_f64(x.to_f64() * factor.to_f64() + summand.to_f64())
             } else {
-                T::from_i64(x.to_i64().wrapping_mul(factor.to_i64()).wrapping_add(summand.to_i64()))
+                T::from_i64(
+                    x.to_i64()
+                        .wrapping_mul(factor.to_i64())
+                        .wrapping_add(summand.to_i64()),
+                )
             };
             to.set(k, value);
         }
@@ -234,7 +251,10 @@ fn with_number<T: Element>(arguments: &mut Arguments, apply: fn(f64, f64) -> f64
 }
 
 fn elu<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
-    with_number::<T>(arguments, |x, alpha| if x > 0.0 { x } else { alpha * (x.exp() - 1.0) })
+    with_number::<T>(
+        arguments,
+        |x, alpha| if x > 0.0 { x } else { alpha * (x.exp() - 1.0) },
+    )
 }
 
 fn powf<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {

@@ -18,8 +18,13 @@ pub(super) fn find(root: &str, dtype: &str) -> Option<Kernel> {
     }
 }
 
-/// Writes `reduce` of each group of elements. There are `groups` groups, or as many as the first argument tells.
-fn reduce<T: Element, R: Element>(arguments: &mut Arguments, groups: Option<usize>, reduce: fn(&[T]) -> R) -> Work {
+/// Writes `reduce` of each group of elements. There are `groups` groups, or as many as the first
+/// argument tells.
+fn reduce<T: Element, R: Element>(
+    arguments: &mut Arguments,
+    groups: Option<usize>,
+    reduce: fn(&[T]) -> R,
+) -> Work {
     let (count, len) = (arguments.size(), arguments.size());
     let layout = arguments.layout(2);
     let (from, to) = (arguments.address(), arguments.address());
@@ -40,7 +45,11 @@ fn sum_of<T: Element>(group: &[T]) -> T {
     if T::IS_FLOAT {
         T::from_f64(group.iter().map(|x| x.to_f64()).sum())
     } else {
-        T::from_i64(group.iter().fold(0, |sum: i64, x| sum.wrapping_add(x.to_i64())))
+        T::from_i64(
+            group
+                .iter()
+                .fold(0, |sum: i64, x| sum.wrapping_add(x.to_i64())),
+        )
     }
 }
 
@@ -52,8 +61,8 @@ fn small_sum<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
     reduce::<T, T>(arguments, None, sum_of)
 }
 
-/// Returns the place of the first element that no other comes before, by `is_before`. Elements that are not a number
-/// come before no other.
+/// Returns the place of the first element that no other comes before, by `is_before`. Elements that
+/// are not a number come before no other.
 fn first<T: Element>(group: &[T], is_before: fn(T, T) -> bool) -> usize {
     let mut best = 0;
     for (k, &x) in group.iter().enumerate() {
@@ -65,7 +74,11 @@ fn first<T: Element>(group: &[T], is_before: fn(T, T) -> bool) -> usize {
 }
 
 fn is_more<T: Element>(x: T, y: T) -> bool {
-    if T::IS_FLOAT { x.to_f64() > y.to_f64() } else { x.to_i64() > y.to_i64() }
+    if T::IS_FLOAT {
+        x.to_f64() > y.to_f64()
+    } else {
+        x.to_i64() > y.to_i64()
+    }
 }
 
 fn is_less<T: Element>(x: T, y: T) -> bool {
@@ -74,23 +87,34 @@ fn is_less<T: Element>(x: T, y: T) -> bool {
 
 /// Returns an element that is not a number, if the type's maximum and minimum are that then.
 fn nan<T: Element>(group: &[T]) -> Option<T> {
-    group.iter().copied().find(|x| !T::SKIPS_NAN && x.to_f64().is_nan())
+    group
+        .iter()
+        .copied()
+        .find(|x| !T::SKIPS_NAN && x.to_f64().is_nan())
 }
 
 fn max<T: Element>(arguments: &mut Arguments, grid: Grid) -> Work {
-    reduce::<T, T>(arguments, Some(grid.blocks), |group| nan(group).unwrap_or_else(|| group[first(group, is_more)]))
+    reduce::<T, T>(arguments, Some(grid.blocks), |group| {
+        nan(group).unwrap_or_else(|| group[first(group, is_more)])
+    })
 }
 
 fn min<T: Element>(arguments: &mut Arguments, grid: Grid) -> Work {
-    reduce::<T, T>(arguments, Some(grid.blocks), |group| nan(group).unwrap_or_else(|| group[first(group, is_less)]))
+    reduce::<T, T>(arguments, Some(grid.blocks), |group| {
+        nan(group).unwrap_or_else(|| group[first(group, is_less)])
+    })
 }
 
 fn argmax<T: Element>(arguments: &mut Arguments, grid: Grid) -> Work {
-    reduce::<T, u32>(arguments, Some(grid.blocks), |group| first(group, is_more) as u32)
+    reduce::<T, u32>(arguments, Some(grid.blocks), |group| {
+        first(group, is_more) as u32
+    })
 }
 
 fn argmin<T: Element>(arguments: &mut Arguments, grid: Grid) -> Work {
-    reduce::<T, u32>(arguments, Some(grid.blocks), |group| first(group, is_less) as u32)
+    reduce::<T, u32>(arguments, Some(grid.blocks), |group| {
+        first(group, is_less) as u32
+    })
 }
 
 #[cfg(test)]

@@ -31,7 +31,9 @@ fn rows<T: Element>(
         row.clear();
         row.extend((start..start + columns).map(|k| from.get(k).to_f64()));
         change(&mut row);
-        (start..).zip(&row).for_each(|(k, &x)| to.set(k, T::from_f64(x)));
+        (start..)
+            .zip(&row)
+            .for_each(|(k, &x)| to.set(k, T::from_f64(x)));
     }
     Ok(())
 }
@@ -51,11 +53,18 @@ fn softmax<T: Element>(arguments: &mut Arguments, grid: Grid) -> Work {
 
 /// Returns the values at an address; `None` if it is null.
 fn optional<T: Element>(address: Address, len: usize) -> Result<Option<Vec<T>>, String> {
-    if address == 0 { Ok(None) } else { Ok(Some(elements::<T>(address)?.first(len)?.to_vec())) }
+    if address == 0 {
+        Ok(None)
+    } else {
+        Ok(Some(elements::<T>(address)?.first(len)?.to_vec()))
+    }
 }
 
 fn rms_norm<T: Element>(arguments: &mut Arguments, grid: Grid) -> Work {
-    let (between, factors) = ((arguments.address(), arguments.address()), arguments.address());
+    let (between, factors) = (
+        (arguments.address(), arguments.address()),
+        arguments.address(),
+    );
     let (columns, _threads, epsilon) = (arguments.int(), arguments.int(), arguments.value::<f32>());
     let count = grid.blocks * grid.block[1];
     Box::new(move || {
@@ -76,14 +85,20 @@ fn layer_norm<T: Element>(arguments: &mut Arguments, grid: Grid) -> Work {
     let (columns, _threads, epsilon) = (arguments.int(), arguments.int(), arguments.value::<f32>());
     let count = grid.blocks * grid.block[1];
     Box::new(move || {
-        let (factors, summands) = (optional::<T>(factors, columns)?, optional::<T>(summands, columns)?);
+        let (factors, summands) = (
+            optional::<T>(factors, columns)?,
+            optional::<T>(summands, columns)?,
+        );
         rows::<T>(between, (count, columns), |row| {
             let mean = row.iter().sum::<f64>() / columns as f64;
             let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / columns as f64;
             let scale = 1.0 / (variance + f64::from(epsilon)).sqrt();
             for (k, x) in row.iter_mut().enumerate() {
                 let factor = factors.as_ref().map_or(1.0, |factors| factors[k].to_f64());
-                *x = (*x - mean) * scale * factor + summands.as_ref().map_or(0.0, |summands| summands[k].to_f64());
+                *x = (*x - mean) * scale * factor
+                    + summands
+                        .as_ref()
+                        .map_or(0.0, |summands| summands[k].to_f64());
             }
         })
     })
@@ -91,10 +106,16 @@ fn layer_norm<T: Element>(arguments: &mut Arguments, grid: Grid) -> Work {
 
 /// The addresses of a rotary embedding: its input, cosines, sines and output.
 fn addresses(arguments: &mut Arguments) -> [Address; 4] {
-    [arguments.address(), arguments.address(), arguments.address(), arguments.address()]
+    [
+        arguments.address(),
+        arguments.address(),
+        arguments.address(),
+        arguments.address(),
+    ]
 }
 
-/// Turns `pairs` pairs of elements: `places` tells the places of a pair, and of its cosine and sine.
+/// Turns `pairs` pairs of elements: `places` tells the places of a pair, and of its cosine and
+/// sine.
 fn turn<T: Element>(
     [from, cosines, sines, to]: [Address; 4],
     pairs: usize,
@@ -114,7 +135,9 @@ fn turn<T: Element>(
 
 /// Returns the start of a batch's own angles, where each batch has some.
 fn batch(pair: usize, stride: usize, angles: usize) -> usize {
-    (2 * pair).checked_div(stride).map_or(0, |batch| batch * angles)
+    (2 * pair)
+        .checked_div(stride)
+        .map_or(0, |batch| batch * angles)
 }
 
 fn rope_interleaved<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
@@ -122,7 +145,11 @@ fn rope_interleaved<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
     let (heads, each, stride) = (arguments.int(), arguments.int(), arguments.int());
     Box::new(move || {
         turn::<T>(addresses, heads * each / 2, |pair| {
-            (2 * pair, 2 * pair + 1, pair % (each / 2) + batch(pair, stride, each / 2))
+            (
+                2 * pair,
+                2 * pair + 1,
+                pair % (each / 2) + batch(pair, stride, each / 2),
+            )
         })
     })
 }
@@ -136,7 +163,11 @@ fn rope<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
             let (head, within) = (pair / (each / 2), pair % (each / 2));
             let (time, k) = (within / (size / 2), within % (size / 2));
             let first = head * each + time * size + k;
-            (first, first + size / 2, time * (size / 2) + k + batch(pair, stride, each / 2))
+            (
+                first,
+                first + size / 2,
+                time * (size / 2) + k + batch(pair, stride, each / 2),
+            )
         })
     })
 }
@@ -149,7 +180,11 @@ fn rope_thd<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
         turn::<T>(addresses, batches * times * heads * size / 2, |pair| {
             let (row, k) = (pair / (size / 2), pair % (size / 2));
             let (time, first) = (row / heads % times, row * size + k);
-            (first, first + size / 2, time * (size / 2) + k + batch(pair, stride, times * size / 2))
+            (
+                first,
+                first + size / 2,
+                time * (size / 2) + k + batch(pair, stride, times * size / 2),
+            )
         })
     })
 }

@@ -10,12 +10,45 @@ use crate::memory::Address;
 /// One call.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Call {
-    AllGather { from: Address, to: Address, count: usize, dtype: i32 },
-    ReduceScatter { from: Address, to: Address, count: usize, dtype: i32, op: i32 },
-    AllReduce { from: Address, to: Address, count: usize, dtype: i32, op: i32 },
-    Broadcast { from: Address, to: Address, count: usize, dtype: i32, root: usize },
-    Send { from: Address, count: usize, dtype: i32, peer: usize },
-    Receive { to: Address, count: usize, dtype: i32, peer: usize },
+    AllGather {
+        from: Address,
+        to: Address,
+        count: usize,
+        dtype: i32,
+    },
+    ReduceScatter {
+        from: Address,
+        to: Address,
+        count: usize,
+        dtype: i32,
+        op: i32,
+    },
+    AllReduce {
+        from: Address,
+        to: Address,
+        count: usize,
+        dtype: i32,
+        op: i32,
+    },
+    Broadcast {
+        from: Address,
+        to: Address,
+        count: usize,
+        dtype: i32,
+        root: usize,
+    },
+    Send {
+        from: Address,
+        count: usize,
+        dtype: i32,
+        peer: usize,
+    },
+    Receive {
+        to: Address,
+        count: usize,
+        dtype: i32,
+        peer: usize,
+    },
 }
 
 /// The number of bytes of an element, by NCCL's number of its type.
@@ -74,7 +107,9 @@ impl Call {
             Call::ReduceScatter { dtype, count, .. } => ("ncclReduceScatter", dtype, count),
             Call::AllReduce { dtype, count, .. } => ("ncclAllReduce", dtype, count),
             Call::Broadcast { dtype, count, .. } => ("ncclBroadcast", dtype, count),
-            Call::Send { dtype, count, .. } | Call::Receive { dtype, count, .. } => ("ncclSend", dtype, count),
+            Call::Send { dtype, count, .. } | Call::Receive { dtype, count, .. } => {
+                ("ncclSend", dtype, count)
+            }
         };
         let size = size(dtype).ok_or_else(|| format!("type {dtype} is not known"))?;
         Ok((header(name, dtype, count), size))
@@ -95,11 +130,13 @@ fn send(call: &Call, messages: &mut Messages) -> Result<(), String> {
         Call::ReduceScatter { from, count, .. } => {
             (0..ranks).try_for_each(|to| post(to, behind(from, to * count * size), count * size))
         }
-        Call::Broadcast { from, count, root, .. } if rank == root => {
-            (0..ranks).try_for_each(|to| post(to, from, count * size))
-        }
+        Call::Broadcast {
+            from, count, root, ..
+        } if rank == root => (0..ranks).try_for_each(|to| post(to, from, count * size)),
         Call::Broadcast { .. } | Call::Receive { .. } => Ok(()),
-        Call::Send { from, count, peer, .. } => post(peer, from, count * size),
+        Call::Send {
+            from, count, peer, ..
+        } => post(peer, from, count * size),
     }
 }
 
@@ -141,10 +178,30 @@ fn receive(
 /// Returns the reduction of all ranks' elements.
 fn reduce(parts: &[Vec<u8>], dtype: i32, op: i32) -> Result<Vec<u8>, String> {
     Ok(match dtype {
-        0 => whole(parts, op, |bytes| i64::from(i8::from_ne_bytes(bytes)), |value| (value as i8).to_ne_bytes()),
-        1 => whole(parts, op, |bytes| i64::from(u8::from_ne_bytes(bytes)), |value| (value as u8).to_ne_bytes()),
-        2 => whole(parts, op, |bytes| i64::from(i32::from_ne_bytes(bytes)), |value| (value as i32).to_ne_bytes()),
-        3 => whole(parts, op, |bytes| i64::from(u32::from_ne_bytes(bytes)), |value| (value as u32).to_ne_bytes()),
+        0 => whole(
+            parts,
+            op,
+            |bytes| i64::from(i8::from_ne_bytes(bytes)),
+            |value| (value as i8).to_ne_bytes(),
+        ),
+        1 => whole(
+            parts,
+            op,
+            |bytes| i64::from(u8::from_ne_bytes(bytes)),
+            |value| (value as u8).to_ne_bytes(),
+        ),
+        2 => whole(
+            parts,
+            op,
+            |bytes| i64::from(i32::from_ne_bytes(bytes)),
+            |value| (value as i32).to_ne_bytes(),
+        ),
+        3 => whole(
+            parts,
+            op,
+            |bytes| i64::from(u32::from_ne_bytes(bytes)),
+            |value| (value as u32).to_ne_bytes(),
+        ),
         4 => whole(parts, op, i64::from_ne_bytes, i64::to_ne_bytes),
         // The sum of 64 bits is the same with and without a sign, and the maximum is not.
         5 if op == MAX => combine(parts, u64::from_ne_bytes, u64::to_ne_bytes, u64::max),
@@ -163,10 +220,17 @@ fn combine<T: Copy, const N: usize>(
     to: impl Fn(T) -> [u8; N],
     both: impl Fn(T, T) -> T,
 ) -> Vec<u8> {
-    let mut rows =
-        parts.iter().map(|part| part.as_chunks::<N>().0.iter().map(|&bytes| from(bytes)).collect::<Vec<T>>());
+    let mut rows = parts.iter().map(|part| {
+        part.as_chunks::<N>()
+            .0
+            .iter()
+            .map(|&bytes| from(bytes))
+            .collect::<Vec<T>>()
+    });
     let first = rows.next().unwrap_or_default();
-    let all = rows.fold(first, |all, row| all.into_iter().zip(row).map(|(x, y)| both(x, y)).collect());
+    let all = rows.fold(first, |all, row| {
+        all.into_iter().zip(row).map(|(x, y)| both(x, y)).collect()
+    });
     all.into_iter().flat_map(to).collect()
 }
 
@@ -178,7 +242,16 @@ fn whole<const N: usize>(
 ) -> Vec<u8> {
     let ranks = parts.len() as i64;
     let average = |value: i64| if op == AVERAGE { value / ranks } else { value };
-    combine(parts, from, |value| to(average(value)), if op == MAX { i64::max } else { i64::wrapping_add })
+    combine(
+        parts,
+        from,
+        |value| to(average(value)),
+        if op == MAX {
+            i64::max
+        } else {
+            i64::wrapping_add
+        },
+    )
 }
 
 fn float<T: Element, const N: usize>(
@@ -188,8 +261,18 @@ fn float<T: Element, const N: usize>(
     to: impl Fn(T) -> [u8; N],
 ) -> Vec<u8> {
     let ranks = parts.len() as f64;
-    let round = |value: f64| to(T::from_f64(if op == AVERAGE { value / ranks } else { value }));
-    let both = if op == MAX { f64::max } else { |x: f64, y: f64| x + y };
+    let round = |value: f64| {
+        to(T::from_f64(if op == AVERAGE {
+            value / ranks
+        } else {
+            value
+        }))
+    };
+    let both = if op == MAX {
+        f64::max
+    } else {
+        |x: f64, y: f64| x + y
+    };
     combine(parts, |bytes| from(bytes).to_f64(), round, both)
 }
 
@@ -199,7 +282,12 @@ mod tests {
 
     #[test]
     fn reductions_are_those_of_their_types() {
-        let bytes = |values: &[f32]| values.iter().flat_map(|x| x.to_ne_bytes()).collect::<Vec<u8>>();
+        let bytes = |values: &[f32]| {
+            values
+                .iter()
+                .flat_map(|x| x.to_ne_bytes())
+                .collect::<Vec<u8>>()
+        };
         let parts = [bytes(&[1.0, 5.0]), bytes(&[2.0, -5.0])];
         assert_eq!(reduce(&parts, 7, SUM).unwrap(), bytes(&[3.0, 0.0]));
         assert_eq!(reduce(&parts, 7, MAX).unwrap(), bytes(&[2.0, 5.0]));

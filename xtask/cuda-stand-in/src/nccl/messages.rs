@@ -1,7 +1,7 @@
 //! Messages between ranks: files of a directory that all ranks of a communicator know.
 //!
-//! A file gets its final name when it is whole, and its receiver deletes it. So a rank that is killed holds up the
-//! others only as NCCL's would: those that wait for its next message.
+//! A file gets its final name when it is whole, and its receiver deletes it. So a rank that is
+//! killed holds up the others only as NCCL's would: those that wait for its next message.
 
 #![expect(clippy::disallowed_methods, reason = "messages are no checkpoints")]
 
@@ -33,7 +33,8 @@ pub(super) struct Messages {
 pub(super) struct Aborted;
 
 impl Messages {
-    /// Joins the ranks of a communicator, which all name the same directory. `place` tells where this rank's GPU is.
+    /// Joins the ranks of a communicator, which all name the same directory. `place` tells where
+    /// this rank's GPU is.
     ///
     /// # Errors
     /// The file system's, other numbers of ranks, and ranks with the same place.
@@ -43,9 +44,18 @@ impl Messages {
         place: &str,
         is_aborted: impl Fn() -> bool,
     ) -> Result<Result<Messages, Aborted>, String> {
-        fs::create_dir_all(&directory).map_err(|error| format!("{}: {error}", directory.display()))?;
-        let messages = Messages { directory, rank, sent: vec![0; ranks], received: vec![0; ranks] };
-        messages.write(&format!("joined-{rank}"), format!("{ranks} {place}").as_bytes())?;
+        fs::create_dir_all(&directory)
+            .map_err(|error| format!("{}: {error}", directory.display()))?;
+        let messages = Messages {
+            directory,
+            rank,
+            sent: vec![0; ranks],
+            received: vec![0; ranks],
+        };
+        messages.write(
+            &format!("joined-{rank}"),
+            format!("{ranks} {place}").as_bytes(),
+        )?;
         let mut places = Vec::new();
         for other in 0..ranks {
             match messages.wait_for(&format!("joined-{other}"), &is_aborted)? {
@@ -54,12 +64,18 @@ impl Messages {
             }
         }
         let own = places[rank].clone();
-        for (other, place) in places.iter().enumerate().filter(|&(other, _)| other != rank) {
+        for (other, place) in places
+            .iter()
+            .enumerate()
+            .filter(|&(other, _)| other != rank)
+        {
             if !place.starts_with(format!("{ranks} ").as_bytes()) {
                 return Err(format!("rank {other} was told another number of ranks"));
             }
             if *place == own {
-                return Err(format!("Duplicate GPU detected: ranks {rank} and {other} both use the same one"));
+                return Err(format!(
+                    "Duplicate GPU detected: ranks {rank} and {other} both use the same one"
+                ));
             }
         }
         Ok(Ok(messages))
@@ -75,14 +91,21 @@ impl Messages {
     }
 
     fn write(&self, name: &str, bytes: &[u8]) -> Result<(), String> {
-        let (whole, partial) = (self.directory.join(name), self.directory.join(format!("partial-{name}")));
+        let (whole, partial) = (
+            self.directory.join(name),
+            self.directory.join(format!("partial-{name}")),
+        );
         fs::write(&partial, bytes)
             .and_then(|()| fs::rename(&partial, &whole))
             .map_err(|error| format!("{}: {error}", whole.display()))
     }
 
     /// Waits for a file.
-    fn wait_for(&self, name: &str, is_aborted: &impl Fn() -> bool) -> Result<Result<Vec<u8>, Aborted>, String> {
+    fn wait_for(
+        &self,
+        name: &str,
+        is_aborted: &impl Fn() -> bool,
+    ) -> Result<Result<Vec<u8>, Aborted>, String> {
         let path = self.directory.join(name);
         let eager = Instant::now() + EAGER;
         loop {
@@ -94,13 +117,20 @@ impl Messages {
             if is_aborted() {
                 return Ok(Err(Aborted));
             }
-            if Instant::now() < eager { thread::yield_now() } else { thread::sleep(NAP) }
+            if Instant::now() < eager {
+                thread::yield_now()
+            } else {
+                thread::sleep(NAP)
+            }
         }
     }
 
     /// Sends a message to a rank, which may be this one.
     pub(super) fn send(&mut self, to: usize, bytes: &[u8]) -> Result<(), String> {
-        let number = self.sent.get_mut(to).ok_or_else(|| format!("there is no rank {to}"))?;
+        let number = self
+            .sent
+            .get_mut(to)
+            .ok_or_else(|| format!("there is no rank {to}"))?;
         *number += 1;
         let name = format!("{}-{to}-{number}", self.rank);
         self.write(&name, bytes)
@@ -112,7 +142,10 @@ impl Messages {
         from: usize,
         is_aborted: &impl Fn() -> bool,
     ) -> Result<Result<Vec<u8>, Aborted>, String> {
-        let number = self.received.get_mut(from).ok_or_else(|| format!("there is no rank {from}"))?;
+        let number = self
+            .received
+            .get_mut(from)
+            .ok_or_else(|| format!("there is no rank {from}"))?;
         *number += 1;
         let name = format!("{from}-{}-{number}", self.rank);
         let message = self.wait_for(&name, is_aborted)?;
@@ -130,7 +163,8 @@ impl Messages {
         if !self.directory.exists() {
             return true;
         }
-        let have_left = (0..self.ranks()).all(|rank| self.directory.join(format!("left-{rank}")).exists());
+        let have_left =
+            (0..self.ranks()).all(|rank| self.directory.join(format!("left-{rank}")).exists());
         if have_left && self.rank == 0 {
             fs::remove_dir_all(&self.directory).ok();
         }
@@ -140,18 +174,28 @@ impl Messages {
 
 /// Returns the directory of the messages of a communicator.
 pub(super) fn directory(communicator: &str) -> PathBuf {
-    let all = std::env::var_os("CUDA_STAND_IN_DIRECTORY").map_or_else(std::env::temp_dir, PathBuf::from);
+    let all =
+        std::env::var_os("CUDA_STAND_IN_DIRECTORY").map_or_else(std::env::temp_dir, PathBuf::from);
     all.join(format!("nccl-stand-in-{communicator}"))
 }
 
-/// Returns the place of a GPU: ranks with the same one cannot be in the same communicator, unless it is allowed.
+/// Returns the place of a GPU: ranks with the same one cannot be in the same communicator, unless
+/// it is allowed.
 pub(super) fn place(number: usize) -> String {
     let is_shared = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
-    let shared = if is_shared { std::process::id().to_string() } else { String::new() };
-    format!("{} {number} {shared}", std::env::var("NCCL_HOSTID").unwrap_or_default())
+    let shared = if is_shared {
+        std::process::id().to_string()
+    } else {
+        String::new()
+    };
+    format!(
+        "{} {number} {shared}",
+        std::env::var("NCCL_HOSTID").unwrap_or_default()
+    )
 }
 
-/// The description of a message, at its start, so that ranks that call different functions find out.
+/// The description of a message, at its start, so that ranks that call different functions find
+/// out.
 pub(super) fn header(call: &str, dtype: i32, count: usize) -> Vec<u8> {
     let mut header = format!("{call} {dtype} {count}").into_bytes();
     header.resize(HEADER, b' ');
@@ -162,11 +206,21 @@ pub(super) fn header(call: &str, dtype: i32, count: usize) -> Vec<u8> {
 pub(super) const HEADER: usize = 64;
 
 /// Splits a message, and checks its header.
-pub(super) fn content<'m>(message: &'m [u8], expected: &[u8], from: usize) -> Result<&'m [u8], String> {
-    let (header, content) = message.split_at_checked(HEADER).ok_or("a message is too short")?;
+pub(super) fn content<'m>(
+    message: &'m [u8],
+    expected: &[u8],
+    from: usize,
+) -> Result<&'m [u8], String> {
+    let (header, content) = message
+        .split_at_checked(HEADER)
+        .ok_or("a message is too short")?;
     if header != expected {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
-        return Err(format!("rank {from} called `{}`, and not `{}`", text(header), text(expected)));
+        return Err(format!(
+            "rank {from} called `{}`, and not `{}`",
+            text(header),
+            text(expected)
+        ));
     }
     Ok(content)
 }
@@ -184,7 +238,8 @@ mod tests {
     fn join(test: &str, places: [&str; 2]) -> [Result<Messages, String>; 2] {
         let directory = std::env::temp_dir().join(format!("{test}-{}", std::process::id()));
         let join = |rank: usize| {
-            Messages::join(directory.clone(), (rank, 2), places[rank], || false).map(|joined| joined.unwrap())
+            Messages::join(directory.clone(), (rank, 2), places[rank], || false)
+                .map(|joined| joined.unwrap())
         };
         let joined = thread::scope(|scope| {
             [0, 1]
@@ -229,7 +284,11 @@ mod tests {
         let (sent, expected) = (header("ncclAllGather", 7, 3), header("ncclAllReduce", 7, 3));
         let message = [&sent[..], b"xyz"].concat();
         assert_eq!(content(&message, &sent, 1).unwrap(), b"xyz");
-        assert!(content(&message, &expected, 1).unwrap_err().contains("rank 1 called `ncclAllGather 7 3`"));
+        assert!(
+            content(&message, &expected, 1)
+                .unwrap_err()
+                .contains("rank 1 called `ncclAllGather 7 3`")
+        );
         assert!(content(b"x", &expected, 1).is_err());
     }
 }

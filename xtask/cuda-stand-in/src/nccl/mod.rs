@@ -1,9 +1,12 @@
 //! NCCL: communicators whose ranks are processes or threads of this machine.
 //!
-//! As NCCL's non-blocking communicators do, calls return while they are under way: they reach their stream later, and
-//! `ncclCommGetAsyncError` tells when.
+//! As NCCL's non-blocking communicators do, calls return while they are under way: they reach their
+//! stream later, and `ncclCommGetAsyncError` tells when.
 
-#![expect(unsafe_code, reason = "functions of C, whose pointers their callers answer for")]
+#![expect(
+    unsafe_code,
+    reason = "functions of C, whose pointers their callers answer for"
+)]
 
 mod calls;
 mod messages;
@@ -49,7 +52,10 @@ struct Communicator {
 
 impl Communicator {
     fn fail(&self, code: Code, error: String) {
-        say(&format!("NCCL, rank {} of {}: {error}", self.rank, self.ranks));
+        say(&format!(
+            "NCCL, rank {} of {}: {error}",
+            self.rank, self.ranks
+        ));
         *lock(&self.error) = Some(error);
         self.state.store(code, Ordering::Release);
     }
@@ -73,7 +79,9 @@ impl Communicator {
     /// Carries out calls on a stream's thread.
     fn run(&self, calls: &[Call]) -> Result<(), String> {
         let mut messages = lock(&self.messages);
-        let Some(messages) = messages.as_mut() else { return Ok(()) };
+        let Some(messages) = messages.as_mut() else {
+            return Ok(());
+        };
         match calls::carry_out(calls, messages, &|| self.is_aborted()) {
             Ok(Ok(()) | Err(Aborted)) => {}
             Err(error) => self.fail(INVALID_USAGE, error),
@@ -98,14 +106,26 @@ impl Launch {
         if let Some(code) = self.communicator.refuse() {
             return code;
         }
-        self.communicator.state.store(IN_PROGRESS, Ordering::Release);
-        let launcher = thread::Builder::new().name("launch".to_owned()).spawn(move || {
-            thread::sleep(LAUNCH);
-            let (communicator, calls) = (Arc::clone(&self.communicator), self.calls);
-            self.device.push(&self.stream, Box::new(move || communicator.run(&calls)));
-            self.communicator.state.compare_exchange(IN_PROGRESS, SUCCESS, Ordering::AcqRel, Ordering::Acquire).ok();
-        });
-        if launcher.is_ok() { IN_PROGRESS } else { SYSTEM_ERROR }
+        self.communicator
+            .state
+            .store(IN_PROGRESS, Ordering::Release);
+        let launcher = thread::Builder::new()
+            .name("launch".to_owned())
+            .spawn(move || {
+                thread::sleep(LAUNCH);
+                let (communicator, calls) = (Arc::clone(&self.communicator), self.calls);
+                self.device
+                    .push(&self.stream, Box::new(move || communicator.run(&calls)));
+                self.communicator
+                    .state
+                    .compare_exchange(IN_PROGRESS, SUCCESS, Ordering::AcqRel, Ordering::Acquire)
+                    .ok();
+            });
+        if launcher.is_ok() {
+            IN_PROGRESS
+        } else {
+            SYSTEM_ERROR
+        }
     }
 }
 
@@ -116,19 +136,32 @@ thread_local! {
 
 /// Begins a call, or notes it for the end of the thread's group.
 fn begin(communicator: Handle, stream: Handle, addresses: &[Address], call: Call) -> Code {
-    let Some(communicator) = COMMUNICATORS.get(communicator) else { return INVALID_ARGUMENT };
-    if addresses.iter().any(|&address| device_of(address).is_none()) {
+    let Some(communicator) = COMMUNICATORS.get(communicator) else {
+        return INVALID_ARGUMENT;
+    };
+    if addresses
+        .iter()
+        .any(|&address| device_of(address).is_none())
+    {
         *lock(&communicator.error) = Some("an address is not a GPU's".to_owned());
         return INVALID_ARGUMENT;
     }
-    let Ok((device, stream)) = machine::stream(stream) else { return INVALID_ARGUMENT };
-    let launch = Launch { communicator, device, stream, calls: vec![call] };
+    let Ok((device, stream)) = machine::stream(stream) else {
+        return INVALID_ARGUMENT;
+    };
+    let launch = Launch {
+        communicator,
+        device,
+        stream,
+        calls: vec![call],
+    };
     GROUP.with_borrow_mut(|(depth, launches)| {
         if *depth == 0 {
             return launch.begin();
         }
         let together = launches.iter_mut().find(|other| {
-            Arc::ptr_eq(&other.communicator, &launch.communicator) && Arc::ptr_eq(&other.stream, &launch.stream)
+            Arc::ptr_eq(&other.communicator, &launch.communicator)
+                && Arc::ptr_eq(&other.stream, &launch.stream)
         });
         match together {
             Some(other) => other.calls.push(call),
@@ -154,10 +187,20 @@ const ID: usize = 128;
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ncclGetUniqueId(id: *mut [u8; ID]) -> Code {
     static MADE: AtomicU64 = AtomicU64::new(0);
-    let time = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
-    let name = format!("{}-{time}-{}", std::process::id(), MADE.fetch_add(1, Ordering::Relaxed));
+    let time = SystemTime::UNIX_EPOCH
+        .elapsed()
+        .unwrap_or_default()
+        .as_nanos();
+    let name = format!(
+        "{}-{time}-{}",
+        std::process::id(),
+        MADE.fetch_add(1, Ordering::Relaxed)
+    );
     let mut bytes = [0; ID];
-    bytes.iter_mut().zip(name.bytes()).for_each(|(to, from)| *to = from);
+    bytes
+        .iter_mut()
+        .zip(name.bytes())
+        .for_each(|(to, from)| *to = from);
     // SAFETY: the caller's pointer.
     unsafe { id.write(bytes) };
     SUCCESS
@@ -175,8 +218,12 @@ unsafe extern "C" fn ncclCommInitRankConfig(
     rank: c_int,
     _config: *const c_void,
 ) -> Code {
-    let (Ok(ranks), Ok(rank)) = (usize::try_from(ranks), usize::try_from(rank)) else { return INVALID_ARGUMENT };
-    let Ok(device) = machine::current() else { return INVALID_USAGE };
+    let (Ok(ranks), Ok(rank)) = (usize::try_from(ranks), usize::try_from(rank)) else {
+        return INVALID_ARGUMENT;
+    };
+    let Ok(device) = machine::current() else {
+        return INVALID_USAGE;
+    };
     let communicator = Arc::new(Communicator {
         rank,
         ranks,
@@ -185,26 +232,40 @@ unsafe extern "C" fn ncclCommInitRankConfig(
         error: Mutex::new(None),
         messages: Mutex::new(None),
     });
-    let name: String = id.0.iter().take_while(|&&byte| byte != 0).map(|&byte| char::from(byte)).collect();
+    let name: String =
+        id.0.iter()
+            .take_while(|&&byte| byte != 0)
+            .map(|&byte| char::from(byte))
+            .collect();
     // SAFETY: the caller's pointer.
     unsafe { made.write(COMMUNICATORS.add(Arc::clone(&communicator))) };
-    let joiner = thread::Builder::new().name("join".to_owned()).spawn(move || {
-        let (directory, place) = (messages::directory(&name), messages::place(device.number));
-        match Messages::join(directory, (rank, ranks), &place, || communicator.is_aborted()) {
-            Ok(Ok(messages)) => {
-                *lock(&communicator.messages) = Some(messages);
-                communicator.state.store(SUCCESS, Ordering::Release);
+    let joiner = thread::Builder::new()
+        .name("join".to_owned())
+        .spawn(move || {
+            let (directory, place) = (messages::directory(&name), messages::place(device.number));
+            match Messages::join(directory, (rank, ranks), &place, || {
+                communicator.is_aborted()
+            }) {
+                Ok(Ok(messages)) => {
+                    *lock(&communicator.messages) = Some(messages);
+                    communicator.state.store(SUCCESS, Ordering::Release);
+                }
+                Ok(Err(Aborted)) => {}
+                Err(error) => communicator.fail(INVALID_USAGE, error),
             }
-            Ok(Err(Aborted)) => {}
-            Err(error) => communicator.fail(INVALID_USAGE, error),
-        }
-    });
-    if joiner.is_ok() { IN_PROGRESS } else { SYSTEM_ERROR }
+        });
+    if joiner.is_ok() {
+        IN_PROGRESS
+    } else {
+        SYSTEM_ERROR
+    }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ncclCommGetAsyncError(communicator: Handle, state: *mut Code) -> Code {
-    let Some(communicator) = COMMUNICATORS.get(communicator) else { return INVALID_ARGUMENT };
+    let Some(communicator) = COMMUNICATORS.get(communicator) else {
+        return INVALID_ARGUMENT;
+    };
     // SAFETY: the caller's pointer.
     unsafe { state.write(communicator.state.load(Ordering::Acquire)) };
     SUCCESS
@@ -225,40 +286,60 @@ extern "C" fn ncclGetErrorString(code: Code) -> *const c_char {
 
 #[unsafe(no_mangle)]
 extern "C" fn ncclGetLastError(communicator: Handle) -> *const c_char {
-    let error = COMMUNICATORS.get(communicator).and_then(|communicator| lock(&communicator.error).clone());
+    let error = COMMUNICATORS
+        .get(communicator)
+        .and_then(|communicator| lock(&communicator.error).clone());
     // Errors are few, and the caller may keep the pointer.
-    CString::new(error.unwrap_or_default()).unwrap_or_default().into_raw()
+    CString::new(error.unwrap_or_default())
+        .unwrap_or_default()
+        .into_raw()
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn ncclCommFinalize(handle: Handle) -> Code {
-    let Some(communicator) = COMMUNICATORS.get(handle) else { return INVALID_ARGUMENT };
+    let Some(communicator) = COMMUNICATORS.get(handle) else {
+        return INVALID_ARGUMENT;
+    };
     if let Some(code) = communicator.refuse() {
         return code;
     }
     communicator.state.store(IN_PROGRESS, Ordering::Release);
-    let leaver = thread::Builder::new().name("leave".to_owned()).spawn(move || {
-        if let Some(Err(error)) = lock(&communicator.messages).as_ref().map(Messages::leave) {
-            return communicator.fail(SYSTEM_ERROR, error);
-        }
-        while !communicator.is_aborted()
-            && lock(&communicator.messages).as_ref().is_some_and(|messages| !messages.have_all_left())
-        {
-            thread::sleep(LAUNCH);
-        }
-        communicator.state.store(SUCCESS, Ordering::Release);
-    });
-    if leaver.is_ok() { IN_PROGRESS } else { SYSTEM_ERROR }
+    let leaver = thread::Builder::new()
+        .name("leave".to_owned())
+        .spawn(move || {
+            if let Some(Err(error)) = lock(&communicator.messages).as_ref().map(Messages::leave) {
+                return communicator.fail(SYSTEM_ERROR, error);
+            }
+            while !communicator.is_aborted()
+                && lock(&communicator.messages)
+                    .as_ref()
+                    .is_some_and(|messages| !messages.have_all_left())
+            {
+                thread::sleep(LAUNCH);
+            }
+            communicator.state.store(SUCCESS, Ordering::Release);
+        });
+    if leaver.is_ok() {
+        IN_PROGRESS
+    } else {
+        SYSTEM_ERROR
+    }
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn ncclCommDestroy(handle: Handle) -> Code {
-    if COMMUNICATORS.remove(handle).is_some() { SUCCESS } else { INVALID_ARGUMENT }
+    if COMMUNICATORS.remove(handle).is_some() {
+        SUCCESS
+    } else {
+        INVALID_ARGUMENT
+    }
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn ncclCommAbort(handle: Handle) -> Code {
-    let Some(communicator) = COMMUNICATORS.remove(handle) else { return INVALID_ARGUMENT };
+    let Some(communicator) = COMMUNICATORS.remove(handle) else {
+        return INVALID_ARGUMENT;
+    };
     communicator.is_aborted.store(true, Ordering::Release);
     SUCCESS
 }
@@ -273,11 +354,19 @@ extern "C" fn ncclGroupStart() -> Code {
 extern "C" fn ncclGroupEnd() -> Code {
     let launches = GROUP.with_borrow_mut(|(depth, launches)| {
         *depth = depth.checked_sub(1)?;
-        Some(if *depth == 0 { std::mem::take(launches) } else { Vec::new() })
+        Some(if *depth == 0 {
+            std::mem::take(launches)
+        } else {
+            Vec::new()
+        })
     });
-    let Some(launches) = launches else { return INVALID_USAGE };
+    let Some(launches) = launches else {
+        return INVALID_USAGE;
+    };
     let codes: Vec<Code> = launches.into_iter().map(Launch::begin).collect();
-    let error = codes.iter().find(|&&code| code != SUCCESS && code != IN_PROGRESS);
+    let error = codes
+        .iter()
+        .find(|&&code| code != SUCCESS && code != IN_PROGRESS);
     error.or(codes.first()).copied().unwrap_or(SUCCESS)
 }
 
@@ -290,7 +379,17 @@ extern "C" fn ncclAllGather(
     communicator: Handle,
     stream: Handle,
 ) -> Code {
-    begin(communicator, stream, &[from, to], Call::AllGather { from, to, count, dtype })
+    begin(
+        communicator,
+        stream,
+        &[from, to],
+        Call::AllGather {
+            from,
+            to,
+            count,
+            dtype,
+        },
+    )
 }
 
 #[unsafe(no_mangle)]
@@ -306,7 +405,18 @@ extern "C" fn ncclReduceScatter(
     if !calls::reduces(op, dtype) {
         return INVALID_ARGUMENT;
     }
-    begin(communicator, stream, &[from, to], Call::ReduceScatter { from, to, count, dtype, op })
+    begin(
+        communicator,
+        stream,
+        &[from, to],
+        Call::ReduceScatter {
+            from,
+            to,
+            count,
+            dtype,
+            op,
+        },
+    )
 }
 
 #[unsafe(no_mangle)]
@@ -322,7 +432,18 @@ extern "C" fn ncclAllReduce(
     if !calls::reduces(op, dtype) {
         return INVALID_ARGUMENT;
     }
-    begin(communicator, stream, &[from, to], Call::AllReduce { from, to, count, dtype, op })
+    begin(
+        communicator,
+        stream,
+        &[from, to],
+        Call::AllReduce {
+            from,
+            to,
+            count,
+            dtype,
+            op,
+        },
+    )
 }
 
 #[unsafe(no_mangle)]
@@ -335,8 +456,21 @@ extern "C" fn ncclBroadcast(
     communicator: Handle,
     stream: Handle,
 ) -> Code {
-    let Ok(root) = usize::try_from(root) else { return INVALID_ARGUMENT };
-    begin(communicator, stream, &[from, to], Call::Broadcast { from, to, count, dtype, root })
+    let Ok(root) = usize::try_from(root) else {
+        return INVALID_ARGUMENT;
+    };
+    begin(
+        communicator,
+        stream,
+        &[from, to],
+        Call::Broadcast {
+            from,
+            to,
+            count,
+            dtype,
+            root,
+        },
+    )
 }
 
 #[unsafe(no_mangle)]
@@ -348,8 +482,20 @@ extern "C" fn ncclSend(
     communicator: Handle,
     stream: Handle,
 ) -> Code {
-    let Ok(peer) = usize::try_from(peer) else { return INVALID_ARGUMENT };
-    begin(communicator, stream, &[from], Call::Send { from, count, dtype, peer })
+    let Ok(peer) = usize::try_from(peer) else {
+        return INVALID_ARGUMENT;
+    };
+    begin(
+        communicator,
+        stream,
+        &[from],
+        Call::Send {
+            from,
+            count,
+            dtype,
+            peer,
+        },
+    )
 }
 
 #[unsafe(no_mangle)]
@@ -361,6 +507,18 @@ extern "C" fn ncclRecv(
     communicator: Handle,
     stream: Handle,
 ) -> Code {
-    let Ok(peer) = usize::try_from(peer) else { return INVALID_ARGUMENT };
-    begin(communicator, stream, &[to], Call::Receive { to, count, dtype, peer })
+    let Ok(peer) = usize::try_from(peer) else {
+        return INVALID_ARGUMENT;
+    };
+    begin(
+        communicator,
+        stream,
+        &[to],
+        Call::Receive {
+            to,
+            count,
+            dtype,
+            peer,
+        },
+    )
 }

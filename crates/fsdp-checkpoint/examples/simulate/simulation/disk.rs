@@ -1,9 +1,9 @@
 //! A disk that forgets: what was not synced may be lost, torn or reordered when the power fails.
 //!
-//! Each directory has two lists of names, the one that programs see and the one that survives. A change of names (a
-//! file created, something renamed or removed) is one step that survives as a whole or not at all; syncing a directory
-//! makes all changes that touch it survive. A file has two contents in the same way, and a list of writes since its
-//! last sync.
+//! Each directory has two lists of names, the one that programs see and the one that survives. A
+//! change of names (a file created, something renamed or removed) is one step that survives as a
+//! whole or not at all; syncing a directory makes all changes that touch it survive. A file has two
+//! contents in the same way, and a list of writes since its last sync.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -64,7 +64,12 @@ impl Change {
     }
 
     fn shares_a_name(&self, other: &Change) -> bool {
-        self.0.iter().any(|(at, name, _)| other.0.iter().any(|(with, its, _)| at == with && name == its))
+        self.0.iter().any(|(at, name, _)| {
+            other
+                .0
+                .iter()
+                .any(|(with, its, _)| at == with && name == its)
+        })
     }
 }
 
@@ -106,8 +111,20 @@ pub const NOT_SUPPORTED: i32 = 38;
 
 impl Disk {
     pub fn new() -> Self {
-        let nodes = [(ROOT, Node::Directory(Directory { mode: 0o755, ..Directory::default() }))].into();
-        Disk { nodes, changes: Vec::new(), locks: BTreeMap::new(), last: ROOT + 1 }
+        let nodes = [(
+            ROOT,
+            Node::Directory(Directory {
+                mode: 0o755,
+                ..Directory::default()
+            }),
+        )]
+        .into();
+        Disk {
+            nodes,
+            changes: Vec::new(),
+            locks: BTreeMap::new(),
+            last: ROOT + 1,
+        }
     }
 
     /// Returns a number that was not given out before.
@@ -141,7 +158,11 @@ impl Disk {
 
     /// Returns what has a name in a directory.
     pub fn lookup(&self, directory: Inode, name: &str) -> io::Result<Inode> {
-        self.directory(directory)?.now.get(name).copied().ok_or_else(|| error(NOT_FOUND))
+        self.directory(directory)?
+            .now
+            .get(name)
+            .copied()
+            .ok_or_else(|| error(NOT_FOUND))
     }
 
     /// Returns what is at a path.
@@ -154,15 +175,26 @@ impl Disk {
 
     /// Returns the directory of a path, and its name there.
     fn split(&self, path: &Path) -> io::Result<(Inode, String)> {
-        let name = path.file_name().ok_or_else(|| error(EXISTS))?.to_string_lossy().into_owned();
+        let name = path
+            .file_name()
+            .ok_or_else(|| error(EXISTS))?
+            .to_string_lossy()
+            .into_owned();
         Ok((self.resolve(path.parent().unwrap_or(Path::new("/")))?, name))
     }
 
-    /// Makes a change of names: in those that survive if it is `durable`, else in those that programs see.
+    /// Makes a change of names: in those that survive if it is `durable`, else in those that
+    /// programs see.
     fn apply(directories: &mut BTreeMap<Inode, Node>, change: &Change, durable: bool) {
         for (directory, name, inode) in &change.0 {
-            let Some(Node::Directory(directory)) = directories.get_mut(directory) else { continue };
-            let names = if durable { &mut directory.durable } else { &mut directory.now };
+            let Some(Node::Directory(directory)) = directories.get_mut(directory) else {
+                continue;
+            };
+            let names = if durable {
+                &mut directory.durable
+            } else {
+                &mut directory.now
+            };
             match inode {
                 Some(inode) => names.insert(name.clone(), *inode),
                 None => names.remove(name),
@@ -170,7 +202,8 @@ impl Disk {
         }
     }
 
-    /// Makes a change that programs see at once, and that is durable only when its directory is synced.
+    /// Makes a change that programs see at once, and that is durable only when its directory is
+    /// synced.
     fn change(&mut self, change: Vec<(Inode, String, Option<Inode>)>) {
         let change = Change(change);
         Self::apply(&mut self.nodes, &change, false);
@@ -181,7 +214,10 @@ impl Disk {
     fn settle(&mut self, index: usize) {
         let mut settled = BTreeSet::from([index]);
         for earlier in (0..index).rev() {
-            if settled.iter().any(|&later| self.changes[earlier].shares_a_name(&self.changes[later])) {
+            if settled
+                .iter()
+                .any(|&later| self.changes[earlier].shares_a_name(&self.changes[later]))
+            {
                 settled.insert(earlier);
             }
         }
@@ -202,7 +238,11 @@ impl Disk {
             Some(Node::File(file)) => (EntryKind::File, file.mode),
             None => return Err(error(NOT_FOUND)),
         };
-        Ok(Status { kind, identity: Identity(0, inode), mode })
+        Ok(Status {
+            kind,
+            identity: Identity(0, inode),
+            mode,
+        })
     }
 
     pub fn list(&self, path: &Path) -> io::Result<Vec<(String, EntryKind)>> {
@@ -211,7 +251,10 @@ impl Disk {
             Some(Node::Directory(_)) => EntryKind::Directory,
             _ => EntryKind::File,
         };
-        Ok(names.iter().map(|(name, inode)| (name.clone(), kind(inode))).collect())
+        Ok(names
+            .iter()
+            .map(|(name, inode)| (name.clone(), kind(inode)))
+            .collect())
     }
 
     /// Puts a new file or directory at a path. It is an error if something is there.
@@ -227,11 +270,24 @@ impl Disk {
     }
 
     pub fn create_directory(&mut self, path: &Path) -> io::Result<()> {
-        self.create(path, Node::Directory(Directory { mode: 0o755, ..Directory::default() })).map(drop)
+        self.create(
+            path,
+            Node::Directory(Directory {
+                mode: 0o755,
+                ..Directory::default()
+            }),
+        )
+        .map(drop)
     }
 
     pub fn create_file(&mut self, path: &Path) -> io::Result<Inode> {
-        self.create(path, Node::File(File { mode: 0o644, ..File::default() }))
+        self.create(
+            path,
+            Node::File(File {
+                mode: 0o644,
+                ..File::default()
+            }),
+        )
     }
 
     pub fn set_mode(&mut self, path: &Path, to: u32) -> io::Result<()> {
@@ -265,7 +321,8 @@ impl Disk {
         Ok(())
     }
 
-    /// Forgets that a file has writes that were not synced, as systems do after a failed sync: they never will be.
+    /// Forgets that a file has writes that were not synced, as systems do after a failed sync: they
+    /// never will be.
     pub fn give_up_writes(&mut self, inode: Inode) -> io::Result<()> {
         self.file_mut(inode)?.pending.clear();
         Ok(())
@@ -274,7 +331,11 @@ impl Disk {
     pub fn sync_directory(&mut self, path: &Path) -> io::Result<()> {
         let directory = self.resolve(path)?;
         self.directory(directory)?;
-        while let Some(index) = self.changes.iter().position(|change| change.touches(directory)) {
+        while let Some(index) = self
+            .changes
+            .iter()
+            .position(|change| change.touches(directory))
+        {
             self.settle(index);
         }
         Ok(())
@@ -310,7 +371,10 @@ impl Disk {
     pub fn remove(&mut self, path: &Path) -> io::Result<()> {
         let (directory, name) = self.split(path)?;
         let inode = self.lookup(directory, &name)?;
-        if self.directory(inode).is_ok_and(|directory| !directory.now.is_empty()) {
+        if self
+            .directory(inode)
+            .is_ok_and(|directory| !directory.now.is_empty())
+        {
             return Err(error(EXISTS));
         }
         self.change(vec![(directory, name, None)]);
@@ -328,7 +392,9 @@ impl Disk {
 
     pub fn read(&self, inode: Inode, offset: u64, dst: &mut [u8]) -> io::Result<()> {
         let bytes = &self.file(inode)?.now;
-        let end = (offset as usize).checked_add(dst.len()).filter(|&end| end <= bytes.len());
+        let end = (offset as usize)
+            .checked_add(dst.len())
+            .filter(|&end| end <= bytes.len());
         let end = end.ok_or(io::ErrorKind::UnexpectedEof)?;
         dst.copy_from_slice(&bytes[offset as usize..end]);
         Ok(())
@@ -343,11 +409,13 @@ impl Disk {
         self.number()
     }
 
-    /// Takes a lock, which replaces the one that this holder may have. Returns `false` if others hold it.
+    /// Takes a lock, which replaces the one that this holder may have. Returns `false` if others
+    /// hold it.
     pub fn try_lock(&mut self, inode: Inode, holder: u64, kind: LockKind) -> bool {
         let held = self.locks.entry(inode).or_default();
         let mut others = held.iter().filter(|(other, _)| **other != holder);
-        let is_free = others.all(|(_, theirs)| kind == LockKind::Shared && *theirs == LockKind::Shared);
+        let is_free =
+            others.all(|(_, theirs)| kind == LockKind::Shared && *theirs == LockKind::Shared);
         if is_free {
             held.insert(holder, kind);
         }
@@ -363,7 +431,13 @@ impl Disk {
     /// Ends all programs by a loss of power: what was not synced may be gone.
     pub fn lose_power(&mut self, seed: u64) {
         let mut random = StdRng::seed_from_u64(seed);
-        let losses = [Loss::Nothing, Loss::Everything, Loss::TheEnd, Loss::Some, Loss::Some];
+        let losses = [
+            Loss::Nothing,
+            Loss::Everything,
+            Loss::TheEnd,
+            Loss::Some,
+            Loss::Some,
+        ];
         let of_names = losses[random.random_range(0..losses.len())];
         let count = self.changes.len();
         let end = random.random_range(0..=count);
@@ -375,8 +449,9 @@ impl Disk {
                 Loss::Some => random.random(),
             })
             .collect();
-        // Settling a change removes it, and those that it builds on, from the list. All of these come before the
-        // changes that are still to be settled, so the positions of the latter go down by the number that is gone.
+        // Settling a change removes it, and those that it builds on, from the list. All of these
+        // come before the changes that are still to be settled, so the positions of the latter go
+        // down by the number that is gone.
         for index in kept {
             let gone = count - self.changes.len();
             if let Some(index) = index.checked_sub(gone) {
@@ -400,8 +475,15 @@ impl Disk {
         let mut reached = BTreeSet::from([ROOT]);
         let mut left = vec![ROOT];
         while let Some(inode) = left.pop() {
-            let Ok(directory) = self.directory(inode) else { continue };
-            left.extend(directory.now.values().filter(|inode| !reached.contains(*inode)));
+            let Ok(directory) = self.directory(inode) else {
+                continue;
+            };
+            left.extend(
+                directory
+                    .now
+                    .values()
+                    .filter(|inode| !reached.contains(*inode)),
+            );
             reached.extend(directory.now.values());
         }
         self.nodes.retain(|inode, _| reached.contains(inode));
@@ -409,7 +491,8 @@ impl Disk {
 }
 
 impl File {
-    /// Leaves in the file what survives: its durable content, and some of the writes since the last sync.
+    /// Leaves in the file what survives: its durable content, and some of the writes since the last
+    /// sync.
     fn lose_power(&mut self, loss: Loss, random: &mut StdRng) {
         let end = random.random_range(0..=self.pending.len());
         let mut bytes = std::mem::take(&mut self.durable);
@@ -424,8 +507,13 @@ impl File {
                 Write::Length(length) if is_kept => bytes.resize(length as usize, 0),
                 Write::Bytes(offset, written) if is_kept => {
                     // A write may be torn: only its beginning survives.
-                    let is_torn = matches!(loss, Loss::TheEnd | Loss::Some) && random.random_bool(0.3);
-                    let length = if is_torn { random.random_range(0..=written.len()) } else { written.len() };
+                    let is_torn =
+                        matches!(loss, Loss::TheEnd | Loss::Some) && random.random_bool(0.3);
+                    let length = if is_torn {
+                        random.random_range(0..=written.len())
+                    } else {
+                        written.len()
+                    };
                     put(&mut bytes, offset, &written[..length]);
                 }
                 _ => {}

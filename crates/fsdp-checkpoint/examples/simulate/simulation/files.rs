@@ -1,4 +1,5 @@
-//! The simulated disk as ranks see it: each operation may fail, or be the last one of a rank or of the machine.
+//! The simulated disk as ranks see it: each operation may fail, or be the last one of a rank or of
+//! the machine.
 
 use std::ffi::OsString;
 use std::io;
@@ -8,7 +9,8 @@ use std::time::Duration;
 
 use fsdp_dcp::FormatError;
 use fsdp_dcp::storage::{
-    EntryKind, FileSystem, Identity, Links, LockKind, Lockable, NewFile, OpenDirectory, OpenError, ReadAt, Status,
+    EntryKind, FileSystem, Identity, Links, LockKind, Lockable, NewFile, OpenDirectory, OpenError,
+    ReadAt, Status,
 };
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
@@ -34,8 +36,8 @@ pub enum Strike {
 pub enum Moment {
     /// Instead of the operation with this number.
     Operation(u64),
-    /// Instead of the rename with this number, or so many operations after it: the steps there are the ones that
-    /// commit.
+    /// Instead of the rename with this number, or so many operations after it: the steps there are
+    /// the ones that commit.
     Rename { number: u64, after: u64 },
 }
 
@@ -86,7 +88,8 @@ impl Trouble {
         {
             self.strike = Some((Moment::Operation(self.operations + after), strike));
         }
-        let is_now = matches!(self.strike, Some((Moment::Operation(at), _)) if at == self.operations);
+        let is_now =
+            matches!(self.strike, Some((Moment::Operation(at), _)) if at == self.operations);
         self.was_struck |= is_now;
         is_now.then_some(strike)
     }
@@ -124,7 +127,8 @@ enum Operation {
 #[derive(Debug, Clone)]
 pub struct Files {
     machine: Arc<Machine>,
-    /// The rank that this is the file system of; `None` for the checker, which nothing goes wrong for.
+    /// The rank that this is the file system of; `None` for the checker, which nothing goes wrong
+    /// for.
     rank: Option<usize>,
 }
 
@@ -135,7 +139,10 @@ fn error(code: i32) -> io::Error {
 impl Machine {
     /// Returns the file system of a rank, or that of the checker.
     pub fn files(self: &Arc<Self>, rank: Option<usize>) -> Arc<dyn FileSystem> {
-        Arc::new(Files { machine: self.clone(), rank })
+        Arc::new(Files {
+            machine: self.clone(),
+            rank,
+        })
     }
 
     fn has(&self, flaw: Flaw) -> bool {
@@ -158,13 +165,18 @@ impl Files {
         let Some(rank) = self.rank else { return Ok(()) };
         let schedule = locked(&self.machine.schedule).clone();
         if std::thread::panicking() || !self.may_fail() {
-            return if schedule.is_killed(rank) { Err(error(IO)) } else { Ok(()) };
+            return if schedule.is_killed(rank) {
+                Err(error(IO))
+            } else {
+                Ok(())
+            };
         }
         schedule.pass();
         let mut trouble = locked(&self.machine.trouble);
         let struck = trouble.count(operation);
         let text = format!("{rank} {operation:?} {}", path.display());
-        trouble.trace = trouble.trace.rotate_left(7) ^ twox_hash::XxHash3_64::oneshot(text.as_bytes());
+        trouble.trace =
+            trouble.trace.rotate_left(7) ^ twox_hash::XxHash3_64::oneshot(text.as_bytes());
         tracing::trace!("{text}");
         if let Some(strike) = struck {
             tracing::trace!("{strike:?} is struck");
@@ -181,10 +193,18 @@ impl Files {
         }
         let takes_space = matches!(
             operation,
-            Operation::Create | Operation::Allocate | Operation::Write | Operation::Link | Operation::Rename
+            Operation::Create
+                | Operation::Allocate
+                | Operation::Write
+                | Operation::Link
+                | Operation::Rename
         );
         tracing::trace!("it fails");
-        Err(error(if takes_space && chance < failures / 2.0 { NO_SPACE } else { IO }))
+        Err(error(if takes_space && chance < failures / 2.0 {
+            NO_SPACE
+        } else {
+            IO
+        }))
     }
 
     /// Kills a rank, or all, and makes the disk lose power.
@@ -195,7 +215,9 @@ impl Files {
         }
         match strike {
             Strike::Rank => schedule.kill(rank),
-            Strike::Job | Strike::Power => (0..schedule.ranks()).for_each(|rank| schedule.kill(rank)),
+            Strike::Job | Strike::Power => {
+                (0..schedule.ranks()).for_each(|rank| schedule.kill(rank))
+            }
         }
     }
 
@@ -223,13 +245,19 @@ impl Files {
     /// Returns a handle of its own, with its own number for locks.
     fn open(&self, inode: Inode, path: &Path) -> Handle {
         let holder = self.disk().holder();
-        Handle { files: self.clone(), path: path.to_owned(), inode, holder }
+        Handle {
+            files: self.clone(),
+            path: path.to_owned(),
+            inode,
+            holder,
+        }
     }
 }
 
 /// Returns `true` for the directory in which a checkpoint is written before its commit.
 fn is_staging(path: &Path) -> bool {
-    path.file_name().is_some_and(|name| name.to_string_lossy().contains(".tmp-"))
+    path.file_name()
+        .is_some_and(|name| name.to_string_lossy().contains(".tmp-"))
 }
 
 impl FileSystem for Files {
@@ -244,7 +272,10 @@ impl FileSystem for Files {
         if self.machine.has(Flaw::ListingStale) && self.rank.is_some() {
             list.pop();
         }
-        Ok(list.into_iter().map(|(name, kind)| (name.into(), kind)).collect())
+        Ok(list
+            .into_iter()
+            .map(|(name, kind)| (name.into(), kind))
+            .collect())
     }
 
     fn create_directory(&self, path: &Path) -> io::Result<()> {
@@ -367,7 +398,8 @@ impl FileSystem for Files {
     }
 
     fn nonce(&self) -> u64 {
-        // This number is the same in each repetition of a seed, and no other nonce of the run equals it.
+        // This number is the same in each repetition of a seed, and no other nonce of the run
+        // equals it.
         let number = self.disk().holder();
         twox_hash::XxHash3_64::oneshot(&number.to_le_bytes())
     }
@@ -396,7 +428,9 @@ impl Handle {
 
     /// Returns `true` for a file of tensors, and `false` for one of metadata.
     fn is_data(&self) -> bool {
-        self.path.extension().is_some_and(|extension| extension == "distcp")
+        self.path
+            .extension()
+            .is_some_and(|extension| extension == "distcp")
     }
 }
 
@@ -408,7 +442,9 @@ impl NewFile for Handle {
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.files.begin(Operation::Write, &self.path)?;
-        if self.machine().has(Flaw::WriteLost) && locked(&self.machine().trouble).random.random_bool(0.02) {
+        if self.machine().has(Flaw::WriteLost)
+            && locked(&self.machine().trouble).random.random_bool(0.02)
+        {
             return Ok(());
         }
         self.files.disk().write(self.inode, offset, bytes)
@@ -420,9 +456,17 @@ impl NewFile for Handle {
         if begun.is_err() {
             // The bytes that were written can be read, but a crash loses them.
             disk.give_up_writes(self.inode)?;
-            return if self.machine().has(Flaw::SyncErrorLost) { Ok(()) } else { begun };
+            return if self.machine().has(Flaw::SyncErrorLost) {
+                Ok(())
+            } else {
+                begun
+            };
         }
-        let is_missing = if self.is_data() { Flaw::DataSyncMissing } else { Flaw::MetadataSyncMissing };
+        let is_missing = if self.is_data() {
+            Flaw::DataSyncMissing
+        } else {
+            Flaw::MetadataSyncMissing
+        };
         if self.machine().has(is_missing) {
             return Ok(());
         }
@@ -455,16 +499,29 @@ impl Lockable for Handle {
 
 impl OpenDirectory for Handle {
     fn file(&self, parts: &[&str], _: Links) -> Result<Box<dyn ReadAt>, OpenError> {
-        let path = parts.iter().fold(self.path.clone(), |path, part| path.join(part));
-        self.files.begin(Operation::Read, &path).map_err(OpenError::Io)?;
+        let path = parts
+            .iter()
+            .fold(self.path.clone(), |path, part| path.join(part));
+        self.files
+            .begin(Operation::Read, &path)
+            .map_err(OpenError::Io)?;
         let (inode, length) = {
             let disk = self.files.disk();
-            let inode = parts.iter().try_fold(self.inode, |at, part| disk.lookup(at, part));
+            let inode = parts
+                .iter()
+                .try_fold(self.inode, |at, part| disk.lookup(at, part));
             let inode = inode.map_err(OpenError::Io)?;
-            let length = disk.length(inode).map_err(|_| OpenError::Refused("it is no regular file"))?;
+            let length = disk
+                .length(inode)
+                .map_err(|_| OpenError::Refused("it is no regular file"))?;
             (inode, length)
         };
-        Ok(Box::new(ReadFile { files: self.files.clone(), path, inode, length }))
+        Ok(Box::new(ReadFile {
+            files: self.files.clone(),
+            path,
+            inode,
+            length,
+        }))
     }
 }
 
@@ -486,6 +543,10 @@ impl ReadAt for ReadFile {
         let length = dst.len() as u64;
         let read = self.files.begin(Operation::Read, &self.path);
         let read = read.and_then(|()| self.files.disk().read(self.inode, offset, dst));
-        read.map_err(|source| FormatError::Read { offset, length, source })
+        read.map_err(|source| FormatError::Read {
+            offset,
+            length,
+            source,
+        })
     }
 }

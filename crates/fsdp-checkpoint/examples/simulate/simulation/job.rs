@@ -1,12 +1,13 @@
-//! A job: ranks that resume a run, save it, and remove what is old, with the code that real jobs run.
+//! A job: ranks that resume a run, save it, and remove what is old, with the code that real jobs
+//! run.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex};
 
 use anyhow::{Result, anyhow, ensure};
 use fsdp_checkpoint::{
-    CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, Location, Retention, SaveOptions,
-    list_checkpoints, step_name,
+    CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, Location, Retention,
+    SaveOptions, list_checkpoints, step_name,
 };
 use fsdp_comm::{LocalRanks, ProcessGroup};
 use fsdp_dcp::checkpoint::{Checkpoint, open};
@@ -82,18 +83,24 @@ impl Shared {
         *locked(&self.machine.schedule) = schedule.clone();
         *locked(&self.outcomes) = vec![Vec::new(); job.saves];
         locked(&self.winners).clear();
-        let ended = LocalRanks::new(job.ranks).stack_bytes(STACK_BYTES).turns(schedule.clone()).run(|group| {
-            let rank = group.rank();
-            let done = catch_unwind(AssertUnwindSafe(|| self.rank(job, group)));
-            match done {
-                Ok(Ok(())) => {}
-                Ok(Err(error)) if job.is_quiet => self.violation(format!("rank {rank} of a quiet job: {error:#}")),
-                // Something went wrong, and the rank was told: a real one would end with this error.
-                Ok(Err(_)) => {}
-                Err(panic) if panic.is::<Killed>() => {}
-                Err(panic) => resume_unwind(panic),
-            }
-        });
+        let ended = LocalRanks::new(job.ranks)
+            .stack_bytes(STACK_BYTES)
+            .turns(schedule.clone())
+            .run(|group| {
+                let rank = group.rank();
+                let done = catch_unwind(AssertUnwindSafe(|| self.rank(job, group)));
+                match done {
+                    Ok(Ok(())) => {}
+                    Ok(Err(error)) if job.is_quiet => {
+                        self.violation(format!("rank {rank} of a quiet job: {error:#}"))
+                    }
+                    // Something went wrong, and the rank was told: a real one would end with this
+                    // error.
+                    Ok(Err(_)) => {}
+                    Err(panic) if panic.is::<Killed>() => {}
+                    Err(panic) => resume_unwind(panic),
+                }
+            });
         if let Err(error) = ended {
             self.violation(format!("a rank panicked: {error}"));
         }
@@ -105,13 +112,15 @@ impl Shared {
         for (number, outcomes) in locked(&self.outcomes).iter().enumerate() {
             let is_one = outcomes.iter().all(|outcome| *outcome == outcomes[0]);
             if is_whole && !is_one {
-                self.violation(format!("save {number} failed on some ranks and not on others: {outcomes:?}"));
+                self.violation(format!(
+                    "save {number} failed on some ranks and not on others: {outcomes:?}"
+                ));
             }
         }
     }
 
-    /// Runs one rank of a job: it resumes, saves several times, and removes what is old. All ranks take their decisions
-    /// from the same seed, so they take the same ones.
+    /// Runs one rank of a job: it resumes, saves several times, and removes what is old. All ranks
+    /// take their decisions from the same seed, so they take the same ones.
     fn rank(&self, job: Job, group: ProcessGroup) -> Result<()> {
         let rank = group.rank();
         let run = Location::within(self.machine.files(Some(rank)), RUN);
@@ -120,10 +129,16 @@ impl Shared {
             save: SaveOptions {
                 overwrite: job.overwrite,
                 incremental: job.incremental,
-                write: WriteOptions { threads: Some(1), ..WriteOptions::default() },
+                write: WriteOptions {
+                    threads: Some(1),
+                    ..WriteOptions::default()
+                },
                 ..SaveOptions::default()
             },
-            load: LoadOptions { threads: Some(1), ..LoadOptions::default() },
+            load: LoadOptions {
+                threads: Some(1),
+                ..LoadOptions::default()
+            },
             memory_tier: None,
         };
         let mut checkpointer = Checkpointer::new(&run, &group, options)?;
@@ -134,9 +149,14 @@ impl Shared {
         }
         // One rank reads the newest checkpoint for as long as the job runs.
         let reader = random.random_range(0..2 * job.ranks);
-        let reading = if reader == rank && step > 0 { self.start_reading(&run, step) } else { None };
+        let reading = if reader == rank && step > 0 {
+            self.start_reading(&run, step)
+        } else {
+            None
+        };
         for number in 0..job.saves {
-            // Overwrite the final checkpoint or that of the last step now and then; otherwise save a new step.
+            // Overwrite the final checkpoint or that of the last step now and then; otherwise save
+            // a new step.
             let name = match random.random_range(0..10) {
                 0..3 if job.overwrite => FINAL.to_owned(),
                 3 if job.overwrite && step > 0 => step_name(step),
@@ -145,7 +165,11 @@ impl Shared {
                     step_name(step)
                 }
             };
-            let name = if job.is_last && number == 0 { FINAL.to_owned() } else { name };
+            let name = if job.is_last && number == 0 {
+                FINAL.to_owned()
+            } else {
+                name
+            };
             let version = job.first_version + number as u64;
             let saved = self.save(&mut checkpointer, &group, &run, &name, version);
             locked(&self.outcomes)[number].push(saved.is_ok());
@@ -172,13 +196,21 @@ impl Shared {
         let newest = locked(&self.journal).newest().map(str::to_owned);
         let name = loaded.as_ref().map(|(latest, _)| step_name(latest.step));
         if newest > name {
-            self.violation(format!("the run resumed from {name:?}, and {newest:?} was saved"));
+            self.violation(format!(
+                "the run resumed from {name:?}, and {newest:?} was saved"
+            ));
         }
-        let Some((latest, _)) = loaded else { return Ok(0) };
-        let judged = version_of(&state, group.rank(), group.world_size())
-            .and_then(|version| locked(&self.journal).check(&step_name(latest.step), Some(version)));
+        let Some((latest, _)) = loaded else {
+            return Ok(0);
+        };
+        let judged = version_of(&state, group.rank(), group.world_size()).and_then(|version| {
+            locked(&self.journal).check(&step_name(latest.step), Some(version))
+        });
         if let Err(error) = judged {
-            self.violation(format!("rank {} resumed with wrong state: {error:#}", group.rank()));
+            self.violation(format!(
+                "rank {} resumed with wrong state: {error:#}",
+                group.rank()
+            ));
         }
         Ok(latest.step)
     }
@@ -196,7 +228,10 @@ impl Shared {
         if group.rank() == 0 {
             locked(&self.journal).begin(name, version);
         }
-        match name.strip_prefix("step-").and_then(|step| step.parse::<u64>().ok()) {
+        match name
+            .strip_prefix("step-")
+            .and_then(|step| step.parse::<u64>().ok())
+        {
             Some(step) => checkpointer.save(step, &state)?,
             None => checkpointer.save(run.join(name), &state)?,
         };
@@ -209,7 +244,10 @@ impl Shared {
         if group.rank() > 0 {
             return Ok(());
         }
-        let retention = Retention { keep_last: job.keep_last.try_into().ok(), keep_every: None };
+        let retention = Retention {
+            keep_last: job.keep_last.try_into().ok(),
+            keep_every: None,
+        };
         // Nobody saves meanwhile, so this is what the removal will find.
         let all = list_checkpoints(Location::within(self.machine.files(None), RUN))?;
         let expired = retention.expired(&all);
@@ -235,14 +273,21 @@ impl Shared {
 
     /// Reads the checkpoint that was opened before others have replaced or removed it.
     fn end_reading(&self, job: Job, reading: Option<(String, Box<dyn Checkpoint>)>) -> Result<()> {
-        let Some((name, checkpoint)) = reading else { return Ok(()) };
+        let Some((name, checkpoint)) = reading else {
+            return Ok(());
+        };
         match version_in(&*checkpoint) {
             Ok(_) => Ok(()),
-            Err(error) if job.is_quiet => Err(anyhow!("`{name}` changed while it was read: {error:#}")),
+            Err(error) if job.is_quiet => {
+                Err(anyhow!("`{name}` changed while it was read: {error:#}"))
+            }
             Err(error) => {
-                // The checkpoint may be unreadable, because files fail in this job, but wrong bits must be an error of
-                // their own.
-                ensure!(error.chain().any(|cause| cause.is::<std::io::Error>()) || is_damage(&error), "{error:#}");
+                // The checkpoint may be unreadable, because files fail in this job, but wrong bits
+                // must be an error of their own.
+                ensure!(
+                    error.chain().any(|cause| cause.is::<std::io::Error>()) || is_damage(&error),
+                    "{error:#}"
+                );
                 Ok(())
             }
         }

@@ -1,4 +1,5 @@
-//! The checkpoints that must be on the disk, and those that may be there, by what the programs were told.
+//! The checkpoints that must be on the disk, and those that may be there, by what the programs were
+//! told.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +25,11 @@ pub struct Journal {
 impl Journal {
     /// Notes that a save has begun.
     pub fn begin(&mut self, name: &str, version: u64) {
-        self.records.entry(name.to_owned()).or_default().begun.push(version);
+        self.records
+            .entry(name.to_owned())
+            .or_default()
+            .begun
+            .push(version);
     }
 
     /// Notes that a save has succeeded; each rank is told.
@@ -32,14 +37,26 @@ impl Journal {
         let record = self.records.entry(name.to_owned()).or_default();
         // A slow rank may be told of its save after others have confirmed a later one.
         if record.confirmed.is_none_or(|confirmed| confirmed < version) {
-            let begun = record.begun.iter().copied().filter(|begun| *begun > version).collect();
-            *record = Record { confirmed: Some(version), begun, may_be_gone: false };
+            let begun = record
+                .begun
+                .iter()
+                .copied()
+                .filter(|begun| *begun > version)
+                .collect();
+            *record = Record {
+                confirmed: Some(version),
+                begun,
+                may_be_gone: false,
+            };
         }
     }
 
     /// Notes that of all saves to a place, this one has succeeded, and none may succeed after it.
     pub fn confirm_only(&mut self, name: &str, version: u64) {
-        let record = Record { confirmed: Some(version), ..Record::default() };
+        let record = Record {
+            confirmed: Some(version),
+            ..Record::default()
+        };
         self.records.insert(name.to_owned(), record);
     }
 
@@ -50,8 +67,13 @@ impl Journal {
 
     /// Returns the name of the newest step whose checkpoint must be there.
     pub fn newest(&self) -> Option<&str> {
-        let mut steps = self.records.iter().rev().filter(|(name, _)| name.starts_with("step-"));
-        let (name, _) = steps.find(|(_, record)| record.confirmed.is_some() && !record.may_be_gone)?;
+        let mut steps = self
+            .records
+            .iter()
+            .rev()
+            .filter(|(name, _)| name.starts_with("step-"));
+        let (name, _) =
+            steps.find(|(_, record)| record.confirmed.is_some() && !record.may_be_gone)?;
         Some(name)
     }
 
@@ -76,12 +98,15 @@ impl Journal {
         self.records.keys().cloned().collect()
     }
 
-    /// Notes what is at a place after a loss of power. It has survived that, so it is durable, and it must be there
-    /// from now on.
+    /// Notes what is at a place after a loss of power. It has survived that, so it is durable, and
+    /// it must be there from now on.
     pub fn settle(&mut self, name: &str, found: Option<u64>) {
         match found {
             Some(found) => {
-                let record = Record { confirmed: Some(found), ..Record::default() };
+                let record = Record {
+                    confirmed: Some(found),
+                    ..Record::default()
+                };
                 self.records.insert(name.to_owned(), record);
             }
             None => {

@@ -1,8 +1,9 @@
-//! The deterministic simulation of saves: real code of `fsdp-checkpoint`, `fsdp-dcp` and `fsdp-comm` on a simulated
-//! disk.
+//! The deterministic simulation of saves: real code of `fsdp-checkpoint`, `fsdp-dcp` and
+//! `fsdp-comm` on a simulated disk.
 //!
-//! A seed decides everything: how many ranks a job has, which of them runs when, what they save, which operation fails,
-//! and at which one a rank, the job or the machine ends. After each job the checker opens what is left:
+//! A seed decides everything: how many ranks a job has, which of them runs when, what they save,
+//! which operation fails, and at which one a rank, the job or the machine ends. After each job the
+//! checker opens what is left:
 //!
 //! - a checkpoint that a save has confirmed is there, whole, and holds the bits that were saved;
 //! - what an unconfirmed save has left is the old checkpoint or the new one;
@@ -57,7 +58,8 @@ pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs the simulation of a seed, with a disk that has a flaw or none. An error tells what was violated.
+/// Runs the simulation of a seed, with a disk that has a flaw or none. An error tells what was
+/// violated.
 pub fn simulate(seed: u64, flaw: Option<Flaw>) -> Result<Summary> {
     let mut random = StdRng::seed_from_u64(seed);
     let machine = Arc::new(Machine {
@@ -80,10 +82,17 @@ pub fn simulate(seed: u64, flaw: Option<Flaw>) -> Result<Summary> {
         let moment = if random.random() {
             Moment::Operation(random.random_range(1..=(250 + 120 * ranks as u64)))
         } else {
-            Moment::Rename { number: random.random_range(1..=8), after: random.random_range(0..=4) }
+            Moment::Rename {
+                number: random.random_range(1..=8),
+                after: random.random_range(0..=4),
+            }
         };
         let is_struck = !is_last && random.random_bool(0.8);
-        let failures = if is_last || random.random_bool(0.6) { 0.0 } else { 0.004 };
+        let failures = if is_last || random.random_bool(0.6) {
+            0.0
+        } else {
+            0.004
+        };
         let trouble = Trouble {
             random: StdRng::seed_from_u64(random.random()),
             strike: is_struck.then_some((moment, strike)),
@@ -95,7 +104,11 @@ pub fn simulate(seed: u64, flaw: Option<Flaw>) -> Result<Summary> {
             ranks,
             seed: random.random(),
             first_version: 1 + number * 100,
-            saves: if is_last { 2 } else { random.random_range(1..=4) },
+            saves: if is_last {
+                2
+            } else {
+                random.random_range(1..=4)
+            },
             overwrite: overwrite || is_last,
             incremental,
             keep_last: random.random_range(1..=3),
@@ -134,7 +147,11 @@ pub fn simulate(seed: u64, flaw: Option<Flaw>) -> Result<Summary> {
 fn check(shared: &Shared, has_lost_power: bool) -> Result<()> {
     let run = Location::within(shared.machine.files(None), RUN);
     let mut journal = locked(&shared.journal);
-    let listed = if run.exists()? { list_checkpoints(&run)? } else { Vec::new() };
+    let listed = if run.exists()? {
+        list_checkpoints(&run)?
+    } else {
+        Vec::new()
+    };
     let mut names = journal.names();
     names.extend(listed.iter().map(|checkpoint| step_name(checkpoint.step)));
     names.sort();
@@ -156,20 +173,37 @@ fn check(shared: &Shared, has_lost_power: bool) -> Result<()> {
 
 /// Opens and verifies a checkpoint, and returns the version that it holds.
 fn whole(path: &Location) -> Result<u64> {
-    let checkpoint = open(path, OpenOptions::default()).with_context(|| format!("`{path}` cannot be opened"))?;
+    let checkpoint =
+        open(path, OpenOptions::default()).with_context(|| format!("`{path}` cannot be opened"))?;
     let report = verify_on_threads(&*checkpoint, Level::Deep, 1, None)?;
-    ensure!(report.is_ok() && report.has_integrity, "`{path}` is not whole: {:?}", report.problems);
-    version_in(&*checkpoint).with_context(|| format!("`{path}` holds other bits than were saved, and verifies"))
+    ensure!(
+        report.is_ok() && report.has_integrity,
+        "`{path}` is not whole: {:?}",
+        report.problems
+    );
+    version_in(&*checkpoint)
+        .with_context(|| format!("`{path}` holds other bits than were saved, and verifies"))
 }
 
 /// Checks that the last job has removed what others left.
 fn check_leftovers(machine: &Arc<Machine>) -> Result<()> {
     let run = Location::within(machine.files(None), RUN);
-    let newest = list_checkpoints(&run)?.pop().map_or(0, |newest| newest.step);
-    for name in run.names()?.iter().filter_map(|name| name.strip_prefix('.')) {
+    let newest = list_checkpoints(&run)?
+        .pop()
+        .map_or(0, |newest| newest.step);
+    for name in run
+        .names()?
+        .iter()
+        .filter_map(|name| name.strip_prefix('.'))
+    {
         let of = name.split('.').next().unwrap_or_default();
-        let step = of.strip_prefix("step-").and_then(|step| step.parse::<u64>().ok());
-        ensure!(of != FINAL && step.is_none_or(|step| step > newest), "`.{name}` was left");
+        let step = of
+            .strip_prefix("step-")
+            .and_then(|step| step.parse::<u64>().ok());
+        ensure!(
+            of != FINAL && step.is_none_or(|step| step > newest),
+            "`.{name}` was left"
+        );
     }
     Ok(())
 }

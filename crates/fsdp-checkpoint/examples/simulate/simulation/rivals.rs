@@ -1,4 +1,5 @@
-//! Ranks that save to the same place without knowing of each other, as jobs do that were started twice.
+//! Ranks that save to the same place without knowing of each other, as jobs do that were started
+//! twice.
 
 use anyhow::{Context as _, Result};
 use fsdp_checkpoint::{CheckpointError, Location, SaveOptions, save};
@@ -22,14 +23,29 @@ impl Shared {
     /// Lets each rank save the whole state, to a place where nothing may be replaced.
     pub fn save_alone(&self, job: Job, group: &ProcessGroup, run: &Location) -> Result<()> {
         let ranks = group.world_size();
-        let alone = group.mesh_group(&DeviceMesh::new(&[ranks, 1], &["rivals", "alone"], ranks)?, 1)?;
+        let alone = group.mesh_group(
+            &DeviceMesh::new(&[ranks, 1], &["rivals", "alone"], ranks)?,
+            1,
+        )?;
         let (name, version) = (name(job), job.first_version + FIRST + group.rank() as u64);
         locked(&self.journal).begin(&name, version);
         // All are noted before one of them is done.
         group.barrier()?;
-        let write = WriteOptions { threads: Some(1), ..WriteOptions::default() };
-        let options = SaveOptions { overwrite: false, write, ..SaveOptions::default() };
-        match save(run.join(&name), &part(Some(version), 0, 1)?, &alone, &options) {
+        let write = WriteOptions {
+            threads: Some(1),
+            ..WriteOptions::default()
+        };
+        let options = SaveOptions {
+            overwrite: false,
+            write,
+            ..SaveOptions::default()
+        };
+        match save(
+            run.join(&name),
+            &part(Some(version), 0, 1)?,
+            &alone,
+            &options,
+        ) {
             Ok(_) => {
                 locked(&self.winners).push(version);
                 locked(&self.journal).confirm_only(&name, version);
@@ -44,13 +60,16 @@ impl Shared {
     pub fn check_rivals(&self, job: Job) {
         let winners = locked(&self.winners).clone();
         if winners.len() > 1 || (winners.is_empty() && job.has_rivals && job.is_quiet) {
-            self.violation(format!("the versions {winners:?} were saved to `{}`", name(job)));
+            self.violation(format!(
+                "the versions {winners:?} were saved to `{}`",
+                name(job)
+            ));
         }
     }
 }
 
-/// Returns `true` if an error says that something is at the place already. The ranks of a group tell each other so in
-/// words.
+/// Returns `true` if an error says that something is at the place already. The ranks of a group
+/// tell each other so in words.
 fn is_taken(error: &CheckpointError) -> bool {
     error.to_string().contains("exists already")
 }

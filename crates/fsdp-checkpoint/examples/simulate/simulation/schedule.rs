@@ -63,8 +63,18 @@ impl Schedule {
         let mut random = StdRng::seed_from_u64(seed);
         let slow = (ranks > 1 && random.random_bool(0.3)).then(|| random.random_range(0..ranks));
         let (standing, killed) = (vec![Standing::Absent; ranks], vec![false; ranks]);
-        let state = State { ranks: standing, killed, running: None, random, slow, hung: false };
-        Schedule { state: Mutex::new(state), turns: (0..ranks).map(|_| Condvar::new()).collect() }
+        let state = State {
+            ranks: standing,
+            killed,
+            running: None,
+            random,
+            slow,
+            hung: false,
+        };
+        Schedule {
+            state: Mutex::new(state),
+            turns: (0..ranks).map(|_| Condvar::new()).collect(),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -91,7 +101,8 @@ impl Schedule {
         self.lock().hung
     }
 
-    /// Perhaps lets another rank run. The rank whose thread this is ends here if it was killed meanwhile.
+    /// Perhaps lets another rank run. The rank whose thread this is ends here if it was killed
+    /// meanwhile.
     pub fn pass(&self) {
         let Some(rank) = current_rank() else { return };
         let mut state = self.lock();
@@ -104,8 +115,9 @@ impl Schedule {
 
     /// Chooses the rank that runs next.
     fn next(&self, state: &mut State) {
-        let mut ready: Vec<usize> =
-            (0..state.ranks.len()).filter(|&rank| state.ranks[rank] == Standing::Ready).collect();
+        let mut ready: Vec<usize> = (0..state.ranks.len())
+            .filter(|&rank| state.ranks[rank] == Standing::Ready)
+            .collect();
         if ready.is_empty() {
             // Nobody can go on: the deadline of all that wait is over.
             for standing in &mut state.ranks {
@@ -114,22 +126,31 @@ impl Schedule {
                     state.hung = true;
                 }
             }
-            ready = (0..state.ranks.len()).filter(|&rank| state.ranks[rank] == Standing::GivenUp).collect();
+            ready = (0..state.ranks.len())
+                .filter(|&rank| state.ranks[rank] == Standing::GivenUp)
+                .collect();
         }
         if ready.len() > 1 && state.random.random_bool(0.95) {
             let slow = state.slow;
             ready.retain(|&rank| Some(rank) != slow);
         }
-        state.running = (!ready.is_empty()).then(|| ready[state.random.random_range(0..ready.len())]);
+        state.running =
+            (!ready.is_empty()).then(|| ready[state.random.random_range(0..ready.len())]);
         if let Some(rank) = state.running {
             self.turns[rank].notify_one();
         }
     }
 
     /// Waits until this rank may run.
-    fn until_turn<'s>(&'s self, mut state: MutexGuard<'s, State>, rank: usize) -> MutexGuard<'s, State> {
+    fn until_turn<'s>(
+        &'s self,
+        mut state: MutexGuard<'s, State>,
+        rank: usize,
+    ) -> MutexGuard<'s, State> {
         while state.running != Some(rank) {
-            state = self.turns[rank].wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.turns[rank]
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
         }
         state
     }
@@ -148,7 +169,8 @@ fn wake_all(state: &mut State) {
 fn end_if_killed(state: MutexGuard<'_, State>, rank: usize) {
     let is_killed = state.killed[rank];
     drop(state);
-    // While a rank ends, its values are dropped, and that may lead here again. A second panic would abort the program.
+    // While a rank ends, its values are dropped, and that may lead here again. A second panic would
+    // abort the program.
     if is_killed && !std::thread::panicking() {
         resume_unwind(Box::new(Killed));
     }
@@ -160,7 +182,11 @@ impl Turns for Schedule {
         let mut state = self.lock();
         state.ranks[rank] = Standing::Ready;
         // The ranks start together: the last one to begin chooses the first to run.
-        if state.ranks.iter().all(|standing| *standing != Standing::Absent) {
+        if state
+            .ranks
+            .iter()
+            .all(|standing| *standing != Standing::Absent)
+        {
             self.next(&mut state);
         }
         drop(self.until_turn(state, rank));
@@ -174,7 +200,9 @@ impl Turns for Schedule {
     }
 
     fn wait(&self) -> bool {
-        let Some(rank) = current_rank() else { return true };
+        let Some(rank) = current_rank() else {
+            return true;
+        };
         let mut state = self.lock();
         if !state.killed[rank] {
             state.ranks[rank] = Standing::Waiting;

@@ -1,5 +1,6 @@
-//! A training with each feature has the losses of torch's FSDP and the keys of its checkpoints, and goes on at another
-//! number of ranks as if it had never stopped. `features.py` has recorded torch's.
+//! A training with each feature has the losses of torch's FSDP and the keys of its checkpoints, and
+//! goes on at another number of ranks as if it had never stopped. `features.py` has recorded
+//! torch's.
 
 mod run;
 
@@ -9,7 +10,8 @@ use serde_json::Value;
 
 use self::run::{Run, STEPS, Told, keys, ranks_of};
 
-/// The features, with the limits of the differences of losses: from torch's, and from those of another number of ranks.
+/// The features, with the limits of the differences of losses: from torch's, and from those of
+/// another number of ranks.
 const FEATURES: [(&str, f64, f64); 23] = [
     ("none", 1e-5, 1e-6),
     ("no reshard", 1e-5, 1e-6),
@@ -33,7 +35,8 @@ const FEATURES: [(&str, f64, f64); 23] = [
     // Each rank's gradient is rounded on its way, so other ranks round other numbers.
     ("bf16 hook", 1e-5, 1e-4),
     ("fp16 hook", 1e-5, 2e-5),
-    // Sums of products in bf16 and f16 are rounded otherwise, by half a unit in the last of 8 and 11 bits.
+    // Sums of products in bf16 and f16 are rounded otherwise, by half a unit in the last of 8 and
+    // 11 bits.
     ("mixed precision", 2e-3, 2e-3),
     ("sharded scaler", 3e-4, 3e-4),
 ];
@@ -46,7 +49,10 @@ fn torch(feature: &str) -> Value {
 fn assert_near(found: &[f64], expected: &[f64], limit: f64, what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
-        assert!((found - expected).abs() <= limit, "{what}, number {step}: {found} is not {expected}");
+        assert!(
+            (found - expected).abs() <= limit,
+            "{what}, number {step}: {found} is not {expected}"
+        );
     }
 }
 
@@ -64,10 +70,22 @@ fn whole(feature: &str, config: fn() -> FsdpConfig) -> Vec<Told> {
 /// Compares the losses with torch's.
 fn check(feature: &str, limit: f64, config: fn() -> FsdpConfig) {
     let expected = torch(feature);
-    let numbers = |key: &str, rank: usize| -> Vec<f64> { serde_json::from_value(expected[key][rank].clone()).unwrap() };
+    let numbers = |key: &str, rank: usize| -> Vec<f64> {
+        serde_json::from_value(expected[key][rank].clone()).unwrap()
+    };
     for (rank, told) in whole(feature, config).iter().enumerate() {
-        assert_near(&told.losses, &numbers("losses", rank), limit, &format!("the losses of {feature} on rank {rank}"));
-        assert_near(&told.others, &numbers("told", rank), limit, &format!("what {feature} tells on rank {rank}"));
+        assert_near(
+            &told.losses,
+            &numbers("losses", rank),
+            limit,
+            &format!("the losses of {feature} on rank {rank}"),
+        );
+        assert_near(
+            &told.others,
+            &numbers("told", rank),
+            limit,
+            &format!("what {feature} tells on rank {rank}"),
+        );
     }
 }
 
@@ -80,14 +98,28 @@ fn losses_are_those_of_torch_with_each_feature() {
 
 #[test]
 fn losses_of_torch_come_with_every_way_to_gather() {
-    for feature in ["none", "accumulate", "checkpoint", "frozen", "hybrid", "ignored", "summoned"] {
+    for feature in [
+        "none",
+        "accumulate",
+        "checkpoint",
+        "frozen",
+        "hybrid",
+        "ignored",
+        "summoned",
+    ] {
         check(feature, 1e-5, || FsdpConfig {
             backward_prefetch: Some(BackwardPrefetch::Pre),
             forward_prefetch: true,
             ..FsdpConfig::default()
         });
-        check(feature, 1e-5, || FsdpConfig { strategy: ShardingStrategy::NoShard, ..FsdpConfig::default() });
-        check(feature, 1e-5, || FsdpConfig { cpu_offload: true, ..FsdpConfig::default() });
+        check(feature, 1e-5, || FsdpConfig {
+            strategy: ShardingStrategy::NoShard,
+            ..FsdpConfig::default()
+        });
+        check(feature, 1e-5, || FsdpConfig {
+            cpu_offload: true,
+            ..FsdpConfig::default()
+        });
     }
 }
 
@@ -129,21 +161,34 @@ fn interrupted(feature: &str, from: usize, to: usize) -> Vec<Told> {
 fn after(told: &[Told], step: u64, others: usize) -> Vec<Told> {
     let last = |numbers: &[f64], count: usize| numbers[numbers.len() - count..].to_vec();
     let count = usize::try_from(STEPS - step).unwrap();
-    told.iter().map(|told| Told { losses: last(&told.losses, count), others: last(&told.others, others) }).collect()
+    told.iter()
+        .map(|told| Told {
+            losses: last(&told.losses, count),
+            others: last(&told.others, others),
+        })
+        .collect()
 }
 
 /// The means over the ranks.
 fn means(told: &[Told]) -> Told {
     let mean = |of: fn(&Told) -> &Vec<f64>| -> Vec<f64> {
         let count = of(&told[0]).len();
-        (0..count).map(|at| told.iter().map(|told| of(told)[at]).sum::<f64>() / told.len() as f64).collect()
+        (0..count)
+            .map(|at| told.iter().map(|told| of(told)[at]).sum::<f64>() / told.len() as f64)
+            .collect()
     };
-    Told { losses: mean(|told| &told.losses), others: mean(|told| &told.others) }
+    Told {
+        losses: mean(|told| &told.losses),
+        others: mean(|told| &told.others),
+    }
 }
 
 /// Features that change what a step computes, also those that torch itself does not have.
 fn resumed_features() -> impl Iterator<Item = (&'static str, f64)> {
-    FEATURES.into_iter().map(|(feature, _, limit)| (feature, limit)).chain([("schedule-free", 1e-6)])
+    FEATURES
+        .into_iter()
+        .map(|(feature, _, limit)| (feature, limit))
+        .chain([("schedule-free", 1e-6)])
 }
 
 #[test]
@@ -151,7 +196,11 @@ fn a_run_that_goes_on_at_the_same_number_of_ranks_has_the_same_bits() {
     for (feature, _) in resumed_features() {
         let ranks = ranks_of(feature);
         let found = interrupted(feature, ranks, ranks);
-        let expected = after(&whole(feature, FsdpConfig::default), STEPS / 2, found[0].others.len());
+        let expected = after(
+            &whole(feature, FsdpConfig::default),
+            STEPS / 2,
+            found[0].others.len(),
+        );
         assert_eq!(found, expected, "{feature}");
     }
 }

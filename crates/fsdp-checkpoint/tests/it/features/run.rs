@@ -7,16 +7,17 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{Linear, linear};
 use fsdp_checkpoint::{
-    Checkpointer, CheckpointerOptions, StateDictOptions, TrainState, set_model_state_dict, step_path,
+    Checkpointer, CheckpointerOptions, StateDictOptions, TrainState, set_model_state_dict,
+    step_path,
 };
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::ShardedTensor;
 use fsdp_layout::DeviceMesh;
 use fsdp_nn::algorithm::{AdafactorOptions, AdamOptions, MuonOptions, ScheduleFreeOptions};
 use fsdp_nn::{
-    Algorithm, AveragedModel, ClipOptions, CommHook, Decay, FsdpConfig, FullyShardedDataParallel, GradNorm, GradScaler,
-    GradScalerOptions, MixedPrecision, OnNonFinite, Optimizer, ParamGroup, Recomputed, Schedule, ShardingStrategy,
-    Unit,
+    Algorithm, AveragedModel, ClipOptions, CommHook, Decay, FsdpConfig, FullyShardedDataParallel,
+    GradNorm, GradScaler, GradScalerOptions, MixedPrecision, OnNonFinite, Optimizer, ParamGroup,
+    Recomputed, Schedule, ShardingStrategy, Unit,
 };
 use fsdp_state::{StateDict, StateValue};
 
@@ -30,8 +31,8 @@ const SPECIAL: &str = "layers.1.weight";
 
 type Layers = Vec<Unit<Recomputed<Linear>>>;
 
-/// The ranks that torch trains a feature on. Their batches together are the batch of all ranks here, however many there
-/// are.
+/// The ranks that torch trains a feature on. Their batches together are the batch of all ranks
+/// here, however many there are.
 pub(crate) fn ranks_of(feature: &str) -> usize {
     if feature == "hybrid" { 4 } else { 2 }
 }
@@ -69,30 +70,72 @@ fn scalar(tensor: &Tensor) -> f64 {
 
 /// The values of all parameters before the first step.
 fn initial_values() -> Vec<(String, Tensor)> {
-    let values = SIZES.into_iter().zip(0u32..).flat_map(|((inputs, outputs), index)| {
-        [("weight", 10, vec![outputs, inputs]), ("bias", 20, vec![outputs])].map(|(name, seed, shape)| {
-            (format!("layers.{index}.{name}"), (tensor(seed + index, &shape) * 0.5).unwrap())
-        })
-    });
+    let values = SIZES
+        .into_iter()
+        .zip(0u32..)
+        .flat_map(|((inputs, outputs), index)| {
+            [
+                ("weight", 10, vec![outputs, inputs]),
+                ("bias", 20, vec![outputs]),
+            ]
+            .map(|(name, seed, shape)| {
+                (
+                    format!("layers.{index}.{name}"),
+                    (tensor(seed + index, &shape) * 0.5).unwrap(),
+                )
+            })
+        });
     values.collect()
 }
 
 fn config_of(feature: &str, world: usize, config: FsdpConfig) -> FsdpConfig {
     let mixed_precision = |param| {
         let (param, reduce) = (Some(param), Some(DType::F32));
-        MixedPrecision { param, reduce, cast_inputs: true, ..MixedPrecision::default() }
+        MixedPrecision {
+            param,
+            reduce,
+            cast_inputs: true,
+            ..MixedPrecision::default()
+        }
     };
     match feature {
-        "no reshard" => FsdpConfig { strategy: ShardingStrategy::ShardGradOp, ..config },
-        "frozen" => FsdpConfig { requires_grad: Arc::new(|fqn| fqn != SPECIAL), ..config },
-        "ignored" => FsdpConfig { ignored_states: Arc::new(|fqn| fqn == SPECIAL), ..config },
-        "mixed precision" => FsdpConfig { mixed_precision: mixed_precision(DType::BF16), ..config },
-        "sharded scaler" => FsdpConfig { mixed_precision: mixed_precision(DType::F16), ..config },
-        "offload" => FsdpConfig { cpu_offload: true, ..config },
+        "no reshard" => FsdpConfig {
+            strategy: ShardingStrategy::ShardGradOp,
+            ..config
+        },
+        "frozen" => FsdpConfig {
+            requires_grad: Arc::new(|fqn| fqn != SPECIAL),
+            ..config
+        },
+        "ignored" => FsdpConfig {
+            ignored_states: Arc::new(|fqn| fqn == SPECIAL),
+            ..config
+        },
+        "mixed precision" => FsdpConfig {
+            mixed_precision: mixed_precision(DType::BF16),
+            ..config
+        },
+        "sharded scaler" => FsdpConfig {
+            mixed_precision: mixed_precision(DType::F16),
+            ..config
+        },
+        "offload" => FsdpConfig {
+            cpu_offload: true,
+            ..config
+        },
         "hybrid" => {
             let replicas = world.min(2);
-            let mesh = DeviceMesh::new(&[replicas, world / replicas], &["replicate", "shard"], world).unwrap();
-            FsdpConfig { strategy: ShardingStrategy::HybridShard, mesh: Some(mesh), ..config }
+            let mesh = DeviceMesh::new(
+                &[replicas, world / replicas],
+                &["replicate", "shard"],
+                world,
+            )
+            .unwrap();
+            FsdpConfig {
+                strategy: ShardingStrategy::HybridShard,
+                mesh: Some(mesh),
+                ..config
+            }
         }
         _ => config,
     }
@@ -100,24 +143,47 @@ fn config_of(feature: &str, world: usize, config: FsdpConfig) -> FsdpConfig {
 
 fn optimizers_of(feature: &str, model: &FullyShardedDataParallel<Layers>) -> Vec<Optimizer> {
     let parameters = model.parameters();
-    let adamw = Algorithm::AdamW(AdamOptions { lr: 0.01, ..AdamOptions::adamw() });
+    let adamw = Algorithm::AdamW(AdamOptions {
+        lr: 0.01,
+        ..AdamOptions::adamw()
+    });
     let groups = match feature {
         "muon" => {
-            let (matrices, others): (Vec<&str>, Vec<&str>) = parameters.fqns().partition(|fqn| fqn.ends_with("weight"));
-            let muon = Algorithm::Muon(MuonOptions { lr: 0.02, ..MuonOptions::default() });
-            vec![ParamGroup::new(muon, matrices), ParamGroup::new(adamw, others)]
+            let (matrices, others): (Vec<&str>, Vec<&str>) =
+                parameters.fqns().partition(|fqn| fqn.ends_with("weight"));
+            let muon = Algorithm::Muon(MuonOptions {
+                lr: 0.02,
+                ..MuonOptions::default()
+            });
+            vec![
+                ParamGroup::new(muon, matrices),
+                ParamGroup::new(adamw, others),
+            ]
         }
         "adafactor" => {
-            let adafactor = Algorithm::Adafactor(AdafactorOptions { lr: 0.05, ..AdafactorOptions::default() });
+            let adafactor = Algorithm::Adafactor(AdafactorOptions {
+                lr: 0.05,
+                ..AdafactorOptions::default()
+            });
             vec![ParamGroup::new(adafactor, parameters.fqns())]
         }
         "schedule-free" => {
-            let options = ScheduleFreeOptions { lr: 0.02, warmup_steps: 3, ..ScheduleFreeOptions::default() };
-            vec![ParamGroup::new(Algorithm::ScheduleFreeAdamW(options), parameters.fqns())]
+            let options = ScheduleFreeOptions {
+                lr: 0.02,
+                warmup_steps: 3,
+                ..ScheduleFreeOptions::default()
+            };
+            vec![ParamGroup::new(
+                Algorithm::ScheduleFreeAdamW(options),
+                parameters.fqns(),
+            )]
         }
         _ => vec![ParamGroup::new(adamw, parameters.fqns())],
     };
-    groups.into_iter().map(|group| Optimizer::with_groups(parameters, vec![group]).unwrap()).collect()
+    groups
+        .into_iter()
+        .map(|group| Optimizer::with_groups(parameters, vec![group]).unwrap())
+        .collect()
 }
 
 impl Run {
@@ -128,27 +194,56 @@ impl Run {
             let layer = |(index, (inputs, outputs)): (usize, &(usize, usize))| {
                 let linear = |scope: &fsdp_nn::Scope| linear(*inputs, *outputs, scope.vb());
                 let recomputes = feature == "checkpoint";
-                scope.pp("layers").pp(index).unit(|scope| Ok(Recomputed::when(recomputes, linear(scope)?)))
+                scope
+                    .pp("layers")
+                    .pp(index)
+                    .unit(|scope| Ok(Recomputed::when(recomputes, linear(scope)?)))
             };
             SIZES.iter().enumerate().map(layer).collect()
         });
         let model = model.unwrap();
         let optimizers = optimizers_of(feature, &model);
         let mut state = TrainState::new(model, optimizers);
-        let options = GradScalerOptions { init_scale: 1024.0, growth_interval: 2, ..GradScalerOptions::default() };
+        let options = GradScalerOptions {
+            init_scale: 1024.0,
+            growth_interval: 2,
+            ..GradScalerOptions::default()
+        };
         let has_scaler = ["scaler", "sharded scaler"].contains(&feature);
         state.scaler = has_scaler.then(|| GradScaler::new(options).unwrap());
-        let decays = [("constant", 3, Decay::Constant), ("cosine", 2, Decay::Cosine), ("linear", 2, Decay::Linear)];
+        let decays = [
+            ("constant", 3, Decay::Constant),
+            ("cosine", 2, Decay::Cosine),
+            ("linear", 2, Decay::Linear),
+        ];
         let schedule = decays.into_iter().find(|(name, ..)| *name == feature);
-        let schedule = schedule.map(|(_, warmup, decay)| Schedule { decay, warmup, steps: STEPS });
-        let mut run = Run { feature: feature.to_owned(), group: group.clone(), state, schedule };
+        let schedule = schedule.map(|(_, warmup, decay)| Schedule {
+            decay,
+            warmup,
+            steps: STEPS,
+        });
+        let mut run = Run {
+            feature: feature.to_owned(),
+            group: group.clone(),
+            state,
+            schedule,
+        };
         run.set_initial_values();
         if feature == "average" {
-            run.state.average = Some(AveragedModel::new(run.state.model.parameters(), 0.75).unwrap());
+            run.state.average =
+                Some(AveragedModel::new(run.state.model.parameters(), 0.75).unwrap());
         }
         match feature {
-            "bf16 hook" => run.state.model.register_comm_hook(CommHook::Bf16Compress).unwrap(),
-            "fp16 hook" => run.state.model.register_comm_hook(CommHook::Fp16Compress).unwrap(),
+            "bf16 hook" => run
+                .state
+                .model
+                .register_comm_hook(CommHook::Bf16Compress)
+                .unwrap(),
+            "fp16 hook" => run
+                .state
+                .model
+                .register_comm_hook(CommHook::Fp16Compress)
+                .unwrap(),
             _ => {}
         }
         run
@@ -158,38 +253,62 @@ impl Run {
         let parameters = self.state.model.parameters();
         let is_wrong = self.feature == "synchronized" && self.group.rank() != 0;
         for (fqn, value) in initial_values() {
-            let value = if is_wrong { value.zeros_like().unwrap() } else { value };
-            match parameters.ignored_states().iter().find(|(name, _)| *name == fqn) {
+            let value = if is_wrong {
+                value.zeros_like().unwrap()
+            } else {
+                value
+            };
+            match parameters
+                .ignored_states()
+                .iter()
+                .find(|(name, _)| *name == fqn)
+            {
                 Some((_, var)) => var.set(&value).unwrap(),
-                None => parameters.set_parameter(&fqn, &ShardedTensor::from_whole(&value)).unwrap(),
+                None => parameters
+                    .set_parameter(&fqn, &ShardedTensor::from_whole(&value))
+                    .unwrap(),
             }
         }
         if self.feature == "synchronized" {
             let mut of_rank_0 = StateDict::new();
             if self.group.rank() == 0 {
-                of_rank_0.extend(initial_values().into_iter().map(|(fqn, value)| (fqn, StateValue::Tensor(value))));
+                of_rank_0.extend(
+                    initial_values()
+                        .into_iter()
+                        .map(|(fqn, value)| (fqn, StateValue::Tensor(value))),
+                );
             }
-            let options =
-                StateDictOptions { full_state_dict: true, broadcast_from_rank0: true, ..StateDictOptions::default() };
+            let options = StateDictOptions {
+                full_state_dict: true,
+                broadcast_from_rank0: true,
+                ..StateDictOptions::default()
+            };
             set_model_state_dict(&of_rank_0, parameters, &options).unwrap();
         }
     }
 
-    /// The rows of this rank: an equal part of those of all of torch's ranks, whose numbers come from these seeds.
+    /// The rows of this rank: an equal part of those of all of torch's ranks, whose numbers come
+    /// from these seeds.
     fn rows(&self, seed_of: impl Fn(u32) -> u32) -> (Tensor, Tensor) {
         let torch_ranks = ranks_of(&self.feature);
         let batch = |offset: u32| {
-            let of_rank = |rank: usize| tensor(seed_of(u32::try_from(rank).unwrap()) + offset, &[ROWS, 6]);
+            let of_rank =
+                |rank: usize| tensor(seed_of(u32::try_from(rank).unwrap()) + offset, &[ROWS, 6]);
             let all = Tensor::cat(&(0..torch_ranks).map(of_rank).collect::<Vec<_>>(), 0).unwrap();
             let rows = torch_ranks * ROWS / self.group.world_size();
-            all.narrow(0, self.group.rank() * rows, rows).unwrap().contiguous().unwrap()
+            all.narrow(0, self.group.rank() * rows, rows)
+                .unwrap()
+                .contiguous()
+                .unwrap()
         };
         (batch(0), batch(5000))
     }
 
     fn loss(&self, (x, y): &(Tensor, Tensor), parts: f64) -> Tensor {
         let loss = self.state.model.forward(|layers| {
-            let output = layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.tanh())?;
+            let output = layers
+                .iter()
+                .try_fold(x.clone(), |x, layer| layer.forward(&x)?.tanh())?;
             (output.to_dtype(DType::F32)? - y)?.sqr()?.mean_all()? / parts
         });
         loss.unwrap()
@@ -215,11 +334,17 @@ impl Run {
         if let Some(schedule) = &self.schedule {
             schedule.apply(&mut self.state.optimizers[0], step).unwrap();
         }
-        let parts = if ["accumulate", "hybrid"].contains(&feature.as_str()) { 2 } else { 1 };
+        let parts = if ["accumulate", "hybrid"].contains(&feature.as_str()) {
+            2
+        } else {
+            1
+        };
         let mut sum = 0.0;
         for part in 0..parts {
             let is_last = part + 1 == parts;
-            self.state.model.set_requires_gradient_sync(is_last || feature == "hybrid");
+            self.state
+                .model
+                .set_requires_gradient_sync(is_last || feature == "hybrid");
             self.state.model.set_requires_all_reduce(is_last);
             let seed = 1000 + u32::try_from(step).unwrap() * 16 + part;
             let loss = self.loss(&self.rows(|rank| seed + rank * 4), parts.into());
@@ -227,22 +352,43 @@ impl Run {
             // One rank's gradients overflow in one of the steps.
             let overflows = step == 4 && self.group.rank() + 1 == self.group.world_size();
             let scaled = match &self.state.scaler {
-                Some(scaler) if overflows => scaler.scale(&(loss * f64::INFINITY).unwrap()).unwrap(),
+                Some(scaler) if overflows => {
+                    scaler.scale(&(loss * f64::INFINITY).unwrap()).unwrap()
+                }
                 Some(scaler) => scaler.scale(&loss).unwrap(),
                 None => loss,
             };
             let others = self.state.model.backward(&scaled).unwrap();
             for (_, var) in self.state.model.parameters().ignored_states() {
-                told.others.push(scalar(&others.get(var).unwrap().sum_all().unwrap()));
+                told.others
+                    .push(scalar(&others.get(var).unwrap().sum_all().unwrap()));
             }
         }
         told.losses.push(sum);
-        let clip = [("clip", GradNorm::L2), ("clip by the largest", GradNorm::Infinity)];
+        let clip = [
+            ("clip", GradNorm::L2),
+            ("clip by the largest", GradNorm::Infinity),
+        ];
         if let Some((_, norm)) = clip.into_iter().find(|(name, _)| *name == feature) {
-            let options = ClipOptions { norm, on_non_finite: OnNonFinite::Error };
-            told.others.push(self.state.model.parameters().clip_grad_norm_with(0.05, options).unwrap());
+            let options = ClipOptions {
+                norm,
+                on_non_finite: OnNonFinite::Error,
+            };
+            told.others.push(
+                self.state
+                    .model
+                    .parameters()
+                    .clip_grad_norm_with(0.05, options)
+                    .unwrap(),
+            );
         }
-        let TrainState { model, optimizers, scaler, average, .. } = &mut self.state;
+        let TrainState {
+            model,
+            optimizers,
+            scaler,
+            average,
+            ..
+        } = &mut self.state;
         for optimizer in optimizers.iter_mut() {
             match scaler {
                 Some(scaler) => drop(scaler.step(optimizer).unwrap()),
@@ -281,7 +427,8 @@ impl Run {
 
     /// Saves the run after this many steps.
     pub(crate) fn save(&mut self, dir: &Path, step: u64) {
-        let mut checkpointer = Checkpointer::new(dir, &self.group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir, &self.group, CheckpointerOptions::default()).unwrap();
         if self.feature == "schedule-free" {
             self.state.optimizers[0].eval().unwrap();
         }
@@ -290,9 +437,13 @@ impl Run {
 
     /// Loads the newest checkpoint, and returns the number of its steps.
     pub(crate) fn resume(&mut self, dir: &Path) -> u64 {
-        let mut checkpointer = Checkpointer::new(dir, &self.group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir, &self.group, CheckpointerOptions::default()).unwrap();
         let (checkpoint, report) = checkpointer.load_latest(&mut self.state).unwrap().unwrap();
-        assert!(report.missing.is_empty() && report.unexpected.is_empty(), "{report:?}");
+        assert!(
+            report.missing.is_empty() && report.unexpected.is_empty(),
+            "{report:?}"
+        );
         checkpoint.step
     }
 }
@@ -300,7 +451,8 @@ impl Run {
 /// The names in the metadata of the checkpoint after these steps.
 pub(crate) fn keys(dir: &Path, step: u64) -> Vec<String> {
     let path = step_path(dir, step);
-    let checkpoint = fsdp_dcp::checkpoint::open(path, fsdp_dcp::reader::OpenOptions::default()).unwrap();
+    let checkpoint =
+        fsdp_dcp::checkpoint::open(path, fsdp_dcp::reader::OpenOptions::default()).unwrap();
     let mut keys: Vec<String> = checkpoint.metadata().entries.keys().cloned().collect();
     keys.sort_unstable();
     keys

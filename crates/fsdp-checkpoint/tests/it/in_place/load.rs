@@ -1,5 +1,6 @@
-//! Loading into the memory of the live tensors: the same values as a load into fresh memory, for every tensor that
-//! shares the storage; nothing changes where the checkpoint does not fit, and damage is told apart.
+//! Loading into the memory of the live tensors: the same values as a load into fresh memory, for
+//! every tensor that shares the storage; nothing changes where the checkpoint does not fit, and
+//! damage is told apart.
 
 use std::collections::HashMap;
 use std::fs;
@@ -24,23 +25,37 @@ fn arange(start: usize, count: usize) -> Tensor {
     Tensor::arange(start as f32, (start + count) as f32, &Device::Cpu).unwrap()
 }
 
-/// Makes the state of a rank, in a flat storage and beside it: rows of a matrix and a vector in the one, a tensor of
-/// its own, one without elements, a value and bytes.
+/// Makes the state of a rank, in a flat storage and beside it: rows of a matrix and a vector in the
+/// one, a tensor of its own, one without elements, a value and bytes.
 fn state(flat: &Tensor, group: &ProcessGroup, value: i64) -> StateDict {
     let rows = chunk_range(ROWS, group.world_size(), group.rank());
     let shards = (!rows.is_empty()).then(|| LocalShard {
         bounds: TensorBox::new(vec![rows.start, 0], vec![rows.len(), 4]),
-        tensor: flat.narrow(0, rows.start * 4, rows.len() * 4).unwrap().reshape((rows.len(), 4)).unwrap(),
+        tensor: flat
+            .narrow(0, rows.start * 4, rows.len() * 4)
+            .unwrap()
+            .reshape((rows.len(), 4))
+            .unwrap(),
     });
-    let matrix = ShardedTensor::new(DType::F32, vec![ROWS, 4], shards.into_iter().collect()).unwrap();
+    let matrix =
+        ShardedTensor::new(DType::F32, vec![ROWS, 4], shards.into_iter().collect()).unwrap();
     let mut inner = StateDict::new();
     inner.insert("matrix", matrix);
     inner.insert("vector", flat.narrow(0, ROWS * 4 + 1, 5).unwrap());
     let mut state = StateDict::new();
     state.insert("inner", inner);
-    state.insert("own", Tensor::full(value as f64, (2, 3), &Device::Cpu).unwrap());
-    state.insert("empty", Tensor::zeros((0, 2), DType::F32, &Device::Cpu).unwrap());
-    state.insert("raw", RawTensor::new(fsdp_layout::DType::Bool, vec![2], vec![1, value as u8 % 2]).unwrap());
+    state.insert(
+        "own",
+        Tensor::full(value as f64, (2, 3), &Device::Cpu).unwrap(),
+    );
+    state.insert(
+        "empty",
+        Tensor::zeros((0, 2), DType::F32, &Device::Cpu).unwrap(),
+    );
+    state.insert(
+        "raw",
+        RawTensor::new(fsdp_layout::DType::Bool, vec![2], vec![1, value as u8 % 2]).unwrap(),
+    );
     state.insert("value", value);
     state
 }
@@ -49,7 +64,13 @@ const FLAT: usize = ROWS * 4 + 1 + 5;
 
 fn save_on(path: &Path, world: usize) {
     run_local(world, |group| {
-        save(path, &state(&arange(0, FLAT), &group, 7), &group, &SaveOptions::default()).unwrap();
+        save(
+            path,
+            &state(&arange(0, FLAT), &group, 7),
+            &group,
+            &SaveOptions::default(),
+        )
+        .unwrap();
     })
     .unwrap();
 }
@@ -68,7 +89,11 @@ fn views_see_what_any_number_of_ranks_saved_and_the_rest_of_the_storage_stays() 
             run_local(world, |group| {
                 let flat = arange(1000, FLAT);
                 let mut live = state(&flat, &group, 0);
-                let own = live.get("own").and_then(StateValue::as_tensor).unwrap().clone();
+                let own = live
+                    .get("own")
+                    .and_then(StateValue::as_tensor)
+                    .unwrap()
+                    .clone();
                 let report = load_in_place(path.as_path(), &mut live, &group, &options()).unwrap();
                 assert!(report.is_clean(), "{report:?}");
                 let rows = chunk_range(ROWS, group.world_size(), group.rank());
@@ -79,8 +104,13 @@ fn views_see_what_any_number_of_ranks_saved_and_the_rest_of_the_storage_stays() 
                 }
                 assert_eq!(flat.to_vec1::<f32>().unwrap(), expected);
                 assert_eq!(own.to_vec2::<f64>().unwrap(), [[7.0; 3]; 2]);
-                assert_eq!(live.get("value").and_then(StateValue::as_plain), Some(&PlainValue::Int(7)));
-                let Some(StateValue::Raw(raw)) = live.get("raw") else { panic!("{live:?}") };
+                assert_eq!(
+                    live.get("value").and_then(StateValue::as_plain),
+                    Some(&PlainValue::Int(7))
+                );
+                let Some(StateValue::Raw(raw)) = live.get("raw") else {
+                    panic!("{live:?}")
+                };
                 assert_eq!(raw.bytes(), [1, 1]);
                 // The dict is what a load into fresh memory gives.
                 let mut fresh = state(&arange(1000, FLAT), &group, 0);
@@ -115,11 +145,22 @@ fn tensors_that_cannot_be_filled_directly_get_their_values_all_the_same() {
         assert!(error.to_string().contains("cast"), "{error}");
         // What is cast is read elsewhere first, but has to fit all the same.
         let mut spread = live.clone();
-        let column = Tensor::zeros((4, 2), DType::BF16, &Device::Cpu).unwrap().narrow(1, 0, 1).unwrap();
+        let column = Tensor::zeros((4, 2), DType::BF16, &Device::Cpu)
+            .unwrap()
+            .narrow(1, 0, 1)
+            .unwrap();
         spread.insert("cast", column.squeeze(1).unwrap());
-        let allow_cast = LoadOptions { cast: true, ..options() };
+        let allow_cast = LoadOptions {
+            cast: true,
+            ..options()
+        };
         let error = load_in_place(path.as_path(), &mut spread, &group, &allow_cast).unwrap_err();
-        assert!(error.to_string().contains("`cast` cannot be loaded in place: a tensor of shape [4]"), "{error}");
+        assert!(
+            error
+                .to_string()
+                .contains("`cast` cannot be loaded in place: a tensor of shape [4]"),
+            "{error}"
+        );
         assert_eq!(shared.to_vec1::<f32>().unwrap(), [0.0; 3]);
         load_in_place(path.as_path(), &mut live, &group, &allow_cast).unwrap();
         let widened = cast.to_dtype(DType::F32).unwrap();
@@ -134,9 +175,13 @@ fn tensors_that_cannot_be_filled_directly_get_their_values_all_the_same() {
 fn names_of_one_tensor_of_several_boxes_are_filled_once_and_others_keep_their_own() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("checkpoint");
-    let boxes = [TensorBox::new(vec![0, 1], vec![1, 2]), TensorBox::new(vec![1, 0], vec![1, 3])];
+    let boxes = [
+        TensorBox::new(vec![0, 1], vec![1, 2]),
+        TensorBox::new(vec![1, 0], vec![1, 3]),
+    ];
     run_local(1, |group| {
-        let matrix = |start: usize| ShardedTensor::from_whole(&arange(start, 6).reshape((2, 3)).unwrap());
+        let matrix =
+            |start: usize| ShardedTensor::from_whole(&arange(start, 6).reshape((2, 3)).unwrap());
         let saved: StateDict = [("a", 0), ("b", 0), ("c", 10), ("d", 0)]
             .map(|(key, start)| (key, StateValue::Sharded(matrix(start))))
             .into_iter()
@@ -151,7 +196,16 @@ fn names_of_one_tensor_of_several_boxes_are_filled_once_and_others_keep_their_ow
         load_in_place(path.as_path(), &mut live, &group, &options()).unwrap();
         let values = |tensor: &ShardedTensor| -> Vec<f32> {
             let shards = tensor.shards().iter();
-            shards.flat_map(|shard| shard.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
+            shards
+                .flat_map(|shard| {
+                    shard
+                        .tensor
+                        .flatten_all()
+                        .unwrap()
+                        .to_vec1::<f32>()
+                        .unwrap()
+                })
+                .collect()
         };
         assert_eq!(values(&tied), [1.0, 2.0, 3.0, 4.0, 5.0]);
         assert_eq!(values(&other), [11.0, 12.0, 13.0, 14.0, 15.0]);
@@ -165,15 +219,28 @@ fn of_several_names_of_one_tensor_the_first_counts_however_it_is_loaded() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("checkpoint");
     run_local(2, |group| {
-        let saved: StateDict =
-            [("a", 0), ("b", 10)].map(|(key, start)| (key, arange(start, 3).into())).into_iter().collect();
+        let saved: StateDict = [("a", 0), ("b", 10)]
+            .map(|(key, start)| (key, arange(start, 3).into()))
+            .into_iter()
+            .collect();
         save(path.as_path(), &saved, &group, &SaveOptions::default()).unwrap();
         for (staged, read_once) in [(false, false), (true, false), (false, true), (true, true)] {
             let tied = arange(90, 3);
-            let mut live: StateDict = ["b", "a"].into_iter().map(|key| (key, tied.clone().into())).collect();
-            let options = LoadOptions { staged, read_once: Some(read_once), ..options() };
+            let mut live: StateDict = ["b", "a"]
+                .into_iter()
+                .map(|key| (key, tied.clone().into()))
+                .collect();
+            let options = LoadOptions {
+                staged,
+                read_once: Some(read_once),
+                ..options()
+            };
             load_in_place(path.as_path(), &mut live, &group, &options).unwrap();
-            assert_eq!(tied.to_vec1::<f32>().unwrap(), [0.0, 1.0, 2.0], "staged {staged}, read once {read_once}");
+            assert_eq!(
+                tied.to_vec1::<f32>().unwrap(),
+                [0.0, 1.0, 2.0],
+                "staged {staged}, read once {read_once}"
+            );
         }
     })
     .unwrap();
@@ -184,17 +251,29 @@ fn where_tensors_share_some_elements_the_later_name_counts_however_they_are_load
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("checkpoint");
     run_local(2, |group| {
-        let saved: StateDict =
-            [("a", arange(0, 3)), ("b", arange(10, 2))].map(|(key, tensor)| (key, tensor.into())).into_iter().collect();
+        let saved: StateDict = [("a", arange(0, 3)), ("b", arange(10, 2))]
+            .map(|(key, tensor)| (key, tensor.into()))
+            .into_iter()
+            .collect();
         save(path.as_path(), &saved, &group, &SaveOptions::default()).unwrap();
         for (staged, read_once) in [(false, false), (true, false), (false, true), (true, true)] {
             let whole = arange(90, 3);
             let part = whole.narrow(0, 1, 2).unwrap();
-            let mut live: StateDict =
-                [("b", part), ("a", whole.clone())].map(|(key, tensor)| (key, tensor.into())).into_iter().collect();
-            let options = LoadOptions { staged, read_once: Some(read_once), ..options() };
+            let mut live: StateDict = [("b", part), ("a", whole.clone())]
+                .map(|(key, tensor)| (key, tensor.into()))
+                .into_iter()
+                .collect();
+            let options = LoadOptions {
+                staged,
+                read_once: Some(read_once),
+                ..options()
+            };
             load_in_place(path.as_path(), &mut live, &group, &options).unwrap();
-            assert_eq!(whole.to_vec1::<f32>().unwrap(), [0.0, 10.0, 11.0], "staged {staged}, read once {read_once}");
+            assert_eq!(
+                whole.to_vec1::<f32>().unwrap(),
+                [0.0, 10.0, 11.0],
+                "staged {staged}, read once {read_once}"
+            );
         }
     })
     .unwrap();
@@ -209,9 +288,17 @@ fn a_plain_value_takes_the_place_of_a_tensor_only_where_nobody_shares_its_memory
         save(path.as_path(), &saved, &group, &SaveOptions::default()).unwrap();
         let scale = Tensor::new(2f32, &Device::Cpu).unwrap();
         let mut live: StateDict = [("scale", scale.clone().into())].into_iter().collect();
-        let error = load_in_place(path.as_path(), &mut live, &group, &options()).unwrap_err().to_string();
-        assert!(error.contains("`scale: saved plain value, current float32 []`"), "{error}");
-        assert!(live.get("scale").is_some_and(StateValue::is_tensor) && scale.to_scalar::<f32>().unwrap() == 2.0);
+        let error = load_in_place(path.as_path(), &mut live, &group, &options())
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("`scale: saved plain value, current float32 []`"),
+            "{error}"
+        );
+        assert!(
+            live.get("scale").is_some_and(StateValue::is_tensor)
+                && scale.to_scalar::<f32>().unwrap() == 2.0
+        );
         load(path.as_path(), &mut live, &group, &options()).unwrap();
         assert_eq!(live.plain_at(&["scale"]), Some(&PlainValue::Float(0.5)));
     })
@@ -220,13 +307,20 @@ fn a_plain_value_takes_the_place_of_a_tensor_only_where_nobody_shares_its_memory
 
 /// Returns the files of tensor data, in order.
 fn data_files(path: &Path) -> Vec<PathBuf> {
-    let mut files: Vec<PathBuf> = fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()).collect();
-    files.retain(|file| file.extension().is_some_and(|extension| extension == "distcp"));
+    let mut files: Vec<PathBuf> = fs::read_dir(path)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    files.retain(|file| {
+        file.extension()
+            .is_some_and(|extension| extension == "distcp")
+    });
     files.sort();
     files
 }
 
-/// Loads in place on two ranks, of which each must get an error; returns rank 0's, and whether any tensor has changed.
+/// Loads in place on two ranks, of which each must get an error; returns rank 0's, and whether any
+/// tensor has changed.
 fn fails(path: &Path, change: impl Fn(&mut StateDict, usize) + Sync) -> (CheckpointError, bool) {
     let outcomes = run_local(2, |group| {
         let flat = arange(1000, FLAT);
@@ -235,7 +329,8 @@ fn fails(path: &Path, change: impl Fn(&mut StateDict, usize) + Sync) -> (Checkpo
         let before = format!("{live:?}");
         let error = load_in_place(path, &mut live, &group, &options()).unwrap_err();
         // No storage is left behind.
-        let changed = flat.to_vec1::<f32>().unwrap() != arange(1000, FLAT).to_vec1::<f32>().unwrap();
+        let changed =
+            flat.to_vec1::<f32>().unwrap() != arange(1000, FLAT).to_vec1::<f32>().unwrap();
         (error, changed || format!("{live:?}") != before)
     })
     .unwrap();
@@ -252,9 +347,21 @@ fn what_does_not_fit_one_rank_is_every_rank_s_error_and_changes_nothing() {
     save_on(&path, 2);
     type Change = fn(&mut StateDict);
     let changes: [(&str, Change); 4] = [
-        ("unknown", |state| drop(state.insert("unknown", arange(0, 1)))),
-        ("own", |state| drop(state.insert("own", Tensor::zeros((3, 2), DType::F64, &Device::Cpu).unwrap()))),
-        ("own", |state| drop(state.insert("own", Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap()))),
+        ("unknown", |state| {
+            drop(state.insert("unknown", arange(0, 1)))
+        }),
+        ("own", |state| {
+            drop(state.insert(
+                "own",
+                Tensor::zeros((3, 2), DType::F64, &Device::Cpu).unwrap(),
+            ))
+        }),
+        ("own", |state| {
+            drop(state.insert(
+                "own",
+                Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap(),
+            ))
+        }),
         ("`own` cannot be loaded in place", |state| {
             let tensor = Tensor::zeros((3, 2), DType::F64, &Device::Cpu).unwrap();
             state.insert("own", tensor.t().unwrap());
@@ -278,7 +385,10 @@ fn what_does_not_fit_one_rank_is_every_rank_s_error_and_changes_nothing() {
     assert!(!changed && error.kind() == ErrorKind::Corrupt, "{error:?}");
     fs::remove_file(file).unwrap();
     let (error, changed) = fails(&path, |_, _| ());
-    assert!(!changed && error.kind() == ErrorKind::Incomplete, "{error:?}");
+    assert!(
+        !changed && error.kind() == ErrorKind::Incomplete,
+        "{error:?}"
+    );
 }
 
 #[test]
@@ -294,14 +404,23 @@ fn damage_that_only_reading_shows_is_told_and_a_whole_checkpoint_mends_it() {
     bytes[middle] ^= 1;
     fs::write(file, bytes).unwrap();
     let (error, _) = fails(&damaged, |_, _| ());
-    assert!(matches!(error, CheckpointError::State(StateError::PartlyLoaded { .. })), "{error:?}");
+    assert!(
+        matches!(
+            error,
+            CheckpointError::State(StateError::PartlyLoaded { .. })
+        ),
+        "{error:?}"
+    );
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     run_local(2, |group| {
         let flat = arange(1000, FLAT);
         let mut live = state(&flat, &group, 0);
         load_in_place(damaged.as_path(), &mut live, &group, &options()).unwrap_err();
         load_in_place(whole.as_path(), &mut live, &group, &options()).unwrap();
-        assert_eq!(flat.to_vec1::<f32>().unwrap()[ROWS * 4 + 1], (ROWS * 4 + 1) as f32);
+        assert_eq!(
+            flat.to_vec1::<f32>().unwrap()[ROWS * 4 + 1],
+            (ROWS * 4 + 1) as f32
+        );
     })
     .unwrap();
 }
@@ -314,22 +433,42 @@ fn training_goes_on_from_what_was_loaded_under_a_model_and_its_optimizer() {
         let went_on = run_local(saved, |group| {
             let mut run = new_run(&group, use_orig_params, &adamw(), 1);
             (0..2).for_each(|seed| _ = step(&mut run, seed));
-            save(path.as_path(), &run.state_dict().unwrap(), &group, &SaveOptions::default()).unwrap();
-            (2..5).map(|seed| step(&mut run, seed)).collect::<Vec<f32>>()
+            save(
+                path.as_path(),
+                &run.state_dict().unwrap(),
+                &group,
+                &SaveOptions::default(),
+            )
+            .unwrap();
+            (2..5)
+                .map(|seed| step(&mut run, seed))
+                .collect::<Vec<f32>>()
         })
         .unwrap();
         for world in [1, 2, 3] {
             let loaded = run_local(world, |group| {
                 let mut run = new_run(&group, !use_orig_params, &adamw(), 2);
-                // Make as many steps as the saved run. The load does not set the optimizer's step counts, because they
-                // are plain values in the dict and not tensors of the optimizer.
+                // Make as many steps as the saved run. The load does not set the optimizer's step
+                // counts, because they are plain values in the dict and not tensors of the
+                // optimizer.
                 (5..7).for_each(|seed| _ = step(&mut run, seed));
-                load_in_place(path.as_path(), &mut run.state_dict().unwrap(), &group, &options()).unwrap();
-                (2..5).map(|seed| step(&mut run, seed)).collect::<Vec<f32>>()
+                load_in_place(
+                    path.as_path(),
+                    &mut run.state_dict().unwrap(),
+                    &group,
+                    &options(),
+                )
+                .unwrap();
+                (2..5)
+                    .map(|seed| step(&mut run, seed))
+                    .collect::<Vec<f32>>()
             })
             .unwrap();
             for (loaded, expected) in loaded[0].iter().zip(&went_on[0]) {
-                assert!((loaded - expected).abs() <= 1e-6 * expected.abs(), "{saved} to {world}: {loaded}, {expected}");
+                assert!(
+                    (loaded - expected).abs() <= 1e-6 * expected.abs(),
+                    "{saved} to {world}: {loaded}, {expected}"
+                );
             }
         }
     }
@@ -337,7 +476,8 @@ fn training_goes_on_from_what_was_loaded_under_a_model_and_its_optimizer() {
     assert!(whole.dict("model").is_some());
 }
 
-/// An empty dict leaves no trace in a checkpoint, so the list that held it comes back with `None` in its place.
+/// An empty dict leaves no trace in a checkpoint, so the list that held it comes back with `None`
+/// in its place.
 #[test]
 fn a_gap_in_a_list_is_no_obstacle_to_loading_all_of_a_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
@@ -345,10 +485,20 @@ fn a_gap_in_a_list_is_no_obstacle_to_loading_all_of_a_checkpoint() {
     let last: StateDict = [("last_epoch", 3i64.into())].into_iter().collect();
     let schedulers = StateValue::List(vec![StateDict::new().into(), last.into()]);
     let state: StateDict = [("schedulers", schedulers)].into_iter().collect();
-    run_local(1, |group| save(path.as_path(), &state, &group, &SaveOptions::default()).map(drop).unwrap()).unwrap();
+    run_local(1, |group| {
+        save(path.as_path(), &state, &group, &SaveOptions::default())
+            .map(drop)
+            .unwrap()
+    })
+    .unwrap();
     let whole = load_whole(path.as_path(), &[], &options()).unwrap();
-    let Some(StateValue::List(schedulers)) = whole.get("schedulers") else { panic!("{whole:?}") };
-    let last = schedulers[1].as_dict().and_then(|dict| dict.plain_at(&["last_epoch"])).and_then(PlainValue::as_int);
+    let Some(StateValue::List(schedulers)) = whole.get("schedulers") else {
+        panic!("{whole:?}")
+    };
+    let last = schedulers[1]
+        .as_dict()
+        .and_then(|dict| dict.plain_at(&["last_epoch"]))
+        .and_then(PlainValue::as_int);
     assert_eq!((schedulers.len(), last), (2, Some(3)));
 }
 
@@ -356,7 +506,8 @@ fn a_gap_in_a_list_is_no_obstacle_to_loading_all_of_a_checkpoint() {
 fn a_prefix_selects_values_also_in_a_format_without_paths() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.safetensors");
-    let tensors = ["model.weight", "model.bias", "models.weight", "model"].map(|name| (name.to_owned(), arange(0, 2)));
+    let tensors = ["model.weight", "model.bias", "models.weight", "model"]
+        .map(|name| (name.to_owned(), arange(0, 2)));
     candle_core::safetensors::save(&HashMap::from(tensors), &path).unwrap();
     let keys = |prefix: &[&str]| -> Vec<String> {
         let whole = load_whole(path.as_path(), prefix, &options()).unwrap();
@@ -374,17 +525,23 @@ fn load_either(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<LoadReport, CheckpointError> {
-    if in_place { load_in_place(path, state, group, options) } else { load(path, state, group, options) }
+    if in_place {
+        load_in_place(path, state, group, options)
+    } else {
+        load(path, state, group, options)
+    }
 }
 
-/// Bytes have no number that a float could take, nor may the bytes of one dtype be taken for another's.
+/// Bytes have no number that a float could take, nor may the bytes of one dtype be taken for
+/// another's.
 #[test]
 fn what_cannot_be_cast_is_found_before_anything_changes() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("checkpoint");
     save_on(&path, 2);
     let f32 = || Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap().into();
-    let u8 = || StateValue::Raw(RawTensor::new(fsdp_layout::DType::I8, vec![2], vec![5, 5]).unwrap());
+    let u8 =
+        || StateValue::Raw(RawTensor::new(fsdp_layout::DType::I8, vec![2], vec![5, 5]).unwrap());
     for wanted in [f32 as fn() -> StateValue, u8] {
         for in_place in [true, false] {
             let outcomes = run_local(2, |group| {
@@ -393,15 +550,31 @@ fn what_cannot_be_cast_is_found_before_anything_changes() {
                 if group.rank() == 1 {
                     live.insert("raw", wanted());
                 }
-                let options = LoadOptions { cast: true, ..options() };
+                let options = LoadOptions {
+                    cast: true,
+                    ..options()
+                };
                 let error = load_either(in_place, &path, &mut live, &group, &options).unwrap_err();
-                assert_eq!(flat.to_vec1::<f32>().unwrap(), arange(1000, FLAT).to_vec1::<f32>().unwrap());
+                assert_eq!(
+                    flat.to_vec1::<f32>().unwrap(),
+                    arange(1000, FLAT).to_vec1::<f32>().unwrap()
+                );
                 error
             })
             .unwrap();
-            let becomes = if matches!(wanted(), StateValue::Raw(_)) { "int8" } else { "float32" };
+            let becomes = if matches!(wanted(), StateValue::Raw(_)) {
+                "int8"
+            } else {
+                "float32"
+            };
             let cast = format!("mismatched `raw: saved bool [2], current {becomes} [2]`");
-            assert!(outcomes.iter().all(|error| error.to_string().contains(&cast)), "{}", outcomes[1]);
+            assert!(
+                outcomes
+                    .iter()
+                    .all(|error| error.to_string().contains(&cast)),
+                "{}",
+                outcomes[1]
+            );
             assert_eq!(outcomes[1].kind(), ErrorKind::Difference);
             assert_eq!(outcomes[0].kind(), outcomes[1].kind());
         }
@@ -417,7 +590,10 @@ fn every_dtype_of_candle_comes_back_as_it_was() {
         let tensor = |dtype: DType| {
             let tensor = zeros(&[3, 5], dtype).unwrap();
             let mut bytes = HostBytesMut::write(&tensor).unwrap();
-            bytes.iter_mut().enumerate().for_each(|(at, byte)| *byte = fill.wrapping_mul(at as u8));
+            bytes
+                .iter_mut()
+                .enumerate()
+                .for_each(|(at, byte)| *byte = fill.wrapping_mul(at as u8));
             bytes.finish().unwrap();
             (format!("{dtype:?}"), StateValue::Tensor(tensor))
         };
@@ -425,10 +601,15 @@ fn every_dtype_of_candle_comes_back_as_it_was() {
     };
     let bytes = |state: &StateDict| -> Vec<Vec<u8>> {
         let tensors = state.iter().map(|(_, value)| value.as_tensor().unwrap());
-        tensors.map(|tensor| HostBytes::read(tensor).unwrap().to_vec()).collect()
+        tensors
+            .map(|tensor| HostBytes::read(tensor).unwrap().to_vec())
+            .collect()
     };
     let saved = state(3);
-    run_local(1, |group| save(path.as_path(), &saved, &group, &SaveOptions::default()).map(drop)).unwrap()[0]
+    run_local(1, |group| {
+        save(path.as_path(), &saved, &group, &SaveOptions::default()).map(drop)
+    })
+    .unwrap()[0]
         .as_ref()
         .unwrap();
     for in_place in [true, false] {
@@ -451,12 +632,21 @@ fn what_the_checkpoint_has_no_value_for_stays() {
         state.insert("state", StateDict::new());
         save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
         state.insert("losses", StateValue::List(vec![1.0.into()]));
-        let options = LoadOptions { strict: false, ..options() };
+        let options = LoadOptions {
+            strict: false,
+            ..options()
+        };
         for in_place in [false, true] {
             let mut loaded = state.copy().unwrap();
             load_either(in_place, &path, &mut loaded, &group, &options).unwrap();
-            assert!(loaded.dict("state").is_some_and(StateDict::is_empty), "{loaded:?}");
-            assert!(matches!(loaded.get("losses"), Some(StateValue::List(list)) if list.len() == 1), "{loaded:?}");
+            assert!(
+                loaded.dict("state").is_some_and(StateDict::is_empty),
+                "{loaded:?}"
+            );
+            assert!(
+                matches!(loaded.get("losses"), Some(StateValue::List(list)) if list.len() == 1),
+                "{loaded:?}"
+            );
         }
     })
     .unwrap();
@@ -468,21 +658,35 @@ fn ranks_may_ask_for_different_names() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("checkpoint");
     run_local(2, |group| {
-        let state: StateDict =
-            ["a", "b", "c"].into_iter().enumerate().map(|(i, key)| (key, arange(i, 3).into())).collect();
+        let state: StateDict = ["a", "b", "c"]
+            .into_iter()
+            .enumerate()
+            .map(|(i, key)| (key, arange(i, 3).into()))
+            .collect();
         save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
         for in_place in [false, true] {
             let key = ["a", "c"][group.rank()];
             let mut mine: StateDict = [(key, arange(9, 3).into())].into_iter().collect();
             let report = load_either(in_place, &path, &mut mine, &group, &options()).unwrap();
             // A key that another rank asks for is not unexpected.
-            assert!(report.unexpected == ["b"] && report.missing.is_empty(), "{report:?}");
+            assert!(
+                report.unexpected == ["b"] && report.missing.is_empty(),
+                "{report:?}"
+            );
             let found = mine.get(key).and_then(StateValue::as_tensor).unwrap();
-            assert_eq!(found.to_vec1::<f32>().unwrap()[0], 2.0 * group.rank() as f32);
+            assert_eq!(
+                found.to_vec1::<f32>().unwrap()[0],
+                2.0 * group.rank() as f32
+            );
             // A key that one rank alone lacks is every rank's error.
             mine.insert(["a", "d"][group.rank()], arange(9, 3));
-            let error = load_either(in_place, &path, &mut mine, &group, &options()).unwrap_err().to_string();
-            assert!(error.contains("rank 1") && error.contains("missing key(s) `d`"), "{error}");
+            let error = load_either(in_place, &path, &mut mine, &group, &options())
+                .unwrap_err()
+                .to_string();
+            assert!(
+                error.contains("rank 1") && error.contains("missing key(s) `d`"),
+                "{error}"
+            );
         }
     })
     .unwrap();

@@ -1,6 +1,9 @@
 //! Loads into the memory of live tensors, and resumes through them.
 
-#![expect(clippy::disallowed_methods, reason = "the tests damage files on purpose")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the tests damage files on purpose"
+)]
 
 mod digests;
 mod load;

@@ -11,10 +11,29 @@ use fsdp_state::{StateError, StateValue};
 use crate::in_place::training::{Run, adamw, build, step};
 
 fn run(group: &ProcessGroup, strategy: ShardingStrategy) -> Run {
-    let replicas = if strategy == ShardingStrategy::HybridShard { 2 } else { 1 };
-    let mesh = DeviceMesh::new(&[replicas, group.world_size() / replicas], &["replicate", "shard"], group.world_size());
-    let mesh = mesh.ok().filter(|_| strategy == ShardingStrategy::HybridShard);
-    let mut run = build(group, FsdpConfig { strategy, mesh, seed: 5, ..FsdpConfig::default() }, &adamw());
+    let replicas = if strategy == ShardingStrategy::HybridShard {
+        2
+    } else {
+        1
+    };
+    let mesh = DeviceMesh::new(
+        &[replicas, group.world_size() / replicas],
+        &["replicate", "shard"],
+        group.world_size(),
+    );
+    let mesh = mesh
+        .ok()
+        .filter(|_| strategy == ShardingStrategy::HybridShard);
+    let mut run = build(
+        group,
+        FsdpConfig {
+            strategy,
+            mesh,
+            seed: 5,
+            ..FsdpConfig::default()
+        },
+        &adamw(),
+    );
     run.values.insert("step", 1i64);
     step(&mut run, 1);
     run
@@ -25,7 +44,9 @@ fn flip(run: &Run, path: &[&str]) {
     let state = run.state_dict().unwrap();
     let mut value = state.get(path[0]).unwrap().clone();
     for key in &path[1..] {
-        let StateValue::Dict(dict) = &value else { panic!("{key}") };
+        let StateValue::Dict(dict) = &value else {
+            panic!("{key}")
+        };
         value = dict.get(key).unwrap().clone();
     }
     let tensor: Tensor = match value {
@@ -38,7 +59,12 @@ fn flip(run: &Run, path: &[&str]) {
 }
 
 /// Returns what differs, which must be the same on all ranks.
-fn found(ranks: usize, strategy: ShardingStrategy, flipped: &[usize], path: &[&str]) -> Vec<(String, Vec<usize>)> {
+fn found(
+    ranks: usize,
+    strategy: ShardingStrategy,
+    flipped: &[usize],
+    path: &[&str],
+) -> Vec<(String, Vec<usize>)> {
     let found = run_local(ranks, |group| {
         let run = run(&group, strategy);
         check_replicas(&run, &group).unwrap();
@@ -61,17 +87,29 @@ const WEIGHT: [&str; 2] = ["model", "head.weight"];
 #[test]
 fn a_flipped_bit_of_one_replica_is_named_with_its_rank() {
     let name = "model.head.weight".to_owned();
-    assert_eq!(found(3, ShardingStrategy::NoShard, &[1], &WEIGHT), [(name.clone(), vec![1])]);
-    assert_eq!(found(2, ShardingStrategy::NoShard, &[1], &WEIGHT), [(name.clone(), vec![0, 1])]);
+    assert_eq!(
+        found(3, ShardingStrategy::NoShard, &[1], &WEIGHT),
+        [(name.clone(), vec![1])]
+    );
+    assert_eq!(
+        found(2, ShardingStrategy::NoShard, &[1], &WEIGHT),
+        [(name.clone(), vec![0, 1])]
+    );
     // Ranks 0 and 2 are replicas of each other, and so are 1 and 3.
-    assert_eq!(found(4, ShardingStrategy::HybridShard, &[0], &WEIGHT), [(name, vec![0, 2])]);
+    assert_eq!(
+        found(4, ShardingStrategy::HybridShard, &[0], &WEIGHT),
+        [(name, vec![0, 2])]
+    );
 }
 
 #[test]
 fn moments_of_the_optimizer_are_compared_too() {
     let moment = ["optim", "state", "a.bias", "exp_avg_sq"];
     let found = found(3, ShardingStrategy::NoShard, &[2], &moment);
-    assert_eq!(found, [("optim.state.a.bias.exp_avg_sq".to_owned(), vec![2])]);
+    assert_eq!(
+        found,
+        [("optim.state.a.bias.exp_avg_sq".to_owned(), vec![2])]
+    );
 }
 
 #[test]
@@ -79,9 +117,15 @@ fn shards_are_no_replicas_but_values_on_all_ranks_are() {
     assert!(found(3, ShardingStrategy::FullShard, &[0], &WEIGHT).is_empty());
     let errors = run_local(3, |group| {
         let mut run = run(&group, ShardingStrategy::FullShard);
-        run.values.insert("step", if group.rank() == 2 { 7i64 } else { 1 });
+        run.values
+            .insert("step", if group.rank() == 2 { 7i64 } else { 1 });
         check_replicas(&run, &group).unwrap_err().to_string()
     })
     .unwrap();
-    assert!(errors.iter().all(|error| error == "replicas differ: `step` on rank 2"), "{errors:?}");
+    assert!(
+        errors
+            .iter()
+            .all(|error| error == "replicas differ: `step` on rank 2"),
+        "{errors:?}"
+    );
 }

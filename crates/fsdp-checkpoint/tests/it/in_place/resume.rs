@@ -1,4 +1,5 @@
-//! Resuming into the memory of a model and a fresh optimizer gives what resuming through fresh tensors gives.
+//! Resuming into the memory of a model and a fresh optimizer gives what resuming through fresh
+//! tensors gives.
 
 use std::ops::Range;
 use std::path::Path;
@@ -6,41 +7,70 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::Init;
 use fsdp_checkpoint::{
-    CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, StateDictOptions, Stateful as _,
-    TrainState, load_whole, save, set_state_dict,
+    CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, StateDictOptions,
+    Stateful as _, TrainState, load_whole, save, set_state_dict,
 };
 use fsdp_comm::run_local;
 use fsdp_flat::storage::HostBytes;
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::{PlainValue, TensorBox};
-use fsdp_nn::algorithm::{AdafactorOptions, AdagradOptions, AdamOptions, Algorithm, ScheduleFreeOptions, SgdOptions};
+use fsdp_nn::algorithm::{
+    AdafactorOptions, AdagradOptions, AdamOptions, Algorithm, ScheduleFreeOptions, SgdOptions,
+};
 use fsdp_nn::sampler::{SamplerOptions, ShardedSampler};
 use fsdp_nn::{
-    AveragedModel, Decay, FsdpConfig, FullyShardedDataParallel, GradScaler, GradScalerOptions, Optimizer, Schedule,
-    ShardingStrategy,
+    AveragedModel, Decay, FsdpConfig, FullyShardedDataParallel, GradScaler, GradScalerOptions,
+    Optimizer, Schedule, ShardingStrategy,
 };
-use fsdp_state::{GatherOptions, StateDict, StateError, StateValue, flatten_containers, gather_state_dict};
+use fsdp_state::{
+    GatherOptions, StateDict, StateError, StateValue, flatten_containers, gather_state_dict,
+};
 
 use crate::in_place::training::{Run, adamw, evaluate, new_run, new_run_with, step};
 
 fn algorithms() -> [Algorithm; 6] {
-    let training = ScheduleFreeOptions { lr: 0.01, train_mode: true, ..ScheduleFreeOptions::default() };
+    let training = ScheduleFreeOptions {
+        lr: 0.01,
+        train_mode: true,
+        ..ScheduleFreeOptions::default()
+    };
     [
         Algorithm::ScheduleFreeAdamW(training),
-        Algorithm::AdamW(AdamOptions { lr: 0.01, amsgrad: true, ..AdamOptions::adamw() }),
-        Algorithm::Adam(AdamOptions { lr: 0.01, ..AdamOptions::default() }),
+        Algorithm::AdamW(AdamOptions {
+            lr: 0.01,
+            amsgrad: true,
+            ..AdamOptions::adamw()
+        }),
+        Algorithm::Adam(AdamOptions {
+            lr: 0.01,
+            ..AdamOptions::default()
+        }),
         // With dampening a first step and a later one with a buffer of zeros differ.
-        Algorithm::Sgd(SgdOptions { lr: 0.01, momentum: 0.9, dampening: 0.5, ..SgdOptions::default() }),
-        Algorithm::Sgd(SgdOptions { lr: 0.01, ..SgdOptions::default() }),
-        Algorithm::Adagrad(AdagradOptions { lr: 0.01, initial_accumulator_value: 0.5, ..AdagradOptions::default() }),
+        Algorithm::Sgd(SgdOptions {
+            lr: 0.01,
+            momentum: 0.9,
+            dampening: 0.5,
+            ..SgdOptions::default()
+        }),
+        Algorithm::Sgd(SgdOptions {
+            lr: 0.01,
+            ..SgdOptions::default()
+        }),
+        Algorithm::Adagrad(AdagradOptions {
+            lr: 0.01,
+            initial_accumulator_value: 0.5,
+            ..AdagradOptions::default()
+        }),
     ]
 }
 
-/// Loads a checkpoint straight into the live run, or into whole state dicts that are then set: both must give the same.
+/// Loads a checkpoint straight into the live run, or into whole state dicts that are then set: both
+/// must give the same.
 fn resume(path: &Path, run: &mut Run, in_place: bool) {
     let group = run.model.group().clone();
     if in_place {
-        let mut checkpointer = Checkpointer::new(path, &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(path, &group, CheckpointerOptions::default()).unwrap();
         let report = checkpointer.load(path, run).unwrap();
         assert!(report.is_clean(), "{report:?}");
         return;
@@ -54,7 +84,14 @@ fn resume(path: &Path, run: &mut Run, in_place: bool) {
     }
     let mut optimizers: Vec<&mut Optimizer> = run.optimizers.iter_mut().collect();
     let options = StateDictOptions::default();
-    set_state_dict(&part("model"), &optim, run.model.parameters(), &mut optimizers, &options).unwrap();
+    set_state_dict(
+        &part("model"),
+        &optim,
+        run.model.parameters(),
+        &mut optimizers,
+        &options,
+    )
+    .unwrap();
 }
 
 fn bits(run: &Run) -> Vec<String> {
@@ -64,7 +101,9 @@ fn bits(run: &Run) -> Vec<String> {
     leaves
         .map(|(key, value)| match value {
             StateValue::Tensor(tensor) => {
-                let bytes = HostBytes::read(&tensor.contiguous().unwrap()).unwrap().to_vec();
+                let bytes = HostBytes::read(&tensor.contiguous().unwrap())
+                    .unwrap()
+                    .to_vec();
                 format!("{key} {:?} {bytes:?}", tensor.dims())
             }
             other => format!("{key} {other:?}"),
@@ -81,7 +120,13 @@ fn it_goes_on_as_after_a_load_into_fresh_tensors() {
             let saved = run_local(2, |group| {
                 let mut run = new_run(&group, !saved_flat, algorithm, 1);
                 (0..2).for_each(|seed| _ = step(&mut run, seed));
-                save(path.as_path(), &run.state_dict().unwrap(), &group, &SaveOptions::default()).unwrap();
+                save(
+                    path.as_path(),
+                    &run.state_dict().unwrap(),
+                    &group,
+                    &SaveOptions::default(),
+                )
+                .unwrap();
                 bits(&run)
             })
             .unwrap();
@@ -96,7 +141,10 @@ fn it_goes_on_as_after_a_load_into_fresh_tensors() {
                     };
                     let (in_place, fresh) = (outcome(true), outcome(false));
                     assert_eq!(in_place, fresh, "{algorithm:?} {saved_flat} {world} {flat}");
-                    assert_eq!(in_place.0, saved[0], "{algorithm:?} {saved_flat} {world} {flat}");
+                    assert_eq!(
+                        in_place.0, saved[0],
+                        "{algorithm:?} {saved_flat} {world} {flat}"
+                    );
                 })
                 .unwrap();
             }
@@ -104,7 +152,8 @@ fn it_goes_on_as_after_a_load_into_fresh_tensors() {
     }
 }
 
-/// The losses go on as if nothing had happened, also where state begins with the first step (momentum).
+/// The losses go on as if nothing had happened, also where state begins with the first step
+/// (momentum).
 #[test]
 fn a_resumed_run_has_the_losses_of_one_that_was_never_stopped() {
     let dir = tempfile::tempdir().unwrap();
@@ -113,7 +162,8 @@ fn a_resumed_run_has_the_losses_of_one_that_was_never_stopped() {
         run_local(2, |group| {
             let mut run = new_run(&group, true, algorithm, 1);
             (0..3).for_each(|seed| _ = step(&mut run, seed));
-            let mut checkpointer = Checkpointer::new(path.as_path(), &group, CheckpointerOptions::default()).unwrap();
+            let mut checkpointer =
+                Checkpointer::new(path.as_path(), &group, CheckpointerOptions::default()).unwrap();
             checkpointer.save(3, &run).unwrap();
             let expected: Vec<f32> = (3..6).map(|seed| step(&mut run, seed)).collect();
             let mut resumed = new_run(&group, true, algorithm, 2);
@@ -126,15 +176,21 @@ fn a_resumed_run_has_the_losses_of_one_that_was_never_stopped() {
     }
 }
 
-/// A forward may leave gathered copies of the weights; what comes after a load must not compute with them.
+/// A forward may leave gathered copies of the weights; what comes after a load must not compute
+/// with them.
 #[test]
 fn weights_that_an_evaluation_has_gathered_are_not_used_after_a_load() {
     let dir = tempfile::tempdir().unwrap();
-    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard] {
+    for strategy in [
+        ShardingStrategy::FullShard,
+        ShardingStrategy::ShardGradOp,
+        ShardingStrategy::NoShard,
+    ] {
         let path = dir.path().join(format!("{strategy:?}"));
         run_local(2, |group| {
             let mut run = new_run_with(&group, strategy, &adamw(), 1);
-            let mut checkpointer = Checkpointer::new(path.as_path(), &group, CheckpointerOptions::default()).unwrap();
+            let mut checkpointer =
+                Checkpointer::new(path.as_path(), &group, CheckpointerOptions::default()).unwrap();
             checkpointer.save(0, &run).unwrap();
             let expected = evaluate(&run);
             step(&mut run, 0);
@@ -146,11 +202,18 @@ fn weights_that_an_evaluation_has_gathered_are_not_used_after_a_load() {
     }
 }
 
-/// Checks that a load of step 1 fails because something does not fit, and changes nothing. Returns the message.
+/// Checks that a load of step 1 fails because something does not fit, and changes nothing. Returns
+/// the message.
 fn refused(checkpointer: &mut Checkpointer, run: &mut Run) -> String {
     let before = bits(run);
     let error = checkpointer.load(1, run).unwrap_err();
-    assert!(matches!(error, CheckpointError::State(StateError::Incompatible { .. })), "{error:?}");
+    assert!(
+        matches!(
+            error,
+            CheckpointError::State(StateError::Incompatible { .. })
+        ),
+        "{error:?}"
+    );
     assert_eq!(bits(run), before);
     error.to_string()
 }
@@ -159,27 +222,50 @@ fn refused(checkpointer: &mut Checkpointer, run: &mut Run) -> String {
 fn values_beside_model_and_optimizer_come_back_and_what_differs_is_an_error_that_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let mut run = new_run(&group, true, &adamw(), 1);
-        let schedule: StateDict = [("warmup", 10i64.into()), ("name", "cosine".into())].into_iter().collect();
+        let schedule: StateDict = [("warmup", 10i64.into()), ("name", "cosine".into())]
+            .into_iter()
+            .collect();
         run.values.insert("schedule", schedule);
-        run.values.insert("generator", Tensor::new(&[3u32, 1, 4], &Device::Cpu).unwrap());
+        run.values.insert(
+            "generator",
+            Tensor::new(&[3u32, 1, 4], &Device::Cpu).unwrap(),
+        );
         checkpointer.save(1, &run).unwrap();
 
         let mut resumed = new_run(&group, true, &adamw(), 2);
-        resumed.values.insert("generator", Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap());
+        resumed.values.insert(
+            "generator",
+            Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap(),
+        );
         checkpointer.load(1, &mut resumed).unwrap();
-        assert_eq!(resumed.values.plain_at(&["schedule", "name"]).and_then(PlainValue::as_str), Some("cosine"));
-        let generator = resumed.values.get("generator").and_then(StateValue::as_tensor).unwrap();
+        assert_eq!(
+            resumed
+                .values
+                .plain_at(&["schedule", "name"])
+                .and_then(PlainValue::as_str),
+            Some("cosine")
+        );
+        let generator = resumed
+            .values
+            .get("generator")
+            .and_then(StateValue::as_tensor)
+            .unwrap();
         assert_eq!(generator.to_vec1::<u32>().unwrap(), [3, 1, 4]);
         assert_eq!(bits(&resumed).len(), bits(&run).len());
 
         // A value that the checkpoint lacks, and a tensor that the run has no place for.
-        for change in [(|run: &mut Run| drop(run.values.insert("epoch", 1i64))) as fn(&mut Run), |run: &mut Run| {
-            drop(run.values.remove("generator"))
-        }] {
+        for change in [
+            (|run: &mut Run| drop(run.values.insert("epoch", 1i64))) as fn(&mut Run),
+            |run: &mut Run| drop(run.values.remove("generator")),
+        ] {
             let mut other = new_run(&group, true, &adamw(), 2);
-            other.values.insert("generator", Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap());
+            other.values.insert(
+                "generator",
+                Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap(),
+            );
             change(&mut other);
             refused(&mut checkpointer, &mut other);
         }
@@ -192,7 +278,8 @@ fn values_beside_model_and_optimizer_come_back_and_what_differs_is_an_error_that
 fn values_under_names_of_the_model_or_the_optimizers_cannot_be_saved() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         for key in ["model.note", "optim.note", "model", "optim"] {
             // Without optimizers nothing else has the key `optim`.
             for has_optimizers in [true, false] {
@@ -208,19 +295,32 @@ fn values_under_names_of_the_model_or_the_optimizers_cannot_be_saved() {
         let mut run = new_run(&group, true, &adamw(), 1);
         run.values.insert("models.note", 1i64);
         checkpointer.save(1, &run).unwrap();
-        assert!(checkpointer.load(1, &mut new_run(&group, true, &adamw(), 2)).unwrap().is_clean());
+        assert!(
+            checkpointer
+                .load(1, &mut new_run(&group, true, &adamw(), 2))
+                .unwrap()
+                .is_clean()
+        );
     })
     .unwrap();
 }
 
-/// Steps of a run whose batches a sampler deals, at the rates of a schedule, with a scaler. Returns the samples of all
-/// ranks in each step.
+/// Steps of a run whose batches a sampler deals, at the rates of a schedule, with a scaler. Returns
+/// the samples of all ranks in each step.
 fn train_on(run: &mut Run, steps: Range<u64>) -> Vec<Vec<u64>> {
     let group = run.model.group().clone();
-    let schedule = Schedule { decay: Decay::Cosine, warmup: 3, steps: 12 };
+    let schedule = Schedule {
+        decay: Decay::Cosine,
+        warmup: 3,
+        steps: 12,
+    };
     let mut seen = Vec::new();
     for number in steps {
-        let mine = run.sampler.as_mut().unwrap().next_batch(group.rank(), group.world_size());
+        let mine = run
+            .sampler
+            .as_mut()
+            .unwrap()
+            .next_batch(group.rank(), group.world_size());
         schedule.apply(&mut run.optimizers[0], number).unwrap();
         step(run, number as usize);
         let scaler = run.scaler.as_mut().unwrap();
@@ -233,9 +333,17 @@ fn train_on(run: &mut Run, steps: Range<u64>) -> Vec<Vec<u64>> {
 
 /// Gives a run a sampler and a scaler.
 fn with_parts(mut run: Run, samples: u64) -> Run {
-    let options = SamplerOptions { samples, batch: 6, seed: 3, ..SamplerOptions::default() };
+    let options = SamplerOptions {
+        samples,
+        batch: 6,
+        seed: 3,
+        ..SamplerOptions::default()
+    };
     run.sampler = Some(ShardedSampler::new(options).unwrap());
-    let growing = GradScalerOptions { growth_interval: 4, ..GradScalerOptions::default() };
+    let growing = GradScalerOptions {
+        growth_interval: 4,
+        ..GradScalerOptions::default()
+    };
     run.scaler = Some(GradScaler::new(growing).unwrap());
     run
 }
@@ -245,7 +353,8 @@ fn sampler_scaler_and_schedule_go_on_at_another_number_of_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let run_on = |world: usize, steps: Range<u64>| {
         let outcomes = run_local(world, |group| {
-            let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+            let mut checkpointer =
+                Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
             let mut run = with_parts(new_run(&group, true, &adamw(), 1), 17);
             if steps.start > 0 {
                 let report = checkpointer.load(steps.start, &mut run).unwrap();
@@ -255,7 +364,11 @@ fn sampler_scaler_and_schedule_go_on_at_another_number_of_ranks() {
             if steps.start > 0 || steps.end < 9 {
                 checkpointer.save(steps.end, &run).unwrap();
             }
-            (seen, run.scaler.unwrap().get_scale(), run.optimizers[0].groups()[0].algorithm.lr())
+            (
+                seen,
+                run.scaler.unwrap().get_scale(),
+                run.optimizers[0].groups()[0].algorithm.lr(),
+            )
         });
         outcomes.unwrap().remove(0)
     };
@@ -277,7 +390,8 @@ fn an_average_of_weights_goes_on_at_another_number_of_ranks() {
         found
     };
     let expected = run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let mut run = new_run(&group, true, &adamw(), 1);
         let mut average = AveragedModel::new(run.model.parameters(), 0.5).unwrap();
         for number in 0..4 {
@@ -297,7 +411,8 @@ fn an_average_of_weights_goes_on_at_another_number_of_ranks() {
     assert_ne!(weights, average);
     for world in [1, 3] {
         run_local(world, |group| {
-            let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+            let mut checkpointer =
+                Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
             let mut run = new_run(&group, true, &adamw(), 2);
             run.average = Some(AveragedModel::new(run.model.parameters(), 0.5).unwrap());
             checkpointer.load(4, &mut run).unwrap();
@@ -315,28 +430,48 @@ fn buffers_come_from_their_names_in_the_model_and_not_from_those_in_its_average(
     let path = dir.path().join("saved");
     run_local(2, |group| {
         let build = || {
-            let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
-                scope.buffer("statistics", Tensor::zeros(3, DType::F32, &Device::Cpu)?, true);
-                candle_nn::linear(3, 2, scope.vb())
-            });
+            let model =
+                FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+                    scope.buffer(
+                        "statistics",
+                        Tensor::zeros(3, DType::F32, &Device::Cpu)?,
+                        true,
+                    );
+                    candle_nn::linear(3, 2, scope.vb())
+                });
             let mut run = TrainState::new(model.unwrap(), Vec::new());
             run.average = Some(AveragedModel::new(run.model.parameters(), 0.5).unwrap());
             run
         };
         let mut saved = build().state_dict().unwrap();
-        for (key, name, value) in [("model", "statistics", 1f32), ("average", "module.statistics", 2.0)] {
-            let Some(StateValue::Dict(part)) = saved.get_mut(key) else { panic!("no {key}") };
+        for (key, name, value) in [
+            ("model", "statistics", 1f32),
+            ("average", "module.statistics", 2.0),
+        ] {
+            let Some(StateValue::Dict(part)) = saved.get_mut(key) else {
+                panic!("no {key}")
+            };
             part.insert(name, Tensor::full(value, 3, &Device::Cpu).unwrap());
         }
         save(path.as_path(), &saved, &group, &SaveOptions::default()).unwrap();
         for staged in [false, true] {
             let mut run = build();
-            let load = LoadOptions { staged, ..LoadOptions::default() };
-            let options = CheckpointerOptions { load, ..CheckpointerOptions::default() };
+            let load = LoadOptions {
+                staged,
+                ..LoadOptions::default()
+            };
+            let options = CheckpointerOptions {
+                load,
+                ..CheckpointerOptions::default()
+            };
             let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
             checkpointer.load(path.as_path(), &mut run).unwrap();
             let (statistics, _) = &run.model.parameters().buffers()["statistics"];
-            assert_eq!(statistics.to_vec1::<f32>().unwrap(), [1.0; 3], "staged {staged}");
+            assert_eq!(
+                statistics.to_vec1::<f32>().unwrap(),
+                [1.0; 3],
+                "staged {staged}"
+            );
         }
     })
     .unwrap();
@@ -346,15 +481,22 @@ fn buffers_come_from_their_names_in_the_model_and_not_from_those_in_its_average(
 fn the_sampler_of_another_data_set_refuses_a_load_that_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let mut run = with_parts(new_run(&group, true, &adamw(), 1), 17);
         train_on(&mut run, 0..2);
         checkpointer.save(2, &run).unwrap();
         // One rank has another data set than the run that was saved.
-        let mut other = with_parts(new_run(&group, true, &adamw(), 2), if group.rank() == 1 { 18 } else { 17 });
+        let mut other = with_parts(
+            new_run(&group, true, &adamw(), 2),
+            if group.rank() == 1 { 18 } else { 17 },
+        );
         let before = (bits(&other), other.sampler.clone(), other.scaler.clone());
         let error = checkpointer.load(2, &mut other).unwrap_err().to_string();
-        assert!(error.contains("`samples` = 17") && error.contains("18"), "{error}");
+        assert!(
+            error.contains("`samples` = 17") && error.contains("18"),
+            "{error}"
+        );
         assert!((bits(&other), other.sampler.clone(), other.scaler.clone()) == before);
     })
     .unwrap();
@@ -364,7 +506,8 @@ fn the_sampler_of_another_data_set_refuses_a_load_that_changes_nothing() {
 fn a_load_without_optimizers_keeps_nothing_of_theirs() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         for (number, algorithm) in algorithms().iter().enumerate() {
             let mut run = new_run(&group, true, algorithm, 1);
             step(&mut run, 0);
@@ -372,13 +515,33 @@ fn a_load_without_optimizers_keeps_nothing_of_theirs() {
             let mut evaluated = new_run(&group, true, algorithm, 2);
             let optimizers = std::mem::take(&mut evaluated.optimizers);
             // A run without optimizers has no place for their state.
-            let error = checkpointer.load(number as u64, &mut evaluated).unwrap_err();
-            assert!(matches!(error, CheckpointError::State(StateError::Incompatible { .. })), "{error:?}");
-            let load = LoadOptions { strict: false, ..LoadOptions::default() };
-            let options = CheckpointerOptions { load, ..CheckpointerOptions::default() };
+            let error = checkpointer
+                .load(number as u64, &mut evaluated)
+                .unwrap_err();
+            assert!(
+                matches!(
+                    error,
+                    CheckpointError::State(StateError::Incompatible { .. })
+                ),
+                "{error:?}"
+            );
+            let load = LoadOptions {
+                strict: false,
+                ..LoadOptions::default()
+            };
+            let options = CheckpointerOptions {
+                load,
+                ..CheckpointerOptions::default()
+            };
             let mut not_strict = Checkpointer::new(dir.path(), &group, options).unwrap();
             let report = not_strict.load(number as u64, &mut evaluated).unwrap();
-            assert!(report.unexpected.iter().any(|key| key.contains("param_groups")), "{report:?}");
+            assert!(
+                report
+                    .unexpected
+                    .iter()
+                    .any(|key| key.contains("param_groups")),
+                "{report:?}"
+            );
             assert!(evaluated.values.is_empty(), "{:?}", evaluated.values);
             assert_eq!(evaluate(&evaluated), evaluate(&run));
             // With an optimizer again it can be saved.
@@ -393,13 +556,23 @@ fn a_load_without_optimizers_keeps_nothing_of_theirs() {
 fn a_value_that_does_not_fit_one_rank_is_every_ranks_error() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let mut run = new_run(&group, true, &adamw(), 1);
-        run.values.insert("generator", Tensor::new(&[3u32, 1, 4], &Device::Cpu).unwrap());
+        run.values.insert(
+            "generator",
+            Tensor::new(&[3u32, 1, 4], &Device::Cpu).unwrap(),
+        );
         checkpointer.save(1, &run).unwrap();
-        run.values.insert("generator", Tensor::zeros(3 + group.rank(), DType::U32, &Device::Cpu).unwrap());
+        run.values.insert(
+            "generator",
+            Tensor::zeros(3 + group.rank(), DType::U32, &Device::Cpu).unwrap(),
+        );
         let error = checkpointer.load(1, &mut run).unwrap_err().to_string();
-        assert!(error.contains("rank 1") && error.contains("generator"), "{error}");
+        assert!(
+            error.contains("rank 1") && error.contains("generator"),
+            "{error}"
+        );
         group.barrier().unwrap();
     })
     .unwrap();
@@ -409,15 +582,30 @@ fn a_value_that_does_not_fit_one_rank_is_every_ranks_error() {
 fn a_cast_that_one_rank_alone_allows_is_every_ranks_error() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let load = LoadOptions { cast: group.rank() == 0, ..LoadOptions::default() };
-        let options = CheckpointerOptions { load, ..CheckpointerOptions::default() };
+        let load = LoadOptions {
+            cast: group.rank() == 0,
+            ..LoadOptions::default()
+        };
+        let options = CheckpointerOptions {
+            load,
+            ..CheckpointerOptions::default()
+        };
         let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
         let mut run = new_run(&group, true, &adamw(), 1);
-        run.values.insert("generator", Tensor::new(&[3u32, 1, 4], &Device::Cpu).unwrap());
+        run.values.insert(
+            "generator",
+            Tensor::new(&[3u32, 1, 4], &Device::Cpu).unwrap(),
+        );
         checkpointer.save(1, &run).unwrap();
-        run.values.insert("generator", Tensor::zeros(3, DType::I64, &Device::Cpu).unwrap());
+        run.values.insert(
+            "generator",
+            Tensor::zeros(3, DType::I64, &Device::Cpu).unwrap(),
+        );
         let error = checkpointer.load(1, &mut run).unwrap_err().to_string();
-        assert!(error.contains("rank 1") && error.contains("generator"), "{error}");
+        assert!(
+            error.contains("rank 1") && error.contains("generator"),
+            "{error}"
+        );
         group.barrier().unwrap();
     })
     .unwrap();
@@ -428,19 +616,35 @@ fn a_cast_that_one_rank_alone_allows_is_every_ranks_error() {
 fn a_tensor_of_one_element_becomes_a_number_where_the_run_has_a_plain_value() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let mut run = new_run(&group, true, &adamw(), 1);
         let largest = (1i64 << 62) + 1;
-        run.values.insert("step", Tensor::new(largest, &Device::Cpu).unwrap());
-        run.values.insert("best", Tensor::new(&[0.25f32], &Device::Cpu).unwrap());
-        run.values.insert("new", Tensor::new(7u8, &Device::Cpu).unwrap());
+        run.values
+            .insert("step", Tensor::new(largest, &Device::Cpu).unwrap());
+        run.values
+            .insert("best", Tensor::new(&[0.25f32], &Device::Cpu).unwrap());
+        run.values
+            .insert("new", Tensor::new(7u8, &Device::Cpu).unwrap());
         checkpointer.save(1, &run).unwrap();
-        run.values = [("step", 0i64.into()), ("best", 0.0.into())].into_iter().collect();
+        run.values = [("step", 0i64.into()), ("best", 0.0.into())]
+            .into_iter()
+            .collect();
         let report = checkpointer.load(1, &mut run).unwrap();
         assert!(report.is_clean(), "{report:?}");
-        assert_eq!(run.values.plain_at(&["step"]), Some(&PlainValue::Int(largest)));
-        assert_eq!(run.values.plain_at(&["best"]), Some(&PlainValue::Float(0.25)));
-        assert!(matches!(run.values.get("new"), Some(StateValue::Tensor(_))), "{:?}", run.values);
+        assert_eq!(
+            run.values.plain_at(&["step"]),
+            Some(&PlainValue::Int(largest))
+        );
+        assert_eq!(
+            run.values.plain_at(&["best"]),
+            Some(&PlainValue::Float(0.25))
+        );
+        assert!(
+            matches!(run.values.get("new"), Some(StateValue::Tensor(_))),
+            "{:?}",
+            run.values
+        );
     })
     .unwrap();
 }
@@ -449,22 +653,40 @@ fn a_tensor_of_one_element_becomes_a_number_where_the_run_has_a_plain_value() {
 fn tensors_under_a_key_for_each_rank_come_back() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let key = format!("generator.rank{}", group.rank());
         let mut run = new_run(&group, true, &adamw(), 1);
-        run.values.insert(key.as_str(), Tensor::full(group.rank() as u32 + 7, 3, &Device::Cpu).unwrap());
+        run.values.insert(
+            key.as_str(),
+            Tensor::full(group.rank() as u32 + 7, 3, &Device::Cpu).unwrap(),
+        );
         checkpointer.save(1, &run).unwrap();
-        run.values.insert(key.as_str(), Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap());
+        run.values.insert(
+            key.as_str(),
+            Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap(),
+        );
         let report = checkpointer.load(1, &mut run).unwrap();
         assert!(report.is_clean(), "{report:?}");
-        let found = run.values.get(&key).and_then(StateValue::as_tensor).unwrap();
-        assert_eq!(found.to_vec1::<u32>().unwrap(), [group.rank() as u32 + 7; 3]);
+        let found = run
+            .values
+            .get(&key)
+            .and_then(StateValue::as_tensor)
+            .unwrap();
+        assert_eq!(
+            found.to_vec1::<u32>().unwrap(),
+            [group.rank() as u32 + 7; 3]
+        );
         // A tensor that no rank has a place for is still an error of a strict load.
-        run.values.insert("more", Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap());
+        run.values
+            .insert("more", Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap());
         checkpointer.save(2, &run).unwrap();
         run.values.remove("more");
         let error = checkpointer.load(2, &mut run).unwrap_err().to_string();
-        assert!(error.contains("more") && !error.contains("generator"), "{error}");
+        assert!(
+            error.contains("more") && !error.contains("generator"),
+            "{error}"
+        );
     })
     .unwrap();
 }
@@ -473,13 +695,17 @@ fn tensors_under_a_key_for_each_rank_come_back() {
 #[test]
 fn averages_of_rows_columns_and_single_elements_go_on() {
     let dir = tempfile::tempdir().unwrap();
-    let algorithm = Algorithm::Adafactor(AdafactorOptions { lr: 0.05, ..AdafactorOptions::default() });
+    let algorithm = Algorithm::Adafactor(AdafactorOptions {
+        lr: 0.05,
+        ..AdafactorOptions::default()
+    });
     for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
         let path = dir.path().join(format!("{strategy:?}"));
         run_local(2, |group| {
             let mut run = new_run_with(&group, strategy, &algorithm, 1);
             (0..3).for_each(|seed| _ = step(&mut run, seed));
-            let mut checkpointer = Checkpointer::new(path.as_path(), &group, CheckpointerOptions::default()).unwrap();
+            let mut checkpointer =
+                Checkpointer::new(path.as_path(), &group, CheckpointerOptions::default()).unwrap();
             checkpointer.save(3, &run).unwrap();
             let mut resumed = new_run_with(&group, strategy, &algorithm, 2);
             checkpointer.load(3, &mut resumed).unwrap();
@@ -494,12 +720,20 @@ fn averages_of_rows_columns_and_single_elements_go_on() {
 fn a_value_that_is_not_contiguous_is_found_before_anything_changes() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let mut run = new_run(&group, true, &adamw(), 1);
-        run.values.insert("x", Tensor::ones((3, 2), DType::F32, &Device::Cpu).unwrap());
+        run.values
+            .insert("x", Tensor::ones((3, 2), DType::F32, &Device::Cpu).unwrap());
         checkpointer.save(1, &run).unwrap();
         let mut other = new_run(&group, true, &adamw(), 2);
-        other.values.insert("x", Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap().t().unwrap());
+        other.values.insert(
+            "x",
+            Tensor::zeros((2, 3), DType::F32, &Device::Cpu)
+                .unwrap()
+                .t()
+                .unwrap(),
+        );
         refused(&mut checkpointer, &mut other);
     })
     .unwrap();
@@ -512,13 +746,19 @@ fn a_scaler_that_cannot_go_on_is_found_before_anything_changes() {
         let path = dir.path().join("saved");
         let run = with_parts(new_run(&group, true, &adamw(), 1), 17);
         let mut state = run.state_dict().unwrap();
-        let Some(StateValue::Dict(scaler)) = state.get_mut("scaler") else { panic!("no scaler") };
+        let Some(StateValue::Dict(scaler)) = state.get_mut("scaler") else {
+            panic!("no scaler")
+        };
         scaler.insert("scale", Tensor::new(2f32, &Device::Cpu).unwrap());
         save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
         let mut other = with_parts(new_run(&group, true, &adamw(), 2), 17);
         let before = bits(&other);
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
-        let error = checkpointer.load(path.as_path(), &mut other).unwrap_err().to_string();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let error = checkpointer
+            .load(path.as_path(), &mut other)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("scale"), "{error}");
         assert_eq!(bits(&other), before);
     })
@@ -536,26 +776,39 @@ fn an_average_that_cannot_go_on_is_found_before_anything_changes() {
             run
         };
         let mut state = averaged(1).state_dict().unwrap();
-        let Some(StateValue::Dict(average)) = state.get_mut("average") else { panic!("no average") };
+        let Some(StateValue::Dict(average)) = state.get_mut("average") else {
+            panic!("no average")
+        };
         average.insert("n_averaged", Tensor::new(-3i64, &Device::Cpu).unwrap());
         save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
         let mut other = averaged(2);
         let before = bits(&other);
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
-        let error = checkpointer.load(path.as_path(), &mut other).unwrap_err().to_string();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let error = checkpointer
+            .load(path.as_path(), &mut other)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("n_averaged"), "{error}");
         assert_eq!(bits(&other), before);
     })
     .unwrap();
 }
 
-/// The number of updates is a plain value, which the run would take by itself. A later average would go on from it.
+/// The number of updates is a plain value, which the run would take by itself. A later average
+/// would go on from it.
 #[test]
 fn of_an_average_that_the_run_has_no_place_for_nothing_is_taken() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let load = LoadOptions { strict: false, ..LoadOptions::default() };
-        let options = CheckpointerOptions { load, ..CheckpointerOptions::default() };
+        let load = LoadOptions {
+            strict: false,
+            ..LoadOptions::default()
+        };
+        let options = CheckpointerOptions {
+            load,
+            ..CheckpointerOptions::default()
+        };
         let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
         let mut run = new_run(&group, true, &adamw(), 1);
         let mut average = AveragedModel::new(run.model.parameters(), 0.5).unwrap();
@@ -565,7 +818,10 @@ fn of_an_average_that_the_run_has_no_place_for_nothing_is_taken() {
         checkpointer.save(1, &run).unwrap();
         let mut other = new_run(&group, true, &adamw(), 2);
         let report = checkpointer.load(1, &mut other).unwrap();
-        assert!(report.unexpected.contains(&"average.n_averaged".to_owned()), "{report:?}");
+        assert!(
+            report.unexpected.contains(&"average.n_averaged".to_owned()),
+            "{report:?}"
+        );
         assert!(other.values.keys().eq(["epoch"]), "{:?}", other.values);
     })
     .unwrap();
@@ -577,11 +833,16 @@ fn an_average_of_tied_weights_goes_on_from_any_of_their_names() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
         let build = |value: f64| {
-            let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
-                scope.tie("head.weight", "embedding.weight");
-                let embedding = scope.vb().get_with_hints((4, 3), "embedding.weight", Init::Const(value))?;
-                Ok((embedding, scope.vb().get((4, 3), "head.weight")?))
-            });
+            let model =
+                FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+                    scope.tie("head.weight", "embedding.weight");
+                    let embedding = scope.vb().get_with_hints(
+                        (4, 3),
+                        "embedding.weight",
+                        Init::Const(value),
+                    )?;
+                    Ok((embedding, scope.vb().get((4, 3), "head.weight")?))
+                });
             let mut run = TrainState::new(model.unwrap(), Vec::new());
             run.average = Some(AveragedModel::new(run.model.parameters(), 0.5).unwrap());
             run
@@ -589,11 +850,17 @@ fn an_average_of_tied_weights_goes_on_from_any_of_their_names() {
         let mut run = build(2.0);
         run.average.as_mut().unwrap().update().unwrap();
         let names = ["module.embedding.weight", "module.head.weight"];
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         for (step, left_out) in [(1, None), (2, Some(names[0])), (3, Some(names[1]))] {
             let mut state = run.state_dict().unwrap();
-            let Some(StateValue::Dict(average)) = state.get_mut("average") else { panic!("no average") };
-            assert!(names.iter().all(|name| average.contains_key(name)), "{average:?}");
+            let Some(StateValue::Dict(average)) = state.get_mut("average") else {
+                panic!("no average")
+            };
+            assert!(
+                names.iter().all(|name| average.contains_key(name)),
+                "{average:?}"
+            );
             left_out.map(|name| average.remove(name));
             checkpointer.save(step, &state).unwrap();
             let mut other = build(1.0);
@@ -604,7 +871,11 @@ fn an_average_of_tied_weights_goes_on_from_any_of_their_names() {
             average.swap().unwrap();
             let whole = other.model.parameters().summon_full_params().unwrap();
             let (_, weight) = whole.iter().next().unwrap();
-            assert_eq!(weight.flatten_all().unwrap().to_vec1::<f32>().unwrap(), [2.0; 12], "without {left_out:?}");
+            assert_eq!(
+                weight.flatten_all().unwrap().to_vec1::<f32>().unwrap(),
+                [2.0; 12],
+                "without {left_out:?}"
+            );
         }
     })
     .unwrap();
@@ -622,8 +893,14 @@ fn shards_of_a_value_that_are_not_contiguous_are_found_before_anything_changes()
             ShardedTensor::new(DType::F32, vec![3, 4], vec![LocalShard { bounds, tensor }]).unwrap()
         };
         for staged in [false, true] {
-            let load = LoadOptions { staged, ..LoadOptions::default() };
-            let options = CheckpointerOptions { load, ..CheckpointerOptions::default() };
+            let load = LoadOptions {
+                staged,
+                ..LoadOptions::default()
+            };
+            let options = CheckpointerOptions {
+                load,
+                ..CheckpointerOptions::default()
+            };
             let path = dir.path().join(format!("{staged}"));
             let mut checkpointer = Checkpointer::new(path.as_path(), &group, options).unwrap();
             let mut run = new_run(&group, true, &adamw(), 1);
@@ -641,12 +918,17 @@ fn shards_of_a_value_that_are_not_contiguous_are_found_before_anything_changes()
 fn containers_come_in_place_of_values_that_stand_for_nothing_yet() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let mut run = new_run(&group, true, &adamw(), 1);
-        let best: StateDict = [("loss", 0.5.into()), ("step", 7i64.into())].into_iter().collect();
-        let epoch = |number: i64| StateValue::Dict([("epoch", number.into())].into_iter().collect());
+        let best: StateDict = [("loss", 0.5.into()), ("step", 7i64.into())]
+            .into_iter()
+            .collect();
+        let epoch =
+            |number: i64| StateValue::Dict([("epoch", number.into())].into_iter().collect());
         run.values.insert("best", best);
-        run.values.insert("history", StateValue::List(vec![epoch(1), epoch(2)]));
+        run.values
+            .insert("history", StateValue::List(vec![epoch(1), epoch(2)]));
         checkpointer.save(1, &run).unwrap();
 
         let mut fresh = new_run(&group, true, &adamw(), 2);
@@ -671,26 +953,47 @@ fn paths_of_a_checkpoint_cannot_ask_for_many_long_lists_of_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("lists.safetensors");
     let names = ["a", "b", "c"];
-    let paths: Vec<String> = names.iter().map(|name| format!("\"{name}\": [\"{name}\", 1048575]")).collect();
+    let paths: Vec<String> = names
+        .iter()
+        .map(|name| format!("\"{name}\": [\"{name}\", 1048575]"))
+        .collect();
     let paths = serde_json::to_string(&format!("{{{}}}", paths.join(", "))).unwrap();
     let tensors: Vec<String> = names
         .iter()
         .enumerate()
         .map(|(at, name)| {
-            format!("\"{name}\":{{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[{},{}]}}", 4 * at, 4 * at + 4)
+            format!(
+                "\"{name}\":{{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[{},{}]}}",
+                4 * at,
+                4 * at + 4
+            )
         })
         .collect();
-    let header = format!("{{\"__metadata__\":{{\"fsdp.paths\":{paths}}},{}}}", tensors.join(","));
+    let header = format!(
+        "{{\"__metadata__\":{{\"fsdp.paths\":{paths}}},{}}}",
+        tensors.join(",")
+    );
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header.as_bytes());
     bytes.extend([0; 12]);
     std::fs::write(&path, bytes).unwrap();
-    let error = load_whole(path.as_path(), &[], &LoadOptions::default()).unwrap_err().to_string();
+    let error = load_whole(path.as_path(), &[], &LoadOptions::default())
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("list without long gaps"), "{error}");
     let errors = run_local(2, |group| {
-        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let mut run = new_run(&group, true, &adamw(), 1);
-        checkpointer.load(path.as_path(), &mut run).unwrap_err().to_string()
+        checkpointer
+            .load(path.as_path(), &mut run)
+            .unwrap_err()
+            .to_string()
     });
-    assert!(errors.unwrap().iter().all(|error| error.contains("list without long gaps")));
+    assert!(
+        errors
+            .unwrap()
+            .iter()
+            .all(|error| error.contains("list without long gaps"))
+    );
 }

@@ -1,6 +1,6 @@
-//! Faults that other programs had without a word, each with the thread in which it was reported: a load that is not
-//! what was saved is an error here, a save that is not what the run holds has another digest, replicas that differ are
-//! named.
+//! Faults that other programs had without a word, each with the thread in which it was reported: a
+//! load that is not what was saved is an error here, a save that is not what the run holds has
+//! another digest, replicas that differ are named.
 //!
 //! Each test makes the effect of a fault on the state; the code that had the fault is not here.
 
@@ -9,7 +9,8 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_checkpoint::{
-    CheckpointError, LoadOptions, SaveOptions, Stateful as _, check_replicas, load_in_place, save, state_digest,
+    CheckpointError, LoadOptions, SaveOptions, Stateful as _, check_replicas, load_in_place, save,
+    state_digest,
 };
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_dcp::FileError;
@@ -72,8 +73,12 @@ impl Checkpoint for Faulty<'_> {
 
     fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         match self.fault {
-            Fault::Swapped(a, b) if fqn.contains(a) => self.checkpoint.read_boxes(&fqn.replace(a, b), slots),
-            Fault::Swapped(a, b) if fqn.contains(b) => self.checkpoint.read_boxes(&fqn.replace(b, a), slots),
+            Fault::Swapped(a, b) if fqn.contains(a) => {
+                self.checkpoint.read_boxes(&fqn.replace(a, b), slots)
+            }
+            Fault::Swapped(a, b) if fqn.contains(b) => {
+                self.checkpoint.read_boxes(&fqn.replace(b, a), slots)
+            }
             Fault::Older(part) if fqn.contains(part) => self.older.read_boxes(fqn, slots),
             Fault::Zeros(part) if fqn.contains(part) => {
                 for slot in slots {
@@ -85,7 +90,8 @@ impl Checkpoint for Faulty<'_> {
             Fault::Nothing(part) if fqn.contains(part) => Ok(()),
             Fault::Rotated(part) if fqn.contains(part) => {
                 for slot in slots {
-                    self.checkpoint.read_boxes(fqn, &mut [Slot::new(slot.bounds.clone(), slot.bytes)])?;
+                    self.checkpoint
+                        .read_boxes(fqn, &mut [Slot::new(slot.bounds.clone(), slot.bytes)])?;
                     slot.bytes.rotate_left(4);
                     slot.filled(0..slot.bytes.len());
                 }
@@ -119,7 +125,13 @@ fn two_checkpoints(directory: &Path, ranks: usize) {
             run.values.insert("epoch", number);
             run.values.insert("scaler", 1024.0 / number as f64);
             let path = directory.join(number.to_string());
-            save(path, &run.state_dict().unwrap(), &group, &SaveOptions::default()).unwrap();
+            save(
+                path,
+                &run.state_dict().unwrap(),
+                &group,
+                &SaveOptions::default(),
+            )
+            .unwrap();
         }
     })
     .unwrap();
@@ -133,7 +145,11 @@ fn loads_that_other_programs_had_wrong_are_errors() {
         // No fault, and no error.
         ("", Fault::Swapped("nothing", "nobody"), ""),
         // Ranks gathered the optimizer's states in another order each.
-        ("pytorch/pytorch#84654", Fault::Swapped("exp_avg_sq", "exp_avg"), ".exp_avg`"),
+        (
+            "pytorch/pytorch#84654",
+            Fault::Swapped("exp_avg_sq", "exp_avg"),
+            ".exp_avg`",
+        ),
         // States were matched to parameters by position.
         (
             "pytorch/pytorch#113673",
@@ -148,34 +164,79 @@ fn loads_that_other_programs_had_wrong_are_errors() {
         // The newest file of each kind was taken, from two epochs.
         ("NVIDIA/physicsnemo#2012", Fault::Older("model."), "`model."),
         // Moments were dropped, so that the optimizer began anew.
-        ("areal-project/AReaL#1468", Fault::Zeros(".exp_avg"), ".exp_avg`"),
-        ("KempnerInstitute/KempnerForge#115", Fault::Zeros(".exp_avg_sq"), ".exp_avg_sq`"),
+        (
+            "areal-project/AReaL#1468",
+            Fault::Zeros(".exp_avg"),
+            ".exp_avg`",
+        ),
+        (
+            "KempnerInstitute/KempnerForge#115",
+            Fault::Zeros(".exp_avg_sq"),
+            ".exp_avg_sq`",
+        ),
         // The state dict was not filled at all.
-        ("pytorch/pytorch#118081", Fault::Nothing("model."), "`model."),
+        (
+            "pytorch/pytorch#118081",
+            Fault::Nothing("model."),
+            "`model.",
+        ),
         // The packed state of an optimizer came back in another order.
-        ("databricks/flashoptim#3", Fault::Rotated("head.weight.exp_avg"), "head.weight.exp_avg`"),
+        (
+            "databricks/flashoptim#3",
+            Fault::Rotated("head.weight.exp_avg"),
+            "head.weight.exp_avg`",
+        ),
         // Values beside tensors were kept as they were.
-        ("pytorch/pytorch#129079", Fault::Value(".lr", PlainValue::Float(0.5)), ".lr`"),
-        ("FabianPlum/SMILify#72", Fault::Value("epoch", PlainValue::Int(0)), "`epoch`"),
-        ("huggingface/accelerate#4289", Fault::Value("scaler", PlainValue::Float(2048.0)), "`scaler`"),
+        (
+            "pytorch/pytorch#129079",
+            Fault::Value(".lr", PlainValue::Float(0.5)),
+            ".lr`",
+        ),
+        (
+            "FabianPlum/SMILify#72",
+            Fault::Value("epoch", PlainValue::Int(0)),
+            "`epoch`",
+        ),
+        (
+            "huggingface/accelerate#4289",
+            Fault::Value("scaler", PlainValue::Float(2048.0)),
+            "`scaler`",
+        ),
     ];
     for (thread, fault, named) in &faults {
         let errors = run_local(2, |group| {
-            let of = |number: &str| open(directory.path().join(number), OpenOptions::default()).unwrap();
+            let of =
+                |number: &str| open(directory.path().join(number), OpenOptions::default()).unwrap();
             let (checkpoint, older) = (of("2"), of("1"));
-            let faulty = Faulty { checkpoint: &*checkpoint, older: &*older, fault };
+            let faulty = Faulty {
+                checkpoint: &*checkpoint,
+                older: &*older,
+                fault,
+            };
             let mut run = new_run(&group, 9);
-            let options = LoadOptions { staged: true, ..LoadOptions::default() };
+            let options = LoadOptions {
+                staged: true,
+                ..LoadOptions::default()
+            };
             let before = state_digest(&run, &group).unwrap();
             let outcome = run.load_state_dict(&faulty, &group, &options);
             // A load that is refused has changed nothing.
-            assert_eq!(outcome.is_err(), state_digest(&run, &group).unwrap() == before, "{thread}");
+            assert_eq!(
+                outcome.is_err(),
+                state_digest(&run, &group).unwrap() == before,
+                "{thread}"
+            );
             outcome.err().map(|error| error.to_string())
         })
         .unwrap();
         assert_eq!(errors[0], errors[1], "{thread}");
-        let is_named = errors[0].as_ref().map_or(thread.is_empty(), |error| error.contains(named));
-        assert!(is_named && errors[0].is_none() == thread.is_empty(), "{thread}: {errors:?}");
+        let is_named = errors[0]
+            .as_ref()
+            .map_or(thread.is_empty(), |error| error.contains(named));
+        assert!(
+            is_named && errors[0].is_none() == thread.is_empty(),
+            "{thread}: {errors:?}"
+        );
     }
 }
 
@@ -188,7 +249,9 @@ fn copied(run: &Run) -> Flat {
 }
 
 fn dict(flat: &Flat) -> StateDict {
-    flat.iter().map(|(key, value)| (key.clone(), value.clone())).collect()
+    flat.iter()
+        .map(|(key, value)| (key.clone(), value.clone()))
+        .collect()
 }
 
 /// Takes the values whose keys have `part` in them from another state.
@@ -216,31 +279,71 @@ fn half(tensor: &Tensor) -> Tensor {
     tensor.narrow(0, 0, tensor.dims()[0] / 2).unwrap()
 }
 
-/// Makes a state that is wrongly saved in place of the second of three: of all three, the first, the second and the
-/// third.
+/// Makes a state that is wrongly saved in place of the second of three: of all three, the first,
+/// the second and the third.
 type WrongSave = fn(&Flat, &mut Flat, &Flat);
 
 #[test]
 fn saves_that_other_programs_had_wrong_have_another_digest_than_the_run() {
     let cases: [(&str, WrongSave, &str); 10] = [
         // Training went on before the values had been copied.
-        ("pytorch/pytorch#144657", |_, saved, later| take("model.", later, saved), "model."),
-        ("Lightning-AI/pytorch-lightning#21079", |_, saved, later| take("weight", later, saved), "weight"),
-        ("NVIDIA/nvidia-resiliency-ext#376", |_, saved, later| take(".step", later, saved), ".step"),
+        (
+            "pytorch/pytorch#144657",
+            |_, saved, later| take("model.", later, saved),
+            "model.",
+        ),
+        (
+            "Lightning-AI/pytorch-lightning#21079",
+            |_, saved, later| take("weight", later, saved),
+            "weight",
+        ),
+        (
+            "NVIDIA/nvidia-resiliency-ext#376",
+            |_, saved, later| take(".step", later, saved),
+            ".step",
+        ),
         // A plan of the first save was used again with its values.
-        ("NVIDIA-NeMo/RL#3312", |earlier, saved, _| take("", earlier, saved), ""),
+        (
+            "NVIDIA-NeMo/RL#3312",
+            |earlier, saved, _| take("", earlier, saved),
+            "",
+        ),
         // The loaded state was saved again, although training had changed it.
-        ("pytorch/torchtitan#647", |earlier, saved, _| take("optim.", earlier, saved), "optim."),
+        (
+            "pytorch/torchtitan#647",
+            |earlier, saved, _| take("optim.", earlier, saved),
+            "optim.",
+        ),
         // Averaged weights were in the model while it was saved.
-        ("atomistic-machine-learning/schnetpack#785", |earlier, saved, _| take("model.a.", earlier, saved), "model.a."),
+        (
+            "atomistic-machine-learning/schnetpack#785",
+            |earlier, saved, _| take("model.a.", earlier, saved),
+            "model.a.",
+        ),
         // Frozen parameters lost their optimizer's state.
-        ("pytorch/pytorch#192202", |_, saved, _| saved.retain(|key, _| !key.contains("state.head.")), "state.head."),
+        (
+            "pytorch/pytorch#192202",
+            |_, saved, _| saved.retain(|key, _| !key.contains("state.head.")),
+            "state.head.",
+        ),
         // The number of steps was read when the save had ended, not when it began.
-        ("NVIDIA-NeMo/Megatron-Bridge#5738", |_, saved, later| take("epoch", later, saved), "epoch"),
+        (
+            "NVIDIA-NeMo/Megatron-Bridge#5738",
+            |_, saved, later| take("epoch", later, saved),
+            "epoch",
+        ),
         // A tensor of which every rank has a copy was put together from all copies.
-        ("verl-project/verl#7610", |_, saved, _| change("model.a.bias", saved, twice), "model.a.bias"),
+        (
+            "verl-project/verl#7610",
+            |_, saved, _| change("model.a.bias", saved, twice),
+            "model.a.bias",
+        ),
         // Shards that happened to be equal were taken for copies, and all but one were left out.
-        ("EvolvingLMMs-Lab/lmms-engine#160", |_, saved, _| change("model.a.bias", saved, half), "model.a.bias"),
+        (
+            "EvolvingLMMs-Lab/lmms-engine#160",
+            |_, saved, _| change("model.a.bias", saved, half),
+            "model.a.bias",
+        ),
     ];
     let directory = tempfile::tempdir().unwrap();
     run_local(1, |group| {
@@ -269,7 +372,8 @@ fn saves_that_other_programs_had_wrong_have_another_digest_than_the_run() {
     .unwrap();
 }
 
-/// One rank went on from other weights than the rest, as after a load whose last exchange was left out.
+/// One rank went on from other weights than the rest, as after a load whose last exchange was left
+/// out.
 #[test]
 fn ranks_that_resume_from_different_weights_are_named() {
     // NVIDIA/Megatron-LM#6920
@@ -280,7 +384,9 @@ fn ranks_that_resume_from_different_weights_are_named() {
             let state = run.state_dict().unwrap();
             let tensor: Option<Tensor> = match state.dict("model").unwrap().get("a.bias").unwrap() {
                 StateValue::Tensor(tensor) => Some(tensor.clone()),
-                StateValue::Sharded(tensor) => tensor.shards().first().map(|shard| shard.tensor.clone()),
+                StateValue::Sharded(tensor) => {
+                    tensor.shards().first().map(|shard| shard.tensor.clone())
+                }
                 _ => None,
             };
             HostSliceMut::<f32>::write(&tensor.unwrap()).unwrap()[0] += 1.0;
@@ -291,7 +397,12 @@ fn ranks_that_resume_from_different_weights_are_named() {
         }
     })
     .unwrap();
-    assert!(errors.iter().all(|tensors| *tensors == [("model.a.bias".to_owned(), vec![2])]), "{errors:?}");
+    assert!(
+        errors
+            .iter()
+            .all(|tensors| *tensors == [("model.a.bias".to_owned(), vec![2])]),
+        "{errors:?}"
+    );
 }
 
 /// Nothing was loaded, because all names lay one level deeper than was looked for.
@@ -325,12 +436,21 @@ fn a_load_of_the_weights_leaves_the_optimizer_as_it_is() {
         let before = state_digest(&run, &group).unwrap();
         let checkpoint = open(directory.path().join("2"), OpenOptions::default()).unwrap();
         let optimizers = std::mem::take(&mut run.optimizers);
-        let options = LoadOptions { strict: false, ..LoadOptions::default() };
+        let options = LoadOptions {
+            strict: false,
+            ..LoadOptions::default()
+        };
         run.load_state_dict(&*checkpoint, &group, &options).unwrap();
         run.optimizers = optimizers;
         let differing = state_digest(&run, &group).unwrap().differing(&before);
-        assert!(differing.contains(&"model.a.weight".to_owned()), "{differing:?}");
-        assert!(!differing.iter().any(|name| name.starts_with("optim.")), "{differing:?}");
+        assert!(
+            differing.contains(&"model.a.weight".to_owned()),
+            "{differing:?}"
+        );
+        assert!(
+            !differing.iter().any(|name| name.starts_with("optim.")),
+            "{differing:?}"
+        );
     })
     .unwrap();
 }

@@ -10,21 +10,54 @@ use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, ShardingStrategy,
 pub(crate) type Run = TrainState<(Unit<Linear>, Linear, Tensor)>;
 
 pub(crate) fn adamw() -> Algorithm {
-    Algorithm::AdamW(AdamOptions { lr: 0.01, ..AdamOptions::adamw() })
+    Algorithm::AdamW(AdamOptions {
+        lr: 0.01,
+        ..AdamOptions::adamw()
+    })
 }
 
-pub(crate) fn new_run(group: &ProcessGroup, use_orig_params: bool, algorithm: &Algorithm, seed: u64) -> Run {
-    build(group, FsdpConfig { use_orig_params, seed, ..FsdpConfig::default() }, algorithm)
+pub(crate) fn new_run(
+    group: &ProcessGroup,
+    use_orig_params: bool,
+    algorithm: &Algorithm,
+    seed: u64,
+) -> Run {
+    build(
+        group,
+        FsdpConfig {
+            use_orig_params,
+            seed,
+            ..FsdpConfig::default()
+        },
+        algorithm,
+    )
 }
 
-pub(crate) fn new_run_with(group: &ProcessGroup, strategy: ShardingStrategy, algorithm: &Algorithm, seed: u64) -> Run {
-    build(group, FsdpConfig { strategy, seed, ..FsdpConfig::default() }, algorithm)
+pub(crate) fn new_run_with(
+    group: &ProcessGroup,
+    strategy: ShardingStrategy,
+    algorithm: &Algorithm,
+    seed: u64,
+) -> Run {
+    build(
+        group,
+        FsdpConfig {
+            strategy,
+            seed,
+            ..FsdpConfig::default()
+        },
+        algorithm,
+    )
 }
 
 pub(crate) fn build(group: &ProcessGroup, config: FsdpConfig, algorithm: &Algorithm) -> Run {
     let model = FullyShardedDataParallel::new(group.clone(), config, |scope| {
         let scale = scope.vb().get_with_hints((), "scale", Init::Const(1.5))?;
-        Ok((scope.pp("a").unit(|scope| linear(5, 7, scope.vb()))?, linear(7, 2, scope.vb().pp("head"))?, scale))
+        Ok((
+            scope.pp("a").unit(|scope| linear(5, 7, scope.vb()))?,
+            linear(7, 2, scope.vb().pp("head"))?,
+            scale,
+        ))
     });
     let model = model.unwrap();
     let optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
@@ -32,10 +65,15 @@ pub(crate) fn build(group: &ProcessGroup, config: FsdpConfig, algorithm: &Algori
 }
 
 fn forward(run: &Run, seed: usize) -> Tensor {
-    let x: Vec<f32> = (0..10).map(|i| ((i * 37 + seed * 11) % 17) as f32 / 8.0 - 1.0).collect();
+    let x: Vec<f32> = (0..10)
+        .map(|i| ((i * 37 + seed * 11) % 17) as f32 / 8.0 - 1.0)
+        .collect();
     let x = Tensor::from_vec(x, (2, 5), &Device::Cpu).unwrap();
     let loss = |m: &(Unit<Linear>, Linear, Tensor)| {
-        m.1.forward(&m.0.forward(&x)?.tanh()?)?.broadcast_mul(&m.2)?.sqr()?.mean_all()
+        m.1.forward(&m.0.forward(&x)?.tanh()?)?
+            .broadcast_mul(&m.2)?
+            .sqr()?
+            .mean_all()
     };
     run.model.forward(loss).unwrap()
 }

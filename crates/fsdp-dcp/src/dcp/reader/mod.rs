@@ -33,15 +33,17 @@ use crate::metadata::Replica;
 use crate::payload::slot::Slot;
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions};
 
-/// The headers of safetensors blobs that were looked for, by file and offset; `None` where there is none.
+/// The headers of safetensors blobs that were looked for, by file and offset; `None` where there is
+/// none.
 type Blobs = HashMap<(String, u64), Option<Arc<Header>>>;
-/// The items that this library writes for tensors, by their dtype and shape; `None` where it writes none.
+/// The items that this library writes for tensors, by their dtype and shape; `None` where it writes
+/// none.
 type KnownItems = HashMap<(DType, Vec<usize>), Option<Arc<KnownItem>>>;
 
 /// An open DCP checkpoint. Threads can share it, and nothing is ever written to it.
 ///
-/// Data files are opened when they are first needed. If the checkpoint has an integrity file, every byte that is read
-/// is checked against it.
+/// Data files are opened when they are first needed. If the checkpoint has an integrity file, every
+/// byte that is read is checked against it.
 pub struct CheckpointReader {
     directory: CheckedDirectory,
     metadata: Metadata,
@@ -53,24 +55,32 @@ impl fmt::Debug for CheckpointReader {
     /// Writes the directory and the metadata, and not what was read of the files so far.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut text = f.debug_struct("CheckpointReader");
-        text.field("directory", &self.directory).field("metadata", &self.metadata).finish_non_exhaustive()
+        text.field("directory", &self.directory)
+            .field("metadata", &self.metadata)
+            .finish_non_exhaustive()
     }
 }
 
 impl CheckpointReader {
     /// Opens the checkpoint in this directory.
     ///
-    /// Without `.metadata`, the rank-local files `__{rank}.metadata` are merged (torch's `use_collectives=False`).
-    /// Without those either, the error is [`FileError::NotCommitted`].
+    /// Without `.metadata`, the rank-local files `__{rank}.metadata` are merged (torch's
+    /// `use_collectives=False`). Without those either, the error is [`FileError::NotCommitted`].
     pub fn open(location: impl Into<Location>) -> Result<Self, FileError> {
         Self::open_with(location, OpenOptions::default())
     }
 
     /// Opens the checkpoint in this directory, with options.
-    pub fn open_with(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
+    pub fn open_with(
+        location: impl Into<Location>,
+        options: OpenOptions,
+    ) -> Result<Self, FileError> {
         let location = location.into();
         let path = location.name();
-        let not_committed = |reason| FileError::NotCommitted { path: path.to_owned(), reason };
+        let not_committed = |reason| FileError::NotCommitted {
+            path: path.to_owned(),
+            reason,
+        };
         let directory = match CheckedDirectory::open(&location, options.verify, Links::Refuse) {
             Err(FileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
                 return Err(not_committed("there is nothing"));
@@ -87,7 +97,12 @@ impl CheckpointReader {
             1 => parts.swap_remove(0),
             _ => Metadata::merge(parts),
         };
-        Ok(CheckpointReader { directory, metadata, blobs: Mutex::default(), known_items: Mutex::default() })
+        Ok(CheckpointReader {
+            directory,
+            metadata,
+            blobs: Mutex::default(),
+            known_items: Mutex::default(),
+        })
     }
 
     /// Returns what the checkpoint holds.
@@ -121,7 +136,11 @@ impl CheckpointReader {
     }
 
     /// Reads boxes of many tensors into buffers; see [`Checkpoint::read`].
-    pub fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<ReadDone, FileError> {
+    pub fn read(
+        &self,
+        destinations: Vec<Destination<'_>>,
+        options: ReadOptions,
+    ) -> Result<ReadDone, FileError> {
         Checkpoint::read(self, destinations, options)
     }
 
@@ -145,32 +164,53 @@ impl CheckpointReader {
         self.read_stored_value(fqn, self.place_of_value(fqn)?)
     }
 
-    pub(crate) fn read_stored_value(&self, fqn: &str, stored: &StorageInfo) -> Result<PlainValue, FileError> {
-        self.stored_value(stored, false).map_err(|error| self.item_error(fqn, stored, error))
+    pub(crate) fn read_stored_value(
+        &self,
+        fqn: &str,
+        stored: &StorageInfo,
+    ) -> Result<PlainValue, FileError> {
+        self.stored_value(stored, false)
+            .map_err(|error| self.item_error(fqn, stored, error))
     }
 
-    /// Returns where the bytes of a value are stored. A key that is missing, or that has a tensor, is an error.
+    /// Returns where the bytes of a value are stored. A key that is missing, or that has a tensor,
+    /// is an error.
     fn place_of_value(&self, fqn: &str) -> Result<&StorageInfo, FileError> {
         let stored = match self.metadata.entries.get(fqn) {
-            None => return Err(LoadPlanError::Missing { fqn: fqn.to_owned() }.into()),
+            None => {
+                return Err(LoadPlanError::Missing {
+                    fqn: fqn.to_owned(),
+                }
+                .into());
+            }
             Some(Entry::Tensor(_)) => {
-                return Err(LoadPlanError::Kind { fqn: fqn.to_owned(), saved: "tensor", wanted: "value" }.into());
+                return Err(LoadPlanError::Kind {
+                    fqn: fqn.to_owned(),
+                    saved: "tensor",
+                    wanted: "value",
+                }
+                .into());
             }
             Some(Entry::Bytes(bytes)) => bytes.stored.as_ref(),
         };
-        stored.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })
+        stored.ok_or_else(|| FileError::NotStored {
+            fqn: fqn.to_owned(),
+        })
     }
 
-    /// Reads and decodes a value. With `describes`, objects that cannot be built become descriptions of themselves
-    /// instead of errors.
+    /// Reads and decodes a value. With `describes`, objects that cannot be built become
+    /// descriptions of themselves instead of errors.
     fn stored_value(&self, stored: &StorageInfo, describes: bool) -> Result<PlainValue, ReadError> {
-        // The budget is computed from the stored length and not from the decompressed one, so that a small compressed
-        // file cannot take much memory.
+        // The budget is computed from the stored length and not from the decompressed one, so that
+        // a small compressed file cannot take much memory.
         let mut budget = Budget::new(stored.length, PICKLE_FACTOR);
         // A buffer that grows takes up to three times what is in it.
         let bytes = self.item_bytes(stored, budget.left() / 2)?;
         budget
-            .charge("decompressed length", (bytes.len() as u64).saturating_sub(stored.length))
+            .charge(
+                "decompressed length",
+                (bytes.len() as u64).saturating_sub(stored.length),
+            )
             .map_err(FormatError::from)?;
         Ok(decode_value_within(&bytes, budget, describes)?)
     }
@@ -205,7 +245,11 @@ impl Checkpoint for CheckpointReader {
         self.fill(fqn, slots)
     }
 
-    fn check_read(&self, requests: &[LoadRequest], options: ReadPlanOptions) -> Result<LoadPlan, FileError> {
+    fn check_read(
+        &self,
+        requests: &[LoadRequest],
+        options: ReadPlanOptions,
+    ) -> Result<LoadPlan, FileError> {
         self.check_planned(requests, options)
     }
 
@@ -218,21 +262,30 @@ impl Checkpoint for CheckpointReader {
             return Ok(self.opaque_tensor(fqn, tensor));
         }
         let stored = self.place_of_value(fqn)?;
-        self.opaque_value(stored).map_err(|error| self.item_error(fqn, stored, error))
+        self.opaque_value(stored)
+            .map_err(|error| self.item_error(fqn, stored, error))
     }
 
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        let chunks = self.metadata.tensor(fqn).into_iter().flat_map(|tensor| &tensor.chunks);
+        let chunks = self
+            .metadata
+            .tensor(fqn)
+            .into_iter()
+            .flat_map(|tensor| &tensor.chunks);
         if let Some(stored) = chunks.filter_map(|chunk| chunk.stored.as_ref()).next() {
-            return self.describe_tensor(stored).map_err(|error| self.item_error(fqn, stored, error));
+            return self
+                .describe_tensor(stored)
+                .map_err(|error| self.item_error(fqn, stored, error));
         }
         let stored = self.place_of_value(fqn)?;
-        self.stored_value(stored, true).map_err(|error| self.item_error(fqn, stored, error))
+        self.stored_value(stored, true)
+            .map_err(|error| self.item_error(fqn, stored, error))
     }
 
     fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
         let most = Budget::new(stored.length, PICKLE_FACTOR).left() / 2;
-        self.item_bytes(stored, most).map_err(|error| self.item_error(fqn, stored, error))
+        self.item_bytes(stored, most)
+            .map_err(|error| self.item_error(fqn, stored, error))
     }
 
     fn check_stored(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
@@ -247,7 +300,12 @@ impl Checkpoint for CheckpointReader {
         self.read_quantizer(fqn)
     }
 
-    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
+    fn read_replica(
+        &self,
+        replica: &Replica,
+        bounds: &TensorBox,
+        dst: &mut [u8],
+    ) -> Result<(), FileError> {
         self.read_copy(replica, bounds, dst)
     }
 
@@ -258,8 +316,15 @@ impl Checkpoint for CheckpointReader {
 
 /// Returns the likely reason why a directory has no metadata.
 fn missing_metadata(path: &Path) -> &'static str {
-    let is_staging = path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.contains(".tmp-"));
-    if is_staging { "it is a staging directory of a save that did not finish" } else { "it has no `.metadata`" }
+    let is_staging = path
+        .file_name()
+        .and_then(|name| name.to_str())
+        .is_some_and(|name| name.contains(".tmp-"));
+    if is_staging {
+        "it is a staging directory of a save that did not finish"
+    } else {
+        "it has no `.metadata`"
+    }
 }
 
 /// Returns the names of the metadata files: `.metadata`, or those of the ranks in order.
@@ -268,14 +333,24 @@ pub(crate) fn metadata_files(directory: &CheckedDirectory) -> Result<Vec<String>
         return Ok(vec![METADATA_FILE.to_owned()]);
     }
     let names = directory.names()?;
-    let mut ranks: Vec<u32> = names.iter().filter_map(|name| rank_of_metadata(name)).collect();
+    let mut ranks: Vec<u32> = names
+        .iter()
+        .filter_map(|name| rank_of_metadata(name))
+        .collect();
     ranks.sort_unstable();
-    Ok(ranks.into_iter().map(|rank| format!("__{rank}.metadata")).collect())
+    Ok(ranks
+        .into_iter()
+        .map(|rank| format!("__{rank}.metadata"))
+        .collect())
 }
 
 /// Returns the rank in the name of a rank's own metadata file.
 fn rank_of_metadata(name: &str) -> Option<u32> {
-    let rank = name.strip_prefix("__")?.strip_suffix(".metadata")?.parse().ok()?;
+    let rank = name
+        .strip_prefix("__")?
+        .strip_suffix(".metadata")?
+        .parse()
+        .ok()?;
     // Only torch's spelling counts: `__01.metadata` is some other file.
     (format!("__{rank}.metadata") == name).then_some(rank)
 }

@@ -20,15 +20,24 @@ impl CheckpointReader {
         // Plan before allocating, so that an absurd shape allocates nothing.
         let bounds = TensorBox::whole(&tensor.shape);
         let request = request_of(&self.metadata, fqn, &bounds)?;
-        plan_load(&self.metadata, std::slice::from_ref(&request), ReadPlanOptions::default())?;
+        plan_load(
+            &self.metadata,
+            std::slice::from_ref(&request),
+            ReadPlanOptions::default(),
+        )?;
         let length = byte_length(&bounds, tensor.properties.dtype);
-        let length = length.filter(|&length| can_hold(&tensor.chunks, length)).ok_or_else(|| LoadPlanError::Size {
-            fqn: fqn.to_owned(),
-            saved: tensor.shape.clone(),
-            wanted: Vec::new(),
-        })?;
+        let length = length
+            .filter(|&length| can_hold(&tensor.chunks, length))
+            .ok_or_else(|| LoadPlanError::Size {
+                fqn: fqn.to_owned(),
+                saved: tensor.shape.clone(),
+                wanted: Vec::new(),
+            })?;
         let mut bytes = vec![0; length];
-        self.read(vec![Destination::new(request, vec![&mut bytes])], ReadOptions::default())?;
+        self.read(
+            vec![Destination::new(request, vec![&mut bytes])],
+            ReadOptions::default(),
+        )?;
         Ok(bytes)
     }
 
@@ -51,11 +60,16 @@ impl CheckpointReader {
     pub(super) fn fill(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let tensor = tensor_of(&self.metadata, fqn)?;
         for chunk in &tensor.chunks {
-            if !slots.iter().any(|slot| chunk.bounds.intersect(&slot.bounds).is_some()) {
+            if !slots
+                .iter()
+                .any(|slot| chunk.bounds.intersect(&slot.bounds).is_some())
+            {
                 continue;
             }
             let stored = chunk.stored.as_ref();
-            let stored = stored.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?;
+            let stored = stored.ok_or_else(|| FileError::NotStored {
+                fqn: fqn.to_owned(),
+            })?;
             self.fill_from(fqn, &chunk.bounds, stored, tensor.properties.dtype, slots)
                 .map_err(|error| self.item_error(fqn, stored, error))?;
         }
@@ -63,14 +77,32 @@ impl CheckpointReader {
     }
 
     /// Reads a box of a chunk from another of its copies, in the checkpoint's dtype.
-    pub(super) fn read_copy(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
-        let Replica { fqn, bounds: Some(whole), stored } = replica else {
-            return Err(FileError::NotStored { fqn: replica.fqn.clone() });
+    pub(super) fn read_copy(
+        &self,
+        replica: &Replica,
+        bounds: &TensorBox,
+        dst: &mut [u8],
+    ) -> Result<(), FileError> {
+        let Replica {
+            fqn,
+            bounds: Some(whole),
+            stored,
+        } = replica
+        else {
+            return Err(FileError::NotStored {
+                fqn: replica.fqn.clone(),
+            });
         };
         let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
         check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
-        self.fill_from(fqn, whole, stored, dtype, &mut [Slot::new(bounds.clone(), dst)])
-            .map_err(|error| self.item_error(fqn, stored, error))
+        self.fill_from(
+            fqn,
+            whole,
+            stored,
+            dtype,
+            &mut [Slot::new(bounds.clone(), dst)],
+        )
+        .map_err(|error| self.item_error(fqn, stored, error))
     }
 
     /// Fills the parts of boxes that lie in one chunk.
@@ -84,26 +116,36 @@ impl CheckpointReader {
     ) -> Result<(), ReadError> {
         let located = self.locate(fqn, whole, stored, dtype)?;
         let unchecked = match &located.bytes {
-            Bytes::File(file) if slots.iter().all(|slot| slot.is_compared) => Some(file.unchecked()),
+            Bytes::File(file) if slots.iter().all(|slot| slot.is_compared) => {
+                Some(file.unchecked())
+            }
             _ => None,
         };
-        let source = unchecked.as_ref().map_or(located.bytes.source(), |file| file);
+        let source = unchecked
+            .as_ref()
+            .map_or(located.bytes.source(), |file| file);
         let mut reader = BlockReader::new(source);
         for slot in slots {
             if let Some(overlap) = whole.intersect(&slot.bounds) {
-                located.tensor.read(&mut reader, located.start, whole, &overlap, slot)?;
+                located
+                    .tensor
+                    .read(&mut reader, located.start, whole, &overlap, slot)?;
             }
         }
         Ok(())
     }
 }
 
-/// Returns `true` if items of these lengths can hold this many bytes. Without a transform, an item is never shorter
-/// than its data.
+/// Returns `true` if items of these lengths can hold this many bytes. Without a transform, an item
+/// is never shorter than its data.
 fn can_hold(chunks: &[Chunk], length: usize) -> bool {
     let stored = chunks.iter().filter_map(|chunk| chunk.stored.as_ref());
     let total = stored.fold(0u64, |total, stored| {
-        let most = if stored.transforms.is_empty() { stored.length } else { u64::MAX };
+        let most = if stored.transforms.is_empty() {
+            stored.length
+        } else {
+            u64::MAX
+        };
         total.saturating_add(most)
     });
     length as u64 <= total

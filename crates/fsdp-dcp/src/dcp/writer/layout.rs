@@ -13,8 +13,8 @@ use crate::torch::value::encode_value;
 
 /// The alignment of large payloads in the file, for mapping and direct I/O.
 const PAGE: u64 = 4096;
-/// The length from which payloads are aligned to pages. Shorter payloads keep the alignment that they have in their
-/// item.
+/// The length from which payloads are aligned to pages. Shorter payloads keep the alignment that
+/// they have in their item.
 const PAGE_ALIGNED: u64 = 64 << 10;
 /// The length from which a payload has its own hash segment.
 pub(super) const OWN_SEGMENT: u64 = 16 << 10;
@@ -60,19 +60,22 @@ impl Placed<'_> {
         self.offset + self.length
     }
 
-    /// Returns the start and the length of the payload in the file, if it has hash segments of its own.
+    /// Returns the start and the length of the payload in the file, if it has hash segments of its
+    /// own.
     pub(super) fn own_payload(&self) -> Option<(u64, u64)> {
         match &self.content {
-            Content::Tensor { around, .. } if around.payload_length() >= OWN_SEGMENT => {
-                Some((self.offset + around.payload_offset(), around.payload_length()))
-            }
+            Content::Tensor { around, .. } if around.payload_length() >= OWN_SEGMENT => Some((
+                self.offset + around.payload_offset(),
+                around.payload_length(),
+            )),
             _ => None,
         }
     }
 }
 
 impl<'p> FileLayout<'p> {
-    /// Lays out a rank's file: values first, then tensors, each in the order of the plan, as torch writes them.
+    /// Lays out a rank's file: values first, then tensors, each in the order of the plan, as torch
+    /// writes them.
     pub(super) fn new(
         plan: &'p LocalPlan,
         selection: &Selection,
@@ -82,9 +85,20 @@ impl<'p> FileLayout<'p> {
         let mut values = Vec::new();
         let mut tensors = Vec::new();
         for &selected in &selection.kept {
-            let Some(of) = plan.items.get(selected.item as usize) else { continue };
-            let encode = |source| FileError::Encode { fqn: of.fqn.clone(), source };
-            let placed = |length, content| Placed { fqn: &of.fqn, selected, offset: 0, length, content };
+            let Some(of) = plan.items.get(selected.item as usize) else {
+                continue;
+            };
+            let encode = |source| FileError::Encode {
+                fqn: of.fqn.clone(),
+                source,
+            };
+            let placed = |length, content| Placed {
+                fqn: &of.fqn,
+                selected,
+                offset: 0,
+                length,
+                content,
+            };
             match &of.content {
                 WriteContent::Value { .. } => {
                     let value = source.value(&of.fqn)?;
@@ -92,17 +106,36 @@ impl<'p> FileLayout<'p> {
                         Some(bytes) => bytes,
                         None => Cow::Owned(encode_value(&value).map_err(encode)?),
                     };
-                    values.push(placed(bytes.len() as u64, Content::Value(bytes, Digest::of_value(&value))));
+                    values.push(placed(
+                        bytes.len() as u64,
+                        Content::Value(bytes, Digest::of_value(&value)),
+                    ));
                 }
-                WriteContent::Tensor { properties, shape, boxes, .. } => {
-                    let Some(bounds) = boxes.get(selected.index as usize) else { continue };
-                    let around = TensorItem::new(properties.dtype, &bounds.sizes).map_err(encode)?;
+                WriteContent::Tensor {
+                    properties,
+                    shape,
+                    boxes,
+                    ..
+                } => {
+                    let Some(bounds) = boxes.get(selected.index as usize) else {
+                        continue;
+                    };
+                    let around =
+                        TensorItem::new(properties.dtype, &bounds.sizes).map_err(encode)?;
                     let place = digests.then(|| {
-                        let place = BoxPlace::new(shape, bounds, properties.dtype.size_in_bytes() as usize);
+                        let place =
+                            BoxPlace::new(shape, bounds, properties.dtype.size_in_bytes() as usize);
                         place.map_err(|error| wrong_box(&of.fqn, &error))
                     });
                     let place = place.transpose()?;
-                    tensors.push(placed(around.length(), Content::Tensor { bounds, place, around }));
+                    tensors.push(placed(
+                        around.length(),
+                        Content::Tensor {
+                            bounds,
+                            place,
+                            around,
+                        },
+                    ));
                 }
             }
         }
@@ -123,6 +156,10 @@ impl<'p> FileLayout<'p> {
 
 /// Returns where a tensor's item starts in the file, if the item before it ends at `at`.
 pub(super) fn tensor_offset(at: u64, around: &TensorItem) -> u64 {
-    let align = if around.payload_length() >= PAGE_ALIGNED { PAGE } else { 64 };
+    let align = if around.payload_length() >= PAGE_ALIGNED {
+        PAGE
+    } else {
+        64
+    };
     (at + around.payload_offset()).next_multiple_of(align) - around.payload_offset()
 }

@@ -1,11 +1,13 @@
-//! Writing a DCP checkpoint: each rank writes its own file directly from the tensors' memory, and one rank commits.
+//! Writing a DCP checkpoint: each rank writes its own file directly from the tensors' memory, and
+//! one rank commits.
 //!
 //! The steps of a save by N ranks, each with the ranks that take it:
 //!
 //! 1. all: make a [`LocalPlan`] of what the rank holds; gather them on rank 0
-//! 2. rank 0: [`plan_save`](crate::plan::plan_save), [`Durable::prepare`]; scatter the [`Selection`]s, broadcast the
-//!    staging directory's name
-//! 3. all: [`Durable::join`] (rank 0 has it already), [`write_rank`]; gather the [`RankWritten`]s on rank 0
+//! 2. rank 0: [`plan_save`](crate::plan::plan_save), [`Durable::prepare`]; scatter the
+//!    [`Selection`]s, broadcast the staging directory's name
+//! 3. all: [`Durable::join`] (rank 0 has it already), [`write_rank`]; gather the [`RankWritten`]s
+//!    on rank 0
 //! 4. rank 0: [`finish`], which writes `.metadata` and `.integrity` and commits
 //!
 //! If any rank fails before step 4, rank 0 drops its [`Staging`], which removes everything.
@@ -92,8 +94,8 @@ use crate::threads::default_threads;
 /// The options of a rank that writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WriteOptions {
-    /// Threads that hash and write. Each needs about 1 MiB. `None` (the default) takes one for each core, up to four;
-    /// in a save of several ranks, those of one host share its cores.
+    /// Threads that hash and write. Each needs about 1 MiB. `None` (the default) takes one for each
+    /// core, up to four; in a save of several ranks, those of one host share its cores.
     pub threads: Option<usize>,
     /// `true` (the default) if the digests of what is written are recorded.
     pub digests: bool,
@@ -101,12 +103,15 @@ pub struct WriteOptions {
 
 impl Default for WriteOptions {
     fn default() -> Self {
-        WriteOptions { threads: None, digests: true }
+        WriteOptions {
+            threads: None,
+            digests: true,
+        }
     }
 }
 
-/// Writes the selected items of one rank to its file, hashes and digests them on the way, and fsyncs it. No
-/// communication.
+/// Writes the selected items of one rank to its file, hashes and digests them on the way, and
+/// fsyncs it. No communication.
 pub fn write_rank(
     staging: &Staging,
     rank: usize,
@@ -118,8 +123,8 @@ pub fn write_rank(
     write_changed(staging, rank, plan, selection, source, options, None)
 }
 
-/// Writes like [`write_rank`], but links files of the checkpoint `before` that are mostly unchanged. Then only the
-/// items that have changed are written, to another file. No communication.
+/// Writes like [`write_rank`], but links files of the checkpoint `before` that are mostly
+/// unchanged. Then only the items that have changed are written, to another file. No communication.
 pub fn write_changed(
     staging: &Staging,
     rank: usize,
@@ -134,9 +139,18 @@ pub fn write_changed(
         Some(before) => unchanged::link(staging, rank, plan, selection, source, before, threads)?,
         None => unchanged::Linked::default(),
     };
-    let is_linked: HashSet<(u32, u32)> = linked.items.iter().map(|item| (item.entry, item.chunk)).collect();
-    let rest = selection.kept.iter().filter(|item| !is_linked.contains(&(item.entry, item.chunk)));
-    let rest = Selection { kept: rest.copied().collect() };
+    let is_linked: HashSet<(u32, u32)> = linked
+        .items
+        .iter()
+        .map(|item| (item.entry, item.chunk))
+        .collect();
+    let rest = selection
+        .kept
+        .iter()
+        .filter(|item| !is_linked.contains(&(item.entry, item.chunk)));
+    let rest = Selection {
+        kept: rest.copied().collect(),
+    };
     let mut written = RankWritten {
         files: linked.files,
         items: linked.items,
@@ -148,22 +162,35 @@ pub fn write_changed(
     }
     // The first name that no linked file has.
     let is_free = |name: &String| written.files.iter().all(|file| file.name != *name);
-    let name = (0..).map(|number| staging.data_file_of(rank, number)).find(is_free).unwrap_or_default();
+    let name = (0..)
+        .map(|number| staging.data_file_of(rank, number))
+        .find(is_free)
+        .unwrap_or_default();
     let layout = layout::FileLayout::new(plan, &rest, source, options.digests)?;
     let file = staging.create(&name, layout.length)?;
     let (integrity, parts) = payload::write(&file, &layout, source, threads)?;
     file.finish()?;
     let number = written.files.len() as u32;
-    written.items.extend(layout.items.iter().zip(parts).map(|(placed, part)| WrittenItem {
-        file: number,
-        entry: placed.selected.entry,
-        chunk: placed.selected.chunk,
-        offset: placed.offset,
-        length: placed.length,
-        part: options.digests.then_some(part),
-    }));
+    written.items.extend(
+        layout
+            .items
+            .iter()
+            .zip(parts)
+            .map(|(placed, part)| WrittenItem {
+                file: number,
+                entry: placed.selected.entry,
+                chunk: placed.selected.chunk,
+                offset: placed.offset,
+                length: placed.length,
+                part: options.digests.then_some(part),
+            }),
+    );
     written.files.push(WrittenFile { name, integrity });
-    written.payload_bytes += layout.items.iter().map(|placed| placed.payload_length()).sum::<u64>();
+    written.payload_bytes += layout
+        .items
+        .iter()
+        .map(|placed| placed.payload_length())
+        .sum::<u64>();
     Ok(written)
 }
 
@@ -171,28 +198,36 @@ pub fn write_changed(
 fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), FileError> {
     for rank in written {
         for item in &rank.items {
-            let Some(file) = rank.files.get(item.file as usize) else { continue };
+            let Some(file) = rank.files.get(item.file as usize) else {
+                continue;
+            };
             let place = match metadata.entries.get_index_mut(item.entry as usize) {
                 Some((_, Entry::Bytes(bytes))) => &mut bytes.stored,
-                Some((_, Entry::Tensor(tensor))) => match tensor.chunks.get_mut(item.chunk as usize) {
-                    Some(chunk) => &mut chunk.stored,
-                    None => continue,
-                },
+                Some((_, Entry::Tensor(tensor))) => {
+                    match tensor.chunks.get_mut(item.chunk as usize) {
+                        Some(chunk) => &mut chunk.stored,
+                        None => continue,
+                    }
+                }
                 None => continue,
             };
             *place = Some(StorageInfo {
                 relative_path: file.name.clone(),
                 offset: item.offset,
                 length: item.length,
-                // An item that was copied as stored keeps the transforms of its bytes, such as compression.
-                transforms: place.take().map_or_else(Vec::new, |before| before.transforms),
+                // An item that was copied as stored keeps the transforms of its bytes, such as
+                // compression.
+                transforms: place
+                    .take()
+                    .map_or_else(Vec::new, |before| before.transforms),
             });
         }
     }
     check_placed(metadata)
 }
 
-/// Checks that everything is stored somewhere. Otherwise a chunk that no rank wrote would be missing silently.
+/// Checks that everything is stored somewhere. Otherwise a chunk that no rank wrote would be
+/// missing silently.
 fn check_placed(metadata: &Metadata) -> Result<(), FileError> {
     let unplaced = metadata.entries.iter().find(|(_, entry)| match entry {
         Entry::Bytes(bytes) => bytes.stored.is_none(),
@@ -204,8 +239,8 @@ fn check_placed(metadata: &Metadata) -> Result<(), FileError> {
     }
 }
 
-/// Returns the digests of everything that was written, from the parts of all ranks; `None` if some rank has computed
-/// none.
+/// Returns the digests of everything that was written, from the parts of all ranks; `None` if some
+/// rank has computed none.
 fn digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
     let mut parts = vec![Part::default(); metadata.entries.len()];
     for item in written.iter().flat_map(|rank| &rank.items) {
@@ -213,20 +248,28 @@ fn digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> 
             part.add(item.part?);
         }
     }
-    let digests = metadata.entries.iter().zip(parts).filter_map(|((fqn, entry), part)| match (entry, part) {
-        (Entry::Tensor(tensor), part) => Some((fqn.clone(), part.finish(tensor.properties.dtype, &tensor.shape))),
-        (Entry::Bytes(_), Part::Value(digest)) => Some((fqn.clone(), digest)),
-        // A value that no rank wrote is an error elsewhere.
-        (Entry::Bytes(_), Part::Elements(_)) => None,
-    });
+    let digests = metadata
+        .entries
+        .iter()
+        .zip(parts)
+        .filter_map(|((fqn, entry), part)| match (entry, part) {
+            (Entry::Tensor(tensor), part) => Some((
+                fqn.clone(),
+                part.finish(tensor.properties.dtype, &tensor.shape),
+            )),
+            (Entry::Bytes(_), Part::Value(digest)) => Some((fqn.clone(), digest)),
+            // A value that no rank wrote is an error elsewhere.
+            (Entry::Bytes(_), Part::Elements(_)) => None,
+        });
     Some(digests.collect())
 }
 
-/// Ends a save, on the rank that prepared it: writes `.integrity` and `.metadata`, and commits. Returns the digests of
-/// the saved tensors and values, which are in `.integrity` too, unless [`WriteOptions::digests`] was off.
+/// Ends a save, on the rank that prepared it: writes `.integrity` and `.metadata`, and commits.
+/// Returns the digests of the saved tensors and values, which are in `.integrity` too, unless
+/// [`WriteOptions::digests`] was off.
 ///
-/// `metadata` is that of the global plan, `written` has the report of each rank, and `lineage` is recorded with the
-/// checkpoint. If an item was written by no rank, nothing is committed.
+/// `metadata` is that of the global plan, `written` has the report of each rank, and `lineage` is
+/// recorded with the checkpoint. If an item was written by no rank, nothing is committed.
 pub fn finish(
     staging: Staging,
     metadata: Metadata,
@@ -236,19 +279,25 @@ pub fn finish(
     finish_with(staging, metadata, written, lineage, None)
 }
 
-/// Ends the copy of a checkpoint like [`finish`], with the lineage of the original. If the original has digests, and
-/// those of the copy differ, nothing is committed.
+/// Ends the copy of a checkpoint like [`finish`], with the lineage of the original. If the original
+/// has digests, and those of the copy differ, nothing is committed.
 pub(crate) fn finish_copy(
     staging: Staging,
     metadata: Metadata,
     written: &[RankWritten],
     original: &dyn Checkpoint,
 ) -> Result<Option<StateDigest>, FileError> {
-    finish_with(staging, metadata, written, original.lineage().cloned(), original.digests())
+    finish_with(
+        staging,
+        metadata,
+        written,
+        original.lineage().cloned(),
+        original.digests(),
+    )
 }
 
-/// Puts the places of all written items into the metadata, and commits. Digests that differ from those of `original`,
-/// whose copy this is, are an error.
+/// Puts the places of all written items into the metadata, and commits. Digests that differ from
+/// those of `original`, whose copy this is, are an error.
 fn finish_with(
     staging: Staging,
     mut metadata: Metadata,
@@ -264,8 +313,8 @@ fn finish_with(
     commit(staging, &encode(&metadata), written, digests, lineage)
 }
 
-/// Returns the digests of the items in the metadata, found by their places in the ranks' files; `None` if some item has
-/// none.
+/// Returns the digests of the items in the metadata, found by their places in the ranks' files;
+/// `None` if some item has none.
 fn digests_by_place(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
     let mut parts: HashMap<(&str, u64), Part> = HashMap::new();
     for rank in written {
@@ -274,7 +323,11 @@ fn digests_by_place(metadata: &Metadata, written: &[RankWritten]) -> Option<Stat
             parts.insert((&file.name, item.offset), item.part?);
         }
     }
-    let part_at = |stored: &StorageInfo| parts.get(&(stored.relative_path.as_str(), stored.offset)).copied();
+    let part_at = |stored: &StorageInfo| {
+        parts
+            .get(&(stored.relative_path.as_str(), stored.offset))
+            .copied()
+    };
     let mut digests = StateDigest::default();
     for (fqn, entry) in &metadata.entries {
         let mut whole = Part::default();
@@ -296,27 +349,41 @@ fn digests_by_place(metadata: &Metadata, written: &[RankWritten]) -> Option<Stat
     Some(digests)
 }
 
-/// Ends a save like [`finish`], with a `.metadata` that the caller has encoded, as torch does. The ranks' items are
-/// matched with that metadata by their places in the files.
+/// Ends a save like [`finish`], with a `.metadata` that the caller has encoded, as torch does. The
+/// ranks' items are matched with that metadata by their places in the files.
 ///
 /// # Errors
-/// Besides those of [`finish`]: metadata that this crate cannot decode, or that names files which no rank has written.
-/// Then nothing is committed.
-pub fn finish_encoded(staging: Staging, metadata: &[u8], written: &[RankWritten]) -> Result<(), FileError> {
+/// Besides those of [`finish`]: metadata that this crate cannot decode, or that names files which
+/// no rank has written. Then nothing is committed.
+pub fn finish_encoded(
+    staging: Staging,
+    metadata: &[u8],
+    written: &[RankWritten],
+) -> Result<(), FileError> {
     let path = staging.directory().join(METADATA_FILE);
-    let decoded = decode(metadata).map_err(|error| FileError::File { path, source: error.into() })?;
+    let decoded = decode(metadata).map_err(|error| FileError::File {
+        path,
+        source: error.into(),
+    })?;
     check_placed(&decoded)?;
-    let files: HashSet<&str> = written.iter().flat_map(|rank| &rank.files).map(|file| file.name.as_str()).collect();
+    let files: HashSet<&str> = written
+        .iter()
+        .flat_map(|rank| &rank.files)
+        .map(|file| file.name.as_str())
+        .collect();
     for (fqn, _, stored) in decoded.stored() {
         if !files.contains(stored.relative_path.as_str()) {
-            return Err(FileError::NotStored { fqn: fqn.to_owned() });
+            return Err(FileError::NotStored {
+                fqn: fqn.to_owned(),
+            });
         }
     }
     let digests = digests_by_place(&decoded, written);
     commit(staging, metadata, written, digests, None).map(drop)
 }
 
-/// Writes the hashes, the digests and the lineage, and commits with this `.metadata`. Returns the digests.
+/// Writes the hashes, the digests and the lineage, and commits with this `.metadata`. Returns the
+/// digests.
 pub(super) fn commit(
     staging: Staging,
     metadata: &[u8],
@@ -324,15 +391,24 @@ pub(super) fn commit(
     digests: Option<StateDigest>,
     lineage: Option<Lineage>,
 ) -> Result<Option<StateDigest>, FileError> {
-    let files = written.iter().flat_map(|rank| &rank.files).map(|file| (file.name.clone(), file.integrity.clone()));
-    let mut integrity = Integrity { files: files.collect(), digests: digests.clone(), lineage };
+    let files = written
+        .iter()
+        .flat_map(|rank| &rank.files)
+        .map(|file| (file.name.clone(), file.integrity.clone()));
+    let mut integrity = Integrity {
+        files: files.collect(),
+        digests: digests.clone(),
+        lineage,
+    };
     staging.check_files(integrity.files.keys())?;
     let mut own = FileIntegrity::default();
     own.push_bytes(metadata);
     integrity.files.insert(METADATA_FILE.to_owned(), own);
     let name = staging.integrity_file();
-    let integrity =
-        integrity.encode().map_err(|source| FileError::File { path: staging.directory().join(&name), source })?;
+    let integrity = integrity.encode().map_err(|source| FileError::File {
+        path: staging.directory().join(&name),
+        source,
+    })?;
     // The hashes come first: once the `.metadata` is there, the checkpoint is, and must be whole.
     staging.write(&name, &integrity)?;
     staging.commit(METADATA_FILE, metadata)?;

@@ -7,7 +7,9 @@ use twox_hash::XxHash3_64;
 use super::layout::{Content, FileLayout, Placed};
 use crate::error::FileError;
 use crate::payload::source::PayloadSource;
-use crate::payload::write::{AT_ONCE, Done, PART, PlannedPayload, check_length, in_parallel, write_part};
+use crate::payload::write::{
+    AT_ONCE, Done, PART, PlannedPayload, check_length, in_parallel, write_part,
+};
 use crate::storage::StagedFile;
 use crate::storage::integrity::{FileIntegrity, block_length};
 
@@ -35,7 +37,8 @@ pub(super) fn write(
     source: &dyn PayloadSource,
     threads: usize,
 ) -> Result<(FileIntegrity, Vec<Part>), FileError> {
-    // Large payloads are cut into parts, and small items are joined, so that threads have about equal work.
+    // Large payloads are cut into parts, and small items are joined, so that threads have about
+    // equal work.
     let tasks = tasks(layout);
     let done = in_parallel(
         &tasks,
@@ -47,7 +50,10 @@ pub(super) fn write(
             None => Ok(()),
         },
     )?;
-    Ok((integrity(layout, tasks.iter().zip(&done)), parts(layout, tasks.iter().zip(&done))))
+    Ok((
+        integrity(layout, tasks.iter().zip(&done)),
+        parts(layout, tasks.iter().zip(&done)),
+    ))
 }
 
 /// Cuts the work of a file into tasks, in the order of their places.
@@ -65,19 +71,25 @@ fn tasks(layout: &FileLayout<'_>) -> Vec<Task> {
         }
         match tasks.last_mut() {
             Some(Task::Batch { first, count })
-                if *first + *count == index && placed.end() - layout.items[*first].offset <= AT_ONCE =>
+                if *first + *count == index
+                    && placed.end() - layout.items[*first].offset <= AT_ONCE =>
             {
                 *count += 1;
             }
-            _ => tasks.push(Task::Batch { first: index, count: 1 }),
+            _ => tasks.push(Task::Batch {
+                first: index,
+                count: 1,
+            }),
         }
     }
     tasks
 }
 
-/// Returns where the segment of an item starts: after the item before it, so that padding is covered too.
+/// Returns where the segment of an item starts: after the item before it, so that padding is
+/// covered too.
 fn segment_start(layout: &FileLayout<'_>, item: usize) -> u64 {
-    item.checked_sub(1).map_or(0, |before| layout.items[before].end())
+    item.checked_sub(1)
+        .map_or(0, |before| layout.items[before].end())
 }
 
 /// Runs one task.
@@ -101,7 +113,11 @@ fn run(
                 hashes.extend(blocks(&buffer[start..]));
             }
             file.write_at(from, buffer)?;
-            Ok(Done { hashes, sums, ..Done::default() })
+            Ok(Done {
+                hashes,
+                sums,
+                ..Done::default()
+            })
         }
         Task::Part { item, start, end } => {
             let placed = &layout.items[item];
@@ -110,20 +126,34 @@ fn run(
             else {
                 return Ok(Done::default());
             };
-            let payload = PlannedPayload { fqn: placed.fqn, bounds, offset: payload, length, place: place.as_ref() };
+            let payload = PlannedPayload {
+                fqn: placed.fqn,
+                bounds,
+                offset: payload,
+                length,
+                place: place.as_ref(),
+            };
             write_part(file, &payload, start..end, source, true, buffer)
         }
     }
 }
 
 /// Appends a small item to the buffer, whole, and returns the sum over its elements.
-fn small_item(placed: &Placed<'_>, source: &dyn PayloadSource, buffer: &mut Vec<u8>) -> Result<Sum, FileError> {
+fn small_item(
+    placed: &Placed<'_>,
+    source: &dyn PayloadSource,
+    buffer: &mut Vec<u8>,
+) -> Result<Sum, FileError> {
     let (bounds, place, around) = match &placed.content {
         Content::Value(bytes, _) => {
             buffer.extend_from_slice(bytes);
             return Ok(Sum::default());
         }
-        Content::Tensor { bounds, place, around } => (bounds, place, around),
+        Content::Tensor {
+            bounds,
+            place,
+            around,
+        } => (bounds, place, around),
     };
     let start = buffer.len();
     let head = around.payload_offset() as usize;
@@ -149,7 +179,9 @@ fn small_item(placed: &Placed<'_>, source: &dyn PayloadSource, buffer: &mut Vec<
 
 /// Hashes the blocks of a segment.
 fn blocks(segment: &[u8]) -> impl Iterator<Item = u64> {
-    segment.chunks(block_length(segment.len() as u64) as usize).map(XxHash3_64::oneshot)
+    segment
+        .chunks(block_length(segment.len() as u64) as usize)
+        .map(XxHash3_64::oneshot)
 }
 
 /// The bytes around a large payload, which contain its checksum.
@@ -163,17 +195,24 @@ struct Frame {
 }
 
 impl Frame {
-    /// Returns the bytes around a tensor's payload, once its checksum `crc` is known; `None` for an item that is not a
-    /// tensor with its own payload.
+    /// Returns the bytes around a tensor's payload, once its checksum `crc` is known; `None` for an
+    /// item that is not a tensor with its own payload.
     fn new(layout: &FileLayout<'_>, item: usize, crc: u32) -> Option<Self> {
         let placed = &layout.items[item];
-        let (Some((payload, length)), Content::Tensor { around, .. }) = (placed.own_payload(), &placed.content) else {
+        let (Some((payload, length)), Content::Tensor { around, .. }) =
+            (placed.own_payload(), &placed.content)
+        else {
             return None;
         };
         let from = segment_start(layout, item);
         let mut head = vec![0; (placed.offset - from) as usize];
         head.extend_from_slice(&around.head(crc));
-        Some(Frame { from, head, end: payload + length, tail: around.tail(crc) })
+        Some(Frame {
+            from,
+            head,
+            end: payload + length,
+            tail: around.tail(crc),
+        })
     }
 
     /// Writes the bytes before the payload and those after it.
@@ -184,7 +223,10 @@ impl Frame {
 }
 
 /// Puts all hashes in order.
-fn integrity<'t>(layout: &FileLayout<'_>, done: impl Iterator<Item = (&'t Task, &'t Done)>) -> FileIntegrity {
+fn integrity<'t>(
+    layout: &FileLayout<'_>,
+    done: impl Iterator<Item = (&'t Task, &'t Done)>,
+) -> FileIntegrity {
     let mut integrity = FileIntegrity::default();
     // The large item whose parts are being joined.
     let mut crc = Hasher::new();
@@ -196,7 +238,13 @@ fn integrity<'t>(layout: &FileLayout<'_>, done: impl Iterator<Item = (&'t Task, 
                 for item in first..first + count {
                     let length = layout.items[item].end() - segment_start(layout, item);
                     let block = block_length(length);
-                    integrity.push(length, block, each.by_ref().take(length.div_ceil(block) as usize).collect());
+                    integrity.push(
+                        length,
+                        block,
+                        each.by_ref()
+                            .take(length.div_ceil(block) as usize)
+                            .collect(),
+                    );
                 }
             }
             Task::Part { item, end, .. } => {
@@ -219,12 +267,18 @@ fn integrity<'t>(layout: &FileLayout<'_>, done: impl Iterator<Item = (&'t Task, 
 }
 
 /// Returns each item's part in the digest of its tensor or value.
-fn parts<'t>(layout: &FileLayout<'_>, done: impl Iterator<Item = (&'t Task, &'t Done)>) -> Vec<Part> {
+fn parts<'t>(
+    layout: &FileLayout<'_>,
+    done: impl Iterator<Item = (&'t Task, &'t Done)>,
+) -> Vec<Part> {
     let mut parts: Vec<Part> = layout.items.iter().map(part_of_value).collect();
     for (task, done) in done {
         match *task {
             Task::Batch { first, .. } => {
-                parts[first..].iter_mut().zip(&done.sums).for_each(|(part, sum)| part.add(Part::Elements(*sum)));
+                parts[first..]
+                    .iter_mut()
+                    .zip(&done.sums)
+                    .for_each(|(part, sum)| part.add(Part::Elements(*sum)));
             }
             Task::Part { item, .. } => parts[item].add(Part::Elements(done.sum)),
         }
@@ -232,7 +286,8 @@ fn parts<'t>(layout: &FileLayout<'_>, done: impl Iterator<Item = (&'t Task, &'t 
     parts
 }
 
-/// Returns the digest of an item that is a value; an empty part for a tensor, whose sums are added later.
+/// Returns the digest of an item that is a value; an empty part for a tensor, whose sums are added
+/// later.
 fn part_of_value(placed: &Placed<'_>) -> Part {
     match placed.content {
         Content::Value(_, digest) => Part::Value(digest),

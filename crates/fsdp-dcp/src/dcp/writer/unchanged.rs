@@ -1,4 +1,5 @@
-//! The items of a rank that have not changed since the last checkpoint, and need not be written again.
+//! The items of a rank that have not changed since the last checkpoint, and need not be written
+//! again.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -41,10 +42,11 @@ struct Candidate {
     payload_bytes: u64,
 }
 
-/// Links the files of the last checkpoint of which at least half is unchanged items. The caller writes the other items.
+/// Links the files of the last checkpoint of which at least half is unchanged items. The caller
+/// writes the other items.
 ///
-/// An item counts as unchanged if the sum over its elements is the same. The documentation of `fsdp_digest` says which
-/// changes a sum can miss.
+/// An item counts as unchanged if the sum over its elements is the same. The documentation of
+/// `fsdp_digest` says which changes a sum can miss.
 pub(super) fn link(
     staging: &Staging,
     rank: usize,
@@ -54,12 +56,21 @@ pub(super) fn link(
     before: Before<'_>,
     threads: usize,
 ) -> Result<Linked, FileError> {
-    // A file is linked only if its recorded hashes show that it is still the one that this rank has written.
-    let Ok(directory) = CheckedDirectory::open(before.path, true, Links::Refuse) else { return Ok(Linked::default()) };
-    let known: HashMap<(u32, u32), WrittenItem> =
-        before.written.items.iter().map(|item| ((item.entry, item.chunk), *item)).collect();
+    // A file is linked only if its recorded hashes show that it is still the one that this rank has
+    // written.
+    let Ok(directory) = CheckedDirectory::open(before.path, true, Links::Refuse) else {
+        return Ok(Linked::default());
+    };
+    let known: HashMap<(u32, u32), WrittenItem> = before
+        .written
+        .items
+        .iter()
+        .map(|item| ((item.entry, item.chunk), *item))
+        .collect();
     let compared = on_each(&selection.kept, threads, |selected| {
-        let Some(before) = known.get(&(selected.entry, selected.chunk)) else { return Ok(None) };
+        let Some(before) = known.get(&(selected.entry, selected.chunk)) else {
+            return Ok(None);
+        };
         unchanged(plan, *selected, *before, source)
     });
     let mut candidates = Vec::new();
@@ -68,7 +79,10 @@ pub(super) fn link(
     }
     let mut linked = Linked::default();
     for (index, file) in before.written.files.iter().enumerate() {
-        let of_file: Vec<&Candidate> = candidates.iter().filter(|found| found.before.file as usize == index).collect();
+        let of_file: Vec<&Candidate> = candidates
+            .iter()
+            .filter(|found| found.before.file as usize == index)
+            .collect();
         let bytes: u64 = of_file.iter().map(|found| found.payload_bytes).sum();
         // A link keeps the whole file on the disk, also the items in it that are no longer needed.
         let is_worth_it = bytes > 0 && bytes.saturating_mul(2) >= file.integrity.length();
@@ -80,23 +94,37 @@ pub(super) fn link(
             continue;
         }
         let number = linked.files.len() as u32;
-        linked.files.push(WrittenFile { name, integrity: file.integrity.clone() });
+        linked.files.push(WrittenFile {
+            name,
+            integrity: file.integrity.clone(),
+        });
         linked.payload_bytes += bytes;
-        linked.items.extend(of_file.into_iter().map(|found| WrittenItem { file: number, ..found.before }));
+        linked
+            .items
+            .extend(of_file.into_iter().map(|found| WrittenItem {
+                file: number,
+                ..found.before
+            }));
     }
     Ok(linked)
 }
 
-/// Compares a tensor's box with the last checkpoint. Returns `None` for a value, and for a box that has changed.
+/// Compares a tensor's box with the last checkpoint. Returns `None` for a value, and for a box that
+/// has changed.
 fn unchanged(
     plan: &LocalPlan,
     selected: SelectedItem,
     before: WrittenItem,
     source: &dyn PayloadSource,
 ) -> Result<Option<Candidate>, FileError> {
-    let Some((sum, payload_bytes)) = sum_of(plan, selected, source)? else { return Ok(None) };
+    let Some((sum, payload_bytes)) = sum_of(plan, selected, source)? else {
+        return Ok(None);
+    };
     let is_same = before.part == Some(Part::Elements(sum));
-    Ok(is_same.then_some(Candidate { before, payload_bytes }))
+    Ok(is_same.then_some(Candidate {
+        before,
+        payload_bytes,
+    }))
 }
 
 /// Returns the sum over a tensor's box, and its bytes; `None` for a value.
@@ -105,7 +133,9 @@ fn sum_of(
     selected: SelectedItem,
     source: &dyn PayloadSource,
 ) -> Result<Option<(Sum, u64)>, FileError> {
-    let Some((fqn, bounds, place)) = box_of(plan, selected) else { return Ok(None) };
+    let Some((fqn, bounds, place)) = box_of(plan, selected) else {
+        return Ok(None);
+    };
     let (mut sum, mut at) = (Sum::default(), 0);
     source.look(fqn, bounds, 0..place.length(), &mut |bytes| {
         sum.add_piece(&place, at, bytes);
@@ -115,10 +145,19 @@ fn sum_of(
     Ok((at == place.length()).then_some((sum, at)))
 }
 
-/// Returns the key of a tensor, the box of it that is selected, and the place of the box in it; `None` for a value.
+/// Returns the key of a tensor, the box of it that is selected, and the place of the box in it;
+/// `None` for a value.
 fn box_of(plan: &LocalPlan, selected: SelectedItem) -> Option<(&str, &TensorBox, BoxPlace)> {
     let item = plan.items.get(selected.item as usize)?;
-    let WriteContent::Tensor { properties, shape, boxes, .. } = &item.content else { return None };
+    let WriteContent::Tensor {
+        properties,
+        shape,
+        boxes,
+        ..
+    } = &item.content
+    else {
+        return None;
+    };
     let bounds = boxes.get(selected.index as usize)?;
     let place = BoxPlace::new(shape, bounds, properties.dtype.size_in_bytes() as usize).ok()?;
     Some((&item.fqn, bounds, place))
@@ -147,13 +186,17 @@ pub fn box_sums(
 ) -> Result<Vec<BoxSum>, FileError> {
     let sums = on_each(&selection.kept, threads, |selected| {
         let sum = sum_of(plan, *selected, source)?;
-        Ok(sum.map(|(sum, _)| BoxSum { entry: selected.entry, chunk: selected.chunk, sum }))
+        Ok(sum.map(|(sum, _)| BoxSum {
+            entry: selected.entry,
+            chunk: selected.chunk,
+            sum,
+        }))
     });
     sums.into_iter().filter_map(Result::transpose).collect()
 }
 
-/// Returns the positions of the tensors in `metadata` that are unchanged since a checkpoint with these digests,
-/// computed from the sums over all their boxes.
+/// Returns the positions of the tensors in `metadata` that are unchanged since a checkpoint with
+/// these digests, computed from the sums over all their boxes.
 #[must_use]
 pub fn unchanged_entries(
     metadata: &Metadata,
@@ -165,7 +208,9 @@ pub fn unchanged_entries(
         whole.entry(entry).or_default().add(sum);
     }
     let is_unchanged = |(entry, sum): (u32, Sum)| {
-        let (fqn, Entry::Tensor(tensor)) = metadata.entries.get_index(entry as usize)? else { return None };
+        let (fqn, Entry::Tensor(tensor)) = metadata.entries.get_index(entry as usize)? else {
+            return None;
+        };
         let digest = sum.finish(tensor.properties.dtype, &tensor.shape);
         (recorded.get(fqn) == Some(digest)).then_some(entry)
     };
@@ -173,10 +218,12 @@ pub fn unchanged_entries(
 }
 
 impl RankWritten {
-    /// Returns the report that this rank would have made if it had written `checkpoint`, limited to its boxes of
-    /// unchanged tensors. It is used for [`Before`] when another process wrote the checkpoint.
+    /// Returns the report that this rank would have made if it had written `checkpoint`, limited to
+    /// its boxes of unchanged tensors. It is used for [`Before`] when another process wrote the
+    /// checkpoint.
     ///
-    /// `unchanged` are positions in the metadata of the global plan, as [`unchanged_entries`] returns them.
+    /// `unchanged` are positions in the metadata of the global plan, as [`unchanged_entries`]
+    /// returns them.
     #[must_use]
     pub fn of_checkpoint(
         checkpoint: &dyn Checkpoint,
@@ -186,21 +233,54 @@ impl RankWritten {
         sums: &[BoxSum],
         unchanged: &BTreeSet<u32>,
     ) -> Self {
-        let sums: HashMap<(u32, u32), Sum> = sums.iter().map(|of| ((of.entry, of.chunk), of.sum)).collect();
+        let sums: HashMap<(u32, u32), Sum> = sums
+            .iter()
+            .map(|of| ((of.entry, of.chunk), of.sum))
+            .collect();
         let own_files = format!("__{rank}_");
         let mut written = RankWritten::default();
-        for &selected in selection.kept.iter().filter(|selected| unchanged.contains(&selected.entry)) {
-            let Some((fqn, bounds, place)) = box_of(plan, selected) else { continue };
-            let chunks = checkpoint.metadata().tensor(fqn).into_iter().flat_map(|tensor| &tensor.chunks);
-            let stored = chunks.filter(|chunk| chunk.bounds == *bounds).find_map(|chunk| chunk.stored.as_ref());
+        for &selected in selection
+            .kept
+            .iter()
+            .filter(|selected| unchanged.contains(&selected.entry))
+        {
+            let Some((fqn, bounds, place)) = box_of(plan, selected) else {
+                continue;
+            };
+            let chunks = checkpoint
+                .metadata()
+                .tensor(fqn)
+                .into_iter()
+                .flat_map(|tensor| &tensor.chunks);
+            let stored = chunks
+                .filter(|chunk| chunk.bounds == *bounds)
+                .find_map(|chunk| chunk.stored.as_ref());
             // The names of other ranks' files may be taken by these ranks.
-            let stored = stored.filter(|at| at.transforms.is_empty() && at.relative_path.starts_with(&own_files));
-            let Some(StorageInfo { relative_path: name, offset, length, .. }) = stored else { continue };
-            let Some(hashes) = checkpoint.directory().hashes(name) else { continue };
-            let file = written.files.iter().position(|file| file.name == *name).unwrap_or_else(|| {
-                written.files.push(WrittenFile { name: name.clone(), integrity: hashes.clone() });
-                written.files.len() - 1
-            });
+            let stored = stored
+                .filter(|at| at.transforms.is_empty() && at.relative_path.starts_with(&own_files));
+            let Some(StorageInfo {
+                relative_path: name,
+                offset,
+                length,
+                ..
+            }) = stored
+            else {
+                continue;
+            };
+            let Some(hashes) = checkpoint.directory().hashes(name) else {
+                continue;
+            };
+            let file = written
+                .files
+                .iter()
+                .position(|file| file.name == *name)
+                .unwrap_or_else(|| {
+                    written.files.push(WrittenFile {
+                        name: name.clone(),
+                        integrity: hashes.clone(),
+                    });
+                    written.files.len() - 1
+                });
             written.payload_bytes += place.length();
             written.items.push(WrittenItem {
                 file: file as u32,
@@ -208,7 +288,10 @@ impl RankWritten {
                 chunk: selected.chunk,
                 offset: *offset,
                 length: *length,
-                part: sums.get(&(selected.entry, selected.chunk)).copied().map(Part::Elements),
+                part: sums
+                    .get(&(selected.entry, selected.chunk))
+                    .copied()
+                    .map(Part::Elements),
             });
         }
         written

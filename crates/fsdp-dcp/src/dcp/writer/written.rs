@@ -14,7 +14,8 @@ pub struct RankWritten {
     pub items: Vec<WrittenItem>,
     /// The bytes of payloads, including those that were linked.
     pub payload_bytes: u64,
-    /// The bytes of payloads that were not written, because files of the checkpoint before were linked.
+    /// The bytes of payloads that were not written, because files of the checkpoint before were
+    /// linked.
     pub linked_bytes: u64,
 }
 
@@ -31,7 +32,11 @@ impl RankWritten {
     /// Returns about how many bytes it takes to send this.
     #[must_use]
     pub fn wire_bytes(&self) -> u64 {
-        let files: u64 = self.files.iter().map(|file| 32 + file.integrity.wire_bytes()).sum();
+        let files: u64 = self
+            .files
+            .iter()
+            .map(|file| 32 + file.integrity.wire_bytes())
+            .sum();
         64 + self.items.len() as u64 * 52 + files
     }
 }

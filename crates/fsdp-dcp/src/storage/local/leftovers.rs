@@ -1,4 +1,5 @@
-//! Leftovers of crashed saves beside a directory: staging directories, and old versions that were being replaced.
+//! Leftovers of crashed saves beside a directory: staging directories, and old versions that were
+//! being replaced.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,12 +9,13 @@ use crate::storage::backend::EntryKind;
 use crate::storage::file_system::{FileSystem, LockKind, Lockable, OpenDirectory};
 use crate::storage::fs::{Durable, is_nonce, parent_of, staging_prefix};
 
-/// Lists the staging directories of crashed saves to `target`, and the old versions that were replaced but not removed.
+/// Lists the staging directories of crashed saves to `target`, and the old versions that were
+/// replaced but not removed.
 pub(super) fn stale(files: &dyn FileSystem, target: &Path) -> Result<Vec<PathBuf>, FileError> {
     let mut found = leftovers(files, target, "tmp")?;
     found.retain(|directory| lock(files, directory).is_some());
-    // Without a target the old version is the only one: it is put back, and not removed. With one, a reader may still
-    // have the old version open, which its lock tells.
+    // Without a target the old version is the only one: it is put back, and not removed. With one,
+    // a reader may still have the old version open, which its lock tells.
     if files.exists(target) {
         let old = leftovers(files, target, "old")?.into_iter();
         found.extend(old.filter(|directory| lock(files, directory).is_some()));
@@ -26,32 +28,43 @@ pub(super) fn has_old_version(files: &dyn FileSystem, target: &Path) -> Result<b
     Ok(!leftovers(files, target, "old")?.is_empty())
 }
 
-/// Gives the old versions that `target` has replaced the names of staging directories. This comes before `target`
-/// itself becomes an old version, because [`recover`] puts an old version back, which must be the last one. After
-/// this, no crash brings back a version that was removed.
+/// Gives the old versions that `target` has replaced the names of staging directories. This comes
+/// before `target` itself becomes an old version, because [`recover`] puts an old version back,
+/// which must be the last one. After this, no crash brings back a version that was removed.
 pub(super) fn set_aside(durable: &Durable, target: &Path) -> Result<(), FileError> {
     let (parent, prefix) = staging_prefix(target)?;
     let old = leftovers(durable.files(), target, "old")?;
-    // The target is looked for after the old versions were listed. If there is none, another process is between its two
-    // renames, and one of the old versions is the only version there is.
+    // The target is looked for after the old versions were listed. If there is none, another
+    // process is between its two renames, and one of the old versions is the only version there is.
     if !durable.files().exists(target) {
         return Ok(());
     }
-    // The target that has replaced the old checkpoints must be durable before they lose their names.
+    // The target that has replaced the old checkpoints must be durable before they lose their
+    // names.
     durable.sync_directory(&parent)?;
     for directory in &old {
-        durable.rename_new(directory, &parent.join(format!("{prefix}tmp-{:016x}", durable.files().nonce())))?;
+        durable.rename_new(
+            directory,
+            &parent.join(format!("{prefix}tmp-{:016x}", durable.files().nonce())),
+        )?;
     }
-    if old.is_empty() { Ok(()) } else { durable.sync_directory(&parent) }
+    if old.is_empty() {
+        Ok(())
+    } else {
+        durable.sync_directory(&parent)
+    }
 }
 
-/// Puts the old version back where a crash in the middle of an overwrite left no target. Returns `true` if it did.
+/// Puts the old version back where a crash in the middle of an overwrite left no target. Returns
+/// `true` if it did.
 pub(super) fn recover(durable: &Durable, target: &Path) -> Result<bool, FileError> {
     if durable.files().exists(target) {
         return Ok(false);
     }
     let old = leftovers(durable.files(), target, "old")?;
-    let Some(newest) = old.last() else { return Ok(false) };
+    let Some(newest) = old.last() else {
+        return Ok(false);
+    };
     durable.rename_new(newest, target)?;
     durable.sync_directory(parent_of(target))?;
     Ok(true)
@@ -68,7 +81,10 @@ fn leftovers(files: &dyn FileSystem, target: &Path, kind: &str) -> Result<Vec<Pa
     };
     let mut found = Vec::new();
     for (name, entry) in list {
-        let is_ours = name.to_str().and_then(|name| name.strip_prefix(&prefix)).is_some_and(is_nonce);
+        let is_ours = name
+            .to_str()
+            .and_then(|name| name.strip_prefix(&prefix))
+            .is_some_and(is_nonce);
         if is_ours && entry == EntryKind::Directory {
             found.push(parent.join(name));
         }
@@ -77,17 +93,19 @@ fn leftovers(files: &dyn FileSystem, target: &Path, kind: &str) -> Result<Vec<Pa
     Ok(found)
 }
 
-/// Returns `true` if somebody reads a checkpoint, and locks it against new readers otherwise, for as long as
-/// `directory` is open. Where locks do not work, nobody is known to read.
+/// Returns `true` if somebody reads a checkpoint, and locks it against new readers otherwise, for
+/// as long as `directory` is open. Where locks do not work, nobody is known to read.
 pub(super) fn is_being_read(directory: &dyn Lockable) -> bool {
     matches!(directory.try_lock(LockKind::Exclusive), Ok(false))
 }
 
-/// Locks a staging directory, or an old version, and returns it. Returns `None` if somebody else holds its lock, or if
-/// locks do not work, so that this is not known.
+/// Locks a staging directory, or an old version, and returns it. Returns `None` if somebody else
+/// holds its lock, or if locks do not work, so that this is not known.
 pub(super) fn lock(files: &dyn FileSystem, directory: &Path) -> Option<Box<dyn OpenDirectory>> {
     let open = files.open_directory(directory).ok()?;
-    open.try_lock(LockKind::Exclusive).unwrap_or(false).then_some(open)
+    open.try_lock(LockKind::Exclusive)
+        .unwrap_or(false)
+        .then_some(open)
 }
 
 #[cfg(test)]
@@ -98,8 +116,8 @@ mod tests {
     fn a_version_that_was_replaced_is_not_put_back_instead_of_the_last_one() {
         let parent = tempfile::tempdir().unwrap();
         let target = parent.path().join("c");
-        let [replaced, last] =
-            ["ffffffffffffffff", "0123456789abcdef"].map(|nonce| parent.path().join(format!(".c.old-{nonce}")));
+        let [replaced, last] = ["ffffffffffffffff", "0123456789abcdef"]
+            .map(|nonce| parent.path().join(format!(".c.old-{nonce}")));
         let durable = Durable::new();
         for directory in [&target, &replaced] {
             assert!(durable.create_directory(directory).unwrap());
@@ -110,8 +128,16 @@ mod tests {
         assert!(recover(&durable, &target).unwrap());
         assert!(!last.exists() && !replaced.exists());
         // Removed with everything else that crashes leave.
-        let [left] = &stale(durable.files(), &target).unwrap()[..] else { panic!("one is left") };
-        assert!(left.file_name().unwrap().to_str().unwrap().starts_with(".c.tmp-"));
+        let [left] = &stale(durable.files(), &target).unwrap()[..] else {
+            panic!("one is left")
+        };
+        assert!(
+            left.file_name()
+                .unwrap()
+                .to_str()
+                .unwrap()
+                .starts_with(".c.tmp-")
+        );
     }
 
     #[test]

@@ -9,8 +9,8 @@ use crate::storage::backend::Links;
 use crate::storage::file_system::{FileSystem, Lockable};
 use crate::storage::fs::staging_prefix;
 
-/// The lock of a file: another file beside it, `.NAME.lock`, which goes with the lock. That of a killed process stays,
-/// and is taken over by the next one.
+/// The lock of a file: another file beside it, `.NAME.lock`, which goes with the lock. That of a
+/// killed process stays, and is taken over by the next one.
 #[derive(Debug)]
 pub(super) struct FileLock {
     files: Arc<dyn FileSystem>,
@@ -20,18 +20,28 @@ pub(super) struct FileLock {
 }
 
 impl FileLock {
-    /// Waits until no other process holds the lock of the file at this path, and takes it. The file need not exist.
+    /// Waits until no other process holds the lock of the file at this path, and takes it. The file
+    /// need not exist.
     ///
     /// Where the file system has no locks, there is none to wait for.
     pub(super) fn wait(files: &Arc<dyn FileSystem>, of: &Path) -> Result<Self, FileError> {
         let (parent, prefix) = staging_prefix(of)?;
         let path = parent.join(format!("{prefix}lock"));
         loop {
-            let file = files.open_lock(&path).map_err(FileError::io("create", &path))?;
+            let file = files
+                .open_lock(&path)
+                .map_err(FileError::io("create", &path))?;
             let locked = file.lock();
-            // The last holder may have removed the file meanwhile, and a lock on a removed file keeps nobody away.
-            if locked.is_err() || is_at(&**files, &*file, &path).map_err(FileError::io("inspect", &path))? {
-                return Ok(FileLock { files: files.clone(), path, _file: file });
+            // The last holder may have removed the file meanwhile, and a lock on a removed file
+            // keeps nobody away.
+            if locked.is_err()
+                || is_at(&**files, &*file, &path).map_err(FileError::io("inspect", &path))?
+            {
+                return Ok(FileLock {
+                    files: files.clone(),
+                    path,
+                    _file: file,
+                });
             }
         }
     }
@@ -39,8 +49,8 @@ impl FileLock {
 
 impl Drop for FileLock {
     fn drop(&mut self) {
-        // Remove the file before it is closed, which ends the lock. This may fail: the next process takes over a file
-        // that is left.
+        // Remove the file before it is closed, which ends the lock. This may fail: the next process
+        // takes over a file that is left.
         let _ = self.files.remove_file(&self.path);
     }
 }

@@ -40,7 +40,10 @@ impl LocalStorage {
 
 /// Returns `true` if an error says that nothing is at a path.
 fn is_absence(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+    matches!(
+        error.kind(),
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+    )
 }
 
 impl Storage for LocalStorage {
@@ -53,11 +56,17 @@ impl Storage for LocalStorage {
     }
 
     fn child(&self, below: &str) -> Arc<dyn Storage> {
-        Arc::new(LocalStorage { files: self.files.clone(), path: self.path.join(below) })
+        Arc::new(LocalStorage {
+            files: self.files.clone(),
+            path: self.path.join(below),
+        })
     }
 
     fn parent(&self) -> Arc<dyn Storage> {
-        Arc::new(LocalStorage { files: self.files.clone(), path: parent_of(&self.path).to_owned() })
+        Arc::new(LocalStorage {
+            files: self.files.clone(),
+            path: parent_of(&self.path).to_owned(),
+        })
     }
 
     fn exists(&self) -> Result<bool, FileError> {
@@ -90,31 +99,47 @@ impl Storage for LocalStorage {
     }
 
     fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError> {
-        Ok(Box::new(LocalDirectory::open(&self.files, &self.path, links)?))
+        Ok(Box::new(LocalDirectory::open(
+            &self.files,
+            &self.path,
+            links,
+        )?))
     }
 
     fn prepare(&self, durable: &Durable, overwrite: bool) -> Result<Box<dyn Stage>, FileError> {
-        Ok(Box::new(LocalStage::prepare(&durable.within(&self.files), &self.path, overwrite)?))
+        Ok(Box::new(LocalStage::prepare(
+            &durable.within(&self.files),
+            &self.path,
+            overwrite,
+        )?))
     }
 
     fn join(&self, durable: &Durable, name: &str) -> Result<Box<dyn Stage>, FileError> {
-        Ok(Box::new(LocalStage::join(&durable.within(&self.files), &self.path, name)?))
+        Ok(Box::new(LocalStage::join(
+            &durable.within(&self.files),
+            &self.path,
+            name,
+        )?))
     }
 
     fn remove_checkpoint(&self, durable: &Durable) -> Result<bool, FileError> {
         let durable = durable.within(&self.files);
-        let directory = self.files.open_directory(&self.path).map_err(FileError::io("open", &self.path))?;
+        let directory = self
+            .files
+            .open_directory(&self.path)
+            .map_err(FileError::io("open", &self.path))?;
         // Readers hold a shared lock for as long as they have the checkpoint open.
         if is_being_read(&*directory) {
             return Ok(false);
         }
-        // Once the checkpoint is gone, an old version beside it would count as what a crash has left, and be put back.
+        // Once the checkpoint is gone, an old version beside it would count as what a crash has
+        // left, and be put back.
         self.clean_stale(&durable)?;
         if leftovers::has_old_version(&*self.files, &self.path)? {
             return Ok(false);
         }
-        // Removing takes many steps. One rename takes the checkpoint away first, to a name that `stale` lists, so that
-        // a crash in the middle leaves nothing that looks like a checkpoint.
+        // Removing takes many steps. One rename takes the checkpoint away first, to a name that
+        // `stale` lists, so that a crash in the middle leaves nothing that looks like a checkpoint.
         let (parent, prefix) = staging_prefix(&self.path)?;
         let doomed = parent.join(format!("{prefix}tmp-{:016x}", self.files.nonce()));
         durable.rename_new(&self.path, &doomed)?;
@@ -136,13 +161,17 @@ impl Storage for LocalStorage {
         let durable = durable.within(&self.files);
         let mut removed = Vec::new();
         for path in self.stale()? {
-            // The lock is held until the directory is gone, so that a save which has just made it does not go on in it.
-            let Some(_lock) = leftovers::lock(&*self.files, &path) else { continue };
+            // The lock is held until the directory is gone, so that a save which has just made it
+            // does not go on in it.
+            let Some(_lock) = leftovers::lock(&*self.files, &path) else {
+                continue;
+            };
             durable.remove_directory(&path)?;
             removed.push(path);
         }
         if !removed.is_empty() {
-            // Before anything else happens here: an old version that a crash brings back could be taken for the newest.
+            // Before anything else happens here: an old version that a crash brings back could be
+            // taken for the newest.
             durable.sync_directory(parent_of(&self.path))?;
         }
         Ok(removed)

@@ -25,23 +25,35 @@ pub(super) struct LocalStage {
     directory: PathBuf,
     name: String,
     overwrite: bool,
-    /// The lock of the process that prepared the directory. While it is held, dropping the stage removes the directory.
+    /// The lock of the process that prepared the directory. While it is held, dropping the stage
+    /// removes the directory.
     lock: Option<Box<dyn OpenDirectory>>,
 }
 
 impl LocalStage {
     /// Makes a staging directory. Missing parents are created.
-    pub(super) fn prepare(durable: &Durable, target: &Path, overwrite: bool) -> Result<Self, FileError> {
+    pub(super) fn prepare(
+        durable: &Durable,
+        target: &Path,
+        overwrite: bool,
+    ) -> Result<Self, FileError> {
         let (parent, _) = staging_prefix(target)?;
         durable.create_directories(&parent)?;
         // A crashed overwrite may have left the old checkpoint under another name.
         recover(durable, target)?;
         if !overwrite && durable.files().exists(target) {
-            return Err(FileError::Exists { path: target.to_owned() });
+            return Err(FileError::Exists {
+                path: target.to_owned(),
+            });
         }
         // `mkdir` is atomic: of two savers with the same nonce, one gets `false` and draws another.
         loop {
-            let mut staging = Self::at(durable, target, format!("tmp-{:016x}", durable.files().nonce()), overwrite)?;
+            let mut staging = Self::at(
+                durable,
+                target,
+                format!("tmp-{:016x}", durable.files().nonce()),
+                overwrite,
+            )?;
             if !durable.create_directory(&staging.directory)? {
                 continue;
             }
@@ -51,7 +63,8 @@ impl LocalStage {
             };
             // Where locks do not work, nobody takes the directory for stale either.
             let _ = lock.lock();
-            // Before it was locked, another save may have taken it for what a crash has left, and have removed it.
+            // Before it was locked, another save may have taken it for what a crash has left, and
+            // have removed it.
             let status = durable.files().status(&staging.directory, Links::Refuse);
             if status.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
                 continue;
@@ -64,18 +77,36 @@ impl LocalStage {
     /// Returns the staging directory that another process prepared.
     pub(super) fn join(durable: &Durable, target: &Path, name: &str) -> Result<Self, FileError> {
         let staging = Self::at(durable, target, name.to_owned(), true)?;
-        if name.starts_with("tmp-") && !name.contains('/') && durable.files().is_directory(&staging.directory) {
+        if name.starts_with("tmp-")
+            && !name.contains('/')
+            && durable.files().is_directory(&staging.directory)
+        {
             return Ok(staging);
         }
         let (parent, prefix) = staging_prefix(target)?;
-        Err(FileError::TargetMismatch { path: parent, file: format!("{prefix}{name}") })
+        Err(FileError::TargetMismatch {
+            path: parent,
+            file: format!("{prefix}{name}"),
+        })
     }
 
     /// Returns the staging directory of this name beside a target, without a lock.
-    fn at(durable: &Durable, target: &Path, name: String, overwrite: bool) -> Result<Self, FileError> {
+    fn at(
+        durable: &Durable,
+        target: &Path,
+        name: String,
+        overwrite: bool,
+    ) -> Result<Self, FileError> {
         let (parent, prefix) = staging_prefix(target)?;
         let directory = parent.join(format!("{prefix}{name}"));
-        Ok(LocalStage { durable: durable.clone(), target: target.to_owned(), directory, name, overwrite, lock: None })
+        Ok(LocalStage {
+            durable: durable.clone(),
+            target: target.to_owned(),
+            directory,
+            name,
+            overwrite,
+            lock: None,
+        })
     }
 
     /// Returns `true` if anything is at a path.
@@ -90,19 +121,25 @@ impl LocalStage {
         file.finish()
     }
 
-    /// Gives a new file or directory the permissions of the one that it replaces: what was private stays private.
+    /// Gives a new file or directory the permissions of the one that it replaces: what was private
+    /// stays private.
     fn take_mode(&self, path: &Path) -> Result<(), FileError> {
         let files = self.durable.files();
-        let Ok(replaced) = files.status(&self.target, Links::Follow) else { return Ok(()) };
+        let Ok(replaced) = files.status(&self.target, Links::Follow) else {
+            return Ok(());
+        };
         if !self.overwrite || (replaced.kind == EntryKind::Directory) != files.is_directory(path) {
             return Ok(());
         }
-        files.set_permissions(path, replaced.mode).map_err(FileError::io("set the permissions of", path))
+        files
+            .set_permissions(path, replaced.mode)
+            .map_err(FileError::io("set the permissions of", path))
     }
 
     /// Puts the directory in the target's place. All files must be finished.
     fn publish(mut self) -> Result<(), FileError> {
-        // Before the rename, all names inside must be durable: it may survive a loss of power without them.
+        // Before the rename, all names inside must be durable: it may survive a loss of power
+        // without them.
         self.sync_directories(&self.directory)?;
         if self.overwrite && self.exists(&self.target) {
             return self.replace();
@@ -119,21 +156,26 @@ impl LocalStage {
         self.take_mode(&self.directory)?;
         if durable.exchange(&self.directory, &self.target)? {
             if let Err(error) = durable.sync_directory(parent) {
-                // The exchange may not be durable, so the save has failed: the old checkpoint goes back. Where that
-                // fails too, either may be at the target, and nothing may be removed.
+                // The exchange may not be durable, so the save has failed: the old checkpoint goes
+                // back. Where that fails too, either may be at the target, and nothing may be
+                // removed.
                 if !matches!(durable.exchange(&self.directory, &self.target), Ok(true)) {
                     self.lock = None;
                 }
                 return Err(error);
             }
         } else {
-            // Two renames, between which there is no target. If there is a crash at that point, `recover` puts the old
-            // checkpoint back. It must not find still older ones.
+            // Two renames, between which there is no target. If there is a crash at that point,
+            // `recover` puts the old checkpoint back. It must not find still older ones.
             set_aside(&durable, &self.target)?;
             let (_, prefix) = staging_prefix(&self.target)?;
-            let old = parent.join(format!("{prefix}old-{}", self.name.trim_start_matches("tmp-")));
-            let replaced =
-                durable.rename_new(&self.target, &old).and_then(|()| durable.rename_new(&self.directory, &self.target));
+            let old = parent.join(format!(
+                "{prefix}old-{}",
+                self.name.trim_start_matches("tmp-")
+            ));
+            let replaced = durable
+                .rename_new(&self.target, &old)
+                .and_then(|()| durable.rename_new(&self.directory, &self.target));
             if let Err(error) = replaced {
                 let _ = recover(&durable, &self.target);
                 return Err(error);
@@ -153,7 +195,11 @@ impl LocalStage {
 
     /// Syncs a directory, after the directories in it.
     fn sync_directories(&self, directory: &Path) -> Result<(), FileError> {
-        let list = self.durable.files().list(directory).map_err(FileError::io("list", directory))?;
+        let list = self
+            .durable
+            .files()
+            .list(directory)
+            .map_err(FileError::io("list", directory))?;
         for (name, kind) in list {
             if kind == EntryKind::Directory {
                 self.sync_directories(&directory.join(name))?;
@@ -166,26 +212,33 @@ impl LocalStage {
     fn publish_single(mut self, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
         let durable = self.durable.clone();
         let parent = parent_of(&self.target).to_owned();
-        // Two files cannot be replaced at once. So a lock keeps out others who replace them at the same time. Without
-        // it, the sidecar that is removed below could be theirs. The lock is that of the sidecar, because targets of
-        // different names may have a sidecar of the same name.
-        let _lock =
-            sidecar.map(|sidecar| FileLock::wait(durable.shared_files(), &parent.join(sidecar.name))).transpose()?;
-        // Nothing has changed yet: a sidecar that would replace the file of somebody else is refused here.
+        // Two files cannot be replaced at once. So a lock keeps out others who replace them at the
+        // same time. Without it, the sidecar that is removed below could be theirs. The lock is
+        // that of the sidecar, because targets of different names may have a sidecar of the same
+        // name.
+        let _lock = sidecar
+            .map(|sidecar| FileLock::wait(durable.shared_files(), &parent.join(sidecar.name)))
+            .transpose()?;
+        // Nothing has changed yet: a sidecar that would replace the file of somebody else is
+        // refused here.
         let unneeded = match sidecar {
-            Some(sidecar) => sidecar.unneeded(&parent, super::read::names(durable.files(), &parent)?)?,
+            Some(sidecar) => {
+                sidecar.unneeded(&parent, super::read::names(durable.files(), &parent)?)?
+            }
             None => Vec::new(),
         };
-        // Step 1: publish the sidecar under its pending name, which readers of the old file do not look at.
-        let pending = sidecar.and_then(|sidecar| Some((parent.join(sidecar.pending_name), sidecar.bytes?)));
+        // Step 1: publish the sidecar under its pending name, which readers of the old file do not
+        // look at.
+        let pending =
+            sidecar.and_then(|sidecar| Some((parent.join(sidecar.pending_name), sidecar.bytes?)));
         if let Some((path, bytes)) = &pending {
             self.write(SINGLE_SIDECAR, bytes)?;
             self.take_mode(&self.directory.join(SINGLE_SIDECAR))?;
             durable.rename_over(&self.directory.join(SINGLE_SIDECAR), path)?;
             durable.sync_directory(&parent)?;
         }
-        // Step 2: publish the file itself. This rename is the commit. Readers of the new file know both names of its
-        // sidecar.
+        // Step 2: publish the file itself. This rename is the commit. Readers of the new file know
+        // both names of its sidecar.
         let from = self.directory.join(SINGLE);
         let renamed = if self.overwrite {
             durable.rename_over(&from, &self.target)
@@ -193,7 +246,8 @@ impl LocalStage {
             durable.rename_new(&from, &self.target)
         };
         if let Err(error) = renamed {
-            // A step may fail after it was done. The sidecar goes only if the file has stayed where it was.
+            // A step may fail after it was done. The sidecar goes only if the file has stayed where
+            // it was.
             if let Some((path, _)) = pending.as_ref().filter(|_| self.exists(&from)) {
                 let _ = durable.remove_file(path);
             }
@@ -243,16 +297,32 @@ impl Stage for LocalStage {
         path.push(parts[parts.len() - 1]);
         let file = self.durable.create_file(&path)?;
         self.durable.preallocate(&*file, &path, length)?;
-        Ok(Box::new(LocalStageFile { durable: self.durable.clone(), file, path, length }))
+        Ok(Box::new(LocalStageFile {
+            durable: self.durable.clone(),
+            file,
+            path,
+            length,
+        }))
     }
 
     fn link(&self, from: &dyn Storage, name: &str, as_name: &str) -> Result<bool, FileError> {
-        let Some(from) = from.local() else { return Ok(false) };
-        let (parts, as_parts) = (relative_parts(&self.target, name)?, relative_parts(&self.target, as_name)?);
-        let ([name], [as_name]) = (&parts[..], &as_parts[..]) else { return Ok(false) };
-        // Linking fails across file systems, on file systems without links, and if the file is gone. Then the caller
-        // writes it.
-        Ok(self.durable.files().link(&from.join(name), &self.directory.join(as_name)).is_ok())
+        let Some(from) = from.local() else {
+            return Ok(false);
+        };
+        let (parts, as_parts) = (
+            relative_parts(&self.target, name)?,
+            relative_parts(&self.target, as_name)?,
+        );
+        let ([name], [as_name]) = (&parts[..], &as_parts[..]) else {
+            return Ok(false);
+        };
+        // Linking fails across file systems, on file systems without links, and if the file is
+        // gone. Then the caller writes it.
+        Ok(self
+            .durable
+            .files()
+            .link(&from.join(name), &self.directory.join(as_name))
+            .is_ok())
     }
 
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
@@ -263,9 +333,14 @@ impl Stage for LocalStage {
 
     fn check_kind(&self, wanted: EntryKind) -> Result<(), FileError> {
         let wants_directory = wanted == EntryKind::Directory;
-        if self.exists(&self.target) && self.durable.files().is_directory(&self.target) != wants_directory {
+        if self.exists(&self.target)
+            && self.durable.files().is_directory(&self.target) != wants_directory
+        {
             let wanted = if wants_directory { "directory" } else { "file" };
-            return Err(FileError::NotReplaceable { path: self.target.clone(), wanted });
+            return Err(FileError::NotReplaceable {
+                path: self.target.clone(),
+                wanted,
+            });
         }
         Ok(())
     }
@@ -292,7 +367,10 @@ impl Stage for LocalStage {
         // A rank may have joined the staging directory of another save to the same place.
         for file in files {
             if !self.exists(&self.directory.join(file)) {
-                return Err(FileError::TargetMismatch { path: self.target.clone(), file: file.clone() });
+                return Err(FileError::TargetMismatch {
+                    path: self.target.clone(),
+                    file: file.clone(),
+                });
             }
         }
         Ok(())
@@ -302,28 +380,44 @@ impl Stage for LocalStage {
         self.write(marker, bytes)?;
         let files = self.durable.shared_files().clone();
         let (target, own) = (self.target.clone(), identity(&*files, &self.directory));
-        self.publish().map_err(|error| told_if_committed(&*files, error, &target, own))
+        self.publish()
+            .map_err(|error| told_if_committed(&*files, error, &target, own))
     }
 
     fn commit_single(self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
         let files = self.durable.shared_files().clone();
-        let (target, own) = (self.target.clone(), identity(&*files, &self.directory.join(SINGLE)));
-        self.publish_single(sidecar).map_err(|error| told_if_committed(&*files, error, &target, own))
+        let (target, own) = (
+            self.target.clone(),
+            identity(&*files, &self.directory.join(SINGLE)),
+        );
+        self.publish_single(sidecar)
+            .map_err(|error| told_if_committed(&*files, error, &target, own))
     }
 }
 
-/// Returns the numbers by which the system identifies a file or directory, whatever its name is; `None` if it does not
-/// exist.
+/// Returns the numbers by which the system identifies a file or directory, whatever its name is;
+/// `None` if it does not exist.
 fn identity(files: &dyn FileSystem, path: &Path) -> Option<Identity> {
-    files.status(path, Links::Refuse).map(|status| status.identity).ok()
+    files
+        .status(path, Links::Refuse)
+        .map(|status| status.identity)
+        .ok()
 }
 
 /// Turns an error into [`FileError::AfterCommit`] if the checkpoint is at its target nevertheless.
-fn told_if_committed(files: &dyn FileSystem, error: FileError, target: &Path, own: Option<Identity>) -> FileError {
+fn told_if_committed(
+    files: &dyn FileSystem,
+    error: FileError,
+    target: &Path,
+    own: Option<Identity>,
+) -> FileError {
     if own.is_none() || identity(files, target) != own {
         return error;
     }
-    FileError::AfterCommit { path: target.to_owned(), source: Box::new(error) }
+    FileError::AfterCommit {
+        path: target.to_owned(),
+        source: Box::new(error),
+    }
 }
 
 impl Drop for LocalStage {
@@ -347,7 +441,8 @@ struct LocalStageFile {
 impl StageFile for LocalStageFile {
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), FileError> {
         check_write(&self.path, self.length, offset, bytes)?;
-        self.durable.write_at(&*self.file, &self.path, offset, bytes)
+        self.durable
+            .write_at(&*self.file, &self.path, offset, bytes)
     }
 
     fn finish(self: Box<Self>) -> Result<(), FileError> {

@@ -9,20 +9,28 @@ use crate::storage::file_system::FileSystem;
 /// The most levels of directories below a checkpoint.
 const MAX_LEVELS: usize = 64;
 
-/// Lists the paths of all regular files below a directory, sorted. Nothing is left out: an entry that is neither a file
-/// nor a directory is an error, and so is a name that is not UTF-8.
+/// Lists the paths of all regular files below a directory, sorted. Nothing is left out: an entry
+/// that is neither a file nor a directory is an error, and so is a name that is not UTF-8.
 pub(super) fn tree(files: &dyn FileSystem, root: &Path) -> Result<Vec<String>, FileError> {
     let mut found = Vec::new();
     // Directories that are not listed yet, relative to the root.
     let mut directories = vec![String::new()];
     while let Some(directory) = directories.pop() {
         if directory.split('/').count() > MAX_LEVELS {
-            return Err(refused(root, &directory, "it lies below too many directories"));
+            return Err(refused(
+                root,
+                &directory,
+                "it lies below too many directories",
+            ));
         }
         let path = root.join(&directory);
         for (name, kind) in files.list(&path).map_err(FileError::io("list", &path))? {
             let Some(utf8) = name.to_str() else {
-                return Err(refused(root, &below(&directory, &name.to_string_lossy()), "its name is not UTF-8"));
+                return Err(refused(
+                    root,
+                    &below(&directory, &name.to_string_lossy()),
+                    "its name is not UTF-8",
+                ));
             };
             let relative = below(&directory, utf8);
             match kind {
@@ -41,9 +49,17 @@ pub(super) fn tree(files: &dyn FileSystem, root: &Path) -> Result<Vec<String>, F
 
 /// Returns the path of an entry of a directory, relative to the root.
 fn below(directory: &str, name: &str) -> String {
-    if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
+    if directory.is_empty() {
+        name.to_owned()
+    } else {
+        format!("{directory}/{name}")
+    }
 }
 
 fn refused(root: &Path, path: &str, reason: &'static str) -> FileError {
-    FileError::Path { root: root.to_owned(), path: path.to_owned(), reason }
+    FileError::Path {
+        root: root.to_owned(),
+        path: path.to_owned(),
+        reason,
+    }
 }

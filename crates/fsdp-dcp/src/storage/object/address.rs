@@ -18,7 +18,10 @@ pub(crate) struct Address {
 impl Address {
     /// Connects to the store, if that was not done before.
     pub(super) fn open(&self) -> Result<Prefix, FileError> {
-        let store = self.bucket.store().map_err(FileError::io("open", &self.name))?;
+        let store = self
+            .bucket
+            .store()
+            .map_err(FileError::io("open", &self.name))?;
         Ok(Prefix::new(store, self.prefix.clone(), self.name.clone()))
     }
 }

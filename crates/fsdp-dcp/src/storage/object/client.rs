@@ -21,7 +21,8 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 /// The time for connecting.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// A bucket or container. Its client is made when it is first needed, and shared by all locations in it.
+/// A bucket or container. Its client is made when it is first needed, and shared by all locations
+/// in it.
 pub(crate) struct Bucket {
     /// Scheme and name, if it came from a URL.
     url: (String, String),
@@ -32,12 +33,20 @@ pub(crate) struct Bucket {
 
 impl Bucket {
     pub(crate) fn from_url(scheme: &str, bucket: &str, settings: Vec<(String, String)>) -> Self {
-        Bucket { url: (scheme.to_owned(), bucket.to_owned()), settings, store: Mutex::default() }
+        Bucket {
+            url: (scheme.to_owned(), bucket.to_owned()),
+            settings,
+            store: Mutex::default(),
+        }
     }
 
     /// Makes a bucket of a store that the caller has set up.
     pub(crate) fn new(store: Arc<dyn Store>) -> Self {
-        Bucket { url: Default::default(), settings: Vec::new(), store: Mutex::new(Some(store)) }
+        Bucket {
+            url: Default::default(),
+            settings: Vec::new(),
+            store: Mutex::new(Some(store)),
+        }
     }
 
     /// Returns the client, which the first call makes.
@@ -52,10 +61,17 @@ impl Bucket {
 
     /// Makes a client. Nothing is asked of the store yet.
     fn connect(&self) -> object_store::Result<Arc<dyn Store>> {
-        // TLS needs a provider of cryptography. This fails, and changes nothing, where the program has chosen one.
+        // TLS needs a provider of cryptography. This fails, and changes nothing, where the program
+        // has chosen one.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let retry = RetryConfig { max_retries: RETRIES, retry_timeout: RETRY_FOR, ..RetryConfig::default() };
-        let options = ClientOptions::new().with_timeout(TIMEOUT).with_connect_timeout(CONNECT_TIMEOUT);
+        let retry = RetryConfig {
+            max_retries: RETRIES,
+            retry_timeout: RETRY_FOR,
+            ..RetryConfig::default()
+        };
+        let options = ClientOptions::new()
+            .with_timeout(TIMEOUT)
+            .with_connect_timeout(CONNECT_TIMEOUT);
         let (scheme, bucket) = &self.url;
         Ok(match scheme.as_str() {
             "gs" => {
@@ -75,14 +91,20 @@ impl Bucket {
                 Arc::new(builder.build()?)
             }
             _ => {
-                let mut builder = AmazonS3Builder::from_env().with_bucket_name(bucket).with_retry(retry);
+                let mut builder = AmazonS3Builder::from_env()
+                    .with_bucket_name(bucket)
+                    .with_retry(retry);
                 for (key, value) in &self.settings {
                     builder = builder.with_config(key.parse()?, value);
                 }
                 // An endpoint that is given as `http://` is meant to be used without TLS.
                 let plain = builder.get_config_value(&AmazonS3ConfigKey::Endpoint);
                 let plain = plain.is_some_and(|endpoint| endpoint.starts_with("http://"));
-                Arc::new(builder.with_client_options(options.with_allow_http(plain)).build()?)
+                Arc::new(
+                    builder
+                        .with_client_options(options.with_allow_http(plain))
+                        .build()?,
+                )
             }
         })
     }

@@ -30,7 +30,11 @@ pub(crate) struct ObjectStorage(Address);
 
 impl ObjectStorage {
     pub(crate) fn new(bucket: Arc<Bucket>, prefix: String, name: PathBuf) -> Self {
-        ObjectStorage(Address { bucket, prefix, name })
+        ObjectStorage(Address {
+            bucket,
+            prefix,
+            name,
+        })
     }
 
     /// Connects to the store, if that was not done before.
@@ -40,7 +44,11 @@ impl ObjectStorage {
 
     /// Returns the key and the name of the prefix that this one lies in.
     fn above(&self) -> (&str, &Path) {
-        let key = self.0.prefix.rsplit_once('/').map_or("", |(above, _)| above);
+        let key = self
+            .0
+            .prefix
+            .rsplit_once('/')
+            .map_or("", |(above, _)| above);
         (key, self.0.name.parent().unwrap_or(Path::new("")))
     }
 
@@ -49,7 +57,11 @@ impl ObjectStorage {
         if self.0.prefix.is_empty() {
             return Ok(None);
         }
-        let store = self.0.bucket.store().map_err(FileError::io("open", &self.0.name))?;
+        let store = self
+            .0
+            .bucket
+            .store()
+            .map_err(FileError::io("open", &self.0.name))?;
         let (key, name) = self.above();
         Ok(Some(Prefix::new(store, key.to_owned(), name.to_owned())))
     }
@@ -67,14 +79,25 @@ impl Storage for ObjectStorage {
     fn child(&self, below: &str) -> Arc<dyn Storage> {
         let name = self.0.name.join(below);
         if !below.is_empty() && check_relative(below).is_err() {
-            return Arc::new(UnusableUrl { name, reason: LocationError::Key });
+            return Arc::new(UnusableUrl {
+                name,
+                reason: LocationError::Key,
+            });
         }
-        Arc::new(ObjectStorage::new(self.0.bucket.clone(), join(&self.0.prefix, below), name))
+        Arc::new(ObjectStorage::new(
+            self.0.bucket.clone(),
+            join(&self.0.prefix, below),
+            name,
+        ))
     }
 
     fn parent(&self) -> Arc<dyn Storage> {
         let (key, name) = self.above();
-        Arc::new(ObjectStorage::new(self.0.bucket.clone(), key.to_owned(), name.to_owned()))
+        Arc::new(ObjectStorage::new(
+            self.0.bucket.clone(),
+            key.to_owned(),
+            name.to_owned(),
+        ))
     }
 
     fn exists(&self) -> Result<bool, FileError> {
@@ -104,17 +127,29 @@ impl Storage for ObjectStorage {
     }
 
     fn prepare(&self, _: &Durable, overwrite: bool) -> Result<Box<dyn Stage>, FileError> {
-        Ok(Box::new(ObjectStage::prepare(self.prefix()?, self.parent_prefix()?, overwrite)?))
+        Ok(Box::new(ObjectStage::prepare(
+            self.prefix()?,
+            self.parent_prefix()?,
+            overwrite,
+        )?))
     }
 
     fn join(&self, _: &Durable, name: &str) -> Result<Box<dyn Stage>, FileError> {
-        Ok(Box::new(ObjectStage::join(self.prefix()?, self.parent_prefix()?, name)?))
+        Ok(Box::new(ObjectStage::join(
+            self.prefix()?,
+            self.parent_prefix()?,
+            name,
+        )?))
     }
 
     fn remove_checkpoint(&self, _: &Durable) -> Result<bool, FileError> {
         let prefix = self.prefix()?;
-        // Without its `.metadata` it is not a checkpoint, so a crash in the middle leaves nothing that looks like one.
-        let (first, rest): (Vec<_>, Vec<_>) = prefix.all()?.into_iter().partition(|name| name.ends_with(METADATA_FILE));
+        // Without its `.metadata` it is not a checkpoint, so a crash in the middle leaves nothing
+        // that looks like one.
+        let (first, rest): (Vec<_>, Vec<_>) = prefix
+            .all()?
+            .into_iter()
+            .partition(|name| name.ends_with(METADATA_FILE));
         for name in first.iter().chain(&rest) {
             prefix.delete(name)?;
         }
@@ -147,7 +182,16 @@ mod tests {
             let (parent, name) = location.split().unwrap();
             assert_eq!((name, parent.join("x")), ("x", location.clone()));
             let outside = location.join("../y").exists().unwrap_err();
-            assert!(matches!(outside, FileError::Location { source: LocationError::Key, .. }), "{outside}");
+            assert!(
+                matches!(
+                    outside,
+                    FileError::Location {
+                        source: LocationError::Key,
+                        ..
+                    }
+                ),
+                "{outside}"
+            );
         }
         let bucket = || Arc::new(Bucket::from_url("s3", "b", Vec::new()));
         let storage = ObjectStorage::new(bucket(), "a/x".to_owned(), "s3://b/a/x".into());

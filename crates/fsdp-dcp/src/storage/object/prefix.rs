@@ -45,7 +45,11 @@ impl fmt::Debug for Prefix {
 
 impl Prefix {
     pub(super) fn new(store: Arc<dyn Store>, prefix: String, name: PathBuf) -> Self {
-        Prefix { store, prefix, name }
+        Prefix {
+            store,
+            prefix,
+            name,
+        }
     }
 
     pub(super) fn store(&self) -> &Arc<dyn Store> {
@@ -59,7 +63,11 @@ impl Prefix {
 
     /// Returns the name for messages of what lies below.
     pub(super) fn name_of(&self, below: &str) -> PathBuf {
-        if below.is_empty() { self.name.clone() } else { self.name.join(below) }
+        if below.is_empty() {
+            self.name.clone()
+        } else {
+            self.name.join(below)
+        }
     }
 
     /// Returns the key of an object below the prefix.
@@ -89,8 +97,14 @@ impl Prefix {
         let prefix = self.key("")?;
         let listed = wait(self.store.list_with_delimiter(Some(&prefix)));
         let listed = listed.map_err(FileError::io("list", &self.name))?;
-        let objects = listed.objects.iter().filter_map(|meta| meta.location.filename());
-        let prefixes = listed.common_prefixes.iter().filter_map(|prefix| prefix.filename());
+        let objects = listed
+            .objects
+            .iter()
+            .filter_map(|meta| meta.location.filename());
+        let prefixes = listed
+            .common_prefixes
+            .iter()
+            .filter_map(|prefix| prefix.filename());
         let mut names: Vec<String> = objects.chain(prefixes).map(str::to_owned).collect();
         names.sort();
         names.dedup();
@@ -102,15 +116,21 @@ impl Prefix {
         let prefix = self.key("")?;
         let all = async { self.store.list(Some(&prefix)).try_collect::<Vec<_>>().await };
         let all = wait(all).map_err(FileError::io("list", &self.name))?;
-        let below = all.iter().filter_map(|meta| meta.location.as_ref().strip_prefix(prefix.as_ref()));
-        Ok(below.map(|name| name.trim_start_matches('/').to_owned()).collect())
+        let below = all
+            .iter()
+            .filter_map(|meta| meta.location.as_ref().strip_prefix(prefix.as_ref()));
+        Ok(below
+            .map(|name| name.trim_start_matches('/').to_owned())
+            .collect())
     }
 
     /// Returns `true` if nothing lies below.
     pub(super) fn is_empty(&self) -> Result<bool, FileError> {
         let prefix = self.key("")?;
         let first = async { self.store.list(Some(&prefix)).try_next().await };
-        Ok(wait(first).map_err(FileError::io("list", &self.name))?.is_none())
+        Ok(wait(first)
+            .map_err(FileError::io("list", &self.name))?
+            .is_none())
     }
 
     /// Reads all of an object that is known to be small; `None` if there is none.
@@ -124,14 +144,20 @@ impl Prefix {
     }
 
     /// Puts an object in one request, either replacing an existing one or only if there is none.
-    pub(super) fn put(&self, below: &str, bytes: PutPayload, mode: PutMode) -> Result<(), FileError> {
+    pub(super) fn put(
+        &self,
+        below: &str,
+        bytes: PutPayload,
+        mode: PutMode,
+    ) -> Result<(), FileError> {
         let key = self.key(below)?;
         let put = wait(self.store.put_opts(&key, bytes, mode.into()));
-        put.map(|_| ()).map_err(FileError::io("write", self.name_of(below)))
+        put.map(|_| ())
+            .map_err(FileError::io("write", self.name_of(below)))
     }
 
-    /// Copies an object from another prefix of the same store. The store does this itself, so no bytes are transferred
-    /// here.
+    /// Copies an object from another prefix of the same store. The store does this itself, so no
+    /// bytes are transferred here.
     pub(super) fn copy(&self, from: &Prefix, name: &str, to: &str) -> Result<(), FileError> {
         let (source, target) = (from.key(name)?, self.key(to)?);
         wait(self.store.copy(&source, &target)).map_err(FileError::io("copy to", self.name_of(to)))

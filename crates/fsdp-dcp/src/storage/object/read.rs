@@ -72,7 +72,10 @@ struct ObjectFile {
 
 impl fmt::Debug for ObjectFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ObjectFile").field("key", &self.key).field("length", &self.length).finish_non_exhaustive()
+        f.debug_struct("ObjectFile")
+            .field("key", &self.key)
+            .field("length", &self.length)
+            .finish_non_exhaustive()
     }
 }
 
@@ -83,28 +86,44 @@ impl ObjectFile {
             let missing = io::Error::new(io::ErrorKind::NotFound, "there is no such object");
             FileError::io("open", prefix.name_of(below))(missing)
         })?;
-        Ok(ObjectFile { store: prefix.store().clone(), key: meta.location, length: meta.size, version: meta.e_tag })
+        Ok(ObjectFile {
+            store: prefix.store().clone(),
+            key: meta.location,
+            length: meta.size,
+            version: meta.e_tag,
+        })
     }
 
     /// Fills `dst` with one request.
     async fn fill(&self, offset: u64, dst: &mut [u8]) -> Result<(), Error> {
         let range = offset..offset + dst.len() as u64;
-        let options = GetOptions::new().with_range(Some(range)).with_if_match(self.version.clone());
+        let options = GetOptions::new()
+            .with_range(Some(range))
+            .with_if_match(self.version.clone());
         let got = self.store.get_opts(&self.key, options).await?;
         let (mut filled, mut pieces) = (0, got.into_stream());
         while let Some(piece) = pieces.try_next().await? {
-            let into = dst.get_mut(filled..filled + piece.len()).ok_or_else(wrong_length)?;
+            let into = dst
+                .get_mut(filled..filled + piece.len())
+                .ok_or_else(wrong_length)?;
             into.copy_from_slice(&piece);
             filled += piece.len();
         }
-        if filled == dst.len() { Ok(()) } else { Err(wrong_length()) }
+        if filled == dst.len() {
+            Ok(())
+        } else {
+            Err(wrong_length())
+        }
     }
 }
 
 /// Returns the error of an answer that is longer or shorter than what was asked for.
 fn wrong_length() -> Error {
     let source = "the answer has another length than what was asked for".into();
-    Error::Generic { store: "object store", source }
+    Error::Generic {
+        store: "object store",
+        source,
+    }
 }
 
 impl ReadAt for ObjectFile {
@@ -114,7 +133,10 @@ impl ReadAt for ObjectFile {
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
         let length = dst.len();
-        if offset.checked_add(length as u64).is_none_or(|end| end > self.length) {
+        if offset
+            .checked_add(length as u64)
+            .is_none_or(|end| end > self.length)
+        {
             return Err(beyond_the_end(offset, length));
         }
         if length == 0 {
@@ -122,7 +144,13 @@ impl ReadAt for ObjectFile {
         }
         let parts = dst.chunks_mut(REQUEST).enumerate();
         let parts = parts.map(|(index, part)| self.fill(offset + (index * REQUEST) as u64, part));
-        let all = futures_util::stream::iter(parts).buffer_unordered(AT_ONCE).try_collect::<()>();
-        wait(all).map_err(|source| FormatError::Read { offset, length: length as u64, source })
+        let all = futures_util::stream::iter(parts)
+            .buffer_unordered(AT_ONCE)
+            .try_collect::<()>();
+        wait(all).map_err(|source| FormatError::Read {
+            offset,
+            length: length as u64,
+            source,
+        })
     }
 }

@@ -1,5 +1,5 @@
-//! Checkpoints that are written to an object store. Objects cannot be renamed there, so a checkpoint is committed by
-//! putting its last object.
+//! Checkpoints that are written to an object store. Objects cannot be renamed there, so a
+//! checkpoint is committed by putting its last object.
 
 use std::collections::HashSet;
 use std::io;
@@ -26,7 +26,8 @@ const COMMIT_ATTEMPTS: u32 = 5;
 const COMMIT_PAUSE: Duration = Duration::from_millis(200);
 /// The number of times that the removal of a claim is tried.
 const RELEASE_ATTEMPTS: u32 = 3;
-/// The ending of the name of the object that claims the key of a single file; the name of the file is before it.
+/// The ending of the name of the object that claims the key of a single file; the name of the file
+/// is before it.
 const CLAIM_END: &str = ".claim";
 /// The name of a stage, without the nonce.
 const NAME: &str = "tmp-";
@@ -39,7 +40,8 @@ pub(super) struct ObjectStage {
     parent: Option<Prefix>,
     name: String,
     overwrite: bool,
-    /// `true` on the rank that prepared the stage, until the commit: dropping the stage then removes what was written.
+    /// `true` on the rank that prepared the stage, until the commit: dropping the stage then
+    /// removes what was written.
     cleans: bool,
     /// Objects of this save whose names do not contain its nonce.
     unmarked: Mutex<Vec<Unmarked>>,
@@ -57,14 +59,23 @@ enum Unmarked {
 
 impl ObjectStage {
     /// Checks that nothing is at the target that would be in the way.
-    pub(super) fn prepare(prefix: Prefix, parent: Option<Prefix>, overwrite: bool) -> Result<Self, FileError> {
+    pub(super) fn prepare(
+        prefix: Prefix,
+        parent: Option<Prefix>,
+        overwrite: bool,
+    ) -> Result<Self, FileError> {
         let path = prefix.name().to_owned();
         if !overwrite && prefix.head("")?.is_some() {
             return Err(FileError::Exists { path });
         }
-        // Objects with a nonce are leftovers of crashed saves, or belong to saves in progress. They do no harm.
+        // Objects with a nonce are leftovers of crashed saves, or belong to saves in progress. They
+        // do no harm.
         if prefix.names()?.iter().any(|name| nonce_of(name).is_none()) {
-            return Err(if overwrite { FileError::Overwrite { path } } else { FileError::Exists { path } });
+            return Err(if overwrite {
+                FileError::Overwrite { path }
+            } else {
+                FileError::Exists { path }
+            });
         }
         let mut staging = Self::join(prefix, parent, &format!("{NAME}{:016x}", nonce()))?;
         (staging.overwrite, staging.cleans) = (overwrite, true);
@@ -72,13 +83,28 @@ impl ObjectStage {
     }
 
     /// Returns the stage that another rank prepared under this name.
-    pub(super) fn join(prefix: Prefix, parent: Option<Prefix>, name: &str) -> Result<Self, FileError> {
+    pub(super) fn join(
+        prefix: Prefix,
+        parent: Option<Prefix>,
+        name: &str,
+    ) -> Result<Self, FileError> {
         // The name that a rank sends which saves to a directory, for example.
         if !name.strip_prefix(NAME).is_some_and(is_nonce) {
-            return Err(FileError::TargetMismatch { path: prefix.name().to_owned(), file: name.to_owned() });
+            return Err(FileError::TargetMismatch {
+                path: prefix.name().to_owned(),
+                file: name.to_owned(),
+            });
         }
         let (unmarked, single) = Default::default();
-        Ok(ObjectStage { prefix, parent, name: name.to_owned(), overwrite: false, cleans: false, unmarked, single })
+        Ok(ObjectStage {
+            prefix,
+            parent,
+            name: name.to_owned(),
+            overwrite: false,
+            cleans: false,
+            unmarked,
+            single,
+        })
     }
 
     fn nonce(&self) -> &str {
@@ -92,7 +118,10 @@ impl ObjectStage {
     /// Returns the prefix that the target lies in.
     fn parent(&self) -> Result<&Prefix, FileError> {
         self.parent.as_ref().ok_or_else(|| {
-            let error = io::Error::new(io::ErrorKind::InvalidInput, "it is a bucket, which cannot be a file");
+            let error = io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "it is a bucket, which cannot be a file",
+            );
             FileError::io("write to", self.target())(error)
         })
     }
@@ -102,12 +131,20 @@ impl ObjectStage {
         put_new(&self.prefix, name, bytes, self.target())
     }
 
-    /// Puts the object of a single file to its key, and its sidecar beside it. The claim excludes other writers.
-    fn put_single(&mut self, upload: Upload, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
+    /// Puts the object of a single file to its key, and its sidecar beside it. The claim excludes
+    /// other writers.
+    fn put_single(
+        &mut self,
+        upload: Upload,
+        sidecar: Option<Sidecar<'_>>,
+    ) -> Result<(), FileError> {
         if !self.overwrite && self.prefix.head("")?.is_some() {
-            return Err(FileError::Exists { path: self.target().to_owned() });
+            return Err(FileError::Exists {
+                path: self.target().to_owned(),
+            });
         }
-        // Nothing has changed yet: a sidecar that would replace the object of somebody else is refused here.
+        // Nothing has changed yet: a sidecar that would replace the object of somebody else is
+        // refused here.
         let unneeded = match sidecar {
             Some(sidecar) => {
                 let parent = self.parent()?;
@@ -117,26 +154,53 @@ impl ObjectStage {
             None => Vec::new(),
         };
         // Step 1: put the sidecar, under its pending name.
-        if let Some(Sidecar { pending_name, bytes: Some(bytes), .. }) = sidecar {
-            self.unmarked().push(Unmarked::Beside(pending_name.to_owned()));
-            self.parent()?.put(pending_name, PutPayload::from(bytes.to_vec()), PutMode::Overwrite)?;
+        if let Some(Sidecar {
+            pending_name,
+            bytes: Some(bytes),
+            ..
+        }) = sidecar
+        {
+            self.unmarked()
+                .push(Unmarked::Beside(pending_name.to_owned()));
+            self.parent()?.put(
+                pending_name,
+                PutPayload::from(bytes.to_vec()),
+                PutMode::Overwrite,
+            )?;
         }
         // Step 2: put the object itself. This is the commit.
         let length = upload.length();
         if let Err(error) = upload.complete(PutMode::Overwrite) {
-            // Without an object of this length in its place, the upload has certainly not been done.
-            if self.prefix.head("").is_ok_and(|there| there.is_none_or(|there| there.size != length)) {
+            // Without an object of this length in its place, the upload has certainly not been
+            // done.
+            if self
+                .prefix
+                .head("")
+                .is_ok_and(|there| there.is_none_or(|there| there.size != length))
+            {
                 return Err(error);
             }
-            // Otherwise the upload may have succeeded, and only the answer was lost. Then the sidecar must stay.
+            // Otherwise the upload may have succeeded, and only the answer was lost. Then the
+            // sidecar must stay.
             self.cleans = false;
-            return Err(FileError::CommitUnknown { path: self.target().to_owned(), source: Box::new(error) });
+            return Err(FileError::CommitUnknown {
+                path: self.target().to_owned(),
+                source: Box::new(error),
+            });
         }
         self.cleans = false;
-        // Step 3: give the sidecar its final name. If there is none, remove that of the old object. A failure is
-        // ignored, since the commit is done: readers look for both names, and can tell if a sidecar belongs to the
-        // checkpoint.
-        let Some(Sidecar { name, pending_name, bytes, .. }) = sidecar else { return Ok(()) };
+        // Step 3: give the sidecar its final name. If there is none, remove that of the old object.
+        // A failure is ignored, since the commit is done: readers look for both names, and can tell
+        // if a sidecar belongs to the checkpoint.
+        let Some(Sidecar {
+            name,
+            pending_name,
+            bytes,
+            ..
+        }) = sidecar
+        else {
+            return Ok(());
+        };
         let parent = self.parent()?;
         let Some(bytes) = bytes else {
             for old in &unneeded {
@@ -144,10 +208,17 @@ impl ObjectStage {
             }
             return Ok(());
         };
-        // If there was no sidecar before, one that is there now belongs to another file that was put at the same time:
-        // then this one keeps its pending name.
-        let mode = if unneeded.is_empty() { PutMode::Create } else { PutMode::Overwrite };
-        if parent.put(name, PutPayload::from(bytes.to_vec()), mode).is_ok() {
+        // If there was no sidecar before, one that is there now belongs to another file that was
+        // put at the same time: then this one keeps its pending name.
+        let mode = if unneeded.is_empty() {
+            PutMode::Create
+        } else {
+            PutMode::Overwrite
+        };
+        if parent
+            .put(name, PutPayload::from(bytes.to_vec()), mode)
+            .is_ok()
+        {
             let _ = parent.delete(pending_name);
         }
         Ok(())
@@ -156,7 +227,12 @@ impl ObjectStage {
     /// Removes what was written, as far as the store allows it.
     fn clean(&self) {
         // An upload that waits for the commit is aborted by its drop.
-        drop(self.single.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(
+            self.single
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take(),
+        );
         // The claim was made first, so it is removed last: until then no other save can begin.
         for object in self.unmarked().drain(..).rev() {
             let _ = match (&object, &self.parent) {
@@ -191,10 +267,11 @@ impl Stage for ObjectStage {
     }
 
     fn claim(&self) -> Result<(), FileError> {
-        // If several saves found nothing at the target, only one gets the claim. It contains the nonce, which tells
-        // whose it is if the answer is lost.
+        // If several saves found nothing at the target, only one gets the claim. It contains the
+        // nonce, which tells whose it is if the answer is lost.
         self.put_new(CLAIM_FILE, self.nonce().as_bytes())?;
-        self.unmarked().push(Unmarked::Inside(CLAIM_FILE.to_owned()));
+        self.unmarked()
+            .push(Unmarked::Inside(CLAIM_FILE.to_owned()));
         Ok(())
     }
 
@@ -211,18 +288,26 @@ impl Stage for ObjectStage {
         relative_parts(self.target(), name)?;
         relative_parts(self.target(), as_name)?;
         // A store copies only its own objects.
-        let Some(from) = from.object_address() else { return Ok(false) };
+        let Some(from) = from.object_address() else {
+            return Ok(false);
+        };
         let from = from.open()?;
-        if !Arc::ptr_eq(from.store(), self.prefix.store()) || nonce_of(as_name) != Some(self.nonce()) {
+        if !Arc::ptr_eq(from.store(), self.prefix.store())
+            || nonce_of(as_name) != Some(self.nonce())
+        {
             return Ok(false);
         }
-        // An object that is gone, or too large to be copied in one request, is written by the caller.
+        // An object that is gone, or too large to be copied in one request, is written by the
+        // caller.
         Ok(self.prefix.copy(&from, name, as_name).is_ok())
     }
 
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
-        // The last request of this upload is the commit, so finishing the file only keeps the upload for later.
-        Ok(Box::new(Upload::new(&self.prefix, "", length, false)?.parked_in(self.single.clone())))
+        // The last request of this upload is the commit, so finishing the file only keeps the
+        // upload for later.
+        Ok(Box::new(
+            Upload::new(&self.prefix, "", length, false)?.parked_in(self.single.clone()),
+        ))
     }
 
     fn check_kind(&self, wanted: EntryKind) -> Result<(), FileError> {
@@ -231,7 +316,10 @@ impl Stage for ObjectStage {
             EntryKind::File | EntryKind::Special => (!self.prefix.is_empty()?, "file"),
         };
         if is_other_kind {
-            return Err(FileError::NotReplaceable { path: self.target().to_owned(), wanted });
+            return Err(FileError::NotReplaceable {
+                path: self.target().to_owned(),
+                wanted,
+            });
         }
         Ok(())
     }
@@ -239,7 +327,9 @@ impl Stage for ObjectStage {
     fn check_sidecar(&self, name: &str) -> Result<(), FileError> {
         let parent = self.parent()?;
         if !self.overwrite && parent.head(name)?.is_some() {
-            return Err(FileError::Exists { path: parent.name_of(name) });
+            return Err(FileError::Exists {
+                path: parent.name_of(name),
+            });
         }
         Ok(())
     }
@@ -260,22 +350,28 @@ impl Stage for ObjectStage {
             if here.contains(METADATA_FILE) {
                 return Err(FileError::Exists { path });
             }
-            return Err(FileError::TargetMismatch { path, file: file.clone() });
+            return Err(FileError::TargetMismatch {
+                path,
+                file: file.clone(),
+            });
         }
         Ok(())
     }
 
     fn commit(mut self: Box<Self>, marker: &str, bytes: &[u8]) -> Result<(), FileError> {
         if let Err(error) = self.put_new(marker, bytes) {
-            // If the outcome is unknown, the marker may exist, or appear later, so the files that it names must stay.
+            // If the outcome is unknown, the marker may exist, or appear later, so the files that
+            // it names must stay.
             self.cleans &= !matches!(error, FileError::CommitUnknown { .. });
             return Err(error);
         }
         self.cleans = false;
-        // Best effort from here on, because leftovers do no harm. They belong to saves that can no longer commit,
-        // because the marker exists.
-        let has_claim =
-            self.unmarked().iter().any(|object| matches!(object, Unmarked::Inside(name) if name == CLAIM_FILE));
+        // Best effort from here on, because leftovers do no harm. They belong to saves that can no
+        // longer commit, because the marker exists.
+        let has_claim = self
+            .unmarked()
+            .iter()
+            .any(|object| matches!(object, Unmarked::Inside(name) if name == CLAIM_FILE));
         if has_claim {
             let _ = self.prefix.delete(CLAIM_FILE);
         }
@@ -288,21 +384,34 @@ impl Stage for ObjectStage {
     }
 
     fn commit_single(mut self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
-        let upload = self.single.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let upload = self
+            .single
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         let Some(upload) = upload else {
             let error = io::Error::other("its file was not finished before the commit");
             return Err(FileError::io("write to", self.target())(error));
         };
-        // A multipart upload cannot be made conditional, and the file and its sidecar are two objects. If two writers
-        // did this at once, the file of one could end up with the sidecar of the other. So each writer first puts a
-        // claim, which fails while another writer's claim exists.
+        // A multipart upload cannot be made conditional, and the file and its sidecar are two
+        // objects. If two writers did this at once, the file of one could end up with the sidecar
+        // of the other. So each writer first puts a claim, which fails while another writer's claim
+        // exists.
         let parent = self.parent()?.clone();
-        let claim = format!("{}{CLAIM_END}", self.prefix.key("")?.filename().unwrap_or_default());
-        put_new(&parent, &claim, self.nonce().as_bytes(), &parent.name_of(&claim))?;
+        let claim = format!(
+            "{}{CLAIM_END}",
+            self.prefix.key("")?.filename().unwrap_or_default()
+        );
+        put_new(
+            &parent,
+            &claim,
+            self.nonce().as_bytes(),
+            &parent.name_of(&claim),
+        )?;
         self.unmarked().push(Unmarked::Beside(claim.clone()));
         let done = self.put_single(upload, sidecar);
-        // If there is still something to clean up, dropping the stage does that and then removes the claim. Otherwise
-        // the claim is removed here.
+        // If there is still something to clean up, dropping the stage does that and then removes
+        // the claim. Otherwise the claim is removed here.
         if !self.cleans {
             let _ = (0..RELEASE_ATTEMPTS).find(|_| parent.delete(&claim).is_ok());
         }
@@ -310,8 +419,8 @@ impl Stage for ObjectStage {
     }
 }
 
-/// Puts an object on the condition that there is none. If the answer is lost, finds out if the object was put. If
-/// another object exists, the error names `taken`.
+/// Puts an object on the condition that there is none. If the answer is lost, finds out if the
+/// object was put. If another object exists, the error names `taken`.
 fn put_new(prefix: &Prefix, name: &str, bytes: &[u8], taken: &Path) -> Result<(), FileError> {
     let mut pause = COMMIT_PAUSE;
     let mut attempt = 1;
@@ -323,14 +432,22 @@ fn put_new(prefix: &Prefix, name: &str, bytes: &[u8], taken: &Path) -> Result<()
         if is_refusal(&error) {
             return Err(error);
         }
-        // "There is one already" may be the answer to a retry inside the client, whose first attempt succeeded. The
-        // content tells whose object it is: it holds offsets and hashes, or the nonce, of one save.
+        // "There is one already" may be the answer to a retry inside the client, whose first
+        // attempt succeeded. The content tells whose object it is: it holds offsets and hashes, or
+        // the nonce, of one save.
         match prefix.get(name) {
             Ok(Some(there)) if there == bytes => return Ok(()),
-            Ok(Some(_)) => return Err(FileError::Exists { path: taken.to_owned() }),
+            Ok(Some(_)) => {
+                return Err(FileError::Exists {
+                    path: taken.to_owned(),
+                });
+            }
             Ok(None) | Err(_) if attempt < COMMIT_ATTEMPTS => {}
             Ok(None) | Err(_) => {
-                return Err(FileError::CommitUnknown { path: prefix.name_of(name), source: Box::new(error) });
+                return Err(FileError::CommitUnknown {
+                    path: prefix.name_of(name),
+                    source: Box::new(error),
+                });
             }
         }
         std::thread::sleep(pause);
@@ -349,14 +466,21 @@ impl Drop for ObjectStage {
 
 /// Returns `true` if the store refused the request, so that the object was certainly not put.
 fn is_refusal(error: &FileError) -> bool {
-    let FileError::Io { source, .. } = error else { return true };
-    matches!(source.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported | io::ErrorKind::InvalidInput)
+    let FileError::Io { source, .. } = error else {
+        return true;
+    };
+    matches!(
+        source.kind(),
+        io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported | io::ErrorKind::InvalidInput
+    )
 }
 
 /// Returns the nonce of a save from the name of an object that it wrote: `__0_0-<nonce>.distcp` or
 /// `.integrity-<nonce>`. Returns `None` for other names, `.metadata` among them.
 pub(super) fn nonce_of(name: &str) -> Option<&str> {
-    let data = name.strip_prefix("__").and_then(|name| name.strip_suffix(".distcp"));
+    let data = name
+        .strip_prefix("__")
+        .and_then(|name| name.strip_suffix(".distcp"));
     let nonce = match data {
         Some(data) => data.split_once('-')?.1,
         None => name.strip_prefix(INTEGRITY_FILE)?.strip_prefix('-')?,

@@ -1,5 +1,5 @@
-//! An object that is being written. Bytes arrive in any order, from any thread, and are collected into parts, which are
-//! sent as they fill up.
+//! An object that is being written. Bytes arrive in any order, from any thread, and are collected
+//! into parts, which are sent as they fill up.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,13 +18,15 @@ use super::runtime::{spawn, wait};
 use crate::error::FileError;
 use crate::storage::backend::{StageFile, check_write};
 
-/// Bytes of a part, unless that would make more than [`MAX_PARTS`]. No object store takes smaller parts.
+/// Bytes of a part, unless that would make more than [`MAX_PARTS`]. No object store takes smaller
+/// parts.
 const PART: u64 = 5 << 20;
 /// Most parts that an object may have.
 const MAX_PARTS: u64 = 10_000;
 /// Parts of an object that are under way at once.
 const IN_FLIGHT: usize = 6;
-/// Threads that write an object at once. Each holds up to three parts: with those under way 60 MiB in all.
+/// Threads that write an object at once. Each holds up to three parts: with those under way 60 MiB
+/// in all.
 const WRITERS: usize = 2;
 
 /// A slot in which a finished upload waits for the commit.
@@ -32,8 +34,9 @@ pub(super) type Slot = Arc<Mutex<Option<Upload>>>;
 
 /// An object that is being written.
 ///
-/// It appears when it is complete, or not at all. It takes memory for the parts that are begun (about two for each of
-/// [`WRITERS`] threads, and one that waits), and for the [`IN_FLIGHT`] parts that are being sent.
+/// It appears when it is complete, or not at all. It takes memory for the parts that are begun
+/// (about two for each of [`WRITERS`] threads, and one that waits), and for the [`IN_FLIGHT`] parts
+/// that are being sent.
 pub(super) struct Upload {
     store: Arc<dyn Store>,
     key: Key,
@@ -51,8 +54,8 @@ pub(super) struct Upload {
     failed: Arc<AtomicBool>,
     /// The slot in which the finished upload waits, if it must not be published immediately.
     parked_in: Option<Slot>,
-    /// `true` if no other save writes to the key of this object. Then an object of the right length at the key must be
-    /// this one.
+    /// `true` if no other save writes to the key of this object. Then an object of the right length
+    /// at the key must be this one.
     is_own_key: bool,
 }
 
@@ -72,13 +75,25 @@ struct BegunPart {
 
 impl Upload {
     /// Begins the upload of an object below a prefix.
-    pub(super) fn new(prefix: &Prefix, below: &str, length: u64, is_own_key: bool) -> Result<Self, FileError> {
-        let (key, name, store) = (prefix.key(below)?, prefix.name_of(below), prefix.store().clone());
-        // A store limits the number of parts, so those of a large object are larger. An object of one part is put at
-        // once.
+    pub(super) fn new(
+        prefix: &Prefix,
+        below: &str,
+        length: u64,
+        is_own_key: bool,
+    ) -> Result<Self, FileError> {
+        let (key, name, store) = (
+            prefix.key(below)?,
+            prefix.name_of(below),
+            prefix.store().clone(),
+        );
+        // A store limits the number of parts, so those of a large object are larger. An object of
+        // one part is put at once.
         let part = PART.max(length.div_ceil(MAX_PARTS));
         let id = if length > part {
-            Some(wait(store.create_multipart(&key)).map_err(FileError::io("begin the upload of", &name))?)
+            Some(
+                wait(store.create_multipart(&key))
+                    .map_err(FileError::io("begin the upload of", &name))?,
+            )
         } else {
             None
         };
@@ -119,22 +134,30 @@ impl Upload {
 
     /// Starts to send a part, once there is room for it.
     fn send(&self, index: u64, bytes: Vec<u8>) -> Result<(), FileError> {
-        let Some(id) = self.id.clone() else { return Ok(()) };
+        let Some(id) = self.id.clone() else {
+            return Ok(());
+        };
         // After a failure the rest need not be sent, and the error is returned early.
         if self.failed.load(Ordering::Relaxed) {
             return self.wait_for_sent().map(|_| ());
         }
         let (has_failed, permits) = (self.failed.clone(), self.permits.clone());
         let (store, key) = (self.store.clone(), self.key.clone());
-        // This thread waits for a permit, so that it does not fill further parts meanwhile: memory stays bounded.
-        let permit = wait(async { Ok(permits.acquire_owned().await.ok()) }).map_err(self.part_failed())?;
+        // This thread waits for a permit, so that it does not fill further parts meanwhile: memory
+        // stays bounded.
+        let permit =
+            wait(async { Ok(permits.acquire_owned().await.ok()) }).map_err(self.part_failed())?;
         let sending = spawn(async move {
-            let sent = store.put_part(&key, &id, index as usize, PutPayload::from(bytes)).await;
+            let sent = store
+                .put_part(&key, &id, index as usize, PutPayload::from(bytes))
+                .await;
             has_failed.fetch_or(sent.is_err(), Ordering::Relaxed);
             drop(permit);
             sent
         });
-        self.parts().sent.insert(index, sending.map_err(self.part_failed())?);
+        self.parts()
+            .sent
+            .insert(index, sending.map_err(self.part_failed())?);
         Ok(())
     }
 
@@ -170,7 +193,11 @@ impl Upload {
         let mut outcome = Ok(());
         for (_, sending) in sent {
             // After an error too, so that no part is under way when the upload is aborted.
-            match wait(async { sending.await.unwrap_or_else(|error| Err(Error::JoinError { source: error })) }) {
+            match wait(async {
+                sending
+                    .await
+                    .unwrap_or_else(|error| Err(Error::JoinError { source: error }))
+            }) {
                 Ok(part) => parts.push(part),
                 Err(error) => outcome = outcome.and(Err(error)),
             }
@@ -185,9 +212,17 @@ impl Upload {
         let done = match &self.id {
             Some(id) => wait(self.store.complete_multipart(&self.key, id, parts)),
             None => {
-                let mut bytes = self.parts().begun.remove(&0).map(|part| part.bytes).unwrap_or_default();
+                let mut bytes = self
+                    .parts()
+                    .begun
+                    .remove(&0)
+                    .map(|part| part.bytes)
+                    .unwrap_or_default();
                 bytes.resize(self.length as usize, 0);
-                wait(self.store.put_opts(&self.key, PutPayload::from(bytes), mode.into()))
+                wait(
+                    self.store
+                        .put_opts(&self.key, PutPayload::from(bytes), mode.into()),
+                )
             }
         };
         if let Err(error) = done {
@@ -221,11 +256,18 @@ impl StageFile for Upload {
             let full = {
                 let mut parts = self.parts();
                 let begun = parts.begun.entry(index);
-                let begun = begun.or_insert_with(|| BegunPart { bytes: vec![0; length as usize], filled: 0 });
+                let begun = begun.or_insert_with(|| BegunPart {
+                    bytes: vec![0; length as usize],
+                    filled: 0,
+                });
                 begun.bytes[from..from + now.len()].copy_from_slice(now);
                 begun.filled += now.len() as u64;
                 let is_full = begun.filled >= length && self.id.is_some();
-                if is_full { parts.begun.remove(&index) } else { None }
+                if is_full {
+                    parts.begun.remove(&index)
+                } else {
+                    None
+                }
             };
             if let Some(full) = full {
                 self.send(index, full.bytes)?;
@@ -250,7 +292,10 @@ impl StageFile for Upload {
 // Not derived: the debug form of a store shows credentials.
 impl fmt::Debug for Upload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Upload").field("name", &self.name).field("length", &self.length).finish_non_exhaustive()
+        f.debug_struct("Upload")
+            .field("name", &self.name)
+            .field("length", &self.length)
+            .finish_non_exhaustive()
     }
 }
 

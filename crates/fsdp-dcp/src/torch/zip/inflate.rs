@@ -1,7 +1,8 @@
 //! Records that are compressed with DEFLATE, read by position.
 //!
-//! Such a record can only be read from its beginning. So that reads one after the other do not each begin there, the
-//! state of the last ones is kept: a read that goes on where one has ended costs what it reads.
+//! Such a record can only be read from its beginning. So that reads one after the other do not each
+//! begin there, the state of the last ones is kept: a read that goes on where one has ended costs
+//! what it reads.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -49,7 +50,10 @@ struct Cursor {
 
 impl std::fmt::Debug for Cursor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Cursor").field("record", &self.record).field("at", &self.at).finish_non_exhaustive()
+        f.debug_struct("Cursor")
+            .field("record", &self.record)
+            .field("at", &self.at)
+            .finish_non_exhaustive()
     }
 }
 
@@ -57,7 +61,10 @@ impl Kept {
     /// Takes out the state of the read that has ended closest before a position of a record.
     fn take(&self, record: u64, at: u64) -> Option<Cursor> {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = kept.iter().enumerate().filter(|(_, cursor)| cursor.record == record && cursor.at <= at);
+        let before = kept
+            .iter()
+            .enumerate()
+            .filter(|(_, cursor)| cursor.record == record && cursor.at <= at);
         let (index, _) = before.max_by_key(|(_, cursor)| cursor.at)?;
         Some(kept.remove(index))
     }
@@ -75,12 +82,21 @@ impl Kept {
 impl Deflated {
     /// Makes the reader of a record whose stored bytes begin at `start`.
     pub(crate) fn new(start: u64, record: &Record, kept: &Kept) -> Self {
-        Deflated { start, stored: record.stored, length: record.length, kept: kept.clone() }
+        Deflated {
+            start,
+            stored: record.stored,
+            length: record.length,
+            kept: kept.clone(),
+        }
     }
 
     /// Returns the bytes that the record becomes, which are read from this file.
     pub(crate) fn of<'f>(&'f self, file: &'f dyn ReadAt) -> Inflated<'f> {
-        Inflated { file, record: self, current: Mutex::default() }
+        Inflated {
+            file,
+            record: self,
+            current: Mutex::default(),
+        }
     }
 }
 
@@ -112,20 +128,32 @@ struct Reading {
 }
 
 fn malformed(reason: &str) -> FormatError {
-    FormatError::Malformed { what: "compressed record", reason: reason.to_owned() }
+    FormatError::Malformed {
+        what: "compressed record",
+        reason: reason.to_owned(),
+    }
 }
 
 impl Inflated<'_> {
     /// Returns a read that stands at or before a position.
     fn reading(&self, at: u64) -> Reading {
         let record = self.record.start;
-        let begin = || Cursor { record, at: 0, used: 0, state: InflateState::new_boxed(DataFormat::Raw) };
+        let begin = || Cursor {
+            record,
+            at: 0,
+            used: 0,
+            state: InflateState::new_boxed(DataFormat::Raw),
+        };
         let cursor = self.record.kept.take(record, at).unwrap_or_else(begin);
-        Reading { cursor, input: Vec::new(), used: 0 }
+        Reading {
+            cursor,
+            input: Vec::new(),
+            used: 0,
+        }
     }
 
-    /// Reads the next compressed bytes, up to the end of the hashed block, because checking its hash takes the whole
-    /// block anyway. At the end of the record there are none.
+    /// Reads the next compressed bytes, up to the end of the hashed block, because checking its
+    /// hash takes the whole block anyway. At the end of the record there are none.
     fn read_input(&self, reading: &mut Reading) -> Result<(), FormatError> {
         let at = self.record.start + reading.cursor.used;
         let left = self.record.stored - reading.cursor.used;
@@ -147,16 +175,24 @@ impl Inflated<'_> {
                 self.read_input(reading)?;
             }
             let input = &reading.input[reading.used..];
-            let done = inflate(&mut reading.cursor.state, input, &mut dst[filled..], MZFlush::None);
+            let done = inflate(
+                &mut reading.cursor.state,
+                input,
+                &mut dst[filled..],
+                MZFlush::None,
+            );
             filled += done.bytes_written;
             reading.used += done.bytes_consumed;
             reading.cursor.used += done.bytes_consumed as u64;
             reading.cursor.at += done.bytes_written as u64;
             let is_stuck = done.bytes_consumed + done.bytes_written == 0;
-            let wants_input = reading.used == reading.input.len() && reading.cursor.used < self.record.stored;
+            let wants_input =
+                reading.used == reading.input.len() && reading.cursor.used < self.record.stored;
             match done.status {
                 _ if filled == dst.len() => {}
-                Ok(MZStatus::StreamEnd) => return Err(malformed("it becomes fewer bytes than it says")),
+                Ok(MZStatus::StreamEnd) => {
+                    return Err(malformed("it becomes fewer bytes than it says"));
+                }
                 Ok(_) if !is_stuck || wants_input => {}
                 Err(MZError::Buf) if wants_input => {}
                 _ => return Err(malformed("it is no DEFLATE stream")),
@@ -182,7 +218,10 @@ impl ReadAt for Inflated<'_> {
     }
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
-        if offset.checked_add(dst.len() as u64).is_none_or(|end| end > self.record.length) {
+        if offset
+            .checked_add(dst.len() as u64)
+            .is_none_or(|end| end > self.record.length)
+        {
             return Err(beyond_the_end(offset, dst.len()));
         }
         if dst.is_empty() {
@@ -199,8 +238,14 @@ impl ReadAt for Inflated<'_> {
 
 impl Drop for Inflated<'_> {
     fn drop(&mut self) {
-        let current = self.current.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(Reading { cursor, .. }) = current.filter(|reading| reading.cursor.at < self.record.length) {
+        let current = self
+            .current
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(Reading { cursor, .. }) =
+            current.filter(|reading| reading.cursor.at < self.record.length)
+        {
             self.record.kept.put(cursor);
         }
     }
@@ -217,7 +262,15 @@ mod tests {
         file.extend(miniz_oxide::deflate::compress_to_vec(bytes, 6));
         let stored = file.len() as u64 - 7;
         file.extend([0xee; 9]);
-        (file, Deflated { start: 7, stored, length: bytes.len() as u64, kept: Kept::default() })
+        (
+            file,
+            Deflated {
+                start: 7,
+                stored,
+                length: bytes.len() as u64,
+                kept: Kept::default(),
+            },
+        )
     }
 
     proptest! {
@@ -247,17 +300,31 @@ mod tests {
 
     #[test]
     fn a_record_that_becomes_less_or_is_cut_or_is_noise_is_an_error() {
-        let bytes: Vec<u8> = (0..200_000u32).flat_map(|at| at.wrapping_mul(at).to_le_bytes()).collect();
+        let bytes: Vec<u8> = (0..200_000u32)
+            .flat_map(|at| at.wrapping_mul(at).to_le_bytes())
+            .collect();
         let (file, record) = deflated(&bytes);
         let mut dst = vec![0; bytes.len() + 1];
-        let longer = Deflated { length: record.length + 1, ..record.clone() };
+        let longer = Deflated {
+            length: record.length + 1,
+            ..record.clone()
+        };
         longer.of(&file).read_exact_at(0, &mut dst).unwrap_err();
         dst.pop();
-        let cut = Deflated { stored: record.stored / 2, ..record.clone() };
+        let cut = Deflated {
+            stored: record.stored / 2,
+            ..record.clone()
+        };
         cut.of(&file).read_exact_at(0, &mut dst).unwrap_err();
-        let noise = Deflated { start: 0, ..record.clone() };
+        let noise = Deflated {
+            start: 0,
+            ..record.clone()
+        };
         noise.of(&file).read_exact_at(0, &mut dst).unwrap_err();
-        assert!(record.of(&file).read_exact_at(1, &mut dst).is_err(), "beyond the end");
+        assert!(
+            record.of(&file).read_exact_at(1, &mut dst).is_err(),
+            "beyond the end"
+        );
         record.of(&file).read_exact_at(0, &mut dst).unwrap();
         assert!(dst == bytes);
     }

@@ -1,13 +1,17 @@
 //! The layout of a torch archive: the place of every byte, and the bytes around the storages.
 
-use super::{DIRECTORY_ENTRY, END, IN_ZIP64, LOCAL_HEADER, LOCAL_HEADER_BYTES, ZIP64_END, ZIP64_EXTRA, ZIP64_LOCATOR};
+use super::{
+    DIRECTORY_ENTRY, END, IN_ZIP64, LOCAL_HEADER, LOCAL_HEADER_BYTES, ZIP64_END, ZIP64_EXTRA,
+    ZIP64_LOCATOR,
+};
 
 /// Storages start at multiples of this many bytes, from the start of the archive.
 pub(super) const STORAGE_ALIGNMENT: u64 = 64;
 
 /// The flags of a record: its name is UTF-8.
 const FLAGS: u16 = 0x0800;
-/// The date of all records, so that equal tensors give equal bytes: 1 January 1980, the earliest that zip knows.
+/// The date of all records, so that equal tensors give equal bytes: 1 January 1980, the earliest
+/// that zip knows.
 const DATE: u16 = 0x21;
 /// The number of the extra field that torch pads with.
 const PADDING_EXTRA: u16 = 0x4246;
@@ -46,27 +50,43 @@ impl PlannedRecord {
 
     /// Returns the length of the zip64 field in its local header.
     fn zip64_header_extra(&self) -> usize {
-        if self.length >= u64::from(IN_ZIP64) { 4 + 16 } else { 0 }
+        if self.length >= u64::from(IN_ZIP64) {
+            4 + 16
+        } else {
+            0
+        }
     }
 }
 
 impl ArchiveLayout {
-    /// Lays out the archive named `root`, with this `data.pkl` and storages of these lengths (`data/0`, `data/1`, …).
+    /// Lays out the archive named `root`, with this `data.pkl` and storages of these lengths
+    /// (`data/0`, `data/1`, …).
     #[must_use]
     pub fn new(root: &str, pickle: Vec<u8>, storages: &[u64]) -> Self {
         let mut records = Vec::with_capacity(5 + storages.len());
         let mut at = 0;
         let mut add = |name: String, body: Option<Vec<u8>>, length: u64| {
-            let mut record = PlannedRecord { name, body, length, header: at, data: 0 };
-            let unpadded = at + LOCAL_HEADER_BYTES + record.name.len() as u64 + record.zip64_header_extra() as u64;
+            let mut record = PlannedRecord {
+                name,
+                body,
+                length,
+                header: at,
+                data: 0,
+            };
+            let unpadded = at
+                + LOCAL_HEADER_BYTES
+                + record.name.len() as u64
+                + record.zip64_header_extra() as u64;
             // Storages are padded to the alignment, by an extra field in their header.
             record.data = match record.body {
                 Some(_) => unpadded,
-                None => match (STORAGE_ALIGNMENT - unpadded % STORAGE_ALIGNMENT) % STORAGE_ALIGNMENT {
-                    // An extra field takes at least four bytes.
-                    gap @ 1..=3 => unpadded + gap + STORAGE_ALIGNMENT,
-                    gap => unpadded + gap,
-                },
+                None => {
+                    match (STORAGE_ALIGNMENT - unpadded % STORAGE_ALIGNMENT) % STORAGE_ALIGNMENT {
+                        // An extra field takes at least four bytes.
+                        gap @ 1..=3 => unpadded + gap + STORAGE_ALIGNMENT,
+                        gap => unpadded + gap,
+                    }
+                }
             };
             at = record.data + length;
             records.push(record);
@@ -74,7 +94,10 @@ impl ArchiveLayout {
         for (name, body) in [
             ("data.pkl", pickle),
             (".format_version", b"1".to_vec()),
-            (".storage_alignment", STORAGE_ALIGNMENT.to_string().into_bytes()),
+            (
+                ".storage_alignment",
+                STORAGE_ALIGNMENT.to_string().into_bytes(),
+            ),
             ("byteorder", b"little".to_vec()),
             ("version", b"3\n".to_vec()),
         ] {
@@ -85,7 +108,12 @@ impl ArchiveLayout {
             add(format!("{root}/data/{index}"), None, length);
         }
         // The tail's length depends on the places of the records, not on the checksums in it.
-        let mut layout = ArchiveLayout { records, storages: storages.len(), directory: at, length: 0 };
+        let mut layout = ArchiveLayout {
+            records,
+            storages: storages.len(),
+            directory: at,
+            length: 0,
+        };
         let zeros = vec![0; storages.len()];
         layout.length = at + layout.tail(&zeros).len() as u64;
         layout
@@ -113,11 +141,15 @@ impl ArchiveLayout {
         &self.records[self.records.len() - self.storages + index]
     }
 
-    /// Returns everything before storage 0 (or, without storages, before the tail): the small records, and its header.
+    /// Returns everything before storage 0 (or, without storages, before the tail): the small
+    /// records, and its header.
     #[must_use]
     pub fn head(&self, crc: u32) -> Vec<u8> {
         let small = self.records.len() - self.storages;
-        let end = self.records.get(small).map_or(self.directory, |storage| storage.data);
+        let end = self
+            .records
+            .get(small)
+            .map_or(self.directory, |storage| storage.data);
         let mut out = Vec::with_capacity(end as usize);
         for record in &self.records[..small] {
             let body = record.body.as_deref().unwrap_or_default();
@@ -130,8 +162,8 @@ impl ArchiveLayout {
         out
     }
 
-    /// Returns the bytes between the end of storage `index - 1` and the start of storage `index`, for `index` of at
-    /// least 1.
+    /// Returns the bytes between the end of storage `index - 1` and the start of storage `index`,
+    /// for `index` of at least 1.
     #[must_use]
     pub fn storage_header(&self, index: usize, crc: u32) -> Vec<u8> {
         let mut out = Vec::new();
@@ -143,7 +175,11 @@ impl ArchiveLayout {
     fn header(&self, record: &PlannedRecord, crc: u32, out: &mut Vec<u8>) {
         let zip64 = record.zip64_header_extra();
         let extra = record.data - record.header - LOCAL_HEADER_BYTES - record.name.len() as u64;
-        let length32 = if zip64 > 0 { IN_ZIP64 } else { record.length as u32 };
+        let length32 = if zip64 > 0 {
+            IN_ZIP64
+        } else {
+            record.length as u32
+        };
         out.extend_from_slice(&LOCAL_HEADER.to_le_bytes());
         for value in [if zip64 > 0 { 45u16 } else { 20 }, FLAGS, 0, 0, DATE] {
             out.extend_from_slice(&value.to_le_bytes());
@@ -179,8 +215,11 @@ impl ArchiveLayout {
                 None => crcs.get(index - small).copied().unwrap_or(0),
             };
             let zip64 = record.is_zip64();
-            let (length32, header32) =
-                if zip64 { (IN_ZIP64, IN_ZIP64) } else { (record.length as u32, record.header as u32) };
+            let (length32, header32) = if zip64 {
+                (IN_ZIP64, IN_ZIP64)
+            } else {
+                (record.length as u32, record.header as u32)
+            };
             out.extend_from_slice(&DIRECTORY_ENTRY.to_le_bytes());
             let version = if zip64 { 45u16 } else { 20 };
             for value in [version, version, FLAGS, 0, 0, DATE] {
@@ -189,8 +228,15 @@ impl ArchiveLayout {
             for value in [crc, length32, length32] {
                 out.extend_from_slice(&value.to_le_bytes());
             }
-            // Lengths of the name, the extra field and the comment; disk number; internal attributes.
-            for value in [record.name.len() as u16, if zip64 { 28 } else { 0 }, 0, 0, 0] {
+            // Lengths of the name, the extra field and the comment; disk number; internal
+            // attributes.
+            for value in [
+                record.name.len() as u16,
+                if zip64 { 28 } else { 0 },
+                0,
+                0,
+                0,
+            ] {
                 out.extend_from_slice(&value.to_le_bytes());
             }
             out.extend_from_slice(&0u32.to_le_bytes());
@@ -227,8 +273,16 @@ impl ArchiveLayout {
         out.extend_from_slice(&[0; 4]);
         out.extend_from_slice(&count16.to_le_bytes());
         out.extend_from_slice(&count16.to_le_bytes());
-        out.extend_from_slice(&u32::try_from(directory_length).unwrap_or(IN_ZIP64).to_le_bytes());
-        out.extend_from_slice(&u32::try_from(self.directory).unwrap_or(IN_ZIP64).to_le_bytes());
+        out.extend_from_slice(
+            &u32::try_from(directory_length)
+                .unwrap_or(IN_ZIP64)
+                .to_le_bytes(),
+        );
+        out.extend_from_slice(
+            &u32::try_from(self.directory)
+                .unwrap_or(IN_ZIP64)
+                .to_le_bytes(),
+        );
         out.extend_from_slice(&0u16.to_le_bytes());
         out
     }

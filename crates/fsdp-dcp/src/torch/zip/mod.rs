@@ -11,7 +11,8 @@
 //! central directory, zip64 end records where needed, end record
 //! ```
 //!
-//! [`Directory`] reads it by range; [`ArchiveLayout`] says where each byte will lie before any storage is there.
+//! [`Directory`] reads it by range; [`ArchiveLayout`] says where each byte will lie before any
+//! storage is there.
 
 mod inflate;
 mod layout;

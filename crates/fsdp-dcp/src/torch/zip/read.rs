@@ -2,7 +2,10 @@
 
 use indexmap::IndexMap;
 
-use super::{DIRECTORY_ENTRY, END, IN_ZIP64, LOCAL_HEADER, LOCAL_HEADER_BYTES, ZIP64_END, ZIP64_EXTRA, ZIP64_LOCATOR};
+use super::{
+    DIRECTORY_ENTRY, END, IN_ZIP64, LOCAL_HEADER, LOCAL_HEADER_BYTES, ZIP64_END, ZIP64_EXTRA,
+    ZIP64_LOCATOR,
+};
 use crate::budget::Budget;
 use crate::error::FormatError;
 use crate::limits::MAX_ZIP_DIRECTORY_BYTES;
@@ -26,8 +29,8 @@ pub struct Record {
     pub length: u64,
     /// Bytes that it takes in the archive: fewer than its data, where that is compressed.
     pub stored: u64,
-    /// `true` if it is compressed with DEFLATE. Only an archive [without a root](Directory::read_rootless) has such
-    /// records.
+    /// `true` if it is compressed with DEFLATE. Only an archive [without a
+    /// root](Directory::read_rootless) has such records.
     pub is_deflated: bool,
     /// CRC-32 of its data, as the directory claims. torch does not check it, and may leave it 0.
     pub crc: u32,
@@ -53,15 +56,23 @@ fn bad(offset: u64, what: &'static str) -> FormatError {
 }
 
 fn u16_at(bytes: &[u8], at: usize) -> u16 {
-    bytes.get(at..at + 2).map_or(0, |bytes| u16::from_le_bytes([bytes[0], bytes[1]]))
+    bytes
+        .get(at..at + 2)
+        .map_or(0, |bytes| u16::from_le_bytes([bytes[0], bytes[1]]))
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    bytes.get(at..at + 4).and_then(|bytes| bytes.try_into().ok()).map_or(0, u32::from_le_bytes)
+    bytes
+        .get(at..at + 4)
+        .and_then(|bytes| bytes.try_into().ok())
+        .map_or(0, u32::from_le_bytes)
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    bytes.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes)
+    bytes
+        .get(at..at + 8)
+        .and_then(|bytes| bytes.try_into().ok())
+        .map_or(0, u64::from_le_bytes)
 }
 
 /// Returns `true` if the size in a header is this length, or is told elsewhere.
@@ -74,36 +85,63 @@ impl Directory {
     pub fn read(source: &dyn ReadAt) -> Result<Self, FormatError> {
         let mut root: Option<String> = None;
         let records = read_records(source, false, &mut |name, here| {
-            let (top, below) =
-                name.split_once('/').ok_or_else(|| bad(here, "a record lies outside the root directory"))?;
+            let (top, below) = name
+                .split_once('/')
+                .ok_or_else(|| bad(here, "a record lies outside the root directory"))?;
             if *root.get_or_insert_with(|| top.to_owned()) != top {
                 return Err(bad(here, "the archive has several root directories"));
             }
             Ok(below.to_owned())
         })?;
-        Ok(Directory { root: root.unwrap_or_default(), records })
+        Ok(Directory {
+            root: root.unwrap_or_default(),
+            records,
+        })
     }
 
-    /// Reads the directory of an archive whose records need no root, as NumPy's have none, and may be compressed.
+    /// Reads the directory of an archive whose records need no root, as NumPy's have none, and may
+    /// be compressed.
     pub(crate) fn read_rootless(source: &dyn ReadAt) -> Result<Self, FormatError> {
         let records = read_records(source, true, &mut |name, _| Ok(name.to_owned()))?;
-        Ok(Directory { root: String::new(), records })
+        Ok(Directory {
+            root: String::new(),
+            records,
+        })
     }
 
     /// Returns the record of this name.
     pub fn get(&self, name: &str) -> Result<&Record, FormatError> {
-        self.records.get(name).ok_or_else(|| FormatError::MissingRecord { name: name.to_owned() })
+        self.records
+            .get(name)
+            .ok_or_else(|| FormatError::MissingRecord {
+                name: name.to_owned(),
+            })
     }
 
     /// Returns where the data of a record starts, after checking its local header.
-    pub fn data_offset(&self, source: &dyn ReadAt, name: &str, record: &Record) -> Result<u64, FormatError> {
-        let header = read_whole(source, record.header, LOCAL_HEADER_BYTES + u64::from(record.name_length))?;
+    pub fn data_offset(
+        &self,
+        source: &dyn ReadAt,
+        name: &str,
+        record: &Record,
+    ) -> Result<u64, FormatError> {
+        let header = read_whole(
+            source,
+            record.header,
+            LOCAL_HEADER_BYTES + u64::from(record.name_length),
+        )?;
         let wrong = |what| bad(record.header, what);
         if u32_at(&header, 0) != LOCAL_HEADER {
             return Err(wrong("no local header where the directory says"));
         }
-        let full_name = header.get(LOCAL_HEADER_BYTES as usize..).unwrap_or_default();
-        let root = if self.root.is_empty() { 0 } else { self.root.len() + 1 };
+        let full_name = header
+            .get(LOCAL_HEADER_BYTES as usize..)
+            .unwrap_or_default();
+        let root = if self.root.is_empty() {
+            0
+        } else {
+            self.root.len() + 1
+        };
         let same = full_name.len() == root + name.len()
             && full_name.starts_with(self.root.as_bytes())
             && full_name.ends_with(name.as_bytes());
@@ -111,23 +149,31 @@ impl Directory {
             return Err(wrong("the local header is another record's"));
         }
         if u16_at(&header, 8) != if record.is_deflated { DEFLATED } else { STORED } {
-            return Err(wrong("the local header and the directory disagree on whether the record is compressed"));
+            return Err(wrong(
+                "the local header and the directory disagree on whether the record is compressed",
+            ));
         }
         // With a data descriptor (bit 3) the header's own sizes are 0.
         let (stored, full) = (u32_at(&header, 18), u32_at(&header, 22));
         let deferred = u16_at(&header, 6) & 8 != 0 && stored == 0 && full == 0;
         let agree = is_length(stored, record.stored) && is_length(full, record.length);
         if !deferred && !agree {
-            return Err(wrong("the local header and the directory disagree on the length"));
+            return Err(wrong(
+                "the local header and the directory disagree on the length",
+            ));
         }
-        let data = record.header + LOCAL_HEADER_BYTES + u64::from(record.name_length) + u64::from(u16_at(&header, 28));
+        let data = record.header
+            + LOCAL_HEADER_BYTES
+            + u64::from(record.name_length)
+            + u64::from(u16_at(&header, 28));
         match data.checked_add(record.stored) {
             Some(end) if end <= source.len() => Ok(data),
             _ => Err(wrong("the record ends beyond the archive")),
         }
     }
 
-    /// Refuses archives of big-endian machines. Older torch wrote no record of it, and little-endian bytes.
+    /// Refuses archives of big-endian machines. Older torch wrote no record of it, and
+    /// little-endian bytes.
     pub fn check_byte_order(&self, source: &dyn ReadAt) -> Result<(), FormatError> {
         if self.records.contains_key("byteorder") {
             let order = self.read_record(source, "byteorder", 16)?;
@@ -140,10 +186,19 @@ impl Directory {
     }
 
     /// Reads all bytes of a small record.
-    pub fn read_record(&self, source: &dyn ReadAt, name: &str, limit: u64) -> Result<Vec<u8>, FormatError> {
+    pub fn read_record(
+        &self,
+        source: &dyn ReadAt,
+        name: &str,
+        limit: u64,
+    ) -> Result<Vec<u8>, FormatError> {
         let record = self.get(name)?;
         if record.length > limit {
-            return Err(FormatError::Limit { what: "record length", value: record.length, limit });
+            return Err(FormatError::Limit {
+                what: "record length",
+                value: record.length,
+                limit,
+            });
         }
         let data = self.data_offset(source, name, record)?;
         read_whole(source, data, record.length)
@@ -152,7 +207,11 @@ impl Directory {
 
 /// Returns what an archive with a record of this name is.
 fn archive_of(name: &str) -> &'static str {
-    if name.contains("/code/") { "an archive of TorchScript" } else { "an archive of torch" }
+    if name.contains("/code/") {
+        "an archive of TorchScript"
+    } else {
+        "an archive of torch"
+    }
 }
 
 /// Reads all entries of a directory; `name` gives each record its name.
@@ -164,11 +223,19 @@ fn read_records(
     let (start, length, count) = locate(source)?;
     if length > MAX_ZIP_DIRECTORY_BYTES {
         let limit = MAX_ZIP_DIRECTORY_BYTES;
-        return Err(FormatError::Limit { what: "zip directory length", value: length, limit });
+        return Err(FormatError::Limit {
+            what: "zip directory length",
+            value: length,
+            limit,
+        });
     }
-    // Every entry takes at least 46 bytes, so the count cannot make us allocate more than the directory itself.
+    // Every entry takes at least 46 bytes, so the count cannot make us allocate more than the
+    // directory itself.
     if count > length / 46 {
-        return Err(bad(start, "the directory is too short for its number of entries"));
+        return Err(bad(
+            start,
+            "the directory is too short for its number of entries",
+        ));
     }
     // A record takes about so much, besides its name.
     const RECORD: u64 = 128;
@@ -208,7 +275,8 @@ fn read_records(
 /// Finds the directory: its start, length and number of entries.
 fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
     let total = source.len();
-    // Mostly there is no comment, and the end record is the last bytes; only otherwise more is read.
+    // Mostly there is no comment, and the end record is the last bytes; only otherwise more is
+    // read.
     let mut tail_length = (ZIP64_LENGTH + END_LENGTH).min(total);
     let mut tail = read_whole(source, total - tail_length, tail_length)?;
     let last = tail.len().saturating_sub(END_LENGTH as usize);
@@ -217,20 +285,31 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
         tail = read_whole(source, total - tail_length, tail_length)?;
     }
     // The end record is the last one, and its comment reaches exactly to the end.
-    let found = (0..tail.len().saturating_sub(END_LENGTH as usize - 1)).rev().find(|&at| {
-        u32_at(&tail, at) == END && at + END_LENGTH as usize + usize::from(u16_at(&tail, at + 20)) == tail.len()
-    });
-    let at = found.ok_or_else(|| bad(total, "no zip end record: the archive is cut short, or is none"))?;
+    let found = (0..tail.len().saturating_sub(END_LENGTH as usize - 1))
+        .rev()
+        .find(|&at| {
+            u32_at(&tail, at) == END
+                && at + END_LENGTH as usize + usize::from(u16_at(&tail, at + 20)) == tail.len()
+        });
+    let at = found.ok_or_else(|| {
+        bad(
+            total,
+            "no zip end record: the archive is cut short, or is none",
+        )
+    })?;
     let end_at = total - tail_length + at as u64;
     let end = &tail[at..];
     let mut count = u64::from(u16_at(end, 10));
     let mut length = u64::from(u32_at(end, 12));
     let mut start = u64::from(u32_at(end, 16));
     let mut limit = end_at;
-    // If one of these values is too large for the end record, all are in the zip64 end record. A locator just before
-    // the end record says where that is.
-    if count == u64::from(u16::MAX) || length == u64::from(IN_ZIP64) || start == u64::from(IN_ZIP64) {
-        let locator_at = end_at.checked_sub(20).ok_or_else(|| bad(end_at, "no zip64 locator"))?;
+    // If one of these values is too large for the end record, all are in the zip64 end record. A
+    // locator just before the end record says where that is.
+    if count == u64::from(u16::MAX) || length == u64::from(IN_ZIP64) || start == u64::from(IN_ZIP64)
+    {
+        let locator_at = end_at
+            .checked_sub(20)
+            .ok_or_else(|| bad(end_at, "no zip64 locator"))?;
         let locator = read_whole(source, locator_at, 20)?;
         if u32_at(&locator, 0) != ZIP64_LOCATOR {
             return Err(bad(locator_at, "no zip64 locator"));
@@ -243,15 +322,25 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
         if u32_at(&record, 0) != ZIP64_END {
             return Err(bad(limit, "no zip64 end record where the locator says"));
         }
-        (count, length, start) = (u64_at(&record, 32), u64_at(&record, 40), u64_at(&record, 48));
+        (count, length, start) = (
+            u64_at(&record, 32),
+            u64_at(&record, 40),
+            u64_at(&record, 48),
+        );
     }
-    // If several archives follow each other, as in a file of DCP, the last one counts positions from its own start. Its
-    // directory would then be looked for in another archive, so it must end where the end record begins.
+    // If several archives follow each other, as in a file of DCP, the last one counts positions
+    // from its own start. Its directory would then be looked for in another archive, so it must end
+    // where the end record begins.
     let zip64_at = end_at.checked_sub(ZIP64_LENGTH);
-    let has_zip64 = at.checked_sub(ZIP64_LENGTH as usize).is_some_and(|at| u32_at(&tail, at) == ZIP64_END);
+    let has_zip64 = at
+        .checked_sub(ZIP64_LENGTH as usize)
+        .is_some_and(|at| u32_at(&tail, at) == ZIP64_END);
     let directory_end = start.checked_add(length);
     if directory_end != Some(limit) && !(has_zip64 && directory_end == zip64_at) {
-        return Err(bad(end_at, "the directory does not lie just before its end record"));
+        return Err(bad(
+            end_at,
+            "the directory does not lie just before its end record",
+        ));
     }
     Ok((start, length, count))
 }
@@ -259,7 +348,9 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
 /// Reads the directory's entry at `at`: name, record, and where the next one starts.
 fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), FormatError> {
     let here = start + at as u64;
-    let fixed = bytes.get(at..at + 46).ok_or_else(|| bad(here, "the directory is cut short"))?;
+    let fixed = bytes
+        .get(at..at + 46)
+        .ok_or_else(|| bad(here, "the directory is cut short"))?;
     if u32_at(fixed, 0) != DIRECTORY_ENTRY {
         return Err(bad(here, "not a directory entry"));
     }
@@ -267,14 +358,20 @@ fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), F
     let name_end = at + 46 + usize::from(name_length);
     let extra_end = name_end + usize::from(u16_at(fixed, 30));
     let next = extra_end + usize::from(u16_at(fixed, 32));
-    let name = bytes.get(at + 46..name_end).ok_or_else(|| bad(here, "the directory is cut short"))?;
-    let mut extra = bytes.get(name_end..extra_end).ok_or_else(|| bad(here, "the directory is cut short"))?;
+    let name = bytes
+        .get(at + 46..name_end)
+        .ok_or_else(|| bad(here, "the directory is cut short"))?;
+    let mut extra = bytes
+        .get(name_end..extra_end)
+        .ok_or_else(|| bad(here, "the directory is cut short"))?;
     if next > bytes.len() {
         return Err(bad(here, "the directory is cut short"));
     }
     let name = std::str::from_utf8(name).map_err(|_| bad(here, "a record's name is not UTF-8"))?;
-    let plain =
-        !name.contains(['\\', '\0']) && name.split('/').all(|part| !part.is_empty() && part != "." && part != "..");
+    let plain = !name.contains(['\\', '\0'])
+        && name
+            .split('/')
+            .all(|part| !part.is_empty() && part != "." && part != "..");
     if !plain {
         return Err(bad(here, "a record's name is not a plain relative path"));
     }
@@ -285,15 +382,24 @@ fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), F
     };
     let (stored32, full32, header32) = (u32_at(fixed, 20), u32_at(fixed, 24), u32_at(fixed, 42));
     // Values that do not fit 32 bits are in the zip64 field, in this order.
-    let (mut stored, mut full, mut header) = (u64::from(stored32), u64::from(full32), u64::from(header32));
+    let (mut stored, mut full, mut header) =
+        (u64::from(stored32), u64::from(full32), u64::from(header32));
     while extra.len() >= 4 {
         let length = usize::from(u16_at(extra, 2));
-        let Some(field) = extra.get(4..4 + length) else { break };
+        let Some(field) = extra.get(4..4 + length) else {
+            break;
+        };
         if u16_at(extra, 0) == ZIP64_EXTRA {
             let mut values = field.chunks_exact(8).map(|value| u64_at(value, 0));
-            for (value, of) in [(&mut full, full32), (&mut stored, stored32), (&mut header, header32)] {
+            for (value, of) in [
+                (&mut full, full32),
+                (&mut stored, stored32),
+                (&mut header, header32),
+            ] {
                 if of == IN_ZIP64 {
-                    *value = values.next().ok_or_else(|| bad(here, "a zip64 value is missing"))?;
+                    *value = values
+                        .next()
+                        .ok_or_else(|| bad(here, "a zip64 value is missing"))?;
                 }
             }
         }
@@ -303,15 +409,36 @@ fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), F
         return Err(bad(here, "a stored record has two lengths"));
     }
     if full > stored.saturating_mul(MAX_DEFLATION) {
-        return Err(bad(here, "a record is longer than what is stored of it can become"));
+        return Err(bad(
+            here,
+            "a record is longer than what is stored of it can become",
+        ));
     }
-    Ok((name, Record { header, length: full, stored, is_deflated, crc: u32_at(fixed, 16), name_length }, next))
+    Ok((
+        name,
+        Record {
+            header,
+            length: full,
+            stored,
+            is_deflated,
+            crc: u32_at(fixed, 16),
+            name_length,
+        },
+        next,
+    ))
 }
 
-/// Refuses records that share bytes: they make an archive larger than it is, or mean two things at once.
+/// Refuses records that share bytes: they make an archive larger than it is, or mean two things at
+/// once.
 fn check_disjoint<'r>(records: impl Iterator<Item = &'r Record>) -> Result<(), FormatError> {
-    let mut ranges: Vec<_> =
-        records.map(|r| (r.header, r.header + LOCAL_HEADER_BYTES + u64::from(r.name_length) + r.stored)).collect();
+    let mut ranges: Vec<_> = records
+        .map(|r| {
+            (
+                r.header,
+                r.header + LOCAL_HEADER_BYTES + u64::from(r.name_length) + r.stored,
+            )
+        })
+        .collect();
     ranges.sort_unstable();
     match ranges.windows(2).find(|pair| pair[1].0 < pair[0].1) {
         Some(pair) => Err(bad(pair[1].0, "two records overlap")),

@@ -26,23 +26,40 @@ fn archive(storages: &[&[u8]]) -> Vec<u8> {
 
 #[test]
 fn an_independent_zip_reader_reads_ours_and_checks_its_crcs() {
-    for storages in [&[][..], &[b"".as_slice()], &[b"hello"], &[b"a", b"", &[7; 1000]]] {
+    for storages in [
+        &[][..],
+        &[b"".as_slice()],
+        &[b"hello"],
+        &[b"a", b"", &[7; 1000]],
+    ] {
         let bytes = archive(storages);
         let mut zip = zip::ZipArchive::new(std::io::Cursor::new(&bytes)).unwrap();
         let mut content = Vec::new();
-        zip.by_name("archive/version").unwrap().read_to_end(&mut content).unwrap();
+        zip.by_name("archive/version")
+            .unwrap()
+            .read_to_end(&mut content)
+            .unwrap();
         assert_eq!(content, b"3\n");
         for (index, storage) in storages.iter().enumerate() {
             content.clear();
-            zip.by_name(&format!("archive/data/{index}")).unwrap().read_to_end(&mut content).unwrap();
+            zip.by_name(&format!("archive/data/{index}"))
+                .unwrap()
+                .read_to_end(&mut content)
+                .unwrap();
             assert_eq!(&content, storage);
         }
         let directory = Directory::read(&bytes).unwrap();
         assert_eq!(directory.root, "archive");
-        // Besides the storages: the pickle, the version, the byte order, the format version and the alignment.
+        // Besides the storages: the pickle, the version, the byte order, the format version and the
+        // alignment.
         assert_eq!(directory.records.len(), 5 + storages.len());
         for (index, storage) in storages.iter().enumerate() {
-            assert_eq!(directory.read_record(&bytes, &format!("data/{index}"), 1 << 20).unwrap(), *storage);
+            assert_eq!(
+                directory
+                    .read_record(&bytes, &format!("data/{index}"), 1 << 20)
+                    .unwrap(),
+                *storage
+            );
         }
     }
 }
@@ -74,7 +91,12 @@ impl ReadAt for Sparse {
 
 #[test]
 fn storages_beyond_4_gib_take_zip64() {
-    for lengths in [&[u64::from(u32::MAX) - 1][..], &[u64::from(u32::MAX)], &[5 << 30], &[5 << 30, 7, 6 << 30]] {
+    for lengths in [
+        &[u64::from(u32::MAX) - 1][..],
+        &[u64::from(u32::MAX)],
+        &[5 << 30],
+        &[5 << 30, 7, 6 << 30],
+    ] {
         let layout = ArchiveLayout::new("archive", b"\x80\x02N.".to_vec(), lengths);
         let mut parts = vec![(0, layout.head(1))];
         for index in 1..lengths.len() {
@@ -82,13 +104,19 @@ fn storages_beyond_4_gib_take_zip64() {
             parts.push((layout.storage_offset(index) - header.len() as u64, header));
         }
         parts.push((layout.tail_offset(), layout.tail(&vec![1; lengths.len()])));
-        let source = Sparse { parts, len: layout.length() };
+        let source = Sparse {
+            parts,
+            len: layout.length(),
+        };
         let directory = Directory::read(&source).unwrap();
         for (index, &length) in lengths.iter().enumerate() {
             let name = format!("data/{index}");
             let record = directory.get(&name).unwrap();
             assert_eq!(record.length, length);
-            assert_eq!(directory.data_offset(&source, &name, record).unwrap(), layout.storage_offset(index));
+            assert_eq!(
+                directory.data_offset(&source, &name, record).unwrap(),
+                layout.storage_offset(index)
+            );
         }
     }
 }
@@ -97,12 +125,16 @@ fn storages_beyond_4_gib_take_zip64() {
 fn every_prefix_and_every_flip_is_an_error_or_harmless() {
     let bytes = archive(&[b"hello"]);
     for end in 0..bytes.len() {
-        assert!(Directory::read(&bytes[..end].to_vec()).is_err(), "prefix of {end} bytes");
+        assert!(
+            Directory::read(&bytes[..end].to_vec()).is_err(),
+            "prefix of {end} bytes"
+        );
     }
     for bit in 0..bytes.len() * 8 {
         let mut flipped = bytes.clone();
         flipped[bit / 8] ^= 1 << (bit % 8);
-        // Reading must not panic. Not every flip has to be an error here: the integrity file detects the others.
+        // Reading must not panic. Not every flip has to be an error here: the integrity file
+        // detects the others.
         if let Ok(directory) = Directory::read(&flipped) {
             for name in directory.records.keys() {
                 let _ = directory.read_record(&flipped, name, 1 << 10);
@@ -117,7 +149,10 @@ fn names_that_lead_elsewhere_and_duplicates_are_refused() {
     let patch = |good: &[u8], from: &[u8], to: &[u8]| {
         let mut bytes = good.to_vec();
         let mut at = 0;
-        while let Some(found) = bytes[at..].windows(from.len()).position(|window| window == from) {
+        while let Some(found) = bytes[at..]
+            .windows(from.len())
+            .position(|window| window == from)
+        {
             bytes[at + found..at + found + to.len()].copy_from_slice(to);
             at += found + from.len();
         }
@@ -133,13 +168,26 @@ fn names_that_lead_elsewhere_and_duplicates_are_refused() {
     ] {
         let outcome = Directory::read(&patch(&good, from, to));
         // The last one only renames a record, to a name that nothing else has.
-        assert_eq!(outcome.is_ok(), to == b"archive/data.pk", "{}", String::from_utf8_lossy(to));
+        assert_eq!(
+            outcome.is_ok(),
+            to == b"archive/data.pk",
+            "{}",
+            String::from_utf8_lossy(to)
+        );
     }
     // Two records with one name.
     let two = archive(&[b"hello", b"world"]);
     assert!(Directory::read(&two).is_ok());
     let duplicate = patch(&two, b"archive/data/1", b"archive/data/0");
-    assert!(Directory::read(&duplicate).unwrap_err().to_string().contains("twice"));
+    assert!(
+        Directory::read(&duplicate)
+            .unwrap_err()
+            .to_string()
+            .contains("twice")
+    );
     let directory = Directory::read(&good).unwrap();
-    assert!(matches!(directory.get("nothing"), Err(FormatError::MissingRecord { .. })));
+    assert!(matches!(
+        directory.get("nothing"),
+        Err(FormatError::MissingRecord { .. })
+    ));
 }

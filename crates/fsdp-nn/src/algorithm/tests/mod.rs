@@ -1,4 +1,5 @@
-//! Tests: the arithmetic against torch's results, and everything about param groups, schema and refusals.
+//! Tests: the arithmetic against torch's results, and everything about param groups, schema and
+//! refusals.
 
 mod schema;
 mod torch;
@@ -44,6 +45,9 @@ fn plain(value: &Value) -> PlainValue {
         Value::Bool(value) => PlainValue::Bool(*value),
         Value::String(value) => PlainValue::from(value.clone()),
         Value::Array(items) => PlainValue::List(items.iter().map(plain).collect()),
-        value => value.as_i64().map_or_else(|| PlainValue::Float(value.as_f64().unwrap()), PlainValue::Int),
+        value => value.as_i64().map_or_else(
+            || PlainValue::Float(value.as_f64().unwrap()),
+            PlainValue::Int,
+        ),
     }
 }

@@ -11,8 +11,8 @@ use crate::state::entry::{EntryOptions, EntryPlan, Saved};
 use crate::state::saved::SavedOptim;
 use crate::{NnError, Result};
 
-/// A load of optimizers in which the first thing that does not fit is an error of its own, rather than a line of the
-/// report.
+/// A load of optimizers in which the first thing that does not fit is an error of its own, rather
+/// than a line of the report.
 #[derive(Clone, Copy)]
 pub(super) struct Exact {
     /// `true` if a trained parameter may lack state that others of its unit have.
@@ -28,11 +28,11 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// Plans the groups and the state of all local parameters of an optimizer. The new hyperparameters decide which
-    /// entries there must be.
+    /// Plans the groups and the state of all local parameters of an optimizer. The new
+    /// hyperparameters decide which entries there must be.
     ///
-    /// State that is missing or does not fit is listed in the report. An exact load returns a typed error for it
-    /// instead.
+    /// State that is missing or does not fit is listed in the report. An exact load returns a typed
+    /// error for it instead.
     pub(super) fn new(
         optimizer: &Optimizer,
         saved: &mut SavedOptim,
@@ -40,65 +40,99 @@ impl Incoming {
         exact: Option<Exact>,
         report: &mut LoadReport,
     ) -> Result<Self> {
-        // A parameter without state is reported once, not again for the group that does not name it. In an exact load
-        // it goes with the others of its group.
-        let lacks_state = if exact.is_some() { HashSet::new() } else { missing_states(optimizer, saved)? };
+        // A parameter without state is reported once, not again for the group that does not name
+        // it. In an exact load it goes with the others of its group.
+        let lacks_state = if exact.is_some() {
+            HashSet::new()
+        } else {
+            missing_states(optimizer, saved)?
+        };
         let is_missed = |fqn: &str| exact.is_some() || lacks_state.contains(fqn);
         let mut missing = Vec::new();
-        let groups = saved.groups.match_with(optimizer, &mut missing, is_missed)?;
-        // A group that was not saved (`param_groups.<index>` in `missing`) keeps its hyperparameters. A group that was
-        // saved must have all of them; one that it lacks is `param_groups.<index>.<key>` in `missing`.
-        if let Some(key) = missing.iter().find(|key| exact.is_some() && key.split('.').count() > 2) {
+        let groups = saved
+            .groups
+            .match_with(optimizer, &mut missing, is_missed)?;
+        // A group that was not saved (`param_groups.<index>` in `missing`) keeps its
+        // hyperparameters. A group that was saved must have all of them; one that it lacks is
+        // `param_groups.<index>.<key>` in `missing`.
+        if let Some(key) = missing
+            .iter()
+            .find(|key| exact.is_some() && key.split('.').count() > 2)
+        {
             return Err(OptimStateError::MissingKey { key: key.clone() }.into());
         }
         optimizer.check_algorithms(groups.iter().map(|(algorithm, _)| algorithm))?;
-        let options = EntryOptions { allow_missing: exact.is_none(), cast };
+        let options = EntryOptions {
+            allow_missing: exact.is_none(),
+            cast,
+        };
         let mut plans = Vec::with_capacity(optimizer.locals().len());
         for (index, local) in optimizer.locals().iter().enumerate() {
             let fqns = local.fqns();
             let first = fqns.first().map_or("", String::as_str);
-            let entries: Vec<_> = fqns.iter().map(|fqn| saved.states.get(fqn).filter(|e| !e.is_empty())).collect();
+            let entries: Vec<_> = fqns
+                .iter()
+                .map(|fqn| saved.states.get(fqn).filter(|e| !e.is_empty()))
+                .collect();
             let (algorithm, _) = &groups[optimizer.group_of_local(index)];
             let plan = match EntryPlan::new(local, algorithm, &entries, options) {
                 // The report is to have all misfits, so that the first one does not end the plan.
                 Err(error) if exact.is_none() => {
-                    report.mismatched.push(as_mismatch(error, optimizer, saved)?);
+                    report
+                        .mismatched
+                        .push(as_mismatch(error, optimizer, saved)?);
                     None
                 }
                 plan => plan?,
             };
             for name in plan.iter().flat_map(|plan| &plan.missing) {
                 if exact.is_some() {
-                    let fqn = if local.is_flat { local.name() } else { first.to_owned() };
-                    return Err(OptimStateError::MissingEntry { fqn, name: (*name).to_owned() }.into());
+                    let fqn = if local.is_flat {
+                        local.name()
+                    } else {
+                        first.to_owned()
+                    };
+                    return Err(OptimStateError::MissingEntry {
+                        fqn,
+                        name: (*name).to_owned(),
+                    }
+                    .into());
                 }
                 missing.push(format!("{first}.{name}"));
             }
             plans.push(plan);
         }
         match exact {
-            // A FlatParameter's plan has compared its parameters already; original ones have a plan each.
-            Some(Exact { allow_missing_state }) if !allow_missing_state && optimizer.parameters().use_orig_params() => {
+            // A FlatParameter's plan has compared its parameters already; original ones have a plan
+            // each.
+            Some(Exact {
+                allow_missing_state,
+            }) if !allow_missing_state && optimizer.parameters().use_orig_params() => {
                 check_presence(optimizer, saved)?;
             }
             Some(_) => {}
-            None => report.missing.extend(missing.into_iter().chain(lacks_state)),
+            None => report
+                .missing
+                .extend(missing.into_iter().chain(lacks_state)),
         }
         Ok(Incoming { plans, groups })
     }
 }
 
-/// Returns the trained parameters of an optimizer that have no saved state, though their algorithm has some from the
-/// first step on and others have been saved. A frozen parameter never has any. An optimizer that has never stepped
-/// saves no state at all. An optimizer that has not stepped either misses nothing then, but one that has stepped would
-/// lose its own state.
+/// Returns the trained parameters of an optimizer that have no saved state, though their algorithm
+/// has some from the first step on and others have been saved. A frozen parameter never has any. An
+/// optimizer that has never stepped saves no state at all. An optimizer that has not stepped either
+/// misses nothing then, but one that has stepped would lose its own state.
 fn missing_states(optimizer: &Optimizer, saved: &SavedOptim) -> Result<HashSet<String>> {
     let mut missing = HashSet::new();
     if saved.states.is_empty() && optimizer.is_fresh() {
         return Ok(missing);
     }
     for group in optimizer.groups() {
-        let is_stateful = group.algorithm.state_entries().any(|entry| entry.initial != Initial::FirstGradient);
+        let is_stateful = group
+            .algorithm
+            .state_entries()
+            .any(|entry| entry.initial != Initial::FirstGradient);
         for fqn in group.fqns().iter().filter(|_| is_stateful) {
             if !saved.has_state(fqn) && optimizer.parameters().requires_grad(fqn)? {
                 missing.insert(fqn.clone());
@@ -110,10 +144,16 @@ fn missing_states(optimizer: &Optimizer, saved: &SavedOptim) -> Result<HashSet<S
 
 /// Turns the error of an entry that does not fit into a line of a report. Other errors stay errors.
 fn as_mismatch(error: NnError, optimizer: &Optimizer, saved: &SavedOptim) -> Result<Mismatch> {
-    let NnError::OptimState { error: kind, .. } = &error else { return Err(error) };
+    let NnError::OptimState { error: kind, .. } = &error else {
+        return Err(error);
+    };
     match kind {
-        OptimStateError::WrongShape { fqn, name, .. } | OptimStateError::WrongDType { fqn, name, .. } => {
-            let (parameters, entry) = (optimizer.parameters(), saved.states.get(fqn).and_then(|e| e.get(name)));
+        OptimStateError::WrongShape { fqn, name, .. }
+        | OptimStateError::WrongDType { fqn, name, .. } => {
+            let (parameters, entry) = (
+                optimizer.parameters(),
+                saved.states.get(fqn).and_then(|e| e.get(name)),
+            );
             let dtype = fsdp_flat::dtype::from_candle(parameters.dtype(fqn)?);
             let dtype = dtype.map_or_else(String::new, |dtype| dtype.to_string());
             let shape = match kind {
@@ -128,7 +168,11 @@ fn as_mismatch(error: NnError, optimizer: &Optimizer, saved: &SavedOptim) -> Res
         }
         OptimStateError::DifferingTypes { name, types, fqns } => {
             let fqn = fqns.first().map_or("", String::as_str);
-            Ok(Mismatch { fqn: format!("{fqn}.{name}"), saved: types.join(", "), current: "a tensor".to_owned() })
+            Ok(Mismatch {
+                fqn: format!("{fqn}.{name}"),
+                saved: types.join(", "),
+                current: "a tensor".to_owned(),
+            })
         }
         _ => Err(error),
     }
@@ -139,8 +183,12 @@ fn check_presence(optimizer: &Optimizer, saved: &SavedOptim) -> Result<()> {
     let lacking = missing_states(optimizer, saved)?;
     for handle in &optimizer.parameters().handles {
         let params = handle.params.iter().zip(handle.layout().numels());
-        let mut lacking = params.filter(|(param, numel)| **numel > 0 && lacking.contains(&param.fqn));
-        let other = handle.params.iter().find(|param| saved.has_state(&param.fqn));
+        let mut lacking =
+            params.filter(|(param, numel)| **numel > 0 && lacking.contains(&param.fqn));
+        let other = handle
+            .params
+            .iter()
+            .find(|param| saved.has_state(&param.fqn));
         if let (Some((param, _)), Some(other)) = (lacking.next(), other) {
             let (fqn, other) = (param.fqn.clone(), other.fqn.clone());
             return Err(OptimStateError::MissingState { fqn, other }.into());

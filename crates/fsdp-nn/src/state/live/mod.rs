@@ -8,7 +8,9 @@ use std::collections::{HashMap, HashSet};
 use candle_core::Device;
 use fsdp_layout::{KeyPath, TensorBox};
 use fsdp_state::engine::{LoadOptions, Plan, Target, Values, Wanted};
-use fsdp_state::{Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element};
+use fsdp_state::{
+    Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element,
+};
 
 use self::incoming::{Exact, Incoming};
 use super::entry::Home;
@@ -29,8 +31,8 @@ pub struct StatePrefixes {
     pub optim: Option<Vec<String>>,
 }
 
-/// A live model, its optimizers, and values beside them, as the target of a load. Tensors are filled where they are.
-/// Optimizers without state, which nobody uses yet, get fresh ones.
+/// A live model, its optimizers, and values beside them, as the target of a load. Tensors are
+/// filled where they are. Optimizers without state, which nobody uses yet, get fresh ones.
 pub struct LiveTarget<'a> {
     parameters: &'a ShardedParameters,
     optimizers: Vec<&'a mut Optimizer>,
@@ -68,7 +70,8 @@ struct Sorted {
 
 /// The destination of a wanted tensor.
 struct Destination {
-    /// The memory that it goes to, and its kind; `None` if it gets fresh memory, which is taken over when it is filled.
+    /// The memory that it goes to, and its kind; `None` if it gets fresh memory, which is taken
+    /// over when it is filled.
     memory: Option<(StateValue, Home)>,
     part: Part,
 }
@@ -81,8 +84,13 @@ enum Part {
     Buffer,
     /// An entry of an optimizer's state that is shaped like this parameter.
     EntryLike(String),
-    /// An entry of another shape: the positions of the optimizer and of the local parameter, and the entry's name.
-    Entry { optimizer: usize, local: usize, name: String },
+    /// An entry of another shape: the positions of the optimizer and of the local parameter, and
+    /// the entry's name.
+    Entry {
+        optimizer: usize,
+        local: usize,
+        name: String,
+    },
     /// State under a user's key.
     UserState(KeyPath),
     /// A value beside the model and the optimizers.
@@ -99,7 +107,10 @@ impl<'a> LiveTarget<'a> {
         optimizers: Vec<&'a mut Optimizer>,
         prefixes: StatePrefixes,
     ) -> Result<Self> {
-        if optimizers.iter().any(|optimizer| !optimizer.parameters().is_same_model(parameters)) {
+        if optimizers
+            .iter()
+            .any(|optimizer| !optimizer.parameters().is_same_model(parameters))
+        {
             return Err(NnError::ForeignOptimizer);
         }
         // A load writes into the live tensors.
@@ -121,16 +132,17 @@ impl<'a> LiveTarget<'a> {
         })
     }
 
-    /// Loads plain values beside the model and the optimizers as well, and tensors that `values` has: everything under
-    /// keys that lead to neither. Ranks may have tensors under different keys if the source is a checkpoint.
+    /// Loads plain values beside the model and the optimizers as well, and tensors that `values`
+    /// has: everything under keys that lead to neither. Ranks may have tensors under different keys
+    /// if the source is a checkpoint.
     #[must_use]
     pub fn with_values(mut self, values: &'a mut StateDict) -> Self {
         self.values = Some(values);
         self
     }
 
-    /// Turns names of the source into the model's: those of the model's values, and those of parameters in the state of
-    /// optimizers.
+    /// Turns names of the source into the model's: those of the model's values, and those of
+    /// parameters in the state of optimizers.
     #[must_use]
     pub fn with_names(
         mut self,
@@ -148,22 +160,30 @@ impl<'a> LiveTarget<'a> {
         self
     }
 
-    /// Makes it an error if ranks call with different arguments. `arguments` lists those of this rank.
+    /// Makes it an error if ranks call with different arguments. `arguments` lists those of this
+    /// rank.
     #[must_use]
     pub(crate) fn with_arguments(mut self, arguments: String) -> Self {
         self.arguments = arguments;
         self
     }
 
-    /// Lets the load end with an error at the first value that does not fit the optimizers, instead of a report of all
-    /// such values. The optimizers must not be in use yet.
+    /// Lets the load end with an error at the first value that does not fit the optimizers, instead
+    /// of a report of all such values. The optimizers must not be in use yet.
     pub(crate) const fn exact(mut self, allow_missing_state: bool) -> Self {
-        self.exact = Some(Exact { allow_missing_state });
+        self.exact = Some(Exact {
+            allow_missing_state,
+        });
         self
     }
 
     /// Plans the parameters, each under one of its names, and the persistent buffers.
-    fn plan_model(&mut self, load: &LoadContext<'_>, model: &[(String, usize)], plan: &mut Plan) -> Result<()> {
+    fn plan_model(
+        &mut self,
+        load: &LoadContext<'_>,
+        model: &[(String, usize)],
+        plan: &mut Plan,
+    ) -> Result<()> {
         // Renaming must not make one of two names.
         let mut named: HashMap<&str, usize> = HashMap::new();
         for (name, position) in model {
@@ -173,7 +193,13 @@ impl<'a> LiveTarget<'a> {
         }
         let parameters = self.parameters;
         // A tied parameter is loaded once, from the name that counts.
-        let chosen = names_that_count(parameters, named.keys().copied().filter(|name| parameters.contains(name)));
+        let chosen = names_that_count(
+            parameters,
+            named
+                .keys()
+                .copied()
+                .filter(|name| parameters.contains(name)),
+        );
         for fqn in parameters.fqns() {
             let Some(name) = chosen.get(fqn) else {
                 if !self.ignore_frozen || parameters.requires_grad(fqn)? {
@@ -182,109 +208,203 @@ impl<'a> LiveTarget<'a> {
                 continue;
             };
             let value = parameters.parameter(fqn)?.into();
-            let wanted = Wanted::fit(load.schema, named[name], || (*name).to_owned(), &value, load.options);
+            let wanted = Wanted::fit(
+                load.schema,
+                named[name],
+                || (*name).to_owned(),
+                &value,
+                load.options,
+            );
             self.add(wanted, value, Part::Parameter(fqn.to_owned()), plan);
         }
         for (name, value) in persistent_buffers(parameters) {
             match named.remove(name) {
                 None => plan.report.missing.push(name.to_owned()),
                 Some(position) => {
-                    let wanted = Wanted::fit(load.schema, position, || name.to_owned(), &value, load.options);
+                    let wanted = Wanted::fit(
+                        load.schema,
+                        position,
+                        || name.to_owned(),
+                        &value,
+                        load.options,
+                    );
                     self.add(wanted, value, Part::Buffer, plan);
                 }
             }
         }
-        // Parameters are left, some under several names of which one is loaded, and what the model does not have.
+        // Parameters are left, some under several names of which one is loaded, and what the model
+        // does not have.
         let unknown = named.into_keys().filter(|name| !parameters.contains(name));
         plan.report.unexpected.extend(unknown.map(str::to_owned));
         Ok(())
     }
 
     /// Asks for a tensor that fits a live value, and reports one that does not.
-    fn add(&mut self, wanted: Result<Wanted, Mismatch>, value: StateValue, part: Part, plan: &mut Plan) {
+    fn add(
+        &mut self,
+        wanted: Result<Wanted, Mismatch>,
+        value: StateValue,
+        part: Part,
+        plan: &mut Plan,
+    ) {
         match wanted {
-            // The live tensor, or each shard of it, is filled where it is, so it has to be contiguous.
-            Ok(Wanted { key, .. }) if value.candle_tensors().iter().any(|tensor| !tensor.is_contiguous()) => {
-                let (saved, current) = ("a tensor".to_owned(), "a tensor that is not contiguous".to_owned());
-                plan.report.mismatched.push(Mismatch { fqn: key, saved, current });
+            // The live tensor, or each shard of it, is filled where it is, so it has to be
+            // contiguous.
+            Ok(Wanted { key, .. })
+                if value
+                    .candle_tensors()
+                    .iter()
+                    .any(|tensor| !tensor.is_contiguous()) =>
+            {
+                let (saved, current) = (
+                    "a tensor".to_owned(),
+                    "a tensor that is not contiguous".to_owned(),
+                );
+                plan.report.mismatched.push(Mismatch {
+                    fqn: key,
+                    saved,
+                    current,
+                });
             }
             Ok(wanted) => {
-                let destination = Destination { memory: Some((value, Home::Live)), part };
+                let destination = Destination {
+                    memory: Some((value, Home::Live)),
+                    part,
+                };
                 ask_for(wanted, destination, &mut self.destinations, plan);
             }
             Err(mismatch) => plan.report.mismatched.push(mismatch),
         }
     }
 
-    /// Plans the values beside model and optimizers. Tensors are filled where they are, plain values replaced on
-    /// commit. A tensor of one element becomes a number where the target has a plain value: other programs save the
-    /// number of steps as either. A value that only the source has is taken too.
-    fn plan_values(&mut self, load: &LoadContext<'_>, positions: &[usize], plan: &mut Plan) -> Result<()> {
+    /// Plans the values beside model and optimizers. Tensors are filled where they are, plain
+    /// values replaced on commit. A tensor of one element becomes a number where the target has a
+    /// plain value: other programs save the number of steps as either. A value that only the source
+    /// has is taken too.
+    fn plan_values(
+        &mut self,
+        load: &LoadContext<'_>,
+        positions: &[usize],
+        plan: &mut Plan,
+    ) -> Result<()> {
         let Some(current) = self.values.take() else {
-            let others = positions.iter().filter_map(|&position| load.schema.get(position));
-            plan.report.unexpected.extend(others.map(|(path, _)| path.flat_key()));
+            let others = positions
+                .iter()
+                .filter_map(|&position| load.schema.get(position));
+            plan.report
+                .unexpected
+                .extend(others.map(|(path, _)| path.flat_key()));
             return Ok(());
         };
-        // Names that are still unexpected are refused on all ranks alike, because tensors here are each rank's own.
+        // Names that are still unexpected are refused on all ranks alike, because tensors here are
+        // each rank's own.
         plan.refuses_unexpected = true;
         let mut new_values = current.clone();
         let mut saved: HashSet<KeyPath> = HashSet::new();
         // The paths of the containers that were saved around the values which only the source has.
         let mut opened: HashSet<KeyPath> = HashSet::new();
         for &position in positions {
-            let Some((path, leaf)) = load.schema.get(position) else { continue };
+            let Some((path, leaf)) = load.schema.get(position) else {
+                continue;
+            };
             saved.insert(path.clone());
             match (get_element(current, path), load.values.get(&position)) {
                 (Some(StateValue::Plain(_)), Some(StateValue::Tensor(tensor))) => {
                     set_element(&mut new_values, path, number(tensor)?)?;
                 }
-                (Some(StateValue::Plain(_) | StateValue::List(_) | StateValue::Tuple(_)), Some(value)) => {
+                (
+                    Some(StateValue::Plain(_) | StateValue::List(_) | StateValue::Tuple(_)),
+                    Some(value),
+                ) => {
                     set_element(&mut new_values, path, value.copy()?)?;
                 }
                 (None, Some(value)) => match set_element(&mut new_values, path, value.copy()?) {
-                    Ok(()) => opened.extend((1..path.0.len()).map(|depth| KeyPath(path.0[..depth].to_vec()))),
+                    Ok(()) => opened
+                        .extend((1..path.0.len()).map(|depth| KeyPath(path.0[..depth].to_vec()))),
                     // A value that is no container lies on the way.
                     Err(StateError::WrongContainer { expected, .. }) => {
-                        let (saved, current) =
-                            (leaf.to_string(), format!("a value where the checkpoint has a {expected}"));
-                        plan.report.mismatched.push(Mismatch { fqn: path.flat_key(), saved, current });
+                        let (saved, current) = (
+                            leaf.to_string(),
+                            format!("a value where the checkpoint has a {expected}"),
+                        );
+                        plan.report.mismatched.push(Mismatch {
+                            fqn: path.flat_key(),
+                            saved,
+                            current,
+                        });
                     }
                     Err(error) => return Err(error.into()),
                 },
-                (Some(here @ (StateValue::Tensor(_) | StateValue::Sharded(_) | StateValue::Raw(_))), _) => {
-                    let wanted = Wanted::fit(load.schema, position, || path.flat_key(), here, load.options);
+                (
+                    Some(
+                        here
+                        @ (StateValue::Tensor(_) | StateValue::Sharded(_) | StateValue::Raw(_)),
+                    ),
+                    _,
+                ) => {
+                    let wanted = Wanted::fit(
+                        load.schema,
+                        position,
+                        || path.flat_key(),
+                        here,
+                        load.options,
+                    );
                     self.add(wanted, here.clone(), Part::Value(path.clone()), plan);
                 }
                 (Some(here), _) => {
                     let (saved, current) = (leaf.to_string(), here.kind().to_owned());
-                    plan.report.mismatched.push(Mismatch { fqn: path.flat_key(), saved, current });
+                    plan.report.mismatched.push(Mismatch {
+                        fqn: path.flat_key(),
+                        saved,
+                        current,
+                    });
                 }
                 (None, None) => plan.report.unexpected.push(path.flat_key()),
             }
         }
         // A list of plain values is one value in some formats, and its elements are in others.
-        let is_saved =
-            |path: &KeyPath| (1..=path.0.len()).any(|depth| saved.contains(&KeyPath(path.0[..depth].to_vec())));
+        let is_saved = |path: &KeyPath| {
+            (1..=path.0.len()).any(|depth| saved.contains(&KeyPath(path.0[..depth].to_vec())))
+        };
         let missing = Schema::of(current)?;
-        let missing = missing.iter().filter(|(path, _)| !is_saved(path) && !opened.contains(path));
-        plan.report.missing.extend(missing.map(|(path, _)| path.flat_key()));
+        let missing = missing
+            .iter()
+            .filter(|(path, _)| !is_saved(path) && !opened.contains(path));
+        plan.report
+            .missing
+            .extend(missing.map(|(path, _)| path.flat_key()));
         (self.values, self.new_values) = (Some(current), new_values);
         Ok(())
     }
 
     /// Sorts the positions of a source's leaves by the part of the target that they belong to.
     fn sort(&self, schema: &Schema) -> Sorted {
-        let is_parameter = |name: &str| self.parameters.contains(&(self.rename_in_optimizers)(name));
+        let is_parameter =
+            |name: &str| self.parameters.contains(&(self.rename_in_optimizers)(name));
         let mut sorted = Sorted::default();
         for (position, (path, _)) in schema.iter().enumerate() {
-            if let Some(inside) = self.prefixes.optim.as_ref().and_then(|prefix| path.below(prefix)) {
+            if let Some(inside) = self
+                .prefixes
+                .optim
+                .as_ref()
+                .and_then(|prefix| path.below(prefix))
+            {
                 // Without an optimizer nothing can be taken.
-                match OptimKey::read(&inside.0, &is_parameter).filter(|_| !self.optimizers.is_empty()) {
+                match OptimKey::read(&inside.0, &is_parameter)
+                    .filter(|_| !self.optimizers.is_empty())
+                {
                     Some(key) => sorted.optim.push((key, position)),
                     None => sorted.unreadable.push(inside.flat_key()),
                 }
-            } else if let Some(inside) = self.prefixes.model.as_ref().and_then(|prefix| path.below(prefix)) {
-                sorted.model.push(((self.rename)(&inside.flat_key()), position));
+            } else if let Some(inside) = self
+                .prefixes
+                .model
+                .as_ref()
+                .and_then(|prefix| path.below(prefix))
+            {
+                sorted
+                    .model
+                    .push(((self.rename)(&inside.flat_key()), position));
             } else {
                 sorted.values.push(position);
             }
@@ -303,11 +423,16 @@ impl Target for LiveTarget<'_> {
         options: &LoadOptions,
     ) -> Result<Plan, E> {
         let mut sorted = self.sort(schema);
-        let mut positions: Vec<usize> = sorted.optim.iter().map(|(_, position)| *position).collect();
+        let mut positions: Vec<usize> =
+            sorted.optim.iter().map(|(_, position)| *position).collect();
         if self.values.is_some() {
             positions.extend(&sorted.values);
         }
-        let load = LoadContext { schema, values: &small(&positions)?, options };
+        let load = LoadContext {
+            schema,
+            values: &small(&positions)?,
+            options,
+        };
         if self.is_live() {
             // On the next swap the loaded values would become the average.
             if self.parameters.has_average() {
@@ -328,16 +453,20 @@ impl Target for LiveTarget<'_> {
             plan.report.unexpected.append(&mut sorted.unreadable);
         }
         self.plan_values(&load, &sorted.values, &mut plan)?;
-        // The order of the schema is that of all ranks. The values beside the model come last, since an average has the
-        // model's buffers too, whose names in the model count.
-        let is_beside = |wanted: &Wanted| matches!(self.destinations[wanted.place].part, Part::Value(_));
-        plan.wanted.sort_by_key(|wanted| (is_beside(wanted), wanted.position));
+        // The order of the schema is that of all ranks. The values beside the model come last,
+        // since an average has the model's buffers too, whose names in the model count.
+        let is_beside =
+            |wanted: &Wanted| matches!(self.destinations[wanted.place].part, Part::Value(_));
+        plan.wanted
+            .sort_by_key(|wanted| (is_beside(wanted), wanted.position));
         Ok(plan)
     }
 
     fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError> {
         match &self.destinations[wanted.place].memory {
-            Some((StateValue::Sharded(tensor), Home::Unfilled)) => Ok(Memory::Unfilled(tensor.clone())),
+            Some((StateValue::Sharded(tensor), Home::Unfilled)) => {
+                Ok(Memory::Unfilled(tensor.clone()))
+            }
             Some((value, _)) => Memory::live(value),
             None => Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes),
         }
@@ -345,15 +474,29 @@ impl Target for LiveTarget<'_> {
 
     fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {
         match &self.destinations[wanted.place].part {
-            &Part::Entry { optimizer, local, ref name } => {
+            &Part::Entry {
+                optimizer,
+                local,
+                ref name,
+            } => {
                 let tensor = memory.into_value(true, &Device::Cpu)?;
-                if let (Some(plan), StateValue::Tensor(tensor)) = (&mut self.incoming[optimizer].plans[local], tensor) {
+                if let (Some(plan), StateValue::Tensor(tensor)) =
+                    (&mut self.incoming[optimizer].plans[local], tensor)
+                {
                     plan.take_whole(&self.optimizers[optimizer].locals()[local], name, tensor)?;
                 }
             }
-            Part::UserState(path) => set_element(&mut self.user_state, path, memory.into_value(true, &Device::Cpu)?)?,
+            Part::UserState(path) => set_element(
+                &mut self.user_state,
+                path,
+                memory.into_value(true, &Device::Cpu)?,
+            )?,
             Part::Value(path) if matches!(memory, Memory::Raw { .. }) => {
-                set_element(&mut self.new_values, path, memory.into_value(true, &Device::Cpu)?)?;
+                set_element(
+                    &mut self.new_values,
+                    path,
+                    memory.into_value(true, &Device::Cpu)?,
+                )?;
             }
             Part::Parameter(_) | Part::Buffer | Part::EntryLike(_) | Part::Value(_) => {}
         }
@@ -365,7 +508,10 @@ impl Target for LiveTarget<'_> {
     }
 
     fn lends_live(&self, wanted: &Wanted) -> bool {
-        matches!(self.destinations[wanted.place].memory, Some((_, Home::Live)))
+        matches!(
+            self.destinations[wanted.place].memory,
+            Some((_, Home::Live))
+        )
     }
 
     fn wanted_on(&self, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
@@ -384,8 +530,16 @@ impl Target for LiveTarget<'_> {
             }
         }
         let is_loaded = !self.incoming.is_empty() || !self.user_state.is_empty();
-        for (optimizer, incoming) in self.optimizers.iter_mut().zip(std::mem::take(&mut self.incoming)) {
-            let states = incoming.plans.into_iter().map(|plan| plan.map(|plan| plan.state)).collect();
+        for (optimizer, incoming) in self
+            .optimizers
+            .iter_mut()
+            .zip(std::mem::take(&mut self.incoming))
+        {
+            let states = incoming
+                .plans
+                .into_iter()
+                .map(|plan| plan.map(|plan| plan.state))
+                .collect();
             optimizer.replace_state(states, incoming.groups)?;
         }
         if is_loaded {
@@ -399,10 +553,23 @@ impl Target for LiveTarget<'_> {
 }
 
 /// Asks for a tensor that goes to a destination.
-fn ask_for(wanted: Wanted, destination: Destination, destinations: &mut Vec<Destination>, plan: &mut Plan) {
-    // Each rank has buffers of its own, such as running statistics, and values and user state of its own.
-    let is_same_on_all = !matches!(destination.part, Part::Buffer | Part::UserState(_) | Part::Value(_));
-    plan.wanted.push(Wanted { place: destinations.len(), is_same_on_all, ..wanted });
+fn ask_for(
+    wanted: Wanted,
+    destination: Destination,
+    destinations: &mut Vec<Destination>,
+    plan: &mut Plan,
+) {
+    // Each rank has buffers of its own, such as running statistics, and values and user state of
+    // its own.
+    let is_same_on_all = !matches!(
+        destination.part,
+        Part::Buffer | Part::UserState(_) | Part::Value(_)
+    );
+    plan.wanted.push(Wanted {
+        place: destinations.len(),
+        is_same_on_all,
+        ..wanted
+    });
     destinations.push(destination);
 }
 
@@ -410,7 +577,10 @@ fn ask_for(wanted: Wanted, destination: Destination, destinations: &mut Vec<Dest
 fn give_user_state(optimizers: &mut [&mut Optimizer], user_state: StateDict) {
     let mut of_optimizer: Vec<StateDict> = optimizers.iter().map(|_| StateDict::new()).collect();
     for (key, value) in user_state {
-        let holder = optimizers.iter().position(|optimizer| optimizer.user_state().contains_key(&key)).unwrap_or(0);
+        let holder = optimizers
+            .iter()
+            .position(|optimizer| optimizer.user_state().contains_key(&key))
+            .unwrap_or(0);
         if let Some(state) = of_optimizer.get_mut(holder) {
             state.insert(key, value);
         }

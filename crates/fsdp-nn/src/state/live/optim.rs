@@ -14,15 +14,19 @@ use crate::state::names::OptimKey;
 use crate::state::saved::{LoadContext, SavedOptim};
 
 impl LiveTarget<'_> {
-    /// Plans the state and the groups of all optimizers, and the state under users' keys. `parts` are the parts of the
-    /// source that belong to optimizers.
+    /// Plans the state and the groups of all optimizers, and the state under users' keys. `parts`
+    /// are the parts of the source that belong to optimizers.
     pub(super) fn plan_optimizers(
         &mut self,
         load: &LoadContext<'_>,
         parts: &[(OptimKey, usize)],
         plan: &mut Plan,
     ) -> Result<()> {
-        let optimizers: Vec<&Optimizer> = self.optimizers.iter().map(|optimizer| &**optimizer).collect();
+        let optimizers: Vec<&Optimizer> = self
+            .optimizers
+            .iter()
+            .map(|optimizer| &**optimizer)
+            .collect();
         let mut saved = SavedOptim::new(self.parameters, load, parts, &self.rename_in_optimizers)?;
         if self.exact.is_some() {
             check_known(&optimizers, &saved)?;
@@ -36,19 +40,50 @@ impl LiveTarget<'_> {
             }
         }
         for (index, optimizer) in optimizers.iter().enumerate() {
-            let mut incoming = Incoming::new(optimizer, &mut saved, load.options.cast, self.exact, &mut plan.report)?;
-            for (local, (param, entry_plan)) in optimizer.locals().iter().zip(&mut incoming.plans).enumerate() {
-                let Some(entry_plan) = entry_plan else { continue };
+            let mut incoming = Incoming::new(
+                optimizer,
+                &mut saved,
+                load.options.cast,
+                self.exact,
+                &mut plan.report,
+            )?;
+            for (local, (param, entry_plan)) in optimizer
+                .locals()
+                .iter()
+                .zip(&mut incoming.plans)
+                .enumerate()
+            {
+                let Some(entry_plan) = entry_plan else {
+                    continue;
+                };
                 for tensor in entry_plan.tensors.drain(..) {
                     let (wanted, destination) = match tensor.like {
                         Some((fqn, memory, home)) => {
-                            let wanted = Wanted::of(load.schema, tensor.position, tensor.becomes, memory.boxes());
+                            let wanted = Wanted::of(
+                                load.schema,
+                                tensor.position,
+                                tensor.becomes,
+                                memory.boxes(),
+                            );
                             let memory = Some((memory.into(), home));
-                            (wanted, Destination { memory, part: Part::EntryLike(fqn) })
+                            (
+                                wanted,
+                                Destination {
+                                    memory,
+                                    part: Part::EntryLike(fqn),
+                                },
+                            )
                         }
                         None => {
-                            let part = Part::Entry { optimizer: index, local, name: tensor.name };
-                            (Wanted::whole(load.schema, tensor.position), Destination { memory: None, part })
+                            let part = Part::Entry {
+                                optimizer: index,
+                                local,
+                                name: tensor.name,
+                            };
+                            (
+                                Wanted::whole(load.schema, tensor.position),
+                                Destination { memory: None, part },
+                            )
                         }
                     };
                     if let Some(wanted) = wanted {
@@ -63,13 +98,15 @@ impl LiveTarget<'_> {
             self.incoming.push(incoming);
         }
         let is_held = |fqn: &str| optimizers.iter().any(|optimizer| optimizer.holds(fqn));
-        plan.report.unexpected.extend(saved.states.keys().filter(|fqn| !is_held(fqn)).cloned());
+        plan.report
+            .unexpected
+            .extend(saved.states.keys().filter(|fqn| !is_held(fqn)).cloned());
         plan.report.unexpected.append(&mut saved.unexpected);
         self.plan_user_state(saved.user_state, load, plan)
     }
 
-    /// Plans state under keys of the user's own, which may differ between ranks. Small values are here already; tensors
-    /// are asked for, whole.
+    /// Plans state under keys of the user's own, which may differ between ranks. Small values are
+    /// here already; tensors are asked for, whole.
     fn plan_user_state(
         &mut self,
         user_state: Vec<(KeyPath, usize)>,
@@ -80,7 +117,10 @@ impl LiveTarget<'_> {
             if let Some(value) = load.values.get(&position) {
                 set_element(&mut self.user_state, &path, value.copy()?)?;
             } else if let Some(wanted) = Wanted::whole(load.schema, position) {
-                let destination = Destination { memory: None, part: Part::UserState(path) };
+                let destination = Destination {
+                    memory: None,
+                    part: Part::UserState(path),
+                };
                 ask_for(wanted, destination, &mut self.destinations, plan);
             }
         }
@@ -92,12 +132,23 @@ impl LiveTarget<'_> {
 fn check_known(optimizers: &[&Optimizer], saved: &SavedOptim) -> Result<()> {
     let is_held = |fqn: &str| optimizers.iter().any(|optimizer| optimizer.holds(fqn));
     if let Some(fqn) = saved.states.keys().filter(|fqn| !is_held(fqn)).min() {
-        let count = optimizers.iter().map(|optimizer| optimizer.fqns().count()).sum();
-        return Err(OptimStateError::UnknownState { key: fqn.clone(), count }.into());
+        let count = optimizers
+            .iter()
+            .map(|optimizer| optimizer.fqns().count())
+            .sum();
+        return Err(OptimStateError::UnknownState {
+            key: fqn.clone(),
+            count,
+        }
+        .into());
     }
     for (index, group) in saved.groups.groups.iter().enumerate() {
         if let Some(key) = group.params.iter().find(|fqn| !is_held(fqn)) {
-            return Err(OptimStateError::UnknownParam { index, key: key.clone() }.into());
+            return Err(OptimStateError::UnknownParam {
+                index,
+                key: key.clone(),
+            }
+            .into());
         }
     }
     Ok(())

@@ -5,8 +5,8 @@ use fsdp_comm::run_local;
 use fsdp_layout::PlainValue;
 use fsdp_nn::algorithm::{Algorithm, SgdOptions};
 use fsdp_nn::torch::{
-    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict,
-    set_optimizer_state_dict, set_state_dict,
+    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict,
+    set_model_state_dict, set_optimizer_state_dict, set_state_dict,
 };
 use fsdp_nn::{FsdpConfig, NnError, Optimizer, ParamGroup, ShardingStrategy};
 use fsdp_state::{KeepOn, StateDict, StateError, StateValue};
@@ -18,9 +18,20 @@ fn getting_changes_nothing_even_before_the_first_step() {
     run_local(2, |group| {
         let reads = [
             options(),
-            StateDictOptions { full_state_dict: true, ..options() },
-            StateDictOptions { full_state_dict: true, cpu_offload: true, ..options() },
-            StateDictOptions { flatten_optimizer_state_dict: true, cpu_offload: true, ..options() },
+            StateDictOptions {
+                full_state_dict: true,
+                ..options()
+            },
+            StateDictOptions {
+                full_state_dict: true,
+                cpu_offload: true,
+                ..options()
+            },
+            StateDictOptions {
+                flatten_optimizer_state_dict: true,
+                cpu_offload: true,
+                ..options()
+            },
         ];
         let run = |read: bool| {
             let model = sharded(&group, 1);
@@ -36,9 +47,18 @@ fn getting_changes_nothing_even_before_the_first_step() {
         assert_eq!(run(true), run(false));
         let model = sharded(&group, 1);
         let optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
-        let state = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
-        let step =
-            state.dict("state").unwrap().dict("a.bias").unwrap().get("step").unwrap().as_tensor().unwrap().clone();
+        let state =
+            get_optimizer_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
+        let step = state
+            .dict("state")
+            .unwrap()
+            .dict("a.bias")
+            .unwrap()
+            .get("step")
+            .unwrap()
+            .as_tensor()
+            .unwrap()
+            .clone();
         assert_eq!(step.to_scalar::<f32>().unwrap(), 0.0);
         assert!(optimizer.is_fresh());
     })
@@ -58,37 +78,73 @@ fn views_of_the_live_state_can_be_set_and_are_not_copied() {
             let model = model(group.clone(), config(2, strategy, use_orig_params, 1));
             let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
             step(&model, &mut [&mut optimizer], 0);
-            let views = StateDictOptions { share_storage: true, ..options() };
+            let views = StateDictOptions {
+                share_storage: true,
+                ..options()
+            };
             let piece = |optimizer: &Optimizer, fqn: &str| {
-                optimizer.state_of(fqn).unwrap().unwrap()["exp_avg"].as_sharded().unwrap().clone()
+                optimizer.state_of(fqn).unwrap().unwrap()["exp_avg"]
+                    .as_sharded()
+                    .unwrap()
+                    .clone()
             };
             let before = gathered_bits(&model, &[&optimizer]);
             let (m, mut o) = get_state_dict(model.parameters(), &[&optimizer], &views).unwrap();
             let (a, b) = (piece(&optimizer, "a.weight"), piece(&optimizer, "b.weight"));
-            set_state_dict(&m, &o, model.parameters(), &mut [&mut optimizer], &options()).unwrap();
+            set_state_dict(
+                &m,
+                &o,
+                model.parameters(),
+                &mut [&mut optimizer],
+                &options(),
+            )
+            .unwrap();
             assert_eq!(gathered_bits(&model, &[&optimizer]), before);
             assert!(piece(&optimizer, "a.weight").is_same_view(&a));
-            // One value is another one: it goes into the live memory, and where something else does not fit nothing
-            // does.
+            // One value is another one: it goes into the live memory, and where something else does
+            // not fit nothing does.
             let doubled = a.map(|tensor| Ok((tensor * 2.0)?)).unwrap();
-            let StateValue::Dict(states) = o.get_mut("state").unwrap() else { panic!("state is a dict") };
-            let StateValue::Dict(of_a) = states.get_mut("a.weight").unwrap() else { panic!("state is a dict") };
+            let StateValue::Dict(states) = o.get_mut("state").unwrap() else {
+                panic!("state is a dict")
+            };
+            let StateValue::Dict(of_a) = states.get_mut("a.weight").unwrap() else {
+                panic!("state is a dict")
+            };
             of_a.insert("exp_avg", doubled.clone());
             let mut wrong = o.clone();
             wrong.insert("param_groups", StateValue::List(Vec::new()));
-            let StateValue::Dict(states) = wrong.get_mut("state").unwrap() else { panic!("state is a dict") };
+            let StateValue::Dict(states) = wrong.get_mut("state").unwrap() else {
+                panic!("state is a dict")
+            };
             states.remove("b.weight");
-            set_optimizer_state_dict(&wrong, model.parameters(), &mut [&mut optimizer], &options()).unwrap_err();
+            set_optimizer_state_dict(
+                &wrong,
+                model.parameters(),
+                &mut [&mut optimizer],
+                &options(),
+            )
+            .unwrap_err();
             assert_eq!(gathered_bits(&model, &[&optimizer]), before);
-            set_optimizer_state_dict(&o, model.parameters(), &mut [&mut optimizer], &options()).unwrap();
+            set_optimizer_state_dict(&o, model.parameters(), &mut [&mut optimizer], &options())
+                .unwrap();
             let values = |tensor: &fsdp_flat::ShardedTensor| {
                 let shards = tensor.shards().iter();
                 shards
-                    .flat_map(|shard| shard.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap())
+                    .flat_map(|shard| {
+                        shard
+                            .tensor
+                            .flatten_all()
+                            .unwrap()
+                            .to_vec1::<f32>()
+                            .unwrap()
+                    })
                     .collect::<Vec<_>>()
             };
             assert_eq!(values(&piece(&optimizer, "a.weight")), values(&doubled));
-            assert!(piece(&optimizer, "a.weight").is_same_view(&a) && piece(&optimizer, "b.weight").is_same_view(&b));
+            assert!(
+                piece(&optimizer, "a.weight").is_same_view(&a)
+                    && piece(&optimizer, "b.weight").is_same_view(&b)
+            );
         })
         .unwrap();
     }
@@ -104,7 +160,10 @@ fn values_do_not_change_under_their_holder() {
         let before = (bits(&full(&group, &m)), bits(&full(&group, &o)));
         step(&model, &mut [&mut optimizer], 1);
         assert_eq!((bits(&full(&group, &m)), bits(&full(&group, &o))), before);
-        let shared = StateDictOptions { share_storage: true, ..options() };
+        let shared = StateDictOptions {
+            share_storage: true,
+            ..options()
+        };
         let (m, _) = get_state_dict(model.parameters(), &[&optimizer], &shared).unwrap();
         let before = bits(&full(&group, &m));
         step(&model, &mut [&mut optimizer], 2);
@@ -122,22 +181,49 @@ fn all_names_of_tied_parameters_are_in_the_model_and_one_in_the_optimizer() {
         let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
         let mut keys: Vec<&str> = m.keys().collect();
         keys.sort_unstable();
-        let expected =
-            ["a.bias", "a.weight", "b.bias", "b.weight", "embedding.weight", "head.weight", "scale", "steps"];
+        let expected = [
+            "a.bias",
+            "a.weight",
+            "b.bias",
+            "b.weight",
+            "embedding.weight",
+            "head.weight",
+            "scale",
+            "steps",
+        ];
         assert_eq!(keys, expected);
         let mut keys: Vec<&str> = o.dict("state").unwrap().keys().collect();
         keys.sort_unstable();
-        assert_eq!(keys, ["a.bias", "a.weight", "b.bias", "b.weight", "embedding.weight", "scale"]);
+        assert_eq!(
+            keys,
+            [
+                "a.bias",
+                "a.weight",
+                "b.bias",
+                "b.weight",
+                "embedding.weight",
+                "scale"
+            ]
+        );
         // Either name loads, in the model and in the optimizer.
         let expected = gathered_bits(&model, &[&optimizer]);
         let other = sharded(&group, 2);
         let mut other_optimizer = Optimizer::new(other.parameters(), adamw()).unwrap();
         let (mut m, mut o) = (m, o);
         m.remove("embedding.weight");
-        let Some(StateValue::Dict(states)) = o.get_mut("state") else { panic!("state is a dict") };
+        let Some(StateValue::Dict(states)) = o.get_mut("state") else {
+            panic!("state is a dict")
+        };
         let state = states.remove("embedding.weight").unwrap();
         states.insert("head.weight", state);
-        set_state_dict(&m, &o, other.parameters(), &mut [&mut other_optimizer], &options()).unwrap();
+        set_state_dict(
+            &m,
+            &o,
+            other.parameters(),
+            &mut [&mut other_optimizer],
+            &options(),
+        )
+        .unwrap();
         assert_eq!(gathered_bits(&other, &[&other_optimizer]), expected);
     })
     .unwrap();
@@ -149,23 +235,53 @@ fn full_state_dicts_are_whole_where_they_are_kept() {
         let model = sharded(&group, 1);
         let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
         step(&model, &mut [&mut optimizer], 0);
-        let get = |options: StateDictOptions| get_state_dict(model.parameters(), &[&optimizer], &options).unwrap();
-        let full_options = StateDictOptions { full_state_dict: true, ..options() };
+        let get = |options: StateDictOptions| {
+            get_state_dict(model.parameters(), &[&optimizer], &options).unwrap()
+        };
+        let full_options = StateDictOptions {
+            full_state_dict: true,
+            ..options()
+        };
         let (m, o) = get(full_options.clone());
-        assert_eq!(m.get("a.weight").unwrap().as_tensor().unwrap().dims(), [9, 6]);
+        assert_eq!(
+            m.get("a.weight").unwrap().as_tensor().unwrap().dims(),
+            [9, 6]
+        );
         // Tuples stay tuples.
-        let Some(StateValue::List(groups)) = o.get("param_groups") else { panic!("a list of groups") };
-        let betas = groups[0].as_dict().unwrap().plain_at(&["betas"]).unwrap().clone();
-        assert_eq!(betas, PlainValue::Tuple(vec![PlainValue::Float(0.9), PlainValue::Float(0.999)]));
+        let Some(StateValue::List(groups)) = o.get("param_groups") else {
+            panic!("a list of groups")
+        };
+        let betas = groups[0]
+            .as_dict()
+            .unwrap()
+            .plain_at(&["betas"])
+            .unwrap()
+            .clone();
+        assert_eq!(
+            betas,
+            PlainValue::Tuple(vec![PlainValue::Float(0.9), PlainValue::Float(0.999)])
+        );
         let kept = |options: StateDictOptions| {
             let (m, o) = get(options);
             assert_eq!(m.is_empty(), o.is_empty());
             !m.is_empty()
         };
-        assert_eq!(kept(StateDictOptions { cpu_offload: true, ..full_options.clone() }), group.rank() == 0);
-        let on = StateDictOptions { keep_on: Some(KeepOn::Ranks(vec![0, 2])), ..full_options };
+        assert_eq!(
+            kept(StateDictOptions {
+                cpu_offload: true,
+                ..full_options.clone()
+            }),
+            group.rank() == 0
+        );
+        let on = StateDictOptions {
+            keep_on: Some(KeepOn::Ranks(vec![0, 2])),
+            ..full_options
+        };
         assert_eq!(kept(on), group.rank() != 1);
-        assert!(kept(StateDictOptions { cpu_offload: true, ..options() }));
+        assert!(kept(StateDictOptions {
+            cpu_offload: true,
+            ..options()
+        }));
     })
     .unwrap();
 }
@@ -173,7 +289,15 @@ fn full_state_dicts_are_whole_where_they_are_kept() {
 /// The key that one rank lacks and another has, and these ranks.
 #[track_caller]
 fn lacks(error: &NnError) -> (&str, usize, usize) {
-    let NnError::State(StateError::KeyMismatch { key, rank, reference, .. }) = error else { panic!("{error}") };
+    let NnError::State(StateError::KeyMismatch {
+        key,
+        rank,
+        reference,
+        ..
+    }) = error
+    else {
+        panic!("{error}")
+    };
     (key.strip_prefix("model.").unwrap(), *rank, *reference)
 }
 
@@ -194,18 +318,36 @@ fn names_that_differ_are_one_error_on_all_ranks_and_change_nothing() {
             missing.remove("b.bias");
         }
         for (dict, expected) in [(&unexpected, ("abc", 0, 1)), (&missing, ("b.bias", 1, 0))] {
-            let error =
-                set_state_dict(dict, &o, target.parameters(), &mut [&mut target_optimizer], &options()).unwrap_err();
+            let error = set_state_dict(
+                dict,
+                &o,
+                target.parameters(),
+                &mut [&mut target_optimizer],
+                &options(),
+            )
+            .unwrap_err();
             assert_eq!(lacks(&error), expected);
         }
         let mut wrong = m.clone();
-        wrong.insert("b.bias", Tensor::zeros(7, DType::F32, &Device::Cpu).unwrap());
-        let loose = StateDictOptions { strict: false, ..options() };
+        wrong.insert(
+            "b.bias",
+            Tensor::zeros(7, DType::F32, &Device::Cpu).unwrap(),
+        );
+        let loose = StateDictOptions {
+            strict: false,
+            ..options()
+        };
         let error = set_model_state_dict(&wrong, target.parameters(), &loose).unwrap_err();
         let message = error.to_string();
-        assert!(message.contains("b.bias: saved float32 [7], current float32 [6]"), "{message}");
+        assert!(
+            message.contains("b.bias: saved float32 [7], current float32 [6]"),
+            "{message}"
+        );
         // A dtype is not cast behind the caller's back.
-        wrong.insert("b.bias", Tensor::zeros(6, DType::BF16, &Device::Cpu).unwrap());
+        wrong.insert(
+            "b.bias",
+            Tensor::zeros(6, DType::BF16, &Device::Cpu).unwrap(),
+        );
         let error = set_model_state_dict(&wrong, target.parameters(), &loose).unwrap_err();
         assert!(error.to_string().contains("saved bfloat16 [6]"), "{error}");
         assert_eq!(gathered_bits(&target, &[&target_optimizer]), before);
@@ -221,11 +363,20 @@ fn names_that_differ_are_one_error_on_all_ranks_and_change_nothing() {
         assert_eq!(report.missing, ["b.bias"]);
         unexpected.insert("abc", 1.0);
         let error = set_model_state_dict(&unexpected, target.parameters(), &options()).unwrap_err();
-        assert!(error.to_string().contains("unexpected key(s) `abc`"), "{error}");
+        assert!(
+            error.to_string().contains("unexpected key(s) `abc`"),
+            "{error}"
+        );
         let error = set_model_state_dict(&missing, target.parameters(), &options()).unwrap_err();
-        assert!(error.to_string().contains("missing key(s) `b.bias`"), "{error}");
+        assert!(
+            error.to_string().contains("missing key(s) `b.bias`"),
+            "{error}"
+        );
         let report = set_model_state_dict(&unexpected, target.parameters(), &loose).unwrap();
-        assert_eq!((report.missing.len(), report.unexpected), (0, vec!["abc".to_owned()]));
+        assert_eq!(
+            (report.missing.len(), report.unexpected),
+            (0, vec!["abc".to_owned()])
+        );
         assert!(
             missing.contains_key("a.weight") && unexpected.contains_key("b.bias"),
             "the caller's dict is untouched"
@@ -247,33 +398,54 @@ fn optimizer_state_that_is_missing_or_misshapen_is_refused_by_name() {
         let before = gathered_bits(&target, &[&target_optimizer]);
         let edited = |edit: &dyn Fn(&mut StateDict)| {
             let mut o = o.clone();
-            let Some(StateValue::Dict(states)) = o.get_mut("state") else { panic!("state is a dict") };
+            let Some(StateValue::Dict(states)) = o.get_mut("state") else {
+                panic!("state is a dict")
+            };
             edit(states);
             o
         };
         let without_param = edited(&|states| drop(states.remove("a.bias")));
         let without_entry = edited(&|states| {
-            let Some(StateValue::Dict(state)) = states.get_mut("a.bias") else { panic!() };
+            let Some(StateValue::Dict(state)) = states.get_mut("a.bias") else {
+                panic!()
+            };
             state.remove("exp_avg");
         });
         let misshapen = edited(&|states| {
-            let Some(StateValue::Dict(state)) = states.get_mut("a.bias") else { panic!() };
-            state.insert("exp_avg", Tensor::zeros((3, 3), DType::F32, &Device::Cpu).unwrap());
+            let Some(StateValue::Dict(state)) = states.get_mut("a.bias") else {
+                panic!()
+            };
+            state.insert(
+                "exp_avg",
+                Tensor::zeros((3, 3), DType::F32, &Device::Cpu).unwrap(),
+            );
         });
         for (dict, word) in [
             (&without_param, "missing key(s) `a.bias`"),
             (&without_entry, "`a.bias.exp_avg`"),
             (&misshapen, "a.bias.exp_avg: saved"),
         ] {
-            let error = set_optimizer_state_dict(dict, target.parameters(), &mut [&mut target_optimizer], &options())
-                .unwrap_err();
+            let error = set_optimizer_state_dict(
+                dict,
+                target.parameters(),
+                &mut [&mut target_optimizer],
+                &options(),
+            )
+            .unwrap_err();
             assert!(error.to_string().contains(word), "{error}");
         }
         assert_eq!(gathered_bits(&target, &[&target_optimizer]), before);
-        let loose = StateDictOptions { strict: false, ..options() };
-        let report =
-            set_optimizer_state_dict(&without_param, target.parameters(), &mut [&mut target_optimizer], &loose)
-                .unwrap();
+        let loose = StateDictOptions {
+            strict: false,
+            ..options()
+        };
+        let report = set_optimizer_state_dict(
+            &without_param,
+            target.parameters(),
+            &mut [&mut target_optimizer],
+            &loose,
+        )
+        .unwrap();
         assert_eq!(report.missing, ["a.bias"]);
     })
     .unwrap();
@@ -281,43 +453,78 @@ fn optimizer_state_that_is_missing_or_misshapen_is_refused_by_name() {
 
 #[test]
 fn rank_0_can_bring_everything() {
-    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::HybridShard, ShardingStrategy::NoShard] {
+    for strategy in [
+        ShardingStrategy::FullShard,
+        ShardingStrategy::HybridShard,
+        ShardingStrategy::NoShard,
+    ] {
         run_local(4, |group| {
             let model = model(group.clone(), config(4, strategy, true, 1));
             let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
             step(&model, &mut [&mut optimizer], 0);
-            let full_options = StateDictOptions { full_state_dict: true, cpu_offload: true, ..options() };
+            let full_options = StateDictOptions {
+                full_state_dict: true,
+                cpu_offload: true,
+                ..options()
+            };
             for flat in [false, true] {
-                let get = StateDictOptions { flatten_optimizer_state_dict: flat, ..full_options.clone() };
+                let get = StateDictOptions {
+                    flatten_optimizer_state_dict: flat,
+                    ..full_options.clone()
+                };
                 let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &get).unwrap();
                 assert_eq!(m.is_empty(), group.rank() != 0);
                 let target = sharded(&group, 2);
                 let mut target_optimizer = Optimizer::new(target.parameters(), adamw()).unwrap();
-                let broadcast = StateDictOptions { full_state_dict: true, broadcast_from_rank0: true, ..options() };
+                let broadcast = StateDictOptions {
+                    full_state_dict: true,
+                    broadcast_from_rank0: true,
+                    ..options()
+                };
                 let set = |o: &StateDict, m: &StateDict, target_optimizer: &mut Optimizer| {
-                    set_state_dict(m, o, target.parameters(), &mut [target_optimizer], &broadcast)
+                    set_state_dict(
+                        m,
+                        o,
+                        target.parameters(),
+                        &mut [target_optimizer],
+                        &broadcast,
+                    )
                 };
                 set(&o, &m, &mut target_optimizer).unwrap();
-                assert_eq!(gathered_bits(&target, &[&target_optimizer]), gathered_bits(&model, &[&optimizer]));
-                // A key that is missing, or one too many, on rank 0 is the same error on every rank.
+                assert_eq!(
+                    gathered_bits(&target, &[&target_optimizer]),
+                    gathered_bits(&model, &[&optimizer])
+                );
+                // A key that is missing, or one too many, on rank 0 is the same error on every
+                // rank.
                 let before = gathered_bits(&target, &[&target_optimizer]);
                 let (mut missing, mut unexpected) = (m.clone(), m.clone());
                 missing.remove("a.weight");
                 if group.rank() == 0 {
                     unexpected.insert("abc", Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap());
                 }
-                let error = set(&o, &missing, &mut target_optimizer).unwrap_err().to_string();
+                let error = set(&o, &missing, &mut target_optimizer)
+                    .unwrap_err()
+                    .to_string();
                 assert!(error.contains("missing key(s) `a.weight`"), "{error}");
-                let error = set(&o, &unexpected, &mut target_optimizer).unwrap_err().to_string();
+                let error = set(&o, &unexpected, &mut target_optimizer)
+                    .unwrap_err()
+                    .to_string();
                 assert!(error.contains("unexpected key(s) `abc`"), "{error}");
                 assert_eq!(gathered_bits(&target, &[&target_optimizer]), before);
             }
         })
         .unwrap();
     }
-    let contradicting = StateDictOptions { broadcast_from_rank0: true, ..options() };
+    let contradicting = StateDictOptions {
+        broadcast_from_rank0: true,
+        ..options()
+    };
     let error = get_model_state_dict(whole(1).parameters(), &contradicting).unwrap_err();
-    assert_eq!(error.to_string(), "full_state_dict must be true when broadcast_from_rank0 is true");
+    assert_eq!(
+        error.to_string(),
+        "full_state_dict must be true when broadcast_from_rank0 is true"
+    );
 }
 
 #[test]
@@ -335,14 +542,36 @@ fn any_layout_loads_any_other_without_files() {
             let expected = gathered_bits(&source, &[&optimizer]);
             let target = sharded(&group, 2);
             let mut target_optimizer = Optimizer::new(target.parameters(), adamw()).unwrap();
-            set_state_dict(&m, &o, target.parameters(), &mut [&mut target_optimizer], &options()).unwrap();
-            assert_eq!(gathered_bits(&target, &[&target_optimizer]), expected, "{strategy}");
+            set_state_dict(
+                &m,
+                &o,
+                target.parameters(),
+                &mut [&mut target_optimizer],
+                &options(),
+            )
+            .unwrap();
+            assert_eq!(
+                gathered_bits(&target, &[&target_optimizer]),
+                expected,
+                "{strategy}"
+            );
             // Whole tensors on every rank load too.
             let target = sharded(&group, 3);
             let (m, o) = (full(&group, &m), full(&group, &o));
             let mut target_optimizer = Optimizer::new(target.parameters(), adamw()).unwrap();
-            set_state_dict(&m, &o, target.parameters(), &mut [&mut target_optimizer], &options()).unwrap();
-            assert_eq!(gathered_bits(&target, &[&target_optimizer]), expected, "{strategy}, full");
+            set_state_dict(
+                &m,
+                &o,
+                target.parameters(),
+                &mut [&mut target_optimizer],
+                &options(),
+            )
+            .unwrap();
+            assert_eq!(
+                gathered_bits(&target, &[&target_optimizer]),
+                expected,
+                "{strategy}, full"
+            );
         }
     })
     .unwrap();
@@ -355,12 +584,22 @@ fn groups_are_matched_by_the_names_in_them() {
         let mut optimizer = Optimizer::with_groups(model.parameters(), groups(0.1, 0.2)).unwrap();
         step(&model, &mut [&mut optimizer], 0);
         let lrs = |optimizer: &Optimizer| {
-            optimizer.groups().iter().map(|g| (g.algorithm.lr(), g.extra.clone())).collect::<Vec<_>>()
+            optimizer
+                .groups()
+                .iter()
+                .map(|g| (g.algorithm.lr(), g.extra.clone()))
+                .collect::<Vec<_>>()
         };
         for options in [
             options(),
-            StateDictOptions { full_state_dict: true, ..options() },
-            StateDictOptions { flatten_optimizer_state_dict: true, ..options() },
+            StateDictOptions {
+                full_state_dict: true,
+                ..options()
+            },
+            StateDictOptions {
+                flatten_optimizer_state_dict: true,
+                ..options()
+            },
         ] {
             let o = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options).unwrap();
             let target = sharded(&group, 2);
@@ -368,13 +607,24 @@ fn groups_are_matched_by_the_names_in_them() {
             let mut other = groups(0.7, 0.8);
             other.swap(0, 1);
             let mut target_optimizer = Optimizer::with_groups(target.parameters(), other).unwrap();
-            set_optimizer_state_dict(&o, target.parameters(), &mut [&mut target_optimizer], &options).unwrap();
+            set_optimizer_state_dict(
+                &o,
+                target.parameters(),
+                &mut [&mut target_optimizer],
+                &options,
+            )
+            .unwrap();
             let (found, expected) = (lrs(&target_optimizer), lrs(&optimizer));
             assert_eq!((&found[0], &found[1]), (&expected[1], &expected[0]));
             // Merging groups that differ is an error, not the first one's values.
             let mut one = Optimizer::new(target.parameters(), adamw()).unwrap();
-            let error = set_optimizer_state_dict(&o, target.parameters(), &mut [&mut one], &options).unwrap_err();
-            assert!(error.to_string().contains("different hyperparameters"), "{error}");
+            let error =
+                set_optimizer_state_dict(&o, target.parameters(), &mut [&mut one], &options)
+                    .unwrap_err();
+            assert!(
+                error.to_string().contains("different hyperparameters"),
+                "{error}"
+            );
             assert!(one.is_fresh());
         }
         // One saved group goes to all live groups that hold its parameters.
@@ -383,7 +633,13 @@ fn groups_are_matched_by_the_names_in_them() {
         let o = get_optimizer_state_dict(model.parameters(), &[&one], &options()).unwrap();
         let mut two = Optimizer::with_groups(model.parameters(), groups(0.7, 0.8)).unwrap();
         set_optimizer_state_dict(&o, model.parameters(), &mut [&mut two], &options()).unwrap();
-        assert_eq!((two.groups()[0].algorithm.lr(), two.groups()[1].algorithm.lr()), (0.01, 0.01));
+        assert_eq!(
+            (
+                two.groups()[0].algorithm.lr(),
+                two.groups()[1].algorithm.lr()
+            ),
+            (0.01, 0.01)
+        );
         assert_eq!(two.groups()[2].algorithm.lr(), 0.5);
     })
     .unwrap();
@@ -393,22 +649,39 @@ fn groups_are_matched_by_the_names_in_them() {
 fn several_optimizers_over_one_model_take_their_own_part() {
     run_local(2, |group| {
         // Two stateless ones too: nothing but their groups tells them apart.
-        for algorithm in [adamw(), Algorithm::Sgd(SgdOptions { lr: 0.25, ..SgdOptions::default() })] {
+        for algorithm in [
+            adamw(),
+            Algorithm::Sgd(SgdOptions {
+                lr: 0.25,
+                ..SgdOptions::default()
+            }),
+        ] {
             let make = |model: &Model, algorithm: &Algorithm| {
                 let part = |fqns: &[&str]| {
                     let group = ParamGroup::new(algorithm.clone(), fqns.iter().copied());
                     Optimizer::with_groups(model.parameters(), vec![group]).unwrap()
                 };
-                (part(&["embedding.weight", "a.weight", "a.bias"]), part(&["b.weight", "b.bias", "scale"]))
+                (
+                    part(&["embedding.weight", "a.weight", "a.bias"]),
+                    part(&["b.weight", "b.bias", "scale"]),
+                )
             };
             let model = sharded(&group, 1);
             let (mut first, mut second) = make(&model, &algorithm);
             step(&model, &mut [&mut first, &mut second], 0);
-            let (m, o) = get_state_dict(model.parameters(), &[&first, &second], &options()).unwrap();
+            let (m, o) =
+                get_state_dict(model.parameters(), &[&first, &second], &options()).unwrap();
             let expected = gathered_bits(&model, &[&first, &second]);
             let target = sharded(&group, 2);
             let (mut a, mut b) = make(&target, &algorithm);
-            set_state_dict(&m, &o, target.parameters(), &mut [&mut a, &mut b], &options()).unwrap();
+            set_state_dict(
+                &m,
+                &o,
+                target.parameters(),
+                &mut [&mut a, &mut b],
+                &options(),
+            )
+            .unwrap();
             assert_eq!(gathered_bits(&target, &[&a, &b]), expected);
         }
     })
@@ -420,21 +693,37 @@ fn frozen_parameters_may_be_left_out() {
     run_local(2, |group| {
         let frozen = |seed| {
             let requires_grad = std::sync::Arc::new(|fqn: &str| !fqn.starts_with("a."));
-            let config = FsdpConfig { requires_grad, ..config(2, ShardingStrategy::FullShard, true, seed) };
+            let config = FsdpConfig {
+                requires_grad,
+                ..config(2, ShardingStrategy::FullShard, true, seed)
+            };
             model(group.clone(), config)
         };
         let model = frozen(1);
         let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
         step(&model, &mut [&mut optimizer], 0);
-        let ignore = StateDictOptions { ignore_frozen_params: true, ..options() };
+        let ignore = StateDictOptions {
+            ignore_frozen_params: true,
+            ..options()
+        };
         let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &ignore).unwrap();
         assert!(!m.contains_key("a.weight") && m.contains_key("b.weight"));
         assert!(!o.dict("state").unwrap().contains_key("a.weight"));
         let target = frozen(1);
         let mut target_optimizer = Optimizer::new(target.parameters(), adamw()).unwrap();
         assert!(set_model_state_dict(&m, target.parameters(), &options()).is_err());
-        set_state_dict(&m, &o, target.parameters(), &mut [&mut target_optimizer], &ignore).unwrap();
-        assert_eq!(gathered_bits(&target, &[&target_optimizer]), gathered_bits(&model, &[&optimizer]));
+        set_state_dict(
+            &m,
+            &o,
+            target.parameters(),
+            &mut [&mut target_optimizer],
+            &ignore,
+        )
+        .unwrap();
+        assert_eq!(
+            gathered_bits(&target, &[&target_optimizer]),
+            gathered_bits(&model, &[&optimizer])
+        );
     })
     .unwrap();
 }
@@ -453,19 +742,34 @@ fn parts_of_a_model_and_other_names() {
         assert_eq!(m.keys().collect::<Vec<_>>(), ["weight", "bias"]);
         let target = sharded(&group, 2);
         let untouched = |model: &Model| {
-            let m = full(&group, &get_model_state_dict(model.parameters(), &options()).unwrap());
-            bits(&m).into_iter().filter(|(key, _)| !key.starts_with("a.")).collect::<Vec<_>>()
+            let m = full(
+                &group,
+                &get_model_state_dict(model.parameters(), &options()).unwrap(),
+            );
+            bits(&m)
+                .into_iter()
+                .filter(|(key, _)| !key.starts_with("a."))
+                .collect::<Vec<_>>()
         };
         let before = untouched(&target);
         set_model_state_dict(&m, target.parameters(), &part).unwrap();
         assert_eq!(untouched(&target), before);
         let weight = |model: &Model| {
-            let m = full(&group, &get_model_state_dict(model.parameters(), &options()).unwrap());
-            bits(&m).into_iter().find(|(key, _)| key == "a.weight").unwrap()
+            let m = full(
+                &group,
+                &get_model_state_dict(model.parameters(), &options()).unwrap(),
+            );
+            bits(&m)
+                .into_iter()
+                .find(|(key, _)| key == "a.weight")
+                .unwrap()
         };
         assert_eq!(weight(&target), weight(&model));
 
-        let renamed = StateDictOptions { fqn_renames: vec![("a".into(), "encoder.0".into())], ..options() };
+        let renamed = StateDictOptions {
+            fqn_renames: vec![("a".into(), "encoder.0".into())],
+            ..options()
+        };
         let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
         step(&model, &mut [&mut optimizer], 0);
         let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &renamed).unwrap();
@@ -474,8 +778,18 @@ fn parts_of_a_model_and_other_names() {
         let mut target_optimizer = Optimizer::new(target.parameters(), adamw()).unwrap();
         let error = set_model_state_dict(&m, target.parameters(), &options()).unwrap_err();
         assert!(error.to_string().contains("`encoder.0.weight`"), "{error}");
-        set_state_dict(&m, &o, target.parameters(), &mut [&mut target_optimizer], &renamed).unwrap();
-        assert_eq!(gathered_bits(&target, &[&target_optimizer]), gathered_bits(&model, &[&optimizer]));
+        set_state_dict(
+            &m,
+            &o,
+            target.parameters(),
+            &mut [&mut target_optimizer],
+            &renamed,
+        )
+        .unwrap();
+        assert_eq!(
+            gathered_bits(&target, &[&target_optimizer]),
+            gathered_bits(&model, &[&optimizer])
+        );
     })
     .unwrap();
 }

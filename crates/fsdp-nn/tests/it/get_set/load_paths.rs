@@ -1,4 +1,5 @@
-//! Loads of whole dicts, of sharded ones and of rank 0's: the same outcome on every rank, whatever the dict holds.
+//! Loads of whole dicts, of sharded ones and of rank 0's: the same outcome on every rank, whatever
+//! the dict holds.
 
 use std::sync::Arc;
 
@@ -6,10 +7,12 @@ use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{Operation, ProcessGroup, Traffic, run_local};
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use fsdp_nn::algorithm::{Algorithm, SgdOptions};
-use fsdp_nn::torch::{OptimLoadOptions, OptimStateKeyType, optim_state_dict_to_load, rekey_optim_state_dict};
 use fsdp_nn::torch::{
-    StateDictOptions, get_optimizer_state_dict, get_state_dict, set_model_state_dict, set_optimizer_state_dict,
-    set_state_dict,
+    OptimLoadOptions, OptimStateKeyType, optim_state_dict_to_load, rekey_optim_state_dict,
+};
+use fsdp_nn::torch::{
+    StateDictOptions, get_optimizer_state_dict, get_state_dict, set_model_state_dict,
+    set_optimizer_state_dict, set_state_dict,
 };
 use fsdp_nn::{FsdpConfig, NnError, Optimizer, ParamGroup, ShardingStrategy};
 use fsdp_state::{StateDict, StateError, StateValue, get_element_mut};
@@ -18,13 +21,23 @@ use crate::get_set::common::*;
 
 /// How a dict comes: sharded, whole on every rank, from rank 0, and the last in the flat format.
 fn paths() -> [StateDictOptions; 4] {
-    let full = StateDictOptions { full_state_dict: true, ..options() };
-    let from_rank0 = StateDictOptions { broadcast_from_rank0: true, ..full.clone() };
-    let flat = StateDictOptions { flatten_optimizer_state_dict: true, ..from_rank0.clone() };
+    let full = StateDictOptions {
+        full_state_dict: true,
+        ..options()
+    };
+    let from_rank0 = StateDictOptions {
+        broadcast_from_rank0: true,
+        ..full.clone()
+    };
+    let flat = StateDictOptions {
+        flatten_optimizer_state_dict: true,
+        ..from_rank0.clone()
+    };
     [options(), full, from_rank0, flat]
 }
 
-/// Returns the dict that this rank passes to a load: with `broadcast_from_rank0` all but rank 0 have nothing.
+/// Returns the dict that this rank passes to a load: with `broadcast_from_rank0` all but rank 0
+/// have nothing.
 fn brought(group: &ProcessGroup, state: StateDict, options: &StateDictOptions) -> StateDict {
     match options.broadcast_from_rank0 && group.rank() > 0 {
         true => StateDict::new(),
@@ -33,17 +46,27 @@ fn brought(group: &ProcessGroup, state: StateDict, options: &StateDictOptions) -
 }
 
 fn entry<'a>(state: &'a mut StateDict, fqn: &str) -> &'a mut StateDict {
-    let path = KeyPath(vec![PathPart::Key("state".to_owned()), PathPart::Key(fqn.to_owned())]);
+    let path = KeyPath(vec![
+        PathPart::Key("state".to_owned()),
+        PathPart::Key(fqn.to_owned()),
+    ]);
     match get_element_mut(state, &path) {
         Some(StateValue::Dict(entries)) => entries,
         other => panic!("{fqn}: {other:?}"),
     }
 }
 
-const FQNS: [&str; 6] = ["embedding.weight", "a.weight", "a.bias", "b.weight", "b.bias", "scale"];
+const FQNS: [&str; 6] = [
+    "embedding.weight",
+    "a.weight",
+    "a.bias",
+    "b.weight",
+    "b.bias",
+    "scale",
+];
 
-/// Five ranks, of which some own nothing of `scale`, `a.bias` and others: each parameter's own step is known
-/// everywhere.
+/// Five ranks, of which some own nothing of `scale`, `a.bias` and others: each parameter's own step
+/// is known everywhere.
 #[test]
 fn every_rank_knows_every_step() {
     run_local(5, |group| {
@@ -56,39 +79,61 @@ fn every_rank_knows_every_step() {
                 broadcast_from_rank0: false,
                 ..options.clone()
             };
-            let mut saved = get_optimizer_state_dict(model.parameters(), &[&optimizer], &nested).unwrap();
+            let mut saved =
+                get_optimizer_state_dict(model.parameters(), &[&optimizer], &nested).unwrap();
             for (index, fqn) in FQNS.iter().enumerate() {
-                entry(&mut saved, fqn).insert("step", Tensor::new(index as f32 + 3.0, &Device::Cpu).unwrap());
+                entry(&mut saved, fqn).insert(
+                    "step",
+                    Tensor::new(index as f32 + 3.0, &Device::Cpu).unwrap(),
+                );
             }
             let mut target = Optimizer::new(model.parameters(), adamw()).unwrap();
             let saved = brought(&group, saved, &options);
-            set_optimizer_state_dict(&saved, model.parameters(), &mut [&mut target], &options).unwrap();
+            set_optimizer_state_dict(&saved, model.parameters(), &mut [&mut target], &options)
+                .unwrap();
             for (index, fqn) in FQNS.iter().enumerate() {
                 let state = target.state_of(fqn).unwrap().unwrap();
-                let step = state["step"].as_tensor().unwrap().to_scalar::<f32>().unwrap();
+                let step = state["step"]
+                    .as_tensor()
+                    .unwrap()
+                    .to_scalar::<f32>()
+                    .unwrap();
                 assert_eq!(step, index as f32 + 3.0, "{fqn}");
-                assert_eq!(state["exp_avg"].as_sharded().unwrap().boxes(), model.parameters().boxes(fqn).unwrap());
+                assert_eq!(
+                    state["exp_avg"].as_sharded().unwrap().boxes(),
+                    model.parameters().boxes(fqn).unwrap()
+                );
             }
         }
     })
     .unwrap();
 }
 
-/// Sharded reads and loads into the same layout move nothing, whole dicts that all ranks have are cut where they are,
-/// and what rank 0 alone has goes to each rank in its boxes: never more than one collective for a tensor.
+/// Sharded reads and loads into the same layout move nothing, whole dicts that all ranks have are
+/// cut where they are, and what rank 0 alone has goes to each rank in its boxes: never more than
+/// one collective for a tensor.
 #[test]
 fn no_more_moves_than_must() {
     let tensor_collectives = |traffic: &Traffic| {
-        let all =
-            [Operation::Broadcast, Operation::ScatterUneven, Operation::AllToAllUneven, Operation::AllGatherUneven];
-        all.iter().map(|operation| traffic.count(*operation)).sum::<u64>()
+        let all = [
+            Operation::Broadcast,
+            Operation::ScatterUneven,
+            Operation::AllToAllUneven,
+            Operation::AllGatherUneven,
+        ];
+        all.iter()
+            .map(|operation| traffic.count(*operation))
+            .sum::<u64>()
     };
     run_local(3, |group| {
         let model = sharded(&group, 1);
         let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
         step(&model, &mut [&mut optimizer], 0);
         for options in paths() {
-            let get = StateDictOptions { broadcast_from_rank0: false, ..options.clone() };
+            let get = StateDictOptions {
+                broadcast_from_rank0: false,
+                ..options.clone()
+            };
             let before = group.traffic();
             let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &get).unwrap();
             if !options.full_state_dict {
@@ -102,12 +147,21 @@ fn no_more_moves_than_must() {
                 assert_eq!(traffic.tensor_bytes(), 0);
                 continue;
             }
-            // Six parameters and two tensors of state for each; buffers of one element come with the structure.
-            assert!(tensor_collectives(&traffic) <= 3 * FQNS.len() as u64, "{traffic:?}");
-            let boxes = FQNS.iter().flat_map(|fqn| model.parameters().boxes(fqn).unwrap());
+            // Six parameters and two tensors of state for each; buffers of one element come with
+            // the structure.
+            assert!(
+                tensor_collectives(&traffic) <= 3 * FQNS.len() as u64,
+                "{traffic:?}"
+            );
+            let boxes = FQNS
+                .iter()
+                .flat_map(|fqn| model.parameters().boxes(fqn).unwrap());
             let mine = 3 * 4 * boxes.map(|bounds| bounds.numel() as u64).sum::<u64>();
             let received = if group.rank() == 0 { 0 } else { mine };
-            assert!(traffic.tensor_bytes_received <= received, "{traffic:?}, {received}");
+            assert!(
+                traffic.tensor_bytes_received <= received,
+                "{traffic:?}, {received}"
+            );
         }
     })
     .unwrap();
@@ -122,22 +176,41 @@ fn state_of_any_shape_and_kind_comes_along_every_path() {
             let model = model(group.clone(), layout);
             let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
             step(&model, &mut [&mut optimizer], 0);
-            let full = StateDictOptions { full_state_dict: true, ..options() };
-            let mut saved = get_optimizer_state_dict(model.parameters(), &[&optimizer], &full).unwrap();
+            let full = StateDictOptions {
+                full_state_dict: true,
+                ..options()
+            };
+            let mut saved =
+                get_optimizer_state_dict(model.parameters(), &[&optimizer], &full).unwrap();
             for fqn in FQNS {
                 let entries = entry(&mut saved, fqn);
-                entries
-                    .insert("row_factor", Tensor::arange(0f32, 6f32, &Device::Cpu).unwrap().reshape((2, 3)).unwrap());
+                entries.insert(
+                    "row_factor",
+                    Tensor::arange(0f32, 6f32, &Device::Cpu)
+                        .unwrap()
+                        .reshape((2, 3))
+                        .unwrap(),
+                );
                 entries.insert("rms", Tensor::new(0.25f64, &Device::Cpu).unwrap());
                 entries.insert("one", Tensor::new(&[7i64], &Device::Cpu).unwrap());
                 entries.insert("mode", "fast");
                 entries.insert("beta", 0.5);
             }
-            for options in paths().into_iter().filter(|options| !options.flatten_optimizer_state_dict) {
+            for options in paths()
+                .into_iter()
+                .filter(|options| !options.flatten_optimizer_state_dict)
+            {
                 let mut target = Optimizer::new(model.parameters(), adamw()).unwrap();
                 let brought = brought(&group, saved.clone(), &options);
-                set_optimizer_state_dict(&brought, model.parameters(), &mut [&mut target], &options).unwrap();
-                let again = get_optimizer_state_dict(model.parameters(), &[&target], &full).unwrap();
+                set_optimizer_state_dict(
+                    &brought,
+                    model.parameters(),
+                    &mut [&mut target],
+                    &options,
+                )
+                .unwrap();
+                let again =
+                    get_optimizer_state_dict(model.parameters(), &[&target], &full).unwrap();
                 assert_eq!(bits(&again), bits(&saved), "{options:?}");
             }
         })
@@ -145,7 +218,8 @@ fn state_of_any_shape_and_kind_comes_along_every_path() {
     }
 }
 
-/// Two optimizers, one of them with groups: several, one of them empty, and keys that no algorithm knows.
+/// Two optimizers, one of them with groups: several, one of them empty, and keys that no algorithm
+/// knows.
 #[test]
 fn groups_of_two_optimizers_come_along_every_path() {
     run_local(4, |group| {
@@ -163,7 +237,10 @@ fn groups_of_two_optimizers_come_along_every_path() {
             step(&source, &mut [&mut first, &mut second], 0);
             let expected = gathered_bits(&source, &[&first, &second]);
             for options in paths() {
-                let get = StateDictOptions { broadcast_from_rank0: false, ..options.clone() };
+                let get = StateDictOptions {
+                    broadcast_from_rank0: false,
+                    ..options.clone()
+                };
                 let (m, o) = get_state_dict(source.parameters(), &[&first, &second], &get).unwrap();
                 let (target, mut a, mut b) = make(2, 3.0);
                 if options.flatten_optimizer_state_dict {
@@ -171,21 +248,30 @@ fn groups_of_two_optimizers_come_along_every_path() {
                     a.groups_mut()[2].algorithm.set_lr(0.5).unwrap();
                 }
                 let (m, o) = (brought(&group, m, &options), brought(&group, o, &options));
-                set_state_dict(&m, &o, target.parameters(), &mut [&mut a, &mut b], &options).unwrap();
-                assert_eq!(gathered_bits(&target, &[&a, &b]), expected, "{strategy}, {options:?}");
+                set_state_dict(&m, &o, target.parameters(), &mut [&mut a, &mut b], &options)
+                    .unwrap();
+                assert_eq!(
+                    gathered_bits(&target, &[&a, &b]),
+                    expected,
+                    "{strategy}, {options:?}"
+                );
             }
         }
     })
     .unwrap();
 }
 
-/// A tied parameter that is frozen: in the model under both names, in no optimizer state, and it loads from either.
+/// A tied parameter that is frozen: in the model under both names, in no optimizer state, and it
+/// loads from either.
 #[test]
 fn tied_and_frozen_parameters_come_along_every_path() {
     run_local(3, |group| {
         let make = |seed| {
             let requires_grad = Arc::new(|fqn: &str| fqn != "embedding.weight");
-            let config = FsdpConfig { requires_grad, ..config(3, ShardingStrategy::FullShard, true, seed) };
+            let config = FsdpConfig {
+                requires_grad,
+                ..config(3, ShardingStrategy::FullShard, true, seed)
+            };
             let model = model(group.clone(), config);
             let optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
             (model, optimizer)
@@ -194,7 +280,10 @@ fn tied_and_frozen_parameters_come_along_every_path() {
         step(&source, &mut [&mut optimizer], 0);
         let expected = gathered_bits(&source, &[&optimizer]);
         for options in paths() {
-            let get = StateDictOptions { broadcast_from_rank0: false, ..options.clone() };
+            let get = StateDictOptions {
+                broadcast_from_rank0: false,
+                ..options.clone()
+            };
             for missing in ["embedding.weight", "head.weight"] {
                 let (mut m, o) = get_state_dict(source.parameters(), &[&optimizer], &get).unwrap();
                 assert!(m.remove(missing).is_some());
@@ -208,7 +297,8 @@ fn tied_and_frozen_parameters_come_along_every_path() {
     .unwrap();
 }
 
-/// Whatever is wrong with one rank's dict, or rank 0's, is one error everywhere that names it, and changes nothing.
+/// Whatever is wrong with one rank's dict, or rank 0's, is one error everywhere that names it, and
+/// changes nothing.
 #[test]
 fn what_one_rank_brings_wrong_is_the_same_error_on_every_rank() {
     for options in paths() {
@@ -244,16 +334,33 @@ fn what_one_rank_brings_wrong_is_the_same_error_on_every_rank() {
                     edit(&mut edited);
                 }
                 let edited = brought(&group, edited, &options);
-                let set = set_optimizer_state_dict(&edited, model.parameters(), &mut [&mut optimizer], &options);
+                let set = set_optimizer_state_dict(
+                    &edited,
+                    model.parameters(),
+                    &mut [&mut optimizer],
+                    &options,
+                );
                 errors.push(set.unwrap_err());
             }
             for error in &errors[..3] {
-                let NnError::State(error) = error else { panic!("{error}") };
+                let NnError::State(error) = error else {
+                    panic!("{error}")
+                };
                 match error {
                     // What rank 0 brings for all is wrong for all.
-                    StateError::Incompatible { .. } => assert!(options.broadcast_from_rank0, "{error}"),
-                    StateError::ValueMismatch { rank: 2, reference: 0, .. }
-                    | StateError::KeyMismatch { rank: 2, reference: 0, .. } => {
+                    StateError::Incompatible { .. } => {
+                        assert!(options.broadcast_from_rank0, "{error}")
+                    }
+                    StateError::ValueMismatch {
+                        rank: 2,
+                        reference: 0,
+                        ..
+                    }
+                    | StateError::KeyMismatch {
+                        rank: 2,
+                        reference: 0,
+                        ..
+                    } => {
                         assert!(!options.broadcast_from_rank0, "{error}");
                     }
                     error => panic!("{error}"),
@@ -263,8 +370,15 @@ fn what_one_rank_brings_wrong_is_the_same_error_on_every_rank() {
             errors.iter().map(ToString::to_string).collect::<Vec<_>>()
         })
         .unwrap();
-        assert!(errors.iter().all(|of_rank| *of_rank == errors[0]), "{errors:?}");
-        let missing = if options.broadcast_from_rank0 { "missing" } else { "rank 2 has no" };
+        assert!(
+            errors.iter().all(|of_rank| *of_rank == errors[0]),
+            "{errors:?}"
+        );
+        let missing = if options.broadcast_from_rank0 {
+            "missing"
+        } else {
+            "rank 2 has no"
+        };
         for (error, words) in errors[0].iter().zip([
             ["b.bias", "float32 [7]", "float32 [6]"],
             ["a.bias.exp_avg", "float32 [3, 3]", "float32 [9]"],
@@ -284,17 +398,22 @@ fn dicts_by_ids_are_refused_until_they_are_rekeyed() {
         let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
         step(&model, &mut [&mut optimizer], 0);
         let expected = gathered_bits(&model, &[&optimizer]);
-        let full = StateDictOptions { full_state_dict: true, ..options() };
+        let full = StateDictOptions {
+            full_state_dict: true,
+            ..options()
+        };
         let named = get_optimizer_state_dict(model.parameters(), &[&optimizer], &full).unwrap();
         let names: Vec<String> = optimizer.fqns().map(str::to_owned).collect();
         let by_ids = rekey_optim_state_dict(&named, OptimStateKeyType::ParamId, &names).unwrap();
         let mut target = Optimizer::new(model.parameters(), adamw()).unwrap();
         let mut set = |state: &StateDict| {
-            set_optimizer_state_dict(state, model.parameters(), &mut [&mut target], &full).map(|_| ())
+            set_optimizer_state_dict(state, model.parameters(), &mut [&mut target], &full)
+                .map(|_| ())
         };
         let error = set(&by_ids).unwrap_err().to_string();
         assert!(error.contains("rekey_optim_state_dict"), "{error}");
-        set(&rekey_optim_state_dict(&by_ids, OptimStateKeyType::ParamName, &names).unwrap()).unwrap();
+        set(&rekey_optim_state_dict(&by_ids, OptimStateKeyType::ParamName, &names).unwrap())
+            .unwrap();
         assert_eq!(gathered_bits(&model, &[&target]), expected);
     })
     .unwrap();
@@ -307,21 +426,30 @@ fn state_under_numbers_that_name_no_parameter_is_refused() {
         let model = sharded(&group, 1);
         let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
         step(&model, &mut [&mut optimizer], 0);
-        let options = StateDictOptions { full_state_dict: true, strict: false, ..options() };
+        let options = StateDictOptions {
+            full_state_dict: true,
+            strict: false,
+            ..options()
+        };
         let named = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options).unwrap();
         let names: Vec<String> = optimizer.fqns().map(str::to_owned).collect();
-        let mut by_ids = rekey_optim_state_dict(&named, OptimStateKeyType::ParamId, &names).unwrap();
+        let mut by_ids =
+            rekey_optim_state_dict(&named, OptimStateKeyType::ParamId, &names).unwrap();
         by_ids.remove("param_groups");
         let before = gathered_bits(&model, &[&optimizer]);
-        let set = set_optimizer_state_dict(&by_ids, model.parameters(), &mut [&mut optimizer], &options);
+        let set =
+            set_optimizer_state_dict(&by_ids, model.parameters(), &mut [&mut optimizer], &options);
         let error = set.unwrap_err().to_string();
         assert!(error.contains("rekey_optim_state_dict"), "{error}");
         let load = OptimLoadOptions::default();
-        let error =
-            optim_state_dict_to_load(&by_ids, model.parameters(), &mut optimizer, &load).unwrap_err().to_string();
+        let error = optim_state_dict_to_load(&by_ids, model.parameters(), &mut optimizer, &load)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("rekey_optim_state_dict"), "{error}");
         let mut local = optimizer.named_state_dict().unwrap();
-        let Some(StateValue::Dict(states)) = local.get_mut("state") else { panic!("{local:?}") };
+        let Some(StateValue::Dict(states)) = local.get_mut("state") else {
+            panic!("{local:?}")
+        };
         states.insert("77", 1.0);
         let error = optimizer.load_state_dict(&local).unwrap_err().to_string();
         assert!(error.contains("`77`"), "{error}");
@@ -330,7 +458,8 @@ fn state_under_numbers_that_name_no_parameter_is_refused() {
     .unwrap();
 }
 
-/// A flat dict that lacks a parameter's state or one entry of it, or names no parameter of the model.
+/// A flat dict that lacks a parameter's state or one entry of it, or names no parameter of the
+/// model.
 #[test]
 fn a_flat_dict_that_lacks_something_names_it() {
     run_local(2, |group| {
@@ -363,42 +492,68 @@ fn a_flat_dict_that_lacks_something_names_it() {
     .unwrap();
 }
 
-/// Each rank takes its own scalars and hyperparameters, which must therefore be the same: one error, whatever the
-/// format.
+/// Each rank takes its own scalars and hyperparameters, which must therefore be the same: one
+/// error, whatever the format.
 #[test]
 fn ranks_with_other_scalars_are_told_which() {
     fn hyperparameter(o: &mut StateDict, key: &str) {
-        let path = KeyPath(vec![PathPart::Key("param_groups".to_owned()), PathPart::Index(0)]);
-        let Some(StateValue::Dict(group)) = get_element_mut(o, &path) else { panic!("one group") };
-        group.insert(key, 0.75 - group.plain_at(&[key]).and_then(PlainValue::as_float).unwrap_or_default());
+        let path = KeyPath(vec![
+            PathPart::Key("param_groups".to_owned()),
+            PathPart::Index(0),
+        ]);
+        let Some(StateValue::Dict(group)) = get_element_mut(o, &path) else {
+            panic!("one group")
+        };
+        group.insert(
+            key,
+            0.75 - group
+                .plain_at(&[key])
+                .and_then(PlainValue::as_float)
+                .unwrap_or_default(),
+        );
     }
     type Edit = fn(&mut StateDict);
     let edits: [(&str, Edit); 4] = [
         ("state.{a}.step", |o| {
             let step = Tensor::new(5f32, &Device::Cpu).unwrap();
-            ["a.weight", "a.bias"].iter().for_each(|fqn| drop(entry(o, fqn).insert("step", step.clone())));
+            ["a.weight", "a.bias"]
+                .iter()
+                .for_each(|fqn| drop(entry(o, fqn).insert("step", step.clone())));
         }),
         ("state.{a}.other", |o| {
-            ["a.weight", "a.bias"].iter().for_each(|fqn| drop(entry(o, fqn).insert("other", true)));
+            ["a.weight", "a.bias"]
+                .iter()
+                .for_each(|fqn| drop(entry(o, fqn).insert("other", true)));
         }),
         ("param_groups.a.bias.lr", |o| hyperparameter(o, "lr")),
-        ("param_groups.a.bias.initial_lr", |o| hyperparameter(o, "initial_lr")),
+        ("param_groups.a.bias.initial_lr", |o| {
+            hyperparameter(o, "initial_lr")
+        }),
     ];
     for use_orig_params in [true, false] {
         let errors = run_local(3, |group| {
-            let model = model(group.clone(), config(3, ShardingStrategy::FullShard, use_orig_params, 1));
+            let model = model(
+                group.clone(),
+                config(3, ShardingStrategy::FullShard, use_orig_params, 1),
+            );
             let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
             step(&model, &mut [&mut optimizer], 0);
-            let mut o = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
+            let mut o =
+                get_optimizer_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
             for fqn in ["a.weight", "a.bias"] {
                 entry(&mut o, fqn).insert("other", false);
             }
             hyperparameter(&mut o, "initial_lr");
-            set_optimizer_state_dict(&o, model.parameters(), &mut [&mut optimizer], &options()).unwrap();
+            set_optimizer_state_dict(&o, model.parameters(), &mut [&mut optimizer], &options())
+                .unwrap();
             let before = gathered_bits(&model, &[&optimizer]);
             let mut errors = Vec::new();
             // The first by name, or of the FlatParameter.
-            let first = if use_orig_params { "a.bias" } else { "a.weight" };
+            let first = if use_orig_params {
+                "a.bias"
+            } else {
+                "a.weight"
+            };
             for (name, edit) in &edits {
                 let name = name.replace("{a}", first);
                 for strict in [true, false] {
@@ -406,10 +561,24 @@ fn ranks_with_other_scalars_are_told_which() {
                     if group.rank() == 2 {
                         edit(&mut edited);
                     }
-                    let options = StateDictOptions { strict, ..options() };
-                    let set = set_optimizer_state_dict(&edited, model.parameters(), &mut [&mut optimizer], &options);
+                    let options = StateDictOptions {
+                        strict,
+                        ..options()
+                    };
+                    let set = set_optimizer_state_dict(
+                        &edited,
+                        model.parameters(),
+                        &mut [&mut optimizer],
+                        &options,
+                    );
                     let error = set.unwrap_err();
-                    let NnError::State(StateError::DifferingOnRanks { key, rank, reference, .. }) = &error else {
+                    let NnError::State(StateError::DifferingOnRanks {
+                        key,
+                        rank,
+                        reference,
+                        ..
+                    }) = &error
+                    else {
                         panic!("{error}")
                     };
                     assert_eq!((key.as_str(), *rank, *reference), (name.as_str(), 2, 0));
@@ -417,52 +586,90 @@ fn ranks_with_other_scalars_are_told_which() {
                 }
             }
             assert_eq!(gathered_bits(&model, &[&optimizer]), before);
-            set_optimizer_state_dict(&o, model.parameters(), &mut [&mut optimizer], &options()).unwrap();
+            set_optimizer_state_dict(&o, model.parameters(), &mut [&mut optimizer], &options())
+                .unwrap();
             assert_eq!(gathered_bits(&model, &[&optimizer]), before);
             errors
         })
         .unwrap();
-        assert!(errors.iter().all(|of_rank| *of_rank == errors[0]), "{errors:?}");
+        assert!(
+            errors.iter().all(|of_rank| *of_rank == errors[0]),
+            "{errors:?}"
+        );
     }
 }
 
-/// torch takes the hyperparameters of the group's others, and says nothing. In the flat format it fails on a key.
+/// torch takes the hyperparameters of the group's others, and says nothing. In the flat format it
+/// fails on a key.
 #[test]
 fn a_parameter_that_no_saved_group_names_is_missing_unless_it_is_frozen() {
     run_local(2, |group| {
-        for algorithm in [adamw(), Algorithm::Sgd(SgdOptions { lr: 0.25, ..SgdOptions::default() })] {
+        for algorithm in [
+            adamw(),
+            Algorithm::Sgd(SgdOptions {
+                lr: 0.25,
+                ..SgdOptions::default()
+            }),
+        ] {
             let requires_grad = Arc::new(|fqn: &str| !fqn.starts_with("a."));
-            let config = FsdpConfig { requires_grad, ..config(2, ShardingStrategy::FullShard, true, 1) };
+            let config = FsdpConfig {
+                requires_grad,
+                ..config(2, ShardingStrategy::FullShard, true, 1)
+            };
             let model = model(group.clone(), config);
             let parameters = model.parameters();
             let mut optimizer = Optimizer::new(parameters, algorithm.clone()).unwrap();
             step(&model, &mut [&mut optimizer], 0);
             for flat in [false, true] {
-                let options = StateDictOptions { flatten_optimizer_state_dict: flat, ..options() };
+                let options = StateDictOptions {
+                    flatten_optimizer_state_dict: flat,
+                    ..options()
+                };
                 let saved = get_optimizer_state_dict(parameters, &[&optimizer], &options).unwrap();
                 let without = |fqn: &str| -> StateDict {
                     if flat {
                         let prefix = format!("param_groups.{fqn}.");
                         let kept = saved.iter().filter(|(key, _)| !key.starts_with(&prefix));
-                        return kept.map(|(key, value)| (key.clone(), value.clone())).collect();
+                        return kept
+                            .map(|(key, value)| (key.clone(), value.clone()))
+                            .collect();
                     }
                     let mut saved = saved.clone();
                     let path = [PathPart::Key("param_groups".to_owned()), PathPart::Index(0)];
-                    let Some(StateValue::Dict(group)) = get_element_mut(&mut saved, &KeyPath(path.to_vec())) else {
+                    let Some(StateValue::Dict(group)) =
+                        get_element_mut(&mut saved, &KeyPath(path.to_vec()))
+                    else {
                         panic!("one group")
                     };
-                    let kept = FQNS.iter().filter(|known| **known != fqn).map(|known| (*known).into()).collect();
+                    let kept = FQNS
+                        .iter()
+                        .filter(|known| **known != fqn)
+                        .map(|known| (*known).into())
+                        .collect();
                     group.insert("params", PlainValue::List(kept));
                     saved
                 };
                 let mut set = |fqn: &str, strict: bool| {
-                    let options = StateDictOptions { strict, ..options.clone() };
-                    set_optimizer_state_dict(&without(fqn), parameters, &mut [&mut optimizer], &options)
+                    let options = StateDictOptions {
+                        strict,
+                        ..options.clone()
+                    };
+                    set_optimizer_state_dict(
+                        &without(fqn),
+                        parameters,
+                        &mut [&mut optimizer],
+                        &options,
+                    )
                 };
-                assert!(set("a.bias", true).unwrap().is_clean(), "a frozen one needs no group");
+                assert!(
+                    set("a.bias", true).unwrap().is_clean(),
+                    "a frozen one needs no group"
+                );
                 let missing = ["param_groups.0.params.b.bias".to_owned()];
                 let error = set("b.bias", true).unwrap_err();
-                let NnError::State(StateError::Incompatible { report, .. }) = &error else { panic!("{error}") };
+                let NnError::State(StateError::Incompatible { report, .. }) = &error else {
+                    panic!("{error}")
+                };
                 assert_eq!(report.missing, missing);
                 assert_eq!(set("b.bias", false).unwrap().missing, missing);
             }

@@ -1,4 +1,5 @@
-//! Getting and setting the state of models and optimizers: what `get_state_dict` and `set_state_dict` promise.
+//! Getting and setting the state of models and optimizers: what `get_state_dict` and
+//! `set_state_dict` promise.
 
 mod common;
 mod foreign;

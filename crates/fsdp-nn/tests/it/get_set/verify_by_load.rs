@@ -1,42 +1,80 @@
-//! The state that is saved of a sharded run equals, bit for bit, an unsharded run: `verify_osd_by_load` and
-//! `verify_msd` of each optimizer, strategy, mode, number of groups and of ranks.
+//! The state that is saved of a sharded run equals, bit for bit, an unsharded run:
+//! `verify_osd_by_load` and `verify_msd` of each optimizer, strategy, mode, number of groups and of
+//! ranks.
 //!
-//! Gradients are small integers that every rank has alike, so that their sum over any number of ranks is exact and so
-//! is its division by that number: the mean is the unsharded gradient, and equality can be asked for on 3 and 5 ranks
-//! too.
+//! Gradients are small integers that every rank has alike, so that their sum over any number of
+//! ranks is exact and so is its division by that number: the mean is the unsharded gradient, and
+//! equality can be asked for on 3 and 5 ranks too.
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_layout::{DeviceMesh, PlainValue};
 use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, Algorithm, SgdOptions};
-use fsdp_nn::torch::{StateDictOptions, get_state_dict, set_state_dict, verify_msd, verify_osd_by_load};
-use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ParamGroup, ShardingStrategy, Unit};
+use fsdp_nn::torch::{
+    StateDictOptions, get_state_dict, set_state_dict, verify_msd, verify_osd_by_load,
+};
+use fsdp_nn::{
+    FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ParamGroup, ShardingStrategy, Unit,
+};
 use fsdp_state::{GatherOptions, StateDict, gather_state_dict};
 
 type Named = Vec<(&'static str, Tensor)>;
 type Model = FullyShardedDataParallel<(Named, Unit<Named>, Unit<Named>)>;
 
 /// Shapes that no number of ranks divides, one of a single element, one tied.
-fn model(group: ProcessGroup, strategy: ShardingStrategy, use_orig_params: bool, seed: u64) -> Model {
+fn model(
+    group: ProcessGroup,
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+    seed: u64,
+) -> Model {
     let world = group.world_size();
     let replicas = if world.is_multiple_of(2) { 2 } else { 1 };
-    let mesh = DeviceMesh::new(&[replicas, world / replicas], &["replicate", "shard"], world).unwrap();
+    let mesh = DeviceMesh::new(
+        &[replicas, world / replicas],
+        &["replicate", "shard"],
+        world,
+    )
+    .unwrap();
     let mesh = Some(mesh).filter(|_| strategy == ShardingStrategy::HybridShard);
-    let config = FsdpConfig { strategy, use_orig_params, seed, mesh, ..FsdpConfig::default() };
+    let config = FsdpConfig {
+        strategy,
+        use_orig_params,
+        seed,
+        mesh,
+        ..FsdpConfig::default()
+    };
     FullyShardedDataParallel::new(group, config, |scope| {
-        let init = candle_nn::Init::Randn { mean: 0.0, stdev: 1.0 };
+        let init = candle_nn::Init::Randn {
+            mean: 0.0,
+            stdev: 1.0,
+        };
         scope.tie("head.weight", "embedding.weight");
         let root = vec![
-            ("embedding", scope.vb().get_with_hints((7, 3), "embedding.weight", init)?),
-            ("head", scope.vb().get_with_hints((7, 3), "head.weight", init)?),
+            (
+                "embedding",
+                scope
+                    .vb()
+                    .get_with_hints((7, 3), "embedding.weight", init)?,
+            ),
+            (
+                "head",
+                scope.vb().get_with_hints((7, 3), "head.weight", init)?,
+            ),
             ("scale", scope.vb().get_with_hints(1, "scale", init)?),
         ];
         let a = scope.pp("a").unit(|scope| {
             let weight = scope.vb().get_with_hints((5, 9), "weight", init)?;
-            candle_core::Result::Ok(vec![("weight", weight), ("bias", scope.vb().get_with_hints(5, "bias", init)?)])
+            candle_core::Result::Ok(vec![
+                ("weight", weight),
+                ("bias", scope.vb().get_with_hints(5, "bias", init)?),
+            ])
         })?;
         let b = scope.pp("b").unit(|scope| {
-            candle_core::Result::Ok(vec![("weight", scope.vb().get_with_hints((2, 2, 3), "weight", init)?)])
+            candle_core::Result::Ok(vec![(
+                "weight",
+                scope.vb().get_with_hints((2, 2, 3), "weight", init)?,
+            )])
         })?;
         Ok((root, a, b))
     })
@@ -48,8 +86,11 @@ fn loss(params: &Named, step: usize) -> candle_core::Result<Tensor> {
     let mut loss = Tensor::zeros((), DType::F32, &Device::Cpu)?;
     for (name, param) in params {
         let from = name.len() * 5 + step * 3;
-        let factors = (0..param.elem_count()).map(|i| ((i * 7 + from) % 9) as f32 - 4.0).collect();
-        loss = (loss + (param * Tensor::from_vec(factors, param.dims(), &Device::Cpu)?)?.sum_all()?)?;
+        let factors = (0..param.elem_count())
+            .map(|i| ((i * 7 + from) % 9) as f32 - 4.0)
+            .collect();
+        loss = (loss
+            + (param * Tensor::from_vec(factors, param.dims(), &Device::Cpu)?)?.sum_all()?)?;
     }
     Ok(loss)
 }
@@ -84,19 +125,39 @@ fn optimizer(model: &Model, algorithm: &Algorithm, groups: usize) -> Optimizer {
 }
 
 fn algorithms() -> Vec<Algorithm> {
-    let adam = AdamOptions { lr: 0.01, ..AdamOptions::default() };
-    let sgd = SgdOptions { lr: 0.05, ..SgdOptions::default() };
+    let adam = AdamOptions {
+        lr: 0.01,
+        ..AdamOptions::default()
+    };
+    let sgd = SgdOptions {
+        lr: 0.05,
+        ..SgdOptions::default()
+    };
     vec![
         Algorithm::Adam(adam),
-        Algorithm::AdamW(AdamOptions { lr: 0.01, amsgrad: true, ..AdamOptions::adamw() }),
+        Algorithm::AdamW(AdamOptions {
+            lr: 0.01,
+            amsgrad: true,
+            ..AdamOptions::adamw()
+        }),
         Algorithm::Sgd(sgd.clone()),
-        Algorithm::Sgd(SgdOptions { momentum: 0.9, nesterov: true, ..sgd }),
-        Algorithm::Adagrad(AdagradOptions { lr: 0.1, ..AdagradOptions::default() }),
+        Algorithm::Sgd(SgdOptions {
+            momentum: 0.9,
+            nesterov: true,
+            ..sgd
+        }),
+        Algorithm::Adagrad(AdagradOptions {
+            lr: 0.1,
+            ..AdagradOptions::default()
+        }),
     ]
 }
 
 fn whole(model: &Model, optimizer: &Optimizer) -> (StateDict, StateDict) {
-    let options = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
+    let options = StateDictOptions {
+        full_state_dict: true,
+        ..StateDictOptions::default()
+    };
     get_state_dict(model.parameters(), &[optimizer], &options).unwrap()
 }
 
@@ -133,12 +194,22 @@ fn what_is_saved_equals_the_unsharded_reference_by_load() {
                 let mut fresh = optimizer(&plain, &algorithm, groups);
                 for options in [
                     StateDictOptions::default(),
-                    StateDictOptions { full_state_dict: true, ..StateDictOptions::default() },
+                    StateDictOptions {
+                        full_state_dict: true,
+                        ..StateDictOptions::default()
+                    },
                 ] {
                     let (m, o) = get_state_dict(model.parameters(), &[&trained], &options).unwrap();
-                    verify_osd_by_load(&o, plain.parameters(), &mut [&mut fresh], &[&reference], &group)
+                    verify_osd_by_load(
+                        &o,
+                        plain.parameters(),
+                        &mut [&mut fresh],
+                        &[&reference],
+                        &group,
+                    )
+                    .unwrap_or_else(|error| panic!("{what}: {error}"));
+                    verify_msd(&m, &expected, &group)
                         .unwrap_or_else(|error| panic!("{what}: {error}"));
-                    verify_msd(&m, &expected, &group).unwrap_or_else(|error| panic!("{what}: {error}"));
                 }
             });
         }
@@ -154,21 +225,33 @@ fn what_is_loaded_trains_on_as_the_unsharded_reference() {
             let (m, o) = whole(&plain, &reference);
             let model = model(group.clone(), strategy, use_orig_params, 2);
             let mut loaded = optimizer(&model, &algorithm, 2);
-            let options = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
-            let report = set_state_dict(&m, &o, model.parameters(), &mut [&mut loaded], &options).unwrap();
+            let options = StateDictOptions {
+                full_state_dict: true,
+                ..StateDictOptions::default()
+            };
+            let report =
+                set_state_dict(&m, &o, model.parameters(), &mut [&mut loaded], &options).unwrap();
             assert!(report.is_clean(), "{report:?}");
             train(&model, &mut loaded, 2..4);
             train(&plain, &mut reference, 2..4);
             let options = StateDictOptions::default();
             let (m, o) = get_state_dict(model.parameters(), &[&loaded], &options).unwrap();
             let mut fresh = optimizer(&plain, &algorithm, 2);
-            verify_osd_by_load(&o, plain.parameters(), &mut [&mut fresh], &[&reference], &group).unwrap();
+            verify_osd_by_load(
+                &o,
+                plain.parameters(),
+                &mut [&mut fresh],
+                &[&reference],
+                &group,
+            )
+            .unwrap();
             verify_msd(&m, &whole(&plain, &reference).0, &group).unwrap();
         });
     }
 }
 
-/// The checks themselves must be able to fail: on one more step, on one bit, on other hyperparameters.
+/// The checks themselves must be able to fail: on one more step, on one bit, on other
+/// hyperparameters.
 #[test]
 fn a_difference_anywhere_is_named_on_every_rank() {
     let algorithm = algorithms().remove(0);
@@ -179,25 +262,50 @@ fn a_difference_anywhere_is_named_on_every_rank() {
         train(&model, &mut trained, 0..2);
         let options = StateDictOptions::default();
         let mut fresh = optimizer(&plain, &algorithm, 2);
-        let mut verify =
-            |o: &StateDict| verify_osd_by_load(o, plain.parameters(), &mut [&mut fresh], &[&reference], &group);
+        let mut verify = |o: &StateDict| {
+            verify_osd_by_load(
+                o,
+                plain.parameters(),
+                &mut [&mut fresh],
+                &[&reference],
+                &group,
+            )
+        };
         let (m, o) = get_state_dict(model.parameters(), &[&trained], &options).unwrap();
         verify(&o).unwrap();
         let whole_o = gather_state_dict(&o, &group, &GatherOptions::default()).unwrap();
         // The last bit of one element of one entry, on one rank only.
-        let moment = whole_o.dict("state").unwrap().dict("a.weight").unwrap().get("exp_avg").unwrap();
-        let mut values = moment.as_tensor().unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let moment = whole_o
+            .dict("state")
+            .unwrap()
+            .dict("a.weight")
+            .unwrap()
+            .get("exp_avg")
+            .unwrap();
+        let mut values = moment
+            .as_tensor()
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .to_vec1::<f32>()
+            .unwrap();
         values[44] = f32::from_bits(values[44].to_bits() ^ 1);
         let mut changed = whole_o.clone();
         if group.rank() == 2
             && let Some(fsdp_state::StateValue::Dict(states)) = changed.get_mut("state")
             && let Some(fsdp_state::StateValue::Dict(entries)) = states.get_mut("a.weight")
         {
-            entries.insert("exp_avg", Tensor::from_vec(values, (5, 9), &Device::Cpu).unwrap());
+            entries.insert(
+                "exp_avg",
+                Tensor::from_vec(values, (5, 9), &Device::Cpu).unwrap(),
+            );
         }
         let error = verify(&changed).unwrap_err();
         assert!(matches!(error, NnError::Comm(_)), "{error}");
-        assert!(error.to_string().contains("state.a.weight.exp_avg"), "{error}");
+        assert!(
+            error.to_string().contains("state.a.weight.exp_avg"),
+            "{error}"
+        );
         trained.groups_mut()[0].algorithm.set_lr(0.3).unwrap();
         let (_, o) = get_state_dict(model.parameters(), &[&trained], &options).unwrap();
         assert!(verify(&o).unwrap_err().to_string().contains("lr"));

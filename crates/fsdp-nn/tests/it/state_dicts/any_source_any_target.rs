@@ -2,7 +2,9 @@
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::ProcessGroup;
-use fsdp_nn::state::{LiveTarget, MissingState, StatePrefixes, live_model_state_dict, live_optim_state_dict};
+use fsdp_nn::state::{
+    LiveTarget, MissingState, StatePrefixes, live_model_state_dict, live_optim_state_dict,
+};
 use fsdp_nn::{NnError, Optimizer, ShardingStrategy};
 use fsdp_state::engine::{DictSource, DictTarget};
 use fsdp_state::{LoadOptions, StateDict, StateError, StateValue, load_state};
@@ -47,26 +49,50 @@ fn live(model: &Model, optimizer: &Optimizer) -> StateDict {
 }
 
 /// A trained run of a layout.
-fn trained(group: &ProcessGroup, spec: &Spec, layout: Layout, dtype: DType, seed: u64) -> (Model, Optimizer) {
+fn trained(
+    group: &ProcessGroup,
+    spec: &Spec,
+    layout: Layout,
+    dtype: DType,
+    seed: u64,
+) -> (Model, Optimizer) {
     let model = model_of(group, spec, layout, dtype, seed);
     let mut optimizer = optimizer(model.parameters(), spec, &adam(), true);
     train(&model, &mut [&mut optimizer], 0..seed as usize);
     // State of a shape of its own, and under a key that is no parameter's.
-    let own = |from: f32| Tensor::arange(from, from + 6.0, &Device::Cpu).unwrap().reshape((2, 3, 1)).unwrap();
+    let own = |from: f32| {
+        Tensor::arange(from, from + 6.0, &Device::Cpu)
+            .unwrap()
+            .reshape((2, 3, 1))
+            .unwrap()
+    };
     let mut local = optimizer.state_dict().unwrap();
     for part in ["state", "state_of_empty_pieces"] {
-        let Some(StateValue::Dict(states)) = local.get_mut(part) else { continue };
+        let Some(StateValue::Dict(states)) = local.get_mut(part) else {
+            continue;
+        };
         for key in states.keys().map(str::to_owned).collect::<Vec<_>>() {
-            let Some(StateValue::Dict(entries)) = states.get_mut(&key) else { panic!("`{key}` is a dict") };
+            let Some(StateValue::Dict(entries)) = states.get_mut(&key) else {
+                panic!("`{key}` is a dict")
+            };
             entries.insert("own", own(seed as f32));
         }
     }
-    let local = edit(&local, &["state", "mine"], Some(own(seed as f32 / 2.0).into()));
+    let local = edit(
+        &local,
+        &["state", "mine"],
+        Some(own(seed as f32 / 2.0).into()),
+    );
     optimizer.load_state_dict(&local).unwrap();
     (model, optimizer)
 }
 
-fn source<'a>(group: &ProcessGroup, from: From, sharded: &'a StateDict, whole: &'a StateDict) -> DictSource<'a> {
+fn source<'a>(
+    group: &ProcessGroup,
+    from: From,
+    sharded: &'a StateDict,
+    whole: &'a StateDict,
+) -> DictSource<'a> {
     match from {
         From::Sharded => DictSource::on_every_rank(sharded).unwrap(),
         From::WholeOnEveryRank => DictSource::on_every_rank(whole).unwrap(),
@@ -92,18 +118,31 @@ fn arrived(
     let report = match to {
         To::LiveInPlace | To::LiveStaged => {
             let key = |key: &str| Some(vec![key.to_owned()]);
-            let prefixes = StatePrefixes { model: key("model"), optim: key("optim") };
-            let mut target = LiveTarget::new(model.parameters(), vec![&mut optimizer], prefixes).unwrap();
-            let options = LoadOptions { staged: matches!(to, To::LiveStaged), ..LoadOptions::default() };
+            let prefixes = StatePrefixes {
+                model: key("model"),
+                optim: key("optim"),
+            };
+            let mut target =
+                LiveTarget::new(model.parameters(), vec![&mut optimizer], prefixes).unwrap();
+            let options = LoadOptions {
+                staged: matches!(to, To::LiveStaged),
+                ..LoadOptions::default()
+            };
             load_state::<_, _, NnError>("test", group, source, &mut target, &options).unwrap()
         }
         To::FreshWhole | To::FreshSharded => {
             let whole = whole(group, &before);
-            let template = if matches!(to, To::FreshWhole) { &whole } else { &before };
+            let template = if matches!(to, To::FreshWhole) {
+                &whole
+            } else {
+                &before
+            };
             let untouched = template.copy().unwrap();
             let mut target = DictTarget::new(template, None).unwrap();
             let options = LoadOptions::default();
-            let report = load_state::<_, _, StateError>("test", group, source, &mut target, &options).unwrap();
+            let report =
+                load_state::<_, _, StateError>("test", group, source, &mut target, &options)
+                    .unwrap();
             let fresh = target.into_state();
             assert_same(template, &untouched, "the template");
             assert!(report.is_clean(), "{report:?}");
@@ -113,7 +152,11 @@ fn arrived(
     assert!(report.is_clean(), "{report:?}");
     let after = live(&model, &optimizer);
     // Views that were taken before see the new values: they went into the memory that was there.
-    assert_same(after.dict("model").unwrap(), before.dict("model").unwrap(), "live memory");
+    assert_same(
+        after.dict("model").unwrap(),
+        before.dict("model").unwrap(),
+        "live memory",
+    );
     whole(group, &after)
 }
 
@@ -121,7 +164,11 @@ fn arrived(
 fn what_arrives_is_the_truth_from_any_source_in_any_target() {
     let mut spec = composite();
     spec.ties = vec![("tied", "p")];
-    let layout = |world, strategy, use_orig_params| Layout { world, strategy, use_orig_params };
+    let layout = |world, strategy, use_orig_params| Layout {
+        world,
+        strategy,
+        use_orig_params,
+    };
     let layouts = [
         full_shard(3, true),
         full_shard(3, false),
@@ -141,9 +188,18 @@ fn what_arrives_is_the_truth_from_any_source_in_any_target() {
             ranks(to_layout.world, |group| {
                 let (model, optimizer) = trained(&group, &spec, from_layout, dtype, 2);
                 let sharded = live(&model, &optimizer);
-                assert_same(&sorted(whole(&group, &sharded)), &sorted(truth.clone()), "the source");
+                assert_same(
+                    &sorted(whole(&group, &sharded)),
+                    &sorted(truth.clone()),
+                    "the source",
+                );
                 for from in [From::Sharded, From::WholeOnEveryRank, From::WholeOnRank0] {
-                    for to in [To::LiveInPlace, To::LiveStaged, To::FreshWhole, To::FreshSharded] {
+                    for to in [
+                        To::LiveInPlace,
+                        To::LiveStaged,
+                        To::FreshWhole,
+                        To::FreshSharded,
+                    ] {
                         let mut source = source(&group, from, &sharded, truth);
                         let found = arrived(&group, &spec, (to, to_layout), dtype, &mut source);
                         let what = format!("{from:?}, {to:?}, {to_layout:?}, {dtype:?}");
@@ -157,30 +213,52 @@ fn what_arrives_is_the_truth_from_any_source_in_any_target() {
 
 /// The same with the names in groups sorted: their order is that of the units of a layout.
 fn sorted(state: StateDict) -> StateDict {
-    both(state.dict("model").unwrap().clone(), sorted_params(state.dict("optim").unwrap()))
+    both(
+        state.dict("model").unwrap().clone(),
+        sorted_params(state.dict("optim").unwrap()),
+    )
 }
 
-/// Here, `step` is a number; in the checkpoint it is a dict, so that there is no place for what lies in it.
+/// Here, `step` is a number; in the checkpoint it is a dict, so that there is no place for what
+/// lies in it.
 #[test]
 fn a_value_inside_a_plain_one_is_refused_before_anything_changes() {
     ranks(1, |group| {
-        let weights =
-            |model: &Model| whole(&group, &live_model_state_dict(model.parameters()).unwrap()).copy().unwrap();
+        let weights = |model: &Model| {
+            whole(&group, &live_model_state_dict(model.parameters()).unwrap())
+                .copy()
+                .unwrap()
+        };
         let (model, _) = trained(&group, &nested(), PLAIN, DType::F32, 2);
         let (other, _) = trained(&group, &nested(), PLAIN, DType::F32, 3);
         let before = weights(&model);
         let mut saved = StateDict::new();
         saved.insert("model", weights(&other));
-        saved.insert("step", [("count", 5i64.into())].into_iter().collect::<StateDict>());
+        saved.insert(
+            "step",
+            [("count", 5i64.into())].into_iter().collect::<StateDict>(),
+        );
         let mut values: StateDict = [("step", 1i64.into())].into_iter().collect();
-        let prefixes = StatePrefixes { model: Some(vec!["model".to_owned()]), optim: None };
-        let mut target = LiveTarget::new(model.parameters(), Vec::new(), prefixes).unwrap().with_values(&mut values);
+        let prefixes = StatePrefixes {
+            model: Some(vec!["model".to_owned()]),
+            optim: None,
+        };
+        let mut target = LiveTarget::new(model.parameters(), Vec::new(), prefixes)
+            .unwrap()
+            .with_values(&mut values);
         let mut source = DictSource::on_every_rank(&saved).unwrap();
-        let options = LoadOptions { strict: false, ..LoadOptions::default() };
-        let error = load_state::<_, _, NnError>("test", &group, &mut source, &mut target, &options).unwrap_err();
+        let options = LoadOptions {
+            strict: false,
+            ..LoadOptions::default()
+        };
+        let error = load_state::<_, _, NnError>("test", &group, &mut source, &mut target, &options)
+            .unwrap_err();
         drop(target);
         assert!(error.to_string().contains("step.count"), "{error}");
         assert_same(&weights(&model), &before, "the model");
-        assert_eq!(values.plain_at(&["step"]).and_then(|step| step.as_int()), Some(1));
+        assert_eq!(
+            values.plain_at(&["step"]).and_then(|step| step.as_int()),
+            Some(1)
+        );
     });
 }

@@ -1,5 +1,5 @@
-//! Models of named parameters with gradients that are small integers, so that any number of ranks gets the same bits;
-//! and comparisons of state dicts, bit for bit.
+//! Models of named parameters with gradients that are small integers, so that any number of ranks
+//! gets the same bits; and comparisons of state dicts, bit for bit.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::{DeviceMesh, PlainValue};
 use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, SgdOptions};
 use fsdp_nn::{
-    Algorithm, FsdpConfig, FullyShardedDataParallel, Optimizer, ParamGroup, Scope, ShardedParameters, ShardingStrategy,
-    Unit,
+    Algorithm, FsdpConfig, FullyShardedDataParallel, Optimizer, ParamGroup, Scope,
+    ShardedParameters, ShardingStrategy, Unit,
 };
 use fsdp_state::{GatherOptions, StateDict, StateValue, gather_state_dict};
 
@@ -31,8 +31,14 @@ pub(crate) struct Spec {
 }
 
 fn spec(params: &[(&'static str, &'static str, &[usize])]) -> Spec {
-    let params = params.iter().map(|&(unit, name, shape)| (unit, name, shape.to_vec())).collect();
-    Spec { params, ..Spec::default() }
+    let params = params
+        .iter()
+        .map(|&(unit, name, shape)| (unit, name, shape.to_vec()))
+        .collect();
+    Spec {
+        params,
+        ..Spec::default()
+    }
 }
 
 /// Three blocks in nested units, a bare root parameter.
@@ -55,11 +61,22 @@ pub(crate) fn nested() -> Spec {
 
 /// The same names in other units.
 pub(crate) fn nested_alt() -> Spec {
-    let units = ["", "block0", "block0", "", "", "", "block2", "block2", "block2", "block2", "block2", "block2"];
+    let units = [
+        "", "block0", "block0", "", "", "", "block2", "block2", "block2", "block2", "block2",
+        "block2",
+    ];
     let mut alt = nested();
     for ((unit, name, _), new) in alt.params.iter_mut().zip(units) {
-        let full = if unit.is_empty() { (*name).to_owned() } else { format!("{unit}.{name}") };
-        let relative = full.strip_prefix(new).unwrap().trim_start_matches('.').to_owned();
+        let full = if unit.is_empty() {
+            (*name).to_owned()
+        } else {
+            format!("{unit}.{name}")
+        };
+        let relative = full
+            .strip_prefix(new)
+            .unwrap()
+            .trim_start_matches('.')
+            .to_owned();
         (*unit, *name) = (new, Box::leak(relative.into_boxed_str()));
     }
     alt
@@ -75,7 +92,11 @@ pub(crate) fn composite() -> Spec {
         ("u2", "0.weight", &[4, 10]),
         ("", "p", &[4, 1]),
     ]);
-    spec.buffers = vec![("u1.buffer", 3, true), ("scratch", 2, false), ("mean", 5, true)];
+    spec.buffers = vec![
+        ("u1.buffer", 3, true),
+        ("scratch", 2, false),
+        ("mean", 5, true),
+    ];
     spec
 }
 
@@ -119,7 +140,11 @@ pub(crate) fn mini7() -> Spec {
 
 /// A parameter without dimensions among others.
 pub(crate) fn with_scalar() -> Spec {
-    spec(&[("u", "weight", &[2, 3]), ("u", "scale", &[]), ("", "bias", &[4])])
+    spec(&[
+        ("u", "weight", &[2, 3]),
+        ("u", "scale", &[]),
+        ("", "bias", &[4]),
+    ])
 }
 
 pub(crate) fn models() -> Vec<(&'static str, Spec)> {
@@ -149,9 +174,19 @@ impl Net {
             let of_unit = spec.params.iter().filter(|(of, ..)| *of == wanted);
             of_unit
                 .map(|(_, name, shape)| {
-                    let init = candle_nn::Init::Randn { mean: 0., stdev: 1. };
-                    let full = if unit.is_empty() { (*name).to_owned() } else { format!("{unit}.{name}") };
-                    Ok((full, scope.vb().get_with_hints(shape.as_slice(), name, init)?))
+                    let init = candle_nn::Init::Randn {
+                        mean: 0.,
+                        stdev: 1.,
+                    };
+                    let full = if unit.is_empty() {
+                        (*name).to_owned()
+                    } else {
+                        format!("{unit}.{name}")
+                    };
+                    Ok((
+                        full,
+                        scope.vb().get_with_hints(shape.as_slice(), name, init)?,
+                    ))
                 })
                 .collect()
         };
@@ -159,7 +194,11 @@ impl Net {
             scope.tie(alias, fqn);
         }
         for &(name, len, persistent) in &spec.buffers {
-            scope.buffer(name, Tensor::arange(1f32, 1. + len as f32, &Device::Cpu)?, persistent);
+            scope.buffer(
+                name,
+                Tensor::arange(1f32, 1. + len as f32, &Device::Cpu)?,
+                persistent,
+            );
         }
         let root = get(scope, "", "")?;
         let mut units = Vec::new();
@@ -169,14 +208,19 @@ impl Net {
                 units.push(((*unit).to_owned(), built));
             }
         }
-        Ok(Net { root, units, unused: spec.unused.clone() })
+        Ok(Net {
+            root,
+            units,
+            unused: spec.unused.clone(),
+        })
     }
 
     fn loss(&self, step: usize) -> candle_core::Result<Tensor> {
         let zero = Tensor::zeros((), DType::F64, &Device::Cpu)?;
         let sum = |params: &Named| {
             params.iter().try_fold(zero.clone(), |sum, (fqn, param)| {
-                let product = (param * coefficients(fqn, param.dims(), step)?.to_dtype(param.dtype())?)?;
+                let product =
+                    (param * coefficients(fqn, param.dims(), step)?.to_dtype(param.dtype())?)?;
                 sum + product.sum_all()?.to_dtype(DType::F64)?
             })
         };
@@ -192,8 +236,12 @@ impl Net {
 
 /// Small integers that depend on the name, the element and the step.
 fn coefficients(fqn: &str, shape: &[usize], step: usize) -> candle_core::Result<Tensor> {
-    let seed = fqn.bytes().fold(step * 31 + 7, |hash, byte| (hash * 131 + byte as usize) % 65_521);
-    let values: Vec<f32> = (0..shape.iter().product()).map(|i: usize| ((seed + i * 37) % 9) as f32 - 4.0).collect();
+    let seed = fqn.bytes().fold(step * 31 + 7, |hash, byte| {
+        (hash * 131 + byte as usize) % 65_521
+    });
+    let values: Vec<f32> = (0..shape.iter().product())
+        .map(|i: usize| ((seed + i * 37) % 9) as f32 - 4.0)
+        .collect();
     Tensor::from_vec(values, shape, &Device::Cpu)
 }
 
@@ -205,10 +253,18 @@ pub(crate) struct Layout {
     pub(crate) use_orig_params: bool,
 }
 
-pub(crate) const PLAIN: Layout = Layout { world: 1, strategy: ShardingStrategy::NoShard, use_orig_params: true };
+pub(crate) const PLAIN: Layout = Layout {
+    world: 1,
+    strategy: ShardingStrategy::NoShard,
+    use_orig_params: true,
+};
 
 pub(crate) const fn full_shard(world: usize, use_orig_params: bool) -> Layout {
-    Layout { world, strategy: ShardingStrategy::FullShard, use_orig_params }
+    Layout {
+        world,
+        strategy: ShardingStrategy::FullShard,
+        use_orig_params,
+    }
 }
 
 /// Layouts over up to five ranks, in both modes.
@@ -216,10 +272,16 @@ pub(crate) fn layouts() -> Vec<Layout> {
     let mut layouts = Vec::new();
     for use_orig_params in [true, false] {
         layouts.extend((1..=5).map(|world| full_shard(world, use_orig_params)));
-        for (world, strategy) in
-            [(2, ShardingStrategy::NoShard), (3, ShardingStrategy::ShardGradOp), (4, ShardingStrategy::HybridShard)]
-        {
-            layouts.push(Layout { world, strategy, use_orig_params });
+        for (world, strategy) in [
+            (2, ShardingStrategy::NoShard),
+            (3, ShardingStrategy::ShardGradOp),
+            (4, ShardingStrategy::HybridShard),
+        ] {
+            layouts.push(Layout {
+                world,
+                strategy,
+                use_orig_params,
+            });
         }
     }
     layouts
@@ -227,10 +289,22 @@ pub(crate) fn layouts() -> Vec<Layout> {
 
 pub(crate) type Model = FullyShardedDataParallel<Net>;
 
-pub(crate) fn model_of(group: &ProcessGroup, spec: &Spec, layout: Layout, dtype: DType, seed: u64) -> Model {
+pub(crate) fn model_of(
+    group: &ProcessGroup,
+    spec: &Spec,
+    layout: Layout,
+    dtype: DType,
+    seed: u64,
+) -> Model {
     let frozen: Vec<String> = spec.frozen.iter().map(|fqn| (*fqn).to_owned()).collect();
-    let mesh = (layout.strategy == ShardingStrategy::HybridShard)
-        .then(|| DeviceMesh::new(&[2, layout.world / 2], &["replicate", "shard"], layout.world).unwrap());
+    let mesh = (layout.strategy == ShardingStrategy::HybridShard).then(|| {
+        DeviceMesh::new(
+            &[2, layout.world / 2],
+            &["replicate", "shard"],
+            layout.world,
+        )
+        .unwrap()
+    });
     let config = FsdpConfig {
         strategy: layout.strategy,
         use_orig_params: layout.use_orig_params,
@@ -248,7 +322,11 @@ pub(crate) fn model(group: &ProcessGroup, spec: &Spec, layout: Layout) -> Model 
 }
 
 /// Steps of training that are the same on any number of ranks.
-pub(crate) fn train(model: &Model, optimizers: &mut [&mut Optimizer], steps: std::ops::Range<usize>) {
+pub(crate) fn train(
+    model: &Model,
+    optimizers: &mut [&mut Optimizer],
+    steps: std::ops::Range<usize>,
+) {
     for step in steps {
         let loss = model.forward(|net| net.loss(step)).unwrap();
         model.backward(&loss).unwrap();
@@ -260,16 +338,33 @@ pub(crate) fn train(model: &Model, optimizers: &mut [&mut Optimizer], steps: std
 }
 
 pub(crate) fn adam() -> Algorithm {
-    Algorithm::Adam(AdamOptions { lr: 0.01, ..AdamOptions::default() })
+    Algorithm::Adam(AdamOptions {
+        lr: 0.01,
+        ..AdamOptions::default()
+    })
 }
 
 pub(crate) fn sgd(momentum: f64) -> Algorithm {
-    Algorithm::Sgd(SgdOptions { lr: 0.01, momentum, ..SgdOptions::default() })
+    Algorithm::Sgd(SgdOptions {
+        lr: 0.01,
+        momentum,
+        ..SgdOptions::default()
+    })
 }
 
 pub(crate) fn algorithms() -> Vec<Algorithm> {
-    let amsgrad = AdamOptions { lr: 0.01, amsgrad: true, ..AdamOptions::adamw() };
-    vec![adam(), Algorithm::AdamW(amsgrad), sgd(0.0), sgd(0.9), Algorithm::Adagrad(AdagradOptions::default())]
+    let amsgrad = AdamOptions {
+        lr: 0.01,
+        amsgrad: true,
+        ..AdamOptions::adamw()
+    };
+    vec![
+        adam(),
+        Algorithm::AdamW(amsgrad),
+        sgd(0.0),
+        sgd(0.9),
+        Algorithm::Adagrad(AdagradOptions::default()),
+    ]
 }
 
 /// One group; or two, of alternate units, and an empty one, with keys that no algorithm knows.
@@ -279,11 +374,18 @@ pub(crate) fn optimizer(
     algorithm: &Algorithm,
     groups: bool,
 ) -> Optimizer {
-    let fqns: Vec<(String, &str)> = spec.params.iter().map(|(unit, name, _)| (full_name(unit, name), *unit)).collect();
+    let fqns: Vec<(String, &str)> = spec
+        .params
+        .iter()
+        .map(|(unit, name, _)| (full_name(unit, name), *unit))
+        .collect();
     if !groups {
         return Optimizer::with_groups(
             parameters,
-            vec![ParamGroup::new(algorithm.clone(), fqns.into_iter().map(|(fqn, _)| fqn))],
+            vec![ParamGroup::new(
+                algorithm.clone(),
+                fqns.into_iter().map(|(fqn, _)| fqn),
+            )],
         )
         .unwrap();
     }
@@ -300,15 +402,23 @@ pub(crate) fn optimizer(
 }
 
 pub(crate) fn full_name(unit: &str, name: &str) -> String {
-    if unit.is_empty() { name.to_owned() } else { format!("{unit}.{name}") }
+    if unit.is_empty() {
+        name.to_owned()
+    } else {
+        format!("{unit}.{name}")
+    }
 }
 
 /// Runs one rank a thread; a rank that panics fails the test with its message.
 pub(crate) fn ranks<T: Send>(world: usize, f: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
-    LocalRanks::new(world).deadline(std::time::Duration::from_secs(20)).run(f).unwrap()
+    LocalRanks::new(world)
+        .deadline(std::time::Duration::from_secs(20))
+        .run(f)
+        .unwrap()
 }
 
-/// The state dict of a model and optimizer that were trained without sharding, with whole tensors: (model, optimizer).
+/// The state dict of a model and optimizer that were trained without sharding, with whole tensors:
+/// (model, optimizer).
 pub(crate) fn reference(
     spec: &Spec,
     algorithm: &Algorithm,
@@ -322,7 +432,10 @@ pub(crate) fn reference(
         train(&model, &mut [&mut optimizer], 0..steps);
         let parameters = model.parameters();
         let state = fsdp_nn::torch::state_dict(parameters).unwrap();
-        (state, fsdp_nn::torch::optim_state_dict(None, parameters, &optimizer).unwrap())
+        (
+            state,
+            fsdp_nn::torch::optim_state_dict(None, parameters, &optimizer).unwrap(),
+        )
     })
     .remove(0)
 }
@@ -333,7 +446,9 @@ pub(crate) fn whole(group: &ProcessGroup, state: &StateDict) -> StateDict {
 }
 
 pub(crate) fn bytes(tensor: &Tensor) -> Vec<u8> {
-    HostBytes::read(&tensor.force_contiguous().unwrap()).unwrap().to_vec()
+    HostBytes::read(&tensor.force_contiguous().unwrap())
+        .unwrap()
+        .to_vec()
 }
 
 /// The first place where two state dicts differ, by keys, kinds, shapes, dtypes or bits.
@@ -348,15 +463,23 @@ pub(crate) fn difference(a: &StateValue, b: &StateValue, at: &str) -> Option<Str
             if keys(a) != keys(b) {
                 return Some(format!("{at}: keys {:?} and {:?}", keys(a), keys(b)));
             }
-            a.iter().find_map(|(key, value)| difference(value, b.get(key).unwrap(), &format!("{at}.{key}")))
+            a.iter().find_map(|(key, value)| {
+                difference(value, b.get(key).unwrap(), &format!("{at}.{key}"))
+            })
         }
-        (StateValue::List(a), StateValue::List(b)) | (StateValue::Tuple(a), StateValue::Tuple(b)) => {
+        (StateValue::List(a), StateValue::List(b))
+        | (StateValue::Tuple(a), StateValue::Tuple(b)) => {
             if a.len() != b.len() {
                 return Some(format!("{at}: {} and {} elements", a.len(), b.len()));
             }
-            a.iter().zip(b).enumerate().find_map(|(i, (a, b))| difference(a, b, &format!("{at}.{i}")))
+            a.iter()
+                .zip(b)
+                .enumerate()
+                .find_map(|(i, (a, b))| difference(a, b, &format!("{at}.{i}")))
         }
-        (StateValue::Plain(a), StateValue::Plain(b)) => (!a.same_bits(b)).then(|| format!("{at}: {a:?} and {b:?}")),
+        (StateValue::Plain(a), StateValue::Plain(b)) => {
+            (!a.same_bits(b)).then(|| format!("{at}: {a:?} and {b:?}"))
+        }
         (StateValue::Tensor(a), StateValue::Tensor(b)) => {
             let same = a.dims() == b.dims() && a.dtype() == b.dtype() && bytes(a) == bytes(b);
             (!same).then(|| format!("{at}: {a} and {b}"))
@@ -365,7 +488,10 @@ pub(crate) fn difference(a: &StateValue, b: &StateValue, at: &str) -> Option<Str
             let same = a.shape() == b.shape()
                 && a.dtype() == b.dtype()
                 && a.boxes() == b.boxes()
-                && a.shards().iter().zip(b.shards()).all(|(a, b)| bytes(&a.tensor) == bytes(&b.tensor));
+                && a.shards()
+                    .iter()
+                    .zip(b.shards())
+                    .all(|(a, b)| bytes(&a.tensor) == bytes(&b.tensor));
             (!same).then(|| format!("{at}: {a:?} and {b:?}"))
         }
         (a, b) => Some(format!("{at}: a {} and a {}", a.kind(), b.kind())),
@@ -374,7 +500,10 @@ pub(crate) fn difference(a: &StateValue, b: &StateValue, at: &str) -> Option<Str
 
 #[track_caller]
 pub(crate) fn assert_same(found: &StateDict, expected: &StateDict, what: &str) {
-    let (found, expected) = (StateValue::Dict(found.clone()), StateValue::Dict(expected.clone()));
+    let (found, expected) = (
+        StateValue::Dict(found.clone()),
+        StateValue::Dict(expected.clone()),
+    );
     if let Some(difference) = difference(&found, &expected, "") {
         panic!("{what}: {difference}");
     }
@@ -395,7 +524,8 @@ pub(crate) fn sorted_params(state: &StateDict) -> StateDict {
     state
 }
 
-/// Takes a copy of a dict that can be changed without changing the original: tensors are copied too.
+/// Takes a copy of a dict that can be changed without changing the original: tensors are copied
+/// too.
 pub(crate) fn edit(state: &StateDict, path: &[&str], value: Option<StateValue>) -> StateDict {
     fn at(dict: &mut StateDict, path: &[&str], value: Option<StateValue>) {
         match path {
@@ -419,12 +549,18 @@ pub(crate) fn text(result: Result<impl std::fmt::Debug, fsdp_nn::NnError>) -> St
     result.unwrap_err().to_string()
 }
 
-/// Returns the part that one of `readers` readers brings of what several ranks saved: each box once.
+/// Returns the part that one of `readers` readers brings of what several ranks saved: each box
+/// once.
 pub(crate) fn redealt(saved: &[StateDict], reader: usize, readers: usize) -> StateDict {
     fn merge(parts: &[&StateValue], mine: &dyn Fn(usize) -> bool) -> StateValue {
         match parts[0] {
             StateValue::Dict(first) => {
-                let of_key = |key: &str| parts.iter().map(|part| part.as_dict().unwrap().get(key).unwrap()).collect();
+                let of_key = |key: &str| {
+                    parts
+                        .iter()
+                        .map(|part| part.as_dict().unwrap().get(key).unwrap())
+                        .collect()
+                };
                 let merged = first.keys().map(|key| {
                     let parts: Vec<&StateValue> = of_key(key);
                     (key.to_owned(), merge(&parts, mine))
@@ -440,13 +576,17 @@ pub(crate) fn redealt(saved: &[StateDict], reader: usize, readers: usize) -> Sta
                         }
                     }
                 }
-                ShardedTensor::new(first.dtype(), first.shape().to_vec(), shards).unwrap().into()
+                ShardedTensor::new(first.dtype(), first.shape().to_vec(), shards)
+                    .unwrap()
+                    .into()
             }
             other => other.clone(),
         }
     }
     let parts: Vec<StateValue> = saved.iter().cloned().map(StateValue::Dict).collect();
-    match merge(&parts.iter().collect::<Vec<_>>(), &|rank| rank % readers == reader) {
+    match merge(&parts.iter().collect::<Vec<_>>(), &|rank| {
+        rank % readers == reader
+    }) {
         StateValue::Dict(dict) => dict,
         _ => StateDict::new(),
     }

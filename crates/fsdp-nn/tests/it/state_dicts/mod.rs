@@ -1,4 +1,5 @@
-//! State dicts of sharded models and optimizers over all ranks, by the properties that they must have.
+//! State dicts of sharded models and optimizers over all ranks, by the properties that they must
+//! have.
 
 mod any_layout;
 mod any_source_any_target;

@@ -3,8 +3,8 @@
 use candle_core::{DType, Tensor};
 use fsdp_layout::TensorBox;
 use fsdp_nn::torch::{
-    FullStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, load_state_dict, state_dict,
-    state_dict_into,
+    FullStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, load_state_dict,
+    state_dict, state_dict_into,
 };
 use fsdp_nn::{NnError, ShardingStrategy};
 use fsdp_state::{StateDict, StateError, all_gather_sharded_tensor};
@@ -12,14 +12,25 @@ use fsdp_state::{StateDict, StateError, all_gather_sharded_tensor};
 use crate::state_dicts::common::*;
 
 fn rank0_only() -> StateDictSettings {
-    let config = FullStateDictConfig { offload_to_cpu: true, rank0_only: true };
-    StateDictSettings::new(StateDictType::Full, Some(StateDictConfig::Full(config)), None).unwrap()
+    let config = FullStateDictConfig {
+        offload_to_cpu: true,
+        rank0_only: true,
+    };
+    StateDictSettings::new(
+        StateDictType::Full,
+        Some(StateDictConfig::Full(config)),
+        None,
+    )
+    .unwrap()
 }
 
 /// Zeros in place of all values.
 fn zeroed(state: &StateDict) -> StateDict {
     let zero = |tensor: &Tensor| tensor.zeros_like().unwrap();
-    state.iter().map(|(name, value)| (name.clone(), zero(value.as_tensor().unwrap()).into())).collect()
+    state
+        .iter()
+        .map(|(name, value)| (name.clone(), zero(value.as_tensor().unwrap()).into()))
+        .collect()
 }
 
 #[test]
@@ -31,8 +42,10 @@ fn a_full_state_dict_is_the_unsharded_models_in_every_layout() {
                 let model = model(&group, &spec, layout);
                 let what = format!("{name}, {layout:?}");
                 assert_same(&state_dict(model.parameters()).unwrap(), &expected, &what);
-                let rank0 =
-                    model.parameters().state_dict_type(rank0_only(), || state_dict(model.parameters())).unwrap();
+                let rank0 = model
+                    .parameters()
+                    .state_dict_type(rank0_only(), || state_dict(model.parameters()))
+                    .unwrap();
                 match group.rank() {
                     0 => assert_same(&rank0, &expected, &what),
                     _ => assert!(rank0.is_empty(), "{what}"),
@@ -51,24 +64,34 @@ fn sharded_state_dicts_are_this_ranks_boxes_of_the_full_one() {
                 let parameters = model.parameters();
                 let full = state_dict(parameters).unwrap();
                 let sharded = parameters
-                    .state_dict_type(StateDictSettings::of(StateDictType::Sharded), || state_dict(parameters))
+                    .state_dict_type(StateDictSettings::of(StateDictType::Sharded), || {
+                        state_dict(parameters)
+                    })
                     .unwrap();
                 for (fqn, value) in &sharded {
                     if let Some(tensor) = value.as_sharded() {
                         assert_eq!(tensor.boxes(), parameters.boxes(fqn).unwrap());
                     }
                 }
-                assert_same(&whole(&group, &sharded), &full, &format!("{name}, {layout:?}"));
+                assert_same(
+                    &whole(&group, &sharded),
+                    &full,
+                    &format!("{name}, {layout:?}"),
+                );
             });
         }
     }
 }
 
-/// Saved in one layout, loaded into a model with other values in another: the identity, for every pair of layouts.
+/// Saved in one layout, loaded into a model with other values in another: the identity, for every
+/// pair of layouts.
 #[test]
 fn any_layout_loads_what_any_layout_saved() {
-    let types =
-        [StateDictSettings::of(StateDictType::Full), rank0_only(), StateDictSettings::of(StateDictType::Sharded)];
+    let types = [
+        StateDictSettings::of(StateDictType::Full),
+        rank0_only(),
+        StateDictSettings::of(StateDictType::Sharded),
+    ];
     let models = models();
     for (i, from) in layouts().into_iter().enumerate() {
         let (name, spec) = &models[i % models.len()];
@@ -77,7 +100,9 @@ fn any_layout_loads_what_any_layout_saved() {
             let saved = ranks(from.world, |group| {
                 let model = model(&group, spec, from);
                 let parameters = model.parameters();
-                parameters.state_dict_type(settings, || state_dict(parameters)).unwrap()
+                parameters
+                    .state_dict_type(settings, || state_dict(parameters))
+                    .unwrap()
             });
             for to in layouts() {
                 ranks(to.world, |group| {
@@ -110,7 +135,11 @@ fn dtypes_are_kept() {
                 let model = model_of(&group, &spec, layout, dtype, 1);
                 let mut optimizer = optimizer(model.parameters(), &spec, &sgd(0.5), false);
                 train(&model, &mut [&mut optimizer], 0..2);
-                assert_same(&state_dict(model.parameters()).unwrap(), &expected, &format!("{dtype:?}, {layout:?}"));
+                assert_same(
+                    &state_dict(model.parameters()).unwrap(),
+                    &expected,
+                    &format!("{dtype:?}, {layout:?}"),
+                );
             });
         }
     }
@@ -122,10 +151,19 @@ fn state_dicts_own_their_memory() {
     for layout in [
         full_shard(2, true),
         full_shard(2, false),
-        Layout { strategy: ShardingStrategy::NoShard, ..full_shard(2, true) },
+        Layout {
+            strategy: ShardingStrategy::NoShard,
+            ..full_shard(2, true)
+        },
     ] {
-        for state_dict_type in [StateDictType::Full, StateDictType::Sharded, StateDictType::Local] {
-            if state_dict_type == StateDictType::Local && layout.strategy == ShardingStrategy::NoShard {
+        for state_dict_type in [
+            StateDictType::Full,
+            StateDictType::Sharded,
+            StateDictType::Local,
+        ] {
+            if state_dict_type == StateDictType::Local
+                && layout.strategy == ShardingStrategy::NoShard
+            {
                 continue;
             }
             ranks(layout.world, |group| {
@@ -135,14 +173,19 @@ fn state_dicts_own_their_memory() {
                 let mut optimizer = optimizer(parameters, &spec, &sgd(0.0), false);
                 let get = || {
                     parameters
-                        .state_dict_type(StateDictSettings::of(state_dict_type), || state_dict(parameters))
+                        .state_dict_type(StateDictSettings::of(state_dict_type), || {
+                            state_dict(parameters)
+                        })
                         .unwrap()
                 };
                 let (before, again) = (get(), get());
                 train(&model, &mut [&mut optimizer], 0..1);
                 assert_same(&before, &again, "two reads before the step");
                 let after = get();
-                assert!(difference(&before.into(), &after.into(), "").is_some(), "the step changed nothing?");
+                assert!(
+                    difference(&before.into(), &after.into(), "").is_some(),
+                    "the step changed nothing?"
+                );
             });
         }
     }
@@ -169,21 +212,32 @@ fn only_persistent_buffers_are_saved_and_they_load() {
         let model = model(&group, &composite(), full_shard(2, true));
         let parameters = model.parameters();
         let saved = state_dict(parameters).unwrap();
-        assert!(saved.contains_key("mean") && saved.contains_key("u1.buffer") && !saved.contains_key("scratch"));
+        assert!(
+            saved.contains_key("mean")
+                && saved.contains_key("u1.buffer")
+                && !saved.contains_key("scratch")
+        );
         load_state_dict(&zeroed(&saved), parameters, true).unwrap();
         let (mean, _) = &parameters.buffers()["mean"];
         assert_eq!(mean.to_vec1::<f32>().unwrap(), [0.; 5]);
         load_state_dict(&saved, parameters, true).unwrap();
         assert_eq!(mean.to_vec1::<f32>().unwrap(), [1., 2., 3., 4., 5.]);
-        assert_same(&state_dict(parameters).unwrap(), &saved, "after the round trip");
+        assert_same(
+            &state_dict(parameters).unwrap(),
+            &saved,
+            "after the round trip",
+        );
     });
 }
 
 /// Missing, unexpected and mismatched names: the same error on every rank, and nothing has changed.
 #[test]
 fn what_does_not_fit_changes_nothing_on_any_rank() {
-    let settings =
-        [StateDictSettings::of(StateDictType::Full), rank0_only(), StateDictSettings::of(StateDictType::Sharded)];
+    let settings = [
+        StateDictSettings::of(StateDictType::Full),
+        rank0_only(),
+        StateDictSettings::of(StateDictType::Sharded),
+    ];
     for settings in settings {
         let wrong = Tensor::zeros((4, 9), DType::F32, &candle_core::Device::Cpu).unwrap();
         let cast = Tensor::zeros(4, DType::F64, &candle_core::Device::Cpu).unwrap();
@@ -198,14 +252,31 @@ fn what_does_not_fit_changes_nothing_on_any_rank() {
                 let parameters = model.parameters();
                 let before = state_dict(parameters).unwrap();
                 let saved = edit(&zeroed(&before), &[path], value.clone());
-                let saved = if settings == rank0_only() && group.rank() > 0 { StateDict::new() } else { saved };
-                let error =
-                    parameters.state_dict_type(settings, || load_state_dict(&saved, parameters, true)).unwrap_err();
-                assert!(matches!(error, NnError::State(StateError::Incompatible { .. })), "{error}");
-                assert_same(&state_dict(parameters).unwrap(), &before, "after a failed load");
+                let saved = if settings == rank0_only() && group.rank() > 0 {
+                    StateDict::new()
+                } else {
+                    saved
+                };
+                let error = parameters
+                    .state_dict_type(settings, || load_state_dict(&saved, parameters, true))
+                    .unwrap_err();
+                assert!(
+                    matches!(error, NnError::State(StateError::Incompatible { .. })),
+                    "{error}"
+                );
+                assert_same(
+                    &state_dict(parameters).unwrap(),
+                    &before,
+                    "after a failed load",
+                );
                 error.to_string()
             });
-            assert!(errors.iter().all(|error| *error == errors[0] && error.contains(path)), "{errors:?}");
+            assert!(
+                errors
+                    .iter()
+                    .all(|error| *error == errors[0] && error.contains(path)),
+                "{errors:?}"
+            );
         }
     }
 }
@@ -216,7 +287,11 @@ fn missing_and_unexpected_names_are_reported_once_if_not_strict() {
         let model = model(&group, &nested(), full_shard(2, true));
         let parameters = model.parameters();
         let before = state_dict(parameters).unwrap();
-        let saved = edit(&edit(&before, &["block1.bias"], None), &["extra"], Some(1.0.into()));
+        let saved = edit(
+            &edit(&before, &["block1.bias"], None),
+            &["extra"],
+            Some(1.0.into()),
+        );
         let report = load_state_dict(&saved, parameters, false).unwrap();
         assert_eq!(report.missing, ["block1.bias"]);
         assert_eq!(report.unexpected, ["extra"]);
@@ -234,20 +309,34 @@ fn a_local_state_dict_has_one_unpadded_flat_parameter_a_unit() {
         ranks(2, |group| {
             let model = model(&group, &mini7(), full_shard(2, use_orig_params));
             let parameters = model.parameters();
-            let state = parameters.state_dict_type(local(), || state_dict(parameters)).unwrap();
+            let state = parameters
+                .state_dict_type(local(), || state_dict(parameters))
+                .unwrap();
             assert_eq!(state.keys().collect::<Vec<_>>(), ["_flat_param"]);
             let flat = state.get("_flat_param").unwrap().as_sharded().unwrap();
             assert_eq!(flat.shape(), [numel]);
             let cut = if use_orig_params { 23 } else { 20 };
-            let range = if group.rank() == 0 { 0..cut } else { cut..numel };
-            assert_eq!(flat.boxes(), [TensorBox::new(vec![range.start], vec![range.len()])]);
+            let range = if group.rank() == 0 {
+                0..cut
+            } else {
+                cut..numel
+            };
+            assert_eq!(
+                flat.boxes(),
+                [TensorBox::new(vec![range.start], vec![range.len()])]
+            );
         });
     }
     ranks(2, |group| {
         let model = model(&group, &nested(), full_shard(2, false));
         let parameters = model.parameters();
-        let state = parameters.state_dict_type(local(), || state_dict(parameters)).unwrap();
-        assert!(state.contains_key("_flat_param") && state.contains_key("block2.1.bias_module0._flat_param"));
+        let state = parameters
+            .state_dict_type(local(), || state_dict(parameters))
+            .unwrap();
+        assert!(
+            state.contains_key("_flat_param")
+                && state.contains_key("block2.1.bias_module0._flat_param")
+        );
         assert_eq!(state.len(), 6 + 1);
     });
 }
@@ -257,9 +346,15 @@ fn a_rank_whose_shard_is_padding_has_no_local_shard() {
     ranks(5, |group| {
         let model = model(&group, &tied(), full_shard(5, false));
         let parameters = model.parameters();
-        let state = parameters.state_dict_type(local(), || state_dict(parameters)).unwrap();
+        let state = parameters
+            .state_dict_type(local(), || state_dict(parameters))
+            .unwrap();
         // 6 elements over 5 ranks: 2, 2, 2, 0, 0.
-        let bias = state.get("decoder._flat_param").unwrap().as_sharded().unwrap();
+        let bias = state
+            .get("decoder._flat_param")
+            .unwrap()
+            .as_sharded()
+            .unwrap();
         assert_eq!(bias.shards().len(), usize::from(group.rank() < 3));
     });
 }
@@ -273,11 +368,18 @@ fn local_state_dicts_of_four_ranks_reload_on_two() {
             let saved = ranks(4, |group| {
                 let model = model(&group, &spec, full_shard(4, use_orig_params));
                 let parameters = model.parameters();
-                let state = parameters.state_dict_type(local(), || state_dict(parameters)).unwrap();
+                let state = parameters
+                    .state_dict_type(local(), || state_dict(parameters))
+                    .unwrap();
                 let gathered: StateDict = state
                     .iter()
                     .map(|(name, value)| match value.as_sharded() {
-                        Some(flat) => (name.clone(), all_gather_sharded_tensor(flat, &group, None).unwrap().into()),
+                        Some(flat) => (
+                            name.clone(),
+                            all_gather_sharded_tensor(flat, &group, None)
+                                .unwrap()
+                                .into(),
+                        ),
                         None => (name.clone(), value.clone()),
                     })
                     .collect();
@@ -285,11 +387,16 @@ fn local_state_dicts_of_four_ranks_reload_on_two() {
                 let again = model_of(&group, &spec, full_shard(4, use_orig_params), DType::F32, 5);
                 let report = again
                     .parameters()
-                    .state_dict_type(local(), || load_state_dict(&state, again.parameters(), true))
+                    .state_dict_type(local(), || {
+                        load_state_dict(&state, again.parameters(), true)
+                    })
                     .unwrap();
                 assert!(report.is_clean());
                 assert_same(
-                    &crate::state_dicts::common::whole(&group, &state_dict(again.parameters()).unwrap()),
+                    &crate::state_dicts::common::whole(
+                        &group,
+                        &state_dict(again.parameters()).unwrap(),
+                    ),
                     &expected,
                     name,
                 );
@@ -298,7 +405,9 @@ fn local_state_dicts_of_four_ranks_reload_on_two() {
             ranks(2, |group| {
                 let model = model_of(&group, &spec, full_shard(2, use_orig_params), DType::F32, 3);
                 let parameters = model.parameters();
-                parameters.state_dict_type(local(), || load_state_dict(&saved[0], parameters, true)).unwrap();
+                parameters
+                    .state_dict_type(local(), || load_state_dict(&saved[0], parameters, true))
+                    .unwrap();
                 assert_same(&state_dict(parameters).unwrap(), &expected, name);
             });
         }
@@ -308,20 +417,40 @@ fn local_state_dicts_of_four_ranks_reload_on_two() {
 #[test]
 fn local_state_dicts_need_sharded_parameters_without_a_mesh() {
     for (layout, is_mesh) in [
-        (Layout { strategy: ShardingStrategy::NoShard, ..full_shard(2, true) }, false),
+        (
+            Layout {
+                strategy: ShardingStrategy::NoShard,
+                ..full_shard(2, true)
+            },
+            false,
+        ),
         (full_shard(1, true), false),
-        (Layout { strategy: ShardingStrategy::HybridShard, ..full_shard(4, true) }, true),
+        (
+            Layout {
+                strategy: ShardingStrategy::HybridShard,
+                ..full_shard(4, true)
+            },
+            true,
+        ),
     ] {
         ranks(layout.world, |group| {
             let model = model(&group, &mini7(), layout);
             let parameters = model.parameters();
             parameters.state_dict_type(local(), || {
-                let load = load_state_dict(&StateDict::new(), parameters, true).map(|_| StateDict::new());
+                let load =
+                    load_state_dict(&StateDict::new(), parameters, true).map(|_| StateDict::new());
                 for result in [state_dict(parameters), load] {
                     let message = text(result);
                     match is_mesh {
-                        true => assert!(message.starts_with("DeviceMesh is not compatible with LOCAL_STATE_DICT")),
-                        false => assert!(message.contains("can only be used when parameters are flatten and sharded")),
+                        true => assert!(
+                            message
+                                .starts_with("DeviceMesh is not compatible with LOCAL_STATE_DICT")
+                        ),
+                        false => {
+                            assert!(message.contains(
+                                "can only be used when parameters are flatten and sharded"
+                            ))
+                        }
                     }
                 }
             });
@@ -332,8 +461,12 @@ fn local_state_dicts_need_sharded_parameters_without_a_mesh() {
 #[test]
 fn a_plain_or_ddp_state_dict_loads_into_a_sharded_model_and_back() {
     let plain = reference(&dummy(), &adam(), false, DType::F32, 0).0;
-    let ddp: StateDict = plain.iter().map(|(name, value)| (format!("module.{name}"), value.clone())).collect();
-    let stripped = fsdp_nn::torch::consume_prefix_in_state_dict_if_present(&ddp, "module.").unwrap();
+    let ddp: StateDict = plain
+        .iter()
+        .map(|(name, value)| (format!("module.{name}"), value.clone()))
+        .collect();
+    let stripped =
+        fsdp_nn::torch::consume_prefix_in_state_dict_if_present(&ddp, "module.").unwrap();
     let back = ranks(3, |group| {
         let model = model_of(&group, &dummy(), full_shard(3, true), DType::F32, 4);
         load_state_dict(&stripped, model.parameters(), true).unwrap();
@@ -360,14 +493,23 @@ fn values_pass_a_sink_one_by_one_and_its_error_is_every_ranks() {
                 _ => assert!(seen.is_empty()),
             }
             let failing = state_dict_into(parameters, |name, _| match name {
-                "block1.bias" => Err(NnError::UnknownParameter { fqn: "disk full".into() }),
+                "block1.bias" => Err(NnError::UnknownParameter {
+                    fqn: "disk full".into(),
+                }),
                 _ => Ok(()),
             });
             let message = text(failing);
-            assert!(message.contains("disk full") && message.contains("rank 0"), "{message}");
+            assert!(
+                message.contains("disk full") && message.contains("rank 0"),
+                "{message}"
+            );
         });
         // The group still works.
-        assert_same(&state_dict(parameters).unwrap(), &full, "after a failed sink");
+        assert_same(
+            &state_dict(parameters).unwrap(),
+            &full,
+            "after a failed sink",
+        );
     });
 }
 
@@ -381,6 +523,10 @@ fn frozen_parameters_are_in_the_model_state_dict() {
         let model = model(&group, &spec, full_shard(2, true));
         let mut optimizer = optimizer(model.parameters(), &spec, &adam(), false);
         train(&model, &mut [&mut optimizer], 0..2);
-        assert_same(&state_dict(model.parameters()).unwrap(), &expected, "frozen");
+        assert_same(
+            &state_dict(model.parameters()).unwrap(),
+            &expected,
+            "frozen",
+        );
     });
 }

@@ -3,18 +3,28 @@
 use candle_core::{DType, Device, Tensor};
 use fsdp_layout::PlainValue;
 use fsdp_nn::torch::{
-    FullOptimStateDictConfig, OptimStateDictConfig, OptimStateError, StateDictSettings, StateDictType,
-    full_optim_state_dict, map_param_key_to_optim_keys, optim_state_dict, optim_state_dict_into,
-    sharded_optim_state_dict, unflatten_optim_state,
+    FullOptimStateDictConfig, OptimStateDictConfig, OptimStateError, StateDictSettings,
+    StateDictType, full_optim_state_dict, map_param_key_to_optim_keys, optim_state_dict,
+    optim_state_dict_into, sharded_optim_state_dict, unflatten_optim_state,
 };
-use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ParamGroup, ShardingStrategy};
+use fsdp_nn::{
+    FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ParamGroup, ShardingStrategy,
+};
 use fsdp_state::{StateDict, StateValue};
 
 use crate::state_dicts::common::*;
 
 pub(crate) fn optim_rank0_only() -> StateDictSettings {
-    let config = FullOptimStateDictConfig { rank0_only: true, ..Default::default() };
-    StateDictSettings::new(StateDictType::Full, None, Some(OptimStateDictConfig::Full(config))).unwrap()
+    let config = FullOptimStateDictConfig {
+        rank0_only: true,
+        ..Default::default()
+    };
+    StateDictSettings::new(
+        StateDictType::Full,
+        None,
+        Some(OptimStateDictConfig::Full(config)),
+    )
+    .unwrap()
 }
 
 #[test]
@@ -36,7 +46,11 @@ fn a_full_optim_state_dict_is_the_unsharded_optimizers_in_every_layout() {
                     for (fqn, state) in sharded.dict("state").unwrap() {
                         for (_, value) in state.as_dict().unwrap() {
                             if let Some(tensor) = value.as_sharded() {
-                                assert_eq!(tensor.boxes(), parameters.boxes(fqn).unwrap(), "{what}");
+                                assert_eq!(
+                                    tensor.boxes(),
+                                    parameters.boxes(fqn).unwrap(),
+                                    "{what}"
+                                );
                             }
                         }
                     }
@@ -60,7 +74,10 @@ fn half_precision_and_double_states_are_bit_equal() {
         for layout in [
             full_shard(4, true),
             full_shard(4, false),
-            Layout { strategy: ShardingStrategy::HybridShard, ..full_shard(4, true) },
+            Layout {
+                strategy: ShardingStrategy::HybridShard,
+                ..full_shard(4, true)
+            },
         ] {
             ranks(layout.world, |group| {
                 let model = model_of(&group, &spec, layout, dtype, 1);
@@ -75,7 +92,11 @@ fn half_precision_and_double_states_are_bit_equal() {
 
 /// An optimizer whose parameters come in another order on odd ranks.
 fn reversed_on_odd_ranks(model: &Model, spec: &Spec, rank: usize) -> Optimizer {
-    let mut names: Vec<String> = spec.params.iter().map(|(unit, name, _)| full_name(unit, name)).collect();
+    let mut names: Vec<String> = spec
+        .params
+        .iter()
+        .map(|(unit, name, _)| full_name(unit, name))
+        .collect();
     if rank % 2 == 1 {
         names.reverse();
     }
@@ -94,7 +115,9 @@ fn optimizers_may_hold_their_parameters_in_another_order_on_each_rank() {
             let full = optim_state_dict(None, model.parameters(), &optimizer).unwrap();
             assert_same(&sorted_params(&full), &expected, &format!("{layout:?}"));
             let local = optimizer.state_dict().unwrap();
-            let loaded = fsdp_nn::torch::shard_full_optim_state_dict(&full, model.parameters(), &optimizer).unwrap();
+            let loaded =
+                fsdp_nn::torch::shard_full_optim_state_dict(&full, model.parameters(), &optimizer)
+                    .unwrap();
             assert_same(&loaded, &local, "and back");
         });
     }
@@ -103,7 +126,10 @@ fn optimizers_may_hold_their_parameters_in_another_order_on_each_rank() {
 /// An optimizer without the last unit's parameters on one rank.
 fn lacking_on(model: &Model, spec: &Spec, lacks: bool) -> Optimizer {
     let last = spec.params.last().unwrap().0;
-    let kept = spec.params.iter().filter(|(unit, ..)| !lacks || *unit != last);
+    let kept = spec
+        .params
+        .iter()
+        .filter(|(unit, ..)| !lacks || *unit != last);
     let names: Vec<String> = kept.map(|(unit, name, _)| full_name(unit, name)).collect();
     Optimizer::with_groups(model.parameters(), vec![ParamGroup::new(adam(), names)]).unwrap()
 }
@@ -119,10 +145,25 @@ fn state_that_a_rank_lacks_is_the_same_error_on_all_ranks() {
             train(&model, &mut [&mut optimizer], 0..1);
             let error = optim_state_dict(None, model.parameters(), &optimizer).unwrap_err();
             match (&error, use_orig_params) {
-                (NnError::OptimState { error: OptimStateError::MissingOnRanks { missing }, .. }, false) => {
-                    assert_eq!(missing[..], [(1, vec!["net2.weight".to_owned(), "net2.bias".to_owned()])]);
+                (
+                    NnError::OptimState {
+                        error: OptimStateError::MissingOnRanks { missing },
+                        ..
+                    },
+                    false,
+                ) => {
+                    assert_eq!(
+                        missing[..],
+                        [(1, vec!["net2.weight".to_owned(), "net2.bias".to_owned()])]
+                    );
                 }
-                (NnError::OptimState { error: OptimStateError::NotOnAllRanks { .. }, .. }, true) => {}
+                (
+                    NnError::OptimState {
+                        error: OptimStateError::NotOnAllRanks { .. },
+                        ..
+                    },
+                    true,
+                ) => {}
                 _ => panic!("{error}"),
             }
             error.to_string()
@@ -150,18 +191,27 @@ fn keys_follow_rank_0_or_are_merged() {
         train(&flat, &mut [&mut optimizer_flat], 0..1);
         let local = optimizer_flat.state_dict().unwrap();
         let (keys, mine) = map_param_key_to_optim_keys(&local, &optimizer_flat, false).unwrap();
-        let names: Vec<&str> = keys.iter().map(|key| key.unflat_param_names[0].as_str()).collect();
+        let names: Vec<&str> = keys
+            .iter()
+            .map(|key| key.unflat_param_names[0].as_str())
+            .collect();
         assert_eq!(names, ["net1.weight", "net2.weight", "net4.weight"]);
         let id = if group.rank() == 0 { "0" } else { "2" };
         assert_eq!(mine[&keys[0]], id);
         let orig = model(&group, &spec, full_shard(2, true));
         let mut optimizer = reversed_on_odd_ranks(&orig, &spec, group.rank());
         train(&orig, &mut [&mut optimizer], 0..1);
-        let (keys, mine) = map_param_key_to_optim_keys(&optimizer.state_dict().unwrap(), &optimizer, true).unwrap();
+        let (keys, mine) =
+            map_param_key_to_optim_keys(&optimizer.state_dict().unwrap(), &optimizer, true)
+                .unwrap();
         assert_eq!(keys.len(), 5);
         assert!(keys.is_sorted());
         // Rank 0's shard ends before the last biases; each rank has keys for what is on it alone.
-        let here = orig.parameters().fqns().filter(|fqn| !orig.parameters().boxes(fqn).unwrap().is_empty()).count();
+        let here = orig
+            .parameters()
+            .fqns()
+            .filter(|fqn| !orig.parameters().boxes(fqn).unwrap().is_empty())
+            .count();
         assert_eq!(mine.len(), here);
         assert!(group.rank() == 1 || here < 5);
     });
@@ -174,7 +224,9 @@ fn a_group_without_global_rank_0_works() {
     let expected = reference(&spec, &adam(), false, DType::F32, 2).1;
     for use_orig_params in [true, false] {
         ranks(3, |group| {
-            let Some(sub) = group.subgroup(&[1, 2]).unwrap() else { return };
+            let Some(sub) = group.subgroup(&[1, 2]).unwrap() else {
+                return;
+            };
             let model = model(&sub, &spec, full_shard(2, use_orig_params));
             let parameters = model.parameters();
             let mut optimizer = optimizer(parameters, &spec, &adam(), false);
@@ -185,7 +237,9 @@ fn a_group_without_global_rank_0_works() {
                 _ => assert!(rank0.is_empty()),
             }
             let full = (sub.rank() == 0).then_some(&rank0);
-            let loaded = fsdp_nn::torch::scatter_full_optim_state_dict(full, parameters, &optimizer).unwrap();
+            let loaded =
+                fsdp_nn::torch::scatter_full_optim_state_dict(full, parameters, &optimizer)
+                    .unwrap();
             assert_same(&loaded, &optimizer.state_dict().unwrap(), "scattered");
         });
     }
@@ -201,7 +255,10 @@ fn a_given_local_state_dict_by_ids_or_names_counts_instead_of_the_live_state() {
             let mut optimizer = optimizer(parameters, &spec, &adam(), true);
             train(&model, &mut [&mut optimizer], 0..2);
             let full = optim_state_dict(None, parameters, &optimizer).unwrap();
-            let (ids, names) = (optimizer.state_dict().unwrap(), optimizer.named_state_dict().unwrap());
+            let (ids, names) = (
+                optimizer.state_dict().unwrap(),
+                optimizer.named_state_dict().unwrap(),
+            );
             let before = ids.clone();
             train(&model, &mut [&mut optimizer], 2..3);
             for local in [&ids, &names] {
@@ -211,13 +268,17 @@ fn a_given_local_state_dict_by_ids_or_names_counts_instead_of_the_live_state() {
             assert_same(&ids, &before, "the caller's dict");
             let without_groups = edit(&ids, &["param_groups"], None);
             let saved = optim_state_dict(Some(&without_groups), parameters, &optimizer).unwrap();
-            assert_same(&saved, &edit(&full, &["param_groups"], None), "without groups");
+            assert_same(
+                &saved,
+                &edit(&full, &["param_groups"], None),
+                "without groups",
+            );
         });
     }
 }
 
-/// Mutation guard: in torch all parameters of a FlatParameter share one `step`, and on the CPU each state of an
-/// original parameter holds the last state's values.
+/// Mutation guard: in torch all parameters of a FlatParameter share one `step`, and on the CPU each
+/// state of an original parameter holds the last state's values.
 #[test]
 fn every_value_has_memory_of_its_own() {
     let spec = dummy();
@@ -225,7 +286,10 @@ fn every_value_has_memory_of_its_own() {
         full_shard(2, false),
         full_shard(2, true),
         PLAIN,
-        Layout { strategy: ShardingStrategy::NoShard, ..full_shard(2, false) },
+        Layout {
+            strategy: ShardingStrategy::NoShard,
+            ..full_shard(2, false)
+        },
     ] {
         for sharded in [false, true] {
             ranks(layout.world, |group| {
@@ -239,9 +303,11 @@ fn every_value_has_memory_of_its_own() {
                 };
                 let (state, untouched) = (get(), get());
                 let live = optimizer.state_dict().unwrap();
-                // Overwrite all of one parameter's state; nothing else changes, nor does the optimizer.
+                // Overwrite all of one parameter's state; nothing else changes, nor does the
+                // optimizer.
                 let overwrite = |tensor: &Tensor| {
-                    let mut bytes = fsdp_flat::storage::HostBytesMut::write(&tensor.clone()).unwrap();
+                    let mut bytes =
+                        fsdp_flat::storage::HostBytesMut::write(&tensor.clone()).unwrap();
                     bytes.fill(0x55);
                     bytes.finish().unwrap();
                 };
@@ -250,7 +316,10 @@ fn every_value_has_memory_of_its_own() {
                     match value {
                         StateValue::Tensor(tensor) => overwrite(tensor),
                         StateValue::Sharded(tensor) => {
-                            tensor.shards().iter().for_each(|shard| overwrite(&shard.tensor));
+                            tensor
+                                .shards()
+                                .iter()
+                                .for_each(|shard| overwrite(&shard.tensor));
                         }
                         _ => continue,
                     }
@@ -261,7 +330,14 @@ fn every_value_has_memory_of_its_own() {
                 assert_same(&rest(&state), &rest(&untouched), "the other parameters");
                 assert_same(&optimizer.state_dict().unwrap(), &live, "the optimizer");
                 let of = |name: &str| {
-                    untouched.dict("state").unwrap().dict("net1.weight").unwrap().get(name).unwrap().clone()
+                    untouched
+                        .dict("state")
+                        .unwrap()
+                        .dict("net1.weight")
+                        .unwrap()
+                        .get(name)
+                        .unwrap()
+                        .clone()
                 };
                 assert!(difference(&of("exp_avg"), &of("exp_avg_sq"), "").is_some());
             });
@@ -286,7 +362,8 @@ fn parameters_without_state_are_left_out() {
             let full = optim_state_dict(None, parameters, &optimizer).unwrap();
             assert_same(&full, &expected, &format!("{layout:?}"));
             // An unused unit's absence is no error on the way back.
-            let loaded = fsdp_nn::torch::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
+            let loaded =
+                fsdp_nn::torch::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
             assert_same(&loaded, &optimizer.state_dict().unwrap(), "and back");
         });
     }
@@ -299,13 +376,15 @@ fn parameters_that_no_optimizer_holds_are_no_error() {
         let model = model(&group, &spec, full_shard(3, true));
         let parameters = model.parameters();
         let biases = ["net1.bias", "net2.bias"];
-        let mut optimizer = Optimizer::with_groups(parameters, vec![ParamGroup::new(adam(), biases)]).unwrap();
+        let mut optimizer =
+            Optimizer::with_groups(parameters, vec![ParamGroup::new(adam(), biases)]).unwrap();
         train(&model, &mut [&mut optimizer], 0..2);
         let full = optim_state_dict(None, parameters, &optimizer).unwrap();
         let mut names: Vec<&str> = full.dict("state").unwrap().keys().collect();
         names.sort_unstable();
         assert_eq!(names, biases);
-        let loaded = fsdp_nn::torch::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
+        let loaded =
+            fsdp_nn::torch::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
         assert_same(&loaded, &optimizer.state_dict().unwrap(), "and back");
     });
 }
@@ -324,17 +403,24 @@ fn frozen_parameters_in_a_unit_have_no_state() {
         assert_same(&full, &expected, "frozen");
         assert!(!full.dict("state").unwrap().contains_key("net1.weight"));
         assert!(full.dict("state").unwrap().contains_key("net1.bias"));
-        let loaded = fsdp_nn::torch::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
+        let loaded =
+            fsdp_nn::torch::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
         assert_same(&loaded, &optimizer.state_dict().unwrap(), "and back");
     });
 }
 
-/// A local state dict with values that no schema names: numbers, text, tensors of other shapes, and unknown keys.
+/// A local state dict with values that no schema names: numbers, text, tensors of other shapes, and
+/// unknown keys.
 pub(crate) fn with_extra_entries(state: &StateDict) -> StateDict {
     let mut state = state.clone();
-    let factored = Tensor::arange(0f32, 6f32, &Device::Cpu).unwrap().reshape((2, 3, 1)).unwrap();
+    let factored = Tensor::arange(0f32, 6f32, &Device::Cpu)
+        .unwrap()
+        .reshape((2, 3, 1))
+        .unwrap();
     for part in ["state", "state_of_empty_pieces"] {
-        let Some(StateValue::Dict(states)) = state.get_mut(part) else { continue };
+        let Some(StateValue::Dict(states)) = state.get_mut(part) else {
+            continue;
+        };
         for (_, entries) in states.iter_mut() {
             if let StateValue::Dict(entries) = entries {
                 entries.insert("val", 2.5);
@@ -346,7 +432,12 @@ pub(crate) fn with_extra_entries(state: &StateDict) -> StateDict {
         }
     }
     if let Some(StateValue::Dict(states)) = state.get_mut("state") {
-        states.insert("user", [("hits", StateValue::from(3i64))].into_iter().collect::<StateDict>());
+        states.insert(
+            "user",
+            [("hits", StateValue::from(3i64))]
+                .into_iter()
+                .collect::<StateDict>(),
+        );
         states.insert("table", Tensor::new(&[1u8, 2, 3], &Device::Cpu).unwrap());
     }
     state
@@ -363,26 +454,56 @@ fn scalars_text_odd_shapes_and_user_state_are_carried() {
             train(&model, &mut [&mut optimizer], 0..2);
             let local = with_extra_entries(&optimizer.state_dict().unwrap());
             optimizer.load_state_dict(&local).unwrap();
-            assert_same(&optimizer.state_dict().unwrap(), &local, "kept by the optimizer");
+            assert_same(
+                &optimizer.state_dict().unwrap(),
+                &local,
+                "kept by the optimizer",
+            );
             let full = optim_state_dict(None, parameters, &optimizer).unwrap();
             let states = full.dict("state").unwrap();
             for fqn in parameters.fqns() {
                 let state = states.dict(fqn).unwrap();
-                assert_eq!(state.get("val").unwrap().as_plain().unwrap().as_float(), Some(2.5));
-                assert_eq!(state.get("mode").unwrap().as_plain().unwrap().as_str(), Some("fast"));
-                assert_eq!(state.get("row_factor").unwrap().as_tensor().unwrap().dims(), [2, 3, 1]);
-                assert_eq!(state.get("count").unwrap().as_tensor().unwrap().to_scalar::<i64>().unwrap(), 7);
+                assert_eq!(
+                    state.get("val").unwrap().as_plain().unwrap().as_float(),
+                    Some(2.5)
+                );
+                assert_eq!(
+                    state.get("mode").unwrap().as_plain().unwrap().as_str(),
+                    Some("fast")
+                );
+                assert_eq!(
+                    state.get("row_factor").unwrap().as_tensor().unwrap().dims(),
+                    [2, 3, 1]
+                );
+                assert_eq!(
+                    state
+                        .get("count")
+                        .unwrap()
+                        .as_tensor()
+                        .unwrap()
+                        .to_scalar::<i64>()
+                        .unwrap(),
+                    7
+                );
             }
-            assert_eq!(states.plain_at(&["user", "hits"]).unwrap().as_int(), Some(3));
+            assert_eq!(
+                states.plain_at(&["user", "hits"]).unwrap().as_int(),
+                Some(3)
+            );
             assert!(states.get("table").unwrap().as_tensor().is_some());
             // All of it comes back, also from rank 0 alone and from boxes.
-            let loaded = fsdp_nn::torch::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
+            let loaded =
+                fsdp_nn::torch::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
             assert_same(&loaded, &local, "from every rank");
             let of_rank0 = (group.rank() == 0).then_some(&full);
-            let loaded = fsdp_nn::torch::scatter_full_optim_state_dict(of_rank0, parameters, &optimizer).unwrap();
+            let loaded =
+                fsdp_nn::torch::scatter_full_optim_state_dict(of_rank0, parameters, &optimizer)
+                    .unwrap();
             assert_same(&loaded, &local, "from rank 0");
             let sharded = sharded_optim_state_dict(None, parameters, &optimizer).unwrap();
-            let loaded = fsdp_nn::torch::flatten_sharded_optim_state_dict(&sharded, parameters, &optimizer).unwrap();
+            let loaded =
+                fsdp_nn::torch::flatten_sharded_optim_state_dict(&sharded, parameters, &optimizer)
+                    .unwrap();
             assert_same(&loaded, &local, "from boxes");
         });
     }
@@ -404,10 +525,20 @@ fn scalars_must_agree_on_the_ranks_that_have_elements_and_only_there() {
         // A rank that has nothing of the parameter may say what it likes.
         let mut empty_says = local.clone();
         if !has_bias && let Some(StateValue::Dict(states)) = empty_says.get_mut("state") {
-            states.insert("1", [("step", step(99.0))].into_iter().collect::<StateDict>());
+            states.insert(
+                "1",
+                [("step", step(99.0))].into_iter().collect::<StateDict>(),
+            );
         }
         let full = optim_state_dict(Some(&empty_says), parameters, &optimizer).unwrap();
-        let saved = full.dict("state").unwrap().dict("decoder.bias").unwrap().get("step").unwrap().clone();
+        let saved = full
+            .dict("state")
+            .unwrap()
+            .dict("decoder.bias")
+            .unwrap()
+            .get("step")
+            .unwrap()
+            .clone();
         assert_eq!(saved.as_tensor().unwrap().to_scalar::<f32>().unwrap(), 2.0);
         // One that has elements may not.
         let wrong = match group.rank() {
@@ -416,7 +547,9 @@ fn scalars_must_agree_on_the_ranks_that_have_elements_and_only_there() {
         };
         let message = text(optim_state_dict(Some(&wrong), parameters, &optimizer));
         assert!(
-            message.starts_with("rank 1 has different values for `step` of parameters [\"decoder.bias\"]: 3"),
+            message.starts_with(
+                "rank 1 has different values for `step` of parameters [\"decoder.bias\"]: 3"
+            ),
             "{message}"
         );
     });
@@ -436,14 +569,30 @@ fn one_flat_parameters_state_is_that_of_its_parameters() {
         let flat = local.dict("state").unwrap().dict("0").unwrap();
         let states = unflatten_optim_state(flat, parameters, &optimizer, &fqns).unwrap();
         for (fqn, state) in fqns.iter().zip(&states) {
-            assert_same(state, expected.dict("state").unwrap().dict(fqn).unwrap(), fqn);
+            assert_same(
+                state,
+                expected.dict("state").unwrap().dict(fqn).unwrap(),
+                fqn,
+            );
         }
         // And back: right padding is zero, and padding never shows.
-        let by_name: StateDict = fqns.iter().zip(states).map(|(fqn, state)| (*fqn, state.into())).collect();
+        let by_name: StateDict = fqns
+            .iter()
+            .zip(states)
+            .map(|(fqn, state)| (*fqn, state.into()))
+            .collect();
         let again = fsdp_nn::torch::flatten_optim_state(&by_name, &optimizer, &fqns).unwrap();
         assert_same(&again, flat, "flattened again");
-        let error = text(unflatten_optim_state(flat, parameters, &optimizer, &fqns[1..]));
-        assert!(error.contains("are not the parameters of one FlatParameter"), "{error}");
+        let error = text(unflatten_optim_state(
+            flat,
+            parameters,
+            &optimizer,
+            &fqns[1..],
+        ));
+        assert!(
+            error.contains("are not the parameters of one FlatParameter"),
+            "{error}"
+        );
     });
 }
 
@@ -461,10 +610,21 @@ fn a_parameter_whose_name_is_a_number_is_not_taken_for_an_id() {
         model.backward(&loss).unwrap();
         optimizer.step().unwrap();
         let local = optimizer.state_dict().unwrap();
-        let flat = local.dict("state").unwrap().dict("0").cloned().unwrap_or_default();
-        let found = unflatten_optim_state(&flat, parameters, &optimizer, &["1"]).unwrap().remove(0);
+        let flat = local
+            .dict("state")
+            .unwrap()
+            .dict("0")
+            .cloned()
+            .unwrap_or_default();
+        let found = unflatten_optim_state(&flat, parameters, &optimizer, &["1"])
+            .unwrap()
+            .remove(0);
         let full = optim_state_dict(None, parameters, &optimizer).unwrap();
-        assert_same(&found, full.dict("state").unwrap().dict("1").unwrap(), "the parameter `1`");
+        assert_same(
+            &found,
+            full.dict("state").unwrap().dict("1").unwrap(),
+            "the parameter `1`",
+        );
     });
 }
 
@@ -480,7 +640,13 @@ fn values_pass_a_sink_and_its_error_is_every_ranks() {
         parameters.state_dict_type(optim_rank0_only(), || {
             let mut seen = 0;
             let rest = optim_state_dict_into(None, parameters, &optimizer, |fqn, name, value| {
-                let expected = full.dict("state").unwrap().dict(fqn).unwrap().get(name).unwrap();
+                let expected = full
+                    .dict("state")
+                    .unwrap()
+                    .dict(fqn)
+                    .unwrap()
+                    .get(name)
+                    .unwrap();
                 assert!(difference(&value, expected, name).is_none());
                 seen += 1;
                 Ok(())
@@ -488,10 +654,13 @@ fn values_pass_a_sink_and_its_error_is_every_ranks() {
             .unwrap();
             assert_eq!(seen, if group.rank() == 0 { 12 * 3 } else { 0 });
             assert_eq!(rest.contains_key("param_groups"), group.rank() == 0);
-            let failed = optim_state_dict_into(None, parameters, &optimizer, |_, name, _| match name {
-                "exp_avg_sq" => Err(NnError::UnknownParameter { fqn: "disk full".into() }),
-                _ => Ok(()),
-            });
+            let failed =
+                optim_state_dict_into(None, parameters, &optimizer, |_, name, _| match name {
+                    "exp_avg_sq" => Err(NnError::UnknownParameter {
+                        fqn: "disk full".into(),
+                    }),
+                    _ => Ok(()),
+                });
             assert!(text(failed).contains("disk full"));
         });
         let again = optim_state_dict(None, parameters, &optimizer).unwrap();
@@ -502,7 +671,10 @@ fn values_pass_a_sink_and_its_error_is_every_ranks() {
 #[test]
 fn an_optimizer_of_another_model_is_refused() {
     ranks(2, |group| {
-        let (a, b) = (model(&group, &dummy(), full_shard(2, true)), model(&group, &dummy(), full_shard(2, true)));
+        let (a, b) = (
+            model(&group, &dummy(), full_shard(2, true)),
+            model(&group, &dummy(), full_shard(2, true)),
+        );
         let optimizer = optimizer(a.parameters(), &dummy(), &adam(), false);
         assert!(text(optim_state_dict(None, b.parameters(), &optimizer)).contains("another model"));
     });

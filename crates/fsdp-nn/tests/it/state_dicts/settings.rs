@@ -3,7 +3,8 @@
 use fsdp_nn::NnError;
 use fsdp_nn::torch::{
     FullOptimStateDictConfig, FullStateDictConfig, LocalOptimStateDictConfig, LocalStateDictConfig,
-    OptimStateDictConfig, ShardedStateDictConfig, StateDictConfig, StateDictSettings, StateDictType,
+    OptimStateDictConfig, ShardedStateDictConfig, StateDictConfig, StateDictSettings,
+    StateDictType,
 };
 
 use crate::state_dicts::common::{composite, full_shard, model, ranks};
@@ -12,24 +13,42 @@ use crate::state_dicts::common::{composite, full_shard, model, ranks};
 fn a_config_of_another_class_is_refused() {
     let local = StateDictConfig::Local(LocalStateDictConfig::default());
     let error = StateDictSettings::new(StateDictType::Full, Some(local), None).unwrap_err();
-    assert!(error.to_string().starts_with("expected state_dict_config of type"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .starts_with("expected state_dict_config of type"),
+        "{error}"
+    );
     assert!(matches!(
         error,
-        NnError::ConfigType { expected: "FullStateDictConfig", found: "LocalStateDictConfig", .. }
+        NnError::ConfigType {
+            expected: "FullStateDictConfig",
+            found: "LocalStateDictConfig",
+            ..
+        }
     ));
     let optim = OptimStateDictConfig::Local(LocalOptimStateDictConfig::default());
     let error = StateDictSettings::new(StateDictType::Sharded, None, Some(optim)).unwrap_err();
-    assert!(error.to_string().starts_with("expected optim_state_dict_config of type"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .starts_with("expected optim_state_dict_config of type"),
+        "{error}"
+    );
 }
 
 #[test]
 fn defaults_are_torchs() {
     let default = StateDictSettings::default();
     assert_eq!(default.state_dict_type(), StateDictType::Full);
-    assert!(!default.state_dict_config().offload_to_cpu() && !default.state_dict_config().rank0_only());
-    for (state_dict_type, offload) in
-        [(StateDictType::Full, true), (StateDictType::Sharded, true), (StateDictType::Local, false)]
-    {
+    assert!(
+        !default.state_dict_config().offload_to_cpu() && !default.state_dict_config().rank0_only()
+    );
+    for (state_dict_type, offload) in [
+        (StateDictType::Full, true),
+        (StateDictType::Sharded, true),
+        (StateDictType::Local, false),
+    ] {
         let config = OptimStateDictConfig::of(state_dict_type);
         assert_eq!(config.offload_to_cpu(), offload, "{state_dict_type:?}");
         assert!(!config.rank0_only());
@@ -41,19 +60,33 @@ fn the_settings_before_come_back_on_every_exit_path() {
     ranks(1, |group| {
         let model = model(&group, &composite(), full_shard(1, true));
         let parameters = model.parameters();
-        let config = FullStateDictConfig { offload_to_cpu: true, rank0_only: true };
-        let outer = StateDictSettings::new(StateDictType::Full, Some(StateDictConfig::Full(config)), None).unwrap();
-        assert_eq!(parameters.set_state_dict_type(outer), StateDictSettings::default());
+        let config = FullStateDictConfig {
+            offload_to_cpu: true,
+            rank0_only: true,
+        };
+        let outer = StateDictSettings::new(
+            StateDictType::Full,
+            Some(StateDictConfig::Full(config)),
+            None,
+        )
+        .unwrap();
+        assert_eq!(
+            parameters.set_state_dict_type(outer),
+            StateDictSettings::default()
+        );
         let sharded = StateDictSettings::of(StateDictType::Sharded);
         parameters.state_dict_type(sharded, || {
             assert_eq!(parameters.get_state_dict_type(), sharded);
             let local = StateDictSettings::of(StateDictType::Local);
-            parameters.state_dict_type(local, || assert_eq!(parameters.get_state_dict_type(), local));
+            parameters.state_dict_type(local, || {
+                assert_eq!(parameters.get_state_dict_type(), local)
+            });
             assert_eq!(parameters.get_state_dict_type(), sharded);
         });
         assert_eq!(parameters.get_state_dict_type(), outer);
-        let failed: Result<(), NnError> =
-            parameters.state_dict_type(sharded, || Err(NnError::UnknownParameter { fqn: "x".into() }));
+        let failed: Result<(), NnError> = parameters.state_dict_type(sharded, || {
+            Err(NnError::UnknownParameter { fqn: "x".into() })
+        });
         assert!(failed.is_err());
         assert_eq!(parameters.get_state_dict_type(), outer);
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -66,11 +99,19 @@ fn the_settings_before_come_back_on_every_exit_path() {
 
 #[test]
 fn configs_of_the_right_class_are_taken() {
-    let model = StateDictConfig::Sharded(ShardedStateDictConfig { offload_to_cpu: true });
+    let model = StateDictConfig::Sharded(ShardedStateDictConfig {
+        offload_to_cpu: true,
+    });
     assert!(
-        StateDictSettings::new(StateDictType::Sharded, Some(model), None).unwrap().state_dict_config().offload_to_cpu()
+        StateDictSettings::new(StateDictType::Sharded, Some(model), None)
+            .unwrap()
+            .state_dict_config()
+            .offload_to_cpu()
     );
-    let optim = OptimStateDictConfig::Full(FullOptimStateDictConfig { offload_to_cpu: false, rank0_only: true });
+    let optim = OptimStateDictConfig::Full(FullOptimStateDictConfig {
+        offload_to_cpu: false,
+        rank0_only: true,
+    });
     let settings = StateDictSettings::new(StateDictType::Full, None, Some(optim)).unwrap();
     assert!(settings.optim_state_dict_config().rank0_only());
 }
