@@ -4,11 +4,7 @@
 //! environment what to do, and writes how that went to a file: an MPI launcher ends all ranks when
 //! one fails.
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "these are tests, and their helpers"
-)]
+#![expect(clippy::unwrap_used, reason = "these are tests, and their helpers")]
 #![expect(
     clippy::disallowed_methods,
     reason = "what ranks tell the test is no checkpoint"

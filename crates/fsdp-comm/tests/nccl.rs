@@ -5,11 +5,7 @@
 //! A test starts this very program again for each rank, where `rank_process` finds out from its
 //! environment what to do.
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "these are tests, and their helpers"
-)]
+#![expect(clippy::unwrap_used, reason = "these are tests, and their helpers")]
 #![expect(
     clippy::disallowed_methods,
     reason = "what ranks tell the test is no checkpoint"

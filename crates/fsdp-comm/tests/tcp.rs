@@ -4,11 +4,7 @@
 //! A test starts this very program again for each rank, where `rank_process` finds out from its
 //! environment what to do.
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "these are tests, and their helpers"
-)]
+#![expect(clippy::unwrap_used, reason = "these are tests, and their helpers")]
 
 mod conformance;
 mod processes;

@@ -18,7 +18,6 @@ mod seeds;
 mod state;
 #[path = "../../../../fuzz/src/lib.rs"]
 #[expect(
-    clippy::expect_used,
     unreachable_pub,
     reason = "the same file is the library of the fuzz targets"
 )]
