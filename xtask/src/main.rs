@@ -40,7 +40,7 @@ enum Task {
     /// Formatting, without changing anything.
     Fmt,
     /// The project's own rules: layers, file sizes, where `unsafe` may be.
-    Tidy,
+    Tidy(tidy::TidyArguments),
     /// clippy on everything, warnings denied.
     Clippy,
     /// The API documentation, warnings denied.
@@ -121,7 +121,10 @@ const TEST_THREADS: &str = "NEXTEST_TEST_THREADS";
 /// are built one after the other, tests are built on the other cores.
 const CI: [Task; 10] = [
     Task::Fmt,
-    Task::Tidy,
+    Task::Tidy(tidy::TidyArguments {
+        report: false,
+        at: None,
+    }),
     Task::Clippy,
     Task::Gpu(gpu::GpuArguments {
         check: true,
@@ -159,7 +162,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
     let name = match task {
         Task::Ci => "ci",
         Task::Fmt => "fmt",
-        Task::Tidy => "tidy",
+        Task::Tidy(_) => "tidy",
         Task::Clippy => "clippy",
         Task::Doc => "doc",
         Task::Doctest => "doctest",
@@ -180,7 +183,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
     match task {
         Task::Ci => unreachable!("main runs its parts"),
         Task::Fmt => cargo(root, &["fmt", "--all", "--check"], &[])?,
-        Task::Tidy => tidy::check(root)?,
+        Task::Tidy(arguments) => tidy::run(root, &arguments)?,
         Task::Interop => interop::run(root)?,
         Task::Package(arguments) => package::run(root, &arguments)?,
         Task::Docs(arguments) => docs::run(root, &arguments)?,
