@@ -7,6 +7,7 @@ use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint::{self, Checkpoint};
 use fsdp_dcp::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry};
 use fsdp_dcp::reader::OpenOptions;
+use fsdp_layout::DType;
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 
@@ -398,11 +399,15 @@ fn tensors(metadata: &Metadata) -> Vec<Tensor> {
 
 /// Returns the number of bytes of a tensor's elements.
 pub(super) fn bytes(entry: &TensorEntry) -> u64 {
-    let numel = entry
-        .shape
-        .iter()
-        .fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
-    numel.saturating_mul(entry.properties.dtype.size_in_bytes())
+    bytes_of(entry.properties.dtype, &entry.shape)
+}
+
+/// Returns the number of bytes of elements of this dtype and shape. The shape may be that of a
+/// damaged file.
+pub(super) fn bytes_of(dtype: DType, shape: &[usize]) -> u64 {
+    shape.iter().fold(dtype.size_in_bytes(), |bytes, &size| {
+        bytes.saturating_mul(size as u64)
+    })
 }
 
 /// Describes a tensor and its boxes.
