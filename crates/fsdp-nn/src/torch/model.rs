@@ -144,7 +144,7 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
             .map(|param| layout.param_range(param).end)
             .max()
             .unwrap_or(0);
-        let range = layout.shard(handle.shard_rank()).range;
+        let range = layout.shard_range(handle.shard_rank());
         let numel = range.end.min(end).saturating_sub(range.start);
         let mut shards = Vec::new();
         if numel > 0 {
