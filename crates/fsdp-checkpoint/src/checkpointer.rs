@@ -1,5 +1,6 @@
 //! [`Checkpointer`]: the checkpoints of a run, saved and loaded with one call each.
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::thread::{Builder, JoinHandle};
@@ -12,11 +13,12 @@ use fsdp_dcp::storage::Durable;
 use fsdp_dcp::verify::with_causes;
 use fsdp_digest::StateDigest;
 use fsdp_layout::{ErrorKind, Failure as _};
-use fsdp_state::{LoadError as _, LoadOptions, LoadReport};
+use fsdp_state::{LoadOptions, LoadReport};
 use tracing::warn;
 
 use crate::background::BackgroundSaver;
 use crate::catalog::{StepCheckpoint, latest_checkpoint, step_name, step_of};
+use crate::error::broadcast_result;
 use crate::load::{LOAD, open};
 use crate::memory_tier::MemoryTier;
 use crate::parent::parent_of_step;
@@ -232,8 +234,8 @@ impl Checkpointer {
 
     /// Checks that every rank can save to the run's directory, which is made if it does not exist.
     /// Each rank writes a small file there, and all of these are removed. Call it before training,
-    /// so that steps are not lost because the first save fails. Collectives: two agreements and an
-    /// object broadcast.
+    /// so that steps are not lost because the first save fails. Collectives: a broadcast of a result
+    /// and an agreement.
     ///
     /// # Errors
     /// The same on every rank: the errors of the storage.
@@ -490,7 +492,7 @@ impl Checkpointer {
     }
 
     /// Returns the newest checkpoint of the run. It is the same on every rank. Collective: one
-    /// agreement and one object broadcast.
+    /// broadcast of a result.
     ///
     /// # Errors
     /// The same on every rank: a directory that cannot be read.
@@ -499,14 +501,13 @@ impl Checkpointer {
         let group = with_storage_deadline(&self.group, self.options.load.deadline);
         // Only rank 0 lists the directory. If every rank did, a checkpoint that is saved or removed
         // meanwhile could make their answers differ.
-        let found = if group.rank() == 0 {
-            self.latest_here()
-        } else {
-            Ok(None)
-        };
-        let found = CheckpointError::agree(&group, "latest checkpoint", None, found)?;
-        let found = found.as_ref().and_then(step_and_name);
-        let found: Option<(u64, String)> = group.broadcast_object(Some(&found), 0)?;
+        let mut found = Ok(None);
+        if group.rank() == 0 {
+            found = self
+                .latest_here()
+                .map(|latest| Some(latest.as_ref().map(step_and_name)));
+        }
+        let found: Option<(u64, String)> = broadcast_result(&group, "latest checkpoint", found, 0)?;
         Ok(found.map(|found| self.checkpoint_of(found)))
     }
 
@@ -522,19 +523,18 @@ impl Checkpointer {
 
     /// Removes the checkpoints of the run that need not be kept, and returns them. Saves do this
     /// automatically. If the run has gone back to an older step, later checkpoints neither count
-    /// nor are removed. Collective: one agreement and one object broadcast.
+    /// nor are removed. Collective: one broadcast of a result.
     ///
     /// # Errors
     /// The same on every rank: a directory that cannot be read, files that cannot be removed.
     pub fn prune(&self) -> Result<Vec<StepCheckpoint>, CheckpointError> {
         let group = with_storage_deadline(&self.group, self.options.save.deadline);
-        let removed = match group.rank() {
-            0 => prune_up_to(&self.run, &self.options.retention, self.at_step),
-            _ => Ok(Vec::new()),
-        };
-        let removed = CheckpointError::agree(&group, "prune", None, removed)?;
-        let removed: Vec<(u64, String)> = removed.iter().filter_map(step_and_name).collect();
-        let removed: Vec<(u64, String)> = group.broadcast_object(Some(&removed), 0)?;
+        let mut removed = Ok(None);
+        if group.rank() == 0 {
+            removed = prune_up_to(&self.run, &self.options.retention, self.at_step)
+                .map(|removed| Some(removed.iter().map(step_and_name).collect()));
+        }
+        let removed: Vec<(u64, String)> = broadcast_result(&group, "prune", removed, 0)?;
         Ok(removed
             .into_iter()
             .map(|removed| self.checkpoint_of(removed))
@@ -601,11 +601,10 @@ impl Drop for Checkpointer {
 
 /// Returns the step of a checkpoint, and its name in the run, which is what ranks send to each
 /// other.
-fn step_and_name(checkpoint: &StepCheckpoint) -> Option<(u64, String)> {
-    Some((
-        checkpoint.step,
-        checkpoint.path.name().file_name()?.to_str()?.to_owned(),
-    ))
+fn step_and_name(checkpoint: &StepCheckpoint) -> (u64, String) {
+    let name = checkpoint.path.name().file_name().and_then(OsStr::to_str);
+    let name = name.expect("a checkpoint was found by its name in the run");
+    (checkpoint.step, name.to_owned())
 }
 
 /// Removes old checkpoints of a run that is at `step`; `None` if that is not known. A failure is

@@ -1,7 +1,6 @@
 //! Saving a state dict as a checkpoint: every rank writes what it holds, one rank plans and
 //! commits.
 
-use std::fmt;
 use std::time::{Duration, Instant};
 
 use fsdp_comm::ProcessGroup;
@@ -10,14 +9,12 @@ use fsdp_dcp::checkpoint::check_replaceable;
 use fsdp_dcp::lineage::Lineage;
 use fsdp_dcp::plan::{Deduplicate, GlobalPlan, plan_part};
 use fsdp_dcp::storage::{Durable, Staging, clean_stale};
-use fsdp_dcp::verify::with_causes;
 use fsdp_dcp::writer::{Before, RankWritten, WriteOptions, finish, write_changed, write_rank};
 use fsdp_digest::Digest;
-use fsdp_layout::{ErrorKind, Failure};
 use fsdp_state::StateDict;
 use tracing::{debug, info_span};
 
-use crate::CheckpointError;
+use crate::error::{CheckpointError, WithCauses, broadcast_result};
 use crate::local_state::LocalState;
 use crate::parent::written_before;
 use crate::plan::{PLANNER, PlanCache, Planned};
@@ -139,8 +136,8 @@ impl SaveRequest {
     }
 
     /// Checks that every rank can write to the place of the save: each writes a small file to a
-    /// staging directory, which is then removed. Collectives: two agreements and an object
-    /// broadcast.
+    /// staging directory, which is then removed. Collectives: a broadcast of a result and an
+    /// agreement.
     ///
     /// # Errors
     /// The same on every rank: the errors of the storage.
@@ -169,20 +166,20 @@ impl SaveRequest {
         }
     }
 
-    /// Prepares the staging directory of the save on the planner. Collectives: an agreement and an
-    /// object broadcast.
+    /// Prepares the staging directory of the save on the planner. Collective: a broadcast of the
+    /// result.
     ///
     /// # Errors
     /// The same on every rank: the errors of [`Self::prepare`].
     fn prepare_on_planner(&self, group: &ProcessGroup) -> Result<Prepared, CheckpointError> {
-        let own = if group.rank() == PLANNER {
-            self.prepare().map(Some)
-        } else {
-            Ok(None)
-        };
-        let own = group.agree("save: prepare", own.map_err(WithCauses))?;
-        let name = own.as_ref().map(|staging| staging.name().to_owned());
-        let name = group.broadcast_object(name.as_ref(), PLANNER)?;
+        let mut own = None;
+        let mut outcome = Ok(None);
+        if group.rank() == PLANNER {
+            outcome = self
+                .prepare()
+                .map(|staging| Some(own.insert(staging).name().to_owned()));
+        }
+        let name = broadcast_result(group, "save: prepare", outcome, PLANNER)?;
         Ok(Prepared { own, name })
     }
 
@@ -334,13 +331,12 @@ impl Saver {
                     .expect("the planner keeps the metadata");
                 let all_written: Vec<RankWritten> = all_written.into_iter().flatten().collect();
                 finish(staging, metadata, &all_written, request.lineage.clone())
-                    .map(|digests| digests.map(|digests| digests.root()))
+                    .map(|digests| Some(digests.map(|digests| digests.root())))
                     .map_err(CheckpointError::from)
             }
             _ => Ok(None),
         };
-        let digest = group.agree("save: commit", committed.map_err(WithCauses))?;
-        let digest: Option<Digest> = group.broadcast_object(Some(&digest), PLANNER)?;
+        let digest: Option<Digest> = broadcast_result(group, "save: commit", committed, PLANNER)?;
         let report = SaveReport {
             rank_bytes: cached.rank_bytes,
             total_bytes: cached.total_bytes,
@@ -357,22 +353,6 @@ impl Saver {
             "saved"
         );
         Ok(report)
-    }
-}
-
-/// An error that is sent to other ranks. Its text includes its causes, such as the system's reason,
-/// because only the text is sent.
-struct WithCauses(CheckpointError);
-
-impl fmt::Display for WithCauses {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&with_causes(&self.0))
-    }
-}
-
-impl Failure for WithCauses {
-    fn kind(&self) -> ErrorKind {
-        self.0.kind()
     }
 }
 
