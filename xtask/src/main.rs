@@ -3,11 +3,13 @@
 
 mod bench;
 mod docs;
+mod features;
 mod fuzz;
 mod gpu;
 mod interop;
 mod job;
 mod kills;
+mod metadata;
 mod mpi;
 mod package;
 mod python;
@@ -43,6 +45,8 @@ enum Task {
     Tidy(tidy::TidyArguments),
     /// clippy on everything, warnings denied.
     Clippy,
+    /// Each crate without features, with each of them, and with all; warnings denied.
+    Features(features::FeaturesArguments),
     /// The API documentation, warnings denied.
     Doc,
     /// The examples in documentation.
@@ -131,7 +135,7 @@ const CI: [Task; 10] = [
         stand_in: false,
         build: None,
     }),
-    Task::Package(package::PackageArguments { publish: false }),
+    Task::Package(package::PackageArguments::CI),
     Task::Doc,
     Task::Docs(docs::DocsArguments::CI),
     Task::Doctest,
@@ -164,6 +168,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Fmt => "fmt",
         Task::Tidy(_) => "tidy",
         Task::Clippy => "clippy",
+        Task::Features(_) => "features",
         Task::Doc => "doc",
         Task::Doctest => "doctest",
         Task::Test => "test",
@@ -184,6 +189,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Ci => unreachable!("main runs its parts"),
         Task::Fmt => cargo(root, &["fmt", "--all", "--check"], &[])?,
         Task::Tidy(arguments) => tidy::run(root, &arguments)?,
+        Task::Features(arguments) => features::run(root, &arguments)?,
         Task::Interop => interop::run(root)?,
         Task::Package(arguments) => package::run(root, &arguments)?,
         Task::Docs(arguments) => docs::run(root, &arguments)?,

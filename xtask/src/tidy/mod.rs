@@ -6,6 +6,7 @@ mod modules;
 mod names;
 mod report;
 mod text;
+mod toolchain;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -57,6 +58,7 @@ fn check(root: &Path) -> Result<()> {
     for (name, text) in &files {
         breaches.extend(text::check(name, text));
     }
+    breaches.extend(toolchain::check(&files));
     breaches.extend(check_modules(&files)?);
     ensure!(
         breaches.is_empty(),
