@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::Location;
+use fsdp_formats::Location;
 use fsdp_layout::KeyPath;
 use fsdp_state::{
     DeferredCopies, StateDict, StateError, copy_state_dict_deferring, create_cpu_state_dict,

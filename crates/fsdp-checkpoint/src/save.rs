@@ -9,19 +9,19 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::check_replaceable;
-use fsdp_dcp::limits::MAX_OBJECT_BYTES;
-use fsdp_dcp::lineage::Lineage;
-use fsdp_dcp::plan::{Deduplicate, GlobalPlan, LocalPlan, Selection, plan_part};
-use fsdp_dcp::storage::{Durable, Staging, clean_stale};
-use fsdp_dcp::verify::with_causes;
-use fsdp_dcp::writer::value_item_length;
-use fsdp_dcp::writer::{
-    Before, PayloadSource, RankWritten, WriteOptions, finish, write_changed, write_rank,
-};
 use fsdp_digest::Digest;
 use fsdp_flat::storage::{HostBytes, to_device};
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::check_replaceable;
+use fsdp_formats::limits::MAX_OBJECT_BYTES;
+use fsdp_formats::lineage::Lineage;
+use fsdp_formats::plan::{Deduplicate, GlobalPlan, LocalPlan, Selection, plan_part};
+use fsdp_formats::storage::{Durable, Staging, clean_stale};
+use fsdp_formats::writer::value_item_length;
+use fsdp_formats::writer::{
+    Before, PayloadSource, RankWritten, WriteOptions, finish, write_changed, write_rank,
+};
+use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure, PlainValue, TensorBox};
 use fsdp_state::{FlatStateDict, StateDict, StateValue, flatten_state_dict};
 use indexmap::IndexMap;
@@ -381,7 +381,7 @@ pub(crate) fn save_part(
         metadata,
         selections,
         ..
-    } = plan_part(plan).map_err(fsdp_dcp::FileError::from)?;
+    } = plan_part(plan).map_err(fsdp_formats::FileError::from)?;
     let staging = durable.prepare(path, false)?;
     // Digests are not computed: they are of whole tensors, and this rank has only parts of some.
     let write = WriteOptions {
@@ -641,8 +641,8 @@ impl PayloadSource for LocalState {
         fqn: &str,
         bounds: &TensorBox,
         range: Range<u64>,
-        sink: &mut dyn FnMut(&[u8]) -> Result<(), fsdp_dcp::FileError>,
-    ) -> Result<(), fsdp_dcp::FileError> {
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), fsdp_formats::FileError>,
+    ) -> Result<(), fsdp_formats::FileError> {
         let length = range.end - range.start;
         self.look(fqn, bounds, range, sink)?;
         self.progress.add(length);
@@ -654,9 +654,9 @@ impl PayloadSource for LocalState {
         fqn: &str,
         bounds: &TensorBox,
         range: Range<u64>,
-        sink: &mut dyn FnMut(&[u8]) -> Result<(), fsdp_dcp::FileError>,
-    ) -> Result<(), fsdp_dcp::FileError> {
-        let not_stored = || fsdp_dcp::FileError::NotStored {
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), fsdp_formats::FileError>,
+    ) -> Result<(), fsdp_formats::FileError> {
+        let not_stored = || fsdp_formats::FileError::NotStored {
             fqn: fqn.to_owned(),
         };
         let boxes = self.tensors.get(fqn).ok_or_else(not_stored)?;
@@ -675,11 +675,11 @@ impl PayloadSource for LocalState {
         Ok(())
     }
 
-    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, fsdp_dcp::FileError> {
+    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, fsdp_formats::FileError> {
         let value = self.values.get(fqn);
         value
             .map(Cow::Borrowed)
-            .ok_or_else(|| fsdp_dcp::FileError::NotStored {
+            .ok_or_else(|| fsdp_formats::FileError::NotStored {
                 fqn: fqn.to_owned(),
             })
     }

@@ -3,10 +3,10 @@
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint;
-use fsdp_dcp::digest::digest;
-use fsdp_dcp::reader::OpenOptions;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint;
+use fsdp_formats::digest::digest;
+use fsdp_formats::reader::OpenOptions;
 use serde::Serialize;
 use std::collections::BTreeMap;
 

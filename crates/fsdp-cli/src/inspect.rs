@@ -2,11 +2,11 @@
 
 use anyhow::Result;
 use clap::Args;
-use fsdp_dcp::FileError;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry};
-use fsdp_dcp::reader::OpenOptions;
+use fsdp_formats::FileError;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry};
+use fsdp_formats::reader::OpenOptions;
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 

@@ -3,11 +3,11 @@
 use std::collections::HashSet;
 use std::ffi::OsString;
 
-use fsdp_dcp::checkpoint;
-use fsdp_dcp::metadata::{Entry, encode};
-use fsdp_dcp::plan::LoadRequest;
-use fsdp_dcp::reader::{Destination, OpenOptions, ReadOptions};
-use fsdp_dcp::{FileError, FormatError, writer};
+use fsdp_formats::checkpoint;
+use fsdp_formats::metadata::{Entry, encode};
+use fsdp_formats::plan::LoadRequest;
+use fsdp_formats::reader::{Destination, OpenOptions, ReadOptions};
+use fsdp_formats::{FileError, FormatError, writer};
 use fsdp_layout::TensorBox;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -135,7 +135,7 @@ impl Checkpoint {
             };
             if !bounds.fits(&tensor.shape) {
                 let shape = tensor.shape.clone();
-                let error = fsdp_dcp::plan::LoadPlanError::OutOfBounds {
+                let error = fsdp_formats::plan::LoadPlanError::OutOfBounds {
                     fqn: name,
                     bounds,
                     shape,
@@ -167,7 +167,7 @@ impl Checkpoint {
 
 /// Returns the error for a tensor that the checkpoint does not have.
 fn missing(name: &str) -> FileError {
-    FileError::from(fsdp_dcp::plan::LoadPlanError::Missing {
+    FileError::from(fsdp_formats::plan::LoadPlanError::Missing {
         fqn: name.to_owned(),
     })
 }

@@ -4,8 +4,8 @@
 use candle_core::{Device, Tensor};
 use fsdp_checkpoint::{CheckpointError, LoadOptions, SaveOptions, SaveReport, Saver, load_whole};
 use fsdp_comm::{CommError, Operation, ProcessGroup, run_local};
-use fsdp_dcp::plan::Deduplicate;
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::plan::Deduplicate;
 use fsdp_layout::TensorBox;
 use fsdp_layout::shard::chunk_range;
 use fsdp_state::{StateDict, StateValue};

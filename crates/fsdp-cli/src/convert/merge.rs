@@ -1,9 +1,9 @@
 //! `fsdp merge`: merges several checkpoints into one.
 
 use anyhow::Result;
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::convert::View;
-use fsdp_dcp::merge::{Average, Lora, LoraConfig};
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_tools::convert::View;
+use fsdp_tools::merge::{Average, Lora, LoraConfig};
 
 use super::arguments::MergeArguments;
 use super::write::{Destination, open, write};

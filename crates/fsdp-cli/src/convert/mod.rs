@@ -6,10 +6,10 @@ mod slices;
 mod write;
 
 use anyhow::Result;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::convert::{OutputFormat, View};
-use fsdp_dcp::map::Mapped;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_tools::convert::{OutputFormat, View};
+use fsdp_tools::map::Mapped;
 
 use self::write::{Destination, open, write};
 use super::keys::Keys;

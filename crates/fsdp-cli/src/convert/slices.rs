@@ -1,7 +1,7 @@
 //! The report of the parts that tensor-parallel ranks get.
 
-use fsdp_dcp::metadata::Metadata;
-use fsdp_dcp::tensor_parallel::{Cut, TensorParallelPlan};
+use fsdp_formats::metadata::Metadata;
+use fsdp_tools::tensor_parallel::{Cut, TensorParallelPlan};
 use serde::Serialize;
 
 use crate::text::escaped;

@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::convert::{ConvertOptions, Converted, OutputFormat, convert};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::storage::{self, Durable};
-use fsdp_dcp::tensor_parallel::TensorParallelPlan;
-use fsdp_dcp::{FileError, Location};
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::storage::{self, Durable};
+use fsdp_formats::{FileError, Location};
 use fsdp_layout::{ErrorKind, Failure as _};
+use fsdp_tools::convert::{ConvertOptions, Converted, OutputFormat, convert};
+use fsdp_tools::tensor_parallel::TensorParallelPlan;
 use serde::Serialize;
 
 use super::arguments::{TargetArguments, WriteArguments};

@@ -1,6 +1,6 @@
 //! All data that the page of a run shows.
 
-use fsdp_dcp::lineage::Link;
+use fsdp_formats::lineage::Link;
 
 use super::history::History;
 use super::metrics::Metrics;

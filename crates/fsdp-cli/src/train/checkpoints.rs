@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result};
 use fsdp::checkpoint::{CheckpointError, Location, RunFacts, SaveReport, StepCheckpoint};
-use fsdp::dcp::FileError;
-use fsdp::dcp::storage::Durable;
+use fsdp::formats::FileError;
+use fsdp::formats::storage::Durable;
 use fsdp::layout::{ErrorKind, Failure as _};
 use fsdp::prelude::*;
 use tracing::info_span;

@@ -19,7 +19,7 @@ use crate::output;
 use crate::report::lines::{self, Line};
 use crate::run_files::{EVENTS_FILE, METRICS_FILE};
 use crate::text::escaped_lines;
-use fsdp::dcp::storage::Durable;
+use fsdp::formats::storage::Durable;
 
 /// The number of times per second that the bar is drawn.
 const BAR_HZ: u8 = 10;
