@@ -1,9 +1,9 @@
 //! Loading a checkpoint into a state dict: torch's `dcp.load`, into fresh tensors or in place.
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::reader::OpenOptions;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::{KeyPath, PlainValue};
 use fsdp_state::engine::DictTarget;
 use fsdp_state::{

@@ -1,8 +1,8 @@
 //! The keys that are converted or compared, and their new names.
 
 use anyhow::{Result, bail, ensure};
-use fsdp_dcp::convert::Rename;
-use fsdp_dcp::metadata::Metadata;
+use fsdp_formats::metadata::Metadata;
+use fsdp_tools::convert::Rename;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
 use crate::failure::UsageError;
@@ -239,7 +239,7 @@ mod tests {
         ] {
             metadata.entries.insert(
                 key.to_owned(),
-                fsdp_dcp::metadata::Entry::Bytes(Default::default()),
+                fsdp_formats::metadata::Entry::Bytes(Default::default()),
             );
         }
         let near = nearest("model.up.wieght", &metadata).unwrap();

@@ -6,14 +6,14 @@ use std::ffi::OsString;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use fsdp_dcp::checkpoint::check_replaceable;
-use fsdp_dcp::plan::{LocalPlan, SelectedItem, Selection};
-use fsdp_dcp::storage::{self, Durable};
-use fsdp_dcp::writer::{
+use fsdp_formats::checkpoint::check_replaceable;
+use fsdp_formats::plan::{LocalPlan, SelectedItem, Selection};
+use fsdp_formats::storage::{self, Durable};
+use fsdp_formats::writer::{
     PayloadSource, RankWritten, WriteOptions, decode_item, describe_item, finish_encoded,
     write_rank,
 };
-use fsdp_dcp::{FileError, Location};
+use fsdp_formats::{FileError, Location};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use pyo3::prelude::*;

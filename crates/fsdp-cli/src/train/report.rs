@@ -20,7 +20,7 @@ use crate::report::lines::{self, JsonLine};
 use crate::report::series::Series;
 use crate::report::{EVENTS_FILE, METRICS_FILE};
 use crate::text::escaped_lines;
-use fsdp::dcp::storage::Durable;
+use fsdp::formats::storage::Durable;
 
 /// The number of times per second that the bar is drawn.
 const BAR_HZ: u8 = 10;
