@@ -13,11 +13,11 @@ use fsdp_comm::ProcessGroup;
 use tracing::{trace, warn};
 
 use super::order::Order;
+use super::shared::Shared;
 use super::unit::{Gathered, Reduction, UnitExchange};
 use super::worker::{Ticket, Worker};
 use crate::config::{BackwardPrefetch, FsdpConfig};
-use crate::shared::Shared;
-use crate::{NnError, Result};
+use crate::error::{NnError, Result};
 
 /// The largest number of prefetched units, unless [`FsdpConfig::limit_all_gathers`] limits it to
 /// one.

@@ -10,10 +10,12 @@ use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::FlatEntry;
 use tracing::trace;
 
+use super::device;
+use super::gradient::add;
 use super::groups::Groups;
-use crate::gradient::add;
-use crate::precision::cast;
-use crate::{Result, device, tasks};
+use crate::config::cast;
+use crate::error::Result;
+use crate::tasks;
 
 /// The parts of one unit that its collectives need. They never change, so another thread can run
 /// the collectives.

@@ -12,8 +12,8 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
 
-use crate::handle::FlatParamHandle;
-use crate::{NnError, Result};
+use super::handle::FlatParamHandle;
+use crate::error::{NnError, Result};
 
 /// A tensor of a sharded model that is a leaf of candle's graph.
 enum Leaf {

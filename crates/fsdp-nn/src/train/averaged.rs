@@ -10,9 +10,9 @@ use fsdp_state::{StateDict, StateError, StateValue};
 use indexmap::IndexMap;
 
 use crate::algorithm::lerp;
-use crate::parameters::{ShardedParameters, check_values, write_boxes};
+use crate::error::{NnError, Result};
+use crate::model::parameters::{ShardedParameters, check_values, write_boxes};
 use crate::state::names_that_count;
-use crate::{NnError, Result};
 
 /// The key of the number of updates.
 const N_AVERAGED: &str = "n_averaged";

@@ -9,10 +9,10 @@ use fsdp_flat::with_float;
 use fsdp_layout::PlainValue;
 use fsdp_state::StateDict;
 
+use crate::error::{NnError, Result, ScalerError};
+use crate::exchange::device;
+use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
-use crate::parameters::ShardedParameters;
-use crate::scaler_error::ScalerError;
-use crate::{NnError, Result, device};
 
 /// Options of a [`GradScaler`], with torch's defaults; the same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -1,26 +1,18 @@
 //! The FlatParameter of one unit: its memory, gathered or sharded, and the forwards and backwards
 //! that use it.
 
-mod backward;
-mod parameter;
-mod whole;
-
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::ProcessGroup;
-use fsdp_flat::storage::{release, to_device, zeros};
+use fsdp_flat::storage::{owned_copy, release, to_device, zeros};
 use fsdp_flat::{FlatParameter, ShardedTensor};
 use fsdp_layout::FlatLayout;
 
-use crate::exchange::{Groups, Moment, Overlap, UnitExchange};
-use crate::precision::cast;
-use crate::shared::Shared;
-use crate::{MixedPrecision, NnError, Result, ShardingStrategy};
-
-pub(crate) use backward::Unreduced;
-pub(crate) use parameter::Parameter;
-pub(crate) use whole::InUse;
+use super::parameter::Parameter;
+use crate::config::{MixedPrecision, ShardingStrategy, cast};
+use crate::error::{NnError, Result};
+use crate::exchange::{Groups, Moment, Overlap, Shared, UnitExchange};
 
 /// torch's name of a FlatParameter within its unit.
 pub(crate) const FLAT_PARAM: &str = "_flat_param";
@@ -51,50 +43,50 @@ pub(crate) struct FlatParamHandle {
     pub(crate) params: Vec<Parameter>,
     precision: MixedPrecision,
     strategy: ShardingStrategy,
-    exchange: Arc<UnitExchange>,
+    pub(super) exchange: Arc<UnitExchange>,
     /// The collectives that overlap with the computation; `None` if the computation waits for each
     /// collective.
-    overlap: Option<Arc<Overlap>>,
-    shared: Arc<Shared>,
+    pub(super) overlap: Option<Arc<Overlap>>,
+    pub(super) shared: Arc<Shared>,
     state: Mutex<HandleState>,
 }
 
 #[derive(Debug, Default)]
-struct HandleState {
+pub(super) struct HandleState {
     /// `true` while the parameters are gathered: their storages are filled.
-    whole: bool,
+    pub(super) whole: bool,
     /// The forward that filled them.
-    gathered_in: u64,
+    pub(super) gathered_in: u64,
     /// The number of guards of forwards and backwards that compute with the parameters now.
-    users: usize,
+    pub(super) users: usize,
     /// The last change of the unit's values.
-    changed_at: u64,
+    pub(super) changed_at: u64,
     /// The unsharded gradient of this rank's own batch. It exists from the last gradient to the
     /// reduction.
-    unsharded_grad: Option<Tensor>,
+    pub(super) unsharded_grad: Option<Tensor>,
     /// `true` for each parameter of `unsharded_grad` that has been written.
-    written: Vec<bool>,
+    pub(super) written: Vec<bool>,
     /// `true` for each parameter that got a gradient on this rank since the last `zero_grad`.
-    touched: Vec<bool>,
+    pub(super) touched: Vec<bool>,
     /// `true` for each parameter that got a gradient on any rank; empty where the ranks have not
     /// agreed on it.
-    has_gradient: Vec<bool>,
+    pub(super) has_gradient: Vec<bool>,
     /// The gradients that this backward has computed so far, by the numbers of their parameters.
-    received: Vec<(usize, Tensor)>,
+    pub(super) received: Vec<(usize, Tensor)>,
     /// `true` for each parameter that this backward has finished with, or never reaches; empty
     /// before it reaches the unit.
-    finished: Vec<bool>,
+    pub(super) finished: Vec<bool>,
     /// The number of parameters that this backward has yet to finish with.
-    unfinished: usize,
+    pub(super) unfinished: usize,
     /// `true` during a backward in which this unit is reduced after all others.
-    is_reduced_last: bool,
+    pub(super) is_reduced_last: bool,
     /// `true` once this backward has reduced the unit's gradients, or begun to.
-    is_reduced: bool,
+    pub(super) is_reduced: bool,
     /// The gradient that has been reduced over the shard group, and not yet over replicas; as long
     /// as the shard.
-    partial: Option<Tensor>,
+    pub(super) partial: Option<Tensor>,
     /// The reduced gradient, as long as the shard.
-    grad: Option<Tensor>,
+    pub(super) grad: Option<Tensor>,
 }
 
 /// A guard for a unit's gathered parameters while they are in use. They cannot be resharded or
@@ -102,6 +94,23 @@ struct HandleState {
 pub(crate) struct WholeParameters<'a>(&'a FlatParamHandle);
 
 impl Drop for WholeParameters<'_> {
+    fn drop(&mut self) {
+        self.0.end_use();
+    }
+}
+
+/// A guard that prevents changes of a unit's values until it is dropped.
+#[derive(Debug)]
+pub(crate) struct InUse(Arc<FlatParamHandle>);
+
+impl InUse {
+    pub(crate) fn new(handle: &Arc<FlatParamHandle>) -> Self {
+        handle.state().users += 1;
+        InUse(Arc::clone(handle))
+    }
+}
+
+impl Drop for InUse {
     fn drop(&mut self) {
         self.0.end_use();
     }
@@ -187,7 +196,7 @@ impl FlatParamHandle {
         Ok(handle)
     }
 
-    fn state(&self) -> MutexGuard<'_, HandleState> {
+    pub(super) fn state(&self) -> MutexGuard<'_, HandleState> {
         // If a thread panicked with the lock, the state is still plain data, so it can be used.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -439,7 +448,7 @@ impl FlatParamHandle {
     }
 
     /// Releases the gathered parameters, if they are gathered and can be gathered again.
-    fn release_locked(&self, state: &mut HandleState) -> Result<()> {
+    pub(super) fn release_locked(&self, state: &mut HandleState) -> Result<()> {
         if !self.needs_gather() || !state.whole {
             return Ok(());
         }
@@ -495,5 +504,34 @@ impl FlatParamHandle {
     /// names the sharded units.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
         NnError::of_computation(error, || self.shared.sharded())
+    }
+
+    /// Returns copies of the parameters, whole, in the dtype of the shards.
+    /// Collectives: one all-gather over the shard group, none if nothing is sharded.
+    pub(crate) fn gather_whole(&self) -> Result<Vec<Tensor>> {
+        let exchange = Arc::clone(&self.exchange);
+        // Run the gather in the same queue as the units' other collectives, so that their order is
+        // the same on all ranks.
+        let whole = match &self.overlap {
+            Some(overlap) => overlap.run(move || exchange.gather_flat())?,
+            None => exchange.gather_flat()?,
+        };
+        let Some(whole) = whole else {
+            return self
+                .params
+                .iter()
+                .map(|param| Ok(owned_copy(&param.tensor.detach())?))
+                .collect();
+        };
+        let layout = &self.exchange.layout;
+        let param = |(index, shape): (usize, &Vec<usize>)| {
+            let range = layout.param_range(index);
+            Ok(owned_copy(
+                &whole
+                    .narrow(0, range.start, range.len())?
+                    .reshape(shape.as_slice())?,
+            )?)
+        };
+        layout.shapes().iter().enumerate().map(param).collect()
     }
 }

@@ -6,11 +6,12 @@ use candle_core::{Tensor, TensorId};
 use fsdp_flat::storage::{HostSliceMut, zeros_on};
 use fsdp_flat::with_float;
 
-use super::{FlatParamHandle, HandleState};
-use crate::exchange::{Moment, Reduction};
-use crate::gradient::{copy_gradient, flat_gradient};
-use crate::precision::cast;
-use crate::{Result, device, tasks};
+use super::handle::{FlatParamHandle, HandleState};
+use crate::config::cast;
+use crate::error::Result;
+use crate::exchange::gradient::{copy_gradient, flat_gradient};
+use crate::exchange::{Moment, Reduction, device};
+use crate::tasks;
 
 /// The gradients of a unit that a rank has at the end of a backward, and has yet to reduce. Of
 /// several ranks, the one whose variant comes last in this list decides what they do together.
