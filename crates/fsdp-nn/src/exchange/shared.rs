@@ -1,67 +1,100 @@
-//! The state that all units of one model share: which of them are gathered, counts of forwards, of
-//! changes of values and of bytes, and the readers for whom changes wait.
+//! What all units of one model share.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, OnceLock};
 
 use candle_core::DType;
 
-use tracing::info_span;
+use super::unchanged::{Readers, Unchanged};
+use super::unit::UnitExchange;
 
-/// The state that all units of one model share.
+/// What all units of one model share.
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
+    /// The units by their numbers; set once all of them are made.
+    units: OnceLock<Vec<Arc<UnitExchange>>>,
+    pub(crate) memory: Memory,
+    pub(crate) reductions: Reductions,
+    pub(crate) forwards: Forwards,
+    pub(crate) values: Values,
+}
+
+impl Shared {
+    /// Sets the units of the model, by their numbers, once all of them are made.
+    pub(crate) fn complete(&self, units: Vec<Arc<UnitExchange>>) {
+        self.units
+            .set(units)
+            .expect("the units of a model are built once");
+    }
+
+    /// Returns the units by their numbers.
+    pub(super) fn units(&self) -> &[Arc<UnitExchange>] {
+        self.units
+            .get()
+            .expect("a model computes only after all of its units are built")
+    }
+
+    /// Returns the names of the parameters that are not gathered now, and those of their units.
+    pub(crate) fn sharded(&self) -> (Vec<String>, Vec<String>) {
+        let mut parameters = Vec::new();
+        let mut units = Vec::new();
+        for unit in self.units().iter().filter(|unit| !unit.is_gathered()) {
+            parameters.extend_from_slice(unit.layout.fqns());
+            units.push(unit.name.clone());
+        }
+        (parameters, units)
+    }
+
+    /// Returns `true` if the shards may have been written since a forward gathered them. The same
+    /// on every rank.
+    pub(crate) fn may_be_stale(&self, gathered_in: u64) -> bool {
+        self.values.is_lent() && !self.forwards.is_running_as(gathered_in)
+    }
+}
+
+/// The bytes of parameters on this rank.
+#[derive(Debug, Default)]
+pub(crate) struct Memory {
+    bytes: AtomicUsize,
+    peak_bytes: AtomicUsize,
+}
+
+impl Memory {
+    /// Counts bytes of parameters that are held from now on.
+    pub(crate) fn count_held(&self, bytes: usize) {
+        let now = self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak_bytes.fetch_max(now, Ordering::Relaxed);
+    }
+
+    /// Counts bytes of parameters that are held no more.
+    pub(crate) fn count_released(&self, bytes: usize) {
+        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Returns the bytes of parameters that this rank holds now.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Returns the most bytes of parameters that this rank has ever held.
+    pub(crate) fn peak_bytes(&self) -> usize {
+        self.peak_bytes.load(Ordering::Relaxed)
+    }
+}
+
+/// How gradients are reduced, and how often they have been.
+#[derive(Debug, Default)]
+pub(crate) struct Reductions {
     /// `true` while backwards do not reduce gradients over ranks.
     no_sync: AtomicBool,
     /// `true` while backwards do not reduce gradients over replicas.
     no_all_reduce: AtomicBool,
     /// The dtype in which gradients are sent, if it is another than that of the reduction.
     sent_dtype: OnceLock<DType>,
-    /// `true` once views of the shards have been lent to somebody who may write into them at any
-    /// time.
-    lent: AtomicBool,
-    /// `true` once the check for parameters without a gradient has been made.
-    looked_for_unreached: AtomicBool,
-    /// Forwards of the model that are running, one inside the other.
-    running: AtomicUsize,
-    /// Forwards of the model so far.
-    forwards: AtomicU64,
-    /// Changes of values so far.
-    changes: AtomicU64,
-    /// Reductions of gradients so far.
-    reductions: AtomicU64,
-    /// `true` while the parameters have the values of an average, which has theirs.
-    has_average: AtomicBool,
-    /// The readers of the values, for whom changes wait.
-    pub(crate) readers: Arc<Readers>,
-    /// The units in the order in which they were made.
-    units: Mutex<Vec<UnitState>>,
-    /// Bytes of parameters that this rank holds now.
-    bytes: AtomicUsize,
-    /// The most bytes of parameters that this rank has ever held.
-    peak_bytes: AtomicUsize,
+    count: AtomicU64,
 }
 
-/// A unit, for messages.
-#[derive(Debug)]
-struct UnitState {
-    name: String,
-    parameters: Vec<String>,
-    /// `true` while the parameters are gathered.
-    is_whole: bool,
-}
-
-/// A forward of the model, until it is dropped.
-pub(crate) struct Forward<'a>(&'a Shared);
-
-impl Drop for Forward<'_> {
-    fn drop(&mut self) {
-        self.0.running.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-impl Shared {
+impl Reductions {
     /// Returns `true` if a backward reduces gradients.
     pub(crate) fn syncs(&self) -> bool {
         !self.no_sync.load(Ordering::Relaxed)
@@ -70,26 +103,6 @@ impl Shared {
     /// Turns the reduction of gradients off or on, and returns the previous setting.
     pub(crate) fn set_no_sync(&self, no_sync: bool) -> bool {
         self.no_sync.swap(no_sync, Ordering::Relaxed)
-    }
-
-    /// Counts a reduction of gradients.
-    pub(crate) fn count_reduction(&self) {
-        self.reductions.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Returns the number of reductions of gradients so far.
-    pub(crate) fn reductions(&self) -> u64 {
-        self.reductions.load(Ordering::Relaxed)
-    }
-
-    /// Returns `true` while the parameters have the values of an average.
-    pub(crate) fn has_average(&self) -> bool {
-        self.has_average.load(Ordering::Relaxed)
-    }
-
-    /// Records whether the parameters have the values of an average.
-    pub(crate) fn set_has_average(&self, has_average: bool) {
-        self.has_average.store(has_average, Ordering::Relaxed);
     }
 
     /// Returns `true` if a backward reduces gradients over replicas too.
@@ -113,20 +126,42 @@ impl Shared {
         self.sent_dtype.set(dtype).is_ok()
     }
 
-    /// Records that views of the shards were lent to be written into.
-    pub(crate) fn lend(&self) {
-        self.lent.store(true, Ordering::Relaxed);
+    /// Counts a reduction of gradients.
+    pub(crate) fn count_one(&self) {
+        self.count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Returns `true` if somebody may write into views of the shards at any time.
-    pub(crate) fn is_lent(&self) -> bool {
-        self.lent.load(Ordering::Relaxed)
+    /// Returns the number of reductions of gradients so far.
+    pub(crate) fn count(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
     }
+}
 
-    /// Returns `true` on the first call only: the caller then looks for parameters without a
-    /// gradient.
-    pub(crate) fn begin_look_for_unreached(&self) -> bool {
-        !self.looked_for_unreached.swap(true, Ordering::Relaxed)
+/// The forwards of the model.
+#[derive(Debug, Default)]
+pub(crate) struct Forwards {
+    /// The forwards that are running, one inside the other.
+    running: AtomicUsize,
+    /// The forwards so far; those inside others do not count.
+    count: AtomicU64,
+}
+
+/// A forward of the model, until it is dropped.
+pub(crate) struct RunningForward<'a>(&'a Forwards);
+
+impl Drop for RunningForward<'_> {
+    fn drop(&mut self) {
+        self.0.running.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Forwards {
+    /// Begins a forward of the model.
+    pub(crate) fn begin(&self) -> RunningForward<'_> {
+        if self.running.fetch_add(1, Ordering::Relaxed) == 0 {
+            self.count.fetch_add(1, Ordering::Relaxed);
+        }
+        RunningForward(self)
     }
 
     /// Returns `true` while exactly one forward of the model runs, and none inside of it.
@@ -134,26 +169,29 @@ impl Shared {
         self.running.load(Ordering::Relaxed) == 1
     }
 
-    /// Begins a forward of the model.
-    pub(crate) fn begin_forward(&self) -> Forward<'_> {
-        if self.running.fetch_add(1, Ordering::Relaxed) == 0 {
-            self.forwards.fetch_add(1, Ordering::Relaxed);
-        }
-        Forward(self)
-    }
-
     /// Returns the number of the current forward, or of the last one.
-    pub(crate) fn forward(&self) -> u64 {
-        self.forwards.load(Ordering::Relaxed)
+    pub(crate) fn number(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
     }
 
-    /// Returns `true` if the shards may have been written since a forward gathered them. The same
-    /// on every rank.
-    pub(crate) fn may_be_stale(&self, gathered_in: u64) -> bool {
-        let is_running = self.running.load(Ordering::Relaxed) > 0;
-        self.lent.load(Ordering::Relaxed) && !(is_running && gathered_in == self.forward())
+    /// Returns `true` while the forward with this number runs.
+    fn is_running_as(&self, number: u64) -> bool {
+        self.running.load(Ordering::Relaxed) > 0 && number == self.number()
     }
+}
 
+/// The changes of the parameters' values, and the readers for whom they wait.
+#[derive(Debug, Default)]
+pub(crate) struct Values {
+    /// The changes so far.
+    changes: AtomicU64,
+    /// `true` once views of the shards have been lent to somebody who may write into them at any
+    /// time.
+    lent: AtomicBool,
+    readers: Arc<Readers>,
+}
+
+impl Values {
     /// Counts a change of values, and returns its number: the number of changes so far.
     pub(crate) fn change(&self) -> u64 {
         self.changes.fetch_add(1, Ordering::Relaxed) + 1
@@ -164,146 +202,27 @@ impl Shared {
         self.changes.load(Ordering::Relaxed)
     }
 
-    /// Adds a unit that is not gathered, and returns its number.
-    pub(crate) fn add_unit(&self, name: &str, parameters: Vec<String>) -> usize {
-        let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
-        units.push(UnitState {
-            name: name.to_owned(),
-            parameters,
-            is_whole: false,
-        });
-        units.len() - 1
+    /// Records that views of the shards were lent to be written into.
+    pub(crate) fn lend(&self) {
+        self.lent.store(true, Ordering::Relaxed);
     }
 
-    /// Records whether a unit's parameters are gathered.
-    pub(crate) fn set_whole(&self, unit: usize, whole: bool) {
-        let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(unit) = units.get_mut(unit) {
-            unit.is_whole = whole;
+    /// Returns `true` if somebody may write into views of the shards at any time.
+    fn is_lent(&self) -> bool {
+        self.lent.load(Ordering::Relaxed)
+    }
+
+    /// Returns a guard for whom changes wait; `None` if views have been lent to be written into.
+    pub(crate) fn keep_unchanged(&self) -> Option<Unchanged> {
+        if self.is_lent() {
+            None
+        } else {
+            Some(Unchanged::new(&self.readers))
         }
     }
 
-    /// Returns `true` if a unit's parameters are gathered.
-    pub(crate) fn is_whole(&self, unit: usize) -> bool {
-        let units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
-        units.get(unit).is_some_and(|unit| unit.is_whole)
-    }
-
-    /// Returns the names of the parameters that are not gathered now, and those of their units.
-    pub(crate) fn sharded(&self) -> (Vec<String>, Vec<String>) {
-        let units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
-        let sharded = units.iter().filter(|unit| !unit.is_whole);
-        let parameters = sharded
-            .clone()
-            .flat_map(|unit| unit.parameters.clone())
-            .collect();
-        (parameters, sharded.map(|unit| unit.name.clone()).collect())
-    }
-
-    /// Counts bytes of parameters that are held from now on.
-    pub(crate) fn count_held(&self, bytes: usize) {
-        let now = self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        self.peak_bytes.fetch_max(now, Ordering::Relaxed);
-    }
-
-    /// Counts bytes of parameters that are held no more.
-    pub(crate) fn count_released(&self, bytes: usize) {
-        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
-    }
-
-    pub(crate) fn parameter_bytes(&self) -> usize {
-        self.bytes.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn peak_parameter_bytes(&self) -> usize {
-        self.peak_bytes.load(Ordering::Relaxed)
-    }
-}
-
-/// A guard, from [`ShardedParameters::keep_unchanged`](crate::ShardedParameters::keep_unchanged).
-/// As long as it lives, the parameters, the state of their optimizers, and averages of them stay as
-/// they are. Whatever would change them waits.
-#[derive(Debug)]
-pub struct Unchanged {
-    readers: Arc<Readers>,
-}
-
-impl Unchanged {
-    pub(crate) fn new(readers: &Arc<Readers>) -> Self {
-        readers.begin();
-        Unchanged {
-            readers: Arc::clone(readers),
-        }
-    }
-
-    /// Ends the guard, and returns for how long a change has waited so far; zero if none has. The
-    /// changes go on once no other guard is left.
-    pub fn release(self) -> Duration {
-        self.readers.waited()
-    }
-}
-
-impl Drop for Unchanged {
-    fn drop(&mut self) {
-        self.readers.end();
-    }
-}
-
-/// The readers of values that must not change meanwhile.
-#[derive(Debug, Default)]
-pub(crate) struct Readers {
-    state: Mutex<Reading>,
-    ended: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct Reading {
-    /// The number of readers.
-    readers: usize,
-    /// The time at which the first change began to wait for these readers.
-    waiting_since: Option<Instant>,
-}
-
-impl Readers {
-    /// Waits until nobody reads. Called before any value changes.
-    pub(crate) fn wait(&self) {
-        let mut reading = self.lock();
-        if reading.readers == 0 {
-            return;
-        }
-        let _span = info_span!("wait for a copy of the state").entered();
-        reading.waiting_since.get_or_insert_with(Instant::now);
-        while reading.readers > 0 {
-            reading = self
-                .ended
-                .wait(reading)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    /// Adds a reader: changes wait from now on.
-    fn begin(&self) {
-        self.lock().readers += 1;
-    }
-
-    /// Removes a reader. If it was the last one, the changes that wait go on.
-    fn end(&self) {
-        let mut reading = self.lock();
-        reading.readers -= 1;
-        if reading.readers == 0 {
-            reading.waiting_since = None;
-            self.ended.notify_all();
-        }
-    }
-
-    /// Returns for how long a change has waited so far; zero if none waits.
-    fn waited(&self) -> Duration {
-        self.lock()
-            .waiting_since
-            .map_or(Duration::ZERO, |since| since.elapsed())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Reading> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Waits until nobody keeps the values unchanged. Called before any value changes.
+    pub(crate) fn wait_for_readers(&self) {
+        self.readers.wait();
     }
 }

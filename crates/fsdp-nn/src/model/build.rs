@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_flat::storage::HostSliceMut;
+use fsdp_flat::storage::{HostSliceMut, zeros};
 use fsdp_flat::{FlatParameter, with_float};
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::aligned_numel;
 use indexmap::IndexMap;
 
-use super::registry::{Declared, DeclaredUnit, ROOT, Registry};
+use super::registry::{Declared, ROOT, Registry};
 use crate::config::{FsdpConfig, ShardingStrategy};
 use crate::error::{NnError, Result};
 use crate::exchange::{Groups, Overlap, Shared};
@@ -76,18 +76,12 @@ pub(crate) fn build_units(
         }
         // Without `use_orig_params` a FlatParameter is named after its unit, so that two units
         // cannot have one name.
-        if !config.use_orig_params && built.handles.iter().any(|other| other.name == unit.name) {
+        if !config.use_orig_params && built.handles.iter().any(|other| other.name() == unit.name) {
             return Err(NnError::DuplicateUnit {
                 unit: unit.name.clone(),
             });
         }
-        let handle = Arc::new(built.unit(
-            index == ROOT,
-            unit,
-            declared,
-            config,
-            registry.makes_values(),
-        )?);
+        let handle = Arc::new(built.unit(index, registry, declared, config)?);
         // From now on the model's tensors and modules find their unit.
         for (param, (_, declared)) in declared.iter().enumerate() {
             declared.slot.set(&handle, param);
@@ -95,16 +89,10 @@ pub(crate) fn build_units(
         unit.slot.set(&handle);
         built.handles.push(handle);
     }
-    // All units exist now. Prefetching gathers units on its own, so tell it which there are.
-    if let Some(overlap) = &built.overlap {
-        overlap.complete(
-            built
-                .handles
-                .iter()
-                .map(|handle| Arc::clone(handle.exchange()))
-                .collect(),
-        );
-    }
+    let units = built.handles.iter();
+    built
+        .shared
+        .complete(units.map(|handle| Arc::clone(&handle.exchange)).collect());
     Ok(built)
 }
 
@@ -112,36 +100,14 @@ impl Built {
     /// Lays out the parameters of one unit, and makes its handle with this rank's initial values.
     fn unit(
         &self,
-        is_root: bool,
-        unit: &DeclaredUnit,
+        index: usize,
+        registry: &Registry,
         declared: &[(&String, &Declared)],
         config: &FsdpConfig,
-        makes_values: bool,
     ) -> Result<FlatParamHandle> {
+        let unit = &registry.units[index];
         let dtype = check_unit(declared, config.use_orig_params)?;
-        let align = if config.use_orig_params {
-            aligned_numel(file_dtype(dtype)?)
-        } else {
-            0
-        };
-        let shapes = declared
-            .iter()
-            .map(|(fqn, p)| ((*fqn).clone(), p.tensor.dims().to_vec()))
-            .collect();
-        let layout = FlatLayout::new(shapes, align, self.groups.shards())?;
-        let params = declared
-            .iter()
-            .map(|(fqn, p)| {
-                Parameter::new(
-                    (*fqn).clone(),
-                    p.tensor.clone(),
-                    p.requires_grad,
-                    p.is_in_graph,
-                )
-            })
-            .collect();
-        let precision = unit.precision;
-        if let Some(reduce) = precision.reduce
+        if let Some(reduce) = unit.precision.reduce
             && !file_dtype(reduce).is_ok_and(|dtype| dtype.is_float())
         {
             return Err(candle_core::Error::UnsupportedDTypeForOp(
@@ -150,31 +116,44 @@ impl Built {
             )
             .into());
         }
-        let (name, cpu_offload) = (unit.name.clone(), config.cpu_offload);
-        let spec = UnitSpec {
-            name,
-            is_root,
-            params,
-            layout,
-            dtype,
-            precision,
-            cpu_offload,
+        let align = if config.use_orig_params {
+            aligned_numel(file_dtype(dtype)?)
+        } else {
+            0
         };
-        let (shared, overlap) = (Arc::clone(&self.shared), self.overlap.clone());
-        FlatParamHandle::new(
-            spec,
-            self.strategy,
-            &self.unit_groups,
-            shared,
-            overlap,
-            &|flat| {
-                if makes_values {
-                    initialize(flat, declared, config.seed)
-                } else {
-                    Ok(())
-                }
-            },
-        )
+        let shapes = declared
+            .iter()
+            .map(|(fqn, param)| ((*fqn).clone(), param.tensor.dims().to_vec()))
+            .collect();
+        let layout = FlatLayout::new(shapes, align, self.groups.shards())?;
+        // Initial values are computed on the host, so that they are the same for all devices.
+        let rank = self.groups.shard.as_ref().map_or(0, ProcessGroup::rank);
+        let shard = zeros(&[layout.sharded_numel()], dtype)?;
+        let flat = FlatParameter::new(layout, rank, shard)?;
+        if registry.makes_values() {
+            initialize(&flat, declared, config.seed)?;
+        }
+        let params = declared.iter().map(|(fqn, param)| {
+            let tensor = param.tensor.clone();
+            Parameter::new(
+                (*fqn).clone(),
+                tensor,
+                param.requires_grad,
+                param.is_in_graph,
+            )
+        });
+        let spec = UnitSpec {
+            name: unit.name.clone(),
+            number: self.handles.len(),
+            is_root: index == ROOT,
+            params: params.collect(),
+            flat,
+            precision: unit.precision,
+            strategy: self.strategy,
+            groups: self.unit_groups.clone(),
+            cpu_offload: config.cpu_offload,
+        };
+        FlatParamHandle::new(spec, Arc::clone(&self.shared), self.overlap.clone())
     }
 }
 

@@ -144,8 +144,8 @@ impl<M> FullyShardedDataParallel<M> {
         &self,
         f: impl FnOnce(&M) -> candle_core::Result<O>,
     ) -> Result<O> {
-        let _forward = self.parameters.shared.begin_forward();
-        let is_outermost = self.parameters.shared.is_outermost();
+        let _forward = self.parameters.shared.forwards.begin();
+        let is_outermost = self.parameters.shared.forwards.is_outermost();
         let overlap = self.parameters.overlap.as_ref().filter(|_| is_outermost);
         let phase = overlap
             .map(|overlap| overlap.begin(Phase::Forward))
@@ -162,7 +162,7 @@ impl<M> FullyShardedDataParallel<M> {
         if root.is_none() && unchecked.is_empty() {
             return Ok(output);
         }
-        let changes = self.parameters.shared.last_change();
+        let changes = self.parameters.shared.values.last_change();
         Ok(output.map_tensors(&mut |tensor| {
             // The hook copies its tensor, so it is attached only where it is needed. A tensor
             // without a gradient has no backward. And a parameter that the model returns as its
@@ -259,7 +259,10 @@ impl<M> FullyShardedDataParallel<M> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn set_requires_gradient_sync(&self, requires_gradient_sync: bool) {
-        self.parameters.shared.set_no_sync(!requires_gradient_sync);
+        self.parameters
+            .shared
+            .reductions
+            .set_no_sync(!requires_gradient_sync);
     }
 
     /// Turns the reduction of gradients over replicas off, or on again, for later backwards:
@@ -274,6 +277,7 @@ impl<M> FullyShardedDataParallel<M> {
     pub fn set_requires_all_reduce(&self, requires_all_reduce: bool) {
         self.parameters
             .shared
+            .reductions
             .set_no_all_reduce(!requires_all_reduce);
     }
 
@@ -288,10 +292,13 @@ impl<M> FullyShardedDataParallel<M> {
         struct Restore<'a>(&'a ShardedParameters, bool);
         impl Drop for Restore<'_> {
             fn drop(&mut self) {
-                self.0.shared.set_no_sync(self.1);
+                self.0.shared.reductions.set_no_sync(self.1);
             }
         }
-        let _restore = Restore(&self.parameters, self.parameters.shared.set_no_sync(true));
+        let _restore = Restore(
+            &self.parameters,
+            self.parameters.shared.reductions.set_no_sync(true),
+        );
         f(self)
     }
 
@@ -316,8 +323,8 @@ impl<M> FullyShardedDataParallel<M> {
     /// [`NnError::SecondHook`]; [`NnError::DifferentModels`] if ranks register different ones. One
     /// rank's error is every rank's.
     pub fn register_comm_hook(&self, hook: CommHook) -> Result<()> {
-        let shared = &self.parameters().shared;
-        let free = if shared.sent_dtype().is_none() {
+        let reductions = &self.parameters().shared.reductions;
+        let free = if reductions.sent_dtype().is_none() {
             Ok(hook)
         } else {
             Err(NnError::SecondHook)
@@ -325,7 +332,7 @@ impl<M> FullyShardedDataParallel<M> {
         let hook = agree_on_model(self.group(), "register_comm_hook", free, |hook| {
             vec![format!("the hook {hook:?}")]
         })?;
-        if shared.set_sent_dtype(hook.dtype()) {
+        if reductions.set_sent_dtype(hook.dtype()) {
             Ok(())
         } else {
             Err(NnError::SecondHook)

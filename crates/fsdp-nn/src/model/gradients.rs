@@ -1,6 +1,8 @@
 //! The end of a backward: all ranks reduce the gradients that are left, and agree on the parameters
 //! that got one.
 
+use std::sync::atomic::Ordering;
+
 use fsdp_comm::ReduceOp;
 use tracing::warn;
 
@@ -23,7 +25,7 @@ impl ShardedParameters {
         for handle in self.handles.iter().rev() {
             handle.end_backward()?;
         }
-        if !self.shared.syncs() {
+        if !self.shared.reductions.syncs() {
             return Ok(());
         }
         // A rank may have nothing left of a unit that others have gradients of: its batch did not
@@ -34,7 +36,7 @@ impl ShardedParameters {
             .iter()
             .map(|handle| handle.unreduced().to_byte())
             .collect();
-        if !self.shared.all_reduces() && self.replicate_group().is_some() {
+        if !self.shared.reductions.all_reduces() && self.replicate_group().is_some() {
             let unreduced = self.unreduced_in_replica(own)?;
             return self.reduce_rest(&unreduced);
         }
@@ -74,7 +76,7 @@ impl ShardedParameters {
     /// all reductions.
     fn reduce_rest(&self, unreduced: &[u8]) -> Result<()> {
         for (handle, &unreduced) in self.handles.iter().zip(unreduced).rev() {
-            handle.reduce_rest(Unreduced::of_byte(unreduced))?;
+            handle.reduce_rest(Unreduced::from_byte(unreduced))?;
         }
         self.handles
             .iter()
@@ -106,7 +108,7 @@ impl ShardedParameters {
             handle.set_has_gradient(of_unit.to_vec());
         }
         // Every rank has the same result, so one warning is enough.
-        if self.shared.begin_look_for_unreached() && self.group().rank() == 0 {
+        if !self.looked_for_unreached.swap(true, Ordering::Relaxed) && self.group().rank() == 0 {
             self.warn_of_unreached(has_gradient);
         }
     }

@@ -3,6 +3,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Tensor, TensorId, Var};
 use fsdp_comm::ProcessGroup;
@@ -43,6 +44,10 @@ pub struct ShardedParameters {
     pub(crate) shared: Arc<Shared>,
     pub(crate) overlap: Option<Arc<Overlap>>,
     pub(crate) settings: CurrentSettings,
+    /// `true` while the parameters have the values of an average, which has theirs.
+    pub(crate) has_average: AtomicBool,
+    /// `true` once parameters without a gradient have been looked for.
+    pub(super) looked_for_unreached: AtomicBool,
     /// `true` if a mesh was given.
     pub(crate) on_mesh: bool,
     /// The part of the layout that each rank of the group has.
@@ -112,6 +117,8 @@ impl ShardedParameters {
             shared,
             overlap,
             settings: CurrentSettings::default(),
+            has_average: AtomicBool::new(false),
+            looked_for_unreached: AtomicBool::new(false),
             on_mesh: config.mesh.is_some(),
             shard_ranks,
         };
@@ -369,7 +376,7 @@ impl ShardedParameters {
     /// see [`AveragedModel::swap`](crate::AveragedModel::swap).
     #[must_use]
     pub fn has_average(&self) -> bool {
-        self.shared.has_average()
+        self.has_average.load(Ordering::Relaxed)
     }
 
     /// Prepares a change of all values: a backward of an earlier forward becomes an error. No
@@ -391,13 +398,13 @@ impl ShardedParameters {
     /// units that are gathered.
     #[must_use]
     pub fn parameter_bytes(&self) -> usize {
-        self.shared.parameter_bytes()
+        self.shared.memory.bytes()
     }
 
     /// Returns the largest number of bytes of parameters that were ever in memory on this rank.
     #[must_use]
     pub fn peak_parameter_bytes(&self) -> usize {
-        self.shared.peak_parameter_bytes()
+        self.shared.memory.peak_bytes()
     }
 
     /// Releases all gathered parameters of sharded units: torch's `reshard`. No communication, but
@@ -420,8 +427,8 @@ impl ShardedParameters {
     /// [`NnError::UnitInUse`] inside a forward; candle's errors.
     pub fn lend(&self) -> Result<()> {
         self.reshard()?;
-        self.shared.readers.wait();
-        self.shared.lend();
+        self.wait_for_readers();
+        self.shared.values.lend();
         Ok(())
     }
 
@@ -436,12 +443,12 @@ impl ShardedParameters {
     /// parameters waits forever.
     #[must_use]
     pub fn keep_unchanged(&self) -> Option<Unchanged> {
-        (!self.shared.is_lent()).then(|| Unchanged::new(&self.shared.readers))
+        self.shared.values.keep_unchanged()
     }
 
     /// Waits until nobody [keeps the values unchanged](Self::keep_unchanged).
     pub(crate) fn wait_for_readers(&self) {
-        self.shared.readers.wait();
+        self.shared.values.wait_for_readers();
     }
 
     /// Drops all gradients: torch's `zero_grad(set_to_none=True)`.

@@ -124,7 +124,7 @@ pub fn get_optimizer_state_dict(
     if options.share_storage {
         // The caller may write to the views at any time, so no copy of the state can be left for
         // later.
-        parameters.shared.lend();
+        parameters.shared.values.lend();
     }
     finish(parameters.group(), views, options)
 }

@@ -1,6 +1,7 @@
 //! A running average of the weights of a model.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_flat::ShardedTensor;
@@ -178,7 +179,9 @@ impl AveragedModel {
             }, else ());
         }
         self.is_swapped = !self.is_swapped;
-        self.parameters.shared.set_has_average(self.is_swapped);
+        self.parameters
+            .has_average
+            .store(self.is_swapped, Ordering::Relaxed);
         Ok(())
     }
 

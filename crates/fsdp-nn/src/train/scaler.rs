@@ -191,7 +191,7 @@ impl GradScaler {
         is_finite?;
         let (model, reductions) = (
             Arc::as_ptr(&parameters.shared).addr(),
-            parameters.shared.reductions(),
+            parameters.shared.reductions.count(),
         );
         let is_finite = found[0] == 0.0;
         self.unscaled.push(Unscaled {
@@ -214,7 +214,7 @@ impl GradScaler {
             .iter()
             .find(|unscaled| unscaled.model == model)
             .copied();
-        if found.is_some_and(|found| found.reductions != parameters.shared.reductions()) {
+        if found.is_some_and(|found| found.reductions != parameters.shared.reductions.count()) {
             return Err(ScalerError::NewGradients.into());
         }
         Ok(found)

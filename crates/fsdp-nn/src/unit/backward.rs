@@ -6,6 +6,7 @@ use candle_core::{Tensor, TensorId};
 use fsdp_flat::storage::{HostSliceMut, zeros_on};
 use fsdp_flat::with_float;
 
+use super::gradients::{Backward, Gradients, Unreduced, Unsharded};
 use super::handle::{FlatParamHandle, HandleState};
 use crate::config::cast;
 use crate::error::Result;
@@ -13,68 +14,28 @@ use crate::exchange::gradient::{copy_gradient, flat_gradient};
 use crate::exchange::{Moment, Reduction, device};
 use crate::tasks;
 
-/// The gradients of a unit that a rank has at the end of a backward, and has yet to reduce. Of
-/// several ranks, the one whose variant comes last in this list decides what they do together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Unreduced {
-    /// No gradients.
-    Nothing,
-    /// Gradients that have been reduced over the shard group, and not yet over replicas.
-    Partial,
-    /// Gradients of the rank's own batches, whole.
-    Whole,
-    /// No gradients, because the rank has reduced them in this backward already.
-    Reduced,
-}
-
-impl Unreduced {
-    /// Returns the number that ranks send for this, in the same order.
-    pub(crate) const fn to_byte(self) -> u8 {
-        match self {
-            Unreduced::Nothing => 0,
-            Unreduced::Partial => 1,
-            Unreduced::Whole => 2,
-            Unreduced::Reduced => 3,
-        }
-    }
-
-    /// Returns what [`Self::to_byte`] made this number of.
-    pub(crate) const fn of_byte(byte: u8) -> Self {
-        match byte {
-            0 => Unreduced::Nothing,
-            1 => Unreduced::Partial,
-            2 => Unreduced::Whole,
-            _ => Unreduced::Reduced,
-        }
-    }
-}
-
-impl HandleState {
-    /// Begins a backward that is yet to come to some of the parameters.
-    fn expect_gradients_of(&mut self, finished: Vec<bool>) {
-        self.unfinished = finished.iter().filter(|finished| !**finished).count();
-        self.finished = finished;
-        self.is_reduced = false;
-    }
-}
-
 impl FlatParamHandle {
     /// Prepares a backward that will reach the tensors in `reached`. The unit is done when the
     /// backward has finished with those of its parameters that are among them.
     pub(crate) fn begin_backward(&self, reached: &HashSet<TensorId>) {
-        let params = self.params.iter();
-        let finished = params
-            .map(|param| !param.is_in_graph || !reached.contains(&param.tensor.id()))
-            .collect();
-        self.state().expect_gradients_of(finished);
+        let mut expected = self.params_in_graph();
+        expected.retain(|&param| reached.contains(&self.params[param].tensor.id()));
+        self.state().gradients.backward = Backward::Expecting(expected);
     }
 
     /// Prepares a backward in which this unit is reduced after all others, by
     /// [`Self::reduce_rest`].
     pub(crate) fn reduce_last(&self) {
-        let mut state = self.state();
-        state.is_reduced_last = true;
-        state.is_reduced = false;
+        self.state().gradients.backward = Backward::ReducesLast;
+    }
+
+    /// Returns the numbers of the parameters that a backward may come to.
+    fn params_in_graph(&self) -> HashSet<usize> {
+        let params = self.params.iter().enumerate();
+        params
+            .filter(|(_, param)| param.is_in_graph)
+            .map(|(number, _)| number)
+            .collect()
     }
 
     /// Receives the gradient of one parameter from candle's backward, which no longer needs the
@@ -82,81 +43,78 @@ impl FlatParamHandle {
     /// the gradients are reduced over ranks.
     pub(crate) fn receive_grad(&self, param: usize, grad: &Tensor) -> Result<()> {
         let mut state = self.state();
+        let gradients = &mut state.gradients;
         if self.params[param].requires_grad() {
             // The gradient is kept as candle made it. The flat buffer for all gradients of the unit
             // is allocated only after the gathered parameters have been released, so that both are
             // never in memory together.
-            state.received.push((param, grad.detach()));
+            gradients.received.push((param, grad.detach()));
         }
         // No `begin_backward` said which parameters are reached: expect all that the graph has.
-        if state.finished.is_empty() {
-            state.expect_gradients_of(self.params.iter().map(|param| !param.is_in_graph).collect());
+        if matches!(gradients.backward, Backward::Idle | Backward::Reduced) {
+            gradients.backward = Backward::Expecting(self.params_in_graph());
         }
-        // One backward reaches each parameter once. A second gradient means that a backward before
-        // was not ended.
-        if !std::mem::replace(&mut state.finished[param], true) {
-            state.unfinished -= 1;
+        let Backward::Expecting(expected) = &mut gradients.backward else {
+            return Ok(());
+        };
+        expected.remove(&param);
+        if !expected.is_empty() || self.keeps_until_the_end() {
+            return Ok(());
         }
-        // The unit is done, unless it is reduced after all others, or the backward may still need
-        // its parameters.
-        if state.unfinished == 0 && !state.is_reduced_last && !self.keeps_until_the_end() {
-            self.end_backward_locked(&mut state)?;
-            // Without a new gradient there is nothing to reduce over the shard group. What earlier
-            // backwards left to be summed over replicas waits for the end of this one.
-            if self.shared.syncs() && state.unsharded_grad.is_some() {
-                state.is_reduced = true;
-                self.reduce_locked(&mut state)?;
-            }
+        self.end_backward_locked(&mut state)?;
+        // Without a new gradient there is nothing to reduce over the shard group. What earlier
+        // backwards left to be summed over replicas waits for the end of this one.
+        if self.shared.reductions.syncs() && state.gradients.unsharded.is_some() {
+            state.gradients.backward = Backward::Reduced;
+            self.reduce_locked(&mut state.gradients)?;
         }
         Ok(())
     }
 
-    /// Returns `true` if it cannot be known when a backward no longer needs the parameters.
+    /// Returns `true` if it cannot be known when a backward no longer needs the parameters, because
+    /// it does not come to all of them.
     fn keeps_until_the_end(&self) -> bool {
         self.needs_gather() && self.params.iter().any(|param| !param.is_in_graph)
     }
 
     /// Copies the received gradients into the unsharded flat gradient, or adds them to it.
-    fn flatten_received(&self, state: &mut HandleState) -> Result<()> {
-        let mut received = std::mem::take(&mut state.received);
+    fn flatten_received(&self, gradients: &mut Gradients) -> Result<()> {
+        let mut received = std::mem::take(&mut gradients.received);
         if received.is_empty() {
             return Ok(());
         }
-        state.touched.resize(self.params.len(), false);
+        for (param, _) in &received {
+            gradients.touched[*param] = true;
+        }
         let exchange = &self.exchange;
         // Several threads are fastest if they add to a buffer of zeros. A single one is faster if
         // it writes each element once, without zeros first.
-        if state.unsharded_grad.is_none() && exchange.device.is_cpu() && tasks::is_alone() {
-            received = self.flatten_first(state, received)?;
+        if gradients.unsharded.is_none() && exchange.device.is_cpu() && tasks::is_alone() {
+            let (first, others) = self.first_gradients(received);
+            gradients.unsharded = Some(self.flatten(first)?);
+            received = others;
         }
-        self.make_unsharded_grad(state)?;
-        let Some(buffer) = &state.unsharded_grad else {
-            return Ok(());
-        };
+        let Unsharded { flat, written } = self.unsharded_or_zeros(&mut gradients.unsharded)?;
         for (param, grad) in received {
             let grad = cast(grad, Some(exchange.reduce_dtype))?;
             let range = exchange.layout.param_range(param);
-            let accumulate = std::mem::replace(&mut state.written[param], true);
-            state.touched[param] = true;
+            let accumulate = std::mem::replace(&mut written[param], true);
             if !exchange.device.is_cpu() {
-                device::copy_gradient(&grad, buffer, range, accumulate)?;
+                device::copy_gradient(&grad, flat, range, accumulate)?;
             } else {
                 with_float!(exchange.reduce_dtype, T => {
-                    copy_gradient::<T>(&grad, &mut HostSliceMut::write(buffer)?[range], accumulate)?;
+                    copy_gradient::<T>(&grad, &mut HostSliceMut::write(flat)?[range], accumulate)?;
                 }, else exchange.unsupported()?);
             }
         }
         Ok(())
     }
 
-    /// Makes the unsharded flat gradient of the first gradient of each parameter, and returns the
-    /// other gradients.
-    fn flatten_first(
+    /// Splits gradients into the first one of each parameter, and the others.
+    fn first_gradients(
         &self,
-        state: &mut HandleState,
         received: Vec<(usize, Tensor)>,
-    ) -> Result<Vec<(usize, Tensor)>> {
-        let exchange = &self.exchange;
+    ) -> (Vec<Option<Tensor>>, Vec<(usize, Tensor)>) {
         let mut first: Vec<Option<Tensor>> = vec![None; self.params.len()];
         let mut others = Vec::new();
         for (param, grad) in received {
@@ -166,30 +124,38 @@ impl FlatParamHandle {
                 first[param] = Some(grad);
             }
         }
-        state.written = first.iter().map(Option::is_some).collect();
-        state
-            .touched
-            .iter_mut()
-            .zip(&state.written)
-            .for_each(|(touched, written)| *touched |= written);
-        let numel = exchange.layout.padded_unsharded_numel();
-        let flat = with_float!(exchange.reduce_dtype, T => {
-            Tensor::from_vec(flat_gradient::<T>(&exchange.layout, first)?, numel, &exchange.device)?
-        }, else return exchange.unsupported());
-        state.unsharded_grad = Some(flat);
-        Ok(others)
+        (first, others)
     }
 
-    /// Makes an unsharded flat gradient of zeros, unless there is one.
-    fn make_unsharded_grad(&self, state: &mut HandleState) -> Result<()> {
-        if state.unsharded_grad.is_none() {
-            let exchange = &self.exchange;
-            let numel = exchange.layout.padded_unsharded_numel();
-            state.unsharded_grad =
-                Some(zeros_on(&[numel], exchange.reduce_dtype, &exchange.device)?);
-            state.written = vec![false; self.params.len()];
+    /// Makes the unsharded flat gradient of at most one gradient of each parameter.
+    fn flatten(&self, grads: Vec<Option<Tensor>>) -> Result<Unsharded> {
+        let exchange = &self.exchange;
+        let written = grads.iter().map(Option::is_some).collect();
+        let numel = exchange.layout.padded_unsharded_numel();
+        let flat = with_float!(exchange.reduce_dtype, T => {
+            Tensor::from_vec(flat_gradient::<T>(&exchange.layout, grads)?, numel, &exchange.device)?
+        }, else return exchange.unsupported());
+        Ok(Unsharded { flat, written })
+    }
+
+    /// Returns the unsharded flat gradient, one of zeros if there was none.
+    fn unsharded_or_zeros<'g>(
+        &self,
+        unsharded: &'g mut Option<Unsharded>,
+    ) -> Result<&'g mut Unsharded> {
+        match unsharded {
+            Some(unsharded) => Ok(unsharded),
+            none => Ok(none.insert(Unsharded {
+                flat: self.zeros(self.exchange.layout.padded_unsharded_numel())?,
+                written: vec![false; self.params.len()],
+            })),
         }
-        Ok(())
+    }
+
+    /// Makes a flat gradient of zeros.
+    fn zeros(&self, numel: usize) -> Result<Tensor> {
+        let exchange = &self.exchange;
+        Ok(zeros_on(&[numel], exchange.reduce_dtype, &exchange.device)?)
     }
 
     /// Ends a backward, which may have reached only some of the unit's parameters, or none:
@@ -201,14 +167,15 @@ impl FlatParamHandle {
 
     /// Does what [`end_backward`](Self::end_backward) does, with the state locked.
     fn end_backward_locked(&self, state: &mut HandleState) -> Result<()> {
-        state.finished.clear();
-        state.is_reduced_last = false;
+        if !matches!(state.gradients.backward, Backward::Reduced) {
+            state.gradients.backward = Backward::Idle;
+        }
         // First release the parameters, so that the gradients can use that memory. If this backward
         // runs inside a forward, the forward still needs the parameters.
         if state.users == 0 {
-            self.release_locked(state)?;
+            self.release()?;
         }
-        self.flatten_received(state)?;
+        self.flatten_received(&mut state.gradients)?;
         // Start to gather the next unit before the reduction: the backward waits for its
         // parameters, but not for the gradients of this unit.
         if let Some(overlap) = &self.overlap {
@@ -219,13 +186,7 @@ impl FlatParamHandle {
 
     /// Returns the gradients that this rank has left to reduce.
     pub(crate) fn unreduced(&self) -> Unreduced {
-        let state = self.state();
-        match (&state.unsharded_grad, &state.partial) {
-            _ if state.is_reduced => Unreduced::Reduced,
-            (Some(_), _) => Unreduced::Whole,
-            (None, Some(_)) => Unreduced::Partial,
-            (None, None) => Unreduced::Nothing,
-        }
+        self.state().gradients.unreduced()
     }
 
     /// Reduces the gradients that are left at the end of a backward. `unreduced` is what all ranks
@@ -233,67 +194,74 @@ impl FlatParamHandle {
     /// collectives.
     pub(crate) fn reduce_rest(&self, unreduced: Unreduced) -> Result<()> {
         let mut state = self.state();
+        let gradients = &mut state.gradients;
         match unreduced {
             Unreduced::Nothing => return Ok(()),
-            Unreduced::Reduced if state.is_reduced => return Ok(()),
-            Unreduced::Whole | Unreduced::Reduced => self.make_unsharded_grad(&mut state)?,
-            Unreduced::Partial if state.partial.is_none() => {
-                let exchange = &self.exchange;
-                let numel = exchange.layout.sharded_numel();
-                state.partial = Some(zeros_on(&[numel], exchange.reduce_dtype, &exchange.device)?);
+            Unreduced::Partial => {
+                if gradients.partial.is_none() {
+                    gradients.partial = Some(self.zeros(self.exchange.layout.sharded_numel())?);
+                }
             }
-            Unreduced::Partial => {}
+            Unreduced::Whole | Unreduced::Reduced => {
+                if matches!(gradients.backward, Backward::Reduced) {
+                    return Ok(());
+                }
+                self.unsharded_or_zeros(&mut gradients.unsharded)?;
+            }
         }
-        self.reduce_locked(&mut state)
+        self.reduce_locked(gradients)
     }
 
     /// Reduces the gradients over ranks, or starts the reduction in the background.
-    fn reduce_locked(&self, state: &mut HandleState) -> Result<()> {
-        self.take_reduced_locked(state)?;
+    fn reduce_locked(&self, gradients: &mut Gradients) -> Result<()> {
+        self.take_reduced_locked(gradients)?;
+        let unsharded = gradients.unsharded.take();
         let reduction = Reduction {
-            unsharded: state.unsharded_grad.take(),
-            partial: state.partial.take(),
+            unsharded: unsharded.map(|unsharded| unsharded.flat),
+            partial: gradients.partial.take(),
             reduced: None,
-            all_reduces: self.shared.all_reduces(),
-            sent_dtype: self.shared.sent_dtype(),
+            all_reduces: self.shared.reductions.all_reduces(),
+            sent_dtype: self.shared.reductions.sent_dtype(),
         };
         if reduction.unsharded.is_none() && reduction.partial.is_none() {
             return Ok(());
         }
-        let reduced = match &self.overlap {
-            Some(overlap) => overlap.reduce(&self.exchange, reduction)?,
-            None => Some(self.exchange.reduce(reduction)?),
+        let Some(overlap) = &self.overlap else {
+            return self.add_reduced(gradients, self.exchange.reduce(reduction)?);
         };
-        reduced.map_or(Ok(()), |reduced| self.add_reduced(state, reduced))
+        match overlap.reduce(&self.exchange, reduction)? {
+            Some(reduced) => self.add_reduced(gradients, reduced),
+            None => Ok(()),
+        }
     }
 
     /// Waits for the reduction in the background, if there is one.
     pub(crate) fn take_reduced(&self) -> Result<()> {
-        self.take_reduced_locked(&mut self.state())
+        self.take_reduced_locked(&mut self.state().gradients)
     }
 
     /// Waits for a reduction of this unit that runs in the background, if there is one, and adds
     /// its result to the gradient.
-    fn take_reduced_locked(&self, state: &mut HandleState) -> Result<()> {
+    fn take_reduced_locked(&self, gradients: &mut Gradients) -> Result<()> {
         let Some(overlap) = &self.overlap else {
             return Ok(());
         };
         match overlap.take_reduced(&self.exchange)? {
-            Some(reduced) => self.add_reduced(state, reduced),
+            Some(reduced) => self.add_reduced(gradients, reduced),
             None => Ok(()),
         }
     }
 
     /// Adds gradients that have been reduced to those of earlier backwards.
-    fn add_reduced(&self, state: &mut HandleState, reduction: Reduction) -> Result<()> {
-        state.partial = reduction.partial;
+    fn add_reduced(&self, gradients: &mut Gradients, reduction: Reduction) -> Result<()> {
+        gradients.partial = reduction.partial;
         let Some(reduced) = reduction.reduced else {
             return Ok(());
         };
-        self.shared.count_reduction();
+        self.shared.reductions.count_one();
         // The ranks agreed on which parameters have gradients before these came, so they must agree
         // again.
-        state.has_gradient.clear();
-        self.exchange.add_to(&mut state.grad, reduced)
+        gradients.has_gradient = None;
+        self.exchange.add_to(&mut gradients.reduced, reduced)
     }
 }

@@ -2,11 +2,12 @@
 //!
 //! - `handle` is the FlatParameter of a unit: its memory, gathered or sharded.
 //! - `parameter` is one parameter of a unit.
-//! - `backward` collects and reduces the gradients of a unit.
+//! - `gradients` holds the gradients of a unit, and `backward` collects and reduces them.
 //! - `hooks` connects units with candle's autograd.
 //! - `recompute` computes a part of a model again in the middle of a backward.
 
 mod backward;
+mod gradients;
 mod handle;
 mod hooks;
 mod parameter;
@@ -19,7 +20,7 @@ use candle_core::{Module, Tensor};
 use crate::error::NnError;
 use hooks::depends_on_trainable;
 
-pub(crate) use backward::Unreduced;
+pub(crate) use gradients::Unreduced;
 pub(crate) use handle::{FLAT_PARAM, FlatParamHandle, InUse, UnitSpec};
 pub(crate) use hooks::{ParameterOp, ParameterSlot, PreBackwardOp};
 pub(crate) use parameter::Parameter;
