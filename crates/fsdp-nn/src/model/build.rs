@@ -3,19 +3,18 @@
 use std::sync::Arc;
 
 use candle_core::DType;
-use fsdp_comm::ProcessGroup;
-use fsdp_flat::storage::HostSliceMut;
+use fsdp_comm::{CommError, ProcessGroup};
+use fsdp_flat::storage::{HostSliceMut, zeros};
 use fsdp_flat::{FlatParameter, with_float};
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::aligned_numel;
 use indexmap::IndexMap;
 
-use crate::config::FsdpConfig;
-use crate::exchange::{Groups, Overlap};
-use crate::handle::{FlatParamHandle, Parameter, UnitSpec};
-use crate::registry::{Declared, DeclaredUnit, ROOT, Registry};
-use crate::shared::Shared;
-use crate::{NnError, Result, ShardingStrategy};
+use super::registry::{Declared, ROOT, Registry};
+use crate::config::{FsdpConfig, ShardingStrategy};
+use crate::error::{NnError, Result};
+use crate::exchange::{Groups, Overlap, Shared};
+use crate::unit::{FlatParamHandle, Parameter, UnitSpec};
 
 /// The units of a model that have parameters, and their shared state.
 #[derive(Debug)]
@@ -77,18 +76,12 @@ pub(crate) fn build_units(
         }
         // Without `use_orig_params` a FlatParameter is named after its unit, so that two units
         // cannot have one name.
-        if !config.use_orig_params && built.handles.iter().any(|other| other.name == unit.name) {
+        if !config.use_orig_params && built.handles.iter().any(|other| other.name() == unit.name) {
             return Err(NnError::DuplicateUnit {
                 unit: unit.name.clone(),
             });
         }
-        let handle = Arc::new(built.unit(
-            index == ROOT,
-            unit,
-            declared,
-            config,
-            registry.makes_values(),
-        )?);
+        let handle = Arc::new(built.unit(index, registry, declared, config)?);
         // From now on the model's tensors and modules find their unit.
         for (param, (_, declared)) in declared.iter().enumerate() {
             declared.slot.set(&handle, param);
@@ -96,16 +89,10 @@ pub(crate) fn build_units(
         unit.slot.set(&handle);
         built.handles.push(handle);
     }
-    // All units exist now. Prefetching gathers units on its own, so tell it which there are.
-    if let Some(overlap) = &built.overlap {
-        overlap.complete(
-            built
-                .handles
-                .iter()
-                .map(|handle| Arc::clone(handle.exchange()))
-                .collect(),
-        );
-    }
+    let units = built.handles.iter();
+    built
+        .shared
+        .complete(units.map(|handle| Arc::clone(&handle.exchange)).collect());
     Ok(built)
 }
 
@@ -113,36 +100,14 @@ impl Built {
     /// Lays out the parameters of one unit, and makes its handle with this rank's initial values.
     fn unit(
         &self,
-        is_root: bool,
-        unit: &DeclaredUnit,
+        index: usize,
+        registry: &Registry,
         declared: &[(&String, &Declared)],
         config: &FsdpConfig,
-        makes_values: bool,
     ) -> Result<FlatParamHandle> {
+        let unit = &registry.units[index];
         let dtype = check_unit(declared, config.use_orig_params)?;
-        let align = if config.use_orig_params {
-            aligned_numel(file_dtype(dtype)?)
-        } else {
-            0
-        };
-        let shapes = declared
-            .iter()
-            .map(|(fqn, p)| ((*fqn).clone(), p.tensor.dims().to_vec()))
-            .collect();
-        let layout = FlatLayout::new(shapes, align, self.groups.shards())?;
-        let params = declared
-            .iter()
-            .map(|(fqn, p)| {
-                Parameter::new(
-                    (*fqn).clone(),
-                    p.tensor.clone(),
-                    p.requires_grad,
-                    p.is_in_graph,
-                )
-            })
-            .collect();
-        let precision = unit.precision;
-        if let Some(reduce) = precision.reduce
+        if let Some(reduce) = unit.precision.reduce
             && !file_dtype(reduce).is_ok_and(|dtype| dtype.is_float())
         {
             return Err(candle_core::Error::UnsupportedDTypeForOp(
@@ -151,31 +116,44 @@ impl Built {
             )
             .into());
         }
-        let (name, cpu_offload) = (unit.name.clone(), config.cpu_offload);
-        let spec = UnitSpec {
-            name,
-            is_root,
-            params,
-            layout,
-            dtype,
-            precision,
-            cpu_offload,
+        let align = if config.use_orig_params {
+            aligned_numel(file_dtype(dtype)?)
+        } else {
+            0
         };
-        let (shared, overlap) = (Arc::clone(&self.shared), self.overlap.clone());
-        FlatParamHandle::new(
-            spec,
-            self.strategy,
-            &self.unit_groups,
-            shared,
-            overlap,
-            &|flat| {
-                if makes_values {
-                    initialize(flat, declared, config.seed)
-                } else {
-                    Ok(())
-                }
-            },
-        )
+        let shapes = declared
+            .iter()
+            .map(|(fqn, param)| ((*fqn).clone(), param.tensor.dims().to_vec()))
+            .collect();
+        let layout = FlatLayout::new(shapes, align, self.groups.shards())?;
+        // Initial values are computed on the host, so that they are the same for all devices.
+        let rank = self.groups.shard.as_ref().map_or(0, ProcessGroup::rank);
+        let shard = zeros(&[layout.sharded_numel()], dtype)?;
+        let flat = FlatParameter::new(layout, rank, shard)?;
+        if registry.makes_values() {
+            initialize(&flat, declared, config.seed)?;
+        }
+        let params = declared.iter().map(|(fqn, param)| {
+            let tensor = param.tensor.clone();
+            Parameter::new(
+                (*fqn).clone(),
+                tensor,
+                param.requires_grad,
+                param.is_in_graph,
+            )
+        });
+        let spec = UnitSpec {
+            name: unit.name.clone(),
+            number: self.handles.len(),
+            is_root: index == ROOT,
+            params: params.collect(),
+            flat,
+            precision: unit.precision,
+            strategy: self.strategy,
+            groups: self.unit_groups.clone(),
+            cpu_offload: config.cpu_offload,
+        };
+        FlatParamHandle::new(spec, Arc::clone(&self.shared), self.overlap.clone())
     }
 }
 
@@ -340,9 +318,87 @@ fn initialize(flat: &FlatParameter, declared: &[(&String, &Declared)], seed: u64
         for (info, (fqn, param)) in infos.iter().zip(declared) {
             if let Some(info) = info {
                 let target = &mut data[info.shard_range()];
-                crate::init::fill(&param.init, seed, fqn, param.tensor.dims(), info.param_range(), target);
+                crate::model::init::fill(&param.init, seed, fqn, param.tensor.dims(), info.param_range(), target);
             }
         }
     }, else ());
     Ok(())
+}
+
+/// The operation that makes a model.
+pub(crate) const NEW: &str = "FullyShardedDataParallel::new";
+
+/// Turns one rank's error into an error on every rank, and checks that all ranks describe their
+/// models by the same lines. Collectives: one agreement; if the lines differ, a binary search for
+/// the first difference, with one all-gather of a number for each of its steps, and one all-gather
+/// of a line.
+pub(crate) fn agree_on_model<T>(
+    group: &ProcessGroup,
+    operation: &str,
+    built: Result<T>,
+    describe: impl FnOnce(&T) -> Vec<String>,
+) -> Result<T> {
+    let lines = built.as_ref().map_or_else(|_| Vec::new(), describe);
+    match group.agree_on(operation, hash(&lines), built.as_ref().map(|_| ())) {
+        // This rank's own error keeps its type.
+        Err(CommError::RankFailed { .. }) if built.is_err() => built,
+        Err(CommError::SchemaMismatch { .. }) => Err(first_difference(group, &lines)?),
+        Err(error) => Err(error.into()),
+        Ok(()) => built,
+    }
+}
+
+/// Returns a hash of lines.
+fn hash(lines: &[String]) -> u64 {
+    twox_hash::XxHash3_64::oneshot(lines.join("\n").as_bytes())
+}
+
+/// Finds the first line that is not the same on all ranks, and returns it as an error. At least one
+/// line must differ. Collectives: all-gathers, of hashes and of one line.
+fn first_difference(group: &ProcessGroup, lines: &[String]) -> Result<NnError> {
+    // Search by halves. The first `same` lines are the same on all ranks, and the first `different`
+    // lines are not. Some rank may have fewer lines than that, and then lacks the last of them. All
+    // ranks see the same hashes, so they take the same turns.
+    let longest = group
+        .all_gather_object(&lines.len())?
+        .into_iter()
+        .max()
+        .unwrap_or(0);
+    let (mut same, mut different) = (0, longest);
+    while same + 1 < different {
+        let middle = same.midpoint(different);
+        let hashes = group.all_gather_object(&hash(&lines[..middle.min(lines.len())]))?;
+        if hashes.iter().all(|hash| *hash == hashes[0]) {
+            same = middle;
+        } else {
+            different = middle;
+        }
+    }
+    // Show each other the line that differs, and list which ranks have which.
+    let found = group.all_gather_object(&lines.get(same).cloned())?;
+    let mut differences: Vec<(Option<String>, Vec<usize>)> = Vec::new();
+    for (line, &rank) in found.into_iter().zip(group.global_ranks()) {
+        match differences.iter_mut().find(|(other, _)| *other == line) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => differences.push((line, vec![rank])),
+        }
+    }
+    let differences = differences.into_iter().map(|(line, ranks)| {
+        format!(
+            "{} {}",
+            on_ranks(&ranks),
+            line.as_deref().unwrap_or("nothing more")
+        )
+    });
+    Ok(NnError::DifferentModels {
+        differences: differences.collect(),
+    })
+}
+
+/// Returns the subject and the verb of a sentence about ranks: `rank 3 has`.
+fn on_ranks(ranks: &[usize]) -> String {
+    match ranks {
+        [rank] => format!("rank {rank} has"),
+        ranks => format!("ranks {ranks:?} have"),
+    }
 }

@@ -8,7 +8,7 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 use fsdp_comm::ProcessGroup;
 
-use crate::Result;
+use crate::error::Result;
 
 #[cfg(feature = "nccl")]
 pub(crate) use nccl::{all_gather, all_reduce, reduce_scatter};

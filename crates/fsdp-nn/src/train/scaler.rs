@@ -9,10 +9,10 @@ use fsdp_flat::with_float;
 use fsdp_layout::PlainValue;
 use fsdp_state::StateDict;
 
+use crate::error::{NnError, Result, ScalerError};
+use crate::exchange::device;
+use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
-use crate::parameters::ShardedParameters;
-use crate::scaler_error::ScalerError;
-use crate::{NnError, Result, device};
 
 /// Options of a [`GradScaler`], with torch's defaults; the same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -191,7 +191,7 @@ impl GradScaler {
         is_finite?;
         let (model, reductions) = (
             Arc::as_ptr(&parameters.shared).addr(),
-            parameters.shared.reductions(),
+            parameters.shared.reductions.count(),
         );
         let is_finite = found[0] == 0.0;
         self.unscaled.push(Unscaled {
@@ -214,7 +214,7 @@ impl GradScaler {
             .iter()
             .find(|unscaled| unscaled.model == model)
             .copied();
-        if found.is_some_and(|found| found.reductions != parameters.shared.reductions()) {
+        if found.is_some_and(|found| found.reductions != parameters.shared.reductions.count()) {
             return Err(ScalerError::NewGradients.into());
         }
         Ok(found)

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::Device;
 use fsdp_state::{GatherOptions, KeepOn};
 
-use crate::{NnError, Result};
+use crate::error::{NnError, Result};
 
 /// torch's `StateDictType`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

@@ -12,10 +12,9 @@ use fsdp_flat::with_float;
 use indexmap::{IndexMap, IndexSet};
 use tracing::warn;
 
-use crate::config::FsdpConfig;
-use crate::hooks::{ParameterOp, ParameterSlot};
-use crate::unit::UnitSlot;
-use crate::{MixedPrecision, NnError, Result};
+use crate::config::{FsdpConfig, MixedPrecision};
+use crate::error::{NnError, Result};
+use crate::unit::{ParameterOp, ParameterSlot, UnitSlot};
 
 /// A parameter that the model has requested.
 pub(crate) struct Declared {
@@ -396,7 +395,7 @@ impl Registry {
         let value = with_float!(dtype, T => {
             let mut values = zeroed_vec::<T>(shape.elem_count())?;
             let all = 0..values.len();
-            crate::init::fill(init, self.seed, name, shape.dims(), all, &mut values);
+            crate::model::init::fill(init, self.seed, name, shape.dims(), all, &mut values);
             Tensor::from_vec(values, shape, device)?
         }, else return Err(candle_core::Error::UnsupportedDTypeForOp(dtype, "buffer").into()));
         // Make it a variable: candle's batch norm updates a variable in place, but would update a

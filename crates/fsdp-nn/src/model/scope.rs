@@ -6,8 +6,8 @@ use std::sync::Arc;
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
-use crate::MixedPrecision;
-use crate::registry::{SharedRegistry, lock};
+use super::registry::{SharedRegistry, lock};
+use crate::config::MixedPrecision;
 use crate::unit::{Unit, UnitSlot};
 
 /// Builds a model: candle's [`VarBuilder`] plus the boundaries of FSDP units.

@@ -9,16 +9,14 @@ use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
 use fsdp_comm::ProcessGroup;
 
-use crate::config::FsdpConfig;
+use super::build::agree_on_model;
+use super::parameters::ShardedParameters;
+use super::registry::{Backend, Registry, lock};
+use super::scope::Scope;
+use crate::config::{FsdpConfig, cast};
+use crate::error::{NnError, Result};
 use crate::exchange::Phase;
-use crate::handle::FlatParamHandle;
-use crate::hooks::PreBackwardOp;
-use crate::parameters::ShardedParameters;
-use crate::precision::cast;
-use crate::registry::{Backend, Registry, lock};
-use crate::scope::Scope;
-use crate::unit::UnitOutput;
-use crate::{NnError, Result};
+use crate::unit::{FlatParamHandle, PreBackwardOp, UnitOutput};
 
 /// A candle model whose parameters, gradients and optimizer state are sharded over the ranks of a
 /// process group: torch's `FullyShardedDataParallel`.
@@ -146,8 +144,8 @@ impl<M> FullyShardedDataParallel<M> {
         &self,
         f: impl FnOnce(&M) -> candle_core::Result<O>,
     ) -> Result<O> {
-        let _forward = self.parameters.shared.begin_forward();
-        let is_outermost = self.parameters.shared.is_outermost();
+        let _forward = self.parameters.shared.forwards.begin();
+        let is_outermost = self.parameters.shared.forwards.is_outermost();
         let overlap = self.parameters.overlap.as_ref().filter(|_| is_outermost);
         let phase = overlap
             .map(|overlap| overlap.begin(Phase::Forward))
@@ -164,7 +162,7 @@ impl<M> FullyShardedDataParallel<M> {
         if root.is_none() && unchecked.is_empty() {
             return Ok(output);
         }
-        let changes = self.parameters.shared.last_change();
+        let changes = self.parameters.shared.values.last_change();
         Ok(output.map_tensors(&mut |tensor| {
             // The hook copies its tensor, so it is attached only where it is needed. A tensor
             // without a gradient has no backward. And a parameter that the model returns as its
@@ -261,7 +259,10 @@ impl<M> FullyShardedDataParallel<M> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn set_requires_gradient_sync(&self, requires_gradient_sync: bool) {
-        self.parameters.shared.set_no_sync(!requires_gradient_sync);
+        self.parameters
+            .shared
+            .reductions
+            .set_no_sync(!requires_gradient_sync);
     }
 
     /// Turns the reduction of gradients over replicas off, or on again, for later backwards:
@@ -276,6 +277,7 @@ impl<M> FullyShardedDataParallel<M> {
     pub fn set_requires_all_reduce(&self, requires_all_reduce: bool) {
         self.parameters
             .shared
+            .reductions
             .set_no_all_reduce(!requires_all_reduce);
     }
 
@@ -290,16 +292,69 @@ impl<M> FullyShardedDataParallel<M> {
         struct Restore<'a>(&'a ShardedParameters, bool);
         impl Drop for Restore<'_> {
             fn drop(&mut self) {
-                self.0.shared.set_no_sync(self.1);
+                self.0.shared.reductions.set_no_sync(self.1);
             }
         }
-        let _restore = Restore(&self.parameters, self.parameters.shared.set_no_sync(true));
+        let _restore = Restore(
+            &self.parameters,
+            self.parameters.shared.reductions.set_no_sync(true),
+        );
         f(self)
+    }
+
+    /// Sends gradients between ranks as a hook says, in all backwards to come: torch's
+    /// `register_comm_hook`. They are rounded before they are sent, and converted back when they
+    /// have been reduced; what is added up on a rank is not rounded. With `f32` gradients it halves
+    /// what reductions move. As in torch, a model has one hook for good. Collectives: one
+    /// agreement.
+    ///
+    /// ```
+    /// # use candle_nn::linear;
+    /// # use fsdp_nn::{CommHook, FsdpConfig, FullyShardedDataParallel, NnError};
+    /// # fsdp_comm::run_local(2, |group| {
+    /// let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| linear(3, 1, scope.vb()))?;
+    /// model.register_comm_hook(CommHook::Bf16Compress)?;
+    /// # Ok::<(), NnError>(())
+    /// # })?.into_iter().collect::<Result<Vec<()>, _>>()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`NnError::SecondHook`]; [`NnError::DifferentModels`] if ranks register different ones. One
+    /// rank's error is every rank's.
+    pub fn register_comm_hook(&self, hook: CommHook) -> Result<()> {
+        let reductions = &self.parameters().shared.reductions;
+        let free = if reductions.sent_dtype().is_none() {
+            Ok(hook)
+        } else {
+            Err(NnError::SecondHook)
+        };
+        let hook = agree_on_model(self.group(), "register_comm_hook", free, |hook| {
+            vec![format!("the hook {hook:?}")]
+        })?;
+        if reductions.set_sent_dtype(hook.dtype()) {
+            Ok(())
+        } else {
+            Err(NnError::SecondHook)
+        }
     }
 }
 
-impl From<NnError> for candle_core::Error {
-    fn from(error: NnError) -> Self {
-        error.into_candle()
+/// The way in which gradients travel between ranks: torch's communication hooks of the same names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CommHook {
+    /// Rounded to `bf16`: torch's `bf16_compress_hook`.
+    Bf16Compress,
+    /// Rounded to `f16`: torch's `fp16_compress_hook`. What `f16` cannot hold becomes infinite:
+    /// scale the loss ([`GradScaler`](crate::GradScaler)).
+    Fp16Compress,
+}
+
+impl CommHook {
+    const fn dtype(self) -> DType {
+        match self {
+            CommHook::Bf16Compress => DType::BF16,
+            CommHook::Fp16Compress => DType::F16,
+        }
     }
 }

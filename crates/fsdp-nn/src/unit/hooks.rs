@@ -12,8 +12,8 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
 
-use crate::handle::FlatParamHandle;
-use crate::{NnError, Result};
+use super::handle::FlatParamHandle;
+use crate::error::{NnError, Result};
 
 /// A tensor of a sharded model that is a leaf of candle's graph.
 enum Leaf {
@@ -96,11 +96,11 @@ impl Drop for InnerBackward {
     }
 }
 
-/// The owner of a parameter, which receives its gradient. It is set once the unit that owns the
-/// parameter is complete.
+/// The place of a parameter in its unit, which receives its gradient.
 #[derive(Default)]
 pub(crate) struct ParameterSlot {
-    owner: OnceLock<Owner>,
+    /// The unit, and the number of the parameter there; set once the unit is complete.
+    place: OnceLock<(Weak<FlatParamHandle>, usize)>,
     /// The parameter's tensor and its anchor.
     tensors: OnceLock<[TensorId; 2]>,
 }
@@ -114,28 +114,12 @@ impl Drop for ParameterSlot {
     }
 }
 
-struct Owner {
-    unit: Weak<FlatParamHandle>,
-    /// The number of the parameter in the unit.
-    param: usize,
-}
-
-impl Owner {
-    fn receive_grad(&self, grad: &Tensor) -> Result<()> {
-        self.unit
-            .upgrade()
-            .map_or(Ok(()), |unit| unit.receive_grad(self.param, grad))
-    }
-}
-
 impl ParameterSlot {
-    /// Sets the owner: the unit, and the number of the parameter there.
+    /// Sets the unit that the parameter belongs to, and its number there.
     pub(crate) fn set(&self, unit: &Arc<FlatParamHandle>, param: usize) {
-        // A second call cannot happen: each parameter belongs to one unit.
-        let _ = self.owner.set(Owner {
-            unit: Arc::downgrade(unit),
-            param,
-        });
+        self.place
+            .set((Arc::downgrade(unit), param))
+            .expect("each parameter belongs to one unit");
     }
 
     /// Records the tensor of the parameter and its anchor variable.
@@ -144,32 +128,34 @@ impl ParameterSlot {
         let mut leaves = leaves();
         leaves.insert(ids[0], Leaf::Parameter(Arc::downgrade(self)));
         leaves.insert(ids[1], Leaf::Anchor);
-        let _ = self.tensors.set(ids);
+        self.tensors.set(ids).expect("a parameter has one tensor");
     }
 
-    fn unit(&self) -> Option<Arc<FlatParamHandle>> {
-        self.owner.get().and_then(|owner| owner.unit.upgrade())
+    /// Returns the unit and the number of the parameter there; `None` if the model has not been
+    /// built, or is gone.
+    fn place(&self) -> Option<(Arc<FlatParamHandle>, usize)> {
+        let (unit, param) = self.place.get()?;
+        Some((unit.upgrade()?, *param))
     }
 
     /// Returns `true` if the parameter was built to be trained, or may have been.
     fn is_trainable(&self) -> bool {
-        let Some(Owner { unit, param }) = self.owner.get() else {
-            return true;
-        };
-        unit.upgrade()
-            .is_none_or(|unit| unit.params[*param].is_trainable)
+        self.place()
+            .is_none_or(|(unit, param)| unit.params[param].is_trainable)
     }
 
     /// Returns the number of the last change of values.
     pub(crate) fn last_change(&self) -> u64 {
-        self.unit().map_or(0, |unit| unit.last_change())
+        self.place().map_or(0, |(unit, _)| unit.last_change())
     }
 
     /// Checks that the values of the parameter's unit have not changed since the change with this
     /// number. It is called before the forward is computed again inside a backward.
     pub(crate) fn check_unchanged(&self, changes: u64) -> Result<()> {
-        self.unit()
-            .map_or(Ok(()), |unit| unit.check_unchanged(changes))
+        match self.place() {
+            Some((unit, _)) => unit.check_unchanged(changes),
+            None => Ok(()),
+        }
     }
 }
 
@@ -224,8 +210,9 @@ impl CustomOp1 for ParameterOp {
         if InnerBackward::keep(parameter, grad) {
             return Ok(None);
         }
-        if let Some(owner) = self.slot.owner.get() {
-            owner.receive_grad(grad).map_err(NnError::into_candle)?;
+        if let Some((unit, param)) = self.slot.place() {
+            unit.receive_grad(param, grad)
+                .map_err(NnError::into_candle)?;
         }
         Ok(None)
     }

@@ -13,8 +13,8 @@ use candle_core::{
     CpuStorage, CustomOp1, CustomOp2, DType, Layout, Module, Result, Shape, Tensor, Var,
 };
 
-use crate::NnError;
-use crate::hooks::{InnerBackward, ParameterSlot, is_anchor, parameter_of};
+use super::hooks::{InnerBackward, ParameterSlot, is_anchor, parameter_of};
+use crate::error::NnError;
 
 /// A module whose activations are not kept: torch's `checkpoint_wrapper`. Its forward is computed
 /// again in the backward, from the same input. Between the two only the input takes memory.

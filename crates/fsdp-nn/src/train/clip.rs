@@ -5,8 +5,10 @@ use fsdp_flat::storage::{HostSlice, HostSliceMut};
 use fsdp_flat::with_float;
 
 use crate::algorithm::multiply;
-use crate::parameters::ShardedParameters;
-use crate::{NnError, Result, device, tasks};
+use crate::error::{NnError, Result};
+use crate::exchange::device;
+use crate::model::ShardedParameters;
+use crate::tasks;
 
 /// A norm of all gradients together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

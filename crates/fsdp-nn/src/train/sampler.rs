@@ -3,7 +3,8 @@
 
 use fsdp_layout::PlainValue;
 use fsdp_state::StateDict;
-use thiserror::Error;
+
+pub use crate::error::SamplerError;
 
 /// Options of a [`ShardedSampler`]; the same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,40 +29,6 @@ impl Default for SamplerOptions {
             shuffle: true,
         }
     }
-}
-
-/// A sampler without samples or batches, or a state that cannot be loaded into one.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum SamplerError {
-    /// There are no samples, or batches have none.
-    #[error("a sampler of {samples} samples in batches of {batch} never has a batch")]
-    Empty {
-        /// The number of samples.
-        samples: u64,
-        /// The number of samples of a batch.
-        batch: u64,
-    },
-    /// The state is of another data set, or of another order of it.
-    #[error(
-        "the state of the sampler has `{key}` = {saved}, but here it is {here}: the order would be another"
-    )]
-    Other {
-        /// The key.
-        key: &'static str,
-        /// The value there.
-        saved: String,
-        /// The value here.
-        here: String,
-    },
-    /// The state lacks a key, or has another kind of value there.
-    #[error("the state of the sampler has no {expected} under `{key}`")]
-    State {
-        /// The key.
-        key: &'static str,
-        /// The kind of value that belongs there.
-        expected: &'static str,
-    },
 }
 
 /// A sampler that deals the samples of a data set to ranks: torch's `DistributedSampler`, but with

@@ -3,6 +3,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Tensor, TensorId, Var};
 use fsdp_comm::ProcessGroup;
@@ -11,16 +12,13 @@ use fsdp_flat::sharded::copy_overlap;
 use fsdp_layout::TensorBox;
 use indexmap::IndexMap;
 
-use crate::agreement::{NEW, agree_on_model};
-use crate::build::{Built, build_units, describe};
-use crate::config::FsdpConfig;
-use crate::exchange::{Groups, Overlap};
-use crate::handle::FlatParamHandle;
-use crate::registry::{SharedRegistry, lock};
-use crate::settings::CurrentSettings;
-use crate::shared::Shared;
-use crate::unchanged::Unchanged;
-use crate::{NnError, Result, ShardingStrategy};
+use super::build::{Built, NEW, agree_on_model, build_units, describe};
+use super::registry::{SharedRegistry, lock};
+use super::state_dict_type::CurrentSettings;
+use crate::config::{FsdpConfig, ShardingStrategy};
+use crate::error::{NnError, Result};
+use crate::exchange::{Groups, Overlap, Shared, Unchanged};
+use crate::unit::{FlatParamHandle, Parameter};
 
 /// The place of a parameter: its unit's handle, and its number there.
 #[derive(Debug, Clone, Copy)]
@@ -46,6 +44,10 @@ pub struct ShardedParameters {
     pub(crate) shared: Arc<Shared>,
     pub(crate) overlap: Option<Arc<Overlap>>,
     pub(crate) settings: CurrentSettings,
+    /// `true` while the parameters have the values of an average, which has theirs.
+    pub(crate) has_average: AtomicBool,
+    /// `true` once parameters without a gradient have been looked for.
+    pub(super) looked_for_unreached: AtomicBool,
     /// `true` if a mesh was given.
     pub(crate) on_mesh: bool,
     /// The part of the layout that each rank of the group has.
@@ -115,6 +117,8 @@ impl ShardedParameters {
             shared,
             overlap,
             settings: CurrentSettings::default(),
+            has_average: AtomicBool::new(false),
+            looked_for_unreached: AtomicBool::new(false),
             on_mesh: config.mesh.is_some(),
             shard_ranks,
         };
@@ -372,7 +376,7 @@ impl ShardedParameters {
     /// see [`AveragedModel::swap`](crate::AveragedModel::swap).
     #[must_use]
     pub fn has_average(&self) -> bool {
-        self.shared.has_average()
+        self.has_average.load(Ordering::Relaxed)
     }
 
     /// Prepares a change of all values: a backward of an earlier forward becomes an error. No
@@ -394,13 +398,13 @@ impl ShardedParameters {
     /// units that are gathered.
     #[must_use]
     pub fn parameter_bytes(&self) -> usize {
-        self.shared.parameter_bytes()
+        self.shared.memory.bytes()
     }
 
     /// Returns the largest number of bytes of parameters that were ever in memory on this rank.
     #[must_use]
     pub fn peak_parameter_bytes(&self) -> usize {
-        self.shared.peak_parameter_bytes()
+        self.shared.memory.peak_bytes()
     }
 
     /// Releases all gathered parameters of sharded units: torch's `reshard`. No communication, but
@@ -423,8 +427,8 @@ impl ShardedParameters {
     /// [`NnError::UnitInUse`] inside a forward; candle's errors.
     pub fn lend(&self) -> Result<()> {
         self.reshard()?;
-        self.shared.readers.wait();
-        self.shared.lend();
+        self.wait_for_readers();
+        self.shared.values.lend();
         Ok(())
     }
 
@@ -439,12 +443,12 @@ impl ShardedParameters {
     /// parameters waits forever.
     #[must_use]
     pub fn keep_unchanged(&self) -> Option<Unchanged> {
-        (!self.shared.is_lent()).then(|| Unchanged::new(&self.shared.readers))
+        self.shared.values.keep_unchanged()
     }
 
     /// Waits until nobody [keeps the values unchanged](Self::keep_unchanged).
     pub(crate) fn wait_for_readers(&self) {
-        self.shared.readers.wait();
+        self.shared.values.wait_for_readers();
     }
 
     /// Drops all gradients: torch's `zero_grad(set_to_none=True)`.
@@ -520,4 +524,82 @@ pub(crate) fn write_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Res
         }
     }
     Ok(())
+}
+
+impl ShardedParameters {
+    /// Chooses by name which parameters are trained from now on: torch's `requires_grad_`, for
+    /// gradual unfreezing. The others are frozen: later backwards bring them no gradients, and
+    /// optimizers leave them as they are. Only parameters that
+    /// [`FsdpConfig::requires_grad`](crate::FsdpConfig::requires_grad) names can be trained at all.
+    /// Gradients that are there stay; call it between [`Self::zero_grad`] and the next backward.
+    /// Collectives: one agreement.
+    ///
+    /// # Errors
+    /// [`NnError::BuiltFrozen`]; without `use_orig_params` a choice of some of a unit's parameters;
+    /// [`NnError::DifferentModels`] if ranks choose differently. One rank's error is every rank's,
+    /// and changes nothing.
+    pub fn set_requires_grad(&self, requires_grad: impl Fn(&str) -> bool) -> Result<()> {
+        let params = self.handles.iter().flat_map(|handle| &handle.params);
+        let chosen: Vec<(&Parameter, bool)> = params
+            .map(|param| (param, requires_grad(&param.fqn)))
+            .collect();
+        let checked = self.check_choice(&chosen).map(|()| chosen);
+        let chosen = agree_on_model(self.group(), "set_requires_grad", checked, |chosen| {
+            describe_choice(chosen)
+        })?;
+        for (param, requires_grad) in chosen {
+            param.set_requires_grad(requires_grad);
+        }
+        Ok(())
+    }
+
+    /// Checks a choice of the parameters to train: they must have been built as trainable, and
+    /// without `use_orig_params` a unit's parameters must all be chosen or none.
+    fn check_choice(&self, chosen: &[(&Parameter, bool)]) -> Result<()> {
+        if let Some((param, _)) = chosen
+            .iter()
+            .find(|(param, requires_grad)| *requires_grad && !param.is_trainable)
+        {
+            return Err(NnError::BuiltFrozen {
+                fqn: param.fqn.clone(),
+            });
+        }
+        if self.use_orig_params() {
+            return Ok(());
+        }
+        let mut rest = chosen;
+        for handle in &self.handles {
+            let of_unit;
+            (of_unit, rest) = rest.split_at(handle.params.len());
+            check_uniform(handle, of_unit)?;
+        }
+        Ok(())
+    }
+}
+
+/// Checks that a FlatParameter is trained as a whole, or not at all.
+fn check_uniform(handle: &FlatParamHandle, chosen: &[(&Parameter, bool)]) -> Result<()> {
+    let first = chosen
+        .first()
+        .is_some_and(|(_, requires_grad)| *requires_grad);
+    match chosen
+        .iter()
+        .position(|(_, requires_grad)| *requires_grad != first)
+    {
+        Some(param) => Err(fsdp_flat::FlatError::MixedRequiresGrad {
+            fqn: handle.params[param].fqn.clone(),
+        }
+        .into()),
+        None => Ok(()),
+    }
+}
+
+/// Describes the trained and the frozen parameters in lines, which the ranks compare to check that
+/// all made the same choice.
+fn describe_choice(chosen: &[(&Parameter, bool)]) -> Vec<String> {
+    let lines = chosen.iter().map(|(param, requires_grad)| {
+        let state = if *requires_grad { "trained" } else { "frozen" };
+        format!("the parameter `{}` {state}", param.fqn)
+    });
+    lines.collect()
 }

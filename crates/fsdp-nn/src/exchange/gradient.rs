@@ -6,8 +6,9 @@ use fsdp_flat::storage::{HostSlice, Scalar, reserved_vec};
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::FlatEntry;
 
-use crate::precision::cast;
-use crate::{Result, tasks};
+use crate::config::cast;
+use crate::error::Result;
+use crate::tasks;
 
 /// Rows and columns that are transposed at a time, so that both sides stay in cache.
 const TILE: usize = 32;

@@ -1,6 +1,7 @@
 //! A running average of the weights of a model.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_flat::ShardedTensor;
@@ -10,9 +11,9 @@ use fsdp_state::{StateDict, StateError, StateValue};
 use indexmap::IndexMap;
 
 use crate::algorithm::lerp;
-use crate::parameters::{ShardedParameters, check_values, write_boxes};
+use crate::error::{NnError, Result};
+use crate::model::parameters::{ShardedParameters, check_values, write_boxes};
 use crate::state::names_that_count;
-use crate::{NnError, Result};
 
 /// The key of the number of updates.
 const N_AVERAGED: &str = "n_averaged";
@@ -178,7 +179,9 @@ impl AveragedModel {
             }, else ());
         }
         self.is_swapped = !self.is_swapped;
-        self.parameters.shared.set_has_average(self.is_swapped);
+        self.parameters
+            .has_average
+            .store(self.is_swapped, Ordering::Relaxed);
         Ok(())
     }
 

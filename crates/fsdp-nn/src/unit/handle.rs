@@ -1,26 +1,19 @@
 //! The FlatParameter of one unit: its memory, gathered or sharded, and the forwards and backwards
 //! that use it.
 
-mod backward;
-mod parameter;
-mod whole;
-
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
-use fsdp_comm::ProcessGroup;
-use fsdp_flat::storage::{release, to_device, zeros};
+use fsdp_flat::storage::{Contents, owned_copy, release, to_device};
 use fsdp_flat::{FlatParameter, ShardedTensor};
 use fsdp_layout::FlatLayout;
 
-use crate::exchange::{Groups, Moment, Overlap, UnitExchange};
-use crate::precision::cast;
-use crate::shared::Shared;
-use crate::{MixedPrecision, NnError, Result, ShardingStrategy};
-
-pub(crate) use backward::Unreduced;
-pub(crate) use parameter::Parameter;
-pub(crate) use whole::InUse;
+use super::gradients::Gradients;
+use super::parameter::Parameter;
+use crate::config::{MixedPrecision, ShardingStrategy, cast};
+use crate::error::{NnError, Result};
+use crate::exchange::{Groups, Moment, Overlap, Shared, UnitExchange};
 
 /// torch's name of a FlatParameter within its unit.
 pub(crate) const FLAT_PARAM: &str = "_flat_param";
@@ -28,168 +21,156 @@ pub(crate) const FLAT_PARAM: &str = "_flat_param";
 /// The parts of a unit.
 pub(crate) struct UnitSpec {
     pub(crate) name: String,
+    /// The number of the unit in the model, which is the same on all ranks.
+    pub(crate) number: usize,
     pub(crate) is_root: bool,
     pub(crate) params: Vec<Parameter>,
-    pub(crate) layout: FlatLayout,
-    /// The dtype of the shards.
-    pub(crate) dtype: DType,
+    /// This rank's initial values, on the host.
+    pub(crate) flat: FlatParameter,
     pub(crate) precision: MixedPrecision,
+    pub(crate) strategy: ShardingStrategy,
+    pub(crate) groups: Groups,
     /// `true` if shards live in the host's memory, even if the model computes on a GPU.
     pub(crate) cpu_offload: bool,
 }
 
 /// A unit's parameters on this rank.
 ///
-/// If parameters are sharded, `flat` holds the authoritative values, this rank's shard, and the
-/// parameters' own storages are filled only between gather and reshard. With `NoShard` the
-/// parameters' storages hold the authoritative values and `flat` is `None`, unless the model
-/// computes in another dtype: then `flat` is the whole FlatParameter.
+/// If parameters are sharded, the exchange's `flat` holds the authoritative values, this rank's
+/// shard, and the parameters' own storages are filled only between gather and reshard. With
+/// `NoShard` the parameters' storages hold the authoritative values and `flat` is `None`, unless the
+/// model computes in another dtype: then `flat` is the whole FlatParameter.
 #[derive(Debug)]
 pub(crate) struct FlatParamHandle {
-    pub(crate) name: String,
     pub(crate) is_root: bool,
     pub(crate) params: Vec<Parameter>,
     precision: MixedPrecision,
     strategy: ShardingStrategy,
-    exchange: Arc<UnitExchange>,
+    /// What the unit's collectives need.
+    pub(crate) exchange: Arc<UnitExchange>,
     /// The collectives that overlap with the computation; `None` if the computation waits for each
     /// collective.
-    overlap: Option<Arc<Overlap>>,
-    shared: Arc<Shared>,
+    pub(super) overlap: Option<Arc<Overlap>>,
+    pub(super) shared: Arc<Shared>,
     state: Mutex<HandleState>,
 }
 
-#[derive(Debug, Default)]
-struct HandleState {
-    /// `true` while the parameters are gathered: their storages are filled.
-    whole: bool,
-    /// The forward that filled them.
+#[derive(Debug)]
+pub(super) struct HandleState {
+    /// The forward that gathered the parameters.
     gathered_in: u64,
-    /// The number of guards of forwards and backwards that compute with the parameters now.
-    users: usize,
+    /// The number of guards that keep the parameters as they are now.
+    pub(super) users: usize,
     /// The last change of the unit's values.
     changed_at: u64,
-    /// The unsharded gradient of this rank's own batch. It exists from the last gradient to the
-    /// reduction.
-    unsharded_grad: Option<Tensor>,
-    /// `true` for each parameter of `unsharded_grad` that has been written.
-    written: Vec<bool>,
-    /// `true` for each parameter that got a gradient on this rank since the last `zero_grad`.
-    touched: Vec<bool>,
-    /// `true` for each parameter that got a gradient on any rank; empty where the ranks have not
-    /// agreed on it.
-    has_gradient: Vec<bool>,
-    /// The gradients that this backward has computed so far, by the numbers of their parameters.
-    received: Vec<(usize, Tensor)>,
-    /// `true` for each parameter that this backward has finished with, or never reaches; empty
-    /// before it reaches the unit.
-    finished: Vec<bool>,
-    /// The number of parameters that this backward has yet to finish with.
-    unfinished: usize,
-    /// `true` during a backward in which this unit is reduced after all others.
-    is_reduced_last: bool,
-    /// `true` once this backward has reduced the unit's gradients, or begun to.
-    is_reduced: bool,
-    /// The gradient that has been reduced over the shard group, and not yet over replicas; as long
-    /// as the shard.
-    partial: Option<Tensor>,
-    /// The reduced gradient, as long as the shard.
-    grad: Option<Tensor>,
+    pub(super) gradients: Gradients,
 }
 
-/// A guard for a unit's gathered parameters while they are in use. They cannot be resharded or
-/// changed until all guards of the unit are dropped. With full sharding they are released then.
-pub(crate) struct WholeParameters<'a>(&'a FlatParamHandle);
+/// A guard for a unit's parameters while they are in use. They cannot be resharded or changed until
+/// all guards of the unit are dropped. With full sharding they are released then.
+#[derive(Debug)]
+pub(crate) struct InUse(Arc<FlatParamHandle>);
 
-impl Drop for WholeParameters<'_> {
+impl InUse {
+    pub(crate) fn new(handle: &Arc<FlatParamHandle>) -> Self {
+        handle.state().users += 1;
+        InUse(Arc::clone(handle))
+    }
+}
+
+impl Drop for InUse {
     fn drop(&mut self) {
-        self.0.end_use();
+        let mut state = self.0.state();
+        state.users -= 1;
+        if state.users == 0 && self.0.reshards_after_forward() {
+            // If this fails (only a GPU's driver can), the parameters stay gathered, and are still
+            // counted as such.
+            let _ = self.0.release();
+        }
     }
 }
 
 impl FlatParamHandle {
-    /// Makes a unit whose parameters' storages are released. `initialize` writes this rank's
-    /// initial values into the flat shard, which is the whole FlatParameter with `NoShard`.
+    /// Makes a unit whose parameters' storages are released, unless they hold the authoritative
+    /// values.
     pub(crate) fn new(
         unit: UnitSpec,
-        strategy: ShardingStrategy,
-        groups: &Groups,
         shared: Arc<Shared>,
         overlap: Option<Arc<Overlap>>,
-        initialize: &dyn Fn(&FlatParameter) -> Result<()>,
     ) -> Result<Self> {
-        let UnitSpec {
-            name,
-            is_root,
-            params,
-            layout,
-            dtype,
-            precision,
-            cpu_offload,
-        } = unit;
-        let compute_dtype = params.first().map_or(dtype, |param| param.tensor.dtype());
-        let rank = groups.shard.as_ref().map_or(0, ProcessGroup::rank);
-        let shard = zeros(&[layout.sharded_numel()], dtype)?;
-        let flat = FlatParameter::new(layout.clone(), rank, shard)?;
-        initialize(&flat)?;
-        // Compute initial values on the host, so that they are the same for all devices.
-        let device = params
+        let first = &unit
+            .params
             .first()
-            .map_or(Device::Cpu, |param| param.tensor.device().clone());
-        let shard_device = if cpu_offload {
+            .expect("a unit without parameters is not built")
+            .tensor;
+        let compute_dtype = first.dtype();
+        let device = first.device().clone();
+        let dtype = unit.flat.shard().dtype();
+        let layout = unit.flat.layout().clone();
+        let shard_device = if unit.cpu_offload {
             Device::Cpu
         } else {
             device.clone()
         };
-        let is_offloaded = cpu_offload && !device.is_cpu();
-        let flat = FlatParameter::new(
-            layout.clone(),
-            rank,
-            to_device(flat.shard(), &shard_device)?,
-        )?;
-        shared.count_held(layout.sharded_numel() * dtype.size_in_bytes());
+        let shard = to_device(unit.flat.shard(), &shard_device)?;
+        shared
+            .memory
+            .count_held(layout.sharded_numel() * dtype.size_in_bytes());
+        let is_offloaded = unit.cpu_offload && !device.is_cpu();
+        let is_gathered = unit.groups.shard.is_none() && compute_dtype == dtype && !is_offloaded;
+        let flat = if is_gathered {
+            None
+        } else {
+            Some(FlatParameter::new(
+                layout.clone(),
+                unit.flat.rank(),
+                shard.clone(),
+            )?)
+        };
         let exchange = UnitExchange {
-            number: shared.add_unit(
-                &name,
-                params.iter().map(|param| param.fqn.clone()).collect(),
-            ),
-            name: name.clone(),
+            number: unit.number,
+            groups: unit.groups.labelled(&unit.name),
+            name: unit.name,
             layout,
             dtype,
             compute_dtype,
-            reduce_dtype: precision.reduce.unwrap_or(compute_dtype),
+            reduce_dtype: unit.precision.reduce.unwrap_or(compute_dtype),
             device,
             shard_device,
-            groups: groups.labelled(&name),
-            flat: (groups.shard.is_some() || compute_dtype != dtype || is_offloaded)
-                .then(|| flat.clone()),
-            tensors: params.iter().map(|param| param.tensor.clone()).collect(),
+            flat,
+            is_gathered: AtomicBool::new(is_gathered),
         };
-        let (exchange, state) = (Arc::new(exchange), Mutex::default());
         let handle = FlatParamHandle {
-            name,
-            is_root,
-            params,
-            precision,
-            strategy,
-            exchange,
+            is_root: unit.is_root,
+            precision: unit.precision,
+            strategy: unit.strategy,
+            exchange: Arc::new(exchange),
             overlap,
             shared,
-            state,
+            state: Mutex::new(HandleState {
+                gathered_in: 0,
+                users: 0,
+                changed_at: 0,
+                gradients: Gradients::new(unit.params.len()),
+            }),
+            params: unit.params,
         };
-        for param in &handle.params {
-            release(&param.tensor)?;
-        }
-        if handle.exchange.flat.is_none() {
-            handle.exchange.fill(handle.exchange.parts(flat.shard())?)?;
-            handle.set_whole(&mut handle.state(), true);
+        if is_gathered {
+            handle.fill(handle.exchange.parts(&shard)?)?;
+        } else {
+            handle.release_storages()?;
         }
         Ok(handle)
     }
 
-    fn state(&self) -> MutexGuard<'_, HandleState> {
+    pub(super) fn state(&self) -> MutexGuard<'_, HandleState> {
         // If a thread panicked with the lock, the state is still plain data, so it can be used.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the unit's name; empty for the root.
+    pub(crate) fn name(&self) -> &str {
+        &self.exchange.name
     }
 
     /// Returns the number of the unit in the model, which is the same on all ranks.
@@ -254,7 +235,7 @@ impl FlatParamHandle {
 
     /// Returns torch's name of the FlatParameter: `<unit>._flat_param`.
     pub(crate) fn flat_param_name(&self) -> String {
-        match self.name.as_str() {
+        match self.name() {
             "" => FLAT_PARAM.to_owned(),
             name => format!("{name}.{FLAT_PARAM}"),
         }
@@ -266,11 +247,6 @@ impl FlatParamHandle {
             self.strategy,
             ShardingStrategy::FullShard | ShardingStrategy::HybridShard
         ) && !self.is_root
-    }
-
-    /// Returns what the unit's collectives need.
-    pub(crate) const fn exchange(&self) -> &Arc<UnitExchange> {
-        &self.exchange
     }
 
     /// Returns this rank's part of parameter `param`, flat, as a view of the live memory; `None` if
@@ -316,21 +292,12 @@ impl FlatParamHandle {
     /// Returns the reduced gradient, as long as the shard; `None` before a backward or after
     /// `zero_grad`.
     pub(crate) fn grad(&self) -> Option<Tensor> {
-        self.state().grad.clone()
+        self.state().gradients.reduced.clone()
     }
 
     /// Drops the unit's gradients, and everything that is known of them.
     pub(crate) fn zero_grad(&self) {
-        let mut state = self.state();
-        state.grad = None;
-        state.partial = None;
-        state.unsharded_grad = None;
-        state.touched.clear();
-        state.has_gradient.clear();
-        state.received.clear();
-        state.finished.clear();
-        state.is_reduced_last = false;
-        state.is_reduced = false;
+        self.state().gradients = Gradients::new(self.params.len());
     }
 
     /// Checks that no backward has left gradients here that it has not reduced.
@@ -338,57 +305,47 @@ impl FlatParamHandle {
     /// # Errors
     /// [`NnError::BackwardNotEnded`].
     pub(crate) fn check_backward_ended(&self) -> Result<()> {
-        if self.state().received.is_empty() {
+        if self.state().gradients.received.is_empty() {
             return Ok(());
         }
         Err(NnError::BackwardNotEnded {
-            unit: self.exchange.name.clone(),
+            unit: self.name().to_owned(),
         })
     }
 
     /// Returns `true` for each parameter that got a gradient on this rank since the last
     /// `zero_grad`.
     pub(crate) fn touched(&self) -> Vec<bool> {
-        let mut touched = self.state().touched.clone();
-        touched.resize(self.params.len(), false);
-        touched
+        self.state().gradients.touched.clone()
     }
 
     /// Sets what the ranks have agreed on: `true` for each parameter that got a gradient on any
     /// rank.
     pub(crate) fn set_has_gradient(&self, has_gradient: Vec<bool>) {
-        self.state().has_gradient = has_gradient;
+        self.state().gradients.has_gradient = Some(has_gradient);
     }
 
     /// Returns `true` if a parameter got a gradient. Where the ranks have not agreed on that, all
     /// parameters of a unit that has gradients count as having one.
     pub(crate) fn has_gradient(&self, param: usize) -> bool {
         let state = self.state();
-        state.grad.is_some() && state.has_gradient.get(param).copied().unwrap_or(true)
+        let gradients = &state.gradients;
+        let agreed = gradients.has_gradient.as_ref();
+        gradients.reduced.is_some() && agreed.is_none_or(|has_gradient| has_gradient[param])
     }
 
     /// Gathers the parameters for a forward. They stay gathered while the returned guard lives.
     /// Collectives: one all-gather over the shard group, none if they are gathered already.
-    pub(crate) fn gather_for_forward(&self) -> Result<WholeParameters<'_>> {
+    pub(crate) fn gather_for_forward(self: &Arc<Self>) -> Result<InUse> {
         let mut state = self.state();
-        // Lending is the same on all ranks, so all of them gather again.
+        // An earlier forward may have gathered them, and somebody may have written into lent shards
+        // since. Lending is the same on all ranks, so all of them gather again.
         if state.users == 0 && self.shared.may_be_stale(state.gathered_in) {
-            self.release_locked(&mut state)?;
+            self.release()?;
         }
         self.gather_locked(&mut state)?;
         state.users += 1;
-        Ok(WholeParameters(self))
-    }
-
-    /// Ends a use that [`Self::gather_for_forward`] or an [`InUse`] has begun.
-    fn end_use(&self) {
-        let mut state = self.state();
-        state.users -= 1;
-        if state.users == 0 && self.reshards_after_forward() {
-            // If this fails (only a GPU's driver can), the parameters stay gathered, and are still
-            // counted as such.
-            let _ = self.release_locked(&mut state);
-        }
+        Ok(InUse(Arc::clone(self)))
     }
 
     /// Gathers the parameters for a backward.
@@ -397,9 +354,10 @@ impl FlatParamHandle {
         self.gather_locked(&mut self.state())
     }
 
-    /// Fills the parameters' storages from all ranks' shards.
+    /// Fills the parameters' storages from all ranks' shards, unless they are filled, and starts to
+    /// prefetch the units that are used next, if the options say so.
     fn gather_locked(&self, state: &mut HandleState) -> Result<()> {
-        if !self.needs_gather() || state.whole {
+        if self.exchange.is_gathered() {
             return Ok(());
         }
         // If the unit has been prefetched, this takes the values from there.
@@ -407,28 +365,32 @@ impl FlatParamHandle {
             Some(overlap) => overlap.gather(&self.exchange)?,
             None => self.exchange.gather()?,
         };
-        self.exchange.fill(gathered)?;
-        self.set_whole(state, true);
-        state.gathered_in = self.shared.forward();
-        self.shared.count_held(self.exchange.unsharded_bytes());
+        self.fill(gathered)?;
+        self.exchange.set_gathered(true);
+        state.gathered_in = self.shared.forwards.number();
+        self.shared
+            .memory
+            .count_held(self.exchange.unsharded_bytes());
         if let Some(overlap) = &self.overlap {
             overlap.gather_next(Moment::BeforeComputation);
         }
         Ok(())
     }
 
-    /// Notes whether the unit is gathered.
-    fn set_whole(&self, state: &mut HandleState, whole: bool) {
-        state.whole = whole;
-        self.shared.set_whole(self.exchange.number, whole);
+    /// Puts gathered values into the parameters' storages.
+    fn fill(&self, gathered: Vec<Contents>) -> Result<()> {
+        for (param, contents) in self.params.iter().zip(gathered) {
+            contents.put(&param.tensor)?;
+        }
+        Ok(())
     }
 
     /// Releases the memory of gathered parameters. No communication.
     pub(crate) fn reshard(&self) -> Result<()> {
-        let mut state = self.state();
+        let state = self.state();
         self.check_unused(&state)?;
         self.discard_ahead()?;
-        self.release_locked(&mut state)
+        self.release()
     }
 
     /// Discards prefetched parameters, of this unit and of all others.
@@ -438,16 +400,25 @@ impl FlatParamHandle {
             .map_or(Ok(()), |overlap| overlap.discard())
     }
 
-    /// Releases the gathered parameters, if they are gathered and can be gathered again.
-    fn release_locked(&self, state: &mut HandleState) -> Result<()> {
-        if !self.needs_gather() || !state.whole {
+    /// Releases the gathered parameters, if they are gathered and can be gathered again. The caller
+    /// has locked the state.
+    pub(super) fn release(&self) -> Result<()> {
+        if !self.needs_gather() || !self.exchange.is_gathered() {
             return Ok(());
         }
+        self.release_storages()?;
+        self.exchange.set_gathered(false);
+        self.shared
+            .memory
+            .count_released(self.exchange.unsharded_bytes());
+        Ok(())
+    }
+
+    /// Frees the memory of the parameters' storages.
+    fn release_storages(&self) -> Result<()> {
         for param in &self.params {
             release(&param.tensor)?;
         }
-        self.set_whole(state, false);
-        self.shared.count_released(self.exchange.unsharded_bytes());
         Ok(())
     }
 
@@ -455,7 +426,7 @@ impl FlatParamHandle {
     fn check_unused(&self, state: &HandleState) -> Result<()> {
         if state.users > 0 {
             Err(NnError::UnitInUse {
-                unit: self.name.clone(),
+                unit: self.name().to_owned(),
             })
         } else {
             Ok(())
@@ -466,18 +437,18 @@ impl FlatParamHandle {
     /// copy of the old values, and makes the backward of a forward that used them an error. No
     /// communication.
     pub(crate) fn begin_change(&self) -> Result<()> {
-        self.shared.readers.wait();
+        self.shared.values.wait_for_readers();
         let mut state = self.state();
         self.check_unused(&state)?;
         self.discard_ahead()?;
-        self.release_locked(&mut state)?;
-        state.changed_at = self.shared.change();
+        self.release()?;
+        state.changed_at = self.shared.values.change();
         Ok(())
     }
 
     /// Returns the number of the last change of values of any unit, for [`Self::check_unchanged`].
     pub(crate) fn last_change(&self) -> u64 {
-        self.shared.last_change()
+        self.shared.values.last_change()
     }
 
     /// Checks that the unit's values have not changed after the change with the number `since`,
@@ -485,7 +456,7 @@ impl FlatParamHandle {
     pub(crate) fn check_unchanged(&self, since: u64) -> Result<()> {
         if self.state().changed_at > since {
             return Err(NnError::ChangedSinceForward {
-                unit: self.name.clone(),
+                unit: self.name().to_owned(),
             });
         }
         Ok(())
@@ -495,5 +466,34 @@ impl FlatParamHandle {
     /// names the sharded units.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
         NnError::of_computation(error, || self.shared.sharded())
+    }
+
+    /// Returns copies of the parameters, whole, in the dtype of the shards.
+    /// Collectives: one all-gather over the shard group, none if nothing is sharded.
+    pub(crate) fn gather_whole(&self) -> Result<Vec<Tensor>> {
+        let exchange = Arc::clone(&self.exchange);
+        // Run the gather in the same queue as the units' other collectives, so that their order is
+        // the same on all ranks.
+        let whole = match &self.overlap {
+            Some(overlap) => overlap.run(move || exchange.gather_flat())?,
+            None => exchange.gather_flat()?,
+        };
+        let Some(whole) = whole else {
+            return self
+                .params
+                .iter()
+                .map(|param| Ok(owned_copy(&param.tensor.detach())?))
+                .collect();
+        };
+        let layout = &self.exchange.layout;
+        let param = |(index, shape): (usize, &Vec<usize>)| {
+            let range = layout.param_range(index);
+            Ok(owned_copy(
+                &whole
+                    .narrow(0, range.start, range.len())?
+                    .reshape(shape.as_slice())?,
+            )?)
+        };
+        layout.shapes().iter().enumerate().map(param).collect()
     }
 }

@@ -6,10 +6,10 @@ use fsdp_flat::storage::HostBytes;
 use candle_core::Tensor;
 use indexmap::{IndexMap, IndexSet};
 
-use crate::agreement::agree_on_model;
-use crate::handle::InUse;
-use crate::parameters::ShardedParameters;
-use crate::{NnError, Result};
+use super::build::agree_on_model;
+use super::parameters::ShardedParameters;
+use crate::error::{NnError, Result};
+use crate::unit::InUse;
 
 const WRITE_BACK: &str = "FullParameters::write_back";
 

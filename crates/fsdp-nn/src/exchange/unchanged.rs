@@ -14,7 +14,7 @@ pub struct Unchanged {
 }
 
 impl Unchanged {
-    pub(crate) fn new(readers: &Arc<Readers>) -> Self {
+    pub(super) fn new(readers: &Arc<Readers>) -> Self {
         readers.begin();
         Unchanged {
             readers: Arc::clone(readers),
@@ -36,7 +36,7 @@ impl Drop for Unchanged {
 
 /// The readers of values that must not change meanwhile.
 #[derive(Debug, Default)]
-pub(crate) struct Readers {
+pub(super) struct Readers {
     state: Mutex<Reading>,
     ended: Condvar,
 }
@@ -51,7 +51,7 @@ struct Reading {
 
 impl Readers {
     /// Waits until nobody reads. Called before any value changes.
-    pub(crate) fn wait(&self) {
+    pub(super) fn wait(&self) {
         let mut reading = self.lock();
         if reading.readers == 0 {
             return;

@@ -1,12 +1,30 @@
 //! A module whose parameters are one FSDP unit.
+//!
+//! - `handle` is the FlatParameter of a unit: its memory, gathered or sharded.
+//! - `parameter` is one parameter of a unit.
+//! - `gradients` holds the gradients of a unit, and `backward` collects and reduces them.
+//! - `hooks` connects units with candle's autograd.
+//! - `recompute` computes a part of a model again in the middle of a backward.
+
+mod backward;
+mod gradients;
+mod handle;
+mod hooks;
+mod parameter;
+mod recompute;
 
 use std::sync::{Arc, OnceLock, Weak};
 
 use candle_core::{Module, Tensor};
 
-use crate::NnError;
-use crate::handle::FlatParamHandle;
-use crate::hooks::{PreBackwardOp, depends_on_trainable};
+use crate::error::NnError;
+use hooks::depends_on_trainable;
+
+pub(crate) use gradients::Unreduced;
+pub(crate) use handle::{FLAT_PARAM, FlatParamHandle, InUse, UnitSpec};
+pub(crate) use hooks::{ParameterOp, ParameterSlot, PreBackwardOp};
+pub(crate) use parameter::Parameter;
+pub use recompute::{Recomputed, recompute};
 
 /// The handle of a unit; empty for a unit without parameters of its own.
 #[derive(Default)]
