@@ -186,7 +186,7 @@ pub(crate) fn fill(
     let (flat, paths) = CheckpointError::or_refuse(group, LOAD, flattened)?;
     let target =
         CheckpointError::or_refuse(group, LOAD, DictTarget::new(&flat, options.device.clone()))?;
-    let mut target = target.of_checkpoint(in_place);
+    let mut target = target.for_checkpoint(in_place);
     let mut source = CheckpointSource::by_flat_key(checkpoint);
     let report =
         load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;

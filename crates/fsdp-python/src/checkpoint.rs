@@ -154,6 +154,7 @@ impl Checkpoint {
                 boxes: vec![bounds],
             });
         }
+        // Each buffer becomes a slice of its own, which no other may overlap.
         Memory::check_apart(&memory)?;
         let buffers = memory.iter_mut().map(Memory::bytes_mut);
         let destinations: Vec<Destination<'_>> = requests
