@@ -55,7 +55,7 @@ pub use copy::{
     create_cpu_state_dict,
 };
 pub use digest::digest_state_dict;
-pub use engine::{LoadError, LoadOptions, Source, Target, load_state};
+pub use engine::{LoadError, LoadOptions, Source, Target, is_part_of, load_state};
 pub use error::StateError;
 pub use flatten::{FlatStateDict, flatten_containers, flatten_state_dict, unflatten_state_dict};
 pub use iterate::{IterateOptions, Keep, StateDictCallbacks, iterate_state_dict};
