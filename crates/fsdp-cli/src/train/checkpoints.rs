@@ -39,7 +39,7 @@ pub(super) fn latest_in_memory(
     step: Option<u64>,
 ) -> Result<Option<StepCheckpoint>> {
     let is_strict = arguments.resume_mode() == ResumeMode::Strict;
-    let found = checkpointer(arguments, group, false)?.latest_in_memory(step, is_strict);
+    let found = checkpointer(arguments, group, false, None)?.latest_in_memory(step, is_strict);
     if is_strict {
         return found.context("failed to look into the memory tier");
     }
@@ -59,7 +59,7 @@ pub(super) fn step_in_memory(
     arguments: &TrainArguments,
     group: &ProcessGroup,
 ) -> Result<Option<u64>> {
-    checkpointer(arguments, group, false)?
+    checkpointer(arguments, group, false, None)?
         .step_in_memory()
         .context("failed to look into the memory tier")
 }
@@ -85,12 +85,13 @@ fn unless_lost<T>(
     }
 }
 
-/// Returns the checkpointer of a run. With `replaces`, saves may replace checkpoints. This is a
-/// collective.
+/// Returns the checkpointer of a run. With `replaces`, saves may replace checkpoints. `only` lists
+/// the parts that it loads. This is a collective.
 fn checkpointer(
     arguments: &TrainArguments,
     group: &ProcessGroup,
     replaces: bool,
+    only: Option<Vec<String>>,
 ) -> Result<Checkpointer> {
     let options = CheckpointerOptions {
         retention: Retention {
@@ -105,6 +106,7 @@ fn checkpointer(
         },
         load: LoadOptions {
             strict: false,
+            only,
             read_once: arguments.read_once.then_some(true),
             ..LoadOptions::default()
         },
@@ -141,8 +143,8 @@ struct BackgroundSave {
 }
 
 impl Checkpoints {
-    /// Prepares the saves and the load of a run. Saves replace `damaged` checkpoints. This is a
-    /// collective.
+    /// Prepares the saves and the load of a run. Saves replace `damaged` checkpoints, and the load is
+    /// limited to `only` some parts. This is a collective.
     ///
     /// # Errors
     /// The same as [`Checkpointer::new`].
@@ -150,8 +152,9 @@ impl Checkpoints {
         arguments: &TrainArguments,
         group: &ProcessGroup,
         damaged: &[Location],
+        only: Option<Vec<String>>,
     ) -> Result<Self> {
-        let checkpointer = checkpointer(arguments, group, !damaged.is_empty())?;
+        let checkpointer = checkpointer(arguments, group, !damaged.is_empty(), only)?;
         let (in_background, damaged) = (arguments.async_save, damaged.to_vec());
         Ok(Checkpoints {
             checkpointer,

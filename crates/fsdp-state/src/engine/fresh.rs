@@ -7,7 +7,7 @@ use fsdp_layout::{KeyPath, TensorBox};
 use indexmap::IndexMap;
 use itertools::EitherOrBoth;
 
-use super::options::LoadOptions;
+use super::options::{LoadOptions, is_part_of};
 use super::target::{Plan, Target, Values, Wanted};
 use crate::keep_on::GatherOptions;
 use crate::lend::Memory;
@@ -144,7 +144,16 @@ impl Target for DictTarget<'_> {
         // Step 1: compare what the source has with the template, name by name. Small values are
         // copied, and memory is wanted for all others.
         let mut by_value: Vec<(usize, usize)> = Vec::new();
+        let mut absent = options.only.clone().unwrap_or_default();
         for leaves in source.compare(&self.schema) {
+            if options.only.is_some() {
+                let (_, (path, _)) = leaves.clone().reduce(|either, _| either);
+                let key = path.flat_key();
+                if !options.includes(&key) {
+                    continue;
+                }
+                absent.retain(|part| !is_part_of(&key, part));
+            }
             match leaves {
                 EitherOrBoth::Left((_, (path, _))) => plan.report.unexpected.push(path.flat_key()),
                 EitherOrBoth::Right((_, (path, _))) => plan.report.missing.push(path.flat_key()),
@@ -173,6 +182,7 @@ impl Target for DictTarget<'_> {
                 }
             }
         }
+        plan.report.missing.append(&mut absent);
         // Step 2: take the small values.
         let positions: Vec<usize> = by_value.iter().map(|(from, _)| *from).collect();
         let values = small(&positions)?;
