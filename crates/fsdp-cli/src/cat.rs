@@ -39,7 +39,7 @@ pub(crate) struct CatArguments {
     #[arg(long, value_name = "FILE")]
     npy: Option<PathBuf>,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 

@@ -47,7 +47,7 @@ pub(crate) struct DiffArguments {
     #[arg(long, conflicts_with = "json")]
     heatmap: bool,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 

@@ -28,7 +28,7 @@ pub(crate) struct DigestArguments {
     #[arg(long)]
     recorded: bool,
     /// One JSON object on stdout, with all digests
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
     #[command(flatten)]
     threads: Threads,

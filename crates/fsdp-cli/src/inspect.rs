@@ -28,7 +28,7 @@ pub(crate) struct InspectArguments {
     #[arg(long, conflicts_with = "json")]
     tensors: bool,
     /// One JSON object on stdout, with every box
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 

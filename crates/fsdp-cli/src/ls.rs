@@ -18,7 +18,7 @@ pub(crate) struct LsArguments {
     #[arg(value_name = "RUN")]
     run: Location,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 

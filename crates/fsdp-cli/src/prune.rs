@@ -35,7 +35,7 @@ pub(crate) struct PruneArguments {
     #[arg(long)]
     yes: bool,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 

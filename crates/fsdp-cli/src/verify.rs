@@ -43,7 +43,7 @@ pub(crate) struct VerifyArguments {
     #[arg(value_name = "CKPT")]
     path: Location,
     /// How much to check; each level includes those before it
-    #[arg(long, value_enum, default_value = "hashes", env = "FSDP_LEVEL")]
+    #[arg(long, value_enum, default_value = "hashes")]
     level: LevelName,
     /// Add hashes to a checkpoint that has none, if no problem is found
     #[arg(long)]

@@ -26,7 +26,7 @@ pub(super) struct WriteReport {
     schema: u32,
     source: String,
     destination: String,
-    to: &'static str,
+    to: String,
     dry_run: bool,
     tensors: usize,
     values: usize,
@@ -102,7 +102,7 @@ impl WriteReport {
             schema: SCHEMA,
             source: source.path().display().to_string(),
             destination: destination.path.to_string(),
-            to: destination.name,
+            to: destination.name.clone(),
             dry_run: is_dry_run,
             tensors,
             values,
@@ -184,7 +184,7 @@ impl WriteReport {
 
     /// Tells on stderr what the destination holds in another way than the source, or not at all.
     fn talk_of_differences(&self) {
-        let format = self.to;
+        let format = &self.to;
         if let Some(file) = &self.aside_file {
             let are = if self.dry_run { "would be" } else { "are" };
             let what = format!("values that `{format}` cannot hold {are} in `{file}`:");
