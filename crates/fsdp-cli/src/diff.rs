@@ -18,6 +18,8 @@ use super::output;
 use super::text::escaped;
 use super::work::Threads;
 
+use crate::natural;
+
 /// Options of `fsdp diff`.
 #[derive(Debug, Args)]
 pub(crate) struct DiffArguments {
@@ -131,7 +133,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     if !by_digests {
         diff::diff_on_threads(first, second, tolerance, threads, &mut add)?;
     }
-    differences.sort_by(|a, b| natord::compare(&a.name, &b.name));
+    differences.sort_by(|a, b| natural::compare(&a.name, &b.name));
     let (keys, others) = (&first.metadata().entries, &second.metadata().entries);
     let compared = keys.len() + others.keys().filter(|key| !keys.contains_key(*key)).count();
     let comparison = Comparison {

@@ -14,6 +14,8 @@ use super::output;
 use super::text::escaped;
 use super::work::Threads;
 
+use crate::natural;
+
 /// Options of `fsdp digest`.
 #[derive(Debug, Args)]
 pub(crate) struct DigestArguments {
@@ -91,7 +93,7 @@ pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
     let mut lines = Vec::new();
     if arguments.each {
         let mut digests: Vec<_> = state.iter().collect();
-        digests.sort_by(|(a, _), (b, _)| natord::compare(a, b));
+        digests.sort_by(|(a, _), (b, _)| natural::compare(a, b));
         lines.extend(
             digests
                 .into_iter()

@@ -14,6 +14,8 @@ use super::output;
 use super::text::{count, escaped, iec};
 use super::tree::tree;
 
+use crate::natural;
+
 /// Options of `fsdp inspect`.
 #[derive(Debug, Args)]
 pub(crate) struct InspectArguments {
@@ -166,7 +168,7 @@ impl Summary {
                 .unwrap_or(tensor.bytes);
         }
         let mut values: Vec<String> = metadata.values().map(|(name, _)| name.to_owned()).collect();
-        values.sort_by(|a, b| natord::compare(a, b));
+        values.sort_by(|a, b| natural::compare(a, b));
         let step = step(source);
         Summary {
             schema: SCHEMA,
@@ -311,7 +313,7 @@ fn opaque(source: &dyn Checkpoint) -> (Vec<Opaque>, usize) {
             })
         });
     let mut opaque: Vec<Opaque> = opaque.collect();
-    opaque.sort_by(|a, b| natord::compare(&a.name, &b.name));
+    opaque.sort_by(|a, b| natural::compare(&a.name, &b.name));
     (opaque, metadata.entries.len().saturating_sub(looks))
 }
 
@@ -392,7 +394,7 @@ fn tensors(metadata: &Metadata) -> Vec<Tensor> {
         .tensors()
         .map(|(name, entry)| tensor(name, entry))
         .collect();
-    tensors.sort_by(|a, b| natord::compare(&a.name, &b.name));
+    tensors.sort_by(|a, b| natural::compare(&a.name, &b.name));
     tensors
 }
 

@@ -17,6 +17,7 @@ use super::arguments::{TargetArguments, WriteArguments};
 use super::slices::{CutTensor, cut_tensors, most_bytes};
 use crate::failure::{ConversionStopped, UsageError};
 use crate::inspect;
+use crate::natural;
 use crate::output;
 use crate::progress::Progress;
 use crate::stop::StopRequest;
@@ -323,8 +324,8 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
             dropped,
             ..
         } = done.with_context(|| format!("failed to write `{}`", destination.path))?;
-        aside.sort_by(|a, b| natord::compare(a, b));
-        quantized.sort_by(|a, b| natord::compare(a, b));
+        aside.sort_by(|a, b| natural::compare(a, b));
+        quantized.sort_by(|a, b| natural::compare(a, b));
         let is_value = |key: &str| source.metadata().tensor(key).is_none();
         written = Written {
             tensors,
@@ -475,7 +476,7 @@ impl Written {
         if aside_file.is_none() {
             aside.clear();
         }
-        aside.sort_by(|a, b| natord::compare(a, b));
+        aside.sort_by(|a, b| natural::compare(a, b));
         Written {
             schema: SCHEMA,
             source: source.path().display().to_string(),

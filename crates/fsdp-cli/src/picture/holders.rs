@@ -10,6 +10,7 @@ use serde::Serialize;
 use super::raster::{Raster, Size};
 use crate::inspect;
 use crate::keys::Keys;
+use crate::natural;
 
 /// The version of the JSON's schema.
 const SCHEMA: u32 = 1;
@@ -55,7 +56,7 @@ impl<'a> Holdings<'a> {
             .tensors()
             .filter(|(name, _)| keys.rename(name) == Rename::Keep);
         let mut tensors: Vec<(&str, &TensorEntry)> = selected.collect();
-        tensors.sort_by(|a, b| natord::compare(a.0, b.0));
+        tensors.sort_by(|a, b| natural::compare(a.0, b.0));
         let mut by_file: HashMap<&str, Holder> = HashMap::new();
         for (_, entry) in &tensors {
             for chunk in &entry.chunks {
@@ -76,7 +77,7 @@ impl<'a> Holdings<'a> {
             }
         }
         let mut holders: Vec<(&str, Holder)> = by_file.into_iter().collect();
-        holders.sort_by(|a, b| natord::compare(a.0, b.0));
+        holders.sort_by(|a, b| natural::compare(a.0, b.0));
         let positions = holders
             .iter()
             .enumerate()
