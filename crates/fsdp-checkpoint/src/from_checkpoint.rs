@@ -26,20 +26,20 @@ pub struct FromCheckpointOptions {
     /// names in the model, and the same in the checkpoint. `("", "bert")` drops a leading `bert`.
     pub fqn_renames: Vec<(String, String)>,
     /// Options of the load. Values are converted to the model's dtype unless `cast` is turned off.
-    /// Tensors that the model never requests are an error unless `strict` is turned off.
+    /// Tensors that the model never requests are an error unless `strict` is turned off. `only` has
+    /// no effect, since nothing but the model is loaded.
     pub load: LoadOptions,
 }
 
 impl Default for FromCheckpointOptions {
     /// Returns options that rename nothing, and that convert values to the model's dtype.
     fn default() -> Self {
-        let load = LoadOptions {
-            cast: true,
-            ..LoadOptions::default()
-        };
         FromCheckpointOptions {
             fqn_renames: Vec::new(),
-            load,
+            load: LoadOptions {
+                cast: true,
+                ..LoadOptions::default()
+            },
         }
     }
 }
@@ -109,8 +109,8 @@ fn from_open<M>(
         ..StateDictOptions::default()
     };
     let prefix = model_prefix(source.schema());
-    let shapes = shapes(source.schema(), &prefix, &names);
-    let shapes = CheckpointError::agree(with_deadline, OPERATION, None, shapes)?;
+    let found = shapes(source.schema(), &prefix, &names);
+    let shapes = CheckpointError::agree(with_deadline, OPERATION, None, found)?;
     let model = FullyShardedDataParallel::empty(group, config, shapes, build)?;
     let prefixes = StatePrefixes {
         model: Some(prefix),

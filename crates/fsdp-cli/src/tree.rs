@@ -2,9 +2,8 @@
 
 use indexmap::IndexMap;
 
-use super::text::{escaped, iec};
-
 use crate::natural;
+use crate::text::{escaped, iec};
 
 #[derive(Default)]
 struct Node<'a> {
