@@ -315,9 +315,9 @@ impl Bench<'_> {
 
     /// Measures torch on the same work.
     fn torch(&self, python: &Path, size: &str, groups: &[&str]) -> Result<Vec<TorchCase>> {
-        let mut many = groups.to_vec();
-        many.retain(|&group| group != "conversions");
-        let many = many.join(",");
+        let mut on_all_ranks = groups.to_vec();
+        on_all_ranks.retain(|&group| group != "conversions");
+        let many = on_all_ranks.join(",");
         let mut calls: Vec<(usize, &str)> = Vec::new();
         if groups.contains(&"conversions") {
             calls.push((1, "conversions"));

@@ -213,7 +213,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
 /// Runs clippy on everything.
 fn clippy(root: &Path) -> Result<()> {
     let target = gpu::check_target(root);
-    let target = ["--target-dir", &*target.to_string_lossy()];
+    let directory = ["--target-dir", &*target.to_string_lossy()];
     // In the workspace the tests and the examples turn the object stores on. Check the command also
     // without them, and once more without candle.
     for packages in [
@@ -234,7 +234,7 @@ fn clippy(root: &Path) -> Result<()> {
     ] {
         let clippy = [
             &["clippy", "--locked"],
-            &target[..],
+            &directory[..],
             packages,
             &["--", "-D", "warnings"],
         ];

@@ -74,8 +74,10 @@ pub(crate) fn build(root: &Path, arguments: &WheelArguments) -> Result<()> {
     }
     // A fresh environment, so that what the wheel needs and does not name is missed.
     let python = environment(&target.join("wheel-python"), true)?;
-    let wheel = wheel.to_string_lossy();
-    install(&python, &[&[&*wheel], &PACKAGES[..]].concat())?;
+    install(
+        &python,
+        &[&[&*wheel.to_string_lossy()], &PACKAGES[..]].concat(),
+    )?;
     let mut tests = Command::new(&python);
     tests
         .args(["-m", "pytest", "-q", "-p", "no:cacheprovider"])

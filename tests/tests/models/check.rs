@@ -174,7 +174,8 @@ fn check_on(group: &ProcessGroup, case: &Case) -> Row {
     let parameters = model.parameters();
     let plain = plain(case, &whole(parameters));
     let shards = parameters.parameter_bytes();
-    let (mut of_root, mut of_units) = (0, BTreeMap::<String, usize>::new());
+    let mut of_root = 0;
+    let mut of_units = BTreeMap::<String, usize>::new();
     for fqn in parameters.fqns() {
         let bytes = 4 * parameters.shape(fqn).unwrap().iter().product::<usize>();
         match unit_of(case, fqn) {
@@ -189,10 +190,8 @@ fn check_on(group: &ProcessGroup, case: &Case) -> Row {
         .unwrap_or_else(|error| panic!("{name}: {error}"));
     assert!(bits(&output) == plain.output, "{name}: other outputs");
     let largest = of_units.values().max().copied().unwrap_or(0);
-    let (forward, most) = (
-        parameters.peak_parameter_bytes(),
-        shards + of_root + largest,
-    );
+    let forward = parameters.peak_parameter_bytes();
+    let most = shards + of_root + largest;
     assert!(
         forward <= most,
         "{name}: {forward} bytes in a forward, more than {most}"
