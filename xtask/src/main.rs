@@ -189,20 +189,27 @@ fn run(task: Task, root: &Path) -> Result<()> {
             let seed = seed
                 .unwrap_or_else(|| u64::from(rand::random::<u32>()))
                 .to_string();
-            let (profile, seeds) = (if debug { "dev" } else { "release" }, seeds.to_string());
-            let mut arguments = vec![
-                "run",
+            let seeds = seeds.to_string();
+            let mut environment = vec![
+                ("FSDP_SIMULATION_SEEDS", seeds.as_str()),
+                ("FSDP_SIMULATION_SEED", seed.as_str()),
+            ];
+            environment.extend(flaws.then_some(("FSDP_SIMULATION_FLAWS", "1")));
+            environment.extend(trace.then_some(("FSDP_SIMULATION_TRACE", "1")));
+            let arguments = [
+                "test",
                 "--package",
                 "fsdp-checkpoint",
-                "--example",
-                "simulate",
+                "--test",
+                "simulation",
                 "--profile",
-                profile,
+                if debug { "dev" } else { "release" },
+                "--locked",
+                "--",
+                "--ignored",
+                "--nocapture",
             ];
-            arguments.extend(["--locked", "--", "--seeds", &seeds, "--seed", &seed]);
-            arguments.extend(flaws.then_some("--flaws"));
-            arguments.extend(trace.then_some("--trace"));
-            cargo(root, &arguments, &[])
+            cargo(root, &arguments, &environment)
         }
         Task::Kills(arguments) => kills::run(root, &arguments),
         Task::Strangers(arguments) => strangers::run(root, &arguments),

@@ -1,5 +1,6 @@
 //! The errors of saving and loading checkpoints.
 
+use std::fmt;
 use std::io;
 
 use fsdp_comm::{CommError, ProcessGroup};
@@ -8,6 +9,7 @@ use fsdp_flat::FlatError;
 use fsdp_layout::{ErrorKind, Failure};
 use fsdp_nn::NnError;
 use fsdp_state::{LoadError, StateError};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -154,6 +156,36 @@ impl Failure for CheckpointError {
             _ => ErrorKind::Other,
         }
     }
+}
+
+/// An error that is sent to other ranks. Its text includes its causes, such as the system's reason,
+/// because only the text is sent.
+pub(crate) struct WithCauses(pub(crate) CheckpointError);
+
+impl fmt::Display for WithCauses {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&with_causes(&self.0))
+    }
+}
+
+impl Failure for WithCauses {
+    fn kind(&self) -> ErrorKind {
+        self.0.kind()
+    }
+}
+
+/// Copies the root's value to every rank, unless any rank has an error. Collective: a broadcast of
+/// a result.
+///
+/// # Errors
+/// Any rank's error, on every rank, with its causes.
+pub(crate) fn broadcast_result<T: Serialize + DeserializeOwned>(
+    group: &ProcessGroup,
+    operation: &str,
+    outcome: Result<Option<T>, CheckpointError>,
+    root: usize,
+) -> Result<T, CheckpointError> {
+    Ok(group.broadcast_result(operation, outcome.map_err(WithCauses), root)?)
 }
 
 impl LoadError for CheckpointError {

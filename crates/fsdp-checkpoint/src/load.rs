@@ -13,7 +13,7 @@ use fsdp_state::{
 use tracing::info_span;
 
 use crate::CheckpointError;
-use crate::save::DEFAULT_DEADLINE;
+use crate::save::with_storage_deadline;
 use crate::source::CheckpointSource;
 
 /// The name of all loads, for messages.
@@ -133,7 +133,7 @@ fn load_from(
     options: &LoadOptions,
     in_place: bool,
 ) -> Result<LoadReport, CheckpointError> {
-    let group = with_load_deadline(group, options);
+    let group = with_storage_deadline(group, options.deadline);
     let checkpoint = CheckpointError::or_refuse(&group, LOAD, open_here(path, options))?;
     fill(&*checkpoint, state, &group, options, in_place)
 }
@@ -147,7 +147,7 @@ pub(crate) fn open(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<(ProcessGroup, Box<dyn Checkpoint>), CheckpointError> {
-    let group = with_load_deadline(group, options);
+    let group = with_storage_deadline(group, options.deadline);
     let checkpoint = CheckpointError::agree(&group, operation, None, open_here(path, options))?;
     Ok((group, checkpoint))
 }
@@ -163,12 +163,6 @@ fn open_here(
             verify: options.verify,
         },
     )?)
-}
-
-/// Returns the group with the deadline that the options give a load. It is longer than the group's
-/// own, because ranks wait for each other while they read files.
-pub(crate) fn with_load_deadline(group: &ProcessGroup, options: &LoadOptions) -> ProcessGroup {
-    group.with_deadline_at_least(options.deadline.unwrap_or(DEFAULT_DEADLINE))
 }
 
 /// Loads an open checkpoint into a state dict.

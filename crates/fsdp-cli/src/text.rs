@@ -49,6 +49,19 @@ pub(crate) fn iec(bytes: u64) -> String {
     }
 }
 
+/// Formats a value that may be unknown: the word stands for none.
+pub(crate) fn or_word(value: Option<impl ToString>, word: &str) -> String {
+    value.map_or_else(|| word.to_owned(), |value| value.to_string())
+}
+
+/// Returns the width of each column of a table: that of its widest cell.
+pub(crate) fn column_widths<const N: usize>(rows: &[[String; N]]) -> [usize; N] {
+    std::array::from_fn(|column| {
+        let widths = rows.iter().map(|row| row[column].chars().count());
+        widths.fold(0, usize::max)
+    })
+}
+
 /// Formats a count with the word for what is counted.
 pub(crate) fn count(number: usize, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })

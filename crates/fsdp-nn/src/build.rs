@@ -13,7 +13,7 @@ use indexmap::IndexMap;
 use crate::config::FsdpConfig;
 use crate::exchange::{Groups, Overlap};
 use crate::handle::{FlatParamHandle, Parameter, UnitSpec};
-use crate::registry::{Declared, DeclaredUnit, Registry};
+use crate::registry::{Declared, DeclaredUnit, ROOT, Registry};
 use crate::shared::Shared;
 use crate::{NnError, Result, ShardingStrategy};
 
@@ -53,7 +53,6 @@ pub(crate) fn build_units(
     for (fqn, declared) in &registry.params {
         by_unit[declared.unit].push((fqn, declared));
     }
-    let (by_pattern, mut wrapped) = (registry.units_by_pattern(), Vec::new());
     let shared = Arc::new(Shared::default());
     let (unit_groups, overlap) = if config.prefetches() && !groups.are_empty() {
         // Collectives that overlap with the computation run in groups of their own, so that other
@@ -83,20 +82,21 @@ pub(crate) fn build_units(
                 unit: unit.name.clone(),
             });
         }
-        let handle =
-            Arc::new(built.unit(index == 0, unit, declared, config, registry.makes_values())?);
+        let handle = Arc::new(built.unit(
+            index == ROOT,
+            unit,
+            declared,
+            config,
+            registry.makes_values(),
+        )?);
         // From now on the model's tensors and modules find their unit.
         for (param, (_, declared)) in declared.iter().enumerate() {
             declared.slot.set(&handle, param);
         }
         unit.slot.set(&handle);
-        if by_pattern.contains(&index) {
-            wrapped.push(Arc::clone(&handle));
-        }
         built.handles.push(handle);
     }
-    // All units exist now. Prefetching, and units by name pattern, gather units on their own, so
-    // tell them which there are.
+    // All units exist now. Prefetching gathers units on its own, so tell it which there are.
     if let Some(overlap) = &built.overlap {
         overlap.complete(
             built
@@ -106,7 +106,6 @@ pub(crate) fn build_units(
                 .collect(),
         );
     }
-    registry.wrapped.complete(&wrapped)?;
     Ok(built)
 }
 
@@ -215,7 +214,7 @@ pub(crate) fn describe(
     );
     lines.extend(registry.params.iter().map(|(fqn, param)| {
         let unit = match registry.units[param.unit].name.as_str() {
-            _ if param.unit == 0 => "no unit".to_owned(),
+            _ if param.unit == ROOT => "no unit".to_owned(),
             name => format!("unit `{name}`, number {} of the model,", param.unit),
         };
         let trained = if param.requires_grad {

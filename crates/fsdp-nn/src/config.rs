@@ -65,8 +65,6 @@ pub struct FsdpConfig {
     pub limit_all_gathers: bool,
     /// The seed of the initial values, which depend only on it and on the parameters' names.
     pub seed: u64,
-    /// Patterns of names whose parameters form units: see [`Self::wrap`].
-    pub wrapped: Vec<String>,
     /// A function that returns `true` for the names of parameters to train; all by default. The
     /// others are frozen, like torch's parameters with `requires_grad=False`.
     pub requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
@@ -94,7 +92,6 @@ impl Default for FsdpConfig {
             forward_prefetch: false,
             limit_all_gathers: true,
             seed: 0,
-            wrapped: Vec::new(),
             requires_grad: Arc::new(|_| true),
             ignored_states: Arc::new(|_| false),
         }
@@ -105,30 +102,6 @@ impl FsdpConfig {
     /// Returns `true` if collectives overlap with the computation.
     pub(crate) fn prefetches(&self) -> bool {
         (self.backward_prefetch.is_some() || self.forward_prefetch) && self.device.is_cpu()
-    }
-
-    /// Makes units in a model whose code has none ([`Scope::unit`](crate::Scope::unit)): torch's
-    /// `auto_wrap_policy`. The parameters below each name that matches `pattern` form a unit. `*`
-    /// matches one part of a name, so `model.layers.*` makes each layer a unit. If several patterns
-    /// match, the first one counts. Parameters of explicit units stay in their unit.
-    ///
-    /// A unit is gathered when the forward or the backward reads the first of its parameters, and
-    /// released when it reads one of another unit, unless one operation reads both. This is
-    /// detected by the locks of candle's storages, so it works with any model: see
-    /// [`Withheld`](fsdp_flat::storage::Withheld). On a GPU a pattern is an error, because there an
-    /// operation still runs after it has released the lock. Each unit takes one thread, which
-    /// mostly sleeps. The backward must be
-    /// [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
-    ///
-    /// ```
-    /// use fsdp_nn::FsdpConfig;
-    /// let config = FsdpConfig::default().wrap("model.layers.*").wrap("lm_head");
-    /// assert_eq!(config.wrapped, ["model.layers.*", "lm_head"]);
-    /// ```
-    #[must_use]
-    pub fn wrap(mut self, pattern: impl Into<String>) -> Self {
-        self.wrapped.push(pattern.into());
-        self
     }
 }
 
@@ -145,7 +118,6 @@ impl fmt::Debug for FsdpConfig {
             .field("forward_prefetch", &self.forward_prefetch)
             .field("limit_all_gathers", &self.limit_all_gathers)
             .field("seed", &self.seed)
-            .field("wrapped", &self.wrapped)
             .finish_non_exhaustive()
     }
 }

@@ -151,20 +151,6 @@ pub enum NnError {
         /// The other unit.
         second: String,
     },
-    /// A pattern of `FsdpConfig::wrap` matches no parameter.
-    #[error(
-        "no parameter's name begins with `{pattern}`, so there is nothing to wrap: `*` stands for one part of a name"
-    )]
-    NothingToWrap {
-        /// The pattern.
-        pattern: String,
-    },
-    /// Patterns of `FsdpConfig::wrap` for a model on a GPU.
-    #[error("units by pattern (`{pattern}`) need a CPU: on a GPU use `Scope::unit`")]
-    WrappedOnGpu {
-        /// The first pattern.
-        pattern: String,
-    },
     /// A model that is built from a checkpoint asks for a parameter that is not in it.
     #[error("the checkpoint has no parameter `{fqn}`")]
     NotInCheckpoint {

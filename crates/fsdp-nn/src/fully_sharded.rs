@@ -109,8 +109,7 @@ impl<M> FullyShardedDataParallel<M> {
         shapes: Option<HashMap<String, Vec<usize>>>,
         build: impl FnOnce(&Scope) -> candle_core::Result<M>,
     ) -> Result<Self> {
-        let is_sharded = config.strategy.is_sharded() && group.world_size() > 1;
-        let registry = Arc::new(Mutex::new(Registry::new(is_sharded, config, shapes)));
+        let registry = Arc::new(Mutex::new(Registry::new(config, shapes)));
         let backend: Box<dyn SimpleBackend> = Box::new(Backend(Arc::clone(&registry)));
         let dtype = config.mixed_precision.param.unwrap_or(config.dtype);
         let vb = VarBuilder::from_backend(backend, dtype, config.device.clone());
@@ -155,16 +154,12 @@ impl<M> FullyShardedDataParallel<M> {
             .transpose()?;
         let root = self.parameters.root();
         let whole = root.map(|root| root.gather_for_forward()).transpose()?;
-        let watching = self.parameters.wrapped.begin(Phase::Forward)?;
-        let output = f(&self.module);
-        watching.map_or(Ok(()), |watching| watching.end())?;
-        let output = output.map_err(|error| self.parameters.explain(error))?;
+        let output = f(&self.module).map_err(|error| self.parameters.explain(error))?;
         phase.map_or(Ok(()), |phase| phase.complete())?;
         drop(whole);
         let output = output.map_tensors(&mut |tensor| cast(tensor, self.output_dtype))?;
         // Attach a check to the output: a backward must fail if values have changed since this
-        // forward. Most units attach it to their own output. Wrapped units have no output of their
-        // own, and units that need no gather attach nothing.
+        // forward. Units that are gathered attach it to their own output, the others do not.
         let unchecked: Vec<Arc<FlatParamHandle>> = self.parameters.unchecked_units();
         if root.is_none() && unchecked.is_empty() {
             return Ok(output);
@@ -232,10 +227,9 @@ impl<M> FullyShardedDataParallel<M> {
             root.gather()?;
         }
         self.parameters.begin_backward(loss);
-        let watching = self.parameters.wrapped.begin(Phase::Backward)?;
-        let grads = loss.backward();
-        watching.map_or(Ok(()), |watching| watching.end())?;
-        let grads = grads.map_err(|error| self.parameters.explain(error))?;
+        let grads = loss
+            .backward()
+            .map_err(|error| self.parameters.explain(error))?;
         if let Some(phase) = &phase {
             phase.complete()?;
         }

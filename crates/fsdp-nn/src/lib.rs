@@ -57,7 +57,6 @@ pub mod torch;
 mod unchanged;
 pub mod unit;
 mod unreached;
-mod wrap;
 
 pub use algorithm::Algorithm;
 pub use averaged::AveragedModel;

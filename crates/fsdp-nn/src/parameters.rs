@@ -20,7 +20,6 @@ use crate::registry::{SharedRegistry, lock};
 use crate::settings::CurrentSettings;
 use crate::shared::Shared;
 use crate::unchanged::Unchanged;
-use crate::wrap::WrappedUnits;
 use crate::{NnError, Result, ShardingStrategy};
 
 /// The place of a parameter: its unit's handle, and its number there.
@@ -46,7 +45,6 @@ pub struct ShardedParameters {
     ignored: Vec<(String, Var)>,
     pub(crate) shared: Arc<Shared>,
     pub(crate) overlap: Option<Arc<Overlap>>,
-    pub(crate) wrapped: Arc<WrappedUnits>,
     pub(crate) settings: CurrentSettings,
     /// `true` if a mesh was given.
     pub(crate) on_mesh: bool,
@@ -116,7 +114,6 @@ impl ShardedParameters {
             ignored,
             shared,
             overlap,
-            wrapped: Arc::clone(&registry.wrapped),
             settings: CurrentSettings::default(),
             on_mesh: config.mesh.is_some(),
             shard_ranks,
@@ -364,14 +361,11 @@ impl ShardedParameters {
     /// Returns the units, other than the root, that do not check themselves whether their values
     /// have changed between forward and backward. The output of the model checks them.
     pub(crate) fn unchecked_units(&self) -> Vec<Arc<FlatParamHandle>> {
-        let mut units = self.wrapped.handles();
-        units.extend(
-            self.handles
-                .iter()
-                .filter(|handle| !handle.needs_gather() && !handle.is_root)
-                .cloned(),
-        );
-        units
+        self.handles
+            .iter()
+            .filter(|handle| !handle.needs_gather() && !handle.is_root)
+            .cloned()
+            .collect()
     }
 
     /// Returns `true` while the model has the average of its weights in the place of the weights:

@@ -15,7 +15,6 @@ use tracing::warn;
 use crate::config::FsdpConfig;
 use crate::hooks::{ParameterOp, ParameterSlot};
 use crate::unit::UnitSlot;
-use crate::wrap::{WrappedUnits, unit_of};
 use crate::{MixedPrecision, NnError, Result};
 
 /// A parameter that the model has requested.
@@ -31,6 +30,9 @@ pub(crate) struct Declared {
     /// `true` if candle records what is computed with it.
     pub(crate) is_in_graph: bool,
 }
+
+/// The number of the root unit.
+pub(crate) const ROOT: usize = 0;
 
 /// The declarations of a model so far, in order.
 pub(crate) struct Registry {
@@ -52,22 +54,12 @@ pub(crate) struct Registry {
     wrong: Option<NnError>,
     /// `true` once the model has been sharded.
     is_complete: bool,
-    /// `true` if parameters will be sharded.
-    is_sharded: bool,
     requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
     ignored_states: Arc<dyn Fn(&str) -> bool + Send + Sync>,
     /// The dtype of shards.
     dtype: DType,
     /// The seed of initial values.
     seed: u64,
-    cpu_offload: bool,
-    /// Patterns of names whose parameters form units.
-    patterns: Vec<String>,
-    /// `true` if parameters are computed with on a GPU.
-    is_on_gpu: bool,
-    /// The units that patterns have made, by name.
-    by_pattern: IndexMap<String, usize>,
-    pub(crate) wrapped: Arc<WrappedUnits>,
     /// The shapes of a checkpoint's parameters, if the model is going to be loaded from one.
     shapes: Option<HashMap<String, Vec<usize>>>,
 }
@@ -82,11 +74,7 @@ pub(crate) struct DeclaredUnit {
 
 impl Registry {
     /// Makes a registry with only the root unit.
-    pub(crate) fn new(
-        is_sharded: bool,
-        config: &FsdpConfig,
-        shapes: Option<HashMap<String, Vec<usize>>>,
-    ) -> Self {
+    pub(crate) fn new(config: &FsdpConfig, shapes: Option<HashMap<String, Vec<usize>>>) -> Self {
         Registry {
             params: IndexMap::new(),
             units: vec![DeclaredUnit {
@@ -101,71 +89,17 @@ impl Registry {
             ignored: IndexSet::new(),
             wrong: None,
             is_complete: false,
-            is_sharded,
             requires_grad: Arc::clone(&config.requires_grad),
             ignored_states: Arc::clone(&config.ignored_states),
             dtype: config.dtype,
             seed: config.seed,
-            cpu_offload: config.cpu_offload,
-            patterns: config.wrapped.clone(),
-            is_on_gpu: !config.device.is_cpu(),
-            by_pattern: IndexMap::new(),
-            wrapped: Arc::default(),
             shapes,
         }
     }
 
-    /// Returns the unit that a requested name belongs to: the unit that is being built, or else
-    /// that of a pattern.
-    fn unit_of_request(&mut self, name: &str) -> usize {
-        if let Some(&open) = self.open.last() {
-            return open;
-        }
-        let Some(unit) = self
-            .patterns
-            .iter()
-            .find_map(|pattern| unit_of(pattern, name))
-        else {
-            return 0;
-        };
-        if let Some(&unit) = self.by_pattern.get(unit) {
-            return unit;
-        }
-        self.by_pattern.insert(unit.to_owned(), self.units.len());
-        self.units.push(DeclaredUnit {
-            name: unit.to_owned(),
-            precision: self.units[0].precision.inside(),
-            slot: Arc::default(),
-        });
-        self.units.len() - 1
-    }
-
-    /// Returns the units that patterns have made.
-    pub(crate) fn units_by_pattern(&self) -> Vec<usize> {
-        self.by_pattern.values().copied().collect()
-    }
-
-    /// Checks that each pattern has matched a parameter, even if an earlier pattern took it.
-    fn check_patterns(&self) -> Result<()> {
-        // In candle each thread has a GPU stream of its own, and an operation releases the locks of
-        // its storages before its kernels have run. So the thread that releases a unit could free
-        // memory that a kernel still reads.
-        if let Some(pattern) = self.patterns.first().filter(|_| self.is_on_gpu) {
-            return Err(NnError::WrappedOnGpu {
-                pattern: pattern.clone(),
-            });
-        }
-        let matches = |pattern: &String| {
-            self.params
-                .keys()
-                .any(|fqn| unit_of(pattern, fqn).is_some())
-        };
-        match self.patterns.iter().find(|pattern| !matches(pattern)) {
-            Some(pattern) => Err(NnError::NothingToWrap {
-                pattern: pattern.clone(),
-            }),
-            None => Ok(()),
-        }
+    /// Returns the innermost unit that is being built: the root, if there is no other.
+    fn open_unit_or_root(&self) -> usize {
+        self.open.last().copied().unwrap_or(ROOT)
     }
 
     /// Ends the declarations, and returns the other names of parameters: alias to parameter.
@@ -174,7 +108,6 @@ impl Registry {
         if let Some(error) = self.wrong.take() {
             return Err(error);
         }
-        self.check_patterns()?;
         if let Some(name) = self
             .buffers
             .keys()
@@ -229,7 +162,7 @@ impl Registry {
         precision: Option<MixedPrecision>,
         slot: Arc<UnitSlot>,
     ) -> Option<DType> {
-        let around = self.units[self.open.last().copied().unwrap_or(0)].precision;
+        let around = self.units[self.open_unit_or_root()].precision;
         self.open.push(self.units.len());
         self.units.push(DeclaredUnit {
             name,
@@ -283,13 +216,14 @@ impl Registry {
         }
     }
 
-    /// Checks that a parameter is gathered whenever the unit that requests it (`here`) computes: it
-    /// must belong to that unit, to the root, or to a unit around it.
-    fn check_is_gathered_in(&self, fqn: &str, owner: usize, here: usize) -> Result<()> {
-        if self.is_complete || owner == 0 || owner == here || self.open.contains(&owner) {
+    /// Checks that a parameter of the unit `owner` is gathered whenever the unit that requests it
+    /// computes: it must belong to that unit, to the root, or to a unit around it.
+    fn check_is_gathered_here(&self, fqn: &str, owner: usize) -> Result<()> {
+        if self.is_complete || owner == ROOT || self.open.contains(&owner) {
             return Ok(());
         }
-        let [first, second] = [owner, here].map(|unit| self.units[unit].name.clone());
+        let [first, second] =
+            [owner, self.open_unit_or_root()].map(|unit| self.units[unit].name.clone());
         Err(NnError::SharedBetweenUnits {
             fqn: fqn.to_owned(),
             first,
@@ -307,7 +241,6 @@ impl Registry {
         dtype: DType,
         device: &Device,
     ) -> Result<Tensor> {
-        let asked = name;
         let name = self.resolve(name)?.to_owned();
         let is_ignored = (self.ignored_states)(&name);
         if is_ignored || is_running_statistic(&name) || self.buffers.contains_key(&name) {
@@ -318,15 +251,13 @@ impl Registry {
         }
         if let Some(existing) = self.params.get(&name) {
             check_same(&name, &existing.tensor, &shape, dtype)?;
-            return self.request_again(asked, &name);
+            return self.request_again(&name);
         }
         if self.is_complete {
             return Err(NnError::LateParameter { fqn: name });
         }
         self.check_saved(&name, &shape)?;
-        let unit = self.unit_of_request(&name);
-        let here = self.unit_of_request(asked);
-        self.check_is_gathered_in(&name, unit, here)?;
+        let unit = self.open_unit_or_root();
         let requires_grad = (self.requires_grad)(&name);
         let precision = self.units[unit].precision;
         let shard_dtype = if precision.param == Some(dtype) {
@@ -334,8 +265,6 @@ impl Registry {
         } else {
             dtype
         };
-        let is_gathered =
-            self.is_sharded || shard_dtype != dtype || (self.cpu_offload && !device.is_cpu());
         let slot = Arc::new(ParameterSlot::default());
         let op = ParameterOp {
             shape,
@@ -343,7 +272,10 @@ impl Registry {
             slot: Arc::clone(&slot),
         };
         let anchor = Var::zeros(1, DType::F32, device)?;
-        let is_in_graph = requires_grad || self.is_frozen_in_graph(unit, is_gathered);
+        // Gradients of earlier layers need the values of a gathered unit, and a backward that comes
+        // to the unit's parameters, also to frozen ones, shows when it has finished with them. The
+        // root stays gathered until the end of the backward, which need not come to it.
+        let is_in_graph = requires_grad || unit != ROOT;
         let tensor = if is_in_graph {
             anchor.as_tensor().apply_op1(op)?
         } else {
@@ -364,25 +296,6 @@ impl Registry {
             },
         );
         Ok(tensor)
-    }
-
-    /// Returns `true` if candle is to record what is computed with the frozen parameters of a unit.
-    fn is_frozen_in_graph(&self, unit: usize, is_gathered: bool) -> bool {
-        // The root stays gathered until the end of the backward, which need not come to it.
-        if unit == 0 {
-            return false;
-        }
-        // Gradients of earlier layers need the values of a gathered unit, and a backward that comes
-        // to the unit's parameters shows when it has finished with them.
-        //
-        // Where nothing is gathered, candle would keep a gradient of a frozen parameter that is not
-        // in the graph until the end of the backward. `Unit` cuts the graph after a unit that
-        // nothing trained comes before. Units by pattern have no such place.
-        is_gathered
-            || !self
-                .by_pattern
-                .values()
-                .any(|by_pattern| *by_pattern == unit)
     }
 
     /// Returns `true` if initial values must be computed.
@@ -420,15 +333,14 @@ impl Registry {
         }
     }
 
-    /// Returns the tensor of an existing parameter, which is requested again by the name `asked`.
-    fn request_again(&mut self, asked: &str, fqn: &str) -> Result<Tensor> {
-        let here = self.unit_of_request(asked);
+    /// Returns the tensor of an existing parameter, which is requested again.
+    fn request_again(&self, fqn: &str) -> Result<Tensor> {
         let Some(existing) = self.params.get(fqn) else {
             return Err(NnError::UnknownParameter {
                 fqn: fqn.to_owned(),
             });
         };
-        self.check_is_gathered_in(fqn, existing.unit, here)?;
+        self.check_is_gathered_here(fqn, existing.unit)?;
         Ok(existing.tensor.clone())
     }
 
@@ -443,7 +355,7 @@ impl Registry {
             Some(shape) if !self.params.contains_key(&fqn) => {
                 self.parameter(shape.into(), asked, Init::Const(0.0), dtype, device)
             }
-            _ => self.request_again(asked, &fqn),
+            _ => self.request_again(&fqn),
         }
     }
 
@@ -469,7 +381,7 @@ impl Registry {
             });
         }
         self.check_saved(name, shape)?;
-        let here = self.unit_of_request(name);
+        let here = self.open_unit_or_root();
         let precision = self.units[here].precision;
         let full = if precision.param == Some(dtype) {
             self.dtype

@@ -34,12 +34,6 @@ impl ShardingStrategy {
         ShardingStrategy::HybridShard,
     ];
 
-    /// Returns `true` if each rank holds only a part of the parameters.
-    #[must_use]
-    pub const fn is_sharded(self) -> bool {
-        !matches!(self, ShardingStrategy::NoShard)
-    }
-
     /// Returns the name that the command line and the logs use.
     #[must_use]
     pub const fn name(self) -> &'static str {

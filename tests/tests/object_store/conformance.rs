@@ -5,7 +5,9 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use fsdp::checkpoint::{Retention, SaveOptions, Saver, prune, step_name};
+use fsdp::checkpoint::{
+    Checkpointer, CheckpointerOptions, Retention, SaveOptions, prune, step_name,
+};
 use fsdp::dcp::checkpoint::{self, Format};
 use fsdp::dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp::dcp::diff::{Tolerance, diff};
@@ -514,11 +516,14 @@ fn what_a_removal_left_is_removed_with_the_next() {
 fn what_has_not_changed_since_the_last_save_is_copied_by_the_store() {
     let root = Location::with_store(Arc::new(InMemory::new()), "memory://test", "run");
     let reports = run_local(2, |group| {
-        let options = SaveOptions {
-            incremental: true,
-            ..SaveOptions::default()
+        let options = CheckpointerOptions {
+            save: SaveOptions {
+                incremental: true,
+                ..SaveOptions::default()
+            },
+            ..CheckpointerOptions::default()
         };
-        let mut saver = Saver::new();
+        let mut checkpointer = Checkpointer::new(&root, &group, options).unwrap();
         let mut save = |step: i64| {
             let rows = |value: f32, length: usize| {
                 let tensor =
@@ -540,8 +545,8 @@ fn what_has_not_changed_since_the_last_save_is_copied_by_the_store() {
             ]
             .into_iter()
             .collect();
-            saver
-                .save(root.join(step_name(step as u64)), &state, &group, &options)
+            checkpointer
+                .save(root.join(step_name(step as u64)), &state)
                 .unwrap()
                 .linked_bytes
         };

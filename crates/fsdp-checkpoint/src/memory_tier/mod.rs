@@ -38,8 +38,10 @@ use self::arithmetic::{
 use self::run_directory::{RunDirectory, make_private};
 use self::send::send;
 use crate::catalog::{StepCheckpoint, step_name};
-use crate::plan::PlanCache;
-use crate::save::{DEFAULT_DEADLINE, Planned, plan_save, save_part};
+use crate::local_state::LocalState;
+use crate::plan::{PlanCache, Planned};
+use crate::save::{save_part, with_storage_deadline};
+use crate::threads::{Access, threads};
 use crate::{CheckpointError, SaveOptions, SaveProgress, SaveReport};
 
 /// The memory tier of a run, as one rank sees it.
@@ -84,20 +86,17 @@ impl MemoryTier {
     ) -> Result<SaveReport, CheckpointError> {
         const OPERATION: &str = "save to memory";
         let clock = Instant::now();
-        let group = self.group.with_deadline_at_least(options.deadline);
+        let group = with_storage_deadline(&self.group, options.deadline);
         let rank = group.rank();
         let _span = info_span!("save to memory", rank, step).entered();
-        // Ranks must agree on the operation, so its name has the step: parts of different steps
-        // must not be joined.
-        let state =
-            CheckpointError::agree(&group, &format!("save step {step} to memory"), None, state)?;
         // Step 1: plan a checkpoint of what all ranks hold together. Each rank then writes all that
-        // it holds, but this plan finds what no checkpoint could hold.
-        let options = &SaveOptions {
-            progress: SaveProgress::default(),
-            ..options.clone()
-        };
-        let Planned { plan, source, .. } = plan_save(&mut self.plans, &state, &group, options)?;
+        // it holds, but this plan finds what no checkpoint could hold. Ranks must agree on the
+        // operation, so its name has the step: parts of different steps must not be joined.
+        let operation = format!("save step {step} to memory");
+        let local = state.and_then(|state| LocalState::new(&state, SaveProgress::default()));
+        let Planned { local, .. } =
+            self.plans
+                .plan(&group, &operation, options.deduplicate, local)?;
         let Some(RunDirectory { root, hosts }) = self.open(&group, true)? else {
             return Err(CheckpointError::NotAMemoryTier {
                 path: self.directory.name().to_owned(),
@@ -132,9 +131,14 @@ impl MemoryTier {
             rank,
         };
         let own = place_of(&root, rank, part);
-        let threads = options.threads(&own, &group);
-        let bytes = make_private(&root)
-            .and_then(|()| save_part(&own, &plan, &source, rank, &options.durable, threads));
+        let is_object_store = own.local().is_none();
+        let threads = threads(
+            Access::Write,
+            options.write.threads,
+            &group,
+            is_object_store,
+        );
+        let bytes = make_private(&root).and_then(|()| save_part(&own, &local, rank, threads));
         let rank_bytes = CheckpointError::agree(&group, OPERATION, None, bytes)?;
         // Step 4: copy each part to the buddy of its rank. From then on the step survives the loss
         // of any one rank's files, or of any one host.
@@ -158,14 +162,13 @@ impl MemoryTier {
             })?;
         }
         let total_bytes = group.all_gather_object(&rank_bytes)?.into_iter().sum();
-        let (duration, waited) = (clock.elapsed(), Duration::ZERO);
         Ok(SaveReport {
             rank_bytes,
             total_bytes,
             linked_bytes: 0,
             digest: None,
-            duration,
-            waited,
+            duration: clock.elapsed(),
+            waited: Duration::ZERO,
         })
     }
 
@@ -210,7 +213,7 @@ impl MemoryTier {
         strict: bool,
     ) -> Result<Option<StepCheckpoint>, CheckpointError> {
         const OPERATION: &str = "look into the memory tier";
-        let group = self.group_for_storage();
+        let group = with_storage_deadline(&self.group, None);
         let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else {
             return Ok(None);
         };
@@ -291,7 +294,7 @@ impl MemoryTier {
     /// # Errors
     /// The same on every rank: errors of the storage.
     pub(crate) fn newest_listed(&mut self) -> Result<Option<u64>, CheckpointError> {
-        let group = self.group_for_storage();
+        let group = with_storage_deadline(&self.group, None);
         let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else {
             return Ok(None);
         };
@@ -305,7 +308,7 @@ impl MemoryTier {
     /// The same on every rank: errors of the storage.
     pub(crate) fn clear(&mut self) -> Result<(), CheckpointError> {
         const OPERATION: &str = "clear the memory tier";
-        let group = self.group_for_storage();
+        let group = with_storage_deadline(&self.group, None);
         let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else {
             return Ok(());
         };
@@ -375,12 +378,6 @@ impl MemoryTier {
             step: step.step,
             path,
         })
-    }
-
-    /// Returns the group with the deadline of saves and loads, as ranks wait while others list,
-    /// check or remove files.
-    fn group_for_storage(&self) -> ProcessGroup {
-        self.group.with_deadline_at_least(DEFAULT_DEADLINE)
     }
 
     /// Finds the run's directory in the tier. If it has none yet, `create` makes one; without

@@ -53,6 +53,15 @@ fn state(group: &ProcessGroup, step: u64) -> StateDict {
     state
 }
 
+/// Returns the newest step in memory if it is newer than the newest checkpoint.
+fn latest_in_memory(
+    checkpointer: &mut Checkpointer,
+    strict: bool,
+) -> Result<Option<StepCheckpoint>, CheckpointError> {
+    let latest = checkpointer.latest()?;
+    checkpointer.latest_in_memory(latest.map(|latest| latest.step), strict)
+}
+
 /// A run whose ranks are dealt out to hosts, two each.
 struct Run(TempDir);
 
@@ -286,7 +295,9 @@ fn a_damaged_part_is_never_used_and_its_copy_is() {
         .skip(1)
         .for_each(|part| flip(part));
     let strict = run.on_ranks(2, |checkpointer, _| {
-        checkpointer.latest_in_memory(true).unwrap_err().to_string()
+        latest_in_memory(checkpointer, true)
+            .unwrap_err()
+            .to_string()
     });
     assert!(
         strict[0].contains("step 30") && strict[0].contains("[1]") && strict[0] == strict[1],
@@ -346,14 +357,13 @@ fn two_runs_in_one_tier_do_not_meet() {
             };
             let mut checkpointer =
                 Checkpointer::new(run.0.path().join("run"), &group, options).unwrap();
-            let before = checkpointer.latest_in_memory(true).unwrap();
+            let before = latest_in_memory(&mut checkpointer, true).unwrap();
             checkpointer
                 .save_to_memory(step, &state(&group, step))
                 .unwrap();
             (
                 before.map(|found| found.step),
-                checkpointer
-                    .latest_in_memory(true)
+                latest_in_memory(&mut checkpointer, true)
                     .unwrap()
                     .map(|found| found.step),
             )
@@ -500,7 +510,7 @@ fn a_copied_run_has_a_tier_of_its_own() {
             ..CheckpointerOptions::default()
         };
         let mut checkpointer = Checkpointer::new(copy.clone(), &group, options).unwrap();
-        assert_eq!(checkpointer.latest_in_memory(true).unwrap(), None);
+        assert_eq!(latest_in_memory(&mut checkpointer, true).unwrap(), None);
         checkpointer.save_to_memory(7, &state(&group, 7)).unwrap();
     })
     .unwrap();
@@ -554,8 +564,7 @@ fn a_tier_that_cannot_be_used_leaves_the_checkpoints() {
     fs::create_dir_all(&second).unwrap();
     fs::write(second.join("step-00000030"), "x").unwrap();
     let errors = run.on_ranks(4, |checkpointer, _| {
-        checkpointer
-            .latest_in_memory(false)
+        latest_in_memory(checkpointer, false)
             .unwrap_err()
             .to_string()
     });
@@ -597,8 +606,7 @@ fn a_part_that_cannot_be_read_is_not_taken_for_damaged() {
         fs::rename(socket, file).unwrap();
     }
     let errors = run.on_ranks(2, |checkpointer, _| {
-        checkpointer
-            .latest_in_memory(false)
+        latest_in_memory(checkpointer, false)
             .unwrap_err()
             .to_string()
     });
@@ -631,7 +639,7 @@ fn a_tier_that_is_removed_meanwhile_is_made_again() {
     });
     assert_eq!(run.load(1), Some(20));
     run.on_ranks(1, |checkpointer, _| {
-        checkpointer.latest_in_memory(false).unwrap();
+        latest_in_memory(checkpointer, false).unwrap();
         fs::remove_dir_all(run.host(0)).unwrap();
         checkpointer.clear_memory().unwrap();
     });
@@ -734,8 +742,7 @@ fn the_tier_of_a_run_is_its_owners_alone_and_disappears_with_it() {
         && std::os::unix::fs::chown(&directory, Some(1234), None).is_ok()
     {
         let errors = run.on_ranks(2, |checkpointer, _| {
-            checkpointer
-                .latest_in_memory(false)
+            latest_in_memory(checkpointer, false)
                 .unwrap_err()
                 .to_string()
         });

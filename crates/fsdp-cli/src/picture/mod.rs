@@ -7,7 +7,7 @@ mod terminal;
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
 use fsdp_dcp::Location;
@@ -75,17 +75,14 @@ pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
     let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
     let holdings = Holdings::new(arguments.path.to_string(), &*source, &keys);
     if holdings.is_empty() && !source.metadata().entries.is_empty() {
-        return Err(UsageError::NothingSelected.into());
+        bail!(UsageError::NothingSelected);
     }
     let Some(file) = file else {
-        return if arguments.json {
-            output::json(&holdings.json())
-        } else {
-            output::lines(&terminal::lines(
-                &holdings,
-                arguments.limit.unwrap_or(IN_TERMINAL),
-            ))
-        };
+        if arguments.json {
+            return output::json(&holdings.json());
+        }
+        let limit = arguments.limit.unwrap_or(IN_TERMINAL);
+        return output::lines(&terminal::lines(&holdings, limit));
     };
     let limit = arguments.limit.unwrap_or(IN_FILE);
     let title = format!("Map of {}", holdings.path);

@@ -3,7 +3,9 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result};
-use fsdp::checkpoint::{CheckpointError, Location, RunFacts, SaveReport, StepCheckpoint};
+use fsdp::checkpoint::{
+    CheckpointError, Location, RunFacts, STORAGE_DEADLINE, SaveReport, StepCheckpoint,
+};
 use fsdp::dcp::FileError;
 use fsdp::dcp::storage::Durable;
 use fsdp::layout::{ErrorKind, Failure as _};
@@ -30,14 +32,14 @@ pub(super) struct Checkpoints {
 /// used is left out, with a warning. This is a collective.
 ///
 /// # Errors
-/// A rank was lost; with `--resume=strict`, the errors of [`Checkpointer::latest_in_memory_after`].
+/// A rank was lost; with `--resume=strict`, the errors of [`Checkpointer::latest_in_memory`].
 pub(super) fn latest_in_memory(
     arguments: &TrainArguments,
     group: &ProcessGroup,
     step: Option<u64>,
 ) -> Result<Option<StepCheckpoint>> {
     let is_strict = arguments.resume_mode() == ResumeMode::Strict;
-    let found = checkpointer(arguments, group, false)?.latest_in_memory_after(step, is_strict);
+    let found = checkpointer(arguments, group, false)?.latest_in_memory(step, is_strict);
     if is_strict {
         return found.context("failed to look into the memory tier");
     }
@@ -263,7 +265,7 @@ impl Checkpoints {
         } else {
             Ok(())
         };
-        let group = group.with_deadline_at_least(SaveOptions::default().deadline);
+        let group = group.with_deadline_at_least(STORAGE_DEADLINE);
         let removed = group.agree("remove a damaged checkpoint", removed);
         removed.with_context(|| format!("failed to remove the damaged `{location}`"))
     }

@@ -58,7 +58,8 @@ fn typed() -> Vec<(PlainValue, PlainValue)> {
         _ => "/a/b".into(),
     };
     PythonType::ALL
-        .into_iter()
+        .iter()
+        .copied()
         .map(|of| {
             (
                 of.name().replace('.', "_").into(),

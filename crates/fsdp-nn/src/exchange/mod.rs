@@ -16,5 +16,4 @@ mod worker;
 
 pub(crate) use groups::Groups;
 pub(crate) use overlap::{Moment, Overlap, Phase};
-pub(crate) use unit::{Gathered, Reduction, UnitExchange};
-pub(crate) use worker::{Ticket, Worker};
+pub(crate) use unit::{Reduction, UnitExchange};

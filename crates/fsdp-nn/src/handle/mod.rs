@@ -2,7 +2,6 @@
 //! that use it.
 
 mod backward;
-mod on_demand;
 mod parameter;
 mod whole;
 
@@ -14,7 +13,7 @@ use fsdp_flat::storage::{release, to_device, zeros};
 use fsdp_flat::{FlatParameter, ShardedTensor};
 use fsdp_layout::FlatLayout;
 
-use crate::exchange::{Gathered, Groups, Moment, Overlap, UnitExchange};
+use crate::exchange::{Groups, Moment, Overlap, UnitExchange};
 use crate::precision::cast;
 use crate::shared::Shared;
 use crate::{MixedPrecision, NnError, Result, ShardingStrategy};
@@ -372,7 +371,11 @@ impl FlatParamHandle {
     /// Collectives: one all-gather over the shard group, none if they are gathered already.
     pub(crate) fn gather_for_forward(&self) -> Result<WholeParameters<'_>> {
         let mut state = self.state();
-        self.gather_for_forward_locked(&mut state)?;
+        // Lending is the same on all ranks, so all of them gather again.
+        if state.users == 0 && self.shared.may_be_stale(state.gathered_in) {
+            self.release_locked(&mut state)?;
+        }
+        self.gather_locked(&mut state)?;
         state.users += 1;
         Ok(WholeParameters(self))
     }
@@ -388,22 +391,6 @@ impl FlatParamHandle {
         }
     }
 
-    /// Gathers the unit for a forward, after releasing a copy of it that is out of date.
-    fn gather_for_forward_locked(&self, state: &mut HandleState) -> Result<()> {
-        self.release_stale_locked(state)?;
-        self.gather_locked(state)
-    }
-
-    /// Releases parameters that an earlier forward has gathered, if the shards have been lent and
-    /// may have been written since. Lending is the same on all ranks, so all of them gather again.
-    fn release_stale_locked(&self, state: &mut HandleState) -> Result<()> {
-        if state.users == 0 && self.shared.may_be_stale(state.gathered_in) {
-            self.release_locked(state)
-        } else {
-            Ok(())
-        }
-    }
-
     /// Gathers the parameters for a backward.
     /// Collectives: one all-gather over the shard group, none if they are gathered already.
     pub(crate) fn gather(&self) -> Result<()> {
@@ -415,35 +402,19 @@ impl FlatParamHandle {
         if !self.needs_gather() || state.whole {
             return Ok(());
         }
-        self.exchange.fill(self.fetch()?)?;
-        self.note_gathered(state);
-        Ok(())
-    }
-
-    /// Returns the gathered parameters, without putting them into their tensors. Takes them from
-    /// the prefetch, if there is one.
-    fn fetch(&self) -> Result<Gathered> {
-        match &self.overlap {
-            Some(overlap) => overlap.gather(&self.exchange),
-            None => self.exchange.gather(),
-        }
-    }
-
-    /// Records that the parameters are gathered now, and starts to prefetch the units that are used
-    /// next, if the options say so.
-    fn note_gathered(&self, state: &mut HandleState) {
+        // If the unit has been prefetched, this takes the values from there.
+        let gathered = match &self.overlap {
+            Some(overlap) => overlap.gather(&self.exchange)?,
+            None => self.exchange.gather()?,
+        };
+        self.exchange.fill(gathered)?;
         self.set_whole(state, true);
         state.gathered_in = self.shared.forward();
         self.shared.count_held(self.exchange.unsharded_bytes());
         if let Some(overlap) = &self.overlap {
             overlap.gather_next(Moment::BeforeComputation);
         }
-    }
-
-    /// Records that the parameters are no longer gathered.
-    fn note_released(&self, state: &mut HandleState) {
-        self.set_whole(state, false);
-        self.shared.count_released(self.exchange.unsharded_bytes());
+        Ok(())
     }
 
     /// Notes whether the unit is gathered.
@@ -475,7 +446,8 @@ impl FlatParamHandle {
         for param in &self.params {
             release(&param.tensor)?;
         }
-        self.note_released(state);
+        self.set_whole(state, false);
+        self.shared.count_released(self.exchange.unsharded_bytes());
         Ok(())
     }
 

@@ -328,8 +328,12 @@ fn set(
     if !options.broadcast_from_rank0 || group.rank() == 0 {
         checked = checked.and_then(|()| check_dicts(model, optim, parameters));
     }
-    let root = options.broadcast_from_rank0.then_some(0);
-    let mut source = DictSource::open(group, operation, root, checked.map(|()| Some(&state)))?;
+    let mut source = if options.broadcast_from_rank0 {
+        DictSource::on_root(group, operation, 0, checked.map(|()| Some(&state)))?
+    } else {
+        let opened = checked.and_then(|()| Ok(DictSource::on_every_rank(&state)?));
+        NnError::or_refuse(group, operation, opened)?
+    };
     // An empty model dict stands for none.
     let has_model = source.schema().has_key("model");
     let key = |key: &str| Some(vec![key.to_owned()]);

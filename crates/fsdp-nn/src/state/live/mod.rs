@@ -366,7 +366,7 @@ impl<'a> LiveTarget<'a> {
         let is_saved = |path: &KeyPath| {
             (1..=path.0.len()).any(|depth| saved.contains(&KeyPath(path.0[..depth].to_vec())))
         };
-        let missing = Schema::of(current)?;
+        let missing = Schema::from_state(current)?;
         let missing = missing
             .iter()
             .filter(|(path, _)| !is_saved(path) && !opened.contains(path));

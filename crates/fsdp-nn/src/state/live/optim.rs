@@ -59,7 +59,7 @@ impl LiveTarget<'_> {
                 for tensor in entry_plan.tensors.drain(..) {
                     let (wanted, destination) = match tensor.like {
                         Some((fqn, memory, home)) => {
-                            let wanted = Wanted::of(
+                            let wanted = Wanted::new(
                                 load.schema,
                                 tensor.position,
                                 tensor.becomes,

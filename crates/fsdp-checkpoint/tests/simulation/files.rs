@@ -17,12 +17,12 @@ use rand::{RngExt as _, SeedableRng as _};
 
 use super::disk::{Disk, IO, Inode, NO_SPACE, NOT_SUPPORTED};
 use super::flaw::Flaw;
-use super::locked;
 use super::schedule::{Schedule, current_rank};
+use super::simulate::locked;
 
 /// The way in which a job ends before its time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Strike {
+pub(crate) enum Strike {
     /// One rank is killed.
     Rank,
     /// All ranks are killed, and the machine goes on.
@@ -33,7 +33,7 @@ pub enum Strike {
 
 /// The moment at which a job is struck.
 #[derive(Debug, Clone, Copy)]
-pub enum Moment {
+pub(crate) enum Moment {
     /// Instead of the operation with this number.
     Operation(u64),
     /// Instead of the rename with this number, or so many operations after it: the steps there are
@@ -43,27 +43,27 @@ pub enum Moment {
 
 /// The troubles of one job.
 #[derive(Debug)]
-pub struct Trouble {
-    pub random: StdRng,
+pub(crate) struct Trouble {
+    pub(crate) random: StdRng,
     /// The way in which the job ends before its time, and when.
-    pub strike: Option<(Moment, Strike)>,
+    pub(crate) strike: Option<(Moment, Strike)>,
     /// `true` once the job was struck.
-    pub was_struck: bool,
+    pub(crate) was_struck: bool,
     /// The probability that an operation fails.
-    pub failures: f64,
+    pub(crate) failures: f64,
     /// The number of operations so far.
-    pub operations: u64,
+    pub(crate) operations: u64,
     /// The number of those that renamed something.
-    pub renames: u64,
+    pub(crate) renames: u64,
     /// The number of those that gave a file another name.
-    pub links: u64,
+    pub(crate) links: u64,
     /// A hash of all operations in order.
-    pub trace: u64,
+    pub(crate) trace: u64,
 }
 
 impl Trouble {
     /// Returns no trouble at all: nothing fails, and nothing is struck.
-    pub fn none() -> Self {
+    pub(crate) fn none() -> Self {
         Trouble {
             random: StdRng::seed_from_u64(0),
             strike: None,
@@ -97,15 +97,15 @@ impl Trouble {
 
 /// A machine: its disk, and the job that runs on it.
 #[derive(Debug)]
-pub struct Machine {
-    pub disk: Mutex<Disk>,
-    pub schedule: Mutex<Arc<Schedule>>,
-    pub trouble: Mutex<Trouble>,
+pub(crate) struct Machine {
+    pub(crate) disk: Mutex<Disk>,
+    pub(crate) schedule: Mutex<Arc<Schedule>>,
+    pub(crate) trouble: Mutex<Trouble>,
     /// `false` if the file system cannot exchange two directories.
-    pub exchanges: bool,
-    pub flaw: Option<Flaw>,
+    pub(crate) exchanges: bool,
+    pub(crate) flaw: Option<Flaw>,
     /// The files whose sync a flaw has put off until something is renamed.
-    pub late: Mutex<Vec<(Inode, PathBuf)>>,
+    pub(crate) late: Mutex<Vec<(Inode, PathBuf)>>,
 }
 
 /// The kind of an operation.
@@ -125,7 +125,7 @@ enum Operation {
 
 /// The file system of a machine, as one process sees it.
 #[derive(Debug, Clone)]
-pub struct Files {
+pub(crate) struct Files {
     machine: Arc<Machine>,
     /// The rank that this is the file system of; `None` for the checker, which nothing goes wrong
     /// for.
@@ -138,7 +138,7 @@ fn error(code: i32) -> io::Error {
 
 impl Machine {
     /// Returns the file system of a rank, or that of the checker.
-    pub fn files(self: &Arc<Self>, rank: Option<usize>) -> Arc<dyn FileSystem> {
+    pub(crate) fn files(self: &Arc<Self>, rank: Option<usize>) -> Arc<dyn FileSystem> {
         Arc::new(Files {
             machine: self.clone(),
             rank,

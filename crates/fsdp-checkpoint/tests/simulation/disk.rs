@@ -14,7 +14,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 
 /// The number of a file or directory.
-pub type Inode = u64;
+pub(crate) type Inode = u64;
 
 /// The directory that all paths begin at.
 const ROOT: Inode = 1;
@@ -86,7 +86,7 @@ enum Loss {
 
 /// A simulated disk.
 #[derive(Debug)]
-pub struct Disk {
+pub(crate) struct Disk {
     nodes: BTreeMap<Inode, Node>,
     /// The changes of names that were not synced, in order.
     changes: Vec<Change>,
@@ -102,15 +102,15 @@ fn error(code: i32) -> io::Error {
 
 /// The codes of the system that the disk returns.
 const NOT_FOUND: i32 = 2;
-pub const IO: i32 = 5;
+pub(crate) const IO: i32 = 5;
 const EXISTS: i32 = 17;
 const NOT_A_DIRECTORY: i32 = 20;
 const IS_A_DIRECTORY: i32 = 21;
-pub const NO_SPACE: i32 = 28;
-pub const NOT_SUPPORTED: i32 = 38;
+pub(crate) const NO_SPACE: i32 = 28;
+pub(crate) const NOT_SUPPORTED: i32 = 38;
 
 impl Disk {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let nodes = [(
             ROOT,
             Node::Directory(Directory {
@@ -157,7 +157,7 @@ impl Disk {
     }
 
     /// Returns what has a name in a directory.
-    pub fn lookup(&self, directory: Inode, name: &str) -> io::Result<Inode> {
+    pub(crate) fn lookup(&self, directory: Inode, name: &str) -> io::Result<Inode> {
         self.directory(directory)?
             .now
             .get(name)
@@ -166,7 +166,7 @@ impl Disk {
     }
 
     /// Returns what is at a path.
-    pub fn resolve(&self, path: &Path) -> io::Result<Inode> {
+    pub(crate) fn resolve(&self, path: &Path) -> io::Result<Inode> {
         path.components().try_fold(ROOT, |at, part| match part {
             Component::Normal(name) => self.lookup(at, &name.to_string_lossy()),
             _ => Ok(at),
@@ -231,7 +231,7 @@ impl Disk {
         });
     }
 
-    pub fn status(&self, path: &Path) -> io::Result<Status> {
+    pub(crate) fn status(&self, path: &Path) -> io::Result<Status> {
         let inode = self.resolve(path)?;
         let (kind, mode) = match self.nodes.get(&inode) {
             Some(Node::Directory(directory)) => (EntryKind::Directory, directory.mode),
@@ -245,7 +245,7 @@ impl Disk {
         })
     }
 
-    pub fn list(&self, path: &Path) -> io::Result<Vec<(String, EntryKind)>> {
+    pub(crate) fn list(&self, path: &Path) -> io::Result<Vec<(String, EntryKind)>> {
         let names = &self.directory(self.resolve(path)?)?.now;
         let kind = |inode| match self.nodes.get(inode) {
             Some(Node::Directory(_)) => EntryKind::Directory,
@@ -269,7 +269,7 @@ impl Disk {
         Ok(inode)
     }
 
-    pub fn create_directory(&mut self, path: &Path) -> io::Result<()> {
+    pub(crate) fn create_directory(&mut self, path: &Path) -> io::Result<()> {
         self.create(
             path,
             Node::Directory(Directory {
@@ -280,7 +280,7 @@ impl Disk {
         .map(drop)
     }
 
-    pub fn create_file(&mut self, path: &Path) -> io::Result<Inode> {
+    pub(crate) fn create_file(&mut self, path: &Path) -> io::Result<Inode> {
         self.create(
             path,
             Node::File(File {
@@ -290,7 +290,7 @@ impl Disk {
         )
     }
 
-    pub fn set_mode(&mut self, path: &Path, to: u32) -> io::Result<()> {
+    pub(crate) fn set_mode(&mut self, path: &Path, to: u32) -> io::Result<()> {
         let inode = self.resolve(path)?;
         match self.nodes.get_mut(&inode) {
             Some(Node::Directory(directory)) => directory.mode = to,
@@ -300,21 +300,21 @@ impl Disk {
         Ok(())
     }
 
-    pub fn set_length(&mut self, inode: Inode, length: u64) -> io::Result<()> {
+    pub(crate) fn set_length(&mut self, inode: Inode, length: u64) -> io::Result<()> {
         let file = self.file_mut(inode)?;
         file.now.resize(length as usize, 0);
         file.pending.push(Write::Length(length));
         Ok(())
     }
 
-    pub fn write(&mut self, inode: Inode, offset: u64, bytes: &[u8]) -> io::Result<()> {
+    pub(crate) fn write(&mut self, inode: Inode, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let file = self.file_mut(inode)?;
         put(&mut file.now, offset, bytes);
         file.pending.push(Write::Bytes(offset, bytes.to_vec()));
         Ok(())
     }
 
-    pub fn sync_file(&mut self, inode: Inode) -> io::Result<()> {
+    pub(crate) fn sync_file(&mut self, inode: Inode) -> io::Result<()> {
         let file = self.file_mut(inode)?;
         file.durable = file.now.clone();
         file.pending.clear();
@@ -323,12 +323,12 @@ impl Disk {
 
     /// Forgets that a file has writes that were not synced, as systems do after a failed sync: they
     /// never will be.
-    pub fn give_up_writes(&mut self, inode: Inode) -> io::Result<()> {
+    pub(crate) fn give_up_writes(&mut self, inode: Inode) -> io::Result<()> {
         self.file_mut(inode)?.pending.clear();
         Ok(())
     }
 
-    pub fn sync_directory(&mut self, path: &Path) -> io::Result<()> {
+    pub(crate) fn sync_directory(&mut self, path: &Path) -> io::Result<()> {
         let directory = self.resolve(path)?;
         self.directory(directory)?;
         while let Some(index) = self
@@ -342,21 +342,21 @@ impl Disk {
     }
 
     /// Renames over whatever is there.
-    pub fn rename(&mut self, from: &Path, to: &Path) -> io::Result<()> {
+    pub(crate) fn rename(&mut self, from: &Path, to: &Path) -> io::Result<()> {
         let ((from, old), (to, new)) = (self.split(from)?, self.split(to)?);
         let inode = self.lookup(from, &old)?;
         self.change(vec![(from, old, None), (to, new, Some(inode))]);
         Ok(())
     }
 
-    pub fn exchange(&mut self, a: &Path, b: &Path) -> io::Result<()> {
+    pub(crate) fn exchange(&mut self, a: &Path, b: &Path) -> io::Result<()> {
         let ((at_a, a), (at_b, b)) = (self.split(a)?, self.split(b)?);
         let (inode_a, inode_b) = (self.lookup(at_a, &a)?, self.lookup(at_b, &b)?);
         self.change(vec![(at_a, a, Some(inode_b)), (at_b, b, Some(inode_a))]);
         Ok(())
     }
 
-    pub fn link(&mut self, from: &Path, to: &Path) -> io::Result<()> {
+    pub(crate) fn link(&mut self, from: &Path, to: &Path) -> io::Result<()> {
         let inode = self.resolve(from)?;
         self.file(inode)?;
         let (directory, name) = self.split(to)?;
@@ -368,7 +368,7 @@ impl Disk {
     }
 
     /// Removes the name of a file, or of a directory that holds nothing.
-    pub fn remove(&mut self, path: &Path) -> io::Result<()> {
+    pub(crate) fn remove(&mut self, path: &Path) -> io::Result<()> {
         let (directory, name) = self.split(path)?;
         let inode = self.lookup(directory, &name)?;
         if self
@@ -382,7 +382,7 @@ impl Disk {
     }
 
     /// Empties a file under all its names.
-    pub fn truncate(&mut self, path: &Path) -> io::Result<()> {
+    pub(crate) fn truncate(&mut self, path: &Path) -> io::Result<()> {
         let inode = self.resolve(path)?;
         let file = self.file_mut(inode)?;
         file.now.clear();
@@ -390,7 +390,7 @@ impl Disk {
         Ok(())
     }
 
-    pub fn read(&self, inode: Inode, offset: u64, dst: &mut [u8]) -> io::Result<()> {
+    pub(crate) fn read(&self, inode: Inode, offset: u64, dst: &mut [u8]) -> io::Result<()> {
         let bytes = &self.file(inode)?.now;
         let end = (offset as usize)
             .checked_add(dst.len())
@@ -400,18 +400,18 @@ impl Disk {
         Ok(())
     }
 
-    pub fn length(&self, inode: Inode) -> io::Result<u64> {
+    pub(crate) fn length(&self, inode: Inode) -> io::Result<u64> {
         Ok(self.file(inode)?.now.len() as u64)
     }
 
     /// Returns a number for somebody who takes locks.
-    pub fn holder(&mut self) -> u64 {
+    pub(crate) fn holder(&mut self) -> u64 {
         self.number()
     }
 
     /// Takes a lock, which replaces the one that this holder may have. Returns `false` if others
     /// hold it.
-    pub fn try_lock(&mut self, inode: Inode, holder: u64, kind: LockKind) -> bool {
+    pub(crate) fn try_lock(&mut self, inode: Inode, holder: u64, kind: LockKind) -> bool {
         let held = self.locks.entry(inode).or_default();
         let mut others = held.iter().filter(|(other, _)| **other != holder);
         let is_free =
@@ -422,14 +422,14 @@ impl Disk {
         is_free
     }
 
-    pub fn unlock(&mut self, inode: Inode, holder: u64) {
+    pub(crate) fn unlock(&mut self, inode: Inode, holder: u64) {
         if let Some(held) = self.locks.get_mut(&inode) {
             held.remove(&holder);
         }
     }
 
     /// Ends all programs by a loss of power: what was not synced may be gone.
-    pub fn lose_power(&mut self, seed: u64) {
+    pub(crate) fn lose_power(&mut self, seed: u64) {
         let mut random = StdRng::seed_from_u64(seed);
         let losses = [
             Loss::Nothing,

@@ -18,13 +18,13 @@ struct Record {
 
 /// The places of checkpoints, by their names.
 #[derive(Debug, Default)]
-pub struct Journal {
+pub(crate) struct Journal {
     records: BTreeMap<String, Record>,
 }
 
 impl Journal {
     /// Notes that a save has begun.
-    pub fn begin(&mut self, name: &str, version: u64) {
+    pub(crate) fn begin(&mut self, name: &str, version: u64) {
         self.records
             .entry(name.to_owned())
             .or_default()
@@ -33,7 +33,7 @@ impl Journal {
     }
 
     /// Notes that a save has succeeded; each rank is told.
-    pub fn confirm(&mut self, name: &str, version: u64) {
+    pub(crate) fn confirm(&mut self, name: &str, version: u64) {
         let record = self.records.entry(name.to_owned()).or_default();
         // A slow rank may be told of its save after others have confirmed a later one.
         if record.confirmed.is_none_or(|confirmed| confirmed < version) {
@@ -52,7 +52,7 @@ impl Journal {
     }
 
     /// Notes that of all saves to a place, this one has succeeded, and none may succeed after it.
-    pub fn confirm_only(&mut self, name: &str, version: u64) {
+    pub(crate) fn confirm_only(&mut self, name: &str, version: u64) {
         let record = Record {
             confirmed: Some(version),
             ..Record::default()
@@ -61,12 +61,12 @@ impl Journal {
     }
 
     /// Notes that a removal has begun.
-    pub fn begin_removal(&mut self, name: &str) {
+    pub(crate) fn begin_removal(&mut self, name: &str) {
         self.records.entry(name.to_owned()).or_default().may_be_gone = true;
     }
 
     /// Returns the name of the newest step whose checkpoint must be there.
-    pub fn newest(&self) -> Option<&str> {
+    pub(crate) fn newest(&self) -> Option<&str> {
         let mut steps = self
             .records
             .iter()
@@ -78,7 +78,7 @@ impl Journal {
     }
 
     /// Compares a place with what was found there.
-    pub fn check(&self, name: &str, found: Option<u64>) -> Result<()> {
+    pub(crate) fn check(&self, name: &str, found: Option<u64>) -> Result<()> {
         let Some(record) = self.records.get(name) else {
             ensure!(found.is_none(), "nobody saved `{name}`");
             return Ok(());
@@ -94,13 +94,13 @@ impl Journal {
     }
 
     /// Returns the names of all places.
-    pub fn names(&self) -> Vec<String> {
+    pub(crate) fn names(&self) -> Vec<String> {
         self.records.keys().cloned().collect()
     }
 
     /// Notes what is at a place after a loss of power. It has survived that, so it is durable, and
     /// it must be there from now on.
-    pub fn settle(&mut self, name: &str, found: Option<u64>) {
+    pub(crate) fn settle(&mut self, name: &str, found: Option<u64>) {
         match found {
             Some(found) => {
                 let record = Record {

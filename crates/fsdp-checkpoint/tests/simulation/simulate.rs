@@ -1,26 +1,4 @@
-//! The deterministic simulation of saves: real code of `fsdp-checkpoint`, `fsdp-dcp` and
-//! `fsdp-comm` on a simulated disk.
-//!
-//! A seed decides everything: how many ranks a job has, which of them runs when, what they save,
-//! which operation fails, and at which one a rank, the job or the machine ends. After each job the
-//! checker opens what is left:
-//!
-//! - a checkpoint that a save has confirmed is there, whole, and holds the bits that were saved;
-//! - what an unconfirmed save has left is the old checkpoint or the new one;
-//! - the run resumes from the newest checkpoint, and no rank with another state;
-//! - a checkpoint that is read stays whole, also while others replace or remove it;
-//! - all ranks of a save succeed, or none does, and no rank waits forever;
-//! - of ranks that save to the same place without knowing of each other, one succeeds;
-//! - the next job removes what crashed ones have left.
-
-pub mod disk;
-pub mod files;
-pub mod flaw;
-mod job;
-mod journal;
-mod rivals;
-mod schedule;
-mod state;
+//! Runs the simulation of a seed, and compares what is on the disk with what programs were told.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -33,34 +11,34 @@ use fsdp_dcp::verify::{Level, verify_on_threads};
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 
-use self::disk::Disk;
-use self::files::{Machine, Moment, Strike, Trouble};
-use self::flaw::Flaw;
-use self::job::{FINAL, Job, RUN, Shared};
-use self::schedule::Schedule;
-use self::state::version_in;
+use super::disk::Disk;
+use super::files::{Machine, Moment, Strike, Trouble};
+use super::flaw::Flaw;
+use super::job::{FINAL, Job, RUN, Shared};
+use super::schedule::Schedule;
+use super::state::version_in;
 
 /// The facts about a simulation in which nothing was violated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Summary {
+pub(crate) struct Summary {
     /// The number of operations on the disk.
-    pub operations: u64,
+    pub(crate) operations: u64,
     /// The number of files that were linked and not written again.
-    pub links: u64,
+    pub(crate) links: u64,
     /// The number of jobs that were struck.
-    pub struck: u64,
+    pub(crate) struck: u64,
     /// A hash of all operations in order.
-    pub trace: u64,
+    pub(crate) trace: u64,
 }
 
 /// Locks a mutex, also one that a thread held when it panicked.
-pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Runs the simulation of a seed, with a disk that has a flaw or none. An error tells what was
 /// violated.
-pub fn simulate(seed: u64, flaw: Option<Flaw>) -> Result<Summary> {
+pub(crate) fn simulate(seed: u64, flaw: Option<Flaw>) -> Result<Summary> {
     let mut random = StdRng::seed_from_u64(seed);
     let machine = Arc::new(Machine {
         disk: Mutex::new(Disk::new()),

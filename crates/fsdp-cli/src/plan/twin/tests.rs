@@ -5,8 +5,8 @@ use super::super::models::preset;
 use super::super::state::{OptimizerState, ParameterType};
 use super::*;
 
-fn state(model: &str) -> State {
-    State::of_model(
+fn state(model: &str) -> JobState {
+    JobState::from_model(
         preset(model).unwrap(),
         ParameterType::Float32,
         OptimizerState::Adamw,
@@ -22,7 +22,7 @@ fn eight_billion_parameters_on_256_ranks_are_planned_in_both_layouts() {
         for replicas in [1, 8] {
             let planned = plan(
                 &state,
-                &Shape {
+                &JobShape {
                     ranks: 256,
                     replicas,
                     layout,
@@ -56,7 +56,7 @@ fn one_rank_holds_all_of_it() {
     let state = state("gpt2-124m");
     let planned = plan(
         &state,
-        &Shape {
+        &JobShape {
             ranks: 1,
             replicas: 1,
             layout: Layout::Flat,
@@ -79,7 +79,7 @@ fn one_rank_holds_all_of_it() {
 fn ranks_that_do_not_make_equal_replicas_are_refused() {
     let error = plan(
         &state("gpt2-124m"),
-        &Shape {
+        &JobShape {
             ranks: 10,
             replicas: 4,
             layout: Layout::Rows,
@@ -95,7 +95,7 @@ fn ranks_that_do_not_make_equal_replicas_are_refused() {
 fn four_hundred_billion_parameters_on_16384_ranks_are_planned_in_one_process() {
     let planned = plan(
         &state("llama-405b"),
-        &Shape {
+        &JobShape {
             ranks: 16_384,
             replicas: 8,
             layout: Layout::Flat,

@@ -10,7 +10,7 @@ use rand::{RngExt as _, SeedableRng as _};
 
 /// The panic of a rank that is killed.
 #[derive(Debug)]
-pub struct Killed;
+pub(crate) struct Killed;
 
 thread_local! {
     /// The rank whose thread this is.
@@ -18,7 +18,7 @@ thread_local! {
 }
 
 /// Returns the rank that runs on this thread; `None` on a thread of no rank.
-pub fn current_rank() -> Option<usize> {
+pub(crate) fn current_rank() -> Option<usize> {
     RANK.get()
 }
 
@@ -52,14 +52,14 @@ struct State {
 
 /// The order in which the ranks of one job run.
 #[derive(Debug)]
-pub struct Schedule {
+pub(crate) struct Schedule {
     state: Mutex<State>,
     /// For each rank, the signal that it may run.
     turns: Vec<Condvar>,
 }
 
 impl Schedule {
-    pub fn new(ranks: usize, seed: u64) -> Self {
+    pub(crate) fn new(ranks: usize, seed: u64) -> Self {
         let mut random = StdRng::seed_from_u64(seed);
         let slow = (ranks > 1 && random.random_bool(0.3)).then(|| random.random_range(0..ranks));
         let (standing, killed) = (vec![Standing::Absent; ranks], vec![false; ranks]);
@@ -81,29 +81,29 @@ impl Schedule {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub fn ranks(&self) -> usize {
+    pub(crate) fn ranks(&self) -> usize {
         self.turns.len()
     }
 
     /// Marks a rank as killed: it ends at the next thing that it does.
-    pub fn kill(&self, rank: usize) {
+    pub(crate) fn kill(&self, rank: usize) {
         let mut state = self.lock();
         state.killed[rank] = true;
         wake_all(&mut state);
     }
 
-    pub fn is_killed(&self, rank: usize) -> bool {
+    pub(crate) fn is_killed(&self, rank: usize) -> bool {
         self.lock().killed[rank]
     }
 
     /// Returns `true` if at some time all ranks waited for each other.
-    pub fn has_hung(&self) -> bool {
+    pub(crate) fn has_hung(&self) -> bool {
         self.lock().hung
     }
 
     /// Perhaps lets another rank run. The rank whose thread this is ends here if it was killed
     /// meanwhile.
-    pub fn pass(&self) {
+    pub(crate) fn pass(&self) {
         let Some(rank) = current_rank() else { return };
         let mut state = self.lock();
         if state.random.random_bool(0.3) {

@@ -2,7 +2,7 @@
 
 /// A bug of a disk, or of a program's way to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Flaw {
+pub(crate) enum Flaw {
     /// Files with tensors are not synced.
     DataSyncMissing,
     /// `.metadata` and `.integrity` are not synced.
@@ -32,7 +32,7 @@ pub enum Flaw {
 }
 
 impl Flaw {
-    pub const ALL: [Flaw; 13] = [
+    pub(crate) const ALL: [Flaw; 13] = [
         Flaw::DataSyncMissing,
         Flaw::MetadataSyncMissing,
         Flaw::StagingSyncMissing,

@@ -18,51 +18,51 @@ use rand::{RngExt as _, SeedableRng as _};
 
 use super::files::Machine;
 use super::journal::Journal;
-use super::locked;
 use super::schedule::{Killed, Schedule};
+use super::simulate::locked;
 use super::state::{part, version_in, version_of};
 
 /// The directory of the run.
-pub const RUN: &str = "/run";
+pub(crate) const RUN: &str = "/run";
 /// The name of a checkpoint that is overwritten again and again.
-pub const FINAL: &str = "final";
+pub(crate) const FINAL: &str = "final";
 /// The stack of a rank.
 const STACK_BYTES: usize = 1 << 20;
 
 /// The plan of one job.
 #[derive(Debug, Clone, Copy)]
-pub struct Job {
-    pub ranks: usize,
+pub(crate) struct Job {
+    pub(crate) ranks: usize,
     /// The seed of all that its ranks decide.
-    pub seed: u64,
+    pub(crate) seed: u64,
     /// The number of its first version: no other job has it.
-    pub first_version: u64,
-    pub saves: usize,
-    pub overwrite: bool,
-    pub incremental: bool,
-    pub keep_last: usize,
+    pub(crate) first_version: u64,
+    pub(crate) saves: usize,
+    pub(crate) overwrite: bool,
+    pub(crate) incremental: bool,
+    pub(crate) keep_last: usize,
     /// `true` if nothing goes wrong in it, so that every call must succeed.
-    pub is_quiet: bool,
+    pub(crate) is_quiet: bool,
     /// `true` if it saves everything once and removes all leftovers: the last job of a simulation.
-    pub is_last: bool,
+    pub(crate) is_last: bool,
     /// `true` if its ranks also save to one place without knowing of each other.
-    pub has_rivals: bool,
+    pub(crate) has_rivals: bool,
 }
 
 /// The facts that all ranks of a job share with the checker.
 #[derive(Debug)]
-pub struct Shared {
-    pub machine: Arc<Machine>,
-    pub journal: Mutex<Journal>,
-    pub violations: Mutex<Vec<String>>,
+pub(crate) struct Shared {
+    pub(crate) machine: Arc<Machine>,
+    pub(crate) journal: Mutex<Journal>,
+    pub(crate) violations: Mutex<Vec<String>>,
     /// The outcomes of each save of the job that runs, by its number.
     outcomes: Mutex<Vec<Vec<bool>>>,
     /// The versions of the ranks whose save to the same place has succeeded.
-    pub winners: Mutex<Vec<u64>>,
+    pub(crate) winners: Mutex<Vec<u64>>,
 }
 
 impl Shared {
-    pub fn new(machine: Arc<Machine>) -> Self {
+    pub(crate) fn new(machine: Arc<Machine>) -> Self {
         Shared {
             machine,
             journal: Mutex::default(),
@@ -73,12 +73,12 @@ impl Shared {
     }
 
     /// Notes something that must not happen.
-    pub fn violation(&self, text: impl Into<String>) {
+    pub(crate) fn violation(&self, text: impl Into<String>) {
         locked(&self.violations).push(text.into());
     }
 
     /// Runs a job to its end, or until it is struck.
-    pub fn run(&self, job: Job) {
+    pub(crate) fn run(&self, job: Job) {
         let schedule = Arc::new(Schedule::new(job.ranks, job.seed));
         *locked(&self.machine.schedule) = schedule.clone();
         *locked(&self.outcomes) = vec![Vec::new(); job.saves];

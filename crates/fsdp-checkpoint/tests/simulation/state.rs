@@ -60,7 +60,7 @@ fn rows(tensor: &Kind, rank: usize, ranks: usize) -> std::ops::Range<usize> {
 
 /// Returns a rank's part of a version. Without a version, it is the state of a run that has not
 /// begun: the same tensors, with elements that are in no version.
-pub fn part(version: Option<u64>, rank: usize, ranks: usize) -> Result<StateDict> {
+pub(crate) fn part(version: Option<u64>, rank: usize, ranks: usize) -> Result<StateDict> {
     let mut state = StateDict::new();
     for tensor in &TENSORS {
         let rows = if tensor.is_replicated {
@@ -97,7 +97,7 @@ pub fn part(version: Option<u64>, rank: usize, ranks: usize) -> Result<StateDict
 }
 
 /// Returns the version of a rank's part. It is an error if any bit differs from that version.
-pub fn version_of(state: &StateDict, rank: usize, ranks: usize) -> Result<u64> {
+pub(crate) fn version_of(state: &StateDict, rank: usize, ranks: usize) -> Result<u64> {
     let version = state
         .plain_at(&[VERSION])
         .and_then(|version| version.as_int())
@@ -134,7 +134,7 @@ pub fn version_of(state: &StateDict, rank: usize, ranks: usize) -> Result<u64> {
 
 /// Returns the version that a checkpoint holds. It is an error if any bit differs from that
 /// version.
-pub fn version_in(checkpoint: &dyn Checkpoint) -> Result<u64> {
+pub(crate) fn version_in(checkpoint: &dyn Checkpoint) -> Result<u64> {
     let version = checkpoint
         .read_value(VERSION)?
         .as_int()

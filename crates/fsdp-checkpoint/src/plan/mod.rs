@@ -8,11 +8,14 @@ use fsdp_dcp::FileError;
 use fsdp_dcp::metadata::Metadata;
 use fsdp_dcp::plan::{
     Deduplicate, GlobalPlan, HeldBox, LocalPlan, Offer, PlanOptions, PlanSchema, SchemaItem,
-    SelectedItem, Selection, WriteContent, plan_offers,
+    Selection, WriteContent, plan_offers,
 };
+use fsdp_state::LoadError as _;
 use serde::{Deserialize, Serialize};
+use tracing::info_span;
 
 use crate::CheckpointError;
+use crate::local_state::LocalState;
 use crate::rounds::gather_in_rounds;
 
 /// The rank that plans and commits.
@@ -30,7 +33,8 @@ pub(crate) struct PlanCache {
 /// The plan of a save, as one rank keeps it.
 #[derive(Debug)]
 pub(crate) struct CachedPlan {
-    key: PlanKey,
+    /// The hash of this rank's layout, from which its part of the plan was made.
+    layout: u128,
     /// A hash of what the plan was made of on all ranks.
     shared: u64,
     /// The boxes and values that this rank writes.
@@ -42,14 +46,6 @@ pub(crate) struct CachedPlan {
     /// The metadata of the checkpoint; `None` on all ranks but the planner. Where the values lie in
     /// the files is not in it: each save adds that.
     pub(crate) metadata: Option<Metadata>,
-}
-
-/// The inputs of this rank's part of a plan. While they stay equal, so does the part.
-#[derive(Debug, PartialEq)]
-pub(crate) struct PlanKey {
-    layout: u128,
-    ranks: Vec<usize>,
-    deduplicate: Deduplicate,
 }
 
 /// The part of a plan that the planner sends to a rank.
@@ -75,75 +71,92 @@ enum PlanPiece {
     Box(HeldBox),
 }
 
-impl PlanKey {
-    pub(crate) fn new(group: &ProcessGroup, layout: u128, deduplicate: Deduplicate) -> Self {
-        PlanKey {
-            layout,
-            ranks: group.global_ranks().to_vec(),
-            deduplicate,
-        }
-    }
+/// The plan of a save, and what this rank holds for it.
+pub(crate) struct Planned<'p> {
+    /// The boxes and values that this rank holds.
+    pub(crate) local: LocalState,
+    pub(crate) cached: &'p CachedPlan,
+    /// `true` if the plan is that of the save before.
+    pub(crate) is_unchanged: bool,
 }
 
 impl PlanCache {
-    /// Returns `true` if every rank can use its cached plan for what it holds now; the answer is
-    /// the same on all ranks. Collective: one agreement, and an object all-gather if the ranks
-    /// differ.
-    ///
-    /// `outcome` is an error if this rank could not list what it holds. The agreement makes it
-    /// every rank's error.
-    ///
-    /// `values` are hashes of this rank's plain values. A checkpoint has one value for each key, so
-    /// ranks that have the same key must have the same value.
+    /// Plans which rank writes what, or takes the plan of the save before if no rank's layout has
+    /// changed. The `group` and the rule to `deduplicate` are the same in all saves. Collectives: an agreement; if ranks differ, an object all-gather; for a new plan,
+    /// two object all-gathers, a gather for each round of pieces, an agreement and an object
+    /// scatter.
     ///
     /// # Errors
-    /// The error of any rank's `outcome`; ranks with different values for a key.
-    pub(crate) fn is_planned<T>(
-        &self,
-        group: &ProcessGroup,
-        key: &PlanKey,
-        outcome: &Result<T, CheckpointError>,
-        values: &[(String, u64)],
-    ) -> Result<bool, CheckpointError> {
-        // A plan for another layout is of no use.
-        let known = self
-            .cached
-            .as_ref()
-            .filter(|cached| cached.key == *key)
-            .map_or(NOTHING, |cached| cached.shared);
-        // Usually all ranks have the same plan and the same values. Then one round that compares a
-        // hash is enough.
-        let mut hasher = DefaultHasher::new();
-        (known, values).hash(&mut hasher);
-        match group.agree_on("save: plan", hasher.finish(), outcome.as_ref()) {
-            // All ranks have the same plan, or none has one.
-            Ok(_) => return Ok(known != NOTHING),
-            // Some rank's layout has changed, or ranks have different keys or values: the next
-            // round tells which.
-            Err(CommError::SchemaMismatch { .. }) => {}
-            Err(error) => return Err(error.into()),
-        }
-        let reported: Vec<(u64, Vec<(String, u64)>)> =
-            group.all_gather_object(&(known, values.to_vec()))?;
-        check_values(group, &reported)?;
-        Ok(known != NOTHING && reported.iter().all(|(other, _)| *other == known))
-    }
-
-    /// Returns the plan for what the ranks hold now: the cached one if it `is_planned`, a new one
-    /// otherwise. Collective for a new one.
+    /// The same on every rank: any rank's error in `local`, or while it plans; state that differs
+    /// between ranks.
     pub(crate) fn plan(
         &mut self,
         group: &ProcessGroup,
-        key: PlanKey,
-        local: &LocalPlan,
-        is_planned: bool,
-    ) -> Result<&CachedPlan, CheckpointError> {
-        let cached = match self.cached.take() {
-            Some(cached) if is_planned => cached,
-            _ => plan_anew(group, local, key)?,
+        operation: &str,
+        deduplicate: Deduplicate,
+        local: Result<LocalState, CheckpointError>,
+    ) -> Result<Planned<'_>, CheckpointError> {
+        let _span = info_span!("plan", rank = group.rank()).entered();
+        // A rank that cannot list its state takes part too. The agreement makes its error every
+        // rank's, so that no rank waits for another one below.
+        let (local, outcome) = match local {
+            Ok(local) => (Some(local), Ok(())),
+            Err(error) => (None, Err(error)),
         };
-        Ok(self.cached.insert(cached))
+        let (layout, values) = local.as_ref().map_or_else(Default::default, |local| {
+            (local.plan.layout_hash(), local.hashes_of_values())
+        });
+        // A plan for another layout is of no use.
+        let known = match &self.cached {
+            Some(cached) if cached.layout == layout => cached.shared,
+            _ => NOTHING,
+        };
+        let is_unchanged = all_have_plan(group, operation, known, values, outcome)?;
+        let local = local.expect("a rank that could not list its state has returned its error");
+        let cached = match self.cached.take() {
+            Some(cached) if is_unchanged => cached,
+            _ => plan_anew(group, &local.plan, layout, deduplicate)?,
+        };
+        Ok(Planned {
+            local,
+            cached: self.cached.insert(cached),
+            is_unchanged,
+        })
     }
+}
+
+/// Returns `true` if every rank has a plan for what it holds now, and all have the same one. The
+/// answer is the same on all ranks. Collective: one agreement, and an object all-gather if the
+/// ranks differ.
+///
+/// `known` is the hash of this rank's plan, or [`NOTHING`]. `values` are hashes of its plain
+/// values: a checkpoint has one value for each key, so ranks that have the same key must have the
+/// same value.
+///
+/// # Errors
+/// Any rank's error in `outcome`; ranks with different values for a key.
+fn all_have_plan(
+    group: &ProcessGroup,
+    operation: &str,
+    known: u64,
+    values: Vec<(String, u64)>,
+    outcome: Result<(), CheckpointError>,
+) -> Result<bool, CheckpointError> {
+    // Usually all ranks have the same plan and the same values. Then one round that compares a
+    // hash is enough.
+    let mut hasher = DefaultHasher::new();
+    (known, &values).hash(&mut hasher);
+    match CheckpointError::agree(group, operation, Some(hasher.finish()), outcome) {
+        // All ranks have the same plan, or none has one.
+        Ok(()) => return Ok(known != NOTHING),
+        // Some rank's layout has changed, or ranks have different keys or values: the next round
+        // tells which.
+        Err(CheckpointError::Comm(CommError::SchemaMismatch { .. })) => {}
+        Err(error) => return Err(error),
+    }
+    let reported = group.all_gather_object(&(known, values))?;
+    check_values(group, &reported)?;
+    Ok(known != NOTHING && reported.iter().all(|(other, _)| *other == known))
 }
 
 /// Checks that ranks with the same key have the same plain value. `reported` has for each rank the
@@ -173,12 +186,13 @@ fn check_values(
 fn plan_anew(
     group: &ProcessGroup,
     local: &LocalPlan,
-    key: PlanKey,
+    layout: u128,
+    deduplicate: Deduplicate,
 ) -> Result<CachedPlan, CheckpointError> {
     // Step 1: all ranks learn which ranks have equal schemas (usually all) and which hold equal
     // boxes (usually replicas). Each schema and each list of boxes is then sent by one rank only.
     let hashes = group.all_gather_object(&PlanHashes {
-        layout: key.layout,
+        layout,
         schema: local.schema_hash(),
     })?;
     // Step 2: the planner gets the schemas and the lists of boxes.
@@ -190,30 +204,12 @@ fn plan_anew(
     )?;
     // Step 3: the planner makes the plan. If it fails, all ranks get its error.
     let planned = pieces
-        .map(|pieces| plan_pieces(&hashes, pieces, key.deduplicate))
+        .map(|pieces| plan_pieces(&hashes, pieces, deduplicate))
         .transpose();
-    let planned = group.agree("save: plan", planned.map_err(FileError::from))?;
+    let mut planned = group.agree("save: plan", planned.map_err(FileError::from))?;
     // Step 4: each rank gets its own part of the plan. Only the planner keeps the metadata, which
     // it writes when it commits.
-    let (mut parts, mut metadata) = (None, None);
-    if let Some(GlobalPlan {
-        metadata: made,
-        selections,
-        ..
-    }) = planned
-    {
-        let total_bytes = tensor_bytes(&made);
-        let selections = selections.into_iter();
-        parts = Some(
-            selections
-                .map(|selection| RankPlan {
-                    selection,
-                    total_bytes,
-                })
-                .collect::<Vec<_>>(),
-        );
-        metadata = Some(made);
-    }
+    let parts = planned.as_mut().map(rank_plans);
     let RankPlan {
         selection,
         total_bytes,
@@ -222,41 +218,42 @@ fn plan_anew(
     // all still have this plan.
     let mut hasher = DefaultHasher::new();
     hashes.iter().for_each(|rank| rank.layout.hash(&mut hasher));
-    // `NOTHING` stands for no plan, so no plan may have it.
-    let shared = hasher.finish().max(NOTHING + 1);
-    let rank_bytes = selected_bytes(local, &selection);
     Ok(CachedPlan {
-        key,
-        shared,
+        layout,
+        // `NOTHING` stands for no plan, so no plan may have it.
+        shared: hasher.finish().max(NOTHING + 1),
+        rank_bytes: selected_bytes(local, &selection),
         selection,
-        rank_bytes,
         total_bytes,
-        metadata,
+        metadata: planned.map(|plan| plan.metadata),
     })
+}
+
+/// Takes the part of each rank out of a global plan.
+fn rank_plans(plan: &mut GlobalPlan) -> Vec<RankPlan> {
+    let total_bytes = tensor_bytes(&plan.metadata);
+    std::mem::take(&mut plan.selections)
+        .into_iter()
+        .map(|selection| RankPlan {
+            selection,
+            total_bytes,
+        })
+        .collect()
 }
 
 /// Cuts what a rank sends to the planner into pieces: its schema if no rank before it has the same,
 /// and its boxes if no rank before it holds the same.
 fn pieces(local: &LocalPlan, hashes: &[PlanHashes], rank: usize) -> Vec<PlanPiece> {
-    let (before, own) = (&hashes[..rank], &hashes[rank]);
-    let is_first_schema = before.iter().all(|other| other.schema != own.schema);
-    let is_first_layout = before.iter().all(|other| other.layout != own.layout);
-    let schema = if is_first_schema {
-        local.schema()
-    } else {
-        PlanSchema::default()
-    };
-    let boxes = if is_first_layout {
-        local.held_boxes()
-    } else {
-        Vec::new()
-    };
-    schema
-        .items
-        .into_iter()
-        .map(PlanPiece::Item)
-        .chain(boxes.into_iter().map(PlanPiece::Box))
-        .collect()
+    let own = &hashes[rank];
+    let before = &hashes[..rank];
+    let mut pieces = Vec::new();
+    if before.iter().all(|other| other.schema != own.schema) {
+        pieces.extend(local.schema().items.into_iter().map(PlanPiece::Item));
+    }
+    if before.iter().all(|other| other.layout != own.layout) {
+        pieces.extend(local.held_boxes().into_iter().map(PlanPiece::Box));
+    }
+    pieces
 }
 
 /// Returns about how many bytes it takes to send a piece.
@@ -306,34 +303,31 @@ fn plan_pieces(
 
 /// Returns the bytes of all tensors of a checkpoint.
 fn tensor_bytes(metadata: &Metadata) -> u64 {
-    let chunks = metadata.tensors().flat_map(|(_, tensor)| {
-        let element = tensor.properties.dtype.size_in_bytes();
-        tensor
-            .chunks
-            .iter()
-            .map(move |chunk| chunk.bounds.numel() as u64 * element)
-    });
-    chunks.sum()
+    let mut bytes = 0;
+    for (_, tensor) in metadata.tensors() {
+        let elements: usize = tensor.chunks.iter().map(|chunk| chunk.bounds.numel()).sum();
+        bytes += elements as u64 * tensor.properties.dtype.size_in_bytes();
+    }
+    bytes
 }
 
 /// Returns the number of bytes of tensors that a rank writes.
 fn selected_bytes(plan: &LocalPlan, selection: &Selection) -> u64 {
-    let bytes = selection
-        .kept
-        .iter()
-        .map(
-            |&SelectedItem { item, index, .. }| match &plan.items.get(item as usize)?.content {
-                WriteContent::Tensor {
-                    properties, boxes, ..
-                } => Some(
-                    boxes.get(index as usize)?.numel() as u64 * properties.dtype.size_in_bytes(),
-                ),
-                WriteContent::Value { .. } => None,
-            },
-        );
-    bytes.flatten().sum()
+    let mut bytes = 0;
+    for selected in &selection.kept {
+        // A selection comes from another rank. One that does not fit the plan is an error when it
+        // is written.
+        if let Some(item) = plan.items.get(selected.item as usize)
+            && let WriteContent::Tensor {
+                properties, boxes, ..
+            } = &item.content
+            && let Some(bounds) = boxes.get(selected.index as usize)
+        {
+            bytes += bounds.numel() as u64 * properties.dtype.size_in_bytes();
+        }
+    }
+    bytes
 }
 
 #[cfg(test)]
-#[path = "plan_tests.rs"]
 mod tests;

@@ -8,7 +8,7 @@ use fsdp_dcp::writer::WriteOptions;
 use fsdp_layout::DeviceMesh;
 
 use super::job::{Job, Shared};
-use super::locked;
+use super::simulate::locked;
 use super::state::part;
 
 /// The versions of rivals begin at this number after the first of their job.
@@ -21,7 +21,7 @@ fn name(job: Job) -> String {
 
 impl Shared {
     /// Lets each rank save the whole state, to a place where nothing may be replaced.
-    pub fn save_alone(&self, job: Job, group: &ProcessGroup, run: &Location) -> Result<()> {
+    pub(crate) fn save_alone(&self, job: Job, group: &ProcessGroup, run: &Location) -> Result<()> {
         let ranks = group.world_size();
         let alone = group.mesh_group(
             &DeviceMesh::new(&[ranks, 1], &["rivals", "alone"], ranks)?,
@@ -57,7 +57,7 @@ impl Shared {
     }
 
     /// Checks that one rival has won; none may have, if something went wrong.
-    pub fn check_rivals(&self, job: Job) {
+    pub(crate) fn check_rivals(&self, job: Job) {
         let winners = locked(&self.winners).clone();
         if winners.len() > 1 || (winners.is_empty() && job.has_rivals && job.is_quiet) {
             self.violation(format!(
