@@ -11,7 +11,7 @@ use crate::metadata::{Package, packages};
 use crate::shell::{cargo, cargo_output, say};
 
 /// Options of `cargo xtask package`.
-#[derive(Args, Clone)]
+#[derive(Args)]
 pub(crate) struct PackageArguments {
     /// Rehearse the release: do all that `cargo publish` does, except the upload. This asks the
     /// registry, and builds every crate from its packed files
@@ -23,15 +23,6 @@ pub(crate) struct PackageArguments {
     /// Publish the crates, those first that others need
     #[arg(long, conflicts_with = "dry_run")]
     publish: bool,
-}
-
-impl PackageArguments {
-    /// Only the checks, which need no network after a build.
-    pub(crate) const CI: PackageArguments = PackageArguments {
-        dry_run: false,
-        no_verify: false,
-        publish: false,
-    };
 }
 
 /// The files that every package holds.

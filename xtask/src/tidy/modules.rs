@@ -150,7 +150,8 @@ impl Modules {
     /// Finds the module that defines the item of a path, or that the path names; `None` if it leads
     /// out of the crate.
     fn resolve(&self, from: &Module, path: &[String], reexports: usize) -> Option<&Module> {
-        let (mut at, mut rest) = (from.path.clone(), path);
+        let mut at = from.path.clone();
+        let mut rest = path;
         match rest.first()?.as_str() {
             "crate" => {
                 at.clear();
