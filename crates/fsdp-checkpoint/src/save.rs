@@ -537,7 +537,7 @@ impl LocalState {
             let path = paths.swap_remove(&fqn);
             match value {
                 StateValue::Tensor(tensor) => {
-                    let dtype = fsdp_flat::dtype::of(&tensor)?;
+                    let dtype = fsdp_flat::dtype::file_dtype(tensor.dtype())?;
                     let (shape, whole) = (tensor.dims().to_vec(), TensorBox::whole(tensor.dims()));
                     plan.add_whole_tensor(&fqn, path, dtype, shape);
                     source

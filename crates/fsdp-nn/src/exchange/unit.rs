@@ -141,7 +141,7 @@ impl UnitExchange {
             .tensors
             .iter()
             .zip(gathered)
-            .try_for_each(|(tensor, contents)| contents.put(tensor))?)
+            .try_for_each(|(tensor, contents)| contents.move_into(tensor))?)
     }
 
     /// Cuts an unsharded FlatParameter into the values of each parameter.
@@ -150,7 +150,11 @@ impl UnitExchange {
         params
             .map(|param| {
                 let range = self.layout.param_range(param);
-                Ok(Contents::of(&whole.narrow(0, range.start, range.len())?)?)
+                Ok(Contents::from_tensor(&whole.narrow(
+                    0,
+                    range.start,
+                    range.len(),
+                )?)?)
             })
             .collect()
     }
