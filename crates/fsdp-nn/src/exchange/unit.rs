@@ -152,7 +152,11 @@ impl UnitExchange {
         (0..self.layout.fqns().len())
             .map(|param| {
                 let range = self.layout.param_range(param);
-                Ok(Contents::of(&whole.narrow(0, range.start, range.len())?)?)
+                Ok(Contents::from_tensor(&whole.narrow(
+                    0,
+                    range.start,
+                    range.len(),
+                )?)?)
             })
             .collect()
     }
