@@ -28,11 +28,13 @@ pub(crate) const DTYPES: [DType; 11] = [
 
 /// Runs a function on ranks that are threads, and returns the results in rank order.
 pub(crate) fn run<T: Send>(world_size: usize, f: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
-    LocalRanks::new(world_size)
-        .stack_bytes(2 << 20)
-        .deadline(Duration::from_secs(30))
-        .run(f)
-        .unwrap()
+    let ranks = LocalRanks {
+        world_size,
+        stack_bytes: 2 << 20,
+        deadline: Duration::from_secs(30),
+        ..LocalRanks::default()
+    };
+    ranks.run(f).unwrap()
 }
 
 /// Checks that all ranks failed with the same message, and returns it.
