@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
-use fsdp_dcp::digest::{Digest, Sum};
+use fsdp_formats::digest::{Digest, Sum};
 use fsdp_layout::DType;
 use thiserror::Error;
 

@@ -2,12 +2,12 @@
 
 use anyhow::{Result, bail, ensure};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::convert::View;
-use fsdp_dcp::diff::{self, Difference, Tolerance};
-use fsdp_dcp::map::Mapped;
-use fsdp_dcp::reader::OpenOptions;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_tools::convert::View;
+use fsdp_tools::diff::{self, Difference, Tolerance};
+use fsdp_tools::map::Mapped;
 use serde::Serialize;
 
 use crate::failure::{Different, UsageError};

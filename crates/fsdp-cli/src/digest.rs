@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint;
-use fsdp_dcp::digest::digest;
-use fsdp_dcp::reader::OpenOptions;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint;
+use fsdp_formats::digest::digest;
+use fsdp_formats::reader::OpenOptions;
 use serde::Serialize;
 
 use crate::output;

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, HashMap};
 
 use anyhow::Result;
 use clap::Args;
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::metadata::{Chunk, Entry, StorageInfo, TensorEntry};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::{FileError, Location};
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::metadata::{Chunk, Entry, StorageInfo, TensorEntry};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::{FileError, Location};
 use fsdp_layout::DType;
 use serde::Serialize;
 

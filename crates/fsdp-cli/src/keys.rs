@@ -2,8 +2,8 @@
 
 use anyhow::{Result, bail, ensure};
 use clap::Args;
-use fsdp_dcp::convert::Rename;
-use fsdp_dcp::metadata::Metadata;
+use fsdp_formats::metadata::Metadata;
+use fsdp_tools::convert::Rename;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
 use crate::failure::UsageError;
@@ -265,7 +265,7 @@ mod tests {
         ] {
             metadata.entries.insert(
                 key.to_owned(),
-                fsdp_dcp::metadata::Entry::Bytes(Default::default()),
+                fsdp_formats::metadata::Entry::Bytes(Default::default()),
             );
         }
         let near = nearest("model.up.wieght", &metadata).unwrap();

@@ -3,11 +3,11 @@
 use anyhow::{Result, bail};
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
-use fsdp_dcp::Location;
-use fsdp_dcp::convert::{Cast, OutputFormat};
-use fsdp_dcp::metadata::Metadata;
-use fsdp_dcp::tensor_parallel::{Rules, TensorParallelPlan};
+use fsdp_formats::Location;
+use fsdp_formats::metadata::Metadata;
 use fsdp_layout::DType;
+use fsdp_tools::convert::{Cast, OutputFormat};
+use fsdp_tools::tensor_parallel::{Rules, TensorParallelPlan};
 
 use crate::failure::UsageError;
 use crate::keys::KeyFilter;

@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail, ensure};
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::convert::OutputFormat;
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::tensor_parallel::TensorParallelPlan;
-use fsdp_dcp::{FileError, Location};
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::{FileError, Location};
 use fsdp_layout::{ErrorKind, Failure as _};
+use fsdp_tools::convert::OutputFormat;
+use fsdp_tools::tensor_parallel::TensorParallelPlan;
 
 use super::arguments::{TargetArguments, WriteArguments};
 use crate::failure::UsageError;

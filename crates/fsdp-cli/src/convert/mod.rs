@@ -7,12 +7,12 @@ mod report;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail};
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::convert::{ConvertOptions, OutputFormat, View, convert};
-use fsdp_dcp::map::Mapped;
-use fsdp_dcp::merge::{Average, Lora, LoraConfig};
-use fsdp_dcp::storage::{self, Durable};
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::storage::{self, Durable};
+use fsdp_tools::convert::{ConvertOptions, OutputFormat, View, convert};
+use fsdp_tools::map::Mapped;
+use fsdp_tools::merge::{Average, Lora, LoraConfig};
 
 use self::destination::Destination;
 use self::report::WriteReport;

@@ -1,10 +1,10 @@
 //! The report of what was, or would be, written.
 
 use anyhow::Result;
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::convert::Converted;
-use fsdp_dcp::metadata::Metadata;
-use fsdp_dcp::tensor_parallel::TensorParallelPlan;
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::metadata::Metadata;
+use fsdp_tools::convert::Converted;
+use fsdp_tools::tensor_parallel::TensorParallelPlan;
 use serde::Serialize;
 
 use super::destination::Destination;

@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::convert::Rename;
-use fsdp_dcp::metadata::{StorageInfo, TensorEntry};
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::metadata::{StorageInfo, TensorEntry};
+use fsdp_tools::convert::Rename;
 use serde::Serialize;
 
 use super::raster::{Raster, Size};

@@ -10,9 +10,9 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint;
-use fsdp_dcp::reader::OpenOptions;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint;
+use fsdp_formats::reader::OpenOptions;
 
 use self::holders::Holdings;
 use crate::failure::UsageError;

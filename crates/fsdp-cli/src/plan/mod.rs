@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::builder::{PossibleValuesParser, RangedU64ValueParser};
 use clap::{ArgGroup, Args};
-use fsdp_dcp::Location;
+use fsdp_formats::Location;
 use serde::Serialize;
 
 use self::cost::Links;

@@ -11,8 +11,8 @@ use crate::memory;
 use anyhow::{Context as _, Result};
 use candle_core::Device;
 use fsdp::checkpoint::{Location, RunFacts, StepCheckpoint, check_replicas};
-use fsdp::dcp::digest::Digest;
-use fsdp::dcp::lineage::DataPosition;
+use fsdp::formats::digest::Digest;
+use fsdp::formats::lineage::DataPosition;
 use fsdp::layout::{ErrorKind, Failure};
 use fsdp::nn::{GradScalerOptions, MixedPrecision, NnError};
 use fsdp::prelude::*;
@@ -25,7 +25,7 @@ use super::fallback::named_if_damaged;
 use super::report::{Reporter, RunEvent, SCHEMA, StepMetrics, now};
 use super::sample::sample;
 use super::settings::{Resume, Settings};
-use super::state::restore;
+use super::state::{parts, restore};
 use crate::output;
 use crate::stop::StopRequest;
 
@@ -156,13 +156,16 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
         .settings
         .optimizer
         .make(job.settings.lr, model.parameters())?;
-    let mut checkpoints = Checkpoints::new(job.arguments, model.group(), &job.damaged)?;
+    // Only f16 has so small a range that the loss needs a scale.
+    let has_scaler = job.arguments.mixed_precision == Some(HalfPrecision::F16);
+    let resume = job.resume();
+    let only = resume.as_ref().map(|resume| parts(resume, has_scaler));
+    let mut checkpoints = Checkpoints::new(job.arguments, model.group(), &job.damaged, only)?;
     let mut run = TrainState::new(model, vec![optimizer]);
-    if job.arguments.mixed_precision == Some(HalfPrecision::F16) {
-        // Only f16 has so small a range that the loss needs a scale.
+    if has_scaler {
         run.scaler = Some(GradScaler::new(GradScalerOptions::default())?);
     }
-    if let Some(resume) = job.resume() {
+    if let Some(resume) = resume {
         restore(&resume, checkpoints.checkpointer_mut(), &mut run)
             .map_err(|error| named_if_damaged(error, &resume.path))?;
         job.close_resume();

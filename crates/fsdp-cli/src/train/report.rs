@@ -21,7 +21,7 @@ use crate::report::lines::{self, JsonLine};
 use crate::report::series::Series;
 use crate::report::{EVENTS_FILE, METRICS_FILE};
 use crate::text::escaped_lines;
-use fsdp::dcp::storage::Durable;
+use fsdp::formats::storage::Durable;
 
 /// The approximate number of lines for a whole run, if there is no bar.
 const LINES: u64 = 10;

@@ -8,10 +8,10 @@ use crate::gpt::GptConfig;
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::ValueEnum as _;
 use fsdp::checkpoint::Location;
-use fsdp::dcp::checkpoint::{self, Checkpoint};
-use fsdp::dcp::digest::Digest;
-use fsdp::dcp::metadata::Metadata;
-use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
+use fsdp::formats::checkpoint::{self, Checkpoint};
+use fsdp::formats::digest::Digest;
+use fsdp::formats::metadata::Metadata;
+use fsdp::formats::reader::{CheckpointReader, OpenOptions};
 use fsdp::prelude::*;
 
 use super::arguments::{MAX_LAYERS, MAX_SIZE, ScheduleName, TrainArguments};
