@@ -380,7 +380,7 @@ impl FlatParamHandle {
     /// Puts gathered values into the parameters' storages.
     fn fill(&self, gathered: Vec<Contents>) -> Result<()> {
         for (param, contents) in self.params.iter().zip(gathered) {
-            contents.put(&param.tensor)?;
+            contents.move_into(&param.tensor)?;
         }
         Ok(())
     }
