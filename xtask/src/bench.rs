@@ -298,7 +298,12 @@ impl Bench<'_> {
     /// the same.
     fn mergers(&self, python: &Path) -> Result<Vec<BesideTheirs>> {
         let place = match self.arguments.place.first() {
-            Some(place) => place.split_once('=').map_or("", |(_, path)| path),
+            Some(place) => {
+                let (_, directory) = place
+                    .split_once('=')
+                    .with_context(|| format!("`{place}` is not NAME=DIRECTORY"))?;
+                directory
+            }
             None => "/dev/shm",
         };
         let mut figures = Vec::new();

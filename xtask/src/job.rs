@@ -245,12 +245,16 @@ pub(crate) fn newest(out: &Path) -> Result<u64> {
     };
     let mut newest = 0;
     for entry in list {
-        let path = entry?.path();
-        let step = path
-            .file_name()
-            .and_then(|name| name.to_str()?.strip_prefix("step-")?.parse().ok());
-        if path.join(".metadata").exists() {
-            newest = newest.max(step.unwrap_or(0));
+        let entry = entry?;
+        let name = entry.file_name();
+        let step: Option<u64> = name
+            .to_str()
+            .and_then(|name| name.strip_prefix("step-")?.parse().ok());
+        // Only a committed checkpoint has its metadata.
+        if let Some(step) = step
+            && entry.path().join(".metadata").exists()
+        {
+            newest = newest.max(step);
         }
     }
     Ok(newest)

@@ -369,7 +369,7 @@ mod tests {
             "/// What.",
             "/// More.",
             "fn f() { // not a line of its own",
-            "    let text = \"a",
+            "    let text = \"é",
             "// b\";",
             "}",
             "//// Neither doc.",
@@ -378,8 +378,8 @@ mod tests {
         assert_eq!(found.code_lines, 4);
         assert_eq!(found.comment_lines, 2);
         assert_eq!(found.doc_lines, 3);
-        let code = "fnf(){lettext=\"a//b\";}";
-        assert_eq!(found.characters, code.len());
+        let code = "fnf(){lettext=\"é//b\";}";
+        assert_eq!(found.characters, code.chars().count());
     }
 
     #[test]
