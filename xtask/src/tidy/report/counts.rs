@@ -103,6 +103,8 @@ pub(super) fn count(text: &str) -> Result<CountedFile> {
     let mut reader = SyntaxReader::default();
     reader.visit_file(&syntax);
 
+    // The tree has no comments between items, and macros are tokens only. So lines, characters and
+    // calls are counted from the tokens, which have their places in the text.
     let tokens: TokenStream = text.parse().map_err(|error| anyhow!("{error}"))?;
     let mut lines = LineReader {
         text,
