@@ -132,6 +132,7 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
         Some(json) => json.clone(),
         None => target.join("bench.json"),
     };
+    // A run in parts keeps what earlier parts have measured.
     if arguments.add && json.exists() {
         let before: Results = serde_json::from_str(&read(&json)?)
             .with_context(|| format!("`{}` has no figures of this bench", json.display()))?;
@@ -164,6 +165,7 @@ impl Bench<'_> {
         // What depends on the number of parameters, not on their bytes.
         let mut unsized_groups = vec!["planning", "scale"];
         unsized_groups.retain(|group| arguments.wants(group));
+        // Nothing is built for a run of the smaller benches only.
         if !sized.is_empty() || !unsized_groups.is_empty() {
             self.build("fsdp-tests", "bench")?;
         }
@@ -298,7 +300,12 @@ impl Bench<'_> {
     /// the same.
     fn mergers(&self, python: &Path) -> Result<Vec<BesideTheirs>> {
         let place = match self.arguments.place.first() {
-            Some(place) => place.split_once('=').map_or("", |(_, path)| path),
+            Some(place) => {
+                let (_, directory) = place
+                    .split_once('=')
+                    .with_context(|| format!("`{place}` is not NAME=DIRECTORY"))?;
+                directory
+            }
             None => "/dev/shm",
         };
         let mut figures = Vec::new();
@@ -319,6 +326,7 @@ impl Bench<'_> {
         on_all_ranks.retain(|&group| group != "conversions");
         let many = on_all_ranks.join(",");
         let mut calls: Vec<(usize, &str)> = Vec::new();
+        // A conversion is one process, whatever number of ranks saved.
         if groups.contains(&"conversions") {
             calls.push((1, "conversions"));
         }

@@ -188,6 +188,7 @@ fn stand_in(root: &Path) -> Result<()> {
     let target = check_target(root);
     let text = target.to_string_lossy().into_owned();
     let mut variables = stand_in_toolkit(root);
+    // A fault of the stand-in would look like one of what it tests, so its own tests come first.
     let library = ["--package", STAND_IN, "--locked", "--target-dir", &text];
     cargo(
         root,
@@ -207,6 +208,8 @@ fn stand_in(root: &Path) -> Result<()> {
             libraries.path().join(name),
         )?;
     }
+    // The linker looks in the first of these when programs are built, and the loader in the second
+    // when they run.
     let directory = libraries.path().to_string_lossy().into_owned();
     for name in ["LIBRARY_PATH", "LD_LIBRARY_PATH"] {
         let before = std::env::var(name)
@@ -247,6 +250,7 @@ fn stand_in(root: &Path) -> Result<()> {
         let mut variables = variables.clone();
         variables.push(("CUDA_STAND_IN_DEVICES", gpus.to_owned()));
         variables.push(("CUDA_STAND_IN_DELAY_US", delay.to_owned()));
+        // With a rank for each GPU the tests find the number out by themselves.
         if gpus != ranks {
             variables.push((RANKS, ranks.to_owned()));
         }
@@ -315,6 +319,7 @@ fn programs(messages: &str) -> Vec<(String, String)> {
         let Ok(built) = serde_json::from_str::<BuiltProgram>(line) else {
             continue;
         };
+        // Several packages have tests of one name.
         let mut name = built.target.name;
         if built.profile.test
             && let Some(package) = built.manifest_path.iter().rev().nth(1)

@@ -111,6 +111,7 @@ impl Work {
                 command.arg(option).arg(value.to_string());
             }
         }
+        // Appended, because a job that is started again goes on writing to the same file.
         let output = fs::File::options().create(true).append(true).open(said)?;
         command
             .arg("--out")
@@ -196,6 +197,8 @@ impl Job {
 
     /// Returns the processes of its ranks.
     pub(crate) fn ranks(&self) -> Result<Vec<Pid>> {
+        // The ranks are children of whichever thread of the launcher has started them. Those that
+        // have not become the program yet are no ranks yet.
         let id = self.0.id();
         let mut ranks = Vec::new();
         for entry in fs::read_dir(format!("/proc/{id}/task"))? {
@@ -245,12 +248,16 @@ pub(crate) fn newest(out: &Path) -> Result<u64> {
     };
     let mut newest = 0;
     for entry in list {
-        let path = entry?.path();
-        let step = path
-            .file_name()
-            .and_then(|name| name.to_str()?.strip_prefix("step-")?.parse().ok());
-        if path.join(".metadata").exists() {
-            newest = newest.max(step.unwrap_or(0));
+        let entry = entry?;
+        let name = entry.file_name();
+        let step: Option<u64> = name
+            .to_str()
+            .and_then(|name| name.strip_prefix("step-")?.parse().ok());
+        // Only a committed checkpoint has its metadata.
+        if let Some(step) = step
+            && entry.path().join(".metadata").exists()
+        {
+            newest = newest.max(step);
         }
     }
     Ok(newest)

@@ -35,10 +35,12 @@ const MAX_DESCRIPTION: usize = 120;
 pub(crate) fn run(root: &Path, arguments: &PackageArguments) -> Result<()> {
     let mut packages = packages(root)?;
     packages.retain(Package::is_published);
+    // All breaches are told at once, because a release has many crates.
     let mut breaches = Vec::new();
     for package in &packages {
         breaches.extend(check_manifest(package));
         breaches.extend(check_files(root, &package.name)?);
+        // Until then there may be no place where the project lives.
         if arguments.publish && package.repository.is_none() {
             breaches.push(format!("`{}` has no repository", package.name));
         }

@@ -163,6 +163,7 @@ fn hit(
     signal: Signal,
     life: Duration,
 ) -> Result<Duration> {
+    // The life of a run begins when all its ranks do, because a slow start is no test.
     let ranks = started_ranks(directory)?;
     thread::sleep(life);
     let hit = Instant::now();
@@ -183,6 +184,7 @@ fn hit(
         slowest < DEADLINE + LATE,
         "the last rank ended {slowest:?} later"
     );
+    // The scripts have ended with their ranks by now, but a stopped rank is the launcher's to kill.
     ensure!(job.wait_for_end(HANG)?.is_some(), "the launcher hangs");
     for (rank, &process) in ranks.iter().enumerate() {
         let until = Instant::now() + LATE;

@@ -89,6 +89,7 @@ impl Bench<'_> {
                 }
                 let mut runs = Vec::new();
                 let mut torch_runs = Vec::new();
+                // In turns, so that a change of the machine's speed hits both sides.
                 for _ in 0..self.arguments.runs {
                     runs.push(steps(&out, self.fsdp(shape, ranks))?);
                     if let Some(python) = &self.arguments.torch {

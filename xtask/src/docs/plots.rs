@@ -30,6 +30,7 @@ pub(super) fn check(root: &Path, bless: bool) -> Result<()> {
         .with_context(|| format!("`{FIGURES}` has no figures"))?;
     for (name, drawn) in draw(&results) {
         let path = root.join(PICTURES).join(name);
+        // A picture that is missing is one that differs.
         if std::fs::read_to_string(&path).is_ok_and(|old| old == drawn) {
             continue;
         }
@@ -172,6 +173,7 @@ struct Axis {
 impl Axis {
     /// Returns an axis that has room for all bars.
     fn new(scale: Scale, groups: &[BarGroup]) -> Axis {
+        // 1 is always on the axis: ratios start there, and speeds below it need no larger scale.
         let mut axis = Axis {
             scale,
             least: 1.0,

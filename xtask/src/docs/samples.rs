@@ -28,6 +28,7 @@ pub(super) fn check(pages: &[Page], root: &Path, program: &Path, bless: bool) ->
     let mut differences = Vec::new();
     let mut commands = 0;
     for page in pages.iter().filter(|page| page.text.contains(OPENING)) {
+        // The samples of one page build on each other; those of two pages must not.
         let place = tempfile::tempdir().context("failed to make a directory for samples")?;
         run(Command::new("cp")
             .arg("-r")

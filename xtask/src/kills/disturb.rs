@@ -102,6 +102,7 @@ impl DisturbedRun<'_> {
                 thread::sleep(Duration::from_millis(10));
                 continue;
             }
+            // What there is before the failure, to compare with afterwards.
             let saved = newest(self.out)?;
             let begun = starts(self.out)?.len();
             let hit = Instant::now();
@@ -182,6 +183,7 @@ impl DisturbedRun<'_> {
             .choose_weighted(random, |(_, share)| *share)
             .expect("there is a disturbance, and its share is not 0");
         *counts.disturbances.entry(*disturbance).or_default() += 1;
+        // The choice is made in any case, so that it does not change what is chosen later.
         let victim = random.random_range(0..ranks.len());
         let rank = victim..victim + 1;
         let host = 0..ranks.len() / 2;
@@ -207,6 +209,7 @@ impl DisturbedRun<'_> {
                 return Ok(Some(Vec::new()));
             }
         };
+        // All at once, as a host fails: the launcher must not get in between.
         signal(&ranks[victims.clone()], with);
         let survivors = [&ranks[..victims.start], &ranks[victims.end..]];
         Ok(Some(survivors.concat()))

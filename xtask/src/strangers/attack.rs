@@ -135,6 +135,7 @@ impl Field {
                 }
             }
         }
+        // There are more ranks than stores: chosen among all, a store would see few strangers.
         if random.random_bool(0.5) {
             std::mem::swap(&mut stores, &mut ranks);
         }

@@ -156,6 +156,7 @@ impl Task<'_> {
             for number in 0..arguments.strangers {
                 scope.spawn(move || bother(field, recording, seed.wrapping_add(number)));
             }
+            // A meeting that fails ends all the rest, instead of being told only at the end.
             let meetings = scope.spawn(|| self.meet(&quiet).inspect_err(|_| field.end()));
             let grown = self.watch(&mut job, &out, seconds);
             field.end();
@@ -174,7 +175,7 @@ impl Task<'_> {
                 "no stranger got an answer at the port of {kind}, so none was tested"
             );
         }
-        // Step 4: as many steps, and nobody disturbs them.
+        // Step 4: as many steps, and nobody disturbs them. Only now is their number known.
         job.stop()?;
         let steps = newest(&out)?;
         say(&format!(
@@ -227,6 +228,7 @@ impl Task<'_> {
             ensure!(!job.wait(Duration::from_millis(20))?, "the job has ended");
             ensure!(Instant::now() < until, "the job does not begin");
         }
+        // Strangers who have nothing to replay would test nothing.
         let recording = recorder.recording();
         let Recording { greeting, all } = &recording;
         ensure!(
@@ -274,6 +276,7 @@ impl Task<'_> {
                 ));
             }
         }
+        // The job is about to stop, so strangers must not take its ports for those of another.
         self.field.set_targets(RUNNING, Vec::new());
         let steps = done(out)? - before;
         say(&format!(
@@ -305,6 +308,7 @@ impl Task<'_> {
     /// Runs a job whose last rank is late. Until it comes, the ports of the others are open.
     fn meet_once(&self, out: &Path, come: &Path) -> Result<()> {
         let mut job = start_with_late_rank(&self.work, come, out, &self.said("meeting"))?;
+        // The late rank has no port yet, and its memory says nothing: it is still a shell.
         let mut waiting = self.wait_for_ports(&mut job)?;
         waiting.retain(|&rank| !targets(&[rank]).is_empty());
         let levels = Levels::measure(&waiting)?;

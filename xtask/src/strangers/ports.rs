@@ -26,6 +26,7 @@ const LISTENS: &str = "0A";
 
 /// Returns the ports at which these processes listen. One that has ended meanwhile has none.
 pub(super) fn targets(ranks: &[Pid]) -> Vec<Target> {
+    // The tables have the ports of all processes; the files of a process tell which are its own.
     let mut open = Vec::new();
     // A host without IPv6 has no second table.
     for table in ["/proc/net/tcp", "/proc/net/tcp6"] {

@@ -71,6 +71,7 @@ fn folder(file: &str, uses: &Uses) -> Option<String> {
         Some((room, _)) => format!("{source}/src/{room}"),
         None => format!("{source}/src/{}", rest.strip_suffix(".rs")?),
     };
+    // A file directly in `src` is of a folder only if there are files in that folder.
     let inside = format!("{room}/");
     uses.iter()
         .any(|(from, to)| from.starts_with(&inside) || to.starts_with(&inside))
@@ -86,6 +87,7 @@ fn circles(uses: &Uses) -> Vec<String> {
     let mut told: BTreeSet<&str> = BTreeSet::new();
     let mut circles = Vec::new();
     for &start in next.keys() {
+        // One circle for each knot is enough: once it is undone, the next run tells the rest.
         if told.contains(start) {
             continue;
         }
@@ -107,6 +109,7 @@ fn circle_through<'a>(
     while let Some(node) = queue.pop_front() {
         for &to in next.get(node).into_iter().flatten() {
             if to == start {
+                // Walk back along the way that the search has come.
                 let mut circle = vec![start, node];
                 while let Some(&before) = circle.last().and_then(|node| came_from.get(node)) {
                     circle.push(before);

@@ -69,6 +69,7 @@ fn check_modules(files: &BTreeMap<String, String>) -> Result<Vec<String>> {
         .filter(|name| ROOTS.iter().any(|root| name.ends_with(&format!("/{root}"))))
     {
         let modules = Modules::read(files, root)?;
+        // A circle cannot lead through several crates: cargo refuses that.
         let uses = modules.uses();
         breaches.extend(circles::check(&uses));
         all_uses.extend(uses);

@@ -228,7 +228,7 @@ fn combine<T: Copy, const N: usize>(
             .map(|&bytes| from(bytes))
             .collect::<Vec<T>>()
     });
-    let first = rows.next().unwrap_or_default();
+    let first = rows.next().expect("a group has a rank");
     let all = rows.fold(first, |all, row| {
         all.into_iter().zip(row).map(|(x, y)| both(x, y)).collect()
     });

@@ -133,6 +133,8 @@ fn count_package(package: &Path) -> Result<Counts> {
         }
         let found = counts::count(&read(&file)?)
             .with_context(|| format!("failed to parse `{}`", file.display()))?;
+        // Where the files of the modules for tests are is known only from the files that declare
+        // them, which may come later.
         let children = children_directory(&file);
         for module in &found.test_modules {
             test_files.push(children.join(format!("{module}.rs")));
@@ -151,6 +153,7 @@ fn count_package(package: &Path) -> Result<Counts> {
         total.add(&found.counts);
         type_names.extend(found.type_names);
     }
+    // One name may have two types of one file, or of two files.
     total.repeated_types = counts::repeated(&type_names);
     Ok(total)
 }
