@@ -2,13 +2,15 @@
 //! plain tensors are quantized, and what they mean (scheme, scale, zero point) becomes a value
 //! `KEY.quantizer`.
 
+use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{Layer, Origin, Seen, quantizer_key};
 use fsdp_formats::metadata::{BytesEntry, Entry};
 use fsdp_formats::reader::Slot;
-use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
+
+use super::output::unsupported;
 
 /// A checkpoint whose quantized tensors are integers.
 pub(super) struct Integers<'a> {
@@ -26,18 +28,9 @@ fn integer(dtype: DType) -> Option<DType> {
     }
 }
 
-fn unsupported(fqn: &str, what: &str) -> FileError {
-    FileError::Encode {
-        fqn: fqn.to_owned(),
-        source: FormatError::Unsupported {
-            what: what.to_owned(),
-        },
-    }
-}
-
 impl<'a> Integers<'a> {
     /// Makes the view; `None` if nothing is quantized.
-    pub(super) fn of(source: &'a dyn Checkpoint) -> Result<Option<Self>, FileError> {
+    pub(super) fn new(source: &'a dyn Checkpoint) -> Result<Option<Self>, FileError> {
         let from = source.metadata();
         if !from
             .tensors()
@@ -70,7 +63,7 @@ impl<'a> Integers<'a> {
             {
                 return Err(unsupported(
                     fqn,
-                    &format!("a quantized tensor beside a value `{key}`"),
+                    format!("a quantized tensor beside a value `{key}`"),
                 ));
             }
             if let Some(paths) = &mut metadata.planner_data {

@@ -12,7 +12,7 @@ use fsdp_formats::storage::Staging;
 use fsdp_formats::writer::{RankWritten, WrittenFile, WrittenItem};
 use twox_hash::XxHash3_64;
 
-use crate::output::ConvertOptions;
+use super::output::ConvertOptions;
 
 /// An item that is copied.
 struct Item<'s> {

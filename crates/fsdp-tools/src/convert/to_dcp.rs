@@ -7,23 +7,24 @@ use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::finish_copy;
 use fsdp_formats::metadata::Entry;
 use fsdp_formats::plan::{LocalPlan, PlanOptions, WriteContent, WriteItem, plan_save};
-use fsdp_formats::storage::Staging;
 use fsdp_formats::writer::{RankWritten, WriteOptions, WrittenFile, value_item_length, write_rank};
 use indexmap::IndexMap;
 
-use super::copied::CopiedFiles;
 use super::opaque;
-use crate::output::{ConvertOptions, Converted, Streamed, rows_of_rank, stored_item, summary};
+use super::output::{Conversion, Converted, Streamed, rows_of_rank, stored_item, summary};
 
 /// Writes all of a checkpoint as a DCP directory for `ranks` ranks.
 pub(crate) fn write(
-    source: &dyn Checkpoint,
-    staging: Staging,
+    conversion: Conversion<'_>,
     ranks: usize,
     opaque: &[(String, String)],
-    extra: &CopiedFiles<'_>,
-    options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
+    let Conversion {
+        source,
+        staging,
+        extra,
+        options,
+    } = conversion;
     let opaque: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
     let plans = plans(source, ranks, &opaque)?;
     let mut global = plan_save(&plans, PlanOptions::default())?;

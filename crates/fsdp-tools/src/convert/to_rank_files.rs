@@ -12,16 +12,14 @@ use fsdp_formats::internals::{
     tensor_of, wrong_box,
 };
 use fsdp_formats::metadata::Metadata;
-use fsdp_formats::storage::Staging;
 use fsdp_formats::writer::PayloadSource;
 use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::boxes::copy_runs;
 use fsdp_layout::{PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use super::copied::CopiedFiles;
+use super::output::{Conversion, Converted, Streamed, unsupported};
 use super::to_safetensors::{Aside, Files, Piece, Sums, digests, files_of, finish, whole_tensors};
-use crate::output::{ConvertOptions, Converted, Streamed};
 use crate::tensor_parallel::{Cut, Slice, TensorParallelPlan};
 
 /// Checks that a plan has all tensors of a checkpoint, with the same shapes.
@@ -31,12 +29,10 @@ pub(crate) fn check_plan(
 ) -> Result<(), FileError> {
     for (fqn, tensor) in source.metadata().tensors() {
         if plan.cut(fqn).map(Cut::shape) != Some(&tensor.shape[..]) {
-            let what =
-                "a tensor that the plan for tensor-parallel ranks does not have, or has in another shape".to_owned();
-            return Err(FileError::Encode {
-                fqn: fqn.to_owned(),
-                source: FormatError::Unsupported { what },
-            });
+            return Err(unsupported(
+                fqn,
+                "a tensor that the plan for tensor-parallel ranks does not have, or has in another shape",
+            ));
         }
     }
     Ok(())
@@ -145,13 +141,16 @@ impl PayloadSource for RankSlices<'_> {
 /// Writes files of at most `max_file_bytes` for each rank, with its parts of all tensors under the
 /// source's keys.
 pub(crate) fn write_ranks(
-    source: &dyn Checkpoint,
-    staging: Staging,
+    conversion: Conversion<'_>,
     plan: &TensorParallelPlan,
     max_file_bytes: u64,
-    extra: &CopiedFiles<'_>,
-    options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
+    let Conversion {
+        source,
+        staging,
+        extra,
+        options,
+    } = conversion;
     staging.claim()?;
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;

@@ -17,9 +17,8 @@ use fsdp_formats::{FileError, FormatError, Location};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use super::copied::CopiedFiles;
 use super::old_values::OldValues;
-use crate::output::{ConvertOptions, Converted, Streamed, commit_file, rows_of_rank, summary};
+use super::output::{Conversion, Converted, Streamed, commit_file, rows_of_rank, summary};
 
 /// A tensor of the file to be written: its key, its dtype, and the box of it that the file holds.
 #[derive(Debug, Clone)]
@@ -343,13 +342,17 @@ fn with_aside(source: &dyn Checkpoint, file: Option<String>) -> Converted {
     }
 }
 
-/// Writes one file to `target`, for which `staging` was prepared, and its values beside it.
+/// Writes one file to `target`, and its values beside it.
 pub(crate) fn write_file(
-    source: &dyn Checkpoint,
+    conversion: Conversion<'_>,
     target: &Location,
-    staging: Staging,
-    options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
+    let Conversion {
+        source,
+        staging,
+        options,
+        ..
+    } = conversion;
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
     let pieces = whole_tensors(source, &inside);
@@ -454,12 +457,15 @@ fn encode_index(files: &[Vec<Piece<'_>>], total_size: u64) -> Result<Vec<u8>, Fi
 
 /// Writes Hugging Face's layout: files of bounded size, and their index.
 pub(crate) fn write_directory(
-    source: &dyn Checkpoint,
-    staging: Staging,
+    conversion: Conversion<'_>,
     max_file_bytes: u64,
-    extra: &CopiedFiles<'_>,
-    options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
+    let Conversion {
+        source,
+        staging,
+        extra,
+        options,
+    } = conversion;
     staging.claim()?;
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
@@ -500,12 +506,15 @@ pub(crate) fn write_directory(
 /// Writes what torch's `HuggingFaceStorageWriter(save_distributed=True)` does: a file for each
 /// rank, with its rows of every tensor.
 pub(crate) fn write_shards(
-    source: &dyn Checkpoint,
-    staging: Staging,
+    conversion: Conversion<'_>,
     ranks: usize,
-    extra: &CopiedFiles<'_>,
-    options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
+    let Conversion {
+        source,
+        staging,
+        extra,
+        options,
+    } = conversion;
     staging.claim()?;
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;

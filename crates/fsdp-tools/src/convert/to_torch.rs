@@ -8,21 +8,12 @@ use fsdp_formats::internals::{
     write_payloads, write_tensor, write_value,
 };
 use fsdp_formats::metadata::{Metadata, TensorEntry};
-use fsdp_formats::storage::{StagedFile, Staging};
+use fsdp_formats::storage::StagedFile;
 use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use crate::output::{ConvertOptions, Converted, Streamed, commit_file, summary};
-
-fn unsupported(fqn: &str, what: &str) -> FileError {
-    FileError::Encode {
-        fqn: fqn.to_owned(),
-        source: FormatError::Unsupported {
-            what: what.to_owned(),
-        },
-    }
-}
+use super::output::{Conversion, Converted, Streamed, commit_file, summary, unsupported};
 
 /// A storage of the file to be written.
 enum PlannedStorage<'a> {
@@ -170,11 +161,13 @@ fn structure_of(source: &dyn Checkpoint) -> Result<Structure, FileError> {
 }
 
 /// Writes all of a checkpoint as one file of `torch.save`.
-pub(crate) fn write(
-    source: &dyn Checkpoint,
-    staging: Staging,
-    options: ConvertOptions<'_>,
-) -> Result<Converted, FileError> {
+pub(crate) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> {
+    let Conversion {
+        source,
+        staging,
+        options,
+        ..
+    } = conversion;
     let structure = structure_of(source)?;
     let mut values = HashMap::new();
     for (fqn, _) in source.metadata().values() {

@@ -1,15 +1,16 @@
 //! [`View`]: a checkpoint with some keys left out or renamed, and its floating-point tensors cast.
 
 use fsdp_digest::StateDigest;
+use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Checkpoint, Structure, stream};
 use fsdp_formats::internals::{Layer, Moved, Origin, Placed, Seen, tensor_of};
 use fsdp_formats::metadata::{Entry, Metadata};
 use fsdp_formats::reader::Slot;
-use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::{KeyPath, PathPart};
 use indexmap::IndexMap;
 
 use super::cast::{CASTABLE, Cast, Optimizers, cast_elements};
+use super::output::unsupported;
 
 /// A decision over a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,14 +39,6 @@ impl std::fmt::Debug for View<'_> {
         f.debug_struct("View")
             .field("names", &self.names)
             .finish_non_exhaustive()
-    }
-}
-
-/// Returns the error that something cannot be done with a key.
-fn unsupported(fqn: &str, what: String) -> FileError {
-    FileError::Encode {
-        fqn: fqn.to_owned(),
-        source: FormatError::Unsupported { what },
     }
 }
 
