@@ -112,7 +112,7 @@ fn optimizer(bench: &Bench<'_>, training: &mut Training) -> Result<Vec<Case>> {
     let ranks = group.world_size();
     let (mut saves, mut loads, mut bytes) = (Pairs::default(), Pairs::default(), 0);
     parameters.state_dict_type(
-        StateDictSettings::of(StateDictType::Sharded),
+        StateDictSettings::from(StateDictType::Sharded),
         || -> Result<()> {
             let own = state_bytes(&optim_state_dict(None, parameters, optimizer)?);
             bytes = total(group, own)?;
