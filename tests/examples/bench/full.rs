@@ -120,7 +120,7 @@ fn optimizer(bench: &Bench<'_>, training: &mut Training) -> Result<Vec<Case>> {
     let mut loads = Pairs::default();
     let mut bytes = 0;
     parameters.state_dict_type(
-        StateDictSettings::of(StateDictType::Sharded),
+        StateDictSettings::from(StateDictType::Sharded),
         || -> Result<()> {
             let own = state_bytes(&optim_state_dict(None, parameters, optimizer)?);
             bytes = total(group, own)?;

@@ -195,7 +195,7 @@ fn times(model: &Model, optimizer: &mut Optimizer, path: &std::path::Path) -> Re
     note("set_state_dict, broadcast", set.seconds);
 
     parameters.state_dict_type(
-        StateDictSettings::of(StateDictType::Sharded),
+        StateDictSettings::from(StateDictType::Sharded),
         || -> Result<()> {
             let model = worked(group, || Ok(state_dict(parameters)?))?;
             note("state_dict, sharded", model.seconds);

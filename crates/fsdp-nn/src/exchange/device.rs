@@ -49,7 +49,8 @@ fn pieces(numel: usize) -> impl Iterator<Item = Range<usize>> {
 /// Returns the sum of the squares of all elements or, with `is_infinity`, their largest absolute
 /// value. Returns NaN if any element is NaN.
 pub(crate) fn norm_part(flat: &Tensor, is_infinity: bool) -> Result<f64> {
-    let (mut squares, mut largest) = (0f64, 0f64);
+    let mut squares = 0f64;
+    let mut largest = 0f64;
     for piece in pieces(flat.elem_count()) {
         let piece = flat
             .narrow(0, piece.start, piece.len())?

@@ -206,8 +206,8 @@ impl Overlap {
         }
         let begun = state.gathers.len();
         let next = state.order().map_or(&[][..], |order| order.next());
-        let next: Vec<usize> = next.iter().take(self.limit).skip(begun).copied().collect();
-        for number in next {
+        let ahead: Vec<usize> = next.iter().take(self.limit).skip(begun).copied().collect();
+        for number in ahead {
             let unit = Arc::clone(&self.shared.units()[number]);
             // The unit is still gathered from an earlier use. If it is released before the model
             // uses it again, it is gathered on demand then.

@@ -91,8 +91,8 @@ impl UnitExchange {
             return Ok(Vec::new());
         };
         // Cast before the collective, so that the narrower dtype is sent.
-        let shard = cast(flat.shard().clone(), Some(self.compute_dtype))?;
-        let shard = to_device(&shard, &self.device)?;
+        let computed = cast(flat.shard().clone(), Some(self.compute_dtype))?;
+        let shard = to_device(&computed, &self.device)?;
         let Some(group) = &self.groups.shard else {
             return self.parts(&shard);
         };

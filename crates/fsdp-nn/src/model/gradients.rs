@@ -116,14 +116,12 @@ impl ShardedParameters {
     /// Warns of trained parameters that got no gradient. `has_gradient` is in the order of all
     /// parameters.
     fn warn_of_unreached(&self, has_gradient: &[bool]) {
-        let params = self
-            .handles
-            .iter()
-            .flat_map(|handle| &handle.params)
-            .zip(has_gradient);
-        let unreached =
-            params.filter(|(param, has_gradient)| param.requires_grad() && !**has_gradient);
-        let unreached: Vec<&str> = unreached.map(|(param, _)| param.fqn.as_str()).collect();
+        let params = self.handles.iter().flat_map(|handle| &handle.params);
+        let unreached: Vec<&str> = params
+            .zip(has_gradient)
+            .filter(|(param, has_gradient)| param.requires_grad() && !**has_gradient)
+            .map(|(param, _)| param.fqn.as_str())
+            .collect();
         if unreached.is_empty() {
             return;
         }

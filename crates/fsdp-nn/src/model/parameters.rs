@@ -84,11 +84,9 @@ impl ShardedParameters {
         } = built;
         let mut places: HashMap<&str, Location> = HashMap::with_capacity(registry.params.len());
         for (handle, unit) in handles.iter().enumerate() {
-            let params = unit.params.iter().enumerate();
-            places
-                .extend(params.map(|(param, parameter)| {
-                    (parameter.fqn.as_str(), Location { handle, param })
-                }));
+            for (param, parameter) in unit.params.iter().enumerate() {
+                places.insert(&parameter.fqn, Location { handle, param });
+            }
         }
         // Keep the order in which the model declared the parameters, which is not the order of
         // units.
@@ -98,12 +96,13 @@ impl ShardedParameters {
             .map(|fqn| (fqn.clone(), places[fqn.as_str()]))
             .collect();
         let shard_ranks = shard_ranks(&group, &groups, config);
-        let ignored = registry
-            .ignored
-            .iter()
-            .filter_map(|name| Some((name, &registry.buffers.get(name)?.0)));
-        let ignored = ignored.map(|(name, tensor)| Ok((name.clone(), Var::from_tensor(tensor)?)));
-        let ignored = ignored.collect::<Result<_>>()?;
+        let mut ignored = Vec::with_capacity(registry.ignored.len());
+        for name in &registry.ignored {
+            // The builder got an error for an ignored parameter that could not be made.
+            if let Some((tensor, _)) = registry.buffers.get(name) {
+                ignored.push((name.clone(), Var::from_tensor(tensor)?));
+            }
+        }
         let parameters = ShardedParameters {
             group,
             groups,
@@ -152,8 +151,7 @@ impl ShardedParameters {
     }
 
     /// Returns `true` if `other` is this very model on this rank, and not one like it.
-    #[must_use]
-    pub fn is_same_model(&self, other: &ShardedParameters) -> bool {
+    pub(crate) fn is_same_model(&self, other: &ShardedParameters) -> bool {
         Arc::ptr_eq(&self.shared, &other.shared)
     }
 
@@ -276,10 +274,7 @@ impl ShardedParameters {
 
     /// Computes the boxes of the parameter that a rank of the group owns. A rank that the group
     /// does not have owns none.
-    ///
-    /// # Errors
-    /// [`NnError::UnknownParameter`].
-    pub fn boxes_on(&self, fqn: &str, rank: usize) -> Result<Vec<TensorBox>> {
+    pub(crate) fn boxes_on(&self, fqn: &str, rank: usize) -> Result<Vec<TensorBox>> {
         let Location { handle, param } = self.location(fqn)?;
         let Some(&shard_rank) = self.shard_ranks.get(rank) else {
             return Ok(Vec::new());
@@ -297,13 +292,6 @@ impl ShardedParameters {
     pub fn parameter(&self, fqn: &str) -> Result<ShardedTensor> {
         let Location { handle, param } = self.location(fqn)?;
         self.handles[handle].sharded_param(param)
-    }
-
-    /// Returns the dtype of a unit's shards, as one of `fsdp_layout`.
-    pub(crate) fn file_dtype(&self, handle: &FlatParamHandle) -> Result<fsdp_layout::DType> {
-        let dtype = handle.dtype();
-        fsdp_flat::dtype::from_candle(dtype)
-            .ok_or_else(|| candle_core::Error::UnsupportedDTypeForOp(dtype, "FlatParameter").into())
     }
 
     /// Returns a flat view of this rank's part of the parameter's live values; `None` if it has
@@ -535,7 +523,7 @@ impl ShardedParameters {
     /// Collectives: one agreement.
     ///
     /// # Errors
-    /// [`NnError::BuiltFrozen`]; without `use_orig_params` a choice of some of a unit's parameters;
+    /// [`NnError::Options`] for a parameter that was built frozen; without `use_orig_params` a choice of some of a unit's parameters;
     /// [`NnError::DifferentModels`] if ranks choose differently. One rank's error is every rank's,
     /// and changes nothing.
     pub fn set_requires_grad(&self, requires_grad: impl Fn(&str) -> bool) -> Result<()> {
@@ -544,10 +532,10 @@ impl ShardedParameters {
             .map(|param| (param, requires_grad(&param.fqn)))
             .collect();
         let checked = self.check_choice(&chosen).map(|()| chosen);
-        let chosen = agree_on_model(self.group(), "set_requires_grad", checked, |chosen| {
+        let agreed = agree_on_model(self.group(), "set_requires_grad", checked, |chosen| {
             describe_choice(chosen)
         })?;
-        for (param, requires_grad) in chosen {
+        for (param, requires_grad) in agreed {
             param.set_requires_grad(requires_grad);
         }
         Ok(())
@@ -560,9 +548,11 @@ impl ShardedParameters {
             .iter()
             .find(|(param, requires_grad)| *requires_grad && !param.is_trainable)
         {
-            return Err(NnError::BuiltFrozen {
-                fqn: param.fqn.clone(),
-            });
+            return Err(NnError::options(format!(
+                "parameter `{}` was built frozen, so it gets no gradient: select it in \
+                 `FsdpConfig::requires_grad`, and freeze it with `set_requires_grad` until it is to be trained",
+                param.fqn
+            )));
         }
         if self.use_orig_params() {
             return Ok(());

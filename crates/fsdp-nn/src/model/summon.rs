@@ -7,8 +7,8 @@ use candle_core::Tensor;
 use indexmap::{IndexMap, IndexSet};
 
 use super::build::agree_on_model;
-use super::parameters::ShardedParameters;
-use crate::error::{NnError, Result};
+use super::parameters::{Location, ShardedParameters};
+use crate::error::{BuildError, NnError, Result};
 use crate::unit::InUse;
 
 const WRITE_BACK: &str = "FullParameters::write_back";
@@ -58,14 +58,11 @@ impl ShardedParameters {
         for handle in &self.handles {
             units.push(handle.gather_whole()?);
         }
-        let tensor = |fqn: &str| {
-            self.location(fqn)
-                .map(|at| units[at.handle][at.param].clone())
-        };
-        let whole = self
-            .fqns()
-            .map(|fqn| Ok((fqn.to_owned(), tensor(fqn)?)))
-            .collect::<Result<_>>()?;
+        let mut whole = IndexMap::new();
+        for fqn in self.fqns() {
+            let Location { handle, param } = self.location(fqn)?;
+            whole.insert(fqn.to_owned(), units[handle][param].clone());
+        }
         Ok(FullParameters {
             parameters: self,
             whole,
@@ -104,11 +101,12 @@ impl FullParameters<'_> {
     pub fn set(&mut self, fqn: &str, value: Tensor) -> Result<()> {
         let there = self.get(fqn)?;
         if there.dims() != value.dims() || there.dtype() != value.dtype() {
-            return Err(NnError::Conflict {
+            return Err(BuildError::Conflict {
                 fqn: fqn.to_owned(),
                 asked: format!("{:?} {:?}", value.dims(), value.dtype()),
                 existing: format!("{:?} {:?}", there.dims(), there.dtype()),
-            });
+            }
+            .into());
         }
         let name = self.parameters.canonical_fqn(fqn).to_owned();
         self.whole.insert(name.clone(), value.detach());

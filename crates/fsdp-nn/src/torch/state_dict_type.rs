@@ -27,7 +27,7 @@ impl ShardedParameters {
     ///         candle_nn::linear(3, 2, scope.vb())
     ///     })?;
     ///     let parameters = model.parameters();
-    ///     let sharded = parameters.state_dict_type(StateDictSettings::of(StateDictType::Sharded), || {
+    ///     let sharded = parameters.state_dict_type(StateDictSettings::from(StateDictType::Sharded), || {
     ///         torch::state_dict(parameters)
     ///     })?;
     ///     assert!(sharded.get("weight").unwrap().as_sharded().is_some());

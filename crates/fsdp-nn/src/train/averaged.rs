@@ -74,23 +74,23 @@ impl AveragedModel {
     /// shards.
     ///
     /// # Errors
-    /// [`NnError::EmaDecay`] for a decay that is not between 0 and 1; [`NnError::Swapped`] while
+    /// [`NnError::Options`] for a decay that is not between 0 and 1; [`NnError::Swapped`] while
     /// the model has another average; candle's errors.
     pub fn new(parameters: &Arc<ShardedParameters>, decay: f64) -> Result<Self> {
         if !(0.0..=1.0).contains(&decay) {
-            return Err(NnError::EmaDecay { decay });
+            return Err(NnError::options(format!(
+                "the decay of an average of weights is {decay}, but must be between 0 and 1"
+            )));
         }
         if parameters.has_average() {
             return Err(NnError::Swapped);
         }
-        let copy = |fqn: &str| {
+        let mut average = IndexMap::new();
+        for fqn in parameters.fqns() {
             let piece = parameters.local_piece(fqn)?;
-            Ok((
-                fqn.to_owned(),
-                piece.map(|piece| owned_copy(&piece)).transpose()?,
-            ))
-        };
-        let average = parameters.fqns().map(copy).collect::<Result<_>>()?;
+            let copy = piece.map(|piece| owned_copy(&piece)).transpose()?;
+            average.insert(fqn.to_owned(), copy);
+        }
         Ok(AveragedModel {
             parameters: Arc::clone(parameters),
             decay,
@@ -220,9 +220,8 @@ impl AveragedModel {
     pub fn retain_saved_names(&self, state: &mut StateDict, is_saved: impl Fn(&str) -> bool) {
         let mut tied: IndexMap<&str, Vec<String>> = IndexMap::new();
         for (alias, fqn) in self.parameters.aliases() {
-            let own = || vec![format!("{MODULE}{fqn}")];
             tied.entry(fqn)
-                .or_insert_with(own)
+                .or_insert_with(|| vec![format!("{MODULE}{fqn}")])
                 .push(format!("{MODULE}{alias}"));
         }
         for keys in tied.values() {

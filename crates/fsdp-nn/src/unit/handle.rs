@@ -186,6 +186,12 @@ impl FlatParamHandle {
         self.exchange.dtype
     }
 
+    /// Returns the dtype of the shards, as one of `fsdp_layout`.
+    pub(crate) fn file_dtype(&self) -> fsdp_layout::DType {
+        fsdp_flat::dtype::from_candle(self.exchange.dtype)
+            .expect("a unit is built of parameters whose dtype files can have")
+    }
+
     /// Returns the device on which shards, reduced gradients and optimizer state live.
     pub(crate) fn shard_device(&self) -> &Device {
         &self.exchange.shard_device
@@ -485,15 +491,12 @@ impl FlatParamHandle {
                 .map(|param| Ok(owned_copy(&param.tensor.detach())?))
                 .collect();
         };
-        let layout = &self.exchange.layout;
-        let param = |(index, shape): (usize, &Vec<usize>)| {
-            let range = layout.param_range(index);
-            Ok(owned_copy(
-                &whole
-                    .narrow(0, range.start, range.len())?
-                    .reshape(shape.as_slice())?,
-            )?)
-        };
-        layout.shapes().iter().enumerate().map(param).collect()
+        let mut params = Vec::with_capacity(self.params.len());
+        for (index, shape) in self.layout().shapes().iter().enumerate() {
+            let range = self.layout().param_range(index);
+            let flat = whole.narrow(0, range.start, range.len())?;
+            params.push(owned_copy(&flat.reshape(shape.as_slice())?)?);
+        }
+        Ok(params)
     }
 }

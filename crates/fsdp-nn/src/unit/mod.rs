@@ -123,9 +123,9 @@ impl<M> Unit<M> {
             return f(&self.module);
         };
         let whole = handle.gather_for_forward().map_err(NnError::into_candle)?;
-        let output = f(&self.module).map_err(|error| handle.explain(error).into_candle())?;
+        let computed = f(&self.module).map_err(|error| handle.explain(error).into_candle())?;
         drop(whole);
-        let output = output.map_tensors(&mut |tensor| handle.cast_output(tensor))?;
+        let output = computed.map_tensors(&mut |tensor| handle.cast_output(tensor))?;
         if !handle.needs_gather() && handle.is_built_frozen() {
             return cut_graph(output);
         }
