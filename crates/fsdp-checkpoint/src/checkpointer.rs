@@ -1,29 +1,30 @@
 //! [`Checkpointer`]: the checkpoints of a run, saved and loaded with one call each.
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::Location;
-use fsdp_dcp::lineage::{DataPosition, Lineage, Parent};
-use fsdp_dcp::verify::with_causes;
 use fsdp_digest::StateDigest;
+use fsdp_formats::Location;
+use fsdp_formats::lineage::{DataPosition, Lineage, Parent};
+use fsdp_formats::storage::Durable;
+use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure as _};
-use fsdp_state::{LoadError as _, LoadOptions, LoadReport, StateDict};
+use fsdp_state::{LoadOptions, LoadReport};
 use tracing::warn;
 
+use crate::background::BackgroundSaver;
 use crate::catalog::{StepCheckpoint, latest_checkpoint, step_name, step_of};
-use crate::load::{LOAD, open, with_load_deadline};
+use crate::error::broadcast_result;
+use crate::load::{LOAD, open};
 use crate::memory_tier::MemoryTier;
 use crate::parent::parent_of_step;
 use crate::retention::{Retention, prune_up_to};
-use crate::save::check_writable;
-use crate::{
-    AsyncSaver, CheckpointError, KeptUnchanged, SaveOptions, SaveProgress, SaveReport, Stateful,
-};
+use crate::save::{SaveRequest, with_storage_deadline};
+use crate::{CheckpointError, SaveOptions, SaveProgress, SaveReport, Stateful};
 
 /// The name of a checkpoint: the number of steps done, for one in the run's directory, or a path or
 /// URL anywhere.
@@ -118,15 +119,16 @@ pub struct Checkpointer {
     run: Location,
     group: ProcessGroup,
     options: CheckpointerOptions,
-    saver: AsyncSaver,
-    memory: Option<Mutex<MemoryTier>>,
+    saver: BackgroundSaver,
+    durable: Durable,
+    memory: Option<MemoryTier>,
     /// The thread that removes old checkpoints, on rank 0.
     pruning: Option<JoinHandle<()>>,
     /// The parent of the next checkpoint: the one that was saved or loaded last.
-    parent: Mutex<Option<Parent>>,
+    parent: Option<Parent>,
     /// The place of the checkpoint that was loaded last. The first incremental save after the load
     /// compares with it.
-    loaded: Mutex<Option<Location>>,
+    loaded: Option<Location>,
     /// The step of the save in the background; `None` if there is none, or if it does not save a
     /// step of the run.
     saving: Option<u64>,
@@ -152,26 +154,27 @@ impl Checkpointer {
     /// which need not exist yet. Collective: makes a process group for saves.
     ///
     /// # Errors
-    /// The errors of that collective; threads that cannot be started.
+    /// The errors of that collective.
     pub fn new(
         run: impl Into<Location>,
         group: &ProcessGroup,
         options: CheckpointerOptions,
     ) -> Result<Self, CheckpointError> {
-        let saver = AsyncSaver::new(group)?;
         let run = run.into();
-        let tier = options.memory_tier.clone();
-        let memory = tier
-            .map(|directory| Mutex::new(MemoryTier::new(directory, run.clone(), group.clone())));
+        let memory = options
+            .memory_tier
+            .clone()
+            .map(|directory| MemoryTier::new(directory, run.clone(), group.clone()));
         Ok(Checkpointer {
             run,
             group: group.clone(),
             options,
-            saver,
+            saver: BackgroundSaver::new(group)?,
+            durable: Durable::new(),
             memory,
             pruning: None,
-            parent: Mutex::default(),
-            loaded: Mutex::default(),
+            parent: None,
+            loaded: None,
             saving: None,
             facts: RunFacts::default(),
             prune_again: false,
@@ -186,34 +189,38 @@ impl Checkpointer {
         self.facts = facts;
     }
 
-    /// Returns the options of a save. For a step of the run, they include the lineage to record.
-    fn save_options(&self, step: Option<u64>) -> SaveOptions {
-        let RunFacts { config, data } = self.facts.clone();
-        let parent = *self.parent.lock().unwrap_or_else(PoisonError::into_inner);
-        let lineage = step.map(|step| Lineage {
+    /// Replaces the operations that make files durable, by operations that fail in tests.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn with_durable(mut self, durable: Durable) -> Self {
+        self.durable = durable;
+        self
+    }
+
+    /// Returns the request for a save to a place. That of a step of the run includes the lineage
+    /// to record.
+    fn request(&self, name: CheckpointName) -> SaveRequest {
+        let lineage = name.step().map(|step| Lineage {
             step,
-            parent,
-            config,
-            data,
+            parent: self.parent,
+            config: self.facts.config.clone(),
+            data: self.facts.data.clone(),
         });
-        let loaded = self
-            .loaded
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
-        SaveOptions {
+        SaveRequest {
+            path: self.location(name),
+            options: self.options.save.clone(),
+            durable: self.durable.clone(),
             lineage,
-            parent: loaded,
-            ..self.options.save.clone()
+            parent: self.loaded.clone(),
         }
     }
 
-    /// Makes `parent`, the checkpoint that has just been saved, the parent of the next one. `None`
-    /// changes nothing; it stands for a checkpoint that is not a step of the run.
-    fn set_parent(&self, parent: Option<Parent>) {
-        if let Some(parent) = parent {
-            *self.parent.lock().unwrap_or_else(PoisonError::into_inner) = Some(parent);
-        }
+    /// Makes the checkpoint of `step` that has just been saved the parent of the next one, and
+    /// removes old checkpoints. One that is not a step of the run, or that has no digest, becomes
+    /// no parent.
+    fn record_save(&mut self, step: Option<u64>, report: &SaveReport) {
+        self.parent = Parent::of(step, report.digest).or(self.parent);
+        self.start_pruning(step);
     }
 
     /// Returns the location of a checkpoint, whether or not it exists.
@@ -227,19 +234,20 @@ impl Checkpointer {
 
     /// Checks that every rank can save to the run's directory, which is made if it does not exist.
     /// Each rank writes a small file there, and all of these are removed. Call it before training,
-    /// so that steps are not lost because the first save fails. Collectives: two agreements and an
-    /// object broadcast.
+    /// so that steps are not lost because the first save fails. Collectives: a broadcast of a result
+    /// and an agreement.
     ///
     /// # Errors
     /// The same on every rank: the errors of the storage.
     pub fn check_writable(&self) -> Result<(), CheckpointError> {
-        check_writable(&self.run.join(WRITE_TEST), &self.group, &self.options.save)
+        self.request(CheckpointName::At(self.run.join(WRITE_TEST)))
+            .check_writable(&self.group)
     }
 
     /// Saves the state of a run as a DCP checkpoint, which `torch.distributed.checkpoint.load`
     /// opens. When it returns, the checkpoint is durable, and old ones of the run are being
-    /// removed. A save in the background is waited for first. Collectives: one agreement, and those
-    /// of [`save`](crate::save()).
+    /// removed. A save in the background is waited for first. Collectives: those of
+    /// [`save`](crate::save()).
     ///
     /// # Errors
     /// The same on every rank: state that cannot be saved, ranks that disagree on the state or the
@@ -255,19 +263,19 @@ impl Checkpointer {
     ) -> Result<SaveReport, CheckpointError> {
         self.wait()?;
         let name = name.into();
-        let (state, _guard) = self.state_of(run, &name)?;
-        let (step, path) = (name.step(), self.location(name));
-        let report = self
-            .saver
-            .save_now(path, &state, &self.save_options(step))?;
-        self.set_parent(Parent::of(step, report.digest));
-        self.start_pruning(step);
+        let step = name.step();
+        let request = self.request(name);
+        let report = match run.state_to_save() {
+            Ok((state, _guard)) => self.saver.save(&request, Ok(&state)),
+            Err(error) => self.saver.save(&request, Err(error)),
+        }?;
+        self.record_save(step, &report);
         Ok(report)
     }
 
     /// Starts to save the current state of a run, and goes on with the save in the background:
     /// torch's `async_save`. Returns how long this call took: it waits for the previous save, if
-    /// that is still running, and then copies the state. Collectives: agreements.
+    /// that is still running, and then copies the state. Collective: one agreement.
     ///
     /// When it returns, the state has been copied, except what the run can keep unchanged
     /// ([`Stateful::state_to_save`]). That is copied during the next forward and backward. An
@@ -285,11 +293,10 @@ impl Checkpointer {
         let start = Instant::now();
         self.wait()?;
         let name = name.into();
+        let step = name.step();
         // From here on, nothing that the guard covers changes until it has been copied.
-        let (state, kept) = self.state_of(run, &name)?;
-        let (step, path) = (name.step(), self.location(name));
-        let options = self.save_options(step);
-        self.saver.save_kept(path, &state, kept, &options)?;
+        let state = run.state_to_save();
+        self.saver.start(self.request(name), state)?;
         self.saving = step;
         Ok(start.elapsed())
     }
@@ -314,49 +321,32 @@ impl Checkpointer {
         run: &impl Stateful,
     ) -> Result<SaveReport, CheckpointError> {
         let state = run.state_to_save().map(|(state, _)| state);
-        self.tier()?.save(step, state, &self.options.save)
+        let tier = self.memory.as_mut().ok_or(CheckpointError::NoMemoryTier)?;
+        tier.save(step, state, &self.options.save)
     }
 
-    /// Returns the newest whole step of the memory tier, if it is newer than the newest checkpoint
-    /// of the run. It is an ordinary checkpoint, and each host has one of its own.
-    /// [`Checkpointer::load_latest`] calls this.
+    /// Returns the newest whole step of the memory tier; `None` if it is not newer than `after`,
+    /// the step of the newest checkpoint that can be used. What rank 0 passes counts. The step is
+    /// an ordinary checkpoint, and each host has one of its own. [`Checkpointer::load_latest`]
+    /// calls this.
     ///
     /// Every copy is checked, and a damaged one is not used. A copy that cannot be read is an
     /// error. A step that lacks parts, or has parts of which all copies are damaged, is skipped
-    /// with a warning and removed. With `strict`, such damage is an error. Collectives: those of
-    /// [`Checkpointer::latest`]; agreements; object all-gathers; an all-to-all for each 8 MiB of a
-    /// part that a host lacks. There are none without a memory tier.
+    /// with a warning and removed. With `strict`, such damage is an error. Collectives: agreements;
+    /// object all-gathers and broadcasts; an all-to-all for each 8 MiB of a part that a host lacks.
+    /// There are none without a memory tier.
     ///
     /// # Errors
     /// The same on every rank: files that cannot be read or written,
     /// [`CheckpointError::DamagedMemory`].
     pub fn latest_in_memory(
-        &self,
+        &mut self,
+        after: Option<u64>,
         strict: bool,
     ) -> Result<Option<StepCheckpoint>, CheckpointError> {
-        if self.memory.is_none() {
-            return Ok(None);
-        }
-        let latest = self.latest()?;
-        self.latest_in_memory_after(latest.map(|latest| latest.step), strict)
-    }
-
-    /// Returns the newest whole step of the memory tier if it is newer than `step`, like
-    /// [`Checkpointer::latest_in_memory`]. Use it if the newest checkpoint of the run turns out to
-    /// be damaged. The `step` that rank 0 passes counts. Collectives: those of
-    /// [`Checkpointer::latest_in_memory`], and none without a memory tier.
-    ///
-    /// # Errors
-    /// The errors of [`Checkpointer::latest_in_memory`].
-    pub fn latest_in_memory_after(
-        &self,
-        step: Option<u64>,
-        strict: bool,
-    ) -> Result<Option<StepCheckpoint>, CheckpointError> {
-        if self.memory.is_none() {
-            Ok(None)
-        } else {
-            self.tier()?.newest(step, strict)
+        match &mut self.memory {
+            Some(tier) => tier.newest(after, strict),
+            None => Ok(None),
         }
     }
 
@@ -365,11 +355,10 @@ impl Checkpointer {
     ///
     /// # Errors
     /// The same on every rank: directories that cannot be read.
-    pub fn step_in_memory(&self) -> Result<Option<u64>, CheckpointError> {
-        if self.memory.is_none() {
-            Ok(None)
-        } else {
-            self.tier()?.newest_listed()
+    pub fn step_in_memory(&mut self) -> Result<Option<u64>, CheckpointError> {
+        match &mut self.memory {
+            Some(tier) => tier.newest_listed(),
+            None => Ok(None),
         }
     }
 
@@ -379,38 +368,10 @@ impl Checkpointer {
     /// # Errors
     /// The same on every rank: files that cannot be removed.
     pub fn clear_memory(&mut self) -> Result<(), CheckpointError> {
-        if self.memory.is_none() {
-            Ok(())
-        } else {
-            self.tier()?.clear()
+        match &mut self.memory {
+            Some(tier) => tier.clear(),
+            None => Ok(()),
         }
-    }
-
-    /// Locks the memory tier and returns it.
-    ///
-    /// # Errors
-    /// [`CheckpointError::NoMemoryTier`] if the options name no directory for it.
-    fn tier(&self) -> Result<MutexGuard<'_, MemoryTier>, CheckpointError> {
-        let memory = self.memory.as_ref().ok_or(CheckpointError::NoMemoryTier)?;
-        Ok(memory.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// Returns the state to save under a name, and the guard of it. Collective: one agreement.
-    ///
-    /// # Errors
-    /// The same on every rank: any rank's own error; ranks that save different steps.
-    fn state_of(
-        &self,
-        run: &impl Stateful,
-        name: &CheckpointName,
-    ) -> Result<(StateDict, Option<KeptUnchanged>), CheckpointError> {
-        // Ranks must agree on the operation, so its name has the step. A location may have other
-        // names on other hosts.
-        let operation = match name {
-            CheckpointName::Step(step) => format!("save of step {step}"),
-            CheckpointName::At(_) => "save".to_owned(),
-        };
-        CheckpointError::agree(&self.group, &operation, None, run.state_to_save())
     }
 
     /// Returns `true` if a save in the background has not ended yet.
@@ -435,8 +396,7 @@ impl Checkpointer {
         let step = self.saving.take();
         let report = self.saver.wait()?;
         if let Some(report) = &report {
-            self.set_parent(Parent::of(step, report.digest));
-            self.start_pruning(step);
+            self.record_save(step, report);
         }
         Ok(report)
     }
@@ -462,12 +422,13 @@ impl Checkpointer {
         // the next one, which it must not do after this load has set another parent.
         self.wait()?;
         let name = name.into();
-        let (named, path) = (name.step(), self.location(name));
+        let named = name.step();
+        let path = self.location(name);
         let (group, checkpoint) = open(LOAD, &path, &self.group, &self.options.load)?;
         let report = run.load_state_dict(&*checkpoint, &group, &self.options.load)?;
         let in_memory = self.step_of_memory(&path);
         let recorded = checkpoint.lineage().map(|lineage| lineage.step);
-        let (parent, place) = match in_memory {
+        (self.parent, self.loaded) = match in_memory {
             // A step in the memory tier is not in the chain of checkpoints. So the next checkpoint
             // continues the newest checkpoint before that step.
             Some(step) => parent_of_step(&self.run, step, &group)?.unzip(),
@@ -480,8 +441,6 @@ impl Checkpointer {
             ),
         };
         self.at_step = named.or(in_memory).or(recorded).or(self.at_step);
-        *self.parent.lock().unwrap_or_else(PoisonError::into_inner) = parent;
-        *self.loaded.lock().unwrap_or_else(PoisonError::into_inner) = place;
         Ok(report)
     }
 
@@ -511,20 +470,20 @@ impl Checkpointer {
     ) -> Result<Option<(StepCheckpoint, LoadReport)>, CheckpointError> {
         self.wait()?;
         let latest = self.latest()?;
-        let newer =
-            match self.latest_in_memory_after(latest.as_ref().map(|latest| latest.step), false) {
-                // Every rank has this error, so all of them continue from the checkpoint.
-                Err(error) if error.kind() != ErrorKind::RankLost => {
-                    if self.group.rank() == 0 {
-                        warn!(
-                            error = with_causes(&error),
-                            "the memory tier cannot be used: using the newest checkpoint"
-                        );
-                    }
-                    None
+        let after = latest.as_ref().map(|latest| latest.step);
+        let newer = match self.latest_in_memory(after, false) {
+            // Every rank has this error, so all of them continue from the checkpoint.
+            Err(error) if error.kind() != ErrorKind::RankLost => {
+                if self.group.rank() == 0 {
+                    warn!(
+                        error = with_causes(&error),
+                        "the memory tier cannot be used: using the newest checkpoint"
+                    );
                 }
-                newer => newer?,
-            };
+                None
+            }
+            newer => newer?,
+        };
         let Some(latest) = newer.or(latest) else {
             return Ok(None);
         };
@@ -533,23 +492,22 @@ impl Checkpointer {
     }
 
     /// Returns the newest checkpoint of the run. It is the same on every rank. Collective: one
-    /// agreement and one object broadcast.
+    /// broadcast of a result.
     ///
     /// # Errors
     /// The same on every rank: a directory that cannot be read.
     pub fn latest(&self) -> Result<Option<StepCheckpoint>, CheckpointError> {
         // Listing may take long: an object store is asked about each checkpoint.
-        let group = with_load_deadline(&self.group, &self.options.load);
+        let group = with_storage_deadline(&self.group, self.options.load.deadline);
         // Only rank 0 lists the directory. If every rank did, a checkpoint that is saved or removed
         // meanwhile could make their answers differ.
-        let found = if group.rank() == 0 {
-            self.latest_here()
-        } else {
-            Ok(None)
-        };
-        let found = CheckpointError::agree(&group, "latest checkpoint", None, found)?;
-        let found = found.as_ref().and_then(step_and_name);
-        let found: Option<(u64, String)> = group.broadcast_object(Some(&found), 0)?;
+        let mut found = Ok(None);
+        if group.rank() == 0 {
+            found = self
+                .latest_here()
+                .map(|latest| Some(latest.as_ref().map(step_and_name)));
+        }
+        let found: Option<(u64, String)> = broadcast_result(&group, "latest checkpoint", found, 0)?;
         Ok(found.map(|found| self.checkpoint_of(found)))
     }
 
@@ -565,21 +523,18 @@ impl Checkpointer {
 
     /// Removes the checkpoints of the run that need not be kept, and returns them. Saves do this
     /// automatically. If the run has gone back to an older step, later checkpoints neither count
-    /// nor are removed. Collective: one agreement and one object broadcast.
+    /// nor are removed. Collective: one broadcast of a result.
     ///
     /// # Errors
     /// The same on every rank: a directory that cannot be read, files that cannot be removed.
     pub fn prune(&self) -> Result<Vec<StepCheckpoint>, CheckpointError> {
-        let group = self
-            .group
-            .with_deadline_at_least(self.options.save.deadline);
-        let removed = match group.rank() {
-            0 => prune_up_to(&self.run, &self.options.retention, self.at_step),
-            _ => Ok(Vec::new()),
-        };
-        let removed = CheckpointError::agree(&group, "prune", None, removed)?;
-        let removed: Vec<(u64, String)> = removed.iter().filter_map(step_and_name).collect();
-        let removed: Vec<(u64, String)> = group.broadcast_object(Some(&removed), 0)?;
+        let group = with_storage_deadline(&self.group, self.options.save.deadline);
+        let mut removed = Ok(None);
+        if group.rank() == 0 {
+            removed = prune_up_to(&self.run, &self.options.retention, self.at_step)
+                .map(|removed| Some(removed.iter().map(step_and_name).collect()));
+        }
+        let removed: Vec<(u64, String)> = broadcast_result(&group, "prune", removed, 0)?;
         Ok(removed
             .into_iter()
             .map(|removed| self.checkpoint_of(removed))
@@ -610,9 +565,11 @@ impl Checkpointer {
         if self.prune_again {
             return;
         }
-        let (run, retention, step) = (self.run.clone(), self.options.retention, self.at_step);
-        let thread = Builder::new().name("prune".to_owned());
-        self.pruning = thread
+        let run = self.run.clone();
+        let retention = self.options.retention;
+        let step = self.at_step;
+        self.pruning = Builder::new()
+            .name("prune".to_owned())
             .spawn(move || prune_and_log(&run, &retention, step))
             .ok();
         // If no thread can be started, old checkpoints are removed when the checkpointer is
@@ -644,11 +601,10 @@ impl Drop for Checkpointer {
 
 /// Returns the step of a checkpoint, and its name in the run, which is what ranks send to each
 /// other.
-fn step_and_name(checkpoint: &StepCheckpoint) -> Option<(u64, String)> {
-    Some((
-        checkpoint.step,
-        checkpoint.path.name().file_name()?.to_str()?.to_owned(),
-    ))
+fn step_and_name(checkpoint: &StepCheckpoint) -> (u64, String) {
+    let name = checkpoint.path.name().file_name().and_then(OsStr::to_str);
+    let name = name.expect("a checkpoint was found by its name in the run");
+    (checkpoint.step, name.to_owned())
 }
 
 /// Removes old checkpoints of a run that is at `step`; `None` if that is not known. A failure is

@@ -4,50 +4,51 @@
 //! |---|---|
 //! | `checkpointer` | [`Checkpointer`]: saves, loads and removes the checkpoints of a run |
 //! | `stateful` | the state that it saves and loads: [`Stateful`], and [`TrainState`] |
-//! | [`mod@save`], [`mod@load`] | a state dict to a checkpoint directory and back, on any number of ranks |
+//! | `save`, `load` | [`save()`], [`load()`], [`load_in_place()`]: a state dict to a checkpoint directory and back, on any number of ranks |
 //! | `from_checkpoint` | [`from_checkpoint()`]: a model built from a checkpoint of any format |
 //! | `source` | [`CheckpointSource`]: a checkpoint of any format as the source of a load |
-//! | [`async_save`] | saves in the background |
+//! | `background` | saves in the background |
 //! | `memory_tier` | the newest steps of a run, in the memory of the hosts |
-//! | [`catalog`], `retention` | the checkpoints of a run, and which of them are kept |
+//! | `catalog`, `retention` | [`list_checkpoints`], [`Retention`]: the checkpoints of a run, and which of them are kept |
 //!
 //! Every load calls `fsdp_state`'s [`load_state`](fsdp_state::load_state) with a
 //! [`CheckpointSource`]. Loads of state from other ranks use the same function with another source.
 
-pub mod async_save;
-pub mod catalog;
+mod background;
+mod catalog;
 mod checkpointer;
 mod compare;
 mod digest;
 mod error;
 mod from_checkpoint;
-pub mod load;
+mod load;
+mod local_state;
 mod memory_tier;
 mod parent;
 mod plan;
 mod progress;
 mod retention;
 mod rounds;
-pub mod save;
+mod save;
 mod shared_read;
 mod source;
 mod stateful;
 mod threads;
 
-pub use async_save::AsyncSaver;
 pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_name, step_path};
 pub use checkpointer::{CheckpointName, Checkpointer, CheckpointerOptions, RunFacts};
 pub use digest::{check_replicas, state_digest};
 pub use error::{CheckpointError, WrongTensor};
 pub use from_checkpoint::{FromCheckpointOptions, from_checkpoint};
-pub use fsdp_dcp::Location;
+pub use fsdp_formats::Location;
 pub use fsdp_nn::torch::{
     StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict,
     set_model_state_dict, set_optimizer_state_dict, set_state_dict,
 };
 pub use fsdp_state::{KeepOn, LoadOptions, LoadReport};
 pub use load::{load, load_in_place, load_whole};
+pub use progress::SaveProgress;
 pub use retention::{Retention, prune};
-pub use save::{SaveOptions, SaveProgress, SaveReport, Saver, save};
+pub use save::{STORAGE_DEADLINE, SaveOptions, SaveReport, save};
 pub use source::CheckpointSource;
 pub use stateful::{KeptUnchanged, Stateful, TrainState};

@@ -4,34 +4,22 @@
 use std::collections::BTreeSet;
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{Checkpoint, open};
-use fsdp_dcp::lineage::Parent;
-use fsdp_dcp::metadata::Metadata;
-use fsdp_dcp::plan::{LocalPlan, Selection};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::writer::{PayloadSource, RankWritten, box_sums, unchanged_entries};
 use fsdp_digest::{Digest, StateDigest};
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{Checkpoint, open};
+use fsdp_formats::lineage::Parent;
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::writer::{RankWritten, box_sums, unchanged_entries};
 use fsdp_state::LoadError as _;
 use tracing::debug;
 
 use crate::CheckpointError;
 use crate::catalog::list_checkpoints;
-use crate::plan::PLANNER;
+use crate::plan::{PLANNER, Planned};
 use crate::rounds::gather_in_rounds;
 
 /// The bytes that the sum over a box takes to send, about.
 const SUM_BYTES: u64 = 32;
-
-/// The plan and the values that a rank is about to write.
-pub(crate) struct Writing<'a> {
-    pub(crate) plan: &'a LocalPlan,
-    pub(crate) selection: &'a Selection,
-    pub(crate) source: &'a dyn PayloadSource,
-    pub(crate) threads: usize,
-    /// The metadata of the global plan; on the planner only.
-    pub(crate) metadata: Option<&'a Metadata>,
-}
 
 /// Returns what this rank would have written of the checkpoint `parent`, if that has this digest:
 /// the boxes of tensors that are what they were there. No bytes of tensors are read: the ranks'
@@ -43,22 +31,22 @@ pub(crate) struct Writing<'a> {
 pub(crate) fn written_before(
     parent: &Location,
     digest: Digest,
+    planned: &Planned<'_>,
     group: &ProcessGroup,
-    writing: &Writing<'_>,
+    threads: usize,
 ) -> Result<RankWritten, CheckpointError> {
-    let Writing {
-        plan,
-        selection,
-        source,
-        threads,
-        metadata,
-    } = *writing;
-    let sums = box_sums(plan, selection, source, threads).map_err(CheckpointError::from);
-    let sums = CheckpointError::agree(group, "save: digest", None, sums)?;
+    let Planned { local, cached, .. } = planned;
+    let sums = box_sums(&local.plan, &cached.selection, local, threads);
+    let sums = CheckpointError::agree(
+        group,
+        "save: digest",
+        None,
+        sums.map_err(CheckpointError::from),
+    )?;
     let gathered = gather_in_rounds(group, sums.clone(), |_| SUM_BYTES, PLANNER)?;
     // A parent that is gone, or another by now, is not an error: then everything is written.
     let checkpoint = open_parent(parent, digest);
-    let unchanged = gathered.map(|sums| match (&checkpoint, metadata) {
+    let unchanged = gathered.map(|sums| match (&checkpoint, &cached.metadata) {
         (Some((_, recorded)), Some(metadata)) => {
             unchanged_entries(metadata, recorded, sums.into_iter().flatten())
         }
@@ -71,8 +59,8 @@ pub(crate) fn written_before(
     Ok(RankWritten::of_checkpoint(
         &*checkpoint,
         group.rank(),
-        plan,
-        selection,
+        &local.plan,
+        &cached.selection,
         &sums,
         &unchanged,
     ))

@@ -8,8 +8,8 @@ use std::path::Path;
 use candle_core::{Device, Tensor};
 use candle_nn::{Linear, Module, linear};
 use fsdp_checkpoint::{
-    AsyncSaver, Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, StateDictOptions,
-    TrainState, get_state_dict, load_whole, save,
+    Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, StateDictOptions, TrainState,
+    get_state_dict, load_whole, save,
 };
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_flat::storage::HostBytes;
@@ -151,9 +151,8 @@ fn what_cpus_saved_goes_to_gpus_and_back_bit_for_bit() {
                 }
                 let state = state(model, &run.optimizers[0]);
                 save(&gpus, &state, &group, &SaveOptions::default()).unwrap();
-                let mut saver = AsyncSaver::new(&group).unwrap();
-                saver.save(&later, &state, &SaveOptions::default()).unwrap();
-                saver.wait().unwrap();
+                checkpointer.save_async(&later, &state).unwrap();
+                checkpointer.wait().unwrap();
             })
             .unwrap();
             assert_eq!(bits(&gpus), bits(&cpus), "{what}");

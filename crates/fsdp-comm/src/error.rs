@@ -63,7 +63,7 @@ pub enum CommError {
     /// Some ranks failed before an operation, so no rank carried it out.
     #[error("`{operation}` failed on {}", Failures(failures))]
     RankFailed {
-        /// The operation, or the name given to `agree`.
+        /// The operation, or the name given to `agree` or `broadcast_result`.
         operation: String,
         /// The failing ranks with their messages, in rank order.
         failures: Vec<RankFailure>,

@@ -11,7 +11,7 @@ use std::ops::Range;
 use crate::backend::{Destination, Pattern, Plan};
 use crate::buffer::reserve;
 use crate::error::CommError;
-use crate::group::ProcessGroup;
+use crate::group::{ProcessGroup, Turn};
 use crate::record::{Call, Fault, Record};
 use crate::wire;
 
@@ -27,9 +27,8 @@ const ROUND_BYTES: usize = 16 << 20;
 const MIN_PIECE_BYTES: usize = 4096;
 
 impl ProcessGroup {
-    /// Moves encoded objects. `sent` are the objects of this rank, and `which(from, to)` returns
-    /// the index of the object of rank `from` that rank `to` gets. Returns the object from each
-    /// rank, which is empty if there is none.
+    /// Moves encoded objects in an operation of their own. If the rank has no objects to send but
+    /// an error, the operation fails on all ranks. See [`Turn::exchange_objects`].
     pub(crate) fn exchange_objects(
         &self,
         call: Call,
@@ -41,33 +40,52 @@ impl ProcessGroup {
             Ok(sent) => (sent, Ok(())),
             Err(error) => (Vec::new(), Err(error)),
         };
-        let rank = self.rank();
-        let name = call.name().to_owned();
-        let mut turn = self.begin(call, arguments)?;
+        self.begin(call, arguments)?
+            .exchange_objects(None, pattern, &sent, which)
+    }
+}
+
+impl Turn<'_> {
+    /// Moves encoded objects. `sent` are the objects of this rank, and `which(from, to)` returns
+    /// the index of the object of rank `from` that rank `to` gets. Returns the object from each
+    /// rank, which is empty if there is none.
+    ///
+    /// # Errors
+    /// The `fault` of any rank, on all of them; a rank without memory for its objects.
+    pub(crate) fn exchange_objects(
+        &mut self,
+        fault: Option<Fault>,
+        pattern: Pattern,
+        sent: &[Vec<u8>],
+        which: impl Fn(usize, usize) -> Option<usize>,
+    ) -> Result<Vec<Vec<u8>>, CommError> {
+        let group = self.group();
+        let rank = group.rank();
+        let name = self.call.name().to_owned();
         let sizes: Vec<u64> = sent.iter().map(|bytes| bytes.len() as u64).collect();
         let total = sizes
             .iter()
             .fold(0u64, |sum, &size| sum.saturating_add(size));
-        let mut received: Vec<Vec<u8>> = vec![Vec::new(); self.world_size()];
+        let mut received: Vec<Vec<u8>> = vec![Vec::new(); group.world_size()];
 
         // All ranks learn all sizes, and get the objects too if they fit in this round. A rank
         // whose own objects do not fit knows so already, and publishes nothing.
         let first = if total <= ROUND_BYTES as u64 {
-            piece(&sent, &WHOLE)
+            piece(sent, &WHOLE)
         } else {
             Cow::Borrowed(&[][..])
         };
         let mut routes = None;
-        turn.round(None, sizes, &first, |records| {
-            let found = Routes::new(records, self.global_ranks(), &name, &which)?;
+        self.round(fault, sizes, &first, |records| {
+            let found = Routes::new(records, group.global_ranks(), &name, &which)?;
             let fits = found.longest_round() <= ROUND_BYTES;
             if fits {
                 // Others may be reading the bytes of this rank already, so they must be told if it
                 // cannot continue.
                 found
-                    .reserve(rank, self.global_ranks(), &mut received)
+                    .reserve(rank, group.global_ranks(), &mut received)
                     .map_err(|message| CommError::Aborted {
-                        rank: self.global_ranks()[rank],
+                        rank: group.global_ranks()[rank],
                         message,
                     })?;
             }
@@ -81,13 +99,13 @@ impl ProcessGroup {
 
         // No bytes have moved yet. A rank without memory for its objects says so in the next round,
         // which fails on all.
-        let mut fault = routes
-            .reserve(rank, self.global_ranks(), &mut received)
+        let mut no_memory = routes
+            .reserve(rank, group.global_ranks(), &mut received)
             .err()
             .map(|error| Fault::new(&error));
         for window in routes.windows() {
-            let piece = piece(&sent, &window);
-            turn.round(fault.take(), Vec::new(), &piece, |_| {
+            let piece = piece(sent, &window);
+            self.round(no_memory.take(), Vec::new(), &piece, |_| {
                 Ok(Some(routes.plan(rank, pattern, &window, &mut received)))
             })?;
         }

@@ -268,7 +268,11 @@ pub(crate) struct Turn<'g> {
     until: Instant,
 }
 
-impl Turn<'_> {
+impl<'g> Turn<'g> {
+    pub(crate) fn group(&self) -> &'g ProcessGroup {
+        self.group
+    }
+
     /// Creates a group of some ranks of this one, with the same deadline.
     pub(crate) fn child(&self, id: u64, ranks: &[usize]) -> Result<ProcessGroup, CommError> {
         let shared = &self.group.shared;

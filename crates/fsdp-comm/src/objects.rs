@@ -123,6 +123,58 @@ impl ProcessGroup {
         decode(&call, received.get(root).map_or(&[], Vec::as_slice))
     }
 
+    /// Copies the root's value to every rank, unless any rank has an error, which then becomes the
+    /// error of every rank: [`agree`](Self::agree) and [`broadcast_object`](Self::broadcast_object)
+    /// in one.
+    ///
+    /// Each rank passes the outcome of its own work. The root's value is `Some`; those of all other
+    /// ranks are ignored. If any rank passes `Err`, or the root's value cannot be encoded, all get
+    /// the same [`CommError::RankFailed`], as from [`agree`](Self::agree). The group can still be
+    /// used. A small value moves in the same round as the outcomes.
+    ///
+    /// # Errors
+    /// Any rank's error; a value that cannot be encoded or decoded, or is larger than
+    /// [`MAX_OBJECT_BYTES`]; different operations or roots; no value and no error on the root.
+    pub fn broadcast_result<T: Serialize + DeserializeOwned, E: Failure>(
+        &self,
+        operation: &str,
+        outcome: Result<Option<T>, E>,
+        root: usize,
+    ) -> Result<T, CommError> {
+        let call = Call {
+            label: Some(bounded(operation)),
+            root: Some(root),
+            ..Call::new(Operation::BroadcastResult)
+        };
+        let is_root = self.rank() == root;
+        let arguments = check(&call, || {
+            self.check_root(root)?;
+            if is_root && matches!(outcome, Ok(None)) {
+                return Err(format!("a value must be given on root {root}"));
+            }
+            Ok(())
+        });
+        let mut turn = self.begin(call.clone(), arguments)?;
+        // An error of this rank, or of the encoder, is told to all ranks in the round that would
+        // move the value.
+        let encoded = match &outcome {
+            Ok(Some(value)) if is_root => encode(&call, value)
+                .map(|bytes| vec![bytes])
+                .map_err(|error| Fault::new(&error)),
+            Ok(_) => Ok(Vec::new()),
+            Err(error) => Err(Fault::new(error)),
+        };
+        let (sent, fault) = match encoded {
+            Ok(sent) => (sent, None),
+            Err(fault) => (Vec::new(), Some(fault)),
+        };
+        let received =
+            turn.exchange_objects(fault, Pattern::Broadcast { root }, &sent, |from, _| {
+                (from == root).then_some(0)
+            })?;
+        decode(&call, &received[root])
+    }
+
     /// Turns an error of any rank into an error of every rank.
     ///
     /// Each rank passes the outcome of its own work. If all pass `Ok`, each gets its own value

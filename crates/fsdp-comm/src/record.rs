@@ -53,6 +53,7 @@ operations! {
     ScatterObject, "scatter_object";
     BroadcastObject, "broadcast_object";
     Agree, "agree";
+    BroadcastResult, "broadcast_result";
 }
 
 impl Operation {
@@ -85,7 +86,7 @@ impl fmt::Display for Operation {
 pub(crate) struct Call {
     pub(crate) operation: Operation,
     pub(crate) sequence: u64,
-    /// The name given to `agree`, or to the handle of the group.
+    /// The name given to `agree` or `broadcast_result`, or to the handle of the group.
     pub(crate) label: Option<String>,
     pub(crate) dtype: Option<DType>,
     pub(crate) reduce: Option<ReduceOp>,
@@ -111,10 +112,11 @@ impl Call {
         }
     }
 
-    /// Returns the name for messages: the one given to `agree`, or the operation's.
+    /// Returns the name for messages: the one given to `agree` or `broadcast_result`, or the
+    /// operation's.
     pub(crate) fn name(&self) -> &str {
         match (self.operation, &self.label) {
-            (Operation::Agree, Some(label)) => label,
+            (Operation::Agree | Operation::BroadcastResult, Some(label)) => label,
             _ => self.operation.name(),
         }
     }

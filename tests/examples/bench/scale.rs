@@ -121,7 +121,8 @@ fn build(group: ProcessGroup, count: usize) -> Result<(Model, Optimizer)> {
 
 /// Times each function once.
 fn times(model: &Model, optimizer: &mut Optimizer, path: &std::path::Path) -> Result<Times> {
-    let (parameters, group) = (model.parameters(), model.group());
+    let parameters = model.parameters();
+    let group = model.group();
     let mut times = Times::new();
     let mut note = |name, seconds: f64| times.push((name, seconds));
     let sharded = StateDictOptions::default();

@@ -41,23 +41,26 @@ pub(super) fn stale(uses: &Uses) -> Vec<String> {
 
 /// Returns a message for each circle that remains without the `known` uses.
 fn breaches(uses: &Uses, known: &Uses) -> Vec<String> {
-    let files = circles(&uses.difference(known).cloned().collect());
-    let files = files
-        .into_iter()
-        .map(|circle| format!("files use each other in a circle: {circle}"));
-    let folders = circles(&folders(uses).difference(known).cloned().collect());
-    let folders = folders
-        .into_iter()
-        .map(|circle| format!("folders use each other in a circle: {circle}"));
-    files.chain(folders).collect()
+    let mut breaches = Vec::new();
+    for (what, uses) in [("files", uses), ("folders", &folders(uses))] {
+        for circle in circles(&uses.difference(known).cloned().collect()) {
+            breaches.push(format!("{what} use each other in a circle: {circle}"));
+        }
+    }
+    breaches
 }
 
 /// Returns the uses of folders by files of other folders.
 fn folders(uses: &Uses) -> Uses {
-    let folders = uses
-        .iter()
-        .filter_map(|(from, to)| Some((folder(from, uses)?, folder(to, uses)?)));
-    folders.filter(|(from, to)| from != to).collect()
+    let mut found = Uses::new();
+    for (from, to) in uses {
+        if let (Some(from), Some(to)) = (folder(from, uses), folder(to, uses))
+            && from != to
+        {
+            found.insert((from, to));
+        }
+    }
+    found
 }
 
 /// Returns the folder of `src` that a file belongs to. `a/b.rs`, `a/b/c.rs`, and `a.rs` beside a

@@ -4,38 +4,50 @@ mod circles;
 mod layers;
 mod modules;
 mod names;
+mod report;
 mod text;
+mod toolchain;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
+use clap::Args;
 
 use self::modules::Modules;
+use crate::files::collect;
 
-/// The directories without source files of this project.
-const SKIPPED: [&str; 8] = [
-    "target",
-    ".git",
-    "fixtures",
-    "book",
-    "runs",
-    "seeds",
-    "corpus",
-    "artifacts",
-];
+/// Options of `cargo xtask tidy`.
+#[derive(Args)]
+pub(crate) struct TidyArguments {
+    /// Only count what shows how plain and how large each package is, beside other projects
+    #[arg(long)]
+    report: bool,
+    /// Count the packages of another directory, for instance of an older checkout
+    #[arg(long, value_name = "DIR", requires = "report")]
+    at: Option<PathBuf>,
+}
 
 /// The files that are the root of a crate, relative to the package's directory.
 const ROOTS: [&str; 2] = ["src/lib.rs", "src/main.rs"];
 
+/// Checks all rules, or prints the report.
+pub(crate) fn run(root: &Path, arguments: &TidyArguments) -> Result<()> {
+    if arguments.report {
+        return report::run(arguments.at.as_deref().unwrap_or(root));
+    }
+    check(root)
+}
+
 /// Checks all rules. The error lists all breaches.
-pub(crate) fn check(root: &Path) -> Result<()> {
-    let files = read(root)?;
+fn check(root: &Path) -> Result<()> {
+    let files = read_all(root)?;
     let mut breaches = layers::check(root)?;
     for (name, text) in &files {
         breaches.extend(text::check(name, text));
     }
+    breaches.extend(toolchain::check(&files));
     breaches.extend(check_modules(&files)?);
     ensure!(
         breaches.is_empty(),
@@ -50,7 +62,7 @@ pub(crate) fn check(root: &Path) -> Result<()> {
 fn check_modules(files: &BTreeMap<String, String>) -> Result<Vec<String>> {
     let mut breaches = Vec::new();
     let mut all_uses = BTreeSet::new();
-    let mut types: Vec<(String, String)> = Vec::new();
+    let mut public_types: Vec<(String, String)> = Vec::new();
     // Each crate is read from the file that is its root.
     for root in files
         .keys()
@@ -64,30 +76,23 @@ fn check_modules(files: &BTreeMap<String, String>) -> Result<Vec<String>> {
         // of the tests.
         if root.starts_with("crates/") {
             for (file, module) in modules.iter() {
-                types.extend(
-                    module
-                        .public_types
-                        .iter()
-                        .map(|name| (name.clone(), file.to_owned())),
-                );
+                for name in &module.public_types {
+                    public_types.push((name.clone(), file.to_owned()));
+                }
             }
         }
     }
     // These two rules need all crates together.
     breaches.extend(circles::stale(&all_uses));
-    breaches.extend(names::check(
-        types
-            .iter()
-            .map(|(name, file)| (name.as_str(), file.as_str())),
-    ));
+    breaches.extend(names::check(&public_types));
     Ok(breaches)
 }
 
 /// Reads all text files of the project, each with its name below `root`.
-fn read(root: &Path) -> Result<BTreeMap<String, String>> {
+fn read_all(root: &Path) -> Result<BTreeMap<String, String>> {
     let mut paths = Vec::new();
     for top in [
-        "crates", "examples", "tests", "fuzz", "xtask", "docs", ".ci",
+        "crates", "examples", "tests", "fuzz", "xtask", "docs", ".ci", ".github",
     ] {
         collect(&root.join(top), &mut paths)?;
     }
@@ -108,28 +113,8 @@ fn read(root: &Path) -> Result<BTreeMap<String, String>> {
         };
         let name = path
             .strip_prefix(root)
-            .unwrap_or(&path)
-            .to_string_lossy()
-            .replace('\\', "/");
-        files.insert(name, text);
+            .expect("the files are below the directory that was listed");
+        files.insert(name.to_string_lossy().replace('\\', "/"), text);
     }
     Ok(files)
-}
-
-/// Adds the paths of all files below a directory, without those in [`SKIPPED`].
-fn collect(directory: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
-    for entry in fs::read_dir(directory)
-        .with_context(|| format!("failed to list `{}`", directory.display()))?
-    {
-        let entry = entry?;
-        let path = entry.path();
-        if entry.file_type()?.is_dir() {
-            if !SKIPPED.iter().any(|skipped| entry.file_name() == *skipped) {
-                collect(&path, files)?;
-            }
-        } else {
-            files.push(path);
-        }
-    }
-    Ok(())
 }

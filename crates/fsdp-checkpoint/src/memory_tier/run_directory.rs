@@ -1,5 +1,6 @@
 //! The directory of a run in a memory tier, and the hosts that have one.
 
+use std::collections::HashMap;
 use std::fs::{self, DirBuilder};
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::io;
@@ -7,12 +8,12 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::Path;
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::storage::Durable;
-use fsdp_dcp::{FileError, Location};
+use fsdp_formats::storage::Durable;
+use fsdp_formats::{FileError, Location};
 use fsdp_state::LoadError as _;
 use twox_hash::XxHash3_64;
 
-use crate::CheckpointError;
+use crate::error::{CheckpointError, broadcast_result};
 
 /// The name of the file, in the directory of a run's checkpoints, with the number of the run in the
 /// memory tier.
@@ -47,51 +48,54 @@ impl RunDirectory {
         create: bool,
     ) -> Result<Option<Self>, CheckpointError> {
         const OPERATION: &str = "open the memory tier";
-        // Step 1: rank 0 reads the number of the run, or makes one for a new run. A copy of the
-        // run's directory has the same number, but is another run, so the name in the tier is made
-        // of the number and the path.
-        let file = run.join(RUN_FILE);
-        let number = if group.rank() == 0 {
-            number_in(&file, create)
-        } else {
-            Ok(None)
+        // Step 1: rank 0 finds the name of the run's directory.
+        let mut name = Ok(None);
+        if group.rank() == 0 {
+            name = name_in_tier(run, create).map(Some);
+        }
+        let Some(name): Option<String> = broadcast_result(group, OPERATION, name, 0)? else {
+            return Ok(None);
         };
-        let number = CheckpointError::agree(group, OPERATION, None, number)?;
-        let name = number.map(|number| name_in_tier(number, run));
-        let name: Option<String> = group.broadcast_object(Some(&name), 0)?;
-        let Some(name) = name else { return Ok(None) };
         // Step 2: each rank reads the number of its host. Ranks with the same number see the same
         // directory, so they count as one host.
         let root = directory.join(name);
-        let host = make_private(&root).and_then(|()| number_in(&root.join(HOST_FILE), true));
+        let host = make_private(&root).and_then(|()| number_in(&root.join(HOST_FILE)));
         let host = CheckpointError::agree(group, OPERATION, None, host)?;
-        let numbers: Vec<Option<u64>> = group.all_gather_object(&host)?;
-        let lowest = |number: &Option<u64>| {
-            numbers
-                .iter()
-                .position(|other| other == number)
-                .unwrap_or_default()
-        };
-        let hosts = numbers.iter().map(lowest).collect();
+        let numbers: Vec<u64> = group.all_gather_object(&host)?;
+        let mut lowest: HashMap<u64, usize> = HashMap::new();
+        let hosts = numbers
+            .into_iter()
+            .enumerate()
+            .map(|(rank, number)| *lowest.entry(number).or_insert(rank))
+            .collect();
         Ok(Some(RunDirectory { root, hosts }))
     }
 }
 
 /// Returns the name of a run's directory in the tier: a part of the name of its own directory, for
-/// those who look into the tier, and a hash of the run's number and path.
-fn name_in_tier(number: u64, run: &Location) -> String {
+/// those who look into the tier, and a hash of the run's number and path. (A copy of the run's
+/// directory has the same number, but is another run.) A run that has no number yet gets one with
+/// `create`; without, this returns `None`.
+fn name_in_tier(run: &Location, create: bool) -> Result<Option<String>, CheckpointError> {
+    let file = run.join(RUN_FILE);
+    if !create && !file.exists()? {
+        return Ok(None);
+    }
+    let number = number_in(&file)?;
     let path = run
         .local()
         .and_then(|path| path.canonicalize().ok())
         .unwrap_or_else(|| run.name().to_owned());
     let hash = XxHash3_64::oneshot_with_seed(number, path.as_os_str().as_encoded_bytes());
-    let last = path.file_name().unwrap_or_default().to_string_lossy();
-    let last: String = last
+    let last: String = path
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
         .chars()
-        .filter(|letter| letter.is_ascii_alphanumeric())
+        .filter(char::is_ascii_alphanumeric)
         .take(32)
         .collect();
-    format!("{last}-{hash:016x}")
+    Ok(Some(format!("{last}-{hash:016x}")))
 }
 
 /// Makes a directory of the tier that other users cannot read, unless it exists. (An object store
@@ -103,12 +107,16 @@ pub(super) fn make_private(directory: &Location) -> Result<(), CheckpointError> 
     let Some(path) = directory.local() else {
         return Ok(());
     };
-    let failed = |source| FileError::Io {
-        operation: "create",
-        path: path.to_owned(),
-        source,
-    };
-    make_private_directory(path).map_err(|source| failed(source).into())
+    make_private_directory(path).map_err(|source| {
+        let path = path.to_owned();
+        let operation = "create";
+        FileError::Io {
+            operation,
+            path,
+            source,
+        }
+        .into()
+    })
 }
 
 /// Makes a directory that only this user can open, and the directories above it. One that exists
@@ -132,25 +140,19 @@ fn make_private_directory(path: &Path) -> io::Result<()> {
     ))
 }
 
-/// Reads the number in a file; returns `None` if there is no such file. With `create`, a missing
-/// file is created with a random number. If several ranks create it at the same time, one of them
-/// succeeds, and all read its number.
-fn number_in(file: &Location, create: bool) -> Result<Option<u64>, CheckpointError> {
+/// Reads the number in a file. A missing file is created with a random number. If several ranks
+/// create it at the same time, one of them succeeds, and all read its number.
+fn number_in(file: &Location) -> Result<u64, CheckpointError> {
     if !file.exists()? {
-        if !create {
-            return Ok(None);
-        }
         match make_number(file) {
             Ok(()) | Err(FileError::Exists { .. }) => {}
             Err(error) => return Err(error.into()),
         }
     }
     let text = file.read_file(NUMBER_BYTES)?;
-    let number = std::str::from_utf8(&text)
+    std::str::from_utf8(&text)
         .ok()
-        .and_then(|text| u64::from_str_radix(text, 16).ok());
-    number
-        .map(Some)
+        .and_then(|text| u64::from_str_radix(text, 16).ok())
         .ok_or_else(|| CheckpointError::NotAMemoryTier {
             path: file.name().to_owned(),
         })
@@ -159,16 +161,11 @@ fn number_in(file: &Location, create: bool) -> Result<Option<u64>, CheckpointErr
 /// Writes a new random number to a file, in one step. If another process has written one before,
 /// that is the error [`FileError::Exists`].
 fn make_number(file: &Location) -> Result<(), FileError> {
-    let text = format!("{:016x}", random());
+    // The standard library seeds its hashers with random numbers of the system.
+    let text = format!("{:016x}", RandomState::new().build_hasher().finish());
     let staging = Durable::new().prepare(file, false)?;
     let new = staging.create_single(NUMBER_BYTES)?;
     new.write_at(0, text.as_bytes())?;
     new.finish()?;
     staging.commit_single()
-}
-
-/// Returns a random number: the standard library seeds its hashers with random numbers of the
-/// system.
-fn random() -> u64 {
-    RandomState::new().build_hasher().finish()
 }

@@ -9,15 +9,15 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use fsdp_checkpoint::{
-    AsyncSaver, CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, LoadReport,
-    SaveOptions, Stateful, load_whole, step_path,
+    CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, LoadReport, Stateful,
+    load_whole, step_path,
 };
 use fsdp_comm::{ProcessGroup, run_local};
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::storage::{Durable, Step, StepHook};
 use fsdp_flat::storage::{HostSliceMut, release};
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::storage::{Durable, Step, StepHook};
 use fsdp_layout::TensorBox;
 use fsdp_state::{StateDict, StateValue};
 
@@ -79,20 +79,21 @@ impl StepHook for Gate {
     }
 }
 
+/// Makes a checkpointer whose files become durable by these operations.
+fn checkpointer(run: &Path, group: &ProcessGroup, durable: Durable) -> Checkpointer {
+    Checkpointer::new(run, group, CheckpointerOptions::default())
+        .unwrap()
+        .with_durable(durable)
+}
+
 #[test]
 fn training_may_change_everything_as_soon_as_the_call_returns() {
     let dir = tempfile::tempdir().unwrap();
     let gate = Arc::new(Gate::default());
     run_local(3, |group| {
-        let mut saver = AsyncSaver::new(&group).unwrap();
+        let mut saver = checkpointer(dir.path(), &group, Durable::with_hook(gate.clone()));
         let state = state(group.rank(), 3, 1.0);
-        let options = SaveOptions {
-            durable: Durable::with_hook(gate.clone()),
-            ..SaveOptions::default()
-        };
-        saver
-            .save(dir.path().join("first"), &state, &options)
-            .unwrap();
+        saver.save_async(dir.path().join("first"), &state).unwrap();
         assert!(
             saver.is_saving(),
             "the disk is held up, yet the call has returned"
@@ -107,18 +108,13 @@ fn training_may_change_everything_as_soon_as_the_call_returns() {
         assert!(saver.wait().unwrap().is_none());
         // The next one waits for nothing, and uses the same buffers.
         saver
-            .save(
+            .save_async(
                 dir.path().join("second"),
                 &self::state(group.rank(), 3, 2.0),
-                &options,
             )
             .unwrap();
         saver
-            .save(
-                dir.path().join("third"),
-                &self::state(group.rank(), 3, 3.0),
-                &options,
-            )
+            .save_async(dir.path().join("third"), &self::state(group.rank(), 3, 3.0))
             .unwrap();
     })
     .unwrap();
@@ -132,14 +128,10 @@ fn the_progress_of_a_save_begins_at_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let gate = Arc::new(Gate::default());
     run_local(1, |group| {
-        let mut saver = AsyncSaver::new(&group).unwrap();
-        let options = SaveOptions {
-            durable: Durable::with_hook(gate.clone()),
-            ..SaveOptions::default()
-        };
+        let mut saver = checkpointer(dir.path(), &group, Durable::with_hook(gate.clone()));
         *gate.open.lock().unwrap() = true;
         saver
-            .save(dir.path().join("first"), &state(0, 1, 1.0), &options)
+            .save_async(dir.path().join("first"), &state(0, 1, 1.0))
             .unwrap();
         saver.wait().unwrap();
         assert_eq!(
@@ -148,7 +140,7 @@ fn the_progress_of_a_save_begins_at_nothing() {
         );
         *gate.open.lock().unwrap() = false;
         saver
-            .save(dir.path().join("second"), &state(0, 1, 2.0), &options)
+            .save_async(dir.path().join("second"), &state(0, 1, 2.0))
             .unwrap();
         assert_eq!(saver.progress().written(), 0);
         *gate.open.lock().unwrap() = true;
@@ -176,26 +168,18 @@ fn a_failure_is_the_next_calls_error_on_every_rank_and_then_it_works_again() {
     let dir = tempfile::tempdir().unwrap();
     let broken = Arc::new(Broken(AtomicBool::new(true)));
     run_local(2, |group| {
-        let mut saver = AsyncSaver::new(&group).unwrap();
-        let options = SaveOptions {
-            durable: Durable::with_hook(broken.clone()),
-            ..SaveOptions::default()
-        };
+        let mut saver = checkpointer(dir.path(), &group, Durable::with_hook(broken.clone()));
         let state = state(group.rank(), 2, 4.0);
-        saver
-            .save(dir.path().join("lost"), &state, &options)
-            .unwrap();
+        saver.save_async(dir.path().join("lost"), &state).unwrap();
         let error = saver
-            .save(dir.path().join("never-started"), &state, &options)
+            .save_async(dir.path().join("never-started"), &state)
             .unwrap_err()
             .to_string();
         assert!(error.contains("save"), "{error}");
         group.barrier().unwrap();
         broken.0.store(false, Ordering::SeqCst);
         group.barrier().unwrap();
-        saver
-            .save(dir.path().join("saved"), &state, &options)
-            .unwrap();
+        saver.save_async(dir.path().join("saved"), &state).unwrap();
         saver.wait().unwrap();
     })
     .unwrap();
@@ -211,20 +195,18 @@ fn a_failure_is_the_next_calls_error_on_every_rank_and_then_it_works_again() {
 fn what_cannot_be_copied_on_one_rank_starts_no_save_on_any() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let mut saver = AsyncSaver::new(&group).unwrap();
+        let mut saver = checkpointer(dir.path(), &group, Durable::new());
         let (lost, whole) = (state(group.rank(), 2, 1.0), state(group.rank(), 2, 2.0));
         if group.rank() == 1 {
             let matrix = lost.get("matrix").and_then(StateValue::as_sharded).unwrap();
             release(&matrix.shards()[0].tensor).unwrap();
         }
         let error = saver
-            .save(dir.path().join("lost"), &lost, &SaveOptions::default())
+            .save_async(dir.path().join("lost"), &lost)
             .unwrap_err();
         assert!(error.to_string().contains("freed"), "{error}");
         assert!(saver.wait().unwrap().is_none());
-        saver
-            .save(dir.path().join("whole"), &whole, &SaveOptions::default())
-            .unwrap();
+        saver.save_async(dir.path().join("whole"), &whole).unwrap();
         saver.wait().unwrap().unwrap();
     })
     .unwrap();
@@ -241,15 +223,11 @@ fn a_rank_may_be_an_async_task() {
             .build()
             .unwrap();
         runtime.block_on(async {
-            let mut saver = AsyncSaver::new(&group).unwrap();
+            let mut saver = checkpointer(dir.path(), &group, Durable::new());
             for step in 1..=2 {
                 let state = state(group.rank(), 2, step as f32);
                 saver
-                    .save(
-                        dir.path().join(format!("{step}")),
-                        &state,
-                        &SaveOptions::default(),
-                    )
+                    .save_async(dir.path().join(format!("{step}")), &state)
                     .unwrap();
             }
             // The second one is waited for by the drop.

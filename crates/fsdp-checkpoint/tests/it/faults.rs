@@ -15,8 +15,8 @@ use fsdp_checkpoint::{
     latest_checkpoint, list_checkpoints, load, load_whole, save, step_path,
 };
 use fsdp_comm::{CommError, LocalRanks, ProcessGroup, run_local};
-use fsdp_dcp::storage::{Durable, Step, StepHook};
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::storage::{Durable, Step, StepHook};
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{ErrorKind, Failure as _, TensorBox};
 use fsdp_state::{StateDict, StateValue};
@@ -82,13 +82,17 @@ fn save_on(
     start: f32,
     durable: Durable,
 ) -> Vec<Result<(), CheckpointError>> {
-    let options = SaveOptions {
-        overwrite: true,
-        durable,
-        ..SaveOptions::default()
+    let options = CheckpointerOptions {
+        save: SaveOptions {
+            overwrite: true,
+            ..SaveOptions::default()
+        },
+        ..CheckpointerOptions::default()
     };
     run_local(world, |group| {
-        save(path, &state(&group, start), &group, &options).map(|_| ())
+        let checkpointer = Checkpointer::new(path, &group, options.clone())?;
+        let mut checkpointer = checkpointer.with_durable(durable.clone());
+        checkpointer.save(path, &state(&group, start)).map(|_| ())
     })
     .unwrap()
 }
@@ -268,16 +272,9 @@ fn a_directory_that_cannot_be_written_is_found_before_a_save_and_on_every_rank()
     std::fs::write(dir.path().join("file"), "not a directory").unwrap();
     let check = |run: &Path, durable: Durable| {
         let outcomes = run_local(2, |group| {
-            let save = SaveOptions {
-                durable: durable.clone(),
-                ..SaveOptions::default()
-            };
-            let options = CheckpointerOptions {
-                save,
-                ..CheckpointerOptions::default()
-            };
-            let checkpointer = Checkpointer::new(run, &group, options).unwrap();
-            checkpointer
+            Checkpointer::new(run, &group, CheckpointerOptions::default())
+                .unwrap()
+                .with_durable(durable.clone())
                 .check_writable()
                 .map_err(|error| error.to_string())
         });

@@ -12,15 +12,15 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use fsdp_checkpoint::{
-    Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, SaveReport, Saver, load,
+    Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, SaveReport, load, save,
 };
 use fsdp_comm::{ProcessGroup, run_local};
-use fsdp_dcp::checkpoint::open;
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::{Level, verify};
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::checkpoint::open;
+use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::TensorBox;
 use fsdp_state::{StateDict, StateValue};
+use fsdp_tools::verify::{Level, verify};
 
 const RANKS: usize = 2;
 /// Elements of a row: each rank has one of each tensor.
@@ -49,6 +49,14 @@ fn state(group: &ProcessGroup, frozen: f32, step: i64) -> StateDict {
     state
 }
 
+fn checkpointer(run: &Path, group: &ProcessGroup, save: SaveOptions) -> Checkpointer {
+    let options = CheckpointerOptions {
+        save,
+        ..CheckpointerOptions::default()
+    };
+    Checkpointer::new(run, group, options).unwrap()
+}
+
 fn incremental() -> SaveOptions {
     SaveOptions {
         incremental: true,
@@ -59,11 +67,11 @@ fn incremental() -> SaveOptions {
 /// Saves states one after the other, and returns the reports of each rank.
 fn saved(directory: &Path, frozen: &[f32], options: &SaveOptions) -> Vec<Vec<SaveReport>> {
     run_local(RANKS, |group| {
-        let mut saver = Saver::new();
+        let mut saver = checkpointer(directory, &group, options.clone());
         let saves = frozen.iter().enumerate().map(|(step, &frozen)| {
             let state = state(&group, frozen, step as i64);
             saver
-                .save(directory.join(step.to_string()), &state, &group, options)
+                .save(directory.join(step.to_string()), &state)
                 .unwrap()
         });
         saves.collect::<Vec<_>>()
@@ -176,35 +184,28 @@ fn a_checkpoint_before_that_was_replaced_or_removed_is_not_linked() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
     run_local(RANKS, |group| {
-        let mut saver = Saver::new();
-        let mut save = |name: &str, frozen, step| {
+        let mut saver = checkpointer(directory.path(), &group, incremental());
+        let mut saved = |name: &str, frozen, step| {
             saver
-                .save(
-                    at(name),
-                    &state(&group, frozen, step),
-                    &group,
-                    &incremental(),
-                )
+                .save(at(name), &state(&group, frozen, step))
                 .unwrap()
                 .linked_bytes
         };
-        save("a", 3.0, 0);
+        saved("a", 3.0, 0);
         group.barrier().unwrap();
         if group.rank() == 0 {
             std::fs::remove_dir_all(at("a")).unwrap();
         }
         group.barrier().unwrap();
-        assert_eq!(save("b", 3.0, 1), 0);
+        assert_eq!(saved("b", 3.0, 1), 0);
         // Another state takes its place.
         let other = SaveOptions {
             overwrite: true,
             ..SaveOptions::default()
         };
-        Saver::new()
-            .save(at("b"), &state(&group, 4.0, 1), &group, &other)
-            .unwrap();
-        assert_eq!(save("c", 3.0, 2), 0);
-        assert!(save("d", 3.0, 3) > 0);
+        save(at("b"), &state(&group, 4.0, 1), &group, &other).unwrap();
+        assert_eq!(saved("c", 3.0, 2), 0);
+        assert!(saved("d", 3.0, 3) > 0);
     })
     .unwrap();
     check(&at("c"), 3.0, 2);
@@ -215,11 +216,7 @@ fn a_checkpoint_before_that_was_replaced_or_removed_is_not_linked() {
 /// and saves step 2. Returns the bytes that each rank linked.
 fn resumed(run: &Path, after_load: impl Fn(&ProcessGroup, &mut StateDict) + Sync) -> Vec<u64> {
     run_local(RANKS, |group| {
-        let options = CheckpointerOptions {
-            save: incremental(),
-            ..CheckpointerOptions::default()
-        };
-        let mut checkpoints = Checkpointer::new(run, &group, options).unwrap();
+        let mut checkpoints = checkpointer(run, &group, incremental());
         let mut state = state(&group, 0.0, 0);
         checkpoints.load(1u64, &mut state).unwrap();
         state.insert("lora", row(&group, TRAINED, 2.0));
@@ -237,11 +234,7 @@ fn begun(run: &Path, frozen: f32, overwrite: bool) {
             overwrite,
             ..incremental()
         };
-        let options = CheckpointerOptions {
-            save,
-            ..CheckpointerOptions::default()
-        };
-        let mut checkpoints = Checkpointer::new(run, &group, options).unwrap();
+        let mut checkpoints = checkpointer(run, &group, save);
         checkpoints.save(1u64, &state(&group, frozen, 1)).unwrap();
     })
     .unwrap();
@@ -294,14 +287,13 @@ fn a_process_that_goes_on_does_not_link_what_has_taken_the_place_of_its_parent()
                             };
                             let mut state = state(&group, 5.0, 1);
                             state.insert("step", 77i64);
-                            Saver::new()
-                                .save(
-                                    directory.path().join("step-00000001"),
-                                    &state,
-                                    &group,
-                                    &options,
-                                )
-                                .unwrap();
+                            save(
+                                directory.path().join("step-00000001"),
+                                &state,
+                                &group,
+                                &options,
+                            )
+                            .unwrap();
                         })
                         .unwrap();
                     })

@@ -12,11 +12,11 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use fsdp_checkpoint::{CheckpointError, Checkpointer, CheckpointerOptions, StepCheckpoint};
 use fsdp_comm::{ProcessGroup, run_local};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::{Level, verify};
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::TensorBox;
 use fsdp_state::StateDict;
+use fsdp_tools::verify::{Level, verify};
 use tempfile::TempDir;
 
 /// The rows of a tensor that is dealt out to ranks.
@@ -51,6 +51,15 @@ fn state(group: &ProcessGroup, step: u64) -> StateDict {
         state.insert("of the last rank", "a value");
     }
     state
+}
+
+/// Returns the newest step in memory if it is newer than the newest checkpoint.
+fn latest_in_memory(
+    checkpointer: &mut Checkpointer,
+    strict: bool,
+) -> Result<Option<StepCheckpoint>, CheckpointError> {
+    let latest = checkpointer.latest()?;
+    checkpointer.latest_in_memory(latest.map(|latest| latest.step), strict)
 }
 
 /// A run whose ranks are dealt out to hosts, two each.
@@ -111,7 +120,7 @@ impl Run {
             );
             // It is an ordinary checkpoint, of which every byte has a hash, and which has all
             // values.
-            let opened = fsdp_dcp::reader::CheckpointReader::open(&path).unwrap();
+            let opened = fsdp_formats::reader::CheckpointReader::open(&path).unwrap();
             let report = verify(&opened, Level::Hashes, None).unwrap();
             assert!(report.problems.is_empty(), "{:?}", report.problems);
             assert_eq!(
@@ -286,7 +295,9 @@ fn a_damaged_part_is_never_used_and_its_copy_is() {
         .skip(1)
         .for_each(|part| flip(part));
     let strict = run.on_ranks(2, |checkpointer, _| {
-        checkpointer.latest_in_memory(true).unwrap_err().to_string()
+        latest_in_memory(checkpointer, true)
+            .unwrap_err()
+            .to_string()
     });
     assert!(
         strict[0].contains("step 30") && strict[0].contains("[1]") && strict[0] == strict[1],
@@ -346,14 +357,13 @@ fn two_runs_in_one_tier_do_not_meet() {
             };
             let mut checkpointer =
                 Checkpointer::new(run.0.path().join("run"), &group, options).unwrap();
-            let before = checkpointer.latest_in_memory(true).unwrap();
+            let before = latest_in_memory(&mut checkpointer, true).unwrap();
             checkpointer
                 .save_to_memory(step, &state(&group, step))
                 .unwrap();
             (
                 before.map(|found| found.step),
-                checkpointer
-                    .latest_in_memory(true)
+                latest_in_memory(&mut checkpointer, true)
                     .unwrap()
                     .map(|found| found.step),
             )
@@ -442,7 +452,7 @@ fn a_step_that_is_in_use_and_cannot_be_removed_does_not_come_back() {
     let readers: Vec<_> = run
         .parts_of(30)
         .iter()
-        .map(|part| fsdp_dcp::reader::CheckpointReader::open(part.as_path()).unwrap())
+        .map(|part| fsdp_formats::reader::CheckpointReader::open(part.as_path()).unwrap())
         .collect();
     run.on_ranks(2, |checkpointer, group| {
         checkpointer.load(5u64, &mut state(group, 0)).unwrap();
@@ -500,7 +510,7 @@ fn a_copied_run_has_a_tier_of_its_own() {
             ..CheckpointerOptions::default()
         };
         let mut checkpointer = Checkpointer::new(copy.clone(), &group, options).unwrap();
-        assert_eq!(checkpointer.latest_in_memory(true).unwrap(), None);
+        assert_eq!(latest_in_memory(&mut checkpointer, true).unwrap(), None);
         checkpointer.save_to_memory(7, &state(&group, 7)).unwrap();
     })
     .unwrap();
@@ -554,8 +564,7 @@ fn a_tier_that_cannot_be_used_leaves_the_checkpoints() {
     fs::create_dir_all(&second).unwrap();
     fs::write(second.join("step-00000030"), "x").unwrap();
     let errors = run.on_ranks(4, |checkpointer, _| {
-        checkpointer
-            .latest_in_memory(false)
+        latest_in_memory(checkpointer, false)
             .unwrap_err()
             .to_string()
     });
@@ -597,8 +606,7 @@ fn a_part_that_cannot_be_read_is_not_taken_for_damaged() {
         fs::rename(socket, file).unwrap();
     }
     let errors = run.on_ranks(2, |checkpointer, _| {
-        checkpointer
-            .latest_in_memory(false)
+        latest_in_memory(checkpointer, false)
             .unwrap_err()
             .to_string()
     });
@@ -631,7 +639,7 @@ fn a_tier_that_is_removed_meanwhile_is_made_again() {
     });
     assert_eq!(run.load(1), Some(20));
     run.on_ranks(1, |checkpointer, _| {
-        checkpointer.latest_in_memory(false).unwrap();
+        latest_in_memory(checkpointer, false).unwrap();
         fs::remove_dir_all(run.host(0)).unwrap();
         checkpointer.clear_memory().unwrap();
     });
@@ -647,7 +655,7 @@ fn a_checkpoint_after_a_resume_from_memory_continues_the_chain() {
         checkpointer.save(15u64, &state(group, 15)).unwrap();
     });
     let open = |step: u64| {
-        fsdp_dcp::checkpoint::open(
+        fsdp_formats::checkpoint::open(
             run.0.path().join(format!("run/step-{step:08}")),
             OpenOptions { verify: true },
         )
@@ -675,7 +683,7 @@ fn a_run_below_the_directory_of_its_tier_continues_from_its_own_checkpoints() {
         checkpointer.load_latest(&mut state(&group, 0)).unwrap();
         checkpointer.save(15, &state(&group, 15)).unwrap();
         let path = dir.path().join("run/step-00000015");
-        let saved = fsdp_dcp::checkpoint::open(path, OpenOptions { verify: true }).unwrap();
+        let saved = fsdp_formats::checkpoint::open(path, OpenOptions { verify: true }).unwrap();
         assert_eq!(
             saved.lineage().unwrap().parent.map(|parent| parent.step),
             Some(10)
@@ -734,8 +742,7 @@ fn the_tier_of_a_run_is_its_owners_alone_and_disappears_with_it() {
         && std::os::unix::fs::chown(&directory, Some(1234), None).is_ok()
     {
         let errors = run.on_ranks(2, |checkpointer, _| {
-            checkpointer
-                .latest_in_memory(false)
+            latest_in_memory(checkpointer, false)
                 .unwrap_err()
                 .to_string()
         });

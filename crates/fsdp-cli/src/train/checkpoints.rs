@@ -3,9 +3,11 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result};
-use fsdp::checkpoint::{CheckpointError, Location, RunFacts, SaveReport, StepCheckpoint};
-use fsdp::dcp::FileError;
-use fsdp::dcp::storage::Durable;
+use fsdp::checkpoint::{
+    CheckpointError, Location, RunFacts, STORAGE_DEADLINE, SaveReport, StepCheckpoint,
+};
+use fsdp::formats::FileError;
+use fsdp::formats::storage::Durable;
 use fsdp::layout::{ErrorKind, Failure as _};
 use fsdp::prelude::*;
 use tracing::info_span;
@@ -30,14 +32,14 @@ pub(super) struct Checkpoints {
 /// used is left out, with a warning. This is a collective.
 ///
 /// # Errors
-/// A rank was lost; with `--resume=strict`, the errors of [`Checkpointer::latest_in_memory_after`].
+/// A rank was lost; with `--resume=strict`, the errors of [`Checkpointer::latest_in_memory`].
 pub(super) fn latest_in_memory(
     arguments: &TrainArguments,
     group: &ProcessGroup,
     step: Option<u64>,
 ) -> Result<Option<StepCheckpoint>> {
     let is_strict = arguments.resume_mode() == ResumeMode::Strict;
-    let found = checkpointer(arguments, group, false)?.latest_in_memory_after(step, is_strict);
+    let found = checkpointer(arguments, group, false, None)?.latest_in_memory(step, is_strict);
     if is_strict {
         return found.context("failed to look into the memory tier");
     }
@@ -57,7 +59,7 @@ pub(super) fn step_in_memory(
     arguments: &TrainArguments,
     group: &ProcessGroup,
 ) -> Result<Option<u64>> {
-    checkpointer(arguments, group, false)?
+    checkpointer(arguments, group, false, None)?
         .step_in_memory()
         .context("failed to look into the memory tier")
 }
@@ -83,12 +85,13 @@ fn unless_lost<T>(
     }
 }
 
-/// Returns the checkpointer of a run. With `replaces`, saves may replace checkpoints. This is a
-/// collective.
+/// Returns the checkpointer of a run. With `replaces`, saves may replace checkpoints. `only` lists
+/// the parts that it loads. This is a collective.
 fn checkpointer(
     arguments: &TrainArguments,
     group: &ProcessGroup,
     replaces: bool,
+    only: Option<Vec<String>>,
 ) -> Result<Checkpointer> {
     let options = CheckpointerOptions {
         retention: Retention {
@@ -103,6 +106,7 @@ fn checkpointer(
         },
         load: LoadOptions {
             strict: false,
+            only,
             read_once: arguments.read_once.then_some(true),
             ..LoadOptions::default()
         },
@@ -139,8 +143,8 @@ struct BackgroundSave {
 }
 
 impl Checkpoints {
-    /// Prepares the saves and the load of a run. Saves replace `damaged` checkpoints. This is a
-    /// collective.
+    /// Prepares the saves and the load of a run. Saves replace `damaged` checkpoints, and the load is
+    /// limited to `only` some parts. This is a collective.
     ///
     /// # Errors
     /// The same as [`Checkpointer::new`].
@@ -148,8 +152,9 @@ impl Checkpoints {
         arguments: &TrainArguments,
         group: &ProcessGroup,
         damaged: &[Location],
+        only: Option<Vec<String>>,
     ) -> Result<Self> {
-        let checkpointer = checkpointer(arguments, group, !damaged.is_empty())?;
+        let checkpointer = checkpointer(arguments, group, !damaged.is_empty(), only)?;
         let (in_background, damaged) = (arguments.async_save, damaged.to_vec());
         Ok(Checkpoints {
             checkpointer,
@@ -263,7 +268,7 @@ impl Checkpoints {
         } else {
             Ok(())
         };
-        let group = group.with_deadline_at_least(SaveOptions::default().deadline);
+        let group = group.with_deadline_at_least(STORAGE_DEADLINE);
         let removed = group.agree("remove a damaged checkpoint", removed);
         removed.with_context(|| format!("failed to remove the damaged `{location}`"))
     }

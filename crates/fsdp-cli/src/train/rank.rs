@@ -10,8 +10,8 @@ use crate::memory;
 use anyhow::{Context as _, Error, Result};
 use candle_core::Device;
 use fsdp::checkpoint::{Location, RunFacts, StepCheckpoint, check_replicas};
-use fsdp::dcp::digest::Digest;
-use fsdp::dcp::lineage::DataPosition;
+use fsdp::formats::digest::Digest;
+use fsdp::formats::lineage::DataPosition;
 use fsdp::layout::{ErrorKind, Failure};
 use fsdp::nn::NnError;
 use fsdp::prelude::*;
@@ -25,7 +25,7 @@ use super::report::{Event, Report, SCHEMA, StepMetrics, now};
 use super::sample::sample;
 use super::scaling::{precision, scaler};
 use super::settings::{Resume, Settings};
-use super::state::restore;
+use super::state::{parts, restore};
 use crate::output;
 use crate::stop::StopRequest;
 
@@ -154,10 +154,15 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
         .settings
         .optimizer
         .make(job.settings.lr, model.parameters())?;
-    let mut checkpoints = Checkpoints::new(job.arguments, model.group(), &job.damaged)?;
+    let scaler = scaler(job.arguments.mixed_precision)?;
+    let resume = job.resume();
+    let only = resume
+        .as_ref()
+        .map(|resume| parts(resume, scaler.is_some()));
+    let mut checkpoints = Checkpoints::new(job.arguments, model.group(), &job.damaged, only)?;
     let mut run = TrainState::new(model, vec![optimizer]);
-    run.scaler = scaler(job.arguments.mixed_precision)?;
-    if let Some(resume) = job.resume() {
+    run.scaler = scaler;
+    if let Some(resume) = resume {
         let restored = restore(&resume, checkpoints.checkpointer_mut(), &mut run);
         restored.map_err(|error| named_if_damaged(error, &resume.path))?;
         job.close_resume();

@@ -133,6 +133,10 @@ const OPERATIONS: &[(&str, Call)] = &[
     ("broadcast of an object", |group, len| {
         group.broadcast_object(Some(&vec![1u8; len]), 0).map(drop)
     }),
+    ("broadcast of a result", |group, len| {
+        let value = Ok::<_, String>(Some(vec![1u8; len]));
+        group.broadcast_result("commit", value, 0).map(drop)
+    }),
     ("agreement", |group, _| {
         group.agree("save", Ok::<_, String>(()))
     }),

@@ -214,4 +214,31 @@ const WRONG_CALLS: &[(&str, Call, Call)] = &[
         },
         |group| group.broadcast_object::<u8>(None, group.rank()).map(drop),
     ),
+    (
+        "broadcast of a result, neither value nor error on the root",
+        |group| {
+            let value = Ok::<_, String>(Some(1u8));
+            group
+                .broadcast_result("commit", value, group.world_size() - 1)
+                .map(drop)
+        },
+        |group| {
+            group
+                .broadcast_result::<u8, String>("commit", Ok(None), group.rank())
+                .map(drop)
+        },
+    ),
+    (
+        "broadcast of a result, no such root",
+        |group| {
+            let value = Ok::<_, String>(Some(1u8));
+            group.broadcast_result("commit", value, 0).map(drop)
+        },
+        |group| {
+            let value = Ok::<_, String>(Some(1u8));
+            group
+                .broadcast_result("commit", value, group.world_size())
+                .map(drop)
+        },
+    ),
 ];

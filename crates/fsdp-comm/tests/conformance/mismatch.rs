@@ -84,6 +84,12 @@ fn reduce(group: &ProcessGroup, len: usize, op: ReduceOp) -> Result<(), CommErro
     group.all_reduce(&mut vec![1f32; len], op)
 }
 
+fn broadcast_result(group: &ProcessGroup, operation: &str, root: usize) -> Result<(), CommError> {
+    group
+        .broadcast_result(operation, Ok::<_, String>(Some(1u8)), root)
+        .map(drop)
+}
+
 const KINDS: &[Kind] = &[
     (
         "one operation on different objects",
@@ -228,5 +234,17 @@ const KINDS: &[Kind] = &[
         |group| group.broadcast_object(Some(&1u8), 0).map(drop),
         |group| group.broadcast_object(Some(&1u8), 1).map(drop),
         "broadcast_object from 1",
+    ),
+    (
+        "broadcasts of results from different roots",
+        |group| broadcast_result(group, "commit", 0),
+        |group| broadcast_result(group, "commit", 1),
+        "broadcast_result on `commit` from 1",
+    ),
+    (
+        "broadcasts of different results",
+        |group| broadcast_result(group, "prepare", 0),
+        |group| broadcast_result(group, "commit", 0),
+        "broadcast_result on `commit` from 0",
     ),
 ];

@@ -20,6 +20,16 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new("objects: agreement on a schema", 2..=4, |group| {
             agreement_on_a_schema(&group)
         }),
+        Case::new("objects: a result", 1..=5, |group| a_result(&group)),
+        Case::new("objects: a large result", 1..=3, |group| {
+            a_large_result(&group)
+        }),
+        Case::new("objects: a result that cannot be encoded", 1..=3, |group| {
+            a_result_that_cannot_be_encoded(&group)
+        }),
+        Case::new("objects: a result that cannot be decoded", 2..=3, |group| {
+            a_result_that_cannot_be_decoded(&group)
+        }),
         Case::new("objects: kinds of failures", 2..=3, |group| {
             kinds_of_failures(&group)
         }),
@@ -243,6 +253,108 @@ fn agreement_on_a_schema(group: &ProcessGroup) {
         "{error:?}"
     );
     same_on_all(group, &error);
+}
+
+/// Checks that the root's value reaches every rank, and that the errors of any set of ranks, with
+/// the root among them or not, reach every rank in its place.
+fn a_result(group: &ProcessGroup) {
+    let (rank, world_size) = (group.rank(), group.world_size());
+    for root in [0, world_size - 1] {
+        let value = || (rank == root).then(|| object(rank, 300));
+        let succeed = || group.broadcast_result("commit", Ok::<_, String>(value()), root);
+        assert_eq!(succeed(), Ok(object(root, 300)));
+        for failing in 1..1usize << world_size {
+            let fails = |rank: usize| failing >> rank & 1 == 1;
+            let outcome = if fails(rank) {
+                Err(format!("rank {rank}'s own reason"))
+            } else {
+                Ok(value())
+            };
+            let error = error_of(group.broadcast_result("commit", outcome, root));
+            let CommError::RankFailed {
+                operation,
+                failures,
+            } = &error
+            else {
+                panic!("{error:?}")
+            };
+            assert_eq!(operation, "commit");
+            let named: Vec<(usize, String)> = failures
+                .iter()
+                .map(|failure| (failure.rank, failure.message.clone()))
+                .collect();
+            let expected: Vec<(usize, String)> = (0..world_size)
+                .filter(|&rank| fails(rank))
+                .map(|rank| (rank, format!("rank {rank}'s own reason")))
+                .collect();
+            assert_eq!(named, expected);
+            same_on_all(group, &error);
+        }
+        // The group goes on. A value that is not the root's is ignored.
+        let own = Ok::<_, String>(Some(object(rank, 300)));
+        assert_eq!(
+            group.broadcast_result("commit", own, root),
+            Ok(object(root, 300))
+        );
+        let nothing = Ok::<_, String>((rank == root).then_some(()));
+        assert_eq!(group.broadcast_result("commit", nothing, root), Ok(()));
+    }
+}
+
+/// A value that needs several rounds moves in none of them if a rank has an error.
+fn a_large_result(group: &ProcessGroup) {
+    let (rank, root) = (group.rank(), group.world_size() - 1);
+    let long = "0123456789abcdef".repeat((20 << 20) / 16);
+    let value = || (rank == root).then(|| long.clone());
+    let received = group.broadcast_result("commit", Ok::<_, String>(value()), root);
+    assert!(received.unwrap() == long);
+    let outcome = if rank == 0 && root != 0 {
+        Err("no space")
+    } else {
+        Ok(value())
+    };
+    let traffic = group.traffic();
+    let received = group.broadcast_result("commit", outcome, root);
+    if root == 0 {
+        assert!(received.unwrap() == long);
+    } else {
+        let error = error_of(received);
+        assert_eq!(group.traffic().since(&traffic).object_bytes_sent, 0);
+        same_on_all(group, &error);
+    }
+}
+
+/// The encoder's error is the same on every rank, unlike that of the other objects.
+fn a_result_that_cannot_be_encoded(group: &ProcessGroup) {
+    let root = group.world_size() - 1;
+    let value = Ok::<_, String>((group.rank() == root).then_some(Picky(false)));
+    let error = error_of(group.broadcast_result("commit", value, root));
+    let CommError::RankFailed { failures, .. } = &error else {
+        panic!("{error:?}")
+    };
+    assert_eq!((failures.len(), failures[0].rank), (1, root));
+    assert!(failures[0].message.contains("not this one"), "{error}");
+    same_on_all(group, &error);
+    // Only the root's value is encoded.
+    let value = Ok::<_, String>(Some(Picky(group.rank() == root)));
+    assert!(group.broadcast_result("commit", value, root).unwrap().0);
+}
+
+fn a_result_that_cannot_be_decoded(group: &ProcessGroup) {
+    let received = match group.rank() {
+        0 => group
+            .broadcast_result("commit", Ok::<_, String>(Some(1u8)), 0)
+            .map(drop),
+        _ => group
+            .broadcast_result::<String, String>("commit", Ok(None), 0)
+            .map(drop),
+    };
+    match (group.rank(), &received) {
+        (0, Ok(())) => {}
+        (1.., Err(CommError::Object { action, .. })) if action == "decode" => {}
+        _ => panic!("{received:?}"),
+    }
+    group.barrier().unwrap();
 }
 
 fn messages_of_any_size(group: &ProcessGroup) {

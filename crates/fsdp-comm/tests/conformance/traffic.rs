@@ -118,6 +118,13 @@ fn of_objects_and_control(group: &ProcessGroup) {
         ),
         (1, 1)
     );
+    let traffic = measured(group, |group| {
+        let value = Ok::<_, String>(Some(7u8));
+        group.broadcast_result("save", value, 0).unwrap();
+    });
+    assert_eq!(traffic.count(Operation::BroadcastResult), 1);
+    let sent = if group.rank() == 0 { others } else { 0 };
+    assert_eq!(traffic.object_bytes_sent, sent);
     for len in [10, 10_000] {
         let traffic = measured(group, |group| {
             group.all_gather_object(&vec![7u8; len]).unwrap();
