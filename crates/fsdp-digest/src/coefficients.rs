@@ -1,7 +1,7 @@
 //! The constants of the format: pseudo-random odd factors for words and blocks.
 
-/// The number of pairs of words of 4 bytes in a block. The table of one lane has 4 KiB, so that both
-/// fit into a first-level cache together with the data.
+/// The number of pairs of words of 4 bytes in a block. The table of one lane has 4 KiB, so that
+/// both fit into a first-level cache together with the data.
 pub(crate) const BLOCK_PAIRS: usize = 512;
 
 /// The number of bytes in a block.

@@ -158,8 +158,8 @@ fn normalize<R: Real, const CENTER: bool>(row: &mut [R], eps: f64) -> R {
     factor
 }
 
-/// Returns the gradient of `x`, and those of the weight and, if `CENTER`, of the bias, one after the
-/// other.
+/// Returns the gradient of `x`, and those of the weight and, if `CENTER`, of the bias, one after
+/// the other.
 fn backward<T: Element, const CENTER: bool>(
     name: &'static str,
     [x, weight, grad]: [&Tensor; 3],
