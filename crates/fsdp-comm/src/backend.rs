@@ -14,16 +14,13 @@ use std::time::{Duration, Instant};
 use crate::CommError;
 
 /// One rank's connection to the other ranks of one group. Ranks are ranks of this group, except in
-/// errors and [`global_ranks`](Self::global_ranks).
+/// errors and [`Members::global_ranks`].
 pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// Returns the name: `local`, `tcp`, …
     fn name(&self) -> &'static str;
 
-    /// Returns this rank.
-    fn rank(&self) -> usize;
-
-    /// Returns the global rank of each rank of the group.
-    fn global_ranks(&self) -> &[usize];
+    /// Returns the ranks of the group.
+    fn members(&self) -> &Members;
 
     /// Carries out one round. All ranks call it with ascending [`Round::number`]s, one at a time.
     ///
@@ -55,32 +52,12 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
 
     /// Returns the part that moves GPU memory, if the backend has one.
     #[cfg(feature = "nccl")]
-    fn device(&self) -> Option<&dyn DeviceTransfer> {
+    fn device(&self) -> Option<&crate::nccl::NcclBackend> {
         None
     }
 }
 
-/// The part of a backend that moves GPU memory.
-#[cfg(feature = "nccl")]
-pub(crate) trait DeviceTransfer {
-    /// Returns the number of the GPU.
-    fn ordinal(&self) -> usize;
-
-    /// Carries out a call that all ranks have agreed on in this round, after all earlier work of
-    /// the stream. When this returns, with or without an error, the GPU no longer touches the
-    /// memory of the call.
-    ///
-    /// # Errors
-    /// A rank that is missing at the deadline or has left; an abort; an error of the library.
-    fn transfer(
-        &self,
-        round: &Round<'_>,
-        call: crate::nccl::library::Movement,
-        stream: &cudarc::driver::CudaStream,
-    ) -> Result<(), CommError>;
-}
-
-/// The ranks of a new group.
+/// The ranks of a group.
 #[derive(Debug)]
 pub(crate) struct Members {
     /// The number of the group. No two groups of a job have the same.
@@ -194,8 +171,8 @@ pub(crate) struct Plan<'p> {
 
 /// The place that the bytes of all ranks go to.
 pub(crate) enum Destination<'p> {
-    /// For each rank, consecutive slices that its bytes fill exactly.
-    Copy(Vec<Vec<&'p mut [u8]>>),
+    /// For each rank, the places of its bytes, which they fill exactly.
+    Copy(Vec<Filler<'p>>),
     /// A function that takes equally many bytes of all ranks: an offset, and the bytes of each rank
     /// there, in rank order. It is called for successive blocks, which begin at multiples of 64
     /// bytes.
@@ -213,7 +190,7 @@ pub(crate) struct Filler<'p> {
 }
 
 impl<'p> Filler<'p> {
-    pub(crate) fn new(slices: Vec<&'p mut [u8]>) -> Self {
+    fn new(slices: Vec<&'p mut [u8]>) -> Self {
         Filler {
             slices: slices.into_iter(),
             rest: &mut [],
@@ -252,29 +229,21 @@ impl fmt::Debug for Destination<'_> {
     }
 }
 
-/// A [`Destination`] for bytes that come piece by piece.
-pub(crate) enum Sink<'p> {
-    Copy(Vec<Filler<'p>>),
-    Reduce(Reducer<'p>),
-}
-
-impl<'p> Sink<'p> {
-    pub(crate) fn new(destination: Destination<'p>) -> Self {
-        match destination {
-            Destination::Copy(slices) => Sink::Copy(slices.into_iter().map(Filler::new).collect()),
-            Destination::Reduce(reduce) => Sink::Reduce(reduce),
-        }
+impl<'p> Destination<'p> {
+    /// Returns the destination that copies the bytes of each rank to consecutive slices.
+    pub(crate) fn copy(slices: Vec<Vec<&'p mut [u8]>>) -> Self {
+        Destination::Copy(slices.into_iter().map(Filler::new).collect())
     }
 
     /// Takes the next piece of each rank. The pieces begin at this offset of the bytes of each.
     pub(crate) fn take(&mut self, offset: usize, pieces: &[&[u8]]) {
         match self {
-            Sink::Copy(fillers) => {
+            Destination::Copy(fillers) => {
                 for (filler, piece) in fillers.iter_mut().zip(pieces) {
                     filler.fill(piece);
                 }
             }
-            Sink::Reduce(reduce) => reduce_blocks(reduce, offset, pieces),
+            Destination::Reduce(reduce) => reduce_blocks(reduce, offset, pieces),
         }
     }
 }
@@ -325,11 +294,10 @@ impl Plan<'_> {
     /// A rank has published fewer bytes than are read from it: that rank, and the number of bytes.
     pub(crate) fn deliver(self, sources: &[&[u8]], first: usize) -> Result<(), (usize, usize)> {
         match self.destination {
-            Destination::Copy(mut destinations) => {
-                let ranks = destinations.len();
+            Destination::Copy(mut fillers) => {
+                let ranks = fillers.len();
                 for rank in (0..ranks).map(|k| (first + k) % ranks) {
-                    Filler::new(std::mem::take(&mut destinations[rank]))
-                        .fill(wanted(&self.from, sources, rank)?);
+                    fillers[rank].fill(wanted(&self.from, sources, rank)?);
                 }
             }
             Destination::Reduce(mut reduce) => {

@@ -227,7 +227,7 @@ impl ProcessGroup {
                 longest: len,
                 to,
                 from,
-                destination: Destination::Copy(destinations),
+                destination: Destination::copy(destinations),
             }))
         })
     }
@@ -670,7 +670,7 @@ fn copy_into<'p, T>(
         }
         destinations.push(slices);
     }
-    Destination::Copy(destinations)
+    Destination::copy(destinations)
 }
 
 /// Returns the destination that reduces the pieces of all ranks into `output`.

@@ -44,6 +44,63 @@ impl fmt::Display for Launcher {
     }
 }
 
+/// The variables in which a launcher tells a process its place. Of several that are listed, the
+/// first that is set counts, except for those of the job.
+struct LauncherVariables {
+    launcher: Launcher,
+    rank: &'static str,
+    world_size: &'static [&'static str],
+    local_rank: &'static [&'static str],
+    local_world_size: &'static [&'static str],
+    /// The variables whose values together are the name of the job.
+    job: &'static [&'static str],
+}
+
+/// The variables of all launchers. Those of a job that runs inside the job of another launcher come
+/// first.
+const LAUNCHERS: [LauncherVariables; 5] = [
+    LauncherVariables {
+        launcher: Launcher::Torchrun,
+        rank: "RANK",
+        world_size: &["WORLD_SIZE"],
+        local_rank: &["LOCAL_RANK"],
+        local_world_size: &["LOCAL_WORLD_SIZE"],
+        job: &["TORCHELASTIC_RUN_ID"],
+    },
+    LauncherVariables {
+        launcher: Launcher::OpenMpi,
+        rank: "OMPI_COMM_WORLD_RANK",
+        world_size: &["OMPI_COMM_WORLD_SIZE"],
+        local_rank: &["OMPI_COMM_WORLD_LOCAL_RANK"],
+        local_world_size: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
+        job: &["PMIX_NAMESPACE"],
+    },
+    LauncherVariables {
+        launcher: Launcher::Slurm,
+        rank: "SLURM_PROCID",
+        world_size: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
+        local_rank: &["SLURM_LOCALID"],
+        local_world_size: &[],
+        job: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
+    },
+    LauncherVariables {
+        launcher: Launcher::Mpich,
+        rank: "PMI_RANK",
+        world_size: &["PMI_SIZE"],
+        local_rank: &["MPI_LOCALRANKID"],
+        local_world_size: &["MPI_LOCALNRANKS"],
+        job: &[],
+    },
+    LauncherVariables {
+        launcher: Launcher::Kubernetes,
+        rank: "JOB_COMPLETION_INDEX",
+        world_size: &["WORLD_SIZE"],
+        local_rank: &[],
+        local_world_size: &[],
+        job: &["JOB_NAME"],
+    },
+];
+
 /// A process's place in its job.
 ///
 /// The first launcher in this table whose rank variable is set decides. So torchrun or Open MPI's
@@ -158,65 +215,47 @@ impl Environment {
     /// The same as [`from_env`](Self::from_env).
     pub fn from_variables(get: impl Fn(&str) -> Option<String>) -> Result<Self, CommError> {
         let variables = Variables(&get);
-        let mut environment = if variables.has("RANK") {
-            let job = variables.job(&["TORCHELASTIC_RUN_ID"]);
-            Environment {
-                local_rank: variables.number("LOCAL_RANK")?,
-                local_world_size: variables.number("LOCAL_WORLD_SIZE")?,
-                agent_store: variables.agent_store(&job),
-                job,
-                ..variables.place(Launcher::Torchrun, "RANK", &["WORLD_SIZE"])?
-            }
-        } else if variables.has("OMPI_COMM_WORLD_RANK") {
-            Environment {
-                local_rank: variables.number("OMPI_COMM_WORLD_LOCAL_RANK")?,
-                local_world_size: variables.number("OMPI_COMM_WORLD_LOCAL_SIZE")?,
-                job: variables.job(&["PMIX_NAMESPACE"]),
-                ..variables.place(
-                    Launcher::OpenMpi,
-                    "OMPI_COMM_WORLD_RANK",
-                    &["OMPI_COMM_WORLD_SIZE"],
-                )?
-            }
-        } else if variables.has("SLURM_STEP_ID") && variables.has("SLURM_PROCID") {
-            let place = variables.place(
-                Launcher::Slurm,
-                "SLURM_PROCID",
-                &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
-            )?;
-            // SLURM tells how many ranks each host has in a form of its own, but also how many
-            // hosts there are.
-            let hosts: Option<usize> = match variables.number("SLURM_STEP_NUM_NODES")? {
-                Some(hosts) => Some(hosts),
-                None => variables.number("SLURM_NNODES")?,
-            };
-            Environment {
-                local_rank: variables.number("SLURM_LOCALID")?,
-                local_world_size: (hosts == Some(1)).then_some(place.world_size),
-                job: variables.job(&["SLURM_JOB_ID", "SLURM_STEP_ID"]),
-                ..place
-            }
-        } else if variables.has("PMI_RANK") {
-            Environment {
-                local_rank: variables.number("MPI_LOCALRANKID")?,
-                local_world_size: variables.number("MPI_LOCALNRANKS")?,
-                job: variables.job(&[]),
-                ..variables.place(Launcher::Mpich, "PMI_RANK", &["PMI_SIZE"])?
-            }
-        } else if variables.has("JOB_COMPLETION_INDEX") {
-            Environment {
-                job: variables.job(&["JOB_NAME"]),
-                ..variables.place(
-                    Launcher::Kubernetes,
-                    "JOB_COMPLETION_INDEX",
-                    &["WORLD_SIZE"],
-                )?
-            }
-        } else {
+        let names = LAUNCHERS.iter().find(|names| {
+            // SLURM sets a rank also for a process that is not in a step, and so no rank of a job.
+            variables.has(names.rank)
+                && (names.launcher != Launcher::Slurm || variables.has("SLURM_STEP_ID"))
+        });
+        let Some(names) = names else {
             let message = "is not set, nor is any other launcher's rank variable: start the ranks with `fsdp launch`, \
                            torchrun, mpirun, srun or an indexed Kubernetes job";
             return Err(error("RANK", message));
         };
+        let (rank, world_size) = variables.place(names)?;
+        let master_port = variables
+            .number("MASTER_PORT")?
+            .unwrap_or(DEFAULT_MASTER_PORT);
+        if master_port == 0 && world_size > 1 {
+            return Err(error(
+                "MASTER_PORT",
+                "is `0`, which stands for any port: the ranks need the same one",
+            ));
+        }
+        let job = variables.job(names.job);
+        let mut environment = Environment {
+            launcher: names.launcher,
+            rank,
+            world_size,
+            local_rank: variables.first_number(names.local_rank)?,
+            local_world_size: variables.first_number(names.local_world_size)?,
+            master_addr: String::new(),
+            master_port,
+            agent_store: variables.agent_store(names.launcher, &job),
+            job,
+            secret: variables.secret()?,
+            insecure: variables.insecure()?,
+        };
+        if names.launcher == Launcher::Slurm {
+            // SLURM tells how many ranks each host has in a form of its own, but also how many
+            // hosts there are.
+            let hosts: Option<usize> =
+                variables.first_number(&["SLURM_STEP_NUM_NODES", "SLURM_NNODES"])?;
+            environment.local_world_size = (hosts == Some(1)).then_some(world_size);
+        }
         environment.master_addr = match variables.get("MASTER_ADDR") {
             Some(address) => checked_host(address)?,
             None => environment.default_master(&variables)?,
@@ -324,8 +363,17 @@ impl Variables<'_> {
         }
     }
 
-    /// Reads a number that a launcher which has set the variable `rank` must have set too.
-    fn required(&self, name: &str, launcher: Launcher, rank: &str) -> Result<usize, CommError> {
+    /// Reads the first of these variables that is set.
+    fn first_number(&self, names: &[&str]) -> Result<Option<usize>, CommError> {
+        match names.iter().find(|name| self.has(name)) {
+            Some(name) => self.number(name),
+            None => Ok(None),
+        }
+    }
+
+    /// Reads a variable that the launcher must have set, as it has set the rank.
+    fn required(&self, name: &str, names: &LauncherVariables) -> Result<usize, CommError> {
+        let LauncherVariables { launcher, rank, .. } = names;
         self.number(name)?.ok_or_else(|| {
             error(
                 name,
@@ -334,18 +382,13 @@ impl Variables<'_> {
         })
     }
 
-    /// Reads the rank, the world size, the port and the secret. `sizes` are the variables that may
-    /// hold the world size; the first of them that is set is used.
-    fn place(
-        &self,
-        launcher: Launcher,
-        rank: &str,
-        sizes: &[&str],
-    ) -> Result<Environment, CommError> {
-        let set_size = sizes.iter().copied().find(|name| self.has(name));
-        let size = set_size.unwrap_or(sizes[0]);
-        let number = self.required(rank, launcher, rank)?;
-        let world_size = self.required(size, launcher, rank)?;
+    /// Reads the rank and the world size.
+    fn place(&self, names: &LauncherVariables) -> Result<(usize, usize), CommError> {
+        let rank = names.rank;
+        let set_size = names.world_size.iter().find(|name| self.has(name));
+        let size = set_size.unwrap_or(&names.world_size[0]);
+        let number = self.required(rank, names)?;
+        let world_size = self.required(size, names)?;
         if world_size == 0 || world_size > MAX_WORLD_SIZE {
             return Err(error(
                 size,
@@ -358,37 +401,17 @@ impl Variables<'_> {
                 format!("is `{number}`, but `{size}` is `{world_size}`, and ranks count from 0"),
             ));
         }
-        let master_port = self.number("MASTER_PORT")?.unwrap_or(DEFAULT_MASTER_PORT);
-        if master_port == 0 && world_size > 1 {
-            return Err(error(
-                "MASTER_PORT",
-                "is `0`, which stands for any port: the ranks need the same one",
-            ));
-        }
-        Ok(Environment {
-            launcher,
-            rank: number,
-            world_size,
-            local_rank: None,
-            local_world_size: None,
-            master_addr: String::new(),
-            master_port,
-            job: String::new(),
-            secret: self.secret()?,
-            insecure: self.insecure()?,
-            agent_store: None,
-        })
+        Ok((number, world_size))
     }
 
     /// Returns the key of rank 0's address, if torchrun's agent keeps a store.
     ///
     /// The restart count is not part of the key. An agent that restarts its ranks because another
     /// agent did so does not count that, so the ranks of one attempt can have different counts.
-    fn agent_store(&self, job: &str) -> Option<String> {
-        match self.get(USE_AGENT_STORE).as_deref() {
-            Some("True") => Some(format!("fsdp/{job}/address")),
-            _ => None,
-        }
+    fn agent_store(&self, launcher: Launcher, job: &str) -> Option<String> {
+        let has_store =
+            launcher == Launcher::Torchrun && self.get(USE_AGENT_STORE).as_deref() == Some("True");
+        has_store.then(|| format!("fsdp/{job}/address"))
     }
 
     fn secret(&self) -> Result<Option<Secret>, CommError> {

@@ -69,7 +69,7 @@ impl Turn<'_> {
         } else {
             Cow::Borrowed(&[][..])
         };
-        let mut routes = None;
+        let mut planned = None;
         self.round(fault, sizes, &first, |records| {
             let found = Routes::new(records, global_ranks, &name, pattern)?;
             let fits = found.longest_round() <= ROUND_BYTES;
@@ -84,10 +84,10 @@ impl Turn<'_> {
                     })?;
             }
             let plan = fits.then(|| found.plan(rank, &WHOLE, &mut received));
-            routes = Some(found);
+            planned = Some(found);
             Ok(plan)
         })?;
-        let routes = routes.expect("a round that succeeds has been planned");
+        let routes = planned.expect("a round that succeeds has been planned");
         if routes.longest_round() <= ROUND_BYTES {
             return Ok(received);
         }
@@ -262,7 +262,7 @@ impl Routes {
             pattern: self.pattern,
             longest: cut(self.largest(), window).len(),
             to: ranks.map(|to| self.range(rank, to, window)).collect(),
-            destination: Destination::Copy(destinations.collect()),
+            destination: Destination::copy(destinations.collect()),
             from,
         }
     }

@@ -99,7 +99,7 @@ impl ProcessGroup {
     /// Returns this rank, from 0.
     #[must_use]
     pub fn rank(&self) -> usize {
-        self.shared.backend.rank()
+        self.shared.backend.members().rank
     }
 
     /// Returns the number of ranks.
@@ -111,7 +111,7 @@ impl ProcessGroup {
     /// Returns the global rank of each rank of this group: `0..world_size` except in a sub-group.
     #[must_use]
     pub fn global_ranks(&self) -> &[usize] {
-        self.shared.backend.global_ranks()
+        &self.shared.backend.members().global_ranks
     }
 
     /// Returns the number of ranks of the job that run on this rank's host, itself included, also
@@ -306,8 +306,9 @@ impl Turn<'_> {
         let SharedGroup {
             backend, totals, ..
         } = &*self.group.shared;
-        let rank = backend.rank();
-        let ranks = backend.global_ranks();
+        let Members {
+            rank, global_ranks, ..
+        } = backend.members();
         let call = &self.call;
         let header = Header {
             call: call.clone(),
@@ -317,28 +318,29 @@ impl Turn<'_> {
         };
         let encoded = wire::encode(&header)
             .map_err(|message| CommError::object(call.name(), "encode", message))?;
-        lock(&totals.traffic).control_bytes_sent += (encoded.len() * (ranks.len() - 1)) as u64;
+        lock(&totals.traffic).control_bytes_sent +=
+            (encoded.len() * (global_ranks.len() - 1)) as u64;
         let payload = if header.inline { send } else { &[] };
         let record = [&encoded, payload].concat();
         let planner = Box::new(|records: &[&[u8]]| {
             let mut decoded = Vec::with_capacity(records.len());
             for (from, bytes) in records.iter().enumerate() {
                 // This rank knows its own record, whatever others say.
-                let bytes = if from == rank { &record[..] } else { bytes };
+                let bytes = if from == *rank { &record[..] } else { bytes };
                 decoded.push(Record::decode(bytes, &header, &encoded, call.name())?);
             }
-            compare(&decoded, ranks)?;
+            compare(&decoded, global_ranks)?;
             let Some(plan) = plan(&decoded)? else {
                 return Ok(None);
             };
-            let (sent, received) = plan.moved(rank);
-            lock(&totals.traffic).record_payload(call.operation, sent, received);
+            let (sent, received) = plan.moved(*rank);
+            lock(&totals.traffic).record_payload(call.dtype.is_some(), sent, received);
             if !decoded.iter().all(|record| record.header.inline) {
                 return Ok(Some(plan));
             }
             let payloads: Vec<&[u8]> = decoded.iter().map(|record| record.payload).collect();
-            plan.deliver(&payloads, rank)
-                .map_err(|(from, published)| too_short(call, ranks[from], published))?;
+            plan.deliver(&payloads, *rank)
+                .map_err(|(from, published)| too_short(call, global_ranks[from], published))?;
             Ok(None)
         });
         let outcome = backend.round(&self.current_round(), &record, send, planner);
@@ -359,7 +361,7 @@ impl Turn<'_> {
 
 #[cfg(feature = "nccl")]
 impl ProcessGroup {
-    pub(crate) fn device_transfer(&self) -> Option<&dyn crate::backend::DeviceTransfer> {
+    pub(crate) fn nccl(&self) -> Option<&crate::nccl::NcclBackend> {
         self.shared.backend.device()
     }
 }
@@ -375,7 +377,7 @@ impl Turn<'_> {
     ) -> Result<(), CommError> {
         self.synchronize()?;
         let (sent, received) = moved;
-        lock(&self.group.shared.totals.traffic).record_payload(self.call.operation, sent, received);
+        lock(&self.group.shared.totals.traffic).record_payload(true, sent, received);
         // The transfer belongs to the round in which the ranks have agreed on it.
         let outcome = transfer(&self.current_round());
         self.end_round(outcome)

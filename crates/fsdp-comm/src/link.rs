@@ -92,12 +92,8 @@ impl Backend for LinkedBackend {
         self.inner.name()
     }
 
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.inner.global_ranks()
+    fn members(&self) -> &Members {
+        self.inner.members()
     }
 
     fn round<'p>(
@@ -111,7 +107,7 @@ impl Backend for LinkedBackend {
         let measured = Box::new(|records: &[&[u8]]| {
             let plan = plan(records)?;
             if let Some(plan) = &plan {
-                received.set(plan.moved(self.rank()).1);
+                received.set(plan.moved(self.members().rank).1);
             }
             Ok(plan)
         });
@@ -132,7 +128,7 @@ impl Backend for LinkedBackend {
     }
 
     #[cfg(feature = "nccl")]
-    fn device(&self) -> Option<&dyn crate::backend::DeviceTransfer> {
+    fn device(&self) -> Option<&crate::nccl::NcclBackend> {
         self.inner.device()
     }
 }

@@ -53,25 +53,6 @@ operations! {
     BroadcastResult, "broadcast_result";
 }
 
-impl Operation {
-    /// Returns `true` if the payload is tensor elements, and not objects or control.
-    pub(crate) const fn moves_tensors(self) -> bool {
-        matches!(
-            self,
-            Operation::AllGather
-                | Operation::AllGatherUneven
-                | Operation::ReduceScatter
-                | Operation::AllReduce
-                | Operation::Broadcast
-                | Operation::Gather
-                | Operation::GatherUneven
-                | Operation::Scatter
-                | Operation::ScatterUneven
-                | Operation::AllToAllUneven
-        )
-    }
-}
-
 impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
@@ -85,6 +66,7 @@ pub(crate) struct Call {
     pub(crate) sequence: u64,
     /// The name given to `agree` or `broadcast_result`, or to the handle of the group.
     pub(crate) label: Option<String>,
+    /// The type of the elements; `None` if objects or nothing but records move.
     pub(crate) dtype: Option<DType>,
     pub(crate) reduce: Option<ReduceOp>,
     pub(crate) root: Option<usize>,

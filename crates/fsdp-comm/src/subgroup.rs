@@ -4,6 +4,7 @@ use fsdp_layout::DeviceMesh;
 
 use crate::backend::Members;
 use crate::collectives::check;
+use crate::environment::MAX_WORLD_SIZE;
 use crate::error::CommError;
 use crate::group::{ProcessGroup, Turn};
 use crate::record::{Call, Operation};
@@ -66,14 +67,11 @@ impl ProcessGroup {
             )),
         });
         let mut turn = self.begin(call, arguments)?;
-        let ranks = ranks.expect("a mesh without these ranks is a wrong argument");
-        let group = turn.create_group(&ranks)?;
+        let along = ranks.expect("a mesh without these ranks is a wrong argument");
+        let group = turn.create_group(&along)?;
         Ok(group.expect("the ranks along a dimension include the rank itself"))
     }
 }
-
-/// The bits of the number of a group below the global rank that has chosen it.
-const CHOSEN_BITS: u32 = 48;
 
 impl Turn<'_> {
     /// Creates the group of these ranks of the present group, in which this one need not be. All
@@ -81,30 +79,24 @@ impl Turn<'_> {
     /// no rank in common.
     fn create_group(&mut self, ranks: &[usize]) -> Result<Option<ProcessGroup>, CommError> {
         // No two groups of a job may have the same number. So the first rank of a group chooses it:
-        // its own rank, followed by a number that it has not chosen before.
+        // a number that it has not chosen before, followed by the 16 bits of its own rank.
         let first = ranks[0];
         let global_rank = self.group.global_ranks()[first];
-        let operation = self.call.operation;
-        let mut chosen = 0;
+        let name = self.call.name().to_owned();
         let proposed = self.next_group_number();
+        let mut chosen = 0;
         self.round(None, vec![proposed], &[], |records| {
-            match records[first].header.own[..] {
-                [number] if number >> CHOSEN_BITS == 0 => chosen = number,
-                ref other => {
-                    return Err(CommError::object(
-                        operation.name(),
-                        "decode",
-                        format!("rank {global_rank} has chosen {other:?} for a group"),
-                    ));
-                }
-            }
+            chosen = *records[first].header.own.first().ok_or_else(|| {
+                let message = format!("rank {global_rank} has chosen no number for a group");
+                CommError::object(&name, "decode", message)
+            })?;
             Ok(None)
         })?;
         let Some(rank) = ranks.iter().position(|&rank| rank == self.group.rank()) else {
             return Ok(None);
         };
         let members = Members {
-            id: (global_rank as u64) << CHOSEN_BITS | chosen,
+            id: chosen << MAX_WORLD_SIZE.ilog2() | global_rank as u64,
             global_ranks: ranks
                 .iter()
                 .map(|&rank| self.group.global_ranks()[rank])

@@ -46,10 +46,9 @@ impl Traffic {
         *self.collectives.entry(operation).or_default() += 1;
     }
 
-    /// Counts the bytes of tensors or objects that an operation has sent to other ranks and
-    /// received from them.
-    pub(crate) fn record_payload(&mut self, operation: Operation, sent: usize, received: usize) {
-        let (sent_so_far, received_so_far) = if operation.moves_tensors() {
+    /// Counts the bytes of a tensor, or of objects, that went to other ranks and came from them.
+    pub(crate) fn record_payload(&mut self, is_tensor: bool, sent: usize, received: usize) {
+        let (sent_so_far, received_so_far) = if is_tensor {
             (&mut self.tensor_bytes_sent, &mut self.tensor_bytes_received)
         } else {
             (&mut self.object_bytes_sent, &mut self.object_bytes_received)

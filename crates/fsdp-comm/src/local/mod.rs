@@ -42,7 +42,6 @@ struct HubState {
 /// The state that the ranks of one group share.
 #[derive(Debug)]
 struct Group {
-    global_ranks: Vec<usize>,
     board: Board,
     slots: Vec<Slot>,
 }
@@ -55,7 +54,6 @@ impl Hub {
             return group;
         }
         let group = Arc::new(Group {
-            global_ranks: global_ranks.to_vec(),
             board: Board::new(global_ranks.to_vec(), self.turns.clone()),
             slots: global_ranks.iter().map(|_| Slot::default()).collect(),
         });
@@ -100,7 +98,7 @@ impl Drop for Membership {
 struct LocalBackend {
     membership: Arc<Membership>,
     group: Arc<Group>,
-    rank: usize,
+    members: Members,
 }
 
 impl Backend for LocalBackend {
@@ -108,12 +106,8 @@ impl Backend for LocalBackend {
         "local"
     }
 
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        &self.group.global_ranks
+    fn members(&self) -> &Members {
+        &self.members
     }
 
     fn round<'p>(
@@ -123,15 +117,16 @@ impl Backend for LocalBackend {
         send: &[u8],
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError> {
-        let Group { board, slots, .. } = &*self.group;
+        let Group { board, slots } = &*self.group;
+        let own = self.members.rank;
         // Other ranks may read `send` until the end of the closure.
-        slots[self.rank].lend(round.number, send, || {
-            let records = board.exchange(round, self.rank, record)?;
+        slots[own].lend(round.number, send, || {
+            let records = board.exchange(round, own, record)?;
             let slices: Vec<&[u8]> = records.iter().map(Vec::as_slice).collect();
             let Some(plan) = plan(&slices)? else {
                 return Ok(());
             };
-            let others = (0..slots.len()).filter(|&rank| rank != self.rank);
+            let others = (0..slots.len()).filter(|&rank| rank != own);
             let readers: Vec<usize> = others
                 .clone()
                 .filter(|&rank| plan.is_read_by(rank))
@@ -139,7 +134,7 @@ impl Backend for LocalBackend {
             let read: Vec<usize> = others.filter(|&rank| plan.reads(rank)).collect();
             self.read(round, plan)?;
             // The slice must stay until all its readers are done.
-            board.finish(round, self.rank, &read, &readers)
+            board.finish(round, own, &read, &readers)
         })
     }
 
@@ -148,15 +143,11 @@ impl Backend for LocalBackend {
         _round: &Round<'_>,
         members: Members,
     ) -> Result<Arc<dyn Backend>, CommError> {
-        let Members {
-            id,
-            global_ranks,
-            rank,
-        } = members;
+        let hub = &self.membership.hub;
         Ok(Arc::new(LocalBackend {
             membership: Arc::clone(&self.membership),
-            group: self.membership.hub.group(id, &global_ranks),
-            rank,
+            group: hub.group(members.id, &members.global_ranks),
+            members,
         }))
     }
 
@@ -168,11 +159,12 @@ impl Backend for LocalBackend {
 impl LocalBackend {
     /// Fills this rank's destination from the slices that the other ranks have published.
     fn read(&self, round: &Round<'_>, plan: Plan<'_>) -> Result<(), CommError> {
-        let Group {
-            board,
-            slots,
+        let Group { board, slots } = &*self.group;
+        let Members {
+            rank: own,
             global_ranks,
-        } = &*self.group;
+            ..
+        } = &self.members;
         let mut loans = Vec::with_capacity(slots.len());
         for (rank, slot) in slots.iter().enumerate() {
             if !plan.reads(rank) {
@@ -182,7 +174,7 @@ impl LocalBackend {
             let Some(loan) = slot.borrow(round.number) else {
                 // The slice is not published any more although this rank has not read it. Its owner
                 // withdraws it early only if the round has failed.
-                return Err(board.failure_of(round, self.rank, rank));
+                return Err(board.failure_of(round, *own, rank));
             };
             loans.push(Some(loan));
         }
@@ -193,10 +185,9 @@ impl LocalBackend {
                 None => &[],
             })
             .collect();
-        plan.deliver(&sources, self.rank)
-            .map_err(|(rank, published)| {
-                let reason = format!("published only {published} bytes");
-                round.rank_left(global_ranks[rank], reason)
-            })
+        plan.deliver(&sources, *own).map_err(|(rank, published)| {
+            let reason = format!("published only {published} bytes");
+            round.rank_left(global_ranks[rank], reason)
+        })
     }
 }

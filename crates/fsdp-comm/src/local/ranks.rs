@@ -10,7 +10,7 @@ use fsdp_layout::ErrorKind;
 
 use super::turns::{TurnGuard, Turns};
 use super::{Group, Hub, LocalBackend, Membership};
-use crate::backend::Backend;
+use crate::backend::{Backend, Members};
 use crate::error::{CommError, RankFailure, bounded};
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
 use crate::link::{LinkedBackend, SimulatedLink};
@@ -48,11 +48,14 @@ impl ProcessGroup {
     pub fn alone() -> Self {
         let hub = Arc::new(Hub::default());
         let group = hub.group(0, &[0]);
-        let membership = Arc::new(Membership { hub, rank: 0 });
         let backend = LocalBackend {
-            membership,
+            membership: Arc::new(Membership { hub, rank: 0 }),
             group,
-            rank: 0,
+            members: Members {
+                id: 0,
+                global_ranks: vec![0],
+                rank: 0,
+            },
         };
         ProcessGroup::new(Arc::new(backend), DEFAULT_DEADLINE, 1)
     }
@@ -189,7 +192,11 @@ impl LocalRanks {
         let mut backend: Arc<dyn Backend> = Arc::new(LocalBackend {
             membership: Arc::clone(&membership),
             group: Arc::clone(world),
-            rank,
+            members: Members {
+                id: 0,
+                global_ranks: (0..self.world_size).collect(),
+                rank,
+            },
         });
         if let Some(link) = self.link {
             backend = Arc::new(LinkedBackend::new(backend, link));

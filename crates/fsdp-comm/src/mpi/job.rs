@@ -209,7 +209,8 @@ fn open_store(
     // host.
     let rank = world.rank();
     let world_size = world.ranks();
-    let name = ::mpi::environment::processor_name().unwrap_or_default();
+    let name = ::mpi::environment::processor_name()
+        .map_err(|error| failed("MPI_Get_processor_name", error.to_string()))?;
     let mut own = name.clone().into_bytes();
     own.resize(NAME_BYTES, 0);
     let buffers = Buffers {
@@ -237,31 +238,28 @@ fn open_store(
     let mut hosted = None;
     let mut told = Buffers::default();
     if rank == 0 {
-        let one_host = ranks_on_host == world_size;
-        let master = std::env::var("MASTER_ADDR")
-            .ok()
-            .filter(|address| !address.is_empty());
-        let host = master.unwrap_or(if one_host {
-            "127.0.0.1".to_owned()
-        } else {
-            name
-        });
+        let host = match std::env::var("MASTER_ADDR") {
+            Ok(address) if !address.is_empty() => address,
+            _ if ranks_on_host == world_size => "127.0.0.1".to_owned(),
+            _ => name,
+        };
         // MPI has connected the processes already, so the secret can be sent through it.
         let store = host_store(&format!("{host}:0"), &options);
         let place = store
             .as_ref()
             .map(|(store, secret)| (store.address().to_owned(), secret.text().to_owned()));
-        told.receive = wire::encode(&place.map_err(ToString::to_string)).unwrap_or_default();
+        told.receive =
+            wire::encode(&place.map_err(ToString::to_string)).expect("texts can always be encoded");
         hosted = Some(store.map(|(store, _)| store));
     }
     // Step 3: rank 0 tells the others the address and the secret, or its error.
     let telling = world
         .broadcast(told, ADDRESS_BYTES, 0)
         .map_err(|error| failed("MPI_Ibcast", error))?;
-    let told = wait(telling, until)?.receive;
+    let received = wait(telling, until)?.receive;
     let store = match (
         hosted,
-        wire::decode_prefix::<Result<(String, String), String>>(&told),
+        wire::decode_prefix::<Result<(String, String), String>>(&received),
     ) {
         (Some(store), _) => store,
         (None, Ok((Ok((address, secret)), _))) => {
@@ -296,7 +294,7 @@ fn wait(mut pending: Pending, until: Instant) -> Result<Buffers, CommError> {
         }
         pause.take();
     }
-    Ok(pending.finish().unwrap_or_default())
+    Ok(pending.finish().expect("the call is over"))
 }
 
 pub(super) fn failed(call: &str, message: String) -> CommError {

@@ -32,7 +32,7 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
     let job = Job::join(deadline)?;
     let control = Arc::clone(&job.control);
     let round = Round::rendezvous(deadline, until);
-    let rank = control.rank();
+    let rank = control.members().rank;
     let ranks_on_host = job.ranks_on_host;
     let backend = blame::record(rank, MpiBackend::new(job, control, 0, &round))?;
     Ok(ProcessGroup::new(
@@ -61,8 +61,7 @@ impl MpiBackend {
         id: u64,
         round: &Round<'_>,
     ) -> Result<Self, CommError> {
-        let ranks = control.global_ranks();
-        let communicator = if ranks.len() > 1 {
+        let communicator = if control.members().global_ranks.len() > 1 {
             Some(create(&job, &control, id, round)?)
         } else {
             None
@@ -77,7 +76,7 @@ impl MpiBackend {
     /// Moves the bytes of a round. If that fails, this process does not use MPI any more.
     fn transfer(&self, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
         let mut slot = lock(&self.communicator);
-        let rank = self.control.rank();
+        let rank = self.control.members().rank;
         let Some(communicator) = &*slot else {
             return plan.deliver(&[send], rank).map_err(|(_, published)| {
                 failed(
@@ -86,8 +85,9 @@ impl MpiBackend {
                 )
             });
         };
-        let mut wait = |call: library::Result<Pending>| wait(&self.control, round, call);
-        let outcome = transfer::transfer(communicator, rank, send, plan, &mut wait);
+        let outcome = transfer::transfer(communicator, rank, send, plan, &mut |call| {
+            wait(&self.control, round, call)
+        });
         if outcome.is_err() {
             // A call that MPI has begun can neither be undone nor waited for.
             self.job.give_up();
@@ -102,12 +102,8 @@ impl Backend for MpiBackend {
         "mpi"
     }
 
-    fn rank(&self) -> usize {
-        self.control.rank()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.control.global_ranks()
+    fn members(&self) -> &Members {
+        self.control.members()
     }
 
     fn round<'p>(
@@ -153,13 +149,12 @@ fn create(
     const CALL: &str = "MPI_Comm_create_group";
     // A rank may have given up already, and then no rank may make the call.
     control.exchange_at_setup(round, &[])?;
-    let ranks = control.global_ranks().to_vec();
+    let ranks = control.members().global_ranks.clone();
     let (made, is_made) = mpsc::channel();
-    let make = move || drop(made.send(Communicator::create(&ranks, id)));
-    let thread = thread::Builder::new()
+    thread::Builder::new()
         .name("mpi-group".to_owned())
-        .spawn(make);
-    thread.map_err(|error| failed(CALL, error.to_string()))?;
+        .spawn(move || drop(made.send(Communicator::create(&ranks, id))))
+        .map_err(|error| failed(CALL, error.to_string()))?;
     let mut patience = Patience::default();
     loop {
         match is_made.recv_timeout(PEER_CHECK_INTERVAL) {

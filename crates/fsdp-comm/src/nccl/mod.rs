@@ -16,7 +16,7 @@ use cudarc::driver::{CudaContext, CudaStream};
 
 use self::library::{Movement, UniqueId};
 use self::owner::OwnerThread;
-use crate::backend::{Backend, DeviceTransfer, Members, Planner, Round};
+use crate::backend::{Backend, Members, Planner, Round};
 use crate::backend_kind::BackendKind;
 use crate::blame;
 use crate::deadline::until;
@@ -37,7 +37,7 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
         ..TcpOptions::default()
     };
     let control = Arc::new(options.connect_backend(&environment)?);
-    let rank = control.rank();
+    let rank = control.members().rank;
     let round = Round::rendezvous(deadline, until);
     let backend = blame::record(rank, NcclBackend::new(control, ordinal, &round))?;
     let ranks_on_host = environment.local_world_size.unwrap_or(1);
@@ -102,12 +102,13 @@ fn unavailable(message: String) -> CommError {
 
 /// One rank of one group.
 #[derive(Debug)]
-struct NcclBackend {
+pub(crate) struct NcclBackend {
     // This field is dropped first, so that this rank leaves NCCL before it tells the others that it
     // leaves the group.
     owner: OwnerThread,
     control: Arc<TcpBackend>,
-    ordinal: usize,
+    /// The number of the GPU.
+    pub(crate) ordinal: usize,
 }
 
 impl NcclBackend {
@@ -116,7 +117,7 @@ impl NcclBackend {
     fn new(control: Arc<TcpBackend>, ordinal: usize, round: &Round<'_>) -> Result<Self, CommError> {
         // Rank 0 makes the id. If it cannot, all ranks get its error.
         let made: Option<Result<Vec<u8>, String>> =
-            (control.rank() == 0).then(|| library::unique_id().map(UniqueId::to_bytes));
+            (control.members().rank == 0).then(|| library::unique_id().map(UniqueId::to_bytes));
         let record = wire::encode(&made).map_err(|message| unreadable(round, message))?;
         let records = control.exchange_at_setup(round, &record)?;
         let told: Option<Result<Vec<u8>, String>> =
@@ -139,17 +140,30 @@ impl NcclBackend {
     }
 }
 
+impl NcclBackend {
+    /// Carries out a call that all ranks have agreed on in this round, after all earlier work of
+    /// the stream. When this returns, with or without an error, the GPU no longer touches the
+    /// memory of the call.
+    ///
+    /// # Errors
+    /// A rank that is missing at the deadline or has left; an abort; an error of the library.
+    pub(crate) fn transfer(
+        &self,
+        round: &Round<'_>,
+        call: Movement,
+        stream: &CudaStream,
+    ) -> Result<(), CommError> {
+        self.owner.run(&self.control, call, stream, round)
+    }
+}
+
 impl Backend for NcclBackend {
     fn name(&self) -> &'static str {
         "nccl"
     }
 
-    fn rank(&self) -> usize {
-        self.control.rank()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.control.global_ranks()
+    fn members(&self) -> &Members {
+        self.control.members()
     }
 
     fn round<'p>(
@@ -171,23 +185,8 @@ impl Backend for NcclBackend {
         self.control.abort(round, error);
     }
 
-    fn device(&self) -> Option<&dyn DeviceTransfer> {
+    fn device(&self) -> Option<&NcclBackend> {
         Some(self)
-    }
-}
-
-impl DeviceTransfer for NcclBackend {
-    fn ordinal(&self) -> usize {
-        self.ordinal
-    }
-
-    fn transfer(
-        &self,
-        round: &Round<'_>,
-        call: Movement,
-        stream: &CudaStream,
-    ) -> Result<(), CommError> {
-        self.owner.run(&self.control, call, stream, round)
     }
 }
 

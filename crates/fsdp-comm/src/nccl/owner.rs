@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
 
 use super::library::{Movement, NcclCommunicator, UniqueId};
-use crate::backend::{Backend as _, Round};
+use crate::backend::{Backend as _, Members, Round};
 use crate::error::CommError;
 use crate::polling::{GRACE, PEER_CHECK_INTERVAL, Pause};
 use crate::sync::lock;
@@ -180,9 +180,10 @@ impl Owned {
             .new_stream()
             .map_err(|error| driver("cuStreamCreate", error))?;
         // The ranks of the group that `control` connects are those of the communicator.
-        let rank = watch.control.rank();
-        let ranks = watch.control.global_ranks().len();
-        let communicator = NcclCommunicator::begin(id, rank, ranks)
+        let Members {
+            rank, global_ranks, ..
+        } = watch.control.members();
+        let communicator = NcclCommunicator::begin(id, *rank, global_ranks.len())
             .map_err(|error| failed("ncclCommInitRankConfig", error))?;
         // Report an error to the other ranks before the communicator is dropped, because the drop
         // waits for them.

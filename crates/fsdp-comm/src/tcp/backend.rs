@@ -127,7 +127,8 @@ impl TcpBackend {
     /// Opens a group on this rank, and sets up its shared memory where all of its ranks can share
     /// it.
     fn new(node: Arc<Node>, members: Members, round: &Round<'_>) -> Result<Self, CommError> {
-        node.open(members.id, &members.global_ranks);
+        node.inbox()
+            .change(|state| state.open(members.id, &members.global_ranks));
         let mut backend = TcpBackend {
             node,
             members,
@@ -236,12 +237,8 @@ impl Backend for TcpBackend {
         "tcp"
     }
 
-    fn rank(&self) -> usize {
-        self.members.rank
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        &self.members.global_ranks
+    fn members(&self) -> &Members {
+        &self.members
     }
 
     fn round<'p>(
@@ -274,7 +271,7 @@ impl Backend for TcpBackend {
 
 impl Drop for TcpBackend {
     fn drop(&mut self) {
-        self.node.close(self.members.id);
+        self.node.inbox().lock().close(self.members.id);
     }
 }
 
@@ -340,7 +337,7 @@ mod tests {
     }
 
     fn gather_much(backend: Arc<TcpBackend>) {
-        let own = vec![backend.rank() as u8 + 1; 20 << 20];
+        let own = vec![backend.members.rank as u8 + 1; 20 << 20];
         let mut all = vec![0; 2 * own.len()];
         ProcessGroup::new(backend, DEFAULT_DEADLINE, 1)
             .all_gather_into(&mut all, &own)
@@ -376,7 +373,7 @@ mod tests {
         let mut most = 0;
         thread::scope(|scope| {
             scope.spawn(|| {
-                let destination = Destination::Copy(vec![Vec::new(), Vec::new()]);
+                let destination = Destination::copy(vec![Vec::new(), Vec::new()]);
                 sender
                     .round(
                         &round,
@@ -438,15 +435,15 @@ mod tests {
             // over.
             let busy = receiver.node.inbox().lock();
             scope.spawn(|| {
-                let body = &vec![0; CHUNK_BYTES];
+                let body = vec![0; CHUNK_BYTES];
                 let chunk = OutgoingFrame {
                     to: 1,
                     kind: Kind::Chunk,
                     group: 7,
                     round: round.number,
-                    body,
+                    body: body.into(),
                 };
-                while !is_over.load(Ordering::Relaxed) && sender.node.send(chunk, &round).is_ok() {
+                while !is_over.load(Ordering::Relaxed) && sender.node.send(&chunk, &round).is_ok() {
                     sent.fetch_add(1, Ordering::Relaxed);
                 }
             });
@@ -471,7 +468,8 @@ mod tests {
     fn a_rank_that_leaves_is_not_taken_for_one_that_died_by_a_rank_that_still_sends_to_it() {
         let [receiver, sender] = pair(false);
         let round = round(Duration::from_secs(20));
-        let beat = |rank: &TcpBackend, to| rank.node.write(OutgoingFrame::heartbeat(to), &round);
+        let heartbeat = |to| OutgoingFrame::new(to, Kind::Heartbeat, &b""[..]);
+        let beat = |rank: &TcpBackend, to| rank.node.write(&heartbeat(to), &round);
         // While the receiver's inbox is locked, it reads none of the frames that the other rank has
         // sent.
         let busy = receiver.node.inbox().lock();
@@ -486,10 +484,7 @@ mod tests {
             drop(busy);
             sends.join().unwrap();
         });
-        let error = receiver
-            .node
-            .send(OutgoingFrame::heartbeat(1), &round)
-            .unwrap_err();
+        let error = receiver.node.send(&heartbeat(1), &round).unwrap_err();
         assert!(
             matches!(&error, CommError::RankLeft { reason, .. } if reason == "has left the group"),
             "{error}"

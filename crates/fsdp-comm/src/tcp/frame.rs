@@ -1,5 +1,6 @@
 //! The frames that ranks send to each other over a socket: a fixed header and a body.
 
+use std::borrow::Cow;
 use std::io::{self, Read, Write};
 
 use crate::access::not_this_protocol;
@@ -65,33 +66,28 @@ pub(super) struct Frame {
 }
 
 /// A frame to send.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(super) struct OutgoingFrame<'a> {
     pub(super) to: usize,
     pub(super) kind: Kind,
     pub(super) group: u64,
     pub(super) round: u64,
-    pub(super) body: &'a [u8],
+    pub(super) body: Cow<'a, [u8]>,
 }
 
+/// A frame to send that no operation of this rank waits for: the answer to a question, or news to
+/// forward.
+pub(super) type Notice = OutgoingFrame<'static>;
+
 impl<'a> OutgoingFrame<'a> {
-    /// Returns a frame that only shows that this rank is alive.
-    pub(super) fn heartbeat(to: usize) -> Self {
+    /// Returns a frame that is about no group.
+    pub(super) fn new(to: usize, kind: Kind, body: impl Into<Cow<'a, [u8]>>) -> Self {
         OutgoingFrame {
             to,
-            kind: Kind::Heartbeat,
+            kind,
             group: 0,
             round: 0,
-            body: b"",
-        }
-    }
-
-    /// Returns the last frame of a rank that leaves in this way.
-    pub(super) fn goodbye(to: usize, reason: &'a [u8]) -> Self {
-        OutgoingFrame {
-            kind: Kind::Goodbye,
-            body: reason,
-            ..OutgoingFrame::heartbeat(to)
+            body: body.into(),
         }
     }
 
@@ -100,31 +96,8 @@ impl<'a> OutgoingFrame<'a> {
     }
 }
 
-/// A frame to send that no operation of this rank waits for: the answer to a question, or news to
-/// forward.
-#[derive(Debug)]
-pub(super) struct Notice {
-    pub(super) to: usize,
-    pub(super) kind: Kind,
-    pub(super) group: u64,
-    pub(super) round: u64,
-    pub(super) body: Vec<u8>,
-}
-
-impl Notice {
-    pub(super) fn as_frame(&self) -> OutgoingFrame<'_> {
-        OutgoingFrame {
-            to: self.to,
-            kind: self.kind,
-            group: self.group,
-            round: self.round,
-            body: &self.body,
-        }
-    }
-}
-
 /// Returns the header of a frame whose body has `body` bytes.
-fn header(kind: Kind, group: u64, round: u64, body: usize) -> [u8; HEADER_BYTES] {
+pub(super) fn header(kind: Kind, group: u64, round: u64, body: usize) -> [u8; HEADER_BYTES] {
     let mut header = [kind as u8; HEADER_BYTES];
     header[1..9].copy_from_slice(&group.to_le_bytes());
     header[9..17].copy_from_slice(&round.to_le_bytes());

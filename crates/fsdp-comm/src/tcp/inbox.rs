@@ -81,7 +81,7 @@ pub(super) struct GroupState {
     /// The place of this rank among them.
     pub(super) schedule: Schedule,
     /// The round in which the group failed, and the error.
-    failure: Option<(u64, CommError)>,
+    pub(super) failure: Option<(u64, CommError)>,
     /// The received frames, by global rank and round.
     rounds: HashMap<(usize, u64), ReceivedFrames>,
     /// The records that travel through other ranks, by round. Those of the last round that is over
@@ -111,11 +111,6 @@ pub(super) struct Question {
 }
 
 impl GroupState {
-    /// Returns `true` if the group has failed.
-    pub(super) fn has_failed(&self) -> bool {
-        self.failure.is_some()
-    }
-
     /// Returns the ranks of the group that this one sends to or receives from if records travel
     /// through other ranks.
     fn neighbours(&self) -> Vec<usize> {
@@ -376,13 +371,8 @@ impl InboxState {
         self.lost.push(of);
         self.forward_end(of);
         if !self.leaving {
-            self.notices.push(Notice {
-                to: of,
-                kind: Kind::Heartbeat,
-                group: 0,
-                round: 0,
-                body: Vec::new(),
-            });
+            self.notices
+                .push(Notice::new(of, Kind::Heartbeat, Vec::new()));
         }
     }
 
@@ -392,13 +382,8 @@ impl InboxState {
             return;
         }
         for &to in self.neighbours.iter().filter(|&&to| to != of) {
-            self.notices.push(Notice {
-                to,
-                kind: Kind::Ended,
-                group: 0,
-                round: 0,
-                body: rank_body(of),
-            });
+            self.notices
+                .push(Notice::new(to, Kind::Ended, ranks_body(&[of])));
         }
     }
 
@@ -420,7 +405,7 @@ impl InboxState {
                 kind: Kind::Abort,
                 group,
                 round: *round,
-                body: body.clone(),
+                body: body.clone().into(),
             });
         }
     }
@@ -567,17 +552,12 @@ impl InboxState {
         };
         let (rank, silence) = missing
             .iter()
-            .map(|&rank| (rank, self.silence(rank, now)))
+            .map(|&rank| (rank, self.ranks[rank].silence(now)))
             .find(|(_, silence)| *silence > limit)?;
         let seconds = silence.as_secs_f64();
         let reason =
             format!("has sent no heartbeat for {seconds:.1} s: it is stopped or cannot be reached");
         Some(round.rank_left(rank, reason))
-    }
-
-    /// Returns the time since the last frame of a rank, or since this rank began to need it.
-    pub(super) fn silence(&self, rank: usize, now: Instant) -> Duration {
-        self.ranks[rank].silence(now)
     }
 
     /// Returns the rank to blame if one of the `missing` ranks has left: the one that left first.
@@ -604,11 +584,6 @@ pub(super) fn timeout(round: &Round<'_>, missing: &[usize], now: Instant) -> Opt
 /// Returns the body of a frame that tells of an error.
 pub(super) fn encode_failure(error: &CommError) -> Vec<u8> {
     wire::encode(error).expect("texts and numbers can be encoded")
-}
-
-/// Returns the body of a frame that consists of a rank.
-pub(super) fn rank_body(rank: usize) -> Vec<u8> {
-    ranks_body(&[rank])
 }
 
 /// Returns the body of a frame that consists of ranks.
@@ -788,7 +763,7 @@ mod tests {
                         kind: Kind::Ended,
                         group: 0,
                         round: 0,
-                        body: rank_body(of),
+                        body: ranks_body(&[of]),
                     },
                     now,
                 )
@@ -867,10 +842,10 @@ mod tests {
         let now = Instant::now();
         let mut state = large(now);
         let later = now + 2 * SILENCE;
-        assert_eq!(state.silence(2, later), 2 * SILENCE);
-        assert_eq!(state.silence(5, later), Duration::ZERO);
+        assert_eq!(state.ranks[2].silence(later), 2 * SILENCE);
+        assert_eq!(state.ranks[5].silence(later), Duration::ZERO);
         state.expect(5, later);
-        assert_eq!(state.silence(5, later + SILENCE), SILENCE);
+        assert_eq!(state.ranks[5].silence(later + SILENCE), SILENCE);
     }
 
     #[test]

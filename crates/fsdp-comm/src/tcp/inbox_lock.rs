@@ -71,11 +71,6 @@ impl Inbox {
         Ok(())
     }
 
-    /// Records that a rank is lost because of this error, and wakes all who wait for that rank.
-    pub(super) fn lose(&self, from: usize, error: &io::Error) {
-        self.change(|state| state.lose(from, error));
-    }
-
     /// Waits for a change, but no longer than this.
     pub(super) fn wait<'s>(
         &self,

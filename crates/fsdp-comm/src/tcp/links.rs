@@ -179,7 +179,7 @@ impl Links {
             Registration::SendsHere => self.send_heartbeat(from),
             // `send_heartbeat` would use the other connection. No other thread writes to this one.
             Registration::SendsElsewhere => {
-                drop((&*stream).write(&OutgoingFrame::heartbeat(from).header()))
+                drop((&*stream).write(&frame::header(Kind::Heartbeat, 0, 0, 0)))
             }
             // The other rank will try again, and be refused.
             Registration::Leaves => {
@@ -259,19 +259,14 @@ impl Links {
         let stream = Arc::new(TcpStream::connect_timeout(&addresses[to], CONNECT_SLICE)?);
         stream.set_nodelay(true)?;
         self.add(to, &stream)?;
-        self.offer_connection(to, &stream, key)
+        self.offer_connection(&stream, key)
             .inspect_err(|_| self.end(&stream))?;
         Ok(stream)
     }
 
     /// Completes the handshake of a connection that this rank has made, and sends the first frame on
     /// it, unless this rank is leaving.
-    fn offer_connection(
-        &self,
-        to: usize,
-        stream: &Arc<TcpStream>,
-        key: &Key,
-    ) -> Result<(), Refusal> {
+    fn offer_connection(&self, stream: &Arc<TcpStream>, key: &Key) -> Result<(), Refusal> {
         let hello = Hello::new(self.rank, self.writers.len());
         handshake_as_client(stream, key, hello, Instant::now() + HANDSHAKE_TIME)?;
         prepare(stream)?;
@@ -286,7 +281,7 @@ impl Links {
                 _ => return Err(io::Error::from(io::ErrorKind::NotConnected).into()),
             }
         }
-        (&**stream).write_all(&OutgoingFrame::heartbeat(to).header())?;
+        (&**stream).write_all(&frame::header(Kind::Heartbeat, 0, 0, 0))?;
         Ok(())
     }
 
@@ -361,7 +356,7 @@ impl Links {
             // rank after the last one.
             Shutdown::Write
         } else {
-            self.inbox.lose(on, error);
+            self.inbox.change(|state| state.lose(on, error));
             Shutdown::Both
         };
         for connection in lock(&self.open).iter().flatten() {
@@ -421,7 +416,7 @@ impl Links {
     /// `go_on` says whether to try again.
     pub(super) fn write(
         &self,
-        frame: OutgoingFrame<'_>,
+        frame: &OutgoingFrame<'_>,
         go_on: impl Fn() -> bool,
     ) -> io::Result<()> {
         match self.writers[frame.to].get() {
@@ -433,7 +428,7 @@ impl Links {
     /// Sends a frame if that is possible within [`GOODBYE_TIMEOUT`]. Another thread may hold the
     /// socket for longer, because it waits for a rank that does not read; then the frame is not
     /// sent.
-    pub(super) fn try_send(&self, frame: OutgoingFrame<'_>) {
+    pub(super) fn try_send(&self, frame: &OutgoingFrame<'_>) {
         let until = Instant::now() + GOODBYE_TIMEOUT;
         let Some(writer) = self.writers[frame.to].get() else {
             return;
@@ -461,15 +456,15 @@ impl Links {
             b"has left the group"
         };
         for to in 0..self.writers.len() {
-            self.try_send(OutgoingFrame::goodbye(to, reason));
+            self.try_send(&OutgoingFrame::new(to, Kind::Goodbye, reason));
         }
         // The loop above used only the connections on which this rank sends. On the others that it
         // has offered, no thread writes any more, and the other side may have registered them
         // although this one has not. So say goodbye there too.
         for connection in lock(&self.open).iter().flatten() {
             if connection.is_offered && !self.sends_on(connection) {
-                let goodbye = OutgoingFrame::goodbye(connection.rank, reason);
-                write_frame(&connection.stream, goodbye, || false).ok();
+                let goodbye = OutgoingFrame::new(connection.rank, Kind::Goodbye, reason);
+                write_frame(&connection.stream, &goodbye, || false).ok();
             }
         }
     }
@@ -519,13 +514,12 @@ impl Links {
         let Ok(writer) = writer.try_lock() else {
             return false;
         };
-        let frame = notice.as_frame();
-        let sent = match begin_frame(&writer, frame) {
+        let sent = match begin_frame(&writer, notice) {
             Ok(0) => return false,
             // The frame has begun, so the rest of it must follow.
-            Ok(written) => finish_frame(&writer, frame, written, || {
+            Ok(written) => finish_frame(&writer, notice, written, || {
                 let state = self.inbox.lock();
-                !state.leaving && state.silence(to, Instant::now()) <= state.patience
+                !state.leaving && state.ranks[to].silence(Instant::now()) <= state.patience
             }),
             Err(error) => Err(error),
         };
@@ -553,7 +547,7 @@ impl Links {
         };
         // A thread that holds the socket is sending a frame, which is as good as a heartbeat.
         if let Ok(writer) = writer.try_lock() {
-            let heartbeat = OutgoingFrame::heartbeat(to).header();
+            let heartbeat = frame::header(Kind::Heartbeat, 0, 0, 0);
             // So small a write nearly always succeeds as a whole or not at all. If nothing is
             // written, the other rank is not reading, and need not be told. If a part is written,
             // no frame can follow it, so the connection is of no use any more.
@@ -591,7 +585,7 @@ fn prepare(stream: &TcpStream) -> io::Result<()> {
 /// Writes a frame. After each timeout of the socket, `go_on` says whether to try again.
 fn write_frame(
     writer: &TcpStream,
-    frame: OutgoingFrame<'_>,
+    frame: &OutgoingFrame<'_>,
     go_on: impl Fn() -> bool,
 ) -> io::Result<()> {
     let written = begin_frame(writer, frame)?;
@@ -600,8 +594,8 @@ fn write_frame(
 
 /// Writes as much of a frame as the socket takes at once, and returns how much that was. Usually it
 /// is everything.
-fn begin_frame(mut writer: &TcpStream, frame: OutgoingFrame<'_>) -> io::Result<usize> {
-    match writer.write_vectored(&[IoSlice::new(&frame.header()), IoSlice::new(frame.body)]) {
+fn begin_frame(mut writer: &TcpStream, frame: &OutgoingFrame<'_>) -> io::Result<usize> {
+    match writer.write_vectored(&[IoSlice::new(&frame.header()), IoSlice::new(&frame.body)]) {
         Err(error) if frame::is_retryable(&error) => Ok(0),
         written => written,
     }
@@ -610,7 +604,7 @@ fn begin_frame(mut writer: &TcpStream, frame: OutgoingFrame<'_>) -> io::Result<u
 /// Writes the rest of a frame whose first `written` bytes have been written.
 fn finish_frame(
     mut writer: &TcpStream,
-    frame: OutgoingFrame<'_>,
+    frame: &OutgoingFrame<'_>,
     written: usize,
     go_on: impl Fn() -> bool,
 ) -> io::Result<()> {

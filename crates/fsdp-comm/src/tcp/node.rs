@@ -152,10 +152,10 @@ impl Node {
     /// cannot end, if there was one before.
     pub(super) fn write(
         &self,
-        frame: OutgoingFrame<'_>,
+        frame: &OutgoingFrame<'_>,
         round: &Round<'_>,
     ) -> Result<(), Option<CommError>> {
-        let OutgoingFrame { to, group, .. } = frame;
+        let &OutgoingFrame { to, group, .. } = frame;
         let failing_since = Cell::new(None);
         let written = self.links.write(frame, || {
             let state = self.inbox().lock();
@@ -168,7 +168,7 @@ impl Node {
             let since = failing_since.get().unwrap_or(now);
             failing_since.set(Some(since));
             state.ranks[to].left.is_none()
-                && state.silence(to, now) <= SILENCE
+                && state.ranks[to].silence(now) <= SILENCE
                 && now <= since + SILENCE
         });
         written.map_err(|error| {
@@ -193,10 +193,10 @@ impl Node {
     /// is over.
     pub(super) fn send(
         &self,
-        frame: OutgoingFrame<'_>,
+        frame: &OutgoingFrame<'_>,
         round: &Round<'_>,
     ) -> Result<(), CommError> {
-        let OutgoingFrame { to, group, .. } = frame;
+        let &OutgoingFrame { to, group, .. } = frame;
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
         }
@@ -245,15 +245,15 @@ impl Node {
                 }
                 Next::Send { to, bundles } => {
                     drop(state);
-                    for body in &bundles {
+                    for bundle in bundles {
                         let frame = OutgoingFrame {
                             to,
                             kind: Kind::Bundle,
                             group,
                             round: round.number,
-                            body,
+                            body: bundle.into(),
                         };
-                        self.forward(frame, round)?;
+                        self.forward(&frame, round)?;
                     }
                     state = self.inbox().lock();
                 }
@@ -265,7 +265,7 @@ impl Node {
                             kind: Kind::Question,
                             group,
                             round: round.number,
-                            body: ranks_body(&about),
+                            body: ranks_body(&about).into(),
                         };
                         self.ask(question, round)?;
                     }
@@ -278,8 +278,8 @@ impl Node {
     /// Sends a frame of a relayed exchange. While the other rank does not read, this waits until
     /// the round's deadline. It is not an error if the other rank is gone: it may have all records
     /// already. If it is still needed, the exchange itself fails.
-    fn forward(&self, frame: OutgoingFrame<'_>, round: &Round<'_>) -> Result<(), CommError> {
-        let OutgoingFrame { to, group, .. } = frame;
+    fn forward(&self, frame: &OutgoingFrame<'_>, round: &Round<'_>) -> Result<(), CommError> {
+        let &OutgoingFrame { to, group, .. } = frame;
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
         }
@@ -302,7 +302,7 @@ impl Node {
     /// The question is sent once there is a connection.
     fn ask(&self, question: Notice, round: &Round<'_>) -> Result<(), CommError> {
         if self.links.is_connected(question.to) {
-            return self.forward(question.as_frame(), round);
+            return self.forward(&question, round);
         }
         self.notify(question);
         Ok(())
@@ -331,10 +331,10 @@ impl Node {
                 kind: Kind::Abort,
                 group,
                 round,
-                body: body.clone(),
+                body: body.clone().into(),
             };
             if self.is_connected_before(to, until) {
-                self.links.try_send(news.as_frame());
+                self.links.try_send(&news);
             } else {
                 self.notify(news);
             }
@@ -382,16 +382,6 @@ impl Node {
             }
             state = self.inbox().wait(state, GOODBYE_TIMEOUT);
         }
-    }
-
-    /// Records the ranks of a new group.
-    pub(super) fn open(&self, group: u64, ranks: &[usize]) {
-        self.inbox().change(|state| state.open(group, ranks));
-    }
-
-    /// Drops a group of this process.
-    pub(super) fn close(&self, group: u64) {
-        self.inbox().lock().close(group);
     }
 
     /// Returns the reason that a round which still waits for these ranks cannot end, if there is

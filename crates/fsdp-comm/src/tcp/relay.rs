@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use super::frame::{Kind, Notice};
-use super::inbox::{InboxState, Question, SILENCE, rank_body, timeout};
+use super::inbox::{InboxState, Question, SILENCE, ranks_body, timeout};
 use super::relayed_round::bundles;
 use crate::backend::Round;
 use crate::error::CommError;
@@ -79,31 +79,6 @@ struct Asking {
     wake: Option<Instant>,
     /// The earliest time at which a first receiver may be asked that is not connected yet.
     first_receiver_at: Option<Instant>,
-}
-
-/// What this rank knows about another one that it may ask.
-#[derive(Clone, Copy)]
-struct Availability {
-    has_left: bool,
-    is_silent: bool,
-}
-
-impl Availability {
-    fn can_answer(self) -> bool {
-        !self.has_left && !self.is_silent
-    }
-}
-
-/// The answer to a question.
-enum Answer {
-    /// There is none, and never will be.
-    None,
-    /// There is none yet.
-    Later,
-    /// The record that was asked for.
-    Record(Bytes),
-    /// The rank has left without having entered the round.
-    Absent,
 }
 
 impl InboxState {
@@ -215,12 +190,13 @@ impl InboxState {
         let ranks = &state.ranks;
         let schedule = state.schedule;
         let relayed = state.relayed_rounds.entry(round.number).or_default();
-        let availability: Vec<Availability> = ranks
+        let is_silent: Vec<bool> = ranks
             .iter()
-            .map(|&rank| Availability {
-                has_left: peers[rank].left.is_some(),
-                is_silent: peers[rank].silence(now) > SILENCE,
-            })
+            .map(|&rank| peers[rank].silence(now) > SILENCE)
+            .collect();
+        let has_left: Vec<bool> = ranks
+            .iter()
+            .map(|&rank| peers[rank].left.is_some())
             .collect();
         // Decide whether this rank has waited for long. It asks at once if another one is silent,
         // because that one may have stopped.
@@ -236,7 +212,7 @@ impl InboxState {
         if now >= asks_at
             || missing
                 .iter()
-                .any(|&rank| availability[rank].is_silent && !availability[rank].has_left)
+                .any(|&rank| is_silent[rank] && !has_left[rank])
         {
             relayed.waits_long_since.get_or_insert(now);
         }
@@ -249,7 +225,7 @@ impl InboxState {
                 let mut relays = schedule.relays_from(about).to_vec();
                 relays.dedup();
                 for of in relays {
-                    if of != schedule.rank() && availability[of].can_answer() {
+                    if of != schedule.rank() && !has_left[of] && !is_silent[of] {
                         questions.entry(of).or_default().push(about);
                     }
                 }
@@ -266,17 +242,19 @@ impl InboxState {
         let mut first_receiver_at: Option<Instant> = None;
         for &about in missing {
             let peer = relayed.peer(about);
-            if asks_all && !peer.is_asked && availability[about].can_answer() {
+            let can_answer = !has_left[about] && !is_silent[about];
+            if asks_all && !peer.is_asked && can_answer {
                 peer.is_asked = true;
                 questions.entry(about).or_default().push(about);
             }
             // Step 3: ask the first receiver of a rank that cannot answer itself, at once if there
             // is a connection.
             let first_receiver = schedule.first_receiver(about);
-            if peer.is_first_receiver_asked
-                || availability[about].can_answer()
+            if can_answer
+                || peer.is_first_receiver_asked
                 || first_receiver == schedule.rank()
-                || !availability[first_receiver].can_answer()
+                || has_left[first_receiver]
+                || is_silent[first_receiver]
             {
                 continue;
             }
@@ -316,21 +294,45 @@ impl InboxState {
                 from,
                 about,
             } = question;
-            match self.answer(&question) {
-                Answer::None => {}
-                Answer::Later => drop(self.questions.insert(question)),
-                Answer::Record(record) => {
-                    let records = found.entry((from, group, round)).or_default();
-                    records.push((about, record));
+            // Keep a question about a group that is not known here yet.
+            let state = match self.groups.get(&group) {
+                Some(state) if !state.ranks.is_empty() => state,
+                _ => {
+                    self.questions.insert(question);
+                    continue;
                 }
-                Answer::Absent => notices.push(Notice {
-                    to: from,
-                    kind: Kind::Absent,
-                    group,
-                    round,
-                    body: rank_body(about),
-                }),
+            };
+            // Drop a question whose answer nobody needs any more, or that makes no sense.
+            if state.over > Some(round)
+                || about >= state.ranks.len()
+                || self.ranks[from].left.is_some()
+            {
+                continue;
             }
+            if let Some(relayed) = state.relayed_rounds.get(&round)
+                && let Some(record) = relayed.record(about)
+            {
+                let records = found.entry((from, group, round)).or_default();
+                records.push((about, record.clone()));
+                continue;
+            }
+            // If this rank is the first receiver, all frames of the rank that has left have been
+            // read. If it had entered the round, its record would be here. But if the group has
+            // failed, the rank may have left because of that.
+            let is_absent = state.schedule.first_receiver(about) == state.schedule.rank()
+                && self.ranks[state.ranks[about]].left.is_some()
+                && state.failure.is_none();
+            if !is_absent {
+                self.questions.insert(question);
+                continue;
+            }
+            notices.push(Notice {
+                to: from,
+                kind: Kind::Absent,
+                group,
+                round,
+                body: ranks_body(&[about]).into(),
+            });
         }
         for ((to, group, round), records) in found {
             for body in bundles(records.iter().map(|(rank, record)| (*rank, record))) {
@@ -339,46 +341,11 @@ impl InboxState {
                     kind: Kind::Bundle,
                     group,
                     round,
-                    body,
+                    body: body.into(),
                 });
             }
         }
         notices
-    }
-
-    /// Returns the answer to a question of another rank.
-    fn answer(&self, question: &Question) -> Answer {
-        let &Question {
-            group,
-            round,
-            from,
-            about,
-        } = question;
-        // The group may not be known here yet.
-        let state = match self.groups.get(&group) {
-            Some(state) if !state.ranks.is_empty() => state,
-            _ => return Answer::Later,
-        };
-        // Nobody may need the answer any more, or the question may make no sense.
-        if state.over > Some(round) || about >= state.ranks.len() || self.ranks[from].left.is_some()
-        {
-            return Answer::None;
-        }
-        if let Some(relayed) = state.relayed_rounds.get(&round)
-            && let Some(record) = relayed.record(about)
-        {
-            return Answer::Record(record.clone());
-        }
-        // If this rank is the first receiver, all frames of the rank that has left have been read.
-        // If it had entered the round, its record would be here. But if the group has failed, the
-        // rank may have left because of that.
-        if state.schedule.first_receiver(about) == state.schedule.rank()
-            && self.ranks[state.ranks[about]].left.is_some()
-            && !state.has_failed()
-        {
-            return Answer::Absent;
-        }
-        Answer::Later
     }
 }
 

@@ -27,7 +27,7 @@ use super::inbox::SILENCE;
 use super::segment::{Notification, RECORD_BYTES, Segment, Word};
 use super::sockets::{Member, SETUP_ROUNDS};
 use super::watch::SharedRound;
-use crate::backend::{Destination, Filler, Plan, Round, reduce_blocks};
+use crate::backend::{Destination, Plan, Round, reduce_blocks};
 use crate::error::CommError;
 use crate::sync::lock;
 use crate::wire;
@@ -225,9 +225,7 @@ impl SharedMemory {
             .map(|from| IncomingChunks::new(shared, from, plan.from[from].len()))
             .collect();
         match plan.destination {
-            Destination::Copy(destinations) => {
-                let mut fillers: Vec<Filler<'_>> =
-                    destinations.into_iter().map(Filler::new).collect();
+            Destination::Copy(mut fillers) => {
                 // In each turn, publish the next chunk and consume one chunk of each other rank.
                 // The own bytes are copied in the first turn, while the others publish their
                 // chunks.

@@ -6,7 +6,7 @@ use bytes::Bytes;
 
 use super::frame::{CHUNK_BYTES, Kind, OutgoingFrame};
 use super::node::Node;
-use crate::backend::{Plan, Planner, Round, Sink};
+use crate::backend::{Destination, Plan, Planner, Round};
 use crate::error::CommError;
 
 /// The number of rounds in which a group is set up: two for shared memory, and one for the backends
@@ -40,9 +40,9 @@ impl Member<'_> {
             kind,
             group: self.group,
             round: round.number,
-            body,
+            body: body.into(),
         };
-        self.node.send(frame, round)
+        self.node.send(&frame, round)
     }
 
     /// Shows this rank's record to the others, and waits for the records of all. Returns them in
@@ -134,7 +134,7 @@ fn transfer(
         from: &plan.from,
     };
     let own = &send[plan.from[member.rank].clone()];
-    let mut sink = Sink::new(plan.destination);
+    let mut destination = plan.destination;
     let to_send = most_chunks(ranges.to);
     let to_receive = most_chunks(ranges.from);
     for index in 0..=to_send.max(to_receive) {
@@ -143,7 +143,7 @@ fn transfer(
         // copies its own bytes, and sends its next chunk, while the chunks of the others are on
         // their way.
         let Some(before) = index.checked_sub(1) else {
-            if let Sink::Copy(fillers) = &mut sink {
+            if let Destination::Copy(fillers) = &mut destination {
                 fillers[member.rank].fill(own);
             }
             continue;
@@ -151,11 +151,11 @@ fn transfer(
         let chunks = receive_chunks(member, round, &ranges, before)?;
         if before < to_receive {
             let mut pieces: Vec<&[u8]> = chunks.iter().map(Vec::as_slice).collect();
-            if let Sink::Reduce(_) = sink {
+            if let Destination::Reduce(_) = destination {
                 // A reduction takes the bytes of this rank together with those of the others.
                 pieces[member.rank] = &own[chunk_range(own.len(), before)];
             }
-            sink.take(before * CHUNK_BYTES, &pieces);
+            destination.take(before * CHUNK_BYTES, &pieces);
         }
     }
     Ok(())

@@ -9,7 +9,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use super::super::frame::{Frame, Kind};
-use super::super::inbox::{InboxState, rank_body, ranks_body};
+use super::super::inbox::{InboxState, ranks_body};
 use super::super::schedule::Schedule;
 use super::{FIRST_RECEIVER_PAUSE, Next};
 use crate::backend::Round;
@@ -452,7 +452,7 @@ impl World {
         let rank = &mut self.ranks[rank];
         rank.until = Some(now + DEADLINE);
         rank.entered = now;
-        let record = rank_body(rank.state.rank ^ rank.completed as usize);
+        let record = ranks_body(&[rank.state.rank ^ rank.completed as usize]);
         rank.state.enter(GROUP, rank.completed, &record, now);
     }
 
@@ -485,7 +485,8 @@ impl World {
                     break;
                 }
                 Ok(Next::Done(records)) => {
-                    let expected = (0..self.ranks.len()).map(|of| rank_body(of ^ number as usize));
+                    let expected =
+                        (0..self.ranks.len()).map(|of| ranks_body(&[of ^ number as usize]));
                     assert!(records.iter().map(|record| record.to_vec()).eq(expected));
                     self.ranks[rank].until = None;
                     self.ranks[rank].completed += 1;
@@ -496,7 +497,8 @@ impl World {
         }
         if self.ranks[rank].condition == Condition::Running {
             for notice in self.ranks[rank].state.notices() {
-                self.send(rank, notice.to, notice.kind, notice.round, notice.body);
+                let body = notice.body.into_owned();
+                self.send(rank, notice.to, notice.kind, notice.round, body);
             }
         }
     }
