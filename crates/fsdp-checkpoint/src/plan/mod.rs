@@ -203,10 +203,10 @@ fn plan_anew(
         PLANNER,
     )?;
     // Step 3: the planner makes the plan. If it fails, all ranks get its error.
-    let planned = pieces
+    let outcome = pieces
         .map(|pieces| plan_pieces(&hashes, pieces, deduplicate))
         .transpose();
-    let mut planned = group.agree("save: plan", planned.map_err(FileError::from))?;
+    let mut planned = group.agree("save: plan", outcome.map_err(FileError::from))?;
     // Step 4: each rank gets its own part of the plan. Only the planner keeps the metadata, which
     // it writes when it commits.
     let parts = planned.as_mut().map(rank_plans);
