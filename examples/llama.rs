@@ -1,6 +1,6 @@
 //! The Llama of candle-transformers, unchanged, sharded over ranks: it continues some tokens. Each
-//! rank reads its part of the weights from Hugging Face's files, and has at most two layers whole
-//! at a time.
+//! rank reads its part of the weights from Hugging Face's files, keeps only that part, and gathers
+//! all weights for a forward.
 //!
 //! ```console
 //! cargo run -p fsdp-examples --bin tiny-llama -- runs/tiny-llama
@@ -50,7 +50,7 @@ fn generate(group: ProcessGroup, options: &Options) -> Result<Vec<u32>> {
     let config = FsdpConfig {
         // Nothing is trained, so candle need not keep what a backward would want.
         requires_grad: Arc::new(|_| false),
-        ..FsdpConfig::default().wrap("model.layers.*")
+        ..FsdpConfig::default()
     };
     let read = FromCheckpointOptions::default();
     let model = from_checkpoint(group, config, options.model.as_path(), &read, |scope| {

@@ -199,11 +199,11 @@ fn before(json: &Path) -> Result<Results> {
 fn others(root: &Path, target: &Path, arguments: &BenchArguments) -> Result<Vec<Other>> {
     let mut others = Vec::new();
     for (group, name, package, example) in [
-        ("offline", "Offline commands", "fsdp-dcp", "offline"),
+        ("offline", "Offline commands", "fsdp-tools", "offline"),
         (
             "digests",
             "Digests in a save and a load of one rank",
-            "fsdp-dcp",
+            "fsdp-tools",
             "digest_cost",
         ),
         (

@@ -3,11 +3,13 @@
 
 mod bench;
 mod docs;
+mod features;
 mod fuzz;
 mod gpu;
 mod interop;
 mod job;
 mod kills;
+mod metadata;
 mod mpi;
 mod package;
 mod python;
@@ -40,9 +42,11 @@ enum Task {
     /// Formatting, without changing anything.
     Fmt,
     /// The project's own rules: layers, file sizes, where `unsafe` may be.
-    Tidy,
+    Tidy(tidy::TidyArguments),
     /// clippy on everything, warnings denied.
     Clippy,
+    /// Each crate without features, with each of them, and with all; warnings denied.
+    Features(features::FeaturesArguments),
     /// The API documentation, warnings denied.
     Doc,
     /// The examples in documentation.
@@ -121,14 +125,17 @@ const TEST_THREADS: &str = "NEXTEST_TEST_THREADS";
 /// are built one after the other, tests are built on the other cores.
 const CI: [Task; 10] = [
     Task::Fmt,
-    Task::Tidy,
+    Task::Tidy(tidy::TidyArguments {
+        report: false,
+        at: None,
+    }),
     Task::Clippy,
     Task::Gpu(gpu::GpuArguments {
         check: true,
         stand_in: false,
         build: None,
     }),
-    Task::Package(package::PackageArguments { publish: false }),
+    Task::Package(package::PackageArguments::CI),
     Task::Doc,
     Task::Docs(docs::DocsArguments::CI),
     Task::Doctest,
@@ -159,8 +166,9 @@ fn run(task: Task, root: &Path) -> Result<()> {
     let name = match task {
         Task::Ci => "ci",
         Task::Fmt => "fmt",
-        Task::Tidy => "tidy",
+        Task::Tidy(_) => "tidy",
         Task::Clippy => "clippy",
+        Task::Features(_) => "features",
         Task::Doc => "doc",
         Task::Doctest => "doctest",
         Task::Test => "test",
@@ -180,7 +188,8 @@ fn run(task: Task, root: &Path) -> Result<()> {
     match task {
         Task::Ci => unreachable!("main runs its parts"),
         Task::Fmt => cargo(root, &["fmt", "--all", "--check"], &[])?,
-        Task::Tidy => tidy::check(root)?,
+        Task::Tidy(arguments) => tidy::run(root, &arguments)?,
+        Task::Features(arguments) => features::run(root, &arguments)?,
         Task::Interop => interop::run(root)?,
         Task::Package(arguments) => package::run(root, &arguments)?,
         Task::Docs(arguments) => docs::run(root, &arguments)?,
@@ -298,7 +307,7 @@ fn test(root: &Path) -> Result<()> {
     let without_stores = [
         "test",
         "--package",
-        "fsdp-dcp",
+        "fsdp-formats",
         "--lib",
         "--locked",
         "--",

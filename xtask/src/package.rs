@@ -1,144 +1,158 @@
-//! `cargo xtask package`: checks the files that would be published with every crate, without
-//! building it.
+//! `cargo xtask package`: checks what would be published of every crate, rehearses the release, and
+//! publishes.
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::process::Command;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Result, ensure};
 use clap::Args;
-use serde_json::Value;
 
-use crate::shell::{cargo, program, say};
+use crate::metadata::{Package, packages};
+use crate::shell::{cargo, cargo_output, say};
 
 /// Options of `cargo xtask package`.
 #[derive(Args, Clone)]
 pub(crate) struct PackageArguments {
-    /// Publish the crates, those first that others need
+    /// Rehearse the release: do all that `cargo publish` does, except the upload. This asks the
+    /// registry, and builds every crate from its packed files
     #[arg(long)]
-    pub(crate) publish: bool,
+    dry_run: bool,
+    /// Do not build the packed crates
+    #[arg(long, requires = "dry_run")]
+    no_verify: bool,
+    /// Publish the crates, those first that others need
+    #[arg(long, conflicts_with = "dry_run")]
+    publish: bool,
+}
+
+impl PackageArguments {
+    /// Only the checks, which need no network after a build.
+    pub(crate) const CI: PackageArguments = PackageArguments {
+        dry_run: false,
+        no_verify: false,
+        publish: false,
+    };
 }
 
 /// The files that every package holds.
 const FILES: [&str; 4] = ["Cargo.toml", "LICENSE-APACHE", "LICENSE-MIT", "README.md"];
-
-/// The fields that every manifest has.
-const FIELDS: [&str; 5] = ["description", "license", "readme", "keywords", "categories"];
 
 /// The longest description that a list of packages shows whole.
 const MAX_DESCRIPTION: usize = 120;
 
 /// Checks the manifest and the files of every crate that is published, and packs them.
 pub(crate) fn run(root: &Path, arguments: &PackageArguments) -> Result<()> {
-    let packages = published(root)?;
+    let mut packages = packages(root)?;
+    packages.retain(Package::is_published);
     let mut breaches = Vec::new();
     for package in &packages {
         breaches.extend(check_manifest(package));
-        breaches.extend(check_files(root, name(package))?);
+        breaches.extend(check_files(root, &package.name)?);
+        if arguments.publish && package.repository.is_none() {
+            breaches.push(format!("`{}` has no repository", package.name));
+        }
     }
     ensure!(
         breaches.is_empty(),
         "some crates cannot be published:\n  {}",
         breaches.join("\n  ")
     );
-    let names: Vec<&str> = packages.iter().map(name).collect();
-    let selected: Vec<&str> = names.iter().flat_map(|name| ["--package", name]).collect();
-    // Together, because none of them is in a registry before the first release.
-    let pack = [
-        &["package", "--no-verify", "--allow-dirty", "--locked"],
-        &selected[..],
-    ]
-    .concat();
-    // A build has downloaded the descriptions of all dependencies. Ask the registry only if there
-    // has been none.
-    if cargo(root, &[&pack[..], &["--offline"]].concat(), &[]).is_err() {
-        cargo(root, &pack, &[])?;
-    }
-    say(&format!("xtask: {} crates can be packed", names.len()));
+
+    // Together, because none of them is in a registry before the first release. cargo takes them
+    // in the order in which they need each other, which is that of the layers.
+    let selected: Vec<&str> = packages
+        .iter()
+        .flat_map(|package| ["--package", &package.name])
+        .collect();
     if arguments.publish {
-        cargo(
+        return cargo(
             root,
             &[&["publish", "--locked"], &selected[..]].concat(),
             &[],
-        )?;
+        );
+    }
+    if arguments.dry_run {
+        let mut publish = vec!["publish", "--dry-run", "--allow-dirty", "--locked"];
+        publish.extend(arguments.no_verify.then_some("--no-verify"));
+        return cargo(root, &[&publish[..], &selected].concat(), &[]);
+    }
+    pack(root, &selected)?;
+    say(&format!("xtask: {} crates can be packed", packages.len()));
+    Ok(())
+}
+
+/// Packs the selected crates without building them.
+fn pack(root: &Path, selected: &[&str]) -> Result<()> {
+    let pack = ["package", "--no-verify", "--allow-dirty", "--locked"];
+    // A build has downloaded the descriptions of all dependencies. Ask the registry only if there
+    // has been none.
+    let offline = [&pack[..], &["--offline"], selected].concat();
+    if cargo(root, &offline, &[]).is_err() {
+        cargo(root, &[&pack[..], selected].concat(), &[])?;
     }
     Ok(())
 }
 
-/// Returns the packages of the workspace that may be published, as `cargo metadata` describes them.
-fn published(root: &Path) -> Result<Vec<Value>> {
-    let output = output(root, &["metadata", "--no-deps", "--format-version", "1"])?;
-    let metadata: Value = serde_json::from_str(&output)?;
-    let Some(packages) = metadata["packages"].as_array() else {
-        bail!("`cargo metadata` lists no packages")
-    };
-    // An empty list of registries is `publish = false`.
-    Ok(packages
-        .iter()
-        .filter(|package| package["publish"].is_null())
-        .cloned()
-        .collect())
-}
-
-fn name(package: &Value) -> &str {
-    package["name"].as_str().unwrap_or_default()
-}
-
-/// Returns a message for each field that a manifest lacks.
-fn check_manifest(package: &Value) -> Vec<String> {
+/// Returns a message for each fault of a manifest.
+fn check_manifest(package: &Package) -> Vec<String> {
+    let name = &package.name;
+    let texts = [
+        ("description", &package.description),
+        ("license", &package.license),
+        ("readme", &package.readme),
+        ("documentation", &package.documentation),
+        ("rust-version", &package.rust_version),
+    ];
+    let lists = [
+        ("keywords", &package.keywords),
+        ("categories", &package.categories),
+    ];
     let mut breaches = Vec::new();
-    for field in FIELDS {
-        if is_empty(&package[field]) {
-            breaches.push(format!("`{}` has no {field}", name(package)));
+    for (field, text) in texts {
+        if text.as_deref().is_none_or(str::is_empty) {
+            breaches.push(format!("`{name}` has no {field}"));
         }
     }
-    if package["description"]
-        .as_str()
-        .is_some_and(|text| text.len() > MAX_DESCRIPTION)
+    for (field, list) in lists {
+        if list.is_empty() {
+            breaches.push(format!("`{name}` has no {field}"));
+        }
+    }
+    if let Some(description) = &package.description
+        && description.len() > MAX_DESCRIPTION
     {
         breaches.push(format!(
-            "the description of `{}` is longer than {MAX_DESCRIPTION} characters",
-            name(package)
+            "the description of `{name}` is longer than {MAX_DESCRIPTION} characters"
         ));
+    }
+    // docs.rs builds no documentation at all if it is asked for a feature that is not there.
+    for feature in documented_features(package) {
+        if !package.features.contains_key(feature) {
+            breaches.push(format!("`{name}` has no feature `{feature}` for docs.rs"));
+        }
     }
     breaches
 }
 
-fn is_empty(field: &Value) -> bool {
-    match field {
-        Value::Null => true,
-        Value::String(text) => text.is_empty(),
-        Value::Array(items) => items.is_empty(),
-        _ => false,
-    }
+/// Returns the features with which docs.rs is to build the documentation.
+fn documented_features(package: &Package) -> Vec<&str> {
+    let features = package.metadata["docs"]["rs"]["features"].as_array();
+    features
+        .into_iter()
+        .flatten()
+        .filter_map(|feature| feature.as_str())
+        .collect()
 }
 
 /// Returns a message for each file that a package lacks.
 fn check_files(root: &Path, package: &str) -> Result<Vec<String>> {
-    let listed = output(
-        root,
-        &["package", "--list", "--allow-dirty", "--package", package],
-    )?;
+    let list = ["package", "--list", "--allow-dirty", "--package", package];
+    let listed = cargo_output(root, &list)?;
     let files: BTreeSet<&str> = listed.lines().collect();
-    let lacks = FILES.iter().filter(|file| !files.contains(**file));
-    Ok(lacks
+    let missing = FILES.iter().filter(|file| !files.contains(**file));
+    Ok(missing
         .map(|file| format!("the package of `{package}` lacks `{file}`"))
         .collect())
-}
-
-fn output(root: &Path, arguments: &[&str]) -> Result<String> {
-    let output = Command::new(program())
-        .current_dir(root)
-        .args(arguments)
-        .output()
-        .context("failed to run cargo")?;
-    let errors = String::from_utf8_lossy(&output.stderr);
-    ensure!(
-        output.status.success(),
-        "`cargo {}` failed: {errors}",
-        arguments.join(" ")
-    );
-    Ok(String::from_utf8(output.stdout)?)
 }
 
 #[cfg(test)]
@@ -147,14 +161,21 @@ mod tests {
 
     #[test]
     fn a_manifest_without_a_field_is_told() {
-        let whole = serde_json::json!({
+        let complete = serde_json::json!({
             "name": "a", "description": "A thing.", "license": "MIT", "readme": "README.md",
-            "keywords": ["x"], "categories": ["science"],
+            "documentation": "https://docs.rs/a", "rust_version": "1.95",
+            "keywords": ["x"], "categories": ["science"], "features": {"x": []},
+            "metadata": {"docs": {"rs": {"features": ["x"]}}},
         });
-        assert!(check_manifest(&whole).is_empty());
-        let mut without = whole.clone();
-        without["keywords"] = serde_json::json!([]);
-        without["description"] = Value::from("long ".repeat(40));
-        assert_eq!(check_manifest(&without).len(), 2);
+        let package: Package = serde_json::from_value(complete.clone()).unwrap();
+        assert!(check_manifest(&package).is_empty());
+
+        let mut faulty = complete;
+        faulty["keywords"] = serde_json::json!([]);
+        faulty["description"] = "long ".repeat(40).into();
+        faulty["readme"] = serde_json::Value::Null;
+        faulty["metadata"]["docs"]["rs"]["features"] = serde_json::json!(["y"]);
+        let package: Package = serde_json::from_value(faulty).unwrap();
+        assert_eq!(check_manifest(&package).len(), 4);
     }
 }

@@ -34,6 +34,24 @@ pub(crate) fn cargo(root: &Path, arguments: &[&str], environment: &[(&str, &str)
     Ok(())
 }
 
+/// Runs cargo in the workspace, and returns what it writes to stdout. Returns an error, with its
+/// messages, if it fails.
+pub(crate) fn cargo_output(root: &Path, arguments: &[&str]) -> Result<String> {
+    let output = Command::new(program())
+        .current_dir(root)
+        .args(arguments)
+        .output()
+        .context("failed to run cargo")?;
+    ensure!(
+        output.status.success(),
+        "`cargo {}` failed with {}: {}",
+        arguments.join(" "),
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(String::from_utf8(output.stdout)?)
+}
+
 /// Returns the path of the cargo that has started xtask, or `cargo` if xtask was started directly.
 pub(crate) fn program() -> OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())

@@ -4,8 +4,8 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use fsdp_dcp::Location;
-use fsdp_dcp::metadata::METADATA_FILE;
+use fsdp_formats::Location;
+use fsdp_formats::metadata::METADATA_FILE;
 
 use crate::CheckpointError;
 
@@ -95,7 +95,7 @@ fn parse_step(digits: &str) -> Option<u64> {
 /// out.
 fn names(dir: &Location) -> Result<Vec<String>, CheckpointError> {
     dir.names().map_err(|error| match error {
-        fsdp_dcp::FileError::Io { source, .. } => CheckpointError::Directory {
+        fsdp_formats::FileError::Io { source, .. } => CheckpointError::Directory {
             path: dir.name().to_owned(),
             source,
         },

@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::FileError;
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::metadata::{Entry, Metadata, TensorEntry};
-use fsdp_dcp::plan::LoadRequest;
 use fsdp_digest::{Digest, StateDigest, Sum};
+use fsdp_formats::FileError;
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::metadata::{Entry, Metadata, TensorEntry};
+use fsdp_formats::plan::LoadRequest;
 use fsdp_layout::cover::uncovered;
 use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_state::LoadError as _;
@@ -274,7 +274,7 @@ fn most_frequent(sums: &[(usize, Sum)]) -> Sum {
 
 #[cfg(test)]
 mod tests {
-    use fsdp_dcp::metadata::TensorProperties;
+    use fsdp_formats::metadata::TensorProperties;
     use fsdp_layout::DType;
 
     use super::*;

@@ -3,8 +3,8 @@
 use std::io;
 
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_dcp::verify::with_causes;
 use fsdp_flat::FlatError;
+use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure};
 use fsdp_nn::NnError;
 use fsdp_state::{LoadError, StateError};
@@ -33,7 +33,7 @@ pub enum CheckpointError {
     Candle(#[from] candle_core::Error),
     /// Files are missing, damaged or of another layout.
     #[error(transparent)]
-    Files(#[from] fsdp_dcp::FileError),
+    Files(#[from] fsdp_formats::FileError),
     /// A directory of checkpoints cannot be read.
     #[error("failed to list the checkpoints in `{}`", path.display())]
     Directory {

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 
 use candle_core::Result as CandleResult;
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::Checkpoint;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_nn::state::{LiveTarget, StatePrefixes};
 use fsdp_nn::torch::StateDictOptions;
 use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Scope};
@@ -153,7 +153,7 @@ fn shapes(
 mod tests {
     use candle_core::{DType, Device, Tensor};
     use fsdp_comm::run_local;
-    use fsdp_dcp::reader::CheckpointReader;
+    use fsdp_formats::reader::CheckpointReader;
     use fsdp_state::StateDict;
 
     use super::*;

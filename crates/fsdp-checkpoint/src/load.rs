@@ -1,9 +1,9 @@
 //! Loading a checkpoint into a state dict: torch's `dcp.load`, into fresh tensors or in place.
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::reader::OpenOptions;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::PlainValue;
 use fsdp_state::engine::DictTarget;
 use fsdp_state::{
@@ -183,7 +183,7 @@ pub(crate) fn fill(
         .map(|(key, value)| (key, as_leaf(value)))
         .collect();
     let template = DictTarget::new(&flat, options.device.clone());
-    let mut target = CheckpointError::or_refuse(group, LOAD, template)?.of_checkpoint(in_place);
+    let mut target = CheckpointError::or_refuse(group, LOAD, template)?.for_checkpoint(in_place);
     let mut source = CheckpointSource::by_flat_key(checkpoint);
     let report =
         load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;

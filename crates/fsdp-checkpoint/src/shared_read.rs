@@ -5,7 +5,7 @@ use std::hash::{Hash as _, Hasher as _};
 use std::ops::Range;
 
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_dcp::plan::LoadRequest;
+use fsdp_formats::plan::LoadRequest;
 use fsdp_layout::boxes::boxes_of_flat_range;
 use fsdp_layout::{DeviceMesh, TensorBox};
 use fsdp_state::engine::Wanted;

@@ -5,11 +5,11 @@ use std::collections::{HashMap, HashSet};
 
 use candle_core::{Device, Tensor};
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::metadata::Entry;
-use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions};
-use fsdp_dcp::reader::{Destination, ReadOptions};
 use fsdp_flat::storage::{StorageGuard, zeroed_vec};
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::metadata::Entry;
+use fsdp_formats::plan::{LoadRequest, ReadPlanOptions};
+use fsdp_formats::reader::{Destination, ReadOptions};
 use fsdp_layout::{ErrorKind, Failure as _, KeyPath, PathPart, TensorBox};
 use fsdp_state::engine::{LoadCall, Wanted, WantedOn};
 use fsdp_state::{Leaf, Lend, LoadError as _, Memory, Schema, Source, StateValue, lent_bytes};

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::checkpoint::Checkpoint;
+use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_layout::{KeyPath, PathPart};
 use fsdp_nn::state::{
     LiveTarget, MissingState, StatePrefixes, live_model_state_dict, live_optim_state_dict,

@@ -24,13 +24,8 @@ pub(crate) fn run<T>(stop: Arc<AtomicUsize>, command: impl FnOnce() -> T) -> (T,
         stop,
     }));
     let outcome = command();
-    (
-        outcome,
-        CAPTURE
-            .take()
-            .map(|capture| capture.output)
-            .unwrap_or_default(),
-    )
+    let capture = CAPTURE.take().expect("only this function ends a capture");
+    (outcome, capture.output)
 }
 
 /// Returns `true` if this thread runs a command for another program.

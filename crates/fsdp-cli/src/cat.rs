@@ -2,25 +2,26 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail, ensure};
 use clap::Args;
 use clap::error::ErrorKind;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, Checkpoint, stream};
-use fsdp_dcp::elements::{Census, for_each};
-use fsdp_dcp::metadata::TensorEntry;
-use fsdp_dcp::plan::LoadPlanError;
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::storage::Durable;
-use fsdp_dcp::{FileError, verify};
+use fsdp_formats::FileError;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, Checkpoint, stream};
+use fsdp_formats::metadata::{Metadata, TensorEntry};
+use fsdp_formats::plan::LoadPlanError;
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::storage::Durable;
 use fsdp_layout::{DType, PlainValue, TensorBox};
+use fsdp_tools::elements::{Census, for_each};
+use fsdp_tools::verify;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::failure::UsageError;
-use super::keys;
-use super::output;
-use super::text::{escaped, escaped_lines};
+use crate::failure::UsageError;
+use crate::new_file::check_free;
+use crate::text::{escaped, escaped_lines, or_word};
+use crate::{inspect, keys, output};
 
 /// Options of `fsdp cat`.
 #[derive(Debug, Args)]
@@ -38,7 +39,7 @@ pub(crate) struct CatArguments {
     #[arg(long, value_name = "FILE")]
     npy: Option<PathBuf>,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 
@@ -49,7 +50,8 @@ impl CatArguments {
     /// Both the tensor and JSON would go to stdout.
     pub(crate) fn check(&self) -> Result<(), clap::Error> {
         if self.json && self.npy.as_deref() == Some(Path::new(STDOUT)) {
-            let problem = "`--npy -` and `--json` would both write to stdout: leave `--json` out, or name a file\n";
+            let problem = "`--npy -` and `--json` would both write to stdout: leave `--json` out, \
+                           or name a file\n";
             return Err(clap::Error::raw(ErrorKind::ArgumentConflict, problem));
         }
         Ok(())
@@ -64,7 +66,7 @@ const SCHEMA: u32 = 1;
 /// The largest number of elements in one JSON object.
 const MAX_JSON_ELEMENTS: u64 = 1 << 20;
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 struct Shown {
     schema: u32,
     name: String,
@@ -103,155 +105,199 @@ struct Stats {
 /// There is no such key, it cannot be read, or not be shown as asked.
 pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
     let source = checkpoint::open(&arguments.path, OpenOptions { verify: true })?;
-    let name = &arguments.name;
-    let mut shown = Shown {
-        schema: SCHEMA,
-        name: name.clone(),
-        dtype: None,
-        shape: None,
-        stats: None,
-        npy: None,
-        elements: None,
-        value: None,
-    };
+    let name = arguments.name.as_str();
     if !source.metadata().entries.contains_key(name) {
-        let missing = anyhow::Error::from(FileError::from(LoadPlanError::Missing {
-            fqn: name.clone(),
-        }));
-        return Err(match keys::nearest(name, source.metadata()) {
-            Some(near) => missing.context(format!(
-                "no key `{}`; the most like it are {near}",
-                escaped(name)
-            )),
-            None => missing,
-        });
+        return Err(no_such_key(name, source.metadata()));
     }
     let opaque = source.opaque_type(name)?;
-    let tensor = source.metadata().tensor(name).filter(|_| opaque.is_none());
-    let Some(tensor) = tensor else {
-        if arguments.stats || arguments.npy.is_some() {
-            return Err(UsageError::NoTensor { name: name.clone() }.into());
+    match source.metadata().tensor(name) {
+        // The dtype and the shape of an opaque tensor do not tell what it is.
+        Some(entry) if opaque.is_none() => {
+            let source = &*source;
+            let tensor = NamedTensor {
+                source,
+                name,
+                entry,
+            };
+            tensor.show(arguments)
         }
-        let value = value_json(&source.describe_value(name)?);
+        _ => show_value(arguments, &*source, opaque.is_some()),
+    }
+}
+
+/// Returns the error for a key that a checkpoint lacks, with the keys that are most like it.
+fn no_such_key(name: &str, metadata: &Metadata) -> anyhow::Error {
+    let fqn = name.to_owned();
+    let missing = anyhow::Error::from(FileError::from(LoadPlanError::Missing { fqn }));
+    match keys::nearest(name, metadata) {
+        Some(near) => {
+            let name = escaped(name);
+            missing.context(format!("no key `{name}`; the most like it are {near}"))
+        }
+        None => missing,
+    }
+}
+
+/// Shows a value, or an object and what lies below it.
+fn show_value(arguments: &CatArguments, source: &dyn Checkpoint, is_opaque: bool) -> Result<()> {
+    let name = arguments.name.clone();
+    if arguments.stats || arguments.npy.is_some() {
+        bail!(UsageError::NoTensor { name });
+    }
+    let value = value_json(&source.describe_value(&name)?);
+    if arguments.json {
+        return output::json(&Shown {
+            schema: SCHEMA,
+            name,
+            value: Some(value),
+            ..Shown::default()
+        });
+    }
+    if is_opaque {
+        // A tree of several lines.
+        return output::data(&escaped_lines(&format!("{value:#}")));
+    }
+    output::data(&escaped(&value.to_string()))
+}
+
+/// A tensor of a checkpoint.
+#[derive(Clone, Copy)]
+struct NamedTensor<'a> {
+    source: &'a dyn Checkpoint,
+    name: &'a str,
+    entry: &'a TensorEntry,
+}
+
+impl NamedTensor<'_> {
+    fn dtype(&self) -> DType {
+        self.entry.properties.dtype
+    }
+
+    /// Shows the tensor, in the way that the options say.
+    fn show(&self, arguments: &CatArguments) -> Result<()> {
+        let mut shown = Shown {
+            schema: SCHEMA,
+            name: self.name.to_owned(),
+            dtype: Some(self.dtype().to_string()),
+            shape: Some(self.entry.shape.clone()),
+            ..Shown::default()
+        };
+        if let Some(file) = &arguments.npy {
+            if file == Path::new(STDOUT) {
+                return self.print_npy();
+            }
+            self.write_npy(file)?;
+            shown.npy = Some(file.display().to_string());
+        } else if arguments.stats {
+            let Some(census) = verify::census(self.source, self.name, None)? else {
+                let dtype = self.dtype();
+                bail!(UsageError::NoNumbers { dtype });
+            };
+            let stats = Stats::new(&census);
+            if !arguments.json {
+                return output::lines(&stats.lines());
+            }
+            shown.stats = Some(stats);
+        } else if arguments.json {
+            shown.elements = Some(self.elements()?);
+        } else {
+            return self.print();
+        }
         if arguments.json {
-            shown.value = Some(value);
             return output::json(&shown);
         }
-        if opaque.is_some() {
-            // An object and what lies below it: a tree.
-            return output::data(&escaped_lines(&format!("{value:#}")));
-        }
-        return output::data(&escaped(&value.to_string()));
-    };
-    shown.dtype = Some(tensor.properties.dtype.to_string());
-    shown.shape = Some(tensor.shape.clone());
-    if let Some(file) = &arguments.npy {
-        if file == Path::new(STDOUT) {
-            return print_npy(&*source, name, tensor);
-        }
-        write_npy(&*source, name, tensor, file)?;
-        shown.npy = Some(file.display().to_string());
-    } else if arguments.stats {
-        let census = verify::census(&*source, name, None)?;
-        let census = census.ok_or(UsageError::NoNumbers {
-            dtype: tensor.properties.dtype,
-        })?;
-        shown.stats = Some(Stats::new(&census));
-    } else if arguments.json {
-        let elements = super::inspect::bytes(tensor) / tensor.properties.dtype.size_in_bytes();
-        if elements > MAX_JSON_ELEMENTS {
-            return Err(UsageError::TooLarge {
-                elements,
-                limit: MAX_JSON_ELEMENTS,
-            }
-            .into());
-        }
+        Ok(())
+    }
+
+    /// Returns all elements as JSON.
+    ///
+    /// # Errors
+    /// There are too many for one object.
+    fn elements(&self) -> Result<Vec<Value>> {
+        let limit = MAX_JSON_ELEMENTS;
+        let elements = inspect::bytes(self.entry) / self.dtype().size_in_bytes();
+        ensure!(elements <= limit, UsageError::TooLarge { elements, limit });
         let mut values = Vec::new();
-        each_piece(&*source, name, tensor, &mut |bytes| {
-            elements_json(tensor.properties.dtype, bytes, &mut values);
+        self.each_piece(&mut |bytes| {
+            elements_json(self.dtype(), bytes, &mut values);
             Ok(())
         })?;
-        shown.elements = Some(values);
-    } else {
-        return print(&*source, name, tensor);
+        Ok(values)
     }
-    match (&shown.stats, arguments.json) {
-        (_, true) => output::json(&shown),
-        (Some(stats), false) => output::lines(&stats.lines()),
-        _ => Ok(()),
+
+    /// Hands the bytes of the tensor to `sink`, in row-major order, piece by piece.
+    fn each_piece(&self, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        let whole = TensorBox::whole(&self.entry.shape);
+        let length = inspect::bytes(self.entry);
+        stream(
+            self.source,
+            self.name,
+            self.dtype(),
+            &whole,
+            0..length,
+            sink,
+        )
     }
-}
 
-/// Hands the bytes of a tensor to `sink`, in row-major order, piece by piece.
-fn each_piece(
-    source: &dyn Checkpoint,
-    name: &str,
-    tensor: &TensorEntry,
-    sink: &mut dyn FnMut(&[u8]) -> Result<(), CatError>,
-) -> Result<()> {
-    let (dtype, whole) = (tensor.properties.dtype, TensorBox::whole(&tensor.shape));
-    let length = super::inspect::bytes(tensor);
-    stream::<CatError>(source, name, dtype, &whole, 0..length, sink)
-        .map_err(|CatError(error)| error)
-}
-
-/// An error that ends a stream early, from the checkpoint or from the consumer of the bytes.
-struct CatError(anyhow::Error);
-
-impl From<FileError> for CatError {
-    fn from(error: FileError) -> Self {
-        CatError(error.into())
-    }
-}
-
-impl From<anyhow::Error> for CatError {
-    fn from(error: anyhow::Error) -> Self {
-        CatError(error)
-    }
-}
-
-/// Prints the elements of a tensor, with a line for each innermost row.
-fn print(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry) -> Result<()> {
-    let row = tensor.shape.last().copied().unwrap_or(1).max(1);
-    // A piece may end within a row, so the column is kept from one piece to the next.
-    let mut column = 0;
-    each_piece(source, name, tensor, &mut |bytes| {
-        let mut values = Vec::new();
-        elements_json(tensor.properties.dtype, bytes, &mut values);
-        let mut text = String::new();
-        for value in values {
-            match value {
-                Value::String(value) => text.push_str(&value),
-                value => text.push_str(&value.to_string()),
+    /// Prints the elements, with a line for each innermost row.
+    fn print(&self) -> Result<()> {
+        let row = self.entry.shape.last().map_or(1, |&size| size.max(1));
+        // A piece may end within a row, so the column is kept from one piece to the next.
+        let mut column = 0;
+        self.each_piece(&mut |bytes| {
+            let mut values = Vec::new();
+            elements_json(self.dtype(), bytes, &mut values);
+            let mut text = String::new();
+            for value in values {
+                match value {
+                    Value::String(value) => text.push_str(&value),
+                    value => text.push_str(&value.to_string()),
+                }
+                column = (column + 1) % row;
+                text.push(if column == 0 { '\n' } else { ' ' });
             }
-            column = (column + 1) % row;
-            text.push(if column == 0 { '\n' } else { ' ' });
-        }
-        Ok(output::raw(text.as_bytes())?)
-    })
+            output::raw(text.as_bytes())
+        })
+    }
+
+    /// Prints the tensor as a NumPy file, for a program that reads it from a pipe.
+    fn print_npy(&self) -> Result<()> {
+        output::raw(&npy_header(self.dtype(), &self.entry.shape)?)?;
+        self.each_piece(&mut output::raw)
+    }
+
+    /// Writes the tensor to a new NumPy file, which appears whole or not at all.
+    fn write_npy(&self, path: &Path) -> Result<()> {
+        let header = npy_header(self.dtype(), &self.entry.shape)?;
+        check_free(path, false)?;
+        let staging = Durable::new().prepare(path, false)?;
+        let mut at = header.len() as u64;
+        let file = staging.create_single(at + inspect::bytes(self.entry))?;
+        file.write_at(0, &header)?;
+        self.each_piece(&mut |bytes| {
+            file.write_at(at, bytes)?;
+            at += bytes.len() as u64;
+            Ok(())
+        })?;
+        file.finish()?;
+        Ok(staging.commit_single()?)
+    }
 }
 
 /// Adds elements as JSON: numbers and bools; text for NaN, infinities, complex numbers, and the
 /// bytes of other types.
 fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
-    let size = dtype.size_in_bytes() as usize;
     match dtype {
         DType::Bool => values.extend(bytes.iter().map(|&byte| Value::from(byte != 0))),
         // Not through a float, which is exact only up to 2^53.
-        DType::I64 => values.extend(
-            bytes
-                .as_chunks()
-                .0
-                .iter()
-                .map(|b| Value::from(i64::from_le_bytes(*b))),
-        ),
-        DType::U64 => values.extend(
-            bytes
-                .as_chunks()
-                .0
-                .iter()
-                .map(|b| Value::from(u64::from_le_bytes(*b))),
-        ),
+        DType::I64 => {
+            let (integers, _) = bytes.as_chunks();
+            values.extend(integers.iter().map(|&b| Value::from(i64::from_le_bytes(b))));
+        }
+        DType::U64 => {
+            let (integers, _) = bytes.as_chunks();
+            values.extend(integers.iter().map(|&b| Value::from(u64::from_le_bytes(b))));
+        }
         DType::Complex32 | DType::Complex64 | DType::Complex128 => {
             let part = match dtype {
                 DType::Complex32 => DType::F16,
@@ -260,22 +306,15 @@ fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
             };
             let mut parts = Vec::new();
             for_each(part, bytes, &mut |value| parts.push(value));
-            values.extend(parts.as_chunks().0.iter().map(|&[real, imaginary]| {
-                Value::from(complex(real, imaginary, part != DType::F64))
-            }));
+            for &[real, imaginary] in parts.as_chunks().0 {
+                values.push(complex(real, imaginary, part != DType::F64).into());
+            }
         }
         _ => {
-            let whole = !dtype.is_float();
-            let single = dtype != DType::F64;
-            let numbers = for_each(dtype, bytes, &mut |value| {
-                values.push(number(value, whole, single))
-            });
-            if !numbers {
-                values.extend(
-                    bytes
-                        .chunks_exact(size)
-                        .map(|bytes| Value::from(hex(bytes))),
-                );
+            let is_number = for_each(dtype, bytes, &mut |value| values.push(number(value, dtype)));
+            if !is_number {
+                let size = dtype.size_in_bytes() as usize;
+                values.extend(bytes.chunks_exact(size).map(|element| hex(element).into()));
             }
         }
     }
@@ -283,19 +322,13 @@ fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
 
 /// Returns a complex number as Python writes it without parentheses, such as `1.5-2.0j`.
 fn complex(real: f64, imaginary: f64, single: bool) -> String {
-    let digits = |value: f64| {
-        if single {
-            format!("{:?}", value as f32)
-        } else {
-            format!("{value:?}")
-        }
-    };
-    let sign = if imaginary.is_sign_negative() && !imaginary.is_nan() {
-        ""
+    let has_minus = imaginary.is_sign_negative() && !imaginary.is_nan();
+    let plus = if has_minus { "" } else { "+" };
+    if single {
+        format!("{:?}{plus}{:?}j", real as f32, imaginary as f32)
     } else {
-        "+"
-    };
-    format!("{}{sign}{}j", digits(real), digits(imaginary))
+        format!("{real:?}{plus}{imaginary:?}j")
+    }
 }
 
 /// Returns bytes in hexadecimal, in their order.
@@ -306,16 +339,16 @@ fn hex(bytes: &[u8]) -> String {
 
 /// Returns the decimal digits of an integer in little-endian two's complement of any length.
 fn decimal(bytes: &[u8]) -> String {
-    let negative = bytes.last().is_some_and(|last| last & 0x80 != 0);
+    let is_negative = bytes.last().is_some_and(|last| last & 0x80 != 0);
     let mut magnitude = bytes.to_vec();
-    if negative {
-        // The magnitude is the two's complement.
+    if is_negative {
+        // The magnitude is the two's complement: all bits inverted, plus 1.
         let mut carry = true;
         for byte in &mut magnitude {
-            let (value, over) = (!*byte).overflowing_add(u8::from(carry));
-            (*byte, carry) = (value, over);
+            (*byte, carry) = (!*byte).overflowing_add(u8::from(carry));
         }
     }
+    // Divide by 10 until nothing is left: the remainders are the digits, the last one first.
     let mut digits = Vec::new();
     while magnitude.iter().any(|&byte| byte != 0) {
         let mut rest = 0u32;
@@ -329,25 +362,29 @@ fn decimal(bytes: &[u8]) -> String {
     if digits.is_empty() {
         digits.push('0');
     }
-    digits.extend(negative.then_some('-'));
+    if is_negative {
+        digits.push('-');
+    }
     digits.iter().rev().collect()
 }
 
-/// Returns a number as JSON. With `single`, it has no more digits than single precision needs.
-fn number(value: f64, whole: bool, single: bool) -> Value {
-    if whole {
+/// Returns an element of this dtype as JSON, with no more digits than its precision needs.
+fn number(value: f64, dtype: DType) -> Value {
+    if !dtype.is_float() {
         return Value::from(value as i64);
     }
-    let shortest = if single {
-        format!("{:?}", value as f32).parse().unwrap_or(value)
-    } else {
-        value
-    };
-    if value.is_finite() {
-        Value::from(shortest)
-    } else {
-        Value::from(value.to_string())
+    if !value.is_finite() {
+        return Value::from(value.to_string());
     }
+    if dtype == DType::F64 {
+        return Value::from(value);
+    }
+    // The shortest decimal that is this number in single precision: 0.1, not 0.10000000149011612.
+    let digits = format!("{:?}", value as f32);
+    let shortest: f64 = digits
+        .parse()
+        .expect("Rust reads the numbers that it writes");
+    Value::from(shortest)
 }
 
 /// Returns a value as JSON. Tuples and sets become lists, dicts with keys other than text become
@@ -377,13 +414,14 @@ fn value_json(value: &PlainValue) -> Value {
                 .collect()
         }
         PlainValue::Tensor(tensor) => {
+            let mut shown = json!({"dtype": tensor.dtype.to_string(), "shape": tensor.shape});
             let mut elements = Vec::new();
             elements_json(tensor.dtype, &tensor.data, &mut elements);
-            if elements.is_empty() {
-                // The tensor has no elements, or they were not read.
-                return json!({"dtype": tensor.dtype.to_string(), "shape": tensor.shape});
+            // There are none in a tensor without elements, or where they were not read.
+            if !elements.is_empty() {
+                shown["elements"] = elements.into();
             }
-            json!({"dtype": tensor.dtype.to_string(), "shape": tensor.shape, "elements": elements})
+            shown
         }
         // More digits than a JSON number may have.
         PlainValue::BigInt(bytes) => decimal(bytes).into(),
@@ -393,32 +431,18 @@ fn value_json(value: &PlainValue) -> Value {
     }
 }
 
-fn or_none(value: Option<f64>) -> String {
-    value.map_or_else(|| "none".to_owned(), |value| value.to_string())
-}
-
 impl Stats {
     fn new(census: &Census) -> Self {
-        let Census {
-            count,
-            nan,
-            infinite,
-            zero,
-            min,
-            max,
-            ..
-        } = *census;
-        let some = |value: f64| (count > nan + infinite).then_some(value);
-        let (mean, std) = (some(census.mean()), some(census.std()));
+        let finite = (census.count > census.nan + census.infinite).then_some(census);
         Stats {
-            count,
-            nan,
-            infinite,
-            zero,
-            min: some(min),
-            max: some(max),
-            mean,
-            std,
+            count: census.count,
+            nan: census.nan,
+            infinite: census.infinite,
+            zero: census.zero,
+            min: finite.map(|census| census.min),
+            max: finite.map(|census| census.max),
+            mean: finite.map(Census::mean),
+            std: finite.map(Census::std),
         }
     }
 
@@ -429,10 +453,10 @@ impl Stats {
             format!("nan       {}", self.nan),
             format!("infinite  {}", self.infinite),
             format!("zero      {}", self.zero),
-            format!("min       {}", or_none(self.min)),
-            format!("max       {}", or_none(self.max)),
-            format!("mean      {}", or_none(self.mean)),
-            format!("std       {}", or_none(self.std)),
+            format!("min       {}", or_word(self.min, "none")),
+            format!("max       {}", or_word(self.max, "none")),
+            format!("mean      {}", or_word(self.mean, "none")),
+            format!("std       {}", or_word(self.std, "none")),
         ]
     }
 }
@@ -460,60 +484,21 @@ fn numpy_type(dtype: DType) -> Option<&'static str> {
 
 /// Returns what precedes the elements in NumPy's format, version 1.0: magic, length of the header,
 /// a Python dict padded to 64 bytes.
-fn npy_header(descr: &str, shape: &[usize]) -> Result<Vec<u8>> {
+///
+/// # Errors
+/// NumPy has no such dtype, or the shape has too many dimensions.
+fn npy_header(dtype: DType, shape: &[usize]) -> Result<Vec<u8>> {
     /// The bytes before the dict, and the newline after it.
     const AROUND: usize = 10 + 1;
+    let descr = numpy_type(dtype).ok_or(UsageError::NoNumpy { dtype })?;
     let sizes: String = shape.iter().map(|size| format!("{size},")).collect();
-    let mut dict = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({sizes}), }}");
-    while !(dict.len() + AROUND).is_multiple_of(64) {
-        dict.push(' ');
-    }
-    dict.push('\n');
+    let dict = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({sizes}), }}");
+    let width = (dict.len() + AROUND).next_multiple_of(64) - AROUND;
+    let length = u16::try_from(width + 1).context("a shape of too many dimensions")?;
     let mut header = b"\x93NUMPY\x01\x00".to_vec();
-    header.extend(
-        u16::try_from(dict.len())
-            .context("a shape of too many dimensions")?
-            .to_le_bytes(),
-    );
-    header.extend(dict.into_bytes());
+    header.extend(length.to_le_bytes());
+    header.extend(format!("{dict:width$}\n").into_bytes());
     Ok(header)
-}
-
-/// Returns what precedes the elements of a tensor in a NumPy file.
-fn npy_header_of(tensor: &TensorEntry) -> Result<Vec<u8>> {
-    let dtype = tensor.properties.dtype;
-    npy_header(
-        numpy_type(dtype).ok_or(UsageError::NoNumpy { dtype })?,
-        &tensor.shape,
-    )
-}
-
-/// Prints a tensor as a NumPy file, for a program that reads it from a pipe.
-fn print_npy(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry) -> Result<()> {
-    output::raw(&npy_header_of(tensor)?)?;
-    each_piece(source, name, tensor, &mut |bytes| Ok(output::raw(bytes)?))
-}
-
-/// Writes a tensor to a new NumPy file, which appears whole or not at all.
-fn write_npy(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry, path: &Path) -> Result<()> {
-    let header = npy_header_of(tensor)?;
-    if path.symlink_metadata().is_ok() {
-        return Err(UsageError::Exists {
-            path: path.display().to_string(),
-        }
-        .into());
-    }
-    let staging = Durable::new().prepare(path, false)?;
-    let file = staging.create_single(header.len() as u64 + super::inspect::bytes(tensor))?;
-    file.write_at(0, &header)?;
-    let mut at = header.len() as u64;
-    each_piece(source, name, tensor, &mut |bytes| {
-        file.write_at(at, bytes)?;
-        at += bytes.len() as u64;
-        Ok(())
-    })?;
-    file.finish()?;
-    Ok(staging.commit_single()?)
 }
 
 #[cfg(test)]
@@ -575,7 +560,7 @@ mod tests {
 
     #[test]
     fn npy_headers_are_padded() {
-        let header = npy_header("<f4", &[2, 3]).unwrap();
+        let header = npy_header(DType::F32, &[2, 3]).unwrap();
         assert_eq!(header.len() % 64, 0);
         assert_eq!(&header[..10], b"\x93NUMPY\x01\x00\x76\x00");
         assert!(header.ends_with(b"\n"));

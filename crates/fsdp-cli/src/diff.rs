@@ -1,22 +1,21 @@
 //! `fsdp diff`: the differences of two checkpoints of any formats.
 
-use anyhow::Result;
+use anyhow::{Result, bail, ensure};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::convert::View;
-use fsdp_dcp::diff::{self, Difference, Tolerance};
-use fsdp_dcp::map::Mapped;
-use fsdp_dcp::reader::OpenOptions;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_tools::convert::View;
+use fsdp_tools::diff::{self, Difference, Tolerance};
+use fsdp_tools::map::Mapped;
 use serde::Serialize;
 
-use super::failure::{Different, UsageError};
-use super::heatmap;
-use super::keys::Keys;
-use super::map::MapArguments;
-use super::output;
-use super::text::escaped;
-use super::work::Threads;
+use crate::failure::{Different, UsageError};
+use crate::keys::Keys;
+use crate::map::MapArguments;
+use crate::text::{escaped, or_word};
+use crate::work::Threads;
+use crate::{heatmap, output};
 
 /// Options of `fsdp diff`.
 #[derive(Debug, Args)]
@@ -48,7 +47,7 @@ pub(crate) struct DiffArguments {
     #[arg(long, conflicts_with = "json")]
     heatmap: bool,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 
@@ -75,11 +74,11 @@ struct Comparison {
     equal: bool,
     /// The number of keys of either checkpoint.
     compared: usize,
-    differences: Vec<Row>,
+    differences: Vec<DifferenceRow>,
 }
 
 #[derive(Debug, Serialize)]
-struct Row {
+struct DifferenceRow {
     name: String,
     kind: &'static str,
     /// A description for people.
@@ -96,44 +95,53 @@ struct Row {
 /// They differ, or one cannot be read.
 pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     arguments.map.check_set(None)?;
-    let first = checkpoint::open(&arguments.first, OpenOptions { verify: true })?;
-    let second = checkpoint::open(&arguments.second, OpenOptions { verify: true })?;
+    let first_opened = checkpoint::open(&arguments.first, OpenOptions { verify: true })?;
+    let second_opened = checkpoint::open(&arguments.second, OpenOptions { verify: true })?;
     // The map is for the first: its keys become those of the second.
     let map = arguments.map.read(&[&arguments.first])?;
-    let mapped = map.map(|map| Mapped::new(&*first, &map)).transpose()?;
-    let first: &dyn Checkpoint = mapped.as_ref().map_or(&*first, |mapped| mapped);
-    let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
-    let names = [first, &*second].map(|of| of.metadata().entries.keys().map(String::as_str));
-    let is_whole = arguments.include.is_empty() && arguments.exclude.is_empty();
-    let select = |of| {
-        if is_whole {
-            Ok(None)
-        } else {
-            View::new(of, |key| keys.rename(key), None).map(Some)
-        }
-    };
-    let (first_view, second_view) = (select(first)?, select(&*second)?);
-    let first: &dyn Checkpoint = first_view.as_ref().map_or(first, |view| view);
-    let second: &dyn Checkpoint = second_view.as_ref().map_or(&*second, |view| view);
-    if first.metadata().entries.is_empty() && second.metadata().entries.is_empty() && !is_whole {
-        return Err(UsageError::NothingSelected.into());
+    let mapped;
+    let mut first: &dyn Checkpoint = &*first_opened;
+    if let Some(map) = map {
+        mapped = Mapped::new(first, &map)?;
+        first = &mapped;
     }
-    keys.check_include(names.into_iter().flatten())?;
+    let mut second: &dyn Checkpoint = &*second_opened;
+    let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
+    let views;
+    if !arguments.include.is_empty() || !arguments.exclude.is_empty() {
+        let all_keys = first.metadata().entries.keys();
+        let all_keys = all_keys.chain(second.metadata().entries.keys());
+        views = [
+            View::new(first, |key| keys.rename(key), None)?,
+            View::new(second, |key| keys.rename(key), None)?,
+        ];
+        let is_empty = |view: &View<'_>| view.metadata().entries.is_empty();
+        ensure!(!views.iter().all(is_empty), UsageError::NothingSelected);
+        keys.check_include(all_keys.map(String::as_str))?;
+        [first, second] = views.each_ref().map(|view| view as &dyn Checkpoint);
+    }
     let mut differences = Vec::new();
-    let tolerance = Tolerance {
-        absolute: arguments.tolerance,
-        relative: 0.0,
-    };
-    let threads = arguments.threads.count();
-    let mut add = |name: &str, difference| differences.push(Row::new(name, &difference));
-    let reads = arguments.full || arguments.heatmap || tolerance != Tolerance::default();
+    let mut add = |name: &str, difference| differences.push(DifferenceRow::new(name, &difference));
+    let reads = arguments.full || arguments.heatmap || arguments.tolerance > 0.0;
     let by_digests = !reads && diff::diff_digests(first, second, &mut add)?;
     if !by_digests {
-        diff::diff_on_threads(first, second, tolerance, threads, &mut add)?;
+        let tolerance = Tolerance {
+            absolute: arguments.tolerance,
+            relative: 0.0,
+        };
+        diff::diff_on_threads(
+            first,
+            second,
+            tolerance,
+            arguments.threads.count(),
+            &mut add,
+        )?;
     }
     differences.sort_by(|a, b| natord::compare(&a.name, &b.name));
-    let (keys, others) = (&first.metadata().entries, &second.metadata().entries);
-    let compared = keys.len() + others.keys().filter(|key| !keys.contains_key(*key)).count();
+    let first_keys = &first.metadata().entries;
+    let second_keys = second.metadata().entries.keys();
+    let only_in_second = second_keys.filter(|key| !first_keys.contains_key(*key));
+    let compared = first_keys.len() + only_in_second.count();
     let comparison = Comparison {
         schema: SCHEMA,
         first: arguments.first.to_string(),
@@ -158,20 +166,17 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         output::talk(&format!("equal: {compared} tensors and values"));
         return Ok(());
     }
-    let Comparison { first, second, .. } = &comparison;
-    let count = comparison.differences.len();
-    Err(Different {
-        first: first.clone(),
-        second: second.clone(),
-        count,
+    bail!(Different {
+        first: comparison.first,
+        second: comparison.second,
+        count: comparison.differences.len(),
         of: compared,
-    }
-    .into())
+    })
 }
 
 /// Prints the differences, and with `pictures` where in the tensors they are.
 fn list(
-    differences: &[Row],
+    differences: &[DifferenceRow],
     pictures: bool,
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
@@ -179,10 +184,9 @@ fn list(
     for row in differences {
         output::data(&format!("{}: {}", escaped(&row.name), escaped(&row.what)))?;
         if pictures && row.elements.is_some() {
-            let picture = heatmap::lines(first, second, &row.name)?;
-            picture
-                .iter()
-                .try_for_each(|line| output::data(&format!("  {line}")))?;
+            for line in heatmap::lines(first, second, &row.name)? {
+                output::data(&format!("  {line}"))?;
+            }
         }
     }
     if pictures && !differences.is_empty() {
@@ -191,10 +195,11 @@ fn list(
     Ok(())
 }
 
-impl Row {
+impl DifferenceRow {
     /// Describes a difference, for the text and for `--json`.
     fn new(name: &str, difference: &Difference) -> Self {
-        let (mut elements, mut max_abs) = (None, None);
+        let mut elements = None;
+        let mut max_abs = None;
         let (kind, what) = match difference {
             Difference::OnlyInFirst => ("only_in_first", "only in the first".to_owned()),
             Difference::OnlyInSecond => ("only_in_second", "only in the second".to_owned()),
@@ -209,12 +214,11 @@ impl Row {
                 first,
                 max_abs: max,
             } => {
-                (elements, max_abs) = (Some(*count), *max);
-                let by = max.map_or_else(String::new, |max| format!(", by at most {max:e}"));
-                (
-                    "elements",
-                    format!("{count} elements differ{by}, the first at position {first}"),
-                )
+                elements = Some(*count);
+                max_abs = *max;
+                let by = or_word(max.map(|max| format!(", by at most {max:e}")), "");
+                let what = format!("{count} elements differ{by}, the first at position {first}");
+                ("elements", what)
             }
             Difference::Container { first, second } => {
                 ("container", format!("{first} and {second}"))
@@ -222,7 +226,7 @@ impl Row {
             Difference::Value { first, second } => ("value", format!("{first} and {second}")),
             _ => ("other", format!("{difference:?}")),
         };
-        Row {
+        DifferenceRow {
             name: name.to_owned(),
             kind,
             what,

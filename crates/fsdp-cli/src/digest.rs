@@ -1,18 +1,19 @@
 //! `fsdp digest`: one number that two checkpoints share if their state is the same, whatever their
 //! formats and layouts.
 
-use anyhow::{Context as _, Result};
-use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint;
-use fsdp_dcp::digest::digest;
-use fsdp_dcp::reader::OpenOptions;
-use serde::Serialize;
 use std::collections::BTreeMap;
 
-use super::output;
-use super::text::escaped;
-use super::work::Threads;
+use anyhow::{Result, bail};
+use clap::Args;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint;
+use fsdp_formats::digest::digest;
+use fsdp_formats::reader::OpenOptions;
+use serde::Serialize;
+
+use crate::output;
+use crate::text::escaped;
+use crate::work::Threads;
 
 /// Options of `fsdp digest`.
 #[derive(Debug, Args)]
@@ -27,7 +28,7 @@ pub(crate) struct DigestArguments {
     #[arg(long)]
     recorded: bool,
     /// One JSON object on stdout, with all digests
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
     #[command(flatten)]
     threads: Threads,
@@ -55,25 +56,19 @@ struct Digests {
 pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
     let checkpoint = checkpoint::open(&arguments.path, OpenOptions { verify: true })?;
     let path = arguments.path.to_string();
-    let state = if arguments.recorded {
-        let recorded = checkpoint.digests();
+    let computed;
+    let (from, state) = if !arguments.recorded {
+        computed = digest(&*checkpoint, arguments.threads.count())?;
+        ("computed", &computed)
+    } else if let Some(recorded) = checkpoint.digests() {
+        ("recorded", recorded)
+    } else {
         let why = if checkpoint.has_stale_digests() {
             ": another program has written the file again since"
         } else {
             ""
         };
-        recorded
-            .with_context(|| {
-                format!("`{path}` has no recorded digests{why}; leave out `--recorded`")
-            })?
-            .clone()
-    } else {
-        digest(&*checkpoint, arguments.threads.count())?
-    };
-    let from = if arguments.recorded {
-        "recorded"
-    } else {
-        "computed"
+        bail!("`{path}` has no recorded digests{why}; leave out `--recorded`");
     };
     if arguments.json {
         let each = state
@@ -92,11 +87,9 @@ pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
     if arguments.each {
         let mut digests: Vec<_> = state.iter().collect();
         digests.sort_by(|(a, _), (b, _)| natord::compare(a, b));
-        lines.extend(
-            digests
-                .into_iter()
-                .map(|(name, digest)| format!("{digest}  {}", escaped(name))),
-        );
+        for (name, digest) in digests {
+            lines.push(format!("{digest}  {}", escaped(name)));
+        }
     }
     lines.push(format!("{}  {}", state.root(), escaped(&path)));
     output::lines(&lines)

@@ -17,7 +17,7 @@ use super::{memory, output};
 #[derive(Debug, Args)]
 pub(crate) struct DoctorArguments {
     /// One JSON object
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 

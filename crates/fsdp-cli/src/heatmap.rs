@@ -1,11 +1,11 @@
 //! `fsdp diff --heatmap`: where in a tensor two checkpoints differ, and by how much.
 
 use anyhow::Result;
-use fsdp_dcp::FileError;
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::elements::{Census, for_each};
-use fsdp_dcp::metadata::TensorEntry;
+use fsdp_formats::FileError;
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::metadata::TensorEntry;
 use fsdp_layout::boxes::boxes_of_flat_range;
+use fsdp_tools::elements::{Census, for_each};
 
 /// The cells down: along the first dimension.
 const ROWS: usize = 8;
@@ -37,11 +37,10 @@ pub(crate) fn lines(
     second: &dyn Checkpoint,
     name: &str,
 ) -> Result<Vec<String>> {
-    let tensors = (
-        first.metadata().tensor(name),
-        second.metadata().tensor(name),
-    );
-    let (Some(entry), Some(other)) = tensors else {
+    let Some(entry) = first.metadata().tensor(name) else {
+        return Ok(Vec::new());
+    };
+    let Some(other) = second.metadata().tensor(name) else {
         return Ok(Vec::new());
     };
     let dtype = entry.properties.dtype;
@@ -63,10 +62,11 @@ impl Heat {
         let numel: usize = shape.iter().product();
         // `across` is the size of the last dimension, and `down` that of the first. A tensor of one
         // dimension is one row.
-        let across = shape.last().copied().unwrap_or(1).max(1);
+        let across = shape.last().map_or(1, |&size| size.max(1));
         let down = if shape.len() > 1 { shape[0].max(1) } else { 1 };
         let in_row = (numel / down).max(1);
-        let (rows, columns) = (down.min(ROWS), across.min(COLUMNS));
+        let rows = down.min(ROWS);
+        let columns = across.min(COLUMNS);
         let mut heat = Heat {
             rows,
             columns,
@@ -75,16 +75,12 @@ impl Heat {
         let mut at = 0;
         while at < numel {
             let end = numel.min(at + PIECE);
-            let [a, b] = [
-                values(first, name, entry, at..end)?,
-                values(second, name, entry, at..end)?,
-            ];
-            for (offset, (a, b)) in a.iter().zip(&b).enumerate() {
+            let first_values = values(first, name, entry, at..end)?;
+            let second_values = values(second, name, entry, at..end)?;
+            for (offset, (a, b)) in first_values.iter().zip(&second_values).enumerate() {
                 let index = at + offset;
-                let (row, column) = (
-                    index / in_row * rows / down,
-                    index % across * columns / across,
-                );
+                let row = index / in_row * rows / down;
+                let column = index % across * columns / across;
                 heat.add(row, column, difference(*a, *b));
             }
             at = end;
@@ -92,7 +88,7 @@ impl Heat {
         Ok(heat)
     }
 
-    /// Notes a difference in a cell.
+    /// Records a difference in a cell.
     fn add(&mut self, row: usize, column: usize, by: f64) {
         let cell = &mut self.cells[row * self.columns + column];
         // NaN stays once it is there: no number is larger.

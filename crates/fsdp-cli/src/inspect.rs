@@ -1,18 +1,19 @@
 //! `fsdp inspect`: the contents of a checkpoint of any format, from its metadata and its `step`.
 
-use anyhow::Result;
-use clap::Args;
-use fsdp_dcp::FileError;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry};
-use fsdp_dcp::reader::OpenOptions;
-use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 
-use super::output;
-use super::text::{count, escaped, iec};
-use super::tree::tree;
+use anyhow::Result;
+use clap::Args;
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::metadata::{Chunk, Entry, StorageInfo, TensorEntry};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::{FileError, Location};
+use fsdp_layout::DType;
+use serde::Serialize;
+
+use crate::output;
+use crate::text::{column_widths, count, escaped, iec, or_word};
+use crate::tree::tree;
 
 /// Options of `fsdp inspect`.
 #[derive(Debug, Args)]
@@ -27,7 +28,7 @@ pub(crate) struct InspectArguments {
     #[arg(long, conflicts_with = "json")]
     tensors: bool,
     /// One JSON object on stdout, with every box
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 
@@ -40,8 +41,8 @@ const COLUMNS: usize = 80;
 /// The largest number of ranks for which a tensor's boxes are listed by rank.
 const RANKS_IN_A_LINE: usize = 8;
 
-#[derive(Debug, Serialize)]
-struct Summary {
+#[derive(Debug, Default, Serialize)]
+struct CheckpointSummary {
     schema: u32,
     path: String,
     format: &'static str,
@@ -59,13 +60,13 @@ struct Summary {
     values: Vec<String>,
     /// The values that hold objects of types that are never built, and the tensors that are such
     /// objects.
-    opaque: Vec<Opaque>,
+    opaque: Vec<OpaqueItem>,
     /// The number of tensors and values that were not looked into for such objects.
     not_looked_into: usize,
 }
 
 #[derive(Debug, Serialize)]
-struct Opaque {
+struct OpaqueItem {
     name: String,
     #[serde(rename = "type")]
     of: String,
@@ -100,24 +101,19 @@ struct StoredBox {
 pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
     let source = checkpoint::open(&arguments.path, OpenOptions::default());
     let path = arguments.path.to_string();
-    if arguments.json {
-        if let Err(error @ FileError::NotCommitted { .. }) = &source {
-            output::read_or_not(output::json(&Summary::uncommitted(
-                path.clone(),
-                error.to_string(),
-            )))?;
-        }
-        return output::json(&Summary::new(path, &*source?));
+    if arguments.json
+        && let Err(error @ FileError::NotCommitted { .. }) = &source
+    {
+        let summary = CheckpointSummary::uncommitted(path.clone(), error.to_string());
+        output::read_or_not(output::json(&summary))?;
     }
-    let summary = Summary::new(path, &*source?);
+    let summary = CheckpointSummary::new(path, &*source?);
+    if arguments.json {
+        return output::json(&summary);
+    }
     if arguments.tensors {
-        return output::lines(
-            &summary
-                .tensors
-                .iter()
-                .map(Tensor::fields)
-                .collect::<Vec<_>>(),
-        );
+        let lines: Vec<String> = summary.tensors.iter().map(Tensor::fields).collect();
+        return output::lines(&lines);
     }
     if arguments.tree {
         let tensors = summary
@@ -130,55 +126,51 @@ pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
     output::lines(&summary.lines())
 }
 
-impl Summary {
+impl CheckpointSummary {
     /// Describes a directory that is no committed checkpoint.
     fn uncommitted(path: String, reason: String) -> Self {
-        Summary {
+        CheckpointSummary {
             schema: SCHEMA,
             path,
             format: "dcp",
-            committed: false,
             reason: Some(reason),
-            step: None,
-            hashed: false,
-            bytes: 0,
-            tensors: Vec::new(),
-            values: Vec::new(),
-            opaque: Vec::new(),
-            not_looked_into: 0,
+            ..CheckpointSummary::default()
         }
     }
 
     /// Describes a checkpoint.
     fn new(path: String, source: &dyn Checkpoint) -> Self {
         let metadata = source.metadata();
-        let (opaque, not_looked_into) = opaque(source);
-        let mut tensors = tensors(metadata);
+        let (opaque, not_looked_into) = opaque_items(source);
         let stored: HashMap<&str, u64> = opaque
             .iter()
-            .map(|opaque| (opaque.name.as_str(), opaque.bytes))
+            .map(|item| (item.name.as_str(), item.bytes))
             .collect();
+        let mut tensors: Vec<Tensor> = metadata
+            .tensors()
+            .map(|(name, entry)| Tensor::new(name, entry))
+            .collect();
+        // Numbers in names are in the order of numbers: `h.2` before `h.10`.
+        tensors.sort_by(|a, b| natord::compare(&a.name, &b.name));
+        let mut bytes: u64 = 0;
         for tensor in &mut tensors {
             // The dtype and the shape of an opaque tensor do not tell how many bytes it takes.
-            tensor.bytes = stored
-                .get(tensor.name.as_str())
-                .copied()
-                .unwrap_or(tensor.bytes);
+            if let Some(&stored) = stored.get(tensor.name.as_str()) {
+                tensor.bytes = stored;
+            }
+            bytes = bytes.saturating_add(tensor.bytes);
         }
         let mut values: Vec<String> = metadata.values().map(|(name, _)| name.to_owned()).collect();
         values.sort_by(|a, b| natord::compare(a, b));
-        let step = step(source);
-        Summary {
+        CheckpointSummary {
             schema: SCHEMA,
             path,
             format: source.format().name(),
             committed: true,
             reason: None,
-            step,
+            step: step(source),
             hashed: source.directory().has_integrity(),
-            bytes: tensors
-                .iter()
-                .fold(0, |sum, tensor| sum.saturating_add(tensor.bytes)),
+            bytes,
             tensors,
             values,
             opaque,
@@ -188,35 +180,25 @@ impl Summary {
 
     /// Returns the report as lines of text.
     fn lines(&self) -> Vec<String> {
-        let boxes: usize = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
+        let committed = if self.committed { "yes" } else { "no" };
+        let hashes = if self.hashed { "yes" } else { "no" };
+        let tensors = self.tensors.len();
+        let boxes = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
+        let boxes = count(boxes, "box", "boxes");
         let mut lines = vec![
             format!("checkpoint  {} ({})", escaped(&self.path), self.format),
-            format!(
-                "committed   {}, hashes {}",
-                yes_or_no(self.committed),
-                yes_or_no(self.hashed)
-            ),
-            format!(
-                "step        {}",
-                self.step
-                    .map_or_else(|| "unknown".to_owned(), |step| step.to_string())
-            ),
-            format!(
-                "tensors     {} in {}, {}",
-                self.tensors.len(),
-                count(boxes, "box", "boxes"),
-                iec(self.bytes)
-            ),
+            format!("committed   {committed}, hashes {hashes}"),
+            format!("step        {}", or_word(self.step, "unknown")),
+            format!("tensors     {tensors} in {boxes}, {}", iec(self.bytes)),
             format!("values      {}", self.values.len()),
         ];
-        lines.extend(self.opaque.iter().map(|Opaque { name, of, bytes }| {
-            let stored = if *bytes > 0 {
-                format!(", {}", iec(*bytes))
-            } else {
-                String::new()
-            };
-            format!("opaque      {}: {}{stored}", escaped(name), escaped(of))
-        }));
+        for OpaqueItem { name, of, bytes } in &self.opaque {
+            let mut line = format!("opaque      {}: {}", escaped(name), escaped(of));
+            if *bytes > 0 {
+                line.push_str(&format!(", {}", iec(*bytes)));
+            }
+            lines.push(line);
+        }
         if self.not_looked_into > 0 {
             let more = count(self.not_looked_into, "item was", "items were");
             lines.push(format!(
@@ -224,31 +206,21 @@ impl Summary {
             ));
         }
         lines.push(String::new());
-        let rows: Vec<[String; 5]> =
-            std::iter::once(["tensor", "dtype", "shape", "bytes", "boxes by rank"])
-                .map(|header| header.map(str::to_owned))
-                .chain(self.tensors.iter().map(Tensor::row))
-                .collect();
-        let width = |column: usize| {
-            rows.iter()
-                .map(|row| row[column].chars().count())
-                .max()
-                .unwrap_or(0)
-        };
-        let widths = [0, 1, 2, 3].map(width);
-        let [w0, w1, w2, w3] = widths;
-        // Where the names leave no room, each has a line of its own.
-        let is_narrow = widths.iter().sum::<usize>() + 8 + width(4) <= COLUMNS;
+        let header = ["tensor", "dtype", "shape", "bytes", "boxes by rank"];
+        let mut rows = vec![header.map(str::to_owned)];
+        rows.extend(self.tensors.iter().map(Tensor::row));
+        let widths = column_widths(&rows);
+        let [w0, w1, w2, w3, _] = widths;
+        // Two spaces are between columns. Where the names leave no room, each has a line of its
+        // own.
+        let is_narrow = widths.iter().sum::<usize>() + 4 * 2 <= COLUMNS;
         for [name, dtype, shape, bytes, boxes] in &rows {
+            let rest = format!("  {dtype:w1$}  {shape:w2$}  {bytes:>w3$}  {boxes}");
             if is_narrow {
-                lines.push(format!(
-                    "{name:w0$}  {dtype:w1$}  {shape:w2$}  {bytes:>w3$}  {boxes}"
-                ));
+                lines.push(format!("{name:w0$}{rest}"));
             } else {
                 lines.push(name.clone());
-                lines.push(format!(
-                    "    {dtype:w1$}  {shape:w2$}  {bytes:>w3$}  {boxes}"
-                ));
+                lines.push(format!("  {rest}"));
             }
         }
         lines
@@ -267,8 +239,9 @@ const STEPS: [&str; 8] = [
     "step",
 ];
 
-/// The number of items that are looked into, in the file system and elsewhere.
-const LOOKS: [usize; 2] = [4096, 64];
+/// The number of items that are looked into in the file system, and elsewhere.
+const LOCAL_LOOKS: usize = 4096;
+const REMOTE_LOOKS: usize = 64;
 
 /// The most bytes that the value of a step takes.
 const STEP_BYTES: u64 = 64 << 10;
@@ -276,68 +249,73 @@ const STEP_BYTES: u64 = 64 << 10;
 /// Returns the opaque values and tensors, sorted, and the number of items that were not looked
 /// into. Nothing is read but what tells their types, and that of some items only: a checkpoint may
 /// have millions.
-fn opaque(source: &dyn Checkpoint) -> (Vec<Opaque>, usize) {
-    let metadata = source.metadata();
-    let values = metadata.values().map(|(name, value)| {
-        (
-            name,
-            value.stored.as_ref().map_or(0, |stored| stored.length),
-        )
-    });
-    let tensors = metadata.tensors().map(|(name, tensor)| {
-        let stored = tensor
+fn opaque_items(source: &dyn Checkpoint) -> (Vec<OpaqueItem>, usize) {
+    let entries = &source.metadata().entries;
+    // Values come first: most opaque items are values.
+    let values = entries.iter().filter(|(_, entry)| is_value(entry));
+    let tensors = entries.iter().filter(|(_, entry)| !is_value(entry));
+    let is_local = Location::from(source.path()).local().is_some();
+    let looks = if is_local { LOCAL_LOOKS } else { REMOTE_LOOKS };
+    let mut items = Vec::new();
+    for (name, entry) in values.chain(tensors).take(looks) {
+        // A value whose type cannot be read is damaged: `verify` tells of it, and the rest is shown
+        // here.
+        if let Ok(Some(of)) = source.opaque_type(name) {
+            items.push(OpaqueItem {
+                name: name.clone(),
+                of,
+                bytes: stored_bytes(entry),
+            });
+        }
+    }
+    items.sort_by(|a, b| natord::compare(&a.name, &b.name));
+    (items, entries.len().saturating_sub(looks))
+}
+
+const fn is_value(entry: &Entry) -> bool {
+    matches!(entry, Entry::Bytes(_))
+}
+
+/// Returns the bytes that an entry takes as it is stored.
+fn stored_bytes(entry: &Entry) -> u64 {
+    let lengths: Vec<u64> = match entry {
+        Entry::Bytes(value) => value.stored.iter().map(|stored| stored.length).collect(),
+        Entry::Tensor(tensor) => tensor
             .chunks
             .iter()
-            .filter_map(|chunk| chunk.stored.as_ref());
-        (
-            name,
-            stored.fold(0, |sum: u64, stored| sum.saturating_add(stored.length)),
-        )
-    });
-    let [local, remote] = LOOKS;
-    let is_local = Location::from(source.path()).local().is_some();
-    let looks = if is_local { local } else { remote };
-    let opaque = values
-        .chain(tensors)
-        .take(looks)
-        .filter_map(|(name, bytes)| {
-            // A value whose type cannot be read is damaged: `verify` tells of it, and the rest is
-            // shown here.
-            let of = source.opaque_type(name).ok()??;
-            Some(Opaque {
-                name: name.to_owned(),
-                of,
-                bytes,
-            })
-        });
-    let mut opaque: Vec<Opaque> = opaque.collect();
-    opaque.sort_by(|a, b| natord::compare(&a.name, &b.name));
-    (opaque, metadata.entries.len().saturating_sub(looks))
+            .filter_map(|chunk| Some(chunk.stored.as_ref()?.length))
+            .collect(),
+    };
+    // The lengths come from a file that may be damaged.
+    lengths.into_iter().fold(0, u64::saturating_add)
 }
 
 /// Returns the step at which a checkpoint was saved. One that is damaged does not keep the rest
 /// from being shown: `verify` is for damage.
 fn step(source: &dyn Checkpoint) -> Option<i64> {
     let entries = &source.metadata().entries;
-    STEPS.iter().find_map(|key| match entries.get(*key)? {
-        Entry::Bytes(bytes)
-            if bytes
-                .stored
-                .as_ref()
-                .is_some_and(|stored| stored.length > STEP_BYTES) =>
-        {
-            None
+    STEPS.iter().find_map(|key| {
+        let entry = entries.get(*key)?;
+        // A longer value is no number, and need not be read.
+        if !is_value(entry) || stored_bytes(entry) > STEP_BYTES {
+            return None;
         }
-        Entry::Bytes(_) => source.read_value(key).ok()?.as_int(),
-        Entry::Tensor(_) => None,
+        source.read_value(key).ok()?.as_int()
     })
 }
 
-const fn yes_or_no(yes: bool) -> &'static str {
-    if yes { "yes" } else { "no" }
-}
-
 impl Tensor {
+    /// Describes a tensor and its boxes.
+    fn new(name: &str, entry: &TensorEntry) -> Self {
+        Tensor {
+            name: name.to_owned(),
+            dtype: entry.properties.dtype.to_string(),
+            shape: entry.shape.clone(),
+            bytes: bytes(entry),
+            boxes: entry.chunks.iter().map(StoredBox::new).collect(),
+        }
+    }
+
     /// Returns the row of the table.
     fn row(&self) -> [String; 5] {
         [
@@ -367,7 +345,7 @@ impl Tensor {
     /// Lists the number of boxes by rank: `0:1 1:2` is one box of rank 0 and two of rank 1.
     fn boxes_by_rank(&self) -> String {
         let mut ranks: BTreeMap<u64, usize> = BTreeMap::new();
-        for rank in self.boxes.iter().filter_map(|part| part.rank) {
+        for rank in self.boxes.iter().filter_map(|stored| stored.rank) {
             *ranks.entry(rank).or_default() += 1;
         }
         let told: usize = ranks.values().sum();
@@ -377,55 +355,39 @@ impl Tensor {
         if told < self.boxes.len() || ranks.len() > RANKS_IN_A_LINE {
             return format!("{} on {} ranks", self.boxes.len(), ranks.len());
         }
-        ranks
+        let counts: Vec<String> = ranks
             .iter()
             .map(|(rank, boxes)| format!("{rank}:{boxes}"))
-            .collect::<Vec<_>>()
-            .join(" ")
+            .collect();
+        counts.join(" ")
     }
-}
-
-/// Returns the tensors of a checkpoint, numbers in their names in the order of numbers (`h.2`
-/// before `h.10`).
-fn tensors(metadata: &Metadata) -> Vec<Tensor> {
-    let mut tensors: Vec<Tensor> = metadata
-        .tensors()
-        .map(|(name, entry)| tensor(name, entry))
-        .collect();
-    tensors.sort_by(|a, b| natord::compare(&a.name, &b.name));
-    tensors
 }
 
 /// Returns the number of bytes of a tensor's elements.
 pub(super) fn bytes(entry: &TensorEntry) -> u64 {
-    let numel = entry
-        .shape
-        .iter()
-        .fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
-    numel.saturating_mul(entry.properties.dtype.size_in_bytes())
+    bytes_of(entry.properties.dtype, &entry.shape)
 }
 
-/// Describes a tensor and its boxes.
-fn tensor(name: &str, entry: &TensorEntry) -> Tensor {
-    Tensor {
-        name: name.to_owned(),
-        dtype: entry.properties.dtype.to_string(),
-        shape: entry.shape.clone(),
-        bytes: bytes(entry),
-        boxes: entry.chunks.iter().map(box_of).collect(),
-    }
+/// Returns the number of bytes of elements of this dtype and shape. The shape may be that of a
+/// damaged file.
+pub(super) fn bytes_of(dtype: DType, shape: &[usize]) -> u64 {
+    shape.iter().fold(dtype.size_in_bytes(), |bytes, &size| {
+        bytes.saturating_mul(size as u64)
+    })
 }
 
-/// Describes a box and the place of its bytes.
-fn box_of(Chunk { bounds, stored }: &Chunk) -> StoredBox {
-    let stored = stored.as_ref();
-    StoredBox {
-        offsets: bounds.offsets.clone(),
-        sizes: bounds.sizes.clone(),
-        rank: stored.and_then(rank),
-        file: stored.map(|stored| stored.relative_path.clone()),
-        offset: stored.map(|stored| stored.offset),
-        length: stored.map(|stored| stored.length),
+impl StoredBox {
+    /// Describes a box and the place of its bytes.
+    fn new(Chunk { bounds, stored }: &Chunk) -> Self {
+        let stored = stored.as_ref();
+        StoredBox {
+            offsets: bounds.offsets.clone(),
+            sizes: bounds.sizes.clone(),
+            rank: stored.and_then(rank),
+            file: stored.map(|stored| stored.relative_path.clone()),
+            offset: stored.map(|stored| stored.offset),
+            length: stored.map(|stored| stored.length),
+        }
     }
 }
 

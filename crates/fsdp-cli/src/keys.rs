@@ -1,13 +1,39 @@
 //! The keys that are converted or compared, and their new names.
 
-use anyhow::Result;
-use fsdp_dcp::convert::Rename;
-use fsdp_dcp::metadata::Metadata;
+use anyhow::{Result, bail, ensure};
+use clap::Args;
+use fsdp_formats::metadata::Metadata;
+use fsdp_tools::convert::Rename;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
 use crate::failure::UsageError;
 use crate::output;
 use crate::text::escaped;
+
+/// The options that select keys.
+#[derive(Debug, Args)]
+pub(crate) struct KeyFilter {
+    /// Only keys that this glob matches; may be given more than once
+    #[arg(long, value_name = "GLOB")]
+    include: Vec<String>,
+    /// No keys that this glob matches; may be given more than once
+    #[arg(long, value_name = "GLOB")]
+    exclude: Vec<String>,
+}
+
+impl KeyFilter {
+    /// Returns the selected keys, which rules and a prefix rename.
+    ///
+    /// # Errors
+    /// A glob that is none.
+    pub(crate) fn keys<'a>(
+        &'a self,
+        rules: &'a [(String, String)],
+        prefix: Option<&'a str>,
+    ) -> Result<Keys<'a>> {
+        Keys::new(&self.include, &self.exclude, rules, prefix)
+    }
+}
 
 /// `--include`, `--exclude`, `--rename` and `--prefix`.
 pub(crate) struct Keys<'a> {
@@ -28,13 +54,11 @@ impl<'a> Keys<'a> {
         rules: &'a [(String, String)],
         prefix: Option<&'a str>,
     ) -> Result<Self> {
-        let include = if include.is_empty() {
-            None
-        } else {
-            Some(Globs::new(include)?)
-        };
         Ok(Keys {
-            include,
+            include: match include {
+                [] => None,
+                globs => Some(Globs::new(globs)?),
+            },
             exclude: Globs::new(exclude)?,
             rules,
             prefix,
@@ -42,10 +66,11 @@ impl<'a> Keys<'a> {
     }
 
     fn selects(&self, key: &str) -> bool {
-        self.include
-            .as_ref()
-            .is_none_or(|include| include.set.is_match(key))
-            && !self.exclude.set.is_match(key)
+        let is_included = match &self.include {
+            Some(include) => include.set.is_match(key),
+            None => true,
+        };
+        is_included && !self.exclude.set.is_match(key)
     }
 
     /// Returns what becomes of a key: it is dropped if it is not selected. The first rule that fits
@@ -69,16 +94,13 @@ impl<'a> Keys<'a> {
     /// # Errors
     /// A glob that matches no key, which is probably a mistake.
     pub(crate) fn check_include<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Result<()> {
-        let unused = self
-            .include
-            .as_ref()
-            .and_then(|include| include.unused(keys).into_iter().next());
-        unused.map_or(Ok(()), |glob| {
-            Err(UsageError::UnusedGlob {
-                glob: glob.to_owned(),
-            }
-            .into())
-        })
+        if let Some(include) = &self.include
+            && let Some(glob) = include.unused(keys).first()
+        {
+            let glob = (*glob).to_owned();
+            bail!(UsageError::UnusedGlob { glob });
+        }
+        Ok(())
     }
 
     /// Checks that the options fit the keys of a checkpoint. A glob of `--exclude` that matches no
@@ -88,34 +110,26 @@ impl<'a> Keys<'a> {
     /// Nothing is selected, a rule fits nothing (both are likely slips), or a key would become
     /// empty.
     pub(crate) fn check(&self, metadata: &Metadata) -> Result<()> {
-        let selected: Vec<&str> = metadata
-            .entries
-            .keys()
-            .map(String::as_str)
-            .filter(|key| self.selects(key))
-            .collect();
+        let keys = metadata.entries.keys().map(String::as_str);
+        let selected: Vec<&str> = keys.clone().filter(|key| self.selects(key)).collect();
         if selected.is_empty() && !metadata.entries.is_empty() {
-            return Err(UsageError::NothingSelected.into());
+            bail!(UsageError::NothingSelected);
         }
-        let keys = || metadata.entries.keys().map(String::as_str);
-        self.check_include(keys())?;
-        for glob in self.exclude.unused(keys()) {
+        self.check_include(keys.clone())?;
+        for glob in self.exclude.unused(keys) {
             output::talk(&format!("`--exclude {}` matches no key", escaped(glob)));
         }
         for rule in self.rules {
             if !selected.iter().any(|key| apply(rule, key).is_some()) {
-                return Err(UsageError::UnusedRule {
-                    rule: format!("{}={}", rule.0, rule.1),
-                }
-                .into());
+                let rule = format!("{}={}", rule.0, rule.1);
+                bail!(UsageError::UnusedRule { rule });
             }
         }
-        if selected
-            .iter()
-            .any(|key| self.rename(key) == Rename::To(String::new()))
-        {
-            return Err(UsageError::EmptyKey.into());
-        }
+        let empty = Rename::To(String::new());
+        ensure!(
+            !selected.iter().any(|key| self.rename(key) == empty),
+            UsageError::EmptyKey
+        );
         Ok(())
     }
 }
@@ -147,17 +161,17 @@ impl<'a> Globs<'a> {
     fn unused<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Vec<&'a str> {
         let mut is_used = vec![false; self.globs.len()];
         for key in keys {
-            self.set
-                .matches(key)
-                .into_iter()
-                .for_each(|index| is_used[index] = true);
+            for index in self.set.matches(key) {
+                is_used[index] = true;
+            }
         }
-        self.globs
-            .iter()
-            .zip(is_used)
-            .filter(|(_, is_used)| !is_used)
-            .map(|(glob, _)| glob.as_str())
-            .collect()
+        let mut unused = Vec::new();
+        for (glob, is_used) in self.globs.iter().zip(is_used) {
+            if !is_used {
+                unused.push(glob.as_str());
+            }
+        }
+        unused
     }
 }
 
@@ -177,22 +191,22 @@ const LEAST_SIMILAR: f64 = 0.7;
 /// Returns a list of the keys that are most like one that a checkpoint lacks, the likest first;
 /// `None` if no key is like it.
 pub(crate) fn nearest(key: &str, metadata: &Metadata) -> Option<String> {
-    let keys = metadata
-        .entries
-        .keys()
-        .take(MOST_COMPARED)
-        .map(String::as_str);
-    let mut like: Vec<(f64, &str)> = keys
-        .map(|other| (similarity(key, other), other))
-        .filter(|(similarity, _)| *similarity > LEAST_SIMILAR)
-        .collect();
+    let mut like = Vec::new();
+    for other in metadata.entries.keys().take(MOST_COMPARED) {
+        let similarity = similarity(key, other);
+        if similarity > LEAST_SIMILAR {
+            like.push((similarity, other));
+        }
+    }
+    if like.is_empty() {
+        return None;
+    }
     like.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
-    let keys: Vec<String> = like
-        .iter()
-        .take(NEAREST)
+    let nearest = like.iter().take(NEAREST);
+    let quoted: Vec<String> = nearest
         .map(|(_, key)| format!("`{}`", escaped(key)))
         .collect();
-    (!keys.is_empty()).then(|| keys.join(", "))
+    Some(quoted.join(", "))
 }
 
 /// Returns how alike two keys are: from 0 to 1, and 1 also where one ends or begins with the other.
@@ -251,7 +265,7 @@ mod tests {
         ] {
             metadata.entries.insert(
                 key.to_owned(),
-                fsdp_dcp::metadata::Entry::Bytes(Default::default()),
+                fsdp_formats::metadata::Entry::Bytes(Default::default()),
             );
         }
         let near = nearest("model.up.wieght", &metadata).unwrap();

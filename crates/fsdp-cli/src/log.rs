@@ -1,15 +1,15 @@
 //! `fsdp log`: the chain of a run's checkpoints, and where it is broken or forked.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::lineage::{Lineage, Link, Note, chain};
+use fsdp_formats::Location;
+use fsdp_formats::lineage::{Lineage, Link, Note, chain};
 use serde::Serialize;
 
-use super::failure::Broken;
-use super::ls::no_checkpoints;
-use super::output;
-use super::text::escaped;
+use crate::failure::Broken;
+use crate::ls::no_checkpoints;
+use crate::output;
+use crate::text::{escaped, or_word};
 
 /// Options of `fsdp log`.
 #[derive(Debug, Args)]
@@ -18,7 +18,7 @@ pub(crate) struct LogArguments {
     #[arg(value_name = "RUN")]
     run: Location,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 
@@ -31,11 +31,11 @@ struct Log {
     run: String,
     /// `true` if no link is broken.
     whole: bool,
-    checkpoints: Vec<Row>,
+    checkpoints: Vec<LoggedCheckpoint>,
 }
 
 #[derive(Debug, Serialize)]
-struct Row {
+struct LoggedCheckpoint {
     name: String,
     digest: Option<String>,
     lineage: Option<Lineage>,
@@ -58,26 +58,23 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
         output::talk(&no_checkpoints(&arguments.run));
     }
     output::read_or_not(if arguments.json {
-        let checkpoints = links.iter().map(Row::new).collect();
         output::json(&Log {
             schema: SCHEMA,
             run: run.clone(),
             whole: broken == 0,
-            checkpoints,
+            checkpoints: links.iter().map(LoggedCheckpoint::new).collect(),
         })
     } else {
-        output::lines(&links.iter().flat_map(lines).collect::<Vec<_>>())
+        let lines: Vec<String> = links.iter().flat_map(lines).collect();
+        output::lines(&lines)
     })?;
-    if broken > 0 {
-        Err(Broken { run, count: broken }.into())
-    } else {
-        Ok(())
-    }
+    ensure!(broken == 0, Broken { run, count: broken });
+    Ok(())
 }
 
-impl Row {
+impl LoggedCheckpoint {
     fn new(link: &Link) -> Self {
-        Row {
+        LoggedCheckpoint {
             name: link.name.clone(),
             digest: link.digest.map(|digest| digest.to_string()),
             lineage: link.lineage.clone(),
@@ -89,38 +86,24 @@ impl Row {
 /// Returns the lines of a checkpoint: its name and digest, what it was saved with, and what is
 /// noteworthy.
 fn lines(link: &Link) -> Vec<String> {
-    let digest = link
-        .digest
-        .map_or_else(|| "no digest".to_owned(), |digest| digest.to_string());
+    let digest = or_word(link.digest, "no digest");
     let mut lines = vec![format!("{}  {digest}", escaped(&link.name))];
-    if let Some(Lineage {
-        step,
-        parent,
-        config,
-        data,
-        ..
-    }) = &link.lineage
-    {
-        let parent = parent.map_or_else(
-            || "begins the run".to_owned(),
-            |parent| format!("from step {} {}", parent.step, parent.digest),
-        );
-        lines.push(format!("  step {step}, {parent}"));
-        if let Some(config) = config {
+    if let Some(lineage) = &link.lineage {
+        let parent = match lineage.parent {
+            Some(parent) => format!("from step {} {}", parent.step, parent.digest),
+            None => "begins the run".to_owned(),
+        };
+        lines.push(format!("  step {}, {parent}", lineage.step));
+        if let Some(config) = &lineage.config {
             lines.push(format!("  configuration {}", escaped(config)));
         }
-        if let Some(data) = data {
-            lines.push(format!(
-                "  data {} at {}",
-                escaped(&data.hash),
-                data.position
-            ));
+        if let Some(data) = &lineage.data {
+            let hash = escaped(&data.hash);
+            lines.push(format!("  data {hash} at {}", data.position));
         }
     }
-    lines.extend(
-        link.notes
-            .iter()
-            .map(|note| format!("  ! {}", escaped(&note.to_string()))),
-    );
+    for note in &link.notes {
+        lines.push(format!("  ! {}", escaped(&note.to_string())));
+    }
     lines
 }

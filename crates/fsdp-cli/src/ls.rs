@@ -2,15 +2,14 @@
 
 use anyhow::Result;
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, StepOfRun, steps_of_run};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::with_causes;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, StepOfRun, steps_of_run};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_layout::with_causes;
 use serde::Serialize;
 
-use super::inspect;
-use super::output;
-use super::text::{count, escaped, iec};
+use crate::text::{count, escaped, iec};
+use crate::{inspect, output};
 
 /// Options of `fsdp ls`.
 #[derive(Debug, Args)]
@@ -19,7 +18,7 @@ pub(crate) struct LsArguments {
     #[arg(value_name = "RUN")]
     run: Location,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 
@@ -30,11 +29,11 @@ const SCHEMA: u32 = 1;
 struct Listing {
     schema: u32,
     run: String,
-    checkpoints: Vec<Row>,
+    checkpoints: Vec<ListedCheckpoint>,
 }
 
-#[derive(Debug, Serialize)]
-struct Row {
+#[derive(Debug, Default, Serialize)]
+struct ListedCheckpoint {
     step: u64,
     name: String,
     /// The format; none if it cannot be opened.
@@ -54,7 +53,10 @@ struct Row {
 /// # Errors
 /// A folder that cannot be listed.
 pub(crate) fn run(arguments: &LsArguments) -> Result<()> {
-    let checkpoints: Vec<Row> = steps_of_run(&arguments.run)?.iter().map(row).collect();
+    let checkpoints: Vec<ListedCheckpoint> = steps_of_run(&arguments.run)?
+        .into_iter()
+        .map(ListedCheckpoint::new)
+        .collect();
     if arguments.json {
         return output::json(&Listing {
             schema: SCHEMA,
@@ -65,7 +67,8 @@ pub(crate) fn run(arguments: &LsArguments) -> Result<()> {
     if checkpoints.is_empty() {
         output::talk(&no_checkpoints(&arguments.run));
     }
-    output::lines(&checkpoints.iter().map(Row::line).collect::<Vec<_>>())
+    let lines: Vec<String> = checkpoints.iter().map(ListedCheckpoint::line).collect();
+    output::lines(&lines)
 }
 
 /// Returns what is said of a folder without checkpoints.
@@ -73,48 +76,42 @@ pub(crate) fn no_checkpoints(run: &Location) -> String {
     format!("no checkpoints in `{}`", escaped(&run.to_string()))
 }
 
-/// Opens a checkpoint, and describes it. One that cannot be opened has a row with the error.
-fn row(found: &StepOfRun) -> Row {
-    let mut row = Row {
-        step: found.step,
-        name: found.name.clone(),
-        format: None,
-        tensors: 0,
-        values: 0,
-        bytes: 0,
-        hashed: false,
-        error: None,
-    };
-    match checkpoint::open(&found.path, OpenOptions::default()) {
-        Ok(opened) => {
-            let metadata = opened.metadata();
-            row.format = Some(opened.format().name());
-            row.tensors = metadata.tensors().count();
-            row.values = metadata.values().count();
-            row.bytes = metadata
-                .tensors()
-                .map(|(_, tensor)| inspect::bytes(tensor))
-                .fold(0, u64::saturating_add);
-            row.hashed = opened.directory().has_integrity();
+impl ListedCheckpoint {
+    /// Opens a checkpoint, and describes it. One that cannot be opened is described by the error.
+    fn new(found: StepOfRun) -> Self {
+        let mut listed = ListedCheckpoint {
+            step: found.step,
+            name: found.name,
+            ..ListedCheckpoint::default()
+        };
+        match checkpoint::open(&found.path, OpenOptions::default()) {
+            Ok(opened) => {
+                listed.format = Some(opened.format().name());
+                for (_, tensor) in opened.metadata().tensors() {
+                    listed.tensors += 1;
+                    listed.bytes = listed.bytes.saturating_add(inspect::bytes(tensor));
+                }
+                listed.values = opened.metadata().values().count();
+                listed.hashed = opened.directory().has_integrity();
+            }
+            Err(error) => listed.error = Some(with_causes(&error)),
         }
-        Err(error) => row.error = Some(with_causes(&error)),
+        listed
     }
-    row
-}
 
-impl Row {
     /// Returns the line of a checkpoint.
     fn line(&self) -> String {
-        let (step, name) = (self.step, escaped(&self.name));
-        let Some(format) = self.format else {
-            let error = escaped(self.error.as_deref().unwrap_or_default()).into_owned();
-            return format!("{step:>9}  {name}  cannot be opened: {error}");
-        };
+        let step = self.step;
+        let name = escaped(&self.name);
+        if let Some(error) = &self.error {
+            return format!("{step:>9}  {name}  cannot be opened: {}", escaped(error));
+        }
+        let format = self
+            .format
+            .expect("a checkpoint without an error has a format");
         let tensors = count(self.tensors, "tensor", "tensors");
         let hashes = if self.hashed { ", hashes" } else { "" };
-        format!(
-            "{step:>9}  {name}  {format}, {tensors}, {}{hashes}",
-            iec(self.bytes)
-        )
+        let bytes = iec(self.bytes);
+        format!("{step:>9}  {name}  {format}, {tensors}, {bytes}{hashes}")
     }
 }

@@ -1,6 +1,6 @@
 //! `fsdp completions` and `fsdp man`: scripts for shells, and manual pages.
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use clap::{Args, Command};
 use clap_complete::Shell;
 
@@ -42,9 +42,10 @@ pub(crate) fn man(arguments: &ManArguments, mut command: Command) -> Result<()> 
     let page = match &arguments.command {
         None => command,
         Some(name) => {
-            let found = command.find_subcommand(name).cloned();
-            let found = found.ok_or_else(|| UsageError::NoCommand { name: name.clone() })?;
-            found.display_name(format!("fsdp-{name}"))
+            let Some(found) = command.find_subcommand(name) else {
+                bail!(UsageError::NoCommand { name: name.clone() });
+            };
+            found.clone().display_name(format!("fsdp-{name}"))
         }
     };
     let mut text = Vec::new();

@@ -3,10 +3,10 @@
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::map::{BUILTIN, Map, Values};
+use fsdp_formats::Location;
+use fsdp_tools::map::{BUILTIN, Map, Values};
 
 use crate::failure::UsageError;
 
@@ -14,7 +14,7 @@ use crate::failure::UsageError;
 const MAX_BYTES: u64 = 16 << 20;
 
 /// The names in a model's `config.json` from which a map's values are taken, unless they are given.
-const OF_CONFIG: [(&str, &str); 4] = [
+const CONFIG_KEYS: [(&str, &str); 4] = [
     ("heads", "num_attention_heads"),
     ("heads", "n_head"),
     ("kv_heads", "num_key_value_heads"),
@@ -42,12 +42,10 @@ pub(crate) struct MapArguments {
 /// Parses a setting of a map, such as `heads=8`.
 fn setting(text: &str) -> Result<(String, usize), String> {
     let (name, number) = text.split_once('=').ok_or("a setting is NAME=N")?;
-    Ok((
-        name.to_owned(),
-        number
-            .parse()
-            .map_err(|_| format!("`{number}` is no number"))?,
-    ))
+    match number.parse() {
+        Ok(value) => Ok((name.to_owned(), value)),
+        Err(_) => Err(format!("`{number}` is no number")),
+    }
 }
 
 impl MapArguments {
@@ -61,33 +59,34 @@ impl MapArguments {
             return Ok(None);
         };
         let values = self.values(places);
-        let map = match Map::builtin(name, &values) {
+        let parsed = match Map::builtin(name, &values) {
             Some(map) => map,
             None => {
-                let text = read_small(Path::new(name)).map_err(|reason| UsageError::NoMap {
-                    name: name.clone(),
-                    reason,
+                let text = read_small(Path::new(name)).map_err(|reason| {
+                    let name = name.clone();
+                    UsageError::NoMap { name, reason }
                 })?;
                 Map::parse(&text, &values)
             }
         };
-        let map = map.with_context(|| format!("cannot use the map `{name}`"))?;
-        Ok(Some(if self.map_reverse {
-            map.reversed()
-        } else {
-            map
-        }))
+        let map = parsed.with_context(|| format!("cannot use the map `{name}`"))?;
+        if self.map_reverse {
+            return Ok(Some(map.reversed()));
+        }
+        Ok(Some(map))
     }
 
     /// Returns the values of names: those in the first place that has a configuration. Values that
     /// were given take precedence.
     pub(crate) fn values(&self, places: &[&Location]) -> Values {
         // Only one configuration is used, because values of different models must not be mixed.
-        let of_places = places
-            .iter()
-            .map(|place| of_config(place))
-            .find(|values| !values.is_empty());
-        let mut values = of_places.unwrap_or_default();
+        let mut values = Values::new();
+        for place in places {
+            values = config_values(place);
+            if !values.is_empty() {
+                break;
+            }
+        }
         values.extend(self.set.iter().cloned());
         values
     }
@@ -101,10 +100,9 @@ impl MapArguments {
         if self.set.is_empty() || self.map.is_some() || tensor_parallel == Some(true) {
             return Ok(());
         }
-        Err(UsageError::UnusedSet {
+        bail!(UsageError::UnusedSet {
             has_tp: tensor_parallel.is_some(),
-        }
-        .into())
+        })
     }
 }
 
@@ -143,26 +141,32 @@ fn text_config(config: &serde_json::Value) -> Option<&serde_json::Value> {
 
 /// Reads the values of names from a model's `config.json`, if there is one in this directory, or
 /// beside this file.
-fn of_config(source: &Location) -> Values {
-    let directory = source.local().and_then(|path| {
-        if path.is_file() {
-            path.parent()
-        } else {
-            Some(path)
-        }
-    });
-    let config = directory.map(|path| path.join("config.json"));
-    let text = config.and_then(|path| read_small(&path).ok());
-    let config: Option<serde_json::Value> = text.and_then(|text| serde_json::from_str(&text).ok());
-    let config = config.as_ref().and_then(text_config);
-    let number = |key: &str| usize::try_from(config?.get(key)?.as_u64()?).ok();
+fn config_values(source: &Location) -> Values {
     let mut values = Values::new();
-    for (name, key) in OF_CONFIG {
-        if let Some(number) = number(key) {
+    let config = read_config(source);
+    let Some(config) = config.as_ref().and_then(text_config) else {
+        return values;
+    };
+    for (name, key) in CONFIG_KEYS {
+        // A key that is missing, or is no size, leaves the name without a value.
+        if let Some(number) = config.get(key).and_then(serde_json::Value::as_u64)
+            && let Ok(number) = usize::try_from(number)
+        {
             values.entry(name.to_owned()).or_insert(number);
         }
     }
     values
+}
+
+/// Reads the `config.json` in a directory, or beside a file; `None` if there is none that can be
+/// read.
+fn read_config(source: &Location) -> Option<serde_json::Value> {
+    let mut directory = source.local()?;
+    if directory.is_file() {
+        directory = directory.parent()?;
+    }
+    let text = read_small(&directory.join("config.json")).ok()?;
+    serde_json::from_str(&text).ok()
 }
 
 #[cfg(test)]
@@ -201,7 +205,7 @@ mod tests {
                 .map(|&(name, number)| (name.to_owned(), number))
                 .collect();
             assert_eq!(
-                of_config(&Location::from(directory.path().to_owned())),
+                config_values(&Location::from(directory.path().to_owned())),
                 expected,
                 "{config}"
             );

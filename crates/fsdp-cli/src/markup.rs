@@ -1,9 +1,9 @@
-//! Parts of pages and pictures: escaped text, and a page that needs nothing but itself.
+//! Parts of pages: escaped text, and a page that needs nothing but itself.
 
 use crate::text::escaped;
 
 /// The colours and fonts of pages and pictures, in light and dark.
-const STYLE: &str = "\
+pub(crate) const STYLE: &str = "\
 :root{--ink:#1b1f24;--soft:#57606a;--line:#d0d7de;--paper:#ffffff;--one:#1f5fa8;--bad:#b42318}
 @media (prefers-color-scheme:dark){:root{--ink:#e6edf3;--soft:#9aa4ae;--line:#3a424b;--paper:#14181d;--one:#6cb0ff;--bad:#ff8a80}}
 body{margin:2rem auto;max-width:62rem;padding:0 1rem;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
@@ -49,34 +49,15 @@ pub(crate) fn page(title: &str, body: &str) -> String {
     )
 }
 
-/// Returns a picture as a file of its own. `body` is SVG.
-pub(crate) fn svg_file(title: &str, width: f64, height: f64, body: &str) -> String {
-    let style = format!(
-        "<style>\n{STYLE}</style>\n<rect class=\"paper\" width=\"{width}\" height=\"{height}\"/>\n"
-    );
-    svg(title, width, height, &format!("{style}{body}"))
-}
-
-/// Returns a picture for a page. `title` is text, `body` is SVG.
-pub(crate) fn svg(title: &str, width: f64, height: f64, body: &str) -> String {
-    format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" \
-         role=\"img\"><title>{}</title>\n{body}</svg>\n",
-        escape(title)
-    )
-}
-
 /// Shortens text in its middle to this many characters.
 pub(crate) fn shortened(text: &str, most: usize) -> String {
     let count = text.chars().count();
     if count <= most {
         return text.to_owned();
     }
-    let (front, back) = ((most - 1) / 2, most / 2);
-    let mut short: String = text.chars().take(front).collect();
-    short.push('…');
-    short.extend(text.chars().skip(count - back));
-    short
+    let front: String = text.chars().take((most - 1) / 2).collect();
+    let back: String = text.chars().skip(count - most / 2).collect();
+    format!("{front}…{back}")
 }
 
 #[cfg(test)]

@@ -1,18 +1,18 @@
 //! `fsdp prune`: removes a run's old checkpoints.
 
-use anyhow::Result;
+use anyhow::{Result, bail, ensure};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, ExtraFiles, LinksInFolder, StepOfRun, steps_of_run};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::storage::Durable;
-use fsdp_dcp::verify::{Level, verify};
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, ExtraFiles, LinksInFolder, StepOfRun, steps_of_run};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::storage::Durable;
+use fsdp_tools::verify::{Level, verify};
 use serde::Serialize;
 
-use super::failure::UsageError;
-use super::ls::no_checkpoints;
-use super::output;
-use super::text::{count, escaped};
+use crate::failure::UsageError;
+use crate::ls::no_checkpoints;
+use crate::output;
+use crate::text::{count, escaped};
 
 /// Options of `fsdp prune`.
 #[derive(Debug, Args)]
@@ -35,7 +35,7 @@ pub(crate) struct PruneArguments {
     #[arg(long)]
     yes: bool,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 
@@ -69,45 +69,38 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
     if all.is_empty() && !arguments.json {
         output::talk(&no_checkpoints(&arguments.run));
     }
-    if let Some((first, other)) = all
-        .first()
-        .zip(all.iter().find(|found| found.counts != all[0].counts))
-    {
-        let (run, first, other) = (
-            arguments.run.to_string(),
-            first.name.clone(),
-            other.name.clone(),
-        );
-        return Err(UsageError::MixedNames { run, first, other }.into());
+    let run = arguments.run.to_string();
+    if let Some(other) = all.iter().find(|found| found.counts != all[0].counts) {
+        bail!(UsageError::MixedNames {
+            run,
+            first: all[0].name.clone(),
+            other: other.name.clone(),
+        });
     }
     let keep = usize::try_from(arguments.keep).unwrap_or(usize::MAX);
     let (old, new) = all.split_at(all.len().saturating_sub(keep));
-    let is_kept = |found: &&StepOfRun| {
-        arguments
-            .keep_every
-            .is_some_and(|every| found.step.is_multiple_of(every))
-    };
-    let expired: Vec<&StepOfRun> = old.iter().filter(|found| !is_kept(found)).collect();
+    let (retained, expired): (Vec<&StepOfRun>, Vec<&StepOfRun>) =
+        old.iter().partition(|found| match arguments.keep_every {
+            Some(every) => found.step.is_multiple_of(every),
+            None => false,
+        });
     // If a crash has damaged the newer ones, the old ones are all that the run has.
-    let mut staying = new.iter().rev().chain(old.iter().rev().filter(is_kept));
-    if !expired.is_empty() && !staying.any(|found| is_whole(&found.path)) {
-        return Err(UsageError::NothingWhole {
-            run: arguments.run.to_string(),
-        }
-        .into());
-    }
+    let mut staying = new.iter().rev().chain(retained.into_iter().rev());
+    ensure!(
+        expired.is_empty() || staying.any(|found| is_whole(&found.path)),
+        UsageError::NothingWhole { run }
+    );
     let mut pruned = Pruned {
         schema: SCHEMA,
-        run: arguments.run.to_string(),
+        run,
         dry_run: !arguments.yes,
         removed: Vec::new(),
         stay: Vec::new(),
     };
-    let first = all.first();
-    let links = first
-        .map(|found| LinksInFolder::of_run(&arguments.run, &found.path))
-        .transpose()?
-        .unwrap_or_default();
+    let links = match all.first() {
+        Some(found) => LinksInFolder::of_run(&arguments.run, &found.path)?,
+        None => LinksInFolder::default(),
+    };
     let mut failed = None;
     for found in expired {
         let mut reason = reason_to_stay(&found.path, &links);
@@ -122,12 +115,10 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
                 }
             }
         }
+        let name = found.name.clone();
         match reason {
-            Some(reason) => pruned.stay.push(Stays {
-                name: found.name.clone(),
-                reason,
-            }),
-            None => pruned.removed.push(found.name.clone()),
+            Some(reason) => pruned.stay.push(Stays { name, reason }),
+            None => pruned.removed.push(name),
         }
     }
     output::read_or_not(if arguments.json {
@@ -135,7 +126,10 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
     } else {
         list(&pruned)
     })?;
-    failed.map_or(Ok(()), |error| Err(error.into()))
+    match failed {
+        Some(error) => Err(error.into()),
+        None => Ok(()),
+    }
 }
 
 /// Prints the checkpoints that were removed, and those that are kept.
@@ -145,21 +139,17 @@ fn list(pruned: &Pruned) -> Result<()> {
     } else {
         "removed"
     };
-    let removed = pruned
-        .removed
-        .iter()
-        .map(|name| format!("{}  {word}", escaped(name)));
-    let stay = pruned
-        .stay
-        .iter()
-        .map(|Stays { name, reason }| format!("{}  stays: {}", escaped(name), escaped(reason)));
-    output::lines(&removed.chain(stay).collect::<Vec<_>>())?;
-    if pruned.dry_run && !pruned.removed.is_empty() {
-        let are = count(
-            pruned.removed.len(),
-            "checkpoint would be",
-            "checkpoints would be",
-        );
+    let mut lines = Vec::new();
+    for name in &pruned.removed {
+        lines.push(format!("{}  {word}", escaped(name)));
+    }
+    for Stays { name, reason } in &pruned.stay {
+        lines.push(format!("{}  stays: {}", escaped(name), escaped(reason)));
+    }
+    output::lines(&lines)?;
+    let removed = pruned.removed.len();
+    if pruned.dry_run && removed > 0 {
+        let are = count(removed, "checkpoint would be", "checkpoints would be");
         output::talk(&format!("{are} removed; `--yes` removes"));
     }
     Ok(())
@@ -196,7 +186,8 @@ fn reason_to_stay(path: &Location, links: &LinksInFolder) -> Option<String> {
 
 /// Returns `true` if a checkpoint can be opened, and all its files are there with the right sizes.
 fn is_whole(path: &Location) -> bool {
-    let opened = checkpoint::open(path, OpenOptions::default());
-    let report = opened.and_then(|checkpoint| verify(&*checkpoint, Level::Sizes, None));
-    report.is_ok_and(|report| report.is_ok())
+    let Ok(opened) = checkpoint::open(path, OpenOptions::default()) else {
+        return false;
+    };
+    verify(&*opened, Level::Sizes, None).is_ok_and(|report| report.is_ok())
 }

@@ -5,18 +5,18 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::sign::{self, PrivateKey, PublicKey, SignOptions, Signed};
-use fsdp_dcp::storage::Durable;
+use fsdp_formats::Location;
+use fsdp_formats::storage::Durable;
+use fsdp_tools::sign::{self, PrivateKey, PublicKey, SignOptions, Signed};
 use serde::Serialize;
 
-use super::failure::UsageError;
-use super::output;
-use super::progress::Progress;
-use super::text::escaped;
-use super::work::Work;
+use crate::failure::UsageError;
+use crate::output;
+use crate::progress::Progress;
+use crate::text::escaped;
+use crate::work::Work;
 
 /// The name of a signature in a checkpoint's directory, unless another is given.
 const SIGNATURE_FILE: &str = "model.sig";
@@ -47,7 +47,7 @@ pub(crate) struct SignArguments {
 const SCHEMA: u32 = 1;
 
 #[derive(Debug, Serialize)]
-struct Written<'a> {
+struct SignReport<'a> {
     schema: u32,
     path: String,
     signature: String,
@@ -89,30 +89,27 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
         None => path.join(SIGNATURE_FILE),
     };
     if !arguments.overwrite && signature.exists()? {
-        return Err(UsageError::Exists {
+        bail!(UsageError::Exists {
             path: signature.to_string(),
-        }
-        .into());
+        });
     }
-    let bar = progress_over(path, arguments.work.shows_progress());
+    let bar = progress_over(path, &arguments.work);
     // A signature inside the checkpoint is not one of the files that it vouches for.
     let inside = below(path, &signature);
-    let progress = |bytes| bar.add(bytes);
     let options = SignOptions {
         signature: inside.as_deref(),
         threads: arguments.work.threads.count(),
-        progress: Some(&progress),
+        progress: Some(&|bytes| bar.add(bytes)),
     };
     let (content, signed) =
         sign::sign(path, &key, options).with_context(|| format!("failed to sign `{path}`"))?;
     drop(bar);
     Durable::new().replace_file(&signature, content.as_bytes())?;
     if arguments.work.json {
-        let (path, signature) = (path.to_string(), signature.to_string());
-        return output::json(&Written {
+        return output::json(&SignReport {
             schema: SCHEMA,
-            path,
-            signature,
+            path: path.to_string(),
+            signature: signature.to_string(),
             signed: (&signed).into(),
         });
     }
@@ -146,19 +143,17 @@ pub(crate) fn check(
     path: &Location,
     signature: &Location,
     key: &Path,
-    threads: usize,
-    shows_progress: bool,
+    work: &Work,
 ) -> Result<Signed> {
     let public = PublicKey::from_pem(&read_key(key)?)
         .with_context(|| format!("failed to use `{}`", key.display()))?;
     let content = sign::read_signature(signature)?;
+    let bar = progress_over(path, work);
     let inside = below(path, signature);
-    let bar = progress_over(path, shows_progress);
-    let progress = |bytes| bar.add(bytes);
     let options = SignOptions {
         signature: inside.as_deref(),
-        threads,
-        progress: Some(&progress),
+        threads: work.threads.count(),
+        progress: Some(&|bytes| bar.add(bytes)),
     };
     sign::check(path, &content, &public, options)
         .with_context(|| format!("`{path}` is not what `{signature}` vouches for"))
@@ -166,17 +161,19 @@ pub(crate) fn check(
 
 /// Returns the progress over all files of a checkpoint. In an object store their sizes are not
 /// known before.
-fn progress_over(path: &Location, wanted: bool) -> Progress {
-    let bytes = path.local().map_or(0, |directory| match path.files() {
-        Ok(files) => files.iter().map(|file| length(&directory.join(file))).sum(),
+fn progress_over(path: &Location, work: &Work) -> Progress {
+    let Some(local) = path.local() else {
+        return Progress::Hidden;
+    };
+    let files = match path.files() {
+        Ok(files) => files.iter().map(|file| local.join(file)).collect(),
         // One file, or nothing that can be signed.
-        Err(_) => length(directory),
-    });
-    Progress::new(bytes, wanted && bytes > 0)
-}
-
-fn length(file: &Path) -> u64 {
-    file.metadata().map_or(0, |metadata| metadata.len())
+        Err(_) => vec![local.to_owned()],
+    };
+    // A file that cannot be examined is an error when it is read.
+    let metadata = files.iter().filter_map(|file| file.metadata().ok());
+    let bytes = metadata.map(|metadata| metadata.len()).sum();
+    Progress::new(bytes, work.shows_progress() && bytes > 0)
 }
 
 /// Returns a line about the files that a signature vouches for.
@@ -195,25 +192,18 @@ fn read_key(path: &Path) -> Result<Vec<u8>> {
 /// Returns the path of a signature below a checkpoint's directory, if it lies there.
 fn below(checkpoint: &Location, signature: &Location) -> Option<String> {
     let (Some(directory), Some(file)) = (checkpoint.local(), signature.local()) else {
-        return Some(
-            signature
-                .name()
-                .strip_prefix(checkpoint.name())
-                .ok()?
-                .to_str()?
-                .to_owned(),
-        );
+        let below = signature.name().strip_prefix(checkpoint.name()).ok()?;
+        return below.to_str().map(str::to_owned);
     };
     // Compare the real paths, because one may be given relatively, or through a link. The signature
     // itself may not be there yet.
-    let parent = file
-        .parent()
-        .filter(|parent| !parent.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
-    let parent = parent.canonicalize().ok()?;
-    let below = parent
+    let parent = match file.parent()? {
+        parent if parent.as_os_str().is_empty() => Path::new("."),
+        parent => parent,
+    };
+    let real_file = parent.canonicalize().ok()?.join(file.file_name()?);
+    let below = real_file
         .strip_prefix(directory.canonicalize().ok()?)
-        .ok()?
-        .join(file.file_name()?);
+        .ok()?;
     below.to_str().map(str::to_owned)
 }

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
-use fsdp_dcp::storage::{Step, StepHook};
+use fsdp_formats::storage::{Step, StepHook};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use signal_hook::{flag, low_level};
@@ -27,16 +27,22 @@ pub(crate) const REQUESTS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 /// Returns those of some signals that this process was not started to ignore. `nohup`, and shells
 /// for programs in the background, ignore signals on behalf of the program.
 pub(crate) fn not_ignored(signals: &[i32]) -> Vec<i32> {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let ignored = mask
-        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
-        .unwrap_or(0);
+    // A system that does not tell ignores none.
+    let ignored = ignored_signals().unwrap_or(0);
     signals
         .iter()
         .copied()
         .filter(|signal| ignored >> (signal - 1) & 1 == 0)
         .collect()
+}
+
+/// Returns the signals that this process ignores, a bit each, if the system tells.
+fn ignored_signals() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let mask = status
+        .lines()
+        .find_map(|line| line.strip_prefix("SigIgn:"))?;
+    u64::from_str_radix(mask.trim(), 16).ok()
 }
 
 /// The request to stop, if there was one. Clones share it.
@@ -55,11 +61,10 @@ impl StopRequest {
     /// Returns the request that whoever embeds this command may make, or one that only signals
     /// make.
     pub(crate) fn new() -> Self {
-        let (is_listening, is_watching) = Default::default();
         StopRequest {
             signal: capture::stop().unwrap_or_default(),
-            is_listening,
-            is_watching,
+            is_listening: Arc::default(),
+            is_watching: Arc::default(),
         }
     }
 
@@ -86,39 +91,44 @@ impl StopRequest {
         if capture::is_on() || self.is_listening.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        let signals = not_ignored(&[&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat());
-        let mut signals = Signals::new(signals).context("failed to listen for signals")?;
-        let (first, is_watching) = (Arc::clone(&self.signal), Arc::clone(&self.is_watching));
+        let handled = not_ignored(&[&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat());
+        let mut signals = Signals::new(handled).context("failed to listen for signals")?;
+        let request = self.clone();
         // One thread sees all signals, one after the other. Handlers on two threads could both take
         // theirs for the first.
-        let listen = move || {
-            let mut first_came: Option<Instant> = None;
-            for signal in signals.forever() {
-                if !is_watching.load(Ordering::Relaxed) {
-                    end_by(signal);
-                }
-                let Some(first_came) = first_came else {
-                    first_came = Some(Instant::now());
-                    first.store(signal.unsigned_abs() as usize, Ordering::Relaxed);
-                    continue;
-                };
-                if first_came.elapsed() >= SAME_REQUEST {
-                    end_by(signal);
-                }
-            }
-        };
         thread::Builder::new()
             .name("signals".to_owned())
-            .spawn(listen)
+            .spawn(move || request.handle(signals.forever()))
             .context("failed to start a thread")?;
         Ok(())
     }
 
+    /// Takes the first signal for the request, and ends the process by a later one.
+    fn handle(&self, signals: impl IntoIterator<Item = i32>) {
+        let mut first_came: Option<Instant> = None;
+        for signal in signals {
+            if !self.is_watching.load(Ordering::Relaxed) {
+                end_by(signal);
+            }
+            let Some(first_came) = first_came else {
+                first_came = Some(Instant::now());
+                let number = signal.unsigned_abs() as usize;
+                self.signal.store(number, Ordering::Relaxed);
+                continue;
+            };
+            if first_came.elapsed() >= SAME_REQUEST {
+                end_by(signal);
+            }
+        }
+    }
+
     /// Returns the signal that asked to stop.
     pub(crate) fn signal(&self) -> Option<u8> {
-        u8::try_from(self.signal.load(Ordering::Relaxed))
-            .ok()
-            .filter(|&signal| signal != 0)
+        match u8::try_from(self.signal.load(Ordering::Relaxed)) {
+            // A program that embeds this may store any number.
+            Ok(0) | Err(_) => None,
+            Ok(signal) => Some(signal),
+        }
     }
 }
 
@@ -141,10 +151,9 @@ pub(crate) fn end_by(signal: i32) -> ! {
 /// The system does not allow it.
 pub(crate) fn survive_file_size_limit() -> Result<()> {
     // Any handler keeps the process alive, and nothing needs to know that the signal came.
-    let registered = flag::register(SIGXFSZ, Arc::default());
-    registered
-        .map(drop)
-        .context("failed to handle the signal of too large files")
+    flag::register(SIGXFSZ, Arc::default())
+        .context("failed to handle the signal of too large files")?;
+    Ok(())
 }
 
 /// Writing goes no further after a request to stop. Steps that publish or remove something are done

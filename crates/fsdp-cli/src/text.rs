@@ -3,6 +3,8 @@
 
 use std::borrow::Cow;
 
+use clap::ValueEnum;
+
 /// Returns `true` for control characters, with which terminal commands begin, and for characters
 /// that are invisible or change the direction of text.
 fn is_unsafe(c: char) -> bool {
@@ -47,6 +49,25 @@ pub(crate) fn iec(bytes: u64) -> String {
         Some((name, unit)) => format!("{:.1} {name}", bytes as f64 / unit as f64),
         None => format!("{bytes} B"),
     }
+}
+
+/// Formats a value that may be unknown: the word stands for none.
+pub(crate) fn or_word(value: Option<impl ToString>, word: &str) -> String {
+    value.map_or_else(|| word.to_owned(), |value| value.to_string())
+}
+
+/// Returns the width of each column of a table: that of its widest cell.
+pub(crate) fn column_widths<const N: usize>(rows: &[[String; N]]) -> [usize; N] {
+    std::array::from_fn(|column| {
+        let widths = rows.iter().map(|row| row[column].chars().count());
+        widths.fold(0, usize::max)
+    })
+}
+
+/// Returns the name of a choice on the command line.
+pub(crate) fn choice_name(choice: &impl ValueEnum) -> String {
+    let value = choice.to_possible_value().expect("no choice is skipped");
+    value.get_name().to_owned()
 }
 
 /// Formats a count with the word for what is counted.

@@ -2,22 +2,23 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::sign::Signed;
-use fsdp_dcp::verify::{self, Level, Report, with_causes};
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::ErrorKind;
+use fsdp_layout::with_causes;
+use fsdp_tools::sign::Signed;
+use fsdp_tools::verify::{self, Level, Report};
 use serde::Serialize;
 
-use super::failure::Damaged;
-use super::output;
-use super::progress::Progress;
-use super::sign::{self, SignedFiles};
-use super::text::{escaped, iec};
-use super::work::Work;
+use crate::failure::Damaged;
+use crate::output;
+use crate::progress::Progress;
+use crate::sign::{self, SignedFiles};
+use crate::text::{escaped, iec};
+use crate::work::Work;
 
 /// The depth of the check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -42,7 +43,7 @@ pub(crate) struct VerifyArguments {
     #[arg(value_name = "CKPT")]
     path: Location,
     /// How much to check; each level includes those before it
-    #[arg(long, value_enum, default_value = "hashes", env = "FSDP_LEVEL")]
+    #[arg(long, value_enum, default_value = "hashes")]
     level: LevelName,
     /// Add hashes to a checkpoint that has none, if no problem is found
     #[arg(long)]
@@ -80,7 +81,7 @@ struct Finding<'a> {
     bytes_read: u64,
     problems: Vec<Problem>,
     /// The opaque values, which hold objects that only running code could build.
-    opaque: Vec<Opaque<'a>>,
+    opaque: Vec<OpaqueValue<'a>>,
     not_finite: Vec<NotFinite<'a>>,
     /// The data files that the metadata does not name.
     unknown_files: Vec<String>,
@@ -102,7 +103,7 @@ struct Problem {
 }
 
 #[derive(Debug, Serialize)]
-struct Opaque<'a> {
+struct OpaqueValue<'a> {
     name: &'a str,
     #[serde(rename = "type")]
     of: &'a str,
@@ -121,103 +122,95 @@ struct NotFinite<'a> {
 /// The checkpoint is damaged; the report is written all the same.
 pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let path = arguments.path.to_string();
+    let json = arguments.work.json;
     // Check the signature first: until then nothing in the files can be trusted.
     let signed = match signature(arguments) {
-        Err(error) if arguments.work.json => {
-            let causes: Vec<String> = error.chain().map(ToString::to_string).collect();
-            let problem = Problem {
-                name: None,
-                file: None,
-                offset: None,
-                error: causes.join(": "),
-            };
-            output::read_or_not(output::json(&finding(
-                path,
-                &Report::default(),
-                vec![problem],
-                Vec::new(),
-            )))?;
+        Err(error) => {
+            if json {
+                let causes: Vec<String> = error.chain().map(ToString::to_string).collect();
+                report_only_problem(path, causes.join(": "))?;
+            }
             return Err(error);
         }
-        signed => signed?,
+        Ok(signed) => signed,
     };
-    let opened = checkpoint::open(&arguments.path, OpenOptions { verify: true });
-    if let (Err(error), true) = (&opened, arguments.work.json) {
-        // A checkpoint that cannot be opened is reported as its only problem.
-        let problem = Problem {
-            name: None,
-            file: None,
-            offset: None,
-            error: with_causes(error),
-        };
-        output::read_or_not(output::json(&finding(
-            path.clone(),
-            &Report::default(),
-            vec![problem],
-            Vec::new(),
-        )))?;
-    }
-    let source = opened?;
+    let source = match checkpoint::open(&arguments.path, OpenOptions { verify: true }) {
+        Err(error) => {
+            if json {
+                report_only_problem(path, with_causes(&error))?;
+            }
+            return Err(error.into());
+        }
+        Ok(source) => source,
+    };
     let level = match arguments.level {
         LevelName::Structure => Level::Structure,
         LevelName::Sizes => Level::Sizes,
         LevelName::Hashes => Level::Hashes,
         LevelName::Deep => Level::Deep,
     };
+    let shows_progress = arguments.work.shows_progress();
+    // The deepest level reads the numbers after the hashes.
     let passes = if level == Level::Deep { 2 } else { 1 };
-    let bar = Progress::new(
-        bytes(&*source).saturating_mul(passes),
-        arguments.work.shows_progress(),
-    );
-    let progress = |bytes| bar.add(bytes);
-    let mut report = verify::verify_on_threads(
-        &*source,
-        level,
-        arguments.work.threads.count(),
-        Some(&progress),
-    )?;
+    let bar = Progress::new(bytes(&*source).saturating_mul(passes), shows_progress);
+    let threads = arguments.work.threads.count();
+    let mut report =
+        verify::verify_on_threads(&*source, level, threads, Some(&|bytes| bar.add(bytes)))?;
     drop(bar);
     if arguments.seal && report.is_ok() && !report.has_integrity {
-        let bar = Progress::new(bytes(&*source), arguments.work.shows_progress());
+        let bar = Progress::new(bytes(&*source), shows_progress);
         verify::add_integrity(&arguments.path, Some(&|bytes| bar.add(bytes)))?;
         report.has_integrity = true;
         drop(bar);
         output::talk(&format!("sealed `{path}`"));
     }
-    let unknown = verify::unknown_files(&*source)?
+    let unknown_files = verify::unknown_files(&*source)?
         .iter()
         .map(|file| file.display().to_string())
         .collect();
-    let mut found = finding(
-        path.clone(),
-        &report,
-        report.problems.iter().map(Problem::new).collect(),
-        unknown,
-    );
-    found.signed = signed.as_ref().map(SignedFiles::from);
-    output::read_or_not(if arguments.work.json {
-        output::json(&found)
+    let mut finding = Finding::new(path.clone(), &report);
+    finding.unknown_files = unknown_files;
+    finding.signed = signed.as_ref().map(SignedFiles::from);
+    output::read_or_not(if json {
+        output::json(&finding)
     } else {
-        let mut lines = found.lines();
-        lines.splice(0..0, signed.as_ref().map(sign::line));
+        let mut lines: Vec<String> = signed.iter().map(sign::line).collect();
+        lines.extend(finding.lines());
         output::lines(&lines)
     })?;
     let Some(first) = report.problems.first() else {
         return Ok(());
     };
-    let missing = |name: &String| source.directory().has(name).is_ok_and(|there| !there);
-    Err(Damaged {
+    let incomplete = match &first.file {
+        Some(name) => matches!(source.directory().has(name), Ok(false)),
+        None => false,
+    };
+    bail!(Damaged {
         path,
         count: report.problems.len(),
-        first: Problem::new(first).to_string(),
-        incomplete: first.file.as_ref().is_some_and(missing),
+        first: Problem::from(first).to_string(),
+        incomplete,
         unread: report
             .problems
             .iter()
             .all(|problem| problem.kind == ErrorKind::Io),
-        unsupported: found.is_unsupported,
-    }
-    .into())
+        unsupported: finding.is_unsupported,
+    })
+}
+
+/// Prints the report of a checkpoint that could not be looked into, as JSON: the error is its only
+/// problem.
+fn report_only_problem(path: String, error: String) -> Result<()> {
+    let report = Report::default();
+    let mut finding = Finding::new(path, &report);
+    finding.ok = false;
+    finding.problems.push(Problem {
+        name: None,
+        file: None,
+        offset: None,
+        error,
+    });
+    output::read_or_not(output::json(&finding))
 }
 
 /// Checks the signature, if one is asked for.
@@ -225,79 +218,58 @@ fn signature(arguments: &VerifyArguments) -> Result<Option<Signed>> {
     let (Some(signature), Some(key)) = (&arguments.signature, &arguments.public_key) else {
         return Ok(None);
     };
-    let threads = arguments.work.threads.count();
-    sign::check(
-        &arguments.path,
-        signature,
-        key,
-        threads,
-        arguments.work.shows_progress(),
-    )
-    .map(Some)
+    sign::check(&arguments.path, signature, key, &arguments.work).map(Some)
 }
 
 /// Returns the number of bytes of all items, as stored.
 fn bytes(source: &dyn Checkpoint) -> u64 {
     // The lengths come from a file that may be damaged.
-    source
+    let lengths = source
         .metadata()
         .stored()
-        .fold(0, |sum: u64, (_, _, stored)| {
-            sum.saturating_add(stored.length)
-        })
+        .map(|(_, _, stored)| stored.length);
+    lengths.fold(0, u64::saturating_add)
 }
 
-/// Makes the finding of a report. The signature is added by the caller.
-fn finding(
-    path: String,
-    report: &Report,
-    problems: Vec<Problem>,
-    unknown_files: Vec<String>,
-) -> Finding<'_> {
-    Finding {
-        schema: SCHEMA,
-        is_unsupported: report
-            .problems
-            .iter()
-            .all(|problem| problem.kind == ErrorKind::UnsupportedVersion),
-        path,
-        ok: problems.is_empty(),
-        hashed: report.has_integrity,
-        tensors: report.tensors,
-        values: report.values,
-        replicas: report.replicas,
-        digests: report.digests,
-        bytes_read: report.bytes_read,
-        problems,
-        opaque: report
-            .opaque
-            .iter()
-            .map(|(name, of)| Opaque { name, of })
-            .collect(),
-        not_finite: report
-            .not_finite
-            .iter()
-            .map(|(name, census)| NotFinite {
-                name,
-                nan: census.nan,
-                infinite: census.infinite,
-            })
-            .collect(),
-        unknown_files,
-        stale_digests: report.stale_digests,
-        signed: None,
+impl<'a> Finding<'a> {
+    /// Makes the finding of a report. The signature and unknown files are added by the caller.
+    fn new(path: String, report: &'a Report) -> Self {
+        let opaque = report.opaque.iter();
+        let not_finite = report.not_finite.iter().map(|(name, census)| NotFinite {
+            name,
+            nan: census.nan,
+            infinite: census.infinite,
+        });
+        Finding {
+            schema: SCHEMA,
+            is_unsupported: report
+                .problems
+                .iter()
+                .all(|problem| problem.kind == ErrorKind::UnsupportedVersion),
+            path,
+            ok: report.is_ok(),
+            hashed: report.has_integrity,
+            tensors: report.tensors,
+            values: report.values,
+            replicas: report.replicas,
+            digests: report.digests,
+            bytes_read: report.bytes_read,
+            problems: report.problems.iter().map(Problem::from).collect(),
+            opaque: opaque.map(|(name, of)| OpaqueValue { name, of }).collect(),
+            not_finite: not_finite.collect(),
+            unknown_files: Vec::new(),
+            stale_digests: report.stale_digests,
+            signed: None,
+        }
     }
-}
 
-impl Finding<'_> {
     /// Returns the lines for people: first the problems, last the verdict.
     fn lines(&self) -> Vec<String> {
-        let mut lines: Vec<String> = self
-            .problems
-            .iter()
-            .map(|problem| format!("bad       {problem}"))
-            .collect();
-        for Opaque { name, of } in &self.opaque {
+        let mut lines = Vec::new();
+        for problem in &self.problems {
+            lines.push(format!("bad       {problem}"));
+        }
+        for OpaqueValue { name, of } in &self.opaque {
             lines.push(format!("opaque    {}: {}", escaped(name), escaped(of)));
         }
         for NotFinite {
@@ -317,44 +289,36 @@ impl Finding<'_> {
                     .to_owned(),
             );
         }
-        lines.extend(
-            self.unknown_files
-                .iter()
-                .map(|file| format!("unknown   {}", escaped(file))),
-        );
-        let verdict = match (self.ok, self.is_unsupported) {
-            (true, _) => "ok",
-            (false, true) => "unchecked",
-            (false, false) => "damaged",
+        for file in &self.unknown_files {
+            lines.push(format!("unknown   {}", escaped(file)));
+        }
+        let verdict = if self.ok {
+            "ok"
+        } else if self.is_unsupported {
+            "unchecked"
+        } else {
+            "damaged"
         };
         let hashes = if self.hashed { "hashes" } else { "no hashes" };
-        let (tensors, values, read) = (self.tensors, self.values, iec(self.bytes_read));
-        let digests = if self.digests > 0 {
-            format!(", {} digests", self.digests)
-        } else {
-            String::new()
-        };
-        lines.push(format!(
-            "{verdict:<9} {tensors} tensors, {values} values, {hashes}{digests}, {read} read"
-        ));
+        let Finding {
+            tensors, values, ..
+        } = self;
+        let mut line = format!("{verdict:<9} {tensors} tensors, {values} values, {hashes}");
+        if self.digests > 0 {
+            line.push_str(&format!(", {} digests", self.digests));
+        }
+        lines.push(format!("{line}, {} read", iec(self.bytes_read)));
         lines
     }
 }
 
-impl Problem {
-    fn new(problem: &verify::Problem) -> Self {
-        let verify::Problem {
-            fqn,
-            file,
-            offset,
-            error,
-            ..
-        } = problem;
+impl From<&verify::Problem> for Problem {
+    fn from(problem: &verify::Problem) -> Self {
         Problem {
-            name: fqn.clone(),
-            file: file.clone(),
-            offset: *offset,
-            error: error.clone(),
+            name: problem.fqn.clone(),
+            file: problem.file.clone(),
+            offset: problem.offset,
+            error: problem.error.clone(),
         }
     }
 }

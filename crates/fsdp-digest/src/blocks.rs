@@ -11,27 +11,25 @@ const LOW: u64 = 0xffff_ffff;
 
 /// Returns both lanes' sums over a part of a tensor's row-major bytes, which begins at byte
 /// `offset` of the whole tensor.
-#[cfg(target_arch = "x86_64")]
-#[expect(
-    unsafe_code,
-    reason = "a function that is compiled for a set of instructions is called where the machine has it"
+#[cfg_attr(
+    target_arch = "x86_64",
+    expect(
+        unsafe_code,
+        reason = "a function that is compiled for a set of instructions is called where the machine has it"
+    )
 )]
 pub(crate) fn sums(offset: u64, bytes: &[u8]) -> [u64; 2] {
-    if is_x86_feature_detected!("avx512f") {
-        // SAFETY: the machine has AVX-512F, and that is all that the function asks for.
-        return unsafe { sums_with_avx512(offset, bytes) };
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512f") {
+            // SAFETY: the machine has AVX-512F, and that is all that the function asks for.
+            return unsafe { sums_with_avx512(offset, bytes) };
+        }
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the machine has AVX2, and that is all that the function asks for.
+            return unsafe { sums_with_avx2(offset, bytes) };
+        }
     }
-    if is_x86_feature_detected!("avx2") {
-        // SAFETY: the machine has AVX2, and that is all that the function asks for.
-        return unsafe { sums_with_avx2(offset, bytes) };
-    }
-    sums_one_by_one(offset, bytes)
-}
-
-/// Returns both lanes' sums over a part of a tensor's row-major bytes, which begins at byte
-/// `offset` of the whole tensor.
-#[cfg(not(target_arch = "x86_64"))]
-pub(crate) fn sums(offset: u64, bytes: &[u8]) -> [u64; 2] {
     sums_one_by_one(offset, bytes)
 }
 
@@ -65,10 +63,8 @@ const GROUP_BYTES: usize = SIDE_BY_SIDE * BLOCK_BYTES;
 fn sums_side_by_side<const PAIRS: usize>(offset: u64, bytes: &[u8]) -> [u64; 2] {
     // The bytes before the first whole block, and those after the last group of blocks, are summed
     // block by block.
-    let before = bytes
-        .len()
-        .min((offset.wrapping_neg() % BLOCK_BYTES as u64) as usize);
-    let (before, rest) = bytes.split_at(before);
+    let until_block = (offset.wrapping_neg() % BLOCK_BYTES as u64) as usize;
+    let (before, rest) = bytes.split_at(bytes.len().min(until_block));
     let groups = rest.chunks_exact(GROUP_BYTES);
     let after = groups.remainder();
     let mut lanes = sums_one_by_one(offset, before);
@@ -81,11 +77,16 @@ fn sums_side_by_side<const PAIRS: usize>(offset: u64, bytes: &[u8]) -> [u64; 2] 
         );
         at += GROUP_BYTES as u64;
     }
-    let after = sums_one_by_one(at, after);
-    [
-        lanes[0].wrapping_add(after[0]),
-        lanes[1].wrapping_add(after[1]),
-    ]
+    add(&mut lanes, sums_one_by_one(at, after));
+    lanes
+}
+
+/// Adds the sums of other bytes to the sums of both lanes.
+#[inline(always)]
+pub(crate) fn add(lanes: &mut [u64; 2], others: [u64; 2]) {
+    for (lane, other) in lanes.iter_mut().zip(others) {
+        *lane = lane.wrapping_add(other);
+    }
 }
 
 /// Returns both lanes' sums, as [`sums`] does, one block after the other.
@@ -94,6 +95,7 @@ fn sums_one_by_one(mut offset: u64, bytes: &[u8]) -> [u64; 2] {
     let mut rest = bytes;
     let mut lanes = [0u64; 2];
     while !rest.is_empty() {
+        // Only the first part may start within a block, and only the last may end within one.
         let start = (offset % BLOCK_BYTES as u64) as usize;
         let (part, after) = rest.split_at(rest.len().min(BLOCK_BYTES - start));
         add_blocks(
@@ -112,9 +114,13 @@ fn sums_one_by_one(mut offset: u64, bytes: &[u8]) -> [u64; 2] {
 #[inline(always)]
 fn add_blocks(lanes: &mut [u64; 2], first: u64, blocks: &[[u64; 2]]) {
     for (block, sums) in (first..).zip(blocks) {
-        for (lane, sum) in sums.iter().enumerate() {
-            lanes[lane] = lanes[lane].wrapping_add(block_factor(lane, block).wrapping_mul(*sum));
-        }
+        add(
+            lanes,
+            [
+                block_factor(0, block).wrapping_mul(sums[0]),
+                block_factor(1, block).wrapping_mul(sums[1]),
+            ],
+        );
     }
 }
 
@@ -123,16 +129,20 @@ fn add_blocks(lanes: &mut [u64; 2], first: u64, blocks: &[[u64; 2]]) {
 /// block are summed at once, in a vector.
 #[inline(always)]
 fn group_sums<const PAIRS: usize>(group: &[u8]) -> [[u64; 2]; SIDE_BY_SIDE] {
+    /// The number of pairs in a block.
+    const BLOCK_PAIRS: usize = BLOCK_BYTES / 8;
+    let words = group.as_chunks::<8>().0;
     // Each block has a vector of sums for each lane. Those of one vector are added up at the end.
     let mut sums = [[[0u64; PAIRS]; 2]; SIDE_BY_SIDE];
-    for first in (0..BLOCK_BYTES / 8).step_by(PAIRS) {
+    for first in (0..BLOCK_PAIRS).step_by(PAIRS) {
         for (block, lanes) in sums.iter_mut().enumerate() {
-            let start = block * BLOCK_BYTES + first * 8;
+            let start = block * BLOCK_PAIRS + first;
             let pairs: [u64; PAIRS] =
-                std::array::from_fn(|index| pair_at(group, start + index * 8));
+                std::array::from_fn(|index| u64::from_le_bytes(words[start + index]));
             for (sums, table) in lanes.iter_mut().zip(&TABLES) {
                 for (index, sum) in sums.iter_mut().enumerate() {
-                    let (pair, factors) = (pairs[index], table[first + index]);
+                    let pair = pairs[index];
+                    let factors = table[first + index];
                     let even = (pair & LOW).wrapping_mul(factors & LOW);
                     let odd = (pair >> 32).wrapping_mul(factors >> 32);
                     *sum = sum.wrapping_add(even).wrapping_add(odd);
@@ -143,58 +153,44 @@ fn group_sums<const PAIRS: usize>(group: &[u8]) -> [[u64; 2]; SIDE_BY_SIDE] {
     sums.map(|lanes| lanes.map(|sums| sums.into_iter().fold(0, u64::wrapping_add)))
 }
 
-/// Returns the pair of words at this position of bytes.
-#[inline(always)]
-fn pair_at(bytes: &[u8], at: usize) -> u64 {
-    bytes[at..at + 8].try_into().map_or(0, u64::from_le_bytes)
-}
-
 /// Returns both lanes' sums over some bytes of one block, the first of which is byte `start` of the
 /// block. The factor of the block itself is not multiplied in.
 #[inline(always)]
 fn block_sums(start: usize, bytes: &[u8]) -> [u64; 2] {
     // Words are processed in pairs, which have 8 bytes. The bytes before the first whole pair and
     // after the last are padded to a pair with zeros, which add nothing to the sums.
-    let head = bytes.len().min((8 - start % 8) % 8);
-    let (head, rest) = bytes.split_at(head);
-    let pairs = rest.chunks_exact(8);
-    let tail = pairs.remainder();
+    let until_pair = (8 - start % 8) % 8;
+    let (head, rest) = bytes.split_at(bytes.len().min(until_pair));
+    let (pairs, tail) = rest.as_chunks::<8>();
     let first = (start + head.len()) / 8;
-    let count = rest.len() / 8;
-    let mut sums = pair_sums(
-        &rest[..count * 8],
-        [
-            &TABLES[0][first..first + count],
-            &TABLES[1][first..first + count],
-        ],
-    );
+    let mut sums = pair_sums(pairs, first);
     // For each edge: its bytes, their position in the pair, and the number of the pair in the
     // block.
-    for (edge, at, pair) in [(head, start % 8, start / 8), (tail, 0, first + count)] {
+    for (edge, at, pair) in [(head, start % 8, start / 8), (tail, 0, first + pairs.len())] {
         if !edge.is_empty() {
-            let mut bytes = [0; 8];
-            bytes[at..at + edge.len()].copy_from_slice(edge);
-            let of_edge = pair_sums(&bytes, [&TABLES[0][pair..=pair], &TABLES[1][pair..=pair]]);
-            sums = [
-                sums[0].wrapping_add(of_edge[0]),
-                sums[1].wrapping_add(of_edge[1]),
-            ];
+            let mut padded = [0; 8];
+            padded[at..at + edge.len()].copy_from_slice(edge);
+            add(&mut sums, pair_sums(&[padded], pair));
         }
     }
     sums
 }
 
-/// Returns both lanes' sums over whole pairs of words. `tables` has the factors of these pairs, for
-/// each lane.
+/// Returns both lanes' sums over whole pairs of words, the first of which is pair number `first` of
+/// the block.
 ///
 /// The sums of even and of odd words are kept apart until the end, and there are no branches, so
 /// that the compiler uses vector instructions.
 #[inline(always)]
-fn pair_sums(bytes: &[u8], tables: [&[u64]; 2]) -> [u64; 2] {
-    let (mut lane0, mut lane1) = ([0u64; 2], [0u64; 2]);
-    for ((pair, factors0), factors1) in bytes.chunks_exact(8).zip(tables[0]).zip(tables[1]) {
-        let pair = pair.try_into().map_or(0, u64::from_le_bytes);
-        let (even, odd) = (pair & LOW, pair >> 32);
+fn pair_sums(pairs: &[[u8; 8]], first: usize) -> [u64; 2] {
+    let table0 = &TABLES[0][first..first + pairs.len()];
+    let table1 = &TABLES[1][first..first + pairs.len()];
+    let mut lane0 = [0u64; 2];
+    let mut lane1 = [0u64; 2];
+    for ((pair, factors0), factors1) in pairs.iter().zip(table0).zip(table1) {
+        let words = u64::from_le_bytes(*pair);
+        let even = words & LOW;
+        let odd = words >> 32;
         lane0[0] = lane0[0].wrapping_add(even.wrapping_mul(factors0 & LOW));
         lane0[1] = lane0[1].wrapping_add(odd.wrapping_mul(factors0 >> 32));
         lane1[0] = lane1[0].wrapping_add(even.wrapping_mul(factors1 & LOW));

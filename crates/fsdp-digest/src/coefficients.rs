@@ -30,6 +30,7 @@ pub(crate) const fn block_factor(lane: usize, block: u64) -> u64 {
 const fn table(seed: u64) -> [u64; BLOCK_WORDS / 2] {
     let mut table = [0; BLOCK_WORDS / 2];
     let mut pair = 0;
+    // A `for` loop is not possible in a constant.
     while pair < table.len() {
         // Odd factors, so that no change of a word is lost in a product.
         table[pair] = splitmix64(seed, pair as u64) | 0x0000_0001_0000_0001;
@@ -40,6 +41,7 @@ const fn table(seed: u64) -> [u64; BLOCK_WORDS / 2] {
 
 /// Returns the `index`-th output of the generator splitmix64 from a seed, counted from 0.
 const fn splitmix64(seed: u64, index: u64) -> u64 {
+    // The generator adds this constant to its state before each output.
     let mut z = seed.wrapping_add((index.wrapping_add(1)).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -26,6 +26,8 @@ impl Part {
     pub fn add(&mut self, other: Part) {
         match (&mut *self, other) {
             (Part::Elements(sum), Part::Elements(other)) => sum.add(other),
+            // A value has no elements, so a rank that does not have the value contributes the
+            // empty sum, which changes nothing.
             (_, Part::Value(_)) => *self = other,
             (Part::Value(_), Part::Elements(_)) => {}
         }

@@ -27,18 +27,14 @@ impl BoxPlace {
     /// # Errors
     /// A box that is not inside of the tensor; a tensor of more bytes than this machine can count.
     pub fn new(shape: &[usize], bounds: &TensorBox, element: usize) -> Result<Self, DigestError> {
-        if !bounds.fits(shape)
-            || checked_numel(shape)
-                .and_then(|numel| numel.checked_mul(element))
-                .is_none()
-        {
+        let bytes = checked_numel(shape).and_then(|numel| numel.checked_mul(element));
+        if !bounds.fits(shape) || bytes.is_none() {
             return Err(DigestError::OutsideOfTensor {
                 bounds: bounds.clone(),
                 shape: shape.to_vec(),
             });
         }
-        let strides = row_major_strides(shape);
-        let steps: Vec<u64> = strides
+        let steps: Vec<u64> = row_major_strides(shape)
             .iter()
             .map(|&stride| (stride * element) as u64)
             .collect();
@@ -57,12 +53,11 @@ impl BoxPlace {
         let outside = shape.len().saturating_sub(whole + 1);
         let run = bounds.sizes[outside..].iter().product::<usize>() * element;
         let sizes = bounds.sizes[..outside].iter().map(|&size| size as u64);
-        let outer = sizes.zip(steps).collect();
         Ok(BoxPlace {
             length: (bounds.numel() * element) as u64,
             run: run as u64,
             start,
-            outer,
+            outer: sizes.zip(steps).collect(),
         })
     }
 
@@ -75,22 +70,25 @@ impl BoxPlace {
     /// Returns the pieces of a range of the box's bytes that are contiguous in the tensor: where
     /// each begins there, and its length.
     pub(crate) fn pieces(&self, offset: u64, length: u64) -> impl Iterator<Item = (u64, u64)> {
-        let (mut at, end) = (offset, offset + length);
+        let end = offset + length;
+        let mut at = offset;
         std::iter::from_fn(move || {
             if at >= end {
                 return None;
             }
+            // The range may begin and end within a run.
             let within = at % self.run;
-            let take = (self.run - within).min(end - at);
-            let piece = (self.start_of_run(at / self.run) + within, take);
-            at += take;
-            Some(piece)
+            let length = (self.run - within).min(end - at);
+            let start = self.start_of_run(at / self.run) + within;
+            at += length;
+            Some((start, length))
         })
     }
 
     /// Returns where a run begins in the tensor.
     fn start_of_run(&self, mut index: u64) -> u64 {
         let mut start = self.start;
+        // The number of a run has its indices as digits, of which the fastest is the lowest.
         for &(size, step) in self.outer.iter().rev() {
             start += index % size * step;
             index /= size;

@@ -1,6 +1,6 @@
 //! The digests of a state dict, by name.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
@@ -46,6 +46,7 @@ impl StateDigest {
     pub fn root(&self) -> Digest {
         let mut hashed = b"fsdp-digest-1-state\0".to_vec();
         for (name, digest) in &self.0 {
+            // The length tells where a name ends and its digest begins.
             hashed.extend((name.len() as u64).to_le_bytes());
             hashed.extend(name.as_bytes());
             hashed.extend(digest.0.to_le_bytes());
@@ -57,19 +58,12 @@ impl StateDigest {
     /// order.
     #[must_use]
     pub fn differing(&self, other: &StateDigest) -> Vec<String> {
-        let mut names: Vec<String> = self
-            .iter()
-            .filter(|(name, digest)| other.get(name) != Some(*digest))
-            .map(|(name, _)| name.to_owned())
-            .collect();
-        names.extend(
-            other
-                .iter()
-                .filter(|(name, _)| self.get(name).is_none())
-                .map(|(name, _)| name.to_owned()),
-        );
-        names.sort();
-        names
+        // A set, so that a name that both have is listed once, and all are in order.
+        let all: BTreeSet<&String> = self.0.keys().chain(other.0.keys()).collect();
+        all.into_iter()
+            .filter(|name| self.get(name) != other.get(name))
+            .cloned()
+            .collect()
     }
 }
 

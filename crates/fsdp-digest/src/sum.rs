@@ -46,12 +46,11 @@ impl Sum {
     ) -> Result<(), DigestError> {
         let place = BoxPlace::new(shape, bounds, element)?;
         if bytes.len() as u64 != place.length() {
-            let (expected, found) = (place.length() as usize, bytes.len());
             return Err(DigestError::WrongLength {
                 bounds: bounds.clone(),
                 element,
-                expected,
-                found,
+                expected: place.length() as usize,
+                found: bytes.len(),
             });
         }
         self.add_piece(&place, 0, bytes);
@@ -62,9 +61,8 @@ impl Sum {
     /// that of the piece in the row-major bytes of the box. Bytes beyond the end of the box are
     /// ignored.
     pub fn add_piece(&mut self, place: &BoxPlace, offset: u64, bytes: &[u8]) {
-        let mut rest = &bytes[..bytes
-            .len()
-            .min(place.length().saturating_sub(offset) as usize)];
+        let in_box = place.length().saturating_sub(offset) as usize;
+        let mut rest = &bytes[..bytes.len().min(in_box)];
         for (start, length) in place.pieces(offset, rest.len() as u64) {
             let (piece, after) = rest.split_at(length as usize);
             self.add_bytes(start, piece);
@@ -74,16 +72,12 @@ impl Sum {
 
     /// Adds bytes that begin at an offset in the string of the whole tensor's bytes.
     pub fn add_bytes(&mut self, offset: u64, bytes: &[u8]) {
-        self.add(Sum {
-            lanes: blocks::sums(offset, bytes),
-        });
+        blocks::add(&mut self.lanes, blocks::sums(offset, bytes));
     }
 
     /// Adds the sum of other elements of the same tensor.
     pub fn add(&mut self, other: Sum) {
-        for (lane, other) in self.lanes.iter_mut().zip(other.lanes) {
-            *lane = lane.wrapping_add(other);
-        }
+        blocks::add(&mut self.lanes, other.lanes);
     }
 
     /// Returns the digest of a tensor from the sum over all its elements.
@@ -91,8 +85,8 @@ impl Sum {
     pub fn finish(&self, dtype: DType, shape: &[usize]) -> Digest {
         let mut hashed = beginning(&dtype.to_string());
         hashed.extend((shape.len() as u64).to_le_bytes());
-        let sizes = shape.iter().flat_map(|&size| (size as u64).to_le_bytes());
-        hashed.extend(sizes.chain(self.lanes.into_iter().flat_map(u64::to_le_bytes)));
+        let sizes = shape.iter().map(|&size| size as u64);
+        hashed.extend(sizes.chain(self.lanes).flat_map(u64::to_le_bytes));
         Digest(XxHash3_128::oneshot(&hashed))
     }
 }
@@ -136,16 +130,19 @@ fn encode(value: &PlainValue, to: &mut Vec<u8>) {
         PlainValue::List(values) => encode_all(b'l', values, to),
         PlainValue::Tuple(values) => encode_all(b't', values, to),
         PlainValue::Set(values) => {
+            let mut items: Vec<Vec<u8>> = Vec::with_capacity(values.len());
+            for value in values {
+                let mut item = Vec::new();
+                encode(value, &mut item);
+                items.push(item);
+            }
             // Python's order of a set differs from process to process.
-            let mut encoded: Vec<Vec<u8>> = values.iter().map(encoded).collect();
-            encoded.sort_unstable();
-            to.push(b'S');
-            to.extend((encoded.len() as u64).to_le_bytes());
-            to.extend(encoded.concat());
+            items.sort_unstable();
+            encode_header(b'S', items.len(), to);
+            to.extend(items.concat());
         }
         PlainValue::Dict(entries) => {
-            to.push(b'd');
-            to.extend((entries.len() as u64).to_le_bytes());
+            encode_header(b'd', entries.len(), to);
             for (key, value) in entries {
                 encode(key, to);
                 encode(value, to);
@@ -157,8 +154,8 @@ fn encode(value: &PlainValue, to: &mut Vec<u8>) {
             to.push(b'T');
             to.extend(sum.finish(tensor.dtype, &tensor.shape).0.to_le_bytes());
         }
-        PlainValue::Typed(of, description) => {
-            encode_bytes(b'o', of.name().as_bytes(), to);
+        PlainValue::Typed(python_type, description) => {
+            encode_bytes(b'o', python_type.name().as_bytes(), to);
             encode(description, to);
         }
         // Kinds that are newer than this version of the format.
@@ -166,24 +163,21 @@ fn encode(value: &PlainValue, to: &mut Vec<u8>) {
     }
 }
 
-/// Returns a value as [`encode`] appends it.
-fn encoded(value: &PlainValue) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    encode(value, &mut bytes);
-    bytes
+/// Appends the letter of a kind of value, and the number of bytes or values that follow.
+fn encode_header(kind: u8, length: usize, to: &mut Vec<u8>) {
+    to.push(kind);
+    to.extend((length as u64).to_le_bytes());
 }
 
 /// Appends the letter of a kind of value, the length of its bytes, and the bytes.
 fn encode_bytes(kind: u8, bytes: &[u8], to: &mut Vec<u8>) {
-    to.push(kind);
-    to.extend((bytes.len() as u64).to_le_bytes());
+    encode_header(kind, bytes.len(), to);
     to.extend(bytes);
 }
 
 /// Appends the letter of a kind of container, the number of its values, and the values.
 fn encode_all(kind: u8, values: &[PlainValue], to: &mut Vec<u8>) {
-    to.push(kind);
-    to.extend((values.len() as u64).to_le_bytes());
+    encode_header(kind, values.len(), to);
     values.iter().for_each(|value| encode(value, to));
 }
 
@@ -203,14 +197,17 @@ impl FromStr for Digest {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let is_hex = text.len() == 32
+        // The parser of numbers would also take a sign, and digits in upper case.
+        let is_digest = text.len() == 32
             && text
                 .bytes()
                 .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
-        let number = u128::from_str_radix(text, 16).ok().filter(|_| is_hex);
-        number
-            .map(Digest)
-            .ok_or_else(|| format!("`{text}` is not a digest: 32 hexadecimal digits in lower case"))
+        match u128::from_str_radix(text, 16) {
+            Ok(number) if is_digest => Ok(Digest(number)),
+            _ => Err(format!(
+                "`{text}` is not a digest: 32 hexadecimal digits in lower case"
+            )),
+        }
     }
 }
 

@@ -55,29 +55,6 @@ pub enum FlatError {
         /// The tensor's shape.
         shape: Vec<usize>,
     },
-    /// candle has other locks than those whose readers can be seen, so nothing tells of the use of
-    /// a tensor.
-    #[error(
-        "the use of a tensor cannot be seen: this candle does not guard its storages with locks of `parking_lot`"
-    )]
-    UnseenUse,
-    /// The tensors of a `Withheld` could not be withheld. The call that failed first has returned
-    /// the reason.
-    #[error("the tensors could not be withheld, for a reason that was reported before")]
-    NotWithheld,
-    /// Two tensors for one `Withheld` are views of the same storage.
-    #[error(
-        "two of the tensors to be withheld are views of one storage; each needs a storage of its own"
-    )]
-    SharedStorage,
-    /// The number of contents is not the number of withheld tensors.
-    #[error("contents for {given} tensors were given, but {withheld} are withheld")]
-    WrongContents {
-        /// The number of contents.
-        given: usize,
-        /// The number of tensors.
-        withheld: usize,
-    },
     /// Memory that this build cannot reach.
     #[error(
         "the memory of a tensor on {device} cannot be reached: move it to the CPU, or build with `--features cuda`"

@@ -4,7 +4,7 @@
 use candle_core::Tensor;
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::{ALIGNMENT_PADDING_VALUE, FlatEntry};
-use fsdp_layout::shard::unpadded_shard;
+use fsdp_layout::shard::chunk_range;
 
 use crate::storage::{HostSlice, HostSliceMut, zeros};
 use crate::{FlatError, with_float};
@@ -136,15 +136,17 @@ pub fn get_unpadded_shard(
     rank: usize,
     world_size: usize,
 ) -> Result<(Tensor, usize), FlatError> {
-    let shard = unpadded_shard(tensor.elem_count(), world_size, rank);
-    let flat = tensor.flatten_all()?;
+    let numel = tensor.elem_count();
+    let range = chunk_range(numel, world_size, rank);
+    // The first rank's piece is the longest.
+    let padding = chunk_range(numel, world_size, 0).len() - range.len();
     // candle cannot narrow to nothing at the very end of a tensor.
-    let piece = if shard.range.is_empty() {
+    let piece = if range.is_empty() {
         Tensor::zeros(0, tensor.dtype(), tensor.device())?
     } else {
-        flat.narrow(0, shard.range.start, shard.range.len())?
+        tensor.flatten_all()?.narrow(0, range.start, range.len())?
     };
-    Ok((piece, shard.padding))
+    Ok((piece, padding))
 }
 
 /// Returns a rank's piece of a tensor flattened row-major, copied and padded with zeros to the same

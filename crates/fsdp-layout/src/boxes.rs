@@ -46,12 +46,11 @@ impl TensorBox {
     /// Returns the number of elements. For boxes from untrusted input use [`checked_numel`].
     #[must_use]
     pub fn numel(&self) -> usize {
-        // The product of the other dimensions may overflow.
         if self.is_empty() {
-            0
-        } else {
-            self.sizes.iter().product()
+            // The product of the other sizes may overflow, although no element is there.
+            return 0;
         }
+        self.sizes.iter().product()
     }
 
     /// Returns `true` if the box holds no element.
@@ -63,16 +62,14 @@ impl TensorBox {
     /// Returns `true` if the box is well formed and lies inside a tensor of this shape.
     #[must_use]
     pub fn fits(&self, shape: &[usize]) -> bool {
-        self.offsets.len() == shape.len()
-            && self.sizes.len() == shape.len()
-            && self
-                .offsets
-                .iter()
-                .zip(&self.sizes)
-                .zip(shape)
-                .all(|((&offset, &size), &dim)| {
-                    offset.checked_add(size).is_some_and(|end| end <= dim)
-                })
+        if self.offsets.len() != shape.len() || self.sizes.len() != shape.len() {
+            return false;
+        }
+        // Offsets and sizes may come from a damaged file, where their sum can overflow.
+        (0..shape.len()).all(|d| {
+            let end = self.offsets[d].checked_add(self.sizes[d]);
+            end.is_some_and(|end| end <= shape[d])
+        })
     }
 
     /// Returns the common part of two boxes of one tensor; `None` if they share no element, or
@@ -94,6 +91,7 @@ impl TensorBox {
         for d in 0..self.rank() {
             let start = self.offsets[d].max(other.offsets[d]);
             let end = (self.offsets[d] + self.sizes[d]).min(other.offsets[d] + other.sizes[d]);
+            // Boxes that are apart in one dimension share no element, whatever the others are.
             if start >= end {
                 return None;
             }
@@ -107,13 +105,12 @@ impl TensorBox {
     /// they are not contiguous there.
     #[must_use]
     pub fn flat_range(&self, shape: &[usize]) -> Option<Range<usize>> {
-        let mut runs = CopyRuns::new(self, &TensorBox::whole(shape), self);
-        let first = runs.next();
-        match (first, runs.next()) {
-            (None, _) => Some(0..0),
-            (Some(run), None) => Some(run.src..run.src + run.len),
-            (Some(_), Some(_)) => None,
-        }
+        // Elements that are contiguous in the tensor are copied by a single run.
+        let mut runs = copy_runs(self, &TensorBox::whole(shape), self);
+        let Some(run) = runs.next() else {
+            return Some(0..0);
+        };
+        runs.next().is_none().then(|| run.src..run.src + run.len)
     }
 }
 
@@ -123,6 +120,7 @@ impl fmt::Display for TensorBox {
         f.write_str("[")?;
         for (d, (offset, size)) in self.offsets.iter().zip(&self.sizes).enumerate() {
             let comma = if d == 0 { "" } else { ", " };
+            // The box may be one that was refused because this sum overflows.
             write!(f, "{comma}{offset}:{}", offset.saturating_add(*size))?;
         }
         f.write_str("]")
@@ -133,6 +131,7 @@ impl fmt::Display for TensorBox {
 /// of 0 makes it 0.
 #[must_use]
 pub fn checked_numel(shape: &[usize]) -> Option<usize> {
+    // A tensor without elements is possible, even if its other dimensions would overflow.
     if shape.contains(&0) {
         return Some(0);
     }
@@ -169,89 +168,35 @@ pub fn row_major_strides(shape: &[usize]) -> Vec<usize> {
 /// ```
 #[must_use]
 pub fn boxes_of_flat_range(shape: &[usize], range: Range<usize>) -> Vec<TensorBox> {
-    let numel: usize = shape.iter().product();
-    let range = range.start..range.end.min(numel);
+    let strides = row_major_strides(shape);
+    let end = range.end.min(shape.iter().product());
+    let mut start = range.start;
     let mut boxes = Vec::new();
-    if !range.is_empty() {
-        split_flat_range(
-            shape,
-            &row_major_strides(shape),
-            0,
-            &mut Vec::new(),
-            range,
-            &mut boxes,
-        );
-    }
-    boxes
-}
-
-/// Appends the boxes that cover `range` of one sub-tensor: the one at index `prefix` of the
-/// dimensions before `dim`. The range is relative to that sub-tensor.
-fn split_flat_range(
-    shape: &[usize],
-    strides: &[usize],
-    dim: usize,
-    prefix: &mut Vec<usize>,
-    range: Range<usize>,
-    boxes: &mut Vec<TensorBox>,
-) {
-    if dim == shape.len() {
-        boxes.push(TensorBox {
-            offsets: prefix.clone(),
-            sizes: vec![1; dim],
-        });
-        return;
-    }
-    let row = strides[dim];
-    let first_whole = range.start.div_ceil(row);
-    let past_whole = range.end / row;
-    if first_whole > past_whole {
-        // The range lies inside a single row and touches neither end of it: it is a range of that
-        // row's sub-tensor.
-        let at = range.start / row;
-        prefix.push(at);
-        split_flat_range(
-            shape,
-            strides,
-            dim + 1,
-            prefix,
-            range.start - at * row..range.end - at * row,
-            boxes,
-        );
-        prefix.pop();
-        return;
-    }
-    // The end of a row that the range starts within.
-    if range.start < first_whole * row {
-        let at = first_whole - 1;
-        prefix.push(at);
-        split_flat_range(
-            shape,
-            strides,
-            dim + 1,
-            prefix,
-            range.start - at * row..row,
-            boxes,
-        );
-        prefix.pop();
-    }
-    // All rows that are wholly in the range, as one box.
-    if first_whole < past_whole {
-        let mut offsets = prefix.clone();
+    while start < end {
+        // Elements that follow each other form a box if they are whole indices of one dimension.
+        // Take the outermost such dimension, because its indices have the most elements.
+        let dim = strides
+            .iter()
+            .position(|&stride| start.is_multiple_of(stride) && stride <= end - start);
+        let Some(dim) = dim else {
+            // An index of the last dimension is one element, so only a scalar gets here.
+            return vec![TensorBox::whole(shape)];
+        };
+        let offsets: Vec<usize> = strides
+            .iter()
+            .zip(shape)
+            .map(|(stride, size)| start / stride % size)
+            .collect();
+        // A box cannot go past the end of its dimension: the next element has another index in a
+        // dimension further out.
+        let count = ((end - start) / strides[dim]).min(shape[dim] - offsets[dim]);
+        start += count * strides[dim];
         let mut sizes = vec![1; dim];
-        offsets.push(first_whole);
-        sizes.push(past_whole - first_whole);
-        offsets.resize(shape.len(), 0);
+        sizes.push(count);
         sizes.extend_from_slice(&shape[dim + 1..]);
         boxes.push(TensorBox { offsets, sizes });
     }
-    // The start of a row that the range ends within.
-    let tail = range.end - past_whole * row;
-    if tail > 0 {
-        prefix.push(past_whole);
-        split_flat_range(shape, strides, dim + 1, prefix, 0..tail, boxes);
-        prefix.pop();
-    }
+    boxes
 }
 
 /// A run of `len` elements that are contiguous both in the source box and in the destination box.
@@ -271,7 +216,30 @@ pub struct CopyRun {
 /// `overlap` must lie inside both. Runs come in row-major order and are as long as possible.
 #[must_use]
 pub fn copy_runs(overlap: &TensorBox, src: &TensorBox, dst: &TensorBox) -> CopyRuns {
-    CopyRuns::new(overlap, src, dst)
+    let rank = overlap.rank();
+    let src_strides = row_major_strides(&src.sizes);
+    let dst_strides = row_major_strides(&dst.sizes);
+    // A run always spans the last dimension. If the overlap has all of a dimension in both boxes,
+    // the run before it continues without a gap, so one run spans the dimension before it too.
+    let mut inner = rank.saturating_sub(1);
+    while inner > 0
+        && overlap.sizes[inner] == src.sizes[inner]
+        && overlap.sizes[inner] == dst.sizes[inner]
+    {
+        inner -= 1;
+    }
+    let next = (!overlap.is_empty()).then(|| CopyRun {
+        src: first_index(overlap, src, &src_strides),
+        dst: first_index(overlap, dst, &dst_strides),
+        len: overlap.sizes[inner..].iter().product(),
+    });
+    CopyRuns {
+        outer: overlap.sizes[..inner].to_vec(),
+        src_steps: src_strides[..inner].to_vec(),
+        dst_steps: dst_strides[..inner].to_vec(),
+        index: vec![0; inner],
+        next,
+    }
 }
 
 /// The iterator of [`copy_runs`].
@@ -290,43 +258,13 @@ pub struct CopyRuns {
     next: Option<CopyRun>,
 }
 
-impl CopyRuns {
-    /// Returns the runs of `overlap`, from a row-major buffer of the box `src` to one of the box
-    /// `dst`. It must lie in both.
-    fn new(overlap: &TensorBox, src: &TensorBox, dst: &TensorBox) -> Self {
-        let rank = overlap.rank();
-        let src_strides = row_major_strides(&src.sizes);
-        let dst_strides = row_major_strides(&dst.sizes);
-        // Trailing dimensions that are whole in both boxes merge with the one before them into one
-        // run.
-        let mut inner = rank.saturating_sub(1);
-        while inner > 0
-            && overlap.sizes[inner] == src.sizes[inner]
-            && overlap.sizes[inner] == dst.sizes[inner]
-        {
-            inner -= 1;
-        }
-        let len: usize = overlap.sizes[inner.min(rank)..].iter().product();
-        let next = (!overlap.is_empty()).then(|| CopyRun {
-            src: first_index(overlap, src, &src_strides),
-            dst: first_index(overlap, dst, &dst_strides),
-            len,
-        });
-        CopyRuns {
-            outer: overlap.sizes[..inner].to_vec(),
-            src_steps: src_strides[..inner].to_vec(),
-            dst_steps: dst_strides[..inner].to_vec(),
-            index: vec![0; inner],
-            next,
-        }
-    }
-}
-
 /// Returns the index of the first element of `inner` in the row-major buffer of box `outer`, which
 /// contains `inner`. `strides` are those of the buffer.
 fn first_index(inner: &TensorBox, outer: &TensorBox, strides: &[usize]) -> usize {
-    let offsets = inner.offsets.iter().zip(&outer.offsets);
-    offsets
+    inner
+        .offsets
+        .iter()
+        .zip(&outer.offsets)
         .zip(strides)
         .map(|((inner, outer), stride)| (inner - outer) * stride)
         .sum()

@@ -24,14 +24,16 @@ pub fn subtract(from: &TensorBox, taken: &TensorBox) -> Vec<TensorBox> {
     // far.
     let mut core = from.clone();
     for d in 0..from.rank() {
-        let (start, end) = (core.offsets[d], core.offsets[d] + core.sizes[d]);
-        let (cut_start, cut_end) = (overlap.offsets[d], overlap.offsets[d] + overlap.sizes[d]);
-        for (slab_start, slab_end) in [(start, cut_start), (cut_end, end)] {
-            if slab_start < slab_end {
-                let mut slab = core.clone();
-                slab.offsets[d] = slab_start;
-                slab.sizes[d] = slab_end - slab_start;
-                rest.push(slab);
+        let end = core.offsets[d] + core.sizes[d];
+        let cut_start = overlap.offsets[d];
+        let cut_end = cut_start + overlap.sizes[d];
+        // What is before the overlap in this dimension, and what is after it, is a slab each.
+        for slab in [core.offsets[d]..cut_start, cut_end..end] {
+            if !slab.is_empty() {
+                let mut part = core.clone();
+                part.offsets[d] = slab.start;
+                part.sizes[d] = slab.len();
+                rest.push(part);
             }
         }
         core.offsets[d] = cut_start;
@@ -58,12 +60,11 @@ pub fn uncovered<'a>(
     // uncovered part, so that the list of its boxes stays short.
     let mut boxes: Vec<&TensorBox> = boxes.into_iter().collect();
     boxes.sort();
-    let mut left: Vec<TensorBox> = if wanted.is_empty() {
-        Vec::new()
-    } else {
-        vec![wanted.clone()]
-    };
+    let mut left = vec![wanted.clone()];
+    // A box without elements is covered by no boxes at all.
+    left.retain(|part| !part.is_empty());
     for taken in boxes {
+        // Most lists of boxes cover all long before their end.
         if left.is_empty() {
             break;
         }

@@ -15,10 +15,10 @@ use thiserror::Error;
 
 use crate::boxes::{TensorBox, boxes_of_flat_range, checked_numel};
 use crate::dtype::DType;
-use crate::shard::{UnpaddedShard, unpadded_shard};
+use crate::shard::chunk_range;
 
 /// The alignment of parameters: each starts on a multiple of this many bytes.
-pub const ALIGNMENT_BYTES: usize = 16;
+const ALIGNMENT_BYTES: usize = 16;
 
 /// The value that torch writes into alignment padding. It must never get into a state dict.
 pub const ALIGNMENT_PADDING_VALUE: u8 = 42;
@@ -43,19 +43,14 @@ pub enum FlatLayoutError {
     },
 }
 
-/// Returns the number of elements of `dtype` that fill [`ALIGNMENT_BYTES`]: 4 for f32, 8 for bf16,
-/// 2 for f64.
+/// Returns the number of elements of `dtype` that fill 16 bytes, the alignment of parameters: 4 for
+/// f32, 8 for bf16, 2 for f64.
 ///
 /// `dtype` is the dtype of forward and backward. With mixed precision it may be narrower than that
 /// of the parameters.
 #[must_use]
 pub const fn aligned_numel(dtype: DType) -> usize {
-    let size = dtype.size_in_bytes() as usize;
-    if size == 0 {
-        ALIGNMENT_BYTES
-    } else {
-        ALIGNMENT_BYTES.div_ceil(size)
-    }
+    ALIGNMENT_BYTES.div_ceil(dtype.size_in_bytes() as usize)
 }
 
 /// One stretch of a FlatParameter.
@@ -156,19 +151,19 @@ impl FlatLayout {
             }
             // Padding adds less than one alignment and one element per rank. With room for both, no
             // later sum overflows.
-            let end = checked_numel(&shape)
-                .and_then(|numel| Some((numel, layout.unpadded_numel.checked_add(numel)?)))
-                .filter(|(_, end)| {
-                    end.checked_add(aligned_numel)
-                        .is_some_and(|end| end.checked_add(world_size).is_some())
-                });
-            let Some((numel, end)) = end else {
+            let numel = checked_numel(&shape).filter(|&numel| {
+                [numel, aligned_numel, world_size]
+                    .iter()
+                    .try_fold(layout.unpadded_numel, |sum, &more| sum.checked_add(more))
+                    .is_some()
+            });
+            let Some(numel) = numel else {
                 return Err(FlatLayoutError::TooLarge { fqn, shape });
             };
             layout.starts.push(layout.unpadded_numel);
             layout.entries.push(FlatEntry::Param(index));
             layout.numels_with_padding.push(numel);
-            layout.unpadded_numel = end;
+            layout.unpadded_numel += numel;
             layout.fqns.push(fqn);
             layout.shapes.push(shape);
             layout.numels.push(numel);
@@ -258,25 +253,19 @@ impl FlatLayout {
         self.unpadded_numel.div_ceil(self.world_size)
     }
 
-    /// Returns the rank's range of the unsharded FlatParameter, and the padding on its right.
+    /// Returns the rank's range of the unsharded FlatParameter. Right padding makes it as long as
+    /// [`Self::sharded_numel`].
     #[must_use]
-    pub fn shard(&self, rank: usize) -> UnpaddedShard {
-        unpadded_shard(self.unpadded_numel, self.world_size, rank)
+    pub fn shard_range(&self, rank: usize) -> Range<usize> {
+        chunk_range(self.unpadded_numel, self.world_size, rank)
     }
 
     /// Returns where each parameter lies in a rank's shard; `None` for a parameter that the shard
     /// has no element of.
     #[must_use]
     pub fn shard_param_infos(&self, rank: usize) -> Vec<Option<ShardParamInfo>> {
-        self.shard_param_infos_of_range(self.shard(rank).range)
-    }
-
-    /// Returns where each parameter lies in a range of the unsharded FlatParameter; `None` for a
-    /// parameter that has no element there. Offsets are counted from the start of the range.
-    #[must_use]
-    pub fn shard_param_infos_of_range(&self, range: Range<usize>) -> Vec<Option<ShardParamInfo>> {
-        (0..self.numels.len())
-            .map(|param| self.param_info_of_range(param, &range))
+        (0..self.fqns.len())
+            .map(|param| self.shard_param_info(param, rank))
             .collect()
     }
 
@@ -287,7 +276,7 @@ impl FlatLayout {
     /// If the layout has no such parameter.
     #[must_use]
     pub fn shard_param_info(&self, param: usize, rank: usize) -> Option<ShardParamInfo> {
-        self.param_info_of_range(param, &self.shard(rank).range)
+        self.param_info_of_range(param, &self.shard_range(rank))
     }
 
     /// Returns where a parameter lies in a range of the unsharded FlatParameter; `None` if it has
@@ -296,6 +285,7 @@ impl FlatLayout {
         let whole = self.param_range(param);
         let start = range.start.max(whole.start);
         let end = range.end.min(whole.end);
+        // A parameter without elements is in no range, not even where it would begin.
         (start < end).then(|| ShardParamInfo {
             offset_in_shard: start - range.start,
             numel_in_shard: end - start,

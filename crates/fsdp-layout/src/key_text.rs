@@ -1,7 +1,5 @@
 //! The texts that Python makes of the keys of a dict, which stand in flat keys.
 
-use std::fmt::Write;
-
 use crate::value::{PlainValue, PythonType};
 
 impl PlainValue {
@@ -30,17 +28,17 @@ impl PlainValue {
             PlainValue::Tuple(items) => {
                 let texts: Option<Vec<String>> =
                     items.iter().map(PlainValue::quoted_key_text).collect();
+                // Without the comma, one item in parentheses would be no tuple.
                 let comma = if items.len() == 1 { "," } else { "" };
                 format!("({}{comma})", texts?.join(", "))
             }
-            PlainValue::Typed(PythonType::Size, sizes) => match &**sizes {
-                PlainValue::Tuple(sizes) => {
-                    let sizes: Option<Vec<String>> =
-                        sizes.iter().map(PlainValue::key_text).collect();
-                    format!("torch.Size([{}])", sizes?.join(", "))
-                }
-                _ => return None,
-            },
+            PlainValue::Typed(PythonType::Size, description) => {
+                let PlainValue::Tuple(sizes) = &**description else {
+                    return None;
+                };
+                let texts: Option<Vec<String>> = sizes.iter().map(PlainValue::key_text).collect();
+                format!("torch.Size([{}])", texts?.join(", "))
+            }
             PlainValue::Typed(_, description) => return description.key_text(),
             _ => return None,
         })
@@ -62,16 +60,14 @@ fn float_text(number: f64) -> String {
     if number.is_nan() {
         return "nan".to_owned();
     }
-    // Rust writes an exponent where Python does, but without a plus and a leading zero.
     let text = format!("{number:?}");
-    match text.split_once('e') {
-        Some((digits, exponent)) => {
-            let (sign, exponent) = exponent
-                .strip_prefix('-')
-                .map_or(('+', exponent), |exponent| ('-', exponent));
-            format!("{digits}e{sign}{exponent:0>2}")
-        }
-        None => text,
+    let Some((digits, exponent)) = text.split_once('e') else {
+        return text;
+    };
+    // Rust writes an exponent where Python does, but without a plus and a leading zero.
+    match exponent.strip_prefix('-') {
+        Some(exponent) => format!("{digits}e-{exponent:0>2}"),
+        None => format!("{digits}e+{exponent:0>2}"),
     }
 }
 
@@ -79,8 +75,9 @@ fn float_text(number: f64) -> String {
 /// `first_escaped` on.
 fn quoted(text: impl Iterator<Item = char> + Clone, first_escaped: char) -> String {
     // Python takes double quotes only where that saves escapes.
-    let has = |quote| text.clone().any(|c| c == quote);
-    let quote = if has('\'') && !has('"') { '"' } else { '\'' };
+    let has_single = text.clone().any(|c| c == '\'');
+    let has_double = text.clone().any(|c| c == '"');
+    let quote = if has_single && !has_double { '"' } else { '\'' };
     let mut quoted = String::from(quote);
     for c in text {
         match c {
@@ -90,7 +87,7 @@ fn quoted(text: impl Iterator<Item = char> + Clone, first_escaped: char) -> Stri
             '\\' => quoted.push_str("\\\\"),
             c if c == quote => quoted.extend(['\\', c]),
             c if c.is_control() || c >= first_escaped => {
-                _ = write!(quoted, "\\x{:02x}", u32::from(c))
+                quoted.push_str(&format!("\\x{:02x}", u32::from(c)));
             }
             c => quoted.push(c),
         }

@@ -11,7 +11,7 @@
 //! | [`path`] | the path of a value in a nested state dict, and its flat key |
 //! | [`boxes`] | hyper-rectangles of a tensor: intersection, flat ranges, copies between boxes |
 //! | [`cover`] | the parts of a box that other boxes leave uncovered |
-//! | [`shard`] | torch's rule for cutting `n` elements over ranks, and the padding that makes the cuts equal |
+//! | [`shard`] | torch's rule for cutting `n` elements over ranks |
 //! | [`flat`] | the layout of many parameters in one FlatParameter |
 //! | [`mesh`] | rank arithmetic of an N-d device mesh |
 //! | [`placement`] | Shard / Replicate / strided shards on a mesh, as boxes |
@@ -31,7 +31,7 @@ pub mod value;
 
 pub use boxes::{CopyRun, TensorBox};
 pub use dtype::DType;
-pub use failure::{ErrorKind, Failure};
+pub use failure::{ErrorKind, Failure, with_causes};
 pub use flat::{FlatLayout, FlatLayoutError, ShardParamInfo};
 pub use mesh::DeviceMesh;
 pub use path::{KeyPath, PathPart};

@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::boxes::{checked_numel, row_major_strides};
+
 /// The reason that a mesh cannot be made.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -53,7 +55,8 @@ impl DeviceMesh {
         names: &[&str],
         world_size: usize,
     ) -> Result<Self, DeviceMeshError> {
-        let needed = crate::boxes::checked_numel(shape).unwrap_or(usize::MAX);
+        // A shape that overflows needs more ranks than there can be.
+        let needed = checked_numel(shape).unwrap_or(usize::MAX);
         if needed != world_size || needed == 0 {
             return Err(DeviceMeshError::WrongSize {
                 shape: shape.to_vec(),
@@ -98,45 +101,22 @@ impl DeviceMesh {
         if rank >= self.size() {
             return None;
         }
-        let strides = crate::boxes::row_major_strides(&self.shape);
-        Some(
-            strides
-                .iter()
-                .zip(&self.shape)
-                .map(|(stride, dim)| rank / stride % dim)
-                .collect(),
-        )
-    }
-
-    /// Returns the rank at a coordinate; `None` for a coordinate outside the mesh.
-    #[must_use]
-    pub fn rank_at(&self, coordinate: &[usize]) -> Option<usize> {
-        if coordinate.len() != self.shape.len()
-            || coordinate.iter().zip(&self.shape).any(|(c, dim)| c >= dim)
-        {
-            return None;
-        }
-        let strides = crate::boxes::row_major_strides(&self.shape);
-        Some(
-            coordinate
-                .iter()
-                .zip(&strides)
-                .map(|(c, stride)| c * stride)
-                .sum(),
-        )
+        let strides = row_major_strides(&self.shape);
+        let dims = strides.iter().zip(&self.shape);
+        Some(dims.map(|(stride, dim)| rank / stride % dim).collect())
     }
 
     /// Returns the ranks that differ from `rank` only along dimension `dim`, in order, including
     /// `rank` itself; `None` for a rank or a dimension that the mesh does not have.
     #[must_use]
     pub fn ranks_along(&self, dim: usize, rank: usize) -> Option<Vec<usize>> {
-        let mut coordinate = self.coordinate(rank)?;
-        (0..*self.shape.get(dim)?)
-            .map(|index| {
-                coordinate[dim] = index;
-                self.rank_at(&coordinate)
-            })
-            .collect()
+        let coordinate = self.coordinate(rank)?;
+        let size = *self.shape.get(dim)?;
+        // Neighbours along a dimension are its stride apart, so the first of them is as many
+        // strides before `rank` as its coordinate says.
+        let stride = row_major_strides(&self.shape)[dim];
+        let first = rank - coordinate[dim] * stride;
+        Some((0..size).map(|index| first + index * stride).collect())
     }
 }
 
@@ -149,7 +129,7 @@ mod tests {
         let mesh = DeviceMesh::new(&[2, 3, 2], &["pp", "dp", "tp"], 12)?;
         for rank in 0..12 {
             let coordinate = mesh.coordinate(rank).unwrap();
-            assert_eq!(mesh.rank_at(&coordinate), Some(rank));
+            assert_eq!(coordinate[0] * 6 + coordinate[1] * 2 + coordinate[2], rank);
             for dim in 0..3 {
                 let along = mesh.ranks_along(dim, rank).unwrap();
                 assert_eq!(along[coordinate[dim]], rank);

@@ -1,6 +1,6 @@
 //! The path of a value in a nested state dict, and the flat key that a checkpoint gives it.
 
-use std::fmt::{self, Write as _};
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
@@ -45,15 +45,8 @@ impl KeyPath {
     /// refuse duplicates.
     #[must_use]
     pub fn flat_key(&self) -> String {
-        let mut flat = String::new();
-        for (index, part) in self.0.iter().enumerate() {
-            if index > 0 {
-                flat.push('.');
-            }
-            // Writing to a string cannot fail.
-            let _ = write!(flat, "{part}");
-        }
-        flat
+        let parts: Vec<String> = self.0.iter().map(PathPart::to_string).collect();
+        parts.join(".")
     }
 
     /// Returns the rest of this path below a prefix of keys; `None` if it lies elsewhere.
@@ -74,19 +67,20 @@ impl KeyPath {
             return Some(self.clone());
         }
         if let [PathPart::Key(flat)] = self.0.as_slice() {
-            let start: String = prefix
-                .iter()
-                .map(|key| format!("{}.", key.as_ref()))
-                .collect();
-            return Some(KeyPath(vec![PathPart::Key(
-                flat.strip_prefix(&start)?.to_owned(),
-            )]));
+            let mut rest = flat.as_str();
+            for key in prefix {
+                // The dot belongs to the prefix: `model` is no prefix of `model2.bias`.
+                rest = rest.strip_prefix(key.as_ref())?.strip_prefix('.')?;
+            }
+            return Some(KeyPath(vec![PathPart::Key(rest.to_owned())]));
         }
         let (start, rest) = self.0.split_at_checked(prefix.len())?;
-        let mut parts = start.iter().zip(prefix);
-        let begins =
-            parts.all(|(part, key)| matches!(part, PathPart::Key(part) if part == key.as_ref()));
-        (begins && !rest.is_empty()).then(|| KeyPath(rest.to_vec()))
+        let is_prefix = start
+            .iter()
+            .zip(prefix)
+            .all(|(part, key)| matches!(part, PathPart::Key(part) if part == key.as_ref()));
+        // The path of the prefix itself has no rest, and is not below it.
+        (is_prefix && !rest.is_empty()).then(|| KeyPath(rest.to_vec()))
     }
 
     /// Returns this path with one more part at its end.

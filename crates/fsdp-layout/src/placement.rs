@@ -112,45 +112,37 @@ pub fn boxes_of_placements(
         .iter()
         .map(|&dim| std::iter::once(0..dim).collect())
         .collect();
-    let rank = shape.len();
     for ((placement, &parts), &index) in placements.iter().zip(mesh_shape).zip(coordinate) {
-        match *placement {
-            Placement::Replicate => {}
+        let (dim, split_factor) = match *placement {
+            Placement::Replicate => continue,
             Placement::Partial => return Err(PlacementError::Partial),
-            Placement::Shard(dim) => {
-                let of_dim = owned
-                    .get_mut(dim)
-                    .ok_or(PlacementError::NoSuchDim { dim, rank })?;
-                *of_dim = take(of_dim, chunk_range(total(of_dim), parts, index));
-            }
-            Placement::StridedShard { dim, split_factor } => {
-                let of_dim = owned
-                    .get_mut(dim)
-                    .ok_or(PlacementError::NoSuchDim { dim, rank })?;
-                if split_factor == 0 {
-                    return Err(PlacementError::NoBlocks { dim });
-                }
-                // Each block is cut like a tensor of its own, so the rank owns a piece of every
-                // block.
-                let mut mine = Vec::new();
-                // Blocks after the last index are empty.
-                for block in 0..split_factor.min(total(of_dim)) {
-                    let block = chunk_range(total(of_dim), split_factor, block);
-                    let piece = chunk_range(block.len(), parts, index);
-                    mine.extend(take(
-                        of_dim,
-                        block.start + piece.start..block.start + piece.end,
-                    ));
-                }
-                *of_dim = mine;
-            }
+            // A plain shard is a strided one whose only block is the whole dimension.
+            Placement::Shard(dim) => (dim, 1),
+            Placement::StridedShard { dim, split_factor } => (dim, split_factor),
+        };
+        let rank = shape.len();
+        let ranges = owned
+            .get_mut(dim)
+            .ok_or(PlacementError::NoSuchDim { dim, rank })?;
+        if split_factor == 0 {
+            return Err(PlacementError::NoBlocks { dim });
         }
+        let total = ranges.iter().map(ExactSizeIterator::len).sum();
+        let mut pieces = Vec::new();
+        // Each block is cut like a tensor of its own, so the rank owns a piece of every block.
+        // Blocks after the last index are empty, and there may be very many of them.
+        for block in 0..split_factor.min(total) {
+            let block = chunk_range(total, split_factor, block);
+            let piece = chunk_range(block.len(), parts, index);
+            pieces.extend(take(
+                ranges,
+                block.start + piece.start..block.start + piece.end,
+            ));
+        }
+        *ranges = pieces;
     }
     // A box for each combination of one range in every dimension.
-    let mut boxes = vec![TensorBox {
-        offsets: Vec::new(),
-        sizes: Vec::new(),
-    }];
+    let mut boxes = vec![TensorBox::whole(&[])];
     for ranges in owned {
         boxes = with_dimension(&boxes, &merge(ranges));
     }
@@ -172,17 +164,14 @@ fn with_dimension(boxes: &[TensorBox], ranges: &[Range<usize>]) -> Vec<TensorBox
     extended
 }
 
-/// Returns the number of indices in all ranges together.
-fn total(ranges: &[Range<usize>]) -> usize {
-    ranges.iter().map(ExactSizeIterator::len).sum()
-}
-
 /// Returns the indices at the positions `wanted` of `ranges`. Positions are counted over all
 /// ranges, one after the other.
 fn take(ranges: &[Range<usize>], wanted: Range<usize>) -> Vec<Range<usize>> {
     let mut taken = Vec::new();
     let mut before = 0;
     for range in ranges {
+        // The part of `wanted` in this range, counted from the start of the range. It is empty if
+        // `wanted` is elsewhere.
         let start = wanted.start.clamp(before, before + range.len()) - before;
         let end = wanted.end.clamp(before, before + range.len()) - before;
         if start < end {

@@ -40,64 +40,43 @@ pub enum PlainValue {
     Typed(PythonType, Box<PlainValue>),
 }
 
-/// A type of Python whose objects a simpler value describes: see [`PlainValue::Typed`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum PythonType {
-    /// `torch.dtype`, described by its name in text: `torch.bfloat16`.
-    DType,
-    /// `torch.qscheme`, described by its name in text: `torch.per_tensor_affine`.
-    QScheme,
-    /// `torch.device`, described by text: `cuda:0`.
-    Device,
-    /// `torch.Size`, described by a tuple.
-    Size,
-    /// `frozenset`, described by a set.
-    FrozenSet,
-    /// `bytearray`, described by bytes.
-    ByteArray,
-    /// `pathlib.PosixPath`, described by text.
-    PosixPath,
-    /// `pathlib.WindowsPath`, described by text.
-    WindowsPath,
-    /// `pathlib.PurePosixPath`, described by text.
-    PurePosixPath,
-    /// `pathlib.PureWindowsPath`, described by text.
-    PureWindowsPath,
+macro_rules! python_types {
+    ($($variant:ident, $name:literal, $doc:literal;)*) => {
+        /// A type of Python whose objects a simpler value describes: see [`PlainValue::Typed`].
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+        #[non_exhaustive]
+        pub enum PythonType {
+            $(#[doc = $doc] $variant,)*
+        }
+
+        impl PythonType {
+            /// All types.
+            pub const ALL: &'static [PythonType] = &[$(PythonType::$variant),*];
+
+            /// Returns the name of the type in Python; that of a builtin has no module.
+            #[must_use]
+            pub const fn name(self) -> &'static str {
+                match self { $(PythonType::$variant => $name,)* }
+            }
+        }
+    };
+}
+
+// The order is that of the serialized values: new types go to the end.
+python_types! {
+    DType, "torch.dtype", "`torch.dtype`, described by its name in text: `torch.bfloat16`.";
+    QScheme, "torch.qscheme", "`torch.qscheme`, described by its name in text: `torch.per_tensor_affine`.";
+    Device, "torch.device", "`torch.device`, described by text: `cuda:0`.";
+    Size, "torch.Size", "`torch.Size`, described by a tuple.";
+    FrozenSet, "frozenset", "`frozenset`, described by a set.";
+    ByteArray, "bytearray", "`bytearray`, described by bytes.";
+    PosixPath, "pathlib.PosixPath", "`pathlib.PosixPath`, described by text.";
+    WindowsPath, "pathlib.WindowsPath", "`pathlib.WindowsPath`, described by text.";
+    PurePosixPath, "pathlib.PurePosixPath", "`pathlib.PurePosixPath`, described by text.";
+    PureWindowsPath, "pathlib.PureWindowsPath", "`pathlib.PureWindowsPath`, described by text.";
 }
 
 impl PythonType {
-    /// All types.
-    pub const ALL: [PythonType; 10] = [
-        PythonType::DType,
-        PythonType::QScheme,
-        PythonType::Device,
-        PythonType::Size,
-        PythonType::FrozenSet,
-        PythonType::ByteArray,
-        PythonType::PosixPath,
-        PythonType::WindowsPath,
-        PythonType::PurePosixPath,
-        PythonType::PureWindowsPath,
-    ];
-
-    /// Returns the name of the type in Python; that of a builtin has no module.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            PythonType::DType => "torch.dtype",
-            PythonType::QScheme => "torch.qscheme",
-            PythonType::Device => "torch.device",
-            PythonType::Size => "torch.Size",
-            PythonType::FrozenSet => "frozenset",
-            PythonType::ByteArray => "bytearray",
-            PythonType::PosixPath => "pathlib.PosixPath",
-            PythonType::WindowsPath => "pathlib.WindowsPath",
-            PythonType::PurePosixPath => "pathlib.PurePosixPath",
-            PythonType::PureWindowsPath => "pathlib.PureWindowsPath",
-        }
-    }
-
     /// Returns `true` if this value can describe an object of the type.
     #[must_use]
     pub fn fits(self, description: &PlainValue) -> bool {
@@ -115,7 +94,7 @@ impl PythonType {
     /// Returns the type with this name in Python, if it is one of these.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|of| of.name() == name)
+        Self::ALL.iter().copied().find(|ty| ty.name() == name)
     }
 }
 
@@ -144,11 +123,13 @@ impl PlainValue {
             (PlainValue::List(a), PlainValue::List(b))
             | (PlainValue::Tuple(a), PlainValue::Tuple(b)) => all(a, b),
             (PlainValue::Set(a), PlainValue::Set(b)) => {
-                a.len() == b.len()
-                    && (all(a, b) || {
-                        let (a, b) = (in_one_order(a), in_one_order(b));
-                        a.iter().zip(b).all(|(a, b)| a.same_bits(b))
-                    })
+                // Mostly both are in the same order, and then none has to be made.
+                all(a, b)
+                    || a.len() == b.len()
+                        && in_one_order(a)
+                            .iter()
+                            .zip(in_one_order(b))
+                            .all(|(a, b)| a.same_bits(b))
             }
             (PlainValue::Dict(a), PlainValue::Dict(b)) => {
                 a.len() == b.len()
@@ -163,8 +144,8 @@ impl PlainValue {
 
     /// Makes an object of a type from the value that describes it.
     #[must_use]
-    pub fn typed(of: PythonType, description: impl Into<PlainValue>) -> Self {
-        PlainValue::Typed(of, Box::new(description.into()))
+    pub fn typed(ty: PythonType, description: impl Into<PlainValue>) -> Self {
+        PlainValue::Typed(ty, Box::new(description.into()))
     }
 
     /// Returns the value that describes a [`PlainValue::Typed`], or any other value itself.
@@ -191,7 +172,7 @@ impl PlainValue {
             PlainValue::Set(_) => "set",
             PlainValue::Dict(_) => "dict",
             PlainValue::Tensor(_) => "Tensor",
-            PlainValue::Typed(of, _) => of.name(),
+            PlainValue::Typed(ty, _) => ty.name(),
         }
     }
 
@@ -244,33 +225,34 @@ fn in_one_order(items: &[PlainValue]) -> Vec<&PlainValue> {
 /// Returns a text by which items of sets are ordered. Items may be tuples and sets.
 fn order_text(item: &PlainValue) -> String {
     match item {
+        // Sets inside of the items have no order either, so their own items are ordered first.
         PlainValue::Set(items) => in_one_order(items)
             .into_iter()
             .map(order_text)
             .collect::<Vec<_>>()
             .join(","),
         PlainValue::Tuple(items) => items.iter().map(order_text).collect::<Vec<_>>().join(","),
-        PlainValue::Typed(of, description) => format!("{of:?} {}", order_text(description)),
+        PlainValue::Typed(ty, description) => format!("{ty:?} {}", order_text(description)),
         item => format!("{item:?}"),
     }
 }
 
 macro_rules! from {
-    ($($type:ty => $value:ident $to:expr;)*) => {
+    ($($type:ty => $variant:ident,)*) => {
         $(impl From<$type> for PlainValue {
-            fn from($value: $type) -> Self {
-                $to
+            fn from(value: $type) -> Self {
+                PlainValue::$variant(value.into())
             }
         })*
     };
 }
 
 from! {
-    bool => value PlainValue::Bool(value);
-    i64 => value PlainValue::Int(value);
-    f64 => value PlainValue::Float(value);
-    &str => value PlainValue::Str(value.to_owned());
-    String => value PlainValue::Str(value);
+    bool => Bool,
+    i64 => Int,
+    f64 => Float,
+    &str => Str,
+    String => Str,
 }
 
 #[cfg(test)]

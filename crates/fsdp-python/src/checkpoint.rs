@@ -3,16 +3,16 @@
 use std::collections::HashSet;
 use std::ffi::OsString;
 
-use fsdp_dcp::checkpoint;
-use fsdp_dcp::metadata::{Entry, encode};
-use fsdp_dcp::plan::LoadRequest;
-use fsdp_dcp::reader::{Destination, OpenOptions, ReadOptions};
-use fsdp_dcp::{FileError, FormatError, writer};
+use fsdp_formats::checkpoint;
+use fsdp_formats::metadata::{BytesEntry, Entry, encode};
+use fsdp_formats::plan::{LoadPlanError, LoadRequest};
+use fsdp_formats::reader::{Destination, OpenOptions, ReadOptions};
+use fsdp_formats::{FileError, writer};
 use fsdp_layout::TensorBox;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
-use crate::error::{exception, sizes};
+use crate::error::{detached, exception};
 use crate::memory::Memory;
 use crate::value::to_python;
 
@@ -33,10 +33,8 @@ impl Checkpoint {
     /// Opens the checkpoint at a path or a URL.
     #[new]
     fn new(py: Python<'_>, path: OsString) -> PyResult<Self> {
-        let opened = py.detach(|| checkpoint::open(path, OpenOptions { verify: true }));
-        opened
-            .map(|opened| Checkpoint { opened })
-            .map_err(|error| exception(py, error))
+        let opened = detached(py, || checkpoint::open(path, OpenOptions { verify: true }))?;
+        Ok(Checkpoint { opened })
     }
 
     /// Lists the tensors, in the order of the checkpoint.
@@ -47,7 +45,7 @@ impl Checkpoint {
                 Ok((
                     name.to_owned(),
                     tensor.properties.dtype.torch_name(),
-                    sizes(py, &tensor.shape)?,
+                    PyTuple::new(py, &tensor.shape)?,
                 ))
             })
             .collect()
@@ -73,9 +71,10 @@ impl Checkpoint {
     /// for the tensors, so that wrong metadata cannot ask for more than the files have.
     #[pyo3(signature = (keys))]
     fn check(&self, py: Python<'_>, keys: Option<HashSet<String>>) -> PyResult<()> {
-        let is_wanted = |name: &str| keys.as_ref().is_none_or(|keys| keys.contains(name));
-        py.detach(|| self.opened.check_stored(&is_wanted))
-            .map_err(|error| exception(py, error))
+        detached(py, || {
+            self.opened
+                .check_stored(&|name| keys.as_ref().is_none_or(|keys| keys.contains(name)))
+        })
     }
 
     /// Returns a value that is not a tensor. `tensor` is a Python function that builds the tensors
@@ -88,37 +87,35 @@ impl Checkpoint {
         tensor: &Bound<'py, PyAny>,
         typed: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let value = py
-            .detach(|| self.opened.read_value(name))
-            .map_err(|error| exception(py, error))?;
-        to_python(py, &value, tensor, typed)
+        let value = detached(py, || self.opened.read_value(name))?;
+        to_python(&value, tensor, typed)
     }
 
     /// Returns a value as `torch.save` would write it. The bytes are encoded from the parsed value,
     /// so no bytes of the file's own pickle reach Python.
     fn item<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
-        let encoded = py.detach(|| {
+        let encoded = detached(py, || {
             let value = self.opened.read_value(name)?;
-            writer::encode_value(&value).map_err(|source| encode_error(name, source))
-        });
-        encoded
-            .map(|bytes| PyBytes::new(py, &bytes))
-            .map_err(|error| exception(py, error))
+            writer::encode_value(&value).map_err(|source| FileError::Encode {
+                fqn: name.to_owned(),
+                source,
+            })
+        })?;
+        Ok(PyBytes::new(py, &encoded))
     }
 
     /// Returns the bytes of a value as they are stored. They may be a pickle that runs code when
     /// torch loads it. A value that is not stored by itself is encoded as [`Self::item`] does.
     fn stored_item<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
-        let Some(Entry::Bytes(entry)) = self.opened.metadata().entries.get(name) else {
+        let Some(Entry::Bytes(BytesEntry {
+            stored: Some(stored),
+            ..
+        })) = self.opened.metadata().entries.get(name)
+        else {
             return self.item(py, name);
         };
-        let Some(stored) = &entry.stored else {
-            return self.item(py, name);
-        };
-        let bytes = py.detach(|| self.opened.read_item(name, stored));
-        bytes
-            .map(|bytes| PyBytes::new(py, &bytes))
-            .map_err(|error| exception(py, error))
+        let bytes = detached(py, || self.opened.read_item(name, stored))?;
+        Ok(PyBytes::new(py, &bytes))
     }
 
     /// Fills buffers with boxes of tensors, in the dtypes of the checkpoint. Several threads read.
@@ -127,23 +124,27 @@ impl Checkpoint {
         let mut requests = Vec::with_capacity(wanted.len());
         let mut memory = Vec::with_capacity(wanted.len());
         for (name, offsets, lengths, buffer) in wanted {
-            let found = self.opened.metadata().tensor(&name);
-            let tensor = found.ok_or_else(|| exception(py, missing(&name)))?;
+            let Some(tensor) = self.opened.metadata().tensor(&name) else {
+                return Err(exception(
+                    py,
+                    FileError::from(LoadPlanError::Missing { fqn: name }),
+                ));
+            };
             let bounds = TensorBox {
                 offsets,
                 sizes: lengths,
             };
             if !bounds.fits(&tensor.shape) {
-                let shape = tensor.shape.clone();
-                let error = fsdp_dcp::plan::LoadPlanError::OutOfBounds {
+                let error = LoadPlanError::OutOfBounds {
                     fqn: name,
                     bounds,
-                    shape,
+                    shape: tensor.shape.clone(),
                 };
                 return Err(exception(py, FileError::from(error)));
             }
             let dtype = tensor.properties.dtype;
-            let buffer = Memory::of(&buffer, bounds.numel() * dtype.size_in_bytes() as usize)?;
+            let buffer =
+                Memory::from_object(&buffer, bounds.numel() * dtype.size_in_bytes() as usize)?;
             buffer.check_writable()?;
             memory.push(buffer);
             requests.push(LoadRequest {
@@ -153,6 +154,7 @@ impl Checkpoint {
                 boxes: vec![bounds],
             });
         }
+        // Each buffer becomes a slice of its own, which no other may overlap.
         Memory::check_apart(&memory)?;
         let buffers = memory.iter_mut().map(Memory::bytes_mut);
         let destinations: Vec<Destination<'_>> = requests
@@ -160,22 +162,9 @@ impl Checkpoint {
             .zip(buffers)
             .map(|(request, buffer)| Destination::new(request, vec![buffer]))
             .collect();
-        let read = py.detach(|| self.opened.read(destinations, ReadOptions::default()));
-        read.map(drop).map_err(|error| exception(py, error))
-    }
-}
-
-/// Returns the error for a tensor that the checkpoint does not have.
-fn missing(name: &str) -> FileError {
-    FileError::from(fsdp_dcp::plan::LoadPlanError::Missing {
-        fqn: name.to_owned(),
-    })
-}
-
-/// Returns the error for a value that cannot be encoded.
-fn encode_error(name: &str, source: FormatError) -> FileError {
-    FileError::Encode {
-        fqn: name.to_owned(),
-        source,
+        detached(py, || {
+            self.opened.read(destinations, ReadOptions::default())
+        })?;
+        Ok(())
     }
 }

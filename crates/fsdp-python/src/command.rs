@@ -48,13 +48,14 @@ pub(crate) fn report(
     // Python runs its signal handlers on the main thread only, when `check_signals` is called.
     let mut interrupted = None;
     loop {
-        let wait = || {
+        // Without the lock of the interpreter, other Python threads go on meanwhile.
+        let waited = py.detach(|| {
             finished
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
                 .recv_timeout(SIGNAL_CHECK)
-        };
-        match py.detach(wait) {
+        });
+        match waited {
             Ok(()) | Err(RecvTimeoutError::Disconnected) => break,
             Err(RecvTimeoutError::Timeout) => {}
         }

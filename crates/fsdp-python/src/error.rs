@@ -2,8 +2,8 @@
 
 use anyhow::Error;
 use fsdp_cli::embed::Explained;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 
 /// Returns an error as a Python exception. Its class is the one in `fsdp_checkpoint.errors` for the
 /// exit code with which the command `fsdp` would end.
@@ -14,6 +14,15 @@ pub(crate) fn exception(py: Python<'_>, error: impl Into<Error>) -> PyErr {
         // error is raised.
         Ok(error) | Err(error) => error,
     }
+}
+
+/// Runs a function without the lock of the interpreter, so that other Python threads go on. Its
+/// error becomes an exception.
+pub(crate) fn detached<T: Send, E: Into<Error> + Send>(
+    py: Python<'_>,
+    f: impl FnOnce() -> Result<T, E> + Send,
+) -> PyResult<T> {
+    py.detach(f).map_err(|error| exception(py, error))
 }
 
 /// Makes the exception with `exception_of` of `fsdp_checkpoint.errors`.
@@ -27,10 +36,5 @@ fn make_exception(py: Python<'_>, explained: &Explained) -> PyResult<PyErr> {
 
 /// Returns a Python `ValueError`, for a wrong argument.
 pub(crate) fn wrong_argument(message: impl Into<String>) -> PyErr {
-    PyErr::new::<pyo3::exceptions::PyValueError, _>(message.into())
-}
-
-/// Returns the sizes of a shape as a Python tuple.
-pub(crate) fn sizes<'py>(py: Python<'py>, sizes: &[usize]) -> PyResult<Bound<'py, PyTuple>> {
-    PyTuple::new(py, sizes)
+    PyValueError::new_err(message.into())
 }

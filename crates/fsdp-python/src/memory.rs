@@ -16,7 +16,7 @@ impl Memory {
     /// # Errors
     /// An object without it, or whose elements are not bytes without gaps, or that is not `length`
     /// bytes long.
-    pub(crate) fn of(object: &Bound<'_, PyAny>, length: usize) -> PyResult<Self> {
+    pub(crate) fn from_object(object: &Bound<'_, PyAny>, length: usize) -> PyResult<Self> {
         let buffer = PyBuffer::<u8>::get(object)?;
         if !buffer.is_c_contiguous() || buffer.item_size() != 1 {
             return Err(wrong_argument("a buffer must be of contiguous bytes"));
@@ -52,8 +52,8 @@ impl Memory {
             return &[];
         }
         // SAFETY: the exporter keeps the memory in place while `buffer` is held. It is `len_bytes`
-        // long, as its exporter says, and contiguous, as `of` has checked. The Python side changes
-        // none of it during the call.
+        // long, as its exporter says, and contiguous, as `from_object` has checked. The Python side
+        // changes none of it during the call.
         unsafe {
             std::slice::from_raw_parts(self.buffer.buf_ptr().cast::<u8>(), self.buffer.len_bytes())
         }
@@ -64,15 +64,15 @@ impl Memory {
     /// # Errors
     /// Buffers that overlap.
     pub(crate) fn check_apart(buffers: &[Memory]) -> PyResult<()> {
-        let span = |memory: &Memory| {
-            let start = memory.buffer.buf_ptr().addr();
-            (start, start + memory.buffer.len_bytes())
-        };
-        let mut spans: Vec<(usize, usize)> = buffers
-            .iter()
-            .map(span)
-            .filter(|(start, end)| start < end)
-            .collect();
+        let mut spans: Vec<(usize, usize)> = Vec::with_capacity(buffers.len());
+        for Memory { buffer } in buffers {
+            let start = buffer.buf_ptr().addr();
+            // An empty buffer may have any address.
+            if buffer.len_bytes() > 0 {
+                spans.push((start, start + buffer.len_bytes()));
+            }
+        }
+        // Once they are sorted, only neighbours can overlap first.
         spans.sort_unstable();
         if spans.windows(2).any(|pair| pair[0].1 > pair[1].0) {
             return Err(wrong_argument("two buffers overlap in memory"));

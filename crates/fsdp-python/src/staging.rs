@@ -4,23 +4,23 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ffi::OsString;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use fsdp_dcp::checkpoint::check_replaceable;
-use fsdp_dcp::plan::{LocalPlan, SelectedItem, Selection};
-use fsdp_dcp::storage::{self, Durable};
-use fsdp_dcp::writer::{
-    PayloadSource, RankWritten, WriteOptions, WrittenItem, decode_item, describe_item,
-    finish_encoded, write_rank,
+use fsdp_formats::checkpoint::check_replaceable;
+use fsdp_formats::plan::{LocalPlan, SelectedItem, Selection};
+use fsdp_formats::storage::{self, Durable};
+use fsdp_formats::writer::{
+    PayloadSource, RankWritten, WriteOptions, decode_item, describe_item, finish_encoded,
+    write_rank,
 };
-use fsdp_dcp::{FileError, Location};
+use fsdp_formats::{FileError, Location};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 
-use crate::error::{exception, wrong_argument};
+use crate::error::{detached, exception, wrong_argument};
 use crate::memory::Memory;
 
 /// A checkpoint that is being written. If the rank that prepared it drops it without a call of
@@ -42,8 +42,8 @@ type TensorItem<'py> = (
     Bound<'py, PyAny>,
 );
 
-/// A written item: its position in the list of items, its file, offset and length.
-type Placed = (u32, String, u64, u64);
+/// Where an item was written: its position in the list of items, its file, offset and length.
+type ItemPlace = (u32, String, u64, u64);
 
 /// A value that cannot be read without running its pickle: its name, and the reason.
 type Opaque = (String, String);
@@ -54,29 +54,27 @@ impl Staging {
     /// other ranks join.
     #[staticmethod]
     fn prepare(py: Python<'_>, path: OsString, overwrite: bool) -> PyResult<Self> {
-        let prepared = py.detach(|| {
+        let staging = detached(py, || {
             let target = Location::from(path);
             if overwrite {
                 check_replaceable(&target)?;
             }
+            // What saves that were killed have left beside the target is removed first.
             storage::clean_stale(target.clone())?;
             let staging = Durable::new().prepare(target, overwrite)?;
+            // This is known before the ranks write, and would otherwise fail the commit.
             staging.check_replaces_directory()?;
             Ok::<_, FileError>(staging)
-        });
-        prepared
-            .map(Staging::new)
-            .map_err(|error| exception(py, error))
+        })?;
+        Ok(Staging::new(staging))
     }
 
     /// Joins the staging directory that the coordinator has made for the same path. `name` is that
     /// directory's name.
     #[staticmethod]
     fn join(py: Python<'_>, path: OsString, name: &str) -> PyResult<Self> {
-        let joined = py.detach(|| Durable::new().join(path, name));
-        joined
-            .map(Staging::new)
-            .map_err(|error| exception(py, error))
+        let staging = detached(py, || Durable::new().join(path, name))?;
+        Ok(Staging::new(staging))
     }
 
     /// The name by which other ranks join.
@@ -95,7 +93,7 @@ impl Staging {
         rank: usize,
         tensors: Vec<TensorItem<'py>>,
         values: Vec<(String, PyBackedBytes)>,
-    ) -> PyResult<(Vec<Placed>, Bound<'py, PyBytes>, Vec<Opaque>)> {
+    ) -> PyResult<(Vec<ItemPlace>, Bound<'py, PyBytes>, Vec<Opaque>)> {
         let mut plan = LocalPlan::default();
         let mut items = RankItems::default();
         for (fqn, dtype, shape, offsets, lengths, buffer) in tensors {
@@ -113,13 +111,13 @@ impl Staging {
                     "box {bounds} of `{fqn}` does not lie in its shape {shape:?}"
                 )));
             }
+            // The sizes come from the caller, so their product may overflow.
             let bytes = checked_numel(&bounds.sizes)
-                .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize));
-            let bytes = bytes
+                .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
                 .ok_or_else(|| wrong_argument(format!("box {bounds} of `{fqn}` is too large")))?;
-            let buffer = Memory::of(&buffer, bytes)?;
+            let memory = Memory::from_object(&buffer, bytes)?;
             plan.add_tensor(&fqn, None, dtype, shape, vec![bounds.clone()]);
-            items.tensors.entry(fqn).or_default().push((bounds, buffer));
+            items.tensors.entry(fqn).or_default().push((bounds, memory));
         }
         let mut digests = true;
         let mut opaque = Vec::new();
@@ -140,68 +138,55 @@ impl Staging {
                 .insert(fqn, (item, value.unwrap_or(PlainValue::None)));
         }
         // Write every item: torch's planner has already decided which rank writes what.
-        let kept = (0..plan.items.len() as u32).map(|item| SelectedItem {
-            item,
-            index: 0,
-            entry: item,
-            chunk: 0,
-        });
         let selection = Selection {
-            kept: kept.collect(),
+            kept: (0..plan.items.len() as u32)
+                .map(|item| SelectedItem {
+                    item,
+                    index: 0,
+                    entry: item,
+                    chunk: 0,
+                })
+                .collect(),
         };
         let options = WriteOptions {
             digests,
             ..WriteOptions::default()
         };
-        let written = py.detach(|| {
-            let staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some(staging) = &*staging else {
-                return Ok(None);
-            };
-            write_rank(staging, rank, &plan, &selection, &items, &options).map(Some)
+        let outcome = py.detach(|| {
+            self.held()
+                .as_ref()
+                .map(|staging| write_rank(staging, rank, &plan, &selection, &items, &options))
         });
-        let written = written
-            .map_err(|error| exception(py, error))?
-            .ok_or_else(finished)?;
-        let placed = written
-            .items
-            .iter()
-            .map(|item| place(&written, item))
-            .collect();
+        let written = outcome
+            .ok_or_else(finished)?
+            .map_err(|error| exception(py, error))?;
+        let mut places = Vec::with_capacity(written.items.len());
+        for item in &written.items {
+            let file = &written.files[item.file as usize];
+            places.push((item.entry, file.name.clone(), item.offset, item.length));
+        }
         let report = serde_json::to_vec(&written).map_err(|error| exception(py, error))?;
-        Ok((placed, PyBytes::new(py, &report), opaque))
+        Ok((places, PyBytes::new(py, &report), opaque))
     }
 
     /// Writes the hashes and the metadata, which torch has pickled, and commits the checkpoint in
     /// one step. `reports` are those of [`Staging::write_rank`] of all ranks. Only the coordinator
     /// calls this.
     fn finish(&self, py: Python<'_>, metadata: Vec<u8>, reports: Vec<Vec<u8>>) -> PyResult<()> {
-        let written: Result<Vec<RankWritten>, _> = reports
+        let parsed: Result<Vec<RankWritten>, _> = reports
             .iter()
             .map(|report| serde_json::from_slice(report))
             .collect();
-        let written = written.map_err(|error| exception(py, error))?;
-        let staging = self
-            .staging
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take()
-            .ok_or_else(finished)?;
-        py.detach(|| finish_encoded(staging, &metadata, &written))
-            .map_err(|error| exception(py, error))
+        let written = parsed.map_err(|error| exception(py, error))?;
+        // It is taken out, so that a checkpoint is committed once.
+        let staging = self.held().take().ok_or_else(finished)?;
+        detached(py, || finish_encoded(staging, &metadata, &written))
     }
 
     /// Ends the save without a checkpoint. The rank that prepared it removes the files that were
     /// written.
     fn discard(&self, py: Python<'_>) {
-        py.detach(|| {
-            drop(
-                self.staging
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .take(),
-            )
-        });
+        py.detach(|| drop(self.held().take()));
     }
 }
 
@@ -213,20 +198,16 @@ impl Staging {
             name,
         }
     }
+
+    /// Returns the staging directory. A call that panicked has not changed it.
+    fn held(&self) -> MutexGuard<'_, Option<storage::Staging>> {
+        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Returns the error for a call after [`Staging::finish`] or [`Staging::discard`].
 fn finished() -> PyErr {
     wrong_argument("the checkpoint is finished, or was discarded")
-}
-
-/// Returns where an item has been written.
-fn place(written: &RankWritten, item: &WrittenItem) -> Placed {
-    let file = written
-        .files
-        .get(item.file as usize)
-        .map_or("", |file| &file.name);
-    (item.entry, file.to_owned(), item.offset, item.length)
 }
 
 /// The items that a rank writes. The tensors' bytes are in Python's memory.

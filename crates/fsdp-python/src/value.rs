@@ -1,28 +1,28 @@
 //! Plain values as Python objects.
 
 use fsdp_layout::PlainValue;
+use pyo3::exceptions::PyNotImplementedError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PySet, PyTuple};
-
-use crate::error::sizes;
+use pyo3::types::{PyBytes, PyDict, PyInt, PyList, PySet, PyTuple};
 
 /// Returns a plain value as a Python object. `tensor` is a Python function that makes a tensor from
 /// the name of its dtype, its shape and its bytes; `typed` makes an object from the name of its
 /// type and the value that describes it.
 pub(crate) fn to_python<'py>(
-    py: Python<'py>,
     value: &PlainValue,
     tensor: &Bound<'py, PyAny>,
     typed: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensor.py();
     Ok(match value {
         PlainValue::None => py.None().into_bound(py),
         PlainValue::Bool(value) => value.into_pyobject(py)?.to_owned().into_any(),
         PlainValue::Int(value) => value.into_pyobject(py)?.into_any(),
         PlainValue::BigInt(bytes) => {
+            // Python's integers of any size are made from bytes by this method only.
             let signed = PyDict::new(py);
             signed.set_item("signed", true)?;
-            let int = py.get_type::<pyo3::types::PyInt>();
+            let int = py.get_type::<PyInt>();
             int.call_method(
                 "from_bytes",
                 (PyBytes::new(py, bytes), "little"),
@@ -33,26 +33,25 @@ pub(crate) fn to_python<'py>(
         PlainValue::Str(value) => value.into_pyobject(py)?.into_any(),
         PlainValue::Bytes(value) => PyBytes::new(py, value).into_any(),
         PlainValue::List(items) => {
-            PyList::new(py, all_to_python(py, items, tensor, typed)?)?.into_any()
+            PyList::new(py, all_to_python(items, tensor, typed)?)?.into_any()
         }
         PlainValue::Tuple(items) => {
-            PyTuple::new(py, all_to_python(py, items, tensor, typed)?)?.into_any()
+            PyTuple::new(py, all_to_python(items, tensor, typed)?)?.into_any()
         }
-        PlainValue::Set(items) => {
-            PySet::new(py, all_to_python(py, items, tensor, typed)?)?.into_any()
-        }
+        PlainValue::Set(items) => PySet::new(py, all_to_python(items, tensor, typed)?)?.into_any(),
         PlainValue::Dict(items) => {
             let dict = PyDict::new(py);
             for (key, value) in items {
                 dict.set_item(
-                    to_python(py, key, tensor, typed)?,
-                    to_python(py, value, tensor, typed)?,
+                    to_python(key, tensor, typed)?,
+                    to_python(value, tensor, typed)?,
                 )?;
             }
             dict.into_any()
         }
         PlainValue::Tensor(plain) => {
-            let shape = sizes(py, &plain.shape)?;
+            // The caller knows which framework's tensors are wanted.
+            let shape = PyTuple::new(py, &plain.shape)?;
             tensor.call1((
                 plain.dtype.torch_name(),
                 shape,
@@ -60,30 +59,26 @@ pub(crate) fn to_python<'py>(
             ))?
         }
         PlainValue::Typed(of, description) => {
-            typed.call1((of.name(), to_python(py, description, tensor, typed)?))?
+            typed.call1((of.name(), to_python(description, tensor, typed)?))?
         }
         // A kind of value that this crate does not know yet.
         other => {
-            let message = format!(
-                "a value of type `{}` has no counterpart in Python",
-                other.type_name()
-            );
-            return Err(PyErr::new::<pyo3::exceptions::PyNotImplementedError, _>(
-                message,
-            ));
+            let name = other.type_name();
+            return Err(PyNotImplementedError::new_err(format!(
+                "a value of type `{name}` has no counterpart in Python"
+            )));
         }
     })
 }
 
 /// Returns each of several values as a Python object, like [`to_python`].
 fn all_to_python<'py>(
-    py: Python<'py>,
     items: &[PlainValue],
     tensor: &Bound<'py, PyAny>,
     typed: &Bound<'py, PyAny>,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
     items
         .iter()
-        .map(|item| to_python(py, item, tensor, typed))
+        .map(|item| to_python(item, tensor, typed))
         .collect()
 }

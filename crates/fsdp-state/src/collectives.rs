@@ -5,27 +5,13 @@ use candle_core::{Device, Tensor};
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::{FlatError, LocalShard, ShardedTensor, storage};
 use fsdp_layout::{KeyPath, TensorBox};
-use indexmap::IndexMap;
 
 use crate::engine::{
-    BoxesOn, DictSource, DictTarget, LoadError as _, LoadOptions, Whole, load_state,
+    BoxesOn, DictSource, DictTarget, LoadCall, LoadError as _, LoadOptions, Whole, load_state,
 };
-use crate::keep_on::KeepOn;
+use crate::keep_on::{GatherOptions, KeepOn};
 use crate::memory::device_of_sharded;
-use crate::{
-    IterateOptions, Keep, LoadReport, StateDict, StateError, StateValue, get_element_mut,
-    iterate_state_dict,
-};
-
-/// Options of [`gather_state_dict`].
-#[derive(Debug, Clone, Default)]
-pub struct GatherOptions {
-    /// The ranks that get the tensors: torch's `ranks_only`.
-    pub keep_on: KeepOn,
-    /// The device of the results; `None` leaves each tensor where this rank's part of it is (the
-    /// CPU if it has none). May differ between ranks. torch's `cpu_offload` is `Some(Device::Cpu)`.
-    pub device: Option<Device>,
-}
+use crate::{LoadReport, StateDict, StateError, StateValue, get_element_mut};
 
 /// Returns all tensors of a state dict, whole, on the ranks that keep them; an empty dict on all
 /// others. torch's `_gather_state_dict`.
@@ -69,30 +55,24 @@ pub fn gather_state_dict(
     group: &ProcessGroup,
     options: &GatherOptions,
 ) -> Result<StateDict, StateError> {
-    let mut values: IndexMap<KeyPath, StateValue> = IndexMap::new();
-    let mut collect = |path: &KeyPath, value: StateValue| {
-        values.insert(path.clone(), value);
-        Ok(())
-    };
-    gather(
-        "gather_state_dict",
-        state,
+    let mut values: Vec<(KeyPath, StateValue)> = Vec::new();
+    let call = GatherCall {
+        operation: "gather_state_dict",
         group,
         options,
-        None,
-        &mut collect,
-    )?;
-    // The structure is this rank's own, with the gathered values in their places.
-    let structure = IterateOptions {
-        keep_on: options.keep_on.clone(),
-        rank: group.rank(),
-        ..IterateOptions::default()
+        boxes_on: None,
     };
-    let mut gathered = iterate_state_dict(state, &mut Keep, &structure)?;
+    gather(&call, state, |path, value| {
+        values.push((path.clone(), value));
+        Ok(())
+    })?;
+    if !options.keep_on.contains(group.rank()) {
+        return Ok(StateDict::new());
+    }
+    // The structure is this rank's own, with the gathered values in their places.
+    let mut gathered = state.clone();
     for (path, value) in values {
-        if let Some(slot) = get_element_mut(&mut gathered, &path) {
-            *slot = value;
-        }
+        *get_element_mut(&mut gathered, &path).expect("the paths are those of this dict") = value;
     }
     Ok(gathered)
 }
@@ -110,40 +90,54 @@ pub fn gather_state_dict_into(
     state: &StateDict,
     group: &ProcessGroup,
     options: &GatherOptions,
-    mut sink: impl FnMut(&KeyPath, StateValue) -> Result<(), StateError>,
+    sink: impl FnMut(&KeyPath, StateValue) -> Result<(), StateError>,
 ) -> Result<(), StateError> {
-    gather(
-        "gather_state_dict_into",
-        state,
+    let call = GatherCall {
+        operation: "gather_state_dict_into",
         group,
         options,
-        None,
-        &mut sink,
-    )
+        boxes_on: None,
+    };
+    gather(&call, state, sink)
 }
 
-/// Gathers as [`gather_state_dict_into`], for other functions: `operation` is their name in errors.
-/// If `boxes_on` computes which boxes of a value a rank has, the all-gather of boxes is left out.
+/// A call of [`gather`].
+#[derive(Clone, Copy)]
+pub struct GatherCall<'a> {
+    /// The name of the function that gathers, for messages.
+    pub operation: &'static str,
+    /// The ranks that have parts of the tensors.
+    pub group: &'a ProcessGroup,
+    /// The ranks that get the tensors, and where.
+    pub options: &'a GatherOptions,
+    /// Computes which boxes of a value a rank has, if that is known. The all-gather of boxes is
+    /// left out then.
+    pub boxes_on: Option<&'a BoxesOn<'a>>,
+}
+
+/// Gathers as [`gather_state_dict_into`], for other functions.
 ///
 /// # Errors
 /// The same as [`gather_state_dict_into`].
 pub fn gather(
-    operation: &'static str,
+    call: &GatherCall<'_>,
     state: &StateDict,
-    group: &ProcessGroup,
-    options: &GatherOptions,
-    boxes_on: Option<&BoxesOn<'_>>,
-    sink: &mut dyn FnMut(&KeyPath, StateValue) -> Result<(), StateError>,
+    mut sink: impl FnMut(&KeyPath, StateValue) -> Result<(), StateError>,
 ) -> Result<(), StateError> {
-    let source = DictSource::open::<StateError>(group, operation, None, Ok(Some(state)))?;
-    let mut source = source.with_boxes_on(boxes_on);
-    let target = Whole::new(state, group, &options.keep_on, options.device.clone(), sink);
-    let mut target = StateError::or_refuse(group, operation, target)?;
+    let GatherCall {
+        operation,
+        group,
+        options,
+        boxes_on,
+    } = *call;
+    // The source and the target are made of one dict, so values that do not move keep their places.
+    let source = DictSource::on_every_rank(state).map(|source| source.with_boxes_on(boxes_on));
+    let target = Whole::new(state, group, options, &mut sink);
     load_state::<_, _, StateError>(
         operation,
         group,
-        &mut source,
-        &mut target,
+        &mut StateError::or_refuse(group, operation, source)?,
+        &mut StateError::or_refuse(group, operation, target)?,
         &LoadOptions::default(),
     )?;
     Ok(())
@@ -162,17 +156,9 @@ pub fn all_gather_sharded_tensor(
     group: &ProcessGroup,
     device: Option<&Device>,
 ) -> Result<Tensor, StateError> {
-    let whole = gather_one(
-        "all_gather_sharded_tensor",
-        tensor,
-        group,
-        KeepOn::All,
-        device,
-    )?;
-    whole.ok_or_else(|| StateError::NoSuchRank {
-        rank: group.rank(),
-        world_size: group.world_size(),
-    })
+    let operation = "all_gather_sharded_tensor";
+    let whole = gather_one(operation, tensor, group, KeepOn::All, device)?;
+    Ok(whole.expect("every rank keeps the tensor"))
 }
 
 /// Returns one tensor whole on rank `root` of the group, and `None` on all others, which need no
@@ -190,13 +176,8 @@ pub fn gather_sharded_tensor(
     root: usize,
     device: Option<&Device>,
 ) -> Result<Option<Tensor>, StateError> {
-    gather_one(
-        "gather_sharded_tensor",
-        tensor,
-        group,
-        KeepOn::Ranks(vec![root]),
-        device,
-    )
+    let keep_on = KeepOn::Ranks(vec![root]);
+    gather_one("gather_sharded_tensor", tensor, group, keep_on, device)
 }
 
 /// Gathers one tensor, as a state dict of its own. Returns it whole on the ranks that `keep_on`
@@ -208,24 +189,23 @@ fn gather_one(
     keep_on: KeepOn,
     device: Option<&Device>,
 ) -> Result<Option<Tensor>, StateError> {
-    let state: StateDict = [("tensor", StateValue::Sharded(tensor.clone()))]
-        .into_iter()
-        .collect();
-    let mut whole = None;
-    gather(
+    let mut state = StateDict::new();
+    state.insert("tensor", tensor.clone());
+    let options = GatherOptions {
+        keep_on,
+        device: device.cloned(),
+    };
+    let call = GatherCall {
         operation,
-        &state,
         group,
-        &GatherOptions {
-            keep_on,
-            device: device.cloned(),
-        },
-        None,
-        &mut |_, value| {
-            whole = value.as_tensor().cloned();
-            Ok(())
-        },
-    )?;
+        options: &options,
+        boxes_on: None,
+    };
+    let mut whole = None;
+    gather(&call, &state, |_, value| {
+        whole = value.as_tensor().cloned();
+        Ok(())
+    })?;
     Ok(whole)
 }
 
@@ -261,47 +241,13 @@ pub fn broadcast_state_dict(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<(StateDict, LoadReport), StateError> {
-    load_copy(
-        "broadcast_state_dict",
-        Some(root),
-        full,
-        local,
+    let call = LoadCall {
+        operation: "broadcast_state_dict",
         group,
         options,
-    )
-}
-
-/// Broadcasts only the values of `keys`, as a strict [`broadcast_state_dict`]; the result has just
-/// these keys. torch's `_broadcast_tensors`.
-///
-/// Keys are those of the outermost dict. Both `full` (on `root`) and `local` must have all of them.
-/// Every rank names the same keys, in any order. [`LoadOptions::strict`] is ignored.
-///
-/// Collectives: one agreement, and then those of [`broadcast_state_dict`].
-///
-/// # Errors
-/// The same as a strict [`broadcast_state_dict`]. If a dict of some rank lacks one of the keys,
-/// that rank's [`StateError::MissingKey`] is in the
-/// [`RankFailed`](fsdp_comm::CommError::RankFailed) that every rank gets.
-pub fn broadcast_tensors(
-    full: Option<&StateDict>,
-    local: &StateDict,
-    keys: &[&str],
-    root: usize,
-    group: &ProcessGroup,
-    options: &LoadOptions,
-) -> Result<StateDict, StateError> {
-    // The `full` of other ranks than the root is ignored, so it need not have the keys.
-    let full = full.filter(|_| group.rank() == root);
-    load_selected(
-        "broadcast_tensors",
-        Some(root),
-        full,
-        local,
-        keys,
-        group,
-        options,
-    )
+    };
+    let source = DictSource::on_root::<StateError>(group, call.operation, root, Ok(full))?;
+    load_copy(&call, source, local)
 }
 
 /// Returns the values of a whole state dict, which every rank holds, in the structure, kinds and
@@ -326,46 +272,7 @@ pub fn distribute_state_dict(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<(StateDict, LoadReport), StateError> {
-    load_copy(
-        "distribute_state_dict",
-        None,
-        Some(full),
-        local,
-        group,
-        options,
-    )
-}
-
-/// Distributes only the values of `keys`, as a strict [`distribute_state_dict`]; the result has
-/// just these keys. torch's `_distribute_tensors`.
-///
-/// Keys are those of the outermost dict, and both dicts must have all of them.
-/// [`LoadOptions::strict`] is ignored. torch changes live tensors in place, one after the other.
-/// Here nothing is changed: [`copy_state_dict`](crate::copy_state_dict) can copy the result into
-/// live tensors afterwards.
-///
-/// Collectives: one agreement, and then those of [`distribute_state_dict`].
-///
-/// # Errors
-/// The same as a strict [`distribute_state_dict`]. If a dict of some rank lacks one of the keys,
-/// that rank's [`StateError::MissingKey`] is in the
-/// [`RankFailed`](fsdp_comm::CommError::RankFailed) that every rank gets.
-pub fn distribute_tensors(
-    full: &StateDict,
-    local: &StateDict,
-    keys: &[&str],
-    group: &ProcessGroup,
-    options: &LoadOptions,
-) -> Result<StateDict, StateError> {
-    load_selected(
-        "distribute_tensors",
-        None,
-        Some(full),
-        local,
-        keys,
-        group,
-        options,
-    )
+    load_own_copy("distribute_state_dict", full, local, group, options)
 }
 
 /// Returns the values of a state dict that is sharded in any way, in the structure, kinds and boxes
@@ -394,32 +301,40 @@ pub fn reshard_state_dict(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<(StateDict, LoadReport), StateError> {
-    load_copy(
-        "reshard_state_dict",
-        None,
-        Some(state),
-        local,
-        group,
-        options,
-    )
+    load_own_copy("reshard_state_dict", state, local, group, options)
 }
 
-/// Returns the values of the root's dict, or without a root those that all ranks have together, in
-/// the structure of each rank's `local` dict.
-fn load_copy(
+/// Returns the values that the dicts of all ranks have together, in the structure of each rank's
+/// `local` dict.
+fn load_own_copy(
     operation: &'static str,
-    root: Option<usize>,
-    state: Option<&StateDict>,
+    state: &StateDict,
     local: &StateDict,
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<(StateDict, LoadReport), StateError> {
-    let mut source = DictSource::open::<StateError>(group, operation, root, Ok(state))?;
-    let mut target = StateError::or_refuse(
-        group,
+    let call = LoadCall {
         operation,
-        DictTarget::new(local, options.device.clone()),
-    )?;
+        group,
+        options,
+    };
+    let source = StateError::or_refuse(group, operation, DictSource::on_every_rank(state))?;
+    load_copy(&call, source, local)
+}
+
+/// Returns the values of a source in the structure of each rank's `local` dict.
+fn load_copy(
+    call: &LoadCall<'_>,
+    mut source: DictSource<'_>,
+    local: &StateDict,
+) -> Result<(StateDict, LoadReport), StateError> {
+    let LoadCall {
+        operation,
+        group,
+        options,
+    } = *call;
+    let opened = DictTarget::new(local, options.device.clone());
+    let mut target = StateError::or_refuse(group, operation, opened)?;
     let report =
         load_state::<_, _, StateError>(operation, group, &mut source, &mut target, options)?;
     Ok((target.into_state(), report))
@@ -458,8 +373,8 @@ pub fn reshard_sharded_tensor(
         tensor,
         boxes,
     }];
-    let resharded = reshard("reshard_sharded_tensor", &tensors, group)?.pop();
-    resharded.ok_or(StateError::NoSource { rank: group.rank() })
+    let mut resharded = reshard("reshard_sharded_tensor", &tensors, group)?;
+    Ok(resharded.pop().expect("one tensor was passed"))
 }
 
 /// Reshards many tensors together, each as [`reshard_sharded_tensor`] does. Ranks may list them in
@@ -483,27 +398,20 @@ fn reshard(
     group: &ProcessGroup,
 ) -> Result<Vec<ShardedTensor>, StateError> {
     let (state, local) = StateError::or_refuse(group, operation, as_state_dicts(tensors))?;
-    let (loaded, _) = load_copy(
-        operation,
-        None,
-        Some(&state),
-        &local,
-        group,
-        &LoadOptions::default(),
-    )?;
+    let options = LoadOptions::default();
+    let (loaded, _) = load_own_copy(operation, &state, &local, group, &options)?;
     let mut resharded = Vec::with_capacity(tensors.len());
-    for tensor in tensors {
-        let Some(StateValue::Sharded(tensor)) = loaded.get(tensor.name) else {
-            return Err(StateError::NoSource { rank: group.rank() });
-        };
-        resharded.push(tensor.clone());
+    for Reshard { name, .. } in tensors {
+        let tensor = loaded.get(name).and_then(StateValue::as_sharded);
+        resharded.push(tensor.expect("the result has what `local` has").clone());
     }
     Ok(resharded)
 }
 
 /// Returns the tensors by name, and a template of the wanted boxes, which takes almost no memory.
 fn as_state_dicts(tensors: &[Reshard<'_>]) -> Result<(StateDict, StateDict), StateError> {
-    let (mut state, mut local) = (StateDict::new(), StateDict::new());
+    let mut state = StateDict::new();
+    let mut local = StateDict::new();
     for Reshard {
         name,
         tensor,
@@ -513,9 +421,10 @@ fn as_state_dicts(tensors: &[Reshard<'_>]) -> Result<(StateDict, StateDict), Sta
         // A box of the template is one zero that is broadcast to all elements, because only the
         // dtype, the boxes and the device of the template are used.
         let zero = storage::zeros(&[], tensor.dtype())?;
-        let zero = storage::to_device(&zero, &device_of_sharded(tensor))?;
+        let zero_on_device = storage::to_device(&zero, &device_of_sharded(tensor))?;
         let mut shards = Vec::with_capacity(boxes.len());
         for bounds in *boxes {
+            // A wrong box must not reach the template, where its zeros could not be made.
             if !bounds.fits(tensor.shape()) {
                 return Err(FlatError::OutOfBounds {
                     bounds: bounds.clone(),
@@ -523,63 +432,15 @@ fn as_state_dicts(tensors: &[Reshard<'_>]) -> Result<(StateDict, StateDict), Sta
                 }
                 .into());
             }
-            let tensor = zero.broadcast_as(bounds.sizes.as_slice())?;
             shards.push(LocalShard {
                 bounds: bounds.clone(),
-                tensor,
+                tensor: zero_on_device.broadcast_as(bounds.sizes.as_slice())?,
             });
         }
-        local.insert(
-            *name,
-            ShardedTensor::new(tensor.dtype(), tensor.shape().to_vec(), shards)?,
-        );
+        let template = ShardedTensor::new(tensor.dtype(), tensor.shape().to_vec(), shards)?;
+        local.insert(*name, template);
+        // A name that occurs twice would lose a tensor.
         state.insert_new(*name, (*tensor).clone())?;
     }
     Ok((state, local))
-}
-
-/// Returns only the values of `keys`, as a strict [`load_copy`]. A key that a dict lacks is an
-/// error on all ranks. Collective: one agreement, and then those of the load.
-fn load_selected(
-    operation: &'static str,
-    root: Option<usize>,
-    full: Option<&StateDict>,
-    local: &StateDict,
-    keys: &[&str],
-    group: &ProcessGroup,
-    options: &LoadOptions,
-) -> Result<StateDict, StateError> {
-    let full = full
-        .map(|full| select(operation, full, keys, "the full state dict"))
-        .transpose();
-    let local = select(operation, local, keys, "the local state dict");
-    let selected = full.and_then(|full| Ok((full, local?)));
-    let (full, local) = group.agree(operation, selected)?;
-    let options = LoadOptions {
-        strict: true,
-        ..options.clone()
-    };
-    Ok(load_copy(operation, root, full.as_ref(), &local, group, &options)?.0)
-}
-
-/// Returns a dict with only these keys of `state`. `holder` names the dict in the error of a
-/// missing key.
-fn select(
-    operation: &'static str,
-    state: &StateDict,
-    keys: &[&str],
-    holder: &'static str,
-) -> Result<StateDict, StateError> {
-    let mut selected = StateDict::new();
-    for &key in keys {
-        let Some(value) = state.get(key) else {
-            return Err(StateError::MissingKey {
-                operation,
-                key: key.to_owned(),
-                holder,
-            });
-        };
-        selected.insert(key, value.clone());
-    }
-    Ok(selected)
 }

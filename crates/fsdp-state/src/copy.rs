@@ -1,16 +1,47 @@
-//! State dicts of the same structure: made on the CPU, compared, and copied from one to the other.
+//! State dicts of the same structure: made on the CPU, compared, and copied from one to the other,
+//! its companion.
 
-use candle_core::Tensor;
+use std::collections::HashSet;
+
+use candle_core::Device;
 use fsdp_flat::storage::zeros;
 use fsdp_flat::{RawTensor, ShardedTensor};
-use fsdp_layout::KeyPath;
+use fsdp_layout::{KeyPath, PathPart};
 
-use crate::companion::{check_dict, copy_leaf, copy_shards, same_leaf};
-use crate::traverse::leaves;
-use crate::{
-    IterateOptions, StateDict, StateDictCallbacks, StateError, StateValue, get_element,
-    iterate_state_dict,
-};
+use crate::memory::copy_into;
+use crate::{KeepOn, StateDict, StateError, StateValue, get_element, iterate_state_dict};
+
+/// Returns a copy on the CPU, for the ranks that keep it; an empty dict on all others. Sharded
+/// tensors stay sharded. torch's `_offload_state_dict_to_cpu`.
+///
+/// Tensors that are on the CPU already are copied too: the result shares memory with nothing, so
+/// training may go on while it is written to a file. `rank` is this rank's number in the group
+/// whose ranks `keep_on` lists. No communication.
+///
+/// # Errors
+/// candle's errors, on this rank only.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_state::{KeepOn, StateDict, offload_state_dict_to_cpu};
+/// let mut state = StateDict::new();
+/// state.insert("weight", Tensor::zeros(4, DType::F32, &Device::Cpu)?);
+/// let keep_on = KeepOn::Ranks(vec![0, 2]);
+/// assert_eq!(offload_state_dict_to_cpu(&state, &keep_on, 2)?.len(), 1);
+/// assert!(offload_state_dict_to_cpu(&state, &keep_on, 1)?.is_empty());
+/// # Ok::<(), fsdp_state::StateError>(())
+/// ```
+pub fn offload_state_dict_to_cpu(
+    state: &StateDict,
+    keep_on: &KeepOn,
+    rank: usize,
+) -> Result<StateDict, StateError> {
+    if keep_on.contains(rank) {
+        state.copy_to(Some(&Device::Cpu))
+    } else {
+        Ok(StateDict::new())
+    }
+}
 
 /// Makes a dict of the same structure whose tensors are zeros on the CPU, in memory of their own.
 /// Copies can be made into it again and again. Sharded tensors keep their boxes; plain values are
@@ -33,26 +64,19 @@ use crate::{
 /// # Ok::<(), fsdp_state::StateError>(())
 /// ```
 pub fn create_cpu_state_dict(state: &StateDict) -> Result<StateDict, StateError> {
-    struct Zeros;
-    impl StateDictCallbacks for Zeros {
-        fn sharded(
-            &mut self,
-            _: &KeyPath,
-            tensor: &ShardedTensor,
-        ) -> Result<StateValue, StateError> {
-            Ok(ShardedTensor::zeros(tensor.dtype(), tensor.shape(), &tensor.boxes())?.into())
-        }
-
-        fn tensor(&mut self, _: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
-            Ok(zeros(tensor.dims(), tensor.dtype())?.into())
-        }
-
-        fn raw(&mut self, _: &KeyPath, tensor: &RawTensor) -> Result<StateValue, StateError> {
-            let bytes = vec![0; tensor.bytes().len()];
-            Ok(RawTensor::new(tensor.dtype(), tensor.shape().to_vec(), bytes)?.into())
-        }
-    }
-    iterate_state_dict(state, &mut Zeros, &IterateOptions::default())
+    iterate_state_dict(state, |_, value| {
+        Ok(match value {
+            StateValue::Tensor(tensor) => zeros(tensor.dims(), tensor.dtype())?.into(),
+            StateValue::Sharded(tensor) => {
+                ShardedTensor::zeros(tensor.dtype(), tensor.shape(), &tensor.boxes())?.into()
+            }
+            StateValue::Raw(tensor) => {
+                let bytes = vec![0; tensor.bytes().len()];
+                RawTensor::new(tensor.dtype(), tensor.shape().to_vec(), bytes)?.into()
+            }
+            other => other.clone(),
+        })
+    })
 }
 
 /// Returns `true` if two dicts have the same structure, and in the same places tensors of the same
@@ -71,7 +95,7 @@ pub fn create_cpu_state_dict(state: &StateDict) -> Result<StateDict, StateError>
 /// ```
 #[must_use]
 pub fn check_state_dict_similarity(a: &StateDict, b: &StateDict) -> bool {
-    check(a, b).is_ok()
+    check_dict(a, b, &mut KeyPath::default()).is_ok()
 }
 
 /// Copies the values of one dict into another of the same structure: bytes into the memory of its
@@ -123,16 +147,28 @@ pub fn copy_state_dict_deferring(
     copy: &mut StateDict,
     can_wait: &dyn Fn(&KeyPath) -> bool,
 ) -> Result<DeferredCopies, StateError> {
-    check(state, copy)?;
-    let mut copier = Copier {
-        copy,
-        can_wait,
-        later: DeferredCopies::default(),
-    };
-    let copied = iterate_state_dict(state, &mut copier, &IterateOptions::default())?;
-    let later = copier.later;
+    // All is compared before anything is copied, so that an error leaves the copy as it was.
+    check_dict(state, copy, &mut KeyPath::default())?;
+    let mut deferred = DeferredCopies::default();
+    let copied = iterate_state_dict(state, |path, value| {
+        let companion = get_element(copy, path).expect("both dicts have the same structure");
+        match (value, companion) {
+            (StateValue::Sharded(from), StateValue::Sharded(to)) => {
+                let mut shards = from.shards().iter().chain(to.shards());
+                if shards.all(|shard| shard.tensor.device().is_cpu()) && can_wait(path) {
+                    deferred.0.push((from.clone(), to.clone()));
+                } else {
+                    copy_shards(from, to)?;
+                }
+            }
+            (StateValue::Tensor(from), StateValue::Tensor(to)) => copy_into(from, to)?,
+            // Plain values and raw tensors never change, so they are shared.
+            (value, _) => return Ok(value.clone()),
+        }
+        Ok(companion.clone())
+    })?;
     *copy = copied;
-    Ok(later)
+    Ok(deferred)
 }
 
 /// The copies that [`copy_state_dict_deferring`] has left for later.
@@ -152,56 +188,108 @@ impl DeferredCopies {
     }
 }
 
-/// Copies the leaves of a dict to the same places of `copy`, and puts those that can wait on a
-/// list.
-struct Copier<'a> {
-    copy: &'a StateDict,
-    can_wait: &'a dyn Fn(&KeyPath) -> bool,
-    later: DeferredCopies,
+/// Copies the elements of a rank's boxes into those of a tensor with the same boxes.
+fn copy_shards(from: &ShardedTensor, to: &ShardedTensor) -> Result<(), StateError> {
+    from.shards()
+        .iter()
+        .zip(to.shards())
+        .try_for_each(|(from, to)| copy_into(&from.tensor, &to.tensor))
 }
 
-impl Copier<'_> {
-    /// Copies a leaf to its place in the other dict, and returns the value there.
-    fn copy(&self, path: &KeyPath, value: StateValue) -> Result<StateValue, StateError> {
-        match get_element(self.copy, path) {
-            Some(companion) => copy_leaf(&value, companion),
-            None => Ok(value),
-        }
+/// Checks that the values of one dict can be copied into those of another: that both have the same
+/// keys, containers of the same kind and length, and leaves that fit in the same places.
+fn check_dict(
+    dict: &StateDict,
+    companion: &StateDict,
+    path: &mut KeyPath,
+) -> Result<(), StateError> {
+    let keys: HashSet<&str> = dict.keys().collect();
+    let companion_keys: HashSet<&str> = companion.keys().collect();
+    // The order of keys carries no meaning, so they are compared as sets.
+    if keys != companion_keys {
+        return Err(StateError::CompanionMismatch {
+            key: path.flat_key(),
+            found: keys_apart(&keys, &companion_keys),
+            expected: keys_apart(&companion_keys, &keys),
+        });
     }
+    for (key, value) in dict {
+        let companion = companion.get(key).expect("both dicts have the same keys");
+        path.0.push(PathPart::Key(key.clone()));
+        check_value(value, companion, path)?;
+        path.0.pop();
+    }
+    Ok(())
 }
 
-impl StateDictCallbacks for Copier<'_> {
-    fn sharded(
-        &mut self,
-        path: &KeyPath,
-        tensor: &ShardedTensor,
-    ) -> Result<StateValue, StateError> {
-        if let Some(StateValue::Sharded(to)) = get_element(self.copy, path)
-            && tensor
-                .shards()
-                .iter()
-                .chain(to.shards())
-                .all(|shard| shard.tensor.device().is_cpu())
-            && (self.can_wait)(path)
+/// Names the keys of one dict that another lacks, for messages.
+fn keys_apart(keys: &HashSet<&str>, others: &HashSet<&str>) -> String {
+    let mut only: Vec<&str> = keys.difference(others).copied().collect();
+    only.sort_unstable();
+    format!("dict with the keys {only:?} that the other lacks")
+}
+
+/// Checks two values at `path`, as [`check_dict`] does: leaves have the same kind, dtype, shape and
+/// boxes.
+fn check_value(
+    value: &StateValue,
+    companion: &StateValue,
+    path: &mut KeyPath,
+) -> Result<(), StateError> {
+    let fits = match (value, companion) {
+        (StateValue::Dict(dict), StateValue::Dict(companion)) => {
+            return check_dict(dict, companion, path);
+        }
+        (StateValue::List(list), StateValue::List(others))
+        | (StateValue::Tuple(list), StateValue::Tuple(others))
+            if list.len() == others.len() =>
         {
-            self.later.0.push((tensor.clone(), to.clone()));
-            return Ok(to.clone().into());
+            for (index, (value, companion)) in list.iter().zip(others).enumerate() {
+                path.0.push(PathPart::Index(index));
+                check_value(value, companion, path)?;
+                path.0.pop();
+            }
+            true
         }
-        self.copy(path, tensor.clone().into())
+        (StateValue::Tensor(a), StateValue::Tensor(b)) => {
+            a.dtype() == b.dtype() && a.dims() == b.dims()
+        }
+        (StateValue::Raw(a), StateValue::Raw(b)) => {
+            a.dtype() == b.dtype() && a.shape() == b.shape()
+        }
+        (StateValue::Sharded(a), StateValue::Sharded(b)) => {
+            a.dtype() == b.dtype() && a.shape() == b.shape() && a.boxes() == b.boxes()
+        }
+        (StateValue::Plain(_), StateValue::Plain(_)) => true,
+        _ => false,
+    };
+    if fits {
+        return Ok(());
     }
-
-    fn tensor(&mut self, path: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
-        self.copy(path, tensor.clone().into())
-    }
+    Err(StateError::CompanionMismatch {
+        key: path.flat_key(),
+        found: describe(value),
+        expected: describe(companion),
+    })
 }
 
-/// Checks that two dicts have the same structure, and leaves that fit in the same places.
-fn check(a: &StateDict, b: &StateDict) -> Result<(), StateError> {
-    check_dict(a, b, &mut KeyPath::default())?;
-    leaves(a)
-        .into_iter()
-        .try_for_each(|(path, value)| match get_element(b, &path) {
-            Some(other) => same_leaf(&path, value, other),
-            None => Ok(()),
-        })
+/// Describes a value's kind, dtype, shape and boxes, for messages.
+fn describe(value: &StateValue) -> String {
+    match value {
+        StateValue::Tensor(tensor) => format!("tensor of {:?} {:?}", tensor.dtype(), tensor.dims()),
+        StateValue::Raw(tensor) => format!("raw tensor of {} {:?}", tensor.dtype(), tensor.shape()),
+        StateValue::Sharded(tensor) => {
+            let boxes: Vec<String> = tensor.boxes().iter().map(ToString::to_string).collect();
+            format!(
+                "sharded tensor of {:?} {:?} with boxes {}",
+                tensor.dtype(),
+                tensor.shape(),
+                boxes.join(" ")
+            )
+        }
+        StateValue::Dict(dict) => format!("dict of {} keys", dict.len()),
+        StateValue::List(list) => format!("list of {} values", list.len()),
+        StateValue::Tuple(list) => format!("tuple of {} values", list.len()),
+        StateValue::Plain(value) => value.type_name().to_owned(),
+    }
 }

@@ -10,8 +10,10 @@ use fsdp_layout::{KeyPath, PathPart, TensorBox};
 use twox_hash::XxHash3_64;
 
 use crate::engine::LoadError as _;
-use crate::transfer::{BoxBytes, Layout, PerRank, read_box};
+use crate::transfer::{BoxBytes, Layout, PerRank, Piece, by_value, incomplete, read_box};
 use crate::{Leaf, StateDict, StateError, StateValue, flatten_state_dict};
+
+const OPERATION: &str = "digest_state_dict";
 
 /// Returns the digests of a state dict, by its flat keys: those that a checkpoint of it has,
 /// whatever its format and the number of ranks (`fsdp digest`). The same on every rank.
@@ -50,103 +52,69 @@ pub fn digest_state_dict(
     state: &StateDict,
     group: &ProcessGroup,
 ) -> Result<StateDigest, StateError> {
-    const OPERATION: &str = "digest_state_dict";
-    // Ranks agree on what there is before they compare the parts that each has.
-    let flat = flat_with_leaves(state);
-    // A rank with an error sends any hash, because errors are looked at before hashes.
-    let hash = flat.as_ref().map_or(0, |flat| {
-        let mut hasher = XxHash3_64::new();
-        flat.iter()
-            .for_each(|(key, _, leaf)| (key, leaf).hash(&mut hasher));
-        hasher.finish()
-    });
-    let flat = StateError::agree(group, OPERATION, Some(hash), flat)?;
+    // Ranks agree on what there is before they compare the parts that each has. A rank with an
+    // error sends any hash, because errors are looked at before hashes.
+    let mut hasher = XxHash3_64::new();
+    let flattened = flat_values(state);
+    for FlatValue { key, leaf, .. } in flattened.iter().flatten() {
+        (key, leaf).hash(&mut hasher);
+    }
+    let flat = StateError::agree(group, OPERATION, Some(hasher.finish()), flattened)?;
     // The ranks exchange their boxes of sharded tensors, so that an element on several ranks is
     // counted by one of them.
-    let sharded = flat.iter().map(|(_, value, _)| value.as_sharded());
-    let mine: Vec<Vec<TensorBox>> = sharded
-        .map(|tensor| tensor.map_or_else(Vec::new, ShardedTensor::boxes))
+    let mut boxes_here: Vec<Vec<TensorBox>> = Vec::with_capacity(flat.len());
+    for FlatValue { value, .. } in &flat {
+        let tensor = value.as_sharded();
+        boxes_here.push(tensor.map_or_else(Vec::new, ShardedTensor::boxes));
+    }
+    let boxes = by_value(group.all_gather_object(&boxes_here)?, flat.len())?;
+    let counted = flat
+        .iter()
+        .zip(boxes)
+        .map(|(value, boxes)| part_of(value, boxes, group))
         .collect();
-    let boxes: Vec<Vec<Vec<TensorBox>>> = group.all_gather_object(&mine)?;
-    let parts = StateError::agree(
-        group,
-        OPERATION,
-        None,
-        parts_of(group, OPERATION, &flat, boxes),
-    )?;
+    let parts: Vec<Part> = StateError::agree(group, OPERATION, None, counted)?;
     // The parts of all ranks add up.
-    let all: Vec<Vec<Part>> = group.all_gather_object(&parts)?;
+    let all = by_value(group.all_gather_object(&parts)?, flat.len())?;
     let mut digests = StateDigest::default();
-    for (index, (key, _, leaf)) in flat.iter().enumerate() {
+    for (FlatValue { key, leaf, .. }, parts) in flat.iter().zip(all) {
         let mut whole = Part::default();
-        all.iter()
-            .filter_map(|parts| parts.get(index))
-            .for_each(|part| whole.add(*part));
-        match (leaf.tensor(), whole) {
-            (Some((dtype, shape)), whole) => {
-                _ = digests.insert(key.as_str(), whole.finish(dtype, shape))
-            }
-            (None, Part::Value(digest)) => _ = digests.insert(key.as_str(), digest),
-            // A plain value always comes from rank 0.
-            (None, Part::Elements(_)) => {}
-        }
+        parts.into_iter().for_each(|part| whole.add(part));
+        let digest = match (leaf.tensor(), whole) {
+            (Some((dtype, shape)), whole) => whole.finish(dtype, shape),
+            (None, Part::Value(digest)) => digest,
+            // Rank 0 counts every plain value.
+            (None, Part::Elements(_)) => return Err(incomplete(0)),
+        };
+        digests.insert(key.as_str(), digest);
     }
     Ok(digests)
 }
 
-/// Returns a state dict's values by their flat keys, sorted, each with its description.
-pub(crate) fn flat_with_leaves(
-    state: &StateDict,
-) -> Result<Vec<(String, StateValue, Leaf)>, StateError> {
+/// A value of a state dict that has a flat key of its own.
+pub(crate) struct FlatValue {
+    pub(crate) key: String,
+    pub(crate) value: StateValue,
+    pub(crate) leaf: Leaf,
+}
+
+/// Returns a state dict's values, sorted by their flat keys.
+pub(crate) fn flat_values(state: &StateDict) -> Result<Vec<FlatValue>, StateError> {
     let mut flat = Vec::new();
     for (key, value) in flatten_state_dict(state)?.values {
-        let leaf = Leaf::of(&KeyPath(vec![PathPart::Key(key.clone())]), &value)?;
-        flat.push((key, value, leaf));
+        let leaf = Leaf::from_value(&KeyPath(vec![PathPart::Key(key.clone())]), &value)?;
+        flat.push(FlatValue { key, value, leaf });
     }
-    flat.sort_by(|(a, ..), (b, ..)| a.cmp(b));
+    flat.sort_by(|a, b| a.key.cmp(&b.key));
     Ok(flat)
 }
 
-/// Returns this rank's part in the digest of each value. `boxes` has each rank's boxes of each
-/// value.
-fn parts_of(
-    group: &ProcessGroup,
-    operation: &'static str,
-    flat: &[(String, StateValue, Leaf)],
-    mut boxes: Vec<Vec<Vec<TensorBox>>>,
-) -> Result<Vec<Part>, StateError> {
-    let mut parts = Vec::with_capacity(flat.len());
-    for (index, (key, value, leaf)) in flat.iter().enumerate() {
-        let mut have = Vec::with_capacity(boxes.len());
-        for of_rank in &mut boxes {
-            have.push(
-                of_rank
-                    .get_mut(index)
-                    .map(std::mem::take)
-                    .unwrap_or_default(),
-            );
-        }
-        parts.push(part_of(
-            group,
-            operation,
-            key,
-            value,
-            leaf,
-            PerRank::all(have),
-        )?);
-    }
-    Ok(parts)
-}
-
-/// Returns this rank's part in the digest of a value. `have` has the boxes of all ranks, if the
+/// Returns this rank's part in the digest of a value. `boxes` has the boxes of each rank, if the
 /// value is sharded.
 fn part_of(
+    FlatValue { key, value, leaf }: &FlatValue,
+    boxes: Vec<Vec<TensorBox>>,
     group: &ProcessGroup,
-    operation: &'static str,
-    key: &str,
-    value: &StateValue,
-    leaf: &Leaf,
-    have: PerRank,
 ) -> Result<Part, StateError> {
     let mut sum = Sum::default();
     let Some((dtype, shape)) = leaf.tensor() else {
@@ -166,46 +134,33 @@ fn part_of(
     if !leaf.is_sharded() {
         // Every rank has the whole tensor. Rank 0 counts it.
         if group.rank() == 0 {
-            for source in BoxBytes::of(value)? {
+            for source in BoxBytes::from_value(value)? {
                 source.read(|bytes| sum.add_bytes(0, bytes))?;
             }
         }
         return Ok(Part::Elements(sum));
     }
-    let whole = TensorBox::whole(shape);
     let layout = Layout {
         shape: shape.to_vec(),
         element,
-        have,
-        want: PerRank::all(vec![vec![whole.clone()]]),
+        have: PerRank::all(boxes),
+        want: PerRank::all(vec![vec![TensorBox::whole(shape)]]),
     };
-    if let Some((_, missing)) = layout.hole() {
-        let (key, shape, rank) = (key.to_owned(), shape.to_vec(), 0);
-        return Err(StateError::NotCovered {
-            operation,
-            key,
-            shape,
-            rank,
-            missing,
-        });
-    }
-    let sources = BoxBytes::of(value)?;
-    for piece in layout
-        .pieces_of_whole()
-        .into_iter()
-        .filter(|piece| piece.source == group.rank())
-    {
-        if let Some(source) = sources
-            .iter()
-            .find(|source| source.bounds() == &piece.bounds)
-        {
-            source.read(|bytes| sum.add_box(shape, &piece.bounds, element, bytes))??;
+    layout.check_covered(group, OPERATION, key)?;
+    let sources = BoxBytes::from_value(value)?;
+    for Piece { source, bounds, .. } in layout.pieces_of_whole() {
+        if source != group.rank() {
+            continue;
+        }
+        // As a rule a piece is a whole box of this rank, whose bytes are there already.
+        if let Some(held) = sources.iter().find(|held| *held.bounds() == bounds) {
+            held.read(|bytes| sum.add_box(shape, &bounds, element, bytes))??;
             continue;
         }
         // This rank counts only a part of its box, because ranks before it have the rest.
-        let mut bytes = zeroed_vec(piece.bounds.numel() * element)?;
-        read_box(&sources, &piece.bounds, &piece.bounds, element, &mut bytes)?;
-        sum.add_box(shape, &piece.bounds, element, &bytes)?;
+        let mut bytes = zeroed_vec(bounds.numel() * element)?;
+        read_box(&sources, &bounds, &bounds, element, &mut bytes)?;
+        sum.add_box(shape, &bounds, element, &bytes)?;
     }
     Ok(Part::Elements(sum))
 }

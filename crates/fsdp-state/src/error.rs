@@ -6,7 +6,7 @@ use fsdp_flat::FlatError;
 use fsdp_layout::{ErrorKind, Failure, TensorBox};
 use thiserror::Error;
 
-use crate::LoadReport;
+use crate::{LoadReport, Mismatch};
 
 /// An error of this crate.
 ///
@@ -217,21 +217,12 @@ pub enum StateError {
         /// The rank, in its group.
         rank: usize,
     },
-    /// A function that needs the value of a key was not given one.
-    #[error("`{operation}` needs `{key}`, which {holder} does not have")]
-    MissingKey {
-        /// The function.
-        operation: &'static str,
-        /// The key.
-        key: String,
-        /// The argument that lacks it.
-        holder: &'static str,
-    },
 }
 
 impl Failure for StateError {
     fn kind(&self) -> ErrorKind {
         match self {
+            // The cause decides, if there is one.
             StateError::Comm(error) => error.kind(),
             StateError::Incompatible { .. } | StateError::ReplicasDiffer { .. } => {
                 ErrorKind::Difference
@@ -247,22 +238,20 @@ const SHOWN: usize = 8;
 
 /// Lists the first few tensors, and the ranks of each, for a message.
 fn listed(tensors: &[(String, Vec<usize>)]) -> String {
-    let of = |(name, ranks): &(String, Vec<usize>)| {
+    let mut items = Vec::new();
+    for (name, ranks) in tensors.iter().take(SHOWN) {
         let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();
-        let more = if ranks.len() > SHOWN {
+        let others = if ranks.len() > SHOWN {
             " and others"
         } else {
             ""
         };
-        format!("`{name}` on rank {}{more}", shown.join(", "))
-    };
-    let names: Vec<String> = tensors.iter().take(SHOWN).map(of).collect();
-    let (names, more) = (names.join("; "), tensors.len().saturating_sub(SHOWN));
-    if more > 0 {
-        format!("{names}; and {more} more")
-    } else {
-        names
+        items.push(format!("`{name}` on rank {}{others}", shown.join(", ")));
     }
+    if tensors.len() > SHOWN {
+        items.push(format!("and {} more", tensors.len() - SHOWN));
+    }
+    items.join("; ")
 }
 
 /// A report in one sentence, long lists cut: ``missing key(s) `a`, `b`; unexpected key(s) `c` ``.
@@ -275,20 +264,22 @@ impl std::fmt::Display for Summary<'_> {
             unexpected,
             mismatched,
         } = self.0;
-        let mismatched: Vec<String> = mismatched
+        let differences: Vec<String> = mismatched
             .iter()
-            .map(|mismatch| {
-                format!(
-                    "{}: saved {}, current {}",
-                    mismatch.fqn, mismatch.saved, mismatch.current
-                )
-            })
+            .map(
+                |Mismatch {
+                     fqn,
+                     saved,
+                     current,
+                 }| { format!("{fqn}: saved {saved}, current {current}") },
+            )
             .collect();
         let lists = [
-            ("mismatched", &mismatched),
+            ("mismatched", &differences),
             ("missing key(s)", missing),
             ("unexpected key(s)", unexpected),
         ];
+        // What does not fit comes first: it is an error of every load, names only of a strict one.
         let mut separator = "";
         for (name, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {
             let shown: Vec<String> = list

@@ -5,7 +5,7 @@
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
-use crate::traverse::{check_gaps, set_element, traverse_state_dict};
+use crate::traverse::{check_gaps, leaves, set_element, traverse_state_dict};
 use crate::{StateDict, StateError, StateValue};
 
 /// Flat keys to leaves, and each key's path: DCP's `planner_data`.
@@ -73,34 +73,17 @@ pub fn flatten_state_dict(state: &StateDict) -> Result<FlatStateDict, StateError
 /// ```
 pub fn flatten_containers(state: &StateDict) -> Result<FlatStateDict, StateError> {
     let mut flat = FlatStateDict::default();
-    for (key, value) in state {
-        add_leaves(&KeyPath(vec![PathPart::Key(key.clone())]), value, &mut flat)?;
+    for (path, value) in leaves(state) {
+        match value {
+            // A plain value may be a container too.
+            StateValue::Plain(value) => add_plain_leaves(&path, value, &mut flat)?,
+            tensor => flat.insert(&path, tensor.clone())?,
+        }
     }
     Ok(flat)
 }
 
-/// Adds the leaves of a value, whose path is `path`, to `flat`.
-fn add_leaves(
-    path: &KeyPath,
-    value: &StateValue,
-    flat: &mut FlatStateDict,
-) -> Result<(), StateError> {
-    match value {
-        StateValue::Dict(dict) => dict.iter().try_for_each(|(key, value)| {
-            add_leaves(&path.child(PathPart::Key(key.clone())), value, flat)
-        }),
-        StateValue::List(list) | StateValue::Tuple(list) => {
-            let mut elements = list.iter().enumerate();
-            elements.try_for_each(|(index, value)| {
-                add_leaves(&path.child(PathPart::Index(index)), value, flat)
-            })
-        }
-        StateValue::Plain(value) => add_plain_leaves(path, value, flat),
-        tensor => flat.insert(path, tensor.clone()),
-    }
-}
-
-/// Adds the leaves of a plain value to `flat`, as [`add_leaves`] does.
+/// Adds the leaves of a plain value at `path` to `flat`.
 fn add_plain_leaves(
     path: &KeyPath,
     value: &PlainValue,
@@ -108,22 +91,21 @@ fn add_plain_leaves(
 ) -> Result<(), StateError> {
     match value {
         PlainValue::List(list) | PlainValue::Tuple(list) => {
-            let mut elements = list.iter().enumerate();
-            elements.try_for_each(|(index, value)| {
-                add_plain_leaves(&path.child(PathPart::Index(index)), value, flat)
-            })
+            for (index, value) in list.iter().enumerate() {
+                add_plain_leaves(&path.child(PathPart::Index(index)), value, flat)?;
+            }
         }
-        PlainValue::Dict(entries) => entries.iter().try_for_each(|(key, value)| {
-            add_plain_leaves(
-                &path.child(PathPart::Key(
-                    key.key_text().unwrap_or_else(|| format!("{key:?}")),
-                )),
-                value,
-                flat,
-            )
-        }),
-        leaf => flat.insert(path, leaf.clone().into()),
+        PlainValue::Dict(entries) => {
+            for (key, value) in entries {
+                // Any key needs a text here. Python's own text for a key of a kind that has none
+                // is not known, so it gets the one for programmers.
+                let key = key.key_text().unwrap_or_else(|| format!("{key:?}"));
+                add_plain_leaves(&path.child(PathPart::Key(key)), value, flat)?;
+            }
+        }
+        leaf => flat.insert(path, leaf.clone().into())?,
     }
+    Ok(())
 }
 
 /// Puts flat values back where their paths say. A value without a path stays at its flat key.
@@ -144,6 +126,8 @@ pub fn unflatten_state_dict(flat: FlatStateDict) -> Result<StateDict, StateError
     check_gaps(flat.values.keys().filter_map(|key| flat.paths.get(key)))?;
     let mut root = StateDict::new();
     for (key, value) in flat.values {
+        // Values that were added to a flat dict by hand have no path. A path that begins with an
+        // index cannot be followed in a dict.
         match flat.paths.get(&key) {
             Some(path) if matches!(path.0.first(), Some(PathPart::Key(_))) => {
                 set_element(&mut root, path, value)?

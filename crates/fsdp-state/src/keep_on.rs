@@ -1,7 +1,8 @@
-//! The ranks that keep the result of a collective function.
+//! Who gets the result of a collective function, and where.
 
 use std::fmt;
 
+use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 use crate::StateError;
@@ -38,13 +39,12 @@ impl KeepOn {
 
     /// Checks that a group of `world_size` ranks has all these ranks.
     pub(crate) fn check(&self, world_size: usize) -> Result<(), StateError> {
-        match self {
-            KeepOn::Ranks(ranks) => match ranks.iter().find(|&&rank| rank >= world_size) {
-                Some(&rank) => Err(StateError::NoSuchRank { rank, world_size }),
-                None => Ok(()),
-            },
-            KeepOn::All => Ok(()),
+        if let KeepOn::Ranks(ranks) = self
+            && let Some(&rank) = ranks.iter().find(|&&rank| rank >= world_size)
+        {
+            return Err(StateError::NoSuchRank { rank, world_size });
         }
+        Ok(())
     }
 }
 
@@ -57,4 +57,14 @@ impl fmt::Display for KeepOn {
             KeepOn::Ranks(ranks) => write!(f, "keep on ranks {ranks:?}"),
         }
     }
+}
+
+/// Options of [`gather_state_dict`](crate::gather_state_dict).
+#[derive(Debug, Clone, Default)]
+pub struct GatherOptions {
+    /// The ranks that get the tensors: torch's `ranks_only`.
+    pub keep_on: KeepOn,
+    /// The device of the results; `None` leaves each tensor where this rank's part of it is (the
+    /// CPU if it has none). May differ between ranks. torch's `cpu_offload` is `Some(Device::Cpu)`.
+    pub device: Option<Device>,
 }

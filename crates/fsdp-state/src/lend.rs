@@ -4,6 +4,7 @@
 use candle_core::{Device, Tensor};
 use fsdp_flat::storage::{self, StorageGuard, is_released};
 use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor};
+use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, TensorBox};
 
 use crate::{StateError, StateValue};
@@ -13,8 +14,7 @@ use crate::{StateError, StateValue};
 pub enum Memory {
     /// candle tensors, fresh or live, one for each box.
     Tensors(ShardedTensor),
-    /// Fresh candle tensors that take no memory yet, one for each box. [`Memory::allocated`] gives
-    /// them memory.
+    /// Fresh candle tensors that take no memory yet, one for each box.
     Unfilled(ShardedTensor),
     /// The bytes of a whole tensor of a dtype that candle does not compute with, which is to become
     /// a [`RawTensor`].
@@ -45,38 +45,34 @@ impl Memory {
     ///
     /// # Errors
     /// [`FlatError::OutOfMemory`].
-    pub fn raw(dtype: DType, shape: &[usize]) -> Result<Self, StateError> {
-        let numel = fsdp_layout::boxes::checked_numel(shape);
-        let bytes = numel.and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize));
-        let bytes = bytes.and_then(|bytes| storage::zeroed_vec(bytes).ok());
-        match bytes {
-            Some(bytes) => Ok(Memory::Raw {
-                dtype,
-                shape: shape.to_vec(),
-                bytes,
-            }),
-            None => Err(FlatError::OutOfMemory {
+    pub(crate) fn raw(dtype: DType, shape: &[usize]) -> Result<Self, StateError> {
+        let bytes = checked_numel(shape)
+            .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
+            .and_then(|bytes| storage::zeroed_vec(bytes).ok())
+            .ok_or_else(|| FlatError::OutOfMemory {
                 dtype: dtype.to_string(),
                 shape: shape.to_vec(),
-            }
-            .into()),
-        }
+            })?;
+        Ok(Memory::Raw {
+            dtype,
+            shape: shape.to_vec(),
+            bytes,
+        })
     }
 
     /// Returns the same memory, for the caller to fill: unfilled tensors become zeros.
     ///
     /// # Errors
     /// [`FlatError::OutOfMemory`].
-    pub fn allocated(self) -> Result<Self, StateError> {
+    pub(crate) fn allocated(self) -> Result<Self, StateError> {
         let Memory::Unfilled(tensor) = self else {
             return Ok(self);
         };
-        for shard in tensor
-            .shards()
-            .iter()
-            .filter(|shard| is_released(&shard.tensor))
-        {
-            storage::fill_with_zeros(&shard.tensor)?;
+        for shard in tensor.shards() {
+            // A copy may have filled some of them already.
+            if is_released(&shard.tensor) {
+                storage::fill_with_zeros(&shard.tensor)?;
+            }
         }
         Ok(Memory::Tensors(tensor))
     }
@@ -85,18 +81,20 @@ impl Memory {
     /// Any other memory becomes memory for the caller to fill.
     ///
     /// This is faster than a copy into memory that was set to zero first.
-    pub(crate) fn filled_with(&mut self, value: Option<&StateValue>) -> Result<bool, StateError> {
+    pub(crate) fn filled_with(&mut self, value: &StateValue) -> Result<bool, StateError> {
         let Memory::Unfilled(tensor) = self else {
             return Ok(false);
         };
+        // A clone shares the unfilled storages, and leaves `self` free to be replaced.
         let tensor = tensor.clone();
         let is_filled = match value {
-            Some(StateValue::Tensor(value)) => {
+            StateValue::Tensor(value) => {
                 fill_with_copy(&tensor, &ShardedTensor::from_whole(value))?
             }
-            Some(StateValue::Sharded(value)) => fill_with_copy(&tensor, value)?,
+            StateValue::Sharded(value) => fill_with_copy(&tensor, value)?,
             _ => false,
         };
+        // Boxes that were not copied, or not all of them, get memory here.
         *self = Memory::Unfilled(tensor).allocated()?;
         Ok(is_filled)
     }
@@ -208,9 +206,9 @@ impl Memory {
     ///
     /// # Errors
     /// candle's errors; tensors that are not contiguous.
-    pub fn fill_from(&self, values: &ShardedTensor) -> Result<(), StateError> {
+    pub(crate) fn fill_from(&self, values: &ShardedTensor) -> Result<(), StateError> {
         let Memory::Tensors(tensor) = self else {
-            return Ok(());
+            unreachable!("other memory was not filled in the place of tensors");
         };
         for (LocalShard { tensor: from, .. }, LocalShard { tensor: to, .. }) in
             values.shards().iter().zip(tensor.shards())
@@ -251,6 +249,7 @@ pub fn lent_bytes<'a>(
         lent.push(match memory {
             Some(Memory::Raw { bytes, .. }) => Some(vec![bytes.as_mut_slice()]),
             Some(Memory::Tensors(tensor) | Memory::Unfilled(tensor)) => {
+                // The guard has `None` for a tensor whose elements it has lent already.
                 let boxes: Option<Vec<&mut [u8]>> =
                     slices.by_ref().take(tensor.shards().len()).collect();
                 Some(boxes.ok_or_else(|| StateError::SharedMemory {

@@ -16,6 +16,7 @@ fn copy_tensor(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, State
         Some(device) if !device.same_device(tensor.device()) => {
             Ok(to_device(&tensor.detach(), device)?.detach())
         }
+        // A clone would share the storage, and see later changes of it.
         _ => Ok(owned_copy(tensor)?),
     }
 }
@@ -62,13 +63,13 @@ pub(crate) fn device_of_sharded(tensor: &ShardedTensor) -> Device {
 /// Copies the elements of `src` into the memory of `dst`, which must have its shape and dtype, and
 /// be contiguous.
 pub(crate) fn copy_into(src: &Tensor, dst: &Tensor) -> Result<(), StateError> {
-    let src = to_device(&src.detach(), dst.device())?;
+    let on_device = to_device(&src.detach(), dst.device())?;
     // If both share a storage, copy `src` first: this thread cannot hold the read lock and the
     // write lock of one storage.
-    let src = if share_storage(&src, dst) {
-        src.force_contiguous()?
+    let from = if share_storage(&on_device, dst) {
+        on_device.force_contiguous()?
     } else {
-        src.contiguous()?
+        on_device.contiguous()?
     };
     if !dst.is_contiguous() {
         return Err(FlatError::NotContiguous {
@@ -84,12 +85,12 @@ pub(crate) fn copy_into(src: &Tensor, dst: &Tensor) -> Result<(), StateError> {
             candle_core::DType::I16 | candle_core::DType::I32
         )
     {
-        return Ok(dst.flatten_all()?.slice_set(&src.flatten_all()?, 0, 0)?);
+        return Ok(dst.flatten_all()?.slice_set(&from.flatten_all()?, 0, 0)?);
     }
-    let from = HostBytes::read(&src)?;
-    let mut to = HostBytesMut::write(dst)?;
-    non_temporal_copy(&mut to, &from);
-    Ok(to.finish()?)
+    let from_bytes = HostBytes::read(&from)?;
+    let mut to_bytes = HostBytesMut::write(dst)?;
+    non_temporal_copy(&mut to_bytes, &from_bytes);
+    Ok(to_bytes.finish()?)
 }
 
 /// Copies each value of a list.
@@ -122,19 +123,6 @@ impl StateValue {
         })
     }
 
-    /// Returns the same value with its tensors on a device, if one is given. Tensors that are there
-    /// already are shared.
-    ///
-    /// # Errors
-    /// candle's errors.
-    pub fn to_device(self, device: Option<&Device>) -> Result<Self, StateError> {
-        Ok(match (device, self) {
-            (Some(device), StateValue::Tensor(tensor)) => to_device(&tensor, device)?.into(),
-            (Some(device), StateValue::Sharded(tensor)) => tensor.to_device(device)?.into(),
-            (_, value) => value,
-        })
-    }
-
     /// Returns a plain value, or a whole tensor of exactly one element, as a plain value; `None`
     /// for all other tensors and for containers.
     ///
@@ -150,6 +138,7 @@ impl StateValue {
             | StateValue::List(_)
             | StateValue::Tuple(_) => false,
         };
+        // The size is checked first, because this copies the elements to the host.
         if is_small { self.to_object() } else { Ok(None) }
     }
 
@@ -210,6 +199,7 @@ pub(crate) fn scalar_to_value(leaf: &Leaf, value: PlainValue) -> Result<StateVal
     else {
         return Ok(value.into());
     };
+    // candle may lack the dtype. Such a tensor stays as its bytes.
     Ok(match dtype::to_candle(*dtype) {
         Ok(dtype) => Tensor::from_raw_buffer(data, dtype, shape, &Device::Cpu)?.into(),
         Err(_) => RawTensor::new(*dtype, shape.clone(), data.clone())?.into(),

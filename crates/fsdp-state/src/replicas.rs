@@ -7,7 +7,7 @@ use fsdp_comm::ProcessGroup;
 use fsdp_digest::{Digest, StateDigest, Sum};
 use twox_hash::XxHash3_64;
 
-use crate::digest::flat_with_leaves;
+use crate::digest::{FlatValue, flat_values};
 use crate::engine::LoadError as _;
 use crate::memory::try_reserve;
 use crate::transfer::BoxBytes;
@@ -42,93 +42,89 @@ const OPERATION: &str = "check_replicas";
 pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), StateError> {
     // Step 1: each rank digests what it holds. If all hold the same, one number from each is
     // enough.
-    let mut held = StateError::agree(group, OPERATION, None, Held::of(state))?;
-    let all: Vec<[Summary; 2]> = group.all_gather_object(&held.summaries())?;
+    let mut held = StateError::agree(group, OPERATION, None, digests_of(state))?;
+    let summaries = held.each_ref().map(DigestSummary::new);
+    let all: Vec<[DigestSummary; 2]> = group.all_gather_object(&summaries)?;
     if all.iter().all(|summaries| *summaries == all[0]) {
         return Ok(());
     }
     for part in [WHOLE, SHARDS] {
         if all.iter().all(|summaries| summaries[part] == all[0][part]) {
-            held.parts[part] = StateDigest::default();
+            held[part] = StateDigest::default();
         }
     }
     // Step 2: compare each name over the ranks that hold it. Any two ranks may hold the same box,
     // so each name has a rank that compares it. All ranks learn the hashes of the names that
     // differ, and the ranks at fault.
-    let found: Vec<Vec<(u64, Vec<usize>)>> = group.all_gather_object(&compare(group, &held)?)?;
-    let found: HashMap<u64, Vec<usize>> = found.into_iter().flatten().collect();
+    let found_by_ranks = group.all_gather_object(&compare(group, &held)?)?;
+    let found: HashMap<u64, Vec<usize>> = found_by_ranks.into_iter().flatten().collect();
     if found.is_empty() {
         return Ok(());
     }
     // Step 3: a rank knows only its own names, so each tells all others which of them differ.
-    let mut named: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-    for (name, _) in held.parts.iter().flat_map(StateDigest::iter) {
+    let mut named: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
+    for (name, _) in held.iter().flat_map(StateDigest::iter) {
         if let Some(ranks) = found.get(&short(name)) {
-            named
-                .entry(key_of(name).to_owned())
-                .or_default()
-                .extend(ranks);
+            let key = key_of(name).to_owned();
+            named.entry(key).or_default().extend(ranks);
         }
     }
     let mut tensors: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
-    for (name, ranks) in group.all_gather_object(&named)?.into_iter().flatten() {
-        tensors.entry(name).or_default().extend(ranks);
+    for (key, ranks) in group.all_gather_object(&named)?.into_iter().flatten() {
+        tensors.entry(key).or_default().extend(ranks);
     }
-    let global = group.global_ranks();
-    let of_group = |ranks: BTreeSet<usize>| {
-        ranks
+    Err(StateError::ReplicasDiffer {
+        tensors: tensors
             .into_iter()
-            .filter_map(|rank| global.get(rank).copied())
-            .collect()
-    };
-    let tensors = tensors
-        .into_iter()
-        .map(|(name, ranks)| (name, of_group(ranks)))
-        .collect();
-    Err(StateError::ReplicasDiffer { tensors })
+            .map(|(key, ranks)| (key, ranks.into_iter().collect()))
+            .collect(),
+    })
 }
 
 /// Compares the names of which this rank is in charge, over all ranks that hold them. Returns the
-/// hashes of those that differ, each with the ranks at fault. Collectives: two exchanges.
-fn compare(group: &ProcessGroup, held: &Held) -> Result<Vec<(u64, Vec<usize>)>, StateError> {
+/// hashes of those that differ, each with the global ranks at fault. Collectives: two exchanges.
+fn compare(
+    group: &ProcessGroup,
+    held: &[StateDigest; 2],
+) -> Result<Vec<(u64, Vec<usize>)>, StateError> {
     let ranks = group.world_size();
-    let mut to: Vec<Vec<u64>> = vec![Vec::new(); ranks];
-    for (name, digest) in held.parts.iter().flat_map(StateDigest::iter) {
+    // The hash of a name says which rank is in charge of it, so that all have about as much to do.
+    let mut send: Vec<Vec<u64>> = vec![Vec::new(); ranks];
+    for (name, digest) in held.iter().flat_map(StateDigest::iter) {
         let name = short(name);
-        to[(name % ranks as u64) as usize].extend([name, short(&digest.to_string())]);
+        send[(name % ranks as u64) as usize].extend([name, short(&digest.to_string())]);
     }
-    let counts: Vec<u64> = to.iter().map(|numbers| numbers.len() as u64).collect();
-    let mut receive_counts = vec![0u64; ranks];
-    group.all_to_all_uneven(
-        &mut receive_counts,
-        &vec![1; ranks],
-        &counts,
-        &vec![1; ranks],
-    )?;
-    let receive_counts: Vec<usize> = receive_counts
-        .into_iter()
-        .map(|count| count as usize)
+    // The ranks tell each other how many numbers they send, and then send them.
+    let send_counts: Vec<usize> = send.iter().map(Vec::len).collect();
+    let lengths: Vec<u64> = send_counts.iter().map(|&count| count as u64).collect();
+    let mut lengths_received = vec![0u64; ranks];
+    let ones = vec![1; ranks];
+    group.all_to_all_uneven(&mut lengths_received, &ones, &lengths, &ones)?;
+    let receive_counts: Vec<usize> = lengths_received
+        .iter()
+        .map(|&count| count as usize)
         .collect();
-    let send_counts: Vec<usize> = to.iter().map(Vec::len).collect();
-    let length = receive_counts.iter().sum();
     let mut received = Vec::new();
+    let length = receive_counts.iter().sum();
     try_reserve(&mut received, length)?;
     received.resize(length, 0);
-    group.all_to_all_uneven(&mut received, &receive_counts, &to.concat(), &send_counts)?;
+    group.all_to_all_uneven(&mut received, &receive_counts, &send.concat(), &send_counts)?;
     // The ranks that hold each name, with their digests.
     let mut holders: HashMap<u64, Vec<(usize, u64)>> = HashMap::new();
     let mut rest = received.as_slice();
     for (rank, count) in receive_counts.into_iter().enumerate() {
-        let numbers;
-        (numbers, rest) = rest.split_at(count);
+        let (numbers, after) = rest.split_at(count);
         for &[name, digest] in numbers.as_chunks().0 {
+            let rank = group.global_ranks()[rank];
             holders.entry(name).or_default().push((rank, digest));
         }
+        rest = after;
     }
-    let differing = holders
+    Ok(holders
         .into_iter()
-        .map(|(name, held)| (name, differing(&held)));
-    Ok(differing.filter(|(_, ranks)| !ranks.is_empty()).collect())
+        .map(|(name, held)| (name, differing(&held)))
+        .filter(|(_, ranks)| !ranks.is_empty())
+        .collect())
 }
 
 /// Returns a short hash of a name or a digest.
@@ -136,80 +132,66 @@ fn short(text: &str) -> u64 {
     XxHash3_64::oneshot(text.as_bytes())
 }
 
-/// The position, among the parts of [`Held`], of whole tensors and values.
+/// The position, among the digests of what a rank holds, of those of whole tensors and values.
 const WHOLE: usize = 0;
-/// The position of boxes of sharded tensors.
+/// The position of those of boxes of sharded tensors.
 const SHARDS: usize = 1;
 
-/// The digests of what a rank holds: of whole tensors and values, and of boxes of sharded tensors.
-struct Held {
-    parts: [StateDigest; 2],
-}
-
-/// A summary of one part of what a rank holds.
+/// A summary of digests, which is equal on ranks that hold the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-struct Summary {
+struct DigestSummary {
     /// A hash of the names, and of the boxes.
     layout: u64,
     root: Digest,
 }
 
-impl Held {
-    /// Digests a state dict.
-    fn of(state: &StateDict) -> Result<Self, StateError> {
-        let (mut whole, mut shards) = (StateDigest::default(), StateDigest::default());
-        for (key, value, leaf) in flat_with_leaves(state)? {
-            if leaf.tensor().is_none()
-                && let Some(object) = value.to_object()?
-            {
-                whole.insert(name_of(&key, ""), Digest::of_value(&object));
-                continue;
+impl DigestSummary {
+    fn new(digests: &StateDigest) -> Self {
+        let mut hasher = XxHash3_64::new();
+        digests.iter().for_each(|(name, _)| name.hash(&mut hasher));
+        DigestSummary {
+            layout: hasher.finish(),
+            root: digests.root(),
+        }
+    }
+}
+
+/// Digests what a rank holds: whole tensors and values, and boxes of sharded tensors.
+fn digests_of(state: &StateDict) -> Result<[StateDigest; 2], StateError> {
+    let mut digests = [StateDigest::default(), StateDigest::default()];
+    for FlatValue { key, value, leaf } in flat_values(state)? {
+        if leaf.tensor().is_none()
+            && let Some(object) = value.to_object()?
+        {
+            digests[WHOLE].insert(name_of(&key, ""), Digest::of_value(&object));
+            continue;
+        }
+        // This is a tensor, or a tuple that holds sharded tensors: each of its values is compared.
+        let opened = StateDict::from_iter([("", value)]);
+        for (inside, value) in leaves(&opened) {
+            let place = inside.flat_key();
+            if let Some(value) = value.as_plain() {
+                digests[WHOLE].insert(name_of(&key, &place), Digest::of_value(value));
             }
-            // This is a tensor, or a tuple that holds sharded tensors: each of its values is
-            // compared.
-            let opened: StateDict = [("", value)].into_iter().collect();
-            for (inside, value) in leaves(&opened) {
-                let place = inside.flat_key();
-                let leaf = Leaf::of(&inside, value)?;
-                if let Some(value) = value.as_plain() {
-                    whole.insert(name_of(&key, &place), Digest::of_value(value));
-                }
-                let Some((dtype, shape)) = leaf.tensor() else {
-                    continue;
-                };
-                let element = dtype.size_in_bytes() as usize;
-                for source in BoxBytes::of(value)? {
-                    let mut sum = Sum::default();
-                    source.read(|bytes| sum.add_box(shape, source.bounds(), element, bytes))??;
-                    let digest = sum.finish(dtype, shape);
-                    if leaf.is_sharded() {
-                        shards.insert(
-                            name_of(&key, &format!("{place} {}", source.bounds())),
-                            digest,
-                        );
-                    } else {
-                        whole.insert(name_of(&key, &place), digest);
-                    }
+            let leaf = Leaf::from_value(&inside, value)?;
+            let Some((dtype, shape)) = leaf.tensor() else {
+                continue;
+            };
+            let element = dtype.size_in_bytes() as usize;
+            for source in BoxBytes::from_value(value)? {
+                let bounds = source.bounds();
+                let mut sum = Sum::default();
+                source.read(|bytes| sum.add_box(shape, bounds, element, bytes))??;
+                let digest = sum.finish(dtype, shape);
+                if leaf.is_sharded() {
+                    digests[SHARDS].insert(name_of(&key, &format!("{place} {bounds}")), digest);
+                } else {
+                    digests[WHOLE].insert(name_of(&key, &place), digest);
                 }
             }
         }
-        Ok(Held {
-            parts: [whole, shards],
-        })
     }
-
-    /// Returns one summary for the whole values and one for the shards: hashes that are equal on
-    /// ranks that hold the same.
-    fn summaries(&self) -> [Summary; 2] {
-        self.parts.each_ref().map(|digests| {
-            let mut hasher = XxHash3_64::new();
-            digests.iter().for_each(|(name, _)| name.hash(&mut hasher));
-            Summary {
-                layout: hasher.finish(),
-                root: digests.root(),
-            }
-        })
-    }
+    Ok(digests)
 }
 
 /// The character between the key and the box in a name. It sorts before all characters of keys.
@@ -229,16 +211,21 @@ fn key_of(name: &str) -> &str {
 /// frequent than all others.
 fn differing(held: &[(usize, u64)]) -> Vec<usize> {
     let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
-    held.iter()
-        .for_each(|(_, digest)| *counts.entry(*digest).or_default() += 1);
+    for (_, digest) in held {
+        *counts.entry(*digest).or_default() += 1;
+    }
     if counts.len() < 2 {
         return Vec::new();
     }
-    let most = counts.values().copied().max().unwrap_or_default();
-    let is_clear = counts.values().filter(|&&count| count == most).count() == 1;
-    let differs = |digest: &u64| !is_clear || counts.get(digest) != Some(&most);
+    let most = counts.values().max().expect("two values were counted");
+    let most_frequent: Vec<u64> = counts
+        .iter()
+        .filter(|(_, count)| *count == most)
+        .map(|(digest, _)| *digest)
+        .collect();
+    // If several values are equally frequent, nobody knows which of them is right.
     held.iter()
-        .filter(|(_, digest)| differs(digest))
+        .filter(|(_, digest)| most_frequent != [*digest])
         .map(|(rank, _)| *rank)
         .collect()
 }

@@ -40,7 +40,7 @@ impl Leaf {
     ///
     /// # Errors
     /// A tensor whose memory is released, or of a dtype or a shape that no file holds.
-    pub fn of(key: &KeyPath, value: &StateValue) -> Result<Leaf, StateError> {
+    pub fn from_value(key: &KeyPath, value: &StateValue) -> Result<Leaf, StateError> {
         let leaf = match value {
             StateValue::Tensor(tensor) if is_released(tensor) => {
                 return Err(FlatError::Freed {
@@ -74,6 +74,7 @@ impl Leaf {
             }
             _ => Leaf::Plain,
         };
+        // Whoever allocates memory for a tensor of a schema may multiply its sizes after this check.
         if let Some((dtype, shape)) = leaf.tensor()
             && checked_numel(shape)
                 .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
@@ -113,8 +114,7 @@ impl Leaf {
 
     /// Returns `true` for a plain value and for a whole tensor without dimensions: one may stand
     /// for the other, as an optimizer's step may be either.
-    #[must_use]
-    pub fn is_scalar(&self) -> bool {
+    pub(crate) fn is_scalar(&self) -> bool {
         match self {
             Leaf::Plain => true,
             Leaf::Whole { shape, .. } => shape.is_empty(),
@@ -212,7 +212,7 @@ impl Schema {
     ///
     /// # Errors
     /// Tensors whose memory is released, or of dtypes and shapes that no file holds.
-    pub fn of(state: &StateDict) -> Result<Self, StateError> {
+    pub fn from_state(state: &StateDict) -> Result<Self, StateError> {
         Ok(Self::with_values(state)?.0)
     }
 
@@ -223,7 +223,7 @@ impl Schema {
         let mut schema = Vec::with_capacity(leaves.len());
         let mut values = Vec::with_capacity(leaves.len());
         for (path, value) in leaves {
-            let leaf = Leaf::of(&path, value)?;
+            let leaf = Leaf::from_value(&path, value)?;
             schema.push((path, leaf));
             values.push(value);
         }

@@ -8,7 +8,7 @@ use crate::{StateDict, StateError, StateValue};
 
 /// The most elements of a list that is built from paths. Without it a checkpoint's metadata could
 /// ask for a list of 2^60 gaps.
-pub const MAX_LIST_LENGTH: usize = 1 << 20;
+pub(crate) const MAX_LIST_LENGTH: usize = 1 << 20;
 
 /// Visits the leaves depth-first in container order, with their paths. torch's
 /// `traverse_state_dict`.
@@ -38,17 +38,22 @@ pub fn traverse_state_dict<'a, E>(
     state: &'a StateDict,
     mut visit: impl FnMut(&KeyPath, &'a StateValue) -> Result<(), E>,
 ) -> Result<(), E> {
-    walk(state, &opens, &mut visit)
+    walk_dict(state, &mut KeyPath::default(), &opens, &mut visit)
 }
 
 /// Returns every tensor and plain value with its path, depth-first in container order; all
 /// containers are opened.
 pub(crate) fn leaves(state: &StateDict) -> Vec<(KeyPath, &StateValue)> {
     let mut leaves = Vec::new();
-    let Ok(()) = walk(state, &|_| true, &mut |path: &KeyPath, value| {
-        leaves.push((path.clone(), value));
-        Ok::<(), std::convert::Infallible>(())
-    });
+    let Ok(()) = walk_dict(
+        state,
+        &mut KeyPath::default(),
+        &|_| true,
+        &mut |path: &KeyPath, value| {
+            leaves.push((path.clone(), value));
+            Ok::<(), std::convert::Infallible>(())
+        },
+    );
     leaves
 }
 
@@ -63,18 +68,8 @@ fn opens(value: &StateValue) -> bool {
     }
 }
 
-/// Calls `visit` with each leaf of a dict and its path. Containers that `opens` refuses count as
-/// leaves.
-fn walk<'a, E>(
-    state: &'a StateDict,
-    opens: &impl Fn(&StateValue) -> bool,
-    visit: &mut impl FnMut(&KeyPath, &'a StateValue) -> Result<(), E>,
-) -> Result<(), E> {
-    let mut path = KeyPath::default();
-    walk_dict(state, &mut path, opens, visit)
-}
-
-/// Walks through a dict at `path`.
+/// Calls `visit` with each leaf of a dict at `path`, and with the leaf's path. Containers that
+/// `opens` refuses count as leaves.
 fn walk_dict<'a, E>(
     dict: &'a StateDict,
     path: &mut KeyPath,
@@ -89,7 +84,7 @@ fn walk_dict<'a, E>(
     Ok(())
 }
 
-/// Walks through a value at `path`.
+/// Walks through a value at `path`, as [`walk_dict`] does.
 fn walk_value<'a, E>(
     value: &'a StateValue,
     path: &mut KeyPath,
@@ -110,6 +105,79 @@ fn walk_value<'a, E>(
     }
 }
 
+/// Maps every tensor and plain value of a state dict, depth-first in container order, to what `map`
+/// returns for it. Dicts stay dicts, lists stay lists, tuples stay tuples. torch's
+/// `_iterate_state_dict`, with one function for all kinds of leaves.
+///
+/// This function itself communicates nothing.
+///
+/// # Errors
+/// The first of `map`, with which the iteration ends.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_state::{StateDict, StateError, StateValue, iterate_state_dict};
+/// let mut state = StateDict::new();
+/// state.insert("weight", Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?);
+/// state.insert("step", 3i64);
+/// let half = iterate_state_dict(&state, |_, value| match value {
+///     StateValue::Tensor(tensor) => Ok(tensor.to_dtype(DType::BF16)?.into()),
+///     other => Ok(other.clone()),
+/// })?;
+/// assert_eq!(half.get("weight").and_then(|weight| weight.as_tensor()).map(Tensor::dtype), Some(DType::BF16));
+/// # Ok::<(), StateError>(())
+/// ```
+pub fn iterate_state_dict(
+    state: &StateDict,
+    mut map: impl FnMut(&KeyPath, &StateValue) -> Result<StateValue, StateError>,
+) -> Result<StateDict, StateError> {
+    map_dict(state, &mut KeyPath::default(), &mut map)
+}
+
+/// Maps the leaves of a dict at `path`.
+fn map_dict(
+    dict: &StateDict,
+    path: &mut KeyPath,
+    map: &mut dyn FnMut(&KeyPath, &StateValue) -> Result<StateValue, StateError>,
+) -> Result<StateDict, StateError> {
+    let mut mapped = StateDict::new();
+    for (key, value) in dict {
+        path.0.push(PathPart::Key(key.clone()));
+        mapped.insert(key, map_value(value, path, map)?);
+        path.0.pop();
+    }
+    Ok(mapped)
+}
+
+/// Maps a leaf at `path`, or the leaves of a container there.
+fn map_value(
+    value: &StateValue,
+    path: &mut KeyPath,
+    map: &mut dyn FnMut(&KeyPath, &StateValue) -> Result<StateValue, StateError>,
+) -> Result<StateValue, StateError> {
+    match value {
+        StateValue::Dict(dict) => map_dict(dict, path, map).map(StateValue::Dict),
+        StateValue::List(list) => map_list(list, path, map).map(StateValue::List),
+        StateValue::Tuple(list) => map_list(list, path, map).map(StateValue::Tuple),
+        leaf => map(path, leaf),
+    }
+}
+
+/// Maps the leaves of a list or a tuple at `path`.
+fn map_list(
+    list: &[StateValue],
+    path: &mut KeyPath,
+    map: &mut dyn FnMut(&KeyPath, &StateValue) -> Result<StateValue, StateError>,
+) -> Result<Vec<StateValue>, StateError> {
+    let mut mapped = Vec::with_capacity(list.len());
+    for (index, value) in list.iter().enumerate() {
+        path.0.push(PathPart::Index(index));
+        mapped.push(map_value(value, path, map)?);
+        path.0.pop();
+    }
+    Ok(mapped)
+}
+
 /// Returns the value at a path, through dicts, lists and tuples; `None` if the path leads nowhere.
 /// torch's `get_element`.
 ///
@@ -128,6 +196,7 @@ pub fn get_element<'a>(state: &'a StateDict, path: &KeyPath) -> Option<&'a State
     let PathPart::Key(first) = first else {
         return None;
     };
+    // Follow the path as long as its parts are of the kind of container that is there.
     rest.iter()
         .try_fold(state.get(first)?, |value, part| match (part, value) {
             (PathPart::Key(key), StateValue::Dict(dict)) => dict.get(key),
@@ -161,8 +230,8 @@ pub fn get_element_mut<'a>(state: &'a mut StateDict, path: &KeyPath) -> Option<&
 ///
 /// # Errors
 /// [`StateError::WrongContainer`] if the path is empty or begins with an index, leads through
-/// something that is no container or one of another kind, or has an index of [`MAX_LIST_LENGTH`] or
-/// more. The dict is unchanged then, except for containers that were made on the way.
+/// something that is no container or one of another kind, or has an index of 2^20 or more.
+/// The dict is unchanged then, except for containers that were made on the way.
 ///
 /// ```
 /// use fsdp_layout::{KeyPath, PathPart};
@@ -194,6 +263,8 @@ pub fn set_element(
 pub(crate) fn check_gaps<'p>(
     paths: impl Iterator<Item = &'p KeyPath> + Clone,
 ) -> Result<(), StateError> {
+    // One long list is allowed, as `set_element` does, and beyond that an element for each part of
+    // a path. Lists of lists are counted at every level.
     let most = paths
         .clone()
         .map(|path| path.0.len())
@@ -206,6 +277,7 @@ pub(crate) fn check_gaps<'p>(
                 continue;
             };
             let length = lengths.entry(&path.0[..depth]).or_default();
+            // An index makes its list as long as needed, so only what is added counts.
             let longer = index.saturating_add(1).saturating_sub(*length);
             *length += longer;
             total = total.saturating_add(longer);
@@ -226,10 +298,7 @@ fn entry<'a>(dict: &'a mut StateDict, key: &str, rest: &[PathPart]) -> &'a mut S
     if !dict.contains_key(key) {
         dict.insert(key, container_for(rest));
     }
-    match dict.get_mut(key) {
-        Some(slot) => slot,
-        None => unreachable!("the key was inserted above"),
-    }
+    dict.get_mut(key).expect("the key was inserted above")
 }
 
 /// Returns an empty value into which the rest of a path leads: a dict, a list, or a place for a
@@ -264,6 +333,7 @@ fn set_at(
         *slot = value;
         return Ok(());
     }
+    // An empty plain container, as a checkpoint has it for a dict without keys, cannot hold tensors.
     if is_placeholder(slot) {
         *slot = container_for(rest);
     }
@@ -274,6 +344,7 @@ fn set_at(
         ([PathPart::Index(index), rest @ ..], StateValue::List(list))
             if *index < MAX_LIST_LENGTH =>
         {
+            // A list may come in any order, so its missing elements are filled in later.
             if list.len() <= *index {
                 list.resize_with(*index + 1, || StateValue::Plain(PlainValue::None));
             }

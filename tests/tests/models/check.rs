@@ -17,8 +17,6 @@ pub(crate) type Forward = Box<dyn Fn(&Tensor) -> candle_core::Result<Tensor>>;
 #[derive(Clone)]
 pub(crate) struct Case {
     pub(crate) name: &'static str,
-    /// Patterns of the names of its layers.
-    pub(crate) layers: &'static [&'static str],
     pub(crate) input: fn() -> Tensor,
     pub(crate) build: fn(VarBuilder<'static>) -> candle_core::Result<Forward>,
 }
@@ -31,14 +29,6 @@ pub(crate) struct Row {
     pub(crate) parameters: usize,
     /// The tensors that a gradient comes to; `None` where candle's operations have no backward.
     pub(crate) trained: Option<usize>,
-    /// The units by name.
-    pub(crate) units: usize,
-    /// The bytes of the root unit, of those of the whole model.
-    pub(crate) root_percent: usize,
-    /// The most bytes of parameters on a rank in a forward, of those of the whole model.
-    pub(crate) forward_percent: usize,
-    /// The most bytes in a step.
-    pub(crate) step_percent: usize,
 }
 
 const LR: f32 = 0.125;
@@ -132,20 +122,6 @@ fn whole(parameters: &ShardedParameters) -> BTreeMap<String, Tensor> {
         .collect()
 }
 
-/// The unit of a parameter, by the patterns of a model.
-fn unit_of(case: &Case, fqn: &str) -> Option<String> {
-    case.layers.iter().find_map(|pattern| {
-        let parts: Vec<&str> = fqn.split('.').collect();
-        let wanted: Vec<&str> = pattern.split('.').collect();
-        let fits = parts.len() > wanted.len()
-            && wanted
-                .iter()
-                .zip(&parts)
-                .all(|(want, part)| *want == "*" || want == part);
-        fits.then(|| parts[..wanted.len()].join("."))
-    })
-}
-
 /// Compares a sharded model with the plain one, and returns the difference as an error.
 pub(crate) fn check(case: &Case) -> Result<Row, String> {
     let ranks = run_local(2, |group| check_on(&group, case));
@@ -161,10 +137,6 @@ fn build(group: &ProcessGroup, case: &Case) -> Result<Model, NnError> {
         seed: 7,
         ..FsdpConfig::default()
     };
-    let config = case
-        .layers
-        .iter()
-        .fold(config, |config, pattern| config.wrap(*pattern));
     FullyShardedDataParallel::new(group.clone(), config, |scope| (case.build)(scope.vb()))
 }
 
@@ -174,29 +146,16 @@ fn check_on(group: &ProcessGroup, case: &Case) -> Row {
     let parameters = model.parameters();
     let plain = plain(case, &whole(parameters));
     let shards = parameters.parameter_bytes();
-    let (mut of_root, mut of_units) = (0, BTreeMap::<String, usize>::new());
-    for fqn in parameters.fqns() {
-        let bytes = 4 * parameters.shape(fqn).unwrap().iter().product::<usize>();
-        match unit_of(case, fqn) {
-            Some(unit) => *of_units.entry(unit).or_default() += bytes,
-            None => of_root += bytes,
-        }
-    }
+    let whole_bytes: usize = parameters
+        .fqns()
+        .map(|fqn| 4 * parameters.shape(fqn).unwrap().iter().product::<usize>())
+        .sum();
 
     let input = (case.input)();
     let (output, loss) = model
         .forward(|forward| loss(forward, &input))
         .unwrap_or_else(|error| panic!("{name}: {error}"));
     assert!(bits(&output) == plain.output, "{name}: other outputs");
-    let largest = of_units.values().max().copied().unwrap_or(0);
-    let (forward, most) = (
-        parameters.peak_parameter_bytes(),
-        shards + of_root + largest,
-    );
-    assert!(
-        forward <= most,
-        "{name}: {forward} bytes in a forward, more than {most}"
-    );
     match (&plain.after, model.backward(&loss)) {
         (Some(after), Ok(_)) => {
             let has_gradient = |fqn: &&str| parameters.has_gradient(fqn).unwrap();
@@ -222,19 +181,19 @@ fn check_on(group: &ProcessGroup, case: &Case) -> Row {
         (Some(_), Err(error)) => panic!("{name}: {error}"),
         (None, Ok(_)) => panic!("{name}: plain candle has no backward"),
     }
-    let step = parameters.peak_parameter_bytes();
-    assert!(
-        step <= most,
-        "{name}: {step} bytes in a step, more than {most}"
+    assert_eq!(
+        parameters.parameter_bytes(),
+        shards,
+        "{name}: only shards stay"
     );
-    let whole = of_root + of_units.values().sum::<usize>();
+    let peak = parameters.peak_parameter_bytes();
+    assert!(
+        peak <= shards + whole_bytes,
+        "{name}: {peak} bytes, with shards of {shards} of {whole_bytes}"
+    );
     Row {
         name,
         parameters: parameters.fqns().count(),
         trained: plain.after.as_ref().map(|_| plain.trained.len()),
-        units: of_units.len(),
-        root_percent: of_root * 100 / whole,
-        forward_percent: forward * 100 / whole,
-        step_percent: step * 100 / whole,
     }
 }

@@ -68,25 +68,21 @@ macro_rules! changing {
     }};
 }
 
-const LAYERS: &[&str] = &["model.layers.*"];
-
 type Build = fn(VarBuilder<'static>) -> candle_core::Result<Forward>;
 
 pub(crate) fn cases() -> Vec<Case> {
-    let case = |name, layers, build: Build| Case {
+    let case = |name, build: Build| Case {
         name,
-        layers,
         input: tokens,
         build,
     };
-    let of_row = |name, layers, build: Build| Case {
+    let of_row = |name, build: Build| Case {
         name,
-        layers,
         input: row,
         build,
     };
     vec![
-        case("Llama", LAYERS, |vb| {
+        case("Llama", |vb| {
             let config: llama::LlamaConfig = config();
             let config = config.into_config(false);
             let cache = llama::Cache::new(false, DType::F32, &config, &Device::Cpu)?;
@@ -94,75 +90,62 @@ pub(crate) fn cases() -> Vec<Case> {
         }),
         case(
             "Qwen2",
-            LAYERS,
             |vb| changing!(qwen2::ModelForCausalLM::new(&config(), vb)?, x, model => model.forward(x, 0)),
         ),
         case(
             "Qwen2-MoE",
-            LAYERS,
             |vb| changing!(qwen2_moe::Model::new(&config(), vb)?, x, model => model.forward(x, 0)),
         ),
         case(
             "Qwen3",
-            LAYERS,
             |vb| changing!(qwen3::ModelForCausalLM::new(&config(), vb)?, x, model => model.forward(x, 0)),
         ),
         case(
             "Qwen3-MoE",
-            LAYERS,
             |vb| changing!(qwen3_moe::ModelForCausalLM::new(&config(), vb)?, x, model => model.forward(x, 0)),
         ),
         case(
             "Mistral",
-            LAYERS,
             |vb| changing!(mistral::Model::new(&config(), vb)?, x, model => model.forward(x, 0)),
         ),
         case(
             "DeepSeek-V2",
-            LAYERS,
             |vb| changing!(deepseek2::DeepSeekV2::new(&config_with("\"norm_topk_prob\": true", "\"norm_topk_prob\": false"), vb)?, x, model => model.forward(x, 0)),
         ),
-        case("Gemma", LAYERS, |vb| {
+        case("Gemma", |vb| {
             // It takes one of the two only.
             let config = config_with("hidden_act\"", "other_act\"");
             changing!(gemma::Model::new(false, &config, vb)?, x, model => model.forward(x, 0))
         }),
         case(
             "Gemma 2",
-            LAYERS,
             |vb| changing!(gemma2::Model::new(false, &config(), vb)?, x, model => model.forward(x, 0)),
         ),
         case(
             "Gemma 3",
-            LAYERS,
             |vb| changing!(gemma3::Model::new(false, &config_with(ONE_HEAD[0], ONE_HEAD[1]), vb)?, x, model => model.forward(x, 0)),
         ),
         case(
             "Phi",
-            LAYERS,
             |vb| changing!(phi::Model::new(&config(), vb)?, x, model => model.forward(x)),
         ),
         case(
             "Phi-3",
-            LAYERS,
             |vb| changing!(phi3::Model::new(&config(), vb)?, x, model => model.forward(x, 0)),
         ),
         of_row(
             "Falcon",
-            &["transformer.h.*"],
             |vb| changing!(falcon::Falcon::load(vb, config())?, x, model => model.forward(x)),
         ),
         case(
             "StableLM",
-            LAYERS,
             |vb| changing!(stable_lm::Model::new(&config(), vb)?, x, model => model.forward(x, 0)),
         ),
         case(
             "StarCoder2",
-            LAYERS,
             |vb| changing!(starcoder2::Model::new(&config_with(ONE_HEAD[0], ONE_HEAD[1]), vb)?, x, model => model.forward(x, 0)),
         ),
-        case("GPT-BigCode", &["transformer.h.*"], |vb| {
+        case("GPT-BigCode", |vb| {
             let config = bigcode::Config {
                 vocab_size: 32,
                 max_position_embeddings: 64,
@@ -178,15 +161,13 @@ pub(crate) fn cases() -> Vec<Case> {
         }),
         case(
             "OLMo",
-            LAYERS,
             |vb| changing!(olmo::Model::new(&config(), vb)?, x, model => model.forward(x, 0)),
         ),
         case(
             "OLMo 2",
-            LAYERS,
             |vb| changing!(olmo2::Model::new(&config(), vb)?, x, model => model.forward(x, 0)),
         ),
-        case("Granite", LAYERS, |vb| {
+        case("Granite", |vb| {
             let config: granite::GraniteConfig = config();
             let config = config.into_config(false);
             let cache = granite::Cache::new(false, DType::F32, &config, &Device::Cpu)?;
@@ -194,15 +175,13 @@ pub(crate) fn cases() -> Vec<Case> {
         }),
         case(
             "Helium",
-            LAYERS,
             |vb| changing!(helium::Model::new(&config(), vb)?, x, model => model.forward(x, 0)),
         ),
         of_row(
             "GLM-4",
-            LAYERS,
             |vb| changing!(glm4_new::ModelForCausalLM::new(&config(), vb)?, x, model => model.forward(x, 0)),
         ),
-        case("Mamba", &["backbone.layers.*"], |vb| {
+        case("Mamba", |vb| {
             let config: mamba::Config = config();
             let model = mamba::Model::new(&config, vb.pp("backbone"))?;
             let forward: Forward = Box::new(move |tokens: &Tensor| {

@@ -1,21 +1,24 @@
 //! The rule that a crate uses only crates of lower layers, and the check that the crates and builds
 //! that should not need candle do not use it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::process::Command;
 
-use anyhow::{Context as _, Result, bail, ensure};
-use serde_json::Value;
+use anyhow::Result;
 
-use crate::shell::program;
+use crate::metadata::packages;
+use crate::shell::cargo_output;
 
 /// Each crate with the crates of the project that it may use. Layers point down only.
-const LAYERS: [(&str, &[&str]); 12] = [
+const LAYERS: [(&str, &[&str]); 13] = [
     ("fsdp-ops", &[]),
     ("fsdp-layout", &[]),
     ("fsdp-digest", &["fsdp-layout"]),
-    ("fsdp-dcp", &["fsdp-layout", "fsdp-digest"]),
+    ("fsdp-formats", &["fsdp-layout", "fsdp-digest"]),
+    (
+        "fsdp-tools",
+        &["fsdp-layout", "fsdp-digest", "fsdp-formats"],
+    ),
     ("fsdp-comm", &["fsdp-layout"]),
     ("fsdp-flat", &["fsdp-layout"]),
     (
@@ -31,7 +34,7 @@ const LAYERS: [(&str, &[&str]); 12] = [
         &[
             "fsdp-layout",
             "fsdp-digest",
-            "fsdp-dcp",
+            "fsdp-formats",
             "fsdp-comm",
             "fsdp-flat",
             "fsdp-state",
@@ -43,7 +46,8 @@ const LAYERS: [(&str, &[&str]); 12] = [
         &[
             "fsdp-ops",
             "fsdp-layout",
-            "fsdp-dcp",
+            "fsdp-formats",
+            "fsdp-tools",
             "fsdp-comm",
             "fsdp-flat",
             "fsdp-state",
@@ -51,15 +55,24 @@ const LAYERS: [(&str, &[&str]); 12] = [
             "fsdp-checkpoint",
         ],
     ),
-    ("fsdp-cli", &["fsdp-layout", "fsdp-dcp", "fsdp"]),
-    ("fsdp-python", &["fsdp-layout", "fsdp-dcp", "fsdp-cli"]),
+    (
+        "fsdp-cli",
+        &["fsdp-layout", "fsdp-formats", "fsdp-tools", "fsdp"],
+    ),
+    ("fsdp-python", &["fsdp-layout", "fsdp-formats", "fsdp-cli"]),
 ];
 
 /// The packages that are in no layer: nothing uses them.
 const WITHOUT_LAYER: [&str; 2] = ["fsdp-examples", "fsdp-tests"];
 
 /// The crates that must not use a tensor library.
-const WITHOUT_CANDLE: [&str; 4] = ["fsdp-layout", "fsdp-digest", "fsdp-dcp", "fsdp-comm"];
+const WITHOUT_CANDLE: [&str; 5] = [
+    "fsdp-layout",
+    "fsdp-digest",
+    "fsdp-formats",
+    "fsdp-tools",
+    "fsdp-comm",
+];
 
 /// The packages of tensor libraries, which the command must not need without its feature `train`.
 const TENSOR_LIBRARIES: [&str; 3] = ["candle", "gemm", "tokenizers"];
@@ -76,67 +89,44 @@ pub(super) fn check(root: &Path) -> Result<Vec<String>> {
         "normal",
         "--prefix",
         "none",
+        "--locked",
     ];
-    let tree = cargo(root, &[&tree[..], &["--locked"]].concat())?;
-    breaches.extend(tensor_libraries(&String::from_utf8_lossy(&tree)));
+    breaches.extend(tensor_libraries(&cargo_output(root, &tree)?));
     Ok(breaches)
 }
 
 /// Returns a message for each tensor library in the output of `cargo tree` for the command without
 /// `train`.
 fn tensor_libraries(tree: &str) -> Vec<String> {
-    let packages = tree.lines().filter_map(|line| line.split(' ').next());
-    let mut found: Vec<&str> = packages
-        .filter(|package| {
-            TENSOR_LIBRARIES
-                .iter()
-                .any(|library| package.starts_with(library))
-        })
-        .collect();
-    found.sort_unstable();
-    found.dedup();
+    let mut found = BTreeSet::new();
+    for line in tree.lines() {
+        let package = line.split(' ').next().unwrap_or(line);
+        if TENSOR_LIBRARIES
+            .iter()
+            .any(|library| package.starts_with(library))
+        {
+            found.insert(package);
+        }
+    }
     found
         .iter()
         .map(|package| format!("`fsdp-cli` without its feature `train` must not need `{package}`"))
         .collect()
 }
 
-/// Runs cargo in the workspace, and returns its output.
-fn cargo(root: &Path, arguments: &[&str]) -> Result<Vec<u8>> {
-    let output = Command::new(program())
-        .current_dir(root)
-        .args(arguments)
-        .output();
-    let output = output.context("failed to run cargo")?;
-    ensure!(
-        output.status.success(),
-        "`cargo {}` failed with {}",
-        arguments.join(" "),
-        output.status
-    );
-    Ok(output.stdout)
-}
-
 /// Returns the direct dependencies of each package, without those of its tests and build scripts.
 fn dependencies(root: &Path) -> Result<BTreeMap<String, Vec<String>>> {
-    let output = cargo(root, &["metadata", "--no-deps", "--format-version", "1"])?;
-    let metadata: Value = serde_json::from_slice(&output)?;
-    let Some(packages) = metadata["packages"].as_array() else {
-        bail!("`cargo metadata` lists no packages")
-    };
     let mut found = BTreeMap::new();
-    for package in packages {
-        let all = package["dependencies"].as_array().into_iter().flatten();
-        // Only dependencies of tests and build scripts have a kind.
-        let normal = all.filter(|dependency| dependency["kind"].is_null());
-        found.insert(name(package), normal.map(name).collect());
+    for package in packages(root)? {
+        let used = package
+            .dependencies
+            .into_iter()
+            .filter(|dependency| dependency.kind.is_none())
+            .map(|dependency| dependency.name)
+            .collect();
+        found.insert(package.name, used);
     }
     Ok(found)
-}
-
-/// Returns the name of a package, or of a dependency, in cargo's metadata.
-fn name(package: &Value) -> String {
-    package["name"].as_str().unwrap_or_default().to_owned()
 }
 
 /// Returns a message for each use of a crate that is not in a lower layer, or of a tensor library
@@ -191,7 +181,7 @@ mod tests {
     fn layers_point_down_only() {
         assert!(layers(&package("fsdp-nn", &["fsdp-state", "candle-core", "serde"])).is_empty());
         assert_eq!(layers(&package("fsdp-state", &["fsdp-nn"])).len(), 1);
-        assert_eq!(layers(&package("fsdp-dcp", &["fsdp-comm"])).len(), 1);
+        assert_eq!(layers(&package("fsdp-formats", &["fsdp-comm"])).len(), 1);
         assert_eq!(layers(&package("fsdp-comm", &["candle-core"])).len(), 1);
         assert_eq!(layers(&package("fsdp-new", &[])).len(), 1);
     }

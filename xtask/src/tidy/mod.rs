@@ -4,15 +4,29 @@ mod circles;
 mod layers;
 mod modules;
 mod names;
+mod report;
 mod text;
+mod toolchain;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
+use clap::Args;
 
 use self::modules::Modules;
+
+/// Options of `cargo xtask tidy`.
+#[derive(Args, Clone)]
+pub(crate) struct TidyArguments {
+    /// Only count what shows how plain and how large each package is, beside other projects
+    #[arg(long)]
+    pub(crate) report: bool,
+    /// Count the packages of another directory, for instance of an older checkout
+    #[arg(long, value_name = "DIR", requires = "report")]
+    pub(crate) at: Option<PathBuf>,
+}
 
 /// The directories without source files of this project.
 const SKIPPED: [&str; 8] = [
@@ -29,13 +43,22 @@ const SKIPPED: [&str; 8] = [
 /// The files that are the root of a crate, relative to the package's directory.
 const ROOTS: [&str; 2] = ["src/lib.rs", "src/main.rs"];
 
+/// Checks all rules, or prints the report.
+pub(crate) fn run(root: &Path, arguments: &TidyArguments) -> Result<()> {
+    if arguments.report {
+        return report::run(arguments.at.as_deref().unwrap_or(root));
+    }
+    check(root)
+}
+
 /// Checks all rules. The error lists all breaches.
-pub(crate) fn check(root: &Path) -> Result<()> {
+fn check(root: &Path) -> Result<()> {
     let files = read(root)?;
     let mut breaches = layers::check(root)?;
     for (name, text) in &files {
         breaches.extend(text::check(name, text));
     }
+    breaches.extend(toolchain::check(&files));
     breaches.extend(check_modules(&files)?);
     ensure!(
         breaches.is_empty(),

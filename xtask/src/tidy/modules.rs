@@ -4,8 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context as _, Result};
+use syn::punctuated::Punctuated;
 use syn::visit::{self, Visit};
-use syn::{Attribute, Item, UseTree, Visibility};
+use syn::{Attribute, Item, Meta, Token, UseTree, Visibility};
 
 /// A chain of re-exports longer than this is not followed.
 const MAX_REEXPORTS: usize = 8;
@@ -303,19 +304,32 @@ fn named(before: &[String], ident: &syn::Ident, name: &syn::Ident, public: bool)
     }
 }
 
-/// Returns `true` if an item has `#[cfg(test)]`.
-fn is_for_tests(attributes: &[Attribute]) -> bool {
-    attributes
-        .iter()
-        .filter(|attribute| attribute.path().is_ident("cfg"))
-        .any(|attribute| {
-            attribute
-                .parse_args::<syn::Path>()
-                .is_ok_and(|path| path.is_ident("test"))
-        })
+/// Returns `true` if an item is there in builds of tests only: `#[test]`, `#[cfg(test)]`, or
+/// `#[cfg(all(test, ...))]`.
+pub(super) fn is_for_tests(attributes: &[Attribute]) -> bool {
+    attributes.iter().any(|attribute| {
+        if attribute.path().is_ident("test") {
+            return true;
+        }
+        attribute.path().is_ident("cfg")
+            && attribute
+                .parse_args::<Meta>()
+                .is_ok_and(|condition| needs_test(&condition))
+    })
 }
 
-fn attributes(item: &Item) -> &[Attribute] {
+/// Returns `true` if a condition of `cfg` holds in builds of tests only.
+fn needs_test(condition: &Meta) -> bool {
+    match condition {
+        Meta::Path(path) => path.is_ident("test"),
+        Meta::List(list) if list.path.is_ident("all") => list
+            .parse_args_with(Punctuated::<Meta, Token![,]>::parse_terminated)
+            .is_ok_and(|conditions| conditions.iter().any(needs_test)),
+        _ => false,
+    }
+}
+
+pub(super) fn attributes(item: &Item) -> &[Attribute] {
     match item {
         Item::Const(item) => &item.attrs,
         Item::Enum(item) => &item.attrs,

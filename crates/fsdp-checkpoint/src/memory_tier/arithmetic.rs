@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use fsdp_comm::MAX_WORLD_SIZE;
-use fsdp_dcp::Location;
+use fsdp_formats::Location;
 use serde::{Deserialize, Serialize};
 
 /// A save to the memory tier. The one that the run continues from is the greatest.

@@ -1,8 +1,8 @@
 //! Copies of parts from rank to rank.
 
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_dcp::parts::{NewPart, PartFiles, PartList};
-use fsdp_dcp::{FileError, Location};
+use fsdp_formats::parts::{NewPart, PartFiles, PartList};
+use fsdp_formats::{FileError, Location};
 
 /// The number of bytes that a rank sends at once.
 const WINDOW: u64 = 8 << 20;

@@ -24,9 +24,9 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::storage::{Durable, clean_stale};
-use fsdp_dcp::verify::with_causes;
-use fsdp_dcp::{Location, parts};
+use fsdp_formats::storage::{Durable, clean_stale};
+use fsdp_formats::{Location, parts};
+use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure as _};
 use fsdp_state::{LoadError as _, StateDict};
 use tracing::{info_span, warn};

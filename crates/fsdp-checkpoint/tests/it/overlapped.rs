@@ -13,22 +13,38 @@ use fsdp_checkpoint::{
     step_path,
 };
 use fsdp_comm::{ProcessGroup, run_local};
-use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_flat::storage::{HostSliceMut, release};
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_layout::TensorBox;
 use fsdp_nn::algorithm::{AdamOptions, Algorithm};
-use fsdp_nn::{AveragedModel, FsdpConfig, FullyShardedDataParallel, Optimizer, ShardingStrategy};
+use fsdp_nn::{
+    AveragedModel, FsdpConfig, FullyShardedDataParallel, Optimizer, Scope, ShardingStrategy, Unit,
+};
 use fsdp_state::{StateDict, StateValue};
 
 /// The size of the layer: its copy takes longer than a step of the optimizer takes to begin.
 const WIDTH: usize = 1500;
 
+/// Builds a model of one layer, which is part of the root unit, or a unit of its own.
+type Build<M> = fn(&Scope) -> candle_core::Result<M>;
+
+fn in_root(scope: &Scope) -> candle_core::Result<Linear> {
+    linear(WIDTH, WIDTH, scope.vb().pp("layer"))
+}
+
+fn in_unit(scope: &Scope) -> candle_core::Result<Unit<Linear>> {
+    scope
+        .pp("layer")
+        .unit(|scope| linear(WIDTH, WIDTH, scope.vb()))
+}
+
 fn run(group: ProcessGroup, config: FsdpConfig) -> TrainState<Linear> {
-    let model = FullyShardedDataParallel::new(group, config, |scope| {
-        linear(WIDTH, WIDTH, scope.vb().pp("layer"))
-    })
-    .unwrap();
+    run_of(group, config, in_root)
+}
+
+fn run_of<M>(group: ProcessGroup, config: FsdpConfig, build: Build<M>) -> TrainState<M> {
+    let model = FullyShardedDataParallel::new(group, config, build).unwrap();
     let optimizer =
         Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw())).unwrap();
     let average = AveragedModel::new(model.parameters(), 0.9).unwrap();
@@ -37,7 +53,7 @@ fn run(group: ProcessGroup, config: FsdpConfig) -> TrainState<Linear> {
     run
 }
 
-fn backward(run: &TrainState<Linear>) {
+fn backward<M: Module>(run: &TrainState<M>) {
     let x = Tensor::ones((1, WIDTH), DType::F32, &Device::Cpu).unwrap();
     let loss = run
         .model
@@ -46,7 +62,7 @@ fn backward(run: &TrainState<Linear>) {
     run.model.backward(&loss).unwrap();
 }
 
-fn step(run: &mut TrainState<Linear>) {
+fn step<M>(run: &mut TrainState<M>) {
     run.optimizers[0].step().unwrap();
     run.average.as_mut().unwrap().update().unwrap();
 }
@@ -63,18 +79,18 @@ fn a_step_right_after_the_call_changes_nothing_in_the_checkpoint() {
             strategy,
             ..FsdpConfig::default()
         };
-        assert_saves_are_unharmed(world, &config);
-        assert_saves_are_unharmed(world, &config.wrap("layer"));
+        assert_saves_are_unharmed(world, &config, in_root);
+        assert_saves_are_unharmed(world, &config, in_unit);
     }
 }
 
 /// Checks that saves in the background have the digests of saves that nothing disturbs.
-fn assert_saves_are_unharmed(world: usize, config: &FsdpConfig) {
+fn assert_saves_are_unharmed<M: Module>(world: usize, config: &FsdpConfig, build: Build<M>) {
     let dir = tempfile::tempdir().unwrap();
     let digests = run_local(world, |group| {
         let mut checkpointer =
             Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
-        let mut run = run(group, config.clone());
+        let mut run = run_of(group, config.clone(), build);
         backward(&run);
         step(&mut run);
         let mut digests = Vec::new();

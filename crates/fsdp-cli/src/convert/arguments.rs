@@ -1,16 +1,18 @@
 //! The options of `fsdp convert` and `fsdp reshard`.
 
-use anyhow::{Error, Result};
+use anyhow::{Result, bail};
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
-use fsdp_dcp::Location;
-use fsdp_dcp::convert::{Cast, OutputFormat};
-use fsdp_dcp::metadata::Metadata;
-use fsdp_dcp::tensor_parallel::{Rules, TensorParallelPlan};
+use fsdp_formats::Location;
+use fsdp_formats::metadata::Metadata;
 use fsdp_layout::DType;
+use fsdp_tools::convert::{Cast, OutputFormat};
+use fsdp_tools::tensor_parallel::{Rules, TensorParallelPlan};
 
 use crate::failure::UsageError;
+use crate::keys::KeyFilter;
 use crate::map::MapArguments;
+use crate::text::choice_name;
 use crate::work::Work;
 
 /// The largest number of ranks of a checkpoint.
@@ -38,18 +40,6 @@ pub(crate) enum To {
     HfSharded,
     /// One file that torch.load(weights_only=True) opens
     Torch,
-}
-
-impl To {
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            To::Dcp => "dcp",
-            To::Safetensors => "safetensors",
-            To::Hf => "hf",
-            To::HfSharded => "hf-sharded",
-            To::Torch => "torch",
-        }
-    }
 }
 
 /// The dtypes to cast to.
@@ -144,12 +134,8 @@ pub(crate) struct ConvertArguments {
     pub(super) destination: Location,
     #[command(flatten)]
     pub(super) target: TargetArguments,
-    /// Only keys that this glob matches; may be given more than once
-    #[arg(long, value_name = "GLOB")]
-    pub(super) include: Vec<String>,
-    /// No keys that this glob matches; may be given more than once
-    #[arg(long, value_name = "GLOB")]
-    pub(super) exclude: Vec<String>,
+    #[command(flatten)]
+    pub(super) filter: KeyFilter,
     /// Replace OLD by NEW in keys that are OLD or begin with OLD and a dot; `model.=` removes
     /// `model.`. May be given more than once: the first rule that fits a key counts
     #[arg(long, value_name = "OLD=NEW", value_parser = rename_rule)]
@@ -220,12 +206,8 @@ pub(crate) struct MergeArguments {
     pub(super) lora: Option<Location>,
     #[command(flatten)]
     pub(super) target: TargetArguments,
-    /// Only keys that this glob matches; may be given more than once
-    #[arg(long, value_name = "GLOB")]
-    pub(super) include: Vec<String>,
-    /// No keys that this glob matches; may be given more than once
-    #[arg(long, value_name = "GLOB")]
-    pub(super) exclude: Vec<String>,
+    #[command(flatten)]
+    pub(super) filter: KeyFilter,
     #[command(flatten)]
     pub(super) writing: WriteArguments,
 }
@@ -237,10 +219,10 @@ impl TargetArguments {
     /// An option that the format does not have.
     pub(super) fn format(&self) -> Result<OutputFormat> {
         if self.world_size.is_some() && !matches!(self.to, To::Dcp | To::HfSharded) {
-            return Err(self.unused("--world-size"));
+            bail!(self.unused("--world-size"));
         }
         if self.max_shard_size.is_some() && self.to != To::Hf {
-            return Err(self.unused("--max-shard-size"));
+            bail!(self.unused("--max-shard-size"));
         }
         let ranks = self.world_size.unwrap_or(1);
         Ok(match self.to {
@@ -263,35 +245,31 @@ impl TargetArguments {
             return Ok(None);
         };
         if self.to != To::Hf {
-            return Err(self.unused("--with"));
+            bail!(self.unused("--with"));
         }
         if !with.exists()? || with.is_file()? {
-            return Err(UsageError::NoDirectory {
+            bail!(UsageError::NoDirectory {
                 option: "--with",
                 path: with.to_string(),
-            }
-            .into());
+            });
         }
         Ok(Some(with))
     }
 
     /// Returns the error that the format does not have an option.
-    fn unused(&self, option: &'static str) -> Error {
-        UsageError::Unused {
-            option,
-            to: self.to.name(),
-        }
-        .into()
+    fn unused(&self, option: &'static str) -> UsageError {
+        let to = choice_name(&self.to);
+        UsageError::Unused { option, to }
     }
 }
 
 impl ConvertArguments {
     /// Checks the combinations of options that are not checked elsewhere.
     pub(super) fn check(&self) -> Result<()> {
-        self.map
-            .check_set(Some(self.tensor_parallel.tp.is_some()))?;
-        if self.tensor_parallel.tp.is_some() && self.target.to != To::Hf {
-            return Err(self.target.unused("--tp"));
+        let has_tp = self.tensor_parallel.tp.is_some();
+        self.map.check_set(Some(has_tp))?;
+        if has_tp && self.target.to != To::Hf {
+            bail!(self.target.unused("--tp"));
         }
         Ok(())
     }
@@ -339,26 +317,26 @@ fn size(text: &str) -> Result<u64, String> {
             );
         }
     };
-    // A whole number is computed exactly. One with a fraction, such as `1.5GB`, goes through a
-    // float.
-    let whole: Option<u64> = number
-        .parse()
-        .ok()
-        .and_then(|number: u64| number.checked_mul(unit));
-    let is_plain = number
-        .bytes()
-        .all(|byte| byte.is_ascii_digit() || byte == b'.');
-    let bytes = match (whole, number.parse::<f64>()) {
-        (None, Ok(number)) if is_plain && number < u64::MAX as f64 / unit as f64 => {
-            Some((number * unit as f64) as u64)
-        }
-        _ => whole,
+    let bytes = match number.parse::<u64>() {
+        Ok(whole) => whole.checked_mul(unit),
+        Err(_) => fraction_of_unit(number, unit),
     };
     match bytes {
-        Some(bytes) if bytes > 0 => Ok(bytes),
-        Some(_) => Err("a file cannot be that small".to_owned()),
+        Some(0) => Err("a file cannot be that small".to_owned()),
+        Some(bytes) => Ok(bytes),
         None => Err(format!("`{number}` is not a valid number of bytes")),
     }
+}
+
+/// Returns the bytes of a number with a fraction, such as `1.5`. Only this goes through a float,
+/// which is not exact.
+fn fraction_of_unit(number: &str, unit: u64) -> Option<u64> {
+    // No sign, no exponent and no `inf`, which floats may have.
+    if number.contains(|c: char| !c.is_ascii_digit() && c != '.') {
+        return None;
+    }
+    let bytes = number.parse::<f64>().ok()? * unit as f64;
+    (bytes < u64::MAX as f64).then_some(bytes as u64)
 }
 
 /// Parses a rule of `--rename`, `OLD=NEW`. NEW may be empty.

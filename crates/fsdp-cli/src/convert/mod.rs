@@ -1,23 +1,28 @@
-//! `fsdp convert` and `fsdp reshard`: from any format to any, in bounded memory.
+//! `fsdp convert`, `fsdp reshard` and `fsdp merge`: from any format to any, in bounded memory.
 
 mod arguments;
-mod merge;
-mod slices;
-mod write;
+mod destination;
+mod report;
 
-use anyhow::Result;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::convert::{OutputFormat, View};
-use fsdp_dcp::map::Mapped;
+use std::sync::Arc;
 
-use self::write::{Destination, open, write};
-use super::keys::Keys;
-use super::output;
-use super::text::count;
+use anyhow::{Context as _, Result, bail};
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::storage::{self, Durable};
+use fsdp_tools::convert::{ConvertOptions, OutputFormat, View, convert};
+use fsdp_tools::map::Mapped;
+use fsdp_tools::merge::{Average, Lora, LoraConfig};
+
+use self::destination::Destination;
+use self::report::WriteReport;
+use crate::failure::{ConversionStopped, UsageError};
+use crate::output;
+use crate::progress::Progress;
+use crate::stop::StopRequest;
+use crate::text::count;
 
 pub(crate) use self::arguments::{ConvertArguments, MergeArguments, ReshardArguments};
-pub(crate) use self::merge::merge;
 
 /// Converts a checkpoint: `fsdp convert`.
 ///
@@ -25,40 +30,39 @@ pub(crate) use self::merge::merge;
 /// The source cannot be read, or the destination not be written: then there is none.
 pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     arguments.check()?;
-    let destination = Destination::of(
+    let mut destination = Destination::new(
         &arguments.destination,
         &arguments.target,
         &arguments.writing,
     )?;
-    let keys = Keys::new(
-        &arguments.include,
-        &arguments.exclude,
-        &arguments.rename,
-        arguments.prefix.as_deref(),
-    )?;
-    let source = open(&arguments.source, &destination)?;
+    let prefix = arguments.prefix.as_deref();
+    let keys = arguments.filter.keys(&arguments.rename, prefix)?;
+    let source = destination.open_source(&arguments.source)?;
     keys.check(source.metadata())?;
     let view = View::new(&*source, |key| keys.rename(key), arguments.cast())?;
-    let places: Vec<&Location> = arguments
-        .target
-        .with()?
-        .into_iter()
-        .chain([&arguments.source])
-        .collect();
+    // The sizes in rules come from the configuration of `--with`, or else of the source.
+    let mut places: Vec<&Location> = destination.with.into_iter().collect();
+    places.push(&arguments.source);
     let map = arguments.map.read(&places)?;
     let mapped = map.map(|map| Mapped::new(&view, &map)).transpose()?;
-    if let Some(unmatched) = mapped
-        .as_ref()
-        .map(Mapped::unmatched)
-        .filter(|unmatched| !unmatched.is_empty())
-    {
+    let converted: &dyn Checkpoint = match &mapped {
+        Some(mapped) => {
+            talk_of_unmatched(mapped.unmatched());
+            mapped
+        }
+        None => &view,
+    };
+    destination.plan = arguments.plan(converted.metadata(), &places)?;
+    write(converted, &destination)
+}
+
+/// Tells which keys no rule of a map matches.
+fn talk_of_unmatched(unmatched: &[String]) {
+    if !unmatched.is_empty() {
         let keys = count(unmatched.len(), "key matches", "keys match");
         output::talk(&format!("{keys} no rule of the map, and stay as they are:"));
         output::talk_keys(unmatched);
     }
-    let converted: &dyn Checkpoint = mapped.as_ref().map_or(&view, |mapped| mapped);
-    let plan = arguments.plan(converted.metadata(), &places)?;
-    write(converted, &destination.with_plan(plan))
 }
 
 /// Writes a checkpoint for another number of ranks: `fsdp reshard`.
@@ -66,10 +70,113 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
 /// # Errors
 /// The same as [`run`].
 pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
-    let target = OutputFormat::Dcp {
-        ranks: arguments.world_size,
+    let destination = Destination {
+        path: &arguments.destination,
+        target: OutputFormat::Dcp {
+            ranks: arguments.world_size,
+        },
+        name: "dcp".to_owned(),
+        drop_opaque: false,
+        with: None,
+        plan: None,
+        writing: &arguments.writing,
     };
-    let destination = Destination::new(&arguments.destination, target, "dcp", &arguments.writing);
-    let source = open(&arguments.source, &destination)?;
+    let source = destination.open_source(&arguments.source)?;
     write(&*source, &destination)
+}
+
+/// Writes the average of checkpoints, or a base with a LoRA adapter: `fsdp merge`.
+///
+/// # Errors
+/// The sources cannot be read, or do not belong together, or the destination cannot be written:
+/// then there is none.
+pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
+    let destination = Destination::new(
+        &arguments.destination,
+        &arguments.target,
+        &arguments.writing,
+    )?;
+    let keys = arguments.filter.keys(&[], None)?;
+    let mut opened = Vec::with_capacity(arguments.from.len());
+    for from in &arguments.from {
+        opened.push(destination.open_source(from)?);
+    }
+    let mut views = Vec::with_capacity(opened.len());
+    for source in &opened {
+        keys.check(source.metadata())?;
+        views.push(View::new(&**source, |key| keys.rename(key), None)?);
+    }
+    let mut sources: Vec<&dyn Checkpoint> = Vec::with_capacity(views.len());
+    for view in &views {
+        sources.push(view);
+    }
+    let Some(place) = &arguments.lora else {
+        let average = Average::new(sources, &arguments.weight)?;
+        let taken: Vec<&str> = average.taken_from_first().collect();
+        if !taken.is_empty() {
+            let keys = count(taken.len(), "key is", "keys are");
+            output::talk(&format!("{keys} taken from the first checkpoint:"));
+            output::talk_keys(&taken);
+        }
+        return write(&average, &destination);
+    };
+    let [base] = sources.as_slice() else {
+        bail!(UsageError::OneBase);
+    };
+    let config = LoraConfig::read(place)?;
+    // Open the file rather than the directory: a trainer's directory holds more than the adapter.
+    let mut adapter_place = place.clone();
+    for name in ["adapter_model.safetensors", "adapter_model.bin"] {
+        let file = place.join(name);
+        // If it cannot be told, opening the directory returns the error.
+        if matches!(file.is_file(), Ok(true)) {
+            adapter_place = file;
+            break;
+        }
+    }
+    let adapter = destination.open_source(&adapter_place)?;
+    let merged = Lora::new(*base, &*adapter, &config)?;
+    let changed = count(merged.changed().count(), "tensor", "tensors");
+    output::talk(&format!("the adapter changes {changed}"));
+    write(&merged, &destination)
+}
+
+/// Writes a checkpoint, unless it is a dry run, and prints a report.
+fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
+    let mut report = WriteReport::planned(source, destination);
+    let work = &destination.writing.work;
+    if !destination.writing.dry_run {
+        let stop = StopRequest::new();
+        // Uploads cannot be stopped between two steps, so signals end the process as they always
+        // do.
+        if destination.path.local().is_some() {
+            stop.watch()?;
+        }
+        let durable = Durable::with_hook(Arc::new(stop.clone()));
+        // Remove what a killed command has left of this destination.
+        storage::clean_stale(destination.path)?;
+        let bar = Progress::new(report.bytes, work.shows_progress() && !work.json);
+        let options = ConvertOptions {
+            overwrite: destination.writing.overwrite,
+            drop_opaque: destination.drop_opaque,
+            with: destination.with,
+            tensor_parallel: destination.plan.as_ref(),
+            threads: work.threads.count(),
+            progress: Some(&|bytes| bar.add(bytes)),
+            durable: Some(&durable),
+        };
+        let converted = convert(source, destination.path, destination.target, options);
+        drop(bar);
+        // The library only knows that a step was refused.
+        if let (Err(_), Some(signal)) = (&converted, stop.signal()) {
+            bail!(ConversionStopped {
+                signal,
+                destination: destination.path.to_string(),
+            });
+        }
+        let converted =
+            converted.with_context(|| format!("failed to write `{}`", destination.path))?;
+        report.set_written(source, converted);
+    }
+    report.print(work.json)
 }

@@ -85,12 +85,6 @@ impl Gpt {
         })
     }
 
-    /// Returns the sizes.
-    #[must_use]
-    pub const fn config(&self) -> &GptConfig {
-        &self.config
-    }
-
     /// Computes the next-token scores `[batch, time, vocab]` of tokens `[batch, time]` (u32), with
     /// `time` at most `seq`.
     ///

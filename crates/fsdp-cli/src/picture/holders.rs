@@ -2,14 +2,15 @@
 
 use std::collections::HashMap;
 
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::convert::Rename;
-use fsdp_dcp::metadata::{StorageInfo, TensorEntry};
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::metadata::{StorageInfo, TensorEntry};
+use fsdp_tools::convert::Rename;
 use serde::Serialize;
 
 use super::raster::{Raster, Size};
 use crate::inspect;
 use crate::keys::Keys;
+use crate::text::or_word;
 
 /// The version of the JSON's schema.
 const SCHEMA: u32 = 1;
@@ -38,7 +39,7 @@ pub(super) struct Holdings<'a> {
 }
 
 #[derive(Debug, Serialize)]
-pub(super) struct Summary<'a> {
+pub(super) struct HoldingsSummary<'a> {
     schema: u32,
     path: &'a str,
     format: &'static str,
@@ -59,30 +60,26 @@ impl<'a> Holdings<'a> {
         let mut by_file: HashMap<&str, Holder> = HashMap::new();
         for (_, entry) in &tensors {
             for chunk in &entry.chunks {
+                // A box that is stored nowhere is damage, which `verify` tells.
                 let Some(stored) = &chunk.stored else {
                     continue;
                 };
                 let holder = by_file
                     .entry(&stored.relative_path)
                     .or_insert_with(|| Holder::new(stored));
-                let elements = chunk
-                    .bounds
-                    .sizes
-                    .iter()
-                    .fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
+                let bytes = inspect::bytes_of(entry.properties.dtype, &chunk.bounds.sizes);
                 holder.boxes += 1;
-                let bytes = elements.saturating_mul(entry.properties.dtype.size_in_bytes());
                 holder.bytes = holder.bytes.saturating_add(bytes);
             }
         }
-        let mut holders: Vec<(&str, Holder)> = by_file.into_iter().collect();
-        holders.sort_by(|a, b| natord::compare(a.0, b.0));
-        let positions = holders
-            .iter()
-            .enumerate()
-            .map(|(position, (file, _))| (*file, position as u32))
-            .collect();
-        let holders = holders.into_iter().map(|(_, holder)| holder).collect();
+        let mut named: Vec<(&str, Holder)> = by_file.into_iter().collect();
+        named.sort_by(|a, b| natord::compare(a.0, b.0));
+        let mut holders = Vec::with_capacity(named.len());
+        let mut positions = HashMap::with_capacity(named.len());
+        for (file, holder) in named {
+            positions.insert(file, holders.len() as u32);
+            holders.push(holder);
+        }
         Holdings {
             path,
             format: source.format().name(),
@@ -112,14 +109,12 @@ impl<'a> Holdings<'a> {
         self.holders
             .iter()
             .map(|holder| holder.bytes)
-            .max()
-            .unwrap_or(0)
-            .max(1)
+            .fold(1, u64::max)
     }
 
     /// Returns the object of `--json`.
-    pub(super) fn json(&self) -> Summary<'_> {
-        Summary {
+    pub(super) fn json(&self) -> HoldingsSummary<'_> {
+        HoldingsSummary {
             schema: SCHEMA,
             path: &self.path,
             format: self.format,
@@ -131,13 +126,13 @@ impl<'a> Holdings<'a> {
 
     /// Draws who holds which part of a tensor.
     pub(super) fn raster(&self, entry: &TensorEntry, size: Size) -> Raster {
-        let boxes = entry.chunks.iter().map(|chunk| {
-            let holder = chunk
-                .stored
-                .as_ref()
-                .and_then(|stored| self.positions.get(stored.relative_path.as_str()));
-            (&chunk.bounds, holder.copied())
-        });
+        let mut boxes = Vec::with_capacity(entry.chunks.len());
+        for chunk in &entry.chunks {
+            if let Some(stored) = &chunk.stored {
+                let holder = self.positions[stored.relative_path.as_str()];
+                boxes.push((&chunk.bounds, holder));
+            }
+        }
         Raster::new(&entry.shape, boxes, size)
     }
 }
@@ -154,7 +149,6 @@ impl Holder {
 
     /// Returns the rank, or a dash where the file's name tells none.
     pub(super) fn rank_text(&self) -> String {
-        self.rank
-            .map_or_else(|| "–".to_owned(), |rank| rank.to_string())
+        or_word(self.rank, "–")
     }
 }

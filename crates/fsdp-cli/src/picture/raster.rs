@@ -45,13 +45,11 @@ struct Axis {
 impl Axis {
     fn new(dimension: Option<usize>, shape: &[usize], cells: usize) -> Self {
         let length = dimension.map_or(1, |dimension| shape[dimension]);
-        // Each cell stands for the element in its middle.
-        let place =
-            |cell: usize| ((2 * cell + 1) as u128 * length as u128 / (2 * cells) as u128) as usize;
-        Axis {
-            dimension,
-            places: (0..cells).map(place).collect(),
-        }
+        // Each cell stands for the element in its middle. In 128 bits no product is too large.
+        let places = (0..cells)
+            .map(|cell| ((2 * cell + 1) as u128 * length as u128 / (2 * cells) as u128) as usize)
+            .collect();
+        Axis { dimension, places }
     }
 
     /// Returns the cells whose elements a box holds.
@@ -59,56 +57,51 @@ impl Axis {
         let Some(dimension) = self.dimension else {
             return 0..self.places.len();
         };
-        let (start, size) = (bounds.offsets[dimension], bounds.sizes[dimension]);
+        let Range { start, end } = range_of(bounds, dimension);
         let first = self.places.partition_point(|&place| place < start);
-        let end = self
-            .places
-            .partition_point(|&place| place < start.saturating_add(size));
-        first..end
+        first..self.places.partition_point(|&place| place < end)
     }
 }
 
+/// Returns the indices of a dimension that a box holds. The box may come from a damaged file.
+fn range_of(bounds: &TensorBox, dimension: usize) -> Range<usize> {
+    let start = bounds.offsets[dimension];
+    start..start.saturating_add(bounds.sizes[dimension])
+}
+
 impl Raster {
-    /// Draws the boxes of a tensor, each with the number of its holder. A box without a holder is
-    /// not drawn.
-    pub(super) fn new<'b>(
-        shape: &[usize],
-        boxes: impl Iterator<Item = (&'b TensorBox, Option<u32>)> + Clone,
-        size: Size,
-    ) -> Self {
+    /// Draws the boxes of a tensor, each with the number of its holder.
+    pub(super) fn new(shape: &[usize], mut boxes: Vec<(&TensorBox, u32)>, size: Size) -> Self {
         // A box of another number of dimensions is damage, which `verify` tells.
-        let boxes = boxes.filter(|(bounds, _)| {
+        boxes.retain(|(bounds, _)| {
             bounds.offsets.len() == shape.len()
                 && bounds.sizes.len() == shape.len()
                 && !bounds.sizes.contains(&0)
         });
-        let is_cut = |&dimension: &usize| {
-            boxes
-                .clone()
-                .any(|(bounds, _)| bounds.sizes[dimension] < shape[dimension])
-        };
-        let cut: Vec<usize> = (0..shape.len()).filter(is_cut).collect();
-        let (down, across) = match *cut {
-            [] => (None, None),
-            [across] => (None, Some(across)),
-            [down, across, ..] => (Some(down), Some(across)),
+        let mut cut = Vec::new();
+        for (dimension, &length) in shape.iter().enumerate() {
+            let is_part = |(bounds, _): &(&TensorBox, u32)| bounds.sizes[dimension] < length;
+            if boxes.iter().any(is_part) {
+                cut.push(dimension);
+            }
+        }
+        // There are two directions only: of further dimensions, the middle is shown.
+        let (down, across, hidden) = match cut.as_slice() {
+            [] => (None, None, [].as_slice()),
+            [across] => (None, Some(*across), [].as_slice()),
+            [down, across, hidden @ ..] => (Some(*down), Some(*across), hidden),
         };
         let rows = down.map_or(1, |down| shape[down].min(size.rows));
-        let (down, across) = (
-            Axis::new(down, shape, rows),
-            Axis::new(across, shape, size.columns),
-        );
-        let hidden: Vec<usize> = cut.iter().copied().skip(2).collect();
+        let down = Axis::new(down, shape, rows);
+        let across = Axis::new(across, shape, size.columns);
         let mut cells = vec![Cell::Nobody; rows * size.columns];
         for (bounds, holder) in boxes {
-            let is_seen = |&dimension: &usize| {
-                let middle = shape[dimension] / 2;
-                let start = bounds.offsets[dimension];
-                (start..start.saturating_add(bounds.sizes[dimension])).contains(&middle)
-            };
-            let Some(holder) = holder.filter(|_| hidden.iter().all(is_seen)) else {
+            let is_shown = hidden
+                .iter()
+                .all(|&dimension| range_of(bounds, dimension).contains(&(shape[dimension] / 2)));
+            if !is_shown {
                 continue;
-            };
+            }
             for row in down.covered(bounds) {
                 for cell in &mut cells[row * size.columns..][across.covered(bounds)] {
                     *cell = match *cell {
@@ -166,8 +159,8 @@ mod tests {
         let held = boxes
             .iter()
             .enumerate()
-            .map(|(holder, bounds)| (bounds, Some(holder as u32)));
-        let raster = Raster::new(shape, held, SIZE);
+            .map(|(holder, bounds)| (bounds, holder as u32));
+        let raster = Raster::new(shape, held.collect(), SIZE);
         let show = |cell: &Cell| match cell {
             Cell::Nobody => '.',
             Cell::Holder(holder) => char::from_digit(*holder, 36).unwrap(),

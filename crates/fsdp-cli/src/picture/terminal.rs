@@ -1,11 +1,11 @@
 //! The picture as lines of text.
 
-use fsdp_dcp::metadata::TensorEntry;
+use fsdp_formats::metadata::TensorEntry;
 
 use super::holders::Holdings;
 use super::raster::{Cell, Size};
 use crate::markup::shortened;
-use crate::text::{count, escaped, iec};
+use crate::text::{column_widths, count, escaped, iec};
 
 /// The most cells that a tensor is drawn in.
 const SIZE: Size = Size {
@@ -51,44 +51,23 @@ pub(super) fn lines(holdings: &Holdings<'_>, limit: usize) -> Vec<String> {
 
 /// Adds a table of the files, with a bar for the bytes of each.
 fn add_files(holdings: &Holdings<'_>, lines: &mut Vec<String>) {
-    let mut rows = vec![[
-        "".to_owned(),
-        "rank".to_owned(),
-        "file".to_owned(),
-        "boxes".to_owned(),
-        "bytes".to_owned(),
-    ]];
+    let mut rows = vec![["", "rank", "file", "boxes", "bytes"].map(str::to_owned)];
     let listed = &holdings.holders[..holdings.holders.len().min(FILES)];
-    rows.extend(listed.iter().enumerate().map(|(position, holder)| {
-        let file = shortened(&escaped(&holder.file), NAME);
-        [
+    let mut bars = vec![String::new()];
+    for (position, holder) in listed.iter().enumerate() {
+        rows.push([
             symbol(position as u32).to_string(),
             holder.rank_text(),
-            file,
+            shortened(&escaped(&holder.file), NAME),
             holder.boxes.to_string(),
             iec(holder.bytes),
-        ]
-    }));
-    let width = |column: usize| {
-        rows.iter()
-            .map(|row| row[column].chars().count())
-            .max()
-            .unwrap_or(0)
-    };
-    let [rank, file, boxes, bytes] = [1, 2, 3, 4].map(width);
-    for (index, row) in rows.iter().enumerate() {
-        let bar = index
-            .checked_sub(1)
-            .map(|position| bar(listed[position].bytes, holdings.largest()));
-        let line = format!(
-            "{:1}  {:>rank$}  {:file$}  {:>boxes$}  {:>bytes$}  {}",
-            row[0],
-            row[1],
-            row[2],
-            row[3],
-            row[4],
-            bar.unwrap_or_default()
-        );
+        ]);
+        bars.push(bar(holder.bytes, holdings.largest()));
+    }
+    let [_, w1, w2, w3, w4] = column_widths(&rows);
+    for ([symbol, rank, file, boxes, bytes], bar) in rows.iter().zip(bars) {
+        let line =
+            format!("{symbol:1}  {rank:>w1$}  {file:w2$}  {boxes:>w3$}  {bytes:>w4$}  {bar}");
         lines.push(line.trim_end().to_owned());
     }
     if holdings.holders.len() > FILES {
@@ -101,31 +80,24 @@ fn add_files(holdings: &Holdings<'_>, lines: &mut Vec<String>) {
 
 /// Adds a picture of each tensor, with a symbol for the file that holds each of its parts.
 fn add_rasters(holdings: &Holdings<'_>, shown: &[(&str, &TensorEntry)], lines: &mut Vec<String>) {
-    let names: Vec<String> = shown
+    let names: Vec<[String; 1]> = shown
         .iter()
-        .map(|(name, _)| shortened(&escaped(name), NAME))
+        .map(|(name, _)| [shortened(&escaped(name), NAME)])
         .collect();
-    let width = names
-        .iter()
-        .map(|name| name.chars().count())
-        .max()
-        .unwrap_or(0);
-    for (name, (_, entry)) in names.iter().zip(shown) {
+    let [width] = column_widths(&names);
+    for ([name], (_, entry)) in names.iter().zip(shown) {
         let raster = holdings.raster(entry, SIZE);
-        let what = format!("{} {:?}", entry.properties.dtype, entry.shape);
         for row in 0..raster.rows {
-            let cells: String = raster
-                .row(row)
-                .iter()
-                .map(|&cell| cell_symbol(cell))
-                .collect();
-            let name = if row == 0 { name.as_str() } else { "" };
-            let note = if row > 0 {
-                String::new()
+            let cells = raster.row(row).iter().map(|&cell| cell_symbol(cell));
+            let cells: String = cells.collect();
+            // The name and the description are beside the first row.
+            lines.push(if row == 0 {
+                let dtype = entry.properties.dtype;
+                let cut = cut(&raster.dimensions);
+                format!("{name:width$}  {cells}  {dtype} {:?}{cut}", entry.shape)
             } else {
-                format!("  {what}{}", cut(&raster.dimensions))
-            };
-            lines.push(format!("{name:width$}  {cells}{note}"));
+                format!("{:width$}  {cells}", "")
+            });
         }
     }
 }
@@ -144,7 +116,7 @@ pub(super) fn cut(dimensions: &[usize]) -> String {
 
 /// Returns the character that stands for the file at a position: a digit or a letter.
 fn symbol(position: u32) -> char {
-    char::from_digit(position % 36, 36).unwrap_or('?')
+    char::from_digit(position % 36, 36).expect("the remainder is a digit")
 }
 
 /// Returns the character that a cell of a picture is drawn as.
@@ -159,13 +131,8 @@ fn cell_symbol(cell: Cell) -> char {
 /// Returns a bar whose length is the proportion of `bytes` to `largest`, in eighths of a character.
 fn bar(bytes: u64, largest: u64) -> String {
     let eighths = (u128::from(bytes) * u128::from(BAR) * 8 / u128::from(largest)) as usize;
-    let mut bar = "█".repeat(eighths / 8);
-    bar.extend(
-        ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"]
-            .get(eighths % 8)
-            .copied(),
-    );
-    bar
+    let rest = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"][eighths % 8];
+    format!("{}{rest}", "█".repeat(eighths / 8))
 }
 
 #[cfg(test)]

@@ -43,8 +43,8 @@ impl Traffic {
             .chunks(per_host.max(1))
             .map(|host| host.iter().sum::<u64>());
         Traffic {
-            rank: by_rank.iter().copied().max().unwrap_or(0),
-            host: hosts.max().unwrap_or(0),
+            rank: by_rank.iter().copied().fold(0, u64::max),
+            host: hosts.fold(0, u64::max),
             total: by_rank.iter().sum(),
         }
     }

@@ -3,7 +3,7 @@
 
 /// The times of a job that decide how often it should save, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Job {
+pub(super) struct JobTimes {
     /// The mean time from one failure of any host to the next.
     pub(super) mtbf: f64,
     /// The time for which a save stops the training.
@@ -17,24 +17,24 @@ pub(super) struct Job {
 
 /// Returns Young's interval: the square root of twice the stall times the mean time between
 /// failures.
-pub(super) fn young(job: &Job) -> f64 {
-    (2.0 * job.stall * job.mtbf).sqrt()
+pub(super) fn young(times: &JobTimes) -> f64 {
+    (2.0 * times.stall * times.mtbf).sqrt()
 }
 
 /// Returns Daly's interval, which is right also where failures are frequent: Young's with two more
 /// terms, and the mean time between failures where a stall is twice as long as that.
-pub(super) fn daly(job: &Job) -> f64 {
-    let ratio = job.stall / (2.0 * job.mtbf);
+pub(super) fn daly(times: &JobTimes) -> f64 {
+    let ratio = times.stall / (2.0 * times.mtbf);
     if ratio >= 1.0 {
-        return job.mtbf;
+        return times.mtbf;
     }
-    young(job) * (1.0 + ratio.sqrt() / 3.0 + ratio / 9.0) - job.stall
+    young(times) * (1.0 + ratio.sqrt() / 3.0 + ratio / 9.0) - times.stall
 }
 
 /// Returns the interval of training time between saves: Daly's, but not shorter than a save takes,
 /// as saves follow each other.
-pub(super) fn best(job: &Job) -> f64 {
-    daly(job).max(job.stall + job.tail)
+pub(super) fn best(times: &JobTimes) -> f64 {
+    daly(times).max(times.stall + times.tail)
 }
 
 /// Returns the fraction of all time in which training makes progress that is kept (goodput), if a
@@ -43,18 +43,18 @@ pub(super) fn best(job: &Job) -> f64 {
 /// This is Daly's complete model: failures come at any time, also in a save or a restart. A failure
 /// costs the restart, the training since the last save began, and the training during the tail of
 /// that save.
-pub(super) fn effective(job: &Job, interval: f64) -> f64 {
-    let segment = ((interval + job.stall) / job.mtbf).exp_m1();
+pub(super) fn effective(times: &JobTimes, interval: f64) -> f64 {
+    let segment = ((interval + times.stall) / times.mtbf).exp_m1();
     // Where both are 0, nothing but the restarts is lost.
     let kept = if segment > 0.0 {
-        interval / job.mtbf / segment
+        interval / times.mtbf / segment
     } else {
         1.0
     };
-    kept * (-(job.restart + job.tail) / job.mtbf).exp()
+    kept * (-(times.restart + times.tail) / times.mtbf).exp()
 }
 
-/// Returns the mean time between failures of a job, if one host fails once in `host_mtbf`.
+/// Returns the mean time between failures of a times, if one host fails once in `host_mtbf`.
 pub(super) fn mtbf_of_job(host_mtbf: f64, hosts: usize) -> f64 {
     host_mtbf / hosts.max(1) as f64
 }
@@ -65,8 +65,8 @@ mod tests {
 
     const HOUR: f64 = 3600.0;
 
-    fn job(mtbf: f64, stall: f64) -> Job {
-        Job {
+    fn job(mtbf: f64, stall: f64) -> JobTimes {
+        JobTimes {
             mtbf,
             stall,
             tail: 0.0,
@@ -75,7 +75,7 @@ mod tests {
     }
 
     /// Returns the best interval of many, by trying them.
-    fn best_of_many(job: &Job) -> f64 {
+    fn best_of_many(job: &JobTimes) -> f64 {
         let tried = (1..200_000).map(|step| job.mtbf * f64::from(step) / 50_000.0);
         tried
             .max_by(|a, b| effective(job, *a).total_cmp(&effective(job, *b)))
@@ -108,7 +108,7 @@ mod tests {
         assert_eq!(effective(&job(HOUR, 0.0), 0.0), 1.0);
         let rare = job(1e12, 10.0);
         assert!((effective(&rare, 90.0) - 0.9).abs() < 1e-6);
-        let restarting = Job {
+        let restarting = JobTimes {
             restart: 600.0,
             ..job(HOUR, 0.0)
         };
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn saves_never_overlap() {
-        let slow = Job {
+        let slow = JobTimes {
             tail: 2.0 * HOUR,
             ..job(HOUR, 1.0)
         };
@@ -137,7 +137,7 @@ mod tests {
         // The default of `--mtbf` is the rate of one of its hosts.
         let host = super::super::DEFAULT_MTBF_HOURS * HOUR;
         assert!((mtbf_of_job(host, 16_384 / 8) / all - 1.0).abs() < 0.01);
-        let job = Job {
+        let job = JobTimes {
             mtbf: all,
             stall: 1.0,
             tail: 5.0,
@@ -151,7 +151,7 @@ mod tests {
     fn ft_hsdp_gains_by_shorter_recovery_what_the_model_says() {
         // The failures that make 44 % of recoveries of 10 minutes.
         let mtbf = -600.0 / 0.44f64.ln();
-        let after = Job {
+        let after = JobTimes {
             restart: 180.0,
             ..job(mtbf, 0.0)
         };

@@ -11,16 +11,16 @@ mod twin;
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::builder::{PossibleValuesParser, RangedU64ValueParser};
 use clap::{ArgGroup, Args};
-use fsdp_dcp::Location;
+use fsdp_formats::Location;
 use serde::Serialize;
 
 use self::cost::Links;
-use self::report::{Machines, Report, SCHEMA};
-use self::state::{OptimizerState, ParameterType, State};
-use self::twin::{Layout, Shape};
+use self::report::{Machines, PlanReport, SCHEMA};
+use self::state::{JobState, OptimizerState, ParameterType};
+use self::twin::{JobShape, Layout};
 use super::failure::UsageError;
 use super::new_file::{check_free, write};
 use super::output;
@@ -86,7 +86,7 @@ pub(crate) struct PlanArguments {
     #[arg(long, value_name = "MINUTES", default_value_t = 10.0, value_parser = positive)]
     restart: f64,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
     /// A picture of the effective time against the interval between saves
     #[arg(long, value_name = "FILE.svg")]
@@ -97,7 +97,7 @@ pub(crate) struct PlanArguments {
 #[derive(Debug, Serialize)]
 struct Sweep {
     schema: u32,
-    plans: Vec<Report>,
+    plans: Vec<PlanReport>,
 }
 
 fn models() -> PossibleValuesParser {
@@ -137,65 +137,60 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<()> {
             output::lines(&report.lines())
         };
     }
-    let plans = arguments
-        .sweep
-        .iter()
-        .map(|&ranks| arguments.report(&name, &state, ranks));
-    let plans = plans
-        .map(|plan| plan.map(Report::without_memory))
-        .collect::<Result<Vec<_>>>()?;
+    let mut plans = Vec::with_capacity(arguments.sweep.len());
+    for &ranks in &arguments.sweep {
+        let plan = arguments.report(&name, &state, ranks)?;
+        plans.push(plan.without_memory());
+    }
     if arguments.json {
         return output::json(&Sweep {
             schema: SCHEMA,
             plans,
         });
     }
-    let mut lines = vec![Report::header()];
-    lines.extend(plans.iter().map(Report::row));
+    let mut lines = vec![PlanReport::header()];
+    lines.extend(plans.iter().map(PlanReport::row));
     output::lines(&lines)
 }
 
 impl PlanArguments {
     /// Returns the name and the state of what is planned.
-    fn state(&self) -> Result<(String, State)> {
+    fn state(&self) -> Result<(String, JobState)> {
         if let Some(location) = &self.like {
-            return Ok((location.to_string(), State::of_checkpoint(location)?));
+            let state = JobState::from_checkpoint(location)?;
+            return Ok((location.to_string(), state));
         }
-        let name = self.model.as_deref().unwrap_or_default();
-        let preset = models::preset(name).ok_or_else(|| UsageError::NoModel {
-            name: name.to_owned(),
-        })?;
-        Ok((
-            name.to_owned(),
-            State::of_model(preset, self.dtype, self.optimizer)?,
-        ))
+        let name = self
+            .model
+            .clone()
+            .expect("clap requires `--model` without `--like`");
+        let Some(preset) = models::preset(&name) else {
+            bail!(UsageError::NoModel { name });
+        };
+        let state = JobState::from_model(preset, self.dtype, self.optimizer)?;
+        Ok((name, state))
     }
 
     /// Plans for one number of ranks.
-    fn report(&self, name: &str, state: &State, ranks: usize) -> Result<Report> {
-        let gigabytes = |per_second: f64| per_second * 1e9;
+    fn report(&self, name: &str, state: &JobState, ranks: usize) -> Result<PlanReport> {
+        // The options are in GB/s, hours and minutes.
         let machines = Machines {
             ranks_per_host: self.ranks_per_host,
             links: Links {
-                staging: gigabytes(self.staging),
-                host_link: gigabytes(self.host_link),
-                storage: gigabytes(self.storage),
+                staging: self.staging * 1e9,
+                host_link: self.host_link * 1e9,
+                storage: self.storage * 1e9,
             },
             host_mtbf: self.mtbf * 3600.0,
             restart: self.restart * 60.0,
         };
-        let shape = Shape {
+        let shape = JobShape {
             ranks,
             replicas: self.replicas,
             layout: self.layout,
         };
         let planned = twin::plan(state, &shape)?;
-        Ok(Report::new(
-            name.to_owned(),
-            state,
-            &shape,
-            &machines,
-            &planned,
-        ))
+        let name = name.to_owned();
+        Ok(PlanReport::new(name, state, &shape, &machines, &planned))
     }
 }

@@ -166,8 +166,10 @@ impl Llama {
 
     /// Returns the parameters of one layer, by Hugging Face's names.
     fn layer(&self, layer: usize) -> Vec<Parameter> {
-        let (hidden, inner) = (self.hidden, self.intermediate);
-        let (queries, keys) = (self.heads * self.head, self.kv_heads * self.head);
+        let hidden = self.hidden;
+        let inner = self.intermediate;
+        let queries = self.heads * self.head;
+        let keys = self.kv_heads * self.head;
         let mut all = vec![
             ("self_attn.q_proj".to_owned(), vec![queries, hidden]),
             ("self_attn.k_proj".to_owned(), vec![keys, hidden]),
@@ -206,7 +208,7 @@ impl Llama {
 
 /// Returns the parameters of a GPT-2: those of the root, then those of each block.
 fn gpt2_units(layers: usize, hidden: usize) -> Vec<Vec<Parameter>> {
-    let root = vec![
+    let mut units = vec![vec![
         (
             "transformer.wte.weight".to_owned(),
             vec![GPT2_VOCAB, hidden],
@@ -217,29 +219,26 @@ fn gpt2_units(layers: usize, hidden: usize) -> Vec<Vec<Parameter>> {
         ),
         ("transformer.ln_f.weight".to_owned(), vec![hidden]),
         ("transformer.ln_f.bias".to_owned(), vec![hidden]),
-    ];
-    let layer = |layer: usize| {
+    ]];
+    for layer in 0..layers {
+        let mut unit = Vec::new();
         // Linear layers of GPT-2 have their weights the other way round: inputs, then outputs.
-        let parts = [
-            ("ln_1", vec![hidden], hidden),
-            ("attn.c_attn", vec![hidden, 3 * hidden], 3 * hidden),
-            ("attn.c_proj", vec![hidden, hidden], hidden),
-            ("ln_2", vec![hidden], hidden),
-            ("mlp.c_fc", vec![hidden, 4 * hidden], 4 * hidden),
-            ("mlp.c_proj", vec![4 * hidden, hidden], hidden),
-        ];
-        let named = parts.into_iter().flat_map(move |(name, weight, bias)| {
+        for (name, weight) in [
+            ("ln_1", vec![hidden]),
+            ("attn.c_attn", vec![hidden, 3 * hidden]),
+            ("attn.c_proj", vec![hidden, hidden]),
+            ("ln_2", vec![hidden]),
+            ("mlp.c_fc", vec![hidden, 4 * hidden]),
+            ("mlp.c_proj", vec![4 * hidden, hidden]),
+        ] {
             let name = format!("transformer.h.{layer}.{name}");
-            [
-                (format!("{name}.weight"), weight),
-                (format!("{name}.bias"), vec![bias]),
-            ]
-        });
-        named.collect()
-    };
-    std::iter::once(root)
-        .chain((0..layers).map(layer))
-        .collect()
+            let bias = weight[weight.len() - 1];
+            unit.push((format!("{name}.weight"), weight));
+            unit.push((format!("{name}.bias"), vec![bias]));
+        }
+        units.push(unit);
+    }
+    units
 }
 
 #[cfg(test)]

@@ -1,85 +1,77 @@
-//! A picture of the effective time against the interval between saves, as SVG.
+//! A picture of the effective time against the interval between saves.
 
-use std::fmt::Write as _;
-
-use super::interval::{best, effective};
-use super::report::{Report, duration};
-use crate::markup::escape;
+use super::interval::{JobTimes, best, effective};
+use super::report::{PlanReport, duration};
+use crate::svg::{Area, Picture};
 
 const WIDTH: f64 = 720.0;
 const HEIGHT: f64 = 420.0;
-/// The space around the axes.
-const LEFT: f64 = 70.0;
-const RIGHT: f64 = 20.0;
-const TOP: f64 = 50.0;
-const BOTTOM: f64 = 60.0;
+const CHART: Area = Area {
+    x: 70.0,
+    y: 50.0,
+    width: 630.0,
+    height: 310.0,
+};
 /// The intervals that are shown: from the best divided by this to the best multiplied by it.
 const SPAN: f64 = 32.0;
 const POINTS: u32 = 200;
 
 /// Returns the picture of a plan.
-pub(super) fn svg(report: &Report) -> String {
-    let job = report.job();
+pub(super) fn svg(report: &PlanReport) -> String {
+    let times = report.times();
     // An interval of 0, where a save takes no time, has no place on a logarithmic axis.
-    let best = best(&job).max(1e-3);
-    let top = effective(&job, best);
-    let x = |interval: f64| {
-        let along = (interval / best * SPAN).ln() / (SPAN * SPAN).ln();
-        LEFT + along * (WIDTH - LEFT - RIGHT)
+    let best = best(&times).max(1e-3);
+    let mut picture = Picture::default();
+    let background = Area {
+        x: 0.0,
+        y: 0.0,
+        width: WIDTH,
+        height: HEIGHT,
     };
-    let y = |effective: f64| HEIGHT - BOTTOM - effective * (HEIGHT - TOP - BOTTOM);
+    picture.rectangle(background, "fill=\"white\"", "");
+    let heading = format!("{}: effective time by interval", report.title());
+    picture.text((CHART.x, 28.0), "font-size=\"16\"", &heading, "");
 
-    let mut svg = String::new();
-    // Writing to a string cannot fail.
-    let _ = write!(
-        svg,
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" font-family=\"sans-serif\" \
-         font-size=\"13\">\n<rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"white\"/>\n\
-         <text x=\"{LEFT}\" y=\"28\" font-size=\"16\">{}: effective time by interval</text>\n",
-        escape(&report.title())
-    );
+    // The vertical axis is the effective time, from 0 to 100 %.
     for percent in [0u32, 20, 40, 60, 80, 100] {
-        let at = y(f64::from(percent) / 100.0);
-        let _ = writeln!(
-            svg,
-            "<line x1=\"{LEFT}\" x2=\"{}\" y1=\"{at:.1}\" y2=\"{at:.1}\" stroke=\"#ddd\"/>\
-             <text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{percent} %</text>",
-            WIDTH - RIGHT,
-            LEFT - 8.0,
-            at + 4.0
-        );
+        let y = CHART.y_at(f64::from(percent) / 100.0);
+        picture.line_across(&CHART, y, "stroke=\"#ddd\"");
+        let label = format!("{percent} %");
+        picture.text((CHART.x - 8.0, y + 4.0), "text-anchor=\"end\"", &label, "");
     }
+    // The horizontal axis is the interval, with the best one in the middle.
     for power in [-5i32, -3, -1, 0, 1, 3, 5] {
         let interval = best * 2f64.powi(power);
-        let _ = writeln!(
-            svg,
-            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
-            x(interval),
-            HEIGHT - BOTTOM + 20.0,
-            duration(interval)
-        );
+        let at = (x_of(interval, best), CHART.bottom() + 20.0);
+        picture.text(at, "text-anchor=\"middle\"", &duration(interval), "");
     }
-    let points: Vec<String> = (0..=POINTS)
-        .map(|point| {
-            let interval = best / SPAN * (SPAN * SPAN).powf(f64::from(point) / f64::from(POINTS));
-            format!("{:.1},{:.1}", x(interval), y(effective(&job, interval)))
-        })
-        .collect();
-    let _ = write!(
-        svg,
-        "<polyline points=\"{}\" fill=\"none\" stroke=\"#1f5fa8\" stroke-width=\"2\"/>\n\
-         <circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"4\" fill=\"#c03030\"/>\n\
-         <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}: {:.1} %</text>\n\
-         <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">training time between saves</text>\n</svg>\n",
-        points.join(" "),
-        x(best),
-        y(top),
-        x(best),
-        y(top) - 12.0,
+    let curve = (0..=POINTS).map(|point| {
+        let along = f64::from(point) / f64::from(POINTS);
+        point_of(best / SPAN * (SPAN * SPAN).powf(along), best, &times)
+    });
+    picture.polyline(curve, "fill=\"none\" stroke=\"#1f5fa8\" stroke-width=\"2\"");
+    let (x, y) = point_of(best, best, &times);
+    picture.dot((x, y), 4.0, "fill=\"#c03030\"");
+    let label = format!(
+        "{}: {:.1} %",
         duration(best),
-        100.0 * top,
-        (LEFT + WIDTH - RIGHT) / 2.0,
-        HEIGHT - 12.0
+        100.0 * effective(&times, best)
     );
-    svg
+    picture.text((x, y - 12.0), "text-anchor=\"middle\"", &label, "");
+    let below = (CHART.x_at(0.5), HEIGHT - 12.0);
+    let axis = "training time between saves";
+    picture.text(below, "text-anchor=\"middle\"", axis, "");
+    let look = "font-family=\"sans-serif\" font-size=\"13\"";
+    picture.document(WIDTH, HEIGHT, look, "\n")
+}
+
+/// Returns the position of an interval on the logarithmic horizontal axis.
+fn x_of(interval: f64, best: f64) -> f64 {
+    CHART.x_at((interval / best * SPAN).ln() / (SPAN * SPAN).ln())
+}
+
+/// Returns the point of the curve at an interval.
+fn point_of(interval: f64, best: f64, times: &JobTimes) -> (f64, f64) {
+    let up = effective(times, interval);
+    (x_of(interval, best), CHART.y_at(up))
 }

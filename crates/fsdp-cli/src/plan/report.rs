@@ -3,9 +3,10 @@
 use serde::Serialize;
 
 use super::cost::{Links, Traffic};
-use super::interval::{self, Job};
-use super::twin::{Layout, LeastMost, Planned, Shape};
-use crate::text::{escaped, iec};
+use super::interval::{self, JobTimes};
+use super::state::JobState;
+use super::twin::{JobShape, Layout, LeastMost, Planned};
+use crate::text::{escaped, iec, or_word};
 
 /// The version of the JSON's schema.
 pub(super) const SCHEMA: u32 = 1;
@@ -23,7 +24,7 @@ pub(super) struct Machines {
 
 /// All figures of one plan. Times are in seconds.
 #[derive(Debug, Serialize)]
-pub(super) struct Report {
+pub(super) struct PlanReport {
     schema: u32,
     model: String,
     ranks: usize,
@@ -46,7 +47,7 @@ pub(super) struct Report {
     files: usize,
     metadata_bytes: u64,
     planner: Planner,
-    save: Save,
+    save: SaveTimes,
     load_seconds: f64,
     failures: Failures,
 }
@@ -63,7 +64,7 @@ struct Planner {
 }
 
 #[derive(Debug, Serialize)]
-struct Save {
+struct SaveTimes {
     stall_seconds: f64,
     seconds: f64,
 }
@@ -79,22 +80,23 @@ struct Failures {
     effective: f64,
 }
 
-impl Report {
+impl PlanReport {
     /// Computes the times of saves, loads and restarts from what has been planned, and the best
     /// interval between saves.
     pub(super) fn new(
         model: String,
-        state: &super::State,
-        shape: &Shape,
+        state: &JobState,
+        shape: &JobShape,
         machines: &Machines,
         planned: &Planned,
     ) -> Self {
-        let (per_host, links) = (machines.ranks_per_host, &machines.links);
+        let per_host = machines.ranks_per_host;
+        let links = &machines.links;
         let written = Traffic::of_ranks(&planned.files, per_host);
         let held = Traffic::of_ranks(&planned.held, per_host);
         let hosts = shape.ranks.div_ceil(per_host);
         let load = links.transfer(&held);
-        let job = Job {
+        let times = JobTimes {
             mtbf: interval::mtbf_of_job(machines.host_mtbf, hosts),
             // A save in the background copies all that a rank holds, before the ranks divide copies
             // among them.
@@ -102,8 +104,8 @@ impl Report {
             tail: links.transfer(&written),
             restart: machines.restart + load,
         };
-        let best = interval::best(&job);
-        Report {
+        let best = interval::best(&times);
+        PlanReport {
             schema: SCHEMA,
             model,
             ranks: shape.ranks,
@@ -125,18 +127,18 @@ impl Report {
                 metadata_seconds: planned.encoding.as_secs_f64(),
                 peak_bytes: crate::memory::peak_of_process(),
             },
-            save: Save {
-                stall_seconds: job.stall,
-                seconds: job.stall + job.tail,
+            save: SaveTimes {
+                stall_seconds: times.stall,
+                seconds: times.stall + times.tail,
             },
             load_seconds: load,
             failures: Failures {
                 hosts,
-                mtbf_seconds: job.mtbf,
-                restart_seconds: job.restart,
-                young_seconds: interval::young(&job),
+                mtbf_seconds: times.mtbf,
+                restart_seconds: times.restart,
+                young_seconds: interval::young(&times),
                 interval_seconds: best,
-                effective: interval::effective(&job, best),
+                effective: interval::effective(&times, best),
             },
         }
     }
@@ -149,8 +151,8 @@ impl Report {
     }
 
     /// Returns the times that decide the interval between saves.
-    pub(super) fn job(&self) -> Job {
-        Job {
+    pub(super) fn times(&self) -> JobTimes {
+        JobTimes {
             mtbf: self.failures.mtbf_seconds,
             stall: self.save.stall_seconds,
             tail: self.save.seconds - self.save.stall_seconds,
@@ -178,29 +180,23 @@ impl Report {
             Layout::Flat => "each unit flattened, then cut",
             Layout::Rows => "each tensor cut along its rows",
         };
-        let Planner {
-            received_bytes,
-            plan_seconds,
-            metadata_seconds,
-            peak_bytes,
-        } = self.planner;
+        let planner = &self.planner;
+        let planning = duration(planner.plan_seconds);
+        let encoding = duration(planner.metadata_seconds);
         let failures = &self.failures;
+        let mtbf = duration(failures.mtbf_seconds);
+        let hosts = grouped(failures.hosts as u64);
+        let interval = duration(failures.interval_seconds);
+        let effective = format!("{:.1} %", 100.0 * failures.effective);
+        let tensors = grouped(self.tensors as u64);
         let mut rows = vec![
             ("job", self.title()),
             ("layout", layout.to_owned()),
             (
                 "parameters",
-                self.parameters
-                    .map_or_else(|| "unknown".to_owned(), grouped),
+                or_word(self.parameters.map(grouped), "unknown"),
             ),
-            (
-                "state",
-                format!(
-                    "{} in {} tensors",
-                    iec(self.bytes),
-                    grouped(self.tensors as u64)
-                ),
-            ),
+            ("state", format!("{} in {tensors} tensors", iec(self.bytes))),
             ("held by a rank", iec(self.held_by_rank)),
             ("", String::new()),
             ("written by a rank", self.bytes_of_rank.text(iec)),
@@ -209,17 +205,13 @@ impl Report {
             ("files", grouped(self.files as u64)),
             (".metadata", iec(self.metadata_bytes)),
             ("", String::new()),
-            ("sent to the planner", iec(received_bytes)),
-            (
-                "planning",
-                format!("{}, once for each layout", duration(plan_seconds)),
-            ),
-            (
-                "encoding .metadata",
-                format!("{}, in each save", duration(metadata_seconds)),
-            ),
+            ("sent to the planner", iec(planner.received_bytes)),
+            ("planning", format!("{planning}, once for each layout")),
+            ("encoding .metadata", format!("{encoding}, in each save")),
         ];
-        rows.extend(peak_bytes.map(|bytes| ("memory of this plan", iec(bytes))));
+        if let Some(bytes) = planner.peak_bytes {
+            rows.push(("memory of this plan", iec(bytes)));
+        }
         rows.extend([
             ("", String::new()),
             (
@@ -230,20 +222,10 @@ impl Report {
             ("load takes", duration(self.load_seconds)),
             (
                 "mean time between failures",
-                format!(
-                    "{} on {} hosts",
-                    duration(failures.mtbf_seconds),
-                    grouped(failures.hosts as u64)
-                ),
+                format!("{mtbf} on {hosts} hosts"),
             ),
-            (
-                "best interval between saves",
-                duration(failures.interval_seconds),
-            ),
-            (
-                "effective time",
-                format!("{:.1} %", 100.0 * failures.effective),
-            ),
+            ("best interval between saves", interval),
+            ("effective time", effective),
         ]);
         rows.into_iter()
             .map(|(name, value)| format!("{name:<28} {value}").trim_end().to_owned())

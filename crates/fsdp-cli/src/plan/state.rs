@@ -3,17 +3,17 @@
 
 use anyhow::Result;
 use clap::ValueEnum;
-use fsdp_dcp::checkpoint;
-use fsdp_dcp::metadata::{Entry, Metadata};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::writer::value_item_length;
-use fsdp_dcp::{FileError, Location};
-use fsdp_layout::boxes::checked_numel;
+use fsdp_formats::checkpoint;
+use fsdp_formats::metadata::{Entry, Metadata};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::writer::value_item_length;
+use fsdp_formats::{FileError, Location};
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 use serde::Serialize;
 
 use super::models::{Parameter, Preset};
+use crate::inspect::bytes_of;
 
 /// The element type of a model's parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
@@ -49,8 +49,8 @@ pub(super) enum OptimizerState {
 }
 
 impl OptimizerState {
-    /// Lists what is kept for each parameter, with its type.
-    fn kept(self, parameters: DType) -> Vec<(&'static str, DType)> {
+    /// Lists the tensors that are kept for each parameter, with their types.
+    fn slots(self, parameters: DType) -> Vec<(&'static str, DType)> {
         match self {
             OptimizerState::Adamw => vec![("exp_avg", parameters), ("exp_avg_sq", parameters)],
             OptimizerState::AdamwMaster => {
@@ -99,7 +99,7 @@ pub(super) struct Unit {
 
 /// The state of a job.
 #[derive(Debug, Clone, Default)]
-pub(super) struct State {
+pub(super) struct JobState {
     /// The elements of the model's parameters, where these are known from the other tensors.
     pub(super) parameters: Option<u64>,
     pub(super) units: Vec<Unit>,
@@ -113,7 +113,7 @@ pub(super) struct State {
 }
 
 impl Key {
-    fn of(parts: &[&str]) -> Self {
+    fn from_parts(parts: &[&str]) -> Self {
         let path = KeyPath(
             parts
                 .iter()
@@ -127,63 +127,50 @@ impl Key {
     }
 }
 
-impl State {
+impl JobState {
     /// Returns the state of a model and its optimizer, under the keys that `fsdp train` and torch
     /// give it.
     ///
     /// # Errors
     /// A value that cannot be encoded. All those here can.
-    pub(super) fn of_model(
+    pub(super) fn from_model(
         preset: &Preset,
         parameters: ParameterType,
         optimizer: OptimizerState,
     ) -> Result<Self> {
         let dtype = parameters.dtype();
-        let mut state = State {
-            parameters: Some(0),
-            ..State::default()
-        };
+        let mut state = JobState::default();
+        let mut elements = 0;
         for parameters in preset.units() {
-            let names = || parameters.iter().map(|(name, _)| name.as_str());
-            let mut kinds = vec![(
-                dtype,
-                names()
-                    .map(|name| Key::of(&["model", name]))
-                    .collect::<Vec<_>>(),
-            )];
-            for (kept, dtype) in optimizer.kept(dtype) {
-                kinds.push((
-                    dtype,
-                    names()
-                        .map(|name| Key::of(&["optim", "state", name, kept]))
-                        .collect(),
-                ));
+            let mut model = Vec::with_capacity(parameters.len());
+            for (name, shape) in &parameters {
+                model.push(Key::from_parts(&["model", name]));
+                elements += shape.iter().product::<usize>() as u64;
+                if optimizer.has_step() {
+                    let step = Key::from_parts(&["optim", "state", name, "step"]);
+                    state.whole.push((step, DType::F32, Vec::new()));
+                }
             }
-            if optimizer.has_step() {
-                let steps = names().map(|name| {
-                    (
-                        Key::of(&["optim", "state", name, "step"]),
-                        DType::F32,
-                        Vec::new(),
-                    )
-                });
-                state.whole.extend(steps);
+            let mut kinds = vec![(dtype, model)];
+            for (slot, dtype) in optimizer.slots(dtype) {
+                let keys = parameters
+                    .iter()
+                    .map(|(name, _)| Key::from_parts(&["optim", "state", name, slot]))
+                    .collect();
+                kinds.push((dtype, keys));
             }
-            let elements: u64 = parameters
-                .iter()
-                .map(|(_, shape)| shape.iter().product::<usize>() as u64)
-                .sum();
-            state.parameters = state.parameters.map(|all| all + elements);
             state.units.push(Unit { parameters, kinds });
         }
+        state.parameters = Some(elements);
         let float = value_item_length(&PlainValue::Float(0.1))?;
         for value in optimizer.values() {
-            state
-                .values
-                .push((Key::of(&["optim", "param_groups", "0", value]), float));
+            state.values.push((
+                Key::from_parts(&["optim", "param_groups", "0", value]),
+                float,
+            ));
         }
         state.values.push((
-            Key::of(&["train", "step"]),
+            Key::from_parts(&["train", "step"]),
             value_item_length(&PlainValue::Int(100_000))?,
         ));
         Ok(state)
@@ -192,39 +179,35 @@ impl State {
     /// Returns the state that a checkpoint holds, from its metadata.
     ///
     /// Tensors of one type whose names are equal up to their first number are a unit:
-    /// `model.layers.3.`. State of an optimizer is told apart by the last part of its name. Tensors
+    /// `model.layers.3.`. JobState of an optimizer is told apart by the last part of its name. Tensors
     /// without dimensions are on all ranks.
     ///
     /// # Errors
     /// There is no committed checkpoint.
-    pub(super) fn of_checkpoint(location: &Location) -> Result<Self, FileError> {
+    pub(super) fn from_checkpoint(location: &Location) -> Result<Self, FileError> {
         let checkpoint = checkpoint::open(location, OpenOptions::default())?;
-        Ok(State::of_metadata(checkpoint.metadata()))
+        Ok(JobState::from_metadata(checkpoint.metadata()))
     }
 
     /// Returns the state of a checkpoint. Tensors with dimensions are in units by their names and
     /// dtypes, as if a model had them.
-    fn of_metadata(metadata: &Metadata) -> Self {
-        let mut state = State {
+    fn from_metadata(metadata: &Metadata) -> Self {
+        let mut state = JobState {
             order: metadata.entries.keys().cloned().collect(),
-            ..State::default()
+            ..JobState::default()
         };
         let mut units: IndexMap<(&str, &str, DType), Unit> = IndexMap::new();
         for (fqn, entry) in &metadata.entries {
-            let path = metadata
-                .planner_data
-                .as_ref()
-                .and_then(|paths| paths.get(fqn))
-                .cloned();
+            let paths = metadata.planner_data.as_ref();
             let key = Key {
                 fqn: fqn.clone(),
-                path,
+                path: paths.and_then(|paths| paths.get(fqn)).cloned(),
             };
             match entry {
                 Entry::Bytes(value) => {
-                    state
-                        .values
-                        .push((key, value.stored.as_ref().map_or(0, |stored| stored.length)));
+                    // A value that is stored nowhere takes no bytes.
+                    let length = value.stored.as_ref().map_or(0, |stored| stored.length);
+                    state.values.push((key, length));
                 }
                 Entry::Tensor(tensor) if tensor.shape.is_empty() => {
                     state.whole.push((key, tensor.properties.dtype, Vec::new()));
@@ -247,19 +230,19 @@ impl State {
 
     /// Returns the bytes of all tensors, each once.
     pub(super) fn bytes(&self) -> u64 {
-        let of = |dtype: DType, shape: &[usize]| {
-            (checked_numel(shape).unwrap_or(usize::MAX) as u64)
-                .saturating_mul(dtype.size_in_bytes())
-        };
-        let sharded = self.units.iter().flat_map(|unit| {
-            unit.kinds.iter().flat_map(move |(dtype, _)| {
-                unit.parameters
-                    .iter()
-                    .map(move |(_, shape)| of(*dtype, shape))
-            })
-        });
-        let whole = self.whole.iter().map(|(_, dtype, shape)| of(*dtype, shape));
-        sharded.chain(whole).fold(0, u64::saturating_add)
+        // The shapes may come from a file, so their product may be too large for a number.
+        let mut bytes: u64 = 0;
+        for unit in &self.units {
+            for (dtype, _) in &unit.kinds {
+                for (_, shape) in &unit.parameters {
+                    bytes = bytes.saturating_add(bytes_of(*dtype, shape));
+                }
+            }
+        }
+        for (_, dtype, shape) in &self.whole {
+            bytes = bytes.saturating_add(bytes_of(*dtype, shape));
+        }
+        bytes
     }
 
     /// Returns the number of tensors.
@@ -276,7 +259,9 @@ impl State {
 /// Returns the name up to its first number, with that, and for state of an optimizer the last part.
 fn unit_of(fqn: &str) -> (&str, &str) {
     let kind = if fqn.starts_with("optim") {
-        fqn.rsplit('.').next().unwrap_or_default()
+        fqn.rsplit('.')
+            .next()
+            .expect("a split text has a last part")
     } else {
         ""
     };
@@ -319,7 +304,7 @@ mod tests {
             ("llama-405b", 755, 4533),
         ] {
             let of = |state| {
-                State::of_model(preset(name).unwrap(), ParameterType::Bfloat16, state)
+                JobState::from_model(preset(name).unwrap(), ParameterType::Bfloat16, state)
                     .unwrap()
                     .bytes()
             };

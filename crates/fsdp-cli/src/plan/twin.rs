@@ -4,17 +4,17 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
-use fsdp_dcp::metadata::encode_in_pieces;
-use fsdp_dcp::plan::{LocalPlan, Offer, PlanOptions, WriteContent, plan_offers};
-use fsdp_dcp::writer::predict_file_lengths;
+use fsdp_formats::metadata::encode_in_pieces;
+use fsdp_formats::plan::{LocalPlan, Offer, PlanOptions, WriteContent, plan_offers};
+use fsdp_formats::writer::predict_file_lengths;
 use fsdp_layout::flat::aligned_numel;
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{FlatLayout, TensorBox};
 use serde::Serialize;
 
-use super::state::{State, Unit};
+use super::state::{JobState, Unit};
 use crate::failure::UsageError;
 
 /// The largest number of boxes in a plan. They take about 20 GiB of memory.
@@ -32,7 +32,7 @@ pub(super) enum Layout {
 
 /// The ranks of a job and how they hold its state.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Shape {
+pub(super) struct JobShape {
     pub(super) ranks: usize,
     /// The number of ranks that hold the same shard.
     pub(super) replicas: usize,
@@ -71,7 +71,7 @@ pub(super) struct Planned {
 
 impl LeastMost {
     /// Returns the least and the most of some values.
-    fn of(values: impl Iterator<Item = u64>) -> Self {
+    fn of_all(values: impl Iterator<Item = u64>) -> Self {
         values.fold(
             LeastMost {
                 least: u64::MAX,
@@ -90,15 +90,16 @@ impl LeastMost {
 /// # Errors
 /// Ranks that cannot be divided into equal replicas; a plan that is too large for this machine;
 /// errors of the planner.
-pub(super) fn plan(state: &State, shape: &Shape) -> Result<Planned> {
-    let Shape {
+pub(super) fn plan(state: &JobState, shape: &JobShape) -> Result<Planned> {
+    let JobShape {
         ranks,
         replicas,
         layout,
     } = *shape;
-    if !ranks.is_multiple_of(replicas) {
-        return Err(UsageError::UnequalReplicas { ranks, replicas }.into());
-    }
+    ensure!(
+        ranks.is_multiple_of(replicas),
+        UsageError::UnequalReplicas { ranks, replicas }
+    );
     let shards = ranks / replicas;
     let mut local = LocalPlan::default();
     let mut units = Sharded::add_all(state, shards, layout, &mut local)?;
@@ -121,12 +122,14 @@ pub(super) fn plan(state: &State, shape: &Shape) -> Result<Planned> {
         .iter()
         .map(|(_, dtype, _)| dtype.size_in_bytes())
         .sum();
-    let (mut offers, mut held) = (Vec::with_capacity(shards), Vec::with_capacity(shards));
-    let (mut boxes, mut received) = (0, schema_bytes);
+    let mut offers = Vec::with_capacity(shards);
+    let mut held = Vec::with_capacity(shards);
+    let mut boxes = 0;
+    let mut received = schema_bytes;
     for shard in 0..shards {
         let bytes: u64 = units
             .iter()
-            .map(|unit| unit.hold(shard, shards, &mut local))
+            .map(|unit| unit.set_boxes(shard, shards, &mut local))
             .sum();
         held.push(bytes + whole_bytes);
         let offer = Offer {
@@ -140,35 +143,39 @@ pub(super) fn plan(state: &State, shape: &Shape) -> Result<Planned> {
             .sum::<u64>();
         boxes += offer.boxes.len();
         if boxes > MAX_BOXES {
-            return Err(UsageError::TooManyBoxes { limit: MAX_BOXES }.into());
+            bail!(UsageError::TooManyBoxes { limit: MAX_BOXES });
         }
         offers.push(offer);
     }
     let of_ranks: Vec<usize> = (0..ranks).map(|rank| rank % shards).collect();
 
     // Step 2: the planner decides who writes what, and checks that every element is written once.
-    let start = Instant::now();
+    let planning_start = Instant::now();
     let mut global = plan_offers(
         std::slice::from_ref(&schema),
         offers,
         &of_ranks,
         PlanOptions::default(),
     )?;
-    let planning = start.elapsed();
+    let planning = planning_start.elapsed();
 
     // Step 3: the metadata gets the places that the items would have, and is encoded.
-    let start = Instant::now();
+    let encoding_start = Instant::now();
     let lengths: HashMap<&str, u64> = state
         .values
         .iter()
         .map(|(key, length)| (key.fqn.as_str(), *length))
         .collect();
-    let files = predict_file_lengths(&mut global, |fqn| lengths.get(fqn).copied().unwrap_or(0))?;
+    let files = predict_file_lengths(&mut global, |fqn| {
+        *lengths
+            .get(fqn)
+            .expect("only values of the state are planned")
+    })?;
     let mut metadata = 0;
     encode_in_pieces(&global.metadata, &mut |piece| {
         metadata += piece.len() as u64
     });
-    let encoding = start.elapsed();
+    let encoding = encoding_start.elapsed();
 
     Ok(Planned {
         boxes: global
@@ -176,13 +183,13 @@ pub(super) fn plan(state: &State, shape: &Shape) -> Result<Planned> {
             .tensors()
             .map(|(_, tensor)| tensor.chunks.len() as u64)
             .sum(),
-        items: LeastMost::of(
+        items: LeastMost::of_all(
             global
                 .selections
                 .iter()
                 .map(|selection| selection.kept.len() as u64),
         ),
-        payload: LeastMost::of(global.loads.iter().copied()),
+        payload: LeastMost::of_all(global.loads.iter().copied()),
         files,
         held: of_ranks.iter().map(|&shard| held[shard]).collect(),
         metadata,
@@ -206,12 +213,14 @@ impl<'s> Sharded<'s> {
     /// these items. All parameters come first, then all first moments, and so on, as in state
     /// dicts.
     fn add_all(
-        state: &'s State,
+        state: &'s JobState,
         shards: usize,
         layout: Layout,
         local: &mut LocalPlan,
     ) -> Result<Vec<Self>> {
-        let units = state.units.iter().map(|unit| -> Result<Self> {
+        let mut units = Vec::with_capacity(state.units.len());
+        let mut most_kinds = 0;
+        for unit in &state.units {
             let flat = match (layout, unit.kinds.first()) {
                 (Layout::Flat, Some((dtype, _))) => Some(FlatLayout::new(
                     unit.parameters.clone(),
@@ -220,20 +229,11 @@ impl<'s> Sharded<'s> {
                 )?),
                 _ => None,
             };
-            Ok(Sharded {
-                unit,
-                flat,
-                items: Vec::new(),
-            })
-        });
-        let mut units = units.collect::<Result<Vec<_>>>()?;
-        let kinds = state
-            .units
-            .iter()
-            .map(|unit| unit.kinds.len())
-            .max()
-            .unwrap_or(0);
-        for kind in 0..kinds {
+            let items = Vec::new();
+            units.push(Sharded { unit, flat, items });
+            most_kinds = most_kinds.max(unit.kinds.len());
+        }
+        for kind in 0..most_kinds {
             for sharded in &mut units {
                 let Some((dtype, keys)) = sharded.unit.kinds.get(kind) else {
                     continue;
@@ -254,8 +254,9 @@ impl<'s> Sharded<'s> {
         Ok(units)
     }
 
-    /// Puts the boxes that the ranks of a shard hold into the local plan, and returns their bytes.
-    fn hold(&self, shard: usize, shards: usize, local: &mut LocalPlan) -> u64 {
+    /// Sets the boxes in the local plan to those that the ranks of a shard hold, and returns their
+    /// bytes.
+    fn set_boxes(&self, shard: usize, shards: usize, local: &mut LocalPlan) -> u64 {
         let mut bytes = 0;
         for (parameter, (_, shape)) in self.unit.parameters.iter().enumerate() {
             let own = match &self.flat {
@@ -265,10 +266,9 @@ impl<'s> Sharded<'s> {
             let elements: u64 = own.iter().map(|bounds| bounds.numel() as u64).sum();
             for (items, (dtype, _)) in self.items.iter().zip(&self.unit.kinds) {
                 bytes += elements * dtype.size_in_bytes();
-                let item = local.items.get_mut(items[parameter]);
-                if let Some(WriteContent::Tensor { boxes, .. }) = item.map(|item| &mut item.content)
-                {
-                    boxes.clone_from(&own);
+                match &mut local.items[items[parameter]].content {
+                    WriteContent::Tensor { boxes, .. } => boxes.clone_from(&own),
+                    _ => unreachable!("`add_all` has added these items as tensors"),
                 }
             }
         }
@@ -288,16 +288,16 @@ fn sort(local: &mut LocalPlan, units: &mut [Sharded<'_>], order: &[String]) {
         .enumerate()
         .collect();
     items.sort_by_key(|(_, item)| positions.get(item.fqn.as_str()).copied());
-    let mut moved = vec![0; items.len()];
+    let mut new_positions = vec![0; items.len()];
     for (to, (from, item)) in items.into_iter().enumerate() {
-        moved[from] = to;
+        new_positions[from] = to;
         local.items.push(item);
     }
     for item in units
         .iter_mut()
         .flat_map(|unit| unit.items.iter_mut().flatten())
     {
-        *item = moved[*item];
+        *item = new_positions[*item];
     }
 }
 
@@ -316,5 +316,4 @@ fn rows(shape: &[usize], shard: usize, shards: usize) -> Vec<TensorBox> {
 }
 
 #[cfg(test)]
-#[path = "twin_tests.rs"]
 mod tests;

@@ -1,26 +1,26 @@
-//! A curve as SVG.
-
-use std::fmt::Write as _;
+//! A curve over the steps of a run, as a picture.
 
 use super::series::{Point, Series};
-use crate::markup::{escape, svg};
+use crate::svg::{Area, Picture};
 
 const WIDTH: f64 = 720.0;
 const HEIGHT: f64 = 210.0;
-/// The space around the axes.
-const LEFT: f64 = 86.0;
-const RIGHT: f64 = 12.0;
-const TOP: f64 = 12.0;
-const BOTTOM: f64 = 30.0;
+const CHART: Area = Area {
+    x: 86.0,
+    y: 12.0,
+    width: 622.0,
+    height: 168.0,
+};
 /// The lines across, the axes included.
 const LINES: u32 = 4;
 
 /// Returns a curve as a picture, or nothing if it has no points. `show` formats a value.
 pub(super) fn chart(title: &str, series: &Series, show: impl Fn(f64) -> String) -> Option<String> {
     let points = series.points();
-    // Steps go back where somebody has joined the metrics of two runs.
-    let steps = || points.iter().map(|point| point.step);
-    let (first, last) = (steps().min()?, steps().max()?);
+    // Steps go back where somebody has joined the metrics of two runs, so the first point need not
+    // have the lowest step.
+    let first = points.iter().map(|point| point.step).min()?;
+    let last = points.iter().map(|point| point.step).max()?;
     let least = points
         .iter()
         .map(|point| point.least)
@@ -35,50 +35,34 @@ pub(super) fn chart(title: &str, series: &Series, show: impl Fn(f64) -> String) 
         0.0 => most.abs() / 2.0,
         span => span * 0.05,
     };
-    let (low, high) = (least - margin, most + margin);
-    let x = |point: &Point| {
-        let along = (point.step - first) as f64 / (last - first).max(1) as f64;
-        LEFT + along * (WIDTH - LEFT - RIGHT)
-    };
-    let y = |value: f64| HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM);
-    let mut drawn = String::new();
-    // Writing to a string cannot fail.
+    let low = least - margin;
+    let span = most + margin - low;
+
+    let mut picture = Picture::default();
     for line in 0..LINES {
-        let value = low + (high - low) * f64::from(line) / f64::from(LINES - 1);
-        let at = y(value);
-        let _ = writeln!(
-            drawn,
-            "<line class=\"line\" x1=\"{LEFT}\" x2=\"{}\" y1=\"{at:.1}\" y2=\"{at:.1}\"/>\
-             <text class=\"soft\" x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-            WIDTH - RIGHT,
-            LEFT - 6.0,
-            at + 4.0,
-            escape(&show(value))
-        );
+        let up = f64::from(line) / f64::from(LINES - 1);
+        let y = CHART.y_at(up);
+        picture.line_across(&CHART, y, "class=\"line\"");
+        let style = "class=\"soft\" text-anchor=\"end\"";
+        let label = show(low + span * up);
+        picture.text((CHART.x - 6.0, y + 4.0), style, &label, "");
     }
-    let above = points
-        .iter()
-        .map(|point| format!("{:.1},{:.1}", x(point), y(point.most)));
-    let below = points
-        .iter()
-        .rev()
-        .map(|point| format!("{:.1},{:.1}", x(point), y(point.least)));
-    let band: Vec<String> = above.chain(below).collect();
-    let line: Vec<String> = points
-        .iter()
-        .map(|point| format!("{:.1},{:.1}", x(point), y(point.mean())))
-        .collect();
-    let _ = write!(
-        drawn,
-        "<polygon class=\"band\" points=\"{}\"/>\n<polyline class=\"one\" points=\"{}\"/>\n\
-         <text class=\"soft\" x=\"{LEFT}\" y=\"{bottom}\">step {first}</text>\
-         <text class=\"soft\" x=\"{}\" y=\"{bottom}\" text-anchor=\"end\">step {last}</text>\n",
-        band.join(" "),
-        line.join(" "),
-        WIDTH - RIGHT,
-        bottom = HEIGHT - 8.0
-    );
-    Some(svg(title, WIDTH, HEIGHT, &drawn))
+    let steps = (last - first).max(1) as f64;
+    let position = |point: &Point, value: f64| {
+        let along = (point.step - first) as f64 / steps;
+        (CHART.x_at(along), CHART.y_at((value - low) / span))
+    };
+    // The band goes along the largest values, and back along the smallest.
+    let above = points.iter().map(|point| position(point, point.most));
+    let below = points.iter().map(|point| position(point, point.least));
+    picture.polygon(above.chain(below.rev()), "class=\"band\"");
+    let means = points.iter().map(|point| position(point, point.mean()));
+    picture.polyline(means, "class=\"one\"");
+    let y = HEIGHT - 8.0;
+    picture.text((CHART.x, y), "class=\"soft\"", &format!("step {first}"), "");
+    let style = "class=\"soft\" text-anchor=\"end\"";
+    picture.text((CHART.right(), y), style, &format!("step {last}"), "");
+    Some(picture.for_page(title, WIDTH, HEIGHT))
 }
 
 #[cfg(test)]

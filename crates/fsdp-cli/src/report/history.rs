@@ -8,25 +8,24 @@ use serde::Deserialize;
 use super::lines;
 
 /// The events of each kind that are kept, the newest.
-const KEPT: usize = 500;
+const MAX_EVENTS: usize = 500;
 
 /// A line of `events.jsonl`, as far as the page needs it.
 #[derive(Debug, Deserialize)]
-struct Line {
-    event: String,
-    time: Option<f64>,
-    step: Option<u64>,
-    ranks: Option<u64>,
-    resumed_from: Option<String>,
-    path: Option<String>,
-    bytes: Option<u64>,
-    seconds: Option<f64>,
-    stall_seconds: Option<f64>,
+#[serde(tag = "event", rename_all = "snake_case")]
+enum EventLine {
+    Start(StartEvent),
+    Checkpoint(SaveEvent),
+    Stopped,
+    End,
+    /// Other events, also those of later versions, are not shown.
+    #[serde(other)]
+    Other,
 }
 
-/// A process that began or went on with the run.
-#[derive(Debug)]
-pub(super) struct Start {
+/// A process began or continued the run.
+#[derive(Debug, Deserialize)]
+pub(super) struct StartEvent {
     /// Seconds since 1970.
     pub(super) time: Option<f64>,
     /// The steps done before.
@@ -35,12 +34,13 @@ pub(super) struct Start {
     pub(super) resumed_from: Option<String>,
     /// The way in which it ended: at its last step, or by a signal. `None` if it was killed or
     /// crashed.
+    #[serde(skip)]
     pub(super) end: Option<&'static str>,
 }
 
-/// A save that was committed.
-#[derive(Debug)]
-pub(super) struct Save {
+/// A save was committed.
+#[derive(Debug, Deserialize)]
+pub(super) struct SaveEvent {
     pub(super) step: u64,
     pub(super) path: String,
     pub(super) bytes: u64,
@@ -51,18 +51,18 @@ pub(super) struct Save {
 /// The events of a run, oldest first.
 #[derive(Debug, Default)]
 pub(super) struct History {
-    pub(super) starts: Vec<Start>,
+    pub(super) starts: Vec<StartEvent>,
     /// The number of starts before those that are kept.
     pub(super) earlier_starts: usize,
-    /// The number of starts, of all, that went on from a checkpoint.
+    /// The number of starts, of all, that continued from a checkpoint.
     pub(super) resumes: usize,
-    pub(super) saves: Vec<Save>,
+    pub(super) saves: Vec<SaveEvent>,
     /// The number of saves before those that are kept.
     pub(super) earlier_saves: usize,
 }
 
 impl History {
-    /// Reads a run's events; there are none if the file is not there.
+    /// Reads a run's events; there are none if the file does not exist.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -73,50 +73,26 @@ impl History {
     }
 
     /// Adds an event. Of long lists the oldest entries are dropped and counted.
-    fn add(&mut self, line: Line) {
-        let Line {
-            event,
-            time,
-            step,
-            ranks,
-            resumed_from,
-            path,
-            bytes,
-            seconds,
-            stall_seconds,
-        } = line;
-        let step = step.unwrap_or(0);
-        match event.as_str() {
-            "start" => {
+    fn add(&mut self, line: EventLine) {
+        match line {
+            EventLine::Start(start) => {
                 self.earlier_starts += make_room(&mut self.starts);
-                self.resumes += usize::from(resumed_from.is_some());
-                self.starts.push(Start {
-                    time,
-                    step,
-                    ranks,
-                    resumed_from,
-                    end: None,
-                });
+                self.resumes += usize::from(start.resumed_from.is_some());
+                self.starts.push(start);
             }
-            "checkpoint" => {
+            EventLine::Checkpoint(save) => {
                 self.earlier_saves += make_room(&mut self.saves);
-                self.saves.push(Save {
-                    step,
-                    path: path.unwrap_or_default(),
-                    bytes: bytes.unwrap_or(0),
-                    seconds: seconds.unwrap_or(f64::NAN),
-                    stall_seconds: stall_seconds.unwrap_or(f64::NAN),
-                });
+                self.saves.push(save);
             }
-            "stopped" => self.end("stopped by a signal"),
-            "end" => self.end("done"),
-            // Other events, also those of later versions, are not shown.
-            _ => {}
+            EventLine::Stopped => self.end("stopped by a signal"),
+            EventLine::End => self.end("done"),
+            EventLine::Other => {}
         }
     }
 
-    /// Notes how the process that started last has ended.
+    /// Records how the process that started last has ended.
     fn end(&mut self, how: &'static str) {
+        // The file may begin in the middle of a run, if somebody has shortened it.
         if let Some(start) = self.starts.last_mut() {
             start.end = Some(how);
         }
@@ -124,10 +100,10 @@ impl History {
 }
 
 /// Drops the first of a full list, and returns the number of those that were dropped.
-fn make_room<T>(kept: &mut Vec<T>) -> usize {
-    if kept.len() < KEPT {
+fn make_room<T>(events: &mut Vec<T>) -> usize {
+    if events.len() < MAX_EVENTS {
         return 0;
     }
-    kept.remove(0);
+    events.remove(0);
     1
 }

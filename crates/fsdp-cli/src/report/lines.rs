@@ -15,7 +15,7 @@ const LONGEST: u64 = 1 << 20;
     not(feature = "train"),
     expect(dead_code, reason = "only `fsdp train` needs the ends of lines")
 )]
-pub(crate) struct Line<T> {
+pub(crate) struct JsonLine<T> {
     /// The offset of its end.
     pub(crate) end: u64,
     /// `true` if a line break ends it.
@@ -31,18 +31,20 @@ pub(crate) struct Line<T> {
 /// # Errors
 /// The file cannot be read.
 pub(crate) fn read<T: DeserializeOwned>(path: &Path, mut take: impl FnMut(T)) -> Result<u64> {
-    let failed = || format!("failed to read `{}`", path.display());
-    let file = match File::open(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
-        file => file.with_context(failed)?,
-    };
     let mut unreadable = 0;
-    visit(file, |line: Line<T>| match line.object {
-        Some(object) => take(object),
-        None => unreadable += 1,
-    })
-    .with_context(failed)?;
-    Ok(unreadable)
+    let visited = File::open(path).and_then(|file| {
+        visit(file, |line: JsonLine<T>| match line.object {
+            Some(object) => take(object),
+            None => unreadable += 1,
+        })
+    });
+    match visited {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(0),
+        visited => {
+            visited.with_context(|| format!("failed to read `{}`", path.display()))?;
+            Ok(unreadable)
+        }
+    }
 }
 
 /// Calls `take` with each line, parsed as a JSON object.
@@ -51,10 +53,11 @@ pub(crate) fn read<T: DeserializeOwned>(path: &Path, mut take: impl FnMut(T)) ->
 /// The file cannot be read.
 pub(crate) fn visit<T: DeserializeOwned>(
     from: impl io::Read,
-    mut take: impl FnMut(Line<T>),
+    mut take: impl FnMut(JsonLine<T>),
 ) -> io::Result<()> {
     let mut reader = BufReader::new(from);
-    let (mut bytes, mut end) = (Vec::new(), 0);
+    let mut bytes = Vec::new();
+    let mut end = 0;
     loop {
         bytes.clear();
         let read = reader
@@ -69,10 +72,9 @@ pub(crate) fn visit<T: DeserializeOwned>(
         let object = serde_json::from_slice(&bytes).ok();
         // Skip the rest of a line that is too long, which would be read as another line.
         if bytes.len() as u64 == LONGEST && !is_whole {
-            let rest = skip_line(&mut reader)?;
-            (end, is_whole) = (end + rest.length, rest.is_whole);
+            is_whole = skip_line(&mut reader, &mut end)?;
         }
-        take(Line {
+        take(JsonLine {
             end,
             is_whole,
             object,
@@ -80,29 +82,19 @@ pub(crate) fn visit<T: DeserializeOwned>(
     }
 }
 
-/// The end of a line that was skipped.
-struct Rest {
-    length: u64,
-    is_whole: bool,
-}
-
-/// Skips what is left of a line.
-fn skip_line(reader: &mut impl io::BufRead) -> io::Result<Rest> {
-    let mut length = 0;
+/// Skips what is left of a line, and moves `end` to its end. Returns `true` if a line break ends it.
+fn skip_line(reader: &mut impl io::BufRead, end: &mut u64) -> io::Result<bool> {
     loop {
         let buffer = reader.fill_buf()?;
+        if buffer.is_empty() {
+            return Ok(false);
+        }
         let line_break = buffer.iter().position(|&byte| byte == b'\n');
-        let (skipped, is_over) = (
-            line_break.map_or(buffer.len(), |at| at + 1),
-            buffer.is_empty(),
-        );
+        let skipped = line_break.map_or(buffer.len(), |at| at + 1);
         reader.consume(skipped);
-        length += skipped as u64;
-        if line_break.is_some() || is_over {
-            return Ok(Rest {
-                length,
-                is_whole: line_break.is_some(),
-            });
+        *end += skipped as u64;
+        if line_break.is_some() {
+            return Ok(true);
         }
     }
 }

@@ -10,7 +10,7 @@ use super::series::Series;
 
 /// A line of `metrics.jsonl`, as far as the page needs it. A number that was none is `null`.
 #[derive(Debug, Deserialize)]
-struct Line {
+struct MetricsLine {
     step: u64,
     loss: Option<f64>,
     lr: Option<f64>,
@@ -52,7 +52,7 @@ impl Metrics {
     }
 
     /// Adds the metrics of one step.
-    fn add(&mut self, line: &Line) {
+    fn add(&mut self, line: &MetricsLine) {
         // A line has the number of steps before it; people count those that are done.
         let step = line.step.saturating_add(1);
         self.lines += 1;

@@ -5,23 +5,27 @@ mod history;
 pub(crate) mod lines;
 mod metrics;
 mod page;
-mod record;
-mod series;
+pub(crate) mod series;
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::lineage::chain;
+use fsdp_formats::Location;
+use fsdp_formats::lineage::chain;
 
 use self::history::History;
 use self::metrics::Metrics;
-use self::record::Run;
+use self::page::RunData;
 use crate::failure::UsageError;
 use crate::new_file::{check_free, write};
 use crate::output;
-use crate::run_files::{EVENTS_FILE, METRICS_FILE};
+
+/// The metrics of all steps, a line of JSON each, in the run's directory.
+pub(crate) const METRICS_FILE: &str = "metrics.jsonl";
+
+/// The events of the run, a line of JSON each: starts, checkpoints, the end.
+pub(crate) const EVENTS_FILE: &str = "events.jsonl";
 
 /// The name of the page in the run's directory.
 const PAGE: &str = "report.html";
@@ -54,23 +58,22 @@ pub(crate) struct ReportArguments {
 /// already.
 pub(crate) fn run(arguments: &ReportArguments) -> Result<()> {
     let directory = &arguments.run;
-    let file = arguments
-        .html
-        .clone()
-        .unwrap_or_else(|| directory.join(PAGE));
+    let default_file = || directory.join(PAGE);
+    let file = arguments.html.clone().unwrap_or_else(default_file);
     check_free(&file, arguments.overwrite)?;
-    let place = arguments
-        .checkpoint_dir
-        .clone()
-        .unwrap_or_else(|| directory.as_path().into());
-    let run = Run {
+    // By default the checkpoints are in the run's directory too.
+    let checkpoint_dir = match &arguments.checkpoint_dir {
+        Some(location) => location,
+        None => &Location::from(directory.as_path()),
+    };
+    let run = RunData {
         name: directory.display().to_string(),
         metrics: Metrics::read(&directory.join(METRICS_FILE))?,
         history: History::read(&directory.join(EVENTS_FILE))?,
-        checkpoints: chain(&place)?,
+        checkpoints: chain(checkpoint_dir)?,
     };
     if run.metrics.lines == 0 && run.checkpoints.is_empty() {
-        return Err(UsageError::NoRun { path: run.name }.into());
+        bail!(UsageError::NoRun { path: run.name });
     }
     write(&file, page::html(&run).as_bytes(), arguments.overwrite)?;
     output::talk(&format!("wrote `{}`", file.display()));

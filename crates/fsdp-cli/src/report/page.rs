@@ -1,27 +1,33 @@
 //! The page of a run.
 
-use std::fmt::Write as _;
+use std::time::{Duration, UNIX_EPOCH};
 
-use fsdp_dcp::lineage::{Link, Note};
+use fsdp_formats::lineage::{Link, Note};
 
 use super::chart::chart;
 use super::history::History;
-use super::record::Run;
+use super::metrics::Metrics;
 use super::series::Series;
 use crate::markup::{escape, page};
-use crate::text::{count, iec};
-
-/// A way to write a value.
-type Show = fn(f64) -> String;
+use crate::text::{count, iec, or_word};
 
 /// The checkpoints that are listed, the newest.
 const CHECKPOINTS: usize = 200;
 
+/// All data of a run that the page shows.
+pub(super) struct RunData {
+    pub(super) name: String,
+    pub(super) metrics: Metrics,
+    pub(super) history: History,
+    /// Its checkpoints, oldest first.
+    pub(super) checkpoints: Vec<Link>,
+}
+
 /// Returns the page.
-pub(super) fn html(run: &Run) -> String {
+pub(super) fn html(run: &RunData) -> String {
     let mut body = format!("<h1>{}</h1>\n", escape(&run.name));
     summary(&mut body, run);
-    charts(&mut body, run);
+    charts(&mut body, &run.metrics);
     starts(&mut body, &run.history);
     saves(&mut body, &run.history);
     lineage(&mut body, &run.checkpoints);
@@ -29,34 +35,27 @@ pub(super) fn html(run: &Run) -> String {
 }
 
 /// Appends the table of totals.
-fn summary(body: &mut String, run: &Run) {
+fn summary(body: &mut String, run: &RunData) {
     let metrics = &run.metrics;
-    let loss = metrics
-        .last_loss
-        .map_or_else(|| "unknown".to_owned(), number);
+    let loss = or_word(metrics.last_loss.map(number), "unknown");
     let mut rows = vec![
         ("Steps", metrics.steps.to_string()),
         ("Last loss", loss),
         ("Checkpoints", run.checkpoints.len().to_string()),
     ];
     if !run.history.starts.is_empty() {
-        rows.push((
-            "Starts",
-            format!(
-                "{}, of which {} resumed",
-                run.history.starts.len() + run.history.earlier_starts,
-                run.history.resumes
-            ),
-        ));
+        let starts = run.history.starts.len() + run.history.earlier_starts;
+        let resumes = run.history.resumes;
+        rows.push(("Starts", format!("{starts}, of which {resumes} resumed")));
     }
     if metrics.skipped > 0 {
-        rows.push((
-            "Updates left out",
-            format!("{}: gradients that were not finite", metrics.skipped),
-        ));
+        let why = "gradients that were not finite";
+        rows.push(("Updates left out", format!("{}: {why}", metrics.skipped)));
     }
     if metrics.unreadable > 0 {
-        rows.push(("Unreadable", count_lines(metrics.unreadable)));
+        let lines = usize::try_from(metrics.unreadable).expect("this machine has counted them");
+        let many = count(lines, "line of the metrics", "lines of the metrics");
+        rows.push(("Unreadable", many));
     }
     body.push_str("<table>\n");
     for (name, value) in rows {
@@ -65,40 +64,27 @@ fn summary(body: &mut String, run: &Run) {
     body.push_str("</table>\n");
 }
 
-fn count_lines(lines: u64) -> String {
-    count(
-        usize::try_from(lines).unwrap_or(usize::MAX),
-        "line of the metrics",
-        "lines of the metrics",
-    )
-}
-
 /// Appends the curves.
-fn charts(body: &mut String, run: &Run) {
-    let metrics = &run.metrics;
-    let curves: [(&str, &Series, Show); 5] = [
+fn charts(body: &mut String, metrics: &Metrics) {
+    let norm = "Norm of the gradients, before clipping";
+    let curves: [(&str, &Series, fn(f64) -> String); 5] = [
         ("Loss", &metrics.loss, number),
         ("Tokens per second", &metrics.tokens_per_s, number),
         ("Memory of rank 0's process, peak", &metrics.memory, memory),
-        (
-            "Norm of the gradients, before clipping",
-            &metrics.grad_norm,
-            number,
-        ),
+        (norm, &metrics.grad_norm, number),
         ("Learning rate", &metrics.lr, number),
     ];
     for (title, series, show) in curves {
         if let Some(chart) = chart(title, series, show) {
-            // Writing to a string cannot fail.
-            let _ = write!(
-                body,
+            body.push_str(&format!(
                 "<h2>{title}</h2>\n<div class=\"wide\">{chart}</div>\n"
-            );
+            ));
         }
     }
     if metrics.loss.points().len() > 1 {
         body.push_str(
-            "<p class=\"soft\">Curves are means over a few steps; the band behind them is all that was seen.</p>\n",
+            "<p class=\"soft\">Curves are means over a few steps; the band behind them is all that \
+             was seen.</p>\n",
         );
     }
 }
@@ -108,43 +94,28 @@ fn starts(body: &mut String, history: &History) {
     if history.starts.is_empty() {
         return;
     }
-    body.push_str("<h2>Starts</h2>\n<div class=\"wide\"><table>\n");
-    header(
-        body,
-        &["when (UTC)", "after step", "ranks", "from", "ended"],
-    );
+    let columns = ["when (UTC)", "after step", "ranks", "from", "ended"];
+    begin_table(body, "Starts", &columns);
     let last = history.starts.len() - 1;
     for (index, start) in history.starts.iter().enumerate() {
-        // The last one may still run.
-        let silent = if index == last {
-            ""
-        } else {
-            "killed or crashed"
-        };
-        let ended = start.end.unwrap_or(silent);
-        let class = if start.end.is_none() && index < last {
-            "bad"
-        } else {
-            ""
+        let (class, ended) = match start.end {
+            Some(end) => ("", end),
+            // The last one may still run.
+            None if index == last => ("", ""),
+            None => ("bad", "killed or crashed"),
         };
         row(
             body,
             &[
-                start.time.map_or_else(|| "unknown".to_owned(), utc),
+                or_word(start.time.map(utc), "unknown"),
                 start.step.to_string(),
-                start
-                    .ranks
-                    .map_or_else(String::new, |ranks| ranks.to_string()),
-                start
-                    .resumed_from
-                    .as_deref()
-                    .map_or_else(|| "the beginning".to_owned(), code),
+                or_word(start.ranks, ""),
+                or_word(start.resumed_from.as_deref().map(code), "the beginning"),
                 format!("<span class=\"{class}\">{ended}</span>"),
             ],
         );
     }
-    body.push_str("</table></div>\n");
-    earlier(body, history.earlier_starts);
+    end_table(body, history.earlier_starts);
 }
 
 /// Appends the table of saves, the newest first.
@@ -152,18 +123,15 @@ fn saves(body: &mut String, history: &History) {
     if history.saves.is_empty() {
         return;
     }
-    body.push_str("<h2>Saves</h2>\n<div class=\"wide\"><table>\n");
-    header(
-        body,
-        &[
-            "step",
-            "place",
-            "size",
-            "seconds",
-            "GB/s",
-            "training waited",
-        ],
-    );
+    let columns = [
+        "step",
+        "place",
+        "size",
+        "seconds",
+        "GB/s",
+        "training waited",
+    ];
+    begin_table(body, "Saves", &columns);
     for save in history.saves.iter().rev() {
         row(
             body,
@@ -177,8 +145,7 @@ fn saves(body: &mut String, history: &History) {
             ],
         );
     }
-    body.push_str("</table></div>\n");
-    earlier(body, history.earlier_saves);
+    end_table(body, history.earlier_saves);
 }
 
 /// Appends the table of the chain of checkpoints, the newest first.
@@ -186,8 +153,8 @@ fn lineage(body: &mut String, checkpoints: &[Link]) {
     if checkpoints.is_empty() {
         return;
     }
-    body.push_str("<h2>Checkpoints</h2>\n<div class=\"wide\"><table>\n");
-    header(body, &["checkpoint", "step", "parent", "digest", "notes"]);
+    let columns = ["checkpoint", "step", "parent", "digest", "notes"];
+    begin_table(body, "Checkpoints", &columns);
     for link in checkpoints.iter().rev().take(CHECKPOINTS) {
         let lineage = link.lineage.as_ref();
         let parent = lineage.and_then(|lineage| lineage.parent);
@@ -196,31 +163,41 @@ fn lineage(body: &mut String, checkpoints: &[Link]) {
             body,
             &[
                 code(&link.name),
-                lineage.map_or_else(String::new, |lineage| lineage.step.to_string()),
-                parent.map_or_else(String::new, |parent| format!("step {}", parent.step)),
-                link.digest
-                    .map_or_else(String::new, |digest| code(&digest.to_string())),
+                or_word(lineage.map(|lineage| lineage.step), ""),
+                or_word(parent.map(|parent| format!("step {}", parent.step)), ""),
+                or_word(link.digest.map(|digest| code(&digest.to_string())), ""),
                 notes.join("<br>"),
             ],
         );
     }
-    body.push_str("</table></div>\n");
-    earlier(body, checkpoints.len().saturating_sub(CHECKPOINTS));
+    end_table(body, checkpoints.len().saturating_sub(CHECKPOINTS));
 }
 
 /// Returns a note about a checkpoint as HTML, marked if the chain of checkpoints is broken there.
 fn note(note: &Note) -> String {
     let class = if note.is_break() { "bad" } else { "soft" };
-    format!(
-        "<span class=\"{class}\">{}</span>",
-        escape(&note.to_string())
-    )
+    let text = escape(&note.to_string());
+    format!("<span class=\"{class}\">{text}</span>")
 }
 
-/// Appends a note that `more` earlier rows are not shown.
-fn earlier(body: &mut String, more: usize) {
+/// Appends a heading, and the start of a table with the names of its columns.
+fn begin_table(body: &mut String, heading: &str, columns: &[&str]) {
+    let columns: String = columns
+        .iter()
+        .map(|name| format!("<th>{name}</th>"))
+        .collect();
+    body.push_str(&format!(
+        "<h2>{heading}</h2>\n<div class=\"wide\"><table>\n<tr>{columns}</tr>\n"
+    ));
+}
+
+/// Appends the end of a table, and a note if `more` earlier rows are not shown.
+fn end_table(body: &mut String, more: usize) {
+    body.push_str("</table></div>\n");
     if more > 0 {
-        let _ = writeln!(body, "<p class=\"soft\">… and {more} earlier ones.</p>");
+        body.push_str(&format!(
+            "<p class=\"soft\">… and {more} earlier ones.</p>\n"
+        ));
     }
 }
 
@@ -228,16 +205,7 @@ fn earlier(body: &mut String, more: usize) {
 fn row(body: &mut String, cells: &[String]) {
     body.push_str("<tr>");
     for cell in cells {
-        let _ = write!(body, "<td>{cell}</td>");
-    }
-    body.push_str("</tr>\n");
-}
-
-/// Appends a row of column names.
-fn header(body: &mut String, names: &[&str]) {
-    body.push_str("<tr>");
-    for name in names {
-        let _ = write!(body, "<th>{name}</th>");
+        body.push_str(&format!("<td>{cell}</td>"));
     }
     body.push_str("</tr>\n");
 }
@@ -268,28 +236,11 @@ fn memory(bytes: f64) -> String {
 
 /// Formats a time in seconds since 1970.
 fn utc(seconds: f64) -> String {
+    // The time comes from a file. Years have four digits, so the last moment is the end of 9999.
     let seconds = seconds.clamp(0.0, 253_402_300_799.0) as u64;
-    let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Years of 400 begin in March, so that a leap day comes last.
-    let day = days + 719_468;
-    let (era, day_of_era) = (day / 146_097, day % 146_097);
-    let year_of_era =
-        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month_from_march = (5 * day_of_year + 2) / 153;
-    let day_of_month = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 {
-        month_from_march + 3
-    } else {
-        month_from_march - 9
-    };
-    let year = era * 400 + year_of_era + u64::from(month <= 2);
-    format!(
-        "{year}-{month:02}-{day_of_month:02} {:02}:{:02}:{:02}",
-        second / 3600,
-        second / 60 % 60,
-        second % 60
-    )
+    let time = UNIX_EPOCH + Duration::from_secs(seconds);
+    let text = humantime::format_rfc3339_seconds(time).to_string();
+    text.replace('T', " ").replace('Z', "")
 }
 
 #[cfg(test)]

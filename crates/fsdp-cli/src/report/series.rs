@@ -1,12 +1,9 @@
 //! A curve over steps, in bounded memory however many steps there are.
 
-/// The most points that are kept.
-const POINTS: usize = 1024;
-
 /// A point of a curve: the values of a range of steps, as their smallest, their largest and their
 /// mean.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Point {
+pub(crate) struct Point {
     /// The first step.
     pub(super) step: u64,
     pub(super) least: f64,
@@ -17,15 +14,17 @@ pub(super) struct Point {
 
 /// A curve over steps.
 #[derive(Debug)]
-pub(super) struct Series {
+pub(crate) struct Series {
     points: Vec<Point>,
-    /// The number of values in a point.
+    /// The number of values in a point. The last point may have fewer.
     stride: u64,
+    /// The most points that are kept.
+    capacity: usize,
 }
 
 impl Point {
     /// Returns the mean of the values.
-    pub(super) fn mean(&self) -> f64 {
+    pub(crate) fn mean(&self) -> f64 {
         self.sum / self.count as f64
     }
 
@@ -50,17 +49,23 @@ fn join_all(points: &[Point]) -> Point {
 
 impl Default for Series {
     fn default() -> Self {
-        Series {
-            points: Vec::new(),
-            stride: 1,
-        }
+        Series::with_capacity(1024)
     }
 }
 
 impl Series {
+    /// Creates a curve that keeps at most this many points.
+    pub(crate) const fn with_capacity(capacity: usize) -> Self {
+        Series {
+            points: Vec::new(),
+            stride: 1,
+            capacity,
+        }
+    }
+
     /// Adds the value of a step. A value that is not finite is left out, and so is a step without a
     /// value.
-    pub(super) fn push(&mut self, step: u64, value: Option<f64>) {
+    pub(crate) fn push(&mut self, step: u64, value: Option<f64>) {
         let Some(value) = value.filter(|value| value.is_finite()) else {
             return;
         };
@@ -75,7 +80,7 @@ impl Series {
             Some(last) if last.count < self.stride => *last = last.join(&point),
             _ => self.points.push(point),
         }
-        if self.points.len() > POINTS {
+        if self.points.len() > self.capacity {
             // Join pairs of points, and from now on collect twice as many values in each point.
             self.points = self.points.chunks(2).map(join_all).collect();
             self.stride *= 2;
@@ -84,6 +89,14 @@ impl Series {
 
     pub(super) fn points(&self) -> &[Point] {
         &self.points
+    }
+
+    /// Returns the points without the last one, if it has fewer values than the others.
+    #[cfg(feature = "train")]
+    pub(crate) fn whole_points(&self) -> impl Iterator<Item = &Point> {
+        self.points
+            .iter()
+            .filter(|point| point.count == self.stride)
     }
 }
 
@@ -101,7 +114,8 @@ mod tests {
         series.push(100_000, Some(f64::NAN));
         series.push(100_000, None);
         let points = series.points();
-        assert!(points.len() <= POINTS && points.len() > POINTS / 4);
+        let capacity = series.capacity;
+        assert!(points.len() <= capacity && points.len() > capacity / 4);
         assert!(points.iter().any(|point| point.most > 50.0));
         assert!((points.last().unwrap().mean() - 1.0).abs() < 0.01);
         assert!(points.windows(2).all(|pair| pair[0].step < pair[1].step));
@@ -110,9 +124,10 @@ mod tests {
     #[test]
     fn joined_points_count_each_value_once() {
         let mut series = Series::default();
-        (0..=POINTS as u64).for_each(|step| series.push(step, Some(1.0)));
+        let capacity = series.capacity as u64;
+        (0..=capacity).for_each(|step| series.push(step, Some(1.0)));
         let count: u64 = series.points().iter().map(|point| point.count).sum();
-        assert_eq!(count, POINTS as u64 + 1);
+        assert_eq!(count, capacity + 1);
         assert!(series.points().iter().all(|point| point.mean() == 1.0));
     }
 }

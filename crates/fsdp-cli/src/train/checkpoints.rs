@@ -6,8 +6,8 @@ use anyhow::{Context, Error, Result};
 use fsdp::checkpoint::{
     CheckpointError, Location, RunFacts, STORAGE_DEADLINE, SaveReport, StepCheckpoint,
 };
-use fsdp::dcp::FileError;
-use fsdp::dcp::storage::Durable;
+use fsdp::formats::FileError;
+use fsdp::formats::storage::Durable;
 use fsdp::layout::{ErrorKind, Failure as _};
 use fsdp::prelude::*;
 use tracing::info_span;

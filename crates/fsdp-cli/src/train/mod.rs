@@ -34,8 +34,7 @@ use super::output;
 use crate::failure::Stopped;
 use crate::job_failure::{JobError, UnreadableCheckpoint, is_about_others};
 use crate::logs;
-use crate::report::lines;
-use crate::run_files::EVENTS_FILE;
+use crate::report::{EVENTS_FILE, lines};
 use crate::stop::StopRequest;
 
 pub(crate) use self::arguments::TrainArguments;

@@ -13,13 +13,14 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Serialize};
 
 use super::arguments::{TrainArguments, elastic_job, restarts};
-use super::sparkline::Sparkline;
+use super::sparkline::{empty_curve, sparkline};
 use crate::job_failure::JobError;
 use crate::output;
-use crate::report::lines::{self, Line};
-use crate::run_files::{EVENTS_FILE, METRICS_FILE};
+use crate::report::lines::{self, JsonLine};
+use crate::report::series::Series;
+use crate::report::{EVENTS_FILE, METRICS_FILE};
 use crate::text::escaped_lines;
-use fsdp::dcp::storage::Durable;
+use fsdp::formats::storage::Durable;
 
 /// The number of times per second that the bar is drawn.
 const BAR_HZ: u8 = 10;
@@ -118,8 +119,8 @@ pub(super) struct Report {
 /// The progress bar, and the curves beside it.
 struct Bar {
     bar: ProgressBar,
-    loss: Sparkline,
-    tokens_per_s: Sparkline,
+    loss: Series,
+    tokens_per_s: Series,
 }
 
 impl Report {
@@ -323,16 +324,17 @@ impl Bar {
         bar.reset_eta();
         Bar {
             bar,
-            loss: Sparkline::default(),
-            tokens_per_s: Sparkline::default(),
+            loss: empty_curve(),
+            tokens_per_s: empty_curve(),
         }
     }
 
     /// Shows a step that is done.
     fn step(&mut self, done: u64, loss: f64, tokens_per_s: f64) {
-        self.loss.push(loss);
-        self.tokens_per_s.push(tokens_per_s);
-        let (losses, speeds) = (&self.loss, &self.tokens_per_s);
+        self.loss.push(done, Some(loss));
+        self.tokens_per_s.push(done, Some(tokens_per_s));
+        let losses = sparkline(&self.loss);
+        let speeds = sparkline(&self.tokens_per_s);
         self.bar.set_message(format!(
             "loss {loss:.4} {losses}, {tokens_per_s:.0} tokens/s {speeds}"
         ));
@@ -469,7 +471,7 @@ struct Numbered {
 /// left half a line.
 fn length_before(metrics: &File, start: u64) -> std::io::Result<u64> {
     let (mut length, mut is_over) = (0, false);
-    lines::visit(metrics, |line: Line<Numbered>| {
+    lines::visit(metrics, |line: JsonLine<Numbered>| {
         let Some(Numbered { step }) = line.object.filter(|_| line.is_whole && !is_over) else {
             return;
         };

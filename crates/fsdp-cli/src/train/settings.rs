@@ -7,10 +7,10 @@ use crate::data::VOCAB;
 use crate::gpt::GptConfig;
 use anyhow::{Context, Result, ensure};
 use fsdp::checkpoint::Location;
-use fsdp::dcp::checkpoint::{self, Checkpoint};
-use fsdp::dcp::digest::Digest;
-use fsdp::dcp::metadata::Entry;
-use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
+use fsdp::formats::checkpoint::{self, Checkpoint};
+use fsdp::formats::digest::Digest;
+use fsdp::formats::metadata::Entry;
+use fsdp::formats::reader::{CheckpointReader, OpenOptions};
 use fsdp::prelude::*;
 
 use super::arguments::{MAX_LAYERS, MAX_SIZE, ScheduleName, TrainArguments};

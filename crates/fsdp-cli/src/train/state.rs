@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use fsdp::checkpoint::CheckpointError;
-use fsdp::dcp::metadata::Entry;
+use fsdp::formats::metadata::Entry;
 use fsdp::prelude::*;
 use fsdp::state::StateError;
 

@@ -1,6 +1,6 @@
 //! Elements that are ready to be put into a tensor whose memory is released.
 
-use candle_core::{CpuStorage, DType, Layout, Tensor};
+use candle_core::{CpuStorage, DType, Tensor};
 
 use super::guard::HostSlice;
 use super::host::{Scalar, bytes_of, copied_vec};
@@ -81,18 +81,6 @@ impl Contents {
     /// # Errors
     /// The same as [`refill`].
     pub fn put(self, tensor: &Tensor) -> Result<(), FlatError> {
-        with_storage_mut(tensor, |storage, layout| {
-            self.put_into(tensor, storage, layout)
-        })
-    }
-
-    /// Does what [`Self::put`] does, for a tensor whose storage is already locked for writing.
-    pub(super) fn put_into(
-        self,
-        tensor: &Tensor,
-        storage: StorageMut<'_>,
-        layout: &Layout,
-    ) -> Result<(), FlatError> {
         if self.elem_count() != tensor.elem_count() || self.dtype() != tensor.dtype() {
             return Err(FlatError::ShapeMismatch {
                 name: format!("storage of {:?}", tensor.dtype()),
@@ -100,29 +88,31 @@ impl Contents {
                 found: vec![self.elem_count()],
             });
         }
-        // A tensor that begins in the middle of its storage does not cover the storage.
-        if contiguous_range(tensor, layout)?.start > 0 {
-            return Err(FlatError::NotContiguous {
-                shape: tensor.dims().to_vec(),
-            });
-        }
-        match (storage, self.0) {
-            (StorageMut::Cpu(storage), Elements::Host(data)) => {
-                *storage = data;
-                Ok(())
+        with_storage_mut(tensor, |storage, layout| {
+            // A tensor that begins in the middle of its storage does not cover the storage.
+            if contiguous_range(tensor, layout)?.start > 0 {
+                return Err(FlatError::NotContiguous {
+                    shape: tensor.dims().to_vec(),
+                });
             }
-            #[cfg(feature = "cuda")]
-            (StorageMut::Cuda(storage), Elements::Host(data)) => {
-                let bytes = bytes_of(&data).ok_or_else(|| unsupported(tensor))?;
-                cuda::refill(storage, tensor.dtype(), tensor.elem_count(), bytes)
+            match (storage, self.0) {
+                (StorageMut::Cpu(storage), Elements::Host(data)) => {
+                    *storage = data;
+                    Ok(())
+                }
+                #[cfg(feature = "cuda")]
+                (StorageMut::Cuda(storage), Elements::Host(data)) => {
+                    let bytes = bytes_of(&data).ok_or_else(|| unsupported(tensor))?;
+                    cuda::refill(storage, tensor.dtype(), tensor.elem_count(), bytes)
+                }
+                #[cfg(feature = "cuda")]
+                (StorageMut::Cuda(storage), Elements::Device(source)) => {
+                    cuda::refill_from(storage, &source)
+                }
+                #[cfg(feature = "cuda")]
+                (StorageMut::Cpu(_), Elements::Device(_)) => Err(FlatError::device(tensor)),
             }
-            #[cfg(feature = "cuda")]
-            (StorageMut::Cuda(storage), Elements::Device(source)) => {
-                cuda::refill_from(storage, &source)
-            }
-            #[cfg(feature = "cuda")]
-            (StorageMut::Cpu(_), Elements::Device(_)) => Err(FlatError::device(tensor)),
-        }
+        })
     }
 }
 

@@ -15,17 +15,6 @@ pub(crate) enum StorageMut<'a> {
     Cuda(&'a mut candle_core::CudaStorage),
 }
 
-impl StorageMut<'_> {
-    /// Lends the storage for a shorter time.
-    pub(crate) fn reborrow(&mut self) -> StorageMut<'_> {
-        match self {
-            StorageMut::Cpu(storage) => StorageMut::Cpu(storage),
-            #[cfg(feature = "cuda")]
-            StorageMut::Cuda(storage) => StorageMut::Cuda(storage),
-        }
-    }
-}
-
 /// An in-place op that lends the storage of a tensor to a closure: candle gives no other way to
 /// change a storage.
 struct Lend<F, R> {

@@ -8,8 +8,7 @@
 //! writing takes the storage out of the tensor, and puts it back when it is dropped. Memory of
 //! NVIDIA GPUs (feature `cuda`) is copied to the host, and written back.
 //!
-//! [`Contents`] are elements that can be put into a released tensor, and [`Withheld`] makes readers
-//! of tensors wait.
+//! [`Contents`] are elements that can be put into a released tensor.
 //!
 //! A *released* storage is an empty storage of candle's dummy dtype `F4`, which no op supports. So
 //! an op that reads it fails with candle's dtype error, and never reads past the end.
@@ -20,7 +19,6 @@ pub(crate) mod host;
 mod joined;
 pub(crate) mod lend;
 mod many;
-mod withheld;
 
 use candle_core::{Device, Storage, Tensor};
 
@@ -34,7 +32,6 @@ pub use self::guard::{HostBytes, HostBytesMut, HostSlice, HostSliceMut};
 pub use self::host::{PLAIN_DTYPES, Scalar, TensorBuffer, copied_vec, reserved_vec, zeroed_vec};
 pub use self::joined::with_joined_bytes;
 pub use self::many::StorageGuard;
-pub use self::withheld::Withheld;
 
 /// Returns `true` if [`release`] has freed the tensor's memory, or if a guard for writing holds it.
 #[must_use]
@@ -85,19 +82,14 @@ fn place(tensor: &Tensor) -> (usize, usize) {
 /// # Errors
 /// A tensor on a device that this build does not support.
 pub fn release(tensor: &Tensor) -> Result<(), FlatError> {
-    with_storage_mut(tensor, |storage, _| release_storage(storage))
-}
-
-/// Frees the memory of a storage, as [`release`] does.
-fn release_storage(storage: StorageMut<'_>) -> Result<(), FlatError> {
-    match storage {
+    with_storage_mut(tensor, |storage, _| match storage {
         StorageMut::Cpu(storage) => {
             *storage = guard::nothing();
             Ok(())
         }
         #[cfg(feature = "cuda")]
         StorageMut::Cuda(storage) => cuda::release(storage),
-    }
+    })
 }
 
 /// Copies a tensor to another device, or clones it if it is there already.

@@ -8,14 +8,16 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::ShardedTensor;
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
-use fsdp_state::{GatherOptions, Leaf, LoadError as _, StateDict, StateValue, gather, set_element};
+use fsdp_state::{
+    GatherCall, GatherOptions, Leaf, LoadError as _, StateDict, StateValue, gather, set_element,
+};
 use serde::{Deserialize, Serialize};
 
 use super::OptimStateError;
 use super::entry::Saved;
 use super::local::{LocalStates, portable_state};
+use crate::error::{NnError, Result};
 use crate::optimizer::Optimizer;
-use crate::{NnError, Result};
 
 /// The key of a local parameter that is the same on all ranks, whatever its id is there: torch's
 /// `_OptimStateKey`. A model is sharded as a whole here, so that there is no `is_fsdp_managed`.
@@ -93,7 +95,7 @@ struct Entry {
 impl Entry {
     /// Describes a state entry. The value itself goes with it if that is small.
     fn of(name: &str, value: &StateValue) -> Result<Self> {
-        let leaf = Leaf::of(&KeyPath(vec![PathPart::Key(name.to_owned())]), value)?;
+        let leaf = Leaf::from_value(&KeyPath(vec![PathPart::Key(name.to_owned())]), value)?;
         Ok(Entry {
             leaf,
             small: value.to_plain()?,
@@ -216,15 +218,15 @@ pub(crate) fn join(
         joined.insert(fqn.as_str(), state);
     }
     if !lacking.is_empty() {
-        let mut replace = |path: &KeyPath, value: StateValue| set_element(&mut joined, path, value);
-        gather(
+        let call = GatherCall {
             operation,
-            &lacking,
             group,
-            &GatherOptions::default(),
-            None,
-            &mut replace,
-        )?;
+            options: &GatherOptions::default(),
+            boxes_on: None,
+        };
+        gather(&call, &lacking, |path, value| {
+            set_element(&mut joined, path, value)
+        })?;
     }
     Ok((joined, local))
 }

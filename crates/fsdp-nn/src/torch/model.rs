@@ -4,15 +4,15 @@ use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::{KeyPath, PathPart, TensorBox};
 use fsdp_state::engine::{DictSource, DictTarget};
 use fsdp_state::{
-    GatherOptions, LoadError as _, LoadOptions, LoadReport, StateDict, StateValue, copy_state_dict,
-    load_state,
+    GatherCall, GatherOptions, LoadError as _, LoadOptions, LoadReport, StateDict, StateValue,
+    copy_state_dict, load_state,
 };
 use indexmap::IndexMap;
 
-use crate::parameters::ShardedParameters;
-use crate::settings::StateDictType;
+use crate::error::{NnError, Result};
+use crate::model::ShardedParameters;
+use crate::model::state_dict_type::StateDictType;
 use crate::state::{LiveTarget, StatePrefixes, live_model_state_dict, persistent_buffers};
-use crate::{NnError, Result};
 
 /// Returns the model state dict, of the type that is set ([`ShardedParameters::state_dict_type`]):
 /// torch's `state_dict` of a `FullyShardedDataParallel`. Collective over the model's group. Tensors
@@ -113,15 +113,15 @@ pub(super) fn gather(
         Some(PathPart::Key(fqn)) => parameters.boxes_on(fqn, rank).ok(),
         _ => None,
     };
-    let mut pass = |path: &KeyPath, value: StateValue| Ok(sink(path, value)?);
-    Ok(fsdp_state::gather(
+    let call = GatherCall {
         operation,
-        state,
-        parameters.group(),
-        keep,
-        Some(&boxes_on),
-        &mut pass,
-    )?)
+        group: parameters.group(),
+        options: keep,
+        boxes_on: Some(&boxes_on),
+    };
+    Ok(fsdp_state::gather(&call, state, |path, value| {
+        Ok(sink(path, value)?)
+    })?)
 }
 
 /// Returns the flat parameters as views of this rank's shards, and the persistent buffers.
@@ -144,7 +144,7 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
             .map(|param| layout.param_range(param).end)
             .max()
             .unwrap_or(0);
-        let range = layout.shard(handle.shard_rank()).range;
+        let range = layout.shard_range(handle.shard_rank());
         let numel = range.end.min(end).saturating_sub(range.start);
         let mut shards = Vec::new();
         if numel > 0 {
@@ -206,7 +206,7 @@ pub fn load_state_dict(
         }
         // Everything is moved and checked beside the live shards, and copied into them at the end.
         let mut live = local_views(parameters)?;
-        let mut source = DictSource::open::<NnError>(group, operation, None, Ok(Some(state)))?;
+        let mut source = NnError::or_refuse(group, operation, DictSource::on_every_rank(state))?;
         let target = NnError::or_refuse(group, operation, DictTarget::new(&live, None))?;
         let mut target = target.with_own_tensors();
         let report: LoadReport =
@@ -218,7 +218,10 @@ pub fn load_state_dict(
         return Ok(report);
     }
     let root = settings.state_dict_config().rank0_only().then_some(0);
-    let mut source = DictSource::open::<NnError>(group, operation, root, Ok(Some(state)))?;
+    let mut source = match root {
+        Some(root) => DictSource::on_root(group, operation, root, Ok::<_, NnError>(Some(state)))?,
+        None => NnError::or_refuse(group, operation, DictSource::on_every_rank(state))?,
+    };
     let prefixes = StatePrefixes {
         model: Some(Vec::new()),
         optim: None,

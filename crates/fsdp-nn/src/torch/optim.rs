@@ -8,17 +8,17 @@ use fsdp_state::{GatherOptions, LoadError as _, StateDict, StateValue};
 use indexmap::IndexMap;
 
 use super::model::gather;
-use crate::optimizer::Optimizer;
-use crate::parameters::ShardedParameters;
-use crate::settings::{
+use crate::error::{NnError, Result};
+use crate::model::ShardedParameters;
+use crate::model::state_dict_type::{
     FullOptimStateDictConfig, OptimStateDictConfig, ShardedOptimStateDictConfig, StateDictSettings,
     StateDictType,
 };
+use crate::optimizer::Optimizer;
 use crate::state::{
     LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, group_dicts, join,
     load_exactly, load_here, names_that_count, resolve_keys,
 };
-use crate::{NnError, Result};
 
 /// Returns the optimizer's state by the model's names: torch's `FSDP.optim_state_dict`. Collective
 /// over the model's group.
@@ -427,19 +427,18 @@ fn to_local(
 ) -> Result<(Optimizer, StateDict)> {
     const OPERATION: &str = "optim_state_dict_to_load";
     let group = parameters.group();
-    let missing = || OptimStateError::MissingKey {
-        key: "state".to_owned(),
+    let owned = check_owner(parameters, optimizer);
+    let mut source = if rank0_only {
+        let mine = owned.and_then(|()| match group.rank() {
+            0 => with_states(state).map(Some),
+            // The other ranks bring nothing.
+            _ => Ok(None),
+        });
+        DictSource::on_root(group, OPERATION, 0, mine)?
+    } else {
+        let opened = owned.and_then(|()| Ok(DictSource::on_every_rank(with_states(state)?)?));
+        NnError::or_refuse(group, OPERATION, opened)?
     };
-    let mine = match check_owner(parameters, optimizer) {
-        // With `rank0_only` the other ranks bring nothing.
-        Ok(()) if rank0_only && group.rank() > 0 => Ok(None),
-        Ok(()) => state
-            .filter(|state| state.dict("state").is_some())
-            .ok_or_else(|| missing().into())
-            .map(Some),
-        Err(error) => Err(error),
-    };
-    let mut source = DictSource::open(group, OPERATION, rank0_only.then_some(0), mine)?;
     let mut loaded = optimizer.without_state();
     load_exactly(
         OPERATION,
@@ -459,6 +458,18 @@ fn to_local(
         dict.remove("param_groups");
     }
     Ok((loaded, dict))
+}
+
+/// Checks that an optimizer's state dict was brought, and that it has the states of parameters.
+fn with_states(state: Option<&StateDict>) -> Result<&StateDict> {
+    state
+        .filter(|state| state.dict("state").is_some())
+        .ok_or_else(|| {
+            OptimStateError::MissingKey {
+                key: "state".to_owned(),
+            }
+            .into()
+        })
 }
 
 /// Returns the state of one FlatParameter on this rank from the states of its parameters (`{name:
@@ -581,7 +592,7 @@ pub fn broadcast_processed_state(
         })),
         states => Ok(states),
     };
-    let source = DictSource::open(group, "broadcast_processed_state", Some(0), states)?;
+    let source = DictSource::on_root(group, "broadcast_processed_state", 0, states)?;
     let names = source
         .schema()
         .iter()

@@ -26,5 +26,3 @@ mod summon;
 mod two_models;
 mod units;
 mod unreached;
-mod wrap;
-mod wrapped_pairs;

@@ -40,23 +40,18 @@ impl Module for Layer {
 }
 
 /// The way in which the layers are units.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy)]
 enum Units {
     Explicit,
     /// Recomputed, inside of units.
     Recomputed,
     /// Recomputed, with the unit inside.
     RecomputedAround,
-    /// By a pattern of names.
-    Wrapped,
-    /// Explicit ones and those by a pattern by turns.
-    Mixed,
 }
 
 enum Block {
     Unit(Unit<Recomputed<Layer>>),
     Around(Recomputed<Unit<Layer>>),
-    Plain(Layer),
 }
 
 impl Module for Block {
@@ -64,7 +59,6 @@ impl Module for Block {
         match self {
             Block::Unit(unit) => unit.forward(x),
             Block::Around(unit) => unit.forward(x),
-            Block::Plain(layer) => layer.forward(x),
         }
     }
 }
@@ -80,9 +74,6 @@ impl Net {
         let block = |index: usize| {
             let scope = scope.pp("layers").pp(index);
             Ok(match units {
-                Units::Mixed if index.is_multiple_of(2) => Block::Unit(
-                    scope.unit(|scope| Ok(Recomputed::when(false, Layer::new(scope)?)))?,
-                ),
                 Units::Explicit => Block::Unit(
                     scope.unit(|scope| Ok(Recomputed::when(false, Layer::new(scope)?)))?,
                 ),
@@ -90,7 +81,6 @@ impl Net {
                     Block::Unit(scope.unit(|scope| Ok(Recomputed::new(Layer::new(scope)?)))?)
                 }
                 Units::RecomputedAround => Block::Around(Recomputed::new(scope.unit(Layer::new)?)),
-                Units::Wrapped | Units::Mixed => Block::Plain(Layer::new(&scope)?),
             })
         };
         Ok(Net {
@@ -129,11 +119,6 @@ fn input(rank: usize, step: usize) -> Tensor {
 }
 
 fn model(group: &ProcessGroup, config: FsdpConfig, units: Units) -> FullyShardedDataParallel<Net> {
-    let config = if [Units::Wrapped, Units::Mixed].contains(&units) {
-        config.wrap("layers.*")
-    } else {
-        config
-    };
     FullyShardedDataParallel::new(group.clone(), config, |scope| Net::new(scope, units)).unwrap()
 }
 
@@ -284,15 +269,13 @@ const WORLDS: [usize; 4] = [1, 2, 3, 4];
 
 #[test]
 fn losses_have_the_same_bits_with_every_strategy() {
-    for units in [Units::Explicit, Units::Wrapped] {
-        check(
-            &WORLDS,
-            &ShardingStrategy::ALL,
-            units,
-            Run::default(),
-            |config| config,
-        );
-    }
+    check(
+        &WORLDS,
+        &ShardingStrategy::ALL,
+        Units::Explicit,
+        Run::default(),
+        |config| config,
+    );
 }
 
 #[test]
@@ -315,30 +298,32 @@ fn losses_have_the_same_bits_with_accumulated_gradients_and_compressed_reduction
         hook: Some(CommHook::Bf16Compress),
         ..Run::default()
     };
-    for units in [Units::Explicit, Units::Wrapped] {
-        check(&[2, 4], &ShardingStrategy::ALL, units, run, |config| config);
-    }
+    check(
+        &[2, 4],
+        &ShardingStrategy::ALL,
+        Units::Explicit,
+        run,
+        |config| config,
+    );
 }
 
 #[test]
 fn losses_have_the_same_bits_in_mixed_precision_with_frozen_weights_and_offload() {
-    for units in [Units::Explicit, Units::Wrapped] {
-        check(
-            &[1, 2, 4],
-            &ShardingStrategy::ALL,
-            units,
-            Run::default(),
-            |config| FsdpConfig {
-                mixed_precision: MixedPrecision {
-                    param: Some(DType::BF16),
-                    ..MixedPrecision::default()
-                },
-                requires_grad: Arc::new(|fqn| !fqn.contains("down")),
-                cpu_offload: true,
-                ..config
+    check(
+        &[1, 2, 4],
+        &ShardingStrategy::ALL,
+        Units::Explicit,
+        Run::default(),
+        |config| FsdpConfig {
+            mixed_precision: MixedPrecision {
+                param: Some(DType::BF16),
+                ..MixedPrecision::default()
             },
-        );
-    }
+            requires_grad: Arc::new(|fqn| !fqn.contains("down")),
+            cpu_offload: true,
+            ..config
+        },
+    );
 }
 
 #[test]
@@ -348,12 +333,7 @@ fn steps_that_leave_the_order_gather_on_demand_and_have_the_same_bits() {
         micro_batches: 1,
         ..Run::default()
     };
-    for units in [
-        Units::Explicit,
-        Units::RecomputedAround,
-        Units::Wrapped,
-        Units::Mixed,
-    ] {
+    for units in [Units::Explicit, Units::RecomputedAround] {
         check(&[2, 3, 4], &ShardingStrategy::ALL, units, run, |config| {
             config
         });
@@ -522,57 +502,49 @@ fn reductions_run_beside_a_backward_that_gathers_nothing() {
 
 #[test]
 fn memory_is_that_of_one_more_unit_or_of_three() {
-    for units in [Units::Explicit, Units::Wrapped] {
-        run_local(2, |group| {
-            let peak = |config: FsdpConfig| {
-                let model = model(&group, config, units);
-                train(&model, Run::default()).unwrap();
-                model.parameters().peak_parameter_bytes()
-            };
-            let config = config(2, ShardingStrategy::FullShard);
-            let plain = peak(config.clone());
-            let unit = 4 * (WIDTH * 10 + 10 + 10 * WIDTH + WIDTH);
-            let ahead = |limit_all_gathers| FsdpConfig {
-                backward_prefetch: Some(BackwardPrefetch::Pre),
-                forward_prefetch: true,
-                limit_all_gathers,
-                ..config.clone()
-            };
-            assert!(
-                peak(ahead(true)) <= plain + unit,
-                "{units:?}: {} after {plain}",
-                peak(ahead(true))
-            );
-            assert_eq!(
-                peak(ahead(true)),
-                plain + unit,
-                "{units:?}: one unit is gathered ahead"
-            );
-            assert!(
-                peak(ahead(false)) <= plain + 3 * unit,
-                "{units:?}: {} after {plain}",
-                peak(ahead(false))
-            );
-            assert!(
-                peak(ahead(false)) > plain + unit,
-                "{units:?}: more than one unit is gathered ahead"
-            );
-        })
-        .unwrap();
-    }
+    run_local(2, |group| {
+        let peak = |config: FsdpConfig| {
+            let model = model(&group, config, Units::Explicit);
+            train(&model, Run::default()).unwrap();
+            model.parameters().peak_parameter_bytes()
+        };
+        let config = config(2, ShardingStrategy::FullShard);
+        let plain = peak(config.clone());
+        let unit = 4 * (WIDTH * 10 + 10 + 10 * WIDTH + WIDTH);
+        let ahead = |limit_all_gathers| FsdpConfig {
+            backward_prefetch: Some(BackwardPrefetch::Pre),
+            forward_prefetch: true,
+            limit_all_gathers,
+            ..config.clone()
+        };
+        assert!(
+            peak(ahead(true)) <= plain + unit,
+            "{} after {plain}",
+            peak(ahead(true))
+        );
+        assert_eq!(
+            peak(ahead(true)),
+            plain + unit,
+            "one unit is gathered ahead"
+        );
+        assert!(
+            peak(ahead(false)) <= plain + 3 * unit,
+            "{} after {plain}",
+            peak(ahead(false))
+        );
+        assert!(
+            peak(ahead(false)) > plain + unit,
+            "more than one unit is gathered ahead"
+        );
+    })
+    .unwrap();
 }
 
 #[test]
 fn as_many_gathers_and_reductions_as_without() {
-    for units in [Units::Explicit, Units::Wrapped] {
-        check_traffic(units);
-    }
-}
-
-fn check_traffic(units: Units) {
     run_local(2, |group| {
         let count = |config: FsdpConfig| {
-            let model = model(&group, config, units);
+            let model = model(&group, config, Units::Explicit);
             let before = group.traffic();
             train(&model, Run::default()).unwrap();
             let traffic = group.traffic().since(&before);

@@ -211,62 +211,6 @@ fn mixed_precision_and_frozen_weights_make_no_difference() {
     }
 }
 
-fn wrapped(group: &ProcessGroup, parts: usize) -> Vec<Vec<f32>> {
-    let config = FsdpConfig {
-        seed: 5,
-        ..FsdpConfig::default()
-    }
-    .wrap("layers.*");
-    let model = FullyShardedDataParallel::new(group.clone(), config, |scope| {
-        let layer = |index: usize| Ok(Arc::new(Layer::new(&scope.pp("layers").pp(index))?));
-        (0..4).map(layer).collect::<candle_core::Result<Vec<_>>>()
-    });
-    let model = model.unwrap();
-    let x = Tensor::arange(0f32, 12f32, &Device::Cpu)
-        .unwrap()
-        .reshape((2, 6))
-        .unwrap();
-    let loss = model.forward(|layers| {
-        let mut h = x.clone();
-        for part in layers.chunks(parts.max(1)) {
-            let part = part.to_vec();
-            let run = move |h: &[Tensor]| {
-                part.iter()
-                    .try_fold(h[0].clone(), |h, layer| layer.forward(&h))
-            };
-            h = if parts == 0 {
-                run(&[h])?
-            } else {
-                recompute(&[&h], run)?
-            };
-        }
-        h.sqr()?.mean_all()
-    });
-    model.backward(&loss.unwrap()).unwrap();
-    let parameters = model.parameters();
-    let pieces = parameters
-        .fqns()
-        .map(|fqn| parameters.gradient(fqn).unwrap().unwrap());
-    pieces
-        .flat_map(|piece| piece.shards().to_vec())
-        .map(|shard| shard.tensor.flatten_all().unwrap().to_vec1().unwrap())
-        .collect()
-}
-
-#[test]
-fn units_by_pattern_are_whole_when_a_part_is_computed_again() {
-    for world in 1..=3 {
-        let expected = run_local(world, |group| wrapped(&group, 0)).unwrap();
-        for parts in [1, 2, 4] {
-            assert_eq!(
-                run_local(world, |group| wrapped(&group, parts)).unwrap(),
-                expected,
-                "{parts} on {world}"
-            );
-        }
-    }
-}
-
 #[test]
 fn a_unit_around_a_recomputed_module_is_gathered_as_often_as_without() {
     let bytes = |way: Way| {

@@ -1,6 +1,8 @@
 //! Units hand their memory out and take it back: forwards, backwards and loads in any order compute
 //! with the live values.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 use candle_nn::{Linear, Module, linear};
@@ -356,6 +358,33 @@ fn a_backward_that_fails_in_the_middle_of_a_unit_leaves_nothing_behind() {
         })
         .unwrap();
     }
+}
+
+#[test]
+fn a_model_computes_after_a_forward_that_fails_or_panics() {
+    run_local(2, |group| {
+        let model = model(&group, config(ShardingStrategy::FullShard));
+        let x = input(0);
+        let shards = model.parameters().parameter_bytes();
+        let expected = value(&loss(&model, 0, true).unwrap());
+        let failed = model.forward(|net| {
+            net.a.forward(&x)?;
+            Err::<Tensor, _>(candle_core::Error::Msg("the model fails".to_owned()))
+        });
+        assert!(failed.unwrap_err().to_string().contains("the model fails"));
+        assert_eq!(value(&loss(&model, 0, true).unwrap()), expected);
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            model.forward(|net| {
+                net.a
+                    .run(|_| -> candle_core::Result<Tensor> { panic!("the model panics") })
+            })
+        }));
+        assert!(panicked.is_err());
+        assert_eq!(value(&loss(&model, 0, true).unwrap()), expected);
+        model.parameters().reshard().unwrap();
+        assert_eq!(model.parameters().parameter_bytes(), shards);
+    })
+    .unwrap();
 }
 
 #[test]

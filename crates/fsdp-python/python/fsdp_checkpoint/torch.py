@@ -200,10 +200,10 @@ class StorageWriter(_Storage, storage.StorageWriter):
             data = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
             dtype = str(data.dtype).removeprefix("torch.")
             tensors.append((item.index.fqn, dtype, [*size], [*chunk.offsets], [*chunk.sizes], bytes_of(data)))
-        placed, report, opaque = staging.write_rank(rank_plan.rank, tensors, values)
+        places, report, opaque = staging.write_rank(rank_plan.rank, tensors, values)
         _warn_of(opaque)
         results: list[WriteResult] = [
-            WriteResult(indices[at], length, _StorageInfo(file, offset, length)) for at, file, offset, length in placed
+            WriteResult(indices[at], length, _StorageInfo(file, offset, length)) for at, file, offset, length in places
         ]
         results.append(_RankReport(MetadataIndex(""), 0, None, report, rank_plan.staging))
         future: Future[list[WriteResult]] = Future()

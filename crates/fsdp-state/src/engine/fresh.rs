@@ -9,7 +9,7 @@ use itertools::EitherOrBoth;
 
 use super::options::{LoadOptions, is_part_of};
 use super::target::{Plan, Target, Values, Wanted};
-use crate::keep_on::KeepOn;
+use crate::keep_on::GatherOptions;
 use crate::lend::Memory;
 use crate::memory::device_of;
 use crate::schema::Leaf;
@@ -20,7 +20,7 @@ use crate::{Schema, StateDict, StateError, StateValue, get_element_mut};
 pub struct DictTarget<'a> {
     template: &'a StateDict,
     /// `true` if each rank reads from a checkpoint for itself.
-    is_of_checkpoint: bool,
+    is_for_checkpoint: bool,
     /// `true` if the template's own tensors are filled.
     is_in_place: bool,
     /// `true` if ranks may have different whole tensors under one name.
@@ -40,17 +40,15 @@ impl<'a> DictTarget<'a> {
     /// Tensors whose memory is released, or of dtypes and shapes that no file holds.
     pub fn new(template: &'a StateDict, device: Option<Device>) -> Result<Self, StateError> {
         let (schema, values) = Schema::with_values(template)?;
-        let (is_of_checkpoint, is_in_place, has_own_tensors) = (false, false, false);
-        let loaded = IndexMap::new();
         Ok(DictTarget {
             template,
-            is_of_checkpoint,
-            is_in_place,
-            has_own_tensors,
+            is_for_checkpoint: false,
+            is_in_place: false,
+            has_own_tensors: false,
             schema,
             values,
             device,
-            loaded,
+            loaded: IndexMap::new(),
         })
     }
 
@@ -58,8 +56,9 @@ impl<'a> DictTarget<'a> {
     /// for different names, and names that only the checkpoint has are no error. With `in_place`
     /// the template's own tensors are filled, instead of new ones.
     #[must_use]
-    pub const fn of_checkpoint(mut self, in_place: bool) -> Self {
-        (self.is_of_checkpoint, self.is_in_place) = (true, in_place);
+    pub const fn for_checkpoint(mut self, in_place: bool) -> Self {
+        self.is_for_checkpoint = true;
+        self.is_in_place = in_place;
         self.with_own_tensors()
     }
 
@@ -75,9 +74,8 @@ impl<'a> DictTarget<'a> {
     pub fn into_state(self) -> StateDict {
         let mut state = self.template.clone();
         for (path, value) in self.loaded {
-            if let Some(slot) = get_element_mut(&mut state, &path) {
-                *slot = value;
-            }
+            *get_element_mut(&mut state, &path).expect("the paths are those of the template") =
+                value;
         }
         state
     }
@@ -87,6 +85,13 @@ impl<'a> DictTarget<'a> {
     #[must_use]
     pub fn into_loaded(self) -> IndexMap<KeyPath, StateValue> {
         self.loaded
+    }
+
+    /// Sets the new value at a position of the schema.
+    fn insert_loaded(&mut self, position: usize, value: StateValue) {
+        let leaf = self.schema.get(position);
+        let (path, _) = leaf.expect("positions are those of the schema");
+        self.loaded.insert(path.clone(), value);
     }
 
     fn device_for(&self, position: usize) -> Device {
@@ -102,20 +107,20 @@ impl<'a> DictTarget<'a> {
         // who share its memory.
         let is_filled =
             current.tensor().is_some() && (self.is_in_place || saved.tensor().is_some());
-        saved.is_scalar() && current.is_scalar() && !(self.is_of_checkpoint && is_filled)
+        saved.is_scalar() && current.is_scalar() && !(self.is_for_checkpoint && is_filled)
     }
 
     /// Checks that the template's tensors can be filled where they are.
     fn check_fillable(&self, wanted: &[Wanted]) -> Result<(), StateError> {
+        // Elements are written as runs of bytes, which a view with gaps does not have.
         for wanted in wanted {
             let tensors = self.values[wanted.place].candle_tensors();
             if let Some(tensor) = tensors.iter().find(|tensor| !tensor.is_contiguous()) {
-                let problem = FlatError::NotContiguous {
-                    shape: tensor.dims().to_vec(),
-                };
                 return Err(StateError::NotFillable {
                     key: wanted.key.clone(),
-                    problem,
+                    problem: FlatError::NotContiguous {
+                        shape: tensor.dims().to_vec(),
+                    },
                 });
             }
         }
@@ -133,7 +138,7 @@ impl Target for DictTarget<'_> {
         options: &LoadOptions,
     ) -> Result<Plan, E> {
         let mut plan = Plan {
-            refuses_unexpected: !self.is_of_checkpoint,
+            refuses_unexpected: !self.is_for_checkpoint,
             ..Plan::default()
         };
         // Step 1: compare what the source has with the template, name by name. Small values are
@@ -179,20 +184,19 @@ impl Target for DictTarget<'_> {
         }
         plan.report.missing.append(&mut absent);
         // Step 2: take the small values.
-        let (sources, targets): (Vec<usize>, Vec<usize>) = by_value.into_iter().unzip();
-        let values = small(&sources)?;
-        for (from, to) in sources.iter().zip(targets) {
-            if let (Some(value), Some((path, _))) = (values.get(from), self.schema.get(to)) {
-                self.loaded
-                    .insert(path.clone(), value.copy_to(Some(&self.device_for(to)))?);
-            }
+        let positions: Vec<usize> = by_value.iter().map(|(from, _)| *from).collect();
+        let values = small(&positions)?;
+        for (from, to) in by_value {
+            let value = values.get(&from).expect("a scalar is a small value");
+            let value_here = value.copy_to(Some(&self.device_for(to)))?;
+            self.insert_loaded(to, value_here);
         }
         if self.is_in_place {
             self.check_fillable(&plan.wanted)?;
         }
         // Values that move between ranks need targets that agree. From a checkpoint each rank may
         // load what it likes.
-        if !self.is_of_checkpoint {
+        if !self.is_for_checkpoint {
             plan.common.target = self.schema.clone();
         }
         Ok(plan)
@@ -208,16 +212,14 @@ impl Target for DictTarget<'_> {
     }
 
     fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {
-        let Some((path, _)) = self.schema.get(wanted.place) else {
-            return Ok(());
-        };
-        let value = self.values[wanted.place];
-        if self.is_in_place && !matches!(value, StateValue::Raw(_)) {
+        let current = self.values[wanted.place];
+        // The template's own memory has been filled. Only raw tensors have none that can be.
+        if self.is_in_place && !matches!(current, StateValue::Raw(_)) {
             return Ok(());
         }
-        let whole = !matches!(value, StateValue::Sharded(_));
-        let value = memory.into_value(whole, &self.device_for(wanted.place))?;
-        self.loaded.insert(path.clone(), value);
+        let is_whole = !matches!(current, StateValue::Sharded(_));
+        let value = memory.into_value(is_whole, &self.device_for(wanted.place))?;
+        self.insert_loaded(wanted.place, value);
         Ok(())
     }
 
@@ -248,44 +250,41 @@ fn fresh(value: &StateValue, wanted: &Wanted) -> Result<Memory, StateError> {
 /// The source must be a [`DictSource`](super::DictSource) of the same state dict: positions are the
 /// same in both.
 pub(crate) struct Whole<'a> {
-    keep_on: KeepOn,
-    device: Option<Device>,
+    options: &'a GatherOptions,
+    /// `true` if this rank gets the tensors.
+    is_kept_here: bool,
     /// This rank's values, by their positions in the schema.
     values: Vec<&'a StateValue>,
     schema: Schema,
-    rank: usize,
     /// The first position whose value the sink has not received yet.
     next: usize,
     sink: &'a mut Sink<'a>,
 }
 
 /// A function that takes the values one by one, with their paths.
-pub(crate) type Sink<'a> = dyn FnMut(&KeyPath, StateValue) -> Result<(), StateError> + 'a;
+type Sink<'a> = dyn FnMut(&KeyPath, StateValue) -> Result<(), StateError> + 'a;
 
 impl<'a> Whole<'a> {
     /// Returns a target that gathers the values of `state`, and passes each of them, whole, to
     /// `sink`, sorted by path.
     ///
-    /// `sink` is called only on the ranks of `group` that `keep_on` names. Tensors go to `device`;
-    /// without one, each goes where this rank's part of it is. No communication.
+    /// `sink` is called only on the ranks of `group` that the options name. No communication.
     ///
     /// # Errors
     /// Ranks in `keep_on` that the group does not have; tensors whose memory is released.
     pub(crate) fn new(
         state: &'a StateDict,
         group: &ProcessGroup,
-        keep_on: &KeepOn,
-        device: Option<Device>,
+        options: &'a GatherOptions,
         sink: &'a mut Sink<'a>,
     ) -> Result<Self, StateError> {
-        keep_on.check(group.world_size())?;
+        options.keep_on.check(group.world_size())?;
         let (schema, values) = Schema::with_values(state)?;
         Ok(Whole {
-            keep_on: keep_on.clone(),
-            device,
+            options,
+            is_kept_here: options.keep_on.contains(group.rank()),
             values,
             schema,
-            rank: group.rank(),
             next: 0,
             sink,
         })
@@ -294,16 +293,13 @@ impl<'a> Whole<'a> {
     /// Passes this rank's own values before a position to the sink: those that are not sharded, and
     /// so do not move.
     fn pass_on_before(&mut self, position: usize) -> Result<(), StateError> {
-        while self.next < position {
-            let at = self.next;
-            self.next += 1;
-            if let (Some((path, leaf)), Some(value)) = (self.schema.get(at), self.values.get(at))
-                && !leaf.is_sharded()
-                && self.keep_on.contains(self.rank)
-            {
-                (self.sink)(path, value.copy_to(self.device.as_ref())?)?;
+        let values = self.schema.iter().zip(&self.values);
+        for ((path, leaf), value) in values.take(position).skip(self.next) {
+            if self.is_kept_here && !leaf.is_sharded() {
+                (self.sink)(path, value.copy_to(self.options.device.as_ref())?)?;
             }
         }
+        self.next = position;
         Ok(())
     }
 }
@@ -318,20 +314,22 @@ impl Target for Whole<'_> {
         _: &LoadOptions,
     ) -> Result<Plan, E> {
         let mut plan = Plan::default();
-        plan.common.arguments = self.keep_on.to_string();
+        plan.common.arguments = self.options.keep_on.to_string();
         for (position, (_, leaf)) in source.iter().enumerate() {
-            let Some((dtype, shape)) = leaf.tensor().filter(|_| leaf.is_sharded()) else {
+            if !leaf.is_sharded() {
                 continue;
-            };
-            let boxes = if self.keep_on.contains(self.rank) {
-                vec![TensorBox::whole(shape)]
-            } else {
-                Vec::new()
-            };
+            }
             // The source is made of the same dict, so that its positions are those of the values
             // here.
-            plan.wanted
-                .extend(Wanted::of(source, position, dtype, boxes));
+            let whole = Wanted::whole(source, position).expect("a sharded tensor is a tensor");
+            plan.wanted.push(Wanted {
+                boxes: if self.is_kept_here {
+                    whole.boxes
+                } else {
+                    Vec::new()
+                },
+                ..whole
+            });
         }
         Ok(plan)
     }
@@ -341,21 +339,22 @@ impl Target for Whole<'_> {
     }
 
     fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {
-        let device = self
-            .device
-            .clone()
-            .unwrap_or_else(|| device_of(self.values[wanted.position]));
+        let device = match &self.options.device {
+            Some(device) => device.clone(),
+            None => device_of(self.values[wanted.position]),
+        };
         let value = memory.into_value(true, &device)?;
+        // The sink gets the values in the order of their paths, so those that did not have to move
+        // go first.
         self.pass_on_before(wanted.position)?;
         self.next = wanted.position + 1;
-        let Some((path, _)) = self.schema.get(wanted.position) else {
-            return Ok(());
-        };
+        let leaf = self.schema.get(wanted.position);
+        let (path, _) = leaf.expect("what is wanted is in the schema");
         (self.sink)(path, value)
     }
 
     fn wanted_on(&self, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
-        Some(if self.keep_on.contains(rank) {
+        Some(if self.options.keep_on.contains(rank) {
             vec![TensorBox::whole(&wanted.shape)]
         } else {
             Vec::new()

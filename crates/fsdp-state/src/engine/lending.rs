@@ -35,15 +35,14 @@ type Place = (usize, usize);
 impl<'a, T: Target> Lending<'a, T> {
     /// Begins to lend the memory of the wanted tensors.
     pub(super) fn new(target: &'a mut T, wanted: &'a [Wanted], is_staged: bool) -> Self {
-        let (lent, stretches, detours, staged) = Default::default();
         Lending {
             target,
             wanted,
             is_staged,
-            lent,
-            stretches,
-            detours,
-            staged,
+            lent: Vec::new(),
+            stretches: BTreeMap::new(),
+            detours: HashMap::new(),
+            staged: Vec::new(),
         }
     }
 
@@ -52,31 +51,28 @@ impl<'a, T: Target> Lending<'a, T> {
         self.staged
     }
 
-    /// Notes a live tensor as lent, and returns `None`. If a tensor that has been lent before has
-    /// some of its elements, nothing is noted, and that tensor is returned.
-    fn note_as_lent(&mut self, tensor: &ShardedTensor) -> Option<&ShardedTensor> {
+    /// Records a live tensor as lent, and returns `None`. If a tensor that has been lent before has
+    /// some of its elements, nothing is recorded, and that tensor is returned.
+    fn record_as_lent(&mut self, tensor: &ShardedTensor) -> Option<&ShardedTensor> {
         let mut stretches = Vec::with_capacity(tensor.shards().len());
-        for shard in tensor
-            .shards()
-            .iter()
-            .filter(|shard| !shard.bounds.is_empty())
-        {
-            let (storage, start) = (
-                storage_id(&shard.tensor),
-                shard.tensor.layout().start_offset(),
-            );
+        for shard in tensor.shards() {
+            if shard.bounds.is_empty() {
+                continue;
+            }
+            let storage = storage_id(&shard.tensor);
+            let start = shard.tensor.layout().start_offset();
             let end = start + shard.tensor.elem_count();
             // Stretches do not overlap, so only the last one that begins before the end of this one
             // can reach into it.
-            let before = self
-                .stretches
-                .range((storage, 0)..(storage, end))
-                .next_back();
-            if let Some((_, &(_, owner))) = before.filter(|(_, (before, _))| *before > start) {
-                return self.lent.get(owner);
+            let mut before = self.stretches.range((storage, 0)..(storage, end));
+            if let Some((_, &(end_before, owner))) = before.next_back()
+                && end_before > start
+            {
+                return Some(&self.lent[owner]);
             }
             stretches.push(((storage, start), (end, self.lent.len())));
         }
+        // Only now, because a tensor that overlaps must leave no trace.
         self.stretches.extend(stretches);
         self.lent.push(tensor.clone());
         None
@@ -102,11 +98,14 @@ impl<T: Target> Lend for Lending<'_, T> {
         if self.target.lends_live(&self.wanted[wanted])
             && let Memory::Tensors(tensor) = &memory
         {
-            match self.note_as_lent(tensor) {
+            // Two names of one tensor are filled once. Memory that shares only some elements with
+            // other memory cannot be lent together with it, so its values take a detour.
+            match self.record_as_lent(tensor) {
                 Some(other) if other.is_same_view(tensor) => return Ok(None),
                 other => is_shared = other.is_some(),
             }
         }
+        // A conversion writes to the target's memory from a detour, so it must be there.
         if dtype != becomes {
             memory = memory.allocated()?;
         }
@@ -118,19 +117,20 @@ impl<T: Target> Lend for Lending<'_, T> {
     }
 
     fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
-        match (self.detours.remove(&wanted), memory) {
-            // Staged: keep the new values until all of them are there.
-            (Some(home), Memory::Tensors(values)) if self.is_staged(wanted) => {
-                self.staged.push((home, values));
-                Ok(())
-            }
-            // The values could not be read straight into the target's memory: copy them there.
-            (Some(home), Memory::Tensors(values)) => {
-                home.fill_from(&values)?;
-                self.target.filled(&self.wanted[wanted], home)
-            }
+        let Some(home) = self.detours.remove(&wanted) else {
             // This is the target's memory itself.
-            (_, memory) => self.target.filled(&self.wanted[wanted], memory),
+            return self.target.filled(&self.wanted[wanted], memory);
+        };
+        let Memory::Tensors(values) = memory else {
+            unreachable!("a detour is made of tensors");
+        };
+        if self.is_staged(wanted) {
+            // All new values must be there before the first one takes effect.
+            self.staged.push((home, values));
+            return Ok(());
         }
+        // The values could not be read straight into the target's memory: copy them there.
+        home.fill_from(&values)?;
+        self.target.filled(&self.wanted[wanted], home)
     }
 }

@@ -257,8 +257,9 @@ fn agree<E: LoadError>(call: &LoadCall<'_>, compared: Result<Plan, E>) -> Result
     };
     // These data may be large, so only two ranks send theirs: the first, and the first that differs
     // from it.
-    let of = |rank: usize| group.broadcast_object((group.rank() == rank).then_some(&common), rank);
-    let (first, second): (Common, Common) = (of(0)?, of(other)?);
+    let first: Common = group.broadcast_object((group.rank() == 0).then_some(&common), 0)?;
+    let second: Common =
+        group.broadcast_object((group.rank() == other).then_some(&common), other)?;
     Err(difference(call, &first, other, &second).map_or(error, E::from))
 }
 
@@ -273,13 +274,13 @@ fn agree_on_own<E: LoadError>(call: &LoadCall<'_>, mut plan: Plan) -> Result<Pla
     let mut names: Vec<String> = group.broadcast_object((group.rank() == 0).then_some(here), 0)?;
     // An entry is 1 if this rank asks for the name. After the reduction it is 1 if any rank does.
     // Reports are sorted, so a binary search finds the names.
-    let mut is_asked_for: Vec<u8> = names
+    let mut asked_for: Vec<u8> = names
         .iter()
         .map(|name| here.binary_search(name).is_err().into())
         .collect();
-    group.all_reduce(&mut is_asked_for, ReduceOp::Max)?;
-    let mut is_asked_for = is_asked_for.into_iter();
-    names.retain(|_| is_asked_for.next() == Some(0));
+    group.all_reduce(&mut asked_for, ReduceOp::Max)?;
+    let mut flags = asked_for.into_iter();
+    names.retain(|_| flags.next() == Some(0));
     plan.report.unexpected = names;
     E::agree(group, call.operation, None, check_report(call, plan))
 }
@@ -296,13 +297,9 @@ fn difference(
     other: usize,
     second: &Common,
 ) -> Option<StateError> {
-    let &LoadCall {
-        operation, group, ..
-    } = call;
-    let (reference, rank) = (
-        *group.global_ranks().first()?,
-        *group.global_ranks().get(other)?,
-    );
+    let operation = call.operation;
+    let reference = call.group.global_ranks()[0];
+    let rank = call.group.global_ranks()[other];
     let arguments = [
         (&first.options, &second.options),
         (&first.arguments, &second.arguments),
@@ -312,13 +309,12 @@ fn difference(
         .into_iter()
         .find(|(first, second)| first != second)
     {
-        let (found, expected) = (found.clone(), expected.clone());
         return Some(StateError::ArgumentMismatch {
             operation,
             rank,
-            found,
+            found: found.clone(),
             reference,
-            expected,
+            expected: expected.clone(),
         });
     }
     let schemas = [
@@ -332,37 +328,29 @@ fn difference(
         return Some(match leaves {
             EitherOrBoth::Left((path, _)) => lacking(operation, path.flat_key(), rank, reference),
             EitherOrBoth::Right((path, _)) => lacking(operation, path.flat_key(), reference, rank),
-            EitherOrBoth::Both((path, expected), (_, found)) => {
-                let (key, found, expected) =
-                    (path.flat_key(), found.to_string(), expected.to_string());
-                StateError::ValueMismatch {
-                    operation,
-                    key,
-                    rank,
-                    found,
-                    reference,
-                    expected,
-                }
-            }
+            EitherOrBoth::Both((path, expected), (_, found)) => StateError::ValueMismatch {
+                operation,
+                key: path.flat_key(),
+                rank,
+                found: found.to_string(),
+                reference,
+                expected: expected.to_string(),
+            },
         });
     }
-    Some(
-        match first_difference(first.values.iter(), second.values.iter())? {
-            EitherOrBoth::Left((key, _)) => lacking(operation, key.clone(), rank, reference),
-            EitherOrBoth::Right((key, _)) => lacking(operation, key.clone(), reference, rank),
-            EitherOrBoth::Both((key, expected), (_, found)) => {
-                let (key, found, expected) = (key.clone(), found.clone(), expected.clone());
-                StateError::DifferingOnRanks {
-                    operation,
-                    key,
-                    rank,
-                    found,
-                    reference,
-                    expected,
-                }
-            }
+    let values = first_difference(first.values.iter(), second.values.iter())?;
+    Some(match values {
+        EitherOrBoth::Left((key, _)) => lacking(operation, key.clone(), rank, reference),
+        EitherOrBoth::Right((key, _)) => lacking(operation, key.clone(), reference, rank),
+        EitherOrBoth::Both((key, expected), (_, found)) => StateError::DifferingOnRanks {
+            operation,
+            key: key.clone(),
+            rank,
+            found: found.clone(),
+            reference,
+            expected: expected.clone(),
         },
-    )
+    })
 }
 
 /// Returns the error of a rank that lacks a key which another has.

@@ -134,7 +134,7 @@ impl Wanted {
     /// Returns a request for boxes of the tensor at a position of a schema; `None` if there is no
     /// tensor.
     #[must_use]
-    pub fn of(
+    pub fn new(
         schema: &Schema,
         position: usize,
         becomes: DType,
@@ -161,7 +161,7 @@ impl Wanted {
     #[must_use]
     pub fn whole(schema: &Schema, position: usize) -> Option<Self> {
         let (dtype, shape) = schema.get(position).and_then(|(_, leaf)| leaf.tensor())?;
-        Self::of(schema, position, dtype, vec![TensorBox::whole(shape)])
+        Self::new(schema, position, dtype, vec![TensorBox::whole(shape)])
     }
 
     /// Returns a request for the tensor at a position of `source`, in the boxes of a tensor of the
@@ -177,26 +177,31 @@ impl Wanted {
         target: &StateValue,
         options: &LoadOptions,
     ) -> Result<Self, Mismatch> {
-        let saved = source.get(position).map(|(_, leaf)| leaf);
-        let current = Leaf::of(&KeyPath::default(), target);
-        if let (Some((dtype, shape)), Some((becomes, current))) = (
-            saved.and_then(Leaf::tensor),
-            current.as_ref().ok().and_then(Leaf::tensor),
-        ) && shape == current
-            && (dtype == becomes
-                || options.cast
-                    && target
-                        .candle_dtype()
-                        .is_some_and(|to| Memory::converts(dtype, to)))
-            && let Some(wanted) = Wanted::of(source, position, becomes, target.boxes())
-        {
-            return Ok(wanted);
-        }
-        let current = current.map_or_else(|error| error.to_string(), |leaf| leaf.describe());
+        let leaf = source.get(position);
+        let (_, saved) = leaf.expect("the position is one of the schema");
+        // The target's own value may be one that no file can hold. That is a mismatch like another.
+        let described = match Leaf::from_value(&KeyPath::default(), target) {
+            Ok(current) => {
+                if let (Some((dtype, shape)), Some((becomes, current_shape))) =
+                    (saved.tensor(), current.tensor())
+                    && shape == current_shape
+                    && (dtype == becomes
+                        || options.cast
+                            && target
+                                .candle_dtype()
+                                .is_some_and(|to| Memory::converts(dtype, to)))
+                {
+                    let wanted = Wanted::new(source, position, becomes, target.boxes());
+                    return Ok(wanted.expect("the value is a tensor"));
+                }
+                current.describe()
+            }
+            Err(error) => error.to_string(),
+        };
         Err(Mismatch {
             fqn: name(),
-            saved: saved.map_or_else(String::new, Leaf::describe),
-            current,
+            saved: saved.describe(),
+            current: described,
         })
     }
 }

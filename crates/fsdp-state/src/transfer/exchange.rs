@@ -6,9 +6,9 @@ use fsdp_flat::storage::{StorageGuard, zeroed_vec};
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::copy_runs;
 
-use super::packing::{BoxBytes, Outgoing, copy_box, pack, read_box, with_packed};
+use super::packing::{BoxBytes, Outgoing, copy_elements, read_box, with_packed};
 use super::route::{Layout, Piece, Route, windows};
-use super::slots::{Part, carve};
+use super::slots::{SlotPart, carve};
 use crate::lend::{Lend, Memory, lent_bytes};
 use crate::memory::try_reserve;
 use crate::{StateError, StateValue};
@@ -33,7 +33,7 @@ pub(crate) struct Item<'a> {
     /// The boxes that ranks have and want.
     pub(crate) layout: Layout,
     /// This rank's part of it.
-    pub(crate) source: Option<&'a StateValue>,
+    pub(crate) source: &'a StateValue,
 }
 
 /// The collectives of one function call.
@@ -51,25 +51,25 @@ pub(crate) struct Exchange<'g> {
 }
 
 impl<'g> Exchange<'g> {
-    /// Runs a local step of this rank, and keeps its error. After a failure such steps are skipped.
+    /// Runs a local step of this rank, and records its error. After a failure such steps are
+    /// skipped.
     fn attempt<T>(&mut self, f: impl FnOnce() -> Result<T, StateError>) -> Option<T> {
         if self.failure.is_some() {
             return None;
         }
-        let outcome = f();
-        self.note(outcome)
+        f().map_err(|error| self.failure = Some(error)).ok()
     }
 
-    /// Returns the value, or keeps the error as this rank's failure if it is the first.
-    fn note<T>(&mut self, outcome: Result<T, StateError>) -> Option<T> {
-        outcome
-            .map_err(|error| self.failure.get_or_insert(error))
-            .ok()
+    /// Records the error of a step that also runs after a failure. The first one counts.
+    fn record(&mut self, outcome: Result<(), StateError>) {
+        if let Err(error) = outcome {
+            self.failure.get_or_insert(error);
+        }
     }
 
     /// Counts bytes that have moved. After [`STATUS_BYTES`] of them, all ranks agree that none has
     /// failed. Every rank counts the same bytes, so all agree at the same time.
-    fn moved(&mut self, bytes: usize) -> Result<(), CommError> {
+    fn count_moved(&mut self, bytes: usize) -> Result<(), CommError> {
         self.unreported = self.unreported.saturating_add(bytes);
         if self.unreported >= STATUS_BYTES {
             self.unreported = 0;
@@ -115,7 +115,7 @@ impl<'g> Exchange<'g> {
             failure: None,
             unreported: 0,
         };
-        let bucket = bucket_bytes(items);
+        let bucket_bytes = bucket_bytes(items);
         let mut start = 0;
         while start < items.len() {
             // Fill a bucket, beginning with one tensor of any size. A tensor has the same size and
@@ -126,21 +126,17 @@ impl<'g> Exchange<'g> {
             while end < items.len() {
                 let next = &items[end].layout;
                 bytes = bytes.saturating_add(next.bytes());
-                if bytes > bucket || next.route() != route {
+                if bytes > bucket_bytes || next.route() != route {
                     break;
                 }
                 end += 1;
             }
-            exchange.run_bucket(items, start..end, &route, lender)?;
+            let bucket = &items[start..end];
+            exchange.run_bucket(bucket, start, &route, lender)?;
             // A local route has no collective in which another rank could wait for this one, so its
             // bytes do not count.
             if route != Route::Local {
-                exchange.moved(
-                    items[start..end]
-                        .iter()
-                        .map(|item| item.layout.bytes())
-                        .sum(),
-                )?;
+                exchange.count_moved(bucket.iter().map(|item| item.layout.bytes()).sum())?;
             }
             start = end;
         }
@@ -148,31 +144,33 @@ impl<'g> Exchange<'g> {
     }
 
     /// Moves one bucket: borrows its memory, runs the collective of its route, and gives the memory
-    /// back.
+    /// back. `first` is the position of its first tensor among all that move.
     fn run_bucket(
         &mut self,
-        items: &[Item<'_>],
-        range: std::ops::Range<usize>,
+        bucket: &[Item<'_>],
+        first: usize,
         route: &Route,
         lender: &mut dyn Lend,
     ) -> Result<(), CommError> {
         let rank = self.group.rank();
         // Borrow memory for the whole bucket. After a failure nothing more is borrowed.
-        let mut memories = Vec::with_capacity(range.len());
-        for index in range.clone() {
-            let is_wanted = !items[index].layout.want[rank].is_empty();
-            let lent = match route {
-                _ if !is_wanted => None,
-                Route::Local => self.attempt(|| lender.lend_unfilled(index)),
-                _ => self.attempt(|| lender.lend(index)),
-            };
+        let mut memories: Vec<Option<Memory>> = Vec::with_capacity(bucket.len());
+        for (index, item) in bucket.iter().enumerate() {
+            if item.layout.want[rank].is_empty() {
+                memories.push(None);
+                continue;
+            }
+            let lent = self.attempt(|| match route {
+                Route::Local => lender.lend_unfilled(first + index),
+                _ => lender.lend(first + index),
+            });
             memories.push(lent.flatten());
         }
-        self.move_bucket(&items[range.clone()], &mut memories, route)?;
+        self.move_bucket(bucket, &mut memories, route)?;
         // Give the memory back, in the same order.
-        for (index, memory) in range.zip(memories) {
+        for (index, memory) in memories.into_iter().enumerate() {
             if let Some(memory) = memory {
-                self.attempt(|| lender.filled(index, memory));
+                self.attempt(|| lender.filled(first + index, memory));
             }
         }
         Ok(())
@@ -189,7 +187,8 @@ impl<'g> Exchange<'g> {
         // Step 1: read the boxes that this rank has.
         let mut sources = Vec::with_capacity(items.len());
         for item in items {
-            let read = self.attempt(|| item.source.map_or_else(|| Ok(Vec::new()), BoxBytes::of));
+            let read = self.attempt(|| BoxBytes::from_value(item.source));
+            // After a failure this rank sends zeros.
             sources.push(read.unwrap_or_default());
         }
         // Step 2: find the memory that the collective has to fill.
@@ -200,14 +199,9 @@ impl<'g> Exchange<'g> {
                 continue;
             };
             // Unfilled memory becomes a copy of this rank's own value, if that has the same boxes.
-            let is_filled = self
-                .attempt(|| memory.filled_with(item.source))
-                .unwrap_or_default();
+            let is_filled = self.attempt(|| memory.filled_with(item.source)) == Some(true);
             // Values that are already in place are left alone, because others may be reading them.
-            let is_in_place = is_filled
-                || item
-                    .source
-                    .is_some_and(|source| memory.is_same_view(source));
+            let is_in_place = is_filled || memory.is_same_view(item.source);
             lent.push((!is_in_place).then_some(memory));
         }
         // Step 3: take the storages out of the tensors while elements arrive. The bytes of raw
@@ -222,7 +216,8 @@ impl<'g> Exchange<'g> {
         let slots = taken
             .as_mut()
             .and_then(|taken| self.attempt(|| lent_bytes(lent, taken)));
-        let mut slots = slots.into_iter().flatten();
+        // After a failure there are no slots.
+        let mut slots_of_items = slots.into_iter().flatten();
         // Step 4: join the boxes and the memory of each tensor, and run the collective.
         let rank = self.group.rank();
         let mut transfers = Vec::with_capacity(items.len());
@@ -233,9 +228,9 @@ impl<'g> Exchange<'g> {
                 sources,
                 slots: Vec::new(),
             };
-            // After a failure there are no slots.
-            if let Some(slots) = slots.next().flatten() {
+            if let Some(slots) = slots_of_items.next().flatten() {
                 transfer.slots = slots;
+                // A wrong size would shift all elements that come after it.
                 if !transfer.has_slots_of_wanted_sizes() {
                     transfer.slots.clear();
                     self.failure = Some(StateError::SharedMemory {
@@ -251,6 +246,7 @@ impl<'g> Exchange<'g> {
     /// Runs the collective of a route.
     fn route(&mut self, transfers: &mut [Transfer<'_>], route: &Route) -> Result<(), CommError> {
         match route {
+            // The only route without a collective: every rank has what it wants.
             Route::Local => {
                 self.copy_own(transfers);
                 Ok(())
@@ -272,7 +268,7 @@ impl<'g> Exchange<'g> {
         let rank = self.group.rank();
         for transfer in transfers {
             let copied = transfer.copy_own(rank);
-            self.note(copied);
+            self.record(copied);
         }
     }
 
@@ -285,6 +281,7 @@ impl<'g> Exchange<'g> {
         mut run: impl FnMut(&mut Self, &mut [Transfer<'_>]) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         self.copy_own(transfers);
+        // Several tensors fit into a bucket together, so only a single one may be too large.
         let [transfer] = transfers else {
             return run(self, transfers);
         };
@@ -319,24 +316,19 @@ impl<'g> Exchange<'g> {
     ) -> Result<(), CommError> {
         // Every rank knows all pieces that move, and the order in which they arrive. So it knows
         // how much each rank sends.
-        let (rank, ranks) = (self.group.rank(), self.group.world_size());
+        let group = self.group;
+        let rank = group.rank();
         let pieces = in_sender_order(transfers, |transfer| match root {
             Some(root) => transfer.layout.pieces_for(root),
             None => transfer.layout.pieces_of_whole(),
         });
-        let counts = counts(transfers, &pieces, ranks);
+        let counts = counts(transfers, &pieces, group.world_size());
         // Pack what this rank sends, and receive where the pieces belong.
-        let own = pieces.iter().filter(|(_, piece)| piece.source == rank);
-        let own: Vec<Outgoing<'_>> = own
-            .map(|(transfer, piece)| {
-                (
-                    transfers[*transfer].sources,
-                    &piece.bounds,
-                    transfers[*transfer].layout.element,
-                )
-            })
+        let own: Vec<Outgoing<'_>> = pieces
+            .iter()
+            .filter(|(_, piece)| piece.source == rank)
+            .map(|(transfer, piece)| transfers[*transfer].outgoing(&piece.bounds))
             .collect();
-        let group = self.group;
         let (moved, read) = with_packed(&own, |input| match root {
             None => self.receive(transfers, &pieces, |outputs| {
                 group.all_gather_uneven_into_slices(outputs, &counts, input)
@@ -346,7 +338,7 @@ impl<'g> Exchange<'g> {
             }),
             Some(root) => group.gather_uneven_into_slices(None, &counts, input, root),
         });
-        self.note(read);
+        self.record(read);
         moved
     }
 
@@ -370,25 +362,20 @@ impl<'g> Exchange<'g> {
             .sum();
         let mut packed = self.buffer(bytes)?;
         if is_root {
-            let mut at = 0;
-            for transfer in &*transfers {
-                let (whole, len) = (
-                    TensorBox::whole(&transfer.layout.shape),
-                    transfer.layout.bytes(),
-                );
-                let to = &mut packed[at..at + len];
-                let read = read_box(
-                    transfer.sources,
-                    &whole,
-                    &whole,
-                    transfer.layout.element,
-                    to,
-                );
-                self.note(read);
-                at += len;
+            let mut rest = &mut packed[..];
+            for Transfer {
+                layout, sources, ..
+            } in &*transfers
+            {
+                let to = rest
+                    .split_off_mut(..layout.bytes())
+                    .expect("the buffer has the bytes of all tensors");
+                let whole = TensorBox::whole(&layout.shape);
+                self.record(read_box(sources, &whole, &whole, layout.element, to));
             }
         }
         self.group.broadcast(&mut packed, root)?;
+        // A rank that has failed has no slots, and drops what it received.
         let mut rest = &packed[..];
         for transfer in transfers {
             let (bytes, after) = rest.split_at(transfer.layout.bytes());
@@ -404,15 +391,16 @@ impl<'g> Exchange<'g> {
     /// because several ranks want the same elements, this takes several rounds. So the root never
     /// packs more than a bucket at once, or what one rank wants if that is more.
     fn scatter(&mut self, transfers: &mut [Transfer<'_>], root: usize) -> Result<(), CommError> {
-        let (rank, ranks) = (self.group.rank(), self.group.world_size());
-        let mut wanted: Vec<usize> = (0..ranks)
-            .map(|to| {
-                transfers
-                    .iter()
-                    .map(|transfer| transfer.layout.bytes_wanted(to))
-                    .sum()
-            })
-            .collect();
+        let group = self.group;
+        let rank = group.rank();
+        let ranks = group.world_size();
+        let mut wanted = vec![0; ranks];
+        for (to, bytes) in wanted.iter_mut().enumerate() {
+            *bytes = transfers
+                .iter()
+                .map(|transfer| transfer.layout.bytes_wanted(to))
+                .sum();
+        }
         // The root copies its own values and does not send them.
         wanted[root] = 0;
         let mut start = 0;
@@ -432,12 +420,12 @@ impl<'g> Exchange<'g> {
                     .filter(|&to| to != root)
                     .for_each(|to| self.pack_for(transfers, to, &mut send));
             }
+            // The pieces of a rank that gets nothing in this round come in another one.
             let arrives = if counts[rank] > 0 {
                 incoming(transfers, rank)
             } else {
                 Vec::new()
             };
-            let group = self.group;
             self.receive(transfers, &arrives, |outputs| {
                 group.scatter_uneven_into_slices(
                     outputs,
@@ -453,8 +441,11 @@ impl<'g> Exchange<'g> {
 
     /// Exchanges all pieces at once. Pieces that a rank already has are not sent.
     fn all_to_all(&mut self, transfers: &mut [Transfer<'_>]) -> Result<(), CommError> {
-        let (rank, ranks) = (self.group.rank(), self.group.world_size());
-        let (mut send, mut send_counts) = (Vec::new(), vec![0; ranks]);
+        let group = self.group;
+        let rank = group.rank();
+        let ranks = group.world_size();
+        let mut send = Vec::new();
+        let mut send_counts = vec![0; ranks];
         for to in (0..ranks).filter(|&to| to != rank) {
             let before = send.len();
             self.pack_for(transfers, to, &mut send);
@@ -462,7 +453,6 @@ impl<'g> Exchange<'g> {
         }
         let arrives = incoming(transfers, rank);
         let receive_counts = counts(transfers, &arrives, ranks);
-        let group = self.group;
         self.receive(transfers, &arrives, |outputs| {
             group.all_to_all_uneven_into_slices(outputs, &receive_counts, &send, &send_counts)
         })
@@ -471,24 +461,20 @@ impl<'g> Exchange<'g> {
     /// Appends what this rank sends to another.
     fn pack_for(&mut self, transfers: &[Transfer<'_>], to: usize, send: &mut Vec<u8>) {
         let rank = self.group.rank();
-        for transfer in transfers
-            .iter()
-            .filter(|transfer| transfer.layout.concerns(rank, to))
-        {
-            for piece in transfer
-                .layout
-                .pieces_for(to)
-                .iter()
-                .filter(|piece| piece.source == rank)
-            {
-                let start = send.len();
-                let packed = pack(
-                    &(transfer.sources, &piece.bounds, transfer.layout.element),
-                    send,
-                );
-                self.note(packed);
+        for transfer in transfers {
+            // Most ranks of a large group have nothing for each other.
+            if !transfer.layout.concerns(rank, to) {
+                continue;
+            }
+            for piece in transfer.layout.pieces_for(to) {
+                if piece.source != rank {
+                    continue;
+                }
+                let outgoing = transfer.outgoing(&piece.bounds);
+                let end = send.len() + outgoing.bytes();
+                self.record(outgoing.pack(send));
                 // The receiver expects these bytes, even if they could not be read here.
-                send.resize(start + piece.bounds.numel() * transfer.layout.element, 0);
+                send.resize(end, 0);
             }
         }
     }
@@ -507,6 +493,8 @@ impl<'g> Exchange<'g> {
                 .flat_map(|transfer| transfer.slots.iter_mut().map(|slot| &mut **slot));
             return run(&mut carve(slots.collect(), &parts));
         }
+        // There are too many runs, or this rank has no memory for them after a failure. It still
+        // receives them, so that the others are not kept waiting.
         let bytes = pieces
             .iter()
             .map(|(transfer, piece)| transfers[*transfer].bytes_of(&piece.bounds))
@@ -535,7 +523,19 @@ struct Transfer<'a> {
     slots: Vec<&'a mut [u8]>,
 }
 
-impl Transfer<'_> {
+impl<'a> Transfer<'a> {
+    /// Returns a box of the tensor, to be sent.
+    fn outgoing<'b>(&self, bounds: &'b TensorBox) -> Outgoing<'b>
+    where
+        'a: 'b,
+    {
+        Outgoing {
+            sources: self.sources,
+            bounds,
+            element: self.layout.element,
+        }
+    }
+
     /// Returns `true` if there is a slot for each wanted box, of the size of that box.
     fn has_slots_of_wanted_sizes(&self) -> bool {
         self.slots.len() == self.want.len()
@@ -556,30 +556,22 @@ impl Transfer<'_> {
         if self.slots.is_empty() {
             return Ok(());
         }
-        for piece in self
-            .layout
-            .pieces_for(rank)
-            .iter()
-            .filter(|piece| piece.source == rank)
-        {
-            let (want, to) = (&self.want[piece.target], &mut *self.slots[piece.target]);
-            read_box(self.sources, &piece.bounds, want, self.layout.element, to)?;
+        for piece in self.layout.pieces_for(rank) {
+            if piece.source == rank {
+                let want = &self.want[piece.target];
+                let to = &mut *self.slots[piece.target];
+                read_box(self.sources, &piece.bounds, want, self.layout.element, to)?;
+            }
         }
         Ok(())
     }
 
     /// Copies the bytes of a piece into the slot of the box that wants it.
     fn place(&mut self, piece: &Piece, bytes: &[u8]) {
+        // After a failure there are no slots.
         if let Some(slot) = self.slots.get_mut(piece.target) {
-            let element = self.layout.element;
-            copy_box(
-                bytes,
-                &piece.bounds,
-                slot,
-                &self.want[piece.target],
-                &piece.bounds,
-                element,
-            );
+            let runs = copy_runs(&piece.bounds, &piece.bounds, &self.want[piece.target]);
+            copy_elements(runs, self.layout.element, bytes, slot);
         }
     }
 }
@@ -594,6 +586,7 @@ fn in_sender_order(
     for (index, transfer) in transfers.iter().enumerate() {
         pieces.extend(pieces_of(transfer).into_iter().map(|piece| (index, piece)));
     }
+    // The sort is stable, so the tensors of one sender stay in their order.
     pieces.sort_by_key(|(_, piece)| piece.source);
     pieces
 }
@@ -616,7 +609,7 @@ fn counts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)], ranks: usize) -
 
 /// Returns the parts of all slots that pieces go to, if there are slots for all of them and not too
 /// many parts.
-fn parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<Part>> {
+fn parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<SlotPart>> {
     let mut first = Vec::with_capacity(transfers.len());
     let mut slots = 0;
     for transfer in transfers {
@@ -646,10 +639,7 @@ fn parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<Pa
 /// Returns the most bytes of a bucket. A bucket and the buffer that it travels in together take no
 /// more memory than the largest tensor does alone.
 fn bucket_bytes(items: &[Item<'_>]) -> usize {
-    let largest = items
-        .iter()
-        .map(|item| item.layout.bytes())
-        .max()
-        .unwrap_or(0);
+    let sizes = items.iter().map(|item| item.layout.bytes());
+    let largest = sizes.max().unwrap_or(0);
     (largest / 2).clamp(LEAST_BUCKET_BYTES, BUCKET_BYTES)
 }

@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor};
 use fsdp_flat::storage::{HostBytes, to_device, with_joined_bytes};
 use fsdp_flat::{RawTensor, non_temporal_copy};
 use fsdp_layout::TensorBox;
-use fsdp_layout::boxes::copy_runs;
+use fsdp_layout::boxes::{CopyRun, copy_runs};
 
 use crate::memory::try_reserve;
 use crate::{StateError, StateValue};
@@ -27,7 +27,7 @@ enum Data {
 impl BoxBytes {
     /// Returns the boxes that a value has on this rank. Those on the CPU are not copied if they are
     /// contiguous.
-    pub(crate) fn of(value: &StateValue) -> Result<Vec<BoxBytes>, StateError> {
+    pub(crate) fn from_value(value: &StateValue) -> Result<Vec<BoxBytes>, StateError> {
         match value {
             StateValue::Tensor(tensor) => Ok(vec![Self::on_host(
                 TensorBox::whole(tensor.dims()),
@@ -37,15 +37,12 @@ impl BoxBytes {
                 bounds: TensorBox::whole(tensor.shape()),
                 data: Data::Raw(tensor.clone()),
             }]),
-            StateValue::Sharded(tensor) => {
-                let shards = tensor
-                    .shards()
-                    .iter()
-                    .filter(|shard| !shard.bounds.is_empty());
-                shards
-                    .map(|shard| Self::on_host(shard.bounds.clone(), &shard.tensor))
-                    .collect()
-            }
+            StateValue::Sharded(tensor) => tensor
+                .shards()
+                .iter()
+                .filter(|shard| !shard.bounds.is_empty())
+                .map(|shard| Self::on_host(shard.bounds.clone(), &shard.tensor))
+                .collect(),
             _ => Ok(Vec::new()),
         }
     }
@@ -58,6 +55,7 @@ impl BoxBytes {
     /// Returns a box whose elements are in a tensor, which is copied to the host if it is not
     /// there.
     fn on_host(bounds: TensorBox, tensor: &Tensor) -> Result<Self, StateError> {
+        // A box is read as one slice. Both steps share the storage if nothing has to change.
         let tensor = to_device(&tensor.detach(), &Device::Cpu)?.contiguous()?;
         Ok(BoxBytes {
             bounds,
@@ -85,78 +83,81 @@ pub(crate) fn read_box(
 ) -> Result<(), StateError> {
     for source in sources {
         if let Some(overlap) = source.bounds.intersect(bounds) {
-            source.read(|from| copy_box(from, &source.bounds, to, target, &overlap, element))?;
+            let runs = copy_runs(&overlap, &source.bounds, target);
+            source.read(|from| copy_elements(runs, element, from, to))?;
         }
     }
     Ok(())
 }
 
-/// Copies the elements of `bounds` from a row-major buffer of the box `src` to one of the box
-/// `dst`.
-pub(crate) fn copy_box(
-    from: &[u8],
-    src: &TensorBox,
-    to: &mut [u8],
-    dst: &TensorBox,
-    bounds: &TensorBox,
+/// Copies runs of elements from one buffer to another.
+pub(super) fn copy_elements(
+    runs: impl IntoIterator<Item = CopyRun>,
     element: usize,
+    from: &[u8],
+    to: &mut [u8],
 ) {
-    for run in copy_runs(bounds, src, dst) {
-        let (src, dst, len) = (run.src * element, run.dst * element, run.len * element);
-        non_temporal_copy(&mut to[dst..dst + len], &from[src..src + len]);
+    for CopyRun { src, dst, len } in runs {
+        let source = &from[src * element..(src + len) * element];
+        non_temporal_copy(&mut to[dst * element..(dst + len) * element], source);
     }
 }
 
-/// A box to be sent: the boxes of its tensor that are on this rank, the box, and the bytes of an
-/// element.
-pub(crate) type Outgoing<'a> = (&'a [BoxBytes], &'a TensorBox, usize);
+/// A box to be sent.
+pub(super) struct Outgoing<'a> {
+    /// The boxes of its tensor that are on this rank.
+    pub(super) sources: &'a [BoxBytes],
+    pub(super) bounds: &'a TensorBox,
+    /// Bytes of an element.
+    pub(super) element: usize,
+}
+
+impl<'a> Outgoing<'a> {
+    pub(super) fn bytes(&self) -> usize {
+        self.bounds.numel() * self.element
+    }
+
+    /// Returns the candle tensor that has exactly the elements of the box, if there is one.
+    fn held_exactly(&self) -> Option<&'a Tensor> {
+        let mut sources = self.sources.iter();
+        match &sources.find(|source| source.bounds == *self.bounds)?.data {
+            Data::Tensor(tensor) => Some(tensor),
+            Data::Raw(_) => None,
+        }
+    }
+
+    /// Appends the box. If it cannot be read, too little may have been appended.
+    pub(super) fn pack(&self, packed: &mut Vec<u8>) -> Result<(), StateError> {
+        let start = packed.len();
+        // What other ranks want decides how much this is, so a lack of memory is an error.
+        try_reserve(packed, self.bytes())?;
+        packed.resize(start + self.bytes(), 0);
+        let to = &mut packed[start..];
+        read_box(self.sources, self.bounds, self.bounds, self.element, to)
+    }
+}
 
 /// Runs `f` on the bytes of boxes, one box after the other. The bytes are not copied if the boxes
 /// are adjacent in one storage, as the pieces of a FlatParameter are.
 ///
 /// `f` calls a collective, for which other ranks wait. So it also runs if boxes cannot be read:
 /// then it gets zeros, and the error is returned together with its result.
-pub(crate) fn with_packed<R>(
+pub(super) fn with_packed<R>(
     boxes: &[Outgoing<'_>],
     f: impl FnOnce(&[u8]) -> R,
 ) -> (R, Result<(), StateError>) {
-    let held: Option<Vec<&Tensor>> = boxes.iter().map(held_exactly).collect();
-    let f = match with_joined_bytes(&held.unwrap_or_default(), f) {
-        Ok(result) => return (result, Ok(())),
-        Err(f) => f,
-    };
-    let mut packed = Vec::new();
-    let read = boxes
-        .iter()
-        .try_for_each(|outgoing| pack(outgoing, &mut packed));
-    // The other ranks expect this many bytes, also if some could not be read.
-    let bytes: usize = boxes
-        .iter()
-        .map(|(_, bounds, element)| bounds.numel() * element)
-        .sum();
-    packed.resize(bytes, 0);
-    (f(&packed), read)
-}
-
-/// Returns the candle tensor that has exactly the elements of a box, if there is one.
-fn held_exactly<'a>((sources, bounds, _): &Outgoing<'a>) -> Option<&'a Tensor> {
-    match &sources
-        .iter()
-        .find(|source| source.bounds == **bounds)?
-        .data
-    {
-        Data::Tensor(tensor) => Some(tensor),
-        Data::Raw(_) => None,
+    let held: Option<Vec<&Tensor>> = boxes.iter().map(Outgoing::held_exactly).collect();
+    // Without tensors there is nothing to join, and `f` comes back.
+    match with_joined_bytes(&held.unwrap_or_default(), f) {
+        Ok(result) => (result, Ok(())),
+        Err(f) => {
+            let mut packed = Vec::new();
+            let read = boxes
+                .iter()
+                .try_for_each(|outgoing| outgoing.pack(&mut packed));
+            // The other ranks expect this many bytes, also if some could not be read.
+            packed.resize(boxes.iter().map(Outgoing::bytes).sum(), 0);
+            (f(&packed), read)
+        }
     }
-}
-
-/// Appends a box; zeros if it cannot be read.
-pub(crate) fn pack(
-    (sources, bounds, element): &Outgoing<'_>,
-    packed: &mut Vec<u8>,
-) -> Result<(), StateError> {
-    let (start, bytes) = (packed.len(), bounds.numel() * element);
-    try_reserve(packed, bytes)?;
-    packed.resize(start + bytes, 0);
-    read_box(sources, bounds, bounds, *element, &mut packed[start..])
 }

@@ -1,9 +1,12 @@
 //! The routes of boxes between ranks: arithmetic that gives the same result on every rank, without
 //! communication.
 
-use fsdp_layout::TensorBox;
+use fsdp_comm::ProcessGroup;
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::cover::{subtract, uncovered};
+use fsdp_layout::{ErrorKind, TensorBox};
+
+use crate::StateError;
 
 /// The boxes of one tensor that each rank has, and those that each wants.
 #[derive(Debug, Clone)]
@@ -26,6 +29,34 @@ pub(crate) struct PerRank {
     lists: Vec<(usize, Vec<TensorBox>)>,
 }
 
+/// Returns what the ranks have sent for each of `count` values. `sent` has a list from each rank,
+/// with an item for each value.
+///
+/// # Errors
+/// A rank that sent fewer items.
+pub(crate) fn by_value<T>(sent: Vec<Vec<T>>, count: usize) -> Result<Vec<Vec<T>>, StateError> {
+    let mut values: Vec<Vec<T>> = Vec::with_capacity(count);
+    values.resize_with(count, || Vec::with_capacity(sent.len()));
+    for (rank, items) in sent.into_iter().enumerate() {
+        if items.len() < count {
+            return Err(incomplete(rank));
+        }
+        for (value, item) in values.iter_mut().zip(items) {
+            value.push(item);
+        }
+    }
+    Ok(values)
+}
+
+/// Returns the error for a rank of the group that did not send all that the others expect of it.
+/// It happens only if the ranks run different versions of this crate.
+pub(crate) fn incomplete(rank: usize) -> StateError {
+    StateError::Other {
+        message: format!("rank {rank} of the group sent fewer values than the others expect"),
+        kind: ErrorKind::Other,
+    }
+}
+
 impl PerRank {
     /// Returns lists for all ranks.
     pub(crate) fn all(lists: Vec<Vec<TensorBox>>) -> Self {
@@ -40,23 +71,23 @@ impl PerRank {
         }
     }
 
-    /// Returns a list for one of `ranks` ranks, and empty ones for the others.
-    pub(crate) fn only(rank: usize, ranks: usize, boxes: Vec<TensorBox>) -> Self {
+    /// Returns a list for this rank of the group, and empty ones for the others.
+    pub(crate) fn only(group: &ProcessGroup, boxes: Vec<TensorBox>) -> Self {
         PerRank {
-            ranks,
-            lists: vec![(rank, boxes)],
+            ranks: group.world_size(),
+            lists: vec![(group.rank(), boxes)],
         }
     }
 
     /// Returns the same lists with each box replaced, or left out.
     fn map(&self, f: impl Fn(&TensorBox) -> Option<TensorBox>) -> Self {
-        let lists = self
-            .lists
-            .iter()
-            .map(|(rank, boxes)| (*rank, boxes.iter().filter_map(&f).collect()));
         PerRank {
             ranks: self.ranks,
-            lists: lists.collect(),
+            lists: self
+                .lists
+                .iter()
+                .map(|(rank, boxes)| (*rank, boxes.iter().filter_map(&f).collect()))
+                .collect(),
         }
     }
 }
@@ -104,9 +135,9 @@ pub(crate) enum Route {
 impl Layout {
     /// Returns the number of bytes of the whole tensor.
     pub(crate) fn bytes(&self) -> usize {
-        // A schema has no tensor that is too large. But if one dimension is 0, the product of the
-        // others may overflow.
-        checked_numel(&self.shape).unwrap_or_default() * self.element
+        // Several dimensions may be large if one is 0, so this is no plain product.
+        let numel = checked_numel(&self.shape).expect("a schema has no tensor that is too large");
+        numel * self.element
     }
 
     /// Returns the number of bytes that a rank wants.
@@ -115,7 +146,8 @@ impl Layout {
     }
 
     /// Returns the first rank that wants elements that no rank has, and the first box of them.
-    pub(crate) fn hole(&self) -> Option<(usize, TensorBox)> {
+    fn hole(&self) -> Option<(usize, TensorBox)> {
+        // Elements that nobody has matter only where somebody wants them.
         let holes = uncovered(
             &TensorBox::whole(&self.shape),
             self.have.lists.iter().flat_map(|(_, boxes)| boxes),
@@ -131,6 +163,29 @@ impl Layout {
         })
     }
 
+    /// Checks that some rank has every element that a rank of the group wants. `key` is the
+    /// tensor's name in errors.
+    ///
+    /// # Errors
+    /// [`StateError::NotCovered`].
+    pub(crate) fn check_covered(
+        &self,
+        group: &ProcessGroup,
+        operation: &'static str,
+        key: &str,
+    ) -> Result<(), StateError> {
+        match self.hole() {
+            None => Ok(()),
+            Some((rank, missing)) => Err(StateError::NotCovered {
+                operation,
+                key: key.to_owned(),
+                shape: self.shape.clone(),
+                rank: group.global_ranks()[rank],
+                missing,
+            }),
+        }
+    }
+
     /// Returns `true` if a rank has all elements that it wants.
     fn has_all_that_it_wants(&self, rank: usize) -> bool {
         self.want[rank]
@@ -140,21 +195,21 @@ impl Layout {
 
     /// Chooses the cheapest collective that moves every wanted element to the ranks that want it.
     pub(crate) fn route(&self) -> Route {
-        let (sources, receivers) = (
-            ranks_with_elements(&self.have),
-            ranks_with_elements(&self.want),
-        );
+        let sources = ranks_with_elements(&self.have);
+        let receivers = ranks_with_elements(&self.want);
         if receivers
             .iter()
             .all(|&rank| self.has_all_that_it_wants(rank))
         {
             return Route::Local;
         }
+        // Whole tensors have collectives of their own, which need no list of pieces.
         let whole = [TensorBox::whole(&self.shape)];
         let all_of_it = receivers.iter().all(|&rank| self.want[rank] == whole);
+        let is_everywhere = receivers.len() == self.want.ranks;
         match sources[..] {
-            [root] if all_of_it && receivers.len() == self.want.ranks => Route::Broadcast { root },
-            _ if all_of_it && receivers.len() == self.want.ranks => Route::AllGather,
+            [root] if all_of_it && is_everywhere => Route::Broadcast { root },
+            _ if all_of_it && is_everywhere => Route::AllGather,
             _ if all_of_it => Route::Gather { roots: receivers },
             [root] => Route::Scatter { root },
             _ => Route::AllToAll,
@@ -190,6 +245,7 @@ impl Layout {
     /// the whole tensor, and a rank's wanted boxes keep their positions: those outside the window
     /// become empty.
     pub(crate) fn window(&self, window: &TensorBox) -> Layout {
+        // Wanted boxes keep their positions, because these are the numbers of the slots.
         let nothing = TensorBox::new(vec![0; self.shape.len()], vec![0; self.shape.len()]);
         Layout {
             shape: self.shape.clone(),
@@ -216,6 +272,8 @@ impl Layout {
                 if left.is_empty() {
                     return pieces;
                 }
+                // What this box has of the wanted ones is a piece. What is left around it is asked
+                // of the next.
                 let mut rest = Vec::with_capacity(left.len());
                 for (target, want) in left {
                     match want.intersect(have) {
@@ -245,13 +303,9 @@ impl Layout {
 pub(crate) fn windows(shape: &[usize], element: usize, limit: usize) -> Vec<TensorBox> {
     let mut windows = vec![TensorBox::whole(shape)];
     for dimension in 0..shape.len() {
-        let largest = windows
-            .iter()
-            .map(TensorBox::numel)
-            .max()
-            .unwrap_or(0)
-            .saturating_mul(element);
-        if largest <= limit {
+        let largest = windows.iter().map(TensorBox::numel).max();
+        // There is no window if a dimension before this one is 0.
+        if largest.is_none_or(|numel| numel.saturating_mul(element) <= limit) {
             break;
         }
         // The windows are too large, so cut them along this dimension: each gets as many rows as
@@ -262,28 +316,28 @@ pub(crate) fn windows(shape: &[usize], element: usize, limit: usize) -> Vec<Tens
             .saturating_mul(element)
             .max(1);
         let rows = (limit / row).max(1);
-        windows = windows
-            .iter()
-            .flat_map(|window| {
-                (0..shape[dimension]).step_by(rows).map(move |start| {
-                    let mut part = window.clone();
-                    part.offsets[dimension] = start;
-                    part.sizes[dimension] = rows.min(shape[dimension] - start);
-                    part
-                })
-            })
-            .collect();
+        let mut parts = Vec::new();
+        for window in windows {
+            for start in (0..shape[dimension]).step_by(rows) {
+                let mut part = window.clone();
+                part.offsets[dimension] = start;
+                part.sizes[dimension] = rows.min(shape[dimension] - start);
+                parts.push(part);
+            }
+        }
+        windows = parts;
     }
     windows
 }
 
 /// Returns the ranks that have a box with elements in it.
 fn ranks_with_elements(lists: &PerRank) -> Vec<usize> {
-    let ranks = lists
+    lists
         .lists
         .iter()
-        .filter(|(_, boxes)| boxes.iter().any(|bounds| !bounds.is_empty()));
-    ranks.map(|(rank, _)| *rank).collect()
+        .filter(|(_, boxes)| boxes.iter().any(|bounds| !bounds.is_empty()))
+        .map(|(rank, _)| *rank)
+        .collect()
 }
 
 #[cfg(test)]

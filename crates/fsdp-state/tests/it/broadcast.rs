@@ -5,8 +5,7 @@ use fsdp_comm::Operation;
 use fsdp_flat::{RawTensor, ShardedTensor};
 use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_state::{
-    LoadOptions, StateDict, StateError, StateValue, broadcast_state_dict, broadcast_tensors,
-    copy_state_dict,
+    LoadOptions, StateDict, StateError, StateValue, broadcast_state_dict, copy_state_dict,
 };
 use proptest::prelude::*;
 
@@ -287,25 +286,26 @@ fn small_tensors_share_one_broadcast_and_a_missing_key_is_everyones_error() {
                 .collect()
         };
         let (full, mut local) = (state(1), state(100));
-        let broadcast =
-            |keys: &[&str]| broadcast_tensors(Some(&full), &local, keys, 0, &group, &not_strict());
-        let loaded = broadcast(&names).unwrap();
+        let (loaded, _) =
+            broadcast_state_dict(Some(&full), &local, 0, &group, &not_strict()).unwrap();
         assert_eq!(group.traffic().count(Operation::Broadcast), 1);
         assert_eq!(loaded.len(), 20);
-        assert_eq!(
-            broadcast(&["p3", "p1"]).unwrap().keys().collect::<Vec<_>>(),
-            ["p3", "p1"]
-        );
+        // Names that the local dict does not have do not move.
+        let two: StateDict = ["p3", "p1"]
+            .into_iter()
+            .map(|key| (key, local.get(key).unwrap().clone()))
+            .collect();
+        let (chosen, _) =
+            broadcast_state_dict(Some(&full), &two, 0, &group, &not_strict()).unwrap();
+        assert_eq!(chosen.keys().collect::<Vec<_>>(), ["p3", "p1"]);
         // One rank alone lacks a key.
         let mut less = local.clone();
         if group.rank() == 1 {
             less.remove("p3");
         }
-        let error =
-            broadcast_tensors(Some(&full), &less, &["p3"], 0, &group, &not_strict()).unwrap_err();
+        let error = broadcast_state_dict(Some(&full), &less, 0, &group, &not_strict()).unwrap_err();
         assert!(
-            matches!(&error, StateError::Comm(fsdp_comm::CommError::RankFailed { failures, .. })
-            if failures.len() == 1 && failures[0].rank == 1 && failures[0].message.contains("`p3`")),
+            matches!(&error, StateError::KeyMismatch { rank: 1, key, .. } if key == "p3"),
             "{error}"
         );
         copy_state_dict(&loaded, &mut local).unwrap();

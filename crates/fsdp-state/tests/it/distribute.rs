@@ -6,7 +6,6 @@ use fsdp_flat::ShardedTensor;
 use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_state::{
     LoadOptions, StateDict, StateError, StateValue, copy_state_dict, distribute_state_dict,
-    distribute_tensors,
 };
 
 use crate::ranks::{assert_cut, bits, bits_at, chunks, f32s, flat_ranges, one_error, run};
@@ -36,8 +35,7 @@ fn even_and_uneven_tensors_are_sliced_and_keep_their_global_shape() {
         .collect();
         let options = LoadOptions::default();
         let mut live = local.clone();
-        let loaded =
-            distribute_tensors(&full, &local, &["even", "uneven"], &group, &options).unwrap();
+        let (loaded, _) = distribute_state_dict(&full, &local, &group, &options).unwrap();
         for (key, full) in [("even", even), ("uneven", uneven)] {
             let sharded = |state: &StateDict| {
                 state

@@ -1,14 +1,13 @@
 //! Functions that one rank runs on its own state dict.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
+use fsdp_flat::RawTensor;
 use fsdp_flat::storage::HostBytesMut;
-use fsdp_flat::{RawTensor, ShardedTensor};
-use fsdp_layout::{KeyPath, PlainValue};
+use fsdp_layout::PlainValue;
 use fsdp_state::{
-    FullOrCpuOptions, IterateOptions, Keep, KeepOn, StateDict, StateDictCallbacks, StateError,
-    StateValue, check_state_dict_similarity, copy_state_dict, create_cpu_state_dict,
-    flatten_containers, iterate_state_dict, maybe_full_or_cpu_state_dict,
-    offload_state_dict_to_cpu,
+    GatherOptions, KeepOn, StateDict, StateError, StateValue, check_state_dict_similarity,
+    copy_state_dict, create_cpu_state_dict, flatten_containers, gather_state_dict,
+    iterate_state_dict, offload_state_dict_to_cpu,
 };
 
 use crate::ranks::{bits, bits_at, chunks, cut, f32s, flat_ranges, run, tensor};
@@ -41,45 +40,25 @@ fn mixed(seed: u64) -> StateDict {
 
 /// Returns all bytes and values, for comparison.
 fn contents(state: &StateDict) -> Vec<String> {
-    struct Contents(Vec<String>);
-    impl StateDictCallbacks for Contents {
-        fn sharded(
-            &mut self,
-            path: &KeyPath,
-            tensor: &ShardedTensor,
-        ) -> Result<StateValue, StateError> {
-            for shard in tensor.shards() {
-                self.0.push(format!(
-                    "{} {} {:?}",
-                    path.flat_key(),
-                    shard.bounds,
-                    bits(&shard.tensor)
-                ));
+    let mut contents = Vec::new();
+    iterate_state_dict(state, |path, value| {
+        let key = path.flat_key();
+        match value {
+            StateValue::Sharded(tensor) => {
+                for shard in tensor.shards() {
+                    contents.push(format!("{key} {} {:?}", shard.bounds, bits(&shard.tensor)));
+                }
             }
-            Ok(tensor.clone().into())
+            StateValue::Tensor(tensor) => {
+                contents.push(format!("{key} {:?} {:?}", tensor.shape(), bits(tensor)));
+            }
+            StateValue::Raw(tensor) => contents.push(format!("{key} {:?}", tensor.bytes())),
+            other => contents.push(format!("{key} {other:?}")),
         }
-        fn tensor(&mut self, path: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
-            self.0.push(format!(
-                "{} {:?} {:?}",
-                path.flat_key(),
-                tensor.shape(),
-                bits(tensor)
-            ));
-            Ok(tensor.clone().into())
-        }
-        fn raw(&mut self, path: &KeyPath, tensor: &RawTensor) -> Result<StateValue, StateError> {
-            self.0
-                .push(format!("{} {:?}", path.flat_key(), tensor.bytes()));
-            Ok(tensor.clone().into())
-        }
-        fn plain(&mut self, path: &KeyPath, value: &PlainValue) -> Result<StateValue, StateError> {
-            self.0.push(format!("{} {value:?}", path.flat_key()));
-            Ok(value.clone().into())
-        }
-    }
-    let mut contents = Contents(Vec::new());
-    iterate_state_dict(state, &mut contents, &IterateOptions::default()).unwrap();
-    contents.0
+        Ok(value.clone())
+    })
+    .unwrap();
+    contents
 }
 
 #[test]
@@ -159,18 +138,15 @@ fn offloaded_tensors_are_copies_on_the_ranks_that_keep_them() {
 }
 
 #[test]
-fn a_companion_takes_the_values_of_boxes_in_place() {
+fn a_copy_takes_the_values_of_boxes_in_place() {
     let (full, boxes) = (f32s(&[3, 3], 5), flat_ranges(&[3, 3], 2).swap_remove(0));
     let state = StateDict::from_iter([("dt", StateValue::from(cut(&full, &boxes)))]);
     let companion = create_cpu_state_dict(&state).unwrap();
-    let options = IterateOptions {
-        companion: Some(&companion),
-        ..IterateOptions::default()
-    };
-    let result = iterate_state_dict(&state, &mut Keep, &options).unwrap();
+    let mut copy = companion.clone();
+    copy_state_dict(&state, &mut copy).unwrap();
     assert_eq!(contents(&companion), contents(&state));
-    assert_eq!(contents(&result), contents(&state));
-    let shard = &result
+    assert_eq!(contents(&copy), contents(&state));
+    let shard = &copy
         .get("dt")
         .and_then(StateValue::as_sharded)
         .unwrap()
@@ -178,40 +154,22 @@ fn a_companion_takes_the_values_of_boxes_in_place() {
         .tensor;
     HostBytesMut::write(shard).unwrap().fill(1);
     assert_ne!(contents(&companion), contents(&state));
-    // On a rank that does not keep, the companion is not even looked at.
-    let nothing = StateDict::new();
-    let away = IterateOptions {
-        companion: Some(&nothing),
-        keep_on: KeepOn::Ranks(vec![1]),
-        ..Default::default()
-    };
-    assert!(
-        iterate_state_dict(&state, &mut Keep, &away)
-            .unwrap()
-            .is_empty()
-    );
-    let here = IterateOptions { rank: 1, ..away };
     assert!(matches!(
-        iterate_state_dict(&state, &mut Keep, &here),
+        copy_state_dict(&state, &mut StateDict::new()),
         Err(StateError::CompanionMismatch { .. })
     ));
 }
 
 #[test]
 fn a_mapped_value_that_its_companion_cannot_take_is_refused() {
-    struct Half;
-    impl StateDictCallbacks for Half {
-        fn tensor(&mut self, _: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
-            Ok(tensor.to_dtype(DType::F16)?.into())
-        }
-    }
     let state = StateDict::from_iter([("w", StateValue::from(f32s(&[2], 1)))]);
-    let companion = create_cpu_state_dict(&state).unwrap();
-    let options = IterateOptions {
-        companion: Some(&companion),
-        ..IterateOptions::default()
-    };
-    let error = iterate_state_dict(&state, &mut Half, &options).unwrap_err();
+    let mut companion = create_cpu_state_dict(&state).unwrap();
+    let half = iterate_state_dict(&state, |_, value| {
+        let tensor = value.as_tensor().unwrap();
+        Ok(tensor.to_dtype(DType::F16)?.into())
+    })
+    .unwrap();
+    let error = copy_state_dict(&half, &mut companion).unwrap_err();
     assert!(
         matches!(&error, StateError::CompanionMismatch { key, .. } if key == "w"),
         "{error}"
@@ -220,75 +178,57 @@ fn a_mapped_value_that_its_companion_cannot_take_is_refused() {
 }
 
 #[test]
-fn callbacks_see_leaves_in_container_order_on_every_rank() {
-    struct Order(Vec<String>);
-    impl StateDictCallbacks for Order {
-        fn tensor(&mut self, path: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
-            self.0.push(path.flat_key());
-            Ok(StateValue::Tensor(tensor.clone()))
-        }
-        fn plain(&mut self, path: &KeyPath, value: &PlainValue) -> Result<StateValue, StateError> {
-            self.0.push(path.flat_key());
-            if self.0.len() == 100 {
-                Err(StateError::NoSource { rank: 0 })
-            } else {
-                Ok(value.clone().into())
-            }
-        }
-    }
+fn an_iteration_sees_leaves_in_container_order_and_ends_with_the_first_error() {
     let state = mixed(1);
-    for keep_on in [KeepOn::All, KeepOn::Ranks(vec![])] {
-        let mut order = Order(Vec::new());
-        let options = IterateOptions {
-            keep_on,
-            ..IterateOptions::default()
-        };
-        iterate_state_dict(&state, &mut order, &options).unwrap();
-        assert_eq!(
-            order.0,
-            [
-                "tensor", "bytes", "scalar", "empty", "float", "eight", "list.0", "list.1",
-                "list.2.x", "tuple.0"
-            ]
-        );
-    }
-    let mut failing = Order(vec![String::new(); 98]);
-    assert!(iterate_state_dict(&state, &mut failing, &IterateOptions::default()).is_err());
+    let mut order = Vec::new();
+    let mapped = iterate_state_dict(&state, |path, value| {
+        order.push(path.flat_key());
+        Ok(value.clone())
+    })
+    .unwrap();
+    assert_eq!(
+        order,
+        [
+            "tensor", "bytes", "scalar", "empty", "float", "eight", "raw", "sharded", "list.0",
+            "list.1", "list.2.x", "tuple.0"
+        ]
+    );
+    assert_eq!(contents(&mapped), contents(&state));
+    assert!(matches!(mapped.get("tuple"), Some(StateValue::Tuple(_))));
+    assert!(matches!(mapped.get("list"), Some(StateValue::List(_))));
+    let mut seen = 0;
+    let failed = iterate_state_dict(&state, |_, value| {
+        seen += 1;
+        match seen {
+            2 => Err(StateError::NoSource { rank: 0 }),
+            _ => Ok(value.clone()),
+        }
+    });
+    assert!(failed.is_err());
+    assert_eq!(seen, 2);
 }
 
 #[test]
-fn full_and_cpu_are_chosen_apart_from_who_keeps_the_result() {
+fn whole_or_offloaded_is_chosen_apart_from_who_keeps_the_result() {
     let full = f32s(&[5, 2], 6);
     run(3, |group| {
         let sharded = || cut(&full, &chunks(&[5, 2], 3)[group.rank()]);
         let state = StateDict::from_iter([("w", StateValue::from(sharded()))]);
-        for (full_state_dict, cpu_offload) in
-            [(false, false), (false, true), (true, false), (true, true)]
-        {
-            for keep_on in [KeepOn::All, KeepOn::Ranks(vec![1])] {
-                let options = FullOrCpuOptions {
-                    full_state_dict,
-                    cpu_offload,
-                    keep_on: keep_on.clone(),
-                };
-                let result = maybe_full_or_cpu_state_dict(&state, &group, &options).unwrap();
-                if !keep_on.contains(group.rank()) {
-                    assert!(result.is_empty());
-                } else if full_state_dict {
-                    assert_eq!(bits_at(&result, "w"), bits(&full));
-                    assert!(
-                        result
-                            .get("w")
-                            .unwrap()
-                            .as_tensor()
-                            .unwrap()
-                            .device()
-                            .same_device(&Device::Cpu)
-                    );
-                } else {
-                    assert_eq!(contents(&result), contents(&state));
-                }
+        for keep_on in [KeepOn::All, KeepOn::Ranks(vec![1])] {
+            let offloaded = offload_state_dict_to_cpu(&state, &keep_on, group.rank()).unwrap();
+            let options = GatherOptions {
+                keep_on: keep_on.clone(),
+                device: Some(Device::Cpu),
+            };
+            let whole = gather_state_dict(&state, &group, &options).unwrap();
+            if !keep_on.contains(group.rank()) {
+                assert!(offloaded.is_empty() && whole.is_empty());
+                continue;
             }
+            assert_eq!(contents(&offloaded), contents(&state));
+            assert_eq!(bits_at(&whole, "w"), bits(&full));
+            let tensor = whole.get("w").unwrap().as_tensor().unwrap();
+            assert!(tensor.device().same_device(&Device::Cpu));
         }
     });
 }

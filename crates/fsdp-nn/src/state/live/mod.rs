@@ -18,9 +18,9 @@ use super::groups::number;
 use super::names::{OptimKey, names_that_count};
 use super::saved::LoadContext;
 use super::views::persistent_buffers;
+use crate::error::{NnError, Result};
+use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
-use crate::parameters::ShardedParameters;
-use crate::{NnError, Result};
 
 /// The keys of a source that lead to the state of a model and of its optimizers.
 #[derive(Debug, Clone, Default)]
@@ -366,7 +366,7 @@ impl<'a> LiveTarget<'a> {
         let is_saved = |path: &KeyPath| {
             (1..=path.0.len()).any(|depth| saved.contains(&KeyPath(path.0[..depth].to_vec())))
         };
-        let missing = Schema::of(current)?;
+        let missing = Schema::from_state(current)?;
         let missing = missing
             .iter()
             .filter(|(path, _)| !is_saved(path) && !opened.contains(path));

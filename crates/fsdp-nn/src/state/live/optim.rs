@@ -6,7 +6,7 @@ use fsdp_state::set_element;
 
 use super::incoming::Incoming;
 use super::{Destination, LiveTarget, Part, ask_for};
-use crate::Result;
+use crate::error::Result;
 use crate::optimizer::Optimizer;
 use crate::state::OptimStateError;
 use crate::state::groups::agree_on_groups;
@@ -59,7 +59,7 @@ impl LiveTarget<'_> {
                 for tensor in entry_plan.tensors.drain(..) {
                     let (wanted, destination) = match tensor.like {
                         Some((fqn, memory, home)) => {
-                            let wanted = Wanted::of(
+                            let wanted = Wanted::new(
                                 load.schema,
                                 tensor.position,
                                 tensor.becomes,

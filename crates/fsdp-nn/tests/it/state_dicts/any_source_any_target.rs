@@ -98,7 +98,7 @@ fn source<'a>(
         From::WholeOnEveryRank => DictSource::on_every_rank(whole).unwrap(),
         From::WholeOnRank0 => {
             let whole = Some(whole).filter(|_| group.rank() == 0);
-            DictSource::open::<StateError>(group, "test", Some(0), Ok(whole)).unwrap()
+            DictSource::on_root::<StateError>(group, "test", 0, Ok(whole)).unwrap()
         }
     }
 }

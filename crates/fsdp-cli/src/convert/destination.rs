@@ -1,0 +1,160 @@
+//! The destination on the command line, and the check that it may be written.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail, ensure};
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::{FileError, Location};
+use fsdp_layout::{ErrorKind, Failure as _};
+use fsdp_tools::convert::OutputFormat;
+use fsdp_tools::tensor_parallel::TensorParallelPlan;
+
+use super::arguments::{TargetArguments, WriteArguments};
+use crate::failure::UsageError;
+use crate::text::choice_name;
+
+/// The place to write to, and the options of writing.
+pub(super) struct Destination<'a> {
+    pub(super) path: &'a Location,
+    pub(super) target: OutputFormat,
+    /// The name of the format on the command line.
+    pub(super) name: String,
+    pub(super) drop_opaque: bool,
+    /// The directory whose configuration and tokenizer are copied.
+    pub(super) with: Option<&'a Location>,
+    /// The parts that tensor-parallel ranks get.
+    pub(super) plan: Option<TensorParallelPlan>,
+    pub(super) writing: &'a WriteArguments,
+}
+
+impl<'a> Destination<'a> {
+    /// Makes the destination of a command that writes any format.
+    ///
+    /// # Errors
+    /// Options that the format does not have.
+    pub(super) fn new(
+        path: &'a Location,
+        target: &'a TargetArguments,
+        writing: &'a WriteArguments,
+    ) -> Result<Self> {
+        Ok(Destination {
+            path,
+            target: target.format()?,
+            name: choice_name(&target.to),
+            drop_opaque: target.drop_opaque,
+            with: target.with()?,
+            plan: None,
+            writing,
+        })
+    }
+
+    /// Opens the source, and checks that the destination does not overlap it, and is free or may be
+    /// replaced.
+    ///
+    /// # Errors
+    /// The source cannot be opened, or the destination cannot be written.
+    pub(super) fn open_source(&self, source: &Location) -> Result<Box<dyn Checkpoint>> {
+        let opened = checkpoint::open(source, OpenOptions { verify: true })?;
+        let is_taken = self.path.exists()?;
+        let path = self.path.to_string();
+        if is_within(source, self.path) || is_within(self.path, source) {
+            bail!(UsageError::Overlap {
+                source_path: source.to_string(),
+                destination: path,
+            });
+        }
+        if self.is_one_file() && path.ends_with('/') {
+            let to = self.name.clone();
+            bail!(UsageError::NotAFile { path, to });
+        }
+        if is_taken {
+            ensure!(self.writing.overwrite, UsageError::Exists { path });
+            ensure!(self.is_replaceable()?, UsageError::NotReplaceable { path });
+        }
+        Ok(opened)
+    }
+
+    /// Returns `true` if `--overwrite` may replace what is there, so that a mistake does not delete
+    /// other files. A file may be replaced if it is empty or of a known format, a directory if it
+    /// is empty or holds nothing but a checkpoint.
+    fn is_replaceable(&self) -> Result<bool> {
+        let is_file = match self.path.local() {
+            Some(path) => path.is_file(),
+            None => self.path.is_file()?,
+        };
+        if is_file != self.is_one_file() {
+            return Ok(false);
+        }
+        if is_file {
+            let opened = checkpoint::open(self.path, OpenOptions { verify: false });
+            let is_of_no_format =
+                opened.is_err_and(|error| error.kind() == ErrorKind::UnsupportedVersion);
+            // A file of no known format may be something else than a checkpoint, unless it is
+            // empty.
+            return Ok(!is_of_no_format || self.path.read_file(0).is_ok());
+        }
+        // In an object store only single objects can be replaced. For all else the conversion
+        // returns an error.
+        if self.path.local().is_none() {
+            return Ok(true);
+        }
+        match checkpoint::check_replaceable(self.path) {
+            Err(FileError::NotReplaceable { .. }) => Ok(false),
+            checked => {
+                checked?;
+                Ok(true)
+            }
+        }
+    }
+
+    /// Returns `true` for a format that is one file.
+    const fn is_one_file(&self) -> bool {
+        matches!(
+            self.target,
+            OutputFormat::SafetensorsFile | OutputFormat::Torch
+        )
+    }
+
+    /// Returns the name of the file for values that the format cannot hold; `None` for a format
+    /// that can hold all.
+    pub(super) fn values_file(&self) -> Option<String> {
+        match self.target {
+            OutputFormat::SafetensorsFile => {
+                let file = self.path.name().file_name()?;
+                Some(checkpoint::values_beside(&file.to_string_lossy()))
+            }
+            OutputFormat::SafetensorsDirectory { .. } | OutputFormat::SafetensorsShards { .. } => {
+                Some(checkpoint::VALUES_FILE.to_owned())
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Returns `true` if a place is another one, or is in it.
+fn is_within(inner: &Location, outer: &Location) -> bool {
+    match (inner.local(), outer.local()) {
+        (Some(inner), Some(outer)) => match (resolved(inner), resolved(outer)) {
+            (Some(inner), Some(outer)) => inner.starts_with(outer),
+            _ => false,
+        },
+        (None, None) => inner.name().starts_with(outer.name()),
+        _ => false,
+    }
+}
+
+/// Returns the absolute path of a place. If the place does not exist yet, the closest directory
+/// above it that exists is resolved.
+fn resolved(path: &Path) -> Option<PathBuf> {
+    path.ancestors().find_map(|ancestor| {
+        // The path of the current directory is empty.
+        let place = if ancestor.as_os_str().is_empty() {
+            Path::new(".")
+        } else {
+            ancestor
+        };
+        let rest = path.strip_prefix(ancestor).ok()?;
+        Some(place.canonicalize().ok()?.join(rest))
+    })
+}

@@ -1,0 +1,107 @@
+//! Saves of many ranks, planned small enough for every run of the tests; and the large one, by
+//! hand.
+
+use super::super::models::preset;
+use super::super::state::{OptimizerState, ParameterType};
+use super::*;
+
+fn state(model: &str) -> JobState {
+    JobState::from_model(
+        preset(model).unwrap(),
+        ParameterType::Float32,
+        OptimizerState::Adamw,
+    )
+    .unwrap()
+}
+
+#[test]
+fn eight_billion_parameters_on_256_ranks_are_planned_in_both_layouts() {
+    let state = state("llama-8b");
+    let bytes = state.bytes();
+    for layout in [Layout::Flat, Layout::Rows] {
+        for replicas in [1, 8] {
+            let planned = plan(
+                &state,
+                &JobShape {
+                    ranks: 256,
+                    replicas,
+                    layout,
+                },
+            )
+            .unwrap();
+            // Every byte is written once, and each rank holds its part of it.
+            assert!(planned.files.iter().sum::<u64>() > bytes);
+            let held = *planned.held.iter().max().unwrap();
+            assert!(held >= bytes * replicas as u64 / 256);
+            assert!(
+                planned.payload.most < bytes / 256 * 11 / 10,
+                "{:?}",
+                planned.payload
+            );
+            assert!(planned.payload.least > 0, "{:?}", planned.payload);
+            assert!(planned.boxes >= state.tensors() as u64);
+            // Replicas send their boxes once, so they make the planner's work smaller.
+            assert!(
+                planned.received < if replicas == 1 { 32 << 20 } else { 8 << 20 },
+                "{}",
+                planned.received
+            );
+            assert!(planned.metadata > planned.boxes * 64);
+        }
+    }
+}
+
+#[test]
+fn one_rank_holds_all_of_it() {
+    let state = state("gpt2-124m");
+    let planned = plan(
+        &state,
+        &JobShape {
+            ranks: 1,
+            replicas: 1,
+            layout: Layout::Flat,
+        },
+    )
+    .unwrap();
+    assert_eq!(planned.held, [state.bytes()]);
+    let written = state.bytes() + state.values.iter().map(|(_, length)| length).sum::<u64>();
+    assert_eq!(
+        planned.payload,
+        LeastMost {
+            least: written,
+            most: written
+        }
+    );
+    assert_eq!(planned.boxes, state.tensors() as u64);
+}
+
+#[test]
+fn ranks_that_do_not_make_equal_replicas_are_refused() {
+    let error = plan(
+        &state("gpt2-124m"),
+        &JobShape {
+            ranks: 10,
+            replicas: 4,
+            layout: Layout::Rows,
+        },
+    )
+    .unwrap_err();
+    assert!(error.is::<UsageError>(), "{error}");
+}
+
+/// Takes gigabytes, and in a build without optimization minutes.
+#[test]
+#[ignore = "takes 2 GiB of memory"]
+fn four_hundred_billion_parameters_on_16384_ranks_are_planned_in_one_process() {
+    let planned = plan(
+        &state("llama-405b"),
+        &JobShape {
+            ranks: 16_384,
+            replicas: 8,
+            layout: Layout::Flat,
+        },
+    )
+    .unwrap();
+    assert_eq!(planned.files.len(), 16_384);
+    assert!(planned.payload.least > 0);
+}

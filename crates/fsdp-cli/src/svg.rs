@@ -1,0 +1,139 @@
+//! Pictures as SVG: shapes, escaped text, and the area of a chart.
+
+use crate::markup::{STYLE, escape};
+
+/// A picture, drawn one element after the other. The `style` of an element is SVG: attributes such
+/// as `class="soft"`.
+#[derive(Debug, Default)]
+pub(crate) struct Picture {
+    elements: String,
+}
+
+/// A rectangle: a part of a picture, or the area of a chart between its axes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Area {
+    pub(crate) x: f64,
+    pub(crate) y: f64,
+    pub(crate) width: f64,
+    pub(crate) height: f64,
+}
+
+impl Area {
+    /// Returns the position of a value that lies this far (0 to 1) along the horizontal axis.
+    pub(crate) fn x_at(&self, along: f64) -> f64 {
+        self.x + along * self.width
+    }
+
+    /// Returns the position of a value that lies this far (0 to 1) up the vertical axis.
+    pub(crate) fn y_at(&self, up: f64) -> f64 {
+        // In SVG, y grows downwards.
+        self.bottom() - up * self.height
+    }
+
+    pub(crate) fn right(&self) -> f64 {
+        self.x + self.width
+    }
+
+    pub(crate) fn bottom(&self) -> f64 {
+        self.y + self.height
+    }
+}
+
+impl Picture {
+    /// Draws a rectangle. Whoever points at it sees the `tooltip`, if that is not empty.
+    pub(crate) fn rectangle(&mut self, area: Area, style: &str, tooltip: &str) {
+        let lengths = [
+            ("x", area.x),
+            ("y", area.y),
+            ("width", area.width),
+            ("height", area.height),
+        ];
+        self.shape("rect", &lengths, style, &title(tooltip));
+    }
+
+    /// Draws a line across the whole width of an area.
+    pub(crate) fn line_across(&mut self, area: &Area, y: f64, style: &str) {
+        let lengths = [("x1", area.x), ("x2", area.right()), ("y1", y), ("y2", y)];
+        self.shape("line", &lengths, style, "");
+    }
+
+    /// Draws a filled circle around a point.
+    pub(crate) fn dot(&mut self, (x, y): (f64, f64), radius: f64, style: &str) {
+        self.shape("circle", &[("cx", x), ("cy", y), ("r", radius)], style, "");
+    }
+
+    /// Draws a line through points.
+    pub(crate) fn polyline(&mut self, points: impl IntoIterator<Item = (f64, f64)>, style: &str) {
+        let style = format!("{} {style}", points_attribute(points));
+        self.shape("polyline", &[], &style, "");
+    }
+
+    /// Draws the area that a line through points encloses.
+    pub(crate) fn polygon(&mut self, points: impl IntoIterator<Item = (f64, f64)>, style: &str) {
+        let style = format!("{} {style}", points_attribute(points));
+        self.shape("polygon", &[], &style, "");
+    }
+
+    /// Writes text at a point, with a tooltip if that is not empty.
+    pub(crate) fn text(&mut self, (x, y): (f64, f64), style: &str, text: &str, tooltip: &str) {
+        let content = format!("{}{}", escape(text), title(tooltip));
+        self.shape("text", &[("x", x), ("y", y)], style, &content);
+    }
+
+    /// Adds an element whose content is SVG.
+    fn shape(&mut self, name: &str, lengths: &[(&str, f64)], style: &str, content: &str) {
+        let lengths: String = lengths
+            .iter()
+            .map(|(attribute, length)| format!(" {attribute}=\"{}\"", rounded(*length)))
+            .collect();
+        let gap = if style.is_empty() { "" } else { " " };
+        self.elements.push_str(&format!(
+            "<{name}{lengths}{gap}{style}>{content}</{name}>\n"
+        ));
+    }
+
+    /// Returns the picture as a part of a page, which defines the styles.
+    pub(crate) fn for_page(self, heading: &str, width: f64, height: f64) -> String {
+        let look = format!("width=\"{width}\" height=\"{height}\" role=\"img\"");
+        self.document(width, height, &look, &format!("{}\n", title(heading)))
+    }
+
+    /// Returns the picture as a file of its own, in the styles of pages.
+    pub(crate) fn into_file(mut self, heading: &str, width: f64, height: f64) -> String {
+        self.elements = format!(
+            "<style>\n{STYLE}</style>\n<rect class=\"paper\" width=\"{width}\" height=\"{height}\"/>\n{}",
+            self.elements
+        );
+        self.for_page(heading, width, height)
+    }
+
+    /// Returns the picture as SVG with these attributes. `head` comes before all elements.
+    pub(crate) fn document(self, width: f64, height: f64, look: &str, head: &str) -> String {
+        format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" {look}>{head}{}</svg>\n",
+            self.elements
+        )
+    }
+}
+
+/// Returns the element that browsers show as a tooltip; nothing for an empty text.
+fn title(text: &str) -> String {
+    if text.is_empty() {
+        return String::new();
+    }
+    format!("<title>{}</title>", escape(text))
+}
+
+/// Returns the attribute of a line's points.
+fn points_attribute(points: impl IntoIterator<Item = (f64, f64)>) -> String {
+    let points: Vec<String> = points
+        .into_iter()
+        .map(|(x, y)| format!("{},{}", rounded(x), rounded(y)))
+        .collect();
+    format!("points=\"{}\"", points.join(" "))
+}
+
+/// Rounds a length to a tenth of a pixel, which nobody can see.
+fn rounded(length: f64) -> f64 {
+    (length * 10.0).round() / 10.0
+}
