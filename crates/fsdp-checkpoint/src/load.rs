@@ -182,8 +182,8 @@ pub(crate) fn fill(
         .into_iter()
         .map(|(key, value)| (key, as_leaf(value)))
         .collect();
-    let target = DictTarget::new(&flat, options.device.clone());
-    let mut target = CheckpointError::or_refuse(group, LOAD, target)?.for_checkpoint(in_place);
+    let template = DictTarget::new(&flat, options.device.clone());
+    let mut target = CheckpointError::or_refuse(group, LOAD, template)?.for_checkpoint(in_place);
     let mut source = CheckpointSource::by_flat_key(checkpoint);
     let report =
         load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;

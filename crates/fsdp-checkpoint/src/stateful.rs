@@ -309,24 +309,26 @@ impl<M> TrainState<M> {
         if let Some(average) = &self.average
             && let Some(StateValue::Dict(state)) = values.get_mut(AVERAGE)
         {
-            let saved = &checkpoint.metadata().entries;
+            let entries = &checkpoint.metadata().entries;
             average.retain_saved_names(state, |name| {
-                saved.contains_key(&format!("{AVERAGE}.{name}"))
+                entries.contains_key(&format!("{AVERAGE}.{name}"))
             });
         }
         // Step 3: check that the parts accept their saved state.
         if let Some(sampler) = &self.sampler
             && values.contains_key(SAMPLER)
         {
-            let saved = saved_part(&source, &values, SAMPLER)?;
-            let mut sampler = sampler.clone();
-            sampler.load_state_dict(&saved).map_err(NnError::from)?;
+            sampler
+                .clone()
+                .load_state_dict(&saved_part(&source, &values, SAMPLER)?)
+                .map_err(NnError::from)?;
         }
         if let Some(scaler) = &self.scaler
             && values.contains_key(SCALER)
         {
-            let saved = saved_part(&source, &values, SCALER)?;
-            scaler.clone().load_state_dict(&saved)?;
+            scaler
+                .clone()
+                .load_state_dict(&saved_part(&source, &values, SCALER)?)?;
         }
         if self.average.is_some() && values.contains_key(AVERAGE) {
             AveragedModel::check_n_averaged(&saved_part(&source, &values, AVERAGE)?)?;
@@ -385,8 +387,8 @@ impl<M> TrainState<M> {
             prefixes.optim = Some(vec![OPTIM.to_owned()]);
             optimizers.extend(&mut self.optimizers);
         }
-        let target = LiveTarget::new(self.model.parameters(), optimizers, prefixes);
-        let mut target = CheckpointError::or_refuse(group, LOAD, target)?.with_values(&mut values);
+        let live = LiveTarget::new(self.model.parameters(), optimizers, prefixes);
+        let mut target = CheckpointError::or_refuse(group, LOAD, live)?.with_values(&mut values);
         let mut report: LoadReport =
             load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;
         drop(target);
