@@ -61,7 +61,6 @@ mod train;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
@@ -132,12 +131,6 @@ enum Command {
     Completions(manual::CompletionsArguments),
     /// Print fsdp's manual page, or that of one command
     Man(manual::ManArguments),
-}
-
-/// Runs the command line of this process, and returns its exit code.
-#[must_use]
-pub fn main() -> ExitCode {
-    ExitCode::from(run(std::env::args_os()))
 }
 
 /// Runs a command line, whose first argument is the name of the program, as this process, and

@@ -1,5 +1,7 @@
 //! The `fsdp` binary. The code is in the library, where tests and benches reach parts of it.
 
-fn main() -> std::process::ExitCode {
-    fsdp_cli::main()
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    ExitCode::from(fsdp_cli::run(std::env::args_os()))
 }

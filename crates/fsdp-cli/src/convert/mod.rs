@@ -47,22 +47,18 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     let mapped = map.map(|map| Mapped::new(&view, &map)).transpose()?;
     let converted: &dyn Checkpoint = match &mapped {
         Some(mapped) => {
-            talk_of_unmatched(mapped.unmatched());
+            let unmatched = mapped.unmatched();
+            if !unmatched.is_empty() {
+                let keys = count(unmatched.len(), "key matches", "keys match");
+                output::talk(&format!("{keys} no rule of the map, and stay as they are:"));
+                output::talk_keys(unmatched);
+            }
             mapped
         }
         None => &view,
     };
     destination.plan = arguments.plan(converted.metadata(), &places)?;
     write(converted, &destination)
-}
-
-/// Tells which keys no rule of a map matches.
-fn talk_of_unmatched(unmatched: &[String]) {
-    if !unmatched.is_empty() {
-        let keys = count(unmatched.len(), "key matches", "keys match");
-        output::talk(&format!("{keys} no rule of the map, and stay as they are:"));
-        output::talk_keys(unmatched);
-    }
 }
 
 /// Writes a checkpoint for another number of ranks: `fsdp reshard`.
