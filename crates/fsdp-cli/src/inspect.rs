@@ -177,8 +177,8 @@ impl CheckpointSummary {
         let committed = if self.committed { "yes" } else { "no" };
         let hashes = if self.hashed { "yes" } else { "no" };
         let tensors = self.tensors.len();
-        let boxes = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
-        let boxes = count(boxes, "box", "boxes");
+        let number = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
+        let boxes = count(number, "box", "boxes");
         let mut lines = vec![
             format!("checkpoint  {} ({})", escaped(&self.path), self.format),
             format!("committed   {committed}, hashes {hashes}"),

@@ -68,13 +68,16 @@ fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
         return Some(code);
     }
     // A cause of no known kind says nothing: the next one may.
-    let kind = kind_as::<FileError>(cause)
+    #[cfg(feature = "train")]
+    let of_job = job_failure::kind(cause);
+    #[cfg(not(feature = "train"))]
+    let of_job = None;
+    let kind = of_job
+        .or_else(|| kind_as::<FileError>(cause))
         .or_else(|| kind_as::<SignError>(cause))
         .or_else(|| kind_as::<FormatError>(cause))
-        .or_else(|| kind_as::<io::Error>(cause));
-    #[cfg(feature = "train")]
-    let kind = kind.or_else(|| job_failure::kind(cause));
-    match exit_codes::for_kind(kind?) {
+        .or_else(|| kind_as::<io::Error>(cause))?;
+    match exit_codes::for_kind(kind) {
         exit_codes::INTERNAL => None,
         code => Some(code),
     }

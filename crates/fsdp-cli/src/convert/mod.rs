@@ -161,17 +161,17 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
             progress: Some(&|bytes| bar.add(bytes)),
             durable: Some(&durable),
         };
-        let converted = convert(source, destination.path, destination.target, options);
+        let outcome = convert(source, destination.path, destination.target, options);
         drop(bar);
-        // The library only knows that a step was refused.
-        if let (Err(_), Some(signal)) = (&converted, stop.signal()) {
+        // The library only knows that a step was refused, and not that a signal was the reason.
+        if let (Err(_), Some(signal)) = (&outcome, stop.signal()) {
             bail!(ConversionStopped {
                 signal,
                 destination: destination.path.to_string(),
             });
         }
         let converted =
-            converted.with_context(|| format!("failed to write `{}`", destination.path))?;
+            outcome.with_context(|| format!("failed to write `{}`", destination.path))?;
         report.set_written(source, converted);
     }
     report.print(work.json)

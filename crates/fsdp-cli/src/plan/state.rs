@@ -178,7 +178,7 @@ impl JobState {
     /// Returns the state that a checkpoint holds, from its metadata.
     ///
     /// Tensors of one type whose names are equal up to their first number are a unit:
-    /// `model.layers.3.`. JobState of an optimizer is told apart by the last part of its name. Tensors
+    /// `model.layers.3.`. State of an optimizer is told apart by the last part of its name. Tensors
     /// without dimensions are on all ranks.
     ///
     /// # Errors

@@ -99,10 +99,10 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let launched = Launched::find(arguments)?;
     let device = DeviceName::choose(arguments)?;
     let run = &arguments.checkpoints();
-    let rank = launched
+    // If ranks are threads, this process has rank 0.
+    let reports = launched
         .as_ref()
-        .map_or(0, |launched| launched.environment.rank);
-    let reports = rank == 0;
+        .is_none_or(|launched| launched.environment.rank == 0);
     if reports {
         // Looking for steps in the memory tier would already disturb a run that is saving there, so
         // this comes first.

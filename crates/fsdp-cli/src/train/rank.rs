@@ -188,8 +188,8 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
 /// This is a collective.
 ///
 /// # Errors
-/// On the rank that reports, the errors of [`Reporter::open`]. On the other ranks, an error with the
-/// text of that one.
+/// On the rank that reports, the errors of [`Reporter::open`]. On the other ranks, an error with
+/// the text of that one.
 fn open_report(group: &ProcessGroup, job: &Job<'_>) -> Result<Option<Reporter>> {
     let opened = match group.rank() {
         0 => Reporter::open(job.arguments, job.start()).map(Some),
@@ -372,7 +372,8 @@ impl Rank<'_> {
     /// Updates the parameters, at the learning rate of the step. The update is skipped if the
     /// gradients are not finite and there is a loss scale, or `--nonfinite` is `skip`.
     ///
-    /// Returns the norm of all gradients before they were clipped; `None` if the update was skipped.
+    /// Returns the norm of all gradients before they were clipped; `None` if the update was
+    /// skipped.
     fn update(&mut self, step: u64) -> Result<Option<f64>> {
         for optimizer in &mut self.run.optimizers {
             self.job.settings.schedule.apply(optimizer, step)?;
@@ -409,7 +410,7 @@ impl Rank<'_> {
         let Job { text, batches, .. } = self.job;
         let rank = self.run.model.group().rank();
         let (tokens, targets) =
-            batches.batch_at(text, self.job.rows_before(step), rank, part, &self.device)?;
+            batches.batch(text, self.job.rows_before(step), (rank, part), &self.device)?;
         let weight = batches.weight(rank, part);
         let model = &self.run.model;
         let loss = info_span!("forward")

@@ -351,8 +351,8 @@ impl Bar {
     }
 }
 
-/// Checks that no other run uses the directories of this one now. [`Reporter::open`] takes the locks
-/// themselves, when this run has something to write.
+/// Checks that no other run uses the directories of this one now. [`Reporter::open`] takes the
+/// locks themselves, when this run has something to write.
 ///
 /// # Errors
 /// Another run holds a lock.
@@ -366,8 +366,8 @@ pub(super) fn check_free(arguments: &TrainArguments) -> Result<()> {
     } else {
         MOMENT
     };
-    // If the file is missing, no run has been here. If it cannot be opened, `Reporter::open` returns
-    // that error.
+    // If the file is missing, no run has been here. If it cannot be opened, `Reporter::open`
+    // returns that error.
     if let Ok(events) = OpenOptions::new()
         .append(true)
         .open(arguments.out.join(EVENTS_FILE))
